@@ -1,0 +1,450 @@
+"""GPT-2 as published (Radford et al. 2019), its attention kernels, and its weights in every usual format.
+
+    from model import GPT, GPTConfig, load_model
+    model = GPT.from_pretrained("gpt2")         # or a folder in the Hugging Face format
+    model = load_model("log/checkpoint_000250.pt")
+"""
+import contextlib
+import dataclasses
+import json
+import math
+import shutil
+import warnings
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from fineweb import EOT, VOCAB_SIZE, UserError, checked_asset, replace_file
+
+if tuple(int(n) for n in torch.__version__.split("+")[0].split(".")[:2]) < (2, 9):
+    raise ImportError(f"torch {torch.__version__} is too old: this project needs torch 2.9 or newer")
+
+GPT2_SIZES = {
+    "gpt2": dict(n_layer=12, n_head=12, n_embd=768),            # 124,439,808 parameters
+    "gpt2-medium": dict(n_layer=24, n_head=16, n_embd=1024),    # 354,823,168
+    "gpt2-large": dict(n_layer=36, n_head=20, n_embd=1280),     # 774,030,080
+    "gpt2-xl": dict(n_layer=48, n_head=25, n_embd=1600),        # 1,557,611,200
+}
+
+
+# -----------------------------------------------------------------------------
+# attention: the textbook formula, or torch's scaled_dot_product_attention with its kernel pinned
+
+SDPA_KERNELS = {
+    "math": SDPBackend.MATH,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+}
+ATTENTION = ("auto", "naive", *SDPA_KERNELS)
+
+
+def attention(q, k, v, kernel="auto", is_causal=True):
+    """softmax(q k^T / sqrt(hs)) v, causal by default. q, k, v: (B, nh, T, hs) -> (B, nh, T, hs).
+
+    Vaswani et al. 2017, eq. 1 (arXiv:1706.03762). `kernel`: 'naive' writes the (T, T) matrix out;
+    'math', 'efficient', 'flash' (arXiv:2307.08691) and 'cudnn' pin that SDPA kernel; 'auto' lets torch choose.
+    """
+    if kernel == "naive":
+        att = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))                   # (B, nh, T, T)
+        if is_causal:
+            T = q.size(-2)
+            future = torch.ones(T, T, dtype=torch.bool, device=q.device).triu(1)
+            att = att.masked_fill(future, float("-inf"))
+        return F.softmax(att, dim=-1).to(v.dtype) @ v
+    with contextlib.nullcontext() if kernel == "auto" else sdpa_kernel(SDPA_KERNELS[kernel]):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+
+
+def check_attention(kernel, device, dtype, head_dim):
+    """Raises UserError, with torch's reason, if `kernel` cannot run forward and backward here."""
+    if kernel not in ATTENTION:
+        raise UserError(f"--attention {kernel}: choose one of {', '.join(ATTENTION)}")
+    q = torch.randn(1, 1, 64, head_dim, device=device, dtype=dtype, requires_grad=True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            attention(q, q, q, kernel).sum().backward()
+        except RuntimeError as error:
+            reasons = [str(w.message).split(" (Triggered")[0] for w in caught] or [str(error)]
+            raise UserError(f"--attention {kernel} cannot run on {device} in {str(dtype)[6:]} with heads of {head_dim} "
+                            f"({'; '.join(reasons)}): use --attention auto") from None
+
+
+# -----------------------------------------------------------------------------
+# GPT-2
+
+@dataclass
+class GPTConfig:
+    block_size: int = 1024      # longest sequence
+    vocab_size: int = 50257     # 50,000 merges + 256 bytes + <|endoftext|>; training pads it to 50304
+    n_layer: int = 12
+    n_head: int = 12
+    n_embd: int = 768
+    gelu: str = "tanh"          # GPT-2's approximation; "none" is the exact one, which nanoGPT trains with
+
+
+class CausalSelfAttention(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)       # query, key, value of all heads
+        self.c_proj = nn.Linear(config.n_embd, config.n_embd)
+        self.n_head = config.n_head
+        self.kernel = "auto"
+
+    def forward(self, x, past=None):
+        B, T, C = x.size()
+        q, k, v = self.c_attn(x).split(C, dim=2)
+        q = q.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)         # (B, nh, T, hs)
+        k = k.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
+        v = v.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
+        if past is not None:            # [k, v] of the tokens so far, or [] before the first
+            assert T == 1 or not past, "the cache is filled at once and then grows token by token"
+            if past:
+                k, v = torch.cat((past[0], k), dim=2), torch.cat((past[1], v), dim=2)
+            past[:] = k, v
+        y = attention(q, k, v, self.kernel, is_causal=T == k.size(2))           # (B, nh, T, hs)
+        return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
+
+
+class MLP(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd)
+        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd)
+        self.gelu = config.gelu
+
+    def forward(self, x):
+        return self.c_proj(F.gelu(self.c_fc(x), approximate=self.gelu))         # arXiv:1606.08415
+
+
+class Block(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(config.n_embd)
+        self.attn = CausalSelfAttention(config)
+        self.ln_2 = nn.LayerNorm(config.n_embd)
+        self.mlp = MLP(config)
+
+    def forward(self, x, past=None):
+        x = x + self.attn(self.ln_1(x), past)
+        return x + self.mlp(self.ln_2(x))
+
+
+class GPT(nn.Module):
+    """GPT-2: pre-norm blocks, learned positions, tanh GELU, biases everywhere, head tied to wte."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.transformer = nn.ModuleDict(dict(
+            wte=nn.Embedding(config.vocab_size, config.n_embd),
+            wpe=nn.Embedding(config.block_size, config.n_embd),
+            h=nn.ModuleList(Block(config) for _ in range(config.n_layer)),
+            ln_f=nn.LayerNorm(config.n_embd),
+        ))
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False, device="meta")
+        self.lm_head.weight = self.transformer.wte.weight                       # arXiv:1608.05859
+        self.init_weights()
+
+    @torch.no_grad()
+    def init_weights(self):
+        """Every parameter once: normal(0, 0.02), residual projections scaled by 1/sqrt(2 n_layer), GPT-2 section 2.3."""
+        for name, p in self.named_parameters():
+            if name.endswith(("ln_1.weight", "ln_2.weight", "ln_f.weight")):
+                p.fill_(1.0)
+            elif name.endswith(".bias"):
+                p.zero_()
+            elif name.endswith("c_proj.weight"):
+                p.normal_(0.0, 0.02 / math.sqrt(2 * self.config.n_layer))
+            elif name.endswith(("wte.weight", "wpe.weight", "c_attn.weight", "c_fc.weight")):
+                p.normal_(0.0, 0.02)
+            else:
+                raise AssertionError(f"no initialisation for {name}")
+
+    def hidden(self, idx, past=None):
+        """Final hidden states (B, T, C). `past`: one [k, v] or [] a block, which this call extends."""
+        start = past[0][0].size(2) if past and past[0] else 0
+        pos = torch.arange(start, start + idx.size(1), device=idx.device)       # (T,)
+        x = self.transformer.wte(idx) + self.transformer.wpe(pos)               # (B, T, C)
+        for i, block in enumerate(self.transformer.h):
+            x = block(x, past[i] if past else None)
+        return self.transformer.ln_f(x)
+
+    def forward(self, idx, targets=None):
+        """idx, targets: int64 (B, T). Without targets: (logits (B, T, vocab_size), None).
+
+        With targets: (None, mean cross-entropy in nats); targets of -1 are ignored. The logits stay
+        inside, so that torch.compile may fuse them with the loss.
+        """
+        if idx.size(1) > self.config.block_size:
+            raise ValueError(f"a sequence of {idx.size(1)} tokens is longer than block_size {self.config.block_size}")
+        logits = self.lm_head(self.hidden(idx))                                 # (B, T, vocab_size)
+        if targets is None:
+            return logits, None
+        return None, F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=-1)
+
+    def use_attention(self, kernel):
+        """Chooses the attention kernel by name (see `attention`); check_attention tells if it can run."""
+        for block in self.transformer.h:
+            block.attn.kernel = kernel
+
+    @torch.no_grad()
+    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=50, generator=None):
+        """Continues idx (B, T) int64 by max_new_tokens sampled tokens -> (B, T + max_new_tokens).
+
+        Keys and values are cached until the context fills block_size; from then on the window slides
+        and positions shift, so each token costs a whole forward. `temperature` 0 takes the likeliest
+        token; `top_k` None or 0 samples from all. Ids from 50257 on (padding) are never sampled.
+        """
+        past = None
+        for _ in range(max_new_tokens):
+            if past is None or idx.size(1) > self.config.block_size:
+                past = [[] for _ in self.transformer.h]
+                x = self.hidden(idx[:, -self.config.block_size:], past)
+            else:
+                x = self.hidden(idx[:, -1:], past)
+            logits = self.lm_head(x[:, -1]).float()                             # (B, vocab_size)
+            idx = torch.cat((idx, sample_token(logits, temperature, top_k, generator)), dim=1)
+        return idx
+
+    def configure_optimizers(self, max_lr, weight_decay, betas=(0.9, 0.95), eps=1e-8):
+        """[AdamW] with decay (arXiv:1711.05101) on what is two-dimensional and up, none on gains and biases."""
+        params = list(self.named_parameters())
+        groups = [{"params": [(n, p) for n, p in params if p.dim() >= 2], "weight_decay": weight_decay},
+                  {"params": [(n, p) for n, p in params if p.dim() < 2], "weight_decay": 0.0}]
+        return [torch.optim.AdamW(groups, lr=max_lr, betas=betas, eps=eps, fused=True)]
+
+    def flops_per_token(self, sequence_length):
+        """Forward and backward FLOPs a token: 6 N + 12 n_layer n_embd T (PaLM, arXiv:2204.02311, appendix B).
+
+        N counts the tied head and leaves out the positions, which are only looked up.
+        """
+        N = sum(p.numel() for p in self.parameters()) - self.transformer.wpe.weight.numel()
+        return 6 * N + 12 * self.config.n_layer * self.config.n_embd * sequence_length
+
+    @classmethod
+    def from_pretrained(cls, source):
+        """`gpt2`, `gpt2-medium`, `gpt2-large`, `gpt2-xl` (or another name on the Hugging Face hub), or a local folder."""
+        return _from_huggingface(source)
+
+    def save_pretrained(self, folder):
+        """Writes config.json, model.safetensors and the tokenizer, as transformers' GPT2LMHeadModel and AutoTokenizer
+        read them: Conv1D weights transposed, the padding of the vocabulary cut off."""
+        from safetensors.torch import save
+        folder, c = Path(folder), self.config
+        folder.mkdir(parents=True, exist_ok=True)
+        vocab_size = min(c.vocab_size, VOCAB_SIZE)
+        weights = {}
+        for name, p in self.state_dict().items():
+            if name != "lm_head.weight":                                        # tied to wte
+                p = p[:vocab_size] if name.endswith("wte.weight") else p.t() if _is_conv1d(name) else p
+                weights[name] = p.detach().float().cpu().contiguous()
+        config = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "vocab_size": vocab_size,
+                  "n_positions": c.block_size, "n_ctx": c.block_size, "n_embd": c.n_embd, "n_layer": c.n_layer,
+                  "n_head": c.n_head, "n_inner": None, "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True,
+                  "activation_function": "gelu_new" if c.gelu == "tanh" else "gelu",
+                  "embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "initializer_range": 0.02,
+                  "bos_token_id": EOT, "eos_token_id": EOT, "dtype": "float32"}
+        eot = "<|endoftext|>"
+        tokens = {"tokenizer_class": "GPT2Tokenizer", "model_max_length": c.block_size, "add_prefix_space": False,
+                  "bos_token": eot, "eos_token": eot, "unk_token": eot}
+        for name, content in (("config.json", config), ("tokenizer_config.json", tokens)):
+            data = json.dumps(content, indent=2).encode()
+            replace_file(folder / name, lambda file, data=data: file.write(data))
+        shutil.copyfile(checked_asset("encoder.json"), folder / "vocab.json")
+        shutil.copyfile(checked_asset("vocab.bpe"), folder / "merges.txt")
+        replace_file(folder / "model.safetensors", lambda file: file.write(save(weights, metadata={"format": "pt"})))
+
+
+def sample_token(logits, temperature, top_k, generator):
+    """One sampled id a row: logits (B, vocab_size) -> (B, 1)."""
+    logits[:, VOCAB_SIZE:] = float("-inf")
+    if temperature == 0:
+        return logits.argmax(dim=-1, keepdim=True)
+    logits = logits / temperature
+    if top_k:
+        kept = logits.topk(min(top_k, logits.size(-1))).values
+        logits = logits.masked_fill(logits < kept[:, -1:], float("-inf"))
+    return torch.multinomial(F.softmax(logits, dim=-1), num_samples=1, generator=generator)
+
+
+# -----------------------------------------------------------------------------
+# weights from elsewhere
+
+MODELS = {"gpt2": (GPT, GPTConfig)}             # what a checkpoint's `recipe` names
+
+
+def _is_conv1d(name):
+    """GPT-2's own code stores these as (in, out), nn.Linear as (out, in)."""
+    return name.endswith(("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight"))
+
+
+def _canonical(state_dict):
+    """State dict in this project's names: no wrapper's prefixes, no mask buffers, zeros for biases left out."""
+    out = {}
+    for name, tensor in state_dict.items():
+        if not isinstance(name, str) or not torch.is_tensor(tensor):
+            raise UserError("its state dict holds something that is not a tensor")
+        while name.startswith(("_orig_mod.", "module.")):                       # torch.compile, DDP
+            name = name.split(".", 1)[1]
+        if not name.startswith(("transformer.", "lm_head.")):                   # the hub's gpt2 has no prefix
+            name = "transformer." + name
+        if not name.endswith((".attn.bias", ".attn.masked_bias")):
+            out[name] = tensor
+    if not any(name.endswith(".bias") for name in out):                         # nanoGPT's bias=False
+        for name in [n for n in out if ".h." in n or ".ln_f." in n]:
+            out[name.removesuffix("weight") + "bias"] = torch.zeros(out[name].size(0))
+    if "transformer.wte.weight" in out:
+        out.setdefault("lm_head.weight", out["transformer.wte.weight"])
+    elif "lm_head.weight" in out:
+        out["transformer.wte.weight"] = out["lm_head.weight"]
+    return out
+
+
+def build_model(cls, config, state_dict):
+    """A `cls(config)` that holds the weights of `state_dict` (fp32); UserError where they do not fit.
+
+    The tensors are compared with the config before anything of the config's size is allocated.
+    """
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.type in ("int", int) and not (type(value) is int and 0 < value < 2**24):
+            raise UserError(f"its config says {field.name} = {str(value)[:40]}")
+    if config.n_embd % config.n_head:
+        raise UserError(f"its config says {config.n_head} heads for n_embd {config.n_embd}")
+    if config.n_layer > len(state_dict):
+        raise UserError(f"its config says {config.n_layer} layers and it holds {len(state_dict)} tensors")
+    with torch.device("meta"):
+        model = cls(config)
+    expected = model.state_dict()
+    for name in expected.keys() - state_dict.keys():
+        raise UserError(f"the tensor {name} is missing")
+    for name in state_dict.keys() - expected.keys():
+        raise UserError(f"the tensor {name[:80]} does not belong to a {cls.__name__}")
+    for name, tensor in state_dict.items():
+        if tensor.shape != expected[name].shape:
+            raise UserError(f"{name} is {tuple(tensor.shape)} where the config needs {tuple(expected[name].shape)}")
+    tied = expected["lm_head.weight"] is not None and model.lm_head.weight is model.transformer.wte.weight
+    if tied and not torch.equal(state_dict["lm_head.weight"], state_dict["transformer.wte.weight"]):
+        raise UserError("its head is not tied to its embedding")
+    model.load_state_dict({name: t.detach().float().clone() for name, t in state_dict.items()}, assign=True)
+    if tied:
+        model.lm_head.weight = model.transformer.wte.weight
+    return model.requires_grad_()
+
+
+def _from_huggingface(source):
+    """A GPT from a folder in the Hugging Face format, or from a name on the hub. UserError if it is not GPT-2's kind."""
+    folder = Path(source)
+    if not folder.is_dir():
+        folder = _download(str(source))
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        if config.get("model_type") != "gpt2":
+            raise UserError(f"its config.json says model_type {str(config.get('model_type'))[:40]!r} instead of 'gpt2'")
+        for key, value in (("layer_norm_epsilon", 1e-5), ("scale_attn_weights", True), ("tie_word_embeddings", True),
+                           ("scale_attn_by_inverse_layer_idx", False), ("add_cross_attention", False)):
+            if config.get(key, value) != value:
+                raise UserError(f"its config.json says {key} = {config[key]}, which this GPT does not do")
+        gelu = {"gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu": "none"}.get(
+            config.get("activation_function", "gelu_new"))
+        if gelu is None or config.get("n_inner") not in (None, 4 * config["n_embd"]):
+            raise UserError("its config.json asks for another activation or n_inner than GPT-2's")
+        weights = {name: t.t() if _is_conv1d(name) else t for name, t in _canonical(_folder_weights(folder)).items()}
+        return build_model(GPT, GPTConfig(config.get("n_positions", 1024), config["vocab_size"], config["n_layer"],
+                                          config["n_head"], config["n_embd"], gelu), weights)
+    except UserError as error:
+        raise UserError(f"{source} is not a GPT-2 in the Hugging Face format: {error}") from None
+    except Exception as error:      # whatever a damaged or foreign file makes the readers raise
+        raise UserError(f"{source} is not a GPT-2 in the Hugging Face format "
+                        f"({type(error).__name__}: {str(error)[:200]})") from None
+
+
+def _folder_weights(folder):
+    """The tensors of a folder: safetensors, whole or in parts, else pytorch_model.bin."""
+    from safetensors.torch import load_file
+    index = folder / "model.safetensors.index.json"
+    if (folder / "model.safetensors").is_file():
+        return load_file(folder / "model.safetensors")
+    if index.is_file():
+        weights = {}
+        for name in sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())):
+            if Path(name).name != name:
+                raise UserError(f"its index names a file outside the folder ({str(name)[:80]})")
+            weights |= load_file(folder / name)
+        return weights
+    if (folder / "pytorch_model.bin").is_file():
+        return torch.load(folder / "pytorch_model.bin", map_location="cpu", weights_only=True)
+    raise UserError("it has neither model.safetensors nor pytorch_model.bin")
+
+
+def _download(name):
+    """Folder of the hub's config.json and model.safetensors of `name`, from huggingface_hub's cache where it can."""
+    from huggingface_hub import hf_hub_download
+    repo = f"openai-community/{name}" if name in GPT2_SIZES else name
+    try:
+        hf_hub_download(repo, "model.safetensors")
+        return Path(hf_hub_download(repo, "config.json")).parent
+    except Exception as error:      # the network's errors are of many libraries' classes
+        raise UserError(f"{name} is neither a file or folder here nor to be had from the Hugging Face hub "
+                        f"({type(error).__name__}: {str(error).splitlines()[0][:200]}): check the name and the "
+                        f"connection, or give the path of a checkpoint") from None
+
+
+class _Record:
+    """Stands in for build-nanogpt's pickled `__main__.GPTConfig`: attributes, and nothing that could run."""
+
+
+def read_checkpoint(path):
+    """The dict of a .pt file, memory-mapped, with tensors and plain values only; nothing in it can run."""
+    path = Path(path)
+    if not path.is_file():
+        raise UserError(f"{path} does not exist: check the path")
+    try:
+        with torch.serialization.safe_globals([(_Record, "__main__.GPTConfig")]):
+            checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except Exception as error:      # whatever a damaged or hostile file makes the unpickler raise
+        reason = str(error).strip().split("\n")[0][:200]
+        raise UserError(f"{path} cannot be read as a checkpoint: it was cut off, or holds more than tensors "
+                        f"and plain values ({type(error).__name__}: {reason})") from None
+    if not isinstance(checkpoint, dict):
+        raise UserError(f"{path} holds a {type(checkpoint).__name__} instead of a checkpoint's dict")
+    return checkpoint
+
+
+def model_from_checkpoint(checkpoint, path):
+    """The model of a checkpoint's dict: this project's, nanoGPT's or build-nanogpt's, told by what it records."""
+    try:
+        cls, config_cls, extra = GPT, GPTConfig, {}
+        weights = checkpoint.get("model")
+        if "model_config" in checkpoint:
+            if checkpoint.get("recipe") not in MODELS:
+                raise UserError(f"its recipe {str(checkpoint.get('recipe'))[:40]!r} is unknown here")
+            cls, config_cls = MODELS[checkpoint["recipe"]]
+            config = checkpoint["model_config"]
+        elif "model_args" in checkpoint:                                        # nanoGPT
+            config, extra = checkpoint["model_args"], {"gelu": "none"}
+        else:                                                                   # build-nanogpt
+            config = vars(checkpoint["config"]) if isinstance(checkpoint.get("config"), _Record) else None
+        if not isinstance(weights, dict) or not isinstance(config, dict):
+            raise UserError("it records neither this project's model_config, nor nanoGPT's model_args, nor "
+                            "build-nanogpt's GPTConfig")
+        fields = {f.name for f in dataclasses.fields(config_cls)} & config.keys()
+        config = config_cls(**{name: config[name] for name in fields}, **extra)
+        return build_model(cls, config, _canonical(weights) if cls is GPT else weights)
+    except UserError as error:
+        raise UserError(f"{path} is not a checkpoint that this project reads: {error}") from None
+
+
+def load_model(path):
+    """A model from this project's checkpoint, a Hugging Face folder or hub name, nanoGPT's ckpt.pt or
+    build-nanogpt's model_*.pt. Raises UserError, in one sentence, for anything else."""
+    if Path(path).is_file() or Path(path).suffix in (".pt", ".pth"):
+        return model_from_checkpoint(read_checkpoint(path), path)
+    return _from_huggingface(path)
