@@ -32,6 +32,21 @@ GPT2_SIZES = {
 }
 
 
+def choose_device(name="auto"):
+    """'cuda', 'mps' or 'cpu' for `name`; 'auto' takes the first that is there. UserError for one that is not."""
+    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    if name == "auto":
+        return next(device for device, found in there.items() if found)
+    if not there.get(name.split(":")[0], False):
+        raise UserError(f"--device {name}: not to be found here; use {' or '.join(d for d, f in there.items() if f)}")
+    return name
+
+
+def make_autocast(device, dtype):
+    """torch.autocast to `dtype` ('bfloat16', 'float16') on `device`; switched off for 'float32'."""
+    return torch.autocast(device.split(":")[0], dtype=getattr(torch, dtype), enabled=dtype != "float32")
+
+
 # -----------------------------------------------------------------------------
 # attention: the textbook formula, or torch's scaled_dot_product_attention with its kernel pinned
 
@@ -188,6 +203,14 @@ class GPT(nn.Module):
         if targets is None:
             return logits, None
         return None, F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=-1)
+
+    def token_losses(self, idx, targets):
+        """Cross-entropy of each token, fp32 (B, T); 0 where the target is -1, for which no logits are computed."""
+        scored = targets >= 0
+        logits = self.lm_head(self.hidden(idx)[scored]).float()                 # (tokens scored, vocab_size)
+        losses = torch.zeros(targets.shape, device=idx.device)
+        losses[scored] = F.cross_entropy(logits, targets[scored], reduction="none")
+        return losses
 
     def use_attention(self, kernel):
         """Chooses the attention kernel by name (see `attention`); check_attention tells if it can run."""

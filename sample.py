@@ -1,0 +1,34 @@
+"""Text from a checkpoint:  python sample.py --model log/checkpoint_019073.pt --prompt "Hello, I'm a language model," """
+from fineweb import EOT, FlagParser, UserError, encode, run_command, tokenizer, whole_number
+
+
+def main(argv=None):
+    parser = FlagParser(prog="sample.py", description=__doc__)
+    parser.add_argument("--model", default="gpt2", help="checkpoint, Hugging Face folder, or name on the hub (default gpt2)")
+    parser.add_argument("--prompt", default="", help="text to continue (default: none, a new document)")
+    parser.add_argument("--num_samples", type=whole_number, default=4, help="how many continuations (default 4)")
+    parser.add_argument("--max_new_tokens", type=whole_number, default=200, help="tokens of each (default 200)")
+    parser.add_argument("--temperature", type=float, default=1.0, help="0 takes the likeliest token (default 1.0)")
+    parser.add_argument("--top_k", type=whole_number, default=50, help="sample from the k likeliest; 0: from all (default 50)")
+    parser.add_argument("--seed", type=whole_number, default=42)
+    parser.add_argument("--device", default="auto", help="auto, cuda, mps or cpu (default auto)")
+    args = parser.parse_args(argv)
+    if args.num_samples < 1 or args.max_new_tokens < 1 or args.top_k < 0 or not 0 <= args.temperature < float("inf"):
+        raise UserError("--num_samples and --max_new_tokens must be at least 1, --top_k and --temperature at least 0")
+
+    import torch
+
+    from model import choose_device, load_model
+    device = choose_device(args.device)
+    model = load_model(args.model).to(device)
+    prompt = encode(args.prompt).tolist() or [EOT]
+    idx = torch.tensor([prompt] * args.num_samples, dtype=torch.int64, device=device)
+    generator = torch.Generator(device=device).manual_seed(args.seed)
+    rows = model.generate(idx, args.max_new_tokens, args.temperature, args.top_k, generator).tolist()
+    for i, row in enumerate(rows):
+        end = row.index(EOT, len(prompt)) if EOT in row[len(prompt):] else len(row)     # the document ends there
+        print(f"--- sample {i + 1} of {args.num_samples}\n{tokenizer().decode([t for t in row[:end] if t != EOT])}")
+
+
+if __name__ == "__main__":
+    run_command(main)

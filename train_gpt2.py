@@ -1,0 +1,690 @@
+"""Trains GPT-2 (124M) from scratch, on one process or many:
+
+    python train_gpt2.py --overfit                              the sanity run: memorise 128 tokens of Shakespeare
+    python train_gpt2.py                                        FineWeb-Edu (made by `python fineweb.py`)
+    torchrun --standalone --nproc_per_node=8 train_gpt2.py      the same on 8 GPUs: 19,073 steps of 2^19 tokens
+
+The same command again goes on where the last checkpoint in --out was written.
+"""
+import argparse
+import dataclasses
+import math
+import os
+import re
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import hellaswag
+from fineweb import (
+    FlagParser,
+    RunError,
+    TokenLoader,
+    UserError,
+    Windows,
+    encode,
+    list_shards,
+    replace_file,
+    run_command,
+    to_device,
+    tokenizer,
+    whole_number,
+)
+from model import (
+    ATTENTION,
+    MODELS,
+    check_attention,
+    choose_device,
+    load_model,
+    make_autocast,
+    model_from_checkpoint,
+    read_checkpoint,
+)
+
+INPUT_TXT = Path(__file__).resolve().parent / "input.txt"
+
+
+# -----------------------------------------------------------------------------
+# one dataclass: the flags, the log's first lines, the checkpoint's config
+
+def flag(default, group, help, **metadata):
+    return field(default=default, metadata={"group": group, "help": help, **metadata})
+
+
+@dataclass
+class Config:
+    data: str = flag("edu_fineweb10B", "data", "folder of token shards")
+    overfit: bool = flag(False, "data", "the sanity run: one batch of 4 x 32 tokens of input.txt, until it is learnt by heart")
+    shuffle: bool = flag(True, "data", "permute shards and sequences each epoch by the seed; otherwise the files' order")
+    val_tokens: int = flag(10_485_760, "data", "tokens of a validation, the first of the validation shards")
+    hellaswag_data: str = flag("", "data", "HellaSwag examples as .jsonl (default: from the Hugging Face hub)")
+
+    recipe: str = flag("gpt2", "model", "what is trained how", choices=list(MODELS))
+    init: str = flag("scratch", "model", "scratch, gpt2, gpt2-medium, gpt2-large, gpt2-xl, or the path of a checkpoint")
+    n_layer: int = flag(12, "model", "blocks")
+    n_head: int = flag(12, "model", "attention heads")
+    n_embd: int = flag(768, "model", "width")
+    block_size: int = flag(1024, "model", "longest sequence, tokens")
+    vocab_size: int = flag(50304, "model", "rows of the embedding: 50257 padded to a multiple of 128")
+
+    total_batch_size: int = flag(524288, "batch", "tokens an optimizer step, over all processes and micro-steps")
+    batch_size: str = flag("auto", "batch", "sequences a micro-step of one process, or auto")
+    sequence_length: int = flag(0, "batch", "tokens a sequence; 0: block_size")
+
+    max_steps: int = flag(19073, "optimisation", "optimizer steps in all; 19073 are one epoch of 10 billion tokens")
+    warmup_steps: int = flag(715, "optimisation", "steps of linear warm-up; GPT-3's 375 million tokens")
+    max_lr: float = flag(6e-4, "optimisation", "learning rate after the warm-up")
+    min_lr: float = flag(-1.0, "optimisation", "learning rate at the end of the cosine; -1: a tenth of max_lr")
+    weight_decay: float = flag(0.1, "optimisation", "AdamW's decay of matrices and embeddings")
+    grad_clip: float = flag(1.0, "optimisation", "largest norm of the gradient; 0 switches clipping off")
+    seed: int = flag(1337, "optimisation", "decides the initial weights and the order of the data")
+
+    device: str = flag("auto", "speed", "auto, cuda, mps or cpu")
+    dtype: str = flag("auto", "speed", "of the matrix products; auto: bfloat16 where the hardware has it",
+                      choices=["auto", "float32", "bfloat16", "float16"])
+    tf32: bool = flag(True, "speed", "TF32 in what stays float32, on CUDA")
+    compile: bool = flag(None, "speed", "torch.compile (default: on CUDA)", type=bool)
+    attention: str = flag("auto", "speed", "attention kernel; auto: torch's choice", choices=list(ATTENTION))
+
+    val_every: int = flag(250, "evaluation and output", "steps between validations; 0: never")
+    hellaswag_every: int = flag(250, "evaluation and output", "steps between HellaSwag evaluations; 0: never")
+    sample_every: int = flag(250, "evaluation and output", "steps between samples of text; 0: never")
+    checkpoint_every: int = flag(250, "evaluation and output", "steps between checkpoints; 0: never")
+    keep_checkpoints: int = flag(3, "evaluation and output", "how many of the newest checkpoints stay, beside the best; 0: all")
+    out: str = flag("log", "evaluation and output", "folder for log.txt and checkpoints")
+    resume: str = flag("auto", "evaluation and output", "auto (the newest checkpoint in --out), never, or a checkpoint's path")
+    wandb: bool = flag(False, "evaluation and output", "also log to Weights & Biases (pip install wandb)")
+
+
+# The lecture's sanity run: 50 AdamW steps on one batch, at a constant rate.
+OVERFIT = dict(vocab_size=50257, total_batch_size=4 * 32, batch_size="4", sequence_length=32, shuffle=False,
+               max_steps=50, warmup_steps=0, max_lr=3e-4, min_lr=3e-4, val_every=0, hellaswag_every=0, sample_every=0,
+               checkpoint_every=0, resume="never", out="log/overfit")
+# What may differ between the runs that write one log; all else is taken from the checkpoint unless given as a flag.
+PER_RUN = ("out", "resume", "init", "device", "batch_size", "compile", "wandb")
+# What decides weights and data; it cannot change within a run.
+FIXED = ("recipe", "n_layer", "n_head", "n_embd", "block_size", "vocab_size", "total_batch_size", "sequence_length",
+         "seed", "shuffle")
+
+
+def parse_flags(argv=None):
+    """(Config, names of the fields given as flags)."""
+    parser = FlagParser(prog="train_gpt2.py", description=__doc__)
+    groups = {}
+    for f in dataclasses.fields(Config):
+        name, kind = f.name, f.metadata.get("type", f.type)
+        group = groups.setdefault(f.metadata["group"], parser.add_argument_group(f.metadata["group"]))
+        if kind is bool:
+            group.add_argument(f"--{name}", dest=name, action="store_true", default=argparse.SUPPRESS, help=f.metadata["help"])
+            group.add_argument(f"--no_{name}", dest=name, action="store_false", default=argparse.SUPPRESS,
+                               help=f"(default: {'--' if f.default else '--no_'}{name})" if f.default is not None else None)
+        else:
+            group.add_argument(f"--{name}", default=argparse.SUPPRESS, choices=f.metadata.get("choices"), metavar=kind.__name__.upper(),
+                               type=whole_number if kind is int else kind, help=f"{f.metadata['help']} (default {f.default})")
+    given = vars(parser.parse_args(argv))
+    return Config(**(OVERFIT if given.get("overfit") else {}) | given), set(given)
+
+
+
+
+
+def check_config(config):
+    """Raises UserError for what can be told from the flags alone."""
+    at_least = dict(val_tokens=1, n_layer=1, n_head=1, n_embd=1, block_size=1, vocab_size=1, total_batch_size=1,
+                    sequence_length=0, max_steps=1, warmup_steps=0, weight_decay=0, grad_clip=0, seed=0, val_every=0,
+                    hellaswag_every=0, sample_every=0, checkpoint_every=0, keep_checkpoints=0)
+    for name, least in at_least.items():
+        if not least <= getattr(config, name) < math.inf:
+            raise UserError(f"--{name} {getattr(config, name)}: must be at least {least}")
+    if not 0 < config.max_lr < math.inf or not (0 <= config.min_lr <= config.max_lr or config.min_lr == -1):
+        raise UserError(f"--max_lr {config.max_lr} --min_lr {config.min_lr}: the first must be above 0, the second from 0 to the first")
+    if config.n_embd % config.n_head:
+        fitting = [n for n in range(1, config.n_embd + 1) if config.n_embd % n == 0]
+        raise UserError(f"--n_embd {config.n_embd} does not divide into --n_head {config.n_head} heads: "
+                        f"give one of {', '.join(map(str, fitting))} heads")
+    if config.sequence_length > config.block_size:
+        raise UserError(f"--sequence_length {config.sequence_length} is longer than --block_size {config.block_size}: "
+                        f"shorten the one or raise the other")
+    if config.vocab_size > 65536:
+        raise UserError(f"--vocab_size {config.vocab_size}: tokens are uint16, so 65536 is the most")
+    if config.batch_size != "auto" and not (config.batch_size.isdecimal() and int(config.batch_size) > 0):
+        raise UserError(f"--batch_size {config.batch_size}: give a number of sequences from 1 on, or auto")
+
+
+def micro_batch(config, world_size, device):
+    """Sequences a micro-step: --batch_size, or for auto the largest that divides, at most 64 on CUDA and 8 elsewhere."""
+    T = config.sequence_length
+    if config.total_batch_size % (T * world_size):
+        step = T * world_size
+        near = sorted({max(1, config.total_batch_size // step) * step, -(-config.total_batch_size // step) * step})
+        raise UserError(f"--total_batch_size {config.total_batch_size} does not divide into sequences of {T} tokens on "
+                        f"{world_size} process(es): give {' or '.join(map(str, near))}")
+    rows = config.total_batch_size // (T * world_size)
+    divisors = [b for b in range(1, rows + 1) if rows % b == 0]
+    if config.batch_size == "auto":
+        return max(b for b in divisors if b <= (64 if device.startswith("cuda") else 8))
+    if int(config.batch_size) not in divisors:
+        raise UserError(f"--batch_size {config.batch_size} does not divide the {rows} sequences a step of each of {world_size} "
+                        f"process(es): give one of {', '.join(map(str, divisors))}, or auto")
+    return int(config.batch_size)
+
+
+# -----------------------------------------------------------------------------
+# recipes: which model, which optimizers, which schedule. The loop asks for nothing else.
+
+def warmup_cosine(step, config):
+    """Learning rate of `step` as a fraction of the largest: linear warm-up, cosine to min_lr at max_steps (arXiv:1608.03983)."""
+    if step < config.warmup_steps:
+        return (step + 1) / config.warmup_steps
+    floor = config.min_lr / config.max_lr
+    progress = min(1.0, (step - config.warmup_steps) / max(1, config.max_steps - config.warmup_steps))
+    return floor + 0.5 * (1.0 + math.cos(math.pi * progress)) * (1.0 - floor)
+
+
+@dataclass
+class Recipe:
+    model: Callable             # config -> model with fresh weights
+    optimizers: Callable        # model, config -> list of optimizers; each group's `lr` is its largest
+    schedule: Callable          # step, config -> fraction of the largest learning rate
+
+
+def fresh_gpt2(config):
+    cls, config_cls = MODELS["gpt2"]
+    return cls(config_cls(config.block_size, config.vocab_size, config.n_layer, config.n_head, config.n_embd))
+
+
+RECIPES = {
+    # GPT-3 Small's settings (Brown et al. 2020, arXiv:2005.14165, table 2.1 and appendix B)
+    "gpt2": Recipe(fresh_gpt2, lambda model, config: model.configure_optimizers(config.max_lr, config.weight_decay), warmup_cosine),
+}
+
+
+# -----------------------------------------------------------------------------
+# this process among the others
+
+@dataclass
+class Process:
+    rank: int
+    world_size: int
+    device: str
+    is_master: bool             # does the logging and the checkpoints
+
+    def print0(self, *args):
+        if self.is_master:
+            print(*args, flush=True)
+
+    def sum(self, *values):
+        """Each value summed over all processes, as floats (gloo has no AVG: divide afterwards)."""
+        if self.world_size == 1:
+            return values
+        total = torch.tensor(values, dtype=torch.float64, device=self.device if self.device.startswith("cuda") else "cpu")
+        dist.all_reduce(total)
+        return total.tolist()
+
+    @contextmanager
+    def master_first(self):
+        """The master goes through the body first (and fills caches), then the others."""
+        if self.world_size > 1 and not self.is_master:
+            dist.barrier()
+        yield
+        if self.world_size > 1 and self.is_master:
+            dist.barrier()
+
+
+def setup_process(config):
+    """Joins torchrun's process group if there is one; nccl on CUDA, gloo elsewhere."""
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    device = choose_device(config.device)
+    if device == "cuda" and "LOCAL_RANK" in os.environ:
+        device = f"cuda:{os.environ['LOCAL_RANK']}"
+    if device.startswith("cuda"):
+        torch.cuda.set_device(device)
+        # "high" alone; the newer fp32_precision settings beside it break torch.compile
+        torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
+    if world_size > 1:
+        dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
+    return Process(rank, world_size, device, rank == 0)
+
+
+def choose_dtype(name, device):
+    """'auto': bfloat16 where the hardware multiplies it, else float16 on CUDA and float32 elsewhere."""
+    if name != "auto":
+        return name
+    if device.startswith("cuda"):
+        return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
+    native = device == "cpu" and (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+    return "bfloat16" if native else "float32"
+
+
+def can_compile(device):
+    """None if torch.compile works here, else the reason: it needs Triton on CUDA, a C++ compiler on the CPU."""
+    try:
+        torch.compile(lambda x: x * 2 + 1)(torch.zeros(8, device=device))
+    except Exception as error:          # inductor's, Triton's, the compiler's: any of them means eager
+        return str(error).strip().split("\n")[0][:200] or type(error).__name__
+
+
+# Dense 16-bit peaks in TFLOP/s from the vendors' data sheets (with fp32 accumulation); the first name found counts.
+PEAK_TFLOPS = {
+    "B200": 2250, "B100": 1750, "H200": 989, "H100 NVL": 835, "H100 PCIe": 756, "H100": 989, "H800": 989, "H20": 148,
+    "A100": 312, "A800": 312, "A40": 149.7, "A10G": 70, "A10": 125, "L40S": 362, "L40": 181, "L4": 121, "V100": 125, "T4": 65,
+    "RTX 6000 Ada": 364, "RTX A6000": 154.8, "RTX 5090": 209.5, "RTX 4090": 165.2, "RTX 4080": 97.5, "RTX 3090": 71,
+    "RTX 3080": 59.5,
+}
+
+
+def peak_flops(device):
+    """FLOP/s of this device's 16-bit matrix units, or None where the table does not know it."""
+    name = torch.cuda.get_device_name(device) if device.startswith("cuda") else ""
+    return next((tflops * 1e12 for key, tflops in PEAK_TFLOPS.items() if re.search(rf"\b{key}\b", name)), None)
+
+
+# -----------------------------------------------------------------------------
+# the log and the checkpoints
+
+class Log:
+    """OUT/log.txt, a line an event: `STEP KIND VALUE` with KIND train, val or hella; and wandb's, if asked for."""
+
+    def __init__(self, config, step, process):
+        self.file, self.wandb = None, None
+        if not process.is_master:
+            return
+        path = Path(config.out) / "log.txt"
+        self._cut_back(path, step)
+        self.file = open(path, "a", encoding="utf-8")
+        if config.wandb:
+            try:
+                import wandb
+            except ImportError:
+                raise UserError("--wandb needs the package wandb: pip install wandb, or leave the flag out") from None
+            self.wandb = wandb
+            wandb.init(project="gpt2", name=Path(config.out).name, config=asdict(config), resume="allow")
+
+    @staticmethod
+    def _cut_back(path, step):
+        """Drops what a run wrote after its last checkpoint, so that no step stands twice: training steps from
+        `step` on, and evaluations after it (those at it were written before the checkpoint was)."""
+        if path.exists():
+            rows = [line.split() for line in path.read_text(encoding="utf-8").splitlines()]
+            kept = [row for row in rows if len(row) == 3 and row[0].isdecimal() and int(row[0]) < step + (row[1] != "train" and step > 0)]
+            replace_file(path, lambda file: file.write("".join(" ".join(row) + "\n" for row in kept).encode()))
+
+    def write(self, step, kind, value, **more):
+        if self.file:
+            self.file.write(f"{step} {kind} {value:.6f}\n")
+            self.file.flush()
+        if self.wandb:
+            self.wandb.log({kind: value, **more}, step=step)
+
+
+def checkpoints(out):
+    """[(step, path)] of the whole checkpoints in `out`, oldest first."""
+    found = ((re.fullmatch(r"checkpoint_(\d+)\.pt", p.name), p) for p in Path(out).glob("checkpoint_*.pt"))
+    return sorted((int(m[1]), p) for m, p in found if m)
+
+
+def save_checkpoint(config, step, val_loss, model, optimizers, scaler):
+    """Writes OUT/checkpoint_STEP.pt whole or not at all, then drops the oldest beyond --keep_checkpoints."""
+    state = {
+        "model": model.state_dict(), "model_config": asdict(model.config), "recipe": config.recipe,
+        "config": asdict(config), "step": step, "val_loss": val_loss,
+        "optimizers": [optimizer.state_dict() for optimizer in optimizers], "scaler": scaler.state_dict(),
+        "rng": {"torch": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []},
+    }
+    path = Path(config.out) / f"checkpoint_{step:06d}.pt"
+    replace_file(path, lambda file: torch.save(state, file))
+    if config.keep_checkpoints:
+        for _, old in checkpoints(config.out)[:-config.keep_checkpoints]:
+            old.unlink()
+    return path
+
+
+def find_checkpoint(config):
+    """(path, dict) of the checkpoint to go on from, or (None, None)."""
+    if config.resume not in ("auto", "never"):
+        path = Path(config.resume)
+    else:
+        found = checkpoints(config.out)
+        if not found or config.resume == "never":
+            return None, None
+        path = found[-1][1]
+    checkpoint = read_checkpoint(path)
+    missing = {"model", "model_config", "config", "recipe", "step", "optimizers"} - checkpoint.keys()
+    if missing:
+        raise UserError(f"--resume {path}: not a checkpoint of this script (it has no {', '.join(sorted(missing))}); "
+                        f"to start a new run from its weights give --init {path}")
+    return path, checkpoint
+
+
+def config_of_checkpoint(config, given, checkpoint, path):
+    """The flags given, and for the others what the checkpoint's run had; UserError if a given one contradicts it."""
+    known = {f.name for f in dataclasses.fields(Config)}
+    before = {name: value for name, value in checkpoint["config"].items() if name in known}
+    for name in FIXED:
+        if name in given and name in before and getattr(config, name) != before[name]:
+            raise UserError(f"{path} was trained with --{name} {before[name]}, not {getattr(config, name)}: give the same, "
+                            f"or start a new run with another --out")
+    taken = {name: value for name, value in before.items() if name not in given and name not in PER_RUN}
+    return dataclasses.replace(config, **taken)
+
+
+def set_aside(out):
+    """Moves an earlier run's log and checkpoints into OUT/previous_N, for --resume never loses nothing."""
+    old = [path for _, path in checkpoints(out)]
+    if not old:
+        return None
+    folder = next(p for n in range(1, 10**6) if not (p := Path(out) / f"previous_{n}").exists())
+    folder.mkdir()
+    for path in [*old, Path(out) / "log.txt"]:
+        if path.exists():
+            path.rename(folder / path.name)
+    return folder
+
+
+# -----------------------------------------------------------------------------
+# a step, and what is looked at between steps
+
+def train_step(model, optimizers, loader, scaler, autocast, grad_clip, process):
+    """One optimizer step over loader.micro_steps micro-batches. Returns (loss, norm) as tensors on the device:
+    the mean loss over the global batch, and the gradient's norm before clipping. Nothing here waits for the GPU."""
+    loss_sum = torch.zeros((), device=process.device)
+    for micro_step in range(loader.micro_steps):
+        x, y = loader.next_batch()
+        if process.world_size > 1:      # read by DDP's forward as well as by its backward: set before both
+            model.require_backward_grad_sync = micro_step == loader.micro_steps - 1
+        with autocast:
+            _, loss = model(x, y)
+        loss = loss / loader.micro_steps
+        loss_sum += loss.detach()
+        scaler.scale(loss).backward()
+    if process.world_size > 1:
+        dist.all_reduce(loss_sum)
+        loss_sum /= process.world_size
+    for optimizer in optimizers:
+        scaler.unscale_(optimizer)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf)
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+        optimizer.zero_grad(set_to_none=True)
+    scaler.update()
+    return loss_sum, norm
+
+
+@torch.no_grad()
+def validation_loss(model, windows, count, batch_size, autocast, process):
+    """Mean loss over the first `count` windows, the same on any number of processes. Batches have one shape (the
+    last is filled up with ignored targets), so that a compiled model compiles once."""
+    loss_sum, rows_seen = torch.zeros((), device=process.device), 0
+    for first in range(process.rank * batch_size, count, process.world_size * batch_size):
+        rows = min(batch_size, count - first)
+        x, y = to_device(windows.read(first, batch_size), process.device)
+        y[rows:] = -1
+        with autocast:
+            loss_sum += model(x, y)[1] * rows
+        rows_seen += rows
+    loss_sum, rows_seen = process.sum(loss_sum.item(), rows_seen)
+    return loss_sum / rows_seen
+
+
+def print_samples(model, autocast, process, num_samples=4, max_new_tokens=32, prompt="Hello, I'm a language model,"):
+    """Sampled on the master alone, from a generator of its own: training's random numbers stay as they are."""
+    generator = torch.Generator(device=process.device).manual_seed(42)
+    idx = torch.tensor([encode(prompt).tolist()] * num_samples, dtype=torch.int64, device=process.device)
+    with autocast:
+        rows = model.generate(idx[:, -model.config.block_size:], max_new_tokens, generator=generator)
+    for i, row in enumerate(rows.tolist()):
+        process.print0(f"sample {i}: {tokenizer().decode(row)}")
+
+
+class Reporter:
+    """Prints and logs each step. On CUDA a step is reported when the next one is queued, so that the GPU never waits."""
+
+    def __init__(self, config, log, flops_per_token, peak, process):
+        self.config, self.log, self.process = config, log, process
+        self.flops, self.peak = flops_per_token, peak
+        self.lag = 1 if process.device.startswith("cuda") else 0
+        self.pending, self.seconds, self.losses = [], [], {}
+        self.resume_clock()
+
+    def resume_clock(self):
+        self.clock = time.perf_counter()
+
+    def step(self, step, loss, norm, lr):
+        self.pending.append((step, loss, norm, lr))
+        while len(self.pending) > self.lag:
+            self._report(*self.pending.pop(0))
+
+    def flush(self):
+        while self.pending:
+            self._report(*self.pending.pop(0))
+
+    def _report(self, step, loss, norm, lr):
+        loss, norm = loss.item(), norm.item()                   # waits until this step is done
+        now = time.perf_counter()
+        dt, self.clock = now - self.clock, now
+        if not math.isfinite(loss):
+            raise RunError(f"the loss of step {step} is {loss}: lower --max_lr or lengthen --warmup_steps, and go on "
+                           f"from the last checkpoint by the same command")
+        self.losses[step] = loss
+        self.seconds = [*self.seconds[-19:], dt]
+        rate = self.config.total_batch_size / dt
+        mfu = f"{rate * self.flops / self.peak / self.process.world_size:.1%}" if self.peak else "n/a"
+        left = sorted(self.seconds)[len(self.seconds) // 2] * (self.config.max_steps - 1 - step)
+        self.process.print0(f"step {step:5d} | loss: {loss:.6f} | lr {lr:.4e} | norm: {norm:.4f} | dt: {dt * 1000:.2f}ms | "
+                            f"tok/sec: {rate:.2f} | mfu: {mfu} | left: {hours(left)}")
+        self.log.write(step, "train", loss, norm=norm, lr=lr)
+
+
+def hours(seconds):
+    seconds = round(seconds)
+    return f"{seconds // 3600}h{seconds // 60 % 60:02d}m" if seconds >= 3600 else f"{seconds // 60}m{seconds % 60:02d}s"
+
+
+# -----------------------------------------------------------------------------
+# putting it together
+
+def open_data(config):
+    """(training windows, validation windows or None, number of validation windows)."""
+    if config.overfit:
+        text = INPUT_TXT.read_text(encoding="utf-8")
+        need = config.total_batch_size + 1
+        tokens = encode(text[:20 * need])[:need]                # one epoch is one batch: 4 windows of 32 tokens
+        return Windows([tokens], config.sequence_length, vocab_size=config.vocab_size), None, 0
+    train = Windows(list_shards(config.data, "train"), config.sequence_length, config.seed, config.shuffle, config.vocab_size)
+    if not config.val_every:
+        return train, None, 0
+    val = Windows(list_shards(config.data, "val"), config.sequence_length, vocab_size=config.vocab_size)
+    return train, val, min(val.total, max(1, config.val_tokens // config.sequence_length))
+
+
+def hellaswag_batches(config, asked_for, block_size, process):
+    """Fetched by the master before the first step. Not to be had: a warning, unless a flag asked for it."""
+    if not config.hellaswag_every:
+        return []
+    with process.master_first():
+        try:
+            examples = hellaswag.load_examples(config.hellaswag_data or None)
+        except UserError as error:
+            if asked_for:
+                raise UserError(f"{error} (or --hellaswag_every 0)") from None
+            process.print0(f"warning: going on without HellaSwag. {error}")
+            return []
+    return hellaswag.make_batches(examples, block_size)
+
+
+def make_model(config, given, checkpoint, path, process):
+    """The model on the device, from a checkpoint, from --init, or fresh; and the config with the shape it has."""
+    if checkpoint:
+        model = model_from_checkpoint(checkpoint, path)
+    elif config.init == "scratch":
+        torch.manual_seed(config.seed)
+        model = RECIPES[config.recipe].model(config)
+    else:
+        with process.master_first():
+            model = load_model(config.init)
+        if not isinstance(model, MODELS[config.recipe][0]):
+            raise UserError(f"--init {config.init} is not a model of --recipe {config.recipe}")
+        for name in ("n_layer", "n_head", "n_embd", "block_size", "vocab_size"):
+            if name in given and getattr(config, name) != getattr(model.config, name):
+                raise UserError(f"--{name} {getattr(config, name)} contradicts --init {config.init}, which has "
+                                f"{getattr(model.config, name)}: leave the flag out")
+    return model.to(process.device)
+
+
+def train(argv=None):
+    config, given = parse_flags(argv)
+    check_config(config)
+    process = setup_process(config)
+    print0 = process.print0
+    path, checkpoint = find_checkpoint(config)
+    if checkpoint:
+        config = config_of_checkpoint(config, given, checkpoint, path)
+        check_config(config)
+    model = None
+    if config.init != "scratch" and not checkpoint:             # the shape comes with the weights
+        model = make_model(config, given, None, None, process)
+        config = dataclasses.replace(config, **{k: v for k, v in asdict(model.config).items() if k != "gelu"})
+    config = dataclasses.replace(config, sequence_length=config.sequence_length or config.block_size,
+                                 min_lr=config.max_lr / 10 if config.min_lr == -1 else config.min_lr)
+    check_config(config)
+    B = micro_batch(config, process.world_size, process.device)
+    train_windows, val_windows, val_count = open_data(config)
+    dtype = choose_dtype(config.dtype, process.device)
+    autocast = make_autocast(process.device, dtype)
+    check_attention(config.attention, process.device, getattr(torch, dtype), config.n_embd // config.n_head)
+    recipe = RECIPES[config.recipe]
+
+    # the model, its optimizers, and everything a checkpoint restores
+    model = model or make_model(config, given, checkpoint, path, process)
+    model.use_attention(config.attention)
+    optimizers = recipe.optimizers(model, config)
+    peak_lrs = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
+    count_once(model, optimizers)
+    scaler = torch.amp.GradScaler(process.device.split(":")[0], enabled=dtype == "float16")
+    start_step, val_loss = 0, None
+    if checkpoint:
+        start_step, val_loss = checkpoint["step"], checkpoint.get("val_loss")
+        for optimizer, state in zip(optimizers, checkpoint["optimizers"], strict=True):
+            optimizer.load_state_dict(state)
+        if checkpoint.get("scaler"):
+            scaler.load_state_dict(checkpoint["scaler"])
+        torch.set_rng_state(checkpoint["rng"]["torch"])
+        del checkpoint
+    hella = hellaswag_batches(config, "hellaswag_every" in given or "hellaswag_data" in given, config.block_size, process)
+
+    # the wrapper that trains; evaluation with one fixed shape shares the compiled one, samples use the raw model
+    reason = None
+    compiled = model
+    if config.compile or (config.compile is None and process.device.startswith("cuda")):
+        reason = can_compile(process.device)
+        if reason:
+            print0(f"warning: torch.compile does not work here ({reason}); going on in eager mode")
+        else:
+            compiled = torch.compile(model, dynamic=False)
+    wrapped = compiled
+    if process.world_size > 1:
+        wrapped = DDP(compiled, device_ids=[process.device] if process.device.startswith("cuda") else None,
+                      gradient_as_bucket_view=True, broadcast_buffers=False)
+    loader = TokenLoader(train_windows, config.total_batch_size, B, process.rank, process.world_size, process.device)
+
+    # the output folder, last of what can go wrong before the first step
+    if process.is_master:
+        try:
+            Path(config.out).mkdir(parents=True, exist_ok=True)
+            if config.resume == "never" and (folder := set_aside(config.out)):
+                print0(f"--resume never: the earlier run's files are now in {folder}")
+            for stale in Path(config.out).glob("*.tmp"):
+                stale.unlink()
+            log = Log(config, start_step, process)
+        except OSError as error:
+            raise UserError(f"--out {config.out} cannot be written ({error.strerror}): choose another folder") from None
+    else:
+        log = Log(config, start_step, process)
+    peak = peak_flops(process.device)
+    print0(f"{process.world_size} process(es) on {process.device}"
+           f"{' (' + torch.cuda.get_device_name(process.device) + ')' if process.device.startswith('cuda') else ''}, {dtype}, "
+           f"{'torch.compile' if compiled is not model else 'eager'}, attention {config.attention}, torch {torch.__version__}")
+    print0(f"{config.recipe}: {sum(p.numel() for p in model.parameters()):,} parameters "
+           f"({config.n_layer} layers, {config.n_head} heads, width {config.n_embd}, vocabulary {config.vocab_size})")
+    print0(f"{config.total_batch_size:,} tokens a step = {B} x {config.sequence_length} x {loader.micro_steps} micro-step(s) x "
+           f"{process.world_size} process(es); {config.max_steps:,} steps = {config.max_steps * config.total_batch_size:,} tokens = "
+           f"{config.max_steps * config.total_batch_size / (train_windows.total * train_windows.T):.2f} epochs")
+    if path:
+        print0(f"going on from {path} at step {start_step} of {config.max_steps}")
+    if config.warmup_steps > config.max_steps:
+        print0(f"note: the warm-up of {config.warmup_steps} steps is longer than the run")
+
+    reporter = Reporter(config, log, model.flops_per_token(config.sequence_length), peak, process)
+    loader.start(start_step)
+
+    def due(every, step):
+        """Every so many steps and at the last; what a resumed run did before its checkpoint is not done twice."""
+        return every and (step % every == 0 or step == config.max_steps) and (step > start_step or step == 0)
+
+    for step in range(start_step, config.max_steps + 1):
+        # evaluate
+        if due(config.val_every, step):
+            reporter.flush()
+            val_loss = validation_loss(compiled, val_windows, val_count, B, autocast, process)
+            print0(f"validation loss: {val_loss:.4f}")
+            log.write(step, "val", val_loss)
+        if hella and due(config.hellaswag_every, step):
+            reporter.flush()
+            counts = hellaswag.evaluate(model, hella, process.device, autocast, process.rank, process.world_size)
+            _, correct, n = process.sum(*counts.tolist())
+            print0(f"HellaSwag accuracy: {correct:.0f}/{n:.0f}={correct / n:.4f}")
+            log.write(step, "hella", correct / n)
+        if step > 0 and due(config.sample_every, step):
+            reporter.flush()
+            if process.is_master:
+                print_samples(model, autocast, process)
+        # save
+        if step > 0 and due(config.checkpoint_every, step):
+            reporter.flush()
+            if process.is_master:
+                print0(f"saved {save_checkpoint(config, step, val_loss, model, optimizers, scaler)}")
+        if not reporter.pending:
+            reporter.resume_clock()
+        if step == config.max_steps:
+            break
+        # train
+        scale = recipe.schedule(step, config)
+        for optimizer, lrs in zip(optimizers, peak_lrs, strict=True):
+            for group, lr in zip(optimizer.param_groups, lrs, strict=True):
+                group["lr"] = lr * scale
+        loss, norm = train_step(wrapped, optimizers, loader, scaler, autocast, config.grad_clip, process)
+        # log
+        reporter.step(step, loss, norm, config.max_lr * scale)
+
+    reporter.flush()
+    loader.close()
+    if process.world_size > 1:
+        dist.destroy_process_group()
+    if config.overfit:
+        return report_overfit(reporter.losses, print0)
+    print0(f"done: log and checkpoints are in {config.out}")
+
+
+def count_once(model, optimizers):
+    """Our own invariant: every parameter is in exactly one group of one optimizer."""
+    optimised = [id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+    assert len(optimised) == len(set(optimised)) and set(optimised) == {id(p) for p in model.parameters()}
+
+
+def report_overfit(losses, print0):
+    """Prints the sanity run's verdict; returns its exit code."""
+    first, last = losses[min(losses)], losses[max(losses)]
+    passed = last < 0.1
+    print0(f"overfit one batch: loss {first:.4f} -> {last:.4f} in {len(losses)} steps: {'PASSED' if passed else 'FAILED'}"
+           f"{'' if passed else ' (under 0.1 is expected)'}")
+    return 0 if passed else 1
+
+
+if __name__ == "__main__":
+    run_command(train, is_master=lambda: int(os.environ.get("RANK", 0)) == 0)
