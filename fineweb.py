@@ -391,9 +391,9 @@ def ends_sha256(path, size=1 << 16):
 def encode_units(units):
     """Tokens of a list of units as one uint16 array, and the number of tokens of each unit."""
     encoded = [encode(text) for text, _ in units]
-    parts = [part for (_, starts), tokens in zip(units, encoded)
+    parts = [part for (_, starts), tokens in zip(units, encoded, strict=True)
              for part in ((np.array([EOT], np.uint16), tokens) if starts else (tokens,))]
-    return np.concatenate(parts), np.array([len(t) + starts for (_, starts), t in zip(units, encoded)])
+    return np.concatenate(parts), np.array([len(t) + starts for (_, starts), t in zip(units, encoded, strict=True)])
 
 
 def encode_stream(units, workers, chunk=1 << 18):

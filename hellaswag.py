@@ -18,7 +18,7 @@ HUB_NAME = "Rowan/hellaswag"
 
 
 def load_examples(path=None):
-    """Examples as dicts with `ctx`, `endings` (4 strings) and `label` (0-3): from a .jsonl file, or the hub's validation split."""
+    """Dicts with `ctx`, `endings` (4 strings) and `label` (0-3): from a .jsonl file, or the hub's validation split."""
     if path is None:
         from datasets import load_dataset
         try:

@@ -125,7 +125,8 @@ def parse_flags(argv=None):
             group.add_argument(f"--no_{name}", dest=name, action="store_false", default=argparse.SUPPRESS,
                                help=f"(default: {'--' if f.default else '--no_'}{name})" if f.default is not None else None)
         else:
-            group.add_argument(f"--{name}", default=argparse.SUPPRESS, choices=f.metadata.get("choices"), metavar=kind.__name__.upper(),
+            group.add_argument(f"--{name}", default=argparse.SUPPRESS, choices=f.metadata.get("choices"),
+                               metavar=None if "choices" in f.metadata else kind.__name__.upper(),
                                type=whole_number if kind is int else kind, help=f"{f.metadata['help']} (default {f.default})")
     given = vars(parser.parse_args(argv))
     return Config(**(OVERFIT if given.get("overfit") else {}) | given), set(given)
@@ -143,7 +144,8 @@ def check_config(config):
         if not least <= getattr(config, name) < math.inf:
             raise UserError(f"--{name} {getattr(config, name)}: must be at least {least}")
     if not 0 < config.max_lr < math.inf or not (0 <= config.min_lr <= config.max_lr or config.min_lr == -1):
-        raise UserError(f"--max_lr {config.max_lr} --min_lr {config.min_lr}: the first must be above 0, the second from 0 to the first")
+        raise UserError(f"--max_lr {config.max_lr} --min_lr {config.min_lr}: the first must be above 0, "
+                        f"the second from 0 to the first")
     if config.n_embd % config.n_head:
         fitting = [n for n in range(1, config.n_embd + 1) if config.n_embd % n == 0]
         raise UserError(f"--n_embd {config.n_embd} does not divide into --n_head {config.n_head} heads: "
@@ -201,7 +203,11 @@ def fresh_gpt2(config):
 
 RECIPES = {
     # GPT-3 Small's settings (Brown et al. 2020, arXiv:2005.14165, table 2.1 and appendix B)
-    "gpt2": Recipe(fresh_gpt2, lambda model, config: model.configure_optimizers(config.max_lr, config.weight_decay), warmup_cosine),
+    "gpt2": Recipe(
+        model=fresh_gpt2,
+        optimizers=lambda model, config: model.configure_optimizers(config.max_lr, config.weight_decay),
+        schedule=warmup_cosine,
+    ),
 }
 
 
@@ -312,7 +318,8 @@ class Log:
         `step` on, and evaluations after it (those at it were written before the checkpoint was)."""
         if path.exists():
             rows = [line.split() for line in path.read_text(encoding="utf-8").splitlines()]
-            kept = [row for row in rows if len(row) == 3 and row[0].isdecimal() and int(row[0]) < step + (row[1] != "train" and step > 0)]
+            kept = [row for row in rows if len(row) == 3 and row[0].isdecimal()
+                    and int(row[0]) < step + (row[1] != "train" and step > 0)]
             replace_file(path, lambda file: file.write("".join(" ".join(row) + "\n" for row in kept).encode()))
 
     def write(self, step, kind, value, **more):
@@ -612,9 +619,10 @@ def train(argv=None):
            f"{'torch.compile' if compiled is not model else 'eager'}, attention {config.attention}, torch {torch.__version__}")
     print0(f"{config.recipe}: {sum(p.numel() for p in model.parameters()):,} parameters "
            f"({config.n_layer} layers, {config.n_head} heads, width {config.n_embd}, vocabulary {config.vocab_size})")
+    tokens = config.max_steps * config.total_batch_size
     print0(f"{config.total_batch_size:,} tokens a step = {B} x {config.sequence_length} x {loader.micro_steps} micro-step(s) x "
-           f"{process.world_size} process(es); {config.max_steps:,} steps = {config.max_steps * config.total_batch_size:,} tokens = "
-           f"{config.max_steps * config.total_batch_size / (train_windows.total * train_windows.T):.2f} epochs")
+           f"{process.world_size} process(es); {config.max_steps:,} steps = {tokens:,} tokens = "
+           f"{tokens / (train_windows.total * train_windows.T):.2f} epochs")
     if path:
         print0(f"going on from {path} at step {start_step} of {config.max_steps}")
     if config.warmup_steps > config.max_steps:
