@@ -22,30 +22,10 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import hellaswag
-from fineweb import (
-    FlagParser,
-    RunError,
-    TokenLoader,
-    UserError,
-    Windows,
-    encode,
-    list_shards,
-    replace_file,
-    run_command,
-    to_device,
-    tokenizer,
-    whole_number,
-)
-from model import (
-    ATTENTION,
-    MODELS,
-    check_attention,
-    choose_device,
-    load_model,
-    make_autocast,
-    model_from_checkpoint,
-    read_checkpoint,
-)
+from fineweb import (FlagParser, RunError, TokenLoader, UserError, Windows, encode, list_shards, replace_file,
+                     run_command, to_device, tokenizer, whole_number)
+from model import (ATTENTION, MODELS, check_attention, choose_device, load_model, make_autocast,
+                   model_from_checkpoint, read_checkpoint)
 
 INPUT_TXT = Path(__file__).resolve().parent / "input.txt"
 
@@ -115,11 +95,12 @@ FIXED = ("recipe", "n_layer", "n_head", "n_embd", "block_size", "vocab_size", "t
 
 def parse_flags(argv=None):
     """(Config, names of the fields given as flags)."""
-    parser = FlagParser(prog="train_gpt2.py", description=__doc__)
-    groups = {}
+    parser = FlagParser(prog="train_gpt2.py", usage="train_gpt2.py [flags]", description=__doc__)
+    group = None
     for f in dataclasses.fields(Config):
         name, kind = f.name, f.metadata.get("type", f.type)
-        group = groups.setdefault(f.metadata["group"], parser.add_argument_group(f.metadata["group"]))
+        if group is None or group.title != f.metadata["group"]:
+            group = parser.add_argument_group(f.metadata["group"])
         if kind is bool:
             group.add_argument(f"--{name}", dest=name, action="store_true", default=argparse.SUPPRESS, help=f.metadata["help"])
             group.add_argument(f"--no_{name}", dest=name, action="store_false", default=argparse.SUPPRESS,
@@ -297,10 +278,8 @@ def peak_flops(device):
 class Log:
     """OUT/log.txt, a line an event: `STEP KIND VALUE` with KIND train, val or hella; and wandb's, if asked for."""
 
-    def __init__(self, config, step, process):
-        self.file, self.wandb = None, None
-        if not process.is_master:
-            return
+    def __init__(self, config, step):
+        self.wandb = None
         path = Path(config.out) / "log.txt"
         self._cut_back(path, step)
         self.file = open(path, "a", encoding="utf-8")
@@ -323,9 +302,8 @@ class Log:
             replace_file(path, lambda file: file.write("".join(" ".join(row) + "\n" for row in kept).encode()))
 
     def write(self, step, kind, value, **more):
-        if self.file:
-            self.file.write(f"{step} {kind} {value:.6f}\n")
-            self.file.flush()
+        self.file.write(f"{step} {kind} {value:.6f}\n")
+        self.file.flush()
         if self.wandb:
             self.wandb.log({kind: value, **more}, step=step)
 
@@ -336,19 +314,56 @@ def checkpoints(out):
     return sorted((int(m[1]), p) for m, p in found if m)
 
 
-def save_checkpoint(config, step, val_loss, model, optimizers, scaler):
-    """Writes OUT/checkpoint_STEP.pt whole or not at all, then drops the oldest beyond --keep_checkpoints."""
-    state = {
-        "model": model.state_dict(), "model_config": asdict(model.config), "recipe": config.recipe,
-        "config": asdict(config), "step": step, "val_loss": val_loss,
-        "optimizers": [optimizer.state_dict() for optimizer in optimizers], "scaler": scaler.state_dict(),
+@dataclass
+class State:
+    """What training changes and a checkpoint holds."""
+    model: torch.nn.Module
+    optimizers: list
+    scaler: torch.amp.GradScaler
+    step: int = 0
+    val_loss: float | None = None       # the newest
+    best: tuple | None = None           # (validation loss, step) of the best checkpoint
+
+
+def make_state(config, model, checkpoint, path, process):
+    """The state before the first step, or as `checkpoint` holds it. Rates and decay come from the config."""
+    optimizers = RECIPES[config.recipe].optimizers(model, config)
+    optimised = [id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+    assert sorted(optimised) == sorted(map(id, model.parameters())), "every parameter is optimised exactly once"
+    state = State(model, optimizers, torch.amp.GradScaler(process.device.split(":")[0], enabled=config.dtype == "float16"))
+    if checkpoint:
+        try:
+            for optimizer, saved in zip(optimizers, checkpoint["optimizers"], strict=True):
+                optimizer.load_state_dict({"state": saved["state"], "param_groups": optimizer.state_dict()["param_groups"]})
+            if checkpoint["scaler"] and state.scaler.is_enabled():
+                state.scaler.load_state_dict(checkpoint["scaler"])
+            torch.set_rng_state(checkpoint["rng"]["torch"])
+            state.step, state.val_loss, state.best = int(checkpoint["step"]), checkpoint["val_loss"], checkpoint["best"]
+        except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
+            raise UserError(f"{path} does not hold the state of a run ({type(error).__name__}: {str(error)[:200]}): "
+                            f"remove it to go on from an older one, or start a new run with another --out") from None
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["max_lr"] = group["lr"]       # what the schedule's fraction multiplies
+    return state
+
+
+def save_checkpoint(config, state):
+    """Writes OUT/checkpoint_STEP.pt whole or not at all; then only the newest --keep_checkpoints and the best stay."""
+    if state.val_loss is not None and (state.best is None or state.val_loss < state.best[0]):
+        state.best = (state.val_loss, state.step)
+    content = {
+        "model": state.model.state_dict(), "model_config": asdict(state.model.config), "recipe": config.recipe,
+        "config": asdict(config), "step": state.step, "val_loss": state.val_loss, "best": state.best,
+        "optimizers": [optimizer.state_dict() for optimizer in state.optimizers], "scaler": state.scaler.state_dict(),
         "rng": {"torch": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []},
     }
-    path = Path(config.out) / f"checkpoint_{step:06d}.pt"
-    replace_file(path, lambda file: torch.save(state, file))
+    path = Path(config.out) / f"checkpoint_{state.step:06d}.pt"
+    replace_file(path, lambda file: torch.save(content, file))
     if config.keep_checkpoints:
-        for _, old in checkpoints(config.out)[:-config.keep_checkpoints]:
-            old.unlink()
+        for step, old in checkpoints(config.out)[:-config.keep_checkpoints]:
+            if state.best is None or step != state.best[1]:
+                old.unlink()
     return path
 
 
@@ -397,7 +412,7 @@ def set_aside(out):
 # -----------------------------------------------------------------------------
 # a step, and what is looked at between steps
 
-def train_step(model, optimizers, loader, scaler, autocast, grad_clip, process):
+def train_step(model, state, loader, autocast, grad_clip, process):
     """One optimizer step over loader.micro_steps micro-batches. Returns (loss, norm) as tensors on the device:
     the mean loss over the global batch, and the gradient's norm before clipping. Nothing here waits for the GPU."""
     loss_sum = torch.zeros((), device=process.device)
@@ -409,17 +424,17 @@ def train_step(model, optimizers, loader, scaler, autocast, grad_clip, process):
             _, loss = model(x, y)
         loss = loss / loader.micro_steps
         loss_sum += loss.detach()
-        scaler.scale(loss).backward()
+        state.scaler.scale(loss).backward()
     if process.world_size > 1:
         dist.all_reduce(loss_sum)
         loss_sum /= process.world_size
-    for optimizer in optimizers:
-        scaler.unscale_(optimizer)
+    for optimizer in state.optimizers:
+        state.scaler.unscale_(optimizer)
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf)
-    for optimizer in optimizers:
-        scaler.step(optimizer)
+    for optimizer in state.optimizers:
+        state.scaler.step(optimizer)
         optimizer.zero_grad(set_to_none=True)
-    scaler.update()
+    state.scaler.update()
     return loss_sum, norm
 
 
@@ -450,17 +465,18 @@ def print_samples(model, autocast, process, num_samples=4, max_new_tokens=32, pr
 
 
 class Reporter:
-    """Prints and logs each step. On CUDA a step is reported when the next one is queued, so that the GPU never waits."""
+    """Prints and logs. On CUDA a step is reported when the next one is queued, so that the GPU never waits."""
 
-    def __init__(self, config, log, flops_per_token, peak, process):
+    def __init__(self, config, log, flops_per_token, process):
         self.config, self.log, self.process = config, log, process
-        self.flops, self.peak = flops_per_token, peak
+        self.flops, self.peak = flops_per_token, peak_flops(process.device)
         self.lag = 1 if process.device.startswith("cuda") else 0
         self.pending, self.seconds, self.losses = [], [], {}
-        self.resume_clock()
 
-    def resume_clock(self):
-        self.clock = time.perf_counter()
+    def start(self):
+        """Before a step: starts the clock, unless one is still running on the GPU and the clock with it."""
+        if not self.pending:
+            self.clock = time.perf_counter()
 
     def step(self, step, loss, norm, lr):
         self.pending.append((step, loss, norm, lr))
@@ -470,6 +486,11 @@ class Reporter:
     def flush(self):
         while self.pending:
             self._report(*self.pending.pop(0))
+
+    def event(self, step, kind, value, line):
+        self.process.print0(line)
+        if self.log:
+            self.log.write(step, kind, value)
 
     def _report(self, step, loss, norm, lr):
         loss, norm = loss.item(), norm.item()                   # waits until this step is done
@@ -485,7 +506,8 @@ class Reporter:
         left = sorted(self.seconds)[len(self.seconds) // 2] * (self.config.max_steps - 1 - step)
         self.process.print0(f"step {step:5d} | loss: {loss:.6f} | lr {lr:.4e} | norm: {norm:.4f} | dt: {dt * 1000:.2f}ms | "
                             f"tok/sec: {rate:.2f} | mfu: {mfu} | left: {hours(left)}")
-        self.log.write(step, "train", loss, norm=norm, lr=lr)
+        if self.log:
+            self.log.write(step, "train", loss, norm=norm, lr=lr)
 
 
 def hours(seconds):
@@ -510,7 +532,7 @@ def open_data(config):
     return train, val, min(val.total, max(1, config.val_tokens // config.sequence_length))
 
 
-def hellaswag_batches(config, asked_for, block_size, process):
+def hellaswag_batches(config, asked_for, process):
     """Fetched by the master before the first step. Not to be had: a warning, unless a flag asked for it."""
     if not config.hellaswag_every:
         return []
@@ -522,175 +544,159 @@ def hellaswag_batches(config, asked_for, block_size, process):
                 raise UserError(f"{error} (or --hellaswag_every 0)") from None
             process.print0(f"warning: going on without HellaSwag. {error}")
             return []
-    return hellaswag.make_batches(examples, block_size)
+    return hellaswag.make_batches(examples, config.block_size)
 
 
-def make_model(config, given, checkpoint, path, process):
-    """The model on the device, from a checkpoint, from --init, or fresh; and the config with the shape it has."""
-    if checkpoint:
-        model = model_from_checkpoint(checkpoint, path)
-    elif config.init == "scratch":
-        torch.manual_seed(config.seed)
-        model = RECIPES[config.recipe].model(config)
-    else:
-        with process.master_first():
-            model = load_model(config.init)
-        if not isinstance(model, MODELS[config.recipe][0]):
-            raise UserError(f"--init {config.init} is not a model of --recipe {config.recipe}")
-        for name in ("n_layer", "n_head", "n_embd", "block_size", "vocab_size"):
-            if name in given and getattr(config, name) != getattr(model.config, name):
-                raise UserError(f"--{name} {getattr(config, name)} contradicts --init {config.init}, which has "
-                                f"{getattr(model.config, name)}: leave the flag out")
-    return model.to(process.device)
+def load_init(config, given, process):
+    """The model of --init, and the config with the shape that comes with the weights."""
+    with process.master_first():
+        model = load_model(config.init)
+    if not isinstance(model, MODELS[config.recipe][0]):
+        raise UserError(f"--init {config.init} is not a model of --recipe {config.recipe}")
+    shape = {name: value for name, value in asdict(model.config).items() if name in asdict(config)}
+    for name, value in shape.items():
+        if name in given and getattr(config, name) != value:
+            raise UserError(f"--{name} {getattr(config, name)} contradicts --init {config.init}, which has {value}: "
+                            f"leave the flag out")
+    return model, dataclasses.replace(config, **shape)
+
+
+def open_output(config, start_step, process):
+    """The output folder and its log; what an earlier run left there is continued, or set aside, never lost."""
+    if process.is_master:
+        try:
+            Path(config.out).mkdir(parents=True, exist_ok=True)
+            if config.resume == "never" and (folder := set_aside(config.out)):
+                process.print0(f"--resume never: the earlier run's files are now in {folder}")
+            for stale in Path(config.out).glob("*.tmp"):
+                stale.unlink()
+            return Log(config, start_step)
+        except OSError as error:
+            raise UserError(f"--out {config.out} cannot be written ({error.strerror}): choose another folder") from None
+
+
+def wrap_model(config, model, process):
+    """(model for evaluation, model for training): compiled where that works, and DDP around it for several processes.
+
+    Both share their weights with `model`, through which samples and HellaSwag go with their changing shapes.
+    """
+    compiled = model
+    if config.compile or (config.compile is None and process.device.startswith("cuda")):
+        if reason := can_compile(process.device):
+            process.print0(f"warning: torch.compile does not work here ({reason}); going on in eager mode")
+        else:
+            compiled = torch.compile(model, dynamic=False)
+    if process.world_size == 1:
+        return compiled, compiled
+    return compiled, DDP(compiled, device_ids=[process.device] if process.device.startswith("cuda") else None,
+                         gradient_as_bucket_view=True, broadcast_buffers=False)
+
+
+def print_header(config, model, compiled, loader, process):
+    """The first lines of a run: where, what, and the arithmetic of the batch."""
+    gpu = f" ({torch.cuda.get_device_name(process.device)})" if process.device.startswith("cuda") else ""
+    process.print0(f"{process.world_size} process(es) on {process.device}{gpu}, {config.dtype}, "
+                   f"{'eager' if compiled is model else 'torch.compile'}, attention {config.attention}, "
+                   f"torch {torch.__version__}")
+    process.print0(f"{config.recipe}: {sum(p.numel() for p in model.parameters()):,} parameters ({config.n_layer} layers, "
+                   f"{config.n_head} heads, width {config.n_embd}, vocabulary {config.vocab_size})")
+    tokens, epoch = config.max_steps * config.total_batch_size, loader.windows.total * loader.windows.T
+    process.print0(f"{config.total_batch_size:,} tokens a step = {loader.B} x {config.sequence_length} x {loader.micro_steps} "
+                   f"micro-step(s) x {process.world_size} process(es); {config.max_steps:,} steps = {tokens:,} tokens = "
+                   f"{tokens / epoch:.2f} epochs")
+    if config.warmup_steps > config.max_steps:
+        process.print0(f"note: the warm-up of {config.warmup_steps} steps is longer than the run")
 
 
 def train(argv=None):
     config, given = parse_flags(argv)
     check_config(config)
     process = setup_process(config)
-    print0 = process.print0
     path, checkpoint = find_checkpoint(config)
+    model = None
     if checkpoint:
         config = config_of_checkpoint(config, given, checkpoint, path)
-        check_config(config)
-    model = None
-    if config.init != "scratch" and not checkpoint:             # the shape comes with the weights
-        model = make_model(config, given, None, None, process)
-        config = dataclasses.replace(config, **{k: v for k, v in asdict(model.config).items() if k != "gelu"})
+    elif config.init != "scratch":
+        model, config = load_init(config, given, process)
     config = dataclasses.replace(config, sequence_length=config.sequence_length or config.block_size,
-                                 min_lr=config.max_lr / 10 if config.min_lr == -1 else config.min_lr)
+                                 min_lr=config.max_lr / 10 if config.min_lr == -1 else config.min_lr,
+                                 dtype=choose_dtype(config.dtype, process.device))
     check_config(config)
+    check_attention(config.attention, process.device, getattr(torch, config.dtype), config.n_embd // config.n_head)
     B = micro_batch(config, process.world_size, process.device)
     train_windows, val_windows, val_count = open_data(config)
-    dtype = choose_dtype(config.dtype, process.device)
-    autocast = make_autocast(process.device, dtype)
-    check_attention(config.attention, process.device, getattr(torch, dtype), config.n_embd // config.n_head)
+    hella = hellaswag_batches(config, bool(given & {"hellaswag_every", "hellaswag_data"}), process)
     recipe = RECIPES[config.recipe]
-
-    # the model, its optimizers, and everything a checkpoint restores
-    model = model or make_model(config, given, checkpoint, path, process)
-    model.use_attention(config.attention)
-    optimizers = recipe.optimizers(model, config)
-    peak_lrs = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
-    count_once(model, optimizers)
-    scaler = torch.amp.GradScaler(process.device.split(":")[0], enabled=dtype == "float16")
-    start_step, val_loss = 0, None
-    if checkpoint:
-        start_step, val_loss = checkpoint["step"], checkpoint.get("val_loss")
-        for optimizer, state in zip(optimizers, checkpoint["optimizers"], strict=True):
-            optimizer.load_state_dict(state)
-        if checkpoint.get("scaler"):
-            scaler.load_state_dict(checkpoint["scaler"])
-        torch.set_rng_state(checkpoint["rng"]["torch"])
-        del checkpoint
-    hella = hellaswag_batches(config, "hellaswag_every" in given or "hellaswag_data" in given, config.block_size, process)
-
-    # the wrapper that trains; evaluation with one fixed shape shares the compiled one, samples use the raw model
-    reason = None
-    compiled = model
-    if config.compile or (config.compile is None and process.device.startswith("cuda")):
-        reason = can_compile(process.device)
-        if reason:
-            print0(f"warning: torch.compile does not work here ({reason}); going on in eager mode")
-        else:
-            compiled = torch.compile(model, dynamic=False)
-    wrapped = compiled
-    if process.world_size > 1:
-        wrapped = DDP(compiled, device_ids=[process.device] if process.device.startswith("cuda") else None,
-                      gradient_as_bucket_view=True, broadcast_buffers=False)
+    if model is None:
+        torch.manual_seed(config.seed)
+        model = model_from_checkpoint(checkpoint, path) if checkpoint else recipe.model(config)
+    model.to(process.device).use_attention(config.attention)
+    state = make_state(config, model, checkpoint, path, process)
+    del checkpoint
+    log = open_output(config, state.step, process)
+    compiled, wrapped = wrap_model(config, model, process)
+    autocast = make_autocast(process.device, config.dtype)
     loader = TokenLoader(train_windows, config.total_batch_size, B, process.rank, process.world_size, process.device)
-
-    # the output folder, last of what can go wrong before the first step
-    if process.is_master:
-        try:
-            Path(config.out).mkdir(parents=True, exist_ok=True)
-            if config.resume == "never" and (folder := set_aside(config.out)):
-                print0(f"--resume never: the earlier run's files are now in {folder}")
-            for stale in Path(config.out).glob("*.tmp"):
-                stale.unlink()
-            log = Log(config, start_step, process)
-        except OSError as error:
-            raise UserError(f"--out {config.out} cannot be written ({error.strerror}): choose another folder") from None
-    else:
-        log = Log(config, start_step, process)
-    peak = peak_flops(process.device)
-    print0(f"{process.world_size} process(es) on {process.device}"
-           f"{' (' + torch.cuda.get_device_name(process.device) + ')' if process.device.startswith('cuda') else ''}, {dtype}, "
-           f"{'torch.compile' if compiled is not model else 'eager'}, attention {config.attention}, torch {torch.__version__}")
-    print0(f"{config.recipe}: {sum(p.numel() for p in model.parameters()):,} parameters "
-           f"({config.n_layer} layers, {config.n_head} heads, width {config.n_embd}, vocabulary {config.vocab_size})")
-    tokens = config.max_steps * config.total_batch_size
-    print0(f"{config.total_batch_size:,} tokens a step = {B} x {config.sequence_length} x {loader.micro_steps} micro-step(s) x "
-           f"{process.world_size} process(es); {config.max_steps:,} steps = {tokens:,} tokens = "
-           f"{tokens / (train_windows.total * train_windows.T):.2f} epochs")
+    print_header(config, model, compiled, loader, process)
     if path:
-        print0(f"going on from {path} at step {start_step} of {config.max_steps}")
-    if config.warmup_steps > config.max_steps:
-        print0(f"note: the warm-up of {config.warmup_steps} steps is longer than the run")
-
-    reporter = Reporter(config, log, model.flops_per_token(config.sequence_length), peak, process)
+        process.print0(f"going on from {path} at step {state.step} of {config.max_steps}")
+    reporter = Reporter(config, log, model.flops_per_token(config.sequence_length), process)
+    start_step = state.step
     loader.start(start_step)
 
-    def due(every, step):
+    def due(every):
         """Every so many steps and at the last; what a resumed run did before its checkpoint is not done twice."""
+        step = state.step
         return every and (step % every == 0 or step == config.max_steps) and (step > start_step or step == 0)
 
-    for step in range(start_step, config.max_steps + 1):
+    while True:
         # evaluate
-        if due(config.val_every, step):
+        if due(config.val_every):
             reporter.flush()
-            val_loss = validation_loss(compiled, val_windows, val_count, B, autocast, process)
-            print0(f"validation loss: {val_loss:.4f}")
-            log.write(step, "val", val_loss)
-        if hella and due(config.hellaswag_every, step):
+            state.val_loss = validation_loss(compiled, val_windows, val_count, B, autocast, process)
+            reporter.event(state.step, "val", state.val_loss, f"validation loss: {state.val_loss:.4f}")
+        if hella and due(config.hellaswag_every):
             reporter.flush()
             counts = hellaswag.evaluate(model, hella, process.device, autocast, process.rank, process.world_size)
             _, correct, n = process.sum(*counts.tolist())
-            print0(f"HellaSwag accuracy: {correct:.0f}/{n:.0f}={correct / n:.4f}")
-            log.write(step, "hella", correct / n)
-        if step > 0 and due(config.sample_every, step):
+            accuracy = correct / n
+            reporter.event(state.step, "hella", accuracy, f"HellaSwag accuracy: {correct:.0f}/{n:.0f}={accuracy:.4f}")
+        if state.step > 0 and due(config.sample_every) and process.is_master:
             reporter.flush()
-            if process.is_master:
-                print_samples(model, autocast, process)
+            print_samples(model, autocast, process)
         # save
-        if step > 0 and due(config.checkpoint_every, step):
+        if state.step > 0 and due(config.checkpoint_every):
             reporter.flush()
             if process.is_master:
-                print0(f"saved {save_checkpoint(config, step, val_loss, model, optimizers, scaler)}")
-        if not reporter.pending:
-            reporter.resume_clock()
-        if step == config.max_steps:
+                process.print0(f"saved {save_checkpoint(config, state)}")
+        if state.step >= config.max_steps:
             break
         # train
-        scale = recipe.schedule(step, config)
-        for optimizer, lrs in zip(optimizers, peak_lrs, strict=True):
-            for group, lr in zip(optimizer.param_groups, lrs, strict=True):
-                group["lr"] = lr * scale
-        loss, norm = train_step(wrapped, optimizers, loader, scaler, autocast, config.grad_clip, process)
+        reporter.start()
+        scale = recipe.schedule(state.step, config)
+        for optimizer in state.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = group["max_lr"] * scale
+        loss, norm = train_step(wrapped, state, loader, autocast, config.grad_clip, process)
         # log
-        reporter.step(step, loss, norm, config.max_lr * scale)
+        reporter.step(state.step, loss, norm, config.max_lr * scale)
+        state.step += 1
 
     reporter.flush()
     loader.close()
     if process.world_size > 1:
         dist.destroy_process_group()
     if config.overfit:
-        return report_overfit(reporter.losses, print0)
-    print0(f"done: log and checkpoints are in {config.out}")
+        return overfit_verdict(reporter.losses, process)
+    process.print0(f"done: {state.step} steps; log.txt and checkpoints are in {config.out}")
 
 
-def count_once(model, optimizers):
-    """Our own invariant: every parameter is in exactly one group of one optimizer."""
-    optimised = [id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
-    assert len(optimised) == len(set(optimised)) and set(optimised) == {id(p) for p in model.parameters()}
-
-
-def report_overfit(losses, print0):
-    """Prints the sanity run's verdict; returns its exit code."""
+def overfit_verdict(losses, process):
+    """Prints whether the sanity run learnt its batch by heart; returns its exit code."""
     first, last = losses[min(losses)], losses[max(losses)]
     passed = last < 0.1
-    print0(f"overfit one batch: loss {first:.4f} -> {last:.4f} in {len(losses)} steps: {'PASSED' if passed else 'FAILED'}"
-           f"{'' if passed else ' (under 0.1 is expected)'}")
+    process.print0(f"overfit one batch: loss {first:.4f} -> {last:.4f} in {len(losses)} steps: "
+                   f"{'PASSED' if passed else 'FAILED (under 0.1 is expected)'}")
     return 0 if passed else 1
 
 

@@ -1,0 +1,7 @@
+"""The tests import the scripts from the folder above, never from the network, and never from a cache of a hub."""
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+os.environ["HF_HUB_OFFLINE"] = "1"

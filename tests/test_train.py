@@ -1,0 +1,326 @@
+"""train_gpt2.py: the loop against a plain one, processes, resume, evaluation, mistakes, the sanity run."""
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import train_gpt2
+from fineweb import UserError, encode, write_shard
+from model import GPT, GPTConfig, load_model, read_checkpoint
+from train_gpt2 import Config, micro_batch, warmup_cosine
+
+ROOT = Path(__file__).resolve().parent.parent
+ENV = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+TINY = ["--n_layer", "2", "--n_head", "2", "--n_embd", "32", "--block_size", "32", "--dtype", "float32",
+        "--total_batch_size", "256", "--max_steps", "25", "--warmup_steps", "5", "--hellaswag_every", "0"]
+QUIET = ["--val_every", "0", "--sample_every", "0", "--checkpoint_every", "0"]
+
+
+@pytest.fixture(scope="session")
+def shards(tmp_path_factory):
+    """Shakespeare in three training shards of odd lengths and one for validation."""
+    folder = tmp_path_factory.mktemp("shards")
+    tokens = encode((ROOT / "input.txt").read_text()[:60_000])
+    for i, (a, b) in enumerate(((0, 3000), (3000, 4517), (4517, 9000), (9000, 12001))):
+        write_shard(folder / f"text_{'train' if i else 'val'}_{i:06d}.npy", tokens[a:b])
+    return folder
+
+
+def command(*flags, processes=1):
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"] if processes > 1 else []
+    return [sys.executable, *launcher, str(ROOT / "train_gpt2.py"), *map(str, flags)]
+
+
+def run(*flags, processes=1, code=0, env=ENV, cwd=None):
+    result = subprocess.run(command(*flags, processes=processes), capture_output=True, text=True, env=env, cwd=cwd, timeout=300)
+    assert result.returncode == code, result.stdout[-2000:] + result.stderr[-2000:]
+    return result
+
+
+def logged(out, kind="train"):
+    rows = [line.split() for line in (Path(out) / "log.txt").read_text().splitlines()]
+    return {int(step): float(value) for step, k, value in rows if k == kind}
+
+
+@pytest.fixture(scope="session")
+def start(tmp_path_factory):
+    """Weights to start from, as a checkpoint that build-nanogpt's users would know: model, and a config."""
+    torch.manual_seed(3)
+    model = GPT(GPTConfig(block_size=32, vocab_size=50304, n_layer=2, n_head=2, n_embd=32))
+    path = tmp_path_factory.mktemp("start") / "start.pt"
+    torch.save({"model": model.state_dict(), "model_args": dict(block_size=32, vocab_size=50304, n_layer=2, n_head=2, n_embd=32)}, path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def file_order_run(shards, start, tmp_path_factory):
+    out = tmp_path_factory.mktemp("plain") / "log"
+    run("--data", shards, "--init", start, *TINY, *QUIET, "--batch_size", 2, "--no_shuffle", "--out", out)
+    return logged(out)
+
+
+def test_25_steps_equal_a_plain_loop(shards, start, file_order_run):
+    """Written out here once more, in the plainest way: file order, accumulation, clipping, AdamW, warm-up and cosine."""
+    model = load_model(start)
+    groups = [{"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": 0.1},
+              {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1.0, betas=(0.9, 0.95), eps=1e-8, foreach=False)
+    rows = []
+    for path in sorted(shards.glob("*_train_*")):
+        tokens = torch.from_numpy(np.load(path).astype(np.int64))
+        rows += [tokens[i:i + 33] for i in range(0, len(tokens) - 32, 32)]
+    for step in range(25):
+        batch = torch.stack([rows[i % len(rows)] for i in range(8 * step, 8 * step + 8)])
+        losses = []
+        for micro in batch.split(2):
+            logits, _ = model(micro[:, :-1])
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), micro[:, 1:].flatten())
+            (loss / 4).backward()
+            losses.append(loss.item())
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        progress = (step - 5) / 20
+        lr = 6e-4 * (step + 1) / 5 if step < 5 else 6e-5 + 0.5 * (1 + math.cos(math.pi * progress)) * 5.4e-4
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.step()
+        optimizer.zero_grad()
+        assert file_order_run[step] == pytest.approx(sum(losses) / 4, abs=1e-4), step
+    assert len(file_order_run) == 25 and file_order_run[24] < file_order_run[0] - 0.2
+
+
+def test_evaluation_samples_and_checkpoints_do_not_change_the_losses(shards, start, file_order_run, tmp_path):
+    run("--data", shards, "--init", start, *TINY, "--batch_size", 2, "--no_shuffle", "--out", tmp_path / "log",
+        "--val_every", 4, "--val_tokens", 1000, "--sample_every", 6, "--checkpoint_every", 10)
+    assert logged(tmp_path / "log") == file_order_run
+    assert sorted(logged(tmp_path / "log", "val")) == [0, 4, 8, 12, 16, 20, 24, 25]
+
+
+@pytest.mark.parametrize(("processes", "batch_size"), [(2, 2), (2, 4), (1, 8)])
+def test_other_processes_and_micro_batches_give_the_same_losses(shards, start, file_order_run, tmp_path, processes, batch_size):
+    run("--data", shards, "--init", start, *TINY, "--no_shuffle", "--out", tmp_path / "log", "--batch_size", batch_size,
+        "--val_every", 10, "--val_tokens", 2000, "--sample_every", 20, "--checkpoint_every", 0, processes=processes)
+    losses = logged(tmp_path / "log")
+    assert len(losses) == 25
+    assert max(abs(losses[s] - file_order_run[s]) for s in losses) < 1e-4
+
+
+def test_validation_is_the_mean_over_its_tokens_on_one_and_two_processes(shards, start, tmp_path):
+    tokens = torch.from_numpy(np.load(next(shards.glob("*_val_*"))).astype(np.int64))
+    rows = torch.stack([tokens[i:i + 33] for i in range(0, 31 * 32, 32)])              # 1000 // 32 = 31 windows
+    with torch.no_grad():
+        expected = load_model(start)(rows[:, :-1], rows[:, 1:])[1].item()
+    for processes in (1, 2):
+        out = tmp_path / f"log{processes}"
+        run("--data", shards, "--init", start, *TINY, "--max_steps", 1, "--out", out, "--batch_size", 4,
+            "--val_every", 1, "--val_tokens", 1000, "--sample_every", 0, "--checkpoint_every", 0, processes=processes)
+        assert logged(out, "val")[0] == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_killed_run_goes_on_and_ends_bit_for_bit_as_the_one_that_was_not(shards, tmp_path):
+    flags = ["--data", shards, *TINY, "--max_steps", 60, "--val_every", 20, "--val_tokens", 500, "--checkpoint_every", 20,
+             "--sample_every", 0, "--keep_checkpoints", 2]
+    run(*flags, "--out", tmp_path / "whole")
+    for checkpoint in (20, 40):                     # killed some steps after each of these checkpoints
+        process = subprocess.Popen(command(*flags, "--out", tmp_path / "killed"), stdout=subprocess.PIPE, text=True, env=ENV)
+        for line in process.stdout:
+            if line.startswith(f"step {checkpoint + 5:5d}"):
+                process.send_signal(signal.SIGKILL)
+                break
+        process.wait()
+        process.stdout.close()
+        assert process.returncode == -signal.SIGKILL
+    result = run("--data", shards, "--out", tmp_path / "killed")       # what is not given comes from the checkpoint
+    assert "going on from" in result.stdout and "at step 40 of 60" in result.stdout
+    assert (tmp_path / "killed/log.txt").read_bytes() == (tmp_path / "whole/log.txt").read_bytes()
+    a, b = (read_checkpoint(tmp_path / name / "checkpoint_000060.pt") for name in ("whole", "killed"))
+    assert all(torch.equal(a["model"][name], b["model"][name]) for name in a["model"])
+    for i, entry in a["optimizers"][0]["state"].items():
+        assert all(torch.equal(entry[key], b["optimizers"][0]["state"][i][key]) for key in entry)
+    result = run("--data", shards, "--out", tmp_path / "killed")       # and once more: nothing is left to do
+    assert "step    " not in result.stdout and "done: 60 steps" in result.stdout
+    assert (tmp_path / "killed/log.txt").read_bytes() == (tmp_path / "whole/log.txt").read_bytes()
+    refused = run("--data", shards, "--out", tmp_path / "killed", "--n_layer", 3, code=2).stderr
+    assert "was trained with --n_layer 2" in refused and len(refused.splitlines()) == 1
+
+
+def test_checkpoints_hold_what_the_contract_names_and_only_the_newest_and_the_best_stay(shards, tmp_path):
+    out = tmp_path / "log"
+    flags = ["--data", shards, *TINY, "--val_every", 5, "--val_tokens", 500, "--checkpoint_every", 5, "--sample_every", 0,
+             "--out", out]
+    run(*flags, "--keep_checkpoints", 2)
+    best = min(logged(out, "val").items(), key=lambda item: item[1])[0]
+    kept = {p.name for p in out.glob("*.pt")}
+    assert kept == {f"checkpoint_{step:06d}.pt" for step in {20, 25, best}}
+    checkpoint = torch.load(out / "checkpoint_000025.pt", weights_only=True)
+    assert {"model", "config", "recipe", "step", "val_loss", "optimizers", "rng"} <= checkpoint.keys()
+    assert checkpoint["step"] == 25 and checkpoint["recipe"] == "gpt2" and checkpoint["config"]["total_batch_size"] == 256
+    assert checkpoint["val_loss"] == pytest.approx(logged(out, "val")[25], abs=1e-6)
+    assert isinstance(load_model(out / "checkpoint_000025.pt"), GPT)
+    # --resume never starts afresh and keeps what was there
+    log = (out / "log.txt").read_bytes()
+    run(*flags, "--resume", "never", "--max_steps", 5)
+    assert (out / "previous_1/log.txt").read_bytes() == log
+    assert {p.name for p in (out / "previous_1").glob("*.pt")} == kept and [p.name for p in out.glob("*.pt")] == ["checkpoint_000005.pt"]
+
+
+def hellaswag_file(path, n=12):
+    words = (ROOT / "input.txt").read_text()[:20_000].split()
+    with open(path, "w") as file:
+        for i in range(n):
+            endings = [" ".join(words[50 * i + 7 * j:50 * i + 7 * j + 3 + j]) for j in range(4)]
+            file.write(json.dumps({"ctx": " ".join(words[9 * i:9 * i + 8]), "endings": endings, "label": i % 4}) + "\n")
+    return path
+
+
+def compiler_works():
+    return train_gpt2.can_compile("cpu") is None
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_compile_goes_together_with_hellaswag_and_samples(shards, start, file_order_run, tmp_path, processes):
+    if not compiler_works():
+        pytest.skip("torch.compile finds no C++ compiler here")
+    result = run("--data", shards, "--init", start, *TINY, "--no_shuffle", "--compile", "--out", tmp_path / "log", "--batch_size", 4,
+                 "--max_steps", 6, "--val_every", 3, "--val_tokens", 1000, "--sample_every", 3, "--checkpoint_every", 3,
+                 "--hellaswag_every", 3, "--hellaswag_data", hellaswag_file(tmp_path / "h.jsonl"), processes=processes)
+    assert "torch.compile, attention" in result.stdout
+    losses = logged(tmp_path / "log")
+    # another max_steps bends the cosine from step 5 on: the first steps are the eager run's
+    assert max(abs(losses[s] - file_order_run[s]) for s in range(6)) < 1e-4
+    hella = re.findall(r"HellaSwag accuracy: (\d+)/12=", result.stdout)
+    assert len(hella) == 3 and logged(tmp_path / "log", "hella")[6] == pytest.approx(int(hella[-1]) / 12, abs=1e-6)
+    assert result.stdout.count("sample 3: Hello, I'm a language model,") == 2
+
+
+def test_without_a_compiler_compile_falls_back_to_eager_with_one_warning(shards, start, file_order_run, tmp_path):
+    env = {**ENV, "CXX": "/nonexistent/compiler", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    result = run("--data", shards, "--init", start, *TINY, *QUIET, "--no_shuffle", "--batch_size", 2, "--max_steps", 25, "--compile",
+                 "--out", tmp_path / "log", env=env)
+    assert result.stdout.count("warning: torch.compile does not work here") == 1
+    assert logged(tmp_path / "log") == file_order_run
+
+
+def test_hellaswag_by_default_and_not_to_be_had_is_a_warning_and_asked_for_an_error(shards, tmp_path):
+    default = TINY[:TINY.index("--hellaswag_every")]
+    flags = ["--data", shards, *default, "--max_steps", 1, *QUIET, "--out", tmp_path / "log"]
+    assert run(*flags).stdout.count("warning: going on without HellaSwag") == 1
+    stderr = run(*flags, "--hellaswag_every", 1, code=2).stderr
+    assert len(stderr.splitlines()) == 1 and "HellaSwag" in stderr
+
+
+def test_float16_trains_with_a_scaler_and_resumes(shards, tmp_path):
+    flags = ["--data", shards, *TINY, "--dtype", "float16", "--val_every", 0, "--sample_every", 0, "--out", tmp_path / "log"]
+    run(*flags, "--max_steps", 20, "--checkpoint_every", 10)
+    losses = logged(tmp_path / "log")
+    assert losses[19] < losses[0] - 0.1
+    assert torch.load(tmp_path / "log/checkpoint_000020.pt", weights_only=True)["scaler"]["scale"] > 1
+    (tmp_path / "log/checkpoint_000020.pt").unlink()
+    run(*flags, "--max_steps", 20, "--checkpoint_every", 10)
+    assert logged(tmp_path / "log")[19] == losses[19]
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_with_exit_code_1(shards, tmp_path):
+    result = run("--data", shards, *TINY, *QUIET, "--max_lr", "1e30", "--warmup_steps", 0, "--out", tmp_path / "log", code=1)
+    assert re.search(r"the loss of step \d+ is (nan|inf)", result.stderr) and len(result.stderr.splitlines()) == 1
+
+
+def test_the_console_line_is_build_nanogpts(shards, tmp_path):
+    result = run("--data", shards, *TINY, *QUIET, "--max_steps", 2, "--out", tmp_path / "log")
+    line = next(line for line in result.stdout.splitlines() if line.startswith("step "))
+    assert re.match(r"step     0 \| loss: \d+\.\d{6} \| lr 1\.2000e-04 \| norm: \d+\.\d{4} \| dt: \d+\.\d\dms \| tok/sec: \d+\.\d\d \| "
+                    r"mfu: n/a \| left: ", line)
+    assert (tmp_path / "log/log.txt").read_text().splitlines()[0] == f"0 train {re.search(r'loss: ([0-9.]+)', line)[1]}"
+
+
+def test_overfit_passes_on_the_full_model_in_time_and_leaves_nothing_in_the_way(tmp_path):
+    begin = time.time()
+    env = {k: v for k, v in ENV.items() if k != "OMP_NUM_THREADS"}
+    result = run("--overfit", env=env, cwd=tmp_path)
+    assert "124,439,808 parameters" in result.stdout
+    first, last, steps = re.search(r"loss ([0-9.]+) -> ([0-9.]+) in (\d+) steps: PASSED", result.stdout).groups()
+    assert 10.5 < float(first) < 11.2 and float(last) < 0.1 and int(steps) <= 100
+    assert time.time() - begin < 280, "the promise is 100 s on an idle machine of 2 cores"
+    assert sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file()) == ["log/overfit/log.txt"]
+
+
+def test_overfit_that_does_not_learn_fails_with_exit_code_1(tmp_path):
+    result = run("--overfit", "--n_layer", 1, "--n_head", 1, "--n_embd", 16, "--max_steps", 3, "--out", tmp_path / "o", code=1)
+    assert "FAILED" in result.stdout
+
+
+def test_schedule_is_linear_then_cosine_and_never_leaves_its_bounds():
+    config = Config(max_steps=100, warmup_steps=10, max_lr=1.0, min_lr=0.1)
+    assert warmup_cosine(0, config) == pytest.approx(0.1) and warmup_cosine(9, config) == 1.0
+    assert warmup_cosine(10, config) == pytest.approx(1.0)
+    assert warmup_cosine(55, config) == pytest.approx(0.55)
+    assert warmup_cosine(100, config) == warmup_cosine(10_000, config) == pytest.approx(0.1)
+    assert warmup_cosine(0, Config(warmup_steps=0, max_lr=1.0, min_lr=0.1)) == 1.0
+
+
+def test_auto_batch_size_divides_and_a_wrong_one_is_told_what_would(monkeypatch):
+    config = Config(total_batch_size=12 * 1024, sequence_length=1024)
+    assert micro_batch(config, 1, "cpu") == 6 and micro_batch(config, 2, "cuda:0") == 6
+    assert micro_batch(Config(sequence_length=1024), 8, "cuda:0") == 64
+    with pytest.raises(UserError, match="give one of 1, 2, 3, 4, 6, 12, or auto"):
+        micro_batch(Config(total_batch_size=12 * 1024, sequence_length=1024, batch_size="5"), 1, "cpu")
+    with pytest.raises(UserError, match="give 12288 or 14336"):
+        micro_batch(Config(total_batch_size=13_000, sequence_length=1024), 2, "cpu")
+
+
+def test_an_unknown_gpu_has_no_mfu_and_similar_names_are_told_apart(monkeypatch):
+    for name, tflops in (("NVIDIA H200", 989), ("NVIDIA H100 PCIe", 756), ("NVIDIA A100-SXM4-80GB", 312), ("NVIDIA A10", 125),
+                         ("NVIDIA L4", 121), ("NVIDIA L40S", 362), ("Tesla T4", 65), ("Some GPU 9000", None)):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
+        assert train_gpt2.peak_flops("cuda:0") == (tflops and tflops * 1e12)
+    assert train_gpt2.peak_flops("cpu") is None
+
+
+MISTAKES = {
+    "heads": ["--n_head", "5"], "micro-batch": ["--batch_size", "3"], "token batch": ["--total_batch_size", "250"],
+    "long sequence": ["--sequence_length", "64"], "negative rate": ["--max_lr", "-1"], "no number": ["--max_steps", "many"],
+    "nan": ["--weight_decay", "nan"], "zero layers": ["--n_layer", "0"], "unknown flag": ["--bogus"], "no data": ["--data", "nowhere"],
+    "no weights": ["--init", "nowhere.pt"], "no checkpoint": ["--resume", "nowhere.pt"], "kernel": ["--attention", "cudnn"],
+    "device": ["--device", "tpu"], "dtype": ["--dtype", "int8"], "recipe": ["--recipe", "gpt5"], "huge vocabulary": ["--vocab_size", "70000"],
+    "abbreviation": ["--max_step", "3"], "other shape than --init": ["--init", "START", "--n_layer", "3"],
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_a_user_error_before_anything_is_written(name, shards, start, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    flags = [str(start) if f == "START" else f for f in MISTAKES[name]]
+    with pytest.raises(UserError):
+        train_gpt2.train([*TINY, *QUIET, "--data", str(shards), "--out", str(tmp_path / "log"), *flags])
+    assert not (tmp_path / "log").exists()
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_mistake_is_one_line_on_stderr(shards, tmp_path, processes):
+    result = subprocess.run(command(*TINY, "--data", tmp_path, processes=processes), capture_output=True, text=True, env=ENV, timeout=120)
+    ours = [line for line in result.stderr.splitlines() if line.startswith("train_gpt2.py:")]
+    assert len(ours) == 1 and "python fineweb.py" in ours[0]
+    if processes == 1:
+        assert result.returncode == 2 and len(result.stderr.splitlines()) == 1
+
+
+def test_help_names_every_flag_with_its_default():
+    text = run("--help").stdout
+    for name in Config.__dataclass_fields__:
+        assert f"--{name} " in text or f"--{name}\n" in text, name
+    assert "--no_shuffle" in text and "(default 524288)" in text
+
+
+@pytest.mark.parametrize("module", ["model", "fineweb", "hellaswag", "train_gpt2", "sample"])
+def test_importing_a_module_prints_nothing_and_starts_nothing(module, tmp_path):
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import {module}; assert not {{'datasets', 'transformers'}} & set(sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=120)
+    assert (result.returncode, result.stdout, result.stderr, list(tmp_path.iterdir())) == (0, "", "", [])
