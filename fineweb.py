@@ -9,6 +9,7 @@ file instead: 256 int32 (magic 20240520, version 1, token count), then the token
 """
 import argparse
 import bisect
+import contextlib
 import functools
 import glob
 import hashlib
@@ -17,14 +18,11 @@ import itertools
 import json
 import math
 import os
-import queue
 import re
 import sys
-import threading
 import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -63,16 +61,10 @@ class FlagParser(argparse.ArgumentParser):
 
 def whole_number(text):
     """'100000', '100_000' or '1e5' -> 100000, for flags."""
-    try:
-        return int(text)
-    except ValueError:
-        pass
-    try:
-        number = float(text)
-        if number == int(number):
-            return int(number)
-    except (ValueError, OverflowError):
-        pass
+    for kind in (int, float):                     # int first: float would round what is above 2**53
+        with contextlib.suppress(ValueError, OverflowError):
+            if int(kind(text)) == kind(text):
+                return int(kind(text))
     raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
 
 
@@ -104,10 +96,9 @@ def checked_asset(name):
 
 @functools.cache
 def tokenizer():
-    """GPT-2's byte-level BPE as a tiktoken Encoding, built from assets/ without a network.
+    """GPT-2's byte-level BPE (Radford et al. 2019, section 2.2) as a tiktoken Encoding, built from assets/.
 
     Equal to `tiktoken.get_encoding("gpt2")`, which downloads the same two files.
-    Radford et al. 2019, section 2.2.
     """
     import tiktoken
     from tiktoken_ext.openai_public import r50k_pat_str
@@ -117,10 +108,9 @@ def tokenizer():
     byte_of = {chr(b): b for b in printable}
     byte_of |= {chr(256 + i): b for i, b in enumerate(b for b in range(256) if b not in printable)}
     encoder = json.loads(checked_asset("encoder.json").read_text(encoding="utf-8"))
-    special = {"<|endoftext|>": encoder.pop("<|endoftext|>")}
-    ranks = {bytes(byte_of[c] for c in token): rank for token, rank in encoder.items()}
-    return tiktoken.Encoding("gpt2", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens=special,
-                             explicit_n_vocab=VOCAB_SIZE)
+    ranks = {bytes(byte_of[c] for c in token): rank for token, rank in encoder.items() if rank != EOT}
+    return tiktoken.Encoding("gpt2", explicit_n_vocab=VOCAB_SIZE, pat_str=r50k_pat_str, mergeable_ranks=ranks,
+                             special_tokens={"<|endoftext|>": EOT})
 
 
 def encode(text):
@@ -129,6 +119,8 @@ def encode(text):
         return tokenizer().encode_to_numpy(text, disallowed_special=()).astype(np.uint16)
     except UnicodeEncodeError:                    # lone surrogates: encode_ordinary replaces them
         return np.array(tokenizer().encode_ordinary(text), dtype=np.uint16)
+    except ValueError as error:                   # the regular expression runs out of stack
+        raise UserError(f"a document has too long a run of white space for tiktoken ({error}): shorten it") from None
 
 
 # -----------------------------------------------------------------------------
@@ -147,102 +139,95 @@ def replace_file(path, write):
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:
+    except OSError as error:
+        raise RunError(f"cannot write {path}: {error.strerror or error}") from None
+    finally:
         temporary.unlink(missing_ok=True)
-        raise
     if os.name != "nt":                           # make the rename itself durable
         folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        os.fsync(folder)
+        os.close(folder)
 
 
 def write_shard(path, tokens):
     """Writes 1-D uint16 `tokens` as .npy or .bin, by the name's ending."""
-    def write(file):
-        if str(path).endswith(".bin"):
-            header = np.zeros(BIN_HEADER, dtype="<i4")
-            header[:3] = BIN_MAGIC, BIN_VERSION, len(tokens)
-            file.write(header.tobytes())
-            file.write(tokens.astype("<u2", copy=False).tobytes())
-        else:
-            np.save(file, tokens)
-    replace_file(path, write)
+    head = io.BytesIO()
+    if Path(path).suffix == ".bin":
+        head.write(np.array([BIN_MAGIC, BIN_VERSION, len(tokens)] + [0] * (BIN_HEADER - 3), dtype="<i4"))
+    else:
+        np.lib.format.write_array_header_1_0(head, np.lib.format.header_data_from_array_1_0(tokens))
+    # not by np.save: with the disk full it can lose a file's last bytes without an error
+    replace_file(path, lambda file: file.writelines((head.getvalue(), tokens)))
 
 
 def open_shard(path):
-    """Tokens of a .npy or .bin shard as a read-only memory map, 1-D uint16.
-
-    Raises UserError if the file is not a whole shard; nothing in it is ever unpickled.
-    """
+    """Tokens of a .npy or .bin shard as a read-only memory map, 1-D uint16. Raises UserError if the file is
+    not a whole shard; nothing in it is ever unpickled."""
     path = Path(path)
     try:
         if path.suffix == ".bin":
             header = np.fromfile(path, dtype="<i4", count=BIN_HEADER)
-            if len(header) < BIN_HEADER or header[0] != BIN_MAGIC or header[1] != BIN_VERSION:
-                raise UserError(f"{path} does not start with llm.c's header (magic {BIN_MAGIC}, version "
-                                f"{BIN_VERSION}): make the shard again, or remove the file from the folder")
-            count, there = int(header[2]), (path.stat().st_size - 4 * BIN_HEADER) // 2
-            if count != there or count <= 0:
-                raise UserError(f"{path} promises {count:,} tokens and holds {there:,}: it was cut off; "
-                                f"copy or make it again")
-            return np.memmap(path, dtype="<u2", mode="r", offset=4 * BIN_HEADER, shape=(count,))
-        tokens = np.load(path, mmap_mode="r", allow_pickle=False)
-    except FileNotFoundError:
-        raise UserError(f"{path} does not exist: make shards with `python fineweb.py`") from None
-    except (OSError, ValueError, EOFError, SyntaxError) as error:
-        raise UserError(f"{path} is not a whole .npy shard ({error}): copy or make it again") from None
-    if not isinstance(tokens, np.ndarray) or tokens.dtype != np.uint16 or tokens.ndim != 1 or len(tokens) == 0:
-        found = f"{tokens.dtype} {tokens.shape}" if isinstance(tokens, np.ndarray) else "an archive of arrays"
-        raise UserError(f"{path} holds {found} instead of a 1-D uint16 array of tokens: "
-                        f"make shards with `python fineweb.py`")
+            if len(header) < BIN_HEADER or (header[0], header[1]) != (BIN_MAGIC, BIN_VERSION):
+                raise ValueError(f"it does not start with llm.c's header: magic {BIN_MAGIC}, version {BIN_VERSION}")
+            if path.stat().st_size != 4 * BIN_HEADER + 2 * int(header[2]):
+                raise ValueError(f"its size is not that of the {header[2]:,} tokens which its header promises")
+            tokens = np.memmap(path, dtype="<u2", mode="r", offset=4 * BIN_HEADER)
+        else:
+            tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+        if not isinstance(tokens, np.ndarray) or tokens.dtype != np.uint16 or tokens.ndim != 1 or len(tokens) == 0:
+            raise ValueError(f"it holds {getattr(tokens, 'dtype', 'an archive')} {getattr(tokens, 'shape', '')}")
+    except Exception as error:                    # numpy's reader fails in many ways on a broken header
+        raise UserError(f"{path} is not a whole shard, 1-D uint16 tokens ({error}): copy or make it again") from None
     return tokens
 
 
 def list_shards(folder, split):
     """Sorted paths of a folder's shards of `split` ('train' or 'val')."""
-    folder = Path(folder)
-    if not folder.is_dir():
-        raise UserError(f"there is no data in {folder}: `python fineweb.py` makes edu_fineweb10B, and "
-                        f"`python fineweb.py --input YOUR_TEXT --out {folder}` makes shards of your own text")
-    paths = sorted(p for p in folder.iterdir() if (m := SHARD_NAME.match(p.name)) and m[1] == split)
+    paths = sorted(path for path in Path(folder).glob("*") if (m := SHARD_NAME.match(path.name)) and m[1] == split)
     if not paths:
-        raise UserError(f"{folder} holds no *_{split}_000000.npy or .bin shard: "
-                        f"make them with `python fineweb.py --input YOUR_TEXT --out {folder}`")
+        raise UserError(f"there is no data in {folder}, no *_{split}_000000.npy or .bin: `python fineweb.py` makes "
+                        f"edu_fineweb10B, `python fineweb.py --input YOUR_TEXT --out {folder}` shards of your own text")
     return paths
 
 
 # -----------------------------------------------------------------------------
-# writing, 1: where text comes from. A source yields units (text, starts_document) in a fixed order.
-# `marks` holds (unit number, state) pairs from which reading can start again without what came before.
+# writing, 1: where text comes from. `units(start, mark)` yields (text, starts_document) in a fixed order,
+# from unit `start` on. `marks` collects (unit, state) pairs: with the last one at or before `start`
+# as `mark`, a source need not read again what came before.
 
 RETRIES = 8                     # waits of 1, 2, 4 ... 128 s: about four minutes without the network
-MARK_EVERY = 1000               # units between two states of a stream
+MARK_EVERY = 1000               # documents between two states of a stream
 
 
 class HubSource:
     """A dataset of the Hugging Face hub, streamed: what is read is not stored a second time on disk."""
 
     def __init__(self, repo, name):
-        self.repo, self.name = repo, name
-        self.marks = deque()
-
-    def describe(self):
-        return {"repo": self.repo, "name": self.name}
+        self.repo, self.name, self.marks = repo, name, deque()
+        self.description, self.expected = {"repo": repo, "name": name}, int(re.findall(r"\d+", name)[0]) * 10**9
 
     def units(self, start=0, mark=None):
-        mark = mark or (0, None)
+        from datasets import load_dataset
         failures = 0
         while True:
             try:
-                for document in self._stream(start, mark):
-                    yield document["text"], True
-                    start += 1
-                    failures = 0
+                stream = load_dataset(self.repo, name=self.name, split="train", streaming=True)
+                unit, state = mark or (0, None)
+                if state:
+                    stream.load_state_dict(state)
+                for document in stream:
+                    if not isinstance(document.get("text"), str):
+                        raise UserError(f"{self.repo}: document {unit} has no string `text`")
+                    unit += 1
+                    if unit > start:
+                        yield document["text"], True
+                        start, failures = unit, 0
+                    if unit % MARK_EVERY == 0 and hasattr(stream, "state_dict"):
+                        mark = unit, stream.state_dict()
+                        self.marks.append(mark)
                 return
-            except (KeyError, TypeError):
-                raise UserError(f"{self.repo} has no column of strings named `text`") from None
+            except UserError:
+                raise
             except Exception as error:            # the network's errors are of many libraries' classes
                 failures += 1
                 if failures > RETRIES:
@@ -250,138 +235,103 @@ class HubSource:
                                    f"the same command again to go on, or give text of your own by --input") from None
                 print(f"{self.repo}: {error}; trying again in {2 ** (failures - 1)} s", file=sys.stderr)
                 time.sleep(2 ** (failures - 1))
-                mark = self.marks[-1] if self.marks else mark
-
-    def _stream(self, start, mark):
-        from datasets import load_dataset
-        stream = load_dataset(self.repo, name=self.name, split="train", streaming=True)
-        unit, state = mark
-        if state is not None and hasattr(stream, "load_state_dict"):
-            stream.load_state_dict(state)
-        else:
-            unit = 0
-        for document in stream:
-            if unit >= start:
-                yield document
-            unit += 1
-            if unit % MARK_EVERY == 0 and hasattr(stream, "state_dict"):
-                self.marks.append((unit, stream.state_dict()))
 
 
 class LocalSource:
     """Files on disk: .txt (one document a file), .jsonl and .parquet (field `text`), also .gz and .zst."""
 
-    KINDS = (".txt", ".jsonl", ".parquet")
-
     def __init__(self, patterns):
-        self.paths = []
+        self.paths, self.readers, self.marks = [], [], deque()
+        self.description, self.expected = {"files": []}, 0        # what is read, and about how many tokens it holds
         for pattern in patterns:
-            found = [pattern] if os.path.isfile(pattern) else sorted(filter(os.path.isfile, glob.glob(
-                os.path.join(pattern, "*") if os.path.isdir(pattern) else pattern, recursive=True)))
+            every = os.path.join(pattern, "*") if os.path.isdir(pattern) else pattern
+            found = [pattern] if os.path.isfile(pattern) else sorted(filter(os.path.isfile, glob.glob(every, recursive=True)))
             if not found:
                 raise UserError(f"--input {pattern}: no such file")
-            self.paths += [Path(path) for path in found]
+            self.paths += map(Path, found)
         for path in self.paths:
-            if self.kind(path) not in self.KINDS:
+            kind = (path.with_suffix("") if path.suffix in (".gz", ".zst") else path).suffix
+            if kind not in READERS:
                 raise UserError(f"--input {path}: only .txt, .jsonl and .parquet, also .gz or .zst of the first two")
-            if path.stat().st_size == 0:
-                raise UserError(f"--input {path} is empty: give a file that holds text")
-        self.marks = deque()
-
-    @staticmethod
-    def kind(path):
-        packed = path.suffix in (".gz", ".zst")
-        kind = (path.with_suffix("") if packed else path).suffix
-        return "" if packed and kind == ".parquet" else kind
-
-    def describe(self):
-        return {"files": [{"name": path.name, "bytes": path.stat().st_size, "sha256_of_ends": ends_sha256(path)}
-                          for path in self.paths]}
-
-    def estimated_tokens(self):
-        packing = {".gz": 3.0, ".zst": 3.0, ".parquet": 2.0}
-        return int(sum(p.stat().st_size * packing.get(p.suffix, 1.0) for p in self.paths) / BYTES_PER_TOKEN)
+            self.readers.append(READERS[kind])
+            size, end = path.stat().st_size, 1 << 16
+            try:
+                with open(path, "rb") as file:    # a hash of both ends notices another file of the same name, however large
+                    ends = file.read(end)
+                    file.seek(max(0, size - end))
+                    ends = hashlib.sha256(ends + file.read(end)).hexdigest()
+            except OSError as error:
+                raise UserError(f"--input {path} cannot be read: {error.strerror}") from None
+            self.description["files"].append({"name": path.name, "bytes": size, "sha256_of_ends": ends})
+            self.expected += int(size * PACKING.get(path.suffix, 1) / BYTES_PER_TOKEN)
 
     def units(self, start=0, mark=None):
-        unit, file_index = mark or (0, 0)
-        for i in range(file_index, len(self.paths)):
+        unit, first_file = mark or (0, 0)
+        for i in range(first_file, len(self.paths)):
             self.marks.append((unit, i))
-            read = {".txt": self._txt, ".jsonl": self._jsonl, ".parquet": self._parquet}[self.kind(self.paths[i])]
             try:
-                for item in read(self.paths[i]):
-                    if unit >= start:
-                        yield item
+                for item in self.readers[i](self.paths[i]):
                     unit += 1
-            except UserError:
-                raise
-            except UnicodeDecodeError:
-                raise UserError(f"--input {self.paths[i]} is not UTF-8 text: convert it first") from None
-            except (OSError, ValueError) as error:      # pyarrow's errors derive from these
-                raise UserError(f"--input {self.paths[i]} cannot be read ({error}): "
-                                f"copy it again or leave it out") from None
-
-    @staticmethod
-    def _open(path):
-        if path.suffix in (".gz", ".zst"):
-            import pyarrow
-            raw = pyarrow.input_stream(str(path), compression={".gz": "gzip", ".zst": "zstd"}[path.suffix])
-        else:
-            raw = open(path, "rb")
-        return io.TextIOWrapper(raw, encoding="utf-8", newline="")
-
-    def _txt(self, path, piece_size=1 << 18):
-        """A file as one document in pieces, so that several workers share it and memory stays small.
-
-        A cut between "\\n" and two non-spaces around it cannot change the tokens: GPT-2's pattern
-        makes such a newline a piece of its own, at the end of a text as in its middle.
-        """
-        pieces, size, first = [], 0, True
-        with self._open(path) as file:
-            for line in file:
-                safe = pieces and not line[0].isspace() and len(pieces[-1]) > 1 and not pieces[-1][-2].isspace()
-                if size >= piece_size and safe:
-                    yield "".join(pieces), first
-                    pieces, size, first = [], 0, False
-                pieces.append(line)
-                size += len(line)
-        if pieces:
-            yield "".join(pieces), first
-
-    def _jsonl(self, path):
-        with self._open(path) as file:
-            for number, line in enumerate(file, 1):
-                if not line.strip():
-                    continue
-                try:
-                    document = json.loads(line)
-                    text = document["text"]
-                except (ValueError, RecursionError):
-                    raise UserError(f"--input {path}, line {number}: not JSON; mend or remove the line") from None
-                except (KeyError, TypeError):
-                    text = None
-                if not isinstance(text, str):
-                    raise UserError(f'--input {path}, line {number}: no string field "text"; '
-                                    f'each line must be {{"text": "..."}}')
-                yield text, True
-
-    def _parquet(self, path):
-        import pyarrow.parquet
-        table = pyarrow.parquet.ParquetFile(path)
-        if "text" not in table.schema_arrow.names:
-            raise UserError(f"--input {path} has no column `text` (it has: {', '.join(table.schema_arrow.names)})")
-        for batch in table.iter_batches(batch_size=1024, columns=["text"]):
-            for text in batch.column(0).to_pylist():
-                if not isinstance(text, str):
-                    raise UserError(f"--input {path}: column `text` holds something that is not a string")
-                yield text, True
+                    if unit > start:
+                        yield item
+            except (OSError, ValueError, NotImplementedError) as error:      # pyarrow's errors derive from these
+                raise UserError(f"--input {self.paths[i]} cannot be read ({error}): mend it (as UTF-8) or leave it out") from None
 
 
-def ends_sha256(path, size=1 << 16):
-    """Hash of a file's first and last 64 KiB: notices another file of the same name, however large."""
-    with open(path, "rb") as file:
-        head = file.read(size)
-        file.seek(max(0, path.stat().st_size - size))
-        return hashlib.sha256(head + file.read(size)).hexdigest()
+def open_text(path):
+    """A text file, unpacked if its name ends in .gz or .zst, as UTF-8 with its line ends as they are."""
+    import pyarrow
+    return io.TextIOWrapper(pyarrow.input_stream(str(path)), encoding="utf-8", newline="\n")
+
+
+def read_txt(path, piece_size=1 << 18):
+    """A file as one document in pieces, so that several workers share it and memory stays small.
+
+    A cut between a character and the white space after it cannot change the tokens: no alternative
+    of GPT-2's pattern goes on from the one to the other, or looks that far.
+    """
+    text, first = "", True
+    with open_text(path) as file:
+        while block := file.read(piece_size):
+            text += block
+            if cut := LAST_CUT.match(text):
+                yield text[:cut.end()], first
+                text, first = text[cut.end():], False
+    if text:
+        yield text, first
+
+
+def read_jsonl(path):
+    """One document a line: {"text": "..."}; empty lines are passed over."""
+    with open_text(path) as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                text = json.loads(line)["text"]
+            except (ValueError, LookupError, TypeError, RecursionError):
+                text = None
+            if not isinstance(text, str):
+                raise ValueError(f'line {number} is not JSON of the form {{"text": "..."}}')
+            yield text, True
+
+
+def read_parquet(path):
+    """One document a row: column `text`."""
+    import pyarrow.parquet
+    table = pyarrow.parquet.ParquetFile(path)
+    if "text" not in table.schema_arrow.names:
+        raise ValueError(f"it has no column `text`, but {', '.join(table.schema_arrow.names)}")
+    for batch in table.iter_batches(batch_size=1024, columns=["text"]):
+        for text in batch.column(0).to_pylist():
+            if not isinstance(text, str):
+                raise ValueError("its column `text` holds something that is not a string")
+            yield text, True
+
+
+PACKING = {".gz": 3, ".zst": 3, ".parquet": 2}   # about how many bytes of text a byte of the file holds
+READERS = {".txt": read_txt, ".jsonl": read_jsonl, ".parquet": read_parquet}
+LAST_CUT = re.compile(r".*\S(?=[ \n\r])", re.DOTALL)
 
 
 # -----------------------------------------------------------------------------
@@ -389,180 +339,120 @@ def ends_sha256(path, size=1 << 16):
 # processes (2 cores: 17 -> 34 MB/s), copy nothing between them, and need no main guard anywhere.
 
 def encode_units(units):
-    """Tokens of a list of units as one uint16 array, and the number of tokens of each unit."""
-    encoded = [encode(text) for text, _ in units]
-    parts = [part for (_, starts), tokens in zip(units, encoded, strict=True)
-             for part in ((np.array([EOT], np.uint16), tokens) if starts else (tokens,))]
-    return np.concatenate(parts), np.array([len(t) + starts for (_, starts), t in zip(units, encoded, strict=True)])
+    """Tokens of each unit, uint16: <|endoftext|> first where a document starts."""
+    return [np.concatenate(([EOT] * starts, encode(text)), dtype=np.uint16, casting="unsafe") for text, starts in units]
 
 
-def encode_stream(units, workers, chunk=1 << 18):
-    """Results of `encode_units` over chunks of about 256k characters, in the order of `units`."""
-    def chunks():
-        batch, size = [], 0
+def encode_stream(units, workers, chunk=1 << 17):
+    """Tokens of one unit after the other, in their order; a thread takes about 128k characters at a time."""
+    tokenizer()                                   # built once, before the threads ask for it
+    batch, size, pending = [], 0, deque()
+    with ThreadPoolExecutor(workers) as pool:
         for unit in units:
             batch.append(unit)
             size += len(unit[0])
             if size >= chunk:
-                yield batch
-                batch, size = [], 0
-        if batch:
-            yield batch
-
-    tokenizer()                                   # built once, before the threads ask for it
-    pending = deque()
-    with ThreadPoolExecutor(workers) as pool:
-        try:
-            for batch in chunks():
                 pending.append(pool.submit(encode_units, batch))
-                if len(pending) > 2 * workers:    # bounds memory, keeps every worker busy
-                    yield pending.popleft().result()
-            while pending:
-                yield pending.popleft().result()
-        finally:
-            for future in pending:
-                future.cancel()
+                batch, size = [], 0
+            if len(pending) > 2 * workers:        # bounds memory, keeps every worker busy
+                yield from pending.popleft().result()
+        pending.append(pool.submit(encode_units, batch))
+        while pending:
+            yield from pending.popleft().result()
 
 
 # -----------------------------------------------------------------------------
 # writing, 3: tokens -> shards, and a manifest from which an interrupted run goes on
 
-@dataclass
 class ShardWriter:
-    """Cuts a token stream into shards and records in manifest.json where each ends in the source.
+    """Cuts a stream of tokens into shards, and records in manifest.json where each ends in the source.
 
-    Shard 0 is validation. Files appear whole or not at all; after a kill the same command reads
-    the manifest, goes on after the last whole shard, and ends with the same bytes.
+    Shard 0 is validation. `settings` (source, tokenizer, sizes, format) decide every byte of the
+    shards. Files appear whole or not at all; after a kill the same command takes the manifest up,
+    goes on after the last whole shard, and ends with the same bytes.
     """
-    out: Path
-    prefix: str
-    settings: dict              # source, tokenizer, sizes, format: what decides every byte of the shards
-    val_tokens: int
-    shard_size: int
-    source: object
 
-    def __post_init__(self):
-        self.manifest = {"version": 1, **self.settings, "complete": False, "tokens": 0, "shards": []}
-        self.path = self.out / "manifest.json"
-        if self.path.exists():
-            self._take_up()
-        elif self.out.is_dir() and any(SHARD_NAME.match(p.name) for p in self.out.iterdir()):
-            raise UserError(f"{self.out} already holds shards without a manifest.json: choose another --out")
+    def __init__(self, out, prefix, settings, marks):
+        self.out, self.prefix, self.settings, self.marks = out, prefix, {"version": 1, **settings}, marks
+        self.manifest = {**self.settings, "complete": False, "tokens": 0, "mark": None, "shards": []}
+        self.path = out / "manifest.json"
+        self.max_tokens = settings["max_tokens"] or math.inf
+        self.unit, self.offset, self.total = 0, 0, 0      # taken: `total` tokens, up to token `offset` of unit `unit`
+        self.parts, self.room = [], settings["val_tokens"]        # the next shard, and what it still takes
         try:
-            self.out.mkdir(parents=True, exist_ok=True)
-            for stale in self.out.glob("*.tmp"):
-                stale.unlink()
-        except OSError as error:
-            raise UserError(f"--out {self.out} cannot be written ({error.strerror}): choose another folder") from None
-        self.unit, self.offset = 0, 0             # what is written ends after `offset` tokens of unit `unit`
-        self.buffer, self.filled = np.empty(self.capacity(), dtype=np.uint16), 0
-        if self.manifest["shards"]:
-            self.unit, self.offset = self.manifest["shards"][-1]["end"]["unit"], self.manifest["shards"][-1]["end"]["token"]
+            out.mkdir(parents=True, exist_ok=True)
+            if self.path.exists():
+                self._take_up()
+            elif any(SHARD_NAME.match(path.name) for path in out.iterdir()):
+                raise UserError(f"{out} already holds shards without a manifest.json: choose another --out")
+            if not self.manifest["shards"]:
+                self._save()                      # a kill while shard 0 is written must not leave it without one
+        except (OSError, RunError) as error:
+            raise UserError(f"--out {out} cannot be written ({error}): choose another folder") from None
 
     def _take_up(self):
+        """Makes the manifest that is there this run's, if it is whole and of the same settings."""
         try:
             found = json.loads(self.path.read_text(encoding="utf-8"))
-            shards = [(s["file"], int(s["tokens"]), int(s["end"]["unit"]), int(s["end"]["token"])) for s in found["shards"]]
-            found["complete"], found["mark"]
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            shards = [(self.out / Path(s["file"]).name, int(s["tokens"]), int(s["end"]["unit"]), int(s["end"]["token"]))
+                      for s in found["shards"]]
+            int((found["mark"] or [0])[0]), bool(found["complete"])
+        except (OSError, ValueError, LookupError, TypeError, RecursionError):
             raise UserError(f"{self.path} is damaged: choose another --out, or remove {self.out} to start again") from None
+        if not shards:
+            return
         for key, value in self.settings.items():
             if found.get(key) != value:
                 raise UserError(f"{self.out} was begun with another {key} ({json.dumps(found.get(key))[:200]} instead of "
                                 f"{json.dumps(value)[:200]}): give the same again, or choose another --out")
-        for name, tokens, _, _ in shards:
-            if Path(name).name != name or len(open_shard(self.out / name)) != tokens:
-                raise UserError(f"{self.out / name} is not the shard that manifest.json describes: remove {self.out}")
-        self.manifest = found
+        for path, tokens, self.unit, self.offset in shards:
+            if len(open_shard(path)) != tokens:
+                raise UserError(f"{path} is not the shard that manifest.json describes: remove {self.out}")
+            self.total += tokens
+        self.manifest, self.room = found, self.settings["shard_size"]
 
-    @property
-    def mark(self):
-        return tuple(self.manifest["mark"]) if self.manifest.get("mark") else None
-
-    def capacity(self):
-        return self.shard_size if self.manifest["shards"] else self.val_tokens
-
-    def add(self, tokens, lengths):
-        """Appends the tokens of the next units (`lengths` tokens each), writing each shard that fills."""
-        ends, taken = np.cumsum(lengths), 0
-        first_unit, first_offset = self.unit, self.offset
-        while taken < len(tokens):
-            count = min(len(self.buffer) - self.filled, len(tokens) - taken)
-            self.buffer[self.filled:self.filled + count] = tokens[taken:taken + count]
-            self.filled += count
-            taken += count
-            done = int(np.searchsorted(ends, taken, side="right"))       # units that are wholly taken
-            self.unit = first_unit + done
-            self.offset = taken - (int(ends[done - 1]) if done else 0) + (0 if done else first_offset)
-            if self.filled == len(self.buffer):
-                self.write()
-
-    def write(self):
-        """Writes what the buffer holds as the next shard, then the manifest."""
-        index = len(self.manifest["shards"])
-        split = "train" if index else "val"
-        name = f"{self.prefix}_{split}_{index:06d}.{self.settings['format']}"
-        write_shard(self.out / name, self.buffer[:self.filled])
-        while len(self.source.marks) > 1 and self.source.marks[1][0] <= self.unit:
-            self.source.marks.popleft()
-        if self.source.marks and self.source.marks[0][0] <= self.unit:
-            self.manifest["mark"] = self.source.marks[0]
-        self.manifest["shards"].append({"file": name, "split": split, "tokens": self.filled,
-                                        "end": {"unit": self.unit, "token": self.offset}})
-        self.manifest["tokens"] += self.filled
-        self.save_manifest()
-        self.buffer, self.filled = np.empty(self.capacity(), dtype=np.uint16), 0
+    def add(self, tokens):
+        """Appends the next unit's tokens (up to max_tokens). A full shard is written when more comes."""
+        while self.offset < len(tokens) and self.total < self.max_tokens:
+            if self.room == 0:
+                self._write()
+            part = tokens[self.offset:self.offset + min(self.room, self.max_tokens - self.total)]
+            self.parts.append(part)
+            self.offset += len(part)
+            self.total += len(part)
+            self.room -= len(part)
+        if self.offset == len(tokens):
+            self.unit, self.offset = self.unit + 1, 0
 
     def finish(self):
-        """Writes the rest; a corpus that ended inside the validation shard is divided 1 : 9."""
+        """Writes the rest; a corpus that ends inside the validation shard is divided 1 : 9."""
         if not self.manifest["shards"]:
-            if self.filled < 20:
-                raise UserError(f"only {self.filled} tokens of text: too few for a training and a validation shard")
-            rest = self.buffer[self.filled // 10:self.filled].copy()
-            unit, self.filled = self.unit, self.filled // 10
-            self.write()
-            self.unit, self.buffer[:len(rest)], self.filled = unit, rest, len(rest)
-        if self.filled:
-            self.write()
-        if len(self.manifest["shards"]) < 2:
-            raise UserError("the text ends with the validation shard and nothing is left to train on: "
-                            "give more text, or a smaller --val_tokens")
-        self.manifest["complete"] = True
-        self.save_manifest()
+            if self.total < 20:
+                raise UserError(f"only {self.total} tokens of text: too few for a training and a validation shard")
+            units, self.parts, self.room, self.total, self.unit = self.parts, [], self.total // 10, 0, 0
+            for tokens in units:
+                self.add(tokens)
+        if self.parts:
+            self._write()
+        self.manifest |= {"complete": True, "mark": None}
+        self._save()
 
-    def save_manifest(self):
-        self.manifest.setdefault("mark", None)
+    def _write(self):
+        """Writes what is gathered as the next shard, then the manifest."""
+        index, tokens = len(self.manifest["shards"]), np.concatenate(self.parts)
+        split = "train" if index else "val"
+        name = f"{self.prefix}_{split}_{index:06d}.{self.settings['format']}"
+        while self.marks and self.marks[0][0] <= self.unit:
+            self.manifest["mark"] = self.marks.popleft()
+        self.manifest["shards"].append({"file": name, "split": split, "tokens": len(tokens),
+                                        "end": {"unit": self.unit, "token": self.offset}})
+        self.manifest["tokens"] = self.total
+        write_shard(self.out / name, tokens)
+        self._save()
+        self.parts, self.room = [], self.settings["shard_size"]
+
+    def _save(self):
         replace_file(self.path, lambda file: file.write(json.dumps(self.manifest, indent=1).encode()))
-
-
-def prepare(source, out, prefix, val_tokens, shard_size, max_tokens, workers, file_format, expected):
-    """Tokenizes `source` into shards in folder `out`; returns the manifest (see ShardWriter)."""
-    from tqdm import tqdm
-    settings = {"source": source.describe(), "tokenizer": {"name": "gpt2", **BPE_SHA256}, "format": file_format,
-                "shard_size": shard_size, "val_tokens": val_tokens, "max_tokens": max_tokens}
-    writer = ShardWriter(Path(out), prefix, settings, val_tokens, shard_size, source)
-    if writer.manifest["complete"]:
-        return writer.manifest
-    done, skip = writer.manifest["tokens"], writer.offset
-    writer.offset = 0
-    left = max_tokens - done if max_tokens else math.inf
-    if done:
-        print(f"going on after {len(writer.manifest['shards'])} whole shards ({done:,} tokens)")
-    with tqdm(total=expected, initial=done, unit="tok", unit_scale=True, desc=str(out), disable=None) as bar:
-        for tokens, lengths in encode_stream(source.units(writer.unit, writer.mark), workers):
-            if skip:                              # the unit in which the last whole shard ended
-                cut = min(skip, len(tokens))
-                tokens, lengths, writer.offset, skip = tokens[cut:], lengths.copy(), writer.offset + cut, skip - cut
-                lengths[0] -= cut
-            if len(tokens) > left:
-                tokens = tokens[:left]
-            writer.add(tokens, lengths)
-            bar.update(len(tokens))
-            left -= len(tokens)
-            if left <= 0:
-                break
-    writer.finish()
-    return writer.manifest
 
 
 FINEWEB = {"edu": ("HuggingFaceFW/fineweb-edu", "edufineweb", "edu_fineweb"),
@@ -571,56 +461,57 @@ FINEWEB = {"edu": ("HuggingFaceFW/fineweb-edu", "edufineweb", "edu_fineweb"),
 
 def parse_args(argv=None):
     parser = FlagParser(prog="fineweb.py", description=__doc__)
-    parser.add_argument("--variant", choices=list(FINEWEB), default="edu",
-                        help="FineWeb-Edu or FineWeb itself (default edu)")
-    parser.add_argument("--sample", choices=["10BT", "100BT"], default="10BT",
-                        help="which sample of it, in tokens (default 10BT)")
-    parser.add_argument("--input", action="append", metavar="PATH_OR_GLOB",
-                        help="text of your own instead, repeatable: .txt (one document a file), .jsonl or .parquet "
-                             "(field or column `text`), .txt.gz, .jsonl.zst ...")
-    parser.add_argument("--out", help="folder for the shards (default edu_fineweb10B and the like; needed with --input)")
-    parser.add_argument("--shard_size", type=whole_number, default=100_000_000, help="tokens a shard (default 100000000)")
-    parser.add_argument("--val_tokens", type=whole_number,
-                        help="tokens of the validation shard, which come first (default: one shard, "
-                             "but at most about a tenth of the text)")
-    parser.add_argument("--max_tokens", type=whole_number, help="stop after so many tokens, validation included")
-    parser.add_argument("--workers", type=whole_number, default=os.cpu_count() or 1,
-                        help="threads that tokenize (default: one a core)")
-    parser.add_argument("--format", choices=["npy", "bin"], default="npy",
-                        help="numpy's files, or llm.c's and modded-nanogpt's (default npy)")
+    flag = parser.add_argument
+    flag("--variant", choices=list(FINEWEB), default="edu", help="FineWeb-Edu or FineWeb itself (default edu)")
+    flag("--sample", choices=["10BT", "100BT"], default="10BT", help="which sample of it, in tokens (default 10BT)")
+    flag("--input", action="append", metavar="PATH_OR_GLOB",
+         help="text of your own instead, repeatable: .txt (one document a file), .jsonl or .parquet (`text`), .txt.gz ...")
+    flag("--out", help="folder for the shards (default edu_fineweb10B and the like; needed with --input)")
+    flag("--shard_size", type=whole_number, default=100_000_000, help="tokens a shard (default 100000000)")
+    flag("--val_tokens", type=whole_number, help="validation tokens, shard 0 (default shard_size, at most a tenth of the text)")
+    flag("--max_tokens", type=whole_number, help="stop after so many tokens, validation included")
+    flag("--workers", type=whole_number, default=os.cpu_count() or 1, help="threads that tokenize (default: one a core)")
+    flag("--format", choices=["npy", "bin"], default="npy", help="numpy's files, or llm.c's and modded-nanogpt's (default npy)")
     args = parser.parse_args(argv)
     for name in ("shard_size", "val_tokens", "max_tokens", "workers"):
-        value = getattr(args, name)
-        if value is not None and value < 1:
+        if (value := getattr(args, name)) is not None and value < 1:
             raise UserError(f"--{name} {value}: must be at least 1")
     if args.input and not args.out:
         raise UserError("--input needs --out: name the folder that the shards go into")
-    if args.max_tokens and args.val_tokens and args.val_tokens >= args.max_tokens:
+    if (args.val_tokens or 0) >= (args.max_tokens or math.inf):
         raise UserError(f"--val_tokens {args.val_tokens} leaves nothing of --max_tokens {args.max_tokens} to train on")
-    if args.out and os.path.exists(args.out) and not os.path.isdir(args.out):
-        raise UserError(f"--out {args.out} is a file: name a folder")
     return args
 
 
 def main(argv=None):
+    """The command: from text to the shards of a folder, or on from where an earlier run stopped."""
+    from tqdm import tqdm
     args = parse_args(argv)
     if args.input:
         source, prefix, out = LocalSource(args.input), "text", args.out
-        expected = source.estimated_tokens()
     else:
         repo, prefix, folder = FINEWEB[args.variant]
         source, out = HubSource(repo, f"sample-{args.sample}"), args.out or folder + args.sample[:-1]
-        expected = int(float(args.sample[:-2]) * 1e9)
-    expected = min(expected, args.max_tokens or expected)
-    val_tokens = args.val_tokens or max(1, min(args.shard_size, expected // 10))
+    expected = min(source.expected, args.max_tokens or math.inf)
+    settings = {"source": source.description, "tokenizer": {"name": "gpt2", **BPE_SHA256}, "format": args.format,
+                "shard_size": args.shard_size, "max_tokens": args.max_tokens,
+                "val_tokens": args.val_tokens or min(args.shard_size, max(20, expected // 10))}
     start = time.perf_counter()
-    manifest = prepare(source, out, prefix, val_tokens, args.shard_size, args.max_tokens, args.workers,
-                       args.format, expected)
-    seconds = time.perf_counter() - start
-    val = manifest["shards"][0]["tokens"]
-    print(f"{out}: {len(manifest['shards'])} shards, {val:,} tokens for validation and "
-          f"{manifest['tokens'] - val:,} for training, after {seconds:.1f} s\n"
-          f"next: python train_gpt2.py --data {out}")
+    writer = ShardWriter(Path(out), prefix, settings, source.marks)
+    shards, there = writer.manifest["shards"], writer.total
+    if there:
+        print(f"{out}: {len(shards)} shards, {there:,} tokens, are there already")
+    if not writer.manifest["complete"]:
+        with tqdm(total=expected, initial=there, unit="tok", unit_scale=True, desc=out, disable=None) as bar:
+            for tokens in encode_stream(source.units(writer.unit, writer.manifest["mark"]), args.workers):
+                writer.add(tokens)
+                bar.update(writer.total - bar.n)
+                if writer.total >= writer.max_tokens:
+                    break
+        writer.finish()
+    val, seconds = shards[0]["tokens"], time.perf_counter() - start
+    print(f"{out}: {len(shards)} shards complete, {val:,} tokens for validation and {writer.total - val:,} for training, "
+          f"after {seconds:.1f} s\nnext: python train_gpt2.py --data {out}")
 
 
 # -----------------------------------------------------------------------------
@@ -629,10 +520,8 @@ def main(argv=None):
 # processes, any micro-batch and any resume see the same ones, and a loader has no state to save.
 
 def stable_permutation(n, *key):
-    """A permutation of range(n) that depends on `key` alone, in every release of numpy.
-
-    Generator.permutation may change between releases (NEP 19); the raw stream of Philox may not.
-    """
+    """A permutation of range(n) that depends on `key` alone, in every release of numpy: Generator.permutation
+    may change between releases (NEP 19), the raw stream of Philox may not."""
     return np.argsort(np.random.Philox(np.random.SeedSequence(key)).random_raw(n), kind="stable")
 
 
@@ -642,45 +531,36 @@ class Windows:
     Shard i has (len_i - 1) // T windows (the last target needs one token more); each comes once an
     epoch. With `shuffle` the shards, and the windows within each, are permuted anew each epoch by
     the seed; without, the order is the files'. `shards`: paths, or 1-D uint16 arrays.
-    One shard is resident, as uint16. Raises UserError for a shard that is damaged, or too short
-    to give a window, or holds ids at or above `vocab_size`.
+    One shard is resident, as uint16. Raises UserError for a shard that is damaged, for too little
+    text to give a window, and for ids at or above `vocab_size`.
     """
 
     def __init__(self, shards, sequence_length, seed=0, shuffle=False, vocab_size=None):
-        self.shards, self.T, self.seed, self.shuffle, self.vocab_size = list(shards), sequence_length, seed, shuffle, vocab_size
+        self.shards, self.T, self.vocab_size = list(shards), sequence_length, vocab_size
+        self.names = ["the text" if isinstance(shard, np.ndarray) else str(shard) for shard in self.shards]
         self.lengths = [len(self._open(shard)) for shard in self.shards]
         self.counts = [(length - 1) // self.T for length in self.lengths]
         self.total = sum(self.counts)
         if self.total == 0:
-            raise UserError(f"{self._name(0)}: {sum(self.lengths):,} tokens are too few for one sequence of "
+            raise UserError(f"{self.names[0]}: {sum(self.lengths):,} tokens are too few for one sequence of "
                             f"{self.T} tokens and its target: give more text or a smaller --sequence_length")
+        self._order = (lambda n, *key: stable_permutation(n, seed, *key)) if shuffle else (lambda n, *_: np.arange(n))
         self._epoch, self._resident = None, None
 
     @staticmethod
     def _open(shard):
         return shard if isinstance(shard, np.ndarray) else open_shard(shard)
 
-    def _name(self, i):
-        return "the text" if isinstance(self.shards[i], np.ndarray) else str(self.shards[i])
-
-    def _load_epoch(self, epoch):
-        n = len(self.shards)
-        self._order = stable_permutation(n, self.seed, epoch) if self.shuffle else np.arange(n)
-        self._edges = [0, *itertools.accumulate(self.counts[i] for i in self._order)]
-        self._epoch = epoch
-
-    def _load_shard(self, epoch, i):
-        """Makes shard i resident: its tokens and the order of its windows in this epoch."""
+    def _load_shard(self, i):
+        """Makes shard i resident: its tokens as rows (windows, T+1), and the order of these in this epoch."""
         tokens = np.array(self._open(self.shards[i]))
         if len(tokens) != self.lengths[i]:
-            raise UserError(f"{self._name(i)} changed during the run: {self.lengths[i]:,} tokens at the start, "
-                            f"{len(tokens):,} now")
-        if self.vocab_size is not None and int(tokens.max()) >= self.vocab_size:
-            raise UserError(f"{self._name(i)} holds token {int(tokens.max())}, and the model's vocabulary has "
+            raise UserError(f"{self.names[i]} changed during the run: {len(tokens):,} tokens, not {self.lengths[i]:,}")
+        if self.vocab_size is not None and tokens.max() >= self.vocab_size:
+            raise UserError(f"{self.names[i]} holds token {tokens.max()}, and the model's vocabulary has "
                             f"{self.vocab_size}: these are not GPT-2's tokens, or --vocab_size is too small")
-        order = stable_permutation(self.counts[i], self.seed, epoch, i) if self.shuffle else np.arange(self.counts[i])
-        rows = np.lib.stride_tricks.sliding_window_view(tokens, self.T + 1)[::self.T]    # (windows, T+1), no copy
-        self._resident = (epoch, i, rows, order)
+        self._rows = np.lib.stride_tricks.sliding_window_view(tokens, self.T + 1)[::self.T]      # no copy
+        self._row_order, self._resident = self._order(self.counts[i], self._epoch, i), i
 
     def read(self, first, count):
         """Windows `first` to `first + count` of the endless sequence: uint16 (count, T+1)."""
@@ -689,14 +569,14 @@ class Windows:
         while row < count:
             epoch, position = divmod(first + row, self.total)
             if epoch != self._epoch:
-                self._load_epoch(epoch)
+                self._epoch, self._resident, self._shard_order = epoch, None, self._order(len(self.shards), epoch)
+                self._edges = [0, *itertools.accumulate(self.counts[i] for i in self._shard_order)]
             slot = bisect.bisect_right(self._edges, position) - 1
-            i, local = int(self._order[slot]), position - self._edges[slot]
-            if self._resident is None or self._resident[:2] != (epoch, i):
-                self._load_shard(epoch, i)
-            _, _, rows, order = self._resident
+            i, local = int(self._shard_order[slot]), position - self._edges[slot]
+            if i != self._resident:
+                self._load_shard(i)
             n = min(count - row, self.counts[i] - local)
-            out[row:row + n] = rows[order[local:local + n]]
+            out[row:row + n] = self._rows[self._row_order[local:local + n]]
             row += n
         return out
 
@@ -731,41 +611,26 @@ class TokenLoader:
         """uint16 (B, T+1): a pure function of the two numbers and of what the loader was made with."""
         return self.windows.read(step * self.rows_per_step + (micro_step * self.world_size + self.rank) * self.B, self.B)
 
+    def _load(self, step, micro_step):
+        import torch
+        rows = torch.from_numpy(self.rows(step, micro_step).astype(np.int32))
+        # the caching host allocator reuses a pinned block only after its copy has ended
+        return rows.pin_memory() if str(self.device).startswith("cuda") else rows
+
     def start(self, step):
         """Begins reading ahead at (step, micro-step 0)."""
-        self._queue, self._stop = queue.Queue(self.DEPTH), threading.Event()
-        self._thread = threading.Thread(target=self._read_ahead, args=(step,), daemon=True)
-        self._thread.start()
-
-    def _read_ahead(self, step):
-        def put(item):
-            while not self._stop.is_set():
-                try:
-                    return self._queue.put(item, timeout=0.1)
-                except queue.Full:
-                    pass
-        try:
-            import torch
-            while not self._stop.is_set():
-                for micro_step in range(self.micro_steps):
-                    rows = torch.from_numpy(self.rows(step, micro_step).astype(np.int32))
-                    # the caching host allocator reuses a pinned block only after its copy has ended
-                    put(rows.pin_memory() if str(self.device).startswith("cuda") else rows)
-                step += 1
-        except BaseException as error:            # shown where the training loop asks for the batch
-            put(error)
+        self._thread = ThreadPoolExecutor(1, "read ahead")
+        self._reads = (self._thread.submit(self._load, s, m) for s in itertools.count(step) for m in range(self.micro_steps))
+        self._ahead = deque(itertools.islice(self._reads, self.DEPTH))
 
     def next_batch(self):
-        """x, y of the next micro-step: int64 (B, T) on the device."""
-        item = self._queue.get()
-        if isinstance(item, BaseException):
-            raise item
-        return to_device(item, self.device)
+        """x, y of the next micro-step: int64 (B, T) on the device. Raises what the thread met."""
+        self._ahead.append(next(self._reads))
+        return to_device(self._ahead.popleft().result(), self.device)
 
     def close(self):
         if self._thread is not None:
-            self._stop.set()
-            self._thread.join()
+            self._thread.shutdown(cancel_futures=True)
             self._thread = None
 
 

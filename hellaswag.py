@@ -28,7 +28,7 @@ def load_examples(path=None):
                             f"check the connection, or give a .jsonl file of the same form") from None
         return [_checked(row, f"{HUB_NAME}, row {i}") for i, row in enumerate(rows)]
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        lines = Path(path).read_text(encoding="utf-8-sig").split("\n")     # str.splitlines also cuts at U+2028
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"HellaSwag's data {path} cannot be read ({error}): give a .jsonl file of its form") from None
     examples = []
@@ -45,10 +45,11 @@ def load_examples(path=None):
 
 def _checked(row, where):
     try:
-        ctx, endings, label = row["ctx"], list(row["endings"]), int(row["label"])
-        if isinstance(ctx, str) and len(endings) == 4 and all(isinstance(e, str) for e in endings) and 0 <= label < 4:
+        ctx, endings, label = row["ctx"], row["endings"], int(row["label"])
+        strings = isinstance(endings, list) and all(isinstance(s, str) for s in (ctx, *endings))
+        if strings and len(endings) == 4 and 0 <= label < 4:
             return {"ctx": ctx, "endings": endings, "label": label}
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, OverflowError):
         pass
     raise UserError(f"{where}: not a HellaSwag example (ctx: a string, endings: four strings, label: 0 to 3)")
 
@@ -71,7 +72,7 @@ def make_batches(examples, block_size, batch_size=32):
     batches, n = [], max(1, batch_size // 4)
     for i in range(0, len(rendered), n):
         group = rendered[i:i + n]
-        T = min(block_size, max(len(row) for rows, _, _ in group for row in rows) - 1)
+        T = min(block_size, max(2, *(len(row) for rows, _, _ in group for row in rows)) - 1)
         idx = np.zeros((4 * len(group), T), dtype=np.int64)
         targets = np.full((4 * len(group), T), -1, dtype=np.int64)
         flat = [pair for rows, lengths, _ in group for pair in zip(rows, lengths, strict=True)]
@@ -120,8 +121,9 @@ def main(argv=None):
 
     from model import choose_device, load_model, make_autocast
     device = choose_device(args.device)
-    examples = load_examples(args.data)[:args.limit]
+    examples = load_examples(args.data) if args.data else None      # what is quick to find wrong comes first
     model = load_model(args.model).to(device)
+    examples = (examples or load_examples())[:args.limit]
     batches = make_batches(examples, model.config.block_size, args.batch_size)
     with tqdm(total=len(examples), unit="ex", disable=None) as bar:
         correct, correct_norm, n = evaluate(model, batches, device, make_autocast(device, args.dtype), progress=bar)

@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import os
 import shutil
 import warnings
 import zipfile
@@ -34,12 +35,11 @@ GPT2_SIZES = {
 
 def choose_device(name="auto"):
     """'cuda', 'mps' or 'cpu' for `name`; 'auto' takes the first that is there. UserError for one that is not."""
-    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
-    if name == "auto":
-        return next(device for device, found in there.items() if found)
-    if not there.get(name.split(":")[0], False):
-        raise UserError(f"--device {name}: not to be found here; use {' or '.join(d for d, f in there.items() if f)}")
-    return name
+    there = ["cuda", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))] if torch.cuda.is_available() else []
+    there += ["mps", "cpu"] if torch.backends.mps.is_available() else ["cpu"]
+    if name != "auto" and name not in there:
+        raise UserError(f"--device {name}: not to be found here; use {' or '.join(there)}")
+    return there[0] if name == "auto" else name
 
 
 def make_autocast(device, dtype):
@@ -80,7 +80,7 @@ def check_attention(kernel, device, dtype, head_dim):
     """Raises UserError, with torch's reason, if `kernel` cannot run forward and backward here."""
     if kernel not in ATTENTION:
         raise UserError(f"--attention {kernel}: choose one of {', '.join(ATTENTION)}")
-    q = torch.randn(1, 1, 64, head_dim, device=device, dtype=dtype, requires_grad=True)
+    q = torch.zeros(1, 1, 64, head_dim, device=device, dtype=dtype, requires_grad=True)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -288,7 +288,7 @@ class GPT(nn.Module):
 def sample_token(logits, temperature, top_k, generator):
     """One sampled id a row: logits (B, vocab_size) -> (B, 1)."""
     logits[:, VOCAB_SIZE:] = float("-inf")
-    if temperature == 0:
+    if temperature < 1e-5:              # 0, or so small that the quotients would overflow
         return logits.argmax(dim=-1, keepdim=True)
     logits = logits / temperature
     if top_k:
@@ -303,9 +303,20 @@ def sample_token(logits, temperature, top_k, generator):
 MODELS = {"gpt2": (GPT, GPTConfig)}             # what a checkpoint's `recipe` names
 
 
+def _brief(error):
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
 def _is_conv1d(name):
     """GPT-2's own code stores these as (in, out), nn.Linear as (out, in)."""
     return name.endswith(("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight"))
+
+
+def _is_plain(tensor):
+    """Dense floats that are all in the file (an expanded tensor has any shape and holds one number)."""
+    return (torch.is_tensor(tensor) and tensor.layout == torch.strided and tensor.device.type == "cpu"
+            and tensor.is_floating_point()
+            and 0 < tensor.numel() * tensor.element_size() <= tensor.untyped_storage().nbytes())
 
 
 def _canonical(state_dict):
@@ -321,7 +332,7 @@ def _canonical(state_dict):
         if not name.endswith((".attn.bias", ".attn.masked_bias")):
             out[name] = tensor
     if not any(name.endswith(".bias") for name in out):                         # nanoGPT's bias=False
-        for name in [n for n in out if ".h." in n or ".ln_f." in n]:
+        for name in [n for n, t in out.items() if (".h." in n or ".ln_f." in n) and _is_plain(t) and t.dim()]:
             out[name.removesuffix("weight") + "bias"] = torch.zeros(out[name].size(0))
     if "transformer.wte.weight" in out:
         out.setdefault("lm_head.weight", out["transformer.wte.weight"])
@@ -339,6 +350,8 @@ def build_model(cls, config, state_dict):
         value = getattr(config, field.name)
         if field.type in ("int", int) and not (type(value) is int and 0 < value < 2**24):
             raise UserError(f"its config says {field.name} = {str(value)[:40]}")
+    if getattr(config, "gelu", "tanh") not in ("tanh", "none"):
+        raise UserError(f"its config says gelu = {str(config.gelu)[:40]}")
     if config.n_embd % config.n_head:
         raise UserError(f"its config says {config.n_head} heads for n_embd {config.n_embd}")
     if config.n_layer > len(state_dict):
@@ -351,10 +364,12 @@ def build_model(cls, config, state_dict):
     for name in state_dict.keys() - expected.keys():
         raise UserError(f"the tensor {name[:80]} does not belong to a {cls.__name__}")
     for name, tensor in state_dict.items():
+        if not _is_plain(tensor):
+            raise UserError(f"{name} is not a plain tensor of floats")
         if tensor.shape != expected[name].shape:
             raise UserError(f"{name} is {tuple(tensor.shape)} where the config needs {tuple(expected[name].shape)}")
-    tied = expected["lm_head.weight"] is not None and model.lm_head.weight is model.transformer.wte.weight
-    if tied and not torch.equal(state_dict["lm_head.weight"], state_dict["transformer.wte.weight"]):
+    tied = model.lm_head.weight is model.transformer.wte.weight
+    if tied and not torch.equal(state_dict["lm_head.weight"].float(), state_dict["transformer.wte.weight"].float()):
         raise UserError("its head is not tied to its embedding")
     model.load_state_dict({name: t.detach().float().clone() for name, t in state_dict.items()}, assign=True)
     if tied:
@@ -365,7 +380,7 @@ def build_model(cls, config, state_dict):
 def _from_huggingface(source):
     """A GPT from a folder in the Hugging Face format, or from a name on the hub. UserError if it is not GPT-2's kind."""
     folder = Path(source)
-    if not folder.is_dir():
+    if not os.path.isdir(folder):       # unlike Path's, os.path's questions raise no OSError for a strange name
         folder = _download(str(source))
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -385,8 +400,7 @@ def _from_huggingface(source):
     except UserError as error:
         raise UserError(f"{source} is not a GPT-2 in the Hugging Face format: {error}") from None
     except Exception as error:      # whatever a damaged or foreign file makes the readers raise
-        raise UserError(f"{source} is not a GPT-2 in the Hugging Face format "
-                        f"({type(error).__name__}: {str(error)[:200]})") from None
+        raise UserError(f"{source} is not a GPT-2 in the Hugging Face format ({_brief(error)})") from None
 
 
 def _folder_weights(folder):
@@ -403,7 +417,7 @@ def _folder_weights(folder):
             weights |= load_file(folder / name)
         return weights
     if (folder / "pytorch_model.bin").is_file():
-        return torch.load(folder / "pytorch_model.bin", map_location="cpu", weights_only=True)
+        return _load_pickle(folder / "pytorch_model.bin")
     raise UserError("it has neither model.safetensors nor pytorch_model.bin")
 
 
@@ -416,26 +430,30 @@ def _download(name):
         return Path(hf_hub_download(repo, "config.json")).parent
     except Exception as error:      # the network's errors are of many libraries' classes
         raise UserError(f"{name} is neither a file or folder here nor to be had from the Hugging Face hub "
-                        f"({type(error).__name__}: {str(error).splitlines()[0][:200]}): check the name and the "
-                        f"connection, or give the path of a checkpoint") from None
+                        f"({_brief(error)}): check the name and the connection, "
+                        f"or give the path of a checkpoint") from None
 
 
 class _Record:
     """Stands in for build-nanogpt's pickled `__main__.GPTConfig`: attributes, and nothing that could run."""
 
 
+def _load_pickle(path):
+    """What torch.save wrote, memory-mapped; raises whatever the unpickler does for damaged or hostile files."""
+    with warnings.catch_warnings(action="ignore"), torch.serialization.safe_globals([(_Record, "__main__.GPTConfig")]):
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+
+
 def read_checkpoint(path):
-    """The dict of a .pt file, memory-mapped, with tensors and plain values only; nothing in it can run."""
+    """The dict of a .pt file, with tensors and plain values only; nothing in it can run."""
     path = Path(path)
-    if not path.is_file():
-        raise UserError(f"{path} does not exist: check the path")
+    if not os.path.isfile(path):
+        raise UserError(f"{path} is not a file: check the path")
     try:
-        with torch.serialization.safe_globals([(_Record, "__main__.GPTConfig")]):
-            checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+        checkpoint = _load_pickle(path)
     except Exception as error:      # whatever a damaged or hostile file makes the unpickler raise
-        reason = str(error).strip().split("\n")[0][:200]
         raise UserError(f"{path} cannot be read as a checkpoint: it was cut off, or holds more than tensors "
-                        f"and plain values ({type(error).__name__}: {reason})") from None
+                        f"and plain values ({_brief(error)})") from None
     if not isinstance(checkpoint, dict):
         raise UserError(f"{path} holds a {type(checkpoint).__name__} instead of a checkpoint's dict")
     return checkpoint
@@ -458,16 +476,20 @@ def model_from_checkpoint(checkpoint, path):
         if not isinstance(weights, dict) or not isinstance(config, dict):
             raise UserError("it records neither this project's model_config, nor nanoGPT's model_args, nor "
                             "build-nanogpt's GPTConfig")
-        fields = {f.name for f in dataclasses.fields(config_cls)} & config.keys()
-        config = config_cls(**{name: config[name] for name in fields}, **extra)
+        fields = {f.name for f in dataclasses.fields(config_cls)}
+        for name in sorted(fields - config.keys() - {"gelu"}):
+            raise UserError(f"its config does not say {name}")
+        config = config_cls(**{name: config[name] for name in fields & config.keys()} | extra)
         return build_model(cls, config, _canonical(weights) if cls is GPT else weights)
     except UserError as error:
         raise UserError(f"{path} is not a checkpoint that this project reads: {error}") from None
+    except Exception as error:      # whatever a damaged or hostile file still makes torch raise
+        raise UserError(f"{path} is not a checkpoint that this project reads ({_brief(error)})") from None
 
 
 def load_model(path):
     """A model from this project's checkpoint, a Hugging Face folder or hub name, nanoGPT's ckpt.pt or
     build-nanogpt's model_*.pt. Raises UserError, in one sentence, for anything else."""
-    if Path(path).is_file() or Path(path).suffix in (".pt", ".pth"):
+    if os.path.isfile(path) or Path(path).suffix in (".pt", ".pth") and not os.path.isdir(path):
         return model_from_checkpoint(read_checkpoint(path), path)
     return _from_huggingface(path)

@@ -15,6 +15,8 @@ def main(argv=None):
     args = parser.parse_args(argv)
     if args.num_samples < 1 or args.max_new_tokens < 1 or args.top_k < 0 or not 0 <= args.temperature < float("inf"):
         raise UserError("--num_samples and --max_new_tokens must be at least 1, --top_k and --temperature at least 0")
+    if not 0 <= args.seed < 2**63:
+        raise UserError(f"--seed {args.seed}: must be from 0 to 2^63 - 1")
 
     import torch
 

@@ -7,10 +7,13 @@
 The same command again goes on where the last checkpoint in --out was written.
 """
 import argparse
+import ctypes
 import dataclasses
 import math
 import os
 import re
+import signal
+import sys
 import time
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -63,6 +66,7 @@ class Config:
     min_lr: float = flag(-1.0, "optimisation", "learning rate at the end of the cosine; -1: a tenth of max_lr")
     weight_decay: float = flag(0.1, "optimisation", "AdamW's decay of matrices and embeddings")
     grad_clip: float = flag(1.0, "optimisation", "largest norm of the gradient; 0 switches clipping off")
+    skip_nonfinite: int = flag(0, "optimisation", "how many steps with a non-finite loss or gradient may be passed over")
     seed: int = flag(1337, "optimisation", "decides the initial weights and the order of the data")
 
     device: str = flag("auto", "speed", "auto, cuda, mps or cpu")
@@ -120,7 +124,7 @@ def check_config(config):
     """Raises UserError for what can be told from the flags alone."""
     at_least = dict(val_tokens=1, n_layer=1, n_head=1, n_embd=1, block_size=1, vocab_size=1, total_batch_size=1,
                     sequence_length=0, max_steps=1, warmup_steps=0, weight_decay=0, grad_clip=0, seed=0, val_every=0,
-                    hellaswag_every=0, sample_every=0, checkpoint_every=0, keep_checkpoints=0)
+                    hellaswag_every=0, sample_every=0, checkpoint_every=0, keep_checkpoints=0, skip_nonfinite=0)
     for name, least in at_least.items():
         if not least <= getattr(config, name) < math.inf:
             raise UserError(f"--{name} {getattr(config, name)}: must be at least {least}")
@@ -224,6 +228,15 @@ class Process:
             dist.barrier()
 
 
+def keep_freed_memory():
+    """glibc gives large freed blocks back to the kernel and has them zeroed page by page at the next step; on a CPU that
+    costs more than any kernel here, since the logits alone take hundreds of megabytes. This makes it keep them."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt:
+        for parameter, value in ((-4, 0), (-1, -1), (-2, 1 << 28)):     # M_MMAP_MAX, M_TRIM_THRESHOLD, M_TOP_PAD
+            mallopt(parameter, value)
+
+
 def setup_process(config):
     """Joins torchrun's process group if there is one; nccl on CUDA, gloo elsewhere."""
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -234,6 +247,8 @@ def setup_process(config):
         torch.cuda.set_device(device)
         # "high" alone; the newer fp32_precision settings beside it break torch.compile
         torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
+    if device == "cpu":
+        keep_freed_memory()
     if world_size > 1:
         dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
     return Process(rank, world_size, device, rank == 0)
@@ -412,10 +427,16 @@ def set_aside(out):
 # -----------------------------------------------------------------------------
 # a step, and what is looked at between steps
 
-def train_step(model, state, loader, autocast, grad_clip, process):
-    """One optimizer step over loader.micro_steps micro-batches. Returns (loss, norm) as tensors on the device:
-    the mean loss over the global batch, and the gradient's norm before clipping. Nothing here waits for the GPU."""
-    loss_sum = torch.zeros((), device=process.device)
+def train_step(model, state, loader, autocast, grad_clip, process, stop=False):
+    """One optimizer step over loader.micro_steps micro-batches. Nothing here waits for the GPU.
+
+    Returns a tensor of four numbers, the same on all processes: the mean loss over the global batch,
+    the gradient's norm before clipping, the index of the first parameter whose gradient is not finite
+    (-1: none), and how many processes were asked to `stop`. A step with a non-finite loss or gradient
+    leaves the weights as they are.
+    """
+    loss_sum = torch.zeros(2, device=process.device)
+    loss_sum[1] = float(stop)
     for micro_step in range(loader.micro_steps):
         x, y = loader.next_batch()
         if process.world_size > 1:      # read by DDP's forward as well as by its backward: set before both
@@ -423,19 +444,27 @@ def train_step(model, state, loader, autocast, grad_clip, process):
         with autocast:
             _, loss = model(x, y)
         loss = loss / loader.micro_steps
-        loss_sum += loss.detach()
+        loss_sum[0] += loss.detach()
         state.scaler.scale(loss).backward()
     if process.world_size > 1:
         dist.all_reduce(loss_sum)
-        loss_sum /= process.world_size
+    loss = loss_sum[0] / process.world_size
     for optimizer in state.optimizers:
         state.scaler.unscale_(optimizer)
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf)
+    grads = [p.grad for p in model.parameters()]
+    norms = torch.stack(torch._foreach_norm(grads))
+    norm = torch.linalg.vector_norm(norms)
+    if grad_clip:
+        torch.nn.utils.clip_grads_with_norm_(model.parameters(), grad_clip, norm)
+    bad = ~norms.isfinite()
     for optimizer in state.optimizers:
+        if not state.scaler.is_enabled():       # the scaler does the same with what it finds itself
+            optimizer.found_inf = (bad.any() | ~loss.isfinite()).float()        # a fused step is passed over where this is 1
         state.scaler.step(optimizer)
         optimizer.zero_grad(set_to_none=True)
     state.scaler.update()
-    return loss_sum, norm
+    first_bad = torch.where(bad.any(), bad.float().argmax(), -1)
+    return torch.stack((loss, norm, first_bad.float(), loss_sum[1]))
 
 
 @torch.no_grad()
@@ -467,19 +496,21 @@ def print_samples(model, autocast, process, num_samples=4, max_new_tokens=32, pr
 class Reporter:
     """Prints and logs. On CUDA a step is reported when the next one is queued, so that the GPU never waits."""
 
-    def __init__(self, config, log, flops_per_token, process):
+    def __init__(self, config, log, model, process):
         self.config, self.log, self.process = config, log, process
-        self.flops, self.peak = flops_per_token, peak_flops(process.device)
+        self.flops, self.peak = model.flops_per_token(config.sequence_length), peak_flops(process.device)
+        self.names = [name for name, _ in model.named_parameters()]
         self.lag = 1 if process.device.startswith("cuda") else 0
         self.pending, self.seconds, self.losses = [], [], {}
+        self.skipped, self.stop = 0, False      # `stop`: some process was asked to; all learn it at the same step
 
     def start(self):
         """Before a step: starts the clock, unless one is still running on the GPU and the clock with it."""
         if not self.pending:
             self.clock = time.perf_counter()
 
-    def step(self, step, loss, norm, lr):
-        self.pending.append((step, loss, norm, lr))
+    def step(self, step, numbers, lr):
+        self.pending.append((step, numbers, lr))
         while len(self.pending) > self.lag:
             self._report(*self.pending.pop(0))
 
@@ -492,13 +523,11 @@ class Reporter:
         if self.log:
             self.log.write(step, kind, value)
 
-    def _report(self, step, loss, norm, lr):
-        loss, norm = loss.item(), norm.item()                   # waits until this step is done
+    def _report(self, step, numbers, lr):
+        loss, norm, first_bad, stop = numbers.tolist()          # waits until this step is done
         now = time.perf_counter()
         dt, self.clock = now - self.clock, now
-        if not math.isfinite(loss):
-            raise RunError(f"the loss of step {step} is {loss}: lower --max_lr or lengthen --warmup_steps, and go on "
-                           f"from the last checkpoint by the same command")
+        self.stop = self.stop or stop > 0
         self.losses[step] = loss
         self.seconds = [*self.seconds[-19:], dt]
         rate = self.config.total_batch_size / dt
@@ -508,6 +537,31 @@ class Reporter:
                             f"tok/sec: {rate:.2f} | mfu: {mfu} | left: {hours(left)}")
         if self.log:
             self.log.write(step, "train", loss, norm=norm, lr=lr)
+        # float16 overflows now and then: its scaler passes over those steps and lowers its scale
+        if not math.isfinite(loss) or (first_bad >= 0 and self.config.dtype != "float16"):
+            self.skipped += 1
+            where = f"; the first gradient that is not finite is that of {self.names[int(first_bad)]}" if first_bad >= 0 else ""
+            if self.skipped > self.config.skip_nonfinite:
+                raise RunError(f"step {step}: loss {loss}, gradient norm {norm}{where}. The weights were not changed by it, and "
+                               f"the checkpoints are as they were: lower --max_lr, lengthen --warmup_steps, or pass over such "
+                               f"steps by --skip_nonfinite, and go on by the same command")
+            self.process.print0(f"step {step} was passed over ({self.skipped} of --skip_nonfinite {self.config.skip_nonfinite})"
+                                f"{where}")
+
+
+class StopSignals:
+    """SIGTERM, SIGINT and SIGUSR1 (Slurm's warning) ask for a stop after the step; a second SIGINT stops at once."""
+
+    def __init__(self):
+        self.received = None
+        for name in ("SIGTERM", "SIGINT", "SIGUSR1"):
+            if hasattr(signal, name):           # Windows has no SIGUSR1
+                signal.signal(getattr(signal, name), self._handle)
+
+    def _handle(self, number, frame):
+        if self.received and number == signal.SIGINT:
+            os._exit(130)
+        self.received = signal.Signals(number).name
 
 
 def hours(seconds):
@@ -640,8 +694,7 @@ def train(argv=None):
     print_header(config, model, compiled, loader, process)
     if path:
         process.print0(f"going on from {path} at step {state.step} of {config.max_steps}")
-    reporter = Reporter(config, log, model.flops_per_token(config.sequence_length), process)
-    start_step = state.step
+    reporter, signals, start_step = Reporter(config, log, model, process), StopSignals(), state.step
     loader.start(start_step)
 
     def due(every):
@@ -665,11 +718,11 @@ def train(argv=None):
             reporter.flush()
             print_samples(model, autocast, process)
         # save
-        if state.step > 0 and due(config.checkpoint_every):
+        if state.step > 0 and (due(config.checkpoint_every) or reporter.stop):
             reporter.flush()
             if process.is_master:
                 process.print0(f"saved {save_checkpoint(config, state)}")
-        if state.step >= config.max_steps:
+        if state.step >= config.max_steps or reporter.stop:
             break
         # train
         reporter.start()
@@ -677,15 +730,19 @@ def train(argv=None):
         for optimizer in state.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = group["max_lr"] * scale
-        loss, norm = train_step(wrapped, state, loader, autocast, config.grad_clip, process)
+        numbers = train_step(wrapped, state, loader, autocast, config.grad_clip, process, signals.received is not None)
         # log
-        reporter.step(state.step, loss, norm, config.max_lr * scale)
+        reporter.step(state.step, numbers, config.max_lr * scale)
         state.step += 1
 
     reporter.flush()
     loader.close()
     if process.world_size > 1:
         dist.destroy_process_group()
+    if state.step < config.max_steps:
+        process.print0(f"stopped by {signals.received or 'a signal'} after {state.step} of {config.max_steps} steps: "
+                       f"the same command goes on from there")
+        return 0
     if config.overfit:
         return overfit_verdict(reporter.losses, process)
     process.print0(f"done: {state.step} steps; log.txt and checkpoints are in {config.out}")

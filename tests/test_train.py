@@ -53,11 +53,11 @@ def logged(out, kind="train"):
 
 @pytest.fixture(scope="session")
 def start(tmp_path_factory):
-    """Weights to start from, as a checkpoint that build-nanogpt's users would know: model, and a config."""
+    """Weights to start from, as the smallest checkpoint that load_model reads."""
     torch.manual_seed(3)
     model = GPT(GPTConfig(block_size=32, vocab_size=50304, n_layer=2, n_head=2, n_embd=32))
     path = tmp_path_factory.mktemp("start") / "start.pt"
-    torch.save({"model": model.state_dict(), "model_args": dict(block_size=32, vocab_size=50304, n_layer=2, n_head=2, n_embd=32)}, path)
+    torch.save({"model": model.state_dict(), "model_config": dict(vars(model.config)), "recipe": "gpt2"}, path)
     return path
 
 
@@ -169,7 +169,8 @@ def test_checkpoints_hold_what_the_contract_names_and_only_the_newest_and_the_be
     log = (out / "log.txt").read_bytes()
     run(*flags, "--resume", "never", "--max_steps", 5)
     assert (out / "previous_1/log.txt").read_bytes() == log
-    assert {p.name for p in (out / "previous_1").glob("*.pt")} == kept and [p.name for p in out.glob("*.pt")] == ["checkpoint_000005.pt"]
+    assert {p.name for p in (out / "previous_1").glob("*.pt")} == kept
+    assert [p.name for p in out.glob("*.pt")] == ["checkpoint_000005.pt"]
 
 
 def hellaswag_file(path, n=12):
@@ -189,9 +190,10 @@ def compiler_works():
 def test_compile_goes_together_with_hellaswag_and_samples(shards, start, file_order_run, tmp_path, processes):
     if not compiler_works():
         pytest.skip("torch.compile finds no C++ compiler here")
-    result = run("--data", shards, "--init", start, *TINY, "--no_shuffle", "--compile", "--out", tmp_path / "log", "--batch_size", 4,
-                 "--max_steps", 6, "--val_every", 3, "--val_tokens", 1000, "--sample_every", 3, "--checkpoint_every", 3,
-                 "--hellaswag_every", 3, "--hellaswag_data", hellaswag_file(tmp_path / "h.jsonl"), processes=processes)
+    result = run("--data", shards, "--init", start, *TINY, "--no_shuffle", "--compile", "--out", tmp_path / "log",
+                 "--batch_size", 4, "--max_steps", 6, "--val_every", 3, "--val_tokens", 1000, "--sample_every", 3,
+                 "--checkpoint_every", 3, "--hellaswag_every", 3,
+                 "--hellaswag_data", hellaswag_file(tmp_path / "h.jsonl"), processes=processes)
     assert "torch.compile, attention" in result.stdout
     losses = logged(tmp_path / "log")
     # another max_steps bends the cosine from step 5 on: the first steps are the eager run's
@@ -203,7 +205,7 @@ def test_compile_goes_together_with_hellaswag_and_samples(shards, start, file_or
 
 def test_without_a_compiler_compile_falls_back_to_eager_with_one_warning(shards, start, file_order_run, tmp_path):
     env = {**ENV, "CXX": "/nonexistent/compiler", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
-    result = run("--data", shards, "--init", start, *TINY, *QUIET, "--no_shuffle", "--batch_size", 2, "--max_steps", 25, "--compile",
+    result = run("--data", shards, "--init", start, *TINY, *QUIET, "--no_shuffle", "--batch_size", 2, "--compile",
                  "--out", tmp_path / "log", env=env)
     assert result.stdout.count("warning: torch.compile does not work here") == 1
     assert logged(tmp_path / "log") == file_order_run
@@ -230,14 +232,14 @@ def test_float16_trains_with_a_scaler_and_resumes(shards, tmp_path):
 
 def test_a_loss_that_is_not_finite_ends_the_run_with_exit_code_1(shards, tmp_path):
     result = run("--data", shards, *TINY, *QUIET, "--max_lr", "1e30", "--warmup_steps", 0, "--out", tmp_path / "log", code=1)
-    assert re.search(r"the loss of step \d+ is (nan|inf)", result.stderr) and len(result.stderr.splitlines()) == 1
+    assert re.search(r"step \d+: loss (nan|inf)", result.stderr) and len(result.stderr.splitlines()) == 1
 
 
 def test_the_console_line_is_build_nanogpts(shards, tmp_path):
     result = run("--data", shards, *TINY, *QUIET, "--max_steps", 2, "--out", tmp_path / "log")
     line = next(line for line in result.stdout.splitlines() if line.startswith("step "))
-    assert re.match(r"step     0 \| loss: \d+\.\d{6} \| lr 1\.2000e-04 \| norm: \d+\.\d{4} \| dt: \d+\.\d\dms \| tok/sec: \d+\.\d\d \| "
-                    r"mfu: n/a \| left: ", line)
+    assert re.match(r"step     0 \| loss: \d+\.\d{6} \| lr 1\.2000e-04 \| norm: \d+\.\d{4} \| dt: \d+\.\d\dms \| "
+                    r"tok/sec: \d+\.\d\d \| mfu: n/a \| left: ", line)
     assert (tmp_path / "log/log.txt").read_text().splitlines()[0] == f"0 train {re.search(r'loss: ([0-9.]+)', line)[1]}"
 
 
@@ -287,9 +289,11 @@ def test_an_unknown_gpu_has_no_mfu_and_similar_names_are_told_apart(monkeypatch)
 MISTAKES = {
     "heads": ["--n_head", "5"], "micro-batch": ["--batch_size", "3"], "token batch": ["--total_batch_size", "250"],
     "long sequence": ["--sequence_length", "64"], "negative rate": ["--max_lr", "-1"], "no number": ["--max_steps", "many"],
-    "nan": ["--weight_decay", "nan"], "zero layers": ["--n_layer", "0"], "unknown flag": ["--bogus"], "no data": ["--data", "nowhere"],
+    "nan": ["--weight_decay", "nan"], "zero layers": ["--n_layer", "0"], "unknown flag": ["--bogus"],
+    "no data": ["--data", "nowhere"],
     "no weights": ["--init", "nowhere.pt"], "no checkpoint": ["--resume", "nowhere.pt"], "kernel": ["--attention", "cudnn"],
-    "device": ["--device", "tpu"], "dtype": ["--dtype", "int8"], "recipe": ["--recipe", "gpt5"], "huge vocabulary": ["--vocab_size", "70000"],
+    "device": ["--device", "tpu"], "dtype": ["--dtype", "int8"], "recipe": ["--recipe", "gpt5"],
+    "huge vocabulary": ["--vocab_size", "70000"],
     "abbreviation": ["--max_step", "3"], "other shape than --init": ["--init", "START", "--n_layer", "3"],
 }
 
@@ -305,7 +309,8 @@ def test_a_mistake_is_a_user_error_before_anything_is_written(name, shards, star
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_mistake_is_one_line_on_stderr(shards, tmp_path, processes):
-    result = subprocess.run(command(*TINY, "--data", tmp_path, processes=processes), capture_output=True, text=True, env=ENV, timeout=120)
+    result = subprocess.run(command(*TINY, "--data", tmp_path, processes=processes), capture_output=True, text=True, env=ENV,
+                            timeout=120)
     ours = [line for line in result.stderr.splitlines() if line.startswith("train_gpt2.py:")]
     assert len(ours) == 1 and "python fineweb.py" in ours[0]
     if processes == 1:
@@ -321,6 +326,41 @@ def test_help_names_every_flag_with_its_default():
 
 @pytest.mark.parametrize("module", ["model", "fineweb", "hellaswag", "train_gpt2", "sample"])
 def test_importing_a_module_prints_nothing_and_starts_nothing(module, tmp_path):
-    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import {module}; assert not {{'datasets', 'transformers'}} & set(sys.modules)"
+    code = (f"import sys; sys.path.insert(0, {str(ROOT)!r}); import {module}\n"
+            "assert not {'datasets', 'transformers', 'matplotlib'} & set(sys.modules)")
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=120)
     assert (result.returncode, result.stdout, result.stderr, list(tmp_path.iterdir())) == (0, "", "", [])
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_signal_finishes_the_step_saves_and_exits_0_and_the_run_goes_on_as_if_it_had_not_come(shards, tmp_path, processes):
+    flags = ["--data", shards, *TINY, "--max_steps", 40, *QUIET[:4], "--checkpoint_every", 20]
+    run(*flags, "--out", tmp_path / "whole", processes=processes)
+    with subprocess.Popen(command(*flags, "--out", tmp_path / "cut", processes=processes), stdout=subprocess.PIPE,
+                          stderr=subprocess.PIPE, text=True, env=ENV, start_new_session=True) as process:
+        for line in process.stdout:
+            if line.startswith("step     7"):           # to the group, as Slurm and a terminal send it
+                os.killpg(process.pid, signal.SIGUSR1 if processes == 1 else signal.SIGINT)
+                break
+        stdout = process.stdout.read()
+    if processes == 1:                                  # torchrun's own exit code tells of the signal
+        assert process.returncode == 0 and "stopped by SIGUSR1" in stdout
+        assert "the same command goes on from there" in stdout
+    stopped_at = train_gpt2.checkpoints(tmp_path / "cut")[-1][0]
+    assert 8 <= stopped_at < 20
+    run(*flags, "--out", tmp_path / "cut", processes=processes)
+    assert logged(tmp_path / "cut") == logged(tmp_path / "whole")
+
+
+def test_a_step_that_is_not_finite_is_named_and_leaves_weights_and_checkpoints_alone(shards, start, tmp_path):
+    weights = load_model(start).state_dict()
+    weights["transformer.h.1.mlp.c_fc.bias"][3] = float("inf")
+    torch.save({"model": weights, "model_config": dict(vars(load_model(start).config)), "recipe": "gpt2"}, tmp_path / "bad.pt")
+    flags = ["--data", shards, "--init", tmp_path / "bad.pt", *TINY, *QUIET[:4], "--checkpoint_every", 2, "--max_steps", 4]
+    stderr = run(*flags, "--out", tmp_path / "log", code=1).stderr
+    assert len(stderr.splitlines()) == 1 and re.search(r"step 0: loss nan.* that of transformer\.", stderr)
+    assert not list((tmp_path / "log").glob("checkpoint*"))
+    result = run(*flags, "--out", tmp_path / "log", "--skip_nonfinite", 4)
+    assert result.stdout.count("was passed over") == 4
+    after = read_checkpoint(tmp_path / "log/checkpoint_000004.pt")["model"]
+    assert all(torch.equal(after[name], weights[name]) for name in weights)

@@ -1,0 +1,870 @@
+"""fineweb.py: the tokenizer, text -> shards (kills and bad input included), shards -> batches."""
+import base64
+import gzip
+import hashlib
+import io
+import json
+import math
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+import tiktoken
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+import fineweb
+from fineweb import EOT, TokenLoader, UserError, Windows, encode, list_shards, open_shard, stable_permutation, write_shard
+
+ROOT = Path(__file__).resolve().parent.parent
+ENV = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONIOENCODING": "utf-8"}
+FAST = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+SPACES = " \n\r\t\v\f\x1c\x1f\x85\xa0\u1680\u2003\u2028\u3000"      # white space to Rust, to Python, or to both
+
+# documents as they come: short, long, empty, with the special token's name, other scripts, odd white space
+DOCUMENTS = ["Hello, world.", "", "<|endoftext|>", " \n\n\t x  y", "naïve café 中文 🙂 \u200b", "a" * 300, "word " * 400,
+             "def f(x):\r\n    return x\r\n", "", *[f"Document {i}: " + "it's 1 of many. " * (i % 13) for i in range(150)]]
+
+
+# -----------------------------------------------------------------------------
+# plain references
+
+@pytest.fixture(scope="session")
+def gpt2():
+    """GPT-2's encoding made by tiktoken's own loader."""
+    from tiktoken.load import data_gym_to_mergeable_bpe_ranks
+    from tiktoken_ext.openai_public import r50k_pat_str
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TIKTOKEN_CACHE_DIR", "")               # tiktoken would otherwise keep a copy in a cache
+        ranks = data_gym_to_mergeable_bpe_ranks(str(ROOT / "assets/vocab.bpe"), str(ROOT / "assets/encoder.json"))
+    return tiktoken.Encoding("gpt2", pat_str=r50k_pat_str, mergeable_ranks=ranks,
+                             special_tokens={"<|endoftext|>": 50256}, explicit_n_vocab=50257)
+
+
+def plain_shards(gpt2, documents, shard_size):
+    """build-nanogpt's shards: one stream of 50256 + tokens a document, cut every `shard_size`."""
+    stream = [token for text in documents for token in (50256, *gpt2.encode_ordinary(text))]
+    return [stream[i:i + shard_size] for i in range(0, len(stream), shard_size)]
+
+
+def read_shards(folder):
+    return [open_shard(path).tolist() for split in ("val", "train") for path in list_shards(folder, split)]
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+
+
+def write_parquet(path, documents, **options):
+    pyarrow.parquet.write_table(pyarrow.table({"id": range(len(documents)), "text": documents}), path, **options)
+
+
+def write_text(path, documents):
+    """Writes `documents` in the format that the name asks for."""
+    lines = "".join(json.dumps({"id": 1, "text": text}, ensure_ascii=False) + "\n" for text in documents).encode()
+    if path.suffix == ".parquet":
+        write_parquet(path, documents, row_group_size=40)
+    elif path.suffix == ".zst":
+        with pyarrow.output_stream(str(path), compression="zstd") as file:
+            file.write(lines)
+    else:
+        path.write_bytes(gzip.compress(lines) if path.suffix == ".gz" else lines)
+    return path
+
+
+def prepare(*args):
+    fineweb.main([str(arg) for arg in args])
+
+
+def command(*args, cwd=None):
+    return subprocess.run([sys.executable, str(ROOT / "fineweb.py"), *map(str, args)], env=ENV, cwd=cwd,
+                          capture_output=True, text=True, encoding="utf-8", timeout=60)
+
+
+# -----------------------------------------------------------------------------
+# the tokenizer
+
+@FAST
+@given(st.text(st.one_of(st.characters(), st.characters(categories=["Cs"]), st.sampled_from(SPACES + "'sdtlvre 09"))))
+@example("<|endoftext|> and <|endoftext|>")
+@example("\ud800 a lone surrogate, and a pair: \ud83d\ude42")
+@example("  \n\n trailing \u3000\u3000")
+def test_tokens_equal_tiktokens_own_gpt2(gpt2, text):
+    tokens = encode(text)
+    assert tokens.dtype == np.uint16
+    assert tokens.tolist() == gpt2.encode_ordinary(text)
+
+
+def test_tokenizer_has_gpt2s_vocabulary_and_is_built_once(gpt2):
+    tokenizer = fineweb.tokenizer()
+    assert tokenizer is fineweb.tokenizer()
+    assert tokenizer.n_vocab == 50257 and tokenizer.eot_token == EOT == 50256 and tokenizer.name == "gpt2"
+    assert tokenizer._mergeable_ranks == gpt2._mergeable_ranks
+    assert tokenizer.decode(encode("Hello, wörld 🙂").tolist()) == "Hello, wörld 🙂"
+
+
+@pytest.mark.parametrize("damage", [lambda path: path.unlink(), lambda path: path.write_bytes(path.read_bytes() + b" ")])
+@pytest.mark.parametrize("name", ["vocab.bpe", "encoder.json"])
+def test_a_changed_or_missing_asset_is_refused(name, damage, tmp_path, monkeypatch):
+    shutil.copytree(ROOT / "assets", tmp_path / "assets")
+    damage(tmp_path / "assets" / name)
+    monkeypatch.setattr(fineweb, "ASSETS", tmp_path / "assets")
+    with pytest.raises(UserError, match="git checkout"):
+        fineweb.checked_asset(name)
+    if name == "encoder.json":
+        with pytest.raises(UserError, match="encoder.json"):
+            fineweb.tokenizer.__wrapped__()
+
+
+def test_a_run_of_white_space_too_long_for_tiktoken_is_a_users_mistake():
+    with pytest.raises(UserError, match="white space"):
+        encode(" " * 1_000_000 + "a")
+
+
+# -----------------------------------------------------------------------------
+# writing
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.jsonl", "a.jsonl.gz", "a.jsonl.zst"])
+@pytest.mark.parametrize("workers", [1, 3])
+def test_shards_equal_a_plain_writers(name, workers, gpt2, tmp_path):
+    write_text(tmp_path / name, DOCUMENTS)
+    for size in (97, 1000, 2**20):            # 97: documents that span several shards
+        out = tmp_path / f"out{size}"
+        prepare("--input", tmp_path / name, "--out", out, "--shard_size", size, "--val_tokens", min(size, 1000),
+                "--workers", workers)
+        want = plain_shards(gpt2, DOCUMENTS, size)
+        if size > 1000:                       # a validation shard of its own size, then the rest
+            want = [want[0][:1000], want[0][1000:]]
+        assert read_shards(out) == want
+        names = sorted(path.name for path in out.glob("*.npy"))
+        assert names == sorted(["text_val_000000.npy"] + [f"text_train_{i:06d}.npy" for i in range(1, len(want))])
+        assert all(np.load(out / name).dtype == np.uint16 for name in names)
+
+
+def test_a_text_that_ends_with_a_full_shard_leaves_no_empty_one(gpt2, tmp_path):
+    stream = sum(plain_shards(gpt2, DOCUMENTS, 2**20), [])
+    size = max(n for n in range(1, 100) if len(stream) % n == 0)
+    size *= len(stream) // size // 2 if len(stream) // size % 2 == 0 else 1
+    write_text(tmp_path / "a.jsonl", DOCUMENTS)
+    prepare("--input", tmp_path / "a.jsonl", "--out", tmp_path / "out", "--shard_size", size, "--val_tokens", size)
+    assert [len(shard) for shard in read_shards(tmp_path / "out")] == [size] * (len(stream) // size)
+
+
+def test_many_small_chunks_on_several_threads_keep_their_order(gpt2):
+    units = [(text, i % 3 > 0) for i, text in enumerate(DOCUMENTS * 3)]
+    want = [[50256] * starts + gpt2.encode_ordinary(text) for text, starts in units]
+    for workers in (1, 2, 3):
+        assert [tokens.tolist() for tokens in fineweb.encode_stream(units, workers, chunk=200)] == want
+
+
+def test_several_inputs_globs_and_folders_are_read_in_order(gpt2, tmp_path):
+    folder = tmp_path / "in"
+    folder.mkdir()
+    write_text(folder / "b.jsonl", DOCUMENTS[:50])
+    write_text(folder / "a.parquet", DOCUMENTS[50:90])
+    write_text(folder / "c.jsonl.gz", DOCUMENTS[90:])
+    (folder / "d.txt.gz").write_bytes(gzip.compress(b"one\r\n") + gzip.compress(b"two"))      # gzip files may be joined
+    want = DOCUMENTS[50:90] + DOCUMENTS[:50] + DOCUMENTS[90:] + ["one\r\ntwo"]
+    for i, inputs in enumerate([[folder / "*"], [folder], [folder / "a*", folder / "b.jsonl", folder / "[cd]*"]]):
+        prepare(*[arg for path in inputs for arg in ("--input", path)], "--out", tmp_path / str(i), "--val_tokens", 1000)
+        assert sum(read_shards(tmp_path / str(i)), []) == plain_shards(gpt2, want, 2**20)[0]
+
+
+@settings(FAST, max_examples=150)
+@given(st.lists(st.one_of(st.sampled_from(["\n\n", "\n\n\n", " ", "    ", "\r\n", "a", "'s", "1.", "é中", *SPACES]), st.characters(codec="utf-8"))),
+       st.integers(1, 8))
+@example(["a\n\n b\r\n\r\nc \n d\n\n"], 1)
+@example(["a\n\n\n b"], 3)
+@example(["a\x1c b\x85 c\u3000 d"], 2)
+def test_the_pieces_of_a_txt_file_have_the_tokens_of_the_whole(gpt2, tmp_path, parts, piece_size):
+    text = "".join(parts)
+    (tmp_path / "a.txt").write_bytes(text.encode())
+    pieces = list(fineweb.read_txt(tmp_path / "a.txt", piece_size))
+    assert "".join(piece for piece, _ in pieces) == text
+    assert [starts for _, starts in pieces] == [i == 0 for i in range(len(pieces))]
+    assert [token for piece, _ in pieces for token in gpt2.encode_ordinary(piece)] == gpt2.encode_ordinary(text)
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_a_long_txt_file_is_one_document_in_bounded_pieces(end, gpt2, tmp_path):
+    text = (ROOT / "input.txt").read_text(encoding="utf-8").replace("\n", end)
+    (tmp_path / "a.txt").write_bytes(text.encode())
+    assert max(len(piece) for piece, _ in fineweb.read_txt(tmp_path / "a.txt", 10_000)) < 20_000
+    prepare("--input", tmp_path / "a.txt", "--out", tmp_path / "out")
+    val, train = read_shards(tmp_path / "out")
+    assert val + train == [50256] + gpt2.encode_ordinary(text)
+    assert 0.05 < len(val) / len(train) < 0.15         # the default: about a tenth
+
+
+def test_the_bin_format_is_llm_c_s_and_holds_the_same_tokens(tmp_path):
+    write_text(tmp_path / "a.jsonl", DOCUMENTS)
+    for kind in ("npy", "bin"):
+        prepare("--input", tmp_path / "a.jsonl", "--out", tmp_path / kind, "--shard_size", 3000, "--val_tokens", 500,
+                "--format", kind)
+    assert read_shards(tmp_path / "bin") == read_shards(tmp_path / "npy")
+    for path in (tmp_path / "bin").glob("*.bin"):
+        data = path.read_bytes()
+        header, tokens = np.frombuffer(data[:1024], "<i4"), np.frombuffer(data[1024:], "<u2")
+        assert header[:3].tolist() == [20240520, 1, len(tokens)] and not header[3:].any()
+        assert tokens.tolist() == open_shard(path.with_suffix(".bin")).tolist()
+    assert len(list((tmp_path / "bin").glob("*.bin"))) == len(list((tmp_path / "npy").glob("*.npy")))
+
+
+@pytest.mark.parametrize("limit", [1000, 1001, 1300, 2000, 2017, 10**9])
+def test_max_tokens_and_val_tokens_cut_the_stream_exactly(limit, gpt2, tmp_path):
+    write_text(tmp_path / "a.jsonl", DOCUMENTS)
+    prepare("--input", tmp_path / "a.jsonl", "--out", tmp_path / "out", "--shard_size", 700, "--val_tokens", 300,
+            "--max_tokens", limit)
+    stream = plain_shards(gpt2, DOCUMENTS, 2**20)[0][:limit]
+    assert read_shards(tmp_path / "out") == [stream[:300]] + [stream[i:i + 700] for i in range(300, len(stream), 700)]
+
+
+def test_a_corpus_smaller_than_the_validation_shard_is_divided_one_to_nine(gpt2, tmp_path):
+    write_text(tmp_path / "a.jsonl", DOCUMENTS)
+    prepare("--input", tmp_path / "a.jsonl", "--out", tmp_path / "out", "--val_tokens", 10**6, "--shard_size", 4000)
+    stream, shards = plain_shards(gpt2, DOCUMENTS, 2**20)[0], read_shards(tmp_path / "out")
+    assert sum(shards, []) == stream
+    assert [len(shard) for shard in shards[:2]] == [len(stream) // 10, 4000]
+
+
+def test_the_manifest_says_where_each_shard_ends_in_the_source(gpt2, tmp_path):
+    path = write_text(tmp_path / "a.jsonl", DOCUMENTS)
+    for val_tokens in (300, 10**6):           # 10**6: the division 1 : 9
+        out = tmp_path / str(val_tokens)
+        prepare("--input", path, "--out", out, "--shard_size", 700, "--val_tokens", val_tokens)
+        manifest, done = json.loads((out / "manifest.json").read_text()), 0
+        units = [[50256, *gpt2.encode_ordinary(text)] for text in DOCUMENTS]
+        for shard in manifest["shards"]:
+            done += shard["tokens"]
+            assert sum(map(len, units[:shard["end"]["unit"]])) + shard["end"]["token"] == done
+            assert len(open_shard(out / shard["file"])) == shard["tokens"]
+        assert manifest["complete"] and manifest["tokens"] == done == sum(map(len, units))
+        file = manifest["source"]["files"][0]
+        assert (file["name"], file["bytes"]) == ("a.jsonl", path.stat().st_size)
+        assert manifest["tokenizer"]["encoder.json"] == hashlib.sha256((ROOT / "assets/encoder.json").read_bytes()).hexdigest()
+
+
+def test_defaults_are_build_nanogpts():
+    args = fineweb.parse_args([])
+    assert (args.shard_size, args.variant, args.sample, args.format) == (10**8, "edu", "10BT", "npy")
+    assert args.workers == os.cpu_count() and args.max_tokens is None
+    assert fineweb.parse_args(["--shard_size", "1e5"]).shard_size == fineweb.parse_args(["--shard_size", "100_000"]).shard_size
+
+
+# -----------------------------------------------------------------------------
+# kill and restart
+
+class Killed(BaseException):
+    """Stands for SIGKILL: nothing of ours runs after it."""
+
+
+def die_at(monkeypatch, number, how):
+    """The process dies at its `number`-th file: half-way through it, just before or just after its rename."""
+    real, calls = fineweb.replace_file, []
+
+    def replace_file(path, write):
+        calls.append(path)
+        if len(calls) == number:
+            if how == "after":
+                real(path, write)
+            else:
+                data = io.BytesIO()
+                write(data)
+                Path(f"{path}.tmp").write_bytes(data.getvalue()[:None if how == "before" else len(data.getvalue()) // 2])
+            raise Killed
+        real(path, write)
+
+    monkeypatch.setattr(fineweb, "replace_file", replace_file)
+
+
+@pytest.mark.parametrize("flags", [["--val_tokens", "500"], ["--val_tokens", "500", "--max_tokens", "4000"],
+                                   ["--val_tokens", "1e6"]], ids=["whole", "max_tokens", "one to nine"])
+def test_after_a_death_at_any_file_the_same_command_ends_with_the_same_bytes(flags, tmp_path, monkeypatch):
+    write_text(tmp_path / "a.jsonl", DOCUMENTS[:90])
+    write_text(tmp_path / "b.parquet", DOCUMENTS[90:])
+    flags = ["--input", tmp_path / "?.*", *flags, "--shard_size", 1500]
+    prepare(*flags, "--out", tmp_path / "whole")
+    want = contents(tmp_path / "whole")
+    for number in range(1, 2 * len(want) + 1):
+        for how in ("half", "before", "after"):
+            out = tmp_path / f"{number}{how}"
+            with monkeypatch.context() as patch:
+                die_at(patch, number, how)
+                with pytest.raises(Killed):
+                    prepare(*flags, "--out", out)
+            prepare(*flags, "--out", out)
+            assert contents(out) == want, (number, how)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="no SIGKILL")
+def test_killed_again_and_again_it_ends_with_the_bytes_of_an_uninterrupted_run(tmp_path):
+    text = (ROOT / "input.txt").read_text(encoding="utf-8")
+    write_text(tmp_path / "a.jsonl", [text[i:i + 3000] for i in range(0, len(text), 3000)])
+    shutil.copy(ROOT / "input.txt", tmp_path / "b.txt")
+    flags = ["--input", tmp_path / "a.jsonl", "--input", tmp_path / "b.txt", "--shard_size", 4000, "--workers", 2]
+    assert command(*flags, "--out", tmp_path / "whole").returncode == 0
+    want, out, killed = contents(tmp_path / "whole"), tmp_path / "out", 0
+    for shards in (0, 1, 7, 40, 90, 130):
+        process = subprocess.Popen([sys.executable, str(ROOT / "fineweb.py"), *map(str, flags), "--out", str(out)],
+                                   stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=ENV)
+        deadline = time.monotonic() + 30
+        while process.poll() is None and len(list(out.glob("*.npy"))) <= shards and time.monotonic() < deadline:
+            time.sleep(0.002)
+        if process.poll() is None:
+            process.send_signal(signal.SIGKILL)
+        assert process.communicate()[1] == b""
+        killed += process.returncode == -signal.SIGKILL
+    assert killed >= 4
+    there = len(json.loads((out / "manifest.json").read_text())["shards"])
+    done = command(*flags, "--out", out)
+    assert done.returncode == 0 and f"{there} shards" in done.stdout
+    assert contents(out) == want                              # the manifest too, and nothing else
+
+
+def test_what_is_complete_is_left_alone_and_said_so(tmp_path, monkeypatch, capsys):
+    write_text(tmp_path / "a.jsonl", DOCUMENTS)
+    flags = ["--input", tmp_path / "a.jsonl", "--out", tmp_path / "out", "--val_tokens", 500]
+    prepare(*flags)
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()}
+    monkeypatch.setattr(fineweb.LocalSource, "units", None)   # reads no text
+    capsys.readouterr()
+    prepare(*flags, "--workers", 3)
+    assert "complete" in capsys.readouterr().out
+    assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()}
+
+
+def test_a_restart_with_other_settings_or_other_text_is_refused(tmp_path):
+    path = write_text(tmp_path / "a.jsonl", DOCUMENTS)
+    flags, out = ["--input", path, "--val_tokens", "500", "--shard_size", "2000"], tmp_path / "out"
+    prepare(*flags, "--out", out)
+    want = contents(out)
+    for change in (["--shard_size", 2001], ["--val_tokens", 501], ["--format", "bin"], ["--max_tokens", 4000], ["--input", path]):
+        with pytest.raises(UserError, match=f"another {'source' if change[0] == '--input' else change[0][2:]}"):
+            prepare(*flags, *change, "--out", out)
+    write_text(path, [DOCUMENTS[0].swapcase(), *DOCUMENTS[1:]])                        # the same name and size
+    refused = command(*flags, "--out", out)
+    assert refused.returncode == 2 and refused.stderr.count("\n") == 1 and "another source" in refused.stderr
+    assert contents(out) == want
+
+
+def test_an_out_folder_with_other_shards_is_not_written_into(tmp_path):
+    write_text(tmp_path / "a.jsonl", DOCUMENTS)
+    (tmp_path / "out").mkdir()
+    write_shard(tmp_path / "out/mine_train_000001.npy", np.arange(9, dtype=np.uint16))
+    want = contents(tmp_path / "out")
+    with pytest.raises(UserError, match="already holds shards"):
+        prepare("--input", tmp_path / "a.jsonl", "--out", tmp_path / "out")
+    assert contents(tmp_path / "out") == want
+
+
+def test_a_mistake_before_the_first_shard_does_not_bind_the_folder(tmp_path):
+    (tmp_path / "bad.jsonl").write_text("{}\n")
+    write_text(tmp_path / "a.jsonl", DOCUMENTS)
+    with pytest.raises(UserError, match="line 1"):
+        prepare("--input", tmp_path / "bad.jsonl", "--out", tmp_path / "out")
+    prepare("--input", tmp_path / "a.jsonl", "--out", tmp_path / "out")
+
+
+@pytest.mark.parametrize("damage", [
+    lambda text: text[:-40], lambda text: "", lambda text: "[]", lambda text: "7", lambda text: text.replace('"end"', '"and"'),
+    lambda text: text.replace('"tokens": 500,', '"tokens": 501,'), lambda text: text.replace('"mark": null', '"mark": 5'),
+    lambda text: text.replace('"unit": ', '"unit": "x'), lambda text: text.replace("text_val", "other_val")])
+def test_a_damaged_manifest_or_shard_of_it_is_refused(damage, tmp_path):
+    write_text(tmp_path / "a.jsonl", DOCUMENTS)
+    flags = ["--input", tmp_path / "a.jsonl", "--out", tmp_path / "out", "--val_tokens", 500]
+    prepare(*flags)
+    path = tmp_path / "out/manifest.json"
+    path.write_text(damage(path.read_text()))
+    with pytest.raises(UserError, match="manifest.json|other_val"):
+        prepare(*flags)
+
+
+def test_a_full_disk_is_one_line_and_the_same_command_goes_on(tmp_path):
+    resource = pytest.importorskip("resource")
+    write_text(tmp_path / "a.jsonl", DOCUMENTS)
+    flags = ["--input", tmp_path / "a.jsonl", "--val_tokens", "1000", "--shard_size", "4000"]
+    # the limit cuts into the last bytes of the shard, which C's buffers hold back until the file is closed
+    failed = subprocess.run([sys.executable, str(ROOT / "fineweb.py"), *map(str, flags), "--out", str(tmp_path / "out")],
+                            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000)),
+                            env=ENV, capture_output=True, text=True, timeout=60)
+    assert failed.returncode == 1 and failed.stderr.count("\n") == 1 and "text_train_000001.npy" in failed.stderr
+    prepare(*flags, "--out", tmp_path / "out")
+    prepare(*flags, "--out", tmp_path / "whole")
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+# -----------------------------------------------------------------------------
+# the hub, by a local stand-in
+
+class Stream:
+    """As datasets' streaming dataset; drops the connection whenever `failures` says so."""
+
+    def __init__(self, documents, failures, served):
+        self.documents, self.failures, self.served, self.at = documents, failures, served, 0
+
+    def __iter__(self):
+        while self.at < len(self.documents):
+            if self.failures and self.failures[0] <= len(self.served):
+                raise ConnectionError(f"dropped at {self.failures.pop(0)}")
+            self.served.append(self.at)
+            self.at += 1
+            yield {"id": self.at, "text": self.documents[self.at - 1]}
+
+
+class ResumableStream(Stream):
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    """hub(dataset) puts `dataset()` in the place of load_dataset; waits cost no time and are recorded."""
+    import datasets
+    waits, calls = [], []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(fineweb, "MARK_EVERY", 10)
+    monkeypatch.setattr(fineweb.time, "sleep", waits.append)
+
+    def install(dataset):
+        def load_dataset(*args, **kwargs):
+            calls.append((args, kwargs))
+            return dataset()
+        monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+        return waits, calls
+    return install
+
+
+@pytest.mark.parametrize("kind", [Stream, ResumableStream])
+def test_a_connection_that_drops_now_and_then_changes_nothing(kind, hub, gpt2, tmp_path, capsys):
+    served, failures = [], [0, 0, 5, 64, 65, 120, 130, 140, 150, 155]
+    waits, calls = hub(lambda: kind(DOCUMENTS, failures, served))
+    prepare("--shard_size", 700)
+    assert read_shards(tmp_path / "edu_fineweb10B") == plain_shards(gpt2, DOCUMENTS, 700)
+    assert calls[0] == (("HuggingFaceFW/fineweb-edu",), {"name": "sample-10BT", "split": "train", "streaming": True})
+    assert len(waits) == 10 > fineweb.RETRIES and waits[:2] == [1, 2] and "dropped at 5; trying again" in capsys.readouterr().err
+    assert (tmp_path / "edu_fineweb10B/edufineweb_val_000000.npy").exists()
+    if kind is ResumableStream:               # goes on from the last mark, at most ten documents back
+        assert len(served) < len(DOCUMENTS) + 10 * 10
+
+
+def test_variant_and_sample_name_the_dataset_and_the_folder(hub, gpt2, tmp_path):
+    _, calls = hub(lambda: Stream(DOCUMENTS, [], []))
+    prepare("--variant", "classic", "--sample", "100BT", "--max_tokens", 3000, "--val_tokens", 1000)
+    assert calls[0][0] == ("HuggingFaceFW/fineweb",) and calls[0][1]["name"] == "sample-100BT"
+    assert sum(read_shards(tmp_path / "fineweb100B"), []) == plain_shards(gpt2, DOCUMENTS, 3000)[0]
+
+
+def test_a_hub_out_of_reach_is_given_up_after_the_retries_and_taken_up_later(hub, gpt2, tmp_path, monkeypatch):
+    served, failures = [], [90] * 100
+    waits, _ = hub(lambda: ResumableStream(DOCUMENTS, failures, served))
+    with pytest.raises(fineweb.RunError, match="same command"):
+        prepare("--shard_size", 700, "--workers", 1)
+    assert waits == [2**i for i in range(fineweb.RETRIES)]
+    # what was read ahead of the drop is lost, whole shards are not
+    monkeypatch.setattr(fineweb, "encode_stream", lambda units, workers, real=fineweb.encode_stream: real(units, workers, 100))
+    failures[:] = [150] * 100
+    with pytest.raises(fineweb.RunError):
+        prepare("--shard_size", 700, "--workers", 1)
+    manifest = json.loads((tmp_path / "edu_fineweb10B/manifest.json").read_text())
+    assert len(manifest["shards"]) > 2 and manifest["mark"][0] >= 20
+    failures.clear()
+    served.clear()
+    prepare("--shard_size", 700)
+    assert read_shards(tmp_path / "edu_fineweb10B") == plain_shards(gpt2, DOCUMENTS, 700)
+    assert served == list(range(manifest["mark"][0], len(DOCUMENTS)))          # nothing before the mark is read again
+
+
+def test_a_hub_dataset_without_text_is_a_users_mistake_at_once(hub):
+    waits, _ = hub(lambda: Stream([None], [], []))
+    with pytest.raises(UserError, match="`text`"):
+        prepare()
+    assert not waits
+
+
+def test_datasets_own_streams_go_on_exactly_where_a_mark_was_taken(hub, gpt2, tmp_path, monkeypatch):
+    import datasets
+    load = datasets.load_dataset
+    for i in range(3):
+        write_parquet(tmp_path / f"{i}.parquet", DOCUMENTS[i::3], row_group_size=17)
+    files = [str(tmp_path / f"{i}.parquet") for i in range(3)]
+    documents = DOCUMENTS[0::3] + DOCUMENTS[1::3] + DOCUMENTS[2::3]
+    hub(lambda: load("parquet", data_files=files, split="train", streaming=True, cache_dir=str(tmp_path / "cache")))
+    source = fineweb.HubSource("stand-in", "sample-10BT")
+    assert [text for text, _ in source.units()] == documents
+    marks = json.loads(json.dumps(list(source.marks)))        # as the manifest keeps them
+    assert [unit for unit, _ in marks] == list(range(10, len(documents) + 1, 10))
+    for unit, state in marks[::4]:
+        for start in (unit, unit + 3):
+            again = fineweb.HubSource("stand-in", "sample-10BT").units(start, [unit, state])
+            assert [text for text, _ in again] == documents[start:]
+    monkeypatch.setattr(fineweb, "encode_stream", lambda units, workers, real=fineweb.encode_stream: real(units, workers, 100))
+    with monkeypatch.context() as patch:
+        die_at(patch, 11, "half")
+        with pytest.raises(Killed):
+            prepare("--shard_size", 700, "--workers", 2)
+    assert json.loads((tmp_path / "edu_fineweb10B/manifest.json").read_text())["mark"][1]
+    prepare("--shard_size", 700, "--workers", 2)
+    assert read_shards(tmp_path / "edu_fineweb10B") == plain_shards(gpt2, documents, 700)
+
+
+# -----------------------------------------------------------------------------
+# reading
+
+@st.composite
+def loaders(draw):
+    """Numbered tokens in shards of any lengths, and how they are read."""
+    T = draw(st.integers(1, 7))
+    lengths = draw(st.lists(st.integers(1, 60), min_size=1, max_size=5).filter(lambda lengths: max(lengths) > T))
+    edges = np.cumsum([0, *lengths])
+    shards = [np.arange(a, b, dtype=np.uint16) for a, b in zip(edges, edges[1:], strict=False)]
+    return shards, T, draw(st.integers(0, 2**40)), draw(st.booleans())
+
+
+def starts_of(shards, T):
+    """First tokens of all windows, in the files' order."""
+    return [int(shard[i]) for shard in shards for i in range(0, len(shard) - T, T)]
+
+
+@FAST
+@given(loaders(), st.integers(0, 3))
+def test_every_window_comes_exactly_once_an_epoch(loader, epoch):
+    shards, T, seed, shuffle = loader
+    windows = Windows(shards, T, seed, shuffle)
+    rows = windows.read(epoch * windows.total, windows.total)
+    assert rows.dtype == np.uint16 and (rows == rows[:, :1] + np.arange(T + 1)).all()        # T + 1 tokens on end
+    assert sorted(rows[:, 0].tolist()) == starts_of(shards, T)
+    if not shuffle:
+        assert rows[:, 0].tolist() == starts_of(shards, T)
+
+
+@FAST
+@given(loaders(), st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.integers(0, 40), st.data())
+def test_a_steps_global_batch_is_the_same_for_any_processes_and_micro_batch(loader, B, world_size, micro_steps, step, data):
+    shards, T, seed, shuffle = loader
+    N = B * world_size * micro_steps
+    want = Windows(shards, T, seed, shuffle).read(step * N, N)
+    other = data.draw(st.sampled_from([(b, w) for b in range(1, N + 1) for w in range(1, N + 1) if N % (b * w) == 0]))
+    for b, w in ((B, world_size), other):
+        ranks = [TokenLoader(Windows(shards, T, seed, shuffle), N * T, b, rank, w) for rank in range(w)]
+        rows = [ranks[rank].rows(step, m) for m in range(N // b // w) for rank in range(w)]
+        assert np.concatenate(rows).tolist() == want.tolist()
+
+
+@FAST
+@given(loaders(), st.lists(st.tuples(st.integers(0, 200), st.integers(1, 50)), min_size=1, max_size=8))
+def test_what_is_read_depends_on_the_place_alone_so_a_resume_sees_the_same(loader, places):
+    windows, whole = Windows(*loader), Windows(*loader).read(0, 250)
+    for first, count in places:
+        assert windows.read(first, count).tolist() == whole[first:first + count].tolist()
+
+
+def test_the_order_differs_between_epochs_and_seeds_and_is_the_same_again():
+    shards = [np.arange(i * 1000, (i + 1) * 1000, dtype=np.uint16) for i in range(5)]
+
+    def order(seed, epoch):
+        return tuple(Windows(shards, 10, seed, True).read(epoch * 495, 495)[:, 0].tolist())
+    orders = [order(seed, epoch) for seed in range(4) for epoch in range(4)]
+    assert len(set(orders)) == 16
+    assert order(2, 3) == orders[11]
+    assert len({tuple(dict.fromkeys(start // 1000 for start in o)) for o in orders}) > 5      # the shards' order too
+    for o in orders:                          # and within each shard
+        assert all([s for s in o if s // 1000 == i] != sorted(s for s in o if s // 1000 == i) for i in range(5))
+
+
+@FAST
+@given(st.integers(0, 300), st.lists(st.integers(0, 2**64), min_size=1, max_size=3))
+def test_stable_permutation_is_a_permutation(n, key):
+    order = stable_permutation(n, *key)
+    assert sorted(order.tolist()) == list(range(n)) and order.tolist() == stable_permutation(n, *key).tolist()
+
+
+def test_the_order_of_a_run_is_the_same_in_every_release():
+    """Pinned: a change would let resumed runs see other tokens than they were begun with."""
+    assert stable_permutation(10, 1337).tolist() == [0, 8, 3, 1, 2, 5, 9, 7, 6, 4]
+    assert stable_permutation(6, 7, 1, 2).tolist() == [3, 4, 1, 5, 2, 0]
+    shards = [np.arange(0, 13, dtype=np.uint16), np.arange(100, 109, dtype=np.uint16), np.arange(200, 217, dtype=np.uint16)]
+    first_tokens = Windows(shards, 4, 42, True).read(0, 18)[:, 0].tolist()
+    assert first_tokens == [0, 4, 8, 104, 100, 212, 208, 204, 200, 204, 212, 208, 200, 8, 0, 4, 104, 100]
+
+
+@pytest.mark.parametrize("kind", ["npy", "bin"])
+def test_files_and_arrays_read_the_same(kind, tmp_path):
+    shards = [stable_permutation(n, n).astype(np.uint16) for n in (100, 37, 5, 64)]
+    for i, shard in enumerate(shards):
+        write_shard(tmp_path / f"x_train_{i:06d}.{kind}", shard)
+    files = Windows(list_shards(tmp_path, "train"), 7, 3, True)
+    assert files.read(0, 100).tolist() == Windows(shards, 7, 3, True).read(0, 100).tolist()
+
+
+def test_folders_of_the_peers_are_read_without_being_told(tmp_path):
+    for name in ("edufineweb_train_000002.npy", "edufineweb_train_000001.npy", "edufineweb_val_000000.npy"):
+        np.save(tmp_path / name, np.arange(50, dtype=np.uint16))
+    (tmp_path / "notes_train.txt").write_text("no shard")
+    (tmp_path / "edufineweb_train_000003.npy.tmp").write_text("no shard either")
+    assert [path.name[-10:] for path in list_shards(tmp_path, "train")] == ["000001.npy", "000002.npy"]
+    header = np.zeros(256, dtype=np.int32)
+    header[:3] = 20240520, 1, 50              # modded-nanogpt's fineweb_train_000001.bin
+    (tmp_path / "modded").mkdir()
+    (tmp_path / "modded/fineweb_train_000001.bin").write_bytes(header.tobytes() + np.arange(50, dtype=np.uint16).tobytes())
+    assert open_shard(*list_shards(tmp_path / "modded", "train")).tolist() == list(range(50))
+
+
+def test_one_shard_is_resident_as_uint16_and_no_wider(tmp_path):
+    n = 4_000_000
+    for i in range(3):
+        write_shard(tmp_path / f"x_train_{i:06d}.npy", np.zeros(n, dtype=np.uint16))
+    windows = Windows(list_shards(tmp_path, "train"), 1024, 0, True, vocab_size=50257)
+    tracemalloc.start()
+    try:
+        for i in range(6):
+            windows.read(i * 2000, 8)
+            held, peak = tracemalloc.get_traced_memory()
+            assert held < 2 * n * 1.1                         # one shard, two bytes a token
+            assert peak < 2 * n * 2.2                         # the next comes while the last is let go
+    finally:
+        tracemalloc.stop()
+
+
+def loader_of(shards, **kwargs):
+    return TokenLoader(Windows(shards, 5, 1, True, vocab_size=50257), 5 * 2 * 3, 2, **kwargs)
+
+
+@pytest.mark.parametrize("step", [0, 17])
+def test_batches_read_ahead_are_those_of_rows_with_targets_one_token_on(step):
+    import torch
+    shards = [np.arange(i * 100, i * 100 + n, dtype=np.uint16) + 40000 for i, n in enumerate((90, 33, 71))]
+    loader, plain = loader_of(shards), loader_of(shards)
+    before = threading.active_count()
+    loader.start(step)
+    for s in range(step, step + 10):
+        for m in range(3):
+            x, y = loader.next_batch()
+            assert x.dtype == y.dtype == torch.int64 and x.shape == y.shape == (2, 5)
+            assert x.is_contiguous() and y.is_contiguous() and (x[:, 1:] == y[:, :-1]).all()
+            assert torch.cat([x, y[:, -1:]], dim=1).tolist() == plain.rows(s, m).tolist()
+    assert threading.active_count() == before + 1
+    loader.close()
+    loader.close()
+    assert threading.active_count() == before
+
+
+def test_reading_runs_ahead_of_the_training_loop():
+    loader, seen = loader_of([np.arange(200, dtype=np.uint16)]), []
+    rows = loader.rows
+    loader.rows = lambda s, m: seen.append((s, m)) or rows(s, m)
+    loader.start(4)
+    deadline = time.monotonic() + 10
+    while len(seen) < loader.DEPTH and time.monotonic() < deadline:
+        time.sleep(0.005)
+    time.sleep(0.05)
+    assert seen == [(4 + i // 3, i % 3) for i in range(loader.DEPTH)]          # so far, in order, and no further
+    loader.close()
+
+
+def test_what_goes_wrong_on_the_reading_thread_is_raised_where_the_batch_is_asked_for():
+    shards = [np.arange(60, dtype=np.uint16), np.full(60, 50300, dtype=np.uint16)]
+    loader = TokenLoader(Windows(shards, 5, vocab_size=50257), 10, 2)
+    loader.start(0)
+    for _ in range(5):
+        loader.next_batch()
+    for _ in range(3):                        # again, if asked again: never a wait for ever
+        with pytest.raises(UserError, match="holds token 50300"):
+            for _ in range(3):
+                loader.next_batch()
+    loader.close()
+
+
+@pytest.mark.gpu
+def test_batches_reach_the_gpu_unchanged():
+    import torch
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    shards = [np.arange(i * 1000, i * 1000 + 900, dtype=np.uint16) for i in range(5)]
+    loader, plain = loader_of(shards, device="cuda"), loader_of(shards)
+    loader.start(0)
+    for i in range(300):
+        x, y = loader.next_batch()
+        assert x.is_cuda and torch.cat([x, y[:, -1:]], dim=1).tolist() == plain.rows(i // 3, i % 3).tolist()
+    loader.close()
+
+
+# -----------------------------------------------------------------------------
+# mistakes
+
+GOOD = base64.b85encode(bytes(range(200))).decode() + " some text of twenty tokens and more, one two three four five six"
+
+
+def files_for_mistakes(folder):
+    (folder / "empty.txt").write_bytes(b"")
+    (folder / "latin.txt").write_bytes("caf\xe9 ".encode("latin-1") * 50)
+    (folder / "notes.pdf").write_bytes(b"%PDF")
+    (folder / "short.txt").write_text("hi")
+    (folder / "good.txt").write_text(GOOD)
+    (folder / "half.jsonl").write_text(json.dumps({"text": GOOD}) + '\n\n{"text": "cut o')
+    (folder / "number.jsonl").write_text(json.dumps({"text": GOOD}) + '\n{"text": 5}\n')
+    (folder / "list.jsonl").write_text("[1]\n")
+    (folder / "deep.jsonl").write_text("[" * 100_000 + "\n")
+    packed = gzip.compress(json.dumps({"text": str(list(range(9999)))}).encode())
+    (folder / "cut.jsonl.gz").write_bytes(packed[:-200])
+    write_text(folder / "cut.jsonl.zst", [str(list(range(9999)))])
+    change(folder / "cut.jsonl.zst", lambda data: data[:-200])
+    (folder / "no.jsonl.gz").write_text("not packed at all")
+    (folder / "no.jsonl.zst").write_text("not packed at all")
+    (folder / "no.parquet").write_text("not parquet")
+    (folder / "folder").mkdir()
+    pyarrow.parquet.write_table(pyarrow.table({"body": [GOOD]}), folder / "body.parquet")
+    pyarrow.parquet.write_table(pyarrow.table({"text": [GOOD, None]}), folder / "null.parquet")
+    pyarrow.parquet.write_table(pyarrow.table({"text": [1, 2]}), folder / "int.parquet")
+    write_parquet(folder / "cut.parquet", [GOOD] * 2000)
+    (folder / "cut.parquet").write_bytes((folder / "cut.parquet").read_bytes()[:-100])
+
+
+@pytest.mark.parametrize("args, said", [
+    (["--input", "missing.txt"], "missing.txt"), (["--input", "no*.csv"], "no*.csv"), (["--input", "folder"], "folder"),
+    (["--input", "empty.txt"], "0 tokens"), (["--input", "short.txt"], "tokens"), (["--input", "latin.txt"], "latin.txt"),
+    (["--input", "notes.pdf"], "notes.pdf"), (["--input", "half.jsonl"], "line 3"), (["--input", "number.jsonl"], "line 2"),
+    (["--input", "list.jsonl"], "line 1"), (["--input", "deep.jsonl"], "line 1"), (["--input", "cut.jsonl.gz"], "cut.jsonl.gz"),
+    (["--input", "cut.jsonl.zst"], "cut.jsonl.zst"), (["--input", "no.jsonl.gz"], "no.jsonl.gz"),
+    (["--input", "no.jsonl.zst"], "no.jsonl.zst"),
+    (["--input", "no.parquet"], "no.parquet"), (["--input", "cut.parquet"], "cut.parquet"), (["--input", "body.parquet"], "body"),
+    (["--input", "null.parquet"], "text"), (["--input", "int.parquet"], "text"),
+    (["--input", "good.txt", "--out", "short.txt"], "short.txt"), (["--input", "good.txt", "--out", "short.txt/x"], "short.txt"),
+    (["--input", "good.txt", "--out", "damaged"], "manifest.json"),
+    (["--input", "good.txt", "--shard_size", "many"], "many"), (["--input", "good.txt", "--shard_size", "0"], "shard_size"),
+    (["--input", "good.txt", "--val_tokens", "0"], "val_tokens"), (["--input", "good.txt", "--max_tokens", "-5"], "max_tokens"),
+    (["--input", "good.txt", "--workers", "1.5"], "workers"), (["--input", "good.txt", "--max_tokens", "inf"], "inf"),
+    (["--input", "good.txt", "--max_tokens", "100", "--val_tokens", "100"], "val_tokens"), (["--colour", "red"], "colour"),
+    (["--variant", "new"], "variant"), (["--format", "csv"], "format"), (["--in", "good.txt"], "--in")])
+def test_a_mistake_is_one_clear_line_and_exit_code_2(args, said, mistakes):
+    result = command(*args, *([] if "--out" in args else ["--out", "out"]), cwd=mistakes)
+    assert result.returncode == 2, result
+    assert result.stderr.count("\n") == 1 and result.stderr.startswith("fineweb.py: ") and said in result.stderr, result.stderr
+    assert "Traceback" not in result.stderr and result.stdout == ""
+
+
+@pytest.fixture(scope="module")
+def mistakes(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("mistakes")
+    files_for_mistakes(folder)
+    (folder / "damaged").mkdir()
+    (folder / "damaged/manifest.json").write_text('{"version"')
+    return folder
+
+
+def test_input_without_out_is_a_mistake_too(tmp_path):
+    (tmp_path / "good.txt").write_text(GOOD)
+    result = command("--input", "good.txt", cwd=tmp_path)
+    assert result.returncode == 2 and result.stderr.count("\n") == 1 and "--out" in result.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["good.txt"]
+
+
+def save_pickle(path):
+    np.save(path, np.array([Evil()], dtype=object), allow_pickle=True)
+
+
+class Evil:
+    def __reduce__(self):
+        return os.mkdir, ("pickle_was_run",)
+
+
+def save_npz(path):
+    np.savez(path.with_suffix(".npz"), np.arange(100, dtype=np.uint16))
+    path.with_suffix(".npz").rename(path)
+
+
+def change(path, function):
+    path.write_bytes(function(path.read_bytes()))
+
+
+DAMAGES = {
+    "cut.npy": lambda path: change(path, lambda data: data[:-10]),
+    "cut in the header.npy": lambda path: change(path, lambda data: data[:40]),
+    "other magic.npy": lambda path: change(path, lambda data: b"\x00" + data[1:]),
+    "header of nonsense.npy": lambda path: change(path, lambda data: data[:10] + b"{'descr': ((((" + data[24:]),
+    "int32.npy": lambda path: np.save(path, np.arange(100, dtype=np.int32)),
+    "two-dimensional.npy": lambda path: np.save(path, np.zeros((10, 10), dtype=np.uint16)),
+    "no tokens.npy": lambda path: np.save(path, np.zeros(0, dtype=np.uint16)),
+    "pickle.npy": save_pickle,
+    "bare pickle.npy": lambda path: path.write_bytes(pickle.dumps(Evil())),
+    "npz.npy": save_npz,
+    "zero bytes.npy": lambda path: change(path, lambda data: b""),
+    "missing.npy": lambda path: path.unlink(),
+    "cut.bin": lambda path: change(path, lambda data: data[:-10]),
+    "too long.bin": lambda path: change(path, lambda data: data + b"\0"),
+    "cut in the header.bin": lambda path: change(path, lambda data: data[:40]),
+    "other magic.bin": lambda path: change(path, lambda data: b"\x00" + data[1:]),
+    "other version.bin": lambda path: change(path, lambda data: data[:4] + b"\x09" + data[5:]),
+    "negative count.bin": lambda path: change(path, lambda data: data[:8] + b"\xff\xff\xff\xff" + data[12:]),
+    "no tokens.bin": lambda path: change(path, lambda data: data[:8] + bytes(4) + data[12:1024]),
+    "zero bytes.bin": lambda path: change(path, lambda data: b""),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damaged_shard_is_refused_by_name_and_never_unpickled(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / f"x_train_000000{Path(name).suffix}"
+    write_shard(path, np.arange(100, dtype=np.uint16))
+    assert len(open_shard(path)) == 100
+    DAMAGES[name](path)
+    with pytest.raises(UserError, match="x_train_000000"):
+        Windows([path], 5)
+    assert not Path("pickle_was_run").exists()
+
+
+@settings(FAST, max_examples=200)
+@given(st.sampled_from(["npy", "bin"]), st.integers(0, 127), st.binary(min_size=1, max_size=6))
+def test_any_damage_to_a_header_is_a_users_mistake_or_none(tmp_path, kind, at, junk):
+    path = tmp_path / f"x_train_000000.{kind}"
+    write_shard(path, np.arange(100, dtype=np.uint16))
+    change(path, lambda data: data[:at] + junk + data[at + len(junk):])
+    try:
+        assert open_shard(path).dtype == np.uint16
+    except UserError:
+        pass
+
+
+def test_too_little_text_foreign_ids_and_missing_data_are_users_mistakes(tmp_path):
+    with pytest.raises(UserError, match="too few for one sequence"):
+        Windows([np.arange(8, dtype=np.uint16)] * 3, 8)
+    assert Windows([np.arange(9, dtype=np.uint16)], 8).total == 1
+    windows = Windows([np.array([1, 2, 50257], dtype=np.uint16)], 2, vocab_size=50257)
+    with pytest.raises(UserError, match="50257"):
+        windows.read(0, 1)
+    for folder in (tmp_path, tmp_path / "missing", Path(__file__)):
+        with pytest.raises(UserError, match="python fineweb.py"):
+            list_shards(folder, "train")
+    write_shard(tmp_path / "x_train_000000.npy", np.arange(100, dtype=np.uint16))
+    windows = Windows(list_shards(tmp_path, "train"), 5)
+    write_shard(tmp_path / "x_train_000000.npy", np.arange(50, dtype=np.uint16))
+    with pytest.raises(UserError, match="changed during the run"):
+        windows.read(0, 1)
+
+
+def test_importing_prints_nothing_and_loads_nothing_heavy():
+    code = ("import sys, fineweb\n"
+            "print([name for name in ('torch', 'datasets', 'tiktoken', 'pyarrow', 'tqdm') if name in sys.modules])")
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "[]\n", "")
+
+
+def test_flags_take_whole_numbers_however_written():
+    assert [fineweb.whole_number(text) for text in ("7", "1_000", "1e5", "2.0", str(2**60 + 1))] == [7, 1000, 10**5, 2, 2**60 + 1]
+    for text in ("1.5", "nan", "inf", "1e999", "ten", ""):
+        with pytest.raises(Exception, match="not a whole number"):
+            fineweb.whole_number(text)
+    assert math.isfinite(fineweb.whole_number("1e300"))

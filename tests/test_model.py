@@ -1,0 +1,856 @@
+"""model.py: GPT-2 against plain references and transformers, its kernels, generation, and weights from everywhere."""
+import dataclasses
+import json
+import math
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fineweb import VOCAB_SIZE, UserError, encode
+from model import (
+    ATTENTION,
+    GPT,
+    GPT2_SIZES,
+    GPTConfig,
+    attention,
+    check_attention,
+    choose_device,
+    load_model,
+    model_from_checkpoint,
+    sample_token,
+)
+
+ROOT = Path(__file__).resolve().parent.parent
+TINY = dict(block_size=24, vocab_size=96, n_layer=2, n_head=2, n_embd=16)
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Small matrices gain nothing from more, and lose much where other work shares the cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def make_model(seed=0, spread=0.2, **config):
+    """A small GPT whose every parameter, gains and biases too, is far from its initial value."""
+    torch.manual_seed(seed)
+    model = GPT(GPTConfig(**{**TINY, **config}))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p), alpha=spread)
+    return model
+
+
+def tokens(B, T, vocab_size=96, seed=1):
+    return torch.randint(vocab_size, (B, T), generator=torch.Generator().manual_seed(seed))
+
+
+def plain_gpt2(weights, n_head, idx, gelu="tanh"):
+    """GPT-2 from its published description: a dict of tensors and einsums, no module. Biases may be missing."""
+    def norm(x, name):
+        x = x - x.mean(-1, keepdim=True)
+        x = x / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt()
+        return x * weights[name + ".weight"] + weights.get(name + ".bias", 0)
+
+    def linear(x, name):
+        return torch.einsum("bti,oi->bto", x, weights[name + ".weight"]) + weights.get(name + ".bias", 0)
+
+    def activation(x):
+        if gelu == "none":
+            return 0.5 * x * (1 + torch.erf(x / math.sqrt(2)))
+        return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+    B, T = idx.shape
+    x = weights["transformer.wte.weight"][idx] + weights["transformer.wpe.weight"][:T]
+    layer = 0
+    while f"transformer.h.{layer}.ln_1.weight" in weights:
+        block = f"transformer.h.{layer}."
+        q, k, v = (part.reshape(B, T, n_head, -1) for part in
+                   linear(norm(x, block + "ln_1"), block + "attn.c_attn").chunk(3, dim=-1))
+        scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / math.sqrt(q.shape[-1])
+        scores = scores + torch.full((T, T), -math.inf).triu(1)
+        x = x + linear(torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v).reshape(B, T, -1), block + "attn.c_proj")
+        x = x + linear(activation(linear(norm(x, block + "ln_2"), block + "mlp.c_fc")), block + "mlp.c_proj")
+        layer += 1
+    return torch.einsum("bti,vi->btv", norm(x, "transformer.ln_f"), weights["transformer.wte.weight"])
+
+
+# -----------------------------------------------------------------------------
+# shape and initial weights
+
+@pytest.mark.parametrize("name, count", [("gpt2", 124_439_808), ("gpt2-medium", 354_823_168), ("gpt2-large", 774_030_080),
+                                         ("gpt2-xl", 1_557_611_200)])
+def test_parameter_counts_are_those_of_the_published_sizes(name, count):
+    with torch.device("meta"):
+        model = GPT(GPTConfig(**GPT2_SIZES[name]))
+    assert sum(p.numel() for p in model.parameters()) == count
+
+
+def test_state_dict_names_are_nanogpts_and_the_head_is_tied():
+    model = make_model()
+    parts = ["ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj"]
+    names = ["transformer.wte.weight", "transformer.wpe.weight"]
+    names += [f"transformer.h.{i}.{part}.{kind}" for i in range(2) for part in parts for kind in ("weight", "bias")]
+    names += ["transformer.ln_f.weight", "transformer.ln_f.bias", "lm_head.weight"]
+    assert list(model.state_dict()) == names
+    assert model.lm_head.weight is model.transformer.wte.weight
+    assert model.double().lm_head.weight is model.transformer.wte.weight
+
+
+def test_initial_weights_are_gpt2s_and_every_parameter_gets_one():
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(block_size=256, vocab_size=512, n_layer=3, n_head=2, n_embd=128))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(math.nan)
+    model.init_weights()
+    for name, p in model.named_parameters():
+        if name.endswith("bias"):
+            assert (p == 0).all(), name
+        elif ".ln_" in name:
+            assert (p == 1).all(), name
+        else:
+            std = 0.02 / math.sqrt(6) if name.endswith("c_proj.weight") else 0.02
+            assert p.std().item() == pytest.approx(std, rel=0.03) and abs(p.mean().item()) < 4 * std / p.numel() ** 0.5, name
+
+
+def test_defaults_are_gpt2_small():
+    assert dataclasses.asdict(GPTConfig()) == dict(block_size=1024, vocab_size=50257, n_layer=12, n_head=12, n_embd=768,
+                                                   gelu="tanh")
+
+
+# -----------------------------------------------------------------------------
+# forward, loss, gradients
+
+@pytest.mark.parametrize("gelu", ["tanh", "none"])
+@pytest.mark.parametrize("kernel", ["auto", "naive", "math"])
+def test_logits_equal_a_plain_reference(kernel, gelu):
+    model, idx = make_model(gelu=gelu), tokens(3, 24)
+    model.use_attention(kernel)
+    logits, loss = model(idx)
+    assert loss is None and logits.shape == (3, 24, 96)
+    torch.testing.assert_close(logits, plain_gpt2(model.state_dict(), 2, idx, gelu), atol=1e-4, rtol=0)
+
+
+def test_loss_is_the_cross_entropy_of_the_logits_and_ignores_minus_one():
+    model, idx, targets = make_model(), tokens(3, 24), tokens(3, 24, seed=2)
+    logits, loss = model(idx, targets)
+    assert logits is None and loss.shape == ()
+    every = F.cross_entropy(model(idx)[0].reshape(-1, 96), targets.reshape(-1), reduction="none").view(3, 24)
+    assert loss.item() == pytest.approx(every.mean().item(), abs=1e-5)
+    targets[0, :5] = targets[2, 7] = -1
+    assert model(idx, targets)[1].item() == pytest.approx(every[targets >= 0].mean().item(), abs=1e-5)
+
+
+def test_token_losses_are_the_loss_of_each_token_and_zero_where_ignored():
+    model, idx, targets = make_model(), tokens(3, 24), tokens(3, 24, seed=2)
+    targets[:, :20], targets[1] = -1, -1
+    losses = model.token_losses(idx, targets)
+    every = F.cross_entropy(model(idx)[0].transpose(1, 2), targets, ignore_index=-1, reduction="none")
+    assert losses.dtype == torch.float32 and (losses[targets == -1] == 0).all()
+    torch.testing.assert_close(losses, every)
+
+
+@pytest.mark.parametrize("kernel", ["auto", "naive"])
+def test_gradients_of_every_parameter_equal_a_plain_references(kernel):
+    model, idx, targets = make_model(), tokens(3, 24), tokens(3, 24, seed=2)
+    targets[1, 3:9] = -1
+    model.use_attention(kernel)
+    model(idx, targets)[1].backward()
+    weights = {name: p.detach().double().requires_grad_() for name, p in model.named_parameters()}
+    logits = plain_gpt2(weights, 2, idx)
+    (-logits.log_softmax(-1).gather(-1, targets.clamp(min=0)[..., None])[..., 0])[targets >= 0].mean().backward()
+    for name, p in model.named_parameters():
+        expected = weights[name].grad.float()
+        assert (p.grad - expected).abs().max() < 1e-5 * max(1, expected.abs().max().item()), name
+
+
+def test_a_sequence_longer_than_block_size_is_refused():
+    with pytest.raises(ValueError, match="longer than block_size 24"):
+        make_model()(tokens(1, 25))
+
+
+def test_flops_a_token_agree_with_torchs_own_count():
+    from torch.utils.flop_counter import FlopCounterMode
+    model = GPT(GPTConfig(block_size=64, vocab_size=512, n_layer=2, n_head=2, n_embd=128))
+    model.use_attention("naive")
+    idx = tokens(2, 64)
+    with FlopCounterMode(display=False) as counter:
+        model(idx, idx)[1].backward()
+    assert model.flops_per_token(64) == pytest.approx(counter.get_total_flops() / idx.numel(), rel=0.01)
+
+
+# -----------------------------------------------------------------------------
+# attention kernels and devices
+
+def runs_here(kernel, device="cpu", dtype=torch.float32, head_dim=16):
+    try:
+        check_attention(kernel, device, dtype, head_dim)
+    except UserError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kernel", ATTENTION)
+def test_attention_kernels_equal_the_textbook_in_float64_forward_and_backward(kernel, device):
+    dtype, tolerance = (torch.float32, 1e-5) if device == "cpu" else (torch.bfloat16, 0.05)
+    if not runs_here(kernel, device, dtype):
+        pytest.skip(f"{kernel} does not run on {device}")
+    for T in (1, 7, 64, 130):
+        torch.manual_seed(T)
+        q, k, v, upstream = (torch.randn(2, 3, T, 16).to(device, dtype).requires_grad_(i < 3) for i in range(4))
+        y = attention(q, k, v, kernel)
+        y.backward(upstream)
+        Q, K, V = (t.detach().cpu().double().requires_grad_() for t in (q, k, v))
+        rows = []
+        for t in range(T):
+            weights = (torch.einsum("bhd,bhkd->bhk", Q[:, :, t], K[:, :, :t + 1]) / 4).exp()
+            rows.append(torch.einsum("bhk,bhkd->bhd", weights / weights.sum(-1, keepdim=True), V[:, :, :t + 1]))
+        Y = torch.stack(rows, dim=2)
+        Y.backward(upstream.cpu().double())
+        for ours, expected in ((y, Y), (q.grad, Q.grad), (k.grad, K.grad), (v.grad, V.grad)):
+            torch.testing.assert_close(ours.cpu().double(), expected, atol=tolerance, rtol=tolerance)
+
+
+def test_the_cpu_has_at_least_three_attention_kernels():
+    assert {"auto", "naive", "math"} <= {kernel for kernel in ATTENTION if runs_here(kernel)}
+
+
+@pytest.mark.parametrize("kernel, reason", [("cudnn", r"cannot run on cpu in float32 .*\(.{10,}\)"), ("efficient", r"\(.{10,}\)"),
+                                            ("fastest", "choose one of auto, naive, math, efficient, flash, cudnn")])
+def test_a_kernel_that_cannot_run_here_is_refused_with_a_reason(kernel, reason):
+    with pytest.raises(UserError, match=reason):
+        check_attention(kernel, "cpu", torch.float32, 64)
+
+
+def test_checking_a_kernel_leaves_the_random_numbers_alone():
+    before = torch.get_rng_state()
+    check_attention("naive", "cpu", torch.float32, 64)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("name", ["tpu", "cpu:x", "cuda:99", "cuda:x", "mps:0:0", ""])
+def test_a_device_that_is_not_there_is_refused_with_what_is(name):
+    with pytest.raises(UserError, match=r"--device .*use .*cpu"):
+        choose_device(name)
+
+
+def test_auto_takes_the_best_device_there_is():
+    best = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    assert choose_device() == choose_device(best) == best and choose_device("cpu") == "cpu"
+
+
+@pytest.mark.skipif(not shutil.which(os.environ.get("CXX", "g++")) and not shutil.which("clang++"), reason="no C++ compiler")
+def test_compiled_loss_and_gradients_equal_eager():
+    model, idx, targets = make_model(n_layer=1), tokens(2, 24), tokens(2, 24, seed=2)
+    targets[0, :4] = -1
+    model.use_attention("math")         # a pinned kernel, which inductor has to carry through its graph
+    found = []
+    for run in (model, torch.compile(model, dynamic=False)):
+        model.zero_grad()
+        _, loss = run(idx, targets)
+        loss.backward()
+        found.append([loss.detach()] + [p.grad.clone() for p in model.parameters()])
+    for eager, compiled in zip(*found, strict=True):
+        torch.testing.assert_close(compiled, eager, atol=2e-5, rtol=1e-4)
+
+
+# -----------------------------------------------------------------------------
+# optimizers
+
+def test_matrices_and_embeddings_decay_the_rest_does_not_and_every_parameter_is_optimised_once():
+    model = make_model()
+    [optimizer] = model.configure_optimizers(max_lr=1e-3, weight_decay=0.1)
+    assert isinstance(optimizer, torch.optim.AdamW)
+    owned = [p for group in optimizer.param_groups for p in group["params"]]
+    assert sorted(map(id, owned)) == sorted(map(id, model.parameters()))
+    for group in optimizer.param_groups:
+        assert (group["lr"], group["betas"], group["eps"], group["fused"]) == (1e-3, (0.9, 0.95), 1e-8, True)
+        assert all(group["weight_decay"] == (0.1 if p.dim() >= 2 else 0.0) for p in group["params"])
+
+
+def test_a_fused_step_on_the_cpu_is_adamws():
+    model, idx = make_model(), tokens(2, 24)
+    [optimizer] = model.configure_optimizers(max_lr=1e-2, weight_decay=0.1)
+    model(idx, idx)[1].backward()
+    before = {name: (p.detach().clone(), p.grad.clone()) for name, p in model.named_parameters()}
+    optimizer.step()
+    for name, p in model.named_parameters():
+        w, g = before[name]             # the first step's bias-corrected moments are g and g^2
+        expected = w * (1 - 1e-2 * (0.1 if w.dim() >= 2 else 0)) - 1e-2 * g / (g.abs() + 1e-8)
+        torch.testing.assert_close(p.detach(), expected, atol=1e-5, rtol=0)
+
+
+# -----------------------------------------------------------------------------
+# generation
+
+def sample_without_cache(model, idx, max_new_tokens, temperature, top_k, generator):
+    """The plain way: a whole forward of the last block_size tokens for each new one."""
+    for _ in range(max_new_tokens):
+        logits = model(idx[:, -model.config.block_size:])[0][:, -1, :VOCAB_SIZE].detach()
+        if temperature == 0:
+            new = logits.argmax(-1, keepdim=True)
+        else:
+            if top_k:
+                least = logits.sort(dim=-1, descending=True).values[:, [min(top_k, logits.size(1)) - 1]]
+                logits = torch.where(logits >= least, logits, -math.inf)
+            new = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
+        idx = torch.cat((idx, new), dim=1)
+    return idx
+
+
+@pytest.mark.parametrize("start, new", [(1, 23), (5, 60), (24, 9), (40, 9)])
+@pytest.mark.parametrize("temperature, top_k", [(1.0, 50), (0.7, None), (1.3, 0), (0, 50), (2.0, 1), (1.0, 1000)])
+def test_generate_gives_the_same_tokens_with_the_cache_as_without_past_block_size_too(start, new, temperature, top_k):
+    model, idx = make_model(), tokens(3, start)
+    ours = model.generate(idx, new, temperature, top_k, torch.Generator().manual_seed(5))
+    plain = sample_without_cache(model, idx, new, temperature, top_k, torch.Generator().manual_seed(5))
+    assert ours.shape == (3, start + new) and torch.equal(ours, plain)
+
+
+def test_the_cache_spares_the_forward_of_the_context():
+    model, seen = make_model(), []
+    model.transformer.wte.register_forward_hook(lambda module, args, out: seen.append(out.size(1)))
+    model.generate(tokens(2, 5), 20)
+    assert seen == [5] + [1] * 19
+
+
+def test_rows_of_a_batch_do_not_see_each_other():
+    model, idx = make_model(), tokens(3, 5)
+    together = model.generate(idx, 30, temperature=0)
+    assert torch.equal(together, torch.cat([model.generate(row[None], 30, temperature=0) for row in idx]))
+
+
+@pytest.mark.parametrize("temperature", [0, 1e-300, 1e-30])
+def test_no_or_hardly_any_temperature_takes_the_likeliest_token(temperature):
+    logits = torch.randn(4, 300, generator=torch.Generator().manual_seed(0)) * 30
+    assert torch.equal(sample_token(logits.clone(), temperature, 50, None), logits.argmax(-1, keepdim=True))
+
+
+@pytest.mark.parametrize("top_k", [1, 3])
+def test_top_k_leaves_the_k_likeliest(top_k):
+    logits = torch.randn(1, 300, generator=torch.Generator().manual_seed(0)).repeat(500, 1)
+    drawn = set(sample_token(logits.clone(), 5.0, top_k, torch.Generator().manual_seed(0)).flatten().tolist())
+    assert drawn == set(logits[0].topk(top_k).indices.tolist())
+
+
+@pytest.mark.parametrize("top_k", [None, 0])
+def test_without_top_k_the_frequencies_are_the_softmax(top_k):
+    logits, n = torch.tensor([[0.0, 1.0, 2.0, -1.0]]), 20_000
+    drawn = sample_token(logits.repeat(n, 1), 2.0, top_k, torch.Generator().manual_seed(0)).flatten()
+    expected = (logits[0] / 2).softmax(-1)
+    torch.testing.assert_close(drawn.bincount(minlength=4) / n, expected, atol=0.015, rtol=0)
+
+
+def test_a_generator_decides_the_sample_and_the_global_random_numbers_stay_untouched():
+    model, idx = make_model(), tokens(2, 3)
+    before = torch.get_rng_state()
+    first, again, other = (model.generate(idx, 30, generator=torch.Generator().manual_seed(s)) for s in (1, 1, 2))
+    assert torch.equal(first, again) and not torch.equal(first, other)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("temperature, top_k", [(0, 50), (1.0, 1), (1.0, 50), (3.0, None)])
+def test_padding_ids_are_never_sampled_however_likely(temperature, top_k):
+    model = make_model(vocab_size=50304, n_layer=1)
+    with torch.no_grad():                   # the last hidden state is about this, so these logits are by far the largest
+        model.transformer.ln_f.weight.zero_()
+        model.transformer.ln_f.bias.fill_(1.0)
+        model.transformer.wte.weight[VOCAB_SIZE:] = 5.0
+    assert (model(tokens(2, 4))[0].argmax(-1) >= VOCAB_SIZE).all()
+    assert (model.generate(tokens(2, 4), 40, temperature, top_k)[:, 4:] < VOCAB_SIZE).all()
+
+
+# -----------------------------------------------------------------------------
+# transformers, in both directions
+
+def random_transformers_model(**config):
+    from transformers import GPT2Config, GPT2LMHeadModel
+    torch.manual_seed(0)
+    theirs = GPT2LMHeadModel(GPT2Config(**{**dict(vocab_size=96, n_positions=24, n_layer=2, n_head=2, n_embd=16), **config}))
+    with torch.no_grad():
+        for p in theirs.parameters():
+            p.add_(torch.randn_like(p), alpha=0.2)
+    return theirs.eval()
+
+
+@torch.no_grad()
+def same_logits(ours, theirs, tolerance=2e-4):
+    idx = tokens(2, min(64, ours.config.block_size), theirs.config.vocab_size)
+    torch.testing.assert_close(ours(idx)[0][..., :theirs.config.vocab_size], theirs(idx).logits, atol=tolerance, rtol=0)
+
+
+def as_one_bin(theirs, folder):
+    theirs.config.save_pretrained(folder)
+    torch.save(theirs.state_dict(), folder / "pytorch_model.bin")
+
+
+def without_prefix(theirs, folder):
+    """As the hub's own gpt2 is: no `transformer.`, no head, and the mask buffers of old."""
+    from safetensors.torch import save_file
+    theirs.config.save_pretrained(folder)
+    weights = {name: p.clone() for name, p in theirs.transformer.state_dict().items()}
+    weights |= {f"h.{i}.attn.bias": torch.ones(1, 1, 24, 24, dtype=torch.uint8) for i in range(2)}
+    save_file(weights, folder / "model.safetensors")
+
+
+FOLDERS = {
+    "safetensors": lambda theirs, folder: theirs.save_pretrained(folder),
+    "sharded": lambda theirs, folder: theirs.save_pretrained(folder, max_shard_size="8KB"),
+    "bin": as_one_bin,
+    "hub's old names": without_prefix,
+}
+
+
+@pytest.mark.parametrize("activation", ["gelu_new", "gelu_pytorch_tanh", "gelu"])
+@pytest.mark.parametrize("layout", FOLDERS)
+def test_a_folder_of_transformers_gives_its_logits(layout, activation, tmp_path):
+    theirs = random_transformers_model(activation_function=activation)
+    FOLDERS[layout](theirs, tmp_path)
+    if layout == "sharded":
+        assert len(list(tmp_path.glob("*.safetensors"))) > 2 and (tmp_path / "model.safetensors.index.json").exists()
+    same_logits(GPT.from_pretrained(tmp_path), theirs)
+    same_logits(load_model(str(tmp_path)), theirs)
+
+
+def test_half_precision_weights_become_fp32(tmp_path):
+    theirs = random_transformers_model().half()
+    theirs.save_pretrained(tmp_path)
+    ours = GPT.from_pretrained(tmp_path)
+    assert {p.dtype for p in ours.parameters()} == {torch.float32}
+    same_logits(ours, theirs.float())
+
+
+@pytest.mark.parametrize("gelu", ["tanh", "none"])
+def test_transformers_gets_our_logits_from_an_exported_folder_without_the_padding(gelu, tmp_path):
+    from transformers import GPT2LMHeadModel
+    ours = make_model(vocab_size=50304, gelu=gelu)
+    ours.save_pretrained(tmp_path / "exported")
+    theirs, loading = GPT2LMHeadModel.from_pretrained(tmp_path / "exported", output_loading_info=True)
+    assert not any(loading.values()), loading
+    assert theirs.config.vocab_size == theirs.get_input_embeddings().weight.size(0) == 50257
+    same_logits(ours, theirs)
+    again = load_model(tmp_path / "exported")
+    assert again.config == dataclasses.replace(ours.config, vocab_size=50257)
+    for name, p in again.state_dict().items():
+        assert torch.equal(p, ours.state_dict()[name][:50257]), name
+
+
+def test_the_exported_tokenizer_is_gpt2s_and_round_trips(tmp_path):
+    from transformers import AutoTokenizer
+    make_model(vocab_size=50304).save_pretrained(tmp_path)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    shakespeare = (ROOT / "input.txt").read_text(encoding="utf-8")[:20_000]
+    texts = ["Hello, I'm a language model,", "  two  spaces\n\n\tand tabs ", "naïve Ω 日本語 🙂 e\u0301", "1234 don't"]
+    for text in [shakespeare, *texts]:
+        ids = theirs(text)["input_ids"]
+        assert ids == encode(text).tolist() and theirs.decode(ids, clean_up_tokenization_spaces=False) == text
+    assert theirs.eos_token_id == theirs.bos_token_id == theirs.convert_tokens_to_ids("<|endoftext|>") == 50256
+    assert theirs.model_max_length == 24 and len(theirs) == 50257
+
+
+def test_the_full_124m_goes_to_transformers_and_back():
+    from transformers import GPT2LMHeadModel
+    torch.manual_seed(0)
+    ours = GPT(GPTConfig(vocab_size=50304))
+    with tempfile.TemporaryDirectory() as folder:       # half a gigabyte, which pytest's tmp_path would keep
+        ours.save_pretrained(folder)
+        theirs = GPT2LMHeadModel.from_pretrained(folder).eval()
+        same_logits(ours, theirs)
+        del ours
+        same_logits(GPT.from_pretrained(folder), theirs)
+
+
+# -----------------------------------------------------------------------------
+# checkpoints of this project and of its neighbours
+
+def own_checkpoint(model):
+    return {"model": model.state_dict(), "model_config": dataclasses.asdict(model.config), "recipe": "gpt2", "config": {},
+            "step": 3, "val_loss": None, "optimizers": [], "rng": {"torch": torch.get_rng_state()}}
+
+
+def nanogpt_checkpoint(weights, bias=True, **args):
+    return {"model": weights, "optimizer": {"state": {}, "param_groups": []}, "iter_num": 5, "best_val_loss": torch.tensor(2.5),
+            "model_args": {**TINY, "dropout": 0.0, "bias": bias, **args}, "config": {"out_dir": "out", "dtype": "bfloat16"}}
+
+
+def save(path, checkpoint, **how):
+    torch.save(checkpoint, path, **how)
+    return path
+
+
+def check_logits(path, weights, gelu):
+    model, idx = load_model(path), tokens(3, 24)
+    assert all(p.requires_grad and p.dtype == torch.float32 for p in model.parameters())
+    assert model.lm_head.weight is model.transformer.wte.weight
+    torch.testing.assert_close(model(idx)[0], plain_gpt2(weights, 2, idx, gelu), atol=1e-4, rtol=0)
+    model(idx, idx)[1].backward()
+
+
+@pytest.mark.parametrize("gelu", ["tanh", "none"])
+def test_this_projects_checkpoint_loads(gelu, tmp_path):
+    model = make_model(gelu=gelu)
+    path = save(tmp_path / "checkpoint_000003.pt", own_checkpoint(model))
+    check_logits(path, model.state_dict(), gelu)
+    assert load_model(str(path)).config == model.config
+
+
+def test_a_loaded_model_lives_on_when_its_file_is_gone_or_overwritten(tmp_path):
+    model = make_model()
+    path = save(tmp_path / "a.pt", own_checkpoint(model))
+    loaded = load_model(path)
+    path.write_bytes(bytes(path.stat().st_size))
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), loaded.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy file"])
+@pytest.mark.parametrize("bias", [True, False])
+def test_nanogpts_checkpoint_loads_with_its_exact_gelu(bias, zipped, tmp_path):
+    weights = make_model().state_dict()
+    if not bias:
+        weights = {name: p for name, p in weights.items() if not name.endswith(".bias")}
+    path = save(tmp_path / "ckpt.pt", nanogpt_checkpoint(weights, bias), _use_new_zipfile_serialization=zipped)
+    check_logits(path, weights, "none")
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("prefix", ["_orig_mod.", "module.", "module._orig_mod.", "_orig_mod.module."])
+def test_prefixes_of_compile_and_ddp_and_old_mask_buffers_are_dropped(prefix, bias, tmp_path):
+    weights = {name: p for name, p in make_model().state_dict().items() if bias or not name.endswith(".bias")}
+    masks = {f"transformer.h.{i}.attn.bias": torch.ones(24, 24).tril()[None, None] for i in range(2)}
+    prefixed = {prefix + name: p for name, p in {**weights, **masks}.items()}
+    check_logits(save(tmp_path / "ckpt.pt", nanogpt_checkpoint(prefixed, bias)), weights, "none")
+
+
+BUILD_NANOGPT = """
+import sys, torch
+from dataclasses import dataclass
+@dataclass
+class GPTConfig:
+    block_size: int = 1024
+    vocab_size: int = 50257
+    n_layer: int = 12
+    n_head: int = 12
+    n_embd: int = 768
+weights = torch.load(sys.argv[1])
+config = GPTConfig(block_size=24, vocab_size=96, n_layer=2, n_head=2, n_embd=16)
+torch.save({'model': weights, 'config': config, 'step': 5000, 'val_loss': 3.1}, sys.argv[2])
+"""
+
+
+def test_build_nanogpts_checkpoint_loads_though_its_config_is_a_class_of_main(tmp_path):
+    weights = make_model().state_dict()
+    source, path = save(tmp_path / "weights.pt", weights), tmp_path / "model_05000.pt"
+    subprocess.run([sys.executable, "-c", BUILD_NANOGPT, source, path], check=True, timeout=120)
+    check_logits(path, weights, "tanh")
+
+
+def test_a_folder_named_like_a_checkpoint_is_still_a_folder(tmp_path):
+    make_model().save_pretrained(tmp_path / "model.pt")
+    assert load_model(tmp_path / "model.pt").config.n_embd == 16
+
+
+# -----------------------------------------------------------------------------
+# files that are foreign, damaged or hostile: UserError in one sentence, and nothing else
+
+def refused(source, *words):
+    with pytest.raises(UserError) as caught:
+        load_model(source)
+    message = str(caught.value)
+    assert str(source) in message and "\n" not in message and len(message) < 700
+    assert all(word in message for word in words), message
+
+
+class RunsCode:
+    """A pickle of this runs a shell command when it is read without care."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.path}",)
+
+
+@pytest.mark.parametrize("where", ["model", "config", "model_args", "weights", "extra"])
+@pytest.mark.parametrize("form", ["zip", "legacy file", "plain pickle", "pytorch_model.bin"])
+def test_a_pickle_that_would_run_code_does_not_run(form, where, tmp_path):
+    evil, weights = RunsCode(tmp_path / "ran"), make_model().state_dict()
+    checkpoint = {**nanogpt_checkpoint(weights), **({where: evil} if where != "weights" else {"model": {**weights, "w": evil}})}
+    if form == "plain pickle":
+        (tmp_path / "a.pt").write_bytes(pickle.dumps({where: evil}))
+    elif form == "pytorch_model.bin":
+        as_one_bin(random_transformers_model(), tmp_path)
+        torch.save({**weights, "w": evil}, tmp_path / "pytorch_model.bin")
+    else:
+        save(tmp_path / "a.pt", checkpoint, _use_new_zipfile_serialization=form == "zip")
+    refused(tmp_path if form == "pytorch_model.bin" else tmp_path / "a.pt")
+    assert not (tmp_path / "ran").exists()
+    pickle.loads(pickle.dumps(evil))
+    assert (tmp_path / "ran").exists()                  # it would have
+
+
+def other_config(path):
+    """A pickled config of a class that is not exactly `__main__.GPTConfig`."""
+    return save(path, {"model": make_model().state_dict(), "config": GPTConfig(**TINY)})
+
+
+def a_zip(path):
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr("hello.txt", "hello")
+    return path
+
+
+def cut(path, share):
+    data = save(path, own_checkpoint(make_model())).read_bytes()
+    path.write_bytes(data[:int(len(data) * share)])
+    return path
+
+
+def written(path, data):
+    path.write_bytes(data)
+    return path
+
+
+def changed(**changes):
+    """A checkpoint of this project with entries of its dict, or (by config_...) of its config, replaced; None: left out."""
+    def make(path):
+        checkpoint = own_checkpoint(make_model())
+        for name, value in changes.items():
+            at, name = (checkpoint["model_config"], name[7:]) if name.startswith("config_") else (checkpoint, name)
+            at[name] = value
+            if value is None:
+                del at[name]
+        return save(path, checkpoint)
+    return make
+
+
+def changed_weights(change):
+    def make(path):
+        weights = dict(make_model().state_dict())
+        change(weights)
+        return save(path, {**own_checkpoint(make_model()), "model": weights})
+    return make
+
+
+def tensor(name, value):
+    return changed_weights(lambda weights: weights.update({name: value}))
+
+
+WPE, WTE, LN = "transformer.wpe.weight", "transformer.wte.weight", "transformer.ln_f.weight"
+BAD_FILES = {
+    "missing file": (lambda path: path, "not a file"),
+    "folder without a config": (lambda path: path.mkdir() or path, "config.json"),
+    "empty": (lambda path: written(path, b""), "cannot be read"),
+    "random bytes": (lambda path: written(path, torch.arange(999).numpy().tobytes()), "cannot be read"),
+    "text": (lambda path: written(path, b"hello\n" * 100), "cannot be read"),
+    "a zip that is no checkpoint": (a_zip, "cannot be read"),
+    "cut at 10 %": (lambda path: cut(path, 0.1), "cannot be read"),
+    "cut at 99 %": (lambda path: cut(path, 0.99), "cannot be read"),
+    "another class as config": (other_config, "cannot be read"),
+    "a tensor": (lambda path: save(path, torch.zeros(3)), "Tensor instead of a checkpoint's dict"),
+    "a bare state dict": (lambda path: save(path, make_model().state_dict()), "neither this project's model_config"),
+    "an empty dict": (lambda path: save(path, {}), "records neither"),
+    "weights that are a list": (changed(model=[1, 2]), "records neither"),
+    "a weight that is a number": (tensor(WPE, 3), "not a tensor"),
+    "a name that is a number": (tensor(7, torch.zeros(3)), "not a tensor"),
+    "unknown recipe": (changed(recipe="gpt9"), "recipe 'gpt9' is unknown"),
+    "recipe that is a list": (changed(recipe=["gpt2"]), "not a checkpoint"),
+    "no recipe": (changed(recipe=None), "recipe 'None' is unknown"),
+    "config that is a list": (changed(model_config=[1]), "records neither"),
+    "missing tensor": (changed_weights(lambda weights: weights.pop(WPE)), f"{WPE} is missing"),
+    "extra tensor": (tensor("transformer.extra", torch.zeros(3)), "transformer.extra does not belong"),
+    "extra layer": (tensor("transformer.h.2.ln_1.weight", torch.zeros(16)), "h.2.ln_1.weight does not belong"),
+    "wrong shape": (tensor(WPE, torch.zeros(23, 16)), f"{WPE} is (23, 16) where the config needs (24, 16)"),
+    "no dimension": (tensor(LN, torch.tensor(1.0)), "where the config needs (16,)"),
+    "head that is not tied": (tensor("lm_head.weight", torch.zeros(96, 16)), "head is not tied"),
+    "integer weights": (tensor(WPE, torch.zeros(24, 16, dtype=torch.int64)), "not a plain tensor"),
+    "complex weights": (tensor(WPE, torch.zeros(24, 16, dtype=torch.complex64)), "not a plain tensor"),
+    "sparse weights": (tensor(WPE, torch.zeros(24, 16).to_sparse()), "not a plain tensor"),
+    "weights without content": (tensor(WPE, torch.zeros(24, 16, device="meta")), "not a plain tensor"),
+    "expanded weights": (tensor(WPE, torch.zeros(1).expand(24, 16)), "not a plain tensor"),
+    "heads that do not divide": (changed(config_n_head=3), "3 heads for n_embd 16"),
+    "no heads": (changed(config_n_head=0), "n_head = 0"),
+    "heads left out": (changed(config_n_head=None), "does not say n_head"),
+    "width below zero": (changed(config_n_embd=-16), "n_embd = -16"),
+    "width as text": (changed(config_n_embd="16"), "n_embd = 16"),
+    "width with a point": (changed(config_n_embd=16.0), "n_embd = 16.0"),
+    "layers as truth": (changed(config_n_layer=True), "n_layer = True"),
+    "unknown gelu": (changed(config_gelu="swish"), "gelu = swish"),
+    "gelu that is a list": (changed(config_gelu=["tanh"]), "gelu = "),
+}
+
+
+@pytest.mark.parametrize("what", BAD_FILES)
+def test_a_bad_checkpoint_is_refused_in_one_sentence(what, tmp_path):
+    make, words = BAD_FILES[what]
+    refused(make(tmp_path / "a.pt") if "folder" not in what else make(tmp_path / "a"), words)
+
+
+def test_nanogpt_arguments_cannot_say_what_gelu_or_leave_out_the_heads(tmp_path):
+    weights = make_model().state_dict()
+    check_logits(save(tmp_path / "a.pt", nanogpt_checkpoint(weights, gelu="tanh")), weights, "none")
+    checkpoint = nanogpt_checkpoint(weights)
+    del checkpoint["model_args"]["n_head"]
+    refused(save(tmp_path / "b.pt", checkpoint), "does not say n_head")
+
+
+class LargestStorage(TorchDispatchMode):
+    """Bytes of the largest tensor that is really allocated inside this context."""
+    bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for t in out if isinstance(out, tuple | list) else [out]:
+            if torch.is_tensor(t) and t.device.type != "meta":
+                self.bytes = max(self.bytes, t.untyped_storage().nbytes())
+        return out
+
+
+ABSURD = {
+    "layers": dict(n_layer=10**9), "more layers than tensors": dict(n_layer=10_000), "width": dict(n_embd=2**23, n_head=2**20),
+    "width over 2^24": dict(n_embd=10**12), "block": dict(block_size=2**23), "vocabulary": dict(vocab_size=2**23),
+    "all": dict(n_layer=20, n_embd=2**23, block_size=2**23, vocab_size=2**23), "astronomic": dict(vocab_size=10**100),
+}
+
+
+@pytest.mark.parametrize("biases", [True, False])
+@pytest.mark.parametrize("what", ABSURD)
+def test_absurd_sizes_are_refused_without_allocating(what, biases):
+    weights = {name: p for name, p in make_model().state_dict().items() if biases or not name.endswith(".bias")}
+    with LargestStorage() as largest, pytest.raises(UserError):
+        model_from_checkpoint(nanogpt_checkpoint(weights, **ABSURD[what]), "a.pt")
+    assert largest.bytes < 10_000
+
+
+@pytest.mark.parametrize("biases", [True, False])
+@pytest.mark.parametrize("shape", [(2**40,), (2**22, 2**22), (2**40, 0)])
+def test_tensors_larger_than_their_content_are_refused_without_allocating(shape, biases):
+    weights = {name: p for name, p in make_model().state_dict().items() if biases or not name.endswith(".bias")}
+    for name in (LN, WTE, "lm_head.weight", WPE):
+        weights[name] = torch.zeros(0).expand(shape) if 0 in shape else torch.zeros(1).expand(shape)
+    config = dict(block_size=2**22, vocab_size=2**22, n_embd=2**22)
+    with LargestStorage() as largest, pytest.raises(UserError):
+        model_from_checkpoint(nanogpt_checkpoint(weights, **config), "a.pt")
+    assert largest.bytes < 10_000
+
+
+@pytest.fixture(scope="module")
+def good_files(tmp_path_factory):
+    """Bytes of a small checkpoint as zip and as legacy file, and of a safetensors file in its folder."""
+    folder = tmp_path_factory.mktemp("good")
+    model = make_model(vocab_size=8, n_layer=1, n_embd=4, block_size=4)
+    model.save_pretrained(folder / "hf")
+    files = {"zip": save(folder / "a.pt", own_checkpoint(model)).read_bytes(),
+             "legacy": save(folder / "b.pt", own_checkpoint(model), _use_new_zipfile_serialization=False).read_bytes(),
+             "model.safetensors": (folder / "hf" / "model.safetensors").read_bytes(),
+             "config.json": (folder / "hf" / "config.json").read_bytes()}
+    return folder, files
+
+
+@settings(max_examples=120, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_whatever_bytes_are_damaged_there_is_a_model_or_a_user_error(good_files, data):
+    folder, files = good_files
+    kind = data.draw(st.sampled_from(sorted(files)))
+    damaged = bytearray(files[kind])
+    for _ in range(data.draw(st.integers(1, 4))):
+        damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
+    if data.draw(st.booleans()):
+        del damaged[data.draw(st.integers(0, len(damaged) - 1)):]
+    path = folder / "hf" / kind if kind in ("model.safetensors", "config.json") else folder / "damaged.pt"
+    path.write_bytes(damaged)
+    try:
+        load_model(folder / "hf" if path.parent.name == "hf" else path)
+    except UserError:
+        pass
+    finally:
+        path.write_bytes(files.get(path.name, b""))
+
+
+def hf_config(**changes):
+    def make(folder):
+        path = folder / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    return make
+
+
+def index_naming(*names):
+    def make(folder):
+        shutil.copy(folder / "model.safetensors", folder.parent / "outside.safetensors")
+        (folder / "model.safetensors").rename(folder / "part.safetensors")
+        weight_map = {f"t{i}": name for i, name in enumerate(names)}
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return make
+
+
+def truncated(name, share):
+    return lambda folder: (folder / name).write_bytes((data := (folder / name).read_bytes())[:int(len(data) * share)])
+
+
+BAD_FOLDERS = {
+    "another kind of model": (hf_config(model_type="llama"), "model_type 'llama' instead of 'gpt2'"),
+    "no kind of model": (hf_config(model_type=None), "model_type 'None'"),
+    "config cut off": (truncated("config.json", 0.5), "JSONDecodeError"),
+    "config is a list": (lambda folder: (folder / "config.json").write_text("[]"), "not a GPT-2"),
+    "config too deep": (lambda folder: (folder / "config.json").write_text("[" * 100_000), "RecursionError"),
+    "no config": (lambda folder: (folder / "config.json").unlink(), "config.json"),
+    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "neither model.safetensors nor"),
+    "safetensors cut off": (truncated("model.safetensors", 0.9), "SafetensorError"),
+    "safetensors header cut off": (truncated("model.safetensors", 0.01), "SafetensorError"),
+    "safetensors empty": (truncated("model.safetensors", 0), "SafetensorError"),
+    "other layers": (hf_config(n_layer=3), "h.2."),
+    "absurd layers": (hf_config(n_layer=10**9), "n_layer = 1000000000"),
+    "absurd width": (hf_config(n_embd=2**23), "where the config needs"),
+    "width left out": (hf_config(n_embd=None), "not a GPT-2"),
+    "heads that do not divide": (hf_config(n_head=3), "3 heads"),
+    "another activation": (hf_config(activation_function="relu"), "activation"),
+    "another n_inner": (hf_config(n_inner=32), "n_inner"),
+    "another norm": (hf_config(layer_norm_epsilon=1e-6), "layer_norm_epsilon = 1e-06"),
+    "scaled by layer": (hf_config(scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx"),
+    "unscaled attention": (hf_config(scale_attn_weights=False), "scale_attn_weights"),
+    "untied": (hf_config(tie_word_embeddings=False), "tie_word_embeddings"),
+    "index naming a file outside": (index_naming("../outside.safetensors"), "outside the folder"),
+    "index naming an absolute path": (index_naming("part.safetensors", "/etc/passwd"), "outside the folder"),
+    "index naming the folder above": (index_naming(".."), "not a GPT-2"),
+    "index naming a missing file": (index_naming("part2.safetensors"), "part2.safetensors"),
+    "index naming a number": (index_naming(3), "not a GPT-2"),
+}
+
+
+@pytest.mark.parametrize("what", BAD_FOLDERS)
+def test_a_bad_hugging_face_folder_is_refused_in_one_sentence(what, tmp_path):
+    change, words = BAD_FOLDERS[what]
+    make_model().save_pretrained(tmp_path / "hf")
+    change(tmp_path / "hf")
+    refused(tmp_path / "hf", words)
+
+
+@pytest.mark.parametrize("name", ["gpt2-huge", "no/such-model", "a/b/c", "x" * 300, "no such name"])
+def test_a_name_that_is_not_to_be_had_is_refused_in_one_sentence(name, monkeypatch):
+    import huggingface_hub.constants
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    refused(name, "neither a file or folder here nor to be had")
+
+
+def test_importing_model_prints_nothing_and_leaves_the_optional_libraries_alone(tmp_path):
+    code = "import model, sys; assert not {'transformers', 'datasets', 'huggingface_hub', 'safetensors'} & set(sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=120,
+                            env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert (result.returncode, result.stdout, result.stderr, list(tmp_path.iterdir())) == (0, "", "", [])

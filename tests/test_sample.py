@@ -1,0 +1,125 @@
+"""sample.py as a command."""
+import os
+import pickle
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import sample
+from fineweb import EOT, UserError, tokenizer
+from model import GPT, GPTConfig
+
+ROOT = Path(__file__).resolve().parent.parent
+ENV = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONUTF8": "1"}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Small matrices gain nothing from more, and lose much where other work shares the cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def command(*flags):
+    return subprocess.run([sys.executable, str(ROOT / "sample.py"), *map(str, flags)], capture_output=True, text=True,
+                          encoding="utf-8", env=ENV, timeout=120)
+
+
+def checkpoint(path, change=lambda model: None):
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(block_size=16, vocab_size=50304, n_layer=1, n_head=2, n_embd=16))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p), alpha=0.2)
+        change(model)
+    torch.save({"model": model.state_dict(), "model_config": vars(model.config), "recipe": "gpt2"}, path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    return checkpoint(tmp_path_factory.mktemp("sample") / "model.pt")
+
+
+def samples(result, n):
+    assert (result.returncode, result.stderr) == (0, "")
+    parts = re.split(r"^--- sample (\d+) of \d+\n", result.stdout, flags=re.M)
+    assert parts[0] == "" and parts[1::2] == [str(i + 1) for i in range(n)]
+    return [part.removesuffix("\n") for part in parts[2::2]]
+
+
+def test_it_prints_the_samples_asked_for_each_after_the_prompt_and_the_seed_decides_them(model_path):
+    flags = ["--model", model_path, "--prompt", "Hello, I'm — a model,", "--num_samples", 3, "--max_new_tokens", 20]
+    first, again, other = command(*flags), command(*flags, "--seed", 42), command(*flags, "--seed", 43)
+    texts = samples(first, 3)
+    assert all(text.startswith("Hello, I'm — a model,") and len(text) > 40 for text in texts) and len(set(texts)) == 3
+    assert first.stdout == again.stdout != other.stdout
+
+
+def test_without_a_prompt_a_new_document_begins(model_path, capsys):
+    sample.main(["--model", str(model_path), "--num_samples", "1", "--max_new_tokens", "5", "--temperature", "0"])
+    from model import load_model
+    row = load_model(model_path).generate(torch.tensor([[EOT]]), 5, temperature=0)[0, 1:].tolist()
+    assert capsys.readouterr().out == f"--- sample 1 of 1\n{tokenizer().decode(row)}\n"
+
+
+def test_a_sample_ends_where_its_document_does(tmp_path, capsys):
+    def always_ends(model):             # the last hidden state is about this, so its row's logit is the largest
+        model.transformer.ln_f.weight.zero_()
+        model.transformer.ln_f.bias.fill_(1.0)
+        model.transformer.wte.weight[EOT] = 5.0
+    path = checkpoint(tmp_path / "a.pt", always_ends)
+    sample.main(["--model", str(path), "--prompt", "The end", "--num_samples", "2", "--max_new_tokens", "5", "--temperature", "0"])
+    assert capsys.readouterr().out == "--- sample 1 of 2\nThe end\n--- sample 2 of 2\nThe end\n"
+
+
+def test_text_of_the_end_token_in_a_prompt_is_ordinary_text(model_path, capsys):
+    sample.main(["--model", str(model_path), "--prompt", "a<|endoftext|>b", "--num_samples", "1", "--max_new_tokens", "2"])
+    assert capsys.readouterr().out.startswith("--- sample 1 of 1\na<|endoftext|>b")
+
+
+@pytest.mark.parametrize("flags", [["--temperature", "1e-300"], ["--top_k", "0"], ["--top_k", "1_000_000"],
+                                   ["--seed", str(2**63 - 1)], ["--prompt", "a long prompt " * 30]])
+def test_unusual_but_sensible_numbers_work(flags, model_path, capsys):
+    sample.main(["--model", str(model_path), "--max_new_tokens", "3", *flags])
+    assert capsys.readouterr().out.count("--- sample") == 4
+
+
+BAD_NUMBERS = [["--num_samples", "0"], ["--num_samples", "2.5"], ["--max_new_tokens", "-3"], ["--max_new_tokens", "many"],
+               ["--temperature", "-1"], ["--temperature", "nan"], ["--temperature", "inf"], ["--top_k", "-1"], ["--seed", "x"],
+               ["--seed", "-1"], ["--seed", str(2**64)], ["--bogus"], ["--device", "tpu"], ["--device", "cpu:x"],
+               ["--device", ""]]
+
+
+@pytest.mark.parametrize("flags", BAD_NUMBERS, ids=" ".join)
+def test_a_mistake_is_found_before_the_model_is_read(flags, monkeypatch):
+    import model
+    monkeypatch.setattr(model, "load_model", lambda path: pytest.fail("the model came before the mistake was found"))
+    with pytest.raises(UserError, match=flags[0]):
+        sample.main(["--model", "nowhere.pt", *flags])
+
+
+@pytest.mark.parametrize("flags", [["--model", "nowhere.pt"], ["--model", "no-such-name"], ["--model", "PICKLE"],
+                                   ["--device", "tpu"], ["--device", "cuda"], ["--top_k", "few"]], ids=" ".join)
+def test_a_mistake_exits_2_with_one_line_and_no_traceback(flags, model_path, tmp_path):
+    if flags[-1] == "cuda" and torch.cuda.is_available():
+        pytest.skip("there is a CUDA GPU")
+    (tmp_path / "a.pt").write_bytes(pickle.dumps({"a": 1}, protocol=5))
+    flags = [str(tmp_path / "a.pt") if flag == "PICKLE" else flag for flag in flags]
+    result = command("--model", model_path, *flags)
+    assert result.returncode == 2 and result.stdout == ""
+    assert result.stderr.startswith("sample.py: ") and result.stderr.count("\n") == 1, result.stderr
+
+
+def test_importing_sample_prints_nothing_and_leaves_the_slow_libraries_alone(tmp_path):
+    code = ("import sample, sys; "
+            "assert not {'torch', 'transformers', 'datasets', 'huggingface_hub', 'safetensors'} & set(sys.modules)")
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=120,
+                            env={**ENV, "PYTHONPATH": str(ROOT)})
+    assert (result.returncode, result.stdout, result.stderr, list(tmp_path.iterdir())) == (0, "", "", [])
