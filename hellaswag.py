@@ -72,7 +72,7 @@ def make_batches(examples, block_size, batch_size=32):
     batches, n = [], max(1, batch_size // 4)
     for i in range(0, len(rendered), n):
         group = rendered[i:i + n]
-        T = min(block_size, max(2, *(len(row) for rows, _, _ in group for row in rows)) - 1)
+        T = min(block_size, max(len(row) for rows, _, _ in group for row in rows) - 1)
         idx = np.zeros((4 * len(group), T), dtype=np.int64)
         targets = np.full((4 * len(group), T), -1, dtype=np.int64)
         flat = [pair for rows, lengths, _ in group for pair in zip(rows, lengths, strict=True)]

@@ -5,11 +5,14 @@
     model = load_model("log/checkpoint_000250.pt")
 """
 import contextlib
+import ctypes
 import dataclasses
 import json
 import math
 import os
+import re
 import shutil
+import sys
 import warnings
 import zipfile
 from dataclasses import dataclass
@@ -33,6 +36,9 @@ GPT2_SIZES = {
 }
 
 
+# -----------------------------------------------------------------------------
+# the hardware
+
 def choose_device(name="auto"):
     """'cuda', 'mps' or 'cpu' for `name`; 'auto' takes the first that is there. UserError for one that is not."""
     there = ["cuda", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))] if torch.cuda.is_available() else []
@@ -42,9 +48,51 @@ def choose_device(name="auto"):
     return there[0] if name == "auto" else name
 
 
+def choose_dtype(name, device):
+    """'auto': bfloat16 where the hardware multiplies it, else float16 on CUDA and float32 elsewhere."""
+    if name != "auto":
+        return name
+    if device.startswith("cuda"):
+        return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
+    native = device == "cpu" and (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+    return "bfloat16" if native else "float32"
+
+
 def make_autocast(device, dtype):
     """torch.autocast to `dtype` ('bfloat16', 'float16') on `device`; switched off for 'float32'."""
     return torch.autocast(device.split(":")[0], dtype=getattr(torch, dtype), enabled=dtype != "float32")
+
+
+def can_compile(device):
+    """None if torch.compile works here, else the reason: it needs Triton on CUDA, a C++ compiler on the CPU."""
+    try:
+        torch.compile(lambda x: x * 2 + 1)(torch.zeros(8, device=device))
+    except Exception as error:          # inductor's, Triton's, the compiler's: any of them means eager
+        return str(error).strip().split("\n")[0][:200] or type(error).__name__
+
+
+# Dense 16-bit peaks in TFLOP/s from the vendors' data sheets (with fp32 accumulation); the first name found counts.
+PEAK_TFLOPS = {
+    "B200": 2250, "B100": 1750, "H200": 989, "H100 NVL": 835, "H100 PCIe": 756, "H100": 989, "H800": 989, "H20": 148,
+    "A100": 312, "A800": 312, "A40": 149.7, "A10G": 70, "A10": 125, "L40S": 362, "L40": 181, "L4": 121, "V100": 125, "T4": 65,
+    "RTX 6000 Ada": 364, "RTX A6000": 154.8, "RTX 5090": 209.5, "RTX 4090": 165.2, "RTX 4080": 97.5, "RTX 3090": 71,
+    "RTX 3080": 59.5,
+}
+
+
+def peak_flops(device):
+    """FLOP/s of this device's 16-bit matrix units, or None where the table does not know it."""
+    name = torch.cuda.get_device_name(device) if device.startswith("cuda") else ""
+    return next((tflops * 1e12 for key, tflops in PEAK_TFLOPS.items() if re.search(rf"\b{key}\b", name)), None)
+
+
+def keep_freed_memory():
+    """glibc gives large freed blocks back to the kernel and has them zeroed page by page at the next step; on a CPU that
+    costs more than any kernel here, since the logits alone take hundreds of megabytes. This makes it keep them."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt:
+        for parameter, value in ((-4, 0), (-1, -1), (-2, 1 << 28)):     # M_MMAP_MAX, M_TRIM_THRESHOLD, M_TOP_PAD
+            mallopt(parameter, value)
 
 
 # -----------------------------------------------------------------------------

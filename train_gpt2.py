@@ -7,17 +7,17 @@
 The same command again goes on where the last checkpoint in --out was written.
 """
 import argparse
-import ctypes
+import copy
 import dataclasses
 import math
 import os
 import re
 import signal
-import sys
 import time
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -27,8 +27,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import hellaswag
 from fineweb import (FlagParser, RunError, TokenLoader, UserError, Windows, encode, list_shards, replace_file,
                      run_command, to_device, tokenizer, whole_number)
-from model import (ATTENTION, MODELS, check_attention, choose_device, load_model, make_autocast,
-                   model_from_checkpoint, read_checkpoint)
+from model import (ATTENTION, MODELS, can_compile, check_attention, choose_device, choose_dtype, keep_freed_memory, load_model,
+                   make_autocast, model_from_checkpoint, peak_flops, read_checkpoint)
 
 INPUT_TXT = Path(__file__).resolve().parent / "input.txt"
 
@@ -115,9 +115,6 @@ def parse_flags(argv=None):
                                type=whole_number if kind is int else kind, help=f"{f.metadata['help']} (default {f.default})")
     given = vars(parser.parse_args(argv))
     return Config(**(OVERFIT if given.get("overfit") else {}) | given), set(given)
-
-
-
 
 
 def check_config(config):
@@ -228,15 +225,6 @@ class Process:
             dist.barrier()
 
 
-def keep_freed_memory():
-    """glibc gives large freed blocks back to the kernel and has them zeroed page by page at the next step; on a CPU that
-    costs more than any kernel here, since the logits alone take hundreds of megabytes. This makes it keep them."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    if mallopt:
-        for parameter, value in ((-4, 0), (-1, -1), (-2, 1 << 28)):     # M_MMAP_MAX, M_TRIM_THRESHOLD, M_TOP_PAD
-            mallopt(parameter, value)
-
-
 def setup_process(config):
     """Joins torchrun's process group if there is one; nccl on CUDA, gloo elsewhere."""
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -254,39 +242,6 @@ def setup_process(config):
     return Process(rank, world_size, device, rank == 0)
 
 
-def choose_dtype(name, device):
-    """'auto': bfloat16 where the hardware multiplies it, else float16 on CUDA and float32 elsewhere."""
-    if name != "auto":
-        return name
-    if device.startswith("cuda"):
-        return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
-    native = device == "cpu" and (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
-    return "bfloat16" if native else "float32"
-
-
-def can_compile(device):
-    """None if torch.compile works here, else the reason: it needs Triton on CUDA, a C++ compiler on the CPU."""
-    try:
-        torch.compile(lambda x: x * 2 + 1)(torch.zeros(8, device=device))
-    except Exception as error:          # inductor's, Triton's, the compiler's: any of them means eager
-        return str(error).strip().split("\n")[0][:200] or type(error).__name__
-
-
-# Dense 16-bit peaks in TFLOP/s from the vendors' data sheets (with fp32 accumulation); the first name found counts.
-PEAK_TFLOPS = {
-    "B200": 2250, "B100": 1750, "H200": 989, "H100 NVL": 835, "H100 PCIe": 756, "H100": 989, "H800": 989, "H20": 148,
-    "A100": 312, "A800": 312, "A40": 149.7, "A10G": 70, "A10": 125, "L40S": 362, "L40": 181, "L4": 121, "V100": 125, "T4": 65,
-    "RTX 6000 Ada": 364, "RTX A6000": 154.8, "RTX 5090": 209.5, "RTX 4090": 165.2, "RTX 4080": 97.5, "RTX 3090": 71,
-    "RTX 3080": 59.5,
-}
-
-
-def peak_flops(device):
-    """FLOP/s of this device's 16-bit matrix units, or None where the table does not know it."""
-    name = torch.cuda.get_device_name(device) if device.startswith("cuda") else ""
-    return next((tflops * 1e12 for key, tflops in PEAK_TFLOPS.items() if re.search(rf"\b{key}\b", name)), None)
-
-
 # -----------------------------------------------------------------------------
 # the log and the checkpoints
 
@@ -296,7 +251,13 @@ class Log:
     def __init__(self, config, step):
         self.wandb = None
         path = Path(config.out) / "log.txt"
-        self._cut_back(path, step)
+        if path.exists():
+            # a run that crashed wrote on after its last checkpoint: those steps come again. Evaluations
+            # at the checkpoint's own step were made before it was written, and stay.
+            rows = [line.split() for line in path.read_text(encoding="utf-8").splitlines()]
+            kept = [" ".join(row) + "\n" for row in rows if len(row) == 3 and row[0].isdecimal()
+                    and int(row[0]) < step + (row[1] != "train" and step > 0)]
+            replace_file(path, lambda file: file.write("".join(kept).encode()))
         self.file = open(path, "a", encoding="utf-8")
         if config.wandb:
             try:
@@ -305,16 +266,6 @@ class Log:
                 raise UserError("--wandb needs the package wandb: pip install wandb, or leave the flag out") from None
             self.wandb = wandb
             wandb.init(project="gpt2", name=Path(config.out).name, config=asdict(config), resume="allow")
-
-    @staticmethod
-    def _cut_back(path, step):
-        """Drops what a run wrote after its last checkpoint, so that no step stands twice: training steps from
-        `step` on, and evaluations after it (those at it were written before the checkpoint was)."""
-        if path.exists():
-            rows = [line.split() for line in path.read_text(encoding="utf-8").splitlines()]
-            kept = [row for row in rows if len(row) == 3 and row[0].isdecimal()
-                    and int(row[0]) < step + (row[1] != "train" and step > 0)]
-            replace_file(path, lambda file: file.write("".join(" ".join(row) + "\n" for row in kept).encode()))
 
     def write(self, step, kind, value, **more):
         self.file.write(f"{step} {kind} {value:.6f}\n")
@@ -349,7 +300,8 @@ def make_state(config, model, checkpoint, path, process):
     if checkpoint:
         try:
             for optimizer, saved in zip(optimizers, checkpoint["optimizers"], strict=True):
-                optimizer.load_state_dict({"state": saved["state"], "param_groups": optimizer.state_dict()["param_groups"]})
+                saved = copy.deepcopy(saved["state"])           # out of the memory-mapped file
+                optimizer.load_state_dict({"state": saved, "param_groups": optimizer.state_dict()["param_groups"]})
             if checkpoint["scaler"] and state.scaler.is_enabled():
                 state.scaler.load_state_dict(checkpoint["scaler"])
             torch.set_rng_state(checkpoint["rng"]["torch"])
@@ -364,7 +316,8 @@ def make_state(config, model, checkpoint, path, process):
 
 
 def save_checkpoint(config, state):
-    """Writes OUT/checkpoint_STEP.pt whole or not at all; then only the newest --keep_checkpoints and the best stay."""
+    """Writes OUT/checkpoint_STEP.pt whole or not at all; then only the newest --keep_checkpoints and the best stay
+    (the one saved with the lowest validation loss)."""
     if state.val_loss is not None and (state.best is None or state.val_loss < state.best[0]):
         state.best = (state.val_loss, state.step)
     content = {
@@ -534,7 +487,7 @@ class Reporter:
         mfu = f"{rate * self.flops / self.peak / self.process.world_size:.1%}" if self.peak else "n/a"
         left = sorted(self.seconds)[len(self.seconds) // 2] * (self.config.max_steps - 1 - step)
         self.process.print0(f"step {step:5d} | loss: {loss:.6f} | lr {lr:.4e} | norm: {norm:.4f} | dt: {dt * 1000:.2f}ms | "
-                            f"tok/sec: {rate:.2f} | mfu: {mfu} | left: {hours(left)}")
+                            f"tok/sec: {rate:.2f} | mfu: {mfu} | left: {timedelta(seconds=round(left))}")
         if self.log:
             self.log.write(step, "train", loss, norm=norm, lr=lr)
         # float16 overflows now and then: its scaler passes over those steps and lowers its scale
@@ -554,19 +507,15 @@ class StopSignals:
 
     def __init__(self):
         self.received = None
-        for name in ("SIGTERM", "SIGINT", "SIGUSR1"):
-            if hasattr(signal, name):           # Windows has no SIGUSR1
-                signal.signal(getattr(signal, name), self._handle)
+        for name in {"SIGTERM", "SIGINT", "SIGUSR1"} & set(dir(signal)):        # Windows has no SIGUSR1
+            signal.signal(getattr(signal, name), self._handle)
 
     def _handle(self, number, frame):
-        if self.received and number == signal.SIGINT:
+        # torchrun passes a terminal's SIGINT on, so that it comes twice at once: only a later one is a second one
+        if self.received and number == signal.SIGINT and time.monotonic() > self.when + 1:
             os._exit(130)
-        self.received = signal.Signals(number).name
-
-
-def hours(seconds):
-    seconds = round(seconds)
-    return f"{seconds // 3600}h{seconds // 60 % 60:02d}m" if seconds >= 3600 else f"{seconds // 60}m{seconds % 60:02d}s"
+        if not self.received:
+            self.received, self.when = signal.Signals(number).name, time.monotonic()
 
 
 # -----------------------------------------------------------------------------

@@ -182,8 +182,8 @@ def test_several_inputs_globs_and_folders_are_read_in_order(gpt2, tmp_path):
 
 
 @settings(FAST, max_examples=150)
-@given(st.lists(st.one_of(st.sampled_from(["\n\n", "\n\n\n", " ", "    ", "\r\n", "a", "'s", "1.", "é中", *SPACES]), st.characters(codec="utf-8"))),
-       st.integers(1, 8))
+@given(st.lists(st.one_of(st.sampled_from(["\n\n", "\n\n\n", " ", "    ", "\r\n", "a", "'s", "1.", "é中", *SPACES]),
+                          st.characters(codec="utf-8"))), st.integers(1, 8))
 @example(["a\n\n b\r\n\r\nc \n d\n\n"], 1)
 @example(["a\n\n\n b"], 3)
 @example(["a\x1c b\x85 c\u3000 d"], 2)
@@ -637,6 +637,16 @@ def test_one_shard_is_resident_as_uint16_and_no_wider(tmp_path):
             assert peak < 2 * n * 2.2                         # the next comes while the last is let go
     finally:
         tracemalloc.stop()
+
+
+def test_a_shard_is_read_from_disk_once_an_epoch(tmp_path, monkeypatch):
+    for i in range(4):
+        write_shard(tmp_path / f"x_train_{i:06d}.npy", np.arange(101, dtype=np.uint16))
+    windows, opened = Windows(list_shards(tmp_path, "train"), 10, 0, True), []
+    monkeypatch.setattr(fineweb, "open_shard", lambda path: opened.append(path) or open_shard(path))
+    for i in range(40):
+        windows.read(i, 1)
+    assert sorted(opened) == list_shards(tmp_path, "train")
 
 
 def loader_of(shards, **kwargs):

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fineweb import VOCAB_SIZE, UserError, encode
+from fineweb import EOT, VOCAB_SIZE, UserError, encode
 from model import (
     ATTENTION,
     GPT,
@@ -160,7 +160,7 @@ def test_loss_is_the_cross_entropy_of_the_logits_and_ignores_minus_one():
 
 def test_token_losses_are_the_loss_of_each_token_and_zero_where_ignored():
     model, idx, targets = make_model(), tokens(3, 24), tokens(3, 24, seed=2)
-    targets[:, :20], targets[1] = -1, -1
+    targets[:, :20], targets[1], targets[2, -1] = -1, -1, 0
     losses = model.token_losses(idx, targets)
     every = F.cross_entropy(model(idx)[0].transpose(1, 2), targets, ignore_index=-1, reduction="none")
     assert losses.dtype == torch.float32 and (losses[targets == -1] == 0).all()
@@ -446,6 +446,7 @@ def test_transformers_gets_our_logits_from_an_exported_folder_without_the_paddin
     theirs, loading = GPT2LMHeadModel.from_pretrained(tmp_path / "exported", output_loading_info=True)
     assert not any(loading.values()), loading
     assert theirs.config.vocab_size == theirs.get_input_embeddings().weight.size(0) == 50257
+    assert theirs.config.eos_token_id == theirs.config.bos_token_id == EOT and theirs.config.n_positions == 24
     same_logits(ours, theirs)
     again = load_model(tmp_path / "exported")
     assert again.config == dataclasses.replace(ours.config, vocab_size=50257)
@@ -712,10 +713,11 @@ def test_nanogpt_arguments_cannot_say_what_gelu_or_leave_out_the_heads(tmp_path)
 
 
 class LargestStorage(TorchDispatchMode):
-    """Bytes of the largest tensor that is really allocated inside this context."""
-    bytes = 0
+    """Bytes of the largest tensor that is really allocated inside this context, and the number of operations."""
+    bytes = operations = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.operations += 1
         out = func(*args, **(kwargs or {}))
         for t in out if isinstance(out, tuple | list) else [out]:
             if torch.is_tensor(t) and t.device.type != "meta":
@@ -732,11 +734,11 @@ ABSURD = {
 
 @pytest.mark.parametrize("biases", [True, False])
 @pytest.mark.parametrize("what", ABSURD)
-def test_absurd_sizes_are_refused_without_allocating(what, biases):
+def test_absurd_sizes_are_refused_at_once_without_allocating(what, biases):
     weights = {name: p for name, p in make_model().state_dict().items() if biases or not name.endswith(".bias")}
     with LargestStorage() as largest, pytest.raises(UserError):
         model_from_checkpoint(nanogpt_checkpoint(weights, **ABSURD[what]), "a.pt")
-    assert largest.bytes < 10_000
+    assert largest.bytes < 10_000 and largest.operations < 10_000
 
 
 @pytest.mark.parametrize("biases", [True, False])

@@ -15,7 +15,7 @@ import torch
 
 import train_gpt2
 from fineweb import UserError, encode, write_shard
-from model import GPT, GPTConfig, load_model, read_checkpoint
+from model import GPT, GPTConfig, can_compile, load_model, peak_flops, read_checkpoint
 from train_gpt2 import Config, micro_batch, warmup_cosine
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -183,7 +183,7 @@ def hellaswag_file(path, n=12):
 
 
 def compiler_works():
-    return train_gpt2.can_compile("cpu") is None
+    return can_compile("cpu") is None
 
 
 @pytest.mark.parametrize("processes", [1, 2])
@@ -282,8 +282,8 @@ def test_an_unknown_gpu_has_no_mfu_and_similar_names_are_told_apart(monkeypatch)
     for name, tflops in (("NVIDIA H200", 989), ("NVIDIA H100 PCIe", 756), ("NVIDIA A100-SXM4-80GB", 312), ("NVIDIA A10", 125),
                          ("NVIDIA L4", 121), ("NVIDIA L40S", 362), ("Tesla T4", 65), ("Some GPU 9000", None)):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
-        assert train_gpt2.peak_flops("cuda:0") == (tflops and tflops * 1e12)
-    assert train_gpt2.peak_flops("cpu") is None
+        assert peak_flops("cuda:0") == (tflops and tflops * 1e12)
+    assert peak_flops("cpu") is None
 
 
 MISTAKES = {
