@@ -241,20 +241,25 @@ def test_the_command_prints_both_counts_of_the_first_examples(files, scores, exa
 
 
 MISTAKES = {
-    "no network": ["--model", "MODEL"], "missing data": ["--model", "MODEL", "--data", "nowhere.jsonl"],
-    "missing model": ["--model", "nowhere.pt", "--data", "DATA"], "unknown flag": ["--bogus"], "limit": ["--limit", "0"],
-    "batch": ["--batch_size", "3"], "no number": ["--limit", "many"], "device": ["--device", "tpu"], "dtype": ["--dtype", "int8"],
+    "no network": (["--model", "MODEL"], "Rowan/hellaswag"),
+    "missing data": (["--model", "MODEL", "--data", "nowhere.jsonl"], "nowhere"),
+    "missing model": (["--model", "nowhere.pt", "--data", "DATA"], "nowhere.pt"), "device": (["--device", "tpu"], "--device tpu"),
 }
 
 
 @pytest.mark.parametrize("what", MISTAKES)
 def test_a_mistake_exits_2_with_one_line_and_no_traceback(what, files):
-    flags = [{"MODEL": str(files[0]), "DATA": str(files[1])}.get(flag, flag) for flag in MISTAKES[what]]
-    result = command(*flags)
-    assert result.returncode == 2 and result.stdout == ""
+    flags, word = MISTAKES[what]
+    result = command(*({"MODEL": files[0], "DATA": files[1]}.get(flag, flag) for flag in flags))
+    assert result.returncode == 2 and result.stdout == "" and word in result.stderr
     assert result.stderr.startswith("hellaswag.py: ") and result.stderr.count("\n") == 1, result.stderr
-    if what == "no network":
-        assert "Rowan/hellaswag" in result.stderr and ".jsonl" in result.stderr
+
+
+@pytest.mark.parametrize("flags", [["--bogus"], ["--limit", "0"], ["--limit", "many"], ["--batch_size", "3"], ["--dtype", "int8"],
+                                   ["--device", "cpu:x"]], ids=" ".join)
+def test_a_wrong_flag_is_named(flags):
+    with pytest.raises(UserError, match=flags[0]):
+        hellaswag.main(["--model", "nowhere.pt", *flags])
 
 
 @pytest.mark.parametrize("mistake, slow", [(["--device", "tpu"], "model"), (["--data", "nowhere.jsonl"], "model"),

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import sample
-from fineweb import EOT, UserError, tokenizer
+from fineweb import EOT, UserError, encode, tokenizer
 from model import GPT, GPTConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -31,20 +31,16 @@ def command(*flags):
                           encoding="utf-8", env=ENV, timeout=120)
 
 
-def checkpoint(path, change=lambda model: None):
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    path = tmp_path_factory.mktemp("sample") / "model.pt"
     torch.manual_seed(0)
     model = GPT(GPTConfig(block_size=16, vocab_size=50304, n_layer=1, n_head=2, n_embd=16))
     with torch.no_grad():
         for p in model.parameters():
             p.add_(torch.randn_like(p), alpha=0.2)
-        change(model)
     torch.save({"model": model.state_dict(), "model_config": vars(model.config), "recipe": "gpt2"}, path)
     return path
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory):
-    return checkpoint(tmp_path_factory.mktemp("sample") / "model.pt")
 
 
 def samples(result, n):
@@ -69,14 +65,17 @@ def test_without_a_prompt_a_new_document_begins(model_path, capsys):
     assert capsys.readouterr().out == f"--- sample 1 of 1\n{tokenizer().decode(row)}\n"
 
 
-def test_a_sample_ends_where_its_document_does(tmp_path, capsys):
-    def always_ends(model):             # the last hidden state is about this, so its row's logit is the largest
-        model.transformer.ln_f.weight.zero_()
-        model.transformer.ln_f.bias.fill_(1.0)
-        model.transformer.wte.weight[EOT] = 5.0
-    path = checkpoint(tmp_path / "a.pt", always_ends)
-    sample.main(["--model", str(path), "--prompt", "The end", "--num_samples", "2", "--max_new_tokens", "5", "--temperature", "0"])
-    assert capsys.readouterr().out == "--- sample 1 of 2\nThe end\n--- sample 2 of 2\nThe end\n"
+def test_a_sample_ends_where_its_document_does_and_the_flags_reach_generate(model_path, monkeypatch, capsys):
+    prompt, asked = encode("The end").tolist(), {}
+
+    def generate(self, idx, max_new_tokens, temperature, top_k, generator):
+        asked.update(idx=idx.tolist(), numbers=(max_new_tokens, temperature, top_k, generator.initial_seed()))
+        return torch.tensor([[*prompt, 11, EOT, 12], [*prompt, EOT, 12, EOT]])
+    monkeypatch.setattr(GPT, "generate", generate)
+    sample.main(["--model", str(model_path), "--prompt", "The end", "--num_samples", "2", "--max_new_tokens", "3",
+                 "--temperature", "0.7", "--top_k", "9", "--seed", "5", "--device", "cpu"])
+    assert asked == {"idx": [prompt, prompt], "numbers": (3, 0.7, 9, 5)}
+    assert capsys.readouterr().out == "--- sample 1 of 2\nThe end,\n--- sample 2 of 2\nThe end\n"
 
 
 def test_text_of_the_end_token_in_a_prompt_is_ordinary_text(model_path, capsys):
