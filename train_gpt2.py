@@ -135,6 +135,8 @@ def check_config(config):
     if config.sequence_length > config.block_size:
         raise UserError(f"--sequence_length {config.sequence_length} is longer than --block_size {config.block_size}: "
                         f"shorten the one or raise the other")
+    if config.seed >= 2**63:
+        raise UserError(f"--seed {config.seed}: must be below 2^63")
     if config.vocab_size > 65536:
         raise UserError(f"--vocab_size {config.vocab_size}: tokens are uint16, so 65536 is the most")
     if config.batch_size != "auto" and not (config.batch_size.isdecimal() and int(config.batch_size) > 0):
@@ -574,8 +576,8 @@ def open_output(config, start_step, process):
             for stale in Path(config.out).glob("*.tmp"):
                 stale.unlink()
             return Log(config, start_step)
-        except OSError as error:
-            raise UserError(f"--out {config.out} cannot be written ({error.strerror}): choose another folder") from None
+        except (OSError, RunError) as error:
+            raise UserError(f"--out {config.out} cannot be written ({error}): choose another folder") from None
 
 
 def wrap_model(config, model, process):
