@@ -27,8 +27,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import hellaswag
 from fineweb import (FlagParser, RunError, TokenLoader, UserError, Windows, encode, list_shards, replace_file,
                      run_command, to_device, tokenizer, whole_number)
-from model import (ATTENTION, MODELS, can_compile, check_attention, choose_device, choose_dtype, keep_freed_memory, load_model,
-                   make_autocast, model_from_checkpoint, peak_flops, read_checkpoint)
+from model import (ATTENTION, GPT, MODELS, GPTConfig, can_compile, check_attention, choose_device, choose_dtype,
+                   keep_freed_memory, load_model, make_autocast, model_from_checkpoint, peak_flops, read_checkpoint)
 
 INPUT_TXT = Path(__file__).resolve().parent / "input.txt"
 
@@ -113,7 +113,7 @@ def parse_flags(argv=None):
             group.add_argument(f"--{name}", default=argparse.SUPPRESS, choices=f.metadata.get("choices"),
                                metavar=None if "choices" in f.metadata else kind.__name__.upper(),
                                type=whole_number if kind is int else kind, help=f"{f.metadata['help']} (default {f.default})")
-    given = vars(parser.parse_args(argv))
+    given = vars(parser.parse_args(argv))           # a flag that is not given leaves no trace there
     return Config(**(OVERFIT if given.get("overfit") else {}) | given), set(given)
 
 
@@ -147,8 +147,8 @@ def micro_batch(config, world_size, device):
     """Sequences a micro-step: --batch_size, or for auto the largest that divides, at most 64 on CUDA and 8 elsewhere."""
     T = config.sequence_length
     if config.total_batch_size % (T * world_size):
-        step = T * world_size
-        near = sorted({max(1, config.total_batch_size // step) * step, -(-config.total_batch_size // step) * step})
+        low = config.total_batch_size // (T * world_size)
+        near = [n * T * world_size for n in (low, low + 1) if n]
         raise UserError(f"--total_batch_size {config.total_batch_size} does not divide into sequences of {T} tokens on "
                         f"{world_size} process(es): give {' or '.join(map(str, near))}")
     rows = config.total_batch_size // (T * world_size)
@@ -180,15 +180,10 @@ class Recipe:
     schedule: Callable          # step, config -> fraction of the largest learning rate
 
 
-def fresh_gpt2(config):
-    cls, config_cls = MODELS["gpt2"]
-    return cls(config_cls(config.block_size, config.vocab_size, config.n_layer, config.n_head, config.n_embd))
-
-
 RECIPES = {
     # GPT-3 Small's settings (Brown et al. 2020, arXiv:2005.14165, table 2.1 and appendix B)
     "gpt2": Recipe(
-        model=fresh_gpt2,
+        model=lambda c: GPT(GPTConfig(c.block_size, c.vocab_size, c.n_layer, c.n_head, c.n_embd)),
         optimizers=lambda model, config: model.configure_optimizers(config.max_lr, config.weight_decay),
         schedule=warmup_cosine,
     ),
@@ -663,13 +658,13 @@ def train(argv=None):
             reporter.flush()
             counts = hellaswag.evaluate(model, hella, process.device, autocast, process.rank, process.world_size)
             _, correct, n = process.sum(*counts.tolist())
-            accuracy = correct / n
-            reporter.event(state.step, "hella", accuracy, f"HellaSwag accuracy: {correct:.0f}/{n:.0f}={accuracy:.4f}")
-        if state.step > 0 and due(config.sample_every) and process.is_master:
-            reporter.flush()
-            print_samples(model, autocast, process)
+            reporter.event(state.step, "hella", correct / n, f"HellaSwag accuracy: {correct:.0f}/{n:.0f}={correct / n:.4f}")
+        if state.step > 0 and due(config.sample_every):
+            reporter.flush()                    # on all processes: what it tells of a stop they must learn together
+            if process.is_master:
+                print_samples(model, autocast, process)
         # save
-        if state.step > 0 and (due(config.checkpoint_every) or reporter.stop):
+        if state.step > 0 and config.checkpoint_every and (due(config.checkpoint_every) or reporter.stop):
             reporter.flush()
             if process.is_master:
                 process.print0(f"saved {save_checkpoint(config, state)}")
@@ -691,12 +686,12 @@ def train(argv=None):
     if process.world_size > 1:
         dist.destroy_process_group()
     if state.step < config.max_steps:
-        process.print0(f"stopped by {signals.received or 'a signal'} after {state.step} of {config.max_steps} steps: "
-                       f"the same command goes on from there")
-        return 0
-    if config.overfit:
+        then = "the same command goes on from there" if config.checkpoint_every else "nothing was saved (--checkpoint_every 0)"
+        process.print0(f"stopped by {signals.received or 'a signal'} after {state.step} of {config.max_steps} steps: {then}")
+    elif config.overfit:
         return overfit_verdict(reporter.losses, process)
-    process.print0(f"done: {state.step} steps; log.txt and checkpoints are in {config.out}")
+    else:
+        process.print0(f"done: {state.step} steps; log.txt and checkpoints are in {config.out}")
 
 
 def overfit_verdict(losses, process):
