@@ -70,6 +70,7 @@ def whole_number(text):
 
 def run_command(main, is_master=lambda: True):
     """Runs `main()` as a command: UserError -> one line and exit 2, RunError -> one line and exit 1."""
+    sys.stdout.reconfigure(errors="replace")      # a terminal or pipe that is not UTF-8 shows a sampled token as ?
     try:
         sys.exit(main() or 0)
     except (UserError, RunError) as error:

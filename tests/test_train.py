@@ -364,3 +364,12 @@ def test_a_step_that_is_not_finite_is_named_and_leaves_weights_and_checkpoints_a
     assert result.stdout.count("was passed over") == 4
     after = read_checkpoint(tmp_path / "log/checkpoint_000004.pt")["model"]
     assert all(torch.equal(after[name], weights[name]) for name in weights)
+
+
+def test_the_best_checkpoint_stays_beside_the_newest(tmp_path):
+    config = Config(out=str(tmp_path), keep_checkpoints=1)
+    model = GPT(GPTConfig(block_size=8, vocab_size=64, n_layer=1, n_head=1, n_embd=8))
+    state = train_gpt2.make_state(config, model, None, None, train_gpt2.Process(0, 1, "cpu", True))
+    for state.step, state.val_loss in ((1, 3.0), (2, 1.0), (3, 2.0), (4, 2.5)):
+        train_gpt2.save_checkpoint(config, state)
+    assert [step for step, _ in train_gpt2.checkpoints(tmp_path)] == [2, 4]
