@@ -84,6 +84,17 @@ def run_command(main, is_master=lambda: True):
         sys.exit(130)
 
 
+def reach_hub():
+    """Where the Hugging Face hub is out of reach, lets its libraries look into their caches only: they would try for half
+    a minute, and print each attempt."""
+    import huggingface_hub
+    try:
+        huggingface_hub.get_session().head(huggingface_hub.constants.ENDPOINT, timeout=10)
+    except Exception:                             # the network's errors are of many libraries' classes
+        os.environ["HF_HUB_OFFLINE"] = "1"        # for what is imported only now
+        huggingface_hub.constants.HF_HUB_OFFLINE = True
+
+
 # -----------------------------------------------------------------------------
 # the tokenizer
 
@@ -140,10 +151,15 @@ def replace_file(path, write):
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except OSError as error:
-        raise RunError(f"cannot write {path}: {error.strerror or error}") from None
+    except (OSError, RuntimeError) as error:      # torch.save hides the first inside the second
+        cause = error if isinstance(error, OSError) else error.__context__
+        if not isinstance(cause, OSError):
+            raise
+        raise RunError(f"cannot write {path}: {cause.strerror or cause}. Make room or give another folder; what was written "
+                       f"before is whole, and the same command goes on from it") from None
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
     if os.name != "nt":                           # make the rename itself durable
         folder = os.open(path.parent, os.O_RDONLY)
         os.fsync(folder)
@@ -175,15 +191,39 @@ def open_shard(path):
             tokens = np.memmap(path, dtype="<u2", mode="r", offset=4 * BIN_HEADER)
         else:
             tokens = np.load(path, mmap_mode="r", allow_pickle=False)
-        if not isinstance(tokens, np.ndarray) or tokens.dtype != np.uint16 or tokens.ndim != 1 or len(tokens) == 0:
+        if not isinstance(tokens, np.memmap) or tokens.dtype != np.uint16 or tokens.ndim != 1 or len(tokens) == 0:
             raise ValueError(f"it holds {getattr(tokens, 'dtype', 'an archive')} {getattr(tokens, 'shape', '')}")
+        if path.stat().st_size != tokens.offset + tokens.nbytes:
+            raise ValueError(f"it goes on after the {len(tokens):,} tokens which its header promises")
     except Exception as error:                    # numpy's reader fails in many ways on a broken header
         raise UserError(f"{path} is not a whole shard, 1-D uint16 tokens ({error}): copy or make it again") from None
     return tokens
 
 
+def read_shard(path):
+    """Tokens of a shard in memory. Not copied from the memory map: a file that is cut off meanwhile would kill the
+    process there (SIGBUS), where a read comes back short."""
+    tokens = open_shard(path)
+    return np.fromfile(path, dtype="<u2", count=len(tokens), offset=tokens.offset)
+
+
+def sample_of(values):
+    """A 1-D array of up to 8 million values as it is; of a longer one (FineWeb's shards have 100 million) 8 evenly spaced
+    blocks of 131,072 values, the first and the last among them."""
+    if len(values) <= 1 << 23:
+        return np.asarray(values)
+    return np.concatenate([values[at:at + 131072] for at in np.linspace(0, len(values) - 131072, 8, dtype=np.int64)])
+
+
+def digest(values):
+    """16 hexadecimal digits of the SHA-256 of sample_of(values): another file, or an earlier one, has others."""
+    return hashlib.sha256(np.ascontiguousarray(sample_of(values))).hexdigest()[:16]
+
+
 def list_shards(folder, split):
     """Sorted paths of a folder's shards of `split` ('train' or 'val')."""
+    if Path(folder).exists() and not os.path.isdir(folder):
+        raise UserError(f"{folder} is a file: give the folder of the shards")
     paths = sorted(path for path in Path(folder).glob("*") if (m := SHARD_NAME.match(path.name)) and m[1] == split)
     if not paths:
         raise UserError(f"there is no data in {folder}, no *_{split}_000000.npy or .bin: `python fineweb.py` makes "
@@ -533,13 +573,15 @@ class Windows:
     epoch. With `shuffle` the shards, and the windows within each, are permuted anew each epoch by
     the seed; without, the order is the files'. `shards`: paths, or 1-D uint16 arrays.
     One shard is resident, as uint16. Raises UserError for a shard that is damaged, for too little
-    text to give a window, and for ids at or above `vocab_size`.
+    text to give a window, for ids at or above `vocab_size` (at once where a sample shows them, at
+    the latest when the shard is read), and for a shard that is no longer what it was at the start.
     """
 
     def __init__(self, shards, sequence_length, seed=0, shuffle=False, vocab_size=None):
         self.shards, self.T, self.vocab_size = list(shards), sequence_length, vocab_size
         self.names = ["the text" if isinstance(shard, np.ndarray) else str(shard) for shard in self.shards]
-        self.lengths = [len(self._open(shard)) for shard in self.shards]
+        self.fingerprint = [self._look_at(i) for i in range(len(self.shards))]
+        self.lengths = [length for _, length, _ in self.fingerprint]
         self.counts = [(length - 1) // self.T for length in self.lengths]
         self.total = sum(self.counts)
         if self.total == 0:
@@ -548,18 +590,24 @@ class Windows:
         self._order = (lambda n, *key: stable_permutation(n, seed, *key)) if shuffle else (lambda n, *_: np.arange(n))
         self._epoch, self._resident = None, None
 
-    @staticmethod
-    def _open(shard):
-        return shard if isinstance(shard, np.ndarray) else open_shard(shard)
+    def _look_at(self, i):
+        """[name, number of tokens, digest] of shard i."""
+        tokens = self.shards[i] if isinstance(self.shards[i], np.ndarray) else open_shard(self.shards[i])
+        sample = sample_of(tokens)
+        self._check_ids(i, sample)
+        return [Path(self.names[i]).name, len(tokens), digest(sample)]
+
+    def _check_ids(self, i, tokens):
+        if self.vocab_size is not None and len(tokens) and tokens.max() >= self.vocab_size:
+            raise UserError(f"{self.names[i]} holds token {tokens.max()}, and the model's vocabulary has "
+                            f"{self.vocab_size}: these are not GPT-2's tokens, or --vocab_size is too small")
 
     def _load_shard(self, i):
         """Makes shard i resident: its tokens as rows (windows, T+1), and the order of these in this epoch."""
-        tokens = np.array(self._open(self.shards[i]))
-        if len(tokens) != self.lengths[i]:
-            raise UserError(f"{self.names[i]} changed during the run: {len(tokens):,} tokens, not {self.lengths[i]:,}")
-        if self.vocab_size is not None and tokens.max() >= self.vocab_size:
-            raise UserError(f"{self.names[i]} holds token {tokens.max()}, and the model's vocabulary has "
-                            f"{self.vocab_size}: these are not GPT-2's tokens, or --vocab_size is too small")
+        tokens = self.shards[i] if isinstance(self.shards[i], np.ndarray) else read_shard(self.shards[i])
+        if [len(tokens), digest(tokens)] != self.fingerprint[i][1:]:
+            raise UserError(f"{self.names[i]} changed during the run: bring back what it was, and the same command goes on")
+        self._check_ids(i, tokens)
         self._rows = np.lib.stride_tricks.sliding_window_view(tokens, self.T + 1)[::self.T]      # no copy
         self._row_order, self._resident = self._order(self.counts[i], self._epoch, i), i
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fineweb import FlagParser, UserError, encode, run_command, whole_number
+from fineweb import FlagParser, UserError, encode, reach_hub, run_command, whole_number
 
 HUB_NAME = "Rowan/hellaswag"
 
@@ -20,8 +20,9 @@ HUB_NAME = "Rowan/hellaswag"
 def load_examples(path=None):
     """Dicts with `ctx`, `endings` (4 strings) and `label` (0-3): from a .jsonl file, or the hub's validation split."""
     if path is None:
-        from datasets import load_dataset
         try:
+            reach_hub()
+            from datasets import load_dataset
             rows = load_dataset(HUB_NAME, split="validation")
         except Exception as error:      # the network's errors are of many libraries' classes
             raise UserError(f"HellaSwag ({HUB_NAME}) cannot be had from the Hugging Face hub ({str(error)[:200]}): "

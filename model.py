@@ -23,7 +23,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fineweb import EOT, VOCAB_SIZE, UserError, checked_asset, replace_file
+from fineweb import EOT, VOCAB_SIZE, UserError, checked_asset, reach_hub, replace_file
 
 if tuple(int(n) for n in torch.__version__.split("+")[0].split(".")[:2]) < (2, 9):
     raise ImportError(f"torch {torch.__version__} is too old: this project needs torch 2.9 or newer")
@@ -417,7 +417,8 @@ def build_model(cls, config, state_dict):
         if tensor.shape != expected[name].shape:
             raise UserError(f"{name} is {tuple(tensor.shape)} where the config needs {tuple(expected[name].shape)}")
     tied = model.lm_head.weight is model.transformer.wte.weight
-    if tied and not torch.equal(state_dict["lm_head.weight"].float(), state_dict["transformer.wte.weight"].float()):
+    head, wte = (state_dict.get(name) for name in ("lm_head.weight", "transformer.wte.weight"))
+    if tied and not torch.equal(head.float().view(torch.int32), wte.float().view(torch.int32)):     # so that NaN equals NaN
         raise UserError("its head is not tied to its embedding")
     model.load_state_dict({name: t.detach().float().clone() for name, t in state_dict.items()}, assign=True)
     if tied:
@@ -432,6 +433,8 @@ def _from_huggingface(source):
         folder = _download(str(source))
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        if "auto_map" in config:
+            raise UserError("its config.json names code of its own (auto_map), which is never run here")
         if config.get("model_type") != "gpt2":
             raise UserError(f"its config.json says model_type {str(config.get('model_type'))[:40]!r} instead of 'gpt2'")
         for key, value in (("layer_norm_epsilon", 1e-5), ("scale_attn_weights", True), ("tie_word_embeddings", True),
@@ -471,9 +474,12 @@ def _folder_weights(folder):
 
 def _download(name):
     """Folder of the hub's config.json and model.safetensors of `name`, from huggingface_hub's cache where it can."""
-    from huggingface_hub import hf_hub_download
     repo = f"openai-community/{name}" if name in GPT2_SIZES else name
     try:
+        if "/" not in repo:
+            raise ValueError(f"names there have an owner, but for {', '.join(GPT2_SIZES)}")
+        reach_hub()
+        from huggingface_hub import hf_hub_download
         hf_hub_download(repo, "model.safetensors")
         return Path(hf_hub_download(repo, "config.json")).parent
     except Exception as error:      # the network's errors are of many libraries' classes
@@ -488,8 +494,13 @@ class _Record:
 
 def _load_pickle(path):
     """What torch.save wrote, memory-mapped; raises whatever the unpickler does for damaged or hostile files."""
+    zipped = zipfile.is_zipfile(path)
+    if zipped:                      # torch.save never packs: what claims to be larger unpacked would only fill the memory
+        with zipfile.ZipFile(path) as archive:
+            if any(entry.file_size != entry.compress_size for entry in archive.infolist()):
+                raise UserError("it is a packed archive")
     with warnings.catch_warnings(action="ignore"), torch.serialization.safe_globals([(_Record, "__main__.GPTConfig")]):
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
 
 
 def read_checkpoint(path):

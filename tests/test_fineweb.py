@@ -686,13 +686,14 @@ def test_reading_runs_ahead_of_the_training_loop():
 
 
 def test_what_goes_wrong_on_the_reading_thread_is_raised_where_the_batch_is_asked_for():
-    shards = [np.arange(60, dtype=np.uint16), np.full(60, 50300, dtype=np.uint16)]
+    shards = [np.arange(60, dtype=np.uint16), np.full(60, 50, dtype=np.uint16)]
     loader = TokenLoader(Windows(shards, 5, vocab_size=50257), 10, 2)
+    shards[1][:] = 60
     loader.start(0)
     for _ in range(5):
         loader.next_batch()
     for _ in range(3):                        # again, if asked again: never a wait for ever
-        with pytest.raises(UserError, match="holds token 50300"):
+        with pytest.raises(UserError, match="changed during the run"):
             for _ in range(3):
                 loader.next_batch()
     loader.close()
@@ -853,17 +854,49 @@ def test_too_little_text_foreign_ids_and_missing_data_are_users_mistakes(tmp_pat
     with pytest.raises(UserError, match="too few for one sequence"):
         Windows([np.arange(8, dtype=np.uint16)] * 3, 8)
     assert Windows([np.arange(9, dtype=np.uint16)], 8).total == 1
-    windows = Windows([np.array([1, 2, 50257], dtype=np.uint16)], 2, vocab_size=50257)
-    with pytest.raises(UserError, match="50257"):
-        windows.read(0, 1)
-    for folder in (tmp_path, tmp_path / "missing", Path(__file__)):
+    with pytest.raises(UserError, match="holds token 50257"):
+        Windows([np.array([1, 2, 50257], dtype=np.uint16)], 2, vocab_size=50257)
+    for folder in (tmp_path, tmp_path / "missing"):
         with pytest.raises(UserError, match="python fineweb.py"):
             list_shards(folder, "train")
-    write_shard(tmp_path / "x_train_000000.npy", np.arange(100, dtype=np.uint16))
-    windows = Windows(list_shards(tmp_path, "train"), 5)
-    write_shard(tmp_path / "x_train_000000.npy", np.arange(50, dtype=np.uint16))
-    with pytest.raises(UserError, match="changed during the run"):
+    with pytest.raises(UserError, match="is a file"):
+        list_shards(Path(__file__), "train")
+
+
+def test_an_id_that_no_sample_of_a_large_shard_shows_is_found_when_the_shard_is_read(tmp_path):
+    tokens = np.zeros(9_000_000, dtype=np.uint16)
+    tokens[1_000_000] = 50300
+    write_shard(tmp_path / "x_train_000001.npy", tokens)
+    windows = Windows(list_shards(tmp_path, "train"), 1024, vocab_size=50257)
+    with pytest.raises(UserError, match="x_train_000001.npy holds token 50300"):
         windows.read(0, 1)
+
+
+@pytest.mark.parametrize("kind", ["npy", "bin"])
+@pytest.mark.parametrize("change", ["another token", "shorter", "longer", "cut off", "gone"])
+def test_a_shard_that_changes_under_the_run_is_noticed_when_it_is_read(change, kind, tmp_path):
+    path = tmp_path / f"x_train_000001.{kind}"
+    write_shard(path, np.arange(100, dtype=np.uint16))
+    windows = Windows([path], 5)
+    if change == "cut off":
+        path.write_bytes(path.read_bytes()[:-7])
+    elif change == "gone":
+        path.unlink()
+    else:
+        write_shard(path, {"another token": np.arange(1, 101), "shorter": np.arange(50), "longer": np.arange(101)}[change]
+                    .astype(np.uint16))
+    with pytest.raises(UserError, match="x_train_000001"):
+        windows.read(0, 1)
+
+
+@pytest.mark.parametrize("n", [100, 1 << 23, 100_000_000])
+def test_a_fingerprint_tells_shards_apart_by_length_ends_and_blocks_between(n, tmp_path):
+    tokens = np.zeros(n, dtype=np.uint16)
+    seen = {fineweb.digest(tokens)}
+    for at in (0, n - 1, int(np.linspace(0, n - 131072, 8)[3]) if n > 1 << 23 else n // 2):
+        tokens[at] += 1
+        seen.add(fineweb.digest(tokens))
+    assert len(seen) == 4 and len(fineweb.sample_of(tokens)) <= 1 << 23
 
 
 def test_importing_prints_nothing_and_loads_nothing_heavy():
