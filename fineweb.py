@@ -68,6 +68,10 @@ def whole_number(text):
     raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
 
 
+def one_line(error):
+    print(f"{Path(sys.argv[0]).name}: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+
+
 def run_command(main, is_master=lambda: True):
     """Runs `main()` as a command: UserError -> one line and exit 2, RunError -> one line and exit 1."""
     sys.stdout.reconfigure(errors="replace")      # a terminal or pipe that is not UTF-8 shows a sampled token as ?
@@ -75,7 +79,7 @@ def run_command(main, is_master=lambda: True):
         sys.exit(main() or 0)
     except (UserError, RunError) as error:
         if is_master():
-            print(f"{Path(sys.argv[0]).name}: {' '.join(str(error).split())}", file=sys.stderr)
+            one_line(error)
         sys.exit(2 if isinstance(error, UserError) else 1)
     except BrokenPipeError:                       # `... | head` closed the pipe: not worth a traceback
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

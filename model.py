@@ -360,7 +360,7 @@ def _is_conv1d(name):
     return name.endswith(("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight"))
 
 
-def _is_plain(tensor):
+def is_plain(tensor):
     """Dense floats that are all in the file (an expanded tensor has any shape and holds one number)."""
     return (torch.is_tensor(tensor) and tensor.layout == torch.strided and tensor.device.type == "cpu"
             and tensor.is_floating_point()
@@ -380,7 +380,7 @@ def _canonical(state_dict):
         if not name.endswith((".attn.bias", ".attn.masked_bias")):
             out[name] = tensor
     if not any(name.endswith(".bias") for name in out):                         # nanoGPT's bias=False
-        for name in [n for n, t in out.items() if (".h." in n or ".ln_f." in n) and _is_plain(t) and t.dim()]:
+        for name in [n for n, t in out.items() if (".h." in n or ".ln_f." in n) and is_plain(t) and t.dim()]:
             out[name.removesuffix("weight") + "bias"] = torch.zeros(out[name].size(0))
     if "transformer.wte.weight" in out:
         out.setdefault("lm_head.weight", out["transformer.wte.weight"])
@@ -412,7 +412,7 @@ def build_model(cls, config, state_dict):
     for name in state_dict.keys() - expected.keys():
         raise UserError(f"the tensor {name[:80]} does not belong to a {cls.__name__}")
     for name, tensor in state_dict.items():
-        if not _is_plain(tensor):
+        if not is_plain(tensor):
             raise UserError(f"{name} is not a plain tensor of floats")
         if tensor.shape != expected[name].shape:
             raise UserError(f"{name} is {tuple(tensor.shape)} where the config needs {tuple(expected[name].shape)}")

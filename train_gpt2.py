@@ -9,25 +9,32 @@ The same command again goes on where the last checkpoint in --out was written.
 import argparse
 import copy
 import dataclasses
+import importlib.util
 import math
 import os
 import re
+import shutil
 import signal
+import sys
+import threading
 import time
+import traceback
 from collections.abc import Callable
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import hellaswag
-from fineweb import (FlagParser, RunError, TokenLoader, UserError, Windows, encode, list_shards, replace_file,
-                     run_command, to_device, tokenizer, whole_number)
-from model import (ATTENTION, GPT, MODELS, GPTConfig, can_compile, check_attention, choose_device, choose_dtype,
+from fineweb import (VOCAB_SIZE, FlagParser, RunError, TokenLoader, UserError, Windows, digest, encode, list_shards,
+                     one_line, replace_file, run_command, to_device, tokenizer, whole_number)
+from model import (ATTENTION, GPT, MODELS, GPTConfig, can_compile, check_attention, choose_device, choose_dtype, is_plain,
                    keep_freed_memory, load_model, make_autocast, model_from_checkpoint, peak_flops, read_checkpoint)
 
 INPUT_TXT = Path(__file__).resolve().parent / "input.txt"
@@ -92,9 +99,9 @@ OVERFIT = dict(vocab_size=50257, total_batch_size=4 * 32, batch_size="4", sequen
                checkpoint_every=0, resume="never", out="log/overfit")
 # What may differ between the runs that write one log; all else is taken from the checkpoint unless given as a flag.
 PER_RUN = ("out", "resume", "init", "device", "batch_size", "compile", "wandb")
+MODEL_SHAPE = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")
 # What decides weights and data; it cannot change within a run.
-FIXED = ("recipe", "n_layer", "n_head", "n_embd", "block_size", "vocab_size", "total_batch_size", "sequence_length",
-         "seed", "shuffle")
+FIXED = ("recipe", *MODEL_SHAPE, "total_batch_size", "sequence_length", "seed", "shuffle")
 
 
 def parse_flags(argv=None):
@@ -123,24 +130,29 @@ def check_config(config):
                     sequence_length=0, max_steps=1, warmup_steps=0, weight_decay=0, grad_clip=0, seed=0, val_every=0,
                     hellaswag_every=0, sample_every=0, checkpoint_every=0, keep_checkpoints=0, skip_nonfinite=0)
     for name, least in at_least.items():
-        if not least <= getattr(config, name) < math.inf:
-            raise UserError(f"--{name} {getattr(config, name)}: must be at least {least}")
+        bits = 63 if name == "seed" else 40
+        if not least <= getattr(config, name) < 2**bits:
+            raise UserError(f"--{name} {getattr(config, name)}: must be at least {least} and below 2^{bits}")
     if not 0 < config.max_lr < math.inf or not (0 <= config.min_lr <= config.max_lr or config.min_lr == -1):
         raise UserError(f"--max_lr {config.max_lr} --min_lr {config.min_lr}: the first must be above 0, "
                         f"the second from 0 to the first")
     if config.n_embd % config.n_head:
-        fitting = [n for n in range(1, config.n_embd + 1) if config.n_embd % n == 0]
         raise UserError(f"--n_embd {config.n_embd} does not divide into --n_head {config.n_head} heads: "
-                        f"give one of {', '.join(map(str, fitting))} heads")
+                        f"give one of {', '.join(map(str, divisors(config.n_embd)))} heads")
     if config.sequence_length > config.block_size:
         raise UserError(f"--sequence_length {config.sequence_length} is longer than --block_size {config.block_size}: "
                         f"shorten the one or raise the other")
-    if config.seed >= 2**63:
-        raise UserError(f"--seed {config.seed}: must be below 2^63")
     if config.vocab_size > 65536:
         raise UserError(f"--vocab_size {config.vocab_size}: tokens are uint16, so 65536 is the most")
     if config.batch_size != "auto" and not (config.batch_size.isdecimal() and int(config.batch_size) > 0):
         raise UserError(f"--batch_size {config.batch_size}: give a number of sequences from 1 on, or auto")
+    if config.wandb and not importlib.util.find_spec("wandb"):
+        raise UserError("--wandb needs the package wandb: pip install wandb, or leave the flag out")
+
+
+def divisors(n):
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return sorted({*small, *(n // d for d in small)})
 
 
 def micro_batch(config, world_size, device):
@@ -152,13 +164,25 @@ def micro_batch(config, world_size, device):
         raise UserError(f"--total_batch_size {config.total_batch_size} does not divide into sequences of {T} tokens on "
                         f"{world_size} process(es): give {' or '.join(map(str, near))}")
     rows = config.total_batch_size // (T * world_size)
-    divisors = [b for b in range(1, rows + 1) if rows % b == 0]
     if config.batch_size == "auto":
-        return max(b for b in divisors if b <= (64 if device.startswith("cuda") else 8))
-    if int(config.batch_size) not in divisors:
+        return max(b for b in divisors(rows) if b <= (64 if device.startswith("cuda") else 8))
+    if rows % int(config.batch_size):
         raise UserError(f"--batch_size {config.batch_size} does not divide the {rows} sequences a step of each of {world_size} "
-                        f"process(es): give one of {', '.join(map(str, divisors))}, or auto")
+                        f"process(es): give one of {', '.join(map(str, divisors(rows)))}, or auto")
     return int(config.batch_size)
+
+
+def check_memory(config, device):
+    """UserError if weights, gradients and AdamW's two moments alone, 16 bytes a parameter, are more than the device holds."""
+    parameters = 12 * config.n_layer * config.n_embd**2 + (config.vocab_size + config.block_size) * config.n_embd
+    if device.startswith("cuda"):
+        memory = torch.cuda.mem_get_info(device)[1]
+    else:
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else math.inf
+    if 16 * parameters > memory:
+        raise UserError(f"{config.n_layer} layers of width {config.n_embd} have {parameters:,} parameters, which need "
+                        f"{16 * parameters / 1e9:,.0f} GB to train, and {device} has {memory / 1e9:,.0f} GB: "
+                        f"give a smaller --n_layer or --n_embd")
 
 
 # -----------------------------------------------------------------------------
@@ -193,12 +217,20 @@ RECIPES = {
 # -----------------------------------------------------------------------------
 # this process among the others
 
+WAIT = timedelta(minutes=30)    # for the other processes: the master may have weights to download first
+
+
 @dataclass
 class Process:
-    rank: int
-    world_size: int
-    device: str
-    is_master: bool             # does the logging and the checkpoints
+    rank: int = 0
+    world_size: int = 1
+    device: str = "cpu"
+    store: dist.Store | None = None     # what the processes share, beside the collectives
+
+    @property
+    def is_master(self):
+        """Does the logging and the checkpoints."""
+        return self.rank == 0
 
     def print0(self, *args):
         if self.is_master:
@@ -212,31 +244,93 @@ class Process:
         dist.all_reduce(total)
         return total.tolist()
 
+    def gather(self, value):
+        """[the value of each process]."""
+        values = [value] * self.world_size
+        if self.world_size > 1:
+            dist.all_gather_object(values, value)
+        return values
+
+    def together(self, function, *args):
+        """function(*args) on every process; where it fails on any, it fails on all, with the same message."""
+        result = failure = None
+        try:
+            result = function(*args)
+        except (UserError, RunError) as error:
+            failure = error
+        for rank, error in enumerate(self.gather(failure)):
+            if error:
+                raise type(error)(f"process {rank}: {error}" if rank else str(error))
+        return result
+
+    def master_first(self, function, *args):
+        """function(*args), on the master first (it fills caches), then on the others."""
+        result = self.together(lambda: function(*args) if self.is_master else None)
+        return self.together(lambda: result if self.is_master else function(*args))
+
+    def check_same(self, what, value):
+        for rank, (mine, theirs) in enumerate(zip(values := self.gather(value), values[:1] * len(values), strict=True)):
+            if mine != theirs:
+                raise UserError(f"process {rank} has another {what} than process 0: give every machine the same")
+
     @contextmanager
-    def master_first(self):
-        """The master goes through the body first (and fills caches), then the others."""
-        if self.world_size > 1 and not self.is_master:
-            dist.barrier()
-        yield
-        if self.world_size > 1 and self.is_master:
-            dist.barrier()
+    def failing_as_one(self):
+        """Around all that one process among several does: one that fails ends the others within seconds, and one line says
+        why. Whoever failed by itself speaks before those that only lost it, and the master before the others."""
+        if self.world_size == 1:
+            yield
+            return
+        done = threading.Event()
+        watch = threading.Thread(target=self._leave_with_the_others, args=(done,), daemon=True)
+        watch.start()
+        try:
+            yield
+        except Exception as error:
+            known, lost = isinstance(error, (UserError, RunError)), re.search("gloo|NCCL|Connection", str(error))
+            time.sleep((not self.is_master) + (0 if known or not lost else 3))
+            first = True
+            with suppress(RuntimeError):        # the store is gone with the machine that held it
+                first = self.store.add("failed", 1) == 1
+            if first and (known or lost):
+                text = str(error) if known else ("another process was killed, or its machine lost; the checkpoints are whole, "
+                                                 f"and the same command goes on from the newest ({error})")
+                one_line(f"process {self.rank}: {text}" if self.rank else text)
+            elif first:
+                traceback.print_exc()
+            sys.stdout.flush()
+            os._exit(2 if isinstance(error, UserError) else 1)          # without waiting for what the others still owe us
+        finally:
+            done.set()
+            watch.join()
+
+    def _leave_with_the_others(self, done):
+        """On a thread, because a process that waits for a lost one inside a collective hears nothing else."""
+        with suppress(RuntimeError):
+            while not done.wait(1):
+                if self.store.add("failed", 0) and not done.wait(10):           # a checkpoint may just be written
+                    os._exit(1)
 
 
 def setup_process(config):
     """Joins torchrun's process group if there is one; nccl on CUDA, gloo elsewhere."""
-    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     device = choose_device(config.device)
-    if device == "cuda" and "LOCAL_RANK" in os.environ:
-        device = f"cuda:{os.environ['LOCAL_RANK']}"
+    if device == "cuda" and (local := os.environ.get("LOCAL_RANK")):
+        device = choose_device(f"cuda:{local}")         # refuses more processes than GPUs
     if device.startswith("cuda"):
         torch.cuda.set_device(device)
         # "high" alone; the newer fp32_precision settings beside it break torch.compile
         torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
     if device == "cpu":
         keep_freed_memory()
-    if world_size > 1:
-        dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
-    return Process(rank, world_size, device, rank == 0)
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        return Process(device=device)
+    try:
+        store, rank, world_size = next(dist.rendezvous("env://", timeout=WAIT))
+    except (ValueError, RuntimeError) as error:
+        raise UserError(f"WORLD_SIZE is set, and the other processes cannot be found ({error}): start by torchrun") from None
+    dist.init_process_group("nccl" if device.startswith("cuda") else "gloo", store=dist.PrefixStore("group", store),
+                            rank=rank, world_size=world_size, timeout=WAIT)
+    return Process(rank, world_size, device, dist.PrefixStore("ours", store))
 
 
 # -----------------------------------------------------------------------------
@@ -251,22 +345,23 @@ class Log:
         if path.exists():
             # a run that crashed wrote on after its last checkpoint: those steps come again. Evaluations
             # at the checkpoint's own step were made before it was written, and stay.
-            rows = [line.split() for line in path.read_text(encoding="utf-8").splitlines()]
+            rows = [line.split() for line in path.read_text(encoding="utf-8", errors="replace").splitlines()]
             kept = [" ".join(row) + "\n" for row in rows if len(row) == 3 and row[0].isdecimal()
                     and int(row[0]) < step + (row[1] != "train" and step > 0)]
             replace_file(path, lambda file: file.write("".join(kept).encode()))
         self.file = open(path, "a", encoding="utf-8")
         if config.wandb:
-            try:
-                import wandb
-            except ImportError:
-                raise UserError("--wandb needs the package wandb: pip install wandb, or leave the flag out") from None
+            import wandb
             self.wandb = wandb
             wandb.init(project="gpt2", name=Path(config.out).name, config=asdict(config), resume="allow")
 
     def write(self, step, kind, value, **more):
-        self.file.write(f"{step} {kind} {value:.6f}\n")
-        self.file.flush()
+        try:
+            self.file.write(f"{step} {kind} {value:.6f}\n")
+            self.file.flush()
+        except OSError as error:
+            raise RunError(f"cannot write {self.file.name}: {error.strerror}. Make room, and the same command goes on from the "
+                           f"newest checkpoint") from None
         if self.wandb:
             self.wandb.log({kind: value, **more}, step=step)
 
@@ -284,93 +379,220 @@ class State:
     optimizers: list
     scaler: torch.amp.GradScaler
     step: int = 0
+    evaluated: int = -1                 # the last step whose evaluations are all made
     val_loss: float | None = None       # the newest
     best: tuple | None = None           # (validation loss, step) of the best checkpoint
+    skipped: int = 0                    # steps that were passed over because something was not finite
+
+    def content(self, config, data):
+        """What a checkpoint holds: plain values and tensors. `data`: the fingerprints of the shards."""
+        return {
+            "model": self.model.state_dict(), "model_config": asdict(self.model.config), "recipe": config.recipe,
+            "config": asdict(config), "data": data, "step": self.step, "evaluated": self.evaluated,
+            "val_loss": self.val_loss, "best": self.best, "skipped": self.skipped,
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers], "scaler": self.scaler.state_dict(),
+            "rng": {"torch": torch.get_rng_state(),
+                    "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []},
+            "job": os.environ.get("TORCHELASTIC_RUN_ID", ""),
+        }
+
+    def restore(self, checkpoint):
+        """Takes over what a checkpoint holds, but for the weights: the model was made of them. ValueError if it is damaged."""
+        numbers = {"step": int, "evaluated": int, "skipped": int, "val_loss": float | None, "best": tuple | None}
+        for name, kind in numbers.items():
+            if not isinstance(checkpoint[name], kind):
+                raise ValueError(f"its {name} is {str(checkpoint[name])[:40]}")
+            setattr(self, name, checkpoint[name])
+        if not 0 <= self.step < 2**40 or self.skipped < 0:
+            raise ValueError(f"its step is {self.step}")
+        if self.best and [type(number) for number in self.best] != [float, int]:
+            raise ValueError(f"its best is {str(self.best)[:40]}")
+        if len(checkpoint["optimizers"]) != len(self.optimizers):
+            raise ValueError(f"it holds {len(checkpoint['optimizers'])} optimizers instead of {len(self.optimizers)}")
+        for optimizer, saved in zip(self.optimizers, checkpoint["optimizers"], strict=True):
+            restore_optimizer(optimizer, saved)
+        if checkpoint["scaler"] and self.scaler.is_enabled():
+            self.scaler.load_state_dict(checkpoint["scaler"])
+        torch.set_rng_state(checkpoint["rng"]["torch"])
+        if torch.cuda.is_available() and len(checkpoint["rng"]["cuda"]) == torch.cuda.device_count():
+            torch.cuda.set_rng_state_all(checkpoint["rng"]["cuda"])
+
+
+def restore_optimizer(optimizer, saved):
+    """Gives an AdamW its saved moments; rates and decay stay as the config says. ValueError for those of another model."""
+    named = [pair for group in optimizer.param_groups for pair in zip(group["param_names"], group["params"], strict=True)]
+    if [name for group in saved["param_groups"] for name in group["param_names"]] != [name for name, _ in named]:
+        raise ValueError("its optimizer is one of other parameters")
+    state = {}
+    for i, (name, p) in enumerate(named):
+        state[i] = {key: saved["state"][i][key] for key in ("step", "exp_avg", "exp_avg_sq")}
+        for key, value in state[i].items():
+            if not is_plain(value) or value.shape != (() if key == "step" else p.shape):
+                raise ValueError(f"its optimizer's {key} of {name} does not fit")
+    state = copy.deepcopy(state)                # out of the memory-mapped file
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
 def make_state(config, model, checkpoint, path, process):
-    """The state before the first step, or as `checkpoint` holds it. Rates and decay come from the config."""
+    """The state before the first step, or as `checkpoint` holds it."""
     optimizers = RECIPES[config.recipe].optimizers(model, config)
     optimised = [id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
     assert sorted(optimised) == sorted(map(id, model.parameters())), "every parameter is optimised exactly once"
     state = State(model, optimizers, torch.amp.GradScaler(process.device.split(":")[0], enabled=config.dtype == "float16"))
     if checkpoint:
         try:
-            for optimizer, saved in zip(optimizers, checkpoint["optimizers"], strict=True):
-                saved = copy.deepcopy(saved["state"])           # out of the memory-mapped file
-                optimizer.load_state_dict({"state": saved, "param_groups": optimizer.state_dict()["param_groups"]})
-            if checkpoint["scaler"] and state.scaler.is_enabled():
-                state.scaler.load_state_dict(checkpoint["scaler"])
-            torch.set_rng_state(checkpoint["rng"]["torch"])
-            state.step, state.val_loss, state.best = int(checkpoint["step"]), checkpoint["val_loss"], checkpoint["best"]
-        except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
-            raise UserError(f"{path} does not hold the state of a run ({type(error).__name__}: {str(error)[:200]}): "
-                            f"remove it to go on from an older one, or start a new run with another --out") from None
+            state.restore(checkpoint)
+        except (LookupError, TypeError, ValueError, RuntimeError, AttributeError) as error:
+            raise damaged(path, error) from None
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["max_lr"] = group["lr"]       # what the schedule's fraction multiplies
     return state
 
 
-def save_checkpoint(config, state):
-    """Writes OUT/checkpoint_STEP.pt whole or not at all; then only the newest --keep_checkpoints and the best stay
-    (the one saved with the lowest validation loss)."""
-    if state.val_loss is not None and (state.best is None or state.val_loss < state.best[0]):
-        state.best = (state.val_loss, state.step)
-    content = {
-        "model": state.model.state_dict(), "model_config": asdict(state.model.config), "recipe": config.recipe,
-        "config": asdict(config), "step": state.step, "val_loss": state.val_loss, "best": state.best,
-        "optimizers": [optimizer.state_dict() for optimizer in state.optimizers], "scaler": state.scaler.state_dict(),
-        "rng": {"torch": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []},
-    }
-    path = Path(config.out) / f"checkpoint_{state.step:06d}.pt"
-    replace_file(path, lambda file: torch.save(content, file))
-    if config.keep_checkpoints:
-        for step, old in checkpoints(config.out)[:-config.keep_checkpoints]:
-            if state.best is None or step != state.best[1]:
-                old.unlink()
-    return path
+def damaged(path, error):
+    """The UserError for a checkpoint that is readable and wrong inside."""
+    return UserError(f"{path} does not hold the state of a run ({type(error).__name__}: {str(error)[:200]}): {instead_of(path)}")
 
 
-def find_checkpoint(config):
-    """(path, dict) of the checkpoint to go on from, or (None, None)."""
-    if config.resume not in ("auto", "never"):
-        path = Path(config.resume)
-    else:
-        found = checkpoints(config.out)
-        if not found or config.resume == "never":
-            return None, None
-        path = found[-1][1]
-    checkpoint = read_checkpoint(path)
-    missing = {"model", "model_config", "config", "recipe", "step", "optimizers"} - checkpoint.keys()
+def instead_of(path):
+    older = [p.name for _, p in checkpoints(Path(path).parent) if p.name < Path(path).name]
+    return f"remove it, and the same command goes on from {older[-1]}" if older else "start a new run with another --out"
+
+
+def copy_to_cpu(tree, copies):
+    """The same dicts and lists with copies of the tensors, one for those that share their memory (embedding and head)."""
+    if torch.is_tensor(tree):
+        key = tree.data_ptr(), tree.shape
+        if key not in copies:
+            copies[key] = torch.empty(tree.shape, dtype=tree.dtype, pin_memory=tree.is_cuda).copy_(tree, non_blocking=True)
+        return copies[key]
+    if isinstance(tree, dict):
+        return {name: copy_to_cpu(value, copies) for name, value in tree.items()}
+    return type(tree)(copy_to_cpu(value, copies) for value in tree) if isinstance(tree, (list, tuple)) else tree
+
+
+class Saver:
+    """Writes OUT/checkpoint_STEP.pt, whole or not at all, on a thread and from a copy of the state, so that training goes
+    on meanwhile; one at a time. Then only the newest --keep_checkpoints and the best stay (the one saved with the lowest
+    validation loss)."""
+
+    def __init__(self, config, data, log, process):
+        self.config, self.data, self.log, self.process = config, data, log, process
+        self.thread, self.pending = ThreadPoolExecutor(1, "checkpoint"), None
+
+    def save(self, state):
+        """Takes the copy, on the master. The file is there when `finish` has returned."""
+        self.finish()
+        if state.evaluated == state.step and state.val_loss is not None and (not state.best or state.val_loss < state.best[0]):
+            state.best = (state.val_loss, state.step)
+        if self.process.is_master:
+            content = copy_to_cpu(state.content(self.config, self.data), {})
+            if self.process.device.startswith("cuda"):
+                torch.cuda.synchronize()
+            if self.log:
+                os.fsync(self.log.file.fileno())        # the log never ends before its checkpoint
+            self.pending = self.thread.submit(self._write, content)
+
+    def _write(self, content):
+        path = Path(self.config.out) / f"checkpoint_{content['step']:06d}.pt"
+        replace_file(path, lambda file: torch.save(content, file))
+        if self.config.keep_checkpoints:
+            for step, old in checkpoints(self.config.out)[:-self.config.keep_checkpoints]:
+                if content["best"] is None or step != content["best"][1]:
+                    old.unlink(missing_ok=True)
+        return path
+
+    def finish(self, wait=True):
+        """Waits for the file, or with wait=False only looks if it is there. Raises what went wrong."""
+        if self.pending and (wait or self.pending.done()):
+            pending, self.pending = self.pending, None
+            self.process.print0(f"saved {pending.result()}")
+
+    def close(self):
+        self.thread.shutdown()                  # a checkpoint that is being written is finished, whatever else failed
+
+
+def choose_checkpoint(config):
+    """Path of the checkpoint to go on from, or None."""
+    found = [path for _, path in checkpoints(config.out)]
+    if config.resume == "auto":
+        return found[-1] if found else None
+    # torchrun --max_restarts starts this same command again: then --resume never or PATH have had their effect already
+    job = os.environ.get("TORCHELASTIC_RUN_ID", "")
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and found and read_checkpoint(found[-1]).get("job") == job:
+        return found[-1]
+    return None if config.resume == "never" else Path(config.resume)
+
+
+def read_state(path):
+    """The dict of a checkpoint of this script."""
+    try:
+        checkpoint = read_checkpoint(path)
+    except UserError as error:
+        raise UserError(f"{error}: {instead_of(path)}" if path.exists() else str(error)) from None
+    missing = {"model", "model_config", "config", "recipe", "step", "optimizers", "data", "rng"} - checkpoint.keys()
     if missing:
         raise UserError(f"--resume {path}: not a checkpoint of this script (it has no {', '.join(sorted(missing))}); "
                         f"to start a new run from its weights give --init {path}")
-    return path, checkpoint
+    return checkpoint
 
 
 def config_of_checkpoint(config, given, checkpoint, path):
     """The flags given, and for the others what the checkpoint's run had; UserError if a given one contradicts it."""
-    known = {f.name for f in dataclasses.fields(Config)}
-    before = {name: value for name, value in checkpoint["config"].items() if name in known}
+    kinds = {f.name: f.metadata.get("type", f.type) for f in dataclasses.fields(Config)}
+    try:
+        before = {name: value for name, value in checkpoint["config"].items() if name in kinds}
+        for name, value in before.items():
+            if not isinstance(value, kinds[name]) and not (kinds[name] is float and type(value) is int) and value is not None:
+                raise ValueError(f"its config says {name} = {str(value)[:40]}")
+        for name in MODEL_SHAPE:
+            if before[name] != checkpoint["model_config"][name]:
+                raise ValueError(f"its two configs differ in {name}")
+        if before["recipe"] != checkpoint["recipe"]:
+            raise ValueError("its config says another recipe")
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise damaged(path, error) from None
     for name in FIXED:
-        if name in given and name in before and getattr(config, name) != before[name]:
-            raise UserError(f"{path} was trained with --{name} {before[name]}, not {getattr(config, name)}: give the same, "
+        if name in given and getattr(config, name) != before.get(name):
+            raise UserError(f"{path} was trained with --{name} {before.get(name)}, not {getattr(config, name)}: give the same, "
                             f"or start a new run with another --out")
     taken = {name: value for name, value in before.items() if name not in given and name not in PER_RUN}
     return dataclasses.replace(config, **taken)
 
 
-def set_aside(out):
-    """Moves an earlier run's log and checkpoints into OUT/previous_N, for --resume never loses nothing."""
-    old = [path for _, path in checkpoints(out)]
+def check_data(checkpoint, data, folder, path):
+    """UserError unless the shards are still the ones of the checkpoint's run, in their number, order and content."""
+    try:
+        for split in data.keys() & checkpoint["data"].keys():
+            before, now = checkpoint["data"][split], data[split]
+            if [shard[1:] for shard in before] == [shard[1:] for shard in now]:
+                continue
+            described = [f"{len(shards)} {split} shard(s), {sum(n for _, n, _ in shards):,} tokens" for shards in (before, now)]
+            i = next((i for i, (a, b) in enumerate(zip(before, now, strict=False)) if a[1:] != b[1:]), min(len(before), len(now)))
+            first = ["{} ({:,} tokens, digest {})".format(*shards[i]) if i < len(shards) else "none" for shards in (before, now)]
+            raise UserError(f"{path} was trained on other data: {described[0]}, and {folder} has {described[1]}; the first that "
+                            f"differs was {first[0]} and is {first[1]}. Bring the old data back, or start a new run from these "
+                            f"weights: --init {path} --out ANOTHER")
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise damaged(path, error) from None
+
+
+def set_aside(config, path, step):
+    """Moves the checkpoints in --out that do not belong to the run which goes on from `path` at `step` (or from nowhere),
+    with the log, into OUT/previous_N: nothing is lost, and the next --resume auto does not find them."""
+    inside = path is not None and path.resolve().parent == Path(config.out).resolve()
+    old = [p for s, p in checkpoints(config.out) if not inside or s > step]
     if not old:
         return None
-    folder = next(p for n in range(1, 10**6) if not (p := Path(out) / f"previous_{n}").exists())
+    folder = next(p for n in range(1, 10**6) if not (p := Path(config.out) / f"previous_{n}").exists())
     folder.mkdir()
-    for path in [*old, Path(out) / "log.txt"]:
-        if path.exists():
-            path.rename(folder / path.name)
+    if (log := Path(config.out) / "log.txt").exists():
+        shutil.copy(log, folder)
+        if not inside:
+            log.unlink()
+    for p in old:
+        p.rename(folder / p.name)
     return folder
 
 
@@ -446,13 +668,13 @@ def print_samples(model, autocast, process, num_samples=4, max_new_tokens=32, pr
 class Reporter:
     """Prints and logs. On CUDA a step is reported when the next one is queued, so that the GPU never waits."""
 
-    def __init__(self, config, log, model, process):
-        self.config, self.log, self.process = config, log, process
-        self.flops, self.peak = model.flops_per_token(config.sequence_length), peak_flops(process.device)
-        self.names = [name for name, _ in model.named_parameters()]
+    def __init__(self, config, log, state, process):
+        self.config, self.log, self.state, self.process = config, log, state, process
+        self.flops, self.peak = state.model.flops_per_token(config.sequence_length), peak_flops(process.device)
+        self.names = [name for name, _ in state.model.named_parameters()]
         self.lag = 1 if process.device.startswith("cuda") else 0
         self.pending, self.seconds, self.losses = [], [], {}
-        self.skipped, self.stop = 0, False      # `stop`: some process was asked to; all learn it at the same step
+        self.stop = False                       # `stop`: some process was asked to; all learn it at the same step
 
     def start(self):
         """Before a step: starts the clock, unless one is still running on the GPU and the clock with it."""
@@ -484,19 +706,19 @@ class Reporter:
         mfu = f"{rate * self.flops / self.peak / self.process.world_size:.1%}" if self.peak else "n/a"
         left = sorted(self.seconds)[len(self.seconds) // 2] * (self.config.max_steps - 1 - step)
         self.process.print0(f"step {step:5d} | loss: {loss:.6f} | lr {lr:.4e} | norm: {norm:.4f} | dt: {dt * 1000:.2f}ms | "
-                            f"tok/sec: {rate:.2f} | mfu: {mfu} | left: {timedelta(seconds=round(left))}")
+                            f"tok/sec: {rate:.2f} | mfu: {mfu} | left: {timedelta(seconds=round(min(left, 1e9)))}")
         if self.log:
             self.log.write(step, "train", loss, norm=norm, lr=lr)
         # float16 overflows now and then: its scaler passes over those steps and lowers its scale
         if not math.isfinite(loss) or (first_bad >= 0 and self.config.dtype != "float16"):
-            self.skipped += 1
+            self.state.skipped += 1
             where = f"; the first gradient that is not finite is that of {self.names[int(first_bad)]}" if first_bad >= 0 else ""
-            if self.skipped > self.config.skip_nonfinite:
+            if self.state.skipped > self.config.skip_nonfinite:
                 raise RunError(f"step {step}: loss {loss}, gradient norm {norm}{where}. The weights were not changed by it, and "
                                f"the checkpoints are as they were: lower --max_lr, lengthen --warmup_steps, or pass over such "
                                f"steps by --skip_nonfinite, and go on by the same command")
-            self.process.print0(f"step {step} was passed over ({self.skipped} of --skip_nonfinite {self.config.skip_nonfinite})"
-                                f"{where}")
+            self.process.print0(f"step {step} was passed over ({self.state.skipped} of --skip_nonfinite "
+                                f"{self.config.skip_nonfinite}){where}")
 
 
 class StopSignals:
@@ -518,10 +740,27 @@ class StopSignals:
 # -----------------------------------------------------------------------------
 # putting it together
 
+def check_folders(config):
+    """UserError unless --data holds shards and --out can be written; writes nothing."""
+    if not config.overfit:
+        list_shards(config.data, "train")
+        if config.val_every:
+            list_shards(config.data, "val")
+    folder = Path(config.out).absolute()
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        raise UserError(f"--out {config.out}: {folder} is {'not writable' if folder.is_dir() else 'a file'}: "
+                        f"choose another folder")
+
+
 def open_data(config):
     """(training windows, validation windows or None, number of validation windows)."""
     if config.overfit:
-        text = INPUT_TXT.read_text(encoding="utf-8")
+        try:
+            text = INPUT_TXT.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise UserError(f"{INPUT_TXT} cannot be read ({error}): restore it with `git checkout -- input.txt`") from None
         need = config.total_batch_size + 1
         tokens = encode(text[:20 * need])[:need]                # one epoch is one batch: 4 windows of 32 tokens
         return Windows([tokens], config.sequence_length, vocab_size=config.vocab_size), None, 0
@@ -532,47 +771,56 @@ def open_data(config):
     return train, val, min(val.total, max(1, config.val_tokens // config.sequence_length))
 
 
+def without_text(config, given, process):
+    """Samples and HellaSwag need GPT-2's tokens. With a smaller vocabulary: a warning, unless a flag asked for them."""
+    if config.vocab_size >= VOCAB_SIZE or not (config.sample_every or config.hellaswag_every):
+        return config
+    reason = f"samples and HellaSwag need GPT-2's {VOCAB_SIZE} tokens, and --vocab_size is {config.vocab_size}"
+    if given & {"sample_every", "hellaswag_every", "hellaswag_data"}:
+        raise UserError(f"{reason}: give --sample_every 0 --hellaswag_every 0, or a larger vocabulary")
+    process.print0(f"warning: going on without either: {reason}")
+    return dataclasses.replace(config, sample_every=0, hellaswag_every=0)
+
+
 def hellaswag_batches(config, asked_for, process):
     """Fetched by the master before the first step. Not to be had: a warning, unless a flag asked for it."""
     if not config.hellaswag_every:
         return []
-    with process.master_first():
-        try:
-            examples = hellaswag.load_examples(config.hellaswag_data or None)
-        except UserError as error:
-            if asked_for:
-                raise UserError(f"{error} (or --hellaswag_every 0)") from None
-            process.print0(f"warning: going on without HellaSwag. {error}")
-            return []
+    try:
+        examples = process.master_first(hellaswag.load_examples, config.hellaswag_data or None)
+    except UserError as error:
+        if asked_for:
+            raise UserError(f"{error} (or --hellaswag_every 0)") from None
+        process.print0(f"warning: going on without HellaSwag. {error}")
+        return []
     return hellaswag.make_batches(examples, config.block_size)
 
 
 def load_init(config, given, process):
     """The model of --init, and the config with the shape that comes with the weights."""
-    with process.master_first():
-        model = load_model(config.init)
+    model = process.master_first(load_model, config.init)
     if not isinstance(model, MODELS[config.recipe][0]):
         raise UserError(f"--init {config.init} is not a model of --recipe {config.recipe}")
-    shape = {name: value for name, value in asdict(model.config).items() if name in asdict(config)}
-    for name, value in shape.items():
-        if name in given and getattr(config, name) != value:
-            raise UserError(f"--{name} {getattr(config, name)} contradicts --init {config.init}, which has {value}: "
-                            f"leave the flag out")
-    return model, dataclasses.replace(config, **shape)
+    for name in MODEL_SHAPE:
+        if name in given and getattr(config, name) != getattr(model.config, name):
+            raise UserError(f"--{name} {getattr(config, name)} contradicts --init {config.init}, which has "
+                            f"{getattr(model.config, name)}: leave the flag out")
+    return model, dataclasses.replace(config, **{name: getattr(model.config, name) for name in MODEL_SHAPE})
 
 
-def open_output(config, start_step, process):
-    """The output folder and its log; what an earlier run left there is continued, or set aside, never lost."""
-    if process.is_master:
-        try:
-            Path(config.out).mkdir(parents=True, exist_ok=True)
-            if config.resume == "never" and (folder := set_aside(config.out)):
-                process.print0(f"--resume never: the earlier run's files are now in {folder}")
-            for stale in Path(config.out).glob("*.tmp"):
-                stale.unlink()
-            return Log(config, start_step)
-        except (OSError, RunError) as error:
-            raise UserError(f"--out {config.out} cannot be written ({error}): choose another folder") from None
+def open_output(config, path, step, process):
+    """The output folder and its log, on the master; what an earlier run left there is continued or set aside, never lost."""
+    if not process.is_master:
+        return None
+    try:
+        Path(config.out).mkdir(parents=True, exist_ok=True)
+        if folder := set_aside(config, path, step):
+            process.print0(f"checkpoints of another run, or later than the one to go on from, are now in {folder}")
+        for stale in Path(config.out).glob("*.tmp"):
+            stale.unlink()
+        return Log(config, step)
+    except (OSError, RunError) as error:
+        raise UserError(f"--out {config.out} cannot be written ({error}): choose another folder") from None
 
 
 def wrap_model(config, model, process):
@@ -608,13 +856,31 @@ def print_header(config, model, compiled, loader, process):
         process.print0(f"note: the warm-up of {config.warmup_steps} steps is longer than the run")
 
 
-def train(argv=None):
-    config, given = parse_flags(argv)
-    check_config(config)
-    process = setup_process(config)
-    path, checkpoint = find_checkpoint(config)
-    model = None
-    if checkpoint:
+@dataclass
+class Run:
+    """What the loop works with, once all that can be checked has been."""
+    config: Config
+    process: Process
+    state: State
+    compiled: Callable                  # the model for evaluation
+    wrapped: Callable                   # the model for training: with DDP around it, if there are several processes
+    autocast: torch.autocast
+    loader: TokenLoader
+    val: tuple                          # validation windows or None, how many of them count
+    hella: list
+    reporter: Reporter
+    saver: Saver
+
+
+def set_up(config, given, process):
+    """From flags to a Run. What is quick to check comes first, and nothing is written before all of it was."""
+    process.check_same("set of flags", {name: value for name, value in asdict(config).items() if name not in PER_RUN})
+    process.together(check_folders, config)
+    path = process.gather(process.together(lambda: choose_checkpoint(config) if process.is_master else None))[0]
+    checkpoint = model = None
+    if path:
+        checkpoint = process.together(read_state, path)
+        process.check_same("checkpoint", (str(path), digest(np.memmap(path, dtype=np.uint8, mode="r"))))
         config = config_of_checkpoint(config, given, checkpoint, path)
     elif config.init != "scratch":
         model, config = load_init(config, given, process)
@@ -622,74 +888,111 @@ def train(argv=None):
                                  min_lr=config.max_lr / 10 if config.min_lr == -1 else config.min_lr,
                                  dtype=choose_dtype(config.dtype, process.device))
     check_config(config)
+    config = without_text(config, given, process)
+    check_memory(config, process.device)
     check_attention(config.attention, process.device, getattr(torch, config.dtype), config.n_embd // config.n_head)
     B = micro_batch(config, process.world_size, process.device)
-    train_windows, val_windows, val_count = open_data(config)
+    train_windows, *val = process.together(open_data, config)
+    data = {split: windows.fingerprint for split, windows in (("train", train_windows), ("val", val[0])) if windows}
+    process.check_same(f"content of --data {config.data}", data)
+    if checkpoint:
+        check_data(checkpoint, data, config.data, path)
     hella = hellaswag_batches(config, bool(given & {"hellaswag_every", "hellaswag_data"}), process)
-    recipe = RECIPES[config.recipe]
+
     if model is None:
         torch.manual_seed(config.seed)
-        model = model_from_checkpoint(checkpoint, path) if checkpoint else recipe.model(config)
+        model = model_from_checkpoint(checkpoint, path) if checkpoint else RECIPES[config.recipe].model(config)
     model.to(process.device).use_attention(config.attention)
     state = make_state(config, model, checkpoint, path, process)
-    del checkpoint
-    log = open_output(config, state.step, process)
+    log = process.together(open_output, config, path, state.step, process)
     compiled, wrapped = wrap_model(config, model, process)
-    autocast = make_autocast(process.device, config.dtype)
     loader = TokenLoader(train_windows, config.total_batch_size, B, process.rank, process.world_size, process.device)
     print_header(config, model, compiled, loader, process)
     if path:
         process.print0(f"going on from {path} at step {state.step} of {config.max_steps}")
-    reporter, signals, start_step = Reporter(config, log, model, process), StopSignals(), state.step
-    loader.start(start_step)
+    return Run(config, process, state, compiled, wrapped, make_autocast(process.device, config.dtype), loader, val, hella,
+               Reporter(config, log, state, process), Saver(config, data, log, process))
 
-    def due(every):
-        """Every so many steps and at the last; what a resumed run did before its checkpoint is not done twice."""
-        step = state.step
-        return every and (step % every == 0 or step == config.max_steps) and (step > start_step or step == 0)
 
+def evaluate(run, due):
+    """Validation loss, HellaSwag and samples, where they are due."""
+    config, process, state, reporter = run.config, run.process, run.state, run.reporter
+    if due(config.val_every):
+        reporter.flush()
+        state.val_loss = validation_loss(run.compiled, *run.val, run.loader.B, run.autocast, process)
+        reporter.event(state.step, "val", state.val_loss, f"validation loss: {state.val_loss:.4f}")
+    if run.hella and due(config.hellaswag_every):
+        reporter.flush()
+        counts = hellaswag.evaluate(state.model, run.hella, process.device, run.autocast, process.rank, process.world_size)
+        _, correct, n = process.sum(*counts.tolist())
+        reporter.event(state.step, "hella", correct / n, f"HellaSwag accuracy: {correct:.0f}/{n:.0f}={correct / n:.4f}")
+    if state.step > 0 and due(config.sample_every):
+        reporter.flush()                        # on all processes: what it tells of a stop they must learn together
+        if process.is_master:
+            print_samples(state.model, run.autocast, process)
+    state.evaluated = state.step
+
+
+def loop(run, signals):
+    """Evaluate, save, train, log, until max_steps or a signal."""
+    config, state, reporter, saver = run.config, run.state, run.reporter, run.saver
+    schedule, saved = RECIPES[config.recipe].schedule, state.step
+    run.loader.start(state.step)
     while True:
-        # evaluate
-        if due(config.val_every):
-            reporter.flush()
-            state.val_loss = validation_loss(compiled, val_windows, val_count, B, autocast, process)
-            reporter.event(state.step, "val", state.val_loss, f"validation loss: {state.val_loss:.4f}")
-        if hella and due(config.hellaswag_every):
-            reporter.flush()
-            counts = hellaswag.evaluate(model, hella, process.device, autocast, process.rank, process.world_size)
-            _, correct, n = process.sum(*counts.tolist())
-            reporter.event(state.step, "hella", correct / n, f"HellaSwag accuracy: {correct:.0f}/{n:.0f}={correct / n:.4f}")
-        if state.step > 0 and due(config.sample_every):
-            reporter.flush()                    # on all processes: what it tells of a stop they must learn together
-            if process.is_master:
-                print_samples(model, autocast, process)
+        last = state.step >= config.max_steps
+
+        def due(every, last=last):
+            return every and (state.step % every == 0 or last)
+
+        # evaluate, but not with seconds left to save: then the run that goes on does it
+        if state.evaluated < state.step and not reporter.stop:
+            evaluate(run, due)
         # save
-        if state.step > 0 and config.checkpoint_every and (due(config.checkpoint_every) or reporter.stop):
+        if config.checkpoint_every and state.step > saved and (due(config.checkpoint_every) or reporter.stop):
             reporter.flush()
-            if process.is_master:
-                process.print0(f"saved {save_checkpoint(config, state)}")
-        if state.step >= config.max_steps or reporter.stop:
+            saver.save(state)
+            saved = state.step
+        if last or reporter.stop:
             break
         # train
         reporter.start()
-        scale = recipe.schedule(state.step, config)
+        scale = schedule(state.step, config)
         for optimizer in state.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = group["max_lr"] * scale
-        numbers = train_step(wrapped, state, loader, autocast, config.grad_clip, process, signals.received is not None)
+        numbers = train_step(run.wrapped, state, run.loader, run.autocast, config.grad_clip, run.process,
+                             stop=signals.received is not None)
         # log
         reporter.step(state.step, numbers, config.max_lr * scale)
+        saver.finish(wait=False)
         state.step += 1
-
     reporter.flush()
-    loader.close()
+    saver.finish()
+
+
+def train(argv=None):
+    config, given = parse_flags(argv)
+    check_config(config)
+    process = setup_process(config)
+    with process.failing_as_one():
+        run = set_up(config, given, process)
+        signals = StopSignals()
+        try:
+            loop(run, signals)
+        except torch.OutOfMemoryError:
+            raise UserError(f"{process.device} is out of memory with --batch_size {run.loader.B}: give --batch_size "
+                            f"{max(1, run.loader.B // 2)}, which changes nothing else") from None
+        finally:
+            run.loader.close()
+            run.saver.close()
     if process.world_size > 1:
         dist.destroy_process_group()
-    if state.step < config.max_steps:
+    config, state = run.config, run.state
+    if run.reporter.stop:
         then = "the same command goes on from there" if config.checkpoint_every else "nothing was saved (--checkpoint_every 0)"
         process.print0(f"stopped by {signals.received or 'a signal'} after {state.step} of {config.max_steps} steps: {then}")
     elif config.overfit:
-        return overfit_verdict(reporter.losses, process)
+        return overfit_verdict(run.reporter.losses, process)
     else:
         process.print0(f"done: {state.step} steps; log.txt and checkpoints are in {config.out}")
 

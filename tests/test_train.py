@@ -369,7 +369,9 @@ def test_a_step_that_is_not_finite_is_named_and_leaves_weights_and_checkpoints_a
 def test_the_best_checkpoint_stays_beside_the_newest(tmp_path):
     config = Config(out=str(tmp_path), keep_checkpoints=1)
     model = GPT(GPTConfig(block_size=8, vocab_size=64, n_layer=1, n_head=1, n_embd=8))
-    state = train_gpt2.make_state(config, model, None, None, train_gpt2.Process(0, 1, "cpu", True))
-    for state.step, state.val_loss in ((1, 3.0), (2, 1.0), (3, 2.0), (4, 2.5)):
-        train_gpt2.save_checkpoint(config, state)
-    assert [step for step, _ in train_gpt2.checkpoints(tmp_path)] == [2, 4]
+    state = train_gpt2.make_state(config, model, None, None, train_gpt2.Process())
+    saver = train_gpt2.Saver(config, {}, None, train_gpt2.Process())
+    for state.step, state.val_loss, state.evaluated in ((1, 3.0, 1), (2, 1.0, 2), (3, 2.0, 3), (4, 0.5, 3), (5, 2.5, 5)):
+        saver.save(state)               # the loss at step 4 was not measured there
+    saver.finish()
+    assert [step for step, _ in train_gpt2.checkpoints(tmp_path)] == [2, 5]
