@@ -21,6 +21,7 @@ import os
 import re
 import sys
 import time
+import warnings
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -69,7 +70,14 @@ def whole_number(text):
 
 
 def one_line(error):
-    print(f"{Path(sys.argv[0]).name}: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+    # a stranger's file can put escape codes into a message
+    text = "".join(c if c.isprintable() else "?" for c in " ".join(str(error).split()))
+    print(f"{Path(sys.argv[0]).name}: {text}", file=sys.stderr, flush=True)
+
+
+def shown(value):
+    """A value of a stranger's file for a message. Not str() of a list: one that holds itself again and again never ends."""
+    return str(value)[:40] if isinstance(value, str | int | float | None) else f"a {type(value).__name__}"
 
 
 def run_command(main, is_master=lambda: True):
@@ -186,6 +194,8 @@ def open_shard(path):
     not a whole shard; nothing in it is ever unpickled."""
     path = Path(path)
     try:
+        if not path.is_file():                    # a named pipe would never answer
+            raise ValueError("it is no file")
         if path.suffix == ".bin":
             header = np.fromfile(path, dtype="<i4", count=BIN_HEADER)
             if len(header) < BIN_HEADER or (header[0], header[1]) != (BIN_MAGIC, BIN_VERSION):
@@ -194,13 +204,14 @@ def open_shard(path):
                 raise ValueError(f"its size is not that of the {header[2]:,} tokens which its header promises")
             tokens = np.memmap(path, dtype="<u2", mode="r", offset=4 * BIN_HEADER)
         else:
-            tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+            with warnings.catch_warnings(action="ignore"):        # a strange header's come beside the error
+                tokens = np.load(path, mmap_mode="r", allow_pickle=False)
         if not isinstance(tokens, np.memmap) or tokens.dtype != np.uint16 or tokens.ndim != 1 or len(tokens) == 0:
             raise ValueError(f"it holds {getattr(tokens, 'dtype', 'an archive')} {getattr(tokens, 'shape', '')}")
         if path.stat().st_size != tokens.offset + tokens.nbytes:
             raise ValueError(f"it goes on after the {len(tokens):,} tokens which its header promises")
     except Exception as error:                    # numpy's reader fails in many ways on a broken header
-        raise UserError(f"{path} is not a whole shard, 1-D uint16 tokens ({error}): copy or make it again") from None
+        raise UserError(f"{path} is not a whole shard, 1-D uint16 tokens ({str(error)[:200]}): copy or make it again") from None
     return tokens
 
 
@@ -226,9 +237,10 @@ def digest(values):
 
 def list_shards(folder, split):
     """Sorted paths of a folder's shards of `split` ('train' or 'val')."""
-    if Path(folder).exists() and not os.path.isdir(folder):
+    if os.path.exists(folder) and not os.path.isdir(folder):       # os.path's questions raise nothing for a strange name
         raise UserError(f"{folder} is a file: give the folder of the shards")
-    paths = sorted(path for path in Path(folder).glob("*") if (m := SHARD_NAME.match(path.name)) and m[1] == split)
+    paths = Path(folder).glob("*") if os.path.isdir(folder) else ()
+    paths = sorted(path for path in paths if (m := SHARD_NAME.match(path.name)) and m[1] == split)
     if not paths:
         raise UserError(f"there is no data in {folder}, no *_{split}_000000.npy or .bin: `python fineweb.py` makes "
                         f"edu_fineweb10B, `python fineweb.py --input YOUR_TEXT --out {folder}` shards of your own text")
@@ -311,7 +323,10 @@ class LocalSource:
             self.expected += int(size * PACKING.get(path.suffix, 1) / BYTES_PER_TOKEN)
 
     def units(self, start=0, mark=None):
-        unit, first_file = mark or (0, 0)
+        mark = mark or (0, 0)
+        if [type(n) for n in mark] != [int, int] or mark[1] not in range(len(self.paths)):
+            raise UserError("the manifest.json of an earlier run is damaged: choose another --out")
+        unit, first_file = mark
         for i in range(first_file, len(self.paths)):
             self.marks.append((unit, i))
             try:
@@ -335,21 +350,27 @@ def read_txt(path, piece_size=1 << 18):
     A cut between a character and the white space after it cannot change the tokens: no alternative
     of GPT-2's pattern goes on from the one to the other, or looks that far.
     """
-    text, first = "", True
+    parts, first = [], True                       # the text since the last cut
     with open_text(path) as file:
         while block := file.read(piece_size):
-            text += block
-            if cut := LAST_CUT.match(text):
-                yield text[:cut.end()], first
-                text, first = text[cut.end():], False
-    if text:
-        yield text, first
+            last = parts[-1][-1] if parts else ""         # a cut can come right after it, not before
+            if cut := LAST_CUT.match(last + block):
+                end = cut.end() - len(last)
+                yield "".join([*parts, block[:end]]), first
+                parts, block, first = [], block[end:], False
+            parts.append(block)
+            if sum(map(len, parts)) > MAX_DOCUMENT:
+                raise ValueError(f"it goes on for more than {MAX_DOCUMENT:,} characters without a word's end")
+    if parts:
+        yield "".join(parts), first
 
 
 def read_jsonl(path):
     """One document a line: {"text": "..."}; empty lines are passed over."""
     with open_text(path) as file:
-        for number, line in enumerate(file, 1):
+        for number, line in enumerate(iter(lambda: file.readline(MAX_DOCUMENT), ""), 1):
+            if len(line) == MAX_DOCUMENT:
+                raise ValueError(f"line {number} is not shorter than {MAX_DOCUMENT:,} characters")
             if not line.strip():
                 continue
             try:
@@ -367,13 +388,14 @@ def read_parquet(path):
     table = pyarrow.parquet.ParquetFile(path)
     if "text" not in table.schema_arrow.names:
         raise ValueError(f"it has no column `text`, but {', '.join(table.schema_arrow.names)}")
-    for batch in table.iter_batches(batch_size=1024, columns=["text"]):
+    for batch in table.iter_batches(batch_size=16, columns=["text"]):     # 16, since half a kilobyte can repeat a huge document
         for text in batch.column(0).to_pylist():
             if not isinstance(text, str):
                 raise ValueError("its column `text` holds something that is not a string")
             yield text, True
 
 
+MAX_DOCUMENT = 10**9            # characters held at once: a few kilobytes of .gz or .zst unpack to a line without an end
 PACKING = {".gz": 3, ".zst": 3, ".parquet": 2}   # about how many bytes of text a byte of the file holds
 READERS = {".txt": read_txt, ".jsonl": read_jsonl, ".parquet": read_parquet}
 LAST_CUT = re.compile(r".*\S(?=[ \n\r])", re.DOTALL)
@@ -439,9 +461,11 @@ class ShardWriter:
         """Makes the manifest that is there this run's, if it is whole and of the same settings."""
         try:
             found = json.loads(self.path.read_text(encoding="utf-8"))
-            shards = [(self.out / Path(s["file"]).name, int(s["tokens"]), int(s["end"]["unit"]), int(s["end"]["token"]))
+            shards = [(self.out / Path(s["file"]).name, s["tokens"], s["end"]["unit"], s["end"]["token"])
                       for s in found["shards"]]
-            int((found["mark"] or [0])[0]), bool(found["complete"])
+            numbers = [(found["mark"] or [0])[0], *(n for shard in shards for n in shard[1:])]
+            if not all(type(n) is int and n >= 0 for n in numbers) or type(found["complete"]) is not bool:
+                raise ValueError
         except (OSError, ValueError, LookupError, TypeError, RecursionError):
             raise UserError(f"{self.path} is damaged: choose another --out, or remove {self.out} to start again") from None
         if not shards:

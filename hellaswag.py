@@ -46,11 +46,11 @@ def load_examples(path=None):
 
 def _checked(row, where):
     try:
-        ctx, endings, label = row["ctx"], row["endings"], int(row["label"])
+        ctx, endings, label = row["ctx"], row["endings"], int(str(row["label"]))     # "1" and 1, not 1.5
         strings = isinstance(endings, list) and all(isinstance(s, str) for s in (ctx, *endings))
         if strings and len(endings) == 4 and 0 <= label < 4:
             return {"ctx": ctx, "endings": endings, "label": label}
-    except (KeyError, TypeError, ValueError, OverflowError):
+    except (KeyError, TypeError, ValueError):
         pass
     raise UserError(f"{where}: not a HellaSwag example (ctx: a string, endings: four strings, label: 0 to 3)")
 

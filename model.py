@@ -9,12 +9,12 @@ import ctypes
 import dataclasses
 import json
 import math
+import mmap
 import os
 import re
 import shutil
 import sys
 import warnings
-import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +23,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fineweb import EOT, VOCAB_SIZE, UserError, checked_asset, reach_hub, replace_file
+from fineweb import EOT, VOCAB_SIZE, UserError, checked_asset, reach_hub, replace_file, shown
 
 if tuple(int(n) for n in torch.__version__.split("+")[0].split(".")[:2]) < (2, 9):
     raise ImportError(f"torch {torch.__version__} is too old: this project needs torch 2.9 or newer")
@@ -352,7 +352,8 @@ MODELS = {"gpt2": (GPT, GPTConfig)}             # what a checkpoint's `recipe` n
 
 
 def _brief(error):
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    text = str(error).split("WeightsUnpickler error:")[-1]                      # before it torch tells how to run the file's code
+    return f"{type(error).__name__}: {' '.join(text.split())[:200]}"
 
 
 def _is_conv1d(name):
@@ -397,9 +398,9 @@ def build_model(cls, config, state_dict):
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if field.type in ("int", int) and not (type(value) is int and 0 < value < 2**24):
-            raise UserError(f"its config says {field.name} = {str(value)[:40]}")
+            raise UserError(f"its config says {field.name} = {shown(value)}")
     if getattr(config, "gelu", "tanh") not in ("tanh", "none"):
-        raise UserError(f"its config says gelu = {str(config.gelu)[:40]}")
+        raise UserError(f"its config says gelu = {shown(config.gelu)}")
     if config.n_embd % config.n_head:
         raise UserError(f"its config says {config.n_head} heads for n_embd {config.n_embd}")
     if config.n_layer > len(state_dict):
@@ -436,11 +437,11 @@ def _from_huggingface(source):
         if "auto_map" in config:
             raise UserError("its config.json names code of its own (auto_map), which is never run here")
         if config.get("model_type") != "gpt2":
-            raise UserError(f"its config.json says model_type {str(config.get('model_type'))[:40]!r} instead of 'gpt2'")
+            raise UserError(f"its config.json says model_type {shown(config.get('model_type'))!r} instead of 'gpt2'")
         for key, value in (("layer_norm_epsilon", 1e-5), ("scale_attn_weights", True), ("tie_word_embeddings", True),
                            ("scale_attn_by_inverse_layer_idx", False), ("add_cross_attention", False)):
             if config.get(key, value) != value:
-                raise UserError(f"its config.json says {key} = {config[key]}, which this GPT does not do")
+                raise UserError(f"its config.json says {key} = {shown(config[key])}, which this GPT does not do")
         gelu = {"gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu": "none"}.get(
             config.get("activation_function", "gelu_new"))
         if gelu is None or config.get("n_inner") not in (None, 4 * config["n_embd"]):
@@ -494,11 +495,17 @@ class _Record:
 
 def _load_pickle(path):
     """What torch.save wrote, memory-mapped; raises whatever the unpickler does for damaged or hostile files."""
-    zipped = zipfile.is_zipfile(path)
-    if zipped:                      # torch.save never packs: what claims to be larger unpacked would only fill the memory
-        with zipfile.ZipFile(path) as archive:
-            if any(entry.file_size != entry.compress_size for entry in archive.infolist()):
-                raise UserError("it is a packed archive")
+    with open(path, "rb") as file:
+        zipped = file.read(4) == b"PK\x03\x04"                                  # torch.load asks the same
+        if zipped:                  # by the reader that will unpack it: another one may find another archive in the same file
+            archive = torch._C.PyTorchFileReader(str(path))
+            size_of = getattr(archive, "get_record_size", lambda record: 0)     # not in every release of torch
+            if sum(map(size_of, archive.get_all_records())) > os.path.getsize(path):
+                raise UserError("it is packed")         # torch.save never packs: it would only fill the memory
+        pickled = archive.get_record("data.pkl") if zipped else mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        # the two functions that weights_only lets a file call with numbers and texts of its own: any size from a few bytes
+        if pickled.find(b"\nbytearray\n") >= 0 or pickled.find(b"_codecs\nencode\n") >= 0:
+            raise UserError("it holds raw bytes")
     with warnings.catch_warnings(action="ignore"), torch.serialization.safe_globals([(_Record, "__main__.GPTConfig")]):
         return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
 
@@ -524,9 +531,10 @@ def model_from_checkpoint(checkpoint, path):
         cls, config_cls, extra = GPT, GPTConfig, {}
         weights = checkpoint.get("model")
         if "model_config" in checkpoint:
-            if checkpoint.get("recipe") not in MODELS:
-                raise UserError(f"its recipe {str(checkpoint.get('recipe'))[:40]!r} is unknown here")
-            cls, config_cls = MODELS[checkpoint["recipe"]]
+            recipe = checkpoint.get("recipe")
+            if not isinstance(recipe, str) or recipe not in MODELS:
+                raise UserError(f"its recipe {shown(recipe)!r} is unknown here")
+            cls, config_cls = MODELS[recipe]
             config = checkpoint["model_config"]
         elif "model_args" in checkpoint:                                        # nanoGPT
             config, extra = checkpoint["model_args"], {"gelu": "none"}

@@ -9,7 +9,9 @@ The same command again goes on where the last checkpoint in --out was written.
 import argparse
 import copy
 import dataclasses
+import errno
 import importlib.util
+import json
 import math
 import os
 import re
@@ -19,6 +21,7 @@ import sys
 import threading
 import time
 import traceback
+import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -33,9 +36,14 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import hellaswag
 from fineweb import (VOCAB_SIZE, FlagParser, RunError, TokenLoader, UserError, Windows, digest, encode, list_shards,
-                     one_line, replace_file, run_command, to_device, tokenizer, whole_number)
+                     one_line, replace_file, run_command, shown, to_device, tokenizer, whole_number)
 from model import (ATTENTION, GPT, MODELS, GPTConfig, can_compile, check_attention, choose_device, choose_dtype, is_plain,
                    keep_freed_memory, load_model, make_autocast, model_from_checkpoint, peak_flops, read_checkpoint)
+
+try:
+    import fcntl
+except ImportError:             # Windows
+    fcntl = None
 
 INPUT_TXT = Path(__file__).resolve().parent / "input.txt"
 
@@ -226,6 +234,8 @@ class Process:
     world_size: int = 1
     device: str = "cpu"
     store: dist.Store | None = None     # what the processes share, beside the collectives
+    restarted: bool = False             # by torchrun --max_restarts
+    done: threading.Event = field(default_factory=threading.Event)
 
     @property
     def is_master(self):
@@ -260,8 +270,14 @@ class Process:
             failure = error
         for rank, error in enumerate(self.gather(failure)):
             if error:
-                raise type(error)(f"process {rank}: {error}" if rank else str(error))
+                raise self.agreed(type(error)(f"process {rank}: {error}" if rank else str(error)))
         return result
+
+    @staticmethod
+    def agreed(error):
+        """Marks an error that all processes raise alike: only the master speaks of it."""
+        error.agreed = True
+        return error
 
     def master_first(self, function, *args):
         """function(*args), on the master first (it fills caches), then on the others."""
@@ -269,9 +285,10 @@ class Process:
         return self.together(lambda: result if self.is_master else function(*args))
 
     def check_same(self, what, value):
-        for rank, (mine, theirs) in enumerate(zip(values := self.gather(value), values[:1] * len(values), strict=True)):
-            if mine != theirs:
-                raise UserError(f"process {rank} has another {what} than process 0: give every machine the same")
+        values = self.gather(value)
+        other = next((rank for rank in range(self.world_size) if values[rank] != values[0]), None)
+        if other is not None:
+            raise self.agreed(UserError(f"process {other} has another {what} than process 0: give every machine the same"))
 
     @contextmanager
     def failing_as_one(self):
@@ -280,35 +297,35 @@ class Process:
         if self.world_size == 1:
             yield
             return
-        done = threading.Event()
-        watch = threading.Thread(target=self._leave_with_the_others, args=(done,), daemon=True)
-        watch.start()
         try:
             yield
         except Exception as error:
             known, lost = isinstance(error, (UserError, RunError)), re.search("gloo|NCCL|Connection", str(error))
-            time.sleep((not self.is_master) + (0 if known or not lost else 3))
+            time.sleep((not self.is_master) + (3 if lost and not known else 0))
             first = True
             with suppress(RuntimeError):        # the store is gone with the machine that held it
-                first = self.store.add("failed", 1) == 1
+                first = self.is_master if getattr(error, "agreed", False) else self.store.add("failed", 1) == 1
             if first and (known or lost):
                 text = str(error) if known else ("another process was killed, or its machine lost; the checkpoints are whole, "
-                                                 f"and the same command goes on from the newest ({error})")
-                one_line(f"process {self.rank}: {text}" if self.rank else text)
+                                                 f"and the same command goes on from the newest ({str(error)[:120]})")
+                one_line(text if self.is_master else f"process {self.rank}: {text}")
             elif first:
                 traceback.print_exc()
             sys.stdout.flush()
+            time.sleep(5 if first else 0)       # so that the others find the store, and in it that this was told
             os._exit(2 if isinstance(error, UserError) else 1)          # without waiting for what the others still owe us
         finally:
-            done.set()
-            watch.join()
+            self.done.set()
 
-    def _leave_with_the_others(self, done):
+    def leave_with_the_others(self, torchrun):
         """On a thread, because a process that waits for a lost one inside a collective hears nothing else."""
-        with suppress(RuntimeError):
-            while not done.wait(1):
-                if self.store.add("failed", 0) and not done.wait(10):           # a checkpoint may just be written
-                    os._exit(1)
+        while not self.done.wait(1):
+            try:
+                gone = os.getppid() != torchrun or self.store is not None and self.store.add("failed", 0) > 0
+            except RuntimeError:                # the machine that held the store is gone
+                gone = True
+            if gone and not self.done.wait(10):         # a checkpoint may just be written
+                os._exit(1)
 
 
 def setup_process(config):
@@ -322,15 +339,41 @@ def setup_process(config):
         torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
     if device == "cpu":
         keep_freed_memory()
+    process = Process(device=device)
     if os.environ.get("WORLD_SIZE", "1") == "1":
-        return Process(device=device)
+        return process
+    threading.Thread(target=process.leave_with_the_others, args=(os.getppid(),), daemon=True).start()
     try:
         store, rank, world_size = next(dist.rendezvous("env://", timeout=WAIT))
     except (ValueError, RuntimeError) as error:
         raise UserError(f"WORLD_SIZE is set, and the other processes cannot be found ({error}): start by torchrun") from None
-    dist.init_process_group("nccl" if device.startswith("cuda") else "gloo", store=dist.PrefixStore("group", store),
-                            rank=rank, world_size=world_size, timeout=WAIT)
-    return Process(rank, world_size, device, dist.PrefixStore("ours", store))
+    process.restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" or store.add("begun", 1) > world_size
+    process.rank, process.world_size, process.store = rank, world_size, fresh_store(store, rank, world_size)
+    dist.init_process_group("nccl" if device.startswith("cuda") else "gloo", rank=rank, world_size=world_size, timeout=WAIT,
+                            store=dist.PrefixStore("group", process.store))
+    return process
+
+
+def fresh_store(store, rank, world_size):
+    """A part of torchrun's key-value store of which all processes know that it is this attempt's.
+
+    After a restart (--max_restarts) torchrun's store still holds the addresses of the processes that died, and torch 2.13
+    connects to those (pytorch issue 135712); its restart count may differ between machines. So rank 0 names a new part,
+    each rank answers with a nonce, and follows only a name under which rank 0 has repeated that nonce.
+    """
+    if rank == 0:
+        name = uuid.uuid4().hex
+        store.set("attempt", name)
+        nonces = {str(r): store.get(f"{name}/nonce/{r}").decode() for r in range(1, world_size)}       # waits for each
+        store.set(f"{name}/nonces", json.dumps(nonces))
+    else:
+        nonce, nonces = uuid.uuid4().hex, {}
+        while nonces.get(str(rank)) != nonce:
+            name = store.get("attempt").decode()
+            store.set(f"{name}/nonce/{rank}", nonce)
+            time.sleep(0.05)
+            nonces = json.loads(store.get(f"{name}/nonces")) if store.check([f"{name}/nonces"]) else {}
+    return dist.PrefixStore(name, store)
 
 
 # -----------------------------------------------------------------------------
@@ -401,18 +444,21 @@ class State:
         numbers = {"step": int, "evaluated": int, "skipped": int, "val_loss": float | None, "best": tuple | None}
         for name, kind in numbers.items():
             if not isinstance(checkpoint[name], kind):
-                raise ValueError(f"its {name} is {str(checkpoint[name])[:40]}")
+                raise ValueError(f"its {name} is {shown(checkpoint[name])}")
             setattr(self, name, checkpoint[name])
         if not 0 <= self.step < 2**40 or self.skipped < 0:
             raise ValueError(f"its step is {self.step}")
         if self.best and [type(number) for number in self.best] != [float, int]:
-            raise ValueError(f"its best is {str(self.best)[:40]}")
+            raise ValueError(f"its best is {shown(self.best)}")
         if len(checkpoint["optimizers"]) != len(self.optimizers):
             raise ValueError(f"it holds {len(checkpoint['optimizers'])} optimizers instead of {len(self.optimizers)}")
         for optimizer, saved in zip(self.optimizers, checkpoint["optimizers"], strict=True):
             restore_optimizer(optimizer, saved)
         if checkpoint["scaler"] and self.scaler.is_enabled():
-            self.scaler.load_state_dict(checkpoint["scaler"])
+            scale, tracker = (checkpoint["scaler"][name] for name in ("scale", "_growth_tracker"))
+            if type(scale) is not float or type(tracker) is not int or not (0 < scale < math.inf and 0 <= tracker < 2**31):
+                raise ValueError(f"its scaler says {shown(scale)} and {shown(tracker)}")
+            self.scaler.load_state_dict(self.scaler.state_dict() | {"scale": scale, "_growth_tracker": tracker})
         torch.set_rng_state(checkpoint["rng"]["torch"])
         if torch.cuda.is_available() and len(checkpoint["rng"]["cuda"]) == torch.cuda.device_count():
             torch.cuda.set_rng_state_all(checkpoint["rng"]["cuda"])
@@ -513,14 +559,14 @@ class Saver:
         self.thread.shutdown()                  # a checkpoint that is being written is finished, whatever else failed
 
 
-def choose_checkpoint(config):
+def choose_checkpoint(config, restarted=False):
     """Path of the checkpoint to go on from, or None."""
     found = [path for _, path in checkpoints(config.out)]
     if config.resume == "auto":
         return found[-1] if found else None
     # torchrun --max_restarts starts this same command again: then --resume never or PATH have had their effect already
     job = os.environ.get("TORCHELASTIC_RUN_ID", "")
-    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and found and read_checkpoint(found[-1]).get("job") == job:
+    if restarted and found and read_checkpoint(found[-1]).get("job") == job:
         return found[-1]
     return None if config.resume == "never" else Path(config.resume)
 
@@ -540,14 +586,16 @@ def read_state(path):
 
 def config_of_checkpoint(config, given, checkpoint, path):
     """The flags given, and for the others what the checkpoint's run had; UserError if a given one contradicts it."""
-    kinds = {f.name: f.metadata.get("type", f.type) for f in dataclasses.fields(Config)}
+    fields = {f.name: f for f in dataclasses.fields(Config)}
     try:
-        before = {name: value for name, value in checkpoint["config"].items() if name in kinds}
+        before = {name: value for name, value in checkpoint["config"].items() if name in fields}
         for name, value in before.items():
-            if not isinstance(value, kinds[name]) and not (kinds[name] is float and type(value) is int) and value is not None:
-                raise ValueError(f"its config says {name} = {str(value)[:40]}")
+            kind, choices = fields[name].metadata.get("type", fields[name].type), fields[name].metadata.get("choices")
+            right = isinstance(value, (kind, int) if kind is float else kind) or value is fields[name].default
+            if not right or choices and value not in choices:
+                raise ValueError(f"its config says {name} = {shown(value)}")
         for name in MODEL_SHAPE:
-            if before[name] != checkpoint["model_config"][name]:
+            if type(checkpoint["model_config"][name]) is not int or before[name] != checkpoint["model_config"][name]:
                 raise ValueError(f"its two configs differ in {name}")
         if before["recipe"] != checkpoint["recipe"]:
             raise ValueError("its config says another recipe")
@@ -564,8 +612,10 @@ def config_of_checkpoint(config, given, checkpoint, path):
 def check_data(checkpoint, data, folder, path):
     """UserError unless the shards are still the ones of the checkpoint's run, in their number, order and content."""
     try:
-        for split in data.keys() & checkpoint["data"].keys():
+        for split in data.keys() & {"train", *checkpoint["data"]}:
             before, now = checkpoint["data"][split], data[split]
+            if any([type(value) for value in shard] != [str, int, str] for shard in before):
+                raise ValueError("it does not say which shards")
             if [shard[1:] for shard in before] == [shard[1:] for shard in now]:
                 continue
             described = [f"{len(shards)} {split} shard(s), {sum(n for _, n, _ in shards):,} tokens" for shards in (before, now)]
@@ -740,18 +790,49 @@ class StopSignals:
 # -----------------------------------------------------------------------------
 # putting it together
 
-def check_folders(config):
-    """UserError unless --data holds shards and --out can be written; writes nothing."""
-    if not config.overfit:
-        list_shards(config.data, "train")
-        if config.val_every:
-            list_shards(config.data, "val")
-    folder = Path(config.out).absolute()
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
-    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
-        raise UserError(f"--out {config.out}: {folder} is {'not writable' if folder.is_dir() else 'a file'}: "
-                        f"choose another folder")
+PATIENCE = 20                   # seconds: a run that was just ended may still be saving
+
+
+@contextmanager
+def the_only_run_in(out, process):
+    """Locks the output folder for as long as this process lives, however it ends: two runs would write over each other.
+    A folder that is made for it goes again if nothing was written."""
+    if not process.is_master:
+        yield
+        return
+    out = Path(out).absolute()
+    made = [folder for folder in (out, *out.parents) if not folder.exists()]
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        if not os.access(out, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        folder = os.open(out, os.O_RDONLY) if fcntl else None
+    except OSError as error:
+        raise UserError(f"--out {out} cannot be written ({error.strerror}): choose another folder") from None
+    try:
+        deadline = time.monotonic() + PATIENCE
+        while fcntl:
+            try:
+                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise UserError(f"--out {out}: another run is writing there; wait for its end, or choose another "
+                                    f"folder") from None
+                time.sleep(0.5)
+            except OSError:                     # some network file systems know no locks
+                break
+        yield
+    finally:
+        if fcntl:
+            os.close(folder)
+        for folder in made:
+            with suppress(OSError):             # not empty
+                folder.rmdir()
+
+
+def splits(config):
+    return ("train", "val") if config.val_every else ("train",)
 
 
 def open_data(config):
@@ -813,7 +894,6 @@ def open_output(config, path, step, process):
     if not process.is_master:
         return None
     try:
-        Path(config.out).mkdir(parents=True, exist_ok=True)
         if folder := set_aside(config, path, step):
             process.print0(f"checkpoints of another run, or later than the one to go on from, are now in {folder}")
         for stale in Path(config.out).glob("*.tmp"):
@@ -837,7 +917,7 @@ def wrap_model(config, model, process):
     if process.world_size == 1:
         return compiled, compiled
     return compiled, DDP(compiled, device_ids=[process.device] if process.device.startswith("cuda") else None,
-                         gradient_as_bucket_view=True, broadcast_buffers=False)
+                         gradient_as_bucket_view=True)
 
 
 def print_header(config, model, compiled, loader, process):
@@ -874,9 +954,11 @@ class Run:
 
 def set_up(config, given, process):
     """From flags to a Run. What is quick to check comes first, and nothing is written before all of it was."""
-    process.check_same("set of flags", {name: value for name, value in asdict(config).items() if name not in PER_RUN})
-    process.together(check_folders, config)
-    path = process.gather(process.together(lambda: choose_checkpoint(config) if process.is_master else None))[0]
+    process.check_same("set of flags", {name: value for name, value in asdict(config).items()
+                                        if name not in (*PER_RUN, "data", "hellaswag_data")})
+    process.together(lambda: config.overfit or [list_shards(config.data, split) for split in splits(config)])
+    # the master decides; on machines without a common file system the others may see another newest one
+    path = process.gather(process.together(choose_checkpoint, config, process.restarted))[0]
     checkpoint = model = None
     if path:
         checkpoint = process.together(read_state, path)
@@ -974,7 +1056,7 @@ def train(argv=None):
     config, given = parse_flags(argv)
     check_config(config)
     process = setup_process(config)
-    with process.failing_as_one():
+    with process.failing_as_one(), the_only_run_in(config.out, process):
         run = set_up(config, given, process)
         signals = StopSignals()
         try:

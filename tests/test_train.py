@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,11 +14,10 @@ import torch
 
 import train_gpt2
 from fineweb import UserError, encode, write_shard
+from helpers import ENV, ROOT, command, logged, run
 from model import GPT, GPTConfig, can_compile, load_model, peak_flops, read_checkpoint
 from train_gpt2 import Config, micro_batch, warmup_cosine
 
-ROOT = Path(__file__).resolve().parent.parent
-ENV = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 TINY = ["--n_layer", "2", "--n_head", "2", "--n_embd", "32", "--block_size", "32", "--dtype", "float32",
         "--total_batch_size", "256", "--max_steps", "25", "--warmup_steps", "5", "--hellaswag_every", "0"]
 QUIET = ["--val_every", "0", "--sample_every", "0", "--checkpoint_every", "0"]
@@ -33,22 +31,6 @@ def shards(tmp_path_factory):
     for i, (a, b) in enumerate(((0, 3000), (3000, 4517), (4517, 9000), (9000, 12001))):
         write_shard(folder / f"text_{'train' if i else 'val'}_{i:06d}.npy", tokens[a:b])
     return folder
-
-
-def command(*flags, processes=1):
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"] if processes > 1 else []
-    return [sys.executable, *launcher, str(ROOT / "train_gpt2.py"), *map(str, flags)]
-
-
-def run(*flags, processes=1, code=0, env=ENV, cwd=None):
-    result = subprocess.run(command(*flags, processes=processes), capture_output=True, text=True, env=env, cwd=cwd, timeout=300)
-    assert result.returncode == code, result.stdout[-2000:] + result.stderr[-2000:]
-    return result
-
-
-def logged(out, kind="train"):
-    rows = [line.split() for line in (Path(out) / "log.txt").read_text().splitlines()]
-    return {int(step): float(value) for step, k, value in rows if k == kind}
 
 
 @pytest.fixture(scope="session")
