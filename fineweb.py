@@ -211,7 +211,8 @@ def open_shard(path):
         if path.stat().st_size != tokens.offset + tokens.nbytes:
             raise ValueError(f"it goes on after the {len(tokens):,} tokens which its header promises")
     except Exception as error:                    # numpy's reader fails in many ways on a broken header
-        raise UserError(f"{path} is not a whole shard, 1-D uint16 tokens ({str(error)[:200]}): copy or make it again") from None
+        reason = "it is no .npy, or holds pickled objects" if "pickle" in str(error) else str(error)[:200]
+        raise UserError(f"{path} is not a whole shard, 1-D uint16 tokens ({reason}): copy or make it again") from None
     return tokens
 
 

@@ -519,7 +519,7 @@ def read_checkpoint(path):
         checkpoint = _load_pickle(path)
     except Exception as error:      # whatever a damaged or hostile file makes the unpickler raise
         raise UserError(f"{path} cannot be read as a checkpoint: it was cut off, or holds more than tensors "
-                        f"and plain values ({_brief(error)})") from None
+                        f"and plain values ({_brief(error)}); copy it again") from None
     if not isinstance(checkpoint, dict):
         raise UserError(f"{path} holds a {type(checkpoint).__name__} instead of a checkpoint's dict")
     return checkpoint

@@ -519,26 +519,31 @@ def copy_to_cpu(tree, copies):
 
 
 class Saver:
-    """Writes OUT/checkpoint_STEP.pt, whole or not at all, on a thread and from a copy of the state, so that training goes
-    on meanwhile; one at a time. Then only the newest --keep_checkpoints and the best stay (the one saved with the lowest
-    validation loss)."""
+    """Writes OUT/checkpoint_STEP.pt, whole or not at all; then only the newest --keep_checkpoints and the best stay (the one
+    saved with the lowest validation loss). On CUDA a thread writes from a copy in pinned memory while training goes on. On
+    a CPU of two cores that cost more (3.3 to 5.2 s for GPT-2 124M) than to wait for the file (2 s)."""
 
     def __init__(self, config, data, log, process):
         self.config, self.data, self.log, self.process = config, data, log, process
         self.thread, self.pending = ThreadPoolExecutor(1, "checkpoint"), None
+        self.background = process.device.startswith("cuda")
 
     def save(self, state):
-        """Takes the copy, on the master. The file is there when `finish` has returned."""
+        """On the master. The file is there when `finish` has returned."""
         self.finish()
         if state.evaluated == state.step and state.val_loss is not None and (not state.best or state.val_loss < state.best[0]):
             state.best = (state.val_loss, state.step)
         if self.process.is_master:
-            content = copy_to_cpu(state.content(self.config, self.data), {})
-            if self.process.device.startswith("cuda"):
-                torch.cuda.synchronize()
+            content = state.content(self.config, self.data)
+            if self.background:
+                content = copy_to_cpu(content, {})
+                if torch.cuda.is_available():
+                    torch.cuda.synchronize()
             if self.log:
                 os.fsync(self.log.file.fileno())        # the log never ends before its checkpoint
             self.pending = self.thread.submit(self._write, content)
+            if not self.background:
+                self.finish()
 
     def _write(self, content):
         path = Path(self.config.out) / f"checkpoint_{content['step']:06d}.pt"
@@ -576,11 +581,11 @@ def read_state(path):
     try:
         checkpoint = read_checkpoint(path)
     except UserError as error:
-        raise UserError(f"{error}: {instead_of(path)}" if path.exists() else str(error)) from None
+        raise UserError(f"{error}: {instead_of(path)}" if checkpoints(path.parent) else str(error)) from None
     missing = {"model", "model_config", "config", "recipe", "step", "optimizers", "data", "rng"} - checkpoint.keys()
     if missing:
-        raise UserError(f"--resume {path}: not a checkpoint of this script (it has no {', '.join(sorted(missing))}); "
-                        f"to start a new run from its weights give --init {path}")
+        raise UserError(f"{path} is not a checkpoint of this script (it has no {', '.join(sorted(missing))}): "
+                        f"{instead_of(path)}; or start a new run from its weights by --init {path}")
     return checkpoint
 
 

@@ -1,9 +1,7 @@
 """train_gpt2.py: the loop against a plain one, processes, resume, evaluation, mistakes, the sanity run."""
 import json
 import math
-import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -107,33 +105,6 @@ def test_validation_is_the_mean_over_its_tokens_on_one_and_two_processes(shards,
         assert logged(out, "val")[0] == pytest.approx(expected, abs=1e-5)
 
 
-def test_a_killed_run_goes_on_and_ends_bit_for_bit_as_the_one_that_was_not(shards, tmp_path):
-    flags = ["--data", shards, *TINY, "--max_steps", 60, "--val_every", 20, "--val_tokens", 500, "--checkpoint_every", 20,
-             "--sample_every", 0, "--keep_checkpoints", 2]
-    run(*flags, "--out", tmp_path / "whole")
-    for checkpoint in (20, 40):                     # killed some steps after each of these checkpoints
-        process = subprocess.Popen(command(*flags, "--out", tmp_path / "killed"), stdout=subprocess.PIPE, text=True, env=ENV)
-        for line in process.stdout:
-            if line.startswith(f"step {checkpoint + 5:5d}"):
-                process.send_signal(signal.SIGKILL)
-                break
-        process.wait()
-        process.stdout.close()
-        assert process.returncode == -signal.SIGKILL
-    result = run("--data", shards, "--out", tmp_path / "killed")       # what is not given comes from the checkpoint
-    assert "going on from" in result.stdout and "at step 40 of 60" in result.stdout
-    assert (tmp_path / "killed/log.txt").read_bytes() == (tmp_path / "whole/log.txt").read_bytes()
-    a, b = (read_checkpoint(tmp_path / name / "checkpoint_000060.pt") for name in ("whole", "killed"))
-    assert all(torch.equal(a["model"][name], b["model"][name]) for name in a["model"])
-    for i, entry in a["optimizers"][0]["state"].items():
-        assert all(torch.equal(entry[key], b["optimizers"][0]["state"][i][key]) for key in entry)
-    result = run("--data", shards, "--out", tmp_path / "killed")       # and once more: nothing is left to do
-    assert "step    " not in result.stdout and "done: 60 steps" in result.stdout
-    assert (tmp_path / "killed/log.txt").read_bytes() == (tmp_path / "whole/log.txt").read_bytes()
-    refused = run("--data", shards, "--out", tmp_path / "killed", "--n_layer", 3, code=2).stderr
-    assert "was trained with --n_layer 2" in refused and len(refused.splitlines()) == 1
-
-
 def test_checkpoints_hold_what_the_contract_names_and_only_the_newest_and_the_best_stay(shards, tmp_path):
     out = tmp_path / "log"
     flags = ["--data", shards, *TINY, "--val_every", 5, "--val_tokens", 500, "--checkpoint_every", 5, "--sample_every", 0,
@@ -202,14 +173,15 @@ def test_hellaswag_by_default_and_not_to_be_had_is_a_warning_and_asked_for_an_er
 
 
 def test_float16_trains_with_a_scaler_and_resumes(shards, tmp_path):
-    flags = ["--data", shards, *TINY, "--dtype", "float16", "--val_every", 0, "--sample_every", 0, "--out", tmp_path / "log"]
-    run(*flags, "--max_steps", 20, "--checkpoint_every", 10)
+    flags = ["--data", shards, *TINY, "--n_layer", 1, "--dtype", "float16", "--val_every", 0, "--sample_every", 0,
+             "--out", tmp_path / "log", "--max_steps", 10, "--checkpoint_every", 5, "--max_lr", 2e-3]
+    run(*flags)
     losses = logged(tmp_path / "log")
-    assert losses[19] < losses[0] - 0.1
-    assert torch.load(tmp_path / "log/checkpoint_000020.pt", weights_only=True)["scaler"]["scale"] > 1
-    (tmp_path / "log/checkpoint_000020.pt").unlink()
-    run(*flags, "--max_steps", 20, "--checkpoint_every", 10)
-    assert logged(tmp_path / "log")[19] == losses[19]
+    assert losses[9] < losses[0] - 0.1
+    assert torch.load(tmp_path / "log/checkpoint_000010.pt", weights_only=True)["scaler"]["scale"] > 1
+    (tmp_path / "log/checkpoint_000010.pt").unlink()
+    run(*flags)
+    assert logged(tmp_path / "log") == losses
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_with_exit_code_1(shards, tmp_path):
@@ -312,26 +284,6 @@ def test_importing_a_module_prints_nothing_and_starts_nothing(module, tmp_path):
             "assert not {'datasets', 'transformers', 'matplotlib'} & set(sys.modules)")
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=120)
     assert (result.returncode, result.stdout, result.stderr, list(tmp_path.iterdir())) == (0, "", "", [])
-
-
-@pytest.mark.parametrize("processes", [1, 2])
-def test_a_signal_finishes_the_step_saves_and_exits_0_and_the_run_goes_on_as_if_it_had_not_come(shards, tmp_path, processes):
-    flags = ["--data", shards, *TINY, "--max_steps", 40, *QUIET[:4], "--checkpoint_every", 20]
-    run(*flags, "--out", tmp_path / "whole", processes=processes)
-    with subprocess.Popen(command(*flags, "--out", tmp_path / "cut", processes=processes), stdout=subprocess.PIPE,
-                          stderr=subprocess.PIPE, text=True, env=ENV, start_new_session=True) as process:
-        for line in process.stdout:
-            if line.startswith("step     7"):           # to the group, as Slurm and a terminal send it
-                os.killpg(process.pid, signal.SIGUSR1 if processes == 1 else signal.SIGINT)
-                break
-        stdout = process.stdout.read()
-    if processes == 1:                                  # torchrun's own exit code tells of the signal
-        assert process.returncode == 0 and "stopped by SIGUSR1" in stdout
-        assert "the same command goes on from there" in stdout
-    stopped_at = train_gpt2.checkpoints(tmp_path / "cut")[-1][0]
-    assert 8 <= stopped_at < 20
-    run(*flags, "--out", tmp_path / "cut", processes=processes)
-    assert logged(tmp_path / "cut") == logged(tmp_path / "whole")
 
 
 def test_a_step_that_is_not_finite_is_named_and_leaves_weights_and_checkpoints_alone(shards, start, tmp_path):
