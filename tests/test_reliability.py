@@ -17,7 +17,7 @@ import torch
 from helpers import ENV, ROOT, command, logged, run
 
 import train_gpt2
-from fineweb import RunError, UserError, write_shard
+from fineweb import RunError, UserError, replace_file, write_shard
 from model import load_model, read_checkpoint
 
 fcntl = pytest.importorskip("fcntl")
@@ -383,3 +383,18 @@ def test_what_goes_wrong_in_the_background_is_raised_at_the_next_look(tmp_path):
     saver.save(train_gpt2.make_state(config, model, None, None, train_gpt2.Process()))
     with pytest.raises(RunError, match="cannot write .*missing.*No such file"):
         saver.finish()
+
+
+def test_a_write_error_that_torch_hides_is_told_as_what_it_was(tmp_path):
+    """torch.save raises its own RuntimeError while it handles the OSError of the file."""
+    def write(file):
+        try:
+            raise OSError(28, "No space left on device")
+        except OSError:
+            raise RuntimeError("unexpected pos 64 vs 0")            # noqa: B904
+
+    with pytest.raises(RunError, match="cannot write .*a.pt: No space left on device"):
+        replace_file(tmp_path / "a.pt", write)
+    with pytest.raises(RuntimeError, match="another"):
+        replace_file(tmp_path / "a.pt", lambda file: (_ for _ in ()).throw(RuntimeError("another")))
+    assert not list(tmp_path.iterdir())
