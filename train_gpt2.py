@@ -236,6 +236,7 @@ class Process:
     store: dist.Store | None = None     # what the processes share, beside the collectives
     restarted: bool = False             # by torchrun --max_restarts
     done: threading.Event = field(default_factory=threading.Event)
+    watch: threading.Thread | None = None
 
     @property
     def is_master(self):
@@ -316,6 +317,7 @@ class Process:
             os._exit(2 if isinstance(error, UserError) else 1)          # without waiting for what the others still owe us
         finally:
             self.done.set()
+            self.watch.join()       # inside the store when the interpreter goes down, it would abort the process
 
     def leave_with_the_others(self, torchrun):
         """On a thread, because a process that waits for a lost one inside a collective hears nothing else."""
@@ -342,7 +344,8 @@ def setup_process(config):
     process = Process(device=device)
     if os.environ.get("WORLD_SIZE", "1") == "1":
         return process
-    threading.Thread(target=process.leave_with_the_others, args=(os.getppid(),), daemon=True).start()
+    process.watch = threading.Thread(target=process.leave_with_the_others, args=(os.getppid(),), daemon=True)
+    process.watch.start()
     try:
         store, rank, world_size = next(dist.rendezvous("env://", timeout=WAIT))
     except (ValueError, RuntimeError) as error:

@@ -5,3 +5,5 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 os.environ["HF_HUB_OFFLINE"] = "1"
+# one thread a process: the tests run side by side (pytest-xdist), and torch's threads would wait for each other
+os.environ["OMP_NUM_THREADS"] = "1"
