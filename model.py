@@ -140,6 +140,49 @@ def check_attention(kernel, device, dtype, head_dim):
 
 
 # -----------------------------------------------------------------------------
+# the loss
+
+class ChunkedCrossEntropy(torch.autograd.Function):
+    """Mean cross-entropy of x W^T in nats, with the logits of only `chunk` tokens in memory at a time.
+
+    x (N, C), weight (V, C), targets (N,) int64, -1 ignored. GPT-2's logits are its largest tensor by far: a token's take
+    4 x 50304 bytes in fp32, as much as 65 of its residual streams, and as much again for their gradient. The gradient
+    p - onehot(target) needs nothing of what comes after the loss, so that the forward turns each chunk's logits into the
+    gradients of x and W at once, and the backward only scales them. Chunks change neither the mean nor its gradient.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, targets, chunk, with_gradient):
+        device = x.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        with torch.autocast(device, enabled=False):
+            w, losses = weight.to(dtype), torch.zeros((), device=x.device)
+            count = (targets >= 0).sum().clamp(min=1)
+            dx, dw = (torch.empty_like(x), torch.zeros_like(weight)) if with_gradient else (None, None)
+            for i in range(0, x.size(0), chunk):
+                x_i, target = x[i:i + chunk].to(dtype), targets[i:i + chunk, None]
+                scored, target = target >= 0, target.clamp(min=0)
+                logits = (x_i @ w.t()).float()                                  # (chunk, V)
+                normaliser = logits.logsumexp(dim=1, keepdim=True)
+                losses += ((normaliser - logits.gather(1, target)) * scored).sum()
+                if not with_gradient:
+                    continue
+                p = logits.sub_(normaliser).exp_()
+                p.scatter_add_(1, target, torch.full_like(target, -1.0, dtype=p.dtype))
+                p = p.mul_(scored / count).to(dtype)                            # d loss / d logits
+                dx[i:i + chunk] = p @ w
+                dw += p.t() @ x_i
+            ctx.save_for_backward(dx, dw)
+            return losses / count
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, gradient):
+        dx, dw = ctx.saved_tensors
+        return dx * gradient, dw * gradient, None, None, None
+
+
+# -----------------------------------------------------------------------------
 # GPT-2
 
 @dataclass
@@ -205,6 +248,7 @@ class GPT(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
+        self.loss_chunk = 0         # tokens whose logits are in memory at a time while training; 0: all
         self.transformer = nn.ModuleDict(dict(
             wte=nn.Embedding(config.vocab_size, config.n_embd),
             wpe=nn.Embedding(config.block_size, config.n_embd),
@@ -247,7 +291,11 @@ class GPT(nn.Module):
         """
         if idx.size(1) > self.config.block_size:
             raise ValueError(f"a sequence of {idx.size(1)} tokens is longer than block_size {self.config.block_size}")
-        logits = self.lm_head(self.hidden(idx))                                 # (B, T, vocab_size)
+        x = self.hidden(idx)                                                    # (B, T, C)
+        if targets is not None and self.loss_chunk:
+            return None, ChunkedCrossEntropy.apply(x.flatten(0, 1), self.lm_head.weight, targets.flatten(), self.loss_chunk,
+                                                   torch.is_grad_enabled())
+        logits = self.lm_head(x)                                                # (B, T, vocab_size)
         if targets is None:
             return logits, None
         return None, F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=-1)

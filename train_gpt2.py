@@ -90,6 +90,8 @@ class Config:
     tf32: bool = flag(True, "speed", "TF32 in what stays float32, on CUDA")
     compile: bool = flag(None, "speed", "torch.compile (default: on CUDA)", type=bool)
     attention: str = flag("auto", "speed", "attention kernel; auto: torch's choice", choices=list(ATTENTION))
+    loss_chunk: int = flag(0, "speed", "tokens whose logits are in memory at a time; 0: all. 8192 makes room for a larger "
+                           "micro-batch and costs little speed")
 
     val_every: int = flag(250, "evaluation and output", "steps between validations; 0: never")
     hellaswag_every: int = flag(250, "evaluation and output", "steps between HellaSwag evaluations; 0: never")
@@ -136,7 +138,8 @@ def check_config(config):
     """Raises UserError for what can be told from the flags alone."""
     at_least = dict(val_tokens=1, n_layer=1, n_head=1, n_embd=1, block_size=1, vocab_size=1, total_batch_size=1,
                     sequence_length=0, max_steps=1, warmup_steps=0, weight_decay=0, grad_clip=0, seed=0, val_every=0,
-                    hellaswag_every=0, sample_every=0, checkpoint_every=0, keep_checkpoints=0, skip_nonfinite=0)
+                    hellaswag_every=0, sample_every=0, checkpoint_every=0, keep_checkpoints=0, skip_nonfinite=0,
+                    loss_chunk=0)
     for name, least in at_least.items():
         bits = 63 if name == "seed" else 40
         if not least <= getattr(config, name) < 2**bits:
@@ -993,6 +996,7 @@ def set_up(config, given, process):
         torch.manual_seed(config.seed)
         model = model_from_checkpoint(checkpoint, path) if checkpoint else RECIPES[config.recipe].model(config)
     model.to(process.device).use_attention(config.attention)
+    model.loss_chunk = config.loss_chunk
     state = make_state(config, model, checkpoint, path, process)
     log = process.together(open_output, config, path, state.step, process)
     compiled, wrapped = wrap_model(config, model, process)

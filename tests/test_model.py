@@ -23,6 +23,7 @@ from model import (
     ATTENTION,
     GPT,
     GPT2_SIZES,
+    ChunkedCrossEntropy,
     GPTConfig,
     attention,
     check_attention,
@@ -179,6 +180,48 @@ def test_gradients_of_every_parameter_equal_a_plain_references(kernel):
     for name, p in model.named_parameters():
         expected = weights[name].grad.float()
         assert (p.grad - expected).abs().max() < 1e-5 * max(1, expected.abs().max().item()), name
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 7, 64])
+def test_the_chunked_loss_is_the_whole_one_with_its_gradients(chunk):
+    """In float64, so that only rounding of the last digits is left; a fifth of the targets is ignored."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(19, 8, dtype=torch.float64), torch.randn(50, 8, dtype=torch.float64)
+    targets = torch.randint(0, 50, (19,))
+    targets[::5] = -1
+    results = []
+    for loss in (lambda x, w: F.cross_entropy(x @ w.t(), targets, ignore_index=-1),
+                 lambda x, w: ChunkedCrossEntropy.apply(x, w, targets, chunk, True)):
+        a, b = x.clone().requires_grad_(), weight.clone().requires_grad_()
+        value = 3 * loss(a, b)                  # 3: the backward must pass on what comes after the loss
+        value.backward()
+        results.append((value.detach(), a.grad, b.grad))
+    for whole, chunked in zip(*results, strict=True):
+        # the loss and p are fp32 inside
+        torch.testing.assert_close(chunked, whole, rtol=2e-6, atol=2e-7, check_dtype=False)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_model_trains_the_same_with_the_chunked_loss_and_never_holds_all_logits(autocast):
+    torch.manual_seed(0)
+    config = GPTConfig(block_size=32, vocab_size=640, n_layer=2, n_head=2, n_embd=32)
+    whole, chunked = GPT(config), GPT(config)
+    chunked.load_state_dict(whole.state_dict())
+    chunked.loss_chunk = 16
+    idx, targets = torch.randint(0, 640, (4, 32)), torch.randint(0, 640, (4, 32))
+    targets[0, :9] = -1
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        a = whole(idx, targets)[1]
+        with LargestStorage() as seen:
+            b = chunked(idx, targets)[1]
+        with torch.no_grad():
+            assert chunked(idx, targets)[1].item() == b.item()
+    a.backward()
+    b.backward()
+    assert b.item() == pytest.approx(a.item(), abs=2e-3 if autocast else 2e-6)
+    for (name, p), q in zip(whole.named_parameters(), chunked.parameters(), strict=True):
+        assert (p.grad - q.grad).norm() <= (0.02 if autocast else 1e-5) * p.grad.norm(), name
+    assert seen.bytes < 4 * 32 * 640 * 2, "bytes of all logits in bfloat16"
 
 
 def test_a_sequence_longer_than_block_size_is_refused():

@@ -84,10 +84,11 @@ def test_evaluation_samples_and_checkpoints_do_not_change_the_losses(shards, sta
     assert sorted(logged(tmp_path / "log", "val")) == [0, 4, 8, 12, 16, 20, 24, 25]
 
 
-@pytest.mark.parametrize(("processes", "batch_size"), [(2, 2), (2, 4), (1, 8)])
-def test_other_processes_and_micro_batches_give_the_same_losses(shards, start, file_order_run, tmp_path, processes, batch_size):
+@pytest.mark.parametrize(("processes", "batch_size", "loss_chunk"), [(2, 2, 0), (2, 4, 50), (1, 8, 0)])
+def test_other_processes_and_micro_batches_give_the_same_losses(shards, start, file_order_run, tmp_path, processes, batch_size,
+                                                                loss_chunk):
     run("--data", shards, "--init", start, *TINY, "--no_shuffle", "--out", tmp_path / "log", "--batch_size", batch_size,
-        "--val_every", 10, "--val_tokens", 2000, "--sample_every", 20, "--checkpoint_every", 0, processes=processes)
+        "--loss_chunk", loss_chunk, "--val_every", 10, "--val_tokens", 2000, "--sample_every", 20, "--checkpoint_every", 0, processes=processes)
     losses = logged(tmp_path / "log")
     assert len(losses) == 25
     assert max(abs(losses[s] - file_order_run[s]) for s in losses) < 1e-4
