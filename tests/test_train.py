@@ -88,7 +88,8 @@ def test_evaluation_samples_and_checkpoints_do_not_change_the_losses(shards, sta
 def test_other_processes_and_micro_batches_give_the_same_losses(shards, start, file_order_run, tmp_path, processes, batch_size,
                                                                 loss_chunk):
     run("--data", shards, "--init", start, *TINY, "--no_shuffle", "--out", tmp_path / "log", "--batch_size", batch_size,
-        "--loss_chunk", loss_chunk, "--val_every", 10, "--val_tokens", 2000, "--sample_every", 20, "--checkpoint_every", 0, processes=processes)
+        "--loss_chunk", loss_chunk, "--val_every", 10, "--val_tokens", 2000, "--sample_every", 20, "--checkpoint_every", 0,
+        processes=processes)
     losses = logged(tmp_path / "log")
     assert len(losses) == 25
     assert max(abs(losses[s] - file_order_run[s]) for s in losses) < 1e-4
