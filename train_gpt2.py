@@ -477,6 +477,8 @@ def restore_optimizer(optimizer, saved):
         raise ValueError("its optimizer is one of other parameters")
     state = {}
     for i, (name, p) in enumerate(named):
+        if not isinstance(saved["state"][i], dict):
+            raise ValueError(f"its optimizer holds nothing of {name}")
         state[i] = {key: saved["state"][i][key] for key in ("step", "exp_avg", "exp_avg_sq")}
         for key, value in state[i].items():
             if not is_plain(value) or value.shape != (() if key == "step" else p.shape):

@@ -20,15 +20,6 @@ ROOT = Path(__file__).resolve().parent.parent
 ENV = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Small matrices gain nothing from more, and lose much where other work shares the cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def make_examples(n, seed=0):
     """Examples of very different lengths, cut from Shakespeare."""
     rng = random.Random(seed)

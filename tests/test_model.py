@@ -39,15 +39,6 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CU
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Small matrices gain nothing from more, and lose much where other work shares the cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def make_model(seed=0, spread=0.2, **config):
     """A small GPT whose every parameter, gains and biases too, is far from its initial value."""
     torch.manual_seed(seed)
