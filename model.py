@@ -105,20 +105,21 @@ SDPA_KERNELS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
 }
 ATTENTION = ("auto", "naive", *SDPA_KERNELS)
+NAIVE_UP_TO = 512       # tokens: half the time of SDPA's CPU kernel there (bench.py attention); beyond, memory counts for more
 
 
 def attention(q, k, v, kernel="auto", is_causal=True):
     """softmax(q k^T / sqrt(hs)) v, causal by default. q, k, v: (B, nh, T, hs) -> (B, nh, T, hs).
 
     Vaswani et al. 2017, eq. 1 (arXiv:1706.03762). `kernel`: 'naive' writes the (T, T) matrix out;
-    'math', 'efficient', 'flash' (arXiv:2307.08691) and 'cudnn' pin that SDPA kernel; 'auto' lets torch choose.
+    'math', 'efficient', 'flash' (arXiv:2307.08691) and 'cudnn' pin that SDPA kernel; 'auto' lets torch choose,
+    but for short sequences in bfloat16 on a CPU, where the formula is the faster one.
     """
-    if kernel == "naive":
-        att = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))                   # (B, nh, T, T)
+    T = k.size(-2)
+    if kernel == "naive" or kernel == "auto" and q.device.type == "cpu" and q.dtype == torch.bfloat16 and T <= NAIVE_UP_TO:
+        att = (q / math.sqrt(q.size(-1))) @ k.transpose(-2, -1)                 # (B, nh, T, T)
         if is_causal:
-            T = q.size(-2)
-            future = torch.ones(T, T, dtype=torch.bool, device=q.device).triu(1)
-            att = att.masked_fill(future, float("-inf"))
+            att = att + torch.full((T, T), float("-inf"), dtype=q.dtype, device=q.device).triu(1)
         return F.softmax(att, dim=-1).to(v.dtype) @ v
     with contextlib.nullcontext() if kernel == "auto" else sdpa_kernel(SDPA_KERNELS[kernel]):
         return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
@@ -142,6 +143,20 @@ def check_attention(kernel, device, dtype, head_dim):
 # -----------------------------------------------------------------------------
 # the loss
 
+def cross_entropy_(logits, targets, scale):
+    """Sum of the cross-entropies (nats) of logits (n, V) at targets (n,), -1 ignored. The logits turn into `scale` times its
+    gradient, softmax - onehot, in place; in between all is fp32."""
+    scored, targets = (targets >= 0)[:, None], targets.clamp(min=0)[:, None]
+    z = logits.float()                                                          # (n, V)
+    highest, own = z.amax(dim=1, keepdim=True), z.gather(1, targets)
+    p = z.softmax(dim=1)
+    # the likeliest token has p = exp(0) / sum exp(z - highest), which gives the normaliser without a second exp
+    loss = ((highest - p.amax(dim=1, keepdim=True).log() - own) * scored).sum()
+    p.scatter_add_(1, targets, torch.full_like(own, -1.0))
+    logits.copy_(p.mul_(scored * scale))
+    return loss
+
+
 class ChunkedCrossEntropy(torch.autograd.Function):
     """Mean cross-entropy of x W^T in nats, with the logits of only `chunk` tokens in memory at a time.
 
@@ -155,25 +170,23 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     def forward(ctx, x, weight, targets, chunk, with_gradient):
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        # a CPU needs a quarter of the time where the fp32 numbers of a few rows at a time stay in its cache
+        in_cache = device == "cpu" and not torch.compiler.is_compiling()
+        tile = max(1, 400_000 // weight.size(0)) * torch.get_num_threads() if in_cache else chunk
         with torch.autocast(device, enabled=False):
-            w, losses = weight.to(dtype), torch.zeros((), device=x.device)
-            count = (targets >= 0).sum().clamp(min=1)
-            dx, dw = (torch.empty_like(x), torch.zeros_like(weight)) if with_gradient else (None, None)
-            for i in range(0, x.size(0), chunk):
-                x_i, target = x[i:i + chunk].to(dtype), targets[i:i + chunk, None]
-                scored, target = target >= 0, target.clamp(min=0)
-                logits = (x_i @ w.t()).float()                                  # (chunk, V)
-                normaliser = logits.logsumexp(dim=1, keepdim=True)
-                losses += ((normaliser - logits.gather(1, target)) * scored).sum()
-                if not with_gradient:
-                    continue
-                p = logits.sub_(normaliser).exp_()
-                p.scatter_add_(1, target, torch.full_like(target, -1.0, dtype=p.dtype))
-                p = p.mul_(scored / count).to(dtype)                            # d loss / d logits
-                dx[i:i + chunk] = p @ w
-                dw += p.t() @ x_i
-            ctx.save_for_backward(dx, dw)
-            return losses / count
+            w, loss, dx, dw = weight.to(dtype), torch.zeros((), device=x.device), torch.empty_like(x), None
+            scale = 1 / (targets >= 0).sum().clamp(min=1)
+            for x_i, dx_i, targets_i in zip(x.to(dtype).split(chunk), dx.split(chunk), targets.split(chunk), strict=True):
+                logits = x_i @ w.t()                                            # (chunk, V)
+                for rows, targets_of_rows in zip(logits.split(tile), targets_i.split(tile), strict=True):
+                    loss += cross_entropy_(rows, targets_of_rows, scale)
+                if with_gradient:
+                    dx_i.copy_(logits @ w)
+                    dw_i = logits.t() @ x_i                                     # (V, C)
+                    dw = dw_i.to(weight.dtype) if dw is None else dw.add_(dw_i)
+            if with_gradient:
+                ctx.save_for_backward(dx, dw)
+            return loss * scale
 
     @staticmethod
     @torch.autograd.function.once_differentiable

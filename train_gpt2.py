@@ -90,8 +90,8 @@ class Config:
     tf32: bool = flag(True, "speed", "TF32 in what stays float32, on CUDA")
     compile: bool = flag(None, "speed", "torch.compile (default: on CUDA)", type=bool)
     attention: str = flag("auto", "speed", "attention kernel; auto: torch's choice", choices=list(ATTENTION))
-    loss_chunk: int = flag(0, "speed", "tokens whose logits are in memory at a time; 0: all. 8192 makes room for a larger "
-                           "micro-batch and costs little speed")
+    loss_chunk: int = flag(-1, "speed", "tokens whose logits are in memory at a time; 0: all; -1: all, but 2048 on a CPU, where "
+                           "it is the faster way. 8192 makes room on a GPU for a larger micro-batch")
 
     val_every: int = flag(250, "evaluation and output", "steps between validations; 0: never")
     hellaswag_every: int = flag(250, "evaluation and output", "steps between HellaSwag evaluations; 0: never")
@@ -139,7 +139,7 @@ def check_config(config):
     at_least = dict(val_tokens=1, n_layer=1, n_head=1, n_embd=1, block_size=1, vocab_size=1, total_batch_size=1,
                     sequence_length=0, max_steps=1, warmup_steps=0, weight_decay=0, grad_clip=0, seed=0, val_every=0,
                     hellaswag_every=0, sample_every=0, checkpoint_every=0, keep_checkpoints=0, skip_nonfinite=0,
-                    loss_chunk=0)
+                    loss_chunk=-1)
     for name, least in at_least.items():
         bits = 63 if name == "seed" else 40
         if not least <= getattr(config, name) < 2**bits:
@@ -981,7 +981,8 @@ def set_up(config, given, process):
         model, config = load_init(config, given, process)
     config = dataclasses.replace(config, sequence_length=config.sequence_length or config.block_size,
                                  min_lr=config.max_lr / 10 if config.min_lr == -1 else config.min_lr,
-                                 dtype=choose_dtype(config.dtype, process.device))
+                                 dtype=choose_dtype(config.dtype, process.device),
+                                 loss_chunk=config.loss_chunk if config.loss_chunk >= 0 else 2048 * (process.device == "cpu"))
     check_config(config)
     config = without_text(config, given, process)
     check_memory(config, process.device)
