@@ -63,47 +63,69 @@ def render_example(example):
 
 
 def make_batches(examples, block_size, batch_size=32):
-    """Examples as padded arrays, the similar in length together, so that little of a batch is padding.
+    """Examples as arrays of few shapes, the similar in length together, so that little is padding and few graphs compile.
 
-    Returns a list of (idx, targets, labels): idx and targets int64 (4 n, T), targets -1 outside the
-    endings, labels (n,); 4 n <= batch_size. A row longer than block_size loses its beginning.
+    Returns a list of (idx, targets, positions, labels), all int64: idx and targets (4 n, T), targets -1 outside the endings;
+    positions (P,) the indices into 4 n T of the targets >= 0, some of them again up to P; labels (n,), -1 where rows only fill
+    the batch. 4 n <= batch_size is the same for all, P one of at most four for a T. A row longer than block_size loses its
+    beginning.
     """
     rendered = [(*render_example(e), e["label"]) for e in examples]
     rendered.sort(key=lambda r: max(map(len, r[0])))
-    batches, n = [], max(1, batch_size // 4)
-    for i in range(0, len(rendered), n):
-        group = rendered[i:i + n]
-        T = min(block_size, max(len(row) for rows, _, _ in group for row in rows) - 1)
-        idx = np.zeros((4 * len(group), T), dtype=np.int64)
-        targets = np.full((4 * len(group), T), -1, dtype=np.int64)
-        flat = [pair for rows, lengths, _ in group for pair in zip(rows, lengths, strict=True)]
-        for j, (row, length) in enumerate(flat):
-            row = row[-(block_size + 1):]
-            length = min(length, len(row) - 1)
-            idx[j, :len(row) - 1] = row[:-1]
-            targets[j, len(row) - 1 - length:len(row) - 1] = row[len(row) - length:]
-        batches.append((idx, targets, np.array([label for _, _, label in group])))
-    return batches
+    n, by_shape = max(1, min(batch_size // 4, len(examples))), {}
+    for end in range(len(rendered), 0, -n):     # from the longest down: what needs filling is the cheapest batch
+        T = min(block_size, _round_up(max(map(len, rendered[end - 1][0])) - 1, 32))
+        by_shape.setdefault(T, []).extend(rendered[max(0, end - n):end])
+    return [batch for T, group in by_shape.items() for batch in _batches_of_one_shape(group, n, T)]
+
+
+def _round_up(number, multiple):
+    return -(-number // multiple) * multiple
+
+
+def _batches_of_one_shape(group, n, T):
+    """Dealt out to and fro by the length of the endings: so the batches have about the same number of tokens to score."""
+    group.sort(key=lambda r: sum(r[1]))
+    k = -(-len(group) // n)
+    batches = [_pad(group[j::2 * k] + group[2 * k - 1 - j::2 * k], n, T) for j in range(k)]
+    scored = [np.flatnonzero(targets >= 0) for _, targets, _ in batches]
+    step = _round_up(max(1, *map(len, scored)), 64) // 4            # one P for all, unless a batch is but a few endings
+    return [(idx, targets, np.resize(positions, _round_up(len(positions), step)), labels)       # it repeats what it is given
+            for (idx, targets, labels), positions in zip(batches, scored, strict=True)]
+
+
+def _pad(group, n, T):
+    idx = np.zeros((4 * n, T), dtype=np.int64)
+    targets, labels = np.full((4 * n, T), -1, dtype=np.int64), np.full(n, -1, dtype=np.int64)
+    labels[:len(group)] = [label for _, _, label in group]
+    for j, (row, length) in enumerate(pair for rows, lengths, _ in group for pair in zip(rows, lengths, strict=True)):
+        row = row[-(T + 1):]
+        length = min(length, len(row) - 1)
+        idx[j, :len(row) - 1] = row[:-1]
+        targets[j, len(row) - 1 - length:len(row) - 1] = row[len(row) - length:]
+    return idx, targets, labels
 
 
 def evaluate(model, batches, device, autocast=None, rank=0, world_size=1, progress=None):
-    """Counts (correct by summed loss, correct by mean loss, examples) over this rank's share of `batches`."""
+    """Counts (correct by summed loss, correct by mean loss, examples) over this rank's share of `batches`: int64 (3,)."""
     import contextlib
 
     import torch
-    counts = np.zeros(3, dtype=np.int64)
-    for idx, targets, labels in batches[rank::world_size]:
-        with torch.no_grad(), autocast or contextlib.nullcontext():
-            idx, targets = torch.from_numpy(idx).to(device), torch.from_numpy(targets).to(device)
-            losses = model.token_losses(idx, targets)                           # (4 n, T), 0 outside the endings
+    counts = torch.zeros(3, dtype=torch.int64, device=device)       # they stay there: a GPU is never waited for in the loop
+
+    def move(array):
+        tensor = torch.from_numpy(array)
+        return tensor.pin_memory().to(device, non_blocking=True) if counts.is_cuda else tensor.to(device)
+    with torch.no_grad(), autocast or contextlib.nullcontext():     # around the loop: autocast converts the weights once
+        for batch in batches[rank::world_size]:
+            idx, targets, positions, labels = map(move, batch)
+            losses = model.token_losses(idx, targets, positions)                # (4 n, T), 0 outside the endings
             total = losses.sum(dim=1).view(-1, 4)                               # (n, 4)
             mean = total / (targets >= 0).sum(dim=1).view(-1, 4)
-        labels = torch.from_numpy(labels).to(device)
-        correct, correct_norm = (total.argmin(1) == labels).sum(), (mean.argmin(1) == labels).sum()
-        counts += int(correct), int(correct_norm), len(labels)
-        if progress:
-            progress.update(len(labels))
-    return counts
+            counts += torch.stack((total.argmin(1) == labels, mean.argmin(1) == labels, labels >= 0)).sum(dim=1)
+            if progress:
+                progress.update(int((batch[-1] >= 0).sum()))
+    return counts.cpu().numpy()
 
 
 def main(argv=None):

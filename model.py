@@ -313,13 +313,17 @@ class GPT(nn.Module):
             return logits, None
         return None, F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=-1)
 
-    def token_losses(self, idx, targets):
-        """Cross-entropy of each token, fp32 (B, T); 0 where the target is -1, for which no logits are computed."""
-        scored = targets >= 0
-        logits = self.lm_head(self.hidden(idx)[scored]).float()                 # (tokens scored, vocab_size)
-        losses = torch.zeros(targets.shape, device=idx.device)
-        losses[scored] = F.cross_entropy(logits, targets[scored], reduction="none")
-        return losses
+    def token_losses(self, idx, targets, positions=None):
+        """Cross-entropy of each token, fp32 (B, T); 0 where the target is -1. idx, targets: int64 (B, T).
+
+        Logits are computed at `positions` only: int64 (n,), indices into B T, which name each target >= 0 at least once.
+        Without positions they are looked up, for which a GPU has to be waited for, and n is another each time.
+        """
+        if positions is None:
+            positions = (targets >= 0).flatten().nonzero().flatten()            # (n,)
+        logits = self.lm_head(self.hidden(idx).flatten(0, 1)[positions]).float()                # (n, vocab_size)
+        losses = F.cross_entropy(logits, targets.flatten()[positions], ignore_index=-1, reduction="none")
+        return torch.zeros(idx.numel(), device=idx.device).scatter(0, positions, losses).view_as(idx)
 
     def use_attention(self, kernel):
         """Chooses the attention kernel by name (see `attention`); check_attention tells if it can run."""

@@ -93,6 +93,8 @@ class Config:
     loss_chunk: int = flag(-1, "speed", "tokens whose logits are in memory at a time; 0: all; -1: all, but 2048 on a CPU, where "
                            "it is the faster way. 8192 makes room on a GPU for a larger micro-batch")
 
+    profile: bool = flag(False, "speed", "write a torch profiler trace of three steps to OUT/trace.json")
+
     val_every: int = flag(250, "evaluation and output", "steps between validations; 0: never")
     hellaswag_every: int = flag(250, "evaluation and output", "steps between HellaSwag evaluations; 0: never")
     sample_every: int = flag(250, "evaluation and output", "steps between samples of text; 0: never")
@@ -108,7 +110,7 @@ OVERFIT = dict(vocab_size=50257, total_batch_size=4 * 32, batch_size="4", sequen
                max_steps=50, warmup_steps=0, max_lr=3e-4, min_lr=3e-4, val_every=0, hellaswag_every=0, sample_every=0,
                checkpoint_every=0, resume="never", out="log/overfit")
 # What may differ between the runs that write one log; all else is taken from the checkpoint unless given as a flag.
-PER_RUN = ("out", "resume", "init", "device", "batch_size", "compile", "wandb")
+PER_RUN = ("out", "resume", "init", "device", "batch_size", "compile", "profile", "wandb")
 MODEL_SHAPE = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")
 # What decides weights and data; it cannot change within a run.
 FIXED = ("recipe", *MODEL_SHAPE, "total_batch_size", "sequence_length", "seed", "shuffle")
@@ -166,8 +168,9 @@ def divisors(n):
     return sorted({*small, *(n // d for d in small)})
 
 
-def micro_batch(config, world_size, device):
-    """Sequences a micro-step: --batch_size, or for auto the largest that divides, at most 64 on CUDA and 8 elsewhere."""
+def micro_batches(config, world_size, device):
+    """The micro-batches (sequences) that make --total_batch_size, smallest first: --batch_size alone if it is given. For auto
+    on a CPU the largest of at most 4,096 tokens: beyond them a step costs memory and wins no time."""
     T = config.sequence_length
     if config.total_batch_size % (T * world_size):
         low = config.total_batch_size // (T * world_size)
@@ -176,11 +179,11 @@ def micro_batch(config, world_size, device):
                         f"{world_size} process(es): give {' or '.join(map(str, near))}")
     rows = config.total_batch_size // (T * world_size)
     if config.batch_size == "auto":
-        return max(b for b in divisors(rows) if b <= (64 if device.startswith("cuda") else 8))
+        return divisors(rows) if device.startswith("cuda") else [max(b for b in divisors(rows) if b * T <= 4096 or b == 1)]
     if rows % int(config.batch_size):
         raise UserError(f"--batch_size {config.batch_size} does not divide the {rows} sequences a step of each of {world_size} "
                         f"process(es): give one of {', '.join(map(str, divisors(rows)))}, or auto")
-    return int(config.batch_size)
+    return [int(config.batch_size)]
 
 
 def check_memory(config, device):
@@ -660,6 +663,80 @@ def set_aside(config, path, step):
 
 
 # -----------------------------------------------------------------------------
+# --batch_size auto on a GPU: the largest micro-batch that fits, found by trying, and remembered
+
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "train_gpt2" / "batch_size.json"
+
+
+def largest_that_fits(candidates, memory_of, limit):
+    """The last of two or more `candidates` (ascending) with memory_of(B), infinite when out of memory, at most `limit` bytes.
+    Each sequence takes the same, so that the two smallest tell where to try: a trial may have to compile."""
+    first, second = candidates[:2]
+    a = memory_of(first)
+    if a > limit:
+        raise UserError("not even the smallest micro-batch fits into this GPU's memory: give a smaller --sequence_length, or "
+                        "--loss_chunk 1024")
+    b = memory_of(second)
+    if b > limit:
+        return first
+    likely = [B for B in candidates[2:] if b + (b - a) / (second - first) * (B - second) <= limit]
+    return next((B for B in reversed(likely) if memory_of(B) <= limit), second)
+
+
+def memory_of_step(B, model, config, autocast, device):
+    """Bytes that CUDA needs for a step with micro-batches of B, infinity if there are not so many. Changes nothing."""
+    parameters = sum(p.numel() for p in model.parameters())
+    x = torch.zeros(B, config.sequence_length, dtype=torch.int64, device=device)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    try:
+        moments = torch.empty(8 * parameters, dtype=torch.uint8, device=device)         # the optimizer's, before its first step
+        with autocast:
+            _, loss = model(x, x)
+        loss.backward()
+        del moments
+        return torch.cuda.max_memory_reserved(device)
+    except torch.OutOfMemoryError:
+        return math.inf
+    finally:
+        model.zero_grad(set_to_none=True)
+
+
+def choose_micro_batch(config, candidates, model, autocast, process):
+    """The only candidate; or on a GPU the largest that fits on all processes, with a tenth of the memory to spare."""
+    if len(candidates) == 1:
+        return candidates[0]
+    device = process.device
+    total = torch.cuda.mem_get_info(device)[1]
+    key = ", ".join(map(str, (torch.cuda.get_device_name(device), total, torch.__version__, config.recipe, config.dtype,
+                              config.attention, config.loss_chunk, config.compile, config.sequence_length,
+                              *(getattr(config, name) for name in MODEL_SHAPE), candidates[-1])))
+    known = remembered()
+
+    def find():
+        if known.get(key) in candidates:
+            return known[key]
+        process.print0("trying how large a micro-batch fits (once; --batch_size N does without) ...")
+        return largest_that_fits(candidates, lambda B: memory_of_step(B, model, config, autocast, device), 0.9 * total)
+
+    B = min(process.gather(process.together(find)))
+    if process.is_master and known.get(key) != B:
+        with suppress(OSError, RunError):       # a cache that cannot be written is tried again next time
+            CACHE.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(CACHE, lambda file: file.write(json.dumps(known | {key: B}, indent=1).encode()))
+    return B
+
+
+def remembered():
+    """{what a run is made of: its largest micro-batch}, from earlier runs."""
+    try:
+        known = json.loads(CACHE.read_text(encoding="utf-8"))
+        return known if isinstance(known, dict) else {}
+    except (OSError, ValueError, RecursionError):
+        return {}
+
+
+# -----------------------------------------------------------------------------
 # a step, and what is looked at between steps
 
 def train_step(model, state, loader, autocast, grad_clip, process, stop=False):
@@ -782,6 +859,39 @@ class Reporter:
                                f"steps by --skip_nonfinite, and go on by the same command")
             self.process.print0(f"step {step} was passed over ({self.state.skipped} of --skip_nonfinite "
                                 f"{self.config.skip_nonfinite}){where}")
+
+
+class Profiler:
+    """--profile: a trace of three steps of the master's for chrome://tracing or ui.perfetto.dev, and the costliest operations.
+    The first five steps, which compile and fill caches, are left out, and two more in which the profiler itself warms up."""
+    WAIT, WARMUP, ACTIVE = 5, 2, 3
+
+    def __init__(self, config, process):
+        self.config, self.process, self.inner = config, process, None
+        if config.profile and process.is_master:
+            self.order = "self_cuda_time_total" if process.device.startswith("cuda") else "self_cpu_time_total"
+            steps = torch.profiler.schedule(wait=self.WAIT, warmup=self.WARMUP, active=self.ACTIVE, repeat=1)
+            self.inner = torch.profiler.profile(schedule=steps, on_trace_ready=self._write)     # CPU, and CUDA if there is one
+            self.inner.start()
+
+    def step(self):
+        """After a step."""
+        if self.inner:
+            self.inner.step()
+
+    def _write(self, profile):
+        path = Path(self.config.out) / "trace.json"
+        profile.export_chrome_trace(str(path))
+        table = profile.key_averages().table(sort_by=self.order, row_limit=12, max_name_column_width=50)
+        self.process.print0(f"{table}\nsaved {path}: {self.ACTIVE} steps, for chrome://tracing or ui.perfetto.dev")
+        self.inner = None
+
+    def close(self):
+        if self.inner:
+            self.inner.on_trace_ready = None
+            self.inner.stop()
+            steps = self.WAIT + self.WARMUP + self.ACTIVE
+            self.process.print0(f"no trace: --profile needs {steps} steps, and this run had fewer")
 
 
 class StopSignals:
@@ -916,21 +1026,28 @@ def open_output(config, path, step, process):
         raise UserError(f"--out {config.out} cannot be written ({error}): choose another folder") from None
 
 
-def wrap_model(config, model, process):
-    """(model for evaluation, model for training): compiled where that works, and DDP around it for several processes.
+def place_model(config, model, device):
+    """Moves the model to where it trains, and gives it the kernels that the config names."""
+    model.to(device).use_attention(config.attention)
+    model.loss_chunk = config.loss_chunk
+    return model
 
-    Both share their weights with `model`, through which samples and HellaSwag go with their changing shapes.
-    """
-    compiled = model
+
+def compile_model(config, model, process):
+    """The model for evaluation: compiled where that works. It shares its weights with `model`, through which samples and
+    HellaSwag go with their changing shapes."""
     if config.compile or (config.compile is None and process.device.startswith("cuda")):
-        if reason := can_compile(process.device):
-            process.print0(f"warning: torch.compile does not work here ({reason}); going on in eager mode")
-        else:
-            compiled = torch.compile(model, dynamic=False)
+        if not (reason := can_compile(process.device)):
+            return torch.compile(model, dynamic=False)
+        process.print0(f"warning: torch.compile does not work here ({reason}); going on in eager mode")
+    return model
+
+
+def wrap_model(model, process):
+    """The model for training: DDP around it, if there are several processes."""
     if process.world_size == 1:
-        return compiled, compiled
-    return compiled, DDP(compiled, device_ids=[process.device] if process.device.startswith("cuda") else None,
-                         gradient_as_bucket_view=True)
+        return model
+    return DDP(model, device_ids=[process.device] if process.device.startswith("cuda") else None, gradient_as_bucket_view=True)
 
 
 def print_header(config, model, compiled, loader, process):
@@ -949,6 +1066,14 @@ def print_header(config, model, compiled, loader, process):
         process.print0(f"note: the warm-up of {config.warmup_steps} steps is longer than the run")
 
 
+def resolve(config, device):
+    """The config with its automatic values replaced by what they mean on this device."""
+    return dataclasses.replace(config, sequence_length=config.sequence_length or config.block_size,
+                               min_lr=config.max_lr / 10 if config.min_lr == -1 else config.min_lr,
+                               dtype=choose_dtype(config.dtype, device),
+                               loss_chunk=config.loss_chunk if config.loss_chunk >= 0 else 2048 * (device == "cpu"))
+
+
 @dataclass
 class Run:
     """What the loop works with, once all that can be checked has been."""
@@ -963,6 +1088,7 @@ class Run:
     hella: list
     reporter: Reporter
     saver: Saver
+    profiler: Profiler
 
 
 def set_up(config, given, process):
@@ -979,15 +1105,12 @@ def set_up(config, given, process):
         config = config_of_checkpoint(config, given, checkpoint, path)
     elif config.init != "scratch":
         model, config = load_init(config, given, process)
-    config = dataclasses.replace(config, sequence_length=config.sequence_length or config.block_size,
-                                 min_lr=config.max_lr / 10 if config.min_lr == -1 else config.min_lr,
-                                 dtype=choose_dtype(config.dtype, process.device),
-                                 loss_chunk=config.loss_chunk if config.loss_chunk >= 0 else 2048 * (process.device == "cpu"))
+    config = resolve(config, process.device)
     check_config(config)
     config = without_text(config, given, process)
     check_memory(config, process.device)
     check_attention(config.attention, process.device, getattr(torch, config.dtype), config.n_embd // config.n_head)
-    B = micro_batch(config, process.world_size, process.device)
+    candidates = micro_batches(config, process.world_size, process.device)
     train_windows, *val = process.together(open_data, config)
     data = {split: windows.fingerprint for split, windows in (("train", train_windows), ("val", val[0])) if windows}
     process.check_same(f"content of --data {config.data}", data)
@@ -998,17 +1121,17 @@ def set_up(config, given, process):
     if model is None:
         torch.manual_seed(config.seed)
         model = model_from_checkpoint(checkpoint, path) if checkpoint else RECIPES[config.recipe].model(config)
-    model.to(process.device).use_attention(config.attention)
-    model.loss_chunk = config.loss_chunk
-    state = make_state(config, model, checkpoint, path, process)
+    state = make_state(config, place_model(config, model, process.device), checkpoint, path, process)
     log = process.together(open_output, config, path, state.step, process)
-    compiled, wrapped = wrap_model(config, model, process)
+    compiled, autocast = compile_model(config, model, process), make_autocast(process.device, config.dtype)
+    B = choose_micro_batch(config, candidates, compiled, autocast, process)
+    wrapped = wrap_model(compiled, process)
     loader = TokenLoader(train_windows, config.total_batch_size, B, process.rank, process.world_size, process.device)
     print_header(config, model, compiled, loader, process)
     if path:
         process.print0(f"going on from {path} at step {state.step} of {config.max_steps}")
-    return Run(config, process, state, compiled, wrapped, make_autocast(process.device, config.dtype), loader, val, hella,
-               Reporter(config, log, state, process), Saver(config, data, log, process))
+    return Run(config, process, state, compiled, wrapped, autocast, loader, val, hella,
+               Reporter(config, log, state, process), Saver(config, data, log, process), Profiler(config, process))
 
 
 def evaluate(run, due):
@@ -1062,6 +1185,7 @@ def loop(run, signals):
         # log
         reporter.step(state.step, numbers, config.max_lr * scale)
         saver.finish(wait=False)
+        run.profiler.step()
         state.step += 1
     reporter.flush()
     saver.finish()
@@ -1082,6 +1206,7 @@ def train(argv=None):
         finally:
             run.loader.close()
             run.saver.close()
+            run.profiler.close()
     if process.world_size > 1:
         dist.destroy_process_group()
     config, state = run.config, run.state

@@ -89,7 +89,7 @@ def test_the_made_up_examples_tell_sum_from_mean_and_have_no_near_ties(scores, e
 @pytest.mark.parametrize("batch_size", [4, 7, 32, 128])
 def test_counts_equal_plain_scoring_at_any_batch_size(batch_size, model, examples, scores):
     batches = make_batches(examples, 192, batch_size)
-    assert all(len(idx) <= batch_size for idx, _, _ in batches) and sum(len(labels) for *_, labels in batches) == 200
+    assert all(len(idx) <= batch_size for idx, *_ in batches) and sum((labels >= 0).sum() for *_, labels in batches) == 200
     assert evaluate(model, batches, "cpu").tolist() == plain_counts(scores, examples)
 
 
@@ -103,9 +103,9 @@ def test_counts_split_over_processes_sum_to_the_same(world_size, model, examples
 
 def test_losses_of_each_ending_equal_plain_scoring_to_rounding(model, examples, scores):
     order = []
-    for idx, targets, labels in make_batches(examples, 192, 32):
-        total = model.token_losses(torch.from_numpy(idx), torch.from_numpy(targets)).sum(1).view(-1, 4)
-        order += [(*row, label) for row, label in zip(total.tolist(), labels.tolist(), strict=True)]
+    for idx, targets, positions, labels in make_batches(examples, 192, 32):
+        total = model.token_losses(*map(torch.from_numpy, (idx, targets, positions))).sum(1).view(-1, 4)
+        order += [(*row, label) for row, label in zip(total.tolist(), labels.tolist(), strict=True) if label >= 0]
     plain = [(*totals, example["label"]) for (totals, _), example in zip(scores, examples, strict=True)]
     for ours, theirs in zip(sorted(order), sorted(plain), strict=True):
         assert ours == pytest.approx(theirs, rel=1e-4)
@@ -123,11 +123,65 @@ def test_rows_longer_than_block_size_lose_their_beginning(examples):
     assert evaluate(short, make_batches(some, 12, 32), "cpu").tolist() == expected
 
 
-def test_the_similar_in_length_share_a_batch_so_that_little_is_padding(examples):
-    batches = make_batches(examples, 192, 32)
-    padded = sum(idx.size for idx, _, _ in batches)
-    rows = sum(len(encode(e["ctx"])) + len(encode(" " + ending)) - 1 for e in examples for ending in e["endings"])
-    assert padded < 1.5 * rows
+def realistic_examples(n):
+    """Contexts of about 20 to 110 tokens; endings of 3 to 60, the four of an example alike."""
+    rng, found = random.Random(3), []
+    for _ in range(n):
+        length = rng.randint(3, 50)
+        found.append({"ctx": " the" * rng.randint(20, 110), "label": rng.randrange(4),
+                      "endings": ["a" + " dog" * (rng.randint(length, length + 10) - 1) for _ in range(4)]})
+    return found
+
+
+def test_the_similar_in_length_share_a_batch_so_that_little_is_padding():
+    some = realistic_examples(300)
+    padded = sum(idx.size for idx, *_ in make_batches(some, 192, 32))
+    rows = sum(len(encode(e["ctx"])) + len(encode(" " + ending)) - 1 for e in some for ending in e["endings"])
+    assert padded < 1.3 * rows
+
+
+@pytest.mark.parametrize("batch_size, most, waste", [(4, 24, 1.4), (32, 7, 1.15), (128, 7, 1.05)])
+def test_batches_come_in_few_shapes_with_few_positions_in_vain(batch_size, most, waste):
+    some = realistic_examples(301)
+    batches = make_batches(some, 1024, batch_size)
+    assert len({tuple(array.shape for array in batch) for batch in batches}) <= most
+    assert {(len(idx), len(labels)) for idx, _, _, labels in batches} == {(batch_size, batch_size // 4)}
+    assert len(batches) == math.ceil(301 * 4 / batch_size) and all(idx.shape[1] % 32 == 0 for idx, *_ in batches)
+    for _, targets, positions, _ in batches:
+        assert set(positions) == set((targets >= 0).reshape(-1).nonzero()[0])
+    endings = sum(len(encode(" " + ending)) for e in some for ending in e["endings"])
+    assert sum(len(positions) for _, _, positions, _ in batches) < waste * endings
+
+
+def test_a_batchs_length_is_never_above_block_size():
+    batches = make_batches(realistic_examples(40), 100, 32)
+    assert max(idx.shape[1] for idx, *_ in batches) == 100
+
+
+def test_a_compiled_model_compiles_once_a_shape_and_counts_the_same(model, examples, scores, monkeypatch):
+    from torch._dynamo.testing import CompileCounter
+    batches, counter = make_batches(examples, 192, 32), CompileCounter()
+    shapes = {tuple(array.shape for array in batch) for batch in batches}
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 32)
+    torch.compiler.reset()
+    monkeypatch.setattr(model, "token_losses", torch.compile(model.token_losses, backend=counter, dynamic=False, fullgraph=True))
+    assert evaluate(model, batches, "cpu").tolist() == plain_counts(scores, examples)
+    assert 1 <= counter.frame_count <= len(shapes) < len(batches)
+
+
+def test_rows_that_fill_a_batch_never_count(model, examples, scores):
+    class Bar:
+        n = 0
+
+        def update(self, n):
+            self.n += n
+    bar, batches = Bar(), make_batches(examples[:9], 192, 32)
+    fillers = [(targets[4 * i:4 * i + 4] == -1).all() for _, targets, _, labels in batches for i in range(8) if labels[i] == -1]
+    assert len(batches) == 2 and len(fillers) == 7 and all(fillers)
+    assert evaluate(model, batches, "cpu", progress=bar).tolist() == plain_counts(scores[:9], examples[:9]) and bar.n == 9
+    for *_, labels in batches:
+        labels[:] = -1
+    assert evaluate(model, batches, "cpu").tolist() == [0, 0, 0]
 
 
 def test_examples_without_context_are_scored_from_their_second_token(model):
@@ -140,8 +194,8 @@ def test_examples_without_context_are_scored_from_their_second_token(model):
 def test_evaluation_leaves_the_random_numbers_alone_and_keeps_no_graph(model, examples, monkeypatch):
     before, token_losses, graphs = torch.get_rng_state(), model.token_losses, []
 
-    def watched(idx, targets):
-        losses = token_losses(idx, targets)
+    def watched(*batch):
+        losses = token_losses(*batch)
         graphs.append(losses.requires_grad)
         return losses
     monkeypatch.setattr(model, "token_losses", watched)

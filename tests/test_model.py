@@ -157,6 +157,9 @@ def test_token_losses_are_the_loss_of_each_token_and_zero_where_ignored():
     every = F.cross_entropy(model(idx)[0].transpose(1, 2), targets, ignore_index=-1, reduction="none")
     assert losses.dtype == torch.float32 and (losses[targets == -1] == 0).all()
     torch.testing.assert_close(losses, every)
+    positions = (targets >= 0).flatten().nonzero().flatten()
+    for more in (positions[:0], positions[:3], torch.tensor([0])):      # none, some again, and one whose target is -1
+        torch.testing.assert_close(model.token_losses(idx, targets, torch.cat((positions, more))), losses)
 
 
 @pytest.mark.parametrize("kernel", ["auto", "naive"])

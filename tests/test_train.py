@@ -14,7 +14,7 @@ import train_gpt2
 from fineweb import UserError, encode, write_shard
 from helpers import ENV, ROOT, command, logged, run
 from model import GPT, GPTConfig, can_compile, load_model, peak_flops, read_checkpoint
-from train_gpt2 import Config, micro_batch, warmup_cosine
+from train_gpt2 import Config, Process, choose_micro_batch, largest_that_fits, micro_batches, warmup_cosine
 
 TINY = ["--n_layer", "2", "--n_head", "2", "--n_embd", "32", "--block_size", "32", "--dtype", "float32",
         "--total_batch_size", "256", "--max_steps", "25", "--warmup_steps", "5", "--hellaswag_every", "0"]
@@ -224,14 +224,79 @@ def test_schedule_is_linear_then_cosine_and_never_leaves_its_bounds():
     assert warmup_cosine(0, Config(warmup_steps=0, max_lr=1.0, min_lr=0.1)) == 1.0
 
 
-def test_auto_batch_size_divides_and_a_wrong_one_is_told_what_would(monkeypatch):
+def test_auto_batch_size_divides_and_a_wrong_one_is_told_what_would():
     config = Config(total_batch_size=12 * 1024, sequence_length=1024)
-    assert micro_batch(config, 1, "cpu") == 6 and micro_batch(config, 2, "cuda:0") == 6
-    assert micro_batch(Config(sequence_length=1024), 8, "cuda:0") == 64
+    assert micro_batches(config, 1, "cpu") == [4] and micro_batches(config, 2, "cuda:0") == [1, 2, 3, 6]
+    assert micro_batches(Config(total_batch_size=8192, sequence_length=8192), 1, "cpu") == [1]
+    assert micro_batches(Config(sequence_length=1024), 8, "cuda:0")[-1] == 64
+    assert micro_batches(Config(sequence_length=1024, batch_size="16"), 8, "cuda:0") == [16]
     with pytest.raises(UserError, match="give one of 1, 2, 3, 4, 6, 12, or auto"):
-        micro_batch(Config(total_batch_size=12 * 1024, sequence_length=1024, batch_size="5"), 1, "cpu")
+        micro_batches(Config(total_batch_size=12 * 1024, sequence_length=1024, batch_size="5"), 1, "cpu")
     with pytest.raises(UserError, match="give 12288 or 14336"):
-        micro_batch(Config(total_batch_size=13_000, sequence_length=1024), 2, "cpu")
+        micro_batches(Config(total_batch_size=13_000, sequence_length=1024), 2, "cpu")
+
+
+@pytest.mark.parametrize("bend", [0.8, 1.0, 1.2])
+@pytest.mark.parametrize("limit", [30, 35, 100, 250, 1e9])
+def test_the_largest_micro_batch_that_fits_is_found_in_few_trials(limit, bend):
+    """Memory is 20 + 10 B**bend: where it is not linear the two smallest predict too much or too little."""
+    tried = []
+
+    def memory_of(B):
+        tried.append(B)
+        return 20 + 10 * B**bend if 20 + 10 * B**bend <= limit else math.inf
+
+    candidates = [2**i for i in range(10)]
+    found = largest_that_fits(candidates, memory_of, limit)
+    fitting = [B for B in candidates if 20 + 10 * B**bend <= limit]
+    assert found == fitting[-1] if bend >= 1 else found in fitting[-2:]
+    assert len(tried) <= 2 + (3 if bend > 1 else 1)
+
+
+def test_a_gpu_that_holds_no_sequence_is_refused_in_one_sentence():
+    with pytest.raises(UserError, match="smaller --sequence_length"):
+        largest_that_fits([1, 2, 4], lambda B: math.inf, 100)
+
+
+def test_what_fits_is_remembered_for_the_same_model_on_the_same_gpu(monkeypatch, tmp_path):
+    """The trials themselves need a GPU (test_auto_batch_size_on_a_gpu_fits...); here what they say is made up."""
+    tried = []
+    monkeypatch.setattr(train_gpt2, "CACHE", tmp_path / "a" / "batch_size.json")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 100))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
+    monkeypatch.setattr(train_gpt2, "memory_of_step", lambda B, *_: tried.append(B) or 8 * B)
+    process = Process(device="cuda:0")
+    for config, expected, trials in ((Config(sequence_length=1024), 8, [1, 2, 8]), (Config(sequence_length=1024), 8, []),
+                                     (Config(sequence_length=1024, n_layer=13), 8, [1, 2, 8])):
+        assert choose_micro_batch(config, [1, 2, 4, 8, 16], None, None, process) == expected and tried == trials
+        tried.clear()
+    for content in ("[]", "{broken", json.dumps({"a": 1})):
+        (tmp_path / "a" / "batch_size.json").write_text(content)
+        assert choose_micro_batch(Config(sequence_length=1024), [1, 2, 4, 8, 16], None, None, process) == 8
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_auto_batch_size_on_a_gpu_fits_and_changes_no_loss(shards, start, file_order_run, tmp_path):
+    env = {**ENV, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    result = run("--data", shards, "--init", start, *TINY, *QUIET, "--no_shuffle", "--device", "cuda", "--no_compile",
+                 "--no_tf32", "--out", tmp_path / "log", env=env)
+    assert "256 tokens a step = 8 x 32 x 1 micro-step(s)" in result.stdout
+    losses = logged(tmp_path / "log")
+    assert max(abs(losses[s] - file_order_run[s]) for s in losses) < 1e-3
+    assert (tmp_path / "cache" / "train_gpt2" / "batch_size.json").exists()
+
+
+def test_profile_writes_a_trace_of_three_steps_and_changes_no_loss(shards, start, file_order_run, tmp_path):
+    result = run("--data", shards, "--init", start, *TINY, *QUIET, "--batch_size", 2, "--no_shuffle", "--profile",
+                 "--out", tmp_path / "log")
+    assert logged(tmp_path / "log") == file_order_run
+    assert "aten::mm" in result.stdout and "trace.json" in result.stdout
+    names = [event.get("name") for event in json.loads((tmp_path / "log" / "trace.json").read_text())["traceEvents"]]
+    assert sum(name == "Optimizer.step#AdamW.step" for name in names) == 3
+    short = run("--data", shards, "--init", start, *TINY, *QUIET, "--batch_size", 2, "--profile", "--max_steps", 9,
+                "--out", tmp_path / "short")
+    assert "--profile needs 10 steps" in short.stdout and not (tmp_path / "short" / "trace.json").exists()
 
 
 def test_an_unknown_gpu_has_no_mfu_and_similar_names_are_told_apart(monkeypatch):
