@@ -39,6 +39,7 @@ from model import ATTENTION, GPT, GPT2_SIZES, GPTConfig, attention, check_attent
 
 BENCH = Path(__file__).resolve()
 GB = 1e9
+SIZES = GPT2_SIZES | {"small": dict(n_layer=4, n_head=4, n_embd=256)}       # to try a command, and for HellaSwag on a CPU
 
 
 @dataclass
@@ -119,7 +120,7 @@ def our_step(s):
     config = train_gpt2.Config(recipe=s.recipe, total_batch_size=s.B * s.T * s.processes, batch_size=str(s.B),
                                sequence_length=s.T, block_size=s.T, vocab_size=s.vocab_size, device=s.device, dtype=s.dtype,
                                tf32=s.tf32, compile=s.compile, attention=s.attention, loss_chunk=s.loss_chunk,
-                               **GPT2_SIZES[s.size])
+                               **SIZES[s.size])
     if not s.keep_memory:
         train_gpt2.keep_freed_memory = lambda: None
     process = train_gpt2.setup_process(config)
@@ -151,7 +152,7 @@ def peers_step(s):
     torch.manual_seed(1337)
     torch.set_float32_matmul_precision("high")
     device_type = s.device.split(":")[0]
-    raw = script.GPT(script.GPTConfig(vocab_size=s.vocab_size, block_size=s.T, **GPT2_SIZES[s.size])).to(s.device)
+    raw = script.GPT(script.GPTConfig(vocab_size=s.vocab_size, block_size=s.T, **SIZES[s.size])).to(s.device)
     model = torch.compile(raw) if s.compile else raw
     optimizer = raw.configure_optimizers(weight_decay=0.1, learning_rate=6e-4, device_type=device_type)
     tokens = torch.from_numpy(random_tokens(s.B * s.T + 1).astype(np.int64))
@@ -174,7 +175,7 @@ def matmul_seconds(s, repeats=5):
     """[seconds] of the matrix products of a step and nothing else: of the linear layers and the head (2 N C FLOPs a weight),
     and of attention (6 of 2 B T^2 C a layer), forward and backward, in the step's dtype. Each layer has weights of its own,
     as in the step, so that they do not come from the cache."""
-    layers, heads, C = (GPT2_SIZES[s.size][name] for name in ("n_layer", "n_head", "n_embd"))
+    layers, heads, C = (SIZES[s.size][name] for name in ("n_layer", "n_head", "n_embd"))
     N, hs = s.B * s.T, C // heads
 
     def random(*shape):
@@ -221,7 +222,7 @@ def resident():
 
 def measure_attention(s):
     """Time and memory of forward and backward, and the relative error of output and gradients against float64."""
-    heads, hs = GPT2_SIZES[s.size]["n_head"], GPT2_SIZES[s.size]["n_embd"] // GPT2_SIZES[s.size]["n_head"]
+    heads, hs = SIZES[s.size]["n_head"], SIZES[s.size]["n_embd"] // SIZES[s.size]["n_head"]
     process = train_gpt2.setup_process(train_gpt2.Config(device=s.device))
     dtype, cuda = getattr(torch, s.dtype), s.device.startswith("cuda")
     torch.manual_seed(0)
@@ -265,7 +266,7 @@ def measure_hellaswag(s):
     """Seconds of HellaSwag over s.steps examples in forwards of s.B rows."""
     process = train_gpt2.setup_process(train_gpt2.Config(device=s.device))
     torch.manual_seed(0)
-    model = GPT(GPTConfig(1024, s.vocab_size, **sizes(s.size))).to(process.device)
+    model = GPT(GPTConfig(1024, s.vocab_size, **SIZES[s.size])).to(process.device)
     batches = hellaswag.make_batches(made_up_examples(s.steps), 1024, s.B)
     autocast = make_autocast(process.device, s.dtype)
     counts = []
@@ -420,7 +421,8 @@ def ladder(args, base):
         first, before = first or rate, rate
     print_table(rows)
     left_out = [f"{name[2:]} ({why})" for name, s, why in walked if not s]
-    print("left out: " + "; ".join(left_out) if left_out else "", end="\n" if left_out else "")
+    if left_out:
+        print("left out: " + "; ".join(left_out))
     if "failed" not in results[-1] and "failed" not in bounds[0]:
         share = median_ms(bounds[0]) / median_ms(results[-1])
         print(f"the matrix products of the last rung's step alone take {median_ms(bounds[0]):,.0f} ms: it runs at {share:.0%} of "
@@ -474,6 +476,7 @@ def memory_table(args, base):
     """Two sizes give bytes a sequence and the rest; on a GPU the largest micro-batch is then tried in --memory_gb."""
     cuda = base.device.startswith("cuda")
     here, missing = kernels_here(base)
+    here.remove("auto")                         # one of the others
     settings = [replace(base, attention=kernel, loss_chunk=chunk, warmup=1, steps=1)
                 for kernel in here for chunk in (0, 8192 if cuda else 2048)]
     small, large = (measure([replace(s, B=B) for s in settings], 1) for B in (base.B, 2 * base.B))
@@ -484,11 +487,10 @@ def memory_table(args, base):
         if "failed" in a or "failed" in b:
             rows.append(row | {"GB at rest": a.get("failed") or b.get("failed")})
             continue
-        each = (b["memory"] - a["memory"]) / base.B
-        rest = a["memory"] - each * base.B
-        fits = {g: max(0, int((g * GB - rest) / each)) for g in gigabytes}
+        fits = {g: largest_fit(a["memory"], b["memory"], base.B, g)[2] for g in gigabytes}
         if cuda and args.memory_gb <= torch.cuda.mem_get_info()[1] / GB:
             fits[args.memory_gb] = tried(s, fits[args.memory_gb], args.memory_gb)
+        rest, each, _ = largest_fit(a["memory"], b["memory"], base.B, 0)
         rows.append(row | {"GB at rest": rest / GB, "MB a sequence": each / 1e6} | {f"{g:g} GB": n for g, n in fits.items()})
     print(f"sequences of {base.T} tokens that fit, {base.size}, {base.dtype}, {'torch.compile' if base.compile else 'eager'}; "
           f"measured at micro-batches {base.B} and {2 * base.B}, the rest follows from the two"
@@ -497,6 +499,13 @@ def memory_table(args, base):
     if missing:
         print("not on this machine: " + "; ".join(missing))
     return rows
+
+
+def largest_fit(memory, memory_of_twice, B, gigabytes):
+    """(bytes at rest, bytes a sequence, the largest micro-batch in `gigabytes`) from the peaks of micro-batches B and 2 B."""
+    each = (memory_of_twice - memory) / B
+    rest = memory - each * B
+    return rest, each, max(0, int((gigabytes * GB - rest) / each))
 
 
 def tried(s, B, memory_gb):
@@ -540,13 +549,9 @@ def hellaswag_table(args, base):
     alone = median_ms(results[0])
     rows = [{"rows a forward": B, "examples/s": n / median_ms(r) * 1e3, "gain": f"{alone / median_ms(r):.2f}x",
              "10,042 examples, s": 10042 / n * median_ms(r) / 1e3} for B, r in zip(widths, results, strict=True)]
-    print(f"{n} made-up examples of HellaSwag's lengths, {args.size or 'a model of 4 layers of width 256'}, {base.dtype}")
+    print(f"{n} made-up examples of HellaSwag's lengths, model {args.size or 'small (4 layers of width 256)'}, {base.dtype}")
     print_table(rows)
     return rows
-
-
-def sizes(name):
-    return GPT2_SIZES.get(name) or dict(n_layer=4, n_head=4, n_embd=256)
 
 
 def scaling_table(args, base):
@@ -613,7 +618,7 @@ def main(argv=None):
     parser.add_argument("--device", default="auto", help="auto, cuda or cpu (default auto)")
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])
     parser.add_argument("--recipe", default="gpt2", choices=list(train_gpt2.RECIPES))
-    parser.add_argument("--size", choices=list(GPT2_SIZES), help="default gpt2 (124M); for hellaswag a small model")
+    parser.add_argument("--size", choices=list(SIZES), help="default gpt2 (124M), but for hellaswag small")
     parser.add_argument("--batch_size", type=whole_number, help="sequences a micro-step (default 16 on CUDA, 4 on a CPU)")
     parser.add_argument("--sequence_length", type=whole_number, help="tokens (default 1024; 256 on a CPU, but for memory)")
     parser.add_argument("--steps", type=whole_number, help="timed steps a turn (default 20 on CUDA, 4 on a CPU)")

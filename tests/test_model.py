@@ -160,6 +160,8 @@ def test_token_losses_are_the_loss_of_each_token_and_zero_where_ignored():
     positions = (targets >= 0).flatten().nonzero().flatten()
     for more in (positions[:0], positions[:3], torch.tensor([0])):      # none, some again, and one whose target is -1
         torch.testing.assert_close(model.token_losses(idx, targets, torch.cat((positions, more))), losses)
+    without_data = [t.to("meta") for t in (idx, targets, positions)]    # whatever looks at a value, and waits for it, fails there
+    assert model.to("meta").token_losses(*without_data).shape == (3, 24)
 
 
 @pytest.mark.parametrize("kernel", ["auto", "naive"])

@@ -1,0 +1,126 @@
+"""bench.py: its tables are made by the real commands with a small model; and the arithmetic of the tables."""
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict, replace
+
+import pytest
+
+import bench
+from bench import Setting, largest_fit, median_ms, rungs
+from helpers import ENV, ROOT
+
+SMALL = ["--size", "small", "--batch_size", "1", "--sequence_length", "32", "--steps", "1", "--turns", "1", "--dtype", "float32"]
+
+
+def run_bench(*flags, code=0):
+    result = subprocess.run([sys.executable, ROOT / "bench.py", *map(str, flags)], capture_output=True, text=True, env=ENV,
+                            timeout=280)
+    assert result.returncode == code, result.stdout + result.stderr
+    return result
+
+
+def test_the_ladder_walks_its_rungs_and_keeps_what_it_measured(tmp_path):
+    result = run_bench("ladder", *SMALL, "--json", tmp_path / "ladder.json", "--plot", tmp_path / "ladder.png")
+    kept = json.loads((tmp_path / "ladder.json").read_text())
+    assert len(kept["rows"]) == 7 and all(row["ms a step"] > 0 and row["peak GB"] > 0.1 for row in kept["rows"])
+    assert kept["rows"][0]["in all"] == "1.00x" and kept["machine"] in result.stdout
+    assert "left out: TF32 (" in result.stdout and "torch.compile (" in result.stdout
+    assert "matrix products of the last rung's step" in result.stdout
+    assert (tmp_path / "ladder.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_attention_kernels_are_measured_and_missing_ones_named():
+    result = run_bench("attention", *SMALL)
+    rows = {line.split("|")[1].strip(): line.split("|") for line in result.stdout.splitlines() if line.startswith("| ")}
+    assert {"auto", "naive", "math"} <= rows.keys()
+    assert all(0 < float(rows[kernel][4]) < 1e-5 for kernel in ("naive", "math")), "errors of float32 against float64"
+    assert "not on this machine: " in result.stdout and "cudnn (" in result.stdout
+
+
+def test_a_rung_differs_from_the_one_before_in_what_its_name_says():
+    for base, compiles, left_out in ((Setting(device="cpu"), False, 3), (Setting(device="cuda"), True, 0)):
+        walked = list(rungs(base, compiles))
+        assert sum(s is None for _, s, _ in walked) == left_out
+        steps = [(name, asdict(s)) for name, s, _ in walked if s]
+        changed = [{key for key in a if a[key] != b[key]} for (_, a), (_, b) in zip(steps, steps[1:], strict=False)]
+        assert all(len(keys) == 1 for keys in changed), changed
+        assert steps[-1][1] == asdict(replace(base, B=base.B * (4 if left_out == 0 else 1)) if left_out == 0 else base) or \
+            steps[-1][1]["loss_chunk"] in (0, -1)
+
+
+def test_settings_are_measured_in_turn_and_their_numbers_kept_apart(monkeypatch):
+    asked = []
+
+    def measured(s):
+        asked.append(s.B)
+        return {"seconds": [s.B + len(asked)], "memory": 10 - len(asked)} if s.B < 3 else {"failed": "out of memory"}
+    monkeypatch.setattr(bench, "in_own_process", measured)
+    one, two, three = bench.measure([Setting(B=1), Setting(B=2), Setting(B=3)], 2)
+    assert asked == [1, 2, 3, 1, 2]
+    assert one == {"seconds": [2, 5], "memory": 9} and two["seconds"] == [4, 7] and three == {"failed": "out of memory"}
+    assert median_ms(one) == 3500
+
+
+def test_the_largest_micro_batch_follows_from_two_measured_ones():
+    assert largest_fit(4 * bench.GB, 5 * bench.GB, 2, 16) == (3 * bench.GB, 0.5 * bench.GB, 26)
+    assert largest_fit(4 * bench.GB, 5 * bench.GB, 2, 1)[2] == 0
+
+
+def test_a_line_that_ran_out_of_memory_says_so_and_does_not_end_the_table(monkeypatch, capsys):
+    good = {"seconds": [0.5], "memory": 2e9, "begun": 1.0, "flops_per_token": 1e9, "peak_flops": None}
+    monkeypatch.setattr(bench, "in_own_process", lambda s: {"failed": "out of memory"} if s.dtype == "float32" else dict(good))
+    bench.main(["ladder", "--dtype", "bfloat16", "--device", "cpu", "--turns", "1"])
+    out = capsys.readouterr().out
+    assert "plain AdamW: out of memory" in out and "| + vocabulary 50304" in out
+
+
+def test_the_peers_definitions_run_and_nothing_after_them(tmp_path):
+    """A stand-in with the names that build-nanogpt's script has; the real one is run by hand (README)."""
+    (tmp_path / "train_gpt2.py").write_text("""
+import torch
+from dataclasses import dataclass
+from hellaswag import render_example, iterate_examples
+@dataclass
+class GPTConfig:
+    block_size: int = 1
+    vocab_size: int = 1
+    n_layer: int = 1
+    n_head: int = 1
+    n_embd: int = 1
+class GPT(torch.nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(config.vocab_size))
+    def forward(self, x, y):
+        return None, torch.nn.functional.cross_entropy(self.weight.expand(y.numel(), -1), y.flatten())
+    def configure_optimizers(self, weight_decay, learning_rate, device_type):
+        if master_process:
+            print("never")
+        return torch.optim.AdamW(self.parameters(), lr=learning_rate)
+
+# -----------------------------------------------------------------------------
+import tiktoken
+raise SystemExit("the script's own run began")
+""")
+    setting = asdict(Setting(size="small", B=1, T=8, steps=2, warmup=1, peer=str(tmp_path)))
+    result = json.loads(run_bench("work", json.dumps(setting)).stdout)
+    assert len(result["seconds"]) == 2 and result["memory"] > 0
+
+
+@pytest.mark.parametrize(("flags", "says"), [
+    (["stairs"], "invalid choice"), (["ladder", "--steps", "0"], "--steps 0: must be at least 1"),
+    (["peer"], "git clone"), (["peer", "nowhere"], "nowhere/train_gpt2.py is not there"),
+    (["memory", "--memory_gb", "-1"], "--memory_gb -1.0: must be above 0"), (["ladder", "--device", "tpu"], "--device tpu"),
+])
+def test_a_mistake_is_told_in_one_line(flags, says):
+    result = run_bench(*flags, code=2)
+    assert says in result.stderr and len(result.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.skipif(os.name == "nt", reason="reads /proc")
+def test_made_up_examples_have_hellaswags_form():
+    import hellaswag
+    examples = bench.made_up_examples(5)
+    assert [hellaswag._checked(example, "here") for example in examples] == examples
