@@ -374,8 +374,8 @@ def machine(device):
 def rungs(base, compiles):
     """(name, setting, None), or (name, None, why it is left out on this device), each rung with those before it."""
     cuda = base.device.startswith("cuda")
-    s = replace(base, dtype="float32", tf32=False, attention="naive", vocab_size=50257, fused=False, loss_chunk=0,
-                keep_memory=False)
+    s = replace(base, dtype="float32", tf32=False, attention="naive", vocab_size=50257, fused=False,
+                loss_chunk=-1 if cuda else 0, keep_memory=cuda)
     yield "float32, textbook attention, vocabulary 50257, eager, plain AdamW", s, None
     if cuda:
         s = replace(s, tf32=True)
@@ -644,8 +644,8 @@ def main(argv=None):
     long = cuda or args.table == "memory"
     base = Setting(device=device, recipe=args.recipe, size=args.size or "gpt2", dtype=choose_dtype(args.dtype, device),
                    B=args.batch_size or (16 if cuda else 2 if args.table == "memory" else 4),
-                   T=args.sequence_length or (1024 if long else 256), steps=args.steps or (20 if cuda else 4), warmup=3 if cuda else 2,
-                   compile=cuda if args.compile is None else args.compile)
+                   T=args.sequence_length or (1024 if long else 256), compile=cuda if args.compile is None else args.compile,
+                   warmup=3 if cuda else 2, steps=args.steps or (20 if cuda else 4))
     print(f"bench.py {args.table}: {machine(device)}", flush=True)
     rows = TABLES[args.table](args, base)
     if args.json:
