@@ -374,7 +374,7 @@ def machine(device):
 def rungs(base, compiles):
     """(name, setting, None), or (name, None, why it is left out on this device), each rung with those before it."""
     cuda = base.device.startswith("cuda")
-    s = replace(base, dtype="float32", tf32=False, attention="naive", vocab_size=50257, fused=False,
+    s = replace(base, dtype="float32", tf32=not cuda, attention="naive", vocab_size=50257, fused=False,
                 loss_chunk=-1 if cuda else 0, keep_memory=cuda)
     yield "float32, textbook attention, vocabulary 50257, eager, plain AdamW", s, None
     if cuda:

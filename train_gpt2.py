@@ -997,7 +997,7 @@ def hellaswag_batches(config, asked_for, process):
             raise UserError(f"{error} (or --hellaswag_every 0)") from None
         process.print0(f"warning: going on without HellaSwag. {error}")
         return []
-    return hellaswag.make_batches(examples, config.block_size)
+    return hellaswag.make_batches(examples, config.block_size, batch_size=128 if process.device.startswith("cuda") else 32)
 
 
 def load_init(config, given, process):
