@@ -107,6 +107,12 @@ def random_tokens(n):
     return np.random.default_rng(0).integers(0, fineweb.VOCAB_SIZE, n, dtype=np.uint16)
 
 
+def shape_of(s):
+    """n_layer, n_head, n_embd."""
+    heads = train_gpt2.RECIPES[s.recipe].defaults.get("n_head")
+    return SIZES[s.size] | ({"n_head": heads} if heads and s.size == "gpt2" else {})
+
+
 class PlainAdamW(torch.optim.AdamW):
     """torch's default for the device, which cannot pass over a step that is not finite."""
 
@@ -117,10 +123,10 @@ class PlainAdamW(torch.optim.AdamW):
 
 def our_step(s):
     """(a function that does one optimizer step of setting `s` as train_gpt2.py does it, the model)."""
-    config = train_gpt2.Config(recipe=s.recipe, total_batch_size=s.B * s.T * s.processes, batch_size=str(s.B),
-                               sequence_length=s.T, block_size=s.T, vocab_size=s.vocab_size, device=s.device, dtype=s.dtype,
-                               tf32=s.tf32, compile=s.compile, attention=s.attention, loss_chunk=s.loss_chunk,
-                               **SIZES[s.size])
+    config = train_gpt2.Config(**train_gpt2.RECIPES[s.recipe].defaults | shape_of(s) | dict(
+        recipe=s.recipe, total_batch_size=s.B * s.T * s.processes, batch_size=str(s.B), sequence_length=s.T, block_size=s.T,
+        vocab_size=s.vocab_size, device=s.device, dtype=s.dtype, tf32=s.tf32, compile=s.compile, attention=s.attention,
+        loss_chunk=s.loss_chunk))
     if not s.keep_memory:
         train_gpt2.keep_freed_memory = lambda: None
     process = train_gpt2.setup_process(config)
@@ -129,9 +135,9 @@ def our_step(s):
     model = train_gpt2.place_model(config, train_gpt2.RECIPES[s.recipe].model(config), process.device)
     state = train_gpt2.make_state(config, model, None, None, process)
     if not s.fused:
-        state.optimizers = [PlainAdamW([{"params": g["params"], "weight_decay": g["weight_decay"]}
-                                        for g in optimizer.param_groups], lr=config.max_lr, betas=(0.9, 0.95))
-                            for optimizer in state.optimizers]
+        state.optimizers = [PlainAdamW([{name: g[name] for name in ("params", "lr", "weight_decay")}
+                                        for g in optimizer.param_groups], betas=(0.9, 0.95))
+                            if isinstance(optimizer, torch.optim.Adam) else optimizer for optimizer in state.optimizers]
     wrapped = train_gpt2.wrap_model(train_gpt2.compile_model(config, model, process), process)
     windows = Windows([random_tokens(20 * s.B * s.T * s.processes + 1)], s.T)
     loader = TokenLoader(windows, config.total_batch_size, s.B, process.rank, process.world_size, process.device)
@@ -175,7 +181,7 @@ def matmul_seconds(s, repeats=5):
     """[seconds] of the matrix products of a step and nothing else: of the linear layers and the head (2 N C FLOPs a weight),
     and of attention (6 of 2 B T^2 C a layer), forward and backward, in the step's dtype. Each layer has weights of its own,
     as in the step, so that they do not come from the cache."""
-    layers, heads, C = (SIZES[s.size][name] for name in ("n_layer", "n_head", "n_embd"))
+    layers, heads, C = (shape_of(s)[name] for name in ("n_layer", "n_head", "n_embd"))
     N, hs = s.B * s.T, C // heads
 
     def random(*shape):
@@ -222,7 +228,7 @@ def resident():
 
 def measure_attention(s):
     """Time and memory of forward and backward, and the relative error of output and gradients against float64."""
-    heads, hs = SIZES[s.size]["n_head"], SIZES[s.size]["n_embd"] // SIZES[s.size]["n_head"]
+    heads, hs = shape_of(s)["n_head"], shape_of(s)["n_embd"] // shape_of(s)["n_head"]
     process = train_gpt2.setup_process(train_gpt2.Config(device=s.device))
     dtype, cuda = getattr(torch, s.dtype), s.device.startswith("cuda")
     torch.manual_seed(0)

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -143,16 +144,21 @@ def check_attention(kernel, device, dtype, head_dim):
 # -----------------------------------------------------------------------------
 # the loss
 
-def cross_entropy_(logits, targets, scale):
+def cross_entropy_(logits, targets, scale, softcap=0.0):
     """Sum of the cross-entropies (nats) of logits (n, V) at targets (n,), -1 ignored. The logits turn into `scale` times its
-    gradient, softmax - onehot, in place; in between all is fp32."""
+    gradient, softmax - onehot, in place; in between all is fp32. `softcap`: of softcap tanh(logits / softcap), if not 0."""
     scored, targets = (targets >= 0)[:, None], targets.clamp(min=0)[:, None]
     z = logits.float()                                                          # (n, V)
+    if softcap:
+        t = torch.tanh(z / softcap)
+        z = softcap * t
     highest, own = z.amax(dim=1, keepdim=True), z.gather(1, targets)
     p = z.softmax(dim=1)
     # the likeliest token has p = exp(0) / sum exp(z - highest), which gives the normaliser without a second exp
     loss = ((highest - p.amax(dim=1, keepdim=True).log() - own) * scored).sum()
     p.scatter_add_(1, targets, torch.full_like(own, -1.0))
+    if softcap:
+        p.mul_(1 - t * t)                                                       # the derivative of tanh
     logits.copy_(p.mul_(scored * scale))
     return loss
 
@@ -167,7 +173,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, weight, targets, chunk, with_gradient):
+    def forward(ctx, x, weight, targets, chunk, with_gradient, softcap=0.0):
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
         # a CPU needs a quarter of the time where the fp32 numbers of a few rows at a time stay in its cache
@@ -179,7 +185,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             for x_i, dx_i, targets_i in zip(x.to(dtype).split(chunk), dx.split(chunk), targets.split(chunk), strict=True):
                 logits = x_i @ w.t()                                            # (chunk, V)
                 for rows, targets_of_rows in zip(logits.split(tile), targets_i.split(tile), strict=True):
-                    loss += cross_entropy_(rows, targets_of_rows, scale)
+                    loss += cross_entropy_(rows, targets_of_rows, scale, softcap)
                 if with_gradient:
                     dx_i.copy_(logits @ w)
                     dw_i = logits.t() @ x_i                                     # (V, C)
@@ -192,7 +198,75 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, gradient):
         dx, dw = ctx.saved_tensors
-        return dx * gradient, dw * gradient, None, None, None
+        return dx * gradient, dw * gradient, None, None, None, None
+
+
+# -----------------------------------------------------------------------------
+# what both models do with their final hidden states
+
+class LanguageModel(nn.Module):
+    """From hidden states to loss, losses a token, and samples. A subclass has `config`, blocks in `transformer.h` with their
+    attention in `attn`, `lm_head`, and `hidden(idx, past=None)`: the final hidden states (B, T, C) of idx (B, T)."""
+    loss_chunk = 0              # tokens whose logits are in memory at a time while training; 0: all
+    softcap = 0.0               # c: the logits are c tanh(z / c), of z what the head gives; 0: they are z
+
+    def logits(self, x):
+        """x (..., C) -> (..., vocab_size)."""
+        z = self.lm_head(x)
+        return self.softcap * torch.tanh(z.float() / self.softcap) if self.softcap else z
+
+    def forward(self, idx, targets=None):
+        """idx, targets: int64 (B, T). Without targets: (logits (B, T, vocab_size), None).
+
+        With targets: (None, mean cross-entropy in nats); targets of -1 are ignored. The logits stay
+        inside, so that torch.compile may fuse them with the loss.
+        """
+        if idx.size(1) > self.config.block_size:
+            raise ValueError(f"a sequence of {idx.size(1)} tokens is longer than block_size {self.config.block_size}")
+        x = self.hidden(idx)                                                    # (B, T, C)
+        if targets is not None and self.loss_chunk:
+            return None, ChunkedCrossEntropy.apply(x.flatten(0, 1), self.lm_head.weight, targets.flatten(), self.loss_chunk,
+                                                   torch.is_grad_enabled(), self.softcap)
+        logits = self.logits(x)                                                 # (B, T, vocab_size)
+        if targets is None:
+            return logits, None
+        return None, F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=-1)
+
+    def token_losses(self, idx, targets, positions=None):
+        """Cross-entropy of each token, fp32 (B, T); 0 where the target is -1. idx, targets: int64 (B, T).
+
+        Logits are computed at `positions` only: int64 (n,), indices into B T, which name each target >= 0 at least once.
+        Without positions they are looked up, for which a GPU has to be waited for, and n is another each time.
+        """
+        if positions is None:
+            positions = (targets >= 0).flatten().nonzero().flatten()            # (n,)
+        logits = self.logits(self.hidden(idx).flatten(0, 1)[positions]).float()                 # (n, vocab_size)
+        losses = F.cross_entropy(logits, targets.flatten()[positions], ignore_index=-1, reduction="none")
+        return torch.zeros(idx.numel(), device=idx.device).scatter(0, positions, losses).view_as(idx)
+
+    def use_attention(self, kernel):
+        """Chooses the attention kernel by name (see `attention`); check_attention tells if it can run."""
+        for block in self.transformer.h:
+            block.attn.kernel = kernel
+
+    @torch.no_grad()
+    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=50, generator=None):
+        """Continues idx (B, T) int64 by max_new_tokens sampled tokens -> (B, T + max_new_tokens).
+
+        Keys and values are cached until the context fills block_size; from then on the window slides
+        and positions shift, so each token costs a whole forward. `temperature` 0 takes the likeliest
+        token; `top_k` None or 0 samples from all. Ids from 50257 on (padding) are never sampled.
+        """
+        past = None
+        for _ in range(max_new_tokens):
+            if past is None or idx.size(1) > self.config.block_size:
+                past = [[] for _ in self.transformer.h]
+                x = self.hidden(idx[:, -self.config.block_size:], past)
+            else:
+                x = self.hidden(idx[:, -1:], past)
+            logits = self.logits(x[:, -1]).float()                              # (B, vocab_size)
+            idx = torch.cat((idx, sample_token(logits, temperature, top_k, generator)), dim=1)
+        return idx
 
 
 # -----------------------------------------------------------------------------
@@ -255,13 +329,12 @@ class Block(nn.Module):
         return x + self.mlp(self.ln_2(x))
 
 
-class GPT(nn.Module):
+class GPT(LanguageModel):
     """GPT-2: pre-norm blocks, learned positions, tanh GELU, biases everywhere, head tied to wte."""
 
     def __init__(self, config):
         super().__init__()
         self.config = config
-        self.loss_chunk = 0         # tokens whose logits are in memory at a time while training; 0: all
         self.transformer = nn.ModuleDict(dict(
             wte=nn.Embedding(config.vocab_size, config.n_embd),
             wpe=nn.Embedding(config.block_size, config.n_embd),
@@ -295,59 +368,6 @@ class GPT(nn.Module):
         for i, block in enumerate(self.transformer.h):
             x = block(x, past[i] if past else None)
         return self.transformer.ln_f(x)
-
-    def forward(self, idx, targets=None):
-        """idx, targets: int64 (B, T). Without targets: (logits (B, T, vocab_size), None).
-
-        With targets: (None, mean cross-entropy in nats); targets of -1 are ignored. The logits stay
-        inside, so that torch.compile may fuse them with the loss.
-        """
-        if idx.size(1) > self.config.block_size:
-            raise ValueError(f"a sequence of {idx.size(1)} tokens is longer than block_size {self.config.block_size}")
-        x = self.hidden(idx)                                                    # (B, T, C)
-        if targets is not None and self.loss_chunk:
-            return None, ChunkedCrossEntropy.apply(x.flatten(0, 1), self.lm_head.weight, targets.flatten(), self.loss_chunk,
-                                                   torch.is_grad_enabled())
-        logits = self.lm_head(x)                                                # (B, T, vocab_size)
-        if targets is None:
-            return logits, None
-        return None, F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=-1)
-
-    def token_losses(self, idx, targets, positions=None):
-        """Cross-entropy of each token, fp32 (B, T); 0 where the target is -1. idx, targets: int64 (B, T).
-
-        Logits are computed at `positions` only: int64 (n,), indices into B T, which name each target >= 0 at least once.
-        Without positions they are looked up, for which a GPU has to be waited for, and n is another each time.
-        """
-        if positions is None:
-            positions = (targets >= 0).flatten().nonzero().flatten()            # (n,)
-        logits = self.lm_head(self.hidden(idx).flatten(0, 1)[positions]).float()                # (n, vocab_size)
-        losses = F.cross_entropy(logits, targets.flatten()[positions], ignore_index=-1, reduction="none")
-        return torch.zeros(idx.numel(), device=idx.device).scatter(0, positions, losses).view_as(idx)
-
-    def use_attention(self, kernel):
-        """Chooses the attention kernel by name (see `attention`); check_attention tells if it can run."""
-        for block in self.transformer.h:
-            block.attn.kernel = kernel
-
-    @torch.no_grad()
-    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=50, generator=None):
-        """Continues idx (B, T) int64 by max_new_tokens sampled tokens -> (B, T + max_new_tokens).
-
-        Keys and values are cached until the context fills block_size; from then on the window slides
-        and positions shift, so each token costs a whole forward. `temperature` 0 takes the likeliest
-        token; `top_k` None or 0 samples from all. Ids from 50257 on (padding) are never sampled.
-        """
-        past = None
-        for _ in range(max_new_tokens):
-            if past is None or idx.size(1) > self.config.block_size:
-                past = [[] for _ in self.transformer.h]
-                x = self.hidden(idx[:, -self.config.block_size:], past)
-            else:
-                x = self.hidden(idx[:, -1:], past)
-            logits = self.lm_head(x[:, -1]).float()                             # (B, vocab_size)
-            idx = torch.cat((idx, sample_token(logits, temperature, top_k, generator)), dim=1)
-        return idx
 
     def configure_optimizers(self, max_lr, weight_decay, betas=(0.9, 0.95), eps=1e-8):
         """[AdamW] with decay (arXiv:1711.05101) on what is two-dimensional and up, none on gains and biases."""
@@ -398,6 +418,226 @@ class GPT(nn.Module):
         replace_file(folder / "model.safetensors", lambda file: file.write(save(weights, metadata={"format": "pt"})))
 
 
+# -----------------------------------------------------------------------------
+# the speedrun model: modded-nanogpt's record 10 (November 2024), in our words, with its state-dict names
+
+@dataclass
+class SpeedrunConfig:
+    block_size: int = 1024      # longest sequence
+    vocab_size: int = 50304
+    n_layer: int = 12
+    n_head: int = 6             # heads of 128
+    n_embd: int = 768
+
+
+class CastLinear(nn.Linear):
+    """A linear layer without bias whose weight stays fp32 and multiplies in the dtype of what comes in."""
+
+    def __init__(self, inputs, outputs):
+        super().__init__(inputs, outputs, bias=False)
+
+    def forward(self, x):
+        return F.linear(x, self.weight.to(x.dtype))
+
+
+def norm(x):
+    """RMSNorm without a gain (arXiv:1910.07467): x / sqrt(mean of squares) over the last dimension."""
+    return F.rms_norm(x, (x.size(-1),))
+
+
+def rotate(x, cos, sin):
+    """Rotary positions (arXiv:2104.09864): x (B, nh, T, hs); cos, sin (T, hs/2) turn the pairs (i, i + hs/2)."""
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos + b * sin, b * cos - a * sin), dim=-1)
+
+
+class SpeedrunAttention(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        C = config.n_embd
+        self.c_q, self.c_k, self.c_v, self.c_proj = (CastLinear(C, C) for _ in range(4))
+        self.lamb = nn.Parameter(torch.empty(()))
+        self.n_head, self.kernel = config.n_head, "auto"
+
+    def forward(self, x, v1, rotary, past=None):
+        """x (B, T, C), v1 (B, nh, T, hs) the first block's values or None -> (B, T, C) and v1."""
+        B, T, C = x.size()
+        q, k, v = (linear(x).view(B, T, self.n_head, C // self.n_head).transpose(1, 2)          # (B, nh, T, hs)
+                   for linear in (self.c_q, self.c_k, self.c_v))
+        v1 = v if v1 is None else v1
+        v = (1 - self.lamb) * v + self.lamb * v1        # value residual (arXiv:2410.17897), the mix is learnt
+        q, k = rotate(norm(q), *rotary), rotate(norm(k), *rotary)               # QK-norm (arXiv:2010.04245), then positions
+        if past is not None:
+            assert T == 1 or not past, "the cache is filled at once and then grows token by token"
+            if past:
+                k, v = torch.cat((past[0], k), dim=2), torch.cat((past[1], v), dim=2)
+            past[:] = k, v
+        y = attention(q, k, v, self.kernel, is_causal=T == k.size(2))           # (B, nh, T, hs)
+        return self.c_proj(y.transpose(1, 2).reshape(B, T, C)), v1
+
+
+class SpeedrunMLP(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.c_fc, self.c_proj = CastLinear(config.n_embd, 4 * config.n_embd), CastLinear(4 * config.n_embd, config.n_embd)
+
+    def forward(self, x):
+        return self.c_proj(F.relu(self.c_fc(x)).square())                       # ReLU squared (arXiv:2109.08668)
+
+
+class SpeedrunBlock(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.attn, self.mlp = SpeedrunAttention(config), SpeedrunMLP(config)
+        self.lambdas = nn.Parameter(torch.empty(2))
+
+    def forward(self, x, v1, x0, rotary, past=None):
+        x = self.lambdas[0] * x + self.lambdas[1] * x0  # every block sees the embedding, as much as it learns to
+        y, v1 = self.attn(norm(x), v1, rotary, past)
+        x = x + y
+        return x + self.mlp(norm(x)), v1
+
+
+class SpeedrunGPT(LanguageModel):
+    """modded-nanogpt's model of record 10: 162.2M parameters at GPT-2's size, because embedding and head are two matrices."""
+    softcap = 30.0              # arXiv:2408.00118, section 2
+
+    def __init__(self, config):
+        super().__init__()
+        if config.n_embd % (2 * config.n_head):
+            raise UserError(f"--n_embd {config.n_embd} does not divide into --n_head {config.n_head} heads of an even size, as "
+                            f"rotary positions need it: give another number of heads")
+        self.config = config
+        self.transformer = nn.ModuleDict(dict(
+            wte=nn.Embedding(config.vocab_size, config.n_embd),
+            h=nn.ModuleList(SpeedrunBlock(config) for _ in range(config.n_layer)),
+        ))
+        self.lm_head = CastLinear(config.n_embd, config.vocab_size)
+        self.init_weights()
+
+    @torch.no_grad()
+    def init_weights(self):
+        """Every parameter once. What ends a branch, and the head, starts at zero (arXiv:2203.03466), so that the first
+        loss is ln(vocab_size); a block starts as x + 0, and its values as half of the first block's."""
+        for name, p in self.named_parameters():
+            if name.endswith(("c_proj.weight", "lm_head.weight")):
+                p.zero_()
+            elif name.endswith("wte.weight"):
+                p.normal_()
+            elif name.endswith(("c_q.weight", "c_k.weight", "c_v.weight", "c_fc.weight")):
+                p.uniform_(-p.size(1)**-0.5, p.size(1)**-0.5)
+            elif name.endswith("lambdas"):
+                p.copy_(torch.tensor([1.0, 0.0]))
+            elif name.endswith("lamb"):
+                p.fill_(0.5)
+            else:
+                raise AssertionError(f"no initialisation for {name}")
+
+    def hidden(self, idx, past=None):
+        """Final hidden states (B, T, C), in autocast's dtype from the embedding on: without autocast's own casts, which
+        would take norms and residuals back to fp32. `past`: one [k, v] or [] a block, which this call extends."""
+        device = idx.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else torch.float32
+        start = past[0][0].size(2) if past and past[0] else 0
+        hs = self.config.n_embd // self.config.n_head
+        pos = torch.arange(start, start + idx.size(1), device=idx.device)       # (T,)
+        frequencies = 10000.0 ** -(torch.arange(0, hs, 2, device=idx.device) / hs)              # (hs/2,)
+        angles = torch.outer(pos, frequencies)                                  # (T, hs/2)
+        rotary = angles.cos().to(dtype), angles.sin().to(dtype)
+        with torch.autocast(device, enabled=False):
+            x = x0 = norm(self.transformer.wte(idx).to(dtype))                  # (B, T, C)
+            v1 = None
+            for i, block in enumerate(self.transformer.h):
+                x, v1 = block(x, v1, x0, rotary, past[i] if past else None)
+            return norm(x)
+
+    def configure_optimizers(self, max_lr, weight_decay=0.0, dtype=torch.bfloat16):
+        """[Adam, Muon] with record 10's rates: Muon's is max_lr, the embedding's 15 times that, the head's a tenth. The
+        decay is Muon's alone, `dtype` that of its iteration."""
+        params = list(self.named_parameters())
+        blocks = [(n, p) for n, p in params if n.startswith("transformer.h.")]
+        head, wte = ([(n, p) for n, p in params if n == name] for name in ("lm_head.weight", "transformer.wte.weight"))
+        adam = torch.optim.Adam([{"params": wte, "lr": 15 * max_lr}, {"params": head, "lr": 0.1 * max_lr},
+                                 {"params": [(n, p) for n, p in blocks if p.dim() < 2], "lr": max_lr}],
+                                betas=(0.9, 0.95), eps=1e-8, fused=True)
+        return [adam, Muon([(n, p) for n, p in blocks if p.dim() == 2], max_lr, weight_decay=weight_decay,
+                           dtype=dtype)]
+
+    def flops_per_token(self, sequence_length):
+        """As GPT's; the embedding is only looked up."""
+        N = sum(p.numel() for p in self.parameters()) - self.transformer.wte.weight.numel()
+        return 6 * N + 12 * self.config.n_layer * self.config.n_embd * sequence_length
+
+    def save_pretrained(self, folder):
+        raise UserError("a speedrun model has no form in transformers: only one of --recipe gpt2 can be exported")
+
+
+def orthogonalize(G, dtype=torch.bfloat16, steps=5):
+    """The nearest (semi-)orthogonal matrices to G (n, rows, columns), roughly: singular values end between 0.7 and 1.2.
+
+    `steps` of a quintic Newton-Schulz iteration in `dtype`, with the coefficients that push small singular values up
+    fastest (Keller Jordan 2024, kellerjordan.github.io/posts/muon).
+    """
+    a, b, c = 3.4445, -4.7750, 2.0315
+    X = G.to(dtype)
+    X = X / (X.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    tall = X.size(-2) > X.size(-1)
+    if tall:
+        X = X.mT
+    for _ in range(steps):
+        A = X @ X.mT
+        X = a * X + (b * A + c * A @ A) @ X
+    return X.mT if tall else X
+
+
+class Muon(torch.optim.Optimizer):
+    """Momentum, orthogonalised (Keller Jordan 2024), for the matrices inside the blocks; `params`: (name, parameter) pairs.
+
+    Matrices of one shape are a group and go through the iteration as one batch. Of several processes, which all have the
+    same averaged gradients, each takes its share of a batch, and the updates are gathered: the momentum is on all of them.
+    The rate counts sqrt(max(1, rows / columns)) times. `found_inf`, a tensor, if set: where it is 1 the step does nothing.
+    """
+    STATE = ("momentum_buffer",)
+
+    def __init__(self, params, lr, momentum=0.95, weight_decay=0.0, dtype=torch.bfloat16):
+        self.dtype, by_shape = dtype, {}
+        for name, p in params:
+            by_shape.setdefault(p.shape, []).append((name, p))
+        super().__init__([{"params": named} for named in by_shape.values()],
+                         dict(lr=lr, momentum=momentum, weight_decay=weight_decay))
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        several = dist.is_available() and dist.is_initialized()
+        rank, world_size = (dist.get_rank(), dist.get_world_size()) if several else (0, 1)
+        bad = getattr(self, "found_inf", None)
+        for group in self.param_groups:
+            params, momentum = group["params"], group["momentum"]
+            for p in params:
+                if not self.state[p]:
+                    self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+            buffers = [self.state[p]["momentum_buffer"] for p in params]
+            grads = [p.grad for p in params]
+            if bad is not None:
+                grads = [torch.where(bad > 0, 0.0, grad) for grad in grads]
+            torch._foreach_mul_(buffers, momentum if bad is None else torch.where(bad > 0, 1.0, momentum))
+            torch._foreach_add_(buffers, grads)
+            share = -(-len(params) // world_size)
+            mine = [grads[i] + momentum * buffers[i] for i in range(rank * share, min(len(params), (rank + 1) * share))]
+            mine += [torch.zeros_like(params[0])] * (share - len(mine))         # what is gathered has one size
+            updates = orthogonalize(torch.stack(mine), self.dtype)              # (share, rows, columns)
+            if several:
+                gathered = updates.new_empty(world_size * share, *params[0].shape)
+                dist.all_gather_into_tensor(gathered, updates.contiguous())
+                updates = gathered
+            rows, columns = params[0].shape
+            scale = -group["lr"] * max(1.0, rows / columns)**0.5
+            updates = updates.float() * (scale if bad is None else torch.where(bad > 0, 0.0, scale))
+            shrink = 1.0 - group["lr"] * group["weight_decay"]
+            torch._foreach_mul_(params, shrink if bad is None else torch.where(bad > 0, 1.0, shrink))
+            torch._foreach_add_(params, list(updates[:len(params)]))
+
+
 def sample_token(logits, temperature, top_k, generator):
     """One sampled id a row: logits (B, vocab_size) -> (B, 1)."""
     logits[:, VOCAB_SIZE:] = float("-inf")
@@ -413,7 +653,7 @@ def sample_token(logits, temperature, top_k, generator):
 # -----------------------------------------------------------------------------
 # weights from elsewhere
 
-MODELS = {"gpt2": (GPT, GPTConfig)}             # what a checkpoint's `recipe` names
+MODELS = {"gpt2": (GPT, GPTConfig), "speedrun": (SpeedrunGPT, SpeedrunConfig)}          # what a checkpoint's `recipe` names
 
 
 def _brief(error):

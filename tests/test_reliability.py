@@ -45,13 +45,26 @@ def whole(data, tmp_path_factory):
     return out
 
 
+@pytest.fixture(scope="session")
+def whole_speedrun(data, tmp_path_factory):
+    out = tmp_path_factory.mktemp("whole_speedrun") / "log"
+    run("--data", data, *BYTES, "--recipe", "speedrun", "--out", out)
+    return out
+
+
+@pytest.fixture(params=["gpt2", "speedrun"])
+def recipe_and_whole(request):
+    return request.param, request.getfixturevalue({"gpt2": "whole", "speedrun": "whole_speedrun"}[request.param])
+
+
 def same_end(out, whole, step=120):
     """The log byte for byte, weights and moments bit for bit, and nothing else in the folder."""
     assert (out / "log.txt").read_bytes() == (whole / "log.txt").read_bytes()
     a, b = (read_checkpoint(folder / f"checkpoint_{step:06d}.pt") for folder in (whole, out))
     assert a["model"].keys() == b["model"].keys() and all(torch.equal(a["model"][name], b["model"][name]) for name in a["model"])
-    for i, entry in a["optimizers"][0]["state"].items():
-        assert all(torch.equal(entry[key], b["optimizers"][0]["state"][i][key]) for key in entry)
+    for before, after in zip(a["optimizers"], b["optimizers"], strict=True):
+        for i, entry in before["state"].items():
+            assert all(torch.equal(entry[key], after["state"][i][key]) for key in entry)
     assert not list(out.glob("*.tmp"))
 
 
@@ -69,8 +82,9 @@ def run_until(step, flags, then, processes=1, **kwargs):
         return process.returncode, "".join(lines) + stdout, stderr
 
 
-def test_killed_at_random_moments_it_ends_bit_for_bit_as_the_run_that_was_not(data, whole, tmp_path):
+def test_killed_at_random_moments_it_ends_bit_for_bit_as_the_run_that_was_not(data, recipe_and_whole, tmp_path):
     """SIGKILL and SIGTERM in turn, over shard edges and epochs; before the first step too."""
+    recipe, whole = recipe_and_whole
     dice = random.Random(7)
 
     def kill(number):
@@ -79,8 +93,8 @@ def test_killed_at_random_moments_it_ends_bit_for_bit_as_the_run_that_was_not(da
             process.send_signal(number)
         return then
 
-    flags, step = ["--data", data, *BYTES, "--out", tmp_path / "log"], 0
-    for i in range(6):
+    flags, step = ["--data", data, *BYTES, "--recipe", recipe, "--out", tmp_path / "log"], 0
+    for i in range(6 if recipe == "gpt2" else 4):
         code, stdout, stderr = run_until(step, flags, kill((signal.SIGKILL, signal.SIGTERM)[i % 2]))
         assert code in (-signal.SIGKILL, 0) and not stderr, stderr
         assert ("stopped by SIGTERM" in stdout and "the same command goes on" in stdout) or i % 2 == 0 or "done: 120" in stdout
@@ -127,12 +141,13 @@ def test_a_second_interrupt_stops_at_once(data, tmp_path):
     assert code == 130 and "stopped by" not in stdout and not train_gpt2.checkpoints(tmp_path / "log")
 
 
-def test_a_run_goes_on_with_other_processes_and_micro_batches_as_it_would_have_gone(data, whole, tmp_path):
-    flags = ["--data", data, *BYTES, "--out", tmp_path / "log"]
+def test_a_run_goes_on_with_other_processes_and_micro_batches_as_it_would_have_gone(data, recipe_and_whole, tmp_path):
+    recipe, whole = recipe_and_whole
+    flags = ["--data", data, *BYTES, "--recipe", recipe, "--out", tmp_path / "log"]
     run_until(33, [*flags, "--batch_size", 4], lambda process: process.kill())
     run(*flags, "--batch_size", 2, processes=2)
     a, b = logged(whole), logged(tmp_path / "log")
-    assert a.keys() == b.keys() and max(abs(a[step] - b[step]) for step in a) < 1e-4
+    assert a.keys() == b.keys() and max(abs(a[step] - b[step]) for step in a) < (1e-4 if recipe == "gpt2" else 2e-3)
 
 
 def workers(agent):

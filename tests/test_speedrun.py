@@ -1,0 +1,271 @@
+"""The speedrun recipe: its model against an independent reference, Muon against torch's and over processes, its schedule."""
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fineweb import UserError, encode, write_shard
+from helpers import ENV, ROOT, logged, run
+from model import LanguageModel, Muon, SpeedrunConfig, SpeedrunGPT, load_model, orthogonalize
+from train_gpt2 import RECIPES, Config, muon_momentum, parse_flags, restore_optimizer, trapezoid
+
+
+def make_model(seed=0, **shape):
+    """With random values where training would have left them: a fresh one's branches are all zero."""
+    torch.manual_seed(seed)
+    model = SpeedrunGPT(SpeedrunConfig(**dict(block_size=24, vocab_size=97, n_layer=3, n_head=2, n_embd=32) | shape))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p) * (0.1 if p.dim() == 2 else 0.3))
+    return model
+
+
+def tokens(*shape, seed=1, vocab_size=97):
+    return torch.randint(vocab_size, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def plain_speedrun(w, heads, idx):
+    """Record 10 once more, in float64, position by position and head by head. w: name -> float64 tensor."""
+    def rms(x):
+        return x / (x.pow(2).mean(-1, keepdim=True) + torch.finfo(torch.float32).eps).sqrt()
+
+    def turn(x):                                # (T, hs): the pair (x_i, x_{i + hs/2}) turns by t / 10000^(2i/hs)
+        T, hs = x.shape
+        out = torch.empty_like(x)
+        for t in range(T):
+            for i in range(hs // 2):
+                angle = t / 10000 ** (2 * i / hs)
+                a, b = x[t, i], x[t, i + hs // 2]
+                out[t, i] = a * math.cos(angle) + b * math.sin(angle)
+                out[t, i + hs // 2] = b * math.cos(angle) - a * math.sin(angle)
+        return out
+    results = []
+    for row in idx:
+        x = x0 = rms(w["transformer.wte.weight"][row])
+        first_values = None
+        for n in range(sum(name.endswith("lambdas") for name in w)):
+            g = {name.split(f"h.{n}.")[1]: value for name, value in w.items() if f"h.{n}." in name}
+            x = g["lambdas"][0] * x + g["lambdas"][1] * x0
+            u = rms(x)
+            q, k, v = (u @ g[f"attn.c_{c}.weight"].t() for c in "qkv")
+            first_values = v if first_values is None else first_values
+            v = (1 - g["attn.lamb"]) * v + g["attn.lamb"] * first_values
+            ys = []
+            for q_h, k_h, v_h in zip(q.chunk(heads, -1), k.chunk(heads, -1), v.chunk(heads, -1), strict=True):
+                scores = turn(rms(q_h)) @ turn(rms(k_h)).t() / math.sqrt(q_h.size(-1))
+                mask = torch.arange(len(row))[None, :] > torch.arange(len(row))[:, None]
+                ys.append(scores.masked_fill(mask, -math.inf).softmax(-1) @ v_h)
+            x = x + torch.cat(ys, -1) @ g["attn.c_proj.weight"].t()
+            x = x + (rms(x) @ g["mlp.c_fc.weight"].t()).clamp(min=0).pow(2) @ g["mlp.c_proj.weight"].t()
+        results.append(30 * torch.tanh(rms(x) @ w["lm_head.weight"].t() / 30))
+    return torch.stack(results)
+
+
+def test_logits_loss_and_gradients_equal_a_plain_reference():
+    model, idx, targets = make_model(), tokens(2, 9), tokens(2, 9, seed=2)
+    targets[0, :3] = -1
+    weights = {name: p.detach().double().requires_grad_() for name, p in model.named_parameters()}
+    expected = plain_speedrun(weights, 2, idx)
+    torch.testing.assert_close(model(idx)[0].double(), expected, rtol=1e-4, atol=2e-4)
+    loss = F.cross_entropy(expected.flatten(0, 1), targets.flatten(), ignore_index=-1)
+    loss.backward()
+    for chunk in (0, 5):
+        model.loss_chunk = chunk
+        model.zero_grad()
+        ours = model(idx, targets)[1]
+        ours.backward()
+        assert ours.item() == pytest.approx(loss.item(), abs=1e-5)
+        for name, p in model.named_parameters():
+            assert (p.grad.double() - weights[name].grad).norm() <= 1e-4 * weights[name].grad.norm() + 1e-9, (chunk, name)
+
+
+def test_in_bfloat16_all_activations_are_and_the_logits_stay_near():
+    model, idx = make_model(), tokens(2, 24)
+    expected, seen = model(idx)[0], set()
+    for module in model.modules():
+        if type(module).__name__ == "CastLinear":
+            module.register_forward_hook(lambda module, inputs, output: seen.add((inputs[0].dtype, output.dtype)))
+    with torch.autocast("cpu", torch.bfloat16):
+        found = model(idx)[0]
+    assert seen == {(torch.bfloat16, torch.bfloat16)}
+    assert (found - expected).norm() < 0.05 * expected.norm()
+    assert all(p.dtype == torch.float32 for p in model.parameters())
+
+
+def test_the_published_size_has_162_million_parameters_and_starts_at_the_loss_of_knowing_nothing():
+    with torch.device("meta"):
+        model = SpeedrunGPT(SpeedrunConfig())
+    matrices = sum(p.numel() for p in model.parameters() if p.dim() == 2)
+    assert matrices == 162_201_600 and sum(p.numel() for p in model.parameters()) - matrices == 12 * 3
+    small = SpeedrunGPT(SpeedrunConfig(24, 97, 2, 2, 32))
+    assert small(tokens(2, 24), tokens(2, 24))[1].item() == pytest.approx(math.log(97), abs=1e-5)
+
+
+def test_cached_generation_takes_the_likeliest_tokens_of_whole_forwards():
+    model, idx = make_model(), tokens(2, 5)
+    found = model.generate(idx, 30, temperature=0)                              # beyond block_size: the window slides
+    for _ in range(30):
+        idx = torch.cat((idx, model(idx[:, -24:])[0][:, -1:].argmax(-1)), dim=1)
+    assert torch.equal(found, idx)
+
+
+def test_an_odd_size_of_heads_is_refused():
+    with pytest.raises(UserError, match="heads of an even size"):
+        SpeedrunGPT(SpeedrunConfig(n_embd=9, n_head=3))
+
+
+def test_both_models_share_what_comes_after_the_hidden_states():
+    assert issubclass(SpeedrunGPT, LanguageModel) and SpeedrunGPT.forward is LanguageModel.forward
+
+
+# -----------------------------------------------------------------------------
+# Muon
+
+@pytest.mark.parametrize("shape", [(16, 16), (8, 32), (48, 12)])
+def test_orthogonalize_gives_singular_values_near_one_and_keeps_the_directions(shape):
+    torch.manual_seed(0)
+    G = torch.randn(3, *shape)
+    X = orthogonalize(G).float()
+    U, S, V = torch.linalg.svd(G, full_matrices=False)
+    assert X.shape == G.shape
+    values = torch.linalg.svdvals(X)
+    assert values.min() > 0.3 and values.max() < 1.3
+    along = torch.einsum("bij,bjk,bki->bi", U.mT, X, V.mT)          # the diagonal of U^T X V
+    assert (along - values.sort(descending=False).values.mean()).abs().max() < 0.6 and along.min() > 0.2
+
+
+def test_muon_is_torchs_muon_to_rounding():
+    torch.manual_seed(0)
+    shapes = [(16, 16), (32, 16), (16, 32), (16, 16), (32, 16)]
+    ours = [torch.nn.Parameter(torch.randn(s)) for s in shapes]
+    theirs = [torch.nn.Parameter(p.detach().clone()) for p in ours]
+    a = Muon([(str(i), p) for i, p in enumerate(ours)], lr=0.02, weight_decay=0.1)
+    b = torch.optim.Muon(theirs, lr=0.02, momentum=0.95, nesterov=True, weight_decay=0.1, adjust_lr_fn="original")
+    start = [p.detach().clone() for p in ours]
+    for step in range(6):
+        for p, q in zip(ours, theirs, strict=True):
+            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(step))
+            q.grad = p.grad.clone()
+        a.step()
+        b.step()
+    for p, q, s in zip(ours, theirs, start, strict=True):
+        assert (p - q).norm() < 0.03 * (q - s).norm()
+
+
+def test_a_step_that_is_not_finite_changes_neither_weights_nor_momentum():
+    torch.manual_seed(0)
+    p = torch.nn.Parameter(torch.randn(8, 8))
+    muon = Muon([("p", p)], lr=0.02, weight_decay=0.1)
+    p.grad = torch.randn(8, 8)
+    muon.found_inf = torch.zeros(())
+    muon.step()
+    weights, buffer = p.detach().clone(), muon.state[p]["momentum_buffer"].clone()
+    p.grad[3, 3] = math.nan
+    muon.found_inf = torch.ones(())
+    muon.step()
+    assert torch.equal(p, weights) and torch.equal(muon.state[p]["momentum_buffer"], buffer)
+
+
+def test_shares_of_two_and_three_processes_make_the_same_updates(tmp_path):
+    script = tmp_path / "muon.py"
+    script.write_text(f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+import os, torch, torch.distributed as dist
+from model import Muon
+if "RANK" in os.environ:
+    dist.init_process_group("gloo")
+torch.manual_seed(0)
+params = [torch.nn.Parameter(torch.randn(s)) for s in [(8, 8), (8, 8), (16, 8), (8, 8), (8, 8), (16, 8)]]
+muon = Muon([(str(i), p) for i, p in enumerate(params)], lr=0.1)
+for step in range(3):
+    for p in params:
+        p.grad = torch.randn(p.shape)
+    muon.step()
+if int(os.environ.get("RANK", 0)) == 0:
+    torch.save([p.detach() for p in params], sys.argv[1])
+""")
+    for n in (1, 2, 3):
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n}"] if n > 1 else []
+        subprocess.run([sys.executable, *launcher, script, tmp_path / f"{n}.pt"], check=True, env=ENV, timeout=120,
+                       capture_output=True)
+    one, two, three = (torch.load(tmp_path / f"{n}.pt") for n in (1, 2, 3))
+    for a, b, c in zip(one, two, three, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=2e-3)
+        torch.testing.assert_close(a, c, rtol=0, atol=2e-3)
+
+
+# -----------------------------------------------------------------------------
+# the recipe
+
+def test_every_parameter_is_in_one_group_and_the_rates_are_record_10s():
+    model = make_model()
+    config, _ = parse_flags(["--recipe", "speedrun"])
+    optimizers = RECIPES["speedrun"].optimizers(model, config)
+    rates = {name: group["lr"] for optimizer in optimizers for group in optimizer.param_groups for name in group["param_names"]}
+    assert sorted(rates) == sorted(name for name, _ in model.named_parameters())
+    expected = {"transformer.wte.weight": 0.3, "lm_head.weight": 0.002}
+    assert all(rate == pytest.approx(expected.get(name, 0.02)) for name, rate in rates.items())
+    matrices = {name for group in optimizers[1].param_groups for name in group["param_names"]}
+    assert matrices == {name for name, p in model.named_parameters() if p.dim() == 2 and ".h." in name}
+
+
+def test_the_defaults_are_the_recipes_and_flags_come_before_them():
+    config, given = parse_flags(["--recipe", "speedrun", "--max_lr", "0.01"])
+    assert (config.n_head, config.max_steps, config.max_lr, config.grad_clip) == (6, 3242, 0.01, 0.0)
+    assert given == {"recipe", "max_lr"} and parse_flags([])[0] == Config()
+
+
+def test_the_schedule_is_constant_and_then_linear_to_its_floor():
+    config = Config(max_steps=3242, warmup_steps=0, max_lr=0.02, min_lr=0.0, cooldown=926 / 3242)
+    assert trapezoid(0, config) == trapezoid(2316, config) == 1.0
+    assert trapezoid(2316 + 463, config) == pytest.approx(0.5) and trapezoid(3242, config) == trapezoid(9999, config) == 0.0
+    floor = Config(max_steps=100, warmup_steps=10, max_lr=1.0, min_lr=0.1, cooldown=0.5)
+    assert trapezoid(0, floor) == pytest.approx(0.1) and trapezoid(100, floor) == pytest.approx(0.1)
+    assert trapezoid(75, floor) == pytest.approx(0.55)
+    assert muon_momentum(0, config) == 0.85 and muon_momentum(500, config) == pytest.approx(0.95, abs=1e-4)
+
+
+def test_weights_come_back_from_a_checkpoint(tmp_path):
+    model = make_model()
+    torch.save({"model": model.state_dict(), "model_config": dict(vars(model.config)), "recipe": "speedrun"}, tmp_path / "c.pt")
+    again = load_model(tmp_path / "c.pt")
+    assert torch.equal(again(tokens(1, 24))[0], model(tokens(1, 24))[0])
+    with pytest.raises(UserError, match="only one of --recipe gpt2"):
+        again.save_pretrained(tmp_path / "folder")
+
+
+def test_a_run_trains_evaluates_samples_and_is_sampled_from(tmp_path):
+    """The same script, loop, checkpoints and commands as for gpt2, on GPT-2's tokens."""
+    tokens = encode((ROOT / "input.txt").read_text()[:30_000])
+    for name, part in (("val", tokens[:1000]), ("train", tokens[1000:])):
+        write_shard(tmp_path / f"text_{name}_000000.npy", part)
+    result = run("--recipe", "speedrun", "--data", tmp_path, "--out", tmp_path / "log", "--n_layer", 2, "--n_head", 2,
+                 "--n_embd", 64, "--block_size", 32, "--total_batch_size", 512, "--max_steps", 12, "--val_every", 6,
+                 "--val_tokens", 900, "--sample_every", 6, "--hellaswag_every", 0, "--checkpoint_every", 6)
+    val = logged(tmp_path / "log", "val")
+    assert val[0] == pytest.approx(math.log(50304), abs=0.01) and val[12] < val[6] < val[0]
+    assert "sample 0: Hello, I'm a language model," in result.stdout
+    sampled = subprocess.run([sys.executable, ROOT / "sample.py", "--model", tmp_path / "log/checkpoint_000012.pt",
+                              "--num_samples", "1", "--max_new_tokens", "4"], capture_output=True, text=True, env=ENV,
+                             timeout=120)
+    assert sampled.returncode == 0 and sampled.stdout, sampled.stderr
+    wrong = run("--recipe", "gpt2", "--data", tmp_path, "--out", tmp_path / "log", code=2)
+    assert "was trained with --recipe speedrun, not gpt2" in wrong.stderr
+
+
+def test_a_checkpoint_of_one_recipe_with_the_state_of_the_other_is_refused(tmp_path):
+    model = make_model()
+    adam, muon = model.configure_optimizers(0.02)
+    with pytest.raises(ValueError, match="other parameters"):
+        restore_optimizer(muon, adam.state_dict())
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    muon.step()
+    saved = muon.state_dict()
+    saved["state"][0]["momentum_buffer"] = torch.zeros(3)
+    with pytest.raises(ValueError, match="momentum_buffer of .* does not fit"):
+        restore_optimizer(muon, saved)
