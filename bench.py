@@ -649,7 +649,7 @@ def main(argv=None):
     args.turns = args.turns or (1 if cuda else 2)
     long = cuda or args.table == "memory"
     base = Setting(device=device, recipe=args.recipe, size=args.size or "gpt2", dtype=choose_dtype(args.dtype, device),
-                   B=args.batch_size or (16 if cuda else 2 if args.table == "memory" else 4),
+                   B=args.batch_size or (16 if cuda else 4),
                    T=args.sequence_length or (1024 if long else 256), compile=cuda if args.compile is None else args.compile,
                    warmup=3 if cuda else 2, steps=args.steps or (20 if cuda else 4))
     print(f"bench.py {args.table}: {machine(device)}", flush=True)
