@@ -461,7 +461,7 @@ def kernels_here(base):
             check_attention(kernel, base.device, getattr(torch, base.dtype), 64)
             here.append(kernel)
         except UserError as error:
-            missing.append(f"{kernel} ({str(error).split('(', 1)[-1].rsplit(')', 1)[0][:90]})")
+            missing.append(f"{kernel} ({str(error).split('(', 1)[-1].rsplit(')', 1)[0].split('. ')[0]})")
     return here, missing
 
 

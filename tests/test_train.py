@@ -287,6 +287,21 @@ def test_auto_batch_size_on_a_gpu_fits_and_changes_no_loss(shards, start, file_o
     assert (tmp_path / "cache" / "train_gpt2" / "batch_size.json").exists()
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("recipe", list(train_gpt2.RECIPES))
+def test_a_step_on_a_gpu_never_waits_for_it(recipe):
+    import bench
+    step, _ = bench.our_step(bench.Setting(device="cuda", recipe=recipe, size="small", B=2, T=64, compile=False))
+    step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 def test_profile_writes_a_trace_of_three_steps_and_changes_no_loss(shards, start, file_order_run, tmp_path):
     result = run("--data", shards, "--init", start, *TINY, *QUIET, "--batch_size", 2, "--no_shuffle", "--profile",
                  "--out", tmp_path / "log")
