@@ -204,7 +204,9 @@ def matmul_seconds(s, repeats=5):
 
 def measure_step(s):
     if s.memory_gb:
-        torch.cuda.set_per_process_memory_fraction(min(1.0, s.memory_gb * GB / torch.cuda.mem_get_info()[1]))
+        gpu = int(s.device.partition(":")[2] or 0)
+        fraction = s.memory_gb * GB / torch.cuda.mem_get_info(gpu)[1]
+        torch.cuda.set_per_process_memory_fraction(min(1.0, fraction), gpu)
     step, model = peers_step(s) if s.peer else our_step(s)
     begun, seconds = seconds_of(step, s)
     result = {"seconds": seconds, "begun": begun, "memory": peak_memory(s.device)}
@@ -311,10 +313,11 @@ def work(setting):
         result = WORKERS[s.what](s)
     except torch.OutOfMemoryError:
         result = {"failed": "out of memory"}
-    if int(os.environ.get("RANK", 0)) == 0:
+    master = int(os.environ.get("RANK", 0)) == 0
+    if master:
         print(json.dumps(result), flush=True)
     sys.stdout.flush()
-    os._exit(0)                     # without waiting for the loader's thread and the process group
+    os._exit(0 if master or "failed" not in result else 1)      # without waiting for the loader's thread and the other processes
 
 
 def in_own_process(s):
@@ -365,6 +368,7 @@ def print_table(rows):
     lines = [list(columns), *([cell(row.get(name, "")) for name in columns] for row in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     lines.insert(1, ["-" * width for width in widths])
+    print()
     for line in lines:
         print("| " + " | ".join(text.ljust(w) if i == 0 else text.rjust(w)
                                 for i, (text, w) in enumerate(zip(line, widths, strict=True))) + " |")
@@ -491,16 +495,17 @@ def memory_table(args, base):
     for s, a, b in zip(settings, small, large, strict=True):
         row = {"attention": s.attention, "logits in memory": f"{s.loss_chunk:,} tokens" if s.loss_chunk else "all"}
         if "failed" in a or "failed" in b:
-            rows.append(row | {"GB at rest": a.get("failed") or b.get("failed")})
+            rows.append(row | {f"GB at {base.B}": a.get("failed") or b.get("failed")})
             continue
-        fits = {g: largest_fit(a["memory"], b["memory"], base.B, g)[2] for g in gigabytes}
+        fits = {g: largest_fit(a["memory"], b["memory"], base.B, g)[1] for g in gigabytes}
         if cuda and args.memory_gb <= torch.cuda.mem_get_info()[1] / GB:
             fits[args.memory_gb] = tried(s, fits[args.memory_gb], args.memory_gb)
-        rest, each, _ = largest_fit(a["memory"], b["memory"], base.B, 0)
-        rows.append(row | {"GB at rest": rest / GB, "MB a sequence": each / 1e6} | {f"{g:g} GB": n for g, n in fits.items()})
-    print(f"sequences of {base.T} tokens that fit, {base.size}, {base.dtype}, {'torch.compile' if base.compile else 'eager'}; "
-          f"measured at micro-batches {base.B} and {2 * base.B}, the rest follows from the two"
-          f"{f', but {args.memory_gb:g} GB was tried' if cuda else ''}")
+        each, _ = largest_fit(a["memory"], b["memory"], base.B, 0)
+        rows.append(row | {f"GB at {base.B}": a["memory"] / GB, f"at {2 * base.B}": b["memory"] / GB,
+                           "MB a sequence": each / 1e6} | {f"fit {g:g} GB": n for g, n in fits.items()})
+    print(f"peak memory, and sequences of {base.T} tokens that fit, {base.size}, {base.dtype}, "
+          f"{'torch.compile' if base.compile else 'eager'}; measured at micro-batches {base.B} and {2 * base.B}, the rest "
+          f"follows from the two{f', but {args.memory_gb:g} GB was tried' if cuda else ''}")
     print_table(rows)
     if missing:
         print("not on this machine: " + "; ".join(missing))
@@ -508,15 +513,16 @@ def memory_table(args, base):
 
 
 def largest_fit(memory, memory_of_twice, B, gigabytes):
-    """(bytes at rest, bytes a sequence, the largest micro-batch in `gigabytes`) from the peaks of micro-batches B and 2 B."""
-    each = (memory_of_twice - memory) / B
-    rest = memory - each * B
-    return rest, each, max(0, int((gigabytes * GB - rest) / each))
+    """(bytes a sequence, the largest micro-batch in `gigabytes`) from the peaks of micro-batches B and 2 B."""
+    each = max(1.0, (memory_of_twice - memory) / B)
+    return each, max(0, int(B + (gigabytes * GB - memory) / each))
 
 
 def tried(s, B, memory_gb):
     """The largest micro-batch not above about `B` that runs where the GPU has `memory_gb`."""
-    while B > 0 and "failed" in in_own_process(replace(s, B=B, memory_gb=memory_gb)):
+    while B > 0 and (failed := in_own_process(replace(s, B=B, memory_gb=memory_gb)).get("failed")):
+        if failed != "out of memory":
+            return failed
         B = min(B - 1, int(0.97 * B))
     return B
 

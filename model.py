@@ -144,9 +144,9 @@ def check_attention(kernel, device, dtype, head_dim):
 # -----------------------------------------------------------------------------
 # the loss
 
-def cross_entropy_(logits, targets, scale, softcap=0.0):
-    """Sum of the cross-entropies (nats) of logits (n, V) at targets (n,), -1 ignored. The logits turn into `scale` times its
-    gradient, softmax - onehot, in place; in between all is fp32. `softcap`: of softcap tanh(logits / softcap), if not 0."""
+def cross_entropy_(logits, targets, softcap=0.0):
+    """Sum of the cross-entropies (nats) of logits (n, V) at targets (n,), -1 ignored. The logits turn into its gradient,
+    softmax - onehot, in place; in between all is fp32. `softcap`: of softcap tanh(logits / softcap), if not 0."""
     scored, targets = (targets >= 0)[:, None], targets.clamp(min=0)[:, None]
     z = logits.float()                                                          # (n, V)
     if softcap:
@@ -159,7 +159,7 @@ def cross_entropy_(logits, targets, scale, softcap=0.0):
     p.scatter_add_(1, targets, torch.full_like(own, -1.0))
     if softcap:
         p.mul_(1 - t * t)                                                       # the derivative of tanh
-    logits.copy_(p.mul_(scored * scale))
+    logits.copy_(p.mul_(scored))
     return loss
 
 
@@ -185,20 +185,20 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             for x_i, dx_i, targets_i in zip(x.to(dtype).split(chunk), dx.split(chunk), targets.split(chunk), strict=True):
                 logits = x_i @ w.t()                                            # (chunk, V)
                 for rows, targets_of_rows in zip(logits.split(tile), targets_i.split(tile), strict=True):
-                    loss += cross_entropy_(rows, targets_of_rows, scale, softcap)
+                    loss += cross_entropy_(rows, targets_of_rows, softcap)
                 if with_gradient:
                     dx_i.copy_(logits @ w)
                     dw_i = logits.t() @ x_i                                     # (V, C)
                     dw = dw_i.to(weight.dtype) if dw is None else dw.add_(dw_i)
             if with_gradient:
-                ctx.save_for_backward(dx, dw)
+                ctx.save_for_backward(dx, dw, scale)        # apart: in float16, dx / N would be lost before a scaler's factor
             return loss * scale
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, gradient):
-        dx, dw = ctx.saved_tensors
-        return dx * gradient, dw * gradient, None, None, None, None
+        dx, dw, scale = ctx.saved_tensors
+        return dx * (gradient * scale), dw * (gradient * scale), None, None, None, None
 
 
 # -----------------------------------------------------------------------------
@@ -598,6 +598,7 @@ class Muon(torch.optim.Optimizer):
     The rate counts sqrt(max(1, rows / columns)) times. `found_inf`, a tensor, if set: where it is 1 the step does nothing.
     """
     STATE = ("momentum_buffer",)
+    _step_supports_amp_scaling = True           # GradScaler then sets found_inf instead of waiting for the GPU
 
     def __init__(self, params, lr, momentum=0.95, weight_decay=0.0, dtype=torch.bfloat16):
         self.dtype, by_shape = dtype, {}
@@ -628,7 +629,8 @@ class Muon(torch.optim.Optimizer):
             updates = orthogonalize(torch.stack(mine), self.dtype)              # (share, rows, columns)
             if several:
                 gathered = updates.new_empty(world_size * share, *params[0].shape)
-                dist.all_gather_into_tensor(gathered, updates.contiguous())
+                gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor        # renamed in torch 2.13
+                gather(gathered, updates.contiguous())
                 updates = gathered
             rows, columns = params[0].shape
             scale = -group["lr"] * max(1.0, rows / columns)**0.5

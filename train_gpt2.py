@@ -91,7 +91,8 @@ class Config:
                       choices=["auto", "float32", "bfloat16", "float16"])
     tf32: bool = flag(True, "speed", "TF32 in what stays float32, on CUDA")
     compile: bool = flag(None, "speed", "torch.compile (default: on CUDA)", type=bool)
-    attention: str = flag("auto", "speed", "attention kernel; auto: torch's choice", choices=list(ATTENTION))
+    attention: str = flag("auto", "speed", "attention kernel; auto: torch's choice, on a CPU the formula where it is faster",
+                          choices=list(ATTENTION))
     loss_chunk: int = flag(-1, "speed", "tokens whose logits are in memory at a time; 0: all; -1: all, but 2048 on a CPU, where "
                            "it is the faster way. 8192 makes room on a GPU for a larger micro-batch")
 
@@ -112,7 +113,7 @@ OVERFIT = dict(vocab_size=50257, total_batch_size=4 * 32, batch_size="4", sequen
                max_steps=50, warmup_steps=0, max_lr=3e-4, min_lr=3e-4, val_every=0, hellaswag_every=0, sample_every=0,
                checkpoint_every=0, resume="never", out="log/overfit")
 # What may differ between the runs that write one log; all else is taken from the checkpoint unless given as a flag.
-PER_RUN = ("out", "resume", "init", "device", "batch_size", "compile", "profile", "wandb")
+PER_RUN = ("out", "resume", "init", "device", "batch_size", "compile", "loss_chunk", "profile", "wandb")
 MODEL_SHAPE = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")
 # What decides weights and data; it cannot change within a run.
 FIXED = ("recipe", *MODEL_SHAPE, "total_batch_size", "sequence_length", "seed", "shuffle")
@@ -714,18 +715,20 @@ def largest_that_fits(candidates, memory_of, limit):
     return next((B for B in reversed(likely) if memory_of(B) <= limit), second)
 
 
-def memory_of_step(B, model, config, autocast, device):
+def memory_of_step(B, state, model, config, autocast, device):
     """Bytes that CUDA needs for a step with micro-batches of B, infinity if there are not so many. Changes nothing."""
     parameters = sum(p.numel() for p in model.parameters())
+    moments = sum(t.nbytes for optimizer in state.optimizers for entry in optimizer.state.values() for t in entry.values())
     x = torch.zeros(B, config.sequence_length, dtype=torch.int64, device=device)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     try:
-        moments = torch.empty(8 * parameters, dtype=torch.uint8, device=device)         # the optimizer's, before its first step
+        # beside a micro-step are the gradients of those before it, and the moments, which come with the first step
+        beside = torch.empty(4 * parameters + max(0, 8 * parameters - moments), dtype=torch.uint8, device=device)
         with autocast:
-            _, loss = model(x, x)
+            _, loss = model(x, torch.zeros_like(x))
         loss.backward()
-        del moments
+        del beside
         return torch.cuda.max_memory_reserved(device)
     except torch.OutOfMemoryError:
         return math.inf
@@ -733,7 +736,7 @@ def memory_of_step(B, model, config, autocast, device):
         model.zero_grad(set_to_none=True)
 
 
-def choose_micro_batch(config, candidates, model, autocast, process):
+def choose_micro_batch(config, candidates, state, model, autocast, process):
     """The only candidate; or on a GPU the largest that fits on all processes, with a tenth of the memory to spare."""
     if len(candidates) == 1:
         return candidates[0]
@@ -748,9 +751,13 @@ def choose_micro_batch(config, candidates, model, autocast, process):
         if known.get(key) in candidates:
             return known[key]
         process.print0("trying how large a micro-batch fits (once; --batch_size N does without) ...")
-        return largest_that_fits(candidates, lambda B: memory_of_step(B, model, config, autocast, device), 0.9 * total)
+        return largest_that_fits(candidates, lambda B: memory_of_step(B, state, model, config, autocast, device), 0.9 * total)
 
-    B = min(process.gather(process.together(find)))
+    try:
+        B = min(process.gather(process.together(find)))
+    finally:
+        torch.cuda.empty_cache()                # NCCL and Triton allocate beside torch
+        torch.compiler.reset()                  # the trials' graphs count against the limit of recompilations
     if process.is_master and known.get(key) != B:
         with suppress(OSError, RunError):       # a cache that cannot be written is tried again next time
             CACHE.parent.mkdir(parents=True, exist_ok=True)
@@ -800,6 +807,10 @@ def train_step(model, state, loader, autocast, grad_clip, process, stop=False):
     if grad_clip:
         torch.nn.utils.clip_grads_with_norm_(model.parameters(), grad_clip, norm)
     bad = ~norms.isfinite()
+    if state.scaler.is_enabled():               # found out for each optimizer alone; all must pass over the step, or none
+        for optimizer in state.optimizers:
+            for found in state.scaler._found_inf_per_device(optimizer).values():
+                found.fill_(bad.any())
     for optimizer in state.optimizers:
         if not state.scaler.is_enabled():       # the scaler does the same with what it finds itself
             optimizer.found_inf = (bad.any() | ~loss.isfinite()).float()        # a fused step is passed over where this is 1
@@ -911,11 +922,14 @@ class Profiler:
             self.inner.step()
 
     def _write(self, profile):
-        path = Path(self.config.out) / "trace.json"
-        profile.export_chrome_trace(str(path))
+        path, self.inner = Path(self.config.out) / "trace.json", None
+        try:
+            profile.export_chrome_trace(str(path))
+        except OSError as error:
+            self.process.print0(f"warning: no trace: {path} cannot be written ({error.strerror})")
+            return
         table = profile.key_averages().table(sort_by=self.order, row_limit=12, max_name_column_width=50)
         self.process.print0(f"{table}\nsaved {path}: {self.ACTIVE} steps, for chrome://tracing or ui.perfetto.dev")
-        self.inner = None
 
     def close(self):
         if self.inner:
@@ -1136,6 +1150,8 @@ def set_up(config, given, process):
         config = config_of_checkpoint(config, given, checkpoint, path)
     elif config.init != "scratch":
         model, config = load_init(config, given, process)
+    if "cooldown" in given and RECIPES[config.recipe].schedule is not trapezoid:
+        raise UserError(f"--cooldown has no meaning for --recipe {config.recipe}: leave it out")
     config = resolve(config, process.device)
     check_config(config)
     config = without_text(config, given, process)
@@ -1153,9 +1169,9 @@ def set_up(config, given, process):
         torch.manual_seed(config.seed)
         model = model_from_checkpoint(checkpoint, path) if checkpoint else RECIPES[config.recipe].model(config)
     state = make_state(config, place_model(config, model, process.device), checkpoint, path, process)
-    log = process.together(open_output, config, path, state.step, process)
     compiled, autocast = compile_model(config, model, process), make_autocast(process.device, config.dtype)
-    B = choose_micro_batch(config, candidates, compiled, autocast, process)
+    B = choose_micro_batch(config, candidates, state, compiled, autocast, process)
+    log = process.together(open_output, config, path, state.step, process)
     wrapped = wrap_model(compiled, process)
     loader = TokenLoader(train_windows, config.total_batch_size, B, process.rank, process.world_size, process.device)
     print_header(config, model, compiled, loader, process)

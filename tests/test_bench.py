@@ -63,8 +63,8 @@ def test_settings_are_measured_in_turn_and_their_numbers_kept_apart(monkeypatch)
 
 
 def test_the_largest_micro_batch_follows_from_two_measured_ones():
-    assert largest_fit(4 * bench.GB, 5 * bench.GB, 2, 16) == (3 * bench.GB, 0.5 * bench.GB, 26)
-    assert largest_fit(4 * bench.GB, 5 * bench.GB, 2, 1)[2] == 0
+    assert largest_fit(4 * bench.GB, 5 * bench.GB, 2, 16) == (0.5 * bench.GB, 26)
+    assert largest_fit(4 * bench.GB, 5 * bench.GB, 2, 1)[1] == 0
 
 
 def test_a_line_that_ran_out_of_memory_says_so_and_does_not_end_the_table(monkeypatch, capsys):

@@ -268,11 +268,11 @@ def test_what_fits_is_remembered_for_the_same_model_on_the_same_gpu(monkeypatch,
     process = Process(device="cuda:0")
     for config, expected, trials in ((Config(sequence_length=1024), 8, [1, 2, 8]), (Config(sequence_length=1024), 8, []),
                                      (Config(sequence_length=1024, n_layer=13), 8, [1, 2, 8])):
-        assert choose_micro_batch(config, [1, 2, 4, 8, 16], None, None, process) == expected and tried == trials
+        assert choose_micro_batch(config, [1, 2, 4, 8, 16], None, None, None, process) == expected and tried == trials
         tried.clear()
     for content in ("[]", "{broken", json.dumps({"a": 1})):
         (tmp_path / "a" / "batch_size.json").write_text(content)
-        assert choose_micro_batch(Config(sequence_length=1024), [1, 2, 4, 8, 16], None, None, process) == 8
+        assert choose_micro_batch(Config(sequence_length=1024), [1, 2, 4, 8, 16], None, None, None, process) == 8
 
 
 @pytest.mark.gpu
