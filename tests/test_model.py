@@ -220,6 +220,21 @@ def test_a_model_trains_the_same_with_the_chunked_loss_and_never_holds_all_logit
     assert seen.bytes < 4 * 32 * 640 * 2, "bytes of all logits in bfloat16"
 
 
+def test_in_float16_the_gradients_of_unlikely_tokens_survive_the_chunks():
+    """p / N is 1e-8 here, which float16 does not hold; the scaler's factor comes only in the backward."""
+    torch.manual_seed(0)
+    x, weight, targets = torch.randn(4096, 8), torch.randn(20_000, 8) * 0.1, torch.randint(0, 20_000, (4096,))
+    results = []
+    for autocast in (False, True):
+        a, b = x.clone().requires_grad_(), weight.clone().requires_grad_()
+        with torch.autocast("cpu", torch.float16, enabled=autocast):
+            loss = ChunkedCrossEntropy.apply(a, b, targets, 1024, True)
+        (loss * 65536.0).backward()
+        results.append((a.grad, b.grad))
+    for exact, rough in zip(*results, strict=True):
+        assert (rough - exact).norm() < 0.01 * exact.norm()
+
+
 def test_a_sequence_longer_than_block_size_is_refused():
     with pytest.raises(ValueError, match="longer than block_size 24"):
         make_model()(tokens(1, 25))
