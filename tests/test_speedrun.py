@@ -187,11 +187,15 @@ for step in range(3):
     muon.step()
 if int(os.environ.get("RANK", 0)) == 0:
     torch.save([p.detach() for p in params], sys.argv[1])
+if dist.is_initialized():
+    dist.barrier()              # a process that leaves while another still sends would be its end
+    dist.destroy_process_group()
 """)
     for n in (1, 2, 3):
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n}"] if n > 1 else []
-        subprocess.run([sys.executable, *launcher, script, tmp_path / f"{n}.pt"], check=True, env=ENV, timeout=120,
-                       capture_output=True)
+        result = subprocess.run([sys.executable, *launcher, script, tmp_path / f"{n}.pt"], env=ENV, timeout=120,
+                                capture_output=True, text=True)
+        assert result.returncode == 0, result.stderr[-3000:]
     one, two, three = (torch.load(tmp_path / f"{n}.pt") for n in (1, 2, 3))
     for a, b, c in zip(one, two, three, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=2e-3)
