@@ -23,6 +23,7 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from fineweb import EOT, VOCAB_SIZE, UserError, checked_asset, reach_hub, replace_file, shown
 
@@ -97,7 +98,7 @@ def keep_freed_memory():
 
 
 # -----------------------------------------------------------------------------
-# attention: the textbook formula, or torch's scaled_dot_product_attention with its kernel pinned
+# attention: the textbook formula, torch's scaled_dot_product_attention with its kernel pinned, or FlexAttention
 
 SDPA_KERNELS = {
     "math": SDPBackend.MATH,
@@ -105,40 +106,66 @@ SDPA_KERNELS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
 }
-ATTENTION = ("auto", "naive", *SDPA_KERNELS)
+ATTENTION = ("auto", "naive", *SDPA_KERNELS, "flex")
 NAIVE_UP_TO = 512       # tokens: half the time of SDPA's CPU kernel there (bench.py attention); beyond, memory counts for more
 
 
-def attention(q, k, v, kernel="auto", is_causal=True):
-    """softmax(q k^T / sqrt(hs)) v, causal by default. q, k, v: (B, nh, T, hs) -> (B, nh, T, hs).
+def attention(q, k, v, kernel="auto", mask=None):
+    """softmax(q k^T / sqrt(hs)) v. q: (B, nh, T, hs), k, v: (B, nh, S, hs) -> (B, nh, T, hs).
 
-    Vaswani et al. 2017, eq. 1 (arXiv:1706.03762). `kernel`: 'naive' writes the (T, T) matrix out;
-    'math', 'efficient', 'flash' (arXiv:2307.08691) and 'cudnn' pin that SDPA kernel; 'auto' lets torch choose,
-    but for short sequences in bfloat16 on a CPU, where the formula is the faster one.
+    Vaswani et al. 2017, eq. 1 (arXiv:1706.03762). `mask`: what a token looks at, as look_back gives it; without one, and with
+    T = S, what came before. `kernel`: 'naive' writes the (T, S) matrix out; 'math', 'efficient', 'flash' (arXiv:2307.08691)
+    and 'cudnn' pin that SDPA kernel; 'flex' needs a mask of its own kind; 'auto' lets torch choose, but for short sequences
+    in bfloat16 on a CPU, where the formula is the faster one.
     """
-    T = k.size(-2)
-    if kernel == "naive" or kernel == "auto" and q.device.type == "cpu" and q.dtype == torch.bfloat16 and T <= NAIVE_UP_TO:
-        att = (q / math.sqrt(q.size(-1))) @ k.transpose(-2, -1)                 # (B, nh, T, T)
+    T, S = q.size(-2), k.size(-2)
+    if isinstance(mask, BlockMask):
+        # a graph that is being compiled takes it in; anywhere else on a GPU only its compiled form is a kernel
+        flex = torch.compile(flex_attention, dynamic=False) if q.is_cuda and not torch.compiler.is_compiling() else flex_attention
+        return flex(q, k, v, block_mask=mask)
+    is_causal = mask is None and T == S
+    if kernel == "naive" or kernel == "auto" and q.device.type == "cpu" and q.dtype == torch.bfloat16 and S <= NAIVE_UP_TO:
+        att = (q / math.sqrt(q.size(-1))) @ k.transpose(-2, -1)                 # (B, nh, T, S)
         if is_causal:
             att = att + torch.full((T, T), float("-inf"), dtype=q.dtype, device=q.device).triu(1)
+        elif mask is not None:
+            att = att.masked_fill(~mask, float("-inf"))
         return F.softmax(att, dim=-1).to(v.dtype) @ v
-    with contextlib.nullcontext() if kernel == "auto" else sdpa_kernel(SDPA_KERNELS[kernel]):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+    with contextlib.nullcontext() if kernel in ("auto", "flex") else sdpa_kernel(SDPA_KERNELS[kernel]):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal)
 
 
-def check_attention(kernel, device, dtype, head_dim):
-    """Raises UserError, with torch's reason, if `kernel` cannot run forward and backward here."""
+def look_back(tokens, T, window, as_blocks=False):
+    """Which of all S `tokens` (B, S) each of the last T looks at: those of its own document (an <|endoftext|> begins one) among
+    itself and the `window` - 1 before it; `window`: int64 (). A bool (B, 1, T, S), or as_blocks FlexAttention's BlockMask
+    (arXiv:2412.05496), which leaves out whole blocks of 128 x 128: then the time grows with T window instead of T^2."""
+    B, S = tokens.size()
+    document = (tokens == EOT).cumsum(1)                                        # (B, S)
+
+    def seen(b, h, q, k):
+        return (k <= q) & (q - k < window) & (document[b, q] == document[b, k])
+    if as_blocks:
+        return create_block_mask(seen, B, None, S, S, device=tokens.device)
+    k = torch.arange(S, device=tokens.device)
+    return seen(torch.arange(B, device=tokens.device)[:, None, None, None], None, k[S - T:, None], k[None, :])
+
+
+def check_attention(kernel, device, dtype, head_dim, masked=False):
+    """Raises UserError, with torch's reason, if `kernel` cannot run forward and backward here; `masked`: with a mask."""
     if kernel not in ATTENTION:
         raise UserError(f"--attention {kernel}: choose one of {', '.join(ATTENTION)}")
-    q = torch.zeros(1, 1, 64, head_dim, device=device, dtype=dtype, requires_grad=True)
+    if kernel == "flex" and not masked:
+        raise UserError("--attention flex is for documents and windows: give --recipe speedrun --window N, or --attention auto")
+    q = torch.zeros(1, 1, 128, head_dim, device=device, dtype=dtype, requires_grad=True)
+    tokens, window = torch.zeros(1, 128, device=device, dtype=torch.int64), torch.tensor(128, device=device)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            attention(q, q, q, kernel).sum().backward()
-        except RuntimeError as error:
-            reasons = [str(w.message).split(" (Triggered")[0] for w in caught] or [str(error)]
-            raise UserError(f"--attention {kernel} cannot run on {device} in {str(dtype)[6:]} with heads of {head_dim} "
-                            f"({'; '.join(reasons)}): use --attention auto") from None
+            attention(q, q, q, kernel, look_back(tokens, 128, window, kernel == "flex") if masked else None).sum().backward()
+        except Exception as error:              # torch's of every kind, the compiler's for flex
+            reasons = [str(w.message).split(" (Triggered")[0] for w in caught] or [str(error).strip().split("\n")[0][:200]]
+            raise UserError(f"--attention {kernel} cannot run on {device} in {str(dtype)[6:]} with heads of {head_dim}"
+                            f"{' and a mask' if masked else ''} ({'; '.join(reasons)}): use --attention auto") from None
 
 
 # -----------------------------------------------------------------------------
@@ -204,9 +231,33 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 # -----------------------------------------------------------------------------
 # what both models do with their final hidden states
 
+class Cache:
+    """What generation keeps: `tokens` (B, t) so far, None before the first, and each block's [keys, values] (B, nh, t, hs)."""
+
+    def __init__(self, n_layer):
+        self.tokens, self.blocks = None, [[] for _ in range(n_layer)]
+
+    def add(self, idx):
+        """Takes idx (B, T) in -> all tokens (B, t + T)."""
+        self.tokens = idx if self.tokens is None else torch.cat((self.tokens, idx), dim=1)
+        return self.tokens
+
+
+def remembered(past, k, v):
+    """Keys and values of all tokens, of a block's in the cache and the new ones; [] before the first, None: no cache."""
+    if past is None:
+        return k, v
+    if past:
+        assert k.size(2) == 1, "the cache is filled at once and then grows token by token"
+        k, v = torch.cat((past[0], k), dim=2), torch.cat((past[1], v), dim=2)
+    past[:] = k, v
+    return k, v
+
+
 class LanguageModel(nn.Module):
     """From hidden states to loss, losses a token, and samples. A subclass has `config`, blocks in `transformer.h` with their
-    attention in `attn`, `lm_head`, and `hidden(idx, past=None)`: the final hidden states (B, T, C) of idx (B, T)."""
+    attention in `attn`, `lm_head`, and `hidden(idx, past=None)`: the final hidden states (B, T, C) of idx (B, T), which follow
+    on the tokens in the Cache `past`."""
     loss_chunk = 0              # tokens whose logits are in memory at a time while training; 0: all
     softcap = 0.0               # c: the logits are c tanh(z / c), of z what the head gives; 0: they are z
 
@@ -260,7 +311,7 @@ class LanguageModel(nn.Module):
         past = None
         for _ in range(max_new_tokens):
             if past is None or idx.size(1) > self.config.block_size:
-                past = [[] for _ in self.transformer.h]
+                past = Cache(self.config.n_layer)
                 x = self.hidden(idx[:, -self.config.block_size:], past)
             else:
                 x = self.hidden(idx[:, -1:], past)
@@ -296,12 +347,7 @@ class CausalSelfAttention(nn.Module):
         q = q.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)         # (B, nh, T, hs)
         k = k.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
         v = v.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
-        if past is not None:            # [k, v] of the tokens so far, or [] before the first
-            assert T == 1 or not past, "the cache is filled at once and then grows token by token"
-            if past:
-                k, v = torch.cat((past[0], k), dim=2), torch.cat((past[1], v), dim=2)
-            past[:] = k, v
-        y = attention(q, k, v, self.kernel, is_causal=T == k.size(2))           # (B, nh, T, hs)
+        y = attention(q, *remembered(past, k, v), self.kernel)                  # (B, nh, T, hs)
         return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
 
 
@@ -361,12 +407,12 @@ class GPT(LanguageModel):
                 raise AssertionError(f"no initialisation for {name}")
 
     def hidden(self, idx, past=None):
-        """Final hidden states (B, T, C). `past`: one [k, v] or [] a block, which this call extends."""
-        start = past[0][0].size(2) if past and past[0] else 0
-        pos = torch.arange(start, start + idx.size(1), device=idx.device)       # (T,)
+        """Final hidden states (B, T, C) of idx (B, T), which follow on the tokens in the Cache `past`."""
+        tokens = past.add(idx) if past else idx
+        pos = torch.arange(tokens.size(1) - idx.size(1), tokens.size(1), device=idx.device)     # (T,)
         x = self.transformer.wte(idx) + self.transformer.wpe(pos)               # (B, T, C)
         for i, block in enumerate(self.transformer.h):
-            x = block(x, past[i] if past else None)
+            x = block(x, past.blocks[i] if past else None)
         return self.transformer.ln_f(x)
 
     def configure_optimizers(self, max_lr, weight_decay, betas=(0.9, 0.95), eps=1e-8):
@@ -428,6 +474,7 @@ class SpeedrunConfig:
     n_layer: int = 12
     n_head: int = 6             # heads of 128
     n_embd: int = 768
+    window: int = 0             # how many tokens attention looks at, itself included, inside its document; 0: all before it
 
 
 class CastLinear(nn.Linear):
@@ -459,7 +506,7 @@ class SpeedrunAttention(nn.Module):
         self.lamb = nn.Parameter(torch.empty(()))
         self.n_head, self.kernel = config.n_head, "auto"
 
-    def forward(self, x, v1, rotary, past=None):
+    def forward(self, x, v1, rotary, mask, past=None):
         """x (B, T, C), v1 (B, nh, T, hs) the first block's values or None -> (B, T, C) and v1."""
         B, T, C = x.size()
         q, k, v = (linear(x).view(B, T, self.n_head, C // self.n_head).transpose(1, 2)          # (B, nh, T, hs)
@@ -467,12 +514,7 @@ class SpeedrunAttention(nn.Module):
         v1 = v if v1 is None else v1
         v = (1 - self.lamb) * v + self.lamb * v1        # value residual (arXiv:2410.17897), the mix is learnt
         q, k = rotate(norm(q), *rotary), rotate(norm(k), *rotary)               # QK-norm (arXiv:2010.04245), then positions
-        if past is not None:
-            assert T == 1 or not past, "the cache is filled at once and then grows token by token"
-            if past:
-                k, v = torch.cat((past[0], k), dim=2), torch.cat((past[1], v), dim=2)
-            past[:] = k, v
-        y = attention(q, k, v, self.kernel, is_causal=T == k.size(2))           # (B, nh, T, hs)
+        y = attention(q, *remembered(past, k, v), self.kernel, mask)            # (B, nh, T, hs)
         return self.c_proj(y.transpose(1, 2).reshape(B, T, C)), v1
 
 
@@ -491,9 +533,9 @@ class SpeedrunBlock(nn.Module):
         self.attn, self.mlp = SpeedrunAttention(config), SpeedrunMLP(config)
         self.lambdas = nn.Parameter(torch.empty(2))
 
-    def forward(self, x, v1, x0, rotary, past=None):
+    def forward(self, x, v1, x0, rotary, mask, past=None):
         x = self.lambdas[0] * x + self.lambdas[1] * x0  # every block sees the embedding, as much as it learns to
-        y, v1 = self.attn(norm(x), v1, rotary, past)
+        y, v1 = self.attn(norm(x), v1, rotary, mask, past)
         x = x + y
         return x + self.mlp(norm(x)), v1
 
@@ -513,6 +555,8 @@ class SpeedrunGPT(LanguageModel):
             h=nn.ModuleList(SpeedrunBlock(config) for _ in range(config.n_layer)),
         ))
         self.lm_head = CastLinear(config.n_embd, config.vocab_size)
+        # a tensor, because its warm-up changes it while a compiled graph stays
+        self.register_buffer("window", torch.tensor(config.window or config.block_size, device="cpu"), persistent=False)
         self.init_weights()
 
     @torch.no_grad()
@@ -535,20 +579,25 @@ class SpeedrunGPT(LanguageModel):
 
     def hidden(self, idx, past=None):
         """Final hidden states (B, T, C), in autocast's dtype from the embedding on: without autocast's own casts, which
-        would take norms and residuals back to fp32. `past`: one [k, v] or [] a block, which this call extends."""
+        would take norms and residuals back to fp32."""
         device = idx.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else torch.float32
-        start = past[0][0].size(2) if past and past[0] else 0
+        tokens = past.add(idx) if past else idx
         hs = self.config.n_embd // self.config.n_head
-        pos = torch.arange(start, start + idx.size(1), device=idx.device)       # (T,)
+        pos = torch.arange(tokens.size(1) - idx.size(1), tokens.size(1), device=idx.device)     # (T,)
         frequencies = 10000.0 ** -(torch.arange(0, hs, 2, device=idx.device) / hs)              # (hs/2,)
         angles = torch.outer(pos, frequencies)                                  # (T, hs/2)
         rotary = angles.cos().to(dtype), angles.sin().to(dtype)
+        mask = None
+        if self.config.window:          # modded-nanogpt's records 12 and 13
+            kernel = self.transformer.h[0].attn.kernel
+            flex = kernel == "flex" or kernel == "auto" and device == "cuda" and torch.compiler.is_compiling()
+            mask = look_back(tokens, idx.size(1), self.window, as_blocks=flex and not past)
         with torch.autocast(device, enabled=False):
             x = x0 = norm(self.transformer.wte(idx).to(dtype))                  # (B, T, C)
             v1 = None
             for i, block in enumerate(self.transformer.h):
-                x, v1 = block(x, v1, x0, rotary, past[i] if past else None)
+                x, v1 = block(x, v1, x0, rotary, mask, past.blocks[i] if past else None)
             return norm(x)
 
     def configure_optimizers(self, max_lr, weight_decay=0.0, dtype=torch.bfloat16):
@@ -704,7 +753,7 @@ def build_model(cls, config, state_dict):
     """
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        if field.type in ("int", int) and not (type(value) is int and 0 < value < 2**24):
+        if field.type in ("int", int) and not (type(value) is int and (field.name != "window") <= value < 2**24):
             raise UserError(f"its config says {field.name} = {shown(value)}")
     if getattr(config, "gelu", "tanh") not in ("tanh", "none"):
         raise UserError(f"its config says gelu = {shown(config.gelu)}")
@@ -851,7 +900,7 @@ def model_from_checkpoint(checkpoint, path):
             raise UserError("it records neither this project's model_config, nor nanoGPT's model_args, nor "
                             "build-nanogpt's GPTConfig")
         fields = {f.name for f in dataclasses.fields(config_cls)}
-        for name in sorted(fields - config.keys() - {"gelu"}):
+        for name in sorted(fields - config.keys() - {"gelu", "window"}):       # these have come later
             raise UserError(f"its config does not say {name}")
         config = config_cls(**{name: config[name] for name in fields & config.keys()} | extra)
         return build_model(cls, config, _canonical(weights) if cls is GPT else weights)

@@ -71,6 +71,8 @@ class Config:
     n_embd: int = flag(768, "model", "width")
     block_size: int = flag(1024, "model", "longest sequence, tokens")
     vocab_size: int = flag(50304, "model", "rows of the embedding: 50257 padded to a multiple of 128")
+    window: int = flag(0, "model", "speedrun's attention looks so many tokens back, inside its document: 64 at the start of the "
+                       "run, and this at its end; 0: at all before it")
 
     total_batch_size: int = flag(524288, "batch", "tokens an optimizer step, over all processes and micro-steps")
     batch_size: str = flag("auto", "batch", "sequences a micro-step of one process, or auto")
@@ -116,7 +118,7 @@ OVERFIT = dict(vocab_size=50257, total_batch_size=4 * 32, batch_size="4", sequen
 PER_RUN = ("out", "resume", "init", "device", "batch_size", "compile", "loss_chunk", "profile", "wandb")
 MODEL_SHAPE = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")
 # What decides weights and data; it cannot change within a run.
-FIXED = ("recipe", *MODEL_SHAPE, "total_batch_size", "sequence_length", "seed", "shuffle")
+FIXED = ("recipe", *MODEL_SHAPE, "window", "total_batch_size", "sequence_length", "seed", "shuffle")
 
 
 def parse_flags(argv=None):
@@ -161,6 +163,8 @@ def check_config(config):
     if config.sequence_length > config.block_size:
         raise UserError(f"--sequence_length {config.sequence_length} is longer than --block_size {config.block_size}: "
                         f"shorten the one or raise the other")
+    if not 0 <= config.window <= config.block_size:
+        raise UserError(f"--window {config.window}: give a number of tokens up to --block_size {config.block_size}, or 0")
     if config.vocab_size > 65536:
         raise UserError(f"--vocab_size {config.vocab_size}: tokens are uint16, so 65536 is the most")
     if config.batch_size != "auto" and not (config.batch_size.isdecimal() and int(config.batch_size) > 0):
@@ -231,6 +235,11 @@ def muon_momentum(step, config):
     return 0.85 + 0.10 * min(1.0, step / (0.154 * config.max_steps))
 
 
+def window_warmup(step, config):
+    """How far attention looks back in `step`: from 64 tokens to --window over the whole run, in steps of 64 (record 13)."""
+    return min(config.window, 64 * math.ceil(1 + (config.window / 64 - 1) * step / config.max_steps))
+
+
 @dataclass
 class Recipe:
     model: Callable             # config -> model with fresh weights
@@ -238,6 +247,7 @@ class Recipe:
     schedule: Callable          # step, config -> fraction of the largest learning rate
     momentum: Callable = None   # step, config -> `momentum` of the groups that have one
     defaults: dict = field(default_factory=dict)        # of flags, where they are not Config's
+    flags: tuple = ()           # those that mean something in this recipe only
 
 
 RECIPES = {
@@ -249,12 +259,13 @@ RECIPES = {
     ),
     # modded-nanogpt's record 10: 3.28 on FineWeb's validation set in 7.8 minutes on 8 H100s
     "speedrun": Recipe(
-        model=lambda c: SpeedrunGPT(SpeedrunConfig(c.block_size, c.vocab_size, c.n_layer, c.n_head, c.n_embd)),
+        model=lambda c: SpeedrunGPT(SpeedrunConfig(c.block_size, c.vocab_size, c.n_layer, c.n_head, c.n_embd, c.window)),
         optimizers=lambda model, config: model.configure_optimizers(
             config.max_lr, config.weight_decay, torch.bfloat16 if config.dtype == "bfloat16" else torch.float32),
         schedule=trapezoid,
         momentum=muon_momentum,
         defaults=dict(n_head=6, max_steps=3242, warmup_steps=0, max_lr=0.02, min_lr=0.0, weight_decay=0.0, grad_clip=0.0),
+        flags=("cooldown", "window"),
     ),
 }
 
@@ -642,7 +653,7 @@ def config_of_checkpoint(config, given, checkpoint, path):
             right = isinstance(value, (kind, int) if kind is float else kind) or value is fields[name].default
             if not right or choices and value not in choices:
                 raise ValueError(f"its config says {name} = {shown(value)}")
-        for name in MODEL_SHAPE:
+        for name in (*MODEL_SHAPE, *({"window"} & checkpoint["model_config"].keys())):
             if type(checkpoint["model_config"][name]) is not int or before[name] != checkpoint["model_config"][name]:
                 raise ValueError(f"its two configs differ in {name}")
         if before["recipe"] != checkpoint["recipe"]:
@@ -1050,11 +1061,12 @@ def load_init(config, given, process):
     model = process.master_first(load_model, config.init)
     if not isinstance(model, MODELS[config.recipe][0]):
         raise UserError(f"--init {config.init} is not a model of --recipe {config.recipe}")
-    for name in MODEL_SHAPE:
+    shape = [name for name in (*MODEL_SHAPE, "window") if hasattr(model.config, name)]
+    for name in shape:
         if name in given and getattr(config, name) != getattr(model.config, name):
             raise UserError(f"--{name} {getattr(config, name)} contradicts --init {config.init}, which has "
                             f"{getattr(model.config, name)}: leave the flag out")
-    return model, dataclasses.replace(config, **{name: getattr(model.config, name) for name in MODEL_SHAPE})
+    return model, dataclasses.replace(config, **{name: getattr(model.config, name) for name in shape})
 
 
 def open_output(config, path, step, process):
@@ -1092,7 +1104,8 @@ def wrap_model(model, process):
     """The model for training: DDP around it, if there are several processes."""
     if process.world_size == 1:
         return model
-    return DDP(model, device_ids=[process.device] if process.device.startswith("cuda") else None, gradient_as_bucket_view=True)
+    return DDP(model, device_ids=[process.device] if process.device.startswith("cuda") else None, gradient_as_bucket_view=True,
+               broadcast_buffers=False)         # the window is the same everywhere already
 
 
 def print_header(config, model, compiled, loader, process):
@@ -1102,7 +1115,8 @@ def print_header(config, model, compiled, loader, process):
                    f"{'eager' if compiled is model else 'torch.compile'}, attention {config.attention}, "
                    f"torch {torch.__version__}")
     process.print0(f"{config.recipe}: {sum(p.numel() for p in model.parameters()):,} parameters ({config.n_layer} layers, "
-                   f"{config.n_head} heads, width {config.n_embd}, vocabulary {config.vocab_size})")
+                   f"{config.n_head} heads, width {config.n_embd}, vocabulary {config.vocab_size}"
+                   f"{f', window {config.window} inside documents' if config.window else ''})")
     tokens, epoch = config.max_steps * config.total_batch_size, loader.windows.total * loader.windows.T
     process.print0(f"{config.total_batch_size:,} tokens a step = {loader.B} x {config.sequence_length} x {loader.micro_steps} "
                    f"micro-step(s) x {process.world_size} process(es); {config.max_steps:,} steps = {tokens:,} tokens = "
@@ -1150,13 +1164,15 @@ def set_up(config, given, process):
         config = config_of_checkpoint(config, given, checkpoint, path)
     elif config.init != "scratch":
         model, config = load_init(config, given, process)
-    if "cooldown" in given and RECIPES[config.recipe].schedule is not trapezoid:
-        raise UserError(f"--cooldown has no meaning for --recipe {config.recipe}: leave it out")
+    for recipe in RECIPES.values():
+        for name in sorted(given & {*recipe.flags} - {*RECIPES[config.recipe].flags}):
+            raise UserError(f"--{name} has no meaning for --recipe {config.recipe}: leave it out")
     config = resolve(config, process.device)
     check_config(config)
     config = without_text(config, given, process)
     check_memory(config, process.device)
-    check_attention(config.attention, process.device, getattr(torch, config.dtype), config.n_embd // config.n_head)
+    check_attention(config.attention, process.device, getattr(torch, config.dtype), config.n_embd // config.n_head,
+                    masked=config.window > 0)
     candidates = micro_batches(config, process.world_size, process.device)
     train_windows, *val = process.together(open_data, config)
     data = {split: windows.fingerprint for split, windows in (("train", train_windows), ("val", val[0])) if windows}
@@ -1211,6 +1227,8 @@ def loop(run, signals):
         def due(every, last=last):
             return every and (state.step % every == 0 or last)
 
+        if config.window:
+            state.model.window.fill_(window_warmup(state.step, config))
         # evaluate, but not with seconds left to save: then the run that goes on does it
         if state.evaluated < state.step and not reporter.stop:
             evaluate(run, due)

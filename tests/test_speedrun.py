@@ -1,16 +1,18 @@
 """The speedrun recipe: its model against an independent reference, Muon against torch's and over processes, its schedule."""
+import dataclasses
 import math
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from fineweb import UserError, encode, write_shard
+from fineweb import EOT, UserError, encode, write_shard
 from helpers import ENV, ROOT, logged, run
-from model import LanguageModel, Muon, SpeedrunConfig, SpeedrunGPT, load_model, orthogonalize
-from train_gpt2 import RECIPES, Config, muon_momentum, parse_flags, restore_optimizer, trapezoid
+from model import LanguageModel, Muon, SpeedrunConfig, SpeedrunGPT, can_compile, load_model, look_back, orthogonalize
+from train_gpt2 import RECIPES, Config, muon_momentum, parse_flags, restore_optimizer, trapezoid, window_warmup
 
 
 def make_model(seed=0, **shape):
@@ -248,8 +250,8 @@ def test_a_run_trains_evaluates_samples_and_is_sampled_from(tmp_path):
     for name, part in (("val", tokens[:1000]), ("train", tokens[1000:])):
         write_shard(tmp_path / f"text_{name}_000000.npy", part)
     result = run("--recipe", "speedrun", "--data", tmp_path, "--out", tmp_path / "log", "--n_layer", 2, "--n_head", 2,
-                 "--n_embd", 64, "--block_size", 32, "--total_batch_size", 512, "--max_steps", 12, "--val_every", 6,
-                 "--val_tokens", 900, "--sample_every", 6, "--hellaswag_every", 0, "--checkpoint_every", 6)
+                 "--n_embd", 64, "--block_size", 32, "--window", 16, "--total_batch_size", 512, "--max_steps", 12,
+                 "--val_every", 6, "--val_tokens", 900, "--sample_every", 6, "--hellaswag_every", 0, "--checkpoint_every", 6)
     val = logged(tmp_path / "log", "val")
     assert val[0] == pytest.approx(math.log(50304), abs=0.01) and val[12] < val[6] < val[0]
     assert "sample 0: Hello, I'm a language model," in result.stdout
@@ -273,3 +275,93 @@ def test_a_checkpoint_of_one_recipe_with_the_state_of_the_other_is_refused(tmp_p
     saved["state"][0]["momentum_buffer"] = torch.zeros(3)
     with pytest.raises(ValueError, match="momentum_buffer of .* does not fit"):
         restore_optimizer(muon, saved)
+
+
+# -----------------------------------------------------------------------------
+# documents and windows
+
+def with_window(window, **shape):
+    model = make_model(window=window, vocab_size=50304, **shape)
+    idx = tokens(2, model.config.block_size, vocab_size=50)
+    idx[idx == 7] = EOT                         # documents of 50 tokens
+    return model, idx
+
+
+def test_a_mask_is_the_past_of_the_same_document_inside_the_window():
+    idx = torch.tensor([[5, 5, EOT, 5, 5, 5, 5, EOT], [EOT, 5, 5, 5, 5, 5, 5, 5]])
+    mask = look_back(idx, 8, torch.tensor(3))
+    for b in range(2):
+        for q in range(8):
+            for k in range(8):
+                same_document = not (idx[b, k + 1:q + 1] == EOT).any()
+                assert mask[b, 0, q, k] == (k <= q < k + 3 and same_document), (b, q, k)
+    assert torch.equal(look_back(idx, 2, torch.tensor(3)), mask[:, :, 6:])
+
+
+@pytest.mark.parametrize("kernel", ["naive", "math", "auto", "flex"])
+def test_every_kernel_computes_the_same_with_documents_and_a_window(kernel):
+    """A token's logits are those of the last tokens of its document alone: through 3 layers it sees 3 (window - 1) back."""
+    model, idx = with_window(20, block_size=160)
+    model.use_attention(kernel)
+    with torch.no_grad(), warnings.catch_warnings(action="ignore"):            # flex's, that it is not compiled
+        found = model(idx)[0]
+        for b, t in ((0, 159), (1, 159), (0, 77), (1, 40)):
+            starts = (idx[b, :t + 1] == EOT).nonzero().flatten().tolist()
+            begin = max((starts or [0])[-1], t - 3 * 19)
+            alone = model(idx[b:b + 1, begin:t + 1])[0]
+            torch.testing.assert_close(found[b, t], alone[0, -1], rtol=1e-4, atol=1e-4)
+
+
+def test_a_window_as_long_as_the_sequence_in_one_document_changes_nothing():
+    model, idx = with_window(24)
+    plain = SpeedrunGPT(dataclasses.replace(model.config, window=0))
+    plain.load_state_dict(model.state_dict())
+    idx = torch.where(idx == EOT, 3, idx)
+    torch.testing.assert_close(model(idx)[0], plain(idx)[0], rtol=1e-5, atol=1e-5)
+    model.window.fill_(2)
+    assert (model(idx)[0] - plain(idx)[0]).abs().max() > 0.01
+
+
+def test_flex_attention_compiled_gives_what_sdpa_gives_and_a_new_window_compiles_nothing_anew():
+    if can_compile("cpu"):
+        pytest.skip("no C++ compiler")
+    model, idx = with_window(64, block_size=256, n_layer=1)
+    model.requires_grad_(False)                 # on a CPU FlexAttention has no backward
+    compiled = torch.compile(model, dynamic=False)
+    for window in (64, 40):
+        model.window.fill_(window)
+        model.use_attention("auto")
+        expected = model(idx)[0]
+        model.use_attention("flex")
+        with torch._dynamo.config.patch(error_on_recompile=window != 64):
+            torch.testing.assert_close(compiled(idx)[0], expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="FlexAttention's backward needs a GPU")
+def test_flex_attention_trains_as_sdpa_does():
+    model, idx = with_window(64, block_size=256)
+    model, idx, gradients = model.cuda(), idx.cuda(), {}
+    for kernel in ("math", "flex"):
+        model.use_attention(kernel)
+        model.zero_grad()
+        model(idx, idx)[1].backward()
+        gradients[kernel] = [p.grad for p in model.parameters()]
+    for a, b in zip(gradients["math"], gradients["flex"], strict=True):
+        assert (a - b).norm() <= 1e-3 * a.norm() + 1e-9
+
+
+def test_generation_with_a_cache_keeps_to_documents_and_window():
+    model, idx = with_window(6, n_layer=2)
+    idx[0, 1] = idx[1, 3] = EOT
+    found = model.generate(idx[:, :5], 40, temperature=0)
+    again = idx[:, :5]
+    for _ in range(40):
+        again = torch.cat((again, model(again[:, -24:])[0][:, -1:, :50257].argmax(-1)), dim=1)
+    assert torch.equal(found, again)
+
+
+def test_the_window_grows_over_the_run_to_its_full_length():
+    config = Config(max_steps=1000, window=1792, block_size=65536)
+    windows = [window_warmup(step, config) for step in range(1001)]
+    assert windows[0] == 64 and windows[1000] == 1792 and windows == sorted(windows) and {w % 64 for w in windows} == {0}
+    assert [window_warmup(step, Config(max_steps=10, window=w)) for step, w in ((0, 40), (10, 40), (10, 100))] == [40, 40, 100]

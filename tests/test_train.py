@@ -330,6 +330,9 @@ MISTAKES = {
     "no weights": ["--init", "nowhere.pt"], "no checkpoint": ["--resume", "nowhere.pt"], "kernel": ["--attention", "cudnn"],
     "device": ["--device", "tpu"], "dtype": ["--dtype", "int8"], "recipe": ["--recipe", "gpt5"],
     "huge vocabulary": ["--vocab_size", "70000"],
+    "another recipe's flag": ["--window", "16"], "window beyond the sequence": ["--recipe", "speedrun", "--window", "64"],
+    "flex without a GPU": ["--recipe", "speedrun", "--window", "16", "--attention", "flex"],
+    "flex without a window": ["--attention", "flex"],
     "abbreviation": ["--max_step", "3"], "other shape than --init": ["--init", "START", "--n_layer", "3"],
 }
 
