@@ -7,6 +7,7 @@
     python bench.py hellaswag       HellaSwag in batches against one example a forward
     python bench.py scaling         step time by processes; on paper: model sizes, and what GPUs must exchange
     python bench.py peer PATH       our step and that of a clone of build-nanogpt, in turn
+    python bench.py recipes DATA    both recipes on a folder of shards: validation loss against tokens; what each idea brings
 
 All that is timed is the code that trains (train_gpt2.train_step): there is no loop of its own here. Each line is measured in
 a process of its own, so that none inherits another's memory or compiled code, and the whole table --turns times over:
@@ -18,12 +19,14 @@ import math
 import os
 import platform
 import re
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 import types
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from datetime import date
 from pathlib import Path
@@ -35,11 +38,13 @@ import fineweb
 import hellaswag
 import train_gpt2
 from fineweb import FlagParser, TokenLoader, UserError, Windows, replace_file, run_command, whole_number, write_shard
-from model import ATTENTION, GPT, GPT2_SIZES, GPTConfig, attention, check_attention, choose_device, choose_dtype, make_autocast
+from model import (ATTENTION, GPT, GPT2_SIZES, GPTConfig, attention, check_attention, choose_device, choose_dtype, look_back,
+                   make_autocast)
 
 BENCH = Path(__file__).resolve()
 GB = 1e9
-SIZES = GPT2_SIZES | {"small": dict(n_layer=4, n_head=4, n_embd=256)}       # to try a command, and for HellaSwag on a CPU
+SIZES = GPT2_SIZES | {"small": dict(n_layer=4, n_head=4, n_embd=256),       # to try a command, and for what a CPU can train
+                      "tiny": dict(n_layer=4, n_head=2, n_embd=128)}
 
 
 @dataclass
@@ -240,7 +245,11 @@ def measure_attention(s):
 
     def forward_and_backward(q, k, v, g, kernel):
         q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
-        y = attention(q, k, v, kernel)
+        mask = None
+        if kernel == "flex":                    # one document, and a window as long as it is: the causal mask
+            tokens = torch.zeros(q.size(0), q.size(2), dtype=torch.int64, device=q.device)
+            mask = look_back(tokens, q.size(2), torch.tensor(q.size(2), device=q.device), as_blocks=True)
+        y = attention(q, k, v, kernel, mask)
         y.backward(g)
         return y.detach(), q.grad, k.grad, v.grad
 
@@ -462,7 +471,7 @@ def kernels_here(base):
     here, missing = [], []
     for kernel in ATTENTION:
         try:
-            check_attention(kernel, base.device, getattr(torch, base.dtype), 64)
+            check_attention(kernel, base.device, getattr(torch, base.dtype), 64, masked=kernel == "flex")
             here.append(kernel)
         except UserError as error:
             missing.append(f"{kernel} ({str(error).split('(', 1)[-1].rsplit(')', 1)[0].split('. ')[0]})")
@@ -486,7 +495,7 @@ def memory_table(args, base):
     """Two sizes give bytes a sequence and the rest; on a GPU the largest micro-batch is then tried in --memory_gb."""
     cuda = base.device.startswith("cuda")
     here, missing = kernels_here(base)
-    here.remove("auto")                         # one of the others
+    here = [kernel for kernel in here if kernel not in ("auto", "flex")]        # the one is one of the others, the other masks
     settings = [replace(base, attention=kernel, loss_chunk=chunk, warmup=1, steps=1)
                 for kernel in here for chunk in (0, 8192 if cuda else 2048)]
     small, large = (measure([replace(s, B=B) for s in settings], 1) for B in (base.B, 2 * base.B))
@@ -614,10 +623,152 @@ def peer_table(args, base):
 
 
 # -----------------------------------------------------------------------------
+# what the recipes learn: whole runs of train_gpt2.py on real text
+
+# Each idea of the speedrun recipe is a line of the code. To measure it, copies of the scripts train with another line there.
+IDEAS = {
+    "rotary positions (none instead)": ("model.py", "rotary = angles.cos().to(dtype), angles.sin().to(dtype)",
+                                        "rotary = torch.ones_like(angles).to(dtype), torch.zeros_like(angles).to(dtype)"),
+    "QK-norm": ("model.py", "q, k = rotate(norm(q), *rotary), rotate(norm(k), *rotary)",
+                "q, k = rotate(q, *rotary), rotate(k, *rotary)"),
+    "value residual": ("model.py", "v = (1 - self.lamb) * v + self.lamb * v1", "v = v + 0 * self.lamb"),
+    "embedding shortcut x0": ("model.py", "x = self.lambdas[0] * x + self.lambdas[1] * x0", "x = self.lambdas[0] * x"),
+    "ReLU squared (GELU instead)": ("model.py", "F.relu(self.c_fc(x)).square()", "F.gelu(self.c_fc(x))"),
+    "projections and head start at zero (normal, 0.02)": (
+        "model.py", """                p.zero_()
+            elif name.endswith("wte.weight"):""", """                p.normal_(0.0, 0.02)
+            elif name.endswith("wte.weight"):"""),
+    "norm after the embedding": ("model.py", "x = x0 = norm(self.transformer.wte(idx).to(dtype))",
+                                 "x = x0 = self.transformer.wte(idx).to(dtype)"),
+    "softcap": ("model.py", "softcap = 30.0", "softcap = 0.0"),
+    "Muon (Adam at a tenth of its rate)": (
+        "model.py", """Muon([(n, p) for n, p in blocks if p.dim() == 2], max_lr, weight_decay=weight_decay,
+                           dtype=dtype)""",
+        "torch.optim.Adam([(n, p) for n, p in blocks if p.dim() == 2], 0.1 * max_lr, betas=(0.9, 0.95), fused=True)"),
+    "momentum warm-up": ("train_gpt2.py", "return 0.85 + 0.10 * min(1.0, step / (0.154 * config.max_steps))", "return 0.95"),
+    "constant rate, then linear (cosine instead)": ("train_gpt2.py", "schedule=trapezoid,", "schedule=warmup_cosine,"),
+    "head's rate by width (0.002 instead)": ("model.py", "0.1 * max_lr * 768 / self.config.n_embd", "0.1 * max_lr"),
+}
+
+
+def with_line(idea):
+    """The text of the idea's file without it. The line must be there exactly once."""
+    file, line, instead = IDEAS[idea]
+    text = BENCH.with_name(file).read_text(encoding="utf-8")
+    assert text.count(line) == 1, f"{idea}: {file} holds its line {text.count(line)} times"
+    return file, text.replace(line, instead)
+
+
+def validation_curve(flags, idea=None, threads=None):
+    """{tokens: validation loss} of a run of train_gpt2.py with these flags, without `idea`."""
+    with tempfile.TemporaryDirectory() as folder:
+        folder = Path(folder)
+        for path in BENCH.parent.glob("*.py"):
+            shutil.copy(path, folder)
+        shutil.copytree(BENCH.with_name("assets"), folder / "assets")
+        if idea:
+            file, text = with_line(idea)
+            (folder / file).write_text(text, encoding="utf-8")
+        command = [sys.executable, str(folder / "train_gpt2.py"), *map(str, flags), "--out", str(folder / "log")]
+        result = subprocess.run(command, capture_output=True, text=True,
+                                env=os.environ | ({"OMP_NUM_THREADS": str(threads)} if threads else {}))
+        if result.returncode:
+            raise UserError(result.stderr.strip().split("\n")[-1])
+        events = [line.split() for line in (folder / "log" / "log.txt").read_text().splitlines()]
+        tokens = int(flags[flags.index("--total_batch_size") + 1])
+        return {int(step) * tokens: float(value) for step, kind, value in events if kind == "val"}
+
+
+def recipes_table(args, base):
+    """The gpt2 recipe at three rates, the best of them against speedrun in a third of the steps, and speedrun without each of
+    its ideas. A CPU of n cores makes n runs at a time, of a thread each."""
+    if not args.path:
+        raise UserError("bench.py recipes needs a folder of shards: python fineweb.py --input ... --out DATA")
+    cuda, shape = base.device.startswith("cuda"), SIZES[args.size or "small"]
+    steps, tokens = args.steps or 300, (args.batch_size or 16) * base.T
+    if steps % 12:
+        raise UserError(f"--steps {steps}: give a multiple of 12, of which speedrun then takes a third")
+    common = ["--data", args.path, "--n_layer", shape["n_layer"], "--n_embd", shape["n_embd"], "--block_size", base.T,
+              "--total_batch_size", tokens, "--batch_size", args.batch_size or "auto", "--val_tokens", 32768,
+              "--val_every", steps // 12, "--device", base.device, "--dtype", base.dtype, "--hellaswag_every", 0,
+              "--sample_every", 0, "--checkpoint_every", 0, "--resume", "never"]
+    gpt2 = [*common, "--n_head", shape["n_head"], "--max_steps", steps, "--warmup_steps", steps // 15]
+    speedrun = [*common, "--recipe", "speedrun", "--n_head", max(1, shape["n_embd"] // 128)]
+    short, seeds = steps // 3, range(args.turns)
+    runs = {("gpt2", rate): [*gpt2, "--max_lr", rate] for rate in (1e-3, 2e-3, 4e-3)}
+    runs |= {("speedrun", short): [*speedrun, "--max_steps", short], ("speedrun", steps): [*speedrun, "--max_steps", steps]}
+    runs |= {("without", idea): runs["speedrun", short] for idea in (IDEAS if not args.no_ideas else [])}
+    jobs = [(key, seed) for seed in seeds for key in runs]
+    workers = 1 if cuda else os.cpu_count()
+
+    def do(job):
+        (kind, value), seed = job
+        curve = validation_curve([*runs[kind, value], "--seed", seed], value if kind == "without" else None,
+                                 None if cuda else 1)
+        print(f"{kind} {value}, seed {seed}: {list(curve.values())[-1]:.4f}", flush=True)
+        return curve
+    with ThreadPoolExecutor(workers) as pool:
+        curves = dict(zip(jobs, pool.map(do, jobs), strict=True))
+
+    def mean(key, at):
+        return statistics.mean(curves[key, seed][at] for seed in seeds)
+
+    def spread(key, at):
+        values = [curves[key, seed][at] for seed in seeds]
+        return max(values) - min(values)
+    third, two, whole = short * tokens, 2 * short * tokens, steps * tokens
+    best = min((key for key in runs if key[0] == "gpt2"), key=lambda key: mean(key, whole))
+    rows = []
+    for key in runs:
+        if key[0] != "without":
+            name = f"gpt2, --max_lr {key[1]}{' (the best)' if key == best else ''}" if key[0] == "gpt2" else \
+                f"speedrun, {key[1]} steps"
+            ends = [at for at in (third, two, whole) if (key, seeds[0]) in curves and at in curves[key, seeds[0]]]
+            rows.append({"recipe": name} | {f"{at / 1e6:.2f}M tokens": f"{mean(key, at):.3f}" for at in ends}
+                        | {"seeds differ by": f"{spread(key, ends[-1]):.3f}"})
+    goal, found = mean(best, whole), mean(("speedrun", short), third)
+    rows = [{column: row.get(column, "") for column in rows[0]} for row in rows]
+    print(f"validation loss of {args.size or 'small'} ({shape['n_layer']} layers of width {shape['n_embd']}), {tokens:,} tokens "
+          f"a step, means of {args.turns} seed(s)")
+    print_table(rows)
+    print(f"after a third of the tokens speedrun is at {found:.3f}, gpt2 after all of them at {goal:.3f}: "
+          f"{'reached' if found <= goal else 'NOT reached'}")
+    ideas = [{"speedrun without": idea, "validation loss": mean(("without", idea), third),
+              "the idea brings": f"{mean(('without', idea), third) - found:+.3f}",
+              "seeds differ by": f"{spread(('without', idea), third):.3f}"} for kind, idea in runs if kind == "without"]
+    if ideas:
+        for row in ideas:
+            row["validation loss"] = f"{row['validation loss']:.3f}"
+        print_table(ideas)
+    if args.plot:
+        plot_curves(args.plot, {f"gpt2, --max_lr {best[1]}": curves[best, 0], "speedrun, the same tokens":
+                                curves[("speedrun", steps), 0], "speedrun, a third": curves[("speedrun", short), 0]},
+                    f"{shape['n_layer']} layers of width {shape['n_embd']}, {tokens:,} tokens a step")
+    return rows + ideas
+
+
+def plot_curves(path, curves, title):
+    from matplotlib.figure import Figure
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    for name, curve in curves.items():
+        points = [(tokens / 1e6, loss) for tokens, loss in curve.items() if tokens]
+        axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=name)
+    lowest = list(next(iter(curves.values())).values())[-1]
+    axes.axhline(lowest, color="grey", linewidth=0.8, linestyle="--")
+    axes.set_xlabel("million tokens")
+    axes.set_ylabel("validation loss")
+    axes.set_title(title, fontsize=9)
+    axes.legend()
+    axes.spines[["top", "right"]].set_visible(False)
+    replace_file(path, lambda file: figure.savefig(file, format="png", dpi=130))
+
+
+# -----------------------------------------------------------------------------
 # the command
 
 TABLES = {"ladder": ladder, "attention": attention_table, "memory": memory_table, "data": data_table,
-          "hellaswag": hellaswag_table, "scaling": scaling_table, "peer": peer_table}
+          "hellaswag": hellaswag_table, "scaling": scaling_table, "peer": peer_table, "recipes": recipes_table}
 
 
 def main(argv=None):
@@ -626,20 +777,23 @@ def main(argv=None):
         return work(argv[1])
     parser = FlagParser(prog="bench.py", description=__doc__)
     parser.add_argument("table", choices=list(TABLES))
-    parser.add_argument("path", nargs="?", help="for peer: the folder of build-nanogpt")
+    parser.add_argument("path", nargs="?", help="for peer: the folder of build-nanogpt; for recipes: the shards")
     parser.add_argument("--device", default="auto", help="auto, cuda or cpu (default auto)")
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])
     parser.add_argument("--recipe", default="gpt2", choices=list(train_gpt2.RECIPES))
-    parser.add_argument("--size", choices=list(SIZES), help="default gpt2 (124M), but for hellaswag small")
+    parser.add_argument("--size", choices=list(SIZES), help="default gpt2 (124M), but for hellaswag and recipes small")
     parser.add_argument("--batch_size", type=whole_number, help="sequences a micro-step (default 16 on CUDA, 4 on a CPU)")
     parser.add_argument("--sequence_length", type=whole_number, help="tokens (default 1024; 256 on a CPU, but for memory)")
-    parser.add_argument("--steps", type=whole_number, help="timed steps a turn (default 20 on CUDA, 4 on a CPU)")
-    parser.add_argument("--turns", type=whole_number, help="how often the table is measured (default 1 on CUDA, 2 on a CPU)")
+    parser.add_argument("--steps", type=whole_number, help="timed steps a turn (default 20 on CUDA, 4 on a CPU); for recipes: "
+                        "of gpt2's runs (default 300)")
+    parser.add_argument("--turns", type=whole_number, help="how often the table is measured (default 1 on CUDA, 2 on a CPU); "
+                        "for recipes: seeds")
     parser.add_argument("--compile", action="store_true", default=None, help="torch.compile on a CPU too")
     parser.add_argument("--no_compile", dest="compile", action="store_false", help="eager on CUDA too")
     parser.add_argument("--memory_gb", type=float, default=80, help="for memory: what the GPU has (default 80)")
+    parser.add_argument("--no_ideas", action="store_true", help="for recipes: without taking the ideas out one by one")
     parser.add_argument("--json", metavar="FILE", help="keep what was measured")
-    parser.add_argument("--plot", metavar="FILE.png", help="for ladder: a picture of it (needs matplotlib)")
+    parser.add_argument("--plot", metavar="FILE.png", help="for ladder and recipes: a picture (needs matplotlib)")
     args = parser.parse_args(argv)
     device = choose_device(args.device)
     if device == "mps":

@@ -601,12 +601,14 @@ class SpeedrunGPT(LanguageModel):
             return norm(x)
 
     def configure_optimizers(self, max_lr, weight_decay=0.0, dtype=torch.bfloat16):
-        """[Adam, Muon] with record 10's rates: Muon's is max_lr, the embedding's 15 times that, the head's a tenth. The
-        decay is Muon's alone, `dtype` that of its iteration."""
+        """[Adam, Muon]: at GPT-2's width with record 10's rates, Muon's max_lr, the embedding's 15 times that, the head's a
+        tenth; the head's goes with 1 / width (arXiv:2203.03466, table 3). The decay is Muon's alone, `dtype` that of its
+        iteration."""
         params = list(self.named_parameters())
         blocks = [(n, p) for n, p in params if n.startswith("transformer.h.")]
         head, wte = ([(n, p) for n, p in params if n == name] for name in ("lm_head.weight", "transformer.wte.weight"))
-        adam = torch.optim.Adam([{"params": wte, "lr": 15 * max_lr}, {"params": head, "lr": 0.1 * max_lr},
+        adam = torch.optim.Adam([{"params": wte, "lr": 15 * max_lr},
+                                 {"params": head, "lr": 0.1 * max_lr * 768 / self.config.n_embd},
                                  {"params": [(n, p) for n, p in blocks if p.dim() < 2], "lr": max_lr}],
                                 betas=(0.9, 0.95), eps=1e-8, fused=True)
         return [adam, Muon([(n, p) for n, p in blocks if p.dim() == 2], max_lr, weight_decay=weight_decay,

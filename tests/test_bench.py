@@ -1,14 +1,17 @@
 """bench.py: its tables are made by the real commands with a small model; and the arithmetic of the tables."""
 import json
+import math
 import os
 import subprocess
 import sys
 from dataclasses import asdict, replace
 
+import numpy as np
 import pytest
 
 import bench
 from bench import Setting, largest_fit, median_ms, rungs
+from fineweb import write_shard
 from helpers import ENV, ROOT
 
 SMALL = ["--size", "small", "--batch_size", "1", "--sequence_length", "32", "--steps", "1", "--turns", "1", "--dtype", "float32"]
@@ -123,3 +126,46 @@ def test_made_up_examples_have_hellaswags_form():
     import hellaswag
     examples = bench.made_up_examples(5)
     assert [hellaswag._checked(example, "here") for example in examples] == examples
+
+
+def test_each_idea_is_one_line_of_the_code():
+    for idea in bench.IDEAS:
+        file, text = bench.with_line(idea)
+        compile(text, file, "exec")
+        assert text != (ROOT / file).read_text()
+
+
+def test_a_curve_is_that_of_a_whole_run_without_the_idea(tmp_path):
+    for name in ("val", "train"):
+        write_shard(tmp_path / f"text_{name}_000000.npy", np.random.default_rng(0).integers(0, 50, 4000).astype(np.uint16))
+    flags = ["--data", tmp_path, "--recipe", "speedrun", "--n_layer", 1, "--n_head", 1, "--n_embd", 16, "--block_size", 16,
+             "--vocab_size", 64, "--total_batch_size", 64, "--max_steps", 4, "--val_every", 2, "--val_tokens", 500,
+             "--dtype", "float32", "--checkpoint_every", 0]
+    whole, without = bench.validation_curve(flags), bench.validation_curve(flags, "softcap", threads=1)
+    assert list(whole) == list(without) == [0, 128, 256]
+    assert whole[0] == without[0] == pytest.approx(math.log(64), abs=1e-5) and whole[256] != without[256]
+
+
+def test_recipes_table_compares_the_best_rate_with_speedrun_after_a_third(monkeypatch, tmp_path, capsys):
+    def curve(flags, idea=None, threads=None):
+        flags = list(map(str, flags))
+        steps = int(flags[flags.index("--max_steps") + 1])
+        rate = flags[flags.index("--max_lr") + 1] if "--max_lr" in flags else None
+        level = {"0.001": 6.3, "0.002": 6.0, "0.004": 6.1}.get(rate, 5.9) + 0.01 * int(flags[-1]) + 0.2 * (idea == "softcap")
+        return {step * 32: level + 1 - step / steps for step in range(0, steps + 1, 2)}
+    monkeypatch.setattr(bench, "validation_curve", curve)
+    bench.main(["recipes", "DATA", "--batch_size", "2", "--sequence_length", "16", "--steps", "24", "--turns", "2",
+                "--device", "cpu", "--json", str(tmp_path / "r.json"), "--plot", str(tmp_path / "r.png")])
+    printed = capsys.readouterr().out
+    assert "after a third of the tokens speedrun is at 5.905, gpt2 after all of them at 6.005: reached" in printed
+    rows = json.loads((tmp_path / "r.json").read_text())["rows"]
+    assert [row["recipe"] for row in rows[:5]] == ["gpt2, --max_lr 0.001", "gpt2, --max_lr 0.002 (the best)",
+                                                   "gpt2, --max_lr 0.004", "speedrun, 8 steps", "speedrun, 24 steps"]
+    brings = {row["speedrun without"]: row["the idea brings"] for row in rows[5:]}
+    assert brings.keys() == bench.IDEAS.keys() and brings["softcap"] == "+0.200" and brings["QK-norm"] == "+0.000"
+    assert (tmp_path / "r.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_recipes_says_what_it_needs():
+    assert "give a multiple of 12" in run_bench("recipes", "DATA", "--steps", "10", code=2).stderr
+    assert "needs a folder of shards" in run_bench("recipes", code=2).stderr
