@@ -28,7 +28,7 @@ import fineweb
 import train_gpt2
 from fineweb import LocalSource, UserError, Windows, open_shard, write_shard
 from hellaswag import load_examples
-from model import GPT, GPTConfig, load_model
+from model import GPT, GPTConfig, LanguageModel, load_model
 
 ROOT = Path(__file__).resolve().parent.parent
 FUZZ = settings(deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
@@ -607,9 +607,9 @@ def test_whatever_a_hugging_face_config_says_there_is_a_model_or_it_is_refused(d
 # -----------------------------------------------------------------------------
 # checkpoints, by load_model and by --resume
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """The checkpoint of a real run, `path` and `content`, in float16 so that its scaler has a state."""
+@pytest.fixture(scope="module", params=["gpt2", "speedrun"])
+def trained(request, tmp_path_factory):
+    """The checkpoint of a real run of each recipe, `path` and `content`, in float16 so that its scaler has a state."""
     folder, handlers = tmp_path_factory.mktemp("trained"), {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
     for i, split in enumerate(("val", "train")):
         write_shard(folder / f"x_{split}_{i:06d}.npy", np.arange(400, dtype=np.uint16) % 96)
@@ -617,6 +617,7 @@ def trained(tmp_path_factory):
         patch.setattr(train_gpt2, "keep_freed_memory", lambda: None)
         train_gpt2.train(["--data", str(folder), "--out", str(folder / "log"), "--n_layer", "1", "--n_head", "1", "--n_embd", "4",
                           "--block_size", "8", "--vocab_size", "96", "--total_batch_size", "16", "--max_steps", "2",
+                          *(["--recipe", "speedrun", "--window", "4"] if request.param == "speedrun" else []),
                           "--warmup_steps", "1", "--val_tokens", "8", "--sample_every", "0", "--hellaswag_every", "0",
                           "--dtype", "float16", "--device", "cpu"])
     for number, handler in handlers.items():
@@ -645,10 +646,11 @@ def resume(path):
     run.reporter.log.file.close()
     assert math.isfinite(train_gpt2.RECIPES[run.config.recipe].schedule(run.state.step, run.config))
     run.state.scaler.scale(torch.ones(()))
+    run.state.model(torch.zeros(1, 8, dtype=torch.int64))
 
 
 def load(path):
-    assert isinstance(load_model(path), GPT)
+    assert isinstance(load_model(path), LanguageModel)
 
 
 def test_the_checkpoint_of_these_tests_is_good(trained, some_data):
