@@ -107,7 +107,9 @@ class Config:
     keep_checkpoints: int = flag(3, "evaluation and output", "how many of the newest checkpoints stay, beside the best; 0: all")
     out: str = flag("log", "evaluation and output", "folder for log.txt and checkpoints")
     resume: str = flag("auto", "evaluation and output", "auto (the newest checkpoint in --out), never, or a checkpoint's path")
+    plot: bool = flag(True, "evaluation and output", "redraw OUT/loss.png after each evaluation (needs matplotlib)")
     wandb: bool = flag(False, "evaluation and output", "also log to Weights & Biases (pip install wandb)")
+    tensorboard: bool = flag(False, "evaluation and output", "also log to TensorBoard, in OUT (pip install tensorboard)")
 
 
 # The lecture's sanity run: 50 AdamW steps on one batch, at a constant rate.
@@ -115,7 +117,8 @@ OVERFIT = dict(vocab_size=50257, total_batch_size=4 * 32, batch_size="4", sequen
                max_steps=50, warmup_steps=0, max_lr=3e-4, min_lr=3e-4, val_every=0, hellaswag_every=0, sample_every=0,
                checkpoint_every=0, resume="never", out="log/overfit")
 # What may differ between the runs that write one log; all else is taken from the checkpoint unless given as a flag.
-PER_RUN = ("out", "resume", "init", "device", "batch_size", "compile", "loss_chunk", "profile", "wandb")
+PER_RUN = ("out", "resume", "init", "device", "batch_size", "compile", "loss_chunk", "profile", "plot", "wandb",
+           "tensorboard")
 MODEL_SHAPE = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")
 # What decides weights and data; it cannot change within a run.
 FIXED = ("recipe", *MODEL_SHAPE, "window", "total_batch_size", "sequence_length", "seed", "shuffle")
@@ -169,8 +172,9 @@ def check_config(config):
         raise UserError(f"--vocab_size {config.vocab_size}: tokens are uint16, so 65536 is the most")
     if config.batch_size != "auto" and not (config.batch_size.isdecimal() and int(config.batch_size) > 0):
         raise UserError(f"--batch_size {config.batch_size}: give a number of sequences from 1 on, or auto")
-    if config.wandb and not importlib.util.find_spec("wandb"):
-        raise UserError("--wandb needs the package wandb: pip install wandb, or leave the flag out")
+    for name in ("wandb", "tensorboard"):
+        if getattr(config, name) and not importlib.util.find_spec(name):
+            raise UserError(f"--{name} needs the package {name}: pip install {name}, or leave the flag out")
 
 
 def divisors(n):
@@ -430,24 +434,34 @@ def fresh_store(store, rank, world_size):
 # -----------------------------------------------------------------------------
 # the log and the checkpoints
 
+def read_log(path):
+    """[(step, kind, value)] of a log.txt: what is whole in it, for a crash can cut its last line off."""
+    rows = [line.split() for line in Path(path).read_text(encoding="utf-8", errors="replace").splitlines()]
+    rows = [row for row in rows if len(row) == 3 and row[0].isdecimal() and re.fullmatch(r"-?\d+\.\d{6}|-?inf|nan", row[2])]
+    return [(int(step), kind, float(value)) for step, kind, value in rows]
+
+
 class Log:
-    """OUT/log.txt, a line an event: `STEP KIND VALUE` with KIND train, val or hella; and wandb's, if asked for."""
+    """OUT/log.txt, a line an event: `STEP KIND VALUE` with KIND train, val or hella; and wandb's and TensorBoard's, if asked
+    for."""
 
     def __init__(self, config, step):
-        self.wandb = None
+        self.wandb = self.tensorboard = None
         path = Path(config.out) / "log.txt"
         if path.exists():
             # a run that crashed wrote on after its last checkpoint: those steps come again. Evaluations
             # at the checkpoint's own step were made before it was written, and stay.
-            rows = [line.split() for line in path.read_text(encoding="utf-8", errors="replace").splitlines()]
-            kept = [" ".join(row) + "\n" for row in rows if len(row) == 3 and row[0].isdecimal()
-                    and int(row[0]) < step + (row[1] != "train" and step > 0)]
+            kept = [f"{at} {kind} {value:.6f}\n" for at, kind, value in read_log(path)
+                    if at < step + (kind != "train" and step > 0)]
             replace_file(path, lambda file: file.write("".join(kept).encode()))
         self.file = open(path, "a", encoding="utf-8")
         if config.wandb:
             import wandb
             self.wandb = wandb
             wandb.init(project="gpt2", name=Path(config.out).name, config=asdict(config), resume="allow")
+        if config.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+            self.tensorboard = SummaryWriter(config.out, purge_step=step)
 
     def write(self, step, kind, value, **more):
         try:
@@ -458,6 +472,44 @@ class Log:
                            f"newest checkpoint") from None
         if self.wandb:
             self.wandb.log({kind: value, **more}, step=step)
+        if self.tensorboard:
+            for name, number in {kind: value, **more}.items():
+                self.tensorboard.add_scalar(name, number, step)
+
+
+# GPT-2 124M by others: llm.c's run on FineWeb's validation set (its discussion 481), and OpenAI's weights on HellaSwag
+PUBLISHED = {"val": (3.29, "GPT-2 124M on FineWeb, llm.c: 3.29"), "hella": (0.2955, "OpenAI's GPT-2 124M: 0.2955")}
+
+
+def draw_log(config):
+    """OUT/loss.png: the losses of log.txt against tokens, and HellaSwag, beside what is published of GPT-2 124M."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import ScalarFormatter
+    points = {"train": [], "val": [], "hella": []}
+    for step, kind, value in read_log(Path(config.out) / "log.txt"):
+        tokens = (step + (kind == "train")) * config.total_batch_size           # that the weights have seen
+        if tokens and kind in points and math.isfinite(value):
+            points[kind].append((tokens, value))
+    figure = Figure(figsize=(12 if points["hella"] else 7, 4.5), layout="constrained")
+    panels = figure.subplots(1, 1 + bool(points["hella"]), squeeze=False)[0]
+    for kind, panel, colour, label in (("train", panels[0], "#b8c4d6", "training loss"), ("val", panels[0], "#1f4e9c",
+                                       "validation loss"), ("hella", panels[-1], "#1f4e9c", "HellaSwag, acc_norm")):
+        if points[kind]:
+            panel.plot(*zip(*points[kind], strict=True), color=colour, label=label, linewidth=0.8 if kind == "train" else 1.8,
+                       marker=None if kind == "train" else "o", markersize=3)
+            if kind in PUBLISHED and config.vocab_size >= VOCAB_SIZE:
+                panel.axhline(PUBLISHED[kind][0], color="#c0392b", linestyle="--", linewidth=1, label=PUBLISHED[kind][1])
+    for panel in panels:
+        panel.set_xscale("log")
+        panel.set_xlabel("tokens")
+        panel.grid(alpha=0.3)
+        if panel.lines:
+            panel.legend()
+    panels[0].set_yscale("log")         # a power law is a straight line (arXiv:2001.08361)
+    panels[0].yaxis.set_major_formatter(ScalarFormatter())
+    panels[0].yaxis.set_minor_formatter(ScalarFormatter())
+    panels[0].set_title(f"{config.recipe}, {config.n_layer} layers of width {config.n_embd}", fontsize=9)
+    replace_file(Path(config.out) / "loss.png", lambda file: figure.savefig(file, format="png", dpi=110))
 
 
 def checkpoints(out):
@@ -953,8 +1005,8 @@ class Profiler:
 class StopSignals:
     """SIGTERM, SIGINT and SIGUSR1 (Slurm's warning) ask for a stop after the step; a second SIGINT stops at once."""
 
-    def __init__(self):
-        self.received = None
+    def __init__(self, is_master=True):
+        self.received, self.is_master = None, is_master
         for name in {"SIGTERM", "SIGINT", "SIGUSR1"} & set(dir(signal)):        # Windows has no SIGUSR1
             signal.signal(getattr(signal, name), self._handle)
 
@@ -964,6 +1016,8 @@ class StopSignals:
             os._exit(130)
         if not self.received:
             self.received, self.when = signal.Signals(number).name, time.monotonic()
+            if self.is_master:                  # not by print, whose buffer the signal may have come upon half filled
+                os.write(1, f"{self.received}: finishing this step, then saving\n".encode())
 
 
 # -----------------------------------------------------------------------------
@@ -1213,6 +1267,11 @@ def evaluate(run, due):
         reporter.flush()                        # on all processes: what it tells of a stop they must learn together
         if process.is_master:
             print_samples(state.model, run.autocast, process)
+    if reporter.log and config.plot and any(map(due, (config.val_every, config.hellaswag_every))):
+        try:
+            draw_log(config)
+        except (ImportError, OSError, RunError) as error:
+            process.print0(f"warning: {config.out}/loss.png is not drawn ({error}); --no_plot does without it")
     state.evaluated = state.step
 
 
@@ -1264,7 +1323,7 @@ def train(argv=None):
     process = setup_process(config)
     with process.failing_as_one(), the_only_run_in(config.out, process):
         run = set_up(config, given, process)
-        signals = StopSignals()
+        signals = StopSignals(process.is_master)
         try:
             loop(run, signals)
         except torch.OutOfMemoryError:
@@ -1283,7 +1342,10 @@ def train(argv=None):
     elif config.overfit:
         return overfit_verdict(run.reporter.losses, process)
     else:
-        process.print0(f"done: {state.step} steps; log.txt and checkpoints are in {config.out}")
+        newest = checkpoints(config.out)[-1:] if config.checkpoint_every else []
+        process.print0(f"done: {state.step} steps; log.txt{', loss.png' if (Path(config.out) / 'loss.png').exists() else ''} and "
+                       f"checkpoints are in {config.out}"
+                       + "".join(f"\nnext: python sample.py --model {path}" for _, path in newest))
 
 
 def overfit_verdict(losses, process):

@@ -10,7 +10,7 @@ ENV = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
 def command(*flags, processes=1, torchrun=("--standalone",)):
     launcher = ["-m", "torch.distributed.run", *torchrun, f"--nproc_per_node={processes}"] if processes > 1 else []
-    return [sys.executable, *launcher, str(ROOT / "train_gpt2.py"), *map(str, flags)]
+    return [sys.executable, *launcher, str(ROOT / "train_gpt2.py"), "--no_plot", *map(str, flags)]
 
 
 def run(*flags, processes=1, code=0, env=ENV, **kwargs):

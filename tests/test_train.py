@@ -394,3 +394,49 @@ def test_the_best_checkpoint_stays_beside_the_newest(tmp_path):
         saver.save(state)               # the loss at step 4 was not measured there
     saver.finish()
     assert [step for step, _ in train_gpt2.checkpoints(tmp_path)] == [2, 5]
+
+
+# -----------------------------------------------------------------------------
+# pictures and other people's dashboards
+
+def test_the_picture_is_drawn_from_the_log_and_changes_no_loss(shards, start, file_order_run, tmp_path, monkeypatch):
+    result = run("--data", shards, "--init", start, *TINY, *QUIET, "--batch_size", 2, "--no_shuffle", "--val_every", 25, "--plot",
+                 "--out", tmp_path / "log")
+    assert logged(tmp_path / "log") == file_order_run and "loss.png" in result.stdout
+    assert (tmp_path / "log" / "loss.png").read_bytes()[:4] == b"\x89PNG"
+    import matplotlib.figure
+    figures = []
+    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", lambda figure, file, **how: figures.append(figure))
+    (tmp_path / "log.txt").write_text(
+        "".join(f"{event}\n" for event in ("0 val 10.800000", "0 train 10.800000", "1 train 9.000000", "2 val 8.000000",
+                                           "2 hella 0.250000", "3 train nan")) + "3 train 7.0")
+    train_gpt2.draw_log(train_gpt2.Config(out=str(tmp_path), total_batch_size=100))
+    panels = [{line.get_label(): line.get_xydata().tolist() for line in panel.lines} for panel in figures[0].axes]
+    assert panels[0]["training loss"] == [[100, 10.8], [200, 9.0]] and panels[0]["validation loss"] == [[200, 8.0]]
+    assert panels[1]["HellaSwag, acc_norm"] == [[200, 0.25]]
+    assert [y for _, y in panels[0]["GPT-2 124M on FineWeb, llm.c: 3.29"]] == [3.29, 3.29]
+
+
+def test_a_picture_that_cannot_be_drawn_ends_no_run(shards, tmp_path):
+    (tmp_path / "matplotlib.py").write_text("raise ImportError('no pictures here')")
+    result = run("--data", shards, *TINY, *QUIET, "--max_steps", 2, "--val_every", 2, "--plot", "--out", tmp_path / "log",
+                 env=ENV | {"PYTHONPATH": str(tmp_path)})
+    assert "warning: " in result.stdout and "no pictures here" in result.stdout and 2 in logged(tmp_path / "log", "val")
+
+
+def test_wandb_is_given_what_the_log_has(shards, tmp_path):
+    """A stand-in for the package wandb, which is not among this project's: it writes down what it is called with."""
+    (tmp_path / "wandb.py").write_text("""
+import json
+def init(**how):
+    assert how["config"]["n_layer"] == 2
+def log(values, step):
+    print("wandb", step, json.dumps(values), flush=True)
+""")
+    result = run("--data", shards, *TINY, *QUIET, "--max_steps", 2, "--val_every", 2, "--wandb", "--out", tmp_path / "log",
+                 env=ENV | {"PYTHONPATH": str(tmp_path)})
+    told = [line.split(maxsplit=2)[1:] for line in result.stdout.splitlines() if line.startswith("wandb ")]
+    losses = {int(step): json.loads(values)["train"] for step, values in told if '"train"' in values}
+    assert losses == pytest.approx(logged(tmp_path / "log"), abs=1e-6) and {"norm", "lr"} <= json.loads(told[1][1]).keys()
+    assert [step for step, values in told if '"val"' in values] == ["0", "2"]
+    assert "--tensorboard needs the package" in run("--tensorboard", code=2).stderr
