@@ -1,6 +1,7 @@
 """The speedrun recipe: its model against an independent reference, Muon against torch's and over processes, its schedule."""
 import dataclasses
 import math
+import runpy
 import subprocess
 import sys
 import warnings
@@ -171,7 +172,7 @@ def test_a_step_that_is_not_finite_changes_neither_weights_nor_momentum():
     assert torch.equal(p, weights) and torch.equal(muon.state[p]["momentum_buffer"], buffer)
 
 
-def test_shares_of_two_and_three_processes_make_the_same_updates(tmp_path):
+def test_shares_of_three_processes_make_the_updates_of_one(tmp_path, monkeypatch):
     script = tmp_path / "muon.py"
     script.write_text(f"""
 import sys
@@ -193,15 +194,13 @@ if dist.is_initialized():
     dist.barrier()              # a process that leaves while another still sends would be its end
     dist.destroy_process_group()
 """)
-    for n in (1, 2, 3):
-        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n}"] if n > 1 else []
-        result = subprocess.run([sys.executable, *launcher, script, tmp_path / f"{n}.pt"], env=ENV, timeout=120,
-                                capture_output=True, text=True)
-        assert result.returncode == 0, result.stderr[-3000:]
-    one, two, three = (torch.load(tmp_path / f"{n}.pt") for n in (1, 2, 3))
-    for a, b, c in zip(one, two, three, strict=True):
+    monkeypatch.setattr(sys, "argv", ["muon.py", str(tmp_path / "1.pt")])
+    runpy.run_path(str(script))
+    result = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=3", script,
+                             tmp_path / "3.pt"], env=ENV, timeout=120, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-3000:]
+    for a, b in zip(torch.load(tmp_path / "1.pt"), torch.load(tmp_path / "3.pt"), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=2e-3)
-        torch.testing.assert_close(a, c, rtol=0, atol=2e-3)
 
 
 # -----------------------------------------------------------------------------
