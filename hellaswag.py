@@ -17,7 +17,7 @@ from fineweb import FlagParser, UserError, encode, reach_hub, run_command, whole
 HUB_NAME = "Rowan/hellaswag"
 
 
-def load_examples(path=None):
+def load_examples(path: str | Path | None = None) -> list[dict]:
     """Dicts with `ctx`, `endings` (4 strings) and `label` (0-3): from a .jsonl file, or the hub's validation split."""
     if path is None:
         try:
@@ -55,14 +55,14 @@ def _checked(row, where):
     raise UserError(f"{where}: not a HellaSwag example (ctx: a string, endings: four strings, label: 0 to 3)")
 
 
-def render_example(example):
+def render_example(example: dict) -> tuple[list[np.ndarray], list[int]]:
     """The four rows of tokens (context + " " + ending) and the length of each row's ending."""
     ctx = encode(example["ctx"])
     endings = [encode(" " + ending) for ending in example["endings"]]
     return [np.concatenate((ctx, ending)) for ending in endings], [len(ending) for ending in endings]
 
 
-def make_batches(examples, block_size, batch_size=32):
+def make_batches(examples: list[dict], block_size: int, batch_size: int = 32) -> list[tuple[np.ndarray, ...]]:
     """Examples as arrays of few shapes, the similar in length together, so that little is padding and few graphs compile.
 
     Returns a list of (idx, targets, positions, labels), all int64: idx and targets (4 n, T), targets -1 outside the endings;
@@ -106,7 +106,8 @@ def _pad(group, n, T):
     return idx, targets, labels
 
 
-def evaluate(model, batches, device, autocast=None, rank=0, world_size=1, progress=None):
+def evaluate(model, batches: list[tuple[np.ndarray, ...]], device: str, autocast=None, rank: int = 0, world_size: int = 1,
+             progress=None) -> np.ndarray:
     """Counts (correct by summed loss, correct by mean loss, examples) over this rank's share of `batches`: int64 (3,)."""
     import contextlib
 
@@ -128,7 +129,7 @@ def evaluate(model, batches, device, autocast=None, rank=0, world_size=1, progre
     return counts.cpu().numpy()
 
 
-def main(argv=None):
+def main(argv: list[str] | None = None) -> None:
     parser = FlagParser(prog="hellaswag.py", description=__doc__)
     parser.add_argument("--model", default="gpt2", help="checkpoint, Hugging Face folder, or name on the hub (default gpt2)")
     parser.add_argument("--data", metavar="FILE.jsonl", help=f"examples (default: {HUB_NAME}, validation, from the hub)")

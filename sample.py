@@ -2,7 +2,7 @@
 from fineweb import EOT, FlagParser, UserError, encode, run_command, tokenizer, whole_number
 
 
-def main(argv=None):
+def main(argv: list[str] | None = None) -> None:
     parser = FlagParser(prog="sample.py", description=__doc__)
     parser.add_argument("--model", default="gpt2", help="checkpoint, Hugging Face folder, or name on the hub (default gpt2)")
     parser.add_argument("--prompt", default="", help="text to continue (default: none, a new document)")

@@ -37,7 +37,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import hellaswag
 from fineweb import (VOCAB_SIZE, FlagParser, RunError, TokenLoader, UserError, Windows, digest, encode, list_shards,
                      one_line, replace_file, run_command, shown, to_device, tokenizer, whole_number)
-from model import (ATTENTION, GPT, MODELS, GPTConfig, SpeedrunConfig, SpeedrunGPT, can_compile, check_attention,
+from model import (ATTENTION, GPT, MODELS, GPTConfig, LanguageModel, SpeedrunConfig, SpeedrunGPT, can_compile, check_attention,
                    choose_device, choose_dtype, is_plain, keep_freed_memory, load_model, make_autocast, model_from_checkpoint,
                    peak_flops, read_checkpoint)
 
@@ -124,7 +124,7 @@ MODEL_SHAPE = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")
 FIXED = ("recipe", *MODEL_SHAPE, "window", "total_batch_size", "sequence_length", "seed", "shuffle")
 
 
-def parse_flags(argv=None):
+def parse_flags(argv: list[str] | None = None) -> tuple[Config, set[str]]:
     """(Config, names of the fields given as flags)."""
     parser = FlagParser(prog="train_gpt2.py", usage="train_gpt2.py [flags]", description=__doc__)
     group = None
@@ -145,7 +145,7 @@ def parse_flags(argv=None):
     return Config(**defaults | (OVERFIT if given.get("overfit") else {}) | given), set(given)
 
 
-def check_config(config):
+def check_config(config: Config) -> None:
     """Raises UserError for what can be told from the flags alone."""
     at_least = dict(val_tokens=1, n_layer=1, n_head=1, n_embd=1, block_size=1, vocab_size=1, total_batch_size=1,
                     sequence_length=0, max_steps=1, warmup_steps=0, weight_decay=0, grad_clip=0, seed=0, val_every=0,
@@ -177,12 +177,12 @@ def check_config(config):
             raise UserError(f"--{name} needs the package {name}: pip install {name}, or leave the flag out")
 
 
-def divisors(n):
+def divisors(n: int) -> list[int]:
     small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
     return sorted({*small, *(n // d for d in small)})
 
 
-def micro_batches(config, world_size, device):
+def micro_batches(config: Config, world_size: int, device: str) -> list[int]:
     """The micro-batches (sequences) that make --total_batch_size, smallest first: --batch_size alone if it is given. For auto
     on a CPU the largest of at most 4,096 tokens: beyond them a step costs memory and wins no time."""
     T = config.sequence_length
@@ -200,7 +200,7 @@ def micro_batches(config, world_size, device):
     return [int(config.batch_size)]
 
 
-def check_memory(config, device):
+def check_memory(config: Config, device: str) -> None:
     """UserError if weights, gradients and AdamW's two moments alone, 16 bytes a parameter, are more than the device holds."""
     parameters = 12 * config.n_layer * config.n_embd**2 + (config.vocab_size + config.block_size) * config.n_embd
     if device.startswith("cuda"):
@@ -216,7 +216,7 @@ def check_memory(config, device):
 # -----------------------------------------------------------------------------
 # recipes: which model, which optimizers, which schedule. The loop asks for nothing else.
 
-def warmup_cosine(step, config):
+def warmup_cosine(step: int, config: Config) -> float:
     """Learning rate of `step` as a fraction of the largest: linear warm-up, cosine to min_lr at max_steps (arXiv:1608.03983)."""
     if step < config.warmup_steps:
         return (step + 1) / config.warmup_steps
@@ -225,7 +225,7 @@ def warmup_cosine(step, config):
     return floor + 0.5 * (1.0 + math.cos(math.pi * progress)) * (1.0 - floor)
 
 
-def trapezoid(step, config):
+def trapezoid(step: int, config: Config) -> float:
     """Learning rate of `step` as a fraction of the largest: linear warm-up if there is one, constant, and over the last
     `cooldown` of the steps linear to min_lr."""
     warm = min(1.0, (step + 1) / max(1, config.warmup_steps))
@@ -234,12 +234,12 @@ def trapezoid(step, config):
     return min(warm, floor + (1.0 - floor) * left)
 
 
-def muon_momentum(step, config):
+def muon_momentum(step: int, config: Config) -> float:
     """From 0.85 to 0.95 over the first 15.4% of the steps: 500 of record 10's 3,242."""
     return 0.85 + 0.10 * min(1.0, step / (0.154 * config.max_steps))
 
 
-def window_warmup(step, config):
+def window_warmup(step: int, config: Config) -> int:
     """How far attention looks back in `step`: from 64 tokens to --window over the whole run, in steps of 64 (record 13)."""
     return min(config.window, 64 * math.ceil(1 + (config.window / 64 - 1) * step / config.max_steps))
 
@@ -382,7 +382,7 @@ class Process:
                 os._exit(1)
 
 
-def setup_process(config):
+def setup_process(config: Config) -> Process:
     """Joins torchrun's process group if there is one; nccl on CUDA, gloo elsewhere."""
     device = choose_device(config.device)
     if device == "cuda" and (local := os.environ.get("LOCAL_RANK")):
@@ -409,7 +409,7 @@ def setup_process(config):
     return process
 
 
-def fresh_store(store, rank, world_size):
+def fresh_store(store: dist.Store, rank: int, world_size: int) -> dist.Store:
     """A part of torchrun's key-value store of which all processes know that it is this attempt's.
 
     After a restart (--max_restarts) torchrun's store still holds the addresses of the processes that died, and torch 2.13
@@ -434,7 +434,7 @@ def fresh_store(store, rank, world_size):
 # -----------------------------------------------------------------------------
 # the log and the checkpoints
 
-def read_log(path):
+def read_log(path: str | Path) -> list[tuple[int, str, float]]:
     """[(step, kind, value)] of a log.txt: what is whole in it, for a crash can cut its last line off."""
     rows = [line.split() for line in Path(path).read_text(encoding="utf-8", errors="replace").splitlines()]
     rows = [row for row in rows if len(row) == 3 and row[0].isdecimal() and re.fullmatch(r"-?\d+\.\d{6}|-?inf|nan", row[2])]
@@ -481,7 +481,7 @@ class Log:
 PUBLISHED = {"val": (3.29, "GPT-2 124M on FineWeb, llm.c: 3.29"), "hella": (0.2955, "OpenAI's GPT-2 124M: 0.2955")}
 
 
-def draw_log(config):
+def draw_log(config: Config) -> None:
     """OUT/loss.png: the losses of log.txt against tokens, and HellaSwag, beside what is published of GPT-2 124M."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import ScalarFormatter
@@ -512,7 +512,7 @@ def draw_log(config):
     replace_file(Path(config.out) / "loss.png", lambda file: figure.savefig(file, format="png", dpi=110))
 
 
-def checkpoints(out):
+def checkpoints(out: str | Path) -> list[tuple[int, Path]]:
     """[(step, path)] of the whole checkpoints in `out`, oldest first."""
     found = ((re.fullmatch(r"checkpoint_(\d+)\.pt", p.name), p) for p in Path(out).glob("checkpoint_*.pt"))
     return sorted((int(m[1]), p) for m, p in found if m)
@@ -567,7 +567,7 @@ class State:
             torch.cuda.set_rng_state_all(checkpoint["rng"]["cuda"])
 
 
-def restore_optimizer(optimizer, saved):
+def restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict) -> None:
     """Gives an optimizer what was saved of each parameter, by name; rates and decay stay as the config says. ValueError for
     what was saved of another model or optimizer."""
     named = [pair for group in optimizer.param_groups for pair in zip(group["param_names"], group["params"], strict=True)]
@@ -585,7 +585,7 @@ def restore_optimizer(optimizer, saved):
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
-def make_state(config, model, checkpoint, path, process):
+def make_state(config: Config, model: LanguageModel, checkpoint: dict | None, path: Path | None, process: Process) -> State:
     """The state before the first step, or as `checkpoint` holds it."""
     optimizers = RECIPES[config.recipe].optimizers(model, config)
     optimised = [id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
@@ -602,12 +602,12 @@ def make_state(config, model, checkpoint, path, process):
     return state
 
 
-def damaged(path, error):
+def damaged(path: Path, error: Exception) -> UserError:
     """The UserError for a checkpoint that is readable and wrong inside."""
     return UserError(f"{path} does not hold the state of a run ({type(error).__name__}: {str(error)[:200]}): {instead_of(path)}")
 
 
-def instead_of(path):
+def instead_of(path: Path) -> str:
     older = [p.name for _, p in checkpoints(Path(path).parent) if p.name < Path(path).name]
     return f"remove it, and the same command goes on from {older[-1]}" if older else "start a new run with another --out"
 
@@ -670,7 +670,7 @@ class Saver:
         self.thread.shutdown()                  # a checkpoint that is being written is finished, whatever else failed
 
 
-def choose_checkpoint(config, restarted=False):
+def choose_checkpoint(config: Config, restarted: bool = False) -> Path | None:
     """Path of the checkpoint to go on from, or None."""
     found = [path for _, path in checkpoints(config.out)]
     if config.resume == "auto":
@@ -682,7 +682,7 @@ def choose_checkpoint(config, restarted=False):
     return None if config.resume == "never" else Path(config.resume)
 
 
-def read_state(path):
+def read_state(path: Path) -> dict:
     """The dict of a checkpoint of this script."""
     try:
         checkpoint = read_checkpoint(path)
@@ -695,7 +695,7 @@ def read_state(path):
     return checkpoint
 
 
-def config_of_checkpoint(config, given, checkpoint, path):
+def config_of_checkpoint(config: Config, given: set[str], checkpoint: dict, path: Path) -> Config:
     """The flags given, and for the others what the checkpoint's run had; UserError if a given one contradicts it."""
     fields = {f.name: f for f in dataclasses.fields(Config)}
     try:
@@ -720,7 +720,7 @@ def config_of_checkpoint(config, given, checkpoint, path):
     return dataclasses.replace(config, **taken)
 
 
-def check_data(checkpoint, data, folder, path):
+def check_data(checkpoint: dict, data: dict, folder: str, path: Path) -> None:
     """UserError unless the shards are still the ones of the checkpoint's run, in their number, order and content."""
     try:
         for split in data.keys() & {"train", *checkpoint["data"]}:
@@ -739,7 +739,7 @@ def check_data(checkpoint, data, folder, path):
         raise damaged(path, error) from None
 
 
-def set_aside(config, path, step):
+def set_aside(config: Config, path: Path | None, step: int) -> Path | None:
     """Moves the checkpoints in --out that do not belong to the run which goes on from `path` at `step` (or from nowhere),
     with the log, into OUT/previous_N: nothing is lost, and the next --resume auto does not find them."""
     inside = path is not None and path.resolve().parent == Path(config.out).resolve()
@@ -763,7 +763,7 @@ def set_aside(config, path, step):
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "train_gpt2" / "batch_size.json"
 
 
-def largest_that_fits(candidates, memory_of, limit):
+def largest_that_fits(candidates: list[int], memory_of: Callable[[int], float], limit: float) -> int:
     """The last of two or more `candidates` (ascending) with memory_of(B), infinite when out of memory, at most `limit` bytes.
     Each sequence takes the same, so that the two smallest tell where to try: a trial may have to compile."""
     first, second = candidates[:2]
@@ -778,7 +778,7 @@ def largest_that_fits(candidates, memory_of, limit):
     return next((B for B in reversed(likely) if memory_of(B) <= limit), second)
 
 
-def memory_of_step(B, state, model, config, autocast, device):
+def memory_of_step(B: int, state: State, model: Callable, config: Config, autocast: torch.autocast, device: str) -> float:
     """Bytes that CUDA needs for a step with micro-batches of B, infinity if there are not so many. Changes nothing."""
     parameters = sum(p.numel() for p in model.parameters())
     moments = sum(t.nbytes for optimizer in state.optimizers for entry in optimizer.state.values() for t in entry.values())
@@ -799,7 +799,8 @@ def memory_of_step(B, state, model, config, autocast, device):
         model.zero_grad(set_to_none=True)
 
 
-def choose_micro_batch(config, candidates, state, model, autocast, process):
+def choose_micro_batch(config: Config, candidates: list[int], state: State, model: Callable, autocast: torch.autocast,
+                       process: Process) -> int:
     """The only candidate; or on a GPU the largest that fits on all processes, with a tenth of the memory to spare."""
     if len(candidates) == 1:
         return candidates[0]
@@ -828,7 +829,7 @@ def choose_micro_batch(config, candidates, state, model, autocast, process):
     return B
 
 
-def remembered():
+def remembered() -> dict[str, int]:
     """{what a run is made of: its largest micro-batch}, from earlier runs."""
     try:
         known = json.loads(CACHE.read_text(encoding="utf-8"))
@@ -840,7 +841,8 @@ def remembered():
 # -----------------------------------------------------------------------------
 # a step, and what is looked at between steps
 
-def train_step(model, state, loader, autocast, grad_clip, process, stop=False):
+def train_step(model: Callable, state: State, loader: TokenLoader, autocast: torch.autocast, grad_clip: float,
+               process: Process, stop: bool = False) -> torch.Tensor:
     """One optimizer step over loader.micro_steps micro-batches. Nothing here waits for the GPU.
 
     Returns a tensor of four numbers, the same on all processes: the mean loss over the global batch,
@@ -885,7 +887,8 @@ def train_step(model, state, loader, autocast, grad_clip, process, stop=False):
 
 
 @torch.no_grad()
-def validation_loss(model, windows, count, batch_size, autocast, process):
+def validation_loss(model: Callable, windows: Windows, count: int, batch_size: int, autocast: torch.autocast,
+                    process: Process) -> float:
     """Mean loss over the first `count` windows, the same on any number of processes. Batches have one shape (the
     last is filled up with ignored targets), so that a compiled model compiles once."""
     loss_sum, rows_seen = torch.zeros((), device=process.device), 0
@@ -900,7 +903,8 @@ def validation_loss(model, windows, count, batch_size, autocast, process):
     return loss_sum / rows_seen
 
 
-def print_samples(model, autocast, process, num_samples=4, max_new_tokens=32, prompt="Hello, I'm a language model,"):
+def print_samples(model: LanguageModel, autocast: torch.autocast, process: Process, num_samples: int = 4,
+                  max_new_tokens: int = 32, prompt: str = "Hello, I'm a language model,") -> None:
     """Sampled on the master alone, from a generator of its own: training's random numbers stay as they are."""
     generator = torch.Generator(device=process.device).manual_seed(42)
     idx = torch.tensor([encode(prompt).tolist()] * num_samples, dtype=torch.int64, device=process.device)
@@ -1064,11 +1068,11 @@ def the_only_run_in(out, process):
                 folder.rmdir()
 
 
-def splits(config):
+def splits(config: Config) -> tuple[str, ...]:
     return ("train", "val") if config.val_every else ("train",)
 
 
-def open_data(config):
+def open_data(config: Config) -> tuple[Windows, Windows | None, int]:
     """(training windows, validation windows or None, number of validation windows)."""
     if config.overfit:
         try:
@@ -1085,7 +1089,7 @@ def open_data(config):
     return train, val, min(val.total, max(1, config.val_tokens // config.sequence_length))
 
 
-def without_text(config, given, process):
+def without_text(config: Config, given: set[str], process: Process) -> Config:
     """Samples and HellaSwag need GPT-2's tokens. With a smaller vocabulary: a warning, unless a flag asked for them."""
     if config.vocab_size >= VOCAB_SIZE or not (config.sample_every or config.hellaswag_every):
         return config
@@ -1096,7 +1100,7 @@ def without_text(config, given, process):
     return dataclasses.replace(config, sample_every=0, hellaswag_every=0)
 
 
-def hellaswag_batches(config, asked_for, process):
+def hellaswag_batches(config: Config, asked_for: bool, process: Process) -> list[tuple]:
     """Fetched by the master before the first step. Not to be had: a warning, unless a flag asked for it."""
     if not config.hellaswag_every:
         return []
@@ -1110,7 +1114,7 @@ def hellaswag_batches(config, asked_for, process):
     return hellaswag.make_batches(examples, config.block_size, batch_size=128 if process.device.startswith("cuda") else 32)
 
 
-def load_init(config, given, process):
+def load_init(config: Config, given: set[str], process: Process) -> tuple[LanguageModel, Config]:
     """The model of --init, and the config with the shape that comes with the weights."""
     model = process.master_first(load_model, config.init)
     if not isinstance(model, MODELS[config.recipe][0]):
@@ -1123,7 +1127,7 @@ def load_init(config, given, process):
     return model, dataclasses.replace(config, **{name: getattr(model.config, name) for name in shape})
 
 
-def open_output(config, path, step, process):
+def open_output(config: Config, path: Path | None, step: int, process: Process) -> Log | None:
     """The output folder and its log, on the master; what an earlier run left there is continued or set aside, never lost."""
     if not process.is_master:
         return None
@@ -1137,14 +1141,14 @@ def open_output(config, path, step, process):
         raise UserError(f"--out {config.out} cannot be written ({error}): choose another folder") from None
 
 
-def place_model(config, model, device):
+def place_model(config: Config, model: LanguageModel, device: str) -> LanguageModel:
     """Moves the model to where it trains, and gives it the kernels that the config names."""
     model.to(device).use_attention(config.attention)
     model.loss_chunk = config.loss_chunk
     return model
 
 
-def compile_model(config, model, process):
+def compile_model(config: Config, model: LanguageModel, process: Process) -> Callable:
     """The model for evaluation: compiled where that works. It shares its weights with `model`, through which samples and
     HellaSwag go with their changing shapes."""
     if config.compile or (config.compile is None and process.device.startswith("cuda")):
@@ -1154,7 +1158,7 @@ def compile_model(config, model, process):
     return model
 
 
-def wrap_model(model, process):
+def wrap_model(model: Callable, process: Process) -> Callable:
     """The model for training: DDP around it, if there are several processes."""
     if process.world_size == 1:
         return model
@@ -1162,7 +1166,7 @@ def wrap_model(model, process):
                broadcast_buffers=False)         # the window is the same everywhere already
 
 
-def print_header(config, model, compiled, loader, process):
+def print_header(config: Config, model: LanguageModel, compiled: Callable, loader: TokenLoader, process: Process) -> None:
     """The first lines of a run: where, what, and the arithmetic of the batch."""
     gpu = f" ({torch.cuda.get_device_name(process.device)})" if process.device.startswith("cuda") else ""
     process.print0(f"{process.world_size} process(es) on {process.device}{gpu}, {config.dtype}, "
@@ -1179,7 +1183,7 @@ def print_header(config, model, compiled, loader, process):
         process.print0(f"note: the warm-up of {config.warmup_steps} steps is longer than the run")
 
 
-def resolve(config, device):
+def resolve(config: Config, device: str) -> Config:
     """The config with its automatic values replaced by what they mean on this device."""
     return dataclasses.replace(config, sequence_length=config.sequence_length or config.block_size,
                                min_lr=config.max_lr / 10 if config.min_lr == -1 else config.min_lr,
@@ -1204,7 +1208,7 @@ class Run:
     profiler: Profiler
 
 
-def set_up(config, given, process):
+def set_up(config: Config, given: set[str], process: Process) -> Run:
     """From flags to a Run. What is quick to check comes first, and nothing is written before all of it was."""
     process.check_same("set of flags", {name: value for name, value in asdict(config).items()
                                         if name not in (*PER_RUN, "data", "hellaswag_data")})
@@ -1251,7 +1255,7 @@ def set_up(config, given, process):
                Reporter(config, log, state, process), Saver(config, data, log, process), Profiler(config, process))
 
 
-def evaluate(run, due):
+def evaluate(run: Run, due: Callable[[int], bool]) -> None:
     """Validation loss, HellaSwag and samples, where they are due."""
     config, process, state, reporter = run.config, run.process, run.state, run.reporter
     if due(config.val_every):
@@ -1275,7 +1279,7 @@ def evaluate(run, due):
     state.evaluated = state.step
 
 
-def loop(run, signals):
+def loop(run: Run, signals: StopSignals) -> None:
     """Evaluate, save, train, log, until max_steps or a signal."""
     config, state, reporter, saver = run.config, run.state, run.reporter, run.saver
     recipe, saved = RECIPES[config.recipe], state.step
@@ -1317,7 +1321,7 @@ def loop(run, signals):
     saver.finish()
 
 
-def train(argv=None):
+def train(argv: list[str] | None = None) -> int | None:
     config, given = parse_flags(argv)
     check_config(config)
     process = setup_process(config)
@@ -1348,7 +1352,7 @@ def train(argv=None):
                        + "".join(f"\nnext: python sample.py --model {path}" for _, path in newest))
 
 
-def overfit_verdict(losses, process):
+def overfit_verdict(losses: dict[int, float], process: Process) -> int:
     """Prints whether the sanity run learnt its batch by heart; returns its exit code."""
     first, last = losses[min(losses)], losses[max(losses)]
     passed = last < 0.1
