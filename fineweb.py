@@ -2,6 +2,7 @@
 
     python fineweb.py                                   FineWeb-Edu, sample-10BT -> edu_fineweb10B/
     python fineweb.py --input input.txt --out data/shakespeare      any text of your own
+    python fineweb.py --pretokenized 9                  FineWeb's published tokens, 9 x 100M -> fineweb10B/
 
 A shard is a 1-D array of uint16 GPT-2 tokens, each document preceded by <|endoftext|> (50256):
 `*_train_000001.npy`, `*_val_000000.npy`. With --format bin it is llm.c's and modded-nanogpt's
@@ -10,6 +11,7 @@ file instead: 256 int32 (magic 20240520, version 1, token count), then the token
 import argparse
 import bisect
 import contextlib
+import errno
 import functools
 import glob
 import hashlib
@@ -462,6 +464,8 @@ class ShardWriter:
         """Makes the manifest that is there this run's, if it is whole and of the same settings."""
         try:
             found = json.loads(self.path.read_text(encoding="utf-8"))
+            if "pretokenized" in found:
+                raise UserError(f"{self.out} holds fetched shards of {shown(found['pretokenized'])}: choose another --out")
             shards = [(self.out / Path(s["file"]).name, s["tokens"], s["end"]["unit"], s["end"]["token"])
                       for s in found["shards"]]
             numbers = [(found["mark"] or [0])[0], *(n for shard in shards for n in shard[1:])]
@@ -525,24 +529,110 @@ class ShardWriter:
         replace_file(self.path, lambda file: file.write(json.dumps(self.manifest, indent=1).encode()))
 
 
+# -----------------------------------------------------------------------------
+# shards that others made: GPT-2's tokens of FineWeb as llm.c's files, which modded-nanogpt trains on
+
+PRETOKENIZED = {("classic", "10BT"): ("kjj0/fineweb10B-gpt2", "fineweb", 103),       # dataset, prefix, training shards
+                ("classic", "100BT"): ("kjj0/fineweb100B-gpt2", "fineweb", 1030),
+                ("edu", "10BT"): ("kjj0/finewebedu10B-gpt2", "finewebedu", 99)}
+# the disk's and HTTP's errors that no waiting mends
+HOPELESS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS, errno.EISDIR, 401, 403, 404}
+
+
+def is_whole(path):
+    try:
+        return open_shard(path) is not None
+    except UserError:
+        return False
+
+
+def fetch_file(repo, path):
+    """Fetches a file of a hub dataset to `path`; huggingface_hub goes on where an earlier call of it ended."""
+    from huggingface_hub import hf_hub_download
+    for failures in itertools.count():
+        try:
+            path.unlink(missing_ok=True)          # a file cut off later on passes there for what was fetched
+            hf_hub_download(repo, path.name, repo_type="dataset", local_dir=path.parent)
+            return
+        except Exception as error:                # the network's errors are of many libraries' classes
+            code = getattr(error, "errno", None) or getattr(getattr(error, "response", None), "status_code", None)
+            if failures == RETRIES or code in HOPELESS:
+                raise RunError(f"cannot fetch {path} from the Hugging Face hub, {repo}: {error}. Run the same command again "
+                               f"to go on, or give text of your own by --input") from None
+            one_line(f"{repo}: {error}; trying again in {2 ** failures} s")
+            time.sleep(2 ** failures)
+
+
+def fetch_shards(repo, prefix, count, out):
+    """The command with --pretokenized: the validation shard and the first `count` for training. What is there and whole
+    is not fetched again; a folder with shards of another source is refused (UserError)."""
+    start, manifest, ours = time.perf_counter(), out / "manifest.json", json.dumps({"pretokenized": repo}).encode()
+    paths = [out / f"{prefix}_{'train' if i else 'val'}_{i:06d}.bin" for i in range(count + 1)]
+    try:
+        names = [path.name for path in out.glob("*") if SHARD_NAME.match(path.name)]
+        if names and not (manifest.read_bytes() == ours if manifest.exists() else
+                          all(re.fullmatch(rf"{prefix}_(val|train)_\d{{6}}\.bin", name) for name in names)):
+            raise UserError(f"{out} holds shards of another source than {repo}: choose another --out")
+        if missing := [path for path in paths if not is_whole(path)]:
+            import huggingface_hub.constants
+            reach_hub()
+            if huggingface_hub.constants.HF_HUB_OFFLINE:
+                raise RunError(f"the Hugging Face hub is out of reach (or HF_HUB_OFFLINE is set), and {len(missing)} of the "
+                               f"{len(paths)} files of {repo} are not in {out}: run the same command again with a network")
+            out.mkdir(parents=True, exist_ok=True)
+            replace_file(manifest, lambda file: file.write(ours))
+    except OSError as error:
+        raise UserError(f"--out {out} cannot be written ({error}): choose another folder") from None
+    for path in missing:
+        fetch_file(repo, path)
+        if not is_whole(path):
+            fetch_file(repo, path)
+        if not is_whole(path):
+            raise RunError(f"{path} came damaged from {repo} twice: run the same command again, or ask for fewer shards")
+    val, train = (sum(len(open_shard(path)) for path in list_shards(out, split)) for split in ("val", "train"))
+    print(f"{out}: {len(missing)} of {len(paths)} shards fetched from {repo}, {val:,} tokens for validation and {train:,} for "
+          f"training are there, after {time.perf_counter() - start:.1f} s\nnext: python train_gpt2.py --data {out}")
+
+
+# -----------------------------------------------------------------------------
+# the command
+
 FINEWEB = {"edu": ("HuggingFaceFW/fineweb-edu", "edufineweb", "edu_fineweb"),
            "classic": ("HuggingFaceFW/fineweb", "fineweb", "fineweb")}
+TEXT_FLAGS = ("--input", "--shard_size", "--val_tokens", "--max_tokens", "--workers", "--format")
+
+
+def check_pretokenized(args, argv):
+    for word in argv:                             # not by their values: one may be given its default
+        if (name := word.partition("=")[0]) in TEXT_FLAGS:
+            raise UserError(f"{name} has no meaning with --pretokenized, whose shards are made already: leave one of the two out")
+    if (args.variant, args.sample) not in PRETOKENIZED:
+        raise UserError(f"no tokens of --variant {args.variant} --sample {args.sample} are published: leave --sample out")
+    published = PRETOKENIZED[args.variant, args.sample][2]
+    if args.pretokenized not in range(1, published + 1):
+        raise UserError(f"--pretokenized {args.pretokenized}: give a number of training shards, 1 to {published}")
 
 
 def parse_args(argv=None):
     parser = FlagParser(prog="fineweb.py", description=__doc__)
     flag = parser.add_argument
-    flag("--variant", choices=list(FINEWEB), default="edu", help="FineWeb-Edu or FineWeb itself (default edu)")
+    flag("--variant", choices=list(FINEWEB), help="FineWeb-Edu or FineWeb itself (default edu; classic with --pretokenized)")
     flag("--sample", choices=["10BT", "100BT"], default="10BT", help="which sample of it, in tokens (default 10BT)")
     flag("--input", action="append", metavar="PATH_OR_GLOB",
          help="text of your own instead, repeatable: .txt (one document a file), .jsonl or .parquet (`text`), .txt.gz ...")
+    flag("--pretokenized", type=whole_number, metavar="N",
+         help="fetch published tokens instead: the validation shard and the first N for training, 100M tokens or 200 MB each")
     flag("--out", help="folder for the shards (default edu_fineweb10B and the like; needed with --input)")
     flag("--shard_size", type=whole_number, default=100_000_000, help="tokens a shard (default 100000000)")
     flag("--val_tokens", type=whole_number, help="validation tokens, shard 0 (default shard_size, at most a tenth of the text)")
     flag("--max_tokens", type=whole_number, help="stop after so many tokens, validation included")
     flag("--workers", type=whole_number, default=os.cpu_count() or 1, help="threads that tokenize (default: one a core)")
     flag("--format", choices=["npy", "bin"], default="npy", help="numpy's files, or llm.c's and modded-nanogpt's (default npy)")
+    argv = sys.argv[1:] if argv is None else argv
     args = parser.parse_args(argv)
+    args.variant = args.variant or ("edu" if args.pretokenized is None else "classic")
+    if args.pretokenized is not None:
+        check_pretokenized(args, argv)
     for name in ("shard_size", "val_tokens", "max_tokens", "workers"):
         if (value := getattr(args, name)) is not None and value < 1:
             raise UserError(f"--{name} {value}: must be at least 1")
@@ -557,6 +647,9 @@ def main(argv=None):
     """The command: from text to the shards of a folder, or on from where an earlier run stopped."""
     from tqdm import tqdm
     args = parse_args(argv)
+    if args.pretokenized is not None:
+        repo, prefix, _ = PRETOKENIZED[args.variant, args.sample]
+        return fetch_shards(repo, prefix, args.pretokenized, Path(args.out or prefix + args.sample[:-1]))
     if args.input:
         source, prefix, out = LocalSource(args.input), "text", args.out
     else:

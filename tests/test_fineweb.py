@@ -522,6 +522,195 @@ def test_datasets_own_streams_go_on_exactly_where_a_mark_was_taken(hub, gpt2, tm
 
 
 # -----------------------------------------------------------------------------
+# --pretokenized
+
+@pytest.fixture
+def published(monkeypatch, tmp_path):
+    """published(faults) puts a stand-in in the place of huggingface_hub.hf_hub_download and of the look whether the hub is
+    in reach: it copies real .bin shards out of a local folder, and so many of 1000 + i tokens of value i as are asked for.
+    `faults[name]` are what becomes of the first calls for a file: an error is raised, "cut" cuts the copy off. Waits cost
+    no time. Gives the list of the waits, and of the names asked for."""
+    import huggingface_hub.constants
+    waits, asked = [], []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(fineweb.time, "sleep", waits.append)
+    monkeypatch.setattr(fineweb, "reach_hub", lambda: None)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+
+    def install(faults):
+        def hf_hub_download(repo_id, filename, *, repo_type, local_dir):
+            asked.append(filename)
+            assert (repo_type, repo_id) in [("dataset", repo) for repo, *_ in fineweb.PRETOKENIZED.values()]
+            number, path = int(filename[-10:-4]), Path(local_dir) / filename
+            assert not path.exists()
+            fault = faults[filename].pop(0) if faults.get(filename) else None
+            if isinstance(fault, Exception):
+                raise fault
+            write_shard(tmp_path / filename, np.full(1000 + number, number, dtype=np.uint16))
+            shutil.move(tmp_path / filename, path)
+            if fault == "cut":
+                change(path, lambda data: data[:-10])
+            return str(path)
+        monkeypatch.setattr(huggingface_hub, "hf_hub_download", hf_hub_download)
+        return waits, asked
+    return install
+
+
+VAL, TRAIN = "fineweb_val_000000.bin", [f"fineweb_train_{i:06d}.bin" for i in range(4)]
+
+
+def test_pretokenized_fetches_the_validation_and_n_training_shards_that_the_loader_reads(published, tmp_path, capsys):
+    waits, asked = published({})
+    prepare("--pretokenized", 3)
+    assert asked == [VAL, *TRAIN[1:]] and waits == []
+    out = capsys.readouterr().out
+    assert "1,000 tokens for validation and 3,006 for training" in out
+    assert out.endswith("next: python train_gpt2.py --data fineweb10B\n")
+    folder = tmp_path / "fineweb10B"
+    assert [path.name for path in list_shards(folder, "val")] == [VAL]
+    rows = Windows(list_shards(folder, "train"), 10, vocab_size=50257).read(0, 300)
+    assert rows[:, 0].tolist() == [1] * 100 + [2] * 100 + [3] * 100
+
+
+def test_pretokenized_fetches_only_what_is_missing(published, tmp_path, monkeypatch):
+    _, asked = published({})
+    prepare("--pretokenized", 1, "--out", "a")
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "a").iterdir()}
+    with monkeypatch.context() as patch:
+        patch.setattr(fineweb, "reach_hub", None)             # all is there: no network is asked for
+        prepare("--pretokenized", 1, "--out", "a")
+    assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "a").iterdir()}
+    prepare("--pretokenized", 3, "--out", "a")
+    assert asked == [VAL, *TRAIN[1:]]
+    (tmp_path / "b").mkdir()                                  # as another program's download left it, without a manifest
+    shutil.copy(tmp_path / "a" / VAL, tmp_path / "b")
+    prepare("--pretokenized", 1, "--out", "b")
+    assert asked[4:] == TRAIN[1:2]
+
+
+@pytest.mark.parametrize("flags, folder, names", [
+    (["--variant", "edu"], "finewebedu10B", ["finewebedu_val_000000.bin", "finewebedu_train_000001.bin"]),
+    (["--variant", "classic"], "fineweb10B", [VAL, TRAIN[1]]), (["--sample", "100BT"], "fineweb100B", [VAL, TRAIN[1]])])
+def test_pretokenized_variant_and_sample_name_the_dataset_and_the_folder(flags, folder, names, published, tmp_path):
+    _, asked = published({})
+    prepare("--pretokenized", 1, *flags)
+    assert asked == names
+    assert json.loads((tmp_path / folder / "manifest.json").read_text()) == {"pretokenized": f"kjj0/{folder}-gpt2"}
+
+
+def test_pretokenized_a_connection_that_drops_is_tried_again(published, tmp_path, capsys):
+    waits, asked = published({VAL: [ConnectionError("dropped\nat once")] * 8, TRAIN[2]: [TimeoutError()]})
+    prepare("--pretokenized", 2)
+    assert waits == [2**i for i in range(8)] + [1] and asked == [VAL] * 9 + [TRAIN[1]] + [TRAIN[2]] * 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 9 and "dropped at once; trying again in 128 s" in err
+    assert len(read_shards(tmp_path / "fineweb10B")) == 3
+
+
+def http_error(status):
+    error = RuntimeError(f"status {status}")
+    error.response = type("Response", (), {"status_code": status})()
+    return error
+
+
+@pytest.mark.parametrize("error, tries", [(ConnectionError("dropped"), 9), (http_error(503), 9), (http_error(404), 1),
+                                          (OSError(28, "No space left on device"), 1)], ids=str)
+def test_pretokenized_is_given_up_after_the_retries_or_at_once_and_taken_up_later(error, tries, published, tmp_path):
+    faults = {TRAIN[2]: [error] * 9}
+    waits, asked = published(faults)
+    with pytest.raises(fineweb.RunError, match=r"fineweb_train_000002.bin.*kjj0/fineweb10B-gpt2(.|\n)*same command"):
+        prepare("--pretokenized", 3)
+    assert len(waits) == tries - 1 and asked == [VAL, TRAIN[1]] + [TRAIN[2]] * tries
+    faults.clear()
+    asked.clear()
+    prepare("--pretokenized", 3)
+    assert asked == TRAIN[2:] and len(read_shards(tmp_path / "fineweb10B")) == 4
+
+
+def test_pretokenized_a_file_that_is_cut_off_is_fetched_again(published, tmp_path):
+    waits, asked = published(faults := {TRAIN[1]: ["cut"]})
+    prepare("--pretokenized", 2)
+    assert asked == [VAL, TRAIN[1], TRAIN[1], TRAIN[2]] and waits == []
+    change(tmp_path / "fineweb10B" / VAL, lambda data: data[:500])
+    asked.clear()
+    prepare("--pretokenized", 2)
+    assert asked == [VAL]
+    assert [len(shard) for shard in read_shards(tmp_path / "fineweb10B")] == [1000, 1001, 1002]
+    faults[TRAIN[3]] = ["cut", "cut"]
+    with pytest.raises(fineweb.RunError, match="fineweb_train_000003.bin came damaged"):
+        prepare("--pretokenized", 3)
+    prepare("--pretokenized", 3)
+    assert len(read_shards(tmp_path / "fineweb10B")) == 4
+
+
+@pytest.mark.parametrize("flags, said", [
+    (["0"], "1 to 103"), (["-1"], "1 to 103"), (["104"], "1 to 103"), (["1.5"], "whole number"), ([], "argument"),
+    (["100", "--variant", "edu"], "1 to 99"), (["1031", "--sample", "100BT"], "1 to 1030"),
+    (["9", "--variant", "edu", "--sample", "100BT"], "no tokens of --variant edu --sample 100BT"),
+    (["9", "--input", "a.txt"], "--input has no meaning"), (["9", "--shard_size", "100000000"], "--shard_size"),
+    (["9", "--val_tokens=5"], "--val_tokens"), (["9", "--max_tokens", "5"], "--max_tokens"),
+    (["9", "--workers", "2"], "--workers"), (["9", "--format", "npy"], "--format")])
+def test_pretokenized_with_a_wrong_number_or_flag_is_a_users_mistake(flags, said, published, tmp_path):
+    _, asked = published({})
+    with pytest.raises(UserError, match=said):
+        prepare("--pretokenized", *flags)
+    assert asked == [] and list(tmp_path.iterdir()) == []
+    fineweb.parse_args(["--pretokenized", "103"])
+
+
+def text_folder(flags, tmp_path):
+    write_text(tmp_path / "a.jsonl", DOCUMENTS)
+    prepare("--input", tmp_path / "a.jsonl", "--val_tokens", 500, *flags)
+
+
+@pytest.mark.parametrize("fill", [
+    lambda out: text_folder(["--out", out], out.parent), lambda out: text_folder(["--out", out, "--format", "bin"], out.parent),
+    lambda out: prepare("--pretokenized", 1, "--out", out, "--sample", "100BT"),
+    lambda out: prepare("--pretokenized", 1, "--out", out, "--variant", "edu"),
+    lambda out: write_shard(out / "mine_train_000001.npy", np.arange(9, dtype=np.uint16))],
+    ids=["text", "text as bin", "100BT", "edu", "no manifest"])
+def test_pretokenized_shards_are_not_mixed_with_those_of_another_source(fill, published, tmp_path):
+    _, asked = published({})
+    out = tmp_path / "out"
+    out.mkdir()
+    fill(out)
+    asked.clear()
+    want = contents(out)
+    with pytest.raises(UserError, match="another source than kjj0/fineweb10B-gpt2"):
+        prepare("--pretokenized", 1, "--out", out)
+    assert contents(out) == want and asked == []
+
+
+def test_pretokenized_shards_are_not_gone_on_with_from_text(published, tmp_path):
+    published({})
+    prepare("--pretokenized", 1, "--out", "out")
+    want = contents(tmp_path / "out")
+    with pytest.raises(UserError, match="holds fetched shards of kjj0/fineweb10B-gpt2"):
+        text_folder(["--out", "out"], tmp_path)
+    assert contents(tmp_path / "out") == want
+
+
+def test_pretokenized_takes_a_folder_whose_text_run_made_no_shard(published, tmp_path):
+    published({})
+    (tmp_path / "fineweb10B").mkdir()
+    (tmp_path / "fineweb10B/manifest.json").write_text('{"shards": []}')
+    prepare("--pretokenized", 1)
+    prepare("--pretokenized", 1)
+
+
+def test_pretokenized_offline_is_one_line_at_once_and_leaves_nothing(tmp_path):
+    result = command("--pretokenized", 1, "--out", "X", cwd=tmp_path)
+    assert result.returncode == 1 and result.stdout == "" and list(tmp_path.iterdir()) == []
+    assert result.stderr.count("\n") == 1 and result.stderr.startswith("fineweb.py: the Hugging Face hub is out of reach")
+    assert "2 of the 2 files of kjj0/fineweb10B-gpt2" in result.stderr and "same command" in result.stderr
+    (tmp_path / "X").mkdir()
+    for name, tokens in ((VAL, 5), (TRAIN[1], 7)):
+        write_shard(tmp_path / "X" / name, np.arange(tokens, dtype=np.uint16))
+    result = command("--pretokenized", 1, "--out", "X", cwd=tmp_path)       # copied there by hand
+    assert result.returncode == 0 and result.stderr == "" and "5 tokens for validation and 7 for training" in result.stdout
+
+
+# -----------------------------------------------------------------------------
 # reading
 
 @st.composite

@@ -120,9 +120,12 @@ def test_a_stop_saves_before_an_evaluation_that_is_due_and_the_next_run_makes_it
 def test_a_signal_to_all_of_several_processes_is_agreed_on_saved_and_gone_on_from(data, tmp_path):
     flags = ["--data", data, *BYTES, "--max_steps", 40]
     run(*flags, "--out", tmp_path / "whole", processes=2)
-    # to the group, as a terminal and Slurm send it: torchrun sends it on, so that it comes twice
+    # to the group, as a terminal sends it: torchrun sends it on, so that it comes twice
     run_until(13, [*flags, "--out", tmp_path / "cut"], lambda process: os.killpg(process.pid, signal.SIGINT), processes=2)
     assert 13 < train_gpt2.checkpoints(tmp_path / "cut")[-1][0] < 20
+    # to torchrun alone, as Slurm's --signal=TERM sends it
+    run_until(25, [*flags, "--out", tmp_path / "cut"], lambda process: process.send_signal(signal.SIGTERM), processes=2)
+    assert 25 < train_gpt2.checkpoints(tmp_path / "cut")[-1][0] < 32
     run(*flags, "--out", tmp_path / "cut", processes=2)
     same_end(tmp_path / "cut", tmp_path / "whole", 40)
 
