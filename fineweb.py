@@ -25,8 +25,10 @@ import sys
 import time
 import warnings
 from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
@@ -62,7 +64,7 @@ class FlagParser(argparse.ArgumentParser):
         raise UserError(f"{message} (see {self.prog} --help)")
 
 
-def whole_number(text):
+def whole_number(text: str) -> int:
     """'100000', '100_000' or '1e5' -> 100000, for flags."""
     for kind in (int, float):                     # int first: float would round what is above 2**53
         with contextlib.suppress(ValueError, OverflowError):
@@ -71,18 +73,18 @@ def whole_number(text):
     raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
 
 
-def one_line(error):
+def one_line(error: Exception | str) -> None:
     # a stranger's file can put escape codes into a message
     text = "".join(c if c.isprintable() else "?" for c in " ".join(str(error).split()))
     print(f"{Path(sys.argv[0]).name}: {text}", file=sys.stderr, flush=True)
 
 
-def shown(value):
+def shown(value: object) -> str:
     """A value of a stranger's file for a message. Not str() of a list: one that holds itself again and again never ends."""
     return str(value)[:40] if isinstance(value, str | int | float | None) else f"a {type(value).__name__}"
 
 
-def run_command(main, is_master=lambda: True):
+def run_command(main: Callable[[], int | None], is_master: Callable[[], bool] = lambda: True) -> None:
     """Runs `main()` as a command: UserError -> one line and exit 2, RunError -> one line and exit 1."""
     sys.stdout.reconfigure(errors="replace")      # a terminal or pipe that is not UTF-8 shows a sampled token as ?
     try:
@@ -98,7 +100,7 @@ def run_command(main, is_master=lambda: True):
         sys.exit(130)
 
 
-def reach_hub():
+def reach_hub() -> None:
     """Where the Hugging Face hub is out of reach, lets its libraries look into their caches only: they would try for half
     a minute, and print each attempt."""
     import huggingface_hub
@@ -112,7 +114,7 @@ def reach_hub():
 # -----------------------------------------------------------------------------
 # the tokenizer
 
-def checked_asset(name):
+def checked_asset(name: str) -> Path:
     """Path of one of GPT-2's two BPE files in assets/, after a look at its hash."""
     path = ASSETS / name
     if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != BPE_SHA256[name]:
@@ -139,7 +141,7 @@ def tokenizer():
                              special_tokens={"<|endoftext|>": EOT})
 
 
-def encode(text):
+def encode(text: str) -> np.ndarray:
     """GPT-2 tokens of `text` as uint16; `<|endoftext|>` inside the text is ordinary text."""
     try:
         return tokenizer().encode_to_numpy(text, disallowed_special=()).astype(np.uint16)
@@ -155,7 +157,7 @@ def encode(text):
 SHARD_NAME = re.compile(r"(?:^|.*_)(train|val)_\d+\.(npy|bin)$")
 
 
-def replace_file(path, write):
+def replace_file(path: str | Path, write: Callable[[BinaryIO], object]) -> None:
     """Writes a file whole or not at all: `write(file)` fills a temporary one, fsync, os.replace."""
     path = Path(path)
     temporary = path.with_name(path.name + ".tmp")
@@ -180,7 +182,7 @@ def replace_file(path, write):
         os.close(folder)
 
 
-def write_shard(path, tokens):
+def write_shard(path: str | Path, tokens: np.ndarray) -> None:
     """Writes 1-D uint16 `tokens` as .npy or .bin, by the name's ending."""
     head = io.BytesIO()
     if Path(path).suffix == ".bin":
@@ -191,7 +193,7 @@ def write_shard(path, tokens):
     replace_file(path, lambda file: file.writelines((head.getvalue(), tokens)))
 
 
-def open_shard(path):
+def open_shard(path: str | Path) -> np.memmap:
     """Tokens of a .npy or .bin shard as a read-only memory map, 1-D uint16. Raises UserError if the file is
     not a whole shard; nothing in it is ever unpickled."""
     path = Path(path)
@@ -218,14 +220,14 @@ def open_shard(path):
     return tokens
 
 
-def read_shard(path):
+def read_shard(path: str | Path) -> np.ndarray:
     """Tokens of a shard in memory. Not copied from the memory map: a file that is cut off meanwhile would kill the
     process there (SIGBUS), where a read comes back short."""
     tokens = open_shard(path)
     return np.fromfile(path, dtype="<u2", count=len(tokens), offset=tokens.offset)
 
 
-def sample_of(values):
+def sample_of(values: np.ndarray) -> np.ndarray:
     """A 1-D array of up to 8 million values as it is; of a longer one (FineWeb's shards have 100 million) 8 evenly spaced
     blocks of 131,072 values, the first and the last among them."""
     if len(values) <= 1 << 23:
@@ -233,12 +235,12 @@ def sample_of(values):
     return np.concatenate([values[at:at + 131072] for at in np.linspace(0, len(values) - 131072, 8, dtype=np.int64)])
 
 
-def digest(values):
+def digest(values: np.ndarray) -> str:
     """16 hexadecimal digits of the SHA-256 of sample_of(values): another file, or an earlier one, has others."""
     return hashlib.sha256(np.ascontiguousarray(sample_of(values))).hexdigest()[:16]
 
 
-def list_shards(folder, split):
+def list_shards(folder: str | Path, split: str) -> list[Path]:
     """Sorted paths of a folder's shards of `split` ('train' or 'val')."""
     if os.path.exists(folder) and not os.path.isdir(folder):       # os.path's questions raise nothing for a strange name
         raise UserError(f"{folder} is a file: give the folder of the shards")
@@ -341,13 +343,13 @@ class LocalSource:
                 raise UserError(f"--input {self.paths[i]} cannot be read ({error}): mend it (as UTF-8) or leave it out") from None
 
 
-def open_text(path):
+def open_text(path: Path) -> io.TextIOWrapper:
     """A text file, unpacked if its name ends in .gz or .zst, as UTF-8 with its line ends as they are."""
     import pyarrow
     return io.TextIOWrapper(pyarrow.input_stream(str(path)), encoding="utf-8", newline="\n")
 
 
-def read_txt(path, piece_size=1 << 18):
+def read_txt(path: Path, piece_size: int = 1 << 18) -> Iterator[tuple[str, bool]]:
     """A file as one document in pieces, so that several workers share it and memory stays small.
 
     A cut between a character and the white space after it cannot change the tokens: no alternative
@@ -368,7 +370,7 @@ def read_txt(path, piece_size=1 << 18):
         yield "".join(parts), first
 
 
-def read_jsonl(path):
+def read_jsonl(path: Path) -> Iterator[tuple[str, bool]]:
     """One document a line: {"text": "..."}; empty lines are passed over."""
     with open_text(path) as file:
         for number, line in enumerate(iter(lambda: file.readline(MAX_DOCUMENT), ""), 1):
@@ -385,7 +387,7 @@ def read_jsonl(path):
             yield text, True
 
 
-def read_parquet(path):
+def read_parquet(path: Path) -> Iterator[tuple[str, bool]]:
     """One document a row: column `text`."""
     import pyarrow.parquet
     table = pyarrow.parquet.ParquetFile(path)
@@ -408,12 +410,12 @@ LAST_CUT = re.compile(r".*\S(?=[ \n\r])", re.DOTALL)
 # writing, 2: units -> tokens on several threads. tiktoken releases the GIL, so threads scale like
 # processes (2 cores: 17 -> 34 MB/s), copy nothing between them, and need no main guard anywhere.
 
-def encode_units(units):
+def encode_units(units: list[tuple[str, bool]]) -> list[np.ndarray]:
     """Tokens of each unit, uint16: <|endoftext|> first where a document starts."""
     return [np.concatenate(([EOT] * starts, encode(text)), dtype=np.uint16, casting="unsafe") for text, starts in units]
 
 
-def encode_stream(units, workers, chunk=1 << 17):
+def encode_stream(units: Iterable[tuple[str, bool]], workers: int, chunk: int = 1 << 17) -> Iterator[np.ndarray]:
     """Tokens of one unit after the other, in their order; a thread takes about 128k characters at a time."""
     tokenizer()                                   # built once, before the threads ask for it
     batch, size, pending = [], 0, deque()
@@ -539,14 +541,14 @@ PRETOKENIZED = {("classic", "10BT"): ("kjj0/fineweb10B-gpt2", "fineweb", 103),  
 HOPELESS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS, errno.EISDIR, 401, 403, 404}
 
 
-def is_whole(path):
+def is_whole(path: Path) -> bool:
     try:
         return open_shard(path) is not None
     except UserError:
         return False
 
 
-def fetch_file(repo, path):
+def fetch_file(repo: str, path: Path) -> None:
     """Fetches a file of a hub dataset to `path`; huggingface_hub goes on where an earlier call of it ended."""
     from huggingface_hub import hf_hub_download
     for failures in itertools.count():
@@ -563,7 +565,7 @@ def fetch_file(repo, path):
             time.sleep(2 ** failures)
 
 
-def fetch_shards(repo, prefix, count, out):
+def fetch_shards(repo: str, prefix: str, count: int, out: Path) -> None:
     """The command with --pretokenized: the validation shard and the first `count` for training. What is there and whole
     is not fetched again; a folder with shards of another source is refused (UserError)."""
     start, manifest, ours = time.perf_counter(), out / "manifest.json", json.dumps({"pretokenized": repo}).encode()
@@ -602,7 +604,7 @@ FINEWEB = {"edu": ("HuggingFaceFW/fineweb-edu", "edufineweb", "edu_fineweb"),
 TEXT_FLAGS = ("--input", "--shard_size", "--val_tokens", "--max_tokens", "--workers", "--format")
 
 
-def check_pretokenized(args, argv):
+def check_pretokenized(args: argparse.Namespace, argv: list[str]) -> None:
     for word in argv:                             # not by their values: one may be given its default
         if (name := word.partition("=")[0]) in TEXT_FLAGS:
             raise UserError(f"{name} has no meaning with --pretokenized, whose shards are made already: leave one of the two out")
@@ -613,7 +615,7 @@ def check_pretokenized(args, argv):
         raise UserError(f"--pretokenized {args.pretokenized}: give a number of training shards, 1 to {published}")
 
 
-def parse_args(argv=None):
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = FlagParser(prog="fineweb.py", description=__doc__)
     flag = parser.add_argument
     flag("--variant", choices=list(FINEWEB), help="FineWeb-Edu or FineWeb itself (default edu; classic with --pretokenized)")
@@ -643,7 +645,7 @@ def parse_args(argv=None):
     return args
 
 
-def main(argv=None):
+def main(argv: list[str] | None = None) -> None:
     """The command: from text to the shards of a folder, or on from where an earlier run stopped."""
     from tqdm import tqdm
     args = parse_args(argv)
@@ -682,7 +684,7 @@ def main(argv=None):
 # function of (shards, seed, step, total_batch_size, sequence_length), so that any number of
 # processes, any micro-batch and any resume see the same ones, and a loader has no state to save.
 
-def stable_permutation(n, *key):
+def stable_permutation(n: int, *key: int) -> np.ndarray:
     """A permutation of range(n) that depends on `key` alone, in every release of numpy: Generator.permutation
     may change between releases (NEP 19), the raw stream of Philox may not."""
     return np.argsort(np.random.Philox(np.random.SeedSequence(key)).random_raw(n), kind="stable")
@@ -699,7 +701,8 @@ class Windows:
     the latest when the shard is read), and for a shard that is no longer what it was at the start.
     """
 
-    def __init__(self, shards, sequence_length, seed=0, shuffle=False, vocab_size=None):
+    def __init__(self, shards: list[Path | np.ndarray], sequence_length: int, seed: int = 0, shuffle: bool = False,
+                 vocab_size: int | None = None):
         self.shards, self.T, self.vocab_size = list(shards), sequence_length, vocab_size
         self.names = ["the text" if isinstance(shard, np.ndarray) else str(shard) for shard in self.shards]
         self.fingerprint = [self._look_at(i) for i in range(len(self.shards))]
@@ -733,7 +736,7 @@ class Windows:
         self._rows = np.lib.stride_tricks.sliding_window_view(tokens, self.T + 1)[::self.T]      # no copy
         self._row_order, self._resident = self._order(self.counts[i], self._epoch, i), i
 
-    def read(self, first, count):
+    def read(self, first: int, count: int) -> np.ndarray:
         """Windows `first` to `first + count` of the endless sequence: uint16 (count, T+1)."""
         out = np.empty((count, self.T + 1), dtype=np.uint16)
         row = 0
@@ -771,14 +774,15 @@ class TokenLoader:
     """
     DEPTH = 8                   # micro-batches read ahead: covers the second that a new shard takes to load
 
-    def __init__(self, windows, total_batch_size, batch_size, rank=0, world_size=1, device="cpu"):
+    def __init__(self, windows: Windows, total_batch_size: int, batch_size: int, rank: int = 0, world_size: int = 1,
+                 device: str = "cpu"):
         assert total_batch_size % (batch_size * windows.T * world_size) == 0
         self.windows, self.B, self.rank, self.world_size, self.device = windows, batch_size, rank, world_size, device
         self.rows_per_step = total_batch_size // windows.T
         self.micro_steps = self.rows_per_step // (batch_size * world_size)
         self._thread = None
 
-    def rows(self, step, micro_step):
+    def rows(self, step: int, micro_step: int) -> np.ndarray:
         """uint16 (B, T+1): a pure function of the two numbers and of what the loader was made with."""
         return self.windows.read(step * self.rows_per_step + (micro_step * self.world_size + self.rank) * self.B, self.B)
 
@@ -788,7 +792,7 @@ class TokenLoader:
         # the caching host allocator reuses a pinned block only after its copy has ended
         return rows.pin_memory() if str(self.device).startswith("cuda") else rows
 
-    def start(self, step):
+    def start(self, step: int) -> None:
         """Begins reading ahead at (step, micro-step 0)."""
         self._thread = ThreadPoolExecutor(1, "read ahead")
         self._reads = (self._thread.submit(self._load, s, m) for s in itertools.count(step) for m in range(self.micro_steps))
