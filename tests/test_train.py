@@ -275,6 +275,13 @@ def test_what_fits_is_remembered_for_the_same_model_on_the_same_gpu(monkeypatch,
         assert choose_micro_batch(Config(sequence_length=1024), [1, 2, 4, 8, 16], None, None, None, process) == 8
 
 
+def test_the_same_tokens_as_llm_cs_bin_files_train_alike(shards, start, file_order_run, tmp_path):
+    for path in shards.glob("*.npy"):
+        write_shard(tmp_path / f"{path.stem}.bin", np.load(path))
+    run("--data", tmp_path, "--init", start, *TINY, *QUIET, "--batch_size", 2, "--no_shuffle", "--out", tmp_path / "log")
+    assert logged(tmp_path / "log") == file_order_run
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_auto_batch_size_on_a_gpu_fits_and_changes_no_loss(shards, start, file_order_run, tmp_path):
