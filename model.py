@@ -3,6 +3,8 @@
     from model import GPT, GPTConfig, load_model
     model = GPT.from_pretrained("gpt2")         # or a folder in the Hugging Face format
     model = load_model("log/checkpoint_000250.pt")
+
+    python model.py export log/checkpoint_019073.pt exported/       for transformers, lm-evaluation-harness, ...
 """
 import contextlib
 import ctypes
@@ -22,10 +24,11 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from fineweb import EOT, VOCAB_SIZE, UserError, checked_asset, reach_hub, replace_file, shown
+from fineweb import EOT, VOCAB_SIZE, FlagParser, UserError, checked_asset, reach_hub, replace_file, run_command, shown
 
 if tuple(int(n) for n in torch.__version__.split("+")[0].split(".")[:2]) < (2, 9):
     raise ImportError(f"torch {torch.__version__} is too old: this project needs torch 2.9 or newer")
@@ -41,7 +44,7 @@ GPT2_SIZES = {
 # -----------------------------------------------------------------------------
 # the hardware
 
-def choose_device(name="auto"):
+def choose_device(name: str = "auto") -> str:
     """'cuda', 'mps' or 'cpu' for `name`; 'auto' takes the first that is there. UserError for one that is not."""
     there = ["cuda", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))] if torch.cuda.is_available() else []
     there += ["mps", "cpu"] if torch.backends.mps.is_available() else ["cpu"]
@@ -50,7 +53,7 @@ def choose_device(name="auto"):
     return there[0] if name == "auto" else name
 
 
-def choose_dtype(name, device):
+def choose_dtype(name: str, device: str) -> str:
     """'auto': bfloat16 where the hardware multiplies it, else float16 on CUDA and float32 elsewhere."""
     if name != "auto":
         return name
@@ -60,12 +63,12 @@ def choose_dtype(name, device):
     return "bfloat16" if native else "float32"
 
 
-def make_autocast(device, dtype):
+def make_autocast(device: str, dtype: str) -> torch.autocast:
     """torch.autocast to `dtype` ('bfloat16', 'float16') on `device`; switched off for 'float32'."""
     return torch.autocast(device.split(":")[0], dtype=getattr(torch, dtype), enabled=dtype != "float32")
 
 
-def can_compile(device):
+def can_compile(device: str) -> str | None:
     """None if torch.compile works here, else the reason: it needs Triton on CUDA, a C++ compiler on the CPU."""
     try:
         torch.compile(lambda x: x * 2 + 1)(torch.zeros(8, device=device))
@@ -82,13 +85,13 @@ PEAK_TFLOPS = {
 }
 
 
-def peak_flops(device):
+def peak_flops(device: str) -> float | None:
     """FLOP/s of this device's 16-bit matrix units, or None where the table does not know it."""
     name = torch.cuda.get_device_name(device) if device.startswith("cuda") else ""
     return next((tflops * 1e12 for key, tflops in PEAK_TFLOPS.items() if re.search(rf"\b{key}\b", name)), None)
 
 
-def keep_freed_memory():
+def keep_freed_memory() -> None:
     """glibc gives large freed blocks back to the kernel and has them zeroed page by page at the next step; on a CPU that
     costs more than any kernel here, since the logits alone take hundreds of megabytes. This makes it keep them."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
@@ -110,7 +113,7 @@ ATTENTION = ("auto", "naive", *SDPA_KERNELS, "flex")
 NAIVE_UP_TO = 512       # tokens: half the time of SDPA's CPU kernel there (bench.py attention); beyond, memory counts for more
 
 
-def attention(q, k, v, kernel="auto", mask=None):
+def attention(q: Tensor, k: Tensor, v: Tensor, kernel: str = "auto", mask: Tensor | BlockMask | None = None) -> Tensor:
     """softmax(q k^T / sqrt(hs)) v. q: (B, nh, T, hs), k, v: (B, nh, S, hs) -> (B, nh, T, hs).
 
     Vaswani et al. 2017, eq. 1 (arXiv:1706.03762). `mask`: what a token looks at, as look_back gives it; without one, and with
@@ -135,7 +138,7 @@ def attention(q, k, v, kernel="auto", mask=None):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal)
 
 
-def look_back(tokens, T, window, as_blocks=False):
+def look_back(tokens: Tensor, T: int, window: Tensor, as_blocks: bool = False) -> Tensor | BlockMask:
     """Which of all S `tokens` (B, S) each of the last T looks at: those of its own document (an <|endoftext|> begins one) among
     itself and the `window` - 1 before it; `window`: int64 (). A bool (B, 1, T, S), or as_blocks FlexAttention's BlockMask
     (arXiv:2412.05496), which leaves out whole blocks of 128 x 128: then the time grows with T window instead of T^2."""
@@ -150,7 +153,7 @@ def look_back(tokens, T, window, as_blocks=False):
     return seen(torch.arange(B, device=tokens.device)[:, None, None, None], None, k[S - T:, None], k[None, :])
 
 
-def check_attention(kernel, device, dtype, head_dim, masked=False):
+def check_attention(kernel: str, device: str, dtype: torch.dtype, head_dim: int, masked: bool = False) -> None:
     """Raises UserError, with torch's reason, if `kernel` cannot run forward and backward here; `masked`: with a mask."""
     if kernel not in ATTENTION:
         raise UserError(f"--attention {kernel}: choose one of {', '.join(ATTENTION)}")
@@ -171,7 +174,7 @@ def check_attention(kernel, device, dtype, head_dim, masked=False):
 # -----------------------------------------------------------------------------
 # the loss
 
-def cross_entropy_(logits, targets, softcap=0.0):
+def cross_entropy_(logits: Tensor, targets: Tensor, softcap: float = 0.0) -> Tensor:
     """Sum of the cross-entropies (nats) of logits (n, V) at targets (n,), -1 ignored. The logits turn into its gradient,
     softmax - onehot, in place; in between all is fp32. `softcap`: of softcap tanh(logits / softcap), if not 0."""
     scored, targets = (targets >= 0)[:, None], targets.clamp(min=0)[:, None]
@@ -237,13 +240,13 @@ class Cache:
     def __init__(self, n_layer):
         self.tokens, self.blocks = None, [[] for _ in range(n_layer)]
 
-    def add(self, idx):
+    def add(self, idx: Tensor) -> Tensor:
         """Takes idx (B, T) in -> all tokens (B, t + T)."""
         self.tokens = idx if self.tokens is None else torch.cat((self.tokens, idx), dim=1)
         return self.tokens
 
 
-def remembered(past, k, v):
+def remembered(past: list | None, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Keys and values of all tokens, of a block's in the cache and the new ones; [] before the first, None: no cache."""
     if past is None:
         return k, v
@@ -261,12 +264,12 @@ class LanguageModel(nn.Module):
     loss_chunk = 0              # tokens whose logits are in memory at a time while training; 0: all
     softcap = 0.0               # c: the logits are c tanh(z / c), of z what the head gives; 0: they are z
 
-    def logits(self, x):
+    def logits(self, x: Tensor) -> Tensor:
         """x (..., C) -> (..., vocab_size)."""
         z = self.lm_head(x)
         return self.softcap * torch.tanh(z.float() / self.softcap) if self.softcap else z
 
-    def forward(self, idx, targets=None):
+    def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
         """idx, targets: int64 (B, T). Without targets: (logits (B, T, vocab_size), None).
 
         With targets: (None, mean cross-entropy in nats); targets of -1 are ignored. The logits stay
@@ -283,7 +286,7 @@ class LanguageModel(nn.Module):
             return logits, None
         return None, F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=-1)
 
-    def token_losses(self, idx, targets, positions=None):
+    def token_losses(self, idx: Tensor, targets: Tensor, positions: Tensor | None = None) -> Tensor:
         """Cross-entropy of each token, fp32 (B, T); 0 where the target is -1. idx, targets: int64 (B, T).
 
         Logits are computed at `positions` only: int64 (n,), indices into B T, which name each target >= 0 at least once.
@@ -295,13 +298,14 @@ class LanguageModel(nn.Module):
         losses = F.cross_entropy(logits, targets.flatten()[positions], ignore_index=-1, reduction="none")
         return torch.zeros(idx.numel(), device=idx.device).scatter(0, positions, losses).view_as(idx)
 
-    def use_attention(self, kernel):
+    def use_attention(self, kernel: str) -> None:
         """Chooses the attention kernel by name (see `attention`); check_attention tells if it can run."""
         for block in self.transformer.h:
             block.attn.kernel = kernel
 
     @torch.no_grad()
-    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=50, generator=None):
+    def generate(self, idx: Tensor, max_new_tokens: int, temperature: float = 1.0, top_k: int | None = 50,
+                 generator: torch.Generator | None = None) -> Tensor:
         """Continues idx (B, T) int64 by max_new_tokens sampled tokens -> (B, T + max_new_tokens).
 
         Keys and values are cached until the context fills block_size; from then on the window slides
@@ -406,7 +410,7 @@ class GPT(LanguageModel):
             else:
                 raise AssertionError(f"no initialisation for {name}")
 
-    def hidden(self, idx, past=None):
+    def hidden(self, idx: Tensor, past: Cache | None = None) -> Tensor:
         """Final hidden states (B, T, C) of idx (B, T), which follow on the tokens in the Cache `past`."""
         tokens = past.add(idx) if past else idx
         pos = torch.arange(tokens.size(1) - idx.size(1), tokens.size(1), device=idx.device)     # (T,)
@@ -415,14 +419,14 @@ class GPT(LanguageModel):
             x = block(x, past.blocks[i] if past else None)
         return self.transformer.ln_f(x)
 
-    def configure_optimizers(self, max_lr, weight_decay, betas=(0.9, 0.95), eps=1e-8):
+    def configure_optimizers(self, max_lr: float, weight_decay: float, betas: tuple = (0.9, 0.95), eps: float = 1e-8) -> list:
         """[AdamW] with decay (arXiv:1711.05101) on what is two-dimensional and up, none on gains and biases."""
         params = list(self.named_parameters())
         groups = [{"params": [(n, p) for n, p in params if p.dim() >= 2], "weight_decay": weight_decay},
                   {"params": [(n, p) for n, p in params if p.dim() < 2], "weight_decay": 0.0}]
         return [torch.optim.AdamW(groups, lr=max_lr, betas=betas, eps=eps, fused=True)]
 
-    def flops_per_token(self, sequence_length):
+    def flops_per_token(self, sequence_length: int) -> int:
         """Forward and backward FLOPs a token: 6 N + 12 n_layer n_embd T (PaLM, arXiv:2204.02311, appendix B).
 
         N counts the tied head and leaves out the positions, which are only looked up.
@@ -431,11 +435,11 @@ class GPT(LanguageModel):
         return 6 * N + 12 * self.config.n_layer * self.config.n_embd * sequence_length
 
     @classmethod
-    def from_pretrained(cls, source):
+    def from_pretrained(cls, source: str | Path) -> "GPT":
         """`gpt2`, `gpt2-medium`, `gpt2-large`, `gpt2-xl` (or another name on the Hugging Face hub), or a local folder."""
         return _from_huggingface(source)
 
-    def save_pretrained(self, folder):
+    def save_pretrained(self, folder: str | Path) -> None:
         """Writes config.json, model.safetensors and the tokenizer, as transformers' GPT2LMHeadModel and AutoTokenizer
         read them: Conv1D weights transposed, the padding of the vocabulary cut off."""
         from safetensors.torch import save
@@ -487,12 +491,12 @@ class CastLinear(nn.Linear):
         return F.linear(x, self.weight.to(x.dtype))
 
 
-def norm(x):
+def norm(x: Tensor) -> Tensor:
     """RMSNorm without a gain (arXiv:1910.07467): x / sqrt(mean of squares) over the last dimension."""
     return F.rms_norm(x, (x.size(-1),))
 
 
-def rotate(x, cos, sin):
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary positions (arXiv:2104.09864): x (B, nh, T, hs); cos, sin (T, hs/2) turn the pairs (i, i + hs/2)."""
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos + b * sin, b * cos - a * sin), dim=-1)
@@ -577,7 +581,7 @@ class SpeedrunGPT(LanguageModel):
             else:
                 raise AssertionError(f"no initialisation for {name}")
 
-    def hidden(self, idx, past=None):
+    def hidden(self, idx: Tensor, past: Cache | None = None) -> Tensor:
         """Final hidden states (B, T, C), in autocast's dtype from the embedding on: without autocast's own casts, which
         would take norms and residuals back to fp32."""
         device = idx.device.type
@@ -600,7 +604,7 @@ class SpeedrunGPT(LanguageModel):
                 x, v1 = block(x, v1, x0, rotary, mask, past.blocks[i] if past else None)
             return norm(x)
 
-    def configure_optimizers(self, max_lr, weight_decay=0.0, dtype=torch.bfloat16):
+    def configure_optimizers(self, max_lr: float, weight_decay: float = 0.0, dtype: torch.dtype = torch.bfloat16) -> list:
         """[Adam, Muon]: at GPT-2's width with record 10's rates, Muon's max_lr, the embedding's 15 times that, the head's a
         tenth; the head's goes with 1 / width (arXiv:2203.03466, table 3). The decay is Muon's alone, `dtype` that of its
         iteration."""
@@ -614,16 +618,16 @@ class SpeedrunGPT(LanguageModel):
         return [adam, Muon([(n, p) for n, p in blocks if p.dim() == 2], max_lr, weight_decay=weight_decay,
                            dtype=dtype)]
 
-    def flops_per_token(self, sequence_length):
+    def flops_per_token(self, sequence_length: int) -> int:
         """As GPT's; the embedding is only looked up."""
         N = sum(p.numel() for p in self.parameters()) - self.transformer.wte.weight.numel()
         return 6 * N + 12 * self.config.n_layer * self.config.n_embd * sequence_length
 
-    def save_pretrained(self, folder):
+    def save_pretrained(self, folder: str | Path) -> None:
         raise UserError("a speedrun model has no form in transformers: only one of --recipe gpt2 can be exported")
 
 
-def orthogonalize(G, dtype=torch.bfloat16, steps=5):
+def orthogonalize(G: Tensor, dtype: torch.dtype = torch.bfloat16, steps: int = 5) -> Tensor:
     """The nearest (semi-)orthogonal matrices to G (n, rows, columns), roughly: singular values end between 0.7 and 1.2.
 
     `steps` of a quintic Newton-Schulz iteration in `dtype`, with the coefficients that push small singular values up
@@ -691,7 +695,7 @@ class Muon(torch.optim.Optimizer):
             torch._foreach_add_(params, list(updates[:len(params)]))
 
 
-def sample_token(logits, temperature, top_k, generator):
+def sample_token(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
     """One sampled id a row: logits (B, vocab_size) -> (B, 1)."""
     logits[:, VOCAB_SIZE:] = float("-inf")
     if temperature < 1e-5:              # 0, or so small that the quotients would overflow
@@ -719,7 +723,7 @@ def _is_conv1d(name):
     return name.endswith(("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight"))
 
 
-def is_plain(tensor):
+def is_plain(tensor: object) -> bool:
     """Dense floats that are all in the file (an expanded tensor has any shape and holds one number)."""
     return (torch.is_tensor(tensor) and tensor.layout == torch.strided and tensor.device.type == "cpu"
             and tensor.is_floating_point()
@@ -748,7 +752,7 @@ def _canonical(state_dict):
     return out
 
 
-def build_model(cls, config, state_dict):
+def build_model(cls: type, config: GPTConfig | SpeedrunConfig, state_dict: dict) -> LanguageModel:
     """A `cls(config)` that holds the weights of `state_dict` (fp32); UserError where they do not fit.
 
     The tensors are compared with the config before anything of the config's size is allocated.
@@ -868,7 +872,7 @@ def _load_pickle(path):
         return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
 
 
-def read_checkpoint(path):
+def read_checkpoint(path: str | Path) -> dict:
     """The dict of a .pt file, with tensors and plain values only; nothing in it can run."""
     path = Path(path)
     if not os.path.isfile(path):
@@ -883,7 +887,7 @@ def read_checkpoint(path):
     return checkpoint
 
 
-def model_from_checkpoint(checkpoint, path):
+def model_from_checkpoint(checkpoint: dict, path: str | Path) -> LanguageModel:
     """The model of a checkpoint's dict: this project's, nanoGPT's or build-nanogpt's, told by what it records."""
     try:
         cls, config_cls, extra = GPT, GPTConfig, {}
@@ -912,9 +916,45 @@ def model_from_checkpoint(checkpoint, path):
         raise UserError(f"{path} is not a checkpoint that this project reads ({_brief(error)})") from None
 
 
-def load_model(path):
+def load_model(path: str | Path) -> LanguageModel:
     """A model from this project's checkpoint, a Hugging Face folder or hub name, nanoGPT's ckpt.pt or
     build-nanogpt's model_*.pt. Raises UserError, in one sentence, for anything else."""
     if os.path.isfile(path) or Path(path).suffix in (".pt", ".pth") and not os.path.isdir(path):
         return model_from_checkpoint(read_checkpoint(path), path)
     return _from_huggingface(path)
+
+
+def check_tokens(model: LanguageModel, source: str) -> None:
+    """UserError unless `model`, read from `source`, has GPT-2's tokens, with which all text here is written."""
+    if model.config.vocab_size < VOCAB_SIZE:
+        raise UserError(f"{source} has a vocabulary of {model.config.vocab_size}, and not GPT-2's {VOCAB_SIZE} tokens: give a "
+                        f"model that was trained on those")
+
+
+EXPORTED = {"config.json", "tokenizer_config.json", "vocab.json", "merges.txt", "model.safetensors"}     # by save_pretrained
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = FlagParser(prog="model.py", description=__doc__)
+    parser.add_argument("command", choices=["export"], help="write a model in the Hugging Face format")
+    parser.add_argument("source", metavar="SOURCE", help="checkpoint, nanoGPT's or build-nanogpt's too, folder, or hub name")
+    parser.add_argument("folder", metavar="FOLDER", help="new, empty, or of an earlier export, which is replaced")
+    args = parser.parse_args(argv)
+    if os.path.exists(args.source) and os.path.exists(args.folder) and os.path.samefile(args.source, args.folder):
+        raise UserError(f"{args.folder} is the source itself: give another folder")
+    try:
+        names = set(os.listdir(args.folder)) if os.path.exists(args.folder) else set()
+        # not whatever has a config.json: transformers would prefer a tokenizer.json of another model's to the files written here
+        if names and ("config.json" not in names or names - EXPORTED):
+            raise UserError(f"{args.folder} holds other files ({min(names - EXPORTED or names)}): give a new or empty folder")
+        model = load_model(args.source)
+        check_tokens(model, args.source)
+        model.save_pretrained(args.folder)
+    except OSError as error:
+        raise UserError(f"{args.folder} cannot be written ({error.strerror}): give another folder") from None
+    print(f"{args.folder} is in the Hugging Face format: transformers' AutoModelForCausalLM and AutoTokenizer read it with "
+          f"from_pretrained({os.path.abspath(args.folder)!r})")
+
+
+if __name__ == "__main__":
+    run_command(main)

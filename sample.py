@@ -20,9 +20,10 @@ def main(argv: list[str] | None = None) -> None:
 
     import torch
 
-    from model import choose_device, load_model
+    from model import check_tokens, choose_device, load_model
     device = choose_device(args.device)
     model = load_model(args.model).to(device)
+    check_tokens(model, args.model)
     prompt = encode(args.prompt).tolist() or [EOT]
     idx = torch.tensor([prompt] * args.num_samples, dtype=torch.int64, device=device)
     generator = torch.Generator(device=device).manual_seed(args.seed)

@@ -21,14 +21,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fineweb import EOT, VOCAB_SIZE, UserError, encode
 from model import (
     ATTENTION,
+    EXPORTED,
     GPT,
     GPT2_SIZES,
     ChunkedCrossEntropy,
     GPTConfig,
+    SpeedrunConfig,
+    SpeedrunGPT,
     attention,
     check_attention,
     choose_device,
     load_model,
+    main,
     model_from_checkpoint,
     sample_token,
 )
@@ -446,7 +450,7 @@ def random_transformers_model(**config):
 
 
 @torch.no_grad()
-def same_logits(ours, theirs, tolerance=2e-4):
+def same_logits(ours, theirs, tolerance=1e-4):
     idx = tokens(2, min(64, ours.config.block_size), theirs.config.vocab_size)
     torch.testing.assert_close(ours(idx)[0][..., :theirs.config.vocab_size], theirs(idx).logits, atol=tolerance, rtol=0)
 
@@ -620,6 +624,101 @@ def test_build_nanogpts_checkpoint_loads_though_its_config_is_a_class_of_main(tm
 def test_a_folder_named_like_a_checkpoint_is_still_a_folder(tmp_path):
     make_model().save_pretrained(tmp_path / "model.pt")
     assert load_model(tmp_path / "model.pt").config.n_embd == 16
+
+
+# -----------------------------------------------------------------------------
+# the export, as a real command; and one model as each program saves it, for the other commands' tests too
+
+PEERS = ("this project", "nanoGPT", "nanoGPT without biases", "nanoGPT, compiled", "build-nanogpt, DDP", "safetensors", "bin")
+
+
+def write_peer(kind, folder):
+    """A small model with GPT-2's vocabulary, as `kind` saves it in `folder` -> (what a command is given, the model)."""
+    model = make_model(vocab_size=50304, gelu="none" if kind.startswith("nanoGPT") else "tanh")
+    if kind == "nanoGPT without biases":
+        for p in (p for name, p in model.named_parameters() if name.endswith(".bias")):
+            p.data.zero_()
+    weights = {{"nanoGPT, compiled": "_orig_mod.", "build-nanogpt, DDP": "module."}.get(kind, "") + name: p
+               for name, p in model.state_dict().items() if "without" not in kind or not name.endswith(".bias")}
+    if kind == "this project":
+        return save(folder / "checkpoint_000003.pt", own_checkpoint(model)), model
+    if kind.startswith("nanoGPT"):
+        return save(folder / "ckpt.pt", nanogpt_checkpoint(weights, "without" not in kind, vocab_size=50304)), model
+    if kind == "build-nanogpt, DDP":
+        config = dataclasses.make_dataclass("GPTConfig", TINY)
+        config.__module__ = "__main__"
+        with pytest.MonkeyPatch.context() as patch:         # BUILD_NANOGPT without the seconds that its process takes
+            patch.setattr(sys.modules["__main__"], "GPTConfig", config, raising=False)
+            checkpoint = {"model": weights, "config": config(**{**TINY, "vocab_size": 50304}), "step": 5000, "val_loss": 3.1}
+            return save(folder / "model_05000.pt", checkpoint), model
+    model.save_pretrained(folder / "hf")
+    if kind == "bin":
+        from safetensors.torch import load_file
+        torch.save(load_file(folder / "hf" / "model.safetensors"), folder / "hf" / "pytorch_model.bin")
+        (folder / "hf" / "model.safetensors").unlink()
+    return folder / "hf", model
+
+
+def export(source, folder):
+    command = [sys.executable, ROOT / "model.py", "export", source, folder]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize("kind", ["this project", "nanoGPT without biases", "build-nanogpt, DDP"])
+def test_export_gives_transformers_the_logits_and_the_tokens_of_every_kind_of_checkpoint(kind, tmp_path):
+    from transformers import AutoTokenizer, GPT2LMHeadModel
+    source, model = write_peer(kind, tmp_path)
+    folder = tmp_path / "new" / "exported"
+    result = export(source, folder)
+    assert (result.returncode, result.stderr, result.stdout.count("\n")) == (0, "", 1)
+    assert result.stdout.startswith(f"{folder} is ") and f"from_pretrained({str(folder)!r})" in result.stdout
+    text = "Speak, speak — naïve citizens!  Résolus à mourir?"
+    ids = AutoTokenizer.from_pretrained(folder)(text)["input_ids"]
+    assert ids == encode(text).tolist() and len(ids) <= 24
+    idx = torch.tensor([ids])
+    with torch.no_grad():
+        logits = GPT2LMHeadModel.from_pretrained(folder)(idx).logits                    # in evaluation mode
+        torch.testing.assert_close(logits, model(idx)[0][..., :VOCAB_SIZE], atol=1e-4, rtol=0)
+    assert {path.name for path in folder.iterdir()} == EXPORTED
+
+
+def test_export_replaces_an_earlier_export_and_nothing_else(tmp_path):
+    source, model = write_peer("this project", tmp_path)
+    make_model(seed=7, vocab_size=50304).save_pretrained(tmp_path / "earlier")
+    (tmp_path / "empty").mkdir()
+    for folder in ("earlier", "empty"):
+        main(["export", str(source), str(tmp_path / folder)])
+        assert torch.equal(load_model(tmp_path / folder).transformer.wpe.weight, model.transformer.wpe.weight)
+    (tmp_path / "earlier" / "tokenizer.json").write_text("another model's")
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "model.safetensors").write_text("a folder without a config.json")
+    (tmp_path / "file").write_text("not a folder")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    for name, word in (("earlier", "tokenizer.json"), ("work", "model.safetensors"), ("file", "written"), ("file/a", "written")):
+        with pytest.raises(UserError, match=word):
+            main(["export", str(source), str(tmp_path / name)])
+    with pytest.raises(UserError, match="the source itself"):
+        main(["export", str(tmp_path / "empty"), f"{tmp_path}/work/../empty"])
+    assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+
+
+def test_a_model_that_gpt2s_tokenizer_or_transformers_cannot_go_with_is_not_exported(tmp_path):
+    characters = save(tmp_path / "ckpt.pt", nanogpt_checkpoint(make_model().state_dict()))
+    config = SpeedrunConfig(block_size=16, vocab_size=50304, n_layer=2, n_head=1, n_embd=16)
+    speedrun = save(tmp_path / "speedrun.pt", {**own_checkpoint(SpeedrunGPT(config)), "recipe": "speedrun"})
+    for source, word in ((characters, "has a vocabulary of 96"), (speedrun, "speedrun")):
+        with pytest.raises(UserError, match=word):
+            main(["export", str(source), str(tmp_path / "exported")])
+        assert not (tmp_path / "exported").exists()
+
+
+def test_a_mistake_in_an_export_exits_2_with_one_line(tmp_path):
+    result = export(tmp_path / "nowhere.pt", tmp_path / "exported")
+    assert result.returncode == 2 and result.stdout == "" and not (tmp_path / "exported").exists()
+    assert result.stderr.startswith("model.py: ") and "nowhere.pt" in result.stderr and result.stderr.count("\n") == 1
+    for arguments in (["expor", "a", "b"], ["export", "a"], ["export", "a", "b", "--c"]):
+        with pytest.raises(UserError, match="model.py --help"):
+            main(arguments)
 
 
 # -----------------------------------------------------------------------------

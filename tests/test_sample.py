@@ -12,6 +12,7 @@ import torch
 import sample
 from fineweb import EOT, UserError, encode, tokenizer
 from model import GPT, GPTConfig
+from test_model import PEERS, make_model, nanogpt_checkpoint, save, write_peer
 
 ROOT = Path(__file__).resolve().parent.parent
 ENV = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONUTF8": "1"}
@@ -54,6 +55,21 @@ def test_without_a_prompt_a_new_document_begins(model_path, capsys):
     from model import load_model
     row = load_model(model_path).generate(torch.tensor([[EOT]]), 5, temperature=0)[0, 1:].tolist()
     assert capsys.readouterr().out == f"--- sample 1 of 1\n{tokenizer().decode(row)}\n"
+
+
+@pytest.mark.parametrize("kind", PEERS)
+def test_every_kind_of_checkpoint_is_sampled(kind, tmp_path, capsys):
+    source, model = write_peer(kind, tmp_path)
+    sample.main(["--model", str(source), "--prompt", "The", "--num_samples", "1", "--max_new_tokens", "8", "--temperature", "0"])
+    row = model.generate(torch.tensor([encode("The").tolist()]), 8, temperature=0)[0].tolist()
+    assert EOT not in row and capsys.readouterr().out == f"--- sample 1 of 1\n{tokenizer().decode(row)}\n"
+
+
+def test_a_model_of_another_tokenizer_is_refused(tmp_path, capsys):
+    characters = save(tmp_path / "ckpt.pt", nanogpt_checkpoint(make_model().state_dict()))
+    with pytest.raises(UserError, match="ckpt.pt has a vocabulary of 96"):
+        sample.main(["--model", str(characters)])
+    assert capsys.readouterr().out == ""
 
 
 def test_a_sample_ends_where_its_document_does_and_the_flags_reach_generate(model_path, monkeypatch, capsys):
