@@ -100,15 +100,23 @@ def run_command(main: Callable[[], int | None], is_master: Callable[[], bool] = 
         sys.exit(130)
 
 
-def reach_hub() -> None:
-    """Where the Hugging Face hub is out of reach, lets its libraries look into their caches only: they would try for half
-    a minute, and print each attempt."""
+def reach_hub() -> bool:
+    """Whether the Hugging Face hub answers. Where it does not, lets its libraries look into their caches only: they would
+    try for half a minute, and print each attempt."""
     import huggingface_hub
     try:
         huggingface_hub.get_session().head(huggingface_hub.constants.ENDPOINT, timeout=10)
     except Exception:                             # the network's errors are of many libraries' classes
         os.environ["HF_HUB_OFFLINE"] = "1"        # for what is imported only now
         huggingface_hub.constants.HF_HUB_OFFLINE = True
+    return not huggingface_hub.constants.HF_HUB_OFFLINE
+
+
+def need_hub(what: str) -> None:
+    """RunError at once, rather than after minutes of retries, where no hub is in reach."""
+    if not reach_hub():
+        raise RunError(f"the Hugging Face hub is out of reach (or HF_HUB_OFFLINE is set), and {what} must come from there: run "
+                       f"the same command again with a network, or give text of your own by --input")
 
 
 # -----------------------------------------------------------------------------
@@ -269,6 +277,7 @@ class HubSource:
         self.description, self.expected = {"repo": repo, "name": name}, int(re.findall(r"\d+", name)[0]) * 10**9
 
     def units(self, start=0, mark=None):
+        need_hub(f"{self.repo} ({self.name})")
         from datasets import load_dataset
         failures = 0
         while True:
@@ -576,11 +585,7 @@ def fetch_shards(repo: str, prefix: str, count: int, out: Path) -> None:
                           all(re.fullmatch(rf"{prefix}_(val|train)_\d{{6}}\.bin", name) for name in names)):
             raise UserError(f"{out} holds shards of another source than {repo}: choose another --out")
         if missing := [path for path in paths if not is_whole(path)]:
-            import huggingface_hub.constants
-            reach_hub()
-            if huggingface_hub.constants.HF_HUB_OFFLINE:
-                raise RunError(f"the Hugging Face hub is out of reach (or HF_HUB_OFFLINE is set), and {len(missing)} of the "
-                               f"{len(paths)} files of {repo} are not in {out}: run the same command again with a network")
+            need_hub(f"{len(missing)} of {len(paths)} files of {repo}")
             out.mkdir(parents=True, exist_ok=True)
             replace_file(manifest, lambda file: file.write(ours))
     except OSError as error:

@@ -438,6 +438,7 @@ def hub(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(fineweb, "MARK_EVERY", 10)
     monkeypatch.setattr(fineweb.time, "sleep", waits.append)
+    monkeypatch.setattr(fineweb, "reach_hub", lambda: True)
 
     def install(dataset):
         def load_dataset(*args, **kwargs):
@@ -530,12 +531,11 @@ def published(monkeypatch, tmp_path):
     in reach: it copies real .bin shards out of a local folder, and so many of 1000 + i tokens of value i as are asked for.
     `faults[name]` are what becomes of the first calls for a file: an error is raised, "cut" cuts the copy off. Waits cost
     no time. Gives the list of the waits, and of the names asked for."""
-    import huggingface_hub.constants
+    import huggingface_hub
     waits, asked = [], []
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(fineweb.time, "sleep", waits.append)
-    monkeypatch.setattr(fineweb, "reach_hub", lambda: None)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(fineweb, "reach_hub", lambda: True)
 
     def install(faults):
         def hf_hub_download(repo_id, filename, *, repo_type, local_dir):
@@ -698,11 +698,26 @@ def test_pretokenized_takes_a_folder_whose_text_run_made_no_shard(published, tmp
     prepare("--pretokenized", 1)
 
 
+def test_fineweb_offline_is_one_line_at_once_and_goes_on_when_the_hub_is_back(hub, gpt2, tmp_path, monkeypatch):
+    result = command(cwd=tmp_path)
+    assert result.returncode == 1 and result.stdout == "" and result.stderr.count("\n") == 1
+    assert "out of reach" in result.stderr and "HuggingFaceFW/fineweb-edu (sample-10BT)" in result.stderr
+    _, calls = hub(lambda: Stream(DOCUMENTS, [], []))
+    with monkeypatch.context() as patch, pytest.raises(fineweb.RunError, match="out of reach"):
+        patch.setattr(fineweb, "reach_hub", lambda: False)
+        prepare("--max_tokens", 3000)
+    assert calls == []
+    prepare("--max_tokens", 3000)
+    with monkeypatch.context() as patch:
+        patch.setattr(fineweb, "reach_hub", None)             # all is there: no network is asked for
+        prepare("--max_tokens", 3000)
+
+
 def test_pretokenized_offline_is_one_line_at_once_and_leaves_nothing(tmp_path):
     result = command("--pretokenized", 1, "--out", "X", cwd=tmp_path)
     assert result.returncode == 1 and result.stdout == "" and list(tmp_path.iterdir()) == []
     assert result.stderr.count("\n") == 1 and result.stderr.startswith("fineweb.py: the Hugging Face hub is out of reach")
-    assert "2 of the 2 files of kjj0/fineweb10B-gpt2" in result.stderr and "same command" in result.stderr
+    assert "2 of 2 files of kjj0/fineweb10B-gpt2" in result.stderr and "same command" in result.stderr
     (tmp_path / "X").mkdir()
     for name, tokens in ((VAL, 5), (TRAIN[1], 7)):
         write_shard(tmp_path / "X" / name, np.arange(tokens, dtype=np.uint16))
