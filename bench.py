@@ -243,26 +243,28 @@ def measure_attention(s):
     def inputs(B):
         return [torch.randn(B, s.T, heads, hs, device=process.device).to(dtype).transpose(1, 2) for _ in range(4)]
 
-    def forward_and_backward(q, k, v, g, kernel):
+    def mask_for(B, T):
+        """For flex: one document, and a window as long as it is, which is the causal mask. A model makes it once a forward."""
+        tokens, window = torch.zeros(B, T, dtype=torch.int64, device=process.device), torch.tensor(T, device=process.device)
+        return look_back(tokens, T, window, as_blocks=True) if s.attention == "flex" else None
+
+    def forward_and_backward(q, k, v, g, kernel, mask=None):
         q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
-        mask = None
-        if kernel == "flex":                    # one document, and a window as long as it is: the causal mask
-            tokens = torch.zeros(q.size(0), q.size(2), dtype=torch.int64, device=q.device)
-            mask = look_back(tokens, q.size(2), torch.tensor(q.size(2), device=q.device), as_blocks=True)
         y = attention(q, k, v, kernel, mask)
         y.backward(g)
         return y.detach(), q.grad, k.grad, v.grad
 
-    forward_and_backward(*(t[:, :, :64] for t in inputs(1)), s.attention)       # loads libraries
+    forward_and_backward(*(t[:, :, :64] for t in inputs(1)), s.attention, mask_for(1, 64))         # loads libraries
     q, k, v, g = inputs(s.B)
+    mask = mask_for(s.B, s.T)
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated() if cuda else resident()[0]
-    forward_and_backward(q, k, v, g, s.attention)
+    forward_and_backward(q, k, v, g, s.attention, mask)
     after = torch.cuda.max_memory_allocated() if cuda else resident()[1]
-    _, seconds = seconds_of(lambda: forward_and_backward(q, k, v, g, s.attention), s)
+    _, seconds = seconds_of(lambda: forward_and_backward(q, k, v, g, s.attention, mask), s)
     small = inputs(1)
-    found = forward_and_backward(*small, s.attention)
+    found = forward_and_backward(*small, s.attention, mask_for(1, s.T))
     expected = forward_and_backward(*(t.double() for t in small), "naive")
     errors = [((a.double() - b).norm() / b.norm()).item() for a, b in zip(found, expected, strict=True)]
     return {"seconds": seconds, "memory": after - before, "error_forward": errors[0], "error_backward": max(errors[1:])}
@@ -660,7 +662,7 @@ def with_line(idea):
 
 
 def validation_curve(flags, idea=None, threads=None):
-    """{tokens: validation loss} of a run of train_gpt2.py with these flags, without `idea`."""
+    """{tokens: validation loss} of a run of train_gpt2.py with these flags, without `idea`; nan from where it was not finite."""
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
         for path in BENCH.parent.glob("*.py"):
@@ -672,11 +674,13 @@ def validation_curve(flags, idea=None, threads=None):
         command = [sys.executable, str(folder / "train_gpt2.py"), *map(str, flags), "--out", str(folder / "log")]
         result = subprocess.run(command, capture_output=True, text=True,
                                 env=os.environ | ({"OMP_NUM_THREADS": str(threads)} if threads else {}))
-        if result.returncode:
+        diverged = "gradient norm" in result.stderr             # the one line of a loss that is not finite
+        if result.returncode and not diverged:
             raise UserError(result.stderr.strip().split("\n")[-1])
-        events = [line.split() for line in (folder / "log" / "log.txt").read_text().splitlines()]
-        tokens = int(flags[flags.index("--total_batch_size") + 1])
-        return {int(step) * tokens: float(value) for step, kind, value in events if kind == "val"}
+        losses = {step: value for step, kind, value in train_gpt2.read_log(folder / "log" / "log.txt") if kind == "val"}
+        names = "--val_every", "--max_steps", "--total_batch_size"
+        every, steps, tokens = (int(flags[flags.index(name) + 1]) for name in names)
+        return {step * tokens: losses.get(step, math.nan) for step in (*range(0, steps, every), steps)}
 
 
 def recipes_table(args, base):
@@ -691,7 +695,7 @@ def recipes_table(args, base):
     common = ["--data", args.path, "--n_layer", shape["n_layer"], "--n_embd", shape["n_embd"], "--block_size", base.T,
               "--total_batch_size", tokens, "--batch_size", args.batch_size or "auto", "--val_tokens", 32768,
               "--val_every", steps // 12, "--device", base.device, "--dtype", base.dtype, "--hellaswag_every", 0,
-              "--sample_every", 0, "--checkpoint_every", 0, "--resume", "never"]
+              "--sample_every", 0, "--checkpoint_every", 0, "--resume", "never", "--no_plot"]
     gpt2 = [*common, "--n_head", shape["n_head"], "--max_steps", steps, "--warmup_steps", steps // 15]
     speedrun = [*common, "--recipe", "speedrun", "--n_head", max(1, shape["n_embd"] // 128)]
     short, seeds = steps // 3, range(args.turns)
@@ -717,7 +721,7 @@ def recipes_table(args, base):
         values = [curves[key, seed][at] for seed in seeds]
         return max(values) - min(values)
     third, two, whole = short * tokens, 2 * short * tokens, steps * tokens
-    best = min((key for key in runs if key[0] == "gpt2"), key=lambda key: mean(key, whole))
+    best = min((key for key in runs if key[0] == "gpt2"), key=lambda key: (math.isnan(mean(key, whole)), mean(key, whole)))
     rows = []
     for key in runs:
         if key[0] != "without":

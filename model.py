@@ -547,6 +547,7 @@ class SpeedrunBlock(nn.Module):
 class SpeedrunGPT(LanguageModel):
     """modded-nanogpt's model of record 10: 162.2M parameters at GPT-2's size, because embedding and head are two matrices."""
     softcap = 30.0              # arXiv:2408.00118, section 2
+    flex = True                 # attention "auto" is FlexAttention in a compiled graph on CUDA
 
     def __init__(self, config):
         super().__init__()
@@ -595,7 +596,7 @@ class SpeedrunGPT(LanguageModel):
         mask = None
         if self.config.window:          # modded-nanogpt's records 12 and 13
             kernel = self.transformer.h[0].attn.kernel
-            flex = kernel == "flex" or kernel == "auto" and device == "cuda" and torch.compiler.is_compiling()
+            flex = kernel == "flex" or kernel == "auto" and self.flex and device == "cuda" and torch.compiler.is_compiling()
             mask = look_back(tokens, idx.size(1), self.window, as_blocks=flex and not past)
         with torch.autocast(device, enabled=False):
             x = x0 = norm(self.transformer.wte(idx).to(dtype))                  # (B, T, C)
@@ -619,9 +620,11 @@ class SpeedrunGPT(LanguageModel):
                            dtype=dtype)]
 
     def flops_per_token(self, sequence_length: int) -> int:
-        """As GPT's; the embedding is only looked up."""
+        """As GPT's; the embedding is only looked up, and a token attends to no more than the window, as it is at the end of
+        its warm-up."""
         N = sum(p.numel() for p in self.parameters()) - self.transformer.wte.weight.numel()
-        return 6 * N + 12 * self.config.n_layer * self.config.n_embd * sequence_length
+        span = min(sequence_length, self.config.window or sequence_length)
+        return 6 * N + 12 * self.config.n_layer * self.config.n_embd * span
 
     def save_pretrained(self, folder: str | Path) -> None:
         raise UserError("a speedrun model has no form in transformers: only one of --recipe gpt2 can be exported")

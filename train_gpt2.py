@@ -297,7 +297,13 @@ class Process:
 
     def print0(self, *args):
         if self.is_master:
-            print(*args, flush=True)
+            try:
+                print(*args, flush=True)
+            except BrokenPipeError:             # `| tee` got the same Ctrl-C, `| head` has enough: stop, but save first
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+                if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:          # there is nothing to save yet
+                    raise
+                signal.raise_signal(signal.SIGTERM)
 
     def sum(self, *values):
         """Each value summed over all processes, as floats (gloo has no AVG: divide afterwards)."""
@@ -462,6 +468,9 @@ class Log:
         if config.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
             self.tensorboard = SummaryWriter(config.out, purge_step=step)
+            for at, kind, value in read_log(path):
+                if at == step:                  # these evaluations stay, and the purge takes them too
+                    self.tensorboard.add_scalar(kind, value, at)
 
     def write(self, step, kind, value, **more):
         try:
@@ -713,8 +722,9 @@ def config_of_checkpoint(config: Config, given: set[str], checkpoint: dict, path
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise damaged(path, error) from None
     for name in FIXED:
-        if name in given and getattr(config, name) != before.get(name):
-            raise UserError(f"{path} was trained with --{name} {before.get(name)}, not {getattr(config, name)}: give the same, "
+        had = before.get(name, fields[name].default)            # a flag that has come later
+        if name in given and getattr(config, name) != had:
+            raise UserError(f"{path} was trained with --{name} {had}, not {getattr(config, name)}: give the same, "
                             f"or start a new run with another --out")
     taken = {name: value for name, value in before.items() if name not in given and name not in PER_RUN}
     return dataclasses.replace(config, **taken)
@@ -807,7 +817,7 @@ def choose_micro_batch(config: Config, candidates: list[int], state: State, mode
     device = process.device
     total = torch.cuda.mem_get_info(device)[1]
     key = ", ".join(map(str, (torch.cuda.get_device_name(device), total, torch.__version__, config.recipe, config.dtype,
-                              config.attention, config.loss_chunk, config.compile, config.sequence_length,
+                              config.attention, config.window, config.loss_chunk, config.compile, config.sequence_length,
                               *(getattr(config, name) for name in MODEL_SHAPE), candidates[-1])))
     known = remembered()
 
@@ -1021,7 +1031,8 @@ class StopSignals:
         if not self.received:
             self.received, self.when = signal.Signals(number).name, time.monotonic()
             if self.is_master:                  # not by print, whose buffer the signal may have come upon half filled
-                os.write(1, f"{self.received}: finishing this step, then saving\n".encode())
+                with suppress(OSError):         # who reads it is gone
+                    os.write(1, f"{self.received}: finishing this step, then saving\n".encode())
 
 
 # -----------------------------------------------------------------------------
@@ -1119,12 +1130,14 @@ def load_init(config: Config, given: set[str], process: Process) -> tuple[Langua
     model = process.master_first(load_model, config.init)
     if not isinstance(model, MODELS[config.recipe][0]):
         raise UserError(f"--init {config.init} is not a model of --recipe {config.recipe}")
-    shape = [name for name in (*MODEL_SHAPE, "window") if hasattr(model.config, name)]
-    for name in shape:
+    for name in MODEL_SHAPE:
         if name in given and getattr(config, name) != getattr(model.config, name):
             raise UserError(f"--{name} {getattr(config, name)} contradicts --init {config.init}, which has "
                             f"{getattr(model.config, name)}: leave the flag out")
-    return model, dataclasses.replace(config, **{name: getattr(model.config, name) for name in shape})
+    shape = {name: getattr(model.config, name) for name in MODEL_SHAPE}
+    if hasattr(model.config, "window"):         # it fits any weights
+        shape["window"] = model.config.window = config.window if "window" in given else model.config.window
+    return model, dataclasses.replace(config, **shape)
 
 
 def open_output(config: Config, path: Path | None, step: int, process: Process) -> Log | None:
@@ -1153,6 +1166,13 @@ def compile_model(config: Config, model: LanguageModel, process: Process) -> Cal
     HellaSwag go with their changing shapes."""
     if config.compile or (config.compile is None and process.device.startswith("cuda")):
         if not (reason := can_compile(process.device)):
+            if config.window and config.attention == "auto" and process.device.startswith("cuda"):
+                try:
+                    check_attention("flex", process.device, getattr(torch, config.dtype), config.n_embd // config.n_head,
+                                    masked=True)
+                except UserError as error:
+                    model.flex = False
+                    process.print0(f"warning: going on with a mask of T x T instead of FlexAttention: {error}")
             return torch.compile(model, dynamic=False)
         process.print0(f"warning: torch.compile does not work here ({reason}); going on in eager mode")
     return model
@@ -1274,7 +1294,7 @@ def evaluate(run: Run, due: Callable[[int], bool]) -> None:
     if reporter.log and config.plot and any(map(due, (config.val_every, config.hellaswag_every))):
         try:
             draw_log(config)
-        except (ImportError, OSError, RunError) as error:
+        except Exception as error:              # matplotlib's of every kind: no picture is worth a run
             process.print0(f"warning: {config.out}/loss.png is not drawn ({error}); --no_plot does without it")
     state.evaluated = state.step
 
@@ -1347,9 +1367,10 @@ def train(argv: list[str] | None = None) -> int | None:
         return overfit_verdict(run.reporter.losses, process)
     else:
         newest = checkpoints(config.out)[-1:] if config.checkpoint_every else []
-        process.print0(f"done: {state.step} steps; log.txt{', loss.png' if (Path(config.out) / 'loss.png').exists() else ''} and "
-                       f"checkpoints are in {config.out}"
-                       + "".join(f"\nnext: python sample.py --model {path}" for _, path in newest))
+        files = {"log.txt": True, "loss.png": (Path(config.out) / "loss.png").exists(), "checkpoints": newest}
+        process.print0(f"done: {state.step} steps; in {config.out}: {', '.join(name for name in files if files[name])}")
+        if newest and config.vocab_size >= VOCAB_SIZE:
+            process.print0(f"next: python sample.py --model {newest[0][1]}")
 
 
 def overfit_verdict(losses: dict[int, float], process: Process) -> int:

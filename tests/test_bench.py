@@ -144,6 +144,8 @@ def test_a_curve_is_that_of_a_whole_run_without_the_idea(tmp_path):
     whole, without = bench.validation_curve(flags), bench.validation_curve(flags, "softcap", threads=1)
     assert list(whole) == list(without) == [0, 128, 256]
     assert whole[0] == without[0] == pytest.approx(math.log(64), abs=1e-5) and whole[256] != without[256]
+    diverged = bench.validation_curve([*flags, "--recipe", "gpt2", "--max_lr", 1e30])           # a real one
+    assert list(diverged) == list(whole) and math.isfinite(diverged[0]) and math.isnan(diverged[256])
 
 
 def test_recipes_table_compares_the_best_rate_with_speedrun_after_a_third(monkeypatch, tmp_path, capsys):
@@ -152,6 +154,8 @@ def test_recipes_table_compares_the_best_rate_with_speedrun_after_a_third(monkey
         steps = int(flags[flags.index("--max_steps") + 1])
         rate = flags[flags.index("--max_lr") + 1] if "--max_lr" in flags else None
         level = {"0.001": 6.3, "0.002": 6.0, "0.004": 6.1}.get(rate, 5.9) + 0.01 * int(flags[-1]) + 0.2 * (idea == "softcap")
+        if rate == "0.004" or idea == "QK-norm":
+            level = math.nan                    # as of a run that diverged
         return {step * 32: level + 1 - step / steps for step in range(0, steps + 1, 2)}
     monkeypatch.setattr(bench, "validation_curve", curve)
     bench.main(["recipes", "DATA", "--batch_size", "2", "--sequence_length", "16", "--steps", "24", "--turns", "2",
@@ -162,7 +166,8 @@ def test_recipes_table_compares_the_best_rate_with_speedrun_after_a_third(monkey
     assert [row["recipe"] for row in rows[:5]] == ["gpt2, --max_lr 0.001", "gpt2, --max_lr 0.002 (the best)",
                                                    "gpt2, --max_lr 0.004", "speedrun, 8 steps", "speedrun, 24 steps"]
     brings = {row["speedrun without"]: row["the idea brings"] for row in rows[5:]}
-    assert brings.keys() == bench.IDEAS.keys() and brings["softcap"] == "+0.200" and brings["QK-norm"] == "+0.000"
+    assert brings.keys() == bench.IDEAS.keys() and brings["softcap"] == "+0.200" and brings["value residual"] == "+0.000"
+    assert brings["QK-norm"] == "+nan"
     assert (tmp_path / "r.png").read_bytes()[:4] == b"\x89PNG"
 
 

@@ -117,6 +117,21 @@ def test_a_stop_saves_before_an_evaluation_that_is_due_and_the_next_run_makes_it
     same_end(tmp_path / "cut", tmp_path / "whole", 30)
 
 
+@pytest.mark.parametrize("number", [None, signal.SIGINT])
+def test_a_pipe_that_closes_stops_the_run_which_saves_first(number, data, whole, tmp_path):
+    """`| head` that has enough; `| tee` that got the same Ctrl-C."""
+    flags = ["--data", data, *BYTES, "--out", tmp_path / "log"]
+    with subprocess.Popen(command(*flags), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENV) as process:
+        next(line for line in process.stdout if line.startswith("step    13 "))
+        process.stdout.close()
+        if number:
+            process.send_signal(number)
+        assert process.wait(timeout=60) == 0 and process.stderr.read() == ""
+    assert 13 < train_gpt2.checkpoints(tmp_path / "log")[-1][0] < 120
+    run(*flags)
+    same_end(tmp_path / "log", whole)
+
+
 def test_a_signal_to_all_of_several_processes_is_agreed_on_saved_and_gone_on_from(data, tmp_path):
     flags = ["--data", data, *BYTES, "--max_steps", 40]
     run(*flags, "--out", tmp_path / "whole", processes=2)

@@ -5,15 +5,18 @@ import runpy
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+import train_gpt2
 from fineweb import EOT, UserError, encode, write_shard
 from helpers import ENV, ROOT, logged, run
 from model import LanguageModel, Muon, SpeedrunConfig, SpeedrunGPT, can_compile, load_model, look_back, orthogonalize
-from train_gpt2 import RECIPES, Config, muon_momentum, parse_flags, restore_optimizer, trapezoid, window_warmup
+from train_gpt2 import (MODEL_SHAPE, RECIPES, Config, Process, compile_model, config_of_checkpoint, muon_momentum, parse_flags,
+                        restore_optimizer, trapezoid, window_warmup)
 
 
 def make_model(seed=0, **shape):
@@ -336,17 +339,73 @@ def test_flex_attention_compiled_gives_what_sdpa_gives_and_a_new_window_compiles
             torch.testing.assert_close(compiled(idx)[0], expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="FlexAttention's backward needs a GPU")
-def test_flex_attention_trains_as_sdpa_does():
+@pytest.mark.parametrize("kernel, compiled", [("flex", False), ("flex", True), ("auto", True)])
+def test_flex_attention_trains_as_sdpa_does(kernel, compiled):
     model, idx = with_window(64, block_size=256)
     model, idx, gradients = model.cuda(), idx.cuda(), {}
-    for kernel in ("math", "flex"):
-        model.use_attention(kernel)
-        model.zero_grad()
-        model(idx, idx)[1].backward()
-        gradients[kernel] = [p.grad for p in model.parameters()]
-    for a, b in zip(gradients["math"], gradients["flex"], strict=True):
-        assert (a - b).norm() <= 1e-3 * a.norm() + 1e-9
+    forward = torch.compile(model, dynamic=False) if compiled else model
+    for window in (64, 40):
+        for name, call in (("math", model), (kernel, forward)):
+            model.window.fill_(window)
+            model.use_attention(name)
+            model.zero_grad()
+            with torch._dynamo.config.patch(error_on_recompile=window != 64):
+                call(idx, idx)[1].backward()
+            gradients[call is forward and name == kernel] = [p.grad for p in model.parameters()]
+        for a, b in zip(gradients[False], gradients[True], strict=True):
+            assert (a - b).norm() <= 1e-3 * a.norm() + 1e-9
+
+
+def test_where_flex_attention_cannot_run_a_mask_takes_its_place(monkeypatch, capsys):
+    """As on a GPU, where torch's kernel wants heads of at least 16."""
+    monkeypatch.setattr(train_gpt2, "can_compile", lambda device: None)
+    monkeypatch.setattr(torch, "compile", lambda model, dynamic: model)
+    refused = []
+
+    def check_attention(kernel, device, dtype, head_dim, masked):
+        refused.append((kernel, device, dtype, head_dim, masked))
+        raise UserError("heads of 8")
+    config = Config(recipe="speedrun", window=16, n_embd=32, n_head=4, dtype="bfloat16", compile=None)
+    assert make_model().flex
+    for device, warned in (("cuda:0", True), ("cpu", False)):
+        monkeypatch.setattr(train_gpt2, "check_attention", check_attention)
+        model = make_model()
+        compile_model(dataclasses.replace(config, compile=True), model, Process(device=device))
+        assert model.flex != warned and ("instead of FlexAttention: heads of 8" in capsys.readouterr().out) == warned
+    assert refused == [("flex", "cuda:0", torch.bfloat16, 8, True)]
+
+
+def test_a_window_can_be_given_to_weights_that_had_none(tmp_path):
+    write_shard(tmp_path / "text_train_000000.npy", torch.randint(60, (3000,)).numpy().astype("uint16"))
+    shape = ["--recipe", "speedrun", "--data", tmp_path, "--n_layer", 2, "--n_head", 2, "--n_embd", 32, "--block_size", 32,
+             "--vocab_size", 64, "--total_batch_size", 128, "--val_every", 0, "--dtype", "float32", "--checkpoint_every", 2]
+    run(*shape, "--max_steps", 2, "--out", tmp_path / "a")
+    whole = tmp_path / "a/checkpoint_000002.pt"
+    further = ["--recipe", "speedrun", "--data", tmp_path, "--init", whole, "--total_batch_size", 128, "--val_every", 0,
+               "--dtype", "float32", "--max_steps", 2, "--out", tmp_path / "b"]
+    assert "inside documents" not in run(*further, "--resume", "never").stdout
+    assert "window 16 inside documents" in run(*further, "--window", 16, "--resume", "never").stdout
+    windowed = load_model(tmp_path / "b/checkpoint_000002.pt")
+    assert windowed.config.window == windowed.window.item() == 16
+    assert "--window 33" in run(*further, "--window", 33, "--resume", "never", code=2).stderr
+
+
+def test_a_checkpoint_from_before_the_window_goes_on_without_one():
+    config, path = Config(recipe="speedrun"), Path("checkpoint_000001.pt")
+    before = dataclasses.asdict(config)
+    del before["window"]
+    checkpoint = {"config": before, "recipe": "speedrun", "model_config": {name: before[name] for name in MODEL_SHAPE}}
+    assert config_of_checkpoint(config, {"window"}, checkpoint, path).window == 0
+    with pytest.raises(UserError, match="was trained with --window 0, not 64"):
+        config_of_checkpoint(dataclasses.replace(config, window=64), {"window"}, checkpoint, path)
+
+
+def test_flops_count_no_more_attention_than_the_window():
+    flops = [make_model(window=window, block_size=512).flops_per_token(T) for window, T in ((0, 512), (64, 512), (64, 32))]
+    plain = [make_model(block_size=512).flops_per_token(T) for T in (512, 64, 32)]
+    assert flops == plain and plain[0] > plain[1] > plain[2]
 
 
 def test_generation_with_a_cache_keeps_to_documents_and_window():

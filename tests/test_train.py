@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import time
+import types
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ import train_gpt2
 from fineweb import UserError, encode, write_shard
 from helpers import ENV, ROOT, command, logged, run
 from model import GPT, GPTConfig, can_compile, load_model, peak_flops, read_checkpoint
-from train_gpt2 import Config, Process, choose_micro_batch, largest_that_fits, micro_batches, warmup_cosine
+from train_gpt2 import Config, Process, check_config, choose_micro_batch, largest_that_fits, micro_batches, warmup_cosine
 
 TINY = ["--n_layer", "2", "--n_head", "2", "--n_embd", "32", "--block_size", "32", "--dtype", "float32",
         "--total_batch_size", "256", "--max_steps", "25", "--warmup_steps", "5", "--hellaswag_every", "0"]
@@ -267,7 +268,8 @@ def test_what_fits_is_remembered_for_the_same_model_on_the_same_gpu(monkeypatch,
     monkeypatch.setattr(train_gpt2, "memory_of_step", lambda B, *_: tried.append(B) or 8 * B)
     process = Process(device="cuda:0")
     for config, expected, trials in ((Config(sequence_length=1024), 8, [1, 2, 8]), (Config(sequence_length=1024), 8, []),
-                                     (Config(sequence_length=1024, n_layer=13), 8, [1, 2, 8])):
+                                     (Config(sequence_length=1024, n_layer=13), 8, [1, 2, 8]),
+                                     (Config(sequence_length=1024, window=64), 8, [1, 2, 8])):
         assert choose_micro_batch(config, [1, 2, 4, 8, 16], None, None, None, process) == expected and tried == trials
         tried.clear()
     for content in ("[]", "{broken", json.dumps({"a": 1})):
@@ -424,8 +426,9 @@ def test_the_picture_is_drawn_from_the_log_and_changes_no_loss(shards, start, fi
     assert [y for _, y in panels[0]["GPT-2 124M on FineWeb, llm.c: 3.29"]] == [3.29, 3.29]
 
 
-def test_a_picture_that_cannot_be_drawn_ends_no_run(shards, tmp_path):
-    (tmp_path / "matplotlib.py").write_text("raise ImportError('no pictures here')")
+@pytest.mark.parametrize("error", ["ImportError", "ValueError"])         # a wrong MPLBACKEND is the second
+def test_a_picture_that_cannot_be_drawn_ends_no_run(error, shards, tmp_path):
+    (tmp_path / "matplotlib.py").write_text(f"raise {error}('no pictures here')")
     result = run("--data", shards, *TINY, *QUIET, "--max_steps", 2, "--val_every", 2, "--plot", "--out", tmp_path / "log",
                  env=ENV | {"PYTHONPATH": str(tmp_path)})
     assert "warning: " in result.stdout and "no pictures here" in result.stdout and 2 in logged(tmp_path / "log", "val")
@@ -446,4 +449,27 @@ def log(values, step):
     losses = {int(step): json.loads(values)["train"] for step, values in told if '"train"' in values}
     assert losses == pytest.approx(logged(tmp_path / "log"), abs=1e-6) and {"norm", "lr"} <= json.loads(told[1][1]).keys()
     assert [step for step, values in told if '"val"' in values] == ["0", "2"]
-    assert "--tensorboard needs the package" in run("--tensorboard", code=2).stderr
+
+
+def test_tensorboard_is_given_what_the_log_has_and_keeps_the_evaluation_that_a_resume_does_not_repeat(tmp_path, monkeypatch):
+    """A stand-in for its SummaryWriter, which is not among this project's packages."""
+    (tmp_path / "log.txt").write_text("0 val 11.000000\n0 train 10.900000\n1 val 9.500000\n1 train 9.400000\n2 val 9.000000\n")
+    told = []
+
+    class SummaryWriter:
+        def __init__(self, folder, purge_step):
+            told.append((str(folder), purge_step))
+
+        def add_scalar(self, name, value, step):
+            told.append((name, value, step))
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", types.SimpleNamespace(SummaryWriter=SummaryWriter))
+    log = train_gpt2.Log(Config(out=str(tmp_path), tensorboard=True), 1)
+    log.write(1, "train", 9.3, norm=1.0, lr=0.1)
+    assert told == [(str(tmp_path), 1), ("val", 9.5, 1), ("train", 9.3, 1), ("norm", 1.0, 1), ("lr", 0.1, 1)]
+
+
+@pytest.mark.parametrize("package", ["wandb", "tensorboard"])
+def test_a_dashboard_without_its_package_is_a_users_mistake(package, monkeypatch):
+    monkeypatch.setattr(train_gpt2.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=f"--{package} needs the package {package}: pip install"):
+        check_config(Config(**{package: True}))
