@@ -6,6 +6,8 @@
 
 The same command again goes on where the last checkpoint in --out was written.
 """
+# Where to begin: `loop`, near the end, with `train_step` and `evaluate`; then RECIPES, which says what is trained how. The rest
+# is what a run needs around them: flags, the other processes, checkpoints, messages.
 import argparse
 import copy
 import dataclasses
