@@ -469,7 +469,9 @@ class GPT(LanguageModel):
 
 
 # -----------------------------------------------------------------------------
-# the speedrun model: modded-nanogpt's record 10 (November 2024), in our words, with its state-dict names
+# the speedrun model: modded-nanogpt's record 10 (November 2024), in our words, with its state-dict names. What an idea brings
+# stands in brackets beside it: validation loss without it minus with it, after 0.41 million tokens, 4 layers of width 128, means
+# of two seeds, which differ by up to 0.06 (bench.py recipes, 2026-11-21). Some bring nothing here that can be told from 0.
 
 @dataclass
 class SpeedrunConfig:
@@ -516,8 +518,9 @@ class SpeedrunAttention(nn.Module):
         q, k, v = (linear(x).view(B, T, self.n_head, C // self.n_head).transpose(1, 2)          # (B, nh, T, hs)
                    for linear in (self.c_q, self.c_k, self.c_v))
         v1 = v if v1 is None else v1
-        v = (1 - self.lamb) * v + self.lamb * v1        # value residual (arXiv:2410.17897), the mix is learnt
-        q, k = rotate(norm(q), *rotary), rotate(norm(k), *rotary)               # QK-norm (arXiv:2010.04245), then positions
+        v = (1 - self.lamb) * v + self.lamb * v1        # value residual (arXiv:2410.17897), the mix learnt [-0.007]
+        # QK-norm (arXiv:2010.04245) [+0.018], then positions [+0.082]
+        q, k = rotate(norm(q), *rotary), rotate(norm(k), *rotary)
         y = attention(q, *remembered(past, k, v), self.kernel, mask)            # (B, nh, T, hs)
         return self.c_proj(y.transpose(1, 2).reshape(B, T, C)), v1
 
@@ -528,7 +531,7 @@ class SpeedrunMLP(nn.Module):
         self.c_fc, self.c_proj = CastLinear(config.n_embd, 4 * config.n_embd), CastLinear(4 * config.n_embd, config.n_embd)
 
     def forward(self, x):
-        return self.c_proj(F.relu(self.c_fc(x)).square())                       # ReLU squared (arXiv:2109.08668)
+        return self.c_proj(F.relu(self.c_fc(x)).square())                       # ReLU squared (arXiv:2109.08668) [-0.003]
 
 
 class SpeedrunBlock(nn.Module):
@@ -538,7 +541,7 @@ class SpeedrunBlock(nn.Module):
         self.lambdas = nn.Parameter(torch.empty(2))
 
     def forward(self, x, v1, x0, rotary, mask, past=None):
-        x = self.lambdas[0] * x + self.lambdas[1] * x0  # every block sees the embedding, as much as it learns to
+        x = self.lambdas[0] * x + self.lambdas[1] * x0  # every block sees the embedding, as it learns to [+0.011]
         y, v1 = self.attn(norm(x), v1, rotary, mask, past)
         x = x + y
         return x + self.mlp(norm(x)), v1
@@ -546,7 +549,7 @@ class SpeedrunBlock(nn.Module):
 
 class SpeedrunGPT(LanguageModel):
     """modded-nanogpt's model of record 10: 162.2M parameters at GPT-2's size, because embedding and head are two matrices."""
-    softcap = 30.0              # arXiv:2408.00118, section 2
+    softcap = 30.0              # arXiv:2408.00118, section 2 [+0.004]
     flex = True                 # attention "auto" is FlexAttention in a compiled graph on CUDA
 
     def __init__(self, config):
@@ -566,7 +569,7 @@ class SpeedrunGPT(LanguageModel):
 
     @torch.no_grad()
     def init_weights(self):
-        """Every parameter once. What ends a branch, and the head, starts at zero (arXiv:2203.03466), so that the first
+        """Every parameter once. What ends a branch, and the head, starts at zero (arXiv:2203.03466) [+0.009], so that the first
         loss is ln(vocab_size); a block starts as x + 0, and its values as half of the first block's."""
         for name, p in self.named_parameters():
             if name.endswith(("c_proj.weight", "lm_head.weight")):
@@ -599,7 +602,7 @@ class SpeedrunGPT(LanguageModel):
             flex = kernel == "flex" or kernel == "auto" and self.flex and device == "cuda" and torch.compiler.is_compiling()
             mask = look_back(tokens, idx.size(1), self.window, as_blocks=flex and not past)
         with torch.autocast(device, enabled=False):
-            x = x0 = norm(self.transformer.wte(idx).to(dtype))                  # (B, T, C)
+            x = x0 = norm(self.transformer.wte(idx).to(dtype))                  # (B, T, C), normed [+0.019]
             v1 = None
             for i, block in enumerate(self.transformer.h):
                 x, v1 = block(x, v1, x0, rotary, mask, past.blocks[i] if past else None)
@@ -607,8 +610,8 @@ class SpeedrunGPT(LanguageModel):
 
     def configure_optimizers(self, max_lr: float, weight_decay: float = 0.0, dtype: torch.dtype = torch.bfloat16) -> list:
         """[Adam, Muon]: at GPT-2's width with record 10's rates, Muon's max_lr, the embedding's 15 times that, the head's a
-        tenth; the head's goes with 1 / width (arXiv:2203.03466, table 3). The decay is Muon's alone, `dtype` that of its
-        iteration."""
+        tenth; the head's goes with 1 / width (arXiv:2203.03466, table 3) [+0.437 at width 128]. The decay is Muon's alone,
+        `dtype` that of its iteration."""
         params = list(self.named_parameters())
         blocks = [(n, p) for n, p in params if n.startswith("transformer.h.")]
         head, wte = ([(n, p) for n, p in params if n == name] for name in ("lm_head.weight", "transformer.wte.weight"))
@@ -649,7 +652,8 @@ def orthogonalize(G: Tensor, dtype: torch.dtype = torch.bfloat16, steps: int = 5
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum, orthogonalised (Keller Jordan 2024), for the matrices inside the blocks; `params`: (name, parameter) pairs.
+    """Momentum, orthogonalised (Keller Jordan 2024), for the matrices inside the blocks [+0.142 against Adam]; `params`: (name,
+    parameter) pairs.
 
     Matrices of one shape are a group and go through the iteration as one batch. Of several processes, which all have the
     same averaged gradients, each takes its share of a batch, and the updates are gathered: the momentum is on all of them.
