@@ -15,8 +15,8 @@ import train_gpt2
 from fineweb import EOT, UserError, encode, write_shard
 from helpers import ENV, ROOT, logged, run
 from model import LanguageModel, Muon, SpeedrunConfig, SpeedrunGPT, can_compile, load_model, look_back, orthogonalize
-from train_gpt2 import (MODEL_SHAPE, RECIPES, Config, Process, compile_model, config_of_checkpoint, muon_momentum, parse_flags,
-                        restore_optimizer, trapezoid, window_warmup)
+from train_gpt2 import (MODEL_SHAPE, RECIPES, Config, Process, compile_model, config_of_checkpoint, load_init, muon_momentum,
+                        parse_flags, restore_optimizer, trapezoid, window_warmup)
 
 
 def make_model(seed=0, **shape):
@@ -377,19 +377,18 @@ def test_where_flex_attention_cannot_run_a_mask_takes_its_place(monkeypatch, cap
     assert refused == [("flex", "cuda:0", torch.bfloat16, 8, True)]
 
 
-def test_a_window_can_be_given_to_weights_that_had_none(tmp_path):
-    write_shard(tmp_path / "text_train_000000.npy", torch.randint(60, (3000,)).numpy().astype("uint16"))
-    shape = ["--recipe", "speedrun", "--data", tmp_path, "--n_layer", 2, "--n_head", 2, "--n_embd", 32, "--block_size", 32,
-             "--vocab_size", 64, "--total_batch_size", 128, "--val_every", 0, "--dtype", "float32", "--checkpoint_every", 2]
-    run(*shape, "--max_steps", 2, "--out", tmp_path / "a")
-    whole = tmp_path / "a/checkpoint_000002.pt"
-    further = ["--recipe", "speedrun", "--data", tmp_path, "--init", whole, "--total_batch_size", 128, "--val_every", 0,
-               "--dtype", "float32", "--max_steps", 2, "--out", tmp_path / "b"]
-    assert "inside documents" not in run(*further, "--resume", "never").stdout
-    assert "window 16 inside documents" in run(*further, "--window", 16, "--resume", "never").stdout
-    windowed = load_model(tmp_path / "b/checkpoint_000002.pt")
-    assert windowed.config.window == windowed.window.item() == 16
-    assert "--window 33" in run(*further, "--window", 33, "--resume", "never", code=2).stderr
+@pytest.mark.parametrize("had, given, has", [(0, {"window"}, 16), (8, {"window"}, 16), (8, set(), 8), (0, set(), 0)])
+def test_a_window_can_be_given_to_any_weights(had, given, has, tmp_path):
+    model = make_model(window=had)
+    torch.save({"model": model.state_dict(), "model_config": dict(vars(model.config)), "recipe": "speedrun"}, tmp_path / "c.pt")
+    config = Config(recipe="speedrun", init=str(tmp_path / "c.pt"), window=16 if given else 0)
+    loaded, config = load_init(config, given, Process())
+    assert loaded.config.window == config.window == has and config.n_embd == 32
+    idx = tokens(1, 24)
+    loaded.window.fill_(has)                    # as the loop does before each step
+    expected = SpeedrunGPT(dataclasses.replace(model.config, window=has))
+    expected.load_state_dict(model.state_dict())
+    assert torch.equal(loaded(idx)[0], expected(idx)[0])
 
 
 def test_a_checkpoint_from_before_the_window_goes_on_without_one():
