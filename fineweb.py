@@ -256,8 +256,8 @@ def list_shards(folder: str | Path, split: str) -> list[Path]:
     paths = sorted(path for path in paths if (m := SHARD_NAME.match(path.name)) and m[1] == split)
     if not paths:
         raise UserError(f"there is no data in {folder}, no *_{split}_000000.npy or .bin: `python fineweb.py` makes "
-                        f"edu_fineweb10B, `--pretokenized 9` beside it fetches fineweb10B, and `--input YOUR_TEXT --out {folder}` "
-                        f"makes shards of your own text")
+                        f"edu_fineweb10B, with --pretokenized 9 it fetches fineweb10B, and with --input YOUR_TEXT --out "
+                        f"{folder} it makes shards of your own text")
     return paths
 
 
