@@ -690,15 +690,15 @@ def test_export_replaces_an_earlier_export_and_nothing_else(tmp_path):
         main(["export", str(source), str(tmp_path / folder)])
         assert torch.equal(load_model(tmp_path / folder).transformer.wpe.weight, model.transformer.wpe.weight)
     (tmp_path / "earlier" / "tokenizer.json").write_text("another model's")
-    (tmp_path / "work").mkdir()
-    (tmp_path / "work" / "model.safetensors").write_text("a folder without a config.json")
+    (tmp_path / "half").mkdir()
+    (tmp_path / "half" / "model.safetensors").write_text("a folder without a config.json")
     (tmp_path / "file").write_text("not a folder")
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    for name, word in (("earlier", "tokenizer.json"), ("work", "model.safetensors"), ("file", "written"), ("file/a", "written")):
+    for name, word in (("earlier", "tokenizer.json"), ("half", "model.safetensors"), ("file", "written"), ("file/a", "written")):
         with pytest.raises(UserError, match=word):
             main(["export", str(source), str(tmp_path / name)])
     with pytest.raises(UserError, match="the source itself"):
-        main(["export", str(tmp_path / "empty"), f"{tmp_path}/work/../empty"])
+        main(["export", str(tmp_path / "empty"), f"{tmp_path}/half/../empty"])
     assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
 
 
