@@ -9,6 +9,7 @@ The same command again goes on where the last checkpoint in --out was written.
 # Where to begin: `loop`, near the end, with `train_step` and `evaluate`; then RECIPES, which says what is trained how. The rest
 # is what a run needs around them: flags, the other processes, checkpoints, messages.
 import argparse
+import atexit
 import copy
 import dataclasses
 import errno
@@ -30,6 +31,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -388,6 +390,16 @@ class Process:
                 gone = True
             if gone and not self.done.wait(10):         # a checkpoint may just be written
                 os._exit(1)
+
+
+def leave(code: int) -> NoReturn:
+    """Ends one of several processes without Python's finalization, in which a thread of gloo's that lets go of its last tensor
+    waits for the interpreter's lock, is ended there, and takes the process with it: SIGABRT after all was done (pytorch issue
+    190489). What is registered to be done at the end (wandb's upload) is done."""
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def setup_process(config: Config) -> Process:
@@ -1343,7 +1355,7 @@ def loop(run: Run, signals: StopSignals) -> None:
     saver.finish()
 
 
-def train(argv: list[str] | None = None) -> int | None:
+def train(argv: list[str] | None = None) -> int:
     config, given = parse_flags(argv)
     check_config(config)
     process = setup_process(config)
@@ -1359,9 +1371,16 @@ def train(argv: list[str] | None = None) -> int | None:
             run.loader.close()
             run.saver.close()
             run.profiler.close()
+    code = last_words(run, signals)
     if process.world_size > 1:
         dist.destroy_process_group()
-    config, state = run.config, run.state
+        leave(code)
+    return code
+
+
+def last_words(run: Run, signals: StopSignals) -> int:
+    """Prints how the run ended and where everything is; returns its exit code."""
+    config, state, process = run.config, run.state, run.process
     if run.reporter.stop:
         then = "the same command goes on from there" if config.checkpoint_every else "nothing was saved (--checkpoint_every 0)"
         process.print0(f"stopped by {signals.received or 'a signal'} after {state.step} of {config.max_steps} steps: {then}")
@@ -1373,6 +1392,7 @@ def train(argv: list[str] | None = None) -> int | None:
         process.print0(f"done: {state.step} steps; in {config.out}: {', '.join(name for name in files if files[name])}")
         if newest and config.vocab_size >= VOCAB_SIZE:
             process.print0(f"next: python sample.py --model {newest[0][1]}")
+    return 0
 
 
 def overfit_verdict(losses: dict[int, float], process: Process) -> int:

@@ -196,6 +196,7 @@ if int(os.environ.get("RANK", 0)) == 0:
 if dist.is_initialized():
     dist.barrier()              # a process that leaves while another still sends would be its end
     dist.destroy_process_group()
+    os._exit(0)                 # without the interpreter's finalization: see train_gpt2.leave
 """)
     monkeypatch.setattr(sys, "argv", ["muon.py", str(tmp_path / "1.pt")])
     runpy.run_path(str(script))
