@@ -14,7 +14,7 @@ def command(*flags, processes=1, torchrun=("--standalone",)):
 
 
 def run(*flags, processes=1, code=0, env=ENV, **kwargs):
-    result = subprocess.run(command(*flags, processes=processes), capture_output=True, text=True, env=env, timeout=300, **kwargs)
+    result = subprocess.run(command(*flags, processes=processes), capture_output=True, text=True, env=env, timeout=600, **kwargs)
     assert result.returncode == code, result.stdout[-2000:] + result.stderr[-2000:]
     return result
 
