@@ -30,6 +30,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
+from inspect import signature
 from pathlib import Path
 from typing import NoReturn
 
@@ -117,7 +118,7 @@ class Config:
 
 
 # The lecture's sanity run: 50 AdamW steps on one batch, at a constant rate.
-OVERFIT = dict(vocab_size=50257, total_batch_size=4 * 32, batch_size="4", sequence_length=32, shuffle=False,
+OVERFIT = dict(vocab_size=50257, total_batch_size=4 * 32, sequence_length=32, shuffle=False,
                max_steps=50, warmup_steps=0, max_lr=3e-4, min_lr=3e-4, val_every=0, hellaswag_every=0, sample_every=0,
                checkpoint_every=0, resume="never", out="log/overfit")
 # What may differ between the runs that write one log; all else is taken from the checkpoint unless given as a flag.
@@ -188,7 +189,8 @@ def divisors(n: int) -> list[int]:
 
 def micro_batches(config: Config, world_size: int, device: str) -> list[int]:
     """The micro-batches (sequences) that make --total_batch_size, smallest first: --batch_size alone if it is given. For auto
-    on a CPU the largest of at most 4,096 tokens: beyond them a step costs memory and wins no time."""
+    on a CPU, and of the sanity run, the largest of at most 4,096 tokens: beyond them a CPU's step costs memory and wins no time.
+    """
     T = config.sequence_length
     if config.total_batch_size % (T * world_size):
         low = config.total_batch_size // (T * world_size)
@@ -197,7 +199,8 @@ def micro_batches(config: Config, world_size: int, device: str) -> list[int]:
                         f"{world_size} process(es): give {' or '.join(map(str, near))}")
     rows = config.total_batch_size // (T * world_size)
     if config.batch_size == "auto":
-        return divisors(rows) if device.startswith("cuda") else [max(b for b in divisors(rows) if b * T <= 4096 or b == 1)]
+        tried = device.startswith("cuda") and not config.overfit
+        return divisors(rows) if tried else [max(b for b in divisors(rows) if b * T <= 4096 or b == 1)]
     if rows % int(config.batch_size):
         raise UserError(f"--batch_size {config.batch_size} does not divide the {rows} sequences a step of each of {world_size} "
                         f"process(es): give one of {', '.join(map(str, divisors(rows)))}, or auto")
@@ -1196,8 +1199,10 @@ def wrap_model(model: Callable, process: Process) -> Callable:
     """The model for training: DDP around it, if there are several processes."""
     if process.world_size == 1:
         return model
+    # the window is the same everywhere already, and needs no broadcast at each step; torch 2.13 renamed the argument
+    buffers = "forward_sync_buffers" if "forward_sync_buffers" in signature(DDP).parameters else "broadcast_buffers"
     return DDP(model, device_ids=[process.device] if process.device.startswith("cuda") else None, gradient_as_bucket_view=True,
-               broadcast_buffers=False)         # the window is the same everywhere already
+               **{buffers: False})
 
 
 def print_header(config: Config, model: LanguageModel, compiled: Callable, loader: TokenLoader, process: Process) -> None:

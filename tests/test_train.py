@@ -208,6 +208,16 @@ def test_overfit_passes_on_the_full_model_and_leaves_nothing_in_the_way(tmp_path
     assert sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file()) == ["log/overfit/log.txt"]
 
 
+def test_overfit_runs_as_it_stands_on_several_processes_and_prints_no_warning(tmp_path):
+    small = ["--n_layer", 1, "--n_head", 2, "--n_embd", 64, "--max_lr", 1e-2, "--min_lr", 1e-2]
+    result = run("--overfit", *small, "--out", tmp_path / "two", processes=2)
+    assert "PASSED" in result.stdout and "2 x 32 x 1 micro-step(s) x 2 process(es)" in result.stdout
+    assert "Warning" not in result.stderr, result.stderr
+    run("--overfit", *small, "--out", tmp_path / "one")
+    one, two = logged(tmp_path / "one"), logged(tmp_path / "two")
+    assert abs(one[0] - two[0]) < 1e-3 and abs(one[10] - two[10]) < 0.05        # the same batch, in bfloat16
+
+
 def test_overfit_that_does_not_learn_fails_with_exit_code_1(tmp_path):
     result = run("--overfit", "--n_layer", 1, "--n_head", 1, "--n_embd", 16, "--max_steps", 3, "--out", tmp_path / "o", code=1)
     assert "FAILED" in result.stdout
