@@ -408,8 +408,8 @@ def leave(code: int) -> NoReturn:
 def setup_process(config: Config) -> Process:
     """Joins torchrun's process group if there is one; nccl on CUDA, gloo elsewhere."""
     device = choose_device(config.device)
-    if device == "cuda" and (local := os.environ.get("LOCAL_RANK")):
-        device = choose_device(f"cuda:{local}")         # refuses more processes than GPUs
+    if device == "cuda":                                # set_device wants an index
+        device = choose_device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}")       # refuses more processes than GPUs
     if device.startswith("cuda"):
         torch.cuda.set_device(device)
         # "high" alone; the newer fp32_precision settings beside it break torch.compile
