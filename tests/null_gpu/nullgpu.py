@@ -1,0 +1,96 @@
+"""Import before torch: then `cuda` is a GPU that is not there (null_gpu.cpp, made by `setup`). What is written for CUDA is checked,
+compiled, allocated and launched by torch's CUDA build as on a real one, and computes nothing.
+"""
+import collections
+import ctypes
+import os
+import tempfile
+import warnings
+from pathlib import Path
+
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+HOME = Path(os.environ.get("NULL_GPU_HOME") or CACHE / "train_gpt2" / "null_gpu")
+os.environ.setdefault("TRITON_LIBCUDA_PATH", str(HOME))
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(HOME / "cache"))
+os.environ.setdefault("TRITON_CACHE_DIR", str(HOME / "cache" / "triton"))
+os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"       # workers would be processes in which the library is not loaded
+try:
+    library = ctypes.CDLL(str(HOME / "libcuda.so.1"), mode=ctypes.RTLD_GLOBAL)      # its names are found before CUDA's
+except OSError as error:
+    raise SystemExit(f"{error}: run {Path(__file__).with_name('setup')} first") from None
+library.null_gpu_peak.restype = library.null_gpu_bytes.restype = ctypes.c_size_t
+
+import torch                                                            # noqa: E402
+import torch.distributed as dist                                        # noqa: E402
+
+called = collections.Counter()      # operators that stand here instead of in the library
+
+
+def take_counts():
+    """(Counter of launches, copies and waits, Counter of kernels by name, [(collective, bytes)]), all since the last time."""
+    with tempfile.NamedTemporaryFile("r") as file:
+        library.null_gpu_dump(file.name.encode())
+        rows = [line.rstrip("\n").split("\t") for line in file]
+    library.null_gpu_reset()
+    counts, kernels, collectives = called.copy(), collections.Counter(), []
+    called.clear()
+    for number, what in rows:
+        if what.startswith("kernel "):
+            kernels[what[7:]] += int(number)
+            counts[what.split()[1] + " kernels"] += int(number)
+        elif what.startswith("collective "):
+            collectives.append([what[11:], int(number)])
+        else:
+            counts[what] += int(number)
+    return counts, kernels, collectives
+
+
+def without_cudnn(op):
+    """cuDNN talks to the driver by ways of its own: its attention as an operator that allocates what the true one does."""
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+    made = {}                       # arguments' shapes -> results': a fake run takes a millisecond of the host's time
+
+    def results(args, kwargs):
+        with torch.utils._python_dispatch._disable_current_modes(), FakeTensorMode() as mode:
+            fake = op(*[mode.from_tensor(a) if torch.is_tensor(a) else a for a in args],
+                      **{k: mode.from_tensor(a) if torch.is_tensor(a) else a for k, a in kwargs.items()})
+        return [(t.size(), t.stride(), t.dtype) if isinstance(t, FakeTensor) else t for t in fake]
+
+    def attention(*args, **kwargs):
+        query = args["backward" in op.__name__]
+        key = str([(a.size(), a.stride(), a.dtype) if torch.is_tensor(a) else a for a in (*args, *kwargs.items())])
+        if key not in made:
+            made[key] = results(args, kwargs)
+        called["cuDNN attention" + " backward" * ("backward" in op.__name__)] += 1
+        if "backward" in op.__name__:
+            torch.empty(query.shape, dtype=torch.float32, device=query.device)          # its workspace: dq in fp32
+        return tuple(torch.empty_strided(t[0], t[1], dtype=t[2], device=query.device) if isinstance(t, tuple) else t
+                     for t in made[key])
+    return attention
+
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")                     # that there is another implementation: the one to be replaced
+    operators = torch.library.Library("aten", "IMPL")
+    for name in ("_scaled_dot_product_cudnn_attention", "_scaled_dot_product_cudnn_attention_backward"):
+        operators.impl(name, without_cudnn(getattr(torch.ops.aten, name).default), "CUDA")
+
+
+# Objects are sent as bytes of the device's memory, with their lengths compared on the device: by gloo instead, among the CPUs.
+side_group = []
+
+
+def beside_nccl(collective):
+    def run(*args, group=None, **kwargs):
+        if group is None and dist.get_backend() == "nccl":
+            if not side_group:
+                side_group.append(dist.new_group(backend="gloo"))
+            group, kwargs["device"] = side_group[0], torch.device("cpu")
+        if collective.__name__ == "all_gather_object":
+            kwargs.pop("device", None)
+        return collective(*args, group=group, **kwargs)
+    return run
+
+
+for name in ("all_gather_object", "broadcast_object_list"):
+    setattr(dist, name, beside_nccl(getattr(dist, name)))

@@ -1,0 +1,176 @@
+"""Runs a script on the GPU that is not there, and says afterwards what it asked of it:
+
+    PY=$(tests/null_gpu/setup)
+    $PY tests/null_gpu/run.py train_gpt2.py --data DIR --batch_size 64 --max_steps 6 --hellaswag_every 0
+    $PY -m torch.distributed.run --standalone --nproc_per_node=2 tests/null_gpu/run.py train_gpt2.py ...      (NULL_GPU_COUNT=2)
+
+Behind `null-gpu:` it prints peak memory, the compiled graphs with the bytes that each reads and writes (as Inductor counts them),
+graph breaks, recompilations, the last step's launches, copies, waits and collectives, the host's time for a step, and the lines that
+wait for the GPU from the fourth step on, those between steps included. A step ends with the first optimizer's step().
+
+Flags of its own, before the script: `--json FILE` writes all of that (by several processes to FILE.RANK), `--watch NAME` notes the
+first argument and the result of each call of the script's function NAME.
+"""
+import argparse
+import ast
+import atexit
+import collections
+import json
+import linecache
+import logging
+import os
+import re
+import sys
+import time
+import traceback
+import types
+import warnings
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import nullgpu                                                          # noqa: E402, before torch
+import torch                                                            # noqa: E402
+import torch._dynamo.utils                                              # noqa: E402
+import torch._functorch.config                                          # noqa: E402
+import torch._inductor.config                                           # noqa: E402
+import torch._inductor.graph                                            # noqa: E402
+from torch._inductor.virtualized import V                               # noqa: E402
+from torch.optim.optimizer import register_optimizer_step_post_hook     # noqa: E402
+
+WARM = 3                # steps after which nothing should wait: those before compile, and fill caches
+HBM = 3.35e12           # bytes a second of an H100's memory
+
+
+class Recorder(logging.Handler):
+    """What happens while the script runs, and at which step: .steps, .graphs, .recompilations, .waits, .watched."""
+
+    def __init__(self, folder):
+        super().__init__()
+        self.folder = str(folder) + os.sep
+        self.optimizer = None
+        self.steps, self.graphs, self.recompilations, self.watched, self.waits = [], [], [], [], collections.defaultdict(list)
+        self.kernels, self.clock, self.code = {}, time.perf_counter(), None
+        # a graph from a cache would not be seen, and its bytes not be counted
+        torch._inductor.config.fx_graph_cache = torch._functorch.config.enable_autograd_cache = False
+        torch._inductor.graph.GraphLowering.save_output_code = staticmethod(self.graph)
+        register_optimizer_step_post_hook(self.step)
+        torch._logging.set_logs(recompiles=True)
+        logger = torch._logging.getArtifactLogger("torch._dynamo.guards", "recompiles")
+        logger.addHandler(self)
+        logger.propagate = False
+
+    def emit(self, record):
+        self.recompilations.append([len(self.steps), record.getMessage().strip().replace("\n", " ")[:400]])
+
+    def graph(self, code):
+        kind = "backward" if V.graph.is_backward else "inference" if V.graph.is_inference else "forward"
+        launches = re.findall(r"^\s+(triton_\w+)\.run\(", code, re.M)
+        self.graphs.append(dict(step=len(self.steps), kind=kind, launches=len(launches), kernels=len(set(launches)),
+                                products=len(re.findall(r"extern_kernels\.\w+\(", code)), bytes=V.graph.count_bytes()[0]))
+
+    def step(self, optimizer, args, kwargs):
+        self.optimizer = self.optimizer or optimizer
+        if optimizer is not self.optimizer:
+            return
+        taken = nullgpu.library.null_gpu_peak()
+        counts, self.kernels, collectives = nullgpu.take_counts()
+        now = time.perf_counter()
+        self.steps.append(dict(counts=counts, collectives=collectives, taken=taken, seconds=now - self.clock))
+        self.clock = now
+        if len(self.steps) == WARM:
+            warnings.simplefilter("always")
+            warnings.showwarning = self.warning
+            torch.cuda.set_sync_debug_mode("warn")
+
+    def warning(self, message, category, filename, lineno, *rest):
+        if "called a synchronizing" not in str(message):
+            sys.stderr.write(f"{filename}:{lineno}: {category.__name__}: {message}\n")
+            return
+        frames = [f for f in traceback.extract_stack() if f.filename.startswith(self.folder) and "site-packages" not in f.filename]
+        frames = [f for f in frames if f.filename != __file__] or traceback.extract_stack()[-2:-1]
+        f = frames[-1]
+        self.waits[f"{Path(f.filename).name}:{f.lineno} in {f.name}: {f.line}"].append(len(self.steps))
+
+    def watch(self, function):
+        def watched(first, *args, **kwargs):
+            result = function(first, *args, **kwargs)
+            self.watched.append([first, result])
+            return result
+        return watched
+
+    def report(self):
+        return dict(
+            code=self.code, card_bytes=nullgpu.library.null_gpu_bytes(), steps=self.steps, graphs=self.graphs,
+            allocated=torch.cuda.max_memory_allocated(), reserved=torch.cuda.max_memory_reserved(),
+            breaks=dict(torch._dynamo.utils.counters["graph_break"]), recompilations=self.recompilations, waits=self.waits,
+            watched=self.watched, kernels=self.kernels)
+
+    def say(self):
+        r = self.report()
+        rank = f" {os.environ['RANK']}" if "RANK" in os.environ else ""
+        lines = [f"peak {r['allocated'] / 2**30:.2f} GiB allocated, {r['reserved'] / 2**30:.2f} GiB reserved"]
+        lines += [f"graph {g['kind']} after step {g['step']}: {g['launches']} Triton launches of {g['kernels']} kernels, "
+                  f"{g['products']} library calls; {g['bytes'] / 1e9:.2f} GB read and written, "
+                  f"{g['bytes'] / HBM * 1e3:.1f} ms at an H100's 3.35 TB/s" for g in r["graphs"]]
+        lines += [f"graph breaks: {r['breaks'] or 'none'}", f"recompilations: {len(r['recompilations']) or 'none'}"]
+        lines += [f"  after step {step}: {text}" for step, text in r["recompilations"]]
+        if r["steps"]:
+            last = r["steps"][-1]
+            lines += [f"step {len(r['steps'])}: {dict(sorted(last['counts'].items()))}; collectives: {last['collectives'] or 'none'}"]
+            seconds = sorted(s["seconds"] for s in r["steps"][WARM:])
+            lines += [f"the host's share of a step: {seconds[len(seconds) // 2] * 1e3:.1f} ms"] if seconds else []
+            lines += [f"lines that wait for the GPU, after step {WARM}: {'' if r['waits'] else 'none'}"]
+            lines += [f"  {len(steps)} x {line}" for line, steps in r["waits"].items()]
+        print("".join(f"null-gpu{rank}: {line}\n" for line in lines), end="", flush=True)
+
+
+def execute(script, recorder, watch):
+    """What `python script` does; between its definitions and its last `if __name__ == "__main__"`, functions are put under watch."""
+    module = types.ModuleType("__main__")
+    module.__file__ = str(script)
+    sys.modules["__main__"] = module            # pickle and dataclasses look there
+    tree = ast.parse(script.read_text(), str(script))
+    linecache.updatecache(str(script))
+    start = next((i for i, node in enumerate(tree.body) if isinstance(node, ast.If) and "__name__" in ast.unparse(node.test)),
+                 len(tree.body))
+    for body in tree.body[:start], tree.body[start:]:
+        exec(compile(ast.Module(body, []), str(script), "exec"), module.__dict__)
+        for name in watch:
+            if name in module.__dict__:
+                module.__dict__[name] = recorder.watch(module.__dict__[name])
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json")
+    parser.add_argument("--watch", action="append", default=[])
+    parser.add_argument("script", type=Path)
+    parser.add_argument("flags", nargs=argparse.REMAINDER)
+    args = parser.parse_args()
+    script = args.script.resolve()
+    sys.argv, sys.path[0] = [str(script), *args.flags], str(script.parent)
+    sys.dont_write_bytecode = True
+    recorder = Recorder(script.parent)
+
+    def end():
+        if args.json:
+            path = args.json + (f".{os.environ['RANK']}" if "RANK" in os.environ else "")
+            Path(path).write_text(json.dumps(recorder.report()))
+        recorder.say()
+    atexit.register(end)                        # processes that leave by os._exit run these too, if they end well
+    try:
+        execute(script, recorder, args.watch)
+        recorder.code = 0
+    except SystemExit as stop:
+        if isinstance(stop.code, str):
+            print(stop.code, file=sys.stderr)
+        recorder.code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        recorder.code = 1
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    os._exit(recorder.code)                     # without torch's destructors, which would look for a driver
+
+
+main()
