@@ -76,21 +76,32 @@ with warnings.catch_warnings():
         operators.impl(name, without_cudnn(getattr(torch.ops.aten, name).default), "CUDA")
 
 
-# Objects are sent as bytes of the device's memory, with their lengths compared on the device: by gloo instead, among the CPUs.
+# Between several processes NCCL carries nothing (null_gpu.cpp), but what the host has to know for the run to go on goes by gloo,
+# among the CPUs: objects, and sums of numbers that the host has just copied to the device.
 side_group = []
 
 
-def beside_nccl(collective):
-    def run(*args, group=None, **kwargs):
-        if group is None and dist.get_backend() == "nccl":
-            if not side_group:
-                side_group.append(dist.new_group(backend="gloo"))
-            group, kwargs["device"] = side_group[0], torch.device("cpu")
-        if collective.__name__ == "all_gather_object":
-            kwargs.pop("device", None)
-        return collective(*args, group=group, **kwargs)
+def by_gloo():
+    if not side_group:
+        side_group.append(dist.new_group(backend="gloo"))
+    return side_group[0]
+
+
+def objects_by_gloo(collective):
+    def run(*args, group=None):
+        return collective(*args, group=by_gloo() if group is None and dist.get_backend() == "nccl" else group)
     return run
 
 
+def all_reduce(tensor, op=dist.ReduceOp.SUM, group=None, async_op=False, nccl=dist.all_reduce):
+    known = tensor.is_cuda and library.null_gpu_knows(ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(tensor.nbytes))
+    work = nccl(tensor, op, group, async_op)            # is counted, and leaves the number as it is
+    if known and group is None:
+        memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())        # the device's is the host's here
+        nccl(torch.frombuffer(memory, dtype=tensor.dtype), op, by_gloo())
+    return work
+
+
+dist.all_reduce = all_reduce
 for name in ("all_gather_object", "broadcast_object_list"):
-    setattr(dist, name, beside_nccl(getattr(dist, name)))
+    setattr(dist, name, objects_by_gloo(getattr(dist, name)))

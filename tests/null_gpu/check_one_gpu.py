@@ -1,0 +1,53 @@
+"""One GPU: that every way to train starts, compiles once, waits for nothing, saves and goes on. Numbers mean nothing here."""
+import pytest
+from conftest import ROOT, SMALL, check_compiled_once, check_nothing_waits
+
+STEPS = 16      # evaluated, sampled and saved at the first and the last only: between them are more than ten steps
+
+WAYS = {
+    "gpt2": ["--recipe", "gpt2"],
+    "gpt2 in fp16": ["--recipe", "gpt2", "--dtype", "float16"],
+    "gpt2 in fp32": ["--recipe", "gpt2", "--dtype", "float32"],
+    "gpt2, eager": ["--recipe", "gpt2", "--no_compile"],
+    "gpt2 in chunks": ["--recipe", "gpt2", "--loss_chunk", 1024],
+    "gpt2 in fp16 in chunks": ["--recipe", "gpt2", "--dtype", "float16", "--loss_chunk", 1024, "--attention", "efficient"],
+    **{f"gpt2, {kernel}": ["--recipe", "gpt2", "--attention", kernel] for kernel in ("naive", "math", "efficient", "flash", "cudnn")},
+    "speedrun": ["--recipe", "speedrun"],
+    "speedrun in fp16": ["--recipe", "speedrun", "--dtype", "float16"],
+    "speedrun in chunks": ["--recipe", "speedrun", "--loss_chunk", 1024],
+    "speedrun, window": ["--recipe", "speedrun", "--window", 128],
+    "speedrun, window in fp16 in chunks": ["--recipe", "speedrun", "--window", 128, "--dtype", "float16", "--loss_chunk", 1024],
+    "speedrun, window, eager": ["--recipe", "speedrun", "--window", 128, "--no_compile"],
+    **{f"speedrun, window, {kernel}": ["--recipe", "speedrun", "--window", 128, "--attention", kernel]
+       for kernel in ("flex", "naive", "math", "efficient")},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def check_way(way, play, tmp_path):
+    every = [word for name in ("val", "hellaswag", "sample", "checkpoint") for word in (f"--{name}_every", STEPS)]
+    flags = [*SMALL, *WAYS[way], "--total_batch_size", 16384, "--batch_size", 16, *every]
+    report = play(*flags, "--max_steps", STEPS)
+    assert "HellaSwag accuracy" in report.output and "validation loss" in report.output and "sample 3" in report.output
+    assert "warning" not in report.output
+    assert bool(report.graphs_after(0)) == ("eager" not in way)
+    check_compiled_once(report)
+    check_nothing_waits(report, 4, STEPS)
+    if way in ("gpt2 in fp16", "speedrun, window"):             # a scaler, two optimizers and a buffer go on
+        again = play(*flags, "--max_steps", STEPS + 2)
+        assert f"going on from {tmp_path / 'out'}/checkpoint_0000{STEPS}.pt at step {STEPS}" in again.output
+        assert len(again.steps) == 2
+
+
+def check_half_precision_without_bfloat16(play):
+    """A T4 has none: --dtype auto takes float16 there."""
+    report = play(*SMALL, "--total_batch_size", 4096, "--batch_size", 16, "--max_steps", 2, "--val_every", 0, NULL_GPU_CARD="T4")
+    assert "Tesla T4), float16, torch.compile" in report.output
+
+
+def check_a_model_that_was_saved(play, data, tmp_path):
+    """sample.py and hellaswag.py on what a run left."""
+    play(*SMALL, "--total_batch_size", 4096, "--max_steps", 1, "--val_every", 0, "--no_compile", "--batch_size", 16)
+    model = tmp_path / "out" / "checkpoint_000001.pt"
+    assert "--- sample 4 of 4" in play("--model", model, script=ROOT / "sample.py").output
+    assert "40 examples" in play("--model", model, "--data", data / "hellaswag.jsonl", script=ROOT / "hellaswag.py").output

@@ -1,0 +1,43 @@
+"""Several GPUs, one process each, by torchrun: NCCL carries nothing here, but all processes must call the same, or would hang."""
+import pytest
+from conftest import SMALL, check_compiled_once, check_nothing_waits
+
+STEPS = 16
+
+
+@pytest.mark.parametrize("processes, flags", [
+    (2, ["--recipe", "gpt2"]), (2, ["--recipe", "speedrun", "--window", 128]), (2, ["--recipe", "gpt2", "--dtype", "float16"]),
+    (8, ["--recipe", "gpt2"]), (8, ["--recipe", "speedrun"])])
+def check_run(processes, flags, play):
+    """Two micro-steps, of which the last alone sends the gradients: each byte of them once."""
+    every = [word for name in ("val", "hellaswag", "sample", "checkpoint") for word in (f"--{name}_every", STEPS)]
+    small = SMALL if processes == 2 else [*SMALL, "--n_layer", 1]       # eight processes on few cores compile long enough
+    flags = [*small, *flags, "--batch_size", 8, "--total_batch_size", 2 * 8 * 256 * processes, *every]
+    ranks = play(*flags, "--max_steps", STEPS, processes=processes)
+    master = ranks[0]
+    assert f"{processes} process(es) on cuda:0" in master.output and "x 2 micro-step(s)" in master.output
+    assert master.output.count("validation loss") == 2 and master.output.count("sample 3") == 1
+    for rank in ranks:
+        check_compiled_once(rank)
+        # DDP itself waits for events of the step before: in the first ten backwards, and in each hundredth
+        check_nothing_waits(rank, 6, STEPS)
+        assert len(rank.steps) == STEPS and len(rank.graphs) == len(master.graphs)
+        assert [step["collectives"] for step in rank.steps] == [step["collectives"] for step in master.steps]
+    for step in master.steps[2:]:
+        gradients = [number for what, number in step["collectives"] if what == "all_reduce" and number > 64]
+        assert sum(gradients) == 4 * master.parameters()
+    assert any(what == "all_gather" for what, _ in master.steps[-1]["collectives"]) == ("speedrun" in flags)
+    if processes == 2 and "float16" not in flags:
+        again = play(*flags, "--max_steps", STEPS + 1, processes=processes)
+        assert f"at step {STEPS} of {STEPS + 1}" in again[0].output and len(again[1].steps) == 1
+
+
+def check_without_flags_on_two(play, data, tmp_path):
+    """--batch_size auto finds one number for both."""
+    (tmp_path / "edu_fineweb10B").symlink_to(data)
+    small = ["--n_layer", 2, "--n_embd", 256, "--n_head", 4]
+    ranks = play(*small, "--max_steps", 3, cwd=tmp_path / ".", processes=2)
+    for rank in ranks:
+        expected = dict(rank.watched)[int(rank.output.split("tokens a step = ")[1].split(" x ")[0])]
+        assert rank.taken() <= 0.9 * rank.card_bytes
+        assert abs(rank.taken() / expected - 1) <= 0.05, (rank.taken(), expected)
