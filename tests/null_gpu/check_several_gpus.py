@@ -1,6 +1,6 @@
 """Several GPUs, one process each, by torchrun: NCCL carries nothing here, but all processes must call the same, or would hang."""
 import pytest
-from conftest import SMALL, check_compiled_once, check_nothing_waits
+from standin import SMALL, compiled_once, nothing_waits
 
 STEPS = 16
 
@@ -18,9 +18,9 @@ def check_run(processes, flags, play):
     assert f"{processes} process(es) on cuda:0" in master.output and "x 2 micro-step(s)" in master.output
     assert master.output.count("validation loss") == 2 and master.output.count("sample 3") == 1
     for rank in ranks:
-        check_compiled_once(rank)
+        compiled_once(rank)
         # DDP itself waits for events of the step before: in the first ten backwards, and in each hundredth
-        check_nothing_waits(rank, 6, STEPS)
+        nothing_waits(rank, 6, STEPS)
         assert len(rank.steps) == STEPS and len(rank.graphs) == len(master.graphs)
         assert [step["collectives"] for step in rank.steps] == [step["collectives"] for step in master.steps]
     for step in master.steps[2:]:

@@ -1,5 +1,5 @@
-"""Import before torch: then `cuda` is a GPU that is not there (null_gpu.cpp, made by `setup`). What is written for CUDA is checked,
-compiled, allocated and launched by torch's CUDA build as on a real one, and computes nothing.
+"""Import before torch: then `cuda` is a GPU that is not there (null_gpu.cpp, made by `setup`). What is written for CUDA is
+checked, compiled, allocated and launched by torch's CUDA build as on a real one, and computes nothing.
 """
 import collections
 import ctypes

@@ -5,11 +5,11 @@
     $PY -m torch.distributed.run --standalone --nproc_per_node=2 tests/null_gpu/run.py train_gpt2.py ...      (NULL_GPU_COUNT=2)
 
 Behind `null-gpu:` it prints peak memory, the compiled graphs with the bytes that each reads and writes (as Inductor counts them),
-graph breaks, recompilations, the last step's launches, copies, waits and collectives, the host's time for a step, and the lines that
-wait for the GPU from the fourth step on, those between steps included. A step ends with the first optimizer's step().
+graph breaks, recompilations, the last step's launches, copies, waits and collectives, the host's time for a step, and the lines
+that wait for the GPU from the fourth step on, those between steps included. A step ends with the first optimizer's step().
 
-Flags of its own, before the script: `--json FILE` writes all of that (by several processes to FILE.RANK), `--watch NAME` notes the
-first argument and the result of each call of the script's function NAME.
+Flags of its own, before the script: `--json FILE` writes all of that (by several processes to FILE.RANK), `--watch NAME` notes
+the first argument and the result of each call of the script's function NAME.
 """
 import argparse
 import ast
@@ -86,9 +86,8 @@ class Recorder(logging.Handler):
         if "called a synchronizing" not in str(message):
             sys.stderr.write(f"{filename}:{lineno}: {category.__name__}: {message}\n")
             return
-        frames = [f for f in traceback.extract_stack() if f.filename.startswith(self.folder) and "site-packages" not in f.filename]
-        frames = [f for f in frames if f.filename != __file__] or traceback.extract_stack()[-2:-1]
-        f = frames[-1]
+        stack = [f for f in traceback.extract_stack() if f.filename != __file__]
+        f = [stack[-1], *(f for f in stack if f.filename.startswith(self.folder) and "site-packages" not in f.filename)][-1]
         self.waits[f"{Path(f.filename).name}:{f.lineno} in {f.name}: {f.line}"].append(len(self.steps))
 
     def watch(self, function):
@@ -116,7 +115,8 @@ class Recorder(logging.Handler):
         lines += [f"  after step {step}: {text}" for step, text in r["recompilations"]]
         if r["steps"]:
             last = r["steps"][-1]
-            lines += [f"step {len(r['steps'])}: {dict(sorted(last['counts'].items()))}; collectives: {last['collectives'] or 'none'}"]
+            counts, collectives = dict(sorted(last["counts"].items())), last["collectives"] or "none"
+            lines += [f"step {len(r['steps'])}: {counts}; collectives: {collectives}"]
             seconds = sorted(s["seconds"] for s in r["steps"][WARM:])
             lines += [f"the host's share of a step: {seconds[len(seconds) // 2] * 1e3:.1f} ms"] if seconds else []
             lines += [f"lines that wait for the GPU, after step {WARM}: {'' if r['waits'] else 'none'}"]
@@ -125,7 +125,7 @@ class Recorder(logging.Handler):
 
 
 def execute(script, recorder, watch):
-    """What `python script` does; between its definitions and its last `if __name__ == "__main__"`, functions are put under watch."""
+    """What `python script` does; before its last line, `if __name__ == "__main__"`, functions are put under watch."""
     module = types.ModuleType("__main__")
     module.__file__ = str(script)
     sys.modules["__main__"] = module            # pickle and dataclasses look there

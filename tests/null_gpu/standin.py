@@ -1,0 +1,56 @@
+"""What run.py reports of a process, and what the checks ask of such a report."""
+import json
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+GiB = 2**30
+SMALL = ["--n_layer", 2, "--n_embd", 128, "--n_head", 2, "--block_size", 256, "--val_tokens", 16384]
+
+
+class Report:
+    """What one process of run.py wrote (see its Recorder), and what the command printed."""
+
+    def __init__(self, path, output):
+        self.__dict__.update(json.loads(path.read_text()))
+        self.output = output
+
+    def graphs_after(self, step):
+        return [graph for graph in self.graphs if graph["step"] >= step]
+
+    def bytes_of_training(self):
+        """Read and written by the forward and the backward of a micro-step: by the graphs compiled last."""
+        return sum([g["bytes"] for g in self.graphs if g["kind"] == kind][-1] for kind in ("forward", "backward"))
+
+    def taken(self):
+        """The most memory taken from the card in a step, but for those steps that compile."""
+        return max(step["taken"] for step in self.steps[1:])
+
+    def seconds(self):
+        """The host's share of a step."""
+        return sorted(step["seconds"] for step in self.steps[2:])[len(self.steps[2:]) // 2]
+
+    def parameters(self):
+        return int(re.search(r"([\d,]+) parameters", self.output)[1].replace(",", ""))
+
+
+def compiled_once(report):
+    """No graph break; nothing compiled after the first step, which comes after the first validation and HellaSwag."""
+    assert not report.breaks
+    assert not report.graphs_after(1), "compiled after the first step"
+    assert all(step == 0 for step, _ in report.recompilations), report.recompilations
+
+
+def nothing_waits(report, first, last):
+    """From optimizer step `first` to `last`, what is between them included, nothing waits for the GPU or makes it wait."""
+    lines = {line for line, steps in report.waits.items() if any(first <= step < last for step in steps)}
+    assert not lines, f"wait for the GPU: {lines}"
+    for step in report.steps[first:last]:
+        counts = step["counts"]
+        launches = counts["aten kernels"] + counts.get("triton kernels", 0)
+        for what in counts:
+            assert what not in ("wait for a stream", "wait for the device", "cudaMalloc", "cudaFree", "cudaHostAlloc"), what
+            assert not ("pageable" in what or "blocking" in what), f"{what}: from pinned memory it does not wait"
+            # the host may wait for the step before this one, not to run ahead, while the GPU has this one to do
+            if behind := re.search(r"wait for an event, (\d+)", what):
+                assert int(behind[1]) >= launches / 2, what
