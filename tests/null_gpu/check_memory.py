@@ -7,7 +7,7 @@ QUIET = ["--val_every", 0, "--hellaswag_every", 0, "--sample_every", 0, "--check
 
 def told(name, report):
     print(f"{name}: {report.allocated / GiB:.2f} GiB allocated at the peak, {report.taken() / GiB:.2f} GiB taken of the card, "
-          f"{report.bytes_of_training() / 1e9:.1f} GB read and written, the host's share of a step {report.seconds() * 1e3:.0f} ms")
+          f"{report.bytes_of_training() / 1e9:.1f} GB read and written, the host's share of a step {report.seconds():.3f} s")
 
 
 def check_64_sequences(play):
