@@ -878,7 +878,7 @@ def train_step(model: Callable, state: State, loader: TokenLoader, autocast: tor
     leaves the weights as they are.
     """
     loss_sum = torch.zeros(2, device=process.device)
-    loss_sum[1] = float(stop)
+    loss_sum[1].fill_(stop)                     # a kernel; `loss_sum[1] = number` is a copy from the host, which waits
     for micro_step in range(loader.micro_steps):
         x, y = loader.next_batch()
         if process.world_size > 1:      # read by DDP's forward as well as by its backward: set before both
@@ -907,7 +907,8 @@ def train_step(model: Callable, state: State, loader: TokenLoader, autocast: tor
         if not state.scaler.is_enabled():       # the scaler does the same with what it finds itself
             optimizer.found_inf = (bad.any() | ~loss.isfinite()).float()        # a fused step is passed over where this is 1
         state.scaler.step(optimizer)
-        optimizer.zero_grad(set_to_none=True)
+        # DDP's gradients are views of its buckets: let go of, micro-steps without a sync would make others beside them
+        optimizer.zero_grad(set_to_none=process.world_size == 1 or loader.micro_steps == 1)
     state.scaler.update()
     first_bad = torch.where(bad.any(), bad.float().argmax(), -1)
     return torch.stack((loss, norm, first_bad.float(), loss_sum[1]))
@@ -958,7 +959,11 @@ class Reporter:
             self.clock = time.perf_counter()
 
     def step(self, step, numbers, lr):
-        self.pending.append((step, numbers, lr))
+        done = None
+        if self.lag:                            # into pinned memory; whoever reads it waits for this step, not for what follows
+            numbers, done = numbers.to("cpu", non_blocking=True), torch.cuda.Event()
+            done.record()
+        self.pending.append((step, numbers, lr, done))
         while len(self.pending) > self.lag:
             self._report(*self.pending.pop(0))
 
@@ -971,8 +976,10 @@ class Reporter:
         if self.log:
             self.log.write(step, kind, value)
 
-    def _report(self, step, numbers, lr):
-        loss, norm, first_bad, stop = numbers.tolist()          # waits until this step is done
+    def _report(self, step, numbers, lr, done):
+        if done:
+            done.synchronize()
+        loss, norm, first_bad, stop = numbers.tolist()
         now = time.perf_counter()
         dt, self.clock = now - self.clock, now
         self.stop = self.stop or stop > 0
