@@ -76,6 +76,19 @@ def can_compile(device: str) -> str | None:
         return str(error).strip().split("\n")[0][:200] or type(error).__name__
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory has run out, of a GPU or of the machine, as torch says it: by its own error, by a RuntimeError of CUDA's, of
+    a library's or of the CPU's allocator, or by the compiler's error around one of these."""
+    while error is not None:
+        # torch.compile's two kinds keep what happened in `inner_exception`; they are raised from None
+        if isinstance(error, torch.OutOfMemoryError | MemoryError) or isinstance(error, RuntimeError) and re.search(
+                r"\b(CUDA|HIP|NCCL)\b.{0,200}out of memory|_ALLOC_FAILED|DefaultCPUAllocator: ", str(error), re.I | re.S):
+            return True
+        error = getattr(error, "inner_exception", None) or error.__cause__ or (
+            None if error.__suppress_context__ else error.__context__)
+    return False
+
+
 # Dense 16-bit peaks in TFLOP/s from the vendors' data sheets (with fp32 accumulation); the first name found counts.
 PEAK_TFLOPS = {
     "B200": 2250, "B100": 1750, "H200": 989, "H100 NVL": 835, "H100 PCIe": 756, "H100": 989, "H800": 989, "H20": 148,
