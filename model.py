@@ -9,6 +9,7 @@
 import contextlib
 import ctypes
 import dataclasses
+import functools
 import json
 import math
 import mmap
@@ -17,6 +18,7 @@ import re
 import shutil
 import sys
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -126,6 +128,12 @@ ATTENTION = ("auto", "naive", *SDPA_KERNELS, "flex")
 NAIVE_UP_TO = 512       # tokens: half the time of SDPA's CPU kernel there (bench.py attention); beyond, memory counts for more
 
 
+@functools.cache
+def compiled_flex() -> Callable:
+    """Made once, when it is first asked for: every torch.compile is another wrapper that torch never lets go of."""
+    return torch.compile(flex_attention, dynamic=False)
+
+
 def attention(q: Tensor, k: Tensor, v: Tensor, kernel: str = "auto", mask: Tensor | BlockMask | None = None) -> Tensor:
     """softmax(q k^T / sqrt(hs)) v. q: (B, nh, T, hs), k, v: (B, nh, S, hs) -> (B, nh, T, hs).
 
@@ -137,7 +145,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, kernel: str = "auto", mask: Tenso
     T, S = q.size(-2), k.size(-2)
     if isinstance(mask, BlockMask):
         # a graph that is being compiled takes it in; anywhere else on a GPU only its compiled form is a kernel
-        flex = torch.compile(flex_attention, dynamic=False) if q.is_cuda and not torch.compiler.is_compiling() else flex_attention
+        flex = compiled_flex() if q.is_cuda and not torch.compiler.is_compiling() else flex_attention
         return flex(q, k, v, block_mask=mask)
     is_causal = mask is None and T == S
     if kernel == "naive" or kernel == "auto" and q.device.type == "cpu" and q.dtype == torch.bfloat16 and S <= NAIVE_UP_TO:

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import types
 import zipfile
 from pathlib import Path
 
@@ -32,8 +33,10 @@ from model import (
     attention,
     check_attention,
     choose_device,
+    compiled_flex,
     is_out_of_memory,
     load_model,
+    look_back,
     main,
     model_from_checkpoint,
     sample_token,
@@ -304,6 +307,19 @@ def test_checking_a_kernel_leaves_the_random_numbers_alone():
     before = torch.get_rng_state()
     check_attention("naive", "cpu", torch.float32, 64)
     assert torch.equal(before, torch.get_rng_state())
+
+
+def test_flex_attention_outside_a_graph_is_compiled_once(monkeypatch):
+    """Its kernel needs a GPU (test_flex_attention_trains_as_sdpa_does); here only what is asked of torch.compile is counted."""
+    made = []
+    monkeypatch.setattr(torch, "compile", lambda function, **how: made.append(function) or (lambda *tensors, block_mask: made))
+    q = types.SimpleNamespace(is_cuda=True, size=lambda i: 128)
+    mask = look_back(torch.zeros(1, 128, dtype=torch.int64), 128, torch.tensor(128), as_blocks=True)
+    compiled_flex.cache_clear()
+    try:
+        assert all(attention(q, q, q, "flex", mask) is made for _ in range(3)) and len(made) == 1
+    finally:
+        compiled_flex.cache_clear()
 
 
 @pytest.mark.parametrize("name", ["tpu", "cpu:x", "cuda:99", "cuda:x", "mps:0:0", ""])
