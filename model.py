@@ -91,19 +91,27 @@ def is_out_of_memory(error: BaseException) -> bool:
     return False
 
 
-# Dense 16-bit peaks in TFLOP/s from the vendors' data sheets (with fp32 accumulation); the first name found counts.
+# Dense 16-bit peaks in TFLOP/s, accumulated in fp32, from NVIDIA's data sheets; those of newer cards are printed there with
+# sparsity (twice as much), GeForce's also as accumulated in fp16 (twice again). The names are whole: what stands behind a number
+# (Ti, D, Laptop GPU, NVL, a MIG slice) is another chip or clock, and what is not here has no figure rather than a neighbour's.
 PEAK_TFLOPS = {
-    "B200": 2250, "B100": 1750, "H200": 989, "H100 NVL": 835, "H100 PCIe": 756, "H100": 989, "H800": 989, "H20": 148,
-    "A100": 312, "A800": 312, "A40": 149.7, "A10G": 70, "A10": 125, "L40S": 362, "L40": 181, "L4": 121, "V100": 125, "T4": 65,
-    "RTX 6000 Ada": 364, "RTX A6000": 154.8, "RTX 5090": 209.5, "RTX 4090": 165.2, "RTX 4080": 97.5, "RTX 3090": 71,
-    "RTX 3080": 59.5,
+    "GB200": 2500, "B200": 2250, "B100": 1750, "GH200 (480|120)GB": 989.4, "H200": 989.4, "H200 NVL": 835.5,
+    "H100 80GB HBM3": 989.4, "H100 NVL": 835.5, "H100 PCIe": 756, "H800": 989.4, "H20": 148,
+    "A100-(SXM4|PCIE)-(40|80)GB": 312, "A100 80GB PCIe": 312, "A800-SXM4-(40|80)GB": 312, "A800 80GB PCIe": 312,
+    "A40": 149.7, "A30": 165, "A10": 125, "A10G": 70, "L40S": 362, "L40": 181, "L4": 121,
+    "V100-SXM2-(16|32)GB": 125, "V100-PCIE-(16|32)GB": 112, "V100S-PCIE-32GB": 130, "T4": 65,
+    "RTX 6000 Ada Generation": 364, "RTX A6000": 154.8,
+    # GeForce: multiprocessors x boost clock x 512, which gives the figures of NVIDIA's white papers (128 x 2.52 GHz: 165.2)
+    "RTX 5090": 209.5, "RTX 5080": 112.6, "RTX 4090": 165.2, "RTX 4090 D": 147.1, "RTX 4080 SUPER": 104.4, "RTX 4080": 97.5,
+    "RTX 3090 Ti": 80, "RTX 3090": 71, "RTX 3080 Ti": 68.2, "RTX 3080": 59.5,
 }
 
 
 def peak_flops(device: str) -> float | None:
     """FLOP/s of this device's 16-bit matrix units, or None where the table does not know it."""
     name = torch.cuda.get_device_name(device) if device.startswith("cuda") else ""
-    return next((tflops * 1e12 for key, tflops in PEAK_TFLOPS.items() if re.search(rf"\b{key}\b", name)), None)
+    name = re.sub(r"^(NVIDIA |Tesla |GeForce )+", "", name)
+    return next((tflops * 1e12 for key, tflops in PEAK_TFLOPS.items() if re.fullmatch(key, name)), None)
 
 
 def keep_freed_memory() -> None:
