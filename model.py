@@ -18,7 +18,7 @@ import re
 import shutil
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -89,6 +89,17 @@ def is_out_of_memory(error: BaseException) -> bool:
         error = getattr(error, "inner_exception", None) or error.__cause__ or (
             None if error.__suppress_context__ else error.__context__)
     return False
+
+
+@contextlib.contextmanager
+def memory_is_told(advice: Callable[[], str]) -> Iterator[None]:
+    """Around what may run out of memory: then it ends in the UserError that `advice()` words, not in a traceback."""
+    try:
+        yield
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise UserError(advice()) from None
+        raise
 
 
 # Dense 16-bit peaks in TFLOP/s, accumulated in fp32, from NVIDIA's data sheets; those of newer cards are printed there with

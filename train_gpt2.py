@@ -43,8 +43,8 @@ import hellaswag
 from fineweb import (VOCAB_SIZE, FlagParser, RunError, TokenLoader, UserError, Windows, digest, encode, list_shards,
                      one_line, replace_file, run_command, shown, to_device, tokenizer, whole_number)
 from model import (ATTENTION, GPT, MODELS, GPTConfig, LanguageModel, SpeedrunConfig, SpeedrunGPT, can_compile, check_attention,
-                   choose_device, choose_dtype, is_plain, keep_freed_memory, load_model, make_autocast, model_from_checkpoint,
-                   peak_flops, read_checkpoint)
+                   choose_device, choose_dtype, is_plain, keep_freed_memory, load_model, make_autocast, memory_is_told,
+                   model_from_checkpoint, peak_flops, read_checkpoint)
 
 try:
     import fcntl
@@ -1365,22 +1365,32 @@ def train(argv: list[str] | None = None) -> int:
     check_config(config)
     process = setup_process(config)
     with process.failing_as_one(), the_only_run_in(config.out, process):
-        run = set_up(config, given, process)
-        signals = StopSignals(process.is_master)
-        try:
-            loop(run, signals)
-        except torch.OutOfMemoryError:
-            raise UserError(f"{process.device} is out of memory with --batch_size {run.loader.B}: give --batch_size "
-                            f"{max(1, run.loader.B // 2)}, which changes nothing else") from None
-        finally:
-            run.loader.close()
-            run.saver.close()
-            run.profiler.close()
+        run = None
+        with memory_is_told(lambda: less_memory(run.config if run else config, run.loader.B if run else 0, process.device)):
+            run = set_up(config, given, process)
+            signals = StopSignals(process.is_master)
+            try:
+                loop(run, signals)
+            finally:
+                run.loader.close()
+                run.saver.close()
+                run.profiler.close()
     code = last_words(run, signals)
     if process.world_size > 1:
         dist.destroy_process_group()
         leave(code)
     return code
+
+
+def less_memory(config: Config, B: int, device: str) -> str:
+    """What to do about memory that ran out with micro-batches of B; 0: before the first."""
+    if B > 1:
+        return f"{device} is out of memory with --batch_size {B}: give --batch_size {divisors(B)[-2]}, which changes nothing else"
+    smaller = "give a smaller model (--n_layer, --n_embd)"
+    if B == 0:
+        return f"{device} is out of memory before the first step: end what else runs there, or {smaller}"
+    chunk = "--loss_chunk 1024, " if not 0 < config.loss_chunk <= 1024 else ""
+    return f"{device} is out of memory with --batch_size 1: give {chunk}a shorter --sequence_length, or {smaller[5:]}"
 
 
 def last_words(run: Run, signals: StopSignals) -> int:

@@ -374,6 +374,23 @@ def test_a_mistake_is_a_user_error_before_anything_is_written(name, shards, star
     assert not (tmp_path / "log").exists()
 
 
+@pytest.mark.parametrize(("flags", "where", "said"), [
+    (["--batch_size", "4"], "train_step", "with --batch_size 4: give --batch_size 2, which"),
+    (["--total_batch_size", "288", "--batch_size", "9"], "train_step", "with --batch_size 9: give --batch_size 3, which"),
+    (["--batch_size", "1"], "train_step", "give --loss_chunk 1024, a shorter --sequence_length, or a smaller model"),
+    (["--batch_size", "1", "--loss_chunk", "64"], "train_step", "give a shorter --sequence_length"),
+    ([], "place_model", "before the first step: end what else runs there, or give a smaller model")])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_run_that_is_out_of_memory_is_told_what_needs_less(flags, where, said, compiled, shards, tmp_path, monkeypatch):
+    def fails(*args, **how):
+        error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        raise torch._inductor.exc.InductorError(error, None) if compiled else error
+    monkeypatch.setattr(train_gpt2, where, fails)
+    monkeypatch.setattr(train_gpt2, "StopSignals", lambda is_master: types.SimpleNamespace(received=None))
+    with pytest.raises(UserError, match=f"cpu is out of memory .*{said}"):
+        train_gpt2.train([*TINY, *QUIET, "--data", str(shards), "--out", str(tmp_path / "log"), *flags])
+
+
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_mistake_is_one_line_on_stderr(shards, tmp_path, processes):
     result = subprocess.run(command(*TINY, "--data", tmp_path, processes=processes), capture_output=True, text=True, env=ENV,
