@@ -18,7 +18,7 @@ import re
 import shutil
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -86,19 +86,51 @@ def can_compile(device: str) -> str | None:
         return str(error).strip().split("\n")[0][:200] or type(error).__name__
 
 
-# Dense 16-bit peaks in TFLOP/s from the vendors' data sheets (with fp32 accumulation); the first name found counts.
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory has run out, of a GPU or of the machine, as torch says it: by its own error, by a RuntimeError of CUDA's, of
+    a library's or of the CPU's allocator, or by the compiler's error around one of these."""
+    while error is not None:
+        # torch.compile's two kinds keep what happened in `inner_exception`; they are raised from None
+        if isinstance(error, torch.OutOfMemoryError | MemoryError) or isinstance(error, RuntimeError) and re.search(
+                r"\b(CUDA|HIP|NCCL)\b.{0,200}out of memory|_ALLOC_FAILED|DefaultCPUAllocator: ", str(error), re.I | re.S):
+            return True
+        error = getattr(error, "inner_exception", None) or error.__cause__ or (
+            None if error.__suppress_context__ else error.__context__)
+    return False
+
+
+@contextlib.contextmanager
+def memory_is_told(advice: Callable[[], str]) -> Iterator[None]:
+    """Around what may run out of memory: then it ends in the UserError that `advice()` words, not in a traceback."""
+    try:
+        yield
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise UserError(advice()) from None
+        raise
+
+
+# Dense 16-bit peaks in TFLOP/s, accumulated in fp32, from NVIDIA's data sheets; those of newer cards are printed there with
+# sparsity (twice as much), GeForce's also as accumulated in fp16 (twice again). The names are whole: what stands behind a number
+# (Ti, D, Laptop GPU, NVL, a MIG slice) is another chip or clock, and what is not here has no figure rather than a neighbour's.
 PEAK_TFLOPS = {
-    "B200": 2250, "B100": 1750, "H200": 989, "H100 NVL": 835, "H100 PCIe": 756, "H100": 989, "H800": 989, "H20": 148,
-    "A100": 312, "A800": 312, "A40": 149.7, "A10G": 70, "A10": 125, "L40S": 362, "L40": 181, "L4": 121, "V100": 125, "T4": 65,
-    "RTX 6000 Ada": 364, "RTX A6000": 154.8, "RTX 5090": 209.5, "RTX 4090": 165.2, "RTX 4080": 97.5, "RTX 3090": 71,
-    "RTX 3080": 59.5,
+    "GB200": 2500, "B200": 2250, "B100": 1750, "GH200 (480|120)GB": 989.4, "H200": 989.4, "H200 NVL": 835.5,
+    "H100 80GB HBM3": 989.4, "H100 NVL": 835.5, "H100 PCIe": 756, "H800": 989.4, "H20": 148,
+    "A100-(SXM4|PCIE)-(40|80)GB": 312, "A100 80GB PCIe": 312, "A800-SXM4-(40|80)GB": 312, "A800 80GB PCIe": 312,
+    "A40": 149.7, "A30": 165, "A10": 125, "A10G": 70, "L40S": 362, "L40": 181, "L4": 121,
+    "V100-SXM2-(16|32)GB": 125, "V100-PCIE-(16|32)GB": 112, "V100S-PCIE-32GB": 130, "T4": 65,
+    "RTX 6000 Ada Generation": 364, "RTX A6000": 154.8,
+    # GeForce: multiprocessors x boost clock x 512, which gives the figures of NVIDIA's white papers (128 x 2.52 GHz: 165.2)
+    "RTX 5090": 209.5, "RTX 5080": 112.6, "RTX 4090": 165.2, "RTX 4090 D": 147.1, "RTX 4080 SUPER": 104.4, "RTX 4080": 97.5,
+    "RTX 3090 Ti": 80, "RTX 3090": 71, "RTX 3080 Ti": 68.2, "RTX 3080": 59.5,
 }
 
 
 def peak_flops(device: str) -> float | None:
     """FLOP/s of this device's 16-bit matrix units, or None where the table does not know it."""
     name = torch.cuda.get_device_name(device) if device.startswith("cuda") else ""
-    return next((tflops * 1e12 for key, tflops in PEAK_TFLOPS.items() if re.search(rf"\b{key}\b", name)), None)
+    name = re.sub(r"^(NVIDIA |Tesla |GeForce )+", "", name)
+    return next((tflops * 1e12 for key, tflops in PEAK_TFLOPS.items() if re.fullmatch(key, name)), None)
 
 
 def keep_freed_memory() -> None:
@@ -123,6 +155,12 @@ ATTENTION = ("auto", "naive", *SDPA_KERNELS, "flex")
 NAIVE_UP_TO = 512       # tokens: half the time of SDPA's CPU kernel there (bench.py attention); beyond, memory counts for more
 
 
+@functools.cache
+def compiled_flex() -> Callable:
+    """Made once, when it is first asked for: every torch.compile is another wrapper that torch never lets go of."""
+    return torch.compile(flex_attention, dynamic=False)
+
+
 def attention(q: Tensor, k: Tensor, v: Tensor, kernel: str = "auto", mask: Tensor | BlockMask | None = None) -> Tensor:
     """softmax(q k^T / sqrt(hs)) v. q: (B, nh, T, hs), k, v: (B, nh, S, hs) -> (B, nh, T, hs).
 
@@ -134,7 +172,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, kernel: str = "auto", mask: Tenso
     T, S = q.size(-2), k.size(-2)
     if isinstance(mask, BlockMask):
         # a graph that is being compiled takes it in; anywhere else on a GPU only its compiled form is a kernel
-        flex = torch.compile(flex_attention, dynamic=False) if q.is_cuda and not torch.compiler.is_compiling() else flex_attention
+        flex = compiled_flex() if q.is_cuda and not torch.compiler.is_compiling() else flex_attention
         return flex(q, k, v, block_mask=mask)
     is_causal = mask is None and T == S
     if kernel == "naive" or kernel == "auto" and q.device.type == "cpu" and q.dtype == torch.bfloat16 and S <= NAIVE_UP_TO:
