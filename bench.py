@@ -13,6 +13,7 @@ All that is timed is the code that trains (train_gpt2.train_step): there is no l
 a process of its own, so that none inherits another's memory or compiled code, and the whole table --turns times over:
 shared machines change their speed within minutes, and medians over turns do not follow.
 """
+import contextlib
 import importlib.util
 import json
 import math
@@ -25,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 import types
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
@@ -38,8 +40,8 @@ import fineweb
 import hellaswag
 import train_gpt2
 from fineweb import FlagParser, TokenLoader, UserError, Windows, replace_file, run_command, whole_number, write_shard
-from model import (ATTENTION, GPT, GPT2_SIZES, GPTConfig, attention, check_attention, choose_device, choose_dtype, look_back,
-                   make_autocast)
+from model import (ATTENTION, GPT, GPT2_SIZES, GPTConfig, attention, check_attention, choose_device, choose_dtype,
+                   is_out_of_memory, look_back, make_autocast)
 
 BENCH = Path(__file__).resolve()
 GB = 1e9
@@ -318,17 +320,21 @@ WORKERS = {"step": measure_step, "matmul": measure_matmul, "attention": measure_
 
 
 def work(setting):
-    """What `python bench.py work JSON` does: prints the measured dict as its last line."""
+    """What `python bench.py work JSON` does: prints the measured dict as its last line. Of several processes the first prints
+    it, and any that fails: its exit code lets torchrun end the others, which would wait for it inside a collective."""
     s = Setting(**json.loads(setting))
     try:
         result = WORKERS[s.what](s)
-    except torch.OutOfMemoryError:
-        result = {"failed": "out of memory"}
-    master = int(os.environ.get("RANK", 0)) == 0
-    if master:
+    except Exception as error:
+        if is_out_of_memory(error):
+            result = {"failed": "out of memory"}
+        else:
+            traceback.print_exc()
+            result = {"failed": (str(error).strip() or repr(error)).split("\n")[-1][:200]}
+    if "failed" in result or int(os.environ.get("RANK", 0)) == 0:
         print(json.dumps(result), flush=True)
     sys.stdout.flush()
-    os._exit(0 if master or "failed" not in result else 1)      # without waiting for the loader's thread and the other processes
+    os._exit("failed" in result)            # without waiting for the loader's thread and the other processes
 
 
 def in_own_process(s):
@@ -337,12 +343,17 @@ def in_own_process(s):
     threads = max(1, torch.get_num_threads() // s.processes)
     result = subprocess.run([sys.executable, *launcher, str(BENCH), "work", json.dumps(asdict(s))], capture_output=True,
                             text=True, env={**os.environ, "OMP_NUM_THREADS": str(threads)})
-    try:
-        return json.loads(result.stdout.strip().split("\n")[-1])
-    except ValueError:
-        if result.returncode == -9:
-            return {"failed": "out of memory"}
-        return {"failed": (result.stderr.strip().split("\n")[-1] or f"exit code {result.returncode}")[:200]}
+    told = []
+    for line in result.stdout.split("\n"):
+        with contextlib.suppress(ValueError):
+            told.append(json.loads(line))
+    told = [answer for answer in told if isinstance(answer, dict)]
+    failed = [answer for answer in told if "failed" in answer]          # one process can fail after the first has answered
+    if told and (failed or not result.returncode):
+        return (failed or told)[0]
+    if result.returncode == -9 or "Signal 9 (SIGKILL)" in result.stderr:        # by the kernel; the second is torchrun's report
+        return {"failed": "out of memory"}
+    return {"failed": (result.stderr.strip().split("\n")[-1] or f"exit code {result.returncode}")[:200]}
 
 
 # -----------------------------------------------------------------------------
@@ -581,12 +592,15 @@ def scaling_table(args, base):
     """Measured: the same micro-batch on more processes. On paper: sizes, and the exchange of gradients."""
     counts = [n for n in (1, 2, 4, 8) if n <= (torch.cuda.device_count() if base.device.startswith("cuda") else os.cpu_count())]
     results = measure([replace(base, processes=n) for n in counts], args.turns)
-    alone = base.B * base.T / statistics.median(results[0]["seconds"])
-    rows = []
+    rows, alone = [], None
     for n, r in zip(counts, results, strict=True):
+        if "failed" in r:
+            rows.append({"processes": f"{n}: {r['failed']}"})
+            continue
         rate = n * base.B * base.T / statistics.median(r["seconds"])
+        alone = rate if n == 1 else alone
         rows.append({"processes": n, "tokens a step": n * base.B * base.T, "ms a step": median_ms(r), "tokens/s": rate,
-                     "against one": f"{rate / alone:.2f}x"})
+                     "against one": f"{rate / alone:.2f}x" if alone else None})
     print_table(rows)
     paper = []
     for name, shape in GPT2_SIZES.items():

@@ -143,15 +143,16 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError("--batch_size must be at least 4 (one example) and --limit at least 1")
     from tqdm import tqdm
 
-    from model import check_tokens, choose_device, load_model, make_autocast
+    from model import check_tokens, choose_device, load_model, make_autocast, memory_is_told
     device = choose_device(args.device)
     examples = load_examples(args.data) if args.data else None      # what is quick to find wrong comes first
-    model = load_model(args.model).to(device)
-    check_tokens(model, args.model)
-    examples = (examples or load_examples())[:args.limit]
-    batches = make_batches(examples, model.config.block_size, args.batch_size)
-    with tqdm(total=len(examples), unit="ex", disable=None) as bar:
-        correct, correct_norm, n = evaluate(model, batches, device, make_autocast(device, args.dtype), progress=bar)
+    with memory_is_told(lambda: f"{device} is out of memory: give a smaller --batch_size, or another --device"):
+        model = load_model(args.model).to(device)
+        check_tokens(model, args.model)
+        examples = (examples or load_examples())[:args.limit]
+        batches = make_batches(examples, model.config.block_size, args.batch_size)
+        with tqdm(total=len(examples), unit="ex", disable=None) as bar:
+            correct, correct_norm, n = evaluate(model, batches, device, make_autocast(device, args.dtype), progress=bar)
     print(f"acc: {correct}/{n}={correct / n:.4f}\nacc_norm: {correct_norm}/{n}={correct_norm / n:.4f}")
 
 

@@ -9,6 +9,7 @@
 import contextlib
 import ctypes
 import dataclasses
+import functools
 import json
 import math
 import mmap
@@ -17,6 +18,7 @@ import re
 import shutil
 import sys
 import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.utils.checkpoint import checkpoint
 
 from fineweb import EOT, VOCAB_SIZE, FlagParser, UserError, checked_asset, reach_hub, replace_file, run_command, shown
 
@@ -63,6 +66,13 @@ def choose_dtype(name: str, device: str) -> str:
     return "bfloat16" if native else "float32"
 
 
+def matmul_dtype(x: Tensor) -> torch.dtype:
+    """The dtype in which `x` would be multiplied here: autocast's, or its own where autocast is off."""
+    device = x.device.type
+    on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)          # "meta" has none
+    return torch.get_autocast_dtype(device) if on else x.dtype
+
+
 def make_autocast(device: str, dtype: str) -> torch.autocast:
     """torch.autocast to `dtype` ('bfloat16', 'float16') on `device`; switched off for 'float32'."""
     return torch.autocast(device.split(":")[0], dtype=getattr(torch, dtype), enabled=dtype != "float32")
@@ -76,19 +86,51 @@ def can_compile(device: str) -> str | None:
         return str(error).strip().split("\n")[0][:200] or type(error).__name__
 
 
-# Dense 16-bit peaks in TFLOP/s from the vendors' data sheets (with fp32 accumulation); the first name found counts.
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory has run out, of a GPU or of the machine, as torch says it: by its own error, by a RuntimeError of CUDA's, of
+    a library's or of the CPU's allocator, or by the compiler's error around one of these."""
+    while error is not None:
+        # torch.compile's two kinds keep what happened in `inner_exception`; they are raised from None
+        if isinstance(error, torch.OutOfMemoryError | MemoryError) or isinstance(error, RuntimeError) and re.search(
+                r"\b(CUDA|HIP|NCCL)\b.{0,200}out of memory|_ALLOC_FAILED|DefaultCPUAllocator: ", str(error), re.I | re.S):
+            return True
+        error = getattr(error, "inner_exception", None) or error.__cause__ or (
+            None if error.__suppress_context__ else error.__context__)
+    return False
+
+
+@contextlib.contextmanager
+def memory_is_told(advice: Callable[[], str]) -> Iterator[None]:
+    """Around what may run out of memory: then it ends in the UserError that `advice()` words, not in a traceback."""
+    try:
+        yield
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise UserError(advice()) from None
+        raise
+
+
+# Dense 16-bit peaks in TFLOP/s, accumulated in fp32, from NVIDIA's data sheets; those of newer cards are printed there with
+# sparsity (twice as much), GeForce's also as accumulated in fp16 (twice again). The names are whole: what stands behind a number
+# (Ti, D, Laptop GPU, NVL, a MIG slice) is another chip or clock, and what is not here has no figure rather than a neighbour's.
 PEAK_TFLOPS = {
-    "B200": 2250, "B100": 1750, "H200": 989, "H100 NVL": 835, "H100 PCIe": 756, "H100": 989, "H800": 989, "H20": 148,
-    "A100": 312, "A800": 312, "A40": 149.7, "A10G": 70, "A10": 125, "L40S": 362, "L40": 181, "L4": 121, "V100": 125, "T4": 65,
-    "RTX 6000 Ada": 364, "RTX A6000": 154.8, "RTX 5090": 209.5, "RTX 4090": 165.2, "RTX 4080": 97.5, "RTX 3090": 71,
-    "RTX 3080": 59.5,
+    "GB200": 2500, "B200": 2250, "B100": 1750, "GH200 (480|120)GB": 989.4, "H200": 989.4, "H200 NVL": 835.5,
+    "H100 80GB HBM3": 989.4, "H100 NVL": 835.5, "H100 PCIe": 756, "H800": 989.4, "H20": 148,
+    "A100-(SXM4|PCIE)-(40|80)GB": 312, "A100 80GB PCIe": 312, "A800-SXM4-(40|80)GB": 312, "A800 80GB PCIe": 312,
+    "A40": 149.7, "A30": 165, "A10": 125, "A10G": 70, "L40S": 362, "L40": 181, "L4": 121,
+    "V100-SXM2-(16|32)GB": 125, "V100-PCIE-(16|32)GB": 112, "V100S-PCIE-32GB": 130, "T4": 65,
+    "RTX 6000 Ada Generation": 364, "RTX A6000": 154.8,
+    # GeForce: multiprocessors x boost clock x 512, which gives the figures of NVIDIA's white papers (128 x 2.52 GHz: 165.2)
+    "RTX 5090": 209.5, "RTX 5080": 112.6, "RTX 4090": 165.2, "RTX 4090 D": 147.1, "RTX 4080 SUPER": 104.4, "RTX 4080": 97.5,
+    "RTX 3090 Ti": 80, "RTX 3090": 71, "RTX 3080 Ti": 68.2, "RTX 3080": 59.5,
 }
 
 
 def peak_flops(device: str) -> float | None:
     """FLOP/s of this device's 16-bit matrix units, or None where the table does not know it."""
     name = torch.cuda.get_device_name(device) if device.startswith("cuda") else ""
-    return next((tflops * 1e12 for key, tflops in PEAK_TFLOPS.items() if re.search(rf"\b{key}\b", name)), None)
+    name = re.sub(r"^(NVIDIA |Tesla |GeForce )+", "", name)
+    return next((tflops * 1e12 for key, tflops in PEAK_TFLOPS.items() if re.fullmatch(key, name)), None)
 
 
 def keep_freed_memory() -> None:
@@ -113,6 +155,12 @@ ATTENTION = ("auto", "naive", *SDPA_KERNELS, "flex")
 NAIVE_UP_TO = 512       # tokens: half the time of SDPA's CPU kernel there (bench.py attention); beyond, memory counts for more
 
 
+@functools.cache
+def compiled_flex() -> Callable:
+    """Made once, when it is first asked for: every torch.compile is another wrapper that torch never lets go of."""
+    return torch.compile(flex_attention, dynamic=False)
+
+
 def attention(q: Tensor, k: Tensor, v: Tensor, kernel: str = "auto", mask: Tensor | BlockMask | None = None) -> Tensor:
     """softmax(q k^T / sqrt(hs)) v. q: (B, nh, T, hs), k, v: (B, nh, S, hs) -> (B, nh, T, hs).
 
@@ -124,7 +172,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, kernel: str = "auto", mask: Tenso
     T, S = q.size(-2), k.size(-2)
     if isinstance(mask, BlockMask):
         # a graph that is being compiled takes it in; anywhere else on a GPU only its compiled form is a kernel
-        flex = torch.compile(flex_attention, dynamic=False) if q.is_cuda and not torch.compiler.is_compiling() else flex_attention
+        flex = compiled_flex() if q.is_cuda and not torch.compiler.is_compiling() else flex_attention
         return flex(q, k, v, block_mask=mask)
     is_causal = mask is None and T == S
     if kernel == "naive" or kernel == "auto" and q.device.type == "cpu" and q.dtype == torch.bfloat16 and S <= NAIVE_UP_TO:
@@ -186,11 +234,20 @@ def cross_entropy_(logits: Tensor, targets: Tensor, softcap: float = 0.0) -> Ten
     p = z.softmax(dim=1)
     # the likeliest token has p = exp(0) / sum exp(z - highest), which gives the normaliser without a second exp
     loss = ((highest - p.amax(dim=1, keepdim=True).log() - own) * scored).sum()
-    p.scatter_add_(1, targets, torch.full_like(own, -1.0))
+    if torch.compiler.is_compiling():           # to compare keeps all in one kernel, where to scatter makes an fp32 copy of p
+        p = p - (torch.arange(z.size(1), device=z.device) == targets)
+    else:
+        p.scatter_add_(1, targets, torch.full_like(own, -1.0))
     if softcap:
-        p.mul_(s).mul_(1 - s).mul_(4)                                           # the derivative, 1 - tanh^2
+        p = p.mul_(s).mul_(1 - s).mul_(4)                                       # the derivative, 1 - tanh^2
     logits.copy_(p.mul_(scored))
     return loss
+
+
+@functools.cache
+def compiled_cross_entropy_():
+    """cross_entropy_ as one kernel: two passes over the logits, and nothing of their size beside them."""
+    return torch.compile(cross_entropy_, dynamic=False)
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
@@ -203,19 +260,18 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, weight, targets, chunk, with_gradient, softcap=0.0):
-        device = x.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    def forward(ctx, x, weight, targets, chunk, with_gradient, softcap=0.0, compiled=False):
+        device, dtype = x.device.type, matmul_dtype(x)
         # a CPU needs a quarter of the time where the fp32 numbers of a few rows at a time stay in its cache
-        in_cache = device == "cpu" and not torch.compiler.is_compiling()
-        tile = max(1, 400_000 // weight.size(0)) * torch.get_num_threads() if in_cache else chunk
+        tile = max(1, 400_000 // weight.size(0)) * torch.get_num_threads() if device == "cpu" else chunk
+        loss_and_gradient_ = compiled_cross_entropy_() if compiled and device != "cpu" else cross_entropy_
         with torch.autocast(device, enabled=False):
             w, loss, dx, dw = weight.to(dtype), torch.zeros((), device=x.device), torch.empty_like(x), None
             scale = 1 / (targets >= 0).sum().clamp(min=1)
             for x_i, dx_i, targets_i in zip(x.to(dtype).split(chunk), dx.split(chunk), targets.split(chunk), strict=True):
                 logits = x_i @ w.t()                                            # (chunk, V)
                 for rows, targets_of_rows in zip(logits.split(tile), targets_i.split(tile), strict=True):
-                    loss += cross_entropy_(rows, targets_of_rows, softcap)
+                    loss += loss_and_gradient_(rows, targets_of_rows, softcap)
                 if with_gradient:
                     dx_i.copy_(logits @ w)
                     dw_i = logits.t() @ x_i                                     # (V, C)
@@ -228,7 +284,13 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, gradient):
         dx, dw, scale = ctx.saved_tensors
-        return dx * (gradient * scale), dw * (gradient * scale), None, None, None, None
+        return dx * (gradient * scale), dw * (gradient * scale), None, None, None, None, None
+
+
+@torch.compiler.disable         # inside its graph the compiler would do all chunks' products first, and save no memory
+def chunked_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, chunk: int, softcap: float, compiled: bool) -> Tensor:
+    """ChunkedCrossEntropy, apart from the graph of the rest where that is `compiled`."""
+    return ChunkedCrossEntropy.apply(x, weight, targets, chunk, torch.is_grad_enabled(), softcap, compiled)
 
 
 # -----------------------------------------------------------------------------
@@ -279,8 +341,8 @@ class LanguageModel(nn.Module):
             raise ValueError(f"a sequence of {idx.size(1)} tokens is longer than block_size {self.config.block_size}")
         x = self.hidden(idx)                                                    # (B, T, C)
         if targets is not None and self.loss_chunk:
-            return None, ChunkedCrossEntropy.apply(x.flatten(0, 1), self.lm_head.weight, targets.flatten(), self.loss_chunk,
-                                                   torch.is_grad_enabled(), self.softcap)
+            return None, chunked_cross_entropy(x.flatten(0, 1), self.lm_head.weight, targets.flatten(), self.loss_chunk,
+                                               self.softcap, torch.compiler.is_compiling())
         logits = self.logits(x)                                                 # (B, T, vocab_size)
         if targets is None:
             return logits, None
@@ -337,11 +399,47 @@ class GPTConfig:
     gelu: str = "tanh"          # GPT-2's approximation; "none" is the exact one, which nanoGPT trains with
 
 
+class LinearFunction(torch.autograd.Function):
+    """x W^T + b as autocast does it, with its gradients. x (B, T, in), weight (out, in), bias (out) -> (B, T, out).
+
+    The bias's gradient is the sum of dy over B and T, which is to read dy, one of a step's largest tensors, once more. Summed
+    over T first, and then over B, the compiler does it in the kernel that makes dy: 8.5 GB of 152 less to move for 124M at
+    64 x 1024 tokens. In fp32, where autograd's own adds the bias's up in the dtype of the product.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, bias):
+        dtype = matmul_dtype(x)
+        x, w = x.to(dtype), weight.to(dtype)
+        ctx.save_for_backward(x, w)
+        return F.linear(x, w, bias.to(dtype))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy):
+        x, w = ctx.saved_tensors
+        dw = dy.flatten(0, 1).t() @ x.flatten(0, 1)                             # (out, in)
+        db = dy.sum(1, dtype=torch.promote_types(dy.dtype, torch.float32)).sum(0)
+        return dy @ w, dw.to(db.dtype), db
+
+
+class Linear(nn.Linear):
+    """torch's, but for how the gradient of its bias is summed up."""
+
+    def forward(self, x):
+        return LinearFunction.apply(x, self.weight, self.bias) if torch.is_grad_enabled() else super().forward(x)
+
+
+def recomputed(f: Callable, x: Tensor) -> Tensor:
+    """f(x), pointwise. A compiled backward computes it anew from x, in the kernel of f's derivative, instead of keeping it."""
+    return checkpoint(f, x, use_reentrant=False) if torch.compiler.is_compiling() else f(x)
+
+
 class CausalSelfAttention(nn.Module):
     def __init__(self, config):
         super().__init__()
-        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)       # query, key, value of all heads
-        self.c_proj = nn.Linear(config.n_embd, config.n_embd)
+        self.c_attn = Linear(config.n_embd, 3 * config.n_embd)          # query, key, value of all heads
+        self.c_proj = Linear(config.n_embd, config.n_embd)
         self.n_head = config.n_head
         self.kernel = "auto"
 
@@ -358,12 +456,12 @@ class CausalSelfAttention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, config):
         super().__init__()
-        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd)
-        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd)
-        self.gelu = config.gelu
+        self.c_fc = Linear(config.n_embd, 4 * config.n_embd)
+        self.c_proj = Linear(4 * config.n_embd, config.n_embd)
+        self.gelu = nn.GELU(approximate=config.gelu)                            # arXiv:1606.08415
 
     def forward(self, x):
-        return self.c_proj(F.gelu(self.c_fc(x), approximate=self.gelu))         # arXiv:1606.08415
+        return self.c_proj(recomputed(self.gelu, self.c_fc(x)))
 
 
 class Block(nn.Module):
@@ -415,6 +513,10 @@ class GPT(LanguageModel):
         tokens = past.add(idx) if past else idx
         pos = torch.arange(tokens.size(1) - idx.size(1), tokens.size(1), device=idx.device)     # (T,)
         x = self.transformer.wte(idx) + self.transformer.wpe(pos)               # (B, T, C)
+        # The residual stream is bfloat16 where the products are, as llm.c and modded-nanogpt have it: in fp32 it is 14% of what a
+        # step moves. LayerNorm computes in fp32 all the same. Not in float16, whose largest number is 65504.
+        if matmul_dtype(x) == torch.bfloat16:
+            x = x.bfloat16()
         for i, block in enumerate(self.transformer.h):
             x = block(x, past.blocks[i] if past else None)
         return self.transformer.ln_f(x)
@@ -589,7 +691,7 @@ class SpeedrunGPT(LanguageModel):
         """Final hidden states (B, T, C), in autocast's dtype from the embedding on: without autocast's own casts, which
         would take norms and residuals back to fp32."""
         device = idx.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else torch.float32
+        dtype = matmul_dtype(self.transformer.wte.weight)
         tokens = past.add(idx) if past else idx
         hs = self.config.n_embd // self.config.n_head
         pos = torch.arange(tokens.size(1) - idx.size(1), tokens.size(1), device=idx.device)     # (T,)

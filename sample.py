@@ -20,14 +20,15 @@ def main(argv: list[str] | None = None) -> None:
 
     import torch
 
-    from model import check_tokens, choose_device, load_model
+    from model import check_tokens, choose_device, load_model, memory_is_told
     device = choose_device(args.device)
-    model = load_model(args.model).to(device)
-    check_tokens(model, args.model)
-    prompt = encode(args.prompt).tolist() or [EOT]
-    idx = torch.tensor([prompt] * args.num_samples, dtype=torch.int64, device=device)
-    generator = torch.Generator(device=device).manual_seed(args.seed)
-    rows = model.generate(idx, args.max_new_tokens, args.temperature, args.top_k, generator).tolist()
+    with memory_is_told(lambda: f"{device} is out of memory: give a smaller --num_samples, or another --device"):
+        model = load_model(args.model).to(device)
+        check_tokens(model, args.model)
+        prompt = encode(args.prompt).tolist() or [EOT]
+        idx = torch.tensor([prompt] * args.num_samples, dtype=torch.int64, device=device)
+        generator = torch.Generator(device=device).manual_seed(args.seed)
+        rows = model.generate(idx, args.max_new_tokens, args.temperature, args.top_k, generator).tolist()
     for i, row in enumerate(rows):
         end = row.index(EOT, len(prompt)) if EOT in row[len(prompt):] else len(row)     # the document ends there
         print(f"--- sample {i + 1} of {args.num_samples}\n{tokenizer().decode([t for t in row[:end] if t != EOT])}")

@@ -43,8 +43,8 @@ import hellaswag
 from fineweb import (VOCAB_SIZE, FlagParser, RunError, TokenLoader, UserError, Windows, digest, encode, list_shards,
                      one_line, replace_file, run_command, shown, to_device, tokenizer, whole_number)
 from model import (ATTENTION, GPT, MODELS, GPTConfig, LanguageModel, SpeedrunConfig, SpeedrunGPT, can_compile, check_attention,
-                   choose_device, choose_dtype, is_plain, keep_freed_memory, load_model, make_autocast, model_from_checkpoint,
-                   peak_flops, read_checkpoint)
+                   choose_device, choose_dtype, is_plain, keep_freed_memory, load_model, make_autocast, memory_is_told,
+                   model_from_checkpoint, peak_flops, read_checkpoint)
 
 try:
     import fcntl
@@ -638,16 +638,52 @@ def instead_of(path: Path) -> str:
     return f"remove it, and the same command goes on from {older[-1]}" if older else "start a new run with another --out"
 
 
-def copy_to_cpu(tree, copies):
-    """The same dicts and lists with copies of the tensors, one for those that share their memory (embedding and head)."""
+class CpuCopies:
+    """Copies of trees of tensors, on a GPU by way of pinned memory, which the next call uses again. That memory is taken in a few
+    large pieces: torch makes each a power of two, which tensor by tensor came to 2.5 GB for GPT-2 124M's 1.5, and to 3.1 at the
+    next checkpoint. Every copy has a storage of its own in there, because torch.save writes a tensor's whole storage."""
+    PIECE = 2**29               # bytes; the last piece only as large as it has to be
+
+    def __init__(self):
+        self.pieces = []
+
+    def __call__(self, tree):
+        """The same dicts and lists with copies of the tensors, one for those that share their memory (embedding and head). They
+        are good until the next call."""
+        places, sizes = {}, [0]             # of each tensor: itself, the number of its piece, where in there
+        for key, tensor in tensors_of(tree).items():
+            if sizes[-1] and sizes[-1] + tensor.nbytes > self.PIECE:
+                sizes.append(0)
+            places[key] = tensor, len(sizes) - 1, sizes[-1]
+            sizes[-1] += -(-tensor.nbytes // 64) * 64
+        if [len(piece) for piece in self.pieces] != sizes:
+            self.pieces = []                # given back before others are taken
+            self.pieces = [torch.empty(size, dtype=torch.uint8, pin_memory=torch.cuda.is_available()) for size in sizes]
+        copies = {key: torch.frombuffer(self.pieces[i].numpy(), dtype=tensor.dtype, count=tensor.numel(), offset=offset)
+                  .view(tensor.shape).copy_(tensor, non_blocking=True) for key, (tensor, i, offset) in places.items()}
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return replaced(tree, copies)
+
+
+def memory_key(tensor):
+    return tensor.data_ptr(), tensor.dtype, tensor.shape
+
+
+def tensors_of(tree):
+    """{memory_key: tensor} of all tensors in a tree of dicts and lists."""
     if torch.is_tensor(tree):
-        key = tree.data_ptr(), tree.shape
-        if key not in copies:
-            copies[key] = torch.empty(tree.shape, dtype=tree.dtype, pin_memory=tree.is_cuda).copy_(tree, non_blocking=True)
-        return copies[key]
+        return {memory_key(tree): tree}
+    values = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (list, tuple)) else ()
+    return {key: tensor for value in values for key, tensor in tensors_of(value).items()}
+
+
+def replaced(tree, copies):
+    if torch.is_tensor(tree):
+        return copies[memory_key(tree)]
     if isinstance(tree, dict):
-        return {name: copy_to_cpu(value, copies) for name, value in tree.items()}
-    return type(tree)(copy_to_cpu(value, copies) for value in tree) if isinstance(tree, (list, tuple)) else tree
+        return {name: replaced(value, copies) for name, value in tree.items()}
+    return type(tree)(replaced(value, copies) for value in tree) if isinstance(tree, (list, tuple)) else tree
 
 
 class Saver:
@@ -657,7 +693,7 @@ class Saver:
 
     def __init__(self, config, data, log, process):
         self.config, self.data, self.log, self.process = config, data, log, process
-        self.thread, self.pending = ThreadPoolExecutor(1, "checkpoint"), None
+        self.thread, self.pending, self.copies = ThreadPoolExecutor(1, "checkpoint"), None, CpuCopies()
         self.background = process.device.startswith("cuda")
 
     def save(self, state):
@@ -668,9 +704,7 @@ class Saver:
         if self.process.is_master:
             content = state.content(self.config, self.data)
             if self.background:
-                content = copy_to_cpu(content, {})
-                if torch.cuda.is_available():
-                    torch.cuda.synchronize()
+                content = self.copies(content)
             if self.log:
                 os.fsync(self.log.file.fileno())        # the log never ends before its checkpoint
             self.pending = self.thread.submit(self._write, content)
@@ -878,7 +912,7 @@ def train_step(model: Callable, state: State, loader: TokenLoader, autocast: tor
     leaves the weights as they are.
     """
     loss_sum = torch.zeros(2, device=process.device)
-    loss_sum[1] = float(stop)
+    loss_sum[1].fill_(stop)                     # a kernel; `loss_sum[1] = number` is a copy from the host, which waits
     for micro_step in range(loader.micro_steps):
         x, y = loader.next_batch()
         if process.world_size > 1:      # read by DDP's forward as well as by its backward: set before both
@@ -907,7 +941,8 @@ def train_step(model: Callable, state: State, loader: TokenLoader, autocast: tor
         if not state.scaler.is_enabled():       # the scaler does the same with what it finds itself
             optimizer.found_inf = (bad.any() | ~loss.isfinite()).float()        # a fused step is passed over where this is 1
         state.scaler.step(optimizer)
-        optimizer.zero_grad(set_to_none=True)
+        # DDP's gradients are views of its buckets: let go of, micro-steps without a sync would make others beside them
+        optimizer.zero_grad(set_to_none=process.world_size == 1 or loader.micro_steps == 1)
     state.scaler.update()
     first_bad = torch.where(bad.any(), bad.float().argmax(), -1)
     return torch.stack((loss, norm, first_bad.float(), loss_sum[1]))
@@ -958,7 +993,11 @@ class Reporter:
             self.clock = time.perf_counter()
 
     def step(self, step, numbers, lr):
-        self.pending.append((step, numbers, lr))
+        done = None
+        if self.lag:                            # into pinned memory; whoever reads it waits for this step, not for what follows
+            numbers, done = numbers.to("cpu", non_blocking=True), torch.cuda.Event()
+            done.record()
+        self.pending.append((step, numbers, lr, done))
         while len(self.pending) > self.lag:
             self._report(*self.pending.pop(0))
 
@@ -971,8 +1010,10 @@ class Reporter:
         if self.log:
             self.log.write(step, kind, value)
 
-    def _report(self, step, numbers, lr):
-        loss, norm, first_bad, stop = numbers.tolist()          # waits until this step is done
+    def _report(self, step, numbers, lr, done):
+        if done:
+            done.synchronize()
+        loss, norm, first_bad, stop = numbers.tolist()
         now = time.perf_counter()
         dt, self.clock = now - self.clock, now
         self.stop = self.stop or stop > 0
@@ -1365,22 +1406,32 @@ def train(argv: list[str] | None = None) -> int:
     check_config(config)
     process = setup_process(config)
     with process.failing_as_one(), the_only_run_in(config.out, process):
-        run = set_up(config, given, process)
-        signals = StopSignals(process.is_master)
-        try:
-            loop(run, signals)
-        except torch.OutOfMemoryError:
-            raise UserError(f"{process.device} is out of memory with --batch_size {run.loader.B}: give --batch_size "
-                            f"{max(1, run.loader.B // 2)}, which changes nothing else") from None
-        finally:
-            run.loader.close()
-            run.saver.close()
-            run.profiler.close()
+        run = None
+        with memory_is_told(lambda: less_memory(run.config if run else config, run.loader.B if run else 0, process.device)):
+            run = set_up(config, given, process)
+            signals = StopSignals(process.is_master)
+            try:
+                loop(run, signals)
+            finally:
+                run.loader.close()
+                run.saver.close()
+                run.profiler.close()
     code = last_words(run, signals)
     if process.world_size > 1:
         dist.destroy_process_group()
         leave(code)
     return code
+
+
+def less_memory(config: Config, B: int, device: str) -> str:
+    """What to do about memory that ran out with micro-batches of B; 0: before the first."""
+    if B > 1:
+        return f"{device} is out of memory with --batch_size {B}: give --batch_size {divisors(B)[-2]}, which changes nothing else"
+    smaller = "give a smaller model (--n_layer, --n_embd)"
+    if B == 0:
+        return f"{device} is out of memory before the first step: end what else runs there, or {smaller}"
+    chunk = "--loss_chunk 1024, " if not 0 < config.loss_chunk <= 1024 else ""
+    return f"{device} is out of memory with --batch_size 1: give {chunk}a shorter --sequence_length, or {smaller[5:]}"
 
 
 def last_words(run: Run, signals: StopSignals) -> int:

@@ -1,4 +1,5 @@
 """bench.py: its tables are made by the real commands with a small model; and the arithmetic of the tables."""
+import functools
 import json
 import math
 import os
@@ -76,6 +77,38 @@ def test_a_line_that_ran_out_of_memory_says_so_and_does_not_end_the_table(monkey
     bench.main(["ladder", "--dtype", "bfloat16", "--device", "cpu", "--turns", "1"])
     out = capsys.readouterr().out
     assert "plain AdamW: out of memory" in out and "| + vocabulary 50304" in out
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits the memory of a process")
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_of_several_processes_that_runs_out_of_memory_ends_them_all(rank, tmp_path, monkeypatch):
+    """The limit is a real one: what it has before the first step, and 200 MB. The other waits for it, as NCCL would: gloo would
+    tell it of the lost connection."""
+    (tmp_path / "bench.py").write_text(f"""
+import os, resource, sys, time
+sys.path.insert(0, {str(ROOT)!r})
+import bench
+def limited(*args):
+    if int(os.environ["RANK"]) != {rank}:
+        time.sleep(1000)
+    used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + 200_000_000, -1))
+    return seconds_of(*args)
+seconds_of, bench.seconds_of = bench.seconds_of, limited
+bench.main()
+""")
+    monkeypatch.setattr(bench, "BENCH", tmp_path / "bench.py")
+    monkeypatch.setattr(subprocess, "run", functools.partial(subprocess.run, timeout=100))
+    setting = Setting(size="small", B=8, T=1024, dtype="float32", steps=1, warmup=1, processes=2)
+    assert bench.in_own_process(setting) == {"failed": "out of memory"}
+
+
+def test_scaling_goes_on_past_a_line_that_failed(monkeypatch, capsys):
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(bench, "in_own_process", lambda s: {"failed": "no room"} if s.processes < 2 else {"seconds": [0.5]})
+    bench.main(["scaling", "--device", "cpu", "--turns", "1", "--batch_size", "1", "--sequence_length", "10"])
+    rows = [line.replace(" ", "").split("|")[1:-1] for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    assert rows[2:5] == [["1:noroom", "", "", "", ""], ["2", "20", "500", "40.00", "n/a"], ["4", "40", "500", "80.00", "n/a"]]
 
 
 def test_the_peers_definitions_run_and_nothing_after_them(tmp_path):

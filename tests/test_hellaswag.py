@@ -322,6 +322,12 @@ def test_a_wrong_flag_is_named(flags):
         hellaswag.main(["--model", "nowhere.pt", *flags])
 
 
+def test_memory_that_runs_out_is_told_in_one_line(files, monkeypatch):
+    monkeypatch.setattr(hellaswag, "evaluate", lambda *args, **how: torch.empty(2**50))
+    with pytest.raises(UserError, match="cpu is out of memory: give a smaller --batch_size"):
+        hellaswag.main(["--model", str(files[0]), "--data", str(files[1]), "--device", "cpu"])
+
+
 @pytest.mark.parametrize("mistake, slow", [(["--device", "tpu"], "model"), (["--data", "nowhere.jsonl"], "model"),
                                            (["--model", "nowhere.pt"], "hub")])
 def test_mistakes_are_found_before_slow_work(mistake, slow, monkeypatch, files):

@@ -8,9 +8,11 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import types
 import zipfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -31,7 +33,10 @@ from model import (
     attention,
     check_attention,
     choose_device,
+    compiled_flex,
+    is_out_of_memory,
     load_model,
+    look_back,
     main,
     model_from_checkpoint,
     sample_token,
@@ -304,6 +309,19 @@ def test_checking_a_kernel_leaves_the_random_numbers_alone():
     assert torch.equal(before, torch.get_rng_state())
 
 
+def test_flex_attention_outside_a_graph_is_compiled_once(monkeypatch):
+    """Its kernel needs a GPU (test_flex_attention_trains_as_sdpa_does); here only what is asked of torch.compile is counted."""
+    made = []
+    monkeypatch.setattr(torch, "compile", lambda function, **how: made.append(function) or (lambda *tensors, block_mask: made))
+    q = types.SimpleNamespace(is_cuda=True, size=lambda i: 128)
+    mask = look_back(torch.zeros(1, 128, dtype=torch.int64), 128, torch.tensor(128), as_blocks=True)
+    compiled_flex.cache_clear()
+    try:
+        assert all(attention(q, q, q, "flex", mask) is made for _ in range(3)) and len(made) == 1
+    finally:
+        compiled_flex.cache_clear()
+
+
 @pytest.mark.parametrize("name", ["tpu", "cpu:x", "cuda:99", "cuda:x", "mps:0:0", ""])
 def test_a_device_that_is_not_there_is_refused_with_what_is(name):
     with pytest.raises(UserError, match=r"--device .*use .*cpu"):
@@ -313,6 +331,36 @@ def test_a_device_that_is_not_there_is_refused_with_what_is(name):
 def test_auto_takes_the_best_device_there_is():
     best = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     assert choose_device() == choose_device(best) == best and choose_device("cpu") == "cpu"
+
+
+def caught(function):
+    with pytest.raises(Exception) as raised:
+        function()
+    return raised.value
+
+
+def test_memory_that_runs_out_is_recognised_in_every_form_and_nothing_else_is():
+    def fails(error):
+        def backend(graph, inputs):
+            raise error
+        return caught(lambda: torch.compile(torch.sin, backend=backend)(torch.zeros(3)))
+
+    def chained(cause):
+        try:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        except RuntimeError as error:
+            raise ValueError("another") from (error if cause else None)
+    inductors = torch._inductor.exc.InductorError(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), None)
+    for error in (torch.OutOfMemoryError("x"), inductors, fails(torch.OutOfMemoryError("x")), caught(lambda: chained(True)),
+                  caught(lambda: torch.empty(2**50, dtype=torch.uint8)), caught(lambda: np.empty(2**50, dtype=np.uint8)),
+                  RuntimeError("CUDA error: out of memory\nCUDA kernel errors might ..."),
+                  RuntimeError("Triton Error [CUDA]: out of memory"),
+                  RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+                  RuntimeError("NCCL error in: a.cpp:77, unhandled cuda error\nLast error:\nCuda failure 2 'out of memory'")):
+        assert is_out_of_memory(error), error
+    for error in (fails(ValueError("x")), caught(lambda: chained(False)), RuntimeError("CUDA error: an illegal memory access"),
+                  UserError("CUDA is out of memory"), RuntimeError("out of resource: shared memory"), OSError(12, "x")):
+        assert not is_out_of_memory(error), error
 
 
 @pytest.mark.skipif(not shutil.which(os.environ.get("CXX", "g++")) and not shutil.which("clang++"), reason="no C++ compiler")

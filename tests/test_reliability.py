@@ -426,6 +426,31 @@ def test_a_checkpoint_written_in_the_background_holds_the_moment_it_was_asked_fo
     assert saved["lm_head.weight"].data_ptr() == saved["transformer.wte.weight"].data_ptr()
 
 
+def test_copies_for_the_background_use_their_memory_again_and_bring_nothing_else_into_the_file(tmp_path):
+    def numbers(seed, *sizes):
+        return [torch.randn(size, generator=torch.Generator().manual_seed(seed)) for size in sizes]
+    copies, addresses = train_gpt2.CpuCopies(), []
+    copies.PIECE = 1000
+    for seed in (1, 2):
+        a, b, c = numbers(seed, (3, 40), (100,), ())                        # 480 + 400 bytes fit into a piece, the rest does not
+        large, tree = numbers(seed, (50, 20))[0], {"tied": [a, a], "b": b, "n": 3}
+        tree |= {"c": (c, torch.tensor(7, dtype=torch.int64)), "large": large, "bits": large.bfloat16()}
+        copied = copies(tree)
+        addresses.append({t.data_ptr() for t in train_gpt2.tensors_of(copied).values()})
+        torch.save(copied, tmp_path / "copied.pt")
+        for tensor in (a, b, c, large):
+            tensor.zero_()
+        read = torch.load(tmp_path / "copied.pt", weights_only=True)
+        fresh = numbers(seed, (3, 40), (100,), ()) + numbers(seed, (50, 20))
+        found = read["tied"][0], read["b"], read["c"][0], read["large"]
+        assert all(torch.equal(x, y) for x, y in zip(found, fresh, strict=True))
+        assert torch.equal(read["bits"], fresh[3].bfloat16()) and read["c"][1] == 7 and read["n"] == 3
+        assert read["tied"][0].data_ptr() == read["tied"][1].data_ptr()
+        assert all(t.untyped_storage().nbytes() == t.nbytes for t in train_gpt2.tensors_of(read).values())
+    assert addresses[0] == addresses[1] and [len(piece) for piece in copies.pieces] == [1024, 64, 4032, 2048]
+    assert copies({"b": torch.ones(2)})["b"].tolist() == [1, 1] and [len(piece) for piece in copies.pieces] == [64]
+
+
 def test_what_goes_wrong_in_the_background_is_raised_at_the_next_look(tmp_path):
     model = train_gpt2.GPT(train_gpt2.GPTConfig(block_size=8, vocab_size=64, n_layer=1, n_head=1, n_embd=8))
     config = train_gpt2.Config(out=str(tmp_path / "missing"))

@@ -112,7 +112,8 @@ def test_a_mistake_is_found_before_the_model_is_read(flags, monkeypatch):
 
 
 @pytest.mark.parametrize("flags", [["--model", "nowhere.pt"], ["--model", "no-such-name"], ["--model", "PICKLE"],
-                                   ["--device", "tpu"], ["--device", "cuda"], ["--top_k", "few"]], ids=" ".join)
+                                   ["--device", "tpu"], ["--device", "cuda"], ["--top_k", "few"],
+                                   ["--num_samples", str(10**14)]], ids=" ".join)
 def test_a_mistake_exits_2_with_one_line_and_no_traceback(flags, model_path, tmp_path):
     if flags[-1] == "cuda" and torch.cuda.is_available():
         pytest.skip("there is a CUDA GPU")

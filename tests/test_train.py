@@ -330,12 +330,24 @@ def test_profile_writes_a_trace_of_three_steps_and_changes_no_loss(shards, start
     assert "--profile needs 10 steps" in short.stdout and not (tmp_path / "short" / "trace.json").exists()
 
 
-def test_an_unknown_gpu_has_no_mfu_and_similar_names_are_told_apart(monkeypatch):
-    for name, tflops in (("NVIDIA H200", 989), ("NVIDIA H100 PCIe", 756), ("NVIDIA A100-SXM4-80GB", 312), ("NVIDIA A10", 125),
-                         ("NVIDIA L4", 121), ("NVIDIA L40S", 362), ("Tesla T4", 65), ("Some GPU 9000", None)):
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
-        assert peak_flops("cuda:0") == (tflops and tflops * 1e12)
-    assert peak_flops("cpu") is None
+PEAKS = {
+    "NVIDIA H200": 989.4, "NVIDIA H200 NVL": 835.5, "NVIDIA H100 80GB HBM3": 989.4, "NVIDIA H100 PCIe": 756,
+    "NVIDIA H100 NVL": 835.5, "NVIDIA GH200 480GB": 989.4, "NVIDIA GB200": 2500, "NVIDIA B200": 2250,
+    "NVIDIA A100-SXM4-80GB": 312, "A100-SXM4-40GB": 312, "NVIDIA A100 80GB PCIe": 312, "NVIDIA A10": 125, "NVIDIA A10G": 70,
+    "NVIDIA L4": 121, "NVIDIA L40S": 362, "Tesla T4": 65, "Tesla V100-SXM2-16GB": 125, "Tesla V100-PCIE-32GB": 112,
+    "NVIDIA RTX A6000": 154.8, "NVIDIA GeForce RTX 4090": 165.2, "NVIDIA GeForce RTX 4090 D": 147.1,
+    "NVIDIA GeForce RTX 3080 Ti": 68.2, "NVIDIA GeForce RTX 3080": 59.5,
+    **dict.fromkeys(("Some GPU 9000", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 3080 Ti Laptop GPU",
+                     "NVIDIA GeForce RTX 2080 with Max-Q Design", "NVIDIA GeForce RTX 3080 SUPER", "NVIDIA GeForce RTX 5090 D",
+                     "NVIDIA RTX 6000 Ada Generation Laptop GPU", "NVIDIA A100-SXM4-40GB MIG 1g.5gb", "NVIDIA H20-3e",
+                     "NVIDIA A100-SXM-64GB", "NVIDIA B200 NVL", "NVIDIA L4 2")),
+}
+
+
+@pytest.mark.parametrize("name", PEAKS)
+def test_a_gpu_that_is_not_exactly_known_has_no_mfu_and_similar_names_are_told_apart(name, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert peak_flops("cuda:0") == (PEAKS[name] and PEAKS[name] * 1e12) and peak_flops("cpu") is None
 
 
 MISTAKES = {
@@ -360,6 +372,23 @@ def test_a_mistake_is_a_user_error_before_anything_is_written(name, shards, star
     with pytest.raises(UserError):
         train_gpt2.train([*TINY, *QUIET, "--data", str(shards), "--out", str(tmp_path / "log"), *flags])
     assert not (tmp_path / "log").exists()
+
+
+@pytest.mark.parametrize(("flags", "where", "said"), [
+    (["--batch_size", "4"], "train_step", "with --batch_size 4: give --batch_size 2, which"),
+    (["--total_batch_size", "288", "--batch_size", "9"], "train_step", "with --batch_size 9: give --batch_size 3, which"),
+    (["--batch_size", "1"], "train_step", "give --loss_chunk 1024, a shorter --sequence_length, or a smaller model"),
+    (["--batch_size", "1", "--loss_chunk", "64"], "train_step", "give a shorter --sequence_length"),
+    ([], "place_model", "before the first step: end what else runs there, or give a smaller model")])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_run_that_is_out_of_memory_is_told_what_needs_less(flags, where, said, compiled, shards, tmp_path, monkeypatch):
+    def fails(*args, **how):
+        error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        raise torch._inductor.exc.InductorError(error, None) if compiled else error
+    monkeypatch.setattr(train_gpt2, where, fails)
+    monkeypatch.setattr(train_gpt2, "StopSignals", lambda is_master: types.SimpleNamespace(received=None))
+    with pytest.raises(UserError, match=f"cpu is out of memory .*{said}"):
+        train_gpt2.train([*TINY, *QUIET, "--data", str(shards), "--out", str(tmp_path / "log"), *flags])
 
 
 @pytest.mark.parametrize("processes", [1, 2])
