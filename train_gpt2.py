@@ -42,9 +42,9 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import hellaswag
 from fineweb import (VOCAB_SIZE, FlagParser, RunError, TokenLoader, UserError, Windows, digest, encode, list_shards,
                      one_line, replace_file, run_command, shown, to_device, tokenizer, whole_number)
-from model import (ATTENTION, GPT, MODELS, GPTConfig, LanguageModel, SpeedrunConfig, SpeedrunGPT, can_compile, check_attention,
-                   choose_device, choose_dtype, is_plain, keep_freed_memory, load_model, make_autocast, memory_is_told,
-                   model_from_checkpoint, peak_flops, read_checkpoint)
+from model import (ATTENTION, GPT, MODELS, GPTConfig, LanguageModel, Muon, SpeedrunConfig, SpeedrunGPT, can_compile,
+                   check_attention, choose_device, choose_dtype, is_out_of_memory, is_plain, keep_freed_memory, load_model,
+                   make_autocast, memory_is_told, model_from_checkpoint, peak_flops, read_checkpoint)
 
 try:
     import fcntl
@@ -840,22 +840,31 @@ def largest_that_fits(candidates: list[int], memory_of: Callable[[int], float], 
 
 
 def memory_of_step(B: int, state: State, model: Callable, config: Config, autocast: torch.autocast, device: str) -> float:
-    """Bytes that CUDA needs for a step with micro-batches of B, infinity if there are not so many. Changes nothing."""
-    parameters = sum(p.numel() for p in model.parameters())
+    """Bytes that CUDA needs for a step with micro-batches of B, infinity if there are not so many. Changes nothing.
+
+    `model` is what trains, with DDP around it if there are several processes. Two micro-steps are made, for the second finds
+    the first one's gradients, and memory that these and the first one's activations have cut into pieces.
+    """
     moments = sum(t.nbytes for optimizer in state.optimizers for entry in optimizer.state.values() for t in entry.values())
-    x = torch.zeros(B, config.sequence_length, dtype=torch.int64, device=device)
+    due = sum(p.nbytes * (1 if isinstance(optimizer, Muon) else 2) for optimizer in state.optimizers
+              for group in optimizer.param_groups for p in group["params"])
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     try:
-        # beside a micro-step are the gradients of those before it, and the moments, which come with the first step
-        beside = torch.empty(4 * parameters + max(0, 8 * parameters - moments), dtype=torch.uint8, device=device)
-        with autocast:
-            _, loss = model(x, torch.zeros_like(x))
-        loss.backward()
+        beside = torch.empty(max(0, due - moments), dtype=torch.uint8, device=device)       # moments come with the first step
+        x = torch.zeros(B, config.sequence_length, dtype=torch.int64, device=device)
+        for _ in range(2):
+            if isinstance(model, DDP):          # a process that runs out of memory must leave no other waiting for its gradients
+                model.require_backward_grad_sync = False
+            with autocast:
+                _, loss = model(x, torch.zeros_like(x))
+            loss.backward()
         del beside
         return torch.cuda.max_memory_reserved(device)
-    except torch.OutOfMemoryError:
-        return math.inf
+    except Exception as error:
+        if is_out_of_memory(error):
+            return math.inf
+        raise
     finally:
         model.zero_grad(set_to_none=True)
 
@@ -869,7 +878,7 @@ def choose_micro_batch(config: Config, candidates: list[int], state: State, mode
     total = torch.cuda.mem_get_info(device)[1]
     key = ", ".join(map(str, (torch.cuda.get_device_name(device), total, torch.__version__, config.recipe, config.dtype,
                               config.attention, config.window, config.loss_chunk, config.compile, config.sequence_length,
-                              *(getattr(config, name) for name in MODEL_SHAPE), candidates[-1])))
+                              *(getattr(config, name) for name in MODEL_SHAPE), process.world_size, candidates[-1])))
     known = remembered()
 
     def find():
@@ -1240,10 +1249,15 @@ def wrap_model(model: Callable, process: Process) -> Callable:
     """The model for training: DDP around it, if there are several processes."""
     if process.world_size == 1:
         return model
+    # Buckets of 170 MB are three for 124M, and so are the graphs that torch.compile makes of a model inside DDP, one a bucket.
+    # Of torch's own 25 MB they are 14, which read and write 159 GB for 64 x 1024 tokens instead of 149, and one for all would
+    # send nothing before the end of the backward.
+    known, options = signature(DDP).parameters, dict(gradient_as_bucket_view=True, bucket_cap_mb=170)
     # the window is the same everywhere already, and needs no broadcast at each step; torch 2.13 renamed the argument
-    buffers = "forward_sync_buffers" if "forward_sync_buffers" in signature(DDP).parameters else "broadcast_buffers"
-    return DDP(model, device_ids=[process.device] if process.device.startswith("cuda") else None, gradient_as_bucket_view=True,
-               **{buffers: False})
+    options["forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"] = False
+    if "batched_grad_copy" in known:            # a launch a bucket instead of one a parameter; torch 2.13
+        options["batched_grad_copy"] = True
+    return DDP(model, device_ids=[process.device] if process.device.startswith("cuda") else None, **options)
 
 
 def print_header(config: Config, model: LanguageModel, compiled: Callable, loader: TokenLoader, process: Process) -> None:
@@ -1324,9 +1338,9 @@ def set_up(config: Config, given: set[str], process: Process) -> Run:
         model = model_from_checkpoint(checkpoint, path) if checkpoint else RECIPES[config.recipe].model(config)
     state = make_state(config, place_model(config, model, process.device), checkpoint, path, process)
     compiled, autocast = compile_model(config, model, process), make_autocast(process.device, config.dtype)
-    B = choose_micro_batch(config, candidates, state, compiled, autocast, process)
-    log = process.together(open_output, config, path, state.step, process)
     wrapped = wrap_model(compiled, process)
+    B = choose_micro_batch(config, candidates, state, wrapped, autocast, process)
+    log = process.together(open_output, config, path, state.step, process)
     loader = TokenLoader(train_windows, config.total_batch_size, B, process.rank, process.world_size, process.device)
     print_header(config, model, compiled, loader, process)
     if path:
