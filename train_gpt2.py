@@ -538,6 +538,29 @@ def draw_log(config: Config) -> None:
     replace_file(Path(config.out) / "loss.png", lambda file: figure.savefig(file, format="png", dpi=110))
 
 
+class Painter:
+    """Has OUT/loss.png drawn on a thread: half a second at each evaluation, in which all processes would wait for the master."""
+
+    def __init__(self, config, process):
+        self.config, self.process = config, process
+        self.thread, self.pending = ThreadPoolExecutor(1, "picture"), []
+
+    def draw(self):
+        """On the master. A picture that is asked for and not begun gives way to the new one, which shows what it would have."""
+        self.pending = [*(picture for picture in self.pending if not picture.cancel()), self.thread.submit(draw_log, self.config)]
+
+    def finish(self, wait=True):
+        """Waits for the pictures, or with wait=False only looks. One that could not be drawn is a warning."""
+        while self.pending and (wait or self.pending[0].done()):
+            try:
+                self.pending.pop(0).result()
+            except Exception as error:          # matplotlib's of every kind: no picture is worth a run
+                self.process.print0(f"warning: {self.config.out}/loss.png is not drawn ({error}); --no_plot does without it")
+
+    def close(self):
+        self.thread.shutdown(wait=False, cancel_futures=True)   # a run that has failed draws no more
+
+
 def checkpoints(out: str | Path) -> list[tuple[int, Path]]:
     """[(step, path)] of the whole checkpoints in `out`, oldest first."""
     found = ((re.fullmatch(r"checkpoint_(\d+)\.pt", p.name), p) for p in Path(out).glob("checkpoint_*.pt"))
@@ -1278,6 +1301,7 @@ class Run:
     hella: list
     reporter: Reporter
     saver: Saver
+    painter: Painter
     profiler: Profiler
 
 
@@ -1325,7 +1349,8 @@ def set_up(config: Config, given: set[str], process: Process) -> Run:
     if path:
         process.print0(f"going on from {path} at step {state.step} of {config.max_steps}")
     return Run(config, process, state, compiled, wrapped, autocast, loader, val, hella,
-               Reporter(config, log, state, process), Saver(config, data, log, process), Profiler(config, process))
+               Reporter(config, log, state, process), Saver(config, data, log, process), Painter(config, process),
+               Profiler(config, process))
 
 
 def evaluate(run: Run, due: Callable[[int], bool]) -> None:
@@ -1345,10 +1370,7 @@ def evaluate(run: Run, due: Callable[[int], bool]) -> None:
         if process.is_master:
             print_samples(state.model, run.autocast, process)
     if reporter.log and config.plot and any(map(due, (config.val_every, config.hellaswag_every))):
-        try:
-            draw_log(config)
-        except Exception as error:              # matplotlib's of every kind: no picture is worth a run
-            process.print0(f"warning: {config.out}/loss.png is not drawn ({error}); --no_plot does without it")
+        run.painter.draw()
     state.evaluated = state.step
 
 
@@ -1388,10 +1410,12 @@ def loop(run: Run, signals: StopSignals) -> None:
         # log
         reporter.step(state.step, numbers, config.max_lr * scale)
         saver.finish(wait=False)
+        run.painter.finish(wait=False)
         run.profiler.step()
         state.step += 1
     reporter.flush()
     saver.finish()
+    run.painter.finish()
 
 
 def train(argv: list[str] | None = None) -> int:
@@ -1408,6 +1432,7 @@ def train(argv: list[str] | None = None) -> int:
             finally:
                 run.loader.close()
                 run.saver.close()
+                run.painter.close()
                 run.profiler.close()
     code = last_words(run, signals)
     if process.world_size > 1:
