@@ -208,16 +208,21 @@ def micro_batches(config: Config, world_size: int, device: str) -> list[int]:
 
 
 def check_memory(config: Config, device: str) -> None:
-    """UserError if weights, gradients and AdamW's two moments alone, 16 bytes a parameter, are more than the device holds."""
+    """UserError if weights, gradients and AdamW's two moments alone, 16 bytes a parameter, are more than the device has, or more
+    than others leave of a GPU."""
     parameters = 12 * config.n_layer * config.n_embd**2 + (config.vocab_size + config.block_size) * config.n_embd
     if device.startswith("cuda"):
-        memory = torch.cuda.mem_get_info(device)[1]
+        free, memory = torch.cuda.mem_get_info(device)
     else:
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else math.inf
-    if 16 * parameters > memory:
-        raise UserError(f"{config.n_layer} layers of width {config.n_embd} have {parameters:,} parameters, which need "
-                        f"{16 * parameters / 1e9:,.0f} GB to train, and {device} has {memory / 1e9:,.0f} GB: "
-                        f"give a smaller --n_layer or --n_embd")
+        free = memory                           # what others hold there can be swapped out
+    if 16 * parameters > free:
+        need = (f"{config.n_layer} layers of width {config.n_embd} have {parameters:,} parameters, which need "
+                f"{16 * parameters / 1e9:,.1f} GB to train, and {device} has {memory / 1e9:,.1f} GB")
+        if 16 * parameters > memory:
+            raise UserError(f"{need}: give a smaller --n_layer or --n_embd")
+        raise UserError(f"{need}, of which {free / 1e9:,.1f} GB are free: end what else runs there (nvidia-smi shows it), choose "
+                        f"another GPU by --device, or give a smaller --n_layer or --n_embd")
 
 
 # -----------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 import types
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -16,7 +17,8 @@ import train_gpt2
 from fineweb import UserError, encode, write_shard
 from helpers import ENV, ROOT, command, logged, run
 from model import GPT, GPTConfig, can_compile, load_model, peak_flops, read_checkpoint
-from train_gpt2 import Config, Process, check_config, choose_micro_batch, largest_that_fits, micro_batches, warmup_cosine
+from train_gpt2 import (Config, Process, check_config, check_memory, choose_micro_batch, largest_that_fits, micro_batches,
+                        warmup_cosine)
 
 TINY = ["--n_layer", "2", "--n_head", "2", "--n_embd", "32", "--block_size", "32", "--dtype", "float32",
         "--total_batch_size", "256", "--max_steps", "25", "--warmup_steps", "5", "--hellaswag_every", "0"]
@@ -266,6 +268,15 @@ def test_the_largest_micro_batch_that_fits_is_found_in_few_trials(limit, bend):
 def test_a_gpu_that_holds_no_sequence_is_refused_in_one_sentence():
     with pytest.raises(UserError, match="smaller --sequence_length"):
         largest_that_fits([1, 2, 4], lambda B: math.inf, 100)
+
+
+def test_a_gpu_too_small_for_the_model_or_taken_by_others_is_told_apart(monkeypatch):
+    config = Config(block_size=1024, vocab_size=50304)                         # 1.99 GB of weights, gradients and moments
+    for free, total, said in ((10, 80, None), (1.5, 1.6, "cuda:1 has 1.6 GB: give a smaller --n_layer"),
+                              (1.5, 80, "has 80.0 GB, of which 1.5 GB are free: end what else runs there")):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free, total=total: (free * 1e9, total * 1e9))
+        with pytest.raises(UserError, match=said) if said else nullcontext():
+            check_memory(config, "cuda:1")
 
 
 def test_what_fits_is_remembered_for_the_same_model_on_the_same_gpu(monkeypatch, tmp_path):
