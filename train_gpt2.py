@@ -208,16 +208,21 @@ def micro_batches(config: Config, world_size: int, device: str) -> list[int]:
 
 
 def check_memory(config: Config, device: str) -> None:
-    """UserError if weights, gradients and AdamW's two moments alone, 16 bytes a parameter, are more than the device holds."""
+    """UserError if weights, gradients and AdamW's two moments alone, 16 bytes a parameter, are more than the device has, or more
+    than others leave of a GPU."""
     parameters = 12 * config.n_layer * config.n_embd**2 + (config.vocab_size + config.block_size) * config.n_embd
     if device.startswith("cuda"):
-        memory = torch.cuda.mem_get_info(device)[1]
+        free, memory = torch.cuda.mem_get_info(device)
     else:
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else math.inf
-    if 16 * parameters > memory:
-        raise UserError(f"{config.n_layer} layers of width {config.n_embd} have {parameters:,} parameters, which need "
-                        f"{16 * parameters / 1e9:,.0f} GB to train, and {device} has {memory / 1e9:,.0f} GB: "
-                        f"give a smaller --n_layer or --n_embd")
+        free = memory                           # what others hold there can be swapped out
+    if 16 * parameters > free:
+        need = (f"{config.n_layer} layers of width {config.n_embd} have {parameters:,} parameters, which need "
+                f"{16 * parameters / 1e9:,.1f} GB to train, and {device} has {memory / 1e9:,.1f} GB")
+        if 16 * parameters > memory:
+            raise UserError(f"{need}: give a smaller --n_layer or --n_embd")
+        raise UserError(f"{need}, of which {free / 1e9:,.1f} GB are free: end what else runs there (nvidia-smi shows it), choose "
+                        f"another GPU by --device, or give a smaller --n_layer or --n_embd")
 
 
 # -----------------------------------------------------------------------------
@@ -536,6 +541,29 @@ def draw_log(config: Config) -> None:
     panels[0].yaxis.set_minor_formatter(ScalarFormatter())
     panels[0].set_title(f"{config.recipe}, {config.n_layer} layers of width {config.n_embd}", fontsize=9)
     replace_file(Path(config.out) / "loss.png", lambda file: figure.savefig(file, format="png", dpi=110))
+
+
+class Painter:
+    """Has OUT/loss.png drawn on a thread: half a second at each evaluation, in which all processes would wait for the master."""
+
+    def __init__(self, config, process):
+        self.config, self.process = config, process
+        self.thread, self.pending = ThreadPoolExecutor(1, "picture"), []
+
+    def draw(self):
+        """On the master. A picture that is asked for and not begun gives way to the new one, which shows what it would have."""
+        self.pending = [*(picture for picture in self.pending if not picture.cancel()), self.thread.submit(draw_log, self.config)]
+
+    def finish(self, wait=True):
+        """Waits for the pictures, or with wait=False only looks. One that could not be drawn is a warning."""
+        while self.pending and (wait or self.pending[0].done()):
+            try:
+                self.pending.pop(0).result()
+            except Exception as error:          # matplotlib's of every kind: no picture is worth a run
+                self.process.print0(f"warning: {self.config.out}/loss.png is not drawn ({error}); --no_plot does without it")
+
+    def close(self):
+        self.thread.shutdown(wait=False, cancel_futures=True)   # a run that has failed draws no more
 
 
 def checkpoints(out: str | Path) -> list[tuple[int, Path]]:
@@ -1299,6 +1327,7 @@ class Run:
     hella: list
     reporter: Reporter
     saver: Saver
+    painter: Painter
     profiler: Profiler
 
 
@@ -1346,7 +1375,8 @@ def set_up(config: Config, given: set[str], process: Process) -> Run:
     if path:
         process.print0(f"going on from {path} at step {state.step} of {config.max_steps}")
     return Run(config, process, state, compiled, wrapped, autocast, loader, val, hella,
-               Reporter(config, log, state, process), Saver(config, data, log, process), Profiler(config, process))
+               Reporter(config, log, state, process), Saver(config, data, log, process), Painter(config, process),
+               Profiler(config, process))
 
 
 def evaluate(run: Run, due: Callable[[int], bool]) -> None:
@@ -1366,10 +1396,7 @@ def evaluate(run: Run, due: Callable[[int], bool]) -> None:
         if process.is_master:
             print_samples(state.model, run.autocast, process)
     if reporter.log and config.plot and any(map(due, (config.val_every, config.hellaswag_every))):
-        try:
-            draw_log(config)
-        except Exception as error:              # matplotlib's of every kind: no picture is worth a run
-            process.print0(f"warning: {config.out}/loss.png is not drawn ({error}); --no_plot does without it")
+        run.painter.draw()
     state.evaluated = state.step
 
 
@@ -1409,10 +1436,12 @@ def loop(run: Run, signals: StopSignals) -> None:
         # log
         reporter.step(state.step, numbers, config.max_lr * scale)
         saver.finish(wait=False)
+        run.painter.finish(wait=False)
         run.profiler.step()
         state.step += 1
     reporter.flush()
     saver.finish()
+    run.painter.finish()
 
 
 def train(argv: list[str] | None = None) -> int:
@@ -1429,6 +1458,7 @@ def train(argv: list[str] | None = None) -> int:
             finally:
                 run.loader.close()
                 run.saver.close()
+                run.painter.close()
                 run.profiler.close()
     code = last_words(run, signals)
     if process.world_size > 1:

@@ -4,11 +4,13 @@ import json
 import math
 import os
 import pickle
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import types
+import warnings
 import zipfile
 from pathlib import Path
 
@@ -326,6 +328,55 @@ def test_flex_attention_outside_a_graph_is_compiled_once(monkeypatch):
 def test_a_device_that_is_not_there_is_refused_with_what_is(name):
     with pytest.raises(UserError, match=r"--device .*use .*cpu"):
         choose_device(name)
+
+
+OLD_DRIVER = "The NVIDIA driver on your system is too old (found version 11040). Please update your GPU driver"
+
+
+@pytest.mark.parametrize(("said", "refused"), [
+    (RuntimeError(OLD_DRIVER), True), (RuntimeError("CUDA unknown error - this may be due to\nmore"), True),
+    (RuntimeError("Found no NVIDIA driver on your system."), False), (RuntimeError("No CUDA GPUs are available"), False),
+    (RuntimeError("No HIP GPUs are available"), False), (AssertionError("Torch not compiled with CUDA enabled"), False)])
+def test_a_driver_that_torch_refuses_is_told_and_auto_does_not_go_on_without_its_gpu(said, refused, monkeypatch, recwarn):
+    def init():
+        raise said
+
+    def is_available():
+        warnings.warn(f"CUDA initialization: {said}", stacklevel=1)
+        return False
+    monkeypatch.setattr(torch.cuda, "is_available", is_available)
+    monkeypatch.setattr(torch.cuda, "init", init)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    assert choose_device("cpu") == "cpu"
+    told = re.escape(str(said).split("\n")[0]) + ".*--device cpu" if refused else "not to be found here"
+    for name in ("auto", "cuda", "cuda:0"):
+        if name == "auto" and not refused:
+            assert choose_device(name) == "cpu"
+        else:
+            with pytest.raises(UserError, match=told):
+                choose_device(name)
+    assert not recwarn.list
+
+
+@pytest.mark.parametrize(("capability", "held", "runs"), [
+    ((9, 0), "sm_80 sm_90", True), ((8, 9), "sm_75 sm_80 sm_86", True), ((8, 6), "sm_80 sm_90", True),
+    ((7, 0), "sm_75 sm_80", False), ((12, 1), "sm_100 sm_120", True), ((12, 0), "sm_90 sm_100", False),
+    ((12, 0), "sm_90 compute_90", True), ((9, 0), "sm_90a", True), ((12, 1), "sm_120a", False), ((10, 3), "sm_100f", True),
+    ((8, 0), "sm_86 compute_86", False), ((9, 4), "gfx942", True), ((7, 0), "", True)])
+def test_a_gpu_for_which_torch_holds_no_code_is_refused(capability, held, runs, monkeypatch, recwarn):
+    def get_device_capability(device):
+        warnings.warn("Found GPU0 which is of cuda capability\nand so on", stacklevel=1)
+        return capability
+    for name, function in dict(is_available=lambda: True, device_count=lambda: 1, get_device_capability=get_device_capability,
+                               get_arch_list=held.split, get_device_name=lambda device: "Some GPU").items():
+        monkeypatch.setattr(torch.cuda, name, function)
+    if runs:
+        assert choose_device() == "cuda" and choose_device("cuda:0") == "cuda:0"
+    else:
+        for name in ("auto", "cuda", "cuda:0"):
+            with pytest.raises(UserError, match=r"Some GPU has compute capability .* \(it has sm_.*: install one .*--device cpu"):
+                choose_device(name)
+    assert choose_device("cpu") == "cpu" and not recwarn.list
 
 
 def test_auto_takes_the_best_device_there_is():
