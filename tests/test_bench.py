@@ -12,14 +12,14 @@ import pytest
 import bench
 from bench import Setting, largest_fit, median_ms, rungs
 from fineweb import write_shard
-from helpers import ENV, ROOT
+from helpers import ENV, HANG, ROOT
 
 SMALL = ["--size", "small", "--batch_size", "1", "--sequence_length", "32", "--steps", "1", "--turns", "1", "--dtype", "float32"]
 
 
 def run_bench(*flags, code=0):
     result = subprocess.run([sys.executable, ROOT / "bench.py", *map(str, flags)], capture_output=True, text=True, env=ENV,
-                            timeout=280)
+                            timeout=HANG)
     assert result.returncode == code, result.stdout + result.stderr
     return result
 
