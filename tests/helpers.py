@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 ENV = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-HANG = 600          # seconds after which a process is taken to hang: far beyond what any takes on a busy machine
+HANG = 1200         # seconds after which a process is taken to hang: far beyond what any takes on a busy machine
 
 
 def command(*flags, processes=1, torchrun=("--standalone",)):
