@@ -301,6 +301,7 @@ class Process:
     restarted: bool = False             # by torchrun --max_restarts
     done: threading.Event = field(default_factory=threading.Event)
     watch: threading.Thread | None = None
+    told: bool = False                  # another process has failed, and said why
 
     @property
     def is_master(self):
@@ -373,15 +374,20 @@ class Process:
         except Exception as error:
             known, lost = isinstance(error, (UserError, RunError)), re.search("gloo|NCCL|Connection", str(error))
             time.sleep((not self.is_master) + (3 if lost and not known else 0))
-            first = True
+            agreed, first = getattr(error, "agreed", False), not self.told
             with suppress(RuntimeError):        # the store is gone with the machine that held it
-                first = self.is_master if getattr(error, "agreed", False) else self.store.add("failed", 1) == 1
+                first = self.is_master if agreed else self.store.add("failed", 1) == 1
+                if agreed and not first:        # torchrun ends the master when we leave
+                    self.store.wait(["told"], timedelta(seconds=10))
             if first and (known or lost):
                 text = str(error) if known else ("another process was killed, or its machine lost; the checkpoints are whole, "
                                                  f"and the same command goes on from the newest ({str(error)[:120]})")
                 one_line(text if self.is_master else f"process {self.rank}: {text}")
             elif first:
                 traceback.print_exc()
+            if first:
+                with suppress(RuntimeError):
+                    self.store.set("told", "")
             sys.stdout.flush()
             time.sleep(5 if first else 0)       # so that the others find the store, and in it that this was told
             os._exit(2 if isinstance(error, UserError) else 1)          # without waiting for what the others still owe us
@@ -393,7 +399,8 @@ class Process:
         """On a thread, because a process that waits for a lost one inside a collective hears nothing else."""
         while not self.done.wait(1):
             try:
-                gone = os.getppid() != torchrun or self.store is not None and self.store.add("failed", 0) > 0
+                self.told = self.store is not None and self.store.add("failed", 0) > 0
+                gone = self.told or os.getppid() != torchrun
             except RuntimeError:                # the machine that held the store is gone
                 gone = True
             if gone and not self.done.wait(10):         # a checkpoint may just be written

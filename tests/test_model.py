@@ -18,11 +18,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fineweb import EOT, VOCAB_SIZE, UserError, encode
+from helpers import HANG
 from model import (
     ATTENTION,
     EXPORTED,
@@ -716,7 +717,7 @@ torch.save({'model': weights, 'config': config, 'step': 5000, 'val_loss': 3.1}, 
 def test_build_nanogpts_checkpoint_loads_though_its_config_is_a_class_of_main(tmp_path):
     weights = make_model().state_dict()
     source, path = save(tmp_path / "weights.pt", weights), tmp_path / "model_05000.pt"
-    subprocess.run([sys.executable, "-c", BUILD_NANOGPT, source, path], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", BUILD_NANOGPT, source, path], check=True, timeout=HANG)
     check_logits(path, weights, "tanh")
 
 
@@ -760,7 +761,7 @@ def write_peer(kind, folder):
 
 def export(source, folder):
     command = [sys.executable, ROOT / "model.py", "export", source, folder]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, timeout=HANG)
 
 
 @pytest.mark.parametrize("kind", ["this project", "nanoGPT without biases", "build-nanogpt, DDP"])
@@ -1018,7 +1019,8 @@ def good_files(tmp_path_factory):
     return folder, files
 
 
-@settings(max_examples=120, deadline=None, derandomize=True)
+@settings(max_examples=120, deadline=None, derandomize=True, database=None,
+          suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_whatever_bytes_are_damaged_there_is_a_model_or_a_user_error(good_files, data):
     folder, files = good_files
@@ -1105,6 +1107,6 @@ def test_a_name_that_is_not_to_be_had_is_refused_in_one_sentence(name, monkeypat
 
 def test_importing_model_prints_nothing_and_leaves_the_optional_libraries_alone(tmp_path):
     code = "import model, sys; assert not {'transformers', 'datasets', 'huggingface_hub', 'safetensors'} & set(sys.modules)"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=120,
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=HANG,
                             env={**os.environ, "PYTHONPATH": str(ROOT)})
     assert (result.returncode, result.stdout, result.stderr, list(tmp_path.iterdir())) == (0, "", "", [])

@@ -15,7 +15,7 @@ import torch
 
 import train_gpt2
 from fineweb import UserError, encode, write_shard
-from helpers import ENV, ROOT, command, logged, run
+from helpers import ENV, HANG, ROOT, command, logged, run
 from model import GPT, GPTConfig, can_compile, load_model, peak_flops, read_checkpoint
 from train_gpt2 import (Config, Process, check_config, check_memory, choose_micro_batch, largest_that_fits, micro_batches,
                         warmup_cosine)
@@ -216,7 +216,7 @@ def test_overfit_runs_as_it_stands_on_several_processes_and_prints_no_warning(tm
     small = ["--n_layer", 1, "--n_head", 2, "--n_embd", 64, "--max_lr", 1e-2, "--min_lr", 1e-2]
     result = run("--overfit", *small, "--out", tmp_path / "two", processes=2)
     assert "PASSED" in result.stdout and "2 x 32 x 1 micro-step(s) x 2 process(es)" in result.stdout
-    assert "Warning" not in result.stderr, result.stderr
+    assert not re.search(r"\w+Warning:", result.stderr), result.stderr      # of Python's; torch has some about networks
     run("--overfit", *small, "--out", tmp_path / "one")
     one, two = logged(tmp_path / "one"), logged(tmp_path / "two")
     assert abs(one[0] - two[0]) < 1e-3 and abs(one[10] - two[10]) < 0.05        # the same batch, in bfloat16
@@ -407,7 +407,7 @@ def test_a_run_that_is_out_of_memory_is_told_what_needs_less(flags, where, said,
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_mistake_is_one_line_on_stderr(shards, tmp_path, processes):
     result = subprocess.run(command(*TINY, "--data", tmp_path, processes=processes), capture_output=True, text=True, env=ENV,
-                            timeout=120)
+                            timeout=HANG)
     ours = [line for line in result.stderr.splitlines() if line.startswith("train_gpt2.py:")]
     assert len(ours) == 1 and "python fineweb.py" in ours[0]
     if processes == 1:
@@ -425,7 +425,7 @@ def test_help_names_every_flag_with_its_default():
 def test_importing_a_module_prints_nothing_and_starts_nothing(module, tmp_path):
     code = (f"import sys; sys.path.insert(0, {str(ROOT)!r}); import {module}\n"
             "assert not {'datasets', 'transformers', 'matplotlib'} & set(sys.modules)")
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=120)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=HANG)
     assert (result.returncode, result.stdout, result.stderr, list(tmp_path.iterdir())) == (0, "", "", [])
 
 
