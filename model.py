@@ -48,12 +48,49 @@ GPT2_SIZES = {
 # the hardware
 
 def choose_device(name: str = "auto") -> str:
-    """'cuda', 'mps' or 'cpu' for `name`; 'auto' takes the first that is there. UserError for one that is not."""
-    there = ["cuda", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))] if torch.cuda.is_available() else []
+    """'cuda', 'mps' or 'cpu' for `name`; 'auto' takes the first that is there. UserError for one that is not, and for a GPU that
+    is there and cannot be used: 'auto' does not go on without it."""
+    with warnings.catch_warnings(action="ignore"):      # torch's, of what the two checks below say in one line
+        gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    there = ["cuda", *(f"cuda:{i}" for i in range(gpus))] if gpus else []
     there += ["mps", "cpu"] if torch.backends.mps.is_available() else ["cpu"]
+    if not gpus and (name == "auto" or name.startswith("cuda")):
+        check_driver()
     if name != "auto" and name not in there:
         raise UserError(f"--device {name}: not to be found here; use {' or '.join(there)}")
-    return there[0] if name == "auto" else name
+    device = there[0] if name == "auto" else name
+    if device.startswith("cuda"):
+        check_capability(device)
+    return device
+
+
+def check_driver() -> None:
+    """Where torch finds no GPU: UserError, with torch's reason, if there is a driver; that it is too old, mostly."""
+    try:
+        torch.cuda.init()
+    except (AssertionError, RuntimeError) as error:     # the first: a torch without CUDA
+        reason = str(error).split("\n")[0]
+        if not re.search("not compiled|Found no NVIDIA driver|No (CUDA|HIP) GPUs", reason):
+            raise UserError(f"torch {torch.__version__} cannot use this machine's GPU driver: {reason} (nvidia-smi tells "
+                            f"more; --device cpu does without a GPU)") from None
+
+
+def check_capability(device: str) -> None:
+    """UserError if this torch holds no code for the GPU, which the first kernel would say as 'no kernel image is available'."""
+    with warnings.catch_warnings(action="ignore"):      # torch's of the same, in several lines
+        capability = torch.cuda.get_device_capability(device)
+    held = re.findall(r"\b(sm|compute)_(\d+)(\d)([af]?)\b", " ".join(torch.cuda.get_arch_list()))      # none of ROCm's
+
+    def runs(kind, major, minor, suffix):
+        own = int(major), int(minor)
+        if suffix == "a":                               # for this very one
+            return own == capability
+        # sm: also on later ones of the same generation; compute is compiled by the driver for any later one
+        return own <= capability and (kind == "compute" or own[0] == capability[0])
+    if held and not any(runs(*each) for each in held):
+        raise UserError(f"{torch.cuda.get_device_name(device)} has compute capability {capability[0]}.{capability[1]}, for which "
+                        f"torch {torch.__version__} holds no code (it has {', '.join(torch.cuda.get_arch_list())}): install one "
+                        f"that does (https://pytorch.org/get-started/previous-versions), or give --device cpu")
 
 
 def choose_dtype(name: str, device: str) -> str:

@@ -42,9 +42,9 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import hellaswag
 from fineweb import (VOCAB_SIZE, FlagParser, RunError, TokenLoader, UserError, Windows, digest, encode, list_shards,
                      one_line, replace_file, run_command, shown, to_device, tokenizer, whole_number)
-from model import (ATTENTION, GPT, MODELS, GPTConfig, LanguageModel, SpeedrunConfig, SpeedrunGPT, can_compile, check_attention,
-                   choose_device, choose_dtype, is_plain, keep_freed_memory, load_model, make_autocast, memory_is_told,
-                   model_from_checkpoint, peak_flops, read_checkpoint)
+from model import (ATTENTION, GPT, MODELS, GPTConfig, LanguageModel, Muon, SpeedrunConfig, SpeedrunGPT, can_compile,
+                   check_attention, choose_device, choose_dtype, is_out_of_memory, is_plain, keep_freed_memory, load_model,
+                   make_autocast, memory_is_told, model_from_checkpoint, peak_flops, read_checkpoint)
 
 try:
     import fcntl
@@ -208,16 +208,21 @@ def micro_batches(config: Config, world_size: int, device: str) -> list[int]:
 
 
 def check_memory(config: Config, device: str) -> None:
-    """UserError if weights, gradients and AdamW's two moments alone, 16 bytes a parameter, are more than the device holds."""
+    """UserError if weights, gradients and AdamW's two moments alone, 16 bytes a parameter, are more than the device has, or more
+    than others leave of a GPU."""
     parameters = 12 * config.n_layer * config.n_embd**2 + (config.vocab_size + config.block_size) * config.n_embd
     if device.startswith("cuda"):
-        memory = torch.cuda.mem_get_info(device)[1]
+        free, memory = torch.cuda.mem_get_info(device)
     else:
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else math.inf
-    if 16 * parameters > memory:
-        raise UserError(f"{config.n_layer} layers of width {config.n_embd} have {parameters:,} parameters, which need "
-                        f"{16 * parameters / 1e9:,.0f} GB to train, and {device} has {memory / 1e9:,.0f} GB: "
-                        f"give a smaller --n_layer or --n_embd")
+        free = memory                           # what others hold there can be swapped out
+    if 16 * parameters > free:
+        need = (f"{config.n_layer} layers of width {config.n_embd} have {parameters:,} parameters, which need "
+                f"{16 * parameters / 1e9:,.1f} GB to train, and {device} has {memory / 1e9:,.1f} GB")
+        if 16 * parameters > memory:
+            raise UserError(f"{need}: give a smaller --n_layer or --n_embd")
+        raise UserError(f"{need}, of which {free / 1e9:,.1f} GB are free: end what else runs there (nvidia-smi shows it), choose "
+                        f"another GPU by --device, or give a smaller --n_layer or --n_embd")
 
 
 # -----------------------------------------------------------------------------
@@ -296,6 +301,7 @@ class Process:
     restarted: bool = False             # by torchrun --max_restarts
     done: threading.Event = field(default_factory=threading.Event)
     watch: threading.Thread | None = None
+    told: bool = False                  # another process has failed, and said why
 
     @property
     def is_master(self):
@@ -368,15 +374,20 @@ class Process:
         except Exception as error:
             known, lost = isinstance(error, (UserError, RunError)), re.search("gloo|NCCL|Connection", str(error))
             time.sleep((not self.is_master) + (3 if lost and not known else 0))
-            first = True
+            agreed, first = getattr(error, "agreed", False), not self.told
             with suppress(RuntimeError):        # the store is gone with the machine that held it
-                first = self.is_master if getattr(error, "agreed", False) else self.store.add("failed", 1) == 1
+                first = self.is_master if agreed else self.store.add("failed", 1) == 1
+                if agreed and not first:        # torchrun ends the master when we leave
+                    self.store.wait(["told"], timedelta(seconds=10))
             if first and (known or lost):
                 text = str(error) if known else ("another process was killed, or its machine lost; the checkpoints are whole, "
                                                  f"and the same command goes on from the newest ({str(error)[:120]})")
                 one_line(text if self.is_master else f"process {self.rank}: {text}")
             elif first:
                 traceback.print_exc()
+            if first:
+                with suppress(RuntimeError):
+                    self.store.set("told", "")
             sys.stdout.flush()
             time.sleep(5 if first else 0)       # so that the others find the store, and in it that this was told
             os._exit(2 if isinstance(error, UserError) else 1)          # without waiting for what the others still owe us
@@ -388,7 +399,8 @@ class Process:
         """On a thread, because a process that waits for a lost one inside a collective hears nothing else."""
         while not self.done.wait(1):
             try:
-                gone = os.getppid() != torchrun or self.store is not None and self.store.add("failed", 0) > 0
+                self.told = self.store is not None and self.store.add("failed", 0) > 0
+                gone = self.told or os.getppid() != torchrun
             except RuntimeError:                # the machine that held the store is gone
                 gone = True
             if gone and not self.done.wait(10):         # a checkpoint may just be written
@@ -536,6 +548,29 @@ def draw_log(config: Config) -> None:
     panels[0].yaxis.set_minor_formatter(ScalarFormatter())
     panels[0].set_title(f"{config.recipe}, {config.n_layer} layers of width {config.n_embd}", fontsize=9)
     replace_file(Path(config.out) / "loss.png", lambda file: figure.savefig(file, format="png", dpi=110))
+
+
+class Painter:
+    """Has OUT/loss.png drawn on a thread: half a second at each evaluation, in which all processes would wait for the master."""
+
+    def __init__(self, config, process):
+        self.config, self.process = config, process
+        self.thread, self.pending = ThreadPoolExecutor(1, "picture"), []
+
+    def draw(self):
+        """On the master. A picture that is asked for and not begun gives way to the new one, which shows what it would have."""
+        self.pending = [*(picture for picture in self.pending if not picture.cancel()), self.thread.submit(draw_log, self.config)]
+
+    def finish(self, wait=True):
+        """Waits for the pictures, or with wait=False only looks. One that could not be drawn is a warning."""
+        while self.pending and (wait or self.pending[0].done()):
+            try:
+                self.pending.pop(0).result()
+            except Exception as error:          # matplotlib's of every kind: no picture is worth a run
+                self.process.print0(f"warning: {self.config.out}/loss.png is not drawn ({error}); --no_plot does without it")
+
+    def close(self):
+        self.thread.shutdown(wait=False, cancel_futures=True)   # a run that has failed draws no more
 
 
 def checkpoints(out: str | Path) -> list[tuple[int, Path]]:
@@ -840,22 +875,31 @@ def largest_that_fits(candidates: list[int], memory_of: Callable[[int], float], 
 
 
 def memory_of_step(B: int, state: State, model: Callable, config: Config, autocast: torch.autocast, device: str) -> float:
-    """Bytes that CUDA needs for a step with micro-batches of B, infinity if there are not so many. Changes nothing."""
-    parameters = sum(p.numel() for p in model.parameters())
+    """Bytes that CUDA needs for a step with micro-batches of B, infinity if there are not so many. Changes nothing.
+
+    `model` is what trains, with DDP around it if there are several processes. Two micro-steps are made, for the second finds
+    the first one's gradients, and memory that these and the first one's activations have cut into pieces.
+    """
     moments = sum(t.nbytes for optimizer in state.optimizers for entry in optimizer.state.values() for t in entry.values())
-    x = torch.zeros(B, config.sequence_length, dtype=torch.int64, device=device)
+    due = sum(p.nbytes * (1 if isinstance(optimizer, Muon) else 2) for optimizer in state.optimizers
+              for group in optimizer.param_groups for p in group["params"])
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     try:
-        # beside a micro-step are the gradients of those before it, and the moments, which come with the first step
-        beside = torch.empty(4 * parameters + max(0, 8 * parameters - moments), dtype=torch.uint8, device=device)
-        with autocast:
-            _, loss = model(x, torch.zeros_like(x))
-        loss.backward()
+        beside = torch.empty(max(0, due - moments), dtype=torch.uint8, device=device)       # moments come with the first step
+        x = torch.zeros(B, config.sequence_length, dtype=torch.int64, device=device)
+        for _ in range(2):
+            if isinstance(model, DDP):          # a process that runs out of memory must leave no other waiting for its gradients
+                model.require_backward_grad_sync = False
+            with autocast:
+                _, loss = model(x, torch.zeros_like(x))
+            loss.backward()
         del beside
         return torch.cuda.max_memory_reserved(device)
-    except torch.OutOfMemoryError:
-        return math.inf
+    except Exception as error:
+        if is_out_of_memory(error):
+            return math.inf
+        raise
     finally:
         model.zero_grad(set_to_none=True)
 
@@ -869,7 +913,7 @@ def choose_micro_batch(config: Config, candidates: list[int], state: State, mode
     total = torch.cuda.mem_get_info(device)[1]
     key = ", ".join(map(str, (torch.cuda.get_device_name(device), total, torch.__version__, config.recipe, config.dtype,
                               config.attention, config.window, config.loss_chunk, config.compile, config.sequence_length,
-                              *(getattr(config, name) for name in MODEL_SHAPE), candidates[-1])))
+                              *(getattr(config, name) for name in MODEL_SHAPE), process.world_size, candidates[-1])))
     known = remembered()
 
     def find():
@@ -1240,10 +1284,15 @@ def wrap_model(model: Callable, process: Process) -> Callable:
     """The model for training: DDP around it, if there are several processes."""
     if process.world_size == 1:
         return model
+    # Buckets of 170 MB are three for 124M, and so are the graphs that torch.compile makes of a model inside DDP, one a bucket.
+    # Of torch's own 25 MB they are 14, which read and write 159 GB for 64 x 1024 tokens instead of 149, and one for all would
+    # send nothing before the end of the backward.
+    known, options = signature(DDP).parameters, dict(gradient_as_bucket_view=True, bucket_cap_mb=170)
     # the window is the same everywhere already, and needs no broadcast at each step; torch 2.13 renamed the argument
-    buffers = "forward_sync_buffers" if "forward_sync_buffers" in signature(DDP).parameters else "broadcast_buffers"
-    return DDP(model, device_ids=[process.device] if process.device.startswith("cuda") else None, gradient_as_bucket_view=True,
-               **{buffers: False})
+    options["forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"] = False
+    if "batched_grad_copy" in known:            # a launch a bucket instead of one a parameter; torch 2.13
+        options["batched_grad_copy"] = True
+    return DDP(model, device_ids=[process.device] if process.device.startswith("cuda") else None, **options)
 
 
 def print_header(config: Config, model: LanguageModel, compiled: Callable, loader: TokenLoader, process: Process) -> None:
@@ -1285,6 +1334,7 @@ class Run:
     hella: list
     reporter: Reporter
     saver: Saver
+    painter: Painter
     profiler: Profiler
 
 
@@ -1324,15 +1374,16 @@ def set_up(config: Config, given: set[str], process: Process) -> Run:
         model = model_from_checkpoint(checkpoint, path) if checkpoint else RECIPES[config.recipe].model(config)
     state = make_state(config, place_model(config, model, process.device), checkpoint, path, process)
     compiled, autocast = compile_model(config, model, process), make_autocast(process.device, config.dtype)
-    B = choose_micro_batch(config, candidates, state, compiled, autocast, process)
-    log = process.together(open_output, config, path, state.step, process)
     wrapped = wrap_model(compiled, process)
+    B = choose_micro_batch(config, candidates, state, wrapped, autocast, process)
+    log = process.together(open_output, config, path, state.step, process)
     loader = TokenLoader(train_windows, config.total_batch_size, B, process.rank, process.world_size, process.device)
     print_header(config, model, compiled, loader, process)
     if path:
         process.print0(f"going on from {path} at step {state.step} of {config.max_steps}")
     return Run(config, process, state, compiled, wrapped, autocast, loader, val, hella,
-               Reporter(config, log, state, process), Saver(config, data, log, process), Profiler(config, process))
+               Reporter(config, log, state, process), Saver(config, data, log, process), Painter(config, process),
+               Profiler(config, process))
 
 
 def evaluate(run: Run, due: Callable[[int], bool]) -> None:
@@ -1352,10 +1403,7 @@ def evaluate(run: Run, due: Callable[[int], bool]) -> None:
         if process.is_master:
             print_samples(state.model, run.autocast, process)
     if reporter.log and config.plot and any(map(due, (config.val_every, config.hellaswag_every))):
-        try:
-            draw_log(config)
-        except Exception as error:              # matplotlib's of every kind: no picture is worth a run
-            process.print0(f"warning: {config.out}/loss.png is not drawn ({error}); --no_plot does without it")
+        run.painter.draw()
     state.evaluated = state.step
 
 
@@ -1395,10 +1443,12 @@ def loop(run: Run, signals: StopSignals) -> None:
         # log
         reporter.step(state.step, numbers, config.max_lr * scale)
         saver.finish(wait=False)
+        run.painter.finish(wait=False)
         run.profiler.step()
         state.step += 1
     reporter.flush()
     saver.finish()
+    run.painter.finish()
 
 
 def train(argv: list[str] | None = None) -> int:
@@ -1415,6 +1465,7 @@ def train(argv: list[str] | None = None) -> int:
             finally:
                 run.loader.close()
                 run.saver.close()
+                run.painter.close()
                 run.profiler.close()
     code = last_words(run, signals)
     if process.world_size > 1:

@@ -1,12 +1,28 @@
 """The tests import the scripts from the folder above, never from the network, and never from a cache of a hub."""
 import os
 import sys
+import tempfile
 from pathlib import Path
+
+import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 os.environ["HF_HUB_OFFLINE"] = "1"
+if "PYTEST_XDIST_WORKER" not in os.environ:         # the workers inherit it
+    # a user's own cache may hold what a test says cannot be had
+    empty = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+    os.environ["HF_HOME"] = empty.name
 # one thread a process: the tests run side by side (pytest-xdist), and torch's threads would wait for each other
 os.environ["OMP_NUM_THREADS"] = "1"
+
+
+@pytest.fixture(autouse=True, scope="session")
+def memory_is_given_back():
+    """What a command does to its own process for good would reach the tests after it, some of which measure memory."""
+    import train_gpt2
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_gpt2, "keep_freed_memory", lambda: None)
+        yield
 
 
 def pytest_terminal_summary(terminalreporter, config):

@@ -1,11 +1,15 @@
-"""Real processes of train_gpt2.py, for the tests."""
+"""Real processes of train_gpt2.py, for the tests. No test depends on how fast they are: what is to happen at a step happens while
+the run stands before it (`Live`), and deadlines only end what hangs."""
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 ENV = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+HANG = 1200         # seconds after which a process is taken to hang: far beyond what any takes on a busy machine
 
 
 def command(*flags, processes=1, torchrun=("--standalone",)):
@@ -14,7 +18,7 @@ def command(*flags, processes=1, torchrun=("--standalone",)):
 
 
 def run(*flags, processes=1, code=0, env=ENV, **kwargs):
-    result = subprocess.run(command(*flags, processes=processes), capture_output=True, text=True, env=env, timeout=600, **kwargs)
+    result = subprocess.run(command(*flags, processes=processes), capture_output=True, text=True, env=env, timeout=HANG, **kwargs)
     assert result.returncode == code, result.stdout[-2000:] + result.stderr[-2000:]
     return result
 
@@ -22,3 +26,91 @@ def run(*flags, processes=1, code=0, env=ENV, **kwargs):
 def logged(out, kind="train"):
     rows = [line.split() for line in (Path(out) / "log.txt").read_text().splitlines()]
     return {int(step): float(value) for step, k, value in rows if k == kind}
+
+
+def wait_until(happened, alive=lambda: True):
+    """Returns the first true value of happened(), which is asked again and again."""
+    deadline = time.monotonic() + HANG
+    while not (found := happened()):
+        assert alive(), "the process ended before"
+        assert time.monotonic() < deadline, "the process hangs"
+        time.sleep(0.005)
+    return found
+
+
+# Python imports it at its start, before the script. A process that is about to ask for the first batch of a step says so in a
+# file, and waits as long as there is a file hold.STEP.
+SITE = """
+import os, sys, time
+sys.path.insert(0, {root!r})
+import fineweb
+del sys.path[0]
+start, next_batch, parent = fineweb.TokenLoader.start, fineweb.TokenLoader.next_batch, os.getppid()
+
+def started(loader, step):
+    loader.asked = step * loader.micro_steps
+    start(loader, step)
+
+def held(loader):
+    step, micro_step = divmod(loader.asked, loader.micro_steps)
+    loader.asked += 1
+    hold, here = (os.path.join({folder!r}, f"{{name}}.{{step}}") for name in ("hold", f"rank{{loader.rank}}"))
+    if micro_step == 0 and os.path.exists(hold):
+        with open(here + ".tmp", "w") as file:
+            file.write(str(os.getpid()))
+        os.replace(here + ".tmp", here)
+        while os.path.exists(hold) and os.getppid() == parent:
+            time.sleep(0.005)
+    return next_batch(loader)
+
+fineweb.TokenLoader.start, fineweb.TokenLoader.next_batch = started, held
+"""
+
+
+class Live:
+    """A command that runs beside the test, which stands still before each step of `hold` until the test lets it go on."""
+
+    def __init__(self, folder, argv, hold=(), env=ENV, **how):
+        folder.mkdir(parents=True)
+        self.folder = folder
+        for step in hold:
+            (folder / f"hold.{step}").touch()
+        (folder / "sitecustomize.py").write_text(SITE.format(root=str(ROOT), folder=str(folder)))
+        with open(folder / "stdout", "w") as stdout, open(folder / "stderr", "w") as stderr:
+            path = os.pathsep.join(filter(None, (str(folder), env.get("PYTHONPATH"))))
+            self.process = subprocess.Popen(argv, **{"stdout": stdout, "stderr": stderr} | how, text=True, start_new_session=True,
+                                            env={**env, "PYTHONPATH": path})
+
+    def stdout(self):
+        return (self.folder / "stdout").read_text()
+
+    def stderr(self):
+        return (self.folder / "stderr").read_text()
+
+    def until(self, happened):
+        try:
+            return wait_until(happened, lambda: self.process.poll() is None)
+        except AssertionError as error:
+            raise AssertionError(f"{error}: {self.stdout()[-2000:]}{self.stderr()[-2000:]}") from None
+
+    def stands_before(self, step, ranks=(0,)):
+        """Waits until these processes of the run do; gives their ids."""
+        files = [self.folder / f"rank{rank}.{step}" for rank in ranks]
+        self.until(lambda: all(file.exists() for file in files))
+        return [int(file.read_text()) for file in files]
+
+    def go_on(self, *steps):
+        for step in steps:
+            (self.folder / f"hold.{step}").unlink()
+
+    def end(self):
+        """Waits for it; gives (exit code, stdout, stderr)."""
+        return self.process.wait(timeout=HANG), self.stdout(), self.stderr()
+
+    def kill(self):
+        """What is left of it, whatever the test has come to. Ranks of torchrun's, in sessions of their own, follow it."""
+        for hold in self.folder.glob("hold.*"):
+            hold.unlink()
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()

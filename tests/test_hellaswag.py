@@ -14,6 +14,7 @@ import torch
 import hellaswag
 from fineweb import UserError, encode
 from hellaswag import evaluate, load_examples, make_batches
+from helpers import HANG
 from model import GPT, GPTConfig
 from test_model import PEERS, make_model, nanogpt_checkpoint, save, write_peer
 
@@ -269,7 +270,7 @@ def test_the_hubs_rows_are_read_and_checked(monkeypatch):
 
 def command(*flags):
     return subprocess.run([sys.executable, str(ROOT / "hellaswag.py"), *map(str, flags)], capture_output=True, text=True,
-                          env=ENV, timeout=120)
+                          env=ENV, timeout=HANG)
 
 
 @pytest.fixture(scope="module")
@@ -346,6 +347,6 @@ def test_mistakes_are_found_before_slow_work(mistake, slow, monkeypatch, files):
 def test_importing_hellaswag_prints_nothing_and_leaves_the_slow_libraries_alone(tmp_path):
     code = ("import hellaswag, sys; "
             "assert not {'torch', 'transformers', 'datasets', 'huggingface_hub', 'safetensors'} & set(sys.modules)")
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=120,
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=HANG,
                             env={**ENV, "PYTHONPATH": str(ROOT)})
     assert (result.returncode, result.stdout, result.stderr, list(tmp_path.iterdir())) == (0, "", "", [])

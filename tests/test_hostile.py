@@ -28,6 +28,7 @@ import fineweb
 import train_gpt2
 from fineweb import LocalSource, UserError, Windows, open_shard, write_shard
 from hellaswag import load_examples
+from helpers import HANG
 from model import GPT, GPTConfig, LanguageModel, load_model
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -400,7 +401,7 @@ def test_a_hostile_file_runs_no_code_fills_no_memory_and_is_refused(what, monkey
 
 
 def command(script, *flags):
-    return subprocess.run([sys.executable, str(ROOT / script), *map(str, flags)], capture_output=True, text=True, timeout=120,
+    return subprocess.run([sys.executable, str(ROOT / script), *map(str, flags)], capture_output=True, text=True, timeout=HANG,
                           env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"})
 
 
@@ -610,16 +611,15 @@ def test_whatever_a_hugging_face_config_says_there_is_a_model_or_it_is_refused(d
 @pytest.fixture(scope="module", params=["gpt2", "speedrun"])
 def trained(request, tmp_path_factory):
     """The checkpoint of a real run of each recipe, `path` and `content`, in float16 so that its scaler has a state."""
-    folder, handlers = tmp_path_factory.mktemp("trained"), {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
+    folder = tmp_path_factory.mktemp("trained")
+    handlers = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGUSR1", signal.SIGINT))}
     for i, split in enumerate(("val", "train")):
         write_shard(folder / f"x_{split}_{i:06d}.npy", np.arange(400, dtype=np.uint16) % 96)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train_gpt2, "keep_freed_memory", lambda: None)
-        train_gpt2.train(["--data", str(folder), "--out", str(folder / "log"), "--n_layer", "1", "--n_head", "1", "--n_embd", "4",
-                          "--block_size", "8", "--vocab_size", "96", "--total_batch_size", "16", "--max_steps", "2",
-                          *(["--recipe", "speedrun", "--window", "4"] if request.param == "speedrun" else []),
-                          "--warmup_steps", "1", "--val_tokens", "8", "--sample_every", "0", "--hellaswag_every", "0",
-                          "--dtype", "float16", "--device", "cpu"])
+    train_gpt2.train(["--data", str(folder), "--out", str(folder / "log"), "--n_layer", "1", "--n_head", "1", "--n_embd", "4",
+                      "--block_size", "8", "--vocab_size", "96", "--total_batch_size", "16", "--max_steps", "2",
+                      *(["--recipe", "speedrun", "--window", "4"] if request.param == "speedrun" else []),
+                      "--warmup_steps", "1", "--val_tokens", "8", "--sample_every", "0", "--hellaswag_every", "0",
+                      "--dtype", "float16", "--device", "cpu"])
     for number, handler in handlers.items():
         signal.signal(number, handler)
     class Trained:                              # which hypothesis need not print

@@ -4,11 +4,13 @@ import json
 import math
 import os
 import pickle
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import types
+import warnings
 import zipfile
 from pathlib import Path
 
@@ -16,11 +18,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fineweb import EOT, VOCAB_SIZE, UserError, encode
+from helpers import HANG
 from model import (
     ATTENTION,
     EXPORTED,
@@ -326,6 +329,55 @@ def test_flex_attention_outside_a_graph_is_compiled_once(monkeypatch):
 def test_a_device_that_is_not_there_is_refused_with_what_is(name):
     with pytest.raises(UserError, match=r"--device .*use .*cpu"):
         choose_device(name)
+
+
+OLD_DRIVER = "The NVIDIA driver on your system is too old (found version 11040). Please update your GPU driver"
+
+
+@pytest.mark.parametrize(("said", "refused"), [
+    (RuntimeError(OLD_DRIVER), True), (RuntimeError("CUDA unknown error - this may be due to\nmore"), True),
+    (RuntimeError("Found no NVIDIA driver on your system."), False), (RuntimeError("No CUDA GPUs are available"), False),
+    (RuntimeError("No HIP GPUs are available"), False), (AssertionError("Torch not compiled with CUDA enabled"), False)])
+def test_a_driver_that_torch_refuses_is_told_and_auto_does_not_go_on_without_its_gpu(said, refused, monkeypatch, recwarn):
+    def init():
+        raise said
+
+    def is_available():
+        warnings.warn(f"CUDA initialization: {said}", stacklevel=1)
+        return False
+    monkeypatch.setattr(torch.cuda, "is_available", is_available)
+    monkeypatch.setattr(torch.cuda, "init", init)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    assert choose_device("cpu") == "cpu"
+    told = re.escape(str(said).split("\n")[0]) + ".*--device cpu" if refused else "not to be found here"
+    for name in ("auto", "cuda", "cuda:0"):
+        if name == "auto" and not refused:
+            assert choose_device(name) == "cpu"
+        else:
+            with pytest.raises(UserError, match=told):
+                choose_device(name)
+    assert not recwarn.list
+
+
+@pytest.mark.parametrize(("capability", "held", "runs"), [
+    ((9, 0), "sm_80 sm_90", True), ((8, 9), "sm_75 sm_80 sm_86", True), ((8, 6), "sm_80 sm_90", True),
+    ((7, 0), "sm_75 sm_80", False), ((12, 1), "sm_100 sm_120", True), ((12, 0), "sm_90 sm_100", False),
+    ((12, 0), "sm_90 compute_90", True), ((9, 0), "sm_90a", True), ((12, 1), "sm_120a", False), ((10, 3), "sm_100f", True),
+    ((8, 0), "sm_86 compute_86", False), ((9, 4), "gfx942", True), ((7, 0), "", True)])
+def test_a_gpu_for_which_torch_holds_no_code_is_refused(capability, held, runs, monkeypatch, recwarn):
+    def get_device_capability(device):
+        warnings.warn("Found GPU0 which is of cuda capability\nand so on", stacklevel=1)
+        return capability
+    for name, function in dict(is_available=lambda: True, device_count=lambda: 1, get_device_capability=get_device_capability,
+                               get_arch_list=held.split, get_device_name=lambda device: "Some GPU").items():
+        monkeypatch.setattr(torch.cuda, name, function)
+    if runs:
+        assert choose_device() == "cuda" and choose_device("cuda:0") == "cuda:0"
+    else:
+        for name in ("auto", "cuda", "cuda:0"):
+            with pytest.raises(UserError, match=r"Some GPU has compute capability .* \(it has sm_.*: install one .*--device cpu"):
+                choose_device(name)
+    assert choose_device("cpu") == "cpu" and not recwarn.list
 
 
 def test_auto_takes_the_best_device_there_is():
@@ -665,7 +717,7 @@ torch.save({'model': weights, 'config': config, 'step': 5000, 'val_loss': 3.1}, 
 def test_build_nanogpts_checkpoint_loads_though_its_config_is_a_class_of_main(tmp_path):
     weights = make_model().state_dict()
     source, path = save(tmp_path / "weights.pt", weights), tmp_path / "model_05000.pt"
-    subprocess.run([sys.executable, "-c", BUILD_NANOGPT, source, path], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", BUILD_NANOGPT, source, path], check=True, timeout=HANG)
     check_logits(path, weights, "tanh")
 
 
@@ -709,7 +761,7 @@ def write_peer(kind, folder):
 
 def export(source, folder):
     command = [sys.executable, ROOT / "model.py", "export", source, folder]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, timeout=HANG)
 
 
 @pytest.mark.parametrize("kind", ["this project", "nanoGPT without biases", "build-nanogpt, DDP"])
@@ -967,7 +1019,8 @@ def good_files(tmp_path_factory):
     return folder, files
 
 
-@settings(max_examples=120, deadline=None, derandomize=True)
+@settings(max_examples=120, deadline=None, derandomize=True, database=None,
+          suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_whatever_bytes_are_damaged_there_is_a_model_or_a_user_error(good_files, data):
     folder, files = good_files
@@ -1054,6 +1107,6 @@ def test_a_name_that_is_not_to_be_had_is_refused_in_one_sentence(name, monkeypat
 
 def test_importing_model_prints_nothing_and_leaves_the_optional_libraries_alone(tmp_path):
     code = "import model, sys; assert not {'transformers', 'datasets', 'huggingface_hub', 'safetensors'} & set(sys.modules)"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=120,
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=HANG,
                             env={**os.environ, "PYTHONPATH": str(ROOT)})
     assert (result.returncode, result.stdout, result.stderr, list(tmp_path.iterdir())) == (0, "", "", [])

@@ -5,7 +5,6 @@ import re
 import resource
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -14,7 +13,8 @@ import time
 import numpy as np
 import pytest
 import torch
-from helpers import ENV, ROOT, command, logged, run
+import torch.distributed as dist
+from helpers import ENV, ROOT, Live, command, logged, run
 
 import train_gpt2
 from fineweb import RunError, UserError, replace_file, write_shard
@@ -68,37 +68,49 @@ def same_end(out, whole, step=120):
     assert not list(out.glob("*.tmp"))
 
 
-def run_until(step, flags, then, processes=1, **kwargs):
-    """Starts a run, calls then(process) at the line of `step`, and returns (exit code, stdout, stderr)."""
-    with subprocess.Popen(command(*flags, processes=processes, **kwargs), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                          text=True, env=ENV, start_new_session=True) as process:
-        lines = []
-        for line in process.stdout:
-            lines.append(line)
-            if (found := re.match(r"step +(\d+) ", line)) and int(found[1]) >= step:
-                then(process)
-                break
-        stdout, stderr = process.communicate(timeout=120)
-        return process.returncode, "".join(lines) + stdout, stderr
+@pytest.fixture
+def live(tmp_path):
+    """live(*flags, hold=steps) starts a run that stands still before those steps (helpers.Live); none outlives the test."""
+    begun = []
+
+    def start(*flags, processes=1, torchrun=("--standalone",), argv=None, **how):
+        argv = argv or command(*flags, processes=processes, torchrun=torchrun)
+        begun.append(Live(tmp_path / "live" / str(len(begun)), argv, **how))
+        return begun[-1]
+    yield start
+    for process in begun:
+        process.kill()
 
 
-def test_killed_at_random_moments_it_ends_bit_for_bit_as_the_run_that_was_not(data, recipe_and_whole, tmp_path):
+@pytest.fixture
+def stopped(live):
+    """stopped(step, flags, number) sends a run a signal before `step`, and gives its (exit code, stdout, stderr)."""
+    def stop(step, flags, number, to=os.kill, processes=1):
+        it = live(*flags, hold=[step], processes=processes)
+        it.stands_before(step, range(processes))
+        to(it.process.pid, number)
+        if number != signal.SIGKILL:            # torchrun passes it on when it comes to that
+            it.until(lambda: f"{signal.Signals(number).name}: finishing this step" in it.stdout())
+        it.go_on(step)
+        return it.end()
+    return stop
+
+
+def test_killed_at_random_moments_it_ends_bit_for_bit_as_the_run_that_was_not(data, recipe_and_whole, tmp_path, live):
     """SIGKILL and SIGTERM in turn, over shard edges and epochs; before the first step too."""
     recipe, whole = recipe_and_whole
     dice = random.Random(7)
-
-    def kill(number):
-        def then(process):
-            time.sleep(dice.uniform(0, 0.05))
-            process.send_signal(number)
-        return then
-
-    flags, step = ["--data", data, *BYTES, "--recipe", recipe, "--out", tmp_path / "log"], 0
-    for i in range(6 if recipe == "gpt2" else 4):
-        code, stdout, stderr = run_until(step, flags, kill((signal.SIGKILL, signal.SIGTERM)[i % 2]))
-        assert code in (-signal.SIGKILL, 0) and not stderr, stderr
-        assert ("stopped by SIGTERM" in stdout and "the same command goes on" in stdout) or i % 2 == 0 or "done: 120" in stdout
-        step = max(logged(tmp_path / "log"), default=0) + dice.randrange(1, 25)
+    flags = ["--data", data, *BYTES, "--recipe", recipe, "--out", tmp_path / "log"]
+    for i, step in enumerate((0, 13, 30, 42, 98)[:5 if recipe == "gpt2" else 4]):
+        it = live(*flags, hold=[step, step + 7])        # the second, so that it does not end before the signal is there
+        it.stands_before(step)
+        it.go_on(step)
+        time.sleep(dice.uniform(0, 0.05))               # somewhere in the steps up to there
+        it.process.send_signal((signal.SIGKILL, signal.SIGTERM)[i % 2])
+        it.go_on(step + 7)
+        code, stdout, stderr = it.end()
+        assert code == (-signal.SIGKILL, 0)[i % 2] and not stderr, stderr
+        assert ("stopped by SIGTERM" in stdout and "the same command goes on" in stdout) == i % 2
     run(*flags)
     same_end(tmp_path / "log", whole)
     # and once more: nothing is left to do, and what is not given comes from the checkpoint
@@ -106,27 +118,29 @@ def test_killed_at_random_moments_it_ends_bit_for_bit_as_the_run_that_was_not(da
     same_end(tmp_path / "log", whole)
 
 
-def test_a_stop_saves_before_an_evaluation_that_is_due_and_the_next_run_makes_it(data, tmp_path):
+def test_a_stop_saves_before_an_evaluation_that_is_due_and_the_next_run_makes_it(data, tmp_path, stopped):
     flags = ["--data", data, *BYTES, "--max_steps", 30, "--val_every", 1]
     run(*flags, "--out", tmp_path / "whole")
-    code, stdout, _ = run_until(12, [*flags, "--out", tmp_path / "cut"], lambda process: process.send_signal(signal.SIGUSR1))
+    code, stdout, _ = stopped(12, [*flags, "--out", tmp_path / "cut"], signal.SIGUSR1)
     assert code == 0
-    stopped = train_gpt2.checkpoints(tmp_path / "cut")[-1][0]
-    assert max(logged(tmp_path / "cut", "val")) == stopped - 1
+    at = train_gpt2.checkpoints(tmp_path / "cut")[-1][0]
+    assert 12 < at < 30 and max(logged(tmp_path / "cut", "val")) == at - 1
     run(*flags, "--out", tmp_path / "cut")
     same_end(tmp_path / "cut", tmp_path / "whole", 30)
 
 
 @pytest.mark.parametrize("number", [None, signal.SIGINT])
-def test_a_pipe_that_closes_stops_the_run_which_saves_first(number, data, whole, tmp_path):
+def test_a_pipe_that_closes_stops_the_run_which_saves_first(number, data, whole, tmp_path, live):
     """`| head` that has enough; `| tee` that got the same Ctrl-C."""
     flags = ["--data", data, *BYTES, "--out", tmp_path / "log"]
-    with subprocess.Popen(command(*flags), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENV) as process:
-        next(line for line in process.stdout if line.startswith("step    13 "))
-        process.stdout.close()
-        if number:
-            process.send_signal(number)
-        assert process.wait(timeout=60) == 0 and process.stderr.read() == ""
+    it = live(*flags, hold=[13], stdout=subprocess.PIPE)
+    it.stands_before(13)
+    it.process.stdout.close()
+    if number:
+        it.process.send_signal(number)
+    it.go_on(13)
+    code, _, stderr = it.end()
+    assert (code, stderr) == (0, "")
     assert 13 < train_gpt2.checkpoints(tmp_path / "log")[-1][0] < 120
     run(*flags)
     same_end(tmp_path / "log", whole)
@@ -145,66 +159,91 @@ if "RANK" in os.environ:
 """
 
 
-def test_a_signal_to_all_of_several_processes_is_agreed_on_saved_and_gone_on_from(data, tmp_path):
-    flags = ["--data", data, *BYTES, "--max_steps", 40]
-    site = tmp_path / "site"
-    site.mkdir()
-    site.joinpath("sitecustomize.py").write_text(AT_THE_END)
-    run(*flags, "--out", tmp_path / "whole", processes=2, env={**ENV, "PYTHONPATH": str(site), "ENDS": str(site)})
-    # a gloo thread may abort the process in Python's finalization: ranks do what is registered for the end, and leave before it
-    assert sorted(path.name for path in site.glob("*.*[0-9]")) == ["atexit.0", "atexit.1"]
-    # to the group, as a terminal sends it: torchrun sends it on, so that it comes twice
-    run_until(13, [*flags, "--out", tmp_path / "cut"], lambda process: os.killpg(process.pid, signal.SIGINT), processes=2)
+@pytest.fixture(scope="session")
+def whole_of_two(data, tmp_path_factory):
+    """The run of two processes that nobody disturbs, and what they left at their ends."""
+    folder = tmp_path_factory.mktemp("whole_of_two")
+    folder.joinpath("sitecustomize.py").write_text(AT_THE_END)
+    run("--data", data, *BYTES, "--max_steps", 40, "--out", folder / "log", processes=2,
+        env={**ENV, "PYTHONPATH": str(folder), "ENDS": str(folder)})
+    return folder / "log", sorted(path.name for path in folder.glob("*.*[0-9]"))
+
+
+def test_processes_do_what_is_registered_for_the_end_and_leave_before_pythons_finalization(whole_of_two):
+    """In which a gloo thread may abort the process."""
+    assert whole_of_two[1] == ["atexit.0", "atexit.1"]
+
+
+def test_a_signal_to_all_of_several_processes_is_agreed_on_saved_and_gone_on_from(data, whole_of_two, tmp_path, stopped):
+    flags = ["--data", data, *BYTES, "--max_steps", 40, "--out", tmp_path / "cut"]
+    # to the group, as a terminal sends it: torchrun sends it on
+    stopped(13, flags, signal.SIGINT, os.killpg, processes=2)
     assert 13 < train_gpt2.checkpoints(tmp_path / "cut")[-1][0] < 40
     # to torchrun alone, as Slurm's --signal=TERM sends it
-    run_until(25, [*flags, "--out", tmp_path / "cut"], lambda process: process.send_signal(signal.SIGTERM), processes=2)
+    stopped(25, flags, signal.SIGTERM, processes=2)
     assert 25 < train_gpt2.checkpoints(tmp_path / "cut")[-1][0] < 40
-    run(*flags, "--out", tmp_path / "cut", processes=2)
-    same_end(tmp_path / "cut", tmp_path / "whole", 40)
+    run(*flags, processes=2)
+    same_end(tmp_path / "cut", whole_of_two[0], 40)
 
 
-def test_a_second_interrupt_stops_at_once(data, tmp_path):
-    def twice(process):
-        process.send_signal(signal.SIGSTOP)             # both arrive before it can end by itself
-        process.send_signal(signal.SIGINT)
-        process.send_signal(signal.SIGCONT)
-        time.sleep(1.5)
-        process.send_signal(signal.SIGINT)
-
-    # one step takes seconds here, so that the second interrupt finds it at work
-    slow = ["--n_embd", 256, "--total_batch_size", 65536]
-    code, stdout, stderr = run_until(0, ["--data", data, *BYTES, *slow, "--out", tmp_path / "log"], twice)
+def test_a_second_interrupt_stops_at_once(data, tmp_path, live):
+    it = live("--data", data, *BYTES, "--out", tmp_path / "log", hold=[1])
+    it.stands_before(1)                                 # in the midst of a step, which never ends
+    it.process.send_signal(signal.SIGINT)
+    it.until(lambda: "SIGINT: finishing this step" in it.stdout())
+    time.sleep(1.1)                                     # before that it counts as the same one, come twice
+    it.process.send_signal(signal.SIGINT)
+    code, stdout, stderr = it.end()
     assert code == 130 and "stopped by" not in stdout and not train_gpt2.checkpoints(tmp_path / "log")
 
 
-def test_a_run_goes_on_with_other_processes_and_micro_batches_as_it_would_have_gone(data, recipe_and_whole, tmp_path):
+def test_a_run_goes_on_with_other_processes_and_micro_batches_as_it_would_have_gone(data, recipe_and_whole, tmp_path, stopped):
     recipe, whole = recipe_and_whole
     flags = ["--data", data, *BYTES, "--recipe", recipe, "--out", tmp_path / "log"]
-    run_until(33, [*flags, "--batch_size", 4], lambda process: process.kill())
-    run(*flags, "--batch_size", 2, processes=2)
+    stopped(33, [*flags, "--batch_size", 4], signal.SIGKILL)
+    assert "checkpoint_000030.pt at step 30" in run(*flags, "--batch_size", 2, processes=2).stdout
     a, b = logged(whole), logged(tmp_path / "log")
     assert a.keys() == b.keys() and max(abs(a[step] - b[step]) for step in a) < (1e-4 if recipe == "gpt2" else 2e-3)
 
 
-def workers(agent):
-    return [int(pid) for pid in subprocess.run(["pgrep", "-P", str(agent)], capture_output=True, text=True).stdout.split()]
-
-
-def test_torchrun_brings_a_run_back_whose_ranks_are_killed(data, tmp_path):
+def test_torchrun_brings_a_run_back_whose_ranks_are_killed(data, whole_of_two, tmp_path, live):
     """--max_restarts: rank 0 is killed, then rank 1; it ends as if nothing had happened."""
-    flags = ["--data", data, *BYTES, "--max_steps", 40]
-    run(*flags, "--out", tmp_path / "whole", processes=2)
-    torchrun = ["--standalone", "--max_restarts=3"]
-    with subprocess.Popen(command(*flags, "--out", tmp_path / "log", processes=2, torchrun=torchrun),
-                          stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENV) as process:
-        victims = [(14, 0), (27, 1)]
-        for line in process.stdout:
-            if victims and line.startswith(f"step {victims[0][0]:5d}"):
-                os.kill(workers(process.pid)[victims.pop(0)[1]], signal.SIGKILL)
-        stderr = process.communicate(timeout=120)[1]
-        assert process.returncode == 0, stderr
-    assert not victims and stderr.count("another process was killed") == 2
-    same_end(tmp_path / "log", tmp_path / "whole", 40)
+    it = live("--data", data, *BYTES, "--max_steps", 40, "--out", tmp_path / "log", processes=2,
+              torchrun=["--standalone", "--max_restarts=3"], hold=[14, 27])
+    for step, victim in ((14, 0), (27, 1)):
+        os.kill(it.stands_before(step, (0, 1))[victim], signal.SIGKILL)
+        it.go_on(step)
+    code, stdout, stderr = it.end()
+    assert code == 0, stderr
+    assert re.findall(r"going on from .*/checkpoint_(\d+)\.pt", stdout) == ["000010", "000020"]
+    same_end(tmp_path / "log", whole_of_two[0], 40)
+
+
+def new_store():
+    """What torchrun would keep for the processes of a run, on a port that nobody else can have taken meanwhile."""
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def test_the_process_that_is_left_says_once_that_another_was_killed(data, tmp_path, live):
+    """Two processes without torchrun, which may end the one that is left before it has said its line."""
+    jobs, stores = [], [new_store(), new_store()]
+    for victim, store in enumerate(stores):
+        env = {**ENV, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port),
+               "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        jobs.append([live("--data", data, *BYTES, "--out", tmp_path / str(victim), hold=[14], env=env | {"RANK": str(rank)})
+                     for rank in (0, 1)])
+    for victim, ranks in enumerate(jobs):
+        for rank, it in enumerate(ranks):
+            it.stands_before(14, [rank])
+        os.kill(ranks[victim].process.pid, signal.SIGKILL)
+        for it in ranks:
+            it.go_on(14)
+    for victim, ranks in enumerate(jobs):
+        assert ranks[victim].end()[0] == -signal.SIGKILL
+        code, _, stderr = ranks[1 - victim].end()
+        assert code == 1 and [step for step, _ in train_gpt2.checkpoints(tmp_path / str(victim))] == [10]
+        who = "" if victim else "process 1: "
+        assert re.fullmatch(rf"train_gpt2.py: {who}another process was killed, or its machine lost; .*\n", stderr), stderr
 
 
 def test_after_a_restart_by_torchrun_resume_never_or_a_path_is_not_obeyed_a_second_time(whole, tmp_path, monkeypatch):
@@ -220,64 +259,63 @@ def test_after_a_restart_by_torchrun_resume_never_or_a_path_is_not_obeyed_a_seco
     assert choice("never", True) is None and choice("a.pt", True).name == "a.pt"
 
 
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+@pytest.fixture
+def two_machines(live):
+    """Two agents of torchrun over loopback, each with a process of its own and its own flags. They meet at a store of ours."""
+    store = new_store()
+
+    def start(flags, **how):
+        torchrun = ["-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1", "--rdzv_backend=c10d", "--rdzv_id=test",
+                    f"--rdzv_endpoint=127.0.0.1:{store.port}", "--rdzv_conf=is_host=0", "--local_addr=127.0.0.1"]
+        return [live(argv=[sys.executable, *torchrun, str(ROOT / "train_gpt2.py"), *map(str, own)], **how) for own in flags]
+    return start
 
 
-def two_machines(flags, port):
-    """Two agents of torchrun over loopback, each with a process of its own and its own flags."""
-    torchrun = ["-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1", "--rdzv_backend=c10d", "--rdzv_id=test",
-                f"--rdzv_endpoint=127.0.0.1:{port}", "--local_addr=127.0.0.1", str(ROOT / "train_gpt2.py")]
-    return [subprocess.Popen([sys.executable, *torchrun, *map(str, own)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                             text=True, env=ENV) for own in flags]
-
-
-def test_two_machines_train_together(data, whole, tmp_path):
-    flags = ["--data", data, *BYTES, "--out", tmp_path / "log"]
-    for agent in two_machines([flags, flags], free_port()):
-        output = agent.communicate(timeout=120)[0]
-        assert agent.returncode == 0, output
+def test_two_machines_train_together(data, whole, tmp_path, two_machines):
+    flags = ["--data", data, *BYTES, "--no_plot", "--out", tmp_path / "log"]
+    for agent in two_machines([flags, flags]):
+        code, stdout, stderr = agent.end()
+        assert code == 0, stdout + stderr
     a, b = logged(whole), logged(tmp_path / "log")
     assert a.keys() == b.keys() and max(abs(a[step] - b[step]) for step in a) < 1e-4
 
 
-@pytest.mark.parametrize("failure", ["other data", "no data", "changes under the run"])
-def test_a_machine_that_fails_ends_the_job_within_seconds_and_says_why_once(failure, data, tmp_path):
-    theirs = tmp_path / "theirs"
-    shutil.copytree(data, theirs)
-    flags = [["--data", folder, *BYTES, "--max_steps", 3000, "--val_every", 0, "--out", tmp_path / "log"]
-             for folder in (data, theirs)]
+@pytest.mark.parametrize("failure", ["other data", "no data", "changes under process 0", "changes under process 1"])
+def test_a_machine_that_fails_ends_the_job_and_says_why_once(failure, data, tmp_path, two_machines):
+    """With process 0 goes torchrun's store, in which the other would see that all was said."""
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        shutil.copytree(data, folder)
     if failure == "other data":
-        write_shard(theirs / "text_train_000002.npy", np.zeros(1517, dtype=np.uint16))
+        write_shard(folders[1] / "text_train_000002.npy", np.zeros(1517, dtype=np.uint16))
     elif failure == "no data":
-        shutil.rmtree(theirs)
-    agents = two_machines(flags, free_port())
-    if failure == "changes under the run":
-        while not train_gpt2.checkpoints(tmp_path / "log"):
-            assert agents[0].poll() is None and agents[1].poll() is None
-            time.sleep(0.2)
-        write_shard(theirs / "text_train_000002.npy", np.zeros(1517, dtype=np.uint16))
-    begin = time.monotonic()
-    output = "".join(agent.communicate(timeout=120)[0] for agent in agents)
-    assert time.monotonic() - begin < 60
-    assert all(agent.returncode for agent in agents)
+        shutil.rmtree(folders[1])
+    flags = [*BYTES, "--max_steps", 3000, "--val_every", 0, "--no_plot", "--out", tmp_path / "log"]
+    agents = two_machines([["--data", folder, *flags] for folder in folders], hold=[12])
+    said = {"other data": "another content of --data", "no data": "there is no data in"}.get(failure, "changed during the run")
+    if "changes" in failure:
+        rank = failure[-1]
+        for agent, folder in zip(agents, folders, strict=True):     # which of the two becomes process 0 is torchrun's choice
+            stands, = agent.until(lambda agent=agent: list(agent.folder.glob("rank[01].12")))
+            if stands.name == f"rank{rank}.12":
+                write_shard(folder / "text_train_000002.npy", np.zeros(1517, dtype=np.uint16))
+        for agent in agents:
+            agent.go_on(12)
+    ends = [agent.end() for agent in agents]    # not after half an hour, the patience of a collective
+    assert all(code for code, *_ in ends)
+    output = "".join(stdout + stderr for _, stdout, stderr in ends)
     ours = [line for line in output.splitlines() if line.startswith("train_gpt2.py: ")]
-    said = {"other data": "has another content of --data", "no data": "there is no data in",
-            "changes under the run": "changed during the run"}[failure]
-    assert len(ours) == 1 and said in ours[0], output
-    # which of the two becomes process 0 is torchrun's choice
-    assert failure == "other data" or "process 1: " in ours[0] or str(theirs) in ours[0]
+    assert len(ours) == 1 and re.match(f"train_gpt2.py: .*{said}", ours[0]), output[-3000:]
+    assert "changes" not in failure or ours[0].startswith("train_gpt2.py: process 1: ") == (rank == "1")
 
 
 def limit_file_size(size):
     return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
 
 
-def test_a_disk_that_is_full_while_a_checkpoint_is_written_costs_nothing_but_that_checkpoint(data, whole, tmp_path):
+def test_a_disk_that_is_full_while_a_checkpoint_is_written_costs_nothing_but_that_checkpoint(data, whole, tmp_path, stopped):
     flags = ["--data", data, *BYTES, "--out", tmp_path / "log"]
-    run_until(25, flags, lambda process: process.send_signal(signal.SIGTERM))
+    stopped(25, flags, signal.SIGTERM)
     before = {path.name: path.read_bytes() for path in (tmp_path / "log").glob("*.pt")}
     size = min(map(len, before.values()))
     result = run(*flags, code=1, preexec_fn=limit_file_size(size // 2))

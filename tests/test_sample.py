@@ -11,6 +11,7 @@ import torch
 
 import sample
 from fineweb import EOT, UserError, encode, tokenizer
+from helpers import HANG
 from model import GPT, GPTConfig
 from test_model import PEERS, make_model, nanogpt_checkpoint, save, write_peer
 
@@ -20,7 +21,7 @@ ENV = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONUTF8"
 
 def command(*flags):
     return subprocess.run([sys.executable, str(ROOT / "sample.py"), *map(str, flags)], capture_output=True, text=True,
-                          encoding="utf-8", env=ENV, timeout=120)
+                          encoding="utf-8", env=ENV, timeout=HANG)
 
 
 @pytest.fixture(scope="module")
@@ -127,6 +128,6 @@ def test_a_mistake_exits_2_with_one_line_and_no_traceback(flags, model_path, tmp
 def test_importing_sample_prints_nothing_and_leaves_the_slow_libraries_alone(tmp_path):
     code = ("import sample, sys; "
             "assert not {'torch', 'transformers', 'datasets', 'huggingface_hub', 'safetensors'} & set(sys.modules)")
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=120,
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=HANG,
                             env={**ENV, "PYTHONPATH": str(ROOT)})
     assert (result.returncode, result.stdout, result.stderr, list(tmp_path.iterdir())) == (0, "", "", [])

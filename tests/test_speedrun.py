@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 import train_gpt2
 from fineweb import EOT, UserError, encode, write_shard
-from helpers import ENV, ROOT, logged, run
+from helpers import ENV, HANG, ROOT, logged, run
 from model import LanguageModel, Muon, SpeedrunConfig, SpeedrunGPT, can_compile, load_model, look_back, orthogonalize
 from train_gpt2 import (MODEL_SHAPE, RECIPES, Config, Process, compile_model, config_of_checkpoint, load_init, muon_momentum,
                         parse_flags, restore_optimizer, trapezoid, window_warmup)
@@ -201,7 +201,7 @@ if dist.is_initialized():
     monkeypatch.setattr(sys, "argv", ["muon.py", str(tmp_path / "1.pt")])
     runpy.run_path(str(script))
     result = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=3", script,
-                             tmp_path / "3.pt"], env=ENV, timeout=120, capture_output=True, text=True)
+                             tmp_path / "3.pt"], env=ENV, timeout=HANG, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-3000:]
     for a, b in zip(torch.load(tmp_path / "1.pt"), torch.load(tmp_path / "3.pt"), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=2e-3)
@@ -260,7 +260,7 @@ def test_a_run_trains_evaluates_samples_and_is_sampled_from(tmp_path):
     assert "sample 0: Hello, I'm a language model," in result.stdout
     sampled = subprocess.run([sys.executable, ROOT / "sample.py", "--model", tmp_path / "log/checkpoint_000012.pt",
                               "--num_samples", "1", "--max_new_tokens", "4"], capture_output=True, text=True, env=ENV,
-                             timeout=120)
+                             timeout=HANG)
     assert sampled.returncode == 0 and sampled.stdout, sampled.stderr
     wrong = run("--recipe", "gpt2", "--data", tmp_path, "--out", tmp_path / "log", code=2)
     assert "was trained with --recipe speedrun, not gpt2" in wrong.stderr
