@@ -31,7 +31,7 @@ def check_200_sequences(play):
 def check_starts_without_flags(recipe, play, data, tmp_path):
     """What a new user types, on data where he has it; --max_steps because 19,073 steps of nothing take a while, too."""
     (tmp_path / "edu_fineweb10B").symlink_to(data)
-    report = play("--recipe", recipe, "--max_steps", 3, cwd=tmp_path / ".")
+    report = play("--recipe", recipe, "--max_steps", 3, bare=True)
     told(f"{recipe} without flags", report)
     assert "saved log/checkpoint_000003.pt" in report.output and "sample 3" in report.output
     assert report.taken() <= 0.9 * report.card_bytes

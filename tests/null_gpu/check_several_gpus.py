@@ -36,7 +36,7 @@ def check_without_flags_on_two(play, data, tmp_path):
     """--batch_size auto finds one number for both."""
     (tmp_path / "edu_fineweb10B").symlink_to(data)
     small = ["--n_layer", 2, "--n_embd", 256, "--n_head", 4]
-    ranks = play(*small, "--max_steps", 3, cwd=tmp_path / ".", processes=2)
+    ranks = play(*small, "--max_steps", 3, bare=True, processes=2)
     for rank in ranks:
         expected = dict(rank.watched)[int(rank.output.split("tokens a step = ")[1].split(" x ")[0])]
         assert rank.taken() <= 0.9 * rank.card_bytes

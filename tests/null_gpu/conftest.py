@@ -29,17 +29,18 @@ def data(tmp_path_factory):
 
 @pytest.fixture
 def play(data, tmp_path):
-    """play(*flags) -> Report, of several processes [Report of each]: train_gpt2.py, or another script, under run.py."""
-    def play(*flags, script=ROOT / "train_gpt2.py", processes=1, code=0, watch="memory_of_step", cwd=tmp_path, **settings):
+    """play(*flags) -> Report, of several processes [Report of each]: train_gpt2.py, or another script, under run.py, in an empty
+    folder; `bare`: with these flags alone."""
+    def play(*flags, script=ROOT / "train_gpt2.py", processes=1, code=0, bare=False, **settings):
         report = tmp_path / "report"
-        if Path(script).name == "train_gpt2.py" and cwd is tmp_path:
+        if script.name == "train_gpt2.py" and not bare:
             flags = ("--data", data, "--hellaswag_data", data / "hellaswag.jsonl", "--out", tmp_path / "out", "--no_plot", *flags)
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"] if processes > 1 else []
-        command = [HOME / "venv/bin/python", *launcher, HERE / "run.py", "--json", report, "--watch", watch, script, *flags]
+        command = [HOME / "venv/bin/python", *launcher, HERE / "run.py", "--json", report, "--watch", "memory_of_step", script]
         env = {**os.environ, "NULL_GPU_HOME": HOME, "NULL_GPU_COUNT": processes, "XDG_CACHE_HOME": tmp_path / "cache",
                "HF_HUB_OFFLINE": 1, "OMP_NUM_THREADS": 1, **settings}
-        done = subprocess.run([str(word) for word in command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                              cwd=cwd, env={name: str(value) for name, value in env.items()}, timeout=1500)
+        done = subprocess.run([str(word) for word in (*command, *flags)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                              text=True, cwd=tmp_path, env={name: str(value) for name, value in env.items()}, timeout=1500)
         assert done.returncode == code, f"exit code {done.returncode} instead of {code}:\n{done.stdout[-6000:]}"
         if processes == 1:
             return Report(report, done.stdout)

@@ -6,6 +6,7 @@
 //   NULL_GPU_COUNT   how many of them, 1 by default
 //   NULL_GPU_BYTES   the memory of each, in place of the card's
 //   NULL_GPU_ANSWER  what results of 8 to 64 bytes read as, as float32; -1 by default. A single number of 4 bytes reads as 1
+#include <dlfcn.h>
 #include <driver_types.h>
 #include <sys/mman.h>
 #include <cstdio>
@@ -27,7 +28,9 @@ static const Card CARDS[] = {
   {"T4", "Tesla T4", 7, 5, 40, 15642329088, 65536, 65536, 1024},
   {"V100", "Tesla V100-SXM2-16GB", 7, 0, 80, 16935682048, 98304, 98304, 2048},
 };
-static const char* setting(const char* name, const char* otherwise) { const char* s = getenv(name); return s && *s ? s : otherwise; }
+static const char* setting(const char* name, const char* otherwise) {
+  const char* s = getenv(name); return s && *s ? s : otherwise;
+}
 
 static const size_t PAGE = 2 << 20;             // cudaMalloc's grain
 static const size_t CONTEXT = 550ull << 20;     // what a CUDA context takes, roughly
@@ -123,6 +126,42 @@ API cudaError_t cudaMemGetInfo(size_t* free, size_t* all) {
   *all = gpu().card.bytes; *free = *all - CONTEXT - gpu().used[current]; return cudaSuccess;
 }
 
+// Addresses apart from memory, for PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True: a handle is a piece of memory with its size
+struct Piece { size_t bytes; int device; };
+API int cuMemGetAllocationGranularity(size_t* n, const void*, int) { *n = PAGE; return 0; }
+API int cuMemAddressReserve(size_t* p, size_t n, size_t, size_t, size_t) {
+  void* q = mmap(nullptr, n + PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  *p = ((size_t)q + PAGE - 1) / PAGE * PAGE;
+  return q == MAP_FAILED ? 2 : 0;
+}
+API int cuMemAddressFree(size_t p, size_t n) { munmap((void*)p, n); return 0; }
+API int cuMemCreate(Piece** handle, size_t n, const int* properties, size_t) {
+  State& g = gpu();
+  Lock lock(g.mutex);
+  int device = properties[3];                   // CUmemAllocationProp.location.id
+  g.counts["cudaMalloc"]++;
+  if (g.used[device] + n > g.card.bytes - CONTEXT) { g.counts["out of memory"]++; return 2; }
+  if ((g.used[device] += n) > g.peak[device]) g.peak[device] = g.used[device];
+  *handle = new Piece{n, device};
+  return 0;
+}
+API int cuMemRelease(Piece* piece) {
+  Lock lock(gpu().mutex);
+  gpu().counts["cudaFree"]++; gpu().used[piece->device] -= piece->bytes;
+  delete piece;
+  return 0;
+}
+API int cuMemMap(size_t p, size_t n, size_t, Piece* piece, size_t) {
+  Lock lock(gpu().mutex); gpu().blocks[p] = {n, piece->device}; return 0;
+}
+API int cuMemUnmap(size_t p, size_t n) {
+  Lock lock(gpu().mutex);
+  auto& blocks = gpu().blocks;
+  blocks.erase(blocks.lower_bound(p), blocks.lower_bound(p + n));
+  madvise((void*)p, n, MADV_DONTNEED);
+  return 0;
+}
+
 // A number that a kernel would have computed reads as `answer`, many as zeros; what only the host's copies and collectives have touched
 // since the last launch is real, for DDP checks by such numbers that all processes agree on the parameters and their order.
 static bool is_known(const void* p, size_t n) {
@@ -152,7 +191,9 @@ static cudaError_t copy(void* to, const void* from, size_t n, bool blocking) {
   return cudaSuccess;
 }
 API cudaError_t cudaMemcpy(void* to, const void* from, size_t n, cudaMemcpyKind) { return copy(to, from, n, true); }
-API cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t n, cudaMemcpyKind, cudaStream_t) { return copy(to, from, n, false); }
+API cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t n, cudaMemcpyKind, cudaStream_t) {
+  return copy(to, from, n, false);
+}
 static void queue(const void* kernel) {
   Lock lock(gpu().mutex);
   if (kernel) gpu().launches[kernel]++;
@@ -218,7 +259,9 @@ API cudaError_t cudaGetDeviceProperties(cudaDeviceProp* p, int device) {
 }
 API cudaError_t cudaGetDeviceCount(int* n) { *n = gpu().count; return cudaSuccess; }
 API cudaError_t cudaGetDevice(int* d) { *d = current; return cudaSuccess; }
-API cudaError_t cudaSetDevice(int d) { if (d < 0 || d >= gpu().count) return cudaErrorInvalidDevice; current = d; return cudaSuccess; }
+API cudaError_t cudaSetDevice(int d) {
+  if (d < 0 || d >= gpu().count) return cudaErrorInvalidDevice; current = d; return cudaSuccess;
+}
 API cudaError_t cudaDriverGetVersion(int* n) { *n = 13000; return cudaSuccess; }
 API cudaError_t cudaRuntimeGetVersion(int* n) { *n = 13000; return cudaSuccess; }
 API cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) { *least = 0; *greatest = -5; return cudaSuccess; }
@@ -227,8 +270,10 @@ API cudaError_t cudaDeviceGetPCIBusId(char* s, int n, int d) { snprintf(s, n, "0
 API const char* cudaGetErrorName(int) { return "nullGpuError"; }
 API const char* cudaGetErrorString(int e) { return e == 2 ? "out of memory" : "an error of the GPU that is not there"; }
 static int nothing() { return 0; }
-API cudaError_t cudaGetDriverEntryPointByVersion(const char*, void** f, unsigned, unsigned long long, cudaDriverEntryPointQueryResult* r) {
-  *f = (void*)nothing; if (r) *r = cudaDriverEntryPointSuccess; return cudaSuccess;
+API cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** f, unsigned, unsigned long long, cudaDriverEntryPointQueryResult* r) {
+  if (!(*f = dlsym(RTLD_DEFAULT, name))) *f = (void*)nothing;
+  if (r) *r = cudaDriverEntryPointSuccess;
+  return cudaSuccess;
 }
 
 // ---- streams and events. All that was queued counts as done; a wait is told by what it would have waited for.
@@ -239,8 +284,12 @@ API int cudaStreamCreateWithPriority(cudaStream_t* s, unsigned, int) { return ma
 API cudaError_t cudaStreamGetPriority(cudaStream_t, int* p) { *p = 0; return cudaSuccess; }
 API cudaError_t cudaStreamSynchronize(cudaStream_t) { count("wait for a stream"); return cudaSuccess; }
 API cudaError_t cudaDeviceSynchronize() { count("wait for the device"); return cudaSuccess; }
-API cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* s) { *s = cudaStreamCaptureStatusNone; return cudaSuccess; }
-API cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus* s, ...) { *s = cudaStreamCaptureStatusNone; return cudaSuccess; }
+API cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* s) {
+  *s = cudaStreamCaptureStatusNone; return cudaSuccess;
+}
+API cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus* s, ...) {
+  *s = cudaStreamCaptureStatusNone; return cudaSuccess;
+}
 API int cudaEventCreate(cudaEvent_t* e) { return make(e); }
 API int cudaEventCreateWithFlags(cudaEvent_t* e, unsigned) { return make(e); }
 API cudaError_t cudaEventDestroy(cudaEvent_t e) { free(e); return cudaSuccess; }
@@ -277,7 +326,9 @@ API cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* a, const void*) {
   a->maxDynamicSharedSizeBytes = gpu().card.shared_optin;
   return cudaSuccess;
 }
-API cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* n, const void*, int, size_t, unsigned) { *n = 2; return cudaSuccess; }
+API cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* n, const void*, int, size_t, unsigned) {
+  *n = 2; return cudaSuccess;
+}
 API cudaError_t cudaGetSymbolAddress(void** p, const void* s) { *p = (void*)s; return cudaSuccess; }
 
 // ---- cuBLAS
@@ -289,7 +340,9 @@ API int cublasLtMatmulDescCreate(void** p, int, int) { return make(p); }
 API int cublasLtMatmulPreferenceCreate(void** p) { return make(p); }
 API int cublasLtMatrixLayoutCreate(void** p, int, long, long, long) { return make(p); }
 API size_t cublasLtGetVersion() { return 130101; }
-API int cublasLtMatmulAlgoGetHeuristic(void*, void*, void*, void*, void*, void*, void*, int, void* r, int* n) { memset(r, 0, 96); *n = 1; return 0; }
+API int cublasLtMatmulAlgoGetHeuristic(void*, void*, void*, void*, void*, void*, void*, int, void* r, int* n) {
+  memset(r, 0, 96); *n = 1; return 0;
+}
 API int cublasLtMatmul() { return product("cublasLtMatmul"); }
 API int cublasGemmEx() { return product("cublasGemmEx"); }
 API int cublasGemmStridedBatchedEx() { return product("cublasGemmStridedBatchedEx"); }
@@ -332,40 +385,5 @@ API int cuPointerGetAttribute(void* v, int a, unsigned long long p) {
   return 0;
 }
 
-// ---- NCCL: each process hears itself alone (but for what nullgpu.py sends by gloo); what counts is what it calls, in which order
-struct ncclComm { int rank, ranks; };
-struct UniqueId { char bytes[128]; };
-static const size_t SIZES[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1};
-static int collective(const char* name, const void* from, void* to, size_t n, int type, int slots = 1) {
-  State& g = gpu();
-  Lock lock(g.mutex);
-  size_t bytes = n * SIZES[type];
-  g.collectives.push_back({name, bytes});
-  g.launched++;
-  bool known = is_known(from, bytes);
-  for (int i = 0; i < slots; i++) pass_on((char*)to + i * bytes, from, bytes, known);
-  return 0;
-}
-API int ncclGetVersion(int* v) { *v = 22907; return 0; }
-API int ncclGetUniqueId(UniqueId* id) { memset(id, 1, sizeof *id); return 0; }
-API const char* ncclGetErrorString(int) { return "an error of the NCCL that is not there"; }
-API const char* ncclGetLastError(ncclComm*) { return ""; }
-API int ncclCommInitRankConfig(ncclComm** c, int ranks, UniqueId, int rank, void*) { *c = new ncclComm{rank, ranks}; count("ncclCommInit"); return 0; }
-API int ncclCommInitRank(ncclComm** c, int ranks, UniqueId id, int rank) { return ncclCommInitRankConfig(c, ranks, id, rank, nullptr); }
-API int ncclCommInitRankScalable(ncclComm** c, int ranks, int rank, int, UniqueId* id, void*) { return ncclCommInitRankConfig(c, ranks, *id, rank, nullptr); }
-API int ncclCommSplit(ncclComm* from, int, int, ncclComm** c, void*) { *c = new ncclComm(*from); return 0; }
-API int ncclCommCount(ncclComm* c, int* n) { *n = c->ranks; return 0; }
-API int ncclCommUserRank(ncclComm* c, int* n) { *n = c->rank; return 0; }
-API int ncclCommGetAsyncError(ncclComm*, int* e) { *e = 0; return 0; }
-API int ncclMemAlloc(void** p, size_t n) { return cudaMalloc(p, n); }
-API int ncclMemFree(void* p) { return cudaFree(p); }
-API int ncclAllReduce(const void* from, void* to, size_t n, int type, int, ncclComm*, void*) { return collective("all_reduce", from, to, n, type); }
-API int ncclReduce(const void* from, void* to, size_t n, int type, int, int, ncclComm*, void*) { return collective("reduce", from, to, n, type); }
-API int ncclBroadcast(const void* from, void* to, size_t n, int type, int, ncclComm*, void*) { return collective("broadcast", from, to, n, type); }
-API int ncclBcast(void* at, size_t n, int type, int, ncclComm*, void*) { return collective("broadcast", at, at, n, type); }
-API int ncclAllGather(const void* from, void* to, size_t n, int type, ncclComm* c, void*) { return collective("all_gather", from, to, n, type, c->ranks); }
-API int ncclReduceScatter(const void* from, void* to, size_t n, int type, int, ncclComm*, void*) { return collective("reduce_scatter", from, to, n, type); }
-API int ncclAlltoAll(const void* from, void* to, size_t n, int type, ncclComm*, void*) { return collective("all_to_all", from, to, n, type); }
-API int ncclSend(const void* from, size_t n, int type, int, ncclComm*, void*) { return collective("send", from, (void*)from, n, type); }
-API int ncclRecv(void* to, size_t n, int type, int, ncclComm*, void*) { return collective("recv", to, to, n, type); }
+#include "null_nccl.inc"
 #include "rest.inc"

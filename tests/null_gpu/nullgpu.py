@@ -16,6 +16,7 @@ os.environ.setdefault("TRITON_CACHE_DIR", str(HOME / "cache" / "triton"))
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"       # workers would be processes in which the library is not loaded
 try:
     library = ctypes.CDLL(str(HOME / "libcuda.so.1"), mode=ctypes.RTLD_GLOBAL)      # its names are found before CUDA's
+    nvml = ctypes.CDLL(str(HOME / "libnvidia-ml.so.1"))
 except OSError as error:
     raise SystemExit(f"{error}: run {Path(__file__).with_name('setup')} first") from None
 library.null_gpu_peak.restype = library.null_gpu_bytes.restype = ctypes.c_size_t
