@@ -784,9 +784,10 @@ def orthogonalize(G: Tensor, dtype: torch.dtype = torch.bfloat16, steps: int = 5
     tall = X.size(-2) > X.size(-1)
     if tall:
         X = X.mT
-    for _ in range(steps):
+    for _ in range(steps):                      # three products and nothing between them, which are rounded once each
         A = X @ X.mT
-        X = a * X + (b * A + c * A @ A) @ X
+        B = torch.baddbmm(A, A, A, beta=b, alpha=c)                             # b A + c A A
+        X = torch.baddbmm(X, B, X, beta=a)                                      # a X + B X
     return X.mT if tall else X
 
 
