@@ -98,7 +98,7 @@ seconds_of, bench.seconds_of = bench.seconds_of, limited
 bench.main()
 """)
     monkeypatch.setattr(bench, "BENCH", tmp_path / "bench.py")
-    monkeypatch.setattr(subprocess, "run", functools.partial(subprocess.run, timeout=100))
+    monkeypatch.setattr(subprocess, "run", functools.partial(subprocess.run, timeout=250))
     setting = Setting(size="small", B=8, T=1024, dtype="float32", steps=1, warmup=1, processes=2)
     assert bench.in_own_process(setting) == {"failed": "out of memory"}
 

@@ -31,12 +31,15 @@ from model import (
     GPT2_SIZES,
     ChunkedCrossEntropy,
     GPTConfig,
+    Linear,
     SpeedrunConfig,
     SpeedrunGPT,
     attention,
     check_attention,
     choose_device,
+    compiled_cross_entropy_,
     compiled_flex,
+    cross_entropy_,
     is_out_of_memory,
     load_model,
     look_back,
@@ -415,19 +418,75 @@ def test_memory_that_runs_out_is_recognised_in_every_form_and_nothing_else_is():
         assert not is_out_of_memory(error), error
 
 
-@pytest.mark.skipif(not shutil.which(os.environ.get("CXX", "g++")) and not shutil.which("clang++"), reason="no C++ compiler")
-def test_compiled_loss_and_gradients_equal_eager():
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_linear_is_torchs_and_sums_its_biass_gradient_in_fp32(dtype):
+    torch.manual_seed(0)
+    ours, theirs, x = Linear(5, 7), torch.nn.Linear(5, 7), torch.randn(3, 800, 5)
+    theirs.load_state_dict(ours.state_dict())
+    if dtype == torch.float64:
+        ours, theirs, x = ours.double(), theirs.double(), x.double()
+    found = []
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+        for linear in (ours, theirs):
+            x_i = x.clone().requires_grad_()
+            y = linear(x_i)
+            assert y.dtype == dtype
+            (y.float() + 1).square().sum().backward()
+            found.append((y.detach(), x_i.grad, linear.weight.grad, linear.bias.grad))
+            with torch.no_grad():
+                assert torch.equal(linear(x), y)
+    for a, b, tolerance in zip(*found, (0, 1e-6, 1e-6, 1e-6 if dtype != torch.bfloat16 else 0.01), strict=True):
+        assert a.dtype == b.dtype and (a - b).norm() <= tolerance * b.norm()
+    exact = (2 * (found[0][0].float() + 1)).to(dtype).double().sum((0, 1))      # of the gradients that were there to sum up
+    assert (found[0][3] - exact).norm() <= 1e-5 * exact.norm(), "in bfloat16, torch's own sum is 1e-3 off"
+
+
+@pytest.mark.parametrize(("dtype", "stream"), [(None, torch.float32), (torch.bfloat16, torch.bfloat16),
+                                               (torch.float16, torch.float32)])
+def test_the_residual_stream_is_bfloat16_where_the_products_are_and_float32_elsewhere(dtype, stream):
+    model, seen = make_model(), []
+    for block in model.transformer.h:
+        block.register_forward_hook(lambda block, x, y: seen.extend((x[0].dtype, y.dtype)))
+    with torch.autocast("cpu", dtype, enabled=dtype is not None):
+        model(tokens(2, 24), tokens(2, 24))[1].backward()
+    assert seen == [stream] * 4
+    assert all(p.grad.dtype == torch.float32 for p in model.parameters())
+
+
+has_compiler = pytest.mark.skipif(not shutil.which(os.environ.get("CXX", "g++")) and not shutil.which("clang++"),
+                                  reason="no C++ compiler")
+
+
+@has_compiler
+def test_compiled_loss_and_gradients_equal_eager_and_gelu_is_not_kept():
     model, idx, targets = make_model(n_layer=1), tokens(2, 24), tokens(2, 24, seed=2)
     targets[0, :4] = -1
     model.use_attention("math")         # a pinned kernel, which inductor has to carry through its graph
-    found = []
+    found, kept = [], []
     for run in (model, torch.compile(model, dynamic=False)):
         model.zero_grad()
-        _, loss = run(idx, targets)
+        shapes = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, shapes=shapes: shapes.append(t.shape) or t, lambda t: t):
+            _, loss = run(idx, targets)
         loss.backward()
         found.append([loss.detach()] + [p.grad.clone() for p in model.parameters()])
+        kept.append(sum(shape.numel() == 2 * 24 * 4 * 16 for shape in shapes))
     for eager, compiled in zip(*found, strict=True):
         torch.testing.assert_close(compiled, eager, atol=2e-5, rtol=1e-4)
+    assert kept == [2, 1], "what goes into GELU; eager also what comes out of it, as the next layer's input"
+
+
+@has_compiler
+@pytest.mark.parametrize("softcap", [0.0, 30.0])
+def test_the_compiled_kernel_of_the_chunked_loss_is_the_eager_one(softcap):
+    torch.manual_seed(0)
+    logits, targets, found = 20 * torch.randn(9, 50), torch.randint(0, 50, (9,)), []
+    targets[::4] = -1
+    for loss_and_gradient_ in (cross_entropy_, compiled_cross_entropy_()):
+        z = logits.clone()
+        found.append((loss_and_gradient_(z, targets, softcap), z))
+    for eager, compiled in zip(*found, strict=True):
+        torch.testing.assert_close(compiled, eager, atol=1e-6, rtol=1e-5)
 
 
 # -----------------------------------------------------------------------------
