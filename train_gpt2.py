@@ -43,8 +43,9 @@ import hellaswag
 from fineweb import (VOCAB_SIZE, FlagParser, RunError, TokenLoader, UserError, Windows, digest, encode, list_shards,
                      one_line, replace_file, run_command, shown, to_device, tokenizer, whole_number)
 from model import (ATTENTION, GPT, MODELS, GPTConfig, LanguageModel, Muon, SpeedrunConfig, SpeedrunGPT, can_compile,
-                   check_attention, choose_device, choose_dtype, is_out_of_memory, is_plain, keep_freed_memory, load_model,
-                   make_autocast, memory_is_told, model_from_checkpoint, peak_flops, read_checkpoint)
+                   check_attention, choose_device, choose_dtype, is_out_of_memory, is_plain, keep_freed_memory,
+                   keep_large_blocks_whole, load_model, make_autocast, memory_is_told, model_from_checkpoint, peak_flops,
+                   read_checkpoint)
 
 try:
     import fcntl
@@ -419,6 +420,7 @@ def leave(code: int) -> NoReturn:
 
 def setup_process(config: Config) -> Process:
     """Joins torchrun's process group if there is one; nccl on CUDA, gloo elsewhere."""
+    keep_large_blocks_whole()
     device = choose_device(config.device)
     if device == "cuda":                                # set_device wants an index
         device = choose_device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}")       # refuses more processes than GPUs
