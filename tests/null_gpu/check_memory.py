@@ -19,6 +19,13 @@ def check_64_sequences(play):
     assert report.bytes_of_training() <= 150e9
 
 
+def check_64_sequences_in_chunks(play):
+    """--loss_chunk is for memory: the logits, 6.1 GiB of them, are never there as a whole."""
+    report = play("--batch_size", 64, "--total_batch_size", 131072, "--max_steps", 3, "--loss_chunk", 8192, *QUIET)
+    told("64 sequences, 8,192 tokens' logits at a time", report)
+    assert report.allocated <= 19 * GiB
+
+
 def check_200_sequences(play):
     """With accumulation, which adds what the gradients of the micro-steps before take."""
     report = play("--batch_size", 200, "--total_batch_size", 409600, "--max_steps", 3, *QUIET)
