@@ -210,11 +210,11 @@ def matmul_seconds(s, repeats=5):
 
 
 def measure_step(s):
+    step, model = peers_step(s) if s.peer else our_step(s)
     if s.memory_gb:
         gpu = int(s.device.partition(":")[2] or 0)
         fraction = s.memory_gb * GB / torch.cuda.mem_get_info(gpu)[1]
         torch.cuda.set_per_process_memory_fraction(min(1.0, fraction), gpu)
-    step, model = peers_step(s) if s.peer else our_step(s)
     begun, seconds = seconds_of(step, s)
     result = {"seconds": seconds, "begun": begun, "memory": peak_memory(s.device)}
     if not s.peer:

@@ -1,6 +1,7 @@
 """train_gpt2.py: the loop against a plain one, processes, resume, evaluation, mistakes, the sanity run."""
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from fineweb import UserError, encode, write_shard
 from helpers import ENV, HANG, ROOT, command, logged, run
 from model import GPT, GPTConfig, can_compile, load_model, peak_flops, read_checkpoint
 from train_gpt2 import (Config, Process, check_config, check_memory, choose_micro_batch, largest_that_fits, micro_batches,
-                        warmup_cosine)
+                        setup_process, warmup_cosine)
 
 TINY = ["--n_layer", "2", "--n_head", "2", "--n_embd", "32", "--block_size", "32", "--dtype", "float32",
         "--total_batch_size", "256", "--max_steps", "25", "--warmup_steps", "5", "--hellaswag_every", "0"]
@@ -264,6 +265,19 @@ def test_the_largest_micro_batch_that_fits_is_found_in_few_trials(limit, bend):
     fitting = [B for B in candidates if 20 + 10 * B**bend <= limit]
     assert found == fitting[-1] if bend >= 1 else found in fitting[-2:]
     assert len(tried) <= 2 + (3 if bend > 1 else 1)
+
+
+def test_cudas_allocator_leaves_large_blocks_whole_unless_the_user_has_set_it(monkeypatch):
+    names = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
+    for given in (None, *names):
+        for name in names:
+            monkeypatch.setenv(name, "")        # so that what is set in between is undone
+            monkeypatch.delenv(name)
+        if given:
+            monkeypatch.setenv(given, "backend:native")
+        setup_process(Config(device="cpu"))
+        expected = {given: "backend:native"} if given else {names[0]: "max_split_size_mb:2048"}
+        assert {name: os.environ[name] for name in names if name in os.environ} == expected
 
 
 def test_a_gpu_that_holds_no_sequence_is_refused_in_one_sentence():
