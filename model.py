@@ -332,7 +332,6 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         return dx * (gradient * scale), dw * (gradient * scale), None, None, None, None, None
 
 
-@torch.compiler.disable         # inside its graph the compiler would do all chunks' products first, and save no memory
 def chunked_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, chunk: int, softcap: float, compiled: bool) -> Tensor:
     """ChunkedCrossEntropy, apart from the graph of the rest where that is `compiled`."""
     return ChunkedCrossEntropy.apply(x, weight, targets, chunk, torch.is_grad_enabled(), softcap, compiled)
@@ -368,6 +367,7 @@ class LanguageModel(nn.Module):
     """From hidden states to loss, losses a token, and samples. A subclass has `config`, blocks in `transformer.h` with their
     attention in `attn`, `lm_head`, and `hidden(idx, past=None)`: the final hidden states (B, T, C) of idx (B, T), which follow
     on the tokens in the Cache `past`."""
+    chunked_loss = staticmethod(chunked_cross_entropy)
     loss_chunk = 0              # tokens whose logits are in memory at a time while training; 0: all
     softcap = 0.0               # c: the logits are c tanh(z / c), of z what the head gives; 0: they are z
 
@@ -386,8 +386,8 @@ class LanguageModel(nn.Module):
             raise ValueError(f"a sequence of {idx.size(1)} tokens is longer than block_size {self.config.block_size}")
         x = self.hidden(idx)                                                    # (B, T, C)
         if targets is not None and self.loss_chunk:
-            return None, chunked_cross_entropy(x.flatten(0, 1), self.lm_head.weight, targets.flatten(), self.loss_chunk,
-                                               self.softcap, torch.compiler.is_compiling())
+            return None, self.chunked_loss(x.flatten(0, 1), self.lm_head.weight, targets.flatten(), self.loss_chunk,
+                                           self.softcap, torch.compiler.is_compiling())
         logits = self.logits(x)                                                 # (B, T, vocab_size)
         if targets is None:
             return logits, None

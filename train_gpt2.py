@@ -1277,6 +1277,8 @@ def compile_model(config: Config, model: LanguageModel, process: Process) -> Cal
                 except UserError as error:
                     model.flex = False
                     process.print0(f"warning: going on with a mask of T x T instead of FlexAttention: {error}")
+            # inside its graph the compiler would do all chunks' products first, and save no memory
+            model.chunked_loss = torch.compiler.disable(model.chunked_loss)
             return torch.compile(model, dynamic=False)
         process.print0(f"warning: torch.compile does not work here ({reason}); going on in eager mode")
     return model
