@@ -477,7 +477,7 @@ def test_compiled_loss_and_gradients_equal_eager_and_gelu_is_not_kept():
 
 
 @has_compiler
-@pytest.mark.parametrize("softcap", [0.0, 30.0])
+@pytest.mark.parametrize("softcap", [30.0])
 def test_the_compiled_kernel_of_the_chunked_loss_is_the_eager_one(softcap):
     torch.manual_seed(0)
     logits, targets, found = 20 * torch.randn(9, 50), torch.randint(0, 50, (9,)), []
