@@ -13,105 +13,43 @@ All that is timed is the code that trains (train_gpt2.train_step): there is no l
 a process of its own, so that none inherits another's memory or compiled code, and the whole table --turns times over:
 shared machines change their speed within minutes, and medians over turns do not follow.
 """
-import contextlib
 import importlib.util
 import json
 import math
 import os
-import platform
-import re
-import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 import traceback
-import types
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
-from datetime import date
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
-import fineweb
 import hellaswag
 import train_gpt2
-from fineweb import FlagParser, TokenLoader, UserError, Windows, replace_file, run_command, whole_number, write_shard
-from model import (ATTENTION, GPT, GPT2_SIZES, GPTConfig, attention, check_attention, choose_device, choose_dtype,
-                   is_out_of_memory, look_back, make_autocast)
+from model import GPT, GPT2_SIZES, GPTConfig
+from runtime.ablation import recipes_table
+from runtime.benchmark import (BENCH, GB, PlainAdamW, Setting, largest_fit, machine, matmul_seconds, measure,
+                               median_ms, peak_memory, peers_step, print_table, random_tokens, resident,
+                               seconds_of, tried)
+from runtime.checks import resolve
+from runtime.cli import FlagParser, UserError, run_command, whole_number
+from runtime.dataloader import INPUT_TXT, TokenLoader, Windows, to_device
+from runtime.device import (choose_device, choose_dtype, compile_model, is_out_of_memory, make_autocast,
+                            peak_flops, place_model, wrap_model)
+from runtime.distributed import setup_process
+from runtime.files import replace_file
+from runtime.kernels import ATTENTION, attention, check_attention, look_back
+from runtime.plots import plot_ladder
+from runtime.shards import write_shard
+from runtime.tokenizer import VOCAB_SIZE
 
-BENCH = Path(__file__).resolve()
-GB = 1e9
 SIZES = GPT2_SIZES | {"small": dict(n_layer=4, n_head=4, n_embd=256),       # to try a command, and for what a CPU can train
                       "tiny": dict(n_layer=4, n_head=2, n_embd=128)}
-
-
-@dataclass
-class Setting:
-    """What a line of a table is measured with."""
-    what: str = "step"              # one of WORKERS
-    device: str = "cpu"
-    recipe: str = "gpt2"
-    size: str = "gpt2"
-    B: int = 16                     # sequences a micro-step of one process
-    T: int = 1024
-    dtype: str = "bfloat16"
-    tf32: bool = True
-    compile: bool = False
-    attention: str = "auto"
-    vocab_size: int = 50304
-    loss_chunk: int = -1
-    fused: bool = True              # AdamW in one kernel
-    keep_memory: bool = True        # glibc keeps freed memory
-    warmup: int = 2
-    steps: int = 10
-    processes: int = 1
-    memory_gb: float = 0            # what the GPU pretends to have; 0: all
-    peer: str = ""                  # folder of build-nanogpt's train_gpt2.py
-
-
-# -----------------------------------------------------------------------------
-# inside a process of its own: what is measured, as a dict
-
-def seconds_of(step, s):
-    """(seconds of the first s.warmup calls with all that they compile, [seconds of each of the next s.steps])."""
-    cuda = s.device.startswith("cuda")
-
-    def stamp():
-        if not cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)        # the GPU's own clock: the CPU does not wait between steps
-        event.record()
-        return event
-
-    start = time.perf_counter()
-    for _ in range(s.warmup):
-        step()
-    if cuda:
-        torch.cuda.synchronize()
-    begun = time.perf_counter() - start
-    stamps = [stamp()]
-    for _ in range(s.steps):
-        step()
-        stamps.append(stamp())
-    if cuda:
-        torch.cuda.synchronize()
-    return begun, [a.elapsed_time(b) / 1e3 if cuda else b - a for a, b in zip(stamps, stamps[1:], strict=False)]
-
-
-def peak_memory(device):
-    """Most bytes in use so far: torch's on the GPU, the whole process's on a CPU."""
-    if device.startswith("cuda"):
-        return torch.cuda.max_memory_reserved()
-    import resource
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
-def random_tokens(n):
-    return np.random.default_rng(0).integers(0, fineweb.VOCAB_SIZE, n, dtype=np.uint16)
 
 
 def shape_of(s):
@@ -120,32 +58,22 @@ def shape_of(s):
     return SIZES[s.size] | ({"n_head": heads} if heads and s.size == "gpt2" else {})
 
 
-class PlainAdamW(torch.optim.AdamW):
-    """torch's default for the device, which cannot pass over a step that is not finite."""
-
-    def step(self, closure=None):
-        self.found_inf = None
-        return super().step(closure)
-
-
 def our_step(s):
     """(a function that does one optimizer step of setting `s` as train_gpt2.py does it, the model)."""
     config = train_gpt2.Config(**train_gpt2.RECIPES[s.recipe].defaults | shape_of(s) | dict(
         recipe=s.recipe, total_batch_size=s.B * s.T * s.processes, batch_size=str(s.B), sequence_length=s.T, block_size=s.T,
         vocab_size=s.vocab_size, device=s.device, dtype=s.dtype, tf32=s.tf32, compile=s.compile, attention=s.attention,
         loss_chunk=s.loss_chunk))
-    if not s.keep_memory:
-        train_gpt2.keep_freed_memory = lambda: None
-    process = train_gpt2.setup_process(config)
+    process = setup_process(config, s.keep_memory)
     torch.manual_seed(0)
-    config = train_gpt2.resolve(config, process.device)
-    model = train_gpt2.place_model(config, train_gpt2.RECIPES[s.recipe].model(config), process.device)
+    config = resolve(config, process.device)
+    model = place_model(config, train_gpt2.RECIPES[s.recipe].model(config), process.device)
     state = train_gpt2.make_state(config, model, None, None, process)
     if not s.fused:
         state.optimizers = [PlainAdamW([{name: g[name] for name in ("params", "lr", "weight_decay")}
                                         for g in optimizer.param_groups], betas=(0.9, 0.95))
                             if isinstance(optimizer, torch.optim.Adam) else optimizer for optimizer in state.optimizers]
-    wrapped = train_gpt2.wrap_model(train_gpt2.compile_model(config, model, process), process)
+    wrapped = wrap_model(compile_model(config, model, process), process)
     windows = Windows([random_tokens(20 * s.B * s.T * s.processes + 1)], s.T)
     loader = TokenLoader(windows, config.total_batch_size, s.B, process.rank, process.world_size, process.device)
     loader.start(0)
@@ -153,64 +81,8 @@ def our_step(s):
     return lambda: train_gpt2.train_step(wrapped, state, loader, autocast, config.grad_clip, process), model
 
 
-def peers_step(s):
-    """The same of build-nanogpt's script: its definitions as they are, its step without the gradient accumulation."""
-    path = Path(s.peer) / "train_gpt2.py" if Path(s.peer).is_dir() else Path(s.peer)
-    definitions = path.read_text(encoding="utf-8").split("\nimport tiktoken")[0]        # then come data, run and prints
-    sys.modules["hellaswag"] = types.SimpleNamespace(render_example=None, iterate_examples=None)
-    script = types.ModuleType("peer")
-    sys.modules["peer"] = script
-    script.__dict__["master_process"] = False
-    exec(compile(definitions, str(path), "exec"), script.__dict__)
-    torch.manual_seed(1337)
-    torch.set_float32_matmul_precision("high")
-    device_type = s.device.split(":")[0]
-    raw = script.GPT(script.GPTConfig(vocab_size=s.vocab_size, block_size=s.T, **SIZES[s.size])).to(s.device)
-    model = torch.compile(raw) if s.compile else raw
-    optimizer = raw.configure_optimizers(weight_decay=0.1, learning_rate=6e-4, device_type=device_type)
-    tokens = torch.from_numpy(random_tokens(s.B * s.T + 1).astype(np.int64))
-
-    def step():
-        optimizer.zero_grad()
-        x, y = tokens[:-1].view(s.B, s.T).to(s.device), tokens[1:].view(s.B, s.T).to(s.device)
-        with torch.autocast(device_type=device_type, dtype=torch.bfloat16):
-            _, loss = model(x, y)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(raw.parameters(), 1.0)
-        for group in optimizer.param_groups:
-            group["lr"] = 6e-4
-        optimizer.step()
-        return loss.item()
-    return step, raw
-
-
-def matmul_seconds(s, repeats=5):
-    """[seconds] of the matrix products of a step and nothing else: of the linear layers and the head (2 N C FLOPs a weight),
-    and of attention (6 of 2 B T^2 C a layer), forward and backward, in the step's dtype. Each layer has weights of its own,
-    as in the step, so that they do not come from the cache."""
-    layers, heads, C = (shape_of(s)[name] for name in ("n_layer", "n_head", "n_embd"))
-    N, hs = s.B * s.T, C // heads
-
-    def random(*shape):
-        return torch.randn(shape, device=s.device).to(getattr(torch, s.dtype))
-
-    weights = [random(n, k) for _ in range(layers) for n, k in ((3 * C, C), (C, C), (4 * C, C), (C, 4 * C))]
-    weights.append(random(s.vocab_size, C))
-    tall = {width: random(N, width) for width in (C, 3 * C, 4 * C, s.vocab_size)}
-    q, p = random(s.B * heads, s.T, hs), random(s.B * heads, s.T, s.T)
-
-    def products():
-        for w in weights:
-            x, g = tall[w.size(1)], tall[w.size(0)]
-            x @ w.t(), g @ w, g.t() @ x                                 # y, dx, dw
-        for _ in range(layers):
-            q @ q.transpose(1, 2), q @ q.transpose(1, 2)                # scores, dp
-            p @ q, p.transpose(1, 2) @ q, p @ q, p.transpose(1, 2) @ q  # y, dv, dq, dk
-    return seconds_of(products, replace(s, warmup=2, steps=repeats))[1]
-
-
 def measure_step(s):
-    step, model = peers_step(s) if s.peer else our_step(s)
+    step, model = peers_step(s, SIZES[s.size]) if s.peer else our_step(s)
     if s.memory_gb:
         gpu = int(s.device.partition(":")[2] or 0)
         fraction = s.memory_gb * GB / torch.cuda.mem_get_info(gpu)[1]
@@ -218,27 +90,19 @@ def measure_step(s):
     begun, seconds = seconds_of(step, s)
     result = {"seconds": seconds, "begun": begun, "memory": peak_memory(s.device)}
     if not s.peer:
-        result |= {"flops_per_token": model.flops_per_token(s.T), "peak_flops": train_gpt2.peak_flops(s.device)}
+        result |= {"flops_per_token": model.flops_per_token(s.T), "peak_flops": peak_flops(s.device)}
     return result
 
 
 def measure_matmul(s):
-    train_gpt2.setup_process(train_gpt2.Config(device=s.device, tf32=s.tf32))
-    return {"seconds": matmul_seconds(s)}
-
-
-def resident():
-    """(bytes of this process in memory, the most since the last call)."""
-    status = Path("/proc/self/status").read_text()
-    now, most = (int(re.search(rf"{name}:\s+(\d+)", status)[1]) * 1024 for name in ("VmRSS", "VmHWM"))
-    Path("/proc/self/clear_refs").write_text("5")           # begins a new peak
-    return now, most
+    setup_process(train_gpt2.Config(device=s.device, tf32=s.tf32))
+    return {"seconds": matmul_seconds(s, shape_of(s))}
 
 
 def measure_attention(s):
     """Time and memory of forward and backward, and the relative error of output and gradients against float64."""
     heads, hs = shape_of(s)["n_head"], shape_of(s)["n_embd"] // shape_of(s)["n_head"]
-    process = train_gpt2.setup_process(train_gpt2.Config(device=s.device))
+    process = setup_process(train_gpt2.Config(device=s.device))
     dtype, cuda = getattr(torch, s.dtype), s.device.startswith("cuda")
     torch.manual_seed(0)
 
@@ -275,7 +139,7 @@ def measure_attention(s):
 def made_up_examples(n):
     """HellaSwag's form and about its lengths (contexts of 15 to 80 words, endings of 5 to 30), from input.txt."""
     rng = np.random.default_rng(0)
-    words = train_gpt2.INPUT_TXT.read_text(encoding="utf-8").split()
+    words = INPUT_TXT.read_text(encoding="utf-8").split()
 
     def some(low, high):
         start = rng.integers(len(words) - high)
@@ -285,7 +149,7 @@ def made_up_examples(n):
 
 def measure_hellaswag(s):
     """Seconds of HellaSwag over s.steps examples in forwards of s.B rows."""
-    process = train_gpt2.setup_process(train_gpt2.Config(device=s.device))
+    process = setup_process(train_gpt2.Config(device=s.device))
     torch.manual_seed(0)
     model = GPT(GPTConfig(1024, s.vocab_size, **SIZES[s.size])).to(process.device)
     batches = hellaswag.make_batches(made_up_examples(s.steps), 1024, s.B)
@@ -304,13 +168,13 @@ def measure_loader(s):
         shards = [Path(folder) / f"x_train_{i}.{s.size}" for i in range(4)]
         for i, path in enumerate(shards):
             write_shard(path, random_tokens(4_000_000 + 1013 * i))
-        windows = Windows(shards, s.T, 1337, s.recipe == "shuffled", fineweb.VOCAB_SIZE)
+        windows = Windows(shards, s.T, 1337, s.recipe == "shuffled", VOCAB_SIZE)
         loader = TokenLoader(windows, s.B * s.T, s.B)
         rates = []
         for epoch in range(s.steps):
             start, steps = time.perf_counter(), windows.total // s.B
             for step in range(steps * epoch, steps * (epoch + 1)):
-                fineweb.to_device(loader.rows(step, 0), "cpu")
+                to_device(loader.rows(step, 0), "cpu")
             rates.append(steps * s.B * s.T / (time.perf_counter() - start))
     return {"rates": rates}
 
@@ -335,72 +199,6 @@ def work(setting):
         print(json.dumps(result), flush=True)
     sys.stdout.flush()
     os._exit("failed" in result)            # without waiting for the loader's thread and the other processes
-
-
-def in_own_process(s):
-    """The dict that `s` gives when it is measured in a new process, or {"failed": why}."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={s.processes}"] if s.processes > 1 else []
-    threads = max(1, torch.get_num_threads() // s.processes)
-    result = subprocess.run([sys.executable, *launcher, str(BENCH), "work", json.dumps(asdict(s))], capture_output=True,
-                            text=True, env={**os.environ, "OMP_NUM_THREADS": str(threads)})
-    told = []
-    for line in result.stdout.split("\n"):
-        with contextlib.suppress(ValueError):
-            told.append(json.loads(line))
-    told = [answer for answer in told if isinstance(answer, dict)]
-    failed = [answer for answer in told if "failed" in answer]          # one process can fail after the first has answered
-    if told and (failed or not result.returncode):
-        return (failed or told)[0]
-    if result.returncode == -9 or "Signal 9 (SIGKILL)" in result.stderr:        # by the kernel; the second is torchrun's report
-        return {"failed": "out of memory"}
-    return {"failed": (result.stderr.strip().split("\n")[-1] or f"exit code {result.returncode}")[:200]}
-
-
-# -----------------------------------------------------------------------------
-# the tables
-
-def measure(settings, turns):
-    """One dict a setting: in turn, `turns` times over; lists grow, of numbers the largest counts."""
-    merged = [{} for _ in settings]
-    for turn in range(turns):
-        for i, (s, result) in enumerate(zip(settings, merged, strict=True)):
-            if sys.stderr.isatty():
-                print(f"\r{turn * len(settings) + i + 1} of {turns * len(settings)} ...", end="", file=sys.stderr, flush=True)
-            if "failed" not in result:
-                for name, value in in_own_process(s).items():
-                    before = result.get(name)
-                    both_numbers = isinstance(before, int | float) and isinstance(value, int | float)
-                    result[name] = value if before is None else before + value if isinstance(value, list) else (
-                        max(before, value) if both_numbers else value)
-    if sys.stderr.isatty():
-        print("\r" + " " * 40 + "\r", end="", file=sys.stderr)
-    return merged
-
-
-def median_ms(result):
-    return statistics.median(result["seconds"]) * 1e3
-
-
-def print_table(rows):
-    """Dicts as a table in Markdown, which the README takes as it is."""
-    def cell(value):
-        return "n/a" if value is None else value if isinstance(value, str) else f"{value:,.0f}" if abs(value) >= 100 else (
-            f"{value:.2f}" if isinstance(value, float) else str(value))
-    columns = max(rows, key=len)                            # a line that failed has fewer
-    lines = [list(columns), *([cell(row.get(name, "")) for name in columns] for row in rows)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    lines.insert(1, ["-" * width for width in widths])
-    print()
-    for line in lines:
-        print("| " + " | ".join(text.ljust(w) if i == 0 else text.rjust(w)
-                                for i, (text, w) in enumerate(zip(line, widths, strict=True))) + " |")
-    print(flush=True)
-
-
-def machine(device):
-    if device.startswith("cuda"):
-        return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, {date.today()}"
-    return f"CPU ({platform.machine()}, {torch.get_num_threads()} threads), torch {torch.__version__}, {date.today()}"
 
 
 def rungs(base, compiles):
@@ -464,21 +262,6 @@ def ladder(args, base):
     return rows
 
 
-def plot_ladder(path, rows, title):
-    import matplotlib
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-    rows = [row for row in rows if isinstance(row.get("tokens/s"), float)][::-1]
-    figure, axes = pyplot.subplots(figsize=(9, 0.45 * len(rows) + 1.2), layout="constrained")
-    bars = axes.barh([row["rung"] for row in rows], [row["tokens/s"] for row in rows], color="#4878a8")
-    axes.bar_label(bars, [f"{row['tokens/s']:,.0f} ({row['in all']})" for row in rows], padding=3)
-    axes.margins(x=0.2)
-    axes.set_xlabel("tokens/s")
-    axes.set_title(f"GPT-2 124M, {title}", fontsize=9)
-    axes.spines[["top", "right"]].set_visible(False)
-    replace_file(path, lambda file: figure.savefig(file, format="png", dpi=130))
-
-
 def kernels_here(base):
     """(kernels that run, ["name (reason)"] of those that do not)."""
     here, missing = [], []
@@ -534,21 +317,6 @@ def memory_table(args, base):
     return rows
 
 
-def largest_fit(memory, memory_of_twice, B, gigabytes):
-    """(bytes a sequence, the largest micro-batch in `gigabytes`) from the peaks of micro-batches B and 2 B."""
-    each = max(1.0, (memory_of_twice - memory) / B)
-    return each, max(0, int(B + (gigabytes * GB - memory) / each))
-
-
-def tried(s, B, memory_gb):
-    """The largest micro-batch not above about `B` that runs where the GPU has `memory_gb`."""
-    while B > 0 and (failed := in_own_process(replace(s, B=B, memory_gb=memory_gb)).get("failed")):
-        if failed != "out of memory":
-            return failed
-        B = min(B - 1, int(0.97 * B))
-    return B
-
-
 def data_table(args, base):
     """The loader by file format and order; fineweb.py on input.txt's speeches, 30 times over, by workers."""
     kinds = [("npy", "shuffled"), ("npy", "in order"), ("bin", "shuffled")]
@@ -558,7 +326,7 @@ def data_table(args, base):
             for (kind, order), result in zip(kinds, results, strict=True)]
     with tempfile.TemporaryDirectory() as folder:
         text = Path(folder) / "text.jsonl"
-        speeches = train_gpt2.INPUT_TXT.read_text(encoding="utf-8").split("\n\n")
+        speeches = INPUT_TXT.read_text(encoding="utf-8").split("\n\n")
         documents = ["\n\n".join(speeches[i:i + 30]) for i in range(0, len(speeches), 30)]
         text.write_text("".join(json.dumps({"text": f"{i} {d}"}) + "\n" for i in range(30) for d in documents))
         workers = sorted({1, 2, os.cpu_count() or 1})
@@ -638,155 +406,9 @@ def peer_table(args, base):
     return rows
 
 
-# -----------------------------------------------------------------------------
-# what the recipes learn: whole runs of train_gpt2.py on real text
-
-# Each idea of the speedrun recipe is a line of the code. To measure it, copies of the scripts train with another line there.
-IDEAS = {
-    "rotary positions (none instead)": ("model.py", "rotary = angles.cos().to(dtype), angles.sin().to(dtype)",
-                                        "rotary = torch.ones_like(angles).to(dtype), torch.zeros_like(angles).to(dtype)"),
-    "QK-norm": ("model.py", "q, k = rotate(norm(q), *rotary), rotate(norm(k), *rotary)",
-                "q, k = rotate(q, *rotary), rotate(k, *rotary)"),
-    "value residual": ("model.py", "v = (1 - self.lamb) * v + self.lamb * v1", "v = v + 0 * self.lamb"),
-    "embedding shortcut x0": ("model.py", "x = self.lambdas[0] * x + self.lambdas[1] * x0", "x = self.lambdas[0] * x"),
-    "ReLU squared (GELU instead)": ("model.py", "F.relu(self.c_fc(x)).square()", "F.gelu(self.c_fc(x))"),
-    "projections and head start at zero (normal, 0.02)": (
-        "model.py", """                p.zero_()
-            elif name.endswith("wte.weight"):""", """                p.normal_(0.0, 0.02)
-            elif name.endswith("wte.weight"):"""),
-    "norm after the embedding": ("model.py", "x = x0 = norm(self.transformer.wte(idx).to(dtype))",
-                                 "x = x0 = self.transformer.wte(idx).to(dtype)"),
-    "softcap": ("model.py", "softcap = 30.0", "softcap = 0.0"),
-    "Muon (Adam at a tenth of its rate)": (
-        "model.py", """Muon([(n, p) for n, p in blocks if p.dim() == 2], max_lr, weight_decay=weight_decay,
-                           dtype=dtype)""",
-        "torch.optim.Adam([(n, p) for n, p in blocks if p.dim() == 2], 0.1 * max_lr, betas=(0.9, 0.95), fused=True)"),
-    "momentum warm-up": ("train_gpt2.py", "return 0.85 + 0.10 * min(1.0, step / (0.154 * config.max_steps))", "return 0.95"),
-    "constant rate, then linear (cosine instead)": ("train_gpt2.py", "schedule=trapezoid,", "schedule=warmup_cosine,"),
-    "head's rate by width (0.002 instead)": ("model.py", "0.1 * max_lr * 768 / self.config.n_embd", "0.1 * max_lr"),
-}
-
-
-def with_line(idea):
-    """The text of the idea's file without it. The line must be there exactly once."""
-    file, line, instead = IDEAS[idea]
-    text = BENCH.with_name(file).read_text(encoding="utf-8")
-    assert text.count(line) == 1, f"{idea}: {file} holds its line {text.count(line)} times"
-    return file, text.replace(line, instead)
-
-
-def validation_curve(flags, idea=None, threads=None):
-    """{tokens: validation loss} of a run of train_gpt2.py with these flags, without `idea`; nan from where it was not finite."""
-    with tempfile.TemporaryDirectory() as folder:
-        folder = Path(folder)
-        for path in BENCH.parent.glob("*.py"):
-            shutil.copy(path, folder)
-        shutil.copytree(BENCH.with_name("assets"), folder / "assets")
-        if idea:
-            file, text = with_line(idea)
-            (folder / file).write_text(text, encoding="utf-8")
-        command = [sys.executable, str(folder / "train_gpt2.py"), *map(str, flags), "--out", str(folder / "log")]
-        result = subprocess.run(command, capture_output=True, text=True,
-                                env=os.environ | ({"OMP_NUM_THREADS": str(threads)} if threads else {}))
-        diverged = "gradient norm" in result.stderr             # the one line of a loss that is not finite
-        if result.returncode and not diverged:
-            raise UserError(result.stderr.strip().split("\n")[-1])
-        losses = {step: value for step, kind, value in train_gpt2.read_log(folder / "log" / "log.txt") if kind == "val"}
-        names = "--val_every", "--max_steps", "--total_batch_size"
-        every, steps, tokens = (int(flags[flags.index(name) + 1]) for name in names)
-        return {step * tokens: losses.get(step, math.nan) for step in (*range(0, steps, every), steps)}
-
-
-def recipes_table(args, base):
-    """The gpt2 recipe at three rates, the best of them against speedrun in a third of the steps, and speedrun without each of
-    its ideas. A CPU of n cores makes n runs at a time, of a thread each."""
-    if not args.path:
-        raise UserError("bench.py recipes needs a folder of shards: python fineweb.py --input ... --out DATA")
-    cuda, shape = base.device.startswith("cuda"), SIZES[args.size or "small"]
-    steps, tokens = args.steps or 300, (args.batch_size or 16) * base.T
-    if steps % 12:
-        raise UserError(f"--steps {steps}: give a multiple of 12, of which speedrun then takes a third")
-    common = ["--data", args.path, "--n_layer", shape["n_layer"], "--n_embd", shape["n_embd"], "--block_size", base.T,
-              "--total_batch_size", tokens, "--batch_size", args.batch_size or "auto", "--val_tokens", 32768,
-              "--val_every", steps // 12, "--device", base.device, "--dtype", base.dtype, "--hellaswag_every", 0,
-              "--sample_every", 0, "--checkpoint_every", 0, "--resume", "never", "--no_plot"]
-    gpt2 = [*common, "--n_head", shape["n_head"], "--max_steps", steps, "--warmup_steps", steps // 15]
-    speedrun = [*common, "--recipe", "speedrun", "--n_head", max(1, shape["n_embd"] // 128)]
-    short, seeds = steps // 3, range(args.turns)
-    runs = {("gpt2", rate): [*gpt2, "--max_lr", rate] for rate in (1e-3, 2e-3, 4e-3)}
-    runs |= {("speedrun", short): [*speedrun, "--max_steps", short], ("speedrun", steps): [*speedrun, "--max_steps", steps]}
-    runs |= {("without", idea): runs["speedrun", short] for idea in (IDEAS if not args.no_ideas else [])}
-    jobs = [(key, seed) for seed in seeds for key in runs]
-    workers = 1 if cuda else os.cpu_count()
-
-    def do(job):
-        (kind, value), seed = job
-        curve = validation_curve([*runs[kind, value], "--seed", seed], value if kind == "without" else None,
-                                 None if cuda else 1)
-        print(f"{kind} {value}, seed {seed}: {list(curve.values())[-1]:.4f}", flush=True)
-        return curve
-    with ThreadPoolExecutor(workers) as pool:
-        curves = dict(zip(jobs, pool.map(do, jobs), strict=True))
-
-    def mean(key, at):
-        return statistics.mean(curves[key, seed][at] for seed in seeds)
-
-    def spread(key, at):
-        values = [curves[key, seed][at] for seed in seeds]
-        return max(values) - min(values)
-    third, two, whole = short * tokens, 2 * short * tokens, steps * tokens
-    best = min((key for key in runs if key[0] == "gpt2"), key=lambda key: (math.isnan(mean(key, whole)), mean(key, whole)))
-    rows = []
-    for key in runs:
-        if key[0] != "without":
-            name = f"gpt2, --max_lr {key[1]}{' (the best)' if key == best else ''}" if key[0] == "gpt2" else \
-                f"speedrun, {key[1]} steps"
-            ends = [at for at in (third, two, whole) if (key, seeds[0]) in curves and at in curves[key, seeds[0]]]
-            rows.append({"recipe": name} | {f"{at / 1e6:.2f}M tokens": f"{mean(key, at):.3f}" for at in ends}
-                        | {"seeds differ by": f"{spread(key, ends[-1]):.3f}"})
-    goal, found = mean(best, whole), mean(("speedrun", short), third)
-    rows = [{column: row.get(column, "") for column in rows[0]} for row in rows]
-    print(f"validation loss of {args.size or 'small'} ({shape['n_layer']} layers of width {shape['n_embd']}), {tokens:,} tokens "
-          f"a step, means of {args.turns} seed(s)")
-    print_table(rows)
-    print(f"after a third of the tokens speedrun is at {found:.3f}, gpt2 after all of them at {goal:.3f}: "
-          f"{'reached' if found <= goal else 'NOT reached'}")
-    ideas = [{"speedrun without": idea, "validation loss": mean(("without", idea), third),
-              "the idea brings": f"{mean(('without', idea), third) - found:+.3f}",
-              "seeds differ by": f"{spread(('without', idea), third):.3f}"} for kind, idea in runs if kind == "without"]
-    if ideas:
-        for row in ideas:
-            row["validation loss"] = f"{row['validation loss']:.3f}"
-        print_table(ideas)
-    if args.plot:
-        plot_curves(args.plot, {f"gpt2, --max_lr {best[1]}": curves[best, 0], "speedrun, the same tokens":
-                                curves[("speedrun", steps), 0], "speedrun, a third": curves[("speedrun", short), 0]},
-                    f"{shape['n_layer']} layers of width {shape['n_embd']}, {tokens:,} tokens a step")
-    return rows + ideas
-
-
-def plot_curves(path, curves, title):
-    from matplotlib.figure import Figure
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
-    for name, curve in curves.items():
-        points = [(tokens / 1e6, loss) for tokens, loss in curve.items() if tokens]
-        axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=name)
-    lowest = list(next(iter(curves.values())).values())[-1]
-    axes.axhline(lowest, color="grey", linewidth=0.8, linestyle="--")
-    axes.set_xlabel("million tokens")
-    axes.set_ylabel("validation loss")
-    axes.set_title(title, fontsize=9)
-    axes.legend()
-    axes.spines[["top", "right"]].set_visible(False)
-    replace_file(path, lambda file: figure.savefig(file, format="png", dpi=130))
-
-
-# -----------------------------------------------------------------------------
-# the command
-
 TABLES = {"ladder": ladder, "attention": attention_table, "memory": memory_table, "data": data_table,
-          "hellaswag": hellaswag_table, "scaling": scaling_table, "peer": peer_table, "recipes": recipes_table}
+          "hellaswag": hellaswag_table, "scaling": scaling_table, "peer": peer_table,
+          "recipes": lambda args, base: recipes_table(args, base, SIZES[args.size or "small"])}
 
 
 def main(argv=None):

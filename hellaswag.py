@@ -12,7 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
-from fineweb import FlagParser, UserError, encode, reach_hub, run_command, whole_number
+from runtime.cli import FlagParser, UserError, run_command, whole_number
+from runtime.hub import reach_hub
+from runtime.tokenizer import encode
 
 HUB_NAME = "Rowan/hellaswag"
 
@@ -129,6 +131,20 @@ def evaluate(model, batches: list[tuple[np.ndarray, ...]], device: str, autocast
     return counts.cpu().numpy()
 
 
+def hellaswag_batches(config, asked_for: bool, process) -> list[tuple]:
+    """Fetched by the master before the first step. Not to be had: a warning, unless a flag asked for it."""
+    if not config.hellaswag_every:
+        return []
+    try:
+        examples = process.master_first(load_examples, config.hellaswag_data or None)
+    except UserError as error:
+        if asked_for:
+            raise UserError(f"{error} (or --hellaswag_every 0)") from None
+        process.print0(f"warning: going on without HellaSwag. {error}")
+        return []
+    return make_batches(examples, config.block_size, batch_size=128 if process.device.startswith("cuda") else 32)
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = FlagParser(prog="hellaswag.py", description=__doc__)
     parser.add_argument("--model", default="gpt2", help="checkpoint, Hugging Face folder, or name on the hub (default gpt2)")
@@ -143,7 +159,9 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError("--batch_size must be at least 4 (one example) and --limit at least 1")
     from tqdm import tqdm
 
-    from model import check_tokens, choose_device, load_model, make_autocast, memory_is_told
+    from model import load_model
+    from runtime.device import choose_device, make_autocast, memory_is_told
+    from runtime.weights import check_tokens
     device = choose_device(args.device)
     examples = load_examples(args.data) if args.data else None      # what is quick to find wrong comes first
     with memory_is_told(lambda: f"{device} is out of memory: give a smaller --batch_size, or another --device"):

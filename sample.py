@@ -1,5 +1,6 @@
 """Text from a checkpoint:  python sample.py --model log/checkpoint_019073.pt --prompt "Hello, I'm a language model," """
-from fineweb import EOT, FlagParser, UserError, encode, run_command, tokenizer, whole_number
+from runtime.cli import FlagParser, UserError, run_command, whole_number
+from runtime.tokenizer import EOT, encode, tokenizer
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -20,7 +21,9 @@ def main(argv: list[str] | None = None) -> None:
 
     import torch
 
-    from model import check_tokens, choose_device, load_model, memory_is_told
+    from model import load_model
+    from runtime.device import choose_device, memory_is_told
+    from runtime.weights import check_tokens
     device = choose_device(args.device)
     with memory_is_told(lambda: f"{device} is out of memory: give a smaller --num_samples, or another --device"):
         model = load_model(args.model).to(device)

@@ -19,9 +19,9 @@ os.environ["OMP_NUM_THREADS"] = "1"
 @pytest.fixture(autouse=True, scope="session")
 def memory_is_given_back():
     """What a command does to its own process for good would reach the tests after it, some of which measure memory."""
-    import train_gpt2
+    from runtime import distributed
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train_gpt2, "keep_freed_memory", lambda: None)
+        patch.setattr(distributed, "keep_freed_memory", lambda: None)
         yield
 
 

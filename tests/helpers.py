@@ -43,9 +43,9 @@ def wait_until(happened, alive=lambda: True):
 SITE = """
 import os, sys, time
 sys.path.insert(0, {root!r})
-import fineweb
+from runtime.dataloader import TokenLoader
 del sys.path[0]
-start, next_batch = fineweb.TokenLoader.start, fineweb.TokenLoader.next_batch
+start, next_batch = TokenLoader.start, TokenLoader.next_batch
 
 def tested():
     try:
@@ -69,7 +69,7 @@ def held(loader):
             time.sleep(0.005)
     return next_batch(loader)
 
-fineweb.TokenLoader.start, fineweb.TokenLoader.next_batch = started, held
+TokenLoader.start, TokenLoader.next_batch = started, held
 """
 
 

@@ -10,9 +10,13 @@ from dataclasses import asdict, replace
 import numpy as np
 import pytest
 
+from bench import rungs
+from runtime import ablation, benchmark
+from runtime.ablation import IDEAS, validation_curve, with_line
+from runtime.benchmark import GB, Setting, in_own_process, largest_fit, measure, median_ms
+from runtime.cli import run_command
+from runtime.shards import write_shard
 import bench
-from bench import Setting, largest_fit, median_ms, rungs
-from fineweb import run_command, write_shard
 from helpers import ENV, HANG, ROOT
 
 SMALL = ["--size", "small", "--batch_size", "1", "--sequence_length", "32", "--steps", "1", "--turns", "1", "--dtype", "float32"]
@@ -59,21 +63,22 @@ def test_settings_are_measured_in_turn_and_their_numbers_kept_apart(monkeypatch)
     def measured(s):
         asked.append(s.B)
         return {"seconds": [s.B + len(asked)], "memory": 10 - len(asked)} if s.B < 3 else {"failed": "out of memory"}
-    monkeypatch.setattr(bench, "in_own_process", measured)
-    one, two, three = bench.measure([Setting(B=1), Setting(B=2), Setting(B=3)], 2)
+    monkeypatch.setattr(benchmark, "in_own_process", measured)
+    one, two, three = measure([Setting(B=1), Setting(B=2), Setting(B=3)], 2)
     assert asked == [1, 2, 3, 1, 2]
     assert one == {"seconds": [2, 5], "memory": 9} and two["seconds"] == [4, 7] and three == {"failed": "out of memory"}
     assert median_ms(one) == 3500
 
 
 def test_the_largest_micro_batch_follows_from_two_measured_ones():
-    assert largest_fit(4 * bench.GB, 5 * bench.GB, 2, 16) == (0.5 * bench.GB, 26)
-    assert largest_fit(4 * bench.GB, 5 * bench.GB, 2, 1)[1] == 0
+    assert largest_fit(4 * GB, 5 * GB, 2, 16) == (0.5 * GB, 26)
+    assert largest_fit(4 * GB, 5 * GB, 2, 1)[1] == 0
 
 
 def test_a_line_that_ran_out_of_memory_says_so_and_does_not_end_the_table(monkeypatch, capsys):
     good = {"seconds": [0.5], "memory": 2e9, "begun": 1.0, "flops_per_token": 1e9, "peak_flops": None}
-    monkeypatch.setattr(bench, "in_own_process", lambda s: {"failed": "out of memory"} if s.dtype == "float32" else dict(good))
+    monkeypatch.setattr(benchmark, "in_own_process",
+                        lambda s: {"failed": "out of memory"} if s.dtype == "float32" else dict(good))
     bench.main(["ladder", "--dtype", "bfloat16", "--device", "cpu", "--turns", "1"])
     out = capsys.readouterr().out
     assert "plain AdamW: out of memory" in out and "| + vocabulary 50304" in out
@@ -97,15 +102,15 @@ def limited(*args):
 seconds_of, bench.seconds_of = bench.seconds_of, limited
 bench.main()
 """)
-    monkeypatch.setattr(bench, "BENCH", tmp_path / "bench.py")
+    monkeypatch.setattr(benchmark, "BENCH", tmp_path / "bench.py")
     monkeypatch.setattr(subprocess, "run", functools.partial(subprocess.run, timeout=250))
     setting = Setting(size="small", B=8, T=1024, dtype="float32", steps=1, warmup=1, processes=2)
-    assert bench.in_own_process(setting) == {"failed": "out of memory"}
+    assert in_own_process(setting) == {"failed": "out of memory"}
 
 
 def test_scaling_goes_on_past_a_line_that_failed(monkeypatch, capsys):
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
-    monkeypatch.setattr(bench, "in_own_process", lambda s: {"failed": "no room"} if s.processes < 2 else {"seconds": [0.5]})
+    monkeypatch.setattr(benchmark, "in_own_process", lambda s: {"failed": "no room"} if s.processes < 2 else {"seconds": [0.5]})
     bench.main(["scaling", "--device", "cpu", "--turns", "1", "--batch_size", "1", "--sequence_length", "10"])
     rows = [line.replace(" ", "").split("|")[1:-1] for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
     assert rows[2:5] == [["1:noroom", "", "", "", ""], ["2", "20", "500", "40.00", "n/a"], ["4", "40", "500", "80.00", "n/a"]]
@@ -164,8 +169,8 @@ def test_made_up_examples_have_hellaswags_form():
 
 
 def test_each_idea_is_one_line_of_the_code():
-    for idea in bench.IDEAS:
-        file, text = bench.with_line(idea)
+    for idea in IDEAS:
+        file, text = with_line(idea)
         compile(text, file, "exec")
         assert text != (ROOT / file).read_text()
 
@@ -176,10 +181,10 @@ def test_a_curve_is_that_of_a_whole_run_without_the_idea(tmp_path):
     flags = ["--data", tmp_path, "--recipe", "speedrun", "--n_layer", 1, "--n_head", 1, "--n_embd", 16, "--block_size", 16,
              "--vocab_size", 64, "--total_batch_size", 64, "--max_steps", 4, "--val_every", 2, "--val_tokens", 500,
              "--dtype", "float32", "--checkpoint_every", 0]
-    whole, without = bench.validation_curve(flags), bench.validation_curve(flags, "softcap", threads=1)
+    whole, without = validation_curve(flags), validation_curve(flags, "softcap", threads=1)
     assert list(whole) == list(without) == [0, 128, 256]
     assert whole[0] == without[0] == pytest.approx(math.log(64), abs=1e-5) and whole[256] != without[256]
-    diverged = bench.validation_curve([*flags, "--recipe", "gpt2", "--max_lr", 1e30])           # a real one
+    diverged = validation_curve([*flags, "--recipe", "gpt2", "--max_lr", 1e30])           # a real one
     assert list(diverged) == list(whole) and math.isfinite(diverged[0]) and math.isnan(diverged[256])
 
 
@@ -192,7 +197,7 @@ def test_recipes_table_compares_the_best_rate_with_speedrun_after_a_third(monkey
         if rate == "0.004" or idea == "QK-norm":
             level = math.nan                    # as of a run that diverged
         return {step * 32: level + 1 - step / steps for step in range(0, steps + 1, 2)}
-    monkeypatch.setattr(bench, "validation_curve", curve)
+    monkeypatch.setattr(ablation, "validation_curve", curve)
     bench.main(["recipes", "DATA", "--batch_size", "2", "--sequence_length", "16", "--steps", "24", "--turns", "2",
                 "--device", "cpu", "--json", str(tmp_path / "r.json"), "--plot", str(tmp_path / "r.png")])
     printed = capsys.readouterr().out
@@ -201,7 +206,7 @@ def test_recipes_table_compares_the_best_rate_with_speedrun_after_a_third(monkey
     assert [row["recipe"] for row in rows[:5]] == ["gpt2, --max_lr 0.001", "gpt2, --max_lr 0.002 (the best)",
                                                    "gpt2, --max_lr 0.004", "speedrun, 8 steps", "speedrun, 24 steps"]
     brings = {row["speedrun without"]: row["the idea brings"] for row in rows[5:]}
-    assert brings.keys() == bench.IDEAS.keys() and brings["softcap"] == "+0.200" and brings["value residual"] == "+0.000"
+    assert brings.keys() == IDEAS.keys() and brings["softcap"] == "+0.200" and brings["value residual"] == "+0.000"
     assert brings["QK-norm"] == "+nan"
     assert (tmp_path / "r.png").read_bytes()[:4] == b"\x89PNG"
 

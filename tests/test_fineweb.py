@@ -24,8 +24,19 @@ import tiktoken
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from runtime.cli import RunError, UserError, whole_number
+from runtime.dataloader import TokenLoader, Windows, stable_permutation
+from runtime.files import digest, replace_file, sample_of
+from runtime.hub import RETRIES
+from runtime.shards import list_shards, open_shard, read_shard, write_shard
+from runtime.sources import HubSource, LocalSource, read_txt
+from runtime.tokenizer import EOT, checked_asset, encode, tokenizer
+import runtime.dataloader
+import runtime.hub
+import runtime.shards
+import runtime.sources
+import runtime.tokenizer
 import fineweb
-from fineweb import EOT, TokenLoader, UserError, Windows, encode, list_shards, open_shard, stable_permutation, write_shard
 from helpers import HANG, wait_until
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -109,11 +120,11 @@ def test_tokens_equal_tiktokens_own_gpt2(gpt2, text):
 
 
 def test_tokenizer_has_gpt2s_vocabulary_and_is_built_once(gpt2):
-    tokenizer = fineweb.tokenizer()
-    assert tokenizer is fineweb.tokenizer()
-    assert tokenizer.n_vocab == 50257 and tokenizer.eot_token == EOT == 50256 and tokenizer.name == "gpt2"
-    assert tokenizer._mergeable_ranks == gpt2._mergeable_ranks
-    assert tokenizer.decode(encode("Hello, wörld 🙂").tolist()) == "Hello, wörld 🙂"
+    encoding = tokenizer()
+    assert encoding is tokenizer()
+    assert encoding.n_vocab == 50257 and encoding.eot_token == EOT == 50256 and encoding.name == "gpt2"
+    assert encoding._mergeable_ranks == gpt2._mergeable_ranks
+    assert encoding.decode(encode("Hello, wörld 🙂").tolist()) == "Hello, wörld 🙂"
 
 
 @pytest.mark.parametrize("damage", [lambda path: path.unlink(), lambda path: path.write_bytes(path.read_bytes() + b" ")])
@@ -121,12 +132,12 @@ def test_tokenizer_has_gpt2s_vocabulary_and_is_built_once(gpt2):
 def test_a_changed_or_missing_asset_is_refused(name, damage, tmp_path, monkeypatch):
     shutil.copytree(ROOT / "assets", tmp_path / "assets")
     damage(tmp_path / "assets" / name)
-    monkeypatch.setattr(fineweb, "ASSETS", tmp_path / "assets")
+    monkeypatch.setattr(runtime.tokenizer, "ASSETS", tmp_path / "assets")
     with pytest.raises(UserError, match="git checkout"):
-        fineweb.checked_asset(name)
+        checked_asset(name)
     if name == "encoder.json":
         with pytest.raises(UserError, match="encoder.json"):
-            fineweb.tokenizer.__wrapped__()
+            tokenizer.__wrapped__()
 
 
 def test_a_run_of_white_space_too_long_for_tiktoken_is_a_users_mistake():
@@ -192,7 +203,7 @@ def test_several_inputs_globs_and_folders_are_read_in_order(gpt2, tmp_path):
 def test_the_pieces_of_a_txt_file_have_the_tokens_of_the_whole(gpt2, tmp_path, parts, piece_size):
     text = "".join(parts)
     (tmp_path / "a.txt").write_bytes(text.encode())
-    pieces = list(fineweb.read_txt(tmp_path / "a.txt", piece_size))
+    pieces = list(read_txt(tmp_path / "a.txt", piece_size))
     assert "".join(piece for piece, _ in pieces) == text
     assert [starts for _, starts in pieces] == [i == 0 for i in range(len(pieces))]
     assert [token for piece, _ in pieces for token in gpt2.encode_ordinary(piece)] == gpt2.encode_ordinary(text)
@@ -202,7 +213,7 @@ def test_the_pieces_of_a_txt_file_have_the_tokens_of_the_whole(gpt2, tmp_path, p
 def test_a_long_txt_file_is_one_document_in_bounded_pieces(end, gpt2, tmp_path):
     text = (ROOT / "input.txt").read_text(encoding="utf-8").replace("\n", end)
     (tmp_path / "a.txt").write_bytes(text.encode())
-    assert max(len(piece) for piece, _ in fineweb.read_txt(tmp_path / "a.txt", 10_000)) < 20_000
+    assert max(len(piece) for piece, _ in read_txt(tmp_path / "a.txt", 10_000)) < 20_000
     prepare("--input", tmp_path / "a.txt", "--out", tmp_path / "out")
     val, train = read_shards(tmp_path / "out")
     assert val + train == [50256] + gpt2.encode_ordinary(text)
@@ -273,9 +284,9 @@ class Killed(BaseException):
 
 def die_at(monkeypatch, number, how):
     """The process dies at its `number`-th file: half-way through it, just before or just after its rename."""
-    real, calls = fineweb.replace_file, []
+    real, calls = replace_file, []
 
-    def replace_file(path, write):
+    def dying(path, write):
         calls.append(path)
         if len(calls) == number:
             if how == "after":
@@ -287,7 +298,8 @@ def die_at(monkeypatch, number, how):
             raise Killed
         real(path, write)
 
-    monkeypatch.setattr(fineweb, "replace_file", replace_file)
+    for module in fineweb, runtime.shards:
+        monkeypatch.setattr(module, "replace_file", dying)
 
 
 @pytest.mark.parametrize("flags", [["--val_tokens", "500"], ["--val_tokens", "500", "--max_tokens", "4000"],
@@ -314,6 +326,7 @@ NO_FURTHER = f"""
 import sys, time
 sys.path.insert(0, {str(ROOT)!r})
 import fineweb
+from runtime import cli, shards
 del sys.argv[0]
 most, replace_file = int(sys.argv[0]), fineweb.replace_file
 
@@ -322,8 +335,8 @@ def held(path, write):
         time.sleep({HANG})
     replace_file(path, write)
 
-fineweb.replace_file = held
-fineweb.run_command(fineweb.main)
+fineweb.replace_file = shards.replace_file = held
+cli.run_command(fineweb.main)
 """
 
 
@@ -354,7 +367,7 @@ def test_what_is_complete_is_left_alone_and_said_so(tmp_path, monkeypatch, capsy
     flags = ["--input", tmp_path / "a.jsonl", "--out", tmp_path / "out", "--val_tokens", 500]
     prepare(*flags)
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()}
-    monkeypatch.setattr(fineweb.LocalSource, "units", None)   # reads no text
+    monkeypatch.setattr(LocalSource, "units", None)   # reads no text
     capsys.readouterr()
     prepare(*flags, "--workers", 3)
     assert "complete" in capsys.readouterr().out
@@ -461,9 +474,10 @@ def hub(monkeypatch, tmp_path):
     import datasets
     waits, calls = [], []
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(fineweb, "MARK_EVERY", 10)
-    monkeypatch.setattr(fineweb, "time", Clock(waits))
-    monkeypatch.setattr(fineweb, "reach_hub", lambda: True)
+    monkeypatch.setattr(runtime.sources, "MARK_EVERY", 10)
+    for module in runtime.hub, runtime.sources:
+        monkeypatch.setattr(module, "time", Clock(waits))
+    monkeypatch.setattr(runtime.hub, "reach_hub", lambda: True)
 
     def install(dataset):
         def load_dataset(*args, **kwargs):
@@ -481,7 +495,7 @@ def test_a_connection_that_drops_now_and_then_changes_nothing(kind, hub, gpt2, t
     prepare("--shard_size", 700)
     assert read_shards(tmp_path / "edu_fineweb10B") == plain_shards(gpt2, DOCUMENTS, 700)
     assert calls[0] == (("HuggingFaceFW/fineweb-edu",), {"name": "sample-10BT", "split": "train", "streaming": True})
-    assert len(waits) == 10 > fineweb.RETRIES and waits[:2] == [1, 2] and "dropped at 5; trying again" in capsys.readouterr().err
+    assert len(waits) == 10 > RETRIES and waits[:2] == [1, 2] and "dropped at 5; trying again" in capsys.readouterr().err
     assert (tmp_path / "edu_fineweb10B/edufineweb_val_000000.npy").exists()
     if kind is ResumableStream:               # goes on from the last mark, at most ten documents back
         assert len(served) < len(DOCUMENTS) + 10 * 10
@@ -497,13 +511,13 @@ def test_variant_and_sample_name_the_dataset_and_the_folder(hub, gpt2, tmp_path)
 def test_a_hub_out_of_reach_is_given_up_after_the_retries_and_taken_up_later(hub, gpt2, tmp_path, monkeypatch):
     served, failures = [], [90] * 100
     waits, _ = hub(lambda: ResumableStream(DOCUMENTS, failures, served))
-    with pytest.raises(fineweb.RunError, match="same command"):
+    with pytest.raises(RunError, match="same command"):
         prepare("--shard_size", 700, "--workers", 1)
-    assert waits == [2**i for i in range(fineweb.RETRIES)]
+    assert waits == [2**i for i in range(RETRIES)]
     # what was read ahead of the drop is lost, whole shards are not
     monkeypatch.setattr(fineweb, "encode_stream", lambda units, workers, real=fineweb.encode_stream: real(units, workers, 100))
     failures[:] = [150] * 100
-    with pytest.raises(fineweb.RunError):
+    with pytest.raises(RunError):
         prepare("--shard_size", 700, "--workers", 1)
     manifest = json.loads((tmp_path / "edu_fineweb10B/manifest.json").read_text())
     assert len(manifest["shards"]) > 2 and manifest["mark"][0] >= 20
@@ -529,13 +543,13 @@ def test_datasets_own_streams_go_on_exactly_where_a_mark_was_taken(hub, gpt2, tm
     files = [str(tmp_path / f"{i}.parquet") for i in range(3)]
     documents = DOCUMENTS[0::3] + DOCUMENTS[1::3] + DOCUMENTS[2::3]
     hub(lambda: load("parquet", data_files=files, split="train", streaming=True, cache_dir=str(tmp_path / "cache")))
-    source = fineweb.HubSource("stand-in", "sample-10BT")
+    source = HubSource("stand-in", "sample-10BT")
     assert [text for text, _ in source.units()] == documents
     marks = json.loads(json.dumps(list(source.marks)))        # as the manifest keeps them
     assert [unit for unit, _ in marks] == list(range(10, len(documents) + 1, 10))
     for unit, state in marks[::4]:
         for start in (unit, unit + 3):
-            again = fineweb.HubSource("stand-in", "sample-10BT").units(start, [unit, state])
+            again = HubSource("stand-in", "sample-10BT").units(start, [unit, state])
             assert [text for text, _ in again] == documents[start:]
     monkeypatch.setattr(fineweb, "encode_stream", lambda units, workers, real=fineweb.encode_stream: real(units, workers, 100))
     with monkeypatch.context() as patch:
@@ -559,8 +573,9 @@ def published(monkeypatch, tmp_path):
     import huggingface_hub
     waits, asked = [], []
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(fineweb, "time", Clock(waits))
-    monkeypatch.setattr(fineweb, "reach_hub", lambda: True)
+    for module in runtime.hub, runtime.sources:
+        monkeypatch.setattr(module, "time", Clock(waits))
+    monkeypatch.setattr(runtime.hub, "reach_hub", lambda: True)
 
     def install(faults):
         def hf_hub_download(repo_id, filename, *, repo_type, local_dir):
@@ -602,7 +617,7 @@ def test_pretokenized_fetches_only_what_is_missing(published, tmp_path, monkeypa
     prepare("--pretokenized", 1, "--out", "a")
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "a").iterdir()}
     with monkeypatch.context() as patch:
-        patch.setattr(fineweb, "reach_hub", None)             # all is there: no network is asked for
+        patch.setattr(runtime.hub, "reach_hub", None)             # all is there: no network is asked for
         prepare("--pretokenized", 1, "--out", "a")
     assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "a").iterdir()}
     prepare("--pretokenized", 3, "--out", "a")
@@ -643,7 +658,7 @@ def http_error(status):
 def test_pretokenized_is_given_up_after_the_retries_or_at_once_and_taken_up_later(error, tries, published, tmp_path):
     faults = {TRAIN[2]: [error] * 9}
     waits, asked = published(faults)
-    with pytest.raises(fineweb.RunError, match=r"fineweb_train_000002.bin.*kjj0/fineweb10B-gpt2(.|\n)*same command"):
+    with pytest.raises(RunError, match=r"fineweb_train_000002.bin.*kjj0/fineweb10B-gpt2(.|\n)*same command"):
         prepare("--pretokenized", 3)
     assert len(waits) == tries - 1 and asked == [VAL, TRAIN[1]] + [TRAIN[2]] * tries
     faults.clear()
@@ -662,7 +677,7 @@ def test_pretokenized_a_file_that_is_cut_off_is_fetched_again(published, tmp_pat
     assert asked == [VAL]
     assert [len(shard) for shard in read_shards(tmp_path / "fineweb10B")] == [1000, 1001, 1002]
     faults[TRAIN[3]] = ["cut", "cut"]
-    with pytest.raises(fineweb.RunError, match="fineweb_train_000003.bin came damaged"):
+    with pytest.raises(RunError, match="fineweb_train_000003.bin came damaged"):
         prepare("--pretokenized", 3)
     prepare("--pretokenized", 3)
     assert len(read_shards(tmp_path / "fineweb10B")) == 4
@@ -728,13 +743,13 @@ def test_fineweb_offline_is_one_line_at_once_and_goes_on_when_the_hub_is_back(hu
     assert result.returncode == 1 and result.stdout == "" and result.stderr.count("\n") == 1
     assert "out of reach" in result.stderr and "HuggingFaceFW/fineweb-edu (sample-10BT)" in result.stderr
     _, calls = hub(lambda: Stream(DOCUMENTS, [], []))
-    with monkeypatch.context() as patch, pytest.raises(fineweb.RunError, match="out of reach"):
-        patch.setattr(fineweb, "reach_hub", lambda: False)
+    with monkeypatch.context() as patch, pytest.raises(RunError, match="out of reach"):
+        patch.setattr(runtime.hub, "reach_hub", lambda: False)
         prepare("--max_tokens", 3000)
     assert calls == []
     prepare("--max_tokens", 3000)
     with monkeypatch.context() as patch:
-        patch.setattr(fineweb, "reach_hub", None)             # all is there: no network is asked for
+        patch.setattr(runtime.hub, "reach_hub", None)             # all is there: no network is asked for
         prepare("--max_tokens", 3000)
 
 
@@ -872,7 +887,7 @@ def test_a_shard_is_read_from_disk_once_an_epoch(tmp_path, monkeypatch):
     for i in range(4):
         write_shard(tmp_path / f"x_train_{i:06d}.npy", np.arange(101, dtype=np.uint16))
     windows, opened = Windows(list_shards(tmp_path, "train"), 10, 0, True), []
-    monkeypatch.setattr(fineweb, "open_shard", lambda path: opened.append(path) or open_shard(path))
+    monkeypatch.setattr(runtime.dataloader, "read_shard", lambda path: opened.append(path) or read_shard(path))
     for i in range(40):
         windows.read(i, 1)
     assert sorted(opened) == list_shards(tmp_path, "train")
@@ -1123,11 +1138,11 @@ def test_a_shard_that_changes_under_the_run_is_noticed_when_it_is_read(change, k
 @pytest.mark.parametrize("n", [100, 1 << 23, 100_000_000])
 def test_a_fingerprint_tells_shards_apart_by_length_ends_and_blocks_between(n, tmp_path):
     tokens = np.zeros(n, dtype=np.uint16)
-    seen = {fineweb.digest(tokens)}
+    seen = {digest(tokens)}
     for at in (0, n - 1, int(np.linspace(0, n - 131072, 8)[3]) if n > 1 << 23 else n // 2):
         tokens[at] += 1
-        seen.add(fineweb.digest(tokens))
-    assert len(seen) == 4 and len(fineweb.sample_of(tokens)) <= 1 << 23
+        seen.add(digest(tokens))
+    assert len(seen) == 4 and len(sample_of(tokens)) <= 1 << 23
 
 
 def test_importing_prints_nothing_and_loads_nothing_heavy():
@@ -1138,8 +1153,8 @@ def test_importing_prints_nothing_and_loads_nothing_heavy():
 
 
 def test_flags_take_whole_numbers_however_written():
-    assert [fineweb.whole_number(text) for text in ("7", "1_000", "1e5", "2.0", str(2**60 + 1))] == [7, 1000, 10**5, 2, 2**60 + 1]
+    assert [whole_number(text) for text in ("7", "1_000", "1e5", "2.0", str(2**60 + 1))] == [7, 1000, 10**5, 2, 2**60 + 1]
     for text in ("1.5", "nan", "inf", "1e999", "ten", ""):
         with pytest.raises(Exception, match="not a whole number"):
-            fineweb.whole_number(text)
-    assert math.isfinite(fineweb.whole_number("1e300"))
+            whole_number(text)
+    assert math.isfinite(whole_number("1e300"))

@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-import hellaswag
-from fineweb import UserError, encode
 from hellaswag import evaluate, load_examples, make_batches
-from helpers import HANG
 from model import GPT, GPTConfig
+from runtime.cli import UserError
+from runtime.tokenizer import encode
+import hellaswag
+from helpers import HANG
 from test_model import PEERS, make_model, nanogpt_checkpoint, save, write_peer
 
 ROOT = Path(__file__).resolve().parent.parent

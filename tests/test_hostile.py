@@ -24,12 +24,17 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from hellaswag import load_examples
+from model import GPT, GPTConfig, LanguageModel, load_model
+from runtime.cli import UserError, one_line
+from runtime.dataloader import Windows
+from runtime.distributed import Process
+from runtime.shards import open_shard, write_shard
+from runtime.sources import LAST_CUT, LocalSource, read_txt
+import runtime.sources
 import fineweb
 import train_gpt2
-from fineweb import LocalSource, UserError, Windows, open_shard, write_shard
-from hellaswag import load_examples
 from helpers import HANG
-from model import GPT, GPTConfig, LanguageModel, load_model
 
 ROOT = Path(__file__).resolve().parent.parent
 FUZZ = settings(deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
@@ -395,7 +400,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("what", HOSTILE)
 def test_a_hostile_file_runs_no_code_fills_no_memory_and_is_refused(what, monkeypatch):
-    monkeypatch.setattr(fineweb, "MAX_DOCUMENT", 10**7)
+    monkeypatch.setattr(runtime.sources, "MAX_DOCUMENT", 10**7)
     read, make = HOSTILE[what]
     refused(read, make())
 
@@ -424,7 +429,7 @@ def test_escape_codes_of_a_file_do_not_reach_the_terminal():
     with pytest.raises(UserError) as caught:
         load_model(path)
     with contextlib.redirect_stderr(io.StringIO()) as shown:
-        fineweb.one_line(caught.value)
+        one_line(caught.value)
     assert shown.getvalue().endswith("\n") and shown.getvalue()[:-1].isprintable() and "owned" in shown.getvalue()
 
 
@@ -444,10 +449,10 @@ def test_a_text_without_white_space_is_looked_through_once(monkeypatch):
             self.seen += len(text) - start
             return cut.match(text, start)
 
-    cut, watched = fineweb.LAST_CUT, Watched()
-    monkeypatch.setattr(fineweb, "LAST_CUT", watched)
+    cut, watched = LAST_CUT, Watched()
+    monkeypatch.setattr(runtime.sources, "LAST_CUT", watched)
     Path("a.txt").write_text("word " * 1000 + "a" * 10**6 + " " * 1000)
-    assert [len(text) for text, _ in fineweb.read_txt("a.txt", 1000)][-1] == 1000 and watched.seen < 1.1 * 10**6
+    assert [len(text) for text, _ in read_txt("a.txt", 1000)][-1] == 1000 and watched.seen < 1.1 * 10**6
 
 
 # -----------------------------------------------------------------------------
@@ -641,7 +646,7 @@ def resume(path):
     """What the command does before its first step, and what that step asks of a state. --data is as the checkpoint says."""
     config, given = train_gpt2.parse_flags(["--out", "log", "--resume", str(path), "--device", "cpu"])
     with contextlib.redirect_stdout(io.StringIO()):
-        run = train_gpt2.set_up(config, given, train_gpt2.Process())
+        run = train_gpt2.set_up(config, given, Process())
     run.saver.close()
     run.reporter.log.file.close()
     assert math.isfinite(train_gpt2.RECIPES[run.config.recipe].schedule(run.state.step, run.config))

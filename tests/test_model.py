@@ -22,31 +22,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fineweb import EOT, VOCAB_SIZE, UserError, encode
+from model import GPT, GPT2_SIZES, GPTConfig, SpeedrunConfig, SpeedrunGPT, load_model, main
+from runtime.cli import UserError
+from runtime.device import choose_device, is_out_of_memory
+from runtime.generation import sample_token
+from runtime.kernels import (ATTENTION, ChunkedCrossEntropy, Linear, attention, check_attention,
+                             compiled_cross_entropy_, compiled_flex, cross_entropy_, look_back)
+from runtime.tokenizer import EOT, VOCAB_SIZE, encode
+from runtime.weights import EXPORTED, model_from_checkpoint
 from helpers import HANG
-from model import (
-    ATTENTION,
-    EXPORTED,
-    GPT,
-    GPT2_SIZES,
-    ChunkedCrossEntropy,
-    GPTConfig,
-    Linear,
-    SpeedrunConfig,
-    SpeedrunGPT,
-    attention,
-    check_attention,
-    choose_device,
-    compiled_cross_entropy_,
-    compiled_flex,
-    cross_entropy_,
-    is_out_of_memory,
-    load_model,
-    look_back,
-    main,
-    model_from_checkpoint,
-    sample_token,
-)
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = dict(block_size=24, vocab_size=96, n_layer=2, n_head=2, n_embd=16)

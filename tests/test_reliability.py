@@ -16,9 +16,15 @@ import torch
 import torch.distributed as dist
 from helpers import ENV, ROOT, Live, command, logged, run
 
+from model import GPT, GPTConfig, load_model
+from runtime.checkpoint import CpuCopies, Saver, checkpoints, choose_checkpoint, tensors_of
+from runtime.cli import RunError, UserError
+from runtime.distributed import Process
+from runtime.files import replace_file
+from runtime.shards import write_shard
+from runtime.weights import read_checkpoint
+import runtime.files
 import train_gpt2
-from fineweb import RunError, UserError, replace_file, write_shard
-from model import load_model, read_checkpoint
 
 fcntl = pytest.importorskip("fcntl")
 
@@ -123,7 +129,7 @@ def test_a_stop_saves_before_an_evaluation_that_is_due_and_the_next_run_makes_it
     run(*flags, "--out", tmp_path / "whole")
     code, stdout, _ = stopped(12, [*flags, "--out", tmp_path / "cut"], signal.SIGUSR1)
     assert code == 0
-    at = train_gpt2.checkpoints(tmp_path / "cut")[-1][0]
+    at = checkpoints(tmp_path / "cut")[-1][0]
     assert 12 < at < 30 and max(logged(tmp_path / "cut", "val")) == at - 1
     run(*flags, "--out", tmp_path / "cut")
     same_end(tmp_path / "cut", tmp_path / "whole", 30)
@@ -141,7 +147,7 @@ def test_a_pipe_that_closes_stops_the_run_which_saves_first(number, data, whole,
     it.go_on(13)
     code, _, stderr = it.end()
     assert (code, stderr) == (0, "")
-    assert 13 < train_gpt2.checkpoints(tmp_path / "log")[-1][0] < 120
+    assert 13 < checkpoints(tmp_path / "log")[-1][0] < 120
     run(*flags)
     same_end(tmp_path / "log", whole)
 
@@ -178,10 +184,10 @@ def test_a_signal_to_all_of_several_processes_is_agreed_on_saved_and_gone_on_fro
     flags = ["--data", data, *BYTES, "--max_steps", 40, "--out", tmp_path / "cut"]
     # to the group, as a terminal sends it: torchrun sends it on
     stopped(13, flags, signal.SIGINT, os.killpg, processes=2)
-    assert 13 < train_gpt2.checkpoints(tmp_path / "cut")[-1][0] < 40
+    assert 13 < checkpoints(tmp_path / "cut")[-1][0] < 40
     # to torchrun alone, as Slurm's --signal=TERM sends it
     stopped(25, flags, signal.SIGTERM, processes=2)
-    assert 25 < train_gpt2.checkpoints(tmp_path / "cut")[-1][0] < 40
+    assert 25 < checkpoints(tmp_path / "cut")[-1][0] < 40
     run(*flags, processes=2)
     same_end(tmp_path / "cut", whole_of_two[0], 40)
 
@@ -194,7 +200,7 @@ def test_a_second_interrupt_stops_at_once(data, tmp_path, live):
     time.sleep(1.1)                                     # before that it counts as the same one, come twice
     it.process.send_signal(signal.SIGINT)
     code, stdout, stderr = it.end()
-    assert code == 130 and "stopped by" not in stdout and not train_gpt2.checkpoints(tmp_path / "log")
+    assert code == 130 and "stopped by" not in stdout and not checkpoints(tmp_path / "log")
 
 
 def test_a_run_goes_on_with_other_processes_and_micro_batches_as_it_would_have_gone(data, recipe_and_whole, tmp_path, stopped):
@@ -241,7 +247,7 @@ def test_the_process_that_is_left_says_once_that_another_was_killed(data, tmp_pa
     for victim, ranks in enumerate(jobs):
         assert ranks[victim].end()[0] == -signal.SIGKILL
         code, _, stderr = ranks[1 - victim].end()
-        assert code == 1 and [step for step, _ in train_gpt2.checkpoints(tmp_path / str(victim))] == [10]
+        assert code == 1 and [step for step, _ in checkpoints(tmp_path / str(victim))] == [10]
         who = "" if victim else "process 1: "
         assert re.fullmatch(rf"train_gpt2.py: {who}another process was killed, or its machine lost; .*\n", stderr), stderr
 
@@ -251,7 +257,7 @@ def test_after_a_restart_by_torchrun_resume_never_or_a_path_is_not_obeyed_a_seco
     newest = tmp_path / "log/checkpoint_000120.pt"
 
     def choice(resume, restarted):
-        return train_gpt2.choose_checkpoint(train_gpt2.Config(out=str(tmp_path / "log"), resume=resume), restarted)
+        return choose_checkpoint(train_gpt2.Config(out=str(tmp_path / "log"), resume=resume), restarted)
 
     assert choice("never", False) is None and choice("a.pt", False).name == "a.pt" and choice("auto", False) == newest
     assert choice("never", True) == choice("a.pt", True) == choice("auto", True) == newest
@@ -332,7 +338,7 @@ def test_a_full_file_system_is_told_in_one_line(data, tmp_path):
         pytest.skip("this user may not mount a tmpfs")
     try:
         result = run("--data", data, *BYTES, "--out", disk / "log", "--keep_checkpoints", 0, code=1)
-        kept = train_gpt2.checkpoints(disk / "log")
+        kept = checkpoints(disk / "log")
         assert re.fullmatch(r"train_gpt2.py: cannot write .*\.pt: No space left on device.*\n", result.stderr)
         assert kept and all(read_checkpoint(path)["step"] == step for step, path in kept) and not list(disk.rglob("*.tmp"))
     finally:
@@ -379,7 +385,7 @@ def test_the_same_data_in_another_folder_and_format_is_the_same_data(data, whole
 
 def test_a_second_run_in_the_same_folder_is_refused(data, whole, tmp_path, monkeypatch):
     shutil.copytree(whole, tmp_path / "log")
-    monkeypatch.setattr(train_gpt2, "PATIENCE", 0)
+    monkeypatch.setattr(runtime.files, "PATIENCE", 0)
     folder = os.open(tmp_path / "log", os.O_RDONLY)
     fcntl.flock(folder, fcntl.LOCK_EX)
     with pytest.raises(UserError, match="another run is writing there"):
@@ -393,7 +399,7 @@ def test_a_second_run_in_the_same_folder_is_refused(data, whole, tmp_path, monke
 
 def test_going_on_from_an_older_checkpoint_sets_the_newer_ones_aside(data, whole, tmp_path):
     shutil.copytree(whole, tmp_path / "log")
-    older = train_gpt2.checkpoints(tmp_path / "log")[0]
+    older = checkpoints(tmp_path / "log")[0]
     (tmp_path / "log/checkpoint_000777.pt.tmp").write_bytes(b"left by a kill")
     result = run("--data", data, "--out", tmp_path / "log", "--resume", older[1])
     assert f"at step {older[0]} of 120" in result.stdout and "are now in" in result.stdout
@@ -404,7 +410,7 @@ def test_going_on_from_an_older_checkpoint_sets_the_newer_ones_aside(data, whole
 
 def test_going_on_from_another_folders_checkpoint_leaves_that_folder_alone(data, whole, tmp_path):
     shutil.copytree(whole, tmp_path / "theirs")
-    older = train_gpt2.checkpoints(tmp_path / "theirs")[0][1]
+    older = checkpoints(tmp_path / "theirs")[0][1]
     run("--data", data, "--out", tmp_path / "log", "--resume", older)
     assert {p.name for p in (tmp_path / "theirs").iterdir()} == {p.name for p in whole.iterdir()}
     assert (tmp_path / "theirs/log.txt").read_bytes() == (whole / "log.txt").read_bytes()
@@ -430,8 +436,8 @@ def test_a_damaged_newest_checkpoint_is_refused_and_the_older_one_named(kind, da
 
 
 def test_how_many_steps_were_passed_over_is_remembered(tmp_path):
-    model = train_gpt2.GPT(train_gpt2.GPTConfig(block_size=8, vocab_size=64, n_layer=1, n_head=1, n_embd=8))
-    config, process = train_gpt2.Config(), train_gpt2.Process()
+    model = GPT(GPTConfig(block_size=8, vocab_size=64, n_layer=1, n_head=1, n_embd=8))
+    config, process = train_gpt2.Config(), Process()
     state = train_gpt2.make_state(config, model, None, None, process)
     for p in model.parameters():
         p.grad = torch.ones_like(p)
@@ -443,11 +449,11 @@ def test_how_many_steps_were_passed_over_is_remembered(tmp_path):
 
 def test_a_checkpoint_written_in_the_background_holds_the_moment_it_was_asked_for(tmp_path, monkeypatch):
     """Weights that change while the thread writes do not reach the file, and the embedding is in it once."""
-    model = train_gpt2.GPT(train_gpt2.GPTConfig(block_size=8, vocab_size=640, n_layer=1, n_head=1, n_embd=64))
+    model = GPT(GPTConfig(block_size=8, vocab_size=640, n_layer=1, n_head=1, n_embd=64))
     config = train_gpt2.Config(out=str(tmp_path), keep_checkpoints=1)
-    state = train_gpt2.make_state(config, model, None, None, train_gpt2.Process())
+    state = train_gpt2.make_state(config, model, None, None, Process())
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    saver, may_write = train_gpt2.Saver(config, {}, None, train_gpt2.Process()), threading.Event()
+    saver, may_write = Saver(config, {}, None, Process()), threading.Event()
     saver.background, state.step = True, 1
     write = saver._write
     monkeypatch.setattr(saver, "_write", lambda content: may_write.wait() and write(content))
@@ -456,7 +462,7 @@ def test_a_checkpoint_written_in_the_background_holds_the_moment_it_was_asked_fo
         for p in model.parameters():
             p.add_(1.0)
     saver.finish(wait=False)
-    assert not train_gpt2.checkpoints(tmp_path)
+    assert not checkpoints(tmp_path)
     may_write.set()
     saver.finish()
     saved = read_checkpoint(tmp_path / "checkpoint_000001.pt")["model"]
@@ -467,14 +473,14 @@ def test_a_checkpoint_written_in_the_background_holds_the_moment_it_was_asked_fo
 def test_copies_for_the_background_use_their_memory_again_and_bring_nothing_else_into_the_file(tmp_path):
     def numbers(seed, *sizes):
         return [torch.randn(size, generator=torch.Generator().manual_seed(seed)) for size in sizes]
-    copies, addresses = train_gpt2.CpuCopies(), []
+    copies, addresses = CpuCopies(), []
     copies.PIECE = 1000
     for seed in (1, 2):
         a, b, c = numbers(seed, (3, 40), (100,), ())                        # 480 + 400 bytes fit into a piece, the rest does not
         large, tree = numbers(seed, (50, 20))[0], {"tied": [a, a], "b": b, "n": 3}
         tree |= {"c": (c, torch.tensor(7, dtype=torch.int64)), "large": large, "bits": large.bfloat16()}
         copied = copies(tree)
-        addresses.append({t.data_ptr() for t in train_gpt2.tensors_of(copied).values()})
+        addresses.append({t.data_ptr() for t in tensors_of(copied).values()})
         torch.save(copied, tmp_path / "copied.pt")
         for tensor in (a, b, c, large):
             tensor.zero_()
@@ -484,17 +490,17 @@ def test_copies_for_the_background_use_their_memory_again_and_bring_nothing_else
         assert all(torch.equal(x, y) for x, y in zip(found, fresh, strict=True))
         assert torch.equal(read["bits"], fresh[3].bfloat16()) and read["c"][1] == 7 and read["n"] == 3
         assert read["tied"][0].data_ptr() == read["tied"][1].data_ptr()
-        assert all(t.untyped_storage().nbytes() == t.nbytes for t in train_gpt2.tensors_of(read).values())
+        assert all(t.untyped_storage().nbytes() == t.nbytes for t in tensors_of(read).values())
     assert addresses[0] == addresses[1] and [len(piece) for piece in copies.pieces] == [1024, 64, 4032, 2048]
     assert copies({"b": torch.ones(2)})["b"].tolist() == [1, 1] and [len(piece) for piece in copies.pieces] == [64]
 
 
 def test_what_goes_wrong_in_the_background_is_raised_at_the_next_look(tmp_path):
-    model = train_gpt2.GPT(train_gpt2.GPTConfig(block_size=8, vocab_size=64, n_layer=1, n_head=1, n_embd=8))
+    model = GPT(GPTConfig(block_size=8, vocab_size=64, n_layer=1, n_head=1, n_embd=8))
     config = train_gpt2.Config(out=str(tmp_path / "missing"))
-    saver = train_gpt2.Saver(config, {}, None, train_gpt2.Process())
+    saver = Saver(config, {}, None, Process())
     saver.background = True
-    saver.save(train_gpt2.make_state(config, model, None, None, train_gpt2.Process()))
+    saver.save(train_gpt2.make_state(config, model, None, None, Process()))
     with pytest.raises(RunError, match="cannot write .*missing.*No such file"):
         saver.finish()
 

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-import sample
-from fineweb import EOT, UserError, encode, tokenizer
-from helpers import HANG
 from model import GPT, GPTConfig
+from runtime.cli import UserError
+from runtime.tokenizer import EOT, encode, tokenizer
+import sample
+from helpers import HANG
 from test_model import PEERS, make_model, nanogpt_checkpoint, save, write_peer
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -11,12 +11,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import train_gpt2
-from fineweb import EOT, UserError, encode, write_shard
+from model import LanguageModel, SpeedrunConfig, SpeedrunGPT, load_model
+from runtime.checkpoint import MODEL_SHAPE, config_of_checkpoint, restore_optimizer
+from runtime.cli import UserError
+from runtime.device import can_compile, compile_model
+from runtime.distributed import Process
+from runtime.kernels import look_back
+from runtime.muon import Muon, orthogonalize
+from runtime.shards import write_shard
+from runtime.tokenizer import EOT, encode
+from train_gpt2 import RECIPES, Config, load_init, muon_momentum, parse_flags, trapezoid, window_warmup
+import runtime.device
 from helpers import ENV, HANG, ROOT, logged, run
-from model import LanguageModel, Muon, SpeedrunConfig, SpeedrunGPT, can_compile, load_model, look_back, orthogonalize
-from train_gpt2 import (MODEL_SHAPE, RECIPES, Config, Process, compile_model, config_of_checkpoint, load_init, muon_momentum,
-                        parse_flags, restore_optimizer, trapezoid, window_warmup)
 
 
 def make_model(seed=0, **shape):
@@ -361,7 +367,7 @@ def test_flex_attention_trains_as_sdpa_does(kernel, compiled):
 
 def test_where_flex_attention_cannot_run_a_mask_takes_its_place(monkeypatch, capsys):
     """As on a GPU, where torch's kernel wants heads of at least 16."""
-    monkeypatch.setattr(train_gpt2, "can_compile", lambda device: None)
+    monkeypatch.setattr(runtime.device, "can_compile", lambda device: None)
     monkeypatch.setattr(torch, "compile", lambda model, dynamic: model)
     refused = []
 
@@ -371,7 +377,7 @@ def test_where_flex_attention_cannot_run_a_mask_takes_its_place(monkeypatch, cap
     config = Config(recipe="speedrun", window=16, n_embd=32, n_head=4, dtype="bfloat16", compile=None)
     assert make_model().flex
     for device, warned in (("cuda:0", True), ("cpu", False)):
-        monkeypatch.setattr(train_gpt2, "check_attention", check_attention)
+        monkeypatch.setattr(runtime.device, "check_attention", check_attention)
         model = make_model()
         compile_model(dataclasses.replace(config, compile=True), model, Process(device=device))
         assert model.flex != warned and ("instead of FlexAttention: heads of 8" in capsys.readouterr().out) == warned

@@ -1,4 +1,5 @@
 """train_gpt2.py: the loop against a plain one, processes, resume, evaluation, mistakes, the sanity run."""
+import importlib.util
 import json
 import math
 import os
@@ -14,12 +15,24 @@ import numpy as np
 import pytest
 import torch
 
+from model import GPT, GPTConfig, load_model
+from runtime.batch_size import choose_micro_batch, largest_that_fits
+from runtime.benchmark import Setting
+from runtime.checkpoint import Saver, checkpoints
+from runtime.checks import check_config, check_memory, micro_batches
+from runtime.cli import UserError
+from runtime.device import can_compile, peak_flops
+from runtime.distributed import Process, setup_process
+from runtime.log import Log
+from runtime.plots import Painter, draw_log
+from runtime.shards import write_shard
+from runtime.tokenizer import encode
+from runtime.weights import read_checkpoint
+from train_gpt2 import Config, warmup_cosine
+import runtime.batch_size
+import runtime.plots
 import train_gpt2
-from fineweb import UserError, encode, write_shard
 from helpers import ENV, HANG, ROOT, command, logged, run
-from model import GPT, GPTConfig, can_compile, load_model, peak_flops, read_checkpoint
-from train_gpt2 import (Config, Process, check_config, check_memory, choose_micro_batch, largest_that_fits, micro_batches,
-                        setup_process, warmup_cosine)
 
 TINY = ["--n_layer", "2", "--n_head", "2", "--n_embd", "32", "--block_size", "32", "--dtype", "float32",
         "--total_batch_size", "256", "--max_steps", "25", "--warmup_steps", "5", "--hellaswag_every", "0"]
@@ -297,10 +310,10 @@ def test_a_gpu_too_small_for_the_model_or_taken_by_others_is_told_apart(monkeypa
 def test_what_fits_is_remembered_for_the_same_model_on_the_same_gpu(monkeypatch, tmp_path):
     """The trials themselves need a GPU (test_auto_batch_size_on_a_gpu_fits...); here what they say is made up."""
     tried = []
-    monkeypatch.setattr(train_gpt2, "CACHE", tmp_path / "a" / "batch_size.json")
+    monkeypatch.setattr(runtime.batch_size, "CACHE", tmp_path / "a" / "batch_size.json")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 100))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
-    monkeypatch.setattr(train_gpt2, "memory_of_step", lambda B, *_: tried.append(B) or 8 * B)
+    monkeypatch.setattr(runtime.batch_size, "memory_of_step", lambda B, *_: tried.append(B) or 8 * B)
     process = Process(device="cuda:0")
     for config, expected, trials in ((Config(sequence_length=1024), 8, [1, 2, 8]), (Config(sequence_length=1024), 8, []),
                                      (Config(sequence_length=1024, n_layer=13), 8, [1, 2, 8]),
@@ -336,7 +349,7 @@ def test_auto_batch_size_on_a_gpu_fits_and_changes_no_loss(shards, start, file_o
 @pytest.mark.parametrize("recipe", list(train_gpt2.RECIPES))
 def test_a_step_on_a_gpu_never_waits_for_it(recipe):
     import bench
-    step, _ = bench.our_step(bench.Setting(device="cuda", recipe=recipe, size="small", B=2, T=64, compile=False))
+    step, _ = bench.our_step(Setting(device="cuda", recipe=recipe, size="small", B=2, T=64, compile=False))
     step()
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
@@ -461,12 +474,12 @@ def test_a_step_that_is_not_finite_is_named_and_leaves_weights_and_checkpoints_a
 def test_the_best_checkpoint_stays_beside_the_newest(tmp_path):
     config = Config(out=str(tmp_path), keep_checkpoints=1)
     model = GPT(GPTConfig(block_size=8, vocab_size=64, n_layer=1, n_head=1, n_embd=8))
-    state = train_gpt2.make_state(config, model, None, None, train_gpt2.Process())
-    saver = train_gpt2.Saver(config, {}, None, train_gpt2.Process())
+    state = train_gpt2.make_state(config, model, None, None, Process())
+    saver = Saver(config, {}, None, Process())
     for state.step, state.val_loss, state.evaluated in ((1, 3.0, 1), (2, 1.0, 2), (3, 2.0, 3), (4, 0.5, 3), (5, 2.5, 5)):
         saver.save(state)               # the loss at step 4 was not measured there
     saver.finish()
-    assert [step for step, _ in train_gpt2.checkpoints(tmp_path)] == [2, 5]
+    assert [step for step, _ in checkpoints(tmp_path)] == [2, 5]
 
 
 # -----------------------------------------------------------------------------
@@ -483,7 +496,7 @@ def test_the_picture_is_drawn_from_the_log_and_changes_no_loss(shards, start, fi
     (tmp_path / "log.txt").write_text(
         "".join(f"{event}\n" for event in ("0 val 10.800000", "0 train 10.800000", "1 train 9.000000", "2 val 8.000000",
                                            "2 hella 0.250000", "3 train nan")) + "3 train 7.0")
-    train_gpt2.draw_log(train_gpt2.Config(out=str(tmp_path), total_batch_size=100))
+    draw_log(train_gpt2.Config(out=str(tmp_path), total_batch_size=100))
     panels = [{line.get_label(): line.get_xydata().tolist() for line in panel.lines} for panel in figures[0].axes]
     assert panels[0]["training loss"] == [[100, 10.8], [200, 9.0]] and panels[0]["validation loss"] == [[200, 8.0]]
     assert panels[1]["HellaSwag, acc_norm"] == [[200, 0.25]]
@@ -528,8 +541,8 @@ def test_nobody_waits_for_a_picture_but_the_end_of_a_run_that_went_well(monkeypa
         may_draw.wait(60)
         drawn.append("done")
         raise ValueError("no colours")
-    monkeypatch.setattr(train_gpt2, "draw_log", draw_log)
-    well, failed = (train_gpt2.Painter(Config(), Process()) for _ in range(2))
+    monkeypatch.setattr(runtime.plots, "draw_log", draw_log)
+    well, failed = (Painter(Config(), Process()) for _ in range(2))
     for painter in (well, failed):
         for _ in range(5):
             painter.draw()
@@ -577,13 +590,13 @@ def test_tensorboard_is_given_what_the_log_has_and_keeps_the_evaluation_that_a_r
         def add_scalar(self, name, value, step):
             told.append((name, value, step))
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", types.SimpleNamespace(SummaryWriter=SummaryWriter))
-    log = train_gpt2.Log(Config(out=str(tmp_path), tensorboard=True), 1)
+    log = Log(Config(out=str(tmp_path), tensorboard=True), 1)
     log.write(1, "train", 9.3, norm=1.0, lr=0.1)
     assert told == [(str(tmp_path), 1), ("val", 9.5, 1), ("train", 9.3, 1), ("norm", 1.0, 1), ("lr", 0.1, 1)]
 
 
 @pytest.mark.parametrize("package", ["wandb", "tensorboard"])
 def test_a_dashboard_without_its_package_is_a_users_mistake(package, monkeypatch):
-    monkeypatch.setattr(train_gpt2.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=f"--{package} needs the package {package}: pip install"):
         check_config(Config(**{package: True}))

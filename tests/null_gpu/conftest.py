@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from standin import ROOT, Report
 
-from fineweb import write_shard
+from runtime.shards import write_shard
 
 HERE = Path(__file__).resolve().parent
 HOME = Path(os.environ.get("NULL_GPU_HOME") or Path(sys.prefix).parent)         # `check` runs this in the venv in there

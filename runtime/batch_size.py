@@ -1,0 +1,103 @@
+"""The micro-batch that fits."""
+import json
+import math
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from runtime.checkpoint import MODEL_SHAPE, State
+from runtime.cli import RunError, UserError
+from runtime.device import is_out_of_memory
+from runtime.distributed import Process
+from runtime.files import replace_file
+from runtime.muon import Muon
+
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "train_gpt2" / "batch_size.json"
+
+
+def largest_that_fits(candidates: list[int], memory_of: Callable[[int], float], limit: float) -> int:
+    """The last of two or more `candidates` (ascending) with memory_of(B), infinite when out of memory, at most `limit` bytes.
+    Each sequence takes the same, so that the two smallest tell where to try: a trial may have to compile."""
+    first, second = candidates[:2]
+    a = memory_of(first)
+    if a > limit:
+        raise UserError("not even the smallest micro-batch fits into this GPU's memory: give a smaller --sequence_length, or "
+                        "--loss_chunk 1024")
+    b = memory_of(second)
+    if b > limit:
+        return first
+    likely = [B for B in candidates[2:] if b + (b - a) / (second - first) * (B - second) <= limit]
+    return next((B for B in reversed(likely) if memory_of(B) <= limit), second)
+
+
+def memory_of_step(B: int, state: State, model: Callable, config, autocast: torch.autocast, device: str) -> float:
+    """Bytes that CUDA needs for a step with micro-batches of B, infinity if there are not so many. Changes nothing.
+
+    `model` is what trains, with DDP around it if there are several processes. Two micro-steps are made, for the second finds
+    the first one's gradients, and memory that these and the first one's activations have cut into pieces.
+    """
+    moments = sum(t.nbytes for optimizer in state.optimizers for entry in optimizer.state.values() for t in entry.values())
+    due = sum(p.nbytes * (1 if isinstance(optimizer, Muon) else 2) for optimizer in state.optimizers
+              for group in optimizer.param_groups for p in group["params"])
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    try:
+        beside = torch.empty(max(0, due - moments), dtype=torch.uint8, device=device)       # moments come with the first step
+        x = torch.zeros(B, config.sequence_length, dtype=torch.int64, device=device)
+        for _ in range(2):
+            if isinstance(model, DDP):          # a process that runs out of memory must leave no other waiting for its gradients
+                model.require_backward_grad_sync = False
+            with autocast:
+                _, loss = model(x, torch.zeros_like(x))
+            loss.backward()
+        del beside
+        return torch.cuda.max_memory_reserved(device)
+    except Exception as error:
+        if is_out_of_memory(error):
+            return math.inf
+        raise
+    finally:
+        model.zero_grad(set_to_none=True)
+
+
+def choose_micro_batch(config, candidates: list[int], state: State, model: Callable, autocast: torch.autocast,
+                       process: Process) -> int:
+    """The only candidate; or on a GPU the largest that fits on all processes, with a tenth of the memory to spare."""
+    if len(candidates) == 1:
+        return candidates[0]
+    device = process.device
+    total = torch.cuda.mem_get_info(device)[1]
+    key = ", ".join(map(str, (torch.cuda.get_device_name(device), total, torch.__version__, config.recipe, config.dtype,
+                              config.attention, config.window, config.loss_chunk, config.compile, config.sequence_length,
+                              *(getattr(config, name) for name in MODEL_SHAPE), process.world_size, candidates[-1])))
+    known = remembered()
+
+    def find():
+        if known.get(key) in candidates:
+            return known[key]
+        process.print0("trying how large a micro-batch fits (once; --batch_size N does without) ...")
+        return largest_that_fits(candidates, lambda B: memory_of_step(B, state, model, config, autocast, device), 0.9 * total)
+
+    try:
+        B = min(process.gather(process.together(find)))
+    finally:
+        torch.cuda.empty_cache()                # NCCL and Triton allocate beside torch
+        torch.compiler.reset()                  # the trials' graphs count against the limit of recompilations
+    if process.is_master and known.get(key) != B:
+        with suppress(OSError, RunError):       # a cache that cannot be written is tried again next time
+            CACHE.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(CACHE, lambda file: file.write(json.dumps(known | {key: B}, indent=1).encode()))
+    return B
+
+
+def remembered() -> dict[str, int]:
+    """{what a run is made of: its largest micro-batch}, from earlier runs."""
+    try:
+        known = json.loads(CACHE.read_text(encoding="utf-8"))
+        return known if isinstance(known, dict) else {}
+    except (OSError, ValueError, RecursionError):
+        return {}

@@ -1,0 +1,286 @@
+"""Save and resume."""
+import copy
+import dataclasses
+import math
+import os
+import re
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from runtime.cli import UserError, shown
+from runtime.files import replace_file
+from runtime.weights import is_plain, read_checkpoint
+
+# What may differ between the runs that write one log; all else is taken from the checkpoint unless given as a flag.
+PER_RUN = ("out", "resume", "init", "device", "batch_size", "compile", "loss_chunk", "profile", "plot", "wandb",
+           "tensorboard")
+MODEL_SHAPE = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")
+# What decides weights and data; it cannot change within a run.
+FIXED = ("recipe", *MODEL_SHAPE, "window", "total_batch_size", "sequence_length", "seed", "shuffle")
+
+
+def checkpoints(out: str | Path) -> list[tuple[int, Path]]:
+    """[(step, path)] of the whole checkpoints in `out`, oldest first."""
+    found = ((re.fullmatch(r"checkpoint_(\d+)\.pt", p.name), p) for p in Path(out).glob("checkpoint_*.pt"))
+    return sorted((int(m[1]), p) for m, p in found if m)
+
+
+@dataclass
+class State:
+    """What training changes and a checkpoint holds."""
+    model: torch.nn.Module
+    optimizers: list
+    scaler: torch.amp.GradScaler
+    step: int = 0
+    evaluated: int = -1                 # the last step whose evaluations are all made
+    val_loss: float | None = None       # the newest
+    best: tuple | None = None           # (validation loss, step) of the best checkpoint
+    skipped: int = 0                    # steps that were passed over because something was not finite
+
+    def content(self, config, data):
+        """What a checkpoint holds: plain values and tensors. `data`: the fingerprints of the shards."""
+        return {
+            "model": self.model.state_dict(), "model_config": asdict(self.model.config), "recipe": config.recipe,
+            "config": asdict(config), "data": data, "step": self.step, "evaluated": self.evaluated,
+            "val_loss": self.val_loss, "best": self.best, "skipped": self.skipped,
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers], "scaler": self.scaler.state_dict(),
+            "rng": {"torch": torch.get_rng_state(),
+                    "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []},
+            "job": os.environ.get("TORCHELASTIC_RUN_ID", ""),
+        }
+
+    def restore(self, checkpoint):
+        """Takes over what a checkpoint holds, but for the weights: the model was made of them. ValueError if it is damaged."""
+        numbers = {"step": int, "evaluated": int, "skipped": int, "val_loss": float | None, "best": tuple | None}
+        for name, kind in numbers.items():
+            if not isinstance(checkpoint[name], kind):
+                raise ValueError(f"its {name} is {shown(checkpoint[name])}")
+            setattr(self, name, checkpoint[name])
+        if not 0 <= self.step < 2**40 or self.skipped < 0:
+            raise ValueError(f"its step is {self.step}")
+        if self.best and [type(number) for number in self.best] != [float, int]:
+            raise ValueError(f"its best is {shown(self.best)}")
+        if len(checkpoint["optimizers"]) != len(self.optimizers):
+            raise ValueError(f"it holds {len(checkpoint['optimizers'])} optimizers instead of {len(self.optimizers)}")
+        for optimizer, saved in zip(self.optimizers, checkpoint["optimizers"], strict=True):
+            restore_optimizer(optimizer, saved)
+        if checkpoint["scaler"] and self.scaler.is_enabled():
+            scale, tracker = (checkpoint["scaler"][name] for name in ("scale", "_growth_tracker"))
+            if type(scale) is not float or type(tracker) is not int or not (0 < scale < math.inf and 0 <= tracker < 2**31):
+                raise ValueError(f"its scaler says {shown(scale)} and {shown(tracker)}")
+            self.scaler.load_state_dict(self.scaler.state_dict() | {"scale": scale, "_growth_tracker": tracker})
+        torch.set_rng_state(checkpoint["rng"]["torch"])
+        if torch.cuda.is_available() and len(checkpoint["rng"]["cuda"]) == torch.cuda.device_count():
+            torch.cuda.set_rng_state_all(checkpoint["rng"]["cuda"])
+
+
+def restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict) -> None:
+    """Gives an optimizer what was saved of each parameter, by name; rates and decay stay as the config says. ValueError for
+    what was saved of another model or optimizer."""
+    named = [pair for group in optimizer.param_groups for pair in zip(group["param_names"], group["params"], strict=True)]
+    if [name for group in saved["param_groups"] for name in group["param_names"]] != [name for name, _ in named]:
+        raise ValueError("its optimizer is one of other parameters")
+    keys, state = getattr(optimizer, "STATE", ("step", "exp_avg", "exp_avg_sq")), {}
+    for i, (name, p) in enumerate(named):
+        if not isinstance(saved["state"][i], dict):
+            raise ValueError(f"its optimizer holds nothing of {name}")
+        state[i] = {key: saved["state"][i][key] for key in keys}
+        for key, value in state[i].items():
+            if not is_plain(value) or value.shape != (() if key == "step" else p.shape):
+                raise ValueError(f"its optimizer's {key} of {name} does not fit")
+    state = copy.deepcopy(state)                # out of the memory-mapped file
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+class CpuCopies:
+    """Copies of trees of tensors, on a GPU by way of pinned memory, which the next call uses again. That memory is taken in a few
+    large pieces: torch makes each a power of two, which tensor by tensor came to 2.5 GB for GPT-2 124M's 1.5, and to 3.1 at the
+    next checkpoint. Every copy has a storage of its own in there, because torch.save writes a tensor's whole storage."""
+    PIECE = 2**29               # bytes; the last piece only as large as it has to be
+
+    def __init__(self):
+        self.pieces = []
+
+    def __call__(self, tree):
+        """The same dicts and lists with copies of the tensors, one for those that share their memory (embedding and head). They
+        are good until the next call."""
+        places, sizes = {}, [0]             # of each tensor: itself, the number of its piece, where in there
+        for key, tensor in tensors_of(tree).items():
+            if sizes[-1] and sizes[-1] + tensor.nbytes > self.PIECE:
+                sizes.append(0)
+            places[key] = tensor, len(sizes) - 1, sizes[-1]
+            sizes[-1] += -(-tensor.nbytes // 64) * 64
+        if [len(piece) for piece in self.pieces] != sizes:
+            self.pieces = []                # given back before others are taken
+            self.pieces = [torch.empty(size, dtype=torch.uint8, pin_memory=torch.cuda.is_available()) for size in sizes]
+        copies = {key: torch.frombuffer(self.pieces[i].numpy(), dtype=tensor.dtype, count=tensor.numel(), offset=offset)
+                  .view(tensor.shape).copy_(tensor, non_blocking=True) for key, (tensor, i, offset) in places.items()}
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return replaced(tree, copies)
+
+
+def memory_key(tensor):
+    return tensor.data_ptr(), tensor.dtype, tensor.shape
+
+
+def tensors_of(tree):
+    """{memory_key: tensor} of all tensors in a tree of dicts and lists."""
+    if torch.is_tensor(tree):
+        return {memory_key(tree): tree}
+    values = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (list, tuple)) else ()
+    return {key: tensor for value in values for key, tensor in tensors_of(value).items()}
+
+
+def replaced(tree, copies):
+    if torch.is_tensor(tree):
+        return copies[memory_key(tree)]
+    if isinstance(tree, dict):
+        return {name: replaced(value, copies) for name, value in tree.items()}
+    return type(tree)(replaced(value, copies) for value in tree) if isinstance(tree, (list, tuple)) else tree
+
+
+class Saver:
+    """Writes OUT/checkpoint_STEP.pt, whole or not at all; then only the newest --keep_checkpoints and the best stay (the one
+    saved with the lowest validation loss). On CUDA a thread writes from a copy in pinned memory while training goes on. On
+    a CPU of two cores that cost more (3.3 to 5.2 s for GPT-2 124M) than to wait for the file (2 s)."""
+
+    def __init__(self, config, data, log, process):
+        self.config, self.data, self.log, self.process = config, data, log, process
+        self.thread, self.pending, self.copies = ThreadPoolExecutor(1, "checkpoint"), None, CpuCopies()
+        self.background = process.device.startswith("cuda")
+
+    def save(self, state):
+        """On the master. The file is there when `finish` has returned."""
+        self.finish()
+        if state.evaluated == state.step and state.val_loss is not None and (not state.best or state.val_loss < state.best[0]):
+            state.best = (state.val_loss, state.step)
+        if self.process.is_master:
+            content = state.content(self.config, self.data)
+            if self.background:
+                content = self.copies(content)
+            if self.log:
+                os.fsync(self.log.file.fileno())        # the log never ends before its checkpoint
+            self.pending = self.thread.submit(self._write, content)
+            if not self.background:
+                self.finish()
+
+    def _write(self, content):
+        path = Path(self.config.out) / f"checkpoint_{content['step']:06d}.pt"
+        replace_file(path, lambda file: torch.save(content, file))
+        if self.config.keep_checkpoints:
+            for step, old in checkpoints(self.config.out)[:-self.config.keep_checkpoints]:
+                if content["best"] is None or step != content["best"][1]:
+                    old.unlink(missing_ok=True)
+        return path
+
+    def finish(self, wait=True):
+        """Waits for the file, or with wait=False only looks if it is there. Raises what went wrong."""
+        if self.pending and (wait or self.pending.done()):
+            pending, self.pending = self.pending, None
+            self.process.print0(f"saved {pending.result()}")
+
+    def close(self):
+        self.thread.shutdown()                  # a checkpoint that is being written is finished, whatever else failed
+
+
+def choose_checkpoint(config, restarted: bool = False) -> Path | None:
+    """Path of the checkpoint to go on from, or None."""
+    found = [path for _, path in checkpoints(config.out)]
+    if config.resume == "auto":
+        return found[-1] if found else None
+    # torchrun --max_restarts starts this same command again: then --resume never or PATH have had their effect already
+    job = os.environ.get("TORCHELASTIC_RUN_ID", "")
+    if restarted and found and read_checkpoint(found[-1]).get("job") == job:
+        return found[-1]
+    return None if config.resume == "never" else Path(config.resume)
+
+
+def read_state(path: Path) -> dict:
+    """The dict of a checkpoint of this script."""
+    try:
+        checkpoint = read_checkpoint(path)
+    except UserError as error:
+        raise UserError(f"{error}: {instead_of(path)}" if checkpoints(path.parent) else str(error)) from None
+    missing = {"model", "model_config", "config", "recipe", "step", "optimizers", "data", "rng"} - checkpoint.keys()
+    if missing:
+        raise UserError(f"{path} is not a checkpoint of this script (it has no {', '.join(sorted(missing))}): "
+                        f"{instead_of(path)}; or start a new run from its weights by --init {path}")
+    return checkpoint
+
+
+def config_of_checkpoint(config, given: set[str], checkpoint: dict, path: Path):
+    """The flags given, and for the others what the checkpoint's run had; UserError if a given one contradicts it."""
+    fields = {f.name: f for f in dataclasses.fields(config)}
+    try:
+        before = {name: value for name, value in checkpoint["config"].items() if name in fields}
+        for name, value in before.items():
+            kind, choices = fields[name].metadata.get("type", fields[name].type), fields[name].metadata.get("choices")
+            right = isinstance(value, (kind, int) if kind is float else kind) or value is fields[name].default
+            if not right or choices and value not in choices:
+                raise ValueError(f"its config says {name} = {shown(value)}")
+        for name in (*MODEL_SHAPE, *({"window"} & checkpoint["model_config"].keys())):
+            if type(checkpoint["model_config"][name]) is not int or before[name] != checkpoint["model_config"][name]:
+                raise ValueError(f"its two configs differ in {name}")
+        if before["recipe"] != checkpoint["recipe"]:
+            raise ValueError("its config says another recipe")
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise damaged(path, error) from None
+    for name in FIXED:
+        had = before.get(name, fields[name].default)            # a flag that has come later
+        if name in given and getattr(config, name) != had:
+            raise UserError(f"{path} was trained with --{name} {had}, not {getattr(config, name)}: give the same, "
+                            f"or start a new run with another --out")
+    taken = {name: value for name, value in before.items() if name not in given and name not in PER_RUN}
+    return dataclasses.replace(config, **taken)
+
+
+def check_data(checkpoint: dict, data: dict, folder: str, path: Path) -> None:
+    """UserError unless the shards are still the ones of the checkpoint's run, in their number, order and content."""
+    try:
+        for split in data.keys() & {"train", *checkpoint["data"]}:
+            before, now = checkpoint["data"][split], data[split]
+            if any([type(value) for value in shard] != [str, int, str] for shard in before):
+                raise ValueError("it does not say which shards")
+            if [shard[1:] for shard in before] == [shard[1:] for shard in now]:
+                continue
+            described = [f"{len(shards)} {split} shard(s), {sum(n for _, n, _ in shards):,} tokens" for shards in (before, now)]
+            i = next((i for i, (a, b) in enumerate(zip(before, now, strict=False)) if a[1:] != b[1:]), min(len(before), len(now)))
+            first = ["{} ({:,} tokens, digest {})".format(*shards[i]) if i < len(shards) else "none" for shards in (before, now)]
+            raise UserError(f"{path} was trained on other data: {described[0]}, and {folder} has {described[1]}; the first that "
+                            f"differs was {first[0]} and is {first[1]}. Bring the old data back, or start a new run from these "
+                            f"weights: --init {path} --out ANOTHER")
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise damaged(path, error) from None
+
+
+def set_aside(config, path: Path | None, step: int) -> Path | None:
+    """Moves the checkpoints in --out that do not belong to the run which goes on from `path` at `step` (or from nowhere),
+    with the log, into OUT/previous_N: nothing is lost, and the next --resume auto does not find them."""
+    inside = path is not None and path.resolve().parent == Path(config.out).resolve()
+    old = [p for s, p in checkpoints(config.out) if not inside or s > step]
+    if not old:
+        return None
+    folder = next(p for n in range(1, 10**6) if not (p := Path(config.out) / f"previous_{n}").exists())
+    folder.mkdir()
+    if (log := Path(config.out) / "log.txt").exists():
+        shutil.copy(log, folder)
+        if not inside:
+            log.unlink()
+    for p in old:
+        p.rename(folder / p.name)
+    return folder
+
+
+def damaged(path: Path, error: Exception) -> UserError:
+    """The UserError for a checkpoint that is readable and wrong inside."""
+    return UserError(f"{path} does not hold the state of a run ({type(error).__name__}: {str(error)[:200]}): {instead_of(path)}")
+
+
+def instead_of(path: Path) -> str:
+    older = [p.name for _, p in checkpoints(Path(path).parent) if p.name < Path(path).name]
+    return f"remove it, and the same command goes on from {older[-1]}" if older else "start a new run with another --out"

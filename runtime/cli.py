@@ -1,0 +1,93 @@
+"""Errors, flags and exit codes, the same for every command of this project."""
+import argparse
+import contextlib
+import dataclasses
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import field
+from pathlib import Path
+
+
+class UserError(Exception):
+    """A mistake that the user can mend: the message names the cause and the remedy (exit code 2)."""
+
+
+class RunError(Exception):
+    """The run itself failed (exit code 1)."""
+
+
+def whole_number(text: str) -> int:
+    """'100000', '100_000' or '1e5' -> 100000, for flags."""
+    for kind in (int, float):                     # int first: float would round what is above 2**53
+        with contextlib.suppress(ValueError, OverflowError):
+            if int(kind(text)) == kind(text):
+                return int(kind(text))
+    raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
+
+
+class FlagParser(argparse.ArgumentParser):
+    """argparse whose errors are UserErrors and whose flags cannot be abbreviated."""
+
+    def __init__(self, **kwargs):
+        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
+
+    def error(self, message):
+        raise UserError(f"{message} (see {self.prog} --help)")
+
+
+def one_line(error: Exception | str) -> None:
+    # a stranger's file can put escape codes into a message
+    text = "".join(c if c.isprintable() else "?" for c in " ".join(str(error).split()))
+    print(f"{Path(sys.argv[0]).name}: {text}", file=sys.stderr, flush=True)
+
+
+def shown(value: object) -> str:
+    """A value of a stranger's file for a message. Not str() of a list: one that holds itself again and again never ends."""
+    return str(value)[:40] if isinstance(value, str | int | float | None) else f"a {type(value).__name__}"
+
+
+def _brief(error):
+    text = str(error).split("WeightsUnpickler error:")[-1]                      # before it torch tells how to run the file's code
+    return f"{type(error).__name__}: {' '.join(text.split())[:200]}"
+
+
+def flag(default, group, help, **metadata):
+    return field(default=default, metadata={"group": group, "help": help, **metadata})
+
+
+def parse_config(Config: type, defaults: Callable[[dict], dict], description: str, argv: list[str] | None = None) -> tuple:
+    """(Config of the flags, names of the fields given as flags). `defaults`: those given -> the others' values where they are
+    not Config's."""
+    parser = FlagParser(prog="train_gpt2.py", usage="train_gpt2.py [flags]", description=description)
+    group = None
+    for f in dataclasses.fields(Config):
+        name, kind = f.name, f.metadata.get("type", f.type)
+        if group is None or group.title != f.metadata["group"]:
+            group = parser.add_argument_group(f.metadata["group"])
+        if kind is bool:
+            group.add_argument(f"--{name}", dest=name, action="store_true", default=argparse.SUPPRESS, help=f.metadata["help"])
+            group.add_argument(f"--no_{name}", dest=name, action="store_false", default=argparse.SUPPRESS,
+                               help=f"(default: {'--' if f.default else '--no_'}{name})" if f.default is not None else None)
+        else:
+            group.add_argument(f"--{name}", default=argparse.SUPPRESS, choices=f.metadata.get("choices"),
+                               metavar=None if "choices" in f.metadata else kind.__name__.upper(),
+                               type=whole_number if kind is int else kind, help=f"{f.metadata['help']} (default {f.default})")
+    given = vars(parser.parse_args(argv))           # a flag that is not given leaves no trace there
+    return Config(**defaults(given) | given), set(given)
+
+
+def run_command(main: Callable[[], int | None], is_master: Callable[[], bool] = lambda: True) -> None:
+    """Runs `main()` as a command: UserError -> one line and exit 2, RunError -> one line and exit 1."""
+    sys.stdout.reconfigure(errors="replace")      # a terminal or pipe that is not UTF-8 shows a sampled token as ?
+    try:
+        sys.exit(main() or 0)
+    except (UserError, RunError) as error:
+        if is_master():
+            one_line(error)
+        sys.exit(2 if isinstance(error, UserError) else 1)
+    except BrokenPipeError:                       # `... | head` closed the pipe: not worth a traceback
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)

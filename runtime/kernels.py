@@ -1,0 +1,206 @@
+"""Attention by name, and the chunked loss."""
+import contextlib
+import functools
+import math
+import warnings
+from collections.abc import Callable
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.utils.checkpoint import checkpoint
+
+from runtime.cli import UserError
+from runtime.tokenizer import EOT
+
+if tuple(int(n) for n in torch.__version__.split("+")[0].split(".")[:2]) < (2, 9):
+    raise ImportError(f"torch {torch.__version__} is too old: this project needs torch 2.9 or newer")
+
+SDPA_KERNELS = {
+    "math": SDPBackend.MATH,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+}
+ATTENTION = ("auto", "naive", *SDPA_KERNELS, "flex")
+NAIVE_UP_TO = 512       # tokens: half the time of SDPA's CPU kernel there (bench.py attention); beyond, memory counts for more
+
+
+def matmul_dtype(x: Tensor) -> torch.dtype:
+    """The dtype in which `x` would be multiplied here: autocast's, or its own where autocast is off."""
+    device = x.device.type
+    on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)          # "meta" has none
+    return torch.get_autocast_dtype(device) if on else x.dtype
+
+
+@functools.cache
+def compiled_flex() -> Callable:
+    """Made once, when it is first asked for: every torch.compile is another wrapper that torch never lets go of."""
+    return torch.compile(flex_attention, dynamic=False)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, kernel: str = "auto", mask: Tensor | BlockMask | None = None) -> Tensor:
+    """softmax(q k^T / sqrt(hs)) v. q: (B, nh, T, hs), k, v: (B, nh, S, hs) -> (B, nh, T, hs).
+
+    Vaswani et al. 2017, eq. 1 (arXiv:1706.03762). `mask`: what a token looks at, as look_back gives it; without one, and with
+    T = S, what came before. `kernel`: 'naive' writes the (T, S) matrix out; 'math', 'efficient', 'flash' (arXiv:2307.08691)
+    and 'cudnn' pin that SDPA kernel; 'flex' needs a mask of its own kind; 'auto' lets torch choose, but for short sequences
+    in bfloat16 on a CPU, where the formula is the faster one.
+    """
+    T, S = q.size(-2), k.size(-2)
+    if isinstance(mask, BlockMask):
+        # a graph that is being compiled takes it in; anywhere else on a GPU only its compiled form is a kernel
+        flex = compiled_flex() if q.is_cuda and not torch.compiler.is_compiling() else flex_attention
+        return flex(q, k, v, block_mask=mask)
+    is_causal = mask is None and T == S
+    if kernel == "naive" or kernel == "auto" and q.device.type == "cpu" and q.dtype == torch.bfloat16 and S <= NAIVE_UP_TO:
+        att = (q / math.sqrt(q.size(-1))) @ k.transpose(-2, -1)                 # (B, nh, T, S)
+        if is_causal:
+            att = att + torch.full((T, T), float("-inf"), dtype=q.dtype, device=q.device).triu(1)
+        elif mask is not None:
+            att = att.masked_fill(~mask, float("-inf"))
+        return F.softmax(att, dim=-1).to(v.dtype) @ v
+    with contextlib.nullcontext() if kernel in ("auto", "flex") else sdpa_kernel(SDPA_KERNELS[kernel]):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal)
+
+
+def look_back(tokens: Tensor, T: int, window: Tensor, as_blocks: bool = False) -> Tensor | BlockMask:
+    """Which of all S `tokens` (B, S) each of the last T looks at: those of its own document (an <|endoftext|> begins one) among
+    itself and the `window` - 1 before it; `window`: int64 (). A bool (B, 1, T, S), or as_blocks FlexAttention's BlockMask
+    (arXiv:2412.05496), which leaves out whole blocks of 128 x 128: then the time grows with T window instead of T^2."""
+    B, S = tokens.size()
+    document = (tokens == EOT).cumsum(1)                                        # (B, S)
+
+    def seen(b, h, q, k):
+        return (k <= q) & (q - k < window) & (document[b, q] == document[b, k])
+    if as_blocks:
+        return create_block_mask(seen, B, None, S, S, device=tokens.device)
+    k = torch.arange(S, device=tokens.device)
+    return seen(torch.arange(B, device=tokens.device)[:, None, None, None], None, k[S - T:, None], k[None, :])
+
+
+def check_attention(kernel: str, device: str, dtype: torch.dtype, head_dim: int, masked: bool = False) -> None:
+    """Raises UserError, with torch's reason, if `kernel` cannot run forward and backward here; `masked`: with a mask."""
+    if kernel not in ATTENTION:
+        raise UserError(f"--attention {kernel}: choose one of {', '.join(ATTENTION)}")
+    if kernel == "flex" and not masked:
+        raise UserError("--attention flex is for documents and windows: give --recipe speedrun --window N, or --attention auto")
+    q = torch.zeros(1, 1, 128, head_dim, device=device, dtype=dtype, requires_grad=True)
+    tokens, window = torch.zeros(1, 128, device=device, dtype=torch.int64), torch.tensor(128, device=device)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            attention(q, q, q, kernel, look_back(tokens, 128, window, kernel == "flex") if masked else None).sum().backward()
+        except Exception as error:              # torch's of every kind, the compiler's for flex
+            reasons = [str(w.message).split(" (Triggered")[0] for w in caught] or [str(error).strip().split("\n")[0][:200]]
+            raise UserError(f"--attention {kernel} cannot run on {device} in {str(dtype)[6:]} with heads of {head_dim}"
+                            f"{' and a mask' if masked else ''} ({'; '.join(reasons)}): use --attention auto") from None
+
+
+def cross_entropy_(logits: Tensor, targets: Tensor, softcap: float = 0.0) -> Tensor:
+    """Sum of the cross-entropies (nats) of logits (n, V) at targets (n,), -1 ignored. The logits turn into its gradient,
+    softmax - onehot, in place; in between all is fp32. `softcap`: of softcap tanh(logits / softcap), if not 0."""
+    scored, targets = (targets >= 0)[:, None], targets.clamp(min=0)[:, None]
+    z = logits.float()                                                          # (n, V)
+    if softcap:
+        s = torch.sigmoid(z * (2 / softcap))    # tanh(u) = 2 sigmoid(2u) - 1, and on a CPU tanh takes ten times as long
+        z = (s - 0.5) * (2 * softcap)
+    highest, own = z.amax(dim=1, keepdim=True), z.gather(1, targets)
+    p = z.softmax(dim=1)
+    # the likeliest token has p = exp(0) / sum exp(z - highest), which gives the normaliser without a second exp
+    loss = ((highest - p.amax(dim=1, keepdim=True).log() - own) * scored).sum()
+    if torch.compiler.is_compiling():           # to compare keeps all in one kernel, where to scatter makes an fp32 copy of p
+        p = p - (torch.arange(z.size(1), device=z.device) == targets)
+    else:
+        p.scatter_add_(1, targets, torch.full_like(own, -1.0))
+    if softcap:
+        p = p.mul_(s).mul_(1 - s).mul_(4)                                       # the derivative, 1 - tanh^2
+    logits.copy_(p.mul_(scored))
+    return loss
+
+
+@functools.cache
+def compiled_cross_entropy_():
+    """cross_entropy_ as one kernel: two passes over the logits, and nothing of their size beside them."""
+    return torch.compile(cross_entropy_, dynamic=False)
+
+
+class ChunkedCrossEntropy(torch.autograd.Function):
+    """Mean cross-entropy of x W^T in nats, with the logits of only `chunk` tokens in memory at a time.
+
+    x (N, C), weight (V, C), targets (N,) int64, -1 ignored. GPT-2's logits are its largest tensor by far: a token's take
+    4 x 50304 bytes in fp32, as much as 65 of its residual streams, and as much again for their gradient. The gradient
+    p - onehot(target) needs nothing of what comes after the loss, so that the forward turns each chunk's logits into the
+    gradients of x and W at once, and the backward only scales them. Chunks change neither the mean nor its gradient.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, targets, chunk, with_gradient, softcap=0.0, compiled=False):
+        device, dtype = x.device.type, matmul_dtype(x)
+        # a CPU needs a quarter of the time where the fp32 numbers of a few rows at a time stay in its cache
+        tile = max(1, 400_000 // weight.size(0)) * torch.get_num_threads() if device == "cpu" else chunk
+        loss_and_gradient_ = compiled_cross_entropy_() if compiled and device != "cpu" else cross_entropy_
+        with torch.autocast(device, enabled=False):
+            w, loss, dx, dw = weight.to(dtype), torch.zeros((), device=x.device), torch.empty_like(x), None
+            scale = 1 / (targets >= 0).sum().clamp(min=1)
+            for x_i, dx_i, targets_i in zip(x.to(dtype).split(chunk), dx.split(chunk), targets.split(chunk), strict=True):
+                logits = x_i @ w.t()                                            # (chunk, V)
+                for rows, targets_of_rows in zip(logits.split(tile), targets_i.split(tile), strict=True):
+                    loss += loss_and_gradient_(rows, targets_of_rows, softcap)
+                if with_gradient:
+                    dx_i.copy_(logits @ w)
+                    dw_i = logits.t() @ x_i                                     # (V, C)
+                    dw = dw_i.to(weight.dtype) if dw is None else dw.add_(dw_i)
+            if with_gradient:
+                ctx.save_for_backward(dx, dw, scale)        # apart: in float16, dx / N would be lost before a scaler's factor
+            return loss * scale
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, gradient):
+        dx, dw, scale = ctx.saved_tensors
+        return dx * (gradient * scale), dw * (gradient * scale), None, None, None, None, None
+
+
+def chunked_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, chunk: int, softcap: float, compiled: bool) -> Tensor:
+    """ChunkedCrossEntropy, apart from the graph of the rest where that is `compiled`."""
+    return ChunkedCrossEntropy.apply(x, weight, targets, chunk, torch.is_grad_enabled(), softcap, compiled)
+
+
+class LinearFunction(torch.autograd.Function):
+    """x W^T + b as autocast does it, with its gradients. x (B, T, in), weight (out, in), bias (out) -> (B, T, out).
+
+    The gradient of the bias is dy summed over B and T. Summed over T first, and then over B, a compiler does that in the kernel
+    that makes dy, and need not read dy once more: 8.4 GB of the 152 that a micro-step of 64 x 1024 tokens moves for 124M. The sum
+    is in fp32, where autograd's own is rounded to the dtype of the product.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, bias):
+        dtype = matmul_dtype(x)
+        x, w = x.to(dtype), weight.to(dtype)
+        ctx.save_for_backward(x, w)
+        return F.linear(x, w, bias.to(dtype))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy):
+        x, w = ctx.saved_tensors
+        dw = dy.flatten(0, 1).t() @ x.flatten(0, 1)                             # (out, in)
+        db = dy.sum(1, dtype=torch.promote_types(dy.dtype, torch.float32)).sum(0)
+        return dy @ w, dw.to(db.dtype), db
+
+
+class Linear(nn.Linear):
+    """torch's, but for how the gradient of its bias is summed up."""
+
+    def forward(self, x):
+        return LinearFunction.apply(x, self.weight, self.bias) if torch.is_grad_enabled() else super().forward(x)
+
+
+def recomputed(f: Callable, x: Tensor) -> Tensor:
+    """f(x), pointwise. A compiled backward computes it anew from x, in the kernel of f's derivative, instead of keeping it."""
+    return checkpoint(f, x, use_reentrant=False) if torch.compiler.is_compiling() else f(x)

@@ -1,0 +1,219 @@
+"""log.txt, console, dashboards, trace."""
+import math
+import re
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+
+from runtime.checkpoint import checkpoints, set_aside
+from runtime.cli import RunError, UserError
+from runtime.dataloader import TokenLoader
+from runtime.device import peak_flops
+from runtime.distributed import Process, StopSignals
+from runtime.files import replace_file
+from runtime.tokenizer import VOCAB_SIZE
+
+
+def read_log(path: str | Path) -> list[tuple[int, str, float]]:
+    """[(step, kind, value)] of a log.txt: what is whole in it, for a crash can cut its last line off."""
+    rows = [line.split() for line in Path(path).read_text(encoding="utf-8", errors="replace").splitlines()]
+    rows = [row for row in rows if len(row) == 3 and row[0].isdecimal() and re.fullmatch(r"-?\d+\.\d{6}|-?inf|nan", row[2])]
+    return [(int(step), kind, float(value)) for step, kind, value in rows]
+
+
+class Log:
+    """OUT/log.txt, a line an event: `STEP KIND VALUE` with KIND train, val or hella; and wandb's and TensorBoard's, if asked
+    for."""
+
+    def __init__(self, config, step):
+        self.wandb = self.tensorboard = None
+        path = Path(config.out) / "log.txt"
+        if path.exists():
+            # a run that crashed wrote on after its last checkpoint: those steps come again. Evaluations
+            # at the checkpoint's own step were made before it was written, and stay.
+            kept = [f"{at} {kind} {value:.6f}\n" for at, kind, value in read_log(path)
+                    if at < step + (kind != "train" and step > 0)]
+            replace_file(path, lambda file: file.write("".join(kept).encode()))
+        self.file = open(path, "a", encoding="utf-8")
+        if config.wandb:
+            import wandb
+            self.wandb = wandb
+            wandb.init(project="gpt2", name=Path(config.out).name, config=asdict(config), resume="allow")
+        if config.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+            self.tensorboard = SummaryWriter(config.out, purge_step=step)
+            for at, kind, value in read_log(path):
+                if at == step:                  # these evaluations stay, and the purge takes them too
+                    self.tensorboard.add_scalar(kind, value, at)
+
+    def write(self, step, kind, value, **more):
+        try:
+            self.file.write(f"{step} {kind} {value:.6f}\n")
+            self.file.flush()
+        except OSError as error:
+            raise RunError(f"cannot write {self.file.name}: {error.strerror}. Make room, and the same command goes on from the "
+                           f"newest checkpoint") from None
+        if self.wandb:
+            self.wandb.log({kind: value, **more}, step=step)
+        if self.tensorboard:
+            for name, number in {kind: value, **more}.items():
+                self.tensorboard.add_scalar(name, number, step)
+
+
+def open_output(config, path: Path | None, step: int, process: Process) -> Log | None:
+    """The output folder and its log, on the master; what an earlier run left there is continued or set aside, never lost."""
+    if not process.is_master:
+        return None
+    try:
+        if folder := set_aside(config, path, step):
+            process.print0(f"checkpoints of another run, or later than the one to go on from, are now in {folder}")
+        for stale in Path(config.out).glob("*.tmp"):
+            stale.unlink()
+        return Log(config, step)
+    except (OSError, RunError) as error:
+        raise UserError(f"--out {config.out} cannot be written ({error}): choose another folder") from None
+
+
+class Reporter:
+    """Prints and logs. On CUDA a step is reported when the next one is queued, so that the GPU never waits."""
+
+    def __init__(self, config, log, state, process):
+        self.config, self.log, self.state, self.process = config, log, state, process
+        self.flops, self.peak = state.model.flops_per_token(config.sequence_length), peak_flops(process.device)
+        self.names = [name for name, _ in state.model.named_parameters()]
+        self.lag = 1 if process.device.startswith("cuda") else 0
+        self.pending, self.seconds, self.losses = [], [], {}
+        self.stop = False                       # `stop`: some process was asked to; all learn it at the same step
+
+    def start(self):
+        """Before a step: starts the clock, unless one is still running on the GPU and the clock with it."""
+        if not self.pending:
+            self.clock = time.perf_counter()
+
+    def step(self, step, numbers, lr):
+        done = None
+        if self.lag:                            # into pinned memory; whoever reads it waits for this step, not for what follows
+            numbers, done = numbers.to("cpu", non_blocking=True), torch.cuda.Event()
+            done.record()
+        self.pending.append((step, numbers, lr, done))
+        while len(self.pending) > self.lag:
+            self._report(*self.pending.pop(0))
+
+    def flush(self):
+        while self.pending:
+            self._report(*self.pending.pop(0))
+
+    def event(self, step, kind, value, line):
+        self.process.print0(line)
+        if self.log:
+            self.log.write(step, kind, value)
+
+    def _report(self, step, numbers, lr, done):
+        if done:
+            done.synchronize()
+        loss, norm, first_bad, stop = numbers.tolist()
+        now = time.perf_counter()
+        dt, self.clock = now - self.clock, now
+        self.stop = self.stop or stop > 0
+        self.losses[step] = loss
+        self.seconds = [*self.seconds[-19:], dt]
+        rate = self.config.total_batch_size / dt
+        mfu = f"{rate * self.flops / self.peak / self.process.world_size:.1%}" if self.peak else "n/a"
+        left = sorted(self.seconds)[len(self.seconds) // 2] * (self.config.max_steps - 1 - step)
+        self.process.print0(f"step {step:5d} | loss: {loss:.6f} | lr {lr:.4e} | norm: {norm:.4f} | dt: {dt * 1000:.2f}ms | "
+                            f"tok/sec: {rate:.2f} | mfu: {mfu} | left: {timedelta(seconds=round(min(left, 1e9)))}")
+        if self.log:
+            self.log.write(step, "train", loss, norm=norm, lr=lr)
+        # float16 overflows now and then: its scaler passes over those steps and lowers its scale
+        if not math.isfinite(loss) or (first_bad >= 0 and self.config.dtype != "float16"):
+            self.state.skipped += 1
+            where = f"; the first gradient that is not finite is that of {self.names[int(first_bad)]}" if first_bad >= 0 else ""
+            if self.state.skipped > self.config.skip_nonfinite:
+                raise RunError(f"step {step}: loss {loss}, gradient norm {norm}{where}. The weights were not changed by it, and "
+                               f"the checkpoints are as they were: lower --max_lr, lengthen --warmup_steps, or pass over such "
+                               f"steps by --skip_nonfinite, and go on by the same command")
+            self.process.print0(f"step {step} was passed over ({self.state.skipped} of --skip_nonfinite "
+                                f"{self.config.skip_nonfinite}){where}")
+
+
+class Profiler:
+    """--profile: a trace of three steps of the master's for chrome://tracing or ui.perfetto.dev, and the costliest operations.
+    The first five steps, which compile and fill caches, are left out, and two more in which the profiler itself warms up."""
+    WAIT, WARMUP, ACTIVE = 5, 2, 3
+
+    def __init__(self, config, process):
+        self.config, self.process, self.inner = config, process, None
+        if config.profile and process.is_master:
+            self.order = "self_cuda_time_total" if process.device.startswith("cuda") else "self_cpu_time_total"
+            steps = torch.profiler.schedule(wait=self.WAIT, warmup=self.WARMUP, active=self.ACTIVE, repeat=1)
+            self.inner = torch.profiler.profile(schedule=steps, on_trace_ready=self._write)     # CPU, and CUDA if there is one
+            self.inner.start()
+
+    def step(self):
+        """After a step."""
+        if self.inner:
+            self.inner.step()
+
+    def _write(self, profile):
+        path, self.inner = Path(self.config.out) / "trace.json", None
+        try:
+            profile.export_chrome_trace(str(path))
+        except OSError as error:
+            self.process.print0(f"warning: no trace: {path} cannot be written ({error.strerror})")
+            return
+        table = profile.key_averages().table(sort_by=self.order, row_limit=12, max_name_column_width=50)
+        self.process.print0(f"{table}\nsaved {path}: {self.ACTIVE} steps, for chrome://tracing or ui.perfetto.dev")
+
+    def close(self):
+        if self.inner:
+            self.inner.on_trace_ready = None
+            self.inner.stop()
+            steps = self.WAIT + self.WARMUP + self.ACTIVE
+            self.process.print0(f"no trace: --profile needs {steps} steps, and this run had fewer")
+
+
+def print_header(config, model, compiled: Callable, loader: TokenLoader, process: Process) -> None:
+    """The first lines of a run: where, what, and the arithmetic of the batch."""
+    gpu = f" ({torch.cuda.get_device_name(process.device)})" if process.device.startswith("cuda") else ""
+    process.print0(f"{process.world_size} process(es) on {process.device}{gpu}, {config.dtype}, "
+                   f"{'eager' if compiled is model else 'torch.compile'}, attention {config.attention}, "
+                   f"torch {torch.__version__}")
+    process.print0(f"{config.recipe}: {sum(p.numel() for p in model.parameters()):,} parameters ({config.n_layer} layers, "
+                   f"{config.n_head} heads, width {config.n_embd}, vocabulary {config.vocab_size}"
+                   f"{f', window {config.window} inside documents' if config.window else ''})")
+    tokens, epoch = config.max_steps * config.total_batch_size, loader.windows.total * loader.windows.T
+    process.print0(f"{config.total_batch_size:,} tokens a step = {loader.B} x {config.sequence_length} x {loader.micro_steps} "
+                   f"micro-step(s) x {process.world_size} process(es); {config.max_steps:,} steps = {tokens:,} tokens = "
+                   f"{tokens / epoch:.2f} epochs")
+    if config.warmup_steps > config.max_steps:
+        process.print0(f"note: the warm-up of {config.warmup_steps} steps is longer than the run")
+
+
+def last_words(run, signals: StopSignals) -> int:
+    """Prints how the run ended and where everything is; returns its exit code."""
+    config, state, process = run.config, run.state, run.process
+    if run.reporter.stop:
+        then = "the same command goes on from there" if config.checkpoint_every else "nothing was saved (--checkpoint_every 0)"
+        process.print0(f"stopped by {signals.received or 'a signal'} after {state.step} of {config.max_steps} steps: {then}")
+    elif config.overfit:
+        return overfit_verdict(run.reporter.losses, process)
+    else:
+        newest = checkpoints(config.out)[-1:] if config.checkpoint_every else []
+        files = {"log.txt": True, "loss.png": (Path(config.out) / "loss.png").exists(), "checkpoints": newest}
+        process.print0(f"done: {state.step} steps; in {config.out}: {', '.join(name for name in files if files[name])}")
+        if newest and config.vocab_size >= VOCAB_SIZE:
+            process.print0(f"next: python sample.py --model {newest[0][1]}")
+    return 0
+
+
+def overfit_verdict(losses: dict[int, float], process: Process) -> int:
+    """Prints whether the sanity run learnt its batch by heart; returns its exit code."""
+    first, last = losses[min(losses)], losses[max(losses)]
+    passed = last < 0.1
+    process.print0(f"overfit one batch: loss {first:.4f} -> {last:.4f} in {len(losses)} steps: "
+                   f"{'PASSED' if passed else 'FAILED (under 0.1 is expected)'}")
+    return 0 if passed else 1

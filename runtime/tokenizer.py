@@ -1,0 +1,54 @@
+"""GPT-2's byte-level BPE, from assets/, without a network."""
+import functools
+import hashlib
+import json
+from pathlib import Path
+
+import numpy as np
+
+from runtime.cli import UserError
+
+ASSETS = Path(__file__).resolve().parent.parent / "assets"
+VOCAB_SIZE = 50257              # 50,000 merges + 256 bytes + <|endoftext|>
+EOT = 50256                     # <|endoftext|>
+BPE_SHA256 = {
+    "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
+    "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
+}
+
+
+def checked_asset(name: str) -> Path:
+    """Path of one of GPT-2's two BPE files in assets/, after a look at its hash."""
+    path = ASSETS / name
+    if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != BPE_SHA256[name]:
+        raise UserError(f"{path} is missing or is not GPT-2's file: restore it with `git checkout -- assets`")
+    return path
+
+
+@functools.cache
+def tokenizer():
+    """GPT-2's byte-level BPE (Radford et al. 2019, section 2.2) as a tiktoken Encoding, built from assets/.
+
+    Equal to `tiktoken.get_encoding("gpt2")`, which downloads the same two files.
+    """
+    import tiktoken
+    from tiktoken_ext.openai_public import r50k_pat_str
+    # encoder.json spells bytes as printable characters: the printable ones of Latin-1 stand for
+    # themselves, the other 68 for the code points from 256 on. Its ids are the merge ranks.
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    byte_of = {chr(b): b for b in printable}
+    byte_of |= {chr(256 + i): b for i, b in enumerate(b for b in range(256) if b not in printable)}
+    encoder = json.loads(checked_asset("encoder.json").read_text(encoding="utf-8"))
+    ranks = {bytes(byte_of[c] for c in token): rank for token, rank in encoder.items() if rank != EOT}
+    return tiktoken.Encoding("gpt2", explicit_n_vocab=VOCAB_SIZE, pat_str=r50k_pat_str, mergeable_ranks=ranks,
+                             special_tokens={"<|endoftext|>": EOT})
+
+
+def encode(text: str) -> np.ndarray:
+    """GPT-2 tokens of `text` as uint16; `<|endoftext|>` inside the text is ordinary text."""
+    try:
+        return tokenizer().encode_to_numpy(text, disallowed_special=()).astype(np.uint16)
+    except UnicodeEncodeError:                    # lone surrogates: encode_ordinary replaces them
+        return np.array(tokenizer().encode_ordinary(text), dtype=np.uint16)
+    except ValueError as error:                   # the regular expression runs out of stack
+        raise UserError(f"a document has too long a run of white space for tiktoken ({error}): shorten it") from None

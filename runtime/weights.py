@@ -1,0 +1,257 @@
+"""Every checkpoint format in, Hugging Face out."""
+import dataclasses
+import json
+import mmap
+import os
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from runtime.cli import FlagParser, UserError, _brief, shown
+from runtime.files import replace_file
+from runtime.hub import download_model
+from runtime.tokenizer import EOT, VOCAB_SIZE, checked_asset
+
+EXPORTED = {"config.json", "tokenizer_config.json", "vocab.json", "merges.txt", "model.safetensors"}     # by save_pretrained
+
+
+def _is_conv1d(name):
+    """GPT-2's own code stores these as (in, out), nn.Linear as (out, in)."""
+    return name.endswith(("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight"))
+
+
+def is_plain(tensor: object) -> bool:
+    """Dense floats that are all in the file (an expanded tensor has any shape and holds one number)."""
+    return (torch.is_tensor(tensor) and tensor.layout == torch.strided and tensor.device.type == "cpu"
+            and tensor.is_floating_point()
+            and 0 < tensor.numel() * tensor.element_size() <= tensor.untyped_storage().nbytes())
+
+
+def _canonical(state_dict):
+    """State dict in this project's names: no wrapper's prefixes, no mask buffers, zeros for biases left out."""
+    out = {}
+    for name, tensor in state_dict.items():
+        if not isinstance(name, str) or not torch.is_tensor(tensor):
+            raise UserError("its state dict holds something that is not a tensor")
+        while name.startswith(("_orig_mod.", "module.")):                       # torch.compile, DDP
+            name = name.split(".", 1)[1]
+        if not name.startswith(("transformer.", "lm_head.")):                   # the hub's gpt2 has no prefix
+            name = "transformer." + name
+        if not name.endswith((".attn.bias", ".attn.masked_bias")):
+            out[name] = tensor
+    if not any(name.endswith(".bias") for name in out):                         # nanoGPT's bias=False
+        for name in [n for n, t in out.items() if (".h." in n or ".ln_f." in n) and is_plain(t) and t.dim()]:
+            out[name.removesuffix("weight") + "bias"] = torch.zeros(out[name].size(0))
+    if "transformer.wte.weight" in out:
+        out.setdefault("lm_head.weight", out["transformer.wte.weight"])
+    elif "lm_head.weight" in out:
+        out["transformer.wte.weight"] = out["lm_head.weight"]
+    return out
+
+
+def build_model(cls: type, config, state_dict: dict):
+    """A `cls(config)` that holds the weights of `state_dict` (fp32); UserError where they do not fit.
+
+    The tensors are compared with the config before anything of the config's size is allocated.
+    """
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.type in ("int", int) and not (type(value) is int and (field.name != "window") <= value < 2**24):
+            raise UserError(f"its config says {field.name} = {shown(value)}")
+    if getattr(config, "gelu", "tanh") not in ("tanh", "none"):
+        raise UserError(f"its config says gelu = {shown(config.gelu)}")
+    if config.n_embd % config.n_head:
+        raise UserError(f"its config says {config.n_head} heads for n_embd {config.n_embd}")
+    if config.n_layer > len(state_dict):
+        raise UserError(f"its config says {config.n_layer} layers and it holds {len(state_dict)} tensors")
+    with torch.device("meta"):
+        model = cls(config)
+    expected = model.state_dict()
+    for name in expected.keys() - state_dict.keys():
+        raise UserError(f"the tensor {name} is missing")
+    for name in state_dict.keys() - expected.keys():
+        raise UserError(f"the tensor {name[:80]} does not belong to a {cls.__name__}")
+    for name, tensor in state_dict.items():
+        if not is_plain(tensor):
+            raise UserError(f"{name} is not a plain tensor of floats")
+        if tensor.shape != expected[name].shape:
+            raise UserError(f"{name} is {tuple(tensor.shape)} where the config needs {tuple(expected[name].shape)}")
+    tied = model.lm_head.weight is model.transformer.wte.weight
+    head, wte = (state_dict.get(name) for name in ("lm_head.weight", "transformer.wte.weight"))
+    if tied and not torch.equal(head.float().view(torch.int32), wte.float().view(torch.int32)):     # so that NaN equals NaN
+        raise UserError("its head is not tied to its embedding")
+    model.load_state_dict({name: t.detach().float().clone() for name, t in state_dict.items()}, assign=True)
+    if tied:
+        model.lm_head.weight = model.transformer.wte.weight
+    return model.requires_grad_()
+
+
+def from_huggingface(source, GPT, GPTConfig):
+    """A GPT from a folder in the Hugging Face format, or from a name on the hub. UserError if it is not GPT-2's kind."""
+    folder = Path(source)
+    if not os.path.isdir(folder):       # unlike Path's, os.path's questions raise no OSError for a strange name
+        folder = download_model(str(source))
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        if "auto_map" in config:
+            raise UserError("its config.json names code of its own (auto_map), which is never run here")
+        if config.get("model_type") != "gpt2":
+            raise UserError(f"its config.json says model_type {shown(config.get('model_type'))!r} instead of 'gpt2'")
+        for key, value in (("layer_norm_epsilon", 1e-5), ("scale_attn_weights", True), ("tie_word_embeddings", True),
+                           ("scale_attn_by_inverse_layer_idx", False), ("add_cross_attention", False)):
+            if config.get(key, value) != value:
+                raise UserError(f"its config.json says {key} = {shown(config[key])}, which this GPT does not do")
+        gelu = {"gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu": "none"}.get(
+            config.get("activation_function", "gelu_new"))
+        if gelu is None or config.get("n_inner") not in (None, 4 * config["n_embd"]):
+            raise UserError("its config.json asks for another activation or n_inner than GPT-2's")
+        weights = {name: t.t() if _is_conv1d(name) else t for name, t in _canonical(_folder_weights(folder)).items()}
+        return build_model(GPT, GPTConfig(config.get("n_positions", 1024), config["vocab_size"], config["n_layer"],
+                                          config["n_head"], config["n_embd"], gelu), weights)
+    except UserError as error:
+        raise UserError(f"{source} is not a GPT-2 in the Hugging Face format: {error}") from None
+    except Exception as error:      # whatever a damaged or foreign file makes the readers raise
+        raise UserError(f"{source} is not a GPT-2 in the Hugging Face format ({_brief(error)})") from None
+
+
+def _folder_weights(folder):
+    """The tensors of a folder: safetensors, whole or in parts, else pytorch_model.bin."""
+    from safetensors.torch import load_file
+    index = folder / "model.safetensors.index.json"
+    if (folder / "model.safetensors").is_file():
+        return load_file(folder / "model.safetensors")
+    if index.is_file():
+        weights = {}
+        for name in sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())):
+            if Path(name).name != name:
+                raise UserError(f"its index names a file outside the folder ({str(name)[:80]})")
+            weights |= load_file(folder / name)
+        return weights
+    if (folder / "pytorch_model.bin").is_file():
+        return _load_pickle(folder / "pytorch_model.bin")
+    raise UserError("it has neither model.safetensors nor pytorch_model.bin")
+
+
+class _Record:
+    """Stands in for build-nanogpt's pickled `__main__.GPTConfig`: attributes, and nothing that could run."""
+
+
+def _load_pickle(path):
+    """What torch.save wrote, memory-mapped; raises whatever the unpickler does for damaged or hostile files."""
+    with open(path, "rb") as file:
+        zipped = file.read(4) == b"PK\x03\x04"                                  # torch.load asks the same
+        if zipped:                  # by the reader that will unpack it: another one may find another archive in the same file
+            archive = torch._C.PyTorchFileReader(str(path))
+            size_of = getattr(archive, "get_record_size", lambda record: 0)     # not in every release of torch
+            if sum(map(size_of, archive.get_all_records())) > os.path.getsize(path):
+                raise UserError("it is packed")         # torch.save never packs: it would only fill the memory
+        pickled = archive.get_record("data.pkl") if zipped else mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        # the two functions that weights_only lets a file call with numbers and texts of its own: any size from a few bytes
+        if pickled.find(b"\nbytearray\n") >= 0 or pickled.find(b"_codecs\nencode\n") >= 0:
+            raise UserError("it holds raw bytes")
+    with warnings.catch_warnings(action="ignore"), torch.serialization.safe_globals([(_Record, "__main__.GPTConfig")]):
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
+
+
+def read_checkpoint(path: str | Path) -> dict:
+    """The dict of a .pt file, with tensors and plain values only; nothing in it can run."""
+    path = Path(path)
+    if not os.path.isfile(path):
+        raise UserError(f"{path} is not a file: check the path")
+    try:
+        checkpoint = _load_pickle(path)
+    except Exception as error:      # whatever a damaged or hostile file makes the unpickler raise
+        raise UserError(f"{path} cannot be read as a checkpoint: it was cut off, or holds more than tensors "
+                        f"and plain values ({_brief(error)}); copy it again") from None
+    if not isinstance(checkpoint, dict):
+        raise UserError(f"{path} holds a {type(checkpoint).__name__} instead of a checkpoint's dict")
+    return checkpoint
+
+
+def model_from_checkpoint(checkpoint: dict, path: str | Path, MODELS: dict):
+    """The model of a checkpoint's dict: this project's, nanoGPT's or build-nanogpt's, told by what it records."""
+    try:
+        (cls, config_cls), extra = MODELS["gpt2"], {}
+        weights = checkpoint.get("model")
+        if "model_config" in checkpoint:
+            recipe = checkpoint.get("recipe")
+            if not isinstance(recipe, str) or recipe not in MODELS:
+                raise UserError(f"its recipe {shown(recipe)!r} is unknown here")
+            cls, config_cls = MODELS[recipe]
+            config = checkpoint["model_config"]
+        elif "model_args" in checkpoint:                                        # nanoGPT
+            config, extra = checkpoint["model_args"], {"gelu": "none"}
+        else:                                                                   # build-nanogpt
+            config = vars(checkpoint["config"]) if isinstance(checkpoint.get("config"), _Record) else None
+        if not isinstance(weights, dict) or not isinstance(config, dict):
+            raise UserError("it records neither this project's model_config, nor nanoGPT's model_args, nor "
+                            "build-nanogpt's GPTConfig")
+        fields = {f.name for f in dataclasses.fields(config_cls)}
+        for name in sorted(fields - config.keys() - {"gelu", "window"}):       # these have come later
+            raise UserError(f"its config does not say {name}")
+        config = config_cls(**{name: config[name] for name in fields & config.keys()} | extra)
+        return build_model(cls, config, _canonical(weights) if cls is MODELS["gpt2"][0] else weights)
+    except UserError as error:
+        raise UserError(f"{path} is not a checkpoint that this project reads: {error}") from None
+    except Exception as error:      # whatever a damaged or hostile file still makes torch raise
+        raise UserError(f"{path} is not a checkpoint that this project reads ({_brief(error)})") from None
+
+
+def save_huggingface(model, folder: str | Path) -> None:
+    """The body of GPT.save_pretrained."""
+    from safetensors.torch import save
+    folder, c = Path(folder), model.config
+    folder.mkdir(parents=True, exist_ok=True)
+    vocab_size = min(c.vocab_size, VOCAB_SIZE)
+    weights = {}
+    for name, p in model.state_dict().items():
+        if name != "lm_head.weight":                                        # tied to wte
+            p = p[:vocab_size] if name.endswith("wte.weight") else p.t() if _is_conv1d(name) else p
+            weights[name] = p.detach().float().cpu().contiguous()
+    config = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "vocab_size": vocab_size,
+              "n_positions": c.block_size, "n_ctx": c.block_size, "n_embd": c.n_embd, "n_layer": c.n_layer,
+              "n_head": c.n_head, "n_inner": None, "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True,
+              "activation_function": "gelu_new" if c.gelu == "tanh" else "gelu",
+              "embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "initializer_range": 0.02,
+              "bos_token_id": EOT, "eos_token_id": EOT, "dtype": "float32"}
+    eot = "<|endoftext|>"
+    tokens = {"tokenizer_class": "GPT2Tokenizer", "model_max_length": c.block_size, "add_prefix_space": False,
+              "bos_token": eot, "eos_token": eot, "unk_token": eot}
+    for name, content in (("config.json", config), ("tokenizer_config.json", tokens)):
+        data = json.dumps(content, indent=2).encode()
+        replace_file(folder / name, lambda file, data=data: file.write(data))
+    shutil.copyfile(checked_asset("encoder.json"), folder / "vocab.json")
+    shutil.copyfile(checked_asset("vocab.bpe"), folder / "merges.txt")
+    replace_file(folder / "model.safetensors", lambda file: file.write(save(weights, metadata={"format": "pt"})))
+
+
+def check_tokens(model, source: str) -> None:
+    """UserError unless `model`, read from `source`, has GPT-2's tokens, with which all text here is written."""
+    if model.config.vocab_size < VOCAB_SIZE:
+        raise UserError(f"{source} has a vocabulary of {model.config.vocab_size}, and not GPT-2's {VOCAB_SIZE} tokens: give a "
+                        f"model that was trained on those")
+
+
+def export(load_model: Callable, description: str, argv: list[str] | None = None) -> None:
+    parser = FlagParser(prog="model.py", description=description)
+    parser.add_argument("command", choices=["export"], help="write a model in the Hugging Face format")
+    parser.add_argument("source", metavar="SOURCE", help="checkpoint, nanoGPT's or build-nanogpt's too, folder, or hub name")
+    parser.add_argument("folder", metavar="FOLDER", help="new, empty, or of an earlier export, which is replaced")
+    args = parser.parse_args(argv)
+    if os.path.exists(args.source) and os.path.exists(args.folder) and os.path.samefile(args.source, args.folder):
+        raise UserError(f"{args.folder} is the source itself: give another folder")
+    try:
+        names = set(os.listdir(args.folder)) if os.path.exists(args.folder) else set()
+        # not whatever has a config.json: transformers would prefer a tokenizer.json of another model's to the files written here
+        if names and ("config.json" not in names or names - EXPORTED):
+            raise UserError(f"{args.folder} holds other files ({min(names - EXPORTED or names)}): give a new or empty folder")
+        model = load_model(args.source)
+        check_tokens(model, args.source)
+        model.save_pretrained(args.folder)
+    except OSError as error:
+        raise UserError(f"{args.folder} cannot be written ({error.strerror}): give another folder") from None
+    print(f"{args.folder} is in the Hugging Face format: transformers' AutoModelForCausalLM and AutoTokenizer read it with "
+          f"from_pretrained({os.path.abspath(args.folder)!r})")
