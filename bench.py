@@ -34,16 +34,16 @@ import train_gpt2
 from model import GPT, GPT2_SIZES, GPTConfig
 from runtime.ablation import recipes_table
 from runtime.benchmark import (BENCH, GB, PlainAdamW, Setting, largest_fit, machine, matmul_seconds, measure,
-                               median_ms, peak_memory, peers_step, print_table, random_tokens, resident,
-                               seconds_of, tried)
+                               median_ms, peak_memory, peers_step, print_table, random_tokens, rss_and_peak,
+                               time_steps, find_largest)
 from runtime.checks import resolve
-from runtime.cli import FlagParser, UserError, run_command, whole_number
-from runtime.dataloader import INPUT_TXT, TokenLoader, Windows, to_device
+from runtime.cli import FlagParser, UserError, run_command, parse_int
+from runtime.dataloader import INPUT_TXT, TokenLoader, TokenDataset, to_device
 from runtime.device import (choose_device, choose_dtype, compile_model, is_out_of_memory, make_autocast,
                             peak_flops, place_model, wrap_model)
 from runtime.distributed import setup_process
 from runtime.files import replace_file
-from runtime.kernels import ATTENTION, attention, check_attention, look_back
+from runtime.kernels import ATTENTION, attention, check_attention, document_window_mask
 from runtime.plots import plot_ladder
 from runtime.shards import write_shard
 from runtime.tokenizer import VOCAB_SIZE
@@ -64,7 +64,7 @@ def our_step(s):
         recipe=s.recipe, total_batch_size=s.B * s.T * s.processes, batch_size=str(s.B), sequence_length=s.T, block_size=s.T,
         vocab_size=s.vocab_size, device=s.device, dtype=s.dtype, tf32=s.tf32, compile=s.compile, attention=s.attention,
         loss_chunk=s.loss_chunk))
-    process = setup_process(config, s.keep_memory)
+    process = setup_process(config, s.tune_memory)
     torch.manual_seed(0)
     config = resolve(config, process.device)
     model = place_model(config, train_gpt2.RECIPES[s.recipe].model(config), process.device)
@@ -74,8 +74,8 @@ def our_step(s):
                                         for g in optimizer.param_groups], betas=(0.9, 0.95))
                             if isinstance(optimizer, torch.optim.Adam) else optimizer for optimizer in state.optimizers]
     wrapped = wrap_model(compile_model(config, model, process), process)
-    windows = Windows([random_tokens(20 * s.B * s.T * s.processes + 1)], s.T)
-    loader = TokenLoader(windows, config.total_batch_size, s.B, process.rank, process.world_size, process.device)
+    dataset = TokenDataset([random_tokens(20 * s.B * s.T * s.processes + 1)], s.T)
+    loader = TokenLoader(dataset, config.total_batch_size, s.B, process.rank, process.world_size, process.device)
     loader.start(0)
     autocast = make_autocast(process.device, s.dtype)
     return lambda: train_gpt2.train_step(wrapped, state, loader, autocast, config.grad_clip, process), model
@@ -87,8 +87,8 @@ def measure_step(s):
         gpu = int(s.device.partition(":")[2] or 0)
         fraction = s.memory_gb * GB / torch.cuda.mem_get_info(gpu)[1]
         torch.cuda.set_per_process_memory_fraction(min(1.0, fraction), gpu)
-    begun, seconds = seconds_of(step, s)
-    result = {"seconds": seconds, "begun": begun, "memory": peak_memory(s.device)}
+    warmup_seconds, seconds = time_steps(step, s)
+    result = {"seconds": seconds, "warmup_seconds": warmup_seconds, "memory": peak_memory(s.device)}
     if not s.peer:
         result |= {"flops_per_token": model.flops_per_token(s.T), "peak_flops": peak_flops(s.device)}
     return result
@@ -112,7 +112,7 @@ def measure_attention(s):
     def mask_for(B, T):
         """For flex: one document, and a window as long as it is, which is the causal mask. A model makes it once a forward."""
         tokens, window = torch.zeros(B, T, dtype=torch.int64, device=process.device), torch.tensor(T, device=process.device)
-        return look_back(tokens, T, window, as_blocks=True) if s.attention == "flex" else None
+        return document_window_mask(tokens, T, window, as_blocks=True) if s.attention == "flex" else None
 
     def forward_and_backward(q, k, v, g, kernel, mask=None):
         q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
@@ -125,10 +125,10 @@ def measure_attention(s):
     mask = mask_for(s.B, s.T)
     if cuda:
         torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated() if cuda else resident()[0]
+    before = torch.cuda.memory_allocated() if cuda else rss_and_peak()[0]
     forward_and_backward(q, k, v, g, s.attention, mask)
-    after = torch.cuda.max_memory_allocated() if cuda else resident()[1]
-    _, seconds = seconds_of(lambda: forward_and_backward(q, k, v, g, s.attention, mask), s)
+    after = torch.cuda.max_memory_allocated() if cuda else rss_and_peak()[1]
+    _, seconds = time_steps(lambda: forward_and_backward(q, k, v, g, s.attention, mask), s)
     small = inputs(1)
     found = forward_and_backward(*small, s.attention, mask_for(1, s.T))
     expected = forward_and_backward(*(t.double() for t in small), "naive")
@@ -136,7 +136,7 @@ def measure_attention(s):
     return {"seconds": seconds, "memory": after - before, "error_forward": errors[0], "error_backward": max(errors[1:])}
 
 
-def made_up_examples(n):
+def synthetic_examples(n):
     """HellaSwag's form and about its lengths (contexts of 15 to 80 words, endings of 5 to 30), from input.txt."""
     rng = np.random.default_rng(0)
     words = INPUT_TXT.read_text(encoding="utf-8").split()
@@ -152,13 +152,13 @@ def measure_hellaswag(s):
     process = setup_process(train_gpt2.Config(device=s.device))
     torch.manual_seed(0)
     model = GPT(GPTConfig(1024, s.vocab_size, **SIZES[s.size])).to(process.device)
-    batches = hellaswag.make_batches(made_up_examples(s.steps), 1024, s.B)
+    batches = hellaswag.make_batches(synthetic_examples(s.steps), 1024, s.B)
     autocast = make_autocast(process.device, s.dtype)
     counts = []
 
     def evaluate():
         counts[:] = hellaswag.evaluate(model, batches, process.device, autocast)
-    _, seconds = seconds_of(evaluate, replace(s, warmup=1, steps=3))
+    _, seconds = time_steps(evaluate, replace(s, warmup=1, steps=3))
     return {"seconds": seconds, "correct": int(counts[0])}
 
 
@@ -168,11 +168,11 @@ def measure_loader(s):
         shards = [Path(folder) / f"x_train_{i}.{s.size}" for i in range(4)]
         for i, path in enumerate(shards):
             write_shard(path, random_tokens(4_000_000 + 1013 * i))
-        windows = Windows(shards, s.T, 1337, s.recipe == "shuffled", VOCAB_SIZE)
-        loader = TokenLoader(windows, s.B * s.T, s.B)
+        dataset = TokenDataset(shards, s.T, 1337, s.recipe == "shuffled", VOCAB_SIZE)
+        loader = TokenLoader(dataset, s.B * s.T, s.B)
         rates = []
         for epoch in range(s.steps):
-            start, steps = time.perf_counter(), windows.total // s.B
+            start, steps = time.perf_counter(), dataset.total // s.B
             for step in range(steps * epoch, steps * (epoch + 1)):
                 to_device(loader.rows(step, 0), "cpu")
             rates.append(steps * s.B * s.T / (time.perf_counter() - start))
@@ -205,7 +205,7 @@ def rungs(base, compiles):
     """(name, setting, None), or (name, None, why it is left out on this device), each rung with those before it."""
     cuda = base.device.startswith("cuda")
     s = replace(base, dtype="float32", tf32=not cuda, attention="naive", vocab_size=50257, fused=False,
-                loss_chunk=-1 if cuda else 0, keep_memory=cuda)
+                loss_chunk=-1 if cuda else 0, tune_memory=cuda)
     yield "float32, textbook attention, vocabulary 50257, eager, plain AdamW", s, None
     if cuda:
         s = replace(s, tf32=True)
@@ -222,7 +222,7 @@ def rungs(base, compiles):
     s = replace(s, fused=True)
     yield "+ fused AdamW", s, None
     if not cuda:
-        s = replace(s, keep_memory=True)
+        s = replace(s, tune_memory=True)
         yield "+ freed memory kept (mallopt)", s, None
         s = replace(s, loss_chunk=-1)
         yield "+ loss in tiles that stay in the cache", s, None
@@ -246,7 +246,7 @@ def ladder(args, base):
         peak = result["peak_flops"]
         rows.append({"rung": name, "ms a step": median_ms(result), "tokens/s": rate,
                      "MFU": f"{rate * result['flops_per_token'] / peak:.1%}" if peak else "n/a",
-                     "peak GB": result["memory"] / GB, "start s": result["begun"],
+                     "peak GB": result["memory"] / GB, "start s": result["warmup_seconds"],
                      "gain": f"{rate / (before or rate):.2f}x", "in all": f"{rate / (first or rate):.2f}x"})
         first, before = first or rate, rate
     print_table(rows)
@@ -304,7 +304,7 @@ def memory_table(args, base):
             continue
         fits = {g: largest_fit(a["memory"], b["memory"], base.B, g)[1] for g in gigabytes}
         if cuda and args.memory_gb <= torch.cuda.mem_get_info()[1] / GB:
-            fits[args.memory_gb] = tried(s, fits[args.memory_gb], args.memory_gb)
+            fits[args.memory_gb] = find_largest(s, fits[args.memory_gb], args.memory_gb)
         each, _ = largest_fit(a["memory"], b["memory"], base.B, 0)
         rows.append(row | {f"GB at {base.B}": a["memory"] / GB, f"at {2 * base.B}": b["memory"] / GB,
                            "MB a sequence": each / 1e6} | {f"fit {g:g} GB": n for g, n in fits.items()})
@@ -398,7 +398,7 @@ def peer_table(args, base):
     bound = measure([replace(base, what="matmul")], args.turns)[0]
     ours = median_ms(results[-1])
     rows = [{"step": name, "ms": median_ms(r), "tokens/s": base.B * base.T / median_ms(r) * 1e3, "peak GB": r["memory"] / GB,
-             "start s": r["begun"], "time against ours": f"{median_ms(r) / ours:.2f}x"}
+             "start s": r["warmup_seconds"], "time against ours": f"{median_ms(r) / ours:.2f}x"}
             for (name, r) in zip(contenders, results, strict=True) if "failed" not in r]
     rows.append({"step": "its matrix products alone", "ms": median_ms(bound),
                  "tokens/s": base.B * base.T / median_ms(bound) * 1e3, "time against ours": f"{median_ms(bound) / ours:.2f}x"})
@@ -422,11 +422,11 @@ def main(argv=None):
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])
     parser.add_argument("--recipe", default="gpt2", choices=list(train_gpt2.RECIPES))
     parser.add_argument("--size", choices=list(SIZES), help="default gpt2 (124M), but for hellaswag and recipes small")
-    parser.add_argument("--batch_size", type=whole_number, help="sequences a micro-step (default 16 on CUDA, 4 on a CPU)")
-    parser.add_argument("--sequence_length", type=whole_number, help="tokens (default 1024; 256 on a CPU, but for memory)")
-    parser.add_argument("--steps", type=whole_number, help="timed steps a turn (default 20 on CUDA, 4 on a CPU); for recipes: "
+    parser.add_argument("--batch_size", type=parse_int, help="sequences a micro-step (default 16 on CUDA, 4 on a CPU)")
+    parser.add_argument("--sequence_length", type=parse_int, help="tokens (default 1024; 256 on a CPU, but for memory)")
+    parser.add_argument("--steps", type=parse_int, help="timed steps a turn (default 20 on CUDA, 4 on a CPU); for recipes: "
                         "of gpt2's runs (default 300)")
-    parser.add_argument("--turns", type=whole_number, help="how often the table is measured (default 1 on CUDA, 2 on a CPU); "
+    parser.add_argument("--turns", type=parse_int, help="how often the table is measured (default 1 on CUDA, 2 on a CPU); "
                         "for recipes: seeds")
     parser.add_argument("--compile", action="store_true", default=None, help="torch.compile on a CPU too")
     parser.add_argument("--no_compile", dest="compile", action="store_false", help="eager on CUDA too")

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from runtime.cli import FlagParser, RunError, UserError, run_command, shown, whole_number
+from runtime.cli import FlagParser, RunError, UserError, run_command, safe_repr, parse_int
 from runtime.files import replace_file
 from runtime.hub import fetch_file, need_hub
 from runtime.shards import SHARD_NAME, is_whole, list_shards, open_shard, write_shard
@@ -61,17 +61,17 @@ class ShardWriter:
     goes on after the last whole shard, and ends with the same bytes.
     """
 
-    def __init__(self, out, prefix, settings, marks):
-        self.out, self.prefix, self.settings, self.marks = out, prefix, {"version": 1, **settings}, marks
+    def __init__(self, out, prefix, settings, cursors):
+        self.out, self.prefix, self.settings, self.cursors = out, prefix, {"version": 1, **settings}, cursors
         self.manifest = {**self.settings, "complete": False, "tokens": 0, "mark": None, "shards": []}
         self.path = out / "manifest.json"
         self.max_tokens = settings["max_tokens"] or math.inf
         self.unit, self.offset, self.total = 0, 0, 0      # taken: `total` tokens, up to token `offset` of unit `unit`
-        self.parts, self.room = [], settings["val_tokens"]        # the next shard, and what it still takes
+        self.parts, self.space_left = [], settings["val_tokens"]        # the next shard, and what it still takes
         try:
             out.mkdir(parents=True, exist_ok=True)
             if self.path.exists():
-                self._take_up()
+                self._resume()
             elif any(SHARD_NAME.match(path.name) for path in out.iterdir()):
                 raise UserError(f"{out} already holds shards without a manifest.json: choose another --out")
             if not self.manifest["shards"]:
@@ -79,12 +79,12 @@ class ShardWriter:
         except (OSError, RunError) as error:
             raise UserError(f"--out {out} cannot be written ({error}): choose another folder") from None
 
-    def _take_up(self):
+    def _resume(self):
         """Makes the manifest that is there this run's, if it is whole and of the same settings."""
         try:
             found = json.loads(self.path.read_text(encoding="utf-8"))
             if "pretokenized" in found:
-                raise UserError(f"{self.out} holds fetched shards of {shown(found['pretokenized'])}: choose another --out")
+                raise UserError(f"{self.out} holds fetched shards of {safe_repr(found['pretokenized'])}: choose another --out")
             shards = [(self.out / Path(s["file"]).name, s["tokens"], s["end"]["unit"], s["end"]["token"])
                       for s in found["shards"]]
             numbers = [(found["mark"] or [0])[0], *(n for shard in shards for n in shard[1:])]
@@ -102,18 +102,18 @@ class ShardWriter:
             if len(open_shard(path)) != tokens:
                 raise UserError(f"{path} is not the shard that manifest.json describes: remove {self.out}")
             self.total += tokens
-        self.manifest, self.room = found, self.settings["shard_size"]
+        self.manifest, self.space_left = found, self.settings["shard_size"]
 
     def add(self, tokens):
         """Appends the next unit's tokens (up to max_tokens). A full shard is written when more comes."""
         while self.offset < len(tokens) and self.total < self.max_tokens:
-            if self.room == 0:
+            if self.space_left == 0:
                 self._write()
-            part = tokens[self.offset:self.offset + min(self.room, self.max_tokens - self.total)]
+            part = tokens[self.offset:self.offset + min(self.space_left, self.max_tokens - self.total)]
             self.parts.append(part)
             self.offset += len(part)
             self.total += len(part)
-            self.room -= len(part)
+            self.space_left -= len(part)
         if self.offset == len(tokens):
             self.unit, self.offset = self.unit + 1, 0
 
@@ -122,7 +122,7 @@ class ShardWriter:
         if not self.manifest["shards"]:
             if self.total < 20:
                 raise UserError(f"only {self.total} tokens of text: too few for a training and a validation shard")
-            units, self.parts, self.room, self.total, self.unit = self.parts, [], self.total // 10, 0, 0
+            units, self.parts, self.space_left, self.total, self.unit = self.parts, [], self.total // 10, 0, 0
             for tokens in units:
                 self.add(tokens)
         if self.parts:
@@ -135,14 +135,14 @@ class ShardWriter:
         index, tokens = len(self.manifest["shards"]), np.concatenate(self.parts)
         split = "train" if index else "val"
         name = f"{self.prefix}_{split}_{index:06d}.{self.settings['format']}"
-        while self.marks and self.marks[0][0] <= self.unit:
-            self.manifest["mark"] = self.marks.popleft()
+        while self.cursors and self.cursors[0][0] <= self.unit:
+            self.manifest["mark"] = self.cursors.popleft()
         self.manifest["shards"].append({"file": name, "split": split, "tokens": len(tokens),
                                         "end": {"unit": self.unit, "token": self.offset}})
         self.manifest["tokens"] = self.total
         write_shard(self.out / name, tokens)
         self._save()
-        self.parts, self.room = [], self.settings["shard_size"]
+        self.parts, self.space_left = [], self.settings["shard_size"]
 
     def _save(self):
         replace_file(self.path, lambda file: file.write(json.dumps(self.manifest, indent=1).encode()))
@@ -203,13 +203,13 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     flag("--sample", choices=["10BT", "100BT"], default="10BT", help="which sample of it, in tokens (default 10BT)")
     flag("--input", action="append", metavar="PATH_OR_GLOB",
          help="text of your own instead, repeatable: .txt (one document a file), .jsonl or .parquet (`text`), .txt.gz ...")
-    flag("--pretokenized", type=whole_number, metavar="N",
+    flag("--pretokenized", type=parse_int, metavar="N",
          help="fetch published tokens instead: the validation shard and the first N for training, 100M tokens or 200 MB each")
     flag("--out", help="folder for the shards (default edu_fineweb10B and the like; needed with --input)")
-    flag("--shard_size", type=whole_number, default=100_000_000, help="tokens a shard (default 100000000)")
-    flag("--val_tokens", type=whole_number, help="validation tokens, shard 0 (default shard_size, at most a tenth of the text)")
-    flag("--max_tokens", type=whole_number, help="stop after so many tokens, validation included")
-    flag("--workers", type=whole_number, default=os.cpu_count() or 1, help="threads that tokenize (default: one a core)")
+    flag("--shard_size", type=parse_int, default=100_000_000, help="tokens a shard (default 100000000)")
+    flag("--val_tokens", type=parse_int, help="validation tokens, shard 0 (default shard_size, at most a tenth of the text)")
+    flag("--max_tokens", type=parse_int, help="stop after so many tokens, validation included")
+    flag("--workers", type=parse_int, default=os.cpu_count() or 1, help="threads that tokenize (default: one a core)")
     flag("--format", choices=["npy", "bin"], default="npy", help="numpy's files, or llm.c's and modded-nanogpt's (default npy)")
     argv = sys.argv[1:] if argv is None else argv
     args = parser.parse_args(argv)
@@ -243,7 +243,7 @@ def main(argv: list[str] | None = None) -> None:
                 "shard_size": args.shard_size, "max_tokens": args.max_tokens,
                 "val_tokens": args.val_tokens or min(args.shard_size, max(20, expected // 10))}
     start = time.perf_counter()
-    writer = ShardWriter(Path(out), prefix, settings, source.marks)
+    writer = ShardWriter(Path(out), prefix, settings, source.cursors)
     shards, there = writer.manifest["shards"], writer.total
     if there:
         print(f"{out}: {len(shards)} shards, {there:,} tokens, are there already")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from runtime.cli import FlagParser, UserError, run_command, whole_number
+from runtime.cli import FlagParser, UserError, run_command, parse_int
 from runtime.hub import reach_hub
 from runtime.tokenizer import encode
 
@@ -136,7 +136,7 @@ def hellaswag_batches(config, asked_for: bool, process) -> list[tuple]:
     if not config.hellaswag_every:
         return []
     try:
-        examples = process.master_first(load_examples, config.hellaswag_data or None)
+        examples = process.rank0_first(load_examples, config.hellaswag_data or None)
     except UserError as error:
         if asked_for:
             raise UserError(f"{error} (or --hellaswag_every 0)") from None
@@ -149,8 +149,8 @@ def main(argv: list[str] | None = None) -> None:
     parser = FlagParser(prog="hellaswag.py", description=__doc__)
     parser.add_argument("--model", default="gpt2", help="checkpoint, Hugging Face folder, or name on the hub (default gpt2)")
     parser.add_argument("--data", metavar="FILE.jsonl", help=f"examples (default: {HUB_NAME}, validation, from the hub)")
-    parser.add_argument("--limit", type=whole_number, help="only the first so many examples")
-    parser.add_argument("--batch_size", type=whole_number, default=32, help="rows a forward, four an example (default 32)")
+    parser.add_argument("--limit", type=parse_int, help="only the first so many examples")
+    parser.add_argument("--batch_size", type=parse_int, default=32, help="rows a forward, four an example (default 32)")
     parser.add_argument("--device", default="auto", help="auto, cuda, mps or cpu (default auto)")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"],
                         help="of the matrix products (default float32)")
@@ -160,11 +160,11 @@ def main(argv: list[str] | None = None) -> None:
     from tqdm import tqdm
 
     from model import load_model
-    from runtime.device import choose_device, make_autocast, memory_is_told
+    from runtime.device import choose_device, make_autocast, oom_as_user_error
     from runtime.weights import check_tokens
     device = choose_device(args.device)
     examples = load_examples(args.data) if args.data else None      # what is quick to find wrong comes first
-    with memory_is_told(lambda: f"{device} is out of memory: give a smaller --batch_size, or another --device"):
+    with oom_as_user_error(lambda: f"{device} is out of memory: give a smaller --batch_size, or another --device"):
         model = load_model(args.model).to(device)
         check_tokens(model, args.model)
         examples = (examples or load_examples())[:args.limit]

@@ -17,8 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from runtime.cli import UserError, run_command
-from runtime.generation import Cache, remembered, sample_token
-from runtime.kernels import Linear, attention, chunked_cross_entropy, look_back, matmul_dtype, recomputed
+from runtime.generation import KVCache, remembered, sample_token
+from runtime.kernels import (Linear, attention, chunked_cross_entropy, document_window_mask, matmul_dtype,
+                             recompute_in_backward)
 from runtime.muon import Muon
 from runtime.weights import export, from_huggingface, model_from_checkpoint, read_checkpoint, save_huggingface
 
@@ -89,7 +90,7 @@ class LanguageModel(nn.Module):
         past = None
         for _ in range(max_new_tokens):
             if past is None or idx.size(1) > self.config.block_size:
-                past = Cache(self.config.n_layer)
+                past = KVCache(self.config.n_layer)
                 x = self.hidden(idx[:, -self.config.block_size:], past)
             else:
                 x = self.hidden(idx[:, -1:], past)
@@ -134,7 +135,7 @@ class MLP(nn.Module):
         self.gelu = nn.GELU(approximate=config.gelu)                            # arXiv:1606.08415
 
     def forward(self, x):
-        return self.c_proj(recomputed(self.gelu, self.c_fc(x)))
+        return self.c_proj(recompute_in_backward(self.gelu, self.c_fc(x)))
 
 
 class Block(nn.Module):
@@ -181,7 +182,7 @@ class GPT(LanguageModel):
             else:
                 raise AssertionError(f"no initialisation for {name}")
 
-    def hidden(self, idx: Tensor, past: Cache | None = None) -> Tensor:
+    def hidden(self, idx: Tensor, past: KVCache | None = None) -> Tensor:
         """Final hidden states (B, T, C) of idx (B, T), which follow on the tokens in the Cache `past`."""
         tokens = past.add(idx) if past else idx
         pos = torch.arange(tokens.size(1) - idx.size(1), tokens.size(1), device=idx.device)     # (T,)
@@ -332,7 +333,7 @@ class SpeedrunGPT(LanguageModel):
             else:
                 raise AssertionError(f"no initialisation for {name}")
 
-    def hidden(self, idx: Tensor, past: Cache | None = None) -> Tensor:
+    def hidden(self, idx: Tensor, past: KVCache | None = None) -> Tensor:
         """Final hidden states (B, T, C), in autocast's dtype from the embedding on: without autocast's own casts, which
         would take norms and residuals back to fp32."""
         device = idx.device.type
@@ -347,7 +348,7 @@ class SpeedrunGPT(LanguageModel):
         if self.config.window:          # modded-nanogpt's records 12 and 13
             kernel = self.transformer.h[0].attn.kernel
             flex = kernel == "flex" or kernel == "auto" and self.flex and device == "cuda" and torch.compiler.is_compiling()
-            mask = look_back(tokens, idx.size(1), self.window, as_blocks=flex and not past)
+            mask = document_window_mask(tokens, idx.size(1), self.window, as_blocks=flex and not past)
         with torch.autocast(device, enabled=False):
             x = x0 = norm(self.transformer.wte(idx).to(dtype))                  # (B, T, C), normed [+0.019]
             v1 = None

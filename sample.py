@@ -1,5 +1,5 @@
 """Text from a checkpoint:  python sample.py --model log/checkpoint_019073.pt --prompt "Hello, I'm a language model," """
-from runtime.cli import FlagParser, UserError, run_command, whole_number
+from runtime.cli import FlagParser, UserError, run_command, parse_int
 from runtime.tokenizer import EOT, encode, tokenizer
 
 
@@ -7,11 +7,11 @@ def main(argv: list[str] | None = None) -> None:
     parser = FlagParser(prog="sample.py", description=__doc__)
     parser.add_argument("--model", default="gpt2", help="checkpoint, Hugging Face folder, or name on the hub (default gpt2)")
     parser.add_argument("--prompt", default="", help="text to continue (default: none, a new document)")
-    parser.add_argument("--num_samples", type=whole_number, default=4, help="how many continuations (default 4)")
-    parser.add_argument("--max_new_tokens", type=whole_number, default=200, help="tokens of each (default 200)")
+    parser.add_argument("--num_samples", type=parse_int, default=4, help="how many continuations (default 4)")
+    parser.add_argument("--max_new_tokens", type=parse_int, default=200, help="tokens of each (default 200)")
     parser.add_argument("--temperature", type=float, default=1.0, help="0 takes the likeliest token (default 1.0)")
-    parser.add_argument("--top_k", type=whole_number, default=50, help="sample from the k likeliest; 0: from all (default 50)")
-    parser.add_argument("--seed", type=whole_number, default=42)
+    parser.add_argument("--top_k", type=parse_int, default=50, help="sample from the k likeliest; 0: from all (default 50)")
+    parser.add_argument("--seed", type=parse_int, default=42)
     parser.add_argument("--device", default="auto", help="auto, cuda, mps or cpu (default auto)")
     args = parser.parse_args(argv)
     if args.num_samples < 1 or args.max_new_tokens < 1 or args.top_k < 0 or not 0 <= args.temperature < float("inf"):
@@ -22,10 +22,10 @@ def main(argv: list[str] | None = None) -> None:
     import torch
 
     from model import load_model
-    from runtime.device import choose_device, memory_is_told
+    from runtime.device import choose_device, oom_as_user_error
     from runtime.weights import check_tokens
     device = choose_device(args.device)
-    with memory_is_told(lambda: f"{device} is out of memory: give a smaller --num_samples, or another --device"):
+    with oom_as_user_error(lambda: f"{device} is out of memory: give a smaller --num_samples, or another --device"):
         model = load_model(args.model).to(device)
         check_tokens(model, args.model)
         prompt = encode(args.prompt).tolist() or [EOT]

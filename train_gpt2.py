@@ -20,18 +20,19 @@ import torch.distributed as dist
 import hellaswag
 from model import GPT, MODELS, GPTConfig, LanguageModel, SpeedrunConfig, SpeedrunGPT, load_model
 from runtime.batch_size import choose_micro_batch
-from runtime.checkpoint import (MODEL_SHAPE, PER_RUN, Saver, State, check_data, choose_checkpoint,
-                                config_of_checkpoint, damaged, read_state)
-from runtime.checks import check_config, check_memory, less_memory, micro_batches, resolve, without_text
+from runtime.checkpoint import (MODEL_SHAPE, PER_RUN, Saver, TrainState, check_data, choose_checkpoint,
+                                merge_config, damaged_checkpoint, read_state)
+from runtime.checks import (check_config, check_memory, oom_advice, micro_batch_candidates, resolve,
+                            disable_text_evals)
 from runtime.cli import UserError, flag, parse_config, run_command
-from runtime.dataloader import TokenLoader, Windows, open_data, splits, to_device
-from runtime.device import compile_model, make_autocast, memory_is_told, place_model, wrap_model
-from runtime.distributed import Process, StopSignals, leave, setup_process
-from runtime.files import digest, the_only_run_in
+from runtime.dataloader import TokenLoader, TokenDataset, open_data, splits, to_device
+from runtime.device import compile_model, make_autocast, oom_as_user_error, place_model, wrap_model
+from runtime.distributed import Process, StopSignals, hard_exit, setup_process
+from runtime.files import digest, output_lock
 from runtime.generation import print_samples
 from runtime.kernels import ATTENTION, check_attention
-from runtime.log import Profiler, Reporter, last_words, open_output, print_header
-from runtime.plots import Painter
+from runtime.log import Profiler, Reporter, print_summary, open_output, print_header
+from runtime.plots import LossPlotter
 from runtime.shards import list_shards
 from runtime.weights import model_from_checkpoint
 
@@ -127,7 +128,7 @@ def muon_momentum(step: int, config: Config) -> float:
     return 0.85 + 0.10 * min(1.0, step / (0.154 * config.max_steps))
 
 
-def window_warmup(step: int, config: Config) -> int:
+def window_schedule(step: int, config: Config) -> int:
     """How far attention looks back in `step`: from 64 tokens to --window over the whole run, in steps of 64 (record 13)."""
     return min(config.window, 64 * math.ceil(1 + (config.window / 64 - 1) * step / config.max_steps))
 
@@ -162,7 +163,7 @@ RECIPES = {
 }
 
 
-def train_step(model: Callable, state: State, loader: TokenLoader, autocast: torch.autocast, grad_clip: float,
+def train_step(model: Callable, state: TrainState, loader: TokenLoader, autocast: torch.autocast, grad_clip: float,
                process: Process, stop: bool = False) -> torch.Tensor:
     """One optimizer step over loader.micro_steps micro-batches. Nothing here waits for the GPU.
 
@@ -209,14 +210,14 @@ def train_step(model: Callable, state: State, loader: TokenLoader, autocast: tor
 
 
 @torch.no_grad()
-def validation_loss(model: Callable, windows: Windows, count: int, batch_size: int, autocast: torch.autocast,
+def validation_loss(model: Callable, dataset: TokenDataset, count: int, batch_size: int, autocast: torch.autocast,
                     process: Process) -> float:
     """Mean loss over the first `count` windows, the same on any number of processes. Batches have one shape (the
     last is filled up with ignored targets), so that a compiled model compiles once."""
     loss_sum, rows_seen = torch.zeros((), device=process.device), 0
     for first in range(process.rank * batch_size, count, process.world_size * batch_size):
         rows = min(batch_size, count - first)
-        x, y = to_device(windows.read(first, batch_size), process.device)
+        x, y = to_device(dataset.read(first, batch_size), process.device)
         y[rows:] = -1
         with autocast:
             loss_sum += model(x, y)[1] * rows
@@ -225,32 +226,32 @@ def validation_loss(model: Callable, windows: Windows, count: int, batch_size: i
     return loss_sum / rows_seen
 
 
-def load_init(config: Config, given: set[str], process: Process) -> tuple[LanguageModel, Config]:
+def load_init(config: Config, explicit_flags: set[str], process: Process) -> tuple[LanguageModel, Config]:
     """The model of --init, and the config with the shape that comes with the weights."""
-    model = process.master_first(load_model, config.init)
+    model = process.rank0_first(load_model, config.init)
     if not isinstance(model, MODELS[config.recipe][0]):
         raise UserError(f"--init {config.init} is not a model of --recipe {config.recipe}")
     for name in MODEL_SHAPE:
-        if name in given and getattr(config, name) != getattr(model.config, name):
+        if name in explicit_flags and getattr(config, name) != getattr(model.config, name):
             raise UserError(f"--{name} {getattr(config, name)} contradicts --init {config.init}, which has "
                             f"{getattr(model.config, name)}: leave the flag out")
     shape = {name: getattr(model.config, name) for name in MODEL_SHAPE}
     if hasattr(model.config, "window"):         # it fits any weights
-        shape["window"] = model.config.window = config.window if "window" in given else model.config.window
+        shape["window"] = model.config.window = config.window if "window" in explicit_flags else model.config.window
     return model, dataclasses.replace(config, **shape)
 
 
-def make_state(config: Config, model: LanguageModel, checkpoint: dict | None, path: Path | None, process: Process) -> State:
+def make_state(config: Config, model: LanguageModel, checkpoint: dict | None, path: Path | None, process: Process) -> TrainState:
     """The state before the first step, or as `checkpoint` holds it."""
     optimizers = RECIPES[config.recipe].optimizers(model, config)
     optimised = [id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
     assert sorted(optimised) == sorted(map(id, model.parameters())), "every parameter is optimised exactly once"
-    state = State(model, optimizers, torch.amp.GradScaler(process.device.split(":")[0], enabled=config.dtype == "float16"))
+    state = TrainState(model, optimizers, torch.amp.GradScaler(process.device.split(":")[0], enabled=config.dtype == "float16"))
     if checkpoint:
         try:
-            state.restore(checkpoint)
+            state.load_state_dict(checkpoint)
         except (LookupError, TypeError, ValueError, RuntimeError, AttributeError) as error:
-            raise damaged(path, error) from None
+            raise damaged_checkpoint(path, error) from None
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["max_lr"] = group["lr"]       # what the schedule's fraction multiplies
@@ -262,7 +263,7 @@ class Run:
     """What the loop works with, once all that can be checked has been."""
     config: Config
     process: Process
-    state: State
+    state: TrainState
     compiled: Callable                  # the model for evaluation
     wrapped: Callable                   # the model for training: with DDP around it, if there are several processes
     autocast: torch.autocast
@@ -271,40 +272,40 @@ class Run:
     hella: list
     reporter: Reporter
     saver: Saver
-    painter: Painter
+    painter: LossPlotter
     profiler: Profiler
 
 
-def set_up(config: Config, given: set[str], process: Process) -> Run:
+def set_up(config: Config, explicit_flags: set[str], process: Process) -> Run:
     """From flags to a Run. What is quick to check comes first, and nothing is written before all of it was."""
-    process.check_same("set of flags", {name: value for name, value in asdict(config).items()
+    process.require_same("set of flags", {name: value for name, value in asdict(config).items()
                                         if name not in (*PER_RUN, "data", "hellaswag_data")})
-    process.together(lambda: config.overfit or [list_shards(config.data, split) for split in splits(config)])
+    process.on_all_ranks(lambda: config.overfit or [list_shards(config.data, split) for split in splits(config)])
     # the master decides; on machines without a common file system the others may see another newest one
-    path = process.gather(process.together(choose_checkpoint, config, process.restarted))[0]
+    path = process.gather(process.on_all_ranks(choose_checkpoint, config, process.restarted))[0]
     checkpoint = model = None
     if path:
-        checkpoint = process.together(read_state, path)
-        process.check_same("checkpoint", (str(path), digest(np.memmap(path, dtype=np.uint8, mode="r"))))
-        config = config_of_checkpoint(config, given, checkpoint, path)
+        checkpoint = process.on_all_ranks(read_state, path)
+        process.require_same("checkpoint", (str(path), digest(np.memmap(path, dtype=np.uint8, mode="r"))))
+        config = merge_config(config, explicit_flags, checkpoint, path)
     elif config.init != "scratch":
-        model, config = load_init(config, given, process)
+        model, config = load_init(config, explicit_flags, process)
     for recipe in RECIPES.values():
-        for name in sorted(given & {*recipe.flags} - {*RECIPES[config.recipe].flags}):
+        for name in sorted(explicit_flags & {*recipe.flags} - {*RECIPES[config.recipe].flags}):
             raise UserError(f"--{name} has no meaning for --recipe {config.recipe}: leave it out")
     config = resolve(config, process.device)
     check_config(config)
-    config = without_text(config, given, process)
+    config = disable_text_evals(config, explicit_flags, process)
     check_memory(config, process.device)
     check_attention(config.attention, process.device, getattr(torch, config.dtype), config.n_embd // config.n_head,
                     masked=config.window > 0)
-    candidates = micro_batches(config, process.world_size, process.device)
-    train_windows, *val = process.together(open_data, config)
-    data = {split: windows.fingerprint for split, windows in (("train", train_windows), ("val", val[0])) if windows}
-    process.check_same(f"content of --data {config.data}", data)
+    candidates = micro_batch_candidates(config, process.world_size, process.device)
+    train_data, *val = process.on_all_ranks(open_data, config)
+    data = {split: dataset.fingerprint for split, dataset in (("train", train_data), ("val", val[0])) if dataset}
+    process.require_same(f"content of --data {config.data}", data)
     if checkpoint:
         check_data(checkpoint, data, config.data, path)
-    hella = hellaswag.hellaswag_batches(config, bool(given & {"hellaswag_every", "hellaswag_data"}), process)
+    hella = hellaswag.hellaswag_batches(config, bool(explicit_flags & {"hellaswag_every", "hellaswag_data"}), process)
 
     if model is None:
         torch.manual_seed(config.seed)
@@ -313,13 +314,13 @@ def set_up(config: Config, given: set[str], process: Process) -> Run:
     compiled, autocast = compile_model(config, model, process), make_autocast(process.device, config.dtype)
     wrapped = wrap_model(compiled, process)
     B = choose_micro_batch(config, candidates, state, wrapped, autocast, process)
-    log = process.together(open_output, config, path, state.step, process)
-    loader = TokenLoader(train_windows, config.total_batch_size, B, process.rank, process.world_size, process.device)
+    log = process.on_all_ranks(open_output, config, path, state.step, process)
+    loader = TokenLoader(train_data, config.total_batch_size, B, process.rank, process.world_size, process.device)
     print_header(config, model, compiled, loader, process)
     if path:
         process.print0(f"going on from {path} at step {state.step} of {config.max_steps}")
     return Run(config, process, state, compiled, wrapped, autocast, loader, val, hella,
-               Reporter(config, log, state, process), Saver(config, data, log, process), Painter(config, process),
+               Reporter(config, log, state, process), Saver(config, data, log, process), LossPlotter(config, process),
                Profiler(config, process))
 
 
@@ -356,7 +357,7 @@ def loop(run: Run, signals: StopSignals) -> None:
             return every and (state.step % every == 0 or last)
 
         if config.window:
-            state.model.window.fill_(window_warmup(state.step, config))
+            state.model.window.fill_(window_schedule(state.step, config))
         # evaluate, but not with seconds left to save: then the run that goes on does it
         if state.evaluated < state.step and not reporter.stop:
             evaluate(run, due)
@@ -389,13 +390,13 @@ def loop(run: Run, signals: StopSignals) -> None:
 
 
 def train(argv: list[str] | None = None) -> int:
-    config, given = parse_flags(argv)
+    config, explicit_flags = parse_flags(argv)
     check_config(config)
     process = setup_process(config)
-    with process.failing_as_one(), the_only_run_in(config.out, process):
+    with process.abort_all_on_error(), output_lock(config.out, process):
         run = None
-        with memory_is_told(lambda: less_memory(run.config if run else config, run.loader.B if run else 0, process.device)):
-            run = set_up(config, given, process)
+        with oom_as_user_error(lambda: oom_advice(run.config if run else config, run.loader.B if run else 0, process.device)):
+            run = set_up(config, explicit_flags, process)
             signals = StopSignals(process.is_master)
             try:
                 loop(run, signals)
@@ -404,10 +405,10 @@ def train(argv: list[str] | None = None) -> int:
                 run.saver.close()
                 run.painter.close()
                 run.profiler.close()
-    code = last_words(run, signals)
+    code = print_summary(run, signals)
     if process.world_size > 1:
         dist.destroy_process_group()
-        leave(code)
+        hard_exit(code)
     return code
 
 

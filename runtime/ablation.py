@@ -15,7 +15,7 @@ from runtime.log import read_log
 from runtime.plots import plot_curves
 
 # Each idea of the speedrun recipe is a line of the code. To measure it, copies of the scripts train with another line there.
-IDEAS = {
+ABLATIONS = {
     "rotary positions (none instead)": ("model.py", "rotary = angles.cos().to(dtype), angles.sin().to(dtype)",
                                         "rotary = torch.ones_like(angles).to(dtype), torch.zeros_like(angles).to(dtype)"),
     "QK-norm": ("model.py", "q, k = rotate(norm(q), *rotary), rotate(norm(k), *rotary)",
@@ -40,9 +40,9 @@ IDEAS = {
 }
 
 
-def with_line(idea):
+def ablated_source(idea):
     """The text of the idea's file without it. The line must be there exactly once."""
-    file, line, instead = IDEAS[idea]
+    file, line, instead = ABLATIONS[idea]
     text = BENCH.with_name(file).read_text(encoding="utf-8")
     assert text.count(line) == 1, f"{idea}: {file} holds its line {text.count(line)} times"
     return file, text.replace(line, instead)
@@ -57,7 +57,7 @@ def validation_curve(flags, idea=None, threads=None):
         for name in ("runtime", "assets"):
             shutil.copytree(BENCH.with_name(name), folder / name)
         if idea:
-            file, text = with_line(idea)
+            file, text = ablated_source(idea)
             (folder / file).write_text(text, encoding="utf-8")
         command = [sys.executable, str(folder / "train_gpt2.py"), *map(str, flags), "--out", str(folder / "log")]
         result = subprocess.run(command, capture_output=True, text=True,
@@ -89,7 +89,7 @@ def recipes_table(args, base, shape):
     short, seeds = steps // 3, range(args.turns)
     runs = {("gpt2", rate): [*gpt2, "--max_lr", rate] for rate in (1e-3, 2e-3, 4e-3)}
     runs |= {("speedrun", short): [*speedrun, "--max_steps", short], ("speedrun", steps): [*speedrun, "--max_steps", steps]}
-    runs |= {("without", idea): runs["speedrun", short] for idea in (IDEAS if not args.no_ideas else [])}
+    runs |= {("without", idea): runs["speedrun", short] for idea in (ABLATIONS if not args.no_ideas else [])}
     jobs = [(key, seed) for seed in seeds for key in runs]
     workers = 1 if cuda else os.cpu_count()
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from runtime.checkpoint import MODEL_SHAPE, State
+from runtime.checkpoint import MODEL_SHAPE, TrainState
 from runtime.cli import RunError, UserError
 from runtime.device import is_out_of_memory
 from runtime.distributed import Process
@@ -34,7 +34,7 @@ def largest_that_fits(candidates: list[int], memory_of: Callable[[int], float], 
     return next((B for B in reversed(likely) if memory_of(B) <= limit), second)
 
 
-def memory_of_step(B: int, state: State, model: Callable, config, autocast: torch.autocast, device: str) -> float:
+def memory_of_step(B: int, state: TrainState, model: Callable, config, autocast: torch.autocast, device: str) -> float:
     """Bytes that CUDA needs for a step with micro-batches of B, infinity if there are not so many. Changes nothing.
 
     `model` is what trains, with DDP around it if there are several processes. Two micro-steps are made, for the second finds
@@ -64,7 +64,7 @@ def memory_of_step(B: int, state: State, model: Callable, config, autocast: torc
         model.zero_grad(set_to_none=True)
 
 
-def choose_micro_batch(config, candidates: list[int], state: State, model: Callable, autocast: torch.autocast,
+def choose_micro_batch(config, candidates: list[int], state: TrainState, model: Callable, autocast: torch.autocast,
                        process: Process) -> int:
     """The only candidate; or on a GPU the largest that fits on all processes, with a tenth of the memory to spare."""
     if len(candidates) == 1:
@@ -74,7 +74,7 @@ def choose_micro_batch(config, candidates: list[int], state: State, model: Calla
     key = ", ".join(map(str, (torch.cuda.get_device_name(device), total, torch.__version__, config.recipe, config.dtype,
                               config.attention, config.window, config.loss_chunk, config.compile, config.sequence_length,
                               *(getattr(config, name) for name in MODEL_SHAPE), process.world_size, candidates[-1])))
-    known = remembered()
+    known = load_cache()
 
     def find():
         if known.get(key) in candidates:
@@ -83,7 +83,7 @@ def choose_micro_batch(config, candidates: list[int], state: State, model: Calla
         return largest_that_fits(candidates, lambda B: memory_of_step(B, state, model, config, autocast, device), 0.9 * total)
 
     try:
-        B = min(process.gather(process.together(find)))
+        B = min(process.gather(process.on_all_ranks(find)))
     finally:
         torch.cuda.empty_cache()                # NCCL and Triton allocate beside torch
         torch.compiler.reset()                  # the trials' graphs count against the limit of recompilations
@@ -94,7 +94,7 @@ def choose_micro_batch(config, candidates: list[int], state: State, model: Calla
     return B
 
 
-def remembered() -> dict[str, int]:
+def load_cache() -> dict[str, int]:
     """{what a run is made of: its largest micro-batch}, from earlier runs."""
     try:
         known = json.loads(CACHE.read_text(encoding="utf-8"))

@@ -37,7 +37,7 @@ class Setting:
     vocab_size: int = 50304
     loss_chunk: int = -1
     fused: bool = True              # AdamW in one kernel
-    keep_memory: bool = True        # glibc keeps freed memory
+    tune_memory: bool = True        # glibc keeps freed memory
     warmup: int = 2
     steps: int = 10
     processes: int = 1
@@ -45,7 +45,7 @@ class Setting:
     peer: str = ""                  # folder of build-nanogpt's train_gpt2.py
 
 
-def seconds_of(step, s):
+def time_steps(step, s):
     """(seconds of the first s.warmup calls with all that they compile, [seconds of each of the next s.steps])."""
     cuda = s.device.startswith("cuda")
 
@@ -61,14 +61,14 @@ def seconds_of(step, s):
         step()
     if cuda:
         torch.cuda.synchronize()
-    begun = time.perf_counter() - start
+    warmup_seconds = time.perf_counter() - start
     stamps = [stamp()]
     for _ in range(s.steps):
         step()
         stamps.append(stamp())
     if cuda:
         torch.cuda.synchronize()
-    return begun, [a.elapsed_time(b) / 1e3 if cuda else b - a for a, b in zip(stamps, stamps[1:], strict=False)]
+    return warmup_seconds, [a.elapsed_time(b) / 1e3 if cuda else b - a for a, b in zip(stamps, stamps[1:], strict=False)]
 
 
 def peak_memory(device):
@@ -144,10 +144,10 @@ def matmul_seconds(s, shape, repeats=5):
         for _ in range(layers):
             q @ q.transpose(1, 2), q @ q.transpose(1, 2)                # scores, dp
             p @ q, p.transpose(1, 2) @ q, p @ q, p.transpose(1, 2) @ q  # y, dv, dq, dk
-    return seconds_of(products, replace(s, warmup=2, steps=repeats))[1]
+    return time_steps(products, replace(s, warmup=2, steps=repeats))[1]
 
 
-def resident():
+def rss_and_peak():
     """(bytes of this process in memory, the most since the last call)."""
     status = Path("/proc/self/status").read_text()
     now, most = (int(re.search(rf"{name}:\s+(\d+)", status)[1]) * 1024 for name in ("VmRSS", "VmHWM"))
@@ -155,7 +155,7 @@ def resident():
     return now, most
 
 
-def in_own_process(s):
+def run_in_subprocess(s):
     """The dict that `s` gives when it is measured in a new process, or {"failed": why}."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={s.processes}"] if s.processes > 1 else []
     threads = max(1, torch.get_num_threads() // s.processes)
@@ -182,7 +182,7 @@ def measure(settings, turns):
             if sys.stderr.isatty():
                 print(f"\r{turn * len(settings) + i + 1} of {turns * len(settings)} ...", end="", file=sys.stderr, flush=True)
             if "failed" not in result:
-                for name, value in in_own_process(s).items():
+                for name, value in run_in_subprocess(s).items():
                     before = result.get(name)
                     both_numbers = isinstance(before, int | float) and isinstance(value, int | float)
                     result[name] = value if before is None else before + value if isinstance(value, list) else (
@@ -224,9 +224,9 @@ def largest_fit(memory, memory_of_twice, B, gigabytes):
     return each, max(0, int(B + (gigabytes * GB - memory) / each))
 
 
-def tried(s, B, memory_gb):
+def find_largest(s, B, memory_gb):
     """The largest micro-batch not above about `B` that runs where the GPU has `memory_gb`."""
-    while B > 0 and (failed := in_own_process(replace(s, B=B, memory_gb=memory_gb)).get("failed")):
+    while B > 0 and (failed := run_in_subprocess(replace(s, B=B, memory_gb=memory_gb)).get("failed")):
         if failed != "out of memory":
             return failed
         B = min(B - 1, int(0.97 * B))

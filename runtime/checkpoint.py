@@ -11,9 +11,9 @@ from pathlib import Path
 
 import torch
 
-from runtime.cli import UserError, shown
+from runtime.cli import UserError, safe_repr
 from runtime.files import replace_file
-from runtime.weights import is_plain, read_checkpoint
+from runtime.weights import is_dense_float, read_checkpoint
 
 # What may differ between the runs that write one log; all else is taken from the checkpoint unless given as a flag.
 PER_RUN = ("out", "resume", "init", "device", "batch_size", "compile", "loss_chunk", "profile", "plot", "wandb",
@@ -30,7 +30,7 @@ def checkpoints(out: str | Path) -> list[tuple[int, Path]]:
 
 
 @dataclass
-class State:
+class TrainState:
     """What training changes and a checkpoint holds."""
     model: torch.nn.Module
     optimizers: list
@@ -41,7 +41,7 @@ class State:
     best: tuple | None = None           # (validation loss, step) of the best checkpoint
     skipped: int = 0                    # steps that were passed over because something was not finite
 
-    def content(self, config, data):
+    def state_dict(self, config, data):
         """What a checkpoint holds: plain values and tensors. `data`: the fingerprints of the shards."""
         return {
             "model": self.model.state_dict(), "model_config": asdict(self.model.config), "recipe": config.recipe,
@@ -53,17 +53,17 @@ class State:
             "job": os.environ.get("TORCHELASTIC_RUN_ID", ""),
         }
 
-    def restore(self, checkpoint):
+    def load_state_dict(self, checkpoint):
         """Takes over what a checkpoint holds, but for the weights: the model was made of them. ValueError if it is damaged."""
         numbers = {"step": int, "evaluated": int, "skipped": int, "val_loss": float | None, "best": tuple | None}
         for name, kind in numbers.items():
             if not isinstance(checkpoint[name], kind):
-                raise ValueError(f"its {name} is {shown(checkpoint[name])}")
+                raise ValueError(f"its {name} is {safe_repr(checkpoint[name])}")
             setattr(self, name, checkpoint[name])
         if not 0 <= self.step < 2**40 or self.skipped < 0:
             raise ValueError(f"its step is {self.step}")
         if self.best and [type(number) for number in self.best] != [float, int]:
-            raise ValueError(f"its best is {shown(self.best)}")
+            raise ValueError(f"its best is {safe_repr(self.best)}")
         if len(checkpoint["optimizers"]) != len(self.optimizers):
             raise ValueError(f"it holds {len(checkpoint['optimizers'])} optimizers instead of {len(self.optimizers)}")
         for optimizer, saved in zip(self.optimizers, checkpoint["optimizers"], strict=True):
@@ -71,7 +71,7 @@ class State:
         if checkpoint["scaler"] and self.scaler.is_enabled():
             scale, tracker = (checkpoint["scaler"][name] for name in ("scale", "_growth_tracker"))
             if type(scale) is not float or type(tracker) is not int or not (0 < scale < math.inf and 0 <= tracker < 2**31):
-                raise ValueError(f"its scaler says {shown(scale)} and {shown(tracker)}")
+                raise ValueError(f"its scaler says {safe_repr(scale)} and {safe_repr(tracker)}")
             self.scaler.load_state_dict(self.scaler.state_dict() | {"scale": scale, "_growth_tracker": tracker})
         torch.set_rng_state(checkpoint["rng"]["torch"])
         if torch.cuda.is_available() and len(checkpoint["rng"]["cuda"]) == torch.cuda.device_count():
@@ -90,13 +90,13 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict) -> None:
             raise ValueError(f"its optimizer holds nothing of {name}")
         state[i] = {key: saved["state"][i][key] for key in keys}
         for key, value in state[i].items():
-            if not is_plain(value) or value.shape != (() if key == "step" else p.shape):
+            if not is_dense_float(value) or value.shape != (() if key == "step" else p.shape):
                 raise ValueError(f"its optimizer's {key} of {name} does not fit")
     state = copy.deepcopy(state)                # out of the memory-mapped file
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
-class CpuCopies:
+class HostCopies:
     """Copies of trees of tensors, on a GPU by way of pinned memory, which the next call uses again. That memory is taken in a few
     large pieces: torch makes each a power of two, which tensor by tensor came to 2.5 GB for GPT-2 124M's 1.5, and to 3.1 at the
     next checkpoint. Every copy has a storage of its own in there, because torch.save writes a tensor's whole storage."""
@@ -121,27 +121,27 @@ class CpuCopies:
                   .view(tensor.shape).copy_(tensor, non_blocking=True) for key, (tensor, i, offset) in places.items()}
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        return replaced(tree, copies)
+        return replace_tensors(tree, copies)
 
 
-def memory_key(tensor):
+def storage_key(tensor):
     return tensor.data_ptr(), tensor.dtype, tensor.shape
 
 
 def tensors_of(tree):
     """{memory_key: tensor} of all tensors in a tree of dicts and lists."""
     if torch.is_tensor(tree):
-        return {memory_key(tree): tree}
+        return {storage_key(tree): tree}
     values = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (list, tuple)) else ()
     return {key: tensor for value in values for key, tensor in tensors_of(value).items()}
 
 
-def replaced(tree, copies):
+def replace_tensors(tree, copies):
     if torch.is_tensor(tree):
-        return copies[memory_key(tree)]
+        return copies[storage_key(tree)]
     if isinstance(tree, dict):
-        return {name: replaced(value, copies) for name, value in tree.items()}
-    return type(tree)(replaced(value, copies) for value in tree) if isinstance(tree, (list, tuple)) else tree
+        return {name: replace_tensors(value, copies) for name, value in tree.items()}
+    return type(tree)(replace_tensors(value, copies) for value in tree) if isinstance(tree, (list, tuple)) else tree
 
 
 class Saver:
@@ -151,7 +151,7 @@ class Saver:
 
     def __init__(self, config, data, log, process):
         self.config, self.data, self.log, self.process = config, data, log, process
-        self.thread, self.pending, self.copies = ThreadPoolExecutor(1, "checkpoint"), None, CpuCopies()
+        self.thread, self.pending, self.copies = ThreadPoolExecutor(1, "checkpoint"), None, HostCopies()
         self.background = process.device.startswith("cuda")
 
     def save(self, state):
@@ -160,7 +160,7 @@ class Saver:
         if state.evaluated == state.step and state.val_loss is not None and (not state.best or state.val_loss < state.best[0]):
             state.best = (state.val_loss, state.step)
         if self.process.is_master:
-            content = state.content(self.config, self.data)
+            content = state.state_dict(self.config, self.data)
             if self.background:
                 content = self.copies(content)
             if self.log:
@@ -205,15 +205,15 @@ def read_state(path: Path) -> dict:
     try:
         checkpoint = read_checkpoint(path)
     except UserError as error:
-        raise UserError(f"{error}: {instead_of(path)}" if checkpoints(path.parent) else str(error)) from None
+        raise UserError(f"{error}: {recovery_hint(path)}" if checkpoints(path.parent) else str(error)) from None
     missing = {"model", "model_config", "config", "recipe", "step", "optimizers", "data", "rng"} - checkpoint.keys()
     if missing:
         raise UserError(f"{path} is not a checkpoint of this script (it has no {', '.join(sorted(missing))}): "
-                        f"{instead_of(path)}; or start a new run from its weights by --init {path}")
+                        f"{recovery_hint(path)}; or start a new run from its weights by --init {path}")
     return checkpoint
 
 
-def config_of_checkpoint(config, given: set[str], checkpoint: dict, path: Path):
+def merge_config(config, explicit_flags: set[str], checkpoint: dict, path: Path):
     """The flags given, and for the others what the checkpoint's run had; UserError if a given one contradicts it."""
     fields = {f.name: f for f in dataclasses.fields(config)}
     try:
@@ -222,20 +222,20 @@ def config_of_checkpoint(config, given: set[str], checkpoint: dict, path: Path):
             kind, choices = fields[name].metadata.get("type", fields[name].type), fields[name].metadata.get("choices")
             right = isinstance(value, (kind, int) if kind is float else kind) or value is fields[name].default
             if not right or choices and value not in choices:
-                raise ValueError(f"its config says {name} = {shown(value)}")
+                raise ValueError(f"its config says {name} = {safe_repr(value)}")
         for name in (*MODEL_SHAPE, *({"window"} & checkpoint["model_config"].keys())):
             if type(checkpoint["model_config"][name]) is not int or before[name] != checkpoint["model_config"][name]:
                 raise ValueError(f"its two configs differ in {name}")
         if before["recipe"] != checkpoint["recipe"]:
             raise ValueError("its config says another recipe")
     except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise damaged(path, error) from None
+        raise damaged_checkpoint(path, error) from None
     for name in FIXED:
         had = before.get(name, fields[name].default)            # a flag that has come later
-        if name in given and getattr(config, name) != had:
+        if name in explicit_flags and getattr(config, name) != had:
             raise UserError(f"{path} was trained with --{name} {had}, not {getattr(config, name)}: give the same, "
                             f"or start a new run with another --out")
-    taken = {name: value for name, value in before.items() if name not in given and name not in PER_RUN}
+    taken = {name: value for name, value in before.items() if name not in explicit_flags and name not in PER_RUN}
     return dataclasses.replace(config, **taken)
 
 
@@ -255,10 +255,10 @@ def check_data(checkpoint: dict, data: dict, folder: str, path: Path) -> None:
                             f"differs was {first[0]} and is {first[1]}. Bring the old data back, or start a new run from these "
                             f"weights: --init {path} --out ANOTHER")
     except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise damaged(path, error) from None
+        raise damaged_checkpoint(path, error) from None
 
 
-def set_aside(config, path: Path | None, step: int) -> Path | None:
+def archive_checkpoints(config, path: Path | None, step: int) -> Path | None:
     """Moves the checkpoints in --out that do not belong to the run which goes on from `path` at `step` (or from nowhere),
     with the log, into OUT/previous_N: nothing is lost, and the next --resume auto does not find them."""
     inside = path is not None and path.resolve().parent == Path(config.out).resolve()
@@ -276,11 +276,11 @@ def set_aside(config, path: Path | None, step: int) -> Path | None:
     return folder
 
 
-def damaged(path: Path, error: Exception) -> UserError:
+def damaged_checkpoint(path: Path, error: Exception) -> UserError:
     """The UserError for a checkpoint that is readable and wrong inside."""
-    return UserError(f"{path} does not hold the state of a run ({type(error).__name__}: {str(error)[:200]}): {instead_of(path)}")
+    return UserError(f"{path} does not hold the state of a run ({type(error).__name__}: {str(error)[:200]}): {recovery_hint(path)}")
 
 
-def instead_of(path: Path) -> str:
+def recovery_hint(path: Path) -> str:
     older = [p.name for _, p in checkpoints(Path(path).parent) if p.name < Path(path).name]
     return f"remove it, and the same command goes on from {older[-1]}" if older else "start a new run with another --out"

@@ -49,7 +49,7 @@ def divisors(n: int) -> list[int]:
     return sorted({*small, *(n // d for d in small)})
 
 
-def micro_batches(config, world_size: int, device: str) -> list[int]:
+def micro_batch_candidates(config, world_size: int, device: str) -> list[int]:
     """The micro-batches (sequences) that make --total_batch_size, smallest first: --batch_size alone if it is given. For auto
     on a CPU, and of the sanity run, the largest of at most 4,096 tokens: beyond them a CPU's step costs memory and wins no time.
     """
@@ -61,8 +61,8 @@ def micro_batches(config, world_size: int, device: str) -> list[int]:
                         f"{world_size} process(es): give {' or '.join(map(str, near))}")
     rows = config.total_batch_size // (T * world_size)
     if config.batch_size == "auto":
-        tried = device.startswith("cuda") and not config.overfit
-        return divisors(rows) if tried else [max(b for b in divisors(rows) if b * T <= 4096 or b == 1)]
+        by_trial = device.startswith("cuda") and not config.overfit
+        return divisors(rows) if by_trial else [max(b for b in divisors(rows) if b * T <= 4096 or b == 1)]
     if rows % int(config.batch_size):
         raise UserError(f"--batch_size {config.batch_size} does not divide the {rows} sequences a step of each of {world_size} "
                         f"process(es): give one of {', '.join(map(str, divisors(rows)))}, or auto")
@@ -87,12 +87,12 @@ def check_memory(config, device: str) -> None:
                         f"another GPU by --device, or give a smaller --n_layer or --n_embd")
 
 
-def without_text(config, given: set[str], process: Process):
+def disable_text_evals(config, explicit_flags: set[str], process: Process):
     """Samples and HellaSwag need GPT-2's tokens. With a smaller vocabulary: a warning, unless a flag asked for them."""
     if config.vocab_size >= VOCAB_SIZE or not (config.sample_every or config.hellaswag_every):
         return config
     reason = f"samples and HellaSwag need GPT-2's {VOCAB_SIZE} tokens, and --vocab_size is {config.vocab_size}"
-    if given & {"sample_every", "hellaswag_every", "hellaswag_data"}:
+    if explicit_flags & {"sample_every", "hellaswag_every", "hellaswag_data"}:
         raise UserError(f"{reason}: give --sample_every 0 --hellaswag_every 0, or a larger vocabulary")
     process.print0(f"warning: going on without either: {reason}")
     return dataclasses.replace(config, sample_every=0, hellaswag_every=0)
@@ -106,7 +106,7 @@ def resolve(config, device: str):
                                loss_chunk=config.loss_chunk if config.loss_chunk >= 0 else 2048 * (device == "cpu"))
 
 
-def less_memory(config, B: int, device: str) -> str:
+def oom_advice(config, B: int, device: str) -> str:
     """What to do about memory that ran out with micro-batches of B; 0: before the first."""
     if B > 1:
         return f"{device} is out of memory with --batch_size {B}: give --batch_size {divisors(B)[-2]}, which changes nothing else"

@@ -17,7 +17,7 @@ class RunError(Exception):
     """The run itself failed (exit code 1)."""
 
 
-def whole_number(text: str) -> int:
+def parse_int(text: str) -> int:
     """'100000', '100_000' or '1e5' -> 100000, for flags."""
     for kind in (int, float):                     # int first: float would round what is above 2**53
         with contextlib.suppress(ValueError, OverflowError):
@@ -36,18 +36,18 @@ class FlagParser(argparse.ArgumentParser):
         raise UserError(f"{message} (see {self.prog} --help)")
 
 
-def one_line(error: Exception | str) -> None:
+def print_error(error: Exception | str) -> None:
     # a stranger's file can put escape codes into a message
     text = "".join(c if c.isprintable() else "?" for c in " ".join(str(error).split()))
     print(f"{Path(sys.argv[0]).name}: {text}", file=sys.stderr, flush=True)
 
 
-def shown(value: object) -> str:
+def safe_repr(value: object) -> str:
     """A value of a stranger's file for a message. Not str() of a list: one that holds itself again and again never ends."""
     return str(value)[:40] if isinstance(value, str | int | float | None) else f"a {type(value).__name__}"
 
 
-def _brief(error):
+def brief_error(error):
     text = str(error).split("WeightsUnpickler error:")[-1]                      # before it torch tells how to run the file's code
     return f"{type(error).__name__}: {' '.join(text.split())[:200]}"
 
@@ -72,7 +72,7 @@ def parse_config(Config: type, defaults: Callable[[dict], dict], description: st
         else:
             group.add_argument(f"--{name}", default=argparse.SUPPRESS, choices=f.metadata.get("choices"),
                                metavar=None if "choices" in f.metadata else kind.__name__.upper(),
-                               type=whole_number if kind is int else kind, help=f"{f.metadata['help']} (default {f.default})")
+                               type=parse_int if kind is int else kind, help=f"{f.metadata['help']} (default {f.default})")
     given = vars(parser.parse_args(argv))           # a flag that is not given leaves no trace there
     return Config(**defaults(given) | given), set(given)
 
@@ -84,7 +84,7 @@ def run_command(main: Callable[[], int | None], is_master: Callable[[], bool] = 
         sys.exit(main() or 0)
     except (UserError, RunError) as error:
         if is_master():
-            one_line(error)
+            print_error(error)
         sys.exit(2 if isinstance(error, UserError) else 1)
     except BrokenPipeError:                       # `... | head` closed the pipe: not worth a traceback
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from runtime.cli import UserError
-from runtime.files import digest, sample_of
+from runtime.files import digest, fingerprint_blocks
 from runtime.shards import list_shards, open_shard, read_shard
 from runtime.tokenizer import encode
 
@@ -21,7 +21,7 @@ def stable_permutation(n: int, *key: int) -> np.ndarray:
     return np.argsort(np.random.Philox(np.random.SeedSequence(key)).random_raw(n), kind="stable")
 
 
-class Windows:
+class TokenDataset:
     """The T-token windows of a list of shards as one endless sequence, epoch after epoch.
 
     Shard i has (len_i - 1) // T windows (the last target needs one token more); each comes once an
@@ -36,7 +36,7 @@ class Windows:
                  vocab_size: int | None = None):
         self.shards, self.T, self.vocab_size = list(shards), sequence_length, vocab_size
         self.names = ["the text" if isinstance(shard, np.ndarray) else str(shard) for shard in self.shards]
-        self.fingerprint = [self._look_at(i) for i in range(len(self.shards))]
+        self.fingerprint = [self._fingerprint(i) for i in range(len(self.shards))]
         self.lengths = [length for _, length, _ in self.fingerprint]
         self.counts = [(length - 1) // self.T for length in self.lengths]
         self.total = sum(self.counts)
@@ -46,10 +46,10 @@ class Windows:
         self._order = (lambda n, *key: stable_permutation(n, seed, *key)) if shuffle else (lambda n, *_: np.arange(n))
         self._epoch, self._resident = None, None
 
-    def _look_at(self, i):
+    def _fingerprint(self, i):
         """[name, number of tokens, digest] of shard i."""
         tokens = self.shards[i] if isinstance(self.shards[i], np.ndarray) else open_shard(self.shards[i])
-        sample = sample_of(tokens)
+        sample = fingerprint_blocks(tokens)
         self._check_ids(i, sample)
         return [Path(self.names[i]).name, len(tokens), digest(sample)]
 
@@ -105,17 +105,17 @@ class TokenLoader:
     """
     DEPTH = 8                   # micro-batches read ahead: covers the second that a new shard takes to load
 
-    def __init__(self, windows: Windows, total_batch_size: int, batch_size: int, rank: int = 0, world_size: int = 1,
+    def __init__(self, dataset: TokenDataset, total_batch_size: int, batch_size: int, rank: int = 0, world_size: int = 1,
                  device: str = "cpu"):
-        assert total_batch_size % (batch_size * windows.T * world_size) == 0
-        self.windows, self.B, self.rank, self.world_size, self.device = windows, batch_size, rank, world_size, device
-        self.rows_per_step = total_batch_size // windows.T
+        assert total_batch_size % (batch_size * dataset.T * world_size) == 0
+        self.dataset, self.B, self.rank, self.world_size, self.device = dataset, batch_size, rank, world_size, device
+        self.rows_per_step = total_batch_size // dataset.T
         self.micro_steps = self.rows_per_step // (batch_size * world_size)
         self._thread = None
 
     def rows(self, step: int, micro_step: int) -> np.ndarray:
         """uint16 (B, T+1): a pure function of the two numbers and of what the loader was made with."""
-        return self.windows.read(step * self.rows_per_step + (micro_step * self.world_size + self.rank) * self.B, self.B)
+        return self.dataset.read(step * self.rows_per_step + (micro_step * self.world_size + self.rank) * self.B, self.B)
 
     def _load(self, step, micro_step):
         import torch
@@ -144,7 +144,7 @@ def splits(config) -> tuple[str, ...]:
     return ("train", "val") if config.val_every else ("train",)
 
 
-def open_data(config) -> tuple[Windows, Windows | None, int]:
+def open_data(config) -> tuple[TokenDataset, TokenDataset | None, int]:
     """(training windows, validation windows or None, number of validation windows)."""
     if config.overfit:
         try:
@@ -153,9 +153,9 @@ def open_data(config) -> tuple[Windows, Windows | None, int]:
             raise UserError(f"{INPUT_TXT} cannot be read ({error}): restore it with `git checkout -- input.txt`") from None
         need = config.total_batch_size + 1
         tokens = encode(text[:20 * need])[:need]                # one epoch is one batch: 4 windows of 32 tokens
-        return Windows([tokens], config.sequence_length, vocab_size=config.vocab_size), None, 0
-    train = Windows(list_shards(config.data, "train"), config.sequence_length, config.seed, config.shuffle, config.vocab_size)
+        return TokenDataset([tokens], config.sequence_length, vocab_size=config.vocab_size), None, 0
+    train = TokenDataset(list_shards(config.data, "train"), config.sequence_length, config.seed, config.shuffle, config.vocab_size)
     if not config.val_every:
         return train, None, 0
-    val = Windows(list_shards(config.data, "val"), config.sequence_length, vocab_size=config.vocab_size)
+    val = TokenDataset(list_shards(config.data, "val"), config.sequence_length, vocab_size=config.vocab_size)
     return train, val, min(val.total, max(1, config.val_tokens // config.sequence_length))

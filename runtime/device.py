@@ -76,7 +76,7 @@ def make_autocast(device: str, dtype: str) -> torch.autocast:
     return torch.autocast(device.split(":")[0], dtype=getattr(torch, dtype), enabled=dtype != "float32")
 
 
-def can_compile(device: str) -> str | None:
+def compile_error(device: str) -> str | None:
     """None if torch.compile works here, else the reason: it needs Triton on CUDA, a C++ compiler on the CPU."""
     try:
         torch.compile(lambda x: x * 2 + 1)(torch.zeros(8, device=device))
@@ -98,7 +98,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 @contextlib.contextmanager
-def memory_is_told(advice: Callable[[], str]) -> Iterator[None]:
+def oom_as_user_error(advice: Callable[[], str]) -> Iterator[None]:
     """Around what may run out of memory: then it ends in the UserError that `advice()` words, not in a traceback."""
     try:
         yield
@@ -131,7 +131,7 @@ def peak_flops(device: str) -> float | None:
     return next((tflops * 1e12 for key, tflops in PEAK_TFLOPS.items() if re.fullmatch(key, name)), None)
 
 
-def keep_large_blocks_whole() -> None:
+def tune_cuda_allocator() -> None:
     """Before CUDA's first use. Otherwise what lives on (gradients, moments) is put into the block that a micro-step's logits have
     left, by far the largest, and the next micro-step needs another: GPT-2 124M at 200 x 1,024 tokens then does not fit in 80 GB,
     of which it uses 69. What the user has set for the allocator stays."""
@@ -139,7 +139,7 @@ def keep_large_blocks_whole() -> None:
         os.environ["PYTORCH_ALLOC_CONF"] = "max_split_size_mb:2048"
 
 
-def keep_freed_memory() -> None:
+def tune_malloc() -> None:
     """glibc gives large freed blocks back to the kernel and has them zeroed page by page at the next step; on a CPU that
     costs more than any kernel here, since the logits alone take hundreds of megabytes. This makes it keep them."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
@@ -159,7 +159,7 @@ def compile_model(config, model, process) -> Callable:
     """The model for evaluation: compiled where that works. It shares its weights with `model`, through which samples and
     HellaSwag go with their changing shapes."""
     if config.compile or (config.compile is None and process.device.startswith("cuda")):
-        if not (reason := can_compile(process.device)):
+        if not (reason := compile_error(process.device)):
             if config.window and config.attention == "auto" and process.device.startswith("cuda"):
                 try:
                     check_attention("flex", process.device, getattr(torch, config.dtype), config.n_embd // config.n_head,

@@ -17,10 +17,10 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from runtime.cli import RunError, UserError, one_line
-from runtime.device import choose_device, keep_freed_memory, keep_large_blocks_whole
+from runtime.cli import RunError, UserError, print_error
+from runtime.device import choose_device, tune_malloc, tune_cuda_allocator
 
-WAIT = timedelta(minutes=30)    # for the other processes: the master may have weights to download first
+DIST_TIMEOUT = timedelta(minutes=30)    # for the other processes: the master may have weights to download first
 
 
 @dataclass
@@ -32,7 +32,7 @@ class Process:
     restarted: bool = False             # by torchrun --max_restarts
     done: threading.Event = field(default_factory=threading.Event)
     watch: threading.Thread | None = None
-    told: bool = False                  # another process has failed, and said why
+    failure_reported: bool = False                  # another process has failed, and said why
 
     @property
     def is_master(self):
@@ -64,7 +64,7 @@ class Process:
             dist.all_gather_object(values, value)
         return values
 
-    def together(self, function, *args):
+    def on_all_ranks(self, function, *args):
         """function(*args) on every process; where it fails on any, it fails on all, with the same message."""
         result = failure = None
         try:
@@ -82,19 +82,19 @@ class Process:
         error.agreed = True
         return error
 
-    def master_first(self, function, *args):
+    def rank0_first(self, function, *args):
         """function(*args), on the master first (it fills caches), then on the others."""
-        result = self.together(lambda: function(*args) if self.is_master else None)
-        return self.together(lambda: result if self.is_master else function(*args))
+        result = self.on_all_ranks(lambda: function(*args) if self.is_master else None)
+        return self.on_all_ranks(lambda: result if self.is_master else function(*args))
 
-    def check_same(self, what, value):
+    def require_same(self, what, value):
         values = self.gather(value)
         other = next((rank for rank in range(self.world_size) if values[rank] != values[0]), None)
         if other is not None:
             raise self.agreed(UserError(f"process {other} has another {what} than process 0: give every machine the same"))
 
     @contextmanager
-    def failing_as_one(self):
+    def abort_all_on_error(self):
         """Around all that one process among several does: one that fails ends the others within seconds, and one line says
         why. Whoever failed by itself speaks before those that only lost it, and the master before the others."""
         if self.world_size == 1:
@@ -105,7 +105,7 @@ class Process:
         except Exception as error:
             known, lost = isinstance(error, (UserError, RunError)), re.search("gloo|NCCL|Connection", str(error))
             time.sleep((not self.is_master) + (3 if lost and not known else 0))
-            agreed, first = getattr(error, "agreed", False), not self.told
+            agreed, first = getattr(error, "agreed", False), not self.failure_reported
             with suppress(RuntimeError):        # the store is gone with the machine that held it
                 first = self.is_master if agreed else self.store.add("failed", 1) == 1
                 if agreed and not first:        # torchrun ends the master when we leave
@@ -113,7 +113,7 @@ class Process:
             if first and (known or lost):
                 text = str(error) if known else ("another process was killed, or its machine lost; the checkpoints are whole, "
                                                  f"and the same command goes on from the newest ({str(error)[:120]})")
-                one_line(text if self.is_master else f"process {self.rank}: {text}")
+                print_error(text if self.is_master else f"process {self.rank}: {text}")
             elif first:
                 traceback.print_exc()
             if first:
@@ -126,19 +126,19 @@ class Process:
             self.done.set()
             self.watch.join()       # inside the store when the interpreter goes down, it would abort the process
 
-    def leave_with_the_others(self, torchrun):
+    def watch_peers(self, torchrun):
         """On a thread, because a process that waits for a lost one inside a collective hears nothing else."""
         while not self.done.wait(1):
             try:
-                self.told = self.store is not None and self.store.add("failed", 0) > 0
-                gone = self.told or os.getppid() != torchrun
+                self.failure_reported = self.store is not None and self.store.add("failed", 0) > 0
+                gone = self.failure_reported or os.getppid() != torchrun
             except RuntimeError:                # the machine that held the store is gone
                 gone = True
             if gone and not self.done.wait(10):         # a checkpoint may just be written
                 os._exit(1)
 
 
-def leave(code: int) -> NoReturn:
+def hard_exit(code: int) -> NoReturn:
     """Ends one of several processes without Python's finalization, in which a thread of gloo's that lets go of its last tensor
     waits for the interpreter's lock, is ended there, and takes the process with it: SIGABRT after all was done (pytorch issue
     190489). What is registered to be done at the end (wandb's upload) is done."""
@@ -148,9 +148,9 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def setup_process(config, keep_memory: bool = True) -> Process:
+def setup_process(config, tune_memory: bool = True) -> Process:
     """Joins torchrun's process group if there is one; nccl on CUDA, gloo elsewhere."""
-    keep_large_blocks_whole()
+    tune_cuda_allocator()
     device = choose_device(config.device)
     if device == "cuda":                                # set_device wants an index
         device = choose_device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}")       # refuses more processes than GPUs
@@ -158,20 +158,20 @@ def setup_process(config, keep_memory: bool = True) -> Process:
         torch.cuda.set_device(device)
         # "high" alone; the newer fp32_precision settings beside it break torch.compile
         torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
-    if device == "cpu" and keep_memory:
-        keep_freed_memory()
+    if device == "cpu" and tune_memory:
+        tune_malloc()
     process = Process(device=device)
     if os.environ.get("WORLD_SIZE", "1") == "1":
         return process
-    process.watch = threading.Thread(target=process.leave_with_the_others, args=(os.getppid(),), daemon=True)
+    process.watch = threading.Thread(target=process.watch_peers, args=(os.getppid(),), daemon=True)
     process.watch.start()
     try:
-        store, rank, world_size = next(dist.rendezvous("env://", timeout=WAIT))
+        store, rank, world_size = next(dist.rendezvous("env://", timeout=DIST_TIMEOUT))
     except (ValueError, RuntimeError) as error:
         raise UserError(f"WORLD_SIZE is set, and the other processes cannot be found ({error}): start by torchrun") from None
     process.restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" or store.add("begun", 1) > world_size
     process.rank, process.world_size, process.store = rank, world_size, fresh_store(store, rank, world_size)
-    dist.init_process_group("nccl" if device.startswith("cuda") else "gloo", rank=rank, world_size=world_size, timeout=WAIT,
+    dist.init_process_group("nccl" if device.startswith("cuda") else "gloo", rank=rank, world_size=world_size, timeout=DIST_TIMEOUT,
                             store=dist.PrefixStore("group", process.store))
     return process
 

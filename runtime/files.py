@@ -18,7 +18,7 @@ try:
 except ImportError:             # Windows
     fcntl = None
 
-PATIENCE = 20                   # seconds: a run that was just ended may still be saving
+LOCK_TIMEOUT = 20                   # seconds: a run that was just ended may still be saving
 
 
 def replace_file(path: str | Path, write: Callable[[BinaryIO], object]) -> None:
@@ -46,7 +46,7 @@ def replace_file(path: str | Path, write: Callable[[BinaryIO], object]) -> None:
         os.close(folder)
 
 
-def sample_of(values: np.ndarray) -> np.ndarray:
+def fingerprint_blocks(values: np.ndarray) -> np.ndarray:
     """A 1-D array of up to 8 million values as it is; of a longer one (FineWeb's shards have 100 million) 8 evenly spaced
     blocks of 131,072 values, the first and the last among them."""
     if len(values) <= 1 << 23:
@@ -55,12 +55,12 @@ def sample_of(values: np.ndarray) -> np.ndarray:
 
 
 def digest(values: np.ndarray) -> str:
-    """16 hexadecimal digits of the SHA-256 of sample_of(values): another file, or an earlier one, has others."""
-    return hashlib.sha256(np.ascontiguousarray(sample_of(values))).hexdigest()[:16]
+    """16 hexadecimal digits of the SHA-256 of fingerprint_blocks(values): another file, or an earlier one, has others."""
+    return hashlib.sha256(np.ascontiguousarray(fingerprint_blocks(values))).hexdigest()[:16]
 
 
 @contextmanager
-def the_only_run_in(out, process):
+def output_lock(out, process):
     """Locks the output folder for as long as this process lives, however it ends: two runs would write over each other.
     A folder that is made for it goes again if nothing was written."""
     if not process.is_master:
@@ -76,7 +76,7 @@ def the_only_run_in(out, process):
     except OSError as error:
         raise UserError(f"--out {out} cannot be written ({error.strerror}): choose another folder") from None
     try:
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + LOCK_TIMEOUT
         while fcntl:
             try:
                 fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -6,7 +6,7 @@ from torch import Tensor
 from runtime.tokenizer import VOCAB_SIZE, encode, tokenizer
 
 
-class Cache:
+class KVCache:
     """What generation keeps: `tokens` (B, t) so far, None before the first, and each block's [keys, values] (B, nh, t, hs)."""
 
     def __init__(self, n_layer):

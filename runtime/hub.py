@@ -5,12 +5,12 @@ import os
 import time
 from pathlib import Path
 
-from runtime.cli import RunError, UserError, _brief, one_line
+from runtime.cli import RunError, UserError, brief_error, print_error
 
 RETRIES = 8                     # waits of 1, 2, 4 ... 128 s: about four minutes without the network
 # the disk's and HTTP's errors that no waiting mends
-HOPELESS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS, errno.EISDIR, 401, 403, 404}
-OPENAIS = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")           # names that stand there without their owner
+NOT_WORTH_RETRYING = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS, errno.EISDIR, 401, 403, 404}
+OPENAI_NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")           # names that stand there without their owner
 
 
 def reach_hub() -> bool:
@@ -42,24 +42,24 @@ def fetch_file(repo: str, path: Path) -> None:
             return
         except Exception as error:                # the network's errors are of many libraries' classes
             code = getattr(error, "errno", None) or getattr(getattr(error, "response", None), "status_code", None)
-            if failures == RETRIES or code in HOPELESS:
+            if failures == RETRIES or code in NOT_WORTH_RETRYING:
                 raise RunError(f"cannot fetch {path} from the Hugging Face hub, {repo}: {error}. Run the same command again "
                                f"to go on, or give text of your own by --input") from None
-            one_line(f"{repo}: {error}; trying again in {2 ** failures} s")
+            print_error(f"{repo}: {error}; trying again in {2 ** failures} s")
             time.sleep(2 ** failures)
 
 
 def download_model(name: str) -> Path:
     """Folder of the hub's config.json and model.safetensors of `name`, from huggingface_hub's cache where it can."""
-    repo = f"openai-community/{name}" if name in OPENAIS else name
+    repo = f"openai-community/{name}" if name in OPENAI_NAMES else name
     try:
         if "/" not in repo:
-            raise ValueError(f"names there have an owner, but for {', '.join(OPENAIS)}")
+            raise ValueError(f"names there have an owner, but for {', '.join(OPENAI_NAMES)}")
         reach_hub()
         from huggingface_hub import hf_hub_download
         hf_hub_download(repo, "model.safetensors")
         return Path(hf_hub_download(repo, "config.json")).parent
     except Exception as error:      # the network's errors are of many libraries' classes
         raise UserError(f"{name} is neither a file or folder here nor to be had from the Hugging Face hub "
-                        f"({_brief(error)}): check the name and the connection, "
+                        f"({brief_error(error)}): check the name and the connection, "
                         f"or give the path of a checkpoint") from None

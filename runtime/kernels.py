@@ -26,7 +26,7 @@ SDPA_KERNELS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
 }
 ATTENTION = ("auto", "naive", *SDPA_KERNELS, "flex")
-NAIVE_UP_TO = 512       # tokens: half the time of SDPA's CPU kernel there (bench.py attention); beyond, memory counts for more
+NAIVE_MAX_LENGTH = 512       # tokens: half the time of SDPA's CPU kernel there (bench.py attention); beyond, memory counts for more
 
 
 def matmul_dtype(x: Tensor) -> torch.dtype:
@@ -45,7 +45,7 @@ def compiled_flex() -> Callable:
 def attention(q: Tensor, k: Tensor, v: Tensor, kernel: str = "auto", mask: Tensor | BlockMask | None = None) -> Tensor:
     """softmax(q k^T / sqrt(hs)) v. q: (B, nh, T, hs), k, v: (B, nh, S, hs) -> (B, nh, T, hs).
 
-    Vaswani et al. 2017, eq. 1 (arXiv:1706.03762). `mask`: what a token looks at, as look_back gives it; without one, and with
+    Vaswani et al. 2017, eq. 1 (arXiv:1706.03762). `mask`: what a token looks at, as document_window_mask gives it; without one, and with
     T = S, what came before. `kernel`: 'naive' writes the (T, S) matrix out; 'math', 'efficient', 'flash' (arXiv:2307.08691)
     and 'cudnn' pin that SDPA kernel; 'flex' needs a mask of its own kind; 'auto' lets torch choose, but for short sequences
     in bfloat16 on a CPU, where the formula is the faster one.
@@ -56,7 +56,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, kernel: str = "auto", mask: Tenso
         flex = compiled_flex() if q.is_cuda and not torch.compiler.is_compiling() else flex_attention
         return flex(q, k, v, block_mask=mask)
     is_causal = mask is None and T == S
-    if kernel == "naive" or kernel == "auto" and q.device.type == "cpu" and q.dtype == torch.bfloat16 and S <= NAIVE_UP_TO:
+    if kernel == "naive" or kernel == "auto" and q.device.type == "cpu" and q.dtype == torch.bfloat16 and S <= NAIVE_MAX_LENGTH:
         att = (q / math.sqrt(q.size(-1))) @ k.transpose(-2, -1)                 # (B, nh, T, S)
         if is_causal:
             att = att + torch.full((T, T), float("-inf"), dtype=q.dtype, device=q.device).triu(1)
@@ -67,7 +67,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, kernel: str = "auto", mask: Tenso
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal)
 
 
-def look_back(tokens: Tensor, T: int, window: Tensor, as_blocks: bool = False) -> Tensor | BlockMask:
+def document_window_mask(tokens: Tensor, T: int, window: Tensor, as_blocks: bool = False) -> Tensor | BlockMask:
     """Which of all S `tokens` (B, S) each of the last T looks at: those of its own document (an <|endoftext|> begins one) among
     itself and the `window` - 1 before it; `window`: int64 (). A bool (B, 1, T, S), or as_blocks FlexAttention's BlockMask
     (arXiv:2412.05496), which leaves out whole blocks of 128 x 128: then the time grows with T window instead of T^2."""
@@ -93,7 +93,7 @@ def check_attention(kernel: str, device: str, dtype: torch.dtype, head_dim: int,
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            attention(q, q, q, kernel, look_back(tokens, 128, window, kernel == "flex") if masked else None).sum().backward()
+            attention(q, q, q, kernel, document_window_mask(tokens, 128, window, kernel == "flex") if masked else None).sum().backward()
         except Exception as error:              # torch's of every kind, the compiler's for flex
             reasons = [str(w.message).split(" (Triggered")[0] for w in caught] or [str(error).strip().split("\n")[0][:200]]
             raise UserError(f"--attention {kernel} cannot run on {device} in {str(dtype)[6:]} with heads of {head_dim}"
@@ -201,6 +201,6 @@ class Linear(nn.Linear):
         return LinearFunction.apply(x, self.weight, self.bias) if torch.is_grad_enabled() else super().forward(x)
 
 
-def recomputed(f: Callable, x: Tensor) -> Tensor:
+def recompute_in_backward(f: Callable, x: Tensor) -> Tensor:
     """f(x), pointwise. A compiled backward computes it anew from x, in the kernel of f's derivative, instead of keeping it."""
     return checkpoint(f, x, use_reentrant=False) if torch.compiler.is_compiling() else f(x)

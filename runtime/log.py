@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from runtime.checkpoint import checkpoints, set_aside
+from runtime.checkpoint import checkpoints, archive_checkpoints
 from runtime.cli import RunError, UserError
 from runtime.dataloader import TokenLoader
 from runtime.device import peak_flops
@@ -69,7 +69,7 @@ def open_output(config, path: Path | None, step: int, process: Process) -> Log |
     if not process.is_master:
         return None
     try:
-        if folder := set_aside(config, path, step):
+        if folder := archive_checkpoints(config, path, step):
             process.print0(f"checkpoints of another run, or later than the one to go on from, are now in {folder}")
         for stale in Path(config.out).glob("*.tmp"):
             stale.unlink()
@@ -185,7 +185,7 @@ def print_header(config, model, compiled: Callable, loader: TokenLoader, process
     process.print0(f"{config.recipe}: {sum(p.numel() for p in model.parameters()):,} parameters ({config.n_layer} layers, "
                    f"{config.n_head} heads, width {config.n_embd}, vocabulary {config.vocab_size}"
                    f"{f', window {config.window} inside documents' if config.window else ''})")
-    tokens, epoch = config.max_steps * config.total_batch_size, loader.windows.total * loader.windows.T
+    tokens, epoch = config.max_steps * config.total_batch_size, loader.dataset.total * loader.dataset.T
     process.print0(f"{config.total_batch_size:,} tokens a step = {loader.B} x {config.sequence_length} x {loader.micro_steps} "
                    f"micro-step(s) x {process.world_size} process(es); {config.max_steps:,} steps = {tokens:,} tokens = "
                    f"{tokens / epoch:.2f} epochs")
@@ -193,7 +193,7 @@ def print_header(config, model, compiled: Callable, loader: TokenLoader, process
         process.print0(f"note: the warm-up of {config.warmup_steps} steps is longer than the run")
 
 
-def last_words(run, signals: StopSignals) -> int:
+def print_summary(run, signals: StopSignals) -> int:
     """Prints how the run ended and where everything is; returns its exit code."""
     config, state, process = run.config, run.state, run.process
     if run.reporter.stop:

@@ -8,10 +8,10 @@ from runtime.log import read_log
 from runtime.tokenizer import VOCAB_SIZE
 
 # GPT-2 124M by others: llm.c's run on FineWeb's validation set (its discussion 481), and OpenAI's weights on HellaSwag
-PUBLISHED = {"val": (3.29, "GPT-2 124M on FineWeb, llm.c: 3.29"), "hella": (0.2955, "OpenAI's GPT-2 124M: 0.2955")}
+BASELINES = {"val": (3.29, "GPT-2 124M on FineWeb, llm.c: 3.29"), "hella": (0.2955, "OpenAI's GPT-2 124M: 0.2955")}
 
 
-def draw_log(config) -> None:
+def plot_log(config) -> None:
     """OUT/loss.png: the losses of log.txt against tokens, and HellaSwag, beside what is published of GPT-2 124M."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import ScalarFormatter
@@ -27,8 +27,8 @@ def draw_log(config) -> None:
         if points[kind]:
             panel.plot(*zip(*points[kind], strict=True), color=colour, label=label, linewidth=0.8 if kind == "train" else 1.8,
                        marker=None if kind == "train" else "o", markersize=3)
-            if kind in PUBLISHED and config.vocab_size >= VOCAB_SIZE:
-                panel.axhline(PUBLISHED[kind][0], color="#c0392b", linestyle="--", linewidth=1, label=PUBLISHED[kind][1])
+            if kind in BASELINES and config.vocab_size >= VOCAB_SIZE:
+                panel.axhline(BASELINES[kind][0], color="#c0392b", linestyle="--", linewidth=1, label=BASELINES[kind][1])
     for panel in panels:
         panel.set_xscale("log")
         panel.set_xlabel("tokens")
@@ -42,7 +42,7 @@ def draw_log(config) -> None:
     replace_file(Path(config.out) / "loss.png", lambda file: figure.savefig(file, format="png", dpi=110))
 
 
-class Painter:
+class LossPlotter:
     """Has OUT/loss.png drawn on a thread: half a second at each evaluation, in which all processes would wait for the master."""
 
     def __init__(self, config, process):
@@ -51,7 +51,7 @@ class Painter:
 
     def draw(self):
         """On the master. A picture that is asked for and not begun gives way to the new one, which shows what it would have."""
-        self.pending = [*(picture for picture in self.pending if not picture.cancel()), self.thread.submit(draw_log, self.config)]
+        self.pending = [*(picture for picture in self.pending if not picture.cancel()), self.thread.submit(plot_log, self.config)]
 
     def finish(self, wait=True):
         """Waits for the pictures, or with wait=False only looks. One that could not be drawn is a warning."""

@@ -14,10 +14,10 @@ from pathlib import Path
 from runtime.cli import RunError, UserError
 from runtime.hub import RETRIES, need_hub
 
-MARK_EVERY = 1000               # documents between two states of a stream
+CURSOR_EVERY = 1000               # documents between two states of a stream
 BYTES_PER_TOKEN = 4.2           # English text under GPT-2's BPE; only for estimates and progress bars
 MAX_DOCUMENT = 10**9            # characters held at once: a few kilobytes of .gz or .zst unpack to a line without an end
-PACKING = {".gz": 3, ".zst": 3, ".parquet": 2}   # about how many bytes of text a byte of the file holds
+COMPRESSION = {".gz": 3, ".zst": 3, ".parquet": 2}   # about how many bytes of text a byte of the file holds
 LAST_CUT = re.compile(r".*\S(?=[ \n\r])", re.DOTALL)
 
 
@@ -25,7 +25,7 @@ class HubSource:
     """A dataset of the Hugging Face hub, streamed: what is read is not stored a second time on disk."""
 
     def __init__(self, repo, name):
-        self.repo, self.name, self.marks = repo, name, deque()
+        self.repo, self.name, self.cursors = repo, name, deque()
         self.description, self.expected = {"repo": repo, "name": name}, int(re.findall(r"\d+", name)[0]) * 10**9
 
     def units(self, start=0, mark=None):
@@ -45,9 +45,9 @@ class HubSource:
                     if unit > start:
                         yield document["text"], True
                         start, failures = unit, 0
-                    if unit % MARK_EVERY == 0 and hasattr(stream, "state_dict"):
+                    if unit % CURSOR_EVERY == 0 and hasattr(stream, "state_dict"):
                         mark = unit, stream.state_dict()
-                        self.marks.append(mark)
+                        self.cursors.append(mark)
                 return
             except UserError:
                 raise
@@ -64,7 +64,7 @@ class LocalSource:
     """Files on disk: .txt (one document a file), .jsonl and .parquet (field `text`), also .gz and .zst."""
 
     def __init__(self, patterns):
-        self.paths, self.readers, self.marks = [], [], deque()
+        self.paths, self.readers, self.cursors = [], [], deque()
         self.description, self.expected = {"files": []}, 0        # what is read, and about how many tokens it holds
         for pattern in patterns:
             every = os.path.join(pattern, "*") if os.path.isdir(pattern) else pattern
@@ -86,7 +86,7 @@ class LocalSource:
             except OSError as error:
                 raise UserError(f"--input {path} cannot be read: {error.strerror}") from None
             self.description["files"].append({"name": path.name, "bytes": size, "sha256_of_ends": ends})
-            self.expected += int(size * PACKING.get(path.suffix, 1) / BYTES_PER_TOKEN)
+            self.expected += int(size * COMPRESSION.get(path.suffix, 1) / BYTES_PER_TOKEN)
 
     def units(self, start=0, mark=None):
         mark = mark or (0, 0)
@@ -94,7 +94,7 @@ class LocalSource:
             raise UserError("the manifest.json of an earlier run is damaged: choose another --out")
         unit, first_file = mark
         for i in range(first_file, len(self.paths)):
-            self.marks.append((unit, i))
+            self.cursors.append((unit, i))
             try:
                 for item in self.readers[i](self.paths[i]):
                     unit += 1

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from runtime.cli import FlagParser, UserError, _brief, shown
+from runtime.cli import FlagParser, UserError, brief_error, safe_repr
 from runtime.files import replace_file
 from runtime.hub import download_model
 from runtime.tokenizer import EOT, VOCAB_SIZE, checked_asset
@@ -23,7 +23,7 @@ def _is_conv1d(name):
     return name.endswith(("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight"))
 
 
-def is_plain(tensor: object) -> bool:
+def is_dense_float(tensor: object) -> bool:
     """Dense floats that are all in the file (an expanded tensor has any shape and holds one number)."""
     return (torch.is_tensor(tensor) and tensor.layout == torch.strided and tensor.device.type == "cpu"
             and tensor.is_floating_point()
@@ -43,7 +43,7 @@ def _canonical(state_dict):
         if not name.endswith((".attn.bias", ".attn.masked_bias")):
             out[name] = tensor
     if not any(name.endswith(".bias") for name in out):                         # nanoGPT's bias=False
-        for name in [n for n, t in out.items() if (".h." in n or ".ln_f." in n) and is_plain(t) and t.dim()]:
+        for name in [n for n, t in out.items() if (".h." in n or ".ln_f." in n) and is_dense_float(t) and t.dim()]:
             out[name.removesuffix("weight") + "bias"] = torch.zeros(out[name].size(0))
     if "transformer.wte.weight" in out:
         out.setdefault("lm_head.weight", out["transformer.wte.weight"])
@@ -60,9 +60,9 @@ def build_model(cls: type, config, state_dict: dict):
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if field.type in ("int", int) and not (type(value) is int and (field.name != "window") <= value < 2**24):
-            raise UserError(f"its config says {field.name} = {shown(value)}")
+            raise UserError(f"its config says {field.name} = {safe_repr(value)}")
     if getattr(config, "gelu", "tanh") not in ("tanh", "none"):
-        raise UserError(f"its config says gelu = {shown(config.gelu)}")
+        raise UserError(f"its config says gelu = {safe_repr(config.gelu)}")
     if config.n_embd % config.n_head:
         raise UserError(f"its config says {config.n_head} heads for n_embd {config.n_embd}")
     if config.n_layer > len(state_dict):
@@ -75,7 +75,7 @@ def build_model(cls: type, config, state_dict: dict):
     for name in state_dict.keys() - expected.keys():
         raise UserError(f"the tensor {name[:80]} does not belong to a {cls.__name__}")
     for name, tensor in state_dict.items():
-        if not is_plain(tensor):
+        if not is_dense_float(tensor):
             raise UserError(f"{name} is not a plain tensor of floats")
         if tensor.shape != expected[name].shape:
             raise UserError(f"{name} is {tuple(tensor.shape)} where the config needs {tuple(expected[name].shape)}")
@@ -99,11 +99,11 @@ def from_huggingface(source, GPT, GPTConfig):
         if "auto_map" in config:
             raise UserError("its config.json names code of its own (auto_map), which is never run here")
         if config.get("model_type") != "gpt2":
-            raise UserError(f"its config.json says model_type {shown(config.get('model_type'))!r} instead of 'gpt2'")
+            raise UserError(f"its config.json says model_type {safe_repr(config.get('model_type'))!r} instead of 'gpt2'")
         for key, value in (("layer_norm_epsilon", 1e-5), ("scale_attn_weights", True), ("tie_word_embeddings", True),
                            ("scale_attn_by_inverse_layer_idx", False), ("add_cross_attention", False)):
             if config.get(key, value) != value:
-                raise UserError(f"its config.json says {key} = {shown(config[key])}, which this GPT does not do")
+                raise UserError(f"its config.json says {key} = {safe_repr(config[key])}, which this GPT does not do")
         gelu = {"gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu": "none"}.get(
             config.get("activation_function", "gelu_new"))
         if gelu is None or config.get("n_inner") not in (None, 4 * config["n_embd"]):
@@ -114,7 +114,7 @@ def from_huggingface(source, GPT, GPTConfig):
     except UserError as error:
         raise UserError(f"{source} is not a GPT-2 in the Hugging Face format: {error}") from None
     except Exception as error:      # whatever a damaged or foreign file makes the readers raise
-        raise UserError(f"{source} is not a GPT-2 in the Hugging Face format ({_brief(error)})") from None
+        raise UserError(f"{source} is not a GPT-2 in the Hugging Face format ({brief_error(error)})") from None
 
 
 def _folder_weights(folder):
@@ -165,7 +165,7 @@ def read_checkpoint(path: str | Path) -> dict:
         checkpoint = _load_pickle(path)
     except Exception as error:      # whatever a damaged or hostile file makes the unpickler raise
         raise UserError(f"{path} cannot be read as a checkpoint: it was cut off, or holds more than tensors "
-                        f"and plain values ({_brief(error)}); copy it again") from None
+                        f"and plain values ({brief_error(error)}); copy it again") from None
     if not isinstance(checkpoint, dict):
         raise UserError(f"{path} holds a {type(checkpoint).__name__} instead of a checkpoint's dict")
     return checkpoint
@@ -179,7 +179,7 @@ def model_from_checkpoint(checkpoint: dict, path: str | Path, MODELS: dict):
         if "model_config" in checkpoint:
             recipe = checkpoint.get("recipe")
             if not isinstance(recipe, str) or recipe not in MODELS:
-                raise UserError(f"its recipe {shown(recipe)!r} is unknown here")
+                raise UserError(f"its recipe {safe_repr(recipe)!r} is unknown here")
             cls, config_cls = MODELS[recipe]
             config = checkpoint["model_config"]
         elif "model_args" in checkpoint:                                        # nanoGPT
@@ -197,7 +197,7 @@ def model_from_checkpoint(checkpoint: dict, path: str | Path, MODELS: dict):
     except UserError as error:
         raise UserError(f"{path} is not a checkpoint that this project reads: {error}") from None
     except Exception as error:      # whatever a damaged or hostile file still makes torch raise
-        raise UserError(f"{path} is not a checkpoint that this project reads ({_brief(error)})") from None
+        raise UserError(f"{path} is not a checkpoint that this project reads ({brief_error(error)})") from None
 
 
 def save_huggingface(model, folder: str | Path) -> None:

@@ -21,7 +21,7 @@ def memory_is_given_back():
     """What a command does to its own process for good would reach the tests after it, some of which measure memory."""
     from runtime import distributed
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(distributed, "keep_freed_memory", lambda: None)
+        patch.setattr(distributed, "tune_malloc", lambda: None)
         yield
 
 

@@ -12,8 +12,8 @@ import pytest
 
 from bench import rungs
 from runtime import ablation, benchmark
-from runtime.ablation import IDEAS, validation_curve, with_line
-from runtime.benchmark import GB, Setting, in_own_process, largest_fit, measure, median_ms
+from runtime.ablation import ABLATIONS, validation_curve, ablated_source
+from runtime.benchmark import GB, Setting, run_in_subprocess, largest_fit, measure, median_ms
 from runtime.cli import run_command
 from runtime.shards import write_shard
 import bench
@@ -63,7 +63,7 @@ def test_settings_are_measured_in_turn_and_their_numbers_kept_apart(monkeypatch)
     def measured(s):
         asked.append(s.B)
         return {"seconds": [s.B + len(asked)], "memory": 10 - len(asked)} if s.B < 3 else {"failed": "out of memory"}
-    monkeypatch.setattr(benchmark, "in_own_process", measured)
+    monkeypatch.setattr(benchmark, "run_in_subprocess", measured)
     one, two, three = measure([Setting(B=1), Setting(B=2), Setting(B=3)], 2)
     assert asked == [1, 2, 3, 1, 2]
     assert one == {"seconds": [2, 5], "memory": 9} and two["seconds"] == [4, 7] and three == {"failed": "out of memory"}
@@ -76,8 +76,8 @@ def test_the_largest_micro_batch_follows_from_two_measured_ones():
 
 
 def test_a_line_that_ran_out_of_memory_says_so_and_does_not_end_the_table(monkeypatch, capsys):
-    good = {"seconds": [0.5], "memory": 2e9, "begun": 1.0, "flops_per_token": 1e9, "peak_flops": None}
-    monkeypatch.setattr(benchmark, "in_own_process",
+    good = {"seconds": [0.5], "memory": 2e9, "warmup_seconds": 1.0, "flops_per_token": 1e9, "peak_flops": None}
+    monkeypatch.setattr(benchmark, "run_in_subprocess",
                         lambda s: {"failed": "out of memory"} if s.dtype == "float32" else dict(good))
     bench.main(["ladder", "--dtype", "bfloat16", "--device", "cpu", "--turns", "1"])
     out = capsys.readouterr().out
@@ -98,19 +98,19 @@ def limited(*args):
         time.sleep(1000)
     used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + 200_000_000, -1))
-    return seconds_of(*args)
-seconds_of, bench.seconds_of = bench.seconds_of, limited
+    return time_steps(*args)
+time_steps, bench.time_steps = bench.time_steps, limited
 bench.main()
 """)
     monkeypatch.setattr(benchmark, "BENCH", tmp_path / "bench.py")
     monkeypatch.setattr(subprocess, "run", functools.partial(subprocess.run, timeout=250))
     setting = Setting(size="small", B=8, T=1024, dtype="float32", steps=1, warmup=1, processes=2)
-    assert in_own_process(setting) == {"failed": "out of memory"}
+    assert run_in_subprocess(setting) == {"failed": "out of memory"}
 
 
 def test_scaling_goes_on_past_a_line_that_failed(monkeypatch, capsys):
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
-    monkeypatch.setattr(benchmark, "in_own_process", lambda s: {"failed": "no room"} if s.processes < 2 else {"seconds": [0.5]})
+    monkeypatch.setattr(benchmark, "run_in_subprocess", lambda s: {"failed": "no room"} if s.processes < 2 else {"seconds": [0.5]})
     bench.main(["scaling", "--device", "cpu", "--turns", "1", "--batch_size", "1", "--sequence_length", "10"])
     rows = [line.replace(" ", "").split("|")[1:-1] for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
     assert rows[2:5] == [["1:noroom", "", "", "", ""], ["2", "20", "500", "40.00", "n/a"], ["4", "40", "500", "80.00", "n/a"]]
@@ -164,13 +164,13 @@ def test_a_mistake_is_told_in_one_line(flags, says, capsys):
 @pytest.mark.skipif(os.name == "nt", reason="reads /proc")
 def test_made_up_examples_have_hellaswags_form():
     import hellaswag
-    examples = bench.made_up_examples(5)
+    examples = bench.synthetic_examples(5)
     assert [hellaswag._checked(example, "here") for example in examples] == examples
 
 
 def test_each_idea_is_one_line_of_the_code():
-    for idea in IDEAS:
-        file, text = with_line(idea)
+    for idea in ABLATIONS:
+        file, text = ablated_source(idea)
         compile(text, file, "exec")
         assert text != (ROOT / file).read_text()
 
@@ -206,7 +206,7 @@ def test_recipes_table_compares_the_best_rate_with_speedrun_after_a_third(monkey
     assert [row["recipe"] for row in rows[:5]] == ["gpt2, --max_lr 0.001", "gpt2, --max_lr 0.002 (the best)",
                                                    "gpt2, --max_lr 0.004", "speedrun, 8 steps", "speedrun, 24 steps"]
     brings = {row["speedrun without"]: row["the idea brings"] for row in rows[5:]}
-    assert brings.keys() == IDEAS.keys() and brings["softcap"] == "+0.200" and brings["value residual"] == "+0.000"
+    assert brings.keys() == ABLATIONS.keys() and brings["softcap"] == "+0.200" and brings["value residual"] == "+0.000"
     assert brings["QK-norm"] == "+nan"
     assert (tmp_path / "r.png").read_bytes()[:4] == b"\x89PNG"
 

@@ -24,9 +24,9 @@ import tiktoken
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from runtime.cli import RunError, UserError, whole_number
-from runtime.dataloader import TokenLoader, Windows, stable_permutation
-from runtime.files import digest, replace_file, sample_of
+from runtime.cli import RunError, UserError, parse_int
+from runtime.dataloader import TokenLoader, TokenDataset, stable_permutation
+from runtime.files import digest, replace_file, fingerprint_blocks
 from runtime.hub import RETRIES
 from runtime.shards import list_shards, open_shard, read_shard, write_shard
 from runtime.sources import HubSource, LocalSource, read_txt
@@ -474,7 +474,7 @@ def hub(monkeypatch, tmp_path):
     import datasets
     waits, calls = [], []
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(runtime.sources, "MARK_EVERY", 10)
+    monkeypatch.setattr(runtime.sources, "CURSOR_EVERY", 10)
     for module in runtime.hub, runtime.sources:
         monkeypatch.setattr(module, "time", Clock(waits))
     monkeypatch.setattr(runtime.hub, "reach_hub", lambda: True)
@@ -608,7 +608,7 @@ def test_pretokenized_fetches_the_validation_and_n_training_shards_that_the_load
     assert out.endswith("next: python train_gpt2.py --data fineweb10B\n")
     folder = tmp_path / "fineweb10B"
     assert [path.name for path in list_shards(folder, "val")] == [VAL]
-    rows = Windows(list_shards(folder, "train"), 10, vocab_size=50257).read(0, 300)
+    rows = TokenDataset(list_shards(folder, "train"), 10, vocab_size=50257).read(0, 300)
     assert rows[:, 0].tolist() == [1] * 100 + [2] * 100 + [3] * 100
 
 
@@ -787,7 +787,7 @@ def starts_of(shards, T):
 @given(loaders(), st.integers(0, 3))
 def test_every_window_comes_exactly_once_an_epoch(loader, epoch):
     shards, T, seed, shuffle = loader
-    windows = Windows(shards, T, seed, shuffle)
+    windows = TokenDataset(shards, T, seed, shuffle)
     rows = windows.read(epoch * windows.total, windows.total)
     assert rows.dtype == np.uint16 and (rows == rows[:, :1] + np.arange(T + 1)).all()        # T + 1 tokens on end
     assert sorted(rows[:, 0].tolist()) == starts_of(shards, T)
@@ -800,10 +800,10 @@ def test_every_window_comes_exactly_once_an_epoch(loader, epoch):
 def test_a_steps_global_batch_is_the_same_for_any_processes_and_micro_batch(loader, B, world_size, micro_steps, step, data):
     shards, T, seed, shuffle = loader
     N = B * world_size * micro_steps
-    want = Windows(shards, T, seed, shuffle).read(step * N, N)
+    want = TokenDataset(shards, T, seed, shuffle).read(step * N, N)
     other = data.draw(st.sampled_from([(b, w) for b in range(1, N + 1) for w in range(1, N + 1) if N % (b * w) == 0]))
     for b, w in ((B, world_size), other):
-        ranks = [TokenLoader(Windows(shards, T, seed, shuffle), N * T, b, rank, w) for rank in range(w)]
+        ranks = [TokenLoader(TokenDataset(shards, T, seed, shuffle), N * T, b, rank, w) for rank in range(w)]
         rows = [ranks[rank].rows(step, m) for m in range(N // b // w) for rank in range(w)]
         assert np.concatenate(rows).tolist() == want.tolist()
 
@@ -811,7 +811,7 @@ def test_a_steps_global_batch_is_the_same_for_any_processes_and_micro_batch(load
 @FAST
 @given(loaders(), st.lists(st.tuples(st.integers(0, 200), st.integers(1, 50)), min_size=1, max_size=8))
 def test_what_is_read_depends_on_the_place_alone_so_a_resume_sees_the_same(loader, places):
-    windows, whole = Windows(*loader), Windows(*loader).read(0, 250)
+    windows, whole = TokenDataset(*loader), TokenDataset(*loader).read(0, 250)
     for first, count in places:
         assert windows.read(first, count).tolist() == whole[first:first + count].tolist()
 
@@ -820,7 +820,7 @@ def test_the_order_differs_between_epochs_and_seeds_and_is_the_same_again():
     shards = [np.arange(i * 1000, (i + 1) * 1000, dtype=np.uint16) for i in range(5)]
 
     def order(seed, epoch):
-        return tuple(Windows(shards, 10, seed, True).read(epoch * 495, 495)[:, 0].tolist())
+        return tuple(TokenDataset(shards, 10, seed, True).read(epoch * 495, 495)[:, 0].tolist())
     orders = [order(seed, epoch) for seed in range(4) for epoch in range(4)]
     assert len(set(orders)) == 16
     assert order(2, 3) == orders[11]
@@ -841,7 +841,7 @@ def test_the_order_of_a_run_is_the_same_in_every_release():
     assert stable_permutation(10, 1337).tolist() == [0, 8, 3, 1, 2, 5, 9, 7, 6, 4]
     assert stable_permutation(6, 7, 1, 2).tolist() == [3, 4, 1, 5, 2, 0]
     shards = [np.arange(0, 13, dtype=np.uint16), np.arange(100, 109, dtype=np.uint16), np.arange(200, 217, dtype=np.uint16)]
-    first_tokens = Windows(shards, 4, 42, True).read(0, 18)[:, 0].tolist()
+    first_tokens = TokenDataset(shards, 4, 42, True).read(0, 18)[:, 0].tolist()
     assert first_tokens == [0, 4, 8, 104, 100, 212, 208, 204, 200, 204, 212, 208, 200, 8, 0, 4, 104, 100]
 
 
@@ -850,8 +850,8 @@ def test_files_and_arrays_read_the_same(kind, tmp_path):
     shards = [stable_permutation(n, n).astype(np.uint16) for n in (100, 37, 5, 64)]
     for i, shard in enumerate(shards):
         write_shard(tmp_path / f"x_train_{i:06d}.{kind}", shard)
-    files = Windows(list_shards(tmp_path, "train"), 7, 3, True)
-    assert files.read(0, 100).tolist() == Windows(shards, 7, 3, True).read(0, 100).tolist()
+    files = TokenDataset(list_shards(tmp_path, "train"), 7, 3, True)
+    assert files.read(0, 100).tolist() == TokenDataset(shards, 7, 3, True).read(0, 100).tolist()
 
 
 def test_folders_of_the_peers_are_read_without_being_told(tmp_path):
@@ -871,7 +871,7 @@ def test_one_shard_is_resident_as_uint16_and_no_wider(tmp_path):
     n = 4_000_000
     for i in range(3):
         write_shard(tmp_path / f"x_train_{i:06d}.npy", np.zeros(n, dtype=np.uint16))
-    windows = Windows(list_shards(tmp_path, "train"), 1024, 0, True, vocab_size=50257)
+    windows = TokenDataset(list_shards(tmp_path, "train"), 1024, 0, True, vocab_size=50257)
     tracemalloc.start()
     try:
         for i in range(6):
@@ -886,7 +886,7 @@ def test_one_shard_is_resident_as_uint16_and_no_wider(tmp_path):
 def test_a_shard_is_read_from_disk_once_an_epoch(tmp_path, monkeypatch):
     for i in range(4):
         write_shard(tmp_path / f"x_train_{i:06d}.npy", np.arange(101, dtype=np.uint16))
-    windows, opened = Windows(list_shards(tmp_path, "train"), 10, 0, True), []
+    windows, opened = TokenDataset(list_shards(tmp_path, "train"), 10, 0, True), []
     monkeypatch.setattr(runtime.dataloader, "read_shard", lambda path: opened.append(path) or read_shard(path))
     for i in range(40):
         windows.read(i, 1)
@@ -899,7 +899,7 @@ def readers():
 
 
 def loader_of(shards, **kwargs):
-    return TokenLoader(Windows(shards, 5, 1, True, vocab_size=50257), 5 * 2 * 3, 2, **kwargs)
+    return TokenLoader(TokenDataset(shards, 5, 1, True, vocab_size=50257), 5 * 2 * 3, 2, **kwargs)
 
 
 @pytest.mark.parametrize("step", [0, 17])
@@ -933,7 +933,7 @@ def test_reading_runs_ahead_of_the_training_loop():
 
 def test_what_goes_wrong_on_the_reading_thread_is_raised_where_the_batch_is_asked_for():
     shards = [np.arange(60, dtype=np.uint16), np.full(60, 50, dtype=np.uint16)]
-    loader = TokenLoader(Windows(shards, 5, vocab_size=50257), 10, 2)
+    loader = TokenLoader(TokenDataset(shards, 5, vocab_size=50257), 10, 2)
     shards[1][:] = 60
     loader.start(0)
     for _ in range(5):
@@ -1079,7 +1079,7 @@ def test_a_damaged_shard_is_refused_by_name_and_never_unpickled(name, tmp_path, 
     assert len(open_shard(path)) == 100
     DAMAGES[name](path)
     with pytest.raises(UserError, match="x_train_000000"):
-        Windows([path], 5)
+        TokenDataset([path], 5)
     assert not Path("pickle_was_run").exists()
 
 
@@ -1098,10 +1098,10 @@ def test_any_damage_to_a_header_is_a_users_mistake_or_none(tmp_path, kind, at, j
 
 def test_too_little_text_foreign_ids_and_missing_data_are_users_mistakes(tmp_path):
     with pytest.raises(UserError, match="too few for one sequence"):
-        Windows([np.arange(8, dtype=np.uint16)] * 3, 8)
-    assert Windows([np.arange(9, dtype=np.uint16)], 8).total == 1
+        TokenDataset([np.arange(8, dtype=np.uint16)] * 3, 8)
+    assert TokenDataset([np.arange(9, dtype=np.uint16)], 8).total == 1
     with pytest.raises(UserError, match="holds token 50257"):
-        Windows([np.array([1, 2, 50257], dtype=np.uint16)], 2, vocab_size=50257)
+        TokenDataset([np.array([1, 2, 50257], dtype=np.uint16)], 2, vocab_size=50257)
     for folder in (tmp_path, tmp_path / "missing"):
         with pytest.raises(UserError, match="python fineweb.py"):
             list_shards(folder, "train")
@@ -1113,7 +1113,7 @@ def test_an_id_that_no_sample_of_a_large_shard_shows_is_found_when_the_shard_is_
     tokens = np.zeros(9_000_000, dtype=np.uint16)
     tokens[1_000_000] = 50300
     write_shard(tmp_path / "x_train_000001.npy", tokens)
-    windows = Windows(list_shards(tmp_path, "train"), 1024, vocab_size=50257)
+    windows = TokenDataset(list_shards(tmp_path, "train"), 1024, vocab_size=50257)
     with pytest.raises(UserError, match="x_train_000001.npy holds token 50300"):
         windows.read(0, 1)
 
@@ -1123,7 +1123,7 @@ def test_an_id_that_no_sample_of_a_large_shard_shows_is_found_when_the_shard_is_
 def test_a_shard_that_changes_under_the_run_is_noticed_when_it_is_read(change, kind, tmp_path):
     path = tmp_path / f"x_train_000001.{kind}"
     write_shard(path, np.arange(100, dtype=np.uint16))
-    windows = Windows([path], 5)
+    windows = TokenDataset([path], 5)
     if change == "cut off":
         path.write_bytes(path.read_bytes()[:-7])
     elif change == "gone":
@@ -1142,7 +1142,7 @@ def test_a_fingerprint_tells_shards_apart_by_length_ends_and_blocks_between(n, t
     for at in (0, n - 1, int(np.linspace(0, n - 131072, 8)[3]) if n > 1 << 23 else n // 2):
         tokens[at] += 1
         seen.add(digest(tokens))
-    assert len(seen) == 4 and len(sample_of(tokens)) <= 1 << 23
+    assert len(seen) == 4 and len(fingerprint_blocks(tokens)) <= 1 << 23
 
 
 def test_importing_prints_nothing_and_loads_nothing_heavy():
@@ -1153,8 +1153,8 @@ def test_importing_prints_nothing_and_loads_nothing_heavy():
 
 
 def test_flags_take_whole_numbers_however_written():
-    assert [whole_number(text) for text in ("7", "1_000", "1e5", "2.0", str(2**60 + 1))] == [7, 1000, 10**5, 2, 2**60 + 1]
+    assert [parse_int(text) for text in ("7", "1_000", "1e5", "2.0", str(2**60 + 1))] == [7, 1000, 10**5, 2, 2**60 + 1]
     for text in ("1.5", "nan", "inf", "1e999", "ten", ""):
         with pytest.raises(Exception, match="not a whole number"):
-            whole_number(text)
-    assert math.isfinite(whole_number("1e300"))
+            parse_int(text)
+    assert math.isfinite(parse_int("1e300"))

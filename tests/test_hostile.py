@@ -26,8 +26,8 @@ from hypothesis import strategies as st
 
 from hellaswag import load_examples
 from model import GPT, GPTConfig, LanguageModel, load_model
-from runtime.cli import UserError, one_line
-from runtime.dataloader import Windows
+from runtime.cli import UserError, print_error
+from runtime.dataloader import TokenDataset
 from runtime.distributed import Process
 from runtime.shards import open_shard, write_shard
 from runtime.sources import LAST_CUT, LocalSource, read_txt
@@ -286,7 +286,7 @@ def not_utf8():
 
 
 def read_windows(path):
-    return Windows([path], 5).read(0, 3)
+    return TokenDataset([path], 5).read(0, 3)
 
 
 def read_text(path):
@@ -429,7 +429,7 @@ def test_escape_codes_of_a_file_do_not_reach_the_terminal():
     with pytest.raises(UserError) as caught:
         load_model(path)
     with contextlib.redirect_stderr(io.StringIO()) as shown:
-        one_line(caught.value)
+        print_error(caught.value)
     assert shown.getvalue().endswith("\n") and shown.getvalue()[:-1].isprintable() and "owned" in shown.getvalue()
 
 
@@ -495,7 +495,7 @@ def places(tree, *path):
         yield from places(value, *path, key)
 
 
-def replaced(tree, path, value=None, remove=False):
+def with_value(tree, path, value=None, remove=False):
     """A copy of `tree` with `value` at `path`, or without that entry."""
     if not path:
         return value
@@ -503,7 +503,7 @@ def replaced(tree, path, value=None, remove=False):
     if remove and len(path) == 1:
         del out[path[0]]
     else:
-        out[path[0]] = replaced(out[path[0]], path[1:], value, remove)
+        out[path[0]] = with_value(out[path[0]], path[1:], value, remove)
     return tuple(out) if isinstance(tree, tuple) else out
 
 
@@ -520,7 +520,7 @@ def test_whatever_is_damaged_in_a_shard_its_windows_are_read_or_refused(data):
     path.write_bytes(data.draw(damage(path.read_bytes())))
     with contextlib.suppress(UserError):
         tokens = open_shard(path)
-        rows = Windows([path], 5, vocab_size=50257).read(0, 30)
+        rows = TokenDataset([path], 5, vocab_size=50257).read(0, 30)
         assert tokens.dtype == rows.dtype == np.uint16 and tokens.ndim == 1 and rows.shape == (30, 6)
 
 
@@ -556,7 +556,7 @@ def test_whatever_is_in_jsonl_there_are_documents_and_examples_or_they_are_refus
 
 
 @pytest.fixture(scope="module")
-def begun(tmp_path_factory):
+def interrupted(tmp_path_factory):
     """A text, and the folder of an unfinished run over it."""
     folder = tmp_path_factory.mktemp("begun")
     lines(folder / "a.jsonl", *({"text": f"document {i} " * 20} for i in range(40)))
@@ -569,10 +569,10 @@ def begun(tmp_path_factory):
 
 @settings(FUZZ, max_examples=150)
 @given(st.data())
-def test_whatever_a_manifest_says_the_run_goes_on_or_refuses_and_writes_nowhere_else(begun, data):
-    folder, flags, manifest = begun
+def test_whatever_a_manifest_says_the_run_goes_on_or_refuses_and_writes_nowhere_else(interrupted, data):
+    folder, flags, manifest = interrupted
     whole = json.dumps(manifest).encode()
-    structure = st.builds(lambda path, how: json.dumps(replaced(manifest, path, **how)).encode(),
+    structure = st.builds(lambda path, how: json.dumps(with_value(manifest, path, **how)).encode(),
                           st.sampled_from([*places(manifest)]), strange([*STRANGE, "../../evil.npy", [5, 5], [0, 1]]))
     shutil.rmtree("out", ignore_errors=True)
     shutil.copytree(folder, "out")
@@ -589,11 +589,11 @@ def test_whatever_a_manifest_says_the_run_goes_on_or_refuses_and_writes_nowhere_
     (("shards", 0, "tokens"), math.inf), (("shards", 1, "end", "token"), -5), (("shards", 1, "end", "unit"), 1.5),
     (("shards", 0, "file"), ".."), (("shards", 0, "file"), "\0"), (("shards", 0, "file"), "../outside.npy"),
     (("shards", 0, "file"), "/etc/passwd")])
-def test_a_manifest_with_a_wrong_value_is_refused(place, value, begun):
-    folder, flags, manifest = begun
+def test_a_manifest_with_a_wrong_value_is_refused(place, value, interrupted):
+    folder, flags, manifest = interrupted
     shutil.copytree(folder, "out")
     shutil.copy(folder / manifest["shards"][0]["file"], "outside.npy")
-    Path("out/manifest.json").write_text(json.dumps(replaced(manifest, place, value)))
+    Path("out/manifest.json").write_text(json.dumps(with_value(manifest, place, value)))
     refused(fineweb.main, [*flags, "--out", "out"])
 
 
@@ -683,14 +683,14 @@ def test_whatever_bytes_are_damaged_a_model_is_read_and_a_run_goes_on_or_they_re
 def test_whatever_value_is_replaced_a_model_is_read_and_a_run_goes_on_or_they_refuse(trained, some_data, read, data):
     path, how = data.draw(st.sampled_from([*places(trained.content)])), data.draw(strange(STRANGE_OF_TORCH))
     with contextlib.suppress(UserError):
-        read(saved(replaced(trained.content, path, **how)))
+        read(saved(with_value(trained.content, path, **how)))
 
 
 @pytest.mark.parametrize("place, kind", [
     (("config", "n_layer"), list), (("model_config", "n_layer"), list), (("step",), list), (("val_loss",), list),
     (("best",), tuple), (("data", "train", 0, 0), list), (("data", "train", 0, 2), list)])
 def test_a_run_does_not_go_on_from_a_value_that_holds_itself_again_and_again(place, kind, trained, some_data):
-    refused(resume, saved(replaced(trained.content, place, itself(kind=kind))))
+    refused(resume, saved(with_value(trained.content, place, itself(kind=kind))))
 
 
 WRONG = [
@@ -701,4 +701,4 @@ WRONG = [
 
 @pytest.mark.parametrize("place, value", [(("config", "data"), "x" * 300), (("config", "data"), "\0"), *WRONG])
 def test_a_run_does_not_go_on_from_a_wrong_value(place, value, trained, some_data):
-    refused(resume, saved(replaced(trained.content, place, value)))
+    refused(resume, saved(with_value(trained.content, place, value)))

@@ -27,7 +27,7 @@ from runtime.cli import UserError
 from runtime.device import choose_device, is_out_of_memory
 from runtime.generation import sample_token
 from runtime.kernels import (ATTENTION, ChunkedCrossEntropy, Linear, attention, check_attention,
-                             compiled_cross_entropy_, compiled_flex, cross_entropy_, look_back)
+                             compiled_cross_entropy_, compiled_flex, cross_entropy_, document_window_mask)
 from runtime.tokenizer import EOT, VOCAB_SIZE, encode
 from runtime.weights import EXPORTED, model_from_checkpoint
 from helpers import HANG
@@ -304,7 +304,7 @@ def test_flex_attention_outside_a_graph_is_compiled_once(monkeypatch):
     made = []
     monkeypatch.setattr(torch, "compile", lambda function, **how: made.append(function) or (lambda *tensors, block_mask: made))
     q = types.SimpleNamespace(is_cuda=True, size=lambda i: 128)
-    mask = look_back(torch.zeros(1, 128, dtype=torch.int64), 128, torch.tensor(128), as_blocks=True)
+    mask = document_window_mask(torch.zeros(1, 128, dtype=torch.int64), 128, torch.tensor(128), as_blocks=True)
     compiled_flex.cache_clear()
     try:
         assert all(attention(q, q, q, "flex", mask) is made for _ in range(3)) and len(made) == 1

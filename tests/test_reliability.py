@@ -17,7 +17,7 @@ import torch.distributed as dist
 from helpers import ENV, ROOT, Live, command, logged, run
 
 from model import GPT, GPTConfig, load_model
-from runtime.checkpoint import CpuCopies, Saver, checkpoints, choose_checkpoint, tensors_of
+from runtime.checkpoint import HostCopies, Saver, checkpoints, choose_checkpoint, tensors_of
 from runtime.cli import RunError, UserError
 from runtime.distributed import Process
 from runtime.files import replace_file
@@ -77,14 +77,14 @@ def same_end(out, whole, step=120):
 @pytest.fixture
 def live(tmp_path):
     """live(*flags, hold=steps) starts a run that stands still before those steps (helpers.Live); none outlives the test."""
-    begun = []
+    started = []
 
     def start(*flags, processes=1, torchrun=("--standalone",), argv=None, **how):
         argv = argv or command(*flags, processes=processes, torchrun=torchrun)
-        begun.append(Live(tmp_path / "live" / str(len(begun)), argv, **how))
-        return begun[-1]
+        started.append(Live(tmp_path / "live" / str(len(started)), argv, **how))
+        return started[-1]
     yield start
-    for process in begun:
+    for process in started:
         process.kill()
 
 
@@ -385,7 +385,7 @@ def test_the_same_data_in_another_folder_and_format_is_the_same_data(data, whole
 
 def test_a_second_run_in_the_same_folder_is_refused(data, whole, tmp_path, monkeypatch):
     shutil.copytree(whole, tmp_path / "log")
-    monkeypatch.setattr(runtime.files, "PATIENCE", 0)
+    monkeypatch.setattr(runtime.files, "LOCK_TIMEOUT", 0)
     folder = os.open(tmp_path / "log", os.O_RDONLY)
     fcntl.flock(folder, fcntl.LOCK_EX)
     with pytest.raises(UserError, match="another run is writing there"):
@@ -443,7 +443,7 @@ def test_how_many_steps_were_passed_over_is_remembered(tmp_path):
         p.grad = torch.ones_like(p)
     state.optimizers[0].step()
     state.step, state.skipped, state.evaluated, state.best = 5, 3, 5, (1.5, 4)
-    again = train_gpt2.make_state(config, model, state.content(config, {}), tmp_path / "c.pt", process)
+    again = train_gpt2.make_state(config, model, state.state_dict(config, {}), tmp_path / "c.pt", process)
     assert (again.step, again.skipped, again.evaluated, again.best) == (5, 3, 5, (1.5, 4))
 
 
@@ -473,7 +473,7 @@ def test_a_checkpoint_written_in_the_background_holds_the_moment_it_was_asked_fo
 def test_copies_for_the_background_use_their_memory_again_and_bring_nothing_else_into_the_file(tmp_path):
     def numbers(seed, *sizes):
         return [torch.randn(size, generator=torch.Generator().manual_seed(seed)) for size in sizes]
-    copies, addresses = CpuCopies(), []
+    copies, addresses = HostCopies(), []
     copies.PIECE = 1000
     for seed in (1, 2):
         a, b, c = numbers(seed, (3, 40), (100,), ())                        # 480 + 400 bytes fit into a piece, the rest does not

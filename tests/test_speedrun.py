@@ -12,15 +12,15 @@ import torch
 import torch.nn.functional as F
 
 from model import LanguageModel, SpeedrunConfig, SpeedrunGPT, load_model
-from runtime.checkpoint import MODEL_SHAPE, config_of_checkpoint, restore_optimizer
+from runtime.checkpoint import MODEL_SHAPE, merge_config, restore_optimizer
 from runtime.cli import UserError
-from runtime.device import can_compile, compile_model
+from runtime.device import compile_error, compile_model
 from runtime.distributed import Process
-from runtime.kernels import look_back
+from runtime.kernels import document_window_mask
 from runtime.muon import Muon, orthogonalize
 from runtime.shards import write_shard
 from runtime.tokenizer import EOT, encode
-from train_gpt2 import RECIPES, Config, load_init, muon_momentum, parse_flags, trapezoid, window_warmup
+from train_gpt2 import RECIPES, Config, load_init, muon_momentum, parse_flags, trapezoid, window_schedule
 import runtime.device
 from helpers import ENV, HANG, ROOT, logged, run
 
@@ -298,13 +298,13 @@ def with_window(window, **shape):
 
 def test_a_mask_is_the_past_of_the_same_document_inside_the_window():
     idx = torch.tensor([[5, 5, EOT, 5, 5, 5, 5, EOT], [EOT, 5, 5, 5, 5, 5, 5, 5]])
-    mask = look_back(idx, 8, torch.tensor(3))
+    mask = document_window_mask(idx, 8, torch.tensor(3))
     for b in range(2):
         for q in range(8):
             for k in range(8):
                 same_document = not (idx[b, k + 1:q + 1] == EOT).any()
                 assert mask[b, 0, q, k] == (k <= q < k + 3 and same_document), (b, q, k)
-    assert torch.equal(look_back(idx, 2, torch.tensor(3)), mask[:, :, 6:])
+    assert torch.equal(document_window_mask(idx, 2, torch.tensor(3)), mask[:, :, 6:])
 
 
 @pytest.mark.parametrize("kernel", ["naive", "math", "auto", "flex"])
@@ -332,7 +332,7 @@ def test_a_window_as_long_as_the_sequence_in_one_document_changes_nothing():
 
 
 def test_flex_attention_compiled_gives_what_sdpa_gives_and_a_new_window_compiles_nothing_anew():
-    if can_compile("cpu"):
+    if compile_error("cpu"):
         pytest.skip("no C++ compiler")
     model, idx = with_window(64, block_size=256, n_layer=1)
     model.requires_grad_(False)                 # on a CPU FlexAttention has no backward
@@ -367,7 +367,7 @@ def test_flex_attention_trains_as_sdpa_does(kernel, compiled):
 
 def test_where_flex_attention_cannot_run_a_mask_takes_its_place(monkeypatch, capsys):
     """As on a GPU, where torch's kernel wants heads of at least 16."""
-    monkeypatch.setattr(runtime.device, "can_compile", lambda device: None)
+    monkeypatch.setattr(runtime.device, "compile_error", lambda device: None)
     monkeypatch.setattr(torch, "compile", lambda model, dynamic: model)
     refused = []
 
@@ -403,9 +403,9 @@ def test_a_checkpoint_from_before_the_window_goes_on_without_one():
     before = dataclasses.asdict(config)
     del before["window"]
     checkpoint = {"config": before, "recipe": "speedrun", "model_config": {name: before[name] for name in MODEL_SHAPE}}
-    assert config_of_checkpoint(config, {"window"}, checkpoint, path).window == 0
+    assert merge_config(config, {"window"}, checkpoint, path).window == 0
     with pytest.raises(UserError, match="was trained with --window 0, not 64"):
-        config_of_checkpoint(dataclasses.replace(config, window=64), {"window"}, checkpoint, path)
+        merge_config(dataclasses.replace(config, window=64), {"window"}, checkpoint, path)
 
 
 def test_flops_count_no_more_attention_than_the_window():
@@ -426,6 +426,6 @@ def test_generation_with_a_cache_keeps_to_documents_and_window():
 
 def test_the_window_grows_over_the_run_to_its_full_length():
     config = Config(max_steps=1000, window=1792, block_size=65536)
-    windows = [window_warmup(step, config) for step in range(1001)]
-    assert windows[0] == 64 and windows[1000] == 1792 and windows == sorted(windows) and {w % 64 for w in windows} == {0}
-    assert [window_warmup(step, Config(max_steps=10, window=w)) for step, w in ((0, 40), (10, 40), (10, 100))] == [40, 40, 100]
+    spans = [window_schedule(step, config) for step in range(1001)]
+    assert spans[0] == 64 and spans[1000] == 1792 and spans == sorted(spans) and {w % 64 for w in spans} == {0}
+    assert [window_schedule(step, Config(max_steps=10, window=w)) for step, w in ((0, 40), (10, 40), (10, 100))] == [40, 40, 100]

@@ -19,12 +19,12 @@ from model import GPT, GPTConfig, load_model
 from runtime.batch_size import choose_micro_batch, largest_that_fits
 from runtime.benchmark import Setting
 from runtime.checkpoint import Saver, checkpoints
-from runtime.checks import check_config, check_memory, micro_batches
+from runtime.checks import check_config, check_memory, micro_batch_candidates
 from runtime.cli import UserError
-from runtime.device import can_compile, peak_flops
+from runtime.device import compile_error, peak_flops
 from runtime.distributed import Process, setup_process
 from runtime.log import Log
-from runtime.plots import Painter, draw_log
+from runtime.plots import LossPlotter, plot_log
 from runtime.shards import write_shard
 from runtime.tokenizer import encode
 from runtime.weights import read_checkpoint
@@ -156,7 +156,7 @@ def hellaswag_file(path, n=12):
 
 
 def compiler_works():
-    return can_compile("cpu") is None
+    return compile_error("cpu") is None
 
 
 @pytest.mark.parametrize("processes", [1, 2])
@@ -253,14 +253,14 @@ def test_schedule_is_linear_then_cosine_and_never_leaves_its_bounds():
 
 def test_auto_batch_size_divides_and_a_wrong_one_is_told_what_would():
     config = Config(total_batch_size=12 * 1024, sequence_length=1024)
-    assert micro_batches(config, 1, "cpu") == [4] and micro_batches(config, 2, "cuda:0") == [1, 2, 3, 6]
-    assert micro_batches(Config(total_batch_size=8192, sequence_length=8192), 1, "cpu") == [1]
-    assert micro_batches(Config(sequence_length=1024), 8, "cuda:0")[-1] == 64
-    assert micro_batches(Config(sequence_length=1024, batch_size="16"), 8, "cuda:0") == [16]
+    assert micro_batch_candidates(config, 1, "cpu") == [4] and micro_batch_candidates(config, 2, "cuda:0") == [1, 2, 3, 6]
+    assert micro_batch_candidates(Config(total_batch_size=8192, sequence_length=8192), 1, "cpu") == [1]
+    assert micro_batch_candidates(Config(sequence_length=1024), 8, "cuda:0")[-1] == 64
+    assert micro_batch_candidates(Config(sequence_length=1024, batch_size="16"), 8, "cuda:0") == [16]
     with pytest.raises(UserError, match="give one of 1, 2, 3, 4, 6, 12, or auto"):
-        micro_batches(Config(total_batch_size=12 * 1024, sequence_length=1024, batch_size="5"), 1, "cpu")
+        micro_batch_candidates(Config(total_batch_size=12 * 1024, sequence_length=1024, batch_size="5"), 1, "cpu")
     with pytest.raises(UserError, match="give 12288 or 14336"):
-        micro_batches(Config(total_batch_size=13_000, sequence_length=1024), 2, "cpu")
+        micro_batch_candidates(Config(total_batch_size=13_000, sequence_length=1024), 2, "cpu")
 
 
 @pytest.mark.parametrize("bend", [0.8, 1.0, 1.2])
@@ -496,7 +496,7 @@ def test_the_picture_is_drawn_from_the_log_and_changes_no_loss(shards, start, fi
     (tmp_path / "log.txt").write_text(
         "".join(f"{event}\n" for event in ("0 val 10.800000", "0 train 10.800000", "1 train 9.000000", "2 val 8.000000",
                                            "2 hella 0.250000", "3 train nan")) + "3 train 7.0")
-    draw_log(train_gpt2.Config(out=str(tmp_path), total_batch_size=100))
+    plot_log(train_gpt2.Config(out=str(tmp_path), total_batch_size=100))
     panels = [{line.get_label(): line.get_xydata().tolist() for line in panel.lines} for panel in figures[0].axes]
     assert panels[0]["training loss"] == [[100, 10.8], [200, 9.0]] and panels[0]["validation loss"] == [[200, 8.0]]
     assert panels[1]["HellaSwag, acc_norm"] == [[200, 0.25]]
@@ -536,13 +536,13 @@ class Figure(MagicMock):
 def test_nobody_waits_for_a_picture_but_the_end_of_a_run_that_went_well(monkeypatch, capsys):
     drawn, may_draw = [], threading.Event()
 
-    def draw_log(config):
+    def plot_log(config):
         drawn.append("begun")
         may_draw.wait(60)
         drawn.append("done")
         raise ValueError("no colours")
-    monkeypatch.setattr(runtime.plots, "draw_log", draw_log)
-    well, failed = (Painter(Config(), Process()) for _ in range(2))
+    monkeypatch.setattr(runtime.plots, "plot_log", plot_log)
+    well, failed = (LossPlotter(Config(), Process()) for _ in range(2))
     for painter in (well, failed):
         for _ in range(5):
             painter.draw()

@@ -5,7 +5,7 @@ from standin import GiB, compiled_once
 QUIET = ["--val_every", 0, "--hellaswag_every", 0, "--sample_every", 0, "--checkpoint_every", 0]
 
 
-def told(name, report):
+def print_memory(name, report):
     print(f"{name}: {report.allocated / GiB:.2f} GiB allocated at the peak, {report.taken() / GiB:.2f} GiB taken of the card, "
           f"{report.bytes_of_training() / 1e9:.1f} GB read and written, the host's share of a step {report.seconds():.3f} s")
 
@@ -13,7 +13,7 @@ def told(name, report):
 def check_64_sequences(play):
     """Measured of build-nanogpt, the same way: 41.2 GiB compiled, 178 GB."""
     report = play("--batch_size", 64, "--total_batch_size", 131072, "--max_steps", 5, *QUIET)
-    told("64 sequences", report)
+    print_memory("64 sequences", report)
     compiled_once(report)
     assert report.allocated <= 24.5 * GiB
     assert report.bytes_of_training() <= 150e9
@@ -22,14 +22,14 @@ def check_64_sequences(play):
 def check_64_sequences_in_chunks(play):
     """--loss_chunk is for memory: the logits, 6.1 GiB of them, are never there as a whole."""
     report = play("--batch_size", 64, "--total_batch_size", 131072, "--max_steps", 3, "--loss_chunk", 8192, *QUIET)
-    told("64 sequences, 8,192 tokens' logits at a time", report)
+    print_memory("64 sequences, 8,192 tokens' logits at a time", report)
     assert report.allocated <= 19 * GiB
 
 
 def check_200_sequences(play):
     """With accumulation, which adds what the gradients of the micro-steps before take."""
     report = play("--batch_size", 200, "--total_batch_size", 409600, "--max_steps", 3, *QUIET)
-    told("200 sequences", report)
+    print_memory("200 sequences", report)
     assert not any("out of memory" in step["counts"] for step in report.steps)          # nor one that the allocator got over
     assert report.taken() <= 80e9
 
@@ -39,7 +39,7 @@ def check_starts_without_flags(recipe, play, data, tmp_path):
     """What a new user types, on data where he has it; --max_steps because 19,073 steps of nothing take a while, too."""
     (tmp_path / "edu_fineweb10B").symlink_to(data)
     report = play("--recipe", recipe, "--max_steps", 3, bare=True)
-    told(f"{recipe} without flags", report)
+    print_memory(f"{recipe} without flags", report)
     assert "saved log/checkpoint_000003.pt" in report.output and "sample 3" in report.output
     assert report.taken() <= 0.9 * report.card_bytes
     chosen = report.steps and int(report.output.split("tokens a step = ")[1].split(" x ")[0])
