@@ -36,11 +36,11 @@ from runtime.ablation import recipes_table
 from runtime.benchmark import (BENCH, GB, PlainAdamW, Setting, largest_fit, machine, matmul_seconds, measure,
                                median_ms, peak_memory, peers_step, print_table, random_tokens, rss_and_peak,
                                time_steps, find_largest)
-from runtime.checks import resolve
+from runtime.checks import automatic_values
 from runtime.cli import FlagParser, UserError, run_command, parse_int
 from runtime.dataloader import INPUT_TXT, TokenLoader, TokenDataset, to_device
-from runtime.device import (choose_device, choose_dtype, compile_model, is_out_of_memory, make_autocast,
-                            peak_flops, place_model, wrap_model)
+from runtime.device import (choose_device, choose_dtype, is_out_of_memory, make_autocast,
+                            peak_flops)
 from runtime.distributed import setup_process
 from runtime.files import replace_file
 from runtime.kernels import ATTENTION, attention, check_attention, document_window_mask
@@ -63,22 +63,18 @@ def our_step(s):
     config = train_gpt2.Config(**train_gpt2.RECIPES[s.recipe].defaults | shape_of(s) | dict(
         recipe=s.recipe, total_batch_size=s.B * s.T * s.processes, batch_size=str(s.B), sequence_length=s.T, block_size=s.T,
         vocab_size=s.vocab_size, device=s.device, dtype=s.dtype, tf32=s.tf32, compile=s.compile, attention=s.attention,
-        loss_chunk=s.loss_chunk))
+        loss_chunk=s.loss_chunk, seed=0))
     process = setup_process(config, s.tune_memory)
-    torch.manual_seed(0)
-    config = resolve(config, process.device)
-    model = place_model(config, train_gpt2.RECIPES[s.recipe].model(config), process.device)
-    state = train_gpt2.make_state(config, model, None, None, process)
+    config = replace(config, **automatic_values(config, process.device))
+    state, _, wrapped, autocast = train_gpt2.build_training(config, process)
     if not s.fused:
         state.optimizers = [PlainAdamW([{name: g[name] for name in ("params", "lr", "weight_decay")}
                                         for g in optimizer.param_groups], betas=(0.9, 0.95))
                             if isinstance(optimizer, torch.optim.Adam) else optimizer for optimizer in state.optimizers]
-    wrapped = wrap_model(compile_model(config, model, process), process)
     dataset = TokenDataset([random_tokens(20 * s.B * s.T * s.processes + 1)], s.T)
     loader = TokenLoader(dataset, config.total_batch_size, s.B, process.rank, process.world_size, process.device)
     loader.start(0)
-    autocast = make_autocast(process.device, s.dtype)
-    return lambda: train_gpt2.train_step(wrapped, state, loader, autocast, config.grad_clip, process), model
+    return lambda: train_gpt2.train_step(wrapped, state, loader, autocast, config.grad_clip, process), state.model
 
 
 def measure_step(s):

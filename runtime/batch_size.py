@@ -1,4 +1,4 @@
-"""The micro-batch that fits."""
+"""--batch_size auto on a GPU: the largest micro-batch that fits, found by trying and remembered."""
 import json
 import math
 import os
@@ -20,12 +20,14 @@ CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trai
 
 
 def largest_that_fits(candidates: list[int], memory_of: Callable[[int], float], limit: float) -> int:
-    """The last of two or more `candidates` (ascending) with memory_of(B), infinite when out of memory, at most `limit` bytes.
-    Each sequence takes the same, so that the two smallest tell where to try: a trial may have to compile."""
+    """The largest of two or more `candidates` (ascending) with memory_of(B) at most `limit` bytes;
+    memory_of is infinite when out of memory. Memory grows linearly with B, so that the two smallest tell
+    where to try: a trial may have to compile."""
     first, second = candidates[:2]
     a = memory_of(first)
     if a > limit:
-        raise UserError("not even the smallest micro-batch fits into this GPU's memory: give a smaller --sequence_length, or "
+        raise UserError("not even the smallest micro-batch fits into this GPU's memory: give a smaller "
+                        "--sequence_length, or "
                         "--loss_chunk 1024")
     b = memory_of(second)
     if b > limit:
@@ -34,27 +36,32 @@ def largest_that_fits(candidates: list[int], memory_of: Callable[[int], float], 
     return next((B for B in reversed(likely) if memory_of(B) <= limit), second)
 
 
-def memory_of_step(B: int, state: TrainState, model: Callable, config, autocast: torch.autocast, device: str) -> float:
-    """Bytes that CUDA needs for a step with micro-batches of B, infinity if there are not so many. Changes nothing.
+def memory_of_step(B: int, state: TrainState, model: Callable, config, autocast: torch.autocast,
+                   device: str) -> float:
+    """Bytes that CUDA reserves for a step with micro-batches of B sequences; infinity when out of memory.
+    Changes nothing.
 
-    `model` is what trains, with DDP around it if there are several processes. Two micro-steps are made, for the second finds
-    the first one's gradients, and memory that these and the first one's activations have cut into pieces.
+    `model` is the one that trains, inside DDP if there are several ranks. Two micro-steps are made, because
+    the second finds the gradients of the first, and memory that these and the first one's activations have
+    fragmented.
     """
-    moments = sum(t.nbytes for optimizer in state.optimizers for entry in optimizer.state.values() for t in entry.values())
+    moments = sum(t.nbytes for optimizer in state.optimizers for entry in optimizer.state.values()
+                  for t in entry.values())
     due = sum(p.nbytes * (1 if isinstance(optimizer, Muon) else 2) for optimizer in state.optimizers
               for group in optimizer.param_groups for p in group["params"])
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     try:
-        beside = torch.empty(max(0, due - moments), dtype=torch.uint8, device=device)       # moments come with the first step
+        # the optimizer's moments are allocated in the first step only: reserve their room
+        moments_room = torch.empty(max(0, due - moments), dtype=torch.uint8, device=device)
         x = torch.zeros(B, config.sequence_length, dtype=torch.int64, device=device)
         for _ in range(2):
-            if isinstance(model, DDP):          # a process that runs out of memory must leave no other waiting for its gradients
+            if isinstance(model, DDP):          # a rank that runs out of memory must not leave others waiting
                 model.require_backward_grad_sync = False
             with autocast:
                 _, loss = model(x, torch.zeros_like(x))
             loss.backward()
-        del beside
+        del moments_room
         return torch.cuda.max_memory_reserved(device)
     except Exception as error:
         if is_out_of_memory(error):
@@ -64,38 +71,44 @@ def memory_of_step(B: int, state: TrainState, model: Callable, config, autocast:
         model.zero_grad(set_to_none=True)
 
 
-def choose_micro_batch(config, candidates: list[int], state: TrainState, model: Callable, autocast: torch.autocast,
+def choose_micro_batch(config, candidates: list[int], state: TrainState, model: Callable,
+                       autocast: torch.autocast,
                        process: Process) -> int:
-    """The only candidate; or on a GPU the largest that fits on all processes, with a tenth of the memory to spare."""
+    """The only candidate, or on a GPU the largest that fits on all ranks with a tenth of the memory to
+    spare."""
     if len(candidates) == 1:
         return candidates[0]
     device = process.device
     total = torch.cuda.mem_get_info(device)[1]
-    key = ", ".join(map(str, (torch.cuda.get_device_name(device), total, torch.__version__, config.recipe, config.dtype,
-                              config.attention, config.window, config.loss_chunk, config.compile, config.sequence_length,
-                              *(getattr(config, name) for name in MODEL_SHAPE), process.world_size, candidates[-1])))
+    key = ", ".join(map(str, (torch.cuda.get_device_name(device), total, torch.__version__, config.recipe,
+                              config.dtype, config.attention, config.window, config.loss_chunk,
+                              config.compile,
+                              config.sequence_length, *(getattr(config, name) for name in MODEL_SHAPE),
+                              process.world_size, candidates[-1])))
     known = load_cache()
 
     def find():
         if known.get(key) in candidates:
             return known[key]
         process.print0("trying how large a micro-batch fits (once; --batch_size N does without) ...")
-        return largest_that_fits(candidates, lambda B: memory_of_step(B, state, model, config, autocast, device), 0.9 * total)
+        return largest_that_fits(candidates, lambda B: memory_of_step(B, state, model, config, autocast,
+                                                                      device),
+                                 0.9 * total)
 
     try:
         B = min(process.gather(process.on_all_ranks(find)))
     finally:
         torch.cuda.empty_cache()                # NCCL and Triton allocate beside torch
-        torch.compiler.reset()                  # the trials' graphs count against the limit of recompilations
+        torch.compiler.reset()                  # the trials' graphs count towards the recompilation limit
     if process.is_master and known.get(key) != B:
-        with suppress(OSError, RunError):       # a cache that cannot be written is tried again next time
+        with suppress(OSError, RunError):       # without a cache the next run tries again
             CACHE.parent.mkdir(parents=True, exist_ok=True)
             replace_file(CACHE, lambda file: file.write(json.dumps(known | {key: B}, indent=1).encode()))
     return B
 
 
 def load_cache() -> dict[str, int]:
-    """{what a run is made of: its largest micro-batch}, from earlier runs."""
+    """{hardware, versions and shape of a run: its largest micro-batch}, from earlier runs."""
     try:
         known = json.loads(CACHE.read_text(encoding="utf-8"))
         return known if isinstance(known, dict) else {}

@@ -1,11 +1,13 @@
-"""Save and resume."""
+"""Save and resume: what a checkpoint holds, who writes it, and which one a run resumes from."""
 import copy
 import dataclasses
 import math
 import os
 import re
 import shutil
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -15,16 +17,12 @@ from runtime.cli import UserError, safe_repr
 from runtime.files import replace_file
 from runtime.weights import is_dense_float, read_checkpoint
 
-# What may differ between the runs that write one log; all else is taken from the checkpoint unless given as a flag.
-PER_RUN = ("out", "resume", "init", "device", "batch_size", "compile", "loss_chunk", "profile", "plot", "wandb",
-           "tensorboard")
 MODEL_SHAPE = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")
-# What decides weights and data; it cannot change within a run.
-FIXED = ("recipe", *MODEL_SHAPE, "window", "total_batch_size", "sequence_length", "seed", "shuffle")
 
 
 def checkpoints(out: str | Path) -> list[tuple[int, Path]]:
-    """[(step, path)] of the whole checkpoints in `out`, oldest first."""
+    """[(step, path)] of the checkpoints in `out`, oldest first. Each is complete: they are written
+    atomically."""
     found = ((re.fullmatch(r"checkpoint_(\d+)\.pt", p.name), p) for p in Path(out).glob("checkpoint_*.pt"))
     return sorted((int(m[1]), p) for m, p in found if m)
 
@@ -36,26 +34,34 @@ class TrainState:
     optimizers: list
     scaler: torch.amp.GradScaler
     step: int = 0
-    evaluated: int = -1                 # the last step whose evaluations are all made
+    evaluated: int = -1                 # the last step with all its evaluations done
     val_loss: float | None = None       # the newest
     best: tuple | None = None           # (validation loss, step) of the best checkpoint
-    skipped: int = 0                    # steps that were passed over because something was not finite
+    skipped: int = 0                    # steps with a non-finite loss or gradient, which changed nothing
+
+    def is_best(self) -> bool:
+        """Whether the validation loss of this very step is the lowest so far."""
+        measured = self.evaluated == self.step and self.val_loss is not None
+        return measured and (self.best is None or self.val_loss < self.best[0])
 
     def state_dict(self, config, data):
-        """What a checkpoint holds: plain values and tensors. `data`: the fingerprints of the shards."""
+        """What a checkpoint holds: plain values and tensors. `data`: the shards' fingerprints."""
         return {
-            "model": self.model.state_dict(), "model_config": asdict(self.model.config), "recipe": config.recipe,
+            "model": self.model.state_dict(), "model_config": asdict(self.model.config),
+            "recipe": config.recipe,
             "config": asdict(config), "data": data, "step": self.step, "evaluated": self.evaluated,
             "val_loss": self.val_loss, "best": self.best, "skipped": self.skipped,
-            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers], "scaler": self.scaler.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "scaler": self.scaler.state_dict(),
             "rng": {"torch": torch.get_rng_state(),
                     "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []},
             "job": os.environ.get("TORCHELASTIC_RUN_ID", ""),
         }
 
     def load_state_dict(self, checkpoint):
-        """Takes over what a checkpoint holds, but for the weights: the model was made of them. ValueError if it is damaged."""
-        numbers = {"step": int, "evaluated": int, "skipped": int, "val_loss": float | None, "best": tuple | None}
+        """Loads all but the weights, which the model was built from. ValueError if something does not fit."""
+        numbers = {"step": int, "evaluated": int, "skipped": int, "val_loss": float | None,
+                   "best": tuple | None}
         for name, kind in numbers.items():
             if not isinstance(checkpoint[name], kind):
                 raise ValueError(f"its {name} is {safe_repr(checkpoint[name])}")
@@ -65,24 +71,29 @@ class TrainState:
         if self.best and [type(number) for number in self.best] != [float, int]:
             raise ValueError(f"its best is {safe_repr(self.best)}")
         if len(checkpoint["optimizers"]) != len(self.optimizers):
-            raise ValueError(f"it holds {len(checkpoint['optimizers'])} optimizers instead of {len(self.optimizers)}")
+            raise ValueError(f"it holds {len(checkpoint['optimizers'])} optimizers instead of "
+                             f"{len(self.optimizers)}")
         for optimizer, saved in zip(self.optimizers, checkpoint["optimizers"], strict=True):
             restore_optimizer(optimizer, saved)
         if checkpoint["scaler"] and self.scaler.is_enabled():
             scale, tracker = (checkpoint["scaler"][name] for name in ("scale", "_growth_tracker"))
-            if type(scale) is not float or type(tracker) is not int or not (0 < scale < math.inf and 0 <= tracker < 2**31):
+            types = type(scale) is float and type(tracker) is int
+            if not types or not (0 < scale < math.inf and 0 <= tracker < 2**31):
                 raise ValueError(f"its scaler says {safe_repr(scale)} and {safe_repr(tracker)}")
-            self.scaler.load_state_dict(self.scaler.state_dict() | {"scale": scale, "_growth_tracker": tracker})
+            self.scaler.load_state_dict(self.scaler.state_dict()
+                                        | {"scale": scale, "_growth_tracker": tracker})
         torch.set_rng_state(checkpoint["rng"]["torch"])
         if torch.cuda.is_available() and len(checkpoint["rng"]["cuda"]) == torch.cuda.device_count():
             torch.cuda.set_rng_state_all(checkpoint["rng"]["cuda"])
 
 
 def restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict) -> None:
-    """Gives an optimizer what was saved of each parameter, by name; rates and decay stay as the config says. ValueError for
-    what was saved of another model or optimizer."""
-    named = [pair for group in optimizer.param_groups for pair in zip(group["param_names"], group["params"], strict=True)]
-    if [name for group in saved["param_groups"] for name in group["param_names"]] != [name for name, _ in named]:
+    """Loads the saved state of each parameter; learning rates and decay stay as the config says.
+    ValueError for the state of another model or optimizer."""
+    named = [pair for group in optimizer.param_groups
+             for pair in zip(group["param_names"], group["params"], strict=True)]
+    names = [name for name, _ in named]
+    if [name for group in saved["param_groups"] for name in group["param_names"]] != names:
         raise ValueError("its optimizer is one of other parameters")
     keys, state = getattr(optimizer, "STATE", ("step", "exp_avg", "exp_avg_sq")), {}
     for i, (name, p) in enumerate(named):
@@ -96,29 +107,48 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict) -> None:
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
+def make_state(config, model: torch.nn.Module, optimizers: list, process, checkpoint: dict | None = None,
+               path: Path | None = None) -> TrainState:
+    """The state before the first step, or as `checkpoint` (read from `path`) holds it."""
+    optimised = [id(p) for optimizer in optimizers for group in optimizer.param_groups
+                 for p in group["params"]]
+    parameters = sorted(map(id, model.parameters()))
+    assert sorted(optimised) == parameters, "every parameter is optimised exactly once"
+    scaler = torch.amp.GradScaler(process.device.split(":")[0], enabled=config.dtype == "float16")
+    state = TrainState(model, optimizers, scaler)
+    if checkpoint:
+        with corrupt_if_fails(path):
+            state.load_state_dict(checkpoint)
+    return state
+
+
 class HostCopies:
-    """Copies of trees of tensors, on a GPU by way of pinned memory, which the next call uses again. That memory is taken in a few
-    large pieces: torch makes each a power of two, which tensor by tensor came to 2.5 GB for GPT-2 124M's 1.5, and to 3.1 at the
-    next checkpoint. Every copy has a storage of its own in there, because torch.save writes a tensor's whole storage."""
+    """Copies trees of tensors to the CPU, from a GPU into pinned memory that the next call reuses. It is
+    allocated in a few large pieces: torch rounds each allocation up to a power of two, which tensor by
+    tensor came to 2.5 GB for GPT-2 124M's 1.5, and to 3.1 at the next checkpoint. Each copy has a storage
+    of its own, because torch.save writes a tensor's whole storage."""
     PIECE = 2**29               # bytes; the last piece only as large as it has to be
 
     def __init__(self):
         self.pieces = []
 
     def __call__(self, tree):
-        """The same dicts and lists with copies of the tensors, one for those that share their memory (embedding and head). They
-        are good until the next call."""
-        places, sizes = {}, [0]             # of each tensor: itself, the number of its piece, where in there
+        """The same dicts and lists with copies of the tensors; tensors that share memory (embedding and
+        head) share a copy. Valid until the next call."""
+        places, sizes = {}, [0]             # of each tensor: itself, the index of its piece, the offset in it
         for key, tensor in tensors_of(tree).items():
             if sizes[-1] and sizes[-1] + tensor.nbytes > self.PIECE:
                 sizes.append(0)
             places[key] = tensor, len(sizes) - 1, sizes[-1]
             sizes[-1] += -(-tensor.nbytes // 64) * 64
         if [len(piece) for piece in self.pieces] != sizes:
-            self.pieces = []                # given back before others are taken
-            self.pieces = [torch.empty(size, dtype=torch.uint8, pin_memory=torch.cuda.is_available()) for size in sizes]
-        copies = {key: torch.frombuffer(self.pieces[i].numpy(), dtype=tensor.dtype, count=tensor.numel(), offset=offset)
-                  .view(tensor.shape).copy_(tensor, non_blocking=True) for key, (tensor, i, offset) in places.items()}
+            self.pieces = []                # freed before others are allocated
+            self.pieces = [torch.empty(size, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+                           for size in sizes]
+        copies = {key: torch.frombuffer(self.pieces[i].numpy(), dtype=tensor.dtype, count=tensor.numel(),
+                                        offset=offset)
+                  .view(tensor.shape).copy_(tensor, non_blocking=True) for key,
+                  (tensor, i, offset) in places.items()}
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         return replace_tensors(tree, copies)
@@ -129,7 +159,7 @@ def storage_key(tensor):
 
 
 def tensors_of(tree):
-    """{memory_key: tensor} of all tensors in a tree of dicts and lists."""
+    """{storage_key: tensor} of all tensors in a tree of dicts and lists."""
     if torch.is_tensor(tree):
         return {storage_key(tree): tree}
     values = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (list, tuple)) else ()
@@ -141,13 +171,14 @@ def replace_tensors(tree, copies):
         return copies[storage_key(tree)]
     if isinstance(tree, dict):
         return {name: replace_tensors(value, copies) for name, value in tree.items()}
-    return type(tree)(replace_tensors(value, copies) for value in tree) if isinstance(tree, (list, tuple)) else tree
+    return type(tree)(replace_tensors(value, copies) for value in tree) if isinstance(tree,
+                                                                                      (list, tuple)) else tree
 
 
 class Saver:
-    """Writes OUT/checkpoint_STEP.pt, whole or not at all; then only the newest --keep_checkpoints and the best stay (the one
-    saved with the lowest validation loss). On CUDA a thread writes from a copy in pinned memory while training goes on. On
-    a CPU of two cores that cost more (3.3 to 5.2 s for GPT-2 124M) than to wait for the file (2 s)."""
+    """Writes OUT/checkpoint_STEP.pt atomically; then only the newest --keep_checkpoints and state.best's
+    are kept. On CUDA a thread writes from a copy in pinned memory while training continues. On a CPU of
+    two cores that cost more (3.3 to 5.2 s for GPT-2 124M) than waiting for the file (2 s)."""
 
     def __init__(self, config, data, log, process):
         self.config, self.data, self.log, self.process = config, data, log, process
@@ -155,10 +186,8 @@ class Saver:
         self.background = process.device.startswith("cuda")
 
     def save(self, state):
-        """On the master. The file is there when `finish` has returned."""
+        """On rank 0. The file is there when `finish` has returned."""
         self.finish()
-        if state.evaluated == state.step and state.val_loss is not None and (not state.best or state.val_loss < state.best[0]):
-            state.best = (state.val_loss, state.step)
         if self.process.is_master:
             content = state.state_dict(self.config, self.data)
             if self.background:
@@ -179,21 +208,26 @@ class Saver:
         return path
 
     def finish(self, wait=True):
-        """Waits for the file, or with wait=False only looks if it is there. Raises what went wrong."""
+        """Waits for the file; with wait=False only checks whether it is there. Raises what the write
+        raised."""
         if self.pending and (wait or self.pending.done()):
             pending, self.pending = self.pending, None
             self.process.print0(f"saved {pending.result()}")
 
     def close(self):
-        self.thread.shutdown()                  # a checkpoint that is being written is finished, whatever else failed
+        self.thread.shutdown()                  # a write in progress is completed, whatever else failed
 
+
+# -----------------------------------------------------------------------------
+# resuming
 
 def choose_checkpoint(config, restarted: bool = False) -> Path | None:
-    """Path of the checkpoint to go on from, or None."""
+    """Path of the checkpoint to resume from, or None."""
     found = [path for _, path in checkpoints(config.out)]
     if config.resume == "auto":
         return found[-1] if found else None
-    # torchrun --max_restarts starts this same command again: then --resume never or PATH have had their effect already
+    # torchrun --max_restarts runs the same command again: --resume never or PATH have then had their effect
+    # already
     job = os.environ.get("TORCHELASTIC_RUN_ID", "")
     if restarted and found and read_checkpoint(found[-1]).get("job") == job:
         return found[-1]
@@ -201,66 +235,76 @@ def choose_checkpoint(config, restarted: bool = False) -> Path | None:
 
 
 def read_state(path: Path) -> dict:
-    """The dict of a checkpoint of this script."""
+    """The dict of a checkpoint of train_gpt2.py. UserError for any other file."""
     try:
         checkpoint = read_checkpoint(path)
     except UserError as error:
-        raise UserError(f"{error}: {recovery_hint(path)}" if checkpoints(path.parent) else str(error)) from None
-    missing = {"model", "model_config", "config", "recipe", "step", "optimizers", "data", "rng"} - checkpoint.keys()
+        raise UserError(f"{error}: {recovery_hint(path)}" if checkpoints(path.parent)
+                        else str(error)) from None
+    missing = {"model", "model_config", "config", "recipe", "step", "optimizers", "data",
+               "rng"} - checkpoint.keys()
     if missing:
-        raise UserError(f"{path} is not a checkpoint of this script (it has no {', '.join(sorted(missing))}): "
+        raise UserError(f"{path} is not a checkpoint of this script (it has no "
+                        f"{', '.join(sorted(missing))}): "
                         f"{recovery_hint(path)}; or start a new run from its weights by --init {path}")
     return checkpoint
 
 
 def merge_config(config, explicit_flags: set[str], checkpoint: dict, path: Path):
-    """The flags given, and for the others what the checkpoint's run had; UserError if a given one contradicts it."""
+    """`config` with what the checkpoint's run had in place of flags that were not given and may not differ.
+    UserError if a given flag contradicts it."""
     fields = {f.name: f for f in dataclasses.fields(config)}
-    try:
+    with corrupt_if_fails(path):
         before = {name: value for name, value in checkpoint["config"].items() if name in fields}
         for name, value in before.items():
-            kind, choices = fields[name].metadata.get("type", fields[name].type), fields[name].metadata.get("choices")
+            meta = fields[name].metadata
+            kind = meta.get("type", fields[name].type)
             right = isinstance(value, (kind, int) if kind is float else kind) or value is fields[name].default
-            if not right or choices and value not in choices:
+            if not right or "choices" in meta and value not in meta["choices"]:
                 raise ValueError(f"its config says {name} = {safe_repr(value)}")
         for name in (*MODEL_SHAPE, *({"window"} & checkpoint["model_config"].keys())):
-            if type(checkpoint["model_config"][name]) is not int or before[name] != checkpoint["model_config"][name]:
+            value = checkpoint["model_config"][name]
+            if type(value) is not int or before[name] != value:
                 raise ValueError(f"its two configs differ in {name}")
         if before["recipe"] != checkpoint["recipe"]:
             raise ValueError("its config says another recipe")
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise damaged_checkpoint(path, error) from None
-    for name in FIXED:
-        had = before.get(name, fields[name].default)            # a flag that has come later
-        if name in explicit_flags and getattr(config, name) != had:
-            raise UserError(f"{path} was trained with --{name} {had}, not {getattr(config, name)}: give the same, "
+    for name, f in fields.items():
+        had = before.get(name, f.default)                       # the flag may be newer than the checkpoint
+        if f.metadata.get("fixed") and name in explicit_flags and getattr(config, name) != had:
+            raise UserError(f"{path} was trained with --{name} {had}, not {getattr(config, name)}: give the "
+                            f"same, "
                             f"or start a new run with another --out")
-    taken = {name: value for name, value in before.items() if name not in explicit_flags and name not in PER_RUN}
+    taken = {name: value for name, value in before.items()
+             if name not in explicit_flags and not fields[name].metadata.get("per_run")}
     return dataclasses.replace(config, **taken)
 
 
 def check_data(checkpoint: dict, data: dict, folder: str, path: Path) -> None:
-    """UserError unless the shards are still the ones of the checkpoint's run, in their number, order and content."""
-    try:
+    """UserError unless the shards are still those of the checkpoint's run, in number, order and content."""
+    with corrupt_if_fails(path):
         for split in data.keys() & {"train", *checkpoint["data"]}:
             before, now = checkpoint["data"][split], data[split]
             if any([type(value) for value in shard] != [str, int, str] for shard in before):
                 raise ValueError("it does not say which shards")
             if [shard[1:] for shard in before] == [shard[1:] for shard in now]:
                 continue
-            described = [f"{len(shards)} {split} shard(s), {sum(n for _, n, _ in shards):,} tokens" for shards in (before, now)]
-            i = next((i for i, (a, b) in enumerate(zip(before, now, strict=False)) if a[1:] != b[1:]), min(len(before), len(now)))
-            first = ["{} ({:,} tokens, digest {})".format(*shards[i]) if i < len(shards) else "none" for shards in (before, now)]
-            raise UserError(f"{path} was trained on other data: {described[0]}, and {folder} has {described[1]}; the first that "
-                            f"differs was {first[0]} and is {first[1]}. Bring the old data back, or start a new run from these "
+            had, has = (f"{len(shards)} {split} shard(s), {sum(n for _, n, _ in shards):,} tokens"
+                        for shards in (before, now))
+            differ = (i for i, (a, b) in enumerate(zip(before, now, strict=False)) if a[1:] != b[1:])
+            i = next(differ, min(len(before), len(now)))
+            was, is_now = ("{} ({:,} tokens, digest {})".format(*shards[i]) if i < len(shards) else "none"
+                           for shards in (before, now))
+            raise UserError(f"{path} was trained on other data: {had}, and {folder} has {has}; the first "
+                            f"that differs "
+                            f"was {was} and is {is_now}. Bring the old data back, or start a new run from "
+                            f"these "
                             f"weights: --init {path} --out ANOTHER")
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise damaged_checkpoint(path, error) from None
 
 
 def archive_checkpoints(config, path: Path | None, step: int) -> Path | None:
-    """Moves the checkpoints in --out that do not belong to the run which goes on from `path` at `step` (or from nowhere),
-    with the log, into OUT/previous_N: nothing is lost, and the next --resume auto does not find them."""
+    """Moves the checkpoints in --out that do not belong to the run which resumes from `path` at `step` (or
+    starts anew), with the log, into OUT/previous_N: nothing is lost, and the next --resume auto does not
+    find them."""
     inside = path is not None and path.resolve().parent == Path(config.out).resolve()
     old = [p for s, p in checkpoints(config.out) if not inside or s > step]
     if not old:
@@ -276,11 +320,20 @@ def archive_checkpoints(config, path: Path | None, step: int) -> Path | None:
     return folder
 
 
-def damaged_checkpoint(path: Path, error: Exception) -> UserError:
-    """The UserError for a checkpoint that is readable and wrong inside."""
-    return UserError(f"{path} does not hold the state of a run ({type(error).__name__}: {str(error)[:200]}): {recovery_hint(path)}")
+@contextmanager
+def corrupt_if_fails(path: Path) -> Iterator[None]:
+    """Around reading values out of a checkpoint's dict: what wrong values raise becomes one UserError."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, RuntimeError, AttributeError) as error:
+        raise UserError(f"{path} does not hold the state of a run ({type(error).__name__}: "
+                        f"{str(error)[:200]}): "
+                        f"{recovery_hint(path)}") from None
 
 
 def recovery_hint(path: Path) -> str:
+    """What to do about a checkpoint that cannot be used."""
     older = [p.name for _, p in checkpoints(Path(path).parent) if p.name < Path(path).name]
-    return f"remove it, and the same command goes on from {older[-1]}" if older else "start a new run with another --out"
+    if older:
+        return f"remove it, and the same command goes on from {older[-1]}"
+    return "start a new run with another --out"

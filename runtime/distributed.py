@@ -1,4 +1,4 @@
-"""Ranks and signals."""
+"""The ranks of a run: how they find each other, agree, fail together, and stop on a signal."""
 import atexit
 import json
 import os
@@ -20,52 +20,54 @@ import torch.distributed as dist
 from runtime.cli import RunError, UserError, print_error
 from runtime.device import choose_device, tune_malloc, tune_cuda_allocator
 
-DIST_TIMEOUT = timedelta(minutes=30)    # for the other processes: the master may have weights to download first
+DIST_TIMEOUT = timedelta(minutes=30)    # rank 0 may have weights to download first
 
 
 @dataclass
 class Process:
+    """One rank among world_size, one device each."""
     rank: int = 0
     world_size: int = 1
     device: str = "cpu"
-    store: dist.Store | None = None     # what the processes share, beside the collectives
+    store: dist.Store | None = None     # key-value store of all ranks, beside the collectives
     restarted: bool = False             # by torchrun --max_restarts
     done: threading.Event = field(default_factory=threading.Event)
     watch: threading.Thread | None = None
-    failure_reported: bool = False                  # another process has failed, and said why
+    failure_reported: bool = False      # another rank has failed and printed why
 
     @property
     def is_master(self):
-        """Does the logging and the checkpoints."""
+        """Rank 0: logs, evaluates text and writes checkpoints."""
         return self.rank == 0
 
     def print0(self, *args):
         if self.is_master:
             try:
                 print(*args, flush=True)
-            except BrokenPipeError:             # `| tee` got the same Ctrl-C, `| head` has enough: stop, but save first
+            except BrokenPipeError:  # `| tee` got the same Ctrl-C, or `| head` ended: save, then stop
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
                 if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:          # there is nothing to save yet
                     raise
                 signal.raise_signal(signal.SIGTERM)
 
     def sum(self, *values):
-        """Each value summed over all processes, as floats (gloo has no AVG: divide afterwards)."""
+        """Each value summed over all ranks, as floats (gloo has no AVG: divide afterwards)."""
         if self.world_size == 1:
             return values
-        total = torch.tensor(values, dtype=torch.float64, device=self.device if self.device.startswith("cuda") else "cpu")
+        device = self.device if self.device.startswith("cuda") else "cpu"
+        total = torch.tensor(values, dtype=torch.float64, device=device)
         dist.all_reduce(total)
         return total.tolist()
 
     def gather(self, value):
-        """[the value of each process]."""
+        """[the value of each rank]."""
         values = [value] * self.world_size
         if self.world_size > 1:
             dist.all_gather_object(values, value)
         return values
 
     def on_all_ranks(self, function, *args):
-        """function(*args) on every process; where it fails on any, it fails on all, with the same message."""
+        """function(*args) on every rank. A UserError or RunError on any rank is raised on all."""
         result = failure = None
         try:
             result = function(*args)
@@ -78,70 +80,81 @@ class Process:
 
     @staticmethod
     def agreed(error):
-        """Marks an error that all processes raise alike: only the master speaks of it."""
+        """Marks an error that all ranks raise alike, which only rank 0 prints."""
         error.agreed = True
         return error
 
     def rank0_first(self, function, *args):
-        """function(*args), on the master first (it fills caches), then on the others."""
+        """function(*args) on rank 0 first, which fills caches, then on the others."""
         result = self.on_all_ranks(lambda: function(*args) if self.is_master else None)
         return self.on_all_ranks(lambda: result if self.is_master else function(*args))
 
     def require_same(self, what, value):
+        """UserError on all ranks if `value` differs between them."""
         values = self.gather(value)
         other = next((rank for rank in range(self.world_size) if values[rank] != values[0]), None)
         if other is not None:
-            raise self.agreed(UserError(f"process {other} has another {what} than process 0: give every machine the same"))
+            raise self.agreed(UserError(f"process {other} has another {what} than process 0: give every "
+                                        f"machine the "
+                                        f"same"))
 
     @contextmanager
     def abort_all_on_error(self):
-        """Around all that one process among several does: one that fails ends the others within seconds, and one line says
-        why. Whoever failed by itself speaks before those that only lost it, and the master before the others."""
+        """Around everything a rank does: one that fails ends the others within seconds, and one line says
+        why. A rank with an error of its own prints before those that only lost the connection to it, and
+        rank 0 first of all."""
         if self.world_size == 1:
             yield
             return
         try:
             yield
         except Exception as error:
-            known, lost = isinstance(error, (UserError, RunError)), re.search("gloo|NCCL|Connection", str(error))
-            time.sleep((not self.is_master) + (3 if lost and not known else 0))
-            agreed, first = getattr(error, "agreed", False), not self.failure_reported
-            with suppress(RuntimeError):        # the store is gone with the machine that held it
-                first = self.is_master if agreed else self.store.add("failed", 1) == 1
-                if agreed and not first:        # torchrun ends the master when we leave
-                    self.store.wait(["told"], timedelta(seconds=10))
-            if first and (known or lost):
-                text = str(error) if known else ("another process was killed, or its machine lost; the checkpoints are whole, "
-                                                 f"and the same command goes on from the newest ({str(error)[:120]})")
-                print_error(text if self.is_master else f"process {self.rank}: {text}")
-            elif first:
-                traceback.print_exc()
-            if first:
-                with suppress(RuntimeError):
-                    self.store.set("told", "")
-            sys.stdout.flush()
-            time.sleep(5 if first else 0)       # so that the others find the store, and in it that this was told
-            os._exit(2 if isinstance(error, UserError) else 1)          # without waiting for what the others still owe us
+            self._abort(error)
         finally:
             self.done.set()
-            self.watch.join()       # inside the store when the interpreter goes down, it would abort the process
+            self.watch.join()  # inside the store at interpreter shutdown, the thread would abort the process
+
+    def _abort(self, error):
+        known, lost = isinstance(error, (UserError, RunError)), re.search("gloo|NCCL|Connection", str(error))
+        time.sleep((not self.is_master) + (3 if lost and not known else 0))
+        agreed, first = getattr(error, "agreed", False), not self.failure_reported
+        with suppress(RuntimeError):            # the store is gone with the machine that held it
+            first = self.is_master if agreed else self.store.add("failed", 1) == 1
+            if agreed and not first:            # torchrun ends rank 0 when this rank exits
+                self.store.wait(["told"], timedelta(seconds=10))
+        if first and (known or lost):
+            text = str(error) if known else ("another process was killed, or its machine lost; the "
+                                             "checkpoints are "
+                                             "whole, and the same command goes on from the newest "
+                                             f"({str(error)[:120]})")
+            print_error(text if self.is_master else f"process {self.rank}: {text}")
+        elif first:
+            traceback.print_exception(error)
+        if first:
+            with suppress(RuntimeError):
+                self.store.set("told", "")
+        sys.stdout.flush()
+        time.sleep(5 if first else 0)  # so that the others find the store, and in it that this was printed
+        # without waiting inside collectives for the others
+        os._exit(2 if isinstance(error, UserError) else 1)
 
     def watch_peers(self, torchrun):
-        """On a thread, because a process that waits for a lost one inside a collective hears nothing else."""
+        """Exits when another rank has failed or torchrun is gone. A thread, because the main one may be
+        waiting inside a collective for a rank that is lost."""
         while not self.done.wait(1):
             try:
                 self.failure_reported = self.store is not None and self.store.add("failed", 0) > 0
                 gone = self.failure_reported or os.getppid() != torchrun
             except RuntimeError:                # the machine that held the store is gone
                 gone = True
-            if gone and not self.done.wait(10):         # a checkpoint may just be written
+            if gone and not self.done.wait(10):         # a checkpoint may be being written
                 os._exit(1)
 
 
 def hard_exit(code: int) -> NoReturn:
-    """Ends one of several processes without Python's finalization, in which a thread of gloo's that lets go of its last tensor
-    waits for the interpreter's lock, is ended there, and takes the process with it: SIGABRT after all was done (pytorch issue
-    190489). What is registered to be done at the end (wandb's upload) is done."""
+    """Exits without Python's finalization, in which a gloo thread that frees its last tensor can abort the
+    process (SIGABRT after everything was done, pytorch issue 190489). atexit functions (wandb's upload)
+    are run."""
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -149,11 +162,12 @@ def hard_exit(code: int) -> NoReturn:
 
 
 def setup_process(config, tune_memory: bool = True) -> Process:
-    """Joins torchrun's process group if there is one; nccl on CUDA, gloo elsewhere."""
+    """This process, on its device, in torchrun's process group if there is one: nccl on CUDA, gloo
+    elsewhere."""
     tune_cuda_allocator()
     device = choose_device(config.device)
     if device == "cuda":                                # set_device wants an index
-        device = choose_device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}")       # refuses more processes than GPUs
+        device = choose_device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}")  # refuses more processes than GPUs
     if device.startswith("cuda"):
         torch.cuda.set_device(device)
         # "high" alone; the newer fp32_precision settings beside it break torch.compile
@@ -168,25 +182,29 @@ def setup_process(config, tune_memory: bool = True) -> Process:
     try:
         store, rank, world_size = next(dist.rendezvous("env://", timeout=DIST_TIMEOUT))
     except (ValueError, RuntimeError) as error:
-        raise UserError(f"WORLD_SIZE is set, and the other processes cannot be found ({error}): start by torchrun") from None
-    process.restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" or store.add("begun", 1) > world_size
+        raise UserError(f"WORLD_SIZE is set, and the other processes cannot be found ({error}): start by "
+                        f"torchrun") from None
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    process.restarted = restarts != "0" or store.add("begun", 1) > world_size
     process.rank, process.world_size, process.store = rank, world_size, fresh_store(store, rank, world_size)
-    dist.init_process_group("nccl" if device.startswith("cuda") else "gloo", rank=rank, world_size=world_size, timeout=DIST_TIMEOUT,
-                            store=dist.PrefixStore("group", process.store))
+    dist.init_process_group("nccl" if device.startswith("cuda") else "gloo", rank=rank, world_size=world_size,
+                            timeout=DIST_TIMEOUT, store=dist.PrefixStore("group", process.store))
     return process
 
 
 def fresh_store(store: dist.Store, rank: int, world_size: int) -> dist.Store:
-    """A part of torchrun's key-value store of which all processes know that it is this attempt's.
+    """A part of torchrun's key-value store that belongs to this attempt alone.
 
-    After a restart (--max_restarts) torchrun's store still holds the addresses of the processes that died, and torch 2.13
-    connects to those (pytorch issue 135712); its restart count may differ between machines. So rank 0 names a new part,
-    each rank answers with a nonce, and follows only a name under which rank 0 has repeated that nonce.
+    After a restart (--max_restarts) torchrun's store still holds the addresses of the dead ranks, and torch
+    2.13 connects to those (pytorch issue 135712); its restart count may differ between machines. So rank 0
+    names a new part, each other rank writes a nonce there, and uses it only once rank 0 has repeated that
+    nonce.
     """
     if rank == 0:
         name = uuid.uuid4().hex
         store.set("attempt", name)
-        nonces = {str(r): store.get(f"{name}/nonce/{r}").decode() for r in range(1, world_size)}       # waits for each
+        # waits for each
+        nonces = {str(r): store.get(f"{name}/nonce/{r}").decode() for r in range(1, world_size)}
         store.set(f"{name}/nonces", json.dumps(nonces))
     else:
         nonce, nonces = uuid.uuid4().hex, {}
@@ -199,7 +217,8 @@ def fresh_store(store: dist.Store, rank: int, world_size: int) -> dist.Store:
 
 
 class StopSignals:
-    """SIGTERM, SIGINT and SIGUSR1 (Slurm's warning) ask for a stop after the step; a second SIGINT stops at once."""
+    """SIGTERM, SIGINT and SIGUSR1 (Slurm's warning) request a stop after the step; a second SIGINT stops
+    at once. The loop reads `received`, the name of the first one."""
 
     def __init__(self, is_master=True):
         self.received, self.is_master = None, is_master
@@ -207,11 +226,12 @@ class StopSignals:
             signal.signal(getattr(signal, name), self._handle)
 
     def _handle(self, number, frame):
-        # torchrun passes a terminal's SIGINT on, so that it comes twice at once: only a later one is a second one
+        # torchrun passes a terminal's SIGINT on, so that it arrives twice at once: only a later one counts as
+        # second
         if self.received and number == signal.SIGINT and time.monotonic() > self.when + 1:
             os._exit(130)
         if not self.received:
             self.received, self.when = signal.Signals(number).name, time.monotonic()
-            if self.is_master:                  # not by print, whose buffer the signal may have come upon half filled
-                with suppress(OSError):         # who reads it is gone
+            if self.is_master:                  # not print: the signal may have interrupted one
+                with suppress(OSError):         # the reader of the pipe is gone
                     os.write(1, f"{self.received}: finishing this step, then saving\n".encode())

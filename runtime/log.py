@@ -1,9 +1,8 @@
-"""log.txt, console, dashboards, trace."""
-import math
+"""log.txt, the console, dashboards, the profiler's trace."""
 import re
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -19,22 +18,23 @@ from runtime.tokenizer import VOCAB_SIZE
 
 
 def read_log(path: str | Path) -> list[tuple[int, str, float]]:
-    """[(step, kind, value)] of a log.txt: what is whole in it, for a crash can cut its last line off."""
+    """[(step, kind, value)] of the complete lines of a log.txt; a crash can cut off the last one."""
     rows = [line.split() for line in Path(path).read_text(encoding="utf-8", errors="replace").splitlines()]
-    rows = [row for row in rows if len(row) == 3 and row[0].isdecimal() and re.fullmatch(r"-?\d+\.\d{6}|-?inf|nan", row[2])]
+    rows = [row for row in rows if len(row) == 3 and row[0].isdecimal()
+            and re.fullmatch(r"-?\d+\.\d{6}|-?inf|nan", row[2])]
     return [(int(step), kind, float(value)) for step, kind, value in rows]
 
 
 class Log:
-    """OUT/log.txt, a line an event: `STEP KIND VALUE` with KIND train, val or hella; and wandb's and TensorBoard's, if asked
-    for."""
+    """OUT/log.txt, a line an event: `STEP KIND VALUE` with KIND train, val or hella; also to Weights &
+    Biases and TensorBoard, if asked for."""
 
     def __init__(self, config, step):
         self.wandb = self.tensorboard = None
         path = Path(config.out) / "log.txt"
         if path.exists():
-            # a run that crashed wrote on after its last checkpoint: those steps come again. Evaluations
-            # at the checkpoint's own step were made before it was written, and stay.
+            # steps that a crashed run logged after its last checkpoint are run again; evaluations at the
+            # checkpoint's own step were made before it was written, and stay
             kept = [f"{at} {kind} {value:.6f}\n" for at, kind, value in read_log(path)
                     if at < step + (kind != "train" and step > 0)]
             replace_file(path, lambda file: file.write("".join(kept).encode()))
@@ -47,7 +47,7 @@ class Log:
             from torch.utils.tensorboard import SummaryWriter
             self.tensorboard = SummaryWriter(config.out, purge_step=step)
             for at, kind, value in read_log(path):
-                if at == step:                  # these evaluations stay, and the purge takes them too
+                if at == step:                  # these stay, but the purge removes them too
                     self.tensorboard.add_scalar(kind, value, at)
 
     def write(self, step, kind, value, **more):
@@ -55,7 +55,8 @@ class Log:
             self.file.write(f"{step} {kind} {value:.6f}\n")
             self.file.flush()
         except OSError as error:
-            raise RunError(f"cannot write {self.file.name}: {error.strerror}. Make room, and the same command goes on from the "
+            raise RunError(f"cannot write {self.file.name}: {error.strerror}. Make room, and the same "
+                           f"command goes on from the "
                            f"newest checkpoint") from None
         if self.wandb:
             self.wandb.log({kind: value, **more}, step=step)
@@ -65,12 +66,13 @@ class Log:
 
 
 def open_output(config, path: Path | None, step: int, process: Process) -> Log | None:
-    """The output folder and its log, on the master; what an earlier run left there is continued or set aside, never lost."""
+    """On rank 0 the log in --out. What another run left there is archived, never lost."""
     if not process.is_master:
         return None
     try:
         if folder := archive_checkpoints(config, path, step):
-            process.print0(f"checkpoints of another run, or later than the one to go on from, are now in {folder}")
+            process.print0(f"checkpoints of another run, or later than the one to go on from, are now in "
+                           f"{folder}")
         for stale in Path(config.out).glob("*.tmp"):
             stale.unlink()
         return Log(config, step)
@@ -78,34 +80,53 @@ def open_output(config, path: Path | None, step: int, process: Process) -> Log |
         raise UserError(f"--out {config.out} cannot be written ({error}): choose another folder") from None
 
 
-class Reporter:
-    """Prints and logs. On CUDA a step is reported when the next one is queued, so that the GPU never waits."""
+@dataclass
+class StepResult:
+    """What a finished step came to, the same on all ranks."""
+    step: int
+    loss: float                 # nats
+    norm: float                 # of the gradient, before clipping
+    first_bad: str              # name of the first parameter with a non-finite gradient, "" if there is none
+    stop: bool                  # whether some rank has received a signal
 
-    def __init__(self, config, log, state, process):
-        self.config, self.log, self.state, self.process = config, log, state, process
-        self.flops, self.peak = state.model.flops_per_token(config.sequence_length), peak_flops(process.device)
-        self.names = [name for name, _ in state.model.named_parameters()]
+    def __str__(self):
+        where = f"; the first gradient that is not finite is that of {self.first_bad}" if self.first_bad else ""
+        return f"step {self.step}: loss {self.loss}, gradient norm {self.norm}{where}"
+
+
+class Reporter:
+    """Prints and logs steps. On CUDA a step's numbers are read when the next step is queued, so that the
+    GPU never waits. What they mean is decided by the caller, to whom `step` and `flush` return
+    [StepResult] of those read."""
+
+    def __init__(self, config, log, model, process):
+        self.config, self.log, self.process = config, log, process
+        self.flops, self.peak = model.flops_per_token(config.sequence_length), peak_flops(process.device)
+        self.names = [name for name, _ in model.named_parameters()]
         self.lag = 1 if process.device.startswith("cuda") else 0
-        self.pending, self.seconds, self.losses = [], [], {}
-        self.stop = False                       # `stop`: some process was asked to; all learn it at the same step
+        self.pending, self.seconds, self.steps, self.first, self.last = [], [], 0, None, None
 
     def start(self):
-        """Before a step: starts the clock, unless one is still running on the GPU and the clock with it."""
+        """Before a step: starts the clock, unless a step is still running on the GPU and the clock with
+        it."""
         if not self.pending:
             self.clock = time.perf_counter()
 
     def step(self, step, numbers, lr):
+        """After a step was queued; `numbers` as train_step returns them."""
         done = None
-        if self.lag:                            # into pinned memory; whoever reads it waits for this step, not for what follows
+        if self.lag:  # through pinned memory: whoever reads it waits for this step, not for what follows
             numbers, done = numbers.to("cpu", non_blocking=True), torch.cuda.Event()
             done.record()
         self.pending.append((step, numbers, lr, done))
-        while len(self.pending) > self.lag:
-            self._report(*self.pending.pop(0))
+        return self.flush(self.lag)
 
-    def flush(self):
-        while self.pending:
-            self._report(*self.pending.pop(0))
+    def flush(self, but=0):
+        """Reads all but the newest `but` steps."""
+        finished = []
+        while len(self.pending) > but:
+            finished.append(self._report(*self.pending.pop(0)))
+        return finished
 
     def event(self, step, kind, value, line):
         self.process.print0(line)
@@ -118,31 +139,25 @@ class Reporter:
         loss, norm, first_bad, stop = numbers.tolist()
         now = time.perf_counter()
         dt, self.clock = now - self.clock, now
-        self.stop = self.stop or stop > 0
-        self.losses[step] = loss
         self.seconds = [*self.seconds[-19:], dt]
         rate = self.config.total_batch_size / dt
         mfu = f"{rate * self.flops / self.peak / self.process.world_size:.1%}" if self.peak else "n/a"
         left = sorted(self.seconds)[len(self.seconds) // 2] * (self.config.max_steps - 1 - step)
-        self.process.print0(f"step {step:5d} | loss: {loss:.6f} | lr {lr:.4e} | norm: {norm:.4f} | dt: {dt * 1000:.2f}ms | "
-                            f"tok/sec: {rate:.2f} | mfu: {mfu} | left: {timedelta(seconds=round(min(left, 1e9)))}")
+        self.process.print0(f"step {step:5d} | loss: {loss:.6f} | lr {lr:.4e} | norm: {norm:.4f} | "
+                            f"dt: {dt * 1000:.2f}ms | tok/sec: {rate:.2f} | mfu: {mfu} | "
+                            f"left: {timedelta(seconds=round(min(left, 1e9)))}")
         if self.log:
             self.log.write(step, "train", loss, norm=norm, lr=lr)
-        # float16 overflows now and then: its scaler passes over those steps and lowers its scale
-        if not math.isfinite(loss) or (first_bad >= 0 and self.config.dtype != "float16"):
-            self.state.skipped += 1
-            where = f"; the first gradient that is not finite is that of {self.names[int(first_bad)]}" if first_bad >= 0 else ""
-            if self.state.skipped > self.config.skip_nonfinite:
-                raise RunError(f"step {step}: loss {loss}, gradient norm {norm}{where}. The weights were not changed by it, and "
-                               f"the checkpoints are as they were: lower --max_lr, lengthen --warmup_steps, or pass over such "
-                               f"steps by --skip_nonfinite, and go on by the same command")
-            self.process.print0(f"step {step} was passed over ({self.state.skipped} of --skip_nonfinite "
-                                f"{self.config.skip_nonfinite}){where}")
+        self.last = StepResult(step, loss, norm, self.names[int(first_bad)] if first_bad >= 0 else "",
+                               stop > 0)
+        self.steps, self.first = self.steps + 1, self.first or self.last
+        return self.last
 
 
 class Profiler:
-    """--profile: a trace of three steps of the master's for chrome://tracing or ui.perfetto.dev, and the costliest operations.
-    The first five steps, which compile and fill caches, are left out, and two more in which the profiler itself warms up."""
+    """--profile: a trace of three steps of rank 0 for chrome://tracing or ui.perfetto.dev, and the
+    costliest operations. It leaves out five steps, which compile and fill caches, and two in which the
+    profiler warms up."""
     WAIT, WARMUP, ACTIVE = 5, 2, 3
 
     def __init__(self, config, process):
@@ -150,7 +165,8 @@ class Profiler:
         if config.profile and process.is_master:
             self.order = "self_cuda_time_total" if process.device.startswith("cuda") else "self_cpu_time_total"
             steps = torch.profiler.schedule(wait=self.WAIT, warmup=self.WARMUP, active=self.ACTIVE, repeat=1)
-            self.inner = torch.profiler.profile(schedule=steps, on_trace_ready=self._write)     # CPU, and CUDA if there is one
+            # CPU, and CUDA if there is one
+            self.inner = torch.profiler.profile(schedule=steps, on_trace_ready=self._write)
             self.inner.start()
 
     def step(self):
@@ -166,7 +182,8 @@ class Profiler:
             self.process.print0(f"warning: no trace: {path} cannot be written ({error.strerror})")
             return
         table = profile.key_averages().table(sort_by=self.order, row_limit=12, max_name_column_width=50)
-        self.process.print0(f"{table}\nsaved {path}: {self.ACTIVE} steps, for chrome://tracing or ui.perfetto.dev")
+        self.process.print0(f"{table}\nsaved {path}: {self.ACTIVE} steps, for chrome://tracing or "
+                            f"ui.perfetto.dev")
 
     def close(self):
         if self.inner:
@@ -182,38 +199,45 @@ def print_header(config, model, compiled: Callable, loader: TokenLoader, process
     process.print0(f"{process.world_size} process(es) on {process.device}{gpu}, {config.dtype}, "
                    f"{'eager' if compiled is model else 'torch.compile'}, attention {config.attention}, "
                    f"torch {torch.__version__}")
-    process.print0(f"{config.recipe}: {sum(p.numel() for p in model.parameters()):,} parameters ({config.n_layer} layers, "
+    process.print0(f"{config.recipe}: {sum(p.numel() for p in model.parameters()):,} parameters "
+                   f"({config.n_layer} layers, "
                    f"{config.n_head} heads, width {config.n_embd}, vocabulary {config.vocab_size}"
                    f"{f', window {config.window} inside documents' if config.window else ''})")
     tokens, epoch = config.max_steps * config.total_batch_size, loader.dataset.total * loader.dataset.T
-    process.print0(f"{config.total_batch_size:,} tokens a step = {loader.B} x {config.sequence_length} x {loader.micro_steps} "
-                   f"micro-step(s) x {process.world_size} process(es); {config.max_steps:,} steps = {tokens:,} tokens = "
+    process.print0(f"{config.total_batch_size:,} tokens a step = {loader.B} x {config.sequence_length} x "
+                   f"{loader.micro_steps} "
+                   f"micro-step(s) x {process.world_size} process(es); {config.max_steps:,} steps = "
+                   f"{tokens:,} tokens = "
                    f"{tokens / epoch:.2f} epochs")
     if config.warmup_steps > config.max_steps:
         process.print0(f"note: the warm-up of {config.warmup_steps} steps is longer than the run")
 
 
-def print_summary(run, signals: StopSignals) -> int:
-    """Prints how the run ended and where everything is; returns its exit code."""
+def print_summary(run, stopped: bool, signals: StopSignals) -> int:
+    """Prints how the run ended and where everything is. Returns its exit code."""
     config, state, process = run.config, run.state, run.process
-    if run.reporter.stop:
-        then = "the same command goes on from there" if config.checkpoint_every else "nothing was saved (--checkpoint_every 0)"
-        process.print0(f"stopped by {signals.received or 'a signal'} after {state.step} of {config.max_steps} steps: {then}")
+    if stopped:
+        then = "the same command goes on from there" if config.checkpoint_every else (
+            "nothing was saved (--checkpoint_every 0)")
+        process.print0(f"stopped by {signals.received or 'a signal'} after {state.step} of "
+                       f"{config.max_steps} steps: "
+                       f"{then}")
     elif config.overfit:
-        return overfit_verdict(run.reporter.losses, process)
+        return overfit_verdict(run.reporter, process)
     else:
         newest = checkpoints(config.out)[-1:] if config.checkpoint_every else []
         files = {"log.txt": True, "loss.png": (Path(config.out) / "loss.png").exists(), "checkpoints": newest}
-        process.print0(f"done: {state.step} steps; in {config.out}: {', '.join(name for name in files if files[name])}")
+        there = ", ".join(name for name, exists in files.items() if exists)
+        process.print0(f"done: {state.step} steps; in {config.out}: {there}")
         if newest and config.vocab_size >= VOCAB_SIZE:
             process.print0(f"next: python sample.py --model {newest[0][1]}")
     return 0
 
 
-def overfit_verdict(losses: dict[int, float], process: Process) -> int:
-    """Prints whether the sanity run learnt its batch by heart; returns its exit code."""
-    first, last = losses[min(losses)], losses[max(losses)]
-    passed = last < 0.1
-    process.print0(f"overfit one batch: loss {first:.4f} -> {last:.4f} in {len(losses)} steps: "
-                   f"{'PASSED' if passed else 'FAILED (under 0.1 is expected)'}")
+def overfit_verdict(reporter: Reporter, process: Process) -> int:
+    """Prints whether the sanity run overfitted its batch. Returns its exit code."""
+    passed = reporter.last.loss < 0.1
+    process.print0(f"overfit one batch: loss {reporter.first.loss:.4f} -> {reporter.last.loss:.4f} in "
+                   f"{reporter.steps} "
+                   f"steps: {'PASSED' if passed else 'FAILED (under 0.1 is expected)'}")
     return 0 if passed else 1

@@ -438,12 +438,13 @@ def test_a_damaged_newest_checkpoint_is_refused_and_the_older_one_named(kind, da
 def test_how_many_steps_were_passed_over_is_remembered(tmp_path):
     model = GPT(GPTConfig(block_size=8, vocab_size=64, n_layer=1, n_head=1, n_embd=8))
     config, process = train_gpt2.Config(), Process()
-    state = train_gpt2.make_state(config, model, None, None, process)
+    state = train_gpt2.make_state(config, model, model.configure_optimizers(1e-3, 0.1), process)
     for p in model.parameters():
         p.grad = torch.ones_like(p)
     state.optimizers[0].step()
     state.step, state.skipped, state.evaluated, state.best = 5, 3, 5, (1.5, 4)
-    again = train_gpt2.make_state(config, model, state.state_dict(config, {}), tmp_path / "c.pt", process)
+    again = train_gpt2.make_state(config, model, model.configure_optimizers(1e-3, 0.1), process,
+                                  state.state_dict(config, {}), tmp_path / "c.pt")
     assert (again.step, again.skipped, again.evaluated, again.best) == (5, 3, 5, (1.5, 4))
 
 
@@ -451,7 +452,7 @@ def test_a_checkpoint_written_in_the_background_holds_the_moment_it_was_asked_fo
     """Weights that change while the thread writes do not reach the file, and the embedding is in it once."""
     model = GPT(GPTConfig(block_size=8, vocab_size=640, n_layer=1, n_head=1, n_embd=64))
     config = train_gpt2.Config(out=str(tmp_path), keep_checkpoints=1)
-    state = train_gpt2.make_state(config, model, None, None, Process())
+    state = train_gpt2.make_state(config, model, model.configure_optimizers(1e-3, 0.1), Process())
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     saver, may_write = Saver(config, {}, None, Process()), threading.Event()
     saver.background, state.step = True, 1
@@ -500,7 +501,7 @@ def test_what_goes_wrong_in_the_background_is_raised_at_the_next_look(tmp_path):
     config = train_gpt2.Config(out=str(tmp_path / "missing"))
     saver = Saver(config, {}, None, Process())
     saver.background = True
-    saver.save(train_gpt2.make_state(config, model, None, None, Process()))
+    saver.save(train_gpt2.make_state(config, model, model.configure_optimizers(1e-3, 0.1), Process()))
     with pytest.raises(RunError, match="cannot write .*missing.*No such file"):
         saver.finish()
 

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from model import LanguageModel, SpeedrunConfig, SpeedrunGPT, load_model
 from runtime.checkpoint import MODEL_SHAPE, merge_config, restore_optimizer
+from runtime.checks import shape_of_init
 from runtime.cli import UserError
 from runtime.device import compile_error, compile_model
 from runtime.distributed import Process
@@ -20,7 +21,7 @@ from runtime.kernels import document_window_mask
 from runtime.muon import Muon, orthogonalize
 from runtime.shards import write_shard
 from runtime.tokenizer import EOT, encode
-from train_gpt2 import RECIPES, Config, load_init, muon_momentum, parse_flags, trapezoid, window_schedule
+from train_gpt2 import RECIPES, Config, muon_momentum, parse_flags, trapezoid, window_schedule
 import runtime.device
 from helpers import ENV, HANG, ROOT, logged, run
 
@@ -389,7 +390,8 @@ def test_a_window_can_be_given_to_any_weights(had, given, has, tmp_path):
     model = make_model(window=had)
     torch.save({"model": model.state_dict(), "model_config": dict(vars(model.config)), "recipe": "speedrun"}, tmp_path / "c.pt")
     config = Config(recipe="speedrun", init=str(tmp_path / "c.pt"), window=16 if given else 0)
-    loaded, config = load_init(config, given, Process())
+    loaded = load_model(config.init)
+    config = dataclasses.replace(config, **shape_of_init(config, given, loaded))
     assert loaded.config.window == config.window == has and config.n_embd == 32
     idx = tokens(1, 24)
     loaded.window.fill_(has)                    # as the loop does before each step
