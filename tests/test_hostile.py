@@ -1,5 +1,5 @@
-"""What a stranger's or a damaged file can do to the readers of this project: run no code, fill no memory, be refused in a
-sentence. What one reader alone is asked (foreign models, cut shards, bad lines) is in the tests of its module."""
+"""Hostile and damaged files: they run no code, fill no memory, and are refused in a sentence. What concerns one
+reader alone (foreign models, cut shards, bad lines) is in the tests of its module."""
 import contextlib
 import gzip
 import io
@@ -55,7 +55,8 @@ def own_folder(tmp_path, monkeypatch):
 
 @contextlib.contextmanager
 def little_memory(megabytes=150):
-    """Fails if the process grows by more than that inside: Linux shows the most that it held since it was told to forget."""
+    """Fails if the process grows by more than that inside: Linux shows the most that it held since it was
+    told to forget."""
     def most():
         return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) // 1024
     try:
@@ -91,7 +92,8 @@ TOUCH = "__import__('os').system('touch CANARY')"
 INNER = io.BytesIO()
 torch.save(Call(os.system, "touch CANARY"), INNER)
 CALLS = {
-    "eval": Call(eval, TOUCH), "exec": Call(exec, TOUCH), "a program": Call(subprocess.check_output, ["touch", "CANARY"]),
+    "eval": Call(eval, TOUCH), "exec": Call(exec, TOUCH),
+    "a program": Call(subprocess.check_output, ["touch", "CANARY"]),
     "torch's own unpickling": Call(torch.storage._load_from_bytes, INNER.getvalue()),
     "unpickling": Call(pickle.loads, pickle.dumps(Call(os.system, "touch CANARY"))),
 }
@@ -111,7 +113,8 @@ def small_model():
 def checkpoint(**changes):
     """A checkpoint of this project; names with config_ change its model's config."""
     model = small_model()
-    config = dict(vars(model.config)) | {name[7:]: value for name, value in changes.items() if name.startswith("config_")}
+    config = dict(vars(model.config)) | {name[7:]: value for name, value in changes.items()
+                                         if name.startswith("config_")}
     return {"model": model.state_dict(), "model_config": config, "recipe": "gpt2"} | changes
 
 
@@ -121,8 +124,10 @@ def saved(content, path="a.pt", **how):
 
 
 def repacked(change=lambda data: data, method=zipfile.ZIP_STORED, content=None):
-    """A checkpoint whose zip was packed anew with `method`, its pickle changed by `change`, with the right sums."""
-    with zipfile.ZipFile(saved(content or checkpoint(), "good.pt")) as old, zipfile.ZipFile("a.pt", "w", method) as new:
+    """A checkpoint whose zip was packed anew with `method`, its pickle changed by `change`, with the right
+    sums."""
+    with zipfile.ZipFile(saved(content or checkpoint(), "good.pt")) as old, zipfile.ZipFile("a.pt", "w",
+                                                                                            method) as new:
         for name in old.namelist():
             new.writestr(name, change(old.read(name)) if name.endswith("data.pkl") else old.read(name))
     return Path("a.pt")
@@ -154,7 +159,8 @@ def endless(characters=10**8):
 
 
 def two_archives():
-    """A file in which Python's zipfile finds a harmless archive, and torch, by the offset in the last record, a packed one."""
+    """A file in which Python's zipfile finds a harmless archive, and torch, by the offset in the last
+    record, a packed one."""
     names = {"a/data.pkl": endless(), "a/version": b"3\n", "a/byteorder": b"little"}
     parts = []
     for content, method in ((names, zipfile.ZIP_DEFLATED), (dict.fromkeys(names, b"}."), zipfile.ZIP_STORED)):
@@ -167,7 +173,7 @@ def two_archives():
         parts.append((data[:start], bytearray(data[start:start + size])))
     (evil, evil_list), (good, good_list) = parts
     at = 0
-    while at < len(good_list):                  # Python adds the distance by which the list lies behind its place
+    while at < len(good_list):  # Python adds the distance by which the list lies behind its place
         offset = int.from_bytes(good_list[at + 42:at + 46], "little")
         good_list[at + 42:at + 46] = (len(evil) - len(good) + offset).to_bytes(4, "little")
         at += 46 + sum(struct.unpack("<HHH", good_list[at + 28:at + 34]))
@@ -176,7 +182,8 @@ def two_archives():
 
 
 def itself(depth=8, kind=list):
-    """A list of lists of lists ... that are all the same one: a few bytes, and 8^(depth + 1) numbers as text."""
+    """A list of lists of lists ... that are all the same one: a few bytes, and 8^(depth + 1) numbers as
+    text."""
     value = kind([0] * 8)
     for _ in range(depth):
         value = kind([value] * 8)
@@ -186,7 +193,8 @@ def itself(depth=8, kind=list):
 def nested(data):
     """A pickle with lists 100,000 deep as recipe and config."""
     return b"\x80\x02}(X\x05\x00\x00\x00model}" + b"".join(
-        b"X" + struct.pack("<I", len(name)) + name + b"]" * 100_000 + b"a" * 99_999 for name in (b"recipe", b"config")) + b"u."
+        b"X" + struct.pack("<I", len(name)) + name + b"]" * 100_000 + b"a" * 99_999
+        for name in (b"recipe", b"config")) + b"u."
 
 
 def npy(header, version=1, body=200, length=None):
@@ -206,7 +214,8 @@ def shape(text, kind="<u2"):
 
 
 def llm_c(count, magic=20240520):
-    return written("x_train_000000.bin", np.array([magic, 1, count, *[0] * 253], "<i8").astype("<i4").tobytes() + bytes(200))
+    return written("x_train_000000.bin", np.array([magic, 1, count, *[0] * 253],
+                                                  "<i8").astype("<i4").tobytes() + bytes(200))
 
 
 def pipe():
@@ -222,7 +231,8 @@ def folder(change):
 
 
 def config(**changes):
-    return lambda hf: (hf / "config.json").write_text(json.dumps(json.loads((hf / "config.json").read_text()) | changes))
+    return lambda hf: (hf / "config.json").write_text(json.dumps(json.loads((hf / "config.json").read_text())
+                                                                 | changes))
 
 
 def safetensors(change=None, length=None):
@@ -232,7 +242,8 @@ def safetensors(change=None, length=None):
         size = int.from_bytes(data[:8], "little")
         header = json.loads(data[8:8 + size])
         text = json.dumps((change or dict)(header)).encode()
-        (hf / "model.safetensors").write_bytes((length or len(text)).to_bytes(8, "little") + text + data[8 + size:])
+        (hf / "model.safetensors").write_bytes((length or len(text)).to_bytes(8, "little") + text
+                                               + data[8 + size:])
     return rewrite
 
 
@@ -260,11 +271,13 @@ def code_in_bin(hf):
 def code_beside(hf):
     (hf / "modeling_evil.py").write_text(TOUCH)
     (hf / "configuration_evil.py").write_text(TOUCH)
-    config(auto_map={"AutoModelForCausalLM": "modeling_evil.Evil", "AutoConfig": "configuration_evil.Evil"})(hf)
+    config(auto_map={"AutoModelForCausalLM": "modeling_evil.Evil",
+                     "AutoConfig": "configuration_evil.Evil"})(hf)
 
 
 def lines(name, *rows):
-    return written(name, b"".join((row if isinstance(row, bytes) else json.dumps(row).encode()) + b"\n" for row in rows))
+    return written(name, b"".join((row if isinstance(row, bytes) else json.dumps(row).encode()) + b"\n"
+                                  for row in rows))
 
 
 def packed(name, content, keep=None):
@@ -276,7 +289,8 @@ def packed(name, content, keep=None):
 
 
 def parquet(column, names=("text",), damage=lambda data: data):
-    pyarrow.parquet.write_table(pyarrow.Table.from_arrays([column] * len(names), names=list(names)), "a.parquet")
+    pyarrow.parquet.write_table(pyarrow.Table.from_arrays([column] * len(names), names=list(names)),
+                                "a.parquet")
     return written("a.parquet", damage(Path("a.parquet").read_bytes()))
 
 
@@ -300,22 +314,24 @@ SHARDS = {
     "a bare pickle": lambda: written("x_train_000000.npy", pickle.dumps(CALLS["eval"])),
     "code as header": lambda: npy(TOUCH), "code in a header": lambda: npy(shape(TOUCH)),
     "code after a header": lambda: npy(shape("(100,)") + "\n" + TOUCH),
-    "a trillion tokens": lambda: npy(shape("(1000000000000,)")), "2^62 tokens": lambda: npy(shape(f"({2**62},)")),
+    "a trillion tokens": lambda: npy(shape("(1000000000000,)")),
+    "2^62 tokens": lambda: npy(shape(f"({2**62},)")),
     "2^70 tokens": lambda: npy(shape(f"({2**70},)")), "fewer than no tokens": lambda: npy(shape("(-5,)")),
     "a type that is huge": lambda: npy(shape("(1,)", "V10000000000")),
     "a type within a type": lambda: npy(shape("(1,)", "(9,9)u2")),
     "a number with a million digits": lambda: npy(shape("(" + "9" * 9000 + ",)")),
     "nesting": lambda: npy("(" * 9000), "nesting in version 3": lambda: npy("(" * 9000, version=3),
     "minus signs": lambda: npy("-" * 9000 + "1"),
-    "a header of 4 GB": lambda: npy(shape("(100,)"), version=2, length=2**32 - 1), "version 9": lambda: npy(shape("(100,)"), 9),
+    "a header of 4 GB": lambda: npy(shape("(100,)"), version=2, length=2**32 - 1),
+    "version 9": lambda: npy(shape("(100,)"), 9),
     "2^31 - 1 tokens in a .bin": lambda: llm_c(2**31 - 1), "-1 tokens in a .bin": lambda: llm_c(-1),
     "-2^31 tokens in a .bin": lambda: llm_c(-2**31), "-512 tokens in a .bin": lambda: llm_c(-512),
     "modded-nanogpt's other magic": lambda: llm_c(100, magic=20240801),
     **({"a named pipe": pipe} if hasattr(os, "mkfifo") else {}),
 }
 CHECKPOINTS = {
-    **{f"a call of {name}, {form}": lambda call=call, form=form: saved(checkpoint(extra=call),
-                                                                      _use_new_zipfile_serialization=form == "zip")
+    **{f"a call of {name}, {form}": lambda call=call, form=form: saved(
+        checkpoint(extra=call), _use_new_zipfile_serialization=form == "zip")
        for name, call in CALLS.items() for form in ("zip", "legacy")},
     "a packed pickle": lambda: repacked(lambda data: endless(), zipfile.ZIP_DEFLATED),
     "packed by bzip2": lambda: repacked(method=zipfile.ZIP_BZIP2),
@@ -329,72 +345,92 @@ CHECKPOINTS = {
     "a legacy storage of 40 GB": lambda: legacy(lambda data: data.replace(b"M\x09\x03", number(HUGE))),
     "a legacy storage below zero": lambda: legacy(lambda data: data.replace(b"M\x09\x03", number(-777))),
     "a gigabyte of zeros": lambda: repacked(lambda data: calls(b"builtins\nbytearray", number(10**9))),
-    "a gigabyte of zeros for Python 2": lambda: repacked(lambda data: calls(b"__builtin__\nbytearray", number(10**9))),
+    "a gigabyte of zeros for Python 2": lambda: repacked(lambda data: calls(b"__builtin__\nbytearray",
+                                                                            number(10**9))),
     "a gigabyte of zeros in the weights": lambda: repacked(
         lambda data: data[:-1] + b"X\x01\0\0\0xcbuiltins\nbytearray\n" + number(10**9) + b"\x85Rs."),
     "a text that is doubled again and again": lambda: repacked(lambda data: doubled()),
     "lists 100,000 deep": lambda: repacked(nested),
-    **{f"itself again and again as {name}": lambda name=name, kind=kind: saved(checkpoint(**{name: itself(kind=kind)}))
+    **{f"itself again and again as {name}": lambda name=name, kind=kind: saved(
+        checkpoint(**{name: itself(kind=kind)}))
        for name in ("config_n_layer", "config_gelu", "recipe", "model", "model_config")
        for kind in (list, lambda values: OrderedDict(enumerate(values)))},
     "itself for ever as recipe": lambda: saved(checkpoint(recipe=itself(40, tuple))),
 }
 FOLDERS = {
     "code beside the weights": code_beside, "code in pytorch_model.bin": code_in_bin,
-    "an index naming ../../": index("../../outside.safetensors"), "an index naming a file above": index("../outside.safetensors"),
+    "an index naming ../../": index("../../outside.safetensors"),
+    "an index naming a file above": index("../outside.safetensors"),
     "an index naming /etc/passwd": index("/etc/passwd"), "an index naming no file": index(""),
-    "an index naming null": index(None), "an index naming a zero byte": index("\0"), "an index naming itself": index(
+    "an index naming null": index(None), "an index naming a zero byte": index("\0"),
+    "an index naming itself": index(
         "model.safetensors.index.json"),
-    "an index that is deep": lambda hf: index()(hf) or (hf / "model.safetensors.index.json").write_text("[" * 100_000),
-    **{f"{name} of {value}": config(**{name: value}) for name in ("n_layer", "n_embd", "n_head", "n_positions", "vocab_size")
+    "an index that is deep": lambda hf: index()(hf)
+    or (hf / "model.safetensors.index.json").write_text("[" * 100_000),
+    **{f"{name} of {value}": config(**{name: value}) for name in ("n_layer", "n_embd", "n_head",
+                                                                  "n_positions", "vocab_size")
        for value in (10**12, 2**24 - 1, -1)},
-    "a number of 5000 digits": lambda hf: (hf / "config.json").write_text('{"model_type": ' + "9" * 5000 + "}"),
+    "a number of 5000 digits": lambda hf: (hf / "config.json").write_text('{"model_type": ' + "9" * 5000
+                                                                          + "}"),
     "a norm that is a page of text": config(layer_norm_epsilon="x" * 10**6),
     "a header of 2^63 bytes": safetensors(length=2**63), "a header of 99 MB": safetensors(length=99 * 10**6),
     "overlapping tensors": safetensors(lambda header: header | {"transformer.ln_f.bias": header[LN]}),
     "a tensor beyond the end": safetensors(at(WTE, data_offsets=[0, 2**40])),
     "a tensor before the start": safetensors(at(WTE, data_offsets=[-8, 0])),
     "a tensor that ends before it starts": safetensors(at(WTE, data_offsets=[1536, 0])),
-    "a shape of 2^124": safetensors(at(WTE, shape=[2**62, 2**62])), "a shape with a zero": safetensors(at(WTE, shape=[2**40, 0])),
+    "a shape of 2^124": safetensors(at(WTE, shape=[2**62, 2**62])),
+    "a shape with a zero": safetensors(at(WTE, shape=[2**40, 0])),
     "a type that is none": safetensors(at(WTE, dtype="PY")),
 }
 TEXTS = {
     "a .txt that never ends": lambda: packed("a.txt.gz", [b"a" * 10**6] * 30),
     "a .txt of blanks that never ends": lambda: packed("a.txt.zst", [b" " * 10**6] * 30),
     "a line that never ends": lambda: packed("a.jsonl.gz", [b'{"text": "', *[b"a" * 10**6] * 30, b'"}']),
-    "a line of .zst that never ends": lambda: packed("a.jsonl.zst", [b'{"text": "a"', *[b" " * 10**6] * 30, b"}"]),
+    "a line of .zst that never ends": lambda: packed("a.jsonl.zst", [b'{"text": "a"', *[b" " * 10**6] * 30,
+                                                                     b"}"]),
     "blanks that never end": lambda: packed("a.jsonl.zst", [b" " * 10**6] * 30),
-    **{f"{keep} bytes of a {end}": lambda end=end, keep=keep: packed(f"a.{end}", [os.urandom(99).hex().encode() * 99], keep)
+    **{f"{keep} bytes of a {end}": lambda end=end, keep=keep: packed(f"a.{end}",
+                                                                     [os.urandom(99).hex().encode() * 99],
+                                                                     keep)
        for end in ("txt.gz", "txt.zst") for keep in (1, 10, -1)},
     "another sum": lambda: written("a.txt.gz", gzip.compress(b"text" * 99)[:-8] + bytes(8)),
     "something behind a .gz": lambda: written("a.txt.gz", gzip.compress(b"text") + b"more"),
-    "lists as objects": lambda: lines("a.jsonl", b'{"text": ' * 100_000), "bytes": lambda: lines("a.jsonl", b'{"text": "\xff"}'),
-    "a zero byte": lambda: lines("a.jsonl", b'{"text": "a"}\0'), "a number": lambda: lines("a.jsonl", b'{"text": 1e999}'),
+    "lists as objects": lambda: lines("a.jsonl", b'{"text": ' * 100_000),
+    "bytes": lambda: lines("a.jsonl", b'{"text": "\xff"}'),
+    "a zero byte": lambda: lines("a.jsonl", b'{"text": "a"}\0'),
+    "a number": lambda: lines("a.jsonl", b'{"text": 1e999}'),
     "5000 digits": lambda: lines("a.jsonl", b'{"text": ' + b"9" * 5000 + b"}"),
     "text as list": lambda: lines("a.jsonl", {"text": ["a"]}),
     "a column of lists": lambda: parquet([["a"]]), "a column of bytes": lambda: parquet([b"a"]),
     "a column of times": lambda: parquet(pyarrow.array([1], pyarrow.timestamp("s"))),
-    "a column of records": lambda: parquet([{"text": "a"}]), "a column that is not UTF-8": lambda: parquet(not_utf8()),
+    "a column of records": lambda: parquet([{"text": "a"}]),
+    "a column that is not UTF-8": lambda: parquet(not_utf8()),
     "a column text.text": lambda: parquet(["a"], ["text.text"]), "no column": lambda: parquet(["a"], []),
     "a parquet without its end": lambda: parquet(["a" * 999] * 99, damage=lambda data: data[:-4]),
-    "a parquet with a hole": lambda: parquet(["a" * 999] * 99, damage=lambda data: data[:20] + b"\xff" * 40 + data[60:]),
-    "a parquet whose end says 4 GB": lambda: parquet(["a"], damage=lambda data: data[:-8] + b"\xff\xff\xff\xff" + data[-4:]),
+    "a parquet with a hole": lambda: parquet(["a" * 999] * 99, damage=lambda data: data[:20] + b"\xff" * 40
+                                             + data[60:]),
+    "a parquet whose end says 4 GB": lambda: parquet(["a"], damage=lambda data: data[:-8]
+                                                     + b"\xff\xff\xff\xff" + data[-4:]),
 }
 EXAMPLES = {
     "a label that is a list": {**EXAMPLE, "label": [1]}, "a label of 1.5": {**EXAMPLE, "label": 1.5},
     "a label that is true": {**EXAMPLE, "label": True},
-    "a label of 2^70": {**EXAMPLE, "label": 2**70}, "a label of 5000 digits": {**EXAMPLE, "label": "9" * 5000},
+    "a label of 2^70": {**EXAMPLE, "label": 2**70},
+    "a label of 5000 digits": {**EXAMPLE, "label": "9" * 5000},
     "5000 digits": b'{"label": ' + b"9" * 5000 + b"}", "a record as ctx": {**EXAMPLE, "ctx": {}},
     "endings as records": {**EXAMPLE, "endings": {str(i): "a" for i in range(4)}},
     "a million endings": {**EXAMPLE, "endings": [""] * 10**6},
-    "objects": b'{"ctx": ' * 100_000, "a number": b"7", "not a number": b"NaN", "two objects": b"{} {}", "a zero byte": b"\0",
+    "objects": b'{"ctx": ' * 100_000, "a number": b"7", "not a number": b"NaN", "two objects": b"{} {}",
+    "a zero byte": b"\0",
 }
 HOSTILE = {
     **{f"shard: {name}": (read_windows, make) for name, make in SHARDS.items()},
     **{f"checkpoint: {name}": (load_model, make) for name, make in CHECKPOINTS.items()},
-    **{f"folder: {name}": (load_model, lambda change=change: folder(change)) for name, change in FOLDERS.items()},
+    **{f"folder: {name}": (load_model, lambda change=change: folder(change))
+       for name, change in FOLDERS.items()},
     **{f"text: {name}": (read_text, make) for name, make in TEXTS.items()},
-    **{f"HellaSwag: {name}": (load_examples, lambda row=row: lines("a.jsonl", row)) for name, row in EXAMPLES.items()},
+    **{f"HellaSwag: {name}": (load_examples, lambda row=row: lines("a.jsonl", row))
+       for name, row in EXAMPLES.items()},
 }
 
 
@@ -406,17 +442,21 @@ def test_a_hostile_file_runs_no_code_fills_no_memory_and_is_refused(what, monkey
 
 
 def command(script, *flags):
-    return subprocess.run([sys.executable, str(ROOT / script), *map(str, flags)], capture_output=True, text=True, timeout=HANG,
+    return subprocess.run([sys.executable, str(ROOT / script), *map(str, flags)], capture_output=True,
+                          text=True, timeout=HANG,
                           env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"})
 
 
-@pytest.mark.parametrize("what", ["shard: 2^62 tokens", "checkpoint: a packed pickle that zipfile does not see",
+@pytest.mark.parametrize("what", ["shard: 2^62 tokens", "checkpoint: a packed pickle that zipfile does not "
+                                  "see",
                                   "HellaSwag: a label of 5000 digits", "text: a column that is not UTF-8"])
 def test_a_command_given_a_hostile_file_says_one_line_and_exits_2(what):
     path = HOSTILE[what][1]()
     shutil.copy(path, "x_val_000000.npy")
-    script, flags = {"shard": ("train_gpt2.py", ["--data", ".", "--out", "log"]), "checkpoint": ("sample.py", ["--model", path]),
-                     "HellaSwag": ("hellaswag.py", ["--data", path]), "text": ("fineweb.py", ["--input", path, "--out", "o"]),
+    script, flags = {"shard": ("train_gpt2.py", ["--data", ".", "--out", "log"]),
+                     "checkpoint": ("sample.py", ["--model", path]),
+                     "HellaSwag": ("hellaswag.py", ["--data", path]),
+                     "text": ("fineweb.py", ["--input", path, "--out", "o"]),
                      }[what.split(":")[0]]
     result = command(script, *flags)
     assert result.returncode == 2 and result.stdout == "" and result.stderr.count("\n") == 1, result
@@ -425,16 +465,19 @@ def test_a_command_given_a_hostile_file_says_one_line_and_exits_2(what):
 
 def test_escape_codes_of_a_file_do_not_reach_the_terminal():
     weights = small_model().state_dict()
-    path = saved(checkpoint(model=weights | {"transformer.\x1b]0;owned\x07\x1b[2J\u202e\r\n\x85": torch.zeros(3)}))
+    path = saved(checkpoint(model=weights
+                            | {"transformer.\x1b]0;owned\x07\x1b[2J\u202e\r\n\x85": torch.zeros(3)}))
     with pytest.raises(UserError) as caught:
         load_model(path)
     with contextlib.redirect_stderr(io.StringIO()) as shown:
         print_error(caught.value)
-    assert shown.getvalue().endswith("\n") and shown.getvalue()[:-1].isprintable() and "owned" in shown.getvalue()
+    line = shown.getvalue()
+    assert line.endswith("\n") and line[:-1].isprintable() and "owned" in line
 
 
 def test_half_a_kilobyte_of_parquet_that_repeats_a_long_text_is_read_in_little_memory():
-    text = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 600, pyarrow.int32()), pyarrow.array(["x" * 10**6]))
+    text = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 600, pyarrow.int32()),
+                                               pyarrow.array(["x" * 10**6]))
     pyarrow.parquet.write_table(pyarrow.table({"text": text}), "a.parquet", compression="zstd")
     assert Path("a.parquet").stat().st_size < 1000
     with little_memory():
@@ -458,18 +501,24 @@ def test_a_text_without_white_space_is_looked_through_once(monkeypatch):
 # -----------------------------------------------------------------------------
 # any damage at all: a good result or a UserError
 
-STRANGE = [None, True, -1, 0, 3, 2**70, 1.5, math.nan, math.inf, "", "x" * 300, "\0", [], {}, [[]], {"a": None}]
-STRANGE_OF_TORCH = STRANGE + [(), (1.5, 2), b"", b"abc", torch.zeros(3, 5), torch.zeros((), dtype=torch.int64),
-                              torch.zeros(1, 5).expand(7, 5), torch.full((4,), math.nan), torch.zeros(4).to_sparse(),
-                              torch.zeros(4, device="meta"), torch.zeros(5056, dtype=torch.uint8), torch.zeros(4).double()]
+STRANGE = [None, True, -1, 0, 3, 2**70, 1.5, math.nan, math.inf, "", "x" * 300, "\0", [], {}, [[]],
+           {"a": None}]
+STRANGE_OF_TORCH = STRANGE + [(), (1.5, 2), b"", b"abc", torch.zeros(3, 5),
+                              torch.zeros((), dtype=torch.int64),
+                              torch.zeros(1, 5).expand(7, 5), torch.full((4,), math.nan),
+                              torch.zeros(4).to_sparse(),
+                              torch.zeros(4, device="meta"), torch.zeros(5056, dtype=torch.uint8),
+                              torch.zeros(4).double()]
 JSON = st.recursive(st.sampled_from(STRANGE) | st.integers() | st.floats() | st.text(max_size=9),
-                    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+                    lambda inner: st.lists(inner, max_size=3)
+                    | st.dictionaries(st.text(max_size=5), inner, max_size=3),
                     max_leaves=5)
 
 
 @st.composite
 def damage(draw, content):
-    """`content`, bytes, with up to four flips, cuts, insertions and repetitions, half of them near its beginning."""
+    """`content`, bytes, with up to four flips, cuts, insertions and repetitions, half of them near its
+    beginning."""
     out = bytearray(content)
     for _ in range(draw(st.integers(1, 4))):
         at = draw(st.integers(0, min(len(out), 160)) | st.integers(0, len(out)))
@@ -490,7 +539,8 @@ def damage(draw, content):
 
 def places(tree, *path):
     """The path of each value in nested dicts, lists and tuples."""
-    for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list | tuple) else ():
+    sequence = enumerate(tree) if isinstance(tree, list | tuple) else ()
+    for key, value in tree.items() if isinstance(tree, dict) else sequence:
         yield (*path, key)
         yield from places(value, *path, key)
 
@@ -527,7 +577,8 @@ def test_whatever_is_damaged_in_a_shard_its_windows_are_read_or_refused(data):
 @settings(FUZZ, max_examples=150)
 @given(st.data())
 def test_whatever_is_damaged_in_text_its_documents_are_read_or_refused(data):
-    good = b"".join(json.dumps({"id": 1, "text": text}).encode() + b"\n" for text in ("a b", "", "\u4e2d\ud800", "d" * 99))
+    good = b"".join(json.dumps({"id": 1, "text": text}).encode() + b"\n"
+                    for text in ("a b", "", "\u4e2d\ud800", "d" * 99))
     name = data.draw(st.sampled_from(["a.jsonl", "a.txt", "a.jsonl.gz", "a.txt.zst", "a.parquet"]))
     if name == "a.parquet":
         parquet(["a", "b" * 99])
@@ -537,7 +588,8 @@ def test_whatever_is_damaged_in_text_its_documents_are_read_or_refused(data):
         Path(name).write_bytes(good)
     Path(name).write_bytes(data.draw(damage(Path(name).read_bytes())))
     with contextlib.suppress(UserError):
-        assert all(isinstance(text, str) and isinstance(first, bool) for text, first in LocalSource([name]).units())
+        assert all(isinstance(text, str) and isinstance(first, bool)
+                   for text, first in LocalSource([name]).units())
 
 
 @settings(FUZZ, max_examples=150)
@@ -549,7 +601,8 @@ def test_whatever_is_in_jsonl_there_are_documents_and_examples_or_they_are_refus
     path = lines("a.jsonl", good, line)
     with contextlib.suppress(UserError):
         for example in load_examples(path):
-            assert {*map(type, [example["ctx"], *example["endings"]])} == {str} and len(example["endings"]) == 4
+            assert {*map(type,
+                         [example["ctx"], *example["endings"]])} == {str} and len(example["endings"]) == 4
             assert type(example["label"]) is int and 0 <= example["label"] < 4
     with contextlib.suppress(UserError):
         assert all(isinstance(text, str) for text, _ in LocalSource([str(path)]).units())
@@ -560,7 +613,8 @@ def interrupted(tmp_path_factory):
     """A text, and the folder of an unfinished run over it."""
     folder = tmp_path_factory.mktemp("begun")
     lines(folder / "a.jsonl", *({"text": f"document {i} " * 20} for i in range(40)))
-    flags = ["--input", str(folder / "a.jsonl"), "--val_tokens", "100", "--shard_size", "700", "--workers", "1"]
+    flags = ["--input", str(folder / "a.jsonl"), "--val_tokens", "100", "--shard_size", "700", "--workers",
+             "1"]
     fineweb.main([*flags, "--out", str(folder / "out")])
     manifest = json.loads((folder / "out/manifest.json").read_text())
     manifest |= {"complete": False, "mark": [0, 0], "shards": manifest["shards"][:2], "tokens": 800}
@@ -573,7 +627,8 @@ def test_whatever_a_manifest_says_the_run_goes_on_or_refuses_and_writes_nowhere_
     folder, flags, manifest = interrupted
     whole = json.dumps(manifest).encode()
     structure = st.builds(lambda path, how: json.dumps(with_value(manifest, path, **how)).encode(),
-                          st.sampled_from([*places(manifest)]), strange([*STRANGE, "../../evil.npy", [5, 5], [0, 1]]))
+                          st.sampled_from([*places(manifest)]),
+                          strange([*STRANGE, "../../evil.npy", [5, 5], [0, 1]]))
     shutil.rmtree("out", ignore_errors=True)
     shutil.copytree(folder, "out")
     Path("out/manifest.json").write_bytes(data.draw(structure | damage(whole)))
@@ -584,9 +639,12 @@ def test_whatever_a_manifest_says_the_run_goes_on_or_refuses_and_writes_nowhere_
 
 
 @pytest.mark.parametrize("place, value", [
-    (("mark",), [0]), (("mark",), [0, "a"]), (("mark",), [0, -1]), (("mark",), [0, 2]), (("mark",), [0, 1.5]), (("mark",), "00"),
-    (("mark",), [math.nan, 0]), (("mark",), [0, {"deep": [[]]}]), (("complete",), "yes"), (("shards", 0, "tokens"), "100"),
-    (("shards", 0, "tokens"), math.inf), (("shards", 1, "end", "token"), -5), (("shards", 1, "end", "unit"), 1.5),
+    (("mark",), [0]), (("mark",), [0, "a"]), (("mark",), [0, -1]), (("mark",), [0, 2]), (("mark",), [0, 1.5]),
+    (("mark",), "00"),
+    (("mark",), [math.nan, 0]), (("mark",), [0, {"deep": [[]]}]), (("complete",), "yes"),
+    (("shards", 0, "tokens"), "100"),
+    (("shards", 0, "tokens"), math.inf), (("shards", 1, "end", "token"), -5),
+    (("shards", 1, "end", "unit"), 1.5),
     (("shards", 0, "file"), ".."), (("shards", 0, "file"), "\0"), (("shards", 0, "file"), "../outside.npy"),
     (("shards", 0, "file"), "/etc/passwd")])
 def test_a_manifest_with_a_wrong_value_is_refused(place, value, interrupted):
@@ -615,15 +673,20 @@ def test_whatever_a_hugging_face_config_says_there_is_a_model_or_it_is_refused(d
 
 @pytest.fixture(scope="module", params=["gpt2", "speedrun"])
 def trained(request, tmp_path_factory):
-    """The checkpoint of a real run of each recipe, `path` and `content`, in float16 so that its scaler has a state."""
+    """The checkpoint of a real run of each recipe, `path` and `content`, in float16 so that its scaler has
+    a state."""
     folder = tmp_path_factory.mktemp("trained")
-    handlers = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGUSR1", signal.SIGINT))}
+    handlers = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM,
+                                                 getattr(signal, "SIGUSR1", signal.SIGINT))}
     for i, split in enumerate(("val", "train")):
         write_shard(folder / f"x_{split}_{i:06d}.npy", np.arange(400, dtype=np.uint16) % 96)
-    train_gpt2.train(["--data", str(folder), "--out", str(folder / "log"), "--n_layer", "1", "--n_head", "1", "--n_embd", "4",
-                      "--block_size", "8", "--vocab_size", "96", "--total_batch_size", "16", "--max_steps", "2",
+    train_gpt2.train(["--data", str(folder), "--out", str(folder / "log"), "--n_layer", "1", "--n_head", "1",
+                      "--n_embd", "4",
+                      "--block_size", "8", "--vocab_size", "96", "--total_batch_size", "16", "--max_steps",
+                      "2",
                       *(["--recipe", "speedrun", "--window", "4"] if request.param == "speedrun" else []),
-                      "--warmup_steps", "1", "--val_tokens", "8", "--sample_every", "0", "--hellaswag_every", "0",
+                      "--warmup_steps", "1", "--val_tokens", "8", "--sample_every", "0", "--hellaswag_every",
+                      "0",
                       "--dtype", "float16", "--device", "cpu"])
     for number, handler in handlers.items():
         signal.signal(number, handler)
@@ -643,7 +706,8 @@ def some_data():
 
 
 def resume(path):
-    """What the command does before its first step, and what that step asks of a state. --data is as the checkpoint says."""
+    """What the command does before its first step, and what that step asks of a state. --data is as the
+    checkpoint says."""
     config, given = train_gpt2.parse_flags(["--out", "log", "--resume", str(path), "--device", "cpu"])
     with contextlib.redirect_stdout(io.StringIO()):
         run = train_gpt2.set_up(config, given, Process())
@@ -666,9 +730,10 @@ def test_the_checkpoint_of_these_tests_is_good(trained, some_data):
 @pytest.mark.parametrize("read", [load, resume])
 @settings(FUZZ, max_examples=120)
 @given(data=st.data())
-def test_whatever_bytes_are_damaged_a_model_is_read_and_a_run_goes_on_or_they_refuse(trained, some_data, read, data):
+def test_whatever_bytes_are_damaged_a_model_is_read_and_a_run_goes_on_or_they_refuse(trained, some_data, read,
+                                                                                     data):
     kind = data.draw(st.sampled_from(["pickle in a zip", "pickle in a zip", "zip", "legacy"]))
-    if kind == "pickle in a zip":               # the sums of a zip would give most of what is damaged there away
+    if kind == "pickle in a zip":  # the sums of a zip would give most of what is damaged there away
         repacked(lambda pickled: data.draw(damage(pickled)), content=trained.content)
     else:
         path = saved(trained.content, _use_new_zipfile_serialization=kind == "zip")
@@ -680,25 +745,30 @@ def test_whatever_bytes_are_damaged_a_model_is_read_and_a_run_goes_on_or_they_re
 @pytest.mark.parametrize("read", [load, resume])
 @settings(FUZZ, max_examples=150)
 @given(data=st.data())
-def test_whatever_value_is_replaced_a_model_is_read_and_a_run_goes_on_or_they_refuse(trained, some_data, read, data):
+def test_whatever_value_is_replaced_a_model_is_read_and_a_run_goes_on_or_they_refuse(trained, some_data, read,
+                                                                                     data):
     path, how = data.draw(st.sampled_from([*places(trained.content)])), data.draw(strange(STRANGE_OF_TORCH))
     with contextlib.suppress(UserError):
         read(saved(with_value(trained.content, path, **how)))
 
 
 @pytest.mark.parametrize("place, kind", [
-    (("config", "n_layer"), list), (("model_config", "n_layer"), list), (("step",), list), (("val_loss",), list),
+    (("config", "n_layer"), list), (("model_config", "n_layer"), list), (("step",), list),
+    (("val_loss",), list),
     (("best",), tuple), (("data", "train", 0, 0), list), (("data", "train", 0, 2), list)])
 def test_a_run_does_not_go_on_from_a_value_that_holds_itself_again_and_again(place, kind, trained, some_data):
     refused(resume, saved(with_value(trained.content, place, itself(kind=kind))))
 
 
 WRONG = [
-    (("config", "max_steps"), None), (("config", "max_lr"), None), (("config", "dtype"), "load"), (("config", "dtype"), None),
-    (("config", "data"), None), (("model_config", "n_layer"), torch.zeros(2)), (("data", "train", 0, 1), torch.zeros(2)),
+    (("config", "max_steps"), None), (("config", "max_lr"), None), (("config", "dtype"), "load"),
+    (("config", "dtype"), None),
+    (("config", "data"), None), (("model_config", "n_layer"), torch.zeros(2)),
+    (("data", "train", 0, 1), torch.zeros(2)),
     (("scaler", "scale"), "x"), (("scaler", "scale"), math.nan), (("scaler", "_growth_tracker"), math.inf)]
 
 
-@pytest.mark.parametrize("place, value", [(("config", "data"), "x" * 300), (("config", "data"), "\0"), *WRONG])
+@pytest.mark.parametrize("place, value", [(("config", "data"), "x" * 300), (("config", "data"), "\0"),
+                                          *WRONG])
 def test_a_run_does_not_go_on_from_a_wrong_value(place, value, trained, some_data):
     refused(resume, saved(with_value(trained.content, place, value)))

@@ -55,7 +55,8 @@ def start(tmp_path_factory):
     torch.manual_seed(3)
     model = GPT(GPTConfig(block_size=32, vocab_size=50304, n_layer=2, n_head=2, n_embd=32))
     path = tmp_path_factory.mktemp("start") / "start.pt"
-    torch.save({"model": model.state_dict(), "model_config": dict(vars(model.config)), "recipe": "gpt2"}, path)
+    torch.save({"model": model.state_dict(), "model_config": dict(vars(model.config)), "recipe": "gpt2"},
+               path)
     return path
 
 
@@ -67,7 +68,8 @@ def file_order_run(shards, start, tmp_path_factory):
 
 
 def test_25_steps_equal_a_plain_loop(shards, start, file_order_run):
-    """Written out here once more, in the plainest way: file order, accumulation, clipping, AdamW, warm-up and cosine."""
+    """Written out here once more, in the plainest way: file order, accumulation, clipping, AdamW, warm-up
+    and cosine."""
     model = load_model(start)
     groups = [{"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": 0.1},
               {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0}]
@@ -96,17 +98,21 @@ def test_25_steps_equal_a_plain_loop(shards, start, file_order_run):
 
 
 def test_evaluation_samples_and_checkpoints_do_not_change_the_losses(shards, start, file_order_run, tmp_path):
-    run("--data", shards, "--init", start, *TINY, "--batch_size", 2, "--no_shuffle", "--out", tmp_path / "log",
+    run("--data", shards, "--init", start, *TINY, "--batch_size", 2, "--no_shuffle", "--out",
+        tmp_path / "log",
         "--val_every", 4, "--val_tokens", 1000, "--sample_every", 6, "--checkpoint_every", 10)
     assert logged(tmp_path / "log") == file_order_run
     assert sorted(logged(tmp_path / "log", "val")) == [0, 4, 8, 12, 16, 20, 24, 25]
 
 
 @pytest.mark.parametrize(("processes", "batch_size", "loss_chunk"), [(2, 2, 0), (2, 4, 50), (1, 8, 0)])
-def test_other_processes_and_micro_batches_give_the_same_losses(shards, start, file_order_run, tmp_path, processes, batch_size,
+def test_other_processes_and_micro_batches_give_the_same_losses(shards, start, file_order_run, tmp_path,
+                                                                processes, batch_size,
                                                                 loss_chunk):
-    run("--data", shards, "--init", start, *TINY, "--no_shuffle", "--out", tmp_path / "log", "--batch_size", batch_size,
-        "--loss_chunk", loss_chunk, "--val_every", 10, "--val_tokens", 2000, "--sample_every", 20, "--checkpoint_every", 0,
+    run("--data", shards, "--init", start, *TINY, "--no_shuffle", "--out", tmp_path / "log", "--batch_size",
+        batch_size,
+        "--loss_chunk", loss_chunk, "--val_every", 10, "--val_tokens", 2000, "--sample_every", 20,
+        "--checkpoint_every", 0,
         processes=processes)
     losses = logged(tmp_path / "log")
     assert len(losses) == 25
@@ -115,19 +121,21 @@ def test_other_processes_and_micro_batches_give_the_same_losses(shards, start, f
 
 def test_validation_is_the_mean_over_its_tokens_on_one_and_two_processes(shards, start, tmp_path):
     tokens = torch.from_numpy(np.load(next(shards.glob("*_val_*"))).astype(np.int64))
-    rows = torch.stack([tokens[i:i + 33] for i in range(0, 31 * 32, 32)])              # 1000 // 32 = 31 windows
+    rows = torch.stack([tokens[i:i + 33] for i in range(0, 31 * 32, 32)])  # 1000 // 32 = 31 windows
     with torch.no_grad():
         expected = load_model(start)(rows[:, :-1], rows[:, 1:])[1].item()
     for processes in (1, 2):
         out = tmp_path / f"log{processes}"
         run("--data", shards, "--init", start, *TINY, "--max_steps", 1, "--out", out, "--batch_size", 4,
-            "--val_every", 1, "--val_tokens", 1000, "--sample_every", 0, "--checkpoint_every", 0, processes=processes)
+            "--val_every", 1, "--val_tokens", 1000, "--sample_every", 0, "--checkpoint_every", 0,
+            processes=processes)
         assert logged(out, "val")[0] == pytest.approx(expected, abs=1e-5)
 
 
 def test_checkpoints_hold_what_the_contract_names_and_only_the_newest_and_the_best_stay(shards, tmp_path):
     out = tmp_path / "log"
-    flags = ["--data", shards, *TINY, "--val_every", 5, "--val_tokens", 500, "--checkpoint_every", 5, "--sample_every", 0,
+    flags = ["--data", shards, *TINY, "--val_every", 5, "--val_tokens", 500, "--checkpoint_every", 5,
+             "--sample_every", 0,
              "--out", out]
     run(*flags, "--keep_checkpoints", 2)
     best = min(logged(out, "val").items(), key=lambda item: item[1])[0]
@@ -135,7 +143,8 @@ def test_checkpoints_hold_what_the_contract_names_and_only_the_newest_and_the_be
     assert kept == {f"checkpoint_{step:06d}.pt" for step in {20, 25, best}}
     checkpoint = torch.load(out / "checkpoint_000025.pt", weights_only=True)
     assert {"model", "config", "recipe", "step", "val_loss", "optimizers", "rng"} <= checkpoint.keys()
-    assert checkpoint["step"] == 25 and checkpoint["recipe"] == "gpt2" and checkpoint["config"]["total_batch_size"] == 256
+    assert checkpoint["step"] == 25 and checkpoint["recipe"] == "gpt2"
+    assert checkpoint["config"]["total_batch_size"] == 256
     assert checkpoint["val_loss"] == pytest.approx(logged(out, "val")[25], abs=1e-6)
     assert isinstance(load_model(out / "checkpoint_000025.pt"), GPT)
     # --resume never starts afresh and keeps what was there
@@ -151,7 +160,8 @@ def hellaswag_file(path, n=12):
     with open(path, "w") as file:
         for i in range(n):
             endings = [" ".join(words[50 * i + 7 * j:50 * i + 7 * j + 3 + j]) for j in range(4)]
-            file.write(json.dumps({"ctx": " ".join(words[9 * i:9 * i + 8]), "endings": endings, "label": i % 4}) + "\n")
+            file.write(json.dumps({"ctx": " ".join(words[9 * i:9 * i + 8]), "endings": endings,
+                                   "label": i % 4}) + "\n")
     return path
 
 
@@ -163,8 +173,10 @@ def compiler_works():
 def test_compile_goes_together_with_hellaswag_and_samples(shards, start, file_order_run, tmp_path, processes):
     if not compiler_works():
         pytest.skip("torch.compile finds no C++ compiler here")
-    result = run("--data", shards, "--init", start, *TINY, "--no_shuffle", "--compile", "--out", tmp_path / "log",
-                 "--batch_size", 4, "--max_steps", 6, "--val_every", 3, "--val_tokens", 1000, "--sample_every", 3,
+    result = run("--data", shards, "--init", start, *TINY, "--no_shuffle", "--compile", "--out",
+                 tmp_path / "log",
+                 "--batch_size", 4, "--max_steps", 6, "--val_every", 3, "--val_tokens", 1000,
+                 "--sample_every", 3,
                  "--checkpoint_every", 3, "--hellaswag_every", 3,
                  "--hellaswag_data", hellaswag_file(tmp_path / "h.jsonl"), processes=processes)
     assert "torch.compile, attention" in result.stdout
@@ -172,13 +184,16 @@ def test_compile_goes_together_with_hellaswag_and_samples(shards, start, file_or
     # another max_steps bends the cosine from step 5 on: the first steps are the eager run's
     assert max(abs(losses[s] - file_order_run[s]) for s in range(6)) < 1e-4
     hella = re.findall(r"HellaSwag accuracy: (\d+)/12=", result.stdout)
-    assert len(hella) == 3 and logged(tmp_path / "log", "hella")[6] == pytest.approx(int(hella[-1]) / 12, abs=1e-6)
+    assert len(hella) == 3 and logged(tmp_path / "log", "hella")[6] == pytest.approx(int(hella[-1]) / 12,
+                                                                                     abs=1e-6)
     assert result.stdout.count("sample 3: Hello, I'm a language model,") == 2
 
 
-def test_without_a_compiler_compile_falls_back_to_eager_with_one_warning(shards, start, file_order_run, tmp_path):
+def test_without_a_compiler_compile_falls_back_to_eager_with_one_warning(shards, start, file_order_run,
+                                                                         tmp_path):
     env = {**ENV, "CXX": "/nonexistent/compiler", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
-    result = run("--data", shards, "--init", start, *TINY, *QUIET, "--no_shuffle", "--batch_size", 2, "--compile",
+    result = run("--data", shards, "--init", start, *TINY, *QUIET, "--no_shuffle", "--batch_size", 2,
+                 "--compile",
                  "--out", tmp_path / "log", env=env)
     assert result.stdout.count("warning: torch.compile does not work here") == 1
     assert logged(tmp_path / "log") == file_order_run
@@ -193,8 +208,10 @@ def test_hellaswag_by_default_and_not_to_be_had_is_a_warning_and_asked_for_an_er
 
 
 def test_float16_trains_with_a_scaler_and_resumes(shards, tmp_path):
-    flags = ["--data", shards, *TINY, "--n_layer", 1, "--dtype", "float16", "--total_batch_size", 64, "--val_every", 0,
-             "--sample_every", 0, "--out", tmp_path / "log", "--max_steps", 10, "--checkpoint_every", 5, "--max_lr", 2e-3]
+    flags = ["--data", shards, *TINY, "--n_layer", 1, "--dtype", "float16", "--total_batch_size", 64,
+             "--val_every", 0,
+             "--sample_every", 0, "--out", tmp_path / "log", "--max_steps", 10, "--checkpoint_every", 5,
+             "--max_lr", 2e-3]
     run(*flags)
     losses = logged(tmp_path / "log")
     assert losses[9] < losses[0] - 0.1
@@ -205,41 +222,49 @@ def test_float16_trains_with_a_scaler_and_resumes(shards, tmp_path):
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_with_exit_code_1(shards, tmp_path):
-    result = run("--data", shards, *TINY, *QUIET, "--max_lr", "1e30", "--warmup_steps", 0, "--out", tmp_path / "log", code=1)
+    result = run("--data", shards, *TINY, *QUIET, "--max_lr", "1e30", "--warmup_steps", 0, "--out",
+                 tmp_path / "log", code=1)
     assert re.search(r"step \d+: loss (nan|inf)", result.stderr) and len(result.stderr.splitlines()) == 1
 
 
 def test_the_console_line_is_build_nanogpts(shards, tmp_path):
     result = run("--data", shards, *TINY, *QUIET, "--max_steps", 2, "--out", tmp_path / "log")
     line = next(line for line in result.stdout.splitlines() if line.startswith("step "))
-    assert re.match(r"step     0 \| loss: \d+\.\d{6} \| lr 1\.2000e-04 \| norm: \d+\.\d{4} \| dt: \d+\.\d\dms \| "
+    assert re.match(r"step     0 \| loss: \d+\.\d{6} \| lr 1\.2000e-04 \| norm: \d+\.\d{4} \| dt: "
+                    r"\d+\.\d\dms \| "
                     r"tok/sec: \d+\.\d\d \| mfu: n/a \| left: ", line)
-    assert (tmp_path / "log/log.txt").read_text().splitlines()[0] == f"0 train {re.search(r'loss: ([0-9.]+)', line)[1]}"
+    first = (tmp_path / "log/log.txt").read_text().splitlines()[0]
+    assert first == f"0 train {re.search(r'loss: ([0-9.]+)', line)[1]}"
 
 
 def test_overfit_takes_the_full_model_and_leaves_nothing_in_the_way(tmp_path):
     """Four of its 50 steps, which take 40 to 100 s; .ci/run makes them all, as README's first command."""
-    # on all cores; threads that wait sleep, since beside other tests those that spin cost three times the work
+    # on all cores; threads that wait sleep, since beside other tests those that spin cost three times the
+    # work
     env = {k: v for k, v in ENV.items() if k != "OMP_NUM_THREADS"} | {"OMP_WAIT_POLICY": "PASSIVE"}
     result = run("--overfit", "--max_steps", 4, env=env, cwd=tmp_path, code=1)
     assert "124,439,808 parameters" in result.stdout
-    first, last, steps = re.search(r"loss ([0-9.]+) -> ([0-9.]+) in (\d+) steps: FAILED", result.stdout).groups()
+    first, last, steps = re.search(r"loss ([0-9.]+) -> ([0-9.]+) in (\d+) steps: FAILED",
+                                   result.stdout).groups()
     assert 10.5 < float(first) < 11.2 and float(last) < float(first) - 2 and int(steps) == 4
-    assert sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file()) == ["log/overfit/log.txt"]
+    assert sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*")
+                  if p.is_file()) == ["log/overfit/log.txt"]
 
 
 def test_overfit_runs_as_it_stands_on_several_processes_and_prints_no_warning(tmp_path):
     small = ["--n_layer", 1, "--n_head", 2, "--n_embd", 64, "--max_lr", 1e-2, "--min_lr", 1e-2]
     result = run("--overfit", *small, "--out", tmp_path / "two", processes=2)
     assert "PASSED" in result.stdout and "2 x 32 x 1 micro-step(s) x 2 process(es)" in result.stdout
-    assert not re.search(r"\w+Warning:", result.stderr), result.stderr      # of Python's; torch has some about networks
+    # of Python's; torch has some about networks
+    assert not re.search(r"\w+Warning:", result.stderr), result.stderr
     run("--overfit", *small, "--out", tmp_path / "one")
     one, two = logged(tmp_path / "one"), logged(tmp_path / "two")
     assert abs(one[0] - two[0]) < 1e-3 and abs(one[10] - two[10]) < 0.05        # the same batch, in bfloat16
 
 
 def test_overfit_that_does_not_learn_fails_with_exit_code_1(tmp_path):
-    result = run("--overfit", "--n_layer", 1, "--n_head", 1, "--n_embd", 16, "--max_steps", 3, "--out", tmp_path / "o", code=1)
+    result = run("--overfit", "--n_layer", 1, "--n_head", 1, "--n_embd", 16, "--max_steps", 3, "--out",
+                 tmp_path / "o", code=1)
     assert "FAILED" in result.stdout
 
 
@@ -254,12 +279,15 @@ def test_schedule_is_linear_then_cosine_and_never_leaves_its_bounds():
 
 def test_auto_batch_size_divides_and_a_wrong_one_is_told_what_would():
     config = Config(total_batch_size=12 * 1024, sequence_length=1024)
-    assert micro_batch_candidates(config, 1, "cpu") == [4] and micro_batch_candidates(config, 2, "cuda:0") == [1, 2, 3, 6]
+    assert micro_batch_candidates(config, 1, "cpu") == [4] and micro_batch_candidates(config, 2,
+                                                                                      "cuda:0") == [1, 2, 3,
+                                                                                                    6]
     assert micro_batch_candidates(Config(total_batch_size=8192, sequence_length=8192), 1, "cpu") == [1]
     assert micro_batch_candidates(Config(sequence_length=1024), 8, "cuda:0")[-1] == 64
     assert micro_batch_candidates(Config(sequence_length=1024, batch_size="16"), 8, "cuda:0") == [16]
     with pytest.raises(UserError, match="give one of 1, 2, 3, 4, 6, 12, or auto"):
-        micro_batch_candidates(Config(total_batch_size=12 * 1024, sequence_length=1024, batch_size="5"), 1, "cpu")
+        micro_batch_candidates(Config(total_batch_size=12 * 1024, sequence_length=1024, batch_size="5"), 1,
+                               "cpu")
     with pytest.raises(UserError, match="give 12288 or 14336"):
         micro_batch_candidates(Config(total_batch_size=13_000, sequence_length=1024), 2, "cpu")
 
@@ -300,36 +328,42 @@ def test_a_gpu_that_holds_no_sequence_is_refused_in_one_sentence():
 
 
 def test_a_gpu_too_small_for_the_model_or_taken_by_others_is_told_apart(monkeypatch):
-    config = Config(block_size=1024, vocab_size=50304)                         # 1.99 GB of weights, gradients and moments
+    config = Config(block_size=1024, vocab_size=50304)  # 1.99 GB of weights, gradients and moments
     for free, total, said in ((10, 80, None), (1.5, 1.6, "cuda:1 has 1.6 GB: give a smaller --n_layer"),
                               (1.5, 80, "has 80.0 GB, of which 1.5 GB are free: end what else runs there")):
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free, total=total: (free * 1e9, total * 1e9))
+        monkeypatch.setattr(torch.cuda, "mem_get_info",
+                            lambda device, free=free, total=total: (free * 1e9, total * 1e9))
         with pytest.raises(UserError, match=said) if said else nullcontext():
             check_memory(config, "cuda:1")
 
 
 def test_what_fits_is_remembered_for_the_same_model_on_the_same_gpu(monkeypatch, tmp_path):
-    """The trials themselves need a GPU (test_auto_batch_size_on_a_gpu_fits...); here what they say is made up."""
+    """The trials themselves need a GPU (test_auto_batch_size_on_a_gpu_fits...); here what they say is made
+    up."""
     tried = []
     monkeypatch.setattr(runtime.batch_size, "CACHE", tmp_path / "a" / "batch_size.json")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 100))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
     monkeypatch.setattr(runtime.batch_size, "memory_of_step", lambda B, *_: tried.append(B) or 8 * B)
     process = Process(device="cuda:0")
-    for config, expected, trials in ((Config(sequence_length=1024), 8, [1, 2, 8]), (Config(sequence_length=1024), 8, []),
+    for config, expected, trials in ((Config(sequence_length=1024), 8, [1, 2, 8]),
+                                     (Config(sequence_length=1024), 8, []),
                                      (Config(sequence_length=1024, n_layer=13), 8, [1, 2, 8]),
                                      (Config(sequence_length=1024, window=64), 8, [1, 2, 8])):
-        assert choose_micro_batch(config, [1, 2, 4, 8, 16], None, None, None, process) == expected and tried == trials
+        assert choose_micro_batch(config, [1, 2, 4, 8, 16], None, None, None,
+                                  process) == expected and tried == trials
         tried.clear()
     for content in ("[]", "{broken", json.dumps({"a": 1})):
         (tmp_path / "a" / "batch_size.json").write_text(content)
-        assert choose_micro_batch(Config(sequence_length=1024), [1, 2, 4, 8, 16], None, None, None, process) == 8
+        assert choose_micro_batch(Config(sequence_length=1024), [1, 2, 4, 8, 16], None, None, None,
+                                  process) == 8
 
 
 def test_the_same_tokens_as_llm_cs_bin_files_train_alike(shards, start, file_order_run, tmp_path):
     for path in shards.glob("*.npy"):
         write_shard(tmp_path / f"{path.stem}.bin", np.load(path))
-    run("--data", tmp_path, "--init", start, *TINY, *QUIET, "--batch_size", 2, "--no_shuffle", "--out", tmp_path / "log")
+    run("--data", tmp_path, "--init", start, *TINY, *QUIET, "--batch_size", 2, "--no_shuffle", "--out",
+        tmp_path / "log")
     assert logged(tmp_path / "log") == file_order_run
 
 
@@ -337,7 +371,8 @@ def test_the_same_tokens_as_llm_cs_bin_files_train_alike(shards, start, file_ord
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_auto_batch_size_on_a_gpu_fits_and_changes_no_loss(shards, start, file_order_run, tmp_path):
     env = {**ENV, "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    result = run("--data", shards, "--init", start, *TINY, *QUIET, "--no_shuffle", "--device", "cuda", "--no_compile",
+    result = run("--data", shards, "--init", start, *TINY, *QUIET, "--no_shuffle", "--device", "cuda",
+                 "--no_compile",
                  "--no_tf32", "--out", tmp_path / "log", env=env)
     assert "256 tokens a step = 8 x 32 x 1 micro-step(s)" in result.stdout
     losses = logged(tmp_path / "log")
@@ -361,13 +396,16 @@ def test_a_step_on_a_gpu_never_waits_for_it(recipe):
 
 
 def test_profile_writes_a_trace_of_three_steps_and_changes_no_loss(shards, start, file_order_run, tmp_path):
-    result = run("--data", shards, "--init", start, *TINY, *QUIET, "--batch_size", 2, "--no_shuffle", "--profile",
+    result = run("--data", shards, "--init", start, *TINY, *QUIET, "--batch_size", 2, "--no_shuffle",
+                 "--profile",
                  "--out", tmp_path / "log")
     assert logged(tmp_path / "log") == file_order_run
     assert "aten::mm" in result.stdout and "trace.json" in result.stdout
-    names = [event.get("name") for event in json.loads((tmp_path / "log" / "trace.json").read_text())["traceEvents"]]
+    names = [event.get("name")
+             for event in json.loads((tmp_path / "log" / "trace.json").read_text())["traceEvents"]]
     assert sum(name == "Optimizer.step#AdamW.step" for name in names) == 3
-    short = run("--data", shards, "--init", start, *TINY, *QUIET, "--batch_size", 2, "--profile", "--max_steps", 9,
+    short = run("--data", shards, "--init", start, *TINY, *QUIET, "--batch_size", 2, "--profile",
+                "--max_steps", 9,
                 "--out", tmp_path / "short")
     assert "--profile needs 10 steps" in short.stdout and not (tmp_path / "short" / "trace.json").exists()
 
@@ -375,13 +413,18 @@ def test_profile_writes_a_trace_of_three_steps_and_changes_no_loss(shards, start
 PEAKS = {
     "NVIDIA H200": 989.4, "NVIDIA H200 NVL": 835.5, "NVIDIA H100 80GB HBM3": 989.4, "NVIDIA H100 PCIe": 756,
     "NVIDIA H100 NVL": 835.5, "NVIDIA GH200 480GB": 989.4, "NVIDIA GB200": 2500, "NVIDIA B200": 2250,
-    "NVIDIA A100-SXM4-80GB": 312, "A100-SXM4-40GB": 312, "NVIDIA A100 80GB PCIe": 312, "NVIDIA A10": 125, "NVIDIA A10G": 70,
-    "NVIDIA L4": 121, "NVIDIA L40S": 362, "Tesla T4": 65, "Tesla V100-SXM2-16GB": 125, "Tesla V100-PCIE-32GB": 112,
+    "NVIDIA A100-SXM4-80GB": 312, "A100-SXM4-40GB": 312, "NVIDIA A100 80GB PCIe": 312, "NVIDIA A10": 125,
+    "NVIDIA A10G": 70,
+    "NVIDIA L4": 121, "NVIDIA L40S": 362, "Tesla T4": 65, "Tesla V100-SXM2-16GB": 125,
+    "Tesla V100-PCIE-32GB": 112,
     "NVIDIA RTX A6000": 154.8, "NVIDIA GeForce RTX 4090": 165.2, "NVIDIA GeForce RTX 4090 D": 147.1,
     "NVIDIA GeForce RTX 3080 Ti": 68.2, "NVIDIA GeForce RTX 3080": 59.5,
-    **dict.fromkeys(("Some GPU 9000", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 3080 Ti Laptop GPU",
-                     "NVIDIA GeForce RTX 2080 with Max-Q Design", "NVIDIA GeForce RTX 3080 SUPER", "NVIDIA GeForce RTX 5090 D",
-                     "NVIDIA RTX 6000 Ada Generation Laptop GPU", "NVIDIA A100-SXM4-40GB MIG 1g.5gb", "NVIDIA H20-3e",
+    **dict.fromkeys(("Some GPU 9000", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 3080 Ti "
+                     "Laptop GPU",
+                     "NVIDIA GeForce RTX 2080 with Max-Q Design", "NVIDIA GeForce RTX 3080 SUPER",
+                     "NVIDIA GeForce RTX 5090 D",
+                     "NVIDIA RTX 6000 Ada Generation Laptop GPU", "NVIDIA A100-SXM4-40GB MIG 1g.5gb",
+                     "NVIDIA H20-3e",
                      "NVIDIA A100-SXM-64GB", "NVIDIA B200 NVL", "NVIDIA L4 2")),
 }
 
@@ -393,14 +436,18 @@ def test_a_gpu_that_is_not_exactly_known_has_no_mfu_and_similar_names_are_told_a
 
 
 MISTAKES = {
-    "heads": ["--n_head", "5"], "micro-batch": ["--batch_size", "3"], "token batch": ["--total_batch_size", "250"],
-    "long sequence": ["--sequence_length", "64"], "negative rate": ["--max_lr", "-1"], "no number": ["--max_steps", "many"],
+    "heads": ["--n_head", "5"], "micro-batch": ["--batch_size", "3"],
+    "token batch": ["--total_batch_size", "250"],
+    "long sequence": ["--sequence_length", "64"], "negative rate": ["--max_lr", "-1"],
+    "no number": ["--max_steps", "many"],
     "nan": ["--weight_decay", "nan"], "zero layers": ["--n_layer", "0"], "unknown flag": ["--bogus"],
     "no data": ["--data", "nowhere"],
-    "no weights": ["--init", "nowhere.pt"], "no checkpoint": ["--resume", "nowhere.pt"], "kernel": ["--attention", "cudnn"],
+    "no weights": ["--init", "nowhere.pt"], "no checkpoint": ["--resume", "nowhere.pt"],
+    "kernel": ["--attention", "cudnn"],
     "device": ["--device", "tpu"], "dtype": ["--dtype", "int8"], "recipe": ["--recipe", "gpt5"],
     "huge vocabulary": ["--vocab_size", "70000"],
-    "another recipe's flag": ["--window", "16"], "window beyond the sequence": ["--recipe", "speedrun", "--window", "64"],
+    "another recipe's flag": ["--window", "16"],
+    "window beyond the sequence": ["--recipe", "speedrun", "--window", "64"],
     "flex without a GPU": ["--recipe", "speedrun", "--window", "16", "--attention", "flex"],
     "flex without a window": ["--attention", "flex"],
     "abbreviation": ["--max_step", "3"], "other shape than --init": ["--init", "START", "--n_layer", "3"],
@@ -418,12 +465,15 @@ def test_a_mistake_is_a_user_error_before_anything_is_written(name, shards, star
 
 @pytest.mark.parametrize(("flags", "where", "said"), [
     (["--batch_size", "4"], "train_step", "with --batch_size 4: give --batch_size 2, which"),
-    (["--total_batch_size", "288", "--batch_size", "9"], "train_step", "with --batch_size 9: give --batch_size 3, which"),
-    (["--batch_size", "1"], "train_step", "give --loss_chunk 1024, a shorter --sequence_length, or a smaller model"),
+    (["--total_batch_size", "288", "--batch_size", "9"], "train_step", "with --batch_size 9: give "
+     "--batch_size 3, which"),
+    (["--batch_size", "1"], "train_step", "give --loss_chunk 1024, a shorter --sequence_length, or a smaller "
+     "model"),
     (["--batch_size", "1", "--loss_chunk", "64"], "train_step", "give a shorter --sequence_length"),
     ([], "place_model", "before the first step: end what else runs there, or give a smaller model")])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_a_run_that_is_out_of_memory_is_told_what_needs_less(flags, where, said, compiled, shards, tmp_path, monkeypatch):
+def test_a_run_that_is_out_of_memory_is_told_what_needs_less(flags, where, said, compiled, shards, tmp_path,
+                                                             monkeypatch):
     def fails(*args, **how):
         error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
         raise torch._inductor.exc.InductorError(error, None) if compiled else error
@@ -435,7 +485,8 @@ def test_a_run_that_is_out_of_memory_is_told_what_needs_less(flags, where, said,
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_mistake_is_one_line_on_stderr(shards, tmp_path, processes):
-    result = subprocess.run(command(*TINY, "--data", tmp_path, processes=processes), capture_output=True, text=True, env=ENV,
+    result = subprocess.run(command(*TINY, "--data", tmp_path, processes=processes), capture_output=True,
+                            text=True, env=ENV,
                             timeout=HANG)
     ours = [line for line in result.stderr.splitlines() if line.startswith("train_gpt2.py:")]
     assert len(ours) == 1 and "python fineweb.py" in ours[0]
@@ -454,15 +505,18 @@ def test_help_names_every_flag_with_its_default():
 def test_importing_a_module_prints_nothing_and_starts_nothing(module, tmp_path):
     code = (f"import sys; sys.path.insert(0, {str(ROOT)!r}); import {module}\n"
             "assert not {'datasets', 'transformers', 'matplotlib'} & set(sys.modules)")
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=HANG)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path,
+                            timeout=HANG)
     assert (result.returncode, result.stdout, result.stderr, list(tmp_path.iterdir())) == (0, "", "", [])
 
 
 def test_a_step_that_is_not_finite_is_named_and_leaves_weights_and_checkpoints_alone(shards, start, tmp_path):
     weights = load_model(start).state_dict()
     weights["transformer.h.1.mlp.c_fc.bias"][3] = float("inf")
-    torch.save({"model": weights, "model_config": dict(vars(load_model(start).config)), "recipe": "gpt2"}, tmp_path / "bad.pt")
-    flags = ["--data", shards, "--init", tmp_path / "bad.pt", *TINY, *QUIET[:4], "--checkpoint_every", 2, "--max_steps", 4]
+    torch.save({"model": weights, "model_config": dict(vars(load_model(start).config)), "recipe": "gpt2"},
+               tmp_path / "bad.pt")
+    flags = ["--data", shards, "--init", tmp_path / "bad.pt", *TINY, *QUIET[:4], "--checkpoint_every", 2,
+             "--max_steps", 4]
     stderr = run(*flags, "--out", tmp_path / "log", code=1).stderr
     assert len(stderr.splitlines()) == 1 and re.search(r"step 0: loss nan.* that of transformer\.", stderr)
     assert not list((tmp_path / "log").glob("checkpoint*"))
@@ -477,7 +531,8 @@ def test_the_best_checkpoint_stays_beside_the_newest(tmp_path):
     model = GPT(GPTConfig(block_size=8, vocab_size=64, n_layer=1, n_head=1, n_embd=8))
     state = train_gpt2.make_state(config, model, model.configure_optimizers(1e-3, 0.1), Process())
     saver = Saver(config, {}, None, Process())
-    for state.step, state.val_loss, state.evaluated in ((1, 3.0, 1), (2, 1.0, 2), (3, 2.0, 3), (4, 0.5, 3), (5, 2.5, 5)):
+    for state.step, state.val_loss, state.evaluated in ((1, 3.0, 1), (2, 1.0, 2), (3, 2.0, 3), (4, 0.5, 3),
+                                                        (5, 2.5, 5)):
         if state.is_best():             # as the loop does; the loss at step 4 was not measured there
             state.best = state.val_loss, state.step
         saver.save(state)
@@ -488,20 +543,26 @@ def test_the_best_checkpoint_stays_beside_the_newest(tmp_path):
 # -----------------------------------------------------------------------------
 # pictures and other people's dashboards
 
-def test_the_picture_is_drawn_from_the_log_and_changes_no_loss(shards, start, file_order_run, tmp_path, monkeypatch):
-    result = run("--data", shards, "--init", start, *TINY, *QUIET, "--batch_size", 2, "--no_shuffle", "--val_every", 25, "--plot",
+def test_the_picture_is_drawn_from_the_log_and_changes_no_loss(shards, start, file_order_run, tmp_path,
+                                                               monkeypatch):
+    result = run("--data", shards, "--init", start, *TINY, *QUIET, "--batch_size", 2, "--no_shuffle",
+                 "--val_every", 25, "--plot",
                  "--out", tmp_path / "log")
     assert logged(tmp_path / "log") == file_order_run and "loss.png" in result.stdout
     assert (tmp_path / "log" / "loss.png").read_bytes()[:4] == b"\x89PNG"
     import matplotlib.figure
     figures = []
-    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", lambda figure, file, **how: figures.append(figure))
+    monkeypatch.setattr(matplotlib.figure.Figure, "savefig",
+                        lambda figure, file, **how: figures.append(figure))
     (tmp_path / "log.txt").write_text(
-        "".join(f"{event}\n" for event in ("0 val 10.800000", "0 train 10.800000", "1 train 9.000000", "2 val 8.000000",
+        "".join(f"{event}\n" for event in ("0 val 10.800000", "0 train 10.800000", "1 train 9.000000",
+                                           "2 val 8.000000",
                                            "2 hella 0.250000", "3 train nan")) + "3 train 7.0")
     plot_log(train_gpt2.Config(out=str(tmp_path), total_batch_size=100))
-    panels = [{line.get_label(): line.get_xydata().tolist() for line in panel.lines} for panel in figures[0].axes]
-    assert panels[0]["training loss"] == [[100, 10.8], [200, 9.0]] and panels[0]["validation loss"] == [[200, 8.0]]
+    panels = [{line.get_label(): line.get_xydata().tolist() for line in panel.lines}
+              for panel in figures[0].axes]
+    assert panels[0]["training loss"] == [[100, 10.8],
+                                          [200, 9.0]] and panels[0]["validation loss"] == [[200, 8.0]]
     assert panels[1]["HellaSwag, acc_norm"] == [[200, 0.25]]
     assert [y for _, y in panels[0]["GPT-2 124M on FineWeb, llm.c: 3.29"]] == [3.29, 3.29]
 
@@ -509,14 +570,17 @@ def test_the_picture_is_drawn_from_the_log_and_changes_no_loss(shards, start, fi
 @pytest.mark.parametrize("error", ["ImportError", "ValueError"])         # a wrong MPLBACKEND is the second
 def test_a_picture_that_cannot_be_drawn_ends_no_run(error, shards, tmp_path):
     (tmp_path / "matplotlib.py").write_text(f"raise {error}('no pictures here')")
-    result = run("--data", shards, *TINY, *QUIET, "--max_steps", 2, "--val_every", 2, "--plot", "--out", tmp_path / "log",
+    result = run("--data", shards, *TINY, *QUIET, "--max_steps", 2, "--val_every", 2, "--plot", "--out",
+                 tmp_path / "log",
                  env=ENV | {"PYTHONPATH": str(tmp_path)})
-    assert "warning: " in result.stdout and "no pictures here" in result.stdout and 2 in logged(tmp_path / "log", "val")
+    assert "warning: " in result.stdout and "no pictures here" in result.stdout
+    assert 2 in logged(tmp_path / "log", "val")
 
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_the_last_picture_shows_the_whole_log(processes, shards, tmp_path):
-    """Several processes leave without waiting for threads. A stand-in for matplotlib is slow, and its picture is the log."""
+    """Several processes leave without waiting for threads. A stand-in for matplotlib is slow, and its
+    picture is the log."""
     (tmp_path / "matplotlib").mkdir()
     for name in ("__init__", "ticker", "figure"):
         (tmp_path / "matplotlib" / f"{name}.py").write_text("""
@@ -530,9 +594,11 @@ class Figure(MagicMock):
         time.sleep(2)
         file.write(log)
 """)
-    result = run("--data", shards, *TINY, *QUIET, "--max_steps", 3, "--val_every", 1, "--val_tokens", 64, "--plot",
+    result = run("--data", shards, *TINY, *QUIET, "--max_steps", 3, "--val_every", 1, "--val_tokens", 64,
+                 "--plot",
                  "--out", tmp_path / "log", env=ENV | {"PYTHONPATH": str(tmp_path)}, processes=processes)
-    assert "in " + str(tmp_path / "log") + ": log.txt, loss.png" in result.stdout and len(logged(tmp_path / "log", "val")) == 4
+    assert "in " + str(tmp_path / "log") + ": log.txt, loss.png" in result.stdout
+    assert len(logged(tmp_path / "log", "val")) == 4
     assert (tmp_path / "log" / "loss.png").read_bytes() == (tmp_path / "log" / "log.txt").read_bytes()
 
 
@@ -560,12 +626,14 @@ def test_nobody_waits_for_a_picture_but_the_end_of_a_run_that_went_well(monkeypa
     well.finish()
     well.close()
     failed.thread.shutdown()
-    assert sorted(drawn) == ["begun", "done", "done", "done"], "the newest of those that had to wait, but not of a failed run"
+    assert sorted(drawn) == ["begun", "done", "done",
+                             "done"], "the newest of those that had to wait, but not of a failed run"
     assert capsys.readouterr().out.count("warning: log/loss.png is not drawn (no colours)") == 2
 
 
 def test_wandb_is_given_what_the_log_has(shards, tmp_path):
-    """A stand-in for the package wandb, which is not among this project's: it writes down what it is called with."""
+    """A stand-in for the package wandb, which is not among this project's: it writes down what it is
+    called with."""
     (tmp_path / "wandb.py").write_text("""
 import json
 def init(**how):
@@ -573,17 +641,21 @@ def init(**how):
 def log(values, step):
     print("wandb", step, json.dumps(values), flush=True)
 """)
-    result = run("--data", shards, *TINY, *QUIET, "--max_steps", 2, "--val_every", 2, "--wandb", "--out", tmp_path / "log",
+    result = run("--data", shards, *TINY, *QUIET, "--max_steps", 2, "--val_every", 2, "--wandb", "--out",
+                 tmp_path / "log",
                  env=ENV | {"PYTHONPATH": str(tmp_path)})
     told = [line.split(maxsplit=2)[1:] for line in result.stdout.splitlines() if line.startswith("wandb ")]
     losses = {int(step): json.loads(values)["train"] for step, values in told if '"train"' in values}
-    assert losses == pytest.approx(logged(tmp_path / "log"), abs=1e-6) and {"norm", "lr"} <= json.loads(told[1][1]).keys()
+    assert losses == pytest.approx(logged(tmp_path / "log"), abs=1e-6)
+    assert {"norm", "lr"} <= json.loads(told[1][1]).keys()
     assert [step for step, values in told if '"val"' in values] == ["0", "2"]
 
 
-def test_tensorboard_is_given_what_the_log_has_and_keeps_the_evaluation_that_a_resume_does_not_repeat(tmp_path, monkeypatch):
+def test_tensorboard_is_given_what_the_log_has_and_keeps_the_evaluation_that_a_resume_does_not_repeat(
+        tmp_path, monkeypatch):
     """A stand-in for its SummaryWriter, which is not among this project's packages."""
-    (tmp_path / "log.txt").write_text("0 val 11.000000\n0 train 10.900000\n1 val 9.500000\n1 train 9.400000\n2 val 9.000000\n")
+    (tmp_path / "log.txt").write_text("0 val 11.000000\n0 train 10.900000\n1 val 9.500000\n1 train "
+                                      "9.400000\n2 val 9.000000\n")
     told = []
 
     class SummaryWriter:
@@ -592,7 +664,8 @@ def test_tensorboard_is_given_what_the_log_has_and_keeps_the_evaluation_that_a_r
 
         def add_scalar(self, name, value, step):
             told.append((name, value, step))
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", types.SimpleNamespace(SummaryWriter=SummaryWriter))
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard",
+                        types.SimpleNamespace(SummaryWriter=SummaryWriter))
     log = Log(Config(out=str(tmp_path), tensorboard=True), 1)
     log.write(1, "train", 9.3, norm=1.0, lr=0.1)
     assert told == [(str(tmp_path), 1), ("val", 9.5, 1), ("train", 9.3, 1), ("norm", 1.0, 1), ("lr", 0.1, 1)]
