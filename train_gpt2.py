@@ -38,7 +38,7 @@ OUTPUT = "evaluation and output"
 
 @dataclass
 class Config:
-    """The flags. On resume fixed ones cannot change, and what is not given comes from the checkpoint, but for
+    """The flags. On resume, fixed ones cannot change; those not given are taken from the checkpoint, except
     per_run ones."""
     data: str = flag("edu_fineweb10B", DATA, "folder of token shards")
     overfit: bool = flag(False, DATA, "sanity run: overfit one batch of 4 x 32 tokens of input.txt")
@@ -265,7 +265,7 @@ class Run:
     wrapped: Callable                   # the model for training: inside DDP, if there are several ranks
     autocast: torch.autocast
     loader: TokenLoader
-    val: tuple                          # TokenDataset or None, number of its sequences that count
+    val: list                           # TokenDataset or None, number of its sequences that count
     hella: list                         # batches of HellaSwag
     reporter: Reporter
     saver: Saver
@@ -321,9 +321,8 @@ def judge(run: Run, finished: list) -> bool:
             state.skipped += 1
             if state.skipped > config.skip_nonfinite:
                 raise RunError(f"{step}. It changed no weight and no checkpoint: lower --max_lr, lengthen "
-                               f"--warmup_steps, or tolerate such steps by --skip_nonfinite, and resume by "
-                               f"the "
-                               f"same command")
+                               f"--warmup_steps, or tolerate such steps by --skip_nonfinite; the same "
+                               f"command resumes")
             run.process.print0(f"skipped {step}; {state.skipped} of --skip_nonfinite {config.skip_nonfinite}")
     return any(step.stop for step in finished)
 
@@ -341,7 +340,7 @@ def loop(run: Run, signals: StopSignals) -> bool:
             return every and (state.step % every == 0 or last)
 
         lr = recipe.set_hparams(state.step, config, state)
-        if last or any(map(due, (*evaluations, config.checkpoint_every))):
+        if last or stop or any(map(due, (*evaluations, config.checkpoint_every))):
             stop |= judge(run, reporter.flush())        # on a GPU the newest step's numbers are still to come
         # evaluate; not after a signal, which may leave only seconds to save: then the resumed run does it
         if state.evaluated < state.step and not stop:
