@@ -30,25 +30,25 @@ from runtime.sources import HubSource, LocalSource
 from runtime.tokenizer import BPE_SHA256, EOT, encode, tokenizer
 
 
-def encode_units(units: list[tuple[str, bool]]) -> list[np.ndarray]:
-    """Tokens of each unit, uint16: <|endoftext|> first where a document starts."""
-    return [np.concatenate(([EOT] * starts, encode(text)), dtype=np.uint16, casting="unsafe") for text, starts in units]
+def encode_documents(documents: list[tuple[str, bool]]) -> list[np.ndarray]:
+    """Tokens of each document, uint16: <|endoftext|> first where a document starts."""
+    return [np.concatenate(([EOT] * starts, encode(text)), dtype=np.uint16, casting="unsafe") for text, starts in documents]
 
 
-def encode_stream(units: Iterable[tuple[str, bool]], workers: int, chunk: int = 1 << 17) -> Iterator[np.ndarray]:
-    """Tokens of one unit after the other, in their order; a thread takes about 128k characters at a time."""
+def encode_stream(documents: Iterable[tuple[str, bool]], workers: int, chunk: int = 1 << 17) -> Iterator[np.ndarray]:
+    """Tokens of one document after the other, in their order; a thread takes about 128k characters at a time."""
     tokenizer()                                   # built once, before the threads ask for it
     batch, size, pending = [], 0, deque()
     with ThreadPoolExecutor(workers) as pool:
-        for unit in units:
-            batch.append(unit)
-            size += len(unit[0])
+        for document in documents:
+            batch.append(document)
+            size += len(document[0])
             if size >= chunk:
-                pending.append(pool.submit(encode_units, batch))
+                pending.append(pool.submit(encode_documents, batch))
                 batch, size = [], 0
             if len(pending) > 2 * workers:        # bounds memory, keeps every worker busy
                 yield from pending.popleft().result()
-        pending.append(pool.submit(encode_units, batch))
+        pending.append(pool.submit(encode_documents, batch))
         while pending:
             yield from pending.popleft().result()
 
@@ -66,7 +66,7 @@ class ShardWriter:
         self.manifest = {**self.settings, "complete": False, "tokens": 0, "mark": None, "shards": []}
         self.path = out / "manifest.json"
         self.max_tokens = settings["max_tokens"] or math.inf
-        self.unit, self.offset, self.total = 0, 0, 0      # taken: `total` tokens, up to token `offset` of unit `unit`
+        self.document, self.offset, self.total = 0, 0, 0      # taken: `total` tokens, up to token `offset` of document `document`
         self.parts, self.space_left = [], settings["val_tokens"]        # the next shard, and what it still takes
         try:
             out.mkdir(parents=True, exist_ok=True)
@@ -98,14 +98,14 @@ class ShardWriter:
             if found.get(key) != value:
                 raise UserError(f"{self.out} was begun with another {key} ({json.dumps(found.get(key))[:200]} instead of "
                                 f"{json.dumps(value)[:200]}): give the same again, or choose another --out")
-        for path, tokens, self.unit, self.offset in shards:
+        for path, tokens, self.document, self.offset in shards:
             if len(open_shard(path)) != tokens:
                 raise UserError(f"{path} is not the shard that manifest.json describes: remove {self.out}")
             self.total += tokens
         self.manifest, self.space_left = found, self.settings["shard_size"]
 
     def add(self, tokens):
-        """Appends the next unit's tokens (up to max_tokens). A full shard is written when more comes."""
+        """Appends the next document's tokens (up to max_tokens). A full shard is written when more comes."""
         while self.offset < len(tokens) and self.total < self.max_tokens:
             if self.space_left == 0:
                 self._write()
@@ -115,15 +115,15 @@ class ShardWriter:
             self.total += len(part)
             self.space_left -= len(part)
         if self.offset == len(tokens):
-            self.unit, self.offset = self.unit + 1, 0
+            self.document, self.offset = self.document + 1, 0
 
     def finish(self):
         """Writes the rest; a corpus that ends inside the validation shard is divided 1 : 9."""
         if not self.manifest["shards"]:
             if self.total < 20:
                 raise UserError(f"only {self.total} tokens of text: too few for a training and a validation shard")
-            units, self.parts, self.space_left, self.total, self.unit = self.parts, [], self.total // 10, 0, 0
-            for tokens in units:
+            parts, self.parts, self.space_left, self.total, self.document = self.parts, [], self.total // 10, 0, 0
+            for tokens in parts:
                 self.add(tokens)
         if self.parts:
             self._write()
@@ -135,10 +135,10 @@ class ShardWriter:
         index, tokens = len(self.manifest["shards"]), np.concatenate(self.parts)
         split = "train" if index else "val"
         name = f"{self.prefix}_{split}_{index:06d}.{self.settings['format']}"
-        while self.cursors and self.cursors[0][0] <= self.unit:
+        while self.cursors and self.cursors[0][0] <= self.document:
             self.manifest["mark"] = self.cursors.popleft()
         self.manifest["shards"].append({"file": name, "split": split, "tokens": len(tokens),
-                                        "end": {"unit": self.unit, "token": self.offset}})
+                                        "end": {"unit": self.document, "token": self.offset}})
         self.manifest["tokens"] = self.total
         write_shard(self.out / name, tokens)
         self._save()
@@ -249,7 +249,7 @@ def main(argv: list[str] | None = None) -> None:
         print(f"{out}: {len(shards)} shards, {there:,} tokens, are there already")
     if not writer.manifest["complete"]:
         with tqdm(total=expected, initial=there, unit="tok", unit_scale=True, desc=out, disable=None) as bar:
-            for tokens in encode_stream(source.units(writer.unit, writer.manifest["mark"]), args.workers):
+            for tokens in encode_stream(source.documents(writer.document, writer.manifest["mark"]), args.workers):
                 writer.add(tokens)
                 bar.update(writer.total - bar.n)
                 if writer.total >= writer.max_tokens:

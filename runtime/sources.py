@@ -28,26 +28,26 @@ class HubSource:
         self.repo, self.name, self.cursors = repo, name, deque()
         self.description, self.expected = {"repo": repo, "name": name}, int(re.findall(r"\d+", name)[0]) * 10**9
 
-    def units(self, start=0, mark=None):
+    def documents(self, start=0, cursor=None):
         need_hub(f"{self.repo} ({self.name})")
         from datasets import load_dataset
         failures = 0
         while True:
             try:
                 stream = load_dataset(self.repo, name=self.name, split="train", streaming=True)
-                unit, state = mark or (0, None)
+                number, state = cursor or (0, None)
                 if state:
                     stream.load_state_dict(state)
                 for document in stream:
                     if not isinstance(document.get("text"), str):
-                        raise UserError(f"{self.repo}: document {unit} has no string `text`")
-                    unit += 1
-                    if unit > start:
+                        raise UserError(f"{self.repo}: document {number} has no string `text`")
+                    number += 1
+                    if number > start:
                         yield document["text"], True
-                        start, failures = unit, 0
-                    if unit % CURSOR_EVERY == 0 and hasattr(stream, "state_dict"):
-                        mark = unit, stream.state_dict()
-                        self.cursors.append(mark)
+                        start, failures = number, 0
+                    if number % CURSOR_EVERY == 0 and hasattr(stream, "state_dict"):
+                        cursor = number, stream.state_dict()
+                        self.cursors.append(cursor)
                 return
             except UserError:
                 raise
@@ -88,17 +88,17 @@ class LocalSource:
             self.description["files"].append({"name": path.name, "bytes": size, "sha256_of_ends": ends})
             self.expected += int(size * COMPRESSION.get(path.suffix, 1) / BYTES_PER_TOKEN)
 
-    def units(self, start=0, mark=None):
-        mark = mark or (0, 0)
-        if [type(n) for n in mark] != [int, int] or mark[1] not in range(len(self.paths)):
+    def documents(self, start=0, cursor=None):
+        cursor = cursor or (0, 0)
+        if [type(n) for n in cursor] != [int, int] or cursor[1] not in range(len(self.paths)):
             raise UserError("the manifest.json of an earlier run is damaged: choose another --out")
-        unit, first_file = mark
+        number, first_file = cursor
         for i in range(first_file, len(self.paths)):
-            self.cursors.append((unit, i))
+            self.cursors.append((number, i))
             try:
                 for item in self.readers[i](self.paths[i]):
-                    unit += 1
-                    if unit > start:
+                    number += 1
+                    if number > start:
                         yield item
             except (OSError, ValueError, NotImplementedError) as error:      # pyarrow's errors derive from these
                 raise UserError(f"--input {self.paths[i]} cannot be read ({error}): mend it (as UTF-8) or leave it out") from None

@@ -175,10 +175,10 @@ def test_a_text_that_ends_with_a_full_shard_leaves_no_empty_one(gpt2, tmp_path):
 
 
 def test_many_small_chunks_on_several_threads_keep_their_order(gpt2):
-    units = [(text, i % 3 > 0) for i, text in enumerate(DOCUMENTS * 3)]
-    want = [[50256] * starts + gpt2.encode_ordinary(text) for text, starts in units]
+    documents = [(text, i % 3 > 0) for i, text in enumerate(DOCUMENTS * 3)]
+    want = [[50256] * starts + gpt2.encode_ordinary(text) for text, starts in documents]
     for workers in (1, 2, 3):
-        assert [tokens.tolist() for tokens in fineweb.encode_stream(units, workers, chunk=200)] == want
+        assert [tokens.tolist() for tokens in fineweb.encode_stream(documents, workers, chunk=200)] == want
 
 
 def test_several_inputs_globs_and_folders_are_read_in_order(gpt2, tmp_path):
@@ -257,12 +257,12 @@ def test_the_manifest_says_where_each_shard_ends_in_the_source(gpt2, tmp_path):
         out = tmp_path / str(val_tokens)
         prepare("--input", path, "--out", out, "--shard_size", 700, "--val_tokens", val_tokens)
         manifest, done = json.loads((out / "manifest.json").read_text()), 0
-        units = [[50256, *gpt2.encode_ordinary(text)] for text in DOCUMENTS]
+        documents = [[50256, *gpt2.encode_ordinary(text)] for text in DOCUMENTS]
         for shard in manifest["shards"]:
             done += shard["tokens"]
-            assert sum(map(len, units[:shard["end"]["unit"]])) + shard["end"]["token"] == done
+            assert sum(map(len, documents[:shard["end"]["unit"]])) + shard["end"]["token"] == done
             assert len(open_shard(out / shard["file"])) == shard["tokens"]
-        assert manifest["complete"] and manifest["tokens"] == done == sum(map(len, units))
+        assert manifest["complete"] and manifest["tokens"] == done == sum(map(len, documents))
         file = manifest["source"]["files"][0]
         assert (file["name"], file["bytes"]) == ("a.jsonl", path.stat().st_size)
         assert manifest["tokenizer"]["encoder.json"] == hashlib.sha256((ROOT / "assets/encoder.json").read_bytes()).hexdigest()
@@ -367,7 +367,7 @@ def test_what_is_complete_is_left_alone_and_said_so(tmp_path, monkeypatch, capsy
     flags = ["--input", tmp_path / "a.jsonl", "--out", tmp_path / "out", "--val_tokens", 500]
     prepare(*flags)
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()}
-    monkeypatch.setattr(LocalSource, "units", None)   # reads no text
+    monkeypatch.setattr(LocalSource, "documents", None)   # reads no text
     capsys.readouterr()
     prepare(*flags, "--workers", 3)
     assert "complete" in capsys.readouterr().out
@@ -497,7 +497,7 @@ def test_a_connection_that_drops_now_and_then_changes_nothing(kind, hub, gpt2, t
     assert calls[0] == (("HuggingFaceFW/fineweb-edu",), {"name": "sample-10BT", "split": "train", "streaming": True})
     assert len(waits) == 10 > RETRIES and waits[:2] == [1, 2] and "dropped at 5; trying again" in capsys.readouterr().err
     assert (tmp_path / "edu_fineweb10B/edufineweb_val_000000.npy").exists()
-    if kind is ResumableStream:               # goes on from the last mark, at most ten documents back
+    if kind is ResumableStream:               # resumes at the last cursor, at most ten documents back
         assert len(served) < len(DOCUMENTS) + 10 * 10
 
 
@@ -515,7 +515,7 @@ def test_a_hub_out_of_reach_is_given_up_after_the_retries_and_taken_up_later(hub
         prepare("--shard_size", 700, "--workers", 1)
     assert waits == [2**i for i in range(RETRIES)]
     # what was read ahead of the drop is lost, whole shards are not
-    monkeypatch.setattr(fineweb, "encode_stream", lambda units, workers, real=fineweb.encode_stream: real(units, workers, 100))
+    monkeypatch.setattr(fineweb, "encode_stream", lambda documents, workers, real=fineweb.encode_stream: real(documents, workers, 100))
     failures[:] = [150] * 100
     with pytest.raises(RunError):
         prepare("--shard_size", 700, "--workers", 1)
@@ -525,7 +525,7 @@ def test_a_hub_out_of_reach_is_given_up_after_the_retries_and_taken_up_later(hub
     served.clear()
     prepare("--shard_size", 700)
     assert read_shards(tmp_path / "edu_fineweb10B") == plain_shards(gpt2, DOCUMENTS, 700)
-    assert served == list(range(manifest["mark"][0], len(DOCUMENTS)))          # nothing before the mark is read again
+    assert served == list(range(manifest["mark"][0], len(DOCUMENTS)))          # nothing before the cursor is read again
 
 
 def test_a_hub_dataset_without_text_is_a_users_mistake_at_once(hub):
@@ -535,7 +535,7 @@ def test_a_hub_dataset_without_text_is_a_users_mistake_at_once(hub):
     assert not waits
 
 
-def test_datasets_own_streams_go_on_exactly_where_a_mark_was_taken(hub, gpt2, tmp_path, monkeypatch):
+def test_datasets_own_streams_resume_exactly_at_a_cursor(hub, gpt2, tmp_path, monkeypatch):
     import datasets
     load = datasets.load_dataset
     for i in range(3):
@@ -544,14 +544,14 @@ def test_datasets_own_streams_go_on_exactly_where_a_mark_was_taken(hub, gpt2, tm
     documents = DOCUMENTS[0::3] + DOCUMENTS[1::3] + DOCUMENTS[2::3]
     hub(lambda: load("parquet", data_files=files, split="train", streaming=True, cache_dir=str(tmp_path / "cache")))
     source = HubSource("stand-in", "sample-10BT")
-    assert [text for text, _ in source.units()] == documents
-    marks = json.loads(json.dumps(list(source.marks)))        # as the manifest keeps them
-    assert [unit for unit, _ in marks] == list(range(10, len(documents) + 1, 10))
-    for unit, state in marks[::4]:
-        for start in (unit, unit + 3):
-            again = HubSource("stand-in", "sample-10BT").units(start, [unit, state])
+    assert [text for text, _ in source.documents()] == documents
+    cursors = json.loads(json.dumps(list(source.cursors)))        # as the manifest keeps them
+    assert [number for number, _ in cursors] == list(range(10, len(documents) + 1, 10))
+    for number, state in cursors[::4]:
+        for start in (number, number + 3):
+            again = HubSource("stand-in", "sample-10BT").documents(start, [number, state])
             assert [text for text, _ in again] == documents[start:]
-    monkeypatch.setattr(fineweb, "encode_stream", lambda units, workers, real=fineweb.encode_stream: real(units, workers, 100))
+    monkeypatch.setattr(fineweb, "encode_stream", lambda documents, workers, real=fineweb.encode_stream: real(documents, workers, 100))
     with monkeypatch.context() as patch:
         die_at(patch, 11, "half")
         with pytest.raises(Killed):
