@@ -5,14 +5,12 @@ import io
 import json
 import os
 import re
-import sys
-import time
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
-from runtime.cli import RunError, UserError
-from runtime.hub import RETRIES, need_hub
+from runtime.cli import UserError
+from runtime.hub import need_hub, wait_to_retry
 
 CURSOR_EVERY = 1000               # documents between two states of a stream
 BYTES_PER_TOKEN = 4.2           # English text under GPT-2's BPE; only for estimates and progress bars
@@ -51,13 +49,10 @@ class HubSource:
                 return
             except UserError:
                 raise
-            except Exception as error:            # the network's errors are of many libraries' classes
+            except Exception as error:            # network errors come in the classes of many libraries
+                wait_to_retry(error, failures, self.repo,
+                              f"cannot read {self.repo} ({self.name}) from the Hugging Face hub")
                 failures += 1
-                if failures > RETRIES:
-                    raise RunError(f"cannot read {self.repo} ({self.name}) from the Hugging Face hub: {error}. Run "
-                                   f"the same command again to go on, or give text of your own by --input") from None
-                print(f"{self.repo}: {error}; trying again in {2 ** (failures - 1)} s", file=sys.stderr)
-                time.sleep(2 ** (failures - 1))
 
 
 class LocalSource:

@@ -475,8 +475,7 @@ def hub(monkeypatch, tmp_path):
     waits, calls = [], []
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(runtime.sources, "CURSOR_EVERY", 10)
-    for module in runtime.hub, runtime.sources:
-        monkeypatch.setattr(module, "time", Clock(waits))
+    monkeypatch.setattr(runtime.hub, "time", Clock(waits))
     monkeypatch.setattr(runtime.hub, "reach_hub", lambda: True)
 
     def install(dataset):
@@ -573,8 +572,7 @@ def published(monkeypatch, tmp_path):
     import huggingface_hub
     waits, asked = [], []
     monkeypatch.chdir(tmp_path)
-    for module in runtime.hub, runtime.sources:
-        monkeypatch.setattr(module, "time", Clock(waits))
+    monkeypatch.setattr(runtime.hub, "time", Clock(waits))
     monkeypatch.setattr(runtime.hub, "reach_hub", lambda: True)
 
     def install(faults):
