@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from runtime.cli import FlagParser, RunError, UserError, run_command, safe_repr, parse_int
-from runtime.files import replace_file
+from runtime.files import replace_file, writable
 from runtime.hub import fetch_file, need_hub
 from runtime.shards import SHARD_NAME, is_whole, list_shards, open_shard, write_shard
 from runtime.sources import HubSource, LocalSource
@@ -68,7 +68,7 @@ class ShardWriter:
         self.max_tokens = settings["max_tokens"] or math.inf
         self.document, self.offset, self.total = 0, 0, 0      # taken: `total` tokens, up to token `offset` of document `document`
         self.parts, self.space_left = [], settings["val_tokens"]        # the next shard, and what it still takes
-        try:
+        with writable(out):
             out.mkdir(parents=True, exist_ok=True)
             if self.path.exists():
                 self._resume()
@@ -76,8 +76,6 @@ class ShardWriter:
                 raise UserError(f"{out} already holds shards without a manifest.json: choose another --out")
             if not self.manifest["shards"]:
                 self._save()                      # a kill while shard 0 is written must not leave it without one
-        except (OSError, RunError) as error:
-            raise UserError(f"--out {out} cannot be written ({error}): choose another folder") from None
 
     def _resume(self):
         """Makes the manifest that is there this run's, if it is whole and of the same settings."""
@@ -158,17 +156,16 @@ def fetch_shards(repo: str, prefix: str, count: int, out: Path) -> None:
     is not fetched again; a folder with shards of another source is refused (UserError)."""
     start, manifest, ours = time.perf_counter(), out / "manifest.json", json.dumps({"pretokenized": repo}).encode()
     paths = [out / f"{prefix}_{'train' if i else 'val'}_{i:06d}.bin" for i in range(count + 1)]
-    try:
+    with writable(out):
         names = [path.name for path in out.glob("*") if SHARD_NAME.match(path.name)]
         if names and not (manifest.read_bytes() == ours if manifest.exists() else
                           all(re.fullmatch(rf"{prefix}_(val|train)_\d{{6}}\.bin", name) for name in names)):
             raise UserError(f"{out} holds shards of another source than {repo}: choose another --out")
-        if missing := [path for path in paths if not is_whole(path)]:
-            need_hub(f"{len(missing)} of {len(paths)} files of {repo}")
+    if missing := [path for path in paths if not is_whole(path)]:
+        need_hub(f"{len(missing)} of {len(paths)} files of {repo}")
+        with writable(out):
             out.mkdir(parents=True, exist_ok=True)
-            replace_file(manifest, lambda file: file.write(ours))
-    except OSError as error:
-        raise UserError(f"--out {out} cannot be written ({error}): choose another folder") from None
+        replace_file(manifest, lambda file: file.write(ours))
     for path in missing:
         fetch_file(repo, path)
         if not is_whole(path):

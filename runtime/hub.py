@@ -9,14 +9,14 @@ from runtime.cli import RunError, UserError, brief_error, print_error
 
 RETRIES = 8                     # waits of 1, 2, 4 ... 128 s: about four minutes without the network
 # errors of the disk (errno) and of HTTP (status)
-NOT_WORTH_RETRYING = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS, errno.EISDIR,
-                      401, 403, 404}
+NOT_WORTH_RETRYING = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS,
+                      errno.EISDIR, 401, 403, 404}
 OPENAI_NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")           # accepted without their owner
 
 
 def reach_hub() -> bool:
-    """Whether the Hugging Face hub answers. If not, its libraries are set to use their caches only: otherwise they
-    retry for half a minute and print each attempt."""
+    """Whether the Hugging Face hub answers. If not, its libraries are set to use their caches only:
+    otherwise they retry for half a minute and print each attempt."""
     import huggingface_hub
     try:
         huggingface_hub.get_session().head(huggingface_hub.constants.ENDPOINT, timeout=10)
@@ -29,14 +29,15 @@ def reach_hub() -> bool:
 def need_hub(what: str) -> None:
     """Raises RunError if the hub is out of reach: at once, not after minutes of retries."""
     if not reach_hub():
-        raise RunError(f"the Hugging Face hub is out of reach (or HF_HUB_OFFLINE is set), and {what} must come from "
-                       f"there: run the same command again with a network, or give your own text with --input")
+        raise RunError(f"the Hugging Face hub is out of reach (or HF_HUB_OFFLINE is set), and {what} must "
+                       f"come from there: run the same command again with a network, or give your own text "
+                       f"with --input")
 
 
 def wait_to_retry(error: Exception, failures: int, repo: str, what: str) -> None:
-    """Reports `error` and sleeps 2^failures seconds (exponential backoff). `failures`: those in a row before this one.
+    """Exponential backoff: prints `error` and sleeps 2^failures seconds. `failures`: how many before it.
 
-    Raises RunError "`what`: ..." after RETRIES retries, and at once for an error that is not worth retrying.
+    Raises RunError "`what`: `error` ..." after RETRIES retries, or at once if a retry cannot help.
     """
     code = getattr(error, "errno", None) or getattr(getattr(error, "response", None), "status_code", None)
     if failures == RETRIES or code in NOT_WORTH_RETRYING:
@@ -47,12 +48,12 @@ def wait_to_retry(error: Exception, failures: int, repo: str, what: str) -> None
 
 
 def fetch_file(repo: str, path: Path) -> None:
-    """Downloads a file of a hub dataset to `path`; huggingface_hub resumes an earlier download that was interrupted.
-    Raises RunError if that fails for good."""
+    """Downloads a file of a hub dataset to `path`; huggingface_hub resumes an interrupted download. Raises
+    RunError if it fails after all retries."""
     from huggingface_hub import hf_hub_download
     for failures in itertools.count():
         try:
-            path.unlink(missing_ok=True)          # huggingface_hub takes a truncated file there for a complete one
+            path.unlink(missing_ok=True)          # huggingface_hub would accept a truncated file there
             hf_hub_download(repo, path.name, repo_type="dataset", local_dir=path.parent)
             return
         except Exception as error:                # network errors come in the classes of many libraries
@@ -60,7 +61,7 @@ def fetch_file(repo: str, path: Path) -> None:
 
 
 def download_model(name: str) -> Path:
-    """Folder with config.json and model.safetensors of the hub's model `name`, from huggingface_hub's cache if possible.
+    """Folder with config.json and model.safetensors of the hub's model `name`, from its cache where possible.
     Raises UserError if there is no such model or no connection."""
     repo = f"openai-community/{name}" if name in OPENAI_NAMES else name
     try:
