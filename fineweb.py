@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from runtime.cli import FlagParser, RunError, UserError, run_command, safe_repr, parse_int
-from runtime.files import replace_file, writable
+from runtime.files import corrupt_if_fails, replace_file, writable
 from runtime.hub import fetch_file, need_hub
 from runtime.shards import SHARD_NAME, is_whole, list_shards, open_shard, write_shard
 from runtime.sources import HubSource, LocalSource
@@ -79,7 +79,7 @@ class ShardWriter:
 
     def _resume(self):
         """Makes the manifest that is there this run's, if it is whole and of the same settings."""
-        try:
+        with corrupt_if_fails(self.path, f"choose another --out, or remove {self.out} to start again"):
             found = json.loads(self.path.read_text(encoding="utf-8"))
             if "pretokenized" in found:
                 raise UserError(f"{self.out} holds fetched shards of {safe_repr(found['pretokenized'])}: choose another --out")
@@ -87,9 +87,7 @@ class ShardWriter:
                       for s in found["shards"]]
             numbers = [(found["mark"] or [0])[0], *(n for shard in shards for n in shard[1:])]
             if not all(type(n) is int and n >= 0 for n in numbers) or type(found["complete"]) is not bool:
-                raise ValueError
-        except (OSError, ValueError, LookupError, TypeError, RecursionError):
-            raise UserError(f"{self.path} is damaged: choose another --out, or remove {self.out} to start again") from None
+                raise ValueError("its numbers or its `complete` are not what this program writes")
         if not shards:
             return
         for key, value in self.settings.items():

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from runtime.cli import FlagParser, UserError, run_command, parse_int
+from runtime.files import corrupt_if_fails
 from runtime.hub import reach_hub
 from runtime.tokenizer import encode
 
@@ -30,17 +31,13 @@ def load_examples(path: str | Path | None = None) -> list[dict]:
             raise UserError(f"HellaSwag ({HUB_NAME}) cannot be had from the Hugging Face hub ({str(error)[:200]}): "
                             f"check the connection, or give a .jsonl file of the same form") from None
         return [_checked(row, f"{HUB_NAME}, row {i}") for i, row in enumerate(rows)]
-    try:
+    with corrupt_if_fails(f"HellaSwag's data {path}", "give a .jsonl file of its form"):
         lines = Path(path).read_text(encoding="utf-8-sig").split("\n")     # str.splitlines also cuts at U+2028
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"HellaSwag's data {path} cannot be read ({error}): give a .jsonl file of its form") from None
     examples = []
     for number, line in enumerate(lines, 1):
         if line.strip():
-            try:
+            with corrupt_if_fails(f"{path}, line {number}", "repair or remove the line"):
                 examples.append(_checked(json.loads(line), f"{path}, line {number}"))
-            except (ValueError, RecursionError):
-                raise UserError(f"{path}, line {number}: not JSON; mend or remove the line") from None
     if not examples:
         raise UserError(f"{path} holds no example: give a .jsonl file of HellaSwag's form")
     return examples

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from runtime.cli import UserError
-from runtime.files import digest, fingerprint_blocks
+from runtime.files import corrupt_if_fails, digest, fingerprint_blocks
 from runtime.shards import list_shards, open_shard, read_shard
 from runtime.tokenizer import encode
 
@@ -147,10 +147,8 @@ def splits(config) -> tuple[str, ...]:
 def open_data(config) -> tuple[TokenDataset, TokenDataset | None, int]:
     """(training windows, validation windows or None, number of validation windows)."""
     if config.overfit:
-        try:
+        with corrupt_if_fails(INPUT_TXT, "restore it with `git checkout -- input.txt`"):
             text = INPUT_TXT.read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            raise UserError(f"{INPUT_TXT} cannot be read ({error}): restore it with `git checkout -- input.txt`") from None
         need = config.total_batch_size + 1
         tokens = encode(text[:20 * need])[:need]                # one epoch is one batch: 4 windows of 32 tokens
         return TokenDataset([tokens], config.sequence_length, vocab_size=config.vocab_size), None, 0

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from runtime.cli import UserError
-from runtime.files import replace_file
+from runtime.files import corrupt_if_fails, replace_file
 
 SHARD_NAME = re.compile(r"(?:^|.*_)(train|val)_\d+\.(npy|bin)$")
 BIN_MAGIC, BIN_VERSION, BIN_HEADER = 20240520, 1, 256     # llm.c, dev/data/data_common.py
@@ -26,30 +26,33 @@ def write_shard(path: str | Path, tokens: np.ndarray) -> None:
 
 
 def open_shard(path: str | Path) -> np.memmap:
-    """Tokens of a .npy or .bin shard as a read-only memory map, 1-D uint16. Raises UserError if the file is
-    not a whole shard; nothing in it is ever unpickled."""
+    """Tokens of a .npy or .bin shard as a read-only memory map, 1-D uint16. Raises UserError if the file is missing,
+    truncated or anything else; nothing in it is ever unpickled."""
     path = Path(path)
-    try:
-        if not path.is_file():                    # a named pipe would never answer
-            raise ValueError("it is no file")
-        if path.suffix == ".bin":
-            header = np.fromfile(path, dtype="<i4", count=BIN_HEADER)
-            if len(header) < BIN_HEADER or (header[0], header[1]) != (BIN_MAGIC, BIN_VERSION):
-                raise ValueError(f"it does not start with llm.c's header: magic {BIN_MAGIC}, version {BIN_VERSION}")
-            if path.stat().st_size != 4 * BIN_HEADER + 2 * int(header[2]):
-                raise ValueError(f"its size is not that of the {header[2]:,} tokens which its header promises")
-            tokens = np.memmap(path, dtype="<u2", mode="r", offset=4 * BIN_HEADER)
-        else:
-            with warnings.catch_warnings(action="ignore"):        # a strange header's come beside the error
-                tokens = np.load(path, mmap_mode="r", allow_pickle=False)
-        if not isinstance(tokens, np.memmap) or tokens.dtype != np.uint16 or tokens.ndim != 1 or len(tokens) == 0:
-            raise ValueError(f"it holds {getattr(tokens, 'dtype', 'an archive')} {getattr(tokens, 'shape', '')}")
+    with corrupt_if_fails(path, "copy it or make it again"):
+        if not path.is_file():                    # opening a named pipe would block forever
+            raise ValueError("there is no such file")
+        tokens = (_open_bin if path.suffix == ".bin" else _open_npy)(path)
+        if tokens.dtype != np.uint16 or tokens.ndim != 1 or len(tokens) == 0:
+            raise ValueError(f"a shard is 1-D uint16 tokens, it holds {tokens.dtype} {tokens.shape}")
         if path.stat().st_size != tokens.offset + tokens.nbytes:
-            raise ValueError(f"it goes on after the {len(tokens):,} tokens which its header promises")
-    except Exception as error:                    # numpy's reader fails in many ways on a broken header
-        reason = "it is no .npy, or holds pickled objects" if "pickle" in str(error) else str(error)[:200]
-        raise UserError(f"{path} is not a whole shard, 1-D uint16 tokens ({reason}): copy or make it again") from None
-    return tokens
+            raise ValueError(f"its size is not that of the {len(tokens):,} tokens its header states")
+        return tokens
+
+
+def _open_bin(path):
+    header = np.fromfile(path, dtype="<i4", count=BIN_HEADER)
+    if len(header) < BIN_HEADER or (header[0], header[1]) != (BIN_MAGIC, BIN_VERSION):
+        raise ValueError(f"it does not start with llm.c's header: magic {BIN_MAGIC}, version {BIN_VERSION}")
+    return np.memmap(path, dtype="<u2", mode="r", offset=4 * BIN_HEADER, shape=(int(header[2]),))
+
+
+def _open_npy(path):
+    with open(path, "rb") as file:                # np.load takes any other file for a pickle or an archive
+        if file.read(len(np.lib.format.MAGIC_PREFIX)) != np.lib.format.MAGIC_PREFIX:
+            raise ValueError("it is not a .npy file")
+    with warnings.catch_warnings(action="ignore"):        # about an unusual header; the error that follows is enough
+        return np.load(path, mmap_mode="r", allow_pickle=False)
 
 
 def is_whole(path: Path) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from runtime.cli import UserError
+from runtime.files import corrupt_if_fails
 from runtime.hub import need_hub, wait_to_retry
 
 CURSOR_EVERY = 1000               # documents between two states of a stream
@@ -72,14 +73,8 @@ class LocalSource:
             if kind not in READERS:
                 raise UserError(f"--input {path}: only .txt, .jsonl and .parquet, also .gz or .zst of the first two")
             self.readers.append(READERS[kind])
-            size, end = path.stat().st_size, 1 << 16
-            try:
-                with open(path, "rb") as file:    # a hash of both ends notices another file of the same name, however large
-                    ends = file.read(end)
-                    file.seek(max(0, size - end))
-                    ends = hashlib.sha256(ends + file.read(end)).hexdigest()
-            except OSError as error:
-                raise UserError(f"--input {path} cannot be read: {error.strerror}") from None
+            with corrupt_if_fails(f"--input {path}", "give a file you may read, or leave it out", OSError):
+                size, ends = path.stat().st_size, sha256_of_ends(path)
             self.description["files"].append({"name": path.name, "bytes": size, "sha256_of_ends": ends})
             self.expected += int(size * COMPRESSION.get(path.suffix, 1) / BYTES_PER_TOKEN)
 
@@ -90,13 +85,20 @@ class LocalSource:
         number, first_file = cursor
         for i in range(first_file, len(self.paths)):
             self.cursors.append((number, i))
-            try:
-                for item in self.readers[i](self.paths[i]):
+            with corrupt_if_fails(f"--input {self.paths[i]}", "repair it (text must be UTF-8) or leave it out",
+                                  (OSError, ValueError, NotImplementedError)):       # pyarrow's errors derive from these
+                for document in self.readers[i](self.paths[i]):
                     number += 1
                     if number > start:
-                        yield item
-            except (OSError, ValueError, NotImplementedError) as error:      # pyarrow's errors derive from these
-                raise UserError(f"--input {self.paths[i]} cannot be read ({error}): mend it (as UTF-8) or leave it out") from None
+                        yield document
+
+
+def sha256_of_ends(path: Path, size: int = 1 << 16) -> str:
+    """SHA-256 of a file's first and last 64 KiB: tells another file of the same name apart, however large it is."""
+    with open(path, "rb") as file:
+        head = file.read(size)
+        file.seek(max(0, path.stat().st_size - size))
+        return hashlib.sha256(head + file.read(size)).hexdigest()
 
 
 def open_text(path: Path) -> io.TextIOWrapper:
