@@ -51,7 +51,7 @@ class TokenDataset:
                             f"{self.T} tokens and its target: give more text or a smaller --sequence_length")
         self._order = ((lambda n, *key: stable_permutation(n, seed, *key)) if shuffle else
                        (lambda n, *_: np.arange(n)))
-        self._epoch, self._resident = None, None
+        self._epoch, self._loaded = None, None
 
     def _fingerprint(self, i):
         """[name, number of tokens, digest] of shard i."""
@@ -72,7 +72,7 @@ class TokenDataset:
             raise UserError(f"{self.names[i]} changed during the run: restore it, then run the same command")
         self._check_ids(i, tokens)
         self._rows = np.lib.stride_tricks.sliding_window_view(tokens, self.T + 1)[::self.T]       # no copy
-        self._row_order, self._resident = self._order(self.counts[i], self._epoch, i), i
+        self._row_order, self._loaded = self._order(self.counts[i], self._epoch, i), i
 
     def read(self, first: int, count: int) -> np.ndarray:
         """Sequences number `first` to `first + count - 1`, each with its last target: uint16 (count, T+1)."""
@@ -81,12 +81,12 @@ class TokenDataset:
         while row < count:
             epoch, position = divmod(first + row, self.total)
             if epoch != self._epoch:
-                self._epoch, self._resident = epoch, None
+                self._epoch, self._loaded = epoch, None
                 self._shard_order = self._order(len(self.shards), epoch)
                 self._edges = [0, *itertools.accumulate(self.counts[i] for i in self._shard_order)]
             slot = bisect.bisect_right(self._edges, position) - 1
             i, local = int(self._shard_order[slot]), position - self._edges[slot]
-            if i != self._resident:
+            if i != self._loaded:
                 self._load_shard(i)
             n = min(count - row, self.counts[i] - local)
             out[row:row + n] = self._rows[self._row_order[local:local + n]]

@@ -31,7 +31,7 @@ def open_shard(path: str | Path) -> np.memmap:
     path = Path(path)
     with corrupt_if_fails(path, "copy it or make it again"):
         if not path.is_file():                    # opening a named pipe would block forever
-            raise ValueError("there is no such file")
+            raise ValueError("no regular file is there")
         tokens = (_open_bin if path.suffix == ".bin" else _open_npy)(path)
         if tokens.dtype != np.uint16 or tokens.ndim != 1 or len(tokens) == 0:
             raise ValueError(f"a shard is 1-D uint16 tokens, it holds {tokens.dtype} {tokens.shape}")
