@@ -1,4 +1,4 @@
-"""Both ends of the token shards: text -> shards (the command), shards -> batches (the loader).
+"""Text -> token shards, or FineWeb's published tokens.
 
     python fineweb.py                                   FineWeb-Edu, sample-10BT -> edu_fineweb10B/
     python fineweb.py --input input.txt --out data/shakespeare      any text of your own
@@ -22,43 +22,49 @@ from pathlib import Path
 
 import numpy as np
 
-from runtime.cli import FlagParser, RunError, UserError, run_command, safe_repr, parse_int
-from runtime.files import replace_file
+from runtime.cli import FlagParser, RunError, UserError, parse_int, run_command, safe_repr
+from runtime.files import corrupt_if_fails, replace_file, writable
 from runtime.hub import fetch_file, need_hub
 from runtime.shards import SHARD_NAME, is_whole, list_shards, open_shard, write_shard
 from runtime.sources import HubSource, LocalSource
 from runtime.tokenizer import BPE_SHA256, EOT, encode, tokenizer
 
 
-def encode_units(units: list[tuple[str, bool]]) -> list[np.ndarray]:
-    """Tokens of each unit, uint16: <|endoftext|> first where a document starts."""
-    return [np.concatenate(([EOT] * starts, encode(text)), dtype=np.uint16, casting="unsafe") for text, starts in units]
+def encode_documents(documents: list[tuple[str, bool]]) -> list[np.ndarray]:
+    """1-D uint16 tokens of each (text, starts_document); <|endoftext|> first where a document starts."""
+    return [np.concatenate(([EOT] * starts, encode(text)), dtype=np.uint16, casting="unsafe")
+            for text, starts in documents]
 
 
-def encode_stream(units: Iterable[tuple[str, bool]], workers: int, chunk: int = 1 << 17) -> Iterator[np.ndarray]:
-    """Tokens of one unit after the other, in their order; a thread takes about 128k characters at a time."""
-    tokenizer()                                   # built once, before the threads ask for it
+def encode_stream(documents: Iterable[tuple[str, bool]], workers: int,
+                  chunk: int = 1 << 17) -> Iterator[np.ndarray]:
+    """encode_documents on `workers` threads, in the order of `documents`, about `chunk` characters a task.
+
+    tiktoken releases the GIL, so threads scale like processes (2 cores: 17 -> 34 MB/s) and need no copies.
+    """
+    tokenizer()                                   # built once, before the threads use it
     batch, size, pending = [], 0, deque()
     with ThreadPoolExecutor(workers) as pool:
-        for unit in units:
-            batch.append(unit)
-            size += len(unit[0])
+        for document in documents:
+            batch.append(document)
+            size += len(document[0])
             if size >= chunk:
-                pending.append(pool.submit(encode_units, batch))
+                pending.append(pool.submit(encode_documents, batch))
                 batch, size = [], 0
             if len(pending) > 2 * workers:        # bounds memory, keeps every worker busy
                 yield from pending.popleft().result()
-        pending.append(pool.submit(encode_units, batch))
+        pending.append(pool.submit(encode_documents, batch))
         while pending:
             yield from pending.popleft().result()
 
 
 class ShardWriter:
-    """Cuts a stream of tokens into shards, and records in manifest.json where each ends in the source.
+    """Cuts a stream of tokens into shards; manifest.json records where in the source each shard ends.
 
-    Shard 0 is validation. `settings` (source, tokenizer, sizes, format) decide every byte of the
-    shards. Files appear whole or not at all; after a kill the same command takes the manifest up,
-    goes on after the last whole shard, and ends with the same bytes.
+    Shard 0 is validation. `settings` (source, tokenizer, sizes, format) determine every byte of the
+    shards. Files are written atomically. After a kill the same command reads the manifest, resumes
+    after the last complete shard, and ends with the same bytes. `cursors`: those of the source
+    (runtime/sources.py); the manifest keeps the last one before the end of its last shard.
     """
 
     def __init__(self, out, prefix, settings, cursors):
@@ -66,46 +72,44 @@ class ShardWriter:
         self.manifest = {**self.settings, "complete": False, "tokens": 0, "mark": None, "shards": []}
         self.path = out / "manifest.json"
         self.max_tokens = settings["max_tokens"] or math.inf
-        self.unit, self.offset, self.total = 0, 0, 0      # taken: `total` tokens, up to token `offset` of unit `unit`
-        self.parts, self.space_left = [], settings["val_tokens"]        # the next shard, and what it still takes
-        try:
+        self.document, self.offset, self.total = 0, 0, 0        # next: token `offset` of document `document`
+        self.parts, self.space_left = [], settings["val_tokens"]        # of the next shard
+        with writable(out):
             out.mkdir(parents=True, exist_ok=True)
             if self.path.exists():
                 self._resume()
             elif any(SHARD_NAME.match(path.name) for path in out.iterdir()):
                 raise UserError(f"{out} already holds shards without a manifest.json: choose another --out")
             if not self.manifest["shards"]:
-                self._save()                      # a kill while shard 0 is written must not leave it without one
-        except (OSError, RunError) as error:
-            raise UserError(f"--out {out} cannot be written ({error}): choose another folder") from None
+                self._save()                      # first: a kill must not leave shard 0 without a manifest
 
     def _resume(self):
-        """Makes the manifest that is there this run's, if it is whole and of the same settings."""
-        try:
+        """Reads the manifest of an earlier run. UserError if it is damaged or has other settings."""
+        with corrupt_if_fails(self.path, f"choose another --out, or remove {self.out} to start again"):
             found = json.loads(self.path.read_text(encoding="utf-8"))
             if "pretokenized" in found:
-                raise UserError(f"{self.out} holds fetched shards of {safe_repr(found['pretokenized'])}: choose another --out")
+                raise UserError(f"{self.out} holds fetched shards of {safe_repr(found['pretokenized'])}: "
+                                f"choose another --out")
             shards = [(self.out / Path(s["file"]).name, s["tokens"], s["end"]["unit"], s["end"]["token"])
                       for s in found["shards"]]
             numbers = [(found["mark"] or [0])[0], *(n for shard in shards for n in shard[1:])]
             if not all(type(n) is int and n >= 0 for n in numbers) or type(found["complete"]) is not bool:
-                raise ValueError
-        except (OSError, ValueError, LookupError, TypeError, RecursionError):
-            raise UserError(f"{self.path} is damaged: choose another --out, or remove {self.out} to start again") from None
+                raise ValueError("`mark`, `complete` or a number of a shard is wrong")
         if not shards:
             return
         for key, value in self.settings.items():
             if found.get(key) != value:
-                raise UserError(f"{self.out} was begun with another {key} ({json.dumps(found.get(key))[:200]} instead of "
-                                f"{json.dumps(value)[:200]}): give the same again, or choose another --out")
-        for path, tokens, self.unit, self.offset in shards:
+                raise UserError(f"{self.out} was begun with another {key} "
+                                f"({json.dumps(found.get(key))[:200]} instead of {json.dumps(value)[:200]}): "
+                                f"give the same value, or choose another --out")
+        for path, tokens, self.document, self.offset in shards:
             if len(open_shard(path)) != tokens:
                 raise UserError(f"{path} is not the shard that manifest.json describes: remove {self.out}")
             self.total += tokens
         self.manifest, self.space_left = found, self.settings["shard_size"]
 
     def add(self, tokens):
-        """Appends the next unit's tokens (up to max_tokens). A full shard is written when more comes."""
+        """Appends the next document's tokens, up to max_tokens. Writes a full shard when more tokens come."""
         while self.offset < len(tokens) and self.total < self.max_tokens:
             if self.space_left == 0:
                 self._write()
@@ -115,15 +119,17 @@ class ShardWriter:
             self.total += len(part)
             self.space_left -= len(part)
         if self.offset == len(tokens):
-            self.unit, self.offset = self.unit + 1, 0
+            self.document, self.offset = self.document + 1, 0
 
     def finish(self):
-        """Writes the rest; a corpus that ends inside the validation shard is divided 1 : 9."""
+        """Writes the last shard. A corpus that fits into the validation shard is split 1 : 9 instead."""
         if not self.manifest["shards"]:
             if self.total < 20:
-                raise UserError(f"only {self.total} tokens of text: too few for a training and a validation shard")
-            units, self.parts, self.space_left, self.total, self.unit = self.parts, [], self.total // 10, 0, 0
-            for tokens in units:
+                raise UserError(f"only {self.total} tokens of text, too few for a training and a validation "
+                                f"shard: give more text")
+            parts, self.parts, self.space_left = self.parts, [], self.total // 10
+            self.total, self.document = 0, 0
+            for tokens in parts:
                 self.add(tokens)
         if self.parts:
             self._write()
@@ -131,14 +137,14 @@ class ShardWriter:
         self._save()
 
     def _write(self):
-        """Writes what is gathered as the next shard, then the manifest."""
+        """Writes the collected tokens as the next shard, then the manifest."""
         index, tokens = len(self.manifest["shards"]), np.concatenate(self.parts)
         split = "train" if index else "val"
         name = f"{self.prefix}_{split}_{index:06d}.{self.settings['format']}"
-        while self.cursors and self.cursors[0][0] <= self.unit:
+        while self.cursors and self.cursors[0][0] <= self.document:
             self.manifest["mark"] = self.cursors.popleft()
         self.manifest["shards"].append({"file": name, "split": split, "tokens": len(tokens),
-                                        "end": {"unit": self.unit, "token": self.offset}})
+                                        "end": {"unit": self.document, "token": self.offset}})
         self.manifest["tokens"] = self.total
         write_shard(self.out / name, tokens)
         self._save()
@@ -148,36 +154,42 @@ class ShardWriter:
         replace_file(self.path, lambda file: file.write(json.dumps(self.manifest, indent=1).encode()))
 
 
-PRETOKENIZED = {("classic", "10BT"): ("kjj0/fineweb10B-gpt2", "fineweb", 103),       # dataset, prefix, training shards
+# (variant, sample): dataset, prefix, number of training shards
+PRETOKENIZED = {("classic", "10BT"): ("kjj0/fineweb10B-gpt2", "fineweb", 103),
                 ("classic", "100BT"): ("kjj0/fineweb100B-gpt2", "fineweb", 1030),
                 ("edu", "10BT"): ("kjj0/finewebedu10B-gpt2", "finewebedu", 99)}
 
 
 def fetch_shards(repo: str, prefix: str, count: int, out: Path) -> None:
-    """The command with --pretokenized: the validation shard and the first `count` for training. What is there and whole
-    is not fetched again; a folder with shards of another source is refused (UserError)."""
-    start, manifest, ours = time.perf_counter(), out / "manifest.json", json.dumps({"pretokenized": repo}).encode()
+    """--pretokenized: downloads the validation shard and the first `count` training shards, except those
+    that `out` has already. Raises UserError if `out` holds shards of another source, RunError if a download
+    fails."""
+    start = time.perf_counter()
+    manifest, ours = out / "manifest.json", json.dumps({"pretokenized": repo}).encode()
     paths = [out / f"{prefix}_{'train' if i else 'val'}_{i:06d}.bin" for i in range(count + 1)]
-    try:
+    with writable(out):
         names = [path.name for path in out.glob("*") if SHARD_NAME.match(path.name)]
         if names and not (manifest.read_bytes() == ours if manifest.exists() else
                           all(re.fullmatch(rf"{prefix}_(val|train)_\d{{6}}\.bin", name) for name in names)):
             raise UserError(f"{out} holds shards of another source than {repo}: choose another --out")
-        if missing := [path for path in paths if not is_whole(path)]:
-            need_hub(f"{len(missing)} of {len(paths)} files of {repo}")
+    if missing := [path for path in paths if not is_whole(path)]:
+        need_hub(f"{len(missing)} of {len(paths)} files of {repo}")
+        with writable(out):
             out.mkdir(parents=True, exist_ok=True)
-            replace_file(manifest, lambda file: file.write(ours))
-    except OSError as error:
-        raise UserError(f"--out {out} cannot be written ({error}): choose another folder") from None
+        replace_file(manifest, lambda file: file.write(ours))
     for path in missing:
         fetch_file(repo, path)
         if not is_whole(path):
             fetch_file(repo, path)
         if not is_whole(path):
-            raise RunError(f"{path} came damaged from {repo} twice: run the same command again, or ask for fewer shards")
-    val, train = (sum(len(open_shard(path)) for path in list_shards(out, split)) for split in ("val", "train"))
-    print(f"{out}: {len(missing)} of {len(paths)} shards fetched from {repo}, {val:,} tokens for validation and {train:,} for "
-          f"training are there, after {time.perf_counter() - start:.1f} s\nnext: python train_gpt2.py --data {out}")
+            raise RunError(f"{path} came damaged from {repo} twice: run the same command again, or ask for "
+                           f"fewer shards")
+    val, train = (sum(len(open_shard(path)) for path in list_shards(out, split))
+                  for split in ("val", "train"))
+    print(f"{out}: {len(missing)} of {len(paths)} shards fetched from {repo}, "
+          f"{val:,} tokens for validation and {train:,} for training are there, "
+          f"after {time.perf_counter() - start:.1f} s\n"
+          f"next: python train_gpt2.py --data {out}")
 
 
 FINEWEB = {"edu": ("HuggingFaceFW/fineweb-edu", "edufineweb", "edu_fineweb"),
@@ -186,31 +198,42 @@ TEXT_FLAGS = ("--input", "--shard_size", "--val_tokens", "--max_tokens", "--work
 
 
 def check_pretokenized(args: argparse.Namespace, argv: list[str]) -> None:
-    for word in argv:                             # not by their values: one may be given its default
+    """Raises UserError if the flags do not go with --pretokenized, or if no such tokens are published."""
+    for word in argv:                             # not args: a flag may be given its default value
         if (name := word.partition("=")[0]) in TEXT_FLAGS:
-            raise UserError(f"{name} has no meaning with --pretokenized, whose shards are made already: leave one of the two out")
+            raise UserError(f"{name} has no meaning with --pretokenized, whose shards are made already: "
+                            f"leave one of the two out")
     if (args.variant, args.sample) not in PRETOKENIZED:
-        raise UserError(f"no tokens of --variant {args.variant} --sample {args.sample} are published: leave --sample out")
+        raise UserError(f"no tokens of --variant {args.variant} --sample {args.sample} are published: "
+                        f"leave --sample out")
     published = PRETOKENIZED[args.variant, args.sample][2]
     if args.pretokenized not in range(1, published + 1):
-        raise UserError(f"--pretokenized {args.pretokenized}: give a number of training shards, 1 to {published}")
+        raise UserError(f"--pretokenized {args.pretokenized}: give the number of training shards, 1 to "
+                        f"{published}")
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = FlagParser(prog="fineweb.py", description=__doc__)
     flag = parser.add_argument
-    flag("--variant", choices=list(FINEWEB), help="FineWeb-Edu or FineWeb itself (default edu; classic with --pretokenized)")
-    flag("--sample", choices=["10BT", "100BT"], default="10BT", help="which sample of it, in tokens (default 10BT)")
+    flag("--variant", choices=list(FINEWEB),
+         help="FineWeb-Edu or FineWeb (default edu; classic with --pretokenized)")
+    flag("--sample", choices=["10BT", "100BT"], default="10BT", help="sample of it, in tokens (default 10BT)")
     flag("--input", action="append", metavar="PATH_OR_GLOB",
-         help="text of your own instead, repeatable: .txt (one document a file), .jsonl or .parquet (`text`), .txt.gz ...")
+         help="your own text instead, repeatable: .txt (one document a file), .jsonl or .parquet (`text`), "
+              "also .txt.gz, .jsonl.zst ...")
     flag("--pretokenized", type=parse_int, metavar="N",
-         help="fetch published tokens instead: the validation shard and the first N for training, 100M tokens or 200 MB each")
-    flag("--out", help="folder for the shards (default edu_fineweb10B and the like; needed with --input)")
-    flag("--shard_size", type=parse_int, default=100_000_000, help="tokens a shard (default 100000000)")
-    flag("--val_tokens", type=parse_int, help="validation tokens, shard 0 (default shard_size, at most a tenth of the text)")
-    flag("--max_tokens", type=parse_int, help="stop after so many tokens, validation included")
-    flag("--workers", type=parse_int, default=os.cpu_count() or 1, help="threads that tokenize (default: one a core)")
-    flag("--format", choices=["npy", "bin"], default="npy", help="numpy's files, or llm.c's and modded-nanogpt's (default npy)")
+         help="download published tokens instead: the validation shard and the first N training shards, "
+              "100M tokens or 200 MB each")
+    flag("--out", help="output folder (default edu_fineweb10B and the like; required with --input)")
+    flag("--shard_size", type=parse_int, default=100_000_000, help="tokens per shard (default 100000000)")
+    flag("--val_tokens", type=parse_int,
+         help="validation tokens, shard 0 (default shard_size, at most a tenth of the text)")
+    flag("--max_tokens", type=parse_int,
+         help="stop after this many tokens, validation included (default: no limit)")
+    flag("--workers", type=parse_int, default=os.cpu_count() or 1,
+         help="tokenizer threads (default: number of cores)")
+    flag("--format", choices=["npy", "bin"], default="npy",
+         help="NumPy files, or those of llm.c and modded-nanogpt (default npy)")
     argv = sys.argv[1:] if argv is None else argv
     args = parser.parse_args(argv)
     args.variant = args.variant or ("edu" if args.pretokenized is None else "classic")
@@ -220,14 +243,15 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         if (value := getattr(args, name)) is not None and value < 1:
             raise UserError(f"--{name} {value}: must be at least 1")
     if args.input and not args.out:
-        raise UserError("--input needs --out: name the folder that the shards go into")
+        raise UserError("--input needs --out: give the output folder of the shards")
     if (args.val_tokens or 0) >= (args.max_tokens or math.inf):
-        raise UserError(f"--val_tokens {args.val_tokens} leaves nothing of --max_tokens {args.max_tokens} to train on")
+        raise UserError(f"--val_tokens {args.val_tokens} leaves nothing of --max_tokens {args.max_tokens} to "
+                        f"train on: give less of the first or more of the second")
     return args
 
 
 def main(argv: list[str] | None = None) -> None:
-    """The command: from text to the shards of a folder, or on from where an earlier run stopped."""
+    """The command. Resumes where an earlier run of it stopped."""
     from tqdm import tqdm
     args = parse_args(argv)
     if args.pretokenized is not None:
@@ -239,8 +263,8 @@ def main(argv: list[str] | None = None) -> None:
         repo, prefix, folder = FINEWEB[args.variant]
         source, out = HubSource(repo, f"sample-{args.sample}"), args.out or folder + args.sample[:-1]
     expected = min(source.expected, args.max_tokens or math.inf)
-    settings = {"source": source.description, "tokenizer": {"name": "gpt2", **BPE_SHA256}, "format": args.format,
-                "shard_size": args.shard_size, "max_tokens": args.max_tokens,
+    settings = {"source": source.description, "tokenizer": {"name": "gpt2", **BPE_SHA256},
+                "format": args.format, "shard_size": args.shard_size, "max_tokens": args.max_tokens,
                 "val_tokens": args.val_tokens or min(args.shard_size, max(20, expected // 10))}
     start = time.perf_counter()
     writer = ShardWriter(Path(out), prefix, settings, source.cursors)
@@ -249,15 +273,17 @@ def main(argv: list[str] | None = None) -> None:
         print(f"{out}: {len(shards)} shards, {there:,} tokens, are there already")
     if not writer.manifest["complete"]:
         with tqdm(total=expected, initial=there, unit="tok", unit_scale=True, desc=out, disable=None) as bar:
-            for tokens in encode_stream(source.units(writer.unit, writer.manifest["mark"]), args.workers):
+            documents = source.documents(writer.document, writer.manifest["mark"])
+            for tokens in encode_stream(documents, args.workers):
                 writer.add(tokens)
                 bar.update(writer.total - bar.n)
                 if writer.total >= writer.max_tokens:
                     break
         writer.finish()
     val, seconds = shards[0]["tokens"], time.perf_counter() - start
-    print(f"{out}: {len(shards)} shards complete, {val:,} tokens for validation and {writer.total - val:,} for training, "
-          f"after {seconds:.1f} s\nnext: python train_gpt2.py --data {out}")
+    print(f"{out}: {len(shards)} shards complete, {val:,} tokens for validation and "
+          f"{writer.total - val:,} for training, after {seconds:.1f} s\n"
+          f"next: python train_gpt2.py --data {out}")
 
 
 if __name__ == "__main__":

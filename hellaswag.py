@@ -1,18 +1,19 @@
-"""HellaSwag (Zellers et al. 2019, arXiv:1905.07830): which of four endings does the model find likeliest?
+"""HellaSwag (Zellers et al. 2019, arXiv:1905.07830): which of four endings has the lowest loss?
 
     python hellaswag.py --model gpt2                           the 10,042 validation examples, from the hub
     python hellaswag.py --model log/checkpoint_019073.pt --data my_examples.jsonl --limit 200
 
 Completion style: the loss of an ending's tokens given the context, summed (acc) or averaged
-(acc_norm). GPT-2 124M: acc 0.2859, acc_norm 0.2955 (build-nanogpt; the Eleuther harness, multiple
-choice style, says 0.2892 and 0.3114).
+(acc_norm). GPT-2 124M: acc 0.2859, acc_norm 0.2955 in build-nanogpt; 0.2892 and 0.3114 in the
+Eleuther harness, multiple choice style.
 """
 import json
 from pathlib import Path
 
 import numpy as np
 
-from runtime.cli import FlagParser, UserError, run_command, parse_int
+from runtime.cli import FlagParser, UserError, parse_int, run_command
+from runtime.files import corrupt_if_fails
 from runtime.hub import reach_hub
 from runtime.tokenizer import encode
 
@@ -20,33 +21,32 @@ HUB_NAME = "Rowan/hellaswag"
 
 
 def load_examples(path: str | Path | None = None) -> list[dict]:
-    """Dicts with `ctx`, `endings` (4 strings) and `label` (0-3): from a .jsonl file, or the hub's validation split."""
+    """Dicts with `ctx`, `endings` (4 strings) and `label` (0-3): from the .jsonl file `path`, else the hub's
+    validation split. Raises UserError if they cannot be read."""
     if path is None:
         try:
             reach_hub()
             from datasets import load_dataset
             rows = load_dataset(HUB_NAME, split="validation")
-        except Exception as error:      # the network's errors are of many libraries' classes
-            raise UserError(f"HellaSwag ({HUB_NAME}) cannot be had from the Hugging Face hub ({str(error)[:200]}): "
-                            f"check the connection, or give a .jsonl file of the same form") from None
+        except Exception as error:      # network errors come in the classes of many libraries
+            raise UserError(f"HellaSwag ({HUB_NAME}) cannot be fetched from the Hugging Face hub "
+                            f"({str(error)[:200]}): check the connection, or give a .jsonl file of the same "
+                            f"form") from None
         return [_checked(row, f"{HUB_NAME}, row {i}") for i, row in enumerate(rows)]
-    try:
-        lines = Path(path).read_text(encoding="utf-8-sig").split("\n")     # str.splitlines also cuts at U+2028
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"HellaSwag's data {path} cannot be read ({error}): give a .jsonl file of its form") from None
+    with corrupt_if_fails(f"HellaSwag's data {path}", "give a .jsonl file of HellaSwag's form"):
+        lines = Path(path).read_text(encoding="utf-8-sig").split("\n")   # str.splitlines also cuts at U+2028
     examples = []
     for number, line in enumerate(lines, 1):
         if line.strip():
-            try:
+            with corrupt_if_fails(f"{path}, line {number}", "repair or remove the line"):
                 examples.append(_checked(json.loads(line), f"{path}, line {number}"))
-            except (ValueError, RecursionError):
-                raise UserError(f"{path}, line {number}: not JSON; mend or remove the line") from None
     if not examples:
         raise UserError(f"{path} holds no example: give a .jsonl file of HellaSwag's form")
     return examples
 
 
 def _checked(row, where):
+    """The three fields of `row` that are used. Raises UserError naming `where` if one is wrong."""
     try:
         ctx, endings, label = row["ctx"], row["endings"], int(str(row["label"]))     # "1" and 1, not 1.5
         strings = isinstance(endings, list) and all(isinstance(s, str) for s in (ctx, *endings))
@@ -58,24 +58,26 @@ def _checked(row, where):
 
 
 def render_example(example: dict) -> tuple[list[np.ndarray], list[int]]:
-    """The four rows of tokens (context + " " + ending) and the length of each row's ending."""
+    """Four 1-D uint16 rows of tokens (context + " " + ending), and how many tokens each ending has."""
     ctx = encode(example["ctx"])
     endings = [encode(" " + ending) for ending in example["endings"]]
     return [np.concatenate((ctx, ending)) for ending in endings], [len(ending) for ending in endings]
 
 
 def make_batches(examples: list[dict], block_size: int, batch_size: int = 32) -> list[tuple[np.ndarray, ...]]:
-    """Examples as arrays of few shapes, the similar in length together, so that little is padding and few graphs compile.
+    """Examples as batches of few shapes, sorted by length: little padding, and few graphs to compile.
 
-    Returns a list of (idx, targets, positions, labels), all int64: idx and targets (4 n, T), targets -1 outside the endings;
-    positions (P,) the indices into 4 n T of the targets >= 0, some of them again up to P; labels (n,), -1 where rows only fill
-    the batch. 4 n <= batch_size is the same for all, P one of at most four for a T. A row longer than block_size loses its
-    beginning.
+    Returns a list of (idx, targets, positions, labels), all int64:
+    idx, targets: (4 n, T), four rows an example; targets are -1 outside the endings.
+    positions: (P,), the indices into the flat targets (4 n T) of those >= 0, some repeated to fill P.
+    labels: (n,), -1 for an example that only fills the batch.
+    All batches have the same n, 4 n <= batch_size, and at most four P for one T. A row longer than
+    block_size loses its beginning.
     """
     rendered = [(*render_example(e), e["label"]) for e in examples]
     rendered.sort(key=lambda r: max(map(len, r[0])))
     n, by_shape = max(1, min(batch_size // 4, len(examples))), {}
-    for end in range(len(rendered), 0, -n):     # from the longest down: what needs filling is the cheapest batch
+    for end in range(len(rendered), 0, -n):     # longest first: the batch to fill up is then the shortest
         T = min(block_size, _round_up(max(map(len, rendered[end - 1][0])) - 1, 32))
         by_shape.setdefault(T, []).extend(rendered[max(0, end - n):end])
     return [batch for T, group in by_shape.items() for batch in _batches_of_one_shape(group, n, T)]
@@ -86,21 +88,25 @@ def _round_up(number, multiple):
 
 
 def _batches_of_one_shape(group, n, T):
-    """Dealt out to and fro by the length of the endings: so the batches have about the same number of tokens to score."""
+    """Examples are dealt out back and forth by the length of their endings, so that all batches have about
+    the same number of tokens to score."""
     group.sort(key=lambda r: sum(r[1]))
     k = -(-len(group) // n)
     batches = [_pad(group[j::2 * k] + group[2 * k - 1 - j::2 * k], n, T) for j in range(k)]
     scored = [np.flatnonzero(targets >= 0) for _, targets, _ in batches]
-    step = _round_up(max(1, *map(len, scored)), 64) // 4            # one P for all, unless a batch is but a few endings
-    return [(idx, targets, np.resize(positions, _round_up(len(positions), step)), labels)       # it repeats what it is given
+    step = _round_up(max(1, *map(len, scored)), 64) // 4            # one P for all but the smallest batches
+    # np.resize repeats the positions
+    return [(idx, targets, np.resize(positions, _round_up(len(positions), step)), labels)
             for (idx, targets, labels), positions in zip(batches, scored, strict=True)]
 
 
 def _pad(group, n, T):
+    """idx, targets (4 n, T) and labels (n,) of up to n examples."""
     idx = np.zeros((4 * n, T), dtype=np.int64)
     targets, labels = np.full((4 * n, T), -1, dtype=np.int64), np.full(n, -1, dtype=np.int64)
     labels[:len(group)] = [label for _, _, label in group]
-    for j, (row, length) in enumerate(pair for rows, lengths, _ in group for pair in zip(rows, lengths, strict=True)):
+    pairs = (pair for rows, lengths, _ in group for pair in zip(rows, lengths, strict=True))
+    for j, (row, length) in enumerate(pairs):
         row = row[-(T + 1):]
         length = min(length, len(row) - 1)
         idx[j, :len(row) - 1] = row[:-1]
@@ -108,31 +114,34 @@ def _pad(group, n, T):
     return idx, targets, labels
 
 
-def evaluate(model, batches: list[tuple[np.ndarray, ...]], device: str, autocast=None, rank: int = 0, world_size: int = 1,
-             progress=None) -> np.ndarray:
-    """Counts (correct by summed loss, correct by mean loss, examples) over this rank's share of `batches`: int64 (3,)."""
+def evaluate(model, batches: list[tuple[np.ndarray, ...]], device: str, autocast=None, rank: int = 0,
+             world_size: int = 1, progress=None) -> np.ndarray:
+    """int64 (3,): correct by summed loss, correct by mean loss, and examples, over this rank's `batches`."""
     import contextlib
 
     import torch
-    counts = torch.zeros(3, dtype=torch.int64, device=device)       # they stay there: a GPU is never waited for in the loop
+    counts = torch.zeros(3, dtype=torch.int64, device=device)       # on the device: no wait in the loop
 
     def move(array):
         tensor = torch.from_numpy(array)
         return tensor.pin_memory().to(device, non_blocking=True) if counts.is_cuda else tensor.to(device)
-    with torch.no_grad(), autocast or contextlib.nullcontext():     # around the loop: autocast converts the weights once
+    # autocast is around the loop, so that it converts the weights once
+    with torch.no_grad(), autocast or contextlib.nullcontext():
         for batch in batches[rank::world_size]:
             idx, targets, positions, labels = map(move, batch)
-            losses = model.token_losses(idx, targets, positions)                # (4 n, T), 0 outside the endings
-            total = losses.sum(dim=1).view(-1, 4)                               # (n, 4)
+            losses = model.token_losses(idx, targets, positions)          # (4 n, T), 0 outside the endings
+            total = losses.sum(dim=1).view(-1, 4)                         # (n, 4)
             mean = total / (targets >= 0).sum(dim=1).view(-1, 4)
-            counts += torch.stack((total.argmin(1) == labels, mean.argmin(1) == labels, labels >= 0)).sum(dim=1)
+            correct = total.argmin(1) == labels, mean.argmin(1) == labels
+            counts += torch.stack((*correct, labels >= 0)).sum(dim=1)
             if progress:
                 progress.update(int((batch[-1] >= 0).sum()))
     return counts.cpu().numpy()
 
 
 def hellaswag_batches(config, asked_for: bool, process) -> list[tuple]:
-    """Fetched by the master before the first step. Not to be had: a warning, unless a flag asked for it."""
+    """Batches of a training run, [] without HellaSwag. The master fetches the examples before the first step.
+    If that fails: a warning, or a UserError where a flag asked for HellaSwag (`asked_for`)."""
     if not config.hellaswag_every:
         return []
     try:
@@ -142,18 +151,22 @@ def hellaswag_batches(config, asked_for: bool, process) -> list[tuple]:
             raise UserError(f"{error} (or --hellaswag_every 0)") from None
         process.print0(f"warning: going on without HellaSwag. {error}")
         return []
-    return make_batches(examples, config.block_size, batch_size=128 if process.device.startswith("cuda") else 32)
+    batch_size = 128 if process.device.startswith("cuda") else 32
+    return make_batches(examples, config.block_size, batch_size)
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = FlagParser(prog="hellaswag.py", description=__doc__)
-    parser.add_argument("--model", default="gpt2", help="checkpoint, Hugging Face folder, or name on the hub (default gpt2)")
-    parser.add_argument("--data", metavar="FILE.jsonl", help=f"examples (default: {HUB_NAME}, validation, from the hub)")
-    parser.add_argument("--limit", type=parse_int, help="only the first so many examples")
-    parser.add_argument("--batch_size", type=parse_int, default=32, help="rows a forward, four an example (default 32)")
+    parser.add_argument("--model", default="gpt2",
+                        help="checkpoint, Hugging Face folder, or hub name (default gpt2)")
+    parser.add_argument("--data", metavar="FILE.jsonl",
+                        help=f"examples (default: the validation split of {HUB_NAME}, from the hub)")
+    parser.add_argument("--limit", type=parse_int, help="number of examples, from the first (default: all)")
+    parser.add_argument("--batch_size", type=parse_int, default=32,
+                        help="rows per forward, four per example (default 32)")
     parser.add_argument("--device", default="auto", help="auto, cuda, mps or cpu (default auto)")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"],
-                        help="of the matrix products (default float32)")
+                        help="autocast dtype (default float32)")
     args = parser.parse_args(argv)
     if args.batch_size < 4 or (args.limit is not None and args.limit < 1):
         raise UserError("--batch_size must be at least 4 (one example) and --limit at least 1")
@@ -163,14 +176,16 @@ def main(argv: list[str] | None = None) -> None:
     from runtime.device import choose_device, make_autocast, oom_as_user_error
     from runtime.weights import check_tokens
     device = choose_device(args.device)
-    examples = load_examples(args.data) if args.data else None      # what is quick to find wrong comes first
-    with oom_as_user_error(lambda: f"{device} is out of memory: give a smaller --batch_size, or another --device"):
+    examples = load_examples(args.data) if args.data else None      # before the model: errors show at once
+    with oom_as_user_error(lambda: f"{device} is out of memory: give a smaller --batch_size, or another "
+                                   f"--device"):
         model = load_model(args.model).to(device)
         check_tokens(model, args.model)
         examples = (examples or load_examples())[:args.limit]
         batches = make_batches(examples, model.config.block_size, args.batch_size)
         with tqdm(total=len(examples), unit="ex", disable=None) as bar:
-            correct, correct_norm, n = evaluate(model, batches, device, make_autocast(device, args.dtype), progress=bar)
+            autocast = make_autocast(device, args.dtype)
+            correct, correct_norm, n = evaluate(model, batches, device, autocast, progress=bar)
     print(f"acc: {correct}/{n}={correct / n:.4f}\nacc_norm: {correct_norm}/{n}={correct_norm / n:.4f}")
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 class UserError(Exception):
-    """A mistake that the user can mend: the message names the cause and the remedy (exit code 2)."""
+    """An error the user can fix: the message names the cause and the remedy (exit code 2)."""
 
 
 class RunError(Exception):
@@ -19,7 +19,7 @@ class RunError(Exception):
 
 def parse_int(text: str) -> int:
     """'100000', '100_000' or '1e5' -> 100000, for flags."""
-    for kind in (int, float):                     # int first: float would round what is above 2**53
+    for kind in (int, float):                     # int first: float rounds above 2**53
         with contextlib.suppress(ValueError, OverflowError):
             if int(kind(text)) == kind(text):
                 return int(kind(text))
@@ -37,56 +37,63 @@ class FlagParser(argparse.ArgumentParser):
 
 
 def print_error(error: Exception | str) -> None:
-    # a stranger's file can put escape codes into a message
+    """One line on stderr, without control characters: a message may quote an untrusted file."""
     text = "".join(c if c.isprintable() else "?" for c in " ".join(str(error).split()))
     print(f"{Path(sys.argv[0]).name}: {text}", file=sys.stderr, flush=True)
 
 
 def safe_repr(value: object) -> str:
-    """A value of a stranger's file for a message. Not str() of a list: one that holds itself again and again never ends."""
+    """A value from an untrusted file, for a message. Of a container only the type: str() of a nested one may
+    never end."""
     return str(value)[:40] if isinstance(value, str | int | float | None) else f"a {type(value).__name__}"
 
 
-def brief_error(error):
-    text = str(error).split("WeightsUnpickler error:")[-1]                      # before it torch tells how to run the file's code
+def brief_error(error: Exception) -> str:
+    """Class and first 200 characters of an error, for a message."""
+    text = str(error).split("WeightsUnpickler error:")[-1]        # torch says before it how to run the code
     return f"{type(error).__name__}: {' '.join(text.split())[:200]}"
 
 
 def flag(default, group, help, **metadata):
+    """A field of a Config dataclass that is a flag too. `metadata` may give its `type` and its `choices`."""
     return field(default=default, metadata={"group": group, "help": help, **metadata})
 
 
-def parse_config(Config: type, defaults: Callable[[dict], dict], description: str, argv: list[str] | None = None) -> tuple:
-    """(Config of the flags, names of the fields given as flags). `defaults`: those given -> the others' values where they are
-    not Config's."""
+def parse_config(Config: type, defaults: Callable[[dict], dict], description: str,
+                 argv: list[str] | None = None) -> tuple:
+    """Command line -> (Config, names of the fields that were given as flags). Each field of Config is a flag.
+    `defaults`: given flags -> values of other fields that differ from Config's own defaults."""
     parser = FlagParser(prog="train_gpt2.py", usage="train_gpt2.py [flags]", description=description)
     group = None
     for f in dataclasses.fields(Config):
-        name, kind = f.name, f.metadata.get("type", f.type)
+        name, kind, help = f.name, f.metadata.get("type", f.type), f.metadata["help"]
         if group is None or group.title != f.metadata["group"]:
             group = parser.add_argument_group(f.metadata["group"])
         if kind is bool:
-            group.add_argument(f"--{name}", dest=name, action="store_true", default=argparse.SUPPRESS, help=f.metadata["help"])
+            default = f"(default: {'--' if f.default else '--no_'}{name})" if f.default is not None else None
+            group.add_argument(f"--{name}", dest=name, action="store_true", default=argparse.SUPPRESS,
+                               help=help)
             group.add_argument(f"--no_{name}", dest=name, action="store_false", default=argparse.SUPPRESS,
-                               help=f"(default: {'--' if f.default else '--no_'}{name})" if f.default is not None else None)
+                               help=default)
         else:
             group.add_argument(f"--{name}", default=argparse.SUPPRESS, choices=f.metadata.get("choices"),
                                metavar=None if "choices" in f.metadata else kind.__name__.upper(),
-                               type=parse_int if kind is int else kind, help=f"{f.metadata['help']} (default {f.default})")
-    given = vars(parser.parse_args(argv))           # a flag that is not given leaves no trace there
+                               type=parse_int if kind is int else kind, help=f"{help} (default {f.default})")
+    given = vars(parser.parse_args(argv))         # SUPPRESS: without the flags that were not given
     return Config(**defaults(given) | given), set(given)
 
 
 def run_command(main: Callable[[], int | None], is_master: Callable[[], bool] = lambda: True) -> None:
-    """Runs `main()` as a command: UserError -> one line and exit 2, RunError -> one line and exit 1."""
-    sys.stdout.reconfigure(errors="replace")      # a terminal or pipe that is not UTF-8 shows a sampled token as ?
+    """Runs `main()` as a command: UserError -> one line and exit 2, RunError -> one line and exit 1.
+    `is_master`: whether this process prints the line."""
+    sys.stdout.reconfigure(errors="replace")      # not every terminal can print every sampled token
     try:
         sys.exit(main() or 0)
     except (UserError, RunError) as error:
         if is_master():
             print_error(error)
         sys.exit(2 if isinstance(error, UserError) else 1)
-    except BrokenPipeError:                       # `... | head` closed the pipe: not worth a traceback
+    except BrokenPipeError:                       # `... | head` closed the pipe: no traceback
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except KeyboardInterrupt:

@@ -1,4 +1,8 @@
-"""Shards -> batches."""
+"""Shards -> batches.
+
+Which tokens a step sees is a pure function of (shards, seed, step, total_batch_size, sequence_length). So any
+number of ranks, any micro-batch and any resume see the same ones, and the loader has no state to save.
+"""
 import bisect
 import itertools
 from collections import deque
@@ -8,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from runtime.cli import UserError
-from runtime.files import digest, fingerprint_blocks
+from runtime.files import corrupt_if_fails, digest, fingerprint_blocks
 from runtime.shards import list_shards, open_shard, read_shard
 from runtime.tokenizer import encode
 
@@ -16,24 +20,26 @@ INPUT_TXT = Path(__file__).resolve().parent.parent / "input.txt"
 
 
 def stable_permutation(n: int, *key: int) -> np.ndarray:
-    """A permutation of range(n) that depends on `key` alone, in every release of numpy: Generator.permutation
+    """A permutation of range(n) that depends on `key` alone, in every release of NumPy: Generator.permutation
     may change between releases (NEP 19), the raw stream of Philox may not."""
     return np.argsort(np.random.Philox(np.random.SeedSequence(key)).random_raw(n), kind="stable")
 
 
 class TokenDataset:
-    """The T-token windows of a list of shards as one endless sequence, epoch after epoch.
+    """The sequences of a list of shards, numbered across epochs.
 
-    Shard i has (len_i - 1) // T windows (the last target needs one token more); each comes once an
-    epoch. With `shuffle` the shards, and the windows within each, are permuted anew each epoch by
-    the seed; without, the order is the files'. `shards`: paths, or 1-D uint16 arrays.
-    One shard is resident, as uint16. Raises UserError for a shard that is damaged, for too little
-    text to give a window, for ids at or above `vocab_size` (at once where a sample shows them, at
-    the latest when the shard is read), and for a shard that is no longer what it was at the start.
+    Shard i has (len_i - 1) // T sequences of T tokens (the last target needs one token more). Each comes
+    once an epoch. With `shuffle`, the shards and the sequences within each shard are permuted anew each
+    epoch, by the seed; without, the order is that of the files. `shards`: paths, or 1-D uint16 arrays. One
+    shard is in memory at a time, as uint16.
+
+    Raises UserError for a damaged shard, for too little text to make one sequence, for ids at or above
+    `vocab_size` (at once if the fingerprint's blocks hold one, else when the shard is read), and for a shard
+    that changed since the start.
     """
 
-    def __init__(self, shards: list[Path | np.ndarray], sequence_length: int, seed: int = 0, shuffle: bool = False,
-                 vocab_size: int | None = None):
+    def __init__(self, shards: list[Path | np.ndarray], sequence_length: int, seed: int = 0,
+                 shuffle: bool = False, vocab_size: int | None = None):
         self.shards, self.T, self.vocab_size = list(shards), sequence_length, vocab_size
         self.names = ["the text" if isinstance(shard, np.ndarray) else str(shard) for shard in self.shards]
         self.fingerprint = [self._fingerprint(i) for i in range(len(self.shards))]
@@ -43,8 +49,9 @@ class TokenDataset:
         if self.total == 0:
             raise UserError(f"{self.names[0]}: {sum(self.lengths):,} tokens are too few for one sequence of "
                             f"{self.T} tokens and its target: give more text or a smaller --sequence_length")
-        self._order = (lambda n, *key: stable_permutation(n, seed, *key)) if shuffle else (lambda n, *_: np.arange(n))
-        self._epoch, self._resident = None, None
+        self._order = ((lambda n, *key: stable_permutation(n, seed, *key)) if shuffle else
+                       (lambda n, *_: np.arange(n)))
+        self._epoch, self._loaded = None, None
 
     def _fingerprint(self, i):
         """[name, number of tokens, digest] of shard i."""
@@ -59,26 +66,27 @@ class TokenDataset:
                             f"{self.vocab_size}: these are not GPT-2's tokens, or --vocab_size is too small")
 
     def _load_shard(self, i):
-        """Makes shard i resident: its tokens as rows (windows, T+1), and the order of these in this epoch."""
+        """Reads shard i: its sequences as rows (count_i, T+1), and their order in this epoch."""
         tokens = self.shards[i] if isinstance(self.shards[i], np.ndarray) else read_shard(self.shards[i])
         if [len(tokens), digest(tokens)] != self.fingerprint[i][1:]:
-            raise UserError(f"{self.names[i]} changed during the run: bring back what it was, and the same command goes on")
+            raise UserError(f"{self.names[i]} changed during the run: restore it, then run the same command")
         self._check_ids(i, tokens)
-        self._rows = np.lib.stride_tricks.sliding_window_view(tokens, self.T + 1)[::self.T]      # no copy
-        self._row_order, self._resident = self._order(self.counts[i], self._epoch, i), i
+        self._rows = np.lib.stride_tricks.sliding_window_view(tokens, self.T + 1)[::self.T]       # no copy
+        self._row_order, self._loaded = self._order(self.counts[i], self._epoch, i), i
 
     def read(self, first: int, count: int) -> np.ndarray:
-        """Windows `first` to `first + count` of the endless sequence: uint16 (count, T+1)."""
+        """Sequences number `first` to `first + count - 1`, each with its last target: uint16 (count, T+1)."""
         out = np.empty((count, self.T + 1), dtype=np.uint16)
         row = 0
         while row < count:
             epoch, position = divmod(first + row, self.total)
             if epoch != self._epoch:
-                self._epoch, self._resident, self._shard_order = epoch, None, self._order(len(self.shards), epoch)
+                self._epoch, self._loaded = epoch, None
+                self._shard_order = self._order(len(self.shards), epoch)
                 self._edges = [0, *itertools.accumulate(self.counts[i] for i in self._shard_order)]
             slot = bisect.bisect_right(self._edges, position) - 1
             i, local = int(self._shard_order[slot]), position - self._edges[slot]
-            if i != self._resident:
+            if i != self._loaded:
                 self._load_shard(i)
             n = min(count - row, self.counts[i] - local)
             out[row:row + n] = self._rows[self._row_order[local:local + n]]
@@ -87,9 +95,9 @@ class TokenDataset:
 
 
 def to_device(rows, device):
-    """Windows (B, T+1) -> inputs x and targets y, int64 (B, T) each, on `device`.
+    """Rows of tokens (B, T+1) -> inputs x and targets y, int64 (B, T) each, on `device`.
 
-    On CUDA `rows` is a pinned tensor and the copy overlaps with what the GPU is doing.
+    On CUDA `rows` is a pinned tensor, and the copy overlaps with the GPU's work.
     """
     import torch
     rows = rows if torch.is_tensor(rows) else torch.from_numpy(rows.astype(np.int32))
@@ -100,22 +108,24 @@ def to_device(rows, device):
 class TokenLoader:
     """Micro-batches of this rank, read ahead on a thread.
 
-    Step s covers windows [s N, (s+1) N) of the endless sequence, N = total_batch_size / T; its
-    micro-step m gives rank r the B windows from s N + (m world_size + r) B on.
+    Step s has the sequences [s N, (s+1) N) of the dataset, N = total_batch_size / T. In its micro-step m,
+    rank r gets B sequences, from number s N + (m world_size + r) B on.
     """
-    DEPTH = 8                   # micro-batches read ahead: covers the second that a new shard takes to load
+    DEPTH = 8                   # micro-batches read ahead: loading the next shard takes about a second
 
-    def __init__(self, dataset: TokenDataset, total_batch_size: int, batch_size: int, rank: int = 0, world_size: int = 1,
-                 device: str = "cpu"):
+    def __init__(self, dataset: TokenDataset, total_batch_size: int, batch_size: int, rank: int = 0,
+                 world_size: int = 1, device: str = "cpu"):
         assert total_batch_size % (batch_size * dataset.T * world_size) == 0
-        self.dataset, self.B, self.rank, self.world_size, self.device = dataset, batch_size, rank, world_size, device
+        self.dataset, self.B, self.device = dataset, batch_size, device
+        self.rank, self.world_size = rank, world_size
         self.rows_per_step = total_batch_size // dataset.T
         self.micro_steps = self.rows_per_step // (batch_size * world_size)
         self._thread = None
 
     def rows(self, step: int, micro_step: int) -> np.ndarray:
-        """uint16 (B, T+1): a pure function of the two numbers and of what the loader was made with."""
-        return self.dataset.read(step * self.rows_per_step + (micro_step * self.world_size + self.rank) * self.B, self.B)
+        """This rank's sequences of a micro-step, uint16 (B, T+1)."""
+        first = step * self.rows_per_step + (micro_step * self.world_size + self.rank) * self.B
+        return self.dataset.read(first, self.B)
 
     def _load(self, step, micro_step):
         import torch
@@ -124,13 +134,14 @@ class TokenLoader:
         return rows.pin_memory() if str(self.device).startswith("cuda") else rows
 
     def start(self, step: int) -> None:
-        """Begins reading ahead at (step, micro-step 0)."""
+        """Starts reading ahead at micro-step 0 of `step`."""
         self._thread = ThreadPoolExecutor(1, "read ahead")
-        self._reads = (self._thread.submit(self._load, s, m) for s in itertools.count(step) for m in range(self.micro_steps))
+        self._reads = (self._thread.submit(self._load, s, m)
+                       for s in itertools.count(step) for m in range(self.micro_steps))
         self._ahead = deque(itertools.islice(self._reads, self.DEPTH))
 
     def next_batch(self):
-        """x, y of the next micro-step: int64 (B, T) on the device. Raises what the thread met."""
+        """x, y of the next micro-step: int64 (B, T) on the device. Raises the reading thread's errors."""
         self._ahead.append(next(self._reads))
         return to_device(self._ahead.popleft().result(), self.device)
 
@@ -141,21 +152,21 @@ class TokenLoader:
 
 
 def splits(config) -> tuple[str, ...]:
+    """Splits of --data that a run reads."""
     return ("train", "val") if config.val_every else ("train",)
 
 
 def open_data(config) -> tuple[TokenDataset, TokenDataset | None, int]:
-    """(training windows, validation windows or None, number of validation windows)."""
+    """(training data, validation data or None, number of sequences in one validation)."""
+    T, vocab_size = config.sequence_length, config.vocab_size
     if config.overfit:
-        try:
+        with corrupt_if_fails(INPUT_TXT, "restore it with `git checkout -- input.txt`"):
             text = INPUT_TXT.read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            raise UserError(f"{INPUT_TXT} cannot be read ({error}): restore it with `git checkout -- input.txt`") from None
         need = config.total_batch_size + 1
-        tokens = encode(text[:20 * need])[:need]                # one epoch is one batch: 4 windows of 32 tokens
-        return TokenDataset([tokens], config.sequence_length, vocab_size=config.vocab_size), None, 0
-    train = TokenDataset(list_shards(config.data, "train"), config.sequence_length, config.seed, config.shuffle, config.vocab_size)
+        tokens = encode(text[:20 * need])[:need]        # one epoch is one batch: 4 sequences of 32 tokens
+        return TokenDataset([tokens], T, vocab_size=vocab_size), None, 0
+    train = TokenDataset(list_shards(config.data, "train"), T, config.seed, config.shuffle, vocab_size)
     if not config.val_every:
         return train, None, 0
-    val = TokenDataset(list_shards(config.data, "val"), config.sequence_length, vocab_size=config.vocab_size)
-    return train, val, min(val.total, max(1, config.val_tokens // config.sequence_length))
+    val = TokenDataset(list_shards(config.data, "val"), T, vocab_size=vocab_size)
+    return train, val, min(val.total, max(1, config.val_tokens // T))

@@ -1,5 +1,4 @@
-"""Atomic writes, digests, and the lock on an output folder."""
-import contextlib
+"""Atomic writes, errors of files and folders as UserErrors, digests, and the lock on an output folder."""
 import errno
 import hashlib
 import os
@@ -18,11 +17,12 @@ try:
 except ImportError:             # Windows
     fcntl = None
 
-LOCK_TIMEOUT = 20                   # seconds: a run that was just ended may still be saving
+LOCK_TIMEOUT = 20               # seconds: a run that was just stopped may still be saving
 
 
 def replace_file(path: str | Path, write: Callable[[BinaryIO], object]) -> None:
-    """Writes a file whole or not at all: `write(file)` fills a temporary one, fsync, os.replace."""
+    """Writes a file atomically: `write(file)` fills a temporary file, then fsync and os.replace. Raises
+    RunError where the disk is full or the folder cannot be written."""
     path = Path(path)
     temporary = path.with_name(path.name + ".tmp")
     try:
@@ -31,14 +31,14 @@ def replace_file(path: str | Path, write: Callable[[BinaryIO], object]) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except (OSError, RuntimeError) as error:      # torch.save hides the first inside the second
+    except (OSError, RuntimeError) as error:      # torch.save raises a RuntimeError in place of the OSError
         cause = error if isinstance(error, OSError) else error.__context__
         if not isinstance(cause, OSError):
             raise
-        raise RunError(f"cannot write {path}: {cause.strerror or cause}. Make room or give another folder; what was written "
-                       f"before is whole, and the same command goes on from it") from None
+        raise RunError(f"cannot write {path}: {cause.strerror or cause}. Make room or choose another folder; "
+                       f"earlier files are intact, and the same command resumes from them") from None
     finally:
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             temporary.unlink(missing_ok=True)
     if os.name != "nt":                           # make the rename itself durable
         folder = os.open(path.parent, os.O_RDONLY)
@@ -46,35 +46,56 @@ def replace_file(path: str | Path, write: Callable[[BinaryIO], object]) -> None:
         os.close(folder)
 
 
+@contextmanager
+def writable(folder: str | Path):
+    """Around the first writes to the output folder: their OSError or RunError is raised as a UserError."""
+    try:
+        yield
+    except (OSError, RunError) as error:
+        raise UserError(f"--out {folder} cannot be written ({error}): choose another folder") from None
+
+
+@contextmanager
+def corrupt_if_fails(what: str | Path, remedy: str, errors: type | tuple = Exception):
+    """Around the reading of a file that may be damaged or hostile: any of `errors` is raised as the UserError
+    "`what` cannot be read (...): `remedy`". A UserError or RunError passes through."""
+    try:
+        yield
+    except (UserError, RunError):
+        raise
+    except errors as error:
+        reason = getattr(error, "strerror", None) or str(error)[:200] or type(error).__name__
+        raise UserError(f"{what} cannot be read ({reason}): {remedy}") from None
+
+
 def fingerprint_blocks(values: np.ndarray) -> np.ndarray:
-    """A 1-D array of up to 8 million values as it is; of a longer one (FineWeb's shards have 100 million) 8 evenly spaced
-    blocks of 131,072 values, the first and the last among them."""
+    """1-D `values` themselves, up to 8 million of them. Of a longer array (FineWeb's shards have 100 million)
+    8 evenly spaced blocks of 131,072 values, the array's beginning and end included."""
     if len(values) <= 1 << 23:
         return np.asarray(values)
-    return np.concatenate([values[at:at + 131072] for at in np.linspace(0, len(values) - 131072, 8, dtype=np.int64)])
+    starts = np.linspace(0, len(values) - 131072, 8, dtype=np.int64)
+    return np.concatenate([values[start:start + 131072] for start in starts])
 
 
 def digest(values: np.ndarray) -> str:
-    """16 hexadecimal digits of the SHA-256 of fingerprint_blocks(values): another file, or an earlier one, has others."""
+    """First 16 hexadecimal digits of the SHA-256 of fingerprint_blocks(values); tells shards apart."""
     return hashlib.sha256(np.ascontiguousarray(fingerprint_blocks(values))).hexdigest()[:16]
 
 
 @contextmanager
-def output_lock(out, process):
-    """Locks the output folder for as long as this process lives, however it ends: two runs would write over each other.
-    A folder that is made for it goes again if nothing was written."""
+def output_lock(out: str | Path, process):
+    """Locks the output folder until this process ends, however it ends: two runs would overwrite each other's
+    files. Creates the folder, and removes it again if nothing was written. Only the master process locks."""
     if not process.is_master:
         yield
         return
     out = Path(out).absolute()
     made = [folder for folder in (out, *out.parents) if not folder.exists()]
-    try:
+    with writable(out):
         out.mkdir(parents=True, exist_ok=True)
         if not os.access(out, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
         folder = os.open(out, os.O_RDONLY) if fcntl else None
-    except OSError as error:
-        raise UserError(f"--out {out} cannot be written ({error.strerror}): choose another folder") from None
     try:
         deadline = time.monotonic() + LOCK_TIMEOUT
         while fcntl:
@@ -83,15 +104,15 @@ def output_lock(out, process):
                 break
             except BlockingIOError:
                 if time.monotonic() > deadline:
-                    raise UserError(f"--out {out}: another run is writing there; wait for its end, or choose another "
-                                    f"folder") from None
+                    raise UserError(f"--out {out}: another run is writing there; wait for its end, or choose "
+                                    f"another folder") from None
                 time.sleep(0.5)
-            except OSError:                     # some network file systems know no locks
+            except OSError:                       # some network file systems have no locks
                 break
         yield
     finally:
         if fcntl:
             os.close(folder)
-        for folder in made:
-            with suppress(OSError):             # not empty
-                folder.rmdir()
+        for path in made:
+            with suppress(OSError):               # not empty
+                path.rmdir()

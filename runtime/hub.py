@@ -1,4 +1,4 @@
-"""The Hugging Face hub."""
+"""The Hugging Face hub: is it reachable, files of a dataset, weights of a model."""
 import errno
 import itertools
 import os
@@ -8,58 +8,70 @@ from pathlib import Path
 from runtime.cli import RunError, UserError, brief_error, print_error
 
 RETRIES = 8                     # waits of 1, 2, 4 ... 128 s: about four minutes without the network
-# the disk's and HTTP's errors that no waiting mends
-NOT_WORTH_RETRYING = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS, errno.EISDIR, 401, 403, 404}
-OPENAI_NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")           # names that stand there without their owner
+# errors of the disk (errno) and of HTTP (status)
+NOT_WORTH_RETRYING = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS,
+                      errno.EISDIR, 401, 403, 404}
+OPENAI_NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")           # accepted without their owner
 
 
 def reach_hub() -> bool:
-    """Whether the Hugging Face hub answers. Where it does not, lets its libraries look into their caches only: they would
-    try for half a minute, and print each attempt."""
+    """Whether the Hugging Face hub answers. If not, its libraries are set to use their caches only:
+    otherwise they retry for half a minute and print each attempt."""
     import huggingface_hub
     try:
         huggingface_hub.get_session().head(huggingface_hub.constants.ENDPOINT, timeout=10)
-    except Exception:                             # the network's errors are of many libraries' classes
-        os.environ["HF_HUB_OFFLINE"] = "1"        # for what is imported only now
+    except Exception:                             # network errors come in the classes of many libraries
+        os.environ["HF_HUB_OFFLINE"] = "1"        # for libraries imported later
         huggingface_hub.constants.HF_HUB_OFFLINE = True
     return not huggingface_hub.constants.HF_HUB_OFFLINE
 
 
 def need_hub(what: str) -> None:
-    """RunError at once, rather than after minutes of retries, where no hub is in reach."""
+    """Raises RunError if the hub is out of reach: at once, not after minutes of retries."""
     if not reach_hub():
-        raise RunError(f"the Hugging Face hub is out of reach (or HF_HUB_OFFLINE is set), and {what} must come from there: run "
-                       f"the same command again with a network, or give text of your own by --input")
+        raise RunError(f"the Hugging Face hub is out of reach (or HF_HUB_OFFLINE is set), and {what} must "
+                       f"come from there: run the same command again with a network, or give your own text "
+                       f"with --input")
+
+
+def wait_to_retry(error: Exception, failures: int, repo: str, what: str) -> None:
+    """Exponential backoff: prints `error` and sleeps 2^failures seconds. `failures`: how many before it.
+
+    Raises RunError "`what`: `error` ..." after RETRIES retries, or at once if a retry cannot help.
+    """
+    code = getattr(error, "errno", None) or getattr(getattr(error, "response", None), "status_code", None)
+    if failures == RETRIES or code in NOT_WORTH_RETRYING:
+        raise RunError(f"{what}: {error}. Run the same command again to resume, or give your own text "
+                       f"with --input") from None
+    print_error(f"{repo}: {error}; trying again in {2 ** failures} s")
+    time.sleep(2 ** failures)
 
 
 def fetch_file(repo: str, path: Path) -> None:
-    """Fetches a file of a hub dataset to `path`; huggingface_hub goes on where an earlier call of it ended."""
+    """Downloads a file of a hub dataset to `path`; huggingface_hub resumes an interrupted download. Raises
+    RunError if it fails after all retries."""
     from huggingface_hub import hf_hub_download
     for failures in itertools.count():
         try:
-            path.unlink(missing_ok=True)          # a file cut off later on passes there for what was fetched
+            path.unlink(missing_ok=True)          # huggingface_hub would accept a truncated file there
             hf_hub_download(repo, path.name, repo_type="dataset", local_dir=path.parent)
             return
-        except Exception as error:                # the network's errors are of many libraries' classes
-            code = getattr(error, "errno", None) or getattr(getattr(error, "response", None), "status_code", None)
-            if failures == RETRIES or code in NOT_WORTH_RETRYING:
-                raise RunError(f"cannot fetch {path} from the Hugging Face hub, {repo}: {error}. Run the same command again "
-                               f"to go on, or give text of your own by --input") from None
-            print_error(f"{repo}: {error}; trying again in {2 ** failures} s")
-            time.sleep(2 ** failures)
+        except Exception as error:                # network errors come in the classes of many libraries
+            wait_to_retry(error, failures, repo, f"cannot fetch {path} from the Hugging Face hub, {repo}")
 
 
 def download_model(name: str) -> Path:
-    """Folder of the hub's config.json and model.safetensors of `name`, from huggingface_hub's cache where it can."""
+    """Folder with config.json and model.safetensors of the hub's model `name`, from its cache where possible.
+    Raises UserError if there is no such model or no connection."""
     repo = f"openai-community/{name}" if name in OPENAI_NAMES else name
     try:
         if "/" not in repo:
-            raise ValueError(f"names there have an owner, but for {', '.join(OPENAI_NAMES)}")
+            raise ValueError(f"names on the hub are OWNER/NAME, except {', '.join(OPENAI_NAMES)}")
         reach_hub()
         from huggingface_hub import hf_hub_download
         hf_hub_download(repo, "model.safetensors")
         return Path(hf_hub_download(repo, "config.json")).parent
-    except Exception as error:      # the network's errors are of many libraries' classes
+    except Exception as error:                    # network errors come in the classes of many libraries
         raise UserError(f"{name} is neither a file or folder here nor to be had from the Hugging Face hub "
                         f"({brief_error(error)}): check the name and the connection, "
                         f"or give the path of a checkpoint") from None

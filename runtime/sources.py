@@ -1,111 +1,125 @@
-"""Where text comes from."""
+"""Readers of text: a dataset of the Hugging Face hub, and files on disk.
+
+`documents(start, cursor)` of a source yields (text, starts_document) in a fixed order, from document
+number `start` on. `cursors` collects (number, state) pairs: given one of them as `cursor`, a source need
+not read again what came before it. A large .txt file comes in several pieces. Each of them is numbered,
+and only the first starts a document.
+"""
 import glob
 import hashlib
 import io
 import json
 import os
 import re
-import sys
-import time
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
-from runtime.cli import RunError, UserError
-from runtime.hub import RETRIES, need_hub
+from runtime.cli import UserError
+from runtime.files import corrupt_if_fails
+from runtime.hub import need_hub, wait_to_retry
 
-CURSOR_EVERY = 1000               # documents between two states of a stream
+CURSOR_EVERY = 1000             # documents between two cursors of a stream
 BYTES_PER_TOKEN = 4.2           # English text under GPT-2's BPE; only for estimates and progress bars
-MAX_DOCUMENT = 10**9            # characters held at once: a few kilobytes of .gz or .zst unpack to a line without an end
-COMPRESSION = {".gz": 3, ".zst": 3, ".parquet": 2}   # about how many bytes of text a byte of the file holds
+MAX_DOCUMENT = 10**9            # characters in memory: a small .gz or .zst can unpack to one endless line
+COMPRESSION = {".gz": 3, ".zst": 3, ".parquet": 2}        # bytes of text a byte of the file, about
 LAST_CUT = re.compile(r".*\S(?=[ \n\r])", re.DOTALL)
 
 
 class HubSource:
-    """A dataset of the Hugging Face hub, streamed: what is read is not stored a second time on disk."""
+    """A dataset of the Hugging Face hub, streamed: its files are not stored on disk.
 
-    def __init__(self, repo, name):
+    `description`: what the manifest records of the source. `expected`: about how many tokens it has.
+    """
+
+    def __init__(self, repo: str, name: str):
         self.repo, self.name, self.cursors = repo, name, deque()
-        self.description, self.expected = {"repo": repo, "name": name}, int(re.findall(r"\d+", name)[0]) * 10**9
+        self.description = {"repo": repo, "name": name}
+        self.expected = int(re.findall(r"\d+", name)[0]) * 10**9
 
-    def units(self, start=0, mark=None):
+    def documents(self, start: int = 0, cursor: list | None = None) -> Iterator[tuple[str, bool]]:
+        """(text, True) of each document. A dropped connection is retried from the last cursor."""
         need_hub(f"{self.repo} ({self.name})")
         from datasets import load_dataset
         failures = 0
         while True:
             try:
                 stream = load_dataset(self.repo, name=self.name, split="train", streaming=True)
-                unit, state = mark or (0, None)
+                number, state = cursor or (0, None)
                 if state:
                     stream.load_state_dict(state)
                 for document in stream:
                     if not isinstance(document.get("text"), str):
-                        raise UserError(f"{self.repo}: document {unit} has no string `text`")
-                    unit += 1
-                    if unit > start:
+                        raise UserError(f"{self.repo}: document {number} has no string `text`")
+                    number += 1
+                    if number > start:
                         yield document["text"], True
-                        start, failures = unit, 0
-                    if unit % CURSOR_EVERY == 0 and hasattr(stream, "state_dict"):
-                        mark = unit, stream.state_dict()
-                        self.cursors.append(mark)
+                        start, failures = number, 0
+                    if number % CURSOR_EVERY == 0 and hasattr(stream, "state_dict"):
+                        cursor = number, stream.state_dict()
+                        self.cursors.append(cursor)
                 return
             except UserError:
                 raise
-            except Exception as error:            # the network's errors are of many libraries' classes
+            except Exception as error:            # network errors come in the classes of many libraries
+                wait_to_retry(error, failures, self.repo,
+                              f"cannot read {self.repo} ({self.name}) from the Hugging Face hub")
                 failures += 1
-                if failures > RETRIES:
-                    raise RunError(f"cannot read {self.repo} ({self.name}) from the Hugging Face hub: {error}. Run "
-                                   f"the same command again to go on, or give text of your own by --input") from None
-                print(f"{self.repo}: {error}; trying again in {2 ** (failures - 1)} s", file=sys.stderr)
-                time.sleep(2 ** (failures - 1))
 
 
 class LocalSource:
-    """Files on disk: .txt (one document a file), .jsonl and .parquet (field `text`), also .gz and .zst."""
+    """Files on disk: .txt (one document a file), .jsonl and .parquet (field `text`), also .gz and .zst.
 
-    def __init__(self, patterns):
+    `patterns`: paths, folders or globs. Raises UserError for one without files, and for other formats.
+    """
+
+    def __init__(self, patterns: list[str]):
         self.paths, self.readers, self.cursors = [], [], deque()
-        self.description, self.expected = {"files": []}, 0        # what is read, and about how many tokens it holds
+        self.description, self.expected = {"files": []}, 0        # as in HubSource
         for pattern in patterns:
             every = os.path.join(pattern, "*") if os.path.isdir(pattern) else pattern
-            found = [pattern] if os.path.isfile(pattern) else sorted(filter(os.path.isfile, glob.glob(every, recursive=True)))
+            found = ([pattern] if os.path.isfile(pattern) else
+                     sorted(filter(os.path.isfile, glob.glob(every, recursive=True))))
             if not found:
-                raise UserError(f"--input {pattern}: no such file")
+                raise UserError(f"--input {pattern}: no such file, check the path")
             self.paths += map(Path, found)
         for path in self.paths:
             kind = (path.with_suffix("") if path.suffix in (".gz", ".zst") else path).suffix
             if kind not in READERS:
-                raise UserError(f"--input {path}: only .txt, .jsonl and .parquet, also .gz or .zst of the first two")
+                raise UserError(f"--input {path}: give .txt, .jsonl or .parquet files, the first two also as "
+                                f".gz or .zst")
             self.readers.append(READERS[kind])
-            size, end = path.stat().st_size, 1 << 16
-            try:
-                with open(path, "rb") as file:    # a hash of both ends notices another file of the same name, however large
-                    ends = file.read(end)
-                    file.seek(max(0, size - end))
-                    ends = hashlib.sha256(ends + file.read(end)).hexdigest()
-            except OSError as error:
-                raise UserError(f"--input {path} cannot be read: {error.strerror}") from None
+            with corrupt_if_fails(f"--input {path}", "give a file you may read, or leave it out", OSError):
+                size, ends = path.stat().st_size, sha256_of_ends(path)
             self.description["files"].append({"name": path.name, "bytes": size, "sha256_of_ends": ends})
             self.expected += int(size * COMPRESSION.get(path.suffix, 1) / BYTES_PER_TOKEN)
 
-    def units(self, start=0, mark=None):
-        mark = mark or (0, 0)
-        if [type(n) for n in mark] != [int, int] or mark[1] not in range(len(self.paths)):
+    def documents(self, start: int = 0, cursor: list | None = None) -> Iterator[tuple[str, bool]]:
+        """A cursor's state is the index of a file. Raises UserError for a file that cannot be read."""
+        cursor = cursor or (0, 0)
+        if [type(n) for n in cursor] != [int, int] or cursor[1] not in range(len(self.paths)):
             raise UserError("the manifest.json of an earlier run is damaged: choose another --out")
-        unit, first_file = mark
+        number, first_file = cursor
         for i in range(first_file, len(self.paths)):
-            self.cursors.append((unit, i))
-            try:
-                for item in self.readers[i](self.paths[i]):
-                    unit += 1
-                    if unit > start:
-                        yield item
-            except (OSError, ValueError, NotImplementedError) as error:      # pyarrow's errors derive from these
-                raise UserError(f"--input {self.paths[i]} cannot be read ({error}): mend it (as UTF-8) or leave it out") from None
+            self.cursors.append((number, i))
+            with corrupt_if_fails(f"--input {self.paths[i]}", "repair it (as UTF-8 text) or leave it out",
+                                  (OSError, ValueError, NotImplementedError)):    # pyarrow's derive from them
+                for document in self.readers[i](self.paths[i]):
+                    number += 1
+                    if number > start:
+                        yield document
+
+
+def sha256_of_ends(path: Path, size: int = 1 << 16) -> str:
+    """SHA-256 of a file's first and last 64 KiB: notices another file of the same name, at no cost."""
+    with open(path, "rb") as file:
+        head = file.read(size)
+        file.seek(max(0, path.stat().st_size - size))
+        return hashlib.sha256(head + file.read(size)).hexdigest()
 
 
 def open_text(path: Path) -> io.TextIOWrapper:
-    """A text file, unpacked if its name ends in .gz or .zst, as UTF-8 with its line ends as they are."""
+    """A UTF-8 text file with its line ends as they are, decompressed if its name ends in .gz or .zst."""
     import pyarrow
     return io.TextIOWrapper(pyarrow.input_stream(str(path)), encoding="utf-8", newline="\n")
 
@@ -113,30 +127,30 @@ def open_text(path: Path) -> io.TextIOWrapper:
 def read_txt(path: Path, piece_size: int = 1 << 18) -> Iterator[tuple[str, bool]]:
     """A file as one document in pieces, so that several workers share it and memory stays small.
 
-    A cut between a character and the white space after it cannot change the tokens: no alternative
-    of GPT-2's pattern goes on from the one to the other, or looks that far.
+    A piece ends after a character that is not white space and before a space or line end. Such a cut
+    cannot change the tokens: no alternative of GPT-2's pattern matches across it or looks ahead past it.
     """
     parts, first = [], True                       # the text since the last cut
     with open_text(path) as file:
         while block := file.read(piece_size):
-            last = parts[-1][-1] if parts else ""         # a cut can come right after it, not before
+            last = parts[-1][-1] if parts else ""         # the cut may come right after it
             if cut := LAST_CUT.match(last + block):
                 end = cut.end() - len(last)
                 yield "".join([*parts, block[:end]]), first
                 parts, block, first = [], block[end:], False
             parts.append(block)
             if sum(map(len, parts)) > MAX_DOCUMENT:
-                raise ValueError(f"it goes on for more than {MAX_DOCUMENT:,} characters without a word's end")
+                raise ValueError(f"more than {MAX_DOCUMENT:,} characters without the end of a word")
     if parts:
         yield "".join(parts), first
 
 
 def read_jsonl(path: Path) -> Iterator[tuple[str, bool]]:
-    """One document a line: {"text": "..."}; empty lines are passed over."""
+    """One document a line: {"text": "..."}; empty lines are skipped."""
     with open_text(path) as file:
         for number, line in enumerate(iter(lambda: file.readline(MAX_DOCUMENT), ""), 1):
             if len(line) == MAX_DOCUMENT:
-                raise ValueError(f"line {number} is not shorter than {MAX_DOCUMENT:,} characters")
+                raise ValueError(f"line {number} has {MAX_DOCUMENT:,} characters or more")
             if not line.strip():
                 continue
             try:
@@ -153,8 +167,9 @@ def read_parquet(path: Path) -> Iterator[tuple[str, bool]]:
     import pyarrow.parquet
     table = pyarrow.parquet.ParquetFile(path)
     if "text" not in table.schema_arrow.names:
-        raise ValueError(f"it has no column `text`, but {', '.join(table.schema_arrow.names)}")
-    for batch in table.iter_batches(batch_size=16, columns=["text"]):     # 16, since half a kilobyte can repeat a huge document
+        raise ValueError(f"it has no column `text`, only {', '.join(table.schema_arrow.names)}")
+    # 16 rows at a time: a dictionary-encoded column of half a kilobyte can repeat one huge document
+    for batch in table.iter_batches(batch_size=16, columns=["text"]):
         for text in batch.column(0).to_pylist():
             if not isinstance(text, str):
                 raise ValueError("its column `text` holds something that is not a string")

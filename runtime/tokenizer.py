@@ -18,7 +18,7 @@ BPE_SHA256 = {
 
 
 def checked_asset(name: str) -> Path:
-    """Path of one of GPT-2's two BPE files in assets/, after a look at its hash."""
+    """Path of one of GPT-2's two BPE files in assets/. Raises UserError if its hash is wrong."""
     path = ASSETS / name
     if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != BPE_SHA256[name]:
         raise UserError(f"{path} is missing or is not GPT-2's file: restore it with `git checkout -- assets`")
@@ -33,9 +33,10 @@ def tokenizer():
     """
     import tiktoken
     from tiktoken_ext.openai_public import r50k_pat_str
-    # encoder.json spells bytes as printable characters: the printable ones of Latin-1 stand for
-    # themselves, the other 68 for the code points from 256 on. Its ids are the merge ranks.
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    # encoder.json writes bytes as printable characters: a printable one of Latin-1 as itself, the
+    # other 68 as the code points from 256 on. Its ids are the merge ranks.
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1),
+                 *range(ord("®"), ord("ÿ") + 1)]
     byte_of = {chr(b): b for b in printable}
     byte_of |= {chr(256 + i): b for i, b in enumerate(b for b in range(256) if b not in printable)}
     encoder = json.loads(checked_asset("encoder.json").read_text(encoding="utf-8"))
@@ -45,10 +46,12 @@ def tokenizer():
 
 
 def encode(text: str) -> np.ndarray:
-    """GPT-2 tokens of `text` as uint16; `<|endoftext|>` inside the text is ordinary text."""
+    """GPT-2 tokens of `text`, 1-D uint16; `<|endoftext|>` in it is ordinary text. Raises UserError for a run
+    of white space that is too long for tiktoken."""
     try:
         return tokenizer().encode_to_numpy(text, disallowed_special=()).astype(np.uint16)
     except UnicodeEncodeError:                    # lone surrogates: encode_ordinary replaces them
         return np.array(tokenizer().encode_ordinary(text), dtype=np.uint16)
     except ValueError as error:                   # the regular expression runs out of stack
-        raise UserError(f"a document has too long a run of white space for tiktoken ({error}): shorten it") from None
+        raise UserError(f"a document has too long a run of white space for tiktoken ({error}): "
+                        f"shorten it") from None

@@ -24,30 +24,32 @@ import tiktoken
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from runtime.cli import RunError, UserError, parse_int
-from runtime.dataloader import TokenLoader, TokenDataset, stable_permutation
-from runtime.files import digest, replace_file, fingerprint_blocks
-from runtime.hub import RETRIES
-from runtime.shards import list_shards, open_shard, read_shard, write_shard
-from runtime.sources import HubSource, LocalSource, read_txt
-from runtime.tokenizer import EOT, checked_asset, encode, tokenizer
+import fineweb
 import runtime.dataloader
 import runtime.hub
 import runtime.shards
 import runtime.sources
 import runtime.tokenizer
-import fineweb
 from helpers import HANG, wait_until
+from runtime.cli import RunError, UserError, parse_int
+from runtime.dataloader import TokenDataset, TokenLoader, stable_permutation
+from runtime.files import digest, fingerprint_blocks, replace_file
+from runtime.hub import RETRIES
+from runtime.shards import list_shards, open_shard, read_shard, write_shard
+from runtime.sources import HubSource, LocalSource, read_txt
+from runtime.tokenizer import EOT, checked_asset, encode, tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 ENV = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONIOENCODING": "utf-8"}
 # the same examples in every run, and no look at the clock
-FAST = settings(max_examples=60, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
-SPACES = " \n\r\t\v\f\x1c\x1f\x85\xa0\u1680\u2003\u2028\u3000"      # white space to Rust, to Python, or to both
+FAST = settings(max_examples=60, deadline=None, derandomize=True, database=None,
+                suppress_health_check=list(HealthCheck))
+SPACES = " \n\r\t\v\f\x1c\x1f\x85\xa0\u1680\u2003\u2028\u3000"    # white space to Rust, to Python, or to both
 
 # documents as they come: short, long, empty, with the special token's name, other scripts, odd white space
-DOCUMENTS = ["Hello, world.", "", "<|endoftext|>", " \n\n\t x  y", "naïve café 中文 🙂 \u200b", "a" * 300, "word " * 400,
-             "def f(x):\r\n    return x\r\n", "", *[f"Document {i}: " + "it's 1 of many. " * (i % 13) for i in range(150)]]
+DOCUMENTS = ["Hello, world.", "", "<|endoftext|>", " \n\n\t x  y", "naïve café 中文 🙂 \u200b", "a" * 300,
+             "word " * 400, "def f(x):\r\n    return x\r\n", "",
+             *[f"Document {i}: " + "it's 1 of many. " * (i % 13) for i in range(150)]]
 
 
 # -----------------------------------------------------------------------------
@@ -60,7 +62,8 @@ def gpt2():
     from tiktoken_ext.openai_public import r50k_pat_str
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TIKTOKEN_CACHE_DIR", "")               # tiktoken would otherwise keep a copy in a cache
-        ranks = data_gym_to_mergeable_bpe_ranks(str(ROOT / "assets/vocab.bpe"), str(ROOT / "assets/encoder.json"))
+        ranks = data_gym_to_mergeable_bpe_ranks(str(ROOT / "assets/vocab.bpe"),
+                                                str(ROOT / "assets/encoder.json"))
     return tiktoken.Encoding("gpt2", pat_str=r50k_pat_str, mergeable_ranks=ranks,
                              special_tokens={"<|endoftext|>": 50256}, explicit_n_vocab=50257)
 
@@ -80,12 +83,14 @@ def contents(folder):
 
 
 def write_parquet(path, documents, **options):
-    pyarrow.parquet.write_table(pyarrow.table({"id": range(len(documents)), "text": documents}), path, **options)
+    table = pyarrow.table({"id": range(len(documents)), "text": documents})
+    pyarrow.parquet.write_table(table, path, **options)
 
 
 def write_text(path, documents):
     """Writes `documents` in the format that the name asks for."""
-    lines = "".join(json.dumps({"id": 1, "text": text}, ensure_ascii=False) + "\n" for text in documents).encode()
+    rows = (json.dumps({"id": 1, "text": text}, ensure_ascii=False) + "\n" for text in documents)
+    lines = "".join(rows).encode()
     if path.suffix == ".parquet":
         write_parquet(path, documents, row_group_size=40)
     elif path.suffix == ".zst":
@@ -109,7 +114,8 @@ def command(*args, cwd=None):
 # the tokenizer
 
 @FAST
-@given(st.text(st.one_of(st.characters(), st.characters(categories=["Cs"]), st.sampled_from(SPACES + "'sdtlvre 09"))))
+@given(st.text(st.one_of(st.characters(), st.characters(categories=["Cs"]),
+                         st.sampled_from(SPACES + "'sdtlvre 09"))))
 @example("<|endoftext|> and <|endoftext|>")
 @example("\ud800 a lone surrogate, and a pair: \ud83d\ude42")
 @example("  \n\n trailing \u3000\u3000")
@@ -127,7 +133,8 @@ def test_tokenizer_has_gpt2s_vocabulary_and_is_built_once(gpt2):
     assert encoding.decode(encode("Hello, wörld 🙂").tolist()) == "Hello, wörld 🙂"
 
 
-@pytest.mark.parametrize("damage", [lambda path: path.unlink(), lambda path: path.write_bytes(path.read_bytes() + b" ")])
+@pytest.mark.parametrize("damage", [lambda path: path.unlink(),
+                                    lambda path: path.write_bytes(path.read_bytes() + b" ")])
 @pytest.mark.parametrize("name", ["vocab.bpe", "encoder.json"])
 def test_a_changed_or_missing_asset_is_refused(name, damage, tmp_path, monkeypatch):
     shutil.copytree(ROOT / "assets", tmp_path / "assets")
@@ -154,14 +161,15 @@ def test_shards_equal_a_plain_writers(name, workers, gpt2, tmp_path):
     write_text(tmp_path / name, DOCUMENTS)
     for size in (97, 1000, 2**20):            # 97: documents that span several shards
         out = tmp_path / f"out{size}"
-        prepare("--input", tmp_path / name, "--out", out, "--shard_size", size, "--val_tokens", min(size, 1000),
-                "--workers", workers)
+        prepare("--input", tmp_path / name, "--out", out, "--shard_size", size,
+                "--val_tokens", min(size, 1000), "--workers", workers)
         want = plain_shards(gpt2, DOCUMENTS, size)
         if size > 1000:                       # a validation shard of its own size, then the rest
             want = [want[0][:1000], want[0][1000:]]
         assert read_shards(out) == want
         names = sorted(path.name for path in out.glob("*.npy"))
-        assert names == sorted(["text_val_000000.npy"] + [f"text_train_{i:06d}.npy" for i in range(1, len(want))])
+        train = [f"text_train_{i:06d}.npy" for i in range(1, len(want))]
+        assert names == [*train, "text_val_000000.npy"]
         assert all(np.load(out / name).dtype == np.uint16 for name in names)
 
 
@@ -170,15 +178,16 @@ def test_a_text_that_ends_with_a_full_shard_leaves_no_empty_one(gpt2, tmp_path):
     size = max(n for n in range(1, 100) if len(stream) % n == 0)
     size *= len(stream) // size // 2 if len(stream) // size % 2 == 0 else 1
     write_text(tmp_path / "a.jsonl", DOCUMENTS)
-    prepare("--input", tmp_path / "a.jsonl", "--out", tmp_path / "out", "--shard_size", size, "--val_tokens", size)
+    prepare("--input", tmp_path / "a.jsonl", "--out", tmp_path / "out", "--shard_size", size,
+            "--val_tokens", size)
     assert [len(shard) for shard in read_shards(tmp_path / "out")] == [size] * (len(stream) // size)
 
 
 def test_many_small_chunks_on_several_threads_keep_their_order(gpt2):
-    units = [(text, i % 3 > 0) for i, text in enumerate(DOCUMENTS * 3)]
-    want = [[50256] * starts + gpt2.encode_ordinary(text) for text, starts in units]
+    documents = [(text, i % 3 > 0) for i, text in enumerate(DOCUMENTS * 3)]
+    want = [[50256] * starts + gpt2.encode_ordinary(text) for text, starts in documents]
     for workers in (1, 2, 3):
-        assert [tokens.tolist() for tokens in fineweb.encode_stream(units, workers, chunk=200)] == want
+        assert [tokens.tolist() for tokens in fineweb.encode_stream(documents, workers, chunk=200)] == want
 
 
 def test_several_inputs_globs_and_folders_are_read_in_order(gpt2, tmp_path):
@@ -187,15 +196,19 @@ def test_several_inputs_globs_and_folders_are_read_in_order(gpt2, tmp_path):
     write_text(folder / "b.jsonl", DOCUMENTS[:50])
     write_text(folder / "a.parquet", DOCUMENTS[50:90])
     write_text(folder / "c.jsonl.gz", DOCUMENTS[90:])
-    (folder / "d.txt.gz").write_bytes(gzip.compress(b"one\r\n") + gzip.compress(b"two"))      # gzip files may be joined
+    # gzip files may be concatenated
+    (folder / "d.txt.gz").write_bytes(gzip.compress(b"one\r\n") + gzip.compress(b"two"))
     want = DOCUMENTS[50:90] + DOCUMENTS[:50] + DOCUMENTS[90:] + ["one\r\ntwo"]
-    for i, inputs in enumerate([[folder / "*"], [folder], [folder / "a*", folder / "b.jsonl", folder / "[cd]*"]]):
-        prepare(*[arg for path in inputs for arg in ("--input", path)], "--out", tmp_path / str(i), "--val_tokens", 1000)
+    choices = [folder / "*"], [folder], [folder / "a*", folder / "b.jsonl", folder / "[cd]*"]
+    for i, inputs in enumerate(choices):
+        flags = [arg for path in inputs for arg in ("--input", path)]
+        prepare(*flags, "--out", tmp_path / str(i), "--val_tokens", 1000)
         assert sum(read_shards(tmp_path / str(i)), []) == plain_shards(gpt2, want, 2**20)[0]
 
 
 @settings(FAST, max_examples=150)
-@given(st.lists(st.one_of(st.sampled_from(["\n\n", "\n\n\n", " ", "    ", "\r\n", "a", "'s", "1.", "é中", *SPACES]),
+@given(st.lists(st.one_of(st.sampled_from(["\n\n", "\n\n\n", " ", "    ", "\r\n", "a", "'s", "1.", "é中",
+                                           *SPACES]),
                           st.characters(codec="utf-8"))), st.integers(1, 8))
 @example(["a\n\n b\r\n\r\nc \n d\n\n"], 1)
 @example(["a\n\n\n b"], 3)
@@ -206,7 +219,8 @@ def test_the_pieces_of_a_txt_file_have_the_tokens_of_the_whole(gpt2, tmp_path, p
     pieces = list(read_txt(tmp_path / "a.txt", piece_size))
     assert "".join(piece for piece, _ in pieces) == text
     assert [starts for _, starts in pieces] == [i == 0 for i in range(len(pieces))]
-    assert [token for piece, _ in pieces for token in gpt2.encode_ordinary(piece)] == gpt2.encode_ordinary(text)
+    tokens = [token for piece, _ in pieces for token in gpt2.encode_ordinary(piece)]
+    assert tokens == gpt2.encode_ordinary(text)
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
@@ -223,8 +237,8 @@ def test_a_long_txt_file_is_one_document_in_bounded_pieces(end, gpt2, tmp_path):
 def test_the_bin_format_is_llm_c_s_and_holds_the_same_tokens(tmp_path):
     write_text(tmp_path / "a.jsonl", DOCUMENTS)
     for kind in ("npy", "bin"):
-        prepare("--input", tmp_path / "a.jsonl", "--out", tmp_path / kind, "--shard_size", 3000, "--val_tokens", 500,
-                "--format", kind)
+        prepare("--input", tmp_path / "a.jsonl", "--out", tmp_path / kind, "--shard_size", 3000,
+                "--val_tokens", 500, "--format", kind)
     assert read_shards(tmp_path / "bin") == read_shards(tmp_path / "npy")
     for path in (tmp_path / "bin").glob("*.bin"):
         data = path.read_bytes()
@@ -237,15 +251,17 @@ def test_the_bin_format_is_llm_c_s_and_holds_the_same_tokens(tmp_path):
 @pytest.mark.parametrize("limit", [1000, 1001, 1300, 2000, 2017, 10**9])
 def test_max_tokens_and_val_tokens_cut_the_stream_exactly(limit, gpt2, tmp_path):
     write_text(tmp_path / "a.jsonl", DOCUMENTS)
-    prepare("--input", tmp_path / "a.jsonl", "--out", tmp_path / "out", "--shard_size", 700, "--val_tokens", 300,
-            "--max_tokens", limit)
+    prepare("--input", tmp_path / "a.jsonl", "--out", tmp_path / "out", "--shard_size", 700,
+            "--val_tokens", 300, "--max_tokens", limit)
     stream = plain_shards(gpt2, DOCUMENTS, 2**20)[0][:limit]
-    assert read_shards(tmp_path / "out") == [stream[:300]] + [stream[i:i + 700] for i in range(300, len(stream), 700)]
+    train = [stream[i:i + 700] for i in range(300, len(stream), 700)]
+    assert read_shards(tmp_path / "out") == [stream[:300], *train]
 
 
 def test_a_corpus_smaller_than_the_validation_shard_is_divided_one_to_nine(gpt2, tmp_path):
     write_text(tmp_path / "a.jsonl", DOCUMENTS)
-    prepare("--input", tmp_path / "a.jsonl", "--out", tmp_path / "out", "--val_tokens", 10**6, "--shard_size", 4000)
+    prepare("--input", tmp_path / "a.jsonl", "--out", tmp_path / "out", "--val_tokens", 10**6,
+            "--shard_size", 4000)
     stream, shards = plain_shards(gpt2, DOCUMENTS, 2**20)[0], read_shards(tmp_path / "out")
     assert sum(shards, []) == stream
     assert [len(shard) for shard in shards[:2]] == [len(stream) // 10, 4000]
@@ -257,22 +273,24 @@ def test_the_manifest_says_where_each_shard_ends_in_the_source(gpt2, tmp_path):
         out = tmp_path / str(val_tokens)
         prepare("--input", path, "--out", out, "--shard_size", 700, "--val_tokens", val_tokens)
         manifest, done = json.loads((out / "manifest.json").read_text()), 0
-        units = [[50256, *gpt2.encode_ordinary(text)] for text in DOCUMENTS]
+        documents = [[50256, *gpt2.encode_ordinary(text)] for text in DOCUMENTS]
         for shard in manifest["shards"]:
             done += shard["tokens"]
-            assert sum(map(len, units[:shard["end"]["unit"]])) + shard["end"]["token"] == done
+            assert sum(map(len, documents[:shard["end"]["unit"]])) + shard["end"]["token"] == done
             assert len(open_shard(out / shard["file"])) == shard["tokens"]
-        assert manifest["complete"] and manifest["tokens"] == done == sum(map(len, units))
+        assert manifest["complete"] and manifest["tokens"] == done == sum(map(len, documents))
         file = manifest["source"]["files"][0]
         assert (file["name"], file["bytes"]) == ("a.jsonl", path.stat().st_size)
-        assert manifest["tokenizer"]["encoder.json"] == hashlib.sha256((ROOT / "assets/encoder.json").read_bytes()).hexdigest()
+        sha256 = hashlib.sha256((ROOT / "assets/encoder.json").read_bytes()).hexdigest()
+        assert manifest["tokenizer"]["encoder.json"] == sha256
 
 
 def test_defaults_are_build_nanogpts():
     args = fineweb.parse_args([])
     assert (args.shard_size, args.variant, args.sample, args.format) == (10**8, "edu", "10BT", "npy")
     assert args.workers == os.cpu_count() and args.max_tokens is None
-    assert fineweb.parse_args(["--shard_size", "1e5"]).shard_size == fineweb.parse_args(["--shard_size", "100_000"]).shard_size
+    sizes = [fineweb.parse_args(["--shard_size", text]).shard_size for text in ("1e5", "100_000")]
+    assert sizes == [10**5, 10**5]
 
 
 # -----------------------------------------------------------------------------
@@ -294,7 +312,8 @@ def die_at(monkeypatch, number, how):
             else:
                 data = io.BytesIO()
                 write(data)
-                Path(f"{path}.tmp").write_bytes(data.getvalue()[:None if how == "before" else len(data.getvalue()) // 2])
+                end = None if how == "before" else len(data.getvalue()) // 2
+                Path(f"{path}.tmp").write_bytes(data.getvalue()[:end])
             raise Killed
         real(path, write)
 
@@ -321,7 +340,7 @@ def test_after_a_death_at_any_file_the_same_command_ends_with_the_same_bytes(fla
             assert contents(out) == want, (number, how)
 
 
-# The command, which stands still when there are so many shards: it is killed somewhere before, and never too late.
+# The command, which waits once there are so many shards: it is always killed before it ends.
 NO_FURTHER = f"""
 import sys, time
 sys.path.insert(0, {str(ROOT)!r})
@@ -345,14 +364,16 @@ def test_killed_again_and_again_it_ends_with_the_bytes_of_an_uninterrupted_run(t
     text = (ROOT / "input.txt").read_text(encoding="utf-8")
     write_text(tmp_path / "a.jsonl", [text[i:i + 3000] for i in range(0, len(text), 3000)])
     shutil.copy(ROOT / "input.txt", tmp_path / "b.txt")
-    flags = ["--input", tmp_path / "a.jsonl", "--input", tmp_path / "b.txt", "--shard_size", 4000, "--workers", 2]
+    flags = ["--input", tmp_path / "a.jsonl", "--input", tmp_path / "b.txt", "--shard_size", 4000,
+             "--workers", 2]
     assert command(*flags, "--out", tmp_path / "whole").returncode == 0
     want, out = contents(tmp_path / "whole"), tmp_path / "out"
     for shards in (0, 1, 7, 40, 90, 130):
-        with subprocess.Popen([sys.executable, "-c", NO_FURTHER, str(shards + 15), *map(str, flags), "--out", str(out)],
-                              stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=ENV) as process:
+        argv = [sys.executable, "-c", NO_FURTHER, str(shards + 15), *map(str, flags), "--out", str(out)]
+        with subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=ENV) as process:
             try:
-                wait_until(lambda shards=shards: len(list(out.glob("*.npy"))) > shards, lambda: process.poll() is None)
+                wait_until(lambda shards=shards: len(list(out.glob("*.npy"))) > shards,
+                           lambda: process.poll() is None)
             finally:
                 process.kill()
             assert process.communicate()[1] == b"" and process.returncode == -signal.SIGKILL
@@ -367,7 +388,7 @@ def test_what_is_complete_is_left_alone_and_said_so(tmp_path, monkeypatch, capsy
     flags = ["--input", tmp_path / "a.jsonl", "--out", tmp_path / "out", "--val_tokens", 500]
     prepare(*flags)
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()}
-    monkeypatch.setattr(LocalSource, "units", None)   # reads no text
+    monkeypatch.setattr(LocalSource, "documents", None)   # reads no text
     capsys.readouterr()
     prepare(*flags, "--workers", 3)
     assert "complete" in capsys.readouterr().out
@@ -379,10 +400,12 @@ def test_a_restart_with_other_settings_or_other_text_is_refused(tmp_path):
     flags, out = ["--input", path, "--val_tokens", "500", "--shard_size", "2000"], tmp_path / "out"
     prepare(*flags, "--out", out)
     want = contents(out)
-    for change in (["--shard_size", 2001], ["--val_tokens", 501], ["--format", "bin"], ["--max_tokens", 4000], ["--input", path]):
-        with pytest.raises(UserError, match=f"another {'source' if change[0] == '--input' else change[0][2:]}"):
+    for change in (["--shard_size", 2001], ["--val_tokens", 501], ["--format", "bin"], ["--max_tokens", 4000],
+                   ["--input", path]):
+        name = "source" if change[0] == "--input" else change[0][2:]
+        with pytest.raises(UserError, match=f"another {name}"):
             prepare(*flags, *change, "--out", out)
-    write_text(path, [DOCUMENTS[0].swapcase(), *DOCUMENTS[1:]])                        # the same name and size
+    write_text(path, [DOCUMENTS[0].swapcase(), *DOCUMENTS[1:]])                    # the same name and size
     refused = command(*flags, "--out", out)
     assert refused.returncode == 2 and refused.stderr.count("\n") == 1 and "another source" in refused.stderr
     assert contents(out) == want
@@ -407,8 +430,10 @@ def test_a_mistake_before_the_first_shard_does_not_bind_the_folder(tmp_path):
 
 
 @pytest.mark.parametrize("damage", [
-    lambda text: text[:-40], lambda text: "", lambda text: "[]", lambda text: "7", lambda text: text.replace('"end"', '"and"'),
-    lambda text: text.replace('"tokens": 500,', '"tokens": 501,'), lambda text: text.replace('"mark": null', '"mark": 5'),
+    lambda text: text[:-40], lambda text: "", lambda text: "[]", lambda text: "7",
+    lambda text: text.replace('"end"', '"and"'),
+    lambda text: text.replace('"tokens": 500,', '"tokens": 501,'),
+    lambda text: text.replace('"mark": null', '"mark": 5'),
     lambda text: text.replace('"unit": ', '"unit": "x'), lambda text: text.replace("text_val", "other_val")])
 def test_a_damaged_manifest_or_shard_of_it_is_refused(damage, tmp_path):
     write_text(tmp_path / "a.jsonl", DOCUMENTS)
@@ -425,10 +450,11 @@ def test_a_full_disk_is_one_line_and_the_same_command_goes_on(tmp_path):
     write_text(tmp_path / "a.jsonl", DOCUMENTS)
     flags = ["--input", tmp_path / "a.jsonl", "--val_tokens", "1000", "--shard_size", "4000"]
     # the limit cuts into the last bytes of the shard, which C's buffers hold back until the file is closed
-    failed = subprocess.run([sys.executable, str(ROOT / "fineweb.py"), *map(str, flags), "--out", str(tmp_path / "out")],
-                            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000)),
-                            env=ENV, capture_output=True, text=True, timeout=HANG)
-    assert failed.returncode == 1 and failed.stderr.count("\n") == 1 and "text_train_000001.npy" in failed.stderr
+    argv = [sys.executable, str(ROOT / "fineweb.py"), *map(str, flags), "--out", str(tmp_path / "out")]
+    failed = subprocess.run(argv, env=ENV, capture_output=True, text=True, timeout=HANG,
+                            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000)))
+    assert failed.returncode == 1 and failed.stderr.count("\n") == 1
+    assert "text_train_000001.npy" in failed.stderr
     prepare(*flags, "--out", tmp_path / "out")
     prepare(*flags, "--out", tmp_path / "whole")
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
@@ -475,8 +501,7 @@ def hub(monkeypatch, tmp_path):
     waits, calls = [], []
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(runtime.sources, "CURSOR_EVERY", 10)
-    for module in runtime.hub, runtime.sources:
-        monkeypatch.setattr(module, "time", Clock(waits))
+    monkeypatch.setattr(runtime.hub, "time", Clock(waits))
     monkeypatch.setattr(runtime.hub, "reach_hub", lambda: True)
 
     def install(dataset):
@@ -494,10 +519,12 @@ def test_a_connection_that_drops_now_and_then_changes_nothing(kind, hub, gpt2, t
     waits, calls = hub(lambda: kind(DOCUMENTS, failures, served))
     prepare("--shard_size", 700)
     assert read_shards(tmp_path / "edu_fineweb10B") == plain_shards(gpt2, DOCUMENTS, 700)
-    assert calls[0] == (("HuggingFaceFW/fineweb-edu",), {"name": "sample-10BT", "split": "train", "streaming": True})
-    assert len(waits) == 10 > RETRIES and waits[:2] == [1, 2] and "dropped at 5; trying again" in capsys.readouterr().err
+    assert calls[0] == (("HuggingFaceFW/fineweb-edu",),
+                        {"name": "sample-10BT", "split": "train", "streaming": True})
+    assert len(waits) == 10 > RETRIES and waits[:2] == [1, 2]
+    assert "dropped at 5; trying again" in capsys.readouterr().err
     assert (tmp_path / "edu_fineweb10B/edufineweb_val_000000.npy").exists()
-    if kind is ResumableStream:               # goes on from the last mark, at most ten documents back
+    if kind is ResumableStream:               # resumes at the last cursor, at most ten documents back
         assert len(served) < len(DOCUMENTS) + 10 * 10
 
 
@@ -508,14 +535,21 @@ def test_variant_and_sample_name_the_dataset_and_the_folder(hub, gpt2, tmp_path)
     assert sum(read_shards(tmp_path / "fineweb100B"), []) == plain_shards(gpt2, DOCUMENTS, 3000)[0]
 
 
-def test_a_hub_out_of_reach_is_given_up_after_the_retries_and_taken_up_later(hub, gpt2, tmp_path, monkeypatch):
+def small_tasks(monkeypatch):
+    """encode_stream in tasks of 100 characters: it has read few documents ahead of a kill."""
+    real = fineweb.encode_stream
+    monkeypatch.setattr(fineweb, "encode_stream", lambda documents, workers: real(documents, workers, 100))
+
+
+def test_a_hub_out_of_reach_is_given_up_after_the_retries_and_taken_up_later(hub, gpt2, tmp_path,
+                                                                             monkeypatch):
     served, failures = [], [90] * 100
     waits, _ = hub(lambda: ResumableStream(DOCUMENTS, failures, served))
     with pytest.raises(RunError, match="same command"):
         prepare("--shard_size", 700, "--workers", 1)
     assert waits == [2**i for i in range(RETRIES)]
     # what was read ahead of the drop is lost, whole shards are not
-    monkeypatch.setattr(fineweb, "encode_stream", lambda units, workers, real=fineweb.encode_stream: real(units, workers, 100))
+    small_tasks(monkeypatch)
     failures[:] = [150] * 100
     with pytest.raises(RunError):
         prepare("--shard_size", 700, "--workers", 1)
@@ -525,7 +559,7 @@ def test_a_hub_out_of_reach_is_given_up_after_the_retries_and_taken_up_later(hub
     served.clear()
     prepare("--shard_size", 700)
     assert read_shards(tmp_path / "edu_fineweb10B") == plain_shards(gpt2, DOCUMENTS, 700)
-    assert served == list(range(manifest["mark"][0], len(DOCUMENTS)))          # nothing before the mark is read again
+    assert served == list(range(manifest["mark"][0], len(DOCUMENTS)))     # nothing before the cursor again
 
 
 def test_a_hub_dataset_without_text_is_a_users_mistake_at_once(hub):
@@ -535,23 +569,24 @@ def test_a_hub_dataset_without_text_is_a_users_mistake_at_once(hub):
     assert not waits
 
 
-def test_datasets_own_streams_go_on_exactly_where_a_mark_was_taken(hub, gpt2, tmp_path, monkeypatch):
+def test_datasets_own_streams_resume_exactly_at_a_cursor(hub, gpt2, tmp_path, monkeypatch):
     import datasets
     load = datasets.load_dataset
     for i in range(3):
         write_parquet(tmp_path / f"{i}.parquet", DOCUMENTS[i::3], row_group_size=17)
     files = [str(tmp_path / f"{i}.parquet") for i in range(3)]
     documents = DOCUMENTS[0::3] + DOCUMENTS[1::3] + DOCUMENTS[2::3]
-    hub(lambda: load("parquet", data_files=files, split="train", streaming=True, cache_dir=str(tmp_path / "cache")))
+    hub(lambda: load("parquet", data_files=files, split="train", streaming=True,
+                     cache_dir=str(tmp_path / "cache")))
     source = HubSource("stand-in", "sample-10BT")
-    assert [text for text, _ in source.units()] == documents
-    marks = json.loads(json.dumps(list(source.marks)))        # as the manifest keeps them
-    assert [unit for unit, _ in marks] == list(range(10, len(documents) + 1, 10))
-    for unit, state in marks[::4]:
-        for start in (unit, unit + 3):
-            again = HubSource("stand-in", "sample-10BT").units(start, [unit, state])
+    assert [text for text, _ in source.documents()] == documents
+    cursors = json.loads(json.dumps(list(source.cursors)))        # as the manifest keeps them
+    assert [number for number, _ in cursors] == list(range(10, len(documents) + 1, 10))
+    for number, state in cursors[::4]:
+        for start in (number, number + 3):
+            again = HubSource("stand-in", "sample-10BT").documents(start, [number, state])
             assert [text for text, _ in again] == documents[start:]
-    monkeypatch.setattr(fineweb, "encode_stream", lambda units, workers, real=fineweb.encode_stream: real(units, workers, 100))
+    small_tasks(monkeypatch)
     with monkeypatch.context() as patch:
         die_at(patch, 11, "half")
         with pytest.raises(Killed):
@@ -566,15 +601,15 @@ def test_datasets_own_streams_go_on_exactly_where_a_mark_was_taken(hub, gpt2, tm
 
 @pytest.fixture
 def published(monkeypatch, tmp_path):
-    """published(faults) puts a stand-in in the place of huggingface_hub.hf_hub_download and of the look whether the hub is
-    in reach: it copies real .bin shards out of a local folder, and so many of 1000 + i tokens of value i as are asked for.
-    `faults[name]` are what becomes of the first calls for a file: an error is raised, "cut" cuts the copy off. Waits cost
-    no time. Gives the list of the waits, and of the names asked for."""
+    """published(faults) replaces huggingface_hub.hf_hub_download, and the check whether the hub is in reach.
+
+    The stand-in makes the .bin shard that is asked for: 1000 + i tokens of value i. `faults[name]` says what
+    happens to the first calls for a file: an error is raised, "cut" truncates the copy. Waits cost no time.
+    Returns the list of the waits, and that of the names asked for."""
     import huggingface_hub
     waits, asked = [], []
     monkeypatch.chdir(tmp_path)
-    for module in runtime.hub, runtime.sources:
-        monkeypatch.setattr(module, "time", Clock(waits))
+    monkeypatch.setattr(runtime.hub, "time", Clock(waits))
     monkeypatch.setattr(runtime.hub, "reach_hub", lambda: True)
 
     def install(faults):
@@ -599,7 +634,8 @@ def published(monkeypatch, tmp_path):
 VAL, TRAIN = "fineweb_val_000000.bin", [f"fineweb_train_{i:06d}.bin" for i in range(4)]
 
 
-def test_pretokenized_fetches_the_validation_and_n_training_shards_that_the_loader_reads(published, tmp_path, capsys):
+def test_pretokenized_fetches_the_validation_and_n_training_shards_that_the_loader_reads(published, tmp_path,
+                                                                                         capsys):
     waits, asked = published({})
     prepare("--pretokenized", 3)
     assert asked == [VAL, *TRAIN[1:]] and waits == []
@@ -622,7 +658,7 @@ def test_pretokenized_fetches_only_what_is_missing(published, tmp_path, monkeypa
     assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "a").iterdir()}
     prepare("--pretokenized", 3, "--out", "a")
     assert asked == [VAL, *TRAIN[1:]]
-    (tmp_path / "b").mkdir()                                  # as another program's download left it, without a manifest
+    (tmp_path / "b").mkdir()                      # as another program's download left it, without a manifest
     shutil.copy(tmp_path / "a" / VAL, tmp_path / "b")
     prepare("--pretokenized", 1, "--out", "b")
     assert asked[4:] == TRAIN[1:2]
@@ -630,12 +666,15 @@ def test_pretokenized_fetches_only_what_is_missing(published, tmp_path, monkeypa
 
 @pytest.mark.parametrize("flags, folder, names", [
     (["--variant", "edu"], "finewebedu10B", ["finewebedu_val_000000.bin", "finewebedu_train_000001.bin"]),
-    (["--variant", "classic"], "fineweb10B", [VAL, TRAIN[1]]), (["--sample", "100BT"], "fineweb100B", [VAL, TRAIN[1]])])
-def test_pretokenized_variant_and_sample_name_the_dataset_and_the_folder(flags, folder, names, published, tmp_path):
+    (["--variant", "classic"], "fineweb10B", [VAL, TRAIN[1]]),
+    (["--sample", "100BT"], "fineweb100B", [VAL, TRAIN[1]])])
+def test_pretokenized_variant_and_sample_name_the_dataset_and_the_folder(flags, folder, names, published,
+                                                                         tmp_path):
     _, asked = published({})
     prepare("--pretokenized", 1, *flags)
     assert asked == names
-    assert json.loads((tmp_path / folder / "manifest.json").read_text()) == {"pretokenized": f"kjj0/{folder}-gpt2"}
+    manifest = json.loads((tmp_path / folder / "manifest.json").read_text())
+    assert manifest == {"pretokenized": f"kjj0/{folder}-gpt2"}
 
 
 def test_pretokenized_a_connection_that_drops_is_tried_again(published, tmp_path, capsys):
@@ -653,9 +692,11 @@ def http_error(status):
     return error
 
 
-@pytest.mark.parametrize("error, tries", [(ConnectionError("dropped"), 9), (http_error(503), 9), (http_error(404), 1),
-                                          (OSError(28, "No space left on device"), 1)], ids=str)
-def test_pretokenized_is_given_up_after_the_retries_or_at_once_and_taken_up_later(error, tries, published, tmp_path):
+@pytest.mark.parametrize("error, tries", [(ConnectionError("dropped"), 9), (http_error(503), 9),
+                                          (http_error(404), 1), (OSError(28, "No space left on device"), 1)],
+                         ids=str)
+def test_pretokenized_is_given_up_after_the_retries_or_at_once_and_taken_up_later(error, tries, published,
+                                                                                  tmp_path):
     faults = {TRAIN[2]: [error] * 9}
     waits, asked = published(faults)
     with pytest.raises(RunError, match=r"fineweb_train_000002.bin.*kjj0/fineweb10B-gpt2(.|\n)*same command"):
@@ -684,10 +725,12 @@ def test_pretokenized_a_file_that_is_cut_off_is_fetched_again(published, tmp_pat
 
 
 @pytest.mark.parametrize("flags, said", [
-    (["0"], "1 to 103"), (["-1"], "1 to 103"), (["104"], "1 to 103"), (["1.5"], "whole number"), ([], "argument"),
+    (["0"], "1 to 103"), (["-1"], "1 to 103"), (["104"], "1 to 103"), (["1.5"], "whole number"),
+    ([], "argument"),
     (["100", "--variant", "edu"], "1 to 99"), (["1031", "--sample", "100BT"], "1 to 1030"),
     (["9", "--variant", "edu", "--sample", "100BT"], "no tokens of --variant edu --sample 100BT"),
-    (["9", "--input", "a.txt"], "--input has no meaning"), (["9", "--shard_size", "100000000"], "--shard_size"),
+    (["9", "--input", "a.txt"], "--input has no meaning"),
+    (["9", "--shard_size", "100000000"], "--shard_size"),
     (["9", "--val_tokens=5"], "--val_tokens"), (["9", "--max_tokens", "5"], "--max_tokens"),
     (["9", "--workers", "2"], "--workers"), (["9", "--format", "npy"], "--format")])
 def test_pretokenized_with_a_wrong_number_or_flag_is_a_users_mistake(flags, said, published, tmp_path):
@@ -704,7 +747,8 @@ def text_folder(flags, tmp_path):
 
 
 @pytest.mark.parametrize("fill", [
-    lambda out: text_folder(["--out", out], out.parent), lambda out: text_folder(["--out", out, "--format", "bin"], out.parent),
+    lambda out: text_folder(["--out", out], out.parent),
+    lambda out: text_folder(["--out", out, "--format", "bin"], out.parent),
     lambda out: prepare("--pretokenized", 1, "--out", out, "--sample", "100BT"),
     lambda out: prepare("--pretokenized", 1, "--out", out, "--variant", "edu"),
     lambda out: write_shard(out / "mine_train_000001.npy", np.arange(9, dtype=np.uint16))],
@@ -738,7 +782,8 @@ def test_pretokenized_takes_a_folder_whose_text_run_made_no_shard(published, tmp
     prepare("--pretokenized", 1)
 
 
-def test_fineweb_offline_is_one_line_at_once_and_goes_on_when_the_hub_is_back(hub, gpt2, tmp_path, monkeypatch):
+def test_fineweb_offline_is_one_line_at_once_and_goes_on_when_the_hub_is_back(hub, gpt2, tmp_path,
+                                                                              monkeypatch):
     result = command(cwd=tmp_path)
     assert result.returncode == 1 and result.stdout == "" and result.stderr.count("\n") == 1
     assert "out of reach" in result.stderr and "HuggingFaceFW/fineweb-edu (sample-10BT)" in result.stderr
@@ -756,13 +801,15 @@ def test_fineweb_offline_is_one_line_at_once_and_goes_on_when_the_hub_is_back(hu
 def test_pretokenized_offline_is_one_line_at_once_and_leaves_nothing(tmp_path):
     result = command("--pretokenized", 1, "--out", "X", cwd=tmp_path)
     assert result.returncode == 1 and result.stdout == "" and list(tmp_path.iterdir()) == []
-    assert result.stderr.count("\n") == 1 and result.stderr.startswith("fineweb.py: the Hugging Face hub is out of reach")
+    assert result.stderr.count("\n") == 1
+    assert result.stderr.startswith("fineweb.py: the Hugging Face hub is out of reach")
     assert "2 of 2 files of kjj0/fineweb10B-gpt2" in result.stderr and "same command" in result.stderr
     (tmp_path / "X").mkdir()
     for name, tokens in ((VAL, 5), (TRAIN[1], 7)):
         write_shard(tmp_path / "X" / name, np.arange(tokens, dtype=np.uint16))
     result = command("--pretokenized", 1, "--out", "X", cwd=tmp_path)       # copied there by hand
-    assert result.returncode == 0 and result.stderr == "" and "5 tokens for validation and 7 for training" in result.stdout
+    assert result.returncode == 0 and result.stderr == ""
+    assert "5 tokens for validation and 7 for training" in result.stdout
 
 
 # -----------------------------------------------------------------------------
@@ -772,7 +819,8 @@ def test_pretokenized_offline_is_one_line_at_once_and_leaves_nothing(tmp_path):
 def loaders(draw):
     """Numbered tokens in shards of any lengths, and how they are read."""
     T = draw(st.integers(1, 7))
-    lengths = draw(st.lists(st.integers(1, 60), min_size=1, max_size=5).filter(lambda lengths: max(lengths) > T))
+    lengths = st.lists(st.integers(1, 60), min_size=1, max_size=5)
+    lengths = draw(lengths.filter(lambda lengths: max(lengths) > T))
     edges = np.cumsum([0, *lengths])
     shards = [np.arange(a, b, dtype=np.uint16) for a, b in zip(edges, edges[1:], strict=False)]
     return shards, T, draw(st.integers(0, 2**40)), draw(st.booleans())
@@ -789,7 +837,8 @@ def test_every_window_comes_exactly_once_an_epoch(loader, epoch):
     shards, T, seed, shuffle = loader
     windows = TokenDataset(shards, T, seed, shuffle)
     rows = windows.read(epoch * windows.total, windows.total)
-    assert rows.dtype == np.uint16 and (rows == rows[:, :1] + np.arange(T + 1)).all()        # T + 1 tokens on end
+    assert rows.dtype == np.uint16
+    assert (rows == rows[:, :1] + np.arange(T + 1)).all()     # T + 1 tokens without a gap
     assert sorted(rows[:, 0].tolist()) == starts_of(shards, T)
     if not shuffle:
         assert rows[:, 0].tolist() == starts_of(shards, T)
@@ -797,11 +846,13 @@ def test_every_window_comes_exactly_once_an_epoch(loader, epoch):
 
 @FAST
 @given(loaders(), st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.integers(0, 40), st.data())
-def test_a_steps_global_batch_is_the_same_for_any_processes_and_micro_batch(loader, B, world_size, micro_steps, step, data):
+def test_a_steps_global_batch_is_the_same_for_any_processes_and_micro_batch(loader, B, world_size,
+                                                                            micro_steps, step, data):
     shards, T, seed, shuffle = loader
     N = B * world_size * micro_steps
     want = TokenDataset(shards, T, seed, shuffle).read(step * N, N)
-    other = data.draw(st.sampled_from([(b, w) for b in range(1, N + 1) for w in range(1, N + 1) if N % (b * w) == 0]))
+    divisors = [(b, w) for b in range(1, N + 1) for w in range(1, N + 1) if N % (b * w) == 0]
+    other = data.draw(st.sampled_from(divisors))
     for b, w in ((B, world_size), other):
         ranks = [TokenLoader(TokenDataset(shards, T, seed, shuffle), N * T, b, rank, w) for rank in range(w)]
         rows = [ranks[rank].rows(step, m) for m in range(N // b // w) for rank in range(w)]
@@ -824,9 +875,12 @@ def test_the_order_differs_between_epochs_and_seeds_and_is_the_same_again():
     orders = [order(seed, epoch) for seed in range(4) for epoch in range(4)]
     assert len(set(orders)) == 16
     assert order(2, 3) == orders[11]
-    assert len({tuple(dict.fromkeys(start // 1000 for start in o)) for o in orders}) > 5      # the shards' order too
+    orders_of_shards = {tuple(dict.fromkeys(start // 1000 for start in o)) for o in orders}
+    assert len(orders_of_shards) > 5
     for o in orders:                          # and within each shard
-        assert all([s for s in o if s // 1000 == i] != sorted(s for s in o if s // 1000 == i) for i in range(5))
+        for i in range(5):
+            starts = [start for start in o if start // 1000 == i]
+            assert starts != sorted(starts)
 
 
 @FAST
@@ -840,7 +894,7 @@ def test_the_order_of_a_run_is_the_same_in_every_release():
     """Pinned: a change would let resumed runs see other tokens than they were begun with."""
     assert stable_permutation(10, 1337).tolist() == [0, 8, 3, 1, 2, 5, 9, 7, 6, 4]
     assert stable_permutation(6, 7, 1, 2).tolist() == [3, 4, 1, 5, 2, 0]
-    shards = [np.arange(0, 13, dtype=np.uint16), np.arange(100, 109, dtype=np.uint16), np.arange(200, 217, dtype=np.uint16)]
+    shards = [np.arange(a, b, dtype=np.uint16) for a, b in ((0, 13), (100, 109), (200, 217))]
     first_tokens = TokenDataset(shards, 4, 42, True).read(0, 18)[:, 0].tolist()
     assert first_tokens == [0, 4, 8, 104, 100, 212, 208, 204, 200, 204, 212, 208, 200, 8, 0, 4, 104, 100]
 
@@ -863,7 +917,8 @@ def test_folders_of_the_peers_are_read_without_being_told(tmp_path):
     header = np.zeros(256, dtype=np.int32)
     header[:3] = 20240520, 1, 50              # modded-nanogpt's fineweb_train_000001.bin
     (tmp_path / "modded").mkdir()
-    (tmp_path / "modded/fineweb_train_000001.bin").write_bytes(header.tobytes() + np.arange(50, dtype=np.uint16).tobytes())
+    tokens = np.arange(50, dtype=np.uint16)
+    (tmp_path / "modded/fineweb_train_000001.bin").write_bytes(header.tobytes() + tokens.tobytes())
     assert open_shard(*list_shards(tmp_path / "modded", "train")).tolist() == list(range(50))
 
 
@@ -887,7 +942,8 @@ def test_a_shard_is_read_from_disk_once_an_epoch(tmp_path, monkeypatch):
     for i in range(4):
         write_shard(tmp_path / f"x_train_{i:06d}.npy", np.arange(101, dtype=np.uint16))
     windows, opened = TokenDataset(list_shards(tmp_path, "train"), 10, 0, True), []
-    monkeypatch.setattr(runtime.dataloader, "read_shard", lambda path: opened.append(path) or read_shard(path))
+    monkeypatch.setattr(runtime.dataloader, "read_shard",
+                        lambda path: opened.append(path) or read_shard(path))
     for i in range(40):
         windows.read(i, 1)
     assert sorted(opened) == list_shards(tmp_path, "train")
@@ -927,7 +983,7 @@ def test_reading_runs_ahead_of_the_training_loop():
     loader.start(4)
     wait_until(lambda: len(seen) >= loader.DEPTH)
     time.sleep(0.05)
-    assert seen == [(4 + i // 3, i % 3) for i in range(loader.DEPTH)]          # so far, in order, and no further
+    assert seen == [(4 + i // 3, i % 3) for i in range(loader.DEPTH)]       # in order, and no further
     loader.close()
 
 
@@ -962,7 +1018,8 @@ def test_batches_reach_the_gpu_unchanged():
 # -----------------------------------------------------------------------------
 # mistakes
 
-GOOD = base64.b85encode(bytes(range(200))).decode() + " some text of twenty tokens and more, one two three four five six"
+GOOD = (base64.b85encode(bytes(range(200))).decode() +
+        " some text of twenty tokens and more, one two three four five six")
 
 
 def files_for_mistakes(folder):
@@ -991,25 +1048,34 @@ def files_for_mistakes(folder):
 
 
 @pytest.mark.parametrize("args, said", [
-    (["--input", "missing.txt"], "missing.txt"), (["--input", "no*.csv"], "no*.csv"), (["--input", "folder"], "folder"),
-    (["--input", "empty.txt"], "0 tokens"), (["--input", "short.txt"], "tokens"), (["--input", "latin.txt"], "latin.txt"),
-    (["--input", "notes.pdf"], "notes.pdf"), (["--input", "half.jsonl"], "line 3"), (["--input", "number.jsonl"], "line 2"),
-    (["--input", "list.jsonl"], "line 1"), (["--input", "deep.jsonl"], "line 1"), (["--input", "cut.jsonl.gz"], "cut.jsonl.gz"),
+    (["--input", "missing.txt"], "missing.txt"), (["--input", "no*.csv"], "no*.csv"),
+    (["--input", "folder"], "folder"), (["--input", "empty.txt"], "0 tokens"),
+    (["--input", "short.txt"], "tokens"), (["--input", "latin.txt"], "latin.txt"),
+    (["--input", "notes.pdf"], "notes.pdf"), (["--input", "half.jsonl"], "line 3"),
+    (["--input", "number.jsonl"], "line 2"), (["--input", "list.jsonl"], "line 1"),
+    (["--input", "deep.jsonl"], "line 1"), (["--input", "cut.jsonl.gz"], "cut.jsonl.gz"),
     (["--input", "cut.jsonl.zst"], "cut.jsonl.zst"), (["--input", "no.jsonl.gz"], "no.jsonl.gz"),
     (["--input", "no.jsonl.zst"], "no.jsonl.zst"),
-    (["--input", "no.parquet"], "no.parquet"), (["--input", "cut.parquet"], "cut.parquet"), (["--input", "body.parquet"], "body"),
+    (["--input", "no.parquet"], "no.parquet"), (["--input", "cut.parquet"], "cut.parquet"),
+    (["--input", "body.parquet"], "body"),
     (["--input", "null.parquet"], "text"), (["--input", "int.parquet"], "text"),
-    (["--input", "good.txt", "--out", "short.txt"], "short.txt"), (["--input", "good.txt", "--out", "short.txt/x"], "short.txt"),
+    (["--input", "good.txt", "--out", "short.txt"], "short.txt"),
+    (["--input", "good.txt", "--out", "short.txt/x"], "short.txt"),
     (["--input", "good.txt", "--out", "damaged"], "manifest.json"),
-    (["--input", "good.txt", "--shard_size", "many"], "many"), (["--input", "good.txt", "--shard_size", "0"], "shard_size"),
-    (["--input", "good.txt", "--val_tokens", "0"], "val_tokens"), (["--input", "good.txt", "--max_tokens", "-5"], "max_tokens"),
-    (["--input", "good.txt", "--workers", "1.5"], "workers"), (["--input", "good.txt", "--max_tokens", "inf"], "inf"),
-    (["--input", "good.txt", "--max_tokens", "100", "--val_tokens", "100"], "val_tokens"), (["--colour", "red"], "colour"),
+    (["--input", "good.txt", "--shard_size", "many"], "many"),
+    (["--input", "good.txt", "--shard_size", "0"], "shard_size"),
+    (["--input", "good.txt", "--val_tokens", "0"], "val_tokens"),
+    (["--input", "good.txt", "--max_tokens", "-5"], "max_tokens"),
+    (["--input", "good.txt", "--workers", "1.5"], "workers"),
+    (["--input", "good.txt", "--max_tokens", "inf"], "inf"),
+    (["--input", "good.txt", "--max_tokens", "100", "--val_tokens", "100"], "val_tokens"),
+    (["--colour", "red"], "colour"),
     (["--variant", "new"], "variant"), (["--format", "csv"], "format"), (["--in", "good.txt"], "--in")])
 def test_a_mistake_is_one_clear_line_and_exit_code_2(args, said, mistakes):
     result = command(*args, *([] if "--out" in args else ["--out", "out"]), cwd=mistakes)
     assert result.returncode == 2, result
-    assert result.stderr.count("\n") == 1 and result.stderr.startswith("fineweb.py: ") and said in result.stderr, result.stderr
+    assert result.stderr.count("\n") == 1 and result.stderr.startswith("fineweb.py: "), result.stderr
+    assert said in result.stderr, result.stderr
     assert "Traceback" not in result.stderr and result.stdout == ""
 
 
@@ -1051,7 +1117,8 @@ DAMAGES = {
     "cut.npy": lambda path: change(path, lambda data: data[:-10]),
     "cut in the header.npy": lambda path: change(path, lambda data: data[:40]),
     "other magic.npy": lambda path: change(path, lambda data: b"\x00" + data[1:]),
-    "header of nonsense.npy": lambda path: change(path, lambda data: data[:10] + b"{'descr': ((((" + data[24:]),
+    "header of nonsense.npy": lambda path: change(path,
+                                                  lambda data: data[:10] + b"{'descr': ((((" + data[24:]),
     "int32.npy": lambda path: np.save(path, np.arange(100, dtype=np.int32)),
     "two-dimensional.npy": lambda path: np.save(path, np.zeros((10, 10), dtype=np.uint16)),
     "no tokens.npy": lambda path: np.save(path, np.zeros(0, dtype=np.uint16)),
@@ -1129,8 +1196,8 @@ def test_a_shard_that_changes_under_the_run_is_noticed_when_it_is_read(change, k
     elif change == "gone":
         path.unlink()
     else:
-        write_shard(path, {"another token": np.arange(1, 101), "shorter": np.arange(50), "longer": np.arange(101)}[change]
-                    .astype(np.uint16))
+        start, end = {"another token": (1, 101), "shorter": (0, 50), "longer": (0, 101)}[change]
+        write_shard(path, np.arange(start, end, dtype=np.uint16))
     with pytest.raises(UserError, match="x_train_000001"):
         windows.read(0, 1)
 
@@ -1147,13 +1214,16 @@ def test_a_fingerprint_tells_shards_apart_by_length_ends_and_blocks_between(n, t
 
 def test_importing_prints_nothing_and_loads_nothing_heavy():
     code = ("import sys, fineweb\n"
-            "print([name for name in ('torch', 'datasets', 'tiktoken', 'pyarrow', 'tqdm') if name in sys.modules])")
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=HANG)
+            "heavy = 'torch', 'datasets', 'tiktoken', 'pyarrow', 'tqdm'\n"
+            "print([name for name in heavy if name in sys.modules])")
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=ENV, capture_output=True, text=True,
+                            timeout=HANG)
     assert (result.returncode, result.stdout, result.stderr) == (0, "[]\n", "")
 
 
 def test_flags_take_whole_numbers_however_written():
-    assert [parse_int(text) for text in ("7", "1_000", "1e5", "2.0", str(2**60 + 1))] == [7, 1000, 10**5, 2, 2**60 + 1]
+    texts = "7", "1_000", "1e5", "2.0", str(2**60 + 1)
+    assert [parse_int(text) for text in texts] == [7, 1000, 10**5, 2, 2**60 + 1]
     for text in ("1.5", "nan", "inf", "1e999", "ten", ""):
         with pytest.raises(Exception, match="not a whole number"):
             parse_int(text)

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
+import hellaswag
 from hellaswag import evaluate, load_examples, make_batches
+from helpers import HANG
 from model import GPT, GPTConfig
 from runtime.cli import UserError
 from runtime.tokenizer import encode
-import hellaswag
-from helpers import HANG
 from test_model import PEERS, make_model, nanogpt_checkpoint, save, write_peer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -31,7 +31,8 @@ def make_examples(n, seed=0):
     def phrase(longest):
         start, length = rng.randrange(29_000), rng.randint(1, longest)
         return " ".join(words[start:start + length])
-    return [{"ctx": phrase(25), "endings": [phrase(12) for _ in range(4)], "label": rng.randrange(4)} for _ in range(n)]
+    return [{"ctx": phrase(25), "endings": [phrase(12) for _ in range(4)], "label": rng.randrange(4)}
+            for _ in range(n)]
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +61,7 @@ def plain_scores(model, examples):
             ctx, end = encode(example["ctx"]).tolist(), encode(" " + ending).tolist()
             row = (ctx + end)[-(model.config.block_size + 1):]
             first = max(1, len(row) - len(end))             # the row's first token has nothing before it
-            logits = model(torch.tensor([row[:-1]]))[0][0, first - 1:]              # of the tokens from `first` on
+            logits = model(torch.tensor([row[:-1]]))[0][0, first - 1:]        # of the tokens from `first` on
             losses = [(row_logits.exp().sum().log() - row_logits[token]).item()
                       for row_logits, token in zip(logits.double(), row[first:], strict=True)]
             totals.append(math.fsum(losses))
@@ -70,7 +71,8 @@ def plain_scores(model, examples):
 
 
 def plain_counts(scores, examples):
-    hits = [sum(kind.index(min(kind)) == example["label"] for kind, example in zip(column, examples, strict=True))
+    hits = [sum(kind.index(min(kind)) == example["label"]
+                for kind, example in zip(column, examples, strict=True))
             for column in zip(*scores, strict=True)]
     return [*hits, len(examples)]
 
@@ -92,7 +94,8 @@ def test_the_made_up_examples_tell_sum_from_mean_and_have_no_near_ties(scores, e
 @pytest.mark.parametrize("batch_size", [4, 7, 32, 128])
 def test_counts_equal_plain_scoring_at_any_batch_size(batch_size, model, examples, scores):
     batches = make_batches(examples, 192, batch_size)
-    assert all(len(idx) <= batch_size for idx, *_ in batches) and sum((labels >= 0).sum() for *_, labels in batches) == 200
+    assert all(len(idx) <= batch_size for idx, *_ in batches)
+    assert sum((labels >= 0).sum() for *_, labels in batches) == 200
     assert evaluate(model, batches, "cpu").tolist() == plain_counts(scores, examples)
 
 
@@ -108,7 +111,8 @@ def test_losses_of_each_ending_equal_plain_scoring_to_rounding(model, examples, 
     order = []
     for idx, targets, positions, labels in make_batches(examples, 192, 32):
         total = model.token_losses(*map(torch.from_numpy, (idx, targets, positions))).sum(1).view(-1, 4)
-        order += [(*row, label) for row, label in zip(total.tolist(), labels.tolist(), strict=True) if label >= 0]
+        rows = zip(total.tolist(), labels.tolist(), strict=True)
+        order += [(*row, label) for row, label in rows if label >= 0]
     plain = [(*totals, example["label"]) for (totals, _), example in zip(scores, examples, strict=True)]
     for ours, theirs in zip(sorted(order), sorted(plain), strict=True):
         assert ours == pytest.approx(theirs, rel=1e-4)
@@ -121,7 +125,7 @@ def test_rows_longer_than_block_size_lose_their_beginning(examples):
         for p in short.parameters():
             p.add_(torch.randn_like(p), alpha=0.2)
     some = examples[:60]
-    assert any(len(encode(" " + ending)) > 13 for e in some for ending in e["endings"])     # even an ending alone
+    assert any(len(encode(" " + ending)) > 13 for e in some for ending in e["endings"])   # an ending alone
     expected = plain_counts(plain_scores(short, some), some)
     assert evaluate(short, make_batches(some, 12, 32), "cpu").tolist() == expected
 
@@ -149,7 +153,8 @@ def test_batches_come_in_few_shapes_with_few_positions_in_vain(batch_size, most,
     batches = make_batches(some, 1024, batch_size)
     assert len({tuple(array.shape for array in batch) for batch in batches}) <= most
     assert {(len(idx), len(labels)) for idx, _, _, labels in batches} == {(batch_size, batch_size // 4)}
-    assert len(batches) == math.ceil(301 * 4 / batch_size) and all(idx.shape[1] % 32 == 0 for idx, *_ in batches)
+    assert len(batches) == math.ceil(301 * 4 / batch_size)
+    assert all(idx.shape[1] % 32 == 0 for idx, *_ in batches)
     for _, targets, positions, _ in batches:
         assert set(positions) == set((targets >= 0).reshape(-1).nonzero()[0])
     endings = sum(len(encode(" " + ending)) for e in some for ending in e["endings"])
@@ -166,8 +171,10 @@ def test_a_compiled_model_compiles_once_a_shape_and_counts_the_same(model, examp
     batches, counter = make_batches(examples, 192, 32), CompileCounter()
     shapes = {tuple(array.shape for array in batch) for batch in batches}
     torch.compiler.reset()
-    monkeypatch.setattr(model, "token_losses", torch.compile(model.token_losses, backend=counter, dynamic=False, fullgraph=True))
-    with torch._dynamo.config.patch(recompile_limit=32):    # monkeypatch would leave the setting hidden from torch itself
+    compiled = torch.compile(model.token_losses, backend=counter, dynamic=False, fullgraph=True)
+    monkeypatch.setattr(model, "token_losses", compiled)
+    # not monkeypatch: it would hide the setting from torch itself
+    with torch._dynamo.config.patch(recompile_limit=32):
         assert evaluate(model, batches, "cpu").tolist() == plain_counts(scores, examples)
     assert 1 <= counter.frame_count <= len(shapes) < len(batches)
 
@@ -179,9 +186,11 @@ def test_rows_that_fill_a_batch_never_count(model, examples, scores):
         def update(self, n):
             self.n += n
     bar, batches = Bar(), make_batches(examples[:9], 192, 32)
-    fillers = [(targets[4 * i:4 * i + 4] == -1).all() for _, targets, _, labels in batches for i in range(8) if labels[i] == -1]
+    fillers = [(targets[4 * i:4 * i + 4] == -1).all()
+               for _, targets, _, labels in batches for i in range(8) if labels[i] == -1]
     assert len(batches) == 2 and len(fillers) == 7 and all(fillers)
-    assert evaluate(model, batches, "cpu", progress=bar).tolist() == plain_counts(scores[:9], examples[:9]) and bar.n == 9
+    assert evaluate(model, batches, "cpu", progress=bar).tolist() == plain_counts(scores[:9], examples[:9])
+    assert bar.n == 9
     for *_, labels in batches:
         labels[:] = -1
     assert evaluate(model, batches, "cpu").tolist() == [0, 0, 0]
@@ -189,7 +198,8 @@ def test_rows_that_fill_a_batch_never_count(model, examples, scores):
 
 def test_examples_without_context_are_scored_from_their_second_token(model):
     some = {"ctx": "", "endings": ["a b", "b c", "d e f", "g h"], "label": 1}
-    assert evaluate(model, make_batches([some], 192), "cpu").tolist() == plain_counts(plain_scores(model, [some]), [some])
+    counts = evaluate(model, make_batches([some], 192), "cpu")
+    assert counts.tolist() == plain_counts(plain_scores(model, [some]), [some])
     nothing = {"ctx": "", "endings": ["a", "b", "c", "d"], "label": 0}      # to score, yet no crash
     assert evaluate(model, make_batches([nothing], 192), "cpu")[2] == 1
 
@@ -210,14 +220,15 @@ def test_evaluation_leaves_the_random_numbers_alone_and_keeps_no_graph(model, ex
 # the data
 
 def write_jsonl(path, rows):
-    path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row, ensure_ascii=False) for row in rows) + "\n",
-                    encoding="utf-8")
+    lines = [row if isinstance(row, str) else json.dumps(row, ensure_ascii=False) for row in rows]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return path
 
 
 def test_examples_come_from_jsonl_with_labels_as_text_and_any_other_fields(tmp_path):
     rows = make_examples(5)
-    path = write_jsonl(tmp_path / "a.jsonl", [{**row, "label": str(row["label"]), "ind": 3, "split": "val"} for row in rows])
+    written = [{**row, "label": str(row["label"]), "ind": 3, "split": "val"} for row in rows]
+    path = write_jsonl(tmp_path / "a.jsonl", written)
     assert load_examples(path) == rows
 
 
@@ -232,8 +243,10 @@ BAD_LINES = {
     "no json": "{'ctx'", "cut off": json.dumps(GOOD)[:-5], "a list": "[1]", "text": '"ctx"', "null": "null",
     "deep": "[" * 100_000,
     "no ctx": {**GOOD, "ctx": None}, "three endings": {**GOOD, "endings": ["b", "c", "d"]},
-    "endings as one string": {**GOOD, "endings": "bcde"}, "an ending that is a number": {**GOOD, "endings": ["b", "c", "d", 4]},
-    "label 4": {**GOOD, "label": 4}, "label -1": {**GOOD, "label": -1}, "no label": {k: GOOD[k] for k in ("ctx", "endings")},
+    "endings as one string": {**GOOD, "endings": "bcde"},
+    "an ending that is a number": {**GOOD, "endings": ["b", "c", "d", 4]},
+    "label 4": {**GOOD, "label": 4}, "label -1": {**GOOD, "label": -1},
+    "no label": {k: GOOD[k] for k in ("ctx", "endings")},
     "label without a number": {**GOOD, "label": ""}, "label null": {**GOOD, "label": None},
     "label infinite": {**GOOD, "label": math.inf}, "label nan": {**GOOD, "label": math.nan},
 }
@@ -270,19 +283,21 @@ def test_the_hubs_rows_are_read_and_checked(monkeypatch):
 # the command
 
 def command(*flags):
-    return subprocess.run([sys.executable, str(ROOT / "hellaswag.py"), *map(str, flags)], capture_output=True, text=True,
-                          env=ENV, timeout=HANG)
+    return subprocess.run([sys.executable, str(ROOT / "hellaswag.py"), *map(str, flags)], capture_output=True,
+                          text=True, env=ENV, timeout=HANG)
 
 
 @pytest.fixture(scope="module")
 def files(model, examples, tmp_path_factory):
     folder = tmp_path_factory.mktemp("hellaswag")
-    torch.save({"model": model.state_dict(), "model_config": vars(model.config), "recipe": "gpt2"}, folder / "model.pt")
+    content = {"model": model.state_dict(), "model_config": vars(model.config), "recipe": "gpt2"}
+    torch.save(content, folder / "model.pt")
     return folder / "model.pt", write_jsonl(folder / "examples.jsonl", examples)
 
 
 def test_the_command_prints_both_counts_of_the_first_examples(files, scores, examples):
-    result = command("--model", files[0], "--data", files[1], "--limit", 50, "--batch_size", 16, "--device", "cpu")
+    result = command("--model", files[0], "--data", files[1], "--limit", 50, "--batch_size", 16,
+                     "--device", "cpu")
     acc, acc_norm, n = plain_counts(scores[:50], examples[:50])
     assert result.returncode == 0 and n == 50
     assert result.stdout == f"acc: {acc}/50={acc / 50:.4f}\nacc_norm: {acc_norm}/50={acc_norm / 50:.4f}\n"
@@ -293,7 +308,8 @@ def test_every_kind_of_checkpoint_is_scored(kind, files, examples, tmp_path, cap
     source, model = write_peer(kind, tmp_path)
     hellaswag.main(["--model", str(source), "--data", str(files[1]), "--limit", "16", "--device", "cpu"])
     acc, acc_norm, n = plain_counts(plain_scores(model, examples[:16]), examples[:16])
-    assert capsys.readouterr().out == f"acc: {acc}/{n}={acc / n:.4f}\nacc_norm: {acc_norm}/{n}={acc_norm / n:.4f}\n"
+    out = capsys.readouterr().out
+    assert out == f"acc: {acc}/{n}={acc / n:.4f}\nacc_norm: {acc_norm}/{n}={acc_norm / n:.4f}\n"
 
 
 def test_a_model_of_another_tokenizer_is_refused(files, tmp_path):
@@ -305,7 +321,8 @@ def test_a_model_of_another_tokenizer_is_refused(files, tmp_path):
 MISTAKES = {
     "no network": (["--model", "MODEL"], "Rowan/hellaswag"),
     "missing data": (["--model", "MODEL", "--data", "nowhere.jsonl"], "nowhere"),
-    "missing model": (["--model", "nowhere.pt", "--data", "DATA"], "nowhere.pt"), "device": (["--device", "tpu"], "--device tpu"),
+    "missing model": (["--model", "nowhere.pt", "--data", "DATA"], "nowhere.pt"),
+    "device": (["--device", "tpu"], "--device tpu"),
 }
 
 
@@ -317,8 +334,8 @@ def test_a_mistake_exits_2_with_one_line_and_no_traceback(what, files):
     assert result.stderr.startswith("hellaswag.py: ") and result.stderr.count("\n") == 1, result.stderr
 
 
-@pytest.mark.parametrize("flags", [["--bogus"], ["--limit", "0"], ["--limit", "many"], ["--batch_size", "3"], ["--dtype", "int8"],
-                                   ["--device", "cpu:x"]], ids=" ".join)
+@pytest.mark.parametrize("flags", [["--bogus"], ["--limit", "0"], ["--limit", "many"], ["--batch_size", "3"],
+                                   ["--dtype", "int8"], ["--device", "cpu:x"]], ids=" ".join)
 def test_a_wrong_flag_is_named(flags):
     with pytest.raises(UserError, match=flags[0]):
         hellaswag.main(["--model", "nowhere.pt", *flags])
@@ -330,7 +347,8 @@ def test_memory_that_runs_out_is_told_in_one_line(files, monkeypatch):
         hellaswag.main(["--model", str(files[0]), "--data", str(files[1]), "--device", "cpu"])
 
 
-@pytest.mark.parametrize("mistake, slow", [(["--device", "tpu"], "model"), (["--data", "nowhere.jsonl"], "model"),
+@pytest.mark.parametrize("mistake, slow", [(["--device", "tpu"], "model"),
+                                           (["--data", "nowhere.jsonl"], "model"),
                                            (["--model", "nowhere.pt"], "hub")])
 def test_mistakes_are_found_before_slow_work(mistake, slow, monkeypatch, files):
     import model
@@ -347,7 +365,8 @@ def test_mistakes_are_found_before_slow_work(mistake, slow, monkeypatch, files):
 
 def test_importing_hellaswag_prints_nothing_and_leaves_the_slow_libraries_alone(tmp_path):
     code = ("import hellaswag, sys; "
-            "assert not {'torch', 'transformers', 'datasets', 'huggingface_hub', 'safetensors'} & set(sys.modules)")
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=HANG,
-                            env={**ENV, "PYTHONPATH": str(ROOT)})
+            "slow = {'torch', 'transformers', 'datasets', 'huggingface_hub', 'safetensors'}; "
+            "assert not slow & set(sys.modules)")
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path,
+                            timeout=HANG, env={**ENV, "PYTHONPATH": str(ROOT)})
     assert (result.returncode, result.stdout, result.stderr, list(tmp_path.iterdir())) == (0, "", "", [])
