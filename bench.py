@@ -144,8 +144,8 @@ def ladder_settings(base, compiles):
     A setting includes the changes of the rows before it.
     """
     cuda = base.device.startswith("cuda")
-    s = replace(base, dtype="float32", tf32=not cuda, attention="naive", vocab_size=50257, fused=False,
-                loss_chunk=-1 if cuda else 0, tune_memory=cuda)
+    s = replace(base, dtype="float32", tf32=not cuda, compile=False, attention="naive", vocab_size=50257,
+                fused=False, loss_chunk=-1 if cuda else 0, tune_memory=cuda)
     yield "float32, textbook attention, vocabulary 50257, eager, plain AdamW", s, None
     cpu_only = [("+ freed memory kept (mallopt)", dict(tune_memory=True), None),
                 ("+ loss in tiles that stay in the cache", dict(loss_chunk=-1), None)]
