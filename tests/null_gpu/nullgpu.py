@@ -29,7 +29,7 @@ called = collections.Counter()      # operators that are replaced here instead o
 
 
 def take_counts():
-    """(Counter of launches, copies and waits, of kernels by name, [(collective, bytes)]) since the last call."""
+    """(Counter of launches, copies, waits; Counter of kernels; [(collective, bytes)]) since the last call."""
     with tempfile.NamedTemporaryFile("r") as file:
         library.null_gpu_dump(file.name.encode())
         rows = [line.rstrip("\n").split("\t") for line in file]
