@@ -1,4 +1,8 @@
-"""Timing in processes of their own."""
+"""What bench.py's tables share: timing, workers in subprocesses, build-nanogpt's step, printing.
+
+A Setting says what is measured. A worker measures it in a subprocess and prints a dict as JSON. `measure`
+starts the subprocesses in turn and merges what they print.
+"""
 import contextlib
 import json
 import os
@@ -7,7 +11,9 @@ import re
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
+import traceback
 import types
 from dataclasses import asdict, dataclass, replace
 from datetime import date
@@ -16,15 +22,21 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from runtime.cli import UserError
+from runtime.dataloader import INPUT_TXT, TokenDataset, TokenLoader, to_device
+from runtime.device import is_out_of_memory
+from runtime.kernels import ATTENTION, attention, check_attention, document_window_mask
+from runtime.shards import write_shard
 from runtime.tokenizer import VOCAB_SIZE
 
 BENCH = Path(__file__).resolve().parent.parent / "bench.py"
 GB = 1e9
 
+
 @dataclass
 class Setting:
-    """What a line of a table is measured with."""
-    what: str = "step"              # one of WORKERS
+    """What one row of a table is measured with."""
+    what: str = "step"              # a key of bench.WORKERS
     device: str = "cpu"
     recipe: str = "gpt2"
     size: str = "gpt2"
@@ -41,18 +53,21 @@ class Setting:
     warmup: int = 2
     steps: int = 10
     processes: int = 1
-    memory_gb: float = 0            # what the GPU pretends to have; 0: all
+    memory_gb: float = 0            # limit of the GPU's memory; 0: none
     peer: str = ""                  # folder of build-nanogpt's train_gpt2.py
 
 
+# -----------------------------------------------------------------------------
+# measuring, in the worker's process
+
 def time_steps(step, s):
-    """(seconds of the first s.warmup calls with all that they compile, [seconds of each of the next s.steps])."""
+    """(seconds of the first s.warmup calls, which may compile; [seconds] of each of the next s.steps)."""
     cuda = s.device.startswith("cuda")
 
-    def stamp():
+    def timestamp():
         if not cuda:
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)        # the GPU's own clock: the CPU does not wait between steps
+        event = torch.cuda.Event(enable_timing=True)        # the GPU's clock: no waiting between steps
         event.record()
         return event
 
@@ -62,21 +77,30 @@ def time_steps(step, s):
     if cuda:
         torch.cuda.synchronize()
     warmup_seconds = time.perf_counter() - start
-    stamps = [stamp()]
+    times = [timestamp()]
     for _ in range(s.steps):
         step()
-        stamps.append(stamp())
+        times.append(timestamp())
     if cuda:
         torch.cuda.synchronize()
-    return warmup_seconds, [a.elapsed_time(b) / 1e3 if cuda else b - a for a, b in zip(stamps, stamps[1:], strict=False)]
+    pairs = zip(times, times[1:], strict=False)
+    return warmup_seconds, [a.elapsed_time(b) / 1e3 if cuda else b - a for a, b in pairs]
 
 
 def peak_memory(device):
-    """Most bytes in use so far: torch's on the GPU, the whole process's on a CPU."""
+    """Peak bytes so far: reserved by torch on a GPU, resident of the whole process on a CPU."""
     if device.startswith("cuda"):
         return torch.cuda.max_memory_reserved()
     import resource
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def rss_and_peak():
+    """(resident bytes of this process, their peak since the last call)."""
+    status = Path("/proc/self/status").read_text()
+    rss, peak = (int(re.search(rf"{name}:\s+(\d+)", status)[1]) * 1024 for name in ("VmRSS", "VmHWM"))
+    Path("/proc/self/clear_refs").write_text("5")           # resets the peak
+    return rss, peak
 
 
 def random_tokens(n):
@@ -84,7 +108,7 @@ def random_tokens(n):
 
 
 class PlainAdamW(torch.optim.AdamW):
-    """torch's default for the device, which cannot pass over a step that is not finite."""
+    """torch's default AdamW for the device. Unlike the fused one it cannot skip a non-finite step."""
 
     def step(self, closure=None):
         self.found_inf = None
@@ -92,13 +116,17 @@ class PlainAdamW(torch.optim.AdamW):
 
 
 def peers_step(s, shape):
-    """The same of build-nanogpt's script: its definitions as they are, its step without the gradient accumulation."""
-    path = Path(s.peer) / "train_gpt2.py" if Path(s.peer).is_dir() else Path(s.peer)
-    definitions = path.read_text(encoding="utf-8").split("\nimport tiktoken")[0]        # then come data, run and prints
+    """(a function that does one optimizer step as build-nanogpt's script does it, the model).
+
+    The script's definitions are executed unchanged. Its step is repeated here, without gradient accumulation.
+    """
+    path = Path(s.peer) / "train_gpt2.py"
+    # from this import on, the script loads data and trains
+    definitions = path.read_text(encoding="utf-8").split("\nimport tiktoken")[0]
     sys.modules["hellaswag"] = types.SimpleNamespace(render_example=None, iterate_examples=None)
     script = types.ModuleType("peer")
     sys.modules["peer"] = script
-    script.__dict__["master_process"] = False
+    script.master_process = False
     exec(compile(definitions, str(path), "exec"), script.__dict__)
     torch.manual_seed(1337)
     torch.set_float32_matmul_precision("high")
@@ -123,9 +151,12 @@ def peers_step(s, shape):
 
 
 def matmul_seconds(s, shape, repeats=5):
-    """[seconds] of the matrix products of a step and nothing else: of the linear layers and the head (2 N C FLOPs a weight),
-    and of attention (6 of 2 B T^2 C a layer), forward and backward, in the step's dtype. Each layer has weights of its own,
-    as in the step, so that they do not come from the cache."""
+    """[seconds] of a step's matrix products alone, forward and backward, in the step's dtype.
+
+    With N = B T tokens: three products of 2 N n k FLOPs for each (n, k) weight of the linear layers and the
+    head, and six of 2 B T^2 C FLOPs for each layer's attention. Each layer has its own weights, as in the
+    step, so that they do not come from the cache.
+    """
     layers, heads, C = (shape[name] for name in ("n_layer", "n_head", "n_embd"))
     N, hs = s.B * s.T, C // heads
 
@@ -134,74 +165,218 @@ def matmul_seconds(s, shape, repeats=5):
 
     weights = [random(n, k) for _ in range(layers) for n, k in ((3 * C, C), (C, C), (4 * C, C), (C, 4 * C))]
     weights.append(random(s.vocab_size, C))
-    tall = {width: random(N, width) for width in (C, 3 * C, 4 * C, s.vocab_size)}
+    activations = {width: random(N, width) for width in (C, 3 * C, 4 * C, s.vocab_size)}
     q, p = random(s.B * heads, s.T, hs), random(s.B * heads, s.T, s.T)
 
     def products():
         for w in weights:
-            x, g = tall[w.size(1)], tall[w.size(0)]
-            x @ w.t(), g @ w, g.t() @ x                                 # y, dx, dw
+            x, dy = activations[w.size(1)], activations[w.size(0)]
+            x @ w.t(), dy @ w, dy.t() @ x                               # y, dx, dw
         for _ in range(layers):
             q @ q.transpose(1, 2), q @ q.transpose(1, 2)                # scores, dp
             p @ q, p.transpose(1, 2) @ q, p @ q, p.transpose(1, 2) @ q  # y, dv, dq, dk
     return time_steps(products, replace(s, warmup=2, steps=repeats))[1]
 
 
-def rss_and_peak():
-    """(bytes of this process in memory, the most since the last call)."""
-    status = Path("/proc/self/status").read_text()
-    now, most = (int(re.search(rf"{name}:\s+(\d+)", status)[1]) * 1024 for name in ("VmRSS", "VmHWM"))
-    Path("/proc/self/clear_refs").write_text("5")           # begins a new peak
-    return now, most
+def attention_and_gradients(q, k, v, dy, kernel, mask=None):
+    """y, dq, dk, dv, each (B, heads, T, head_dim)."""
+    q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
+    y = attention(q, k, v, kernel, mask)
+    y.backward(dy)
+    return y.detach(), q.grad, k.grad, v.grad
 
+
+def attention_costs(s, heads, head_dim, device):
+    """Seconds and peak bytes of one layer's attention, forward and backward, and its errors.
+
+    An error is |x - x64| / |x64| against the naive kernel in float64: of y, and the largest of dq, dk and dv.
+    """
+    dtype, cuda = getattr(torch, s.dtype), device.startswith("cuda")
+    torch.manual_seed(0)
+
+    def inputs(B):
+        shape = B, s.T, heads, head_dim
+        return [torch.randn(shape, device=device).to(dtype).transpose(1, 2) for _ in range(4)]
+
+    def causal_mask(B, T):
+        """For flex, which needs a mask: one document and a window of T. A model makes it once a forward."""
+        if s.attention != "flex":
+            return None
+        tokens = torch.zeros(B, T, dtype=torch.int64, device=device)
+        return document_window_mask(tokens, T, torch.tensor(T, device=device), as_blocks=True)
+
+    # the first call loads libraries
+    attention_and_gradients(*(t[:, :, :64] for t in inputs(1)), s.attention, causal_mask(1, 64))
+    tensors, mask = inputs(s.B), causal_mask(s.B, s.T)
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated() if cuda else rss_and_peak()[0]
+    attention_and_gradients(*tensors, s.attention, mask)
+    peak = torch.cuda.max_memory_allocated() if cuda else rss_and_peak()[1]
+    _, seconds = time_steps(lambda: attention_and_gradients(*tensors, s.attention, mask), s)
+    tensors = inputs(1)
+    actual = attention_and_gradients(*tensors, s.attention, causal_mask(1, s.T))
+    expected = attention_and_gradients(*(t.double() for t in tensors), "naive")
+    errors = [((a.double() - b).norm() / b.norm()).item() for a, b in zip(actual, expected, strict=True)]
+    return {"seconds": seconds, "memory": peak - before,
+            "error_forward": errors[0], "error_backward": max(errors[1:])}
+
+
+def measure_loader(s):
+    """Tokens/s of TokenLoader on one thread, a rate an epoch of four unequal shards, hashing included."""
+    with tempfile.TemporaryDirectory() as folder:
+        shards = [Path(folder) / f"x_train_{i}.{s.size}" for i in range(4)]
+        for i, path in enumerate(shards):
+            write_shard(path, random_tokens(4_000_000 + 1013 * i))
+        dataset = TokenDataset(shards, s.T, 1337, s.recipe == "shuffled", VOCAB_SIZE)
+        loader = TokenLoader(dataset, s.B * s.T, s.B)
+        rates = []
+        for epoch in range(s.steps):
+            start, steps = time.perf_counter(), dataset.total // s.B
+            for step in range(steps * epoch, steps * (epoch + 1)):
+                to_device(loader.rows(step, 0), "cpu")
+            rates.append(steps * s.B * s.T / (time.perf_counter() - start))
+    return {"rates": rates}
+
+
+def run_worker(workers, setting):
+    """`python bench.py work JSON`: prints what the setting's worker measured, a dict, as the last line.
+
+    Of several processes rank 0 prints, and any rank that fails. A failed rank's exit code makes torchrun end
+    the others, which would otherwise wait for it in a collective.
+    """
+    s = Setting(**json.loads(setting))
+    try:
+        result = workers[s.what](s)
+    except Exception as error:
+        if is_out_of_memory(error):
+            result = {"failed": "out of memory"}
+        else:
+            traceback.print_exc()
+            result = {"failed": (str(error).strip() or repr(error)).split("\n")[-1][:200]}
+    if "failed" in result or int(os.environ.get("RANK", 0)) == 0:
+        print(json.dumps(result), flush=True)
+    sys.stdout.flush()
+    os._exit("failed" in result)            # does not wait for the loader's thread or for other processes
+
+
+# -----------------------------------------------------------------------------
+# starting workers
 
 def run_in_subprocess(s):
-    """The dict that `s` gives when it is measured in a new process, or {"failed": why}."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={s.processes}"] if s.processes > 1 else []
+    """The dict that the worker of `s` prints in a new process, or {"failed": reason}."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={s.processes}"]
+    launcher = [sys.executable, *(torchrun if s.processes > 1 else [])]
     threads = max(1, torch.get_num_threads() // s.processes)
-    result = subprocess.run([sys.executable, *launcher, str(BENCH), "work", json.dumps(asdict(s))], capture_output=True,
+    result = subprocess.run([*launcher, str(BENCH), "work", json.dumps(asdict(s))], capture_output=True,
                             text=True, env={**os.environ, "OMP_NUM_THREADS": str(threads)})
-    told = []
+    answers = []
     for line in result.stdout.split("\n"):
         with contextlib.suppress(ValueError):
-            told.append(json.loads(line))
-    told = [answer for answer in told if isinstance(answer, dict)]
-    failed = [answer for answer in told if "failed" in answer]          # one process can fail after the first has answered
-    if told and (failed or not result.returncode):
-        return (failed or told)[0]
-    if result.returncode == -9 or "Signal 9 (SIGKILL)" in result.stderr:        # by the kernel; the second is torchrun's report
+            answers.append(json.loads(line))
+    answers = [answer for answer in answers if isinstance(answer, dict)]
+    failed = [answer for answer in answers if "failed" in answer]       # also one after rank 0 has printed
+    if answers and (failed or not result.returncode):
+        return (failed or answers)[0]
+    # killed by the kernel; the second is how torchrun reports it
+    if result.returncode == -9 or "Signal 9 (SIGKILL)" in result.stderr:
         return {"failed": "out of memory"}
     return {"failed": (result.stderr.strip().split("\n")[-1] or f"exit code {result.returncode}")[:200]}
 
 
+def merge(old, new):
+    """A measured value over two turns: lists are joined, of two numbers the larger is kept."""
+    if old is None:
+        return new
+    if isinstance(new, list):
+        return old + new
+    return max(old, new) if isinstance(old, int | float) and isinstance(new, int | float) else new
+
+
 def measure(settings, turns):
-    """One dict a setting: in turn, `turns` times over; lists grow, of numbers the largest counts."""
-    merged = [{} for _ in settings]
-    for turn in range(turns):
-        for i, (s, result) in enumerate(zip(settings, merged, strict=True)):
-            if sys.stderr.isatty():
-                print(f"\r{turn * len(settings) + i + 1} of {turns * len(settings)} ...", end="", file=sys.stderr, flush=True)
-            if "failed" not in result:
-                for name, value in run_in_subprocess(s).items():
-                    before = result.get(name)
-                    both_numbers = isinstance(before, int | float) and isinstance(value, int | float)
-                    result[name] = value if before is None else before + value if isinstance(value, list) else (
-                        max(before, value) if both_numbers else value)
+    """One dict a setting, merged over `turns`. A turn runs every setting that has not failed yet."""
+    results = [{} for _ in settings]
+    jobs = turns * list(zip(settings, results, strict=True))
+    for i, (s, result) in enumerate(jobs, 1):
+        if sys.stderr.isatty():
+            print(f"\r{i} of {len(jobs)} ...", end="", file=sys.stderr, flush=True)
+        if "failed" not in result:
+            for name, value in run_in_subprocess(s).items():
+                result[name] = merge(result.get(name), value)
     if sys.stderr.isatty():
         print("\r" + " " * 40 + "\r", end="", file=sys.stderr)
-    return merged
+    return results
 
 
 def median_ms(result):
     return statistics.median(result["seconds"]) * 1e3
 
 
-def print_table(rows):
-    """Dicts as a table in Markdown, which the README takes as it is."""
+def supported_kernels(s):
+    """(attention kernels that run with s.device and s.dtype, ["name (reason)"] of the others)."""
+    supported, missing = [], []
+    for kernel in ATTENTION:
+        try:
+            check_attention(kernel, s.device, getattr(torch, s.dtype), 64, masked=kernel == "flex")
+            supported.append(kernel)
+        except UserError as error:
+            missing.append(f"{kernel} ({str(error).split('(', 1)[-1].rsplit(')', 1)[0].split('. ')[0]})")
+    return supported, missing
+
+
+def bytes_per_sequence(memory, memory_of_twice, B):
+    """From the peak bytes of micro-batches B and 2 B."""
+    return max(1.0, (memory_of_twice - memory) / B)
+
+
+def predict_largest(memory, memory_of_twice, B, gigabytes):
+    """The largest micro-batch in `gigabytes`, extrapolated from the peak bytes of micro-batches B and 2 B."""
+    return max(0, int(B + (gigabytes * GB - memory) / bytes_per_sequence(memory, memory_of_twice, B)))
+
+
+def find_largest(s, B, memory_gb):
+    """The largest micro-batch up to B that runs in `memory_gb`, in steps of 3%; or why a run failed."""
+    while B > 0 and (failed := run_in_subprocess(replace(s, B=B, memory_gb=memory_gb)).get("failed")):
+        if failed != "out of memory":
+            return failed
+        B = min(B - 1, int(0.97 * B))
+    return B
+
+
+def time_fineweb(worker_counts, turns):
+    """({workers: [seconds]} of whole runs of fineweb.py on 30 copies of input.txt, the tokens of a run)."""
+    seconds = {n: [] for n in worker_counts}
+    with tempfile.TemporaryDirectory() as folder:
+        text = Path(folder) / "text.jsonl"
+        speeches = INPUT_TXT.read_text(encoding="utf-8").split("\n\n")
+        documents = ["\n\n".join(speeches[i:i + 30]) for i in range(0, len(speeches), 30)]
+        text.write_text("".join(json.dumps({"text": f"{i} {document}"}) + "\n"
+                                for i in range(30) for document in documents))
+        for turn in range(turns):
+            for n in worker_counts:
+                out = Path(folder) / f"out{n}_{turn}"
+                start = time.perf_counter()
+                subprocess.run([sys.executable, str(BENCH.with_name("fineweb.py")), "--input", str(text),
+                                "--workers", str(n), "--out", str(out)], check=True, capture_output=True)
+                seconds[n].append(time.perf_counter() - start)
+        manifest = json.loads((out / "manifest.json").read_text())
+    return seconds, sum(shard["tokens"] for shard in manifest["shards"])
+
+
+# -----------------------------------------------------------------------------
+# printing
+
+def print_table(rows, lists=None):
+    """Prints dicts as a table in Markdown, and below it each list of {title: names} that is not empty."""
     def cell(value):
-        return "n/a" if value is None else value if isinstance(value, str) else f"{value:,.0f}" if abs(value) >= 100 else (
-            f"{value:.2f}" if isinstance(value, float) else str(value))
-    columns = max(rows, key=len)                            # a line that failed has fewer
+        if value is None:
+            return "n/a"
+        if isinstance(value, str):
+            return value
+        if abs(value) >= 100:
+            return f"{value:,.0f}"
+        return f"{value:.2f}" if isinstance(value, float) else str(value)
+    columns = max(rows, key=len)                            # the row of a failure has fewer
     lines = [list(columns), *([cell(row.get(name, "")) for name in columns] for row in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     lines.insert(1, ["-" * width for width in widths])
@@ -210,24 +385,12 @@ def print_table(rows):
         print("| " + " | ".join(text.ljust(w) if i == 0 else text.rjust(w)
                                 for i, (text, w) in enumerate(zip(line, widths, strict=True))) + " |")
     print(flush=True)
+    for title, names in (lists or {}).items():
+        if names:
+            print(f"{title}: " + "; ".join(names))
 
 
 def machine(device):
-    if device.startswith("cuda"):
-        return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, {date.today()}"
-    return f"CPU ({platform.machine()}, {torch.get_num_threads()} threads), torch {torch.__version__}, {date.today()}"
-
-
-def largest_fit(memory, memory_of_twice, B, gigabytes):
-    """(bytes a sequence, the largest micro-batch in `gigabytes`) from the peaks of micro-batches B and 2 B."""
-    each = max(1.0, (memory_of_twice - memory) / B)
-    return each, max(0, int(B + (gigabytes * GB - memory) / each))
-
-
-def find_largest(s, B, memory_gb):
-    """The largest micro-batch not above about `B` that runs where the GPU has `memory_gb`."""
-    while B > 0 and (failed := run_in_subprocess(replace(s, B=B, memory_gb=memory_gb)).get("failed")):
-        if failed != "out of memory":
-            return failed
-        B = min(B - 1, int(0.97 * B))
-    return B
+    name = (torch.cuda.get_device_name(device) if device.startswith("cuda") else
+            f"CPU ({platform.machine()}, {torch.get_num_threads()} threads)")
+    return f"{name}, torch {torch.__version__}, {date.today()}"

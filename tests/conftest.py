@@ -1,4 +1,4 @@
-"""The tests import the scripts from the folder above, never from the network, and never from a cache of a hub."""
+"""The tests import the scripts from the folder above, without the network or a user's hub cache."""
 import os
 import sys
 import tempfile
@@ -9,16 +9,16 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 os.environ["HF_HUB_OFFLINE"] = "1"
 if "PYTEST_XDIST_WORKER" not in os.environ:         # the workers inherit it
-    # a user's own cache may hold what a test says cannot be had
+    # a user's cache may hold files that a test needs to be missing
     empty = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
     os.environ["HF_HOME"] = empty.name
-# one thread a process: the tests run side by side (pytest-xdist), and torch's threads would wait for each other
+# one thread a process: tests run in parallel (pytest-xdist), and torch's threads would compete for the cores
 os.environ["OMP_NUM_THREADS"] = "1"
 
 
 @pytest.fixture(autouse=True, scope="session")
 def memory_is_given_back():
-    """What a command does to its own process for good would reach the tests after it, some of which measure memory."""
+    """No tune_malloc in the tests' process: it lasts, and later tests measure memory."""
     from runtime import distributed
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(distributed, "tune_malloc", lambda: None)
@@ -27,4 +27,5 @@ def memory_is_given_back():
 
 def pytest_terminal_summary(terminalreporter, config):
     if "check_*.py" not in config.getini("python_files"):
-        terminalreporter.write_line("GPU paths are checked apart, and without a GPU: tests/null_gpu/check (CONTRIBUTING.md)")
+        terminalreporter.write_line("GPU paths are checked apart, and without a GPU: tests/null_gpu/check "
+                                    "(CONTRIBUTING.md)")

@@ -1,5 +1,8 @@
-"""Real processes of train_gpt2.py, for the tests. No test depends on how fast they are: what is to happen at a step happens while
-the run stands before it (`Live`), and deadlines only end what hangs."""
+"""Real processes of train_gpt2.py, for the tests.
+
+No test depends on their speed. A run is held before the step at which the test does something (`Live`).
+Timeouts only end a process that hangs.
+"""
 import os
 import signal
 import subprocess
@@ -9,16 +12,18 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 ENV = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-HANG = 1200         # seconds after which a process is taken to hang: far beyond what any takes on a busy machine
+HANG = 1200         # seconds, a timeout: far more than any process takes on a busy machine
 
 
 def command(*flags, processes=1, torchrun=("--standalone",)):
-    launcher = ["-m", "torch.distributed.run", *torchrun, f"--nproc_per_node={processes}"] if processes > 1 else []
-    return [sys.executable, *launcher, str(ROOT / "train_gpt2.py"), "--no_plot", *map(str, flags)]
+    launcher = ["-m", "torch.distributed.run", *torchrun, f"--nproc_per_node={processes}"]
+    return [sys.executable, *(launcher if processes > 1 else []), str(ROOT / "train_gpt2.py"), "--no_plot",
+            *map(str, flags)]
 
 
 def run(*flags, processes=1, code=0, env=ENV, **kwargs):
-    result = subprocess.run(command(*flags, processes=processes), capture_output=True, text=True, env=env, timeout=HANG, **kwargs)
+    result = subprocess.run(command(*flags, processes=processes), capture_output=True, text=True, env=env,
+                            timeout=HANG, **kwargs)
     assert result.returncode == code, result.stdout[-2000:] + result.stderr[-2000:]
     return result
 
@@ -29,7 +34,7 @@ def logged(out, kind="train"):
 
 
 def wait_until(happened, alive=lambda: True):
-    """Returns the first true value of happened(), which is asked again and again."""
+    """Polls happened() and returns its first true value."""
     deadline = time.monotonic() + HANG
     while not (found := happened()):
         assert alive(), "the process ended before"
@@ -38,8 +43,8 @@ def wait_until(happened, alive=lambda: True):
     return found
 
 
-# Python imports it at its start, before the script. A process that is about to ask for the first batch of a step says so in a
-# file, and waits as long as there is a file hold.STEP.
+# sitecustomize.py, which Python imports before the script. If there is a file hold.STEP, a process writes its
+# id to rankR.STEP before the first batch of that step, and waits until hold.STEP is removed.
 SITE = """
 import os, sys, time
 sys.path.insert(0, {root!r})
@@ -51,7 +56,7 @@ def tested():
     try:
         return os.kill({pid}, 0) is None
     except OSError:
-        return False                    # the tests were killed: nobody will let this process go on
+        return False                    # the tests were killed: nothing will remove hold.STEP
 
 def started(loader, step):
     loader.asked = step * loader.micro_steps
@@ -74,18 +79,19 @@ TokenLoader.start, TokenLoader.next_batch = started, held
 
 
 class Live:
-    """A command that runs beside the test, which stands still before each step of `hold` until the test lets it go on."""
+    """A command in the background, held before each step of `hold` until the test calls go_on(step)."""
 
     def __init__(self, folder, argv, hold=(), env=ENV, **how):
         folder.mkdir(parents=True)
         self.folder = folder
         for step in hold:
             (folder / f"hold.{step}").touch()
-        (folder / "sitecustomize.py").write_text(SITE.format(root=str(ROOT), folder=str(folder), pid=os.getpid()))
+        site = SITE.format(root=str(ROOT), folder=str(folder), pid=os.getpid())
+        (folder / "sitecustomize.py").write_text(site)
         with open(folder / "stdout", "w") as stdout, open(folder / "stderr", "w") as stderr:
             path = os.pathsep.join(filter(None, (str(folder), env.get("PYTHONPATH"))))
-            self.process = subprocess.Popen(argv, **{"stdout": stdout, "stderr": stderr} | how, text=True, start_new_session=True,
-                                            env={**env, "PYTHONPATH": path})
+            self.process = subprocess.Popen(argv, **{"stdout": stdout, "stderr": stderr} | how, text=True,
+                                            start_new_session=True, env={**env, "PYTHONPATH": path})
 
     def stdout(self):
         return (self.folder / "stdout").read_text()
@@ -100,7 +106,7 @@ class Live:
             raise AssertionError(f"{error}: {self.stdout()[-2000:]}{self.stderr()[-2000:]}") from None
 
     def stands_before(self, step, ranks=(0,)):
-        """Waits until these processes of the run do; gives their ids."""
+        """Waits until these ranks are held before `step`; returns their process ids."""
         files = [self.folder / f"rank{rank}.{step}" for rank in ranks]
         self.until(lambda: all(file.exists() for file in files))
         return [int(file.read_text()) for file in files]
@@ -110,11 +116,11 @@ class Live:
             (self.folder / f"hold.{step}").unlink()
 
     def end(self):
-        """Waits for it; gives (exit code, stdout, stderr)."""
+        """Waits for the command; returns (exit code, stdout, stderr)."""
         return self.process.wait(timeout=HANG), self.stdout(), self.stderr()
 
     def kill(self):
-        """What is left of it, whatever the test has come to. Ranks of torchrun's, in sessions of their own, follow it."""
+        """Ends what is left of the command. torchrun's ranks, in sessions of their own, end with it."""
         for hold in self.folder.glob("hold.*"):
             hold.unlink()
         if self.process.poll() is None:

@@ -1,4 +1,4 @@
-"""The speedrun recipe: its model against an independent reference, Muon against torch's and over processes, its schedule."""
+"""The speedrun recipe: its model against an independent reference, Muon against torch's, its schedules."""
 import dataclasses
 import math
 import runpy
@@ -11,6 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import runtime.device
+from helpers import ENV, HANG, ROOT, logged, run
 from model import LanguageModel, SpeedrunConfig, SpeedrunGPT, load_model
 from runtime.checkpoint import MODEL_SHAPE, merge_config, restore_optimizer
 from runtime.checks import shape_of_init
@@ -22,14 +24,13 @@ from runtime.muon import Muon, orthogonalize
 from runtime.shards import write_shard
 from runtime.tokenizer import EOT, encode
 from train_gpt2 import RECIPES, Config, muon_momentum, parse_flags, trapezoid, window_schedule
-import runtime.device
-from helpers import ENV, HANG, ROOT, logged, run
 
 
 def make_model(seed=0, **shape):
-    """With random values where training would have left them: a fresh one's branches are all zero."""
+    """With random weights as after training: those of a new model's branches are all zero."""
     torch.manual_seed(seed)
-    model = SpeedrunGPT(SpeedrunConfig(**dict(block_size=24, vocab_size=97, n_layer=3, n_head=2, n_embd=32) | shape))
+    tiny = dict(block_size=24, vocab_size=97, n_layer=3, n_head=2, n_embd=32)
+    model = SpeedrunGPT(SpeedrunConfig(**tiny | shape))
     with torch.no_grad():
         for p in model.parameters():
             p.add_(torch.randn_like(p) * (0.1 if p.dim() == 2 else 0.3))
@@ -41,11 +42,11 @@ def tokens(*shape, seed=1, vocab_size=97):
 
 
 def plain_speedrun(w, heads, idx):
-    """Record 10 once more, in float64, position by position and head by head. w: name -> float64 tensor."""
+    """Record 10 in float64, position by position and head by head. w: name -> float64 tensor."""
     def rms(x):
         return x / (x.pow(2).mean(-1, keepdim=True) + torch.finfo(torch.float32).eps).sqrt()
 
-    def turn(x):                                # (T, hs): the pair (x_i, x_{i + hs/2}) turns by t / 10000^(2i/hs)
+    def turn(x):                        # (T, hs): rotates the pair (x_i, x_{i + hs/2}) by t / 10000^(2i/hs)
         T, hs = x.shape
         out = torch.empty_like(x)
         for t in range(T):
@@ -92,7 +93,8 @@ def test_logits_loss_and_gradients_equal_a_plain_reference():
         ours.backward()
         assert ours.item() == pytest.approx(loss.item(), abs=1e-5)
         for name, p in model.named_parameters():
-            assert (p.grad.double() - weights[name].grad).norm() <= 1e-4 * weights[name].grad.norm() + 1e-9, (chunk, name)
+            gradient = weights[name].grad
+            assert (p.grad.double() - gradient).norm() <= 1e-4 * gradient.norm() + 1e-9, (chunk, name)
 
 
 def test_in_bfloat16_all_activations_are_and_the_logits_stay_near():
@@ -100,7 +102,8 @@ def test_in_bfloat16_all_activations_are_and_the_logits_stay_near():
     expected, seen = model(idx)[0], set()
     for module in model.modules():
         if type(module).__name__ == "CastLinear":
-            module.register_forward_hook(lambda module, inputs, output: seen.add((inputs[0].dtype, output.dtype)))
+            module.register_forward_hook(
+                lambda module, inputs, output: seen.add((inputs[0].dtype, output.dtype)))
     with torch.autocast("cpu", torch.bfloat16):
         found = model(idx)[0]
     assert seen == {(torch.bfloat16, torch.bfloat16)}
@@ -119,7 +122,7 @@ def test_the_published_size_has_162_million_parameters_and_starts_at_the_loss_of
 
 def test_cached_generation_takes_the_likeliest_tokens_of_whole_forwards():
     model, idx = make_model(), tokens(2, 5)
-    found = model.generate(idx, 30, temperature=0)                              # beyond block_size: the window slides
+    found = model.generate(idx, 30, temperature=0)          # beyond block_size: the context slides
     for _ in range(30):
         idx = torch.cat((idx, model(idx[:, -24:])[0][:, -1:].argmax(-1)), dim=1)
     assert torch.equal(found, idx)
@@ -156,7 +159,8 @@ def test_muon_is_torchs_muon_to_rounding():
     ours = [torch.nn.Parameter(torch.randn(s)) for s in shapes]
     theirs = [torch.nn.Parameter(p.detach().clone()) for p in ours]
     a = Muon([(str(i), p) for i, p in enumerate(ours)], lr=0.02, weight_decay=0.1)
-    b = torch.optim.Muon(theirs, lr=0.02, momentum=0.95, nesterov=True, weight_decay=0.1, adjust_lr_fn="original")
+    b = torch.optim.Muon(theirs, lr=0.02, momentum=0.95, nesterov=True, weight_decay=0.1,
+                         adjust_lr_fn="original")
     start = [p.detach().clone() for p in ours]
     for step in range(6):
         for p, q in zip(ours, theirs, strict=True):
@@ -201,14 +205,15 @@ for step in range(3):
 if int(os.environ.get("RANK", 0)) == 0:
     torch.save([p.detach() for p in params], sys.argv[1])
 if dist.is_initialized():
-    dist.barrier()              # a process that leaves while another still sends would be its end
+    dist.barrier()              # a process that exits while another still sends would crash that one
     dist.destroy_process_group()
-    os._exit(0)                 # without the interpreter's finalization: see train_gpt2.leave
+    os._exit(0)                 # without the interpreter's finalization: see hard_exit
 """)
     monkeypatch.setattr(sys, "argv", ["muon.py", str(tmp_path / "1.pt")])
     runpy.run_path(str(script))
-    result = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=3", script,
-                             tmp_path / "3.pt"], env=ENV, timeout=HANG, capture_output=True, text=True)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=3"]
+    result = subprocess.run([*torchrun, script, tmp_path / "3.pt"], env=ENV, timeout=HANG,
+                            capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-3000:]
     for a, b in zip(torch.load(tmp_path / "1.pt"), torch.load(tmp_path / "3.pt"), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=2e-3)
@@ -221,7 +226,8 @@ def test_every_parameter_is_in_one_group_and_the_rates_are_record_10s():
     model = make_model(n_embd=384)              # half of GPT-2's width: there the head's rate is 0.002
     config, _ = parse_flags(["--recipe", "speedrun"])
     optimizers = RECIPES["speedrun"].optimizers(model, config)
-    rates = {name: group["lr"] for optimizer in optimizers for group in optimizer.param_groups for name in group["param_names"]}
+    rates = {name: group["lr"] for optimizer in optimizers for group in optimizer.param_groups
+             for name in group["param_names"]}
     assert sorted(rates) == sorted(name for name, _ in model.named_parameters())
     expected = {"transformer.wte.weight": 0.3, "lm_head.weight": 0.004}
     assert all(rate == pytest.approx(expected.get(name, 0.02)) for name, rate in rates.items())
@@ -238,7 +244,8 @@ def test_the_defaults_are_the_recipes_and_flags_come_before_them():
 def test_the_schedule_is_constant_and_then_linear_to_its_floor():
     config = Config(max_steps=3242, warmup_steps=0, max_lr=0.02, min_lr=0.0, cooldown=926 / 3242)
     assert trapezoid(0, config) == trapezoid(2316, config) == 1.0
-    assert trapezoid(2316 + 463, config) == pytest.approx(0.5) and trapezoid(3242, config) == trapezoid(9999, config) == 0.0
+    assert trapezoid(2316 + 463, config) == pytest.approx(0.5)
+    assert trapezoid(3242, config) == trapezoid(9999, config) == 0.0
     floor = Config(max_steps=100, warmup_steps=10, max_lr=1.0, min_lr=0.1, cooldown=0.5)
     assert trapezoid(0, floor) == pytest.approx(0.1) and trapezoid(100, floor) == pytest.approx(0.1)
     assert trapezoid(75, floor) == pytest.approx(0.55)
@@ -247,7 +254,8 @@ def test_the_schedule_is_constant_and_then_linear_to_its_floor():
 
 def test_weights_come_back_from_a_checkpoint(tmp_path):
     model = make_model()
-    torch.save({"model": model.state_dict(), "model_config": dict(vars(model.config)), "recipe": "speedrun"}, tmp_path / "c.pt")
+    torch.save({"model": model.state_dict(), "model_config": dict(vars(model.config)), "recipe": "speedrun"},
+               tmp_path / "c.pt")
     again = load_model(tmp_path / "c.pt")
     assert torch.equal(again(tokens(1, 24))[0], model(tokens(1, 24))[0])
     with pytest.raises(UserError, match="only one of --recipe gpt2"):
@@ -259,15 +267,16 @@ def test_a_run_trains_evaluates_samples_and_is_sampled_from(tmp_path):
     tokens = encode((ROOT / "input.txt").read_text()[:30_000])
     for name, part in (("val", tokens[:1000]), ("train", tokens[1000:])):
         write_shard(tmp_path / f"text_{name}_000000.npy", part)
-    result = run("--recipe", "speedrun", "--data", tmp_path, "--out", tmp_path / "log", "--n_layer", 2, "--n_head", 2,
-                 "--n_embd", 64, "--block_size", 32, "--window", 16, "--total_batch_size", 512, "--max_steps", 12,
-                 "--val_every", 6, "--val_tokens", 900, "--sample_every", 6, "--hellaswag_every", 0, "--checkpoint_every", 6)
+    result = run("--recipe", "speedrun", "--data", tmp_path, "--out", tmp_path / "log", "--n_layer", 2,
+                 "--n_head", 2, "--n_embd", 64, "--block_size", 32, "--window", 16, "--total_batch_size", 512,
+                 "--max_steps", 12, "--val_every", 6, "--val_tokens", 900, "--sample_every", 6,
+                 "--hellaswag_every", 0, "--checkpoint_every", 6)
     val = logged(tmp_path / "log", "val")
     assert val[0] == pytest.approx(math.log(50304), abs=0.01) and val[12] < val[6] < val[0]
     assert "sample 0: Hello, I'm a language model," in result.stdout
-    sampled = subprocess.run([sys.executable, ROOT / "sample.py", "--model", tmp_path / "log/checkpoint_000012.pt",
-                              "--num_samples", "1", "--max_new_tokens", "4"], capture_output=True, text=True, env=ENV,
-                             timeout=HANG)
+    sampled = subprocess.run([sys.executable, ROOT / "sample.py", "--model",
+                              tmp_path / "log/checkpoint_000012.pt", "--num_samples", "1",
+                              "--max_new_tokens", "4"], capture_output=True, text=True, env=ENV, timeout=HANG)
     assert sampled.returncode == 0 and sampled.stdout, sampled.stderr
     wrong = run("--recipe", "gpt2", "--data", tmp_path, "--out", tmp_path / "log", code=2)
     assert "was trained with --recipe speedrun, not gpt2" in wrong.stderr
@@ -310,10 +319,10 @@ def test_a_mask_is_the_past_of_the_same_document_inside_the_window():
 
 @pytest.mark.parametrize("kernel", ["naive", "math", "auto", "flex"])
 def test_every_kernel_computes_the_same_with_documents_and_a_window(kernel):
-    """A token's logits are those of the last tokens of its document alone: through 3 layers it sees 3 (window - 1) back."""
+    """A token's logits depend only on its document's last tokens: 3 layers see 3 (window - 1) tokens back."""
     model, idx = with_window(20, block_size=160)
     model.use_attention(kernel)
-    with torch.no_grad(), warnings.catch_warnings(action="ignore"):            # flex's, that it is not compiled
+    with torch.no_grad(), warnings.catch_warnings(action="ignore"):     # flex warns that it is not compiled
         found = model(idx)[0]
         for b, t in ((0, 159), (1, 159), (0, 77), (1, 40)):
             starts = (idx[b, :t + 1] == EOT).nonzero().flatten().tolist()
@@ -381,14 +390,17 @@ def test_where_flex_attention_cannot_run_a_mask_takes_its_place(monkeypatch, cap
         monkeypatch.setattr(runtime.device, "check_attention", check_attention)
         model = make_model()
         compile_model(dataclasses.replace(config, compile=True), model, Process(device=device))
-        assert model.flex != warned and ("instead of FlexAttention: heads of 8" in capsys.readouterr().out) == warned
+        assert model.flex != warned
+        assert ("instead of FlexAttention: heads of 8" in capsys.readouterr().out) == warned
     assert refused == [("flex", "cuda:0", torch.bfloat16, 8, True)]
 
 
-@pytest.mark.parametrize("had, given, has", [(0, {"window"}, 16), (8, {"window"}, 16), (8, set(), 8), (0, set(), 0)])
+@pytest.mark.parametrize("had, given, has", [
+    (0, {"window"}, 16), (8, {"window"}, 16), (8, set(), 8), (0, set(), 0)])
 def test_a_window_can_be_given_to_any_weights(had, given, has, tmp_path):
     model = make_model(window=had)
-    torch.save({"model": model.state_dict(), "model_config": dict(vars(model.config)), "recipe": "speedrun"}, tmp_path / "c.pt")
+    torch.save({"model": model.state_dict(), "model_config": dict(vars(model.config)), "recipe": "speedrun"},
+               tmp_path / "c.pt")
     config = Config(recipe="speedrun", init=str(tmp_path / "c.pt"), window=16 if given else 0)
     loaded = load_model(config.init)
     config = dataclasses.replace(config, **shape_of_init(config, given, loaded))
@@ -404,14 +416,16 @@ def test_a_checkpoint_from_before_the_window_goes_on_without_one():
     config, path = Config(recipe="speedrun"), Path("checkpoint_000001.pt")
     before = dataclasses.asdict(config)
     del before["window"]
-    checkpoint = {"config": before, "recipe": "speedrun", "model_config": {name: before[name] for name in MODEL_SHAPE}}
+    checkpoint = {"config": before, "recipe": "speedrun",
+                  "model_config": {name: before[name] for name in MODEL_SHAPE}}
     assert merge_config(config, {"window"}, checkpoint, path).window == 0
     with pytest.raises(UserError, match="was trained with --window 0, not 64"):
         merge_config(dataclasses.replace(config, window=64), {"window"}, checkpoint, path)
 
 
 def test_flops_count_no_more_attention_than_the_window():
-    flops = [make_model(window=window, block_size=512).flops_per_token(T) for window, T in ((0, 512), (64, 512), (64, 32))]
+    flops = [make_model(window=window, block_size=512).flops_per_token(T)
+             for window, T in ((0, 512), (64, 512), (64, 32))]
     plain = [make_model(block_size=512).flops_per_token(T) for T in (512, 64, 32)]
     assert flops == plain and plain[0] > plain[1] > plain[2]
 
@@ -429,5 +443,8 @@ def test_generation_with_a_cache_keeps_to_documents_and_window():
 def test_the_window_grows_over_the_run_to_its_full_length():
     config = Config(max_steps=1000, window=1792, block_size=65536)
     spans = [window_schedule(step, config) for step in range(1001)]
-    assert spans[0] == 64 and spans[1000] == 1792 and spans == sorted(spans) and {w % 64 for w in spans} == {0}
-    assert [window_schedule(step, Config(max_steps=10, window=w)) for step, w in ((0, 40), (10, 40), (10, 100))] == [40, 40, 100]
+    assert spans[0] == 64 and spans[1000] == 1792
+    assert spans == sorted(spans) and {w % 64 for w in spans} == {0}
+    short = [window_schedule(step, Config(max_steps=10, window=w))
+             for step, w in ((0, 40), (10, 40), (10, 100))]
+    assert short == [40, 40, 100]

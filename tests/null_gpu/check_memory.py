@@ -1,4 +1,4 @@
-"""GPT-2 124M in its true size on an H100: memory, and what a step moves. No times: those of the host are only printed."""
+"""GPT-2 124M at full size on an H100: memory, and bytes moved by a step. Times are only printed."""
 import pytest
 from standin import GiB, compiled_once
 
@@ -6,12 +6,14 @@ QUIET = ["--val_every", 0, "--hellaswag_every", 0, "--sample_every", 0, "--check
 
 
 def print_memory(name, report):
-    print(f"{name}: {report.allocated / GiB:.2f} GiB allocated at the peak, {report.taken() / GiB:.2f} GiB taken of the card, "
-          f"{report.bytes_of_training() / 1e9:.1f} GB read and written, the host's share of a step {report.seconds():.3f} s")
+    print(f"{name}: {report.allocated / GiB:.2f} GiB allocated at the peak, "
+          f"{report.taken() / GiB:.2f} GiB taken of the card, "
+          f"{report.bytes_of_training() / 1e9:.1f} GB read and written, "
+          f"the host's share of a step {report.seconds():.3f} s")
 
 
 def check_64_sequences(play):
-    """Measured of build-nanogpt, the same way: 41.2 GiB compiled, 178 GB."""
+    """build-nanogpt, measured the same way: 41.2 GiB compiled, 178 GB."""
     report = play("--batch_size", 64, "--total_batch_size", 131072, "--max_steps", 5, *QUIET)
     print_memory("64 sequences", report)
     compiled_once(report)
@@ -20,23 +22,25 @@ def check_64_sequences(play):
 
 
 def check_64_sequences_in_chunks(play):
-    """--loss_chunk is for memory: the logits, 6.1 GiB of them, are never there as a whole."""
-    report = play("--batch_size", 64, "--total_batch_size", 131072, "--max_steps", 3, "--loss_chunk", 8192, *QUIET)
+    """--loss_chunk saves memory: the logits, 6.1 GiB, are never all in memory."""
+    report = play("--batch_size", 64, "--total_batch_size", 131072, "--max_steps", 3, "--loss_chunk", 8192,
+                  *QUIET)
     print_memory("64 sequences, 8,192 tokens' logits at a time", report)
     assert report.allocated <= 19 * GiB
 
 
 def check_200_sequences(play):
-    """With accumulation, which adds what the gradients of the micro-steps before take."""
+    """With accumulation, which adds the memory of the earlier micro-steps' gradients."""
     report = play("--batch_size", 200, "--total_batch_size", 409600, "--max_steps", 3, *QUIET)
     print_memory("200 sequences", report)
-    assert not any("out of memory" in step["counts"] for step in report.steps)          # nor one that the allocator got over
+    # not even one that the allocator recovered from
+    assert not any("out of memory" in step["counts"] for step in report.steps)
     assert report.taken() <= 80e9
 
 
 @pytest.mark.parametrize("recipe", ["gpt2", "speedrun"])
 def check_starts_without_flags(recipe, play, data, tmp_path):
-    """What a new user types, on data where he has it; --max_steps because 19,073 steps of nothing take a while, too."""
+    """As a new user types it, with data in the default folder; --max_steps because 19,073 take too long."""
     (tmp_path / "edu_fineweb10B").symlink_to(data)
     report = play("--recipe", recipe, "--max_steps", 3, bare=True)
     print_memory(f"{recipe} without flags", report)
@@ -44,6 +48,7 @@ def check_starts_without_flags(recipe, play, data, tmp_path):
     assert report.taken() <= 0.9 * report.card_bytes
     chosen = report.steps and int(report.output.split("tokens a step = ")[1].split(" x ")[0])
     expected = dict(report.watched)[chosen]
-    print(f"{recipe}: --batch_size auto took {chosen} and expected {expected / GiB:.2f} GiB; all trials: {report.watched}")
+    print(f"{recipe}: --batch_size auto took {chosen} and expected {expected / GiB:.2f} GiB; "
+          f"all trials: {report.watched}")
     assert abs(report.taken() / expected - 1) <= 0.05
     assert not report.breaks and not report.graphs_after(1)

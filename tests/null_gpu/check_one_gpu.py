@@ -1,8 +1,8 @@
-"""One GPU: that every way to train starts, compiles once, waits for nothing, saves and goes on. Numbers mean nothing here."""
+"""One GPU: every way to train compiles once, waits for nothing, saves and resumes. Losses mean nothing."""
 import pytest
 from standin import ROOT, SMALL, compiled_once, nothing_waits
 
-STEPS = 16      # evaluated, sampled and saved at the first and the last only: between them are more than ten steps
+STEPS = 16      # evaluates, samples and saves at the first and the last only, more than ten steps apart
 
 WAYS = {
     "gpt2": ["--recipe", "gpt2"],
@@ -17,7 +17,8 @@ WAYS = {
     "speedrun in fp16": ["--recipe", "speedrun", "--dtype", "float16"],
     "speedrun in chunks": ["--recipe", "speedrun", "--loss_chunk", 1024],
     "speedrun, window": ["--recipe", "speedrun", "--window", 128],
-    "speedrun, window in fp16 in chunks": ["--recipe", "speedrun", "--window", 128, "--dtype", "float16", "--loss_chunk", 1024],
+    "speedrun, window in fp16 in chunks": ["--recipe", "speedrun", "--window", 128, "--dtype", "float16",
+                                           "--loss_chunk", 1024],
     "speedrun, window, eager": ["--recipe", "speedrun", "--window", 128, "--no_compile"],
     **{f"speedrun, window, {kernel}": ["--recipe", "speedrun", "--window", 128, "--attention", kernel]
        for kernel in ("flex", "naive", "math", "efficient")},
@@ -26,16 +27,19 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS)
 def check_way(way, play, tmp_path):
-    every = [word for name in ("val", "hellaswag", "sample", "checkpoint") for word in (f"--{name}_every", STEPS)]
-    shallow = [] if way in ("gpt2", "speedrun", "speedrun, window") else ["--n_layer", 1]       # compiles in half the time
+    every = [word for name in ("val", "hellaswag", "sample", "checkpoint")
+             for word in (f"--{name}_every", STEPS)]
+    # one layer compiles in half the time
+    shallow = [] if way in ("gpt2", "speedrun", "speedrun, window") else ["--n_layer", 1]
     flags = [*SMALL, *shallow, *WAYS[way], "--total_batch_size", 16384, "--batch_size", 16, *every]
     report = play(*flags, "--max_steps", STEPS)
-    assert "HellaSwag accuracy" in report.output and "validation loss" in report.output and "sample 3" in report.output
+    for text in ("HellaSwag accuracy", "validation loss", "sample 3"):
+        assert text in report.output
     assert "warning" not in report.output
     assert bool(report.graphs_after(0)) == ("eager" not in way)
     compiled_once(report, apart="chunked_cross_entropy" if "chunks" in way else None)
     nothing_waits(report, 4, STEPS)
-    if way in ("gpt2 in fp16", "speedrun, window"):             # a scaler, two optimizers and a buffer go on
+    if way in ("gpt2 in fp16", "speedrun, window"):         # resumes a scaler, two optimizers and a buffer
         again = play(*flags, "--max_steps", STEPS + 2)
         assert f"going on from {tmp_path / 'out'}/checkpoint_0000{STEPS}.pt at step {STEPS}" in again.output
         assert len(again.steps) == 2
@@ -43,13 +47,16 @@ def check_way(way, play, tmp_path):
 
 def check_half_precision_without_bfloat16(play):
     """A T4 has none: --dtype auto takes float16 there."""
-    report = play(*SMALL, "--total_batch_size", 4096, "--batch_size", 16, "--max_steps", 2, "--val_every", 0, NULL_GPU_CARD="T4")
+    report = play(*SMALL, "--total_batch_size", 4096, "--batch_size", 16, "--max_steps", 2, "--val_every", 0,
+                  NULL_GPU_CARD="T4")
     assert "Tesla T4), float16, torch.compile" in report.output
 
 
 def check_a_model_that_was_saved(play, data, tmp_path):
-    """sample.py and hellaswag.py on what a run left."""
-    play(*SMALL, "--total_batch_size", 4096, "--max_steps", 1, "--val_every", 0, "--no_compile", "--batch_size", 16)
+    """sample.py and hellaswag.py on a run's checkpoint."""
+    play(*SMALL, "--total_batch_size", 4096, "--max_steps", 1, "--val_every", 0, "--no_compile",
+         "--batch_size", 16)
     model = tmp_path / "out" / "checkpoint_000001.pt"
     assert "--- sample 4 of 4" in play("--model", model, script=ROOT / "sample.py").output
-    assert "acc_norm: " in play("--model", model, "--data", data / "hellaswag.jsonl", script=ROOT / "hellaswag.py").output
+    scored = play("--model", model, "--data", data / "hellaswag.jsonl", script=ROOT / "hellaswag.py")
+    assert "acc_norm: " in scored.output

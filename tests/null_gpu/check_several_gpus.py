@@ -1,4 +1,4 @@
-"""Several GPUs, one process each, by torchrun: NCCL carries nothing here, but all processes must call the same, or would hang."""
+"""Several GPUs, a process each, by torchrun. NCCL transfers nothing, but ranks with unequal calls hang."""
 import pytest
 from standin import SMALL, compiled_once, nothing_waits
 
@@ -6,12 +6,14 @@ STEPS = 16
 
 
 @pytest.mark.parametrize("processes, flags", [
-    (2, ["--recipe", "gpt2"]), (2, ["--recipe", "speedrun", "--window", 128]), (2, ["--recipe", "gpt2", "--dtype", "float16"]),
+    (2, ["--recipe", "gpt2"]), (2, ["--recipe", "speedrun", "--window", 128]),
+    (2, ["--recipe", "gpt2", "--dtype", "float16"]),
     (8, ["--recipe", "gpt2"]), (8, ["--recipe", "speedrun"])])
 def check_run(processes, flags, play):
-    """Two micro-steps, of which the last alone sends the gradients: each byte of them once."""
-    every = [word for name in ("val", "hellaswag", "sample", "checkpoint") for word in (f"--{name}_every", STEPS)]
-    small = SMALL if processes == 2 else [*SMALL, "--n_layer", 1]       # eight processes on few cores compile long enough
+    """Two micro-steps, of which only the last sends the gradients, each byte once."""
+    every = [word for name in ("val", "hellaswag", "sample", "checkpoint")
+             for word in (f"--{name}_every", STEPS)]
+    small = SMALL if processes == 2 else [*SMALL, "--n_layer", 1]       # eight compile long on few cores
     flags = [*small, *flags, "--batch_size", 8, "--total_batch_size", 2 * 8 * 256 * processes, *every]
     ranks = play(*flags, "--max_steps", STEPS, processes=processes)
     master = ranks[0]
@@ -19,7 +21,7 @@ def check_run(processes, flags, play):
     assert master.output.count("validation loss") == 2 and master.output.count("sample 3") == 1
     for rank in ranks:
         compiled_once(rank)
-        # DDP itself waits for events of the step before: in the first ten backwards, and in each hundredth
+        # DDP itself waits for events of the previous step: in the first ten backwards and every hundredth
         nothing_waits(rank, 6, STEPS)
         assert len(rank.steps) == STEPS and len(rank.graphs) == len(master.graphs)
         assert [step["collectives"] for step in rank.steps] == [step["collectives"] for step in master.steps]

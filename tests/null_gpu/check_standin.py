@@ -1,4 +1,4 @@
-"""The stand-in itself: that it sees what the other checks rely on, shown by a script that does all of it wrong."""
+"""The stand-in itself: it detects what the other checks rely on, in a script that does all of it wrong."""
 import re
 
 import pytest
@@ -15,8 +15,8 @@ def loss(x):
     torch._dynamo.graph_break()
     return y.square().mean()
 
-assert torch.tensor([3.0, 4.0]).cuda().tolist() == [3.0, 4.0]               # what the host copied there is real
-assert (torch.tensor([3.0, 4.0]).cuda() + 1).tolist() == [-1.0, -1.0]       # what a kernel made is not
+assert torch.tensor([3.0, 4.0]).cuda().tolist() == [3.0, 4.0]               # copies from the host are real
+assert (torch.tensor([3.0, 4.0]).cuda() + 1).tolist() == [-1.0, -1.0]       # results of kernels are not
 try:
     torch.empty(80 * 2**30, dtype=torch.uint8, device="cuda")
 except torch.OutOfMemoryError:
@@ -63,7 +63,9 @@ def check_what_it_sees(play, tmp_path):
 
 
 def check_cards(play, tmp_path):
-    (tmp_path / "cards.py").write_text("from torch import cuda\n"
-                                       "print(cuda.device_count(), cuda.get_device_name(1), cuda.mem_get_info(1)[1] / 2**30)\n")
-    report = play(script=tmp_path / "cards.py", NULL_GPU_CARD="A100", NULL_GPU_COUNT=2, NULL_GPU_BYTES=24 * GiB)
+    (tmp_path / "cards.py").write_text(
+        "from torch import cuda\n"
+        "print(cuda.device_count(), cuda.get_device_name(1), cuda.mem_get_info(1)[1] / 2**30)\n")
+    report = play(script=tmp_path / "cards.py", NULL_GPU_CARD="A100", NULL_GPU_COUNT=2,
+                  NULL_GPU_BYTES=24 * GiB)
     assert "2 NVIDIA A100-SXM4-80GB 24.0" in report.output

@@ -1,4 +1,4 @@
-"""Real processes of train_gpt2.py on the GPU that is not there, for the checks beside this file; run them by `check`."""
+"""Real processes of train_gpt2.py on the stand-in GPU, for the checks in this folder; `check` runs them."""
 import json
 import os
 import subprocess
@@ -12,36 +12,43 @@ from standin import ROOT, Report
 from runtime.shards import write_shard
 
 HERE = Path(__file__).resolve().parent
-HOME = Path(os.environ.get("NULL_GPU_HOME") or Path(sys.prefix).parent)         # `check` runs this in the venv in there
+# `check` runs this file with the venv in that folder
+HOME = Path(os.environ.get("NULL_GPU_HOME") or Path(sys.prefix).parent)
 
 
 @pytest.fixture(scope="session")
 def data(tmp_path_factory):
-    """A folder with random tokens, and HellaSwag's form of examples in three lengths."""
+    """A folder with random tokens, and examples in HellaSwag's format of three lengths."""
     folder, random = tmp_path_factory.mktemp("data"), np.random.default_rng(0)
     for name, count in (("tokens_val_000000.npy", 300_000), ("tokens_train_000001.npy", 2_000_000)):
         write_shard(folder / name, random.integers(0, 50257, count).astype(np.uint16))
-    examples = [{"ctx": "A man is " * (1 + i % 3), "endings": ["going", "here" * (1 + i % 3), "sitting", "there"],
-                 "label": i % 4} for i in range(40)]
+    examples = [{"ctx": "A man is " * (1 + i % 3), "label": i % 4,
+                 "endings": ["going", "here" * (1 + i % 3), "sitting", "there"]} for i in range(40)]
     (folder / "hellaswag.jsonl").write_text("".join(json.dumps(example) + "\n" for example in examples))
     return folder
 
 
 @pytest.fixture
 def play(data, tmp_path):
-    """play(*flags) -> Report, of several processes [Report of each]: train_gpt2.py, or another script, under run.py, in an empty
-    folder; `bare`: with these flags alone."""
+    """play(*flags) -> Report; of several processes, [Report of each].
+
+    Runs train_gpt2.py, or another script, under run.py in an empty folder. `bare`: with these flags alone.
+    """
     def play(*flags, script=ROOT / "train_gpt2.py", processes=1, code=0, bare=False, **settings):
         report = tmp_path / "report"
         if script.name == "train_gpt2.py" and not bare:
-            flags = ("--data", data, "--hellaswag_data", data / "hellaswag.jsonl", "--out", tmp_path / "out", "--no_plot", *flags)
-        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"] if processes > 1 else []
-        command = [HOME / "venv/bin/python", *launcher, HERE / "run.py", "--json", report, "--watch", "memory_of_step", script]
-        env = {**os.environ, "NULL_GPU_HOME": HOME, "NULL_GPU_COUNT": processes, "XDG_CACHE_HOME": tmp_path / "cache",
-               "HF_HUB_OFFLINE": 1, "OMP_NUM_THREADS": 1, **settings}
-        done = subprocess.run([str(word) for word in (*command, *flags)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                              text=True, cwd=tmp_path, env={name: str(value) for name, value in env.items()}, timeout=1500)
-        assert done.returncode == code, f"exit code {done.returncode} instead of {code}:\n{done.stdout[-6000:]}"
+            flags = ("--data", data, "--hellaswag_data", data / "hellaswag.jsonl", "--out", tmp_path / "out",
+                     "--no_plot", *flags)
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+        command = [HOME / "venv/bin/python", *(launcher if processes > 1 else []), HERE / "run.py",
+                   "--json", report, "--watch", "memory_of_step", script, *flags]
+        env = {**os.environ, "NULL_GPU_HOME": HOME, "NULL_GPU_COUNT": processes,
+               "XDG_CACHE_HOME": tmp_path / "cache", "HF_HUB_OFFLINE": 1, "OMP_NUM_THREADS": 1, **settings}
+        done = subprocess.run([str(word) for word in command], stdout=subprocess.PIPE,
+                              stderr=subprocess.STDOUT, text=True, cwd=tmp_path,
+                              env={name: str(value) for name, value in env.items()}, timeout=1500)
+        message = f"exit code {done.returncode} instead of {code}:\n{done.stdout[-6000:]}"
+        assert done.returncode == code, message
         if processes == 1:
             return Report(report, done.stdout)
         return [Report(Path(f"{report}.{rank}"), done.stdout) for rank in range(processes)]

@@ -1,5 +1,6 @@
-"""Import before torch: then `cuda` is a GPU that is not there (null_gpu.cpp, made by `setup`). What is written for CUDA is
-checked, compiled, allocated and launched by torch's CUDA build as on a real one, and computes nothing.
+"""Import before torch: then `cuda` is a stand-in GPU (null_gpu.cpp, built by `setup`).
+
+torch's CUDA build checks, compiles, allocates and launches as on a real GPU. The kernels compute nothing.
 """
 import collections
 import ctypes
@@ -13,9 +14,9 @@ HOME = Path(os.environ.get("NULL_GPU_HOME") or CACHE / "train_gpt2" / "null_gpu"
 os.environ.setdefault("TRITON_LIBCUDA_PATH", str(HOME))
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(HOME / "cache"))
 os.environ.setdefault("TRITON_CACHE_DIR", str(HOME / "cache" / "triton"))
-os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"       # workers would be processes in which the library is not loaded
+os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"       # worker processes would not have loaded the library
 try:
-    library = ctypes.CDLL(str(HOME / "libcuda.so.1"), mode=ctypes.RTLD_GLOBAL)      # its names are found before CUDA's
+    library = ctypes.CDLL(str(HOME / "libcuda.so.1"), mode=ctypes.RTLD_GLOBAL)  # found before CUDA's
     nvml = ctypes.CDLL(str(HOME / "libnvidia-ml.so.1"))
 except OSError as error:
     raise SystemExit(f"{error}: run {Path(__file__).with_name('setup')} first") from None
@@ -24,11 +25,11 @@ library.null_gpu_peak.restype = library.null_gpu_bytes.restype = ctypes.c_size_t
 import torch                                                            # noqa: E402
 import torch.distributed as dist                                        # noqa: E402
 
-called = collections.Counter()      # operators that stand here instead of in the library
+called = collections.Counter()      # operators that are replaced here instead of in the library
 
 
 def take_counts():
-    """(Counter of launches, copies and waits, Counter of kernels by name, [(collective, bytes)]), all since the last time."""
+    """(Counter of launches, copies, waits; Counter of kernels; [(collective, bytes)]) since the last call."""
     with tempfile.NamedTemporaryFile("r") as file:
         library.null_gpu_dump(file.name.encode())
         rows = [line.rstrip("\n").split("\t") for line in file]
@@ -47,9 +48,9 @@ def take_counts():
 
 
 def without_cudnn(op):
-    """cuDNN talks to the driver by ways of its own: its attention as an operator that allocates what the true one does."""
+    """cuDNN's attention `op` as an operator that allocates the same. cuDNN itself bypasses the driver."""
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-    made = {}                       # arguments' shapes -> results': a fake run takes a millisecond of the host's time
+    made = {}                       # shapes of arguments -> of results: a fake run takes a millisecond
 
     def results(args, kwargs):
         with torch.utils._python_dispatch._disable_current_modes(), FakeTensorMode() as mode:
@@ -59,26 +60,27 @@ def without_cudnn(op):
 
     def attention(*args, **kwargs):
         query = args["backward" in op.__name__]
-        key = str([(a.size(), a.stride(), a.dtype) if torch.is_tensor(a) else a for a in (*args, *kwargs.items())])
+        key = str([(a.size(), a.stride(), a.dtype) if torch.is_tensor(a) else a
+                   for a in (*args, *kwargs.items())])
         if key not in made:
             made[key] = results(args, kwargs)
         called["cuDNN attention" + " backward" * ("backward" in op.__name__)] += 1
         if "backward" in op.__name__:
-            torch.empty(query.shape, dtype=torch.float32, device=query.device)          # its workspace: dq in fp32
-        return tuple(torch.empty_strided(t[0], t[1], dtype=t[2], device=query.device) if isinstance(t, tuple) else t
-                     for t in made[key])
+            torch.empty(query.shape, dtype=torch.float32, device=query.device)      # workspace: dq in fp32
+        return tuple(torch.empty_strided(t[0], t[1], dtype=t[2], device=query.device)
+                     if isinstance(t, tuple) else t for t in made[key])
     return attention
 
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")                     # that there is another implementation: the one to be replaced
+    warnings.simplefilter("ignore")                     # of the implementation that is replaced
     operators = torch.library.Library("aten", "IMPL")
     for name in ("_scaled_dot_product_cudnn_attention", "_scaled_dot_product_cudnn_attention_backward"):
         operators.impl(name, without_cudnn(getattr(torch.ops.aten, name).default), "CUDA")
 
 
-# Between several processes NCCL carries nothing (null_gpu.cpp), but what the host has to know for the run to go on goes by gloo,
-# among the CPUs: objects, and sums of numbers that the host has just copied to the device.
+# NCCL transfers nothing between processes (null_gpu.cpp). What the host needs to continue goes by gloo among
+# the CPUs: objects, and sums of numbers that the host has just copied to the device.
 side_group = []
 
 
@@ -95,10 +97,12 @@ def objects_by_gloo(collective):
 
 
 def all_reduce(tensor, op=dist.ReduceOp.SUM, group=None, async_op=False, nccl=dist.all_reduce):
-    known = tensor.is_cuda and library.null_gpu_knows(ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(tensor.nbytes))
-    work = nccl(tensor, op, group, async_op)            # is counted, and leaves the number as it is
+    known = tensor.is_cuda and library.null_gpu_knows(ctypes.c_void_p(tensor.data_ptr()),
+                                                      ctypes.c_size_t(tensor.nbytes))
+    work = nccl(tensor, op, group, async_op)            # is counted, and does not change the number
     if known and group is None:
-        memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())        # the device's is the host's here
+        # the device's memory is the host's here
+        memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
         nccl(torch.frombuffer(memory, dtype=tensor.dtype), op, by_gloo())
     return work
 

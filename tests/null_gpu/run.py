@@ -1,15 +1,17 @@
-"""Runs a script on the GPU that is not there, and says afterwards what it asked of it:
+"""Runs a script on the stand-in GPU, and reports afterwards what it asked of the GPU:
 
     PY=$(tests/null_gpu/setup)
     $PY tests/null_gpu/run.py train_gpt2.py --data DIR --batch_size 64 --max_steps 6 --hellaswag_every 0
-    $PY -m torch.distributed.run --standalone --nproc_per_node=2 tests/null_gpu/run.py train_gpt2.py ...      (NULL_GPU_COUNT=2)
+    export NULL_GPU_COUNT=2
+    $PY -m torch.distributed.run --standalone --nproc_per_node=2 tests/null_gpu/run.py train_gpt2.py ...
 
-Behind `null-gpu:` it prints peak memory, the compiled graphs with the bytes that each reads and writes (as Inductor counts them),
-graph breaks, recompilations, the last step's launches, copies, waits and collectives, the host's time for a step, and the lines
-that wait for the GPU from the fourth step on, those between steps included. A step ends with the first optimizer's step().
+After `null-gpu:` it prints peak memory, the compiled graphs with the bytes that each reads and writes (as
+Inductor counts them), graph breaks, recompilations, the last step's launches, copies, waits and collectives,
+the host's time for a step, and the lines that wait for the GPU from the fourth step on, those between steps
+included. A step ends with the first optimizer's step().
 
-Flags of its own, before the script: `--json FILE` writes all of that (by several processes to FILE.RANK), `--watch NAME` notes
-the first argument and the result of each call of the script's function NAME.
+Its own flags come before the script. `--json FILE` writes all of that (several processes: to FILE.RANK).
+`--watch NAME` records the first argument and the result of each call of the script's function NAME.
 """
 import argparse
 import ast
@@ -37,20 +39,21 @@ import torch._inductor.graph                                            # noqa: 
 from torch._inductor.virtualized import V                               # noqa: E402
 from torch.optim.optimizer import register_optimizer_step_post_hook     # noqa: E402
 
-WARM = 3                # steps after which nothing should wait: those before compile, and fill caches
+WARM = 3                # steps that compile and fill caches; after them nothing should wait
 HBM = 3.35e12           # bytes a second of an H100's memory
 
 
 class Recorder(logging.Handler):
-    """What happens while the script runs, and at which step: .steps, .graphs, .recompilations, .waits, .watched."""
+    """Records events of the run with their steps: .steps, .graphs, .recompilations, .waits, .watched."""
 
     def __init__(self, folder):
         super().__init__()
         self.folder = str(folder) + os.sep
         self.optimizer = None
-        self.steps, self.graphs, self.recompilations, self.watched, self.waits = [], [], [], [], collections.defaultdict(list)
+        self.steps, self.graphs, self.recompilations, self.watched = [], [], [], []
+        self.waits = collections.defaultdict(list)
         self.kernels, self.clock, self.code = {}, time.perf_counter(), None
-        # a graph from a cache would not be seen, and its bytes not be counted
+        # a graph that comes from a cache would not be recorded
         torch._inductor.config.fx_graph_cache = torch._functorch.config.enable_autograd_cache = False
         torch._inductor.graph.GraphLowering.save_output_code = staticmethod(self.graph)
         register_optimizer_step_post_hook(self.step)
@@ -65,8 +68,9 @@ class Recorder(logging.Handler):
     def graph(self, code):
         kind = "backward" if V.graph.is_backward else "inference" if V.graph.is_inference else "forward"
         launches = re.findall(r"^\s+(triton_\w+)\.run\(", code, re.M)
-        self.graphs.append(dict(step=len(self.steps), kind=kind, launches=len(launches), kernels=len(set(launches)),
-                                products=len(re.findall(r"extern_kernels\.\w+\(", code)), bytes=V.graph.count_bytes()[0]))
+        self.graphs.append(dict(step=len(self.steps), kind=kind, launches=len(launches),
+                                kernels=len(set(launches)), bytes=V.graph.count_bytes()[0],
+                                products=len(re.findall(r"extern_kernels\.\w+\(", code))))
 
     def step(self, optimizer, args, kwargs):
         self.optimizer = self.optimizer or optimizer
@@ -87,7 +91,8 @@ class Recorder(logging.Handler):
             sys.stderr.write(f"{filename}:{lineno}: {category.__name__}: {message}\n")
             return
         stack = [f for f in traceback.extract_stack() if f.filename != __file__]
-        f = [stack[-1], *(f for f in stack if f.filename.startswith(self.folder) and "site-packages" not in f.filename)][-1]
+        f = [stack[-1], *(f for f in stack if f.filename.startswith(self.folder)
+                          and "site-packages" not in f.filename)][-1]
         self.waits[f"{Path(f.filename).name}:{f.lineno} in {f.name}: {f.line}"].append(len(self.steps))
 
     def watch(self, function):
@@ -101,38 +106,41 @@ class Recorder(logging.Handler):
         return dict(
             code=self.code, card_bytes=nullgpu.library.null_gpu_bytes(), steps=self.steps, graphs=self.graphs,
             allocated=torch.cuda.max_memory_allocated(), reserved=torch.cuda.max_memory_reserved(),
-            breaks=dict(torch._dynamo.utils.counters["graph_break"]), recompilations=self.recompilations, waits=self.waits,
-            watched=self.watched, kernels=self.kernels)
+            breaks=dict(torch._dynamo.utils.counters["graph_break"]), recompilations=self.recompilations,
+            waits=self.waits, watched=self.watched, kernels=self.kernels)
 
     def say(self):
         r = self.report()
         rank = f" {os.environ['RANK']}" if "RANK" in os.environ else ""
         lines = [f"peak {r['allocated'] / 2**30:.2f} GiB allocated, {r['reserved'] / 2**30:.2f} GiB reserved"]
-        lines += [f"graph {g['kind']} after step {g['step']}: {g['launches']} Triton launches of {g['kernels']} kernels, "
-                  f"{g['products']} library calls; {g['bytes'] / 1e9:.2f} GB read and written, "
+        lines += [f"graph {g['kind']} after step {g['step']}: {g['launches']} Triton launches of "
+                  f"{g['kernels']} kernels, {g['products']} library calls; "
+                  f"{g['bytes'] / 1e9:.2f} GB read and written, "
                   f"{g['bytes'] / HBM * 1e3:.1f} ms at an H100's 3.35 TB/s" for g in r["graphs"]]
-        lines += [f"graph breaks: {r['breaks'] or 'none'}", f"recompilations: {len(r['recompilations']) or 'none'}"]
+        lines += [f"graph breaks: {r['breaks'] or 'none'}",
+                  f"recompilations: {len(r['recompilations']) or 'none'}"]
         lines += [f"  after step {step}: {text}" for step, text in r["recompilations"]]
         if r["steps"]:
             last = r["steps"][-1]
             counts, collectives = dict(sorted(last["counts"].items())), last["collectives"] or "none"
             lines += [f"step {len(r['steps'])}: {counts}; collectives: {collectives}"]
             seconds = sorted(s["seconds"] for s in r["steps"][WARM:])
-            lines += [f"the host's share of a step: {seconds[len(seconds) // 2] * 1e3:.1f} ms"] if seconds else []
+            if seconds:
+                lines += [f"the host's share of a step: {seconds[len(seconds) // 2] * 1e3:.1f} ms"]
             lines += [f"lines that wait for the GPU, after step {WARM}: {'' if r['waits'] else 'none'}"]
             lines += [f"  {len(steps)} x {line}" for line, steps in r["waits"].items()]
         print("".join(f"null-gpu{rank}: {line}\n" for line in lines), end="", flush=True)
 
 
 def execute(script, recorder, watch):
-    """What `python script` does; before its last line, `if __name__ == "__main__"`, functions are put under watch."""
+    """`python script`, with the functions named in `watch` wrapped before `if __name__ == "__main__"`."""
     module = types.ModuleType("__main__")
     module.__file__ = str(script)
     sys.modules["__main__"] = module            # pickle and dataclasses look there
     tree = ast.parse(script.read_text(), str(script))
     linecache.updatecache(str(script))
-    start = next((i for i, node in enumerate(tree.body) if isinstance(node, ast.If) and "__name__" in ast.unparse(node.test)),
-                 len(tree.body))
+    start = next((i for i, node in enumerate(tree.body)
+                  if isinstance(node, ast.If) and "__name__" in ast.unparse(node.test)), len(tree.body))
     for body in tree.body[:start], tree.body[start:]:
         exec(compile(ast.Module(body, []), str(script), "exec"), module.__dict__)
         for name in watch:
@@ -141,7 +149,8 @@ def execute(script, recorder, watch):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json")
     parser.add_argument("--watch", action="append", default=[])
     parser.add_argument("script", type=Path)
@@ -157,7 +166,7 @@ def main():
             path = args.json + (f".{os.environ['RANK']}" if "RANK" in os.environ else "")
             Path(path).write_text(json.dumps(recorder.report()))
         recorder.say()
-    atexit.register(end)                        # processes that leave by os._exit run these too, if they end well
+    atexit.register(end)                        # also run by processes that succeed and leave by os._exit
     try:
         execute(script, recorder, args.watch)
         recorder.code = 0
@@ -170,7 +179,7 @@ def main():
         recorder.code = 1
     atexit._run_exitfuncs()
     sys.stdout.flush()
-    os._exit(recorder.code)                     # without torch's destructors, which would look for a driver
+    os._exit(recorder.code)                     # skips torch's destructors, which would look for a driver
 
 
 main()

@@ -1,4 +1,4 @@
-"""What run.py reports of a process, and what the checks ask of such a report."""
+"""run.py's report on a process, and what the checks assert about it."""
 import json
 import re
 from pathlib import Path
@@ -20,14 +20,15 @@ class Report:
 
     def bytes_of_training(self):
         """Read and written by the forward and the backward of a micro-step: by the graphs compiled last."""
-        return sum([g["bytes"] for g in self.graphs if g["kind"] == kind][-1] for kind in ("forward", "backward"))
+        return sum([g["bytes"] for g in self.graphs if g["kind"] == kind][-1]
+                   for kind in ("forward", "backward"))
 
     def taken(self):
-        """The most memory taken from the card in a step, but for those steps that compile."""
+        """Peak bytes taken from the card in a step, without the first, which compiles."""
         return max(step["taken"] for step in self.steps[1:])
 
     def seconds(self):
-        """The host's share of a step."""
+        """The host's share of a step: the median."""
         return sorted(step["seconds"] for step in self.steps[2:])[len(self.steps[2:]) // 2]
 
     def parameters(self):
@@ -35,23 +36,24 @@ class Report:
 
 
 def compiled_once(report, apart=None):
-    """No graph break but around `apart`, a function that torch.compile is told to leave as it is; nothing compiled after the
-    first step, which comes after the first validation and HellaSwag."""
+    """No graph break except around the function `apart`, which torch.compile is told to skip, and nothing
+    compiled after the first step, which follows the first validation and HellaSwag."""
     assert [reason for reason in report.breaks if not apart or f"`<function {apart} " not in reason] == []
     assert not report.graphs_after(1), "compiled after the first step"
     assert all(step == 0 for step, _ in report.recompilations), report.recompilations
 
 
 def nothing_waits(report, first, last):
-    """From optimizer step `first` to `last`, what is between them included, nothing waits for the GPU or makes it wait."""
+    """From optimizer step `first` to `last`, and between them, nothing waits for the GPU or makes it wait."""
     lines = {line for line, steps in report.waits.items() if any(first <= step < last for step in steps)}
     assert not lines, f"wait for the GPU: {lines}"
     for step in report.steps[first:last]:
         counts = step["counts"]
         launches = counts["aten kernels"] + counts.get("triton kernels", 0)
         for what in counts:
-            assert what not in ("wait for a stream", "wait for the device", "cudaMalloc", "cudaFree", "cudaHostAlloc"), what
-            assert not ("pageable" in what or "blocking" in what), f"{what}: from pinned memory it does not wait"
-            # the host may wait for the step before this one, not to run ahead, while the GPU has this one to do
+            assert what not in ("wait for a stream", "wait for the device", "cudaMalloc", "cudaFree",
+                                "cudaHostAlloc"), what
+            assert not ("pageable" in what or "blocking" in what), f"{what}: pinned memory would not wait"
+            # the host may wait for the previous step, not to run ahead, while the GPU works on this one
             if behind := re.search(r"wait for an event, (\d+)", what):
                 assert int(behind[1]) >= launches / 2, what
