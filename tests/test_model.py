@@ -22,7 +22,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from model import GPT, GPT2_SIZES, GPTConfig, SpeedrunConfig, SpeedrunGPT, load_model, main
+from model import GPT, GPT2_SIZES, GPTConfig, MODELS, SpeedrunConfig, SpeedrunGPT, load_model, main
 from runtime.cli import UserError
 from runtime.device import choose_device, is_out_of_memory
 from runtime.generation import sample_token
@@ -1033,7 +1033,7 @@ ABSURD = {
 def test_absurd_sizes_are_refused_at_once_without_allocating(what, biases):
     weights = {name: p for name, p in make_model().state_dict().items() if biases or not name.endswith(".bias")}
     with LargestStorage() as largest, pytest.raises(UserError):
-        model_from_checkpoint(nanogpt_checkpoint(weights, **ABSURD[what]), "a.pt")
+        model_from_checkpoint(nanogpt_checkpoint(weights, **ABSURD[what]), "a.pt", MODELS)
     assert largest.bytes < 10_000 and largest.operations < 10_000
 
 
@@ -1045,7 +1045,7 @@ def test_tensors_larger_than_their_content_are_refused_without_allocating(shape,
         weights[name] = torch.zeros(0).expand(shape) if 0 in shape else torch.zeros(1).expand(shape)
     config = dict(block_size=2**22, vocab_size=2**22, n_embd=2**22)
     with LargestStorage() as largest, pytest.raises(UserError):
-        model_from_checkpoint(nanogpt_checkpoint(weights, **config), "a.pt")
+        model_from_checkpoint(nanogpt_checkpoint(weights, **config), "a.pt", MODELS)
     assert largest.bytes < 10_000
 
 
