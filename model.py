@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from runtime.cli import UserError, run_command
-from runtime.generation import KVCache, remembered, sample_token
+from runtime.generation import KVCache, generate
 from runtime.kernels import (Linear, attention, chunked_cross_entropy, document_window_mask, matmul_dtype,
                              recompute_in_backward)
 from runtime.muon import Muon
@@ -34,7 +34,7 @@ GPT2_SIZES = {
 class LanguageModel(nn.Module):
     """From hidden states to loss, losses a token, and samples. A subclass has `config`, blocks in `transformer.h` with their
     attention in `attn`, `lm_head`, and `hidden(idx, past=None)`: the final hidden states (B, T, C) of idx (B, T), which follow
-    on the tokens in the Cache `past`."""
+    the tokens in the KVCache `past`."""
     chunked_loss = staticmethod(chunked_cross_entropy)
     loss_chunk = 0              # tokens whose logits are in memory at a time while training; 0: all
     softcap = 0.0               # c: the logits are c tanh(z / c), of z what the head gives; 0: they are z
@@ -78,7 +78,6 @@ class LanguageModel(nn.Module):
         for block in self.transformer.h:
             block.attn.kernel = kernel
 
-    @torch.no_grad()
     def generate(self, idx: Tensor, max_new_tokens: int, temperature: float = 1.0, top_k: int | None = 50,
                  generator: torch.Generator | None = None) -> Tensor:
         """Continues idx (B, T) int64 by max_new_tokens sampled tokens -> (B, T + max_new_tokens).
@@ -87,16 +86,7 @@ class LanguageModel(nn.Module):
         and positions shift, so each token costs a whole forward. `temperature` 0 takes the likeliest
         token; `top_k` None or 0 samples from all. Ids from 50257 on (padding) are never sampled.
         """
-        past = None
-        for _ in range(max_new_tokens):
-            if past is None or idx.size(1) > self.config.block_size:
-                past = KVCache(self.config.n_layer)
-                x = self.hidden(idx[:, -self.config.block_size:], past)
-            else:
-                x = self.hidden(idx[:, -1:], past)
-            logits = self.logits(x[:, -1]).float()                              # (B, vocab_size)
-            idx = torch.cat((idx, sample_token(logits, temperature, top_k, generator)), dim=1)
-        return idx
+        return generate(self, idx, max_new_tokens, temperature, top_k, generator)
 
 
 @dataclass
@@ -110,8 +100,9 @@ class GPTConfig:
 
 
 class CausalSelfAttention(nn.Module):
-    def __init__(self, config):
+    def __init__(self, config, layer):
         super().__init__()
+        self.layer = layer                                                      # in the KV cache
         self.c_attn = Linear(config.n_embd, 3 * config.n_embd)          # query, key, value of all heads
         self.c_proj = Linear(config.n_embd, config.n_embd)
         self.n_head = config.n_head
@@ -123,7 +114,9 @@ class CausalSelfAttention(nn.Module):
         q = q.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)         # (B, nh, T, hs)
         k = k.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
         v = v.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
-        y = attention(q, *remembered(past, k, v), self.kernel)                  # (B, nh, T, hs)
+        if past:
+            k, v = past.update(self.layer, k, v)                                # (B, nh, t + T, hs)
+        y = attention(q, k, v, self.kernel)                                     # (B, nh, T, hs)
         return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
 
 
@@ -139,10 +132,10 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, config):
+    def __init__(self, config, layer):
         super().__init__()
         self.ln_1 = nn.LayerNorm(config.n_embd)
-        self.attn = CausalSelfAttention(config)
+        self.attn = CausalSelfAttention(config, layer)
         self.ln_2 = nn.LayerNorm(config.n_embd)
         self.mlp = MLP(config)
 
@@ -160,7 +153,7 @@ class GPT(LanguageModel):
         self.transformer = nn.ModuleDict(dict(
             wte=nn.Embedding(config.vocab_size, config.n_embd),
             wpe=nn.Embedding(config.block_size, config.n_embd),
-            h=nn.ModuleList(Block(config) for _ in range(config.n_layer)),
+            h=nn.ModuleList(Block(config, layer) for layer in range(config.n_layer)),
             ln_f=nn.LayerNorm(config.n_embd),
         ))
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False, device="meta")
@@ -183,7 +176,7 @@ class GPT(LanguageModel):
                 raise AssertionError(f"no initialisation for {name}")
 
     def hidden(self, idx: Tensor, past: KVCache | None = None) -> Tensor:
-        """Final hidden states (B, T, C) of idx (B, T), which follow on the tokens in the Cache `past`."""
+        """Final hidden states (B, T, C) of idx (B, T), which follow the tokens in the KVCache `past`."""
         tokens = past.add(idx) if past else idx
         pos = torch.arange(tokens.size(1) - idx.size(1), tokens.size(1), device=idx.device)     # (T,)
         x = self.transformer.wte(idx) + self.transformer.wpe(pos)               # (B, T, C)
@@ -191,8 +184,8 @@ class GPT(LanguageModel):
         # step moves. LayerNorm computes in fp32 all the same. Not in float16, whose largest number is 65504.
         if matmul_dtype(x) == torch.bfloat16:
             x = x.bfloat16()
-        for i, block in enumerate(self.transformer.h):
-            x = block(x, past.blocks[i] if past else None)
+        for block in self.transformer.h:
+            x = block(x, past)
         return self.transformer.ln_f(x)
 
     def configure_optimizers(self, max_lr: float, weight_decay: float, betas: tuple = (0.9, 0.95), eps: float = 1e-8) -> list:
@@ -253,8 +246,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class SpeedrunAttention(nn.Module):
-    def __init__(self, config):
+    def __init__(self, config, layer):
         super().__init__()
+        self.layer = layer                                                      # in the KV cache
         C = config.n_embd
         self.c_q, self.c_k, self.c_v, self.c_proj = (CastLinear(C, C) for _ in range(4))
         self.lamb = nn.Parameter(torch.empty(()))
@@ -269,7 +263,9 @@ class SpeedrunAttention(nn.Module):
         v = (1 - self.lamb) * v + self.lamb * v1        # value residual (arXiv:2410.17897), the mix learnt [-0.007]
         # QK-norm (arXiv:2010.04245) [+0.018], then positions [+0.082]
         q, k = rotate(norm(q), *rotary), rotate(norm(k), *rotary)
-        y = attention(q, *remembered(past, k, v), self.kernel, mask)            # (B, nh, T, hs)
+        if past:
+            k, v = past.update(self.layer, k, v)                                # (B, nh, t + T, hs)
+        y = attention(q, k, v, self.kernel, mask)                               # (B, nh, T, hs)
         return self.c_proj(y.transpose(1, 2).reshape(B, T, C)), v1
 
 
@@ -283,9 +279,9 @@ class SpeedrunMLP(nn.Module):
 
 
 class SpeedrunBlock(nn.Module):
-    def __init__(self, config):
+    def __init__(self, config, layer):
         super().__init__()
-        self.attn, self.mlp = SpeedrunAttention(config), SpeedrunMLP(config)
+        self.attn, self.mlp = SpeedrunAttention(config, layer), SpeedrunMLP(config)
         self.lambdas = nn.Parameter(torch.empty(2))
 
     def forward(self, x, v1, x0, rotary, mask, past=None):
@@ -308,7 +304,7 @@ class SpeedrunGPT(LanguageModel):
         self.config = config
         self.transformer = nn.ModuleDict(dict(
             wte=nn.Embedding(config.vocab_size, config.n_embd),
-            h=nn.ModuleList(SpeedrunBlock(config) for _ in range(config.n_layer)),
+            h=nn.ModuleList(SpeedrunBlock(config, layer) for layer in range(config.n_layer)),
         ))
         self.lm_head = CastLinear(config.n_embd, config.vocab_size)
         # a tensor, because its warm-up changes it while a compiled graph stays
@@ -352,8 +348,8 @@ class SpeedrunGPT(LanguageModel):
         with torch.autocast(device, enabled=False):
             x = x0 = norm(self.transformer.wte(idx).to(dtype))                  # (B, T, C), normed [+0.019]
             v1 = None
-            for i, block in enumerate(self.transformer.h):
-                x, v1 = block(x, v1, x0, rotary, mask, past.blocks[i] if past else None)
+            for block in self.transformer.h:
+                x, v1 = block(x, v1, x0, rotary, mask, past)
             return norm(x)
 
     def configure_optimizers(self, max_lr: float, weight_decay: float = 0.0, dtype: torch.dtype = torch.bfloat16) -> list:

@@ -7,26 +7,40 @@ from runtime.tokenizer import VOCAB_SIZE, encode, tokenizer
 
 
 class KVCache:
-    """What generation keeps: `tokens` (B, t) so far, None before the first, and each block's [keys, values] (B, nh, t, hs)."""
+    """What generation keeps: tokens (B, t), and each layer's keys and values (B, nh, t, hs); at first none."""
 
-    def __init__(self, n_layer):
-        self.tokens, self.blocks = None, [[] for _ in range(n_layer)]
+    def __init__(self, n_layer: int):
+        self.tokens, self.layers = None, [None] * n_layer
 
     def add(self, idx: Tensor) -> Tensor:
-        """Takes idx (B, T) in -> all tokens (B, t + T)."""
+        """Appends idx (B, T) -> all tokens (B, t + T)."""
         self.tokens = idx if self.tokens is None else torch.cat((self.tokens, idx), dim=1)
         return self.tokens
 
-
-def remembered(past: list | None, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values of all tokens, of a block's in the cache and the new ones; [] before the first, None: no cache."""
-    if past is None:
+    def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Appends a layer's keys and values k, v (B, nh, T, hs) -> those of all tokens (B, nh, t + T, hs)."""
+        if self.layers[layer]:
+            assert k.size(2) == 1, "the context is added at once, then one token at a time"
+            keys, values = self.layers[layer]
+            k, v = torch.cat((keys, k), dim=2), torch.cat((values, v), dim=2)
+        self.layers[layer] = k, v
         return k, v
-    if past:
-        assert k.size(2) == 1, "the cache is filled at once and then grows token by token"
-        k, v = torch.cat((past[0], k), dim=2), torch.cat((past[1], v), dim=2)
-    past[:] = k, v
-    return k, v
+
+
+@torch.no_grad()
+def generate(model, idx: Tensor, max_new_tokens: int, temperature: float, top_k: int | None,
+             generator: torch.Generator | None) -> Tensor:
+    """LanguageModel.generate: idx (B, T) int64 -> (B, T + max_new_tokens)."""
+    block_size, past = model.config.block_size, None
+    for _ in range(max_new_tokens):
+        if past is None or idx.size(1) > block_size:
+            past = KVCache(model.config.n_layer)
+            x = model.hidden(idx[:, -block_size:], past)                        # (B, t, C)
+        else:
+            x = model.hidden(idx[:, -1:], past)                                 # (B, 1, C)
+        logits = model.logits(x[:, -1]).float()                                 # (B, vocab_size)
+        idx = torch.cat((idx, sample_token(logits, temperature, top_k, generator)), dim=1)
+    return idx
 
 
 def sample_token(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
