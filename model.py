@@ -19,7 +19,7 @@ from torch import Tensor
 from runtime.cli import UserError, run_command
 from runtime.generation import KVCache, generate
 from runtime.kernels import (Linear, attention, chunked_cross_entropy, document_window_mask, matmul_dtype,
-                             recompute_in_backward)
+                             recompute_in_backward, resolve_attention)
 from runtime.muon import Muon
 from runtime.weights import export, from_huggingface, model_from_checkpoint, read_checkpoint, save_huggingface
 
@@ -32,11 +32,11 @@ GPT2_SIZES = {
 
 
 class LanguageModel(nn.Module):
-    """From hidden states to loss, losses a token, and samples. A subclass has `config`, blocks in `transformer.h` with their
-    attention in `attn`, `lm_head`, and `hidden(idx, past=None)`: the final hidden states (B, T, C) of idx (B, T), which follow
+    """From hidden states to loss, losses a token, and samples. A subclass has `config`, `lm_head`, and `hidden(idx, past=None)`: the final hidden states (B, T, C) of idx (B, T), which follow
     the tokens in the KVCache `past`."""
     chunked_loss = staticmethod(chunked_cross_entropy)
     loss_chunk = 0              # tokens whose logits are in memory at a time while training; 0: all
+    kernel = "auto"             # of attention
     softcap = 0.0               # c: the logits are c tanh(z / c), of z what the head gives; 0: they are z
 
     def logits(self, x: Tensor) -> Tensor:
@@ -74,9 +74,8 @@ class LanguageModel(nn.Module):
         return torch.zeros(idx.numel(), device=idx.device).scatter(0, positions, losses).view_as(idx)
 
     def use_attention(self, kernel: str) -> None:
-        """Chooses the attention kernel by name (see `attention`); check_attention tells if it can run."""
-        for block in self.transformer.h:
-            block.attn.kernel = kernel
+        """Sets the attention kernel by name (see resolve_attention); check_attention raises if it cannot run."""
+        self.kernel = kernel
 
     def generate(self, idx: Tensor, max_new_tokens: int, temperature: float = 1.0, top_k: int | None = 50,
                  generator: torch.Generator | None = None) -> Tensor:
@@ -106,9 +105,8 @@ class CausalSelfAttention(nn.Module):
         self.c_attn = Linear(config.n_embd, 3 * config.n_embd)          # query, key, value of all heads
         self.c_proj = Linear(config.n_embd, config.n_embd)
         self.n_head = config.n_head
-        self.kernel = "auto"
 
-    def forward(self, x, past=None):
+    def forward(self, x, kernel, past=None):
         B, T, C = x.size()
         q, k, v = self.c_attn(x).split(C, dim=2)
         q = q.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)         # (B, nh, T, hs)
@@ -116,7 +114,7 @@ class CausalSelfAttention(nn.Module):
         v = v.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
         if past:
             k, v = past.update(self.layer, k, v)                                # (B, nh, t + T, hs)
-        y = attention(q, k, v, self.kernel)                                     # (B, nh, T, hs)
+        y = attention(q, k, v, kernel)                                          # (B, nh, T, hs)
         return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
 
 
@@ -139,8 +137,8 @@ class Block(nn.Module):
         self.ln_2 = nn.LayerNorm(config.n_embd)
         self.mlp = MLP(config)
 
-    def forward(self, x, past=None):
-        x = x + self.attn(self.ln_1(x), past)
+    def forward(self, x, kernel, past=None):
+        x = x + self.attn(self.ln_1(x), kernel, past)
         return x + self.mlp(self.ln_2(x))
 
 
@@ -185,7 +183,7 @@ class GPT(LanguageModel):
         if matmul_dtype(x) == torch.bfloat16:
             x = x.bfloat16()
         for block in self.transformer.h:
-            x = block(x, past)
+            x = block(x, self.kernel, past)
         return self.transformer.ln_f(x)
 
     def configure_optimizers(self, max_lr: float, weight_decay: float, betas: tuple = (0.9, 0.95), eps: float = 1e-8) -> list:
@@ -252,9 +250,9 @@ class SpeedrunAttention(nn.Module):
         C = config.n_embd
         self.c_q, self.c_k, self.c_v, self.c_proj = (CastLinear(C, C) for _ in range(4))
         self.lamb = nn.Parameter(torch.empty(()))
-        self.n_head, self.kernel = config.n_head, "auto"
+        self.n_head = config.n_head
 
-    def forward(self, x, v1, rotary, mask, past=None):
+    def forward(self, x, v1, rotary, kernel, mask, past=None):
         """x (B, T, C), v1 (B, nh, T, hs) the first block's values or None -> (B, T, C) and v1."""
         B, T, C = x.size()
         q, k, v = (linear(x).view(B, T, self.n_head, C // self.n_head).transpose(1, 2)          # (B, nh, T, hs)
@@ -265,7 +263,7 @@ class SpeedrunAttention(nn.Module):
         q, k = rotate(norm(q), *rotary), rotate(norm(k), *rotary)
         if past:
             k, v = past.update(self.layer, k, v)                                # (B, nh, t + T, hs)
-        y = attention(q, k, v, self.kernel, mask)                               # (B, nh, T, hs)
+        y = attention(q, k, v, kernel, mask)                                    # (B, nh, T, hs)
         return self.c_proj(y.transpose(1, 2).reshape(B, T, C)), v1
 
 
@@ -284,9 +282,9 @@ class SpeedrunBlock(nn.Module):
         self.attn, self.mlp = SpeedrunAttention(config, layer), SpeedrunMLP(config)
         self.lambdas = nn.Parameter(torch.empty(2))
 
-    def forward(self, x, v1, x0, rotary, mask, past=None):
+    def forward(self, x, v1, x0, rotary, kernel, mask, past=None):
         x = self.lambdas[0] * x + self.lambdas[1] * x0  # every block sees the embedding, as it learns to [+0.011]
-        y, v1 = self.attn(norm(x), v1, rotary, mask, past)
+        y, v1 = self.attn(norm(x), v1, rotary, kernel, mask, past)
         x = x + y
         return x + self.mlp(norm(x)), v1
 
@@ -294,7 +292,6 @@ class SpeedrunBlock(nn.Module):
 class SpeedrunGPT(LanguageModel):
     """modded-nanogpt's model of record 10: 162.2M parameters at GPT-2's size, because embedding and head are two matrices."""
     softcap = 30.0              # arXiv:2408.00118, section 2 [+0.004]
-    flex = True                 # attention "auto" is FlexAttention in a compiled graph on CUDA
 
     def __init__(self, config):
         super().__init__()
@@ -342,14 +339,13 @@ class SpeedrunGPT(LanguageModel):
         rotary = angles.cos().to(dtype), angles.sin().to(dtype)
         mask = None
         if self.config.window:          # modded-nanogpt's records 12 and 13
-            kernel = self.transformer.h[0].attn.kernel
-            flex = kernel == "flex" or kernel == "auto" and self.flex and device == "cuda" and torch.compiler.is_compiling()
-            mask = document_window_mask(tokens, idx.size(1), self.window, as_blocks=flex and not past)
+            kernel = resolve_attention(self.kernel, device, dtype, tokens.size(1), blocks=past is None)
+            mask = document_window_mask(tokens, idx.size(1), self.window, as_blocks="flex" in kernel)
         with torch.autocast(device, enabled=False):
             x = x0 = norm(self.transformer.wte(idx).to(dtype))                  # (B, T, C), normed [+0.019]
             v1 = None
             for block in self.transformer.h:
-                x, v1 = block(x, v1, x0, rotary, mask, past)
+                x, v1 = block(x, v1, x0, rotary, self.kernel, mask, past)
             return norm(x)
 
     def configure_optimizers(self, max_lr: float, weight_decay: float = 0.0, dtype: torch.dtype = torch.bfloat16) -> list:

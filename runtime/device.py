@@ -165,7 +165,7 @@ def compile_model(config, model, process) -> Callable:
                     check_attention("flex", process.device, getattr(torch, config.dtype), config.n_embd // config.n_head,
                                     masked=True)
                 except UserError as error:
-                    model.flex = False
+                    model.use_attention("sdpa")
                     process.print0(f"warning: going on with a mask of T x T instead of FlexAttention: {error}")
             # inside its graph the compiler would do all chunks' products first, and save no memory
             model.chunked_loss = torch.compiler.disable(model.chunked_loss)

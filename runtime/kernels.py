@@ -42,6 +42,31 @@ def compiled_flex() -> Callable:
     return torch.compile(flex_attention, dynamic=False)
 
 
+def resolve_attention(kernel: str, device: str, dtype: torch.dtype, length: int, blocks: bool) -> str:
+    """The kernel to run on `device` ('cuda', 'cpu', ...) over `length` keys: all choices are made here.
+
+    `kernel`: a name of ATTENTION, or 'sdpa', which lets torch choose among its own kernels. `blocks`: whether there is a
+    BlockMask, or one can be made. Returns 'naive', 'sdpa', a name of SDPA_KERNELS, or, only with blocks, 'flex' (FlexAttention as a
+    plain function) or 'compiled flex'.
+    """
+    # The one question whether this is a compiled graph. The graph and the eager model that shares its weights (samples, HellaSwag)
+    # are the same module with the same setting, so no attribute can tell them apart.
+    in_graph = torch.compiler.is_compiling()
+    if kernel == "auto":
+        if blocks and device == "cuda" and in_graph:
+            kernel = "flex"
+        elif device == "cpu" and dtype == torch.bfloat16 and length <= NAIVE_MAX_LENGTH:
+            kernel = "naive"
+        else:               # eager models on CUDA too: their lengths change, and FlexAttention would be compiled for each
+            kernel = "sdpa"
+    if kernel == "flex":
+        if not blocks:      # generation with a KV cache: one query a row
+            kernel = "sdpa"
+        elif device == "cuda" and not in_graph:         # a graph fuses the function; eagerly only its compiled form is a kernel
+            kernel = "compiled flex"
+    return kernel
+
+
 def attention(q: Tensor, k: Tensor, v: Tensor, kernel: str = "auto", mask: Tensor | BlockMask | None = None) -> Tensor:
     """softmax(q k^T / sqrt(hs)) v. q: (B, nh, T, hs), k, v: (B, nh, S, hs) -> (B, nh, T, hs).
 
@@ -51,19 +76,19 @@ def attention(q: Tensor, k: Tensor, v: Tensor, kernel: str = "auto", mask: Tenso
     in bfloat16 on a CPU, where the formula is the faster one.
     """
     T, S = q.size(-2), k.size(-2)
-    if isinstance(mask, BlockMask):
-        # a graph that is being compiled takes it in; anywhere else on a GPU only its compiled form is a kernel
-        flex = compiled_flex() if q.is_cuda and not torch.compiler.is_compiling() else flex_attention
-        return flex(q, k, v, block_mask=mask)
+    blocks = isinstance(mask, BlockMask)
+    kernel = resolve_attention("flex" if blocks else kernel, q.device.type, q.dtype, S, blocks)
+    if blocks:
+        return (compiled_flex() if kernel == "compiled flex" else flex_attention)(q, k, v, block_mask=mask)
     is_causal = mask is None and T == S
-    if kernel == "naive" or kernel == "auto" and q.device.type == "cpu" and q.dtype == torch.bfloat16 and S <= NAIVE_MAX_LENGTH:
+    if kernel == "naive":
         att = (q / math.sqrt(q.size(-1))) @ k.transpose(-2, -1)                 # (B, nh, T, S)
         if is_causal:
             att = att + torch.full((T, T), float("-inf"), dtype=q.dtype, device=q.device).triu(1)
         elif mask is not None:
             att = att.masked_fill(~mask, float("-inf"))
         return F.softmax(att, dim=-1).to(v.dtype) @ v
-    with contextlib.nullcontext() if kernel in ("auto", "flex") else sdpa_kernel(SDPA_KERNELS[kernel]):
+    with contextlib.nullcontext() if kernel == "sdpa" else sdpa_kernel(SDPA_KERNELS[kernel]):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal)
 
 

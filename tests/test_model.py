@@ -303,7 +303,7 @@ def test_flex_attention_outside_a_graph_is_compiled_once(monkeypatch):
     """Its kernel needs a GPU (test_flex_attention_trains_as_sdpa_does); here only what is asked of torch.compile is counted."""
     made = []
     monkeypatch.setattr(torch, "compile", lambda function, **how: made.append(function) or (lambda *tensors, block_mask: made))
-    q = types.SimpleNamespace(is_cuda=True, size=lambda i: 128)
+    q = types.SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, size=lambda i: 128)
     mask = document_window_mask(torch.zeros(1, 128, dtype=torch.int64), 128, torch.tensor(128), as_blocks=True)
     compiled_flex.cache_clear()
     try:
