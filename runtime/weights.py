@@ -1,11 +1,12 @@
 """Every checkpoint format in, Hugging Face out."""
+import contextlib
 import dataclasses
 import json
 import mmap
 import os
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -16,6 +17,18 @@ from runtime.hub import download_model
 from runtime.tokenizer import EOT, VOCAB_SIZE, checked_asset
 
 EXPORTED = {"config.json", "tokenizer_config.json", "vocab.json", "merges.txt", "model.safetensors"}     # by save_pretrained
+
+
+@contextlib.contextmanager
+def corrupt_if_fails(what: str, remedy: str = "") -> Iterator[None]:
+    """Turns every error inside, whatever a damaged or hostile file makes a reader raise, into a UserError: `what`, the
+    reason, `remedy`."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{what}: {error}{remedy}") from None
+    except Exception as error:
+        raise UserError(f"{what} ({brief_error(error)}){remedy}") from None
 
 
 def _is_conv1d(name):
@@ -94,7 +107,7 @@ def from_huggingface(source, GPT, GPTConfig):
     folder = Path(source)
     if not os.path.isdir(folder):       # unlike Path's, os.path's questions raise no OSError for a strange name
         folder = download_model(str(source))
-    try:
+    with corrupt_if_fails(f"{source} is not a GPT-2 in the Hugging Face format"):
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         if "auto_map" in config:
             raise UserError("its config.json names code of its own (auto_map), which is never run here")
@@ -111,10 +124,6 @@ def from_huggingface(source, GPT, GPTConfig):
         weights = {name: t.t() if _is_conv1d(name) else t for name, t in _canonical(_folder_weights(folder)).items()}
         return build_model(GPT, GPTConfig(config.get("n_positions", 1024), config["vocab_size"], config["n_layer"],
                                           config["n_head"], config["n_embd"], gelu), weights)
-    except UserError as error:
-        raise UserError(f"{source} is not a GPT-2 in the Hugging Face format: {error}") from None
-    except Exception as error:      # whatever a damaged or foreign file makes the readers raise
-        raise UserError(f"{source} is not a GPT-2 in the Hugging Face format ({brief_error(error)})") from None
 
 
 def _folder_weights(folder):
@@ -161,11 +170,9 @@ def read_checkpoint(path: str | Path) -> dict:
     path = Path(path)
     if not os.path.isfile(path):
         raise UserError(f"{path} is not a file: check the path")
-    try:
+    with corrupt_if_fails(f"{path} cannot be read as a checkpoint: it was cut off, or holds more than tensors and plain values",
+                          "; copy it again"):
         checkpoint = _load_pickle(path)
-    except Exception as error:      # whatever a damaged or hostile file makes the unpickler raise
-        raise UserError(f"{path} cannot be read as a checkpoint: it was cut off, or holds more than tensors "
-                        f"and plain values ({brief_error(error)}); copy it again") from None
     if not isinstance(checkpoint, dict):
         raise UserError(f"{path} holds a {type(checkpoint).__name__} instead of a checkpoint's dict")
     return checkpoint
@@ -173,7 +180,7 @@ def read_checkpoint(path: str | Path) -> dict:
 
 def model_from_checkpoint(checkpoint: dict, path: str | Path, MODELS: dict):
     """The model of a checkpoint's dict: this project's, nanoGPT's or build-nanogpt's, told by what it records."""
-    try:
+    with corrupt_if_fails(f"{path} is not a checkpoint that this project reads"):
         (cls, config_cls), extra = MODELS["gpt2"], {}
         weights = checkpoint.get("model")
         if "model_config" in checkpoint:
@@ -194,10 +201,6 @@ def model_from_checkpoint(checkpoint: dict, path: str | Path, MODELS: dict):
             raise UserError(f"its config does not say {name}")
         config = config_cls(**{name: config[name] for name in fields & config.keys()} | extra)
         return build_model(cls, config, _canonical(weights) if cls is MODELS["gpt2"][0] else weights)
-    except UserError as error:
-        raise UserError(f"{path} is not a checkpoint that this project reads: {error}") from None
-    except Exception as error:      # whatever a damaged or hostile file still makes torch raise
-        raise UserError(f"{path} is not a checkpoint that this project reads ({brief_error(error)})") from None
 
 
 def save_huggingface(model, folder: str | Path) -> None:
