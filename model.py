@@ -313,7 +313,7 @@ class SpeedrunGPT(LanguageModel):
 
     @torch.no_grad()
     def init_weights(self):
-        """Output projections and head at zero (arXiv:2203.03466) [+0.009]: the first loss is ln(vocab_size)."""
+        """Output projections and head at zero (arXiv:2203.03466) [+0.009]: first loss ln(vocab_size)."""
         for name, p in self.named_parameters():
             if name.endswith(("c_proj.weight", "lm_head.weight")):
                 p.zero_()
