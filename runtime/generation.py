@@ -1,4 +1,4 @@
-"""Sampling with a KV cache."""
+"""Generation with a KV cache, and the samples that training prints."""
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -7,7 +7,7 @@ from runtime.tokenizer import VOCAB_SIZE, encode, tokenizer
 
 
 class KVCache:
-    """What generation keeps: tokens (B, t), and each layer's keys and values (B, nh, t, hs); at first none."""
+    """The tokens (B, t) so far, and each layer's keys and values (B, nh, t, hs) of them; empty at first."""
 
     def __init__(self, n_layer: int):
         self.tokens, self.layers = None, [None] * n_layer
@@ -18,7 +18,7 @@ class KVCache:
         return self.tokens
 
     def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Appends a layer's keys and values k, v (B, nh, T, hs) -> those of all tokens (B, nh, t + T, hs)."""
+        """Appends a layer's keys and values (B, nh, T, hs) -> those of all tokens (B, nh, t + T, hs)."""
         if self.layers[layer]:
             assert k.size(2) == 1, "the context is added at once, then one token at a time"
             keys, values = self.layers[layer]
@@ -43,10 +43,11 @@ def generate(model, idx: Tensor, max_new_tokens: int, temperature: float, top_k:
     return idx
 
 
-def sample_token(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
-    """One sampled id a row: logits (B, vocab_size) -> (B, 1)."""
+def sample_token(logits: Tensor, temperature: float, top_k: int | None,
+                 generator: torch.Generator | None) -> Tensor:
+    """Samples one id per row: logits (B, vocab_size) -> int64 (B, 1). Overwrites the logits of padding."""
     logits[:, VOCAB_SIZE:] = float("-inf")
-    if temperature < 1e-5:              # 0, or so small that the quotients would overflow
+    if temperature < 1e-5:              # 0, or so small that the quotient below would overflow
         return logits.argmax(dim=-1, keepdim=True)
     logits = logits / temperature
     if top_k:
@@ -57,7 +58,8 @@ def sample_token(logits: Tensor, temperature: float, top_k: int | None, generato
 
 def print_samples(model, autocast: torch.autocast, process, num_samples: int = 4,
                   max_new_tokens: int = 32, prompt: str = "Hello, I'm a language model,") -> None:
-    """Sampled on the master alone, from a generator of its own: training's random numbers stay as they are."""
+    """Prints samples, on the master process only. They have a generator of their own, so that training's
+    random numbers do not change."""
     generator = torch.Generator(device=process.device).manual_seed(42)
     idx = torch.tensor([encode(prompt).tolist()] * num_samples, dtype=torch.int64, device=process.device)
     with autocast:
