@@ -73,7 +73,7 @@ class LanguageModel(nn.Module):
         return torch.zeros(idx.numel(), device=idx.device).scatter(0, positions, losses).view_as(idx)
 
     def use_attention(self, kernel: str) -> None:
-        """Sets the attention kernel by name (see resolve_attention). check_attention tells if it can run."""
+        """Sets the attention kernel by name (see resolve_attention). check_attention checks that it can run."""
         self.kernel = kernel
 
     def generate(self, idx: Tensor, max_new_tokens: int, temperature: float = 1.0, top_k: int | None = 50,
@@ -199,8 +199,7 @@ class GPT(LanguageModel):
 
     @classmethod
     def from_pretrained(cls, source: str | Path) -> "GPT":
-        """`gpt2`, `gpt2-medium`, `gpt2-large`, `gpt2-xl`, another GPT-2 on the Hugging Face hub, or a local
-        folder in its format. Raises UserError for anything else."""
+        """A name of GPT2_SIZES or of another GPT-2 on the Hugging Face hub, or a folder; else UserError."""
         return from_huggingface(source, GPT, GPTConfig)
 
     def save_pretrained(self, folder: str | Path) -> None:
@@ -213,7 +212,7 @@ class GPT(LanguageModel):
 # The speedrun model: modded-nanogpt's record 10 (November 2024), written anew, with its state-dict names. The
 # number in brackets beside an idea is its gain: validation loss without it minus with it, after 0.41 million
 # tokens, 4 layers of width 128, means of two seeds, which differ by up to 0.06 (bench.py recipes,
-# 2026-11-21). Some gains cannot be told from 0.
+# 2026-11-21). Some gains are within that noise.
 
 @dataclass
 class SpeedrunConfig:

@@ -18,7 +18,7 @@ from runtime.kernels import check_attention
 def choose_device(name: str = "auto") -> str:
     """The device `name`; for 'auto' the first available of 'cuda', 'mps' and 'cpu'. UserError if it is not
     available, or if there is a GPU that cannot be used: 'auto' does not fall back to the CPU then."""
-    with warnings.catch_warnings(action="ignore"):      # torch's; the checks below report the same in one line
+    with warnings.catch_warnings(action="ignore"):      # torch's; the checks below say the same in one line
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     there = ["cuda", *(f"cuda:{i}" for i in range(gpus))] if gpus else []
     there += ["mps", "cpu"] if torch.backends.mps.is_available() else ["cpu"]
@@ -90,7 +90,7 @@ def compile_error(device: str) -> str | None:
 
 
 OUT_OF_MEMORY = re.compile(
-    r"\b(CUDA|HIP|NCCL)\b.{0,200}out of memory|_ALLOC_FAILED|DefaultCPUAllocator: ", re.IGNORECASE | re.DOTALL)
+    r"\b(CUDA|HIP|NCCL)\b.{0,200}out of memory|_ALLOC_FAILED|DefaultCPUAllocator: ", re.I | re.S)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -51,8 +51,8 @@ def resolve_attention(kernel: str, device: str, dtype: torch.dtype, length: int,
     Returns 'naive', 'sdpa', or a name in SDPA_KERNELS; with `blocks` also 'flex' (the plain function) or
     'compiled flex'.
     """
-    # The only place that asks for the compiled graph. The graph and the eager model that shares its weights
-    # (samples, HellaSwag) are one module with one setting, which no attribute can tell apart.
+    # The choice depends on is_compiling() only here. The compiled graph and the eager model that shares its
+    # weights (samples, HellaSwag) are one module with one setting, so no attribute can tell them apart.
     in_graph = torch.compiler.is_compiling()
     if kernel == "auto":
         if blocks and device == "cuda" and in_graph:
@@ -63,7 +63,7 @@ def resolve_attention(kernel: str, device: str, dtype: torch.dtype, length: int,
             kernel = "sdpa"
     if kernel == "flex" and not blocks:                                         # generation with a KV cache
         kernel = "sdpa"
-    if kernel == "flex" and device == "cuda" and not in_graph:                  # uncompiled, it is no kernel
+    if kernel == "flex" and device == "cuda" and not in_graph:                  # eager, it is not fused
         kernel = "compiled flex"
     return kernel
 
@@ -145,7 +145,7 @@ def cross_entropy_(logits: Tensor, targets: Tensor, softcap: float = 0.0) -> Ten
     scored, targets = (targets >= 0)[:, None], targets.clamp(min=0)[:, None]
     z = logits.float()                                                          # (n, V)
     if softcap:
-        s = torch.sigmoid(z * (2 / softcap))    # tanh(u) = 2 sigmoid(2u) - 1; on a CPU tanh is 10 times slower
+        s = torch.sigmoid(z * (2 / softcap))    # tanh(u) = 2 sigmoid(2u) - 1; tanh is 10 times slower on CPU
         z = (s - 0.5) * (2 * softcap)
     highest, own = z.amax(dim=1, keepdim=True), z.gather(1, targets)
     p = z.softmax(dim=1)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 def orthogonalize(G: Tensor, dtype: torch.dtype = torch.bfloat16, steps: int = 5) -> Tensor:
     """Approximates the (semi-)orthogonal matrices nearest to G (n, rows, columns): singular values end
-    between 0.7 and 1.2.
+    roughly between 0.7 and 1.2.
 
     `steps` of a quintic Newton-Schulz iteration in `dtype`. Its coefficients increase small singular values
     as fast as possible (Keller Jordan 2024).

@@ -16,6 +16,7 @@ from runtime.files import replace_file
 from runtime.hub import download_model
 from runtime.tokenizer import EOT, VOCAB_SIZE, checked_asset
 
+# what save_pretrained writes
 EXPORTED = {"config.json", "tokenizer_config.json", "vocab.json", "merges.txt", "model.safetensors"}
 
 
@@ -167,7 +168,7 @@ def _load_pickle(path):
             archive = torch._C.PyTorchFileReader(str(path))
             size_of = getattr(archive, "get_record_size", lambda record: 0)     # not in every torch release
             if sum(map(size_of, archive.get_all_records())) > os.path.getsize(path):
-                raise UserError("it is packed")         # torch.save never compresses, and this could fill the memory
+                raise UserError("it is packed")     # torch.save never compresses; this could fill the memory
             pickled = archive.get_record("data.pkl")
         else:
             pickled = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -252,8 +253,8 @@ def save_huggingface(model, folder: str | Path) -> None:
 def check_tokens(model, source: str) -> None:
     """UserError unless `model`, read from `source`, has GPT-2's tokens, the only ones used here."""
     if model.config.vocab_size < VOCAB_SIZE:
-        raise UserError(f"{source} has a vocabulary of {model.config.vocab_size}, and not GPT-2's {VOCAB_SIZE} "
-                        f"tokens: give a model that was trained on those")
+        raise UserError(f"{source} has a vocabulary of {model.config.vocab_size}, and not GPT-2's "
+                        f"{VOCAB_SIZE} tokens: give a model that was trained on those")
 
 
 def export(load_model: Callable, description: str, argv: list[str] | None = None) -> None:
@@ -278,5 +279,5 @@ def export(load_model: Callable, description: str, argv: list[str] | None = None
         model.save_pretrained(args.folder)
     except OSError as error:
         raise UserError(f"{args.folder} cannot be written ({error.strerror}): give another folder") from None
-    print(f"{args.folder} is in the Hugging Face format: transformers' AutoModelForCausalLM and AutoTokenizer "
-          f"read it with from_pretrained({os.path.abspath(args.folder)!r})")
+    print(f"{args.folder} is in the Hugging Face format: transformers' AutoModelForCausalLM and "
+          f"AutoTokenizer read it with from_pretrained({os.path.abspath(args.folder)!r})")
