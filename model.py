@@ -73,7 +73,7 @@ class LanguageModel(nn.Module):
         return torch.zeros(idx.numel(), device=idx.device).scatter(0, positions, losses).view_as(idx)
 
     def use_attention(self, kernel: str) -> None:
-        """Sets the attention kernel by name (see resolve_attention). check_attention checks that it can run."""
+        """Sets the attention kernel by name (see resolve_attention), without check_attention."""
         self.kernel = kernel
 
     def generate(self, idx: Tensor, max_new_tokens: int, temperature: float = 1.0, top_k: int | None = 50,
