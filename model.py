@@ -1,10 +1,9 @@
-"""GPT-2 as published (Radford et al. 2019), its attention kernels, and its weights in every usual format.
+"""GPT-2 as published (Radford et al. 2019), and the speedrun recipe's model: architecture, loss, generation.
 
     from model import GPT, GPTConfig, load_model
     model = GPT.from_pretrained("gpt2")         # or a folder in the Hugging Face format
     model = load_model("log/checkpoint_000250.pt")
-
-    python model.py export log/checkpoint_019073.pt exported/       for transformers, lm-evaluation-harness, ...
+    python model.py export log/checkpoint_019073.pt exported/   for transformers, lm-evaluation-harness, ...
 """
 import math
 import os
@@ -17,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from runtime.cli import UserError, run_command
-from runtime.generation import KVCache, remembered, sample_token
+from runtime.generation import KVCache, generate
 from runtime.kernels import (Linear, attention, chunked_cross_entropy, document_window_mask, matmul_dtype,
-                             recompute_in_backward)
+                             recompute_in_backward, resolve_attention)
 from runtime.muon import Muon
 from runtime.weights import export, from_huggingface, model_from_checkpoint, read_checkpoint, save_huggingface
 
@@ -32,12 +31,12 @@ GPT2_SIZES = {
 
 
 class LanguageModel(nn.Module):
-    """From hidden states to loss, losses a token, and samples. A subclass has `config`, blocks in `transformer.h` with their
-    attention in `attn`, `lm_head`, and `hidden(idx, past=None)`: the final hidden states (B, T, C) of idx (B, T), which follow
-    on the tokens in the Cache `past`."""
+    """Loss and samples from hidden states. A subclass has `config`, `lm_head` and `hidden(idx, past=None)`:
+    the final hidden states (B, T, C) of idx (B, T), which follows the tokens in the KVCache `past`."""
     chunked_loss = staticmethod(chunked_cross_entropy)
     loss_chunk = 0              # tokens whose logits are in memory at a time while training; 0: all
-    softcap = 0.0               # c: the logits are c tanh(z / c), of z what the head gives; 0: they are z
+    kernel = "auto"             # attention kernel, by name
+    softcap = 0.0               # c: the logits are c tanh(z / c), where z is the head's output; 0: they are z
 
     def logits(self, x: Tensor) -> Tensor:
         """x (..., C) -> (..., vocab_size)."""
@@ -47,15 +46,15 @@ class LanguageModel(nn.Module):
     def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
         """idx, targets: int64 (B, T). Without targets: (logits (B, T, vocab_size), None).
 
-        With targets: (None, mean cross-entropy in nats); targets of -1 are ignored. The logits stay
-        inside, so that torch.compile may fuse them with the loss.
+        With targets: (None, mean cross-entropy in nats); targets of -1 are ignored. The logits are not
+        returned, so that torch.compile can fuse them with the loss. ValueError if T exceeds block_size.
         """
         if idx.size(1) > self.config.block_size:
-            raise ValueError(f"a sequence of {idx.size(1)} tokens is longer than block_size {self.config.block_size}")
+            raise ValueError(f"{idx.size(1)} tokens are longer than block_size {self.config.block_size}")
         x = self.hidden(idx)                                                    # (B, T, C)
         if targets is not None and self.loss_chunk:
-            return None, self.chunked_loss(x.flatten(0, 1), self.lm_head.weight, targets.flatten(), self.loss_chunk,
-                                           self.softcap, torch.compiler.is_compiling())
+            return None, self.chunked_loss(x.flatten(0, 1), self.lm_head.weight, targets.flatten(),
+                                           self.loss_chunk, self.softcap, torch.compiler.is_compiling())
         logits = self.logits(x)                                                 # (B, T, vocab_size)
         if targets is None:
             return logits, None
@@ -64,39 +63,28 @@ class LanguageModel(nn.Module):
     def token_losses(self, idx: Tensor, targets: Tensor, positions: Tensor | None = None) -> Tensor:
         """Cross-entropy of each token, fp32 (B, T); 0 where the target is -1. idx, targets: int64 (B, T).
 
-        Logits are computed at `positions` only: int64 (n,), indices into B T, which name each target >= 0 at least once.
-        Without positions they are looked up, for which a GPU has to be waited for, and n is another each time.
+        Logits are computed only at `positions`: int64 (n,), indices into B T, each target >= 0 at least once.
+        By default they are found: then the CPU waits for the GPU, and n differs from call to call.
         """
         if positions is None:
             positions = (targets >= 0).flatten().nonzero().flatten()            # (n,)
-        logits = self.logits(self.hidden(idx).flatten(0, 1)[positions]).float()                 # (n, vocab_size)
+        logits = self.logits(self.hidden(idx).flatten(0, 1)[positions]).float()     # (n, vocab_size)
         losses = F.cross_entropy(logits, targets.flatten()[positions], ignore_index=-1, reduction="none")
         return torch.zeros(idx.numel(), device=idx.device).scatter(0, positions, losses).view_as(idx)
 
     def use_attention(self, kernel: str) -> None:
-        """Chooses the attention kernel by name (see `attention`); check_attention tells if it can run."""
-        for block in self.transformer.h:
-            block.attn.kernel = kernel
+        """Sets the attention kernel by name (see resolve_attention), without check_attention."""
+        self.kernel = kernel
 
-    @torch.no_grad()
     def generate(self, idx: Tensor, max_new_tokens: int, temperature: float = 1.0, top_k: int | None = 50,
                  generator: torch.Generator | None = None) -> Tensor:
         """Continues idx (B, T) int64 by max_new_tokens sampled tokens -> (B, T + max_new_tokens).
 
-        Keys and values are cached until the context fills block_size; from then on the window slides
-        and positions shift, so each token costs a whole forward. `temperature` 0 takes the likeliest
-        token; `top_k` None or 0 samples from all. Ids from 50257 on (padding) are never sampled.
+        Keys and values are cached until the context fills block_size. Then the context slides, all positions
+        shift, and each token needs a forward of the whole context. `temperature` 0 takes the likeliest token;
+        `top_k` None or 0 samples from all. Ids >= 50257 (padding) are never sampled.
         """
-        past = None
-        for _ in range(max_new_tokens):
-            if past is None or idx.size(1) > self.config.block_size:
-                past = KVCache(self.config.n_layer)
-                x = self.hidden(idx[:, -self.config.block_size:], past)
-            else:
-                x = self.hidden(idx[:, -1:], past)
-            logits = self.logits(x[:, -1]).float()                              # (B, vocab_size)
-            idx = torch.cat((idx, sample_token(logits, temperature, top_k, generator)), dim=1)
-        return idx
+        return generate(self, idx, max_new_tokens, temperature, top_k, generator)
 
 
 @dataclass
@@ -106,24 +94,25 @@ class GPTConfig:
     n_layer: int = 12
     n_head: int = 12
     n_embd: int = 768
-    gelu: str = "tanh"          # GPT-2's approximation; "none" is the exact one, which nanoGPT trains with
+    gelu: str = "tanh"          # GPT-2's approximation; "none": the exact GELU, which nanoGPT trains with
 
 
 class CausalSelfAttention(nn.Module):
-    def __init__(self, config):
+    def __init__(self, config, layer):
         super().__init__()
         self.c_attn = Linear(config.n_embd, 3 * config.n_embd)          # query, key, value of all heads
         self.c_proj = Linear(config.n_embd, config.n_embd)
-        self.n_head = config.n_head
-        self.kernel = "auto"
+        self.n_head, self.layer = config.n_head, layer
 
-    def forward(self, x, past=None):
+    def forward(self, x, kernel, past=None):
         B, T, C = x.size()
         q, k, v = self.c_attn(x).split(C, dim=2)
         q = q.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)         # (B, nh, T, hs)
         k = k.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
         v = v.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
-        y = attention(q, *remembered(past, k, v), self.kernel)                  # (B, nh, T, hs)
+        if past:
+            k, v = past.update(self.layer, k, v)                                # (B, nh, t + T, hs)
+        y = attention(q, k, v, kernel)                                          # (B, nh, T, hs)
         return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
 
 
@@ -139,15 +128,15 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, config):
+    def __init__(self, config, layer):
         super().__init__()
         self.ln_1 = nn.LayerNorm(config.n_embd)
-        self.attn = CausalSelfAttention(config)
+        self.attn = CausalSelfAttention(config, layer)
         self.ln_2 = nn.LayerNorm(config.n_embd)
         self.mlp = MLP(config)
 
-    def forward(self, x, past=None):
-        x = x + self.attn(self.ln_1(x), past)
+    def forward(self, x, kernel, past=None):
+        x = x + self.attn(self.ln_1(x), kernel, past)
         return x + self.mlp(self.ln_2(x))
 
 
@@ -160,7 +149,7 @@ class GPT(LanguageModel):
         self.transformer = nn.ModuleDict(dict(
             wte=nn.Embedding(config.vocab_size, config.n_embd),
             wpe=nn.Embedding(config.block_size, config.n_embd),
-            h=nn.ModuleList(Block(config) for _ in range(config.n_layer)),
+            h=nn.ModuleList(Block(config, layer) for layer in range(config.n_layer)),
             ln_f=nn.LayerNorm(config.n_embd),
         ))
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False, device="meta")
@@ -169,7 +158,7 @@ class GPT(LanguageModel):
 
     @torch.no_grad()
     def init_weights(self):
-        """Every parameter once: normal(0, 0.02), residual projections scaled by 1/sqrt(2 n_layer), GPT-2 section 2.3."""
+        """normal(0, 0.02), residual projections scaled by 1/sqrt(2 n_layer) (GPT-2 paper, section 2.3)."""
         for name, p in self.named_parameters():
             if name.endswith(("ln_1.weight", "ln_2.weight", "ln_f.weight")):
                 p.fill_(1.0)
@@ -183,43 +172,47 @@ class GPT(LanguageModel):
                 raise AssertionError(f"no initialisation for {name}")
 
     def hidden(self, idx: Tensor, past: KVCache | None = None) -> Tensor:
-        """Final hidden states (B, T, C) of idx (B, T), which follow on the tokens in the Cache `past`."""
-        tokens = past.add(idx) if past else idx
+        """Final hidden states (B, T, C) of idx (B, T), which follows the tokens in the KVCache `past`."""
+        tokens = past.add(idx) if past else idx                                 # (B, S)
         pos = torch.arange(tokens.size(1) - idx.size(1), tokens.size(1), device=idx.device)     # (T,)
         x = self.transformer.wte(idx) + self.transformer.wpe(pos)               # (B, T, C)
-        # The residual stream is bfloat16 where the products are, as llm.c and modded-nanogpt have it: in fp32 it is 14% of what a
-        # step moves. LayerNorm computes in fp32 all the same. Not in float16, whose largest number is 65504.
+        # The residual stream is bfloat16 where the matmuls are, as in llm.c and modded-nanogpt: in fp32 it is
+        # 14% of a step's memory traffic. LayerNorm still computes in fp32. Not float16: its maximum is 65504.
         if matmul_dtype(x) == torch.bfloat16:
             x = x.bfloat16()
-        for i, block in enumerate(self.transformer.h):
-            x = block(x, past.blocks[i] if past else None)
+        for block in self.transformer.h:
+            x = block(x, self.kernel, past)
         return self.transformer.ln_f(x)
 
-    def configure_optimizers(self, max_lr: float, weight_decay: float, betas: tuple = (0.9, 0.95), eps: float = 1e-8) -> list:
-        """[AdamW] with decay (arXiv:1711.05101) on what is two-dimensional and up, none on gains and biases."""
+    def configure_optimizers(self, max_lr: float, weight_decay: float, betas=(0.9, 0.95), eps=1e-8) -> list:
+        """[AdamW] (arXiv:1711.05101) with weight decay on matrices and embeddings, not gains and biases."""
         params = list(self.named_parameters())
         groups = [{"params": [(n, p) for n, p in params if p.dim() >= 2], "weight_decay": weight_decay},
                   {"params": [(n, p) for n, p in params if p.dim() < 2], "weight_decay": 0.0}]
         return [torch.optim.AdamW(groups, lr=max_lr, betas=betas, eps=eps, fused=True)]
 
     def flops_per_token(self, sequence_length: int) -> int:
-        """Forward and backward FLOPs a token: 6 N + 12 n_layer n_embd T (PaLM, arXiv:2204.02311, appendix B).
-
-        N counts the tied head and leaves out the positions, which are only looked up.
-        """
+        """Forward and backward FLOPs per token: 6 N + 12 n_layer n_embd T (arXiv:2204.02311, appendix B). N
+        includes the tied head, but not the position embeddings, which are only looked up."""
         N = sum(p.numel() for p in self.parameters()) - self.transformer.wpe.weight.numel()
         return 6 * N + 12 * self.config.n_layer * self.config.n_embd * sequence_length
 
     @classmethod
     def from_pretrained(cls, source: str | Path) -> "GPT":
-        """`gpt2`, `gpt2-medium`, `gpt2-large`, `gpt2-xl` (or another name on the Hugging Face hub), or a local folder."""
+        """A name of GPT2_SIZES or of another GPT-2 on the Hugging Face hub, or a folder; else UserError."""
         return from_huggingface(source, GPT, GPTConfig)
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Writes config.json, model.safetensors and the tokenizer, as transformers' GPT2LMHeadModel and AutoTokenizer
-        read them: Conv1D weights transposed, the padding of the vocabulary cut off."""
+        """Writes config.json, model.safetensors and the tokenizer, for transformers' GPT2LMHeadModel and
+        AutoTokenizer: Conv1D weights are transposed, and the vocabulary's padding is cut off."""
         save_huggingface(self, folder)
 
+
+# -----------------------------------------------------------------------------
+# The speedrun model: modded-nanogpt's record 10 (November 2024), written anew, with its state-dict names. The
+# number in brackets beside an idea is its gain: validation loss without it minus with it, after 0.41 million
+# tokens, 4 layers of width 128, means of two seeds, which differ by up to 0.06 (bench.py recipes,
+# 2026-11-21). Some gains are within that noise.
 
 @dataclass
 class SpeedrunConfig:
@@ -228,11 +221,11 @@ class SpeedrunConfig:
     n_layer: int = 12
     n_head: int = 6             # heads of 128
     n_embd: int = 768
-    window: int = 0             # how many tokens attention looks at, itself included, inside its document; 0: all before it
+    window: int = 0             # tokens a token attends to, itself included, in its document; 0: all before
 
 
 class CastLinear(nn.Linear):
-    """A linear layer without bias whose weight stays fp32 and multiplies in the dtype of what comes in."""
+    """A linear layer without bias. Its weight is stored in fp32 and cast to the dtype of its input."""
 
     def __init__(self, inputs, outputs):
         super().__init__(inputs, outputs, bias=False)
@@ -247,78 +240,79 @@ def norm(x: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary positions (arXiv:2104.09864): x (B, nh, T, hs); cos, sin (T, hs/2) turn the pairs (i, i + hs/2)."""
+    """Rotary positions (arXiv:2104.09864): x (B, nh, T, hs); cos, sin (T, hs/2) rotate (i, i + hs/2)."""
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos + b * sin, b * cos - a * sin), dim=-1)
 
 
 class SpeedrunAttention(nn.Module):
-    def __init__(self, config):
+    def __init__(self, config, layer):
         super().__init__()
         C = config.n_embd
         self.c_q, self.c_k, self.c_v, self.c_proj = (CastLinear(C, C) for _ in range(4))
         self.lamb = nn.Parameter(torch.empty(()))
-        self.n_head, self.kernel = config.n_head, "auto"
+        self.n_head, self.layer = config.n_head, layer
 
-    def forward(self, x, v1, rotary, mask, past=None):
-        """x (B, T, C), v1 (B, nh, T, hs) the first block's values or None -> (B, T, C) and v1."""
+    def forward(self, x, v1, rotary, kernel, mask, past=None):
+        """x (B, T, C); v1 (B, nh, T, hs): the first block's values, None in that block -> (B, T, C), v1."""
         B, T, C = x.size()
-        q, k, v = (linear(x).view(B, T, self.n_head, C // self.n_head).transpose(1, 2)          # (B, nh, T, hs)
+        q, k, v = (linear(x).view(B, T, self.n_head, C // self.n_head).transpose(1, 2)      # (B, nh, T, hs)
                    for linear in (self.c_q, self.c_k, self.c_v))
         v1 = v if v1 is None else v1
-        v = (1 - self.lamb) * v + self.lamb * v1        # value residual (arXiv:2410.17897), the mix learnt [-0.007]
-        # QK-norm (arXiv:2010.04245) [+0.018], then positions [+0.082]
+        v = (1 - self.lamb) * v + self.lamb * v1        # value residual (arXiv:2410.17897), learned [-0.007]
+        # QK-norm (arXiv:2010.04245) [+0.018], then rotary positions [+0.082]
         q, k = rotate(norm(q), *rotary), rotate(norm(k), *rotary)
-        y = attention(q, *remembered(past, k, v), self.kernel, mask)            # (B, nh, T, hs)
+        if past:
+            k, v = past.update(self.layer, k, v)                                # (B, nh, t + T, hs)
+        y = attention(q, k, v, kernel, mask)                                    # (B, nh, T, hs)
         return self.c_proj(y.transpose(1, 2).reshape(B, T, C)), v1
 
 
 class SpeedrunMLP(nn.Module):
     def __init__(self, config):
         super().__init__()
-        self.c_fc, self.c_proj = CastLinear(config.n_embd, 4 * config.n_embd), CastLinear(4 * config.n_embd, config.n_embd)
+        self.c_fc = CastLinear(config.n_embd, 4 * config.n_embd)
+        self.c_proj = CastLinear(4 * config.n_embd, config.n_embd)
 
     def forward(self, x):
-        return self.c_proj(F.relu(self.c_fc(x)).square())                       # ReLU squared (arXiv:2109.08668) [-0.003]
+        return self.c_proj(F.relu(self.c_fc(x)).square())           # ReLU squared (arXiv:2109.08668) [-0.003]
 
 
 class SpeedrunBlock(nn.Module):
-    def __init__(self, config):
+    def __init__(self, config, layer):
         super().__init__()
-        self.attn, self.mlp = SpeedrunAttention(config), SpeedrunMLP(config)
+        self.attn, self.mlp = SpeedrunAttention(config, layer), SpeedrunMLP(config)
         self.lambdas = nn.Parameter(torch.empty(2))
 
-    def forward(self, x, v1, x0, rotary, mask, past=None):
-        x = self.lambdas[0] * x + self.lambdas[1] * x0  # every block sees the embedding, as it learns to [+0.011]
-        y, v1 = self.attn(norm(x), v1, rotary, mask, past)
+    def forward(self, x, v1, x0, rotary, kernel, mask, past=None):
+        x = self.lambdas[0] * x + self.lambdas[1] * x0  # learned shortcut from the embedding [+0.011]
+        y, v1 = self.attn(norm(x), v1, rotary, kernel, mask, past)
         x = x + y
         return x + self.mlp(norm(x)), v1
 
 
 class SpeedrunGPT(LanguageModel):
-    """modded-nanogpt's model of record 10: 162.2M parameters at GPT-2's size, because embedding and head are two matrices."""
+    """modded-nanogpt's record 10: 162.2M parameters at GPT-2's size, as embedding and head are not tied."""
     softcap = 30.0              # arXiv:2408.00118, section 2 [+0.004]
-    flex = True                 # attention "auto" is FlexAttention in a compiled graph on CUDA
 
     def __init__(self, config):
         super().__init__()
         if config.n_embd % (2 * config.n_head):
-            raise UserError(f"--n_embd {config.n_embd} does not divide into --n_head {config.n_head} heads of an even size, as "
-                            f"rotary positions need it: give another number of heads")
+            raise UserError(f"--n_embd {config.n_embd} does not divide into --n_head {config.n_head} heads "
+                            f"of an even size, which rotary positions need: give another number of heads")
         self.config = config
         self.transformer = nn.ModuleDict(dict(
             wte=nn.Embedding(config.vocab_size, config.n_embd),
-            h=nn.ModuleList(SpeedrunBlock(config) for _ in range(config.n_layer)),
+            h=nn.ModuleList(SpeedrunBlock(config, layer) for layer in range(config.n_layer)),
         ))
         self.lm_head = CastLinear(config.n_embd, config.vocab_size)
-        # a tensor, because its warm-up changes it while a compiled graph stays
-        self.register_buffer("window", torch.tensor(config.window or config.block_size, device="cpu"), persistent=False)
+        window = torch.tensor(config.window or config.block_size, device="cpu")
+        self.register_buffer("window", window, persistent=False)    # a tensor: a new value needs no recompile
         self.init_weights()
 
     @torch.no_grad()
     def init_weights(self):
-        """Every parameter once. What ends a branch, and the head, starts at zero (arXiv:2203.03466) [+0.009], so that the first
-        loss is ln(vocab_size); a block starts as x + 0, and its values as half of the first block's."""
+        """Output projections and head at zero (arXiv:2203.03466) [+0.009]: first loss ln(vocab_size)."""
         for name, p in self.named_parameters():
             if name.endswith(("c_proj.weight", "lm_head.weight")):
                 p.zero_()
@@ -334,11 +328,9 @@ class SpeedrunGPT(LanguageModel):
                 raise AssertionError(f"no initialisation for {name}")
 
     def hidden(self, idx: Tensor, past: KVCache | None = None) -> Tensor:
-        """Final hidden states (B, T, C), in autocast's dtype from the embedding on: without autocast's own casts, which
-        would take norms and residuals back to fp32."""
-        device = idx.device.type
-        dtype = matmul_dtype(self.transformer.wte.weight)
-        tokens = past.add(idx) if past else idx
+        """As GPT's, all in autocast's dtype; autocast itself would cast norms and residuals to fp32."""
+        device, dtype = idx.device.type, matmul_dtype(self.transformer.wte.weight)
+        tokens = past.add(idx) if past else idx                                 # (B, S)
         hs = self.config.n_embd // self.config.n_head
         pos = torch.arange(tokens.size(1) - idx.size(1), tokens.size(1), device=idx.device)     # (T,)
         frequencies = 10000.0 ** -(torch.arange(0, hs, 2, device=idx.device) / hs)              # (hs/2,)
@@ -346,23 +338,22 @@ class SpeedrunGPT(LanguageModel):
         rotary = angles.cos().to(dtype), angles.sin().to(dtype)
         mask = None
         if self.config.window:          # modded-nanogpt's records 12 and 13
-            kernel = self.transformer.h[0].attn.kernel
-            flex = kernel == "flex" or kernel == "auto" and self.flex and device == "cuda" and torch.compiler.is_compiling()
-            mask = document_window_mask(tokens, idx.size(1), self.window, as_blocks=flex and not past)
+            kernel = resolve_attention(self.kernel, device, dtype, tokens.size(1), blocks=past is None)
+            mask = document_window_mask(tokens, idx.size(1), self.window, as_blocks="flex" in kernel)
         with torch.autocast(device, enabled=False):
-            x = x0 = norm(self.transformer.wte(idx).to(dtype))                  # (B, T, C), normed [+0.019]
+            x = x0 = norm(self.transformer.wte(idx).to(dtype))                  # (B, T, C) [the norm: +0.019]
             v1 = None
-            for i, block in enumerate(self.transformer.h):
-                x, v1 = block(x, v1, x0, rotary, mask, past.blocks[i] if past else None)
+            for block in self.transformer.h:
+                x, v1 = block(x, v1, x0, rotary, self.kernel, mask, past)
             return norm(x)
 
-    def configure_optimizers(self, max_lr: float, weight_decay: float = 0.0, dtype: torch.dtype = torch.bfloat16) -> list:
-        """[Adam, Muon]: at GPT-2's width with record 10's rates, Muon's max_lr, the embedding's 15 times that, the head's a
-        tenth; the head's goes with 1 / width (arXiv:2203.03466, table 3) [+0.437 at width 128]. The decay is Muon's alone,
-        `dtype` that of its iteration."""
-        params = list(self.named_parameters())
-        blocks = [(n, p) for n, p in params if n.startswith("transformer.h.")]
-        head, wte = ([(n, p) for n, p in params if n == name] for name in ("lm_head.weight", "transformer.wte.weight"))
+    def configure_optimizers(self, max_lr: float, weight_decay: float = 0.0, dtype=torch.bfloat16) -> list:
+        """[Adam, Muon] with record 10's learning rates at GPT-2's width: max_lr for Muon, 15 max_lr for the
+        embedding, 0.1 max_lr for the head. The head's goes with 1 / width (arXiv:2203.03466, table 3) [+0.437
+        at width 128]. Only Muon has weight decay; `dtype` is that of its Newton-Schulz iteration."""
+        params = dict(self.named_parameters())
+        head, wte = ([(name, params[name])] for name in ("lm_head.weight", "transformer.wte.weight"))
+        blocks = [(n, p) for n, p in params.items() if n.startswith("transformer.h.")]
         adam = torch.optim.Adam([{"params": wte, "lr": 15 * max_lr},
                                  {"params": head, "lr": 0.1 * max_lr * 768 / self.config.n_embd},
                                  {"params": [(n, p) for n, p in blocks if p.dim() < 2], "lr": max_lr}],
@@ -371,22 +362,21 @@ class SpeedrunGPT(LanguageModel):
                            dtype=dtype)]
 
     def flops_per_token(self, sequence_length: int) -> int:
-        """As GPT's; the embedding is only looked up, and a token attends to no more than the window, as it is at the end of
-        its warm-up."""
+        """As GPT's; the embedding is only looked up, and attention counts the window of the last step."""
         N = sum(p.numel() for p in self.parameters()) - self.transformer.wte.weight.numel()
         span = min(sequence_length, self.config.window or sequence_length)
         return 6 * N + 12 * self.config.n_layer * self.config.n_embd * span
 
     def save_pretrained(self, folder: str | Path) -> None:
-        raise UserError("a speedrun model has no form in transformers: only one of --recipe gpt2 can be exported")
+        raise UserError("transformers has no speedrun model: only one of --recipe gpt2 can be exported")
 
 
-MODELS = {"gpt2": (GPT, GPTConfig), "speedrun": (SpeedrunGPT, SpeedrunConfig)}          # what a checkpoint's `recipe` names
+MODELS = {"gpt2": (GPT, GPTConfig), "speedrun": (SpeedrunGPT, SpeedrunConfig)}      # by recipe
 
 
 def load_model(path: str | Path) -> LanguageModel:
     """A model from this project's checkpoint, a Hugging Face folder or hub name, nanoGPT's ckpt.pt or
-    build-nanogpt's model_*.pt. Raises UserError, in one sentence, for anything else."""
+    build-nanogpt's model_*.pt. Raises UserError for anything else."""
     if os.path.isfile(path) or Path(path).suffix in (".pt", ".pth") and not os.path.isdir(path):
         return model_from_checkpoint(read_checkpoint(path), path, MODELS)
     return from_huggingface(path, GPT, GPTConfig)

@@ -1,4 +1,4 @@
-"""Device, dtype, compile, malloc."""
+"""Device, dtype, compilation, memory allocators, and the peak FLOP/s of GPUs."""
 import contextlib
 import ctypes
 import os
@@ -16,9 +16,9 @@ from runtime.kernels import check_attention
 
 
 def choose_device(name: str = "auto") -> str:
-    """'cuda', 'mps' or 'cpu' for `name`; 'auto' takes the first that is there. UserError for one that is not, and for a GPU that
-    is there and cannot be used: 'auto' does not go on without it."""
-    with warnings.catch_warnings(action="ignore"):      # torch's, of what the two checks below say in one line
+    """The device `name`; for 'auto' the first available of 'cuda', 'mps' and 'cpu'. UserError if it is not
+    available, or if there is a GPU that cannot be used: 'auto' does not fall back to the CPU then."""
+    with warnings.catch_warnings(action="ignore"):      # torch's; the checks below say the same in one line
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     there = ["cuda", *(f"cuda:{i}" for i in range(gpus))] if gpus else []
     there += ["mps", "cpu"] if torch.backends.mps.is_available() else ["cpu"]
@@ -33,36 +33,40 @@ def choose_device(name: str = "auto") -> str:
 
 
 def check_driver() -> None:
-    """Where torch finds no GPU: UserError, with torch's reason, if there is a driver; that it is too old, mostly."""
+    """If torch finds no GPU: UserError, with torch's reason, if there is a driver. Mostly it is too old."""
     try:
         torch.cuda.init()
-    except (AssertionError, RuntimeError) as error:     # the first: a torch without CUDA
+    except (AssertionError, RuntimeError) as error:     # AssertionError: torch without CUDA
         reason = str(error).split("\n")[0]
         if not re.search("not compiled|Found no NVIDIA driver|No (CUDA|HIP) GPUs", reason):
-            raise UserError(f"torch {torch.__version__} cannot use this machine's GPU driver: {reason} (nvidia-smi tells "
-                            f"more; --device cpu does without a GPU)") from None
+            raise UserError(f"torch {torch.__version__} cannot use this machine's GPU driver: {reason} "
+                            f"(nvidia-smi tells more; --device cpu does without a GPU)") from None
 
 
 def check_capability(device: str) -> None:
-    """UserError if this torch holds no code for the GPU, which the first kernel would say as 'no kernel image is available'."""
-    with warnings.catch_warnings(action="ignore"):      # torch's of the same, in several lines
+    """UserError if this torch has no code for the GPU. Without it the first kernel fails with 'no kernel
+    image is available'."""
+    with warnings.catch_warnings(action="ignore"):      # torch's, which say the same in several lines
         capability = torch.cuda.get_device_capability(device)
-    held = re.findall(r"\b(sm|compute)_(\d+)(\d)([af]?)\b", " ".join(torch.cuda.get_arch_list()))      # none of ROCm's
+    archs = " ".join(torch.cuda.get_arch_list())
+    held = re.findall(r"\b(sm|compute)_(\d+)(\d)([af]?)\b", archs)             # none of ROCm's
 
     def runs(kind, major, minor, suffix):
         own = int(major), int(minor)
-        if suffix == "a":                               # for this very one
+        if suffix == "a":                               # for exactly this capability
             return own == capability
-        # sm: also on later ones of the same generation; compute is compiled by the driver for any later one
+        # sm: also for later ones of its generation; compute: compiled by the driver for any later one
         return own <= capability and (kind == "compute" or own[0] == capability[0])
     if held and not any(runs(*each) for each in held):
-        raise UserError(f"{torch.cuda.get_device_name(device)} has compute capability {capability[0]}.{capability[1]}, for which "
-                        f"torch {torch.__version__} holds no code (it has {', '.join(torch.cuda.get_arch_list())}): install one "
-                        f"that does (https://pytorch.org/get-started/previous-versions), or give --device cpu")
+        raise UserError(f"{torch.cuda.get_device_name(device)} has compute capability {capability[0]}."
+                        f"{capability[1]}, for which torch {torch.__version__} holds no code (it has "
+                        f"{', '.join(torch.cuda.get_arch_list())}): install one that does "
+                        f"(https://pytorch.org/get-started/previous-versions), or give --device cpu")
 
 
 def choose_dtype(name: str, device: str) -> str:
-    """'auto': bfloat16 where the hardware multiplies it, else float16 on CUDA and float32 elsewhere."""
+    """`name`; for 'auto' 'bfloat16' if the hardware multiplies it, else 'float16' on CUDA and 'float32'
+    elsewhere."""
     if name != "auto":
         return name
     if device.startswith("cuda"):
@@ -72,25 +76,31 @@ def choose_dtype(name: str, device: str) -> str:
 
 
 def make_autocast(device: str, dtype: str) -> torch.autocast:
-    """torch.autocast to `dtype` ('bfloat16', 'float16') on `device`; switched off for 'float32'."""
+    """torch.autocast to `dtype` ('bfloat16', 'float16') on `device`; disabled for 'float32'."""
     return torch.autocast(device.split(":")[0], dtype=getattr(torch, dtype), enabled=dtype != "float32")
 
 
 def compile_error(device: str) -> str | None:
-    """None if torch.compile works here, else the reason: it needs Triton on CUDA, a C++ compiler on the CPU."""
+    """None if torch.compile works on `device`, else the reason. It needs Triton on CUDA, a C++ compiler on a
+    CPU."""
     try:
         torch.compile(lambda x: x * 2 + 1)(torch.zeros(8, device=device))
-    except Exception as error:          # inductor's, Triton's, the compiler's: any of them means eager
+    except Exception as error:          # inductor, Triton and the compiler raise many kinds
         return str(error).strip().split("\n")[0][:200] or type(error).__name__
 
 
+OUT_OF_MEMORY = re.compile(
+    r"\b(CUDA|HIP|NCCL)\b.{0,200}out of memory|_ALLOC_FAILED|DefaultCPUAllocator: ", re.I | re.S)
+
+
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory has run out, of a GPU or of the machine, as torch says it: by its own error, by a RuntimeError of CUDA's, of
-    a library's or of the CPU's allocator, or by the compiler's error around one of these."""
+    """Whether a GPU or the machine ran out of memory: torch's own error, a RuntimeError of CUDA, of one of
+    its libraries or of the CPU allocator, or a compiler's error that wraps one of these."""
     while error is not None:
-        # torch.compile's two kinds keep what happened in `inner_exception`; they are raised from None
-        if isinstance(error, torch.OutOfMemoryError | MemoryError) or isinstance(error, RuntimeError) and re.search(
-                r"\b(CUDA|HIP|NCCL)\b.{0,200}out of memory|_ALLOC_FAILED|DefaultCPUAllocator: ", str(error), re.I | re.S):
+        # torch.compile's errors have their cause in `inner_exception`; they are raised from None
+        if isinstance(error, torch.OutOfMemoryError | MemoryError):
+            return True
+        if isinstance(error, RuntimeError) and OUT_OF_MEMORY.search(str(error)):
             return True
         error = getattr(error, "inner_exception", None) or error.__cause__ or (
             None if error.__suppress_context__ else error.__context__)
@@ -99,7 +109,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def oom_as_user_error(advice: Callable[[], str]) -> Iterator[None]:
-    """Around what may run out of memory: then it ends in the UserError that `advice()` words, not in a traceback."""
+    """If memory runs out inside, raises a UserError with the message `advice()`."""
     try:
         yield
     except Exception as error:
@@ -108,82 +118,92 @@ def oom_as_user_error(advice: Callable[[], str]) -> Iterator[None]:
         raise
 
 
-# Dense 16-bit peaks in TFLOP/s, accumulated in fp32, from NVIDIA's data sheets; those of newer cards are printed there with
-# sparsity (twice as much), GeForce's also as accumulated in fp16 (twice again). The names are whole: what stands behind a number
-# (Ti, D, Laptop GPU, NVL, a MIG slice) is another chip or clock, and what is not here has no figure rather than a neighbour's.
+# Dense 16-bit peaks in TFLOP/s with fp32 accumulation, from NVIDIA's data sheets. Those of newer cards are
+# given there with sparsity (twice as much), GeForce's also with fp16 accumulation (twice again). A name must
+# match as a whole: a suffix (Ti, D, Laptop GPU, NVL, a MIG slice) means another chip or clock, and an unknown
+# name has no figure.
 PEAK_TFLOPS = {
     "GB200": 2500, "B200": 2250, "B100": 1750, "GH200 (480|120)GB": 989.4, "H200": 989.4, "H200 NVL": 835.5,
     "H100 80GB HBM3": 989.4, "H100 NVL": 835.5, "H100 PCIe": 756, "H800": 989.4, "H20": 148,
-    "A100-(SXM4|PCIE)-(40|80)GB": 312, "A100 80GB PCIe": 312, "A800-SXM4-(40|80)GB": 312, "A800 80GB PCIe": 312,
+    "A100-(SXM4|PCIE)-(40|80)GB": 312, "A100 80GB PCIe": 312, "A800-SXM4-(40|80)GB": 312,
+    "A800 80GB PCIe": 312,
     "A40": 149.7, "A30": 165, "A10": 125, "A10G": 70, "L40S": 362, "L40": 181, "L4": 121,
     "V100-SXM2-(16|32)GB": 125, "V100-PCIE-(16|32)GB": 112, "V100S-PCIE-32GB": 130, "T4": 65,
     "RTX 6000 Ada Generation": 364, "RTX A6000": 154.8,
-    # GeForce: multiprocessors x boost clock x 512, which gives the figures of NVIDIA's white papers (128 x 2.52 GHz: 165.2)
-    "RTX 5090": 209.5, "RTX 5080": 112.6, "RTX 4090": 165.2, "RTX 4090 D": 147.1, "RTX 4080 SUPER": 104.4, "RTX 4080": 97.5,
-    "RTX 3090 Ti": 80, "RTX 3090": 71, "RTX 3080 Ti": 68.2, "RTX 3080": 59.5,
+    # GeForce: multiprocessors x boost clock x 512, as in NVIDIA's white papers (128 x 2.52 GHz x 512: 165.2)
+    "RTX 5090": 209.5, "RTX 5080": 112.6, "RTX 4090": 165.2, "RTX 4090 D": 147.1, "RTX 4080 SUPER": 104.4,
+    "RTX 4080": 97.5, "RTX 3090 Ti": 80, "RTX 3090": 71, "RTX 3080 Ti": 68.2, "RTX 3080": 59.5,
 }
 
 
 def peak_flops(device: str) -> float | None:
-    """FLOP/s of this device's 16-bit matrix units, or None where the table does not know it."""
+    """Peak FLOP/s of the device's 16-bit matrix units, or None if PEAK_TFLOPS does not list it."""
     name = torch.cuda.get_device_name(device) if device.startswith("cuda") else ""
     name = re.sub(r"^(NVIDIA |Tesla |GeForce )+", "", name)
     return next((tflops * 1e12 for key, tflops in PEAK_TFLOPS.items() if re.fullmatch(key, name)), None)
 
 
 def tune_cuda_allocator() -> None:
-    """Before CUDA's first use. Otherwise what lives on (gradients, moments) is put into the block that a micro-step's logits have
-    left, by far the largest, and the next micro-step needs another: GPT-2 124M at 200 x 1,024 tokens then does not fit in 80 GB,
-    of which it uses 69. What the user has set for the allocator stays."""
+    """Keeps torch's CUDA allocator from splitting large blocks. Call it before CUDA's first use.
+
+    By default, what stays in memory (gradients, moments) is put into the free block of the last micro-step's
+    logits, by far the largest, and the next micro-step needs another one: GPT-2 124M at 200 x 1,024 tokens
+    then does not fit in 80 GB, although it uses 69. The user's own settings of the allocator are not
+    changed."""
     if not os.environ.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}:
         os.environ["PYTORCH_ALLOC_CONF"] = "max_split_size_mb:2048"
 
 
 def tune_malloc() -> None:
-    """glibc gives large freed blocks back to the kernel and has them zeroed page by page at the next step; on a CPU that
-    costs more than any kernel here, since the logits alone take hundreds of megabytes. This makes it keep them."""
+    """Makes glibc keep large freed blocks. By default it returns them to the kernel, which zeroes them page
+    by page at the next step; on a CPU that costs more than any kernel here, as the logits alone take hundreds
+    of megabytes."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt:
-        for parameter, value in ((-4, 0), (-1, -1), (-2, 1 << 28)):     # M_MMAP_MAX, M_TRIM_THRESHOLD, M_TOP_PAD
+        # M_MMAP_MAX, M_TRIM_THRESHOLD, M_TOP_PAD
+        for parameter, value in ((-4, 0), (-1, -1), (-2, 1 << 28)):
             mallopt(parameter, value)
 
 
 def place_model(config, model, device: str):
-    """Moves the model to where it trains, and gives it the kernels that the config names."""
+    """Moves the model to `device`, and sets its attention kernel and the chunk of its loss."""
     model.to(device).use_attention(config.attention)
     model.loss_chunk = config.loss_chunk
     return model
 
 
 def compile_model(config, model, process) -> Callable:
-    """The model for evaluation: compiled where that works. It shares its weights with `model`, through which samples and
-    HellaSwag go with their changing shapes."""
-    if config.compile or (config.compile is None and process.device.startswith("cuda")):
-        if not (reason := compile_error(process.device)):
-            if config.window and config.attention == "auto" and process.device.startswith("cuda"):
-                try:
-                    check_attention("flex", process.device, getattr(torch, config.dtype), config.n_embd // config.n_head,
-                                    masked=True)
-                except UserError as error:
-                    model.flex = False
-                    process.print0(f"warning: going on with a mask of T x T instead of FlexAttention: {error}")
-            # inside its graph the compiler would do all chunks' products first, and save no memory
-            model.chunked_loss = torch.compiler.disable(model.chunked_loss)
-            return torch.compile(model, dynamic=False)
+    """The model for evaluation: compiled if the config asks for it and it works. It shares its weights with
+    `model`, which stays eager: samples and HellaSwag use that one, because their shapes change."""
+    cuda = process.device.startswith("cuda")
+    if not (cuda if config.compile is None else config.compile):
+        return model
+    if reason := compile_error(process.device):
         process.print0(f"warning: torch.compile does not work here ({reason}); going on in eager mode")
-    return model
+        return model
+    if config.window and config.attention == "auto" and cuda:
+        head_dim = config.n_embd // config.n_head
+        try:
+            check_attention("flex", process.device, getattr(torch, config.dtype), head_dim, masked=True)
+        except UserError as error:
+            model.use_attention("sdpa")
+            process.print0(f"warning: going on with a mask of T x T instead of FlexAttention: {error}")
+    # inside its graph the compiler would compute all chunks' products first, and save no memory
+    model.chunked_loss = torch.compiler.disable(model.chunked_loss)
+    return torch.compile(model, dynamic=False)
 
 
 def wrap_model(model: Callable, process) -> Callable:
-    """The model for training: DDP around it, if there are several processes."""
+    """The model for training: wrapped in DDP if there are several processes."""
     if process.world_size == 1:
         return model
-    # Buckets of 170 MB are three for 124M, and so are the graphs that torch.compile makes of a model inside DDP, one a bucket.
-    # Of torch's own 25 MB they are 14, which read and write 159 GB for 64 x 1024 tokens instead of 149, and one for all would
-    # send nothing before the end of the backward.
+    # torch.compile makes one graph per bucket of a model inside DDP. 170 MB a bucket are three graphs for
+    # 124M. torch's default of 25 MB gives 14, which read and write 159 GB for 64 x 1024 tokens instead of
+    # 149. A single bucket would send nothing before the end of the backward.
     known, options = signature(DDP).parameters, dict(gradient_as_bucket_view=True, bucket_cap_mb=170)
-    # the window is the same everywhere already, and needs no broadcast at each step; torch 2.13 renamed the argument
+    # the window is the same on all processes, and needs no broadcast at each step; torch 2.13 renamed the
+    # argument
     options["forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"] = False
-    if "batched_grad_copy" in known:            # a launch a bucket instead of one a parameter; torch 2.13
+    if "batched_grad_copy" in known:            # a launch per bucket instead of one per parameter; torch 2.13
         options["batched_grad_copy"] = True
     return DDP(model, device_ids=[process.device] if process.device.startswith("cuda") else None, **options)

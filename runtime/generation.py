@@ -1,4 +1,4 @@
-"""Sampling with a KV cache."""
+"""Generation with a KV cache, and the samples that training prints."""
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -7,32 +7,47 @@ from runtime.tokenizer import VOCAB_SIZE, encode, tokenizer
 
 
 class KVCache:
-    """What generation keeps: `tokens` (B, t) so far, None before the first, and each block's [keys, values] (B, nh, t, hs)."""
+    """The tokens (B, t) so far, and each layer's keys and values (B, nh, t, hs) of them; empty at first."""
 
-    def __init__(self, n_layer):
-        self.tokens, self.blocks = None, [[] for _ in range(n_layer)]
+    def __init__(self, n_layer: int):
+        self.tokens, self.layers = None, [None] * n_layer
 
     def add(self, idx: Tensor) -> Tensor:
-        """Takes idx (B, T) in -> all tokens (B, t + T)."""
+        """Appends idx (B, T) -> all tokens (B, t + T)."""
         self.tokens = idx if self.tokens is None else torch.cat((self.tokens, idx), dim=1)
         return self.tokens
 
-
-def remembered(past: list | None, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values of all tokens, of a block's in the cache and the new ones; [] before the first, None: no cache."""
-    if past is None:
+    def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Appends a layer's keys and values (B, nh, T, hs) -> those of all tokens (B, nh, t + T, hs)."""
+        if self.layers[layer]:
+            assert k.size(2) == 1, "the context is added at once, then one token at a time"
+            keys, values = self.layers[layer]
+            k, v = torch.cat((keys, k), dim=2), torch.cat((values, v), dim=2)
+        self.layers[layer] = k, v
         return k, v
-    if past:
-        assert k.size(2) == 1, "the cache is filled at once and then grows token by token"
-        k, v = torch.cat((past[0], k), dim=2), torch.cat((past[1], v), dim=2)
-    past[:] = k, v
-    return k, v
 
 
-def sample_token(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
-    """One sampled id a row: logits (B, vocab_size) -> (B, 1)."""
+@torch.no_grad()
+def generate(model, idx: Tensor, max_new_tokens: int, temperature: float, top_k: int | None,
+             generator: torch.Generator | None) -> Tensor:
+    """LanguageModel.generate: idx (B, T) int64 -> (B, T + max_new_tokens)."""
+    block_size, past = model.config.block_size, None
+    for _ in range(max_new_tokens):
+        if past is None or idx.size(1) > block_size:
+            past = KVCache(model.config.n_layer)
+            x = model.hidden(idx[:, -block_size:], past)                        # (B, t, C)
+        else:
+            x = model.hidden(idx[:, -1:], past)                                 # (B, 1, C)
+        logits = model.logits(x[:, -1]).float()                                 # (B, vocab_size)
+        idx = torch.cat((idx, sample_token(logits, temperature, top_k, generator)), dim=1)
+    return idx
+
+
+def sample_token(logits: Tensor, temperature: float, top_k: int | None,
+                 generator: torch.Generator | None) -> Tensor:
+    """Samples one id per row: logits (B, vocab_size) -> int64 (B, 1). Overwrites the logits of padding."""
     logits[:, VOCAB_SIZE:] = float("-inf")
-    if temperature < 1e-5:              # 0, or so small that the quotients would overflow
+    if temperature < 1e-5:              # 0, or so small that the quotient below would overflow
         return logits.argmax(dim=-1, keepdim=True)
     logits = logits / temperature
     if top_k:
@@ -43,7 +58,8 @@ def sample_token(logits: Tensor, temperature: float, top_k: int | None, generato
 
 def print_samples(model, autocast: torch.autocast, process, num_samples: int = 4,
                   max_new_tokens: int = 32, prompt: str = "Hello, I'm a language model,") -> None:
-    """Sampled on the master alone, from a generator of its own: training's random numbers stay as they are."""
+    """Prints samples, on the master process only. They have a generator of their own, so that training's
+    random numbers do not change."""
     generator = torch.Generator(device=process.device).manual_seed(42)
     idx = torch.tensor([encode(prompt).tolist()] * num_samples, dtype=torch.int64, device=process.device)
     with autocast:

@@ -1,4 +1,4 @@
-"""Attention by name, and the chunked loss."""
+"""Attention kernels by name, the chunked cross-entropy, and a linear layer with a faster bias gradient."""
 import contextlib
 import functools
 import math
@@ -26,51 +26,83 @@ SDPA_KERNELS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
 }
 ATTENTION = ("auto", "naive", *SDPA_KERNELS, "flex")
-NAIVE_MAX_LENGTH = 512       # tokens: half the time of SDPA's CPU kernel there (bench.py attention); beyond, memory counts for more
+# tokens; up to here half the time of SDPA's CPU kernel (bench.py attention), beyond it memory matters more
+NAIVE_MAX_LENGTH = 512
 
 
 def matmul_dtype(x: Tensor) -> torch.dtype:
-    """The dtype in which `x` would be multiplied here: autocast's, or its own where autocast is off."""
+    """The dtype of a matrix product with `x`: autocast's, or that of `x` where autocast is off."""
     device = x.device.type
-    on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)          # "meta" has none
+    on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)      # "meta" has none
     return torch.get_autocast_dtype(device) if on else x.dtype
 
 
 @functools.cache
 def compiled_flex() -> Callable:
-    """Made once, when it is first asked for: every torch.compile is another wrapper that torch never lets go of."""
+    """FlexAttention as a kernel of its own. Cached, because torch never frees what torch.compile returns."""
     return torch.compile(flex_attention, dynamic=False)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, kernel: str = "auto", mask: Tensor | BlockMask | None = None) -> Tensor:
+def resolve_attention(kernel: str, device: str, dtype: torch.dtype, length: int, blocks: bool) -> str:
+    """The kernel that runs. Every choice of an attention kernel is made here.
+
+    `kernel`: a name in ATTENTION, or 'sdpa', where torch chooses among its own. `device`: its type, as
+    'cuda'. `length`: number of keys. `blocks`: whether the mask is a BlockMask, or can be made as one.
+    Returns 'naive', 'sdpa', or a name in SDPA_KERNELS; with `blocks` also 'flex' (the plain function) or
+    'compiled flex'.
+    """
+    # The choice depends on is_compiling() only here. The compiled graph and the eager model that shares its
+    # weights (samples, HellaSwag) are one module with one setting, so no attribute can tell them apart.
+    in_graph = torch.compiler.is_compiling()
+    if kernel == "auto":
+        if blocks and device == "cuda" and in_graph:
+            kernel = "flex"
+        elif device == "cpu" and dtype == torch.bfloat16 and length <= NAIVE_MAX_LENGTH:
+            kernel = "naive"
+        else:       # also eagerly on CUDA: FlexAttention would be compiled for each of the many lengths there
+            kernel = "sdpa"
+    if kernel == "flex" and not blocks:                                         # generation with a KV cache
+        kernel = "sdpa"
+    if kernel == "flex" and device == "cuda" and not in_graph:                  # eager, it is not fused
+        kernel = "compiled flex"
+    return kernel
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, kernel: str = "auto",
+              mask: Tensor | BlockMask | None = None) -> Tensor:
     """softmax(q k^T / sqrt(hs)) v. q: (B, nh, T, hs), k, v: (B, nh, S, hs) -> (B, nh, T, hs).
 
-    Vaswani et al. 2017, eq. 1 (arXiv:1706.03762). `mask`: what a token looks at, as document_window_mask gives it; without one, and with
-    T = S, what came before. `kernel`: 'naive' writes the (T, S) matrix out; 'math', 'efficient', 'flash' (arXiv:2307.08691)
-    and 'cudnn' pin that SDPA kernel; 'flex' needs a mask of its own kind; 'auto' lets torch choose, but for short sequences
-    in bfloat16 on a CPU, where the formula is the faster one.
+    Vaswani et al. 2017, eq. 1 (arXiv:1706.03762). `mask`: from document_window_mask. Without a mask attention
+    is causal if T = S, and full otherwise. `kernel`: 'naive' computes the (T, S) matrix by the formula;
+    'math', 'efficient', 'flash' (arXiv:2307.08691) and 'cudnn' select that SDPA kernel; 'flex' is for a
+    BlockMask, which always selects it; 'auto': see resolve_attention.
     """
     T, S = q.size(-2), k.size(-2)
-    if isinstance(mask, BlockMask):
-        # a graph that is being compiled takes it in; anywhere else on a GPU only its compiled form is a kernel
-        flex = compiled_flex() if q.is_cuda and not torch.compiler.is_compiling() else flex_attention
-        return flex(q, k, v, block_mask=mask)
+    blocks = isinstance(mask, BlockMask)
+    kernel = resolve_attention("flex" if blocks else kernel, q.device.type, q.dtype, S, blocks)
+    if blocks:
+        return (compiled_flex() if kernel == "compiled flex" else flex_attention)(q, k, v, block_mask=mask)
     is_causal = mask is None and T == S
-    if kernel == "naive" or kernel == "auto" and q.device.type == "cpu" and q.dtype == torch.bfloat16 and S <= NAIVE_MAX_LENGTH:
+    if kernel == "naive":
         att = (q / math.sqrt(q.size(-1))) @ k.transpose(-2, -1)                 # (B, nh, T, S)
         if is_causal:
             att = att + torch.full((T, T), float("-inf"), dtype=q.dtype, device=q.device).triu(1)
         elif mask is not None:
             att = att.masked_fill(~mask, float("-inf"))
         return F.softmax(att, dim=-1).to(v.dtype) @ v
-    with contextlib.nullcontext() if kernel in ("auto", "flex") else sdpa_kernel(SDPA_KERNELS[kernel]):
+    with contextlib.nullcontext() if kernel == "sdpa" else sdpa_kernel(SDPA_KERNELS[kernel]):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal)
 
 
-def document_window_mask(tokens: Tensor, T: int, window: Tensor, as_blocks: bool = False) -> Tensor | BlockMask:
-    """Which of all S `tokens` (B, S) each of the last T looks at: those of its own document (an <|endoftext|> begins one) among
-    itself and the `window` - 1 before it; `window`: int64 (). A bool (B, 1, T, S), or as_blocks FlexAttention's BlockMask
-    (arXiv:2412.05496), which leaves out whole blocks of 128 x 128: then the time grows with T window instead of T^2."""
+def document_window_mask(tokens: Tensor, T: int, window: Tensor,
+                         as_blocks: bool = False) -> Tensor | BlockMask:
+    """Which of `tokens` (B, S) each of the last T attends to: itself and the `window` - 1 before it, as far
+    as they are in its document. <|endoftext|> begins a document. `window`: int64 ().
+
+    Returns a bool mask (B, 1, T, S), or, `as_blocks` and for T = S, FlexAttention's BlockMask
+    (arXiv:2412.05496). That skips empty blocks of 128 x 128, so that the time grows with T window instead of
+    T^2.
+    """
     B, S = tokens.size()
     document = (tokens == EOT).cumsum(1)                                        # (B, S)
 
@@ -82,37 +114,44 @@ def document_window_mask(tokens: Tensor, T: int, window: Tensor, as_blocks: bool
     return seen(torch.arange(B, device=tokens.device)[:, None, None, None], None, k[S - T:, None], k[None, :])
 
 
-def check_attention(kernel: str, device: str, dtype: torch.dtype, head_dim: int, masked: bool = False) -> None:
-    """Raises UserError, with torch's reason, if `kernel` cannot run forward and backward here; `masked`: with a mask."""
+def check_attention(kernel: str, device: str, dtype: torch.dtype, head_dim: int,
+                    masked: bool = False) -> None:
+    """Raises UserError, with torch's reason, if `kernel` cannot run forward and backward on `device`, with a
+    mask if `masked`."""
     if kernel not in ATTENTION:
         raise UserError(f"--attention {kernel}: choose one of {', '.join(ATTENTION)}")
     if kernel == "flex" and not masked:
-        raise UserError("--attention flex is for documents and windows: give --recipe speedrun --window N, or --attention auto")
+        raise UserError("--attention flex is for documents and windows: give --recipe speedrun --window N, "
+                        "or --attention auto")
     q = torch.zeros(1, 1, 128, head_dim, device=device, dtype=dtype, requires_grad=True)
     tokens, window = torch.zeros(1, 128, device=device, dtype=torch.int64), torch.tensor(128, device=device)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            attention(q, q, q, kernel, document_window_mask(tokens, 128, window, kernel == "flex") if masked else None).sum().backward()
-        except Exception as error:              # torch's of every kind, the compiler's for flex
-            reasons = [str(w.message).split(" (Triggered")[0] for w in caught] or [str(error).strip().split("\n")[0][:200]]
-            raise UserError(f"--attention {kernel} cannot run on {device} in {str(dtype)[6:]} with heads of {head_dim}"
-                            f"{' and a mask' if masked else ''} ({'; '.join(reasons)}): use --attention auto") from None
+            mask = document_window_mask(tokens, 128, window, kernel == "flex") if masked else None
+            attention(q, q, q, kernel, mask).sum().backward()
+        except Exception as error:              # torch raises many kinds, and its compiler others for flex
+            reasons = [str(w.message).split(" (Triggered")[0] for w in caught]
+            reasons = reasons or [str(error).strip().split("\n")[0][:200]]
+            raise UserError(f"--attention {kernel} cannot run on {device} in {str(dtype)[6:]} with heads of "
+                            f"{head_dim}{' and a mask' if masked else ''} ({'; '.join(reasons)}): "
+                            f"use --attention auto") from None
 
 
 def cross_entropy_(logits: Tensor, targets: Tensor, softcap: float = 0.0) -> Tensor:
-    """Sum of the cross-entropies (nats) of logits (n, V) at targets (n,), -1 ignored. The logits turn into its gradient,
-    softmax - onehot, in place; in between all is fp32. `softcap`: of softcap tanh(logits / softcap), if not 0."""
+    """Sum of the cross-entropies (nats) of logits (n, V) and targets (n,); targets of -1 are ignored.
+    Overwrites the logits with its gradient, softmax - onehot; computes in fp32. `softcap`: if not 0, the
+    cross-entropies are those of softcap tanh(logits / softcap)."""
     scored, targets = (targets >= 0)[:, None], targets.clamp(min=0)[:, None]
     z = logits.float()                                                          # (n, V)
     if softcap:
-        s = torch.sigmoid(z * (2 / softcap))    # tanh(u) = 2 sigmoid(2u) - 1, and on a CPU tanh takes ten times as long
+        s = torch.sigmoid(z * (2 / softcap))    # tanh(u) = 2 sigmoid(2u) - 1; tanh is 10 times slower on CPU
         z = (s - 0.5) * (2 * softcap)
     highest, own = z.amax(dim=1, keepdim=True), z.gather(1, targets)
     p = z.softmax(dim=1)
-    # the likeliest token has p = exp(0) / sum exp(z - highest), which gives the normaliser without a second exp
+    # the likeliest token has p = 1 / sum exp(z - highest), which gives the normaliser without a second exp
     loss = ((highest - p.amax(dim=1, keepdim=True).log() - own) * scored).sum()
-    if torch.compiler.is_compiling():           # to compare keeps all in one kernel, where to scatter makes an fp32 copy of p
+    if torch.compiler.is_compiling():           # a comparison fuses into the kernel; a scatter copies p
         p = p - (torch.arange(z.size(1), device=z.device) == targets)
     else:
         p.scatter_add_(1, targets, torch.full_like(own, -1.0))
@@ -124,29 +163,31 @@ def cross_entropy_(logits: Tensor, targets: Tensor, softcap: float = 0.0) -> Ten
 
 @functools.cache
 def compiled_cross_entropy_():
-    """cross_entropy_ as one kernel: two passes over the logits, and nothing of their size beside them."""
+    """cross_entropy_ as one kernel: two passes over the logits, and no other tensor of their size."""
     return torch.compile(cross_entropy_, dynamic=False)
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
     """Mean cross-entropy of x W^T in nats, with the logits of only `chunk` tokens in memory at a time.
 
-    x (N, C), weight (V, C), targets (N,) int64, -1 ignored. GPT-2's logits are its largest tensor by far: a token's take
-    4 x 50304 bytes in fp32, as much as 65 of its residual streams, and as much again for their gradient. The gradient
-    p - onehot(target) needs nothing of what comes after the loss, so that the forward turns each chunk's logits into the
-    gradients of x and W at once, and the backward only scales them. Chunks change neither the mean nor its gradient.
+    x (N, C), weight (V, C), targets (N,) int64, -1 ignored. GPT-2's logits are by far its largest tensor: 4 x
+    50304 bytes a token in fp32, as much as 65 of its residual streams, and the same again for their gradient.
+    The gradient p - onehot(target) does not depend on what follows the loss. So the forward turns each
+    chunk's logits into the gradients of x and W at once, and the backward only scales them. The mean and its
+    gradient stay the same.
     """
 
     @staticmethod
     def forward(ctx, x, weight, targets, chunk, with_gradient, softcap=0.0, compiled=False):
         device, dtype = x.device.type, matmul_dtype(x)
-        # a CPU needs a quarter of the time where the fp32 numbers of a few rows at a time stay in its cache
+        # on a CPU it takes a quarter of the time if the fp32 values of a few rows at a time stay in its cache
         tile = max(1, 400_000 // weight.size(0)) * torch.get_num_threads() if device == "cpu" else chunk
         loss_and_gradient_ = compiled_cross_entropy_() if compiled and device != "cpu" else cross_entropy_
         with torch.autocast(device, enabled=False):
             w, loss, dx, dw = weight.to(dtype), torch.zeros((), device=x.device), torch.empty_like(x), None
             scale = 1 / (targets >= 0).sum().clamp(min=1)
-            for x_i, dx_i, targets_i in zip(x.to(dtype).split(chunk), dx.split(chunk), targets.split(chunk), strict=True):
+            parts = zip(x.to(dtype).split(chunk), dx.split(chunk), targets.split(chunk), strict=True)
+            for x_i, dx_i, targets_i in parts:
                 logits = x_i @ w.t()                                            # (chunk, V)
                 for rows, targets_of_rows in zip(logits.split(tile), targets_i.split(tile), strict=True):
                     loss += loss_and_gradient_(rows, targets_of_rows, softcap)
@@ -155,7 +196,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
                     dw_i = logits.t() @ x_i                                     # (V, C)
                     dw = dw_i.to(weight.dtype) if dw is None else dw.add_(dw_i)
             if with_gradient:
-                ctx.save_for_backward(dx, dw, scale)        # apart: in float16, dx / N would be lost before a scaler's factor
+                ctx.save_for_backward(dx, dw, scale)        # unscaled: in float16 dx / N would underflow
             return loss * scale
 
     @staticmethod
@@ -165,17 +206,19 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         return dx * (gradient * scale), dw * (gradient * scale), None, None, None, None, None
 
 
-def chunked_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, chunk: int, softcap: float, compiled: bool) -> Tensor:
-    """ChunkedCrossEntropy, apart from the graph of the rest where that is `compiled`."""
+def chunked_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, chunk: int, softcap: float,
+                          compiled: bool) -> Tensor:
+    """ChunkedCrossEntropy. `compiled`: whether to compile its kernel; the model's graph leaves it out."""
     return ChunkedCrossEntropy.apply(x, weight, targets, chunk, torch.is_grad_enabled(), softcap, compiled)
 
 
 class LinearFunction(torch.autograd.Function):
-    """x W^T + b as autocast does it, with its gradients. x (B, T, in), weight (out, in), bias (out) -> (B, T, out).
+    """x W^T + b in autocast's dtype. x (B, T, in), weight (out, in), bias (out) -> (B, T, out).
 
-    The gradient of the bias is dy summed over B and T. Summed over T first, and then over B, a compiler does that in the kernel
-    that makes dy, and need not read dy once more: 8.4 GB of the 152 that a micro-step of 64 x 1024 tokens moves for 124M. The sum
-    is in fp32, where autograd's own is rounded to the dtype of the product.
+    The gradient of the bias is dy summed over B and T. If the sum is over T first and then over B, the
+    compiler fuses it into the kernel that computes dy, and dy is not read again: this saves 8.4 GB of the 152
+    that a micro-step of 64 x 1024 tokens moves for 124M. The sum is in fp32, where autograd's is rounded to
+    dy's dtype.
     """
 
     @staticmethod
@@ -195,12 +238,15 @@ class LinearFunction(torch.autograd.Function):
 
 
 class Linear(nn.Linear):
-    """torch's, but for how the gradient of its bias is summed up."""
+    """nn.Linear with the bias gradient of LinearFunction."""
 
     def forward(self, x):
-        return LinearFunction.apply(x, self.weight, self.bias) if torch.is_grad_enabled() else super().forward(x)
+        if torch.is_grad_enabled():
+            return LinearFunction.apply(x, self.weight, self.bias)
+        return super().forward(x)
 
 
 def recompute_in_backward(f: Callable, x: Tensor) -> Tensor:
-    """f(x), pointwise. A compiled backward computes it anew from x, in the kernel of f's derivative, instead of keeping it."""
+    """f(x), for a pointwise f. A compiled backward recomputes it in the kernel of f's derivative instead of
+    storing it; eager mode stores it."""
     return checkpoint(f, x, use_reentrant=False) if torch.compiler.is_compiling() else f(x)

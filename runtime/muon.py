@@ -1,14 +1,15 @@
-"""Muon."""
+"""Muon: momentum, orthogonalized (Keller Jordan 2024, kellerjordan.github.io/posts/muon)."""
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 
 def orthogonalize(G: Tensor, dtype: torch.dtype = torch.bfloat16, steps: int = 5) -> Tensor:
-    """The nearest (semi-)orthogonal matrices to G (n, rows, columns), roughly: singular values end between 0.7 and 1.2.
+    """Approximates the (semi-)orthogonal matrices nearest to G (n, rows, columns): singular values end
+    roughly between 0.7 and 1.2.
 
-    `steps` of a quintic Newton-Schulz iteration in `dtype`, with the coefficients that push small singular values up
-    fastest (Keller Jordan 2024, kellerjordan.github.io/posts/muon).
+    `steps` of a quintic Newton-Schulz iteration in `dtype`. Its coefficients increase small singular values
+    as fast as possible (Keller Jordan 2024).
     """
     a, b, c = 3.4445, -4.7750, 2.0315
     X = G.to(dtype)
@@ -16,7 +17,7 @@ def orthogonalize(G: Tensor, dtype: torch.dtype = torch.bfloat16, steps: int = 5
     tall = X.size(-2) > X.size(-1)
     if tall:
         X = X.mT
-    for _ in range(steps):                      # three products and nothing between them, which are rounded once each
+    for _ in range(steps):                      # three matrix products, each with its sum rounded only once
         A = X @ X.mT
         B = torch.baddbmm(A, A, A, beta=b, alpha=c)                             # b A + c A A
         X = torch.baddbmm(X, B, X, beta=a)                                      # a X + B X
@@ -24,15 +25,16 @@ def orthogonalize(G: Tensor, dtype: torch.dtype = torch.bfloat16, steps: int = 5
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum, orthogonalised (Keller Jordan 2024), for the matrices inside the blocks [+0.142 against Adam]; `params`: (name,
-    parameter) pairs.
+    """Orthogonalized Nesterov momentum for the matrices in the blocks [+0.142 against Adam; see model.py].
 
-    Matrices of one shape are a group and go through the iteration as one batch. Of several processes, which all have the
-    same averaged gradients, each takes its share of a batch, and the updates are gathered: the momentum is on all of them.
-    The rate counts sqrt(max(1, rows / columns)) times. `found_inf`, a tensor, if set: where it is 1 the step does nothing.
+    `params`: (name, parameter) pairs, all matrices. Matrices of one shape form a group and are orthogonalized
+    as one batch. With several processes, which have the same averaged gradients, each orthogonalizes its
+    share of a batch, and the updates are gathered; every process holds all momentum buffers. The learning
+    rate is multiplied by sqrt(max(1, rows / columns)). If the attribute `found_inf`, a tensor, is set and 1,
+    the step changes nothing.
     """
     STATE = ("momentum_buffer",)
-    _step_supports_amp_scaling = True           # GradScaler then sets found_inf instead of waiting for the GPU
+    _step_supports_amp_scaling = True           # GradScaler then sets found_inf and does not wait for the GPU
 
     def __init__(self, params, lr, momentum=0.95, weight_decay=0.0, dtype=torch.bfloat16):
         self.dtype, by_shape = dtype, {}
@@ -58,12 +60,14 @@ class Muon(torch.optim.Optimizer):
             torch._foreach_mul_(buffers, momentum if bad is None else torch.where(bad > 0, 1.0, momentum))
             torch._foreach_add_(buffers, grads)
             share = -(-len(params) // world_size)
-            mine = [grads[i] + momentum * buffers[i] for i in range(rank * share, min(len(params), (rank + 1) * share))]
-            mine += [torch.zeros_like(params[0])] * (share - len(mine))         # what is gathered has one size
+            own = range(rank * share, min(len(params), (rank + 1) * share))
+            mine = [grads[i] + momentum * buffers[i] for i in own]
+            mine += [torch.zeros_like(params[0])] * (share - len(mine))         # all_gather needs equal sizes
             updates = orthogonalize(torch.stack(mine), self.dtype)              # (share, rows, columns)
             if several:
                 gathered = updates.new_empty(world_size * share, *params[0].shape)
-                gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor        # renamed in torch 2.13
+                # renamed in torch 2.13
+                gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
                 gather(gathered, updates.contiguous())
                 updates = gathered
             rows, columns = params[0].shape

@@ -1,11 +1,12 @@
-"""Every checkpoint format in, Hugging Face out."""
+"""Reads every checkpoint format, writes that of Hugging Face."""
+import contextlib
 import dataclasses
 import json
 import mmap
 import os
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -15,7 +16,20 @@ from runtime.files import replace_file
 from runtime.hub import download_model
 from runtime.tokenizer import EOT, VOCAB_SIZE, checked_asset
 
-EXPORTED = {"config.json", "tokenizer_config.json", "vocab.json", "merges.txt", "model.safetensors"}     # by save_pretrained
+# what save_pretrained writes
+EXPORTED = {"config.json", "tokenizer_config.json", "vocab.json", "merges.txt", "model.safetensors"}
+
+
+@contextlib.contextmanager
+def corrupt_if_fails(what: str, remedy: str = "") -> Iterator[None]:
+    """Turns every error inside into one UserError: `what`, the reason, `remedy`. A damaged or hostile file
+    can make a reader raise anything."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{what}: {error}{remedy}") from None
+    except Exception as error:
+        raise UserError(f"{what} ({brief_error(error)}){remedy}") from None
 
 
 def _is_conv1d(name):
@@ -24,14 +38,15 @@ def _is_conv1d(name):
 
 
 def is_dense_float(tensor: object) -> bool:
-    """Dense floats that are all in the file (an expanded tensor has any shape and holds one number)."""
+    """Whether all elements are stored, as floats (an expanded tensor has any shape but stores one number)."""
     return (torch.is_tensor(tensor) and tensor.layout == torch.strided and tensor.device.type == "cpu"
             and tensor.is_floating_point()
             and 0 < tensor.numel() * tensor.element_size() <= tensor.untyped_storage().nbytes())
 
 
 def _canonical(state_dict):
-    """State dict in this project's names: no wrapper's prefixes, no mask buffers, zeros for biases left out."""
+    """State dict with this project's names: no prefixes of wrappers, no mask buffers, zeros for missing
+    biases."""
     out = {}
     for name, tensor in state_dict.items():
         if not isinstance(name, str) or not torch.is_tensor(tensor):
@@ -43,8 +58,9 @@ def _canonical(state_dict):
         if not name.endswith((".attn.bias", ".attn.masked_bias")):
             out[name] = tensor
     if not any(name.endswith(".bias") for name in out):                         # nanoGPT's bias=False
-        for name in [n for n, t in out.items() if (".h." in n or ".ln_f." in n) and is_dense_float(t) and t.dim()]:
-            out[name.removesuffix("weight") + "bias"] = torch.zeros(out[name].size(0))
+        for name, t in list(out.items()):
+            if (".h." in name or ".ln_f." in name) and is_dense_float(t) and t.dim():
+                out[name.removesuffix("weight") + "bias"] = torch.zeros(t.size(0))
     if "transformer.wte.weight" in out:
         out.setdefault("lm_head.weight", out["transformer.wte.weight"])
     elif "lm_head.weight" in out:
@@ -53,20 +69,21 @@ def _canonical(state_dict):
 
 
 def build_model(cls: type, config, state_dict: dict):
-    """A `cls(config)` that holds the weights of `state_dict` (fp32); UserError where they do not fit.
+    """A `cls(config)` with the weights of `state_dict`, as fp32. UserError if they do not fit.
 
     The tensors are compared with the config before anything of the config's size is allocated.
     """
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        if field.type in ("int", int) and not (type(value) is int and (field.name != "window") <= value < 2**24):
+        least = 0 if field.name == "window" else 1
+        if field.type in ("int", int) and not (type(value) is int and least <= value < 2**24):
             raise UserError(f"its config says {field.name} = {safe_repr(value)}")
     if getattr(config, "gelu", "tanh") not in ("tanh", "none"):
         raise UserError(f"its config says gelu = {safe_repr(config.gelu)}")
     if config.n_embd % config.n_head:
         raise UserError(f"its config says {config.n_head} heads for n_embd {config.n_embd}")
     if config.n_layer > len(state_dict):
-        raise UserError(f"its config says {config.n_layer} layers and it holds {len(state_dict)} tensors")
+        raise UserError(f"its config says {config.n_layer} layers, but it holds {len(state_dict)} tensors")
     with torch.device("meta"):
         model = cls(config)
     expected = model.state_dict()
@@ -78,47 +95,49 @@ def build_model(cls: type, config, state_dict: dict):
         if not is_dense_float(tensor):
             raise UserError(f"{name} is not a plain tensor of floats")
         if tensor.shape != expected[name].shape:
-            raise UserError(f"{name} is {tuple(tensor.shape)} where the config needs {tuple(expected[name].shape)}")
+            raise UserError(f"{name} is {tuple(tensor.shape)} where the config needs "
+                            f"{tuple(expected[name].shape)}")
     tied = model.lm_head.weight is model.transformer.wte.weight
     head, wte = (state_dict.get(name) for name in ("lm_head.weight", "transformer.wte.weight"))
-    if tied and not torch.equal(head.float().view(torch.int32), wte.float().view(torch.int32)):     # so that NaN equals NaN
+    # compared as integers, so that NaN equals NaN
+    if tied and not torch.equal(head.float().view(torch.int32), wte.float().view(torch.int32)):
         raise UserError("its head is not tied to its embedding")
-    model.load_state_dict({name: t.detach().float().clone() for name, t in state_dict.items()}, assign=True)
+    weights = {name: t.detach().float().clone() for name, t in state_dict.items()}
+    model.load_state_dict(weights, assign=True)
     if tied:
         model.lm_head.weight = model.transformer.wte.weight
     return model.requires_grad_()
 
 
 def from_huggingface(source, GPT, GPTConfig):
-    """A GPT from a folder in the Hugging Face format, or from a name on the hub. UserError if it is not GPT-2's kind."""
+    """A GPT from a folder in the Hugging Face format or a name on the hub. UserError if it is not a GPT-2."""
     folder = Path(source)
-    if not os.path.isdir(folder):       # unlike Path's, os.path's questions raise no OSError for a strange name
+    if not os.path.isdir(folder):       # Path.is_dir raises OSError for some names
         folder = download_model(str(source))
-    try:
+    with corrupt_if_fails(f"{source} is not a GPT-2 in the Hugging Face format"):
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         if "auto_map" in config:
             raise UserError("its config.json names code of its own (auto_map), which is never run here")
         if config.get("model_type") != "gpt2":
-            raise UserError(f"its config.json says model_type {safe_repr(config.get('model_type'))!r} instead of 'gpt2'")
-        for key, value in (("layer_norm_epsilon", 1e-5), ("scale_attn_weights", True), ("tie_word_embeddings", True),
-                           ("scale_attn_by_inverse_layer_idx", False), ("add_cross_attention", False)):
+            raise UserError(f"its config.json says model_type {safe_repr(config.get('model_type'))!r} "
+                            f"instead of 'gpt2'")
+        for key, value in (("layer_norm_epsilon", 1e-5), ("scale_attn_weights", True),
+                           ("tie_word_embeddings", True), ("scale_attn_by_inverse_layer_idx", False),
+                           ("add_cross_attention", False)):
             if config.get(key, value) != value:
-                raise UserError(f"its config.json says {key} = {safe_repr(config[key])}, which this GPT does not do")
+                raise UserError(f"its config.json says {key} = {safe_repr(config[key])} instead of {value}")
         gelu = {"gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu": "none"}.get(
             config.get("activation_function", "gelu_new"))
         if gelu is None or config.get("n_inner") not in (None, 4 * config["n_embd"]):
             raise UserError("its config.json asks for another activation or n_inner than GPT-2's")
-        weights = {name: t.t() if _is_conv1d(name) else t for name, t in _canonical(_folder_weights(folder)).items()}
-        return build_model(GPT, GPTConfig(config.get("n_positions", 1024), config["vocab_size"], config["n_layer"],
-                                          config["n_head"], config["n_embd"], gelu), weights)
-    except UserError as error:
-        raise UserError(f"{source} is not a GPT-2 in the Hugging Face format: {error}") from None
-    except Exception as error:      # whatever a damaged or foreign file makes the readers raise
-        raise UserError(f"{source} is not a GPT-2 in the Hugging Face format ({brief_error(error)})") from None
+        weights = _canonical(_folder_weights(folder))
+        weights = {name: t.t() if _is_conv1d(name) else t for name, t in weights.items()}
+        shape = {name: config[name] for name in ("vocab_size", "n_layer", "n_head", "n_embd")}
+        return build_model(GPT, GPTConfig(config.get("n_positions", 1024), **shape, gelu=gelu), weights)
 
 
 def _folder_weights(folder):
-    """The tensors of a folder: safetensors, whole or in parts, else pytorch_model.bin."""
+    """The tensors of a folder: from safetensors, in one file or several, else from pytorch_model.bin."""
     from safetensors.torch import load_file
     index = folder / "model.safetensors.index.json"
     if (folder / "model.safetensors").is_file():
@@ -136,44 +155,50 @@ def _folder_weights(folder):
 
 
 class _Record:
-    """Stands in for build-nanogpt's pickled `__main__.GPTConfig`: attributes, and nothing that could run."""
+    """Replaces build-nanogpt's pickled `__main__.GPTConfig`: it has attributes and no code."""
 
 
 def _load_pickle(path):
-    """What torch.save wrote, memory-mapped; raises whatever the unpickler does for damaged or hostile files."""
+    """Reads what torch.save wrote, memory-mapped. Raises whatever the unpickler raises for a damaged or
+    hostile file."""
     with open(path, "rb") as file:
-        zipped = file.read(4) == b"PK\x03\x04"                                  # torch.load asks the same
-        if zipped:                  # by the reader that will unpack it: another one may find another archive in the same file
+        zipped = file.read(4) == b"PK\x03\x04"                                  # torch.load's own test
+        if zipped:
+            # by torch's own reader, because another reader may find another archive in the same file
             archive = torch._C.PyTorchFileReader(str(path))
-            size_of = getattr(archive, "get_record_size", lambda record: 0)     # not in every release of torch
+            size_of = getattr(archive, "get_record_size", lambda record: 0)     # not in every torch release
             if sum(map(size_of, archive.get_all_records())) > os.path.getsize(path):
-                raise UserError("it is packed")         # torch.save never packs: it would only fill the memory
-        pickled = archive.get_record("data.pkl") if zipped else mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        # the two functions that weights_only lets a file call with numbers and texts of its own: any size from a few bytes
+                raise UserError("it is packed")     # torch.save never compresses; this could fill the memory
+            pickled = archive.get_record("data.pkl")
+        else:
+            pickled = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        # weights_only lets a file call these two functions with its own arguments: a few bytes could fill the
+        # memory
         if pickled.find(b"\nbytearray\n") >= 0 or pickled.find(b"_codecs\nencode\n") >= 0:
             raise UserError("it holds raw bytes")
-    with warnings.catch_warnings(action="ignore"), torch.serialization.safe_globals([(_Record, "__main__.GPTConfig")]):
+    allowed = torch.serialization.safe_globals([(_Record, "__main__.GPTConfig")])
+    with warnings.catch_warnings(action="ignore"), allowed:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
 
 
 def read_checkpoint(path: str | Path) -> dict:
-    """The dict of a .pt file, with tensors and plain values only; nothing in it can run."""
+    """The dict of a .pt file: tensors and plain values. No code in it can run. UserError if it cannot be
+    read."""
     path = Path(path)
     if not os.path.isfile(path):
         raise UserError(f"{path} is not a file: check the path")
-    try:
+    with corrupt_if_fails(f"{path} cannot be read as a checkpoint: it was cut off, or holds more than "
+                          f"tensors and plain values", "; copy it again"):
         checkpoint = _load_pickle(path)
-    except Exception as error:      # whatever a damaged or hostile file makes the unpickler raise
-        raise UserError(f"{path} cannot be read as a checkpoint: it was cut off, or holds more than tensors "
-                        f"and plain values ({brief_error(error)}); copy it again") from None
     if not isinstance(checkpoint, dict):
         raise UserError(f"{path} holds a {type(checkpoint).__name__} instead of a checkpoint's dict")
     return checkpoint
 
 
 def model_from_checkpoint(checkpoint: dict, path: str | Path, MODELS: dict):
-    """The model of a checkpoint's dict: this project's, nanoGPT's or build-nanogpt's, told by what it records."""
-    try:
+    """The model of a checkpoint's dict: this project's, nanoGPT's or build-nanogpt's, as its keys show.
+    `path` is for the UserError if it cannot be built."""
+    with corrupt_if_fails(f"{path} is not a checkpoint that this project reads"):
         (cls, config_cls), extra = MODELS["gpt2"], {}
         weights = checkpoint.get("model")
         if "model_config" in checkpoint:
@@ -190,18 +215,14 @@ def model_from_checkpoint(checkpoint: dict, path: str | Path, MODELS: dict):
             raise UserError("it records neither this project's model_config, nor nanoGPT's model_args, nor "
                             "build-nanogpt's GPTConfig")
         fields = {f.name for f in dataclasses.fields(config_cls)}
-        for name in sorted(fields - config.keys() - {"gelu", "window"}):       # these have come later
+        for name in sorted(fields - config.keys() - {"gelu", "window"}):        # missing in older checkpoints
             raise UserError(f"its config does not say {name}")
         config = config_cls(**{name: config[name] for name in fields & config.keys()} | extra)
         return build_model(cls, config, _canonical(weights) if cls is MODELS["gpt2"][0] else weights)
-    except UserError as error:
-        raise UserError(f"{path} is not a checkpoint that this project reads: {error}") from None
-    except Exception as error:      # whatever a damaged or hostile file still makes torch raise
-        raise UserError(f"{path} is not a checkpoint that this project reads ({brief_error(error)})") from None
 
 
 def save_huggingface(model, folder: str | Path) -> None:
-    """The body of GPT.save_pretrained."""
+    """GPT.save_pretrained: writes `model` into `folder` in the Hugging Face format, as fp32."""
     from safetensors.torch import save
     folder, c = Path(folder), model.config
     folder.mkdir(parents=True, exist_ok=True)
@@ -225,33 +246,38 @@ def save_huggingface(model, folder: str | Path) -> None:
         replace_file(folder / name, lambda file, data=data: file.write(data))
     shutil.copyfile(checked_asset("encoder.json"), folder / "vocab.json")
     shutil.copyfile(checked_asset("vocab.bpe"), folder / "merges.txt")
-    replace_file(folder / "model.safetensors", lambda file: file.write(save(weights, metadata={"format": "pt"})))
+    data = save(weights, metadata={"format": "pt"})
+    replace_file(folder / "model.safetensors", lambda file: file.write(data))
 
 
 def check_tokens(model, source: str) -> None:
-    """UserError unless `model`, read from `source`, has GPT-2's tokens, with which all text here is written."""
+    """UserError unless `model`, read from `source`, has GPT-2's tokens, the only ones used here."""
     if model.config.vocab_size < VOCAB_SIZE:
-        raise UserError(f"{source} has a vocabulary of {model.config.vocab_size}, and not GPT-2's {VOCAB_SIZE} tokens: give a "
-                        f"model that was trained on those")
+        raise UserError(f"{source} has a vocabulary of {model.config.vocab_size}, and not GPT-2's "
+                        f"{VOCAB_SIZE} tokens: give a model that was trained on those")
 
 
 def export(load_model: Callable, description: str, argv: list[str] | None = None) -> None:
+    """`python model.py export SOURCE FOLDER`. Replaces an earlier export, and no other files."""
     parser = FlagParser(prog="model.py", description=description)
     parser.add_argument("command", choices=["export"], help="write a model in the Hugging Face format")
-    parser.add_argument("source", metavar="SOURCE", help="checkpoint, nanoGPT's or build-nanogpt's too, folder, or hub name")
-    parser.add_argument("folder", metavar="FOLDER", help="new, empty, or of an earlier export, which is replaced")
+    parser.add_argument("source", metavar="SOURCE",
+                        help="checkpoint (also nanoGPT's or build-nanogpt's), folder, or hub name")
+    parser.add_argument("folder", metavar="FOLDER",
+                        help="new, empty, or of an earlier export, which is replaced")
     args = parser.parse_args(argv)
-    if os.path.exists(args.source) and os.path.exists(args.folder) and os.path.samefile(args.source, args.folder):
+    if all(map(os.path.exists, (args.source, args.folder))) and os.path.samefile(args.source, args.folder):
         raise UserError(f"{args.folder} is the source itself: give another folder")
     try:
         names = set(os.listdir(args.folder)) if os.path.exists(args.folder) else set()
-        # not whatever has a config.json: transformers would prefer a tokenizer.json of another model's to the files written here
+        # a config.json is not enough: transformers would prefer another model's tokenizer.json to our files
         if names and ("config.json" not in names or names - EXPORTED):
-            raise UserError(f"{args.folder} holds other files ({min(names - EXPORTED or names)}): give a new or empty folder")
+            raise UserError(f"{args.folder} holds other files ({min(names - EXPORTED or names)}): "
+                            f"give a new or empty folder")
         model = load_model(args.source)
         check_tokens(model, args.source)
         model.save_pretrained(args.folder)
     except OSError as error:
         raise UserError(f"{args.folder} cannot be written ({error.strerror}): give another folder") from None
-    print(f"{args.folder} is in the Hugging Face format: transformers' AutoModelForCausalLM and AutoTokenizer read it with "
-          f"from_pretrained({os.path.abspath(args.folder)!r})")
+    print(f"{args.folder} is in the Hugging Face format: transformers' AutoModelForCausalLM and "
+          f"AutoTokenizer read it with from_pretrained({os.path.abspath(args.folder)!r})")

@@ -1,4 +1,4 @@
-"""model.py: GPT-2 against plain references and transformers, its kernels, generation, and weights from everywhere."""
+"""model.py: GPT-2 against plain references and transformers, kernels, generation, and formats of weights."""
 import dataclasses
 import json
 import math
@@ -22,12 +22,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from model import GPT, GPT2_SIZES, GPTConfig, SpeedrunConfig, SpeedrunGPT, load_model, main
+from model import GPT, GPT2_SIZES, GPTConfig, MODELS, SpeedrunConfig, SpeedrunGPT, load_model, main
 from runtime.cli import UserError
 from runtime.device import choose_device, is_out_of_memory
 from runtime.generation import sample_token
 from runtime.kernels import (ATTENTION, ChunkedCrossEntropy, Linear, attention, check_attention,
-                             compiled_cross_entropy_, compiled_flex, cross_entropy_, document_window_mask)
+                             compiled_cross_entropy_, compiled_flex, cross_entropy_, document_window_mask,
+                             resolve_attention)
 from runtime.tokenizer import EOT, VOCAB_SIZE, encode
 from runtime.weights import EXPORTED, model_from_checkpoint
 from helpers import HANG
@@ -53,7 +54,7 @@ def tokens(B, T, vocab_size=96, seed=1):
 
 
 def plain_gpt2(weights, n_head, idx, gelu="tanh"):
-    """GPT-2 from its published description: a dict of tensors and einsums, no module. Biases may be missing."""
+    """GPT-2 from its published description: a dict of tensors and einsums, no module. Biases are optional."""
     def norm(x, name):
         x = x - x.mean(-1, keepdim=True)
         x = x / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt()
@@ -76,7 +77,8 @@ def plain_gpt2(weights, n_head, idx, gelu="tanh"):
                    linear(norm(x, block + "ln_1"), block + "attn.c_attn").chunk(3, dim=-1))
         scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / math.sqrt(q.shape[-1])
         scores = scores + torch.full((T, T), -math.inf).triu(1)
-        x = x + linear(torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v).reshape(B, T, -1), block + "attn.c_proj")
+        y = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v).reshape(B, T, -1)
+        x = x + linear(y, block + "attn.c_proj")
         x = x + linear(activation(linear(norm(x, block + "ln_2"), block + "mlp.c_fc")), block + "mlp.c_proj")
         layer += 1
     return torch.einsum("bti,vi->btv", norm(x, "transformer.ln_f"), weights["transformer.wte.weight"])
@@ -85,8 +87,8 @@ def plain_gpt2(weights, n_head, idx, gelu="tanh"):
 # -----------------------------------------------------------------------------
 # shape and initial weights
 
-@pytest.mark.parametrize("name, count", [("gpt2", 124_439_808), ("gpt2-medium", 354_823_168), ("gpt2-large", 774_030_080),
-                                         ("gpt2-xl", 1_557_611_200)])
+@pytest.mark.parametrize("name, count", [("gpt2", 124_439_808), ("gpt2-medium", 354_823_168),
+                                         ("gpt2-large", 774_030_080), ("gpt2-xl", 1_557_611_200)])
 def test_parameter_counts_are_those_of_the_published_sizes(name, count):
     with torch.device("meta"):
         model = GPT(GPTConfig(**GPT2_SIZES[name]))
@@ -97,7 +99,8 @@ def test_state_dict_names_are_nanogpts_and_the_head_is_tied():
     model = make_model()
     parts = ["ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj"]
     names = ["transformer.wte.weight", "transformer.wpe.weight"]
-    names += [f"transformer.h.{i}.{part}.{kind}" for i in range(2) for part in parts for kind in ("weight", "bias")]
+    names += [f"transformer.h.{i}.{part}.{kind}"
+              for i in range(2) for part in parts for kind in ("weight", "bias")]
     names += ["transformer.ln_f.weight", "transformer.ln_f.bias", "lm_head.weight"]
     assert list(model.state_dict()) == names
     assert model.lm_head.weight is model.transformer.wte.weight
@@ -118,12 +121,13 @@ def test_initial_weights_are_gpt2s_and_every_parameter_gets_one():
             assert (p == 1).all(), name
         else:
             std = 0.02 / math.sqrt(6) if name.endswith("c_proj.weight") else 0.02
-            assert p.std().item() == pytest.approx(std, rel=0.03) and abs(p.mean().item()) < 4 * std / p.numel() ** 0.5, name
+            assert p.std().item() == pytest.approx(std, rel=0.03), name
+            assert abs(p.mean().item()) < 4 * std / p.numel() ** 0.5, name
 
 
 def test_defaults_are_gpt2_small():
-    assert dataclasses.asdict(GPTConfig()) == dict(block_size=1024, vocab_size=50257, n_layer=12, n_head=12, n_embd=768,
-                                                   gelu="tanh")
+    assert dataclasses.asdict(GPTConfig()) == dict(block_size=1024, vocab_size=50257, n_layer=12, n_head=12,
+                                                   n_embd=768, gelu="tanh")
 
 
 # -----------------------------------------------------------------------------
@@ -157,9 +161,9 @@ def test_token_losses_are_the_loss_of_each_token_and_zero_where_ignored():
     assert losses.dtype == torch.float32 and (losses[targets == -1] == 0).all()
     torch.testing.assert_close(losses, every)
     positions = (targets >= 0).flatten().nonzero().flatten()
-    for more in (positions[:0], positions[:3], torch.tensor([0])):      # none, some again, and one whose target is -1
+    for more in (positions[:0], positions[:3], torch.tensor([0])):      # none, some again, one with target -1
         torch.testing.assert_close(model.token_losses(idx, targets, torch.cat((positions, more))), losses)
-    without_data = [t.to("meta") for t in (idx, targets, positions)]    # whatever looks at a value, and waits for it, fails there
+    without_data = [t.to("meta") for t in (idx, targets, positions)]    # there reading a value, a sync, fails
     assert model.to("meta").token_losses(*without_data).shape == (3, 24)
 
 
@@ -171,16 +175,18 @@ def test_gradients_of_every_parameter_equal_a_plain_references(kernel):
     model(idx, targets)[1].backward()
     weights = {name: p.detach().double().requires_grad_() for name, p in model.named_parameters()}
     logits = plain_gpt2(weights, 2, idx)
-    (-logits.log_softmax(-1).gather(-1, targets.clamp(min=0)[..., None])[..., 0])[targets >= 0].mean().backward()
+    own = logits.log_softmax(-1).gather(-1, targets.clamp(min=0)[..., None])[..., 0]
+    (-own)[targets >= 0].mean().backward()
     for name, p in model.named_parameters():
         expected = weights[name].grad.float()
         assert (p.grad - expected).abs().max() < 1e-5 * max(1, expected.abs().max().item()), name
 
 
-@pytest.mark.parametrize(("chunk", "vocab_size"), [(1, 50), (5, 50), (7, 50), (64, 50), (17, 50257), (64, 150_000)])
+@pytest.mark.parametrize(("chunk", "vocab_size"), [(1, 50), (5, 50), (7, 50), (64, 50), (17, 50257),
+                                                   (64, 150_000)])
 def test_the_chunked_loss_is_the_whole_one_with_its_gradients(chunk, vocab_size):
-    """In float64, so that only rounding of the last digits is left; a fifth of the targets is ignored. The large vocabularies
-    make the cache's tiles smaller than the chunk: 7 and 2 rows for each thread."""
+    """In float64, so that only the last digits are rounded; a fifth of the targets is ignored. With the large
+    vocabularies the cache's tiles are smaller than the chunk: 7 and 2 rows for each thread."""
     torch.manual_seed(0)
     x, weight = torch.randn(19, 8, dtype=torch.float64), torch.randn(vocab_size, 8, dtype=torch.float64)
     targets = torch.randint(0, vocab_size, (19,))
@@ -268,14 +274,16 @@ def test_attention_kernels_equal_the_textbook_in_float64_forward_and_backward(ke
         pytest.skip(f"{kernel} does not run on {device}")
     for T in (1, 7, 64, 130):
         torch.manual_seed(T)
-        q, k, v, upstream = (torch.randn(2, 3, T, 16).to(device, dtype).requires_grad_(i < 3) for i in range(4))
+        q, k, v, upstream = (torch.randn(2, 3, T, 16).to(device, dtype).requires_grad_(i < 3)
+                             for i in range(4))
         y = attention(q, k, v, kernel)
         y.backward(upstream)
         Q, K, V = (t.detach().cpu().double().requires_grad_() for t in (q, k, v))
         rows = []
         for t in range(T):
             weights = (torch.einsum("bhd,bhkd->bhk", Q[:, :, t], K[:, :, :t + 1]) / 4).exp()
-            rows.append(torch.einsum("bhk,bhkd->bhd", weights / weights.sum(-1, keepdim=True), V[:, :, :t + 1]))
+            weights = weights / weights.sum(-1, keepdim=True)
+            rows.append(torch.einsum("bhk,bhkd->bhd", weights, V[:, :, :t + 1]))
         Y = torch.stack(rows, dim=2)
         Y.backward(upstream.cpu().double())
         for ours, expected in ((y, Y), (q.grad, Q.grad), (k.grad, K.grad), (v.grad, V.grad)):
@@ -286,8 +294,9 @@ def test_the_cpu_has_at_least_three_attention_kernels():
     assert {"auto", "naive", "math"} <= {kernel for kernel in ATTENTION if runs_here(kernel)}
 
 
-@pytest.mark.parametrize("kernel, reason", [("cudnn", r"cannot run on cpu in float32 .*\(.{10,}\)"), ("efficient", r"\(.{10,}\)"),
-                                            ("fastest", "choose one of auto, naive, math, efficient, flash, cudnn")])
+@pytest.mark.parametrize("kernel, reason", [
+    ("cudnn", r"cannot run on cpu in float32 .*\(.{10,}\)"), ("efficient", r"\(.{10,}\)"),
+    ("fastest", "choose one of auto, naive, math, efficient, flash, cudnn")])
 def test_a_kernel_that_cannot_run_here_is_refused_with_a_reason(kernel, reason):
     with pytest.raises(UserError, match=reason):
         check_attention(kernel, "cpu", torch.float32, 64)
@@ -300,16 +309,39 @@ def test_checking_a_kernel_leaves_the_random_numbers_alone():
 
 
 def test_flex_attention_outside_a_graph_is_compiled_once(monkeypatch):
-    """Its kernel needs a GPU (test_flex_attention_trains_as_sdpa_does); here only what is asked of torch.compile is counted."""
+    """Its kernel needs a GPU (test_flex_attention_trains_as_sdpa_does); this counts torch.compile's calls."""
     made = []
-    monkeypatch.setattr(torch, "compile", lambda function, **how: made.append(function) or (lambda *tensors, block_mask: made))
-    q = types.SimpleNamespace(is_cuda=True, size=lambda i: 128)
-    mask = document_window_mask(torch.zeros(1, 128, dtype=torch.int64), 128, torch.tensor(128), as_blocks=True)
+
+    def compile(function, **how):
+        made.append(function)
+        return lambda *tensors, block_mask: made
+    monkeypatch.setattr(torch, "compile", compile)
+    q = types.SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, size=lambda i: 128)
+    tokens = torch.zeros(1, 128, dtype=torch.int64)
+    mask = document_window_mask(tokens, 128, torch.tensor(128), as_blocks=True)
     compiled_flex.cache_clear()
     try:
         assert all(attention(q, q, q, "flex", mask) is made for _ in range(3)) and len(made) == 1
     finally:
         compiled_flex.cache_clear()
+
+
+@pytest.mark.parametrize(("kernel", "device", "graph", "blocks", "runs"), [
+    ("auto", "cuda", True, True, "flex"), ("auto", "cuda", False, True, "sdpa"),
+    ("auto", "cuda", True, False, "sdpa"), ("sdpa", "cuda", True, True, "sdpa"),
+    ("flex", "cuda", True, True, "flex"), ("flex", "cpu", False, True, "flex"),
+    ("flex", "cuda", False, True, "compiled flex"), ("flex", "cuda", False, False, "sdpa"),
+    ("auto", "cpu", True, True, "naive"), ("auto", "mps", False, False, "sdpa"),
+    ("math", "cuda", True, True, "math")])
+def test_the_choice_of_an_attention_kernel(kernel, device, graph, blocks, runs, monkeypatch):
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: graph)
+    assert resolve_attention(kernel, device, torch.bfloat16, 512, blocks) == runs
+
+
+@pytest.mark.parametrize(("dtype", "length"), [(torch.bfloat16, 513), (torch.float16, 512),
+                                               (torch.float32, 512)])
+def test_on_a_cpu_the_formula_is_for_short_sequences_in_bfloat16(dtype, length):
+    assert resolve_attention("auto", "cpu", dtype, length, blocks=False) == "sdpa"
 
 
 @pytest.mark.parametrize("name", ["tpu", "cpu:x", "cuda:99", "cuda:x", "mps:0:0", ""])
@@ -318,14 +350,16 @@ def test_a_device_that_is_not_there_is_refused_with_what_is(name):
         choose_device(name)
 
 
-OLD_DRIVER = "The NVIDIA driver on your system is too old (found version 11040). Please update your GPU driver"
+OLD_DRIVER = "The NVIDIA driver on your system is too old (found version 11040). Please update the driver"
 
 
 @pytest.mark.parametrize(("said", "refused"), [
     (RuntimeError(OLD_DRIVER), True), (RuntimeError("CUDA unknown error - this may be due to\nmore"), True),
-    (RuntimeError("Found no NVIDIA driver on your system."), False), (RuntimeError("No CUDA GPUs are available"), False),
-    (RuntimeError("No HIP GPUs are available"), False), (AssertionError("Torch not compiled with CUDA enabled"), False)])
-def test_a_driver_that_torch_refuses_is_told_and_auto_does_not_go_on_without_its_gpu(said, refused, monkeypatch, recwarn):
+    (RuntimeError("Found no NVIDIA driver on your system."), False),
+    (RuntimeError("No CUDA GPUs are available"), False), (RuntimeError("No HIP GPUs are available"), False),
+    (AssertionError("Torch not compiled with CUDA enabled"), False)])
+def test_a_driver_that_torch_refuses_is_reported_and_auto_does_not_fall_back_to_the_cpu(
+        said, refused, monkeypatch, recwarn):
     def init():
         raise said
 
@@ -336,12 +370,12 @@ def test_a_driver_that_torch_refuses_is_told_and_auto_does_not_go_on_without_its
     monkeypatch.setattr(torch.cuda, "init", init)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     assert choose_device("cpu") == "cpu"
-    told = re.escape(str(said).split("\n")[0]) + ".*--device cpu" if refused else "not to be found here"
+    message = re.escape(str(said).split("\n")[0]) + ".*--device cpu" if refused else "not to be found here"
     for name in ("auto", "cuda", "cuda:0"):
         if name == "auto" and not refused:
             assert choose_device(name) == "cpu"
         else:
-            with pytest.raises(UserError, match=told):
+            with pytest.raises(UserError, match=message):
                 choose_device(name)
     assert not recwarn.list
 
@@ -349,20 +383,23 @@ def test_a_driver_that_torch_refuses_is_told_and_auto_does_not_go_on_without_its
 @pytest.mark.parametrize(("capability", "held", "runs"), [
     ((9, 0), "sm_80 sm_90", True), ((8, 9), "sm_75 sm_80 sm_86", True), ((8, 6), "sm_80 sm_90", True),
     ((7, 0), "sm_75 sm_80", False), ((12, 1), "sm_100 sm_120", True), ((12, 0), "sm_90 sm_100", False),
-    ((12, 0), "sm_90 compute_90", True), ((9, 0), "sm_90a", True), ((12, 1), "sm_120a", False), ((10, 3), "sm_100f", True),
-    ((8, 0), "sm_86 compute_86", False), ((9, 4), "gfx942", True), ((7, 0), "", True)])
+    ((12, 0), "sm_90 compute_90", True), ((9, 0), "sm_90a", True), ((12, 1), "sm_120a", False),
+    ((10, 3), "sm_100f", True), ((8, 0), "sm_86 compute_86", False), ((9, 4), "gfx942", True),
+    ((7, 0), "", True)])
 def test_a_gpu_for_which_torch_holds_no_code_is_refused(capability, held, runs, monkeypatch, recwarn):
     def get_device_capability(device):
         warnings.warn("Found GPU0 which is of cuda capability\nand so on", stacklevel=1)
         return capability
-    for name, function in dict(is_available=lambda: True, device_count=lambda: 1, get_device_capability=get_device_capability,
-                               get_arch_list=held.split, get_device_name=lambda device: "Some GPU").items():
+    functions = dict(is_available=lambda: True, device_count=lambda: 1, get_arch_list=held.split,
+                     get_device_capability=get_device_capability, get_device_name=lambda device: "Some GPU")
+    for name, function in functions.items():
         monkeypatch.setattr(torch.cuda, name, function)
     if runs:
         assert choose_device() == "cuda" and choose_device("cuda:0") == "cuda:0"
     else:
+        refused = r"Some GPU has compute capability .* \(it has sm_.*: install one .*--device cpu"
         for name in ("auto", "cuda", "cuda:0"):
-            with pytest.raises(UserError, match=r"Some GPU has compute capability .* \(it has sm_.*: install one .*--device cpu"):
+            with pytest.raises(UserError, match=refused):
                 choose_device(name)
     assert choose_device("cpu") == "cpu" and not recwarn.list
 
@@ -389,16 +426,20 @@ def test_memory_that_runs_out_is_recognised_in_every_form_and_nothing_else_is():
             raise torch.OutOfMemoryError("CUDA out of memory")
         except RuntimeError as error:
             raise ValueError("another") from (error if cause else None)
-    inductors = torch._inductor.exc.InductorError(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), None)
-    for error in (torch.OutOfMemoryError("x"), inductors, fails(torch.OutOfMemoryError("x")), caught(lambda: chained(True)),
-                  caught(lambda: torch.empty(2**50, dtype=torch.uint8)), caught(lambda: np.empty(2**50, dtype=np.uint8)),
+    cuda = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+    for error in (torch.OutOfMemoryError("x"), torch._inductor.exc.InductorError(cuda, None),
+                  fails(torch.OutOfMemoryError("x")), caught(lambda: chained(True)),
+                  caught(lambda: torch.empty(2**50, dtype=torch.uint8)),
+                  caught(lambda: np.empty(2**50, dtype=np.uint8)),
                   RuntimeError("CUDA error: out of memory\nCUDA kernel errors might ..."),
                   RuntimeError("Triton Error [CUDA]: out of memory"),
                   RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
-                  RuntimeError("NCCL error in: a.cpp:77, unhandled cuda error\nLast error:\nCuda failure 2 'out of memory'")):
+                  RuntimeError("NCCL error in: a.cpp:77, unhandled cuda error\nLast error:\n"
+                               "Cuda failure 2 'out of memory'")):
         assert is_out_of_memory(error), error
-    for error in (fails(ValueError("x")), caught(lambda: chained(False)), RuntimeError("CUDA error: an illegal memory access"),
-                  UserError("CUDA is out of memory"), RuntimeError("out of resource: shared memory"), OSError(12, "x")):
+    for error in (fails(ValueError("x")), caught(lambda: chained(False)), UserError("CUDA is out of memory"),
+                  RuntimeError("CUDA error: an illegal memory access"),
+                  RuntimeError("out of resource: shared memory"), OSError(12, "x")):
         assert not is_out_of_memory(error), error
 
 
@@ -419,9 +460,10 @@ def test_linear_is_torchs_and_sums_its_biass_gradient_in_fp32(dtype):
             found.append((y.detach(), x_i.grad, linear.weight.grad, linear.bias.grad))
             with torch.no_grad():
                 assert torch.equal(linear(x), y)
-    for a, b, tolerance in zip(*found, (0, 1e-6, 1e-6, 1e-6 if dtype != torch.bfloat16 else 0.01), strict=True):
+    tolerances = (0, 1e-6, 1e-6, 1e-6 if dtype != torch.bfloat16 else 0.01)
+    for a, b, tolerance in zip(*found, tolerances, strict=True):
         assert a.dtype == b.dtype and (a - b).norm() <= tolerance * b.norm()
-    exact = (2 * (found[0][0].float() + 1)).to(dtype).double().sum((0, 1))      # of the gradients that were there to sum up
+    exact = (2 * (found[0][0].float() + 1)).to(dtype).double().sum((0, 1))      # the same gradients, summed
     assert (found[0][3] - exact).norm() <= 1e-5 * exact.norm(), "in bfloat16, torch's own sum is 1e-3 off"
 
 
@@ -437,8 +479,8 @@ def test_the_residual_stream_is_bfloat16_where_the_products_are_and_float32_else
     assert all(p.grad.dtype == torch.float32 for p in model.parameters())
 
 
-has_compiler = pytest.mark.skipif(not shutil.which(os.environ.get("CXX", "g++")) and not shutil.which("clang++"),
-                                  reason="no C++ compiler")
+compilers = os.environ.get("CXX", "g++"), "clang++"
+has_compiler = pytest.mark.skipif(not any(map(shutil.which, compilers)), reason="no C++ compiler")
 
 
 @has_compiler
@@ -450,7 +492,8 @@ def test_compiled_loss_and_gradients_equal_eager_and_gelu_is_not_kept():
     for run in (model, torch.compile(model, dynamic=False)):
         model.zero_grad()
         shapes = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda t, shapes=shapes: shapes.append(t.shape) or t, lambda t: t):
+        with torch.autograd.graph.saved_tensors_hooks(
+                lambda t, shapes=shapes: shapes.append(t.shape) or t, lambda t: t):
             _, loss = run(idx, targets)
         loss.backward()
         found.append([loss.detach()] + [p.grad.clone() for p in model.parameters()])
@@ -518,8 +561,10 @@ def sample_without_cache(model, idx, max_new_tokens, temperature, top_k, generat
 
 
 @pytest.mark.parametrize("start, new", [(1, 23), (5, 60), (24, 9), (40, 9)])
-@pytest.mark.parametrize("temperature, top_k", [(1.0, 50), (0.7, None), (1.3, 0), (0, 50), (2.0, 1), (1.0, 1000)])
-def test_generate_gives_the_same_tokens_with_the_cache_as_without_past_block_size_too(start, new, temperature, top_k):
+@pytest.mark.parametrize("temperature, top_k", [(1.0, 50), (0.7, None), (1.3, 0), (0, 50), (2.0, 1),
+                                                (1.0, 1000)])
+def test_generate_gives_the_same_tokens_with_the_cache_as_without_past_block_size_too(
+        start, new, temperature, top_k):
     model, idx = make_model(), tokens(3, start)
     ours = model.generate(idx, new, temperature, top_k, torch.Generator().manual_seed(5))
     plain = sample_without_cache(model, idx, new, temperature, top_k, torch.Generator().manual_seed(5))
@@ -563,7 +608,8 @@ def test_without_top_k_the_frequencies_are_the_softmax(top_k):
 def test_a_generator_decides_the_sample_and_the_global_random_numbers_stay_untouched():
     model, idx = make_model(), tokens(2, 3)
     before = torch.get_rng_state()
-    first, again, other = (model.generate(idx, 30, generator=torch.Generator().manual_seed(s)) for s in (1, 1, 2))
+    first, again, other = (model.generate(idx, 30, generator=torch.Generator().manual_seed(seed))
+                           for seed in (1, 1, 2))
     assert torch.equal(first, again) and not torch.equal(first, other)
     assert torch.equal(before, torch.get_rng_state())
 
@@ -571,7 +617,7 @@ def test_a_generator_decides_the_sample_and_the_global_random_numbers_stay_untou
 @pytest.mark.parametrize("temperature, top_k", [(0, 50), (1.0, 1), (1.0, 50), (3.0, None)])
 def test_padding_ids_are_never_sampled_however_likely(temperature, top_k):
     model = make_model(vocab_size=50304, n_layer=1)
-    with torch.no_grad():                   # the last hidden state is about this, so these logits are by far the largest
+    with torch.no_grad():                   # about the last hidden state, so these logits are the largest
         model.transformer.ln_f.weight.zero_()
         model.transformer.ln_f.bias.fill_(1.0)
         model.transformer.wte.weight[VOCAB_SIZE:] = 5.0
@@ -585,7 +631,8 @@ def test_padding_ids_are_never_sampled_however_likely(temperature, top_k):
 def random_transformers_model(**config):
     from transformers import GPT2Config, GPT2LMHeadModel
     torch.manual_seed(0)
-    theirs = GPT2LMHeadModel(GPT2Config(**{**dict(vocab_size=96, n_positions=24, n_layer=2, n_head=2, n_embd=16), **config}))
+    shape = dict(vocab_size=96, n_positions=24, n_layer=2, n_head=2, n_embd=16)
+    theirs = GPT2LMHeadModel(GPT2Config(**shape | config))
     with torch.no_grad():
         for p in theirs.parameters():
             p.add_(torch.randn_like(p), alpha=0.2)
@@ -594,8 +641,9 @@ def random_transformers_model(**config):
 
 @torch.no_grad()
 def same_logits(ours, theirs, tolerance=1e-4):
-    idx = tokens(2, min(64, ours.config.block_size), theirs.config.vocab_size)
-    torch.testing.assert_close(ours(idx)[0][..., :theirs.config.vocab_size], theirs(idx).logits, atol=tolerance, rtol=0)
+    V = theirs.config.vocab_size
+    idx = tokens(2, min(64, ours.config.block_size), V)
+    torch.testing.assert_close(ours(idx)[0][..., :V], theirs(idx).logits, atol=tolerance, rtol=0)
 
 
 def as_one_bin(theirs, folder):
@@ -626,7 +674,8 @@ def test_a_folder_of_transformers_gives_its_logits(layout, activation, tmp_path)
     theirs = random_transformers_model(activation_function=activation)
     FOLDERS[layout](theirs, tmp_path)
     if layout == "sharded":
-        assert len(list(tmp_path.glob("*.safetensors"))) > 2 and (tmp_path / "model.safetensors.index.json").exists()
+        assert len(list(tmp_path.glob("*.safetensors"))) > 2
+        assert (tmp_path / "model.safetensors.index.json").exists()
     same_logits(GPT.from_pretrained(tmp_path), theirs)
     same_logits(load_model(str(tmp_path)), theirs)
 
@@ -660,11 +709,13 @@ def test_the_exported_tokenizer_is_gpt2s_and_round_trips(tmp_path):
     make_model(vocab_size=50304).save_pretrained(tmp_path)
     theirs = AutoTokenizer.from_pretrained(tmp_path)
     shakespeare = (ROOT / "input.txt").read_text(encoding="utf-8")[:20_000]
-    texts = ["Hello, I'm a language model,", "  two  spaces\n\n\tand tabs ", "naïve Ω 日本語 🙂 e\u0301", "1234 don't"]
+    texts = ["Hello, I'm a language model,", "  two  spaces\n\n\tand tabs ", "naïve Ω 日本語 🙂 e\u0301",
+             "1234 don't"]
     for text in [shakespeare, *texts]:
         ids = theirs(text)["input_ids"]
         assert ids == encode(text).tolist() and theirs.decode(ids, clean_up_tokenization_spaces=False) == text
-    assert theirs.eos_token_id == theirs.bos_token_id == theirs.convert_tokens_to_ids("<|endoftext|>") == 50256
+    assert theirs.eos_token_id == theirs.bos_token_id == EOT
+    assert theirs.convert_tokens_to_ids("<|endoftext|>") == EOT == 50256
     assert theirs.model_max_length == 24 and len(theirs) == 50257
 
 
@@ -684,13 +735,15 @@ def test_the_full_124m_goes_to_transformers_and_back():
 # checkpoints of this project and of its neighbours
 
 def own_checkpoint(model):
-    return {"model": model.state_dict(), "model_config": dataclasses.asdict(model.config), "recipe": "gpt2", "config": {},
-            "step": 3, "val_loss": None, "optimizers": [], "rng": {"torch": torch.get_rng_state()}}
+    return {"model": model.state_dict(), "model_config": dataclasses.asdict(model.config), "recipe": "gpt2",
+            "config": {}, "step": 3, "val_loss": None, "optimizers": [],
+            "rng": {"torch": torch.get_rng_state()}}
 
 
 def nanogpt_checkpoint(weights, bias=True, **args):
-    return {"model": weights, "optimizer": {"state": {}, "param_groups": []}, "iter_num": 5, "best_val_loss": torch.tensor(2.5),
-            "model_args": {**TINY, "dropout": 0.0, "bias": bias, **args}, "config": {"out_dir": "out", "dtype": "bfloat16"}}
+    return {"model": weights, "optimizer": {"state": {}, "param_groups": []}, "iter_num": 5,
+            "best_val_loss": torch.tensor(2.5), "model_args": {**TINY, "dropout": 0.0, "bias": bias, **args},
+            "config": {"out_dir": "out", "dtype": "bfloat16"}}
 
 
 def save(path, checkpoint, **how):
@@ -728,7 +781,8 @@ def test_nanogpts_checkpoint_loads_with_its_exact_gelu(bias, zipped, tmp_path):
     weights = make_model().state_dict()
     if not bias:
         weights = {name: p for name, p in weights.items() if not name.endswith(".bias")}
-    path = save(tmp_path / "ckpt.pt", nanogpt_checkpoint(weights, bias), _use_new_zipfile_serialization=zipped)
+    path = save(tmp_path / "ckpt.pt", nanogpt_checkpoint(weights, bias),
+                _use_new_zipfile_serialization=zipped)
     check_logits(path, weights, "none")
 
 
@@ -772,27 +826,31 @@ def test_a_folder_named_like_a_checkpoint_is_still_a_folder(tmp_path):
 # -----------------------------------------------------------------------------
 # the export, as a real command; and one model as each program saves it, for the other commands' tests too
 
-PEERS = ("this project", "nanoGPT", "nanoGPT without biases", "nanoGPT, compiled", "build-nanogpt, DDP", "safetensors", "bin")
+PEERS = ("this project", "nanoGPT", "nanoGPT without biases", "nanoGPT, compiled", "build-nanogpt, DDP",
+         "safetensors", "bin")
 
 
 def write_peer(kind, folder):
-    """A small model with GPT-2's vocabulary, as `kind` saves it in `folder` -> (what a command is given, the model)."""
+    """Saves a small model with GPT-2's vocabulary in `folder` as `kind` does -> (the path, the model)."""
     model = make_model(vocab_size=50304, gelu="none" if kind.startswith("nanoGPT") else "tanh")
     if kind == "nanoGPT without biases":
         for p in (p for name, p in model.named_parameters() if name.endswith(".bias")):
             p.data.zero_()
-    weights = {{"nanoGPT, compiled": "_orig_mod.", "build-nanogpt, DDP": "module."}.get(kind, "") + name: p
-               for name, p in model.state_dict().items() if "without" not in kind or not name.endswith(".bias")}
+    bias = "without" not in kind
+    prefix = {"nanoGPT, compiled": "_orig_mod.", "build-nanogpt, DDP": "module."}.get(kind, "")
+    weights = {prefix + name: p for name, p in model.state_dict().items()
+               if bias or not name.endswith(".bias")}
     if kind == "this project":
         return save(folder / "checkpoint_000003.pt", own_checkpoint(model)), model
     if kind.startswith("nanoGPT"):
-        return save(folder / "ckpt.pt", nanogpt_checkpoint(weights, "without" not in kind, vocab_size=50304)), model
+        return save(folder / "ckpt.pt", nanogpt_checkpoint(weights, bias, vocab_size=50304)), model
     if kind == "build-nanogpt, DDP":
         config = dataclasses.make_dataclass("GPTConfig", TINY)
         config.__module__ = "__main__"
-        with pytest.MonkeyPatch.context() as patch:         # BUILD_NANOGPT without the seconds that its process takes
+        with pytest.MonkeyPatch.context() as patch:         # BUILD_NANOGPT without a process of its own
             patch.setattr(sys.modules["__main__"], "GPTConfig", config, raising=False)
-            checkpoint = {"model": weights, "config": config(**{**TINY, "vocab_size": 50304}), "step": 5000, "val_loss": 3.1}
+            checkpoint = {"model": weights, "config": config(**TINY | {"vocab_size": 50304}), "step": 5000,
+                          "val_loss": 3.1}
             return save(folder / "model_05000.pt", checkpoint), model
     model.save_pretrained(folder / "hf")
     if kind == "bin":
@@ -837,7 +895,8 @@ def test_export_replaces_an_earlier_export_and_nothing_else(tmp_path):
     (tmp_path / "half" / "model.safetensors").write_text("a folder without a config.json")
     (tmp_path / "file").write_text("not a folder")
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    for name, word in (("earlier", "tokenizer.json"), ("half", "model.safetensors"), ("file", "written"), ("file/a", "written")):
+    for name, word in (("earlier", "tokenizer.json"), ("half", "model.safetensors"), ("file", "written"),
+                       ("file/a", "written")):
         with pytest.raises(UserError, match=word):
             main(["export", str(source), str(tmp_path / name)])
     with pytest.raises(UserError, match="the source itself"):
@@ -858,7 +917,8 @@ def test_a_model_that_gpt2s_tokenizer_or_transformers_cannot_go_with_is_not_expo
 def test_a_mistake_in_an_export_exits_2_with_one_line(tmp_path):
     result = export(tmp_path / "nowhere.pt", tmp_path / "exported")
     assert result.returncode == 2 and result.stdout == "" and not (tmp_path / "exported").exists()
-    assert result.stderr.startswith("model.py: ") and "nowhere.pt" in result.stderr and result.stderr.count("\n") == 1
+    assert result.stderr.startswith("model.py: ") and "nowhere.pt" in result.stderr
+    assert result.stderr.count("\n") == 1
     for arguments in (["expor", "a", "b"], ["export", "a"], ["export", "a", "b", "--c"]):
         with pytest.raises(UserError, match="model.py --help"):
             main(arguments)
@@ -889,7 +949,8 @@ class RunsCode:
 @pytest.mark.parametrize("form", ["zip", "legacy file", "plain pickle", "pytorch_model.bin"])
 def test_a_pickle_that_would_run_code_does_not_run(form, where, tmp_path):
     evil, weights = RunsCode(tmp_path / "ran"), make_model().state_dict()
-    checkpoint = {**nanogpt_checkpoint(weights), **({where: evil} if where != "weights" else {"model": {**weights, "w": evil}})}
+    checkpoint = nanogpt_checkpoint(weights)
+    checkpoint |= {where: evil} if where != "weights" else {"model": {**weights, "w": evil}}
     if form == "plain pickle":
         (tmp_path / "a.pt").write_bytes(pickle.dumps({where: evil}))
     elif form == "pytorch_model.bin":
@@ -926,11 +987,12 @@ def written(path, data):
 
 
 def changed(**changes):
-    """A checkpoint of this project with entries of its dict, or (by config_...) of its config, replaced; None: left out."""
+    """A checkpoint of this project with changed entries of its dict or (config_...) config; None removes."""
     def make(path):
         checkpoint = own_checkpoint(make_model())
         for name, value in changes.items():
-            at, name = (checkpoint["model_config"], name[7:]) if name.startswith("config_") else (checkpoint, name)
+            at = checkpoint["model_config"] if name.startswith("config_") else checkpoint
+            name = name.removeprefix("config_")
             at[name] = value
             if value is None:
                 del at[name]
@@ -962,7 +1024,8 @@ BAD_FILES = {
     "cut at 99 %": (lambda path: cut(path, 0.99), "cannot be read"),
     "another class as config": (other_config, "cannot be read"),
     "a tensor": (lambda path: save(path, torch.zeros(3)), "Tensor instead of a checkpoint's dict"),
-    "a bare state dict": (lambda path: save(path, make_model().state_dict()), "neither this project's model_config"),
+    "a bare state dict": (lambda path: save(path, make_model().state_dict()),
+                          "neither this project's model_config"),
     "an empty dict": (lambda path: save(path, {}), "records neither"),
     "weights that are a list": (changed(model=[1, 2]), "records neither"),
     "a weight that is a number": (tensor(WPE, 3), "not a tensor"),
@@ -973,7 +1036,8 @@ BAD_FILES = {
     "config that is a list": (changed(model_config=[1]), "records neither"),
     "missing tensor": (changed_weights(lambda weights: weights.pop(WPE)), f"{WPE} is missing"),
     "extra tensor": (tensor("transformer.extra", torch.zeros(3)), "transformer.extra does not belong"),
-    "extra layer": (tensor("transformer.h.2.ln_1.weight", torch.zeros(16)), "h.2.ln_1.weight does not belong"),
+    "extra layer": (tensor("transformer.h.2.ln_1.weight", torch.zeros(16)),
+                    "h.2.ln_1.weight does not belong"),
     "wrong shape": (tensor(WPE, torch.zeros(23, 16)), f"{WPE} is (23, 16) where the config needs (24, 16)"),
     "no dimension": (tensor(LN, torch.tensor(1.0)), "where the config needs (16,)"),
     "head that is not tied": (tensor("lm_head.weight", torch.zeros(96, 16)), "head is not tied"),
@@ -1009,7 +1073,7 @@ def test_nanogpt_arguments_cannot_say_what_gelu_or_leave_out_the_heads(tmp_path)
 
 
 class LargestStorage(TorchDispatchMode):
-    """Bytes of the largest tensor that is really allocated inside this context, and the number of operations."""
+    """Bytes of the largest tensor that is allocated inside this context, and the number of operations."""
     bytes = operations = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -1022,30 +1086,34 @@ class LargestStorage(TorchDispatchMode):
 
 
 ABSURD = {
-    "layers": dict(n_layer=10**9), "more layers than tensors": dict(n_layer=10_000), "width": dict(n_embd=2**23, n_head=2**20),
-    "width over 2^24": dict(n_embd=10**12), "block": dict(block_size=2**23), "vocabulary": dict(vocab_size=2**23),
-    "all": dict(n_layer=20, n_embd=2**23, block_size=2**23, vocab_size=2**23), "astronomic": dict(vocab_size=10**100),
+    "layers": dict(n_layer=10**9), "more layers than tensors": dict(n_layer=10_000),
+    "width": dict(n_embd=2**23, n_head=2**20), "width over 2^24": dict(n_embd=10**12),
+    "block": dict(block_size=2**23), "vocabulary": dict(vocab_size=2**23),
+    "all": dict(n_layer=20, n_embd=2**23, block_size=2**23, vocab_size=2**23),
+    "astronomic": dict(vocab_size=10**100),
 }
 
 
 @pytest.mark.parametrize("biases", [True, False])
 @pytest.mark.parametrize("what", ABSURD)
 def test_absurd_sizes_are_refused_at_once_without_allocating(what, biases):
-    weights = {name: p for name, p in make_model().state_dict().items() if biases or not name.endswith(".bias")}
+    weights = {name: p for name, p in make_model().state_dict().items()
+               if biases or not name.endswith(".bias")}
     with LargestStorage() as largest, pytest.raises(UserError):
-        model_from_checkpoint(nanogpt_checkpoint(weights, **ABSURD[what]), "a.pt")
+        model_from_checkpoint(nanogpt_checkpoint(weights, **ABSURD[what]), "a.pt", MODELS)
     assert largest.bytes < 10_000 and largest.operations < 10_000
 
 
 @pytest.mark.parametrize("biases", [True, False])
 @pytest.mark.parametrize("shape", [(2**40,), (2**22, 2**22), (2**40, 0)])
 def test_tensors_larger_than_their_content_are_refused_without_allocating(shape, biases):
-    weights = {name: p for name, p in make_model().state_dict().items() if biases or not name.endswith(".bias")}
+    weights = {name: p for name, p in make_model().state_dict().items()
+               if biases or not name.endswith(".bias")}
     for name in (LN, WTE, "lm_head.weight", WPE):
         weights[name] = torch.zeros(0).expand(shape) if 0 in shape else torch.zeros(1).expand(shape)
     config = dict(block_size=2**22, vocab_size=2**22, n_embd=2**22)
     with LargestStorage() as largest, pytest.raises(UserError):
-        model_from_checkpoint(nanogpt_checkpoint(weights, **config), "a.pt")
+        model_from_checkpoint(nanogpt_checkpoint(weights, **config), "a.pt", MODELS)
     assert largest.bytes < 10_000
 
 
@@ -1056,7 +1124,8 @@ def good_files(tmp_path_factory):
     model = make_model(vocab_size=8, n_layer=1, n_embd=4, block_size=4)
     model.save_pretrained(folder / "hf")
     files = {"zip": save(folder / "a.pt", own_checkpoint(model)).read_bytes(),
-             "legacy": save(folder / "b.pt", own_checkpoint(model), _use_new_zipfile_serialization=False).read_bytes(),
+             "legacy": save(folder / "b.pt", own_checkpoint(model),
+                            _use_new_zipfile_serialization=False).read_bytes(),
              "model.safetensors": (folder / "hf" / "model.safetensors").read_bytes(),
              "config.json": (folder / "hf" / "config.json").read_bytes()}
     return folder, files
@@ -1100,7 +1169,10 @@ def index_naming(*names):
 
 
 def truncated(name, share):
-    return lambda folder: (folder / name).write_bytes((data := (folder / name).read_bytes())[:int(len(data) * share)])
+    def make(folder):
+        data = (folder / name).read_bytes()
+        (folder / name).write_bytes(data[:int(len(data) * share)])
+    return make
 
 
 BAD_FOLDERS = {
@@ -1149,7 +1221,8 @@ def test_a_name_that_is_not_to_be_had_is_refused_in_one_sentence(name, monkeypat
 
 
 def test_importing_model_prints_nothing_and_leaves_the_optional_libraries_alone(tmp_path):
-    code = "import model, sys; assert not {'transformers', 'datasets', 'huggingface_hub', 'safetensors'} & set(sys.modules)"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=HANG,
-                            env={**os.environ, "PYTHONPATH": str(ROOT)})
+    code = ("import model, sys; "
+            "assert not {'transformers', 'datasets', 'huggingface_hub', 'safetensors'} & set(sys.modules)")
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path,
+                            timeout=HANG, env={**os.environ, "PYTHONPATH": str(ROOT)})
     assert (result.returncode, result.stdout, result.stderr, list(tmp_path.iterdir())) == (0, "", "", [])
