@@ -43,7 +43,8 @@ ABLATIONS = {
     "momentum warm-up": (
         "train_gpt2.py", "return 0.85 + 0.10 * min(1.0, step / (0.154 * config.max_steps))", "return 0.95"),
     "constant rate, then linear (cosine instead)": (
-        "train_gpt2.py", "schedule=trapezoid,", "schedule=warmup_cosine,"),
+        "train_gpt2.py", "return set_lr(trapezoid(step, config), config, state)",
+        "return set_lr(warmup_cosine(step, config), config, state)"),
     "head's rate by width (0.002 instead)": (
         "model.py", "0.1 * max_lr * 768 / self.config.n_embd", "0.1 * max_lr"),
 }

@@ -90,7 +90,7 @@ class StepResult:
     stop: bool                  # whether some rank has received a signal
 
     def __str__(self):
-        where = f"; the first gradient that is not finite is that of {self.first_bad}" if self.first_bad else ""
+        where = f"; the first non-finite gradient is that of {self.first_bad}" if self.first_bad else ""
         return f"step {self.step}: loss {self.loss}, gradient norm {self.norm}{where}"
 
 
@@ -163,7 +163,7 @@ class Profiler:
     def __init__(self, config, process):
         self.config, self.process, self.inner = config, process, None
         if config.profile and process.is_master:
-            self.order = "self_cuda_time_total" if process.device.startswith("cuda") else "self_cpu_time_total"
+            self.order = f"self_{'cuda' if process.device.startswith('cuda') else 'cpu'}_time_total"
             steps = torch.profiler.schedule(wait=self.WAIT, warmup=self.WARMUP, active=self.ACTIVE, repeat=1)
             # CPU, and CUDA if there is one
             self.inner = torch.profiler.profile(schedule=steps, on_trace_ready=self._write)

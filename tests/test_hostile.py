@@ -1,4 +1,4 @@
-"""Hostile and damaged files run no code, fill no memory, and are refused in a sentence. What concerns one reader
+"""Hostile and damaged files run no code, fill no memory, and are refused in a sentence. What concerns one
 reader alone (foreign models, cut shards, bad lines) is in the tests of its module."""
 import contextlib
 import gzip

@@ -41,7 +41,7 @@ def play(data, tmp_path):
                      "--no_plot", *flags)
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
         command = [HOME / "venv/bin/python", *(launcher if processes > 1 else []), HERE / "run.py",
-                   "--json", report, "--watch", "memory_of_step", script, *flags]
+                   "--json", report, "--watch", "runtime.batch_size.memory_of_step", script, *flags]
         env = {**os.environ, "NULL_GPU_HOME": HOME, "NULL_GPU_COUNT": processes,
                "XDG_CACHE_HOME": tmp_path / "cache", "HF_HUB_OFFLINE": 1, "OMP_NUM_THREADS": 1, **settings}
         done = subprocess.run([str(word) for word in command], stdout=subprocess.PIPE,

@@ -11,7 +11,7 @@ the host's time for a step, and the lines that wait for the GPU from the fourth 
 included. A step ends with the first optimizer's step().
 
 Its own flags come before the script. `--json FILE` writes all of that (several processes: to FILE.RANK).
-`--watch NAME` records the first argument and the result of each call of the script's function NAME.
+`--watch MODULE.NAME` records the first argument and the result of each call of that function of the script's.
 """
 import argparse
 import ast
@@ -141,11 +141,11 @@ def execute(script, recorder, watch):
     linecache.updatecache(str(script))
     start = next((i for i, node in enumerate(tree.body)
                   if isinstance(node, ast.If) and "__name__" in ast.unparse(node.test)), len(tree.body))
-    for body in tree.body[:start], tree.body[start:]:
-        exec(compile(ast.Module(body, []), str(script), "exec"), module.__dict__)
-        for name in watch:
-            if name in module.__dict__:
-                module.__dict__[name] = recorder.watch(module.__dict__[name])
+    exec(compile(ast.Module(tree.body[:start], []), str(script), "exec"), module.__dict__)
+    for where, name in (word.rsplit(".", 1) for word in watch):
+        if where in sys.modules:
+            setattr(sys.modules[where], name, recorder.watch(getattr(sys.modules[where], name)))
+    exec(compile(ast.Module(tree.body[start:], []), str(script), "exec"), module.__dict__)
 
 
 def main():
