@@ -117,7 +117,7 @@ def make_state(config, model: torch.nn.Module, optimizers: list, process, checkp
     scaler = torch.amp.GradScaler(process.device.split(":")[0], enabled=config.dtype == "float16")
     state = TrainState(model, optimizers, scaler)
     if checkpoint:
-        with corrupt_if_fails(path):
+        with damaged_if_fails(path):
             state.load_state_dict(checkpoint)
     return state
 
@@ -254,7 +254,7 @@ def merge_config(config, explicit_flags: set[str], checkpoint: dict, path: Path)
     """`config` with what the checkpoint's run had in place of flags that were not given and may not differ.
     UserError if a given flag contradicts it."""
     fields = {f.name: f for f in dataclasses.fields(config)}
-    with corrupt_if_fails(path):
+    with damaged_if_fails(path):
         before = {name: value for name, value in checkpoint["config"].items() if name in fields}
         for name, value in before.items():
             meta = fields[name].metadata
@@ -281,7 +281,7 @@ def merge_config(config, explicit_flags: set[str], checkpoint: dict, path: Path)
 
 def check_data(checkpoint: dict, data: dict, folder: str, path: Path) -> None:
     """UserError unless the shards are still those of the checkpoint's run, in number, order and content."""
-    with corrupt_if_fails(path):
+    with damaged_if_fails(path):
         for split in data.keys() & {"train", *checkpoint["data"]}:
             before, now = checkpoint["data"][split], data[split]
             if any([type(value) for value in shard] != [str, int, str] for shard in before):
@@ -321,7 +321,7 @@ def archive_checkpoints(config, path: Path | None, step: int) -> Path | None:
 
 
 @contextmanager
-def corrupt_if_fails(path: Path) -> Iterator[None]:
+def damaged_if_fails(path: Path) -> Iterator[None]:
     """Around reading values out of a checkpoint's dict: what wrong values raise becomes one UserError."""
     try:
         yield

@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 
 from runtime.checkpoint import checkpoints, archive_checkpoints
-from runtime.cli import RunError, UserError
+from runtime.cli import RunError
 from runtime.dataloader import TokenLoader
 from runtime.device import peak_flops
 from runtime.distributed import Process, StopSignals
-from runtime.files import replace_file
+from runtime.files import replace_file, writable
 from runtime.tokenizer import VOCAB_SIZE
 
 
@@ -69,15 +69,13 @@ def open_output(config, path: Path | None, step: int, process: Process) -> Log |
     """On rank 0 the log in --out. What another run left there is archived, never lost."""
     if not process.is_master:
         return None
-    try:
+    with writable(config.out):
         if folder := archive_checkpoints(config, path, step):
-            process.print0(f"checkpoints of another run, or later than the one to go on from, are now in "
+            process.print0("checkpoints of another run, or later than the one to go on from, are now in "
                            f"{folder}")
         for stale in Path(config.out).glob("*.tmp"):
             stale.unlink()
         return Log(config, step)
-    except (OSError, RunError) as error:
-        raise UserError(f"--out {config.out} cannot be written ({error}): choose another folder") from None
 
 
 @dataclass

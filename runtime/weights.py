@@ -21,7 +21,7 @@ EXPORTED = {"config.json", "tokenizer_config.json", "vocab.json", "merges.txt", 
 
 
 @contextlib.contextmanager
-def corrupt_if_fails(what: str, remedy: str = "") -> Iterator[None]:
+def refuse_if_fails(what: str, remedy: str = "") -> Iterator[None]:
     """Turns every error inside into one UserError: `what`, the reason, `remedy`. A damaged or hostile file
     can make a reader raise anything."""
     try:
@@ -114,7 +114,7 @@ def from_huggingface(source, GPT, GPTConfig):
     folder = Path(source)
     if not os.path.isdir(folder):       # Path.is_dir raises OSError for some names
         folder = download_model(str(source))
-    with corrupt_if_fails(f"{source} is not a GPT-2 in the Hugging Face format"):
+    with refuse_if_fails(f"{source} is not a GPT-2 in the Hugging Face format"):
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         if "auto_map" in config:
             raise UserError("its config.json names code of its own (auto_map), which is never run here")
@@ -187,7 +187,7 @@ def read_checkpoint(path: str | Path) -> dict:
     path = Path(path)
     if not os.path.isfile(path):
         raise UserError(f"{path} is not a file: check the path")
-    with corrupt_if_fails(f"{path} cannot be read as a checkpoint: it was cut off, or holds more than "
+    with refuse_if_fails(f"{path} cannot be read as a checkpoint: it was cut off, or holds more than "
                           f"tensors and plain values", "; copy it again"):
         checkpoint = _load_pickle(path)
     if not isinstance(checkpoint, dict):
@@ -198,7 +198,7 @@ def read_checkpoint(path: str | Path) -> dict:
 def model_from_checkpoint(checkpoint: dict, path: str | Path, MODELS: dict):
     """The model of a checkpoint's dict: this project's, nanoGPT's or build-nanogpt's, as its keys show.
     `path` is for the UserError if it cannot be built."""
-    with corrupt_if_fails(f"{path} is not a checkpoint that this project reads"):
+    with refuse_if_fails(f"{path} is not a checkpoint that this project reads"):
         (cls, config_cls), extra = MODELS["gpt2"], {}
         weights = checkpoint.get("model")
         if "model_config" in checkpoint:
