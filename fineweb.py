@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from runtime.cli import FlagParser, RunError, UserError, parse_int, run_command, safe_repr
-from runtime.files import corrupt_if_fails, replace_file, writable
+from runtime.files import readable, replace_file, writable
 from runtime.hub import fetch_file, need_hub
 from runtime.shards import SHARD_NAME, is_whole, list_shards, open_shard, write_shard
 from runtime.sources import HubSource, LocalSource
@@ -85,7 +85,7 @@ class ShardWriter:
 
     def _resume(self):
         """Reads the manifest of an earlier run. UserError if it is damaged or has other settings."""
-        with corrupt_if_fails(self.path, f"choose another --out, or remove {self.out} to start again"):
+        with readable(self.path, f"choose another --out, or remove {self.out} to start again"):
             found = json.loads(self.path.read_text(encoding="utf-8"))
             if "pretokenized" in found:
                 raise UserError(f"{self.out} holds fetched shards of {safe_repr(found['pretokenized'])}: "

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from runtime.cli import FlagParser, UserError, parse_int, run_command
-from runtime.files import corrupt_if_fails
+from runtime.files import readable
 from runtime.hub import reach_hub
 from runtime.tokenizer import encode
 
@@ -33,12 +33,12 @@ def load_examples(path: str | Path | None = None) -> list[dict]:
                             f"({str(error)[:200]}): check the connection, or give a .jsonl file of the same "
                             f"form") from None
         return [_checked(row, f"{HUB_NAME}, row {i}") for i, row in enumerate(rows)]
-    with corrupt_if_fails(f"HellaSwag's data {path}", "give a .jsonl file of HellaSwag's form"):
+    with readable(f"HellaSwag's data {path}", "give a .jsonl file of HellaSwag's form"):
         lines = Path(path).read_text(encoding="utf-8-sig").split("\n")   # str.splitlines also cuts at U+2028
     examples = []
     for number, line in enumerate(lines, 1):
         if line.strip():
-            with corrupt_if_fails(f"{path}, line {number}", "repair or remove the line"):
+            with readable(f"{path}, line {number}", "repair or remove the line"):
                 examples.append(_checked(json.loads(line), f"{path}, line {number}"))
     if not examples:
         raise UserError(f"{path} holds no example: give a .jsonl file of HellaSwag's form")

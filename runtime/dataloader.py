@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from runtime.cli import UserError
-from runtime.files import corrupt_if_fails, digest, fingerprint_blocks
+from runtime.files import digest, fingerprint_blocks, readable
 from runtime.shards import list_shards, open_shard, read_shard
 from runtime.tokenizer import encode
 
@@ -160,7 +160,7 @@ def open_data(config) -> tuple[TokenDataset, TokenDataset | None, int]:
     """(training data, validation data or None, number of sequences in one validation)."""
     T, vocab_size = config.sequence_length, config.vocab_size
     if config.overfit:
-        with corrupt_if_fails(INPUT_TXT, "restore it with `git checkout -- input.txt`"):
+        with readable(INPUT_TXT, "restore it with `git checkout -- input.txt`"):
             text = INPUT_TXT.read_text(encoding="utf-8")
         need = config.total_batch_size + 1
         tokens = encode(text[:20 * need])[:need]        # one epoch is one batch: 4 sequences of 32 tokens

@@ -56,7 +56,7 @@ def writable(folder: str | Path):
 
 
 @contextmanager
-def corrupt_if_fails(what: str | Path, remedy: str, errors: type | tuple = Exception):
+def readable(what: str | Path, remedy: str, errors: type | tuple = Exception):
     """Around the reading of a file that may be damaged or hostile: any of `errors` is raised as the UserError
     "`what` cannot be read (...): `remedy`". A UserError or RunError passes through."""
     try:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from runtime.cli import UserError
-from runtime.files import corrupt_if_fails, replace_file
+from runtime.files import readable, replace_file
 
 SHARD_NAME = re.compile(r"(?:^|.*_)(train|val)_\d+\.(npy|bin)$")
 BIN_MAGIC, BIN_VERSION, BIN_HEADER = 20240520, 1, 256     # llm.c, dev/data/data_common.py
@@ -29,7 +29,7 @@ def open_shard(path: str | Path) -> np.memmap:
     """Tokens of a .npy or .bin shard as a read-only memory map, 1-D uint16. Raises UserError if the file is
     missing, truncated or not a shard; nothing in it is ever unpickled."""
     path = Path(path)
-    with corrupt_if_fails(path, "copy it or make it again"):
+    with readable(path, "copy it or make it again"):
         if not path.is_file():                    # opening a named pipe would block forever
             raise ValueError("no regular file is there")
         tokens = (_open_bin if path.suffix == ".bin" else _open_npy)(path)

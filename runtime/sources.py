@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from runtime.cli import UserError
-from runtime.files import corrupt_if_fails
+from runtime.files import readable
 from runtime.hub import need_hub, wait_to_retry
 
 CURSOR_EVERY = 1000             # documents between two cursors of a stream
@@ -89,7 +89,7 @@ class LocalSource:
                 raise UserError(f"--input {path}: give .txt, .jsonl or .parquet files, the first two also as "
                                 f".gz or .zst")
             self.readers.append(READERS[kind])
-            with corrupt_if_fails(f"--input {path}", "give a file you may read, or leave it out", OSError):
+            with readable(f"--input {path}", "give a file you may read, or leave it out", OSError):
                 size, ends = path.stat().st_size, sha256_of_ends(path)
             self.description["files"].append({"name": path.name, "bytes": size, "sha256_of_ends": ends})
             self.expected += int(size * COMPRESSION.get(path.suffix, 1) / BYTES_PER_TOKEN)
@@ -102,8 +102,8 @@ class LocalSource:
         number, first_file = cursor
         for i in range(first_file, len(self.paths)):
             self.cursors.append((number, i))
-            with corrupt_if_fails(f"--input {self.paths[i]}", "repair it (as UTF-8 text) or leave it out",
-                                  (OSError, ValueError, NotImplementedError)):    # pyarrow's derive from them
+            with readable(f"--input {self.paths[i]}", "repair it (as UTF-8 text) or leave it out",
+                          (OSError, ValueError, NotImplementedError)):    # pyarrow's errors derive from these
                 for document in self.readers[i](self.paths[i]):
                     number += 1
                     if number > start:
