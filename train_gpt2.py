@@ -54,7 +54,7 @@ class Config:
     block_size: int = flag(1024, MODEL, "longest sequence, tokens", least=1, fixed=True)
     vocab_size: int = flag(50304, MODEL, "embedding rows: 50257, padded to 128s", least=1, fixed=True)
     window: int = flag(0, MODEL, "sliding-window size within a document at the end of the run (64 at its "
-                       "start), tokens; 0: full attention", fixed=True, only="speedrun")
+                       "start), tokens; 0: full attention", fixed=True, only=("speedrun",))
     total_batch_size: int = flag(524288, BATCH, "tokens per optimizer step, all ranks", least=1, fixed=True)
     batch_size: str = flag("auto", BATCH, "sequences per micro-step of one process, or auto", per_run=True)
     sequence_length: int = flag(0, BATCH, "tokens per sequence; 0: block_size", fixed=True)
@@ -62,7 +62,7 @@ class Config:
     warmup_steps: int = flag(715, OPTIM, "steps of linear warmup; 715 are GPT-3's 375 million tokens")
     max_lr: float = flag(6e-4, OPTIM, "learning rate after the warmup")
     min_lr: float = flag(-1.0, OPTIM, "learning rate at the end; -1: a tenth of max_lr")
-    cooldown: float = flag(0.2856, OPTIM, "last fraction of steps, rate falls to min_lr", only="speedrun")
+    cooldown: float = flag(0.2856, OPTIM, "last fraction of steps, rate falls to min_lr", only=("speedrun",))
     weight_decay: float = flag(0.1, OPTIM, "AdamW's on matrices and embeddings; Muon's", least=0)
     grad_clip: float = flag(1.0, OPTIM, "largest gradient norm; 0: no clipping", least=0)
     skip_nonfinite: int = flag(0, OPTIM, "non-finite steps tolerated before aborting")

@@ -131,7 +131,7 @@ def recipe_rows(curves, best, budgets):
         if kind == "without":
             continue
         seeds = curves[kind, value]
-        name = f"gpt2, --max_lr {value}" if kind == "gpt2" else f"speedrun, {value} steps"
+        name = f"{kind}, --max_lr {value}" if isinstance(value, float) else f"{kind}, {value} steps"
         reached = [tokens for tokens in budgets if tokens in seeds[0]]
         rows.append({"recipe": f"{name} (the best)" if (kind, value) == best else name}
                     | {f"{tokens / 1e6:.2f}M tokens": f"{mean_loss(seeds, tokens):.3f}" for tokens in reached}

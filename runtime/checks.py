@@ -75,7 +75,7 @@ def final_config(flags, explicit_flags: set[str], process: Process, checkpoint: 
     if model is not None:
         config = dataclasses.replace(config, **shape_of_init(config, explicit_flags, model))
     for f in dataclasses.fields(config):
-        if f.name in explicit_flags and f.metadata.get("only", config.recipe) != config.recipe:
+        if f.name in explicit_flags and config.recipe not in f.metadata.get("only", [config.recipe]):
             raise UserError(f"--{f.name} has no meaning for --recipe {config.recipe}: leave it out")
     config = dataclasses.replace(config, **automatic_values(config, process.device))
     check_config(config)

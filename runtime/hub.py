@@ -3,6 +3,7 @@ import errno
 import itertools
 import os
 import time
+from collections.abc import Container
 from pathlib import Path
 
 from runtime.cli import RunError, UserError, brief_error, print_error
@@ -34,13 +35,14 @@ def need_hub(what: str) -> None:
                        f"with --input")
 
 
-def wait_to_retry(error: Exception, failures: int, repo: str, what: str) -> None:
+def wait_to_retry(error: Exception, failures: int, repo: str, what: str,
+                  final: Container = NOT_WORTH_RETRYING) -> None:
     """Exponential backoff: prints `error` and sleeps 2^failures seconds. `failures`: how many before it.
 
-    Raises RunError "`what`: `error` ..." after RETRIES retries, or at once if a retry cannot help.
+    Raises RunError "`what`: `error` ..." after RETRIES retries, or at once for the error codes in `final`.
     """
     code = getattr(error, "errno", None) or getattr(getattr(error, "response", None), "status_code", None)
-    if failures == RETRIES or code in NOT_WORTH_RETRYING:
+    if failures == RETRIES or code in final:
         raise RunError(f"{what}: {error}. Run the same command again to resume, or give your own text "
                        f"with --input") from None
     print_error(f"{repo}: {error}; trying again in {2 ** failures} s")

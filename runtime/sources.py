@@ -63,7 +63,8 @@ class HubSource:
                 raise
             except Exception as error:            # network errors come in the classes of many libraries
                 wait_to_retry(error, failures, self.repo,
-                              f"cannot read {self.repo} ({self.name}) from the Hugging Face hub")
+                              f"cannot read {self.repo} ({self.name}) from the Hugging Face hub",
+                              final=())           # even 403: a stream's signed links expire
                 failures += 1
 
 
