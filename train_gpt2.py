@@ -321,8 +321,8 @@ def judge(run: Run, finished: list) -> bool:
             state.skipped += 1
             if state.skipped > config.skip_nonfinite:
                 raise RunError(f"{step}. It changed no weight and no checkpoint: lower --max_lr, lengthen "
-                               f"--warmup_steps, or tolerate such steps by --skip_nonfinite; the same "
-                               f"command resumes")
+                               "--warmup_steps, or tolerate such steps by --skip_nonfinite; the same "
+                               "command resumes")
             run.process.print0(f"skipped {step}; {state.skipped} of --skip_nonfinite {config.skip_nonfinite}")
     return any(step.stop for step in finished)
 

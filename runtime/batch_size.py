@@ -27,8 +27,7 @@ def largest_that_fits(candidates: list[int], memory_of: Callable[[int], float], 
     a = memory_of(first)
     if a > limit:
         raise UserError("not even the smallest micro-batch fits into this GPU's memory: give a smaller "
-                        "--sequence_length, or "
-                        "--loss_chunk 1024")
+                        "--sequence_length, or --loss_chunk 1024")
     b = memory_of(second)
     if b > limit:
         return first
@@ -72,18 +71,16 @@ def memory_of_step(B: int, state: TrainState, model: Callable, config, autocast:
 
 
 def choose_micro_batch(config, candidates: list[int], state: TrainState, model: Callable,
-                       autocast: torch.autocast,
-                       process: Process) -> int:
-    """The only candidate, or on a GPU the largest that fits on all ranks with a tenth of the memory to
-    spare."""
+                       autocast: torch.autocast, process: Process) -> int:
+    """The only candidate, or on a GPU the largest that fits on all ranks with a tenth of memory to spare."""
     if len(candidates) == 1:
         return candidates[0]
     device = process.device
     total = torch.cuda.mem_get_info(device)[1]
     key = ", ".join(map(str, (torch.cuda.get_device_name(device), total, torch.__version__, config.recipe,
                               config.dtype, config.attention, config.window, config.loss_chunk,
-                              config.compile,
-                              config.sequence_length, *(getattr(config, name) for name in MODEL_SHAPE),
+                              config.compile, config.sequence_length,
+                              *(getattr(config, name) for name in MODEL_SHAPE),
                               process.world_size, candidates[-1])))
     known = load_cache()
 

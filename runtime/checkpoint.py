@@ -48,8 +48,8 @@ class TrainState:
         """What a checkpoint holds: plain values and tensors. `data`: the shards' fingerprints."""
         return {
             "model": self.model.state_dict(), "model_config": asdict(self.model.config),
-            "recipe": config.recipe,
-            "config": asdict(config), "data": data, "step": self.step, "evaluated": self.evaluated,
+            "recipe": config.recipe, "config": asdict(config), "data": data,
+            "step": self.step, "evaluated": self.evaluated,
             "val_loss": self.val_loss, "best": self.best, "skipped": self.skipped,
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "scaler": self.scaler.state_dict(),
@@ -245,8 +245,8 @@ def read_state(path: Path) -> dict:
                "rng"} - checkpoint.keys()
     if missing:
         raise UserError(f"{path} is not a checkpoint of this script (it has no "
-                        f"{', '.join(sorted(missing))}): "
-                        f"{recovery_hint(path)}; or start a new run from its weights by --init {path}")
+                        f"{', '.join(sorted(missing))}): {recovery_hint(path)}; or start a new run from its "
+                        f"weights by --init {path}")
     return checkpoint
 
 
@@ -272,8 +272,7 @@ def merge_config(config, explicit_flags: set[str], checkpoint: dict, path: Path)
         had = before.get(name, f.default)                       # the flag may be newer than the checkpoint
         if f.metadata.get("fixed") and name in explicit_flags and getattr(config, name) != had:
             raise UserError(f"{path} was trained with --{name} {had}, not {getattr(config, name)}: give the "
-                            f"same, "
-                            f"or start a new run with another --out")
+                            "same, or start a new run with another --out")
     taken = {name: value for name, value in before.items()
              if name not in explicit_flags and not fields[name].metadata.get("per_run")}
     return dataclasses.replace(config, **taken)
@@ -295,10 +294,8 @@ def check_data(checkpoint: dict, data: dict, folder: str, path: Path) -> None:
             was, is_now = ("{} ({:,} tokens, digest {})".format(*shards[i]) if i < len(shards) else "none"
                            for shards in (before, now))
             raise UserError(f"{path} was trained on other data: {had}, and {folder} has {has}; the first "
-                            f"that differs "
-                            f"was {was} and is {is_now}. Bring the old data back, or start a new run from "
-                            f"these "
-                            f"weights: --init {path} --out ANOTHER")
+                            f"that differs was {was} and is {is_now}. Bring the old data back, or start a "
+                            f"new run from these weights: --init {path} --out ANOTHER")
 
 
 def archive_checkpoints(config, path: Path | None, step: int) -> Path | None:
@@ -327,8 +324,7 @@ def damaged_if_fails(path: Path) -> Iterator[None]:
         yield
     except (LookupError, TypeError, ValueError, RuntimeError, AttributeError) as error:
         raise UserError(f"{path} does not hold the state of a run ({type(error).__name__}: "
-                        f"{str(error)[:200]}): "
-                        f"{recovery_hint(path)}") from None
+                        f"{str(error)[:200]}): {recovery_hint(path)}") from None
 
 
 def recovery_hint(path: Path) -> str:

@@ -54,8 +54,7 @@ def plan_run(flags, explicit_flags: set[str], process: Process, models: dict, lo
     config = final_config(flags, explicit_flags, process, checkpoint, path, model)
     check_memory(config, process.device)
     check_attention(config.attention, process.device, getattr(torch, config.dtype),
-                    config.n_embd // config.n_head,
-                    masked=config.window > 0)
+                    config.n_embd // config.n_head, masked=config.window > 0)
     candidates = micro_batch_candidates(config, process.world_size, process.device)
     train_data, *val = process.on_all_ranks(open_data, config)
     datasets = {"train": train_data, "val": val[0]}
@@ -124,13 +123,13 @@ def check_config(config) -> None:
             raise UserError(f"--{f.name} {getattr(config, f.name)}: must be at least {least} and below "
                             f"2^{bits}")
     if not 0 < config.max_lr < math.inf or not (0 <= config.min_lr <= config.max_lr or config.min_lr == -1):
-        raise UserError(f"--max_lr {config.max_lr} --min_lr {config.min_lr}: the first must be above 0, "
-                        f"the second from 0 to the first")
+        raise UserError(f"--max_lr {config.max_lr} --min_lr {config.min_lr}: the first must be above 0, the "
+                        "second from 0 to the first")
     if not 0 < config.cooldown <= 1:
         raise UserError(f"--cooldown {config.cooldown}: give a fraction of the steps above 0 and up to 1")
     if config.n_embd % config.n_head:
-        raise UserError(f"--n_embd {config.n_embd} does not divide into --n_head {config.n_head} heads: "
-                        f"give one of {', '.join(map(str, divisors(config.n_embd)))} heads")
+        raise UserError(f"--n_embd {config.n_embd} does not divide into --n_head {config.n_head} heads: give "
+                        f"one of {', '.join(map(str, divisors(config.n_embd)))} heads")
     if config.sequence_length > config.block_size:
         raise UserError(f"--sequence_length {config.sequence_length} is longer than --block_size "
                         f"{config.block_size}: shorten the one or raise the other")
@@ -160,48 +159,44 @@ def micro_batch_candidates(config, world_size: int, device: str) -> list[int]:
         low = config.total_batch_size // (T * world_size)
         near = [n * T * world_size for n in (low, low + 1) if n]
         raise UserError(f"--total_batch_size {config.total_batch_size} does not divide into sequences of {T} "
-                        f"tokens on "
-                        f"{world_size} process(es): give {' or '.join(map(str, near))}")
+                        f"tokens on {world_size} process(es): give {' or '.join(map(str, near))}")
     rows = config.total_batch_size // (T * world_size)
     if config.batch_size == "auto":
         by_trial = device.startswith("cuda") and not config.overfit
         return divisors(rows) if by_trial else [max(b for b in divisors(rows) if b * T <= 4096 or b == 1)]
     if rows % int(config.batch_size):
         raise UserError(f"--batch_size {config.batch_size} does not divide the {rows} sequences a step of "
-                        f"each of "
-                        f"{world_size} process(es): give one of {', '.join(map(str, divisors(rows)))}, or "
-                        f"auto")
+                        f"each of {world_size} process(es): give one of "
+                        f"{', '.join(map(str, divisors(rows)))}, or auto")
     return [int(config.batch_size)]
 
 
 def check_memory(config, device: str) -> None:
     """UserError if weights, gradients and AdamW's two moments alone, 16 bytes a parameter, need more
     memory than the device has, or than others leave free on a GPU."""
-    parameters = 12 * config.n_layer * config.n_embd**2 + (config.vocab_size
-                                                           + config.block_size) * config.n_embd
+    rows = 12 * config.n_layer * config.n_embd + config.vocab_size + config.block_size
+    parameters = rows * config.n_embd
     if device.startswith("cuda"):
         free, memory = torch.cuda.mem_get_info(device)
     else:
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os,
-                                                                                     "sysconf") else math.inf
+        known = hasattr(os, "sysconf")
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if known else math.inf
         free = memory                           # what others use there can be swapped out
     if 16 * parameters > free:
         need = (f"{config.n_layer} layers of width {config.n_embd} have {parameters:,} parameters, which "
-                f"need "
-                f"{16 * parameters / 1e9:,.1f} GB to train, and {device} has {memory / 1e9:,.1f} GB")
+                f"need {16 * parameters / 1e9:,.1f} GB to train, and {device} has {memory / 1e9:,.1f} GB")
         if 16 * parameters > memory:
             raise UserError(f"{need}: give a smaller --n_layer or --n_embd")
         raise UserError(f"{need}, of which {free / 1e9:,.1f} GB are free: end what else runs there "
-                        f"(nvidia-smi shows "
-                        f"it), choose another GPU by --device, or give a smaller --n_layer or --n_embd")
+                        "(nvidia-smi shows it), choose another GPU by --device, or give a smaller --n_layer "
+                        "or --n_embd")
 
 
 def oom_advice(config, B: int, device: str) -> str:
     """What to do when memory runs out with micro-batches of B sequences; 0: before the first."""
     if B > 1:
         return (f"{device} is out of memory with --batch_size {B}: give --batch_size {divisors(B)[-2]}, "
-                f"which changes "
-                f"nothing else")
+                "which changes nothing else")
     smaller = "give a smaller model (--n_layer, --n_embd)"
     if B == 0:
         return f"{device} is out of memory before the first step: end what else runs there, or {smaller}"

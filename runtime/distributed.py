@@ -95,8 +95,7 @@ class Process:
         other = next((rank for rank in range(self.world_size) if values[rank] != values[0]), None)
         if other is not None:
             raise self.agreed(UserError(f"process {other} has another {what} than process 0: give every "
-                                        f"machine the "
-                                        f"same"))
+                                        "machine the same"))
 
     @contextmanager
     def abort_all_on_error(self):
@@ -124,9 +123,8 @@ class Process:
                 self.store.wait(["told"], timedelta(seconds=10))
         if first and (known or lost):
             text = str(error) if known else ("another process was killed, or its machine lost; the "
-                                             "checkpoints are "
-                                             "whole, and the same command goes on from the newest "
-                                             f"({str(error)[:120]})")
+                                             "checkpoints are whole, and the same command goes on from the "
+                                             f"newest ({str(error)[:120]})")
             print_error(text if self.is_master else f"process {self.rank}: {text}")
         elif first:
             traceback.print_exception(error)
@@ -183,7 +181,7 @@ def setup_process(config, tune_memory: bool = True) -> Process:
         store, rank, world_size = next(dist.rendezvous("env://", timeout=DIST_TIMEOUT))
     except (ValueError, RuntimeError) as error:
         raise UserError(f"WORLD_SIZE is set, and the other processes cannot be found ({error}): start by "
-                        f"torchrun") from None
+                        "torchrun") from None
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     process.restarted = restarts != "0" or store.add("begun", 1) > world_size
     process.rank, process.world_size, process.store = rank, world_size, fresh_store(store, rank, world_size)

@@ -56,8 +56,7 @@ class Log:
             self.file.flush()
         except OSError as error:
             raise RunError(f"cannot write {self.file.name}: {error.strerror}. Make room, and the same "
-                           f"command goes on from the "
-                           f"newest checkpoint") from None
+                           "command goes on from the newest checkpoint") from None
         if self.wandb:
             self.wandb.log({kind: value, **more}, step=step)
         if self.tensorboard:
@@ -141,9 +140,9 @@ class Reporter:
         rate = self.config.total_batch_size / dt
         mfu = f"{rate * self.flops / self.peak / self.process.world_size:.1%}" if self.peak else "n/a"
         left = sorted(self.seconds)[len(self.seconds) // 2] * (self.config.max_steps - 1 - step)
-        self.process.print0(f"step {step:5d} | loss: {loss:.6f} | lr {lr:.4e} | norm: {norm:.4f} | "
-                            f"dt: {dt * 1000:.2f}ms | tok/sec: {rate:.2f} | mfu: {mfu} | "
-                            f"left: {timedelta(seconds=round(min(left, 1e9)))}")
+        self.process.print0(f"step {step:5d} | loss: {loss:.6f} | lr {lr:.4e} | norm: {norm:.4f} | dt: "
+                            f"{dt * 1000:.2f}ms | tok/sec: {rate:.2f} | mfu: {mfu} | left: "
+                            f"{timedelta(seconds=round(min(left, 1e9)))}")
         if self.log:
             self.log.write(step, "train", loss, norm=norm, lr=lr)
         self.last = StepResult(step, loss, norm, self.names[int(first_bad)] if first_bad >= 0 else "",
@@ -181,7 +180,7 @@ class Profiler:
             return
         table = profile.key_averages().table(sort_by=self.order, row_limit=12, max_name_column_width=50)
         self.process.print0(f"{table}\nsaved {path}: {self.ACTIVE} steps, for chrome://tracing or "
-                            f"ui.perfetto.dev")
+                            "ui.perfetto.dev")
 
     def close(self):
         if self.inner:
@@ -198,15 +197,13 @@ def print_header(config, model, compiled: Callable, loader: TokenLoader, process
                    f"{'eager' if compiled is model else 'torch.compile'}, attention {config.attention}, "
                    f"torch {torch.__version__}")
     process.print0(f"{config.recipe}: {sum(p.numel() for p in model.parameters()):,} parameters "
-                   f"({config.n_layer} layers, "
-                   f"{config.n_head} heads, width {config.n_embd}, vocabulary {config.vocab_size}"
+                   f"({config.n_layer} layers, {config.n_head} heads, width {config.n_embd}, "
+                   f"vocabulary {config.vocab_size}"
                    f"{f', window {config.window} inside documents' if config.window else ''})")
     tokens, epoch = config.max_steps * config.total_batch_size, loader.dataset.total * loader.dataset.T
     process.print0(f"{config.total_batch_size:,} tokens a step = {loader.B} x {config.sequence_length} x "
-                   f"{loader.micro_steps} "
-                   f"micro-step(s) x {process.world_size} process(es); {config.max_steps:,} steps = "
-                   f"{tokens:,} tokens = "
-                   f"{tokens / epoch:.2f} epochs")
+                   f"{loader.micro_steps} micro-step(s) x {process.world_size} process(es); "
+                   f"{config.max_steps:,} steps = {tokens:,} tokens = {tokens / epoch:.2f} epochs")
     if config.warmup_steps > config.max_steps:
         process.print0(f"note: the warm-up of {config.warmup_steps} steps is longer than the run")
 
@@ -218,8 +215,7 @@ def print_summary(run, stopped: bool, signals: StopSignals) -> int:
         then = "the same command goes on from there" if config.checkpoint_every else (
             "nothing was saved (--checkpoint_every 0)")
         process.print0(f"stopped by {signals.received or 'a signal'} after {state.step} of "
-                       f"{config.max_steps} steps: "
-                       f"{then}")
+                       f"{config.max_steps} steps: {then}")
     elif config.overfit:
         return overfit_verdict(run.reporter, process)
     else:
@@ -236,6 +232,5 @@ def overfit_verdict(reporter: Reporter, process: Process) -> int:
     """Prints whether the sanity run overfitted its batch. Returns its exit code."""
     passed = reporter.last.loss < 0.1
     process.print0(f"overfit one batch: loss {reporter.first.loss:.4f} -> {reporter.last.loss:.4f} in "
-                   f"{reporter.steps} "
-                   f"steps: {'PASSED' if passed else 'FAILED (under 0.1 is expected)'}")
+                   f"{reporter.steps} steps: {'PASSED' if passed else 'FAILED (under 0.1 is expected)'}")
     return 0 if passed else 1
