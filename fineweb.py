@@ -69,6 +69,7 @@ class ShardWriter:
 
     def __init__(self, out, prefix, settings, cursors):
         self.out, self.prefix, self.settings, self.cursors = out, prefix, {"version": 1, **settings}, cursors
+        # in the file a cursor is a `mark`, and a document a `unit`: those of earlier versions are read
         self.manifest = {**self.settings, "complete": False, "tokens": 0, "mark": None, "shards": []}
         self.path = out / "manifest.json"
         self.max_tokens = settings["max_tokens"] or math.inf

@@ -140,7 +140,7 @@ def evaluate(model, batches: list[tuple[np.ndarray, ...]], device: str, autocast
 
 
 def hellaswag_batches(config, asked_for: bool, process) -> list[tuple]:
-    """Batches of a training run, [] without HellaSwag. The master fetches the examples before the first step.
+    """Batches of a training run, [] without HellaSwag. Rank 0 fetches the examples before the first step.
     If that fails: a warning, or a UserError where a flag asked for HellaSwag (`asked_for`)."""
     if not config.hellaswag_every:
         return []

@@ -104,7 +104,7 @@ class CausalSelfAttention(nn.Module):
         self.c_proj = Linear(config.n_embd, config.n_embd)
         self.n_head, self.layer = config.n_head, layer
 
-    def forward(self, x, kernel, past=None):
+    def forward(self, x, kernel="auto", past=None):
         B, T, C = x.size()
         q, k, v = self.c_attn(x).split(C, dim=2)
         q = q.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)         # (B, nh, T, hs)
@@ -135,7 +135,7 @@ class Block(nn.Module):
         self.ln_2 = nn.LayerNorm(config.n_embd)
         self.mlp = MLP(config)
 
-    def forward(self, x, kernel, past=None):
+    def forward(self, x, kernel="auto", past=None):
         x = x + self.attn(self.ln_1(x), kernel, past)
         return x + self.mlp(self.ln_2(x))
 

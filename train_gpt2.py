@@ -105,6 +105,7 @@ class Recipe:
     defaults: dict = field(default_factory=dict)        # of flags, where they differ from Config's
 
 
+# the functions in set_hparams are defined below, hence the lambdas
 RECIPES = {
     # GPT-3 Small's settings (Brown et al. 2020, arXiv:2005.14165, table 2.1 and appendix B)
     "gpt2": Recipe(
@@ -127,7 +128,7 @@ RECIPES = {
 
 def parse_flags(argv: list[str] | None = None) -> tuple[Config, set[str]]:
     """(Config, names of the fields given as flags)."""
-    return parse_config(Config, lambda given: RECIPES[given.get("recipe", "gpt2")].defaults
+    return parse_config("train_gpt2.py", Config, lambda given: RECIPES[given.get("recipe", "gpt2")].defaults
                         | (OVERFIT if given.get("overfit") else {}), __doc__, argv)
 
 
@@ -248,6 +249,7 @@ def build_training(config: Config, process: Process, model: LanguageModel | None
         torch.manual_seed(config.seed)
         model = (model_from_checkpoint(checkpoint, path, MODELS) if checkpoint
                  else RECIPES[config.recipe].model(config))
+    assert type(model) is MODELS[config.recipe][0], "RECIPES and MODELS name different classes"
     place_model(config, model, process.device)
     optimizers = RECIPES[config.recipe].optimizers(model, config)
     state = make_state(config, model, optimizers, process, checkpoint, path)
@@ -311,9 +313,9 @@ def evaluate(run: Run, due: Callable[[int], bool]) -> None:
     state.evaluated = state.step
 
 
-def judge(run: Run, finished: list) -> bool:
-    """Decides what the numbers of finished steps mean. RunError for one non-finite step more than tolerated.
-    Returns whether some rank has received a signal."""
+def check_steps(run: Run, finished: list) -> bool:
+    """Checks the results of finished steps: RunError for one non-finite step more than tolerated. Returns
+    whether some rank has received a signal."""
     config, state = run.config, run.state
     for step in finished:
         # float16 overflows now and then: its scaler skips those steps and lowers its scale
@@ -341,7 +343,7 @@ def loop(run: Run, signals: StopSignals) -> bool:
 
         lr = recipe.set_hparams(state.step, config, state)
         if last or stop or any(map(due, (*evaluations, config.checkpoint_every))):
-            stop |= judge(run, reporter.flush())        # on a GPU the newest step's numbers are still to come
+            stop |= check_steps(run, reporter.flush())    # on a GPU the last step's numbers are still to come
         # evaluate; not after a signal, which may leave only seconds to save: then the resumed run does it
         if state.evaluated < state.step and not stop:
             evaluate(run, due)
@@ -358,12 +360,11 @@ def loop(run: Run, signals: StopSignals) -> bool:
         numbers = train_step(run.wrapped, state, run.loader, run.autocast, config.grad_clip, process,
                              stop=signals.received is not None)
         # log: this step, on a GPU the one before, so that the GPU never waits for the CPU
-        stop |= judge(run, reporter.step(state.step, numbers, lr))
+        stop |= check_steps(run, reporter.step(state.step, numbers, lr))
         saver.finish(wait=False)
         run.plotter.finish(wait=False)
         run.profiler.step()
         state.step += 1
-    judge(run, reporter.flush())
     saver.finish()
     run.plotter.finish()
     return stop

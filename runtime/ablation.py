@@ -14,8 +14,8 @@ from runtime.cli import UserError
 from runtime.log import read_log
 from runtime.plots import plot_curves
 
-# {idea of the speedrun recipe: (file, a line of it, the line without the idea)}. To measure an idea, a copy
-# of the scripts with the other line is trained.
+# {idea of the speedrun recipe: (file, like model.py or runtime/muon.py; a line of it; the line without the
+# idea)}. To measure an idea, a copy of the project with the other line is trained.
 ABLATIONS = {
     "rotary positions (none instead)": (
         "model.py", "rotary = angles.cos().to(dtype), angles.sin().to(dtype)",
@@ -53,7 +53,7 @@ ABLATIONS = {
 def ablated_source(idea):
     """(file, its text without the idea). The idea's line must occur exactly once."""
     file, line, replacement = ABLATIONS[idea]
-    text = BENCH.with_name(file).read_text(encoding="utf-8")
+    text = (BENCH.parent / file).read_text(encoding="utf-8")
     assert text.count(line) == 1, f"{idea}: {file} holds its line {text.count(line)} times"
     return file, text.replace(line, replacement)
 

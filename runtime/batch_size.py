@@ -84,13 +84,14 @@ def choose_micro_batch(config, candidates: list[int], state: TrainState, model: 
                               process.world_size, candidates[-1])))
     known = load_cache()
 
+    def memory_of(B):
+        return memory_of_step(B, state, model, config, autocast, device)
+
     def find():
         if known.get(key) in candidates:
             return known[key]
         process.print0("trying how large a micro-batch fits (once; --batch_size N does without) ...")
-        return largest_that_fits(candidates, lambda B: memory_of_step(B, state, model, config, autocast,
-                                                                      device),
-                                 0.9 * total)
+        return largest_that_fits(candidates, memory_of, 0.9 * total)
 
     try:
         B = min(process.gather(process.on_all_ranks(find)))

@@ -21,8 +21,7 @@ MODEL_SHAPE = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")
 
 
 def checkpoints(out: str | Path) -> list[tuple[int, Path]]:
-    """[(step, path)] of the checkpoints in `out`, oldest first. Each is complete: they are written
-    atomically."""
+    """[(step, path)] of the checkpoints in `out`, oldest first. Each is complete (written atomically)."""
     found = ((re.fullmatch(r"checkpoint_(\d+)\.pt", p.name), p) for p in Path(out).glob("checkpoint_*.pt"))
     return sorted((int(m[1]), p) for m, p in found if m)
 
@@ -145,10 +144,11 @@ class HostCopies:
             self.pieces = []                # freed before others are allocated
             self.pieces = [torch.empty(size, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
                            for size in sizes]
-        copies = {key: torch.frombuffer(self.pieces[i].numpy(), dtype=tensor.dtype, count=tensor.numel(),
-                                        offset=offset)
-                  .view(tensor.shape).copy_(tensor, non_blocking=True) for key,
-                  (tensor, i, offset) in places.items()}
+        copies = {}
+        for key, (tensor, i, offset) in places.items():
+            flat = torch.frombuffer(self.pieces[i].numpy(), dtype=tensor.dtype, count=tensor.numel(),
+                                    offset=offset)
+            copies[key] = flat.view(tensor.shape).copy_(tensor, non_blocking=True)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         return replace_tensors(tree, copies)
@@ -171,8 +171,9 @@ def replace_tensors(tree, copies):
         return copies[storage_key(tree)]
     if isinstance(tree, dict):
         return {name: replace_tensors(value, copies) for name, value in tree.items()}
-    return type(tree)(replace_tensors(value, copies) for value in tree) if isinstance(tree,
-                                                                                      (list, tuple)) else tree
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(replace_tensors(value, copies) for value in tree)
+    return tree
 
 
 class Saver:
@@ -208,8 +209,7 @@ class Saver:
         return path
 
     def finish(self, wait=True):
-        """Waits for the file; with wait=False only checks whether it is there. Raises what the write
-        raised."""
+        """Waits for the file; with wait=False only checks if it is there. Raises what the write raised."""
         if self.pending and (wait or self.pending.done()):
             pending, self.pending = self.pending, None
             self.process.print0(f"saved {pending.result()}")
@@ -226,8 +226,7 @@ def choose_checkpoint(config, restarted: bool = False) -> Path | None:
     found = [path for _, path in checkpoints(config.out)]
     if config.resume == "auto":
         return found[-1] if found else None
-    # torchrun --max_restarts runs the same command again: --resume never or PATH have then had their effect
-    # already
+    # after torchrun --max_restarts: the same command, whose --resume never or PATH was already applied
     job = os.environ.get("TORCHELASTIC_RUN_ID", "")
     if restarted and found and read_checkpoint(found[-1]).get("job") == job:
         return found[-1]
@@ -241,8 +240,8 @@ def read_state(path: Path) -> dict:
     except UserError as error:
         raise UserError(f"{error}: {recovery_hint(path)}" if checkpoints(path.parent)
                         else str(error)) from None
-    missing = {"model", "model_config", "config", "recipe", "step", "optimizers", "data",
-               "rng"} - checkpoint.keys()
+    keys = {"model", "model_config", "config", "recipe", "step", "optimizers", "data", "rng"}
+    missing = keys - checkpoint.keys()
     if missing:
         raise UserError(f"{path} is not a checkpoint of this script (it has no "
                         f"{', '.join(sorted(missing))}): {recovery_hint(path)}; or start a new run from its "
@@ -319,7 +318,7 @@ def archive_checkpoints(config, path: Path | None, step: int) -> Path | None:
 
 @contextmanager
 def damaged_if_fails(path: Path) -> Iterator[None]:
-    """Around reading values out of a checkpoint's dict: what wrong values raise becomes one UserError."""
+    """As files.readable, for wrong values inside a checkpoint that could be read."""
     try:
         yield
     except (LookupError, TypeError, ValueError, RuntimeError, AttributeError) as error:

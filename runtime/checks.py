@@ -35,8 +35,7 @@ class Plan:
 
 
 def plan_run(flags, explicit_flags: set[str], process: Process, models: dict, load_model: Callable) -> Plan:
-    """Checks what can be checked before a model is built, quick checks first. UserError, the same on all
-    ranks."""
+    """Checks what can be checked before a model is built, quick checks first. UserError on all ranks."""
     per_run = {f.name for f in dataclasses.fields(flags) if f.metadata.get("per_run")}
     process.require_same("set of flags", {name: value for name, value in asdict(flags).items()
                                           if name not in per_run | {"data", "hellaswag_data"}})
@@ -49,7 +48,7 @@ def plan_run(flags, explicit_flags: set[str], process: Process, models: dict, lo
         process.require_same("checkpoint", (str(path), digest(np.memmap(path, dtype=np.uint8, mode="r"))))
     elif flags.init != "scratch":
         model = process.rank0_first(load_model, flags.init)
-        if not isinstance(model, models[flags.recipe][0]):
+        if type(model) is not models[flags.recipe][0]:
             raise UserError(f"--init {flags.init} is not a model of --recipe {flags.recipe}")
     config = final_config(flags, explicit_flags, process, checkpoint, path, model)
     check_memory(config, process.device)

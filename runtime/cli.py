@@ -55,15 +55,17 @@ def brief_error(error: Exception) -> str:
 
 
 def flag(default, group, help, **metadata):
-    """A field of a Config dataclass that is a flag too. `metadata` may give its `type` and its `choices`."""
+    """A field of a Config dataclass that is also a flag. `metadata`: `type` (if not the annotation),
+    `choices`, `least` (lower bound; 0 for an int), `bits` (upper bound 2^bits; 40), `fixed` (cannot change on
+    resume), `per_run` (never taken from a checkpoint), `only` (the recipes in which it has a meaning)."""
     return field(default=default, metadata={"group": group, "help": help, **metadata})
 
 
-def parse_config(Config: type, defaults: Callable[[dict], dict], description: str,
+def parse_config(prog: str, Config: type, defaults: Callable[[dict], dict], description: str,
                  argv: list[str] | None = None) -> tuple:
     """Command line -> (Config, names of the fields that were given as flags). Each field of Config is a flag.
     `defaults`: given flags -> values of other fields that differ from Config's own defaults."""
-    parser = FlagParser(prog="train_gpt2.py", usage="train_gpt2.py [flags]", description=description)
+    parser = FlagParser(prog=prog, usage=f"{prog} [flags]", description=description)
     group = None
     for f in dataclasses.fields(Config):
         name, kind, help = f.name, f.metadata.get("type", f.type), f.metadata["help"]

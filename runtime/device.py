@@ -65,8 +65,7 @@ def check_capability(device: str) -> None:
 
 
 def choose_dtype(name: str, device: str) -> str:
-    """`name`; for 'auto' 'bfloat16' if the hardware multiplies it, else 'float16' on CUDA and 'float32'
-    elsewhere."""
+    """`name`; for 'auto' 'bfloat16' if the hardware has it, else 'float16' on CUDA, 'float32' elsewhere."""
     if name != "auto":
         return name
     if device.startswith("cuda"):
@@ -81,8 +80,7 @@ def make_autocast(device: str, dtype: str) -> torch.autocast:
 
 
 def compile_error(device: str) -> str | None:
-    """None if torch.compile works on `device`, else the reason. It needs Triton on CUDA, a C++ compiler on a
-    CPU."""
+    """None if torch.compile works on `device`, else the reason: no Triton (CUDA), no C++ compiler (CPU)."""
     try:
         torch.compile(lambda x: x * 2 + 1)(torch.zeros(8, device=device))
     except Exception as error:          # inductor, Triton and the compiler raise many kinds
@@ -201,8 +199,7 @@ def wrap_model(model: Callable, process) -> Callable:
     # 124M. torch's default of 25 MB gives 14, which read and write 159 GB for 64 x 1024 tokens instead of
     # 149. A single bucket would send nothing before the end of the backward.
     known, options = signature(DDP).parameters, dict(gradient_as_bucket_view=True, bucket_cap_mb=170)
-    # the window is the same on all processes, and needs no broadcast at each step; torch 2.13 renamed the
-    # argument
+    # the window is the same on all ranks: no broadcast at each step; torch 2.13 renamed the argument
     options["forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"] = False
     if "batched_grad_copy" in known:            # a launch per bucket instead of one per parameter; torch 2.13
         options["batched_grad_copy"] = True

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from runtime.cli import RunError, UserError, print_error
-from runtime.device import choose_device, tune_malloc, tune_cuda_allocator
+from runtime.device import choose_device, tune_cuda_allocator, tune_malloc
 
 DIST_TIMEOUT = timedelta(minutes=30)    # rank 0 may have weights to download first
 
@@ -160,8 +160,7 @@ def hard_exit(code: int) -> NoReturn:
 
 
 def setup_process(config, tune_memory: bool = True) -> Process:
-    """This process, on its device, in torchrun's process group if there is one: nccl on CUDA, gloo
-    elsewhere."""
+    """This process on its device, in torchrun's process group if there is one: nccl on CUDA, else gloo."""
     tune_cuda_allocator()
     device = choose_device(config.device)
     if device == "cuda":                                # set_device wants an index
@@ -224,8 +223,7 @@ class StopSignals:
             signal.signal(getattr(signal, name), self._handle)
 
     def _handle(self, number, frame):
-        # torchrun passes a terminal's SIGINT on, so that it arrives twice at once: only a later one counts as
-        # second
+        # torchrun passes a terminal's SIGINT on, so it arrives twice at once: only a later one is the second
         if self.received and number == signal.SIGINT and time.monotonic() > self.when + 1:
             os._exit(130)
         if not self.received:

@@ -52,7 +52,8 @@ def writable(folder: str | Path):
     try:
         yield
     except (OSError, RunError) as error:
-        raise UserError(f"--out {folder} cannot be written ({error}): choose another folder") from None
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"--out {folder} cannot be written ({reason}): choose another folder") from None
 
 
 @contextmanager
@@ -85,7 +86,7 @@ def digest(values: np.ndarray) -> str:
 @contextmanager
 def output_lock(out: str | Path, process):
     """Locks the output folder until this process ends, however it ends: two runs would overwrite each other's
-    files. Creates the folder, and removes it again if nothing was written. Only the master process locks."""
+    files. Creates the folder, and removes it again if nothing was written. Only rank 0 locks."""
     if not process.is_master:
         yield
         return

@@ -58,7 +58,7 @@ def sample_token(logits: Tensor, temperature: float, top_k: int | None,
 
 def print_samples(model, autocast: torch.autocast, process, num_samples: int = 4,
                   max_new_tokens: int = 32, prompt: str = "Hello, I'm a language model,") -> None:
-    """Prints samples, on the master process only. They have a generator of their own, so that training's
+    """Prints samples, on rank 0 only. They have a generator of their own, so that training's
     random numbers do not change."""
     generator = torch.Generator(device=process.device).manual_seed(42)
     idx = torch.tensor([encode(prompt).tolist()] * num_samples, dtype=torch.int64, device=process.device)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from runtime.checkpoint import checkpoints, archive_checkpoints
+from runtime.checkpoint import archive_checkpoints, checkpoints
 from runtime.cli import RunError
 from runtime.dataloader import TokenLoader
 from runtime.device import peak_flops
@@ -104,8 +104,7 @@ class Reporter:
         self.pending, self.seconds, self.steps, self.first, self.last = [], [], 0, None, None
 
     def start(self):
-        """Before a step: starts the clock, unless a step is still running on the GPU and the clock with
-        it."""
+        """Before a step: starts the clock, unless a step still runs on the GPU, and the clock with it."""
         if not self.pending:
             self.clock = time.perf_counter()
 
@@ -216,7 +215,7 @@ def print_summary(run, stopped: bool, signals: StopSignals) -> int:
             "nothing was saved (--checkpoint_every 0)")
         process.print0(f"stopped by {signals.received or 'a signal'} after {state.step} of "
                        f"{config.max_steps} steps: {then}")
-    elif config.overfit:
+    elif config.overfit and run.reporter.steps:
         return overfit_verdict(run.reporter, process)
     else:
         newest = checkpoints(config.out)[-1:] if config.checkpoint_every else []

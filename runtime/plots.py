@@ -59,7 +59,7 @@ class LossPlotter:
         self.thread, self.pending = ThreadPoolExecutor(1, "picture"), []
 
     def draw(self):
-        """On the master. Cancels the pictures not begun: the new one shows what they would have shown."""
+        """On rank 0. Cancels the pictures not begun: the new one shows what they would have shown."""
         self.pending = [picture for picture in self.pending if not picture.cancel()]
         self.pending.append(self.thread.submit(plot_log, self.config))
 

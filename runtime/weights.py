@@ -22,8 +22,8 @@ EXPORTED = {"config.json", "tokenizer_config.json", "vocab.json", "merges.txt", 
 
 @contextlib.contextmanager
 def refuse_if_fails(what: str, remedy: str = "") -> Iterator[None]:
-    """Turns every error inside into one UserError: `what`, the reason, `remedy`. A damaged or hostile file
-    can make a reader raise anything."""
+    """As files.readable, but every error, UserError too, becomes "`what`: reason `remedy`". A damaged or
+    hostile file can make a reader raise anything."""
     try:
         yield
     except UserError as error:
@@ -45,8 +45,7 @@ def is_dense_float(tensor: object) -> bool:
 
 
 def _canonical(state_dict):
-    """State dict with this project's names: no prefixes of wrappers, no mask buffers, zeros for missing
-    biases."""
+    """State dict in this project's names: no wrapper's prefixes or mask buffers, zeros for missing biases."""
     out = {}
     for name, tensor in state_dict.items():
         if not isinstance(name, str) or not torch.is_tensor(tensor):
@@ -172,8 +171,7 @@ def _load_pickle(path):
             pickled = archive.get_record("data.pkl")
         else:
             pickled = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        # weights_only lets a file call these two functions with its own arguments: a few bytes could fill the
-        # memory
+        # weights_only lets a file call these two with arguments of its own: a few bytes could fill the memory
         if pickled.find(b"\nbytearray\n") >= 0 or pickled.find(b"_codecs\nencode\n") >= 0:
             raise UserError("it holds raw bytes")
     allowed = torch.serialization.safe_globals([(_Record, "__main__.GPTConfig")])
@@ -182,13 +180,12 @@ def _load_pickle(path):
 
 
 def read_checkpoint(path: str | Path) -> dict:
-    """The dict of a .pt file: tensors and plain values. No code in it can run. UserError if it cannot be
-    read."""
+    """The dict of a .pt file: tensors and plain values. No code in it can run. UserError if unreadable."""
     path = Path(path)
     if not os.path.isfile(path):
         raise UserError(f"{path} is not a file: check the path")
     with refuse_if_fails(f"{path} cannot be read as a checkpoint: it was cut off, or holds more than "
-                          f"tensors and plain values", "; copy it again"):
+                         f"tensors and plain values", "; copy it again"):
         checkpoint = _load_pickle(path)
     if not isinstance(checkpoint, dict):
         raise UserError(f"{path} holds a {type(checkpoint).__name__} instead of a checkpoint's dict")

@@ -22,6 +22,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import runtime.hub
 from model import GPT, GPT2_SIZES, GPTConfig, MODELS, SpeedrunConfig, SpeedrunGPT, load_model, main
 from runtime.cli import UserError
 from runtime.device import choose_device, is_out_of_memory
@@ -1226,3 +1227,7 @@ def test_importing_model_prints_nothing_and_leaves_the_optional_libraries_alone(
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path,
                             timeout=HANG, env={**os.environ, "PYTHONPATH": str(ROOT)})
     assert (result.returncode, result.stdout, result.stderr, list(tmp_path.iterdir())) == (0, "", "", [])
+
+
+def test_the_hubs_names_without_an_owner_are_the_sizes():
+    assert runtime.hub.OPENAI_NAMES == tuple(GPT2_SIZES)

@@ -238,7 +238,7 @@ def test_the_console_line_is_build_nanogpts(shards, tmp_path):
 
 
 def test_overfit_takes_the_full_model_and_leaves_nothing_in_the_way(tmp_path):
-    """Four of its 50 steps, which take 40 to 100 s; .ci/run makes them all, as README's first command."""
+    """Four of its 50 steps; .ci/run makes them all, as README's first command."""
     # on all cores; threads that wait sleep, since beside other tests those that spin cost three times the
     # work
     env = {k: v for k, v in ENV.items() if k != "OMP_NUM_THREADS"} | {"OMP_WAIT_POLICY": "PASSIVE"}
@@ -612,10 +612,10 @@ def test_nobody_waits_for_a_picture_but_the_end_of_a_run_that_went_well(monkeypa
         raise ValueError("no colours")
     monkeypatch.setattr(runtime.plots, "plot_log", plot_log)
     well, failed = (LossPlotter(Config(), Process()) for _ in range(2))
-    for painter in (well, failed):
+    for plotter in (well, failed):
         for _ in range(5):
-            painter.draw()
-            painter.finish(wait=False)
+            plotter.draw()
+            plotter.finish(wait=False)
             while not drawn:
                 time.sleep(0.01)
         assert drawn == ["begun"]
