@@ -20,7 +20,7 @@ from runtime.benchmark import (GB, Setting, bytes_per_sequence, measure, median_
 from runtime.cli import run_command
 from runtime.shards import write_shard
 
-SMALL = ["--size", "small", "--batch_size", "1", "--sequence_length", "32", "--steps", "1", "--turns", "1",
+SMALL = ["--size", "tiny", "--batch_size", "1", "--sequence_length", "32", "--steps", "1", "--turns", "1",
          "--dtype", "float32"]
 
 
