@@ -20,6 +20,7 @@ from runtime.files import readable
 from runtime.hub import need_hub, wait_to_retry
 
 CURSOR_EVERY = 1000             # documents between two cursors of a stream
+DAMAGED_CURSOR = "the manifest.json of an earlier run is damaged: choose another --out"
 BYTES_PER_TOKEN = 4.2           # English text under GPT-2's BPE; only for estimates and progress bars
 MAX_DOCUMENT = 10**9            # characters in memory: a small .gz or .zst can unpack to one endless line
 COMPRESSION = {".gz": 3, ".zst": 3, ".parquet": 2}        # bytes of text a byte of the file, about
@@ -39,6 +40,8 @@ class HubSource:
 
     def documents(self, start: int = 0, cursor: list | None = None) -> Iterator[tuple[str, bool]]:
         """(text, True) of each document. A dropped connection is retried from the last cursor."""
+        if cursor and not (len(cursor) == 2 and isinstance(cursor[1], dict)):
+            raise UserError(DAMAGED_CURSOR)
         need_hub(f"{self.repo} ({self.name})")
         from datasets import load_dataset
         failures = 0
@@ -99,7 +102,7 @@ class LocalSource:
         """A cursor's state is the index of a file. Raises UserError for a file that cannot be read."""
         cursor = cursor or (0, 0)
         if [type(n) for n in cursor] != [int, int] or cursor[1] not in range(len(self.paths)):
-            raise UserError("the manifest.json of an earlier run is damaged: choose another --out")
+            raise UserError(DAMAGED_CURSOR)
         number, first_file = cursor
         for i in range(first_file, len(self.paths)):
             self.cursors.append((number, i))

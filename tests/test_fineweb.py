@@ -569,6 +569,14 @@ def test_a_hub_dataset_without_text_is_a_users_mistake_at_once(hub):
     assert not waits
 
 
+@pytest.mark.parametrize("cursor", [[0], [10, None], [10, "state"], [10, {}, 3]])
+def test_a_damaged_cursor_of_a_stream_is_refused_at_once(cursor, hub):
+    waits, calls = hub(lambda: ResumableStream(DOCUMENTS, [], []))
+    with pytest.raises(UserError, match="manifest.json of an earlier run is damaged"):
+        next(HubSource("stand-in", "sample-10BT").documents(0, cursor))
+    assert not waits and not calls
+
+
 def test_datasets_own_streams_resume_exactly_at_a_cursor(hub, gpt2, tmp_path, monkeypatch):
     import datasets
     load = datasets.load_dataset
