@@ -1,0 +1,26 @@
+"""--preset: named sets of defaults of train_gpt2.py. Flags given still win."""
+
+# name: (what it gives and takes, {flag: value})
+PRESETS = {
+    "shakespeare": (
+        "a first run on input.txt: 7.3M parameters, 1.2M tokens; minutes on a CPU",
+        dict(data="data/shakespeare", out="log/shakespeare", n_layer=4, n_head=4, n_embd=128, block_size=128,
+             total_batch_size=2048, max_steps=600, warmup_steps=60, max_lr=2e-3, val_every=100,
+             hellaswag_every=0, sample_every=200, checkpoint_every=300,
+             sample_prompt="First Citizen:")),
+    "small": (
+        "30M parameters, 33M tokens; an evening on a CPU, minutes on a GPU",
+        dict(n_layer=6, n_head=6, n_embd=384, block_size=256, total_batch_size=16384, max_steps=2000,
+             warmup_steps=100, max_lr=1e-3, val_every=200, hellaswag_every=0, sample_every=500,
+             checkpoint_every=200)),
+    # GPT-3's learning rates and batches (Brown et al. 2020, arXiv:2005.14165, table 2.1); of its XL batch of
+    # 1M tokens half as many steps make the same 10 billion tokens
+    "gpt2": ("GPT-2 124M, the defaults: 10 billion tokens; for GPUs", {}),
+    "gpt2-medium": ("350M parameters, 10 billion tokens; for GPUs",
+                    dict(n_layer=24, n_head=16, n_embd=1024, max_lr=3e-4)),
+    "gpt2-large": ("774M parameters, 10 billion tokens; for GPUs",
+                   dict(n_layer=36, n_head=20, n_embd=1280, max_lr=2.5e-4)),
+    "gpt2-xl": ("1.6 billion parameters, 10 billion tokens; for GPUs",
+                dict(n_layer=48, n_head=25, n_embd=1600, max_lr=2e-4, total_batch_size=1048576,
+                     max_steps=9536, warmup_steps=358)),
+}

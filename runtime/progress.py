@@ -1,0 +1,94 @@
+"""Signs of life: a bar on a terminal, elsewhere a line now and then, and nothing for short work."""
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+QUIET = 10.0        # seconds of work before its first sign, and in its first minute between two lines
+
+
+def duration(seconds: float) -> str:
+    """'45 s', '12 min', '5.5 hours', '165 days'."""
+    for unit, least in (("days", 48 * 3600), ("hours", 100 * 60), ("min", 100)):
+        if seconds >= least:
+            value = seconds / {"days": 86400, "hours": 3600, "min": 60}[unit]
+            return f"{value:.0f} {unit}" if value >= 10 or unit == "min" else f"{value:.1f} {unit}"
+    return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
+
+
+@dataclass
+class Task:
+    what: str
+    total: int | None           # None: nothing to count
+    unit: str
+    start: float
+    due: float                  # time of its next sign
+    done: int = 0
+
+    def update(self, n: int = 1) -> None:
+        self.done += n
+
+    def __str__(self):
+        count = f"{self.done:,} of {self.total:,} {self.unit}, " if self.total else ""
+        return f"{self.what}: {count}{duration(time.monotonic() - self.start)} so far"
+
+
+class Progress:
+    """Tells that work goes on, once it takes more than ten seconds:
+
+        with progress("validation", len(batches), "batches") as task:
+            for batch in batches:
+                task.update()
+
+    A thread does it, because a single micro-step on a CPU can take longer. Of tasks within tasks the
+    innermost is shown. `say` prints a line, if there is no terminal; by default on stderr."""
+
+    def __init__(self, say: Callable[[str], None] | None = None, enabled: bool = True):
+        self.say = say or (lambda line: print(line, file=sys.stderr, flush=True))
+        self.enabled, self.lock, self.tasks, self.thread = enabled, threading.Lock(), [], None
+        self.bar = self.shown = None            # the bar on the terminal, and the task that it is of
+
+    @contextmanager
+    def __call__(self, what: str, total: int | None = None, unit: str = "") -> Iterator[Task]:
+        now = time.monotonic()
+        task = Task(what, total, unit, now, now + QUIET)
+        if self.enabled and not self.thread:
+            self.thread = threading.Thread(target=self._watch, daemon=True, name="progress")
+            self.thread.start()
+        with self.lock:
+            self.tasks.append(task)
+        try:
+            yield task
+        finally:
+            with self.lock:
+                self.tasks.remove(task)
+                self._close()
+
+    def _watch(self):
+        while True:
+            time.sleep(min(1.0, QUIET / 2))
+            with self.lock:
+                if self.tasks and time.monotonic() >= self.tasks[-1].due:
+                    self._show(self.tasks[-1])
+
+    def _show(self, task):
+        if not sys.stderr.isatty():
+            self.say(str(task))
+            now = time.monotonic()
+            task.due = now + (QUIET if now - task.start < 6 * QUIET else 6 * QUIET)
+            return
+        if self.shown is not task:
+            from tqdm import tqdm
+            self._close()
+            self.bar = tqdm(desc=task.what, total=task.total, unit=" " + task.unit, leave=False,
+                            bar_format=None if task.total else "{desc}: {elapsed}")
+            self.bar.start_t, self.shown = time.time() - (time.monotonic() - task.start), task
+        self.bar.n = task.done
+        self.bar.refresh()
+
+    def _close(self):
+        if self.bar:
+            self.bar.close()
+        self.bar = self.shown = None
