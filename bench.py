@@ -37,7 +37,7 @@ from runtime.checks import automatic_values
 from runtime.cli import FlagParser, UserError, parse_int, run_command
 from runtime.dataloader import INPUT_TXT, TokenDataset, TokenLoader
 from runtime.device import choose_device, choose_dtype, make_autocast, peak_flops
-from runtime.distributed import setup_process
+from runtime.distributed import StopSignals, setup_process
 from runtime.files import replace_file
 from runtime.plots import plot_ladder
 
@@ -72,8 +72,8 @@ def our_step(s):
     loader = TokenLoader(dataset, config.total_batch_size, s.B, process.rank, process.world_size,
                          process.device)
     loader.start(0)
-    return (lambda: train_gpt2.train_step(wrapped, state, loader, autocast, config.grad_clip, process),
-            state.model)
+    return (lambda: train_gpt2.train_step(wrapped, state, loader, autocast, config.grad_clip, process,
+                                           StopSignals(process)), state.model)
 
 
 def measure_step(s):

@@ -8,6 +8,7 @@ Completion style: the loss of an ending's tokens given the context, summed (acc)
 Eleuther harness, multiple choice style.
 """
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -115,8 +116,9 @@ def _pad(group, n, T):
 
 
 def evaluate(model, batches: list[tuple[np.ndarray, ...]], device: str, autocast=None, rank: int = 0,
-             world_size: int = 1, progress=None) -> np.ndarray:
-    """int64 (3,): correct by summed loss, correct by mean loss, and examples, over this rank's `batches`."""
+             world_size: int = 1, watched: Callable = lambda what, items, unit: items) -> np.ndarray:
+    """int64 (3,): correct by summed loss, correct by mean loss, and examples, over this rank's `batches`.
+    `watched` yields the batches, with signs of life, until a signal."""
     import contextlib
 
     import torch
@@ -126,28 +128,29 @@ def evaluate(model, batches: list[tuple[np.ndarray, ...]], device: str, autocast
         tensor = torch.from_numpy(array)
         return tensor.pin_memory().to(device, non_blocking=True) if counts.is_cuda else tensor.to(device)
     # autocast is around the loop, so that it converts the weights once
+    rounds = range(rank, _round_up(len(batches), world_size), world_size)      # equally many on each rank
     with torch.no_grad(), autocast or contextlib.nullcontext():
-        for batch in batches[rank::world_size]:
-            idx, targets, positions, labels = map(move, batch)
+        for i in watched("HellaSwag", rounds, "batches"):
+            if i >= len(batches):
+                continue
+            idx, targets, positions, labels = map(move, batches[i])
             losses = model.token_losses(idx, targets, positions)          # (4 n, T), 0 outside the endings
             total = losses.sum(dim=1).view(-1, 4)                         # (n, 4)
             mean = total / (targets >= 0).sum(dim=1).view(-1, 4)
             correct = total.argmin(1) == labels, mean.argmin(1) == labels
             counts += torch.stack((*correct, labels >= 0)).sum(dim=1)
-            if progress:
-                progress.update(int((batch[-1] >= 0).sum()))
     return counts.cpu().numpy()
 
 
-def hellaswag_batches(config, asked_for: bool, process) -> list[tuple]:
+def hellaswag_batches(config, explicit_flags: set[str], process) -> list[tuple]:
     """Batches of a training run, [] without HellaSwag. Rank 0 fetches the examples before the first step.
-    If that fails: a warning, or a UserError where a flag asked for HellaSwag (`asked_for`)."""
+    If that fails: a warning, or a UserError where a flag asked for HellaSwag."""
     if not config.hellaswag_every:
         return []
     try:
         examples = process.rank0_first(load_examples, config.hellaswag_data or None)
     except UserError as error:
-        if asked_for:
+        if explicit_flags & {"hellaswag_every", "hellaswag_data"}:
             raise UserError(f"{error} (or --hellaswag_every 0)") from None
         process.print0(f"warning: going on without HellaSwag. {error}")
         return []
@@ -158,7 +161,7 @@ def hellaswag_batches(config, asked_for: bool, process) -> list[tuple]:
 def main(argv: list[str] | None = None) -> None:
     parser = FlagParser(prog="hellaswag.py", description=__doc__)
     parser.add_argument("--model", default="gpt2",
-                        help="checkpoint, Hugging Face folder, or hub name (default gpt2)")
+                        help="checkpoint, run's folder, Hugging Face folder, or hub name (default gpt2)")
     parser.add_argument("--data", metavar="FILE.jsonl",
                         help=f"examples (default: the validation split of {HUB_NAME}, from the hub)")
     parser.add_argument("--limit", type=parse_int, help="number of examples, from the first (default: all)")
@@ -170,22 +173,22 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if args.batch_size < 4 or (args.limit is not None and args.limit < 1):
         raise UserError("--batch_size must be at least 4 (one example) and --limit at least 1")
-    from tqdm import tqdm
-
     from model import load_model
     from runtime.device import choose_device, make_autocast, oom_as_user_error
+    from runtime.progress import Progress
     from runtime.weights import check_tokens
     device = choose_device(args.device)
+    progress = Progress()
     examples = load_examples(args.data) if args.data else None      # before the model: errors show at once
     with oom_as_user_error(lambda: f"{device} is out of memory: give a smaller --batch_size, or another "
                                    f"--device"):
-        model = load_model(args.model).to(device)
+        with progress(f"loading {args.model}"):
+            model = load_model(args.model).to(device)
         check_tokens(model, args.model)
         examples = (examples or load_examples())[:args.limit]
         batches = make_batches(examples, model.config.block_size, args.batch_size)
-        with tqdm(total=len(examples), unit="ex", disable=None) as bar:
-            autocast = make_autocast(device, args.dtype)
-            correct, correct_norm, n = evaluate(model, batches, device, autocast, progress=bar)
+        correct, correct_norm, n = evaluate(model, batches, device, make_autocast(device, args.dtype),
+                                            watched=progress.over)
     print(f"acc: {correct}/{n}={correct / n:.4f}\nacc_norm: {correct_norm}/{n}={correct_norm / n:.4f}")
 
 

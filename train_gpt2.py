@@ -1,6 +1,7 @@
 """Trains GPT-2 (124M) from scratch, on one process or many:
 
     python train_gpt2.py --overfit                              sanity run: overfit one batch
+    python train_gpt2.py --preset shakespeare --dry_run         what a run would do, and how long it takes
     python train_gpt2.py                                        FineWeb-Edu (made by `python fineweb.py`)
     torchrun --standalone --nproc_per_node=8 train_gpt2.py      the same on 8 GPUs
 
@@ -10,6 +11,7 @@ Run the same command again to resume from the newest checkpoint in --out.
 import math
 import os
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,26 +30,27 @@ from runtime.distributed import Process, StopSignals, hard_exit, setup_process
 from runtime.files import output_lock
 from runtime.generation import print_samples
 from runtime.kernels import ATTENTION
-from runtime.log import Profiler, Reporter, open_output, print_header, print_summary
+from runtime.log import Profiler, Reporter, open_output, print_summary
+from runtime.plan import print_forecast
 from runtime.plots import LossPlotter
+from runtime.presets import PRESETS, choose_defaults, preset_notes
 from runtime.weights import model_from_checkpoint
 
-DATA, MODEL, BATCH, OPTIM, SPEED = "data", "model", "batch", "optimisation", "speed"
-OUTPUT = "evaluation and output"
+START, DATA, MODEL, BATCH, OPTIM, SPEED, OUTPUT = "start data model batch optimisation speed output".split()
 
 
 @dataclass
 class Config:
-    """The flags. On resume, fixed ones cannot change; those not given are taken from the checkpoint, except
-    per_run ones."""
+    """The flags. On resume fixed ones cannot change, and per_run ones are not taken from the checkpoint."""
+    preset: str = flag("", START, "named defaults, see below", choices=list(PRESETS), per_run=True)
+    dry_run: bool = flag(False, START, "print what would run, how long, and write nothing", per_run=True)
     data: str = flag("edu_fineweb10B", DATA, "folder of token shards")
     overfit: bool = flag(False, DATA, "sanity run: overfit one batch of 4 x 32 tokens of input.txt")
     shuffle: bool = flag(True, DATA, "permute shards and sequences by the seed, anew each epoch", fixed=True)
     val_tokens: int = flag(10_485_760, DATA, "tokens per validation, the first of the val shards", least=1)
     hellaswag_data: str = flag("", DATA, "HellaSwag examples as .jsonl (default: from the Hugging Face hub)")
-    recipe: str = flag("gpt2", MODEL, "which model is trained how; the defaults shown are those of gpt2",
-                       choices=list(MODELS), fixed=True)
-    init: str = flag("scratch", MODEL, "scratch, gpt2, gpt2-medium, ..., gpt2-xl, or a path", per_run=True)
+    recipe: str = flag("gpt2", MODEL, "which model is trained how", choices=list(MODELS), fixed=True)
+    init: str = flag("scratch", MODEL, "scratch, gpt2 ... gpt2-xl, a checkpoint or a folder", per_run=True)
     n_layer: int = flag(12, MODEL, "blocks", least=1, fixed=True)
     n_head: int = flag(12, MODEL, "attention heads", least=1, fixed=True)
     n_embd: int = flag(768, MODEL, "width", least=1, fixed=True)
@@ -75,12 +78,13 @@ class Config:
     attention: str = flag("auto", SPEED, "auto: torch's choice, on a CPU the plain formula where faster",
                           choices=list(ATTENTION))
     loss_chunk: int = flag(-1, SPEED, "tokens whose logits are in memory at a time; 0: all; -1: all, on a "
-                           "CPU 2048, which is faster. 8192: room on a GPU for a larger micro-batch",
-                           least=-1, per_run=True)
+                           "CPU 2048, which is faster", least=-1, per_run=True)
     profile: bool = flag(False, SPEED, "write a trace of three steps to OUT/trace.json", per_run=True)
     val_every: int = flag(250, OUTPUT, "steps between validations; 0: never")
     hellaswag_every: int = flag(250, OUTPUT, "steps between HellaSwag evaluations; 0: never")
+    log_every: int = flag(1, OUTPUT, "steps between lines on the console", least=1, per_run=True)
     sample_every: int = flag(250, OUTPUT, "steps between samples of text; 0: never")
+    sample_prompt: str = flag("Hello, I'm a language model,", OUTPUT, "what the samples continue")
     checkpoint_every: int = flag(250, OUTPUT, "steps between checkpoints; 0: never")
     keep_checkpoints: int = flag(3, OUTPUT, "newest checkpoints kept, beside the best; 0: all")
     out: str = flag("log", OUTPUT, "folder for log.txt and checkpoints", per_run=True)
@@ -88,12 +92,6 @@ class Config:
     plot: bool = flag(True, OUTPUT, "redraw OUT/loss.png after each evaluation", per_run=True)
     wandb: bool = flag(False, OUTPUT, "also log to Weights & Biases (pip install wandb)", per_run=True)
     tensorboard: bool = flag(False, OUTPUT, "also log to TensorBoard (pip install tensorboard)", per_run=True)
-
-
-# --overfit, the lecture's sanity run: 50 AdamW steps on one batch, at a constant learning rate
-OVERFIT = dict(vocab_size=50257, total_batch_size=4 * 32, sequence_length=32, shuffle=False, max_steps=50,
-               warmup_steps=0, max_lr=3e-4, min_lr=3e-4, val_every=0, hellaswag_every=0, sample_every=0,
-               checkpoint_every=0, resume="never", out="log/overfit")
 
 
 @dataclass
@@ -128,8 +126,9 @@ RECIPES = {
 
 def parse_flags(argv: list[str] | None = None) -> tuple[Config, set[str]]:
     """(Config, names of the fields given as flags)."""
-    return parse_config("train_gpt2.py", Config, lambda given: RECIPES[given.get("recipe", "gpt2")].defaults
-                        | (OVERFIT if given.get("overfit") else {}), __doc__, argv)
+    recipes = {name: recipe.defaults for name, recipe in RECIPES.items()}
+    return parse_config("train_gpt2.py", Config, lambda given: choose_defaults(given, recipes), __doc__, argv,
+                        recipes, preset_notes())
 
 
 # schedules: functions of the step and the config alone, so that a resume continues them exactly
@@ -180,27 +179,27 @@ def set_speedrun_hparams(step: int, config: Config, state: TrainState) -> float:
 
 
 def train_step(model: Callable, state: TrainState, loader: TokenLoader, autocast: torch.autocast,
-               grad_clip: float, process: Process, stop: bool = False) -> torch.Tensor:
+               grad_clip: float, process: Process, signals: StopSignals) -> torch.Tensor | None:
     """One optimizer step over loader.micro_steps micro-batches. Never waits for the GPU.
 
-    Returns float32 (4,), the same on all ranks: mean loss of the global batch, gradient norm before clipping,
-    index of the first parameter with a non-finite gradient (-1: none), number of ranks with `stop` set.
-    A step with a non-finite loss or gradient leaves the weights unchanged.
+    Returns float32 (3,), the same on all ranks: mean loss of the global batch, gradient norm before clipping,
+    first parameter with a non-finite gradient (-1: none); None after a signal, which discards the step. A
+    step with a non-finite loss or gradient leaves the weights unchanged.
     """
-    loss_sum = torch.zeros(2, device=process.device)
-    loss_sum[1].fill_(stop)     # a kernel; `loss_sum[1] = number` is a copy from the host, which waits
-    for micro_step in range(loader.micro_steps):
+    loss_sum = torch.zeros((), device=process.device)
+    for micro_step in signals.until_stop(f"step {state.step}", range(loader.micro_steps), "micro-steps"):
         x, y = loader.next_batch()
         if process.world_size > 1:      # read by DDP's forward as well as by its backward: set before both
             model.require_backward_grad_sync = micro_step == loader.micro_steps - 1
         with autocast:
-            _, loss = model(x, y)
-        loss = loss / loader.micro_steps
-        loss_sum[0] += loss.detach()
+            loss = model(x, y)[1] / loader.micro_steps
+        loss_sum += loss.detach()
         state.scaler.scale(loss).backward()
+    if signals.stopped:
+        return model.zero_grad()
     if process.world_size > 1:
         dist.all_reduce(loss_sum)
-    loss = loss_sum[0] / process.world_size
+    loss = loss_sum / process.world_size
     for optimizer in state.optimizers:
         state.scaler.unscale_(optimizer)
     norms = torch.stack(torch._foreach_norm([p.grad for p in model.parameters()]))
@@ -221,24 +220,26 @@ def train_step(model: Callable, state: TrainState, loader: TokenLoader, autocast
         optimizer.zero_grad(set_to_none=process.world_size == 1 or loader.micro_steps == 1)
     state.scaler.update()
     first_bad = torch.where(skip, bad.float().argmax(), -1)
-    return torch.stack((loss, norm, first_bad.float(), loss_sum[1]))
+    return torch.stack((loss, norm, first_bad.float()))
 
 
 @torch.no_grad()
 def validation_loss(model: Callable, dataset: TokenDataset, count: int, batch_size: int,
-                    autocast: torch.autocast, process: Process) -> float:
-    """Mean loss (nats) of the first `count` sequences, the same on any number of ranks. All batches have one
-    shape, the last padded with ignored targets, so that a compiled model compiles once."""
+                    autocast: torch.autocast, process: Process, signals: StopSignals) -> float:
+    """Mean loss (nats) of the first `count` sequences, the same on any number of ranks; nan after a signal.
+    All batches have one shape, the last padded with ignored targets: a compiled model compiles once."""
     loss_sum, rows_seen = torch.zeros((), device=process.device), 0
-    for first in range(process.rank * batch_size, count, process.world_size * batch_size):
-        rows = min(batch_size, count - first)
-        x, y = to_device(dataset.read(first, batch_size), process.device)
-        y[rows:] = -1
-        with autocast:
-            loss_sum += model(x, y)[1] * rows
-        rows_seen += rows
+    own = process.rank * batch_size         # the first sequence of this rank; equally many batches on each
+    firsts = range(own, own + count, process.world_size * batch_size)
+    for first in signals.until_stop("validation", firsts, "batches"):
+        if (rows := min(batch_size, count - first)) > 0:
+            x, y = to_device(dataset.read(first, batch_size), process.device)
+            y[rows:] = -1
+            with autocast:
+                loss_sum += model(x, y)[1] * rows
+            rows_seen += rows
     loss_sum, rows_seen = process.sum(loss_sum.item(), rows_seen)
-    return loss_sum / rows_seen
+    return loss_sum / rows_seen if not signals.stopped else math.nan
 
 
 def build_training(config: Config, process: Process, model: LanguageModel | None = None,
@@ -273,49 +274,57 @@ class Run:
     saver: Saver
     plotter: LossPlotter
     profiler: Profiler
+    signals: StopSignals
+
+    def close(self):
+        for part in (self.loader, self.saver, self.plotter, self.profiler, self.reporter):
+            part.close()
 
 
-def set_up(flags: Config, explicit_flags: set[str], process: Process) -> Run:
-    """From flags to a Run. Quick checks come first (plan_run), and nothing is written before all of them."""
+def set_up(flags: Config, explicit_flags: set[str], process: Process) -> Run | None:
+    """From flags to a Run; None after --dry_run. Nothing is written before everything has been checked."""
     plan = plan_run(flags, explicit_flags, process, MODELS, load_model)
     config, path = plan.config, plan.path
-    asked = bool(explicit_flags & {"hellaswag_every", "hellaswag_data"})
-    hella = hellaswag.hellaswag_batches(config, asked, process)
     state, compiled, wrapped, autocast = build_training(config, process, plan.model, plan.checkpoint, path)
     B = choose_micro_batch(config, plan.micro_batches, state, wrapped, autocast, process)
-    log = process.on_all_ranks(open_output, config, path, state.step, process)
     loader = TokenLoader(plan.train_data, config.total_batch_size, B, process.rank, process.world_size,
                          process.device)
-    print_header(config, state.model, compiled, loader, process)
-    if path:
-        process.print0(f"going on from {path} at step {state.step} of {config.max_steps}")
+    print_forecast(config, state, compiled, loader, plan, autocast, process)
+    if config.dry_run:
+        return None
+    hella = hellaswag.hellaswag_batches(config, explicit_flags, process)
+    log = process.on_all_ranks(open_output, config, path, state, process)
     return Run(config, process, state, compiled, wrapped, autocast, loader, plan.val, hella,
-               Reporter(config, log, state.model, process), Saver(config, plan.fingerprints, log, process),
-               LossPlotter(config, process), Profiler(config, process))
+               Reporter(config, log, state.model, process), Saver(config, plan.recorded, log, process),
+               LossPlotter(config, process), Profiler(config, process), StopSignals(process).install())
 
 
 def evaluate(run: Run, due: Callable[[int], bool]) -> None:
-    """Validation loss, HellaSwag and samples, where they are due."""
-    config, process, state, reporter = run.config, run.process, run.state, run.reporter
+    """Validation loss, HellaSwag and samples, where due; after a signal the resumed run makes them all."""
+    config, process, state, reporter, signals = run.config, run.process, run.state, run.reporter, run.signals
     if due(config.val_every):
-        state.val_loss = validation_loss(run.compiled, *run.val, run.loader.B, run.autocast, process)
-        reporter.event(state.step, "val", state.val_loss, f"validation loss: {state.val_loss:.4f}")
+        loss = validation_loss(run.compiled, *run.val, run.loader.B, run.autocast, process, signals)
+        if signals.stopped:
+            return
+        state.val_loss = loss
+        reporter.evaluation(state.step, "val", loss, f"validation loss: {loss:.4f}")
     if run.hella and due(config.hellaswag_every):
         counts = hellaswag.evaluate(state.model, run.hella, process.device, run.autocast, process.rank,
-                                    process.world_size)
+                                    process.world_size, signals.until_stop)
+        if signals.stopped:
+            return
         _, correct, n = process.sum(*counts.tolist())
-        reporter.event(state.step, "hella", correct / n,
-                       f"HellaSwag accuracy: {correct:.0f}/{n:.0f}={correct / n:.4f}")
+        reporter.evaluation(state.step, "hella", correct / n,
+                            f"HellaSwag accuracy: {correct:.0f}/{n:.0f}={correct / n:.4f}")
     if process.is_master and state.step > 0 and due(config.sample_every):
-        print_samples(state.model, run.autocast, process)
+        print_samples(state.model, run.autocast, process, config.sample_prompt, stop=lambda: signals.received)
     if reporter.log and config.plot and any(map(due, (config.val_every, config.hellaswag_every))):
         run.plotter.draw()
     state.evaluated = state.step
 
 
-def check_steps(run: Run, finished: list) -> bool:
-    """Checks the results of finished steps: RunError for one non-finite step more than tolerated. Returns
-    whether some rank has received a signal."""
+def check_steps(run: Run, finished: list) -> None:
+    """Checks the results of finished steps: RunError for one non-finite step more than tolerated."""
     config, state = run.config, run.state
     for step in finished:
         # float16 overflows now and then: its scaler skips those steps and lowers its scale
@@ -326,67 +335,61 @@ def check_steps(run: Run, finished: list) -> bool:
                                "--warmup_steps, or tolerate such steps by --skip_nonfinite; the same "
                                "command resumes")
             run.process.print0(f"skipped {step}; {state.skipped} of --skip_nonfinite {config.skip_nonfinite}")
-    return any(step.stop for step in finished)
 
 
-def loop(run: Run, signals: StopSignals) -> bool:
-    """Evaluate, save, train, log, until max_steps or a signal. Returns whether it was a signal."""
+def loop(run: Run) -> None:
+    """Evaluate, save, train, log, until max_steps or a signal."""
     config, process, state, reporter, saver = run.config, run.process, run.state, run.reporter, run.saver
-    recipe, saved, stop = RECIPES[config.recipe], state.step, False
-    evaluations = config.val_every, config.hellaswag_every, config.sample_every
+    recipe, signals, save_every = RECIPES[config.recipe], run.signals, config.checkpoint_every
+    periods = config.val_every, config.hellaswag_every, config.sample_every, save_every
+    saved = state.step - (0 <= state.evaluated < state.step)        # again, after an evaluation still to make
     run.loader.start(state.step)
+
+    def due(every):
+        return every and (state.step % every == 0 or state.step >= config.max_steps)
+
     while True:
         last = state.step >= config.max_steps
-
-        def due(every, last=last):
-            return every and (state.step % every == 0 or last)
-
         lr = recipe.set_hparams(state.step, config, state)
-        if last or stop or any(map(due, (*evaluations, config.checkpoint_every))):
-            stop |= check_steps(run, reporter.flush())    # on a GPU the last step's numbers are still to come
-        # evaluate; not after a signal, which may leave only seconds to save: then the resumed run does it
-        if state.evaluated < state.step and not stop:
+        if last or signals.stopped or any(map(due, periods)):
+            check_steps(run, reporter.flush())      # on a GPU the last step's numbers are still to come
+        # evaluate; not after a signal, which may leave only seconds to save
+        if state.evaluated < state.step and not signals.stopped:
             evaluate(run, due)
         # save
-        if config.checkpoint_every and state.step > saved and (due(config.checkpoint_every) or stop):
+        if saved < state.step and (due(save_every) or signals.stopped and save_every):
             if state.is_best():
                 state.best = state.val_loss, state.step         # its checkpoint is kept
             saver.save(state)
             saved = state.step
-        if last or stop:
+        if last or signals.stopped:
             break
         # train
         reporter.start()
-        numbers = train_step(run.wrapped, state, run.loader, run.autocast, config.grad_clip, process,
-                             stop=signals.received is not None)
+        numbers = train_step(run.wrapped, state, run.loader, run.autocast, config.grad_clip, process, signals)
+        if signals.stopped:
+            continue                                # discarded; save what came before
         # log: this step, on a GPU the one before, so that the GPU never waits for the CPU
-        stop |= check_steps(run, reporter.step(state.step, numbers, lr))
+        check_steps(run, reporter.step(state.step, numbers, lr))
         saver.finish(wait=False)
         run.plotter.finish(wait=False)
         run.profiler.step()
         state.step += 1
     saver.finish()
     run.plotter.finish()
-    return stop
 
 
 def train(argv: list[str] | None = None) -> int:
     """The command. Returns the exit code."""
     flags, explicit_flags = parse_flags(argv)
     check_config(flags)
-    process = setup_process(flags)
-    with process.abort_all_on_error(), output_lock(flags.out, process):
-        run = None
-        with oom_as_user_error(lambda: oom_advice(run.config if run else flags, run.loader.B if run else 0,
-                                                  process.device)):
-            run = set_up(flags, explicit_flags, process)
-            signals = StopSignals(process.is_master)
-            try:
-                stopped = loop(run, signals)
-            finally:
-                for part in (run.loader, run.saver, run.plotter, run.profiler):
-                    part.close()
-    code = print_summary(run, stopped, signals)
+    process, run = setup_process(flags), None
+    with process.abort_all_on_error(), output_lock(flags, process), oom_as_user_error(
+            lambda: oom_advice(run.config if run else flags, run.loader.B if run else 0, process.device)):
+        if run := set_up(flags, explicit_flags, process):
+            with closing(run):
+                loop(run)
+    code = print_summary(run) if run else 0
     if process.world_size > 1:
         dist.destroy_process_group()
         hard_exit(code)

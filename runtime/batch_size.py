@@ -35,6 +35,12 @@ def largest_that_fits(candidates: list[int], memory_of: Callable[[int], float], 
     return next((B for B in reversed(likely) if memory_of(B) <= limit), second)
 
 
+def moment_bytes(optimizers: list) -> int:
+    """Bytes of the optimizers' moments: AdamW has two a parameter, Muon one."""
+    return sum(p.nbytes * (1 if isinstance(optimizer, Muon) else 2) for optimizer in optimizers
+               for group in optimizer.param_groups for p in group["params"])
+
+
 def memory_of_step(B: int, state: TrainState, model: Callable, config, autocast: torch.autocast,
                    device: str) -> float:
     """Bytes that CUDA reserves for a step with micro-batches of B sequences; infinity when out of memory.
@@ -46,13 +52,12 @@ def memory_of_step(B: int, state: TrainState, model: Callable, config, autocast:
     """
     moments = sum(t.nbytes for optimizer in state.optimizers for entry in optimizer.state.values()
                   for t in entry.values())
-    due = sum(p.nbytes * (1 if isinstance(optimizer, Muon) else 2) for optimizer in state.optimizers
-              for group in optimizer.param_groups for p in group["params"])
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     try:
         # the optimizer's moments are allocated in the first step only: reserve their room
-        moments_room = torch.empty(max(0, due - moments), dtype=torch.uint8, device=device)
+        due = max(0, moment_bytes(state.optimizers) - moments)
+        moments_room = torch.empty(due, dtype=torch.uint8, device=device)
         x = torch.zeros(B, config.sequence_length, dtype=torch.int64, device=device)
         for _ in range(2):
             if isinstance(model, DDP):          # a rank that runs out of memory must not leave others waiting
@@ -98,7 +103,7 @@ def choose_micro_batch(config, candidates: list[int], state: TrainState, model: 
     finally:
         torch.cuda.empty_cache()                # NCCL and Triton allocate beside torch
         torch.compiler.reset()                  # the trials' graphs count towards the recompilation limit
-    if process.is_master and known.get(key) != B:
+    if process.is_master and known.get(key) != B and not config.dry_run:
         with suppress(OSError, RunError):       # without a cache the next run tries again
             CACHE.parent.mkdir(parents=True, exist_ok=True)
             replace_file(CACHE, lambda file: file.write(json.dumps(known | {key: B}, indent=1).encode()))

@@ -43,11 +43,11 @@ class TrainState:
         measured = self.evaluated == self.step and self.val_loss is not None
         return measured and (self.best is None or self.val_loss < self.best[0])
 
-    def state_dict(self, config, data):
-        """What a checkpoint holds: plain values and tensors. `data`: the shards' fingerprints."""
+    def state_dict(self, config, recorded):
+        """What a checkpoint holds: plain values and tensors. `recorded`: as Plan.recorded."""
         return {
             "model": self.model.state_dict(), "model_config": asdict(self.model.config),
-            "recipe": config.recipe, "config": asdict(config), "data": data,
+            "recipe": config.recipe, "config": asdict(config), **recorded,
             "step": self.step, "evaluated": self.evaluated,
             "val_loss": self.val_loss, "best": self.best, "skipped": self.skipped,
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
@@ -181,8 +181,8 @@ class Saver:
     are kept. On CUDA a thread writes from a copy in pinned memory while training continues. On a CPU of
     two cores that cost more (3.3 to 5.2 s for GPT-2 124M) than waiting for the file (2 s)."""
 
-    def __init__(self, config, data, log, process):
-        self.config, self.data, self.log, self.process = config, data, log, process
+    def __init__(self, config, recorded, log, process):
+        self.config, self.recorded, self.log, self.process = config, recorded, log, process
         self.thread, self.pending, self.copies = ThreadPoolExecutor(1, "checkpoint"), None, HostCopies()
         self.background = process.device.startswith("cuda")
 
@@ -190,11 +190,11 @@ class Saver:
         """On rank 0. The file is there when `finish` has returned."""
         self.finish()
         if self.process.is_master:
-            content = state.state_dict(self.config, self.data)
+            content = state.state_dict(self.config, self.recorded)
             if self.background:
                 content = self.copies(content)
-            if self.log:
-                os.fsync(self.log.file.fileno())        # the log never ends before its checkpoint
+            for file in (self.log.file, self.log.metrics) if self.log else ():
+                os.fsync(file.fileno())                 # a log never ends before its checkpoint
             self.pending = self.thread.submit(self._write, content)
             if not self.background:
                 self.finish()
@@ -267,6 +267,7 @@ def merge_config(config, explicit_flags: set[str], checkpoint: dict, path: Path)
                 raise ValueError(f"its two configs differ in {name}")
         if before["recipe"] != checkpoint["recipe"]:
             raise ValueError("its config says another recipe")
+        derived = set(checkpoint.get("derived", []))
     for name, f in fields.items():
         had = before.get(name, f.default)                       # the flag may be newer than the checkpoint
         if f.metadata.get("fixed") and name in explicit_flags and getattr(config, name) != had:
@@ -274,6 +275,8 @@ def merge_config(config, explicit_flags: set[str], checkpoint: dict, path: Path)
                             "same, or start a new run with another --out")
     taken = {name: value for name, value in before.items()
              if name not in explicit_flags and not fields[name].metadata.get("per_run")}
+    for name in derived & taken.keys():         # derived anew: from another --max_lr, on another device
+        taken[name] = fields[name].default
     return dataclasses.replace(config, **taken)
 
 
@@ -307,10 +310,11 @@ def archive_checkpoints(config, path: Path | None, step: int) -> Path | None:
         return None
     folder = next(p for n in range(1, 10**6) if not (p := Path(config.out) / f"previous_{n}").exists())
     folder.mkdir()
-    if (log := Path(config.out) / "log.txt").exists():
-        shutil.copy(log, folder)
-        if not inside:
-            log.unlink()
+    for name in ("log.txt", "metrics.csv"):
+        if (log := Path(config.out) / name).exists():
+            shutil.copy(log, folder)
+            if not inside:
+                log.unlink()
     for p in old:
         p.rename(folder / p.name)
     return folder

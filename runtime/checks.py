@@ -31,7 +31,7 @@ class Plan:
     micro_batches: list[int]            # those that --batch_size allows, smallest first
     train_data: TokenDataset
     val: list                           # TokenDataset or None, number of its sequences that count
-    fingerprints: dict                  # of the shards
+    recorded: dict                      # what a checkpoint holds of it: the shards, the derived flags
 
 
 def plan_run(flags, explicit_flags: set[str], process: Process, models: dict, load_model: Callable) -> Plan:
@@ -39,37 +39,39 @@ def plan_run(flags, explicit_flags: set[str], process: Process, models: dict, lo
     per_run = {f.name for f in dataclasses.fields(flags) if f.metadata.get("per_run")}
     process.require_same("set of flags", {name: value for name, value in asdict(flags).items()
                                           if name not in per_run | {"data", "hellaswag_data"}})
-    process.on_all_ranks(lambda: flags.overfit or [list_shards(flags.data, split) for split in splits(flags)])
     # rank 0 decides: without a shared file system other machines may have another newest checkpoint
     path = process.gather(process.on_all_ranks(choose_checkpoint, flags, process.restarted))[0]
     checkpoint = model = None
     if path:
         checkpoint = process.on_all_ranks(read_state, path)
         process.require_same("checkpoint", (str(path), digest(np.memmap(path, dtype=np.uint8, mode="r"))))
-    elif flags.init != "scratch":
-        model = process.rank0_first(load_model, flags.init)
+    asked = merge_config(flags, explicit_flags, checkpoint, path) if checkpoint else flags
+    process.on_all_ranks(lambda: asked.overfit or [list_shards(asked.data, split) for split in splits(asked)])
+    if not path and flags.init != "scratch":
+        with process.progress(f"loading {flags.init}"):
+            model = process.rank0_first(load_model, flags.init)
         if type(model) is not models[flags.recipe][0]:
             raise UserError(f"--init {flags.init} is not a model of --recipe {flags.recipe}")
-    config = final_config(flags, explicit_flags, process, checkpoint, path, model)
+    config = final_config(asked, explicit_flags, process, model)
     check_memory(config, process.device)
     check_attention(config.attention, process.device, getattr(torch, config.dtype),
                     config.n_embd // config.n_head, masked=config.window > 0)
     candidates = micro_batch_candidates(config, process.world_size, process.device)
-    train_data, *val = process.on_all_ranks(open_data, config)
+    with process.progress(f"reading {config.data}"):
+        train_data, *val = process.on_all_ranks(open_data, config)
     datasets = {"train": train_data, "val": val[0]}
     fingerprints = {split: dataset.fingerprint for split, dataset in datasets.items() if dataset}
     process.require_same(f"content of --data {config.data}", fingerprints)
     if checkpoint:
         check_data(checkpoint, fingerprints, config.data, path)
-    return Plan(config, path, checkpoint, model, candidates, train_data, val, fingerprints)
+    derived = [name for name, value in AUTOMATIC.items() if getattr(asked, name) == value]
+    return Plan(config, path, checkpoint, model, candidates, train_data, val,
+                {"data": fingerprints, "derived": derived})
 
 
-def final_config(flags, explicit_flags: set[str], process: Process, checkpoint: dict | None = None,
-                 path: Path | None = None, model: torch.nn.Module | None = None):
-    """The config of a run, complete: what the checkpoint (read from `path`) or the `model` of --init
-    decides, the flags, and automatic values replaced by what they mean on this device. UserError if it
-    cannot run."""
-    config = merge_config(flags, explicit_flags, checkpoint, path) if checkpoint else flags
+def final_config(config, explicit_flags: set[str], process: Process, model: torch.nn.Module | None = None):
+    """The config of a run, complete: the flags, what the `model` of --init decides, and automatic values
+    replaced by what they mean on this device. UserError if it cannot run."""
     if model is not None:
         config = dataclasses.replace(config, **shape_of_init(config, explicit_flags, model))
     for f in dataclasses.fields(config):
@@ -92,6 +94,10 @@ def shape_of_init(config, explicit_flags: set[str], model: torch.nn.Module) -> d
             model.config.window = config.window
         shape["window"] = model.config.window
     return shape
+
+
+# values that stand for what automatic_values derives from other flags and the device
+AUTOMATIC = {"sequence_length": 0, "min_lr": -1.0, "dtype": "auto"}
 
 
 def automatic_values(config, device: str) -> dict:

@@ -2,11 +2,15 @@
 import argparse
 import contextlib
 import dataclasses
+import difflib
 import os
 import sys
+import textwrap
 from collections.abc import Callable
 from dataclasses import field
 from pathlib import Path
+
+__version__ = "0.1.0"       # of the project; CHANGELOG.md says what changed
 
 
 class UserError(Exception):
@@ -31,9 +35,30 @@ class FlagParser(argparse.ArgumentParser):
 
     def __init__(self, **kwargs):
         super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
+        self.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+
+    def parse_args(self, args=None, namespace=None):
+        args, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            flags = [option for option in self._option_string_actions if option.startswith("--")]
+            written = "--" + unknown[0].partition("=")[0].strip("-").replace("-", "_")
+            near = difflib.get_close_matches(written, flags, n=1)
+            did_you_mean = f"; did you mean {near[0]}?" if near else ""
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{did_you_mean}")
+        return args
 
     def error(self, message):
         raise UserError(f"{message} (see {self.prog} --help)")
+
+
+class BoolFlag(argparse.Action):
+    """--name and --no_name, in one line of the help."""
+
+    def __init__(self, option_strings, dest, **kwargs):
+        super().__init__([*option_strings, f"--no_{dest}"], dest, nargs=0, **kwargs)
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        setattr(namespace, self.dest, not option_string.startswith("--no_"))
 
 
 def print_error(error: Exception | str) -> None:
@@ -62,27 +87,47 @@ def flag(default, group, help, **metadata):
 
 
 def parse_config(prog: str, Config: type, defaults: Callable[[dict], dict], description: str,
-                 argv: list[str] | None = None) -> tuple:
+                 argv: list[str] | None = None, recipes: dict | None = None, notes: str = "") -> tuple:
     """Command line -> (Config, names of the fields that were given as flags). Each field of Config is a flag.
-    `defaults`: given flags -> values of other fields that differ from Config's own defaults."""
-    parser = FlagParser(prog=prog, usage=f"{prog} [flags]", description=description)
+    `defaults`: given flags -> values of other fields that differ from Config's own defaults. For the help,
+    `recipes`: {name: the defaults that differ}, and `notes` below the flags."""
+    parser = FlagParser(prog=prog, usage=f"{prog} [flags]", description=description,
+                        epilog=f"{notes}{resume_notes(Config)}")
     group = None
     for f in dataclasses.fields(Config):
-        name, kind, help = f.name, f.metadata.get("type", f.type), f.metadata["help"]
+        name, kind, choices = f.name, f.metadata.get("type", f.type), f.metadata.get("choices")
         if group is None or group.title != f.metadata["group"]:
             group = parser.add_argument_group(f.metadata["group"])
+        help = f.metadata["help"] + default_note(f, recipes or {})
         if kind is bool:
-            default = f"(default: {'--' if f.default else '--no_'}{name})" if f.default is not None else None
-            group.add_argument(f"--{name}", dest=name, action="store_true", default=argparse.SUPPRESS,
-                               help=help)
-            group.add_argument(f"--no_{name}", dest=name, action="store_false", default=argparse.SUPPRESS,
-                               help=default)
+            group.add_argument(f"--{name}", dest=name, action=BoolFlag, default=argparse.SUPPRESS, help=help)
         else:
-            group.add_argument(f"--{name}", default=argparse.SUPPRESS, choices=f.metadata.get("choices"),
-                               metavar=None if "choices" in f.metadata else kind.__name__.upper(),
-                               type=parse_int if kind is int else kind, help=f"{help} (default {f.default})")
+            group.add_argument(f"--{name}", default=argparse.SUPPRESS, choices=choices, help=help,
+                               metavar=None if choices else kind.__name__.upper(),
+                               type=parse_int if kind is int else kind)
     given = vars(parser.parse_args(argv))         # SUPPRESS: without the flags that were not given
     return Config(**defaults(given) | given), set(given)
+
+
+def default_note(f: dataclasses.Field, recipes: dict) -> str:
+    """' (default 12; speedrun: 6)', or '' where the default says nothing."""
+    if f.default is None or f.default == "":
+        return ""
+    kind = f.metadata.get("type", f.type)
+    shown = ("on" if f.default else "off") if kind is bool else f.default
+    others = [f"; {name}: {values[f.name]}" for name, values in recipes.items()
+              if values.get(f.name, f.default) != f.default]
+    return f" (default {shown}{''.join(others)})"
+
+
+def resume_notes(Config: type) -> str:
+    """Which flags a resumed run may change, for the help."""
+    fixed, per_run = ([f"--{f.name}" for f in dataclasses.fields(Config) if f.metadata.get(kind)]
+                      for kind in ("fixed", "per_run"))
+    lists = {"On resume, these cannot change": fixed, "These are not taken from the checkpoint": per_run}
+    rest = "\nAll others are the checkpoint's, where they are not given.\n"
+    return "\n".join(textwrap.fill(f"{what}: {' '.join(names)}", 100, subsequent_indent="  ")
+                     for what, names in lists.items()) + rest
 
 
 def run_command(main: Callable[[], int | None], is_master: Callable[[], bool] = lambda: True) -> None:

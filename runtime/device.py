@@ -163,6 +163,20 @@ def tune_malloc() -> None:
             mallopt(parameter, value)
 
 
+def fetch(tensor: torch.Tensor) -> Callable[[], list]:
+    """Starts to copy a small tensor to the CPU. Returns a function that waits for it, and not for what is
+    queued later on a GPU, and returns its numbers."""
+    if not tensor.is_cuda:
+        return tensor.tolist
+    copy, done = tensor.to("cpu", non_blocking=True), torch.cuda.Event()        # into pinned memory
+    done.record()
+
+    def wait():
+        done.synchronize()
+        return copy.tolist()
+    return wait
+
+
 def place_model(config, model, device: str):
     """Moves the model to `device`, and sets its attention kernel and the chunk of its loss."""
     model.to(device).use_attention(config.attention)

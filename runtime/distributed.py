@@ -9,6 +9,7 @@ import threading
 import time
 import traceback
 import uuid
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -18,7 +19,8 @@ import torch
 import torch.distributed as dist
 
 from runtime.cli import RunError, UserError, print_error
-from runtime.device import choose_device, tune_cuda_allocator, tune_malloc
+from runtime.device import choose_device, fetch, tune_cuda_allocator, tune_malloc
+from runtime.progress import Progress
 
 DIST_TIMEOUT = timedelta(minutes=30)    # rank 0 may have weights to download first
 
@@ -34,6 +36,9 @@ class Process:
     done: threading.Event = field(default_factory=threading.Event)
     watch: threading.Thread | None = None
     failure_reported: bool = False      # another rank has failed and printed why
+
+    def __post_init__(self):
+        self.progress = Progress(self.print0)
 
     @property
     def is_master(self):
@@ -184,6 +189,7 @@ def setup_process(config, tune_memory: bool = True) -> Process:
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     process.restarted = restarts != "0" or store.add("begun", 1) > world_size
     process.rank, process.world_size, process.store = rank, world_size, fresh_store(store, rank, world_size)
+    process.progress.enabled = process.is_master
     dist.init_process_group("nccl" if device.startswith("cuda") else "gloo", rank=rank, world_size=world_size,
                             timeout=DIST_TIMEOUT, store=dist.PrefixStore("group", process.store))
     return process
@@ -214,20 +220,51 @@ def fresh_store(store: dist.Store, rank: int, world_size: int) -> dist.Store:
 
 
 class StopSignals:
-    """SIGTERM, SIGINT and SIGUSR1 (Slurm's warning) request a stop after the step; a second SIGINT stops
-    at once. The loop reads `received`, the name of the first one."""
+    """SIGTERM, SIGINT and SIGUSR1 (Slurm's warning) request a stop at the next micro-step or batch; a second
+    SIGTERM or SIGINT stops at once."""
 
-    def __init__(self, is_master=True):
-        self.received, self.is_master = None, is_master
+    def __init__(self, process: Process):
+        self.process, self.received, self.stopped = process, None, False        # the first one's name
+        self.first = self.answer = None         # time of the first SIGTERM or SIGINT; see _some_rank
+
+    def install(self) -> "StopSignals":
         for name in {"SIGTERM", "SIGINT", "SIGUSR1"} & set(dir(signal)):        # Windows has no SIGUSR1
             signal.signal(getattr(signal, name), self._handle)
+        return self
 
     def _handle(self, number, frame):
-        # torchrun passes a terminal's SIGINT on, so it arrives twice at once: only a later one is the second
-        if self.received and number == signal.SIGINT and time.monotonic() > self.when + 1:
-            os._exit(130)
+        name, now = signal.Signals(number).name, time.monotonic()
+        if name != "SIGUSR1":
+            # torchrun passes a terminal's SIGINT on, so that it arrives twice at once: that is no second one
+            if self.first and now > self.first + 1:
+                os._exit(128 + number)
+            self.first = self.first or now
         if not self.received:
-            self.received, self.when = signal.Signals(number).name, time.monotonic()
-            if self.is_master:                  # not print: the signal may have interrupted one
+            self.received = name
+            if self.process.is_master:          # not print: the signal may have interrupted one
                 with suppress(OSError):         # the reader of the pipe is gone
-                    os.write(1, f"{self.received}: finishing this step, then saving\n".encode())
+                    os.write(1, f"{name}: stopping at the next micro-step or batch; a resume repeats the "
+                                "unfinished step. A second signal stops at once\n".encode())
+
+    def until_stop(self, what: str, items: Sequence, unit: str) -> Iterator:
+        """Yields the items, with a sign of life, until some rank has received a signal: then `stopped` is
+        true, on all ranks at the same item. So all must have equally many."""
+        with self.process.progress(what, len(items), unit) as task:
+            for item in items:
+                self.stopped = self.stopped or self._some_rank()
+                if self.stopped:
+                    return
+                yield item
+                task.update()
+
+    def _some_rank(self):
+        if self.process.world_size == 1:
+            return self.received is not None
+        flag = torch.zeros(1, device=self.process.device)
+        flag.fill_(self.received is not None)   # a kernel; a tensor of a number is a copy, which waits
+        dist.all_reduce(flag)
+        # on a GPU the answer to the question before: this one's comes after all that is queued
+        answer, self.answer = self.answer, fetch(flag)
+        if not flag.is_cuda:
+            answer = self.answer
+        return answer is not None and answer()[0] > 0

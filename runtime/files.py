@@ -17,7 +17,7 @@ try:
 except ImportError:             # Windows
     fcntl = None
 
-LOCK_TIMEOUT = 20               # seconds: a run that was just stopped may still be saving
+LOCK_TIMEOUT = 20               # seconds, for a run on another machine: it may be just ending
 
 
 def replace_file(path: str | Path, write: Callable[[BinaryIO], object]) -> None:
@@ -83,14 +83,23 @@ def digest(values: np.ndarray) -> str:
     return hashlib.sha256(np.ascontiguousarray(fingerprint_blocks(values))).hexdigest()[:16]
 
 
+def holder(folder: int) -> int | None:
+    """Id of another process of this machine that has this folder (a descriptor) open, where /proc tells."""
+    for link in Path("/proc").glob("[0-9]*/fd/*"):
+        with suppress(OSError):                   # it has ended, or belongs to another user
+            if link.parts[2] != str(os.getpid()) and os.path.samestat(os.stat(link), os.fstat(folder)):
+                return int(link.parts[2])
+
+
 @contextmanager
-def output_lock(out: str | Path, process):
-    """Locks the output folder until this process ends, however it ends: two runs would overwrite each other's
-    files. Creates the folder, and removes it again if nothing was written. Only rank 0 locks."""
-    if not process.is_master:
+def output_lock(config, process):
+    """Locks --out until this process ends, however it ends: two runs would overwrite each other's files.
+    Creates the folder, and removes it again if nothing was written. Only rank 0 locks, and not for
+    --dry_run."""
+    if config.dry_run or not process.is_master:
         yield
         return
-    out = Path(out).absolute()
+    out = Path(config.out).absolute()
     made = [folder for folder in (out, *out.parents) if not folder.exists()]
     with writable(out):
         out.mkdir(parents=True, exist_ok=True)
@@ -98,18 +107,8 @@ def output_lock(out: str | Path, process):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
         folder = os.open(out, os.O_RDONLY) if fcntl else None
     try:
-        deadline = time.monotonic() + LOCK_TIMEOUT
-        while fcntl:
-            try:
-                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise UserError(f"--out {out}: another run is writing there; wait for its end, or choose "
-                                    f"another folder") from None
-                time.sleep(0.5)
-            except OSError:                       # some network file systems have no locks
-                break
+        if fcntl:
+            _lock(folder, out, process)
         yield
     finally:
         if fcntl:
@@ -117,3 +116,24 @@ def output_lock(out: str | Path, process):
         for path in made:
             with suppress(OSError):               # not empty
                 path.rmdir()
+
+
+def _lock(folder, out, process):
+    start, first, seen = time.monotonic(), None, 0
+    while True:
+        try:
+            return fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            pid = holder(folder)
+            if first is None:
+                first = pid
+                process.print0(f"another run is writing to {out}: looking whether it is about to end ...")
+            seen = seen + 1 if pid and pid == first else 0
+            # the memory of a process that was killed takes a moment to free, and then its lock goes
+            if seen > 4 or time.monotonic() > start + LOCK_TIMEOUT:
+                where = f"process {pid} of this machine" if seen > 4 else "another run"
+                raise UserError(f"--out {out}: {where} is writing there; wait for its end, or choose another "
+                                f"folder") from None
+            time.sleep(0.5)
+        except OSError:                           # some network file systems have no locks
+            return

@@ -1,20 +1,24 @@
-"""log.txt, the console, dashboards, the profiler's trace."""
+"""log.txt, metrics.csv, the console, dashboards, the profiler's trace."""
+import csv
 import re
+import shlex
+import statistics
+import sys
 import time
-from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from pathlib import Path
 
 import torch
 
 from runtime.checkpoint import archive_checkpoints, checkpoints
 from runtime.cli import RunError
-from runtime.dataloader import TokenLoader
-from runtime.device import peak_flops
-from runtime.distributed import Process, StopSignals
+from runtime.device import fetch, peak_flops
+from runtime.distributed import Process
 from runtime.files import replace_file, writable
 from runtime.tokenizer import VOCAB_SIZE
+
+COLUMNS = ("step", "tokens", "seconds", "train", "val", "hella", "lr", "norm", "tokens_per_second")
 
 
 def read_log(path: str | Path) -> list[tuple[int, str, float]]:
@@ -25,20 +29,39 @@ def read_log(path: str | Path) -> list[tuple[int, str, float]]:
     return [(int(step), kind, float(value)) for step, kind, value in rows]
 
 
-class Log:
-    """OUT/log.txt, a line an event: `STEP KIND VALUE` with KIND train, val or hella; also to Weights &
-    Biases and TensorBoard, if asked for."""
+def read_metrics(path: str | Path) -> list[dict]:
+    """The complete rows of a metrics.csv, {column: number, or None where the cell is empty}."""
+    with open(path, newline="", encoding="utf-8", errors="replace") as file:
+        lines = [line for line in file if line.endswith("\n")]        # a crash can cut off the last one
+    rows = []
+    for row in csv.DictReader(lines):
+        try:
+            rows.append({name: float(row[name]) if row[name] else None for name in COLUMNS})
+            rows[-1]["step"] = int(row["step"])
+        except (KeyError, TypeError, ValueError):
+            raise ValueError(f"not a metrics.csv of this project: {str(row)[:80]}") from None
+    return rows
 
-    def __init__(self, config, step):
-        self.wandb = self.tensorboard = None
+
+class Log:
+    """OUT/log.txt, a line an event: `STEP KIND VALUE` with KIND train, val or hella; OUT/metrics.csv, a row a
+    step; also Weights & Biases and TensorBoard, if asked for.
+
+    `step`, `evaluated`: of the state to go on from. What a crashed run logged after it is cut off: it
+    happens again."""
+
+    def __init__(self, config, step, evaluated):
+        self.config, self.wandb, self.tensorboard = config, None, None
         path = Path(config.out) / "log.txt"
+        kept = [row for row in (read_log(path) if path.exists() else [])
+                if (row[0] < step if row[1] == "train" else row[0] <= evaluated)]
         if path.exists():
-            # steps that a crashed run logged after its last checkpoint are run again; evaluations at the
-            # checkpoint's own step were made before it was written, and stay
-            kept = [f"{at} {kind} {value:.6f}\n" for at, kind, value in read_log(path)
-                    if at < step + (kind != "train" and step > 0)]
-            replace_file(path, lambda file: file.write("".join(kept).encode()))
+            lines = [f"{at} {kind} {value:.6f}\n" for at, kind, value in kept]
+            replace_file(path, lambda file: file.write("".join(lines).encode()))
         self.file = open(path, "a", encoding="utf-8")
+        # evaluations whose row waits for the training loss of the same step
+        self.evaluated, self.cells = step, {kind: value for at, kind, value in kept if at == step}
+        self.metrics, self.seconds = self._open_metrics(step)
         if config.wandb:
             import wandb
             self.wandb = wandb
@@ -46,35 +69,79 @@ class Log:
         if config.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
             self.tensorboard = SummaryWriter(config.out, purge_step=step)
-            for at, kind, value in read_log(path):
-                if at == step:                  # these stay, but the purge removes them too
-                    self.tensorboard.add_scalar(kind, value, at)
+            for kind, value in self.cells.items():      # these stay, but the purge removes them too
+                self.tensorboard.add_scalar(kind, value, step)
+
+    def _open_metrics(self, step):
+        """(metrics.csv cut after the row of step - 1, seconds of training up to there)."""
+        path, kept, seconds = Path(self.config.out) / "metrics.csv", [",".join(COLUMNS) + "\n"], 0.0
+        with writable(self.config.out):
+            old = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+        for line in old.splitlines(keepends=True):
+            with suppress(ValueError):          # the header, a line cut off, the row after the last step
+                at, _, before, *_, rate = map(float, (cell or "nan" for cell in line.split(",")))
+                if line.endswith("\n") and at < step and rate > 0:
+                    kept.append(line)
+                    seconds = before + self.config.total_batch_size / rate
+        replace_file(path, lambda file: file.write("".join(kept).encode()))
+        return open(path, "a", encoding="utf-8"), seconds
+
+    def step(self, step, loss, norm, lr, seconds):
+        """A finished step, which took `seconds`."""
+        self.write(step, "train", loss, norm=norm, lr=lr)
+        self._row(step, train=f"{loss:.6f}", norm=f"{norm:.4f}", lr=f"{lr:.6g}",
+                  tokens_per_second=f"{self.config.total_batch_size / seconds:.6g}")
+        self.seconds += seconds
+
+    def evaluation(self, step, kind, value):
+        self.write(step, kind, value)
+        self.evaluated, self.cells[kind] = step, value
+
+    def _row(self, step, **cells):
+        """A row of metrics.csv; its tokens and seconds are those of the steps before."""
+        cells |= {kind: f"{value:.6f}" for kind, value in self.cells.items()}
+        cells |= {"step": step, "tokens": step * self.config.total_batch_size,
+                  "seconds": f"{self.seconds:.3f}"}
+        self._append(self.metrics, ",".join(str(cells.get(name, "")) for name in COLUMNS))
+        self.cells = {}
 
     def write(self, step, kind, value, **more):
-        try:
-            self.file.write(f"{step} {kind} {value:.6f}\n")
-            self.file.flush()
-        except OSError as error:
-            raise RunError(f"cannot write {self.file.name}: {error.strerror}. Make room, and the same "
-                           "command goes on from the newest checkpoint") from None
+        self._append(self.file, f"{step} {kind} {value:.6f}")
         if self.wandb:
             self.wandb.log({kind: value, **more}, step=step)
         if self.tensorboard:
             for name, number in {kind: value, **more}.items():
                 self.tensorboard.add_scalar(name, number, step)
 
+    def _append(self, file, line):
+        try:
+            file.write(line + "\n")
+            file.flush()
+        except OSError as error:
+            raise RunError(f"cannot write {file.name}: {error.strerror}. Make room, and the same "
+                           "command goes on from the newest checkpoint") from None
 
-def open_output(config, path: Path | None, step: int, process: Process) -> Log | None:
+    def close(self):
+        """Evaluations after the last step have a row of their own."""
+        if self.cells:
+            with suppress(RunError):            # the disk is full; they are in log.txt, if anywhere
+                self._row(self.evaluated)
+        for file in (self.file, self.metrics, self.tensorboard):
+            if file:
+                file.close()
+
+
+def open_output(config, path: Path | None, state, process: Process) -> Log | None:
     """On rank 0 the log in --out. What another run left there is archived, never lost."""
     if not process.is_master:
         return None
     with writable(config.out):
-        if folder := archive_checkpoints(config, path, step):
+        if folder := archive_checkpoints(config, path, state.step):
             process.print0("checkpoints of another run, or later than the one to go on from, are now in "
                            f"{folder}")
         for stale in Path(config.out).glob("*.tmp"):
             stale.unlink()
-        return Log(config, step)
+        return Log(config, state.step, state.evaluated)
 
 
 @dataclass
@@ -84,11 +151,32 @@ class StepResult:
     loss: float                 # nats
     norm: float                 # of the gradient, before clipping
     first_bad: str              # name of the first parameter with a non-finite gradient, "" if there is none
-    stop: bool                  # whether some rank has received a signal
 
     def __str__(self):
         where = f"; the first non-finite gradient is that of {self.first_bad}" if self.first_bad else ""
         return f"step {self.step}: loss {self.loss}, gradient norm {self.norm}{where}"
+
+
+def brief_time(seconds: float) -> str:
+    """'45s', '83m', '12h', '165d': at most four characters, up to years."""
+    for unit, length, most in (("s", 1, 100), ("m", 60, 100), ("h", 3600, 48)):
+        if seconds < length * most:
+            return f"{seconds / length:.0f}{unit}"
+    return f"{min(seconds, 1e9) / 86400:.0f}d"
+
+
+def step_line(step: int, loss: float, norm: float, lr: float, dt: float, rate: float, mfu: float | None,
+              left: float) -> str:
+    """The console's line of a step, at most 100 columns. `dt`, `left`: seconds; `rate`: tokens/s."""
+    time = f"{dt:.1f}s" if dt >= 10 else f"{dt * 1000:.0f}ms" if dt >= 0.1 else f"{dt * 1000:.1f}ms"
+    tokens = f"{rate / 1000:,.0f}k" if rate >= 1e6 else f"{rate:,.0f}"
+    line = (f"step {step:5d} | loss: {loss:.4f} | lr {lr:.2e} | norm: {norm:.{2 if norm < 10 else 1}f} | "
+            f"dt: {time} | tok/sec: {tokens}")
+    for more in (f" | mfu {mfu:.0%}" if mfu else "", f" | {brief_time(left)}", " left"):
+        if len(line + more) > 100:
+            break
+        line += more
+    return line
 
 
 class Reporter:
@@ -110,11 +198,7 @@ class Reporter:
 
     def step(self, step, numbers, lr):
         """After a step was queued; `numbers` as train_step returns them."""
-        done = None
-        if self.lag:  # through pinned memory: whoever reads it waits for this step, not for what follows
-            numbers, done = numbers.to("cpu", non_blocking=True), torch.cuda.Event()
-            done.record()
-        self.pending.append((step, numbers, lr, done))
+        self.pending.append((step, fetch(numbers), lr))
         return self.flush(self.lag)
 
     def flush(self, but=0):
@@ -124,30 +208,52 @@ class Reporter:
             finished.append(self._report(*self.pending.pop(0)))
         return finished
 
-    def event(self, step, kind, value, line):
-        self.process.print0(line)
+    def evaluation(self, step, kind, value, text):
+        self.process.print0(f"step {step:5d} | {text}")
         if self.log:
-            self.log.write(step, kind, value)
+            self.log.evaluation(step, kind, value)
 
-    def _report(self, step, numbers, lr, done):
-        if done:
-            done.synchronize()
-        loss, norm, first_bad, stop = numbers.tolist()
+    def _report(self, step, numbers, lr):
+        with self.process.progress(f"step {step}"):
+            loss, norm, first_bad = numbers()
         now = time.perf_counter()
         dt, self.clock = now - self.clock, now
-        self.seconds = [*self.seconds[-19:], dt]
-        rate = self.config.total_batch_size / dt
-        mfu = f"{rate * self.flops / self.peak / self.process.world_size:.1%}" if self.peak else "n/a"
-        left = sorted(self.seconds)[len(self.seconds) // 2] * (self.config.max_steps - 1 - step)
-        self.process.print0(f"step {step:5d} | loss: {loss:.6f} | lr {lr:.4e} | norm: {norm:.4f} | dt: "
-                            f"{dt * 1000:.2f}ms | tok/sec: {rate:.2f} | mfu: {mfu} | left: "
-                            f"{timedelta(seconds=round(min(left, 1e9)))}")
+        self.seconds.append(dt)
+        if step % self.config.log_every == 0 or step == self.config.max_steps - 1:
+            rate = self.config.total_batch_size / dt
+            mfu = rate * self.flops / self.peak / self.process.world_size if self.peak else None
+            left = statistics.median(self.seconds[-20:]) * (self.config.max_steps - 1 - step)
+            self.process.print0(step_line(step, loss, norm, lr, dt, rate, mfu, left))
         if self.log:
-            self.log.write(step, "train", loss, norm=norm, lr=lr)
-        self.last = StepResult(step, loss, norm, self.names[int(first_bad)] if first_bad >= 0 else "",
-                               stop > 0)
+            self.log.step(step, loss, norm, lr, dt)
+        self.last = StepResult(step, loss, norm, self.names[int(first_bad)] if first_bad >= 0 else "")
         self.steps, self.first = self.steps + 1, self.first or self.last
         return self.last
+
+    def close(self):
+        if self.log:
+            self.log.close()
+
+    def speed(self):
+        """'median step 93.1 ms, 175,980 tokens/s, peak memory 22.1 GB' of this process's steps, or ''."""
+        if not self.seconds:
+            return ""
+        median = statistics.median(self.seconds)
+        return (f"median step {median * 1000:,.{0 if median >= 0.1 else 1}f} ms, "
+                f"{self.config.total_batch_size / median:,.0f} tokens/s, "
+                f"peak memory {peak_memory(self.process.device) / 1e9:.1f} GB")
+
+
+def peak_memory(device: str) -> int:
+    """Bytes at the most: reserved by CUDA, or of this process on a CPU."""
+    if device.startswith("cuda"):
+        return torch.cuda.max_memory_reserved(device)
+    try:
+        import resource
+    except ImportError:                         # Windows
+        return 0
+    # kilobytes, on macOS bytes
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 class Profiler:
@@ -189,28 +295,12 @@ class Profiler:
             self.process.print0(f"no trace: --profile needs {steps} steps, and this run had fewer")
 
 
-def print_header(config, model, compiled: Callable, loader: TokenLoader, process: Process) -> None:
-    """The first lines of a run: where, what, and the arithmetic of the batch."""
-    gpu = f" ({torch.cuda.get_device_name(process.device)})" if process.device.startswith("cuda") else ""
-    process.print0(f"{process.world_size} process(es) on {process.device}{gpu}, {config.dtype}, "
-                   f"{'eager' if compiled is model else 'torch.compile'}, attention {config.attention}, "
-                   f"torch {torch.__version__}")
-    process.print0(f"{config.recipe}: {sum(p.numel() for p in model.parameters()):,} parameters "
-                   f"({config.n_layer} layers, {config.n_head} heads, width {config.n_embd}, "
-                   f"vocabulary {config.vocab_size}"
-                   f"{f', window {config.window} inside documents' if config.window else ''})")
-    tokens, epoch = config.max_steps * config.total_batch_size, loader.dataset.total * loader.dataset.T
-    process.print0(f"{config.total_batch_size:,} tokens a step = {loader.B} x {config.sequence_length} x "
-                   f"{loader.micro_steps} micro-step(s) x {process.world_size} process(es); "
-                   f"{config.max_steps:,} steps = {tokens:,} tokens = {tokens / epoch:.2f} epochs")
-    if config.warmup_steps > config.max_steps:
-        process.print0(f"note: the warm-up of {config.warmup_steps} steps is longer than the run")
-
-
-def print_summary(run, stopped: bool, signals: StopSignals) -> int:
-    """Prints how the run ended and where everything is. Returns its exit code."""
-    config, state, process = run.config, run.state, run.process
-    if stopped:
+def print_summary(run) -> int:
+    """Prints how the run ended, how fast it was and where everything is. Returns its exit code."""
+    config, state, process, signals = run.config, run.state, run.process, run.signals
+    if speed := run.reporter.speed():
+        process.print0(speed)
+    if signals.stopped:
         then = "the same command goes on from there" if config.checkpoint_every else (
             "nothing was saved (--checkpoint_every 0)")
         process.print0(f"stopped by {signals.received or 'a signal'} after {state.step} of "
@@ -219,11 +309,12 @@ def print_summary(run, stopped: bool, signals: StopSignals) -> int:
         return overfit_verdict(run.reporter, process)
     else:
         newest = checkpoints(config.out)[-1:] if config.checkpoint_every else []
-        files = {"log.txt": True, "loss.png": (Path(config.out) / "loss.png").exists(), "checkpoints": newest}
+        files = {"log.txt": True, "metrics.csv": True, "loss.png": (Path(config.out) / "loss.png").exists(),
+                 "checkpoints": newest}
         there = ", ".join(name for name, exists in files.items() if exists)
         process.print0(f"done: {state.step} steps; in {config.out}: {there}")
         if newest and config.vocab_size >= VOCAB_SIZE:
-            process.print0(f"next: python sample.py --model {newest[0][1]}")
+            process.print0(f"next: python sample.py --model {shlex.quote(str(newest[0][1]))}")
     return 0
 
 

@@ -1,4 +1,7 @@
-"""--preset: named sets of defaults of train_gpt2.py. Flags given still win."""
+"""--preset and --overfit: named sets of defaults of train_gpt2.py. Flags given still win."""
+import textwrap
+
+from runtime.cli import UserError
 
 # name: (what it gives and takes, {flag: value})
 PRESETS = {
@@ -24,3 +27,32 @@ PRESETS = {
                 dict(n_layer=48, n_head=25, n_embd=1600, max_lr=2e-4, total_batch_size=1048576,
                      max_steps=9536, warmup_steps=358)),
 }
+
+# --overfit, the lecture's sanity run: 50 AdamW steps on one batch, at a constant learning rate
+OVERFIT = dict(vocab_size=50257, total_batch_size=4 * 32, sequence_length=32, shuffle=False, max_steps=50,
+               warmup_steps=0, max_lr=3e-4, min_lr=3e-4, val_every=0, hellaswag_every=0, sample_every=0,
+               checkpoint_every=0, resume="never", out="log/overfit")
+
+
+def choose_defaults(given: dict, recipes: dict[str, dict]) -> dict:
+    """Defaults for the flags not `given`: of the recipe, of --preset, of --overfit; the later ones win. Only
+    learning rates and warm-up are the recipe's own, where it has any: those of a preset are for AdamW."""
+    recipe = recipes[given.get("recipe", "gpt2")]
+    if given.get("overfit"):
+        if given.get("preset"):
+            raise UserError("--overfit is a run of its own: leave --preset out")
+        return recipe | OVERFIT
+    preset = PRESETS[given["preset"]][1] if given.get("preset") else {}
+    rates = {name: recipe[name] for name in ("max_lr", "min_lr", "warmup_steps") if name in recipe}
+    return recipe | preset | rates
+
+
+def preset_notes() -> str:
+    """The presets, for the help."""
+    lines = ["presets:"]
+    for name, (what, values) in PRESETS.items():
+        flags = " ".join(f"--{flag} {value!r}" if " " in str(value) else f"--{flag} {value}"
+                         for flag, value in values.items())
+        lines += [f"  {name}: {what}"] + textwrap.wrap(flags, 100, initial_indent=" " * 6,
+                                                       subsequent_indent=" " * 6, break_on_hyphens=False)
+    return "\n".join(lines) + "\n\n"

@@ -2,7 +2,7 @@
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -65,6 +65,13 @@ class Progress:
             with self.lock:
                 self.tasks.remove(task)
                 self._close()
+
+    def over(self, what: str, items: Sequence, unit: str) -> Iterator:
+        """Yields the items, with a sign of life."""
+        with self(what, len(items), unit) as task:
+            for item in items:
+                yield item
+                task.update()
 
     def _watch(self):
         while True:

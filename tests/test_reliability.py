@@ -1,4 +1,5 @@
 """Nothing lost: kills, signals, restarts by torchrun, full disks, changed data, in real processes."""
+import dataclasses
 import os
 import random
 import re
@@ -19,8 +20,10 @@ from helpers import ENV, ROOT, Live, command, logged, run
 from model import GPT, GPTConfig, load_model
 from runtime.checkpoint import HostCopies, Saver, checkpoints, choose_checkpoint, tensors_of
 from runtime.cli import RunError, UserError
-from runtime.distributed import Process
+from runtime.dataloader import TokenDataset
+from runtime.distributed import Process, StopSignals
 from runtime.files import replace_file
+from runtime.log import read_metrics
 from runtime.shards import write_shard
 from runtime.weights import read_checkpoint
 import runtime.files
@@ -68,8 +71,12 @@ def recipe_and_whole(request):
 
 
 def same_end(out, whole, step=120):
-    """The log byte for byte, weights and moments bit for bit, and nothing else in the folder."""
+    """The log byte for byte, metrics.csv but for its times, weights and moments bit for bit, and nothing else
+    in the folder."""
     assert (out / "log.txt").read_bytes() == (whole / "log.txt").read_bytes()
+    rows = [[{k: v for k, v in row.items() if k not in ("seconds", "tokens_per_second")}
+             for row in read_metrics(folder / "metrics.csv")] for folder in (out, whole)]
+    assert rows[0] == rows[1] and len(rows[0]) == step + 1
     a, b = (read_checkpoint(folder / f"checkpoint_{step:06d}.pt") for folder in (whole, out))
     assert a["model"].keys() == b["model"].keys() and all(torch.equal(a["model"][name], b["model"][name])
                                                           for name in a["model"])
@@ -77,6 +84,10 @@ def same_end(out, whole, step=120):
         for i, entry in before["state"].items():
             assert all(torch.equal(entry[key], after["state"][i][key]) for key in entry)
     assert not list(out.glob("*.tmp"))
+
+
+def newest(out):
+    return checkpoints(out)[-1][0]
 
 
 @pytest.fixture
@@ -103,7 +114,7 @@ def stopped(live):
         it.stands_before(step, range(processes))
         to(it.process.pid, number)
         if number != signal.SIGKILL:            # torchrun passes it on when it comes to that
-            it.until(lambda: f"{signal.Signals(number).name}: finishing this step" in it.stdout())
+            it.until(lambda: f"{signal.Signals(number).name}: stopping at the next" in it.stdout())
         it.go_on(step)
         return it.end()
     return stop
@@ -156,7 +167,7 @@ def test_a_pipe_that_closes_stops_the_run_which_saves_first(number, data, whole,
     it.go_on(13)
     code, _, stderr = it.end()
     assert (code, stderr) == (0, "")
-    assert 13 < checkpoints(tmp_path / "log")[-1][0] < 120
+    assert 13 <= checkpoints(tmp_path / "log")[-1][0] < 120
     run(*flags)
     same_end(tmp_path / "log", whole)
 
@@ -194,23 +205,76 @@ def test_a_signal_to_all_of_several_processes_is_agreed_on_saved_and_gone_on_fro
     flags = ["--data", data, *BYTES, "--max_steps", 40, "--out", tmp_path / "cut"]
     # to the group, as a terminal sends it: torchrun sends it on
     stopped(13, flags, signal.SIGINT, os.killpg, processes=2)
-    assert 13 < checkpoints(tmp_path / "cut")[-1][0] < 40
+    assert 13 <= checkpoints(tmp_path / "cut")[-1][0] < 40
     # to torchrun alone, as Slurm's --signal=TERM sends it
     stopped(25, flags, signal.SIGTERM, processes=2)
-    assert 25 < checkpoints(tmp_path / "cut")[-1][0] < 40
+    assert 25 <= checkpoints(tmp_path / "cut")[-1][0] < 40
     run(*flags, processes=2)
     same_end(tmp_path / "cut", whole_of_two[0], 40)
 
 
-def test_a_second_interrupt_stops_at_once(data, tmp_path, live):
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_signal_stops_between_micro_steps_and_the_resume_repeats_the_whole_step(
+        processes, data, tmp_path, stopped):
+    """Four micro-steps a step or more: the signal comes within the first."""
+    flags = ["--data", data, *BYTES, "--batch_size", 1, "--max_steps", 40, "--out", tmp_path / "cut"]
+    code, stdout, _ = stopped(13, flags, signal.SIGTERM, os.killpg, processes)
+    assert newest(tmp_path / "cut") == 13 and max(logged(tmp_path / "cut")) == 12
+    assert "after 13 of 40 steps" in stdout and "repeats the unfinished step" in stdout
+    run(*flags, processes=processes)
+    run(*[tmp_path / "one" if flag == tmp_path / "cut" else flag for flag in flags], processes=processes)
+    same_end(tmp_path / "cut", tmp_path / "one", 40)
+
+
+def test_a_signal_during_evaluation_ends_it_and_the_resume_makes_the_whole_evaluation(data, whole, tmp_path,
+                                                                                      monkeypatch):
+    """In the middle of the validation at step 20, and at step 40 after it: log.txt has each once."""
+    captured, read = [], TokenDataset.read
+    monkeypatch.setattr(StopSignals, "install", lambda signals: captured.append(signals) or signals)
+    reads, evaluate = [], train_gpt2.evaluate
+
+    def reading(dataset, first, count):
+        if captured and captured[-1].process.evaluating:
+            reads.append(first)
+            captured[-1].received = "SIGTERM" if len(reads) == 2 else captured[-1].received
+        return read(dataset, first, count)
+
+    def evaluating(run, due):
+        run.process.evaluating = run.state.step == 20 and len(captured) == 1
+        evaluate(run, due)
+        run.process.evaluating = False
+        if run.state.step == 40 and len(captured) == 2:
+            run.signals.received = "SIGTERM"
+    monkeypatch.setattr(Process, "evaluating", False, raising=False)
+    monkeypatch.setattr(TokenDataset, "read", reading)
+    monkeypatch.setattr(train_gpt2, "evaluate", evaluating)
+    flags = ["--data", str(data), *BYTES, "--out", str(tmp_path / "log"), "--no_plot", "--batch_size", "2"]
+    assert train_gpt2.train(flags) == 0 and len(reads) == 2
+    assert newest(tmp_path / "log") == 20 and 20 not in logged(tmp_path / "log", "val")
+    assert train_gpt2.train(flags) == 0 and newest(tmp_path / "log") == 40
+    assert train_gpt2.train(flags) == 0
+    before = [line.split()[:2] for line in (whole / "log.txt").read_text().splitlines()]
+    after = [line.split()[:2] for line in (tmp_path / "log/log.txt").read_text().splitlines()]
+    assert after == before
+    a, b = (read_checkpoint(folder / "checkpoint_000120.pt")["best"] for folder in (whole, tmp_path / "log"))
+    assert a[1] == b[1]
+
+
+@pytest.mark.parametrize(("first", "second", "ends"), [("SIGINT", "SIGINT", 130), ("SIGTERM", "SIGTERM", 143),
+                                                       ("SIGUSR1", "SIGTERM", None)])
+def test_a_second_signal_stops_at_once_but_not_after_slurms_warning(first, second, ends, data, tmp_path,
+                                                                    live):
     it = live("--data", data, *BYTES, "--out", tmp_path / "log", hold=[1])
     it.stands_before(1)                                 # in the midst of a step, which never ends
-    it.process.send_signal(signal.SIGINT)
-    it.until(lambda: "SIGINT: finishing this step" in it.stdout())
+    it.process.send_signal(signal.Signals[first])
+    it.until(lambda: f"{first}: stopping at the next" in it.stdout())
     time.sleep(1.1)                                     # before that it counts as the same one, come twice
-    it.process.send_signal(signal.SIGINT)
+    it.process.send_signal(signal.Signals[second])
+    if not ends:
+        it.go_on(1)
     code, stdout, stderr = it.end()
-    assert code == 130 and "stopped by" not in stdout and not checkpoints(tmp_path / "log")
+    assert code == (ends or 0)
+    assert bool(checkpoints(tmp_path / "log")) == ("stopped by" in stdout) == (not ends)
 
 
 def test_a_run_goes_on_with_other_processes_and_micro_batches_as_it_would_have_gone(data, recipe_and_whole,
@@ -420,15 +484,46 @@ def test_the_same_data_in_another_folder_and_format_is_the_same_data(data, whole
 def test_a_second_run_in_the_same_folder_is_refused(data, whole, tmp_path, monkeypatch):
     shutil.copytree(whole, tmp_path / "log")
     monkeypatch.setattr(runtime.files, "LOCK_TIMEOUT", 0)
+    monkeypatch.setattr(runtime.files, "holder", lambda folder: None)
     folder = os.open(tmp_path / "log", os.O_RDONLY)
     fcntl.flock(folder, fcntl.LOCK_EX)
-    with pytest.raises(UserError, match="another run is writing there"):
+    with pytest.raises(UserError, match="another run is writing there"):        # on another machine
         train_gpt2.train(["--data", str(data), "--out", str(tmp_path / "log")])
     os.close(folder)
     with pytest.raises(UserError, match="--n_layer 2, not 3"):  # free again, and freed again after a mistake
         train_gpt2.train(["--data", str(data), "--out", str(tmp_path / "log"), "--n_layer", "3"])
     with pytest.raises(UserError, match="--n_layer 2, not 3"):
         train_gpt2.train(["--data", str(data), "--out", str(tmp_path / "log"), "--n_layer", "3"])
+
+
+def test_a_second_run_of_the_same_machine_is_refused_soon_and_told_by_which_process(data, tmp_path, live):
+    flags = ["--data", data, *BYTES, "--out", tmp_path / "log"]
+    it = live(*flags, hold=[1])
+    it.stands_before(1)
+    result = run(*flags, code=2)
+    assert f"process {it.process.pid} of this machine is writing there" in result.stderr
+    assert len(result.stderr.splitlines()) == 1 and "another run is writing to" in result.stdout
+
+
+def test_what_was_derived_is_derived_anew_on_a_resume_and_the_data_come_from_the_checkpoint(data, tmp_path):
+    flags = ["--data", data, *BYTES, "--max_steps", 10, "--max_lr", 1e-3]
+    for out, more in (("derived", []), ("given", ["--min_lr", 2e-5])):
+        run(*flags, *more, "--out", tmp_path / out)
+        run("--out", tmp_path / out, "--max_lr", 5e-5, "--max_steps", 20)       # below the old tenth
+    configs = [read_checkpoint(tmp_path / out / "checkpoint_000020.pt")["config"]
+               for out in ("derived", "given")]
+    assert [config["min_lr"] for config in configs] == [pytest.approx(5e-6), 2e-5]
+    assert {config["data"] for config in configs} == {str(data)}
+    assert f"--data {tmp_path / 'nowhere'}" not in run("--out", tmp_path / "given").stdout
+    stderr = run("--out", tmp_path / "given", "--data", tmp_path / "nowhere", code=2).stderr
+    assert str(tmp_path / "nowhere") in stderr
+
+
+def test_the_docs_list_the_flags_that_a_resume_takes_or_refuses():
+    text = (ROOT / "docs/running.md").read_text()
+    for kind, begin in (("fixed", "cannot change on resume"), ("per_run", "never taken from the checkpoint")):
+        listed = set(re.findall(r"`--(\w+)`", text.split(begin)[1].split("\n\n")[0]))
+        assert listed == {f.name for f in dataclasses.fields(train_gpt2.Config) if f.metadata.get(kind)}, kind
 
 
 def test_going_on_from_an_older_checkpoint_sets_the_newer_ones_aside(data, whole, tmp_path):

@@ -22,7 +22,7 @@ from runtime.checkpoint import Saver, checkpoints
 from runtime.checks import check_config, check_memory, micro_batch_candidates
 from runtime.cli import UserError
 from runtime.device import compile_error, peak_flops
-from runtime.distributed import Process, setup_process
+from runtime.distributed import Process, StopSignals, setup_process
 from runtime.log import Log
 from runtime.plots import LossPlotter, plot_log
 from runtime.shards import write_shard
@@ -230,11 +230,10 @@ def test_a_loss_that_is_not_finite_ends_the_run_with_exit_code_1(shards, tmp_pat
 def test_the_console_line_is_build_nanogpts(shards, tmp_path):
     result = run("--data", shards, *TINY, *QUIET, "--max_steps", 2, "--out", tmp_path / "log")
     line = next(line for line in result.stdout.splitlines() if line.startswith("step "))
-    assert re.match(r"step     0 \| loss: \d+\.\d{6} \| lr 1\.2000e-04 \| norm: \d+\.\d{4} \| dt: "
-                    r"\d+\.\d\dms \| "
-                    r"tok/sec: \d+\.\d\d \| mfu: n/a \| left: ", line)
-    first = (tmp_path / "log/log.txt").read_text().splitlines()[0]
-    assert first == f"0 train {re.search(r'loss: ([0-9.]+)', line)[1]}"
+    assert re.fullmatch(r"step     0 \| loss: \d+\.\d{4} \| lr 1\.20e-04 \| norm: \d+\.\d+ \| dt: "
+                        r"[0-9.]+m?s \| tok/sec: [0-9,]+ \| \d+s left", line) and len(line) <= 100
+    first = (tmp_path / "log/log.txt").read_text().split()[:3]
+    assert first[:2] == ["0", "train"] and f"{float(first[2]):.4f}" == re.search(r"loss: ([0-9.]+)", line)[1]
 
 
 def test_overfit_takes_the_full_model_and_leaves_nothing_in_the_way(tmp_path):
@@ -248,7 +247,7 @@ def test_overfit_takes_the_full_model_and_leaves_nothing_in_the_way(tmp_path):
                                    result.stdout).groups()
     assert 10.5 < float(first) < 11.2 and float(last) < float(first) - 2 and int(steps) == 4
     assert sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*")
-                  if p.is_file()) == ["log/overfit/log.txt"]
+                  if p.is_file()) == ["log/overfit/log.txt", "log/overfit/metrics.csv"]
 
 
 def test_overfit_runs_as_it_stands_on_several_processes_and_prints_no_warning(tmp_path):
@@ -478,7 +477,7 @@ def test_a_run_that_is_out_of_memory_is_told_what_needs_less(flags, where, said,
         error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
         raise torch._inductor.exc.InductorError(error, None) if compiled else error
     monkeypatch.setattr(train_gpt2, where, fails)
-    monkeypatch.setattr(train_gpt2, "StopSignals", lambda is_master: types.SimpleNamespace(received=None))
+    monkeypatch.setattr(StopSignals, "install", lambda signals: signals)
     with pytest.raises(UserError, match=f"cpu is out of memory .*{said}"):
         train_gpt2.train([*TINY, *QUIET, "--data", str(shards), "--out", str(tmp_path / "log"), *flags])
 
@@ -498,7 +497,9 @@ def test_help_names_every_flag_with_its_default():
     text = run("--help").stdout
     for name in Config.__dataclass_fields__:
         assert f"--{name} " in text or f"--{name}\n" in text, name
-    assert "--no_shuffle" in text and "(default 524288)" in text
+    assert "--shuffle, --no_shuffle" in text and "(default 524288)" in text and "(default )" not in text
+    assert "--n_head INT" in text and "(default 12; speedrun: 6)" in text and text.count("--no_") == sum(
+        f.metadata.get("type", f.type) is bool for f in Config.__dataclass_fields__.values())
 
 
 @pytest.mark.parametrize("module", ["model", "fineweb", "hellaswag", "train_gpt2", "sample"])
@@ -597,7 +598,7 @@ class Figure(MagicMock):
     result = run("--data", shards, *TINY, *QUIET, "--max_steps", 3, "--val_every", 1, "--val_tokens", 64,
                  "--plot",
                  "--out", tmp_path / "log", env=ENV | {"PYTHONPATH": str(tmp_path)}, processes=processes)
-    assert "in " + str(tmp_path / "log") + ": log.txt, loss.png" in result.stdout
+    assert "in " + str(tmp_path / "log") + ": log.txt, metrics.csv, loss.png" in result.stdout
     assert len(logged(tmp_path / "log", "val")) == 4
     assert (tmp_path / "log" / "loss.png").read_bytes() == (tmp_path / "log" / "log.txt").read_bytes()
 
@@ -664,11 +665,16 @@ def test_tensorboard_is_given_what_the_log_has_and_keeps_the_evaluation_that_a_r
 
         def add_scalar(self, name, value, step):
             told.append((name, value, step))
+
+        def close(self):
+            told.append("closed")
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard",
                         types.SimpleNamespace(SummaryWriter=SummaryWriter))
-    log = Log(Config(out=str(tmp_path), tensorboard=True), 1)
-    log.write(1, "train", 9.3, norm=1.0, lr=0.1)
-    assert told == [(str(tmp_path), 1), ("val", 9.5, 1), ("train", 9.3, 1), ("norm", 1.0, 1), ("lr", 0.1, 1)]
+    log = Log(Config(out=str(tmp_path), tensorboard=True), 1, 1)
+    log.step(1, 9.3, norm=1.0, lr=0.1, seconds=2.0)
+    log.close()
+    assert told == [(str(tmp_path), 1), ("val", 9.5, 1), ("train", 9.3, 1), ("norm", 1.0, 1), ("lr", 0.1, 1),
+                    "closed"]
 
 
 @pytest.mark.parametrize("package", ["wandb", "tensorboard"])

@@ -1,0 +1,193 @@
+"""What a run will do, before it does it: batches, epochs, memory, disk, time; its header, and --dry_run."""
+import math
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from runtime.batch_size import moment_bytes
+from runtime.checkpoint import TrainState
+from runtime.dataloader import TokenLoader
+from runtime.device import peak_flops
+from runtime.distributed import Process
+from runtime.progress import duration
+
+MFU = 0.4               # of a GPU's peak, for predictions: about what others' runs reach (docs/speed.md)
+MOST_EPOCHS = 4         # repeated text is worth about as much as new text up to there (arXiv:2305.16264)
+
+
+@dataclass
+class Trial:
+    """One micro-step, tried: its seconds, and the bytes that its forward keeps for the backward."""
+    seconds: float
+    activations: int
+
+
+def try_micro_step(model, B: int, T: int, autocast: torch.autocast, device: str) -> Trial:
+    """Forward and backward of B sequences in eager mode. Changes neither weights nor gradients."""
+    x, kept = torch.zeros(B, T, dtype=torch.int64, device=device), {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+    seconds, started, trials = math.inf, time.perf_counter(), 0
+    # the first is slow: on a CPU twice, if that is a matter of seconds, and for about one second
+    while trials == 0 or device == "cpu" and time.perf_counter() - started < (10 if trials == 1 else 1):
+        trials += 1
+        kept.clear()
+        start = time.perf_counter()
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), autocast:
+            _, loss = model(x, x)
+        # not backward(): DDP's hooks would take it for a step
+        torch.autograd.grad(loss, list(model.parameters()))
+        seconds = min(seconds, time.perf_counter() - start)
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    return Trial(seconds, sum(size for place, size in kept.items() if place not in weights))
+
+
+def size(n: float) -> str:
+    """Bytes in GB or MB."""
+    return f"{n / 1e9:,.1f} GB" if n >= 1e9 else f"{n / 1e6:,.0f} MB"
+
+
+class Forecast:
+    """What a run will do. `trial`: of its micro-batch on a CPU; for a GPU's --dry_run of one sequence."""
+
+    def __init__(self, config, state: TrainState, compiled: Callable, loader: TokenLoader, val: list,
+                 process: Process, trial: Trial | None):
+        self.config, self.state, self.process, self.loader, self.val = config, state, process, loader, val
+        self.compiled, self.trial = compiled is not state.model, trial
+        self.parameters = sum(p.numel() for p in state.model.parameters())
+        self.moments = moment_bytes(state.optimizers)
+        self.checkpoint = 4 * self.parameters + self.moments
+        self.tokens = config.max_steps * config.total_batch_size
+        self.epochs = self.tokens / (loader.dataset.total * loader.dataset.T)
+        self.step_seconds, self.source = self._time()
+
+    def _time(self):
+        """(seconds a step or None, where they are from)."""
+        config, process = self.config, self.process
+        if process.device == "cpu" and self.trial:
+            return self.trial.seconds * self.loader.micro_steps, "from one micro-step, timed on this CPU"
+        if peak := peak_flops(process.device):
+            flops = self.state.model.flops_per_token(config.sequence_length) * config.total_batch_size
+            return (flops / (peak * MFU * process.world_size),
+                    f"predicted, at {MFU:.0%} of the data sheet's {peak / 1e12:,.0f} TFLOP/s")
+        return None, "unknown for this device"
+
+    def machine(self):
+        config, process = self.config, self.process
+        gpu = f" ({torch.cuda.get_device_name(process.device)})" if process.device.startswith("cuda") else ""
+        return (f"{process.world_size} process(es) on {process.device}{gpu}, {config.dtype}, "
+                f"{'torch.compile' if self.compiled else 'eager'}, attention {config.attention}, "
+                f"torch {torch.__version__}")
+
+    def model(self):
+        config = self.config
+        return (f"{config.recipe}: {self.parameters:,} parameters ({config.n_layer} layers, {config.n_head} "
+                f"heads, width {config.n_embd}, vocabulary {config.vocab_size}"
+                f"{f', window {config.window} inside documents' if config.window else ''})")
+
+    def batch(self):
+        config, loader = self.config, self.loader
+        return (f"{config.total_batch_size:,} tokens a step = {loader.B} x {config.sequence_length} x "
+                f"{loader.micro_steps} micro-step(s) x {self.process.world_size} process(es); "
+                f"{config.max_steps:,} steps = {self.tokens:,} tokens = {self.epochs:,.2f} epochs")
+
+    def time(self):
+        if self.step_seconds is None:
+            return self.source
+        left = self.step_seconds * (self.config.max_steps - self.state.step)
+        return f"about {duration(self.step_seconds)} a step, {duration(left)} in all ({self.source})"
+
+    def memory(self):
+        parts = [("weights", 4 * self.parameters), ("gradients", 4 * self.parameters),
+                 ("moments", self.moments)]
+        if self.trial:
+            rows = self.loader.B if self.process.device != "cpu" else 1
+            note = " (eager; less with torch.compile)" if self.compiled else ""
+            parts.append((f"activations of a micro-batch{note}", rows * self.trial.activations))
+        return f"{size(sum(n for _, n in parts))}: " + ", ".join(f"{size(n)} {what}" for what, n in parts)
+
+    def disk(self):
+        config = self.config
+        if not config.checkpoint_every:
+            return "no checkpoints"
+        # the newest, the best, and the one being written
+        count = f"up to {config.keep_checkpoints + 2}" if config.keep_checkpoints else (
+            f"{math.ceil(config.max_steps / config.checkpoint_every)}")
+        return f"{size(self.checkpoint)} a checkpoint, {count} in {config.out}"
+
+    def evaluations(self):
+        """When something is evaluated or saved, one line each."""
+        config, last = self.config, self.config.max_steps
+        for what, every in (("validation", config.val_every), ("HellaSwag", config.hellaswag_every),
+                            ("samples", config.sample_every), ("checkpoint", config.checkpoint_every)):
+            detail = ""
+            if what == "validation" and self.val[0]:
+                detail = f", {self.val[1]:,} sequences of {config.sequence_length} tokens"
+            yield (f"{what}: every {every:,} steps and at the last, {math.ceil(last / every):,} times{detail}"
+                   if every else f"{what}: never")
+
+    def warnings(self):
+        config = self.config
+        if config.overfit:
+            return
+        if self.epochs > MOST_EPOCHS:
+            enough = max(1, int(MOST_EPOCHS * config.max_steps / self.epochs))
+            yield (f"{self.epochs:,.0f} epochs over the data, and after about {MOST_EPOCHS} a model learns "
+                   f"it by heart: give --max_steps {enough}, a smaller --preset, or more text")
+        left = (self.step_seconds or 0) * (config.max_steps - self.state.step)
+        if left > 7 * 86400:
+            yield (f"this takes about {duration(left)} here: give a smaller --preset (see --help), or fewer "
+                   f"--max_steps")
+        out = Path(config.out).absolute()
+        free = shutil.disk_usage(next(p for p in (out, *out.parents) if p.exists())).free
+        if config.checkpoint_every and free < 2 * self.checkpoint:
+            yield (f"{size(free)} are free for {config.out}, and a checkpoint has {size(self.checkpoint)}: "
+                   f"make room, or give another --out")
+
+    def print_header(self) -> None:
+        """The first lines of a run: where, what, the arithmetic of the batch, memory, disk and time."""
+        lines = [self.machine(), self.model(), self.batch()]
+        if not self.config.overfit:
+            lines += [f"memory {self.memory()}", self.disk(), self.time()]
+        lines += [f"warning: {text}" for text in self.warnings()]
+        if self.config.warmup_steps > self.config.max_steps:
+            lines.append(f"note: the warm-up of {self.config.warmup_steps} steps is longer than the run")
+        for line in lines:
+            self.process.print0(line)
+
+    def print_plan(self) -> None:
+        """--dry_run."""
+        config = self.config
+        data = f"{config.data}: {sum(self.loader.dataset.lengths):,} tokens for training"
+        lines = [("machine", self.machine()), ("model", self.model()), ("data", data),
+                 ("batch", self.batch()), ("memory", f"at least {self.memory()}"), ("disk", self.disk()),
+                 ("time", self.time()),
+                 *(("steps", text) for text in self.evaluations()),
+                 *(("warning", text) for text in self.warnings())]
+        for name, text in lines:
+            self.process.print0(f"{name + ':':<9}{text}")
+        self.process.print0("nothing was written; the same command without --dry_run starts the run")
+
+
+def print_forecast(config, state: TrainState, compiled: Callable, loader: TokenLoader, plan,
+                   autocast: torch.autocast, process: Process) -> None:
+    """Prints the header of a run, or --dry_run's plan. On a CPU a micro-batch is tried first, on a GPU for
+    --dry_run one sequence."""
+    trial, cpu = None, process.device == "cpu"
+    if (cpu and not config.overfit) or config.dry_run:
+        with process.progress("timing a micro-step"):
+            trial = try_micro_step(state.model, loader.B if cpu else 1, config.sequence_length, autocast,
+                                   process.device)
+    forecast = Forecast(config, state, compiled, loader, plan.val, process, trial)
+    if config.dry_run:
+        return forecast.print_plan()
+    forecast.print_header()
+    if plan.path:
+        process.print0(f"going on from {plan.path} at step {state.step} of {config.max_steps}")

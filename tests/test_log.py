@@ -1,0 +1,156 @@
+"""What a run tells: log.txt, metrics.csv, the console, signs of life."""
+import csv
+import os
+import pty
+import re
+import subprocess
+import sys
+import termios
+import time
+
+import pytest
+from helpers import ENV, HANG, ROOT, logged, run
+
+from runtime.benchmark import random_tokens
+from runtime.log import COLUMNS, Log, brief_time, read_metrics, step_line
+from runtime.progress import Progress, duration
+from runtime.shards import write_shard
+from train_gpt2 import Config
+import runtime.progress
+
+SMALL = ["--n_layer", 1, "--n_head", 2, "--n_embd", 32, "--block_size", 32, "--dtype", "float32",
+         "--vocab_size", 256, "--hellaswag_every", 0, "--sample_every", 0, "--total_batch_size", 128]
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("log")
+    for i in range(2):
+        write_shard(folder / f"text_{'train' if i else 'val'}_{i:06d}.npy", random_tokens(5000) % 256)
+    return folder
+
+
+def test_metrics_csv_has_a_row_a_step_with_what_log_txt_has(shards, tmp_path):
+    run("--data", shards, *SMALL, "--max_steps", 7, "--val_every", 3, "--out", tmp_path)
+    with open(tmp_path / "metrics.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert tuple(rows[0]) == COLUMNS and [row["step"] for row in rows] == list("01234567")
+    assert [int(row["tokens"]) for row in rows] == [128 * step for step in range(8)]
+    for kind in ("train", "val"):
+        assert {int(row["step"]): float(row[kind]) for row in rows if row[kind]} == logged(tmp_path, kind)
+    assert rows[7]["train"] == rows[7]["lr"] == rows[7]["tokens_per_second"] == rows[1]["hella"] == ""
+    for row, after in zip(rows, rows[1:], strict=False):        # the time of a step is that of its tokens/s
+        seconds = float(after["seconds"]) - float(row["seconds"])
+        assert seconds == pytest.approx(128 / float(row["tokens_per_second"]), abs=0.002)
+        assert float(row["norm"]) > 0
+    assert [row["seconds"] for row in read_metrics(tmp_path / "metrics.csv")] == [float(row["seconds"])
+                                                                                  for row in rows]
+
+
+def test_metrics_csv_goes_on_where_the_checkpoint_is_and_a_damaged_one_hinders_nobody(tmp_path):
+    config = Config(out=str(tmp_path), total_batch_size=100)
+    log = Log(config, 0, -1)
+    for step in range(4):
+        log.evaluation(step, "val", 5.0 - step)
+        log.step(step, 4.0 - step, 1.0, 0.1, seconds=2.0)
+    log.close()
+    (tmp_path / "metrics.csv").open("a").write("damaged,,\n4,400,8.0,1.0")         # and a line cut off
+    with pytest.raises(ValueError, match="not a metrics.csv of this project: .*damaged"):
+        read_metrics(tmp_path / "metrics.csv")
+    log = Log(config, 2, 2)                     # its evaluation was made before the checkpoint was written
+    log.step(2, 1.5, 1.0, 0.1, seconds=3.0)
+    log.evaluation(3, "hella", 0.25)
+    log.close()
+    rows = read_metrics(tmp_path / "metrics.csv")
+    assert [(row["step"], row["seconds"], row["train"], row["val"], row["hella"]) for row in rows] == [
+        (0, 0, 4, 5, None), (1, 2, 3, 4, None), (2, 4, 1.5, 3, None), (3, 7, None, None, 0.25)]
+    log = Log(config, 0, -1)                    # another run in the same folder
+    log.close()
+    assert read_metrics(tmp_path / "metrics.csv") == []
+
+
+@pytest.mark.parametrize("step", [0, 19072, 600000])
+@pytest.mark.parametrize(("loss", "norm"), [(10.8412, 12.345), (3.2, 0.312)])
+@pytest.mark.parametrize("dt", [0.0931, 0.5, 3.021, 700.0])
+@pytest.mark.parametrize("rate", [99.0, 175_980.0, 14_000_000.0])
+@pytest.mark.parametrize("mfu", [None, 0.412])
+def test_a_step_line_fits_100_columns(step, loss, norm, dt, rate, mfu):
+    for left in (12, 5000, 170_000, 1.4e7):
+        line = step_line(step, loss, norm, 4.2e-6, dt, rate, mfu, left)
+        assert len(line) <= 100, line
+        assert re.fullmatch(r"step +\d+ \| loss: [0-9.]+ \| lr 4\.20e-06 \| norm: [0-9.]{4} \| dt: [0-9.]+m?s \| "
+                            r"tok/sec: [0-9,]+k?( \| mfu 41%)?( \| \d+[smhd]( left)?)?", line)
+        usual = loss < 10 and step < 1e5 and rate < 1e7 and left < 1e7
+        assert ("mfu" in line) == bool(mfu) and (not usual or re.search(r"\d[smhd]( left)?$", line))
+
+
+def test_a_step_line_is_that_of_the_contract():
+    assert step_line(5, 6.0372, 2.05, 4.2e-6, 0.0931, 175_980, None, 5000) == (
+        "step     5 | loss: 6.0372 | lr 4.20e-06 | norm: 2.05 | dt: 93.1ms | tok/sec: 175,980 | 83m left")
+    assert [brief_time(s) for s in (3, 99, 100, 5999, 6001, 172_000, 1.5e7)] == [
+        "3s", "99s", "2m", "100m", "2h", "48h", "174d"]
+
+
+def test_log_every_thins_the_console_alone_and_the_end_tells_the_speed(shards, tmp_path):
+    result = run("--data", shards, *SMALL, "--max_steps", 8, "--val_every", 4, "--log_every", 3, "--out",
+                 tmp_path, env=ENV | {"PYTHONWARNINGS": "error::ResourceWarning"})
+    assert re.findall(r"step +(\d+) \| loss", result.stdout) == ["0", "3", "6", "7"]
+    assert re.findall(r"step +(\d+) \| validation loss: \d", result.stdout) == ["0", "4", "8"]
+    assert set(logged(tmp_path)) == set(range(8)) and not result.stderr         # no file is left open
+    assert re.search(r"median step [0-9.,]+ ms, [0-9,]+ tokens/s, peak memory \d+\.\d GB\ndone: 8 steps",
+                     result.stdout)
+
+
+def test_work_that_takes_long_shows_a_line_now_and_then_and_short_work_nothing(monkeypatch):
+    monkeypatch.setattr(runtime.progress, "QUIET", 0.3)
+    lines = []
+    progress = Progress(lines.append)
+    for _ in progress.over("short", range(3), "batches"):
+        pass
+    assert not lines
+    with progress("outer"), progress("validation", 4, "batches") as task:
+        task.update()
+        deadline = time.monotonic() + HANG
+        while len(lines) < 3 and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert all(re.fullmatch(r"validation: 1 of 4 batches, [0-9.]+ s so far", line) for line in lines)
+    with progress("only rank 0"):
+        count = len(lines)
+    assert len(lines) == count
+    assert [duration(s) for s in (0.3, 45, 3000, 20_000, 1.4e7)] == ["0.3 s", "45 s", "50 min", "5.6 hours",
+                                                                     "162 days"]
+
+
+def test_on_a_terminal_it_is_a_bar_that_goes_away_again():
+    code = (f"import sys, time; sys.path.insert(0, {str(ROOT)!r})\n"
+            "import runtime.progress as p; p.QUIET = 0.2\n"
+            "with p.Progress()('validation', 4, 'batches') as task:\n"
+            "    task.update(3); end = time.monotonic() + 600\n"
+            "    progress = [o for o in __import__('gc').get_objects() if isinstance(o, p.Progress)][0]\n"
+            "    while not progress.bar and time.monotonic() < end: time.sleep(0.01)\n"
+            "    time.sleep(0.5)\n")
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (24, 80))
+    process = subprocess.Popen([sys.executable, "-c", code], stderr=theirs, stdout=subprocess.PIPE)
+    os.close(theirs)
+    shown = b""
+    try:
+        while piece := os.read(ours, 4096):
+            shown += piece
+    except OSError:                                     # the end, as Linux tells it
+        pass
+    assert process.wait(timeout=HANG) == 0 and process.stdout.read() == b""
+    assert b"validation:  75%" in shown and b"3/4" in shown
+    assert not shown.split(b"\r")[-2 if shown.endswith(b"\r") else -1].strip()
+
+
+def test_a_slow_micro_step_of_a_real_run_shows_signs_of_life(shards, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(
+        f"import sys, time; sys.path.insert(0, {str(ROOT)!r})\n"
+        "import runtime.progress\nfrom runtime.dataloader import TokenLoader\ndel sys.path[0]\n"
+        "runtime.progress.QUIET, real = 0.2, TokenLoader.next_batch\n"
+        "TokenLoader.next_batch = lambda loader: (time.sleep(1.0), real(loader))[1]\n")
+    result = run("--data", shards, *SMALL, "--max_steps", 1, "--batch_size", 2, "--val_every", 0, "--out",
+                 tmp_path / "log", env=ENV | {"PYTHONPATH": str(tmp_path)})
+    assert re.search(r"\nstep 0: [01] of 2 micro-steps, [0-9.]+ s so far\n", result.stdout)
+    assert not result.stderr

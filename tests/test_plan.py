@@ -1,0 +1,148 @@
+"""What a user is told before a run: the plan, presets, flags, warnings."""
+import os
+import re
+import shutil
+import subprocess
+import sys
+import types
+
+import pytest
+import torch
+from helpers import ENV, HANG, ROOT, logged, run
+
+from model import GPT, GPTConfig, SpeedrunConfig, SpeedrunGPT
+from runtime.benchmark import random_tokens
+from runtime.checks import check_config
+from runtime.cli import UserError, __version__
+from runtime.device import make_autocast
+from runtime.plan import try_micro_step
+from runtime.presets import OVERFIT, PRESETS
+from runtime.shards import write_shard
+from runtime.weights import read_checkpoint
+from train_gpt2 import parse_flags
+import train_gpt2
+
+SMALL = ["--n_layer", 2, "--n_head", 2, "--n_embd", 32, "--block_size", 32, "--dtype", "float32",
+         "--hellaswag_every", 0, "--total_batch_size", 256]
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory):
+    """10,000 tokens to train on."""
+    folder = tmp_path_factory.mktemp("plan") / "data/shakespeare"
+    folder.mkdir(parents=True)
+    for i, n in enumerate((2000, 10_000)):
+        write_shard(folder / f"text_{'train' if i else 'val'}_{i:06d}.npy", random_tokens(n))
+    return folder
+
+
+def files(folder):
+    return sorted((str(p), p.stat().st_mtime_ns) for p in folder.rglob("*"))
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_dry_run_tells_what_would_run_and_writes_nothing(processes, shards, tmp_path):
+    before = files(tmp_path)
+    result = run("--data", shards, *SMALL, "--max_steps", 100, "--val_every", 30, "--sample_every", 0,
+                 "--checkpoint_every", 50, "--batch_size", 2, "--out", "log", "--dry_run", cwd=tmp_path,
+                 processes=processes)
+    for text in ("1,636,448 parameters", f"256 tokens a step = 2 x 32 x {4 // processes} micro-step(s)",
+                 "100 steps = 25,600 tokens = 2.56 epochs", "10,000 tokens for training",
+                 "7 MB weights, 7 MB gradients, 13 MB moments", "20 MB a checkpoint, up to 5 in log",
+                 "validation: every 30 steps and at the last, 4 times", "HellaSwag: never",
+                 "checkpoint: every 50 steps and at the last, 2 times", "timed on this CPU",
+                 "nothing was written"):
+        assert text in result.stdout, text
+    assert files(tmp_path) == before and "warning" not in result.stdout
+
+
+def test_gpt2_on_a_cpu_over_shakespeare_is_warned_of_its_epochs_and_weeks(shards, tmp_path):
+    """What happens to whoever leaves the preset out, at full size; one sequence a micro-step to save time."""
+    result = run("--data", shards, "--batch_size", 1, "--dry_run", "--out", tmp_path / "log", "--max_steps",
+                 100_000)
+    assert "124,475,904 parameters" in result.stdout
+    assert re.search(r"time: +about .* a step, [\d,]+ days in all \(from one micro-step", result.stdout)
+    assert re.search(r"warning: [\d,]+ epochs over the data, .* --max_steps 1,", result.stdout)
+    assert re.search(r"warning: this takes about [\d,]+ days here: give a smaller --preset", result.stdout)
+
+
+def test_the_header_has_the_plan_in_short_and_warns_of_many_epochs(shards, tmp_path):
+    flags = ["--data", shards, *SMALL, "--val_every", 0, "--sample_every", 0, "--checkpoint_every", 0]
+    result = run(*flags, "--max_steps", 2, "--out", tmp_path / "short")
+    assert "memory" in result.stdout and "no checkpoints" in result.stdout and "about " in result.stdout
+    assert "warning" not in result.stdout
+    result = run(*flags, "--max_steps", 1000, "--total_batch_size", 128, "--out", tmp_path / "x", "--dry_run")
+    assert "warning: 13 epochs over the data" in result.stdout and "--max_steps 312," in result.stdout
+
+
+@pytest.mark.parametrize("model", [GPT(GPTConfig(32, 512, 2, 2, 32)),
+                                   SpeedrunGPT(SpeedrunConfig(32, 512, 2, 2, 32))])
+def test_the_trial_counts_what_is_kept_for_the_backward_and_changes_nothing(model):
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    rng = torch.get_rng_state()
+    two, four = (try_micro_step(model, B, 32, make_autocast("cpu", "float32"), "cpu") for B in (2, 4))
+    # at least the eight (B, T, C) inputs of a block's matrix products, as float32
+    assert two.activations > 2 * 8 * 2 * 32 * 32 * 4 and two.seconds > 0
+    assert four.activations == pytest.approx(2 * two.activations, rel=0.1)
+    assert all(p.grad is None and torch.equal(p, before[name]) for name, p in model.named_parameters())
+    assert torch.equal(torch.get_rng_state(), rng)
+
+
+@pytest.mark.parametrize("recipe", ["gpt2", "speedrun"])
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_can_run_its_values_are_defaults_and_flags_win(name, recipe):
+    config, given = parse_flags(["--preset", name, "--recipe", recipe])
+    check_config(config)
+    assert given == {"preset", "recipe"}
+    rates = {"max_lr", "min_lr", "warmup_steps"} if recipe == "speedrun" else set()
+    for flag, value in PRESETS[name][1].items():
+        assert (getattr(config, flag) == value) == (flag not in rates), flag
+    assert parse_flags(["--preset", name, "--n_layer", "3", "--out", "x"])[0].n_layer == 3
+
+
+def test_overfit_is_a_run_of_its_own():
+    assert vars(parse_flags(["--overfit"])[0]).items() >= OVERFIT.items()
+    with pytest.raises(UserError, match="leave --preset out"):
+        parse_flags(["--overfit", "--preset", "small"])
+
+
+def test_a_presets_values_are_kept_by_the_checkpoint(shards):
+    folder = shards.parent.parent
+    run("--preset", "shakespeare", "--max_steps", 2, "--val_every", 0, "--sample_every", 0, cwd=folder)
+    result = run("--out", "log/shakespeare", "--max_steps", 3, cwd=folder)
+    assert "at step 2 of 3" in result.stdout and set(logged(folder / "log/shakespeare")) == {0, 1, 2}
+    config = read_checkpoint(folder / "log/shakespeare/checkpoint_000003.pt")["config"]
+    assert (config["n_layer"], config["max_lr"], config["val_every"]) == (4, 2e-3, 0)
+
+
+def test_help_lists_the_presets_and_what_a_resume_may_change():
+    text = run("--help").stdout
+    for name, (what, values) in PRESETS.items():
+        assert f"  {name}: {what}" in text
+        assert all(f"--{flag}" in text for flag in values)
+    assert "On resume, these cannot change: --shuffle --recipe" in text
+    assert "These are not taken from the checkpoint: --preset --dry_run" in text
+    assert max(map(len, text.splitlines())) <= 130
+
+
+@pytest.mark.parametrize("script", ["train_gpt2", "fineweb", "hellaswag", "sample", "bench"])
+def test_every_command_says_its_version(script):
+    result = subprocess.run([sys.executable, ROOT / f"{script}.py", "--version"], capture_output=True,
+                            text=True, timeout=HANG, env=ENV)
+    assert (result.returncode, result.stdout) == (0, f"{script}.py {__version__}\n")
+    assert f"## {__version__}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+@pytest.mark.parametrize(("flag", "meant"), [
+    ("--max-lr", "--max_lr"), ("--max_lrr", "--max_lr"), ("--no-shuffle", "--no_shuffle"),
+    ("--batchsize=4", "--batch_size")])
+def test_an_unknown_flag_is_answered_with_the_one_that_was_meant(flag, meant):
+    with pytest.raises(UserError, match=f"unrecognized arguments: {flag}; did you mean {meant}\\?"):
+        parse_flags([flag])
+
+
+def test_a_checkpoint_that_would_not_fit_on_the_disk_is_warned_of(shards, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: types.SimpleNamespace(free=1e6))
+    assert train_gpt2.train([*map(str, SMALL), "--data", str(shards), "--max_steps", "5", "--dry_run",
+                             "--out", str(tmp_path / "a/b")]) == 0
+    assert "warning: 1 MB are free for" in capsys.readouterr().out and not os.listdir(tmp_path)
