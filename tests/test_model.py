@@ -776,6 +776,72 @@ def test_a_loaded_model_lives_on_when_its_file_is_gone_or_overwritten(tmp_path):
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), loaded.parameters(), strict=True))
 
 
+@pytest.fixture
+def a_run(tmp_path):
+    """A run's folder and the models of its checkpoints by step; the last but one was the best."""
+    folder, models = tmp_path / "log", {step: make_model(seed=step) for step in (2, 10, 999_999, 1_000_000)}
+    folder.mkdir()
+    for step, model in models.items():          # in order of their names the newest is not the last
+        save(folder / f"checkpoint_{step:06d}.pt",
+             {**own_checkpoint(model), "best": (3.0, 999_999) if step >= 999_999 else (4.0, 2)})
+    (folder / "log.txt").touch()
+    (folder / "checkpoint_2000000.pt.tmp").touch()
+    (folder / "previous_1").mkdir()
+    return folder, models
+
+
+def same_weights(source, model):
+    ours, theirs = load_model(source).state_dict(), model.state_dict()
+    assert all(torch.equal(p, theirs[name]) for name, p in ours.items())
+
+
+def test_a_runs_folder_is_its_newest_checkpoint_and_best_the_one_of_the_lowest_validation_loss(a_run):
+    folder, models = a_run
+    for source in (folder, str(folder), f"{folder}/"):
+        same_weights(source, models[1_000_000])
+    for source in (folder / "best", f"{folder}/best", f"{folder}/best/", f"{folder}/../log/best"):
+        same_weights(source, models[999_999])
+
+
+def test_best_and_the_newest_are_found_in_the_folder_above_too(a_run, monkeypatch):
+    folder, models = a_run
+    monkeypatch.chdir(folder)
+    same_weights(".", models[1_000_000])
+    same_weights("best", models[999_999])
+
+
+@pytest.mark.parametrize("kind", ["file", "folder", "run"])
+def test_a_real_file_or_folder_called_best_wins(a_run, kind):
+    folder, models = a_run
+    if kind == "file":
+        save(folder / "best", own_checkpoint(models[10]))
+    elif kind == "folder":
+        models[10].save_pretrained(folder / "best")
+    else:
+        (folder / "best").mkdir()
+        save(folder / "best" / "checkpoint_000010.pt", own_checkpoint(models[10]))
+    same_weights(folder / "best", models[10])
+
+
+@pytest.mark.parametrize("best, words", [
+    (None, "no checkpoint of this run has a validation loss"), ("missing", "no checkpoint of this run has"),
+    ([3.0, 999_999], "no checkpoint of this run has"), ((3.0, "x" * 10**6), "no checkpoint of this run has"),
+    ((3.0, 250), "checkpoint_000250.pt, which had the lowest validation loss, is gone")],
+    ids=["none", "missing", "a list", "a string", "gone"])
+def test_without_a_best_checkpoint_one_line_says_so_and_what_to_give(a_run, best, words):
+    folder, models = a_run
+    checkpoint = own_checkpoint(models[10]) | ({} if best == "missing" else {"best": best})
+    save(folder / "checkpoint_1000000.pt", checkpoint)
+    refused(folder / "best", words, f"give {folder} for its newest checkpoint")
+    load_model(folder)
+
+
+def test_a_folder_that_is_neither_a_run_nor_of_hugging_face_is_refused_by_both_names(tmp_path):
+    (tmp_path / "empty").mkdir()
+    refused(tmp_path / "empty", "neither a run's folder", "checkpoint_*.pt", "Hugging Face", "config.json")
+    refused(tmp_path / "empty" / "best", f"{tmp_path / 'empty'} is not a run's folder")
+
+
 @pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy file"])
 @pytest.mark.parametrize("bias", [True, False])
 def test_nanogpts_checkpoint_loads_with_its_exact_gelu(bias, zipped, tmp_path):

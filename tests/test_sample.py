@@ -10,9 +10,10 @@ import pytest
 import torch
 
 import sample
-from helpers import HANG
-from model import GPT, GPTConfig
+from helpers import HANG, logged, run
+from model import GPT, GPTConfig, load_model
 from runtime.cli import UserError
+from runtime.shards import write_shard
 from runtime.tokenizer import EOT, encode, tokenizer
 from test_model import PEERS, make_model, nanogpt_checkpoint, save, write_peer
 
@@ -54,10 +55,45 @@ def test_it_prints_the_samples_asked_for_each_after_the_prompt_and_the_seed_deci
     assert first.stdout == again.stdout != other.stdout
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A real run of two steps that diverges: its --out, flags for data, validation losses by step."""
+    folder = tmp_path_factory.mktemp("run")
+    tokens = encode((ROOT / "input.txt").read_text()[:20_000])
+    for name, part in (("val", tokens[:600]), ("train", tokens[600:])):
+        write_shard(folder / f"text_{name}_000000.npy", part)
+    flags = ["--data", folder, "--total_batch_size", 256, "--val_every", 1, "--val_tokens", 512, "--dtype",
+             "float32", "--sample_every", 0, "--hellaswag_every", 0, "--max_lr", 1, "--min_lr", 1,
+             "--warmup_steps", 0]
+    run(*flags, "--n_layer", 1, "--n_head", 2, "--n_embd", 16, "--block_size", 32, "--max_steps", 2,
+        "--checkpoint_every", 1, "--out", folder / "log")
+    return folder / "log", flags, logged(folder / "log", "val")
+
+
+def test_every_command_takes_a_runs_folder_and_its_best(trained, tmp_path, capsys):
+    out, flags, losses = trained
+    best = min((1, 2), key=losses.get)
+    assert best == 1, "the newest checkpoint must not be the best here"
+    (tmp_path / "a.jsonl").write_text('{"ctx": "A cat", "endings": ["sat", "is", "was", "no"], "label": 0}')
+    files, short = {step: out / f"checkpoint_{step:06d}.pt" for step in (1, 2)}, ["--max_new_tokens", "8"]
+    for source, step in ((out, 2), (out / "best", 1)):
+        sample.main(["--model", str(files[step]), *short])
+        assert command("--model", source, *short).stdout == capsys.readouterr().out
+    source = out / "best"
+    for script, *arguments in (["model.py", "export", source, tmp_path / "exported"],
+                               ["hellaswag.py", "--model", source, "--data", tmp_path / "a.jsonl"]):
+        result = subprocess.run([sys.executable, ROOT / script, *arguments], env=ENV, timeout=HANG,
+                                capture_output=True, text=True)
+        assert result.returncode == 0, result.stderr
+    wte = load_model(tmp_path / "exported").transformer.wte.weight
+    assert torch.equal(wte, load_model(files[1]).transformer.wte.weight[:50257])
+    run(*flags, "--init", source, "--max_steps", 1, "--out", tmp_path / "from_best")
+    assert logged(tmp_path / "from_best", "val")[0] == pytest.approx(losses[1], rel=1e-4)
+
+
 def test_without_a_prompt_a_new_document_begins(model_path, capsys):
     sample.main(["--model", str(model_path), "--num_samples", "1", "--max_new_tokens", "5",
                  "--temperature", "0"])
-    from model import load_model
     row = load_model(model_path).generate(torch.tensor([[EOT]]), 5, temperature=0)[0, 1:].tolist()
     assert capsys.readouterr().out == f"--- sample 1 of 1\n{tokenizer().decode(row)}\n"
 
