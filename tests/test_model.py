@@ -1,5 +1,6 @@
 """model.py: GPT-2 against plain references and transformers, kernels, generation, and formats of weights."""
 import dataclasses
+import http.server
 import json
 import math
 import os
@@ -9,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import types
 import warnings
 import zipfile
@@ -1280,11 +1282,52 @@ def test_a_bad_hugging_face_folder_is_refused_in_one_sentence(what, tmp_path):
     refused(tmp_path / "hf", words)
 
 
-@pytest.mark.parametrize("name", ["gpt2-huge", "no/such-model", "a/b/c", "x" * 300, "no such name"])
-def test_a_name_that_is_not_to_be_had_is_refused_in_one_sentence(name, monkeypatch):
+@pytest.mark.parametrize("name", ["gpt2-huge", "a/b/c", "x" * 300, "no such name", "../weights", "./gpt2"])
+def test_what_cannot_be_a_models_name_is_not_looked_for_on_the_hub(name, monkeypatch):
+    monkeypatch.setattr(runtime.hub, "reach_hub", lambda: pytest.fail("the hub was asked"))
+    refused(name, "is no file or folder here, nor a model's name (gpt2, ", "OWNER/NAME")
+
+
+@pytest.mark.parametrize("name", ["gpt2", "no/such-model"])
+def test_a_model_that_is_not_here_is_refused_in_one_sentence_offline(name, monkeypatch):
     import huggingface_hub.constants
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    refused(name, "neither a file or folder here nor to be had")
+    refused(name, "is not on this machine, and the Hugging Face hub is out of reach", "connect", "checkpoint")
+
+
+class StandInHub(http.server.BaseHTTPRequestHandler):
+    """Answers as the hub does for models that are not there, private, or without model.safetensors."""
+    def do_HEAD(self):
+        kind = self.path.split("/")[1]
+        code = {"nobody": "RepoNotFound", "private": "GatedRepo", "other": "EntryNotFound"}.get(kind)
+        self.send_response(200 if code is None else 403 if code == "GatedRepo" else 404)
+        if code:
+            self.send_header("X-Error-Code", code)
+        self.end_headers()
+
+    do_GET = do_HEAD
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.mark.parametrize("name, words", [
+    ("nobody/model", "no public model on the Hugging Face hub"), ("private/model", "no public model"),
+    ("other/model", "has no model.safetensors"), ("gpt2", "out of reach"), ("nobody/out", "out of reach")])
+def test_no_such_model_and_no_connection_are_told_apart_in_one_short_line(name, words, tmp_path):
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), StandInHub) as server:
+        port = server.server_port
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        reach = "out of reach" not in words
+        env = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
+        env |= {"HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path),
+                "HF_ENDPOINT": f"http://127.0.0.1:{port if reach else 9}"}
+        result = subprocess.run([sys.executable, ROOT / "sample.py", "--model", name], env=env, text=True,
+                                capture_output=True, timeout=HANG)
+        server.shutdown()
+    assert (result.returncode, result.stdout, result.stderr.count("\n")) == (2, "", 1), result.stderr
+    line = result.stderr.removeprefix("sample.py: ")
+    assert line.startswith(name) and words in line and "path of a checkpoint" in line and len(line) <= 165
 
 
 def test_importing_model_prints_nothing_and_leaves_the_optional_libraries_alone(tmp_path):
