@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from runtime.cli import UserError, run_command
-from runtime.generation import KVCache, generate
+from runtime.generation import KVCache, generate_tokens
 from runtime.kernels import (Linear, attention, chunked_cross_entropy, document_window_mask, matmul_dtype,
                              recompute_in_backward, resolve_attention)
 from runtime.muon import Muon
@@ -77,14 +77,16 @@ class LanguageModel(nn.Module):
         self.kernel = kernel
 
     def generate(self, idx: Tensor, max_new_tokens: int, temperature: float = 1.0, top_k: int | None = 50,
-                 generator: torch.Generator | None = None) -> Tensor:
+                 generator: torch.Generator | None = None, top_p: float | None = None) -> Tensor:
         """Continues idx (B, T) int64 by max_new_tokens sampled tokens -> (B, T + max_new_tokens).
 
         Keys and values are cached until the context fills block_size. Then the context slides, all positions
         shift, and each token needs a forward of the whole context. `temperature` 0 takes the likeliest token;
-        `top_k` None or 0 samples from all. Ids >= 50257 (padding) are never sampled.
+        `top_k` None or 0 samples from all. Of these `top_p` keeps the fewest likeliest tokens whose
+        probabilities sum to at least it (0 < top_p <= 1). Ids >= 50257 (padding) are never sampled.
         """
-        return generate(self, idx, max_new_tokens, temperature, top_k, generator)
+        new = generate_tokens(self, idx, max_new_tokens, temperature, top_k, generator, top_p)
+        return torch.cat((idx, *new), dim=1)
 
 
 @dataclass

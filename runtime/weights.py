@@ -14,6 +14,7 @@ import torch
 from runtime.cli import FlagParser, UserError, brief_error, safe_repr
 from runtime.files import checkpoints, replace_file
 from runtime.hub import download_model
+from runtime.progress import Progress
 from runtime.tokenizer import EOT, VOCAB_SIZE, checked_asset
 
 # what save_pretrained writes
@@ -307,9 +308,10 @@ def export(load_model: Callable, description: str, argv: list[str] | None = None
         if names and ("config.json" not in names or names - EXPORTED):
             raise UserError(f"{args.folder} holds other files ({min(names - EXPORTED or names)}): "
                             f"give a new or empty folder")
-        model = load_model(args.source)
-        check_tokens(model, args.source)
-        model.save_pretrained(args.folder)
+        with Progress()(f"exporting {args.source}"):
+            model = load_model(args.source)
+            check_tokens(model, args.source)
+            model.save_pretrained(args.folder)
     except OSError as error:
         raise UserError(f"{args.folder} cannot be written ({error.strerror}): give another folder") from None
     print(f"{args.folder} is in the Hugging Face format: transformers' AutoModelForCausalLM and "

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import types
 import warnings
 import zipfile
@@ -25,14 +26,15 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import runtime.hub
+import runtime.progress
 from model import GPT, GPT2_SIZES, GPTConfig, MODELS, SpeedrunConfig, SpeedrunGPT, load_model, main
 from runtime.cli import UserError
-from runtime.device import choose_device, is_out_of_memory
-from runtime.generation import sample_token
+from runtime.device import choose_device, is_out_of_memory, make_autocast
+from runtime.generation import generate_tokens, print_samples, sample_token
 from runtime.kernels import (ATTENTION, ChunkedCrossEntropy, Linear, attention, check_attention,
                              compiled_cross_entropy_, compiled_flex, cross_entropy_, document_window_mask,
                              resolve_attention)
-from runtime.tokenizer import EOT, VOCAB_SIZE, encode
+from runtime.tokenizer import EOT, VOCAB_SIZE, encode, tokenizer
 from runtime.weights import EXPORTED, model_from_checkpoint
 from helpers import HANG
 
@@ -600,6 +602,49 @@ def test_top_k_leaves_the_k_likeliest(top_k):
     assert drawn == set(logits[0].topk(top_k).indices.tolist())
 
 
+NUCLEUS = torch.tensor([[0.05, 0.4, 0.0, 0.15, 0.3, 0.1]])       # in descending order 1, 4, 3, 5, 0
+
+
+@pytest.mark.parametrize("top_k, top_p, kept", [
+    (None, 0.39, {1}), (None, 0.41, {1, 4}), (None, 0.69, {1, 4}), (None, 0.71, {1, 3, 4}),
+    (None, 0.9499, {1, 3, 4, 5}), (None, 0.951, {0, 1, 3, 4, 5}), (None, 1.0, {0, 1, 3, 4, 5}),
+    (None, None, {0, 1, 3, 4, 5}), (None, 1e-9, {1}),
+    # of two tokens with 4/7 and 3/7: only where top_k comes first
+    (2, 0.56, {1}), (2, 0.58, {1, 4}), (2, 1.0, {1, 4}), (1, 0.9, {1}), (0, 0.71, {1, 3, 4})])
+def test_top_p_leaves_the_fewest_likeliest_that_sum_to_p_and_their_frequencies(top_k, top_p, kept):
+    n, generator = 5000, torch.Generator().manual_seed(0)
+    drawn = sample_token(NUCLEUS.log().repeat(n, 1), 1.0, top_k, generator, top_p).flatten()
+    expected = torch.tensor([p if i in kept else 0.0 for i, p in enumerate(NUCLEUS[0].tolist())])
+    assert set(drawn.tolist()) == kept
+    torch.testing.assert_close(drawn.bincount(minlength=6) / n, expected / expected.sum(), atol=0.025, rtol=0)
+
+
+def test_top_p_cuts_each_row_for_itself_and_after_the_temperature():
+    rows = torch.stack((NUCLEUS[0], NUCLEUS[0].flip(0))).log().repeat(500, 1)
+    drawn = sample_token(2 * rows, 2.0, None, torch.Generator().manual_seed(0), 0.6).view(500, 2)
+    assert [set(column.tolist()) for column in drawn.T] == [{1, 4}, {1, 4}] and (drawn[:, 0] == 1).sum() > 250
+    assert (drawn[:, 1] == 4).sum() > 250
+
+
+def test_generate_passes_top_p_on():
+    model, idx = make_model(), tokens(2, 5)
+    greedy = model.generate(idx, 30, temperature=0)
+    assert torch.equal(model.generate(idx, 30, 1.0, None, torch.Generator().manual_seed(0), 1e-9), greedy)
+    assert not torch.equal(model.generate(idx, 30, 1.0, None, torch.Generator().manual_seed(0)), greedy)
+
+
+def test_steps_of_generation_are_those_of_generate_and_stop_where_the_caller_stops():
+    model, idx, forwards = make_model(), tokens(3, 5), []
+    whole = model.generate(idx, 30, 1.3, 20, torch.Generator().manual_seed(4))
+    model.transformer.ln_f.register_forward_hook(lambda *args: forwards.append(torch.is_grad_enabled()))
+    steps = generate_tokens(model, idx, 30, 1.3, 20, torch.Generator().manual_seed(4))
+    assert not forwards
+    for i, new in zip(range(7), steps, strict=False):
+        assert new.shape == (3, 1) and torch.equal(new, whole[:, 5 + i:6 + i])
+        assert torch.is_grad_enabled()                  # the caller's
+    assert len(forwards) == 7 and not any(forwards)
+
+
 @pytest.mark.parametrize("top_k", [None, 0])
 def test_without_top_k_the_frequencies_are_the_softmax(top_k):
     logits, n = torch.tensor([[0.0, 1.0, 2.0, -1.0]]), 20_000
@@ -626,6 +671,51 @@ def test_padding_ids_are_never_sampled_however_likely(temperature, top_k):
         model.transformer.wte.weight[VOCAB_SIZE:] = 5.0
     assert (model(tokens(2, 4))[0].argmax(-1) >= VOCAB_SIZE).all()
     assert (model.generate(tokens(2, 4), 40, temperature, top_k)[:, 4:] < VOCAB_SIZE).all()
+
+
+class Process:
+    device = "cpu"
+
+    def __init__(self):
+        self.lines = []
+
+    def print0(self, line):
+        self.lines.append(line)
+
+
+@pytest.fixture(scope="module")
+def speaker():
+    return make_model(vocab_size=50304, n_layer=1)
+
+
+def printed(model, *args, **kwargs):
+    process = Process()
+    print_samples(model, make_autocast("cpu", "float32"), process, *args, **kwargs)
+    return process.lines
+
+
+def test_samples_in_training_continue_the_prompt_and_leave_the_random_numbers_alone(speaker):
+    before = torch.get_rng_state()
+    lines = printed(speaker, "Hello, I'm", num_samples=3, max_new_tokens=5)
+    start = torch.tensor([encode("Hello, I'm").tolist()] * 3)
+    rows = speaker.generate(start, 5, generator=torch.Generator().manual_seed(42)).tolist()
+    assert lines == [f"sample {i}: {tokenizer().decode(row)}" for i, row in enumerate(rows)]
+    assert len(set(lines)) == 3 and torch.equal(before, torch.get_rng_state())
+
+
+def test_samples_in_training_without_a_prompt_begin_a_document_and_a_long_one_keeps_its_end(speaker):
+    rows = speaker.generate(torch.full((2, 1), EOT), 5, generator=torch.Generator().manual_seed(42))
+    expected = [f"sample {i}: {tokenizer().decode(row)}" for i, row in enumerate(rows[:, 1:].tolist())]
+    assert printed(speaker, "", num_samples=2, max_new_tokens=5) == expected
+    end = " a b c d e f g h i j k l m n o p q r s t u v w x"
+    assert len(encode(end)) == 24
+    assert printed(speaker, "start" * 40 + end, 1, 2)[0].startswith(f"sample 0: {end}")
+
+
+def test_samples_in_training_stop_between_two_tokens_and_print_nothing(speaker):
+    asked = []
+    assert printed(speaker, "Hello", 4, 1000, stop=lambda: asked.append(0) or len(asked) == 3) == []
+    assert len(asked) == 3
 
 
 # -----------------------------------------------------------------------------
@@ -981,6 +1071,21 @@ def test_a_model_that_gpt2s_tokenizer_or_transformers_cannot_go_with_is_not_expo
         with pytest.raises(UserError, match=word):
             main(["export", str(source), str(tmp_path / "exported")])
         assert not (tmp_path / "exported").exists()
+
+
+def test_a_slow_export_shows_signs_of_life(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(runtime.progress, "QUIET", 0.05)
+    signs = []
+
+    def slow(source):
+        while "exporting gpt2-xl: " not in "".join(signs):
+            signs.append(capsys.readouterr().err)
+            time.sleep(0.01)
+            assert time.monotonic() < deadline, "no sign"
+        return make_model(vocab_size=50304, n_layer=1)
+    monkeypatch.setattr("model.load_model", slow)
+    deadline = time.monotonic() + 60
+    main(["export", "gpt2-xl", str(tmp_path / "exported")])
 
 
 def test_a_mistake_in_an_export_exits_2_with_one_line(tmp_path):
