@@ -2,11 +2,10 @@
 
     from model import GPT, GPTConfig, load_model
     model = GPT.from_pretrained("gpt2")         # or a folder in the Hugging Face format
-    model = load_model("log/checkpoint_000250.pt")
+    model = load_model("log/checkpoint_000250.pt")      # or "log", its newest checkpoint, or "log/best"
     python model.py export log/checkpoint_019073.pt exported/   for transformers, lm-evaluation-harness, ...
 """
 import math
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,11 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from runtime.cli import UserError, run_command
-from runtime.generation import KVCache, generate
+from runtime.generation import KVCache, generate_tokens
 from runtime.kernels import (Linear, attention, chunked_cross_entropy, document_window_mask, matmul_dtype,
                              recompute_in_backward, resolve_attention)
 from runtime.muon import Muon
-from runtime.weights import export, from_huggingface, model_from_checkpoint, read_checkpoint, save_huggingface
+from runtime.weights import (export, find_checkpoint, from_huggingface, model_from_checkpoint,
+                             read_checkpoint, save_huggingface)
 
 GPT2_SIZES = {
     "gpt2": dict(n_layer=12, n_head=12, n_embd=768),            # 124,439,808 parameters
@@ -77,14 +77,16 @@ class LanguageModel(nn.Module):
         self.kernel = kernel
 
     def generate(self, idx: Tensor, max_new_tokens: int, temperature: float = 1.0, top_k: int | None = 50,
-                 generator: torch.Generator | None = None) -> Tensor:
+                 generator: torch.Generator | None = None, top_p: float | None = None) -> Tensor:
         """Continues idx (B, T) int64 by max_new_tokens sampled tokens -> (B, T + max_new_tokens).
 
         Keys and values are cached until the context fills block_size. Then the context slides, all positions
         shift, and each token needs a forward of the whole context. `temperature` 0 takes the likeliest token;
-        `top_k` None or 0 samples from all. Ids >= 50257 (padding) are never sampled.
+        `top_k` None or 0 samples from all. Of these `top_p` keeps the fewest likeliest tokens whose
+        probabilities sum to at least it (0 < top_p <= 1). Ids >= 50257 (padding) are never sampled.
         """
-        return generate(self, idx, max_new_tokens, temperature, top_k, generator)
+        new = generate_tokens(self, idx, max_new_tokens, temperature, top_k, generator, top_p)
+        return torch.cat((idx, *new), dim=1)
 
 
 @dataclass
@@ -374,12 +376,13 @@ class SpeedrunGPT(LanguageModel):
 MODELS = {"gpt2": (GPT, GPTConfig), "speedrun": (SpeedrunGPT, SpeedrunConfig)}      # by recipe
 
 
-def load_model(path: str | Path) -> LanguageModel:
-    """A model from this project's checkpoint, a Hugging Face folder or hub name, nanoGPT's ckpt.pt or
-    build-nanogpt's model_*.pt. Raises UserError for anything else."""
-    if os.path.isfile(path) or Path(path).suffix in (".pt", ".pth") and not os.path.isdir(path):
+def load_model(source: str | Path) -> LanguageModel:
+    """A model from this project's checkpoint, a run's folder OUT (its newest checkpoint) or OUT/best (its
+    lowest validation loss), a Hugging Face folder or hub name, nanoGPT's ckpt.pt or build-nanogpt's
+    model_*.pt. Raises UserError for anything else."""
+    if path := find_checkpoint(source):
         return model_from_checkpoint(read_checkpoint(path), path, MODELS)
-    return from_huggingface(path, GPT, GPTConfig)
+    return from_huggingface(source, GPT, GPTConfig)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -3,7 +3,6 @@ import copy
 import dataclasses
 import math
 import os
-import re
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,16 +13,10 @@ from pathlib import Path
 import torch
 
 from runtime.cli import UserError, safe_repr
-from runtime.files import replace_file
+from runtime.files import checkpoints, replace_file
 from runtime.weights import is_dense_float, read_checkpoint
 
 MODEL_SHAPE = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")
-
-
-def checkpoints(out: str | Path) -> list[tuple[int, Path]]:
-    """[(step, path)] of the checkpoints in `out`, oldest first. Each is complete (written atomically)."""
-    found = ((re.fullmatch(r"checkpoint_(\d+)\.pt", p.name), p) for p in Path(out).glob("checkpoint_*.pt"))
-    return sorted((int(m[1]), p) for m, p in found if m)
 
 
 @dataclass

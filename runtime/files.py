@@ -1,7 +1,9 @@
-"""Atomic writes, errors of files and folders as UserErrors, digests, and the lock on an output folder."""
+"""Atomic writes, errors of files and folders as UserErrors, digests, an output folder's lock and
+checkpoints."""
 import errno
 import hashlib
 import os
+import re
 import time
 from collections.abc import Callable
 from contextlib import contextmanager, suppress
@@ -44,6 +46,12 @@ def replace_file(path: str | Path, write: Callable[[BinaryIO], object]) -> None:
         folder = os.open(path.parent, os.O_RDONLY)
         os.fsync(folder)
         os.close(folder)
+
+
+def checkpoints(out: str | Path) -> list[tuple[int, Path]]:
+    """[(step, path)] of the checkpoints in `out`, oldest first. Each is complete (written atomically)."""
+    found = ((re.fullmatch(r"checkpoint_(\d+)\.pt", p.name), p) for p in Path(out).glob("checkpoint_*.pt"))
+    return sorted((int(m[1]), p) for m, p in found if m)
 
 
 @contextmanager

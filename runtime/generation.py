@@ -1,9 +1,11 @@
 """Generation with a KV cache, and the samples that training prints."""
+from collections.abc import Callable, Iterator
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from runtime.tokenizer import VOCAB_SIZE, encode, tokenizer
+from runtime.tokenizer import EOT, VOCAB_SIZE, encode, tokenizer
 
 
 class KVCache:
@@ -28,9 +30,11 @@ class KVCache:
 
 
 @torch.no_grad()
-def generate(model, idx: Tensor, max_new_tokens: int, temperature: float, top_k: int | None,
-             generator: torch.Generator | None) -> Tensor:
-    """LanguageModel.generate: idx (B, T) int64 -> (B, T + max_new_tokens)."""
+def generate_tokens(model, idx: Tensor, max_new_tokens: int, temperature: float = 1.0,
+                    top_k: int | None = 50, generator: torch.Generator | None = None,
+                    top_p: float | None = None) -> Iterator[Tensor]:
+    """LanguageModel.generate, step by step: of idx (B, T) int64 yields the next ids (B, 1), one row's each,
+    max_new_tokens times. The caller may stop at any of them."""
     block_size, past = model.config.block_size, None
     for _ in range(max_new_tokens):
         if past is None or idx.size(1) > block_size:
@@ -39,12 +43,13 @@ def generate(model, idx: Tensor, max_new_tokens: int, temperature: float, top_k:
         else:
             x = model.hidden(idx[:, -1:], past)                                 # (B, 1, C)
         logits = model.logits(x[:, -1]).float()                                 # (B, vocab_size)
-        idx = torch.cat((idx, sample_token(logits, temperature, top_k, generator)), dim=1)
-    return idx
+        new = sample_token(logits, temperature, top_k, generator, top_p)        # (B, 1)
+        idx = torch.cat((idx, new), dim=1)
+        yield new
 
 
 def sample_token(logits: Tensor, temperature: float, top_k: int | None,
-                 generator: torch.Generator | None) -> Tensor:
+                 generator: torch.Generator | None, top_p: float | None = None) -> Tensor:
     """Samples one id per row: logits (B, vocab_size) -> int64 (B, 1). Overwrites the logits of padding."""
     logits[:, VOCAB_SIZE:] = float("-inf")
     if temperature < 1e-5:              # 0, or so small that the quotient below would overflow
@@ -53,16 +58,27 @@ def sample_token(logits: Tensor, temperature: float, top_k: int | None,
     if top_k:
         kept = logits.topk(min(top_k, logits.size(-1))).values
         logits = logits.masked_fill(logits < kept[:, -1:], float("-inf"))
-    return torch.multinomial(F.softmax(logits, dim=-1), num_samples=1, generator=generator)
+    probs = F.softmax(logits, dim=-1)                                           # (B, vocab_size)
+    if top_p is not None and top_p < 1:         # the nucleus (arXiv:1904.09751)
+        likeliest, ids = probs.sort(dim=-1, descending=True, stable=True)
+        before = F.pad(likeliest.cumsum(dim=-1)[:, :-1], (1, 0))                # of the ids that are likelier
+        probs = probs.scatter(-1, ids, likeliest.masked_fill(before >= top_p, 0.0))
+    return torch.multinomial(probs, num_samples=1, generator=generator)
 
 
-def print_samples(model, autocast: torch.autocast, process, num_samples: int = 4,
-                  max_new_tokens: int = 32, prompt: str = "Hello, I'm a language model,") -> None:
-    """Prints samples, on rank 0 only. They have a generator of their own, so that training's
-    random numbers do not change."""
+def print_samples(model, autocast: torch.autocast, process, prompt: str, num_samples: int = 4,
+                  max_new_tokens: int = 32, stop: Callable[[], bool] = lambda: False) -> None:
+    """Prints samples that continue `prompt` (''; a new document), on rank 0 only; nothing if `stop()` turns
+    true between two tokens. They have a generator of their own, so that training's random numbers do not
+    change."""
     generator = torch.Generator(device=process.device).manual_seed(42)
-    idx = torch.tensor([encode(prompt).tolist()] * num_samples, dtype=torch.int64, device=process.device)
+    start = encode(prompt).tolist()[-model.config.block_size:]
+    idx = torch.tensor([start or [EOT]] * num_samples, dtype=torch.int64, device=process.device)    # (B, T)
+    new = []
     with autocast:
-        rows = model.generate(idx[:, -model.config.block_size:], max_new_tokens, generator=generator)
-    for i, row in enumerate(rows.tolist()):
-        process.print0(f"sample {i}: {tokenizer().decode(row)}")
+        for ids in generate_tokens(model, idx, max_new_tokens, generator=generator):
+            if stop():
+                return
+            new.append(ids)
+    for i, row in enumerate(torch.cat(new, dim=1).tolist()):
+        process.print0(f"sample {i}: {tokenizer().decode(start + row)}")

@@ -2,6 +2,7 @@
 import errno
 import itertools
 import os
+import re
 import time
 from collections.abc import Container
 from pathlib import Path
@@ -66,14 +67,22 @@ def download_model(name: str) -> Path:
     """Folder with config.json and model.safetensors of the hub's model `name`, from its cache where possible.
     Raises UserError if there is no such model or no connection."""
     repo = f"openai-community/{name}" if name in OPENAI_NAMES else name
+    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", repo, re.ASCII):
+        raise UserError(f"{name} is no file or folder here, nor a model's name ({', '.join(OPENAI_NAMES)} or "
+                        f"OWNER/NAME): check the path")
+    from huggingface_hub import errors, hf_hub_download
+    reachable = reach_hub()
     try:
-        if "/" not in repo:
-            raise ValueError(f"names on the hub are OWNER/NAME, except {', '.join(OPENAI_NAMES)}")
-        reach_hub()
-        from huggingface_hub import hf_hub_download
         hf_hub_download(repo, "model.safetensors")
         return Path(hf_hub_download(repo, "config.json")).parent
     except Exception as error:                    # network errors come in the classes of many libraries
-        raise UserError(f"{name} is neither a file or folder here nor to be had from the Hugging Face hub "
-                        f"({brief_error(error)}): check the name and the connection, "
-                        f"or give the path of a checkpoint") from None
+        if isinstance(error, errors.RepositoryNotFoundError | errors.HFValidationError):
+            reason = "is no file or folder here, and no public model on the Hugging Face hub: check the name"
+        elif isinstance(error, errors.LocalEntryNotFoundError) or not reachable:
+            reason = ("is not on this machine, and the Hugging Face hub is out of reach (or HF_HUB_OFFLINE "
+                      "is set): connect")
+        elif isinstance(error, errors.EntryNotFoundError):
+            reason = "on the Hugging Face hub has no model.safetensors with a config.json: choose another"
+        else:
+            reason = f"cannot be fetched from the Hugging Face hub ({brief_error(error)[:80]}): try again"
+        raise UserError(f"{name} {reason}, or give the path of a checkpoint") from None

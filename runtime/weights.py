@@ -12,8 +12,9 @@ from pathlib import Path
 import torch
 
 from runtime.cli import FlagParser, UserError, brief_error, safe_repr
-from runtime.files import replace_file
+from runtime.files import checkpoints, replace_file
 from runtime.hub import download_model
+from runtime.progress import Progress
 from runtime.tokenizer import EOT, VOCAB_SIZE, checked_asset
 
 # what save_pretrained writes
@@ -192,6 +193,41 @@ def read_checkpoint(path: str | Path) -> dict:
     return checkpoint
 
 
+def find_checkpoint(source: str | Path) -> Path | None:
+    """The file that `source` means: itself, of a run's folder (--out) OUT the newest checkpoint, of OUT/best
+    the one with the lowest validation loss. None for a folder in the Hugging Face format or a hub name.
+    UserError if it can be none of these."""
+    path = Path(source)
+    if os.path.isfile(path):
+        return path
+    if os.path.isdir(path):             # Path.is_dir raises OSError for some names
+        if os.path.exists(path / "config.json"):
+            return None
+        if found := checkpoints(path):
+            return found[-1][1]
+        raise UserError(f"{source} is neither a run's folder (it has no checkpoint_*.pt) nor in the Hugging "
+                        f"Face format (it has no config.json): give one of these, or a checkpoint's file")
+    if path.name == "best" and os.path.isdir(path.parent):
+        return best_checkpoint(path.parent)
+    return path if path.suffix in (".pt", ".pth") else None
+
+
+def best_checkpoint(out: Path) -> Path:
+    """The checkpoint of the run in `out` with the lowest validation loss, as its newest one records it."""
+    found = dict(checkpoints(out))
+    if not found:
+        raise UserError(f"{out / 'best'}: {out} is not a run's folder (it has no checkpoint_*.pt); check the "
+                        f"path")
+    best, newest = read_checkpoint(found[max(found)]).get("best"), f"give {out} for its newest checkpoint"
+    if not isinstance(best, tuple) or [type(number) for number in best] != [float, int]:
+        raise UserError(f"{out / 'best'}: no checkpoint of this run has a validation loss (--val_every); "
+                        f"{newest}")
+    if best[1] not in found:
+        raise UserError(f"{out / 'best'}: checkpoint_{best[1]:06d}.pt, which had the lowest validation loss, "
+                        f"is gone; {newest}")
+    return found[best[1]]
+
+
 def model_from_checkpoint(checkpoint: dict, path: str | Path, MODELS: dict):
     """The model of a checkpoint's dict: this project's, nanoGPT's or build-nanogpt's, as its keys show.
     `path` is for the UserError if it cannot be built."""
@@ -259,7 +295,8 @@ def export(load_model: Callable, description: str, argv: list[str] | None = None
     parser = FlagParser(prog="model.py", description=description)
     parser.add_argument("command", choices=["export"], help="write a model in the Hugging Face format")
     parser.add_argument("source", metavar="SOURCE",
-                        help="checkpoint (also nanoGPT's or build-nanogpt's), folder, or hub name")
+                        help="checkpoint (also nanoGPT's or build-nanogpt's), a run's folder or FOLDER/best, "
+                             "Hugging Face folder or hub name")
     parser.add_argument("folder", metavar="FOLDER",
                         help="new, empty, or of an earlier export, which is replaced")
     args = parser.parse_args(argv)
@@ -271,9 +308,10 @@ def export(load_model: Callable, description: str, argv: list[str] | None = None
         if names and ("config.json" not in names or names - EXPORTED):
             raise UserError(f"{args.folder} holds other files ({min(names - EXPORTED or names)}): "
                             f"give a new or empty folder")
-        model = load_model(args.source)
-        check_tokens(model, args.source)
-        model.save_pretrained(args.folder)
+        with Progress()(f"exporting {args.source}"):
+            model = load_model(args.source)
+            check_tokens(model, args.source)
+            model.save_pretrained(args.folder)
     except OSError as error:
         raise UserError(f"{args.folder} cannot be written ({error.strerror}): give another folder") from None
     print(f"{args.folder} is in the Hugging Face format: transformers' AutoModelForCausalLM and "

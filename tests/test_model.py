@@ -1,5 +1,6 @@
 """model.py: GPT-2 against plain references and transformers, kernels, generation, and formats of weights."""
 import dataclasses
+import http.server
 import json
 import math
 import os
@@ -9,6 +10,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 import types
 import warnings
 import zipfile
@@ -23,14 +26,15 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import runtime.hub
+import runtime.progress
 from model import GPT, GPT2_SIZES, GPTConfig, MODELS, SpeedrunConfig, SpeedrunGPT, load_model, main
 from runtime.cli import UserError
-from runtime.device import choose_device, is_out_of_memory
-from runtime.generation import sample_token
+from runtime.device import choose_device, is_out_of_memory, make_autocast
+from runtime.generation import generate_tokens, print_samples, sample_token
 from runtime.kernels import (ATTENTION, ChunkedCrossEntropy, Linear, attention, check_attention,
                              compiled_cross_entropy_, compiled_flex, cross_entropy_, document_window_mask,
                              resolve_attention)
-from runtime.tokenizer import EOT, VOCAB_SIZE, encode
+from runtime.tokenizer import EOT, VOCAB_SIZE, encode, tokenizer
 from runtime.weights import EXPORTED, model_from_checkpoint
 from helpers import HANG
 
@@ -598,6 +602,49 @@ def test_top_k_leaves_the_k_likeliest(top_k):
     assert drawn == set(logits[0].topk(top_k).indices.tolist())
 
 
+NUCLEUS = torch.tensor([[0.05, 0.4, 0.0, 0.15, 0.3, 0.1]])       # in descending order 1, 4, 3, 5, 0
+
+
+@pytest.mark.parametrize("top_k, top_p, kept", [
+    (None, 0.39, {1}), (None, 0.41, {1, 4}), (None, 0.69, {1, 4}), (None, 0.71, {1, 3, 4}),
+    (None, 0.9499, {1, 3, 4, 5}), (None, 0.951, {0, 1, 3, 4, 5}), (None, 1.0, {0, 1, 3, 4, 5}),
+    (None, None, {0, 1, 3, 4, 5}), (None, 1e-9, {1}),
+    # of two tokens with 4/7 and 3/7: only where top_k comes first
+    (2, 0.56, {1}), (2, 0.58, {1, 4}), (2, 1.0, {1, 4}), (1, 0.9, {1}), (0, 0.71, {1, 3, 4})])
+def test_top_p_leaves_the_fewest_likeliest_that_sum_to_p_and_their_frequencies(top_k, top_p, kept):
+    n, generator = 5000, torch.Generator().manual_seed(0)
+    drawn = sample_token(NUCLEUS.log().repeat(n, 1), 1.0, top_k, generator, top_p).flatten()
+    expected = torch.tensor([p if i in kept else 0.0 for i, p in enumerate(NUCLEUS[0].tolist())])
+    assert set(drawn.tolist()) == kept
+    torch.testing.assert_close(drawn.bincount(minlength=6) / n, expected / expected.sum(), atol=0.025, rtol=0)
+
+
+def test_top_p_cuts_each_row_for_itself_and_after_the_temperature():
+    rows = torch.stack((NUCLEUS[0], NUCLEUS[0].flip(0))).log().repeat(500, 1)
+    drawn = sample_token(2 * rows, 2.0, None, torch.Generator().manual_seed(0), 0.6).view(500, 2)
+    assert [set(column.tolist()) for column in drawn.T] == [{1, 4}, {1, 4}] and (drawn[:, 0] == 1).sum() > 250
+    assert (drawn[:, 1] == 4).sum() > 250
+
+
+def test_generate_passes_top_p_on():
+    model, idx = make_model(), tokens(2, 5)
+    greedy = model.generate(idx, 30, temperature=0)
+    assert torch.equal(model.generate(idx, 30, 1.0, None, torch.Generator().manual_seed(0), 1e-9), greedy)
+    assert not torch.equal(model.generate(idx, 30, 1.0, None, torch.Generator().manual_seed(0)), greedy)
+
+
+def test_steps_of_generation_are_those_of_generate_and_stop_where_the_caller_stops():
+    model, idx, forwards = make_model(), tokens(3, 5), []
+    whole = model.generate(idx, 30, 1.3, 20, torch.Generator().manual_seed(4))
+    model.transformer.ln_f.register_forward_hook(lambda *args: forwards.append(torch.is_grad_enabled()))
+    steps = generate_tokens(model, idx, 30, 1.3, 20, torch.Generator().manual_seed(4))
+    assert not forwards
+    for i, new in zip(range(7), steps, strict=False):
+        assert new.shape == (3, 1) and torch.equal(new, whole[:, 5 + i:6 + i])
+        assert torch.is_grad_enabled()                  # the caller's
+    assert len(forwards) == 7 and not any(forwards)
+
+
 @pytest.mark.parametrize("top_k", [None, 0])
 def test_without_top_k_the_frequencies_are_the_softmax(top_k):
     logits, n = torch.tensor([[0.0, 1.0, 2.0, -1.0]]), 20_000
@@ -624,6 +671,51 @@ def test_padding_ids_are_never_sampled_however_likely(temperature, top_k):
         model.transformer.wte.weight[VOCAB_SIZE:] = 5.0
     assert (model(tokens(2, 4))[0].argmax(-1) >= VOCAB_SIZE).all()
     assert (model.generate(tokens(2, 4), 40, temperature, top_k)[:, 4:] < VOCAB_SIZE).all()
+
+
+class Process:
+    device = "cpu"
+
+    def __init__(self):
+        self.lines = []
+
+    def print0(self, line):
+        self.lines.append(line)
+
+
+@pytest.fixture(scope="module")
+def speaker():
+    return make_model(vocab_size=50304, n_layer=1)
+
+
+def printed(model, *args, **kwargs):
+    process = Process()
+    print_samples(model, make_autocast("cpu", "float32"), process, *args, **kwargs)
+    return process.lines
+
+
+def test_samples_in_training_continue_the_prompt_and_leave_the_random_numbers_alone(speaker):
+    before = torch.get_rng_state()
+    lines = printed(speaker, "Hello, I'm", num_samples=3, max_new_tokens=5)
+    start = torch.tensor([encode("Hello, I'm").tolist()] * 3)
+    rows = speaker.generate(start, 5, generator=torch.Generator().manual_seed(42)).tolist()
+    assert lines == [f"sample {i}: {tokenizer().decode(row)}" for i, row in enumerate(rows)]
+    assert len(set(lines)) == 3 and torch.equal(before, torch.get_rng_state())
+
+
+def test_samples_in_training_without_a_prompt_begin_a_document_and_a_long_one_keeps_its_end(speaker):
+    rows = speaker.generate(torch.full((2, 1), EOT), 5, generator=torch.Generator().manual_seed(42))
+    expected = [f"sample {i}: {tokenizer().decode(row)}" for i, row in enumerate(rows[:, 1:].tolist())]
+    assert printed(speaker, "", num_samples=2, max_new_tokens=5) == expected
+    end = " a b c d e f g h i j k l m n o p q r s t u v w x"
+    assert len(encode(end)) == 24
+    assert printed(speaker, "start" * 40 + end, 1, 2)[0].startswith(f"sample 0: {end}")
+
+
+def test_samples_in_training_stop_between_two_tokens_and_print_nothing(speaker):
+    asked = []
+    assert printed(speaker, "Hello", 4, 1000, stop=lambda: asked.append(0) or len(asked) == 3) == []
+    assert len(asked) == 3
 
 
 # -----------------------------------------------------------------------------
@@ -776,6 +868,72 @@ def test_a_loaded_model_lives_on_when_its_file_is_gone_or_overwritten(tmp_path):
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), loaded.parameters(), strict=True))
 
 
+@pytest.fixture
+def a_run(tmp_path):
+    """A run's folder and the models of its checkpoints by step; the last but one was the best."""
+    folder, models = tmp_path / "log", {step: make_model(seed=step) for step in (2, 10, 999_999, 1_000_000)}
+    folder.mkdir()
+    for step, model in models.items():          # in order of their names the newest is not the last
+        save(folder / f"checkpoint_{step:06d}.pt",
+             {**own_checkpoint(model), "best": (3.0, 999_999) if step >= 999_999 else (4.0, 2)})
+    (folder / "log.txt").touch()
+    (folder / "checkpoint_2000000.pt.tmp").touch()
+    (folder / "previous_1").mkdir()
+    return folder, models
+
+
+def same_weights(source, model):
+    ours, theirs = load_model(source).state_dict(), model.state_dict()
+    assert all(torch.equal(p, theirs[name]) for name, p in ours.items())
+
+
+def test_a_runs_folder_is_its_newest_checkpoint_and_best_the_one_of_the_lowest_validation_loss(a_run):
+    folder, models = a_run
+    for source in (folder, str(folder), f"{folder}/"):
+        same_weights(source, models[1_000_000])
+    for source in (folder / "best", f"{folder}/best", f"{folder}/best/", f"{folder}/../log/best"):
+        same_weights(source, models[999_999])
+
+
+def test_best_and_the_newest_are_found_in_the_folder_above_too(a_run, monkeypatch):
+    folder, models = a_run
+    monkeypatch.chdir(folder)
+    same_weights(".", models[1_000_000])
+    same_weights("best", models[999_999])
+
+
+@pytest.mark.parametrize("kind", ["file", "folder", "run"])
+def test_a_real_file_or_folder_called_best_wins(a_run, kind):
+    folder, models = a_run
+    if kind == "file":
+        save(folder / "best", own_checkpoint(models[10]))
+    elif kind == "folder":
+        models[10].save_pretrained(folder / "best")
+    else:
+        (folder / "best").mkdir()
+        save(folder / "best" / "checkpoint_000010.pt", own_checkpoint(models[10]))
+    same_weights(folder / "best", models[10])
+
+
+@pytest.mark.parametrize("best, words", [
+    (None, "no checkpoint of this run has a validation loss"), ("missing", "no checkpoint of this run has"),
+    ([3.0, 999_999], "no checkpoint of this run has"), ((3.0, "x" * 10**6), "no checkpoint of this run has"),
+    ((3.0, 250), "checkpoint_000250.pt, which had the lowest validation loss, is gone")],
+    ids=["none", "missing", "a list", "a string", "gone"])
+def test_without_a_best_checkpoint_one_line_says_so_and_what_to_give(a_run, best, words):
+    folder, models = a_run
+    checkpoint = own_checkpoint(models[10]) | ({} if best == "missing" else {"best": best})
+    save(folder / "checkpoint_1000000.pt", checkpoint)
+    refused(folder / "best", words, f"give {folder} for its newest checkpoint")
+    load_model(folder)
+
+
+def test_a_folder_that_is_neither_a_run_nor_of_hugging_face_is_refused_by_both_names(tmp_path):
+    (tmp_path / "empty").mkdir()
+    refused(tmp_path / "empty", "neither a run's folder", "checkpoint_*.pt", "Hugging Face", "config.json")
+    refused(tmp_path / "empty" / "best", f"{tmp_path / 'empty'} is not a run's folder")
+
+
 @pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy file"])
 @pytest.mark.parametrize("bias", [True, False])
 def test_nanogpts_checkpoint_loads_with_its_exact_gelu(bias, zipped, tmp_path):
@@ -913,6 +1071,21 @@ def test_a_model_that_gpt2s_tokenizer_or_transformers_cannot_go_with_is_not_expo
         with pytest.raises(UserError, match=word):
             main(["export", str(source), str(tmp_path / "exported")])
         assert not (tmp_path / "exported").exists()
+
+
+def test_a_slow_export_shows_signs_of_life(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(runtime.progress, "QUIET", 0.05)
+    signs = []
+
+    def slow(source):
+        while "exporting gpt2-xl: " not in "".join(signs):
+            signs.append(capsys.readouterr().err)
+            time.sleep(0.01)
+            assert time.monotonic() < deadline, "no sign"
+        return make_model(vocab_size=50304, n_layer=1)
+    monkeypatch.setattr("model.load_model", slow)
+    deadline = time.monotonic() + 60
+    main(["export", "gpt2-xl", str(tmp_path / "exported")])
 
 
 def test_a_mistake_in_an_export_exits_2_with_one_line(tmp_path):
@@ -1214,11 +1387,52 @@ def test_a_bad_hugging_face_folder_is_refused_in_one_sentence(what, tmp_path):
     refused(tmp_path / "hf", words)
 
 
-@pytest.mark.parametrize("name", ["gpt2-huge", "no/such-model", "a/b/c", "x" * 300, "no such name"])
-def test_a_name_that_is_not_to_be_had_is_refused_in_one_sentence(name, monkeypatch):
+@pytest.mark.parametrize("name", ["gpt2-huge", "a/b/c", "x" * 300, "no such name", "../weights", "./gpt2"])
+def test_what_cannot_be_a_models_name_is_not_looked_for_on_the_hub(name, monkeypatch):
+    monkeypatch.setattr(runtime.hub, "reach_hub", lambda: pytest.fail("the hub was asked"))
+    refused(name, "is no file or folder here, nor a model's name (gpt2, ", "OWNER/NAME")
+
+
+@pytest.mark.parametrize("name", ["gpt2", "no/such-model"])
+def test_a_model_that_is_not_here_is_refused_in_one_sentence_offline(name, monkeypatch):
     import huggingface_hub.constants
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    refused(name, "neither a file or folder here nor to be had")
+    refused(name, "is not on this machine, and the Hugging Face hub is out of reach", "connect", "checkpoint")
+
+
+class StandInHub(http.server.BaseHTTPRequestHandler):
+    """Answers as the hub does for models that are not there, private, or without model.safetensors."""
+    def do_HEAD(self):
+        kind = self.path.split("/")[1]
+        code = {"nobody": "RepoNotFound", "private": "GatedRepo", "other": "EntryNotFound"}.get(kind)
+        self.send_response(200 if code is None else 403 if code == "GatedRepo" else 404)
+        if code:
+            self.send_header("X-Error-Code", code)
+        self.end_headers()
+
+    do_GET = do_HEAD
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.mark.parametrize("name, words", [
+    ("nobody/model", "no public model on the Hugging Face hub"), ("private/model", "no public model"),
+    ("other/model", "has no model.safetensors"), ("gpt2", "out of reach"), ("nobody/out", "out of reach")])
+def test_no_such_model_and_no_connection_are_told_apart_in_one_short_line(name, words, tmp_path):
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), StandInHub) as server:
+        port = server.server_port
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        reach = "out of reach" not in words
+        env = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
+        env |= {"HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path),
+                "HF_ENDPOINT": f"http://127.0.0.1:{port if reach else 9}"}
+        result = subprocess.run([sys.executable, ROOT / "sample.py", "--model", name], env=env, text=True,
+                                capture_output=True, timeout=HANG)
+        server.shutdown()
+    assert (result.returncode, result.stdout, result.stderr.count("\n")) == (2, "", 1), result.stderr
+    line = result.stderr.removeprefix("sample.py: ")
+    assert line.startswith(name) and words in line and "path of a checkpoint" in line and len(line) <= 165
 
 
 def test_importing_model_prints_nothing_and_leaves_the_optional_libraries_alone(tmp_path):

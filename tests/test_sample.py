@@ -1,18 +1,25 @@
 """sample.py as a command."""
+import contextlib
 import os
 import pickle
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+import runtime.generation
 import sample
-from helpers import HANG
-from model import GPT, GPTConfig
+from helpers import HANG, logged, run
+from model import GPT, GPTConfig, load_model
 from runtime.cli import UserError
+from runtime.device import choose_dtype, make_autocast
+from runtime.shards import write_shard
 from runtime.tokenizer import EOT, encode, tokenizer
 from test_model import PEERS, make_model, nanogpt_checkpoint, save, write_peer
 
@@ -54,10 +61,45 @@ def test_it_prints_the_samples_asked_for_each_after_the_prompt_and_the_seed_deci
     assert first.stdout == again.stdout != other.stdout
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A real run of two steps that diverges: its --out, flags for data, validation losses by step."""
+    folder = tmp_path_factory.mktemp("run")
+    tokens = encode((ROOT / "input.txt").read_text()[:20_000])
+    for name, part in (("val", tokens[:600]), ("train", tokens[600:])):
+        write_shard(folder / f"text_{name}_000000.npy", part)
+    flags = ["--data", folder, "--total_batch_size", 256, "--val_every", 1, "--val_tokens", 512, "--dtype",
+             "float32", "--sample_every", 0, "--hellaswag_every", 0, "--max_lr", 1, "--min_lr", 1,
+             "--warmup_steps", 0]
+    run(*flags, "--n_layer", 1, "--n_head", 2, "--n_embd", 16, "--block_size", 32, "--max_steps", 2,
+        "--checkpoint_every", 1, "--out", folder / "log")
+    return folder / "log", flags, logged(folder / "log", "val")
+
+
+def test_every_command_takes_a_runs_folder_and_its_best(trained, tmp_path, capsys):
+    out, flags, losses = trained
+    best = min((1, 2), key=losses.get)
+    assert best == 1, "the newest checkpoint must not be the best here"
+    (tmp_path / "a.jsonl").write_text('{"ctx": "A cat", "endings": ["sat", "is", "was", "no"], "label": 0}')
+    files, short = {step: out / f"checkpoint_{step:06d}.pt" for step in (1, 2)}, ["--max_new_tokens", "8"]
+    for source, step in ((out, 2), (out / "best", 1)):
+        sample.main(["--model", str(files[step]), *short])
+        assert command("--model", source, *short).stdout == capsys.readouterr().out
+    source = out / "best"
+    for script, *arguments in (["model.py", "export", source, tmp_path / "exported"],
+                               ["hellaswag.py", "--model", source, "--data", tmp_path / "a.jsonl"]):
+        result = subprocess.run([sys.executable, ROOT / script, *arguments], env=ENV, timeout=HANG,
+                                capture_output=True, text=True)
+        assert result.returncode == 0, result.stderr
+    wte = load_model(tmp_path / "exported").transformer.wte.weight
+    assert torch.equal(wte, load_model(files[1]).transformer.wte.weight[:50257])
+    run(*flags, "--init", source, "--max_steps", 1, "--out", tmp_path / "from_best")
+    assert logged(tmp_path / "from_best", "val")[0] == pytest.approx(losses[1], rel=1e-4)
+
+
 def test_without_a_prompt_a_new_document_begins(model_path, capsys):
     sample.main(["--model", str(model_path), "--num_samples", "1", "--max_new_tokens", "5",
                  "--temperature", "0"])
-    from model import load_model
     row = load_model(model_path).generate(torch.tensor([[EOT]]), 5, temperature=0)[0, 1:].tolist()
     assert capsys.readouterr().out == f"--- sample 1 of 1\n{tokenizer().decode(row)}\n"
 
@@ -78,18 +120,73 @@ def test_a_model_of_another_tokenizer_is_refused(tmp_path, capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_a_sample_ends_where_its_document_does_and_the_flags_reach_generate(model_path, monkeypatch, capsys):
+def test_a_sample_ends_where_its_document_does_and_flags_reach_generation(model_path, monkeypatch, capsys):
     prompt, asked = encode("The end").tolist(), {}
 
-    def generate(self, idx, max_new_tokens, temperature, top_k, generator):
-        asked.update(idx=idx.tolist(), numbers=(max_new_tokens, temperature, top_k, generator.initial_seed()))
-        return torch.tensor([[*prompt, 11, EOT, 12], [*prompt, EOT, 12, EOT]])
-    monkeypatch.setattr(GPT, "generate", generate)
-    sample.main(["--model", str(model_path), "--prompt", "The end", "--num_samples", "2",
-                 "--max_new_tokens", "3",
+    def generate_tokens(model, idx, max_new_tokens, temperature, top_k, generator, top_p):
+        asked.update(idx=idx.tolist(), seed=generator.initial_seed(), dtype=torch.get_autocast_dtype("cpu"),
+                     numbers=(max_new_tokens, temperature, top_k, top_p))
+        yield from torch.tensor([[[11], [EOT]], [[EOT], [12]], [[12], [EOT]]])
+    monkeypatch.setattr(runtime.generation, "generate_tokens", generate_tokens)
+    sample.main(["--model", str(model_path), "--prompt", "The end", "--num_samples", "2", "--top_p", "0.8",
+                 "--max_new_tokens", "3", "--dtype", "float16",
                  "--temperature", "0.7", "--top_k", "9", "--seed", "5", "--device", "cpu"])
-    assert asked == {"idx": [prompt, prompt], "numbers": (3, 0.7, 9, 5)}
+    assert asked == {"idx": [prompt, prompt], "seed": 5, "dtype": torch.float16, "numbers": (3, 0.7, 9, 0.8)}
     assert capsys.readouterr().out == "--- sample 1 of 2\nThe end,\n--- sample 2 of 2\nThe end\n"
+
+
+def plain_output(prompt, rows):
+    """What the command prints if it prints only at its end."""
+    out = ""
+    for i, row in enumerate(rows):
+        row = row[:row.index(EOT)] if EOT in row else row
+        out += f"--- sample {i + 1} of {len(rows)}\n{tokenizer().decode(prompt + row)}\n"
+    return out
+
+
+def steps_of(rows):
+    """The rows (n, T) as generation yields them: T tensors (n, 1)."""
+    return torch.tensor(rows).T[:, :, None]
+
+
+BROKEN = [token for token in range(50256) if "\ufffd" in tokenizer().decode([token])]
+TOKEN = st.one_of(st.sampled_from(BROKEN), st.sampled_from(encode("a 日本語 🙂🙃 é").tolist()),
+                  st.integers(0, 50255), st.just(EOT))
+
+
+@settings(max_examples=300, deadline=None, derandomize=True, database=None)
+@given(st.data(), st.integers(1, 3), st.integers(1, 12), st.sampled_from(["", "a", "日本語 "]))
+def test_the_stream_is_in_the_end_what_would_be_printed_at_once(data, n, length, prompt):
+    rows = data.draw(st.lists(st.lists(TOKEN, min_size=length, max_size=length), min_size=n, max_size=n))
+    prompt = encode(prompt).tolist()
+    assert "".join(sample.stream_text(steps_of(rows), prompt, n)) == plain_output(prompt, rows)
+
+
+def test_each_token_is_shown_when_it_comes_but_no_part_of_a_character():
+    text = "naïve 日本語 🙂🙃!"
+    row, shown = encode(text).tolist(), ""
+    assert any(token in BROKEN for token in row)
+    pieces = sample.stream_text(steps_of([row]), [], 1)
+    for i in range(len(row)):
+        shown += next(pieces)
+        complete = tokenizer().decode_bytes(row[:i + 1]).decode(errors="ignore")
+        assert shown == f"--- sample 1 of 1\n{complete}"
+    assert "".join(pieces) == "\n"
+
+
+def test_a_later_sample_is_shown_from_the_end_of_those_before_it_and_nothing_is_generated_after_the_last():
+    a, b, c = encode("a b c").tolist()
+    taken = []
+
+    def steps():
+        for step in steps_of([[a, EOT, c, c, c], [EOT, b, b, b, b], [b, c, a, EOT, a]]):
+            taken.append(step)
+            yield step
+    pieces = [(piece, len(taken)) for piece in sample.stream_text(steps(), [a], 3)]
+    assert [(piece, n) for piece, n in pieces if piece] == [
+        ("--- sample 1 of 3\naa", 1), ("\n", 2), ("--- sample 2 of 3\na\n", 2),
+        ("--- sample 3 of 3\na b c", 2), ("a", 3), ("\n", 4)]
+    assert len(taken) == 4
 
 
 def test_text_of_the_end_token_in_a_prompt_is_ordinary_text(model_path, capsys):
@@ -105,11 +202,100 @@ def test_unusual_but_sensible_numbers_work(flags, model_path, capsys):
     assert capsys.readouterr().out.count("--- sample") == 4
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "auto"])
+def test_the_dtype_is_that_of_autocast(dtype, model_path, capsys):
+    sample.main(["--model", str(model_path), "--prompt", "The", "--max_new_tokens", "12", "--device", "cpu",
+                 "--dtype", dtype, "--num_samples", "2", "--top_p", "0.9"])
+    generator, prompt = torch.Generator().manual_seed(42), encode("The").tolist()
+    with make_autocast("cpu", choose_dtype(dtype, "cpu")):
+        rows = load_model(model_path).generate(torch.tensor([prompt] * 2), 12, generator=generator, top_p=0.9)
+    assert capsys.readouterr().out == plain_output(prompt, rows[:, len(prompt):].tolist())
+
+
+# sitecustomize.py: signs of life after a twentieth of a second; the command waits for the files load, first
+# and next before it has loaded the model, generated its first token and its third
+HELD = """
+import os, sys, time
+sys.path.insert(0, {root!r})
+import model, runtime.generation, runtime.progress
+del sys.path[0]
+runtime.progress.QUIET = 0.05
+load_model, sample_token, calls = model.load_model, runtime.generation.sample_token, []
+
+def wait_for(name):
+    while not os.path.exists(os.path.join({folder!r}, name)):
+        time.sleep(0.01)
+
+def slow_load(source):
+    wait_for("load")
+    return load_model(source)
+
+def slow_sample(*args):
+    calls.append(0)
+    if len(calls) in (1, 3):
+        wait_for("first" if len(calls) == 1 else "next")
+    return sample_token(*args)
+
+model.load_model, runtime.generation.sample_token = slow_load, slow_sample
+"""
+
+
+def test_slow_work_shows_signs_of_life_and_each_token_comes_at_once(model_path, tmp_path):
+    flags = ["--model", model_path, "--num_samples", 1, "--max_new_tokens", 6, "--prompt", "The"]
+    (whole,) = samples(command(*flags), 1)
+    (tmp_path / "sitecustomize.py").write_text(HELD.format(root=str(ROOT), folder=str(tmp_path)))
+    process = subprocess.Popen([sys.executable, ROOT / "sample.py", *map(str, flags)], stdout=subprocess.PIPE,
+                               stderr=subprocess.PIPE,
+                               env={**ENV, "PYTHONPATH": str(tmp_path), "PYTHONUNBUFFERED": ""})
+    watchdog = threading.Timer(HANG, process.kill)
+    watchdog.start()
+    for name, what in (("load", f"loading {model_path}: "), ("first", "generating the first token: ")):
+        line = ""
+        while not line.startswith(what):
+            line = process.stderr.readline().decode()
+            assert line, "the command ended"
+        (tmp_path / name).touch()
+    out = b""
+    while len(out.decode(errors="ignore")) <= len("--- sample 1 of 1\nThe"):
+        assert (more := os.read(process.stdout.fileno(), 1000)), "the command ended"
+        out += more
+    (tmp_path / "next").touch()                 # until here the third token is not generated
+    rest, _ = process.communicate()
+    watchdog.cancel()
+    assert process.returncode == 0 and len(rest) > 1
+    assert (out + rest).decode() == f"--- sample 1 of 1\n{whole}\n"
+
+
+@pytest.mark.skipif(os.name == "nt", reason="no pseudo-terminals")
+def test_a_terminal_gets_the_same_text_as_a_pipe(model_path):
+    flags = ["--model", model_path, "--num_samples", 3, "--max_new_tokens", 30]
+    piped, (terminal, end) = command(*flags), os.openpty()
+    process = subprocess.Popen([sys.executable, ROOT / "sample.py", *map(str, flags)], stdout=end, env=ENV)
+    os.close(end)
+    shown = b""
+    with contextlib.suppress(OSError):          # how Linux tells that the other end is closed
+        while more := os.read(terminal, 1000):
+            shown += more
+    os.close(terminal)
+    assert process.wait(timeout=HANG) == 0
+    assert shown.decode().replace("\r\n", "\n") == piped.stdout and len(samples(piped, 3)) == 3
+
+
+def test_a_closed_pipe_ends_it_quietly(model_path):
+    flags = ["--model", model_path, "--num_samples", "1", "--max_new_tokens", "1000000"]
+    process = subprocess.Popen([sys.executable, ROOT / "sample.py", *map(str, flags)], stdout=subprocess.PIPE,
+                               stderr=subprocess.PIPE, env=ENV)
+    assert process.stdout.readline() == b"--- sample 1 of 1\n"
+    process.stdout.close()
+    assert process.stderr.read() == b"" and process.wait(timeout=HANG) == 1
+
+
 BAD_NUMBERS = [["--num_samples", "0"], ["--num_samples", "2.5"], ["--max_new_tokens", "-3"],
                ["--max_new_tokens", "many"], ["--temperature", "-1"], ["--temperature", "nan"],
                ["--temperature", "inf"], ["--top_k", "-1"], ["--seed", "x"], ["--seed", "-1"],
                ["--seed", str(2**64)], ["--bogus"], ["--device", "tpu"], ["--device", "cpu:x"],
-               ["--device", ""]]
+               ["--device", ""], ["--top_p", "0"], ["--top_p", "1.01"], ["--top_p", "-0.5"],
+               ["--top_p", "nan"], ["--dtype", "int8"]]
 
 
 @pytest.mark.parametrize("flags", BAD_NUMBERS, ids=" ".join)
