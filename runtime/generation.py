@@ -75,7 +75,7 @@ def print_samples(model, autocast: torch.autocast, process, prompt: str, num_sam
     start = encode(prompt).tolist()[-model.config.block_size:]
     idx = torch.tensor([start or [EOT]] * num_samples, dtype=torch.int64, device=process.device)    # (B, T)
     new = []
-    with autocast:
+    with autocast, process.progress("samples"):
         for ids in generate_tokens(model, idx, max_new_tokens, generator=generator):
             if stop():
                 return
