@@ -1,18 +1,20 @@
-"""Measures the figures of the docs on this machine: one table a command.
+"""Measures the figures of the docs on this machine: one table a command. About how long on two CPU cores:
 
-    python bench.py ladder          from float32 and naive attention to the step that trains, change by change
-    python bench.py attention       every attention kernel: time, memory, and error against float64
-    python bench.py memory          memory a sequence, the largest micro-batch, by attention kernel and loss
-    python bench.py data            tokens/s of the loader, and of fineweb.py by its workers
-    python bench.py hellaswag       HellaSwag in batches against one example a forward
-    python bench.py scaling         step time by processes; estimates by model size, and what GPUs exchange
-    python bench.py peer PATH       our step and that of a clone of build-nanogpt, in turn
-    python bench.py recipes DATA    both recipes on a folder of shards: validation loss, and ablations
+    python bench.py ladder          8 min   from float32 and naive attention to the step that trains
+    python bench.py attention       1 min   every attention kernel: time, memory, and error against float64
+    python bench.py memory          8 min   memory a sequence, the largest micro-batch, by kernel and loss
+    python bench.py data            1 min   tokens/s of the loader, and of fineweb.py by its workers
+    python bench.py hellaswag       3 min   HellaSwag in batches against one example a forward
+    python bench.py scaling         2 min   step time by processes; estimates by size, what GPUs exchange
+    python bench.py peer PATH       4 min   our step and that of a clone of build-nanogpt, in turn
+    python bench.py recipes DATA    hours   both recipes on a folder of shards, and ablations
+    python bench.py compare OUT ... 5 s     runs of train_gpt2.py by their --out: loss by tokens and by time
 
 The timed step is the one that trains, train_gpt2.train_step. Each row is measured in a subprocess, so that
 none inherits another's memory or compiled code. The table is measured --turns times, and a row shows the
 median: the speed of a shared machine changes within minutes.
 """
+import difflib
 import importlib.util
 import json
 import math
@@ -35,6 +37,7 @@ from runtime.benchmark import (GB, PlainAdamW, Setting, attention_costs, bytes_p
                                supported_kernels, time_fineweb, time_steps)
 from runtime.checks import automatic_values
 from runtime.cli import FlagParser, UserError, parse_int, run_command
+from runtime.compare import compare_table
 from runtime.dataloader import INPUT_TXT, TokenDataset, TokenLoader
 from runtime.device import choose_device, choose_dtype, make_autocast, peak_flops
 from runtime.distributed import StopSignals, setup_process
@@ -119,12 +122,9 @@ def measure_hellaswag(s):
     model = GPT(GPTConfig(1024, s.vocab_size, **SIZES[s.size])).to(process.device)
     batches = hellaswag.make_batches(synthetic_examples(s.steps), 1024, s.B)
     autocast = make_autocast(process.device, s.dtype)
-    counts = []
-
-    def evaluate():
-        counts[:] = hellaswag.evaluate(model, batches, process.device, autocast)
-    _, seconds = time_steps(evaluate, replace(s, warmup=1, steps=3))
-    return {"seconds": seconds, "correct": int(counts[0])}
+    _, seconds = time_steps(lambda: hellaswag.evaluate(model, batches, process.device, autocast),
+                            replace(s, warmup=1, steps=3))
+    return {"seconds": seconds}
 
 
 WORKERS = {"step": measure_step, "matmul": measure_matmul, "attention": measure_attention,
@@ -133,6 +133,17 @@ WORKERS = {"step": measure_step, "matmul": measure_matmul, "attention": measure_
 
 # -----------------------------------------------------------------------------
 # tables
+
+def rows_of(column, names, results, cells):
+    """A row for each result: its name and `cells(name, result)`, or why it failed."""
+    return [{column: f"{name}: {r['failed']}"} if "failed" in r else {column: name} | cells(name, r)
+            for name, r in zip(names, results, strict=True)]
+
+
+def ratio(a, b, times=1):
+    """How many times as long `a` took as `b`, as text; None if one of them failed."""
+    return None if "failed" in a or "failed" in b else f"{times * median_ms(a) / median_ms(b):.2f}x"
+
 
 def ladder_settings(base, compiles):
     """Yields (name, setting, None) for each row of the ladder, or (name, None, reason) for one left out.
@@ -143,8 +154,6 @@ def ladder_settings(base, compiles):
     s = replace(base, dtype="float32", tf32=not cuda, compile=False, attention="naive", vocab_size=50257,
                 fused=False, loss_chunk=-1 if cuda else 0, tune_memory=cuda)
     yield "float32, textbook attention, vocabulary 50257, eager, plain AdamW", s, None
-    cpu_only = [("+ freed memory kept (mallopt)", dict(tune_memory=True), None),
-                ("+ loss in tiles that stay in the cache", dict(loss_chunk=-1), None)]
     for name, change, left_out in [
             ("+ TF32", dict(tf32=True), None if cuda else "TF32 is a format of NVIDIA's GPUs"),
             (f"+ {base.dtype} autocast", dict(dtype=base.dtype),
@@ -153,7 +162,8 @@ def ladder_settings(base, compiles):
             ("+ SDPA's flash attention", dict(attention="flash"), None),
             ("+ vocabulary 50304", dict(vocab_size=50304), None),
             ("+ fused AdamW", dict(fused=True), None),
-            *([] if cuda else cpu_only),
+            *([] if cuda else [("+ freed memory kept (mallopt)", dict(tune_memory=True), None),
+                               ("+ loss in tiles that stay in the cache", dict(loss_chunk=-1), None)]),
             ("+ attention kernel of choice (auto)", dict(attention="auto"), None),
             (f"+ micro-batch {4 * base.B}", dict(B=4 * base.B),
              None if cuda else "1,024 tokens keep a CPU busy")]:
@@ -164,8 +174,8 @@ def ladder_settings(base, compiles):
 def ladder(args, base):
     rungs = list(ladder_settings(base, base.compile))
     measured = [(name, s) for name, s, _ in rungs if s]
-    results = measure([s for _, s in measured], args.turns)
-    matmul = measure([replace(measured[-1][1], what="matmul")], args.turns)[0]
+    settings = [s for _, s in measured]
+    *results, matmul = measure([*settings, replace(settings[-1], what="matmul")], args.turns)
     rows, first, previous = [], None, None
     for (name, s), result in zip(measured, results, strict=True):
         if "failed" in result:
@@ -179,10 +189,11 @@ def ladder(args, base):
                      "gain": f"{rate / (previous or rate):.2f}x", "in all": f"{rate / (first or rate):.2f}x"})
         first, previous = first or rate, rate
     print_table(rows, {"left out": [f"{name[2:]} ({reason})" for name, s, reason in rungs if not s]})
-    if "failed" not in results[-1] and "failed" not in matmul:
-        share = median_ms(matmul) / median_ms(results[-1])
-        print(f"the matrix products of the last rung's step alone take {median_ms(matmul):,.0f} ms: "
-              f"it runs at {share:.0%} of what they allow")
+    if "failed" in matmul:
+        print(f"the matrix products of the last rung's step alone: {matmul['failed']}")
+    elif "failed" not in results[-1]:
+        print(f"the matrix products of the last rung's step alone take {median_ms(matmul):,.0f} ms: it runs "
+              f"at {median_ms(matmul) / median_ms(results[-1]):.0%} of what they allow")
     if args.plot:
         plot_ladder(args.plot, rows, machine(base.device))
     return rows
@@ -191,10 +202,10 @@ def ladder(args, base):
 def attention_table(args, base):
     kernels, missing = supported_kernels(base)
     results = measure([replace(base, what="attention", attention=name) for name in kernels], args.turns)
-    rows = [{"kernel": kernel, "forward + backward ms": median_ms(r), "memory MB": r["memory"] / 1e6,
-             "error of y": f"{r['error_forward']:.1e}",
-             "largest error of dq, dk, dv": f"{r['error_backward']:.1e}"}
-            for kernel, r in zip(kernels, results, strict=True) if "failed" not in r]
+    rows = rows_of("kernel", kernels, results, lambda kernel, r: {
+        "forward + backward ms": median_ms(r), "memory MB": r["memory"] / 1e6,
+        "error of y": f"{r['error_forward']:.1e}",
+        "largest error of dq, dk, dv": f"{r['error_backward']:.1e}"})
     print(f"one layer of {base.size}, B = {base.B}, T = {base.T}, {base.dtype}; "
           "errors are |x - x64| / |x64| against float64")
     print_table(rows, {"not on this machine": missing})
@@ -237,12 +248,13 @@ def data_table(args, base):
     kinds = [("npy", "shuffled"), ("npy", "in order"), ("bin", "shuffled")]
     results = measure([replace(base, what="loader", size=kind, recipe=order, B=16, T=1024, steps=3)
                        for kind, order in kinds], args.turns)
-    rows = [{"what": f"loader, one thread: .{kind} {order}",
-             "million tokens/s": statistics.median(result["rates"]) / 1e6}
-            for (kind, order), result in zip(kinds, results, strict=True)]
-    seconds, tokens = time_fineweb(sorted({1, 2, os.cpu_count() or 1}), args.turns)
-    rows += [{"what": f"fineweb.py, {n} worker(s), {tokens / 1e6:.1f} million tokens, whole process",
-              "million tokens/s": tokens / statistics.median(times) / 1e6} for n, times in seconds.items()]
+    rows = rows_of("what", [f"loader, one thread: .{kind} {order}" for kind, order in kinds], results,
+                   lambda _, r: {"million tokens/s": statistics.median(r["rates"]) / 1e6})
+    workers = sorted({1, 2, os.cpu_count() or 1})
+    results = time_fineweb(workers, args.turns)
+    size = f"{max(r.get('tokens', 0) for r in results) / 1e6:.1f} million tokens, whole process"
+    rows += rows_of("what", [f"fineweb.py, {n} worker(s), {size}" for n in workers], results,
+                    lambda _, r: {"million tokens/s": r["tokens"] / statistics.median(r["seconds"]) / 1e6})
     print_table(rows)
     return rows
 
@@ -252,9 +264,9 @@ def hellaswag_table(args, base):
     widths = (4, 16, 32, 64, 128)
     results = measure([replace(base, what="hellaswag", B=B, steps=n, size=args.size or "small")
                        for B in widths], args.turns)
-    times = [median_ms(r) for r in results]                 # the first: four rows are one example
-    rows = [{"rows a forward": B, "examples/s": n / ms * 1e3, "gain": f"{times[0] / ms:.2f}x",
-             "10,042 examples, s": 10042 / n * ms / 1e3} for B, ms in zip(widths, times, strict=True)]
+    rows = rows_of("rows a forward", widths, results, lambda B, r: {         # four rows are one example
+        "examples/s": n / median_ms(r) * 1e3, "gain": ratio(results[0], r),
+        "10,042 examples, s": 10042 / n * median_ms(r) / 1e3})
     print(f"{n} made-up examples of HellaSwag's lengths, "
           f"model {args.size or 'small (4 layers of width 256)'}, {base.dtype}")
     print_table(rows)
@@ -263,19 +275,12 @@ def hellaswag_table(args, base):
 
 def scaling_table(args, base):
     """Measured: the same micro-batch on more processes. Then the estimates."""
-    cuda = base.device.startswith("cuda")
-    limit = torch.cuda.device_count() if cuda else os.cpu_count()
+    limit = torch.cuda.device_count() if base.device.startswith("cuda") else os.cpu_count()
     counts = [n for n in (1, 2, 4, 8) if n <= limit]
     results = measure([replace(base, processes=n) for n in counts], args.turns)
-    rows, single = [], None
-    for n, r in zip(counts, results, strict=True):
-        if "failed" in r:
-            rows.append({"processes": f"{n}: {r['failed']}"})
-            continue
-        rate = n * base.B * base.T / statistics.median(r["seconds"])
-        single = rate if n == 1 else single
-        rows.append({"processes": n, "tokens a step": n * base.B * base.T, "ms a step": median_ms(r),
-                     "tokens/s": rate, "against one": f"{rate / single:.2f}x" if single else None})
+    rows = rows_of("processes", counts, results, lambda n, r: {
+        "tokens a step": n * base.B * base.T, "ms a step": median_ms(r),
+        "tokens/s": n * base.B * base.T / median_ms(r) * 1e3, "against one": ratio(results[0], r, n)})
     print_table(rows)
     estimates = [scaling_estimate(name) for name in GPT2_SIZES]
     print("state: weights, gradients, two moments in fp32. Tokens/s: at 40% of an H100's 989 TFLOP/s. Sent: "
@@ -299,40 +304,42 @@ def scaling_estimate(name):
 
 
 def peer_table(args, base):
-    if not args.path:
-        raise UserError("bench.py peer needs the path of a clone of build-nanogpt: git clone it, "
-                        "and give its folder")
-    if not (Path(args.path) / "train_gpt2.py").is_file():
-        raise UserError(f"{args.path}/train_gpt2.py is not there: "
-                        "give the folder of a clone of build-nanogpt")
-    path = str(Path(args.path).resolve())
-    settings = {"build-nanogpt, as shipped": replace(base, peer=path, compile=False),
-                "build-nanogpt, torch.compile": replace(base, peer=path, compile=True),
-                "ours, as shipped": base}
+    script = Path(args.path or "build-nanogpt") / "train_gpt2.py"
+    if not script.is_file():
+        raise UserError(f"{script} is not there: git clone build-nanogpt from GitHub, and give its folder")
+    peer = replace(base, peer=str(script.parent.resolve()))
+    settings = {"build-nanogpt, as shipped": replace(peer, compile=False),
+                "build-nanogpt, torch.compile": replace(peer, compile=True),
+                "ours, as shipped": base, "its matrix products alone": replace(base, what="matmul")}
     results = measure(list(settings.values()), args.turns)
-    matmul = measure([replace(base, what="matmul")], args.turns)[0]
-    ours = median_ms(results[-1])
-    rows = [{"step": name, "ms": median_ms(r), "tokens/s": base.B * base.T / median_ms(r) * 1e3,
-             "peak GB": r["memory"] / GB, "start s": r["warmup_seconds"],
-             "time against ours": f"{median_ms(r) / ours:.2f}x"}
-            for (name, r) in zip(settings, results, strict=True) if "failed" not in r]
-    rows.append({"step": "its matrix products alone", "ms": median_ms(matmul),
-                 "tokens/s": base.B * base.T / median_ms(matmul) * 1e3,
-                 "time against ours": f"{median_ms(matmul) / ours:.2f}x"})
+    ours = results[2]
+    rows = rows_of("step", settings, results, lambda _, r: {
+        "ms": median_ms(r), "tokens/s": base.B * base.T / median_ms(r) * 1e3}
+        | ({"peak GB": r["memory"] / GB, "start s": r["warmup_seconds"]} if "memory" in r else {})
+        | {"time against ours": ratio(r, ours)})
     print_table(rows)
     return rows
 
 
 TABLES = {"ladder": ladder, "attention": attention_table, "memory": memory_table, "data": data_table,
           "hellaswag": hellaswag_table, "scaling": scaling_table, "peer": peer_table,
-          "recipes": lambda args, base: recipes_table(args, base, SIZES[args.size or "small"])}
+          "recipes": lambda args, base: recipes_table(args, base, SIZES[args.size or "small"]),
+          "compare": lambda args, base: compare_table(args.paths, args.plot)}
+
+
+def table_name(text):
+    if text not in TABLES:
+        near = "".join(f"did you mean {name}? " for name in difflib.get_close_matches(text, TABLES, 1))
+        raise UserError(f"there is no table {text!r}: {near}`python bench.py` lists them")
+    return text
 
 
 def parse_args(argv):
     parser = FlagParser(prog="bench.py", description=__doc__)
     add = parser.add_argument
-    add("table", choices=list(TABLES))
-    add("path", nargs="?", help="for peer: the folder of build-nanogpt; for recipes: the shards")
+    add("table", type=table_name, help="one of those above")
+    add("paths", nargs="*", metavar="path", help="for peer: the folder of build-nanogpt; for recipes: the "
+        "shards; for compare: --out folders of runs")
     add("--device", default="auto", help="auto, cuda or cpu (default auto)")
     add("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])
     add("--recipe", default="gpt2", choices=list(train_gpt2.RECIPES))
@@ -348,23 +355,26 @@ def parse_args(argv):
     add("--memory_gb", type=float, default=80, help="for memory: GB of the GPU (default 80)")
     add("--no_ideas", action="store_true", help="for recipes: no ablations")
     add("--json", metavar="FILE", help="save what was measured")
-    add("--plot", metavar="FILE.png", help="for ladder and recipes: a picture (needs matplotlib)")
+    add("--plot", metavar="FILE.png", help="for ladder, recipes and compare: a picture (by matplotlib)")
     args = parser.parse_args(argv)
+    args.path = args.paths[0] if args.paths else None
+    if len(args.paths) > 1 and args.table != "compare":
+        raise UserError(f"bench.py {args.table} takes one path, not {len(args.paths)}")
     args.device = choose_device(args.device)
     if args.device == "mps":
         raise UserError("bench.py measures on cuda or cpu: give --device cpu")
     if args.plot and not importlib.util.find_spec("matplotlib"):
         raise UserError("--plot needs the package matplotlib: pip install matplotlib, or leave the flag out")
-    for name in ("batch_size", "sequence_length", "steps", "turns"):
-        if getattr(args, name) is not None and getattr(args, name) < 1:
-            raise UserError(f"--{name} {getattr(args, name)}: must be at least 1")
-    if not 0 < args.memory_gb < math.inf:
-        raise UserError(f"--memory_gb {args.memory_gb}: must be above 0")
+    for name in ("batch_size", "sequence_length", "steps", "turns", "memory_gb"):
+        if (value := getattr(args, name)) is not None and not 1 <= value < math.inf:
+            raise UserError(f"--{name} {value}: must be at least 1")
     return args
 
 
 def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
+    if not argv:
+        return print(__doc__ + "\nThe flags: python bench.py --help")
     if argv[:1] == ["work"]:
         return run_worker(WORKERS, argv[1])
     args = parse_args(argv)
@@ -375,11 +385,13 @@ def main(argv=None):
                    T=args.sequence_length or (1024 if cuda or args.table == "memory" else 256),
                    compile=cuda if args.compile is None else args.compile,
                    warmup=3 if cuda else 2, steps=args.steps or (20 if cuda else 4))
-    print(f"bench.py {args.table}: {machine(base.device)}", flush=True)
+    about = {} if args.table == "compare" else {        # whose runs were made elsewhere
+        "machine": machine(base.device), "setting": asdict(base), "turns": args.turns}
+    if about:
+        print(f"bench.py {args.table}: {about['machine']}", flush=True)
     rows = TABLES[args.table](args, base)
     if args.json:
-        content = {"table": args.table, "machine": machine(base.device), "setting": asdict(base),
-                   "turns": args.turns, "rows": rows}
+        content = {"table": args.table, **about, "rows": rows}
         replace_file(args.json, lambda file: file.write(json.dumps(content, indent=1).encode()))
 
 

@@ -9,7 +9,7 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from runtime.benchmark import BENCH, print_table
+from runtime.benchmark import BENCH, print_table, progress
 from runtime.cli import UserError
 from runtime.log import read_log
 from runtime.plots import plot_curves
@@ -103,14 +103,20 @@ def recipe_runs(args, base, shape, steps, tokens):
 
 def train_all(runs, seeds, cuda):
     """{key of runs: [validation curve of each seed]}. A CPU of n cores trains n at a time, a thread each."""
+    from tqdm import tqdm
+    jobs = [(seed, key) for seed in seeds for key in runs]
+
     def train(job):
         seed, (kind, value) = job
         curve = validation_curve([*runs[kind, value], "--seed", seed], value if kind == "without" else None,
                                  None if cuda else 1)
-        print(f"{kind} {value}, seed {seed}: {list(curve.values())[-1]:.4f}", flush=True)
+        with tqdm.external_write_mode():        # not into the bar
+            print(f"{kind} {value}, seed {seed}: {list(curve.values())[-1]:.4f}", flush=True)
+        task.update()
         return curve
-    with ThreadPoolExecutor(1 if cuda else os.cpu_count()) as pool:
-        curves = list(pool.map(train, [(seed, key) for seed in seeds for key in runs]))
+    with progress("trained", len(jobs), "runs") as task:
+        with ThreadPoolExecutor(1 if cuda else os.cpu_count()) as pool:
+            curves = list(pool.map(train, jobs))
     return {key: curves[i::len(runs)] for i, key in enumerate(runs)}
 
 

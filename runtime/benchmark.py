@@ -26,11 +26,13 @@ from runtime.cli import UserError
 from runtime.dataloader import INPUT_TXT, TokenDataset, TokenLoader, to_device
 from runtime.device import is_out_of_memory
 from runtime.kernels import ATTENTION, attention, check_attention, document_window_mask
+from runtime.progress import Progress
 from runtime.shards import write_shard
 from runtime.tokenizer import VOCAB_SIZE
 
 BENCH = Path(__file__).resolve().parent.parent / "bench.py"
 GB = 1e9
+progress = Progress()
 
 
 @dataclass
@@ -297,14 +299,12 @@ def measure(settings, turns):
     """One dict a setting, merged over `turns`. A turn runs every setting that has not failed yet."""
     results = [{} for _ in settings]
     jobs = turns * list(zip(settings, results, strict=True))
-    for i, (s, result) in enumerate(jobs, 1):
-        if sys.stderr.isatty():
-            print(f"\r{i} of {len(jobs)} ...", end="", file=sys.stderr, flush=True)
-        if "failed" not in result:
-            for name, value in run_in_subprocess(s).items():
-                result[name] = merge(result.get(name), value)
-    if sys.stderr.isatty():
-        print("\r" + " " * 40 + "\r", end="", file=sys.stderr)
+    with progress("measured", len(jobs), "settings") as task:
+        for s, result in jobs:
+            if "failed" not in result:
+                for name, value in run_in_subprocess(s).items():
+                    result[name] = merge(result.get(name), value)
+            task.update()
     return results
 
 
@@ -344,23 +344,27 @@ def find_largest(s, B, memory_gb):
 
 
 def time_fineweb(worker_counts, turns):
-    """({workers: [seconds]} of whole runs of fineweb.py on 30 copies of input.txt, the tokens of a run)."""
-    seconds = {n: [] for n in worker_counts}
-    with tempfile.TemporaryDirectory() as folder:
+    """A dict for each number of workers: {"seconds": [of whole runs of fineweb.py on 30 copies of input.txt],
+    "tokens": of a run}, or {"failed": reason}."""
+    results = [{"seconds": []} for _ in worker_counts]
+    jobs = turns * list(zip(worker_counts, results, strict=True))
+    with tempfile.TemporaryDirectory() as folder, progress("timed fineweb.py", len(jobs), "runs") as task:
         text = Path(folder) / "text.jsonl"
         speeches = INPUT_TXT.read_text(encoding="utf-8").split("\n\n")
         documents = ["\n\n".join(speeches[i:i + 30]) for i in range(0, len(speeches), 30)]
         text.write_text("".join(json.dumps({"text": f"{i} {document}"}) + "\n"
                                 for i in range(30) for document in documents))
-        for turn in range(turns):
-            for n in worker_counts:
-                out = Path(folder) / f"out{n}_{turn}"
-                start = time.perf_counter()
-                subprocess.run([sys.executable, str(BENCH.with_name("fineweb.py")), "--input", str(text),
-                                "--workers", str(n), "--out", str(out)], check=True, capture_output=True)
-                seconds[n].append(time.perf_counter() - start)
-        manifest = json.loads((out / "manifest.json").read_text())
-    return seconds, sum(shard["tokens"] for shard in manifest["shards"])
+        for i, (n, result) in enumerate(jobs):
+            out, start = Path(folder) / f"out{i}", time.perf_counter()
+            run = subprocess.run([sys.executable, str(BENCH.with_name("fineweb.py")), "--input", str(text),
+                                  "--workers", str(n), "--out", str(out)], capture_output=True, text=True)
+            result["seconds"].append(time.perf_counter() - start)
+            if run.returncode:
+                result["failed"] = run.stderr.strip().split("\n")[-1][:200]
+            else:
+                result["tokens"] = json.loads((out / "manifest.json").read_text())["tokens"]
+            task.update()
+    return results
 
 
 # -----------------------------------------------------------------------------

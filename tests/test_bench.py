@@ -1,10 +1,12 @@
 """bench.py: the real commands make its tables with a small model; and the arithmetic of the tables."""
 import functools
+import importlib.util
 import json
 import math
 import os
 import subprocess
 import sys
+import time
 from dataclasses import asdict, replace
 
 import numpy as np
@@ -13,11 +15,12 @@ import pytest
 import bench
 from bench import ladder_settings
 from helpers import ENV, HANG, ROOT
-from runtime import ablation, benchmark
+from runtime import ablation, benchmark, progress
 from runtime.ablation import ABLATIONS, ablated_source, validation_curve
 from runtime.benchmark import (GB, Setting, bytes_per_sequence, measure, median_ms, predict_largest,
-                               run_in_subprocess)
+                               run_in_subprocess, time_fineweb)
 from runtime.cli import run_command
+from runtime.compare import COLUMNS, read_metrics, tokens_to_reach
 from runtime.shards import write_shard
 
 SMALL = ["--size", "tiny", "--batch_size", "1", "--sequence_length", "32", "--steps", "1", "--turns", "1",
@@ -133,6 +136,174 @@ def test_scaling_goes_on_after_a_row_that_failed(monkeypatch, capsys):
                          ["4", "40", "500", "80.00", "n/a"]]
 
 
+@pytest.mark.parametrize("table", ["ladder", "attention", "data", "hellaswag", "scaling", "peer"])
+def test_a_table_says_which_of_its_lines_failed(table, monkeypatch, capsys, tmp_path):
+    """Each setting fails in turn, then all of them."""
+    result = {"seconds": [0.5], "memory": 2e9, "warmup_seconds": 1.0, "flops_per_token": 1e9, "rates": [1e6],
+              "peak_flops": None, "error_forward": 0.0, "error_backward": 0.0}
+    (tmp_path / "train_gpt2.py").touch()
+    calls, failing = [], [-1]
+
+    def run(s):
+        calls.append(s)
+        return {"failed": "no room"} if len(calls) - 1 in failing else dict(result)
+    monkeypatch.setattr(benchmark, "run_in_subprocess", run)
+    monkeypatch.setattr(bench, "time_fineweb", lambda counts, turns: [
+        {"seconds": [1.0], "tokens": 10} if i else {"seconds": [1.0], "failed": "no disk"}
+        for i, _ in enumerate(counts)])
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    flags = [table, *([str(tmp_path)] if table == "peer" else []), "--device", "cpu", "--turns", "1"]
+    bench.main(flags)
+    whole, n = capsys.readouterr().out, len(calls)
+    assert "no room" not in whole and ("no disk" in whole) == (table == "data") and n > 1
+    for failing in [[i] for i in range(n)] + [range(n)]:
+        calls.clear()
+        bench.main(flags)
+        out = capsys.readouterr().out
+        assert out.count(": no room") == len(failing), out
+        assert out.count("\n| ") == whole.count("\n| "), "no line is left out"
+
+
+def test_a_fineweb_py_that_failed_says_why(monkeypatch, tmp_path):
+    (tmp_path / "fineweb.py").write_text("raise SystemExit('no disk')")
+    monkeypatch.setattr(benchmark, "BENCH", tmp_path / "bench.py")
+    assert [result["failed"] for result in time_fineweb([1, 2], 1)] == ["no disk"] * 2
+
+
+def test_long_work_shows_signs_of_life(monkeypatch, tmp_path, capsys):
+    """On stderr, after ten seconds; here after a tenth of one."""
+    monkeypatch.setattr(progress, "QUIET", 0.1)
+    monkeypatch.setattr(benchmark, "run_in_subprocess", lambda s: time.sleep(1.5) or {"seconds": [1.0]})
+    measure([Setting(), Setting(B=2)], 1)
+    err = capsys.readouterr().err
+    assert "measured: 0 of 2 settings, " in err and "measured: 1 of 2 settings, " in err
+
+    monkeypatch.setattr(ablation, "validation_curve", lambda *_: time.sleep(1.5) or {0: 5.0})
+    ablation.train_all({("gpt2", 0.1): [], ("gpt2", 0.2): []}, range(1), cuda=True)
+    out, err = capsys.readouterr()
+    assert "trained: 0 of 2 runs, " in err and "trained: 1 of 2 runs, " in err
+    assert out == "gpt2 0.1, seed 0: 5.0000\ngpt2 0.2, seed 0: 5.0000\n"
+
+    (tmp_path / "input.txt").write_text("To be, or not to be.\n\n" * 40)
+    monkeypatch.setattr(benchmark, "INPUT_TXT", tmp_path / "input.txt")
+    one, two = time_fineweb([1, 2], 1)
+    assert one["tokens"] == two["tokens"] > 1000 and len(one["seconds"]) == 1
+    assert "timed fineweb.py: 0 of 2 runs, " in capsys.readouterr().err
+
+
+# -----------------------------------------------------------------------------
+# bench.py alone, and compare
+
+def test_without_a_table_they_are_listed():
+    listed = run_bench().stdout
+    assert all(listed.count(f"\n    python bench.py {table} ") == 1 for table in bench.TABLES)
+    assert bench.__doc__ in listed and bench.__doc__ in run_bench("--help").stdout
+
+
+def write_metrics(out, losses, tokens=1000, seconds=60.0, every=2, end="\n"):
+    """The metrics.csv of a run that validated each `every` steps, and at its end."""
+    rows, steps = [",".join(COLUMNS)], every * (len(losses) - 1)
+    for step in range(steps + 1):
+        val = losses[step // every] if step % every == 0 else ""
+        rest = ",,,," if step == steps else f",,0.0006,1.2,{tokens / seconds}"
+        train = "" if step == steps else 9.5
+        rows.append(f"{step},{step * tokens},{step * seconds:.3f},{train},{val}{rest}")
+    out.mkdir()
+    (out / "metrics.csv").write_text("\n".join(rows) + end)
+
+
+def cells(stdout):
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in stdout.splitlines()
+            if line.startswith("| ") and not line.startswith("| --")]
+
+
+def test_compare_shows_what_each_run_needed_to_reach_the_others(tmp_path):
+    slow, fast, going, plot = (tmp_path / name for name in ("slow", "fast", "going", "here.png"))
+    write_metrics(slow, [11.0, 5.0, 4.5, 4.0])
+    write_metrics(fast, [11.0, 4.5, 3.5], seconds=90.0)
+    write_metrics(going, [11.0, 6.0], end="\n3,3000,180.0,9.5,3.")      # still in progress, or crashed
+    result = run_bench("compare", slow, fast, going, slow, "--plot", plot, "--json", tmp_path / "c.json")
+    assert cells(result.stdout) == [
+        ["run", "steps", "tokens", "time", "final val loss", "lowest"],
+        [str(slow), "6", "6k", "6 min", "4.0000", "4.0000"],
+        [str(fast), "4", "4k", "6 min", "3.5000", "3.5000"],
+        [str(going), "2", "2k", "2 min", "6.0000", "6.0000"],
+        ["to reach", "val loss", "own tokens", str(slow), str(fast), str(going)],
+        [str(slow), "4.0000", "6k", "", "3k (50%)", "-"],
+        [str(fast), "3.5000", "4k", "-", "", "-"],
+        [str(going), "6.0000", "2k", "1.67k (83%)", "1.54k (77%)", ""]]
+    assert plot.read_bytes()[:4] == b"\x89PNG" and f"saved {plot}" in result.stdout
+    saved = json.loads((tmp_path / "c.json").read_text())
+    assert saved["table"] == "compare" and "machine" not in saved and len(saved["rows"]) == 3
+    assert saved["rows"][0]["to_reach_it"] == {str(fast): {"tokens": 3000, "percent": 50.0}, str(going): None}
+
+
+def test_compare_draws_loss_against_tokens_and_time(tmp_path, monkeypatch):
+    import matplotlib.figure
+    figures = []
+    monkeypatch.setattr(matplotlib.figure.Figure, "savefig",
+                        lambda figure, file, **how: figures.append(figure))
+    write_metrics(tmp_path / "short", [11.0, 5.0, float("nan"), 4.0])
+    write_metrics(tmp_path / "long", [11.0, 4.0, 3.5, 3.4, 3.3, 3.2], seconds=3600.0)
+    monkeypatch.chdir(tmp_path)
+    for runs in (["short", "long"], ["short"]):
+        bench.main(["compare", *runs])
+    tokens, hours = figures[0].axes
+    assert (tmp_path / "compare.png").exists(), "the default"
+    assert tokens.lines[0].get_xydata().tolist() == [[0, 11], [2000, 5], [6000, 4]]
+    assert hours.lines[1].get_xydata()[:, 0].tolist() == [0, 2, 4, 6, 8, 10]
+    assert [panel.get_xlabel() for panel in figures[0].axes] == ["tokens", "hours of training"]
+    assert figures[1].axes[1].get_xlabel() == "minutes of training"
+    low, high = tokens.get_ylim()
+    assert 2.5 < low < 3.2 and 9 < high < 11, "the first tenth of the runs may be cut off"
+    assert [text.get_text() for text in tokens.get_legend().get_texts()] == ["short", "long"]
+
+
+@pytest.mark.parametrize(("content", "message"), [
+    (None, "run/metrics.csv is not there: give the --out folder of a run"),
+    (",".join(COLUMNS) + "\n0,0,0.0,10.8,,,0.1,1.0,5\n", "has no validation loss yet: wait for the first"),
+    ("", "has no validation loss yet"), ("a,b\n1,2\n", "cannot be read (line 2 is none of a run's metrics)"),
+    (",".join(COLUMNS) + "\n0,0,,10.8,,,0.1,1.0,5\n", "cannot be read (line 2 is none of a run's metrics)")])
+def test_compare_refuses_what_is_no_run_in_one_line(content, message, tmp_path):
+    if content is not None:
+        (tmp_path / "run").mkdir()
+        (tmp_path / "run" / "metrics.csv").write_text(content)
+    result = run_bench("compare", tmp_path / "run", code=2)
+    assert message in result.stderr and len(result.stderr.splitlines()) == 1 and not result.stdout
+
+
+def test_compare_without_matplotlib_prints_the_table(tmp_path, monkeypatch, capsys):
+    write_metrics(tmp_path / "run", [11.0, 5.0])
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name != "matplotlib" and find_spec(name))
+    monkeypatch.chdir(tmp_path)
+    bench.main(["compare", "run"])
+    assert "no picture: it needs the package matplotlib" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="^2$"):
+        run_command(lambda: bench.main(["compare", "run", "--plot", "x.png"]))
+    with pytest.raises(SystemExit, match="^2$"):
+        run_command(lambda: bench.main(["compare"]))
+    err = capsys.readouterr().err
+    assert "--plot needs the package matplotlib" in err and "needs the --out folders of runs" in err
+
+
+def test_tokens_are_interpolated_between_validations():
+    points = [(0, 0, 11.0), (100, 1, 6.0), (200, 2, math.nan), (300, 3, 4.0), (400, 4, 5.0)]
+    assert tokens_to_reach(11.0, points) == tokens_to_reach(12.0, points) == 0
+    assert tokens_to_reach(6.0, points) == 100 and tokens_to_reach(5.0, points) == 200
+    assert tokens_to_reach(4.0, points) == 300 and tokens_to_reach(3.9, points) is None
+    assert tokens_to_reach(math.nan, points) is None
+
+
+def test_metrics_are_read_up_to_the_last_complete_line(tmp_path):
+    write_metrics(tmp_path / "run", [11.0, 5.0], end="\n3,3000,18")
+    rows = read_metrics(tmp_path / "run" / "metrics.csv")
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert rows[0] == dict(step=0, tokens=0, seconds=0.0, train=9.5, val=11.0, hella=None, lr=0.0006,
+                           norm=1.2, tokens_per_second=pytest.approx(1000 / 60))
+    assert rows[2] == dict.fromkeys(COLUMNS) | dict(step=2, tokens=2000, seconds=120.0, val=5.0)
+
+
 def test_the_peers_definitions_run_and_nothing_after_them(tmp_path):
     """A stand-in with the names of build-nanogpt's script; the real one is run by hand (docs/speed.md)."""
     (tmp_path / "train_gpt2.py").write_text("""
@@ -167,9 +338,12 @@ raise SystemExit("the script's own run began")
 
 
 @pytest.mark.parametrize(("flags", "message"), [
-    (["stairs"], "invalid choice"), (["ladder", "--steps", "0"], "--steps 0: must be at least 1"),
+    (["stairs"], "there is no table 'stairs': `python bench.py` lists them"),
+    (["lader"], "there is no table 'lader': did you mean ladder? "), (["--device", "cpu"], "required: table"),
+    (["recipes", "one", "two"], "takes one path, not 2"),
+    (["ladder", "--steps", "0"], "--steps 0: must be at least 1"),
     (["peer"], "git clone"), (["peer", "nowhere"], "nowhere/train_gpt2.py is not there"),
-    (["memory", "--memory_gb", "-1"], "--memory_gb -1.0: must be above 0"),
+    (["memory", "--memory_gb", "-1"], "--memory_gb -1.0: must be at least 1"),
     (["ladder", "--device", "tpu"], "--device tpu"),
 ])
 def test_a_mistake_is_one_line_on_stderr(flags, message, capsys):
