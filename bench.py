@@ -32,14 +32,14 @@ import train_gpt2
 from model import GPT, GPT2_SIZES, GPTConfig
 from runtime.ablation import recipes_table
 from runtime.benchmark import (GB, PlainAdamW, Setting, attention_costs, bytes_per_sequence, find_largest,
-                               machine, matmul_seconds, measure, measure_loader, median_ms, peak_memory,
-                               peers_step, predict_largest, print_table, random_tokens, run_worker,
+                               machine, matmul_seconds, measure, measure_loader, median_ms, peers_step,
+                               predict_largest, print_table, random_tokens, run_worker,
                                supported_kernels, time_fineweb, time_steps)
 from runtime.checks import automatic_values
 from runtime.cli import FlagParser, UserError, parse_int, run_command
 from runtime.compare import compare_table
 from runtime.dataloader import INPUT_TXT, TokenDataset, TokenLoader
-from runtime.device import choose_device, choose_dtype, make_autocast, peak_flops
+from runtime.device import choose_device, choose_dtype, make_autocast, peak_flops, peak_memory
 from runtime.distributed import StopSignals, setup_process
 from runtime.files import replace_file
 from runtime.plots import plot_ladder

@@ -42,7 +42,7 @@ START, DATA, MODEL, BATCH, OPTIM, SPEED, OUTPUT = "start data model batch optimi
 @dataclass
 class Config:
     """The flags. On resume fixed ones cannot change, and per_run ones are not taken from the checkpoint."""
-    preset: str = flag("", START, "named defaults, see below", choices=list(PRESETS), per_run=True)
+    preset: str = flag("gpt2", START, "named defaults, see below", choices=list(PRESETS), per_run=True)
     dry_run: bool = flag(False, START, "print what would run, how long, and write nothing", per_run=True)
     data: str = flag("edu_fineweb10B", DATA, "folder of token shards")
     overfit: bool = flag(False, DATA, "sanity run: overfit one batch of 4 x 32 tokens of input.txt")

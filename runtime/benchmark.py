@@ -89,14 +89,6 @@ def time_steps(step, s):
     return warmup_seconds, [a.elapsed_time(b) / 1e3 if cuda else b - a for a, b in pairs]
 
 
-def peak_memory(device):
-    """Peak bytes so far: reserved by torch on a GPU, resident of the whole process on a CPU."""
-    if device.startswith("cuda"):
-        return torch.cuda.max_memory_reserved()
-    import resource
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
 def rss_and_peak():
     """(resident bytes of this process, their peak since the last call)."""
     status = Path("/proc/self/status").read_text()

@@ -1,5 +1,4 @@
 """`bench.py compare`: the validation losses of several runs, against tokens and against time."""
-import csv
 import importlib.util
 import math
 from dataclasses import dataclass
@@ -10,23 +9,9 @@ import numpy as np
 from runtime.benchmark import print_table
 from runtime.cli import UserError
 from runtime.files import readable
+from runtime.log import read_metrics
 from runtime.plots import limits, save_figure, short_count
 from runtime.progress import duration
-
-COLUMNS = ("step", "tokens", "seconds", "train", "val", "hella", "lr", "norm", "tokens_per_second")
-
-
-def read_metrics(path: str | Path) -> list[dict]:
-    """The complete rows of a run's metrics.csv: {column of COLUMNS: number, or None where the cell is empty}.
-    A crash can cut off the last line. ValueError for a file of another kind."""
-    with open(path, newline="", encoding="utf-8", errors="replace") as file:
-        lines = [line for line in file if line.endswith("\n")]
-    reader = csv.DictReader(lines)
-    try:
-        return [{name: int(row[name]) for name in COLUMNS[:2]} | {"seconds": float(row["seconds"])}
-                | {name: float(row[name]) if row[name] else None for name in COLUMNS[3:]} for row in reader]
-    except (KeyError, TypeError, ValueError):
-        raise ValueError(f"line {reader.line_num} is none of a run's metrics") from None
 
 
 @dataclass

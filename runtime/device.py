@@ -141,6 +141,18 @@ def peak_flops(device: str) -> float | None:
     return next((tflops * 1e12 for key, tflops in PEAK_TFLOPS.items() if re.fullmatch(key, name)), None)
 
 
+def peak_memory(device: str) -> int:
+    """Peak bytes so far: reserved by torch on a GPU, resident of the whole process on a CPU."""
+    if device.startswith("cuda"):
+        return torch.cuda.max_memory_reserved(device)
+    try:
+        import resource
+    except ImportError:                         # Windows
+        return 0
+    # kilobytes, on macOS bytes
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
 def tune_cuda_allocator() -> None:
     """Keeps torch's CUDA allocator from splitting large blocks. Call it before CUDA's first use.
 

@@ -3,7 +3,6 @@ import csv
 import re
 import shlex
 import statistics
-import sys
 import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -13,7 +12,7 @@ import torch
 
 from runtime.checkpoint import archive_checkpoints, checkpoints
 from runtime.cli import RunError
-from runtime.device import fetch, peak_flops
+from runtime.device import fetch, peak_flops, peak_memory
 from runtime.distributed import Process
 from runtime.files import replace_file, writable
 from runtime.tokenizer import VOCAB_SIZE
@@ -30,17 +29,16 @@ def read_log(path: str | Path) -> list[tuple[int, str, float]]:
 
 
 def read_metrics(path: str | Path) -> list[dict]:
-    """The complete rows of a metrics.csv, {column: number, or None where the cell is empty}."""
+    """The complete rows of a run's metrics.csv: {column of COLUMNS: number, or None where the cell is empty}.
+    ValueError for a file of another kind."""
     with open(path, newline="", encoding="utf-8", errors="replace") as file:
         lines = [line for line in file if line.endswith("\n")]        # a crash can cut off the last one
-    rows = []
-    for row in csv.DictReader(lines):
-        try:
-            rows.append({name: float(row[name]) if row[name] else None for name in COLUMNS})
-            rows[-1]["step"] = int(row["step"])
-        except (KeyError, TypeError, ValueError):
-            raise ValueError(f"not a metrics.csv of this project: {str(row)[:80]}") from None
-    return rows
+    reader = csv.DictReader(lines)
+    try:
+        return [{name: int(row[name]) for name in COLUMNS[:2]} | {"seconds": float(row["seconds"])}
+                | {name: float(row[name]) if row[name] else None for name in COLUMNS[3:]} for row in reader]
+    except (KeyError, TypeError, ValueError):
+        raise ValueError(f"line {reader.line_num} is none of a run's metrics") from None
 
 
 class Log:
@@ -242,18 +240,6 @@ class Reporter:
         return (f"median step {median * 1000:,.{0 if median >= 0.1 else 1}f} ms, "
                 f"{self.config.total_batch_size / median:,.0f} tokens/s, "
                 f"peak memory {peak_memory(self.process.device) / 1e9:.1f} GB")
-
-
-def peak_memory(device: str) -> int:
-    """Bytes at the most: reserved by CUDA, or of this process on a CPU."""
-    if device.startswith("cuda"):
-        return torch.cuda.max_memory_reserved(device)
-    try:
-        import resource
-    except ImportError:                         # Windows
-        return 0
-    # kilobytes, on macOS bytes
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 class Profiler:

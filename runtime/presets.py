@@ -42,7 +42,7 @@ def choose_defaults(given: dict, recipes: dict[str, dict]) -> dict:
         if given.get("preset"):
             raise UserError("--overfit is a run of its own: leave --preset out")
         return recipe | OVERFIT
-    preset = PRESETS[given["preset"]][1] if given.get("preset") else {}
+    preset = PRESETS[given.get("preset", "gpt2")][1]
     rates = {name: recipe[name] for name in ("max_lr", "min_lr", "warmup_steps") if name in recipe}
     return recipe | preset | rates
 

@@ -20,7 +20,8 @@ from runtime.ablation import ABLATIONS, ablated_source, validation_curve
 from runtime.benchmark import (GB, Setting, bytes_per_sequence, measure, median_ms, predict_largest,
                                run_in_subprocess, time_fineweb)
 from runtime.cli import run_command
-from runtime.compare import COLUMNS, read_metrics, tokens_to_reach
+from runtime.compare import tokens_to_reach
+from runtime.log import COLUMNS, read_metrics
 from runtime.shards import write_shard
 
 SMALL = ["--size", "tiny", "--batch_size", "1", "--sequence_length", "32", "--steps", "1", "--turns", "1",

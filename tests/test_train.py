@@ -562,10 +562,9 @@ def test_the_picture_is_drawn_from_the_log_and_changes_no_loss(shards, start, fi
     plot_log(train_gpt2.Config(out=str(tmp_path), total_batch_size=100))
     panels = [{line.get_label(): line.get_xydata().tolist() for line in panel.lines}
               for panel in figures[0].axes]
-    assert panels[0]["training loss"] == [[100, 10.8],
-                                          [200, 9.0]] and panels[0]["validation loss"] == [[200, 8.0]]
+    assert panels[0]["training loss"] == [[0, 10.8], [100, 9.0]]
+    assert panels[0]["validation loss"] == [[0, 10.8], [200, 8.0]]
     assert panels[1]["HellaSwag, acc_norm"] == [[200, 0.25]]
-    assert [y for _, y in panels[0]["GPT-2 124M on FineWeb, llm.c: 3.29"]] == [3.29, 3.29]
 
 
 @pytest.mark.parametrize("error", ["ImportError", "ValueError"])         # a wrong MPLBACKEND is the second
