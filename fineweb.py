@@ -13,6 +13,7 @@ import json
 import math
 import os
 import re
+import shlex
 import sys
 import time
 from collections import deque
@@ -161,6 +162,16 @@ PRETOKENIZED = {("classic", "10BT"): ("kjj0/fineweb10B-gpt2", "fineweb", 103),
                 ("edu", "10BT"): ("kjj0/finewebedu10B-gpt2", "finewebedu", 99)}
 
 
+def preset_for(tokens: int) -> str:
+    """The preset of train_gpt2.py (runtime/presets.py) that suits so many training tokens."""
+    return "shakespeare" if tokens < 5_000_000 else "small" if tokens < 1_000_000_000 else "gpt2"
+
+
+def next_command(tokens: int, out: str | Path) -> str:
+    """The command that trains on the shards in `out`, to be pasted into a shell."""
+    return f"python train_gpt2.py --preset {preset_for(tokens)} --data {shlex.quote(str(out))}"
+
+
 def fetch_shards(repo: str, prefix: str, count: int, out: Path) -> None:
     """--pretokenized: downloads the validation shard and the first `count` training shards, except those
     that `out` has already. Raises UserError if `out` holds shards of another source, RunError if a download
@@ -190,7 +201,7 @@ def fetch_shards(repo: str, prefix: str, count: int, out: Path) -> None:
     print(f"{out}: {len(missing)} of {len(paths)} shards fetched from {repo}, "
           f"{val:,} tokens for validation and {train:,} for training are there, "
           f"after {time.perf_counter() - start:.1f} s\n"
-          f"next: python train_gpt2.py --data {out}")
+          f"next: {next_command(train, out)}")
 
 
 FINEWEB = {"edu": ("HuggingFaceFW/fineweb-edu", "edufineweb", "edu_fineweb"),
@@ -282,9 +293,10 @@ def main(argv: list[str] | None = None) -> None:
                     break
         writer.finish()
     val, seconds = shards[0]["tokens"], time.perf_counter() - start
-    print(f"{out}: {len(shards)} shards complete, {val:,} tokens for validation and "
-          f"{writer.total - val:,} for training, after {seconds:.1f} s\n"
-          f"next: python train_gpt2.py --data {out}")
+    train = writer.total - val
+    print(f"{out}: {len(shards)} shards complete, {val:,} tokens for validation and {train:,} for training, "
+          f"after {seconds:.1f} s\n"
+          f"next: {next_command(train, out)}")
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import pickle
+import shlex
 import shutil
 import signal
 import subprocess
@@ -35,6 +36,7 @@ from runtime.cli import RunError, UserError, parse_int
 from runtime.dataloader import TokenDataset, TokenLoader, stable_permutation
 from runtime.files import digest, fingerprint_blocks, replace_file
 from runtime.hub import RETRIES
+from runtime.presets import PRESETS
 from runtime.shards import list_shards, open_shard, read_shard, write_shard
 from runtime.sources import HubSource, LocalSource, read_txt
 from runtime.tokenizer import EOT, checked_asset, encode, tokenizer
@@ -291,6 +293,47 @@ def test_defaults_are_build_nanogpts():
     assert args.workers == os.cpu_count() and args.max_tokens is None
     sizes = [fineweb.parse_args(["--shard_size", text]).shard_size for text in ("1e5", "100_000")]
     assert sizes == [10**5, 10**5]
+
+
+# -----------------------------------------------------------------------------
+# the last line
+
+def next_line(result):
+    assert result.returncode == 0 and result.stderr == "", result
+    return result.stdout.splitlines()[-1]
+
+
+@pytest.mark.parametrize("out", ["my data", "data/it's $HOME", "plain"])
+def test_the_last_line_is_a_command_that_a_shell_reads_right(out, tmp_path):
+    write_text(tmp_path / "a.jsonl", DOCUMENTS)
+    line = next_line(command("--input", "a.jsonl", "--out", out, cwd=tmp_path))
+    prefix, words = line.split(" ", 1)
+    assert prefix == "next:"
+    assert shlex.split(words) == ["python", "train_gpt2.py", "--preset", "shakespeare", "--data", out]
+    assert list_shards(tmp_path / out, "train")
+
+
+def test_the_last_line_names_the_preset_for_so_many_training_tokens(tmp_path):
+    (tmp_path / "a.txt").write_text(" a" * 5_000_100)         # a token each
+    for tokens, preset in ((4_999_999, "shakespeare"), (5_000_000, "small")):
+        result = command("--input", "a.txt", "--out", preset, "--val_tokens", 50, "--max_tokens", tokens + 50,
+                         cwd=tmp_path)
+        assert f"{tokens:,} for training" in result.stdout
+        assert next_line(result) == f"next: python train_gpt2.py --preset {preset} --data {preset}"
+        assert preset in PRESETS
+
+
+@pytest.mark.skipif(os.name == "nt", reason="would take two gigabytes of disk")
+@pytest.mark.parametrize("tokens, preset", [(10**9 - 1, "small"), (10**9, "gpt2")])
+def test_pretokenized_the_last_line_names_the_preset_and_quotes_the_folder(tokens, preset, tmp_path):
+    (tmp_path / "my data").mkdir()
+    write_shard(tmp_path / "my data" / VAL, np.arange(5, dtype=np.uint16))
+    header = np.array([20240520, 1, tokens] + [0] * 253, dtype="<i4").tobytes()
+    with open(tmp_path / "my data" / TRAIN[1], "wb") as file:
+        file.write(header)
+        file.truncate(len(header) + 2 * tokens)               # a hole: takes no room on the disk
+    line = next_line(command("--pretokenized", 1, "--out", "my data", cwd=tmp_path))
+    assert line == f"next: python train_gpt2.py --preset {preset} --data 'my data'" and preset in PRESETS
 
 
 # -----------------------------------------------------------------------------
@@ -649,7 +692,7 @@ def test_pretokenized_fetches_the_validation_and_n_training_shards_that_the_load
     assert asked == [VAL, *TRAIN[1:]] and waits == []
     out = capsys.readouterr().out
     assert "1,000 tokens for validation and 3,006 for training" in out
-    assert out.endswith("next: python train_gpt2.py --data fineweb10B\n")
+    assert out.endswith("next: python train_gpt2.py --preset shakespeare --data fineweb10B\n")
     folder = tmp_path / "fineweb10B"
     assert [path.name for path in list_shards(folder, "val")] == [VAL]
     rows = TokenDataset(list_shards(folder, "train"), 10, vocab_size=50257).read(0, 300)
