@@ -13,11 +13,14 @@ import json
 import math
 import os
 import re
+import shlex
+import shutil
 import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -155,10 +158,42 @@ class ShardWriter:
         replace_file(self.path, lambda file: file.write(json.dumps(self.manifest, indent=1).encode()))
 
 
+@contextmanager
+def no_empty_folder(out: Path) -> Iterator[None]:
+    """Around all that writes to `out`: if it fails before the first shard, the folders that it made are
+    removed again. A folder that was there before stays as it is."""
+    made = [folder for folder in (out.absolute(), *out.absolute().parents) if not os.path.exists(folder)]
+    try:
+        yield
+    except (Exception, KeyboardInterrupt):
+        with suppress(OSError):
+            # huggingface_hub goes on with an .incomplete download
+            if made and not any(SHARD_NAME.match(path.name) or path.suffix == ".incomplete"
+                                for path in out.rglob("*")):
+                shutil.rmtree(out / ".cache", ignore_errors=True)         # of huggingface_hub
+                (out / "manifest.json").unlink(missing_ok=True)
+        for folder in made:
+            with suppress(OSError):               # not empty
+                folder.rmdir()
+        raise
+
+
 # (variant, sample): dataset, prefix, number of training shards
 PRETOKENIZED = {("classic", "10BT"): ("kjj0/fineweb10B-gpt2", "fineweb", 103),
                 ("classic", "100BT"): ("kjj0/fineweb100B-gpt2", "fineweb", 1030),
                 ("edu", "10BT"): ("kjj0/finewebedu10B-gpt2", "finewebedu", 99)}
+
+
+def preset_for(tokens: int) -> str:
+    """The preset of train_gpt2.py (runtime/presets.py) that suits so many training tokens."""
+    return "shakespeare" if tokens < 5_000_000 else "small" if tokens < 1_000_000_000 else "gpt2"
+
+
+def print_summary(out: Path, done: str, val: int, train: int, start: float) -> None:
+    """The last two lines: what is in `out`, and the command that trains on it, as a shell reads it."""
+    print(f"{out}: {done}, {val:,} tokens for validation and {train:,} for training, "
+          f"after {time.perf_counter() - start:.1f} s\n"
+          f"next: python train_gpt2.py --preset {preset_for(train)} --data {shlex.quote(str(out))}")
 
 
 def fetch_shards(repo: str, prefix: str, count: int, out: Path) -> None:
@@ -187,10 +222,7 @@ def fetch_shards(repo: str, prefix: str, count: int, out: Path) -> None:
                            f"fewer shards")
     val, train = (sum(len(open_shard(path)) for path in list_shards(out, split))
                   for split in ("val", "train"))
-    print(f"{out}: {len(missing)} of {len(paths)} shards fetched from {repo}, "
-          f"{val:,} tokens for validation and {train:,} for training are there, "
-          f"after {time.perf_counter() - start:.1f} s\n"
-          f"next: python train_gpt2.py --data {out}")
+    print_summary(out, f"{len(missing)} of {len(paths)} shards fetched from {repo}", val, train, start)
 
 
 FINEWEB = {"edu": ("HuggingFaceFW/fineweb-edu", "edufineweb", "edu_fineweb"),
@@ -219,9 +251,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     flag("--variant", choices=list(FINEWEB),
          help="FineWeb-Edu or FineWeb (default edu; classic with --pretokenized)")
     flag("--sample", choices=["10BT", "100BT"], default="10BT", help="sample of it, in tokens (default 10BT)")
-    flag("--input", action="append", metavar="PATH_OR_GLOB",
-         help="your own text instead, repeatable: .txt (one document a file), .jsonl or .parquet (`text`), "
-              "also .txt.gz, .jsonl.zst ...")
+    flag("--input", nargs="+", action="extend", metavar="PATH_OR_GLOB",
+         help="your own text instead: files, folders or globs, one or several: .txt (one document a file), "
+              ".jsonl or .parquet (`text`), also .txt.gz, .jsonl.zst ...")
     flag("--pretokenized", type=parse_int, metavar="N",
          help="download published tokens instead: the validation shard and the first N training shards, "
               "100M tokens or 200 MB each")
@@ -238,8 +270,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     argv = sys.argv[1:] if argv is None else argv
     args = parser.parse_args(argv)
     args.variant = args.variant or ("edu" if args.pretokenized is None else "classic")
+    folder = FINEWEB[args.variant][2]
     if args.pretokenized is not None:
         check_pretokenized(args, argv)
+        folder = PRETOKENIZED[args.variant, args.sample][1]
     for name in ("shard_size", "val_tokens", "max_tokens", "workers"):
         if (value := getattr(args, name)) is not None and value < 1:
             raise UserError(f"--{name} {value}: must be at least 1")
@@ -248,32 +282,25 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     if (args.val_tokens or 0) >= (args.max_tokens or math.inf):
         raise UserError(f"--val_tokens {args.val_tokens} leaves nothing of --max_tokens {args.max_tokens} to "
                         f"train on: give less of the first or more of the second")
+    args.out = Path(args.out or folder + args.sample[:-1])
     return args
 
 
-def main(argv: list[str] | None = None) -> None:
-    """The command. Resumes where an earlier run of it stopped."""
+def write_shards(args: argparse.Namespace, source: HubSource | LocalSource, prefix: str) -> None:
+    """Tokenizes `source` into shards. Resumes where an earlier run of the command stopped."""
     from tqdm import tqdm
-    args = parse_args(argv)
-    if args.pretokenized is not None:
-        repo, prefix, _ = PRETOKENIZED[args.variant, args.sample]
-        return fetch_shards(repo, prefix, args.pretokenized, Path(args.out or prefix + args.sample[:-1]))
-    if args.input:
-        source, prefix, out = LocalSource(args.input), "text", args.out
-    else:
-        repo, prefix, folder = FINEWEB[args.variant]
-        source, out = HubSource(repo, f"sample-{args.sample}"), args.out or folder + args.sample[:-1]
-    expected = min(source.expected, args.max_tokens or math.inf)
+    out, expected = args.out, min(source.expected, args.max_tokens or math.inf)
     settings = {"source": source.description, "tokenizer": {"name": "gpt2", **BPE_SHA256},
                 "format": args.format, "shard_size": args.shard_size, "max_tokens": args.max_tokens,
                 "val_tokens": args.val_tokens or min(args.shard_size, max(20, expected // 10))}
     start = time.perf_counter()
-    writer = ShardWriter(Path(out), prefix, settings, source.cursors)
+    writer = ShardWriter(out, prefix, settings, source.cursors)
     shards, there = writer.manifest["shards"], writer.total
     if there:
         print(f"{out}: {len(shards)} shards, {there:,} tokens, are there already")
     if not writer.manifest["complete"]:
-        with tqdm(total=expected, initial=there, unit="tok", unit_scale=True, desc=out, disable=None) as bar:
+        with tqdm(total=expected, initial=there, unit="tok", unit_scale=True, desc=str(out),
+                  disable=None) as bar:
             documents = source.documents(writer.document, writer.manifest["mark"])
             for tokens in encode_stream(documents, args.workers):
                 writer.add(tokens)
@@ -281,10 +308,21 @@ def main(argv: list[str] | None = None) -> None:
                 if writer.total >= writer.max_tokens:
                     break
         writer.finish()
-    val, seconds = shards[0]["tokens"], time.perf_counter() - start
-    print(f"{out}: {len(shards)} shards complete, {val:,} tokens for validation and "
-          f"{writer.total - val:,} for training, after {seconds:.1f} s\n"
-          f"next: python train_gpt2.py --data {out}")
+    val = shards[0]["tokens"]
+    print_summary(out, f"{len(shards)} shards complete", val, writer.total - val, start)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """The command."""
+    args = parse_args(argv)
+    with no_empty_folder(args.out):
+        if args.pretokenized is not None:
+            fetch_shards(*PRETOKENIZED[args.variant, args.sample][:2], args.pretokenized, args.out)
+        elif args.input:
+            write_shards(args, LocalSource(args.input), "text")
+        else:
+            repo, prefix, _ = FINEWEB[args.variant]
+            write_shards(args, HubSource(repo, f"sample-{args.sample}"), prefix)
 
 
 if __name__ == "__main__":

@@ -30,23 +30,24 @@ def reach_hub() -> bool:
 
 def need_hub(what: str) -> None:
     """Raises RunError if the hub is out of reach: at once, not after minutes of retries."""
+    from huggingface_hub.constants import HF_HUB_OFFLINE            # before reach_hub sets it
     if not reach_hub():
-        raise RunError(f"the Hugging Face hub is out of reach (or HF_HUB_OFFLINE is set), and {what} must "
-                       f"come from there: run the same command again with a network, or give your own text "
-                       f"with --input")
+        cause, remedy = (("HF_HUB_OFFLINE is set", "unset it") if HF_HUB_OFFLINE else
+                         ("the Hugging Face hub is out of reach", "connect to a network"))
+        raise RunError(f"{cause}: {remedy} to get {what}, or give your own text with --input")
 
 
 def wait_to_retry(error: Exception, failures: int, repo: str, what: str,
                   final: Container = NOT_WORTH_RETRYING) -> None:
     """Exponential backoff: prints `error` and sleeps 2^failures seconds. `failures`: how many before it.
 
-    Raises RunError "`what`: `error` ..." after RETRIES retries, or at once for the error codes in `final`.
+    Raises RunError "`what` (`error`) ..." after RETRIES retries, or at once for the error codes in `final`.
     """
     code = getattr(error, "errno", None) or getattr(getattr(error, "response", None), "status_code", None)
     if failures == RETRIES or code in final:
-        raise RunError(f"{what}: {error}. Run the same command again to resume, or give your own text "
-                       f"with --input") from None
-    print_error(f"{repo}: {error}; trying again in {2 ** failures} s")
+        raise RunError(f"{what} ({brief_error(error)}): run the same command again to resume, or give your "
+                       f"own text with --input") from None
+    print_error(f"{repo}: {brief_error(error)[:120]}; trying again in {2 ** failures} s")
     time.sleep(2 ** failures)
 
 
@@ -60,7 +61,7 @@ def fetch_file(repo: str, path: Path) -> None:
             hf_hub_download(repo, path.name, repo_type="dataset", local_dir=path.parent)
             return
         except Exception as error:                # network errors come in the classes of many libraries
-            wait_to_retry(error, failures, repo, f"cannot fetch {path} from the Hugging Face hub, {repo}")
+            wait_to_retry(error, failures, repo, f"cannot fetch {path} from {repo} on the Hugging Face hub")
 
 
 def download_model(name: str) -> Path:

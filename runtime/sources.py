@@ -42,7 +42,7 @@ class HubSource:
         """(text, True) of each document. A dropped connection is retried from the last cursor."""
         if cursor and not (len(cursor) == 2 and isinstance(cursor[1], dict)):
             raise UserError(DAMAGED_CURSOR)
-        need_hub(f"{self.repo} ({self.name})")
+        need_hub(self.repo)
         from datasets import load_dataset
         failures = 0
         while True:
@@ -66,7 +66,7 @@ class HubSource:
                 raise
             except Exception as error:            # network errors come in the classes of many libraries
                 wait_to_retry(error, failures, self.repo,
-                              f"cannot read {self.repo} ({self.name}) from the Hugging Face hub",
+                              f"cannot read {self.repo} from the Hugging Face hub",
                               final=())           # even 403: a stream's signed links expire
                 failures += 1
 

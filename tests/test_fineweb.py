@@ -2,11 +2,13 @@
 import base64
 import gzip
 import hashlib
+import http.server
 import io
 import json
 import math
 import os
 import pickle
+import shlex
 import shutil
 import signal
 import subprocess
@@ -35,6 +37,7 @@ from runtime.cli import RunError, UserError, parse_int
 from runtime.dataloader import TokenDataset, TokenLoader, stable_permutation
 from runtime.files import digest, fingerprint_blocks, replace_file
 from runtime.hub import RETRIES
+from runtime.presets import PRESETS
 from runtime.shards import list_shards, open_shard, read_shard, write_shard
 from runtime.sources import HubSource, LocalSource, read_txt
 from runtime.tokenizer import EOT, checked_asset, encode, tokenizer
@@ -105,9 +108,18 @@ def prepare(*args):
     fineweb.main([str(arg) for arg in args])
 
 
-def command(*args, cwd=None):
-    return subprocess.run([sys.executable, str(ROOT / "fineweb.py"), *map(str, args)], env=ENV, cwd=cwd,
+def command(*args, cwd=None, env=ENV):
+    return subprocess.run([sys.executable, str(ROOT / "fineweb.py"), *map(str, args)], env=env, cwd=cwd,
                           capture_output=True, text=True, encoding="utf-8", timeout=HANG)
+
+
+def hub_at(endpoint):
+    """The environment in which a command takes `endpoint` for the Hugging Face hub."""
+    env = {name: value for name, value in ENV.items() if name != "HF_HUB_OFFLINE"}
+    return {**env, "HF_ENDPOINT": endpoint, "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
+
+
+NO_HUB = "http://127.0.0.1:9"                 # nobody answers there
 
 
 # -----------------------------------------------------------------------------
@@ -206,6 +218,18 @@ def test_several_inputs_globs_and_folders_are_read_in_order(gpt2, tmp_path):
         assert sum(read_shards(tmp_path / str(i)), []) == plain_shards(gpt2, want, 2**20)[0]
 
 
+def test_the_words_that_a_shell_makes_of_a_glob_are_all_taken_and_mixed_with_repeated_flags(gpt2, tmp_path):
+    for i in range(6):
+        write_text(tmp_path / f"{i}.jsonl", DOCUMENTS[i * 20:i * 20 + 20])
+    choices = (["--input", *"012345"], ["--input", "0", "1", "--input", "2", "--input", "3", "4", "5"],
+               ["--input", "[0-3].jsonl", "4", "--input", "5"])
+    for i, flags in enumerate(choices):
+        flags = [f"{flag}.jsonl" if flag.isdigit() else flag for flag in flags]
+        result = command(*flags, "--out", f"out{i}", "--val_tokens", 1000, cwd=tmp_path)
+        assert result.returncode == 0, result
+        assert sum(read_shards(tmp_path / f"out{i}"), []) == plain_shards(gpt2, DOCUMENTS[:120], 2**20)[0]
+
+
 @settings(FAST, max_examples=150)
 @given(st.lists(st.one_of(st.sampled_from(["\n\n", "\n\n\n", " ", "    ", "\r\n", "a", "'s", "1.", "é中",
                                            *SPACES]),
@@ -291,6 +315,47 @@ def test_defaults_are_build_nanogpts():
     assert args.workers == os.cpu_count() and args.max_tokens is None
     sizes = [fineweb.parse_args(["--shard_size", text]).shard_size for text in ("1e5", "100_000")]
     assert sizes == [10**5, 10**5]
+
+
+# -----------------------------------------------------------------------------
+# the last line
+
+def next_line(result):
+    assert result.returncode == 0 and result.stderr == "", result
+    return result.stdout.splitlines()[-1]
+
+
+@pytest.mark.parametrize("out", ["my data", "data/it's $HOME", "plain"])
+def test_the_last_line_is_a_command_that_a_shell_reads_right(out, tmp_path):
+    write_text(tmp_path / "a.jsonl", DOCUMENTS)
+    line = next_line(command("--input", "a.jsonl", "--out", out, cwd=tmp_path))
+    prefix, words = line.split(" ", 1)
+    assert prefix == "next:"
+    assert shlex.split(words) == ["python", "train_gpt2.py", "--preset", "shakespeare", "--data", out]
+    assert list_shards(tmp_path / out, "train")
+
+
+def test_the_last_line_names_the_preset_for_so_many_training_tokens(tmp_path):
+    (tmp_path / "a.txt").write_text(" a" * 5_000_100)         # a token each
+    for tokens, preset in ((4_999_999, "shakespeare"), (5_000_000, "small")):
+        result = command("--input", "a.txt", "--out", preset, "--val_tokens", 50, "--max_tokens", tokens + 50,
+                         cwd=tmp_path)
+        assert f"{tokens:,} for training" in result.stdout
+        assert next_line(result) == f"next: python train_gpt2.py --preset {preset} --data {preset}"
+        assert preset in PRESETS
+
+
+@pytest.mark.skipif(os.name == "nt", reason="would take two gigabytes of disk")
+@pytest.mark.parametrize("tokens, preset", [(10**9 - 1, "small"), (10**9, "gpt2")])
+def test_pretokenized_the_last_line_names_the_preset_and_quotes_the_folder(tokens, preset, tmp_path):
+    (tmp_path / "my data").mkdir()
+    write_shard(tmp_path / "my data" / VAL, np.arange(5, dtype=np.uint16))
+    header = np.array([20240520, 1, tokens] + [0] * 253, dtype="<i4").tobytes()
+    with open(tmp_path / "my data" / TRAIN[1], "wb") as file:
+        file.write(header)
+        file.truncate(len(header) + 2 * tokens)               # a hole: takes no room on the disk
+    line = next_line(command("--pretokenized", 1, "--out", "my data", cwd=tmp_path))
+    assert line == f"next: python train_gpt2.py --preset {preset} --data 'my data'" and preset in PRESETS
 
 
 # -----------------------------------------------------------------------------
@@ -649,7 +714,7 @@ def test_pretokenized_fetches_the_validation_and_n_training_shards_that_the_load
     assert asked == [VAL, *TRAIN[1:]] and waits == []
     out = capsys.readouterr().out
     assert "1,000 tokens for validation and 3,006 for training" in out
-    assert out.endswith("next: python train_gpt2.py --data fineweb10B\n")
+    assert out.endswith("next: python train_gpt2.py --preset shakespeare --data fineweb10B\n")
     folder = tmp_path / "fineweb10B"
     assert [path.name for path in list_shards(folder, "val")] == [VAL]
     rows = TokenDataset(list_shards(folder, "train"), 10, vocab_size=50257).read(0, 300)
@@ -794,9 +859,9 @@ def test_fineweb_offline_is_one_line_at_once_and_goes_on_when_the_hub_is_back(hu
                                                                               monkeypatch):
     result = command(cwd=tmp_path)
     assert result.returncode == 1 and result.stdout == "" and result.stderr.count("\n") == 1
-    assert "out of reach" in result.stderr and "HuggingFaceFW/fineweb-edu (sample-10BT)" in result.stderr
+    assert "HF_HUB_OFFLINE is set" in result.stderr and "HuggingFaceFW/fineweb-edu" in result.stderr
     _, calls = hub(lambda: Stream(DOCUMENTS, [], []))
-    with monkeypatch.context() as patch, pytest.raises(RunError, match="out of reach"):
+    with monkeypatch.context() as patch, pytest.raises(RunError, match="HF_HUB_OFFLINE is set"):
         patch.setattr(runtime.hub, "reach_hub", lambda: False)
         prepare("--max_tokens", 3000)
     assert calls == []
@@ -806,18 +871,120 @@ def test_fineweb_offline_is_one_line_at_once_and_goes_on_when_the_hub_is_back(hu
         prepare("--max_tokens", 3000)
 
 
+@pytest.mark.parametrize("flags, what", [([], "HuggingFaceFW/fineweb-edu"),
+                                         (["--variant", "classic"], "HuggingFaceFW/fineweb"),
+                                         (["--pretokenized", 3], "4 of 4 files of kjj0/fineweb10B-gpt2")])
+def test_without_a_network_the_command_says_so_in_a_short_line_and_leaves_nothing(flags, what, tmp_path):
+    result = command(*flags, cwd=tmp_path, env=hub_at(NO_HUB))
+    assert result.returncode == 1 and result.stdout == "" and list(tmp_path.iterdir()) == []
+    assert result.stderr == (f"fineweb.py: the Hugging Face hub is out of reach: connect to a network to get "
+                             f"{what}, or give your own text with --input\n")
+
+
 def test_pretokenized_offline_is_one_line_at_once_and_leaves_nothing(tmp_path):
     result = command("--pretokenized", 1, "--out", "X", cwd=tmp_path)
     assert result.returncode == 1 and result.stdout == "" and list(tmp_path.iterdir()) == []
     assert result.stderr.count("\n") == 1
-    assert result.stderr.startswith("fineweb.py: the Hugging Face hub is out of reach")
-    assert "2 of 2 files of kjj0/fineweb10B-gpt2" in result.stderr and "same command" in result.stderr
+    assert result.stderr == ("fineweb.py: HF_HUB_OFFLINE is set: unset it to get 2 of 2 files of "
+                             "kjj0/fineweb10B-gpt2, or give your own text with --input\n")
     (tmp_path / "X").mkdir()
     for name, tokens in ((VAL, 5), (TRAIN[1], 7)):
         write_shard(tmp_path / "X" / name, np.arange(tokens, dtype=np.uint16))
     result = command("--pretokenized", 1, "--out", "X", cwd=tmp_path)       # copied there by hand
     assert result.returncode == 0 and result.stderr == ""
     assert "5 tokens for validation and 7 for training" in result.stdout
+
+
+# -----------------------------------------------------------------------------
+# the folders that a mistake leaves
+
+@pytest.mark.parametrize("out", ["new", "there/a/b"])
+@pytest.mark.parametrize("flags, code", [
+    (["--input", "missing.txt"], 2), (["--input", "latin.txt"], 2), (["--input", "short.txt"], 2),
+    (["--input", "half.jsonl"], 2), (["--input", "body.parquet"], 2), ([], 1), (["--pretokenized", "2"], 1)])
+def test_a_command_that_made_no_shard_leaves_no_folder(flags, code, out, mistakes, tmp_path):
+    (tmp_path / "there").mkdir()
+    flags = [mistakes / flag if "." in flag else flag for flag in flags]
+    result = command(*flags, "--out", out, cwd=tmp_path, env=hub_at(NO_HUB))
+    assert result.returncode == code and result.stderr.count("\n") == 1, result
+    assert list(tmp_path.rglob("*")) == [tmp_path / "there"]
+
+
+def test_a_folder_that_cannot_be_made_leaves_none_of_its_parents(tmp_path):
+    (tmp_path / "a.txt").write_text(GOOD)
+    result = command("--input", "a.txt", "--out", "new/" + "x" * 300, cwd=tmp_path)
+    assert result.returncode == 2 and result.stderr.count("\n") == 1, result
+    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
+
+
+def test_ctrl_c_before_the_first_shard_leaves_no_folder(tmp_path, monkeypatch):
+    def stopped(source, start, cursor):
+        assert (tmp_path / "new/out/manifest.json").exists()
+        raise KeyboardInterrupt
+    (tmp_path / "a.txt").write_text(GOOD)
+    monkeypatch.setattr(LocalSource, "documents", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        prepare("--input", tmp_path / "a.txt", "--out", tmp_path / "new/out")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
+
+
+def test_a_mistake_leaves_a_folder_that_was_there_and_every_complete_shard(mistakes, tmp_path):
+    (tmp_path / "there/.cache").mkdir(parents=True)
+    for name in (".cache/mine", "manifest.json"):             # --out might be a home folder
+        (tmp_path / "there" / name).write_text('{"shards": []')
+        assert command("--input", mistakes / "latin.txt", "--out", "there", cwd=tmp_path).returncode == 2
+        assert (tmp_path / "there" / name).read_text() == '{"shards": []'
+    (tmp_path / "there/manifest.json").unlink()
+    # the second file is damaged: the shards of the first are kept, and the same command goes on after them
+    for out, resumed in (("new", False), ("new", True), ("there", False)):
+        result = command("--input", ROOT / "input.txt", mistakes / "latin.txt", "--shard_size", 20_000,
+                         "--workers", 1, "--out", out, cwd=tmp_path)
+        assert result.returncode == 2 and "latin.txt" in result.stderr
+        shards = json.loads((tmp_path / out / "manifest.json").read_text())["shards"]
+        assert {shard["file"] for shard in shards} == {path.name for path in (tmp_path / out).glob("*.npy")}
+        assert len(shards) > 5 and ("are there already" in result.stdout) == resumed
+
+
+class Refusing(http.server.BaseHTTPRequestHandler):
+    """A hub that answers, and has none of the files."""
+
+    def do_HEAD(self):
+        self.send_response(200 if self.path == "/" else 404)
+        self.send_header("X-Error-Code", "EntryNotFound")
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    do_GET = do_HEAD
+
+    def log_message(self, *args):
+        pass
+
+
+def test_a_download_that_never_began_leaves_no_folder(tmp_path):
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        env = hub_at(f"http://127.0.0.1:{server.server_port}")
+        for out in ("new", "a/b/c"):
+            result = command("--pretokenized", 1, "--out", out, cwd=tmp_path, env=env)
+            assert result.returncode == 1 and "fineweb_val_000000.bin" in result.stderr, result
+            assert result.stderr.count("\n") == 1 and list(tmp_path.iterdir()) == []
+        server.shutdown()
+
+
+def test_a_download_that_broke_off_is_kept(published, tmp_path, monkeypatch):
+    import huggingface_hub
+
+    def broken(repo, name, *, repo_type, local_dir):
+        part = Path(local_dir) / ".cache/huggingface/download/x.incomplete"
+        part.parent.mkdir(parents=True, exist_ok=True)
+        part.write_bytes(b"half")
+        raise http_error(404)
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", broken)
+    with pytest.raises(RunError):
+        prepare("--pretokenized", 1, "--out", "new")
+    assert {path.name for path in (tmp_path / "new").rglob("*") if path.is_file()} == {"manifest.json",
+                                                                                      "x.incomplete"}
 
 
 # -----------------------------------------------------------------------------
