@@ -260,8 +260,9 @@ class StopSignals:
     def _some_rank(self):
         if self.process.world_size == 1:
             return self.received is not None
-        flag = torch.zeros(1, device=self.process.device)
-        flag.fill_(self.received is not None)   # a kernel; a tensor of a number is a copy, which waits
+        flag = torch.tensor([float(self.received is not None)])
+        if self.process.device.startswith("cuda"):
+            flag = flag.pin_memory().to(self.process.device, non_blocking=True)
         dist.all_reduce(flag)
         # on a GPU the answer to the question before: this one's comes after all that is queued
         answer, self.answer = self.answer, fetch(flag)
