@@ -45,6 +45,13 @@ def check_way(way, play, tmp_path):
         assert len(again.steps) == 2
 
 
+def check_a_dry_run_predicts_the_time_from_the_data_sheet(play, tmp_path):
+    out = play("--dry_run", "--batch_size", 64).output
+    assert "124,475,904 parameters" in out and "(predicted, at 40% of the data sheet's 989 TFLOP/s)" in out
+    assert "about 1.1 s a step, 6.0 hours in all" in out and "activations of a micro-batch (eager" in out
+    assert not (tmp_path / "out").exists()
+
+
 def check_half_precision_without_bfloat16(play):
     """A T4 has none: --dtype auto takes float16 there."""
     report = play(*SMALL, "--total_batch_size", 4096, "--batch_size", 16, "--max_steps", 2, "--val_every", 0,

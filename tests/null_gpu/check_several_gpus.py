@@ -1,6 +1,6 @@
 """Several GPUs, a process each, by torchrun. NCCL transfers nothing, but ranks with unequal calls hang."""
 import pytest
-from standin import SMALL, compiled_once, nothing_waits
+from standin import ROOT, SMALL, compiled_once, nothing_waits
 
 STEPS = 16
 
@@ -32,6 +32,25 @@ def check_run(processes, flags, play):
     if processes == 2 and "float16" not in flags:
         again = play(*flags, "--max_steps", STEPS + 1, processes=processes)
         assert f"at step {STEPS} of {STEPS + 1}" in again[0].output and len(again[1].steps) == 1
+
+
+def check_a_signal_to_one_rank_stops_all_at_the_same_micro_step(play, tmp_path):
+    """Of four a step. Rank 0 asks for the answer of the micro-step before, so as not to wait for this one."""
+    (tmp_path / "sitecustomize.py").write_text(
+        f"import os, signal, sys; sys.path.insert(0, {str(ROOT)!r})\n"
+        "from runtime.dataloader import TokenLoader\ndel sys.path[0]\n"
+        "real, calls = TokenLoader.next_batch, []\n"
+        "def next_batch(loader):\n"
+        "    calls.append(1)\n"
+        "    if loader.rank == 1 and len(calls) == 4 * 5 + 2:\n"
+        "        os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    return real(loader)\nTokenLoader.next_batch = next_batch\n")
+    ranks = play(*SMALL, "--n_layer", 1, "--batch_size", 8, "--total_batch_size", 4 * 8 * 256 * 2,
+                 "--no_compile", "--max_steps", STEPS, "--val_every", 0, "--hellaswag_every", 0, "--sample_every", 0,
+                 "--checkpoint_every", STEPS, processes=2, PYTHONPATH=str(tmp_path))
+    assert f"stopped by a signal after 5 of {STEPS} steps" in ranks[0].output
+    assert (tmp_path / "out/checkpoint_000005.pt").exists()
+    assert [step["collectives"] for step in ranks[0].steps] == [step["collectives"] for step in ranks[1].steps]
 
 
 def check_without_flags_on_two(play, data, tmp_path):
