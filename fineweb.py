@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from itertools import chain, islice
 from pathlib import Path
 
 import numpy as np
@@ -28,8 +29,9 @@ import numpy as np
 from runtime.cli import FlagParser, RunError, UserError, parse_int, run_command, safe_repr
 from runtime.files import readable, replace_file, writable
 from runtime.hub import fetch_file, need_hub
+from runtime.progress import Progress
 from runtime.shards import SHARD_NAME, is_whole, list_shards, open_shard, write_shard
-from runtime.sources import HubSource, LocalSource
+from runtime.sources import TEXT_FIELD, HubSource, LocalSource, difference
 from runtime.tokenizer import BPE_SHA256, EOT, encode, tokenizer
 
 
@@ -102,10 +104,9 @@ class ShardWriter:
         if not shards:
             return
         for key, value in self.settings.items():
-            if found.get(key) != value:
-                raise UserError(f"{self.out} was begun with another {key} "
-                                f"({json.dumps(found.get(key))[:200]} instead of {json.dumps(value)[:200]}): "
-                                f"give the same value, or choose another --out")
+            if (before := found.get(key)) != value:
+                raise UserError(f"{self.out} was begun with another {key} ({difference(before, value)}): "
+                                f"give the same again, or choose another --out")
         for path, tokens, self.document, self.offset in shards:
             if len(open_shard(path)) != tokens:
                 raise UserError(f"{path} is not the shard that manifest.json describes: remove {self.out}")
@@ -166,8 +167,7 @@ def no_empty_folder(out: Path) -> Iterator[None]:
     try:
         yield
     except (Exception, KeyboardInterrupt):
-        with suppress(OSError):
-            # huggingface_hub goes on with an .incomplete download
+        with suppress(OSError):                   # huggingface_hub goes on with an .incomplete download
             if made and not any(SHARD_NAME.match(path.name) or path.suffix == ".incomplete"
                                 for path in out.rglob("*")):
                 shutil.rmtree(out / ".cache", ignore_errors=True)         # of huggingface_hub
@@ -197,9 +197,8 @@ def print_summary(out: Path, done: str, val: int, train: int, start: float) -> N
 
 
 def fetch_shards(repo: str, prefix: str, count: int, out: Path) -> None:
-    """--pretokenized: downloads the validation shard and the first `count` training shards, except those
-    that `out` has already. Raises UserError if `out` holds shards of another source, RunError if a download
-    fails."""
+    """--pretokenized: downloads the validation shard and the first `count` training shards, as far as `out`
+    lacks them. UserError if `out` holds shards of another source, RunError if a download fails."""
     start = time.perf_counter()
     manifest, ours = out / "manifest.json", json.dumps({"pretokenized": repo}).encode()
     paths = [out / f"{prefix}_{'train' if i else 'val'}_{i:06d}.bin" for i in range(count + 1)]
@@ -213,13 +212,16 @@ def fetch_shards(repo: str, prefix: str, count: int, out: Path) -> None:
         with writable(out):
             out.mkdir(parents=True, exist_ok=True)
         replace_file(manifest, lambda file: file.write(ours))
-    for path in missing:
-        fetch_file(repo, path)
-        if not is_whole(path):
+    progress = Progress(enabled=not sys.stderr.isatty())          # on a terminal huggingface_hub has its bars
+    with progress(f"{out}: fetching from {repo}", len(missing), "shards") as task:
+        for path in missing:
             fetch_file(repo, path)
-        if not is_whole(path):
-            raise RunError(f"{path} came damaged from {repo} twice: run the same command again, or ask for "
-                           f"fewer shards")
+            if not is_whole(path):
+                fetch_file(repo, path)
+            if not is_whole(path):
+                raise RunError(f"{path} came damaged from {repo} twice: run the same command again, or ask "
+                               f"for fewer shards")
+            task.update()
     val, train = (sum(len(open_shard(path)) for path in list_shards(out, split))
                   for split in ("val", "train"))
     print_summary(out, f"{len(missing)} of {len(paths)} shards fetched from {repo}", val, train, start)
@@ -227,46 +229,39 @@ def fetch_shards(repo: str, prefix: str, count: int, out: Path) -> None:
 
 FINEWEB = {"edu": ("HuggingFaceFW/fineweb-edu", "edufineweb", "edu_fineweb"),
            "classic": ("HuggingFaceFW/fineweb", "fineweb", "fineweb")}
-TEXT_FLAGS = ("--input", "--shard_size", "--val_tokens", "--max_tokens", "--workers", "--format")
+FETCH_FLAGS = ("--pretokenized", "--variant", "--sample", "--out")
 
 
 def check_pretokenized(args: argparse.Namespace, argv: list[str]) -> None:
     """Raises UserError if the flags do not go with --pretokenized, or if no such tokens are published."""
     for word in argv:                             # not args: a flag may be given its default value
-        if (name := word.partition("=")[0]) in TEXT_FLAGS:
-            raise UserError(f"{name} has no meaning with --pretokenized, whose shards are made already: "
-                            f"leave one of the two out")
+        if (name := word.partition("=")[0]).startswith("--") and name not in FETCH_FLAGS:
+            raise UserError(f"{name} has no meaning with --pretokenized: leave one of the two out")
     if (args.variant, args.sample) not in PRETOKENIZED:
         raise UserError(f"no tokens of --variant {args.variant} --sample {args.sample} are published: "
                         f"leave --sample out")
     published = PRETOKENIZED[args.variant, args.sample][2]
     if args.pretokenized not in range(1, published + 1):
-        raise UserError(f"--pretokenized {args.pretokenized}: give the number of training shards, 1 to "
-                        f"{published}")
+        raise UserError(f"--pretokenized {args.pretokenized}: give 1 to {published} training shards")
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = FlagParser(prog="fineweb.py", description=__doc__)
     flag = parser.add_argument
-    flag("--variant", choices=list(FINEWEB),
-         help="FineWeb-Edu or FineWeb (default edu; classic with --pretokenized)")
+    flag("--variant", choices=[*FINEWEB], help="default edu (FineWeb-Edu); with --pretokenized classic")
     flag("--sample", choices=["10BT", "100BT"], default="10BT", help="sample of it, in tokens (default 10BT)")
     flag("--input", nargs="+", action="extend", metavar="PATH_OR_GLOB",
          help="your own text instead: files, folders or globs, one or several: .txt (one document a file), "
-              ".jsonl or .parquet (`text`), also .txt.gz, .jsonl.zst ...")
+              ".jsonl or .parquet, also .txt.gz, .jsonl.zst ...")
+    flag("--text_field", metavar="NAME", default=TEXT_FIELD, help="column of .jsonl, .parquet (default text)")
     flag("--pretokenized", type=parse_int, metavar="N",
-         help="download published tokens instead: the validation shard and the first N training shards, "
-              "100M tokens or 200 MB each")
+         help="published tokens instead: the validation and the first N training shards, of 200 MB each")
     flag("--out", help="output folder (default edu_fineweb10B and the like; required with --input)")
     flag("--shard_size", type=parse_int, default=100_000_000, help="tokens per shard (default 100000000)")
-    flag("--val_tokens", type=parse_int,
-         help="validation tokens, shard 0 (default shard_size, at most a tenth of the text)")
-    flag("--max_tokens", type=parse_int,
-         help="stop after this many tokens, validation included (default: no limit)")
-    flag("--workers", type=parse_int, default=os.cpu_count() or 1,
-         help="tokenizer threads (default: number of cores)")
-    flag("--format", choices=["npy", "bin"], default="npy",
-         help="NumPy files, or those of llm.c and modded-nanogpt (default npy)")
+    flag("--val_tokens", type=parse_int, help="tokens of shard 0 (default shard_size, at most a tenth)")
+    flag("--max_tokens", type=parse_int, help="stop after so many, validation included (default: no limit)")
+    flag("--workers", type=parse_int, default=os.cpu_count() or 1, help="threads (default: number of cores)")
+    flag("--format", choices=["npy", "bin"], default="npy", help="NumPy's files or llm.c's (default npy)")
     argv = sys.argv[1:] if argv is None else argv
     args = parser.parse_args(argv)
     args.variant = args.variant or ("edu" if args.pretokenized is None else "classic")
@@ -279,6 +274,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
             raise UserError(f"--{name} {value}: must be at least 1")
     if args.input and not args.out:
         raise UserError("--input needs --out: give the output folder of the shards")
+    if args.text_field != TEXT_FIELD and not args.input:
+        raise UserError(f"--text_field {args.text_field} needs --input: FineWeb's text is in {TEXT_FIELD}")
     if (args.val_tokens or 0) >= (args.max_tokens or math.inf):
         raise UserError(f"--val_tokens {args.val_tokens} leaves nothing of --max_tokens {args.max_tokens} to "
                         f"train on: give less of the first or more of the second")
@@ -299,12 +296,16 @@ def write_shards(args: argparse.Namespace, source: HubSource | LocalSource, pref
     if there:
         print(f"{out}: {len(shards)} shards, {there:,} tokens, are there already")
     if not writer.manifest["complete"]:
-        with tqdm(total=expected, initial=there, unit="tok", unit_scale=True, desc=str(out),
-                  disable=None) as bar:
-            documents = source.documents(writer.document, writer.manifest["mark"])
-            for tokens in encode_stream(documents, args.workers):
+        stream = encode_stream(source.documents(writer.document, writer.manifest["mark"]), args.workers)
+        with Progress()(f"{out}: waiting for the first text"):                # of the hub: maybe a minute
+            first = list(islice(stream, 1))
+        log = Progress(enabled=not sys.stderr.isatty())                       # on a terminal there is the bar
+        with (tqdm(total=expected, initial=there, unit="tok", unit_scale=True, desc=str(out),
+                   disable=None) as bar, log(str(out), expected, "tokens (estimated)") as task):
+            for tokens in chain(first, stream):
                 writer.add(tokens)
                 bar.update(writer.total - bar.n)
+                task.done = writer.total
                 if writer.total >= writer.max_tokens:
                     break
         writer.finish()
@@ -319,7 +320,7 @@ def main(argv: list[str] | None = None) -> None:
         if args.pretokenized is not None:
             fetch_shards(*PRETOKENIZED[args.variant, args.sample][:2], args.pretokenized, args.out)
         elif args.input:
-            write_shards(args, LocalSource(args.input), "text")
+            write_shards(args, LocalSource(args.input, args.text_field), "text")
         else:
             repo, prefix, _ = FINEWEB[args.variant]
             write_shards(args, HubSource(repo, f"sample-{args.sample}"), prefix)

@@ -12,15 +12,17 @@ import json
 import os
 import re
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 
-from runtime.cli import UserError
+from runtime.cli import UserError, safe_repr
 from runtime.files import readable
 from runtime.hub import need_hub, wait_to_retry
 
 CURSOR_EVERY = 1000             # documents between two cursors of a stream
 DAMAGED_CURSOR = "the manifest.json of an earlier run is damaged: choose another --out"
+TEXT_FIELD = "text"             # FineWeb's column, and the default of --text_field
 BYTES_PER_TOKEN = 4.2           # English text under GPT-2's BPE; only for estimates and progress bars
 MAX_DOCUMENT = 10**9            # characters in memory: a small .gz or .zst can unpack to one endless line
 COMPRESSION = {".gz": 3, ".zst": 3, ".parquet": 2}        # bytes of text a byte of the file, about
@@ -71,13 +73,44 @@ class HubSource:
                 failures += 1
 
 
+def in_words(setting: object) -> str:
+    """A setting of a manifest, which may be damaged: "100", "none", "3 files, first a.txt"."""
+    if not isinstance(setting, dict):
+        return "none" if setting is None else safe_repr(setting)
+    if "repo" in setting:
+        return f"{safe_repr(setting['repo'])}, {safe_repr(setting.get('name'))}"
+    if not (files := files_of(setting)):
+        return safe_repr(setting)
+    field = f", text_field {safe_repr(setting['text_field'])}" if "text_field" in setting else ""
+    first = safe_repr(files[0].get("name"))
+    return (f"1 file, {first}" if len(files) == 1 else f"{len(files)} files, first {first}") + field
+
+
+def files_of(setting):
+    """The list of files in the description of a LocalSource; else, or if it is damaged, none."""
+    files = setting.get("files") if isinstance(setting, dict) else None
+    return files if isinstance(files, list) and all(isinstance(file, dict) for file in files) else []
+
+
+def difference(found: object, ours: object) -> str:
+    """How a setting in the manifest of an earlier run differs from ours, in words."""
+    before, now = in_words(found), in_words(ours)
+    if before != now:
+        return f"{before}{',' * (', ' in before)} instead of {now}"
+    for old, new in zip(files_of(found), files_of(ours), strict=False):
+        if old != new:
+            names = safe_repr(old.get("name")), safe_repr(new["name"])
+            return f"{names[0]} instead of {names[1]}" if names[0] != names[1] else f"{names[0]} has changed"
+    return "its contents have changed"
+
+
 class LocalSource:
-    """Files on disk: .txt (one document a file), .jsonl and .parquet (field `text`), also .gz and .zst.
+    """Files on disk: .txt (one document a file), .jsonl and .parquet (field `text_field`), also .gz and .zst.
 
     `patterns`: paths, folders or globs. Raises UserError for one without files, and for other formats.
     """
 
-    def __init__(self, patterns: list[str]):
+    def __init__(self, patterns: list[str], text_field: str = TEXT_FIELD):
         self.paths, self.readers, self.cursors = [], [], deque()
         self.description, self.expected = {"files": []}, 0        # as in HubSource
         for pattern in patterns:
@@ -92,7 +125,11 @@ class LocalSource:
             if kind not in READERS:
                 raise UserError(f"--input {path}: give .txt, .jsonl or .parquet files, the first two also as "
                                 f".gz or .zst")
-            self.readers.append(READERS[kind])
+            self.readers.append(partial(READERS[kind], path))
+            if kind != ".txt":
+                self.readers[-1] = partial(self.readers[-1], field=text_field)
+                if text_field != TEXT_FIELD:      # which manifests of earlier versions do not name
+                    self.description["text_field"] = text_field
             with readable(f"--input {path}", "give a file you may read, or leave it out", OSError):
                 size, ends = path.stat().st_size, sha256_of_ends(path)
             self.description["files"].append({"name": path.name, "bytes": size, "sha256_of_ends": ends})
@@ -108,7 +145,7 @@ class LocalSource:
             self.cursors.append((number, i))
             with readable(f"--input {self.paths[i]}", "repair it (as UTF-8 text) or leave it out",
                           (OSError, ValueError, NotImplementedError)):    # pyarrow's errors derive from these
-                for document in self.readers[i](self.paths[i]):
+                for document in self.readers[i]():
                     number += 1
                     if number > start:
                         yield document
@@ -149,8 +186,14 @@ def read_txt(path: Path, piece_size: int = 1 << 18) -> Iterator[tuple[str, bool]
         yield "".join(parts), first
 
 
-def read_jsonl(path: Path) -> Iterator[tuple[str, bool]]:
-    """One document a line: {"text": "..."}; empty lines are skipped."""
+def no_such_column(path: Path, where: str, field: str, names: Iterable[str]) -> UserError:
+    """The error of a file without the column `field`. `where`: the line. `names`: of the columns it has."""
+    return UserError(f"--input {path}{where}: no column {safe_repr(field)}, only "
+                     f"{', '.join(names)[:200] or 'nothing'}: name the right one with --text_field")
+
+
+def read_jsonl(path: Path, field: str) -> Iterator[tuple[str, bool]]:
+    """One document a line: {"text": "..."} if `field` is text; empty lines are skipped."""
     with open_text(path) as file:
         for number, line in enumerate(iter(lambda: file.readline(MAX_DOCUMENT), ""), 1):
             if len(line) == MAX_DOCUMENT:
@@ -158,25 +201,27 @@ def read_jsonl(path: Path) -> Iterator[tuple[str, bool]]:
             if not line.strip():
                 continue
             try:
-                text = json.loads(line)["text"]
-            except (ValueError, LookupError, TypeError, RecursionError):
-                text = None
-            if not isinstance(text, str):
-                raise ValueError(f'line {number} is not JSON of the form {{"text": "..."}}')
-            yield text, True
+                row = json.loads(line)
+            except (ValueError, RecursionError):
+                row = None
+            if isinstance(row, dict) and field not in row:
+                raise no_such_column(path, f", line {number}", field, row)
+            if not isinstance(row, dict) or not isinstance(row[field], str):
+                raise ValueError(f'line {number} is not JSON of the form {{"{safe_repr(field)}": "..."}}')
+            yield row[field], True
 
 
-def read_parquet(path: Path) -> Iterator[tuple[str, bool]]:
-    """One document a row: column `text`."""
+def read_parquet(path: Path, field: str) -> Iterator[tuple[str, bool]]:
+    """One document a row: column `field`."""
     import pyarrow.parquet
     table = pyarrow.parquet.ParquetFile(path)
-    if "text" not in table.schema_arrow.names:
-        raise ValueError(f"it has no column `text`, only {', '.join(table.schema_arrow.names)}")
+    if field not in table.schema_arrow.names:
+        raise no_such_column(path, "", field, table.schema_arrow.names)
     # 16 rows at a time: a dictionary-encoded column of half a kilobyte can repeat one huge document
-    for batch in table.iter_batches(batch_size=16, columns=["text"]):
+    for batch in table.iter_batches(batch_size=16, columns=[field]):
         for text in batch.column(0).to_pylist():
             if not isinstance(text, str):
-                raise ValueError("its column `text` holds something that is not a string")
+                raise ValueError(f"its column {safe_repr(field)} holds something that is not a string")
             yield text, True
 
 

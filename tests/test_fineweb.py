@@ -8,6 +8,7 @@ import json
 import math
 import os
 import pickle
+import re
 import shlex
 import shutil
 import signal
@@ -16,6 +17,7 @@ import sys
 import threading
 import time
 import tracemalloc
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +31,7 @@ from hypothesis import strategies as st
 import fineweb
 import runtime.dataloader
 import runtime.hub
+import runtime.progress
 import runtime.shards
 import runtime.sources
 import runtime.tokenizer
@@ -318,6 +321,142 @@ def test_defaults_are_build_nanogpts():
 
 
 # -----------------------------------------------------------------------------
+# --text_field
+
+def test_text_field_names_the_column_of_jsonl_and_parquet(gpt2, tmp_path):
+    rows = [{"text": "not this", "body": text} for text in DOCUMENTS]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:60]))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows[60:]), tmp_path / "b.parquet")
+    (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress(json.dumps(rows[0]).encode()))
+    (tmp_path / "d.txt").write_text("plain text")
+    flags = ["--input", "a.jsonl", "b.parquet", "c.jsonl.gz", "d.txt", "--out", "out", "--val_tokens", 1000,
+             "--text_field", "body"]
+    result = command(*flags, cwd=tmp_path)
+    assert result.returncode == 0, result
+    want = plain_shards(gpt2, [*DOCUMENTS, DOCUMENTS[0], "plain text"], 2**20)[0]
+    assert sum(read_shards(tmp_path / "out"), []) == want
+    assert json.loads((tmp_path / "out/manifest.json").read_text())["source"]["text_field"] == "body"
+    for other, words in (("text", "text_field body, instead of 4 files, first a.jsonl)"),
+                         ("id", "text_field body, instead of 4 files, first a.jsonl, text_field id)")):
+        refused = command(*flags[:-1], other, cwd=tmp_path)
+        assert refused.returncode == 2 and words in refused.stderr, refused
+
+
+def test_the_default_text_field_and_one_without_meaning_leave_the_manifest_of_earlier_versions(tmp_path):
+    write_text(tmp_path / "a.jsonl", DOCUMENTS)
+    (tmp_path / "a.txt").write_text(GOOD)
+    for name, field in (("a.jsonl", "text"), ("a.txt", "body")):
+        flags = ["--input", name, "--out", f"out-{name}"]
+        assert command(*flags, cwd=tmp_path).returncode == 0
+        before = contents(tmp_path / f"out-{name}")
+        assert b"text_field" not in before["manifest.json"]
+        result = command(*flags, "--text_field", field, cwd=tmp_path)
+        assert result.returncode == 0 and result.stderr == "", result
+        assert contents(tmp_path / f"out-{name}") == before
+
+
+@pytest.mark.parametrize("flags, said", [
+    (["--input", "body.parquet"], "body.parquet: no column text, only body: name the right one with"),
+    (["--input", "good.jsonl", "--text_field", "corpus"],
+     "good.jsonl, line 1: no column corpus, only id, body: name the right one with"),
+    (["--input", "some.jsonl", "--text_field", "body"], "some.jsonl, line 3: no column body, only text, x y"),
+    (["--input", "empty.jsonl"], "empty.jsonl, line 1: no column text, only nothing:"),
+    (["--input", "wide.parquet"], "no column text, only c0, c1, c2,"),
+    (["--input", "good.jsonl", "--text_field", "id"], 'line 1 is not JSON of the form {"id": "..."}'),
+    (["--input", "ids.parquet", "--text_field", "id"], "column id holds something that is not a string"),
+    (["--text_field", "body"], "--text_field body needs --input"),
+    (["--variant", "classic", "--text_field", "body"], "--text_field body needs --input"),
+    (["--pretokenized", "2", "--text_field", "body"], "--text_field has no meaning with --pretokenized"),
+    (["--pretokenized", "2", "--text_field=text"], "--text_field has no meaning with --pretokenized")])
+def test_a_wrong_text_field_is_one_line_that_names_the_columns_and_the_flag(flags, said, tmp_path):
+    (tmp_path / "good.jsonl").write_text(json.dumps({"id": 1, "body": GOOD}) + "\n")
+    (tmp_path / "some.jsonl").write_text('{"body": "a"}\n\n{"text": "b", "x\\ny\\u0007": 1}\n')
+    (tmp_path / "empty.jsonl").write_text("{}\n")
+    pyarrow.parquet.write_table(pyarrow.table({"body": [GOOD]}), tmp_path / "body.parquet")
+    pyarrow.parquet.write_table(pyarrow.table({"id": [1, 2]}), tmp_path / "ids.parquet")
+    wide = pyarrow.table({f"c{i}": [0] for i in range(500)})
+    pyarrow.parquet.write_table(wide, tmp_path / "wide.parquet")
+    result = command(*flags, "--out", "new", cwd=tmp_path)
+    assert result.returncode == 2 and result.stderr.count("\n") == 1 and said in result.stderr, result
+    assert "--text_field" in result.stderr or "id" in flags
+    assert len(result.stderr) < 350 and not (tmp_path / "new").exists()
+
+
+# -----------------------------------------------------------------------------
+# signs of life
+
+# The command, with signs after a moment instead of ten seconds. It waits for a file `first` before the first
+# text, and for a file `rest` before the second piece of it.
+WAITS = f"""
+import sys, time
+from pathlib import Path
+sys.path.insert(0, {str(ROOT)!r})
+import fineweb
+from runtime import cli, progress, sources
+progress.QUIET = 0.1
+documents, add, added = sources.LocalSource.documents, fineweb.ShardWriter.add, []
+
+def wait(name):
+    while not Path(name).exists():
+        time.sleep(0.01)
+
+def held(source, *args):
+    wait("first")
+    yield from documents(source, *args)
+
+def held_add(writer, tokens):
+    if added:
+        wait("rest")
+    added.append(tokens)
+    add(writer, tokens)
+
+sources.LocalSource.documents, fineweb.ShardWriter.add = held, held_add
+cli.run_command(fineweb.main)
+"""
+
+
+@pytest.mark.parametrize("terminal", [False, pytest.param(True, marks=pytest.mark.skipif(
+    os.name == "nt", reason="no pseudo-terminals"))], ids=["log file", "terminal"])
+def test_long_work_shows_that_it_goes_on(terminal, tmp_path):
+    said = bytearray()
+
+    def listen():
+        with suppress(OSError):               # a pseudo-terminal whose other end is closed
+            while data := os.read(reader, 1 << 16):
+                said.extend(data)
+
+    reader, writer = os.openpty() if terminal else os.pipe()
+    if terminal:
+        termios = pytest.importorskip("termios")
+        termios.tcsetwinsize(writer, (24, 100))               # tqdm shows nothing in a window without columns
+    argv = [sys.executable, "-c", WAITS, "--input", str(ROOT / "input.txt"), "--out", "out"]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=writer, env=ENV, cwd=tmp_path) as process:
+        os.close(writer)
+        listener = threading.Thread(target=listen)
+        listener.start()
+        try:
+            for name, sign in (
+                    ("first", rb"out: waiting for the first text: [^\r\n]*\d"),
+                    ("rest", rb"out: +\d+%[^\r\n]* [0-9.]+k?/[0-9.]+k [^\r\n]*tok/s" if terminal else
+                     rb"out: \d+,\d+ of \d+,\d+ tokens \(estimated\), [0-9.]+ s so far\n")):
+                wait_until(lambda sign=sign: re.search(sign, bytes(said)), lambda: process.poll() is None)
+                time.sleep(0.5 * terminal)                # for a sign that a terminal should not get
+                (tmp_path / name).touch()
+            out = process.communicate(timeout=HANG)[0].decode()
+        finally:
+            process.kill()
+            listener.join(HANG)
+            os.close(reader)
+    assert process.returncode == 0 and "\nnext: python train_gpt2.py" in out
+    assert (b"so far" in said) == (b"estimated" in said) == (not terminal)
+
+
+def test_short_work_is_silent_in_a_log_file(tmp_path):
+    result = command("--input", ROOT / "input.txt", "--out", "out", cwd=tmp_path)
+    assert result.returncode == 0 and result.stderr == ""
+
+
+# -----------------------------------------------------------------------------
 # the last line
 
 def next_line(result):
@@ -441,7 +580,8 @@ def test_killed_again_and_again_it_ends_with_the_bytes_of_an_uninterrupted_run(t
                            lambda: process.poll() is None)
             finally:
                 process.kill()
-            assert process.communicate()[1] == b"" and process.returncode == -signal.SIGKILL
+            said = process.communicate()[1].decode().splitlines()     # signs of life, if the machine is slow
+            assert all(line.endswith(" so far") for line in said) and process.returncode == -signal.SIGKILL
     there = len(json.loads((out / "manifest.json").read_text())["shards"])
     done = command(*flags, "--out", out)
     assert done.returncode == 0 and f"{there} shards" in done.stdout
@@ -474,6 +614,29 @@ def test_a_restart_with_other_settings_or_other_text_is_refused(tmp_path):
     refused = command(*flags, "--out", out)
     assert refused.returncode == 2 and refused.stderr.count("\n") == 1 and "another source" in refused.stderr
     assert contents(out) == want
+
+
+def test_a_restart_with_other_settings_says_in_words_what_differs(tmp_path):
+    for name in ("a", "b", "c"):
+        write_text(tmp_path / f"{name}.jsonl", DOCUMENTS)
+    begun = ["--input", "a.jsonl", "b.jsonl", "--out", "out", "--shard_size", 2000, "--val_tokens", 500]
+    assert command(*begun, cwd=tmp_path).returncode == 0
+    sizes = begun[3:]
+    for flags, words in (
+            ([*begun, "--shard_size", 2001], "shard_size (2000 instead of 2001)"),
+            ([*begun, "--max_tokens", 4000], "max_tokens (none instead of 4000)"),
+            ([*begun, "--format", "bin"], "format (npy instead of bin)"),
+            ([*begun, "--input", "c.jsonl"],
+             "source (2 files, first a.jsonl, instead of 3 files, first a.jsonl)"),
+            (["--input", "b.jsonl", *sizes], "source (2 files, first a.jsonl, instead of 1 file, b.jsonl)"),
+            (["--input", "a.jsonl", "c.jsonl", *sizes], "source (b.jsonl instead of c.jsonl)"),
+            (sizes, "source (2 files, first a.jsonl, instead of HuggingFaceFW/fineweb-edu, sample-10BT)"),
+            (begun, "source (b.jsonl has changed)")):
+        if flags == begun:
+            write_text(tmp_path / "b.jsonl", [DOCUMENTS[0].swapcase(), *DOCUMENTS[1:]])
+        result = command(*flags, cwd=tmp_path)
+        assert result.returncode == 2 and result.stderr == (
+            f"fineweb.py: out was begun with another {words}: give the same again, or choose another --out\n")
 
 
 def test_an_out_folder_with_other_shards_is_not_written_into(tmp_path):
@@ -795,6 +958,24 @@ def test_pretokenized_a_file_that_is_cut_off_is_fetched_again(published, tmp_pat
         prepare("--pretokenized", 3)
     prepare("--pretokenized", 3)
     assert len(read_shards(tmp_path / "fineweb10B")) == 4
+
+
+def test_pretokenized_a_long_download_shows_in_a_log_file_that_it_goes_on(published, tmp_path, monkeypatch,
+                                                                          capsys):
+    import huggingface_hub
+    _, asked = published({})
+    download, said = huggingface_hub.hf_hub_download, []
+
+    def slow(repo, name, **kwargs):
+        if name == TRAIN[2]:
+            want = "fineweb10B: fetching from kjj0/fineweb10B-gpt2: 2 of 4 shards, "
+            wait_until(lambda: want in "".join(said) or said.append(capsys.readouterr().err))
+        return download(repo, name, **kwargs)
+
+    monkeypatch.setattr(runtime.progress, "QUIET", 0.05)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", slow)
+    prepare("--pretokenized", 3)
+    assert asked == [VAL, *TRAIN[1:]]
 
 
 @pytest.mark.parametrize("flags, said", [
