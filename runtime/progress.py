@@ -96,6 +96,6 @@ class Progress:
         self.bar.refresh()
 
     def _close(self):
-        if self.bar:
+        if self.bar is not None:        # a bar without a total has no truth value
             self.bar.close()
         self.bar = self.shown = None

@@ -79,7 +79,8 @@ def test_a_step_line_fits_100_columns(step, loss, norm, dt, rate, mfu):
         line = step_line(step, loss, norm, 4.2e-6, dt, rate, mfu, left)
         assert len(line) <= 100, line
         assert re.fullmatch(r"step +\d+ \| loss: [0-9.]+ \| lr 4\.20e-06 \| norm: [0-9.]{4} \| "
-                            r"dt: [0-9.]+m?s \| tok/sec: [0-9,]+k?( \| mfu 41%)?( \| \d+[smhd]( left)?)?", line)
+                            r"dt: [0-9.]+m?s \| tok/sec: [0-9,]+k?( \| mfu 41%)?( \| \d+[smhd]( left)?)?",
+                            line)
         usual = loss < 10 and step < 1e5 and rate < 1e7 and left < 1e7
         assert ("mfu" in line) == bool(mfu)
         assert not usual or re.search(r"\d[smhd]( left)?$", line)
@@ -128,8 +129,10 @@ def test_on_a_terminal_it_is_a_bar_that_goes_away_again():
             "with p.Progress()('validation', 4, 'batches') as task:\n"
             "    task.update(3); end = time.monotonic() + 600\n"
             "    progress = [o for o in __import__('gc').get_objects() if isinstance(o, p.Progress)][0]\n"
-            "    while not progress.bar and time.monotonic() < end: time.sleep(0.01)\n"
-            "    time.sleep(0.5)\n")
+            "    while progress.bar is None and time.monotonic() < end: time.sleep(0.01)\n"
+            "    time.sleep(0.5)\n"
+            "with progress('loading'):\n"
+            "    while progress.bar is None and time.monotonic() < end: time.sleep(0.01)\n")
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (24, 80))
     process = subprocess.Popen([sys.executable, "-c", code], stderr=theirs, stdout=subprocess.PIPE)
@@ -141,7 +144,7 @@ def test_on_a_terminal_it_is_a_bar_that_goes_away_again():
     except OSError:                                     # the end, as Linux tells it
         pass
     assert process.wait(timeout=HANG) == 0 and process.stdout.read() == b""
-    assert b"validation:  75%" in shown and b"3/4" in shown
+    assert b"validation:  75%" in shown and b"3/4" in shown and b"loading: 00:0" in shown
     assert not shown.split(b"\r")[-2 if shown.endswith(b"\r") else -1].strip()
 
 

@@ -46,11 +46,12 @@ def check_a_signal_to_one_rank_stops_all_at_the_same_micro_step(play, tmp_path):
         "        os.kill(os.getpid(), signal.SIGTERM)\n"
         "    return real(loader)\nTokenLoader.next_batch = next_batch\n")
     ranks = play(*SMALL, "--n_layer", 1, "--batch_size", 8, "--total_batch_size", 4 * 8 * 256 * 2,
-                 "--no_compile", "--max_steps", STEPS, "--val_every", 0, "--hellaswag_every", 0, "--sample_every", 0,
-                 "--checkpoint_every", STEPS, processes=2, PYTHONPATH=str(tmp_path))
+                 "--no_compile", "--max_steps", STEPS, "--val_every", 0, "--hellaswag_every", 0,
+                 "--sample_every", 0, "--checkpoint_every", STEPS, processes=2, PYTHONPATH=str(tmp_path))
     assert f"stopped by a signal after 5 of {STEPS} steps" in ranks[0].output
     assert (tmp_path / "out/checkpoint_000005.pt").exists()
-    assert [step["collectives"] for step in ranks[0].steps] == [step["collectives"] for step in ranks[1].steps]
+    assert ([step["collectives"] for step in ranks[0].steps]
+            == [step["collectives"] for step in ranks[1].steps])
 
 
 def check_without_flags_on_two(play, data, tmp_path):
