@@ -50,7 +50,7 @@ class Config:
     val_tokens: int = flag(10_485_760, DATA, "tokens per validation, the first of the val shards", least=1)
     hellaswag_data: str = flag("", DATA, "HellaSwag examples as .jsonl (default: from the Hugging Face hub)")
     recipe: str = flag("gpt2", MODEL, "which model is trained how", choices=list(MODELS), fixed=True)
-    init: str = flag("scratch", MODEL, "scratch, gpt2 ... gpt2-xl, a checkpoint or a folder", per_run=True)
+    init: str = flag("scratch", MODEL, "scratch, gpt2 ... gpt2-xl, a checkpoint, or a folder", per_run=True)
     n_layer: int = flag(12, MODEL, "blocks", least=1, fixed=True)
     n_head: int = flag(12, MODEL, "attention heads", least=1, fixed=True)
     n_embd: int = flag(768, MODEL, "width", least=1, fixed=True)

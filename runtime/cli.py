@@ -52,10 +52,10 @@ class FlagParser(argparse.ArgumentParser):
 
 
 class BoolFlag(argparse.Action):
-    """--name and --no_name, in one line of the help."""
+    """--name and --no_name."""
 
-    def __init__(self, option_strings, dest, **kwargs):
-        super().__init__([*option_strings, f"--no_{dest}"], dest, nargs=0, **kwargs)
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, nargs=0, **kwargs)
 
     def __call__(self, parser, namespace, values, option_string=None):
         setattr(namespace, self.dest, not option_string.startswith("--no_"))
@@ -100,7 +100,11 @@ def parse_config(prog: str, Config: type, defaults: Callable[[dict], dict], desc
             group = parser.add_argument_group(f.metadata["group"])
         help = f.metadata["help"] + default_note(f, recipes or {})
         if kind is bool:
-            group.add_argument(f"--{name}", dest=name, action=BoolFlag, default=argparse.SUPPRESS, help=help)
+            both = dict(dest=name, action=BoolFlag, default=argparse.SUPPRESS)
+            shown = [f"--{name}"] if f.default is False else [f"--{name}", f"--no_{name}"]
+            group.add_argument(*shown, **both, help=help)
+            if f.default is False:
+                group.add_argument(f"--no_{name}", **both, help=argparse.SUPPRESS)
         else:
             group.add_argument(f"--{name}", default=argparse.SUPPRESS, choices=choices, help=help,
                                metavar=None if choices else kind.__name__.upper(),
@@ -111,10 +115,10 @@ def parse_config(prog: str, Config: type, defaults: Callable[[dict], dict], desc
 
 def default_note(f: dataclasses.Field, recipes: dict) -> str:
     """' (default 12; speedrun: 6)', or '' where the default says nothing."""
-    if f.default is None or f.default == "":
+    if f.default in (None, False, ""):
         return ""
     kind = f.metadata.get("type", f.type)
-    shown = ("on" if f.default else "off") if kind is bool else f.default
+    shown = "on" if kind is bool else f.default
     others = [f"; {name}: {values[f.name]}" for name, values in recipes.items()
               if values.get(f.name, f.default) != f.default]
     return f" (default {shown}{''.join(others)})"

@@ -1,4 +1,5 @@
 """--preset and --overfit: named sets of defaults of train_gpt2.py. Flags given still win."""
+import shlex
 import textwrap
 
 from runtime.cli import UserError
@@ -26,6 +27,11 @@ PRESETS = {
     "gpt2-xl": ("1.6 billion parameters, 10 billion tokens; for GPUs",
                 dict(n_layer=48, n_head=25, n_embd=1600, max_lr=2e-4, total_batch_size=1048576,
                      max_steps=9536, warmup_steps=358)),
+    # measured in docs/finetuning.md
+    "finetune": ("from weights (--init) to your own text: 1.2M tokens, the best checkpoint kept",
+                 dict(init="gpt2", out="log/finetune", total_batch_size=8192, max_steps=150, warmup_steps=15,
+                      max_lr=1e-4, val_every=25, hellaswag_every=0, sample_every=50, checkpoint_every=25,
+                      keep_checkpoints=1)),
 }
 
 # --overfit, the lecture's sanity run: 50 AdamW steps on one batch, at a constant learning rate
@@ -51,8 +57,9 @@ def preset_notes() -> str:
     """The presets, for the help."""
     lines = ["presets:"]
     for name, (what, values) in PRESETS.items():
-        flags = " ".join(f"--{flag} {value!r}" if " " in str(value) else f"--{flag} {value}"
+        # a flag and its value stay on one line: textwrap does not break at other characters
+        flags = " ".join(f"--{flag} {shlex.quote(str(value))}".replace(" ", "\0")
                          for flag, value in values.items())
         lines += [f"  {name}: {what}"] + textwrap.wrap(flags, 100, initial_indent=" " * 6,
                                                        subsequent_indent=" " * 6, break_on_hyphens=False)
-    return "\n".join(lines) + "\n\n"
+    return "\n".join(lines).replace("\0", " ") + "\n\n"

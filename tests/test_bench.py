@@ -105,15 +105,16 @@ def test_a_row_that_ran_out_of_memory_says_so_and_does_not_end_the_table(monkeyp
 @pytest.mark.skipif(sys.platform != "linux", reason="limits the memory of a process")
 @pytest.mark.parametrize("rank", [0, 1])
 def test_one_of_several_processes_that_runs_out_of_memory_ends_them_all(rank, tmp_path, monkeypatch):
-    """The limit is a real one: the memory before the first step, and 200 MB. The other process sleeps, as if
-    it waited in NCCL; gloo would notice the lost connection."""
+    """The limit is a real one: the memory before the first step, and 200 MB. The other process sleeps within
+    its micro-step, as if it waited in NCCL; gloo would notice the lost connection."""
     (tmp_path / "bench.py").write_text(f"""
 import os, resource, sys, time
 sys.path.insert(0, {str(ROOT)!r})
 import bench
 def limited(*args):
     if int(os.environ["RANK"]) != {rank}:
-        time.sleep(1000)
+        bench.TokenLoader.next_batch = lambda loader: time.sleep(1000)
+        return time_steps(*args)
     used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + 200_000_000, -1))
     return time_steps(*args)
