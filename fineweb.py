@@ -186,14 +186,16 @@ PRETOKENIZED = {("classic", "10BT"): ("kjj0/fineweb10B-gpt2", "fineweb", 103),
 
 def preset_for(tokens: int) -> str:
     """The preset of train_gpt2.py (runtime/presets.py) that suits so many training tokens."""
-    return "shakespeare" if tokens < 5_000_000 else "small" if tokens < 1_000_000_000 else "gpt2"
+    # small has 33M tokens, and over less than a quarter of that it would make more than 4 epochs
+    return "shakespeare" if tokens < 8_200_000 else "small" if tokens < 1_000_000_000 else "gpt2"
 
 
 def print_summary(out: Path, done: str, val: int, train: int, start: float) -> None:
     """The last two lines: what is in `out`, and the command that trains on it, as a shell reads it."""
     print(f"{out}: {done}, {val:,} tokens for validation and {train:,} for training, "
           f"after {time.perf_counter() - start:.1f} s\n"
-          f"next: python train_gpt2.py --preset {preset_for(train)} --data {shlex.quote(str(out))}")
+          f"next: python train_gpt2.py --preset {preset_for(train)} --data {shlex.quote(str(out))} "
+          f"--out {shlex.quote(f'log/{out.name}')}")
 
 
 def fetch_shards(repo: str, prefix: str, count: int, out: Path) -> None:

@@ -26,7 +26,7 @@ from runtime.checks import check_config, oom_advice, plan_run
 from runtime.cli import RunError, flag, parse_config, run_command
 from runtime.dataloader import TokenDataset, TokenLoader, to_device
 from runtime.device import compile_model, make_autocast, oom_as_user_error, place_model, wrap_model
-from runtime.distributed import Process, StopSignals, hard_exit, setup_process
+from runtime.distributed import Process, StopSignals, leave, setup_process
 from runtime.files import output_lock
 from runtime.generation import print_samples
 from runtime.kernels import ATTENTION
@@ -50,7 +50,7 @@ class Config:
     val_tokens: int = flag(10_485_760, DATA, "tokens per validation, the first of the val shards", least=1)
     hellaswag_data: str = flag("", DATA, "HellaSwag examples as .jsonl (default: from the Hugging Face hub)")
     recipe: str = flag("gpt2", MODEL, "which model is trained how", choices=list(MODELS), fixed=True)
-    init: str = flag("scratch", MODEL, "scratch, gpt2 ... gpt2-xl, a checkpoint, or a folder", per_run=True)
+    init: str = flag("scratch", MODEL, "scratch, gpt2 ... gpt2-xl, a checkpoint, or a folder", fixed=True)
     n_layer: int = flag(12, MODEL, "blocks", least=1, fixed=True)
     n_head: int = flag(12, MODEL, "attention heads", least=1, fixed=True)
     n_embd: int = flag(768, MODEL, "width", least=1, fixed=True)
@@ -283,20 +283,22 @@ class Run:
 
 def set_up(flags: Config, explicit_flags: set[str], process: Process) -> Run | None:
     """From flags to a Run; None after --dry_run. Nothing is written before everything has been checked."""
-    plan = plan_run(flags, explicit_flags, process, MODELS, load_model)
-    config, path = plan.config, plan.path
-    state, compiled, wrapped, autocast = build_training(config, process, plan.model, plan.checkpoint, path)
-    B = choose_micro_batch(config, plan.micro_batches, state, wrapped, autocast, process)
-    loader = TokenLoader(plan.train_data, config.total_batch_size, B, process.rank, process.world_size,
-                         process.device)
-    print_forecast(config, state, compiled, loader, plan, autocast, process)
-    if config.dry_run:
-        return None
-    hella = hellaswag.hellaswag_batches(config, explicit_flags, process)
-    log = process.on_all_ranks(open_output, config, path, state, process)
-    return Run(config, process, state, compiled, wrapped, autocast, loader, plan.val, hella,
-               Reporter(config, log, state.model, process), Saver(config, plan.recorded, log, process),
-               LossPlotter(config, process), Profiler(config, process), StopSignals(process).install())
+    with process.progress("starting"):
+        plan = plan_run(flags, explicit_flags, process, MODELS, load_model)
+        config, path = plan.config, plan.path
+        state, compiled, wrapped, autocast = build_training(config, process, plan.model, plan.checkpoint,
+                                                            path)
+        B = choose_micro_batch(config, plan.micro_batches, state, wrapped, autocast, process)
+        loader = TokenLoader(plan.train_data, config.total_batch_size, B, process.rank, process.world_size,
+                             process.device)
+        print_forecast(config, state, compiled, loader, plan, autocast, process)
+        if config.dry_run:
+            return None
+        hella = hellaswag.hellaswag_batches(config, explicit_flags, process)
+        log = process.on_all_ranks(open_output, config, path, state, process)
+        return Run(config, process, state, compiled, wrapped, autocast, loader, plan.val, hella,
+                   Reporter(config, log, state.model, process), Saver(config, plan.recorded, log, process),
+                   LossPlotter(config, process), Profiler(config, process), StopSignals(process).install())
 
 
 def evaluate(run: Run, due: Callable[[int], bool]) -> None:
@@ -316,8 +318,10 @@ def evaluate(run: Run, due: Callable[[int], bool]) -> None:
         _, correct, n = process.sum(*counts.tolist())
         reporter.evaluation(state.step, "hella", correct / n,
                             f"HellaSwag accuracy: {correct:.0f}/{n:.0f}={correct / n:.4f}")
-    if process.is_master and state.step > 0 and due(config.sample_every):
+    if state.step > 0 and due(config.sample_every):
         print_samples(state.model, run.autocast, process, config.sample_prompt, stop=lambda: signals.received)
+        if signals.now():
+            return
     if reporter.log and config.plot and any(map(due, (config.val_every, config.hellaswag_every))):
         run.plotter.draw()
     state.evaluated = state.step
@@ -389,11 +393,7 @@ def train(argv: list[str] | None = None) -> int:
         if run := set_up(flags, explicit_flags, process):
             with closing(run):
                 loop(run)
-    code = print_summary(run) if run else 0
-    if process.world_size > 1:
-        dist.destroy_process_group()
-        hard_exit(code)
-    return code
+    return leave(process, print_summary(run) if run else 0)
 
 
 if __name__ == "__main__":

@@ -96,7 +96,8 @@ def choose_micro_batch(config, candidates: list[int], state: TrainState, model: 
         if known.get(key) in candidates:
             return known[key]
         process.print0("trying how large a micro-batch fits (once; --batch_size N does without) ...")
-        return largest_that_fits(candidates, memory_of, 0.9 * total)
+        with process.progress("trying micro-batches"):
+            return largest_that_fits(candidates, memory_of, 0.9 * total)
 
     try:
         B = min(process.gather(process.on_all_ranks(find)))

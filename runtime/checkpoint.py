@@ -14,8 +14,11 @@ import torch
 
 from runtime.cli import UserError, safe_repr
 from runtime.files import checkpoints, replace_file
+from runtime.presets import PRESETS
 from runtime.weights import is_dense_float, read_checkpoint
 
+# values that stand for what is derived from other flags and the device
+AUTOMATIC = {"sequence_length": 0, "min_lr": -1.0, "dtype": "auto"}
 MODEL_SHAPE = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")
 
 
@@ -252,7 +255,8 @@ def merge_config(config, explicit_flags: set[str], checkpoint: dict, path: Path)
             meta = fields[name].metadata
             kind = meta.get("type", fields[name].type)
             right = isinstance(value, (kind, int) if kind is float else kind) or value is fields[name].default
-            if not right or "choices" in meta and value not in meta["choices"]:
+            known = "choices" not in meta or meta.get("per_run") or value in meta["choices"]
+            if not right or not known:
                 raise ValueError(f"its config says {name} = {safe_repr(value)}")
         for name in (*MODEL_SHAPE, *({"window"} & checkpoint["model_config"].keys())):
             value = checkpoint["model_config"][name]
@@ -260,10 +264,17 @@ def merge_config(config, explicit_flags: set[str], checkpoint: dict, path: Path)
                 raise ValueError(f"its two configs differ in {name}")
         if before["recipe"] != checkpoint["recipe"]:
             raise ValueError("its config says another recipe")
-        derived = set(checkpoint.get("derived", []))
+        derived = checkpoint.get("derived", [])
+        if not isinstance(derived, list) or not all(isinstance(name, str) for name in derived):
+            raise ValueError("it does not say which flags were derived")
+        # earlier checkpoints do not tell: a rate of a tenth was derived
+        tenth = "derived" not in checkpoint and before["min_lr"] == before["max_lr"] / 10
+        derived = AUTOMATIC.keys() & ({"min_lr"} if tenth else set(derived))
+    given = explicit_flags | (PRESETS[config.preset][1].keys() if "preset" in explicit_flags else set())
     for name, f in fields.items():
         had = before.get(name, f.default)                       # the flag may be newer than the checkpoint
-        if f.metadata.get("fixed") and name in explicit_flags and getattr(config, name) != had:
+        same = getattr(config, name) in (had, AUTOMATIC[name] if name in derived else had)
+        if f.metadata.get("fixed") and name in given and not same:
             raise UserError(f"{path} was trained with --{name} {had}, not {getattr(config, name)}: give the "
                             "same, or start a new run with another --out")
     taken = {name: value for name, value in before.items()

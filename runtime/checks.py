@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from runtime.checkpoint import MODEL_SHAPE, check_data, choose_checkpoint, merge_config, read_state
+from runtime.checkpoint import AUTOMATIC, MODEL_SHAPE, check_data, choose_checkpoint, merge_config, read_state
 from runtime.cli import UserError
 from runtime.dataloader import TokenDataset, open_data, splits
 from runtime.device import choose_dtype
@@ -38,7 +38,7 @@ def plan_run(flags, explicit_flags: set[str], process: Process, models: dict, lo
     """Checks what can be checked before a model is built, quick checks first. UserError on all ranks."""
     per_run = {f.name for f in dataclasses.fields(flags) if f.metadata.get("per_run")}
     process.require_same("set of flags", {name: value for name, value in asdict(flags).items()
-                                          if name not in per_run | {"data", "hellaswag_data"}})
+                                          if name not in per_run | {"data", "hellaswag_data", "init"}})
     # rank 0 decides: without a shared file system other machines may have another newest checkpoint
     path = process.gather(process.on_all_ranks(choose_checkpoint, flags, process.restarted))[0]
     checkpoint = model = None
@@ -94,10 +94,6 @@ def shape_of_init(config, explicit_flags: set[str], model: torch.nn.Module) -> d
             model.config.window = config.window
         shape["window"] = model.config.window
     return shape
-
-
-# values that stand for what automatic_values derives from other flags and the device
-AUTOMATIC = {"sequence_length": 0, "min_lr": -1.0, "dtype": "auto"}
 
 
 def automatic_values(config, device: str) -> dict:

@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -50,10 +49,12 @@ class Process:
             try:
                 print(*args, flush=True)
             except BrokenPipeError:  # `| tee` got the same Ctrl-C, or `| head` ended: save, then stop
+                if threading.current_thread() is not threading.main_thread():
+                    return                      # a sign of life: the next line of the main thread finds out
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
                 if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:          # there is nothing to save yet
                     raise
-                signal.raise_signal(signal.SIGTERM)
+                signal.raise_signal(getattr(signal, "SIGUSR1", signal.SIGTERM))     # never a second signal
 
     def sum(self, *values):
         """Each value summed over all ranks, as floats (gloo has no AVG: divide afterwards)."""
@@ -154,10 +155,13 @@ class Process:
                 os._exit(1)
 
 
-def hard_exit(code: int) -> NoReturn:
-    """Exits without Python's finalization, in which a gloo thread that frees its last tensor can abort the
-    process (SIGABRT after everything was done, pytorch issue 190489). atexit functions (wandb's upload)
-    are run."""
+def leave(process: Process, code: int) -> int:
+    """Returns `code`. Of several ranks each exits with it instead, without Python's finalization, in which a
+    gloo thread that frees its last tensor can abort the process (SIGABRT after everything was done, pytorch
+    issue 190489). atexit functions (wandb's upload) are run."""
+    if process.world_size == 1:
+        return code
+    dist.destroy_process_group()
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -243,8 +247,8 @@ class StopSignals:
             self.received = name
             if self.process.is_master:          # not print: the signal may have interrupted one
                 with suppress(OSError):         # the reader of the pipe is gone
-                    os.write(1, f"{name}: stopping at the next micro-step or batch; a resume repeats the "
-                                "unfinished step. A second signal stops at once\n".encode())
+                    os.write(1, f"{name}: stopping at the next micro-step or batch (a resume repeats what is "
+                                "unfinished); a second SIGTERM or Ctrl-C stops at once\n".encode())
 
     def until_stop(self, what: str, items: Sequence, unit: str) -> Iterator:
         """Yields the items, with a sign of life, until some rank has received a signal: then `stopped` is
@@ -256,6 +260,11 @@ class StopSignals:
                     return
                 yield item
                 task.update()
+
+    def now(self) -> bool:
+        """Whether some rank has received a signal by now. Waits for the other ranks, and for the GPU."""
+        self.stopped = self.stopped or self.process.sum(self.received is not None)[0] > 0
+        return self.stopped
 
     def _some_rank(self):
         if self.process.world_size == 1:

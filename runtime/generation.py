@@ -71,6 +71,8 @@ def print_samples(model, autocast: torch.autocast, process, prompt: str, num_sam
     """Prints samples that continue `prompt` (''; a new document), on rank 0 only; nothing if `stop()` turns
     true between two tokens. They have a generator of their own, so that training's random numbers do not
     change."""
+    if not process.is_master:
+        return
     generator = torch.Generator(device=process.device).manual_seed(42)
     start = encode(prompt).tolist()[-model.config.block_size:]
     idx = torch.tensor([start or [EOT]] * num_samples, dtype=torch.int64, device=process.device)    # (B, T)

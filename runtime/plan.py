@@ -3,6 +3,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,12 +17,14 @@ from runtime.distributed import Process
 from runtime.progress import duration
 
 MFU = 0.4               # of a GPU's peak, for predictions: about what others' runs reach (docs/speed.md)
+HELLASWAG_TOKENS = 10_042 * 4 * 96              # examples, endings, tokens with padding (about)
 MOST_EPOCHS = 4         # repeated text is worth about as much as new text up to there (arXiv:2305.16264)
 
 
 @dataclass
 class Trial:
-    """One micro-step, tried: its seconds, and the bytes that its forward keeps for the backward."""
+    """A micro-step that was tried: rows, seconds, and bytes that its forward keeps for the backward."""
+    rows: int
     seconds: float
     activations: int
 
@@ -35,18 +38,18 @@ def try_micro_step(model, B: int, T: int, autocast: torch.autocast, device: str)
         kept[storage.data_ptr()] = storage.nbytes()
         return tensor
     seconds, started, trials = math.inf, time.perf_counter(), 0
-    # the first is slow: on a CPU the best of up to three, if that takes seconds
-    while trials == 0 or device == "cpu" and trials < 3 and time.perf_counter() - started < 10 / trials ** 2:
+    # the first is slow: the best of up to three, if that takes seconds
+    while trials == 0 or trials < 3 and time.perf_counter() - started < 10 / trials ** 2:
         trials += 1
         kept.clear()
         start = time.perf_counter()
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), autocast:
             _, loss = model(x, x)
         # not backward(): DDP's hooks would take it for a step
-        torch.autograd.grad(loss, list(model.parameters()))
+        torch.autograd.grad(loss, list(model.parameters()))[0].sum().item()         # waits for a GPU
         seconds = min(seconds, time.perf_counter() - start)
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    return Trial(seconds, sum(size for place, size in kept.items() if place not in weights))
+    return Trial(B, seconds, sum(size for place, size in kept.items() if place not in weights))
 
 
 def size(n: float) -> str:
@@ -55,7 +58,7 @@ def size(n: float) -> str:
 
 
 class Forecast:
-    """What a run will do. `trial`: of its micro-batch on a CPU; for a GPU's --dry_run of one sequence."""
+    """What a run will do. `trial`: of its micro-batch, or on CUDA, for --dry_run, of one sequence."""
 
     def __init__(self, config, state: TrainState, compiled: Callable, loader: TokenLoader, val: list,
                  process: Process, trial: Trial | None):
@@ -70,14 +73,36 @@ class Forecast:
 
     def _time(self):
         """(seconds a step or None, where they are from)."""
-        config, process = self.config, self.process
-        if process.device == "cpu" and self.trial:
-            return self.trial.seconds * self.loader.micro_steps, "from one micro-step, timed on this CPU"
-        if peak := peak_flops(process.device):
+        config, process, loader = self.config, self.process, self.loader
+        peak = peak_flops(process.device)
+        if config.dtype == "float32":
+            peak = peak / 2 if peak and config.tf32 else None       # TF32 has half the peak of 16 bits
+        if peak:
             flops = self.state.model.flops_per_token(config.sequence_length) * config.total_batch_size
             return (flops / (peak * MFU * process.world_size),
                     f"predicted, at {MFU:.0%} of the data sheet's {peak / 1e12:,.0f} TFLOP/s")
-        return None, "unknown for this device"
+        if not self.trial:
+            return None, "unknown for this GPU"
+        rows = loader.B / self.trial.rows
+        return (self.trial.seconds * rows * loader.micro_steps, "from one micro-step, timed on this "
+                f"{'CPU' if process.device == 'cpu' else 'device'}{' in eager mode' * self.compiled}")
+
+    def _evaluation_seconds(self):
+        """Of all validations and HellaSwag: forwards, a third of a micro-step's time."""
+        config, (dataset, count) = self.config, self.val
+        tokens = self._times(config.val_every) * (count * config.sequence_length if dataset else 0)
+        tokens += self._times(config.hellaswag_every) * HELLASWAG_TOKENS
+        return tokens / config.total_batch_size * self.step_seconds / 3
+
+    def _times(self, every):
+        """How often in the whole run something happens at step 0, every so many steps and at the last."""
+        return math.ceil(self.config.max_steps / every) + 1 if every else 0
+
+    def _left(self):
+        """Seconds to the end of the run, or 0 if they are not known."""
+        share = 1 - self.state.step / max(1, self.config.max_steps)
+        steps = (self.step_seconds or 0) * self.config.max_steps
+        return share * (steps + (self._evaluation_seconds() if steps else 0))
 
     def machine(self):
         config, process = self.config, self.process
@@ -101,17 +126,18 @@ class Forecast:
     def time(self):
         if self.step_seconds is None:
             return self.source
-        left = self.step_seconds * (self.config.max_steps - self.state.step)
-        return f"about {duration(self.step_seconds)} a step, {duration(left)} in all ({self.source})"
+        return (f"about {duration(self.step_seconds)} a step, {duration(self._left())} in all with its "
+                f"evaluations ({self.source})")
 
     def memory(self):
         parts = [("weights", 4 * self.parameters), ("gradients", 4 * self.parameters),
                  ("moments", self.moments)]
         if self.trial:
-            rows = self.loader.B if self.process.device != "cpu" else 1
             note = " (eager; less with torch.compile)" if self.compiled else ""
-            parts.append((f"activations of a micro-batch{note}", rows * self.trial.activations))
-        return f"{size(sum(n for _, n in parts))}: " + ", ".join(f"{size(n)} {what}" for what, n in parts)
+            activations = self.trial.activations * self.loader.B // self.trial.rows
+            parts.append((f"activations of a micro-batch{note}", activations))
+        each = ", ".join(f"{size(n)} {what}" for what, n in parts)
+        return f"at least {size(sum(n for _, n in parts))}: {each}"
 
     def disk(self):
         config = self.config
@@ -124,14 +150,16 @@ class Forecast:
 
     def evaluations(self):
         """When something is evaluated or saved, one line each."""
-        config, last = self.config, self.config.max_steps
+        config = self.config
         for what, every in (("validation", config.val_every), ("HellaSwag", config.hellaswag_every),
                             ("samples", config.sample_every), ("checkpoint", config.checkpoint_every)):
             detail = ""
             if what == "validation" and self.val[0]:
                 detail = f", {self.val[1]:,} sequences of {config.sequence_length} tokens"
-            yield (f"{what}: every {every:,} steps and at the last, {math.ceil(last / every):,} times{detail}"
-                   if every else f"{what}: never")
+            first = what in ("validation", "HellaSwag")
+            times = self._times(every) - (not first)
+            yield (f"{what}: {'at step 0, ' * first}every {every:,} steps and at the last, {times:,} times"
+                   f"{detail}" if every else f"{what}: never")
 
     def warnings(self):
         config = self.config
@@ -141,12 +169,12 @@ class Forecast:
             enough = max(1, int(MOST_EPOCHS * config.max_steps / self.epochs))
             yield (f"{self.epochs:,.0f} epochs over the data, and after about {MOST_EPOCHS} a model learns "
                    f"it by heart: give --max_steps {enough}, a smaller --preset, or more text")
-        left = (self.step_seconds or 0) * (config.max_steps - self.state.step)
-        if left > 7 * 86400:
+        if (left := self._left()) > 7 * 86400:
             yield (f"this takes about {duration(left)} here: give a smaller --preset (see --help), or fewer "
                    f"--max_steps")
-        out = Path(config.out).absolute()
-        free = shutil.disk_usage(next(p for p in (out, *out.parents) if p.exists())).free
+        free, out = math.inf, Path(config.out).absolute()
+        with suppress(OSError):                 # a folder that may not be read is refused later
+            free = shutil.disk_usage(next(p for p in (out, *out.parents) if p.exists())).free
         if config.checkpoint_every and free < 2 * self.checkpoint:
             yield (f"{size(free)} are free for {config.out}, and a checkpoint has {size(self.checkpoint)}: "
                    f"make room, or give another --out")
@@ -155,7 +183,7 @@ class Forecast:
         """The first lines of a run: where, what, the arithmetic of the batch, memory, disk and time."""
         lines = [self.machine(), self.model(), self.batch()]
         if not self.config.overfit:
-            lines += [f"memory {self.memory()}", self.disk(), self.time()]
+            lines += [f"memory: {self.memory()}", self.disk(), self.time()]
         lines += [f"warning: {text}" for text in self.warnings()]
         if self.config.warmup_steps > self.config.max_steps:
             lines.append(f"note: the warm-up of {self.config.warmup_steps} steps is longer than the run")
@@ -165,29 +193,29 @@ class Forecast:
     def print_plan(self) -> None:
         """--dry_run."""
         config = self.config
-        data = f"{config.data}: {sum(self.loader.dataset.lengths):,} tokens for training"
+        source = "input.txt" if config.overfit else config.data
+        data = f"{source}: {sum(self.loader.dataset.lengths):,} tokens for training"
         lines = [("machine", self.machine()), ("model", self.model()), ("data", data),
-                 ("batch", self.batch()), ("memory", f"at least {self.memory()}"), ("disk", self.disk()),
+                 ("batch", self.batch()), ("memory", self.memory()), ("disk", self.disk()),
                  ("time", self.time()),
                  *(("steps", text) for text in self.evaluations()),
                  *(("warning", text) for text in self.warnings())]
         for name, text in lines:
             self.process.print0(f"{name + ':':<9}{text}")
-        self.process.print0("nothing was written; the same command without --dry_run starts the run")
 
 
 def print_forecast(config, state: TrainState, compiled: Callable, loader: TokenLoader, plan,
                    autocast: torch.autocast, process: Process) -> None:
-    """Prints the header of a run, or --dry_run's plan. On a CPU a micro-batch is tried first, on a GPU for
-    --dry_run one sequence."""
-    trial, cpu = None, process.device == "cpu"
-    if (cpu and not config.overfit) or config.dry_run:
+    """Prints the header of a run, or --dry_run's plan. A micro-batch is tried first, on CUDA only for
+    --dry_run, and of one sequence."""
+    trial, cuda = None, process.device.startswith("cuda")
+    if not (cuda or config.overfit) or config.dry_run:
         with process.progress("timing a micro-step"):
-            trial = try_micro_step(state.model, loader.B if cpu else 1, config.sequence_length, autocast,
+            trial = try_micro_step(state.model, 1 if cuda else loader.B, config.sequence_length, autocast,
                                    process.device)
     forecast = Forecast(config, state, compiled, loader, plan.val, process, trial)
-    if config.dry_run:
-        return forecast.print_plan()
-    forecast.print_header()
+    (forecast.print_plan if config.dry_run else forecast.print_header)()
     if plan.path:
         process.print0(f"going on from {plan.path} at step {state.step} of {config.max_steps}")
+    if config.dry_run:
+        process.print0("nothing was written; the same command without --dry_run starts the run")

@@ -15,8 +15,8 @@ PRESETS = {
     "small": (
         "30M parameters, 33M tokens; an evening on a CPU, minutes on a GPU",
         dict(n_layer=6, n_head=6, n_embd=384, block_size=256, total_batch_size=16384, max_steps=2000,
-             warmup_steps=100, max_lr=1e-3, val_every=200, hellaswag_every=0, sample_every=500,
-             checkpoint_every=200)),
+             warmup_steps=100, max_lr=1e-3, val_tokens=524288, val_every=200, hellaswag_every=0,
+             sample_every=500, checkpoint_every=200)),
     # GPT-3's learning rates and batches (Brown et al. 2020, arXiv:2005.14165, table 2.1); of its XL batch of
     # 1M tokens half as many steps make the same 10 billion tokens
     "gpt2": ("GPT-2 124M, the defaults: 10 billion tokens; for GPUs", {}),
@@ -30,8 +30,8 @@ PRESETS = {
     # measured in docs/finetuning.md
     "finetune": ("from weights (--init) to your own text: 1.2M tokens, the best checkpoint kept",
                  dict(init="gpt2", out="log/finetune", total_batch_size=8192, max_steps=150, warmup_steps=15,
-                      max_lr=1e-4, val_every=25, hellaswag_every=0, sample_every=50, checkpoint_every=25,
-                      keep_checkpoints=1)),
+                      max_lr=1e-4, val_tokens=524288, val_every=25, hellaswag_every=0, sample_every=50,
+                      checkpoint_every=25, keep_checkpoints=1)),
 }
 
 # --overfit, the lecture's sanity run: 50 AdamW steps on one batch, at a constant learning rate

@@ -3,7 +3,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 QUIET = 10.0        # seconds of work before its first sign, and in its first minute between two lines
@@ -43,7 +43,8 @@ class Progress:
                 task.update()
 
     A thread does it, because a single micro-step on a CPU can take longer. Of tasks within tasks the
-    innermost is shown. `say` prints a line, if there is no terminal; by default on stderr."""
+    innermost that takes so long is shown. `say` prints a line where there is no terminal; by default on
+    stderr."""
 
     def __init__(self, say: Callable[[str], None] | None = None, enabled: bool = True):
         self.say = say or (lambda line: print(line, file=sys.stderr, flush=True))
@@ -76,16 +77,18 @@ class Progress:
     def _watch(self):
         while True:
             time.sleep(min(1.0, QUIET / 2))
-            with self.lock:
-                if self.tasks and time.monotonic() >= self.tasks[-1].due:
-                    self._show(self.tasks[-1])
+            with self.lock, suppress(OSError):  # the reader of a pipe is gone
+                now = time.monotonic()
+                if due := [task for task in self.tasks if now >= task.due]:
+                    self._show(due[-1])
+                    for task in due:            # the outer ones have been spoken for
+                        task.due = max(task.due, now + QUIET)
 
     def _show(self, task):
         if not sys.stderr.isatty():
-            self.say(str(task))
             now = time.monotonic()
             task.due = now + (QUIET if now - task.start < 6 * QUIET else 6 * QUIET)
-            return
+            return self.say(str(task))
         if self.shown is not task:
             from tqdm import tqdm
             self._close()

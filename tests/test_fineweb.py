@@ -470,18 +470,21 @@ def test_the_last_line_is_a_command_that_a_shell_reads_right(out, tmp_path):
     line = next_line(command("--input", "a.jsonl", "--out", out, cwd=tmp_path))
     prefix, words = line.split(" ", 1)
     assert prefix == "next:"
-    assert shlex.split(words) == ["python", "train_gpt2.py", "--preset", "shakespeare", "--data", out]
+    assert shlex.split(words) == ["python", "train_gpt2.py", "--preset", "shakespeare", "--data", out,
+                                  "--out", f"log/{Path(out).name}"]
     assert list_shards(tmp_path / out, "train")
 
 
 def test_the_last_line_names_the_preset_for_so_many_training_tokens(tmp_path):
-    (tmp_path / "a.txt").write_text(" a" * 5_000_100)         # a token each
-    for tokens, preset in ((4_999_999, "shakespeare"), (5_000_000, "small")):
+    (tmp_path / "a.txt").write_text(" a" * 8_200_100)         # a token each
+    for tokens, preset in ((8_199_999, "shakespeare"), (8_200_000, "small")):
         result = command("--input", "a.txt", "--out", preset, "--val_tokens", 50, "--max_tokens", tokens + 50,
                          cwd=tmp_path)
         assert f"{tokens:,} for training" in result.stdout
-        assert next_line(result) == f"next: python train_gpt2.py --preset {preset} --data {preset}"
-        assert preset in PRESETS
+        assert next_line(result) == (f"next: python train_gpt2.py --preset {preset} --data {preset} "
+                                     f"--out log/{preset}")
+        values = PRESETS[preset][1]
+        assert 4 * tokens >= values["total_batch_size"] * values["max_steps"], "at most four epochs"
 
 
 @pytest.mark.skipif(os.name == "nt", reason="would take two gigabytes of disk")
@@ -494,7 +497,8 @@ def test_pretokenized_the_last_line_names_the_preset_and_quotes_the_folder(token
         file.write(header)
         file.truncate(len(header) + 2 * tokens)               # a hole: takes no room on the disk
     line = next_line(command("--pretokenized", 1, "--out", "my data", cwd=tmp_path))
-    assert line == f"next: python train_gpt2.py --preset {preset} --data 'my data'" and preset in PRESETS
+    assert line == f"next: python train_gpt2.py --preset {preset} --data 'my data' --out 'log/my data'"
+    assert preset in PRESETS
 
 
 # -----------------------------------------------------------------------------
@@ -877,7 +881,7 @@ def test_pretokenized_fetches_the_validation_and_n_training_shards_that_the_load
     assert asked == [VAL, *TRAIN[1:]] and waits == []
     out = capsys.readouterr().out
     assert "1,000 tokens for validation and 3,006 for training" in out
-    assert out.endswith("next: python train_gpt2.py --preset shakespeare --data fineweb10B\n")
+    assert out.endswith("--preset shakespeare --data fineweb10B --out log/fineweb10B\n")
     folder = tmp_path / "fineweb10B"
     assert [path.name for path in list_shards(folder, "val")] == [VAL]
     rows = TokenDataset(list_shards(folder, "train"), 10, vocab_size=50257).read(0, 300)

@@ -116,9 +116,17 @@ def test_work_that_takes_long_shows_a_line_now_and_then_and_short_work_nothing(m
         while len(lines) < 3 and time.monotonic() < deadline:
             time.sleep(0.01)
     assert all(re.fullmatch(r"validation: 1 of 4 batches, [0-9.]+ s so far", line) for line in lines)
-    with progress("only rank 0"):
+    with progress("x"):                 # one that takes long because of many short ones within shows too
         count = len(lines)
-    assert len(lines) == count
+        while len(lines) == count and time.monotonic() < deadline:
+            with progress("y"):
+                time.sleep(0.05)
+    assert re.fullmatch(r"x: [0-9.]+ s so far", lines[-1])
+    other = Progress(lines.append, enabled=False)               # another rank
+    count = len(lines)
+    with other("unseen"):
+        time.sleep(1)
+    assert len(lines) == count and other.thread is None
     assert [duration(s) for s in (0.3, 45, 3000, 20_000, 1.4e7)] == ["0.3 s", "45 s", "50 min", "5.6 hours",
                                                                      "162 days"]
 

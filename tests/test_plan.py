@@ -12,14 +12,18 @@ from helpers import ENV, HANG, ROOT, logged, run
 
 from model import GPT, GPTConfig, SpeedrunConfig, SpeedrunGPT
 from runtime.benchmark import random_tokens
+from runtime.checkpoint import TrainState
 from runtime.checks import check_config
 from runtime.cli import UserError, __version__
 from runtime.device import make_autocast
-from runtime.plan import try_micro_step
+from runtime.dataloader import TokenDataset, TokenLoader
+from runtime.distributed import Process
+from runtime.plan import Forecast, Trial, try_micro_step
 from runtime.presets import OVERFIT, PRESETS
 from runtime.shards import write_shard
 from runtime.weights import read_checkpoint
-from train_gpt2 import parse_flags
+from train_gpt2 import Config, parse_flags
+import runtime.plan
 import train_gpt2
 
 SMALL = ["--n_layer", 2, "--n_head", 2, "--n_embd", 32, "--block_size", 32, "--dtype", "float32",
@@ -49,7 +53,7 @@ def test_a_dry_run_tells_what_would_run_and_writes_nothing(processes, shards, tm
     for text in ("1,636,224 parameters", f"256 tokens a step = 2 x 32 x {4 // processes} micro-step(s)",
                  "100 steps = 25,600 tokens = 2.56 epochs", "10,000 tokens for training",
                  "7 MB weights, 7 MB gradients, 13 MB moments", "20 MB a checkpoint, up to 5 in log",
-                 "validation: every 30 steps and at the last, 4 times", "HellaSwag: never",
+                 "validation: at step 0, every 30 steps and at the last, 5 times", "HellaSwag: never",
                  "checkpoint: every 50 steps and at the last, 2 times", "timed on this CPU",
                  "nothing was written"):
         assert text in result.stdout, text
@@ -61,7 +65,7 @@ def test_gpt2_on_a_cpu_over_shakespeare_is_warned_of_its_epochs_and_weeks(shards
     result = run("--data", shards, "--batch_size", 1, "--dry_run", "--out", tmp_path / "log", "--max_steps",
                  100_000)
     assert "124,475,904 parameters" in result.stdout
-    assert re.search(r"time: +about .* a step, [\d,]+ days in all \(from one micro-step", result.stdout)
+    assert re.search(r"time: +about .* a step, [\d,]+ days in all with its evaluations \(from one micro", result.stdout)
     assert re.search(r"warning: [\d,]+ epochs over the data, .* --max_steps 1,", result.stdout)
     assert re.search(r"warning: this takes about [\d,]+ days here: give a smaller --preset", result.stdout)
 
@@ -109,6 +113,8 @@ def test_overfit_is_a_run_of_its_own():
 def test_a_presets_values_are_kept_by_the_checkpoint(shards):
     folder = shards.parent.parent
     run("--preset", "shakespeare", "--max_steps", 2, "--val_every", 0, "--sample_every", 0, cwd=folder)
+    dry = run("--out", "log/shakespeare", "--max_steps", 3, "--dry_run", cwd=folder)
+    assert "going on from log/shakespeare/checkpoint_000002.pt at step 2 of 3" in dry.stdout
     result = run("--out", "log/shakespeare", "--max_steps", 3, cwd=folder)
     assert "at step 2 of 3" in result.stdout and set(logged(folder / "log/shakespeare")) == {0, 1, 2}
     config = read_checkpoint(folder / "log/shakespeare/checkpoint_000003.pt")["config"]
@@ -139,6 +145,34 @@ def test_every_command_says_its_version(script):
 def test_an_unknown_flag_is_answered_with_the_one_that_was_meant(flag, meant):
     with pytest.raises(UserError, match=f"unrecognized arguments: {flag}; did you mean {meant}\\?"):
         parse_flags([flag])
+
+
+@pytest.mark.parametrize(("val_every", "hellaswag_every", "evaluations"), [
+    (0, 0, 0), (50, 0, 3 * 10 * 32), (100, 50, 2 * 10 * 32 + 3 * 10_042 * 4 * 96)])
+def test_the_time_of_a_run_includes_its_evaluations(val_every, hellaswag_every, evaluations):
+    """A forward is a third of a micro-step: of 10 s for 256 tokens here."""
+    model = GPT(GPTConfig(32, 512, 1, 2, 32))
+    config = Config(block_size=32, sequence_length=32, total_batch_size=256, max_steps=100, dtype="float32",
+                    val_every=val_every, hellaswag_every=hellaswag_every)
+    loader = TokenLoader(TokenDataset([random_tokens(1000) % 512], 32), 256, 8)
+    state = TrainState(model, [torch.optim.AdamW(model.parameters())], None)
+    forecast = Forecast(config, state, model, loader, [loader.dataset, 10], Process(), Trial(8, 10.0, 1))
+    assert forecast._left() == pytest.approx(100 * 10 + evaluations * 10 / 256 / 3)
+    state.step = 75
+    assert forecast._left() == pytest.approx((100 * 10 + evaluations * 10 / 256 / 3) / 4)
+
+
+def test_the_time_on_a_gpu_is_predicted_by_its_data_sheet_and_dtype(monkeypatch):
+    model = GPT(GPTConfig(32, 512, 1, 2, 32))
+    monkeypatch.setattr(runtime.plan, "peak_flops", lambda device: 100e12)
+    loader = TokenLoader(TokenDataset([random_tokens(1000) % 512], 32), 256, 8)
+    state, seconds = TrainState(model, [torch.optim.AdamW(model.parameters())], None), {}
+    for dtype, tf32 in (("bfloat16", True), ("float32", True), ("float32", False)):
+        config = Config(block_size=32, sequence_length=32, total_batch_size=256, dtype=dtype, tf32=tf32)
+        seconds[dtype, tf32] = Forecast(config, state, model, loader, [None, 0], Process(), None).step_seconds
+    expected = model.flops_per_token(32) * 256 / (0.4 * 100e12)
+    assert seconds == {("bfloat16", True): pytest.approx(expected),
+                       ("float32", True): pytest.approx(2 * expected), ("float32", False): None}
 
 
 def test_a_checkpoint_that_would_not_fit_on_the_disk_is_warned_of(shards, tmp_path, monkeypatch, capsys):

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from helpers import ENV, ROOT, Live, command, logged, run
 
 from model import GPT, GPTConfig, load_model
-from runtime.checkpoint import HostCopies, Saver, checkpoints, choose_checkpoint, tensors_of
+from runtime.checkpoint import HostCopies, Saver, checkpoints, choose_checkpoint, merge_config, tensors_of
 from runtime.cli import RunError, UserError
 from runtime.dataloader import TokenDataset
 from runtime.distributed import Process, StopSignals
@@ -164,6 +165,7 @@ def test_a_pipe_that_closes_stops_the_run_which_saves_first(number, data, whole,
     it.process.stdout.close()
     if number:
         it.process.send_signal(number)
+        time.sleep(1.1)                 # the closed pipe, found later, is no second signal
     it.go_on(13)
     code, _, stderr = it.end()
     assert (code, stderr) == (0, "")
@@ -510,19 +512,68 @@ def test_what_was_derived_is_derived_anew_on_a_resume_and_the_data_come_from_the
     for out, more in (("derived", []), ("given", ["--min_lr", 2e-5])):
         run(*flags, *more, "--out", tmp_path / out)
         run("--out", tmp_path / out, "--max_lr", 5e-5, "--max_steps", 20)       # below the old tenth
-    configs = [read_checkpoint(tmp_path / out / "checkpoint_000020.pt")["config"]
-               for out in ("derived", "given")]
-    assert [config["min_lr"] for config in configs] == [pytest.approx(5e-6), 2e-5]
-    assert {config["data"] for config in configs} == {str(data)}
-    assert f"--data {tmp_path / 'nowhere'}" not in run("--out", tmp_path / "given").stdout
+    found = [read_checkpoint(tmp_path / out / "checkpoint_000020.pt") for out in ("derived", "given")]
+    assert [checkpoint["config"]["min_lr"] for checkpoint in found] == [pytest.approx(5e-6), 2e-5]
+    assert {checkpoint["config"]["data"] for checkpoint in found} == {str(data)}
+    assert [checkpoint["derived"] for checkpoint in found] == [["sequence_length", "min_lr"],
+                                                               ["sequence_length"]]
     stderr = run("--out", tmp_path / "given", "--data", tmp_path / "nowhere", code=2).stderr
     assert str(tmp_path / "nowhere") in stderr
+
+
+def nested(depth):
+    return (nested(depth - 1),) * 2 if depth else ()
+
+
+@pytest.mark.parametrize(("derived", "min_lr"), [
+    (None, -1), (["min_lr"], -1), ([], 6e-5), (["n_layer"], 6e-5), (["nothing"], 6e-5)])
+def test_what_older_and_strange_checkpoints_say_of_derived_flags(derived, min_lr, whole):
+    """`whole` was trained at 6e-4; of a checkpoint from before `derived` a rate of a tenth tells."""
+    checkpoint = read_checkpoint(whole / "checkpoint_000120.pt")
+    del checkpoint["derived"]
+    flags, given = train_gpt2.parse_flags(["--max_steps", "200"])
+    more = {} if derived is None else {"derived": derived}
+    config = merge_config(flags, given, checkpoint | more, Path("x"))
+    assert (config.min_lr, config.n_layer) == (pytest.approx(min_lr), 2)
+    for strange in ("min_lr", [["min_lr"]], [nested(60)], 3):
+        with pytest.raises(UserError, match="which flags were derived"):
+            merge_config(flags, given, checkpoint | {"derived": strange}, Path("x"))
+
+
+def test_a_resume_with_another_init_or_preset_is_refused(data, tmp_path):
+    """The shape of the checkpoint would win, without a word."""
+    flags = ["--data", data, *BYTES, "--max_steps", 10]
+    run(*flags, "--out", tmp_path / "base")
+    run(*flags, "--init", tmp_path / "base", "--out", tmp_path / "tuned")
+    again = ["--data", data, "--out", tmp_path / "tuned"]
+    assert "done: 10 steps" in run(*again, "--init", tmp_path / "base").stdout
+    result = run(*again, "--init", tmp_path / "base/best", code=2)
+    assert f"was trained with --init {tmp_path / 'base'}, not {tmp_path / 'base/best'}" in result.stderr
+    result = run(*again, "--preset", "gpt2-medium", code=2)
+    assert re.search(r"was trained with --n_\w+ \d+, not \d+: give the same, or", result.stderr)
+
+
+def test_samples_that_a_signal_interrupts_are_made_by_the_resumed_run(data, tmp_path, monkeypatch, capsys):
+    captured, real = [], train_gpt2.print_samples
+    monkeypatch.setattr(StopSignals, "install", lambda signals: captured.append(signals) or signals)
+
+    def interrupted(*args, stop):
+        if len(captured) == 1:
+            captured[0].received = "SIGTERM"
+        real(*args, stop=stop)
+    monkeypatch.setattr(train_gpt2, "print_samples", interrupted)
+    flags = ["--data", str(data), *BYTES, "--vocab_size", "50304", "--max_steps", "4", "--val_every", "0",
+             "--sample_every", "2", "--checkpoint_every", "4", "--out", str(tmp_path / "log"), "--no_plot"]
+    assert train_gpt2.train(flags) == 0
+    assert "sample 0" not in capsys.readouterr().out and newest(tmp_path / "log") == 2
+    assert train_gpt2.train(flags) == 0
+    assert capsys.readouterr().out.count("sample 0: ") == 2 and newest(tmp_path / "log") == 4
 
 
 def test_the_docs_list_the_flags_that_a_resume_takes_or_refuses():
     text = (ROOT / "docs/running.md").read_text()
     for kind, begin in (("fixed", "cannot change on resume"), ("per_run", "never taken from the checkpoint")):
-        listed = set(re.findall(r"`--(\w+)`", text.split(begin)[1].split("\n\n")[0]))
+        listed = set(re.findall(r"`--(\w+)`", text.split(begin)[1].split("\n- ")[0]))
         assert listed == {f.name for f in dataclasses.fields(train_gpt2.Config) if f.metadata.get(kind)}, kind
 
 

@@ -207,7 +207,7 @@ if int(os.environ.get("RANK", 0)) == 0:
 if dist.is_initialized():
     dist.barrier()              # a process that exits while another still sends would crash that one
     dist.destroy_process_group()
-    os._exit(0)                 # without the interpreter's finalization: see hard_exit
+    os._exit(0)                 # without the interpreter's finalization: see runtime.distributed.leave
 """)
     monkeypatch.setattr(sys, "argv", ["muon.py", str(tmp_path / "1.pt")])
     runpy.run_path(str(script))
