@@ -360,7 +360,7 @@ def parse_args(argv):
     args.path = args.paths[0] if args.paths else None
     if len(args.paths) > 1 and args.table != "compare":
         raise UserError(f"bench.py {args.table} takes one path, not {len(args.paths)}")
-    args.device = choose_device(args.device)
+    args.device = "cpu" if args.table == "compare" else choose_device(args.device)
     if args.device == "mps":
         raise UserError("bench.py measures on cuda or cpu: give --device cpu")
     if args.plot and not importlib.util.find_spec("matplotlib"):

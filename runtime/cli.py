@@ -38,7 +38,10 @@ class FlagParser(argparse.ArgumentParser):
         self.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
 
     def parse_args(self, args=None, namespace=None):
-        args, unknown = self.parse_known_args(args, namespace)
+        positional = any(not action.option_strings for action in self._actions)
+        # the other way would not take `compare --plot FILE RUN RUN`
+        parse = self.parse_known_intermixed_args if positional else self.parse_known_args
+        args, unknown = parse(args, namespace)
         if unknown:
             flags = [option for option in self._option_string_actions if option.startswith("--")]
             written = "--" + unknown[0].partition("=")[0].strip("-").replace("-", "_")

@@ -224,7 +224,7 @@ def test_compare_shows_what_each_run_needed_to_reach_the_others(tmp_path):
     write_metrics(slow, [11.0, 5.0, 4.5, 4.0])
     write_metrics(fast, [11.0, 4.5, 3.5], seconds=90.0)
     write_metrics(going, [11.0, 6.0], end="\n3,3000,180.0,9.5,3.")      # still in progress, or crashed
-    result = run_bench("compare", slow, fast, going, slow, "--plot", plot, "--json", tmp_path / "c.json")
+    result = run_bench("compare", "--plot", plot, slow, fast, going, slow, "--json", tmp_path / "c.json")
     assert cells(result.stdout) == [
         ["run", "steps", "tokens", "time", "final val loss", "lowest"],
         [str(slow), "6", "6k", "6 min", "4.0000", "4.0000"],

@@ -65,7 +65,8 @@ def test_gpt2_on_a_cpu_over_shakespeare_is_warned_of_its_epochs_and_weeks(shards
     result = run("--data", shards, "--batch_size", 1, "--dry_run", "--out", tmp_path / "log", "--max_steps",
                  100_000)
     assert "124,475,904 parameters" in result.stdout
-    assert re.search(r"time: +about .* a step, [\d,]+ days in all with its evaluations \(from one micro", result.stdout)
+    assert re.search(r"time: +about .* a step, [\d,]+ days in all with its evaluations \(from one micro",
+                     result.stdout)
     assert re.search(r"warning: [\d,]+ epochs over the data, .* --max_steps 1,", result.stdout)
     assert re.search(r"warning: this takes about [\d,]+ days here: give a smaller --preset", result.stdout)
 
