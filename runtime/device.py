@@ -7,6 +7,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from inspect import signature
+from pathlib import Path
 
 import torch
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -145,6 +146,8 @@ def peak_memory(device: str) -> int:
     """Peak bytes so far: reserved by torch on a GPU, resident of the whole process on a CPU."""
     if device.startswith("cuda"):
         return torch.cuda.max_memory_reserved(device)
+    with contextlib.suppress(OSError, TypeError):       # Linux; getrusage counts the parent of a fork, too
+        return int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1]) * 1024
     try:
         import resource
     except ImportError:                         # Windows

@@ -175,12 +175,12 @@ def test_a_fineweb_py_that_failed_says_why(monkeypatch, tmp_path):
 def test_long_work_shows_signs_of_life(monkeypatch, tmp_path, capsys):
     """On stderr, after ten seconds; here after a tenth of one."""
     monkeypatch.setattr(progress, "QUIET", 0.1)
-    monkeypatch.setattr(benchmark, "run_in_subprocess", lambda s: time.sleep(1.5) or {"seconds": [1.0]})
+    monkeypatch.setattr(benchmark, "run_in_subprocess", lambda s: time.sleep(0.5) or {"seconds": [1.0]})
     measure([Setting(), Setting(B=2)], 1)
     err = capsys.readouterr().err
     assert "measured: 0 of 2 settings, " in err and "measured: 1 of 2 settings, " in err
 
-    monkeypatch.setattr(ablation, "validation_curve", lambda *_: time.sleep(1.5) or {0: 5.0})
+    monkeypatch.setattr(ablation, "validation_curve", lambda *_: time.sleep(0.5) or {0: 5.0})
     ablation.train_all({("gpt2", 0.1): [], ("gpt2", 0.2): []}, range(1), cuda=True)
     out, err = capsys.readouterr()
     assert "trained: 0 of 2 runs, " in err and "trained: 1 of 2 runs, " in err
@@ -196,10 +196,12 @@ def test_long_work_shows_signs_of_life(monkeypatch, tmp_path, capsys):
 # -----------------------------------------------------------------------------
 # bench.py alone, and compare
 
-def test_without_a_table_they_are_listed():
+def test_without_a_table_they_are_listed(capsys):
     listed = run_bench().stdout
     assert all(listed.count(f"\n    python bench.py {table} ") == 1 for table in bench.TABLES)
-    assert bench.__doc__ in listed and bench.__doc__ in run_bench("--help").stdout
+    with pytest.raises(SystemExit):
+        bench.main(["--help"])
+    assert bench.__doc__ in listed and bench.__doc__ in capsys.readouterr().out
 
 
 def write_metrics(out, losses, tokens=1000, seconds=60.0, every=2, end="\n"):
@@ -266,12 +268,14 @@ def test_compare_draws_loss_against_tokens_and_time(tmp_path, monkeypatch):
     (",".join(COLUMNS) + "\n0,0,0.0,10.8,,,0.1,1.0,5\n", "has no validation loss yet: wait for the first"),
     ("", "has no validation loss yet"), ("a,b\n1,2\n", "cannot be read (line 2 is none of a run's metrics)"),
     (",".join(COLUMNS) + "\n0,0,,10.8,,,0.1,1.0,5\n", "cannot be read (line 2 is none of a run's metrics)")])
-def test_compare_refuses_what_is_no_run_in_one_line(content, message, tmp_path):
+def test_compare_refuses_what_is_no_run_in_one_line(content, message, tmp_path, capsys):
     if content is not None:
         (tmp_path / "run").mkdir()
         (tmp_path / "run" / "metrics.csv").write_text(content)
-    result = run_bench("compare", tmp_path / "run", code=2)
-    assert message in result.stderr and len(result.stderr.splitlines()) == 1 and not result.stdout
+    with pytest.raises(SystemExit, match="^2$"):
+        run_command(lambda: bench.main(["compare", str(tmp_path / "run")]))
+    out, err = capsys.readouterr()
+    assert message in err and len(err.splitlines()) == 1 and not out
 
 
 def test_compare_without_matplotlib_prints_the_table(tmp_path, monkeypatch, capsys):

@@ -34,6 +34,7 @@ from runtime.generation import generate_tokens, print_samples, sample_token
 from runtime.kernels import (ATTENTION, ChunkedCrossEntropy, Linear, attention, check_attention,
                              compiled_cross_entropy_, compiled_flex, cross_entropy_, document_window_mask,
                              resolve_attention)
+from runtime.progress import Progress
 from runtime.tokenizer import EOT, VOCAB_SIZE, encode, tokenizer
 from runtime.weights import EXPORTED, model_from_checkpoint
 from helpers import HANG
@@ -674,7 +675,7 @@ def test_padding_ids_are_never_sampled_however_likely(temperature, top_k):
 
 
 class Process:
-    device = "cpu"
+    device, is_master, progress = "cpu", True, Progress(enabled=False)
 
     def __init__(self):
         self.lines = []
