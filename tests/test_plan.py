@@ -63,8 +63,8 @@ def test_a_dry_run_tells_what_would_run_and_writes_nothing(processes, shards, tm
 def test_gpt2_on_a_cpu_over_shakespeare_is_warned_of_its_epochs_and_weeks(shards, tmp_path):
     """What happens to whoever leaves the preset out, at full size; one short sequence a micro-step to save
     time."""
-    result = run("--data", shards, "--batch_size", 1, "--sequence_length", 64, "--dry_run", "--out", tmp_path / "log", "--max_steps",
-                 100_000)
+    result = run("--data", shards, "--batch_size", 1, "--sequence_length", 64, "--dry_run", "--max_steps",
+                 100_000, "--out", tmp_path / "log")
     assert "124,475,904 parameters" in result.stdout
     assert re.search(r"time: +about .* a step, [\d,]+ days in all with its evaluations \(from one micro",
                      result.stdout)
