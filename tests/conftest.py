@@ -16,6 +16,11 @@ if "PYTEST_XDIST_WORKER" not in os.environ:         # the workers inherit it
 os.environ["OMP_NUM_THREADS"] = "1"
 
 
+def pytest_xdist_auto_num_workers(config):
+    """One more than there are cores: a tenth of the time a worker waits for processes that sleep."""
+    return (os.cpu_count() or 1) + 1
+
+
 @pytest.fixture(autouse=True, scope="session")
 def memory_is_given_back():
     """No tune_malloc in the tests' process: it lasts, and later tests measure memory."""

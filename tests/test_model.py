@@ -1402,11 +1402,11 @@ def test_a_model_that_is_not_here_is_refused_in_one_sentence_offline(name, monke
 
 
 class StandInHub(http.server.BaseHTTPRequestHandler):
-    """Answers as the hub does for models that are not there, private, or without model.safetensors."""
+    """Answers as the hub does for models that are not there, or without model.safetensors."""
     def do_HEAD(self):
         kind = self.path.split("/")[1]
-        code = {"nobody": "RepoNotFound", "private": "GatedRepo", "other": "EntryNotFound"}.get(kind)
-        self.send_response(200 if code is None else 403 if code == "GatedRepo" else 404)
+        code = {"nobody": "RepoNotFound", "other": "EntryNotFound"}.get(kind)
+        self.send_response(404 if code else 200)
         if code:
             self.send_header("X-Error-Code", code)
         self.end_headers()
@@ -1418,8 +1418,8 @@ class StandInHub(http.server.BaseHTTPRequestHandler):
 
 
 @pytest.mark.parametrize("name, words", [
-    ("nobody/model", "no public model on the Hugging Face hub"), ("private/model", "no public model"),
-    ("other/model", "has no model.safetensors"), ("gpt2", "out of reach"), ("nobody/out", "out of reach")])
+    ("nobody/model", "no public model on the Hugging Face hub"), ("other/model", "has no model.safetensors"),
+    ("gpt2", "out of reach")])
 def test_no_such_model_and_no_connection_are_told_apart_in_one_short_line(name, words, tmp_path):
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), StandInHub) as server:
         port = server.server_port
