@@ -9,6 +9,7 @@ import threading
 import time
 import traceback
 import uuid
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -229,7 +230,7 @@ class StopSignals:
 
     def __init__(self, process: Process):
         self.process, self.received, self.stopped = process, None, False        # the first one's name
-        self.first = self.answer = None         # time of the first SIGTERM or SIGINT; see _some_rank
+        self.first, self.answers = None, deque()    # time of the first SIGTERM or SIGINT; see _some_rank
 
     def install(self) -> "StopSignals":
         for name in {"SIGTERM", "SIGINT", "SIGUSR1"} & set(dir(signal)):        # Windows has no SIGUSR1
@@ -273,8 +274,9 @@ class StopSignals:
         if self.process.device.startswith("cuda"):
             flag = flag.pin_memory().to(self.process.device, non_blocking=True)
         dist.all_reduce(flag)
-        # on a GPU the answer to the question before: this one's comes after all that is queued
-        answer, self.answer = self.answer, fetch(flag)
-        if not flag.is_cuda:
-            answer = self.answer
-        return answer is not None and answer()[0] > 0
+        self.answers.append(fetch(flag))
+        # on a GPU the answer to the last question but one: this one's comes after all that is queued, and the
+        # GPU must not run out of work
+        if flag.is_cuda and len(self.answers) <= 2:
+            return False
+        return self.answers.popleft()()[0] > 0

@@ -35,14 +35,14 @@ def check_run(processes, flags, play):
 
 
 def check_a_signal_to_one_rank_stops_all_at_the_same_micro_step(play, tmp_path):
-    """Of four a step. Rank 0 asks for the answer of the micro-step before, so as not to wait for this one."""
+    """Of four a step. A rank reads the answer to its last question but one, so as not to wait for this one."""
     (tmp_path / "sitecustomize.py").write_text(
         f"import os, signal, sys; sys.path.insert(0, {str(ROOT)!r})\n"
         "from runtime.dataloader import TokenLoader\ndel sys.path[0]\n"
         "real, calls = TokenLoader.next_batch, []\n"
         "def next_batch(loader):\n"
         "    calls.append(1)\n"
-        "    if loader.rank == 1 and len(calls) == 4 * 5 + 2:\n"
+        "    if loader.rank == 1 and len(calls) == 4 * 5 + 1:\n"
         "        os.kill(os.getpid(), signal.SIGTERM)\n"
         "    return real(loader)\nTokenLoader.next_batch = next_batch\n")
     ranks = play(*SMALL, "--n_layer", 1, "--batch_size", 8, "--total_batch_size", 4 * 8 * 256 * 2,
