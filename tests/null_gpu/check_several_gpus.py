@@ -35,7 +35,7 @@ def check_run(processes, flags, play):
 
 
 def check_a_signal_to_one_rank_stops_all_at_the_same_micro_step(play, tmp_path):
-    """Of four a step. A rank reads the answer to its last question but one, so as not to wait for this one."""
+    """Of four a step. A rank reads the answer to its last question but one."""
     (tmp_path / "sitecustomize.py").write_text(
         f"import os, signal, sys; sys.path.insert(0, {str(ROOT)!r})\n"
         "from runtime.dataloader import TokenLoader\ndel sys.path[0]\n"
