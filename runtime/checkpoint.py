@@ -270,7 +270,10 @@ def merge_config(config, explicit_flags: set[str], checkpoint: dict, path: Path)
         # earlier checkpoints do not tell: a rate of a tenth was derived
         tenth = "derived" not in checkpoint and before["min_lr"] == before["max_lr"] / 10
         derived = AUTOMATIC.keys() & ({"min_lr"} if tenth else set(derived))
-    given = explicit_flags | (PRESETS[config.preset][1].keys() if "preset" in explicit_flags else set())
+    given = set(PRESETS[config.preset][1]) if "preset" in explicit_flags else set()
+    if config.init != "scratch":                # its shape won over the preset's in the first run, too
+        given -= set(MODEL_SHAPE)
+    given |= explicit_flags
     for name, f in fields.items():
         had = before.get(name, f.default)                       # the flag may be newer than the checkpoint
         same = getattr(config, name) in (had, AUTOMATIC[name] if name in derived else had)

@@ -78,7 +78,7 @@ class Log:
         for line in old.splitlines(keepends=True):
             with suppress(ValueError):          # the header, a line cut off, the row after the last step
                 at, _, before, *_, rate = map(float, (cell or "nan" for cell in line.split(",")))
-                if line.endswith("\n") and at < step and rate > 0:
+                if line.count(",") == len(COLUMNS) - 1 and line.endswith("\n") and at < step and rate > 0:
                     kept.append(line)
                     seconds = before + self.config.total_batch_size / rate
         replace_file(path, lambda file: file.write("".join(kept).encode()))

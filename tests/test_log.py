@@ -54,7 +54,7 @@ def test_metrics_csv_goes_on_where_the_checkpoint_is_and_a_damaged_one_hinders_n
         log.evaluation(step, "val", 5.0 - step)
         log.step(step, 4.0 - step, 1.0, 0.1, seconds=2.0)
     log.close()
-    (tmp_path / "metrics.csv").open("a").write("damaged,,\n4,400,8.0,1.0")         # and a line cut off
+    (tmp_path / "metrics.csv").open("a").write("damaged,,\n1,2,3,4\n4,400,8.0,1.0")
     with pytest.raises(ValueError, match="line 6 is none of a run's metrics"):
         read_metrics(tmp_path / "metrics.csv")
     log = Log(config, 2, 2)                     # its evaluation was made before the checkpoint was written

@@ -545,6 +545,9 @@ def test_a_resume_with_another_init_or_preset_is_refused(data, whole, tmp_path):
     assert "done: 10 steps" in run(*again, "--init", whole).stdout
     with pytest.raises(UserError, match=f"was trained with --init {whole}, not {whole / 'best'}"):
         train_gpt2.train([*again, "--init", str(whole / "best")])
+    # the weights' shape wins over that of a preset, and the same command resumes
+    merge_config(*train_gpt2.parse_flags([*again, "--preset", "gpt2-medium", "--init", str(whole)]),
+                 read_checkpoint(tmp_path / "tuned/checkpoint_000010.pt"), Path("x"))
     with pytest.raises(UserError, match=r"was trained with --n_\w+ \d+, not \d+: give the same, or"):
         train_gpt2.train([*again, "--preset", "gpt2-medium"])
 
