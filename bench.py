@@ -32,12 +32,13 @@ import train_gpt2
 from model import GPT, GPT2_SIZES, GPTConfig
 from runtime.ablation import recipes_table
 from runtime.benchmark import (GB, PlainAdamW, Setting, attention_costs, bytes_per_sequence, find_largest,
-                               machine, matmul_seconds, measure, measure_loader, median_ms, peers_step,
-                               predict_largest, print_table, random_tokens, run_worker,
-                               supported_kernels, time_fineweb, time_steps)
+                               machine, matmul_seconds, measure, median_ms, peers_step, predict_largest,
+                               print_table, random_tokens, rows_of, run_worker, supported_kernels,
+                               time_steps)
 from runtime.checks import automatic_values
 from runtime.cli import FlagParser, UserError, parse_int, run_command
 from runtime.compare import compare_table
+from runtime.data_benchmark import data_table, measure_loader
 from runtime.dataloader import INPUT_TXT, TokenDataset, TokenLoader
 from runtime.device import choose_device, choose_dtype, make_autocast, peak_flops, peak_memory
 from runtime.distributed import StopSignals, setup_process
@@ -133,12 +134,6 @@ WORKERS = {"step": measure_step, "matmul": measure_matmul, "attention": measure_
 
 # -----------------------------------------------------------------------------
 # tables
-
-def rows_of(column, names, results, cells):
-    """A row for each result: its name and `cells(name, result)`, or why it failed."""
-    return [{column: f"{name}: {r['failed']}"} if "failed" in r else {column: name} | cells(name, r)
-            for name, r in zip(names, results, strict=True)]
-
 
 def ratio(a, b, times=1):
     """How many times as long `a` took as `b`, as text; None if one of them failed."""
@@ -240,22 +235,6 @@ def memory_table(args, base):
           f"{2 * base.B}, the rest follows from the two"
           f"{f', but {args.memory_gb:g} GB was tried' if cuda else ''}")
     print_table(rows, {"not on this machine": missing})
-    return rows
-
-
-def data_table(args, base):
-    """The loader by file format and order; fineweb.py by its workers."""
-    kinds = [("npy", "shuffled"), ("npy", "in order"), ("bin", "shuffled")]
-    results = measure([replace(base, what="loader", size=kind, recipe=order, B=16, T=1024, steps=3)
-                       for kind, order in kinds], args.turns)
-    rows = rows_of("what", [f"loader, one thread: .{kind} {order}" for kind, order in kinds], results,
-                   lambda _, r: {"million tokens/s": statistics.median(r["rates"]) / 1e6})
-    workers = sorted({1, 2, os.cpu_count() or 1})
-    results = time_fineweb(workers, args.turns)
-    size = f"{max(r.get('tokens', 0) for r in results) / 1e6:.1f} million tokens, whole process"
-    rows += rows_of("what", [f"fineweb.py, {n} worker(s), {size}" for n in workers], results,
-                    lambda _, r: {"million tokens/s": r["tokens"] / statistics.median(r["seconds"]) / 1e6})
-    print_table(rows)
     return rows
 
 

@@ -11,7 +11,6 @@ import re
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 import traceback
 import types
@@ -23,11 +22,9 @@ import numpy as np
 import torch
 
 from runtime.cli import UserError
-from runtime.dataloader import INPUT_TXT, TokenDataset, TokenLoader, to_device
 from runtime.device import is_out_of_memory
 from runtime.kernels import ATTENTION, attention, check_attention, document_window_mask
 from runtime.progress import Progress
-from runtime.shards import write_shard
 from runtime.tokenizer import VOCAB_SIZE
 
 BENCH = Path(__file__).resolve().parent.parent / "bench.py"
@@ -216,23 +213,6 @@ def attention_costs(s, heads, head_dim, device):
             "error_forward": errors[0], "error_backward": max(errors[1:])}
 
 
-def measure_loader(s):
-    """Tokens/s of TokenLoader on one thread, a rate an epoch of four unequal shards, hashing included."""
-    with tempfile.TemporaryDirectory() as folder:
-        shards = [Path(folder) / f"x_train_{i}.{s.size}" for i in range(4)]
-        for i, path in enumerate(shards):
-            write_shard(path, random_tokens(4_000_000 + 1013 * i))
-        dataset = TokenDataset(shards, s.T, 1337, s.recipe == "shuffled", VOCAB_SIZE)
-        loader = TokenLoader(dataset, s.B * s.T, s.B)
-        rates = []
-        for epoch in range(s.steps):
-            start, steps = time.perf_counter(), dataset.total // s.B
-            for step in range(steps * epoch, steps * (epoch + 1)):
-                to_device(loader.rows(step, 0), "cpu")
-            rates.append(steps * s.B * s.T / (time.perf_counter() - start))
-    return {"rates": rates}
-
-
 def run_worker(workers, setting):
     """`python bench.py work JSON`: prints what the setting's worker measured, a dict, as the last line.
 
@@ -335,32 +315,14 @@ def find_largest(s, B, memory_gb):
     return B
 
 
-def time_fineweb(worker_counts, turns):
-    """A dict for each number of workers: {"seconds": [of whole runs of fineweb.py on 30 copies of input.txt],
-    "tokens": of a run}, or {"failed": reason}."""
-    results = [{"seconds": []} for _ in worker_counts]
-    jobs = turns * list(zip(worker_counts, results, strict=True))
-    with tempfile.TemporaryDirectory() as folder, progress("timed fineweb.py", len(jobs), "runs") as task:
-        text = Path(folder) / "text.jsonl"
-        speeches = INPUT_TXT.read_text(encoding="utf-8").split("\n\n")
-        documents = ["\n\n".join(speeches[i:i + 30]) for i in range(0, len(speeches), 30)]
-        text.write_text("".join(json.dumps({"text": f"{i} {document}"}) + "\n"
-                                for i in range(30) for document in documents))
-        for i, (n, result) in enumerate(jobs):
-            out, start = Path(folder) / f"out{i}", time.perf_counter()
-            run = subprocess.run([sys.executable, str(BENCH.with_name("fineweb.py")), "--input", str(text),
-                                  "--workers", str(n), "--out", str(out)], capture_output=True, text=True)
-            result["seconds"].append(time.perf_counter() - start)
-            if run.returncode:
-                result["failed"] = run.stderr.strip().split("\n")[-1][:200]
-            else:
-                result["tokens"] = json.loads((out / "manifest.json").read_text())["tokens"]
-            task.update()
-    return results
-
-
 # -----------------------------------------------------------------------------
 # printing
+
+def rows_of(column, names, results, cells):
+    """A row for each result: its name and `cells(name, result)`, or why it failed."""
+    return [{column: f"{name}: {r['failed']}"} if "failed" in r else {column: name} | cells(name, r)
+            for name, r in zip(names, results, strict=True)]
+
 
 def print_table(rows, lists=None):
     """Prints dicts as a table in Markdown, and below it each list of {title: names} that is not empty."""

@@ -135,6 +135,11 @@ class TokenLoader:
 
     def start(self, step: int) -> None:
         """Starts reading ahead at micro-step 0 of `step`."""
+        if str(self.device).startswith("cuda"):
+            # as many as can be in use at once, for torch to keep: to pin memory later makes the GPU wait
+            import torch
+            shape = self.B, self.dataset.T + 1
+            _ = [torch.empty(shape, dtype=torch.int32, pin_memory=True) for _ in range(self.DEPTH + 2)]
         self._thread = ThreadPoolExecutor(1, "read ahead")
         self._reads = (self._thread.submit(self._load, s, m)
                        for s in itertools.count(step) for m in range(self.micro_steps))

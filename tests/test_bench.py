@@ -6,7 +6,6 @@ import math
 import os
 import subprocess
 import sys
-import time
 from dataclasses import asdict, replace
 
 import numpy as np
@@ -14,14 +13,16 @@ import pytest
 
 import bench
 from bench import ladder_settings
-from helpers import ENV, HANG, ROOT
-from runtime import ablation, benchmark, progress
+from helpers import ENV, HANG, ROOT, wait_until
+from runtime import ablation, benchmark, data_benchmark, progress
 from runtime.ablation import ABLATIONS, ablated_source, validation_curve
 from runtime.benchmark import (GB, Setting, bytes_per_sequence, measure, median_ms, predict_largest,
-                               run_in_subprocess, time_fineweb)
+                               run_in_subprocess)
 from runtime.cli import run_command
 from runtime.compare import tokens_to_reach
+from runtime.data_benchmark import time_fineweb
 from runtime.log import COLUMNS, read_metrics
+from runtime.progress import Progress
 from runtime.shards import write_shard
 
 SMALL = ["--size", "tiny", "--batch_size", "1", "--sequence_length", "32", "--steps", "1", "--turns", "1",
@@ -150,7 +151,7 @@ def test_a_table_says_which_of_its_lines_failed(table, monkeypatch, capsys, tmp_
         calls.append(s)
         return {"failed": "no room"} if len(calls) - 1 in failing else dict(result)
     monkeypatch.setattr(benchmark, "run_in_subprocess", run)
-    monkeypatch.setattr(bench, "time_fineweb", lambda counts, turns: [
+    monkeypatch.setattr(data_benchmark, "time_fineweb", lambda counts, turns: [
         {"seconds": [1.0], "tokens": 10} if i else {"seconds": [1.0], "failed": "no disk"}
         for i, _ in enumerate(counts)])
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
@@ -168,29 +169,40 @@ def test_a_table_says_which_of_its_lines_failed(table, monkeypatch, capsys, tmp_
 
 def test_a_fineweb_py_that_failed_says_why(monkeypatch, tmp_path):
     (tmp_path / "fineweb.py").write_text("raise SystemExit('no disk')")
-    monkeypatch.setattr(benchmark, "BENCH", tmp_path / "bench.py")
+    monkeypatch.setattr(data_benchmark, "BENCH", tmp_path / "bench.py")
     assert [result["failed"] for result in time_fineweb([1, 2], 1)] == ["no disk"] * 2
 
 
 def test_long_work_shows_signs_of_life(monkeypatch, tmp_path, capsys):
-    """On stderr, after ten seconds; here after a tenth of one."""
+    """After ten seconds; here after a tenth of one. Each job ends when its sign has come."""
+    lines = []
+    signs = Progress(say=lines.append)
+    for module in (benchmark, data_benchmark, ablation):
+        monkeypatch.setattr(module, "progress", signs)
     monkeypatch.setattr(progress, "QUIET", 0.1)
-    monkeypatch.setattr(benchmark, "run_in_subprocess", lambda s: time.sleep(0.5) or {"seconds": [1.0]})
-    measure([Setting(), Setting(B=2)], 1)
-    err = capsys.readouterr().err
-    assert "measured: 0 of 2 settings, " in err and "measured: 1 of 2 settings, " in err
 
-    monkeypatch.setattr(ablation, "validation_curve", lambda *_: time.sleep(0.5) or {0: 5.0})
+    def job(sign, result):
+        def work(*args, **kwargs):
+            wait_until(lambda: any(line.startswith(f"{sign % len(calls)}, ") for line in lines))
+            calls.append(args)
+            return result
+        calls = []
+        return work
+
+    monkeypatch.setattr(benchmark, "run_in_subprocess", job("measured: %d of 2 settings", {"seconds": [1.0]}))
+    measure([Setting(), Setting(B=2)], 1)
+
+    monkeypatch.setattr(ablation, "validation_curve", job("trained: %d of 2 runs", {0: 5.0}))
     ablation.train_all({("gpt2", 0.1): [], ("gpt2", 0.2): []}, range(1), cuda=True)
-    out, err = capsys.readouterr()
-    assert "trained: 0 of 2 runs, " in err and "trained: 1 of 2 runs, " in err
-    assert out == "gpt2 0.1, seed 0: 5.0000\ngpt2 0.2, seed 0: 5.0000\n"
+    assert capsys.readouterr().out == "gpt2 0.1, seed 0: 5.0000\ngpt2 0.2, seed 0: 5.0000\n"
 
     (tmp_path / "input.txt").write_text("To be, or not to be.\n\n" * 40)
-    monkeypatch.setattr(benchmark, "INPUT_TXT", tmp_path / "input.txt")
+    monkeypatch.setattr(data_benchmark, "INPUT_TXT", tmp_path / "input.txt")
+    run = subprocess.run
+    monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: fineweb() or run(*args, **kwargs))
+    fineweb = job("timed fineweb.py: %d of 2 runs", None)
     one, two = time_fineweb([1, 2], 1)
     assert one["tokens"] == two["tokens"] > 1000 and len(one["seconds"]) == 1
-    assert "timed fineweb.py: 0 of 2 runs, " in capsys.readouterr().err
 
 
 # -----------------------------------------------------------------------------
