@@ -178,6 +178,19 @@ def tune_malloc() -> None:
             mallopt(parameter, value)
 
 
+def leave_compiler_out() -> None:
+    """Lets torch's optimizers start without its compiler. They import it (1.3 of the 3 seconds that a small
+    run needs to start) only to exempt their own methods from it. Where a model is compiled, the optimizers
+    stay outside its graph all the same."""
+    for method in vars(torch.optim.Optimizer).values():         # as torch/_compile.py would do it
+        exempted = getattr(method, "__wrapped__", None)
+        if exempted is not None and not hasattr(exempted, "__dynamo_disable"):
+            setattr(exempted, "__dynamo_disable", exempted)     # noqa: B010, a class would mangle the name
+    # the wrapper of step switches gradients off, between two breaks of a graph
+    if step := getattr(torch.optim.Adam.step, "__wrapped__", None):
+        torch.optim.Adam.step = torch.no_grad()(step)
+
+
 def fetch(tensor: torch.Tensor) -> Callable[[], list]:
     """Starts to copy a small tensor to the CPU. Returns a function that waits for it, and not for what is
     queued later on a GPU, and returns its numbers."""

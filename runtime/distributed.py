@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from runtime.cli import RunError, UserError, print_error
-from runtime.device import choose_device, fetch, tune_cuda_allocator, tune_malloc
+from runtime.device import choose_device, fetch, leave_compiler_out, tune_cuda_allocator, tune_malloc
 from runtime.progress import Progress
 
 DIST_TIMEOUT = timedelta(minutes=30)    # rank 0 may have weights to download first
@@ -179,8 +179,10 @@ def setup_process(config, tune_memory: bool = True) -> Process:
         torch.cuda.set_device(device)
         # "high" alone; the newer fp32_precision settings beside it break torch.compile
         torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
-    if device == "cpu" and tune_memory:
-        tune_malloc()
+    if device == "cpu":
+        leave_compiler_out()
+        if tune_memory:
+            tune_malloc()
     process = Process(device=device)
     if os.environ.get("WORLD_SIZE", "1") == "1":
         return process

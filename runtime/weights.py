@@ -68,6 +68,17 @@ def _canonical(state_dict):
     return out
 
 
+class Uninitialized(torch.overrides.TorchFunctionMode):
+    """Within it, modules draw no random weights. On the meta device, which has no numbers, torch would import
+    its compiler (1.3 s) to draw none."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if getattr(function, "__name__", "") in ("normal_", "uniform_", "kaiming_uniform_"):
+            return args[0] if args else kwargs["tensor"]
+        return function(*args, **kwargs)
+
+
 def build_model(cls: type, config, state_dict: dict):
     """A `cls(config)` with the weights of `state_dict`, as fp32. UserError if they do not fit.
 
@@ -84,7 +95,7 @@ def build_model(cls: type, config, state_dict: dict):
         raise UserError(f"its config says {config.n_head} heads for n_embd {config.n_embd}")
     if config.n_layer > len(state_dict):
         raise UserError(f"its config says {config.n_layer} layers, but it holds {len(state_dict)} tensors")
-    with torch.device("meta"):
+    with torch.device("meta"), Uninitialized():
         model = cls(config)
     expected = model.state_dict()
     for name in expected.keys() - state_dict.keys():
