@@ -526,6 +526,19 @@ def test_importing_a_module_prints_nothing_and_starts_nothing(module, tmp_path):
     assert (result.returncode, result.stdout, result.stderr, list(tmp_path.iterdir())) == (0, "", "", [])
 
 
+def test_eager_training_and_sampling_start_without_torchs_compiler(shards, tmp_path):
+    """Its import takes as long as that of torch."""
+    flags = [*TINY, "--data", str(shards), "--device", "cpu", "--no_plot", "--max_steps", "2"]
+    code = (f"import sys; sys.path.insert(0, {str(ROOT)!r})\nimport sample, train_gpt2\n"
+            "for recipe in ('gpt2', 'speedrun'):\n"
+            f"    assert train_gpt2.train([*{flags!r}, '--recipe', recipe, '--out', recipe]) == 0\n"
+            "    sample.main(['--model', recipe, '--device', 'cpu', '--max_new_tokens', '2'])\n"
+            "assert 'torch._dynamo' not in sys.modules\n")
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path,
+                            env=ENV, timeout=HANG)
+    assert result.returncode == 0 and result.stdout.count("done: 2 steps") == 2, result.stderr
+
+
 def test_a_step_that_is_not_finite_is_named_and_leaves_weights_and_checkpoints_alone(shards, start, tmp_path):
     weights = load_model(start).state_dict()
     weights["transformer.h.1.mlp.c_fc.bias"][3] = float("inf")
