@@ -15,8 +15,7 @@ PRODUCTS = {"mm": (0, 1), "addmm": (1, 2), "bmm": (0, 1), "baddbmm": (1, 2), "mv
 FUSED_ATTENTION = ("flash", "efficient", "cudnn")
 # allocate, or only describe memory that another operator fills
 NO_KERNEL = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach",
-             "_unsafe_view", "_reshape_alias", "lift_fresh", "is_same_size", "record_stream", "set_", "resize_",
-             "item"}
+             "_unsafe_view", "_reshape_alias", "lift_fresh", "is_same_size", "set_", "resize_"}
 ONLY_WRITE = ("zero", "fill", "ones", "full", "arange", "new_zeros", "new_full", "new_ones")
 
 

@@ -132,7 +132,8 @@ LADDER = [
     ("+ SDPA's flash attention", Work("gpt2 compile flash 50257", "step foreach")),
     ("+ vocabulary 50304", Work("gpt2 compile flash", "step foreach")),
     ("+ fused AdamW", Work("gpt2 compile flash", "step fused")),
-    ("+ micro-batch 64", Work("gpt2 compile flash", "step fused", 64)),
+    ("+ attention kernel of choice (auto)", Work("gpt2 compile auto", "step fused")),
+    ("+ micro-batch 64", Work("gpt2 compile auto", "step fused", 64)),
 ]
 RECIPES = {"gpt2": ("step fused", 19073), "speedrun": ("step speedrun", 3242)}          # optimizer steps
 

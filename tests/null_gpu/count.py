@@ -189,7 +189,7 @@ class Given(torch.nn.Module):
 
 
 def count_optimizer(entry, raw):
-    """What follows the backward: {products, attention, bytes, launches, memory of the moments, parameters}."""
+    """What follows the backward: {products, attention, bytes, launches, memory of moments, parameters}."""
     before = torch.cuda.memory_allocated()
     for p in raw.parameters():
         p.grad = torch.empty_like(p)
