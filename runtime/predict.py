@@ -52,7 +52,7 @@ class Shares:
     products: float                     # matrix products, of the peak: fitted
     memory: float                       # all else, of the bandwidth: fitted
     # Fused attention, of the peak, where a causal mask halves the FLOPs. FlashAttention-2 attains 50-73% on
-    # an A100, the first one 25-40% (arXiv:2307.08691): the lower ends, as T = 1024 and heads of 64 are short.
+    # an A100, the first one 25-40% (arXiv:2307.08691): the lower ends, for T = 1024 and heads of 64 are short.
     # cuDNN's on an H100: 1.5 times FlashAttention-2, which attains 35% there (arXiv:2407.08608).
     attention: float = 0.5
     attention_1: float = 0.25           # FlashAttention 1; for the efficient kernel nothing is published
@@ -199,7 +199,8 @@ def predict(work: Work, gpu: GPU, shares: Shares, counts: dict) -> dict[str, flo
     result["optimizer"] = sum(parts(step, gpu, shares, work).values())
     backward = 2 / 3 * sum(result[part] for part in ("products", "attention", "other")) / work.micro_steps
     result["all-reduce"] = exposed_all_reduce(step["parameters"], gpu, shares, work.gpus, backward)
-    launches = work.micro_steps * at_micro_batch(micro, work.B, lambda c: c["launches"]) + step["launches"]
+    # no more for a larger micro-batch, whose kernels are only larger
+    launches = work.micro_steps * micro[max(micro, key=int)]["launches"] + step["launches"]
     busy = sum(result.values())
     result["host"] = launches * shares.launch
     return result | {"launches": launches, "step": max(busy, result["host"])}
@@ -250,7 +251,7 @@ def ladder_rows(gpu: GPU, shares: Shares, counts: dict) -> list[dict]:
         precision = {"float32": "TF32" if work.tf32 else "fp32", "bfloat16": "bf16"}[dtype]
         moved = at_micro_batch(micro, work.B, lambda c: c["bytes"]) + step["bytes"]
         rows.append({"rung": name, "TFLOP": f"{products + fused:.1f} {precision}", "GB": moved / GB,
-                     "launches": round(t["launches"]), "products ms": 1e3 * t["products"],
+                     "launches": t["launches"], "products ms": 1e3 * t["products"],
                      "attention ms": 1e3 * t["attention"], "other ms": 1e3 * (t["other"] + t["optimizer"]),
                      "host ms": 1e3 * t["host"], "predicted ms": 1e3 * t["step"],
                      "tokens/s": work.B * T / t["step"]})
