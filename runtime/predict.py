@@ -10,6 +10,7 @@ Two shares are fitted, to the first two rungs of the lecture's ladder, whose mod
 other published time is predicted with the same shares, and its error printed.
 """
 import json
+import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,8 +53,9 @@ class Shares:
     products: float                     # matrix products, of the peak: fitted
     memory: float                       # all else, of the bandwidth: fitted
     # Fused attention, of the peak, where a causal mask halves the FLOPs. FlashAttention-2 attains 50-73% on
-    # an A100, the first one 25-40% (arXiv:2307.08691): the lower ends, for T = 1024 and heads of 64 are short.
-    # cuDNN's on an H100: 1.5 times FlashAttention-2, which attains 35% there (arXiv:2407.08608).
+    # an A100, the first one 25-40% (arXiv:2307.08691): the lower ends, because T = 1024 is short and heads of
+    # 64 are narrow. cuDNN's on an H100: 1.5 times FlashAttention-2, which attains 35% there
+    # (arXiv:2407.08608).
     attention: float = 0.5
     attention_1: float = 0.25           # FlashAttention 1; for the efficient kernel nothing is published
     link: float = 0.8                   # NCCL's large all-reduces, as nccl-tests report them: 230 of 300 GB/s
@@ -250,11 +252,14 @@ def ladder_rows(gpu: GPU, shares: Shares, counts: dict) -> list[dict]:
         dtype = next(iter(micro.values()))["products"][0][0]
         precision = {"float32": "TF32" if work.tf32 else "fp32", "bfloat16": "bf16"}[dtype]
         moved = at_micro_batch(micro, work.B, lambda c: c["bytes"]) + step["bytes"]
+        reserved = memory_of(work, counts) / 2**30
+        fits = reserved < gpu.memory
         rows.append({"rung": name, "TFLOP": f"{products + fused:.1f} {precision}", "GB": moved / GB,
-                     "launches": t["launches"], "products ms": 1e3 * t["products"],
+                     "launches": t["launches"], "GiB": reserved, "products ms": 1e3 * t["products"],
                      "attention ms": 1e3 * t["attention"], "other ms": 1e3 * (t["other"] + t["optimizer"]),
-                     "host ms": 1e3 * t["host"], "predicted ms": 1e3 * t["step"],
-                     "tokens/s": work.B * T / t["step"]})
+                     "host ms": 1e3 * t["host"],
+                     "predicted ms": 1e3 * t["step"] if fits else "out of memory",
+                     "tokens/s": work.B * T / t["step"] if fits else ""})
     return rows
 
 
@@ -263,33 +268,49 @@ def check_rows(shares: Shares, counts: dict) -> list[dict]:
     rows = []
     for row in PUBLISHED:
         ms = 1e3 * predict(row.work, GPUS[row.gpu], shares, counts)["step"]
-        rows.append({"published by": row.source, "what": row.name, "published ms": round(row.ms),
+        rows.append({"published": f"{row.source}: {row.name}", "GPU": row.gpu, "ms": round(row.ms),
                      "predicted ms": round(ms),
                      "error": "fitted" if row.fitted else f"{ms / row.ms - 1:+.0%}"})
     return rows
 
 
-def memory_of(recipe: str, B: int, kernel: str, counts: dict) -> float:
+def summary(rows: list[dict]) -> str:
+    """The errors of check_rows, of which each published row has one but those fitted."""
+    errors = [r["predicted ms"] / r["ms"] - 1 for r in rows if r["error"] != "fitted"]
+    middle = statistics.median(map(abs, errors))
+    return (f"{len(errors)} rows were not fitted: an error of {middle:.0%} in the median, from "
+            f"{min(errors):+.0%} to {max(errors):+.0%}; {sum(e < 0 for e in errors)} are predicted too fast")
+
+
+def memory_of(work: Work, counts: dict) -> float:
     """Bytes that a step reserves: the counted peak and the moments, and 5% that the allocator splits off
     (docs/speed.md, GPU memory: 23.2 of 22.1 GiB)."""
-    peak = at_micro_batch(counts[f"{recipe} compile {kernel}"], B, lambda c: c["memory"])
-    return 1.05 * (peak + counts[RECIPES[recipe][0]]["step"]["memory"])
+    peak = at_micro_batch(counts[work.counts], work.B, lambda c: c["memory"])
+    return 1.05 * (peak + counts[work.step]["step"]["memory"])
+
+
+def recipe_work(recipe: str, gpu: GPU, gpus: int, counts: dict) -> Work:
+    """A step of STEP tokens, with the micro-batch that --batch_size auto would take."""
+    kernel = "auto" if gpu.bf16 > 800 else "flash"          # cuDNN's attention is chosen on Hopper only
+    B = STEP // T // gpus
+    while True:
+        work = Work(f"{recipe} compile {kernel}", RECIPES[recipe][0], B, gpus=gpus,
+                    micro_steps=STEP // T // gpus // B)
+        if memory_of(work, counts) <= 0.9 * gpu.memory * 2**30:
+            return work
+        B //= 2
 
 
 def recipe_rows(gpu: GPU, shares: Shares, counts: dict) -> list[dict]:
     """Both recipes on one and on eight GPUs: micro-batch, tokens/s, hours."""
-    kernel = "auto" if gpu.bf16 > 900 else "flash"          # cuDNN's attention is chosen on Hopper only
     rows = []
-    for recipe, (step, steps) in RECIPES.items():
+    for recipe, (_, steps) in RECIPES.items():
         for gpus in (1, 8):
-            B = STEP // T // gpus
-            while memory_of(recipe, B, kernel, counts) > 0.9 * gpu.memory * 2**30:     # as --batch_size auto
-                B //= 2
-            work = Work(f"{recipe} compile {kernel}", step, B, gpus=gpus, micro_steps=STEP // T // gpus // B)
+            work = recipe_work(recipe, gpu, gpus, counts)
             t = predict(work, gpu, shares, counts)
-            rows.append({"recipe": recipe, "GPUs": gpus, "micro-batch": f"{B} x {T}",
-                         "GiB": memory_of(recipe, B, kernel, counts) / 2**30, "ms a step": 1e3 * t["step"],
-                         "of it all-reduce": 1e3 * t["all-reduce"], "tokens/s": STEP / t["step"],
+            rows.append({"recipe": recipe, "GPUs": gpus, "micro-batch": f"{work.B} x {T}",
+                         "GiB": memory_of(work, counts) / 2**30, "predicted ms a step": 1e3 * t["step"],
+                         "all-reduce not hidden ms": 1e3 * t["all-reduce"], "tokens/s": STEP / t["step"],
                          "hours": steps * t["step"] / 3600})
     return rows
 
@@ -307,11 +328,14 @@ def predict_table(name: str) -> list[dict]:
           f"{shares.products:.0%} of the peak, all else {shares.memory:.0%} of the bandwidth; stated: fused "
           f"attention {shares.attention:.0%} of the peak (torch 2.0's {shares.attention_1:.0%}), the links "
           f"{shares.link:.0%}, {shares.launch * 1e6:g} us of the host a launch")
+    check = check_rows(shares, counts)
     tables = {f"GPT-2 124M, 16 x {T} tokens a step on one {gpu.name}": ladder_rows(gpu, shares, counts),
-              "The check: published times, and what the same shares predict": check_rows(shares, counts),
+              "The check: published times, and what the same shares predict": check,
               "The recipes, steps of 524,288 tokens (hours: gpt2 10 billion tokens, speedrun 1.7 billion; "
               "without evaluations)": recipe_rows(gpu, shares, counts)}
     for title, rows in tables.items():
         print(f"\n{title}")
         print_table(rows)
+        if rows is check:
+            print(summary(check))
     return [row for rows in tables.values() for row in rows]

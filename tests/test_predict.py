@@ -12,7 +12,7 @@ from runtime.cli import run_command
 from runtime.counts import Counter
 from runtime.predict import (GPUS, PUBLISHED, Shares, Work, at_micro_batch, attention_cost, check_rows,
                              exposed_all_reduce, fit, flops_of, ladder_rows, load_counts, memory_of,
-                             recipe_rows)
+                             recipe_rows, recipe_work, summary)
 
 COUNTS = load_counts()
 FITTED = [row for row in PUBLISHED if row.fitted]
@@ -56,7 +56,7 @@ def test_the_counter_counts_a_real_step_on_a_cpu():
     attention = 12 * 2 * 16 * 32
     expected = 3 * 32 * (linear_flops(model, "wpe") + attention)
     assert flops_of(mode.counts.as_dict()["products"]) == expected
-    assert mode.counts.bytes > 0 and mode.counts.operators > 100
+    assert mode.counts.bytes > 0 and mode.counts.operators > 50
     json.dumps(mode.counts.as_dict())
 
 
@@ -82,14 +82,18 @@ def test_a_lookup_reads_only_its_rows():
 
 def test_the_check_has_every_published_row():
     rows = check_rows(SHARES, COUNTS)
-    published = {source: [r["published ms"] for r in rows if r["published by"] == source]
-                 for source in dict.fromkeys(r["published by"] for r in rows)}
+    published = {}
+    for r in rows:
+        published.setdefault(r["published"].split(":")[0], []).append(r["ms"])
     assert published == {"lecture": [1000, 333, 300, 130, 96, 93], "PyTorch's blog": [143, 134, 119, 113, 87],
                          "llm.c": [140, 452], "build-nanogpt": [478], "modded-nanogpt": [179, 142, 145, 147]}
     assert [r["error"] for r in rows[:2]] == ["fitted"] * 2
     for r in rows[2:]:
         assert float(r["error"].rstrip("%")) == pytest.approx(
-            100 * (r["predicted ms"] / r["published ms"] - 1), abs=1.5)
+            100 * (r["predicted ms"] / r["ms"] - 1), abs=1.5)
+    low, high = (f(r["predicted ms"] / r["ms"] - 1 for r in rows[2:]) for f in (min, max))
+    assert summary(rows).startswith("16 rows were not fitted: ")
+    assert f"from {low:+.0%} to {high:+.0%}" in summary(rows)
 
 
 def test_the_fit_uses_the_first_two_rungs_alone(monkeypatch):
@@ -144,20 +148,29 @@ def test_the_all_reduce_hides_behind_the_backward_but_for_the_last_bucket():
 
 
 def test_the_micro_batch_fits_and_eight_gpus_share_the_step():
-    for name, gpu in GPUS.items():
+    for gpu in GPUS.values():
         for row in recipe_rows(gpu, SHARES, COUNTS):
-            B = int(row["micro-batch"].split()[0])
-            assert 512 % (row["GPUs"] * B) == 0 and row["GiB"] < 0.9 * gpu.memory
-            kernel = "auto" if name in ("H100", "H200") else "flash"
-            assert B == 512 // row["GPUs"] or memory_of(row["recipe"], 2 * B, kernel,
-                                                        COUNTS) > 0.9 * gpu.memory * 2**30
+            work = recipe_work(row["recipe"], gpu, row["GPUs"], COUNTS)
+            assert work.B * work.gpus * work.micro_steps == 512 and row["GiB"] < 0.9 * gpu.memory
+            twice = memory_of(replace(work, B=2 * work.B), COUNTS) / 2**30
+            assert work.micro_steps == 1 or twice > 0.9 * gpu.memory
             steps = {"gpt2": 19073, "speedrun": 3242}[row["recipe"]]
             assert row["hours"] == pytest.approx(steps * 2**19 / row["tokens/s"] / 3600)
     one, eight = recipe_rows(GPUS["H100"], SHARES, COUNTS)[:2]
     assert 6 < eight["tokens/s"] / one["tokens/s"] < 8
-    # docs/speed.md's table: 22.1 GiB at 64, 64.3 at 200, of which 23.2 and 67.3 reserved
-    for B, reserved in ((64, 23.2), (200, 67.3)):
-        assert memory_of("gpt2", B, "auto", COUNTS) / 2**30 == pytest.approx(reserved, rel=0.06)
+
+
+@pytest.mark.parametrize(("B", "reserved"), [(64, 23.2), (200, 67.3)])
+def test_the_memory_is_that_of_the_table_in_the_docs(B, reserved):
+    """Which was counted at these micro-batches; here it follows from 8 and 16."""
+    work = Work("gpt2 compile auto", "step fused", B)
+    assert memory_of(work, COUNTS) / 2**30 == pytest.approx(reserved, rel=0.06)
+
+
+def test_a_rung_that_does_not_fit_has_no_time():
+    rows = ladder_rows(GPUS["4090"], SHARES, COUNTS)
+    assert rows[0]["predicted ms"] == "out of memory" and rows[0]["GiB"] > 24
+    assert rows[-2]["predicted ms"] > 0
 
 
 def test_the_command_prints_and_saves_the_tables(tmp_path, capsys):
