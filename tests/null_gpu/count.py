@@ -16,7 +16,7 @@ import json
 import subprocess
 import sys
 import types
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -53,7 +53,7 @@ class Entry:
     vocab_size: int = 50304
     compile: bool = True
     batches: tuple = (8, 16)
-    parts: list = field(default_factory=list)           # of an optimizer's step, instead
+    parts: tuple = ()                   # of an optimizer's step, which is counted instead
 
 
 ENTRIES = {
@@ -79,36 +79,32 @@ ENTRIES = {
                                              batches=(12,)),
     "nanogpt compile flash 50257": Entry("nanogpt", attention="flash", vocab_size=50257, batches=(12,)),
     "nanogpt compile flash": Entry("nanogpt", attention="flash", batches=(12,)),
-    # optimizer steps: what train_step does after the backward (ours), or step() and clipping alone
-    "step foreach": Entry(parts=["plain"]),
-    "step fused": Entry(parts=["train_step"]),
-    "step speedrun": Entry("speedrun", parts=["train_step"]),
-    "step lecture": Entry("lecture", parts=["foreach"]),
-    "step nanogpt": Entry("nanogpt", parts=["foreach", "clip"]),
+    # optimizer steps: of ours all that train_step does after the backward, of the others as they did
+    "step foreach": Entry(parts=("plain",)),
+    "step fused": Entry(parts=("train_step",)),
+    "step speedrun": Entry("speedrun", parts=("train_step",)),
+    "step lecture": Entry("lecture", parts=("foreach",)),
+    "step nanogpt": Entry("nanogpt", parts=("foreach", "clip")),
 }
 
 
-def definitions(clone, commit, file, end=None):
-    """The module that a file of a clone's commit defines; what it runs after `end` is cut off."""
-    source = subprocess.run(["git", "-C", clone, "show", f"{commit}:{file}"], capture_output=True, text=True,
-                            check=True).stdout
-    source = source.split(end)[0] if end else source
-    # the blog's baseline: the model's own formula, although torch has a fused kernel
-    module = types.ModuleType("peer")
-    sys.modules["peer"] = module
-    return source, module
+def source_of(clone, commit, file):
+    return subprocess.run(["git", "-C", clone, "show", f"{commit}:{file}"], capture_output=True, text=True,
+                          check=True).stdout
 
 
 def peers_model(entry, clones):
-    """A model of build-nanogpt or nanoGPT, as it was for the published figure."""
+    """The model of build-nanogpt or nanoGPT as it was for the published figure."""
+    module = types.ModuleType("peer")
+    sys.modules["peer"] = module                            # dataclasses look there
     if entry.model == "lecture":
         commit = LECTURE["naive" if entry.attention == "naive" else "flash"]
-        source, module = definitions(clones["lecture"], commit, "train_gpt2.py", "\nimport tiktoken")
-        source = source.split("\n# attempt to autodetect")[0]
-        exec(source, module.__dict__)
+        source = source_of(clones["lecture"], commit, "train_gpt2.py")
+        # from here on, the script loads data and trains
+        exec(source.split("\nimport tiktoken")[0].split("\n# attempt to autodetect")[0], module.__dict__)
         return module.GPT(module.GPTConfig(vocab_size=entry.vocab_size))
-    source, module = definitions(clones["nanogpt"], BLOG, "model.py")
-    if entry.attention == "naive":
+    source = source_of(clones["nanogpt"], BLOG, "model.py")
+    if entry.attention == "naive":                          # the blog's baseline: without torch's SDPA
         chosen = "self.flash = hasattr(torch.nn.functional, 'scaled_dot_product_attention')"
         assert chosen in source
         source = source.replace(chosen, "self.flash = False")
@@ -149,10 +145,10 @@ def count_micro_step(entry, raw, model, B):
     own_kernel = entry.model in ("lecture", "nanogpt") and entry.attention in SDPA_KERNELS
     if entry.compile:
         micro_step(entry, model, x, own_kernel)             # compiles
+    raw.zero_grad(set_to_none=True)
     nullgpu.take_counts()
     torch.cuda.reset_peak_memory_stats()
     if entry.compile:
-        raw.zero_grad(set_to_none=True)
         micro_step(entry, model, x, own_kernel)
         assert len(graphs) == 2, f"{len(graphs)} graphs instead of a forward and a backward"
         result = graphs[0]
@@ -253,7 +249,9 @@ def main():
                           if (entry.model in given if given else entry.model not in clones)]
     for name in names:
         counts = count(ENTRIES[name], clones)
+        torch._dynamo.reset()                               # its caches hold the model
         gc.collect()
+        torch.cuda.empty_cache()
         if args.print:
             print(json.dumps({name: counts}), flush=True)
             continue
