@@ -54,8 +54,8 @@ class Shares:
     memory: float                       # all else, of the bandwidth: fitted
     # Fused attention, of the peak, where a causal mask halves the FLOPs. FlashAttention-2 attains 50-73% on
     # an A100, the first one 25-40% (arXiv:2307.08691): the lower ends, because T = 1024 is short and heads of
-    # 64 are narrow. cuDNN's on an H100: 1.5 times FlashAttention-2, which attains 35% there
-    # (arXiv:2407.08608).
+    # 64 are narrow. On an H100 the second attains 35% and the third 1.5 to 2 times that (arXiv:2407.08608),
+    # and cuDNN's, which torch takes there, is assumed to be like the third.
     attention: float = 0.5
     attention_1: float = 0.25           # FlashAttention 1; for the efficient kernel nothing is published
     link: float = 0.8                   # NCCL's large all-reduces, as nccl-tests report them: 230 of 300 GB/s
@@ -331,8 +331,8 @@ def predict_table(name: str) -> list[dict]:
     check = check_rows(shares, counts)
     tables = {f"GPT-2 124M, 16 x {T} tokens a step on one {gpu.name}": ladder_rows(gpu, shares, counts),
               "The check: published times, and what the same shares predict": check,
-              "The recipes, 524,288 tokens a step. all-reduce: what the backward does not hide. hours: gpt2 10 "
-              "billion\ntokens, speedrun 1.7 billion, without evaluations": recipe_rows(gpu, shares, counts)}
+              "The recipes, 524,288 tokens a step. all-reduce: what the backward does not hide. hours: gpt2\n"
+              "10 billion tokens, speedrun 1.7 billion, without evaluations": recipe_rows(gpu, shares, counts)}
     for title, rows in tables.items():
         print(f"\n{title}")
         print_table(rows)
