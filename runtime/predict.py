@@ -328,11 +328,11 @@ def predict_table(name: str) -> list[dict]:
           f"{shares.products:.0%} of the peak, all else {shares.memory:.0%} of the bandwidth; stated: fused "
           f"attention {shares.attention:.0%} of the peak (torch 2.0's {shares.attention_1:.0%}), the links "
           f"{shares.link:.0%}, {shares.launch * 1e6:g} us of the host a launch")
-    check = check_rows(shares, counts)
+    check, recipes = check_rows(shares, counts), recipe_rows(gpu, shares, counts)
     tables = {f"GPT-2 124M, 16 x {T} tokens a step on one {gpu.name}": ladder_rows(gpu, shares, counts),
               "The check: published times, and what the same shares predict": check,
               "The recipes, 524,288 tokens a step. all-reduce: what the backward does not hide. hours: gpt2\n"
-              "10 billion tokens, speedrun 1.7 billion, without evaluations": recipe_rows(gpu, shares, counts)}
+              "10 billion tokens, speedrun 1.7 billion, without evaluations": recipes}
     for title, rows in tables.items():
         print(f"\n{title}")
         print_table(rows)

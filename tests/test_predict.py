@@ -1,11 +1,13 @@
 """bench.py predict: what was counted, the roofline, its fit, and the tables. No time is measured."""
 import json
+import re
 from dataclasses import replace
 
 import pytest
 import torch
 
 import bench
+from helpers import ROOT
 from model import GPT, GPTConfig, SpeedrunConfig, SpeedrunGPT
 from runtime import predict
 from runtime.cli import run_command
@@ -177,7 +179,7 @@ def test_the_command_prints_and_saves_the_tables(tmp_path, capsys):
     bench.main(["predict", "--gpu", "A100", "--json", str(tmp_path / "p.json")])
     out = capsys.readouterr().out
     assert "PREDICTED, not measured" in out and "fitted to the first two rows" in out
-    rows = json.loads((tmp_path / "p.json").read_text())["rows"]
+    rows = json.loads((tmp_path / "p.json").read_text(encoding="utf-8"))["rows"]
     assert len(rows) == len(predict.LADDER) + len(PUBLISHED) + 4
     bench.main(["predict"])
     assert "H100 SXM 80 GB" in capsys.readouterr().out
@@ -188,3 +190,20 @@ def test_an_unknown_gpu_is_one_line_on_stderr(capsys):
         run_command(lambda: bench.main(["predict", "--gpu", "B200"]))
     err = capsys.readouterr().err
     assert "--gpu B200" in err and "A100" in err and len(err.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("gpu", ["A100", "H100", "H200", "4090"])
+def test_the_docs_have_what_the_command_prints(gpu, capsys):
+    """After new counts: print the tables of docs/speed.md again, and correct README's line."""
+    bench.main(["predict", "--gpu", gpu])
+    printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    docs = {re.sub(" +", " ", line) for line in (ROOT / "docs" / "speed.md").read_text(encoding="utf-8").splitlines()}
+    first = 0 if gpu == "H100" else len(predict.LADDER) + 2         # one ladder is enough
+    assert len(printed) == len(predict.LADDER) + len(PUBLISHED) + 4 + 2 * 3
+    for line in printed[first:]:
+        assert set(line) <= set("| -") or re.sub(" +", " ", line) in docs, line
+    if gpu == "H100":
+        readme = (ROOT / "README.md").read_text(encoding="utf-8")
+        rates = re.findall(r"predicted \| gpt2 (\d+)k tokens/s, speedrun (\d+)k", readme)
+        one = [row["tokens/s"] / 1e3 for row in recipe_rows(GPUS[gpu], SHARES, COUNTS)[::2]]
+        assert [list(map(int, pair)) for pair in rates] == [list(map(round, one))]
