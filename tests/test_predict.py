@@ -197,7 +197,8 @@ def test_the_docs_have_what_the_command_prints(gpu, capsys):
     """After new counts: print the tables of docs/speed.md again, and correct README's line."""
     bench.main(["predict", "--gpu", gpu])
     printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
-    docs = {re.sub(" +", " ", line) for line in (ROOT / "docs" / "speed.md").read_text(encoding="utf-8").splitlines()}
+    docs = (ROOT / "docs" / "speed.md").read_text(encoding="utf-8")
+    docs = {re.sub(" +", " ", line) for line in docs.splitlines()}
     first = 0 if gpu == "H100" else len(predict.LADDER) + 2         # one ladder is enough
     assert len(printed) == len(predict.LADDER) + len(PUBLISHED) + 4 + 2 * 3
     for line in printed[first:]:
