@@ -9,6 +9,7 @@
     python bench.py peer PATH       4 min   our step and that of a clone of build-nanogpt, in turn
     python bench.py recipes DATA    hours   both recipes on a folder of shards, and ablations
     python bench.py compare OUT ... 5 s     runs of train_gpt2.py by their --out: loss by tokens and by time
+    python bench.py predict         5 s     step times of a GPU that is not here (--gpu), from counted work
 
 The timed step is the one that trains, train_gpt2.train_step. Each row is measured in a subprocess, so that
 none inherits another's memory or compiled code. The table is measured --turns times, and a row shows the
@@ -44,6 +45,7 @@ from runtime.device import choose_device, choose_dtype, make_autocast, peak_flop
 from runtime.distributed import StopSignals, setup_process
 from runtime.files import replace_file
 from runtime.plots import plot_ladder
+from runtime.predict import GPUS, predict_table
 
 SIZES = GPT2_SIZES | {"small": dict(n_layer=4, n_head=4, n_embd=256),       # for CPUs, and to try a command
                       "tiny": dict(n_layer=4, n_head=2, n_embd=128)}
@@ -303,7 +305,9 @@ def peer_table(args, base):
 TABLES = {"ladder": ladder, "attention": attention_table, "memory": memory_table, "data": data_table,
           "hellaswag": hellaswag_table, "scaling": scaling_table, "peer": peer_table,
           "recipes": lambda args, base: recipes_table(args, base, SIZES[args.size or "small"]),
-          "compare": lambda args, base: compare_table(args.paths, args.plot)}
+          "compare": lambda args, base: compare_table(args.paths, args.plot),
+          "predict": lambda args, base: predict_table(args.gpu)}
+ELSEWHERE = "compare", "predict"            # tables of runs on other machines
 
 
 def table_name(text):
@@ -331,6 +335,7 @@ def parse_args(argv):
         "for recipes: number of seeds")
     add("--compile", action="store_true", default=None, help="torch.compile on a CPU too")
     add("--no_compile", dest="compile", action="store_false", help="eager on CUDA too")
+    add("--gpu", default="H100", help=f"for predict: {', '.join(GPUS)} (default H100)")
     add("--memory_gb", type=float, default=80, help="for memory: GB of the GPU (default 80)")
     add("--no_ideas", action="store_true", help="for recipes: no ablations")
     add("--json", metavar="FILE", help="save what was measured")
@@ -339,7 +344,7 @@ def parse_args(argv):
     args.path = args.paths[0] if args.paths else None
     if len(args.paths) > 1 and args.table != "compare":
         raise UserError(f"bench.py {args.table} takes one path, not {len(args.paths)}")
-    args.device = "cpu" if args.table == "compare" else choose_device(args.device)
+    args.device = "cpu" if args.table in ELSEWHERE else choose_device(args.device)
     if args.device == "mps":
         raise UserError("bench.py measures on cuda or cpu: give --device cpu")
     if args.plot and not importlib.util.find_spec("matplotlib"):
@@ -364,7 +369,7 @@ def main(argv=None):
                    T=args.sequence_length or (1024 if cuda or args.table == "memory" else 256),
                    compile=cuda if args.compile is None else args.compile,
                    warmup=3 if cuda else 2, steps=args.steps or (20 if cuda else 4))
-    about = {} if args.table == "compare" else {        # whose runs were made elsewhere
+    about = {} if args.table in ELSEWHERE else {
         "machine": machine(base.device), "setting": asdict(base), "turns": args.turns}
     if about:
         print(f"bench.py {args.table}: {about['machine']}", flush=True)
