@@ -1,6 +1,7 @@
 """Measures the figures of the docs on this machine: one table a command. About how long on two CPU cores:
 
     python bench.py ladder          8 min   from float32 and naive attention to the step that trains
+    python bench.py operators       30 s    where the time of a step on a CPU goes
     python bench.py attention       1 min   every attention kernel: time, memory, and error against float64
     python bench.py memory          8 min   memory a sequence, the largest micro-batch, by kernel and loss
     python bench.py data            1 min   tokens/s of the loader, and of fineweb.py by its workers
@@ -44,6 +45,7 @@ from runtime.dataloader import INPUT_TXT, TokenDataset, TokenLoader
 from runtime.device import choose_device, choose_dtype, make_autocast, peak_flops, peak_memory
 from runtime.distributed import StopSignals, setup_process
 from runtime.files import replace_file
+from runtime.operators import operator_seconds, operators_table
 from runtime.plots import plot_ladder
 from runtime.predict import GPUS, predict_table
 
@@ -95,6 +97,10 @@ def measure_step(s):
     return result
 
 
+def measure_operators(s):
+    return operator_seconds(our_step(s)[0], s)
+
+
 def measure_matmul(s):
     setup_process(train_gpt2.Config(device=s.device, tf32=s.tf32))
     return {"seconds": matmul_seconds(s, shape_of(s))}
@@ -130,8 +136,8 @@ def measure_hellaswag(s):
     return {"seconds": seconds}
 
 
-WORKERS = {"step": measure_step, "matmul": measure_matmul, "attention": measure_attention,
-           "hellaswag": measure_hellaswag, "loader": measure_loader}
+WORKERS = {"step": measure_step, "operators": measure_operators, "matmul": measure_matmul,
+           "attention": measure_attention, "hellaswag": measure_hellaswag, "loader": measure_loader}
 
 
 # -----------------------------------------------------------------------------
@@ -179,11 +185,13 @@ def ladder(args, base):
             rows.append({"rung": f"{name}: {result['failed']}"})
             continue
         rate = s.B * s.T / statistics.median(result["seconds"])
-        peak = result["peak_flops"]
+        peak, gain = result["peak_flops"], rate / (previous or rate)
+        # a shared machine's own speed changes by as much
+        noise = ", noise" * (previous is not None and abs(gain - 1) < 0.1 and base.device == "cpu")
         rows.append({"rung": name, "ms a step": median_ms(result), "tokens/s": rate,
                      "MFU": f"{rate * result['flops_per_token'] / peak:.1%}" if peak else "n/a",
                      "peak GB": result["memory"] / GB, "start s": result["warmup_seconds"],
-                     "gain": f"{rate / (previous or rate):.2f}x", "in all": f"{rate / (first or rate):.2f}x"})
+                     "gain": f"{gain:.2f}x{noise}", "in all": f"{rate / (first or rate):.2f}x"})
         first, previous = first or rate, rate
     print_table(rows, {"left out": [f"{name[2:]} ({reason})" for name, s, reason in rungs if not s]})
     if "failed" in matmul:
@@ -303,7 +311,8 @@ def peer_table(args, base):
 
 
 TABLES = {"ladder": ladder, "attention": attention_table, "memory": memory_table, "data": data_table,
-          "hellaswag": hellaswag_table, "scaling": scaling_table, "peer": peer_table,
+          "operators": operators_table, "hellaswag": hellaswag_table, "scaling": scaling_table,
+          "peer": peer_table,
           "recipes": lambda args, base: recipes_table(args, base, SIZES[args.size or "small"]),
           "compare": lambda args, base: compare_table(args.paths, args.plot),
           "predict": lambda args, base: predict_table(args.gpu)}

@@ -58,6 +58,17 @@ def test_attention_kernels_are_measured_and_missing_ones_named():
     assert "not on this machine: " in result.stdout and "cudnn (" in result.stdout
 
 
+def test_the_operators_of_a_step_are_timed_and_add_up():
+    result = run_bench("operators", *SMALL)
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in result.stdout.splitlines()
+            if line.startswith("| ") and "%" in line]
+    calls = {row[0]: int(row[1].replace(",", "")) for row in rows}
+    # y, dx and dw of four linear layers in each of four blocks, and of the head; attention is SDPA's kernel
+    assert calls["matrix products (mm, addmm, bmm)"] == 3 * (4 * 4 + 1)
+    assert calls["_fused_adamw_"] == 1 and "others" in calls
+    assert abs(sum(float(row[3].rstrip("%")) for row in rows) - 100) < 1
+
+
 def test_a_rung_differs_from_the_one_before_in_what_its_name_says():
     cuda = Setting(device="cuda", compile=True)             # as bench.main makes it
     for base, compiles, left_out in ((Setting(device="cpu"), False, 3), (cuda, True, 0)):
