@@ -30,7 +30,8 @@ def operator_seconds(step, s):
     """{"operators": [(name, calls a step, seconds a step)], "seconds": [of each step, without the timer]}."""
     seconds = time_steps(step, s)[1]
     with OperatorTimer() as timer:
-        step()                                  # the timer's own first step takes longer
+        for _ in range(s.warmup):               # the timer's first steps take longer
+            step()
         timer.seconds.clear()
         timer.calls.clear()
         for _ in range(s.steps):
