@@ -30,7 +30,7 @@ from runtime.hub import fetch_file, need_hub
 from runtime.progress import Progress
 from runtime.shard_writer import ShardWriter, all_parts, share
 from runtime.shards import SHARD_NAME, is_whole, list_shards, open_shard
-from runtime.sources import TEXT_FIELD, HubSource, LocalSource
+from runtime.sources import TEXT_FIELD, HubSource, LocalSource, task_size
 from runtime.tokenizer import BPE_SHA256
 
 SMALL = 1_000_000               # tokens: with less text than that, processes gain nothing
@@ -209,7 +209,8 @@ def tokenize_into(writer: ShardWriter, source: HubSource | LocalSource, expected
     from tqdm import tqdm
     workers, out = workers or (os.cpu_count() or 1 if expected >= SMALL else 1), str(writer.out)
     with Workers(workers) if workers > 1 else nullcontext() as pool:        # first: forks before any thread
-        stream = encode_stream(source.tasks(writer.document, writer.manifest["mark"]), pool)
+        tasks = source.tasks(writer.document, writer.manifest["mark"], task_size(expected, workers))
+        stream = encode_stream(tasks, pool)
         with Progress()(f"{out}: waiting for the first text"):                # of the hub: maybe a minute
             first = list(islice(stream, 1))
         log = Progress(enabled=not sys.stderr.isatty())                       # on a terminal there is the bar

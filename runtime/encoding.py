@@ -20,8 +20,11 @@ from typing import NamedTuple
 import numpy as np
 
 from runtime.cli import RunError, UserError
-from runtime.sources import TASK_SIZE, Task
+from runtime.sources import LARGE_TASK, Task
 from runtime.tokenizer import EOT, encode, tokenizer
+
+
+START = np.array([EOT], dtype=np.uint16)
 
 
 class Tokens(NamedTuple):
@@ -33,16 +36,16 @@ class Tokens(NamedTuple):
 
 def tokenize(task: Task, opened: dict) -> tuple[np.ndarray, list[int], bool]:
     """The tokens of a task, with <|endoftext|> before each document; the length of each; and whether that
-    is all. It stops behind four times the text that a task should have, for then more may come than memory
+    is all. It stops behind twice the text that a task should have, for then more may come than memory
     holds; the rest is the same task with more to skip."""
     parts, lengths, size, is_all = [], [], 0, True
     for text, starts_document in task.read(task.skip, opened):
-        if size >= 4 * TASK_SIZE:
+        if size >= 2 * LARGE_TASK:
             is_all = False
             break
         tokens = encode(text)
         if starts_document:
-            parts.append(np.array([EOT], dtype=np.uint16))
+            parts.append(START)
         parts.append(tokens)
         lengths.append(starts_document + len(tokens))
         size += len(text)
@@ -139,7 +142,7 @@ def encode_stream(tasks: Iterable[Task], workers: Workers | None = None) -> Iter
     pending = deque()
     for submitted in submit_all(tasks, workers):
         pending.append(submitted)
-        if len(pending) > 4 * len(workers.processes):     # bounds memory, keeps every worker busy
+        if len(pending) > 2 * len(workers.processes):     # bounds memory, keeps every worker busy
             task, future = pending.popleft()
             yield from whole_task(task, future.result(), workers.tokenize)
     for task, future in pending:

@@ -1,6 +1,6 @@
 """Sources of text: a dataset of the Hugging Face hub, and files on disk.
 
-`tasks(start, cursor)` of a source yields Tasks in a fixed order: pieces of the text of about TASK_SIZE
+`tasks(start, cursor, size)` of a source yields Tasks in a fixed order: pieces of the text of about `size`
 characters, for tokenize (runtime/encoding.py) in this process or another. The first document of the first
 task has number `start`. A large .txt file comes in several pieces. Each of them counts as a document, and
 only the first starts one.
@@ -11,6 +11,7 @@ import glob
 import hashlib
 import io
 import json
+import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -23,8 +24,8 @@ from runtime.cli import UserError, safe_repr
 from runtime.files import readable
 from runtime.hub import need_hub, wait_to_retry
 
-TASK_SIZE = 1 << 19             # characters, about: 25 ms of tokenising
-TASKS_PER_UNIT = 4              # of a file, that the same part takes: a row group is decoded by few parts
+TASK_SIZE = 1 << 19             # characters: 20 ms of tokenising
+LARGE_TASK = 1 << 22            # about a row group of FineWeb: most are then decoded by one worker alone
 MAX_ROWS = 1 << 14              # of a task, however short they are
 CURSOR_EVERY = 1000             # documents between two cursors of a stream
 DAMAGED_CURSOR = "the manifest.json of an earlier run is damaged: choose another --out"
@@ -48,6 +49,11 @@ class Task:
     cursor: object = None
 
 
+def task_size(tokens: int, workers: int) -> int:
+    """Characters a task for a text of so many tokens: large, but 16 tasks or more for each worker."""
+    return int(min(LARGE_TASK, max(TASK_SIZE, BYTES_PER_TOKEN * tokens / (16 * workers))))
+
+
 def given_texts(texts: list[tuple[str, bool]], skip: int, opened: dict) -> Iterator[tuple[str, bool]]:
     """Reads a task that holds its text."""
     return iter(texts[skip:])
@@ -64,15 +70,15 @@ class HubSource:
         self.description = {"repo": repo, "name": name}
         self.expected = int(re.findall(r"\d+", name)[0]) * 10**9 // part[1]
 
-    def tasks(self, start: int = 0, cursor: list | None = None) -> Iterator[Task]:
+    def tasks(self, start: int = 0, cursor: list | None = None, size: int = TASK_SIZE) -> Iterator[Task]:
         """A cursor's state is that of the stream."""
-        texts, size, state = [], 0, None
+        texts, total, state = [], 0, None
         for text, state_before in self._documents(start, cursor):
-            if texts and (state_before or size >= TASK_SIZE):
+            if texts and (state_before or total >= size):
                 yield Task(partial(given_texts, texts), cursor=state)
-                texts, size, state = [], 0, None
+                texts, total, state = [], 0, None
             texts.append((text, True))
-            size, state = size + len(text), state_before or state
+            total, state = total + len(text), state_before or state
         if texts:
             yield Task(partial(given_texts, texts), cursor=state)
 
@@ -180,7 +186,7 @@ class LocalSource:
             self.expected += int(size * COMPRESSION.get(path.suffix, 1) / BYTES_PER_TOKEN)
         self.expected //= part[1]
 
-    def tasks(self, start: int = 0, cursor: list | None = None) -> Iterator[Task]:
+    def tasks(self, start: int = 0, cursor: list | None = None, size: int = TASK_SIZE) -> Iterator[Task]:
         """A cursor's state is the index of a file. Raises UserError for a file that cannot be read."""
         cursor = cursor or (0, 0)
         if [type(n) for n in cursor] != [int, int] or cursor[1] not in range(len(self.paths)):
@@ -188,7 +194,7 @@ class LocalSource:
         number, first_file = cursor
         for i in range(first_file, len(self.paths)):
             state = i
-            for read, count in self._of_part(i):
+            for read, count in self._plan(i, size):
                 skip = 0
                 if number < start:                # only then are documents counted before they are read
                     n = count()
@@ -200,13 +206,15 @@ class LocalSource:
                 yield Task(read, skip, None if skip else state)
                 state = None
 
-    def _of_part(self, i):
-        """What the plan of file i yields, as far as it is this part's."""
-        index, count = self.part
-        if count > 1 and self.plans[i].func is plan_txt:
-            return self.plans[i]() if i % count == index else ()          # one document, which stays whole
-        return (piece for j, piece in enumerate(self.plans[i]())
-                if (i + j // TASKS_PER_UNIT) % count == index)
+    def _plan(self, i, size):
+        """(read, count) of the tasks of file i, as far as they are this part's."""
+        index, parts = self.part
+        if parts == 1:
+            return self.plans[i](size)
+        if self.plans[i].func is plan_txt:        # one document, which stays whole
+            return self.plans[i](size) if i % parts == index else ()
+        # which text is whose depends on the size of the tasks
+        return (task for j, task in enumerate(self.plans[i](LARGE_TASK)) if (i + j) % parts == index)
 
 
 def sha256_of_ends(path: Path, size: int = 1 << 16) -> str:
@@ -232,8 +240,8 @@ def open_bytes(path: Path):
 # A plan yields (read, count) for each task of a file: Task.read, and a function that returns the number of
 # its documents.
 
-def plan_txt(path: Path) -> Iterator[tuple[Callable, Callable]]:
-    """A task a piece."""
+def plan_txt(path: Path, size: int) -> Iterator[tuple[Callable, Callable]]:
+    """A task a piece, whatever its `size`."""
     with checked(path):
         for piece in read_txt(path):
             yield partial(given_texts, [piece]), lambda: 1
@@ -266,22 +274,22 @@ def no_such_column(path: Path, where: str, field: str, names: Iterable[str]) -> 
                      f"{', '.join(names)[:200] or 'nothing'}: name the right one with --text_field")
 
 
-def plan_jsonl(path: Path, field: str) -> Iterator[tuple[Callable, Callable]]:
+def plan_jsonl(path: Path, size: int, field: str) -> Iterator[tuple[Callable, Callable]]:
     """A task some whole lines, as the bytes that they are in the file."""
     with checked(path), open_bytes(path) as file:
-        number, parts, size, data = 1, [], 0, None        # number of the first line in `parts`
+        number, parts, kept, data = 1, [], 0, None        # number of the first line in `parts`, their bytes
         while data != b"":
-            data = file.read(TASK_SIZE)
+            data = file.read(size)
             end = data.rfind(b"\n") + 1 if data else 0
             if end or not data:
                 lines = b"".join([*parts, data[:end]])
                 if lines:
                     yield partial(read_lines, path, field, number, lines), partial(count_lines, lines)
                 number += lines.count(b"\n")
-                parts, size = [], 0
+                parts, kept = [], 0
             parts.append(data[end:])
-            size += len(data) - end
-            if size >= MAX_DOCUMENT:
+            kept += len(data) - end
+            if kept >= MAX_DOCUMENT:
                 raise ValueError(f"line {number} has {MAX_DOCUMENT:,} bytes or more")
 
 
@@ -308,7 +316,7 @@ def read_lines(path: Path, field: str, number: int, lines: bytes, skip: int,
             yield row[field], True
 
 
-def plan_parquet(path: Path, field: str) -> Iterator[tuple[Callable, Callable]]:
+def plan_parquet(path: Path, size: int, field: str) -> Iterator[tuple[Callable, Callable]]:
     """A task some rows of a row group, by the sizes that the file's end states."""
     import pyarrow.parquet
     with checked(path), pyarrow.parquet.ParquetFile(path) as file:
@@ -317,8 +325,9 @@ def plan_parquet(path: Path, field: str) -> Iterator[tuple[Callable, Callable]]:
         for i in range(file.metadata.num_row_groups):
             group = file.metadata.row_group(i)
             columns = (group.column(j) for j in range(group.num_columns))
-            size = sum(c.total_uncompressed_size for c in columns if c.path_in_schema == field)
-            rows = max(1, min(MAX_ROWS, group.num_rows * TASK_SIZE // max(1, size)))
+            there = sum(c.total_uncompressed_size for c in columns if c.path_in_schema == field)
+            # in tasks of equal size, up to half as much again as asked for
+            rows = max(1, min(MAX_ROWS, math.ceil(group.num_rows / max(1, round(there / size)))))
             for first in range(0, group.num_rows, rows):
                 n = min(rows, group.num_rows - first)
                 yield partial(read_rows, path, field, i, first, n), partial(int, n)
