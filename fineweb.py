@@ -147,8 +147,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     flag("--shard_size", type=parse_int, default=100_000_000, help="tokens per shard (default 100000000)")
     flag("--val_tokens", type=parse_int, help="tokens of shard 0 (default shard_size, at most a tenth)")
     flag("--max_tokens", type=parse_int, help="stop after so many, validation included (default: no limit)")
-    flag("--workers", type=parse_int, help="processes that tokenise (default: number of cores, but 1 for less "
-                                            "than 1M tokens)")
+    flag("--workers", type=parse_int, help="processes that tokenise (default: number of cores, but 1 for "
+                                            "less than 1M tokens)")
     flag("--part", type=parse_part, metavar="I/N", help="of N commands, which write into one folder and may "
          "run at once on several machines, this is number I, from 0 to N-1")
     flag("--format", choices=["npy", "bin"], default="npy", help="NumPy's files or llm.c's (default npy)")

@@ -52,9 +52,10 @@ def tokenize(task: Task, opened: dict) -> tuple[np.ndarray, list[int], bool]:
     return np.concatenate(parts or [np.empty(0, np.uint16)]), lengths, is_all
 
 
-def serve(connection) -> None:
+def serve(connection, other_end) -> None:
     """The worker process: tokenises what comes, until the other end is closed or its process is dead."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)          # Ctrl-C reaches all processes: the first one decides
+    other_end.close()               # this process's copy: it would keep the pipe open
+    signal.signal(signal.SIGINT, signal.SIG_IGN)          # Ctrl-C reaches every process: the first decides
     opened = {}
     with suppress(EOFError, OSError):
         while True:
@@ -79,10 +80,10 @@ class Workers:
         context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
         self.processes, self.idle = [], queue.SimpleQueue()
         for _ in range(n):
-            # a fork has the ends that this process keeps of the workers before it. So if this process is
-            # killed, the last worker reads the end of its pipe, ends, and with it the one before
+            # a fork also has the ends that this process keeps of the workers before it. So if this process
+            # is killed, the last worker's pipe ends, then with that worker the pipe of the one before
             ours, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(theirs,), daemon=True)
+            process = context.Process(target=serve, args=(theirs, ours), daemon=True)
             process.start()
             theirs.close()
             self.processes.append(process)

@@ -38,7 +38,8 @@ class ShardWriter:
     """
 
     def __init__(self, out: Path, prefix: str, settings: dict, part: tuple[int, int] | None = None):
-        self.out, self.prefix, self.path = out, prefix + part_name(part), out / f"manifest{part_name(part)}.json"
+        self.out, self.prefix = out, prefix + part_name(part)
+        self.path = out / f"manifest{part_name(part)}.json"
         self.settings, self.max_tokens = {"version": 1, **settings}, settings["max_tokens"] or math.inf
         if part:
             self.settings |= {"parts": part[1], "part": part[0]}

@@ -254,7 +254,7 @@ def read_txt(path: Path, piece_size: int = 1 << 18) -> Iterator[tuple[str, bool]
     cannot change the tokens: no alternative of GPT-2's pattern matches across it or looks ahead past it.
     """
     parts, first = [], True                       # the text since the last cut
-    with io.TextIOWrapper(open_bytes(path), encoding="utf-8", newline="\n") as file:     # line ends as they are
+    with io.TextIOWrapper(open_bytes(path), encoding="utf-8", newline="\n") as file:     # line ends as in it
         while block := file.read(piece_size):
             last = parts[-1][-1] if parts else ""         # the cut may come right after it
             if cut := LAST_CUT.match(last + block):
@@ -277,18 +277,16 @@ def no_such_column(path: Path, where: str, field: str, names: Iterable[str]) -> 
 def plan_jsonl(path: Path, size: int, field: str) -> Iterator[tuple[Callable, Callable]]:
     """A task some whole lines, as the bytes that they are in the file."""
     with checked(path), open_bytes(path) as file:
-        number, parts, kept, data = 1, [], 0, None        # number of the first line in `parts`, their bytes
-        while data != b"":
-            data = file.read(size)
-            end = data.rfind(b"\n") + 1 if data else 0
-            if end or not data:
+        number, parts, kept, data = 1, [], 0, file.read(size)     # number of the first line; since its start
+        while data:
+            following = file.read(size)
+            if end := data.rfind(b"\n") + 1 if following else len(data):
                 lines = b"".join([*parts, data[:end]])
-                if lines:
-                    yield partial(read_lines, path, field, number, lines), partial(count_lines, lines)
+                yield partial(read_lines, path, field, number, lines), partial(count_lines, lines)
                 number += lines.count(b"\n")
                 parts, kept = [], 0
             parts.append(data[end:])
-            kept += len(data) - end
+            kept, data = kept + len(data) - end, following
             if kept >= MAX_DOCUMENT:
                 raise ValueError(f"line {number} has {MAX_DOCUMENT:,} bytes or more")
 
