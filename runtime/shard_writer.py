@@ -99,7 +99,8 @@ class ShardWriter:
         """UserError if a setting in the manifest `found` differs from ours."""
         for key, value in self.settings.items():
             if key not in but and (before := found.get(key)) != value:
-                raise UserError(f"{what} was begun with another {key} ({difference(before, value)}): "
+                name = "number of parts" if key == "parts" else key
+                raise UserError(f"{what} was begun with another {name} ({difference(before, value)}): "
                                 f"give the same again, or choose another --out")
 
     def _check_others(self):
