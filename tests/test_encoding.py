@@ -336,7 +336,7 @@ def test_parts_of_another_corpus_or_with_other_settings_are_refused(tmp_path):
              "another source (1 file, a.jsonl, instead of 1 file, b.jsonl)"),
             ([*flags, "--part", "1/2", "--max_tokens", 900], "another max_tokens (none instead of 900)"),
             ([*flags, "--part", "0/2", "--format", "bin"], "out was begun with another format"),
-            ([*flags, "--part", "1/3"], "manifest_p0of2.json was begun with another number of parts (2 instead"),
+            ([*flags, "--part", "1/3"], "was begun with another number of parts (2 instead of 3)"),
             (flags, "out holds parts (--part) of manifest_p0of2.json: choose another --out")):
         result = command(*other, cwd=tmp_path)
         assert result.returncode == 2 and result.stderr.count("\n") == 1 and words in result.stderr, result
