@@ -4,7 +4,7 @@
     python bench.py operators       30 s    where the time of a step on a CPU goes
     python bench.py attention       1 min   every attention kernel: time, memory, and error against float64
     python bench.py memory          8 min   memory a sequence, the largest micro-batch, by kernel and loss
-    python bench.py data            1 min   tokens/s of the loader, and of fineweb.py by its workers
+    python bench.py data [PATH]     1 min   tokens/s of the loader, of fineweb.py, of a clone of build-nanogpt
     python bench.py hellaswag       3 min   HellaSwag in batches against one example a forward
     python bench.py scaling         2 min   step time by processes; estimates by size, what GPUs exchange
     python bench.py peer PATH       4 min   our step and that of a clone of build-nanogpt, in turn
@@ -330,8 +330,8 @@ def parse_args(argv):
     parser = FlagParser(prog="bench.py", description=__doc__)
     add = parser.add_argument
     add("table", type=table_name, help="one of those above")
-    add("paths", nargs="*", metavar="path", help="for peer: the folder of build-nanogpt; for recipes: the "
-        "shards; for compare: --out folders of runs")
+    add("paths", nargs="*", metavar="path", help="for peer and data: the folder of build-nanogpt; for "
+        "recipes: the shards; for compare: --out folders of runs")
     add("--device", default="auto", help="auto, cuda or cpu (default auto)")
     add("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])
     add("--recipe", default="gpt2", choices=list(train_gpt2.RECIPES))

@@ -3,6 +3,7 @@
     python fineweb.py                                   FineWeb-Edu, sample-10BT -> edu_fineweb10B/
     python fineweb.py --input input.txt --out data/shakespeare      any text of your own
     python fineweb.py --pretokenized 9                  FineWeb's published tokens, 9 x 100M -> fineweb10B/
+    python fineweb.py --part 3/16                       the fourth of 16 commands that share the work
 
 A shard is a 1-D array of uint16 GPT-2 tokens, each document preceded by <|endoftext|> (50256):
 `*_train_000001.npy`, `*_val_000000.npy`. With --format bin it is llm.c's and modded-nanogpt's
@@ -17,146 +18,22 @@ import shlex
 import shutil
 import sys
 import time
-from collections import deque
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from itertools import chain, islice
 from pathlib import Path
 
-import numpy as np
-
-from runtime.cli import FlagParser, RunError, UserError, parse_int, run_command, safe_repr
-from runtime.files import readable, replace_file, writable
+from runtime.cli import FlagParser, RunError, UserError, parse_int, run_command
+from runtime.encoding import Workers, encode_stream
+from runtime.files import replace_file, writable
 from runtime.hub import fetch_file, need_hub
 from runtime.progress import Progress
-from runtime.shards import SHARD_NAME, is_whole, list_shards, open_shard, write_shard
-from runtime.sources import TEXT_FIELD, HubSource, LocalSource, difference
-from runtime.tokenizer import BPE_SHA256, EOT, encode, tokenizer
+from runtime.shard_writer import ShardWriter, all_parts, share
+from runtime.shards import SHARD_NAME, is_whole, list_shards, open_shard
+from runtime.sources import TEXT_FIELD, HubSource, LocalSource, task_size
+from runtime.tokenizer import BPE_SHA256
 
-
-def encode_documents(documents: list[tuple[str, bool]]) -> list[np.ndarray]:
-    """1-D uint16 tokens of each (text, starts_document); <|endoftext|> first where a document starts."""
-    return [np.concatenate(([EOT] * starts, encode(text)), dtype=np.uint16, casting="unsafe")
-            for text, starts in documents]
-
-
-def encode_stream(documents: Iterable[tuple[str, bool]], workers: int,
-                  chunk: int = 1 << 17) -> Iterator[np.ndarray]:
-    """encode_documents on `workers` threads, in the order of `documents`, about `chunk` characters a task.
-
-    tiktoken releases the GIL, so threads scale like processes (2 cores: 17 -> 34 MB/s) and need no copies.
-    """
-    tokenizer()                                   # built once, before the threads use it
-    batch, size, pending = [], 0, deque()
-    with ThreadPoolExecutor(workers) as pool:
-        for document in documents:
-            batch.append(document)
-            size += len(document[0])
-            if size >= chunk:
-                pending.append(pool.submit(encode_documents, batch))
-                batch, size = [], 0
-            if len(pending) > 2 * workers:        # bounds memory, keeps every worker busy
-                yield from pending.popleft().result()
-        pending.append(pool.submit(encode_documents, batch))
-        while pending:
-            yield from pending.popleft().result()
-
-
-class ShardWriter:
-    """Cuts a stream of tokens into shards; manifest.json records where in the source each shard ends.
-
-    Shard 0 is validation. `settings` (source, tokenizer, sizes, format) determine every byte of the
-    shards. Files are written atomically. After a kill the same command reads the manifest, resumes
-    after the last complete shard, and ends with the same bytes. `cursors`: those of the source
-    (runtime/sources.py); the manifest keeps the last one before the end of its last shard.
-    """
-
-    def __init__(self, out, prefix, settings, cursors):
-        self.out, self.prefix, self.settings, self.cursors = out, prefix, {"version": 1, **settings}, cursors
-        # in the file a cursor is a `mark`, and a document a `unit`: those of earlier versions are read
-        self.manifest = {**self.settings, "complete": False, "tokens": 0, "mark": None, "shards": []}
-        self.path = out / "manifest.json"
-        self.max_tokens = settings["max_tokens"] or math.inf
-        self.document, self.offset, self.total = 0, 0, 0        # next: token `offset` of document `document`
-        self.parts, self.space_left = [], settings["val_tokens"]        # of the next shard
-        with writable(out):
-            out.mkdir(parents=True, exist_ok=True)
-            if self.path.exists():
-                self._resume()
-            elif any(SHARD_NAME.match(path.name) for path in out.iterdir()):
-                raise UserError(f"{out} already holds shards without a manifest.json: choose another --out")
-            if not self.manifest["shards"]:
-                self._save()                      # first: a kill must not leave shard 0 without a manifest
-
-    def _resume(self):
-        """Reads the manifest of an earlier run. UserError if it is damaged or has other settings."""
-        with readable(self.path, f"choose another --out, or remove {self.out} to start again"):
-            found = json.loads(self.path.read_text(encoding="utf-8"))
-            if "pretokenized" in found:
-                raise UserError(f"{self.out} holds fetched shards of {safe_repr(found['pretokenized'])}: "
-                                f"choose another --out")
-            shards = [(self.out / Path(s["file"]).name, s["tokens"], s["end"]["unit"], s["end"]["token"])
-                      for s in found["shards"]]
-            numbers = [(found["mark"] or [0])[0], *(n for shard in shards for n in shard[1:])]
-            if not all(type(n) is int and n >= 0 for n in numbers) or type(found["complete"]) is not bool:
-                raise ValueError("`mark`, `complete` or a number of a shard is wrong")
-        if not shards:
-            return
-        for key, value in self.settings.items():
-            if (before := found.get(key)) != value:
-                raise UserError(f"{self.out} was begun with another {key} ({difference(before, value)}): "
-                                f"give the same again, or choose another --out")
-        for path, tokens, self.document, self.offset in shards:
-            if len(open_shard(path)) != tokens:
-                raise UserError(f"{path} is not the shard that manifest.json describes: remove {self.out}")
-            self.total += tokens
-        self.manifest, self.space_left = found, self.settings["shard_size"]
-
-    def add(self, tokens):
-        """Appends the next document's tokens, up to max_tokens. Writes a full shard when more tokens come."""
-        while self.offset < len(tokens) and self.total < self.max_tokens:
-            if self.space_left == 0:
-                self._write()
-            part = tokens[self.offset:self.offset + min(self.space_left, self.max_tokens - self.total)]
-            self.parts.append(part)
-            self.offset += len(part)
-            self.total += len(part)
-            self.space_left -= len(part)
-        if self.offset == len(tokens):
-            self.document, self.offset = self.document + 1, 0
-
-    def finish(self):
-        """Writes the last shard. A corpus that fits into the validation shard is split 1 : 9 instead."""
-        if not self.manifest["shards"]:
-            if self.total < 20:
-                raise UserError(f"only {self.total} tokens of text, too few for a training and a validation "
-                                f"shard: give more text")
-            parts, self.parts, self.space_left = self.parts, [], self.total // 10
-            self.total, self.document = 0, 0
-            for tokens in parts:
-                self.add(tokens)
-        if self.parts:
-            self._write()
-        self.manifest |= {"complete": True, "mark": None}
-        self._save()
-
-    def _write(self):
-        """Writes the collected tokens as the next shard, then the manifest."""
-        index, tokens = len(self.manifest["shards"]), np.concatenate(self.parts)
-        split = "train" if index else "val"
-        name = f"{self.prefix}_{split}_{index:06d}.{self.settings['format']}"
-        while self.cursors and self.cursors[0][0] <= self.document:
-            self.manifest["mark"] = self.cursors.popleft()
-        self.manifest["shards"].append({"file": name, "split": split, "tokens": len(tokens),
-                                        "end": {"unit": self.document, "token": self.offset}})
-        self.manifest["tokens"] = self.total
-        write_shard(self.out / name, tokens)
-        self._save()
-        self.parts, self.space_left = [], self.settings["shard_size"]
-
-    def _save(self):
-        replace_file(self.path, lambda file: file.write(json.dumps(self.manifest, indent=1).encode()))
+SMALL = 1_000_000               # tokens: with less text than that, processes gain nothing
 
 
 @contextmanager
@@ -247,6 +124,14 @@ def check_pretokenized(args: argparse.Namespace, argv: list[str]) -> None:
         raise UserError(f"--pretokenized {args.pretokenized}: give 1 to {published} training shards")
 
 
+def parse_part(text: str) -> tuple[int, int]:
+    """'3/16' -> (3, 16)."""
+    part = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text, re.ASCII)
+    if not part or int(part[1]) >= int(part[2]):
+        raise argparse.ArgumentTypeError(f"{text!r} is not I/N with I from 0 to N-1, as 0/16 or 15/16")
+    return int(part[1]), int(part[2])
+
+
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = FlagParser(prog="fineweb.py", description=__doc__)
     flag = parser.add_argument
@@ -262,7 +147,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     flag("--shard_size", type=parse_int, default=100_000_000, help="tokens per shard (default 100000000)")
     flag("--val_tokens", type=parse_int, help="tokens of shard 0 (default shard_size, at most a tenth)")
     flag("--max_tokens", type=parse_int, help="stop after so many, validation included (default: no limit)")
-    flag("--workers", type=parse_int, default=os.cpu_count() or 1, help="threads (default: number of cores)")
+    flag("--workers", type=parse_int, help="processes that tokenise (default: number of cores, but 1 for "
+                                            "less than 1M tokens)")
+    flag("--part", type=parse_part, metavar="I/N", help="of N commands, which write into one folder and may "
+         "run at once on several machines, this is number I, from 0 to N-1")
     flag("--format", choices=["npy", "bin"], default="npy", help="NumPy's files or llm.c's (default npy)")
     argv = sys.argv[1:] if argv is None else argv
     args = parser.parse_args(argv)
@@ -278,32 +166,56 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         raise UserError("--input needs --out: give the output folder of the shards")
     if args.text_field != TEXT_FIELD and not args.input:
         raise UserError(f"--text_field {args.text_field} needs --input: FineWeb's text is in {TEXT_FIELD}")
-    if (args.val_tokens or 0) >= (args.max_tokens or math.inf):
-        raise UserError(f"--val_tokens {args.val_tokens} leaves nothing of --max_tokens {args.max_tokens} to "
-                        f"train on: give less of the first or more of the second")
+    if args.max_tokens and (args.val_tokens or 0) >= share(args.max_tokens, (0, (args.part or (0, 1))[1])):
+        raise UserError(f"--val_tokens {args.val_tokens} leaves nothing of --max_tokens {args.max_tokens}"
+                        f"{f' / {args.part[1]} parts' if args.part else ''} to train on: give less of the "
+                        f"first or more of the second")
     args.out = Path(args.out or folder + args.sample[:-1])
     return args
 
 
 def write_shards(args: argparse.Namespace, source: HubSource | LocalSource, prefix: str) -> None:
     """Tokenizes `source` into shards. Resumes where an earlier run of the command stopped."""
-    from tqdm import tqdm
-    out, expected = args.out, min(source.expected, args.max_tokens or math.inf)
+    out, n = args.out, args.part[1] if args.part else 1
+    expected = min(source.expected, share(args.max_tokens, (0, n)) if args.max_tokens else math.inf)
     settings = {"source": source.description, "tokenizer": {"name": "gpt2", **BPE_SHA256},
                 "format": args.format, "shard_size": args.shard_size, "max_tokens": args.max_tokens,
                 "val_tokens": args.val_tokens or min(args.shard_size, max(20, expected // 10))}
     start = time.perf_counter()
-    writer = ShardWriter(out, prefix, settings, source.cursors)
+    writer = ShardWriter(out, prefix, settings, args.part)
     shards, there = writer.manifest["shards"], writer.total
     if there:
         print(f"{out}: {len(shards)} shards, {there:,} tokens, are there already")
     if not writer.manifest["complete"]:
-        stream = encode_stream(source.documents(writer.document, writer.manifest["mark"]), args.workers)
+        try:
+            tokenize_into(writer, source, expected, args.workers)
+        except (Exception, KeyboardInterrupt):
+            writer.forget_if_empty()
+            raise
+    if not args.part:
+        val = shards[0]["tokens"]
+        return print_summary(out, f"{len(shards)} shards complete", val, writer.total - val, start)
+    complete, val, train = all_parts(out, n)
+    done = f"{len(shards)} shards, {writer.total:,} tokens, of part {args.part[0]}/{n} complete"
+    if complete == n:
+        return print_summary(out, f"{done}, all {n} parts complete", val, train, start)
+    print(f"{out}: {done}, after {time.perf_counter() - start:.1f} s\n{complete} of {n} parts are complete: "
+          f"when all are, the last line is the command that trains on them")
+
+
+def tokenize_into(writer: ShardWriter, source: HubSource | LocalSource, expected: int,
+                  workers: int | None) -> None:
+    """Writes what `writer` lacks of `source`, which has about `expected` tokens."""
+    from tqdm import tqdm
+    workers, out = workers or (os.cpu_count() or 1 if expected >= SMALL else 1), str(writer.out)
+    with Workers(workers) if workers > 1 else nullcontext() as pool:        # first: forks before any thread
+        tasks = source.tasks(writer.document, writer.manifest["mark"], task_size(expected, workers))
+        stream = encode_stream(tasks, pool)
         with Progress()(f"{out}: waiting for the first text"):                # of the hub: maybe a minute
             first = list(islice(stream, 1))
         log = Progress(enabled=not sys.stderr.isatty())                       # on a terminal there is the bar
-        with (tqdm(total=expected, initial=there, unit="tok", unit_scale=True, desc=str(out),
-                   disable=None) as bar, log(str(out), expected, "tokens (estimated)") as task):
+        with (tqdm(total=expected, initial=writer.total, unit="tok", unit_scale=True, desc=out,
+                   disable=None) as bar, log(out, expected, "tokens (estimated)") as task):
             for tokens in chain(first, stream):
                 writer.add(tokens)
                 bar.update(writer.total - bar.n)
@@ -311,21 +223,20 @@ def write_shards(args: argparse.Namespace, source: HubSource | LocalSource, pref
                 if writer.total >= writer.max_tokens:
                     break
         writer.finish()
-    val = shards[0]["tokens"]
-    print_summary(out, f"{len(shards)} shards complete", val, writer.total - val, start)
 
 
 def main(argv: list[str] | None = None) -> None:
     """The command."""
     args = parse_args(argv)
+    part = args.part or (0, 1)
     with no_empty_folder(args.out):
         if args.pretokenized is not None:
             fetch_shards(*PRETOKENIZED[args.variant, args.sample][:2], args.pretokenized, args.out)
         elif args.input:
-            write_shards(args, LocalSource(args.input, args.text_field), "text")
+            write_shards(args, LocalSource(args.input, args.text_field, part), "text")
         else:
             repo, prefix, _ = FINEWEB[args.variant]
-            write_shards(args, HubSource(repo, f"sample-{args.sample}"), prefix)
+            write_shards(args, HubSource(repo, f"sample-{args.sample}", part), prefix)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """`bench.py data`: the loader's and the tokenizer's tokens a second."""
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -10,8 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from runtime.benchmark import BENCH, measure, print_table, progress, random_tokens, rows_of
+from runtime.cli import UserError
 from runtime.dataloader import INPUT_TXT, TokenDataset, TokenLoader, to_device
-from runtime.shards import write_shard
+from runtime.shards import open_shard, write_shard
+from runtime.sources import BYTES_PER_TOKEN
 from runtime.tokenizer import VOCAB_SIZE
 
 
@@ -32,41 +35,94 @@ def measure_loader(s):
     return {"rates": rates}
 
 
-def time_fineweb(worker_counts, turns):
-    """A dict for each number of workers: {"seconds": [of whole runs of fineweb.py on 30 copies of input.txt],
-    "tokens": of a run}, or {"failed": reason}."""
-    results = [{"seconds": []} for _ in worker_counts]
-    jobs = turns * list(zip(worker_counts, results, strict=True))
-    with tempfile.TemporaryDirectory() as folder, progress("timed fineweb.py", len(jobs), "runs") as task:
-        text = Path(folder) / "text.jsonl"
-        speeches = INPUT_TXT.read_text(encoding="utf-8").split("\n\n")
-        documents = ["\n\n".join(speeches[i:i + 30]) for i in range(0, len(speeches), 30)]
-        text.write_text("".join(json.dumps({"text": f"{i} {document}"}) + "\n"
-                                for i in range(30) for document in documents))
-        for i, (n, result) in enumerate(jobs):
-            out, start = Path(folder) / f"out{i}", time.perf_counter()
-            run = subprocess.run([sys.executable, str(BENCH.with_name("fineweb.py")), "--input", str(text),
-                                  "--workers", str(n), "--out", str(out)], capture_output=True, text=True)
+COPIES, REPEATS = 47, 16        # of input.txt: 52 million characters; of these where tiktoken is left out
+PEER = "build-nanogpt's pool"
+REPLACED = {"without_tiktoken": "fineweb.py without tiktoken",            # runtime/data_drivers.py
+            "without_text": "without reading too: the first process's share"}
+
+
+def write_texts(folder):
+    """(text.jsonl, text.parquet, characters): copies of input.txt in documents of about 3,000 characters. The
+    .parquet has 1,000 rows a row group, like FineWeb's."""
+    import pyarrow.parquet
+    speeches = INPUT_TXT.read_text(encoding="utf-8").split("\n\n")
+    documents = ["\n\n".join(speeches[i:i + 30]) for i in range(0, len(speeches), 30)]
+    documents = [f"{i} {document}" for i in range(COPIES) for document in documents]
+    lines, table = folder / "text.jsonl", folder / "text.parquet"
+    lines.write_text("".join(json.dumps({"text": document}) + "\n" for document in documents))
+    pyarrow.parquet.write_table(pyarrow.table({"text": documents}), table, row_group_size=1000)
+    return lines, table, sum(map(len, documents))
+
+
+def fineweb_command(what, workers, texts, out, peer):
+    """The command of a job of time_fineweb."""
+    lines, table, _ = texts
+    script, drivers = str(BENCH.with_name("fineweb.py")), [sys.executable, "-m", "runtime.data_drivers"]
+    if what == PEER:
+        return [*drivers, "peer", str(peer), str(lines), str(out), str(workers)]
+    flags = ["--workers", str(workers), "--out", str(out), "--input"]
+    if what in REPLACED:
+        return [*drivers, what, script, *flags, *[str(table)] * REPEATS]
+    return [sys.executable, script, *flags, str(lines)]
+
+
+def time_fineweb(jobs, turns, peer=None):
+    """Whole processes, in turn. A job: ("fineweb.py", PEER or one of REPLACED; number of workers). `peer`:
+    the folder of a clone of build-nanogpt. A dict for each job: {"seconds": [...], "tokens": of a run,
+    "characters": of its text}, or {"failed": reason}."""
+    results = [{"seconds": []} for _ in jobs]
+    runs = turns * list(zip(jobs, results, strict=True))
+    with tempfile.TemporaryDirectory() as folder, progress("timed fineweb.py", len(runs), "runs") as task:
+        texts = write_texts(Path(folder))
+        for i, ((what, workers), result) in enumerate(runs):
+            out = Path(folder) / f"out{i}"
+            argv = fineweb_command(what, workers, texts, out, peer)
+            getattr(os, "sync", int)()            # what the run before left to the disk is not this one's
+            start = time.perf_counter()
+            run = subprocess.run(argv, capture_output=True, text=True, cwd=BENCH.parent)
             result["seconds"].append(time.perf_counter() - start)
             if run.returncode:
                 result["failed"] = run.stderr.strip().split("\n")[-1][:200]
             else:
-                result["tokens"] = json.loads((out / "manifest.json").read_text())["tokens"]
+                shards = out / "edu_fineweb10B" if what == PEER else out
+                result["tokens"] = sum(len(open_shard(path)) for path in shards.glob("*.npy"))
+                result["characters"] = (BYTES_PER_TOKEN * result["tokens"] if what in REPLACED else
+                                        texts[2])
+            shutil.rmtree(out, ignore_errors=True)
             task.update()
     return results
 
 
+def fineweb_rows(jobs, results):
+    """Rows of the table; with the peer's job among them, how many times as long it took (medians)."""
+    peers = dict(zip(jobs, results, strict=True)).get((PEER, 2), {})
+    names = [f"{REPLACED.get(what, what)}, {workers} worker(s)" for what, workers in jobs]
+
+    def cells(name, r):
+        median = statistics.median(r["seconds"])
+        row = {"million tokens/s": r["tokens"] / median / 1e6, "MB of text/s": r["characters"] / median / 1e6,
+               "s": median, "slowest": max(r["seconds"])}
+        if "tokens" in peers and jobs[names.index(name)][0] not in REPLACED:
+            row["time of the pool's"] = f"{median / statistics.median(peers['seconds']):.2f}x"
+        return row
+    return rows_of("what", names, results, cells)
+
+
 def data_table(args, base):
-    """The loader by file format and order; fineweb.py by its workers."""
+    """The loader by file format and order; fineweb.py by its workers, the peer's, and without tiktoken."""
+    if args.path and not (Path(args.path) / "fineweb.py").is_file():
+        raise UserError(f"{args.path}/fineweb.py is not there: git clone build-nanogpt from GitHub, and give "
+                        f"its folder")
     kinds = [("npy", "shuffled"), ("npy", "in order"), ("bin", "shuffled")]
     results = measure([replace(base, what="loader", size=kind, recipe=order, B=16, T=1024, steps=3)
                        for kind, order in kinds], args.turns)
     rows = rows_of("what", [f"loader, one thread: .{kind} {order}" for kind, order in kinds], results,
                    lambda _, r: {"million tokens/s": statistics.median(r["rates"]) / 1e6})
-    workers = sorted({1, 2, os.cpu_count() or 1})
-    results = time_fineweb(workers, args.turns)
-    size = f"{max(r.get('tokens', 0) for r in results) / 1e6:.1f} million tokens, whole process"
-    rows += rows_of("what", [f"fineweb.py, {n} worker(s), {size}" for n in workers], results,
-                    lambda _, r: {"million tokens/s": r["tokens"] / statistics.median(r["seconds"]) / 1e6})
+    jobs = [("fineweb.py", n) for n in sorted({1, 2, os.cpu_count() or 1})]
+    jobs += [(PEER, 2)] if args.path else []
+    jobs += [(what, 2) for what in REPLACED]
+    rows += fineweb_rows(jobs, time_fineweb(jobs, args.turns, args.path and Path(args.path).resolve()))
+    print(f"fineweb.py: whole processes, {COPIES} copies of input.txt; without tiktoken: {REPEATS} times as "
+          f"much, from .parquet, {BYTES_PER_TOKEN} characters counted for a token")
     print_table(rows)
     return rows

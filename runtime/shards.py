@@ -14,15 +14,16 @@ SHARD_NAME = re.compile(r"(?:^|.*_)(train|val)_\d+\.(npy|bin)$")
 BIN_MAGIC, BIN_VERSION, BIN_HEADER = 20240520, 1, 256     # llm.c, dev/data/data_common.py
 
 
-def write_shard(path: str | Path, tokens: np.ndarray) -> None:
-    """Writes 1-D uint16 `tokens` atomically as .npy or .bin, by the suffix of `path`."""
-    head = io.BytesIO()
+def write_shard(path: str | Path, *parts: np.ndarray) -> None:
+    """Writes 1-D uint16 tokens, all `parts` of them, atomically as .npy or .bin, by the suffix of `path`."""
+    head, n = io.BytesIO(), sum(map(len, parts))
     if Path(path).suffix == ".bin":
-        head.write(np.array([BIN_MAGIC, BIN_VERSION, len(tokens)] + [0] * (BIN_HEADER - 3), dtype="<i4"))
+        head.write(np.array([BIN_MAGIC, BIN_VERSION, n] + [0] * (BIN_HEADER - 3), dtype="<i4"))
     else:
-        np.lib.format.write_array_header_1_0(head, np.lib.format.header_data_from_array_1_0(tokens))
+        np.lib.format.write_array_header_1_0(head, np.lib.format.header_data_from_array_1_0(parts[0])
+                                               | {"shape": (n,)})
     # not np.save: on a full disk it can lose a file's last bytes without an error
-    replace_file(path, lambda file: file.writelines((head.getvalue(), tokens)))
+    replace_file(path, lambda file: file.writelines((head.getvalue(), *parts)))
 
 
 def open_shard(path: str | Path) -> np.memmap:

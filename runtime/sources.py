@@ -1,25 +1,32 @@
-"""Readers of text: a dataset of the Hugging Face hub, and files on disk.
+"""Sources of text: a dataset of the Hugging Face hub, and files on disk.
 
-`documents(start, cursor)` of a source yields (text, starts_document) in a fixed order, from document
-number `start` on. `cursors` collects (number, state) pairs: given one of them as `cursor`, a source need
-not read again what came before it. A large .txt file comes in several pieces. Each of them is numbered,
-and only the first starts a document.
+`tasks(start, cursor, size)` of a source yields Tasks in a fixed order: pieces of the text of about `size`
+characters, for tokenize (runtime/encoding.py) in this process or another. The first document of the first
+task has number `start`. A large .txt file comes in several pieces. Each of them counts as a document, and
+only the first starts one.
+
+With `part=(i, n)` a source is the i-th of n parts of the text. Every document is in exactly one part.
 """
 import glob
 import hashlib
 import io
 import json
+import math
 import os
 import re
-from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 from runtime.cli import UserError, safe_repr
 from runtime.files import readable
 from runtime.hub import need_hub, wait_to_retry
 
+TASK_SIZE = 1 << 19             # characters: 20 ms of tokenising
+LARGE_TASK = 1 << 22            # about a row group of FineWeb: most are then decoded by one worker alone
+MAX_ROWS = 1 << 14              # of a task, however short they are
 CURSOR_EVERY = 1000             # documents between two cursors of a stream
 DAMAGED_CURSOR = "the manifest.json of an earlier run is damaged: choose another --out"
 TEXT_FIELD = "text"             # FineWeb's column, and the default of --text_field
@@ -29,40 +36,73 @@ COMPRESSION = {".gz": 3, ".zst": 3, ".parquet": 2}        # bytes of text a byte
 LAST_CUT = re.compile(r".*\S(?=[ \n\r])", re.DOTALL)
 
 
+@dataclass(frozen=True)
+class Task:
+    """A piece of the text, small enough to be pickled. `read(skip, opened)` yields (text, starts_document)
+    of its documents but the first `skip`; `opened`: what the process keeps open from task to task.
+
+    `cursor`: the source's state before this task, or None. Given ["number of documents before", state], a
+    source need not read again what came before.
+    """
+    read: Callable[[int, dict], Iterator[tuple[str, bool]]]
+    skip: int = 0
+    cursor: object = None
+
+
+def task_size(tokens: int, workers: int) -> int:
+    """Characters a task for a text of so many tokens: large, but 16 tasks or more for each worker."""
+    return int(min(LARGE_TASK, max(TASK_SIZE, BYTES_PER_TOKEN * tokens / (16 * workers))))
+
+
+def given_texts(texts: list[tuple[str, bool]], skip: int, opened: dict) -> Iterator[tuple[str, bool]]:
+    """Reads a task that holds its text."""
+    return iter(texts[skip:])
+
+
 class HubSource:
     """A dataset of the Hugging Face hub, streamed: its files are not stored on disk.
 
     `description`: what the manifest records of the source. `expected`: about how many tokens it has.
     """
 
-    def __init__(self, repo: str, name: str):
-        self.repo, self.name, self.cursors = repo, name, deque()
+    def __init__(self, repo: str, name: str, part: tuple[int, int] = (0, 1)):
+        self.repo, self.name, self.part = repo, name, part
         self.description = {"repo": repo, "name": name}
-        self.expected = int(re.findall(r"\d+", name)[0]) * 10**9
+        self.expected = int(re.findall(r"\d+", name)[0]) * 10**9 // part[1]
 
-    def documents(self, start: int = 0, cursor: list | None = None) -> Iterator[tuple[str, bool]]:
-        """(text, True) of each document. A dropped connection is retried from the last cursor."""
+    def tasks(self, start: int = 0, cursor: list | None = None, size: int = TASK_SIZE) -> Iterator[Task]:
+        """A cursor's state is that of the stream."""
+        texts, total, state = [], 0, None
+        for text, state_before in self._documents(start, cursor):
+            if texts and (state_before or total >= size):
+                yield Task(partial(given_texts, texts), cursor=state)
+                texts, total, state = [], 0, None
+            texts.append((text, True))
+            total, state = total + len(text), state_before or state
+        if texts:
+            yield Task(partial(given_texts, texts), cursor=state)
+
+    def _documents(self, start, cursor):
+        """(text, the stream's state before it or None). A dropped connection is retried from the last
+        cursor."""
         if cursor and not (len(cursor) == 2 and isinstance(cursor[1], dict)):
             raise UserError(DAMAGED_CURSOR)
         need_hub(self.repo)
-        from datasets import load_dataset
-        failures = 0
+        failures, state_before = 0, None
         while True:
             try:
-                stream = load_dataset(self.repo, name=self.name, split="train", streaming=True)
                 number, state = cursor or (0, None)
-                if state:
-                    stream.load_state_dict(state)
+                stream = self._open(state)
                 for document in stream:
                     if not isinstance(document.get("text"), str):
                         raise UserError(f"{self.repo}: document {number} has no string `text`")
                     number += 1
                     if number > start:
-                        yield document["text"], True
-                        start, failures = number, 0
+                        yield document["text"], state_before
+                        start, failures, state_before = number, 0, None
                     if number % CURSOR_EVERY == 0 and hasattr(stream, "state_dict"):
                         cursor = number, stream.state_dict()
-                        self.cursors.append(cursor)
+                        state_before = cursor[1] if number == start else None
                 return
             except UserError:
                 raise
@@ -71,6 +111,16 @@ class HubSource:
                               f"cannot read {self.repo} from the Hugging Face hub",
                               final=())           # even 403: a stream's signed links expire
                 failures += 1
+
+    def _open(self, state):
+        from datasets import load_dataset
+        stream = load_dataset(self.repo, name=self.name, split="train", streaming=True)
+        if self.part[1] > 1:                      # whole files if their number allows it, else every n-th row
+            from datasets.distributed import split_dataset_by_node
+            stream = split_dataset_by_node(stream, *self.part)
+        if state:
+            stream.load_state_dict(state)
+        return stream
 
 
 def in_words(setting: object) -> str:
@@ -110,8 +160,8 @@ class LocalSource:
     `patterns`: paths, folders or globs. Raises UserError for one without files, and for other formats.
     """
 
-    def __init__(self, patterns: list[str], text_field: str = TEXT_FIELD):
-        self.paths, self.readers, self.cursors = [], [], deque()
+    def __init__(self, patterns: list[str], text_field: str = TEXT_FIELD, part: tuple[int, int] = (0, 1)):
+        self.paths, self.plans, self.part = [], [], part
         self.description, self.expected = {"files": []}, 0        # as in HubSource
         for pattern in patterns:
             every = os.path.join(pattern, "*") if os.path.isdir(pattern) else pattern
@@ -122,33 +172,49 @@ class LocalSource:
             self.paths += map(Path, found)
         for path in self.paths:
             kind = (path.with_suffix("") if path.suffix in (".gz", ".zst") else path).suffix
-            if kind not in READERS:
+            if kind not in PLANS:
                 raise UserError(f"--input {path}: give .txt, .jsonl or .parquet files, the first two also as "
                                 f".gz or .zst")
-            self.readers.append(partial(READERS[kind], path))
+            self.plans.append(partial(PLANS[kind], path))
             if kind != ".txt":
-                self.readers[-1] = partial(self.readers[-1], field=text_field)
+                self.plans[-1] = partial(self.plans[-1], field=text_field)
                 if text_field != TEXT_FIELD:      # which manifests of earlier versions do not name
                     self.description["text_field"] = text_field
             with readable(f"--input {path}", "give a file you may read, or leave it out", OSError):
                 size, ends = path.stat().st_size, sha256_of_ends(path)
             self.description["files"].append({"name": path.name, "bytes": size, "sha256_of_ends": ends})
             self.expected += int(size * COMPRESSION.get(path.suffix, 1) / BYTES_PER_TOKEN)
+        self.expected //= part[1]
 
-    def documents(self, start: int = 0, cursor: list | None = None) -> Iterator[tuple[str, bool]]:
+    def tasks(self, start: int = 0, cursor: list | None = None, size: int = TASK_SIZE) -> Iterator[Task]:
         """A cursor's state is the index of a file. Raises UserError for a file that cannot be read."""
         cursor = cursor or (0, 0)
         if [type(n) for n in cursor] != [int, int] or cursor[1] not in range(len(self.paths)):
             raise UserError(DAMAGED_CURSOR)
         number, first_file = cursor
         for i in range(first_file, len(self.paths)):
-            self.cursors.append((number, i))
-            with readable(f"--input {self.paths[i]}", "repair it (as UTF-8 text) or leave it out",
-                          (OSError, ValueError, NotImplementedError)):    # pyarrow's errors derive from these
-                for document in self.readers[i]():
-                    number += 1
-                    if number > start:
-                        yield document
+            state = i
+            for read, count in self._plan(i, size):
+                skip = 0
+                if number < start:                # only then are documents counted before they are read
+                    n = count()
+                    skip = min(n, start - number)
+                    number += skip
+                    if skip == n:
+                        state = None
+                        continue
+                yield Task(read, skip, None if skip else state)
+                state = None
+
+    def _plan(self, i, size):
+        """(read, count) of the tasks of file i, as far as they are this part's."""
+        index, parts = self.part
+        if parts == 1:
+            return self.plans[i](size)
+        if self.plans[i].func is plan_txt:        # one document, which stays whole
+            return self.plans[i](size) if i % parts == index else ()
+        # which text is whose depends on the size of the tasks
+        return (task for j, task in enumerate(self.plans[i](LARGE_TASK)) if (i + j) % parts == index)
 
 
 def sha256_of_ends(path: Path, size: int = 1 << 16) -> str:
@@ -159,10 +225,26 @@ def sha256_of_ends(path: Path, size: int = 1 << 16) -> str:
         return hashlib.sha256(head + file.read(size)).hexdigest()
 
 
-def open_text(path: Path) -> io.TextIOWrapper:
-    """A UTF-8 text file with its line ends as they are, decompressed if its name ends in .gz or .zst."""
+def checked(path: Path):
+    """Around the reading of an input file: its errors are UserErrors."""
+    return readable(f"--input {path}", "repair it (as UTF-8 text) or leave it out",
+                    (OSError, ValueError, NotImplementedError))           # pyarrow's errors derive from these
+
+
+def open_bytes(path: Path):
+    """A binary file, decompressed if its name ends in .gz or .zst."""
     import pyarrow
-    return io.TextIOWrapper(pyarrow.input_stream(str(path)), encoding="utf-8", newline="\n")
+    return pyarrow.input_stream(str(path))
+
+
+# A plan yields (read, count) for each task of a file: Task.read, and a function that returns the number of
+# its documents.
+
+def plan_txt(path: Path, size: int) -> Iterator[tuple[Callable, Callable]]:
+    """A task a piece, whatever its `size`."""
+    with checked(path):
+        for piece in read_txt(path):
+            yield partial(given_texts, [piece]), lambda: 1
 
 
 def read_txt(path: Path, piece_size: int = 1 << 18) -> Iterator[tuple[str, bool]]:
@@ -172,7 +254,7 @@ def read_txt(path: Path, piece_size: int = 1 << 18) -> Iterator[tuple[str, bool]
     cannot change the tokens: no alternative of GPT-2's pattern matches across it or looks ahead past it.
     """
     parts, first = [], True                       # the text since the last cut
-    with open_text(path) as file:
+    with io.TextIOWrapper(open_bytes(path), encoding="utf-8", newline="\n") as file:     # line ends as in it
         while block := file.read(piece_size):
             last = parts[-1][-1] if parts else ""         # the cut may come right after it
             if cut := LAST_CUT.match(last + block):
@@ -192,37 +274,97 @@ def no_such_column(path: Path, where: str, field: str, names: Iterable[str]) -> 
                      f"{', '.join(names)[:200] or 'nothing'}: name the right one with --text_field")
 
 
-def read_jsonl(path: Path, field: str) -> Iterator[tuple[str, bool]]:
-    """One document a line: {"text": "..."} if `field` is text; empty lines are skipped."""
-    with open_text(path) as file:
-        for number, line in enumerate(iter(lambda: file.readline(MAX_DOCUMENT), ""), 1):
-            if len(line) == MAX_DOCUMENT:
-                raise ValueError(f"line {number} has {MAX_DOCUMENT:,} characters or more")
-            if not line.strip():
-                continue
+def plan_jsonl(path: Path, size: int, field: str) -> Iterator[tuple[Callable, Callable]]:
+    """A task some whole lines, as the bytes that they are in the file."""
+    with checked(path), open_bytes(path) as file:
+        number, parts, kept, data = 1, [], 0, file.read(size)     # number of the first line; since its start
+        while data:
+            following = file.read(size)
+            if end := data.rfind(b"\n") + 1 if following else len(data):
+                lines = b"".join([*parts, data[:end]])
+                yield partial(read_lines, path, field, number, lines), partial(count_lines, lines)
+                number += lines.count(b"\n")
+                parts, kept = [], 0
+            parts.append(data[end:])
+            kept, data = kept + len(data) - end, following
+            if kept >= MAX_DOCUMENT:
+                raise ValueError(f"line {number} has {MAX_DOCUMENT:,} bytes or more")
+
+
+def count_lines(lines: bytes) -> int:
+    """The number of lines that are not empty."""
+    return sum(bool(line.strip()) for line in lines.decode().split("\n"))
+
+
+def read_lines(path: Path, field: str, number: int, lines: bytes, skip: int,
+               opened: dict) -> Iterator[tuple[str, bool]]:
+    """One document a line: {"text": "..."} if `field` is text; empty lines are skipped. The first line has
+    this `number` in the file."""
+    with checked(path):
+        numbered = ((n, line) for n, line in enumerate(lines.decode().split("\n"), number) if line.strip())
+        for n, line in islice(numbered, skip, None):
             try:
                 row = json.loads(line)
             except (ValueError, RecursionError):
                 row = None
             if isinstance(row, dict) and field not in row:
-                raise no_such_column(path, f", line {number}", field, row)
+                raise no_such_column(path, f", line {n}", field, row)
             if not isinstance(row, dict) or not isinstance(row[field], str):
-                raise ValueError(f'line {number} is not JSON of the form {{"{safe_repr(field)}": "..."}}')
+                raise ValueError(f'line {n} is not JSON of the form {{"{safe_repr(field)}": "..."}}')
             yield row[field], True
 
 
-def read_parquet(path: Path, field: str) -> Iterator[tuple[str, bool]]:
-    """One document a row: column `field`."""
+def plan_parquet(path: Path, size: int, field: str) -> Iterator[tuple[Callable, Callable]]:
+    """A task some rows of a row group, by the sizes that the file's end states."""
     import pyarrow.parquet
-    table = pyarrow.parquet.ParquetFile(path)
-    if field not in table.schema_arrow.names:
-        raise no_such_column(path, "", field, table.schema_arrow.names)
-    # 16 rows at a time: a dictionary-encoded column of half a kilobyte can repeat one huge document
-    for batch in table.iter_batches(batch_size=16, columns=[field]):
-        for text in batch.column(0).to_pylist():
+    with checked(path), pyarrow.parquet.ParquetFile(path) as file:
+        if field not in file.schema_arrow.names:
+            raise no_such_column(path, "", field, file.schema_arrow.names)
+        for i in range(file.metadata.num_row_groups):
+            group = file.metadata.row_group(i)
+            columns = (group.column(j) for j in range(group.num_columns))
+            there = sum(c.total_uncompressed_size for c in columns if c.path_in_schema == field)
+            # in tasks of equal size, up to half as much again as asked for
+            rows = max(1, min(MAX_ROWS, math.ceil(group.num_rows / max(1, round(there / size)))))
+            for first in range(0, group.num_rows, rows):
+                n = min(rows, group.num_rows - first)
+                yield partial(read_rows, path, field, i, first, n), partial(int, n)
+
+
+class RowGroup:
+    """The column `field` of row group `index`, read forwards."""
+
+    def __init__(self, path, field, index):
+        import pyarrow.parquet
+        self.index, self.first, self.batch = index, 0, ()         # first: number of the batch's first row
+        # 16 rows at a time: a dictionary-encoded column of half a kilobyte can repeat one huge document
+        self.batches = pyarrow.parquet.ParquetFile(path).iter_batches(
+            batch_size=16, row_groups=[index], columns=[field], use_threads=False)
+
+    def row(self, number):
+        """ValueError if the group ends before row `number`, which is not before the last one asked for."""
+        while number >= self.first + len(self.batch):
+            self.first += len(self.batch)
+            if (batch := next(self.batches, None)) is None:
+                raise ValueError(f"its row group {self.index} has fewer rows than the file's end states")
+            self.batch = batch.column(0)
+        return self.batch[number - self.first].as_py()
+
+
+def read_rows(path: Path, field: str, index: int, first: int, count: int, skip: int,
+              opened: dict) -> Iterator[tuple[str, bool]]:
+    """One document a row: rows `first` to `first + count` of row group `index`. In `opened` the group stays
+    open for the next task, which then need not decode it from its beginning."""
+    key = path, field, index
+    with checked(path):
+        if key not in opened or opened[key].first > first + skip:
+            opened.clear()
+            opened[key] = RowGroup(*key)
+        for number in range(first + skip, first + count):
+            text = opened[key].row(number)
             if not isinstance(text, str):
                 raise ValueError(f"its column {safe_repr(field)} holds something that is not a string")
             yield text, True
 
 
-READERS = {".txt": read_txt, ".jsonl": read_jsonl, ".parquet": read_parquet}
+PLANS = {".txt": plan_txt, ".jsonl": plan_jsonl, ".parquet": plan_parquet}

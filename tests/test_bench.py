@@ -162,9 +162,9 @@ def test_a_table_says_which_of_its_lines_failed(table, monkeypatch, capsys, tmp_
         calls.append(s)
         return {"failed": "no room"} if len(calls) - 1 in failing else dict(result)
     monkeypatch.setattr(benchmark, "run_in_subprocess", run)
-    monkeypatch.setattr(data_benchmark, "time_fineweb", lambda counts, turns: [
-        {"seconds": [1.0], "tokens": 10} if i else {"seconds": [1.0], "failed": "no disk"}
-        for i, _ in enumerate(counts)])
+    monkeypatch.setattr(data_benchmark, "time_fineweb", lambda jobs, turns, peer: [
+        {"seconds": [1.0], "tokens": 10, "characters": 42} if i else {"seconds": [1.0], "failed": "no disk"}
+        for i, _ in enumerate(jobs)])
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     flags = [table, *([str(tmp_path)] if table == "peer" else []), "--device", "cpu", "--turns", "1"]
     bench.main(flags)
@@ -181,7 +181,8 @@ def test_a_table_says_which_of_its_lines_failed(table, monkeypatch, capsys, tmp_
 def test_a_fineweb_py_that_failed_says_why(monkeypatch, tmp_path):
     (tmp_path / "fineweb.py").write_text("raise SystemExit('no disk')")
     monkeypatch.setattr(data_benchmark, "BENCH", tmp_path / "bench.py")
-    assert [result["failed"] for result in time_fineweb([1, 2], 1)] == ["no disk"] * 2
+    jobs = [("fineweb.py", 1), ("fineweb.py", 2)]
+    assert [result["failed"] for result in time_fineweb(jobs, 1)] == ["no disk"] * 2
 
 
 def test_long_work_shows_signs_of_life(monkeypatch, tmp_path, capsys):
@@ -212,7 +213,7 @@ def test_long_work_shows_signs_of_life(monkeypatch, tmp_path, capsys):
     run = subprocess.run
     monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: fineweb() or run(*args, **kwargs))
     fineweb = job("timed fineweb.py: %d of 2 runs", None)
-    one, two = time_fineweb([1, 2], 1)
+    one, two = time_fineweb([("fineweb.py", 1), ("fineweb.py", 2)], 1)
     assert one["tokens"] == two["tokens"] > 1000 and len(one["seconds"]) == 1
 
 
@@ -440,3 +441,53 @@ def test_recipes_table_compares_the_best_rate_with_speedrun_after_a_third(monkey
 def test_recipes_reports_a_missing_folder_and_wrong_steps():
     assert "give a multiple of 12" in run_bench("recipes", "DATA", "--steps", "10", code=2).stderr
     assert "needs a folder of shards" in run_bench("recipes", code=2).stderr
+
+
+# -----------------------------------------------------------------------------
+# data
+
+PEERS_FINEWEB = '''
+import os
+import multiprocessing as mp
+import numpy as np
+import tiktoken
+from datasets import load_dataset
+folder = os.path.join(os.path.dirname(__file__), "edu_fineweb10B")
+os.makedirs(folder, exist_ok=True)
+enc = tiktoken.get_encoding("gpt2")
+
+def tokenize(doc):
+    return np.array([50256, *enc.encode_ordinary(doc["text"])], dtype=np.uint16)
+
+with mp.Pool(os.cpu_count() // 2) as pool:
+    rows = load_dataset("HuggingFaceFW/fineweb-edu", name="sample-10BT", split="train")
+    tokens = np.concatenate(list(pool.imap(tokenize, rows, 16)))
+np.save(os.path.join(folder, "edufineweb_val_000000"), tokens)
+'''
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="build-nanogpt's script needs forks")
+def test_fineweb_py_and_a_clones_script_make_the_same_tokens_of_the_same_text(monkeypatch, tmp_path):
+    (tmp_path / "fineweb.py").write_text(PEERS_FINEWEB)
+    (tmp_path / "input.txt").write_text("To be, or not to be.\n\n" * 40)
+    monkeypatch.setattr(data_benchmark, "INPUT_TXT", tmp_path / "input.txt")
+    seen, rmtree = {}, data_benchmark.shutil.rmtree
+
+    def look(out, **kwargs):
+        seen[out.name] = [np.load(path).tolist() for path in sorted(out.rglob("*.npy"), key=lambda p: (
+            "train" in p.name, p.name))]
+        rmtree(out, **kwargs)
+
+    monkeypatch.setattr(data_benchmark.shutil, "rmtree", look)
+    jobs = [("fineweb.py", 2), (data_benchmark.PEER, 2), ("without_tiktoken", 2), ("without_text", 2)]
+    results = time_fineweb(jobs, 1, tmp_path)
+    assert not [result["failed"] for result in results if "failed" in result]
+    assert sum(seen["out0"], []) == sum(seen["out1"], []) and len(seen["out0"]) == 2
+    assert len(seen["out2"]) == len(seen["out3"]) == 2
+    rows = data_benchmark.fineweb_rows(jobs, results)
+    assert [bool(row.get("time of the pool's")) for row in rows] == [True, True, False, False]
+
+
+def test_data_with_a_folder_that_is_no_clone_is_a_users_mistake(tmp_path):
+    result = run_bench("data", str(tmp_path), code=2)
+    assert "fineweb.py is not there: git clone build-nanogpt" in result.stderr

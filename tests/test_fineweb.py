@@ -17,7 +17,8 @@ import sys
 import threading
 import time
 import tracemalloc
-from contextlib import suppress
+from contextlib import nullcontext, suppress
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -32,17 +33,19 @@ import fineweb
 import runtime.dataloader
 import runtime.hub
 import runtime.progress
+import runtime.shard_writer
 import runtime.shards
 import runtime.sources
 import runtime.tokenizer
 from helpers import HANG, wait_until
 from runtime.cli import RunError, UserError, parse_int
 from runtime.dataloader import TokenDataset, TokenLoader, stable_permutation
+from runtime.encoding import Workers, encode_stream
 from runtime.files import digest, fingerprint_blocks, replace_file
 from runtime.hub import RETRIES
 from runtime.presets import PRESETS
 from runtime.shards import list_shards, open_shard, read_shard, write_shard
-from runtime.sources import HubSource, LocalSource, read_txt
+from runtime.sources import HubSource, LocalSource, Task, given_texts, read_txt
 from runtime.tokenizer import EOT, checked_asset, encode, tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -105,6 +108,21 @@ def write_text(path, documents):
     else:
         path.write_bytes(gzip.compress(lines) if path.suffix == ".gz" else lines)
     return path
+
+
+def texts_of(source, *args, **kwargs):
+    opened = {}
+    return [text for task in source.tasks(*args, **kwargs) for text, _ in task.read(task.skip, opened)]
+
+
+def cursors_of(source, **kwargs):
+    """[[number, state]] as a manifest keeps them."""
+    cursors, number = [], 0
+    for task in source.tasks(**kwargs):
+        if task.cursor is not None:
+            cursors.append([number, task.cursor])
+        number += sum(1 for _ in task.read(task.skip, {}))
+    return json.loads(json.dumps(cursors))
 
 
 def prepare(*args):
@@ -198,11 +216,16 @@ def test_a_text_that_ends_with_a_full_shard_leaves_no_empty_one(gpt2, tmp_path):
     assert [len(shard) for shard in read_shards(tmp_path / "out")] == [size] * (len(stream) // size)
 
 
-def test_many_small_chunks_on_several_threads_keep_their_order(gpt2):
+def test_many_small_tasks_in_several_processes_keep_their_order(gpt2):
     documents = [(text, i % 3 > 0) for i, text in enumerate(DOCUMENTS * 3)]
     want = [[50256] * starts + gpt2.encode_ordinary(text) for text, starts in documents]
-    for workers in (1, 2, 3):
-        assert [tokens.tolist() for tokens in fineweb.encode_stream(documents, workers, chunk=200)] == want
+    tasks = [Task(partial(given_texts, documents[i:i + 3]), cursor=i) for i in range(0, len(documents), 3)]
+    for workers in (None, 1, 3):
+        with Workers(workers) if workers else nullcontext() as pool:
+            found = list(encode_stream(tasks, pool))
+        assert [batch.cursor for batch in found] == [task.cursor for task in tasks]
+        assert [n for batch in found for n in batch.lengths] == list(map(len, want))
+        assert np.concatenate([batch.tokens for batch in found]).tolist() == sum(want, [])
 
 
 def test_several_inputs_globs_and_folders_are_read_in_order(gpt2, tmp_path):
@@ -315,7 +338,7 @@ def test_the_manifest_says_where_each_shard_ends_in_the_source(gpt2, tmp_path):
 def test_defaults_are_build_nanogpts():
     args = fineweb.parse_args([])
     assert (args.shard_size, args.variant, args.sample, args.format) == (10**8, "edu", "10BT", "npy")
-    assert args.workers == os.cpu_count() and args.max_tokens is None
+    assert args.workers is args.part is args.max_tokens is None
     sizes = [fineweb.parse_args(["--shard_size", text]).shard_size for text in ("1e5", "100_000")]
     assert sizes == [10**5, 10**5]
 
@@ -394,7 +417,7 @@ sys.path.insert(0, {str(ROOT)!r})
 import fineweb
 from runtime import cli, progress, sources
 progress.QUIET = 0.1
-documents, add, added = sources.LocalSource.documents, fineweb.ShardWriter.add, []
+tasks, add, added = sources.LocalSource.tasks, fineweb.ShardWriter.add, []
 
 def wait(name):
     while not Path(name).exists():
@@ -402,7 +425,7 @@ def wait(name):
 
 def held(source, *args):
     wait("first")
-    yield from documents(source, *args)
+    yield from tasks(source, *args)
 
 def held_add(writer, tokens):
     if added:
@@ -410,7 +433,7 @@ def held_add(writer, tokens):
     added.append(tokens)
     add(writer, tokens)
 
-sources.LocalSource.documents, fineweb.ShardWriter.add = held, held_add
+sources.LocalSource.tasks, fineweb.ShardWriter.add = held, held_add
 cli.run_command(fineweb.main)
 """
 
@@ -525,7 +548,7 @@ def die_at(monkeypatch, number, how):
             raise Killed
         real(path, write)
 
-    for module in fineweb, runtime.shards:
+    for module in runtime.shard_writer, runtime.shards:
         monkeypatch.setattr(module, "replace_file", dying)
 
 
@@ -553,16 +576,16 @@ NO_FURTHER = f"""
 import sys, time
 sys.path.insert(0, {str(ROOT)!r})
 import fineweb
-from runtime import cli, shards
+from runtime import cli, shard_writer, shards
 del sys.argv[0]
-most, replace_file = int(sys.argv[0]), fineweb.replace_file
+most, replace_file = int(sys.argv[0]), shards.replace_file
 
 def held(path, write):
     if len(list(path.parent.glob("*.npy"))) >= most:
         time.sleep({HANG})
     replace_file(path, write)
 
-fineweb.replace_file = shards.replace_file = held
+shard_writer.replace_file = shards.replace_file = held
 cli.run_command(fineweb.main)
 """
 
@@ -597,7 +620,7 @@ def test_what_is_complete_is_left_alone_and_said_so(tmp_path, monkeypatch, capsy
     flags = ["--input", tmp_path / "a.jsonl", "--out", tmp_path / "out", "--val_tokens", 500]
     prepare(*flags)
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()}
-    monkeypatch.setattr(LocalSource, "documents", None)   # reads no text
+    monkeypatch.setattr(LocalSource, "tasks", None)   # reads no text
     capsys.readouterr()
     prepare(*flags, "--workers", 3)
     assert "complete" in capsys.readouterr().out
@@ -768,9 +791,8 @@ def test_variant_and_sample_name_the_dataset_and_the_folder(hub, gpt2, tmp_path)
 
 
 def small_tasks(monkeypatch):
-    """encode_stream in tasks of 100 characters: it has read few documents ahead of a kill."""
-    real = fineweb.encode_stream
-    monkeypatch.setattr(fineweb, "encode_stream", lambda documents, workers: real(documents, workers, 100))
+    """Tasks of 100 characters: few documents are read ahead of a kill."""
+    monkeypatch.setattr(fineweb, "task_size", lambda tokens, workers: 100)
 
 
 def test_a_hub_out_of_reach_is_given_up_after_the_retries_and_taken_up_later(hub, gpt2, tmp_path,
@@ -805,7 +827,7 @@ def test_a_hub_dataset_without_text_is_a_users_mistake_at_once(hub):
 def test_a_damaged_cursor_of_a_stream_is_refused_at_once(cursor, hub):
     waits, calls = hub(lambda: ResumableStream(DOCUMENTS, [], []))
     with pytest.raises(UserError, match="manifest.json of an earlier run is damaged"):
-        next(HubSource("stand-in", "sample-10BT").documents(0, cursor))
+        next(HubSource("stand-in", "sample-10BT").tasks(0, cursor))
     assert not waits and not calls
 
 
@@ -819,13 +841,12 @@ def test_datasets_own_streams_resume_exactly_at_a_cursor(hub, gpt2, tmp_path, mo
     hub(lambda: load("parquet", data_files=files, split="train", streaming=True,
                      cache_dir=str(tmp_path / "cache")))
     source = HubSource("stand-in", "sample-10BT")
-    assert [text for text, _ in source.documents()] == documents
-    cursors = json.loads(json.dumps(list(source.cursors)))        # as the manifest keeps them
-    assert [number for number, _ in cursors] == list(range(10, len(documents) + 1, 10))
+    assert texts_of(source) == documents
+    cursors = cursors_of(source)
+    assert [number for number, _ in cursors] == list(range(10, len(documents), 10))
     for number, state in cursors[::4]:
         for start in (number, number + 3):
-            again = HubSource("stand-in", "sample-10BT").documents(start, [number, state])
-            assert [text for text, _ in again] == documents[start:]
+            assert texts_of(HubSource("stand-in", "sample-10BT"), start, [number, state]) == documents[start:]
     small_tasks(monkeypatch)
     with monkeypatch.context() as patch:
         die_at(patch, 11, "half")
@@ -1103,11 +1124,11 @@ def test_a_folder_that_cannot_be_made_leaves_none_of_its_parents(tmp_path):
 
 
 def test_ctrl_c_before_the_first_shard_leaves_no_folder(tmp_path, monkeypatch):
-    def stopped(source, start, cursor):
+    def stopped(source, *args):
         assert (tmp_path / "new/out/manifest.json").exists()
         raise KeyboardInterrupt
     (tmp_path / "a.txt").write_text(GOOD)
-    monkeypatch.setattr(LocalSource, "documents", stopped)
+    monkeypatch.setattr(LocalSource, "tasks", stopped)
     with pytest.raises(KeyboardInterrupt):
         prepare("--input", tmp_path / "a.txt", "--out", tmp_path / "new/out")
     assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]

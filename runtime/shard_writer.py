@@ -1,0 +1,206 @@
+"""A stream of tokens -> shards in a folder, and the manifests by which a killed run resumes."""
+import json
+import math
+import re
+from collections import deque
+from pathlib import Path
+
+import numpy as np
+
+from runtime.cli import UserError, safe_repr
+from runtime.encoding import Tokens
+from runtime.files import readable, replace_file, writable
+from runtime.shards import SHARD_NAME, open_shard, write_shard
+from runtime.sources import DAMAGED_CURSOR, difference
+
+PART_NAME = re.compile(r"_p\d+of\d+(?=_|\.json$)")
+
+
+def part_name(part: tuple[int, int] | None) -> str:
+    """'_p03of16' of (3, 16): these sort by number. '' without parts."""
+    return f"_p{part[0]:0{len(str(part[1] - 1))}d}of{part[1]}" if part else ""
+
+
+def share(total: int, part: tuple[int, int]) -> int:
+    """What part (i, n) has of `total`: the shares of all parts sum to it."""
+    return total // part[1] + (part[0] < total % part[1])
+
+
+class ShardWriter:
+    """Cuts a stream of tokens into shards; manifest.json records where in the source each shard ends.
+
+    Shard 0 is validation. `settings` (source, tokenizer, sizes, format) determine every byte of the
+    shards. Files are written atomically. After a kill the same command reads the manifest, resumes
+    after the last complete shard, and ends with the same bytes.
+
+    `part` (i, n): this is number i of n commands that write into one folder. Each has names, a manifest and
+    a share of max_tokens of its own. Only number 0 makes a validation shard.
+    """
+
+    def __init__(self, out: Path, prefix: str, settings: dict, part: tuple[int, int] | None = None):
+        self.out, self.prefix = out, prefix + part_name(part)
+        self.path = out / f"manifest{part_name(part)}.json"
+        self.settings, self.max_tokens = {"version": 1, **settings}, settings["max_tokens"] or math.inf
+        if part:
+            self.settings |= {"parts": part[1], "part": part[0]}
+            self.max_tokens = share(settings["max_tokens"], part) if settings["max_tokens"] else math.inf
+        self.has_validation = not part or part[0] == 0
+        # in the file a cursor is a `mark`, and a document a `unit`: those of earlier versions are read
+        self.manifest = {**self.settings, "complete": False, "tokens": 0, "mark": None, "shards": []}
+        self.document, self.offset, self.total = 0, 0, 0        # next: token `offset` of document `document`
+        self.cursors = deque()                                  # (document, state) after the last shard's
+        self.batches, self.parts = [], []                       # since the start; of the next shard
+        self.space_left = settings["val_tokens" if self.has_validation else "shard_size"]
+        with writable(out):
+            out.mkdir(parents=True, exist_ok=True)
+            self._begin()
+
+    def _begin(self):
+        is_new = not self.path.exists()
+        for path in self.out.iterdir() if is_new else ():
+            of_part = PART_NAME.search(path.name)
+            if SHARD_NAME.match(path.name) and not (manifest := self.out / (
+                    f"manifest{of_part[0] if of_part else ''}.json")).exists():
+                raise UserError(f"{self.out} already holds shards without a {manifest.name}: choose another "
+                                f"--out")
+        if not is_new:
+            self._resume()
+        if not self.manifest["shards"]:
+            self._save()                          # first: a kill must not leave shard 0 without a manifest
+        try:
+            self._check_others()                  # after it: of two commands at once, one sees the other
+        except UserError:
+            if is_new:
+                self.path.unlink()
+            raise
+
+    def _resume(self):
+        """Reads the manifest of an earlier run. UserError if it is damaged or has other settings."""
+        with readable(self.path, f"choose another --out, or remove {self.out} to start again"):
+            found = json.loads(self.path.read_text(encoding="utf-8"))
+            if "pretokenized" in found:
+                raise UserError(f"{self.out} holds fetched shards of {safe_repr(found['pretokenized'])}: "
+                                f"choose another --out")
+            shards = [(self.out / Path(s["file"]).name, s["tokens"], s["end"]["unit"], s["end"]["token"])
+                      for s in found["shards"]]
+            numbers = [(found["mark"] or [0])[0], *(n for shard in shards for n in shard[1:])]
+            if not all(type(n) is int and n >= 0 for n in numbers) or type(found["complete"]) is not bool:
+                raise ValueError("`mark`, `complete` or a number of a shard is wrong")
+        if not shards:
+            return
+        self._compare(found, self.out)
+        for path, tokens, self.document, self.offset in shards:
+            if len(open_shard(path)) != tokens:
+                raise UserError(f"{path} is not the shard that {self.path.name} describes: remove {self.out}")
+            self.total += tokens
+        self.manifest, self.space_left = found, self.settings["shard_size"]
+
+    def _compare(self, found, what, but=()):
+        """UserError if a setting in the manifest `found` differs from ours."""
+        for key, value in self.settings.items():
+            if key not in but and (before := found.get(key)) != value:
+                name = "number of parts" if key == "parts" else key
+                raise UserError(f"{what} was begun with another {name} ({difference(before, value)}): "
+                                f"give the same again, or choose another --out")
+
+    def _check_others(self):
+        """UserError if the folder also holds a whole corpus, or parts of another."""
+        for path in sorted(self.out.glob("manifest*.json")):
+            is_part = PART_NAME.search(path.name)
+            if path == self.path or not (is_part or path.name == "manifest.json"):
+                continue
+            if not (is_part and "part" in self.settings):
+                raise UserError(f"{self.out} holds {'parts (--part)' if is_part else 'shards without parts'} "
+                                f"of {path.name}: choose another --out")
+            if found := read_manifest(path):
+                self._compare(found, path, but=["part"])
+
+    def add(self, batch: Tokens) -> None:
+        """Appends the next documents, up to max_tokens. Writes a full shard when more tokens come."""
+        tokens, lengths, cursor = batch
+        if cursor is not None:
+            self.cursors.append((self.document, cursor))
+        if not lengths:
+            return
+        if self.has_validation and not self.manifest["shards"]:
+            self.batches.append(batch)
+        first, at, ends = self.document, self.offset, np.cumsum(lengths)
+        if at > lengths[0]:
+            raise UserError(DAMAGED_CURSOR)
+        while at < len(tokens) and self.total < self.max_tokens:
+            if self.space_left == 0:
+                self._move(first, at, ends)
+                self._write()
+            n = min(self.space_left, self.max_tokens - self.total, len(tokens) - at)
+            self.parts.append(tokens[at:at + n])
+            at += n
+            self.total += n
+            self.space_left -= n
+        self._move(first, at, ends)
+
+    def _move(self, first, at, ends):
+        """To token `at` of documents from number `first` on, which end at `ends`."""
+        i = int(np.searchsorted(ends, at, side="right"))
+        self.document, self.offset = first + i, at - int(ends[i - 1] if i else 0)
+
+    def finish(self) -> None:
+        """Writes the last shard. A corpus that fits into the validation shard is split 1 : 9 instead."""
+        if self.has_validation and not self.manifest["shards"]:
+            if self.total < 20:
+                raise UserError(f"only {self.total} tokens of text, too few for a training and a validation "
+                                f"shard: give more text")
+            batches, self.batches, self.parts, self.space_left = self.batches, [], [], self.total // 10
+            self.total, self.document, self.offset = 0, 0, 0
+            self.cursors.clear()
+            for batch in batches:
+                self.add(batch)
+        if self.parts:
+            self._write()
+        self.manifest |= {"complete": True, "mark": None}
+        self._save()
+
+    def _write(self):
+        """Writes the collected tokens as the next shard, then the manifest."""
+        index = len(self.manifest["shards"]) + (not self.has_validation)
+        split, tokens = "train" if index else "val", sum(map(len, self.parts))
+        name = f"{self.prefix}_{split}_{index:06d}.{self.settings['format']}"
+        while self.cursors and self.cursors[0][0] <= self.document:
+            self.manifest["mark"] = self.cursors.popleft()
+        self.manifest["shards"].append({"file": name, "split": split, "tokens": tokens,
+                                        "end": {"unit": self.document, "token": self.offset}})
+        self.manifest["tokens"] = self.total
+        write_shard(self.out / name, *self.parts)
+        self._save()
+        self.batches, self.parts, self.space_left = [], [], self.settings["shard_size"]
+
+    def forget_if_empty(self) -> None:
+        """Removes the manifest if there is no shard: it would bind the folder to its settings."""
+        if not self.manifest["shards"]:
+            self.path.unlink(missing_ok=True)
+
+    def _save(self):
+        replace_file(self.path, lambda file: file.write(json.dumps(self.manifest, indent=1).encode()))
+
+
+def read_manifest(path: Path) -> dict | None:
+    """The manifest of another part, None if it is gone. UserError if it is damaged."""
+    with readable(path, "run the command of that part again, or choose another --out"):
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+        if not isinstance(found, dict):
+            raise ValueError("it is not a manifest")
+        return found
+
+
+def all_parts(out: Path, count: int) -> tuple[int, int, int]:
+    """(complete parts of `count`, tokens for validation, tokens for training) in a folder of parts."""
+    complete, tokens = 0, {"val": 0, "train": 0}
+    for i in range(count):
+        found = read_manifest(out / f"manifest{part_name((i, count))}.json") or {}
+        complete += found.get("complete") is True
+        with readable(out, "choose another --out"):
+            for shard in found.get("shards", ()):
+                tokens[shard["split"]] += shard["tokens"]
+    return complete, tokens["val"], tokens["train"]

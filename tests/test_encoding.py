@@ -1,0 +1,423 @@
+"""Text -> tokens in worker processes, and one corpus by several commands (--part)."""
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet
+import pytest
+from test_fineweb import (ENV, ROOT, command, contents, gpt2, hub, plain_shards, prepare,  # noqa: F401
+                          small_tasks, texts_of, write_parquet, write_text)
+
+import runtime.encoding
+import runtime.sources
+from helpers import HANG, run, wait_until
+from runtime.cli import UserError
+from runtime.encoding import Workers, encode_stream
+from runtime.shard_writer import share
+from runtime.shards import list_shards, open_shard
+from runtime.sources import HubSource, LocalSource, RowGroup, read_txt
+
+LINES = [f"line {i} " + "word " * (i % 17) for i in range(200)]
+
+
+# -----------------------------------------------------------------------------
+# tasks
+
+@pytest.fixture
+def mixed(tmp_path):
+    """Files of every format, their documents in order, and the same with each piece of the .txt for one."""
+    write_parquet(tmp_path / "1.parquet", LINES[:90], row_group_size=40)
+    write_parquet(tmp_path / "2.parquet", LINES[90:110])
+    (tmp_path / "3.txt").write_text("\n".join(LINES[:50]))
+    lines = [json.dumps({"text": text}) for text in LINES[110:150]]
+    (tmp_path / "4.jsonl").write_bytes("\n \u3000\n\r\n".join(lines).encode())     # and no line end
+    (tmp_path / "5.jsonl").write_bytes(b"\n\n")
+    write_text(tmp_path / "6.jsonl.gz", LINES[150:170])
+    write_text(tmp_path / "7.jsonl.zst", LINES[170:])
+    files = sorted(map(str, tmp_path.iterdir()))
+    documents = [*LINES[:110], "\n".join(LINES[:50]), *LINES[110:]]
+    pieces = [text for text, _ in read_txt(tmp_path / "3.txt")]
+    assert len(pieces) == 2 and "".join(pieces) == documents[110]
+    return files, documents, [*LINES[:110], *pieces, *LINES[110:]]
+
+
+BEGINS = {0: 0, 1: 90, 2: 110, 3: 112, 4: 152, 5: 152, 6: 172}        # of these files, in pieces
+
+
+@pytest.mark.parametrize("size", [1, 100, 3000, 1 << 19])
+def test_tasks_of_any_size_have_every_document_once_and_in_order_from_any_number_on(size, mixed):
+    files, _, documents = mixed
+    assert texts_of(LocalSource(files), size=size) == documents
+    for start in (*range(0, len(documents), 7), 40, 90, 110, 111):
+        assert texts_of(LocalSource(files), start, size=size) == documents[start:]
+    number, cursors = 0, {}
+    for task in LocalSource(files).tasks(size=size):
+        if task.cursor is not None:
+            cursors[task.cursor] = number
+        number += len(list(task.read(0, {})))
+    assert cursors == BEGINS
+    for file, number in cursors.items():
+        for start in (number, number + 2):
+            assert texts_of(LocalSource(files), start, [number, file], size) == documents[start:]
+
+
+def test_a_row_group_is_read_on_from_task_to_task_and_not_from_its_beginning(tmp_path, monkeypatch):
+    write_parquet(tmp_path / "a.parquet", LINES, row_group_size=100)
+    made, real = [], RowGroup.__init__
+    monkeypatch.setattr(RowGroup, "__init__", lambda group, *args: made.append(args) or real(group, *args))
+    tasks, opened = list(LocalSource([str(tmp_path / "a.parquet")]).tasks(size=300)), {}
+    assert len(tasks) > 20
+    for task in tasks[::2]:                       # as one of two workers
+        assert list(task.read(0, opened))
+    assert len(made) == 2
+    assert [text for text, _ in tasks[0].read(1, opened)] == LINES[1:len(list(tasks[0].read(0, {})))]
+
+
+def test_a_row_group_with_fewer_rows_than_the_file_states_is_refused(tmp_path):
+    write_parquet(tmp_path / "a.parquet", LINES)
+    path = tmp_path / "a.parquet"
+    with pytest.raises(UserError, match="a.parquet cannot be read .its row group 0 has fewer rows"):
+        list(runtime.sources.read_rows(path, "text", 0, 190, 20, 0, {}))
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_task_with_more_text_than_expected_comes_in_pieces(workers, gpt2, tmp_path, monkeypatch):  # noqa: F811
+    text = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0, 1] * 100, pyarrow.int32()),
+                                               pyarrow.array(["long " * 1000, "longer " * 2000]))
+    pyarrow.parquet.write_table(pyarrow.table({"text": text}), tmp_path / "a.parquet")
+    monkeypatch.setattr(runtime.encoding, "LARGE_TASK", 50_000)
+    documents = ["long " * 1000, "longer " * 2000] * 100
+    source = LocalSource([str(tmp_path / "a.parquet")])
+    with Workers(workers) as pool:
+        found = list(encode_stream(source.tasks(), pool))
+    assert len(found) > 10 and [batch.cursor for batch in found] == [0] + [None] * (len(found) - 1)
+    assert max(len(batch.tokens) for batch in found) < 40_000
+    want = plain_shards(gpt2, documents, 10**9)[0]
+    assert np.concatenate([batch.tokens for batch in found]).tolist() == want
+
+
+# -----------------------------------------------------------------------------
+# processes that are killed
+
+# The command. A worker that meets the text STOP dies, or writes its id to a file and waits for a file `go`.
+MEETS_STOP = f"""
+import os, signal, sys, time
+sys.path.insert(0, {str(ROOT)!r})
+import fineweb
+from runtime import cli, encoding
+first, real, what = os.getpid(), encoding.encode, sys.argv[1]
+del sys.argv[0]
+
+def encode(text):
+    if "STOP" in text and os.getpid() != first:
+        if what == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        with open("worker.tmp", "w") as file:
+            file.write(str(os.getpid()))
+        os.replace("worker.tmp", "worker")
+        while not os.path.exists("go"):
+            time.sleep(0.01)
+    return real(text)
+
+encoding.encode = encode
+fineweb.task_size = lambda tokens, workers: 100
+cli.run_command(fineweb.main)
+"""
+forks = pytest.mark.skipif(sys.platform != "linux", reason="only forks have what the script changes")
+
+
+def stop_in_the_middle(path):
+    write_text(path, [*LINES[:150], "STOP", *LINES[150:]])
+    return ["--input", path, "--out", path.parent / "out", "--workers", 2, "--shard_size", 300,
+            "--val_tokens", 100]
+
+
+@forks
+def test_a_worker_that_is_killed_is_one_line_and_the_same_command_goes_on(tmp_path):
+    flags = [*map(str, stop_in_the_middle(tmp_path / "a.jsonl"))]
+    result = subprocess.run([sys.executable, "-c", MEETS_STOP, "die", *flags], env=ENV, cwd=tmp_path,
+                            capture_output=True, text=True, timeout=HANG)
+    assert result.returncode == 1 and result.stderr.count("\n") == 1, result
+    assert "a worker process was killed (exit code -9)" in result.stderr and "Traceback" not in result.stderr
+    there = list_shards(tmp_path / "out", "train")
+    before = sum(len(line) // 5 for line in LINES[:150]) // 300           # what came before it is not lost
+    assert len(there) > before // 2
+    again = command(*flags)
+    assert again.returncode == 0 and f"{len(there) + 1} shards" in again.stdout
+    prepare(*flags, "--out", tmp_path / "whole", "--workers", 1)
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+def alive(pid):
+    """Whether a process runs; one that has ended, and waits for its parent to notice, does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@forks
+@pytest.mark.parametrize("number, code", [(signal.SIGKILL, -9), (signal.SIGTERM, -15), (signal.SIGINT, 130)])
+def test_no_worker_outlives_the_first_process_and_none_says_anything(number, code, tmp_path):
+    flags = [*map(str, stop_in_the_middle(tmp_path / "a.jsonl"))]
+    with subprocess.Popen([sys.executable, "-c", MEETS_STOP, "wait", *flags], env=ENV, cwd=tmp_path,
+                          stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True) as process:
+        try:
+            wait_until(lambda: (tmp_path / "worker").exists(), lambda: process.poll() is None)
+            workers = [int(pid) for pid in
+                       Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+            if number == signal.SIGINT:           # Ctrl-C on a terminal reaches all
+                os.killpg(process.pid, number)
+            else:
+                process.send_signal(number)
+                process.wait(HANG)
+                (tmp_path / "go").touch()
+            said = process.communicate(timeout=HANG)          # ends when no worker holds its pipes any more
+        finally:
+            process.kill()
+            (tmp_path / "go").touch()
+    assert process.returncode == code and said == (b"", b""), said
+    assert len(workers) == 2 and int((tmp_path / "worker").read_text()) in workers
+    wait_until(lambda: not any(map(alive, workers)))
+
+
+# -----------------------------------------------------------------------------
+# folders of earlier versions
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_folder_that_an_earlier_version_began_ends_in_the_same_bytes(workers, mixed, tmp_path):
+    """Its manifest kept the last file's index before the shard's end as `mark`, its document as `unit`."""
+    files, *_ = mixed
+    flags = ["--input", *files, "--shard_size", 500, "--val_tokens", 300, "--workers", workers]
+    prepare(*flags, "--out", tmp_path / "whole")
+    want = contents(tmp_path / "whole")
+    manifest = json.loads(want["manifest.json"])
+    for n in range(1, len(manifest["shards"])):
+        shards = manifest["shards"][:n]
+        mark = max(i for i, number in BEGINS.items() if number <= shards[-1]["end"]["unit"])
+        out = tmp_path / f"{n}"
+        out.mkdir()
+        for shard in shards:
+            (out / shard["file"]).write_bytes(want[shard["file"]])
+        (out / "manifest.json").write_text(json.dumps(manifest | {
+            "complete": False, "mark": [BEGINS[mark], mark], "shards": shards,
+            "tokens": sum(shard["tokens"] for shard in shards)}))
+        prepare(*flags, "--out", out)
+        assert contents(out) == want
+
+
+# -----------------------------------------------------------------------------
+# --part
+
+def documents_of(folder, gpt2):  # noqa: F811
+    """A Counter of the texts whose tokens are in a folder: those of each part in the order of its shards."""
+    texts = Counter()
+    for path in folder.glob("manifest*.json"):
+        stream = [token for shard in json.loads(path.read_text())["shards"]
+                  for token in open_shard(folder / shard["file"]).tolist()]
+        assert not stream or stream[0] == 50256
+        starts = [i for i, token in enumerate(stream) if token == 50256] + [len(stream)]
+        texts.update(gpt2.decode(stream[a + 1:b]) for a, b in zip(starts, starts[1:], strict=False))
+    return texts
+
+
+@pytest.fixture
+def small_parts(monkeypatch):
+    monkeypatch.setattr(runtime.sources, "LARGE_TASK", 200)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 12])
+def test_the_parts_have_every_document_once(parts, mixed, gpt2, tmp_path, small_parts, capsys):  # noqa: F811
+    files, documents, _ = mixed
+    for i in range(parts):
+        prepare("--input", *files, "--out", tmp_path / "out", "--part", f"{i}/{parts}", "--shard_size", 200,
+                "--val_tokens", 30)
+        said = capsys.readouterr().out.splitlines()
+        assert f"of part {i}/{parts} complete" in said[-2]
+        assert said[-1].startswith(f"{i + 1} of {parts} parts are complete" if i < parts - 1 else
+                                   "next: python train_gpt2.py")
+    val, train = (list_shards(tmp_path / "out", split) for split in ("val", "train"))
+    tokens = sum(len(open_shard(path)) for path in train)
+    assert f"30 tokens for validation and {tokens:,} for training" in said[-2]
+    wide = len(str(parts - 1))
+    assert [path.name for path in val] == [f"text_p{0:0{wide}}of{parts}_val_000000.npy"]
+    assert train[0].name == f"text_p{0:0{wide}}of{parts}_train_000001.npy"
+    assert {path.name[6:6 + wide] for path in train} <= {f"{i:0{wide}}" for i in range(parts)}
+    assert documents_of(tmp_path / "out", gpt2) == Counter(documents)
+    want = contents(tmp_path / "out")
+    for i in range(parts):                        # again: all is there
+        prepare("--input", *files, "--out", tmp_path / "out", "--part", f"{i}/{parts}", "--shard_size", 200,
+                "--val_tokens", 30)
+    assert contents(tmp_path / "out") == want
+
+
+# The command, which waits once there are so many shards of its own.
+NO_FURTHER = f"""
+import sys, time
+sys.path.insert(0, {str(ROOT)!r})
+import fineweb
+from runtime import cli, shard_writer, shards, sources
+sources.LARGE_TASK = 2000
+del sys.argv[0]
+most, name, replace_file = int(sys.argv[0]), "_p" + sys.argv[-1].replace("/", "of") + "_", shards.replace_file
+
+def held(path, write):
+    while len([p for p in path.parent.glob("*.npy") if name in p.name]) >= most:
+        time.sleep(0.01)
+    replace_file(path, write)
+
+shard_writer.replace_file = shards.replace_file = held
+cli.run_command(fineweb.main)
+"""
+
+
+@pytest.mark.skipif(os.name == "nt", reason="no SIGKILL")
+def test_three_parts_at_once_one_of_them_killed_and_run_again(mixed, gpt2, tmp_path):  # noqa: F811
+    files, documents, _ = mixed
+    text = (ROOT / "input.txt").read_text(encoding="utf-8")
+    more = [text[i:i + 3000] for i in range(0, 600_000, 3000)]
+    files.append(str(write_text(tmp_path / "8.jsonl", more)))
+
+    def part(i, out, most=10**6):
+        flags = [*files, "--out", tmp_path / out, "--shard_size", 4000, "--val_tokens", 1000,
+                 "--max_tokens", 10**7, "--workers", 2, "--part", f"{i}/3"]
+        return subprocess.Popen([sys.executable, "-c", NO_FURTHER, str(most), "--input", *map(str, flags)],
+                                env=ENV, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    def end(process):
+        out, err = process.communicate(timeout=HANG)
+        assert process.returncode == 0 and err == "", (out, err)
+        return out.splitlines()
+
+    out = tmp_path / "out"
+    processes = [part(0, "out"), part(1, "out", most=5), part(2, "out")]
+    try:
+        wait_until(lambda: len(list(out.glob("*_p1of3_*.npy"))) == 5, lambda: processes[1].poll() is None)
+        last = [end(processes[i])[-1] for i in (0, 2)]
+    finally:
+        for process in processes:
+            process.kill()
+    processes[1].communicate()
+    assert sorted(line[:8] for line in last) in (["1 of 3 p", "2 of 3 p"], ["2 of 3 p"] * 2)
+    said = end(part(1, "out"))                    # the fifth was not in the manifest yet
+    assert "4 shards" in said[0] and "all 3 parts complete" in said[-2] and said[-1].startswith("next: ")
+    assert documents_of(out, gpt2) == Counter([*documents, *more])
+    for i in range(3):
+        end(part(i, "whole"))
+    assert contents(out) == contents(tmp_path / "whole")
+
+
+def test_max_tokens_is_shared_out_among_the_parts(gpt2, tmp_path, small_parts):  # noqa: F811
+    assert [share(11, (i, 3)) for i in range(3)] == [4, 4, 3]
+    write_text(tmp_path / "a.jsonl", LINES)
+    for i in range(3):
+        prepare("--input", tmp_path / "a.jsonl", "--out", tmp_path / "out", "--part", f"{i}/3",
+                "--max_tokens", 302, "--val_tokens", 20)
+    shards = {path.name: len(open_shard(path)) for path in (tmp_path / "out").glob("*.npy")}
+    assert shards == {"text_p0of3_val_000000.npy": 20, "text_p0of3_train_000001.npy": 81,
+                      "text_p1of3_train_000001.npy": 101, "text_p2of3_train_000001.npy": 100}
+
+
+def test_parts_of_another_corpus_or_with_other_settings_are_refused(tmp_path):
+    write_text(tmp_path / "a.jsonl", LINES)
+    write_text(tmp_path / "b.jsonl", LINES[:150])
+    flags = ["--input", "a.jsonl", "--out", "out", "--val_tokens", 100]
+    assert command(*flags, "--part", "0/2", cwd=tmp_path).returncode == 0
+    want = contents(tmp_path / "out")
+    for other, words in (
+            ([*flags, "--part", "1/2", "--shard_size", 999],
+             "out/manifest_p0of2.json was begun with another shard_size (100000000 instead of"),
+            (["--input", "b.jsonl", *flags[2:], "--part", "1/2"],
+             "another source (1 file, a.jsonl, instead of 1 file, b.jsonl)"),
+            ([*flags, "--part", "1/2", "--max_tokens", 900], "another max_tokens (none instead of 900)"),
+            ([*flags, "--part", "0/2", "--format", "bin"], "out was begun with another format"),
+            ([*flags, "--part", "1/3"], "was begun with another number of parts (2 instead of 3)"),
+            (flags, "out holds parts (--part) of manifest_p0of2.json: choose another --out")):
+        result = command(*other, cwd=tmp_path)
+        assert result.returncode == 2 and result.stderr.count("\n") == 1 and words in result.stderr, result
+        assert contents(tmp_path / "out") == want
+    assert command(*flags[:3], "whole", cwd=tmp_path).returncode == 0
+    result = command(*flags[:3], "whole", "--part", "0/2", cwd=tmp_path)
+    assert result.returncode == 2 and "whole holds shards without parts of manifest.json" in result.stderr
+    (tmp_path / "out/manifest_p0of2.json").unlink()
+    for i in range(2):
+        result = command(*flags, "--part", f"{i}/2", cwd=tmp_path)
+        assert result.returncode == 2 and "shards without a manifest_p0of2.json" in result.stderr, result
+    (tmp_path / "out/manifest_p1of2.json").write_text("[]")
+    result = command(*flags, "--part", "0/2", cwd=tmp_path)
+    assert result.returncode == 2 and result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("flags, said", [
+    (["--part", "3/3"], "'3/3' is not I/N with I from 0 to N-1"), (["--part", "1"], "is not I/N"),
+    (["--part", "-1/3"], "--part"), (["--part", "0/0"], "is not I/N"), (["--part", "1/2/3"], "is not I/N"),
+    (["--part", "0/3", "--max_tokens", "300", "--val_tokens", "100"], "--max_tokens 300 / 3 parts"),
+    (["--part", "0/3", "--pretokenized", "2"], "--part has no meaning with --pretokenized")])
+def test_a_wrong_part_is_one_clear_line(flags, said, tmp_path):
+    result = command(*flags, cwd=tmp_path)
+    assert result.returncode == 2 and result.stderr.count("\n") == 1 and said in result.stderr, result
+
+
+def test_a_part_that_fails_before_its_first_shard_binds_no_other(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": 5}\n')
+    (tmp_path / "b.txt").write_text("word " * 100)
+    failed = command("--input", "a.jsonl", "--out", "out", "--part", "0/2", cwd=tmp_path)
+    assert failed.returncode == 2 and not (tmp_path / "out").exists()
+    assert command("--input", "b.txt", "--out", "out", "--part", "0/2", cwd=tmp_path).returncode == 0
+    none = command("--input", "b.txt", "--out", "out", "--part", "1/2", cwd=tmp_path)
+    assert none.returncode == 0 and "0 shards, 0 tokens, of part 1/2 complete, all 2 parts" in none.stdout
+
+
+@pytest.mark.parametrize("parts", [2, 3])         # of four files: whole files each, or every third document
+def test_parts_of_the_hubs_stream_have_every_document_once_and_resume(parts, hub, gpt2, tmp_path,  # noqa: F811
+                                                                      monkeypatch):
+    import datasets
+    load = datasets.load_dataset
+    for i in range(4):
+        write_parquet(tmp_path / f"{i}.parquet", LINES[i::4], row_group_size=17)
+    files = [str(tmp_path / f"{i}.parquet") for i in range(4)]
+    hub(lambda: load("parquet", data_files=files, split="train", streaming=True,
+                     cache_dir=str(tmp_path / "cache")))
+    small_tasks(monkeypatch)
+    for i in range(parts):
+        flags = ["--part", f"{i}/{parts}", "--shard_size", 200, "--val_tokens", 100, "--workers", 1]
+        prepare(*flags, "--out", "out")
+        path = tmp_path / f"out/manifest_p{i}of{parts}.json"
+        whole = path.read_bytes()
+        manifest = json.loads(whole)              # as after a kill behind the third shard
+        cut = manifest["shards"][:3]
+        path.write_text(json.dumps(manifest | {"complete": False, "shards": cut, "tokens":
+                                               sum(shard["tokens"] for shard in cut)}))
+        prepare(*flags, "--out", "out")
+        assert path.read_bytes() == whole
+        source = HubSource("stand-in", "sample-10BT", (i, parts))
+        texts = texts_of(source)
+        number, state = next((n, task.cursor) for n, task in numbered(source) if n >= 20 and task.cursor)
+        assert texts_of(source, number + 1, [number, json.loads(json.dumps(state))]) == texts[number + 1:]
+    assert documents_of(tmp_path / "out", gpt2) == Counter(LINES)
+    assert {path.name[:16] for path in (tmp_path / "out").glob("*val*")} == {f"edufineweb_p0of{parts}"[:16]}
+
+
+def numbered(source):
+    number = 0
+    for task in source.tasks():
+        yield number, task
+        number += len(list(task.read(0, {})))
+
+
+def test_a_run_trains_on_a_folder_of_parts(tmp_path):
+    text = (ROOT / "input.txt").read_text(encoding="utf-8")
+    for name, piece in zip("abc", (text[:20_000], text[20_000:40_000], text[40_000:60_000]), strict=True):
+        (tmp_path / f"{name}.txt").write_text(piece)
+    for i in range(3):
+        prepare("--input", tmp_path / "*.txt", "--out", tmp_path / "out", "--part", f"{i}/3")
+    result = run("--data", tmp_path / "out", "--out", tmp_path / "log", "--device", "cpu", "--n_layer", 1,
+                 "--n_head", 1, "--n_embd", 8, "--block_size", 16, "--sequence_length", 16, "--batch_size", 2,
+                 "--total_batch_size", 64, "--max_steps", 3, "--warmup_steps", 1, "--hellaswag_every", 0,
+                 "--sample_every", 0, "--val_tokens", 64)
+    assert "step     2 | loss:" in result.stdout
