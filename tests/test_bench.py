@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -473,10 +474,11 @@ def test_fineweb_py_and_a_clones_script_make_the_same_tokens_of_the_same_text(mo
     monkeypatch.setattr(data_benchmark, "INPUT_TXT", tmp_path / "input.txt")
     seen, rmtree = {}, data_benchmark.shutil.rmtree
 
-    def look(out, **kwargs):
+    def look(out, *args, **kwargs):
+        out = Path(out)                           # the temporary folder around all comes here too
         seen[out.name] = [np.load(path).tolist() for path in sorted(out.rglob("*.npy"), key=lambda p: (
             "train" in p.name, p.name))]
-        rmtree(out, **kwargs)
+        rmtree(out, *args, **kwargs)
 
     monkeypatch.setattr(data_benchmark.shutil, "rmtree", look)
     jobs = [("fineweb.py", 2), (data_benchmark.PEER, 2), ("without_tiktoken", 2), ("without_text", 2)]
