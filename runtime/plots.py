@@ -40,7 +40,7 @@ def is_fineweb(folder: str | Path) -> bool:
         return "fineweb" in str(manifest.get("pretokenized") or manifest["source"].get("repo")).lower()
     except OSError:
         names = [path.name for path in Path(folder).glob("*_val_*")]
-        return any(re.match(r"(edufineweb|finewebedu|fineweb)_val_", name) for name in names)
+        return any(re.match(r"(edufineweb|finewebedu|fineweb)(_p\d+of\d+)?_val_", name) for name in names)
     except (ValueError, LookupError, AttributeError, TypeError, RecursionError):
         return False                                # another project's manifest, or a damaged one
 
