@@ -128,8 +128,8 @@ def test_a_log_with_hardly_anything_in_it_is_drawn(events, tmp_path, monkeypatch
     ({"source": {"files": []}}, "fineweb", False),
     ({}, "fineweb", False), ([], "fineweb", False), ({"source": "fineweb"}, "fineweb", False),
     ("damaged", "fineweb", False),
-    (None, "edufineweb", True), (None, "edufineweb_p0of3", True), (None, "text_p0of3", False), (None, "finewebedu", True), (None, "fineweb", True),
-    (None, "text", False), (None, "notfineweb", False)])
+    (None, "edufineweb", True), (None, "edufineweb_p0of3", True), (None, "text_p0of3", False),
+    (None, "finewebedu", True), (None, "fineweb", True), (None, "text", False), (None, "notfineweb", False)])
 def test_fineweb_is_recognised_by_its_manifest_or_its_names(manifest, name, expected, tmp_path):
     (tmp_path / f"{name}_val_000000.npy").touch()
     if manifest is not None:
