@@ -147,7 +147,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     flag("--shard_size", type=parse_int, default=100_000_000, help="tokens per shard (default 100000000)")
     flag("--val_tokens", type=parse_int, help="tokens of shard 0 (default shard_size, at most a tenth)")
     flag("--max_tokens", type=parse_int, help="stop after so many, validation included (default: no limit)")
-    flag("--workers", type=parse_int, help="processes that tokenise (default: number of cores, but 1 for "
+    flag("--workers", type=parse_int, help="processes that tokenise (default: a core each, but 1 for "
                                             "less than 1M tokens)")
     flag("--part", type=parse_part, metavar="I/N", help="of N commands, which write into one folder and may "
          "run at once on several machines, this is number I, from 0 to N-1")
@@ -172,6 +172,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
                         f"first or more of the second")
     args.out = Path(args.out or folder + args.sample[:-1])
     return args
+
+
+def available_cores() -> int:
+    """Cores that this process may run on: those of its Slurm job or container, not of the machine."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def write_shards(args: argparse.Namespace, source: HubSource | LocalSource, prefix: str) -> None:
@@ -207,7 +212,7 @@ def tokenize_into(writer: ShardWriter, source: HubSource | LocalSource, expected
                   workers: int | None) -> None:
     """Writes what `writer` lacks of `source`, which has about `expected` tokens."""
     from tqdm import tqdm
-    workers, out = workers or (os.cpu_count() or 1 if expected >= SMALL else 1), str(writer.out)
+    workers, out = workers or (available_cores() if expected >= SMALL else 1), str(writer.out)
     with Workers(workers) if workers > 1 else nullcontext() as pool:        # first: forks before any thread
         tasks = source.tasks(writer.document, writer.manifest["mark"], task_size(expected, workers))
         stream = encode_stream(tasks, pool)

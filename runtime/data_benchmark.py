@@ -42,7 +42,7 @@ REPLACED = {"without_tiktoken": "fineweb.py without tiktoken",            # runt
 
 
 def write_texts(folder):
-    """(text.jsonl, text.parquet, characters): copies of input.txt in documents of about 3,000 characters. The
+    """(text.jsonl, text.parquet, characters, documents): copies of input.txt in documents of 30 speeches. The
     .parquet has 1,000 rows a row group, like FineWeb's."""
     import pyarrow.parquet
     speeches = INPUT_TXT.read_text(encoding="utf-8").split("\n\n")
@@ -51,18 +51,19 @@ def write_texts(folder):
     lines, table = folder / "text.jsonl", folder / "text.parquet"
     lines.write_text("".join(json.dumps({"text": document}) + "\n" for document in documents))
     pyarrow.parquet.write_table(pyarrow.table({"text": documents}), table, row_group_size=1000)
-    return lines, table, sum(map(len, documents))
+    return lines, table, sum(map(len, documents)), len(documents)
 
 
 def fineweb_command(what, workers, texts, out, peer):
     """The command of a job of time_fineweb."""
-    lines, table, _ = texts
+    lines, table, characters, documents = texts
     script, drivers = str(BENCH.with_name("fineweb.py")), [sys.executable, "-m", "runtime.data_drivers"]
     if what == PEER:
         return [*drivers, "peer", str(peer), str(lines), str(out), str(workers)]
     flags = ["--workers", str(workers), "--out", str(out), "--input"]
     if what in REPLACED:
-        return [*drivers, what, script, *flags, *[str(table)] * REPEATS]
+        row = [str(characters // documents)] if what == "without_text" else []
+        return [*drivers, what, *row, script, *flags, *[str(table)] * REPEATS]
     return [sys.executable, script, *flags, str(lines)]
 
 

@@ -40,11 +40,11 @@ def without_tiktoken(script: str, *flags: str) -> None:
     runpy.run_path(script, run_name="__main__")
 
 
-def without_text(script: str, *flags: str) -> None:
+def without_text(characters: str, script: str, *flags: str) -> None:
     """As without_tiktoken, and its workers read nothing either: what is left is what the first process does
-    for all workers. A row of a .parquet counts for 6,300 characters."""
+    for all workers. `characters`: of a row of the .parquet, on average."""
     ready = (np.arange(1 << 24) % 50_000).astype(np.uint16)
-    length = int(6300 / BYTES_PER_TOKEN)
+    length = int(int(characters) / BYTES_PER_TOKEN)
 
     def tokenize(task, opened):
         rows = task.read.args[-1]

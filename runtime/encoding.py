@@ -5,6 +5,7 @@ and each has an Encoding of its own, for threads that share one wait for each ot
 """
 import multiprocessing
 import os
+import pickle
 import queue
 import signal
 import sys
@@ -19,7 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from runtime.cli import RunError, UserError
+from runtime.cli import RunError, UserError, brief_error
 from runtime.sources import LARGE_TASK, Task
 from runtime.tokenizer import EOT, encode, tokenizer
 
@@ -55,7 +56,6 @@ def tokenize(task: Task, opened: dict) -> tuple[np.ndarray, list[int], bool]:
 def serve(connection, other_end) -> None:
     """The worker process: tokenises what comes, until the other end is closed or its process is dead."""
     other_end.close()               # this process's copy: it would keep the pipe open
-    signal.signal(signal.SIGINT, signal.SIG_IGN)          # Ctrl-C reaches every process: the first decides
     opened = {}
     with suppress(EOFError, OSError):
         while True:
@@ -64,6 +64,10 @@ def serve(connection, other_end) -> None:
                 tokens, *rest = tokenize(task, opened)
             except Exception as error:
                 error.add_note(traceback.format_exc())
+                try:
+                    pickle.loads(pickle.dumps(error))
+                except Exception:                 # of a library, and made for one process
+                    error = RunError(brief_error(error))
                 connection.send(error)
             else:
                 connection.send(rest)
@@ -79,6 +83,8 @@ class Workers:
         tokenizer()
         context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
         self.processes, self.idle = [], queue.SimpleQueue()
+        # Ctrl-C reaches every process: the first decides. Before they start, for there is time until they run
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
         for _ in range(n):
             # a fork also has the ends that this process keeps of the workers before it. So if this process
             # is killed, the last worker's pipe ends, then with that worker the pipe of the one before
@@ -88,6 +94,7 @@ class Workers:
             theirs.close()
             self.processes.append(process)
             self.idle.put((ours, process))
+        signal.signal(signal.SIGINT, before)
         self.threads = ThreadPoolExecutor(n)
 
     def __enter__(self):
@@ -114,9 +121,11 @@ class Workers:
             return np.frombuffer(connection.recv_bytes(), dtype=np.uint16), *answer
         except (EOFError, ConnectionError):
             process.join(10)
-            raise RunError(f"a worker process was killed (exit code {process.exitcode}), as when memory runs "
-                           f"out. Complete shards are kept: the same command goes on after them, with fewer "
-                           f"--workers in less memory") from None
+            killed = (process.exitcode or 0) < 0
+            raise RunError(f"a worker process {'was killed' if killed else 'failed'} (exit code "
+                           f"{process.exitcode}){', as when memory runs out' * killed}. Complete shards are "
+                           f"kept: the same command goes on after them"
+                           f"{', with fewer --workers in less memory' * killed}") from None
         finally:
             self.idle.put((connection, process))
 

@@ -11,7 +11,7 @@ from runtime.cli import UserError, safe_repr
 from runtime.encoding import Tokens
 from runtime.files import readable, replace_file, writable
 from runtime.shards import SHARD_NAME, open_shard, write_shard
-from runtime.sources import DAMAGED_CURSOR, difference
+from runtime.sources import DAMAGED_CURSOR, LARGE_TASK, difference
 
 PART_NAME = re.compile(r"_p\d+of\d+(?=_|\.json$)")
 
@@ -42,7 +42,8 @@ class ShardWriter:
         self.path = out / f"manifest{part_name(part)}.json"
         self.settings, self.max_tokens = {"version": 1, **settings}, settings["max_tokens"] or math.inf
         if part:
-            self.settings |= {"parts": part[1], "part": part[0]}
+            # what a part has depends on the size of a task
+            self.settings |= {"parts": part[1], "part": part[0], "task": LARGE_TASK}
             self.max_tokens = share(settings["max_tokens"], part) if settings["max_tokens"] else math.inf
         self.has_validation = not part or part[0] == 0
         # in the file a cursor is a `mark`, and a document a `unit`: those of earlier versions are read
@@ -65,6 +66,7 @@ class ShardWriter:
                                 f"--out")
         if not is_new:
             self._resume()
+            self._check_others()                  # before this command's settings replace those of an earlier
         if not self.manifest["shards"]:
             self._save()                          # first: a kill must not leave shard 0 without a manifest
         try:
@@ -109,10 +111,13 @@ class ShardWriter:
             is_part = PART_NAME.search(path.name)
             if path == self.path or not (is_part or path.name == "manifest.json"):
                 continue
+            found = read_manifest(path)
             if not (is_part and "part" in self.settings):
+                unused = f", or remove {path.name}, which lists no shard, if its command does not run"
                 raise UserError(f"{self.out} holds {'parts (--part)' if is_part else 'shards without parts'} "
-                                f"of {path.name}: choose another --out")
-            if found := read_manifest(path):
+                                f"of {path.name}: choose another --out"
+                                f"{unused * bool(found and found.get('shards') == [])}")
+            if found:
                 self._compare(found, path, but=["part"])
 
     def add(self, batch: Tokens) -> None:

@@ -293,7 +293,7 @@ def plan_jsonl(path: Path, size: int, field: str) -> Iterator[tuple[Callable, Ca
 
 def count_lines(lines: bytes) -> int:
     """The number of lines that are not empty."""
-    return sum(bool(line.strip()) for line in lines.decode().split("\n"))
+    return sum(bool(line.strip()) for line in lines.decode(errors="replace").split("\n"))
 
 
 def read_lines(path: Path, field: str, number: int, lines: bytes, skip: int,

@@ -53,8 +53,8 @@ def encode(text: str) -> np.ndarray:
     of white space that is too long for tiktoken."""
     try:
         return tokenizer().encode_to_numpy(text, disallowed_special=()).astype(np.uint16)
-    except UnicodeEncodeError:                    # lone surrogates: encode_ordinary replaces them
-        return np.array(tokenizer().encode_ordinary(text), dtype=np.uint16)
+    except UnicodeEncodeError:                    # lone surrogates: U+FFFD instead, as tiktoken has it
+        return encode(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
     except ValueError as error:                   # the regular expression runs out of stack
         raise UserError(f"a document has too long a run of white space for tiktoken ({error}): "
                         f"shorten it") from None

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow.parquet
@@ -16,11 +17,11 @@ from test_fineweb import (ENV, ROOT, command, contents, gpt2, hub, plain_shards,
 import runtime.encoding
 import runtime.sources
 from helpers import HANG, run, wait_until
-from runtime.cli import UserError
+from runtime.cli import RunError, UserError
 from runtime.encoding import Workers, encode_stream
 from runtime.shard_writer import share
 from runtime.shards import list_shards, open_shard
-from runtime.sources import HubSource, LocalSource, RowGroup, read_txt
+from runtime.sources import HubSource, LocalSource, RowGroup, Task, read_txt
 
 LINES = [f"line {i} " + "word " * (i % 17) for i in range(200)]
 
@@ -129,6 +130,44 @@ fineweb.task_size = lambda tokens, workers: 100
 cli.run_command(fineweb.main)
 """
 forks = pytest.mark.skipif(sys.platform != "linux", reason="only forks have what the script changes")
+
+
+def test_where_processes_are_no_forks_the_tokens_are_the_same(mixed, gpt2, monkeypatch):  # noqa: F811
+    """As on macOS and Windows."""
+    monkeypatch.setattr(runtime.encoding, "sys", SimpleNamespace(platform="darwin"))
+    files, documents, _ = mixed
+    with Workers(2) as workers:
+        batches = list(encode_stream(LocalSource(files).tasks(), workers))
+    tokens = np.concatenate([batch.tokens for batch in batches])
+    assert gpt2.decode(tokens.tolist()) == "".join("<|endoftext|>" + document for document in documents)
+
+
+def fails_strangely(skip, opened):
+    raise type("OfALibrary", (ValueError,), {})("no such thing")           # which cannot be pickled
+
+
+@forks
+def test_an_error_of_a_worker_that_cannot_be_sent_is_told_in_words():
+    with Workers(1) as workers, pytest.raises(RunError, match="no such thing"):
+        list(encode_stream([Task(fails_strangely)], workers))
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_white_space_too_long_for_tiktoken_is_one_line_beside_a_lone_surrogate_too(workers, tmp_path):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "\ud800" + " " * 1_500_000 + "a"}))
+    result = command("--input", tmp_path / "a.jsonl", "--out", tmp_path / "out", "--workers", workers)
+    assert (result.returncode, result.stderr.count("\n")) == (2, 1) and "white space" in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_lines_that_cannot_be_read_can_be_counted(tmp_path):
+    """They may stand behind the place where a run resumes, in a task that was smaller before."""
+    lines = [json.dumps({"text": line}).encode() for line in LINES[:60]]
+    lines[50] = b"\xff"
+    (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines))
+    task, = LocalSource([str(tmp_path / "a.jsonl")]).tasks(10, size=1 << 22)
+    with pytest.raises(UserError, match="cannot be read"):
+        list(task.read(task.skip, {}))
 
 
 def stop_in_the_middle(path):
@@ -328,6 +367,9 @@ def test_parts_of_another_corpus_or_with_other_settings_are_refused(tmp_path):
     write_text(tmp_path / "b.jsonl", LINES[:150])
     flags = ["--input", "a.jsonl", "--out", "out", "--val_tokens", 100]
     assert command(*flags, "--part", "0/2", cwd=tmp_path).returncode == 0
+    found = json.loads((tmp_path / "out/manifest_p0of2.json").read_text())
+    other = tmp_path / "out/manifest_p1of2.json"              # of a command killed before its first shard
+    other.write_text(json.dumps(found | {"part": 1, "shards": [], "tokens": 0, "complete": False}))
     want = contents(tmp_path / "out")
     for other, words in (
             ([*flags, "--part", "1/2", "--shard_size", 999],
@@ -344,7 +386,8 @@ def test_parts_of_another_corpus_or_with_other_settings_are_refused(tmp_path):
     assert command(*flags[:3], "whole", cwd=tmp_path).returncode == 0
     result = command(*flags[:3], "whole", "--part", "0/2", cwd=tmp_path)
     assert result.returncode == 2 and "whole holds shards without parts of manifest.json" in result.stderr
-    (tmp_path / "out/manifest_p0of2.json").unlink()
+    for path in (tmp_path / "out").glob("manifest*"):
+        path.unlink()
     for i in range(2):
         result = command(*flags, "--part", f"{i}/2", cwd=tmp_path)
         assert result.returncode == 2 and "shards without a manifest_p0of2.json" in result.stderr, result
