@@ -225,6 +225,22 @@ def test_no_worker_outlives_the_first_process_and_none_says_anything(number, cod
     wait_until(lambda: not any(map(alive, workers)))
 
 
+@forks
+def test_workers_leave_ctrl_c_to_the_first_process(tmp_path):
+    flags = [*map(str, stop_in_the_middle(tmp_path / "a.jsonl"))]
+    with subprocess.Popen([sys.executable, "-c", MEETS_STOP, "wait", *flags], env=ENV, cwd=tmp_path,
+                          stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        try:
+            wait_until(lambda: (tmp_path / "worker").exists(), lambda: process.poll() is None)
+            os.kill(int((tmp_path / "worker").read_text()), signal.SIGINT)
+            (tmp_path / "go").touch()
+            said = process.communicate(timeout=HANG)
+        finally:
+            process.kill()
+            (tmp_path / "go").touch()
+    assert process.returncode == 0 and said[1] == b"", said
+
+
 # -----------------------------------------------------------------------------
 # folders of earlier versions
 
