@@ -54,7 +54,7 @@ def write_texts(folder):
     return lines, table, sum(map(len, documents)), len(documents)
 
 
-def fineweb_command(what, workers, texts, out, peer):
+def fineweb_command(what, workers, texts, out, peer, repeats):
     """The command of a job of time_fineweb."""
     lines, table, characters, documents = texts
     script, drivers = str(BENCH.with_name("fineweb.py")), [sys.executable, "-m", "runtime.data_drivers"]
@@ -63,21 +63,21 @@ def fineweb_command(what, workers, texts, out, peer):
     flags = ["--workers", str(workers), "--out", str(out), "--input"]
     if what in REPLACED:
         row = [str(characters // documents)] if what == "without_text" else []
-        return [*drivers, what, *row, script, *flags, *[str(table)] * REPEATS]
+        return [*drivers, what, *row, script, *flags, *[str(table)] * repeats]
     return [sys.executable, script, *flags, str(lines)]
 
 
-def time_fineweb(jobs, turns, peer=None):
+def time_fineweb(jobs, turns, peer=None, repeats=REPEATS):
     """Whole processes, in turn. A job: ("fineweb.py", PEER or one of REPLACED; number of workers). `peer`:
-    the folder of a clone of build-nanogpt. A dict for each job: {"seconds": [...], "tokens": of a run,
-    "characters": of its text}, or {"failed": reason}."""
+    the folder of a clone of build-nanogpt. `repeats`: how often those of REPLACED have the text. A dict for
+    each job: {"seconds": [...], "tokens": of a run, "characters": of its text}, or {"failed": reason}."""
     results = [{"seconds": []} for _ in jobs]
     runs = turns * list(zip(jobs, results, strict=True))
     with tempfile.TemporaryDirectory() as folder, progress("timed fineweb.py", len(runs), "runs") as task:
         texts = write_texts(Path(folder))
         for i, ((what, workers), result) in enumerate(runs):
             out = Path(folder) / f"out{i}"
-            argv = fineweb_command(what, workers, texts, out, peer)
+            argv = fineweb_command(what, workers, texts, out, peer, repeats)
             getattr(os, "sync", int)()            # what the run before left to the disk is not this one's
             start = time.perf_counter()
             run = subprocess.run(argv, capture_output=True, text=True, cwd=BENCH.parent)
@@ -122,8 +122,9 @@ def data_table(args, base):
     jobs = [("fineweb.py", n) for n in sorted({1, 2, os.cpu_count() or 1})]
     jobs += [(PEER, 2)] if args.path else []
     jobs += [(what, 2) for what in REPLACED]
-    rows += fineweb_rows(jobs, time_fineweb(jobs, args.turns, args.path and Path(args.path).resolve()))
-    print(f"fineweb.py: whole processes, {COPIES} copies of input.txt; without tiktoken: {REPEATS} times as "
+    repeats, peer = args.steps or REPEATS, args.path and Path(args.path).resolve()
+    rows += fineweb_rows(jobs, time_fineweb(jobs, args.turns, peer, repeats))
+    print(f"fineweb.py: whole processes, {COPIES} copies of input.txt; without tiktoken: {repeats} times as "
           f"much, from .parquet, {BYTES_PER_TOKEN} characters counted for a token")
     print_table(rows)
     return rows

@@ -163,7 +163,7 @@ def test_a_table_says_which_of_its_lines_failed(table, monkeypatch, capsys, tmp_
         calls.append(s)
         return {"failed": "no room"} if len(calls) - 1 in failing else dict(result)
     monkeypatch.setattr(benchmark, "run_in_subprocess", run)
-    monkeypatch.setattr(data_benchmark, "time_fineweb", lambda jobs, turns, peer: [
+    monkeypatch.setattr(data_benchmark, "time_fineweb", lambda jobs, turns, peer, repeats: [
         {"seconds": [1.0], "tokens": 10, "characters": 42} if i else {"seconds": [1.0], "failed": "no disk"}
         for i, _ in enumerate(jobs)])
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
