@@ -5,7 +5,6 @@ and each has an Encoding of its own, for threads that share one wait for each ot
 """
 import multiprocessing
 import os
-import pickle
 import queue
 import signal
 import sys
@@ -20,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from runtime.cli import RunError, UserError, brief_error
+from runtime.cli import RunError, UserError
 from runtime.sources import LARGE_TASK, Task
 from runtime.tokenizer import EOT, encode, tokenizer
 
@@ -62,13 +61,10 @@ def serve(connection, other_end) -> None:
             task = connection.recv()
             try:
                 tokens, *rest = tokenize(task, opened)
-            except Exception as error:
-                error.add_note(traceback.format_exc())
-                try:
-                    pickle.loads(pickle.dumps(error))
-                except Exception:                 # of a library, and made for one process
-                    error = RunError(brief_error(error))
+            except (UserError, RunError) as error:
                 connection.send(error)
+            except Exception:                     # as text: not every error can go to another process
+                connection.send(RuntimeError(f"in a worker process:\n{traceback.format_exc()}"))
             else:
                 connection.send(rest)
                 connection.send_bytes(tokens)

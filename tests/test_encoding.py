@@ -17,7 +17,7 @@ from test_fineweb import (ENV, ROOT, command, contents, gpt2, hub, plain_shards,
 import runtime.encoding
 import runtime.sources
 from helpers import HANG, run, wait_until
-from runtime.cli import RunError, UserError
+from runtime.cli import UserError
 from runtime.encoding import Workers, encode_stream
 from runtime.shard_writer import share
 from runtime.shards import list_shards, open_shard
@@ -147,8 +147,8 @@ def fails_strangely(skip, opened):
 
 
 @forks
-def test_an_error_of_a_worker_that_cannot_be_sent_is_told_in_words():
-    with Workers(1) as workers, pytest.raises(RunError, match="no such thing"):
+def test_an_error_of_a_worker_that_cannot_be_sent_is_told_with_its_traceback():
+    with Workers(1) as workers, pytest.raises(RuntimeError, match="in fails_strangely(.|\n)*no such thing"):
         list(encode_stream([Task(fails_strangely)], workers))
 
 
