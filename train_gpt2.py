@@ -19,24 +19,29 @@ import torch
 import torch.distributed as dist
 
 import hellaswag
-from model import GPT, MODELS, GPTConfig, LanguageModel, SpeedrunConfig, SpeedrunGPT, load_model
+from frontier import FrontierConfig, FrontierGPT
+from model import GPT, MODELS, GPTConfig, SpeedrunConfig, SpeedrunGPT, load_model
 from runtime.batch_size import choose_micro_batch
 from runtime.checkpoint import Saver, TrainState, make_state
 from runtime.checks import check_config, oom_advice, plan_run
 from runtime.cli import RunError, flag, parse_config, run_command
-from runtime.dataloader import TokenDataset, TokenLoader, to_device
+from runtime.dataloader import TokenLoader
 from runtime.device import compile_model, make_autocast, oom_as_user_error, place_model, wrap_model
 from runtime.distributed import Process, StopSignals, leave, setup_process
 from runtime.files import output_lock
 from runtime.generation import print_samples
 from runtime.kernels import ATTENTION
+from runtime.language_model import LanguageModel
 from runtime.log import Profiler, Reporter, open_output, print_summary
 from runtime.plan import print_forecast
 from runtime.plots import LossPlotter
 from runtime.presets import PRESETS, choose_defaults, preset_notes
+from runtime.run import Run
+from runtime.validation import validation_loss
 from runtime.weights import model_from_checkpoint
 
 START, DATA, MODEL, BATCH, OPTIM, SPEED, OUTPUT = "start data model batch optimisation speed output".split()
+MODERN = "speedrun", "frontier"             # recipes with a window and a cooldown
 
 
 @dataclass
@@ -57,15 +62,17 @@ class Config:
     block_size: int = flag(1024, MODEL, "longest sequence, tokens", least=1, fixed=True)
     vocab_size: int = flag(50304, MODEL, "embedding rows: 50257, padded to 128s", least=1, fixed=True)
     window: int = flag(0, MODEL, "sliding-window size within a document at the end of the run (64 at its "
-                       "start), tokens; 0: full attention", fixed=True, only=("speedrun",))
+                       "start), tokens; 0: full attention", fixed=True, only=MODERN)
     total_batch_size: int = flag(524288, BATCH, "tokens per optimizer step, all ranks", least=1, fixed=True)
     batch_size: str = flag("auto", BATCH, "sequences per micro-step of one process, or auto", per_run=True)
     sequence_length: int = flag(0, BATCH, "tokens per sequence; 0: block_size", fixed=True)
+    updates_per_step: int = flag(1, BATCH, "optimizer updates a step, each on its share of the batch, in the "
+                                 "first third of the run; half as many in the next third", least=1)
     max_steps: int = flag(19073, OPTIM, "optimizer steps; 19073 are one epoch of 10 billion tokens", least=1)
     warmup_steps: int = flag(715, OPTIM, "steps of linear warmup; 715 are GPT-3's 375 million tokens")
     max_lr: float = flag(6e-4, OPTIM, "learning rate after the warmup")
     min_lr: float = flag(-1.0, OPTIM, "learning rate at the end; -1: a tenth of max_lr")
-    cooldown: float = flag(0.2856, OPTIM, "last fraction of steps, rate falls to min_lr", only=("speedrun",))
+    cooldown: float = flag(0.2856, OPTIM, "last fraction of steps, rate falls to min_lr", only=MODERN)
     weight_decay: float = flag(0.1, OPTIM, "AdamW's on matrices and embeddings; Muon's", least=0)
     grad_clip: float = flag(1.0, OPTIM, "largest gradient norm; 0: no clipping", least=0)
     skip_nonfinite: int = flag(0, OPTIM, "non-finite steps tolerated before aborting")
@@ -117,9 +124,19 @@ RECIPES = {
                                                    c.window)),
         optimizers=lambda model, c: model.configure_optimizers(
             c.max_lr, c.weight_decay, torch.bfloat16 if c.dtype == "bfloat16" else torch.float32),
-        set_hparams=lambda step, c, state: set_speedrun_hparams(step, c, state),
+        set_hparams=lambda step, c, state: set_modern_hparams(step, c, state, (0.85, 0.95)),
         defaults=dict(n_head=6, max_steps=3242, warmup_steps=0, max_lr=0.02, min_lr=0.0, weight_decay=0.0,
                       grad_clip=0.0),
+    ),
+    # modded-nanogpt's records up to 2026, where they bring something at small sizes too (docs/recipes.md)
+    "frontier": Recipe(
+        model=lambda c: FrontierGPT(FrontierConfig(c.block_size, c.vocab_size, c.n_layer, c.n_head, c.n_embd,
+                                                   c.window)),
+        optimizers=lambda model, c: model.configure_optimizers(
+            c.max_lr, c.weight_decay, torch.bfloat16 if c.dtype == "bfloat16" else torch.float32),
+        set_hparams=lambda step, c, state: set_modern_hparams(step, c, state, (0.80, 0.90)),
+        defaults=dict(n_head=6, max_steps=1750, warmup_steps=0, max_lr=0.02, min_lr=0.0, weight_decay=0.0,
+                      grad_clip=0.0, updates_per_step=4),
     ),
 }
 
@@ -151,9 +168,15 @@ def trapezoid(step: int, config: Config) -> float:
     return min(warm, floor + (1.0 - floor) * left)
 
 
-def muon_momentum(step: int, config: Config) -> float:
-    """From 0.85 to 0.95 over the first 15.4% of the steps: 500 of record 10's 3,242 [+0.008]."""
-    return 0.85 + 0.10 * min(1.0, step / (0.154 * config.max_steps))
+def muon_momentum(step: int, config: Config, first: float = 0.85, last: float = 0.95) -> float:
+    """From `first` to `last` over the first 15.4% of the steps: 500 of record 10's 3,242 [+0.008]."""
+    return first + (last - first) * min(1.0, step / (0.154 * config.max_steps))
+
+
+def updates_of_step(step: int, config: Config) -> int:
+    """Optimizer updates of a step: --updates_per_step, half as many after a third of the steps, a quarter
+    after two, but at least one (records 46 and 72: the batch grows over the run)."""
+    return max(1, config.updates_per_step >> min(2, 3 * step // config.max_steps))
 
 
 def window_schedule(step: int, config: Config) -> int:
@@ -169,37 +192,56 @@ def set_lr(fraction: float, config: Config, state: TrainState) -> float:
     return config.max_lr * fraction
 
 
-def set_speedrun_hparams(step: int, config: Config, state: TrainState) -> float:
+def set_modern_hparams(step: int, config: Config, state: TrainState, momentum: tuple[float, float]) -> float:
     _, muon = state.optimizers
     for group in muon.param_groups:
-        group["momentum"] = muon_momentum(step, config)
+        group["momentum"] = muon_momentum(step, config, *momentum)
     if config.window:
         state.model.window.fill_(window_schedule(step, config))
     return set_lr(trapezoid(step, config), config, state)
 
 
 def train_step(model: Callable, state: TrainState, loader: TokenLoader, autocast: torch.autocast,
-               grad_clip: float, process: Process, signals: StopSignals) -> torch.Tensor | None:
-    """One optimizer step over loader.micro_steps micro-batches. Never waits for the GPU.
+               grad_clip: float, process: Process, signals: StopSignals,
+               updates: int = 1) -> torch.Tensor | None:
+    """One step over loader.micro_steps micro-batches, in `updates` optimizer updates of equally many each.
+    Never waits for the GPU.
 
-    Returns float32 (3,), the same on all ranks: mean loss of the global batch, gradient norm before clipping,
-    first parameter with a non-finite gradient (-1: none); None after a signal, which discards the step. A
-    step with a non-finite loss or gradient leaves the weights unchanged.
+    Returns float32 (3,), the same on all ranks: mean loss of the global batch, largest gradient norm before
+    clipping, first parameter with a non-finite gradient (-1: none); None after a signal, which discards the
+    step, but for one after its first update. An update with a non-finite loss or gradient changes nothing.
     """
-    loss_sum = torch.zeros((), device=process.device)
-    for micro_step in signals.until_stop(f"step {state.step}", range(loader.micro_steps), "micro-steps"):
+    share, results = loader.micro_steps // updates, []          # micro-steps of an update
+    micro_steps = range(loader.micro_steps)
+    for micro_step in signals.until_stop(f"step {state.step}", micro_steps, "micro-steps", first=share):
+        if micro_step % share == 0:
+            loss_sum = torch.zeros((), device=process.device)
         x, y = loader.next_batch()
+        last = micro_step % share == share - 1
         if process.world_size > 1:      # read by DDP's forward as well as by its backward: set before both
-            model.require_backward_grad_sync = micro_step == loader.micro_steps - 1
+            model.require_backward_grad_sync = last
         with autocast:
-            loss = model(x, y)[1] / loader.micro_steps
+            loss = model(x, y)[1] / share
         loss_sum += loss.detach()
         state.scaler.scale(loss).backward()
+        if last:
+            results.append(update_weights(model, state, loss_sum, grad_clip, process))
+            # DDP's gradients are views of its buckets; freed, they would be allocated again beside them
+            model.zero_grad(set_to_none=process.world_size == 1 or share == 1)
     if signals.stopped:
         return model.zero_grad()
+    if updates == 1:
+        return results[0]
+    losses, norms, first_bad = torch.stack(results).unbind(1)
+    return torch.stack((losses.mean(), norms.max(), first_bad.max()))
+
+
+def update_weights(model: Callable, state: TrainState, loss: torch.Tensor, grad_clip: float,
+                   process: Process) -> torch.Tensor:
+    """One optimizer update. `loss`: this rank's. Returns what train_step does."""
     if process.world_size > 1:
-        dist.all_reduce(loss_sum)
-    loss = loss_sum / process.world_size
+        dist.all_reduce(loss)
+    loss = loss / process.world_size
     for optimizer in state.optimizers:
         state.scaler.unscale_(optimizer)
     norms = torch.stack(torch._foreach_norm([p.grad for p in model.parameters()]))
@@ -209,37 +251,16 @@ def train_step(model: Callable, state: TrainState, loader: TokenLoader, autocast
     bad = ~norms.isfinite()
     skip = bad.any()
     for optimizer in state.optimizers:
-        if state.scaler.is_enabled():   # it checks each optimizer alone, but all must skip the step, or none
+        if state.scaler.is_enabled():   # it checks each optimizer alone, but all must skip, or none
             for found in state.scaler._found_inf_per_device(optimizer).values():
                 found.fill_(skip)
         else:                           # where this is 1, fused and Muon's steps change nothing
             optimizer.found_inf = (skip | ~loss.isfinite()).float()
     for optimizer in state.optimizers:
         state.scaler.step(optimizer)
-        # DDP's gradients are views of its buckets; freed, they would be allocated again beside the buckets
-        optimizer.zero_grad(set_to_none=process.world_size == 1 or loader.micro_steps == 1)
     state.scaler.update()
     first_bad = torch.where(skip, bad.float().argmax(), -1)
     return torch.stack((loss, norm, first_bad.float()))
-
-
-@torch.no_grad()
-def validation_loss(model: Callable, dataset: TokenDataset, count: int, batch_size: int,
-                    autocast: torch.autocast, process: Process, signals: StopSignals) -> float:
-    """Mean loss (nats) of the first `count` sequences, the same on any number of ranks; nan after a signal.
-    All batches have one shape, the last padded with ignored targets: a compiled model compiles once."""
-    loss_sum, rows_seen = torch.zeros((), device=process.device), 0
-    own = process.rank * batch_size         # the first sequence of this rank; equally many batches on each
-    firsts = range(own, own + count, process.world_size * batch_size)
-    for first in signals.until_stop("validation", firsts, "batches"):
-        if (rows := min(batch_size, count - first)) > 0:
-            x, y = to_device(dataset.read(first, batch_size), process.device)
-            y[rows:] = -1
-            with autocast:
-                loss_sum += model(x, y)[1] * rows
-            rows_seen += rows
-    loss_sum, rows_seen = process.sum(loss_sum.item(), rows_seen)
-    return loss_sum / rows_seen if not signals.stopped else math.nan
 
 
 def build_training(config: Config, process: Process, model: LanguageModel | None = None,
@@ -256,29 +277,6 @@ def build_training(config: Config, process: Process, model: LanguageModel | None
     state = make_state(config, model, optimizers, process, checkpoint, path)
     compiled = compile_model(config, model, process)
     return state, compiled, wrap_model(compiled, process), make_autocast(process.device, config.dtype)
-
-
-@dataclass
-class Run:
-    """What the loop works with, once everything that can be checked has been."""
-    config: Config
-    process: Process
-    state: TrainState
-    compiled: Callable                  # the model for evaluation
-    wrapped: Callable                   # the model for training: inside DDP, if there are several ranks
-    autocast: torch.autocast
-    loader: TokenLoader
-    val: list                           # TokenDataset or None, number of its sequences that count
-    hella: list                         # batches of HellaSwag
-    reporter: Reporter
-    saver: Saver
-    plotter: LossPlotter
-    profiler: Profiler
-    signals: StopSignals
-
-    def close(self):
-        for part in (self.loader, self.saver, self.plotter, self.profiler, self.reporter):
-            part.close()
 
 
 def set_up(flags: Config, explicit_flags: set[str], process: Process) -> Run | None:
@@ -370,7 +368,8 @@ def loop(run: Run) -> None:
             break
         # train
         reporter.start()
-        numbers = train_step(run.wrapped, state, run.loader, run.autocast, config.grad_clip, process, signals)
+        numbers = train_step(run.wrapped, state, run.loader, run.autocast, config.grad_clip, process, signals,
+                             updates_of_step(state.step, config))
         if signals.stopped:
             continue                                # discarded; save what came before
         # log: this step, on a GPU the one before, so that the GPU never waits for the CPU

@@ -137,6 +137,8 @@ def check_config(config) -> None:
     if not 0 <= config.window <= config.block_size:
         raise UserError(f"--window {config.window}: give a number of tokens up to --block_size "
                         f"{config.block_size}, or 0")
+    if config.updates_per_step & (config.updates_per_step - 1):
+        raise UserError(f"--updates_per_step {config.updates_per_step}: give a power of two")
     if config.vocab_size > 65536:
         raise UserError(f"--vocab_size {config.vocab_size}: tokens are uint16, so 65536 is the most")
     if config.batch_size != "auto" and not (config.batch_size.isdecimal() and int(config.batch_size) > 0):
@@ -155,18 +157,21 @@ def micro_batch_candidates(config, world_size: int, device: str) -> list[int]:
     """The micro-batches (sequences) that divide --total_batch_size, smallest first; --batch_size alone if
     given. For auto on a CPU, and for --overfit, the largest of at most 4,096 tokens: beyond that a CPU
     needs more memory and is no faster."""
-    T = config.sequence_length
-    if config.total_batch_size % (T * world_size):
-        low = config.total_batch_size // (T * world_size)
-        near = [n * T * world_size for n in (low, low + 1) if n]
+    T, updates = config.sequence_length, config.updates_per_step
+    if config.total_batch_size % (T * world_size * updates):
+        unit = T * world_size * updates
+        low = config.total_batch_size // unit
+        near = [n * unit for n in (low, low + 1) if n]
+        each = f" for each of --updates_per_step {updates}" if updates > 1 else ""
         raise UserError(f"--total_batch_size {config.total_batch_size} does not divide into sequences of {T} "
-                        f"tokens on {world_size} process(es): give {' or '.join(map(str, near))}")
-    rows = config.total_batch_size // (T * world_size)
+                        f"tokens on {world_size} process(es){each}: give {' or '.join(map(str, near))}")
+    rows = config.total_batch_size // (T * world_size * updates)
     if config.batch_size == "auto":
         by_trial = device.startswith("cuda") and not config.overfit
         return divisors(rows) if by_trial else [max(b for b in divisors(rows) if b * T <= 4096 or b == 1)]
     if rows % int(config.batch_size):
-        raise UserError(f"--batch_size {config.batch_size} does not divide the {rows} sequences a step of "
+        part = "an update" if updates > 1 else "a step"
+        raise UserError(f"--batch_size {config.batch_size} does not divide the {rows} sequences {part} of "
                         f"each of {world_size} process(es): give one of "
                         f"{', '.join(map(str, divisors(rows)))}, or auto")
     return [int(config.batch_size)]

@@ -253,12 +253,14 @@ class StopSignals:
                     os.write(1, f"{name}: stopping at the next micro-step or batch (a resume repeats what is "
                                 "unfinished); a second SIGTERM or Ctrl-C stops at once\n".encode())
 
-    def until_stop(self, what: str, items: Sequence, unit: str) -> Iterator:
+    def until_stop(self, what: str, items: Sequence, unit: str, first: int | None = None) -> Iterator:
         """Yields the items, with a sign of life, until some rank has received a signal: then `stopped` is
-        true, on all ranks at the same item. So all must have equally many."""
+        true, on all ranks at the same item. So all must have equally many. After the `first` items it no
+        longer stops."""
         with self.process.progress(what, len(items), unit) as task:
-            for item in items:
-                self.stopped = self.stopped or self._some_rank()
+            for i, item in enumerate(items):
+                if first is None or i < first:
+                    self.stopped = self.stopped or self._some_rank()
                 if self.stopped:
                     return
                 yield item

@@ -37,7 +37,7 @@ PRESETS = {
 # --overfit, the lecture's sanity run: 50 AdamW steps on one batch, at a constant learning rate
 OVERFIT = dict(vocab_size=50257, total_batch_size=4 * 32, sequence_length=32, shuffle=False, max_steps=50,
                warmup_steps=0, max_lr=3e-4, min_lr=3e-4, val_every=0, hellaswag_every=0, sample_every=0,
-               checkpoint_every=0, resume="never", out="log/overfit")
+               checkpoint_every=0, updates_per_step=1, resume="never", out="log/overfit")
 
 
 def choose_defaults(given: dict, recipes: dict[str, dict]) -> dict:

@@ -677,7 +677,7 @@ def test_whatever_a_hugging_face_config_says_there_is_a_model_or_it_is_refused(d
 # -----------------------------------------------------------------------------
 # checkpoints, by load_model and by --resume
 
-@pytest.fixture(scope="module", params=["gpt2", "speedrun"])
+@pytest.fixture(scope="module", params=["gpt2", "speedrun", "frontier"])
 def trained(request, tmp_path_factory):
     """The checkpoint of a real run of each recipe, `path` and `content`, in float16 so that its scaler has
     a state."""
@@ -690,7 +690,7 @@ def trained(request, tmp_path_factory):
                       "--n_embd", "4",
                       "--block_size", "8", "--vocab_size", "96", "--total_batch_size", "16", "--max_steps",
                       "2",
-                      *(["--recipe", "speedrun", "--window", "4"] if request.param == "speedrun" else []),
+                      *(["--recipe", request.param, "--window", "4"] if request.param != "gpt2" else []),
                       "--warmup_steps", "1", "--val_tokens", "8", "--sample_every", "0", "--hellaswag_every",
                       "0",
                       "--dtype", "float16", "--device", "cpu"])

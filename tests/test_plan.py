@@ -95,13 +95,13 @@ def test_the_trial_counts_what_is_kept_for_the_backward_and_changes_nothing(mode
     assert torch.equal(torch.get_rng_state(), rng)
 
 
-@pytest.mark.parametrize("recipe", ["gpt2", "speedrun"])
+@pytest.mark.parametrize("recipe", ["gpt2", "speedrun", "frontier"])
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_can_run_its_values_are_defaults_and_flags_win(name, recipe):
     config, given = parse_flags(["--preset", name, "--recipe", recipe])
     check_config(config)
     assert given == {"preset", "recipe"}
-    rates = {"max_lr", "min_lr", "warmup_steps"} if recipe == "speedrun" else set()
+    rates = {"max_lr", "min_lr", "warmup_steps"} if recipe != "gpt2" else set()
     for flag, value in PRESETS[name][1].items():
         assert (getattr(config, flag) == value) == (flag not in rates), flag
     assert parse_flags(["--preset", name, "--n_layer", "3", "--out", "x"])[0].n_layer == 3

@@ -65,10 +65,17 @@ def whole_speedrun(data, tmp_path_factory):
     return out
 
 
-@pytest.fixture(params=["gpt2", "speedrun"])
+@pytest.fixture(scope="session")
+def whole_frontier(data, tmp_path_factory):
+    out = tmp_path_factory.mktemp("whole_frontier") / "log"
+    run("--data", data, *BYTES, "--recipe", "frontier", "--out", out)
+    return out
+
+
+@pytest.fixture(params=["gpt2", "speedrun", "frontier"])
 def recipe_and_whole(request):
-    return request.param, request.getfixturevalue({"gpt2": "whole",
-                                                   "speedrun": "whole_speedrun"}[request.param])
+    return request.param, request.getfixturevalue({"gpt2": "whole", "speedrun": "whole_speedrun",
+                                                   "frontier": "whole_frontier"}[request.param])
 
 
 def same_end(out, whole, step=120):

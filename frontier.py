@@ -1,0 +1,178 @@
+"""The frontier recipe's model: what modded-nanogpt's records after November 2024 taught, in one class.
+
+It starts from SpeedrunGPT (model.py, record 10), whose ideas it keeps, and adds those that were measured to
+help at every size and length tried here. docs/recipes.md tells each in three sentences, with what it brought
+and what was tried and left out.
+"""
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+from runtime.cli import UserError
+from runtime.generation import KVCache
+from runtime.kernels import attention, document_window_mask, matmul_dtype, resolve_attention
+from runtime.language_model import CastLinear, LanguageModel, norm, rotate
+from runtime.normuon import NorMuon
+from runtime.tokenizer import EOT
+
+
+@dataclass
+class FrontierConfig:
+    block_size: int = 1024      # longest sequence
+    vocab_size: int = 50304
+    n_layer: int = 12
+    n_head: int = 6             # heads of 128
+    n_embd: int = 768
+    window: int = 0             # tokens a token attends to, itself included, in its document; 0: all before
+
+
+def previous(x: Tensor) -> Tensor:
+    """Each position has the value of the one before it, the first has 0. x (..., T, C)."""
+    return F.pad(x[..., :-1, :], (0, 0, 1, 0))
+
+
+def bigram_hash(tokens: Tensor, rows: int) -> Tensor:
+    """A row number for each token and the one before it: tokens int64 (B, T) -> (B, T). The first token of a
+    sequence follows <|endoftext|>. The multipliers are odd and arbitrary; pairs may share a row."""
+    before = F.pad(tokens[:, :-1], (1, 0), value=EOT)
+    return (36313 * tokens ^ 27191 * before) % rows
+
+
+class FrontierAttention(nn.Module):
+    def __init__(self, config, layer):
+        super().__init__()
+        C = config.n_embd
+        self.c_q, self.c_k, self.c_v, self.c_proj = (CastLinear(C, C) for _ in range(4))
+        self.lamb = nn.Parameter(torch.empty(()))
+        self.n_head, self.layer = config.n_head, layer
+
+    def forward(self, x, v1, rotary, kernel, mask, past=None):
+        """x (B, T, C); v1 (B, nh, T, hs): the first block's values, None in that block -> (B, T, C), v1."""
+        B, T, C = x.size()
+        q, k, v = (linear(x).view(B, T, self.n_head, C // self.n_head).transpose(1, 2)      # (B, nh, T, hs)
+                   for linear in (self.c_q, self.c_k, self.c_v))
+        v1 = v if v1 is None else v1
+        v = (1 - self.lamb) * v + self.lamb * v1
+        q, k = rotate(norm(q), *rotary), rotate(norm(k), *rotary)
+        if past:
+            k, v = past.update(self.layer, k, v)                                # (B, nh, t + T, hs)
+        # Key offset (record 49): the slower half of each rotary pair of quarters shows the token before. So
+        # one layer can find "what followed this token earlier", for which two are needed otherwise.
+        fast, slow, fast2, slow2 = k.chunk(4, dim=-1)
+        k = torch.cat((fast, previous(slow), fast2, previous(slow2)), dim=-1)
+        y = attention(q, k, v, kernel, mask)                                    # (B, nh, T, hs)
+        return self.c_proj(y.transpose(1, 2).reshape(B, T, C)), v1
+
+
+class FrontierBlock(nn.Module):
+    def __init__(self, config, layer):
+        super().__init__()
+        self.attn = FrontierAttention(config, layer)
+        self.c_fc = CastLinear(config.n_embd, 4 * config.n_embd)
+        self.c_proj = CastLinear(4 * config.n_embd, config.n_embd)
+        self.lambdas = nn.Parameter(torch.empty(2))
+
+    def forward(self, x, v1, x0, rotary, kernel, mask, past=None):
+        x = self.lambdas[0] * x + self.lambdas[1] * x0
+        y, v1 = self.attn(norm(x), v1, rotary, kernel, mask, past)
+        x = x + y
+        return x + self.c_proj(F.relu(self.c_fc(norm(x))).square()), v1
+
+
+class FrontierGPT(LanguageModel):
+    """SpeedrunGPT with a bigram table, smeared embeddings and offset keys; 200.8M parameters at GPT-2's size,
+    38.6M of them the bigram table, of which a token reads one row."""
+    softcap = 30.0
+
+    def __init__(self, config):
+        super().__init__()
+        if config.n_embd % (4 * config.n_head):
+            raise UserError(f"--n_embd {config.n_embd} does not divide into --n_head {config.n_head} heads "
+                            f"of a size that 4 divides, which rotary positions and offset keys need: give "
+                            f"another number of heads")
+        self.config = config
+        self.transformer = nn.ModuleDict(dict(
+            wte=nn.Embedding(config.vocab_size, config.n_embd),
+            bigram=nn.Embedding(config.vocab_size, config.n_embd),
+            h=nn.ModuleList(FrontierBlock(config, layer) for layer in range(config.n_layer)),
+        ))
+        self.smear = CastLinear(config.n_embd, 1)
+        self.lm_head = CastLinear(config.n_embd, config.vocab_size)
+        window = torch.tensor(config.window or config.block_size, device="cpu")
+        self.register_buffer("window", window, persistent=False)    # a tensor: a new value needs no recompile
+        self.init_weights()
+
+    @torch.no_grad()
+    def init_weights(self):
+        """As SpeedrunGPT's; the bigram table and the smear start at zero, where they change nothing."""
+        for name, p in self.named_parameters():
+            if name.endswith(("c_proj.weight", "lm_head.weight", "bigram.weight", "smear.weight")):
+                p.zero_()
+            elif name.endswith("wte.weight"):
+                p.normal_()
+            elif name.endswith(("c_q.weight", "c_k.weight", "c_v.weight", "c_fc.weight")):
+                p.uniform_(-p.size(1)**-0.5, p.size(1)**-0.5)
+            elif name.endswith("lambdas"):
+                p.copy_(torch.tensor([1.0, 0.0]))
+            elif name.endswith("lamb"):
+                p.fill_(0.5)
+            else:
+                raise AssertionError(f"no initialisation for {name}")
+
+    def embed(self, tokens: Tensor, dtype: torch.dtype) -> Tensor:
+        """tokens (B, S) -> (B, S, C)."""
+        x = norm(self.transformer.wte(tokens).to(dtype))                        # (B, S, C)
+        # smear (record 34): each token adds some of the one before it, as much as its own embedding asks for
+        x = x + torch.tanh(self.smear(x)) * previous(x)
+        # bigram hash embedding (record 62)
+        pair = self.transformer.bigram(bigram_hash(tokens, self.transformer.bigram.num_embeddings))
+        return norm(x + pair.to(dtype))
+
+    def hidden(self, idx: Tensor, past: KVCache | None = None) -> Tensor:
+        """Final hidden states (B, T, C) of idx (B, T), which follows the tokens in the KVCache `past`."""
+        device, dtype, T = idx.device.type, matmul_dtype(self.transformer.wte.weight), idx.size(1)
+        tokens = past.add(idx) if past else idx                                 # (B, S)
+        hs = self.config.n_embd // self.config.n_head
+        pos = torch.arange(tokens.size(1) - T, tokens.size(1), device=idx.device)               # (T,)
+        frequencies = 10000.0 ** -(torch.arange(0, hs, 2, device=idx.device) / hs)              # (hs/2,)
+        angles = torch.outer(pos, frequencies)                                  # (T, hs/2)
+        rotary = angles.cos().to(dtype), angles.sin().to(dtype)
+        mask = None
+        if self.config.window:
+            kernel = resolve_attention(self.kernel, device, dtype, tokens.size(1), blocks=past is None)
+            mask = document_window_mask(tokens, T, self.window, as_blocks="flex" in kernel)
+        with torch.autocast(device, enabled=False):
+            # with a cache only the new tokens, and the one before them
+            x = x0 = self.embed(tokens[:, -T - 1:], dtype)[:, -T:]              # (B, T, C)
+            v1 = None
+            for block in self.transformer.h:
+                x, v1 = block(x, v1, x0, rotary, self.kernel, mask, past)
+            return norm(x)
+
+    def configure_optimizers(self, max_lr: float, weight_decay: float = 0.0, dtype=torch.bfloat16) -> list:
+        """[Adam, NorMuon]. Rates as SpeedrunGPT's; the bigram table's is a tenth of the embedding's, because
+        most of its rows are seen only a few times."""
+        params = dict(self.named_parameters())
+        wte, bigram, head = ([(name, params.pop(name))] for name in (
+            "transformer.wte.weight", "transformer.bigram.weight", "lm_head.weight"))
+        matrices = [(n, p) for n, p in params.items() if n.startswith("transformer.h.") and p.dim() == 2]
+        scalars = [(n, p) for n, p in params.items() if n not in dict(matrices)]
+        adam = torch.optim.Adam([{"params": wte, "lr": 15 * max_lr},
+                                 {"params": bigram, "lr": 1.5 * max_lr},
+                                 {"params": head, "lr": 0.1 * max_lr * 768 / self.config.n_embd},
+                                 {"params": scalars, "lr": max_lr}], betas=(0.8, 0.95), eps=1e-8, fused=True)
+        return [adam, NorMuon(matrices, max_lr, weight_decay=weight_decay, dtype=dtype)]
+
+    def flops_per_token(self, sequence_length: int) -> int:
+        """As SpeedrunGPT's; of both embeddings only rows are looked up."""
+        N = sum(p.numel() for name, p in self.named_parameters()
+                if name not in ("transformer.wte.weight", "transformer.bigram.weight"))
+        span = min(sequence_length, self.config.window or sequence_length)
+        return 6 * N + 12 * self.config.n_layer * self.config.n_embd * span
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        raise UserError("transformers has no frontier model: only one of --recipe gpt2 can be exported")

@@ -1,0 +1,88 @@
+"""What the models have in common: loss and samples from hidden states, and the pieces of the modern ones."""
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+from runtime.generation import generate_tokens
+from runtime.kernels import chunked_cross_entropy
+
+
+class LanguageModel(nn.Module):
+    """Loss and samples from hidden states. A subclass has `config`, `lm_head` and `hidden(idx, past=None)`:
+    the final hidden states (B, T, C) of idx (B, T), which follows the tokens in the KVCache `past`."""
+    chunked_loss = staticmethod(chunked_cross_entropy)
+    loss_chunk = 0              # tokens whose logits are in memory at a time while training; 0: all
+    kernel = "auto"             # attention kernel, by name
+    softcap = 0.0               # c: the logits are c tanh(z / c), where z is the head's output; 0: they are z
+
+    def logits(self, x: Tensor) -> Tensor:
+        """x (..., C) -> (..., vocab_size)."""
+        z = self.lm_head(x)
+        return self.softcap * torch.tanh(z.float() / self.softcap) if self.softcap else z
+
+    def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
+        """idx, targets: int64 (B, T). Without targets: (logits (B, T, vocab_size), None).
+
+        With targets: (None, mean cross-entropy in nats); targets of -1 are ignored. The logits are not
+        returned, so that torch.compile can fuse them with the loss. ValueError if T exceeds block_size.
+        """
+        if idx.size(1) > self.config.block_size:
+            raise ValueError(f"{idx.size(1)} tokens are longer than block_size {self.config.block_size}")
+        x = self.hidden(idx)                                                    # (B, T, C)
+        if targets is not None and self.loss_chunk:
+            return None, self.chunked_loss(x.flatten(0, 1), self.lm_head.weight, targets.flatten(),
+                                           self.loss_chunk, self.softcap, torch.compiler.is_compiling())
+        logits = self.logits(x)                                                 # (B, T, vocab_size)
+        if targets is None:
+            return logits, None
+        return None, F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=-1)
+
+    def token_losses(self, idx: Tensor, targets: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Cross-entropy of each token, fp32 (B, T); 0 where the target is -1. idx, targets: int64 (B, T).
+
+        Logits are computed only at `positions`: int64 (n,), indices into B T, each target >= 0 at least once.
+        By default they are found: then the CPU waits for the GPU, and n differs from call to call.
+        """
+        if positions is None:
+            positions = (targets >= 0).flatten().nonzero().flatten()            # (n,)
+        logits = self.logits(self.hidden(idx).flatten(0, 1)[positions]).float()     # (n, vocab_size)
+        losses = F.cross_entropy(logits, targets.flatten()[positions], ignore_index=-1, reduction="none")
+        return torch.zeros(idx.numel(), device=idx.device).scatter(0, positions, losses).view_as(idx)
+
+    def use_attention(self, kernel: str) -> None:
+        """Sets the attention kernel by name (see resolve_attention), without check_attention."""
+        self.kernel = kernel
+
+    def generate(self, idx: Tensor, max_new_tokens: int, temperature: float = 1.0, top_k: int | None = 50,
+                 generator: torch.Generator | None = None, top_p: float | None = None) -> Tensor:
+        """Continues idx (B, T) int64 by max_new_tokens sampled tokens -> (B, T + max_new_tokens).
+
+        Keys and values are cached until the context fills block_size. Then the context slides, all positions
+        shift, and each token needs a forward of the whole context. `temperature` 0 takes the likeliest token;
+        `top_k` None or 0 samples from all. Of these `top_p` keeps the fewest likeliest tokens whose
+        probabilities sum to at least it (0 < top_p <= 1). Ids >= 50257 (padding) are never sampled.
+        """
+        new = generate_tokens(self, idx, max_new_tokens, temperature, top_k, generator, top_p)
+        return torch.cat((idx, *new), dim=1)
+
+
+class CastLinear(nn.Linear):
+    """A linear layer without bias. Its weight is stored in fp32 and cast to the dtype of its input."""
+
+    def __init__(self, inputs, outputs):
+        super().__init__(inputs, outputs, bias=False)
+
+    def forward(self, x):
+        return F.linear(x, self.weight.to(x.dtype))
+
+
+def norm(x: Tensor) -> Tensor:
+    """RMSNorm without a gain (arXiv:1910.07467): x / sqrt(mean of squares) over the last dimension."""
+    return F.rms_norm(x, (x.size(-1),))
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary positions (arXiv:2104.09864): x (B, nh, T, hs); cos, sin (T, hs/2) rotate (i, i + hs/2)."""
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos + b * sin, b * cos - a * sin), dim=-1)

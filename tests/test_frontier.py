@@ -1,0 +1,339 @@
+"""The frontier recipe: its model against an independent reference, NorMuon, several updates a step."""
+import dataclasses
+import math
+import subprocess
+import sys
+import types
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from frontier import FrontierConfig, FrontierGPT, bigram_hash
+from helpers import ENV, HANG, ROOT, logged, run
+from model import load_model
+from runtime.checks import check_config, micro_batch_candidates
+from runtime.cli import UserError
+from runtime.dataloader import TokenDataset, TokenLoader
+from runtime.distributed import Process, StopSignals
+from runtime.muon import orthogonalize
+from runtime.normuon import NorMuon
+from runtime.shards import write_shard
+from runtime.tokenizer import EOT, encode
+from train_gpt2 import RECIPES, Config, parse_flags, train_step, updates_of_step
+
+
+def make_model(seed=0, **shape):
+    """With random weights as after training: those of a new model's branches are all zero."""
+    torch.manual_seed(seed)
+    tiny = dict(block_size=24, vocab_size=97, n_layer=3, n_head=2, n_embd=32)
+    model = FrontierGPT(FrontierConfig(**tiny | shape))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p) * (0.1 if p.dim() == 2 else 0.3))
+    return model
+
+
+def tokens(*shape, seed=1, vocab_size=97):
+    return torch.randint(vocab_size, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def plain_frontier(w, heads, idx):
+    """The model in float64, position by position and head by head. w: name -> float64 tensor."""
+    def rms(x):
+        return x / (x.pow(2).mean(-1, keepdim=True) + torch.finfo(torch.float32).eps).sqrt()
+
+    def turn(x):                        # (T, hs): rotates the pair (x_i, x_{i + hs/2}) by t / 10000^(2i/hs)
+        T, hs = x.shape
+        angle = torch.arange(T)[:, None] / 10000 ** (2 * torch.arange(hs // 2)[None] / hs).double()
+        a, b = x[:, :hs // 2], x[:, hs // 2:]
+        return torch.cat((a * angle.cos() + b * angle.sin(), b * angle.cos() - a * angle.sin()), 1)
+    results = []
+    for row in idx.tolist():
+        rows = len(w["transformer.bigram.weight"])
+        embedded = [rms(w["transformer.wte.weight"][token]) for token in row]
+        x = []
+        for t, token in enumerate(row):
+            e = embedded[t]
+            if t:
+                e = e + torch.tanh(e @ w["smear.weight"][0]) * embedded[t - 1]
+            pair = ((36313 * token) ^ (27191 * (row[t - 1] if t else EOT))) % rows
+            x.append(rms(e + w["transformer.bigram.weight"][pair]))
+        x = x0 = torch.stack(x)
+        first_values = None
+        for n in range(sum(name.endswith("lambdas") for name in w)):
+            g = {name.split(f"h.{n}.")[1]: value for name, value in w.items() if f"h.{n}." in name}
+            x = g["lambdas"][0] * x + g["lambdas"][1] * x0
+            u = rms(x)
+            q, k, v = (u @ g[f"attn.c_{c}.weight"].t() for c in "qkv")
+            first_values = v if first_values is None else first_values
+            v = (1 - g["attn.lamb"]) * v + g["attn.lamb"] * first_values
+            ys = []
+            for q_h, k_h, v_h in zip(q.chunk(heads, -1), k.chunk(heads, -1), v.chunk(heads, -1), strict=True):
+                keys = turn(rms(k_h))
+                quarter = keys.size(1) // 4
+                for i in (3, 2, 1):     # the second and fourth quarter of the key are of the token before
+                    part = slice(i * quarter, (i + 1) * quarter)
+                    if i != 2:
+                        keys = keys.clone()
+                        keys[:, part] = torch.cat((torch.zeros(1, quarter), keys[:-1, part]))
+                scores = turn(rms(q_h)) @ keys.t() / math.sqrt(q_h.size(-1))
+                mask = torch.arange(len(row))[None, :] > torch.arange(len(row))[:, None]
+                ys.append(scores.masked_fill(mask, -math.inf).softmax(-1) @ v_h)
+            x = x + torch.cat(ys, -1) @ g["attn.c_proj.weight"].t()
+            x = x + (rms(x) @ g["c_fc.weight"].t()).clamp(min=0).pow(2) @ g["c_proj.weight"].t()
+        results.append(30 * torch.tanh(rms(x) @ w["lm_head.weight"].t() / 30))
+    return torch.stack(results)
+
+
+def test_logits_loss_and_gradients_equal_a_plain_reference():
+    model, idx, targets = make_model(), tokens(2, 9), tokens(2, 9, seed=2)
+    targets[0, :3] = -1
+    weights = {name: p.detach().double().requires_grad_() for name, p in model.named_parameters()}
+    expected = plain_frontier(weights, 2, idx)
+    torch.testing.assert_close(model(idx)[0].double(), expected, rtol=1e-4, atol=2e-4)
+    loss = F.cross_entropy(expected.flatten(0, 1), targets.flatten(), ignore_index=-1)
+    loss.backward()
+    for chunk in (0, 5):
+        model.loss_chunk = chunk
+        model.zero_grad()
+        ours = model(idx, targets)[1]
+        ours.backward()
+        assert ours.item() == pytest.approx(loss.item(), abs=1e-5)
+        for name, p in model.named_parameters():
+            gradient = weights[name].grad
+            assert (p.grad.double() - gradient).norm() <= 1e-4 * gradient.norm() + 1e-9, (chunk, name)
+
+
+def test_no_token_sees_a_later_one():
+    model, idx = make_model(), tokens(2, 24)
+    changed = idx.clone()
+    changed[:, 11] = (idx[:, 11] + 1) % 97
+    difference = (model(idx)[0] - model(changed)[0]).abs().amax(-1)
+    assert difference[:, :11].max() == 0 and difference[:, 11:].min() > 0
+
+
+def test_in_bfloat16_the_logits_stay_near():
+    model, idx = make_model(), tokens(2, 24)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = model(idx)[0]
+    expected = model(idx)[0]
+    assert (found - expected).norm() < 0.05 * expected.norm()
+
+
+def test_gpt2s_size_has_201_million_parameters_and_starts_at_the_loss_of_knowing_nothing():
+    with torch.device("meta"):
+        model = FrontierGPT(FrontierConfig())
+    matrices = sum(p.numel() for p in model.parameters() if p.dim() == 2)
+    assert matrices == 162_201_600 + 50304 * 768 + 768
+    # of the two embeddings a token reads one row each: no product
+    assert model.flops_per_token(1024) == 6 * (sum(p.numel() for p in model.parameters()) - 2 * 50304 * 768) \
+        + 12 * 12 * 768 * 1024
+    small = FrontierGPT(FrontierConfig(24, 97, 2, 2, 32))
+    assert small(tokens(2, 24), tokens(2, 24))[1].item() == pytest.approx(math.log(97), abs=1e-5)
+
+
+def test_pairs_of_tokens_spread_over_the_rows():
+    pairs = torch.cartesian_prod(torch.arange(200), torch.arange(200))
+    rows = bigram_hash(pairs, 50304)[:, 1]
+    assert rows.min() >= 0 and rows.max() < 50304
+    counts = rows.bincount(minlength=50304).double()        # a fair hash: mean = variance, as Poisson's
+    assert counts.var() < 2 * counts.mean()
+    assert torch.equal(bigram_hash(pairs[:, 1:], 50304)[:, 0], bigram_hash(
+        F.pad(pairs[:, 1:], (1, 0), value=EOT), 50304)[:, 1])
+
+
+@pytest.mark.parametrize("window", [0, 6])
+def test_cached_generation_takes_the_likeliest_tokens_of_whole_forwards(window):
+    model, idx = make_model(window=window, n_layer=2, vocab_size=50304), tokens(2, 5)
+    idx[0, 1] = idx[1, 3] = EOT
+    found = model.generate(idx, 30, temperature=0)          # beyond block_size: the context slides
+    for _ in range(30):
+        idx = torch.cat((idx, model(idx[:, -24:])[0][:, -1:, :50257].argmax(-1)), dim=1)
+    assert torch.equal(found, idx)
+
+
+def test_heads_that_four_does_not_divide_are_refused():
+    with pytest.raises(UserError, match="heads of a size that 4 divides"):
+        FrontierGPT(FrontierConfig(n_embd=12, n_head=2))
+
+
+def test_weights_come_back_from_a_checkpoint_and_are_not_exported(tmp_path):
+    model = make_model()
+    torch.save({"model": model.state_dict(), "model_config": dict(vars(model.config)), "recipe": "frontier"},
+               tmp_path / "c.pt")
+    again = load_model(tmp_path / "c.pt")
+    assert torch.equal(again(tokens(1, 24))[0], model(tokens(1, 24))[0])
+    with pytest.raises(UserError, match="only one of --recipe gpt2"):
+        again.save_pretrained(tmp_path / "folder")
+
+
+# -----------------------------------------------------------------------------
+# NorMuon
+
+def test_normuon_gives_each_row_its_share_and_keeps_the_norm():
+    torch.manual_seed(0)
+    params = [nn.Parameter(torch.randn(12, 6)) for _ in range(2)]
+    start = [p.detach().clone() for p in params]
+    optimizer = NorMuon([(str(i), p) for i, p in enumerate(params)], lr=0.1, weight_decay=0.5,
+                        dtype=torch.float32)
+    squares, momentum = [torch.zeros(12, 1)] * 2, [torch.zeros(12, 6)] * 2
+    for step in range(3):
+        for i, p in enumerate(params):
+            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(7 * step + i))
+            momentum[i] = 0.95 * momentum[i] + p.grad
+            update = orthogonalize((p.grad + 0.95 * momentum[i])[None], torch.float32)[0]
+            squares[i] = 0.95 * squares[i] + 0.05 * update.square().mean(1, keepdim=True)
+            scaled = update / squares[i].sqrt()
+            scaled = scaled * update.norm() / scaled.norm()
+            if step == 0:
+                torch.testing.assert_close(scaled.norm(dim=1), torch.full((12,), scaled.norm() / 12**0.5))
+            start[i] = start[i] * (1 - 0.1 * 0.5) - 0.1 * math.sqrt(12 / 6) * scaled
+        optimizer.step()
+    for p, expected in zip(params, start, strict=True):
+        torch.testing.assert_close(p.detach(), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_step_of_normuon_that_is_not_finite_changes_nothing():
+    torch.manual_seed(0)
+    p = nn.Parameter(torch.randn(8, 8))
+    optimizer = NorMuon([("p", p)], lr=0.02, weight_decay=0.1)
+    p.grad, optimizer.found_inf = torch.randn(8, 8), torch.zeros(())
+    optimizer.step()
+    before = [t.clone() for t in (p.detach(), *optimizer.state[p].values())]
+    p.grad[3, 3], optimizer.found_inf = math.nan, torch.ones(())
+    optimizer.step()
+    assert len(before) == 3
+    after = p.detach(), *optimizer.state[p].values()
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_every_parameter_is_in_one_group():
+    model = make_model(n_embd=384)
+    config, _ = parse_flags(["--recipe", "frontier"])
+    optimizers = RECIPES["frontier"].optimizers(model, config)
+    rates = {name: group["lr"] for optimizer in optimizers for group in optimizer.param_groups
+             for name in group["param_names"]}
+    assert sorted(rates) == sorted(name for name, _ in model.named_parameters())
+    expected = {"transformer.wte.weight": 0.3, "transformer.bigram.weight": 0.03, "lm_head.weight": 0.004}
+    assert all(rate == pytest.approx(expected.get(name, 0.02)) for name, rate in rates.items())
+    matrices = {name for group in optimizers[1].param_groups for name in group["param_names"]}
+    assert matrices == {name for name, p in model.named_parameters() if p.dim() == 2 and ".h." in name}
+
+
+# -----------------------------------------------------------------------------
+# several updates a step
+
+@pytest.mark.parametrize("first, steps, expected", [
+    (4, 9, [4, 4, 4, 2, 2, 2, 1, 1, 1]), (2, 6, [2, 2, 1, 1, 1, 1]), (1, 3, [1, 1, 1]),
+    (16, 4, [16, 16, 8, 4]), (4, 1, [4])])
+def test_the_updates_of_a_step_are_halved_after_each_third(first, steps, expected):
+    config = Config(max_steps=steps, updates_per_step=first)
+    assert [updates_of_step(step, config) for step in range(steps)] == expected
+    assert updates_of_step(steps, config) == updates_of_step(steps + 9, config) == max(1, first // 4)
+
+
+def a_state(rows, batch_size):
+    torch.manual_seed(3)
+    model = FrontierGPT(FrontierConfig(8, 97, 1, 2, 16))
+    text = tokens(rows * 8 + 1).numpy().astype("uint16")
+    loader = TokenLoader(TokenDataset([text], 8), rows * 8, batch_size)
+    loader.start(0)
+    state = types.SimpleNamespace(step=0, model=model,
+                                  optimizers=[torch.optim.AdamW(model.parameters(), fused=True)],
+                                  scaler=torch.amp.GradScaler("cpu", enabled=False))
+    return state, loader, torch.autocast("cpu", enabled=False), Process(device="cpu")
+
+
+def test_a_step_of_four_updates_trains_as_four_steps_of_a_quarter_of_the_batch():
+    results = {}
+    for updates, steps, rows in ((4, 1, 8), (1, 4, 2)):
+        state, loader, autocast, process = a_state(8, 1)
+        loader.micro_steps = rows
+        signals = StopSignals(process)
+        results[updates] = [train_step(state.model, state, loader, autocast, 0.0, process, signals, updates)
+                            for _ in range(steps)], state.model.state_dict()
+        loader.close()
+    (whole,), weights = results[4]
+    parts, expected = results[1]
+    assert all(torch.equal(weights[name], expected[name]) for name in weights)
+    losses, norms, _ = torch.stack(parts).unbind(1)
+    assert whole[0].item() == pytest.approx(losses.mean().item(), abs=1e-6)
+    assert whole[1] == norms.max() and whole[2] == -1 and len(set(losses.tolist())) == 4
+
+
+@pytest.mark.parametrize("at, discarded", [(1, True), (2, False), (5, False)])
+def test_a_signal_discards_a_step_only_before_its_first_update(at, discarded):
+    state, loader, autocast, process = a_state(8, 1)
+    signals, asked = StopSignals(process), iter(range(100))
+    next_batch = loader.next_batch
+
+    def counted():
+        if next(asked) == at:
+            signals.received = 15
+        return next_batch()
+    loader.next_batch = counted
+    before = {name: p.clone() for name, p in state.model.state_dict().items()}
+    result = train_step(state.model, state, loader, autocast, 0.0, process, signals, 4)
+    loader.close()
+    changed = any(not torch.equal(before[name], p) for name, p in state.model.state_dict().items())
+    assert (result is None) == discarded and changed != discarded
+    assert next(asked) == (2 if discarded else 8)
+
+
+def test_the_micro_batch_fits_the_smallest_update():
+    config = Config(total_batch_size=4096, sequence_length=128, updates_per_step=4)
+    assert micro_batch_candidates(config, 1, "cuda:0") == [1, 2, 4, 8]
+    assert micro_batch_candidates(config, 2, "cpu") == [4]
+    with pytest.raises(UserError, match="for each of --updates_per_step 4: give 4096 or 8192"):
+        micro_batch_candidates(dataclasses.replace(config, total_batch_size=4608), 8, "cpu")
+    with pytest.raises(UserError, match="does not divide the 8 sequences an update"):
+        micro_batch_candidates(dataclasses.replace(config, batch_size="16"), 1, "cpu")
+    with pytest.raises(UserError, match="--updates_per_step 3: give a power of two"):
+        check_config(Config(updates_per_step=3))
+
+
+FLAGS = ["--recipe", "frontier", "--n_layer", 2, "--n_head", 2, "--n_embd", 32, "--block_size", 16,
+         "--total_batch_size", 512, "--max_steps", 9, "--val_every", 9, "--val_tokens", 320,
+         "--sample_every", 0, "--hellaswag_every", 0, "--checkpoint_every", 9, "--dtype", "float32"]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("shards")
+    for name, seed, n in (("val", 1, 400), ("train", 2, 3000)):
+        write_shard(folder / f"text_{name}_000000.npy", tokens(n, seed=seed).numpy().astype("uint16"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone(data, tmp_path_factory):
+    out = tmp_path_factory.mktemp("alone") / "log"
+    run(*FLAGS, "--vocab_size", 97, "--data", data, "--out", out)
+    return out
+
+
+@pytest.mark.parametrize("processes, more", [(2, []), (4, []), (1, ["--batch_size", 2, "--loss_chunk", 7])])
+def test_processes_micro_batches_and_chunks_change_only_the_rounding(processes, more, data, alone, tmp_path):
+    run(*FLAGS, "--vocab_size", 97, "--data", data, "--out", tmp_path / "log", *more, processes=processes)
+    expected, found = logged(alone), logged(tmp_path / "log")
+    assert len(expected) == 9 and expected[0] == pytest.approx(math.log(97), abs=0.1)
+    for step in range(2):           # Muon lifts the rounding some 500 times a step
+        assert found[step] == pytest.approx(expected[step], abs=2e-4)
+    assert logged(tmp_path / "log", "val")[9] == pytest.approx(logged(alone, "val")[9], abs=0.05)
+
+
+def test_a_run_with_a_window_evaluates_samples_and_is_sampled_from(tmp_path):
+    text = encode((ROOT / "input.txt").read_text()[:30_000])
+    for name, part in (("val", text[:1000]), ("train", text[1000:])):
+        write_shard(tmp_path / f"text_{name}_000000.npy", part)
+    result = run(*FLAGS, "--window", 8, "--data", tmp_path, "--out", tmp_path / "log", "--sample_every", 9,
+                 "--val_tokens", 900, "--dtype", "bfloat16")
+    val = logged(tmp_path / "log", "val")
+    assert val[0] == pytest.approx(math.log(50304), abs=0.01) and val[9] < val[0] - 1
+    assert "sample 0: Hello, I'm a language model," in result.stdout
+    sampled = subprocess.run([sys.executable, ROOT / "sample.py", "--model", tmp_path / "log",
+                              "--num_samples", "1", "--max_new_tokens", "4"],
+                             capture_output=True, text=True, env=ENV, timeout=HANG)
+    assert sampled.returncode == 0 and sampled.stdout, sampled.stderr
