@@ -1,4 +1,4 @@
-"""`bench.py recipes`: both recipes on the user's shards, and an ablation of the speedrun recipe."""
+"""`bench.py recipes`: gpt2 and a faster recipe on the user's shards, and that recipe's ablations."""
 import math
 import os
 import shutil
@@ -14,45 +14,65 @@ from runtime.cli import UserError
 from runtime.log import read_log
 from runtime.plots import plot_curves
 
-# {idea of the speedrun recipe: (file, like model.py or runtime/muon.py; a line of it; the line without the
-# idea)}. To measure an idea, a copy of the project with the other line is trained.
+# {recipe: {idea: (file, like model.py or runtime/muon.py; a line of it; the line without the idea)}}. To
+# measure an idea, a copy of the project with the other line is trained.
 ABLATIONS = {
-    "rotary positions (none instead)": (
-        "model.py", "rotary = angles.cos().to(dtype), angles.sin().to(dtype)",
-        "rotary = torch.ones_like(angles).to(dtype), torch.zeros_like(angles).to(dtype)"),
-    "QK-norm": (
-        "model.py", "q, k = rotate(norm(q), *rotary), rotate(norm(k), *rotary)",
-        "q, k = rotate(q, *rotary), rotate(k, *rotary)"),
-    "value residual": ("model.py", "v = (1 - self.lamb) * v + self.lamb * v1", "v = v + 0 * self.lamb"),
-    "embedding shortcut x0": (
-        "model.py", "x = self.lambdas[0] * x + self.lambdas[1] * x0", "x = self.lambdas[0] * x"),
-    "ReLU squared (GELU instead)": ("model.py", "F.relu(self.c_fc(x)).square()", "F.gelu(self.c_fc(x))"),
-    "projections and head start at zero (normal, 0.02)": (
-        "model.py", """                p.zero_()
+    "speedrun": {
+        "rotary positions (none instead)": (
+            "model.py", "rotary = angles.cos().to(dtype), angles.sin().to(dtype)",
+            "rotary = torch.ones_like(angles).to(dtype), torch.zeros_like(angles).to(dtype)"),
+        "QK-norm": (
+            "model.py", "q, k = rotate(norm(q), *rotary), rotate(norm(k), *rotary)",
+            "q, k = rotate(q, *rotary), rotate(k, *rotary)"),
+        "value residual": ("model.py", "v = (1 - self.lamb) * v + self.lamb * v1", "v = v + 0 * self.lamb"),
+        "embedding shortcut x0": (
+            "model.py", "x = self.lambdas[0] * x + self.lambdas[1] * x0", "x = self.lambdas[0] * x"),
+        "ReLU squared (GELU instead)": ("model.py", "F.relu(self.c_fc(x)).square()", "F.gelu(self.c_fc(x))"),
+        "projections and head start at zero (normal, 0.02)": (
+            "model.py", """                p.zero_()
             elif name.endswith("wte.weight"):""", """                p.normal_(0.0, 0.02)
             elif name.endswith("wte.weight"):"""),
-    "norm after the embedding": (
-        "model.py", "x = x0 = norm(self.transformer.wte(idx).to(dtype))",
-        "x = x0 = self.transformer.wte(idx).to(dtype)"),
-    "softcap": ("model.py", "softcap = 30.0", "softcap = 0.0"),
-    "Muon (Adam at a tenth of its rate)": (
-        "model.py", """Muon([(n, p) for n, p in blocks if p.dim() == 2], max_lr, weight_decay=weight_decay,
-                           dtype=dtype)""",
-        "torch.optim.Adam([(n, p) for n, p in blocks if p.dim() == 2], 0.1 * max_lr, betas=(0.9, 0.95), "
-        "fused=True)"),
-    "momentum warm-up": (
-        "train_gpt2.py", "return 0.85 + 0.10 * min(1.0, step / (0.154 * config.max_steps))", "return 0.95"),
-    "constant rate, then linear (cosine instead)": (
-        "train_gpt2.py", "return set_lr(trapezoid(step, config), config, state)",
-        "return set_lr(warmup_cosine(step, config), config, state)"),
-    "head's rate by width (0.002 instead)": (
-        "model.py", "0.1 * max_lr * 768 / self.config.n_embd", "0.1 * max_lr"),
+        "norm after the embedding": (
+            "model.py", "x = x0 = norm(self.transformer.wte(idx).to(dtype))",
+            "x = x0 = self.transformer.wte(idx).to(dtype)"),
+        "softcap": ("model.py", "softcap = 30.0", "softcap = 0.0"),
+        "Muon (Adam at a tenth of its rate)": (
+            "model.py",
+            "Muon([(n, p) for n, p in blocks if p.dim() == 2], max_lr, weight_decay=weight_decay,\n"
+            "                           dtype=dtype)",
+            "torch.optim.Adam([(n, p) for n, p in blocks if p.dim() == 2], 0.1 * max_lr, betas=(0.9, 0.95), "
+            "fused=True)"),
+        "momentum warm-up": (
+            "train_gpt2.py", "return first + (last - first) * min(1.0, step / (0.154 * config.max_steps))",
+            "return last"),
+        "constant rate, then linear (cosine instead)": (
+            "train_gpt2.py", "return set_lr(trapezoid(step, config), config, state)",
+            "return set_lr(warmup_cosine(step, config), config, state)"),
+        "head's rate by width (0.002 instead)": (
+            "model.py", "0.1 * max_lr * 768 / self.config.n_embd", "0.1 * max_lr"),
+    },
+    "frontier": {
+        "several updates a step (one instead)": (
+            "train_gpt2.py", "grad_clip=0.0, updates_per_step=4)", "grad_clip=0.0)"),
+        "bigram table": (
+            "frontier.py", "return norm(x + pair.to(dtype))", "return norm(x + 0 * pair.to(dtype))"),
+        "bigram table's rate (the embedding's instead)": (
+            "frontier.py", '"lr": 1.5 * max_lr', '"lr": 15 * max_lr'),
+        "smear": ("frontier.py", "torch.tanh(self.smear(x)) * previous(x)", "0 * self.smear(x)"),
+        "key offset": (
+            "frontier.py", "k = torch.cat((fast, previous(slow), fast2, previous(slow2)), dim=-1)", "k = k"),
+        "NorMuon (Muon instead)": (
+            "frontier.py", "from runtime.normuon import NorMuon", "from runtime.muon import Muon as NorMuon"),
+    },
 }
+# steps of gpt2's run for one of the recipe's, and evaluations of gpt2's run
+SHARE, EVALUATIONS = {"speedrun": 3, "frontier": 10}, {"speedrun": 12, "frontier": 10}
+FRACTION = {"speedrun": "a third", "frontier": "a tenth"}
 
 
-def ablated_source(idea):
+def ablated_source(recipe, idea):
     """(file, its text without the idea). The idea's line must occur exactly once."""
-    file, line, replacement = ABLATIONS[idea]
+    file, line, replacement = ABLATIONS[recipe][idea]
     text = (BENCH.parent / file).read_text(encoding="utf-8")
     assert text.count(line) == 1, f"{idea}: {file} holds its line {text.count(line)} times"
     return file, text.replace(line, replacement)
@@ -70,7 +90,7 @@ def validation_curve(flags, idea=None, threads=None):
         for name in ("runtime", "assets"):
             shutil.copytree(BENCH.with_name(name), folder / name)
         if idea:
-            file, text = ablated_source(idea)
+            file, text = ablated_source(flags[flags.index("--recipe") + 1], idea)
             (folder / file).write_text(text, encoding="utf-8")
         command = [sys.executable, folder / "train_gpt2.py", *map(str, flags), "--out", folder / "log"]
         result = subprocess.run(command, capture_output=True, text=True,
@@ -84,21 +104,24 @@ def validation_curve(flags, idea=None, threads=None):
         return {step * tokens: losses.get(step, math.nan) for step in (*range(0, steps, every), steps)}
 
 
-def recipe_runs(args, base, shape, steps, tokens):
-    """{(kind, value): flags of train_gpt2.py}: ("gpt2", rate), ("speedrun", steps) and ("without", idea).
+def recipe_runs(args, recipe, base, shape, steps, tokens):
+    """{(kind, value): flags of train_gpt2.py}: ("gpt2", rate), (recipe, steps) and ("without", idea).
 
-    gpt2 runs `steps` steps at three rates, speedrun a third of them and all, and a third without each idea.
+    gpt2 runs `steps` steps at three rates, the recipe its share of them and all, and the share without each
+    idea.
     """
     common = ["--data", args.path, "--n_layer", shape["n_layer"], "--n_embd", shape["n_embd"],
-              "--block_size", base.T, "--total_batch_size", tokens, "--batch_size", args.batch_size or "auto",
-              "--val_tokens", 32768, "--val_every", steps // 12, "--device", base.device,
+              "--block_size", base.T, "--total_batch_size", tokens, "--batch_size", "auto",
+              "--val_tokens", 32768, "--val_every", steps // EVALUATIONS[recipe], "--device", base.device,
               "--dtype", base.dtype, "--hellaswag_every", 0, "--sample_every", 0, "--checkpoint_every", 0,
               "--resume", "never", "--no_plot"]
     gpt2 = [*common, "--n_head", shape["n_head"], "--max_steps", steps, "--warmup_steps", steps // 15]
-    speedrun = [*common, "--recipe", "speedrun", "--n_head", max(1, shape["n_embd"] // 128), "--max_steps"]
+    other = [*common, "--recipe", recipe, "--n_head", max(1, shape["n_embd"] // 128), "--max_steps"]
     runs = {("gpt2", rate): [*gpt2, "--max_lr", rate] for rate in (1e-3, 2e-3, 4e-3)}
-    runs |= {("speedrun", n): [*speedrun, n] for n in (steps // 3, steps)}
-    return runs | {("without", idea): [*speedrun, steps // 3] for idea in ABLATIONS if not args.no_ideas}
+    runs |= {(recipe, n): [*other, n] for n in (steps // SHARE[recipe], steps)}
+    if args.no_ideas:
+        return runs
+    return runs | {("without", idea): [*other, steps // SHARE[recipe]] for idea in ABLATIONS[recipe]}
 
 
 def train_all(runs, seeds, cuda):
@@ -145,46 +168,50 @@ def recipe_rows(curves, best, budgets):
     return [{column: row.get(column, "") for column in rows[0]} for row in rows]
 
 
-def ablation_rows(curves, baseline, tokens):
+def ablation_rows(recipe, curves, baseline, tokens):
     """A row for each idea: the mean loss after `tokens` without it, and how far above `baseline` that is."""
-    return [{"speedrun without": idea, "validation loss": f"{mean_loss(seeds, tokens):.3f}",
+    return [{f"{recipe} without": idea, "validation loss": f"{mean_loss(seeds, tokens):.3f}",
              "the idea brings": f"{mean_loss(seeds, tokens) - baseline:+.3f}",
              "seeds differ by": f"{loss_range(seeds, tokens):.3f}"}
             for (kind, idea), seeds in curves.items() if kind == "without"]
 
 
 def recipes_table(args, base, shape):
-    """gpt2 at the best of three rates against speedrun in a third of the steps, and speedrun's ablations.
+    """gpt2 at the best of three rates against another recipe (--recipe, or speedrun) in a share of the steps,
+    and that recipe's ablations.
 
     Trains, prints and plots; returns the rows. `shape`: n_layer, n_head, n_embd. UserError without shards or
-    with --steps that are no multiple of 12.
+    with --steps of which there are no such shares.
     """
     if not args.path:
         raise UserError("bench.py recipes needs a folder of shards: python fineweb.py --input ... --out DATA")
-    steps, tokens = args.steps or 300, (args.batch_size or 16) * base.T
-    if steps % 12:
-        raise UserError(f"--steps {steps}: give a multiple of 12, of which speedrun then takes a third")
-    runs = recipe_runs(args, base, shape, steps, tokens)
+    recipe = args.recipe if args.recipe in ABLATIONS else "speedrun"
+    share, steps, tokens = SHARE[recipe], args.steps or 300, (args.batch_size or 16) * base.T
+    if steps % EVALUATIONS[recipe]:
+        raise UserError(f"--steps {steps}: give a multiple of {EVALUATIONS[recipe]}, of which {recipe} then "
+                        f"takes {FRACTION[recipe]}")
+    runs = recipe_runs(args, recipe, base, shape, steps, tokens)
     curves = train_all(runs, range(args.turns), base.device.startswith("cuda"))
 
-    budgets = [n * (steps // 3) * tokens for n in (1, 2, 3)]
+    budgets = sorted({n * (steps // share) * tokens for n in (1, share // 2 + 1, share)})
     means = {key: mean_loss(curves[key], budgets[-1]) for key in runs if key[0] == "gpt2"}
     best = min(means, key=lambda key: (math.isnan(means[key]), means[key]))
-    speedrun = curves["speedrun", steps // 3]
-    loss = mean_loss(speedrun, budgets[0])
+    short = curves[recipe, steps // share]
+    loss = mean_loss(short, budgets[0])
     rows = recipe_rows(curves, best, budgets)
-    ablations = ablation_rows(curves, loss, budgets[0])
+    ablations = ablation_rows(recipe, curves, loss, budgets[0])
 
     title = f"{shape['n_layer']} layers of width {shape['n_embd']}"
     print(f"validation loss of {args.size or 'small'} ({title}), {tokens:,} tokens a step, "
           f"means of {args.turns} seed(s)")
     print_table(rows)
-    print(f"after a third of the tokens speedrun is at {loss:.3f}, gpt2 after all of them at "
+    print(f"after {FRACTION[recipe]} of the tokens {recipe} is at {loss:.3f}, gpt2 after all of them at "
           f"{means[best]:.3f}: {'reached' if loss <= means[best] else 'NOT reached'}")
     if ablations:
         print_table(ablations)
     if args.plot:
         plot_curves(args.plot, {f"gpt2, --max_lr {best[1]}": curves[best][0],
-                                "speedrun, the same tokens": curves["speedrun", steps][0],
-                                "speedrun, a third": speedrun[0]}, f"{title}, {tokens:,} tokens a step")
+                                f"{recipe}, the same tokens": curves[recipe, steps][0],
+                                f"{recipe}, {FRACTION[recipe]}": short[0]},
+                    f"{title}, {tokens:,} tokens a step")
     return rows + ablations

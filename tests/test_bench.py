@@ -391,9 +391,10 @@ def test_synthetic_examples_have_hellaswags_format():
     assert [hellaswag._checked(example, "here") for example in examples] == examples
 
 
-def test_each_idea_is_one_line_of_the_code():
-    for idea in ABLATIONS:
-        file, text = ablated_source(idea)
+@pytest.mark.parametrize("recipe", ABLATIONS)
+def test_each_idea_is_one_line_of_the_code(recipe):
+    for idea in ABLATIONS[recipe]:
+        file, text = ablated_source(recipe, idea)
         compile(text, file, "exec")
         assert text != (ROOT / file).read_text()
 
@@ -434,9 +435,24 @@ def test_recipes_table_compares_the_best_rate_with_speedrun_after_a_third(monkey
         "gpt2, --max_lr 0.001", "gpt2, --max_lr 0.002 (the best)", "gpt2, --max_lr 0.004",
         "speedrun, 8 steps", "speedrun, 24 steps"]
     gains = {row["speedrun without"]: row["the idea brings"] for row in rows[5:]}
-    assert gains.keys() == ABLATIONS.keys()
+    assert gains.keys() == ABLATIONS["speedrun"].keys()
     assert (gains["softcap"], gains["value residual"], gains["QK-norm"]) == ("+0.200", "+0.000", "+nan")
     assert (tmp_path / "r.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_recipes_table_compares_with_frontier_after_a_tenth(monkeypatch, capsys):
+    def curve(flags, idea=None, threads=None):
+        steps = flags[flags.index("--max_steps") + 1]
+        level = 5.7 + 0.2 * (idea == "smear") + 0.1 * ("--max_lr" in flags)
+        return {step * 32: level for step in (*range(0, steps, flags[flags.index("--val_every") + 1]), steps)}
+    monkeypatch.setattr(ablation, "validation_curve", curve)
+    bench.main(["recipes", "DATA", "--recipe", "frontier", "--batch_size", "2", "--sequence_length", "16",
+                "--steps", "40", "--turns", "1", "--device", "cpu"])
+    printed = capsys.readouterr().out
+    result = "after a tenth of the tokens frontier is at 5.700, gpt2 after all of them at 5.800: reached"
+    assert result in printed
+    (row,) = (line for line in printed.splitlines() if line.startswith("| smear "))
+    assert row.split()[3:7] == ["5.900", "|", "+0.200", "|"]
 
 
 def test_recipes_reports_a_missing_folder_and_wrong_steps():

@@ -22,6 +22,10 @@ WAYS = {
     "speedrun, window, eager": ["--recipe", "speedrun", "--window", 128, "--no_compile"],
     **{f"speedrun, window, {kernel}": ["--recipe", "speedrun", "--window", 128, "--attention", kernel]
        for kernel in ("flex", "naive", "math", "efficient")},
+    "frontier": ["--recipe", "frontier"],
+    "frontier in fp16 in chunks": ["--recipe", "frontier", "--dtype", "float16", "--loss_chunk", 1024],
+    "frontier, window": ["--recipe", "frontier", "--window", 128],
+    "frontier, eager": ["--recipe", "frontier", "--no_compile"],
 }
 
 
@@ -30,7 +34,7 @@ def check_way(way, play, tmp_path):
     every = [word for name in ("val", "hellaswag", "sample", "checkpoint")
              for word in (f"--{name}_every", STEPS)]
     # one layer compiles in half the time
-    shallow = [] if way in ("gpt2", "speedrun", "speedrun, window") else ["--n_layer", 1]
+    shallow = [] if way in ("gpt2", "speedrun", "speedrun, window", "frontier") else ["--n_layer", 1]
     flags = [*SMALL, *shallow, *WAYS[way], "--total_batch_size", 16384, "--batch_size", 16, *every]
     report = play(*flags, "--max_steps", STEPS)
     for text in ("HellaSwag accuracy", "validation loss", "sample 3"):
@@ -38,8 +42,10 @@ def check_way(way, play, tmp_path):
     assert "warning" not in report.output
     assert bool(report.graphs_after(0)) == ("eager" not in way)
     compiled_once(report, apart="chunked_cross_entropy" if "chunks" in way else None)
-    nothing_waits(report, 4, STEPS)
-    if way in ("gpt2 in fp16", "speedrun, window"):         # resumes a scaler, two optimizers and a buffer
+    updates = 6 * 4 + 5 * 2 + 5 if "frontier" in way else STEPS         # the report's steps are updates
+    assert len(report.steps) == updates
+    nothing_waits(report, updates // 4, updates)
+    if way in ("gpt2 in fp16", "speedrun, window", "frontier"):     # resumes a scaler, two optimizers, ...
         again = play(*flags, "--max_steps", STEPS + 2)
         assert f"going on from {tmp_path / 'out'}/checkpoint_0000{STEPS}.pt at step {STEPS}" in again.output
         assert len(again.steps) == 2
