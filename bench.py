@@ -8,7 +8,7 @@
     python bench.py hellaswag       3 min   HellaSwag in batches against one example a forward
     python bench.py scaling         2 min   step time by processes; estimates by size, what GPUs exchange
     python bench.py peer PATH       4 min   our step and that of a clone of build-nanogpt, in turn
-    python bench.py recipes DATA    hours   both recipes on a folder of shards, and ablations
+    python bench.py recipes DATA    hours   the recipes on a folder of shards, and ablations
     python bench.py compare OUT ... 5 s     runs of train_gpt2.py by their --out: loss by tokens and by time
     python bench.py predict         5 s     step times of a GPU that is not here (--gpu), from counted work
 
@@ -347,6 +347,7 @@ def parse_args(argv):
     add("--gpu", default="H100", help=f"for predict: {', '.join(GPUS)} (default H100)")
     add("--memory_gb", type=float, default=80, help="for memory: GB of the GPU (default 80)")
     add("--no_ideas", action="store_true", help="for recipes: no ablations")
+    add("--only_ideas", action="store_true", help="for recipes: nothing but the ablations of --recipe")
     add("--json", metavar="FILE", help="save what was measured")
     add("--plot", metavar="FILE.png", help="for ladder, recipes and compare: a picture (by matplotlib)")
     args = parser.parse_args(argv)

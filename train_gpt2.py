@@ -134,7 +134,7 @@ RECIPES = {
                                                    c.window)),
         optimizers=lambda model, c: model.configure_optimizers(
             c.max_lr, c.weight_decay, torch.bfloat16 if c.dtype == "bfloat16" else torch.float32),
-        set_hparams=lambda step, c, state: set_modern_hparams(step, c, state, (0.80, 0.90)),
+        set_hparams=lambda step, c, state: set_modern_hparams(step, c, state, (0.80, 0.85)),
         defaults=dict(n_head=6, max_steps=1750, warmup_steps=0, max_lr=0.02, min_lr=0.0, weight_decay=0.0,
                       grad_clip=0.0, updates_per_step=4),
     ),

@@ -61,8 +61,11 @@ ABLATIONS = {
         "smear": ("frontier.py", "torch.tanh(self.smear(x)) * previous(x)", "0 * self.smear(x)"),
         "key offset": (
             "frontier.py", "k = torch.cat((fast, previous(slow), fast2, previous(slow2)), dim=-1)", "k = k"),
-        "NorMuon (Muon instead)": (
-            "frontier.py", "from runtime.normuon import NorMuon", "from runtime.muon import Muon as NorMuon"),
+        "Adam's beta1 of 0.7 (speedrun's 0.9 instead)": (
+            "frontier.py", "betas=(0.7, 0.95)", "betas=(0.9, 0.95)"),
+        "Muon's momentum of 0.80 to 0.85 (speedrun's 0.85 to 0.95 instead)": (
+            "train_gpt2.py", "state, (0.80, 0.85))", "state, (0.85, 0.95))"),
+        "softcap of 15 (speedrun's 30 instead)": ("frontier.py", "softcap = 15.0", "softcap = 30.0"),
     },
 }
 # steps of gpt2's run for one of the recipe's, and evaluations of gpt2's run
@@ -190,28 +193,40 @@ def recipes_table(args, base, shape):
     if steps % EVALUATIONS[recipe]:
         raise UserError(f"--steps {steps}: give a multiple of {EVALUATIONS[recipe]}, of which {recipe} then "
                         f"takes {FRACTION[recipe]}")
+    short = recipe, steps // share
     runs = recipe_runs(args, recipe, base, shape, steps, tokens)
+    if args.only_ideas:
+        runs = {key: flags for key, flags in runs.items() if key == short or key[0] == "without"}
     curves = train_all(runs, range(args.turns), base.device.startswith("cuda"))
 
-    budgets = sorted({n * (steps // share) * tokens for n in (1, share // 2 + 1, share)})
-    means = {key: mean_loss(curves[key], budgets[-1]) for key in runs if key[0] == "gpt2"}
-    best = min(means, key=lambda key: (math.isnan(means[key]), means[key]))
-    short = curves[recipe, steps // share]
-    loss = mean_loss(short, budgets[0])
-    rows = recipe_rows(curves, best, budgets)
-    ablations = ablation_rows(recipe, curves, loss, budgets[0])
-
     title = f"{shape['n_layer']} layers of width {shape['n_embd']}"
+    loss = mean_loss(curves[short], short[1] * tokens)
     print(f"validation loss of {args.size or 'small'} ({title}), {tokens:,} tokens a step, "
           f"means of {args.turns} seed(s)")
+    rows = []
+    if not args.only_ideas:
+        rows, best = compare_with_gpt2(recipe, curves, steps, tokens, loss)
+        if args.plot:
+            plot_curves(args.plot, {f"gpt2, --max_lr {best[1]}": curves[best][0],
+                                    f"{recipe}, the same tokens": curves[recipe, steps][0],
+                                    f"{recipe}, {FRACTION[recipe]}": curves[short][0]},
+                        f"{title}, {tokens:,} tokens a step")
+    if ablations := ablation_rows(recipe, curves, loss, short[1] * tokens):
+        print(f"{recipe} after {short[1]} steps: {loss:.3f}, seeds differ by "
+              f"{loss_range(curves[short], short[1] * tokens):.3f}")
+        print_table(ablations)
+    return rows + ablations
+
+
+def compare_with_gpt2(recipe, curves, steps, tokens, loss):
+    """Prints the table of whole runs, and whether the recipe's `loss` after its share of the tokens is below
+    gpt2's after all. Returns its rows and the key of gpt2's best run."""
+    share = SHARE[recipe]
+    budgets = sorted({n * (steps // share) * tokens for n in (1, share // 2 + 1, share)})
+    means = {key: mean_loss(curves[key], budgets[-1]) for key in curves if key[0] == "gpt2"}
+    best = min(means, key=lambda key: (math.isnan(means[key]), means[key]))
+    rows = recipe_rows(curves, best, budgets)
     print_table(rows)
     print(f"after {FRACTION[recipe]} of the tokens {recipe} is at {loss:.3f}, gpt2 after all of them at "
           f"{means[best]:.3f}: {'reached' if loss <= means[best] else 'NOT reached'}")
-    if ablations:
-        print_table(ablations)
-    if args.plot:
-        plot_curves(args.plot, {f"gpt2, --max_lr {best[1]}": curves[best][0],
-                                f"{recipe}, the same tokens": curves[recipe, steps][0],
-                                f"{recipe}, {FRACTION[recipe]}": short[0]},
-                    f"{title}, {tokens:,} tokens a step")
-    return rows + ablations
+    return rows, best

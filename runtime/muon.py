@@ -52,7 +52,7 @@ class Muon(torch.optim.Optimizer):
             params, momentum = group["params"], group["momentum"]
             for p in params:
                 if not self.state[p]:
-                    self.state[p] = self.new_state(p)
+                    self.state[p]["momentum_buffer"] = torch.zeros_like(p)
             buffers = [self.state[p]["momentum_buffer"] for p in params]
             grads = [p.grad for p in params]
             if bad is not None:
@@ -70,18 +70,9 @@ class Muon(torch.optim.Optimizer):
                 gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
                 gather(gathered, updates.contiguous())
                 updates = gathered
-            self.apply(group, updates[:len(params)].float(), bad)
-
-    def new_state(self, p: Tensor) -> dict[str, Tensor]:
-        return {"momentum_buffer": torch.zeros_like(p)}
-
-    def apply(self, group: dict, updates: Tensor, bad: Tensor | None) -> None:
-        """Changes the group's matrices by their orthogonalized `updates` (n, rows, columns), fp32; not at all
-        where the tensor `bad` is 1."""
-        params = group["params"]
-        rows, columns = params[0].shape
-        scale = -group["lr"] * max(1.0, rows / columns)**0.5
-        updates = updates * (scale if bad is None else torch.where(bad > 0, 0.0, scale))
-        shrink = 1.0 - group["lr"] * group["weight_decay"]
-        torch._foreach_mul_(params, shrink if bad is None else torch.where(bad > 0, 1.0, shrink))
-        torch._foreach_add_(params, list(updates))
+            rows, columns = params[0].shape
+            scale = -group["lr"] * max(1.0, rows / columns)**0.5
+            updates = updates.float() * (scale if bad is None else torch.where(bad > 0, 0.0, scale))
+            shrink = 1.0 - group["lr"] * group["weight_decay"]
+            torch._foreach_mul_(params, shrink if bad is None else torch.where(bad > 0, 1.0, shrink))
+            torch._foreach_add_(params, list(updates[:len(params)]))

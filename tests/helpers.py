@@ -3,6 +3,7 @@
 No test depends on their speed. A run is held before the step at which the test does something (`Live`).
 Timeouts only end a process that hangs.
 """
+import json
 import os
 import signal
 import subprocess
@@ -31,6 +32,16 @@ def run(*flags, processes=1, code=0, env=ENV, **kwargs):
 def logged(out, kind="train"):
     rows = [line.split() for line in (Path(out) / "log.txt").read_text().splitlines()]
     return {int(step): float(value) for step, k, value in rows if k == kind}
+
+
+def hellaswag_file(path, n=12):
+    words = (ROOT / "input.txt").read_text()[:20_000].split()
+    with open(path, "w") as file:
+        for i in range(n):
+            endings = [" ".join(words[50 * i + 7 * j:50 * i + 7 * j + 3 + j]) for j in range(4)]
+            file.write(json.dumps({"ctx": " ".join(words[9 * i:9 * i + 8]), "endings": endings,
+                                   "label": i % 4}) + "\n")
+    return path
 
 
 def wait_until(happened, alive=lambda: True):

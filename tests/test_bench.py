@@ -453,6 +453,10 @@ def test_recipes_table_compares_with_frontier_after_a_tenth(monkeypatch, capsys)
     assert result in printed
     (row,) = (line for line in printed.splitlines() if line.startswith("| smear "))
     assert row.split()[3:7] == ["5.900", "|", "+0.200", "|"]
+    bench.main(["recipes", "DATA", "--recipe", "frontier", "--batch_size", "2", "--sequence_length", "16",
+                "--steps", "40", "--turns", "1", "--device", "cpu", "--only_ideas"])
+    printed = capsys.readouterr().out
+    assert row in printed and "frontier after 4 steps: 5.700" in printed and "gpt2" not in printed
 
 
 def test_recipes_reports_a_missing_folder_and_wrong_steps():

@@ -32,7 +32,7 @@ from train_gpt2 import Config, warmup_cosine
 import runtime.batch_size
 import runtime.plots
 import train_gpt2
-from helpers import ENV, HANG, ROOT, command, logged, run
+from helpers import ENV, HANG, ROOT, command, hellaswag_file, logged, run
 
 TINY = ["--n_layer", "2", "--n_head", "2", "--n_embd", "32", "--block_size", "32", "--dtype", "float32",
         "--total_batch_size", "256", "--max_steps", "25", "--warmup_steps", "5", "--hellaswag_every", "0"]
@@ -168,16 +168,6 @@ def test_finetuning_starts_where_the_weights_ended(shards, tmp_path):
         assert logged(out, "val")[0] == pytest.approx(min(logged(base, "val").values()), abs=tolerance)
         assert result.stdout.count("sample 0: ROMEO:") == 1
         assert [p.name for p in out.glob("*.pt")] == ["checkpoint_000001.pt"]
-
-
-def hellaswag_file(path, n=12):
-    words = (ROOT / "input.txt").read_text()[:20_000].split()
-    with open(path, "w") as file:
-        for i in range(n):
-            endings = [" ".join(words[50 * i + 7 * j:50 * i + 7 * j + 3 + j]) for j in range(4)]
-            file.write(json.dumps({"ctx": " ".join(words[9 * i:9 * i + 8]), "endings": endings,
-                                   "label": i % 4}) + "\n")
-    return path
 
 
 def compiler_works():
