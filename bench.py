@@ -8,7 +8,7 @@
     python bench.py hellaswag       3 min   HellaSwag in batches against one example a forward
     python bench.py scaling         2 min   step time by processes; estimates by size, what GPUs exchange
     python bench.py peer PATH       4 min   our step and that of a clone of build-nanogpt, in turn
-    python bench.py recipes DATA    hours   the recipes on a folder of shards, and ablations
+    python bench.py recipes DATA    hours   gpt2 and --recipe on a folder of shards, and ablations
     python bench.py compare OUT ... 5 s     runs of train_gpt2.py by their --out: loss by tokens and by time
     python bench.py predict         5 s     step times of a GPU that is not here (--gpu), from counted work
 
@@ -336,7 +336,8 @@ def parse_args(argv):
     add("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])
     add("--recipe", default="gpt2", choices=list(train_gpt2.RECIPES))
     add("--size", choices=list(SIZES), help="default gpt2 (124M), but small for hellaswag and recipes")
-    add("--batch_size", type=parse_int, help="sequences a micro-step (default 16 on CUDA, 4 on a CPU)")
+    add("--batch_size", type=parse_int, help="sequences a micro-step (default 16 on CUDA, 4 on a CPU); "
+        "for recipes: a step (default 16)")
     add("--sequence_length", type=parse_int, help="tokens (default 1024; 256 on a CPU, except for memory)")
     add("--steps", type=parse_int, help="timed steps a turn (default 20 on CUDA, 4 on a CPU); for recipes: "
         "steps of the gpt2 runs (default 300); for data: how often the text without tiktoken (default 16)")
@@ -347,7 +348,7 @@ def parse_args(argv):
     add("--gpu", default="H100", help=f"for predict: {', '.join(GPUS)} (default H100)")
     add("--memory_gb", type=float, default=80, help="for memory: GB of the GPU (default 80)")
     add("--no_ideas", action="store_true", help="for recipes: no ablations")
-    add("--only_ideas", action="store_true", help="for recipes: nothing but the ablations of --recipe")
+    add("--only_ideas", action="store_true", help="for recipes: nothing but the ablations")
     add("--json", metavar="FILE", help="save what was measured")
     add("--plot", metavar="FILE.png", help="for ladder, recipes and compare: a picture (by matplotlib)")
     args = parser.parse_args(argv)

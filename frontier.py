@@ -30,15 +30,12 @@ class FrontierConfig:
     window: int = 0             # tokens a token attends to, itself included, in its document; 0: all before
 
 
-def previous(x: Tensor) -> Tensor:
-    """Each position has the value of the one before it, the first has 0. x (..., T, C)."""
-    return F.pad(x[..., :-1, :], (0, 0, 1, 0))
-
-
 def bigram_hash(tokens: Tensor, rows: int) -> Tensor:
-    """A row number for each token and the one before it: tokens int64 (B, T) -> (B, T). The first token of a
-    sequence follows <|endoftext|>. The multipliers are odd and arbitrary; pairs may share a row."""
+    """A row number for each token and the one before it: tokens int64 (B, T) -> (B, T); pairs may share a
+    row. The first token of a sequence, and <|endoftext|>, which begins a document, count as following
+    <|endoftext|>. The multipliers are those of modded-nanogpt's record 62."""
     before = F.pad(tokens[:, :-1], (1, 0), value=EOT)
+    before = torch.where(tokens == EOT, EOT, before)
     return (36313 * tokens ^ 27191 * before) % rows
 
 
@@ -60,10 +57,6 @@ class FrontierAttention(nn.Module):
         q, k = rotate(norm(q), *rotary), rotate(norm(k), *rotary)
         if past:
             k, v = past.update(self.layer, k, v)                                # (B, nh, t + T, hs)
-        # Key offset (record 49): the slower half of each rotary pair of quarters shows the token before. So
-        # one layer can find "what followed this token earlier", for which two are needed otherwise.
-        fast, slow, fast2, slow2 = k.chunk(4, dim=-1)
-        k = torch.cat((fast, previous(slow), fast2, previous(slow2)), dim=-1)
         y = attention(q, k, v, kernel, mask)                                    # (B, nh, T, hs)
         return self.c_proj(y.transpose(1, 2).reshape(B, T, C)), v1
 
@@ -84,23 +77,21 @@ class FrontierBlock(nn.Module):
 
 
 class FrontierGPT(LanguageModel):
-    """SpeedrunGPT with a bigram table, smeared embeddings and offset keys; 200.8M parameters at GPT-2's size,
-    38.6M of them the bigram table, of which a token reads one row."""
+    """SpeedrunGPT with a bigram table: 200.8M parameters at GPT-2's size, of which the table has 38.6M. A
+    token reads one row of it."""
     softcap = 15.0              # record 18
 
     def __init__(self, config):
         super().__init__()
-        if config.n_embd % (4 * config.n_head):
+        if config.n_embd % (2 * config.n_head):
             raise UserError(f"--n_embd {config.n_embd} does not divide into --n_head {config.n_head} heads "
-                            f"of a size that 4 divides, which rotary positions and offset keys need: give "
-                            f"another number of heads")
+                            f"of an even size, which rotary positions need: give another number of heads")
         self.config = config
         self.transformer = nn.ModuleDict(dict(
             wte=nn.Embedding(config.vocab_size, config.n_embd),
             bigram=nn.Embedding(config.vocab_size, config.n_embd),
             h=nn.ModuleList(FrontierBlock(config, layer) for layer in range(config.n_layer)),
         ))
-        self.smear = CastLinear(config.n_embd, 1)
         self.lm_head = CastLinear(config.n_embd, config.vocab_size)
         window = torch.tensor(config.window or config.block_size, device="cpu")
         self.register_buffer("window", window, persistent=False)    # a tensor: a new value needs no recompile
@@ -108,9 +99,9 @@ class FrontierGPT(LanguageModel):
 
     @torch.no_grad()
     def init_weights(self):
-        """As SpeedrunGPT's; the bigram table and the smear start at zero, where they change nothing."""
+        """As SpeedrunGPT's; the bigram table starts at zero."""
         for name, p in self.named_parameters():
-            if name.endswith(("c_proj.weight", "lm_head.weight", "bigram.weight", "smear.weight")):
+            if name.endswith(("c_proj.weight", "lm_head.weight", "bigram.weight")):
                 p.zero_()
             elif name.endswith("wte.weight"):
                 p.normal_()
@@ -124,11 +115,9 @@ class FrontierGPT(LanguageModel):
                 raise AssertionError(f"no initialisation for {name}")
 
     def embed(self, tokens: Tensor, dtype: torch.dtype) -> Tensor:
-        """tokens (B, S) -> (B, S, C)."""
-        x = norm(self.transformer.wte(tokens).to(dtype))                        # (B, S, C)
-        # smear (record 34): each token adds some of the one before it, as much as its own embedding asks for
-        x = x + torch.tanh(self.smear(x)) * previous(x)
-        # bigram hash embedding (record 62)
+        """tokens (B, S) -> (B, S, C): each token's embedding plus that of the pair with the one before it
+        (record 62)."""
+        x = norm(self.transformer.wte(tokens).to(dtype))
         pair = self.transformer.bigram(bigram_hash(tokens, self.transformer.bigram.num_embeddings))
         return norm(x + pair.to(dtype))
 

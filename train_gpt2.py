@@ -63,11 +63,11 @@ class Config:
     vocab_size: int = flag(50304, MODEL, "embedding rows: 50257, padded to 128s", least=1, fixed=True)
     window: int = flag(0, MODEL, "sliding-window size within a document at the end of the run (64 at its "
                        "start), tokens; 0: full attention", fixed=True, only=MODERN)
-    total_batch_size: int = flag(524288, BATCH, "tokens per optimizer step, all ranks", least=1, fixed=True)
+    total_batch_size: int = flag(524288, BATCH, "tokens per step, all ranks", least=1, fixed=True)
     batch_size: str = flag("auto", BATCH, "sequences per micro-step of one process, or auto", per_run=True)
     sequence_length: int = flag(0, BATCH, "tokens per sequence; 0: block_size", fixed=True)
     updates_per_step: int = flag(1, BATCH, "optimizer updates a step, each on its share of the batch, in the "
-                                 "first third of the run; half as many in the next third", least=1)
+                                 "run's first third; then a half, then a quarter of them", least=1)
     max_steps: int = flag(19073, OPTIM, "optimizer steps; 19073 are one epoch of 10 billion tokens", least=1)
     warmup_steps: int = flag(715, OPTIM, "steps of linear warmup; 715 are GPT-3's 375 million tokens")
     max_lr: float = flag(6e-4, OPTIM, "learning rate after the warmup")
@@ -175,7 +175,7 @@ def muon_momentum(step: int, config: Config, first: float = 0.85, last: float = 
 
 def updates_of_step(step: int, config: Config) -> int:
     """Optimizer updates of a step: --updates_per_step, half as many after a third of the steps, a quarter
-    after two, but at least one (records 46 and 72: the batch grows over the run)."""
+    after two, but at least one. So the batch of an update grows over the run, as in record 46."""
     return max(1, config.updates_per_step >> min(2, 3 * step // config.max_steps))
 
 
@@ -233,7 +233,8 @@ def train_step(model: Callable, state: TrainState, loader: TokenLoader, autocast
     if updates == 1:
         return results[0]
     losses, norms, first_bad = torch.stack(results).unbind(1)
-    return torch.stack((losses.mean(), norms.max(), first_bad.max()))
+    first = (first_bad >= 0).byte().argmax(dim=0, keepdim=True)         # of the first update that has one
+    return torch.stack((losses.mean(), norms.max(), first_bad.gather(0, first)[0]))
 
 
 def update_weights(model: Callable, state: TrainState, loss: torch.Tensor, grad_clip: float,
@@ -333,7 +334,7 @@ def check_steps(run: Run, finished: list) -> None:
         if not math.isfinite(step.loss) or (step.first_bad and config.dtype != "float16"):
             state.skipped += 1
             if state.skipped > config.skip_nonfinite:
-                raise RunError(f"{step}. It changed no weight and no checkpoint: lower --max_lr, lengthen "
+                raise RunError(f"{step}. That changed no weight and no checkpoint: lower --max_lr, lengthen "
                                "--warmup_steps, or tolerate such steps by --skip_nonfinite; the same "
                                "command resumes")
             run.process.print0(f"skipped {step}; {state.skipped} of --skip_nonfinite {config.skip_nonfinite}")

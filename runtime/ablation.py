@@ -58,9 +58,6 @@ ABLATIONS = {
             "frontier.py", "return norm(x + pair.to(dtype))", "return norm(x + 0 * pair.to(dtype))"),
         "bigram table's rate (the embedding's instead)": (
             "frontier.py", '"lr": 1.5 * max_lr', '"lr": 15 * max_lr'),
-        "smear": ("frontier.py", "torch.tanh(self.smear(x)) * previous(x)", "0 * self.smear(x)"),
-        "key offset": (
-            "frontier.py", "k = torch.cat((fast, previous(slow), fast2, previous(slow2)), dim=-1)", "k = k"),
         "Adam's beta1 of 0.7 (speedrun's 0.9 instead)": (
             "frontier.py", "betas=(0.7, 0.95)", "betas=(0.9, 0.95)"),
         "Muon's momentum of 0.80 to 0.85 (speedrun's 0.85 to 0.95 instead)": (
@@ -188,7 +185,11 @@ def recipes_table(args, base, shape):
     """
     if not args.path:
         raise UserError("bench.py recipes needs a folder of shards: python fineweb.py --input ... --out DATA")
-    recipe = args.recipe if args.recipe in ABLATIONS else "speedrun"
+    recipe = args.recipe if args.recipe in ABLATIONS else "speedrun"        # gpt2 is what it is compared with
+    if args.only_ideas and (args.no_ideas or args.plot):
+        raise UserError("--only_ideas prints the ablations alone: leave --no_ideas and --plot out")
+    if recipe == "frontier" and (args.batch_size or 4) % 4:
+        raise UserError(f"--batch_size {args.batch_size}: frontier needs a multiple of 4 sequences a step")
     share, steps, tokens = SHARE[recipe], args.steps or 300, (args.batch_size or 16) * base.T
     if steps % EVALUATIONS[recipe]:
         raise UserError(f"--steps {steps}: give a multiple of {EVALUATIONS[recipe]}, of which {recipe} then "

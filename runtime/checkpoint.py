@@ -32,7 +32,7 @@ class TrainState:
     evaluated: int = -1                 # the last step with all its evaluations done
     val_loss: float | None = None       # the newest
     best: tuple | None = None           # (validation loss, step) of the best checkpoint
-    skipped: int = 0                    # steps with a non-finite loss or gradient, which changed nothing
+    skipped: int = 0                    # steps with a non-finite loss or gradient
 
     def is_best(self) -> bool:
         """Whether the validation loss of this very step is the lowest so far."""

@@ -163,8 +163,9 @@ def micro_batch_candidates(config, world_size: int, device: str) -> list[int]:
         low = config.total_batch_size // unit
         near = [n * unit for n in (low, low + 1) if n]
         each = f" for each of --updates_per_step {updates}" if updates > 1 else ""
+        give = " or ".join(map(str, near)) + (", or fewer updates a step" if updates > 1 else "")
         raise UserError(f"--total_batch_size {config.total_batch_size} does not divide into sequences of {T} "
-                        f"tokens on {world_size} process(es){each}: give {' or '.join(map(str, near))}")
+                        f"tokens on {world_size} process(es){each}: give {give}")
     rows = config.total_batch_size // (T * world_size * updates)
     if config.batch_size == "auto":
         by_trial = device.startswith("cuda") and not config.overfit

@@ -227,8 +227,8 @@ def fresh_store(store: dist.Store, rank: int, world_size: int) -> dist.Store:
 
 
 class StopSignals:
-    """SIGTERM, SIGINT and SIGUSR1 (Slurm's warning) request a stop at the next micro-step or batch; a second
-    SIGTERM or SIGINT stops at once."""
+    """SIGTERM, SIGINT and SIGUSR1 (Slurm's warning) request a stop at the next micro-step or batch, but not
+    between the updates of a step; a second SIGTERM or SIGINT stops at once."""
 
     def __init__(self, process: Process):
         self.process, self.received, self.stopped = process, None, False        # the first one's name

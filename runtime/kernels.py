@@ -121,8 +121,8 @@ def check_attention(kernel: str, device: str, dtype: torch.dtype, head_dim: int,
     if kernel not in ATTENTION:
         raise UserError(f"--attention {kernel}: choose one of {', '.join(ATTENTION)}")
     if kernel == "flex" and not masked:
-        raise UserError("--attention flex is for documents and windows: give --recipe speedrun --window N, "
-                        "or --attention auto")
+        raise UserError("--attention flex is for documents and windows: give --window N (--recipe speedrun "
+                        "or frontier), or --attention auto")
     q = torch.zeros(1, 1, 128, head_dim, device=device, dtype=dtype, requires_grad=True)
     tokens, window = torch.zeros(1, 128, device=device, dtype=torch.int64), torch.tensor(128, device=device)
     with warnings.catch_warnings(record=True) as caught:

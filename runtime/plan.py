@@ -119,8 +119,11 @@ class Forecast:
 
     def batch(self):
         config, loader = self.config, self.loader
+        first = config.updates_per_step
+        updates = f"{first} updates a step at first; " if first > 1 else ""
         return (f"{config.total_batch_size:,} tokens a step = {loader.B} x {config.sequence_length} x "
                 f"{loader.micro_steps} micro-step(s) x {self.process.world_size} process(es); "
+                f"{updates}"
                 f"{config.max_steps:,} steps = {self.tokens:,} tokens = {self.epochs:,.2f} epochs")
 
     def time(self):

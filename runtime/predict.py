@@ -20,7 +20,7 @@ from runtime.device import PEAK_TFLOPS
 
 COUNTS = Path(__file__).resolve().parent.parent / "assets" / "counts.json"
 T = 1024                                # tokens a sequence, in all that is counted
-STEP = 2**19                            # tokens an optimizer step of both recipes
+STEP = 2**19                            # tokens a step of gpt2 and speedrun
 BYTES = {"float32": 4, "bfloat16": 2}
 
 

@@ -19,7 +19,7 @@ from runtime import ablation, benchmark, data_benchmark, progress
 from runtime.ablation import ABLATIONS, ablated_source, validation_curve
 from runtime.benchmark import (GB, Setting, bytes_per_sequence, measure, median_ms, predict_largest,
                                run_in_subprocess)
-from runtime.cli import run_command
+from runtime.cli import UserError, run_command
 from runtime.compare import tokens_to_reach
 from runtime.data_benchmark import time_fineweb
 from runtime.log import COLUMNS, read_metrics
@@ -443,17 +443,17 @@ def test_recipes_table_compares_the_best_rate_with_speedrun_after_a_third(monkey
 def test_recipes_table_compares_with_frontier_after_a_tenth(monkeypatch, capsys):
     def curve(flags, idea=None, threads=None):
         steps = flags[flags.index("--max_steps") + 1]
-        level = 5.7 + 0.2 * (idea == "smear") + 0.1 * ("--max_lr" in flags)
+        level = 5.7 + 0.2 * (idea == "bigram table") + 0.1 * ("--max_lr" in flags)
         return {step * 32: level for step in (*range(0, steps, flags[flags.index("--val_every") + 1]), steps)}
     monkeypatch.setattr(ablation, "validation_curve", curve)
-    bench.main(["recipes", "DATA", "--recipe", "frontier", "--batch_size", "2", "--sequence_length", "16",
+    bench.main(["recipes", "DATA", "--recipe", "frontier", "--batch_size", "4", "--sequence_length", "8",
                 "--steps", "40", "--turns", "1", "--device", "cpu"])
     printed = capsys.readouterr().out
     result = "after a tenth of the tokens frontier is at 5.700, gpt2 after all of them at 5.800: reached"
     assert result in printed
-    (row,) = (line for line in printed.splitlines() if line.startswith("| smear "))
-    assert row.split()[3:7] == ["5.900", "|", "+0.200", "|"]
-    bench.main(["recipes", "DATA", "--recipe", "frontier", "--batch_size", "2", "--sequence_length", "16",
+    (row,) = (line for line in printed.splitlines() if line.startswith("| bigram table "))
+    assert row.split()[4:8] == ["5.900", "|", "+0.200", "|"]
+    bench.main(["recipes", "DATA", "--recipe", "frontier", "--batch_size", "4", "--sequence_length", "8",
                 "--steps", "40", "--turns", "1", "--device", "cpu", "--only_ideas"])
     printed = capsys.readouterr().out
     assert row in printed and "frontier after 4 steps: 5.700" in printed and "gpt2" not in printed
@@ -462,6 +462,10 @@ def test_recipes_table_compares_with_frontier_after_a_tenth(monkeypatch, capsys)
 def test_recipes_reports_a_missing_folder_and_wrong_steps():
     assert "give a multiple of 12" in run_bench("recipes", "DATA", "--steps", "10", code=2).stderr
     assert "needs a folder of shards" in run_bench("recipes", code=2).stderr
+    with pytest.raises(UserError, match="leave --no_ideas and --plot out"):
+        bench.main(["recipes", "DATA", "--only_ideas", "--no_ideas"])
+    with pytest.raises(UserError, match="needs a multiple of 4 sequences a step"):
+        bench.main(["recipes", "DATA", "--recipe", "frontier", "--batch_size", "6"])
 
 
 # -----------------------------------------------------------------------------

@@ -49,15 +49,9 @@ def plain_frontier(w, heads, idx):
     results = []
     for row in idx.tolist():
         rows = len(w["transformer.bigram.weight"])
-        embedded = [rms(w["transformer.wte.weight"][token]) for token in row]
-        x = []
-        for t, token in enumerate(row):
-            e = embedded[t]
-            if t:
-                e = e + torch.tanh(e @ w["smear.weight"][0]) * embedded[t - 1]
-            pair = ((36313 * token) ^ (27191 * (row[t - 1] if t else EOT))) % rows
-            x.append(rms(e + w["transformer.bigram.weight"][pair]))
-        x = x0 = torch.stack(x)
+        pairs = [((36313 * token) ^ (27191 * before)) % rows
+                 for before, token in zip([EOT, *row], row, strict=False)]
+        x = x0 = rms(rms(w["transformer.wte.weight"][row]) + w["transformer.bigram.weight"][pairs])
         first_values = None
         for n in range(sum(name.endswith("lambdas") for name in w)):
             g = {name.split(f"h.{n}.")[1]: value for name, value in w.items() if f"h.{n}." in name}
@@ -68,14 +62,7 @@ def plain_frontier(w, heads, idx):
             v = (1 - g["attn.lamb"]) * v + g["attn.lamb"] * first_values
             ys = []
             for q_h, k_h, v_h in zip(q.chunk(heads, -1), k.chunk(heads, -1), v.chunk(heads, -1), strict=True):
-                keys = turn(rms(k_h))
-                quarter = keys.size(1) // 4
-                for i in (3, 2, 1):     # the second and fourth quarter of the key are of the token before
-                    part = slice(i * quarter, (i + 1) * quarter)
-                    if i != 2:
-                        keys = keys.clone()
-                        keys[:, part] = torch.cat((torch.zeros(1, quarter), keys[:-1, part]))
-                scores = turn(rms(q_h)) @ keys.t() / math.sqrt(q_h.size(-1))
+                scores = turn(rms(q_h)) @ turn(rms(k_h)).t() / math.sqrt(q_h.size(-1))
                 mask = torch.arange(len(row))[None, :] > torch.arange(len(row))[:, None]
                 ys.append(scores.masked_fill(mask, -math.inf).softmax(-1) @ v_h)
             x = x + torch.cat(ys, -1) @ g["attn.c_proj.weight"].t()
@@ -123,7 +110,7 @@ def test_gpt2s_size_has_201_million_parameters_and_starts_at_the_loss_of_knowing
     with torch.device("meta"):
         model = FrontierGPT(FrontierConfig())
     matrices = sum(p.numel() for p in model.parameters() if p.dim() == 2)
-    assert matrices == 162_201_600 + 50304 * 768 + 768
+    assert matrices == 162_201_600 + 50304 * 768
     # of the two embeddings a token reads one row each: no product
     assert model.flops_per_token(1024) == 6 * (sum(p.numel() for p in model.parameters()) - 2 * 50304 * 768) \
         + 12 * 12 * 768 * 1024
@@ -151,9 +138,18 @@ def test_cached_generation_takes_the_likeliest_tokens_of_whole_forwards(window):
     assert torch.equal(found, idx)
 
 
-def test_heads_that_four_does_not_divide_are_refused():
-    with pytest.raises(UserError, match="heads of a size that 4 divides"):
-        FrontierGPT(FrontierConfig(n_embd=12, n_head=2))
+def test_with_a_window_no_token_sees_the_document_before():
+    model, idx = make_model(window=24, vocab_size=50304), tokens(1, 24, vocab_size=50)
+    idx[0, 10] = EOT
+    changed = idx.clone()
+    changed[0, 9] = 77                          # the last token of the first document
+    difference = (model(idx)[0] - model(changed)[0]).abs().amax(-1)[0]
+    assert difference[9] > 0 and difference[10:].max() == 0
+
+
+def test_an_odd_size_of_heads_is_refused():
+    with pytest.raises(UserError, match="heads of an even size"):
+        FrontierGPT(FrontierConfig(n_embd=9, n_head=3))
 
 
 def test_weights_come_back_from_a_checkpoint_and_are_not_exported(tmp_path):
@@ -220,6 +216,25 @@ def test_a_step_of_four_updates_trains_as_four_steps_of_a_quarter_of_the_batch()
     assert whole[1] == norms.max() and whole[2] == -1 and len(set(losses.tolist())) == 4
 
 
+def test_of_several_updates_one_that_is_not_finite_changes_nothing_and_the_first_is_named():
+    state, loader, autocast, process = a_state(8, 1)
+    names, seen = [name for name, _ in state.model.named_parameters()], []
+
+    def spoil(grad):                            # of the third update one parameter, of the fourth another
+        seen.append(1)
+        return grad * math.nan if len(seen) in (5, 6) else grad
+
+    def spoil_later(grad):
+        return grad * math.nan if len(seen) in (7, 8) else grad
+    state.model.lm_head.weight.register_hook(spoil)
+    state.model.transformer.wte.weight.register_hook(spoil_later)
+    result = train_step(state.model, state, loader, autocast, 0.0, process, StopSignals(process), 4)
+    loader.close()
+    assert names[int(result[2])] == "lm_head.weight" and len(seen) == 8
+    assert all(p.isfinite().all() for p in state.model.parameters())
+    assert [int(entry["step"]) for entry in state.optimizers[0].state.values()] == [2] * len(names)
+
+
 @pytest.mark.parametrize("at, discarded", [(0, True), (1, False), (5, False)])
 def test_a_signal_discards_a_step_only_before_its_first_update(at, discarded):
     state, loader, autocast, process = a_state(8, 1)
@@ -259,8 +274,8 @@ FLAGS = ["--recipe", "frontier", "--n_layer", 2, "--n_head", 2, "--n_embd", 32, 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("shards")
-    for name, seed, n in (("val", 1, 400), ("train", 2, 3000)):
-        write_shard(folder / f"text_{name}_000000.npy", tokens(n, seed=seed).numpy().astype("uint16"))
+    for name, n in (("val", 400), ("train", 3000)):         # n^2 mod 97 after (n - 1)^2: a pair tells it
+        write_shard(folder / f"text_{name}_000000.npy", (torch.arange(n)**2 % 97).numpy().astype("uint16"))
     return folder
 
 
@@ -271,14 +286,16 @@ def alone(data, tmp_path_factory):
     return out
 
 
-@pytest.mark.parametrize("processes, more", [(2, []), (4, []), (1, ["--batch_size", 2, "--loss_chunk", 7])])
+@pytest.mark.parametrize("processes, more", [
+    (2, ["--batch_size", 1]), (4, []), (1, ["--batch_size", 2, "--loss_chunk", 7])])
 def test_processes_micro_batches_and_chunks_change_only_the_rounding(processes, more, data, alone, tmp_path):
     run(*FLAGS, "--vocab_size", 97, "--data", data, "--out", tmp_path / "log", *more, processes=processes)
     expected, found = logged(alone), logged(tmp_path / "log")
-    assert len(expected) == 9 and expected[0] == pytest.approx(math.log(97), abs=0.1)
+    assert len(expected) == 9 and expected[0] < math.log(97)        # the mean over four updates
     for step in range(2):           # Muon lifts the rounding some 500 times a step
         assert found[step] == pytest.approx(expected[step], abs=2e-4)
-    assert logged(tmp_path / "log", "val")[9] == pytest.approx(logged(alone, "val")[9], abs=0.05)
+    val = logged(alone, "val")
+    assert logged(tmp_path / "log", "val")[9] == pytest.approx(val[9], abs=0.02) and val[9] < val[0] - 1
 
 
 def test_a_run_with_a_window_evaluates_samples_and_is_sampled_from(tmp_path):

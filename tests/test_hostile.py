@@ -688,7 +688,7 @@ def trained(request, tmp_path_factory):
         write_shard(folder / f"x_{split}_{i:06d}.npy", np.arange(400, dtype=np.uint16) % 96)
     train_gpt2.train(["--data", str(folder), "--out", str(folder / "log"), "--n_layer", "1", "--n_head", "1",
                       "--n_embd", "4",
-                      "--block_size", "8", "--vocab_size", "96", "--total_batch_size", "16", "--max_steps",
+                      "--block_size", "8", "--vocab_size", "96", "--total_batch_size", "32", "--max_steps",
                       "2",
                       *(["--recipe", request.param, "--window", "4"] if request.param != "gpt2" else []),
                       "--warmup_steps", "1", "--val_tokens", "8", "--sample_every", "0", "--hellaswag_every",

@@ -503,7 +503,7 @@ def test_help_names_every_flag_with_its_default():
     for name in Config.__dataclass_fields__:
         assert re.search(rf"\n  --{name}[ ,\n]", text), name
     assert "--shuffle, --no_shuffle" in text and "(default 524288)" in text and "(default )" not in text
-    assert "--n_head INT" in text and "(default 12; speedrun: 6)" in text
+    assert "--n_head INT" in text and "(default 12; speedrun: 6; frontier: 6)" in text
     assert re.findall(r"--no_\w+", text) == ["--no_shuffle", "--no_tf32", "--no_compile", "--no_plot"]
 
 
@@ -520,13 +520,13 @@ def test_eager_training_and_sampling_start_without_torchs_compiler(shards, tmp_p
     """Its import takes as long as that of torch."""
     flags = [*TINY, "--data", str(shards), "--device", "cpu", "--no_plot", "--max_steps", "2"]
     code = (f"import sys; sys.path.insert(0, {str(ROOT)!r})\nimport sample, train_gpt2\n"
-            "for recipe in ('gpt2', 'speedrun'):\n"
+            "for recipe in ('gpt2', 'speedrun', 'frontier'):\n"
             f"    assert train_gpt2.train([*{flags!r}, '--recipe', recipe, '--out', recipe]) == 0\n"
             "    sample.main(['--model', recipe, '--device', 'cpu', '--max_new_tokens', '2'])\n"
             "assert 'torch._dynamo' not in sys.modules\n")
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path,
                             env=ENV, timeout=HANG)
-    assert result.returncode == 0 and result.stdout.count("done: 2 steps") == 2, result.stderr
+    assert result.returncode == 0 and result.stdout.count("done: 2 steps") == 3, result.stderr
 
 
 def test_a_step_that_is_not_finite_is_named_and_leaves_weights_and_checkpoints_alone(shards, start, tmp_path):
