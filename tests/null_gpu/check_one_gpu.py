@@ -23,7 +23,6 @@ WAYS = {
     **{f"speedrun, window, {kernel}": ["--recipe", "speedrun", "--window", 128, "--attention", kernel]
        for kernel in ("flex", "naive", "math", "efficient")},
     "frontier": ["--recipe", "frontier"],
-    "frontier in fp16 in chunks": ["--recipe", "frontier", "--dtype", "float16", "--loss_chunk", 1024],
     "frontier, window": ["--recipe", "frontier", "--window", 128],
     "frontier, eager": ["--recipe", "frontier", "--no_compile"],
 }
@@ -42,9 +41,12 @@ def check_way(way, play, tmp_path):
     assert "warning" not in report.output
     assert bool(report.graphs_after(0)) == ("eager" not in way)
     compiled_once(report, apart="chunked_cross_entropy" if "chunks" in way else None)
-    updates = 6 * 4 + 5 * 2 + 5 if "frontier" in way else STEPS         # the report's steps are updates
-    assert len(report.steps) == updates
-    nothing_waits(report, updates // 4, updates)
+    # The report's steps are updates: 6 x 4, 5 x 2, 5 x 1. The first steps pin memory for their
+    # numbers, as those of other recipes do; the first update of two micro-steps takes more memory, once.
+    quiet = [(9, 24), (26, 34), (35, 39)] if "frontier" in way else [(4, STEPS)]
+    assert len(report.steps) == quiet[-1][1]
+    for first, last in quiet:
+        nothing_waits(report, first, last)
     if way in ("gpt2 in fp16", "speedrun, window", "frontier"):     # resumes a scaler, two optimizers, ...
         again = play(*flags, "--max_steps", STEPS + 2)
         assert f"going on from {tmp_path / 'out'}/checkpoint_0000{STEPS}.pt at step {STEPS}" in again.output
