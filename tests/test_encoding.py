@@ -108,6 +108,7 @@ def test_a_task_with_more_text_than_expected_comes_in_pieces(workers, gpt2, tmp_
 # The command. A worker that meets the text STOP dies, or writes its id to a file and waits for a file `go`.
 MEETS_STOP = f"""
 import os, signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)    # a shell's `&` has it ignored
 sys.path.insert(0, {str(ROOT)!r})
 import fineweb
 from runtime import cli, encoding
