@@ -1,8 +1,8 @@
 """The frontier recipe's model: what modded-nanogpt's records after November 2024 taught, in one class.
 
 It starts from SpeedrunGPT (model.py, record 10), whose ideas it keeps, and adds those that were measured to
-help at small sizes. docs/recipes.md tells each in three sentences, with what it brought and what was tried
-and left out.
+help at a small size: a bigram table, shorter averages, a lower softcap. docs/recipes.md says what each
+brought, and what was tried and left out.
 """
 from dataclasses import dataclass
 from pathlib import Path
