@@ -39,6 +39,15 @@ def bigram_hash(tokens: Tensor, rows: int) -> Tensor:
     return (36313 * tokens ^ 27191 * before) % rows
 
 
+def offset_keys(k: Tensor, begins: Tensor) -> Tensor:
+    """k (B, nh, S, hs) with each key of the second half of the heads one token late, as in modded-nanogpt's
+    record 49, which does this to half the dimensions. begins (B, 1, S, 1): the first tokens of documents,
+    whose late keys are zero."""
+    n = k.size(1) // 2
+    late = F.pad(k[:, n:, :-1], (0, 0, 1, 0)).masked_fill(begins, 0)
+    return torch.cat((k[:, :n], late), dim=1)
+
+
 class FrontierAttention(nn.Module):
     def __init__(self, config, layer):
         super().__init__()
@@ -47,7 +56,7 @@ class FrontierAttention(nn.Module):
         self.lamb = nn.Parameter(torch.empty(()))
         self.n_head, self.layer = config.n_head, layer
 
-    def forward(self, x, v1, rotary, kernel, mask, past=None):
+    def forward(self, x, v1, rotary, begins, kernel, mask, past=None):
         """x (B, T, C); v1 (B, nh, T, hs): the first block's values, None in that block -> (B, T, C), v1."""
         B, T, C = x.size()
         q, k, v = (linear(x).view(B, T, self.n_head, C // self.n_head).transpose(1, 2)      # (B, nh, T, hs)
@@ -57,7 +66,7 @@ class FrontierAttention(nn.Module):
         q, k = rotate(norm(q), *rotary), rotate(norm(k), *rotary)
         if past:
             k, v = past.update(self.layer, k, v)                                # (B, nh, t + T, hs)
-        y = attention(q, k, v, kernel, mask)                                    # (B, nh, T, hs)
+        y = attention(q, offset_keys(k, begins), v, kernel, mask)               # (B, nh, T, hs)
         return self.c_proj(y.transpose(1, 2).reshape(B, T, C)), v1
 
 
@@ -69,16 +78,16 @@ class FrontierBlock(nn.Module):
         self.c_proj = CastLinear(4 * config.n_embd, config.n_embd)
         self.lambdas = nn.Parameter(torch.empty(2))
 
-    def forward(self, x, v1, x0, rotary, kernel, mask, past=None):
+    def forward(self, x, v1, x0, rotary, begins, kernel, mask, past=None):
         x = self.lambdas[0] * x + self.lambdas[1] * x0
-        y, v1 = self.attn(norm(x), v1, rotary, kernel, mask, past)
+        y, v1 = self.attn(norm(x), v1, rotary, begins, kernel, mask, past)
         x = x + y
         return x + self.c_proj(F.relu(self.c_fc(norm(x))).square()), v1
 
 
 class FrontierGPT(LanguageModel):
-    """SpeedrunGPT with a bigram table: 200.8M parameters at GPT-2's size, of which the table has 38.6M. A
-    token reads one row of it."""
+    """SpeedrunGPT with a bigram table, late keys, and the head tied to the embedding: 162.2M parameters at
+    GPT-2's size, of which the table has 38.6M. A token reads one row of it."""
     softcap = 15.0              # record 18
 
     def __init__(self, config):
@@ -92,19 +101,23 @@ class FrontierGPT(LanguageModel):
             bigram=nn.Embedding(config.vocab_size, config.n_embd),
             h=nn.ModuleList(FrontierBlock(config, layer) for layer in range(config.n_layer)),
         ))
-        self.lm_head = CastLinear(config.n_embd, config.vocab_size)
+        with torch.device("meta"):
+            self.lm_head = CastLinear(config.n_embd, config.vocab_size)
+        self.lm_head.weight = self.transformer.wte.weight                       # arXiv:1608.05859
         window = torch.tensor(config.window or config.block_size, device="cpu")
         self.register_buffer("window", window, persistent=False)    # a tensor: a new value needs no recompile
         self.init_weights()
 
     @torch.no_grad()
     def init_weights(self):
-        """As SpeedrunGPT's; the bigram table starts at zero."""
+        """As SpeedrunGPT's; the bigram table starts at zero. Where keys are late they start as the queries'
+        weights: then a token attends to those that followed itself, an induction head (arXiv:2209.11895)
+        from the start, as in arXiv:2305.09828."""
         for name, p in self.named_parameters():
-            if name.endswith(("c_proj.weight", "lm_head.weight", "bigram.weight")):
+            if name.endswith(("c_proj.weight", "bigram.weight")):
                 p.zero_()
             elif name.endswith("wte.weight"):
-                p.normal_()
+                p.normal_(0.0, 5 / self.config.n_embd)      # its rate over this is the same at each width
             elif name.endswith(("c_q.weight", "c_k.weight", "c_v.weight", "c_fc.weight")):
                 p.uniform_(-p.size(1)**-0.5, p.size(1)**-0.5)
             elif name.endswith("lambdas"):
@@ -113,6 +126,9 @@ class FrontierGPT(LanguageModel):
                 p.fill_(0.5)
             else:
                 raise AssertionError(f"no initialisation for {name}")
+        late = self.config.n_head // 2 * (self.config.n_embd // self.config.n_head)
+        for block in self.transformer.h:
+            block.attn.c_k.weight[late:] = block.attn.c_q.weight[late:]
 
     def embed(self, tokens: Tensor, dtype: torch.dtype) -> Tensor:
         """tokens (B, S) -> (B, S, C): each token's embedding plus that of the pair with the one before it
@@ -130,7 +146,7 @@ class FrontierGPT(LanguageModel):
         frequencies = 10000.0 ** -(torch.arange(0, hs, 2, device=idx.device) / hs)              # (hs/2,)
         angles = torch.outer(pos, frequencies)                                  # (T, hs/2)
         rotary = angles.cos().to(dtype), angles.sin().to(dtype)
-        mask = None
+        begins, mask = (tokens == EOT)[:, None, :, None], None                  # (B, 1, S, 1)
         if self.config.window:
             kernel = resolve_attention(self.kernel, device, dtype, tokens.size(1), blocks=past is None)
             mask = document_window_mask(tokens, T, self.window, as_blocks="flex" in kernel)
@@ -139,27 +155,25 @@ class FrontierGPT(LanguageModel):
             x = x0 = self.embed(tokens[:, -T - 1:], dtype)[:, -T:]              # (B, T, C)
             v1 = None
             for block in self.transformer.h:
-                x, v1 = block(x, v1, x0, rotary, self.kernel, mask, past)
+                x, v1 = block(x, v1, x0, rotary, begins, self.kernel, mask, past)
             return norm(x)
 
     def configure_optimizers(self, max_lr: float, weight_decay: float = 0.0, dtype=torch.bfloat16) -> list:
-        """[Adam, Muon]. Rates as SpeedrunGPT's; the bigram table's is a tenth of the embedding's, because
-        most of its rows are seen only a few times."""
+        """[Adam, Muon]. Rates as SpeedrunGPT's, the embedding's that of the head, which it is. The bigram
+        table's is a tenth of SpeedrunGPT's embedding's: most of its rows are seen only a few times."""
         params = dict(self.named_parameters())
-        wte, bigram, head = ([(name, params.pop(name))] for name in (
-            "transformer.wte.weight", "transformer.bigram.weight", "lm_head.weight"))
+        wte, bigram = ([(name, params.pop(name))] for name in (
+            "transformer.wte.weight", "transformer.bigram.weight"))
         matrices = [(n, p) for n, p in params.items() if n.startswith("transformer.h.") and p.dim() == 2]
         scalars = [(n, p) for n, p in params.items() if n not in dict(matrices)]
-        adam = torch.optim.Adam([{"params": wte, "lr": 15 * max_lr},
+        adam = torch.optim.Adam([{"params": wte, "lr": 0.1 * max_lr * 768 / self.config.n_embd},
                                  {"params": bigram, "lr": 1.5 * max_lr},
-                                 {"params": head, "lr": 0.1 * max_lr * 768 / self.config.n_embd},
                                  {"params": scalars, "lr": max_lr}], betas=(0.7, 0.95), eps=1e-8, fused=True)
         return [adam, Muon(matrices, max_lr, weight_decay=weight_decay, dtype=dtype)]
 
     def flops_per_token(self, sequence_length: int) -> int:
-        """As SpeedrunGPT's; of both embeddings only rows are looked up."""
-        N = sum(p.numel() for name, p in self.named_parameters()
-                if name not in ("transformer.wte.weight", "transformer.bigram.weight"))
+        """As SpeedrunGPT's; of the bigram table only rows are looked up."""
+        N = sum(p.numel() for p in self.parameters()) - self.transformer.bigram.weight.numel()
         span = min(sequence_length, self.config.window or sequence_length)
         return 6 * N + 12 * self.config.n_layer * self.config.n_embd * span
 

@@ -14,8 +14,8 @@ from runtime.cli import UserError
 from runtime.log import read_log
 from runtime.plots import plot_curves
 
-# {recipe: {idea: (file, like model.py or runtime/muon.py; a line of it; the line without the idea)}}. To
-# measure an idea, a copy of the project with the other line is trained.
+# {recipe: {idea: (file, like model.py or runtime/muon.py; a line of it; the line without the idea; and so on
+# for further lines)}}. To measure an idea, a copy of the project with the other lines is trained.
 ABLATIONS = {
     "speedrun": {
         "rotary positions (none instead)": (
@@ -54,9 +54,20 @@ ABLATIONS = {
     "frontier": {
         "several updates a step (one instead)": (
             "train_gpt2.py", "grad_clip=0.0, updates_per_step=4)", "grad_clip=0.0)"),
+        "late keys": ("frontier.py", "offset_keys(k, begins)", "k"),
+        "late keys that start as the queries": (
+            "frontier.py", "block.attn.c_k.weight[late:] = block.attn.c_q.weight[late:]", "pass"),
+        "head tied to the embedding": (
+            "frontier.py",
+            "self.lm_head.weight = self.transformer.wte.weight ",
+            "self.lm_head.weight = nn.Parameter(torch.zeros_like(self.transformer.wte.weight)) ",
+            '("c_proj.weight", "bigram.weight")', '("c_proj.weight", "bigram.weight", "lm_head.weight")',
+            '"transformer.wte.weight", "transformer.bigram.weight"))',
+            '"transformer.wte.weight", "transformer.bigram.weight"))\n'
+            '        wte.append(("lm_head.weight", params.pop("lm_head.weight")))'),
         "bigram table": (
             "frontier.py", "return norm(x + pair.to(dtype))", "return norm(x + 0 * pair.to(dtype))"),
-        "bigram table's rate (the embedding's instead)": (
+        "bigram table's rate (ten times as high instead)": (
             "frontier.py", '"lr": 1.5 * max_lr', '"lr": 15 * max_lr'),
         "Adam's beta1 of 0.7 (speedrun's 0.9 instead)": (
             "frontier.py", "betas=(0.7, 0.95)", "betas=(0.9, 0.95)"),
@@ -71,11 +82,13 @@ FRACTION = {"speedrun": "a third", "frontier": "a tenth"}
 
 
 def ablated_source(recipe, idea):
-    """(file, its text without the idea). The idea's line must occur exactly once."""
-    file, line, replacement = ABLATIONS[recipe][idea]
+    """(file, its text without the idea). Each of the idea's lines must occur exactly once."""
+    file, *lines = ABLATIONS[recipe][idea]
     text = (BENCH.parent / file).read_text(encoding="utf-8")
-    assert text.count(line) == 1, f"{idea}: {file} holds its line {text.count(line)} times"
-    return file, text.replace(line, replacement)
+    for line, replacement in zip(lines[::2], lines[1::2], strict=True):
+        assert text.count(line) == 1, f"{idea}: {file} holds {line!r} {text.count(line)} times"
+        text = text.replace(line, replacement)
+    return file, text
 
 
 def validation_curve(flags, idea=None, threads=None):

@@ -49,7 +49,7 @@ def plain_frontier(w, heads, idx):
     results = []
     for row in idx.tolist():
         rows = len(w["transformer.bigram.weight"])
-        pairs = [((36313 * token) ^ (27191 * before)) % rows
+        pairs = [((36313 * token) ^ (27191 * (EOT if token == EOT else before))) % rows
                  for before, token in zip([EOT, *row], row, strict=False)]
         x = x0 = rms(rms(w["transformer.wte.weight"][row]) + w["transformer.bigram.weight"][pairs])
         first_values = None
@@ -61,21 +61,28 @@ def plain_frontier(w, heads, idx):
             first_values = v if first_values is None else first_values
             v = (1 - g["attn.lamb"]) * v + g["attn.lamb"] * first_values
             ys = []
-            for q_h, k_h, v_h in zip(q.chunk(heads, -1), k.chunk(heads, -1), v.chunk(heads, -1), strict=True):
-                scores = turn(rms(q_h)) @ turn(rms(k_h)).t() / math.sqrt(q_h.size(-1))
+            parts = zip(q.chunk(heads, -1), k.chunk(heads, -1), v.chunk(heads, -1), strict=True)
+            for head, (q_h, k_h, v_h) in enumerate(parts):
+                k_h = turn(rms(k_h))
+                if head >= heads // 2:          # late: the key of the token before, none if a document begins
+                    k_h = torch.stack([0 * k_h[0] if t == 0 or row[t] == EOT else k_h[t - 1]
+                                       for t in range(len(row))])
+                scores = turn(rms(q_h)) @ k_h.t() / math.sqrt(q_h.size(-1))
                 mask = torch.arange(len(row))[None, :] > torch.arange(len(row))[:, None]
                 ys.append(scores.masked_fill(mask, -math.inf).softmax(-1) @ v_h)
             x = x + torch.cat(ys, -1) @ g["attn.c_proj.weight"].t()
             x = x + (rms(x) @ g["c_fc.weight"].t()).clamp(min=0).pow(2) @ g["c_proj.weight"].t()
-        results.append(15 * torch.tanh(rms(x) @ w["lm_head.weight"].t() / 15))
+        results.append(15 * torch.tanh(rms(x) @ w["transformer.wte.weight"].t() / 15))
     return torch.stack(results)
 
 
-def test_logits_loss_and_gradients_equal_a_plain_reference():
-    model, idx, targets = make_model(), tokens(2, 9), tokens(2, 9, seed=2)
-    targets[0, :3] = -1
+@pytest.mark.parametrize("heads", [1, 2, 3])
+def test_logits_loss_and_gradients_equal_a_plain_reference(heads):
+    model = make_model(n_head=heads, n_embd=12 * heads, vocab_size=50304)
+    idx, targets = tokens(2, 9), tokens(2, 9, seed=2)
+    targets[0, :3], idx[0, 4], idx[1, 0] = -1, EOT, EOT
     weights = {name: p.detach().double().requires_grad_() for name, p in model.named_parameters()}
-    expected = plain_frontier(weights, 2, idx)
+    expected = plain_frontier(weights, heads, idx)
     torch.testing.assert_close(model(idx)[0].double(), expected, rtol=1e-4, atol=2e-4)
     loss = F.cross_entropy(expected.flatten(0, 1), targets.flatten(), ignore_index=-1)
     loss.backward()
@@ -106,16 +113,33 @@ def test_in_bfloat16_the_logits_stay_near():
     assert (found - expected).norm() < 0.05 * expected.norm()
 
 
-def test_gpt2s_size_has_201_million_parameters_and_starts_at_the_loss_of_knowing_nothing():
+def test_gpt2s_size_has_162_million_parameters_and_starts_near_the_loss_of_knowing_nothing():
     with torch.device("meta"):
         model = FrontierGPT(FrontierConfig())
-    matrices = sum(p.numel() for p in model.parameters() if p.dim() == 2)
-    assert matrices == 162_201_600 + 50304 * 768
-    # of the two embeddings a token reads one row each: no product
-    assert model.flops_per_token(1024) == 6 * (sum(p.numel() for p in model.parameters()) - 2 * 50304 * 768) \
-        + 12 * 12 * 768 * 1024
-    small = FrontierGPT(FrontierConfig(24, 97, 2, 2, 32))
-    assert small(tokens(2, 24), tokens(2, 24))[1].item() == pytest.approx(math.log(97), abs=1e-5)
+    parameters = sum(p.numel() for p in model.parameters())
+    assert parameters == 162_201_600 + 12 * 3 and model.lm_head.weight is model.transformer.wte.weight
+    # of the bigram table a token reads one row: no product
+    assert model.flops_per_token(1024) == 6 * (parameters - 50304 * 768) + 12 * 12 * 768 * 1024
+    for width in (64, 512):             # the embedding's scale goes with 1 / width
+        small = FrontierGPT(FrontierConfig(24, 50304, 2, 2, width))
+        idx = tokens(8, 25, vocab_size=50257)
+        assert small(idx[:, :-1], idx[:, 1:])[1].item() == pytest.approx(math.log(50304), abs=0.2)
+
+
+def test_a_new_model_attends_to_what_followed_the_same_token():
+    torch.manual_seed(0)
+    model = FrontierGPT(FrontierConfig(64, 97, 1, 2, 256))
+    idx = torch.randperm(97)[:24][None]
+    idx[0, 20] = idx[0, 6]              # then 7 holds what followed it before
+    seen = []
+
+    def scores(q, k, v, kernel, mask):
+        seen.append([k[0, head, :21] @ q[0, head, 20] for head in range(2)])
+        return torch.zeros_like(q)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("frontier.attention", scores)
+        model(idx)
+    assert seen[0][1].argmax() == 7 and seen[0][0].argmax() != 7
 
 
 def test_pairs_of_tokens_spread_over_the_rows():
@@ -169,7 +193,7 @@ def test_every_parameter_is_in_one_group():
     rates = {name: group["lr"] for optimizer in optimizers for group in optimizer.param_groups
              for name in group["param_names"]}
     assert sorted(rates) == sorted(name for name, _ in model.named_parameters())
-    expected = {"transformer.wte.weight": 0.3, "transformer.bigram.weight": 0.03, "lm_head.weight": 0.004}
+    expected = {"transformer.wte.weight": 0.004, "transformer.bigram.weight": 0.03}
     assert all(rate == pytest.approx(expected.get(name, 0.02)) for name, rate in rates.items())
     matrices = {name for group in optimizers[1].param_groups for name in group["param_names"]}
     assert matrices == {name for name, p in model.named_parameters() if p.dim() == 2 and ".h." in name}
@@ -226,11 +250,11 @@ def test_of_several_updates_one_that_is_not_finite_changes_nothing_and_the_first
 
     def spoil_later(grad):
         return grad * math.nan if len(seen) in (7, 8) else grad
-    state.model.lm_head.weight.register_hook(spoil)
+    state.model.transformer.h[0].c_fc.weight.register_hook(spoil)
     state.model.transformer.wte.weight.register_hook(spoil_later)
     result = train_step(state.model, state, loader, autocast, 0.0, process, StopSignals(process), 4)
     loader.close()
-    assert names[int(result[2])] == "lm_head.weight" and len(seen) == 8
+    assert names[int(result[2])] == "transformer.h.0.c_fc.weight" and len(seen) == 8
     assert all(p.isfinite().all() for p in state.model.parameters())
     assert [int(entry["step"]) for entry in state.optimizers[0].state.values()] == [2] * len(names)
 
@@ -306,7 +330,7 @@ def test_a_run_with_a_window_evaluates_samples_and_is_sampled_from(tmp_path):
                  "--val_tokens", 900, "--dtype", "bfloat16", "--hellaswag_every", 9, "--hellaswag_data",
                  hellaswag_file(tmp_path / "h.jsonl"))
     val = logged(tmp_path / "log", "val")
-    assert val[0] == pytest.approx(math.log(50304), abs=0.01) and val[9] < val[0] - 1
+    assert val[0] == pytest.approx(math.log(50304), abs=0.3) and val[9] < val[0] - 1      # its logits: +-1
     assert "sample 0: Hello, I'm a language model," in result.stdout
     assert 0 <= logged(tmp_path / "log", "hella")[9] <= 1
     sampled = subprocess.run([sys.executable, ROOT / "sample.py", "--model", tmp_path / "log",
