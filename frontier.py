@@ -158,15 +158,21 @@ class FrontierGPT(LanguageModel):
                 x, v1 = block(x, v1, x0, rotary, begins, self.kernel, mask, past)
             return norm(x)
 
-    def configure_optimizers(self, max_lr: float, weight_decay: float = 0.0, dtype=torch.bfloat16) -> list:
+    def configure_optimizers(self, max_lr: float, weight_decay: float = 0.0, dtype=torch.bfloat16,
+                             tokens: int = 524288) -> list:
         """[Adam, Muon]. Rates as SpeedrunGPT's, the embedding's that of the head, which it is. The bigram
-        table's is a tenth of SpeedrunGPT's embedding's: most of its rows are seen only a few times."""
+        table's is a tenth of SpeedrunGPT's embedding's: most of its rows are seen only a few times.
+
+        `tokens` of a step: the tied matrix's eps is a small part of the gradient that one of them gives its
+        row, about 1 / tokens. Rows of tokens that do not occur have a far smaller one, which only lowers
+        their probability; Adam would make it as large a step as any, update after update."""
         params = dict(self.named_parameters())
         wte, bigram = ([(name, params.pop(name))] for name in (
             "transformer.wte.weight", "transformer.bigram.weight"))
         matrices = [(n, p) for n, p in params.items() if n.startswith("transformer.h.") and p.dim() == 2]
         scalars = [(n, p) for n, p in params.items() if n not in dict(matrices)]
-        adam = torch.optim.Adam([{"params": wte, "lr": 0.1 * max_lr * 768 / self.config.n_embd},
+        adam = torch.optim.Adam([{"params": wte, "lr": 0.1 * max_lr * 768 / self.config.n_embd,
+                                  "eps": 0.1 / tokens},
                                  {"params": bigram, "lr": 1.5 * max_lr},
                                  {"params": scalars, "lr": max_lr}], betas=(0.7, 0.95), eps=1e-8, fused=True)
         return [adam, Muon(matrices, max_lr, weight_decay=weight_decay, dtype=dtype)]

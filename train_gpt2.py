@@ -110,6 +110,7 @@ class Recipe:
     defaults: dict = field(default_factory=dict)        # of flags, where they differ from Config's
 
 
+MODERN_DEFAULTS = dict(n_head=6, warmup_steps=0, max_lr=0.02, min_lr=0.0, weight_decay=0.0, grad_clip=0.0)
 # the functions in set_hparams are defined below, hence the lambdas
 RECIPES = {
     # GPT-3 Small's settings (Brown et al. 2020, arXiv:2005.14165, table 2.1 and appendix B)
@@ -125,18 +126,17 @@ RECIPES = {
         optimizers=lambda model, c: model.configure_optimizers(
             c.max_lr, c.weight_decay, torch.bfloat16 if c.dtype == "bfloat16" else torch.float32),
         set_hparams=lambda step, c, state: set_modern_hparams(step, c, state, (0.85, 0.95)),
-        defaults=dict(n_head=6, max_steps=3242, warmup_steps=0, max_lr=0.02, min_lr=0.0, weight_decay=0.0,
-                      grad_clip=0.0),
+        defaults=dict(max_steps=3242) | MODERN_DEFAULTS,
     ),
     # modded-nanogpt's records up to 2026, where they bring something at small sizes too (docs/recipes.md)
     "frontier": Recipe(
         model=lambda c: FrontierGPT(FrontierConfig(c.block_size, c.vocab_size, c.n_layer, c.n_head, c.n_embd,
                                                    c.window)),
         optimizers=lambda model, c: model.configure_optimizers(
-            c.max_lr, c.weight_decay, torch.bfloat16 if c.dtype == "bfloat16" else torch.float32),
+            c.max_lr, c.weight_decay, torch.bfloat16 if c.dtype == "bfloat16" else torch.float32,
+            c.total_batch_size),
         set_hparams=lambda step, c, state: set_modern_hparams(step, c, state, (0.80, 0.85)),
-        defaults=dict(n_head=6, max_steps=1750, warmup_steps=0, max_lr=0.02, min_lr=0.0, weight_decay=0.0,
-                      grad_clip=0.0, updates_per_step=4),
+        defaults=dict(max_steps=1750, updates_per_step=4) | MODERN_DEFAULTS,
     ),
 }
 

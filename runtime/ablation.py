@@ -53,7 +53,7 @@ ABLATIONS = {
     },
     "frontier": {
         "several updates a step (one instead)": (
-            "train_gpt2.py", "grad_clip=0.0, updates_per_step=4)", "grad_clip=0.0)"),
+            "train_gpt2.py", "dict(max_steps=1750, updates_per_step=4)", "dict(max_steps=1750)"),
         "late keys": ("frontier.py", "offset_keys(k, begins)", "k"),
         "late keys that start as the queries": (
             "frontier.py", "block.attn.c_k.weight[late:] = block.attn.c_q.weight[late:]", "pass"),
@@ -65,6 +65,7 @@ ABLATIONS = {
             '"transformer.wte.weight", "transformer.bigram.weight"))',
             '"transformer.wte.weight", "transformer.bigram.weight"))\n'
             '        wte.append(("lm_head.weight", params.pop("lm_head.weight")))'),
+        "eps of the tied matrix (1e-8 instead)": ("frontier.py", '"eps": 0.1 / tokens', '"eps": 1e-8'),
         "bigram table": (
             "frontier.py", "return norm(x + pair.to(dtype))", "return norm(x + 0 * pair.to(dtype))"),
         "bigram table's rate (ten times as high instead)": (

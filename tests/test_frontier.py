@@ -195,6 +195,9 @@ def test_every_parameter_is_in_one_group():
     assert sorted(rates) == sorted(name for name, _ in model.named_parameters())
     expected = {"transformer.wte.weight": 0.004, "transformer.bigram.weight": 0.03}
     assert all(rate == pytest.approx(expected.get(name, 0.02)) for name, rate in rates.items())
+    eps = {name: group["eps"] for group in optimizers[0].param_groups for name in group["param_names"]}
+    assert eps.pop("transformer.wte.weight") == pytest.approx(0.1 / config.total_batch_size)
+    assert set(eps.values()) == {1e-8}
     matrices = {name for group in optimizers[1].param_groups for name in group["param_names"]}
     assert matrices == {name for name, p in model.named_parameters() if p.dim() == 2 and ".h." in name}
 
