@@ -1,8 +1,9 @@
 """The frontier recipe's model: what modded-nanogpt's records after November 2024 taught, in one class.
 
-It starts from SpeedrunGPT (model.py, record 10), whose ideas it keeps, and adds those that were measured to
-help at a small size: a bigram table, shorter averages, a lower softcap. docs/recipes.md says what each
-brought, and what was tried and left out.
+It starts from SpeedrunGPT (model.py, record 10), whose ideas it keeps but for the untied head, and adds those
+that were measured to help at a small size: late keys that start as the queries, a bigram table, an eps for
+the tied matrix, shorter averages, a lower softcap. docs/recipes.md says what each brought, and what was tried
+and left out.
 """
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,9 +41,9 @@ def bigram_hash(tokens: Tensor, rows: int) -> Tensor:
 
 
 def offset_keys(k: Tensor, begins: Tensor) -> Tensor:
-    """k (B, nh, S, hs) with each key of the second half of the heads one token late, as in modded-nanogpt's
-    record 49, which does this to half the dimensions. begins (B, 1, S, 1): the first tokens of documents,
-    whose late keys are zero."""
+    """k (B, nh, S, hs) with each key of the second half of the heads one token late: there the key of a token
+    is that of the token before it. begins (B, 1, S, 1) bool: the first tokens of documents, whose late keys
+    are zero. modded-nanogpt's record 49 does this to half the dimensions of each head."""
     n = k.size(1) // 2
     late = F.pad(k[:, n:, :-1], (0, 0, 1, 0)).masked_fill(begins, 0)
     return torch.cat((k[:, :n], late), dim=1)
@@ -110,9 +111,9 @@ class FrontierGPT(LanguageModel):
 
     @torch.no_grad()
     def init_weights(self):
-        """As SpeedrunGPT's; the bigram table starts at zero. Where keys are late they start as the queries'
-        weights: then a token attends to those that followed itself, an induction head (arXiv:2209.11895)
-        from the start, as in arXiv:2305.09828."""
+        """As SpeedrunGPT's; the bigram table starts at zero. Where keys are late, their weights start as the
+        queries': a token then attends to what followed the same token before, an induction head
+        (arXiv:2209.11895) from the first step, by an initialisation like that of arXiv:2305.09828."""
         for name, p in self.named_parameters():
             if name.endswith(("c_proj.weight", "bigram.weight")):
                 p.zero_()
@@ -163,9 +164,9 @@ class FrontierGPT(LanguageModel):
         """[Adam, Muon]. Rates as SpeedrunGPT's, the embedding's that of the head, which it is. The bigram
         table's is a tenth of SpeedrunGPT's embedding's: most of its rows are seen only a few times.
 
-        `tokens` of a step: the tied matrix's eps is a small part of the gradient that one of them gives its
-        row, about 1 / tokens. Rows of tokens that do not occur have a far smaller one, which only lowers
-        their probability; Adam would make it as large a step as any, update after update."""
+        `tokens`: of a step. One occurrence of a token gives its row of the tied matrix a gradient of about
+        1 / tokens; eps is a tenth of that. Tokens that do not occur get far smaller gradients, which all
+        lower their probability. With a smaller eps Adam would scale these up to full steps."""
         params = dict(self.named_parameters())
         wte, bigram = ([(name, params.pop(name))] for name in (
             "transformer.wte.weight", "transformer.bigram.weight"))
