@@ -54,8 +54,9 @@ ABLATIONS = {
     "frontier": {
         "several updates a step (one instead)": (
             "train_gpt2.py", "dict(max_steps=1750, updates_per_step=4)", "dict(max_steps=1750)"),
-        "late keys": ("frontier.py", "offset_keys(k, begins)", "k"),
-        "late keys that start as the queries": (
+        "late keys": ("frontier.py", "offset_keys(k, begins)", "k",
+                      "block.attn.c_k.weight[late:] = block.attn.c_q.weight[late:]", "pass"),
+        "start of the late keys as the queries": (
             "frontier.py", "block.attn.c_k.weight[late:] = block.attn.c_q.weight[late:]", "pass"),
         "head tied to the embedding": (
             "frontier.py",
