@@ -1,9 +1,9 @@
-"""The frontier recipe's model: what modded-nanogpt's records after November 2024 taught, in one class.
+"""The frontier recipe's model: what modded-nanogpt's records after November 2024 taught, and more.
 
-It starts from SpeedrunGPT (model.py, record 10), whose ideas it keeps but for the untied head, and adds those
-that were measured to help at a small size: late keys that start as the queries, a bigram table, an eps for
-the tied matrix, shorter averages, a lower softcap. docs/recipes.md says what each brought, and what was tried
-and left out.
+It keeps the ideas of SpeedrunGPT (model.py, record 10), but for the untied head. The records' ideas that it
+adds are late keys, a tied head, a bigram table, several updates a step and a lower softcap; the three others
+are the start of the late keys, an eps for the tied matrix, and shorter averages. docs/recipes.md says what
+each brought, and what was tried and left out.
 """
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,10 +41,11 @@ def bigram_hash(tokens: Tensor, rows: int) -> Tensor:
 
 
 def offset_keys(k: Tensor, begins: Tensor) -> Tensor:
-    """k (B, nh, S, hs) with each key of the second half of the heads one token late: there the key of a token
-    is that of the token before it. begins (B, 1, S, 1) bool: the first tokens of documents, whose late keys
-    are zero. modded-nanogpt's record 49 does this to half the dimensions of each head."""
-    n = k.size(1) // 2
+    """k (B, nh, S, hs) with the keys of the second half of the heads, of an odd number one more, one token
+    late: the key of a token is that of the token before it. begins (B, 1, S, 1) bool: the first tokens of
+    documents, whose late keys are zero, as is that of the first token of the sequence. modded-nanogpt's
+    record 49 does this to half the dimensions of each head."""
+    n = k.size(1) // 2          # heads that are not late
     late = F.pad(k[:, n:, :-1], (0, 0, 1, 0)).masked_fill(begins, 0)
     return torch.cat((k[:, :n], late), dim=1)
 
@@ -111,14 +112,16 @@ class FrontierGPT(LanguageModel):
 
     @torch.no_grad()
     def init_weights(self):
-        """As SpeedrunGPT's; the bigram table starts at zero. Where keys are late, their weights start as the
+        """Output projections and the bigram table at zero; the embedding is the head too, hence small: the
+        first loss is about ln(vocab_size) + 12.5 / n_embd. Where keys are late, their weights start as the
         queries': a token then attends to what followed the same token before, an induction head
         (arXiv:2209.11895) from the first step, by an initialisation like that of arXiv:2305.09828."""
         for name, p in self.named_parameters():
             if name.endswith(("c_proj.weight", "bigram.weight")):
                 p.zero_()
             elif name.endswith("wte.weight"):
-                p.normal_(0.0, 5 / self.config.n_embd)      # its rate over this is the same at each width
+                # at each width its rate is 0.3 of this (max_lr 0.02), as speedrun's embedding's of its scale
+                p.normal_(0.0, 5 / self.config.n_embd)
             elif name.endswith(("c_q.weight", "c_k.weight", "c_v.weight", "c_fc.weight")):
                 p.uniform_(-p.size(1)**-0.5, p.size(1)**-0.5)
             elif name.endswith("lambdas"):
@@ -159,14 +162,15 @@ class FrontierGPT(LanguageModel):
                 x, v1 = block(x, v1, x0, rotary, begins, self.kernel, mask, past)
             return norm(x)
 
-    def configure_optimizers(self, max_lr: float, weight_decay: float = 0.0, dtype=torch.bfloat16,
-                             tokens: int = 524288) -> list:
+    def configure_optimizers(self, max_lr: float, weight_decay: float, dtype: torch.dtype,
+                             tokens: int) -> list:
         """[Adam, Muon]. Rates as SpeedrunGPT's, the embedding's that of the head, which it is. The bigram
         table's is a tenth of SpeedrunGPT's embedding's: most of its rows are seen only a few times.
 
         `tokens`: of a step. One occurrence of a token gives its row of the tied matrix a gradient of about
-        1 / tokens; eps is a tenth of that. Tokens that do not occur get far smaller gradients, which all
-        lower their probability. With a smaller eps Adam would scale these up to full steps."""
+        1 / tokens, or a multiple of that with several updates a step; eps is a tenth of 1 / tokens. The
+        gradient of a token that does not occur is about its probability, and always lowers it. Without this
+        eps Adam would turn even the smallest of them into a full step."""
         params = dict(self.named_parameters())
         wte, bigram = ([(name, params.pop(name))] for name in (
             "transformer.wte.weight", "transformer.bigram.weight"))

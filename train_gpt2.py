@@ -128,7 +128,7 @@ RECIPES = {
         set_hparams=lambda step, c, state: set_modern_hparams(step, c, state, (0.85, 0.95)),
         defaults=dict(max_steps=3242) | MODERN_DEFAULTS,
     ),
-    # modded-nanogpt's records up to 2026, where they bring something at small sizes too (docs/recipes.md)
+    # modded-nanogpt's records up to 2026, where they help at small sizes, and more (docs/recipes.md)
     "frontier": Recipe(
         model=lambda c: FrontierGPT(FrontierConfig(c.block_size, c.vocab_size, c.n_layer, c.n_head, c.n_embd,
                                                    c.window)),

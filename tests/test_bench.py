@@ -6,11 +6,13 @@ import math
 import os
 import subprocess
 import sys
+import types
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 import bench
 from bench import ladder_settings
@@ -392,11 +394,22 @@ def test_synthetic_examples_have_hellaswags_format():
 
 
 @pytest.mark.parametrize("recipe", ABLATIONS)
-def test_each_idea_is_one_line_of_the_code(recipe):
+def test_each_idea_is_lines_of_the_code(recipe):
     for idea in ABLATIONS[recipe]:
         file, text = ablated_source(recipe, idea)
-        compile(text, file, "exec")
         assert text != (ROOT / file).read_text()
+        namespace = types.ModuleType("ablated").__dict__
+        code = compile(text, file, "exec")
+        if file == "frontier.py":               # several lines, which must fit together
+            exec(code, namespace)
+            model = namespace["FrontierGPT"](namespace["FrontierConfig"](8, 97, 2, 2, 32))
+            optimizers = model.configure_optimizers(0.02, 0.0, torch.float32, 64)
+            idx = torch.arange(9)[None]
+            model(idx[:, :-1], idx[:, 1:])[1].backward()
+            updated = [p for optimizer in optimizers
+                       for group in optimizer.param_groups for p in group["params"]]
+            assert sorted(map(id, updated)) == sorted(map(id, model.parameters())), idea
+            assert all(p.grad is not None for p in updated), idea
 
 
 def test_a_curve_is_that_of_a_real_run_without_the_idea(tmp_path):

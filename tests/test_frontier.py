@@ -120,10 +120,12 @@ def test_gpt2s_size_has_162_million_parameters_and_starts_near_the_loss_of_knowi
     assert parameters == 162_201_600 + 12 * 3 and model.lm_head.weight is model.transformer.wte.weight
     # of the bigram table a token reads one row: no product
     assert model.flops_per_token(1024) == 6 * (parameters - 50304 * 768) + 12 * 12 * 768 * 1024
-    for width in (64, 512):             # the embedding's scale goes with 1 / width
+    for width in (64, 512):             # logits of variance 25 / width raise it by half of that
+        torch.manual_seed(0)
         small = FrontierGPT(FrontierConfig(24, 50304, 2, 2, width))
         idx = tokens(8, 25, vocab_size=50257)
-        assert small(idx[:, :-1], idx[:, 1:])[1].item() == pytest.approx(math.log(50304), abs=0.2)
+        loss = small(idx[:, :-1], idx[:, 1:])[1].item()
+        assert loss == pytest.approx(math.log(50304) + 12.5 / width, abs=0.15)
 
 
 def test_a_new_model_attends_to_what_followed_the_same_token():
@@ -188,7 +190,7 @@ def test_weights_come_back_from_a_checkpoint_and_are_not_exported(tmp_path):
 
 def test_every_parameter_is_in_one_group():
     model = make_model(n_embd=384)
-    config, _ = parse_flags(["--recipe", "frontier"])
+    config, _ = parse_flags(["--recipe", "frontier", "--total_batch_size", "4096"])
     optimizers = RECIPES["frontier"].optimizers(model, config)
     rates = {name: group["lr"] for optimizer in optimizers for group in optimizer.param_groups
              for name in group["param_names"]}
@@ -196,7 +198,7 @@ def test_every_parameter_is_in_one_group():
     expected = {"transformer.wte.weight": 0.004, "transformer.bigram.weight": 0.03}
     assert all(rate == pytest.approx(expected.get(name, 0.02)) for name, rate in rates.items())
     eps = {name: group["eps"] for group in optimizers[0].param_groups for name in group["param_names"]}
-    assert eps.pop("transformer.wte.weight") == pytest.approx(0.1 / config.total_batch_size)
+    assert eps.pop("transformer.wte.weight") == pytest.approx(0.1 / 4096)
     assert set(eps.values()) == {1e-8}
     matrices = {name for group in optimizers[1].param_groups for name in group["param_names"]}
     assert matrices == {name for name, p in model.named_parameters() if p.dim() == 2 and ".h." in name}
@@ -333,7 +335,7 @@ def test_a_run_with_a_window_evaluates_samples_and_is_sampled_from(tmp_path):
                  "--val_tokens", 900, "--dtype", "bfloat16", "--hellaswag_every", 9, "--hellaswag_data",
                  hellaswag_file(tmp_path / "h.jsonl"))
     val = logged(tmp_path / "log", "val")
-    assert val[0] == pytest.approx(math.log(50304), abs=0.3) and val[9] < val[0] - 1      # its logits: +-1
+    assert val[0] == pytest.approx(math.log(50304), abs=0.6) and val[9] < val[0] - 1
     assert "sample 0: Hello, I'm a language model," in result.stdout
     assert 0 <= logged(tmp_path / "log", "hella")[9] <= 1
     sampled = subprocess.run([sys.executable, ROOT / "sample.py", "--model", tmp_path / "log",
