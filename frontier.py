@@ -18,7 +18,7 @@ from runtime.generation import KVCache
 from runtime.kernels import attention, document_window_mask, matmul_dtype, resolve_attention
 from runtime.language_model import CastLinear, LanguageModel, norm, rotate
 from runtime.muon import Muon
-from runtime.tokenizer import EOT
+from runtime.tokenizer import EOT, stems_of_tokens
 
 
 @dataclass
@@ -98,15 +98,18 @@ class FrontierGPT(LanguageModel):
             raise UserError(f"--n_embd {config.n_embd} does not divide into --n_head {config.n_head} heads "
                             f"of an even size, which rotary positions need: give another number of heads")
         self.config = config
+        stems = torch.from_numpy(stems_of_tokens(config.vocab_size))            # (vocab_size,)
         self.transformer = nn.ModuleDict(dict(
             wte=nn.Embedding(config.vocab_size, config.n_embd),
             bigram=nn.Embedding(config.vocab_size, config.n_embd),
+            stem=nn.Embedding(int(stems.max()) + 1, config.n_embd),
             h=nn.ModuleList(FrontierBlock(config, layer) for layer in range(config.n_layer)),
         ))
         with torch.device("meta"):
             self.lm_head = CastLinear(config.n_embd, config.vocab_size)
         self.lm_head.weight = self.transformer.wte.weight                       # arXiv:1608.05859
         window = torch.tensor(config.window or config.block_size, device="cpu")
+        self.register_buffer("stems", stems, persistent=False)
         self.register_buffer("window", window, persistent=False)    # a tensor: a new value needs no recompile
         self.init_weights()
 
@@ -117,7 +120,7 @@ class FrontierGPT(LanguageModel):
         queries': a token then attends to what followed the same token before, an induction head
         (arXiv:2209.11895) from the first step, by an initialisation like that of arXiv:2305.09828."""
         for name, p in self.named_parameters():
-            if name.endswith(("c_proj.weight", "bigram.weight")):
+            if name.endswith(("c_proj.weight", "bigram.weight", "stem.weight")):
                 p.zero_()
             elif name.endswith("wte.weight"):
                 # at each width its rate is 0.3 of this (max_lr 0.02), as speedrun's embedding's of its scale
@@ -134,10 +137,15 @@ class FrontierGPT(LanguageModel):
         for block in self.transformer.h:
             block.attn.c_k.weight[late:] = block.attn.c_q.weight[late:]
 
+    def head(self) -> Tensor:
+        """(vocab_size, C): each token's row plus its stem's, as in the embedding."""
+        return self.transformer.stem(self.stems).add_(self.lm_head.weight)      # in place: a pass less
+
     def embed(self, tokens: Tensor, dtype: torch.dtype) -> Tensor:
         """tokens (B, S) -> (B, S, C): each token's embedding plus that of the pair with the one before it
         (record 62)."""
-        x = norm(self.transformer.wte(tokens).to(dtype))
+        x = self.transformer.wte(tokens) + self.transformer.stem(self.stems[tokens])
+        x = norm(x.to(dtype))
         pair = self.transformer.bigram(bigram_hash(tokens, self.transformer.bigram.num_embeddings))
         return norm(x + pair.to(dtype))
 
@@ -172,19 +180,20 @@ class FrontierGPT(LanguageModel):
         gradient of a token that does not occur is about its probability, and always lowers it. Without this
         eps Adam would turn even the smallest of them into a full step."""
         params = dict(self.named_parameters())
-        wte, bigram = ([(name, params.pop(name))] for name in (
-            "transformer.wte.weight", "transformer.bigram.weight"))
+        wte, stem, bigram = ([(name, params.pop(name))] for name in (
+            "transformer.wte.weight", "transformer.stem.weight", "transformer.bigram.weight"))
         matrices = [(n, p) for n, p in params.items() if n.startswith("transformer.h.") and p.dim() == 2]
         scalars = [(n, p) for n, p in params.items() if n not in dict(matrices)]
-        adam = torch.optim.Adam([{"params": wte, "lr": 0.1 * max_lr * 768 / self.config.n_embd,
+        adam = torch.optim.Adam([{"params": wte + stem, "lr": 0.1 * max_lr * 768 / self.config.n_embd,
                                   "eps": 0.1 / tokens},
                                  {"params": bigram, "lr": 1.5 * max_lr},
                                  {"params": scalars, "lr": max_lr}], betas=(0.7, 0.95), eps=1e-8, fused=True)
         return [adam, Muon(matrices, max_lr, weight_decay=weight_decay, dtype=dtype)]
 
     def flops_per_token(self, sequence_length: int) -> int:
-        """As SpeedrunGPT's; of the bigram table only rows are looked up."""
-        N = sum(p.numel() for p in self.parameters()) - self.transformer.bigram.weight.numel()
+        """As SpeedrunGPT's; of the two tables only rows are looked up."""
+        tables = self.transformer.bigram.weight.numel() + self.transformer.stem.weight.numel()
+        N = sum(p.numel() for p in self.parameters()) - tables
         span = min(sequence_length, self.config.window or sequence_length)
         return 6 * N + 12 * self.config.n_layer * self.config.n_embd * span
 

@@ -153,13 +153,14 @@ def cross_entropy_(logits: Tensor, targets: Tensor, softcap: float = 0.0) -> Ten
     z = logits.float()                                                          # (n, V)
     if softcap:                         # tanh(u) = 2 sigmoid(2u) - 1, and the softmax cancels the -1
         s = z.mul_(2 / softcap).sigmoid_()
-        z = s * (2 * softcap / unit)
+        z = s * (2 * softcap / unit)    # from 0 to 2 softcap nats: its exp does not overflow up to 38
     else:
         z = z.mul_(1 / unit)
-    highest, own = z.amax(dim=1, keepdim=True), z.gather(1, targets)
-    p = exp_(z.sub_(highest))
+        z = z.sub_(z.amax(dim=1, keepdim=True))
+    own = z.gather(1, targets)
+    p = exp_(z)
     total = p.sum(dim=1, keepdim=True)
-    loss = (((highest - own) * unit + total.log()) * scored).sum()
+    loss = ((total.log() - own * unit) * scored).sum()
     weight = scored * (4.0 if softcap else 1.0)         # the derivative of tanh, 1 - tanh^2, is 4 s (1 - s)
     p.mul_(weight / total)
     if compiling:                               # a comparison fuses into the kernel; a scatter copies p
@@ -214,7 +215,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, gradient):
         dx, dw, scale = ctx.saved_tensors
-        return dx * (gradient * scale), dw * (gradient * scale), None, None, None, None, None
+        # in place: a second backward, of which the first left nothing, is refused by autograd
+        return dx * (gradient * scale), dw.mul_(gradient * scale), None, None, None, None, None
 
 
 def chunked_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, chunk: int, softcap: float,

@@ -10,15 +10,20 @@ from runtime.kernels import chunked_cross_entropy
 
 class LanguageModel(nn.Module):
     """Loss and samples from hidden states. A subclass has `config`, `lm_head` and `hidden(idx, past=None)`:
-    the final hidden states (B, T, C) of idx (B, T), which follows the tokens in the KVCache `past`."""
+    the final hidden states (B, T, C) of idx (B, T), which follows the tokens in the KVCache `past`. It may
+    override `head`."""
     chunked_loss = staticmethod(chunked_cross_entropy)
     loss_chunk = 0              # tokens whose logits are in memory at a time while training; 0: all
     kernel = "auto"             # attention kernel, by name
     softcap = 0.0               # c: the logits are c tanh(z / c), where z is the head's output; 0: they are z
 
+    def head(self) -> Tensor:
+        """The matrix (vocab_size, C) that turns hidden states into logits."""
+        return self.lm_head.weight
+
     def logits(self, x: Tensor) -> Tensor:
         """x (..., C) -> (..., vocab_size)."""
-        z = self.lm_head(x)
+        z = F.linear(x, self.head().to(x.dtype))
         return self.softcap * torch.tanh(z.float() / self.softcap) if self.softcap else z
 
     def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
@@ -31,7 +36,7 @@ class LanguageModel(nn.Module):
             raise ValueError(f"{idx.size(1)} tokens are longer than block_size {self.config.block_size}")
         x = self.hidden(idx)                                                    # (B, T, C)
         if targets is not None and self.loss_chunk:
-            return None, self.chunked_loss(x.flatten(0, 1), self.lm_head.weight, targets.flatten(),
+            return None, self.chunked_loss(x.flatten(0, 1), self.head(), targets.flatten(),
                                            self.loss_chunk, self.softcap, torch.compiler.is_compiling())
         logits = self.logits(x)                                                 # (B, T, vocab_size)
         if targets is None:

@@ -1,4 +1,5 @@
 """GPT-2's byte-level BPE, from assets/, without a network."""
+import contextlib
 import functools
 import hashlib
 import json
@@ -30,12 +31,8 @@ def checked_asset(name: str) -> Path:
 
 
 @functools.cache
-def tokenizer():
-    """GPT-2's byte-level BPE (Radford et al. 2019, section 2.2) as a tiktoken Encoding, built from assets/.
-
-    Its tokens are those of `tiktoken.get_encoding("gpt2")`, which downloads the same two files.
-    """
-    import tiktoken
+def token_bytes() -> dict[bytes, int]:
+    """{bytes of a token: its id}, for all but <|endoftext|>."""
     # encoder.json writes bytes as printable characters: a printable one of Latin-1 as itself, the
     # other 68 as the code points from 256 on. Its ids are the merge ranks.
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1),
@@ -43,9 +40,43 @@ def tokenizer():
     byte_of = {chr(b): b for b in printable}
     byte_of |= {chr(256 + i): b for i, b in enumerate(b for b in range(256) if b not in printable)}
     encoder = json.loads(checked_asset("encoder.json").read_text(encoding="utf-8"))
-    ranks = {bytes(byte_of[c] for c in token): rank for token, rank in encoder.items() if rank != EOT}
-    return tiktoken.Encoding("gpt2", explicit_n_vocab=VOCAB_SIZE, pat_str=PATTERN, mergeable_ranks=ranks,
-                             special_tokens={"<|endoftext|>": EOT})
+    return {bytes(byte_of[c] for c in token): rank for token, rank in encoder.items() if rank != EOT}
+
+
+@functools.cache
+def tokenizer():
+    """GPT-2's byte-level BPE (Radford et al. 2019, section 2.2) as a tiktoken Encoding, built from assets/.
+
+    Its tokens are those of `tiktoken.get_encoding("gpt2")`, which downloads the same two files.
+    """
+    import tiktoken
+    return tiktoken.Encoding("gpt2", explicit_n_vocab=VOCAB_SIZE, pat_str=PATTERN,
+                             mergeable_ranks=token_bytes(), special_tokens={"<|endoftext|>": EOT})
+
+
+ENDINGS = "ings ing ies ied ers er ed es ly s e y".split()
+
+
+def stem(text: str) -> str:
+    """`text` in lower case, without the spaces around it and without the ending of an English word, if three
+    letters remain: " Returns" and "returning" have the stem "return"."""
+    text = text.strip().lower()
+    return next((text[:-len(ending)] for ending in ENDINGS
+                 if text.endswith(ending) and len(text) >= len(ending) + 3), text)
+
+
+@functools.cache
+def stems_of_tokens(vocab_size: int) -> np.ndarray:
+    """For each token the number of its stem, int64 (vocab_size,): tokens have the same if `stem` of their
+    texts is the same. Bytes that are no text, white space, <|endoftext|> and padding have one each, and so
+    has every token of a vocabulary that is smaller than GPT-2's."""
+    names: list = list(range(vocab_size))               # of stems: a text, or else the token's id
+    if vocab_size >= VOCAB_SIZE:
+        for token, i in token_bytes().items():
+            with contextlib.suppress(UnicodeDecodeError):
+                names[i] = stem(token.decode()) or i
+    number: dict = {}
+    return np.array([number.setdefault(name, len(number)) for name in names], dtype=np.int64)
 
 
 def encode(text: str) -> np.ndarray:

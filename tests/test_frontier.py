@@ -1,10 +1,12 @@
 """The frontier recipe: its model against an independent reference, and several updates a step."""
 import dataclasses
 import math
+import re
 import subprocess
 import sys
 import types
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -17,7 +19,7 @@ from runtime.cli import UserError
 from runtime.dataloader import TokenDataset, TokenLoader
 from runtime.distributed import Process, StopSignals
 from runtime.shards import write_shard
-from runtime.tokenizer import EOT, encode
+from runtime.tokenizer import EOT, encode, stems_of_tokens, tokenizer
 from train_gpt2 import RECIPES, Config, parse_flags, train_step, updates_of_step
 
 
@@ -36,8 +38,11 @@ def tokens(*shape, seed=1, vocab_size=97):
     return torch.randint(vocab_size, shape, generator=torch.Generator().manual_seed(seed))
 
 
-def plain_frontier(w, heads, idx):
-    """The model in float64, position by position and head by head. w: name -> float64 tensor."""
+def plain_frontier(w, heads, idx, stems):
+    """The model in float64, position by position and head by head. w: name -> float64 tensor; stems: the row
+    of the stem table for each token."""
+    table = w["transformer.wte.weight"] + w["transformer.stem.weight"][stems]
+
     def rms(x):
         return x / (x.pow(2).mean(-1, keepdim=True) + torch.finfo(torch.float32).eps).sqrt()
 
@@ -51,7 +56,7 @@ def plain_frontier(w, heads, idx):
         rows = len(w["transformer.bigram.weight"])
         pairs = [((36313 * token) ^ (27191 * (EOT if token == EOT else before))) % rows
                  for before, token in zip([EOT, *row], row, strict=False)]
-        x = x0 = rms(rms(w["transformer.wte.weight"][row]) + w["transformer.bigram.weight"][pairs])
+        x = x0 = rms(rms(table[row]) + w["transformer.bigram.weight"][pairs])
         first_values = None
         for n in range(sum(name.endswith("lambdas") for name in w)):
             g = {name.split(f"h.{n}.")[1]: value for name, value in w.items() if f"h.{n}." in name}
@@ -72,7 +77,7 @@ def plain_frontier(w, heads, idx):
                 ys.append(scores.masked_fill(mask, -math.inf).softmax(-1) @ v_h)
             x = x + torch.cat(ys, -1) @ g["attn.c_proj.weight"].t()
             x = x + (rms(x) @ g["c_fc.weight"].t()).clamp(min=0).pow(2) @ g["c_proj.weight"].t()
-        results.append(15 * torch.tanh(rms(x) @ w["transformer.wte.weight"].t() / 15))
+        results.append(15 * torch.tanh(rms(x) @ table.t() / 15))
     return torch.stack(results)
 
 
@@ -82,7 +87,7 @@ def test_logits_loss_and_gradients_equal_a_plain_reference(heads):
     idx, targets = tokens(2, 9), tokens(2, 9, seed=2)
     targets[0, :3], idx[0, 4], idx[1, 0] = -1, EOT, EOT
     weights = {name: p.detach().double().requires_grad_() for name, p in model.named_parameters()}
-    expected = plain_frontier(weights, heads, idx)
+    expected = plain_frontier(weights, heads, idx, model.stems)
     torch.testing.assert_close(model(idx)[0].double(), expected, rtol=1e-4, atol=2e-4)
     loss = F.cross_entropy(expected.flatten(0, 1), targets.flatten(), ignore_index=-1)
     loss.backward()
@@ -113,13 +118,15 @@ def test_in_bfloat16_the_logits_stay_near():
     assert (found - expected).norm() < 0.05 * expected.norm()
 
 
-def test_gpt2s_size_has_162_million_parameters_and_starts_near_the_loss_of_knowing_nothing():
+def test_gpt2s_size_has_180_million_parameters_and_starts_near_the_loss_of_knowing_nothing():
     with torch.device("meta"):
         model = FrontierGPT(FrontierConfig())
     parameters = sum(p.numel() for p in model.parameters())
-    assert parameters == 162_201_600 + 12 * 3 and model.lm_head.weight is model.transformer.wte.weight
-    # of the bigram table a token reads one row: no product
-    assert model.flops_per_token(1024) == 6 * (parameters - 50304 * 768) + 12 * 12 * 768 * 1024
+    blocks = 12 * 12 * 768**2 + 12 * 3
+    assert parameters == (2 * 50304 + 23579) * 768 + blocks
+    assert model.lm_head.weight is model.transformer.wte.weight
+    # of the bigram and the stem table a token reads one row: no product
+    assert model.flops_per_token(1024) == 6 * (50304 * 768 + blocks) + 12 * 12 * 768 * 1024
     for width in (64, 512):             # logits of variance 25 / width raise it by half of that
         torch.manual_seed(0)
         small = FrontierGPT(FrontierConfig(24, 50304, 2, 2, width))
@@ -142,6 +149,24 @@ def test_a_new_model_attends_to_what_followed_the_same_token():
         patch.setattr("frontier.attention", scores)
         model(idx)
     assert seen[0][1].argmax() == 7 and seen[0][0].argmax() != 7
+
+
+def test_tokens_of_one_stem_share_a_row_and_all_else_has_its_own():
+    stems, text = stems_of_tokens(50304), tokenizer().decode_single_token_bytes
+    assert stems.shape == (50304,) and sorted(set(stems)) == list(range(23579))
+    same = {tokenizer().encode_single_token(word) for word in (
+        "return", " return", "Return", " Return", " returns", " returned", " returning", " Returns")}
+    assert same <= {token for token in range(50257) if stems[token] == stems[min(same)]}
+    others = np.flatnonzero(stems == stems[min(same)])
+    assert {re.sub("(s|ed|ing)$", "", text(int(token)).decode().strip().lower())
+            for token in others} == {"return"}
+    for word, rest in ((" red", "r"), (" sing", "s")):      # three letters have to remain
+        assert len({stems[tokenizer().encode_single_token(text)] for text in (word, rest)}) == 2
+    counts = np.bincount(stems)[stems]
+    spaces = [token for token in range(50256) if text(token).isspace()]
+    assert len(spaces) == 7 and (counts[spaces] == 1).all()
+    assert (counts[EOT:] == 1).all() and (counts[[tokenizer().encode_single_token(b"\xff")]] == 1).all()
+    assert (stems_of_tokens(256) == np.arange(256)).all()
 
 
 def test_pairs_of_tokens_spread_over_the_rows():
@@ -195,10 +220,12 @@ def test_every_parameter_is_in_one_group():
     rates = {name: group["lr"] for optimizer in optimizers for group in optimizer.param_groups
              for name in group["param_names"]}
     assert sorted(rates) == sorted(name for name, _ in model.named_parameters())
-    expected = {"transformer.wte.weight": 0.004, "transformer.bigram.weight": 0.03}
+    expected = {"transformer.wte.weight": 0.004, "transformer.stem.weight": 0.004,
+                "transformer.bigram.weight": 0.03}
     assert all(rate == pytest.approx(expected.get(name, 0.02)) for name, rate in rates.items())
     eps = {name: group["eps"] for group in optimizers[0].param_groups for name in group["param_names"]}
-    assert eps.pop("transformer.wte.weight") == pytest.approx(0.1 / 4096)
+    for name in ("wte", "stem"):
+        assert eps.pop(f"transformer.{name}.weight") == pytest.approx(0.1 / 4096)
     assert set(eps.values()) == {1e-8}
     matrices = {name for group in optimizers[1].param_groups for name in group["param_names"]}
     assert matrices == {name for name, p in model.named_parameters() if p.dim() == 2 and ".h." in name}
