@@ -1,9 +1,9 @@
 """The frontier recipe's model: what modded-nanogpt's records after November 2024 taught, and more.
 
 It keeps the ideas of SpeedrunGPT (model.py, record 10), but for the untied head. The records' ideas that it
-adds are late keys, a tied head, a bigram table, several updates a step and a lower softcap; the three others
-are the start of the late keys, an eps for the tied matrix, and shorter averages. docs/recipes.md says what
-each brought, and what was tried and left out.
+adds are late keys, a tied head, a bigram table, several updates a step and a lower softcap; the four others
+are rows for stems, the start of the late keys, an eps for the tied matrix, and shorter averages.
+docs/recipes.md says what each brought, and what was tried and left out.
 """
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,8 +88,9 @@ class FrontierBlock(nn.Module):
 
 
 class FrontierGPT(LanguageModel):
-    """SpeedrunGPT with a bigram table, late keys, and the head tied to the embedding: 162.2M parameters at
-    GPT-2's size, of which the table has 38.6M. A token reads one row of it."""
+    """SpeedrunGPT with a bigram table, late keys, and the head tied to the embedding, in both of which tokens
+    of one stem share a row: 180.3M parameters at GPT-2's size. Of these the bigram table has 38.6M and that
+    of the stems 18.1M; a token reads one row of each."""
     softcap = 15.0              # record 18
 
     def __init__(self, config):
@@ -115,7 +116,7 @@ class FrontierGPT(LanguageModel):
 
     @torch.no_grad()
     def init_weights(self):
-        """Output projections and the bigram table at zero; the embedding is the head too, hence small: the
+        """Output projections, bigram and stem table at zero; the embedding is the head too, hence small: the
         first loss is about ln(vocab_size) + 12.5 / n_embd. Where keys are late, their weights start as the
         queries': a token then attends to what followed the same token before, an induction head
         (arXiv:2209.11895) from the first step, by an initialisation like that of arXiv:2305.09828."""
@@ -142,8 +143,8 @@ class FrontierGPT(LanguageModel):
         return self.transformer.stem(self.stems).add_(self.lm_head.weight)      # in place: a pass less
 
     def embed(self, tokens: Tensor, dtype: torch.dtype) -> Tensor:
-        """tokens (B, S) -> (B, S, C): each token's embedding plus that of the pair with the one before it
-        (record 62)."""
+        """tokens (B, S) -> (B, S, C): each token's embedding (its own row plus its stem's), plus that of the
+        pair with the one before it (record 62)."""
         x = self.transformer.wte(tokens) + self.transformer.stem(self.stems[tokens])
         x = norm(x.to(dtype))
         pair = self.transformer.bigram(bigram_hash(tokens, self.transformer.bigram.num_embeddings))
@@ -172,10 +173,10 @@ class FrontierGPT(LanguageModel):
 
     def configure_optimizers(self, max_lr: float, weight_decay: float, dtype: torch.dtype,
                              tokens: int) -> list:
-        """[Adam, Muon]. Rates as SpeedrunGPT's, the embedding's that of the head, which it is. The bigram
+        """[Adam, Muon]. Rates as SpeedrunGPT's, the embedding's and the stems' that of the head. The bigram
         table's is a tenth of SpeedrunGPT's embedding's: most of its rows are seen only a few times.
 
-        `tokens`: of a step. One occurrence of a token gives its row of the tied matrix a gradient of about
+        `tokens`: of a step. One occurrence of a token gives its row of the embedding a gradient of about
         1 / tokens, or a multiple of that with several updates a step; eps is a tenth of 1 / tokens. The
         gradient of a token that does not occur is about its probability, and always lowers it. Without this
         eps Adam would turn even the smallest of them into a full step."""

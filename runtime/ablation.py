@@ -62,11 +62,15 @@ ABLATIONS = {
             "frontier.py",
             "self.lm_head.weight = self.transformer.wte.weight ",
             "self.lm_head.weight = nn.Parameter(torch.zeros_like(self.transformer.wte.weight)) ",
-            '("c_proj.weight", "bigram.weight")', '("c_proj.weight", "bigram.weight", "lm_head.weight")',
-            '"transformer.wte.weight", "transformer.bigram.weight"))',
-            '"transformer.wte.weight", "transformer.bigram.weight"))\n'
+            '"bigram.weight", "stem.weight")', '"bigram.weight", "stem.weight", "lm_head.weight")',
+            '"transformer.stem.weight", "transformer.bigram.weight"))',
+            '"transformer.stem.weight", "transformer.bigram.weight"))\n'
             '        wte.append(("lm_head.weight", params.pop("lm_head.weight")))'),
         "eps of the tied matrix (1e-8 instead)": ("frontier.py", '"eps": 0.1 / tokens', '"eps": 1e-8'),
+        "rows for stems": (
+            "frontier.py", "+ self.transformer.stem(self.stems[tokens])",
+            "+ 0 * self.transformer.stem(self.stems[tokens])",
+            "self.transformer.stem(self.stems).add_", "(0 * self.transformer.stem(self.stems)).add_"),
         "bigram table": (
             "frontier.py", "return norm(x + pair.to(dtype))", "return norm(x + 0 * pair.to(dtype))"),
         "bigram table's rate (ten times as high instead)": (
