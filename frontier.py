@@ -2,7 +2,7 @@
 
 It keeps the ideas of SpeedrunGPT (model.py, record 10), but for the untied head. The records' ideas that it
 adds are late keys, a tied head, a bigram table, several updates a step and a lower softcap; the four others
-are rows for stems, the start of the late keys, an eps for the tied matrix, and shorter averages.
+are rows for stems, the start of the late keys, an eps for the embedding, and shorter averages.
 docs/recipes.md says what each brought, and what was tried and left out.
 """
 from dataclasses import dataclass
@@ -99,7 +99,7 @@ class FrontierGPT(LanguageModel):
             raise UserError(f"--n_embd {config.n_embd} does not divide into --n_head {config.n_head} heads "
                             f"of an even size, which rotary positions need: give another number of heads")
         self.config = config
-        stems = torch.from_numpy(stems_of_tokens(config.vocab_size))            # (vocab_size,)
+        stems = torch.tensor(stems_of_tokens(config.vocab_size), device="cpu")  # (vocab_size,)
         self.transformer = nn.ModuleDict(dict(
             wte=nn.Embedding(config.vocab_size, config.n_embd),
             bigram=nn.Embedding(config.vocab_size, config.n_embd),
@@ -139,8 +139,9 @@ class FrontierGPT(LanguageModel):
             block.attn.c_k.weight[late:] = block.attn.c_q.weight[late:]
 
     def head(self) -> Tensor:
-        """(vocab_size, C): each token's row plus its stem's, as in the embedding."""
-        return self.transformer.stem(self.stems).add_(self.lm_head.weight)      # in place: a pass less
+        """(vocab_size, C): each token's row plus its stem's, as in the embedding. In place, because a second
+        matrix of this size costs time on a CPU."""
+        return self.transformer.stem(self.stems).add_(self.lm_head.weight)
 
     def embed(self, tokens: Tensor, dtype: torch.dtype) -> Tensor:
         """tokens (B, S) -> (B, S, C): each token's embedding (its own row plus its stem's), plus that of the

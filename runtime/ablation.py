@@ -65,8 +65,9 @@ ABLATIONS = {
             '"bigram.weight", "stem.weight")', '"bigram.weight", "stem.weight", "lm_head.weight")',
             '"transformer.stem.weight", "transformer.bigram.weight"))',
             '"transformer.stem.weight", "transformer.bigram.weight"))\n'
-            '        wte.append(("lm_head.weight", params.pop("lm_head.weight")))'),
-        "eps of the tied matrix (1e-8 instead)": ("frontier.py", '"eps": 0.1 / tokens', '"eps": 1e-8'),
+            '        wte.append(("lm_head.weight", params.pop("lm_head.weight")))',
+            "return self.transformer.stem(self.stems).add_(self.lm_head.weight)", "return self.lm_head.weight"),
+        "eps of the embedding (1e-8 instead)": ("frontier.py", '"eps": 0.1 / tokens', '"eps": 1e-8'),
         "rows for stems": (
             "frontier.py", "+ self.transformer.stem(self.stems[tokens])",
             "+ 0 * self.transformer.stem(self.stems[tokens])",

@@ -241,7 +241,7 @@ def wrap_model(model: Callable, process) -> Callable:
     # 124M. torch's default of 25 MB gives 14, which read and write 159 GB for 64 x 1024 tokens instead of
     # 149. A single bucket would send nothing before the end of the backward.
     known, options = signature(DDP).parameters, dict(gradient_as_bucket_view=True, bucket_cap_mb=170)
-    # the window is the same on all ranks: no broadcast at each step; torch 2.13 renamed the argument
+    # window and stems are the same on all ranks: no broadcast at each step; torch 2.13 renamed the argument
     options["forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"] = False
     if "batched_grad_copy" in known:            # a launch per bucket instead of one per parameter; torch 2.13
         options["batched_grad_copy"] = True

@@ -35,14 +35,14 @@ def generate_tokens(model, idx: Tensor, max_new_tokens: int, temperature: float 
                     top_p: float | None = None) -> Iterator[Tensor]:
     """LanguageModel.generate, step by step: of idx (B, T) int64 yields the next ids (B, 1), one row's each,
     max_new_tokens times. The caller may stop at any of them."""
-    block_size, past = model.config.block_size, None
+    block_size, past, head = model.config.block_size, None, model.head()
     for _ in range(max_new_tokens):
         if past is None or idx.size(1) > block_size:
             past = KVCache(model.config.n_layer)
             x = model.hidden(idx[:, -block_size:], past)                        # (B, t, C)
         else:
             x = model.hidden(idx[:, -1:], past)                                 # (B, 1, C)
-        logits = model.logits(x[:, -1]).float()                                 # (B, vocab_size)
+        logits = model.logits(x[:, -1], head).float()                                 # (B, vocab_size)
         new = sample_token(logits, temperature, top_k, generator, top_p)        # (B, 1)
         idx = torch.cat((idx, new), dim=1)
         yield new

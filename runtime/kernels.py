@@ -140,20 +140,21 @@ def check_attention(kernel: str, device: str, dtype: torch.dtype, head_dim: int,
 
 def cross_entropy_(logits: Tensor, targets: Tensor, softcap: float = 0.0) -> Tensor:
     """Sum of the cross-entropies (nats) of logits (n, V) and targets (n,); targets of -1 are ignored.
-    Overwrites the logits with its gradient, softmax - onehot; computes in fp32. `softcap`: if not 0, the
-    cross-entropies are those of softcap tanh(logits / softcap).
+    Overwrites the logits with its gradient; computes in fp32. `softcap`: if not 0, the cross-entropies are
+    those of softcap tanh(logits / softcap).
 
-    It works in place, and eagerly with exp2, which on a CPU halves its time with a softcap: fewer tensors
-    compete for the cache, and on some CPUs torch's exp takes 8 times as long as its exp2, its tanh 20 times.
+    It works in place, and in eager mode with exp2: on a CPU fewer tensors then compete for the cache, and
+    torch's exp can take 8 times as long as its exp2, its tanh 20 times (an AMD EPYC; docs/speed.md).
     """
     scored, targets = (targets >= 0)[:, None], targets.clamp(min=0)[:, None]
     compiling = torch.compiler.is_compiling()
-    # z counts in units of so many nats; the compiler recognises a softmax only if it is of exp
+    # unit: the nats that 1 of z stands for; the compiler recognises a softmax only by its exp
     exp_, unit = (torch.exp_, 1.0) if compiling else (torch.exp2_, math.log(2))
     z = logits.float()                                                          # (n, V)
     if softcap:                         # tanh(u) = 2 sigmoid(2u) - 1, and the softmax cancels the -1
         s = z.mul_(2 / softcap).sigmoid_()
-        z = s * (2 * softcap / unit)    # from 0 to 2 softcap nats: its exp does not overflow up to 38
+        assert softcap <= 38, "z is at most 2 softcap nats: beyond 38 the sum of 300,000 exps overflows"
+        z = s * (2 * softcap / unit)
     else:
         z = z.mul_(1 / unit)
         z = z.sub_(z.amax(dim=1, keepdim=True))
@@ -215,7 +216,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, gradient):
         dx, dw, scale = ctx.saved_tensors
-        # in place: a second backward, of which the first left nothing, is refused by autograd
+        # in place, for dw is not needed again: a second backward (retain_graph=True) is an error of autograd
         return dx * (gradient * scale), dw.mul_(gradient * scale), None, None, None, None, None
 
 

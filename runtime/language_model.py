@@ -21,9 +21,9 @@ class LanguageModel(nn.Module):
         """The matrix (vocab_size, C) that turns hidden states into logits."""
         return self.lm_head.weight
 
-    def logits(self, x: Tensor) -> Tensor:
-        """x (..., C) -> (..., vocab_size)."""
-        z = F.linear(x, self.head().to(x.dtype))
+    def logits(self, x: Tensor, head: Tensor | None = None) -> Tensor:
+        """x (..., C) -> (..., vocab_size). `head`: what self.head() returned, if it is at hand."""
+        z = F.linear(x, self.head() if head is None else head)      # autocast casts, and keeps what it cast
         return self.softcap * torch.tanh(z.float() / self.softcap) if self.softcap else z
 
     def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:

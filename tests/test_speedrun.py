@@ -104,9 +104,16 @@ def test_in_bfloat16_all_activations_are_and_the_logits_stay_near():
         if type(module).__name__ == "CastLinear":
             module.register_forward_hook(
                 lambda module, inputs, output: seen.add((inputs[0].dtype, output.dtype)))
-    with torch.autocast("cpu", torch.bfloat16):
+    heads, linear = [], F.linear
+
+    def head(*arguments):
+        heads.append(linear(*arguments))
+        return heads[-1]
+    with torch.autocast("cpu", torch.bfloat16), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("runtime.language_model.F.linear", head)
         found = model(idx)[0]
-    assert seen == {(torch.bfloat16, torch.bfloat16)}
+    assert seen == {(torch.bfloat16, torch.bfloat16)} and {y.dtype for y in heads} == {torch.bfloat16}
+    assert heads[-1].size(-1) == 97
     assert (found - expected).norm() < 0.05 * expected.norm()
     assert all(p.dtype == torch.float32 for p in model.parameters())
 

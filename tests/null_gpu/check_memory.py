@@ -30,7 +30,7 @@ def check_64_sequences_in_chunks(play):
 
 
 def check_frontier_needs_little_more_than_speedrun(play):
-    """Its bigram table takes the place of the head, which is tied."""
+    """Its bigram table takes the place of the head, which is tied; the stems' table comes on top."""
     reports = [play("--recipe", recipe, "--batch_size", 64, "--total_batch_size", 131072, "--max_steps", 5,
                     "--updates_per_step", 2, *QUIET) for recipe in ("speedrun", "frontier")]
     for recipe, report in zip(("speedrun", "frontier"), reports, strict=True):

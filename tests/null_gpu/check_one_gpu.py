@@ -24,6 +24,7 @@ WAYS = {
        for kernel in ("flex", "naive", "math", "efficient")},
     "frontier": ["--recipe", "frontier"],
     "frontier, window": ["--recipe", "frontier", "--window", 128],
+    "frontier in chunks": ["--recipe", "frontier", "--loss_chunk", 1024],
     "frontier, eager": ["--recipe", "frontier", "--no_compile"],
 }
 
