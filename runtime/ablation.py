@@ -66,7 +66,8 @@ ABLATIONS = {
             '"transformer.stem.weight", "transformer.bigram.weight"))',
             '"transformer.stem.weight", "transformer.bigram.weight"))\n'
             '        wte.append(("lm_head.weight", params.pop("lm_head.weight")))',
-            "return self.transformer.stem(self.stems).add_(self.lm_head.weight)", "return self.lm_head.weight"),
+            "return self.transformer.stem(self.stems).add_(self.lm_head.weight)",
+            "return self.lm_head.weight"),
         "eps of the embedding (1e-8 instead)": ("frontier.py", '"eps": 0.1 / tokens', '"eps": 1e-8'),
         "rows for stems": (
             "frontier.py", "+ self.transformer.stem(self.stems[tokens])",

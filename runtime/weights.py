@@ -79,6 +79,17 @@ class Uninitialized(torch.overrides.TorchFunctionMode):
         return function(*args, **kwargs)
 
 
+def check_vocabulary(vocab_size: int, state_dict: dict) -> None:
+    """UserError if the embedding does not have so many rows. Frontier's class makes a buffer of that size."""
+    name = "transformer.wte.weight"
+    if name not in state_dict:
+        raise UserError(f"the tensor {name} is missing")
+    if not is_dense_float(state_dict[name]):
+        raise UserError(f"{name} is not a plain tensor of floats")
+    if state_dict[name].shape[:1] != (vocab_size,):
+        raise UserError(f"{name} is {tuple(state_dict[name].shape)} where the config needs {vocab_size} rows")
+
+
 def build_model(cls: type, config, state_dict: dict):
     """A `cls(config)` with the weights of `state_dict`, as fp32. UserError if they do not fit.
 
@@ -95,14 +106,7 @@ def build_model(cls: type, config, state_dict: dict):
         raise UserError(f"its config says {config.n_head} heads for n_embd {config.n_embd}")
     if config.n_layer > len(state_dict):
         raise UserError(f"its config says {config.n_layer} layers, but it holds {len(state_dict)} tensors")
-    name = "transformer.wte.weight"         # before `cls`, because frontier's has a buffer of vocab_size
-    if name not in state_dict:
-        raise UserError(f"the tensor {name} is missing")
-    if not is_dense_float(state_dict[name]):
-        raise UserError(f"{name} is not a plain tensor of floats")
-    if state_dict[name].shape[:1] != (config.vocab_size,):
-        raise UserError(f"{name} is {tuple(state_dict[name].shape)} where the config needs "
-                        f"{config.vocab_size} rows")
+    check_vocabulary(config.vocab_size, state_dict)
     with torch.device("meta"), Uninitialized():
         model = cls(config)
     expected = model.state_dict()

@@ -177,7 +177,7 @@ def test_a_changed_or_missing_asset_is_refused(name, damage, tmp_path, monkeypat
         checked_asset(name)
     if name == "encoder.json":
         with pytest.raises(UserError, match="encoder.json"):
-            tokenizer.__wrapped__()
+            runtime.tokenizer.token_bytes.__wrapped__()
 
 
 def test_a_run_of_white_space_too_long_for_tiktoken_is_a_users_mistake():

@@ -244,13 +244,15 @@ def test_a_signal_during_evaluation_ends_it_and_the_resume_makes_the_whole_evalu
     reads, evaluate = [], train_gpt2.evaluate
 
     def reading(dataset, first, count):
-        if captured and captured[-1].process.evaluating:
+        # not the thread that reads ahead for training
+        if captured and captured[-1].process.evaluating and dataset is captured[-1].process.validated:
             reads.append(first)
             captured[-1].received = "SIGTERM" if len(reads) == 2 else captured[-1].received
         return read(dataset, first, count)
 
     def evaluating(run, due):
         run.process.evaluating = run.state.step == 20 and len(captured) == 1
+        run.process.validated = run.val[0]
         evaluate(run, due)
         run.process.evaluating = False
         if run.state.step == 40 and len(captured) == 2:
