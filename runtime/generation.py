@@ -42,7 +42,7 @@ def generate_tokens(model, idx: Tensor, max_new_tokens: int, temperature: float 
             x = model.hidden(idx[:, -block_size:], past)                        # (B, t, C)
         else:
             x = model.hidden(idx[:, -1:], past)                                 # (B, 1, C)
-        logits = model.logits(x[:, -1], head).float()                                 # (B, vocab_size)
+        logits = model.logits(x[:, -1], head).float()                           # (B, vocab_size)
         new = sample_token(logits, temperature, top_k, generator, top_p)        # (B, 1)
         idx = torch.cat((idx, new), dim=1)
         yield new

@@ -144,7 +144,7 @@ def cross_entropy_(logits: Tensor, targets: Tensor, softcap: float = 0.0) -> Ten
     those of softcap tanh(logits / softcap).
 
     It works in place, and in eager mode with exp2: on a CPU fewer tensors then compete for the cache, and
-    torch's exp can take 8 times as long as its exp2, its tanh 20 times (an AMD EPYC; docs/speed.md).
+    torch's exp can take 8 times as long as its exp2, its tanh 20 times (seen on an AMD EPYC).
     """
     scored, targets = (targets >= 0)[:, None], targets.clamp(min=0)[:, None]
     compiling = torch.compiler.is_compiling()
