@@ -204,19 +204,19 @@ def set_modern_hparams(step: int, config: Config, state: TrainState, momentum: t
 def train_step(model: Callable, state: TrainState, loader: TokenLoader, autocast: torch.autocast,
                grad_clip: float, process: Process, signals: StopSignals,
                updates: int = 1) -> torch.Tensor | None:
-    """One step over loader.micro_steps micro-batches, in `updates` optimizer updates of equally many each.
-    Never waits for the GPU.
+    """One step over the loader's micro-batches, in `updates` optimizer updates of equally many each. Never
+    waits for the GPU.
 
     Returns float32 (3,), the same on all ranks: mean loss of the global batch, largest gradient norm before
     clipping, first parameter with a non-finite gradient (-1: none); None after a signal, which discards the
     step, but for one after its first update. An update with a non-finite loss or gradient changes nothing.
     """
-    share, results = loader.micro_steps // updates, []          # micro-steps of an update
-    micro_steps = range(loader.micro_steps)
+    (share, join), results = loader.divide(updates), []         # micro-steps of an update, their batches
+    micro_steps = range(share * updates)
     for micro_step in signals.until_stop(f"step {state.step}", micro_steps, "micro-steps", first=share):
         if micro_step % share == 0:
             loss_sum = torch.zeros((), device=process.device)
-        x, y = loader.next_batch()
+        x, y = loader.next_batch(join)
         last = micro_step % share == share - 1
         if process.world_size > 1:      # read by DDP's forward as well as by its backward: set before both
             model.require_backward_grad_sync = last
@@ -289,7 +289,7 @@ def set_up(flags: Config, explicit_flags: set[str], process: Process) -> Run | N
                                                             path)
         B = choose_micro_batch(config, plan.micro_batches, state, wrapped, autocast, process)
         loader = TokenLoader(plan.train_data, config.total_batch_size, B, process.rank, process.world_size,
-                             process.device)
+                             process.device, plan.joined_rows)
         print_forecast(config, state, compiled, loader, plan, autocast, process)
         if config.dry_run:
             return None

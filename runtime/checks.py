@@ -21,6 +21,9 @@ from runtime.shards import list_shards
 from runtime.tokenizer import VOCAB_SIZE
 
 
+MICRO_BATCH = 4096      # tokens; with more a CPU needs more memory and is no faster
+
+
 @dataclass
 class Plan:
     """A run that can start."""
@@ -29,6 +32,7 @@ class Plan:
     checkpoint: dict | None
     model: torch.nn.Module | None       # of --init
     micro_batches: list[int]            # those that --batch_size allows, smallest first
+    joined_rows: int                    # sequences to which they may be joined; 0: not
     train_data: TokenDataset
     val: list                           # TokenDataset or None, number of its sequences that count
     recorded: dict                      # what a checkpoint holds of it: the shards, the derived flags
@@ -65,7 +69,8 @@ def plan_run(flags, explicit_flags: set[str], process: Process, models: dict, lo
     if checkpoint:
         check_data(checkpoint, fingerprints, config.data, path)
     derived = [name for name, value in AUTOMATIC.items() if getattr(asked, name) == value]
-    return Plan(config, path, checkpoint, model, candidates, train_data, val,
+    joined_rows = joined_micro_batch(config, process.device)
+    return Plan(config, path, checkpoint, model, candidates, joined_rows, train_data, val,
                 {"data": fingerprints, "derived": derived})
 
 
@@ -155,8 +160,7 @@ def divisors(n: int) -> list[int]:
 
 def micro_batch_candidates(config, world_size: int, device: str) -> list[int]:
     """The micro-batches (sequences) that divide --total_batch_size, smallest first; --batch_size alone if
-    given. For auto on a CPU, and for --overfit, the largest of at most 4,096 tokens: beyond that a CPU
-    needs more memory and is no faster."""
+    given. For auto on a CPU, and for --overfit, the largest of at most MICRO_BATCH tokens."""
     T, updates = config.sequence_length, config.updates_per_step
     if config.total_batch_size % (T * world_size * updates):
         unit = T * world_size * updates
@@ -169,13 +173,22 @@ def micro_batch_candidates(config, world_size: int, device: str) -> list[int]:
     rows = config.total_batch_size // (T * world_size * updates)
     if config.batch_size == "auto":
         by_trial = device.startswith("cuda") and not config.overfit
-        return divisors(rows) if by_trial else [max(b for b in divisors(rows) if b * T <= 4096 or b == 1)]
+        fits = [b for b in divisors(rows) if b * T <= MICRO_BATCH or b == 1]
+        return divisors(rows) if by_trial else fits[-1:]
     if rows % int(config.batch_size):
         part = "an update" if updates > 1 else "a step"
         raise UserError(f"--batch_size {config.batch_size} does not divide the {rows} sequences {part} of "
                         f"each of {world_size} process(es): give one of "
                         f"{', '.join(map(str, divisors(rows)))}, or auto")
     return [int(config.batch_size)]
+
+
+def joined_micro_batch(config, device: str) -> int:
+    """Sequences to which the micro-batches of an update may be joined, where it has more of them than the
+    smallest; 0: not. Only for --batch_size auto in eager mode: a graph is compiled for one shape, and a GPU's
+    micro-batch is the largest that its memory has room for."""
+    joins = config.batch_size == "auto" and not (device.startswith("cuda") or config.compile)
+    return MICRO_BATCH // config.sequence_length if joins else 0
 
 
 def check_memory(config, device: str) -> None:

@@ -108,33 +108,41 @@ def to_device(rows, device):
 class TokenLoader:
     """Micro-batches of this rank, read ahead on a thread.
 
-    Step s has the sequences [s N, (s+1) N) of the dataset, N = total_batch_size / T. In its micro-step m,
-    rank r gets B sequences, from number s N + (m world_size + r) B on.
+    Step s has the sequences [s N, (s+1) N) of the dataset, N = total_batch_size / T. In its micro-batch m,
+    rank r gets B sequences, from number s N + (m world_size + r) B on. Micro-batches of one update may be
+    joined, up to `joined_rows` sequences: where later updates have more of them than the first, which decide
+    B, fewer and larger micro-steps cost less time on a CPU (frontier: docs/recipes.md).
     """
     DEPTH = 8                   # micro-batches read ahead: loading the next shard takes about a second
 
     def __init__(self, dataset: TokenDataset, total_batch_size: int, batch_size: int, rank: int = 0,
-                 world_size: int = 1, device: str = "cpu"):
+                 world_size: int = 1, device: str = "cpu", joined_rows: int = 0):
         assert total_batch_size % (batch_size * dataset.T * world_size) == 0
         self.dataset, self.B, self.device = dataset, batch_size, device
-        self.rank, self.world_size = rank, world_size
+        self.rank, self.world_size, self.joined_rows = rank, world_size, joined_rows
         self.rows_per_step = total_batch_size // dataset.T
-        self.micro_steps = self.rows_per_step // (batch_size * world_size)
+        self.micro_batches = self.rows_per_step // (batch_size * world_size)     # of a step
         self._thread = None
 
-    def rows(self, step: int, micro_step: int) -> np.ndarray:
-        """This rank's sequences of a micro-step, uint16 (B, T+1)."""
-        first = step * self.rows_per_step + (micro_step * self.world_size + self.rank) * self.B
+    def divide(self, updates: int) -> tuple[int, int]:
+        """(micro-steps of each of `updates` updates of a step, micro-batches joined in each micro-step)."""
+        share = self.micro_batches // updates
+        join = max(n for n in range(1, max(1, self.joined_rows // self.B) + 1) if share % n == 0)
+        return share // join, join
+
+    def rows(self, step: int, m: int) -> np.ndarray:
+        """This rank's sequences of micro-batch m of a step, uint16 (B, T+1)."""
+        first = step * self.rows_per_step + (m * self.world_size + self.rank) * self.B
         return self.dataset.read(first, self.B)
 
-    def _load(self, step, micro_step):
+    def _load(self, step, m):
         import torch
-        rows = torch.from_numpy(self.rows(step, micro_step).astype(np.int32))
+        rows = torch.from_numpy(self.rows(step, m).astype(np.int32))
         # the caching host allocator reuses a pinned block only after its copy has ended
         return rows.pin_memory() if str(self.device).startswith("cuda") else rows
 
     def start(self, step: int) -> None:
-        """Starts reading ahead at micro-step 0 of `step`."""
+        """Starts reading ahead at the first micro-batch of `step`."""
         if str(self.device).startswith("cuda"):
             # as many as can be in use at once, for torch to keep: to pin memory later makes the GPU wait
             import torch
@@ -142,13 +150,16 @@ class TokenLoader:
             _ = [torch.empty(shape, dtype=torch.int32, pin_memory=True) for _ in range(self.DEPTH + 2)]
         self._thread = ThreadPoolExecutor(1, "read ahead")
         self._reads = (self._thread.submit(self._load, s, m)
-                       for s in itertools.count(step) for m in range(self.micro_steps))
+                       for s in itertools.count(step) for m in range(self.micro_batches))
         self._ahead = deque(itertools.islice(self._reads, self.DEPTH))
 
-    def next_batch(self):
-        """x, y of the next micro-step: int64 (B, T) on the device. Raises the reading thread's errors."""
-        self._ahead.append(next(self._reads))
-        return to_device(self._ahead.popleft().result(), self.device)
+    def next_batch(self, count: int = 1):
+        """x, y of the next `count` micro-batches, joined: int64 (count B, T) on the device. Raises the
+        reading thread's errors."""
+        import torch
+        self._ahead.extend(itertools.islice(self._reads, count))
+        batches = [self._ahead.popleft().result() for _ in range(count)]
+        return to_device(batches[0] if count == 1 else torch.cat(batches), self.device)
 
     def close(self):
         if self._thread is not None:

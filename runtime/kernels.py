@@ -208,6 +208,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
                     dx_i.copy_(logits @ w)
                     dw_i = logits.t() @ x_i                                     # (V, C)
                     dw = dw_i.to(weight.dtype) if dw is None else dw.add_(dw_i)
+                del logits, rows                # else the next chunk's are allocated beside them
             if with_gradient:
                 ctx.save_for_backward(dx, dw, scale)        # unscaled: in float16 dx / N would underflow
             return loss * scale

@@ -52,6 +52,11 @@ def try_micro_step(model, B: int, T: int, autocast: torch.autocast, device: str)
     return Trial(B, seconds, sum(size for place, size in kept.items() if place not in weights))
 
 
+def largest_micro_batch(config, loader: TokenLoader) -> int:
+    """Sequences of the run's largest micro-batch: in its last third updates are fewest, and so largest."""
+    return loader.B * loader.divide(max(1, config.updates_per_step // 4))[1]
+
+
 def size(n: float) -> str:
     """Bytes in GB or MB."""
     return f"{n / 1e9:,.1f} GB" if n >= 1e9 else f"{n / 1e6:,.0f} MB"
@@ -64,6 +69,7 @@ class Forecast:
                  process: Process, trial: Trial | None):
         self.config, self.state, self.process, self.loader, self.val = config, state, process, loader, val
         self.compiled, self.trial = compiled is not state.model, trial
+        self.largest = largest_micro_batch(config, loader)
         self.parameters = sum(p.numel() for p in state.model.parameters())
         self.moments = moment_bytes(state.optimizers)
         self.checkpoint = 4 * self.parameters + self.moments
@@ -83,8 +89,8 @@ class Forecast:
                     f"predicted, at {MFU:.0%} of the data sheet's {peak / 1e12:,.0f} TFLOP/s")
         if not self.trial:
             return None, "unknown for this GPU"
-        rows = loader.B / self.trial.rows
-        return (self.trial.seconds * rows * loader.micro_steps, "from one micro-step, timed on this "
+        rows = loader.rows_per_step / process.world_size
+        return (self.trial.seconds * rows / self.trial.rows, "from one micro-step, timed on this "
                 f"{'CPU' if process.device == 'cpu' else 'device'}{' in eager mode' * self.compiled}")
 
     def _evaluation_seconds(self):
@@ -121,8 +127,9 @@ class Forecast:
         config, loader = self.config, self.loader
         first = config.updates_per_step
         updates = f"{first} updates a step at first; " if first > 1 else ""
+        joined = f", joined to {self.largest} x {config.sequence_length} later" * (self.largest > loader.B)
         return (f"{config.total_batch_size:,} tokens a step = {loader.B} x {config.sequence_length} x "
-                f"{loader.micro_steps} micro-step(s) x {self.process.world_size} process(es); "
+                f"{loader.micro_batches} micro-step(s) x {self.process.world_size} process(es){joined}; "
                 f"{updates}"
                 f"{config.max_steps:,} steps = {self.tokens:,} tokens = {self.epochs:,.2f} epochs")
 
@@ -137,7 +144,7 @@ class Forecast:
                  ("moments", self.moments)]
         if self.trial:
             note = " (eager; less with torch.compile)" if self.compiled else ""
-            activations = self.trial.activations * self.loader.B // self.trial.rows
+            activations = self.trial.activations * self.largest // self.trial.rows
             parts.append((f"activations of a micro-batch{note}", activations))
         each = ", ".join(f"{size(n)} {what}" for what, n in parts)
         return f"at least {size(sum(n for _, n in parts))}: {each}"
@@ -210,12 +217,12 @@ class Forecast:
 def print_forecast(config, state: TrainState, compiled: Callable, loader: TokenLoader, plan,
                    autocast: torch.autocast, process: Process) -> None:
     """Prints the header of a run, or --dry_run's plan. A micro-batch is tried first, on CUDA only for
-    --dry_run, and of one sequence."""
+    --dry_run, and of one sequence; elsewhere the largest."""
     trial, cuda = None, process.device.startswith("cuda")
     if not (cuda or config.overfit) or config.dry_run:
         with process.progress("timing a micro-step"):
-            trial = try_micro_step(state.model, 1 if cuda else loader.B, config.sequence_length, autocast,
-                                   process.device)
+            rows = 1 if cuda else largest_micro_batch(config, loader)
+            trial = try_micro_step(state.model, rows, config.sequence_length, autocast, process.device)
     forecast = Forecast(config, state, compiled, loader, plan.val, process, trial)
     (forecast.print_plan if config.dry_run else forecast.print_header)()
     if plan.path:

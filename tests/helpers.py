@@ -70,20 +70,20 @@ def tested():
         return False                    # the tests were killed: nothing will remove hold.STEP
 
 def started(loader, step):
-    loader.asked = step * loader.micro_steps
+    loader.asked = step * loader.micro_batches
     start(loader, step)
 
-def held(loader):
-    step, micro_step = divmod(loader.asked, loader.micro_steps)
-    loader.asked += 1
+def held(loader, count=1):
+    step, m = divmod(loader.asked, loader.micro_batches)
+    loader.asked += count
     hold, here = (os.path.join({folder!r}, f"{{name}}.{{step}}") for name in ("hold", f"rank{{loader.rank}}"))
-    if micro_step == 0 and os.path.exists(hold):
+    if m == 0 and os.path.exists(hold):
         with open(here + ".tmp", "w") as file:
             file.write(str(os.getpid()))
         os.replace(here + ".tmp", here)
         while os.path.exists(hold) and tested():
             time.sleep(0.005)
-    return next_batch(loader)
+    return next_batch(loader, count)
 
 TokenLoader.start, TokenLoader.next_batch = started, held
 """

@@ -268,7 +268,7 @@ def test_a_step_of_four_updates_trains_as_four_steps_of_a_quarter_of_the_batch()
     results = {}
     for updates, steps, rows in ((4, 1, 8), (1, 4, 2)):
         state, loader, autocast, process = a_state(8, 1)
-        loader.micro_steps = rows
+        loader.micro_batches = rows
         signals = StopSignals(process)
         results[updates] = [train_step(state.model, state, loader, autocast, 0.0, process, signals, updates)
                             for _ in range(steps)], state.model.state_dict()
@@ -306,10 +306,10 @@ def test_a_signal_discards_a_step_only_before_its_first_update(at, discarded):
     signals, asked = StopSignals(process), iter(range(100))
     next_batch = loader.next_batch
 
-    def counted():
+    def counted(count):
         if next(asked) == at:
             signals.received = 15
-        return next_batch()
+        return next_batch(count)
     loader.next_batch = counted
     before = {name: p.clone() for name, p in state.model.state_dict().items()}
     result = train_step(state.model, state, loader, autocast, 0.0, process, signals, 4)

@@ -161,7 +161,7 @@ def test_a_slow_micro_step_of_a_real_run_shows_signs_of_life(shards, tmp_path):
         f"import sys, time; sys.path.insert(0, {str(ROOT)!r})\n"
         "import runtime.progress\nfrom runtime.dataloader import TokenLoader\ndel sys.path[0]\n"
         "runtime.progress.QUIET, real = 0.2, TokenLoader.next_batch\n"
-        "TokenLoader.next_batch = lambda loader: (time.sleep(1.0), real(loader))[1]\n")
+        "TokenLoader.next_batch = lambda *args: (time.sleep(1.0), real(*args))[1]\n")
     result = run("--data", shards, *SMALL, "--max_steps", 1, "--batch_size", 2, "--val_every", 0, "--out",
                  tmp_path / "log", env=ENV | {"PYTHONPATH": str(tmp_path)})
     assert re.search(r"\nstep 0: [01] of 2 micro-steps, [0-9.]+ s so far\n", result.stdout)

@@ -43,11 +43,11 @@ def check_a_signal_to_one_rank_stops_all_at_the_same_micro_step(play, tmp_path):
         f"import os, signal, sys; sys.path.insert(0, {str(ROOT)!r})\n"
         "from runtime.dataloader import TokenLoader\ndel sys.path[0]\n"
         "real, calls = TokenLoader.next_batch, []\n"
-        "def next_batch(loader):\n"
+        "def next_batch(loader, count):\n"
         "    calls.append(1)\n"
         "    if loader.rank == 1 and len(calls) == 4 * 5 + 1:\n"
         "        os.kill(os.getpid(), signal.SIGTERM)\n"
-        "    return real(loader)\nTokenLoader.next_batch = next_batch\n")
+        "    return real(loader, count)\nTokenLoader.next_batch = next_batch\n")
     ranks = play(*SMALL, "--n_layer", 1, "--batch_size", 8, "--total_batch_size", 4 * 8 * 256 * 2,
                  "--no_compile", "--max_steps", STEPS, "--val_every", 0, "--hellaswag_every", 0,
                  "--sample_every", 0, "--checkpoint_every", STEPS, processes=2, PYTHONPATH=str(tmp_path))
