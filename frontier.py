@@ -15,8 +15,8 @@ from torch import Tensor
 
 from runtime.cli import UserError
 from runtime.generation import KVCache
-from runtime.kernels import attention, document_window_mask, matmul_dtype, resolve_attention
-from runtime.language_model import CastLinear, LanguageModel, norm, rotate
+from runtime.kernels import attention, document_window_mask, matmul_dtype, norm, resolve_attention
+from runtime.language_model import CastLinear, LanguageModel, rotate
 from runtime.muon import Muon
 from runtime.tokenizer import EOT, stems_of_tokens
 

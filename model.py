@@ -17,9 +17,9 @@ from torch import Tensor
 from frontier import FrontierConfig, FrontierGPT
 from runtime.cli import UserError, run_command
 from runtime.generation import KVCache
-from runtime.kernels import (Linear, attention, document_window_mask, matmul_dtype, recompute_in_backward,
-                             resolve_attention)
-from runtime.language_model import CastLinear, LanguageModel, norm, rotate
+from runtime.kernels import (Linear, attention, document_window_mask, matmul_dtype, norm,
+                             recompute_in_backward, resolve_attention)
+from runtime.language_model import CastLinear, LanguageModel, rotate
 from runtime.muon import Muon
 from runtime.weights import (export, find_checkpoint, from_huggingface, model_from_checkpoint,
                              read_checkpoint, save_huggingface)

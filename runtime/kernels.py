@@ -261,6 +261,37 @@ class Linear(nn.Linear):
         return super().forward(x)
 
 
+class RMSNormFunction(torch.autograd.Function):
+    """norm on a CPU in eager mode. There torch 2.13 has no kernel for it: autograd of the formula keeps x in
+    fp32 and passes over it a dozen times. This backward needs y, which what follows keeps anyway, and half
+    the time.
+    """
+
+    @staticmethod
+    def forward(ctx, x):
+        y = x.to(torch.promote_types(x.dtype, torch.float32), copy=True)
+        mean = torch.linalg.vector_norm(y, dim=-1, keepdim=True).square_().div_(x.size(-1))
+        scale = mean.add_(torch.finfo(torch.float32).eps).rsqrt_()              # eps as torch's
+        y = y.mul_(scale).to(x.dtype)
+        ctx.save_for_backward(y, scale)
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy):
+        y, scale = ctx.saved_tensors
+        z, g = y.to(scale.dtype, copy=True), dy.to(scale.dtype)
+        along = (g * z).mean(-1, keepdim=True)
+        return z.mul_(along).sub_(g).mul_(-scale).to(dy.dtype)                  # scale (dy - y mean(y dy))
+
+
+def norm(x: Tensor) -> Tensor:
+    """RMSNorm without a gain (arXiv:1910.07467): x / sqrt(mean of squares) over the last dimension."""
+    if x.device.type == "cpu" and not torch.compiler.is_compiling():
+        return RMSNormFunction.apply(x)
+    return F.rms_norm(x, (x.size(-1),))
+
+
 def recompute_in_backward(f: Callable, x: Tensor) -> Tensor:
     """f(x), for a pointwise f. A compiled backward recomputes it in the kernel of f's derivative instead of
     storing it; eager mode stores it."""

@@ -82,11 +82,6 @@ class CastLinear(nn.Linear):
         return F.linear(x, self.weight.to(x.dtype))
 
 
-def norm(x: Tensor) -> Tensor:
-    """RMSNorm without a gain (arXiv:1910.07467): x / sqrt(mean of squares) over the last dimension."""
-    return F.rms_norm(x, (x.size(-1),))
-
-
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary positions (arXiv:2104.09864): x (B, nh, T, hs); cos, sin (T, hs/2) rotate (i, i + hs/2)."""
     a, b = x.chunk(2, dim=-1)

@@ -1357,6 +1357,25 @@ def test_batches_read_ahead_are_those_of_rows_with_targets_one_token_on(step):
     assert not readers()
 
 
+def test_joined_micro_batches_are_those_of_rows_one_after_the_other():
+    import torch
+    for rank in (0, 1):
+        kwargs = dict(rank=rank, world_size=2, joined_rows=9)
+        loader, plain = (TokenLoader(TokenDataset([np.arange(200, dtype=np.uint16)], 5), 5 * 2 * 2 * 12, 2,
+                                     **kwargs) for _ in range(2))
+        for updates, expected in ((1, (3, 4)), (2, (2, 3)), (3, (1, 4)), (4, (1, 3)), (12, (1, 1))):
+            assert loader.divide(updates) == expected
+        loader.start(0)
+        for first, count in ((0, 4), (4, 1), (5, 3), (8, 4)):
+            x, y = loader.next_batch(count)
+            expected = np.concatenate([plain.rows(0, m) for m in range(first, first + count)])
+            assert x.shape == (2 * count, 5) and x.is_contiguous() and y.is_contiguous()
+            assert torch.cat([x, y[:, -1:]], dim=1).tolist() == expected.tolist()
+        assert loader.next_batch()[0].tolist() == plain.rows(1, 0)[:, :-1].tolist()
+        loader.close()
+    assert loader_of([np.arange(200, dtype=np.uint16)]).divide(1) == (3, 1)         # none by default
+
+
 def test_reading_runs_ahead_of_the_training_loop():
     loader, seen = loader_of([np.arange(200, dtype=np.uint16)]), []
     rows = loader.rows

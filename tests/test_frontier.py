@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from frontier import FrontierConfig, FrontierGPT, bigram_hash
 from helpers import ENV, HANG, ROOT, hellaswag_file, logged, run
 from model import load_model
-from runtime.checks import check_config, micro_batch_candidates
+from runtime.checks import check_config, joined_micro_batch, micro_batch_candidates
 from runtime.cli import UserError
 from runtime.dataloader import TokenDataset, TokenLoader
 from runtime.distributed import Process, StopSignals
@@ -252,11 +252,11 @@ def test_the_updates_of_a_step_are_halved_after_each_third(first, steps, expecte
     assert updates_of_step(steps, config) == updates_of_step(steps + 9, config) == max(1, first // 4)
 
 
-def a_state(rows, batch_size):
+def a_state(rows, batch_size, joined_rows=0):
     torch.manual_seed(3)
     model = FrontierGPT(FrontierConfig(8, 97, 1, 2, 16))
     text = tokens(rows * 8 + 1).numpy().astype("uint16")
-    loader = TokenLoader(TokenDataset([text], 8), rows * 8, batch_size)
+    loader = TokenLoader(TokenDataset([text], 8), rows * 8, batch_size, joined_rows=joined_rows)
     loader.start(0)
     state = types.SimpleNamespace(step=0, model=model,
                                   optimizers=[torch.optim.AdamW(model.parameters(), fused=True)],
@@ -279,6 +279,22 @@ def test_a_step_of_four_updates_trains_as_four_steps_of_a_quarter_of_the_batch()
     losses, norms, _ = torch.stack(parts).unbind(1)
     assert whole[0].item() == pytest.approx(losses.mean().item(), abs=1e-6)
     assert whole[1] == norms.max() and whole[2] == -1 and len(set(losses.tolist())) == 4
+
+
+def test_a_step_with_joined_micro_batches_trains_as_with_single_ones():
+    results = {}
+    for joined_rows, calls in ((0, 8), (3, 4), (4, 2)):
+        state, loader, autocast, process = a_state(8, 1, joined_rows)
+        state.optimizers = [torch.optim.SGD(state.model.parameters(), lr=0.1, fused=True)]      # Adam lifts rounding
+        seen, next_batch = [], loader.next_batch
+        loader.next_batch = lambda count, seen=seen, read=next_batch: seen.append(count) or read(count)
+        found = train_step(state.model, state, loader, autocast, 0.0, process, StopSignals(process), 2)
+        loader.close()
+        assert seen == [8 // calls] * calls
+        results[joined_rows] = [found, *state.model.state_dict().values()]
+    for joined_rows in (3, 4):
+        for a, b in zip(results[joined_rows], results[0], strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
 def test_of_several_updates_one_that_is_not_finite_changes_nothing_and_the_first_is_named():
@@ -329,6 +345,14 @@ def test_the_micro_batch_fits_the_smallest_update():
         micro_batch_candidates(dataclasses.replace(config, batch_size="16"), 1, "cpu")
     with pytest.raises(UserError, match="--updates_per_step 3: give a power of two"):
         check_config(Config(updates_per_step=3))
+
+
+def test_only_an_automatic_micro_batch_in_eager_mode_on_a_cpu_is_joined():
+    config = Config(total_batch_size=4096, sequence_length=128, updates_per_step=4)
+    assert joined_micro_batch(config, "cpu") == 32
+    assert joined_micro_batch(config, "cuda:0") == 0
+    for change in ({"batch_size": "8"}, {"compile": True}):
+        assert joined_micro_batch(dataclasses.replace(config, **change), "cpu") == 0
 
 
 FLAGS = ["--recipe", "frontier", "--n_layer", 2, "--n_head", 2, "--n_embd", 32, "--block_size", 16,

@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import runtime.hub
@@ -33,7 +34,7 @@ from runtime.device import choose_device, is_out_of_memory, make_autocast
 from runtime.generation import generate_tokens, print_samples, sample_token
 from runtime.kernels import (ATTENTION, ChunkedCrossEntropy, Linear, attention, check_attention,
                              compiled_cross_entropy_, compiled_flex, cross_entropy_, document_window_mask,
-                             resolve_attention)
+                             norm, resolve_attention)
 from runtime.progress import Progress
 from runtime.tokenizer import EOT, VOCAB_SIZE, encode, tokenizer
 from runtime.weights import EXPORTED, model_from_checkpoint
@@ -231,6 +232,23 @@ def test_a_model_trains_the_same_with_the_chunked_loss_and_never_holds_all_logit
     assert seen.bytes < 4 * 32 * 640 * 2, "bytes of all logits in bfloat16"
 
 
+def test_the_chunked_loss_frees_the_logits_of_a_chunk_before_the_next():
+    logits = []
+
+    class Products(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            logits_next = func == torch.ops.aten.mm.default and args[1].shape == (8, 640)
+            assert not logits_next or all(storage.expired() for storage in logits)
+            result = func(*args, **kwargs or {})
+            if logits_next:
+                logits.append(StorageWeakRef(result.untyped_storage()))
+            return result
+    x, weight = torch.randn(48, 8), torch.randn(640, 8, requires_grad=True)
+    with Products():
+        ChunkedCrossEntropy.apply(x, weight, torch.randint(0, 640, (48,)), 16, True)
+    assert len(logits) == 3
+
+
 def test_in_float16_the_gradients_of_unlikely_tokens_survive_the_chunks():
     """p / N is 1e-8 here, which float16 does not hold; the scaler's factor comes only in the backward."""
     torch.manual_seed(0)
@@ -244,6 +262,24 @@ def test_in_float16_the_gradients_of_unlikely_tokens_survive_the_chunks():
         results.append((a.grad, b.grad))
     for exact, rough in zip(*results, strict=True):
         assert (rough - exact).norm() < 0.01 * exact.norm()
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 4e-3)])
+def test_norm_and_its_gradient_are_those_of_the_formula_and_it_keeps_no_fp32_copy(dtype, tolerance):
+    torch.manual_seed(0)
+    x, dy = torch.randn(3, 5, 2, 16).transpose(1, 2).to(dtype), torch.randn(3, 2, 5, 16).to(dtype)
+    x[0, 0, 0] = 1e-4                   # where eps matters
+    exact, before, kept = x.double().requires_grad_(), x.clone(), []
+    expected = exact / (exact.square().mean(-1, keepdim=True) + torch.finfo(torch.float32).eps).sqrt()
+    expected.backward(dy.double())
+    x.requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.nbytes) or t, lambda t: t):
+        y = norm(x)
+    y.backward(dy)
+    assert y.dtype == dtype and torch.equal(x, before) and sum(kept) == y.nbytes + 4 * 3 * 2 * 5
+    for found, wanted in ((y, expected), (x.grad, exact.grad)):
+        assert (found.double() - wanted).norm() <= tolerance * wanted.norm()
+        assert (found.double() - wanted)[0, 0, 0].norm() <= 4 * tolerance * wanted[0, 0, 0].norm()
 
 
 def test_a_sequence_longer_than_block_size_is_refused():
