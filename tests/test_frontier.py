@@ -285,7 +285,7 @@ def test_a_step_with_joined_micro_batches_trains_as_with_single_ones():
     results = {}
     for joined_rows, calls in ((0, 8), (3, 4), (4, 2)):
         state, loader, autocast, process = a_state(8, 1, joined_rows)
-        state.optimizers = [torch.optim.SGD(state.model.parameters(), lr=0.1, fused=True)]      # Adam lifts rounding
+        state.optimizers = [torch.optim.SGD(state.model.parameters(), lr=0.1, fused=True)]
         seen, next_batch = [], loader.next_batch
         loader.next_batch = lambda count, seen=seen, read=next_batch: seen.append(count) or read(count)
         found = train_step(state.model, state, loader, autocast, 0.0, process, StopSignals(process), 2)
