@@ -71,6 +71,7 @@ class Work:
     tf32: bool = True
     gpus: int = 1
     micro_steps: int = 1
+    updates: float = 1                  # of the optimizer a step; where that changes, the run's mean
     flash1: bool = False                # torch 2.0 and 2.1 have FlashAttention 1
 
 
@@ -137,7 +138,9 @@ LADDER = [
     ("+ attention kernel of choice (auto)", Work("gpt2 compile auto", "step fused")),
     ("+ micro-batch 64", Work("gpt2 compile auto", "step fused", 64)),
 ]
-RECIPES = {"gpt2": ("step fused", 19073), "speedrun": ("step speedrun", 3242)}          # optimizer steps
+# optimizer's counts, steps, updates a step in the first third (then a half, then a quarter, at least one)
+RECIPES = {"gpt2": ("step fused", 19073, 1), "speedrun": ("step speedrun", 3242, 1),
+           "frontier": ("step frontier", 1750, 4)}
 
 
 # -----------------------------------------------------------------------------
@@ -198,11 +201,12 @@ def predict(work: Work, gpu: GPU, shares: Shares, counts: dict) -> dict[str, flo
         for part in ("products", "attention", "other")}
     if work.gpus > 1 and step["products"]:      # Muon: each GPU orthogonalises its share of the matrices
         step = step | {"products": [[*p[:-1], p[-1] / work.gpus] for p in step["products"]]}
-    result["optimizer"] = sum(parts(step, gpu, shares, work).values())
+    result["optimizer"] = work.updates * sum(parts(step, gpu, shares, work).values())
     backward = 2 / 3 * sum(result[part] for part in ("products", "attention", "other")) / work.micro_steps
-    result["all-reduce"] = exposed_all_reduce(step["parameters"], gpu, shares, work.gpus, backward)
+    result["all-reduce"] = work.updates * exposed_all_reduce(step["parameters"], gpu, shares, work.gpus,
+                                                              backward)
     # no more for a larger micro-batch, whose kernels are only larger
-    launches = work.micro_steps * micro[max(micro, key=int)]["launches"] + step["launches"]
+    launches = work.micro_steps * micro[max(micro, key=int)]["launches"] + work.updates * step["launches"]
     busy = sum(result.values())
     result["host"] = launches * shares.launch
     return result | {"launches": launches, "step": max(busy, result["host"])}
@@ -292,19 +296,20 @@ def memory_of(work: Work, counts: dict) -> float:
 def recipe_work(recipe: str, gpu: GPU, gpus: int, counts: dict) -> Work:
     """A step of STEP tokens, with the micro-batch that --batch_size auto would take."""
     kernel = "auto" if gpu.bf16 > 800 else "flash"          # cuDNN's attention is chosen on Hopper only
-    B = STEP // T // gpus
+    step, _, updates = RECIPES[recipe]
+    B = STEP // T // gpus // updates
     while True:
-        work = Work(f"{recipe} compile {kernel}", RECIPES[recipe][0], B, gpus=gpus,
-                    micro_steps=STEP // T // gpus // B)
+        work = Work(f"{recipe} compile {kernel}", step, B, gpus=gpus, micro_steps=STEP // T // gpus // B,
+                    updates=sum(max(1, updates // n) for n in (1, 2, 4)) / 3)
         if memory_of(work, counts) <= 0.9 * gpu.memory * 2**30:
             return work
         B //= 2
 
 
 def recipe_rows(gpu: GPU, shares: Shares, counts: dict) -> list[dict]:
-    """Both recipes on one and on eight GPUs: micro-batch, tokens/s, hours."""
+    """The recipes on one and on eight GPUs: micro-batch, tokens/s, hours."""
     rows = []
-    for recipe, (_, steps) in RECIPES.items():
+    for recipe, (_, steps, _) in RECIPES.items():
         for gpus in (1, 8):
             work = recipe_work(recipe, gpu, gpus, counts)
             t = predict(work, gpu, shares, counts)
@@ -332,7 +337,8 @@ def predict_table(name: str) -> list[dict]:
     tables = {f"GPT-2 124M, 16 x {T} tokens a step on one {gpu.name}": ladder_rows(gpu, shares, counts),
               "The check: published times, and what the same shares predict": check,
               "The recipes, 524,288 tokens a step. all-reduce: what the backward does not hide. hours: gpt2\n"
-              "10 billion tokens, speedrun 1.7 billion, without evaluations": recipes}
+              "10 billion tokens, speedrun 1.7 billion, frontier 0.9 billion (a guess), without\n"
+              "evaluations. A frontier step is the mean of the run's thirds, of 4, 2 and 1 updates": recipes}
     for title, rows in tables.items():
         print(f"\n{title}")
         print_table(rows)

@@ -141,6 +141,15 @@ def test_counts_between_and_beyond_the_counted_micro_batches_are_linear():
     assert [at_micro_batch(entry, B, lambda c: c["bytes"]) for B in (8, 16, 12, 64)] == [100, 180, 140, 660]
 
 
+def test_each_update_of_a_step_costs_an_optimizers_step_and_an_all_reduce():
+    one = Work("frontier compile flash", "step frontier", 16, gpus=8, micro_steps=4)
+    a, b = (predict.predict(work, GPUS["H100"], SHARES, COUNTS) for work in (one, replace(one, updates=4)))
+    for part in ("optimizer", "all-reduce"):
+        assert b[part] == pytest.approx(4 * a[part]) and a[part] > 0
+    assert b["launches"] - a["launches"] == 3 * COUNTS["step frontier"]["step"]["launches"]
+    assert b["step"] - a["step"] == pytest.approx(3 * (a["optimizer"] + a["all-reduce"]))
+
+
 def test_the_all_reduce_hides_behind_the_backward_but_for_the_last_bucket():
     gpu, shares = GPUS["H100"], Shares(1, 1, link=1)
     whole = 2 * 7 / 8 * 4e8 / 450e9
@@ -155,8 +164,10 @@ def test_the_micro_batch_fits_and_eight_gpus_share_the_step():
             work = recipe_work(row["recipe"], gpu, int(row["GPUs"].split(" x ")[0]), COUNTS)
             assert work.B * work.gpus * work.micro_steps == 512 and row["GiB"] < 0.9 * gpu.memory
             twice = memory_of(replace(work, B=2 * work.B), COUNTS) / 2**30
-            assert work.micro_steps == 1 or twice > 0.9 * gpu.memory
-            steps = {"gpt2": 19073, "speedrun": 3242}[row["recipe"]]
+            first = {"frontier": 4}.get(row["recipe"], 1)          # an update has at least one micro-batch
+            assert work.micro_steps == first or work.micro_steps > first and twice > 0.9 * gpu.memory
+            assert work.updates == pytest.approx((4 + 2 + 1) / 3 if first == 4 else 1)
+            steps = {"gpt2": 19073, "speedrun": 3242, "frontier": 1750}[row["recipe"]]
             assert row["hours"] == pytest.approx(steps * 2**19 / row["tokens/s"] / 3600)
     one, eight = recipe_rows(GPUS["H100"], SHARES, COUNTS)[:2]
     assert 6 < eight["tokens/s"] / one["tokens/s"] < 8
@@ -180,7 +191,7 @@ def test_the_command_prints_and_saves_the_tables(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "PREDICTED, not measured" in out and "fitted to the first two rows" in out
     rows = json.loads((tmp_path / "p.json").read_text(encoding="utf-8"))["rows"]
-    assert len(rows) == len(predict.LADDER) + len(PUBLISHED) + 4
+    assert len(rows) == len(predict.LADDER) + len(PUBLISHED) + 6
     bench.main(["predict"])
     assert "H100 SXM 80 GB" in capsys.readouterr().out
 
@@ -200,11 +211,11 @@ def test_the_docs_have_what_the_command_prints(gpu, capsys):
     docs = (ROOT / "docs" / "speed.md").read_text(encoding="utf-8")
     docs = {re.sub(" +", " ", line) for line in docs.splitlines()}
     first = 0 if gpu == "H100" else len(predict.LADDER) + 2         # one ladder is enough
-    assert len(printed) == len(predict.LADDER) + len(PUBLISHED) + 4 + 2 * 3
+    assert len(printed) == len(predict.LADDER) + len(PUBLISHED) + 6 + 2 * 3
     for line in printed[first:]:
         assert set(line) <= set("| -") or re.sub(" +", " ", line) in docs, line
     if gpu == "H100":
         readme = (ROOT / "README.md").read_text(encoding="utf-8")
-        rates = re.findall(r"predicted \| gpt2 (\d+)k tokens/s, speedrun (\d+)k", readme)
+        rates = re.findall(r"predicted \| gpt2 (\d+)k tokens/s, speedrun (\d+)k, frontier (\d+)k", readme)
         one = [row["tokens/s"] / 1e3 for row in recipe_rows(GPUS[gpu], SHARES, COUNTS)[::2]]
         assert [list(map(int, pair)) for pair in rates] == [list(map(round, one))]

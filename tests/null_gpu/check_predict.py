@@ -9,9 +9,9 @@ from standin import ROOT
 
 
 @pytest.mark.parametrize("name", ["gpt2 fp32 naive 50257", "gpt2 compile auto", "speedrun compile auto",
-                                  "step fused", "step speedrun"])
+                                  "frontier compile auto", "step fused", "step speedrun", "step frontier"])
 def check_stored_counts(name):
-    """A cheap rung, both recipes and their optimizers. If one differs: run tests/null_gpu/count.py."""
+    """A cheap rung, the recipes and their optimizers. If one differs: run tests/null_gpu/count.py."""
     command = [HOME / "venv/bin/python", HERE / "count.py", "--print", "--only", name]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1500,
                           env={**os.environ, "NULL_GPU_HOME": str(HOME), "OMP_NUM_THREADS": "1"})

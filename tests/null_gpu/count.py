@@ -1,7 +1,7 @@
 """Counts on the stand-in GPU what bench.py predict computes with, into assets/counts.json:
 
     PY=$(tests/null_gpu/setup)
-    $PY tests/null_gpu/count.py                                     our ladder, both recipes, optimizers
+    $PY tests/null_gpu/count.py                                     our ladder, the recipes, optimizers
     $PY tests/null_gpu/count.py --build_nanogpt DIR                 what the lecture's ladder ran
     $PY tests/null_gpu/count.py --nanogpt DIR                       what PyTorch's blog ran
     $PY tests/null_gpu/count.py --only "gpt2 fp32 naive 50257"      some entries, by name
@@ -66,6 +66,8 @@ ENTRIES = {
     "gpt2 compile auto": Entry(),
     "speedrun compile flash": Entry("speedrun", attention="flash"),
     "speedrun compile auto": Entry("speedrun"),
+    "frontier compile flash": Entry("frontier", attention="flash"),
+    "frontier compile auto": Entry("frontier"),
     # the lecture's
     "lecture fp32 naive 50257": Entry("lecture", "float32", "naive", 50257, compile=False, batches=(16,)),
     "lecture bf16 naive 50257": Entry("lecture", "bfloat16", "naive", 50257, compile=False, batches=(16,)),
@@ -83,6 +85,7 @@ ENTRIES = {
     "step foreach": Entry(parts=("plain",)),
     "step fused": Entry(parts=("train_step",)),
     "step speedrun": Entry("speedrun", parts=("train_step",)),
+    "step frontier": Entry("frontier", parts=("train_step",)),
     "step lecture": Entry("lecture", parts=("foreach",)),
     "step nanogpt": Entry("nanogpt", parts=("foreach", "clip")),
 }
