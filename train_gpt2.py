@@ -389,7 +389,7 @@ def train(argv: list[str] | None = None) -> int:
     check_config(flags)
     process, run = setup_process(flags), None
     with process.abort_all_on_error(), output_lock(flags, process), oom_as_user_error(
-            lambda: oom_advice(run.config if run else flags, run.loader.B if run else 0, process.device)):
+            lambda: oom_advice(run.config if run else flags, run.loader if run else None, process.device)):
         if run := set_up(flags, explicit_flags, process):
             with closing(run):
                 loop(run)

@@ -12,7 +12,7 @@ import torch
 
 from runtime.checkpoint import AUTOMATIC, MODEL_SHAPE, check_data, choose_checkpoint, merge_config, read_state
 from runtime.cli import UserError
-from runtime.dataloader import TokenDataset, open_data, splits
+from runtime.dataloader import TokenDataset, TokenLoader, open_data, splits
 from runtime.device import choose_dtype
 from runtime.distributed import Process
 from runtime.files import digest
@@ -32,7 +32,7 @@ class Plan:
     checkpoint: dict | None
     model: torch.nn.Module | None       # of --init
     micro_batches: list[int]            # those that --batch_size allows, smallest first
-    joined_rows: int                    # sequences to which they may be joined; 0: not
+    joined_rows: int                    # sequences up to which they are joined; 0: they are not
     train_data: TokenDataset
     val: list                           # TokenDataset or None, number of its sequences that count
     recorded: dict                      # what a checkpoint holds of it: the shards, the derived flags
@@ -69,7 +69,7 @@ def plan_run(flags, explicit_flags: set[str], process: Process, models: dict, lo
     if checkpoint:
         check_data(checkpoint, fingerprints, config.data, path)
     derived = [name for name, value in AUTOMATIC.items() if getattr(asked, name) == value]
-    joined_rows = joined_micro_batch(config, process.device)
+    joined_rows = most_joined_rows(config, process.device)
     return Plan(config, path, checkpoint, model, candidates, joined_rows, train_data, val,
                 {"data": fingerprints, "derived": derived})
 
@@ -183,11 +183,11 @@ def micro_batch_candidates(config, world_size: int, device: str) -> list[int]:
     return [int(config.batch_size)]
 
 
-def joined_micro_batch(config, device: str) -> int:
-    """Sequences to which the micro-batches of an update may be joined, where it has more of them than the
-    smallest; 0: not. Only for --batch_size auto in eager mode: a graph is compiled for one shape, and a GPU's
-    micro-batch is the largest that its memory has room for."""
-    joins = config.batch_size == "auto" and not (device.startswith("cuda") or config.compile)
+def most_joined_rows(config, device: str) -> int:
+    """Sequences up to which an update's micro-batches are joined; 0: they are not. Only for --batch_size auto
+    in eager mode on a CPU: a graph is compiled for one shape, and a GPU's micro-batch is the largest that its
+    memory has room for."""
+    joins = config.batch_size == "auto" and device == "cpu" and not config.compile
     return MICRO_BATCH // config.sequence_length if joins else 0
 
 
@@ -212,14 +212,19 @@ def check_memory(config, device: str) -> None:
                         "or --n_embd")
 
 
-def oom_advice(config, B: int, device: str) -> str:
-    """What to do when memory runs out with micro-batches of B sequences; 0: before the first."""
+def oom_advice(config, loader: TokenLoader | None, device: str) -> str:
+    """What to do when memory runs out. `loader`: None before the first step."""
+    B = loader.B if loader else 0
+    if loader and (largest := loader.largest(config.updates_per_step)) > B:
+        return (f"{device} is out of memory with micro-batches of up to {largest} sequences: give "
+                f"--batch_size {B}, which changes nothing else")
     if B > 1:
         return (f"{device} is out of memory with --batch_size {B}: give --batch_size {divisors(B)[-2]}, "
                 "which changes nothing else")
     smaller = "give a smaller model (--n_layer, --n_embd)"
     if B == 0:
-        return f"{device} is out of memory before the first step: end what else runs there, or {smaller}"
+        return (f"{device} is out of memory before the first step: end what else runs there, give "
+                f"--batch_size 1, or {smaller}")
     chunk = "--loss_chunk 1024, " if not 0 < config.loss_chunk <= 1024 else ""
     return (f"{device} is out of memory with --batch_size 1: give {chunk}a shorter --sequence_length, or "
             f"{smaller[5:]}")

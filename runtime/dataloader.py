@@ -109,9 +109,9 @@ class TokenLoader:
     """Micro-batches of this rank, read ahead on a thread.
 
     Step s has the sequences [s N, (s+1) N) of the dataset, N = total_batch_size / T. In its micro-batch m,
-    rank r gets B sequences, from number s N + (m world_size + r) B on. Micro-batches of one update may be
-    joined, up to `joined_rows` sequences: where later updates have more of them than the first, which decide
-    B, fewer and larger micro-steps cost less time on a CPU (frontier: docs/recipes.md).
+    rank r gets B sequences, from number s N + (m world_size + r) B on. B fits the run's first updates, which
+    are the smallest. Later ones may join several micro-batches, up to `joined_rows` sequences, because fewer
+    and larger micro-steps cost less time on a CPU.
     """
     DEPTH = 8                   # micro-batches read ahead: loading the next shard takes about a second
 
@@ -129,6 +129,11 @@ class TokenLoader:
         share = self.micro_batches // updates
         join = max(n for n in range(1, max(1, self.joined_rows // self.B) + 1) if share % n == 0)
         return share // join, join
+
+    def largest(self, updates: int) -> int:
+        """Sequences of the largest micro-step of a run of three steps or more, whose steps have `updates`
+        updates in its first third, and a quarter of them in the last."""
+        return self.B * self.divide(max(1, updates // 4))[1]
 
     def rows(self, step: int, m: int) -> np.ndarray:
         """This rank's sequences of micro-batch m of a step, uint16 (B, T+1)."""

@@ -37,7 +37,7 @@ def generate_tokens(model, idx: Tensor, max_new_tokens: int, temperature: float 
     """LanguageModel.generate, step by step: of idx (B, T) int64 yields the next ids (B, 1), one row's each,
     max_new_tokens times. The caller may stop at any of them."""
     block_size, past, head = model.config.block_size, None, model.head()
-    head = head.to(matmul_dtype(head))          # autocast would cast frontier's, no parameter, for each token
+    head = head.to(matmul_dtype(head))          # once: autocast keeps only the casts of parameters
     for _ in range(max_new_tokens):
         if past is None or idx.size(1) > block_size:
             past = KVCache(model.config.n_layer)

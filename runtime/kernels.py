@@ -1,4 +1,4 @@
-"""Attention kernels by name, the chunked cross-entropy, and a linear layer with a faster bias gradient."""
+"""Attention kernels by name, the chunked cross-entropy, RMSNorm, a linear layer's faster bias gradient."""
 import contextlib
 import functools
 import math
@@ -263,15 +263,14 @@ class Linear(nn.Linear):
 
 class RMSNormFunction(torch.autograd.Function):
     """norm on a CPU in eager mode. There torch 2.13 has no kernel for it: autograd of the formula keeps x in
-    fp32 and passes over it a dozen times. This backward needs y, which what follows keeps anyway, and half
-    the time.
+    fp32 and passes over it a dozen times. This backward needs y, which a linear layer after it keeps anyway.
     """
 
     @staticmethod
     def forward(ctx, x):
         y = x.to(torch.promote_types(x.dtype, torch.float32), copy=True)
         mean = torch.linalg.vector_norm(y, dim=-1, keepdim=True).square_().div_(x.size(-1))
-        scale = mean.add_(torch.finfo(torch.float32).eps).rsqrt_()              # eps as torch's
+        scale = mean.add_(torch.finfo(y.dtype).eps).rsqrt_()                        # eps as torch's
         y = y.mul_(scale).to(x.dtype)
         ctx.save_for_backward(y, scale)
         return y

@@ -52,11 +52,6 @@ def try_micro_step(model, B: int, T: int, autocast: torch.autocast, device: str)
     return Trial(B, seconds, sum(size for place, size in kept.items() if place not in weights))
 
 
-def largest_micro_batch(config, loader: TokenLoader) -> int:
-    """Sequences of the run's largest micro-batch: in its last third updates are fewest, and so largest."""
-    return loader.B * loader.divide(max(1, config.updates_per_step // 4))[1]
-
-
 def size(n: float) -> str:
     """Bytes in GB or MB."""
     return f"{n / 1e9:,.1f} GB" if n >= 1e9 else f"{n / 1e6:,.0f} MB"
@@ -69,7 +64,7 @@ class Forecast:
                  process: Process, trial: Trial | None):
         self.config, self.state, self.process, self.loader, self.val = config, state, process, loader, val
         self.compiled, self.trial = compiled is not state.model, trial
-        self.largest = largest_micro_batch(config, loader)
+        self.largest = loader.largest(config.updates_per_step)
         self.parameters = sum(p.numel() for p in state.model.parameters())
         self.moments = moment_bytes(state.optimizers)
         self.checkpoint = 4 * self.parameters + self.moments
@@ -221,7 +216,7 @@ def print_forecast(config, state: TrainState, compiled: Callable, loader: TokenL
     trial, cuda = None, process.device.startswith("cuda")
     if not (cuda or config.overfit) or config.dry_run:
         with process.progress("timing a micro-step"):
-            rows = 1 if cuda else largest_micro_batch(config, loader)
+            rows = 1 if cuda else loader.largest(config.updates_per_step)
             trial = try_micro_step(state.model, rows, config.sequence_length, autocast, process.device)
     forecast = Forecast(config, state, compiled, loader, plan.val, process, trial)
     (forecast.print_plan if config.dry_run else forecast.print_header)()

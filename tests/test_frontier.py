@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from frontier import FrontierConfig, FrontierGPT, bigram_hash
 from helpers import ENV, HANG, ROOT, hellaswag_file, logged, run
 from model import load_model
-from runtime.checks import check_config, joined_micro_batch, micro_batch_candidates
+from runtime.checks import check_config, micro_batch_candidates, most_joined_rows, oom_advice
 from runtime.cli import UserError
 from runtime.dataloader import TokenDataset, TokenLoader
 from runtime.distributed import Process, StopSignals
@@ -198,6 +199,19 @@ def test_cached_generation_takes_the_likeliest_tokens_of_whole_forwards(window):
     assert torch.equal(found, idx)
 
 
+def test_samples_cast_the_head_once_and_not_for_each_token():
+    class Casts(TorchDispatchMode):
+        heads = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.heads += func == torch.ops.aten._to_copy.default and args[0].shape == (97, 32)
+            return func(*args, **kwargs or {})
+    model = make_model()
+    with Casts() as casts, torch.autocast("cpu", torch.bfloat16):
+        model.generate(tokens(1, 3), 5)
+    assert casts.heads == 1
+
+
 def test_with_a_window_no_token_sees_the_document_before():
     model, idx = make_model(window=24, vocab_size=50304), tokens(1, 24, vocab_size=50)
     idx[0, 10] = EOT
@@ -349,10 +363,20 @@ def test_the_micro_batch_fits_the_smallest_update():
 
 def test_only_an_automatic_micro_batch_in_eager_mode_on_a_cpu_is_joined():
     config = Config(total_batch_size=4096, sequence_length=128, updates_per_step=4)
-    assert joined_micro_batch(config, "cpu") == 32
-    assert joined_micro_batch(config, "cuda:0") == 0
+    assert most_joined_rows(config, "cpu") == 32
+    assert most_joined_rows(config, "cuda:0") == most_joined_rows(config, "mps") == 0
     for change in ({"batch_size": "8"}, {"compile": True}):
-        assert joined_micro_batch(dataclasses.replace(config, **change), "cpu") == 0
+        assert most_joined_rows(dataclasses.replace(config, **change), "cpu") == 0
+
+
+def test_out_of_memory_advises_the_micro_batch_that_is_not_joined_and_then_a_smaller_one():
+    config, dataset = Config(updates_per_step=4), TokenDataset([tokens(4097).numpy().astype("uint16")], 128)
+    for joined_rows, expected in ((32, "of up to 32 sequences: give --batch_size 8, which changes nothing"),
+                                  (0, "with --batch_size 8: give --batch_size 4, which changes nothing")):
+        assert expected in oom_advice(config, TokenLoader(dataset, 4096, 8, joined_rows=joined_rows), "cpu")
+    single = TokenLoader(dataset, 4096, 1, joined_rows=8)
+    assert "of up to 8 sequences: give --batch_size 1," in oom_advice(config, single, "cpu")
+    assert "before the first step" in oom_advice(config, None, "cpu")
 
 
 FLAGS = ["--recipe", "frontier", "--n_layer", 2, "--n_head", 2, "--n_embd", 32, "--block_size", 16,
@@ -385,6 +409,17 @@ def test_processes_micro_batches_and_chunks_change_only_the_rounding(processes, 
         assert found[step] == pytest.approx(expected[step], abs=2e-4)
     val = logged(alone, "val")
     assert logged(tmp_path / "log", "val")[9] == pytest.approx(val[9], abs=0.02) and val[9] < val[0] - 1
+
+
+def test_a_run_resumed_where_micro_batches_are_joined_ends_as_one_that_was_not(data, alone, tmp_path):
+    out = tmp_path / "log"
+    for first in (True, False):
+        if not first:
+            (out / "checkpoint_000009.pt").unlink()
+        result = run(*FLAGS, "--vocab_size", 97, "--data", data, "--out", out, "--checkpoint_every", 4)
+    assert "at step 8 of 9" in result.stdout
+    a, b = (torch.load(folder / "checkpoint_000009.pt")["model"] for folder in (alone, out))
+    assert all(torch.equal(a[name], b[name]) for name in a) and logged(alone) == logged(out)
 
 
 def test_a_run_with_a_window_evaluates_samples_and_is_sampled_from(tmp_path):
