@@ -26,7 +26,7 @@ def check_64_sequences_in_chunks(play):
     report = play("--batch_size", 64, "--total_batch_size", 131072, "--max_steps", 3, "--loss_chunk", 8192,
                   *QUIET)
     print_memory("64 sequences, 8,192 tokens' logits at a time", report)
-    assert report.allocated <= 19 * GiB
+    assert report.allocated <= 17.7 * GiB, "with two chunks' logits it is 18.0"
 
 
 def check_frontier_needs_little_more_than_speedrun(play):
