@@ -223,8 +223,8 @@ def oom_advice(config, loader: TokenLoader | None, device: str) -> str:
                 "which changes nothing else")
     smaller = "give a smaller model (--n_layer, --n_embd)"
     if B == 0:
-        return (f"{device} is out of memory before the first step: end what else runs there, or {smaller}, or "
-                "--batch_size 1")
+        return (f"{device} is out of memory before the first step: end what else runs there, or {smaller}, "
+                "or --batch_size 1")
     chunk = "--loss_chunk 1024, " if not 0 < config.loss_chunk <= 1024 else ""
     return (f"{device} is out of memory with --batch_size 1: give {chunk}a shorter --sequence_length, or "
             f"{smaller[5:]}")
