@@ -6,7 +6,7 @@
     python model.py export log/checkpoint_019073.pt exported/   for transformers, lm-evaluation-harness, ...
 """
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import torch
@@ -297,6 +297,13 @@ class SpeedrunGPT(LanguageModel):
 
 MODELS = {"gpt2": (GPT, GPTConfig), "speedrun": (SpeedrunGPT, SpeedrunConfig),      # by recipe
           "frontier": (FrontierGPT, FrontierConfig)}
+
+
+def fresh_model(config) -> LanguageModel:
+    """The model of config.recipe with fresh weights. `config` has the fields of the model's own, and more."""
+    cls, model_config = MODELS[config.recipe]
+    return cls(model_config(**{f.name: getattr(config, f.name) for f in fields(model_config)
+                               if hasattr(config, f.name)}))
 
 
 def load_model(source: str | Path) -> LanguageModel:

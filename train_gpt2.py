@@ -19,12 +19,12 @@ import torch
 import torch.distributed as dist
 
 import hellaswag
-from frontier import FrontierConfig, FrontierGPT
-from model import GPT, MODELS, GPTConfig, SpeedrunConfig, SpeedrunGPT, load_model
+from model import MODELS, fresh_model, load_model
 from runtime.batch_size import choose_micro_batch
 from runtime.checkpoint import Saver, TrainState, make_state
 from runtime.checks import check_config, oom_advice, plan_run
 from runtime.cli import RunError, flag, parse_config, run_command
+from runtime.console import Reporter, print_summary
 from runtime.dataloader import TokenLoader
 from runtime.device import compile_model, make_autocast, oom_as_user_error, place_model, wrap_model
 from runtime.distributed import Process, StopSignals, leave, setup_process
@@ -32,7 +32,7 @@ from runtime.files import output_lock
 from runtime.generation import print_samples
 from runtime.kernels import ATTENTION
 from runtime.language_model import LanguageModel
-from runtime.log import Profiler, Reporter, open_output, print_summary
+from runtime.log import Profiler, open_output
 from runtime.plan import print_forecast
 from runtime.plots import LossPlotter
 from runtime.presets import PRESETS, choose_defaults, preset_notes
@@ -103,8 +103,7 @@ class Config:
 
 @dataclass
 class Recipe:
-    """What is trained how. The loop asks for nothing else."""
-    model: Callable             # config -> model with fresh weights
+    """How a model is trained; its class is in model.MODELS. The loop asks for nothing else."""
     optimizers: Callable        # model, config -> list of optimizers; each group's `lr` is its largest
     set_hparams: Callable       # step, config, state -> learning rate; sets what changes from step to step
     defaults: dict = field(default_factory=dict)        # of flags, where they differ from Config's
@@ -115,14 +114,11 @@ MODERN_DEFAULTS = dict(n_head=6, warmup_steps=0, max_lr=0.02, min_lr=0.0, weight
 RECIPES = {
     # GPT-3 Small's settings (Brown et al. 2020, arXiv:2005.14165, table 2.1 and appendix B)
     "gpt2": Recipe(
-        model=lambda c: GPT(GPTConfig(c.block_size, c.vocab_size, c.n_layer, c.n_head, c.n_embd)),
         optimizers=lambda model, c: model.configure_optimizers(c.max_lr, c.weight_decay),
         set_hparams=lambda step, c, state: set_lr(warmup_cosine(step, c), c, state),
     ),
     # modded-nanogpt's record 10: 3.28 on FineWeb's validation set in 7.8 minutes on 8 H100s
     "speedrun": Recipe(
-        model=lambda c: SpeedrunGPT(SpeedrunConfig(c.block_size, c.vocab_size, c.n_layer, c.n_head, c.n_embd,
-                                                   c.window)),
         optimizers=lambda model, c: model.configure_optimizers(
             c.max_lr, c.weight_decay, torch.bfloat16 if c.dtype == "bfloat16" else torch.float32),
         set_hparams=lambda step, c, state: set_modern_hparams(step, c, state, (0.85, 0.95)),
@@ -130,8 +126,6 @@ RECIPES = {
     ),
     # modded-nanogpt's records up to 2026, where they help at small sizes, and more (docs/recipes.md)
     "frontier": Recipe(
-        model=lambda c: FrontierGPT(FrontierConfig(c.block_size, c.vocab_size, c.n_layer, c.n_head, c.n_embd,
-                                                   c.window)),
         optimizers=lambda model, c: model.configure_optimizers(
             c.max_lr, c.weight_decay, torch.bfloat16 if c.dtype == "bfloat16" else torch.float32,
             c.total_batch_size),
@@ -271,8 +265,7 @@ def build_training(config: Config, process: Process, model: LanguageModel | None
     if model is None:
         torch.manual_seed(config.seed)
         model = (model_from_checkpoint(checkpoint, path, MODELS) if checkpoint
-                 else RECIPES[config.recipe].model(config))
-    assert type(model) is MODELS[config.recipe][0], "RECIPES and MODELS name different classes"
+                 else fresh_model(config))
     place_model(config, model, process.device)
     optimizers = RECIPES[config.recipe].optimizers(model, config)
     state = make_state(config, model, optimizers, process, checkpoint, path)

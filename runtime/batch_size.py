@@ -9,12 +9,13 @@ from pathlib import Path
 import torch
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from runtime.checkpoint import MODEL_SHAPE, TrainState
+from runtime.checkpoint import TrainState
 from runtime.cli import RunError, UserError
 from runtime.device import is_out_of_memory
 from runtime.distributed import Process
 from runtime.files import replace_file
 from runtime.muon import Muon
+from runtime.resume import MODEL_SHAPE
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "train_gpt2" / "batch_size.json"
 

@@ -1,25 +1,17 @@
-"""Save and resume: what a checkpoint holds, who writes it, and which one a run resumes from."""
+"""What a checkpoint holds, and who writes it."""
 import copy
-import dataclasses
 import math
 import os
-import shutil
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 
-from runtime.cli import UserError, safe_repr
+from runtime.cli import safe_repr
 from runtime.files import checkpoints, replace_file
-from runtime.presets import PRESETS
-from runtime.weights import is_dense_float, read_checkpoint
-
-# values that stand for what is derived from other flags and the device
-AUTOMATIC = {"sequence_length": 0, "min_lr": -1.0, "dtype": "auto"}
-MODEL_SHAPE = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")
+from runtime.resume import damaged_if_fails
+from runtime.weights import is_dense_float
 
 
 @dataclass
@@ -212,134 +204,3 @@ class Saver:
 
     def close(self):
         self.thread.shutdown()                  # a write in progress is completed, whatever else failed
-
-
-# -----------------------------------------------------------------------------
-# resuming
-
-def choose_checkpoint(config, restarted: bool = False) -> Path | None:
-    """Path of the checkpoint to resume from, or None."""
-    found = [path for _, path in checkpoints(config.out)]
-    if config.resume == "auto":
-        return found[-1] if found else None
-    # after torchrun --max_restarts: the same command, whose --resume never or PATH was already applied
-    job = os.environ.get("TORCHELASTIC_RUN_ID", "")
-    if restarted and found and read_checkpoint(found[-1]).get("job") == job:
-        return found[-1]
-    return None if config.resume == "never" else Path(config.resume)
-
-
-def read_state(path: Path) -> dict:
-    """The dict of a checkpoint of train_gpt2.py. UserError for any other file."""
-    try:
-        checkpoint = read_checkpoint(path)
-    except UserError as error:
-        raise UserError(f"{error}: {recovery_hint(path)}" if checkpoints(path.parent)
-                        else str(error)) from None
-    keys = {"model", "model_config", "config", "recipe", "step", "optimizers", "data", "rng"}
-    missing = keys - checkpoint.keys()
-    if missing:
-        raise UserError(f"{path} is not a checkpoint of this script (it has no "
-                        f"{', '.join(sorted(missing))}): {recovery_hint(path)}; or start a new run from its "
-                        f"weights by --init {path}")
-    return checkpoint
-
-
-def merge_config(config, explicit_flags: set[str], checkpoint: dict, path: Path):
-    """`config` with what the checkpoint's run had in place of flags that were not given and may not differ.
-    UserError if a given flag contradicts it."""
-    fields = {f.name: f for f in dataclasses.fields(config)}
-    with damaged_if_fails(path):
-        before = {name: value for name, value in checkpoint["config"].items() if name in fields}
-        for name, value in before.items():
-            meta = fields[name].metadata
-            kind = meta.get("type", fields[name].type)
-            right = isinstance(value, (kind, int) if kind is float else kind) or value is fields[name].default
-            known = "choices" not in meta or meta.get("per_run") or value in meta["choices"]
-            if not right or not known:
-                raise ValueError(f"its config says {name} = {safe_repr(value)}")
-        for name in (*MODEL_SHAPE, *({"window"} & checkpoint["model_config"].keys())):
-            value = checkpoint["model_config"][name]
-            if type(value) is not int or before[name] != value:
-                raise ValueError(f"its two configs differ in {name}")
-        if before["recipe"] != checkpoint["recipe"]:
-            raise ValueError("its config says another recipe")
-        derived = checkpoint.get("derived", [])
-        if not isinstance(derived, list) or not all(isinstance(name, str) for name in derived):
-            raise ValueError("it does not say which flags were derived")
-        # earlier checkpoints do not tell: a rate of a tenth was derived
-        tenth = "derived" not in checkpoint and before["min_lr"] == before["max_lr"] / 10
-        derived = AUTOMATIC.keys() & ({"min_lr"} if tenth else set(derived))
-    given = set(PRESETS[config.preset][1]) if "preset" in explicit_flags else set()
-    if config.init != "scratch":                # its shape won over the preset's in the first run, too
-        given -= set(MODEL_SHAPE)
-    given |= explicit_flags
-    for name, f in fields.items():
-        had = before.get(name, f.default)                       # the flag may be newer than the checkpoint
-        same = getattr(config, name) in (had, AUTOMATIC[name] if name in derived else had)
-        if f.metadata.get("fixed") and name in given and not same:
-            raise UserError(f"{path} was trained with --{name} {had}, not {getattr(config, name)}: give the "
-                            "same, or start a new run with another --out")
-    taken = {name: value for name, value in before.items()
-             if name not in explicit_flags and not fields[name].metadata.get("per_run")}
-    for name in derived & taken.keys():         # derived anew: from another --max_lr, on another device
-        taken[name] = fields[name].default
-    return dataclasses.replace(config, **taken)
-
-
-def check_data(checkpoint: dict, data: dict, folder: str, path: Path) -> None:
-    """UserError unless the shards are still those of the checkpoint's run, in number, order and content."""
-    with damaged_if_fails(path):
-        for split in data.keys() & {"train", *checkpoint["data"]}:
-            before, now = checkpoint["data"][split], data[split]
-            if any([type(value) for value in shard] != [str, int, str] for shard in before):
-                raise ValueError("it does not say which shards")
-            if [shard[1:] for shard in before] == [shard[1:] for shard in now]:
-                continue
-            had, has = (f"{len(shards)} {split} shard(s), {sum(n for _, n, _ in shards):,} tokens"
-                        for shards in (before, now))
-            differ = (i for i, (a, b) in enumerate(zip(before, now, strict=False)) if a[1:] != b[1:])
-            i = next(differ, min(len(before), len(now)))
-            was, is_now = ("{} ({:,} tokens, digest {})".format(*shards[i]) if i < len(shards) else "none"
-                           for shards in (before, now))
-            raise UserError(f"{path} was trained on other data: {had}, and {folder} has {has}; the first "
-                            f"that differs was {was} and is {is_now}. Bring the old data back, or start a "
-                            f"new run from these weights: --init {path} --out ANOTHER")
-
-
-def archive_checkpoints(config, path: Path | None, step: int) -> Path | None:
-    """Moves the checkpoints in --out that do not belong to the run which resumes from `path` at `step` (or
-    starts anew), with the log, into OUT/previous_N: nothing is lost, and the next --resume auto does not
-    find them."""
-    inside = path is not None and path.resolve().parent == Path(config.out).resolve()
-    old = [p for s, p in checkpoints(config.out) if not inside or s > step]
-    if not old:
-        return None
-    folder = next(p for n in range(1, 10**6) if not (p := Path(config.out) / f"previous_{n}").exists())
-    folder.mkdir()
-    for name in ("log.txt", "metrics.csv"):
-        if (log := Path(config.out) / name).exists():
-            shutil.copy(log, folder)
-            if not inside:
-                log.unlink()
-    for p in old:
-        p.rename(folder / p.name)
-    return folder
-
-
-@contextmanager
-def damaged_if_fails(path: Path) -> Iterator[None]:
-    """As files.readable, for wrong values inside a checkpoint that could be read."""
-    try:
-        yield
-    except (LookupError, TypeError, ValueError, RuntimeError, AttributeError) as error:
-        raise UserError(f"{path} does not hold the state of a run ({type(error).__name__}: "
-                        f"{str(error)[:200]}): {recovery_hint(path)}") from None
-
-
-def recovery_hint(path: Path) -> str:
-    """What to do about a checkpoint that cannot be used."""
-    older = [p.name for _, p in checkpoints(Path(path).parent) if p.name < Path(path).name]
-    if older:
-        return f"remove it, and the same command goes on from {older[-1]}"
-    return "start a new run with another --out"

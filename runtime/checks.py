@@ -10,13 +10,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from runtime.checkpoint import AUTOMATIC, MODEL_SHAPE, check_data, choose_checkpoint, merge_config, read_state
 from runtime.cli import UserError
 from runtime.dataloader import TokenDataset, TokenLoader, open_data, splits
 from runtime.device import choose_dtype
 from runtime.distributed import Process
 from runtime.files import digest
 from runtime.kernels import check_attention
+from runtime.resume import AUTOMATIC, MODEL_SHAPE, check_data, choose_checkpoint, merge_config, read_state
 from runtime.shards import list_shards
 from runtime.tokenizer import VOCAB_SIZE
 

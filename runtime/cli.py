@@ -6,7 +6,7 @@ import difflib
 import os
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import field
 from pathlib import Path
 
@@ -31,9 +31,11 @@ def parse_int(text: str) -> int:
 
 
 class FlagParser(argparse.ArgumentParser):
-    """argparse whose errors are UserErrors and whose flags cannot be abbreviated."""
+    """argparse whose errors are UserErrors, whose flags cannot be abbreviated, and whose texts cannot be
+    empty, as that of an unset variable is (--out "$OUT"), but for those named in `may_be_empty`."""
 
-    def __init__(self, **kwargs):
+    def __init__(self, may_be_empty: Container[str] = ("prompt", "sample_prompt"), **kwargs):
+        self.may_be_empty = may_be_empty
         super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
         self.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
 
@@ -48,6 +50,12 @@ class FlagParser(argparse.ArgumentParser):
             near = difflib.get_close_matches(written, flags, n=1)
             did_you_mean = f"; did you mean {near[0]}?" if near else ""
             self.error(f"unrecognized arguments: {' '.join(unknown)}{did_you_mean}")
+        for action in self._actions:
+            value = getattr(args, action.dest, None)
+            empty = value == "" or isinstance(value, list) and "" in value
+            if empty and value != action.default and action.dest not in self.may_be_empty:
+                name = action.option_strings[0] if action.option_strings else action.metavar or action.dest
+                self.error(f"{name} is empty: give a value (was a variable of the shell not set?)")
         return args
 
     def error(self, message):

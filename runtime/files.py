@@ -4,6 +4,7 @@ import errno
 import hashlib
 import os
 import re
+import stat
 import time
 from collections.abc import Callable
 from contextlib import contextmanager, suppress
@@ -19,33 +20,77 @@ try:
 except ImportError:             # Windows
     fcntl = None
 
+NO_ROOM = errno.ENOSPC, errno.EDQUOT, errno.EFBIG
 LOCK_TIMEOUT = 20               # seconds, for a run on another machine: it may be just ending
 
 
 def replace_file(path: str | Path, write: Callable[[BinaryIO], object]) -> None:
-    """Writes a file atomically: `write(file)` fills a temporary file, then fsync and os.replace. Raises
-    RunError where the disk is full or the folder cannot be written."""
+    """Writes a file atomically: `write(file)` fills a temporary file, PATH.PID.tmp, then fsync and
+    os.replace. Raises RunError where the disk is full or the folder cannot be written."""
     path = Path(path)
-    temporary = path.with_name(path.name + ".tmp")
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "wb") as file:
             write(file)
             file.flush()
-            os.fsync(file.fileno())
+            sync(file.fileno())
         os.replace(temporary, path)
+        sync_folder(path.parent)
     except (OSError, RuntimeError) as error:      # torch.save raises a RuntimeError in place of the OSError
         cause = error if isinstance(error, OSError) else error.__context__
         if not isinstance(cause, OSError):
             raise
-        raise RunError(f"cannot write {path}: {cause.strerror or cause}. Make room or choose another folder; "
-                       f"earlier files are intact, and the same command resumes from them") from None
+        raise cannot_write(path, cause) from None
     finally:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
-    if os.name != "nt":                           # make the rename itself durable
-        folder = os.open(path.parent, os.O_RDONLY)
-        os.fsync(folder)
-        os.close(folder)
+
+
+def cannot_write(path: str | Path, error: OSError) -> RunError:
+    """The RunError for `error`, which writing to `path` raised."""
+    remedy = "make room or" if error.errno in NO_ROOM else "make its folder writable, or"
+    return RunError(f"cannot write {path} ({error.strerror or error}): {remedy} choose another folder; "
+                    f"earlier files are intact, and the same command goes on from them")
+
+
+def sync(descriptor: int) -> None:
+    """fsync, where the file system has it: not all network file systems do."""
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
+            raise
+
+
+def sync_folder(folder: str | Path) -> None:
+    """Makes a rename in `folder` durable."""
+    if os.name != "nt":
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            sync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def remove_leftovers(folder: str | Path, names: str) -> None:
+    """Removes what killed processes left of replace_file in `folder`, for files whose whole name matches the
+    regular expression `names`. Nothing else that ends in .tmp."""
+    for path in Path(folder).iterdir():
+        if re.fullmatch(rf"({names})(\.\d+)?\.tmp", path.name) and path.is_file():
+            path.unlink()
+
+
+def read_text(path: str | Path, most: int = 1 << 28) -> str:
+    """The text of a regular file, UTF-8. OSError or ValueError for anything else: a device or a pipe may have
+    no end, and more than `most` bytes are no file of ours."""
+    at_once = getattr(os, "O_NONBLOCK", 0)        # opening a named pipe would block forever
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | at_once)) as file:
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode):
+            raise ValueError("it is not a regular file")
+        if found.st_size > most:
+            raise ValueError(f"it has {found.st_size / 1e6:,.0f} MB, and at most {most / 1e6:,.0f} are read")
+        return file.read().decode("utf-8-sig", errors="replace")
 
 
 def checkpoints(out: str | Path) -> list[tuple[int, Path]]:

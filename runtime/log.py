@@ -1,21 +1,16 @@
-"""log.txt, metrics.csv, the console, dashboards, the profiler's trace."""
+"""log.txt, metrics.csv, dashboards, the profiler's trace."""
 import csv
 import re
-import shlex
-import statistics
-import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
-from runtime.checkpoint import archive_checkpoints, checkpoints
 from runtime.cli import RunError
-from runtime.device import fetch, peak_flops, peak_memory
 from runtime.distributed import Process
 from runtime.files import replace_file, writable
-from runtime.tokenizer import VOCAB_SIZE
+from runtime.resume import archive_checkpoints
 
 COLUMNS = ("step", "tokens", "seconds", "train", "val", "hella", "lr", "norm", "tokens_per_second")
 
@@ -142,106 +137,6 @@ def open_output(config, path: Path | None, state, process: Process) -> Log | Non
         return Log(config, state.step, state.evaluated)
 
 
-@dataclass
-class StepResult:
-    """What a finished step came to, the same on all ranks."""
-    step: int
-    loss: float                 # nats
-    norm: float                 # of the gradient, before clipping
-    first_bad: str              # name of the first parameter with a non-finite gradient, "" if there is none
-
-    def __str__(self):
-        where = f"; the first non-finite gradient is that of {self.first_bad}" if self.first_bad else ""
-        return f"step {self.step}: loss {self.loss}, gradient norm {self.norm}{where}"
-
-
-def brief_time(seconds: float) -> str:
-    """'45s', '83m', '12h', '165d': at most four characters, up to years."""
-    for unit, length, most in (("s", 1, 100), ("m", 60, 100), ("h", 3600, 48)):
-        if seconds < length * most:
-            return f"{seconds / length:.0f}{unit}"
-    return f"{min(seconds, 1e9) / 86400:.0f}d"
-
-
-def step_line(step: int, loss: float, norm: float, lr: float, dt: float, rate: float, mfu: float | None,
-              left: float) -> str:
-    """The console's line of a step, at most 100 columns. `dt`, `left`: seconds; `rate`: tokens/s."""
-    time = f"{dt:.1f}s" if dt >= 10 else f"{dt * 1000:.0f}ms" if dt >= 0.1 else f"{dt * 1000:.1f}ms"
-    tokens = f"{rate / 1000:,.0f}k" if rate >= 1e6 else f"{rate:,.0f}"
-    line = (f"step {step:5d} | loss: {loss:.4f} | lr {lr:.2e} | norm: {norm:.{2 if norm < 10 else 1}f} | "
-            f"dt: {time} | tok/sec: {tokens}")
-    for more in (f" | mfu {mfu:.0%}" if mfu else "", f" | {brief_time(left)}", " left"):
-        if len(line + more) > 100:
-            break
-        line += more
-    return line
-
-
-class Reporter:
-    """Prints and logs steps. On CUDA a step's numbers are read when the next step is queued, so that the
-    GPU never waits. What they mean is decided by the caller, to whom `step` and `flush` return
-    [StepResult] of those read."""
-
-    def __init__(self, config, log, model, process):
-        self.config, self.log, self.process = config, log, process
-        self.flops, self.peak = model.flops_per_token(config.sequence_length), peak_flops(process.device)
-        self.names = [name for name, _ in model.named_parameters()]
-        self.lag = 1 if process.device.startswith("cuda") else 0
-        self.pending, self.seconds, self.steps, self.first, self.last = [], [], 0, None, None
-
-    def start(self):
-        """Before a step: starts the clock, unless a step still runs on the GPU, and the clock with it."""
-        if not self.pending:
-            self.clock = time.perf_counter()
-
-    def step(self, step, numbers, lr):
-        """After a step was queued; `numbers` as train_step returns them."""
-        self.pending.append((step, fetch(numbers), lr))
-        return self.flush(self.lag)
-
-    def flush(self, but=0):
-        """Reads all but the newest `but` steps."""
-        finished = []
-        while len(self.pending) > but:
-            finished.append(self._report(*self.pending.pop(0)))
-        return finished
-
-    def evaluation(self, step, kind, value, text):
-        self.process.print0(f"step {step:5d} | {text}")
-        if self.log:
-            self.log.evaluation(step, kind, value)
-
-    def _report(self, step, numbers, lr):
-        with self.process.progress(f"step {step}"):
-            loss, norm, first_bad = numbers()
-        now = time.perf_counter()
-        dt, self.clock = now - self.clock, now
-        self.seconds.append(dt)
-        if step % self.config.log_every == 0 or step == self.config.max_steps - 1:
-            rate = self.config.total_batch_size / dt
-            mfu = rate * self.flops / self.peak / self.process.world_size if self.peak else None
-            left = statistics.median(self.seconds[-20:]) * (self.config.max_steps - 1 - step)
-            self.process.print0(step_line(step, loss, norm, lr, dt, rate, mfu, left))
-        if self.log:
-            self.log.step(step, loss, norm, lr, dt)
-        self.last = StepResult(step, loss, norm, self.names[int(first_bad)] if first_bad >= 0 else "")
-        self.steps, self.first = self.steps + 1, self.first or self.last
-        return self.last
-
-    def close(self):
-        if self.log:
-            self.log.close()
-
-    def speed(self):
-        """'median step 93.1 ms, 175,980 tokens/s, peak memory 22.1 GB' of this process's steps, or ''."""
-        if not self.seconds:
-            return ""
-        median = statistics.median(self.seconds)
-        return (f"median step {median * 1000:,.{0 if median >= 0.1 else 1}f} ms, "
-                f"{self.config.total_batch_size / median:,.0f} tokens/s, "
-                f"peak memory {peak_memory(self.process.device) / 1e9:.1f} GB")
-
-
 class Profiler:
     """--profile: a trace of three steps of rank 0 for chrome://tracing or ui.perfetto.dev, and the
     costliest operations. It leaves out five steps, which compile and fill caches, and two in which the
@@ -279,34 +174,3 @@ class Profiler:
             self.inner.stop()
             steps = self.WAIT + self.WARMUP + self.ACTIVE
             self.process.print0(f"no trace: --profile needs {steps} steps, and this run had fewer")
-
-
-def print_summary(run) -> int:
-    """Prints how the run ended, how fast it was and where everything is. Returns its exit code."""
-    config, state, process, signals = run.config, run.state, run.process, run.signals
-    if speed := run.reporter.speed():
-        process.print0(speed)
-    if signals.stopped:
-        then = "the same command goes on from there" if config.checkpoint_every else (
-            "nothing was saved (--checkpoint_every 0)")
-        process.print0(f"stopped by {signals.received or 'a signal'} after {state.step} of "
-                       f"{config.max_steps} steps: {then}")
-    elif config.overfit and run.reporter.steps:
-        return overfit_verdict(run.reporter, process)
-    else:
-        newest = checkpoints(config.out)[-1:] if config.checkpoint_every else []
-        files = {"log.txt": True, "metrics.csv": True, "loss.png": (Path(config.out) / "loss.png").exists(),
-                 "checkpoints": newest}
-        there = ", ".join(name for name, exists in files.items() if exists)
-        process.print0(f"done: {state.step} steps; in {config.out}: {there}")
-        if newest and config.vocab_size >= VOCAB_SIZE:
-            process.print0(f"next: python sample.py --model {shlex.quote(str(newest[0][1]))}")
-    return 0
-
-
-def overfit_verdict(reporter: Reporter, process: Process) -> int:
-    """Prints whether the sanity run overfitted its batch. Returns its exit code."""
-    passed = reporter.last.loss < 0.1
-    process.print0(f"overfit one batch: loss {reporter.first.loss:.4f} -> {reporter.last.loss:.4f} in "
-                   f"{reporter.steps} steps: {'PASSED' if passed else 'FAILED (under 0.1 is expected)'}")
-    return 0 if passed else 1

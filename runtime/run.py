@@ -5,9 +5,10 @@ from dataclasses import dataclass
 import torch
 
 from runtime.checkpoint import Saver, TrainState
+from runtime.console import Reporter
 from runtime.dataloader import TokenLoader
 from runtime.distributed import Process, StopSignals
-from runtime.log import Profiler, Reporter
+from runtime.log import Profiler
 from runtime.plots import LossPlotter
 
 

@@ -12,7 +12,8 @@ import pytest
 from helpers import ENV, HANG, ROOT, logged, run
 
 from runtime.benchmark import random_tokens
-from runtime.log import COLUMNS, Log, brief_time, read_metrics, step_line
+from runtime.console import brief_time, step_line
+from runtime.log import COLUMNS, Log, read_metrics
 from runtime.progress import Progress, duration
 from runtime.shards import write_shard
 from train_gpt2 import Config

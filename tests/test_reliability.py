@@ -19,12 +19,13 @@ import torch.distributed as dist
 from helpers import ENV, ROOT, Live, command, logged, run
 
 from model import GPT, GPTConfig, load_model
-from runtime.checkpoint import HostCopies, Saver, checkpoints, choose_checkpoint, merge_config, tensors_of
+from runtime.checkpoint import HostCopies, Saver, tensors_of
 from runtime.cli import RunError, UserError
 from runtime.dataloader import TokenDataset
 from runtime.distributed import Process, StopSignals
-from runtime.files import replace_file
+from runtime.files import checkpoints, replace_file
 from runtime.log import read_metrics
+from runtime.resume import choose_checkpoint, merge_config
 from runtime.shards import write_shard
 from runtime.weights import read_checkpoint
 import runtime.files
@@ -429,7 +430,7 @@ def test_a_disk_that_is_full_while_a_checkpoint_is_written_costs_nothing_but_tha
     before = {path.name: path.read_bytes() for path in (tmp_path / "log").glob("*.pt")}
     size = min(map(len, before.values()))
     result = run(*flags, code=1, preexec_fn=limit_file_size(size // 2))
-    said = r"train_gpt2.py: cannot write .*checkpoint_0000\d0.pt: File too large. Make room .*\n"
+    said = r"train_gpt2.py: cannot write .*checkpoint_0000\d0.pt \(File too large\): make room .*\n"
     assert re.fullmatch(said, result.stderr)
     assert {path.name: path.read_bytes() for path in (tmp_path / "log").glob("*")
             if path.suffix not in (".txt", ".csv")} == before
@@ -446,7 +447,8 @@ def test_a_full_file_system_is_told_in_one_line(data, tmp_path):
     try:
         result = run("--data", data, *BYTES, "--out", disk / "log", "--keep_checkpoints", 0, code=1)
         kept = checkpoints(disk / "log")
-        assert re.fullmatch(r"train_gpt2.py: cannot write .*\.pt: No space left on device.*\n", result.stderr)
+        said = r"train_gpt2.py: cannot write .*\.pt \(No space left on device\): make room .*\n"
+        assert re.fullmatch(said, result.stderr)
         assert kept and all(read_checkpoint(path)["step"] == step
                             for step, path in kept) and not list(disk.rglob("*.tmp"))
     finally:
@@ -589,7 +591,7 @@ def test_the_docs_list_the_flags_that_a_resume_takes_or_refuses():
 def test_going_on_from_an_older_checkpoint_sets_the_newer_ones_aside(data, whole, tmp_path):
     shutil.copytree(whole, tmp_path / "log")
     older = checkpoints(tmp_path / "log")[0]
-    (tmp_path / "log/checkpoint_000777.pt.tmp").write_bytes(b"left by a kill")
+    (tmp_path / "log/checkpoint_000777.pt.123.tmp").write_bytes(b"left by a kill")
     result = run("--data", data, "--out", tmp_path / "log", "--resume", older[1])
     assert f"at step {older[0]} of 120" in result.stdout and "are now in" in result.stdout
     for name in ("checkpoint_000120.pt", "log.txt"):
@@ -706,7 +708,7 @@ def test_a_write_error_that_torch_hides_is_told_as_what_it_was(tmp_path):
         except OSError:
             raise RuntimeError("unexpected pos 64 vs 0")            # noqa: B904
 
-    with pytest.raises(RunError, match="cannot write .*a.pt: No space left on device"):
+    with pytest.raises(RunError, match="cannot write .*a.pt .No space left on device"):
         replace_file(tmp_path / "a.pt", write)
     with pytest.raises(RuntimeError, match="another"):
         replace_file(tmp_path / "a.pt", lambda file: (_ for _ in ()).throw(RuntimeError("another")))

@@ -14,13 +14,14 @@ import torch.nn.functional as F
 import runtime.device
 from helpers import ENV, HANG, ROOT, logged, run
 from model import LanguageModel, SpeedrunConfig, SpeedrunGPT, load_model
-from runtime.checkpoint import MODEL_SHAPE, merge_config, restore_optimizer
+from runtime.checkpoint import restore_optimizer
 from runtime.checks import shape_of_init
 from runtime.cli import UserError
 from runtime.device import compile_error, compile_model
 from runtime.distributed import Process
 from runtime.kernels import document_window_mask
 from runtime.muon import Muon, orthogonalize
+from runtime.resume import MODEL_SHAPE, merge_config
 from runtime.shards import write_shard
 from runtime.tokenizer import EOT, encode
 from train_gpt2 import RECIPES, Config, muon_momentum, parse_flags, trapezoid, window_schedule

@@ -18,11 +18,12 @@ import torch
 from model import GPT, GPTConfig, load_model
 from runtime.batch_size import choose_micro_batch, largest_that_fits
 from runtime.benchmark import Setting
-from runtime.checkpoint import Saver, checkpoints
+from runtime.checkpoint import Saver
 from runtime.checks import check_config, check_memory, micro_batch_candidates
 from runtime.cli import UserError
 from runtime.device import compile_error, peak_flops
 from runtime.distributed import Process, StopSignals, setup_process
+from runtime.files import checkpoints
 from runtime.log import Log
 from runtime.plots import LossPlotter, plot_log
 from runtime.shards import write_shard

@@ -30,6 +30,7 @@ import torch._inductor.graph                                            # noqa: 
 from torch._inductor.virtualized import V                               # noqa: E402
 from torch.nn.attention import sdpa_kernel                              # noqa: E402
 
+from model import fresh_model                                            # noqa: E402
 import train_gpt2                                                       # noqa: E402
 from runtime.counts import Counter, count_graph                         # noqa: E402
 from runtime.device import compile_model, place_model                   # noqa: E402
@@ -127,7 +128,7 @@ def build(entry, clones):
         raw = peers_model(entry, clones).cuda()
         return raw, torch.compile(raw) if entry.compile else raw
     config = our_config(entry)
-    raw = train_gpt2.RECIPES[entry.model].model(config)
+    raw = fresh_model(config)
     place_model(config, raw, "cuda")
     return raw, compile_model(config, raw, Process(device="cuda")) if entry.compile else raw
 
