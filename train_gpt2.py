@@ -36,6 +36,7 @@ from runtime.log import Profiler, open_output
 from runtime.plan import print_forecast
 from runtime.plots import LossPlotter
 from runtime.presets import PRESETS, choose_defaults, preset_notes
+from runtime.resume import advice_after_nonfinite, recovery_hint
 from runtime.run import Run
 from runtime.validation import validation_loss
 from runtime.weights import model_from_checkpoint
@@ -264,7 +265,7 @@ def build_training(config: Config, process: Process, model: LanguageModel | None
     weights: those of `model`, of `checkpoint` (read from `path`), or fresh ones."""
     if model is None:
         torch.manual_seed(config.seed)
-        model = (model_from_checkpoint(checkpoint, path, MODELS) if checkpoint
+        model = (model_from_checkpoint(checkpoint, path, MODELS, recovery_hint(path)) if checkpoint
                  else fresh_model(config))
     place_model(config, model, process.device)
     optimizers = RECIPES[config.recipe].optimizers(model, config)
@@ -300,6 +301,9 @@ def evaluate(run: Run, due: Callable[[int], bool]) -> None:
         loss = validation_loss(run.compiled, *run.val, run.loader.B, run.autocast, process, signals)
         if signals.stopped:
             return
+        if not math.isfinite(loss):
+            raise RunError(f"step {state.step}: the validation loss is {loss}. "
+                           f"{advice_after_nonfinite(state, config, state.step)}")
         state.val_loss = loss
         reporter.evaluation(state.step, "val", loss, f"validation loss: {loss:.4f}")
     if run.hella and due(config.hellaswag_every):
@@ -327,9 +331,7 @@ def check_steps(run: Run, finished: list) -> None:
         if not math.isfinite(step.loss) or (step.first_bad and config.dtype != "float16"):
             state.skipped += 1
             if state.skipped > config.skip_nonfinite:
-                raise RunError(f"{step}. That changed no weight and no checkpoint: lower --max_lr, lengthen "
-                               "--warmup_steps, or tolerate such steps by --skip_nonfinite; the same "
-                               "command resumes")
+                raise RunError(f"{step}. {advice_after_nonfinite(state, config, step.step)}")
             run.process.print0(f"skipped {step}; {state.skipped} of --skip_nonfinite {config.skip_nonfinite}")
 
 

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import torch
 
-from runtime.cli import safe_repr
-from runtime.files import checkpoints, replace_file
-from runtime.resume import damaged_if_fails
+from runtime.cli import RunError, safe_repr
+from runtime.files import cannot_write, checkpoints, replace_file, sync
+from runtime.integrity import check_written, fault_of, find_fault
+from runtime.resume import damaged_if_fails, newest_of
 from runtime.weights import is_dense_float
 
 
@@ -25,6 +26,8 @@ class TrainState:
     val_loss: float | None = None       # the newest
     best: tuple | None = None           # (validation loss, step) of the best checkpoint
     skipped: int = 0                    # steps with a non-finite loss or gradient
+    source: Path | None = None          # the checkpoint that this process began with, at the step `begun`
+    begun: int = 0
 
     def is_best(self) -> bool:
         """Whether the validation loss of this very step is the lowest so far."""
@@ -53,15 +56,22 @@ class TrainState:
             if not isinstance(checkpoint[name], kind):
                 raise ValueError(f"its {name} is {safe_repr(checkpoint[name])}")
             setattr(self, name, checkpoint[name])
-        if not 0 <= self.step < 2**40 or self.skipped < 0:
-            raise ValueError(f"its step is {self.step}")
-        if self.best and [type(number) for number in self.best] != [float, int]:
-            raise ValueError(f"its best is {safe_repr(self.best)}")
+        if not (0 <= self.step < 2**40 and -1 <= self.evaluated <= self.step and self.skipped >= 0):
+            raise ValueError(f"its step is {self.step}, its last evaluation that of step {self.evaluated}")
+        if self.val_loss is not None and not math.isfinite(self.val_loss):
+            raise ValueError(f"its validation loss is {self.val_loss}")
+        if self.best is not None and not (
+                [type(number) for number in self.best] == [float, int]
+                and 0 <= self.best[0] < math.inf and 0 <= self.best[1] <= self.step):
+            raise ValueError(f"its best is {', '.join(map(safe_repr, self.best[:3]))} at step {self.step}")
         if len(checkpoint["optimizers"]) != len(self.optimizers):
             raise ValueError(f"it holds {len(checkpoint['optimizers'])} optimizers instead of "
                              f"{len(self.optimizers)}")
+        # an update has one sequence or more
+        updates = self.step * checkpoint["config"]["total_batch_size"] // checkpoint["config"][
+            "sequence_length"]
         for optimizer, saved in zip(self.optimizers, checkpoint["optimizers"], strict=True):
-            restore_optimizer(optimizer, saved)
+            restore_optimizer(optimizer, saved, updates)
         if checkpoint["scaler"] and self.scaler.is_enabled():
             scale, tracker = (checkpoint["scaler"][name] for name in ("scale", "_growth_tracker"))
             types = type(scale) is float and type(tracker) is int
@@ -74,9 +84,10 @@ class TrainState:
             torch.cuda.set_rng_state_all(checkpoint["rng"]["cuda"])
 
 
-def restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict) -> None:
+def restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict, updates: float = math.inf) -> None:
     """Loads the saved state of each parameter; learning rates and decay stay as the config says.
-    ValueError for the state of another model or optimizer."""
+    ValueError for the state of another model or optimizer, and for numbers that no training makes, such as
+    more than `updates` updates."""
     named = [pair for group in optimizer.param_groups
              for pair in zip(group["param_names"], group["params"], strict=True)]
     names = [name for name, _ in named]
@@ -90,6 +101,10 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict) -> None:
         for key, value in state[i].items():
             if not is_dense_float(value) or value.shape != (() if key == "step" else p.shape):
                 raise ValueError(f"its optimizer's {key} of {name} does not fit")
+            if key == "step" and not (0 <= value <= updates and value == value.round()):
+                raise ValueError(f"its optimizer has made {value.item()} updates of {name}")
+            if fault := fault_of(value, 0 if key == "exp_avg_sq" else -math.inf):
+                raise ValueError(f"its optimizer's {key} of {name} holds {fault} numbers")
     state = copy.deepcopy(state)                # out of the memory-mapped file
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
@@ -106,6 +121,7 @@ def make_state(config, model: torch.nn.Module, optimizers: list, process, checkp
     if checkpoint:
         with damaged_if_fails(path):
             state.load_state_dict(checkpoint)
+        state.source, state.begun = path, state.step
     return state
 
 
@@ -165,9 +181,10 @@ def replace_tensors(tree, copies):
 
 
 class Saver:
-    """Writes OUT/checkpoint_STEP.pt atomically; then only the newest --keep_checkpoints and state.best's
-    are kept. On CUDA a thread writes from a copy in pinned memory while training continues. On a CPU of
-    two cores that cost more (3.3 to 5.2 s for GPT-2 124M) than waiting for the file (2 s)."""
+    """Writes OUT/checkpoint_STEP.pt atomically, unless a number in it is not finite, and reads it again. Then
+    only the newest --keep_checkpoints and state.best's are kept. On CUDA a thread does this with a copy in
+    pinned memory while training continues. On a CPU of two cores that cost more (3.3 to 5.2 s for GPT-2 124M)
+    than waiting for the file (2 s)."""
 
     def __init__(self, config, recorded, log, process):
         self.config, self.recorded, self.log, self.process = config, recorded, log, process
@@ -182,14 +199,21 @@ class Saver:
             if self.background:
                 content = self.copies(content)
             for file in (self.log.file, self.log.metrics) if self.log else ():
-                os.fsync(file.fileno())                 # a log never ends before its checkpoint
+                try:
+                    sync(file.fileno())                 # a log never ends before its checkpoint
+                except OSError as error:
+                    raise cannot_write(file.name, error) from None
             self.pending = self.thread.submit(self._write, content)
             if not self.background:
                 self.finish()
 
     def _write(self, content):
         path = Path(self.config.out) / f"checkpoint_{content['step']:06d}.pt"
+        if fault := find_fault(content["model"], content["optimizers"]):
+            raise RunError(f"after step {content['step']}, {fault}: {path.name} is not saved. "
+                           f"{newest_of(self.config.out)}; lower --max_lr if it happens again")
         replace_file(path, lambda file: torch.save(content, file))
+        check_written(path)                     # before older ones are removed
         if self.config.keep_checkpoints:
             for step, old in checkpoints(self.config.out)[:-self.config.keep_checkpoints]:
                 if content["best"] is None or step != content["best"][1]:

@@ -9,8 +9,8 @@ import torch
 
 from runtime.cli import RunError
 from runtime.distributed import Process
-from runtime.files import replace_file, writable
-from runtime.resume import archive_checkpoints
+from runtime.files import cannot_write, remove_leftovers, replace_file, writable
+from runtime.resume import RUN_FILES, archive_output
 
 COLUMNS = ("step", "tokens", "seconds", "train", "val", "hella", "lr", "norm", "tokens_per_second")
 
@@ -111,16 +111,15 @@ class Log:
             file.write(line + "\n")
             file.flush()
         except OSError as error:
-            raise RunError(f"cannot write {file.name}: {error.strerror}. Make room, and the same "
-                           "command goes on from the newest checkpoint") from None
+            raise cannot_write(file.name, error) from None
 
     def close(self):
         """Evaluations after the last step have a row of their own."""
         if self.cells:
             with suppress(RunError):            # the disk is full; they are in log.txt, if anywhere
                 self._row(self.evaluated)
-        for file in (self.file, self.metrics, self.tensorboard):
-            if file:
+        for file in filter(None, (self.file, self.metrics, self.tensorboard)):
+            with suppress(OSError):             # the same disk: what could not be written was told before
                 file.close()
 
 
@@ -129,11 +128,9 @@ def open_output(config, path: Path | None, state, process: Process) -> Log | Non
     if not process.is_master:
         return None
     with writable(config.out):
-        if folder := archive_checkpoints(config, path, state.step):
-            process.print0("checkpoints of another run, or later than the one to go on from, are now in "
-                           f"{folder}")
-        for stale in Path(config.out).glob("*.tmp"):
-            stale.unlink()
+        if line := archive_output(config, path, state.step):
+            process.print0(line)
+        remove_leftovers(config.out, r"checkpoint_\d+\.pt|" + "|".join(map(re.escape, RUN_FILES)))
         return Log(config, state.step, state.evaluated)
 
 

@@ -1,19 +1,25 @@
 """From a checkpoint to the config of the run that resumes from it, and what an earlier run left in --out."""
 import dataclasses
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from runtime.cli import UserError, safe_repr
-from runtime.files import checkpoints
+from runtime.files import checkpoints, read_text, readable
+from runtime.integrity import find_fault
 from runtime.presets import PRESETS
 from runtime.weights import read_checkpoint
 
 # values that stand for what is derived from other flags and the device
 AUTOMATIC = {"sequence_length": 0, "min_lr": -1.0, "dtype": "auto"}
 MODEL_SHAPE = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")
+# what a run writes into --out beside checkpoints; of the two that are cut on a resume, the form of a line
+RUN_FILES = ("log.txt", "metrics.csv", "loss.png", "trace.json", "console.log", "status.json", "wandb_id")
+LINES = {"log.txt": r"\d+ \w+ (-?\d+\.\d{6}|-?inf|nan)",
+         "metrics.csv": r"step,tokens,.*|\d+,\d+,[^,]*(,[^,]*){6}"}
 
 
 def choose_checkpoint(config, restarted: bool = False) -> Path | None:
@@ -106,24 +112,42 @@ def check_data(checkpoint: dict, data: dict, folder: str, path: Path) -> None:
                             f"new run from these weights: --init {path} --out ANOTHER")
 
 
-def archive_checkpoints(config, path: Path | None, step: int) -> Path | None:
-    """Moves the checkpoints in --out that do not belong to the run which resumes from `path` at `step` (or
-    starts anew), with the log, into OUT/previous_N: nothing is lost, and the next --resume auto does not
-    find them."""
-    inside = path is not None and path.resolve().parent == Path(config.out).resolve()
-    old = [p for s, p in checkpoints(config.out) if not inside or s > step]
-    if not old:
-        return None
-    folder = next(p for n in range(1, 10**6) if not (p := Path(config.out) / f"previous_{n}").exists())
+def archive_output(config, path: Path | None, step: int) -> str:
+    """Moves what does not belong to the run that resumes from `path` at `step`, or starts anew, from --out to
+    OUT/previous_N: nothing is lost, and the next --resume auto does not find it. Returns a line about it, ''
+    if there was nothing.
+
+    Of the run that is resumed these are the later checkpoints; its logs, which are cut, are copied with them,
+    or if they hold lines that no run has written. Of any other run it is all that has a run's file's name."""
+    out = Path(config.out)
+    inside = path is not None and path.resolve().parent == out.resolve()
+    moved = [p for s, p in checkpoints(out) if not inside or s > step]
+    there, copied = [p for name in RUN_FILES if os.path.lexists(p := out / name)], []
+    if inside:
+        logs = [p for p in there if p.name in LINES]
+        copied = logs if moved or any(map(has_other_lines, logs)) else []
+    else:
+        moved = there + moved
+    if not moved and not copied:
+        return ""
+    folder = next(p for n in range(1, 10**6) if not os.path.lexists(p := out / f"previous_{n}"))
     folder.mkdir()
-    for name in ("log.txt", "metrics.csv"):
-        if (log := Path(config.out) / name).exists():
-            shutil.copy(log, folder)
-            if not inside:
-                log.unlink()
-    for p in old:
+    for p in copied:
+        shutil.copy(p, folder)
+    for p in moved:
         p.rename(folder / p.name)
-    return folder
+    whose = "which had lines of other hands, or steps after that to go on from," if inside else (
+        "of another run or of other hands,")
+    more = f" and {len(moved + copied) - 4} more" if len(moved + copied) > 4 else ""
+    return f"{', '.join(p.name for p in (copied + moved)[:4])}{more} in {out}, {whose} are now in {folder}"
+
+
+def has_other_lines(path: Path) -> bool:
+    """Whether a log has a complete line that no run has written."""
+    with readable(path, "move it out of the way, or choose another --out"):
+        lines = read_text(path).splitlines(keepends=True)
+    return any(line.endswith("\n") and not re.fullmatch(LINES[path.name], line.rstrip("\r\n"))
+               for line in lines)
 
 
 @contextmanager
@@ -134,6 +158,26 @@ def damaged_if_fails(path: Path) -> Iterator[None]:
     except (LookupError, TypeError, ValueError, RuntimeError, AttributeError) as error:
         raise UserError(f"{path} does not hold the state of a run ({type(error).__name__}: "
                         f"{str(error)[:200]}): {recovery_hint(path)}") from None
+
+
+def newest_of(out: str | Path) -> str:
+    """What the same command does next in `out`, for the last line of a run that failed."""
+    found = checkpoints(out)
+    return (f"The same command goes on from {found[-1][1].name}" if found else
+            "There is no checkpoint yet: the same command starts again")
+
+
+def advice_after_nonfinite(state, config, step: int) -> str:
+    """What to say of a loss or gradient that is not finite at `step`, with the weights as they are now."""
+    if fault := find_fault(dict(state.model.named_parameters())):
+        return f"{fault}, since an earlier update. {newest_of(config.out)}"
+    if state.source and step == state.begun:
+        return (f"It is the first step since {state.source}, which may be damaged: "
+                f"{recovery_hint(state.source)}")
+    skipped = ("The update was skipped and changed no weight" if config.updates_per_step == 1 else
+               "Updates with such a number were skipped and changed no weight, the step's others were made")
+    return (f"{skipped}: lower --max_lr, lengthen --warmup_steps, or tolerate such steps by "
+            f"--skip_nonfinite. {newest_of(config.out)}")
 
 
 def recovery_hint(path: Path) -> str:

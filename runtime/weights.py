@@ -14,6 +14,7 @@ import torch
 from runtime.cli import FlagParser, UserError, brief_error, safe_repr
 from runtime.files import checkpoints, replace_file
 from runtime.hub import download_model
+from runtime.integrity import SUMS, check_archive, check_sums, find_fault, read_sums, sha256, write_sums
 from runtime.progress import Progress
 from runtime.tokenizer import EOT, VOCAB_SIZE, checked_asset
 
@@ -126,6 +127,8 @@ def build_model(cls: type, config, state_dict: dict):
     if tied and not torch.equal(head.float().view(torch.int32), wte.float().view(torch.int32)):
         raise UserError("its head is not tied to its embedding")
     weights = {name: t.detach().float().clone() for name, t in state_dict.items()}
+    if fault := find_fault(weights):
+        raise UserError(f"{fault}, which no run here saves: it is damaged")
     model.load_state_dict(weights, assign=True)
     if tied:
         model.lm_head.weight = model.transformer.wte.weight
@@ -138,6 +141,7 @@ def from_huggingface(source, GPT, GPTConfig):
     if not os.path.isdir(folder):       # Path.is_dir raises OSError for some names
         folder = download_model(str(source))
     with refuse_if_fails(f"{source} is not a GPT-2 in the Hugging Face format"):
+        check_sums(folder)
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         if "auto_map" in config:
             raise UserError("its config.json names code of its own (auto_map), which is never run here")
@@ -192,6 +196,7 @@ def _load_pickle(path):
             size_of = getattr(archive, "get_record_size", lambda record: 0)     # not in every torch release
             if sum(map(size_of, archive.get_all_records())) > os.path.getsize(path):
                 raise UserError("it is packed")     # torch.save never compresses; this could fill the memory
+            check_archive(path, archive)
             pickled = archive.get_record("data.pkl")
         else:
             pickled = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -251,10 +256,10 @@ def best_checkpoint(out: Path) -> Path:
     return found[best[1]]
 
 
-def model_from_checkpoint(checkpoint: dict, path: str | Path, MODELS: dict):
+def model_from_checkpoint(checkpoint: dict, path: str | Path, MODELS: dict, remedy: str = ""):
     """The model of a checkpoint's dict: this project's, nanoGPT's or build-nanogpt's, as its keys show.
-    `path` is for the UserError if it cannot be built."""
-    with refuse_if_fails(f"{path} is not a checkpoint that this project reads"):
+    `path` and `remedy` are for the UserError if it cannot be built."""
+    with refuse_if_fails(f"{path} is not a checkpoint that this project reads", remedy and f"; {remedy}"):
         (cls, config_cls), extra = MODELS["gpt2"], {}
         weights = checkpoint.get("model")
         if "model_config" in checkpoint:
@@ -304,6 +309,7 @@ def save_huggingface(model, folder: str | Path) -> None:
     shutil.copyfile(checked_asset("vocab.bpe"), folder / "merges.txt")
     data = save(weights, metadata={"format": "pt"})
     replace_file(folder / "model.safetensors", lambda file: file.write(data))
+    write_sums(folder, EXPORTED)
 
 
 def check_tokens(model, source: str) -> None:
@@ -311,6 +317,14 @@ def check_tokens(model, source: str) -> None:
     if model.config.vocab_size < VOCAB_SIZE:
         raise UserError(f"{source} has a vocabulary of {model.config.vocab_size}, and not GPT-2's "
                         f"{VOCAB_SIZE} tokens: give a model that was trained on those")
+
+
+def not_exported(folder: Path) -> set[str]:
+    """Names of what `export` did not write in a folder, or what was changed since: never replaced."""
+    sums = read_sums(folder)
+    ours = {name for name in EXPORTED & sums.keys() if (folder / name).is_file()
+            and sha256(folder / name) == sums[name]}
+    return set(os.listdir(folder)) - ours - ({SUMS} if sums else set())
 
 
 def export(load_model: Callable, description: str, argv: list[str] | None = None) -> None:
@@ -326,11 +340,9 @@ def export(load_model: Callable, description: str, argv: list[str] | None = None
     if all(map(os.path.exists, (args.source, args.folder))) and os.path.samefile(args.source, args.folder):
         raise UserError(f"{args.folder} is the source itself: give another folder")
     try:
-        names = set(os.listdir(args.folder)) if os.path.exists(args.folder) else set()
-        # a config.json is not enough: transformers would prefer another model's tokenizer.json to our files
-        if names and ("config.json" not in names or names - EXPORTED):
-            raise UserError(f"{args.folder} holds other files ({min(names - EXPORTED or names)}): "
-                            f"give a new or empty folder")
+        if os.path.exists(args.folder) and (other := not_exported(Path(args.folder))):
+            raise UserError(f"{args.folder} holds other files than an earlier export ({min(other)}): give a "
+                            f"new or empty folder")
         with Progress()(f"exporting {args.source}"):
             model = load_model(args.source)
             check_tokens(model, args.source)

@@ -44,6 +44,12 @@ def hellaswag_file(path, n=12):
     return path
 
 
+def limit_file_size(size):
+    """For a process's preexec_fn: a full disk, for any file of more than `size` bytes."""
+    import resource                     # not on Windows
+    return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+
+
 def wait_until(happened, alive=lambda: True):
     """Polls happened() and returns its first true value."""
     deadline = time.monotonic() + HANG

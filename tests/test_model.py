@@ -1083,7 +1083,9 @@ def test_export_gives_transformers_the_logits_and_the_tokens_of_every_kind_of_ch
     with torch.no_grad():
         logits = GPT2LMHeadModel.from_pretrained(folder)(idx).logits                    # in evaluation mode
         torch.testing.assert_close(logits, model(idx)[0][..., :VOCAB_SIZE], atol=1e-4, rtol=0)
-    assert {path.name for path in folder.iterdir()} == EXPORTED
+    assert {path.name for path in folder.iterdir()} == EXPORTED | {"SHA256SUMS"}
+    check = subprocess.run(["sha256sum", "-c", "SHA256SUMS"], capture_output=True, text=True, cwd=folder)
+    assert check.returncode == 0 and check.stdout.count(": OK") == len(EXPORTED), check.stderr
 
 
 def test_export_replaces_an_earlier_export_and_nothing_else(tmp_path):
@@ -1341,6 +1343,7 @@ def good_files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("good")
     model = make_model(vocab_size=8, n_layer=1, n_embd=4, block_size=4)
     model.save_pretrained(folder / "hf")
+    (folder / "hf" / "SHA256SUMS").unlink()
     files = {"zip": save(folder / "a.pt", own_checkpoint(model)).read_bytes(),
              "legacy": save(folder / "b.pt", own_checkpoint(model),
                             _use_new_zipfile_serialization=False).read_bytes(),
@@ -1427,6 +1430,7 @@ BAD_FOLDERS = {
 def test_a_bad_hugging_face_folder_is_refused_in_one_sentence(what, tmp_path):
     change, words = BAD_FOLDERS[what]
     make_model().save_pretrained(tmp_path / "hf")
+    (tmp_path / "hf" / "SHA256SUMS").unlink()           # which would give any change away
     change(tmp_path / "hf")
     refused(tmp_path / "hf", words)
 

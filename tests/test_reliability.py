@@ -3,7 +3,6 @@ import dataclasses
 import os
 import random
 import re
-import resource
 import shutil
 import signal
 import subprocess
@@ -16,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import ENV, ROOT, Live, command, logged, run
+from helpers import ENV, ROOT, Live, command, limit_file_size, logged, run
 
 from model import GPT, GPTConfig, load_model
 from runtime.checkpoint import HostCopies, Saver, tensors_of
@@ -416,10 +415,6 @@ def test_a_machine_that_fails_ends_the_job_and_says_why_once(failure, data, tmp_
     ours = [line for line in output.splitlines() if line.startswith("train_gpt2.py: ")]
     assert len(ours) == 1 and re.match(f"train_gpt2.py: .*{said}", ours[0]), output[-3000:]
     assert "changes" not in failure or ours[0].startswith("train_gpt2.py: process 1: ") == (rank == "1")
-
-
-def limit_file_size(size):
-    return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
 
 
 def test_a_disk_that_is_full_while_a_checkpoint_is_written_costs_nothing_but_that_checkpoint(data, whole,
