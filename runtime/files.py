@@ -20,6 +20,7 @@ try:
 except ImportError:             # Windows
     fcntl = None
 
+NOT_ALLOWED = errno.EACCES, errno.EPERM, errno.EROFS
 NO_ROOM = errno.ENOSPC, errno.EDQUOT, errno.EFBIG
 LOCK_TIMEOUT = 20               # seconds, for a run on another machine: it may be just ending
 
@@ -48,8 +49,9 @@ def replace_file(path: str | Path, write: Callable[[BinaryIO], object]) -> None:
 
 def cannot_write(path: str | Path, error: OSError) -> RunError:
     """The RunError for `error`, which writing to `path` raised."""
-    remedy = "make room or" if error.errno in NO_ROOM else "make its folder writable, or"
-    return RunError(f"cannot write {path} ({error.strerror or error}): {remedy} choose another folder; "
+    remedy = ("make room, or " if error.errno in NO_ROOM else
+              "make its folder writable, or " if error.errno in NOT_ALLOWED else "")
+    return RunError(f"cannot write {path} ({error.strerror or error}): {remedy}choose another folder; "
                     f"earlier files are intact, and the same command goes on from them")
 
 

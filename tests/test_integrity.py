@@ -1,5 +1,7 @@
 """What a week of training rests on: damage is refused where it is read and never saved, and nothing that is
 not ours is wiped."""
+import errno
+import os
 import random
 import re
 import shutil
@@ -321,5 +323,24 @@ def test_an_empty_path_is_a_mistake(name, tmp_path, monkeypatch):
 def test_a_disk_that_is_full_at_a_line_of_the_log_is_told_in_one_line(finished, tmp_path):
     result = run("--data", finished / "data", "--out", tmp_path / "log", *TINY, "--max_steps", 100,
                  "--checkpoint_every", 0, "--val_every", 0, code=1, preexec_fn=limit_file_size(500))
-    said = r"train_gpt2.py: cannot write .*(log.txt|metrics.csv) \(File too large\): make room .*\n"
+    said = r"train_gpt2.py: cannot write .*(log.txt|metrics.csv) \(File too large\): make room.*\n"
     assert re.fullmatch(said, result.stderr), result.stderr
+
+
+@pytest.mark.parametrize(("number", "said"), [
+    (errno.EINVAL, None), (errno.ENOTSUP, None), (errno.EIO, "choose another folder"),
+    (errno.EROFS, "make its folder writable, or choose"), (errno.ENOSPC, "make room, or choose")])
+def test_a_file_system_without_fsync_will_do_and_a_failing_one_is_told(number, said, finished, tmp_path,
+                                                                       monkeypatch):
+    def fsync(descriptor):
+        raise OSError(number, os.strerror(number))
+    monkeypatch.setattr(os, "fsync", fsync)
+    if said is None:
+        assert train(finished, tmp_path / "log", "--max_steps", 2, "--checkpoint_every", 2) == 0
+        assert [step for step, _ in checkpoints(tmp_path / "log")] == [2]
+        return
+    with pytest.raises(RunError, match=f"cannot write .*a.json.*: {said}"):
+        replace_file(tmp_path / "a.json", lambda file: file.write(b"{}"))
+    assert not list(tmp_path.iterdir())
+    with pytest.raises((RunError, UserError), match="cannot (write|be written)"):
+        train(finished, tmp_path / "log", "--max_steps", 2, "--checkpoint_every", 2)
