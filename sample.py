@@ -40,8 +40,8 @@ def parse_flags(argv):
         raise UserError("--num_samples and --max_new_tokens must be at least 1, --top_k and --temperature at "
                         "least 0")
     if args.num_samples > MOST_SAMPLES:
-        raise UserError(f"--num_samples {args.num_samples}: must be at most {MOST_SAMPLES}; for more, run the "
-                        f"command again with another --seed")
+        raise UserError(f"--num_samples {args.num_samples}: must be at most {MOST_SAMPLES}; for more, run "
+                        f"the command again with another --seed")
     if not 0 < args.top_p <= 1:
         raise UserError(f"--top_p {args.top_p}: must be above 0 and at most 1")
     if not 0 <= args.seed < 2**63:

@@ -361,8 +361,10 @@ def check_outputs(json_path, plot_path):
         try:
             if not os.path.isdir(folder) or not os.access(folder, os.W_OK | os.X_OK):
                 raise UserError(f"{flag} {path}: {folder} is no folder that can be written: choose another")
-            # lstat: of a link, the link would be replaced
-            ours = not os.path.lexists(path) or stat.S_ISREG(os.lstat(path).st_mode) and is_ours(path)
+            # lstat: a link would itself be replaced
+            ours = stat.S_ISREG(os.lstat(path).st_mode) and is_ours(path)
+        except FileNotFoundError:
+            continue
         except (OSError, ValueError, RecursionError):
             ours = False
         if not ours:
