@@ -30,7 +30,7 @@ def finite(points: list[tuple]) -> list[tuple]:
 def read_curve(run: str) -> Curve:
     """A run's --out folder -> Curve. UserError if it has no metrics.csv or no validation in it."""
     path = Path(run) / "metrics.csv"
-    if not path.is_file():
+    if not path.exists():
         raise UserError(f"{path} is not there: give the --out folder of a run; every run writes one from its "
                         "first step on")
     with readable(path, "give the --out folder of a run", (OSError, ValueError)):
