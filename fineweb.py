@@ -166,9 +166,9 @@ def verify(folder: Path) -> None:
     """--verify: reads all shards in `folder` and compares them with the SHA-256 in its manifests. UserError
     names those that differ or are missing."""
     start = time.perf_counter()
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         raise UserError(f"--verify {folder}: there is no such folder")
-    found = {path.name: "" for path in folder.iterdir() if SHARD_NAME.match(path.name)}
+    found = {path.name: "" for path in folder.glob("*") if SHARD_NAME.match(path.name)}
     sums = dict(sorted((found | recorded_sums(folder)).items()))
     if not any(sums.values()):
         raise UserError(f"no shard in {folder} can be checked: no manifest in it has a SHA-256 (those of "
@@ -178,7 +178,7 @@ def verify(folder: Path) -> None:
         for name, sha256 in sums.items():
             if why := damage_of(folder / name, sha256):
                 bad.append(f"{name} ({why})")
-            else:
+            elif sha256:
                 size += (folder / name).stat().st_size
             task.update()
     unknown = ", ".join(name for name, sha256 in sums.items() if not sha256)
