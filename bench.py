@@ -33,10 +33,10 @@ import hellaswag
 import train_gpt2
 from model import GPT, GPT2_SIZES, GPTConfig
 from runtime.ablation import recipes_table
-from runtime.benchmark import (GB, PlainAdamW, Setting, attention_costs, bytes_per_sequence, find_largest,
-                               machine, matmul_seconds, measure, median_ms, peers_step, predict_largest,
-                               print_table, random_tokens, rows_of, run_worker, supported_kernels,
-                               time_steps)
+from runtime.benchmark import (GB, PlainAdamW, Setting, attention_costs, bytes_per_sequence, check_outputs,
+                               find_largest, machine, matmul_seconds, measure, median_ms, peers_step,
+                               predict_largest, print_table, random_tokens, rows_of, run_worker,
+                               supported_kernels, time_steps)
 from runtime.checks import automatic_values
 from runtime.cli import FlagParser, UserError, parse_int, run_command
 from runtime.compare import compare_table
@@ -360,6 +360,7 @@ def parse_args(argv):
         raise UserError("bench.py measures on cuda or cpu: give --device cpu")
     if args.plot and not importlib.util.find_spec("matplotlib"):
         raise UserError("--plot needs the package matplotlib: pip install matplotlib, or leave the flag out")
+    check_outputs(args.json, args.plot)
     for name in ("batch_size", "sequence_length", "steps", "turns", "memory_gb"):
         if (value := getattr(args, name)) is not None and not 1 <= value < math.inf:
             raise UserError(f"--{name} {value}: must be at least 1")

@@ -4,6 +4,7 @@
     python fineweb.py --input input.txt --out data/shakespeare      any text of your own
     python fineweb.py --pretokenized 9                  FineWeb's published tokens, 9 x 100M -> fineweb10B/
     python fineweb.py --part 3/16                       the fourth of 16 commands that share the work
+    python fineweb.py --verify edu_fineweb10B           are all shards of a folder as they were written?
 
 A shard is a 1-D array of uint16 GPT-2 tokens, each document preceded by <|endoftext|> (50256):
 `*_train_000001.npy`, `*_val_000000.npy`. With --format bin it is llm.c's and modded-nanogpt's
@@ -18,22 +19,23 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from itertools import chain, islice
 from pathlib import Path
 
 from runtime.cli import FlagParser, RunError, UserError, parse_int, run_command
 from runtime.encoding import Workers, encode_stream
-from runtime.files import replace_file, writable
-from runtime.hub import fetch_file, need_hub
+from runtime.files import file_sha256, read_text, remove_leftovers, replace_file, writable
+from runtime.hub import fetch_file, need_hub, published_sha256
 from runtime.progress import Progress
 from runtime.shard_writer import ShardWriter, all_parts, share
-from runtime.shards import SHARD_NAME, is_whole, list_shards, open_shard
+from runtime.shards import SHARD_NAME, damage_of, is_whole, list_shards, open_shard, recorded_sums
 from runtime.sources import TEXT_FIELD, HubSource, LocalSource, task_size
 from runtime.tokenizer import BPE_SHA256
 
 SMALL = 1_000_000               # tokens: with less text than that, processes gain nothing
+MOST_WORKERS = 256              # or four a core
 
 
 @contextmanager
@@ -75,31 +77,61 @@ def print_summary(out: Path, done: str, val: int, train: int, start: float) -> N
           f"--out {shlex.quote(f'log/{out.name}')}")
 
 
+def check_source(out: Path, repo: str, prefix: str) -> None:
+    """UserError if the shards in `out` are not from `repo`: by its manifest, without one by their names."""
+    names = [path.name for path in out.glob("*") if SHARD_NAME.match(path.name)]
+    try:
+        found = json.loads(read_text(out / "manifest.json"))
+        ours = isinstance(found, dict) and found.get("pretokenized") == repo
+    except FileNotFoundError:
+        ours = all(re.fullmatch(rf"{prefix}_(val|train)_\d{{6}}\.bin", name) for name in names)
+    except (ValueError, RecursionError):
+        ours = False
+    if names and not ours:
+        raise UserError(f"{out} holds shards of another source than {repo}: choose another --out")
+
+
+def save_sums(out: Path, repo: str, sums: dict[str, str]) -> None:
+    """Writes the manifest of fetched shards."""
+    content = {"pretokenized": repo, "shards": [{"file": name, "sha256": sha256}
+                                                for name, sha256 in sorted(sums.items())]}
+    replace_file(out / "manifest.json", lambda file: file.write(json.dumps(content, indent=1).encode()))
+
+
+def fetch_whole(repo: str, path: Path) -> str:
+    """Downloads `path`. Its SHA-256, or '' if it is no shard or, by its SHA-256, not the file on the hub."""
+    fetch_file(repo, path)
+    sha256 = file_sha256(path) if is_whole(path) else ""
+    if sha256 and published_sha256(path) not in (sha256, None):
+        path.unlink()                             # else the next run would take it for whole
+        return ""
+    return sha256
+
+
 def fetch_shards(repo: str, prefix: str, count: int, out: Path) -> None:
     """--pretokenized: downloads the validation shard and the first `count` training shards, as far as `out`
-    lacks them. UserError if `out` holds shards of another source, RunError if a download fails."""
+    lacks them, and records the SHA-256 of each in manifest.json. UserError if `out` holds shards of another
+    source, RunError if a download fails."""
     start = time.perf_counter()
-    manifest, ours = out / "manifest.json", json.dumps({"pretokenized": repo}).encode()
     paths = [out / f"{prefix}_{'train' if i else 'val'}_{i:06d}.bin" for i in range(count + 1)]
     with writable(out):
-        names = [path.name for path in out.glob("*") if SHARD_NAME.match(path.name)]
-        if names and not (manifest.read_bytes() == ours if manifest.exists() else
-                          all(re.fullmatch(rf"{prefix}_(val|train)_\d{{6}}\.bin", name) for name in names)):
-            raise UserError(f"{out} holds shards of another source than {repo}: choose another --out")
+        check_source(out, repo, prefix)
+    sums = {}
     if missing := [path for path in paths if not is_whole(path)]:
         need_hub(f"{len(missing)} of {len(paths)} files of {repo}")
         with writable(out):
             out.mkdir(parents=True, exist_ok=True)
-        replace_file(manifest, lambda file: file.write(ours))
+            remove_leftovers(out, r"manifest\.json")
+            sums = {name: sum for name, sum in recorded_sums(out).items() if out / name not in missing}
+            save_sums(out, repo, sums)
     progress = Progress(enabled=not sys.stderr.isatty())          # on a terminal huggingface_hub has its bars
     with progress(f"{out}: fetching from {repo}", len(missing), "shards") as task:
         for path in missing:
-            fetch_file(repo, path)
-            if not is_whole(path):
-                fetch_file(repo, path)
-            if not is_whole(path):
+            if not (sha256 := fetch_whole(repo, path) or fetch_whole(repo, path)):
                 raise RunError(f"{path} came damaged from {repo} twice: run the same command again, or ask "
                                f"for fewer shards")
+            sums[path.name] = sha256
+            save_sums(out, repo, sums)
             task.update()
     val, train = (sum(len(open_shard(path)) for path in list_shards(out, split))
                   for split in ("val", "train"))
@@ -111,17 +143,52 @@ FINEWEB = {"edu": ("HuggingFaceFW/fineweb-edu", "edufineweb", "edu_fineweb"),
 FETCH_FLAGS = ("--pretokenized", "--variant", "--sample", "--out")
 
 
+def refuse_others(flag: str, argv: list[str], allowed: Container[str]) -> None:
+    """UserError for a flag that does not go with `flag`."""
+    for word in argv:                             # not args: a flag may be given its default value
+        if (name := word.partition("=")[0]).startswith("--") and name not in allowed:
+            raise UserError(f"{name} has no meaning with {flag}: leave one of the two out")
+
+
 def check_pretokenized(args: argparse.Namespace, argv: list[str]) -> None:
     """Raises UserError if the flags do not go with --pretokenized, or if no such tokens are published."""
-    for word in argv:                             # not args: a flag may be given its default value
-        if (name := word.partition("=")[0]).startswith("--") and name not in FETCH_FLAGS:
-            raise UserError(f"{name} has no meaning with --pretokenized: leave one of the two out")
+    refuse_others("--pretokenized", argv, FETCH_FLAGS)
     if (args.variant, args.sample) not in PRETOKENIZED:
         raise UserError(f"no tokens of --variant {args.variant} --sample {args.sample} are published: "
                         f"leave --sample out")
     published = PRETOKENIZED[args.variant, args.sample][2]
     if args.pretokenized not in range(1, published + 1):
         raise UserError(f"--pretokenized {args.pretokenized}: give 1 to {published} training shards")
+
+
+def verify(folder: Path) -> None:
+    """--verify: reads all shards in `folder` and compares them with the SHA-256 in its manifests. UserError
+    names those that differ or are missing."""
+    start = time.perf_counter()
+    if not os.path.isdir(folder):
+        raise UserError(f"--verify {folder}: there is no such folder")
+    found = {path.name: "" for path in folder.glob("*") if SHARD_NAME.match(path.name)}
+    sums = dict(sorted((found | recorded_sums(folder)).items()))
+    if not any(sums.values()):
+        raise UserError(f"no shard in {folder} can be checked: no manifest in it has a SHA-256 (those of "
+                        f"earlier versions have none)")
+    bad, size = [], 0
+    with Progress()(f"{folder}: checking", len(sums), "shards") as task:
+        for name, sha256 in sums.items():
+            if why := damage_of(folder / name, sha256):
+                bad.append(f"{name} ({why})")
+            elif sha256:
+                size += (folder / name).stat().st_size
+            task.update()
+    unknown = ", ".join(name for name, sha256 in sums.items() if not sha256)
+    unknown = f"not checked (no SHA-256 in its manifest): {unknown}" if unknown else ""
+    if bad:
+        raise UserError(f"{len(bad)} of {len(sums)} shards in {folder} are damaged or missing: "
+                        f"{', '.join(bad)}. Restore them from a copy, or make them again: remove them "
+                        f"(--pretokenized) or the folder, and run the command that made it"
+                        f"{'; ' * bool(unknown)}{unknown}")
+    print(f"{folder}: {sum(map(bool, sums.values()))} shards, {size / 1e6:,.1f} MB, are as they were "
+          f"written, after {time.perf_counter() - start:.1f} s{bool(unknown) * chr(10)}{unknown}")
 
 
 def parse_part(text: str) -> tuple[int, int]:
@@ -151,17 +218,32 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
                                             "less than 1M tokens)")
     flag("--part", type=parse_part, metavar="I/N", help="of N commands, which write into one folder and may "
          "run at once on several machines, this is number I, from 0 to N-1")
+    flag("--verify", metavar="DIR", help="reads all shards of a folder and compares each with the SHA-256 in "
+         "its manifest: exit code 2 if one differs")
     flag("--format", choices=["npy", "bin"], default="npy", help="NumPy's files or llm.c's (default npy)")
     argv = sys.argv[1:] if argv is None else argv
     args = parser.parse_args(argv)
+    if args.verify is not None:
+        refuse_others("--verify", argv, ["--verify"])
+        return args
     args.variant = args.variant or ("edu" if args.pretokenized is None else "classic")
     folder = FINEWEB[args.variant][2]
     if args.pretokenized is not None:
         check_pretokenized(args, argv)
         folder = PRETOKENIZED[args.variant, args.sample][1]
+    check_flags(args)
+    args.out = Path(args.out or folder + args.sample[:-1])
+    return args
+
+
+def check_flags(args: argparse.Namespace) -> None:
+    """UserError for numbers out of range and for flags that contradict each other."""
     for name in ("shard_size", "val_tokens", "max_tokens", "workers"):
         if (value := getattr(args, name)) is not None and value < 1:
             raise UserError(f"--{name} {value}: must be at least 1")
+    if (args.workers or 0) > (most := max(MOST_WORKERS, 4 * (os.cpu_count() or 1))):
+        raise UserError(f"--workers {args.workers}: must be at most {most} here: more processes than "
+                        f"cores make nothing faster")
     if args.input and not args.out:
         raise UserError("--input needs --out: give the output folder of the shards")
     if args.text_field != TEXT_FIELD and not args.input:
@@ -170,8 +252,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         raise UserError(f"--val_tokens {args.val_tokens} leaves nothing of --max_tokens {args.max_tokens}"
                         f"{f' / {args.part[1]} parts' if args.part else ''} to train on: give less of the "
                         f"first or more of the second")
-    args.out = Path(args.out or folder + args.sample[:-1])
-    return args
 
 
 def available_cores() -> int:
@@ -233,6 +313,8 @@ def tokenize_into(writer: ShardWriter, source: HubSource | LocalSource, expected
 def main(argv: list[str] | None = None) -> None:
     """The command."""
     args = parse_args(argv)
+    if args.verify is not None:
+        return verify(Path(args.verify))
     part = args.part or (0, 1)
     with no_empty_folder(args.out):
         if args.pretokenized is not None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from runtime.cli import FlagParser, UserError, parse_int, run_command
-from runtime.files import readable
+from runtime.files import read_text, readable
 from runtime.hub import reach_hub
 from runtime.tokenizer import encode
 
@@ -35,7 +35,7 @@ def load_examples(path: str | Path | None = None) -> list[dict]:
                             f"form") from None
         return [_checked(row, f"{HUB_NAME}, row {i}") for i, row in enumerate(rows)]
     with readable(f"HellaSwag's data {path}", "give a .jsonl file of HellaSwag's form"):
-        lines = Path(path).read_text(encoding="utf-8-sig").split("\n")   # str.splitlines also cuts at U+2028
+        lines = read_text(path, errors="strict").split("\n")             # str.splitlines also cuts at U+2028
     examples = []
     for number, line in enumerate(lines, 1):
         if line.strip():

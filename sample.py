@@ -9,6 +9,8 @@ from collections.abc import Iterable, Iterator
 from runtime.cli import FlagParser, UserError, parse_int, run_command
 from runtime.tokenizer import EOT, encode, tokenizer
 
+MOST_SAMPLES = 1000             # all are in memory at once
+
 
 def parse_flags(argv):
     parser = FlagParser(prog="sample.py", description=__doc__)
@@ -37,6 +39,9 @@ def parse_flags(argv):
             or not 0 <= args.temperature < float("inf")):
         raise UserError("--num_samples and --max_new_tokens must be at least 1, --top_k and --temperature at "
                         "least 0")
+    if args.num_samples > MOST_SAMPLES:
+        raise UserError(f"--num_samples {args.num_samples}: must be at most {MOST_SAMPLES}; for more, run "
+                        f"the command again with another --seed")
     if not 0 < args.top_p <= 1:
         raise UserError(f"--top_p {args.top_p}: must be above 0 and at most 1")
     if not 0 <= args.seed < 2**63:

@@ -8,6 +8,7 @@ import json
 import os
 import platform
 import re
+import stat
 import statistics
 import subprocess
 import sys
@@ -23,6 +24,7 @@ import torch
 
 from runtime.cli import UserError
 from runtime.device import is_out_of_memory
+from runtime.files import read_text
 from runtime.kernels import ATTENTION, attention, check_attention, document_window_mask
 from runtime.progress import Progress
 from runtime.tokenizer import VOCAB_SIZE
@@ -346,6 +348,40 @@ def print_table(rows, lists=None):
     for title, names in (lists or {}).items():
         if names:
             print(f"{title}: " + "; ".join(names))
+
+
+def check_outputs(json_path, plot_path):
+    """Before anything is measured: UserError unless --json and --plot, where given, can be written, and
+    replace nothing but an earlier result."""
+    for flag, path, kind, is_ours in (("--json", json_path, "result of bench.py", is_result),
+                                      ("--plot", plot_path, "PNG picture", is_png)):
+        if path is None:
+            continue
+        path, folder = Path(path), Path(path).absolute().parent
+        try:
+            if not os.path.isdir(folder) or not os.access(folder, os.W_OK | os.X_OK):
+                raise UserError(f"{flag} {path}: {folder} is no folder that can be written: choose another")
+            # lstat: a link would itself be replaced
+            ours = stat.S_ISREG(os.lstat(path).st_mode) and is_ours(path)
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError, RecursionError):
+            ours = False
+        if not ours:
+            raise UserError(f"{flag} {path}: what is there is no earlier {kind}, and is not replaced: choose "
+                            f"another path")
+    if json_path and plot_path and os.path.realpath(json_path) == os.path.realpath(plot_path):
+        raise UserError(f"--json and --plot are both {json_path}: give two paths")
+
+
+def is_result(path):
+    found = json.loads(read_text(path))
+    return isinstance(found, dict) and {"table", "rows"} <= found.keys()
+
+
+def is_png(path):
+    with open(path, "rb") as file:
+        return file.read(8) == b"\x89PNG\r\n\x1a\n"
 
 
 def machine(device):

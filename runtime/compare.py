@@ -1,5 +1,4 @@
 """`bench.py compare`: the validation losses of several runs, against tokens and against time."""
-import importlib.util
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +30,7 @@ def finite(points: list[tuple]) -> list[tuple]:
 def read_curve(run: str) -> Curve:
     """A run's --out folder -> Curve. UserError if it has no metrics.csv or no validation in it."""
     path = Path(run) / "metrics.csv"
-    if not path.is_file():
+    if not path.exists():
         raise UserError(f"{path} is not there: give the --out folder of a run; every run writes one from its "
                         "first step on")
     with readable(path, "give the --out folder of a run", (OSError, ValueError)):
@@ -127,15 +126,13 @@ def plot_runs(path: str, curves: list[Curve]) -> None:
 
 
 def compare_table(runs: list[str], plot: str | None) -> list[dict]:
-    """`bench.py compare`: prints and plots runs, --out folders. Returns the rows."""
+    """`bench.py compare`: prints runs, --out folders. Draws them if `plot` is given. Returns the rows."""
     if not runs:
         raise UserError("bench.py compare needs the --out folders of runs: python bench.py compare log ...")
     curves = [read_curve(run) for run in dict.fromkeys(runs)]
     rows = compare_rows(curves)
     print_rows(rows)
-    if plot or importlib.util.find_spec("matplotlib"):
-        plot_runs(plot or "compare.png", curves)
-        print(f"saved {plot or 'compare.png'}")
-    else:
-        print("no picture: it needs the package matplotlib (pip install matplotlib)")
+    if plot:
+        plot_runs(plot, curves)
+        print(f"saved {plot}")
     return rows

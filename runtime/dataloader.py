@@ -5,6 +5,7 @@ number of ranks, any micro-batch and any resume see the same ones, and the loade
 """
 import bisect
 import itertools
+import os
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,10 +14,11 @@ import numpy as np
 
 from runtime.cli import UserError
 from runtime.files import digest, fingerprint_blocks, readable
-from runtime.shards import list_shards, open_shard, read_shard
-from runtime.tokenizer import encode
+from runtime.shards import ShardCheck, check_shards, list_shards, open_shard, read_shard, recorded_sums
+from runtime.tokenizer import VOCAB_SIZE, encode
 
 INPUT_TXT = Path(__file__).resolve().parent.parent / "input.txt"
+CHECKED_AT_ONCE = 1 << 30       # bytes of shards that are read and hashed before a run: a few seconds
 
 
 def stable_permutation(n: int, *key: int) -> np.ndarray:
@@ -34,14 +36,23 @@ class TokenDataset:
     shard is in memory at a time, as uint16.
 
     Raises UserError for a damaged shard, for too little text to make one sequence, for ids at or above
-    `vocab_size` (at once if the fingerprint's blocks hold one, else when the shard is read), and for a shard
-    that changed since the start.
+    `vocab_size` or GPT-2's 50257 (at once if the fingerprint's blocks hold one, else when the shard is read),
+    for a shard that changed since the start, and for one whose SHA-256 is not that in its manifest (when it
+    is read).
+
+    `sums`: {path: SHA-256} of the shards whose manifests record it. `unchecked`: those that TokenLoader.start
+    is to check.
     """
 
     def __init__(self, shards: list[Path | np.ndarray], sequence_length: int, seed: int = 0,
                  shuffle: bool = False, vocab_size: int | None = None):
         self.shards, self.T, self.vocab_size = list(shards), sequence_length, vocab_size
         self.names = ["the text" if isinstance(shard, np.ndarray) else str(shard) for shard in self.shards]
+        paths = [shard for shard in self.shards if not isinstance(shard, np.ndarray)]
+        recorded = {folder / name: sha256 for folder in {Path(path).parent for path in paths}
+                    for name, sha256 in recorded_sums(folder).items()}
+        self.sums = {path: recorded[path] for path in paths if recorded.get(path)}
+        self.unchecked = {}
         self.fingerprint = [self._fingerprint(i) for i in range(len(self.shards))]
         self.lengths = [length for _, length, _ in self.fingerprint]
         self.counts = [(length - 1) // self.T for length in self.lengths]
@@ -61,13 +72,18 @@ class TokenDataset:
         return [Path(self.names[i]).name, len(tokens), digest(sample)]
 
     def _check_ids(self, i, tokens):
-        if self.vocab_size is not None and len(tokens) and tokens.max() >= self.vocab_size:
-            raise UserError(f"{self.names[i]} holds token {tokens.max()}, and the model's vocabulary has "
-                            f"{self.vocab_size}: these are not GPT-2's tokens, or --vocab_size is too small")
+        if self.vocab_size is None or not len(tokens) or tokens.max() < min(self.vocab_size, VOCAB_SIZE):
+            return
+        raise UserError(f"{self.names[i]} holds token {tokens.max()}, and " + (
+            f"GPT-2's tokens end at {VOCAB_SIZE - 1}: it is damaged, or of another tokenizer"
+            if tokens.max() >= VOCAB_SIZE else
+            f"the model's vocabulary has {self.vocab_size}: these are not GPT-2's tokens, or --vocab_size is "
+            f"too small"))
 
     def _load_shard(self, i):
         """Reads shard i: its sequences as rows (count_i, T+1), and their order in this epoch."""
-        tokens = self.shards[i] if isinstance(self.shards[i], np.ndarray) else read_shard(self.shards[i])
+        shard = self.shards[i]
+        tokens = shard if isinstance(shard, np.ndarray) else read_shard(shard, self.sums.get(shard, ""))
         if [len(tokens), digest(tokens)] != self.fingerprint[i][1:]:
             raise UserError(f"{self.names[i]} changed during the run: restore it, then run the same command")
         self._check_ids(i, tokens)
@@ -122,7 +138,7 @@ class TokenLoader:
         self.rank, self.world_size, self.joined_rows = rank, world_size, joined_rows
         self.rows_per_step = total_batch_size // dataset.T
         self.micro_batches = self.rows_per_step // (batch_size * world_size)     # of a step
-        self._thread = None
+        self._thread = self._check = None
 
     def divide(self, updates: int) -> tuple[int, int]:
         """(micro-steps of each of `updates` updates of a step, micro-batches joined in each micro-step)."""
@@ -147,12 +163,15 @@ class TokenLoader:
         return rows.pin_memory() if str(self.device).startswith("cuda") else rows
 
     def start(self, step: int) -> None:
-        """Starts reading ahead at the first micro-batch of `step`."""
+        """Starts reading ahead at the first micro-batch of `step`, and the check of the dataset's
+        `unchecked` shards."""
         if str(self.device).startswith("cuda"):
             # as many as can be in use at once, for torch to keep: to pin memory later makes the GPU wait
             import torch
             shape = self.B, self.dataset.T + 1
             _ = [torch.empty(shape, dtype=torch.int32, pin_memory=True) for _ in range(self.DEPTH + 2)]
+        if self.dataset.unchecked:
+            self._check = ShardCheck(self.dataset.unchecked)
         self._thread = ThreadPoolExecutor(1, "read ahead")
         self._reads = (self._thread.submit(self._load, s, m)
                        for s in itertools.count(step) for m in range(self.micro_batches))
@@ -160,8 +179,10 @@ class TokenLoader:
 
     def next_batch(self, count: int = 1):
         """x, y of the next `count` micro-batches, joined: int64 (count B, T) on the device. Raises the
-        reading thread's errors."""
+        errors of the thread that reads and of the one that checks."""
         import torch
+        if self._check is not None:
+            self._check.raise_damage()
         self._ahead.extend(itertools.islice(self._reads, count))
         batches = [self._ahead.popleft().result() for _ in range(count)]
         return to_device(batches[0] if count == 1 else torch.cat(batches), self.device)
@@ -170,6 +191,9 @@ class TokenLoader:
         if self._thread is not None:
             self._thread.shutdown(cancel_futures=True)
             self._thread = None
+        if self._check is not None:
+            self._check.close()
+            self._check = None
 
 
 def splits(config) -> tuple[str, ...]:
@@ -187,7 +211,15 @@ def open_data(config) -> tuple[TokenDataset, TokenDataset | None, int]:
         tokens = encode(text[:20 * need])[:need]        # one epoch is one batch: 4 sequences of 32 tokens
         return TokenDataset([tokens], T, vocab_size=vocab_size), None, 0
     train = TokenDataset(list_shards(config.data, "train"), T, config.seed, config.shuffle, vocab_size)
-    if not config.val_every:
+    val = (TokenDataset(list_shards(config.data, "val"), T, vocab_size=vocab_size) if config.val_every
+           else None)
+    # one process of each machine reads every byte: a shard can be damaged before a run, and be read last
+    if not config.dry_run and os.environ.get("LOCAL_RANK", "0") == "0":
+        sums = train.sums | (val.sums if val else {})
+        if 2 * sum(train.lengths + (val.lengths if val else [])) > CHECKED_AT_ONCE:
+            train.unchecked = sums
+        else:
+            check_shards(sums)
+    if not val:
         return train, None, 0
-    val = TokenDataset(list_shards(config.data, "val"), T, vocab_size=vocab_size)
     return train, val, min(val.total, max(1, config.val_tokens // T))

@@ -82,9 +82,9 @@ def remove_leftovers(folder: str | Path, names: str) -> None:
             path.unlink()
 
 
-def read_text(path: str | Path, most: int = 1 << 28) -> str:
+def read_text(path: str | Path, most: int = 1 << 28, errors: str = "replace") -> str:
     """The text of a regular file, UTF-8. OSError or ValueError for anything else: a device or a pipe may have
-    no end, and more than `most` bytes are no file of ours."""
+    no end, and more than `most` bytes are no file of ours. `errors`: of bytes.decode."""
     at_once = getattr(os, "O_NONBLOCK", 0)        # opening a named pipe would block forever
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | at_once)) as file:
         found = os.fstat(file.fileno())
@@ -92,7 +92,7 @@ def read_text(path: str | Path, most: int = 1 << 28) -> str:
             raise ValueError("it is not a regular file")
         if found.st_size > most:
             raise ValueError(f"it has {found.st_size / 1e6:,.0f} MB, and at most {most / 1e6:,.0f} are read")
-        return file.read().decode("utf-8-sig", errors="replace")
+        return file.read().decode("utf-8-sig", errors=errors)
 
 
 def checkpoints(out: str | Path) -> list[tuple[int, Path]]:
@@ -103,11 +103,17 @@ def checkpoints(out: str | Path) -> list[tuple[int, Path]]:
 
 @contextmanager
 def writable(folder: str | Path):
-    """Around the first writes to the output folder: their OSError or RunError is raised as a UserError."""
+    """Around the first writes to the output folder: their OSError or RunError is raised as a UserError, but a
+    full disk, which is no mistake in a flag, as a RunError."""
     try:
         yield
     except (OSError, RunError) as error:
-        reason = getattr(error, "strerror", None) or error
+        cause = error
+        while cause and not isinstance(cause, OSError):           # what replace_file's RunError came from
+            cause = cause.__context__
+        if cause and cause.errno in NO_ROOM:
+            raise (error if isinstance(error, RunError) else cannot_write(folder, error)) from None
+        reason = cause and cause.strerror or error
         raise UserError(f"--out {folder} cannot be written ({reason}): choose another folder") from None
 
 
@@ -136,6 +142,12 @@ def fingerprint_blocks(values: np.ndarray) -> np.ndarray:
 def digest(values: np.ndarray) -> str:
     """First 16 hexadecimal digits of the SHA-256 of fingerprint_blocks(values); tells shards apart."""
     return hashlib.sha256(np.ascontiguousarray(fingerprint_blocks(values))).hexdigest()[:16]
+
+
+def file_sha256(path: str | Path) -> str:
+    """SHA-256 of a file's bytes, in hexadecimal digits."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def holder(folder: int) -> int | None:

@@ -8,6 +8,7 @@ from collections.abc import Container
 from pathlib import Path
 
 from runtime.cli import RunError, UserError, brief_error, print_error
+from runtime.files import read_text
 
 RETRIES = 8                     # waits of 1, 2, 4 ... 128 s: about four minutes without the network
 # errors of the disk (errno) and of HTTP (status)
@@ -62,6 +63,17 @@ def fetch_file(repo: str, path: Path) -> None:
             return
         except Exception as error:                # network errors come in the classes of many libraries
             wait_to_retry(error, failures, repo, f"cannot fetch {path} from {repo} on the Hugging Face hub")
+
+
+def published_sha256(path: Path) -> str | None:
+    """SHA-256 of the file on the hub that fetch_file downloaded to `path`, from the note that huggingface_hub
+    leaves: a large file's etag is its SHA-256. None where it has no such."""
+    note = path.parent / ".cache/huggingface/download" / f"{path.name}.metadata"
+    try:
+        words = read_text(note, 1 << 16).split()
+    except (OSError, ValueError):
+        return None
+    return next((word for word in words if re.fullmatch("[0-9a-f]{64}", word)), None)
 
 
 def download_model(name: str) -> Path:

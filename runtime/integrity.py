@@ -1,5 +1,4 @@
 """Whether a file still holds what was written into it: checksums, and numbers that training can have made."""
-import hashlib
 import math
 import os
 import zipfile
@@ -10,7 +9,7 @@ from pathlib import Path
 import torch
 
 from runtime.cli import RunError, UserError
-from runtime.files import read_text, replace_file
+from runtime.files import file_sha256, read_text, replace_file
 
 BLOCK = 1 << 22                 # bytes that are read at a time
 SUMS = "SHA256SUMS"             # beside an export; `sha256sum -c` reads it
@@ -85,12 +84,6 @@ def find_fault(model: dict, optimizers: list[dict] = ()) -> str | None:
     return None
 
 
-def sha256(path: str | Path) -> str:
-    """Of a file's bytes, in hexadecimal digits."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def read_sums(folder: Path) -> dict[str, str]:
     """{name: SHA-256} as the folder's SHA256SUMS says; {} without one. UserError if it is none."""
     path = folder / SUMS
@@ -107,11 +100,11 @@ def check_sums(folder: Path) -> None:
     """UserError if a file of the folder is not the one of its SHA256SUMS. Files that it does not name are not
     looked at."""
     for name, digest in read_sums(folder).items():
-        if Path(name).name == name and (folder / name).is_file() and sha256(folder / name) != digest:
+        if Path(name).name == name and (folder / name).is_file() and file_sha256(folder / name) != digest:
             raise UserError(f"{name} does not match {SUMS}: it was damaged, or changed since; copy or export "
                             f"it again, or remove {SUMS} if the change was meant")
 
 
 def write_sums(folder: Path, names: list[str]) -> None:
-    lines = [f"{sha256(folder / name)}  {name}\n" for name in sorted(names)]
+    lines = [f"{file_sha256(folder / name)}  {name}\n" for name in sorted(names)]
     replace_file(folder / SUMS, lambda file: file.write("".join(lines).encode()))

@@ -1,5 +1,6 @@
 """log.txt, metrics.csv, dashboards, the profiler's trace."""
 import csv
+import io
 import re
 from contextlib import suppress
 from dataclasses import asdict
@@ -9,15 +10,18 @@ import torch
 
 from runtime.cli import RunError
 from runtime.distributed import Process
-from runtime.files import cannot_write, remove_leftovers, replace_file, writable
+from runtime.files import cannot_write, read_text, readable, remove_leftovers, replace_file, writable
 from runtime.resume import RUN_FILES, archive_output
 
 COLUMNS = ("step", "tokens", "seconds", "train", "val", "hella", "lr", "norm", "tokens_per_second")
+LONGEST = 1 << 30               # bytes of a log: ten million steps
+ELSEWHERE = "remove it, or choose another --out"
 
 
 def read_log(path: str | Path) -> list[tuple[int, str, float]]:
     """[(step, kind, value)] of the complete lines of a log.txt; a crash can cut off the last one."""
-    rows = [line.split() for line in Path(path).read_text(encoding="utf-8", errors="replace").splitlines()]
+    with readable(path, ELSEWHERE):
+        rows = [line.split() for line in read_text(path, LONGEST).splitlines()]
     rows = [row for row in rows if len(row) == 3 and row[0].isdecimal()
             and re.fullmatch(r"-?\d+\.\d{6}|-?inf|nan", row[2])]
     return [(int(step), kind, float(value)) for step, kind, value in rows]
@@ -26,8 +30,8 @@ def read_log(path: str | Path) -> list[tuple[int, str, float]]:
 def read_metrics(path: str | Path) -> list[dict]:
     """The complete rows of a run's metrics.csv: {column of COLUMNS: number, or None where the cell is empty}.
     ValueError for a file of another kind."""
-    with open(path, newline="", encoding="utf-8", errors="replace") as file:
-        lines = [line for line in file if line.endswith("\n")]        # a crash can cut off the last one
+    text = io.StringIO(read_text(path, LONGEST), newline="")
+    lines = [line for line in text if line.endswith("\n")]            # a crash can cut off the last one
     reader = csv.DictReader(lines)
     try:
         return [{name: int(row[name]) for name in COLUMNS[:2]} | {"seconds": float(row["seconds"])}
@@ -68,8 +72,8 @@ class Log:
     def _open_metrics(self, step):
         """(metrics.csv cut after the row of step - 1, seconds of training up to there)."""
         path, kept, seconds = Path(self.config.out) / "metrics.csv", [",".join(COLUMNS) + "\n"], 0.0
-        with writable(self.config.out):
-            old = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+        with readable(path, ELSEWHERE):
+            old = read_text(path, LONGEST) if path.exists() else ""
         for line in old.splitlines(keepends=True):
             with suppress(ValueError):          # the header, a line cut off, the row after the last step
                 at, _, before, *_, rate = map(float, (cell or "nan" for cell in line.split(",")))

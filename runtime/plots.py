@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from runtime.files import replace_file
+from runtime.files import read_text, replace_file
 from runtime.log import read_log
 from runtime.tokenizer import VOCAB_SIZE
 
@@ -36,7 +36,7 @@ def is_fineweb(folder: str | Path) -> bool:
     """Whether the shards in `folder` are those of FineWeb or FineWeb-Edu: by fineweb.py's manifest.json, or,
     without one, by their names. False if the folder is gone."""
     try:
-        manifest = json.loads((Path(folder) / "manifest.json").read_text(encoding="utf-8"))
+        manifest = json.loads(read_text(Path(folder) / "manifest.json", errors="strict"))
         return "fineweb" in str(manifest.get("pretokenized") or manifest["source"].get("repo")).lower()
     except OSError:
         names = [path.name for path in Path(folder).glob("*_val_*")]

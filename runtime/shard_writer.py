@@ -1,6 +1,8 @@
 """A stream of tokens -> shards in a folder, and the manifests by which a killed run resumes."""
+import errno
 import json
 import math
+import os
 import re
 from collections import deque
 from pathlib import Path
@@ -9,7 +11,7 @@ import numpy as np
 
 from runtime.cli import UserError, safe_repr
 from runtime.encoding import Tokens
-from runtime.files import readable, replace_file, writable
+from runtime.files import read_text, readable, remove_leftovers, replace_file, writable
 from runtime.shards import SHARD_NAME, open_shard, write_shard
 from runtime.sources import DAMAGED_CURSOR, LARGE_TASK, difference
 
@@ -55,6 +57,11 @@ class ShardWriter:
         with writable(out):
             out.mkdir(parents=True, exist_ok=True)
             self._begin()
+            if not self.manifest["complete"]:
+                if not os.access(out, os.W_OK | os.X_OK):
+                    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+                remove_leftovers(out, rf"{re.escape(self.prefix)}_(train|val)_\d+\.(npy|bin)|"
+                                      rf"{re.escape(self.path.name)}")
 
     def _begin(self):
         is_new = not self.path.exists()
@@ -79,7 +86,7 @@ class ShardWriter:
     def _resume(self):
         """Reads the manifest of an earlier run. UserError if it is damaged or has other settings."""
         with readable(self.path, f"choose another --out, or remove {self.out} to start again"):
-            found = json.loads(self.path.read_text(encoding="utf-8"))
+            found = json.loads(read_text(self.path, errors="strict"))
             if "pretokenized" in found:
                 raise UserError(f"{self.out} holds fetched shards of {safe_repr(found['pretokenized'])}: "
                                 f"choose another --out")
@@ -171,10 +178,10 @@ class ShardWriter:
         name = f"{self.prefix}_{split}_{index:06d}.{self.settings['format']}"
         while self.cursors and self.cursors[0][0] <= self.document:
             self.manifest["mark"] = self.cursors.popleft()
-        self.manifest["shards"].append({"file": name, "split": split, "tokens": tokens,
+        sha256 = write_shard(self.out / name, *self.parts)
+        self.manifest["shards"].append({"file": name, "split": split, "tokens": tokens, "sha256": sha256,
                                         "end": {"unit": self.document, "token": self.offset}})
         self.manifest["tokens"] = self.total
-        write_shard(self.out / name, *self.parts)
         self._save()
         self.batches, self.parts, self.space_left = [], [], self.settings["shard_size"]
 
@@ -191,7 +198,7 @@ def read_manifest(path: Path) -> dict | None:
     """The manifest of another part, None if it is gone. UserError if it is damaged."""
     with readable(path, "run the command of that part again, or choose another --out"):
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
+            found = json.loads(read_text(path, errors="strict"))
         except FileNotFoundError:
             return None
         if not isinstance(found, dict):

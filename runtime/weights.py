@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 
 from runtime.cli import FlagParser, UserError, brief_error, safe_repr
-from runtime.files import checkpoints, replace_file
+from runtime.files import checkpoints, file_sha256, read_text, replace_file
 from runtime.hub import download_model
-from runtime.integrity import SUMS, check_archive, check_sums, find_fault, read_sums, sha256, write_sums
+from runtime.integrity import SUMS, check_archive, check_sums, find_fault, read_sums, write_sums
 from runtime.progress import Progress
 from runtime.tokenizer import EOT, VOCAB_SIZE, checked_asset
 
@@ -142,7 +142,9 @@ def from_huggingface(source, GPT, GPTConfig):
         folder = download_model(str(source))
     with refuse_if_fails(f"{source} is not a GPT-2 in the Hugging Face format"):
         check_sums(folder)
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config = json.loads(read_text(folder / "config.json", errors="strict"))
+        if not isinstance(config, dict):
+            raise UserError("its config.json holds no settings")
         if "auto_map" in config:
             raise UserError("its config.json names code of its own (auto_map), which is never run here")
         if config.get("model_type") != "gpt2":
@@ -171,7 +173,7 @@ def _folder_weights(folder):
         return load_file(folder / "model.safetensors")
     if index.is_file():
         weights = {}
-        for name in sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())):
+        for name in sorted(set(json.loads(read_text(index, errors="strict"))["weight_map"].values())):
             if Path(name).name != name:
                 raise UserError(f"its index names a file outside the folder ({str(name)[:80]})")
             weights |= load_file(folder / name)
@@ -323,7 +325,7 @@ def not_exported(folder: Path) -> set[str]:
     """Names of what `export` did not write in a folder, or what was changed since: never replaced."""
     sums = read_sums(folder)
     ours = {name for name in EXPORTED & sums.keys() if (folder / name).is_file()
-            and sha256(folder / name) == sums[name]}
+            and file_sha256(folder / name) == sums[name]}
     return set(os.listdir(folder)) - ours - ({SUMS} if sums else set())
 
 

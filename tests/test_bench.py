@@ -278,9 +278,8 @@ def test_compare_draws_loss_against_tokens_and_time(tmp_path, monkeypatch):
     write_metrics(tmp_path / "long", [11.0, 4.0, 3.5, 3.4, 3.3, 3.2], seconds=3600.0)
     monkeypatch.chdir(tmp_path)
     for runs in (["short", "long"], ["short"]):
-        bench.main(["compare", *runs])
+        bench.main(["compare", *runs, "--plot", f"{len(runs)}.png"])
     tokens, hours = figures[0].axes
-    assert (tmp_path / "compare.png").exists(), "the default"
     assert tokens.lines[0].get_xydata().tolist() == [[0, 11], [2000, 5], [6000, 4]]
     assert hours.lines[1].get_xydata()[:, 0].tolist() == [0, 2, 4, 6, 8, 10]
     assert [panel.get_xlabel() for panel in figures[0].axes] == ["tokens", "hours of training"]
@@ -305,19 +304,49 @@ def test_compare_refuses_what_is_no_run_in_one_line(content, message, tmp_path, 
     assert message in err and len(err.splitlines()) == 1 and not out
 
 
-def test_compare_without_matplotlib_prints_the_table(tmp_path, monkeypatch, capsys):
+def test_compare_draws_only_when_asked_and_without_matplotlib_prints_the_table(tmp_path, monkeypatch, capsys):
     write_metrics(tmp_path / "run", [11.0, 5.0])
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name != "matplotlib" and find_spec(name))
     monkeypatch.chdir(tmp_path)
     bench.main(["compare", "run"])
-    assert "no picture: it needs the package matplotlib" in capsys.readouterr().out
+    assert cells(capsys.readouterr().out)[1][0] == "run"
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
     with pytest.raises(SystemExit, match="^2$"):
         run_command(lambda: bench.main(["compare", "run", "--plot", "x.png"]))
     with pytest.raises(SystemExit, match="^2$"):
         run_command(lambda: bench.main(["compare"]))
     err = capsys.readouterr().err
     assert "--plot needs the package matplotlib" in err and "needs the --out folders of runs" in err
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="makes a named pipe")
+@pytest.mark.parametrize("flag", ["--json", "--plot"])
+def test_only_an_earlier_result_is_replaced_and_before_anything_is_measured(flag, tmp_path, monkeypatch):
+    write_metrics(tmp_path / "run", [11.0, 5.0])
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):                        # nothing is there, then an earlier result
+        bench.main(["compare", "run", "--json", "a.json", "--plot", "a.png"])
+    assert json.loads(Path("a.json").read_text())["rows"] and Path("a.png").read_bytes()[1:4] == b"PNG"
+    monkeypatch.setattr(bench, "TABLES", {"compare": None})
+    Path("README.md").write_text("# a page of text")
+    Path("list.json").write_text('[{"table": 1, "rows": 2}]')
+    Path("other.json").write_text('{"rows": []}')
+    Path("deep.json").write_text("[" * 100_000)
+    Path("empty").touch()
+    Path("folder.png").mkdir()
+    os.mkfifo("pipe")
+    Path("link").symlink_to("a.json" if flag == "--json" else "a.png")
+    before = {path: path.is_file() and path.read_bytes() for path in tmp_path.iterdir()}
+    refused = ["README.md", "list.json", "other.json", "deep.json", "empty", "folder.png", "pipe", "link",
+               "/dev/full", "/dev/zero", "nowhere/a", "README.md/a", "x" * 300, "a\0b",
+               "a.png" if flag == "--json" else "a.json"]
+    for path in refused:
+        with pytest.raises(UserError, match=f"{flag} .*choose another"):
+            bench.main(["compare", "run", flag, path])
+    with pytest.raises(UserError, match="--json and --plot are both new: give two paths"):
+        bench.main(["compare", "run", "--json", "new", "--plot", "./new"])
+    assert before == {path: path.is_file() and path.read_bytes() for path in tmp_path.iterdir()}
 
 
 def test_tokens_are_interpolated_between_validations():

@@ -20,6 +20,7 @@ import tracemalloc
 from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow
@@ -39,12 +40,12 @@ import runtime.sources
 import runtime.tokenizer
 from helpers import HANG, wait_until
 from runtime.cli import RunError, UserError, parse_int
-from runtime.dataloader import TokenDataset, TokenLoader, stable_permutation
+from runtime.dataloader import TokenDataset, TokenLoader, open_data, stable_permutation
 from runtime.encoding import Workers, encode_stream
-from runtime.files import digest, fingerprint_blocks, replace_file
+from runtime.files import digest, fingerprint_blocks, replace_file, writable
 from runtime.hub import RETRIES
 from runtime.presets import PRESETS
-from runtime.shards import list_shards, open_shard, read_shard, write_shard
+from runtime.shards import ShardCheck, list_shards, open_shard, read_shard, write_shard
 from runtime.sources import HubSource, LocalSource, Task, given_texts, read_txt
 from runtime.tokenizer import EOT, checked_asset, encode, tokenizer
 
@@ -544,7 +545,8 @@ def die_at(monkeypatch, number, how):
                 data = io.BytesIO()
                 write(data)
                 end = None if how == "before" else len(data.getvalue()) // 2
-                Path(f"{path}.tmp").write_bytes(data.getvalue()[:end])
+                # its name in this version, and in earlier ones
+                Path(f"{path}.{'4711.' * (number % 2)}tmp").write_bytes(data.getvalue()[:end])
             raise Killed
         real(path, write)
 
@@ -569,6 +571,21 @@ def test_after_a_death_at_any_file_the_same_command_ends_with_the_same_bytes(fla
                     prepare(*flags, "--out", out)
             prepare(*flags, "--out", out)
             assert contents(out) == want, (number, how)
+
+
+def test_only_leftovers_of_the_same_command_are_removed(tmp_path):
+    write_text(tmp_path / "a.jsonl", DOCUMENTS)
+    flags, out = ["--input", tmp_path / "a.jsonl", "--part", "0/2"], tmp_path / "out"
+    out.mkdir()
+    ours = ["text_p0of2_train_000001.npy.77.tmp", "text_p0of2_val_000000.bin.tmp",
+            "manifest_p0of2.json.5.tmp"]
+    others = ["text_p1of2_train_000001.npy.77.tmp", "manifest_p1of2.json.5.tmp", "manifest.json.5.tmp",
+              "text_train_000001.npy.5.tmp", "text_p0of2_train_000001.npy.x.tmp", "notes.tmp", "5.tmp"]
+    for name in ours + others:
+        (out / name).write_text("half")
+    prepare(*flags, "--out", out)
+    assert {path.name for path in out.glob("*.tmp")} == {*others}
+    assert len(list(out.glob("text_p0of2_val_000000.npy"))) == 1
 
 
 # The command, which waits once there are so many shards: it is always killed before it ends.
@@ -713,6 +730,188 @@ def test_a_full_disk_is_one_line_and_the_same_command_goes_on(tmp_path):
     prepare(*flags, "--out", tmp_path / "out")
     prepare(*flags, "--out", tmp_path / "whole")
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+def test_a_disk_that_is_full_from_the_start_is_exit_1_and_a_folder_that_cannot_be_written_exit_2(
+        tmp_path, monkeypatch):
+    resource = pytest.importorskip("resource")
+    write_text(tmp_path / "a.jsonl", DOCUMENTS)
+    flags = ["--input", str(tmp_path / "a.jsonl"), "--out", str(tmp_path / "out")]
+    failed = subprocess.run([sys.executable, str(ROOT / "fineweb.py"), *flags], env=ENV, capture_output=True,
+                            text=True, timeout=HANG,
+                            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100)))
+    assert failed.returncode == 1 and failed.stderr.count("\n") == 1
+    assert re.search(r"cannot write .*manifest.json \(File too large\): make room", failed.stderr)
+    assert not (tmp_path / "out").exists()
+    with monkeypatch.context() as patch:                      # root may write everywhere
+        patch.setattr(os, "access", lambda path, mode: False)
+        with pytest.raises(UserError, match=r"out cannot be written \(Permission denied\)"):
+            prepare(*flags)
+    for error, raised, said in ((OSError(28, "No space left on device"), RunError, "make room"),
+                                (OSError(122, "Disk quota exceeded"), RunError, "make room"),
+                                (PermissionError(13, "Permission denied"), UserError, "choose another")):
+        with pytest.raises(raised, match=said), writable(tmp_path):
+            raise error
+        with pytest.raises(raised, match=said), writable(tmp_path):
+            replace_file(tmp_path / "x", partial(raising, error))
+
+
+def raising(error, file):
+    raise error
+
+
+# -----------------------------------------------------------------------------
+# the SHA-256 of the shards
+
+def flip(path, at=-1000):
+    """Changes the lowest bit of the byte `at`."""
+    change(path, lambda data: data[:at] + bytes([data[at] ^ 1]) + data[at + 1:])
+
+
+SIZES = ["--shard_size", 1500, "--val_tokens", 900]
+
+
+@pytest.fixture
+def written(tmp_path):
+    """A folder of five shards with their manifest."""
+    write_text(tmp_path / "a.jsonl", DOCUMENTS)
+    prepare("--input", tmp_path / "a.jsonl", "--out", tmp_path / "out", *SIZES)
+    assert len(list((tmp_path / "out").glob("*.npy"))) == 5
+    return tmp_path / "out"
+
+
+def without_sums(folder):
+    """The manifest as earlier versions wrote it."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    for shard in manifest["shards"]:
+        del shard["sha256"]
+    (folder / "manifest.json").write_text(json.dumps(manifest, indent=1))
+
+
+@pytest.mark.parametrize("flags", [[], ["--format", "bin"], ["--part", "1/2"]], ids=str)
+def test_the_manifest_records_the_sha256_of_each_shards_file(flags, tmp_path):
+    write_text(tmp_path / "a.jsonl", DOCUMENTS)
+    prepare("--input", tmp_path / "a.jsonl", "--out", tmp_path, "--shard_size", 1500, *flags)
+    manifest, = tmp_path.glob("manifest*.json")
+    for shard in json.loads(manifest.read_text())["shards"]:
+        assert shard["sha256"] == hashlib.sha256((tmp_path / shard["file"]).read_bytes()).hexdigest()
+
+
+def test_a_folder_begun_before_the_sums_ends_in_the_same_shards(written, tmp_path, monkeypatch, capsys):
+    flags, out = ["--input", tmp_path / "a.jsonl", *SIZES], tmp_path / "old"
+    with monkeypatch.context() as patch:
+        die_at(patch, 6, "after")                 # manifest, shard, manifest, shard, manifest, shard
+        with pytest.raises(Killed):
+            prepare(*flags, "--out", out)
+    without_sums(out)
+    prepare(*flags, "--out", out)
+    assert ({name: data for name, data in contents(out).items() if name.endswith(".npy")}
+            == {name: data for name, data in contents(written).items() if name.endswith(".npy")})
+    assert len(TokenDataset(list_shards(out, "train"), 5, vocab_size=50257).sums) == 3
+    capsys.readouterr()
+    prepare("--verify", out)
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].startswith(f"{out}: 3 shards, ") and len(said) == 2
+    assert said[1] == ("not checked (no SHA-256 in its manifest): text_train_000001.npy, text_val_000000.npy")
+
+
+def test_verify_names_every_shard_that_is_not_as_it_was_written(written, capsys):
+    prepare("--verify", written)
+    size = sum(path.stat().st_size for path in written.glob("*.npy"))
+    assert re.fullmatch(rf"{written}: 5 shards, {size / 1e6:.1f} MB, are as they were written, after .* s\n",
+                        capsys.readouterr().out)
+    flip(written / "text_train_000001.npy", 20)               # its header
+    flip(written / "text_train_000003.npy")
+    (written / "text_train_000002.npy").unlink()
+    change(written / "text_train_000004.npy", lambda data: data[:-2])
+    write_shard(written / "mine_train_000001.npy", np.arange(9, dtype=np.uint16))
+    result = command("--verify", written)
+    assert result.returncode == 2 and result.stdout == "" and result.stderr.count("\n") == 1
+    assert "4 of 6 shards" in result.stderr and "text_train_000002.npy (missing)" in result.stderr
+    for number in (1, 3, 4):
+        assert f"text_train_00000{number}.npy (its SHA-256 is not that in its manifest)" in result.stderr
+    assert "text_val" not in result.stderr
+    assert "not checked (no SHA-256 in its manifest): mine_train_000001.npy" in result.stderr
+
+
+def test_verify_takes_ids_beyond_gpt2s_for_damage_and_says_what_it_cannot_check(written, tmp_path):
+    tokens = np.array([5, 50257, 7], dtype=np.uint16)
+    manifest = json.loads((written / "manifest.json").read_text())
+    manifest["shards"][0]["sha256"] = write_shard(written / "text_val_000000.npy", tokens)
+    (written / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(UserError, match=r"val_000000.npy \(it holds token 50257, and GPT-2's end at 50256"):
+        prepare("--verify", written)
+    without_sums(written)
+    for folder, said in ((written, "no manifest in it has a SHA-256"), (tmp_path, "no manifest in it"),
+                         (tmp_path / "none", "no such folder")):
+        with pytest.raises(UserError, match=said):
+            prepare("--verify", folder)
+    for flags in (["--out", "x"], ["--input", "x"], ["--workers", "2"], ["--pretokenized", "1"]):
+        with pytest.raises(UserError, match=f"{flags[0]} has no meaning with --verify"):
+            prepare("--verify", written, *flags)
+
+
+@pytest.mark.parametrize("kind", ["npy", "bin"])
+def test_a_flipped_bit_is_refused_where_it_is_read(kind, tmp_path):
+    path = tmp_path / f"x_train_000001.{kind}"
+    shards = [{"file": path.name, "sha256": write_shard(path, np.arange(3000, dtype=np.uint16))}]
+    (tmp_path / "manifest_p0of1.json").write_text(json.dumps({"shards": shards}))
+    assert TokenDataset([path], 5).read(0, 1).tolist() == [[0, 1, 2, 3, 4, 5]]
+    flip(path)                                    # before the run: the fingerprint cannot show it
+    with pytest.raises(UserError, match=r"x_train_000001\.\w+ is damaged .*python fineweb.py --verify"):
+        TokenDataset([path], 5).read(0, 1)
+    for sha256 in ("0" * 63, 5, ["a"]):
+        (tmp_path / "manifest.json").write_text(json.dumps({"shards": [shards[0] | {"sha256": sha256}]}))
+        with pytest.raises(UserError, match="manifest.json cannot be read"):
+            TokenDataset([path], 5)
+    for other in ([], {}, {"shards": 5}, {"shards": [[], {}, {"file": 1}]}):      # another project's
+        (tmp_path / "manifest.json").write_text(json.dumps(other))
+        assert len(TokenDataset([path], 5).sums) == 1
+
+
+def config_of(folder, **changes):
+    return SimpleNamespace(**dict(overfit=False, data=folder, sequence_length=5, vocab_size=50304, seed=1,
+                                  shuffle=True, val_every=5, val_tokens=50, dry_run=False) | changes)
+
+
+def test_all_shards_are_checked_before_a_run_whose_data_is_small(written, monkeypatch):
+    assert open_data(config_of(written))[0].unchecked == {}
+    flip(written / "text_val_000000.npy")
+    with pytest.raises(UserError, match="text_val_000000.npy is damaged"):
+        open_data(config_of(written))
+    open_data(config_of(written, dry_run=True))
+    open_data(config_of(written, val_every=0))                # reads no validation data
+    monkeypatch.setenv("LOCAL_RANK", "1")                     # rank 0 of the machine does it
+    open_data(config_of(written))
+
+
+def test_large_data_is_checked_while_a_run_trains_and_damage_ends_it(written, monkeypatch):
+    monkeypatch.setattr(runtime.dataloader, "CHECKED_AT_ONCE", 1)
+    for damage in (False, True):
+        if damage:
+            flip(written / "text_val_000000.npy")
+        train = open_data(config_of(written))[0]
+        assert len(train.unchecked) == 5
+        loader = TokenLoader(train, 10, 2)
+        loader.start(0)
+        loader._check.thread.join()
+        for _ in range(2):
+            with pytest.raises(UserError, match="val_000000.npy is damaged") if damage else nullcontext():
+                loader.next_batch()
+        loader.close()
+    assert open_data(config_of(written, dry_run=True))[0].unchecked == {}
+
+
+def test_closing_a_loader_ends_the_check_of_its_shards(tmp_path, monkeypatch):
+    piece, read = threading.Event(), []
+    monkeypatch.setattr(runtime.shards, "damage_of",
+                        lambda path, sha256, stop: read.append(path) or piece.wait() and "")
+    check = ShardCheck({Path(str(i)): "" for i in range(5)})
+    wait_until(lambda: read)
+    check.stop.set()
+    piece.set()
+    check.close()
+    assert read == [Path("0")] and not check.thread.is_alive()
 
 
 # -----------------------------------------------------------------------------
@@ -865,7 +1064,8 @@ def published(monkeypatch, tmp_path):
     """published(faults) replaces huggingface_hub.hf_hub_download, and the check whether the hub is in reach.
 
     The stand-in makes the .bin shard that is asked for: 1000 + i tokens of value i. `faults[name]` says what
-    happens to the first calls for a file: an error is raised, "cut" truncates the copy. Waits cost no time.
+    happens to the first calls for a file: an error is raised, "cut" truncates the copy, "flip" changes a bit
+    of it beside huggingface_hub's note of the right SHA-256. Waits cost no time.
     Returns the list of the waits, and that of the names asked for."""
     import huggingface_hub
     waits, asked = [], []
@@ -884,6 +1084,11 @@ def published(monkeypatch, tmp_path):
                 raise fault
             write_shard(tmp_path / filename, np.full(1000 + number, number, dtype=np.uint16))
             shutil.move(tmp_path / filename, path)
+            if fault == "flip":
+                note = Path(local_dir) / ".cache/huggingface/download" / f"{filename}.metadata"
+                note.parent.mkdir(parents=True, exist_ok=True)
+                note.write_text(f"{'0' * 40}\n{hashlib.sha256(path.read_bytes()).hexdigest()}\n1.5\n")
+                flip(path)
             if fault == "cut":
                 change(path, lambda data: data[:-10])
             return str(path)
@@ -935,7 +1140,7 @@ def test_pretokenized_variant_and_sample_name_the_dataset_and_the_folder(flags, 
     prepare("--pretokenized", 1, *flags)
     assert asked == names
     manifest = json.loads((tmp_path / folder / "manifest.json").read_text())
-    assert manifest == {"pretokenized": f"kjj0/{folder}-gpt2"}
+    assert manifest["pretokenized"] == f"kjj0/{folder}-gpt2"
 
 
 def test_pretokenized_a_connection_that_drops_is_tried_again(published, tmp_path, capsys):
@@ -983,6 +1188,35 @@ def test_pretokenized_a_file_that_is_cut_off_is_fetched_again(published, tmp_pat
         prepare("--pretokenized", 3)
     prepare("--pretokenized", 3)
     assert len(read_shards(tmp_path / "fineweb10B")) == 4
+
+
+def test_pretokenized_a_file_that_is_not_the_hubs_is_fetched_again_and_the_sums_are_recorded(published,
+                                                                                             tmp_path):
+    _, asked = published(faults := {TRAIN[1]: ["flip"]})
+    prepare("--pretokenized", 2)
+    assert asked == [VAL, TRAIN[1], TRAIN[1], TRAIN[2]]
+    prepare("--verify", "fineweb10B")
+    shards = json.loads((tmp_path / "fineweb10B/manifest.json").read_text())["shards"]
+    assert {shard["file"] for shard in shards} == {VAL, TRAIN[1], TRAIN[2]}
+    flip(tmp_path / "fineweb10B" / TRAIN[2])
+    with pytest.raises(UserError, match=TRAIN[2]):
+        prepare("--verify", "fineweb10B")
+    (tmp_path / "fineweb10B" / TRAIN[2]).unlink()
+    prepare("--pretokenized", 2)
+    prepare("--verify", "fineweb10B")
+    faults[TRAIN[3]] = ["flip", "flip"]
+    with pytest.raises(RunError, match="fineweb_train_000003.bin came damaged"):
+        prepare("--pretokenized", 3)
+    assert not (tmp_path / "fineweb10B" / TRAIN[3]).exists()
+
+
+def test_pretokenized_goes_on_in_a_folder_of_an_earlier_version(published, tmp_path, capsys):
+    published({})
+    prepare("--pretokenized", 1)
+    (tmp_path / "fineweb10B/manifest.json").write_text('{"pretokenized": "kjj0/fineweb10B-gpt2"}')
+    prepare("--pretokenized", 2)
+    prepare("--verify", "fineweb10B")
+    assert capsys.readouterr().out.endswith(f"not checked (no SHA-256 in its manifest): {TRAIN[1]}, {VAL}\n")
 
 
 def test_pretokenized_a_long_download_shows_in_a_log_file_that_it_goes_on(published, tmp_path, monkeypatch,
@@ -1149,6 +1383,44 @@ def test_a_mistake_leaves_a_folder_that_was_there_and_every_complete_shard(mista
         shards = json.loads((tmp_path / out / "manifest.json").read_text())["shards"]
         assert {shard["file"] for shard in shards} == {path.name for path in (tmp_path / out).glob("*.npy")}
         assert len(shards) > 5 and ("are there already" in result.stdout) == resumed
+
+
+class Serving(http.server.BaseHTTPRequestHandler):
+    """A hub with one file of each name, whose etag is its SHA-256, as for all large files. The first copy
+    that it sends of a training shard has another bit."""
+    sent = []
+
+    def do_HEAD(self):
+        data = b""
+        if self.path != "/":
+            head = np.array([20240520, 1, 900, *[0] * 253], dtype="<i4").tobytes()
+            data = head + np.arange(900, dtype="<u2").tobytes()
+        self.send_response(200)
+        self.send_header("X-Repo-Commit", "0" * 40)
+        self.send_header("ETag", f'"{hashlib.sha256(data).hexdigest()}"')
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        if self.command == "GET" and self.path.endswith(".bin"):
+            self.sent.append(self.path[-10:])
+            first = "train" in self.path and self.sent.count(self.path[-10:]) == 1
+            self.wfile.write(data[:-1] + bytes([data[-1] ^ 1]) if first else data)
+
+    do_GET = do_HEAD
+
+    def log_message(self, *args):
+        pass
+
+
+def test_the_hubs_own_sha256_is_compared_with_what_came(tmp_path):
+    """With huggingface_hub itself, whose notes hold it."""
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Serving) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        result = command("--pretokenized", 1, "--out", "new", cwd=tmp_path,
+                         env=hub_at(f"http://127.0.0.1:{server.server_port}"))
+        server.shutdown()
+    assert result.returncode == 0, result.stderr
+    assert Serving.sent == ["000000.bin", "000001.bin", "000001.bin"]
+    prepare("--verify", tmp_path / "new")
 
 
 class Refusing(http.server.BaseHTTPRequestHandler):
@@ -1324,7 +1596,7 @@ def test_a_shard_is_read_from_disk_once_an_epoch(tmp_path, monkeypatch):
         write_shard(tmp_path / f"x_train_{i:06d}.npy", np.arange(101, dtype=np.uint16))
     windows, opened = TokenDataset(list_shards(tmp_path, "train"), 10, 0, True), []
     monkeypatch.setattr(runtime.dataloader, "read_shard",
-                        lambda path: opened.append(path) or read_shard(path))
+                        lambda path, *sha256: opened.append(path) or read_shard(path, *sha256))
     for i in range(40):
         windows.read(i, 1)
     assert sorted(opened) == list_shards(tmp_path, "train")
@@ -1467,6 +1739,7 @@ def files_for_mistakes(folder):
     (["--input", "good.txt", "--val_tokens", "0"], "val_tokens"),
     (["--input", "good.txt", "--max_tokens", "-5"], "max_tokens"),
     (["--input", "good.txt", "--workers", "1.5"], "workers"),
+    (["--input", "good.txt", "--workers", "1e9"], "--workers 1000000000: must be at most"),
     (["--input", "good.txt", "--max_tokens", "inf"], "inf"),
     (["--input", "good.txt", "--max_tokens", "100", "--val_tokens", "100"], "val_tokens"),
     (["--colour", "red"], "colour"),
@@ -1569,6 +1842,10 @@ def test_too_little_text_foreign_ids_and_missing_data_are_users_mistakes(tmp_pat
     assert TokenDataset([np.arange(9, dtype=np.uint16)], 8).total == 1
     with pytest.raises(UserError, match="holds token 50257"):
         TokenDataset([np.array([1, 2, 50257], dtype=np.uint16)], 2, vocab_size=50257)
+    with pytest.raises(UserError, match="holds token 50257, and GPT-2's tokens end at 50256"):
+        TokenDataset([np.array([1, 2, 50257], dtype=np.uint16)], 2, vocab_size=50304)       # no padding's
+    with pytest.raises(UserError, match="holds token 256, and the model's vocabulary has 256"):
+        TokenDataset([np.array([1, 2, 256], dtype=np.uint16)], 2, vocab_size=256)
     for folder in (tmp_path, tmp_path / "missing"):
         with pytest.raises(UserError, match="python fineweb.py"):
             list_shards(folder, "train")

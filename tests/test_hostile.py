@@ -7,6 +7,7 @@ import json
 import math
 import os
 import pickle
+import re
 import shutil
 import signal
 import struct
@@ -27,12 +28,16 @@ from hypothesis import strategies as st
 from hellaswag import load_examples
 from model import GPT, GPTConfig, LanguageModel, load_model
 from runtime.cli import UserError, print_error
+from runtime.compare import read_curve
 from runtime.dataloader import TokenDataset
 from runtime.distributed import Process
+from runtime.log import read_log
+from runtime.plots import is_fineweb
 from runtime.shards import open_shard, write_shard
 from runtime.sources import LAST_CUT, LocalSource, read_txt
 import runtime.sources
 import fineweb
+import sample
 import train_gpt2
 from helpers import HANG
 
@@ -446,6 +451,91 @@ def test_a_hostile_file_runs_no_code_fills_no_memory_and_is_refused(what, monkey
     monkeypatch.setattr(runtime.sources, "MAX_DOCUMENT", 10**7)
     read, make = HOSTILE[what]
     refused(read, make())
+
+
+def to_zero(path):
+    path.symlink_to("/dev/zero")
+
+
+def sparse(path):
+    with open(path, "wb") as file:
+        file.truncate(20 * 10**9)
+
+
+def in_hf(name):
+    """Reads a folder in the Hugging Face format with the file as its `name`."""
+    def read(path):
+        hf = folder(index() if "index" in name else lambda hf: None)
+        (hf / name).unlink()
+        path.rename(hf / name)
+        load_model(hf)
+    return read
+
+
+def in_folder(name, read):
+    """read() of a new folder with the file as its `name`."""
+    def inner(path):
+        Path("out").mkdir()
+        path.rename(Path("out") / name)
+        read("out")
+    return inner
+
+
+ENDLESS_READERS = {
+    "HellaSwag": load_examples, "log.txt": read_log,
+    "metrics.csv": in_folder("metrics.csv", read_curve),
+    "the manifest of a run that goes on": in_folder("manifest.json", lambda out: fineweb.main(
+        ["--input", str(lines("a.jsonl", {"text": "a"})), "--out", out])),
+    "the manifest of another part": in_folder("manifest_p1of2.json", lambda out: fineweb.main(
+        ["--input", str(lines("a.jsonl", {"text": "a"})), "--part", "0/2", "--out", out])),
+    "the manifest of a folder to verify": in_folder("manifest.json",
+                                                    lambda out: fineweb.main(["--verify", out])),
+    "config.json": in_hf("config.json"), "the index": in_hf("model.safetensors.index.json"),
+}
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes")
+@pytest.mark.parametrize("make", [to_zero, sparse, os.mkfifo], ids=["a device", "20 GB", "a pipe"])
+@pytest.mark.parametrize("what", ENDLESS_READERS)
+def test_a_file_without_an_end_is_refused_in_little_memory(what, make):
+    make(Path("endless"))
+    with little_memory(), pytest.raises(UserError) as caught:
+        ENDLESS_READERS[what](Path("endless"))
+    assert re.search("not a regular file|has 20,000 MB|neither model", str(caught.value)), caught.value
+    assert "smaller model" not in str(caught.value)
+
+
+def test_a_manifest_without_an_end_is_not_that_of_fineweb():
+    for make in (to_zero, sparse, os.mkfifo):
+        make(Path("manifest.json"))
+        with little_memory():
+            assert not is_fineweb(".")
+        Path("manifest.json").unlink()
+
+
+def test_a_config_that_holds_no_settings_is_said_to():
+    for text in ("[]", "5", '"gpt2"', "null"):
+        with pytest.raises(UserError, match="hf is not a GPT-2 .*: its config.json holds no settings"):
+            load_model(folder(lambda hf, text=text: (hf / "config.json").write_text(text)))
+
+
+def test_numbers_beyond_reason_are_mistakes():
+    with pytest.raises(UserError, match="--num_samples 1000000000: must be at most 1000"):
+        sample.parse_flags(["--num_samples", "1e9"])
+    with pytest.raises(UserError, match="--workers 1000000: must be at most"):
+        fineweb.parse_args(["--workers", "1e6"])
+
+
+def test_a_run_on_a_shard_with_a_flipped_bit_ends_before_it_writes_anything():
+    lines("a.jsonl", *({"text": f"document {i} " * 20} for i in range(40)))
+    fineweb.main(["--input", "a.jsonl", "--out", "data", "--workers", "1"])
+    shard = Path("data/text_train_000001.npy")
+    shard.write_bytes(shard.read_bytes()[:-1] + bytes([shard.read_bytes()[-1] ^ 1]))
+    result = command("train_gpt2.py", "--data", "data", "--out", "log", "--n_layer", 1, "--n_head", 1,
+                     "--n_embd", 8, "--sequence_length", 8, "--total_batch_size", 32, "--max_steps", 2)
+    assert result.returncode == 2 and result.stderr.count("\n") == 1, result
+    assert re.search("text_train_000001.npy is damaged .*`python fineweb.py --verify data`", result.stderr)
+    assert not Path("log").exists()
 
 
 def command(script, *flags):
