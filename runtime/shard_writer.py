@@ -95,6 +95,9 @@ class ShardWriter:
             numbers = [(found["mark"] or [0])[0], *(n for shard in shards for n in shard[1:])]
             if not all(type(n) is int and n >= 0 for n in numbers) or type(found["complete"]) is not bool:
                 raise ValueError("`mark`, `complete` or a number of a shard is wrong")
+            ends = [shard[2:] for shard in shards]
+            if ends != sorted(set(ends)):
+                raise ValueError("a shard ends before the one before it")
         if not shards:
             return
         self._compare(found, self.out)

@@ -33,7 +33,7 @@ from runtime.dataloader import TokenDataset
 from runtime.distributed import Process
 from runtime.log import read_log
 from runtime.plots import is_fineweb
-from runtime.shards import open_shard, write_shard
+from runtime.shards import SHARD_NAME, open_shard, write_shard
 from runtime.sources import LAST_CUT, LocalSource, read_txt
 import runtime.sources
 import fineweb
@@ -732,7 +732,9 @@ def test_whatever_a_manifest_says_the_run_goes_on_or_refuses_and_writes_nowhere_
     with contextlib.suppress(UserError):
         fineweb.main([*flags, "--out", "out"])
         assert json.loads(Path("out/manifest.json").read_text())["complete"]
-    assert {path.name for path in Path("out").iterdir()} == {path.name for path in folder.iterdir()}
+    # of a wrong place in the text nobody can tell: then there are more shards or fewer
+    others = {path.name for path in Path("out").iterdir() if not SHARD_NAME.match(path.name)}
+    assert others == {"manifest.json"}
 
 
 @pytest.mark.parametrize("place, value", [
@@ -741,7 +743,7 @@ def test_whatever_a_manifest_says_the_run_goes_on_or_refuses_and_writes_nowhere_
     (("mark",), [math.nan, 0]), (("mark",), [0, {"deep": [[]]}]), (("complete",), "yes"),
     (("shards", 0, "tokens"), "100"),
     (("shards", 0, "tokens"), math.inf), (("shards", 1, "end", "token"), -5),
-    (("shards", 1, "end", "unit"), 1.5),
+    (("shards", 1, "end", "unit"), 1.5), (("shards", 1, "end", "unit"), 0),
     (("shards", 0, "file"), ".."), (("shards", 0, "file"), "\0"), (("shards", 0, "file"), "../outside.npy"),
     (("shards", 0, "file"), "/etc/passwd")])
 def test_a_manifest_with_a_wrong_value_is_refused(place, value, interrupted):
