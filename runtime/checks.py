@@ -49,8 +49,7 @@ def plan_run(flags, explicit_flags: set[str], process: Process, models: dict, lo
     path = process.gather(process.on_all_ranks(choose_checkpoint, flags, process.restarted))[0]
     checkpoint = model = None
     if path:
-        process.on_all_ranks(check_shared, path)
-        checkpoint = process.on_all_ranks(read_state, path)
+        checkpoint = process.on_all_ranks(read_here, path, process)
         process.require_same("checkpoint", (str(path), digest(np.memmap(path, dtype=np.uint8, mode="r"))))
     asked = merge_config(flags, explicit_flags, checkpoint, path) if checkpoint else flags
     process.on_all_ranks(lambda: asked.overfit or [list_shards(asked.data, split) for split in splits(asked)])
@@ -90,12 +89,13 @@ def require_same_flags(given: list[tuple[dict, set[str]]]) -> None:
                                 "every machine the same")
 
 
-def check_shared(path: Path) -> None:
-    """UserError on a machine that does not have the checkpoint which rank 0 found."""
-    if not path.is_file() and "LOCAL_RANK" in os.environ:
+def read_here(path: Path, process: Process) -> dict:
+    """read_state, of the checkpoint that rank 0 chose."""
+    if not process.is_master and not path.is_file():
         raise UserError(f"the checkpoint {path} of process 0 is not there on {socket.gethostname()}: put "
                         "--out, the folder with the checkpoints, on a file system that all machines share, "
                         "or copy the checkpoint there under the same path")
+    return read_state(path)
 
 
 def final_config(config, explicit_flags: set[str], process: Process, model: torch.nn.Module | None = None):

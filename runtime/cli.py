@@ -160,7 +160,8 @@ def run_command(main: Callable[[], int | None], is_master: Callable[[], bool] = 
             code = exit_code(error, is_master)
             if code is None:
                 raise
-        start.command_is_done()
+        finally:
+            start.command_is_done()
     except KeyboardInterrupt:                           # in the midst of the lines above
         start.stop_at_once()
     if code == 130 and os.environ.get("WORLD_SIZE", "1") != "1":    # as in distributed.leave: not finalized

@@ -118,7 +118,7 @@ def print_summary(run) -> int:
         process.print0(speed)
     if signals.stopped:
         then = "the same command goes on from there" if run.saver.every else (
-            "nothing was saved (--checkpoint_every 0)")
+            "that is not saved (--checkpoint_every 0)")
         process.print0(f"stopped by {signals.received or 'a signal'} after {state.step} of "
                        f"{config.max_steps} steps: {then}")
     elif config.overfit and run.reporter.steps:
