@@ -1,15 +1,18 @@
-"""The first seconds of a command, while it imports torch, and Ctrl-C at any moment. Imports nothing that
-takes time. A script calls `begin` before its other imports; cli.run_command does the rest."""
+"""The first seconds of a command, while it imports torch, and Ctrl-C at any moment. A script calls `begin`
+before its other imports; cli.run_command does the rest.
+
+Imports only what Python has loaded by then. While it imported signal, threading and contextlib, Ctrl-C would
+still be a traceback.
+"""
+import _signal as signal
+import _thread
 import os
-import signal
 import sys
-import threading
 import time
-from contextlib import suppress
 
 TERMINAL, ELSEWHERE = 2.0, 10.0     # seconds of importing before the sign of life
-LOADED = threading.Event()          # the script's imports are done
-TOLD = threading.Event()            # Ctrl-C has had its line
+LOADED = []                         # not empty: the script's imports are done
+TOLD = []                           # not empty: Ctrl-C has had its line
 PRESSED = []                        # when Ctrl-C was pressed first
 
 
@@ -20,7 +23,7 @@ def begin(torch: bool = True, elsewhere: int = 2) -> None:
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:    # else it is ignored
         signal.signal(signal.SIGINT, stop_at_once)
     if torch and is_rank0():
-        threading.Thread(target=_sign_of_life, args=(elsewhere,), daemon=True).start()
+        _thread.start_new_thread(_sign_of_life, (elsewhere,))
 
 
 def is_rank0() -> bool:
@@ -32,21 +35,23 @@ def _sign_of_life(elsewhere):
     time.sleep(TERMINAL if terminal else ELSEWHERE)
     spec = getattr(sys.modules.get("torch"), "__spec__", None)
     # sample.py and hellaswag.py import torch once their flags are read
-    if not LOADED.is_set() or getattr(spec, "_initializing", False):
-        with suppress(OSError):
-            os.write(2 if terminal else elsewhere, f"{_script()}: loading torch ...\n".encode())
+    if not LOADED or getattr(spec, "_initializing", False):
+        _write(2 if terminal else elsewhere, "loading torch ...")
 
 
-def _script():
-    return os.path.basename(sys.argv[0])
+def _write(descriptor, text):
+    """Not print: a signal may have interrupted one."""
+    try:
+        os.write(descriptor, f"{os.path.basename(sys.argv[0])}: {text}\n".encode())
+    except OSError:                     # it is closed
+        pass
 
 
 def tell_stopped() -> None:
     """The line after Ctrl-C, once, by rank 0."""
-    if is_rank0() and not TOLD.is_set():
-        with suppress(OSError):         # not print: the signal may have interrupted one
-            os.write(2, f"{_script()}: stopped by Ctrl-C\n".encode())
-    TOLD.set()
+    if is_rank0() and not TOLD:
+        _write(2, "stopped by Ctrl-C")
+    TOLD.append(True)
 
 
 def stop_at_once(number=None, frame=None) -> None:
@@ -74,7 +79,7 @@ def _unraisable(lost, hook=sys.unraisablehook):
 
 def imports_are_done() -> None:
     """From here on Ctrl-C raises KeyboardInterrupt, so that a command cleans up."""
-    LOADED.set()
+    LOADED.append(True)
     if signal.getsignal(signal.SIGINT) is stop_at_once:
         sys.unraisablehook = _unraisable
         signal.signal(signal.SIGINT, _stop)
