@@ -142,6 +142,10 @@ class Process:
             self.watch.join()  # inside the store at interpreter shutdown, the thread would abort the process
 
     def _abort(self, error):
+        # a call to the store never returns where the machine that holds it stands still
+        alone = threading.Timer(60, os._exit, (1,))
+        alone.daemon = True
+        alone.start()
         known, lost = isinstance(error, (UserError, RunError)), re.search("gloo|NCCL|Connection", str(error))
         time.sleep((not self.is_master) + (3 if lost and not known else 0))
         agreed, first = getattr(error, "agreed", False), not self.failure_reported

@@ -197,8 +197,8 @@ SOON = "\nimport runtime.heartbeat\nruntime.heartbeat.EVERY, runtime.heartbeat.S
 
 def test_a_rank_that_hangs_is_named_and_after_rank_timeout_the_run_ends(data, tmp_path, live):
     it = live("--data", data, *BYTES, "--max_steps", 40, "--rank_timeout", 0.1, "--out", tmp_path / "log",
-              hold=[5, 12], processes=2, patch=SOON, torchrun=["--standalone", "--shutdown_timeout=1"])
-    pid = it.stands_before(5, [0, 1])[1]
+              hold=[5, 12], processes=2, patch=SOON)
+    first, pid = it.stands_before(5, [0, 1])
     os.kill(pid, signal.SIGSTOP)
     it.go_on(5)                                                 # rank 0, which waits in a collective
     missed = rf"train_gpt2.py: process 1 \(pid {pid} on .*\) has not answered for \d.* --rank_timeout 0.1 "
@@ -208,7 +208,16 @@ def test_a_rank_that_hangs_is_named_and_after_rank_timeout_the_run_ends(data, tm
     it.stands_before(12, [0, 1])
     os.kill(pid, signal.SIGSTOP)
     it.go_on(12)
+
+    def gone():
+        try:
+            os.kill(first, 0)
+        except ProcessLookupError:
+            return True
+    it.until(gone)
+    os.kill(pid, signal.SIGKILL)                                # torchrun would do that after 30 seconds
     code, _, stderr = it.end()
+    assert re.search(rf"rank +: 0 .*\n +exitcode +: 1 \(pid: {first}\)", stderr), stderr
     ours = [line for line in stderr.splitlines() if line.startswith("train_gpt2.py: ")]
     assert code == 1 and checkpoints(tmp_path / "log")[-1][0] == 10
     assert re.match(missed, ours[-2])
