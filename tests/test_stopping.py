@@ -25,9 +25,10 @@ import runtime.checkpoint
 import runtime.heartbeat
 import train_gpt2
 
-# sitecustomize.py: Ctrl-C at one moment of the process
+# sitecustomize.py: Ctrl-C at one moment of the process (which a shell's `&` would ignore)
 AT_IMPORT = """
 import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
 class Finder:
     def find_spec(name, path=None, target=None):
         if name == {what!r}:
@@ -36,6 +37,7 @@ sys.meta_path.insert(0, Finder)
 """
 AT_EVENT = """
 import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
 class InDestructor:
     def __del__(self):
         signal.raise_signal(signal.SIGINT)
@@ -46,6 +48,7 @@ sys.addaudithook(hook)
 """
 AT_END = """
 import atexit, signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
 atexit.register(signal.raise_signal, signal.SIGINT)
 """
 
