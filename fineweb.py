@@ -10,6 +10,9 @@ A shard is a 1-D array of uint16 GPT-2 tokens, each document preceded by <|endof
 `*_train_000001.npy`, `*_val_000000.npy`. With --format bin it is llm.c's and modded-nanogpt's
 file instead: 256 int32 (magic 20240520, version 1, token count), then the tokens.
 """
+if __name__ == "__main__":              # before the other imports: Ctrl-C
+    from runtime.start import begin
+    begin(torch=False)
 import argparse
 import json
 import math

@@ -7,6 +7,9 @@ Completion style: the loss of an ending's tokens given the context, summed (acc)
 (acc_norm). GPT-2 124M: acc 0.2859, acc_norm 0.2955 in build-nanogpt; 0.2892 and 0.3114 in the
 Eleuther harness, multiple choice style.
 """
+if __name__ == "__main__":              # before the slow imports: Ctrl-C, and a sign of life
+    from runtime.start import begin
+    begin()
 import json
 from collections.abc import Callable
 from pathlib import Path

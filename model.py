@@ -5,6 +5,9 @@
     model = load_model("log/checkpoint_000250.pt")      # or "log", its newest checkpoint, or "log/best"
     python model.py export log/checkpoint_019073.pt exported/   for transformers, lm-evaluation-harness, ...
 """
+if __name__ == "__main__":              # before the slow imports: Ctrl-C, and a sign of life
+    from runtime.start import begin
+    begin()
 import math
 from dataclasses import dataclass, fields
 from pathlib import Path

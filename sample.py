@@ -2,6 +2,9 @@
 
     python sample.py --model log --prompt "Hello, I'm a language model,"
 """
+if __name__ == "__main__":              # before the slow imports: Ctrl-C, and a sign of life
+    from runtime.start import begin
+    begin()
 import codecs
 import itertools
 from collections.abc import Iterable, Iterator

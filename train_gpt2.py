@@ -8,6 +8,9 @@
 Run the same command again to resume from the newest checkpoint in --out.
 """
 # Start at `loop`, near the end: evaluate, save, train, log. RECIPES says which model is trained how.
+if __name__ == "__main__":              # before the slow imports: Ctrl-C, and a sign of life
+    from runtime.start import begin
+    begin(elsewhere=1)
 import math
 import os
 from collections.abc import Callable
@@ -85,6 +88,7 @@ class Config:
     compile: bool = flag(None, SPEED, "torch.compile (default: on CUDA)", type=bool, per_run=True)
     attention: str = flag("auto", SPEED, "auto: torch's choice, on a CPU the plain formula where faster",
                           choices=list(ATTENTION))
+    rank_timeout: float = flag(30.0, SPEED, "minutes to wait for a rank", least=0.1, bits=20, per_run=True)
     loss_chunk: int = flag(-1, SPEED, "tokens whose logits are in memory at a time; 0: all; -1: all, on a "
                            "CPU 2048, which is faster", least=-1, per_run=True)
     profile: bool = flag(False, SPEED, "write a trace of three steps to OUT/trace.json", per_run=True)
@@ -94,6 +98,7 @@ class Config:
     sample_every: int = flag(250, OUTPUT, "steps between samples of text; 0: never")
     sample_prompt: str = flag("Hello, I'm a language model,", OUTPUT, "what the samples continue")
     checkpoint_every: int = flag(250, OUTPUT, "steps between checkpoints; 0: never")
+    checkpoint_minutes: float = flag(0.0, OUTPUT, "also save so long after the last; 0: never", least=0)
     keep_checkpoints: int = flag(3, OUTPUT, "newest checkpoints kept, beside the best; 0: all")
     out: str = flag("log", OUTPUT, "folder for log.txt and checkpoints", per_run=True)
     resume: str = flag("auto", OUTPUT, "auto (newest checkpoint in --out), never, or a path", per_run=True)
@@ -338,7 +343,7 @@ def check_steps(run: Run, finished: list) -> None:
 def loop(run: Run) -> None:
     """Evaluate, save, train, log, until max_steps or a signal."""
     config, process, state, reporter, saver = run.config, run.process, run.state, run.reporter, run.saver
-    recipe, signals, save_every = RECIPES[config.recipe], run.signals, config.checkpoint_every
+    recipe, signals, save_every = RECIPES[config.recipe], run.signals, saver.every
     periods = config.val_every, config.hellaswag_every, config.sample_every, save_every
     saved = state.step - (0 <= state.evaluated < state.step)        # again, after an evaluation still to make
     run.loader.start(state.step)
@@ -347,15 +352,15 @@ def loop(run: Run) -> None:
         return every and (state.step % every == 0 or state.step >= config.max_steps)
 
     while True:
-        last = state.step >= config.max_steps
+        last, asked = state.step >= config.max_steps, signals.save_asked(config.checkpoint_minutes)
         lr = recipe.set_hparams(state.step, config, state)
-        if last or signals.stopped or any(map(due, periods)):
+        if last or asked or signals.stopped or any(map(due, periods)):
             check_steps(run, reporter.flush())      # on a GPU the last step's numbers are still to come
         # evaluate; not after a signal, which may leave only seconds to save
         if state.evaluated < state.step and not signals.stopped:
             evaluate(run, due)
         # save
-        if saved < state.step and (due(save_every) or signals.stopped and save_every):
+        if saved < state.step and (asked or due(save_every) or signals.stopped and save_every):
             if state.is_best():
                 state.best = state.val_loss, state.step         # its checkpoint is kept
             saver.save(state)

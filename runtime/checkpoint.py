@@ -2,6 +2,7 @@
 import copy
 import math
 import os
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,6 +14,8 @@ from runtime.files import cannot_write, checkpoints, replace_file, sync
 from runtime.integrity import check_written, fault_of, find_fault
 from runtime.resume import damaged_if_fails, newest_of
 from runtime.weights import is_dense_float
+
+SLOW = 20.0         # seconds of a save that torchrun's 30 are too few for
 
 
 @dataclass
@@ -190,10 +193,15 @@ class Saver:
         self.config, self.recorded, self.log, self.process = config, recorded, log, process
         self.thread, self.pending, self.copies = ThreadPoolExecutor(1, "checkpoint"), None, HostCopies()
         self.background = process.device.startswith("cuda")
+        # steps between checkpoints; with --checkpoint_minutes alone only the last step is such a one
+        self.every = config.checkpoint_every or config.checkpoint_minutes and config.max_steps
+        self.begun = self.seconds = 0.0         # when the last save began, and how long it took
+        self.slow_told = False
 
     def save(self, state):
         """On rank 0. The file is there when `finish` has returned."""
         self.finish()
+        self.begun = time.monotonic()
         if self.process.is_master:
             content = state.state_dict(self.config, self.recorded)
             if self.background:
@@ -206,6 +214,7 @@ class Saver:
             self.pending = self.thread.submit(self._write, content)
             if not self.background:
                 self.finish()
+        self.process.last_save = time.monotonic()
 
     def _write(self, content):
         path = Path(self.config.out) / f"checkpoint_{content['step']:06d}.pt"
@@ -218,6 +227,7 @@ class Saver:
             for step, old in checkpoints(self.config.out)[:-self.config.keep_checkpoints]:
                 if content["best"] is None or step != content["best"][1]:
                     old.unlink(missing_ok=True)
+        self.seconds = time.monotonic() - self.begun
         return path
 
     def finish(self, wait=True):
@@ -225,6 +235,11 @@ class Saver:
         if self.pending and (wait or self.pending.done()):
             pending, self.pending = self.pending, None
             self.process.print0(f"saved {pending.result()}")
+            if self.seconds > SLOW and "TORCHELASTIC_RUN_ID" in os.environ and not self.slow_told:
+                self.slow_told = True
+                self.process.print0(f"warning: that took {self.seconds:.0f} s, and torchrun kills its "
+                                    "processes 30 s after a signal, or after its --shutdown_timeout: give it "
+                                    f"--shutdown_timeout {max(110, math.ceil(2 * self.seconds))} or more")
 
     def close(self):
         self.thread.shutdown()                  # a write in progress is completed, whatever else failed

@@ -3,6 +3,7 @@ import dataclasses
 import importlib.util
 import math
 import os
+import socket
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,6 +23,9 @@ from runtime.tokenizer import VOCAB_SIZE
 
 
 MICRO_BATCH = 4096      # tokens; with more a CPU needs more memory and is no faster
+# paths and devices of a machine, and what only rank 0 or the rank itself reads
+PER_RANK = {"data", "hellaswag_data", "init", "out", "device", "profile", "log_every", "plot", "wandb",
+            "tensorboard"}
 
 
 @dataclass
@@ -40,14 +44,12 @@ class Plan:
 
 def plan_run(flags, explicit_flags: set[str], process: Process, models: dict, load_model: Callable) -> Plan:
     """Checks what can be checked before a model is built, quick checks first. UserError on all ranks."""
-    per_run = {f.name for f in dataclasses.fields(flags) if f.metadata.get("per_run")}
-    process.require_same("set of flags", {name: value for name, value in asdict(flags).items()
-                                          if name not in per_run | {"data", "hellaswag_data", "init"}})
+    process.on_all_ranks(require_same_flags, process.gather((asdict(flags), explicit_flags)))
     # rank 0 decides: without a shared file system other machines may have another newest checkpoint
     path = process.gather(process.on_all_ranks(choose_checkpoint, flags, process.restarted))[0]
     checkpoint = model = None
     if path:
-        checkpoint = process.on_all_ranks(read_state, path)
+        checkpoint = process.on_all_ranks(read_here, path, process)
         process.require_same("checkpoint", (str(path), digest(np.memmap(path, dtype=np.uint8, mode="r"))))
     asked = merge_config(flags, explicit_flags, checkpoint, path) if checkpoint else flags
     process.on_all_ranks(lambda: asked.overfit or [list_shards(asked.data, split) for split in splits(asked)])
@@ -72,6 +74,28 @@ def plan_run(flags, explicit_flags: set[str], process: Process, models: dict, lo
     joined_rows = most_joined_rows(config, process.device)
     return Plan(config, path, checkpoint, model, candidates, joined_rows, train_data, val,
                 {"data": fingerprints, "derived": derived})
+
+
+def require_same_flags(given: list[tuple[dict, set[str]]]) -> None:
+    """UserError if a rank has another value of a flag than rank 0, or only one of them was given it, which
+    decides on a resume. `given`: of each rank its flags and the names of those given."""
+    def shown(rank, name):
+        values, explicit = given[rank]
+        return f"has --{name} {values[name]}" + ("" if name in explicit else " by default")
+    for rank in range(1, len(given)):
+        for name in sorted(given[0][0].keys() - PER_RANK):
+            if shown(rank, name) != shown(0, name):
+                raise UserError(f"process {rank} {shown(rank, name)}, and process 0 {shown(0, name)}: give "
+                                "every machine the same")
+
+
+def read_here(path: Path, process: Process) -> dict:
+    """read_state, of the checkpoint that rank 0 chose."""
+    if not process.is_master and not path.is_file():
+        raise UserError(f"the checkpoint {path} of process 0 is not there on {socket.gethostname()}: put "
+                        "--out, the folder with the checkpoints, on a file system that all machines share, "
+                        "or copy the checkpoint there under the same path")
+    return read_state(path)
 
 
 def final_config(config, explicit_flags: set[str], process: Process, model: torch.nn.Module | None = None):

@@ -10,6 +10,8 @@ from collections.abc import Callable, Container
 from dataclasses import field
 from pathlib import Path
 
+from runtime import start
+
 __version__ = "0.1.0"       # of the project; CHANGELOG.md says what changed
 
 
@@ -75,7 +77,8 @@ class BoolFlag(argparse.Action):
 def print_error(error: Exception | str) -> None:
     """One line on stderr, without control characters: a message may quote an untrusted file."""
     text = "".join(c if c.isprintable() else "?" for c in " ".join(str(error).split()))
-    print(f"{Path(sys.argv[0]).name}: {text}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):            # the terminal is closed
+        print(f"{Path(sys.argv[0]).name}: {text}", file=sys.stderr, flush=True)
 
 
 def safe_repr(value: object) -> str:
@@ -146,17 +149,36 @@ def resume_notes(Config: type) -> str:
 
 
 def run_command(main: Callable[[], int | None], is_master: Callable[[], bool] = lambda: True) -> None:
-    """Runs `main()` as a command: UserError -> one line and exit 2, RunError -> one line and exit 1.
-    `is_master`: whether this process prints the line."""
-    sys.stdout.reconfigure(errors="replace")      # not every terminal can print every sampled token
+    """Runs `main()` as a command: UserError -> one line and exit 2, RunError -> one line and exit 1, Ctrl-C
+    -> one line and exit 130. `is_master`: whether this process prints the line of an error."""
     try:
-        sys.exit(main() or 0)
-    except (UserError, RunError) as error:
+        start.imports_are_done()
+        try:
+            sys.stdout.reconfigure(errors="replace")    # not every terminal can print every sampled token
+            code = main() or 0
+        except BaseException as error:
+            code = exit_code(error, is_master)
+            if code is None:
+                raise
+        finally:
+            start.command_is_done()
+    except KeyboardInterrupt:                           # in the midst of the lines above
+        start.stop_at_once()
+    if code == 130 and os.environ.get("WORLD_SIZE", "1") != "1":    # as in distributed.leave: not finalized
+        os._exit(code)
+    sys.exit(code)
+
+
+def exit_code(error: BaseException, is_master: Callable[[], bool]) -> int | None:
+    """Prints the line of what ended a command; returns its exit code. None: an error of ours, a traceback."""
+    if start.PRESSED or isinstance(error, KeyboardInterrupt):       # a library may have made another of it
+        start.tell_stopped()
+        return 130
+    if isinstance(error, (UserError, RunError)):
         if is_master():
             print_error(error)
-        sys.exit(2 if isinstance(error, UserError) else 1)
-    except BrokenPipeError:                       # `... | head` closed the pipe: no traceback
+        return 2 if isinstance(error, UserError) else 1
+    if isinstance(error, BrokenPipeError):              # `... | head` closed the pipe: no traceback
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
-    except KeyboardInterrupt:
-        sys.exit(130)
+        return 1
+    return None

@@ -117,14 +117,14 @@ def print_summary(run) -> int:
     if speed := run.reporter.speed():
         process.print0(speed)
     if signals.stopped:
-        then = "the same command goes on from there" if config.checkpoint_every else (
-            "nothing was saved (--checkpoint_every 0)")
+        then = "the same command goes on from there" if run.saver.every else (
+            "that is not saved (--checkpoint_every 0)")
         process.print0(f"stopped by {signals.received or 'a signal'} after {state.step} of "
                        f"{config.max_steps} steps: {then}")
     elif config.overfit and run.reporter.steps:
         return overfit_verdict(run.reporter, process)
     else:
-        newest = checkpoints(config.out)[-1:] if config.checkpoint_every else []
+        newest = checkpoints(config.out)[-1:] if run.saver.every else []
         files = {"log.txt": True, "metrics.csv": True, "loss.png": (Path(config.out) / "loss.png").exists(),
                  "checkpoints": newest}
         there = ", ".join(name for name, exists in files.items() if exists)

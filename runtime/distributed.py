@@ -1,5 +1,6 @@
 """The ranks of a run: how they find each other, agree, fail together, and stop on a signal."""
 import atexit
+import errno
 import json
 import os
 import re
@@ -20,9 +21,21 @@ import torch.distributed as dist
 
 from runtime.cli import RunError, UserError, print_error
 from runtime.device import choose_device, fetch, leave_compiler_out, tune_cuda_allocator, tune_malloc
+from runtime.heartbeat import Heartbeats
 from runtime.progress import Progress
 
-DIST_TIMEOUT = timedelta(minutes=30)    # rank 0 may have weights to download first
+# torch's own timeout is so much longer than --rank_timeout, which names the rank, while torch's ends in an
+# abort of NCCL
+GRACE = timedelta(minutes=10)
+
+
+def leave_closed_terminal() -> None:
+    """What is printed after a terminal has closed goes nowhere, and no longer fails."""
+    for descriptor in (1, 2):
+        try:
+            os.write(descriptor, b"")
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
 
 
 @dataclass
@@ -35,6 +48,8 @@ class Process:
     restarted: bool = False             # by torchrun --max_restarts
     done: threading.Event = field(default_factory=threading.Event)
     watch: threading.Thread | None = None
+    beats: Heartbeats | None = None
+    last_save: float = field(default_factory=time.monotonic)       # time of the last checkpoint, or the start
     failure_reported: bool = False      # another rank has failed and printed why
 
     def __post_init__(self):
@@ -49,13 +64,19 @@ class Process:
         if self.is_master:
             try:
                 print(*args, flush=True)
-            except BrokenPipeError:  # `| tee` got the same Ctrl-C, or `| head` ended: save, then stop
+            except OSError as error:    # `| tee` got the same Ctrl-C, `| head` ended, or a terminal is closed
+                if error.errno not in (errno.EPIPE, errno.EIO):
+                    raise
                 if threading.current_thread() is not threading.main_thread():
                     return                      # a sign of life: the next line of the main thread finds out
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+                leave_closed_terminal()         # stderr too
                 if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:          # there is nothing to save yet
                     raise
-                signal.raise_signal(getattr(signal, "SIGUSR1", signal.SIGTERM))     # never a second signal
+                ignored = hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+                if error.errno == errno.EPIPE or not ignored:       # nohup's run goes on without its terminal
+                    # never a second signal
+                    signal.raise_signal(getattr(signal, "SIGUSR1", signal.SIGTERM))
 
     def sum(self, *values):
         """Each value summed over all ranks, as floats (gloo has no AVG: divide afterwards)."""
@@ -121,6 +142,10 @@ class Process:
             self.watch.join()  # inside the store at interpreter shutdown, the thread would abort the process
 
     def _abort(self, error):
+        # a call to the store never returns where the machine that holds it stands still
+        alone = threading.Timer(60, os._exit, (1,))
+        alone.daemon = True
+        alone.start()
         known, lost = isinstance(error, (UserError, RunError)), re.search("gloo|NCCL|Connection", str(error))
         time.sleep((not self.is_master) + (3 if lost and not known else 0))
         agreed, first = getattr(error, "agreed", False), not self.failure_reported
@@ -129,9 +154,10 @@ class Process:
             if agreed and not first:            # torchrun ends rank 0 when this rank exits
                 self.store.wait(["told"], timedelta(seconds=10))
         if first and (known or lost):
-            text = str(error) if known else ("another process was killed, or its machine lost; the "
-                                             "checkpoints are whole, and the same command goes on from the "
-                                             f"newest ({str(error)[:120]})")
+            cause = ("another process answers, but has not come to where this one waits for it"
+                     if "imed out" in str(error) else "another process was killed, or its machine lost")
+            text = str(error) if known else (f"{cause}; the checkpoints are whole, and the same command goes "
+                                             f"on from the newest ({str(error)[:120]})")
             print_error(text if self.is_master else f"process {self.rank}: {text}")
         elif first:
             traceback.print_exception(error)
@@ -144,16 +170,28 @@ class Process:
         os._exit(2 if isinstance(error, UserError) else 1)
 
     def watch_peers(self, torchrun):
-        """Exits when another rank has failed or torchrun is gone. A thread, because the main one may be
-        waiting inside a collective for a rank that is lost."""
+        """Exits when another rank has failed or no longer answers, or torchrun is gone. A thread, because the
+        main one may be waiting inside a collective for a rank that is lost."""
         while not self.done.wait(1):
             try:
-                self.failure_reported = self.store is not None and self.store.add("failed", 0) > 0
+                # by a connection of this thread's own: the main one may be waiting in the other
+                self.failure_reported = self.beats is not None and self.beats.store.add("failed", 0) > 0
                 gone = self.failure_reported or os.getppid() != torchrun
+                if self.beats and not gone and (error := self.beats.look()):
+                    self._give_up(error)
             except RuntimeError:                # the machine that held the store is gone
                 gone = True
             if gone and not self.done.wait(10):         # a checkpoint may be being written
                 os._exit(1)
+        with suppress(RuntimeError):
+            if self.beats:
+                self.beats.leave()
+
+    def _give_up(self, error):
+        print_error(error)
+        self.beats.store.add("failed", 1)
+        time.sleep(5)                           # as in _abort
+        os._exit(1)
 
 
 def leave(process: Process, code: int) -> int:
@@ -188,17 +226,19 @@ def setup_process(config, tune_memory: bool = True) -> Process:
         return process
     process.watch = threading.Thread(target=process.watch_peers, args=(os.getppid(),), daemon=True)
     process.watch.start()
+    patience = timedelta(minutes=config.rank_timeout)
     try:
-        store, rank, world_size = next(dist.rendezvous("env://", timeout=DIST_TIMEOUT))
+        store, rank, world_size = next(dist.rendezvous("env://", timeout=patience + GRACE))
     except (ValueError, RuntimeError) as error:
         raise UserError(f"WORLD_SIZE is set, and the other processes cannot be found ({error}): start by "
                         "torchrun") from None
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     process.restarted = restarts != "0" or store.add("begun", 1) > world_size
     process.rank, process.world_size, process.store = rank, world_size, fresh_store(store, rank, world_size)
+    process.beats = Heartbeats(process.store.clone(), rank, world_size, patience.total_seconds(), print_error)
     process.progress.enabled = process.is_master
     dist.init_process_group("nccl" if device.startswith("cuda") else "gloo", rank=rank, world_size=world_size,
-                            timeout=DIST_TIMEOUT, store=dist.PrefixStore("group", process.store))
+                            timeout=patience + GRACE, store=dist.PrefixStore("group", process.store))
     return process
 
 
@@ -227,31 +267,57 @@ def fresh_store(store: dist.Store, rank: int, world_size: int) -> dist.Store:
 
 
 class StopSignals:
-    """SIGTERM, SIGINT and SIGUSR1 (Slurm's warning) request a stop at the next micro-step or batch, but not
-    between the updates of a step; a second SIGTERM or SIGINT stops at once."""
+    """SIGTERM, SIGINT, SIGHUP and SIGUSR1 (Slurm's warning) request a stop at the next micro-step or batch,
+    but not between the updates of a step. A second SIGTERM or SIGINT stops at once, but not under torchrun,
+    which passes a signal on when it comes to that, and ends the ranks itself. SIGUSR2 requests a checkpoint
+    before the next step (`save_asked`)."""
 
     def __init__(self, process: Process):
         self.process, self.received, self.stopped = process, None, False        # the first one's name
         self.first, self.answers = None, deque()    # time of the first SIGTERM or SIGINT; see _some_rank
+        # requests of this rank for a checkpoint; how many of all ranks are known, and how many were met
+        self.minutes, self.requests, self.known, self.met = 0, [], 0, 0
 
     def install(self) -> "StopSignals":
-        for name in {"SIGTERM", "SIGINT", "SIGUSR1"} & set(dir(signal)):        # Windows has no SIGUSR1
-            signal.signal(getattr(signal, name), self._handle)
+        names = {"SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP", "SIGUSR2"}
+        for name in names & set(dir(signal)):           # Windows has the first two
+            number = getattr(signal, name)
+            if name != "SIGHUP" or signal.getsignal(number) != signal.SIG_IGN:      # as nohup leaves it
+                signal.signal(number, self._handle)
         return self
 
     def _handle(self, number, frame):
         name, now = signal.Signals(number).name, time.monotonic()
-        if name != "SIGUSR1":
-            # torchrun passes a terminal's SIGINT on, so that it arrives twice at once: that is no second one
-            if self.first and now > self.first + 1:
+        if name == "SIGUSR2":
+            self.requests.append(name)
+            return self._tell(f"{name}: saving before the next step\n")
+        under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+        if name in ("SIGTERM", "SIGINT"):
+            # a terminal's SIGINT may arrive twice at once: that is no second one
+            if self.first and now > self.first + 1 and not under_torchrun:
                 os._exit(128 + number)
             self.first = self.first or now
         if not self.received:
             self.received = name
-            if self.process.is_master:          # not print: the signal may have interrupted one
-                with suppress(OSError):         # the reader of the pipe is gone
-                    os.write(1, f"{name}: stopping at the next micro-step or batch (a resume repeats what is "
-                                "unfinished); a second SIGTERM or Ctrl-C stops at once\n".encode())
+            at_once = "" if under_torchrun else "; a second SIGTERM or Ctrl-C stops at once"
+            self._tell(f"{name}: stopping at the next micro-step or batch (a resume repeats what is "
+                       f"unfinished){at_once}\n")
+        if name == "SIGHUP":
+            leave_closed_terminal()
+
+    def _tell(self, line):
+        if self.process.is_master:              # not print: the signal may have interrupted one
+            with suppress(OSError):             # the reader of the pipe is gone
+                os.write(1, line.encode())
+
+    def save_asked(self, minutes: float) -> bool:
+        """Whether a checkpoint was requested since this was asked last, by SIGUSR2 on any rank, or on rank 0
+        because the last is `minutes` old (0: never). The same on all ranks."""
+        self.minutes = minutes
+        if self.process.world_size == 1:
+            self._some_rank()
+        asked, self.met = self.known > self.met, self.known
+        return asked
 
     def until_stop(self, what: str, items: Sequence, unit: str, first: int | None = None) -> Iterator:
         """Yields the items, with a sign of life, until some rank has received a signal: then `stopped` is
@@ -272,15 +338,23 @@ class StopSignals:
         return self.stopped
 
     def _some_rank(self):
+        """Whether some rank was told to stop; takes down how many checkpoints were requested."""
+        waited = time.monotonic() - self.process.last_save
+        if self.minutes and self.process.is_master and waited > 60 * self.minutes:
+            self.requests.append("minutes")
+            self.process.last_save += waited
+        own = [float(self.received is not None), float(len(self.requests))]
         if self.process.world_size == 1:
+            self.known = len(self.requests)
             return self.received is not None
-        flag = torch.tensor([float(self.received is not None)])
+        both = torch.tensor(own)
         if self.process.device.startswith("cuda"):
-            flag = flag.pin_memory().to(self.process.device, non_blocking=True)
-        dist.all_reduce(flag)
-        self.answers.append(fetch(flag))
+            both = both.pin_memory().to(self.process.device, non_blocking=True)
+        dist.all_reduce(both)
+        self.answers.append(fetch(both))
         # on a GPU the answer to the last question but one: this one's comes after all that is queued, and the
         # GPU must not run out of work
-        if flag.is_cuda and len(self.answers) <= 2:
+        if both.is_cuda and len(self.answers) <= 2:
             return False
-        return self.answers.popleft()()[0] > 0
+        stop, self.known = self.answers.popleft()()
+        return stop > 0

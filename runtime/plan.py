@@ -146,11 +146,11 @@ class Forecast:
 
     def disk(self):
         config = self.config
-        if not config.checkpoint_every:
+        if not (config.checkpoint_every or config.checkpoint_minutes):
             return "no checkpoints"
         # the newest, the best, and the one being written
         count = f"up to {config.keep_checkpoints + 2}" if config.keep_checkpoints else (
-            f"{math.ceil(config.max_steps / config.checkpoint_every)}")
+            f"{math.ceil(config.max_steps / config.checkpoint_every)}" if config.checkpoint_every else "all")
         return f"{size(self.checkpoint)} a checkpoint, {count} in {config.out}"
 
     def evaluations(self):
@@ -165,6 +165,8 @@ class Forecast:
             times = self._times(every) - (not first)
             yield (f"{what}: {'at step 0, ' * first}every {every:,} steps and at the last, {times:,} times"
                    f"{detail}" if every else f"{what}: never")
+        if config.checkpoint_minutes:
+            yield f"checkpoint: {config.checkpoint_minutes:g} minutes after the last, and at the last step"
 
     def warnings(self):
         config = self.config
@@ -180,7 +182,7 @@ class Forecast:
         free, out = math.inf, Path(config.out).absolute()
         with suppress(OSError):                 # a folder that may not be read is refused later
             free = shutil.disk_usage(next(p for p in (out, *out.parents) if p.exists())).free
-        if config.checkpoint_every and free < 2 * self.checkpoint:
+        if (config.checkpoint_every or config.checkpoint_minutes) and free < 2 * self.checkpoint:
             yield (f"{size(free)} are free for {config.out}, and a checkpoint has {size(self.checkpoint)}: "
                    f"make room, or give another --out")
 

@@ -100,5 +100,6 @@ class Progress:
 
     def _close(self):
         if self.bar is not None:        # a bar without a total has no truth value
-            self.bar.close()
+            with suppress(OSError):     # the terminal is closed
+                self.bar.close()
         self.bar = self.shown = None

@@ -96,15 +96,16 @@ TokenLoader.start, TokenLoader.next_batch = started, held
 
 
 class Live:
-    """A command in the background, held before each step of `hold` until the test calls go_on(step)."""
+    """A command in the background, held before each step of `hold` until the test calls go_on(step). `patch`:
+    lines that it runs first."""
 
-    def __init__(self, folder, argv, hold=(), env=ENV, **how):
+    def __init__(self, folder, argv, hold=(), env=ENV, patch="", **how):
         folder.mkdir(parents=True)
         self.folder = folder
         for step in hold:
             (folder / f"hold.{step}").touch()
         site = SITE.format(root=str(ROOT), folder=str(folder), pid=os.getpid())
-        (folder / "sitecustomize.py").write_text(site)
+        (folder / "sitecustomize.py").write_text(site + patch)
         with open(folder / "stdout", "w") as stdout, open(folder / "stderr", "w") as stderr:
             path = os.pathsep.join(filter(None, (str(folder), env.get("PYTHONPATH"))))
             self.process = subprocess.Popen(argv, **{"stdout": stdout, "stderr": stderr} | how, text=True,

@@ -1,0 +1,67 @@
+"""Which rank no longer answers: each writes a number into the store of the run now and then."""
+import os
+import socket
+import time
+
+from runtime.progress import duration
+
+EVERY = 5.0             # seconds between two heartbeats of a rank
+SILENT = 60.0           # seconds without one after which a rank is said not to answer
+
+
+class Heartbeats:
+    """Of one rank, called by its watch thread. The lowest rank that answers tells of the others. A rank whose
+    thread lives while its training hangs is not noticed: the collective's own timeout ends that run."""
+
+    def __init__(self, store, rank: int, world_size: int, timeout: float, say):
+        """`timeout`: seconds of silence that end the run. `say`: prints a line."""
+        self.store, self.rank, self.world_size, self.timeout, self.say = store, rank, world_size, timeout, say
+        self.clock, self.looked = 0.0, time.monotonic()
+        self.seen = {}          # rank: (its number, self.clock when that was first seen)
+        self.silent = set()     # those that were told of
+        store.set(f"where {rank}", f"pid {os.getpid()} on {socket.gethostname()}")
+
+    def look(self) -> str | None:
+        """Call it often. What to end the run with, if a rank has not answered for too long."""
+        now = time.monotonic()
+        if now < self.looked + EVERY:
+            return None
+        # a process that was itself suspended must not take that time for the others' silence
+        self.clock += min(now - self.looked, 2 * EVERY)
+        self.looked = now
+        self.store.add(f"beat {self.rank}", 1)
+        for rank in sorted(self.silent):
+            if self._silence(rank) < SILENT:
+                self.silent.remove(rank)
+                self.say(f"process {rank} answers again")
+        if any(self._silence(rank) < SILENT for rank in range(self.rank)):
+            return None                         # that one tells
+        others = (rank for rank in range(self.world_size) if rank != self.rank)
+        return next(filter(None, map(self._tell, others)), None)
+
+    def leave(self) -> None:
+        """This rank has done its part: it is not missed, though others may take longer."""
+        self.store.add(f"beat {self.rank}", -2**60)
+
+    def _silence(self, rank):
+        """Seconds since that rank's number last changed; 0 once it has left."""
+        number = self.store.add(f"beat {rank}", 0)
+        if number < 0 or self.seen.get(rank, (None,))[0] != number:
+            self.seen[rank] = number, self.clock
+        return self.clock - self.seen[rank][1]
+
+    def _tell(self, rank):
+        silence = self._silence(rank)
+        if silence < SILENT:
+            return None
+        known = self.store.check([f"where {rank}"])
+        where = self.store.get(f"where {rank}").decode() if known else "still starting"
+        who, limit = f"process {rank} ({where})", f"--rank_timeout {self.timeout / 60:g}"
+        if silence > self.timeout:
+            return (f"{who} has not answered for {duration(silence)} ({limit}): the checkpoints are whole, "
+                    "and the same command goes on from the newest")
+        if rank not in self.silent:
+            self.silent.add(rank)
+            self.say(f"{who} has not answered for {duration(silence)}: the others wait for it, and after "
+                     f"{limit} minutes the run ends")
+        return None

@@ -1,0 +1,92 @@
+"""The first seconds of a command, while it imports torch, and Ctrl-C at any moment. A script calls `begin`
+before its other imports; cli.run_command does the rest.
+
+Imports only what Python has loaded by then. While it imported signal, threading and contextlib, Ctrl-C would
+still be a traceback.
+"""
+import _signal as signal
+import _thread
+import os
+import sys
+import time
+
+TERMINAL, ELSEWHERE = 2.0, 10.0     # seconds of importing before the sign of life
+LOADED = []                         # not empty: the script's imports are done
+TOLD = []                           # not empty: Ctrl-C has had its line
+PRESSED = []                        # when Ctrl-C was pressed first
+
+
+def begin(torch: bool = True, elsewhere: int = 2) -> None:
+    """Until run_command: Ctrl-C ends the process with one line and exit code 130. If `torch` is imported and
+    that takes long, a line says so: on stderr, and where that is no terminal, later, on descriptor
+    `elsewhere`."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:    # else it is ignored
+        signal.signal(signal.SIGINT, stop_at_once)
+    if torch and is_rank0():
+        _thread.start_new_thread(_sign_of_life, (elsewhere,))
+
+
+def is_rank0() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _sign_of_life(elsewhere):
+    terminal = os.isatty(2)
+    time.sleep(TERMINAL if terminal else ELSEWHERE)
+    spec = getattr(sys.modules.get("torch"), "__spec__", None)
+    # sample.py and hellaswag.py import torch once their flags are read
+    if not LOADED or getattr(spec, "_initializing", False):
+        _write(2 if terminal else elsewhere, "loading torch ...")
+
+
+def _write(descriptor, text):
+    """Not print: a signal may have interrupted one."""
+    try:
+        os.write(descriptor, f"{os.path.basename(sys.argv[0])}: {text}\n".encode())
+    except OSError:                     # it is closed
+        pass
+
+
+def tell_stopped() -> None:
+    """The line after Ctrl-C, once, by rank 0."""
+    if is_rank0() and not TOLD:
+        _write(2, "stopped by Ctrl-C")
+    TOLD.append(True)
+
+
+def stop_at_once(number=None, frame=None) -> None:
+    """SIGINT while nothing has to be cleaned up."""
+    tell_stopped()
+    os._exit(130)
+
+
+def _stop(number, frame):
+    """SIGINT while a command runs. A second one within a second is the same, come twice (torchrun passes a
+    terminal's on); a later one does not wait for the cleaning up."""
+    if PRESSED and time.monotonic() > PRESSED[0] + 1:
+        stop_at_once()
+    if not PRESSED:
+        PRESSED.append(time.monotonic())
+        raise KeyboardInterrupt
+
+
+def _unraisable(lost, hook=sys.unraisablehook):
+    """Python prints what is raised inside a callback or a destructor, and goes on."""
+    if issubclass(lost.exc_type, KeyboardInterrupt):
+        stop_at_once()
+    hook(lost)
+
+
+def imports_are_done() -> None:
+    """From here on Ctrl-C raises KeyboardInterrupt, so that a command cleans up."""
+    LOADED.append(True)
+    if signal.getsignal(signal.SIGINT) is stop_at_once:
+        sys.unraisablehook = _unraisable
+        signal.signal(signal.SIGINT, _stop)
+
+
+def command_is_done() -> None:
+    """From here on Ctrl-C ends the process at once: a KeyboardInterrupt in Python's finalization would be a
+    traceback."""
+    if signal.getsignal(signal.SIGINT) is _stop:
+        signal.signal(signal.SIGINT, stop_at_once)
