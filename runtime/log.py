@@ -1,17 +1,17 @@
 """log.txt, metrics.csv, dashboards, the profiler's trace."""
+# torch, and what needs it, is imported where it is used: the process that draws loss.png does without
 import csv
 import re
+import uuid
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
-import torch
-
 from runtime.cli import RunError
-from runtime.distributed import Process
-from runtime.files import replace_file, writable
-from runtime.resume import archive_checkpoints
+from runtime.files import read_text, replace_file, writable
 
+# what a run writes into --out beside its checkpoints, the trace and TensorBoard's files
+RUN_FILES = ("log.txt", "metrics.csv", "console.log", "status.json", "wandb_id", "loss.png")
 COLUMNS = ("step", "tokens", "seconds", "train", "val", "hella", "lr", "norm", "tokens_per_second")
 
 
@@ -36,6 +36,18 @@ def read_metrics(path: str | Path) -> list[dict]:
         raise ValueError(f"line {reader.line_num} is none of a run's metrics") from None
 
 
+def wandb_id(out: str | Path, resumes: bool) -> str:
+    """The id under which Weights & Biases knows this run: a resume finds it in OUT/wandb_id."""
+    path = Path(out) / "wandb_id"
+    if resumes:
+        with suppress(OSError, ValueError):
+            if re.fullmatch(r"[0-9a-f]{32}", known := read_text(path, 100).strip()):
+                return known
+    new = uuid.uuid4().hex
+    replace_file(path, lambda file: file.write(f"{new}\n".encode()))
+    return new
+
+
 class Log:
     """OUT/log.txt, a line an event: `STEP KIND VALUE` with KIND train, val or hella; OUT/metrics.csv, a row a
     step; also Weights & Biases and TensorBoard, if asked for.
@@ -58,7 +70,8 @@ class Log:
         if config.wandb:
             import wandb
             self.wandb = wandb
-            wandb.init(project="gpt2", name=Path(config.out).name, config=asdict(config), resume="allow")
+            wandb.init(project="gpt2", name=Path(config.out).name, config=asdict(config), resume="allow",
+                       id=wandb_id(config.out, resumes=step > 0 or evaluated >= 0))
         if config.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
             self.tensorboard = SummaryWriter(config.out, purge_step=step)
@@ -124,8 +137,9 @@ class Log:
                 file.close()
 
 
-def open_output(config, path: Path | None, state, process: Process) -> Log | None:
+def open_output(config, path: Path | None, state, process) -> Log | None:
     """On rank 0 the log in --out. What another run left there is archived, never lost."""
+    from runtime.resume import archive_checkpoints
     if not process.is_master:
         return None
     with writable(config.out):
@@ -146,6 +160,7 @@ class Profiler:
     def __init__(self, config, process):
         self.config, self.process, self.inner = config, process, None
         if config.profile and process.is_master:
+            import torch
             self.order = f"self_{'cuda' if process.device.startswith('cuda') else 'cpu'}_time_total"
             steps = torch.profiler.schedule(wait=self.WAIT, warmup=self.WARMUP, active=self.ACTIVE, repeat=1)
             # CPU, and CUDA if there is one
