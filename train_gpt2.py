@@ -32,7 +32,7 @@ from runtime.files import output_lock
 from runtime.generation import print_samples
 from runtime.kernels import ATTENTION
 from runtime.language_model import LanguageModel
-from runtime.log import Profiler, open_output
+from runtime.log import Profiler, open_output, recorded
 from runtime.plan import print_forecast
 from runtime.plots import LossPlotter
 from runtime.presets import PRESETS, choose_defaults, preset_notes
@@ -380,13 +380,14 @@ def train(argv: list[str] | None = None) -> int:
     """The command. Returns the exit code."""
     flags, explicit_flags = parse_flags(argv)
     check_config(flags)
-    process, run = setup_process(flags), None
-    with process.abort_all_on_error(), output_lock(flags, process), oom_as_user_error(
+    process, run, code = setup_process(flags), None, 0
+    with process.abort_all_on_error(), output_lock(flags, process), recorded(process), oom_as_user_error(
             lambda: oom_advice(run.config if run else flags, run.loader if run else None, process.device)):
         if run := set_up(flags, explicit_flags, process):
             with closing(run):
                 loop(run)
-    return leave(process, print_summary(run) if run else 0)
+            code = print_summary(run)
+    return leave(process, code)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import time
 import traceback
 import uuid
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -36,6 +36,7 @@ class Process:
     done: threading.Event = field(default_factory=threading.Event)
     watch: threading.Thread | None = None
     failure_reported: bool = False      # another rank has failed and printed why
+    console: Callable | None = None     # is given what print0 prints, too: runtime.log.ConsoleLog
 
     def __post_init__(self):
         self.progress = Progress(self.print0)
@@ -47,6 +48,8 @@ class Process:
 
     def print0(self, *args):
         if self.is_master:
+            if self.console:
+                self.console(*args)
             try:
                 print(*args, flush=True)
             except BrokenPipeError:  # `| tee` got the same Ctrl-C, or `| head` ended: save, then stop

@@ -1,14 +1,25 @@
-"""log.txt, metrics.csv, dashboards, the profiler's trace."""
+"""log.txt, metrics.csv, console.log, status.json, dashboards, the profiler's trace."""
 # torch, and what needs it, is imported where it is used: the process that draws loss.png does without
 import csv
+import json
+import math
+import os
 import re
+import shlex
+import socket
+import sys
+import threading
+import time
+import traceback
 import uuid
-from contextlib import suppress
+from collections import deque
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
+from datetime import datetime
 from pathlib import Path
 
-from runtime.cli import RunError
-from runtime.files import read_text, replace_file, writable
+from runtime.cli import RunError, UserError
+from runtime.files import checkpoints, read_text, replace_file, writable
 
 # what a run writes into --out beside its checkpoints, the trace and TensorBoard's files
 RUN_FILES = ("log.txt", "metrics.csv", "console.log", "status.json", "wandb_id", "loss.png")
@@ -56,7 +67,7 @@ class Log:
     happens again."""
 
     def __init__(self, config, step, evaluated):
-        self.config, self.wandb, self.tensorboard = config, None, None
+        self.config, self.first, self.wandb, self.tensorboard = config, step, None, None
         path = Path(config.out) / "log.txt"
         kept = [row for row in (read_log(path) if path.exists() else [])
                 if (row[0] < step if row[1] == "train" else row[0] <= evaluated)]
@@ -135,6 +146,123 @@ class Log:
         for file in (self.file, self.metrics, self.tensorboard):
             if file:
                 file.close()
+
+
+class ConsoleLog:
+    """OUT/console.log: what rank 0 prints, each line with the local time, its offset from UTC, and the host.
+    OUT/status.json: where the run is, for scripts. What is printed before `open` is kept until then.
+
+    Neither ends a run: where they cannot be written, a warning says so once."""
+    EVERY = 1.0         # seconds, at least, between two status.json
+
+    def __init__(self, process):
+        self.process, self.host, self.lock = process, socket.gethostname(), threading.Lock()
+        self.out, self.file, self.due, self.warned = None, None, 0.0, False
+        self.early = deque(maxlen=1000)         # lines
+        self.values = {"state": "running", "message": "", "step": 0, "max_steps": 0, "loss": None,
+                       "val_loss": None}
+        ranks = f" (rank 0 of {process.world_size})" if process.world_size > 1 else ""
+        self(f"process {os.getpid()}{ranks}: {shlex.join(sys.orig_argv)}")
+
+    def open(self, config, step: int) -> None:
+        """Once --out is known to be this run's, which begins at `step`."""
+        self.out = Path(config.out)
+        self.values |= {"step": step, "max_steps": config.max_steps}
+        # O_NONBLOCK: a named pipe of that name is no reason to wait
+        how = os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_NONBLOCK", 0)
+        with self._warning("console.log"):
+            self.file = os.open(self.out / "console.log", how, 0o666)
+        self._append("".join(self.early))
+        self._write_status()
+
+    def __call__(self, *args):
+        """Takes what `print` takes."""
+        before = f"{datetime.now().astimezone().isoformat(timespec='seconds')} {self.host} "
+        text = "".join(f"{before}{line}\n" for line in " ".join(map(str, args)).splitlines())
+        if not self.out:
+            self.early.append(text)
+            return
+        self._append(text)
+        if time.monotonic() >= self.due:
+            self._write_status()
+
+    def update(self, at_once: bool = False, **values) -> None:
+        """Values of status.json, written with the next line, however soon after the one before if
+        `at_once`."""
+        self.values |= values
+        if at_once:
+            self.due = 0.0
+
+    def end(self, state: str, message: str = "") -> None:
+        """`state`: done, stopped or failed."""
+        self.values |= {"state": state, "message": message}
+        if self.out:
+            self._write_status(last=True)
+
+    def failed(self, error: BaseException) -> None:
+        known = isinstance(error, UserError | RunError)
+        text = " ".join(str(error).split()) if known else f"{type(error).__name__}: {error}"
+        self(f"{Path(sys.argv[0]).name}: {text}" if known else "".join(traceback.format_exception(error)))
+        self.end("failed", text)
+
+    def _append(self, text):
+        if self.file is not None:
+            with self._warning("console.log"):
+                os.write(self.file, text.encode(errors="replace"))      # at once: threads print, too
+
+    def _write_status(self, last=False):
+        """Atomically, but not durable as replace_file is: an fsync a second would cost a fast run time."""
+        self.due = time.monotonic() + self.EVERY
+        if not self.lock.acquire(blocking=last):        # another thread writes it
+            return
+        temporary = self.out / f"status.json.{os.getpid()}.tmp"
+        try:
+            newest, now = checkpoints(self.out)[-1:], time.time()
+            values = self.values | {
+                "checkpoint": str(newest[0][1]) if newest else None, "unix_time": round(now, 3),
+                "time": datetime.fromtimestamp(now).astimezone().isoformat(timespec="seconds"),
+                "host": self.host, "pid": os.getpid()}
+            # JSON has no NaN
+            values = {k: None if isinstance(v, float) and not math.isfinite(v) else v
+                      for k, v in values.items()}
+            with self._warning("status.json"):
+                temporary.write_text(json.dumps(values) + "\n")
+                os.replace(temporary, self.out / "status.json")
+        finally:
+            self.lock.release()
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
+
+    @contextmanager
+    def _warning(self, name):
+        try:
+            yield
+        except OSError as error:
+            warned, self.warned = self.warned, True
+            if not warned:
+                self.process.print0(f"warning: {self.out / name} cannot be written ({error.strerror}); the "
+                                    "run goes on")
+
+    def close(self):
+        if self.file is not None:
+            os.close(self.file)
+            self.file = None
+
+
+@contextmanager
+def recorded(process):
+    """Around a run: rank 0's console.log and status.json hold how it ended."""
+    if not process.is_master:
+        yield
+        return
+    process.console = ConsoleLog(process)
+    try:
+        yield
+    except BaseException as error:
+        process.console.failed(error)
+        raise
+    finally:
+        process.console.close()
 
 
 def open_output(config, path: Path | None, state, process) -> Log | None:

@@ -83,7 +83,19 @@ def merge_config(config, explicit_flags: set[str], checkpoint: dict, path: Path)
              if name not in explicit_flags and not fields[name].metadata.get("per_run")}
     for name in derived & taken.keys():         # derived anew: from another --max_lr, on another device
         taken[name] = fields[name].default
-    return dataclasses.replace(config, **taken)
+    merged = dataclasses.replace(config, **taken)
+    check_step(checkpoint, merged.max_steps, path)
+    return merged
+
+
+def check_step(checkpoint: dict, max_steps: int, path: Path) -> None:
+    """UserError for a checkpoint beyond `max_steps`. One of the last step is a run that is done."""
+    with damaged_if_fails(path):
+        if type(step := checkpoint["step"]) is not int or not 0 <= step < 2**40:
+            raise ValueError(f"its step is {safe_repr(step)}")
+        if step > max_steps:
+            raise UserError(f"{path} is at step {step}, beyond --max_steps {max_steps}: give more steps, or "
+                            "--resume an earlier checkpoint")
 
 
 def check_data(checkpoint: dict, data: dict, folder: str, path: Path) -> None:
