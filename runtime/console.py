@@ -49,9 +49,9 @@ def step_line(step: int, loss: float, norm: float, lr: float, dt: float, rate: f
 
 
 class Band:
-    """The last 64 finite values of a loss or norm, to tell one that is far above all of them."""
+    """The last 64 finite values of a loss or norm, to tell one that is far above all of them: by twice
+    their range, and by a tenth, for losses that hardly change."""
     WIDTH, LEAST = 64, 32       # steps
-    FACTOR = 1.2
 
     def __init__(self, name: str):
         self.name, self.values, self.quiet_until = name, deque(maxlen=self.WIDTH), 0
@@ -62,7 +62,7 @@ class Band:
         if math.isfinite(value):
             if len(self.values) >= self.LEAST and step >= self.quiet_until:
                 low, high = min(self.values), max(self.values)
-                if value > high + 2 * (high - low) and value > self.FACTOR * high:
+                if value > high + max(2 * (high - low), 0.1 * high):
                     line = (f"step {step}: {self.name} {value:.4f} is far above those of the last "
                             f"{len(self.values)} steps ({low:.4f} to {high:.4f})")
                     self.quiet_until = step + self.WIDTH

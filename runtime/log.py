@@ -213,7 +213,7 @@ class ConsoleLog:
     def _write_status(self, last=False):
         """Atomically, but not durable as replace_file is: an fsync a second would cost a fast run time."""
         self.due = time.monotonic() + self.EVERY
-        if not self.lock.acquire(blocking=last):        # another thread writes it
+        if not self.lock.acquire(timeout=float(last)):  # another thread writes it
             return
         temporary = self.out / f"status.json.{os.getpid()}.tmp"
         try:
@@ -263,6 +263,7 @@ def recorded(process):
         raise
     finally:
         process.console.close()
+        process.console = None
 
 
 def open_output(config, path: Path | None, state, process) -> Log | None:

@@ -588,15 +588,14 @@ def test_the_picture_is_drawn_from_the_log_and_changes_no_loss(shards, start, fi
     assert panels[1]["HellaSwag, acc_norm"] == [[200, 0.25]]
 
 
-@pytest.mark.parametrize("error", ["ImportError", "ValueError"])         # a wrong MPLBACKEND is the second
-def test_a_picture_that_cannot_be_drawn_ends_no_run_and_is_one_line(error, shards, tmp_path):
-    (tmp_path / "matplotlib.py").write_text(f"import sys\nprint('chatter', file=sys.stderr)\n"
-                                            f"raise {error}('no pictures\\nhere')")
+def test_a_picture_that_cannot_be_drawn_ends_no_run_and_is_one_line(shards, tmp_path):
+    (tmp_path / "matplotlib.py").write_text("import sys\nprint('chatter', file=sys.stderr)\n"
+                                            "raise ImportError('no pictures\\nhere')")
     result = run("--data", shards, *TINY, *QUIET, "--max_steps", 2, "--val_every", 1, "--plot", "--out",
                  tmp_path / "log",
                  env=ENV | {"PYTHONPATH": str(tmp_path)})
     assert result.stdout.count("warning: ") == result.stdout.count("png is not drawn") == 1
-    assert f"is not drawn ({error}: no pictures here); --no_plot" in result.stdout and not result.stderr
+    assert "is not drawn (ImportError: no pictures here); --no_plot" in result.stdout and not result.stderr
     assert 2 in logged(tmp_path / "log", "val")
 
 
