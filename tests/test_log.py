@@ -16,7 +16,7 @@ from helpers import ENV, HANG, ROOT, logged, run
 
 from runtime.benchmark import random_tokens
 from runtime.cli import UserError
-from runtime.console import Band, brief_time, print_best, step_line
+from runtime.console import Band, brief_time, print_results, step_line
 from runtime.distributed import Process
 from runtime.log import COLUMNS, ConsoleLog, Log, read_metrics, recorded
 from runtime.progress import Progress, duration
@@ -212,14 +212,17 @@ def test_a_record_that_cannot_be_written_is_one_warning_and_ends_nothing(tmp_pat
                                   "of that step is gone"),
     ((8.12344, 100), 8.12344, (75, 100), "best checkpoint: {}/checkpoint_000100.pt, validation loss 8.1234"),
     ((8.12344, 75), 8.12344, (100,), None), (None, None, (100,), None)])
-def test_the_best_checkpoint_is_named_and_whether_validation_has_risen_since(best, val_loss, kept, line,
-                                                                             tmp_path, capsys):
+def test_the_best_checkpoint_is_named_and_offered_and_whether_validation_has_risen_since(
+        best, val_loss, kept, line, tmp_path, capsys):
     for step in kept:
         (tmp_path / f"checkpoint_{step:06d}.pt").touch()
-    path = print_best(Config(out=str(tmp_path)), SimpleNamespace(best=best, val_loss=val_loss), Process())
-    assert capsys.readouterr().out == (f"{line.format(tmp_path)}\n" if line else "")
-    found = best and best[1] in kept
-    assert path == (tmp_path / f"checkpoint_{best[1]:06d}.pt" if found else None)
+    state = SimpleNamespace(best=best, val_loss=val_loss, step=100)
+    print_results(Config(out=str(tmp_path)), state, Process())
+    offered = best[1] if best and best[1] in kept else 100
+    assert capsys.readouterr().out.splitlines() == [
+        f"done: 100 steps; in {tmp_path}: log.txt, metrics.csv, checkpoints",
+        *([line.format(tmp_path)] if line else []),
+        f"next: python sample.py --model {tmp_path}/checkpoint_{offered:06d}.pt"]
 
 
 def test_a_value_far_above_its_band_is_said_once_in_64_steps():
