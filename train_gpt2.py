@@ -26,7 +26,7 @@ from model import MODELS, fresh_model, load_model
 from runtime.batch_size import choose_micro_batch
 from runtime.checkpoint import Saver, TrainState, make_state
 from runtime.checks import check_config, oom_advice, plan_run
-from runtime.cli import RunError, flag, parse_config, run_command
+from runtime.cli import flag, parse_config, run_command
 from runtime.console import Reporter, print_summary
 from runtime.dataloader import TokenLoader
 from runtime.device import compile_model, make_autocast, oom_as_user_error, place_model, wrap_model
@@ -35,11 +35,11 @@ from runtime.files import output_lock
 from runtime.generation import print_samples
 from runtime.kernels import ATTENTION
 from runtime.language_model import LanguageModel
-from runtime.log import Profiler, open_output
+from runtime.log import Profiler, recorded
 from runtime.plan import print_forecast
 from runtime.plots import LossPlotter
 from runtime.presets import PRESETS, choose_defaults, preset_notes
-from runtime.resume import advice_after_nonfinite, recovery_hint
+from runtime.resume import nonfinite_error, open_output, recovery_hint
 from runtime.run import Run
 from runtime.validation import validation_loss
 from runtime.weights import model_from_checkpoint
@@ -70,8 +70,7 @@ class Config:
     total_batch_size: int = flag(524288, BATCH, "tokens per step, all ranks", least=1, fixed=True)
     batch_size: str = flag("auto", BATCH, "sequences per micro-step of one process, or auto", per_run=True)
     sequence_length: int = flag(0, BATCH, "tokens per sequence; 0: block_size", fixed=True)
-    updates_per_step: int = flag(1, BATCH, "optimizer updates a step, each on its share of the batch, in the "
-                                 "run's first third; then a half, then a quarter of them", least=1)
+    updates_per_step: int = flag(1, BATCH, "updates a step in the first third, then 1/2, then 1/4", least=1)
     max_steps: int = flag(19073, OPTIM, "optimizer steps; 19073 are one epoch of 10 billion tokens", least=1)
     warmup_steps: int = flag(715, OPTIM, "steps of linear warmup; 715 are GPT-3's 375 million tokens")
     max_lr: float = flag(6e-4, OPTIM, "learning rate after the warmup")
@@ -89,8 +88,8 @@ class Config:
     attention: str = flag("auto", SPEED, "auto: torch's choice, on a CPU the plain formula where faster",
                           choices=list(ATTENTION))
     rank_timeout: float = flag(30.0, SPEED, "minutes to wait for a rank", least=0.1, bits=20, per_run=True)
-    loss_chunk: int = flag(-1, SPEED, "tokens whose logits are in memory at a time; 0: all; -1: all, on a "
-                           "CPU 2048, which is faster", least=-1, per_run=True)
+    loss_chunk: int = flag(-1, SPEED, "tokens of logits at a time; 0: all; -1: 2048 on a CPU", least=-1,
+                           per_run=True)
     profile: bool = flag(False, SPEED, "write a trace of three steps to OUT/trace.json", per_run=True)
     val_every: int = flag(250, OUTPUT, "steps between validations; 0: never")
     hellaswag_every: int = flag(250, OUTPUT, "steps between HellaSwag evaluations; 0: never")
@@ -307,8 +306,7 @@ def evaluate(run: Run, due: Callable[[int], bool]) -> None:
         if signals.stopped:
             return
         if not math.isfinite(loss):
-            raise RunError(f"step {state.step}: the validation loss is {loss}. "
-                           f"{advice_after_nonfinite(state, config, state.step)}")
+            raise nonfinite_error(f"step {state.step}: validation loss {loss}", state, config, state.step)
         state.val_loss = loss
         reporter.evaluation(state.step, "val", loss, f"validation loss: {loss:.4f}")
     if run.hella and due(config.hellaswag_every):
@@ -336,7 +334,7 @@ def check_steps(run: Run, finished: list) -> None:
         if not math.isfinite(step.loss) or (step.first_bad and config.dtype != "float16"):
             state.skipped += 1
             if state.skipped > config.skip_nonfinite:
-                raise RunError(f"{step}. {advice_after_nonfinite(state, config, step.step)}")
+                raise nonfinite_error(step, state, config, step.step)
             run.process.print0(f"skipped {step}; {state.skipped} of --skip_nonfinite {config.skip_nonfinite}")
 
 
@@ -387,13 +385,14 @@ def train(argv: list[str] | None = None) -> int:
     """The command. Returns the exit code."""
     flags, explicit_flags = parse_flags(argv)
     check_config(flags)
-    process, run = setup_process(flags), None
-    with process.abort_all_on_error(), output_lock(flags, process), oom_as_user_error(
+    process, run, code = setup_process(flags), None, 0
+    with process.abort_all_on_error(), output_lock(flags, process), recorded(process), oom_as_user_error(
             lambda: oom_advice(run.config if run else flags, run.loader if run else None, process.device)):
         if run := set_up(flags, explicit_flags, process):
             with closing(run):
                 loop(run)
-    return leave(process, print_summary(run) if run else 0)
+            code = print_summary(run)
+    return leave(process, code)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from runtime.benchmark import print_table
 from runtime.cli import UserError
 from runtime.files import readable
 from runtime.log import read_metrics
-from runtime.plots import limits, save_figure, short_count
+from runtime.plots import limits, new_figure, save_figure, short_count
 from runtime.progress import duration
 
 
@@ -102,8 +102,7 @@ def print_rows(rows: list[dict]) -> None:
 
 def plot_runs(path: str, curves: list[Curve]) -> None:
     """Two panels: validation loss against tokens, and against the time of training."""
-    from matplotlib.figure import Figure
-    figure = Figure(figsize=(12, 4.5), layout="constrained")
+    figure = new_figure(figsize=(12, 4.5))
     panels = figure.subplots(1, 2, sharey=True)
     unit, length = ("hours", 3600) if max(curve.seconds for curve in curves) >= 2 * 3600 else ("minutes", 60)
     losses = []

@@ -1,7 +1,9 @@
 """What a run prints: a line a step, how it ended."""
+import math
 import shlex
 import statistics
 import time
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,6 +48,28 @@ def step_line(step: int, loss: float, norm: float, lr: float, dt: float, rate: f
     return line
 
 
+class Band:
+    """The last 64 finite values of a loss or norm, to tell one that is far above all of them: by twice
+    their range, and by a tenth, for losses that hardly change."""
+    WIDTH, LEAST = 64, 32       # steps
+
+    def __init__(self, name: str):
+        self.name, self.values, self.quiet_until = name, deque(maxlen=self.WIDTH), 0
+
+    def add(self, step: int, value: float) -> str:
+        """A line if `value` is so far above, at most one every 64 steps, else ''."""
+        line = ""
+        if math.isfinite(value):
+            if len(self.values) >= self.LEAST and step >= self.quiet_until:
+                low, high = min(self.values), max(self.values)
+                if value > high + max(2 * (high - low), 0.1 * high):
+                    line = (f"step {step}: {self.name} {value:.4f} is far above those of the last "
+                            f"{len(self.values)} steps ({low:.4f} to {high:.4f})")
+                    self.quiet_until = step + self.WIDTH
+            self.values.append(value)
+        return line
+
+
 class Reporter:
     """Prints and logs steps. On CUDA a step's numbers are read when the next step is queued, so that the
     GPU never waits. What they mean is decided by the caller, to whom `step` and `flush` return
@@ -57,6 +81,9 @@ class Reporter:
         self.names = [name for name, _ in model.named_parameters()]
         self.lag = 1 if process.device.startswith("cuda") else 0
         self.pending, self.seconds, self.steps, self.first, self.last = [], [], 0, None, None
+        self.bands = Band("loss"), Band("gradient norm")
+        if log and process.console:
+            process.console.open(config, log.first)
 
     def start(self):
         """Before a step: starts the clock, unless a step still runs on the GPU, and the clock with it."""
@@ -76,9 +103,14 @@ class Reporter:
         return finished
 
     def evaluation(self, step, kind, value, text):
+        self._status(at_once=True, step=step, **({"val_loss": value} if kind == "val" else {}))
         self.process.print0(f"step {step:5d} | {text}")
         if self.log:
             self.log.evaluation(step, kind, value)
+
+    def _status(self, **values):
+        if self.process.console:
+            self.process.console.update(**values)
 
     def _report(self, step, numbers, lr):
         with self.process.progress(f"step {step}"):
@@ -86,11 +118,15 @@ class Reporter:
         now = time.perf_counter()
         dt, self.clock = now - self.clock, now
         self.seconds.append(dt)
+        self._status(step=step + 1, loss=loss)
         if step % self.config.log_every == 0 or step == self.config.max_steps - 1:
             rate = self.config.total_batch_size / dt
             mfu = rate * self.flops / self.peak / self.process.world_size if self.peak else None
             left = statistics.median(self.seconds[-20:]) * (self.config.max_steps - 1 - step)
             self.process.print0(step_line(step, loss, norm, lr, dt, rate, mfu, left))
+        for band, value in zip(self.bands, (loss, norm), strict=True):
+            if line := band.add(step, value):
+                self.process.print0(line)
         if self.log:
             self.log.step(step, loss, norm, lr, dt)
         self.last = StepResult(step, loss, norm, self.names[int(first_bad)] if first_bad >= 0 else "")
@@ -116,22 +152,49 @@ def print_summary(run) -> int:
     config, state, process, signals = run.config, run.state, run.process, run.signals
     if speed := run.reporter.speed():
         process.print0(speed)
+    ended, code = "done", 0
     if signals.stopped:
         then = "the same command goes on from there" if run.saver.every else (
             "that is not saved (--checkpoint_every 0)")
+        ended = "stopped"
         process.print0(f"stopped by {signals.received or 'a signal'} after {state.step} of "
                        f"{config.max_steps} steps: {then}")
+        print_best(config, state, process)
     elif config.overfit and run.reporter.steps:
-        return overfit_verdict(run.reporter, process)
+        code = overfit_verdict(run.reporter, process)
     else:
-        newest = checkpoints(config.out)[-1:] if run.saver.every else []
-        files = {"log.txt": True, "metrics.csv": True, "loss.png": (Path(config.out) / "loss.png").exists(),
-                 "checkpoints": newest}
-        there = ", ".join(name for name, exists in files.items() if exists)
-        process.print0(f"done: {state.step} steps; in {config.out}: {there}")
-        if newest and config.vocab_size >= VOCAB_SIZE:
-            process.print0(f"next: python sample.py --model {shlex.quote(str(newest[0][1]))}")
-    return 0
+        print_results(run)
+    if process.console:
+        process.console.end("failed" if code else ended, "did not overfit" if code else "")
+    return code
+
+
+def print_results(run) -> None:
+    """What a run that is done has made, and what to do with it."""
+    config, state, process = run.config, run.state, run.process
+    newest = checkpoints(config.out)[-1:] if run.saver.every else []
+    files = {"log.txt": True, "metrics.csv": True, "loss.png": (Path(config.out) / "loss.png").exists(),
+             "checkpoints": newest}
+    there = ", ".join(name for name, exists in files.items() if exists)
+    process.print0(f"done: {state.step} steps; in {config.out}: {there}")
+    best = print_best(config, state, process)
+    if newest and config.vocab_size >= VOCAB_SIZE:
+        process.print0(f"next: python sample.py --model {shlex.quote(str(best or newest[0][1]))}")
+
+
+def print_best(config, state, process: Process) -> Path | None:
+    """Which of the saved checkpoints has the lowest validation loss, and whether it has risen since. Returns
+    its path, or None if there is none."""
+    if not (state.best and state.val_loss is not None):
+        return None
+    loss, step = state.best
+    path = dict(checkpoints(config.out)).get(step)
+    if state.val_loss > loss:
+        where = f": the best checkpoint is {path}" if path else ", and the checkpoint of that step is gone"
+        process.print0(f"validation has risen since step {step} ({loss:.4f} -> {state.val_loss:.4f}){where}")
+    elif path:
+        process.print0(f"best checkpoint: {path}, validation loss {loss:.4f}")
+    return path
 
 
 def overfit_verdict(reporter: Reporter, process: Process) -> int:

@@ -11,7 +11,7 @@ import time
 import traceback
 import uuid
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -51,6 +51,7 @@ class Process:
     beats: Heartbeats | None = None
     last_save: float = field(default_factory=time.monotonic)       # time of the last checkpoint, or the start
     failure_reported: bool = False      # another rank has failed and printed why
+    console: Callable | None = None     # is given what print0 prints, too: runtime.log.ConsoleLog
 
     def __post_init__(self):
         self.progress = Progress(self.print0)
@@ -62,6 +63,8 @@ class Process:
 
     def print0(self, *args):
         if self.is_master:
+            if self.console:
+                self.console(*args)
             try:
                 print(*args, flush=True)
             except OSError as error:    # `| tee` got the same Ctrl-C, `| head` ended, or a terminal is closed

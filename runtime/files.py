@@ -20,6 +20,8 @@ try:
 except ImportError:             # Windows
     fcntl = None
 
+# what a run writes into --out beside its checkpoints and TensorBoard's files
+RUN_FILES = ("log.txt", "metrics.csv", "loss.png", "console.log", "status.json", "wandb_id", "trace.json")
 NOT_ALLOWED = errno.EACCES, errno.EPERM, errno.EROFS
 NO_ROOM = errno.ENOSPC, errno.EDQUOT, errno.EFBIG
 LOCK_TIMEOUT = 20               # seconds, for a run on another machine: it may be just ending

@@ -1,17 +1,26 @@
-"""log.txt, metrics.csv, dashboards, the profiler's trace."""
+"""log.txt, metrics.csv, console.log, status.json, dashboards, the profiler's trace."""
+# torch, and what needs it, is imported where it is used: the process that draws loss.png does without
 import csv
 import io
+import json
+import math
+import os
 import re
-from contextlib import suppress
+import shlex
+import socket
+import sys
+import threading
+import time
+import traceback
+import uuid
+from collections import deque
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
+from datetime import datetime
 from pathlib import Path
 
-import torch
-
-from runtime.cli import RunError
-from runtime.distributed import Process
-from runtime.files import cannot_write, read_text, readable, remove_leftovers, replace_file, writable
-from runtime.resume import RUN_FILES, archive_output
+from runtime.cli import RunError, UserError
+from runtime.files import cannot_write, checkpoints, read_text, readable, replace_file
 
 COLUMNS = ("step", "tokens", "seconds", "train", "val", "hella", "lr", "norm", "tokens_per_second")
 LONGEST = 1 << 30               # bytes of a log: ten million steps
@@ -40,6 +49,18 @@ def read_metrics(path: str | Path) -> list[dict]:
         raise ValueError(f"line {reader.line_num} is none of a run's metrics") from None
 
 
+def wandb_id(out: str | Path, resumes: bool) -> str:
+    """The id under which Weights & Biases knows this run: a resume finds it in OUT/wandb_id."""
+    path = Path(out) / "wandb_id"
+    if resumes:
+        with suppress(OSError, ValueError):
+            if re.fullmatch(r"[0-9a-f]{32}", known := read_text(path, 100).strip()):
+                return known
+    new = uuid.uuid4().hex
+    replace_file(path, lambda file: file.write(f"{new}\n".encode()))
+    return new
+
+
 class Log:
     """OUT/log.txt, a line an event: `STEP KIND VALUE` with KIND train, val or hella; OUT/metrics.csv, a row a
     step; also Weights & Biases and TensorBoard, if asked for.
@@ -48,7 +69,7 @@ class Log:
     happens again."""
 
     def __init__(self, config, step, evaluated):
-        self.config, self.wandb, self.tensorboard = config, None, None
+        self.config, self.first, self.wandb, self.tensorboard = config, step, None, None
         path = Path(config.out) / "log.txt"
         kept = [row for row in (read_log(path) if path.exists() else [])
                 if (row[0] < step if row[1] == "train" else row[0] <= evaluated)]
@@ -62,7 +83,8 @@ class Log:
         if config.wandb:
             import wandb
             self.wandb = wandb
-            wandb.init(project="gpt2", name=Path(config.out).name, config=asdict(config), resume="allow")
+            wandb.init(project="gpt2", name=Path(config.out).name, config=asdict(config), resume="allow",
+                       id=wandb_id(config.out, resumes=step > 0 or evaluated >= 0))
         if config.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
             self.tensorboard = SummaryWriter(config.out, purge_step=step)
@@ -127,15 +149,122 @@ class Log:
                 file.close()
 
 
-def open_output(config, path: Path | None, state, process: Process) -> Log | None:
-    """On rank 0 the log in --out. What another run left there is archived, never lost."""
+class ConsoleLog:
+    """OUT/console.log: what rank 0 prints, each line with the local time, its offset from UTC, and the host.
+    OUT/status.json: where the run is, for scripts. What is printed before `open` is kept until then.
+
+    Neither ends a run: where they cannot be written, a warning says so once."""
+    EVERY = 1.0         # seconds, at least, between two status.json
+
+    def __init__(self, process):
+        self.process, self.host, self.lock = process, socket.gethostname(), threading.Lock()
+        self.out, self.file, self.due, self.warned = None, None, 0.0, False
+        self.early = deque(maxlen=1000)         # lines
+        self.values = {"state": "running", "message": "", "step": 0, "max_steps": 0, "loss": None,
+                       "val_loss": None}
+        ranks = f" (rank 0 of {process.world_size})" if process.world_size > 1 else ""
+        self(f"process {os.getpid()}{ranks}: {shlex.join(sys.orig_argv)}")
+
+    def open(self, config, step: int) -> None:
+        """Once --out is known to be this run's, which begins at `step`."""
+        self.out = Path(config.out)
+        self.values |= {"step": step, "max_steps": config.max_steps}
+        # O_NONBLOCK: a named pipe of that name is no reason to wait
+        how = os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_NONBLOCK", 0)
+        with self._warning("console.log"):
+            self.file = os.open(self.out / "console.log", how, 0o666)
+        self._append("".join(self.early))
+        self._write_status()
+
+    def __call__(self, *args):
+        """Takes what `print` takes."""
+        before = f"{datetime.now().astimezone().isoformat(timespec='seconds')} {self.host} "
+        text = "".join(f"{before}{line}\n" for line in " ".join(map(str, args)).splitlines())
+        if not self.out:
+            self.early.append(text)
+            return
+        self._append(text)
+        if time.monotonic() >= self.due:
+            self._write_status()
+
+    def update(self, at_once: bool = False, **values) -> None:
+        """Values of status.json, written with the next line, however soon after the one before if
+        `at_once`."""
+        self.values |= values
+        if at_once:
+            self.due = 0.0
+
+    def end(self, state: str, message: str = "") -> None:
+        """`state`: done, stopped or failed."""
+        self.values |= {"state": state, "message": message}
+        if self.out:
+            self._write_status(last=True)
+
+    def failed(self, error: BaseException) -> None:
+        known = isinstance(error, UserError | RunError)
+        text = " ".join(str(error).split()) if known else f"{type(error).__name__}: {error}"
+        self(f"{Path(sys.argv[0]).name}: {text}" if known else "".join(traceback.format_exception(error)))
+        self.end("failed", text)
+
+    def _append(self, text):
+        if self.file is not None:
+            with self._warning("console.log"):
+                os.write(self.file, text.encode(errors="replace"))      # at once: threads print, too
+
+    def _write_status(self, last=False):
+        """Atomically, but not durable as replace_file is: an fsync a second would cost a fast run time."""
+        self.due = time.monotonic() + self.EVERY
+        if not self.lock.acquire(timeout=float(last)):  # another thread writes it
+            return
+        temporary = self.out / f"status.json.{os.getpid()}.tmp"
+        try:
+            newest, now = checkpoints(self.out)[-1:], time.time()
+            values = self.values | {
+                "checkpoint": str(newest[0][1]) if newest else None, "unix_time": round(now, 3),
+                "time": datetime.fromtimestamp(now).astimezone().isoformat(timespec="seconds"),
+                "host": self.host, "pid": os.getpid()}
+            # JSON has no NaN
+            values = {k: None if isinstance(v, float) and not math.isfinite(v) else v
+                      for k, v in values.items()}
+            with self._warning("status.json"):
+                temporary.write_text(json.dumps(values) + "\n")
+                os.replace(temporary, self.out / "status.json")
+        finally:
+            self.lock.release()
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
+
+    @contextmanager
+    def _warning(self, name):
+        try:
+            yield
+        except OSError as error:
+            warned, self.warned = self.warned, True
+            if not warned:
+                self.process.print0(f"warning: {self.out / name} cannot be written ({error.strerror}); the "
+                                    "run goes on")
+
+    def close(self):
+        if self.file is not None:
+            os.close(self.file)
+            self.file = None
+
+
+@contextmanager
+def recorded(process):
+    """Around a run: rank 0's console.log and status.json hold how it ended."""
     if not process.is_master:
-        return None
-    with writable(config.out):
-        if line := archive_output(config, path, state.step):
-            process.print0(line)
-        remove_leftovers(config.out, r"checkpoint_\d+\.pt|" + "|".join(map(re.escape, RUN_FILES)))
-        return Log(config, state.step, state.evaluated)
+        yield
+        return
+    process.console = ConsoleLog(process)
+    try:
+        yield
+    except BaseException as error:
+        process.console.failed(error)
+        raise
+    finally:
+        process.console.close()
+        process.console = None
 
 
 class Profiler:
@@ -147,6 +276,7 @@ class Profiler:
     def __init__(self, config, process):
         self.config, self.process, self.inner = config, process, None
         if config.profile and process.is_master:
+            import torch
             self.order = f"self_{'cuda' if process.device.startswith('cuda') else 'cpu'}_time_total"
             steps = torch.profiler.schedule(wait=self.WAIT, warmup=self.WARMUP, active=self.ACTIVE, repeat=1)
             # CPU, and CUDA if there is one

@@ -1,13 +1,20 @@
 """Pictures: a run's losses, and bench.py's ladder and recipes. matplotlib is imported when one is drawn."""
 import json
+import logging
 import math
+import os
 import re
-from concurrent.futures import ThreadPoolExecutor
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 
-from runtime.files import read_text, replace_file
+from runtime.files import read_text, remove_leftovers, replace_file
 from runtime.log import read_log
 from runtime.tokenizer import VOCAB_SIZE
 
@@ -18,6 +25,14 @@ BASELINES = {"val": (3.29, "GPT-2 124M on FineWeb, llm.c: 3.29"),
 RAW = dict(color="#f0cfa5", linewidth=0.6)
 SMOOTH = dict(color="#d9822b", linewidth=1.2)
 EVALUATION = dict(color="#1f4e9c", linewidth=1.6, marker="o", markersize=3)
+# what plot_log needs of a run's config
+PLOTTED = ("out", "data", "hellaswag_data", "recipe", "n_layer", "n_embd", "vocab_size", "total_batch_size")
+
+
+def new_figure(**how):
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)     # a HOME that cannot be written, a font cache
+    from matplotlib.figure import Figure
+    return Figure(**how, layout="constrained")
 
 
 def save_figure(figure, path, dpi=130):
@@ -94,10 +109,9 @@ def loss_curves(events, tokens_a_step):
 
 def plot_log(config) -> None:
     """Draws OUT/loss.png from log.txt: losses and HellaSwag against tokens, beside BASELINES."""
-    from matplotlib.figure import Figure
     points = loss_curves(read_log(Path(config.out) / "log.txt"), config.total_batch_size)
     train, hella = points["train"], points["hella"]
-    figure = Figure(figsize=(12 if hella else 7, 4.5), layout="constrained")
+    figure = new_figure(figsize=(12 if hella else 7, 4.5))
     panels = figure.subplots(1, 1 + bool(hella), squeeze=False)[0]
 
     width = 2 * (len(train) // 100) + 1             # about 2% of the steps, odd
@@ -133,35 +147,77 @@ def plot_log(config) -> None:
 
 
 class LossPlotter:
-    """Draws OUT/loss.png on a thread: all ranks would wait for it, half a second an evaluation."""
+    """Draws OUT/loss.png in a process of its own, of lowest priority: a thread would share the interpreter
+    with the training loop, and all GPUs wait for that. At most one at a time."""
+    PATIENCE = 60               # seconds, for the last picture at the end of a run
 
     def __init__(self, config, process):
         self.config, self.process = config, process
-        self.thread, self.pending = ThreadPoolExecutor(1, "picture"), []
+        self.child = self.errors = self.warned = None
+        self.again = False      # asked for while one was drawn: as often as it was, the log is read once more
 
     def draw(self):
-        """On rank 0. Cancels the pictures not begun: the new one shows what they would have shown."""
-        self.pending = [picture for picture in self.pending if not picture.cancel()]
-        self.pending.append(self.thread.submit(plot_log, self.config))
+        """On rank 0. Returns at once."""
+        if self.child:
+            self.again = True
+            return
+        config = json.dumps({name: getattr(self.config, name) for name in PLOTTED})
+        root = str(Path(__file__).resolve().parent.parent)
+        path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+        self.again = False
+        try:    # -P: nothing is imported from the working directory; a new session: Ctrl-C is not for it
+            self.errors = tempfile.TemporaryFile()
+            self.child = subprocess.Popen(
+                [sys.executable, "-P", "-m", "runtime.plots", config], stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL, stderr=self.errors, start_new_session=True,
+                env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"})
+        except OSError as error:
+            self._ended(str(error))
 
     def finish(self, wait=True):
-        """Warns of pictures that failed. Waits for the others; wait=False leaves those for a later call."""
-        while self.pending and (wait or self.pending[0].done()):
+        """Warns of a picture that failed, and begins the one asked for in the meantime. wait=False leaves
+        one that is being drawn for a later call."""
+        deadline = time.monotonic() + self.PATIENCE
+        while self.child and (wait or self.child.poll() is not None):
             try:
-                self.pending.pop(0).result()
-            except Exception as error:          # matplotlib raises all kinds; a picture must not end a run
-                self.process.print0(f"warning: {self.config.out}/loss.png is not drawn ({error}); "
-                                    "--no_plot does without it")
+                code = self.child.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                self.again = False
+                self._kill()
+                return self._ended(f"it took more than {self.PATIENCE} s")
+            self.errors.seek(0)
+            said = self.errors.read()[-2000:].decode(errors="replace").split("\n")
+            reason = next((line for line in reversed(said) if line.strip()), f"its process ended with {code}")
+            self._ended(reason if code else "")
+            if self.again:
+                self.draw()
+
+    def _ended(self, reason):
+        if self.errors:
+            self.errors.close()
+        self.child = self.errors = None
+        if reason and reason != self.warned:    # the same once a run, not once an evaluation
+            self.warned = reason
+            self.process.print0(f"warning: {self.config.out}/loss.png is not drawn ({reason}); --no_plot "
+                                "does without it")
+
+    def _kill(self):
+        self.child.kill()
+        self.child.wait()
+        with suppress(OSError):
+            remove_leftovers(self.config.out, re.escape("loss.png"))
 
     def close(self):
-        self.thread.shutdown(wait=False, cancel_futures=True)   # a run that failed draws no more
+        """A run that failed draws no more."""
+        if self.child:
+            self._kill()
+            self._ended("")
 
 
 def plot_ladder(path, rows, title):
     """Bars of tokens/s by row of `bench.py ladder`; failed rows are left out."""
-    from matplotlib.figure import Figure
     rows = [row for row in rows if isinstance(row.get("tokens/s"), float)][::-1]
-    figure = Figure(figsize=(9, 0.45 * len(rows) + 1.2), layout="constrained")
+    figure = new_figure(figsize=(9, 0.45 * len(rows) + 1.2))
     axes = figure.subplots()
     bars = axes.barh([row["rung"] for row in rows], [row["tokens/s"] for row in rows], color="#4878a8")
     axes.bar_label(bars, [f"{row['tokens/s']:,.0f} ({row['in all']})" for row in rows], padding=3)
@@ -174,8 +230,7 @@ def plot_ladder(path, rows, title):
 
 def plot_curves(path, curves, title):
     """Validation loss against tokens. `curves`: {name: {tokens: loss}}; a line marks the first one's end."""
-    from matplotlib.figure import Figure
-    figure = Figure(figsize=(7, 4), layout="constrained")
+    figure = new_figure(figsize=(7, 4))
     axes = figure.subplots()
     for name, curve in curves.items():
         points = [(tokens / 1e6, loss) for tokens, loss in curve.items() if tokens]
@@ -188,3 +243,17 @@ def plot_curves(path, curves, title):
     axes.legend()
     axes.spines[["top", "right"]].set_visible(False)
     save_figure(figure, path)
+
+
+def main(argument: str) -> None:
+    """LossPlotter's process. `argument`: the values of PLOTTED as JSON."""
+    if hasattr(os, "nice"):             # not on Windows
+        os.nice(19)
+    try:
+        plot_log(SimpleNamespace(**json.loads(argument)))
+    except Exception as error:          # matplotlib raises all kinds
+        sys.exit(" ".join(f"{type(error).__name__}: {error}".split()))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -7,17 +7,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from runtime.cli import UserError, safe_repr
-from runtime.files import checkpoints, read_text, readable
+from runtime.cli import RunError, UserError, safe_repr
+from runtime.files import RUN_FILES, checkpoints, read_text, readable, remove_leftovers, writable
 from runtime.integrity import find_fault
+from runtime.log import Log
 from runtime.presets import PRESETS
 from runtime.weights import read_checkpoint
 
 # values that stand for what is derived from other flags and the device
 AUTOMATIC = {"sequence_length": 0, "min_lr": -1.0, "dtype": "auto"}
 MODEL_SHAPE = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")
-# what a run writes into --out beside checkpoints; of the two that are cut on a resume, the form of a line
-RUN_FILES = ("log.txt", "metrics.csv", "loss.png", "trace.json", "console.log", "status.json", "wandb_id")
+# of the two files in --out that are cut on a resume, the form of a line
 LINES = {"log.txt": r"\d+ \w+ (-?\d+\.\d{6}|-?inf|nan)",
          "metrics.csv": r"step,tokens,.*|\d+,\d+,[^,]*(,[^,]*){6}"}
 
@@ -89,7 +89,19 @@ def merge_config(config, explicit_flags: set[str], checkpoint: dict, path: Path)
              if name not in explicit_flags and not fields[name].metadata.get("per_run")}
     for name in derived & taken.keys():         # derived anew: from another --max_lr, on another device
         taken[name] = fields[name].default
-    return dataclasses.replace(config, **taken)
+    merged = dataclasses.replace(config, **taken)
+    check_step(checkpoint, merged.max_steps, path)
+    return merged
+
+
+def check_step(checkpoint: dict, max_steps: int, path: Path) -> None:
+    """UserError for a checkpoint beyond `max_steps`. One of the last step is a run that is done."""
+    with damaged_if_fails(path):
+        if type(step := checkpoint["step"]) is not int or not 0 <= step < 2**40:
+            raise ValueError(f"its step is {safe_repr(step)}")
+        if step > max_steps:
+            raise UserError(f"{path} is at step {step}, beyond --max_steps {max_steps}: give more steps, or "
+                            "--resume an earlier checkpoint")
 
 
 def check_data(checkpoint: dict, data: dict, folder: str, path: Path) -> None:
@@ -110,6 +122,17 @@ def check_data(checkpoint: dict, data: dict, folder: str, path: Path) -> None:
             raise UserError(f"{path} was trained on other data: {had}, and {folder} has {has}; the first "
                             f"that differs was {was} and is {is_now}. Bring the old data back, or start a "
                             f"new run from these weights: --init {path} --out ANOTHER")
+
+
+def open_output(config, path: Path | None, state, process) -> Log | None:
+    """On rank 0 the log in --out. What another run left there is moved, never lost."""
+    if not process.is_master:
+        return None
+    with writable(config.out):
+        if line := archive_output(config, path, state.step):
+            process.print0(line)
+        remove_leftovers(config.out, r"checkpoint_\d+\.pt|" + "|".join(map(re.escape, RUN_FILES)))
+        return Log(config, state.step, state.evaluated)
 
 
 def archive_output(config, path: Path | None, step: int) -> str:
@@ -167,8 +190,13 @@ def newest_of(out: str | Path) -> str:
             "There is no checkpoint yet: the same command starts again")
 
 
+def nonfinite_error(what: object, state, config, step: int) -> RunError:
+    """The end of a run by a loss or gradient that is not finite at `step`: `what`, then what is true of the
+    weights as they are now, and what to do."""
+    return RunError(f"{what}. {advice_after_nonfinite(state, config, step)}")
+
+
 def advice_after_nonfinite(state, config, step: int) -> str:
-    """What to say of a loss or gradient that is not finite at `step`, with the weights as they are now."""
     if fault := find_fault(dict(state.model.named_parameters())):
         return f"{fault}, since an earlier update. {newest_of(config.out)}"
     if state.source and step == state.begun:

@@ -1,5 +1,7 @@
 """What a run tells: log.txt, metrics.csv, the console, signs of life."""
 import csv
+import json
+import math
 import os
 import pty
 import re
@@ -7,16 +9,20 @@ import subprocess
 import sys
 import termios
 import time
+from types import SimpleNamespace
 
 import pytest
 from helpers import ENV, HANG, ROOT, logged, run
 
 from runtime.benchmark import random_tokens
-from runtime.console import brief_time, step_line
-from runtime.log import COLUMNS, Log, read_metrics
+from runtime.cli import UserError
+from runtime.checkpoint import Saver
+from runtime.console import Band, brief_time, print_results, step_line
+from runtime.distributed import Process
+from runtime.log import COLUMNS, ConsoleLog, Log, read_metrics, recorded
 from runtime.progress import Progress, duration
 from runtime.shards import write_shard
-from train_gpt2 import Config
+from train_gpt2 import Config, train
 import runtime.progress
 
 SMALL = ["--n_layer", 1, "--n_head", 2, "--n_embd", 32, "--block_size", 32, "--dtype", "float32",
@@ -102,6 +108,136 @@ def test_log_every_thins_the_console_alone_and_the_end_tells_the_speed(shards, t
     assert set(logged(tmp_path)) == set(range(8)) and not result.stderr         # no file is left open
     assert re.search(r"median step [0-9.,]+ ms, [0-9,]+ tokens/s, peak memory \d+\.\d GB\ndone: 8 steps",
                      result.stdout)
+
+
+LINE = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d[+-]\d\d:\d\d \S+ "             # time and host
+
+
+def told(out):
+    """console.log without time and host, and status.json."""
+    lines = (out / "console.log").read_text().splitlines()
+    assert all(re.match(LINE, line) for line in lines)
+    return [re.sub(LINE, "", line, count=1) for line in lines], json.loads((out / "status.json").read_text())
+
+
+def test_console_log_holds_what_the_console_showed_and_status_json_where_the_run_is(shards, tmp_path):
+    flags = ["--data", shards, *SMALL, "--val_every", 2, "--checkpoint_every", 2, "--out", tmp_path]
+    before = []
+    for steps in (4, 6):
+        shown = run(*flags, "--max_steps", steps).stdout.splitlines()
+        lines, status = told(tmp_path)
+        start, *rest = lines[len(before):]
+        assert re.fullmatch(rf"process {status['pid']}: .*train_gpt2.py .* --max_steps {steps}", start)
+        assert rest == shown and lines[:len(before)] == before
+        assert (status["state"], status["step"], status["max_steps"]) == ("done", steps, steps)
+        assert status["checkpoint"] == str(tmp_path / f"checkpoint_{steps:06d}.pt")
+        assert status["val_loss"] == pytest.approx(logged(tmp_path, "val")[steps], abs=1e-6)
+        assert status["loss"] == pytest.approx(logged(tmp_path)[steps - 1], abs=1e-6)
+        before = lines
+    assert not list(tmp_path.glob("*.tmp"))
+    with pytest.raises(UserError, match="checkpoint_000006.pt is at step 6, beyond --max_steps 2: give more "
+                                        "steps, or --resume an earlier checkpoint"):
+        train([*map(str, flags), "--max_steps", "2"])
+    assert told(tmp_path) == (lines, status), "a mistake in the flags is none of the run's"
+
+
+def test_how_a_run_failed_is_in_console_log_and_status_json(tmp_path):
+    for error, message, last in ((UserError("no more\nmemory"), "no more memory", r"\S+: no more memory"),
+                                 (ValueError("a bug"), "ValueError: a bug", "ValueError: a bug")):
+        process = Process()
+        with pytest.raises(type(error)), recorded(process):
+            process.print0("the header")
+            assert not (tmp_path / "console.log").exists()
+            process.console.open(Config(out=str(tmp_path)), 5)
+            process.console.update(loss=float("nan"))
+            process.print0("two\nlines")
+            raise error
+        lines, status = told(tmp_path)
+        assert lines[1:4] == ["the header", "two", "lines"] and re.fullmatch(last, lines[-1])
+        assert (status["state"], status["message"], status["step"]) == ("failed", message, 5)
+        assert status["loss"] is None and json.loads(json.dumps(status, allow_nan=False))
+        (tmp_path / "console.log").unlink()
+    with pytest.raises(UserError), recorded(Process()):         # before --out is this run's
+        raise UserError("no such data")
+    assert [path.name for path in tmp_path.iterdir()] == ["status.json"]
+    other = Process(rank=1)
+    with recorded(other):
+        assert other.console is None
+
+
+def test_status_json_is_replaced_once_a_second_and_at_once_for_an_evaluation_and_the_end(tmp_path,
+                                                                                        monkeypatch):
+    console, written, replace = ConsoleLog(Process()), [], os.replace
+
+    def seen(new, old):
+        written.append(tuple(json.loads(new.read_text())[name] for name in ("step", "state")))
+        assert old == tmp_path / "status.json"
+        replace(new, old)
+    monkeypatch.setattr(os, "replace", seen)
+    monkeypatch.setattr(ConsoleLog, "EVERY", 1e6)
+    console.open(Config(out=str(tmp_path)), 0)
+    for step in range(1, 5):
+        console.update(step=step)
+        console("a step")
+    console.update(at_once=True)
+    console("an evaluation")
+    console("a step")
+    console.end("done")
+    monkeypatch.setattr(ConsoleLog, "EVERY", 0.0)
+    console.update(at_once=True)
+    for step in range(5, 7):
+        console.update(step=step)
+        console("a slow step")
+    console.close()
+    assert written == [(0, "running"), (4, "running"), (4, "done"), (5, "done"), (6, "done")]
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux")
+def test_a_record_that_cannot_be_written_is_one_warning_and_ends_nothing(tmp_path, capsys):
+    os.symlink("/dev/full", tmp_path / "console.log")
+    (tmp_path / "status.json").mkdir()
+    process = Process()
+    with recorded(process):
+        process.console.open(Config(out=str(tmp_path)), 0)
+        process.print0("a step")
+        process.console.end("done")
+    assert capsys.readouterr().out == (f"warning: {tmp_path}/console.log cannot be written (No space left on "
+                                       "device); the run goes on\na step\n")
+    assert sorted(os.listdir(tmp_path)) == ["console.log", "status.json"]
+
+
+@pytest.mark.parametrize(("best", "val_loss", "kept", "line"), [
+    ((8.12344, 75), 9.93, (75, 100), "validation has risen since step 75 (8.1234 -> 9.9300): the best "
+                                     "checkpoint is {}/checkpoint_000075.pt"),
+    ((8.12344, 75), 9.93, (100,), "validation has risen since step 75 (8.1234 -> 9.9300), and the checkpoint "
+                                  "of that step is gone"),
+    ((8.12344, 100), 8.12344, (75, 100), "best checkpoint: {}/checkpoint_000100.pt, validation loss 8.1234"),
+    ((8.12344, 75), 8.12344, (100,), None), (None, None, (100,), None)])
+def test_the_best_checkpoint_is_named_and_offered_and_whether_validation_has_risen_since(
+        best, val_loss, kept, line, tmp_path, capsys):
+    for step in kept:
+        (tmp_path / f"checkpoint_{step:06d}.pt").touch()
+    state = SimpleNamespace(best=best, val_loss=val_loss, step=100)
+    config = Config(out=str(tmp_path))
+    print_results(SimpleNamespace(config=config, state=state, process=Process(),
+                                  saver=Saver(config, {}, None, Process())))
+    offered = best[1] if best and best[1] in kept else 100
+    assert capsys.readouterr().out.splitlines() == [
+        f"done: 100 steps; in {tmp_path}: log.txt, metrics.csv, checkpoints",
+        *([line.format(tmp_path)] if line else []),
+        f"next: python sample.py --model {tmp_path}/checkpoint_{offered:06d}.pt"]
+
+
+def test_a_value_far_above_its_band_is_said_once_in_64_steps():
+    band, said = Band("loss"), []
+    losses = [10.0 - 0.2 * step for step in range(20)] + [3.2 + 0.01 * (step % 28) for step in range(180)]
+    losses[25] = 30.0                           # too early to tell
+    losses[120], losses[121], losses[150] = 7.9112, 8.0, 20.0
+    losses[195] = math.inf                      # others tell of those
+    for step, loss in enumerate(losses):
+        said += [line] if (line := band.add(step, loss)) else []
+    assert said == ["step 120: loss 7.9112 is far above those of the last 64 steps (3.2000 to 3.4700)"]
+    assert "step 200:" in band.add(200, 100.0) and not band.add(201, 1000.0)
 
 
 def test_work_that_takes_long_shows_a_line_now_and_then_and_short_work_nothing(monkeypatch):

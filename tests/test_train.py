@@ -4,12 +4,12 @@ import json
 import math
 import os
 import re
+import signal
 import subprocess
 import sys
-import threading
-import time
 import types
 from contextlib import nullcontext
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -31,9 +31,8 @@ from runtime.tokenizer import encode
 from runtime.weights import read_checkpoint
 from train_gpt2 import Config, warmup_cosine
 import runtime.batch_size
-import runtime.plots
 import train_gpt2
-from helpers import ENV, HANG, ROOT, command, hellaswag_file, logged, run
+from helpers import ENV, HANG, ROOT, command, hellaswag_file, logged, run, wait_until
 
 TINY = ["--n_layer", "2", "--n_head", "2", "--n_embd", "32", "--block_size", "32", "--dtype", "float32",
         "--total_batch_size", "256", "--max_steps", "25", "--warmup_steps", "5", "--hellaswag_every", "0"]
@@ -253,7 +252,10 @@ def test_overfit_takes_the_full_model_and_leaves_nothing_in_the_way(tmp_path):
                                    result.stdout).groups()
     assert 10.5 < float(first) < 11.2 and float(last) < float(first) - 2 and int(steps) == 4
     assert sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*")
-                  if p.is_file()) == ["log/overfit/log.txt", "log/overfit/metrics.csv"]
+                  if p.is_file()) == [f"log/overfit/{name}" for name in ("console.log", "log.txt",
+                                                                         "metrics.csv", "status.json")]
+    ended = json.loads((tmp_path / "log/overfit/status.json").read_text())
+    assert (ended["state"], ended["message"], ended["step"]) == ("failed", "did not overfit", 4)
 
 
 def test_overfit_runs_as_it_stands_on_several_processes_and_prints_no_warning(tmp_path):
@@ -586,13 +588,14 @@ def test_the_picture_is_drawn_from_the_log_and_changes_no_loss(shards, start, fi
     assert panels[1]["HellaSwag, acc_norm"] == [[200, 0.25]]
 
 
-@pytest.mark.parametrize("error", ["ImportError", "ValueError"])         # a wrong MPLBACKEND is the second
-def test_a_picture_that_cannot_be_drawn_ends_no_run(error, shards, tmp_path):
-    (tmp_path / "matplotlib.py").write_text(f"raise {error}('no pictures here')")
-    result = run("--data", shards, *TINY, *QUIET, "--max_steps", 2, "--val_every", 2, "--plot", "--out",
+def test_a_picture_that_cannot_be_drawn_ends_no_run_and_is_one_line(shards, tmp_path):
+    (tmp_path / "matplotlib.py").write_text("import sys\nprint('chatter', file=sys.stderr)\n"
+                                            "raise ImportError('no pictures\\nhere')")
+    result = run("--data", shards, *TINY, *QUIET, "--max_steps", 2, "--val_every", 1, "--plot", "--out",
                  tmp_path / "log",
                  env=ENV | {"PYTHONPATH": str(tmp_path)})
-    assert "warning: " in result.stdout and "no pictures here" in result.stdout
+    assert result.stdout.count("warning: ") == result.stdout.count("png is not drawn") == 1
+    assert "is not drawn (ImportError: no pictures here); --no_plot" in result.stdout and not result.stderr
     assert 2 in logged(tmp_path / "log", "val")
 
 
@@ -620,33 +623,65 @@ class Figure(MagicMock):
     assert (tmp_path / "log" / "loss.png").read_bytes() == (tmp_path / "log" / "log.txt").read_bytes()
 
 
-def test_nobody_waits_for_a_picture_but_the_end_of_a_run_that_went_well(monkeypatch, capsys):
-    drawn, may_draw = [], threading.Event()
+def test_nobody_waits_for_a_picture_but_the_end_of_a_run_that_went_well(tmp_path, monkeypatch, capsys):
+    """A stand-in for the process that draws: it says that it began, and ends when it may."""
+    begun, may_end = tmp_path / "begun", tmp_path / "may_end"
+    (tmp_path / "loss.png.1.tmp").touch()
+    code = (f"import pathlib, sys, time\nopen({str(begun)!r}, 'a').write('x')\n"
+            f"while not pathlib.Path({str(may_end)!r}).exists(): time.sleep(0.01)\n"
+            "sys.exit('chatter\\nno colours\\n')")
+    popen = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda argv, **how: popen([sys.executable, "-S", "-c", code],
+                                                                       **how))
+    plotter = LossPlotter(Config(out=str(tmp_path)), Process())
 
-    def plot_log(config):
-        drawn.append("begun")
-        may_draw.wait(60)
-        drawn.append("done")
-        raise ValueError("no colours")
-    monkeypatch.setattr(runtime.plots, "plot_log", plot_log)
-    well, failed = (LossPlotter(Config(), Process()) for _ in range(2))
-    for plotter in (well, failed):
+    def asks_five_times():
         for _ in range(5):
             plotter.draw()
             plotter.finish(wait=False)
-            while not drawn:
-                time.sleep(0.01)
-        assert drawn == ["begun"]
-        drawn.clear()
-    failed.close()
-    assert not drawn
-    may_draw.set()
-    well.finish()
-    well.close()
-    failed.thread.shutdown()
-    assert sorted(drawn) == ["begun", "done", "done",
-                             "done"], "the newest of those that had to wait, but not of a failed run"
-    assert capsys.readouterr().out.count("warning: log/loss.png is not drawn (no colours)") == 2
+        wait_until(begun.exists)
+    asks_five_times()
+    failed = plotter.child
+    assert os.getsid(failed.pid) == failed.pid, "a Ctrl-C of the terminal does not reach it"
+    plotter.close()
+    assert failed.poll() == -signal.SIGKILL and not capsys.readouterr().out, "a failed run draws no more"
+    assert not (tmp_path / "loss.png.1.tmp").exists()
+    begun.unlink()
+    asks_five_times()
+    may_end.touch()
+    plotter.finish()
+    assert begun.read_text() == "xx", "once more for all that had to wait"
+    assert capsys.readouterr().out == (f"warning: {tmp_path}/loss.png is not drawn (no colours); --no_plot "
+                                       "does without it\n")
+    may_end.unlink()
+    plotter.PATIENCE = 0.1
+    plotter.draw()
+    plotter.finish()
+    plotter.close()
+    assert "is not drawn (it took more than 0.1 s)" in capsys.readouterr().out and plotter.child is None
+
+
+def test_a_picture_needs_no_home_no_torch_and_no_file_of_the_working_directory(tmp_path, monkeypatch,
+                                                                               capsys):
+    here, path = tmp_path / "here", tmp_path / "path"
+    for file in (here / "json.py", path / "torch.py"):
+        file.parent.mkdir()
+        file.write_text("raise ValueError('imported')")
+    (here / "log.txt").write_text("0 train 3.000000\n")
+    (tmp_path / "home").touch()                 # a file: not even root can make a folder in it
+    for name in ("XDG_CONFIG_HOME", "XDG_CACHE_HOME", "MPLCONFIGDIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("PYTHONPATH", str(path))
+    monkeypatch.chdir(here)
+    plotter = LossPlotter(Config(out="."), Process())
+    plotter.draw()
+    plotter.finish()
+    assert not capsys.readouterr().out and Path("loss.png").read_bytes()[:4] == b"\x89PNG"
+    # bench.py's pictures are drawn where the user looks
+    result = subprocess.run([sys.executable, "-P", "-c", "import runtime.plots; runtime.plots.new_figure()"],
+                            env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, timeout=HANG)
+    assert (result.returncode, result.stderr) == (0, b"")
 
 
 def test_wandb_is_given_what_the_log_has(shards, tmp_path):
@@ -655,7 +690,7 @@ def test_wandb_is_given_what_the_log_has(shards, tmp_path):
     (tmp_path / "wandb.py").write_text("""
 import json
 def init(**how):
-    assert how["config"]["n_layer"] == 2
+    assert how["config"]["n_layer"] == 2 and how["resume"] == "allow" and how["id"]
 def log(values, step):
     print("wandb", step, json.dumps(values), flush=True)
 """)
@@ -667,6 +702,18 @@ def log(values, step):
     assert losses == pytest.approx(logged(tmp_path / "log"), abs=1e-6)
     assert {"norm", "lr"} <= json.loads(told[1][1]).keys()
     assert [step for step, values in told if '"val"' in values] == ["0", "2"]
+
+
+def test_wandb_knows_a_resumed_run_by_its_id_and_a_new_run_by_another(tmp_path, monkeypatch):
+    ids = []
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=lambda **how: ids.append(how["id"])))
+    config = Config(out=str(tmp_path), wandb=True)
+    for step, evaluated in ((0, -1), (7, 7), (0, 0), (0, -1)):
+        Log(config, step, evaluated).close()
+        assert (tmp_path / "wandb_id").read_text() == f"{ids[-1]}\n"
+    (tmp_path / "wandb_id").write_text("../damaged")
+    Log(config, 7, 7).close()
+    assert ids[0] == ids[1] == ids[2] and len(set(ids)) == 3 and all(map(str.isalnum, ids))
 
 
 def test_tensorboard_is_given_what_the_log_has_and_keeps_the_evaluation_that_a_resume_does_not_repeat(
