@@ -177,9 +177,11 @@ def test_a_checkpoint_slower_than_torchruns_patience_is_warned_of_once(tmp_path,
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
         if not job:
             monkeypatch.delenv("TORCHELASTIC_RUN_ID")
-        saver = Saver(config, {}, None, Process())
+        process = Process(last_save=0.0)
+        saver = Saver(config, {}, None, process)
         for state.step in (1, 2):
             saver.save(state)
+        assert process.last_save > 0.0          # --checkpoint_minutes counts from there
         assert capsys.readouterr().out.count("give it --shutdown_timeout 110 or more") == lines
 
 
