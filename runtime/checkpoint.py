@@ -26,7 +26,8 @@ class TrainState:
     scaler: torch.amp.GradScaler
     step: int = 0
     evaluated: int = -1                 # the last step with all its evaluations done
-    val_loss: float | None = None       # the newest
+    val_loss: float | None = None       # the newest, measured at step `val_step`
+    val_step: int = -1
     best: tuple | None = None           # (validation loss, step) of the best checkpoint
     skipped: int = 0                    # steps with a non-finite loss or gradient
     source: Path | None = None          # the checkpoint that this process began with, at the step `begun`
@@ -34,7 +35,7 @@ class TrainState:
 
     def is_best(self) -> bool:
         """Whether the validation loss of this very step is the lowest so far."""
-        measured = self.evaluated == self.step and self.val_loss is not None
+        measured = self.val_step == self.step and self.val_loss is not None
         return measured and (self.best is None or self.val_loss < self.best[0])
 
     def state_dict(self, config, recorded):
@@ -43,7 +44,7 @@ class TrainState:
             "model": self.model.state_dict(), "model_config": asdict(self.model.config),
             "recipe": config.recipe, "config": asdict(config), **recorded,
             "step": self.step, "evaluated": self.evaluated,
-            "val_loss": self.val_loss, "best": self.best, "skipped": self.skipped,
+            "val_loss": self.val_loss, "val_step": self.val_step, "best": self.best, "skipped": self.skipped,
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "scaler": self.scaler.state_dict(),
             "rng": {"torch": torch.get_rng_state(),
@@ -55,12 +56,15 @@ class TrainState:
         """Loads all but the weights, which the model was built from. ValueError if something does not fit."""
         numbers = {"step": int, "evaluated": int, "skipped": int, "val_loss": float | None,
                    "best": tuple | None}
+        self.val_step = checkpoint.get("val_step", -1)          # not in earlier checkpoints
         for name, kind in numbers.items():
             if not isinstance(checkpoint[name], kind):
                 raise ValueError(f"its {name} is {safe_repr(checkpoint[name])}")
             setattr(self, name, checkpoint[name])
         if not (0 <= self.step < 2**40 and -1 <= self.evaluated <= self.step and self.skipped >= 0):
             raise ValueError(f"its step is {self.step}, its last evaluation that of step {self.evaluated}")
+        if type(self.val_step) is not int or not -1 <= self.val_step <= self.step:
+            raise ValueError(f"its validation loss is that of step {safe_repr(self.val_step)}")
         if self.val_loss is not None and not math.isfinite(self.val_loss):
             raise ValueError(f"its validation loss is {self.val_loss}")
         if self.best is not None and not (

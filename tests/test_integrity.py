@@ -344,3 +344,12 @@ def test_a_file_system_without_fsync_will_do_and_a_failing_one_is_told(number, s
     assert not list(tmp_path.iterdir())
     with pytest.raises((RunError, UserError), match="cannot (write|be written)"):
         train(finished, tmp_path / "log", "--max_steps", 2, "--checkpoint_every", 2)
+
+
+def test_the_best_checkpoint_is_one_whose_own_loss_was_measured(finished, tmp_path, monkeypatch):
+    """Checkpoints at 3, 6 and 7, validations at 0, 2, 4, 6 and 7: that of step 2 is the lowest."""
+    losses = iter([4.0, 1.0, 3.0, 2.0, 2.5])
+    monkeypatch.setattr(train_gpt2, "validation_loss", lambda *args: next(losses))
+    train(finished, tmp_path, "--max_steps", 7, "--val_every", 2, "--checkpoint_every", 3)
+    best = [read_checkpoint(path)["best"] for _, path in checkpoints(tmp_path)]
+    assert best == [None, (2.0, 6), (2.0, 6)]

@@ -553,7 +553,7 @@ def test_the_best_checkpoint_stays_beside_the_newest(tmp_path):
     model = GPT(GPTConfig(block_size=8, vocab_size=64, n_layer=1, n_head=1, n_embd=8))
     state = train_gpt2.make_state(config, model, model.configure_optimizers(1e-3, 0.1), Process())
     saver = Saver(config, {}, None, Process())
-    for state.step, state.val_loss, state.evaluated in ((1, 3.0, 1), (2, 1.0, 2), (3, 2.0, 3), (4, 0.5, 3),
+    for state.step, state.val_loss, state.val_step in ((1, 3.0, 1), (2, 1.0, 2), (3, 2.0, 3), (4, 0.5, 3),
                                                         (5, 2.5, 5)):
         if state.is_best():             # as the loop does; the loss at step 4 was not measured there
             state.best = state.val_loss, state.step
