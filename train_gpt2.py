@@ -20,10 +20,10 @@ import torch.distributed as dist
 
 import hellaswag
 from model import MODELS, fresh_model, load_model
-from runtime.batch_size import choose_micro_batch
 from runtime.checkpoint import Saver, TrainState, make_state
 from runtime.checks import check_config, oom_advice, plan_run
 from runtime.cli import RunError, flag, parse_config, run_command
+from runtime.compile_check import prepare_compiled
 from runtime.console import Reporter, print_summary
 from runtime.dataloader import TokenLoader
 from runtime.device import compile_model, make_autocast, oom_as_user_error, place_model, wrap_model
@@ -82,6 +82,7 @@ class Config:
                       choices=["auto", "float32", "bfloat16", "float16"])
     tf32: bool = flag(True, SPEED, "TF32 for what stays float32, on CUDA")
     compile: bool = flag(None, SPEED, "torch.compile (default: on CUDA)", type=bool, per_run=True)
+    check_compile: bool = flag(True, SPEED, "compare compiled gradients with eager ones first", per_run=True)
     attention: str = flag("auto", SPEED, "auto: torch's choice, on a CPU the plain formula where faster",
                           choices=list(ATTENTION))
     loss_chunk: int = flag(-1, SPEED, "tokens whose logits are in memory at a time; 0: all; -1: all, on a "
@@ -276,11 +277,12 @@ def build_training(config: Config, process: Process, model: LanguageModel | None
 def set_up(flags: Config, explicit_flags: set[str], process: Process) -> Run | None:
     """From flags to a Run; None after --dry_run. Nothing is written before everything has been checked."""
     with process.progress("starting"):
-        plan = plan_run(flags, explicit_flags, process, MODELS, load_model)
+        plan = plan_run(flags, explicit_flags, process, MODELS, RECIPES, fresh_model, load_model)
         config, path = plan.config, plan.path
         state, compiled, wrapped, autocast = build_training(config, process, plan.model, plan.checkpoint,
                                                             path)
-        B = choose_micro_batch(config, plan.micro_batches, state, wrapped, autocast, process)
+        B, compiled, wrapped = prepare_compiled(config, plan.micro_batches, state, compiled, wrapped,
+                                                autocast, process)
         loader = TokenLoader(plan.train_data, config.total_batch_size, B, process.rank, process.world_size,
                              process.device, plan.joined_rows)
         print_forecast(config, state, compiled, loader, plan, autocast, process)
