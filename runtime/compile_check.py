@@ -1,7 +1,11 @@
 """Before the first step of a compiled run: one micro-batch's loss and gradients, compiled against eager.
 
-torch.compile can be wrong without an error (pytorch issues 190796 and 193061). A parameter's gradient g is
-taken for eager's e where |g - e| <= TOLERANCE |e| + FLOOR |all of e|.
+torch.compile can be wrong without an error (pytorch issues 190796 and 193061). A compiled gradient g is taken
+for right where |g - f| <= TOLERANCE |f| + FLOOR / sqrt(n) |all f|. n is its number of elements, and f is eager
+mode's in float32: in bfloat16 eager mode's own is up to 24% away for a LayerNorm on a CPU (4,096 tokens),
+the compiled one 1%. What is farther away is right where eager mode in the run's own dtype is about as far
+from f. FLOOR is for learned scalars, differences of large sums: of a single number, how far eager mode is
+tells little.
 """
 import hashlib
 import inspect
@@ -24,9 +28,9 @@ from runtime.device import CompileFailure, compile_failures, is_out_of_memory, w
 from runtime.distributed import Process
 from runtime.tokenizer import VOCAB_SIZE
 
-TOLERANCE, FLOOR = 0.1, 1e-4
-FACTOR = 3.0            # how much farther from float32 a compiled gradient may be than eager mode's own
-EAGER_TOKENS = 4096     # of a slice in eager mode, which needs more memory than the compiled model
+TOLERANCE, FLOOR = 0.1, 5e-4
+FACTOR = 3.0            # how much farther from float32 than eager mode a compiled gradient may be
+EAGER_TOKENS = 2048     # of a slice in eager mode, which needs more memory than the compiled model
 SCALE = 4096.0          # of the loss in float16: its smallest gradients are not lost, its largest fit
 
 
@@ -68,63 +72,59 @@ def check_compiled(config, state: TrainState, wrapped: Callable, autocast: torch
             model.zero_grad(set_to_none=True)
 
     with process.progress("compiling" + ", and comparing with eager mode" * asked):
-        apart = process.on_all_ranks(check)
+        passed = process.on_all_ranks(check)
     if process.device.startswith("cuda"):
         torch.cuda.empty_cache()
-    if apart is not None:
-        process.print0(f"torch.compile was compared with eager mode on one micro-batch: the gradients are at "
-                       f"most {apart:.1%} apart")
-        if process.is_master:
-            save_cache(path, known | {key: apart})
+    if passed and process.is_master:
+        process.print0("torch.compile was compared with eager mode on one micro-batch: the gradients agree")
+        save_cache(path, known | {key: True})
 
 
 def try_compiled(model: torch.nn.Module, wrapped: Callable, config, autocast: torch.autocast,
-                 process: Process, B: int, compare: bool) -> float | None:
-    """Largest relative difference of a gradient; None if they are not compared. Leaves gradients behind."""
+                 process: Process, B: int, compare: bool) -> bool:
+    """A micro-step of the compiled model, and whether it was compared and is right."""
     x, y = random_micro_batch(B, config.sequence_length, config.vocab_size, process.device)
     scale = SCALE if config.dtype == "float16" else 1.0
     slices = next(n for n in range(1, B + 1) if B % n == 0 and x.numel() <= n * max(EAGER_TOKENS, x.size(1)))
-    exact = torch.autocast(process.device.split(":")[0], enabled=False)
+    float32 = torch.autocast(process.device.split(":")[0], enabled=False)
     if isinstance(wrapped, DDP):
         wrapped.require_backward_grad_sync = False
     with nothing_zero(model, process.device):
         with compile_failures(wrapped):
             compiled = loss_and_gradients(wrapped, model, x, y, autocast, scale)
         if not compare:
-            return None
+            return False
         with eager_kernel(model):
-            def eager(autocast):
-                return loss_and_gradients(model, model, x, y, autocast, scale, slices)
-            names = ["the loss", *(name for name, _ in model.named_parameters())]
-            return compare_gradients(names, compiled, eager(autocast), lambda: eager(exact))
+            names = ["loss", *(name for name, _ in model.named_parameters())]
+            exact = loss_and_gradients(model, model, x, y, float32, scale, slices)
+            return compare_gradients(names, compiled, exact, scale, lambda: loss_and_gradients(
+                model, model, x, y, autocast, scale, slices))
 
 
-def compare_gradients(names: list[str], compiled: list[Tensor], eager: list[Tensor],
-                      exact: Callable[[], list[Tensor]]) -> float | None:
-    """The largest |g - e| / |e| of those that are not tiny; None where eager mode's are not finite, which is
-    not the compiler's doing. RunError for a gradient too far from eager mode's. Before that float32
-    arbitrates (`exact`): it must also be farther from float32's than FACTOR times eager mode's own.
-    The first of each list is the loss."""
-    rows = torch.stack((distances(compiled, eager), norms(eager), norms(compiled)), 1).tolist()
+def compare_gradients(names: list[str], compiled: list[Tensor], exact: list[Tensor], scale: float,
+                      eager: Callable[[], list[Tensor]]) -> bool:
+    """RunError for a gradient that is wrong; False where eager mode's are not finite, which is not the
+    compiler's doing. `exact`: in float32. `eager`: makes those of eager mode in the run's dtype, where they
+    are needed. The first of each list is the loss."""
+    rows = torch.stack((distances(compiled, exact), norms(exact), norms(compiled)), 1).tolist()
     floor = FLOOR * math.hypot(*(size for _, size, _ in rows[1:]))
-    suspects = [i for i, (off, size, _) in enumerate(rows) if not off <= TOLERANCE * size + floor * (i > 0)]
-    if suspects:
-        e32 = exact()
-        against = torch.stack((distances(compiled, e32), distances(eager, e32), norms(e32)), 1).tolist()
-        if not all(math.isfinite(own) for _, own, _ in against):
-            return None
-        wrong = [i for i in suspects if not against[i][0] <= max(
-            FACTOR * against[i][1], TOLERANCE * against[i][2]) + floor * (i > 0)]
-        if wrong:
-            worst = max(wrong, key=lambda i: rows[i][0] / (rows[i][1] or 1) if rows[i][0] < math.inf else
-                        math.inf)
-            off, size, other = rows[worst]
-            what = f"gradient of {names[worst]}" if worst else names[0]
-            raise RunError(f"torch.compile gives another {what} than eager mode on this machine: norm "
-                           f"{other:.4g} instead of {size:.4g}, {off / (size or 1):.1%} apart"
-                           f"{f' ({len(wrong)} differ)' if len(wrong) > 1 else ''}; train without it: "
-                           "--no_compile (--no_check_compile goes on with it all the same)")
-    return max((off / size for off, size, _ in rows if size > 10 * floor), default=0.0)
+    bounds = [TOLERANCE * size + floor * (i > 0) / math.sqrt(exact[i].numel())
+              for i, (_, size, _) in enumerate(rows)]
+    if all(off <= bound for (off, *_), bound in zip(rows, bounds, strict=True)):
+        return True
+    noise = distances(eager(), exact).tolist()
+    if not all(map(math.isfinite, noise)):
+        return False
+    wrong = [i for i, (off, *_) in enumerate(rows) if not off <= bounds[i] + FACTOR * noise[i]]
+    if not wrong:
+        return True
+    first = max(wrong, key=lambda i: rows[i][0] / bounds[i] if math.isfinite(rows[i][0]) else math.inf)
+    what = f"gradient of {names[first]}" if first else names[0]
+    off, size, other = rows[first]
+    others = f", and {len(wrong) - 1} more" * (len(wrong) > 1)
+    raise RunError(f"torch.compile gives another {what} than eager mode on this machine{others}: its norm is "
+                   f"{other / scale:.4g} instead of {size / scale:.4g}, the difference's {off / scale:.4g}; "
+                   "train without it: --no_compile (--no_check_compile goes on with it all the same)")
 
 
 def loss_and_gradients(forward: Callable, model: torch.nn.Module, x: Tensor, y: Tensor,

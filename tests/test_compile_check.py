@@ -100,17 +100,19 @@ def test_a_gradient_that_differs_ends_the_run_in_one_line_that_names_it(recipe, 
     assert prepare(a_config(recipe, "bfloat16", check_compile=False), Compiled(model, name, factor), model)
 
 
-def test_float32_arbitrates_where_eager_mode_is_the_one_that_rounds():
-    size = torch.ones(100)
-    exact = [size[0], size, 10 * size]
-    rounded = [size[0], 1.3 * size, 10 * size]
-    names = ["the loss", "a", "b"]
-    assert compare_gradients(names, exact, rounded, lambda: exact) < 0.3        # compiled is right
-    with pytest.raises(RunError, match="another gradient of a .* 23.1% apart"):
-        compare_gradients(names, exact, rounded, lambda: rounded)
+def test_a_gradient_far_from_float32_is_right_where_eager_modes_is_as_far():
+    ones = torch.ones(100)
+    exact, rounded = [ones[0], ones, 10 * ones], [ones[0], 1.3 * ones, 10 * ones]
+    names = ["loss", "a", "b"]
+    assert compare_gradients(names, exact, exact, 1.0, lambda: pytest.fail("not needed"))
+    assert compare_gradients(names, rounded, exact, 1.0, lambda: rounded)
+    with pytest.raises(RunError, match="another gradient of a than .* norm is 13 instead of 10, the"):
+        compare_gradients(names, rounded, exact, 1.0, lambda: exact)
+    with pytest.raises(RunError, match="another loss than"):
+        compare_gradients(names, [1.3 * ones[0], *exact[1:]], exact, 1.0, lambda: exact)
     # what is not finite in eager mode either is not the compiler's doing, and is told by the first step
-    overflown = [size[0], math.inf * size, size]
-    assert compare_gradients(names, overflown, overflown, lambda: exact) is None
+    overflown = [ones[0], math.inf * ones, ones]
+    assert not compare_gradients(names, overflown, exact, 1.0, lambda: overflown)
 
 
 def test_a_model_that_passed_is_remembered_and_another_is_not(cache, monkeypatch):
