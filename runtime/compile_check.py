@@ -1,11 +1,11 @@
 """Before the first step of a compiled run: one micro-batch's loss and gradients, compiled against eager.
 
-torch.compile can be wrong without an error (pytorch issues 190796 and 193061). A compiled gradient g is taken
-for right where |g - f| <= TOLERANCE |f| + FLOOR / sqrt(n) |all f|. n is its number of elements, and f is eager
-mode's in float32: in bfloat16 eager mode's own is up to 24% away for a LayerNorm on a CPU (4,096 tokens),
-the compiled one 1%. What is farther away is right where eager mode in the run's own dtype is about as far
-from f. FLOOR is for learned scalars, differences of large sums: of a single number, how far eager mode is
-tells little.
+torch.compile can be wrong without an error (pytorch issues 190796 and 193061). A compiled gradient g is right
+where |g - f| <= TOLERANCE |f| + FLOOR / sqrt(n) |all f|. n is its number of elements, and f is eager mode's
+in float32: in bfloat16 eager mode's own is up to 24% away for a LayerNorm on a CPU (4,096 tokens), the
+compiled one 1%. What is farther away is right where eager mode in the run's own dtype is about as far from f.
+FLOOR is for learned scalars, differences of large sums: of a single number, how far eager mode is tells
+little.
 """
 import hashlib
 import inspect
