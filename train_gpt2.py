@@ -23,10 +23,10 @@ import torch.distributed as dist
 
 import hellaswag
 from model import MODELS, fresh_model, load_model
-from runtime.batch_size import choose_micro_batch
 from runtime.checkpoint import Saver, TrainState, make_state
 from runtime.checks import check_config, oom_advice, plan_run
 from runtime.cli import flag, parse_config, run_command
+from runtime.compile_check import prepare_compiled
 from runtime.console import Reporter, print_summary
 from runtime.dataloader import TokenLoader
 from runtime.device import compile_model, make_autocast, oom_as_user_error, place_model, wrap_model
@@ -70,7 +70,7 @@ class Config:
     total_batch_size: int = flag(524288, BATCH, "tokens per step, all ranks", least=1, fixed=True)
     batch_size: str = flag("auto", BATCH, "sequences per micro-step of one process, or auto", per_run=True)
     sequence_length: int = flag(0, BATCH, "tokens per sequence; 0: block_size", fixed=True)
-    updates_per_step: int = flag(1, BATCH, "updates a step in the first third, then 1/2, then 1/4", least=1)
+    updates_per_step: int = flag(1, BATCH, "updates a step in the first third, then half, a quarter", least=1)
     max_steps: int = flag(19073, OPTIM, "optimizer steps; 19073 are one epoch of 10 billion tokens", least=1)
     warmup_steps: int = flag(715, OPTIM, "steps of linear warmup; 715 are GPT-3's 375 million tokens")
     max_lr: float = flag(6e-4, OPTIM, "learning rate after the warmup")
@@ -85,11 +85,11 @@ class Config:
                       choices=["auto", "float32", "bfloat16", "float16"])
     tf32: bool = flag(True, SPEED, "TF32 for what stays float32, on CUDA")
     compile: bool = flag(None, SPEED, "torch.compile (default: on CUDA)", type=bool, per_run=True)
-    attention: str = flag("auto", SPEED, "auto: torch's choice, on a CPU the plain formula where faster",
-                          choices=list(ATTENTION))
+    check_compile: bool = flag(True, SPEED, "compare compiled gradients with eager ones first", per_run=True)
+    attention: str = flag("auto", SPEED, "auto: torch's, on a CPU the faster", choices=list(ATTENTION))
     rank_timeout: float = flag(30.0, SPEED, "minutes to wait for a rank", least=0.1, bits=20, per_run=True)
-    loss_chunk: int = flag(-1, SPEED, "tokens of logits at a time; 0: all; -1: 2048 on a CPU", least=-1,
-                           per_run=True)
+    loss_chunk: int = flag(-1, SPEED, "tokens whose logits are in memory at a time; 0: all; -1: all, on a "
+                           "CPU 2048, which is faster", least=-1, per_run=True)
     profile: bool = flag(False, SPEED, "write a trace of three steps to OUT/trace.json", per_run=True)
     val_every: int = flag(250, OUTPUT, "steps between validations; 0: never")
     hellaswag_every: int = flag(250, OUTPUT, "steps between HellaSwag evaluations; 0: never")
@@ -281,11 +281,12 @@ def build_training(config: Config, process: Process, model: LanguageModel | None
 def set_up(flags: Config, explicit_flags: set[str], process: Process) -> Run | None:
     """From flags to a Run; None after --dry_run. Nothing is written before everything has been checked."""
     with process.progress("starting"):
-        plan = plan_run(flags, explicit_flags, process, MODELS, load_model)
+        plan = plan_run(flags, explicit_flags, process, MODELS, RECIPES, fresh_model, load_model)
         config, path = plan.config, plan.path
         state, compiled, wrapped, autocast = build_training(config, process, plan.model, plan.checkpoint,
                                                             path)
-        B = choose_micro_batch(config, plan.micro_batches, state, wrapped, autocast, process)
+        B, compiled, wrapped = prepare_compiled(config, plan.micro_batches, state, compiled, wrapped,
+                                                autocast, process)
         loader = TokenLoader(plan.train_data, config.total_batch_size, B, process.rank, process.world_size,
                              process.device, plan.joined_rows)
         print_forecast(config, state, compiled, loader, plan, autocast, process)

@@ -11,9 +11,9 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from runtime.checkpoint import TrainState
 from runtime.cli import RunError, UserError
-from runtime.device import is_out_of_memory
+from runtime.device import compile_failures, device_name, is_out_of_memory
 from runtime.distributed import Process
-from runtime.files import replace_file
+from runtime.files import read_text, replace_file
 from runtime.muon import Muon
 from runtime.resume import MODEL_SHAPE
 
@@ -83,15 +83,12 @@ def choose_micro_batch(config, candidates: list[int], state: TrainState, model: 
         return candidates[0]
     device = process.device
     total = torch.cuda.mem_get_info(device)[1]
-    key = ", ".join(map(str, (torch.cuda.get_device_name(device), total, torch.__version__, config.recipe,
-                              config.dtype, config.attention, config.window, config.loss_chunk,
-                              config.compile, config.sequence_length,
-                              *(getattr(config, name) for name in MODEL_SHAPE),
-                              process.world_size, candidates[-1])))
-    known = load_cache()
+    key = cache_key(config, process, total, candidates[-1])
+    known = load_cache(CACHE)
 
     def memory_of(B):
-        return memory_of_step(B, state, model, config, autocast, device)
+        with compile_failures(model):
+            return memory_of_step(B, state, model, config, autocast, device)
 
     def find():
         if known.get(key) in candidates:
@@ -106,16 +103,28 @@ def choose_micro_batch(config, candidates: list[int], state: TrainState, model: 
         torch.cuda.empty_cache()                # NCCL and Triton allocate beside torch
         torch.compiler.reset()                  # the trials' graphs count towards the recompilation limit
     if process.is_master and known.get(key) != B and not config.dry_run:
-        with suppress(OSError, RunError):       # without a cache the next run tries again
-            CACHE.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(CACHE, lambda file: file.write(json.dumps(known | {key: B}, indent=1).encode()))
+        save_cache(CACHE, known | {key: B})
     return B
 
 
-def load_cache() -> dict[str, int]:
-    """{hardware, versions and shape of a run: its largest micro-batch}, from earlier runs."""
+def cache_key(config, process: Process, *more) -> str:
+    """Hardware, versions and shape of a run: what is found for one run holds for another with this key."""
+    return ", ".join(map(str, (device_name(process.device), torch.__version__, config.recipe, config.dtype,
+                               config.attention, config.window, config.loss_chunk, config.compile,
+                               config.sequence_length, *(getattr(config, name) for name in MODEL_SHAPE),
+                               process.world_size, *more)))
+
+
+def load_cache(path: Path) -> dict:
+    """{cache_key of a run: what was found for it}, from earlier runs."""
     try:
-        known = json.loads(CACHE.read_text(encoding="utf-8"))
+        known = json.loads(read_text(path, most=1 << 20))
         return known if isinstance(known, dict) else {}
     except (OSError, ValueError, RecursionError):
         return {}
+
+
+def save_cache(path: Path, known: dict) -> None:
+    with suppress(OSError, RunError):           # without a cache the next run finds it anew
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, lambda file: file.write(json.dumps(known, indent=1).encode()))

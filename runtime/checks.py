@@ -2,7 +2,6 @@
 import dataclasses
 import importlib.util
 import math
-import os
 import socket
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -13,10 +12,11 @@ import torch
 
 from runtime.cli import UserError
 from runtime.dataloader import TokenDataset, TokenLoader, open_data, splits
-from runtime.device import choose_dtype
+from runtime.device import choose_dtype, compiles, memory_of
 from runtime.distributed import Process
 from runtime.files import digest
 from runtime.kernels import check_attention
+from runtime.plan import Forecast, ModelSize, count_model
 from runtime.resume import AUTOMATIC, MODEL_SHAPE, check_data, choose_checkpoint, merge_config, read_state
 from runtime.shards import list_shards
 from runtime.tokenizer import VOCAB_SIZE
@@ -26,6 +26,7 @@ MICRO_BATCH = 4096      # tokens; with more a CPU needs more memory and is no fa
 # paths and devices of a machine, and what only rank 0 or the rank itself reads
 PER_RANK = {"data", "hellaswag_data", "init", "out", "device", "profile", "log_every", "plot", "wandb",
             "tensorboard"}
+CONTEXT = 1e9           # bytes of a GPU that one process takes before its first tensor, at most
 
 
 @dataclass
@@ -37,13 +38,16 @@ class Plan:
     model: torch.nn.Module | None       # of --init
     micro_batches: list[int]            # those that --batch_size allows, smallest first
     joined_rows: int                    # sequences up to which they are joined; 0: they are not
+    size: ModelSize
     train_data: TokenDataset
     val: list                           # TokenDataset or None, number of its sequences that count
     recorded: dict                      # what a checkpoint holds of it: the shards, the derived flags
 
 
-def plan_run(flags, explicit_flags: set[str], process: Process, models: dict, load_model: Callable) -> Plan:
-    """Checks what can be checked before a model is built, quick checks first. UserError on all ranks."""
+def plan_run(flags, explicit_flags: set[str], process: Process, models: dict, recipes: dict,
+             fresh_model: Callable, load_model: Callable) -> Plan:
+    """Checks what can be checked before a model is built, quick checks first. UserError on all ranks. For
+    --dry_run prints what is known by then, and checks the memory after that."""
     process.on_all_ranks(require_same_flags, process.gather((asdict(flags), explicit_flags)))
     # rank 0 decides: without a shared file system other machines may have another newest checkpoint
     path = process.gather(process.on_all_ranks(choose_checkpoint, flags, process.restarted))[0]
@@ -59,7 +63,9 @@ def plan_run(flags, explicit_flags: set[str], process: Process, models: dict, lo
         if type(model) is not models[flags.recipe][0]:
             raise UserError(f"--init {flags.init} is not a model of --recipe {flags.recipe}")
     config = final_config(asked, explicit_flags, process, model)
-    check_memory(config, process.device)
+    size = count_model(config, fresh_model, recipes[config.recipe].optimizers)
+    if not config.dry_run:
+        process.on_all_ranks(check_memory, config, size, process.device)
     check_attention(config.attention, process.device, getattr(torch, config.dtype),
                     config.n_embd // config.n_head, masked=config.window > 0)
     candidates = micro_batch_candidates(config, process.world_size, process.device)
@@ -72,7 +78,10 @@ def plan_run(flags, explicit_flags: set[str], process: Process, models: dict, lo
         check_data(checkpoint, fingerprints, config.data, path)
     derived = [name for name, value in AUTOMATIC.items() if getattr(asked, name) == value]
     joined_rows = most_joined_rows(config, process.device)
-    return Plan(config, path, checkpoint, model, candidates, joined_rows, train_data, val,
+    if config.dry_run:
+        Forecast(config, size, train_data, val, process, compiles(config, process.device)).print_plan()
+        process.on_all_ranks(check_memory, config, size, process.device)
+    return Plan(config, path, checkpoint, model, candidates, joined_rows, size, train_data, val,
                 {"data": fingerprints, "derived": derived})
 
 
@@ -215,25 +224,23 @@ def most_joined_rows(config, device: str) -> int:
     return MICRO_BATCH // config.sequence_length if joins else 0
 
 
-def check_memory(config, device: str) -> None:
-    """UserError if weights, gradients and AdamW's two moments alone, 16 bytes a parameter, need more
-    memory than the device has, or than others leave free on a GPU."""
-    rows = 12 * config.n_layer * config.n_embd + config.vocab_size + config.block_size
-    parameters = rows * config.n_embd
-    if device.startswith("cuda"):
-        free, memory = torch.cuda.mem_get_info(device)
-    else:
-        known = hasattr(os, "sysconf")
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if known else math.inf
-        free = memory                           # what others use there can be swapped out
-    if 16 * parameters > free:
-        need = (f"{config.n_layer} layers of width {config.n_embd} have {parameters:,} parameters, which "
-                f"need {16 * parameters / 1e9:,.1f} GB to train, and {device} has {memory / 1e9:,.1f} GB")
-        if 16 * parameters > memory:
-            raise UserError(f"{need}: give a smaller --n_layer or --n_embd")
-        raise UserError(f"{need}, of which {free / 1e9:,.1f} GB are free: end what else runs there "
-                        "(nvidia-smi shows it), choose another GPU by --device, or give a smaller --n_layer "
-                        "or --n_embd")
+def check_memory(config, size: ModelSize, device: str) -> None:
+    """UserError if weights, gradients and moments alone need more memory than is free."""
+    free, memory = memory_of(device)
+    if size.state <= free:
+        return
+    need = (f"{config.n_layer} layers of width {config.n_embd} have {size.parameters:,} parameters, which "
+            f"need {size.state / 1e9:,.1f} GB to train, and {device} has {memory / 1e9:,.1f} GB")
+    smaller = "give a smaller --n_layer or --n_embd"
+    if size.state > memory:
+        raise UserError(f"{need}: {smaller}")
+    need += f", of which {free / 1e9:,.1f} GB are free"
+    if not device.startswith("cuda"):
+        raise UserError(f"{need}: end what else runs there, or {smaller}")
+    if memory - free <= CONTEXT:
+        raise UserError(f"{need} beside its driver: {smaller}")
+    raise UserError(f"{need}: end what else runs there (nvidia-smi shows it), choose another GPU by "
+                    f"--device, or {smaller}")
 
 
 def oom_advice(config, loader: TokenLoader | None, device: str) -> str:

@@ -1,7 +1,9 @@
 """Device, dtype, compilation, memory allocators, and the peak FLOP/s of GPUs."""
 import contextlib
 import ctypes
+import math
 import os
+import platform
 import re
 import sys
 import warnings
@@ -12,7 +14,7 @@ from pathlib import Path
 import torch
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from runtime.cli import UserError
+from runtime.cli import RunError, UserError, print_error
 from runtime.kernels import check_attention
 
 
@@ -30,7 +32,29 @@ def choose_device(name: str = "auto") -> str:
     device = there[0] if name == "auto" else name
     if device.startswith("cuda"):
         check_capability(device)
+    if name == "auto" and device == "cpu" and (unused := unused_gpu()) and os.environ.get("RANK", "0") == "0":
+        print_error(f"warning: {unused}; going on on the CPU (--device cpu does so without this line)")
     return device
+
+
+# files of a driver: where one of them is, there is a GPU of that maker
+DRIVERS = {"NVIDIA": ("/dev/nvidia0", "/proc/driver/nvidia/version"), "AMD": ("/dev/kfd",)}
+
+
+def unused_gpu() -> str | None:
+    """If torch finds no GPU: why it does not use one that is there; None without one, or where
+    CUDA_VISIBLE_DEVICES hides it."""
+    build = "CUDA" if torch.version.cuda else "ROCm" if torch.version.hip else "CPU"
+    needed = {"NVIDIA": "CUDA", "AMD": "ROCm"}
+    there = [maker for maker, files in DRIVERS.items() if any(map(os.path.exists, files))]
+    if wrong := [maker for maker in there if needed[maker] != build]:
+        return (f"this machine has an {wrong[0]} GPU, and torch {torch.__version__} is a {build} build, "
+                f"which cannot use it: install the {needed[wrong[0]]} build "
+                "(https://pytorch.org/get-started/locally)")
+    if there and not os.environ.keys() & {"CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"}:
+        return (f"this machine has an {there[0]} driver, but torch {torch.__version__} finds no GPU: is it "
+                "hidden from this container, or may this user not open its /dev files?")
+    return None
 
 
 def check_driver() -> None:
@@ -65,6 +89,15 @@ def check_capability(device: str) -> None:
                         f"(https://pytorch.org/get-started/previous-versions), or give --device cpu")
 
 
+def device_name(device: str) -> str:
+    """Of a GPU its model, of a CPU its model where Linux tells it."""
+    if device.startswith("cuda"):
+        return torch.cuda.get_device_name(device)
+    with contextlib.suppress(OSError, TypeError):
+        return re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())[1]
+    return f"{device} ({platform.machine()})"
+
+
 def choose_dtype(name: str, device: str) -> str:
     """`name`; for 'auto' 'bfloat16' if the hardware has it, else 'float16' on CUDA, 'float32' elsewhere."""
     if name != "auto":
@@ -85,7 +118,30 @@ def compile_error(device: str) -> str | None:
     try:
         torch.compile(lambda x: x * 2 + 1)(torch.zeros(8, device=device))
     except Exception as error:          # inductor, Triton and the compiler raise many kinds
-        return str(error).strip().split("\n")[0][:200] or type(error).__name__
+        return first_line(error)
+
+
+class CompileFailure(RunError):
+    """torch.compile fails on the model's graph: eager mode does without it."""
+
+
+@contextlib.contextmanager
+def compile_failures(model: Callable | None) -> Iterator[None]:
+    """Around what `model` does, the one that trains: if torch.compile made it, an error becomes a
+    CompileFailure, whatever its type, because the compiler, its backend, Triton and the kernels raise many;
+    if it is the model's own, eager mode raises it too. Not if memory runs out."""
+    try:
+        yield
+    except (UserError, RunError):
+        raise
+    except Exception as error:
+        if not hasattr(getattr(model, "module", model), "_orig_mod") or is_out_of_memory(error):
+            raise
+        raise CompileFailure(first_line(error)) from None
+
+
+def first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0][:200] or type(error).__name__
 
 
 OUT_OF_MEMORY = re.compile(
@@ -140,6 +196,20 @@ def peak_flops(device: str) -> float | None:
     name = torch.cuda.get_device_name(device) if device.startswith("cuda") else ""
     name = re.sub(r"^(NVIDIA |Tesla |GeForce )+", "", name)
     return next((tflops * 1e12 for key, tflops in PEAK_TFLOPS.items() if re.fullmatch(key, name)), None)
+
+
+def memory_of(device: str) -> tuple[float, float]:
+    """(free, all) bytes of a GPU's memory, or of the machine's with its swap; infinite where unknown."""
+    if device.startswith("cuda"):
+        return torch.cuda.mem_get_info(device)
+    with contextlib.suppress(OSError):                  # Linux
+        kB = dict(re.findall(r"(\w+): +(\d+) kB", Path("/proc/meminfo").read_text()))
+        if "MemAvailable" in kB:
+            return tuple(1024 * (int(kB[memory]) + int(kB[swap])) for memory, swap in (
+                ("MemAvailable", "SwapFree"), ("MemTotal", "SwapTotal")))
+    if not hasattr(os, "sysconf"):                      # Windows
+        return math.inf, math.inf
+    return (os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),) * 2
 
 
 def peak_memory(device: str) -> int:
@@ -212,11 +282,16 @@ def place_model(config, model, device: str):
     return model
 
 
+def compiles(config, device: str) -> bool:
+    """Whether the config asks for torch.compile."""
+    return device.startswith("cuda") if config.compile is None else config.compile
+
+
 def compile_model(config, model, process) -> Callable:
     """The model for evaluation: compiled if the config asks for it and it works. It shares its weights with
     `model`, which stays eager: samples and HellaSwag use that one, because their shapes change."""
     cuda = process.device.startswith("cuda")
-    if not (cuda if config.compile is None else config.compile):
+    if not compiles(config, process.device):
         return model
     if reason := compile_error(process.device):
         process.print0(f"warning: torch.compile does not work here ({reason}); going on in eager mode")
@@ -246,3 +321,12 @@ def wrap_model(model: Callable, process) -> Callable:
     if "batched_grad_copy" in known:            # a launch per bucket instead of one per parameter; torch 2.13
         options["batched_grad_copy"] = True
     return DDP(model, device_ids=[process.device] if process.device.startswith("cuda") else None, **options)
+
+
+def without_compile(wrapped: Callable, model: torch.nn.Module) -> Callable:
+    """The model for training in eager mode, in place of `wrapped`, which was to be compiled. DDP stays: its
+    parameters, and what it does with their gradients, are the same."""
+    if isinstance(wrapped, DDP):
+        wrapped.module = model
+        return wrapped
+    return model

@@ -4,17 +4,19 @@ import shutil
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from runtime.batch_size import moment_bytes
 from runtime.checkpoint import TrainState
-from runtime.dataloader import TokenLoader
-from runtime.device import peak_flops
+from runtime.cli import UserError
+from runtime.dataloader import TokenDataset, TokenLoader
+from runtime.device import memory_of, peak_flops
 from runtime.distributed import Process
 from runtime.progress import duration
+from runtime.weights import Uninitialized
 
 MFU = 0.4               # of a GPU's peak, for predictions: about what others' runs reach (docs/speed.md)
 HELLASWAG_TOKENS = 10_042 * 4 * 96              # examples, endings, tokens with padding (about)
@@ -57,34 +59,67 @@ def size(n: float) -> str:
     return f"{n / 1e9:,.1f} GB" if n >= 1e9 else f"{n / 1e6:,.0f} MB"
 
 
-class Forecast:
-    """What a run will do. `trial`: of its micro-batch, or on CUDA, for --dry_run, of one sequence."""
+@dataclass
+class ModelSize:
+    """Of a model with its optimizers, before either is made."""
+    parameters: int
+    moments: int                # bytes
+    flops_per_token: int
 
-    def __init__(self, config, state: TrainState, compiled: Callable, loader: TokenLoader, val: list,
-                 process: Process, trial: Trial | None):
-        self.config, self.state, self.process, self.loader, self.val = config, state, process, loader, val
-        self.compiled, self.trial = compiled is not state.model, trial
-        self.largest = loader.largest(config.updates_per_step)
-        self.parameters = sum(p.numel() for p in state.model.parameters())
-        self.moments = moment_bytes(state.optimizers)
-        self.checkpoint = 4 * self.parameters + self.moments
+    @property
+    def state(self) -> int:
+        """Bytes of weights, gradients and moments."""
+        return 8 * self.parameters + self.moments
+
+    @property
+    def checkpoint(self) -> int:
+        return 4 * self.parameters + self.moments
+
+
+def count_model(config, fresh_model: Callable, make_optimizers: Callable) -> ModelSize:
+    """The size of config.recipe's model. Counted for one and two layers without weights, because the flags
+    may ask for any number."""
+    def count(n_layer):
+        shape = replace(config, n_layer=n_layer)
+        with torch.device("meta"), Uninitialized():
+            model = fresh_model(shape)
+        return (sum(p.numel() for p in model.parameters()), moment_bytes(make_optimizers(model, shape)),
+                model.flops_per_token(config.sequence_length))
+    try:
+        one, two = count(1), count(2)
+    except (RuntimeError, OverflowError):               # torch: "Storage size calculation overflowed"
+        raise UserError(f"a model of width {config.n_embd} with --block_size {config.block_size} has more "
+                        "parameters than can be counted: give a smaller --n_embd or --block_size") from None
+    return ModelSize(*(a + (config.n_layer - 1) * (b - a) for a, b in zip(one, two, strict=True)))
+
+
+class Forecast:
+    """What a run will do. `loader` is None before the micro-batch is known, `trial` before a micro-step is
+    tried: of the micro-batch, or on CUDA, for --dry_run, of one sequence."""
+
+    def __init__(self, config, count: ModelSize, dataset: TokenDataset, val: list, process: Process,
+                 compiled: bool, step: int = 0, loader: TokenLoader | None = None,
+                 trial: Trial | None = None):
+        self.config, self.count, self.dataset, self.val = config, count, dataset, val
+        self.process, self.compiled, self.step = process, compiled, step
+        self.loader, self.trial = loader, trial
         self.tokens = config.max_steps * config.total_batch_size
-        self.epochs = self.tokens / (loader.dataset.total * loader.dataset.T)
+        self.epochs = self.tokens / (dataset.total * dataset.T)
         self.step_seconds, self.source = self._time()
 
     def _time(self):
         """(seconds a step or None, where they are from)."""
-        config, process, loader = self.config, self.process, self.loader
+        config, process = self.config, self.process
         peak = peak_flops(process.device)
         if config.dtype == "float32":
             peak = peak / 2 if peak and config.tf32 else None       # TF32 has half the peak of 16 bits
         if peak:
-            flops = self.state.model.flops_per_token(config.sequence_length) * config.total_batch_size
+            flops = self.count.flops_per_token * config.total_batch_size
             return (flops / (peak * MFU * process.world_size),
                     f"predicted, at {MFU:.0%} of the data sheet's {peak / 1e12:,.0f} TFLOP/s")
         if not self.trial:
             return None, "unknown for this GPU"
-        rows = loader.rows_per_step / process.world_size
+        rows = self.loader.rows_per_step / process.world_size
         return (self.trial.seconds * rows / self.trial.rows, "from one micro-step, timed on this "
                 f"{'CPU' if process.device == 'cpu' else 'device'}{' in eager mode' * self.compiled}")
 
@@ -101,7 +136,7 @@ class Forecast:
 
     def _left(self):
         """Seconds to the end of the run, or 0 if they are not known."""
-        share = 1 - self.state.step / max(1, self.config.max_steps)
+        share = 1 - self.step / max(1, self.config.max_steps)
         steps = (self.step_seconds or 0) * self.config.max_steps
         return share * (steps + (self._evaluation_seconds() if steps else 0))
 
@@ -114,15 +149,16 @@ class Forecast:
 
     def model(self):
         config = self.config
-        return (f"{config.recipe}: {self.parameters:,} parameters ({config.n_layer} layers, {config.n_head} "
-                f"heads, width {config.n_embd}, vocabulary {config.vocab_size}"
+        return (f"{config.recipe}: {self.count.parameters:,} parameters ({config.n_layer} layers, "
+                f"{config.n_head} heads, width {config.n_embd}, vocabulary {config.vocab_size}"
                 f"{f', window {config.window} inside documents' if config.window else ''})")
 
     def batch(self):
         config, loader = self.config, self.loader
         first = config.updates_per_step
         updates = f"{first} updates a step at first; " if first > 1 else ""
-        joined = f", joined to {self.largest} x {config.sequence_length} later" * (self.largest > loader.B)
+        largest = loader.largest(first)
+        joined = f", joined to {largest} x {config.sequence_length} later" * (largest > loader.B)
         return (f"{config.total_batch_size:,} tokens a step = {loader.B} x {config.sequence_length} x "
                 f"{loader.micro_batches} micro-step(s) x {self.process.world_size} process(es){joined}; "
                 f"{updates}"
@@ -135,14 +171,18 @@ class Forecast:
                 f"evaluations ({self.source})")
 
     def memory(self):
-        parts = [("weights", 4 * self.parameters), ("gradients", 4 * self.parameters),
-                 ("moments", self.moments)]
+        parts = [("weights", 4 * self.count.parameters), ("gradients", 4 * self.count.parameters),
+                 ("moments", self.count.moments)]
         if self.trial:
             note = " (eager; less with torch.compile)" if self.compiled else ""
-            activations = self.trial.activations * self.largest // self.trial.rows
-            parts.append((f"activations of a micro-batch{note}", activations))
+            activations = self.trial.activations * self.loader.largest(self.config.updates_per_step)
+            parts.append((f"activations of a micro-batch{note}", activations // self.trial.rows))
         each = ", ".join(f"{size(n)} {what}" for what, n in parts)
         return f"at least {size(sum(n for _, n in parts))}: {each}"
+
+    def machines_memory(self):
+        free, total = memory_of(self.process.device)
+        return f"{self.process.device} has {size(total)}, of which {size(free)} are free now"
 
     def disk(self):
         config = self.config
@@ -151,7 +191,7 @@ class Forecast:
         # the newest, the best, and the one being written
         count = f"up to {config.keep_checkpoints + 2}" if config.keep_checkpoints else (
             f"{math.ceil(config.max_steps / config.checkpoint_every)}" if config.checkpoint_every else "all")
-        return f"{size(self.checkpoint)} a checkpoint, {count} in {config.out}"
+        return f"{size(self.count.checkpoint)} a checkpoint, {count} in {config.out}"
 
     def evaluations(self):
         """When something is evaluated or saved, one line each."""
@@ -182,9 +222,9 @@ class Forecast:
         free, out = math.inf, Path(config.out).absolute()
         with suppress(OSError):                 # a folder that may not be read is refused later
             free = shutil.disk_usage(next(p for p in (out, *out.parents) if p.exists())).free
-        if (config.checkpoint_every or config.checkpoint_minutes) and free < 2 * self.checkpoint:
-            yield (f"{size(free)} are free for {config.out}, and a checkpoint has {size(self.checkpoint)}: "
-                   f"make room, or give another --out")
+        if (config.checkpoint_every or config.checkpoint_minutes) and free < 2 * self.count.checkpoint:
+            yield (f"{size(free)} are free for {config.out}, and a checkpoint has "
+                   f"{size(self.count.checkpoint)}: make room, or give another --out")
 
     def print_header(self) -> None:
         """The first lines of a run: where, what, the arithmetic of the batch, memory, disk and time."""
@@ -197,30 +237,34 @@ class Forecast:
         for line in lines:
             self.process.print0(line)
 
+    def data(self):
+        source = "input.txt" if self.config.overfit else self.config.data
+        return f"{source}: {sum(self.dataset.lengths):,} tokens for training"
+
     def print_plan(self) -> None:
-        """--dry_run."""
-        config = self.config
-        source = "input.txt" if config.overfit else config.data
-        data = f"{source}: {sum(self.loader.dataset.lengths):,} tokens for training"
-        lines = [("machine", self.machine()), ("model", self.model()), ("data", data),
-                 ("batch", self.batch()), ("memory", self.memory()), ("disk", self.disk()),
-                 ("time", self.time()),
-                 *(("steps", text) for text in self.evaluations()),
-                 *(("warning", text) for text in self.warnings())]
+        """--dry_run: what is known before anything is allocated, or the rest, once a micro-step was tried."""
+        if not self.trial:
+            lines = [("machine", self.machine()), ("model", self.model()), ("data", self.data()),
+                     ("memory", f"{self.memory()}, and activations; {self.machines_memory()}"),
+                     ("disk", self.disk()), *(("steps", text) for text in self.evaluations())]
+        else:
+            lines = [("batch", self.batch()), ("memory", self.memory()), ("time", self.time()),
+                     *(("warning", text) for text in self.warnings())]
         for name, text in lines:
             self.process.print0(f"{name + ':':<9}{text}")
 
 
 def print_forecast(config, state: TrainState, compiled: Callable, loader: TokenLoader, plan,
                    autocast: torch.autocast, process: Process) -> None:
-    """Prints the header of a run, or --dry_run's plan. A micro-batch is tried first, on CUDA only for
-    --dry_run, and of one sequence; elsewhere the largest."""
+    """Prints the header of a run, or the rest of --dry_run's plan. A micro-batch is tried first, on CUDA only
+    for --dry_run, and of one sequence; elsewhere the largest."""
     trial, cuda = None, process.device.startswith("cuda")
     if not (cuda or config.overfit) or config.dry_run:
         with process.progress("timing a micro-step"):
             rows = 1 if cuda else loader.largest(config.updates_per_step)
             trial = try_micro_step(state.model, rows, config.sequence_length, autocast, process.device)
-    forecast = Forecast(config, state, compiled, loader, plan.val, process, trial)
+    forecast = Forecast(config, plan.size, plan.train_data, plan.val, process, compiled is not state.model,
+                        state.step, loader, trial)
     (forecast.print_plan if config.dry_run else forecast.print_header)()
     if plan.path:
         process.print0(f"going on from {plan.path} at step {state.step} of {config.max_steps}")

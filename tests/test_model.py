@@ -26,6 +26,7 @@ from hypothesis import strategies as st
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import runtime.device
 import runtime.hub
 import runtime.progress
 from model import GPT, GPT2_SIZES, GPTConfig, MODELS, SpeedrunConfig, SpeedrunGPT, load_model, main
@@ -449,6 +450,36 @@ def test_a_gpu_for_which_torch_holds_no_code_is_refused(capability, held, runs, 
 def test_auto_takes_the_best_device_there_is():
     best = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     assert choose_device() == choose_device(best) == best and choose_device("cpu") == "cpu"
+
+
+@pytest.mark.parametrize(("cuda", "hip", "files", "hidden", "said"), [
+    (None, None, ["nvidia0"], False, "an NVIDIA GPU, and torch .* is a CPU build, .*install the CUDA build"),
+    ("12.8", None, ["kfd"], False, "an AMD GPU, and torch .* is a CUDA build, .*install the ROCm build"),
+    (None, "7.0", ["nvidia0"], False, "an NVIDIA GPU, and torch .* is a ROCm build, .*the CUDA build"),
+    ("12.8", None, ["nvidia0"], False, "an NVIDIA driver, but torch .* finds no GPU"),
+    ("12.8", None, ["nvidia0"], True, None), (None, None, [], False, None)])
+def test_a_gpu_that_this_torch_cannot_use_is_named_in_one_line(cuda, hip, files, hidden, said, monkeypatch,
+                                                               tmp_path, capsys):
+    monkeypatch.setattr(runtime.device, "DRIVERS", {"NVIDIA": (tmp_path / "nvidia0",),
+                                                    "AMD": (tmp_path / "kfd",)})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    monkeypatch.setattr(runtime.device, "check_driver", lambda: None)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    if hidden:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    for name in files:
+        (tmp_path / name).touch()
+    assert choose_device("cpu") == "cpu" and not capsys.readouterr().err
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        assert choose_device() == "cpu"
+        err = capsys.readouterr().err
+        assert len(err.splitlines()) == (said is not None and rank == "0")
+        assert not err or re.search(f"warning: this machine has {said}.*going on on the CPU", err)
 
 
 def caught(function):

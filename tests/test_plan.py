@@ -1,4 +1,5 @@
 """What a user is told before a run: the plan, presets, flags, warnings."""
+import dataclasses
 import os
 import re
 import shutil
@@ -10,19 +11,20 @@ import pytest
 import torch
 from helpers import ENV, HANG, ROOT, logged, run
 
-from model import GPT, GPTConfig, SpeedrunConfig, SpeedrunGPT
+from model import GPT, GPTConfig, SpeedrunConfig, SpeedrunGPT, fresh_model
+from runtime.batch_size import moment_bytes
 from runtime.benchmark import random_tokens
-from runtime.checkpoint import TrainState
 from runtime.checks import check_config
 from runtime.cli import UserError, __version__
 from runtime.device import make_autocast
 from runtime.dataloader import TokenDataset, TokenLoader
 from runtime.distributed import Process
-from runtime.plan import Forecast, Trial, try_micro_step
+from runtime.plan import Forecast, ModelSize, Trial, count_model, try_micro_step
 from runtime.presets import OVERFIT, PRESETS
 from runtime.shards import write_shard
 from runtime.weights import read_checkpoint
-from train_gpt2 import Config, parse_flags
+from train_gpt2 import RECIPES, Config, parse_flags
+import runtime.checks
 import runtime.plan
 import train_gpt2
 
@@ -156,14 +158,13 @@ def test_an_unknown_flag_is_answered_with_the_one_that_was_meant(flag, meant):
     (0, 0, 0), (50, 0, 3 * 10 * 32), (100, 50, 2 * 10 * 32 + 3 * 10_042 * 4 * 96)])
 def test_the_time_of_a_run_includes_its_evaluations(val_every, hellaswag_every, evaluations):
     """A forward is a third of a micro-step: of 10 s for 256 tokens here."""
-    model = GPT(GPTConfig(32, 512, 1, 2, 32))
     config = Config(block_size=32, sequence_length=32, total_batch_size=256, max_steps=100, dtype="float32",
                     val_every=val_every, hellaswag_every=hellaswag_every)
     loader = TokenLoader(TokenDataset([random_tokens(1000) % 512], 32), 256, 8)
-    state = TrainState(model, [torch.optim.AdamW(model.parameters())], None)
-    forecast = Forecast(config, state, model, loader, [loader.dataset, 10], Process(), Trial(8, 10.0, 1))
+    forecast = Forecast(config, ModelSize(0, 0, 0), loader.dataset, [loader.dataset, 10], Process(), False,
+                        0, loader, Trial(8, 10.0, 1))
     assert forecast._left() == pytest.approx(100 * 10 + evaluations * 10 / 256 / 3)
-    state.step = 75
+    forecast.step = 75
     assert forecast._left() == pytest.approx((100 * 10 + evaluations * 10 / 256 / 3) / 4)
 
 
@@ -171,13 +172,45 @@ def test_the_time_on_a_gpu_is_predicted_by_its_data_sheet_and_dtype(monkeypatch)
     model = GPT(GPTConfig(32, 512, 1, 2, 32))
     monkeypatch.setattr(runtime.plan, "peak_flops", lambda device: 100e12)
     loader = TokenLoader(TokenDataset([random_tokens(1000) % 512], 32), 256, 8)
-    state, seconds = TrainState(model, [torch.optim.AdamW(model.parameters())], None), {}
+    size, seconds = ModelSize(0, 0, model.flops_per_token(32)), {}
     for dtype, tf32 in (("bfloat16", True), ("float32", True), ("float32", False)):
         config = Config(block_size=32, sequence_length=32, total_batch_size=256, dtype=dtype, tf32=tf32)
-        seconds[dtype, tf32] = Forecast(config, state, model, loader, [None, 0], Process(), None).step_seconds
+        forecast = Forecast(config, size, loader.dataset, [None, 0], Process(), False, 0, loader)
+        seconds[dtype, tf32] = forecast.step_seconds
     expected = model.flops_per_token(32) * 256 / (0.4 * 100e12)
     assert seconds == {("bfloat16", True): pytest.approx(expected),
                        ("float32", True): pytest.approx(2 * expected), ("float32", False): None}
+
+
+@pytest.mark.parametrize("recipe", ["gpt2", "speedrun", "frontier"])
+@pytest.mark.parametrize("n_layer", [1, 3])
+def test_the_size_of_a_model_is_counted_before_it_is_made(recipe, n_layer):
+    config = Config(recipe=recipe, n_layer=n_layer, n_head=2, n_embd=32, block_size=64, vocab_size=512,
+                    sequence_length=32)
+    size, model = count_model(config, fresh_model, RECIPES[recipe].optimizers), fresh_model(config)
+    optimizers = RECIPES[recipe].optimizers(model, config)
+    assert size == ModelSize(sum(p.numel() for p in model.parameters()), moment_bytes(optimizers),
+                             model.flops_per_token(32))
+    assert size.moments == 8 * size.parameters if recipe == "gpt2" else size.moments < 8 * size.parameters
+    with pytest.raises(UserError, match="smaller --n_embd"):
+        count_model(dataclasses.replace(config, n_embd=2**39), fresh_model, RECIPES[recipe].optimizers)
+
+
+def test_a_dry_run_of_what_does_not_fit_prints_its_plan_and_makes_no_model(shards, tmp_path, monkeypatch,
+                                                                           capsys):
+    """1.5 billion parameters on a machine of 24 GB, where others hold 2 of them."""
+    monkeypatch.setattr(train_gpt2, "build_training", lambda *_: pytest.fail("nothing is to be allocated"))
+    for free, total, said in ((22e9, 24.95e9, "of which 22.0 GB are free: end what else runs there"),
+                              (22e9, 24e9, "cpu has 24.0 GB: give a smaller")):
+        for module in (runtime.plan, runtime.checks):
+            monkeypatch.setattr(module, "memory_of", lambda device, both=(free, total): both)
+        with pytest.raises(UserError, match=f"need 24.9 GB to train.*{said}"):
+            train_gpt2.train(["--preset", "gpt2-xl", "--data", str(shards), "--dry_run", "--out",
+                              str(tmp_path / "log")])
+        out = capsys.readouterr().out
+        assert "memory:  at least 24.9 GB: 6.2 GB weights, 6.2 GB gradients, 12.5 GB moments" in out
+        assert f"cpu has {total / 1e9:.1f} GB, of which 22.0 GB are free now" in out
+        assert "checkpoint: every" in out
 
 
 def test_a_checkpoint_that_would_not_fit_on_the_disk_is_warned_of(shards, tmp_path, monkeypatch, capsys):

@@ -23,6 +23,7 @@ from runtime.checks import check_config, check_memory, micro_batch_candidates
 from runtime.cli import UserError
 from runtime.device import compile_error, peak_flops
 from runtime.distributed import Process, StopSignals, setup_process
+from runtime.plan import ModelSize
 from runtime.files import checkpoints
 from runtime.log import Log
 from runtime.plots import LossPlotter, plot_log
@@ -183,8 +184,10 @@ def test_compile_goes_together_with_hellaswag_and_samples(shards, start, file_or
                  "--batch_size", 4, "--max_steps", 6, "--val_every", 3, "--val_tokens", 1000,
                  "--sample_every", 3,
                  "--checkpoint_every", 3, "--hellaswag_every", 3,
-                 "--hellaswag_data", hellaswag_file(tmp_path / "h.jsonl"), processes=2)
+                 "--hellaswag_data", hellaswag_file(tmp_path / "h.jsonl"), processes=2,
+                 env={**ENV, "XDG_CACHE_HOME": str(tmp_path / "cache")})
     assert "torch.compile, attention" in result.stdout
+    assert result.stdout.count("torch.compile was compared with eager mode") == 1
     losses = logged(tmp_path / "log")
     # another max_steps bends the cosine from step 5 on: the first steps are the eager run's
     assert max(abs(losses[s] - file_order_run[s]) for s in range(6)) < 1e-4
@@ -335,13 +338,15 @@ def test_a_gpu_that_holds_no_sequence_is_refused_in_one_sentence():
 
 
 def test_a_gpu_too_small_for_the_model_or_taken_by_others_is_told_apart(monkeypatch):
-    config = Config(block_size=1024, vocab_size=50304)  # 1.99 GB of weights, gradients and moments
+    config = Config(block_size=1024, vocab_size=50304)
+    size = ModelSize(124_475_904, 995_807_232, 0)       # 1.99 GB of weights, gradients and moments
     for free, total, said in ((10, 80, None), (1.5, 1.6, "cuda:1 has 1.6 GB: give a smaller --n_layer"),
+                              (1.5, 2.1, "1.5 GB are free beside its driver: give a smaller --n_layer"),
                               (1.5, 80, "has 80.0 GB, of which 1.5 GB are free: end what else runs there")):
         monkeypatch.setattr(torch.cuda, "mem_get_info",
                             lambda device, free=free, total=total: (free * 1e9, total * 1e9))
         with pytest.raises(UserError, match=said) if said else nullcontext():
-            check_memory(config, "cuda:1")
+            check_memory(config, size, "cuda:1")
 
 
 def test_what_fits_is_remembered_for_the_same_model_on_the_same_gpu(monkeypatch, tmp_path):
@@ -507,7 +512,8 @@ def test_help_names_every_flag_with_its_default():
         assert re.search(rf"\n  --{name}[ ,\n]", text), name
     assert "--shuffle, --no_shuffle" in text and "(default 524288)" in text and "(default )" not in text
     assert "--n_head INT" in text and "(default 12; speedrun: 6; frontier: 6)" in text
-    assert re.findall(r"--no_\w+", text) == ["--no_shuffle", "--no_tf32", "--no_compile", "--no_plot"]
+    assert re.findall(r"--no_\w+", text) == ["--no_shuffle", "--no_tf32", "--no_compile",
+                                            "--no_check_compile", "--no_plot"]
 
 
 @pytest.mark.parametrize("module", ["model", "fineweb", "hellaswag", "train_gpt2", "sample"])
