@@ -397,4 +397,4 @@ def train(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    run_command(train, is_master=lambda: int(os.environ.get("RANK", 0)) == 0)
+    run_command(train, is_master=lambda: int(os.environ.get("LOCAL_RANK", 0)) == 0)

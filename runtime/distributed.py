@@ -172,6 +172,12 @@ class Process:
         # without waiting inside collectives for the others
         os._exit(2 if isinstance(error, UserError) else 1)
 
+    def end_now(self, code: int, message: str) -> None:
+        """Ends this process in the midst of its work, which status.json then says."""
+        if self.console:
+            self.console.end("failed", message)
+        os._exit(code)
+
     def watch_peers(self, torchrun):
         """Exits when another rank has failed or no longer answers, or torchrun is gone. A thread, because the
         main one may be waiting inside a collective for a rank that is lost."""
@@ -185,7 +191,7 @@ class Process:
             except RuntimeError:                # the machine that held the store is gone
                 gone = True
             if gone and not self.done.wait(10):         # a checkpoint may be being written
-                os._exit(1)
+                self.end_now(1, "another process has failed, or torchrun is gone")
         with suppress(RuntimeError):
             if self.beats:
                 self.beats.leave()
@@ -194,7 +200,7 @@ class Process:
         print_error(error)
         self.beats.store.add("failed", 1)
         time.sleep(5)                           # as in _abort
-        os._exit(1)
+        self.end_now(1, error)
 
 
 def leave(process: Process, code: int) -> int:
@@ -298,7 +304,7 @@ class StopSignals:
         if name in ("SIGTERM", "SIGINT"):
             # a terminal's SIGINT may arrive twice at once: that is no second one
             if self.first and now > self.first + 1 and not under_torchrun:
-                os._exit(128 + number)
+                self.process.end_now(128 + number, f"stopped at once by a second {name}")
             self.first = self.first or now
         if not self.received:
             self.received = name
@@ -312,6 +318,8 @@ class StopSignals:
         if self.process.is_master:              # not print: the signal may have interrupted one
             with suppress(OSError):             # the reader of the pipe is gone
                 os.write(1, line.encode())
+            if self.process.console:
+                self.process.console(line)
 
     def save_asked(self, minutes: float) -> bool:
         """Whether a checkpoint was requested since this was asked last, by SIGUSR2 on any rank, or on rank 0
