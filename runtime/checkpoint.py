@@ -74,9 +74,8 @@ class TrainState:
         if len(checkpoint["optimizers"]) != len(self.optimizers):
             raise ValueError(f"it holds {len(checkpoint['optimizers'])} optimizers instead of "
                              f"{len(self.optimizers)}")
-        # an update has one sequence or more
-        updates = self.step * checkpoint["config"]["total_batch_size"] // checkpoint["config"][
-            "sequence_length"]
+        # an update has one token or more
+        updates = self.step * checkpoint["config"]["total_batch_size"]
         for optimizer, saved in zip(self.optimizers, checkpoint["optimizers"], strict=True):
             restore_optimizer(optimizer, saved, updates)
         if checkpoint["scaler"] and self.scaler.is_enabled():

@@ -3,11 +3,13 @@
 No test depends on their speed. A run is held before the step at which the test does something (`Live`).
 Timeouts only end a process that hangs.
 """
+import atexit
 import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -22,9 +24,75 @@ def command(*flags, processes=1, torchrun=("--standalone",)):
             *map(str, flags)]
 
 
-def run(*flags, processes=1, code=0, env=ENV, **kwargs):
-    result = subprocess.run(command(*flags, processes=processes), capture_output=True, text=True, env=env,
-                            timeout=HANG, **kwargs)
+class Warm:
+    """A command of ours in a process that was forked from one that has imported torch (tests/warm.py). As
+    subprocess.Popen, as far as the tests need it."""
+    server = None
+
+    def __init__(self, argv, stdout, stderr, env=ENV, cwd=None, session=False):
+        if not Warm.server or Warm.server.poll() is not None:
+            Warm.server = subprocess.Popen([sys.executable, ROOT / "tests/warm.py"], text=True, env=ENV,
+                                           stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            atexit.register(Warm.server.kill)
+        self.returncode, self.pid = None, self._ask(
+            argv=[str(arg) for arg in argv], env=env, cwd=str(cwd or os.getcwd()), stdout=str(stdout),
+            stderr=str(stderr), session=session)
+
+    @staticmethod
+    def _ask(**request):
+        Warm.server.stdin.write(json.dumps(request) + "\n")
+        Warm.server.stdin.flush()
+        return json.loads(Warm.server.stdout.readline())
+
+    def poll(self):
+        if self.returncode is None:
+            self.returncode = self._ask(wait=self.pid, block=False)
+        return self.returncode
+
+    def wait(self, timeout=HANG):
+        deadline, pause = time.monotonic() + timeout, 0.001
+        while self.poll() is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(str(self.pid), timeout)
+            time.sleep(pause := min(0.05, 1.5 * pause))
+        return self.returncode
+
+    def send_signal(self, number):
+        os.kill(self.pid, number)
+
+
+def script(name, *flags, env=ENV, cwd=None):
+    """Runs one of our scripts to its end: exit code, stdout, stderr."""
+    with tempfile.TemporaryDirectory() as folder:
+        out, err = Path(folder) / "stdout", Path(folder) / "stderr"
+        code = Warm([ROOT / name, *flags], out, err, env, cwd).wait()
+        return subprocess.CompletedProcess([name, *flags], code, out.read_text(), err.read_text())
+
+
+def script_on_ranks(processes, name, *flags, env=ENV):
+    """As `script`, by several processes, which find each other as torchrun's do. Their output is joined."""
+    import torch.distributed as dist
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    env = {**env, "WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes),
+           "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    with tempfile.TemporaryDirectory() as folder:
+        files = [(Path(folder) / f"out{rank}", Path(folder) / f"err{rank}") for rank in range(processes)]
+        ranks = [Warm([ROOT / name, *flags], *files[rank], env | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
+                 for rank in range(processes)]
+        code = max(rank.wait() for rank in ranks)
+        stdout, stderr = ("".join(path.read_text() for path in paths) for paths in zip(*files, strict=True))
+        return subprocess.CompletedProcess([name, *flags], code, stdout, stderr)
+
+
+def run(*flags, processes=1, code=0, env=ENV, torchrun=False, **kwargs):
+    """train_gpt2.py to its end. Started by itself with `kwargs` of subprocess.run, or by `torchrun`."""
+    if kwargs or torchrun:
+        result = subprocess.run(command(*flags, processes=processes), capture_output=True, text=True, env=env,
+                                timeout=HANG, **kwargs)
+    elif processes > 1:
+        result = script_on_ranks(processes, "train_gpt2.py", "--no_plot", *flags, env=env)
+    else:
+        result = script("train_gpt2.py", "--no_plot", *flags, env=env)
     assert result.returncode == code, result.stdout[-2000:] + result.stderr[-2000:]
     return result
 
@@ -95,6 +163,10 @@ TokenLoader.start, TokenLoader.next_batch = started, held
 """
 
 
+def read_if_there(path):
+    return path.read_text() if path.exists() else ""
+
+
 class Live:
     """A command in the background, held before each step of `hold` until the test calls go_on(step). `patch`:
     lines that it runs first."""
@@ -106,16 +178,20 @@ class Live:
             (folder / f"hold.{step}").touch()
         site = SITE.format(root=str(ROOT), folder=str(folder), pid=os.getpid())
         (folder / "sitecustomize.py").write_text(site + patch)
+        path = os.pathsep.join(filter(None, (str(folder), env.get("PYTHONPATH"))))
+        env = {**env, "PYTHONPATH": path}
+        if argv[0] == sys.executable and argv[1].endswith(".py") and not how:
+            self.process = Warm(argv[1:], folder / "stdout", folder / "stderr", env, session=True)
+            return
         with open(folder / "stdout", "w") as stdout, open(folder / "stderr", "w") as stderr:
-            path = os.pathsep.join(filter(None, (str(folder), env.get("PYTHONPATH"))))
             self.process = subprocess.Popen(argv, **{"stdout": stdout, "stderr": stderr} | how, text=True,
-                                            start_new_session=True, env={**env, "PYTHONPATH": path})
+                                            start_new_session=True, env=env)
 
     def stdout(self):
-        return (self.folder / "stdout").read_text()
+        return read_if_there(self.folder / "stdout")
 
     def stderr(self):
-        return (self.folder / "stderr").read_text()
+        return read_if_there(self.folder / "stderr")
 
     def until(self, happened):
         try:

@@ -16,7 +16,7 @@ import torch
 
 import bench
 from bench import ladder_settings
-from helpers import ENV, HANG, ROOT, wait_until
+from helpers import ROOT, wait_until, script
 from runtime import ablation, benchmark, data_benchmark, progress
 from runtime.ablation import ABLATIONS, ablated_source, validation_curve
 from runtime.benchmark import (GB, Setting, bytes_per_sequence, measure, median_ms, predict_largest,
@@ -33,8 +33,7 @@ SMALL = ["--size", "tiny", "--batch_size", "1", "--sequence_length", "32", "--st
 
 
 def run_bench(*flags, code=0):
-    result = subprocess.run([sys.executable, ROOT / "bench.py", *map(str, flags)], capture_output=True,
-                            text=True, env=ENV, timeout=HANG)
+    result = script("bench.py", *flags)
     assert result.returncode == code, result.stdout + result.stderr
     return result
 

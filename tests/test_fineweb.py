@@ -38,7 +38,7 @@ import runtime.shard_writer
 import runtime.shards
 import runtime.sources
 import runtime.tokenizer
-from helpers import HANG, wait_until
+from helpers import HANG, wait_until, script
 from runtime.cli import RunError, UserError, parse_int
 from runtime.dataloader import TokenDataset, TokenLoader, open_data, stable_permutation
 from runtime.encoding import Workers, encode_stream
@@ -131,8 +131,7 @@ def prepare(*args):
 
 
 def command(*args, cwd=None, env=ENV):
-    return subprocess.run([sys.executable, str(ROOT / "fineweb.py"), *map(str, args)], env=env, cwd=cwd,
-                          capture_output=True, text=True, encoding="utf-8", timeout=HANG)
+    return script("fineweb.py", *args, env=env, cwd=cwd)
 
 
 def hub_at(endpoint):

@@ -2,8 +2,6 @@
 import dataclasses
 import math
 import re
-import subprocess
-import sys
 import types
 
 import numpy as np
@@ -13,7 +11,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from frontier import FrontierConfig, FrontierGPT, bigram_hash
-from helpers import ENV, HANG, ROOT, hellaswag_file, logged, run
+from helpers import ROOT, hellaswag_file, logged, run, script
 from model import load_model
 from runtime.checks import check_config, micro_batch_candidates, most_joined_rows, oom_advice
 from runtime.cli import UserError
@@ -434,7 +432,5 @@ def test_a_run_with_a_window_evaluates_samples_and_is_sampled_from(tmp_path):
     assert val[0] == pytest.approx(math.log(50304), abs=0.6) and val[9] < val[0] - 1
     assert "sample 0: Hello, I'm a language model," in result.stdout
     assert 0 <= logged(tmp_path / "log", "hella")[9] <= 1
-    sampled = subprocess.run([sys.executable, ROOT / "sample.py", "--model", tmp_path / "log",
-                              "--num_samples", "1", "--max_new_tokens", "4"],
-                             capture_output=True, text=True, env=ENV, timeout=HANG)
+    sampled = script("sample.py", "--model", tmp_path / "log", "--num_samples", 1, "--max_new_tokens", 4)
     assert sampled.returncode == 0 and sampled.stdout, sampled.stderr

@@ -13,7 +13,7 @@ import torch
 
 import hellaswag
 from hellaswag import evaluate, load_examples, make_batches
-from helpers import HANG
+from helpers import HANG, script
 from model import GPT, GPTConfig
 from runtime.cli import UserError
 from runtime.tokenizer import encode
@@ -283,8 +283,7 @@ def test_the_hubs_rows_are_read_and_checked(monkeypatch):
 # the command
 
 def command(*flags):
-    return subprocess.run([sys.executable, str(ROOT / "hellaswag.py"), *map(str, flags)], capture_output=True,
-                          text=True, env=ENV, timeout=HANG)
+    return script("hellaswag.py", *flags)
 
 
 @pytest.fixture(scope="module")

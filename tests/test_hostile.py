@@ -12,7 +12,6 @@ import shutil
 import signal
 import struct
 import subprocess
-import sys
 import zipfile
 from collections import OrderedDict
 from pathlib import Path
@@ -39,7 +38,7 @@ import runtime.sources
 import fineweb
 import sample
 import train_gpt2
-from helpers import HANG
+from helpers import script
 
 ROOT = Path(__file__).resolve().parent.parent
 FUZZ = settings(deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
@@ -531,17 +530,11 @@ def test_a_run_on_a_shard_with_a_flipped_bit_ends_before_it_writes_anything():
     fineweb.main(["--input", "a.jsonl", "--out", "data", "--workers", "1"])
     shard = Path("data/text_train_000001.npy")
     shard.write_bytes(shard.read_bytes()[:-1] + bytes([shard.read_bytes()[-1] ^ 1]))
-    result = command("train_gpt2.py", "--data", "data", "--out", "log", "--n_layer", 1, "--n_head", 1,
+    result = script("train_gpt2.py", "--data", "data", "--out", "log", "--n_layer", 1, "--n_head", 1,
                      "--n_embd", 8, "--sequence_length", 8, "--total_batch_size", 32, "--max_steps", 2)
     assert result.returncode == 2 and result.stderr.count("\n") == 1, result
     assert re.search("text_train_000001.npy is damaged .*`python fineweb.py --verify data`", result.stderr)
     assert not Path("log").exists()
-
-
-def command(script, *flags):
-    return subprocess.run([sys.executable, str(ROOT / script), *map(str, flags)], capture_output=True,
-                          text=True, timeout=HANG,
-                          env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"})
 
 
 @pytest.mark.parametrize("what", ["shard: 2^62 tokens", "checkpoint: a packed pickle that zipfile does not "
@@ -550,14 +543,14 @@ def command(script, *flags):
 def test_a_command_given_a_hostile_file_says_one_line_and_exits_2(what):
     path = HOSTILE[what][1]()
     shutil.copy(path, "x_val_000000.npy")
-    script, flags = {"shard": ("train_gpt2.py", ["--data", ".", "--out", "log"]),
-                     "checkpoint": ("sample.py", ["--model", path]),
-                     "HellaSwag": ("hellaswag.py", ["--data", path]),
-                     "text": ("fineweb.py", ["--input", path, "--out", "o"]),
-                     }[what.split(":")[0]]
-    result = command(script, *flags)
+    name, flags = {"shard": ("train_gpt2.py", ["--data", ".", "--out", "log"]),
+                   "checkpoint": ("sample.py", ["--model", path]),
+                   "HellaSwag": ("hellaswag.py", ["--data", path]),
+                   "text": ("fineweb.py", ["--input", path, "--out", "o"]),
+                   }[what.split(":")[0]]
+    result = script(name, *flags)
     assert result.returncode == 2 and result.stdout == "" and result.stderr.count("\n") == 1, result
-    assert result.stderr.startswith(script + ": ") and "Traceback" not in result.stderr
+    assert result.stderr.startswith(name + ": ") and "Traceback" not in result.stderr
 
 
 def test_escape_codes_of_a_file_do_not_reach_the_terminal():

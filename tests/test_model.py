@@ -39,7 +39,7 @@ from runtime.kernels import (ATTENTION, ChunkedCrossEntropy, Linear, attention, 
 from runtime.progress import Progress
 from runtime.tokenizer import EOT, VOCAB_SIZE, encode, tokenizer
 from runtime.weights import EXPORTED, model_from_checkpoint
-from helpers import HANG
+from helpers import HANG, script
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = dict(block_size=24, vocab_size=96, n_layer=2, n_head=2, n_embd=16)
@@ -1095,8 +1095,7 @@ def write_peer(kind, folder):
 
 
 def export(source, folder):
-    command = [sys.executable, ROOT / "model.py", "export", source, folder]
-    return subprocess.run(command, capture_output=True, text=True, timeout=HANG)
+    return script("model.py", "export", source, folder)
 
 
 @pytest.mark.parametrize("kind", ["this project", "nanoGPT without biases", "build-nanogpt, DDP"])

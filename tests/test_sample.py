@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import runtime.generation
 import sample
-from helpers import HANG, logged, run
+from helpers import HANG, logged, run, script
 from model import GPT, GPTConfig, load_model
 from runtime.cli import UserError
 from runtime.device import choose_dtype, make_autocast
@@ -28,8 +28,7 @@ ENV = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONUTF8"
 
 
 def command(*flags):
-    return subprocess.run([sys.executable, str(ROOT / "sample.py"), *map(str, flags)], capture_output=True,
-                          text=True, encoding="utf-8", env=ENV, timeout=HANG)
+    return script("sample.py", *flags)
 
 
 @pytest.fixture(scope="module")
@@ -88,10 +87,9 @@ def test_every_command_takes_a_runs_folder_and_its_best(trained, tmp_path, capsy
         sample.main(["--model", str(source), *short])
         assert capsys.readouterr().out == expected
     source = out / "best"
-    for script, *arguments in (["model.py", "export", source, tmp_path / "exported"],
-                               ["hellaswag.py", "--model", source, "--data", tmp_path / "a.jsonl"]):
-        result = subprocess.run([sys.executable, ROOT / script, *arguments], env=ENV, timeout=HANG,
-                                capture_output=True, text=True)
+    for arguments in (["model.py", "export", source, tmp_path / "exported"],
+                      ["hellaswag.py", "--model", source, "--data", tmp_path / "a.jsonl"]):
+        result = script(*arguments)
         assert result.returncode == 0, result.stderr
     wte = load_model(tmp_path / "exported").transformer.wte.weight
     assert torch.equal(wte, load_model(files[1]).transformer.wte.weight[:50257])

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 import runtime.device
-from helpers import ENV, HANG, ROOT, logged, run
+from helpers import ENV, HANG, ROOT, logged, run, script
 from model import LanguageModel, SpeedrunConfig, SpeedrunGPT, load_model
 from runtime.checkpoint import restore_optimizer
 from runtime.checks import shape_of_init
@@ -282,9 +282,8 @@ def test_a_run_trains_evaluates_samples_and_is_sampled_from(tmp_path):
     val = logged(tmp_path / "log", "val")
     assert val[0] == pytest.approx(math.log(50304), abs=0.01) and val[12] < val[6] < val[0]
     assert "sample 0: Hello, I'm a language model," in result.stdout
-    sampled = subprocess.run([sys.executable, ROOT / "sample.py", "--model",
-                              tmp_path / "log/checkpoint_000012.pt", "--num_samples", "1",
-                              "--max_new_tokens", "4"], capture_output=True, text=True, env=ENV, timeout=HANG)
+    sampled = script("sample.py", "--model", tmp_path / "log/checkpoint_000012.pt", "--num_samples", 1,
+                     "--max_new_tokens", 4)
     assert sampled.returncode == 0 and sampled.stdout, sampled.stderr
     wrong = run("--recipe", "gpt2", "--data", tmp_path, "--out", tmp_path / "log", code=2)
     assert "was trained with --recipe speedrun, not gpt2" in wrong.stderr
@@ -424,7 +423,7 @@ def test_a_checkpoint_from_before_the_window_goes_on_without_one():
     config, path = Config(recipe="speedrun"), Path("checkpoint_000001.pt")
     before = dataclasses.asdict(config)
     del before["window"]
-    checkpoint = {"config": before, "recipe": "speedrun",
+    checkpoint = {"config": before, "recipe": "speedrun", "step": 0,
                   "model_config": {name: before[name] for name in MODEL_SHAPE}}
     assert merge_config(config, {"window"}, checkpoint, path).window == 0
     with pytest.raises(UserError, match="was trained with --window 0, not 64"):
