@@ -182,10 +182,10 @@ def nothing_zero(model: torch.nn.Module, device: str) -> Iterator[None]:
 
 @contextmanager
 def eager_kernel(model: torch.nn.Module) -> Iterator[None]:
-    """Inside, auto takes the place of kernels that have no float32 (flash, cudnn), and of FlexAttention, which
-    alone would be compiled for eager mode too."""
+    """Inside, auto takes the place of kernels that have no float32 (flash, cudnn), and of FlexAttention,
+    which alone would be compiled for eager mode too."""
     kernel = model.kernel
-    model.use_attention(kernel if kernel in ("naive", "math", "efficient", "sdpa") else "auto")
+    model.use_attention("auto" if kernel in ("flash", "cudnn", "flex") else kernel)
     try:
         yield
     finally:

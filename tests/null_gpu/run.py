@@ -140,7 +140,8 @@ def execute(script, recorder, watch):
     tree = ast.parse(script.read_text(), str(script))
     linecache.updatecache(str(script))
     start = max((i for i, node in enumerate(tree.body)
-                 if isinstance(node, ast.If) and "__name__" in ast.unparse(node.test)), default=len(tree.body))
+                 if isinstance(node, ast.If) and "__name__" in ast.unparse(node.test)),
+                default=len(tree.body))
     exec(compile(ast.Module(tree.body[:start], []), str(script), "exec"), module.__dict__)
     for where, name in (word.rsplit(".", 1) for word in watch):
         if where in sys.modules:
