@@ -307,7 +307,7 @@ def evaluate(run: Run, due: Callable[[int], bool]) -> None:
         if signals.stopped:
             return
         if not math.isfinite(loss):
-            raise nonfinite_error(f"step {state.step}: validation loss {loss}", state, config, state.step)
+            raise nonfinite_error(f"step {state.step}: val loss {loss}", state, config, state.step, False)
         state.val_loss, state.val_step = loss, state.step
         reporter.evaluation(state.step, "val", loss, f"validation loss: {loss:.4f}")
     if run.hella and due(config.hellaswag_every):

@@ -17,7 +17,7 @@ from runtime.files import read_text, replace_file
 from runtime.muon import Muon
 from runtime.resume import MODEL_SHAPE
 
-CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "train_gpt2" / "batch_size.json"
+NAME = "batch_size.json"        # in the cache
 
 
 def largest_that_fits(candidates: list[int], memory_of: Callable[[int], float], limit: float) -> int:
@@ -84,7 +84,7 @@ def choose_micro_batch(config, candidates: list[int], state: TrainState, model: 
     device = process.device
     total = torch.cuda.mem_get_info(device)[1]
     key = cache_key(config, process, total, candidates[-1])
-    known = load_cache(CACHE)
+    known = load_cache(NAME)
 
     def memory_of(B):
         with compile_failures(model):
@@ -103,7 +103,7 @@ def choose_micro_batch(config, candidates: list[int], state: TrainState, model: 
         torch.cuda.empty_cache()                # NCCL and Triton allocate beside torch
         torch.compiler.reset()                  # the trials' graphs count towards the recompilation limit
     if process.is_master and known.get(key) != B and not config.dry_run:
-        save_cache(CACHE, known | {key: B})
+        save_cache(NAME, known | {key: B})
     return B
 
 
@@ -115,16 +115,21 @@ def cache_key(config, process: Process, *more) -> str:
                                process.world_size, *more)))
 
 
-def load_cache(path: Path) -> dict:
+def cache_path(name: str) -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "train_gpt2" / name
+
+
+def load_cache(name: str) -> dict:
     """{cache_key of a run: what was found for it}, from earlier runs."""
     try:
-        known = json.loads(read_text(path, most=1 << 20))
+        known = json.loads(read_text(cache_path(name), most=1 << 20))
         return known if isinstance(known, dict) else {}
     except (OSError, ValueError, RecursionError):
         return {}
 
 
-def save_cache(path: Path, known: dict) -> None:
+def save_cache(name: str, known: dict) -> None:
+    path = cache_path(name)
     with suppress(OSError, RunError):           # without a cache the next run finds it anew
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, lambda file: file.write(json.dumps(known, indent=1).encode()))

@@ -4,13 +4,13 @@ import math
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
 
 from runtime.cli import RunError, safe_repr
-from runtime.files import cannot_write, checkpoints, replace_file, sync
+from runtime.files import cannot_write, checkpoint_name, checkpoints, replace_file, sync
 from runtime.integrity import check_written, fault_of, find_fault
 from runtime.resume import damaged_if_fails, newest_of
 from runtime.weights import is_dense_float
@@ -32,6 +32,7 @@ class TrainState:
     skipped: int = 0                    # steps with a non-finite loss or gradient
     source: Path | None = None          # the checkpoint that this process began with, at the step `begun`
     begun: int = 0
+    saved: list = field(default_factory=list)           # steps of the checkpoints that this run has written
 
     def is_best(self) -> bool:
         """Whether the validation loss of this very step is the lowest so far."""
@@ -45,6 +46,7 @@ class TrainState:
             "recipe": config.recipe, "config": asdict(config), **recorded,
             "step": self.step, "evaluated": self.evaluated,
             "val_loss": self.val_loss, "val_step": self.val_step, "best": self.best, "skipped": self.skipped,
+            "saved": self.saved,
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "scaler": self.scaler.state_dict(),
             "rng": {"torch": torch.get_rng_state(),
@@ -71,6 +73,10 @@ class TrainState:
                 [type(number) for number in self.best] == [float, int]
                 and 0 <= self.best[0] < math.inf and 0 <= self.best[1] <= self.step):
             raise ValueError(f"its best is {', '.join(map(safe_repr, self.best[:3]))} at step {self.step}")
+        self.saved = checkpoint.get("saved", [])                # not in earlier checkpoints
+        if not isinstance(self.saved, list) or not all(type(step) is int and 0 <= step <= self.step
+                                                       for step in self.saved):
+            raise ValueError("it does not say which checkpoints its run has saved")
         if len(checkpoint["optimizers"]) != len(self.optimizers):
             raise ValueError(f"it holds {len(checkpoint['optimizers'])} optimizers instead of "
                              f"{len(self.optimizers)}")
@@ -188,9 +194,9 @@ def replace_tensors(tree, copies):
 
 class Saver:
     """Writes OUT/checkpoint_STEP.pt atomically, unless a number in it is not finite, and reads it again. Then
-    only the newest --keep_checkpoints and state.best's are kept. On CUDA a thread does this with a copy in
-    pinned memory while training continues. On a CPU of two cores that cost more (3.3 to 5.2 s for GPT-2 124M)
-    than waiting for the file (2 s)."""
+    of the checkpoints that this run has written only the newest --keep_checkpoints and state.best's are kept.
+    On CUDA a thread does this with a copy in pinned memory while training continues. On a CPU of two cores
+    that cost more (3.3 to 5.2 s for GPT-2 124M) than waiting for the file (2 s)."""
 
     def __init__(self, config, recorded, log, process):
         self.config, self.recorded, self.log, self.process = config, recorded, log, process
@@ -206,6 +212,8 @@ class Saver:
         self.finish()
         self.begun = time.monotonic()
         if self.process.is_master:
+            there = dict(checkpoints(self.config.out))
+            state.saved = [*(step for step in state.saved if step in there and step < state.step), state.step]
             content = state.state_dict(self.config, self.recorded)
             if self.background:
                 content = self.copies(content)
@@ -220,16 +228,19 @@ class Saver:
         self.process.last_save = time.monotonic()
 
     def _write(self, content):
-        path = Path(self.config.out) / f"checkpoint_{content['step']:06d}.pt"
+        out, best, keep = Path(self.config.out), content["best"], self.config.keep_checkpoints
+        path = out / checkpoint_name(content["step"])
         if fault := find_fault(content["model"], content["optimizers"]):
             raise RunError(f"after step {content['step']}, {fault}: {path.name} is not saved. "
                            f"{newest_of(self.config.out)}; lower --max_lr if it happens again")
         replace_file(path, lambda file: torch.save(content, file))
         check_written(path)                     # before older ones are removed
-        if self.config.keep_checkpoints:
-            for step, old in checkpoints(self.config.out)[:-self.config.keep_checkpoints]:
-                if content["best"] is None or step != content["best"][1]:
-                    old.unlink(missing_ok=True)
+        for step in content["saved"][:-keep] if keep else ():
+            if best is None or step != best[1]:
+                try:
+                    (out / checkpoint_name(step)).unlink(missing_ok=True)
+                except OSError as error:                # protected by its owner, or a folder
+                    self.process.print0(f"warning: {checkpoint_name(step)} is not removed ({error.strerror})")
         self.seconds = time.monotonic() - self.begun
         return path
 

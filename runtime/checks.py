@@ -225,8 +225,10 @@ def most_joined_rows(config, device: str) -> int:
 
 
 def check_memory(config, size: ModelSize, device: str) -> None:
-    """UserError if weights, gradients and moments alone need more memory than is free."""
+    """UserError if weights, gradients and moments alone need more memory than there is, on a GPU more than
+    is free: what others use of a CPU's can be swapped out."""
     free, memory = memory_of(device)
+    free = free if device.startswith("cuda") else memory
     if size.state <= free:
         return
     need = (f"{config.n_layer} layers of width {config.n_embd} have {size.parameters:,} parameters, which "
@@ -235,8 +237,6 @@ def check_memory(config, size: ModelSize, device: str) -> None:
     if size.state > memory:
         raise UserError(f"{need}: {smaller}")
     need += f", of which {free / 1e9:,.1f} GB are free"
-    if not device.startswith("cuda"):
-        raise UserError(f"{need}: end what else runs there, or {smaller}")
     if memory - free <= CONTEXT:
         raise UserError(f"{need} beside its driver: {smaller}")
     raise UserError(f"{need}: end what else runs there (nvidia-smi shows it), choose another GPU by "

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from runtime import batch_size, kernels
+from runtime import kernels
 from runtime.batch_size import cache_key, choose_micro_batch, load_cache, save_cache
 from runtime.checkpoint import TrainState
 from runtime.cli import RunError
@@ -28,6 +28,7 @@ from runtime.device import CompileFailure, compile_failures, is_out_of_memory, w
 from runtime.distributed import Process
 from runtime.tokenizer import VOCAB_SIZE
 
+NAME = "compile_check.json"     # in the cache
 TOLERANCE, FLOOR = 0.1, 5e-4
 FACTOR = 3.0            # how much farther from float32 than eager mode a compiled gradient may be
 EAGER_TOKENS = 2048     # of a slice in eager mode, which needs more memory than the compiled model
@@ -56,9 +57,9 @@ def check_compiled(config, state: TrainState, wrapped: Callable, autocast: torch
     """One micro-step of `wrapped`, in which its graph is compiled for training. Then, unless an earlier run
     has done so or --no_check_compile is given, the same in eager mode: RunError if a gradient differs,
     CompileFailure if it cannot run, on all ranks alike. Changes neither weights nor random numbers."""
-    model, path = state.model, batch_size.CACHE.with_name("compile_check.json")
+    model = state.model
     key = cache_key(config, process, config.tf32, sources(model), B)
-    known = load_cache(path)
+    known = load_cache(NAME)
     asked = config.check_compile and key not in known
 
     def check():
@@ -77,7 +78,7 @@ def check_compiled(config, state: TrainState, wrapped: Callable, autocast: torch
         torch.cuda.empty_cache()
     if passed and process.is_master:
         process.print0("torch.compile was compared with eager mode on one micro-batch: the gradients agree")
-        save_cache(path, known | {key: True})
+        save_cache(NAME, known | {key: True})
 
 
 def try_compiled(model: torch.nn.Module, wrapped: Callable, config, autocast: torch.autocast,

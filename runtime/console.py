@@ -189,7 +189,7 @@ def print_best(config, state, process: Process) -> Path | None:
         return None
     loss, step = state.best
     path = dict(checkpoints(config.out)).get(step)
-    if state.val_loss > loss:
+    if state.val_loss > loss and f"{state.val_loss:.4f}" != f"{loss:.4f}":
         where = f": the best checkpoint is {path}" if path else ", and the checkpoint of that step is gone"
         process.print0(f"validation has risen since step {step} ({loss:.4f} -> {state.val_loss:.4f}){where}")
     elif path:

@@ -174,8 +174,10 @@ class Process:
 
     def end_now(self, code: int, message: str) -> None:
         """Ends this process in the midst of its work, which status.json then says."""
-        if self.console:
-            self.console.end("failed", message)
+        if self.console:                        # on a thread: a dead file system would never let it end
+            tell = threading.Thread(target=self.console.end, args=("failed", message), daemon=True)
+            tell.start()
+            tell.join(1)
         os._exit(code)
 
     def watch_peers(self, torchrun):

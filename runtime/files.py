@@ -97,10 +97,23 @@ def read_text(path: str | Path, most: int = 1 << 28, errors: str = "replace") ->
         return file.read().decode("utf-8-sig", errors=errors)
 
 
+def is_redirected_to(path: Path) -> bool:
+    """Whether stdout or stderr go into this file: `python train_gpt2.py > log/console.log`."""
+    for descriptor in (1, 2):
+        with suppress(OSError):
+            if os.path.samestat(os.fstat(descriptor), os.stat(path)):
+                return True
+    return False
+
+
 def checkpoints(out: str | Path) -> list[tuple[int, Path]]:
     """[(step, path)] of the checkpoints in `out`, oldest first. Each is complete (written atomically)."""
-    found = ((re.fullmatch(r"checkpoint_(\d+)\.pt", p.name), p) for p in Path(out).glob("checkpoint_*.pt"))
-    return sorted((int(m[1]), p) for m, p in found if m)
+    found = ((re.fullmatch(r"checkpoint_(\d{6,})\.pt", p.name), p) for p in Path(out).glob("checkpoint_*.pt"))
+    return sorted((int(m[1]), p) for m, p in found if m and p.name == checkpoint_name(int(m[1])))
+
+
+def checkpoint_name(step: int) -> str:
+    return f"checkpoint_{step:06d}.pt"
 
 
 @contextmanager

@@ -16,6 +16,7 @@ class Heartbeats:
     def __init__(self, store, rank: int, world_size: int, timeout: float, say):
         """`timeout`: seconds of silence that end the run. `say`: prints a line."""
         self.store, self.rank, self.world_size, self.timeout, self.say = store, rank, world_size, timeout, say
+        self.silent_after = min(SILENT, timeout)
         self.clock, self.looked = 0.0, time.monotonic()
         self.seen = {}          # rank: (its number, self.clock when that was first seen)
         self.silent = set()     # those that were told of
@@ -31,10 +32,10 @@ class Heartbeats:
         self.looked = now
         self.store.add(f"beat {self.rank}", 1)
         for rank in sorted(self.silent):
-            if self._silence(rank) < SILENT:
+            if self._silence(rank) < self.silent_after:
                 self.silent.remove(rank)
                 self.say(f"process {rank} answers again")
-        if any(self._silence(rank) < SILENT for rank in range(self.rank)):
+        if any(self._silence(rank) < self.silent_after for rank in range(self.rank)):
             return None                         # that one tells
         others = (rank for rank in range(self.world_size) if rank != self.rank)
         return next(filter(None, map(self._tell, others)), None)
@@ -52,7 +53,7 @@ class Heartbeats:
 
     def _tell(self, rank):
         silence = self._silence(rank)
-        if silence < SILENT:
+        if silence < self.silent_after:
             return None
         known = self.store.check([f"where {rank}"])
         where = self.store.get(f"where {rank}").decode() if known else "still starting"

@@ -1,6 +1,7 @@
 """Whether a file still holds what was written into it: checksums, and numbers that training can have made."""
 import math
 import os
+import re
 import zipfile
 import zlib
 from concurrent.futures import ThreadPoolExecutor
@@ -29,9 +30,10 @@ def check_archive(path: str | Path, archive) -> None:
         return _crc(path, archive.get_record_offset(name), listed[name].file_size) != listed[name].CRC
     # zlib and reads of files do without Python's lock
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1), "checksums") as pool:
-        for name, damaged in zip(records, pool.map(differs, records), strict=True):
-            if damaged:
-                raise ValueError(f"its record {name[:80]} does not have its checksum: bits have changed")
+        damaged = [name for name, wrong in zip(records, pool.map(differs, records), strict=True) if wrong]
+    # all of them: it was saved without, by torch.serialization.set_crc32_options(False)
+    if damaged and len(damaged) < len(records):
+        raise ValueError(f"its record {damaged[0][:80]} does not have its checksum: bits have changed")
 
 
 def _crc(path, offset, left):
@@ -51,11 +53,14 @@ def check_written(path: Path) -> None:
             with open(path, "rb") as file:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         check_archive(path, torch._C.PyTorchFileReader(str(path)))
-    except (OSError, RuntimeError, ValueError, zipfile.BadZipFile) as error:
+    except OSError as error:
+        raise RunError(f"{path} was written, but cannot be read again ({error.strerror}): look after its "
+                       f"disk; older checkpoints are still there") from None
+    except (RuntimeError, ValueError, zipfile.BadZipFile) as error:
         path.unlink(missing_ok=True)
         raise RunError(f"{path} cannot be read as it was written ({str(error)[:200]}), and was removed: this "
-                       f"disk or this machine's memory is failing; earlier checkpoints are intact, and the "
-                       f"same command goes on from them") from None
+                       f"disk or this machine's memory is failing; the checkpoints of other steps are still "
+                       f"there, and the same command goes on from them") from None
 
 
 def fault_of(tensor: torch.Tensor, least: float = -math.inf) -> str | None:
@@ -85,15 +90,16 @@ def find_fault(model: dict, optimizers: list[dict] = ()) -> str | None:
 
 
 def read_sums(folder: Path) -> dict[str, str]:
-    """{name: SHA-256} as the folder's SHA256SUMS says; {} without one. UserError if it is none."""
+    """{name: SHA-256} as the folder's SHA256SUMS says, in the format of sha256sum; {} without one."""
     path = folder / SUMS
     if not os.path.lexists(path):
         return {}
     try:
-        lines = [line.split("  ") for line in read_text(path, 1 << 20).splitlines()]
-        return {name: digest for digest, name in lines}
+        lines = read_text(path, 1 << 20).splitlines()
     except (OSError, ValueError) as error:
         raise UserError(f"its {SUMS} cannot be read ({str(error)[:80]})") from None
+    found = filter(None, (re.fullmatch(r"([0-9a-fA-F]{64}) [ *](?:\./)?(.+)", line) for line in lines))
+    return {m[2]: m[1].lower() for m in found}
 
 
 def check_sums(folder: Path) -> None:

@@ -20,7 +20,7 @@ from datetime import datetime
 from pathlib import Path
 
 from runtime.cli import RunError, UserError
-from runtime.files import cannot_write, checkpoints, read_text, readable, replace_file
+from runtime.files import cannot_write, checkpoints, is_redirected_to, read_text, readable, replace_file
 
 COLUMNS = ("step", "tokens", "seconds", "train", "val", "hella", "lr", "norm", "tokens_per_second")
 LONGEST = 1 << 30               # bytes of a log: ten million steps
@@ -169,6 +169,8 @@ class ConsoleLog:
         """Once --out is known to be this run's, which begins at `step`."""
         self.out = Path(config.out)
         self.values |= {"step": step, "max_steps": config.max_steps}
+        if is_redirected_to(self.out / "console.log"):
+            return self._write_status()
         # O_NONBLOCK: a named pipe of that name is no reason to wait
         how = os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_NONBLOCK", 0)
         with self._warning("console.log"):
@@ -230,9 +232,9 @@ class ConsoleLog:
                 temporary.write_text(json.dumps(values) + "\n")
                 os.replace(temporary, self.out / "status.json")
         finally:
-            self.lock.release()
             with suppress(OSError):
                 temporary.unlink(missing_ok=True)
+            self.lock.release()
 
     @contextmanager
     def _warning(self, name):

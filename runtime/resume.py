@@ -8,9 +8,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from runtime.cli import RunError, UserError, safe_repr
-from runtime.files import RUN_FILES, checkpoints, read_text, readable, remove_leftovers, writable
+from runtime.files import (RUN_FILES, checkpoints, is_redirected_to, read_text, readable, remove_leftovers,
+                           writable)
 from runtime.integrity import find_fault
-from runtime.log import Log
+from runtime.log import LONGEST, Log
 from runtime.presets import PRESETS
 from runtime.weights import read_checkpoint
 
@@ -145,7 +146,8 @@ def archive_output(config, path: Path | None, step: int) -> str:
     out = Path(config.out)
     inside = path is not None and path.resolve().parent == out.resolve()
     moved = [p for s, p in checkpoints(out) if not inside or s > step]
-    there, copied = [p for name in RUN_FILES if os.path.lexists(p := out / name)], []
+    there = [p for name in RUN_FILES if os.path.lexists(p := out / name) and not is_redirected_to(p)]
+    copied = []
     if inside:
         logs = [p for p in there if p.name in LINES]
         copied = logs if moved or any(map(has_other_lines, logs)) else []
@@ -168,7 +170,7 @@ def archive_output(config, path: Path | None, step: int) -> str:
 def has_other_lines(path: Path) -> bool:
     """Whether a log has a complete line that no run has written."""
     with readable(path, "move it out of the way, or choose another --out"):
-        lines = read_text(path).splitlines(keepends=True)
+        lines = read_text(path, LONGEST).splitlines(keepends=True)
     return any(line.endswith("\n") and not re.fullmatch(LINES[path.name], line.rstrip("\r\n"))
                for line in lines)
 
@@ -190,22 +192,21 @@ def newest_of(out: str | Path) -> str:
             "There is no checkpoint yet: the same command starts again")
 
 
-def nonfinite_error(what: object, state, config, step: int) -> RunError:
+def nonfinite_error(what: object, state, config, step: int, update: bool = True) -> RunError:
     """The end of a run by a loss or gradient that is not finite at `step`: `what`, then what is true of the
-    weights as they are now, and what to do."""
-    return RunError(f"{what}. {advice_after_nonfinite(state, config, step)}")
-
-
-def advice_after_nonfinite(state, config, step: int) -> str:
+    weights as they are now, and what to do. `update`: whether it was one of an optimizer update."""
     if fault := find_fault(dict(state.model.named_parameters())):
-        return f"{fault}, since an earlier update. {newest_of(config.out)}"
+        return RunError(f"{what}. {fault}, since an earlier update. {newest_of(config.out)}")
     if state.source and step == state.begun:
-        return (f"It is the first step since {state.source}, which may be damaged: "
-                f"{recovery_hint(state.source)}")
+        return RunError(f"{what}. It is the first step since {state.source}, which may be damaged: "
+                        f"{recovery_hint(state.source)}")
+    if not update:
+        return RunError(f"{what}. The weights are finite, but too large: lower --max_lr or lengthen "
+                        f"--warmup_steps. {newest_of(config.out)}")
     skipped = ("The update was skipped and changed no weight" if config.updates_per_step == 1 else
                "Updates with such a number were skipped and changed no weight, the step's others were made")
-    return (f"{skipped}: lower --max_lr, lengthen --warmup_steps, or tolerate such steps by "
-            f"--skip_nonfinite. {newest_of(config.out)}")
+    return RunError(f"{what}. {skipped}: lower --max_lr, lengthen --warmup_steps, or tolerate such steps by "
+                    f"--skip_nonfinite. {newest_of(config.out)}")
 
 
 def recovery_hint(path: Path) -> str:

@@ -150,7 +150,7 @@ def damage_of(path: Path, sha256: str = "", stop: Callable[[], bool] = lambda: F
                 found.update(piece[:n])
                 largest = max(largest, int(piece[:n // 2 * 2].view("<u2").max()))
     except UserError as error:
-        return OTHER_BYTES if sha256 else str(error)
+        return OTHER_BYTES if sha256 and not isinstance(error.__context__, OSError) else str(error)
     if sha256 and found.hexdigest() != sha256:
         return OTHER_BYTES
     return f"it holds token {largest}, and GPT-2's end at {VOCAB_SIZE - 1}" if largest >= VOCAB_SIZE else ""

@@ -22,6 +22,8 @@ def begin(torch: bool = True, elsewhere: int = 2) -> None:
     `elsewhere`."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:    # else it is ignored
         signal.signal(signal.SIGINT, stop_at_once)
+    if hasattr(signal, "SIGUSR2"):      # "save now": there is nothing to save yet
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     if torch and is_rank0():
         _thread.start_new_thread(_sign_of_life, (elsewhere,))
 

@@ -326,7 +326,7 @@ def not_exported(folder: Path) -> set[str]:
     sums = read_sums(folder)
     ours = {name for name in EXPORTED & sums.keys() if (folder / name).is_file()
             and file_sha256(folder / name) == sums[name]}
-    return set(os.listdir(folder)) - ours - ({SUMS} if sums else set())
+    return set(os.listdir(folder)) - ours - ({SUMS} if sums.keys() == EXPORTED else set())
 
 
 def export(load_model: Callable, description: str, argv: list[str] | None = None) -> None:

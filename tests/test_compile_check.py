@@ -26,7 +26,7 @@ NORM = "transformer.h.0.ln_1.weight"
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(runtime.batch_size, "CACHE", tmp_path / "cache" / "batch_size.json")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "compile_check.json"
 
 

@@ -26,7 +26,7 @@ from runtime.cli import RunError, UserError
 from runtime.distributed import Process
 from runtime.files import checkpoints, replace_file
 from runtime.integrity import fault_of
-from runtime.resume import advice_after_nonfinite
+from runtime.resume import nonfinite_error
 from runtime.shards import write_shard
 from runtime.weights import read_checkpoint
 
@@ -130,8 +130,8 @@ def test_a_checkpoint_that_the_disk_changed_is_noticed_before_older_ones_are_rem
         flip(Path(path), Path(path).stat().st_size // 2)
     monkeypatch.setattr(runtime.checkpoint, "replace_file", failing)
     state.step = 1
-    with pytest.raises(RunError, match="checkpoint_000001.pt cannot be read as it was written.*earlier "
-                       "checkpoints are intact"):
+    with pytest.raises(RunError, match="checkpoint_000001.pt cannot be read as it was written.*the "
+                       "checkpoints of other steps are still there"):
         saver.save(state)
     assert [step for step, _ in checkpoints(tmp_path)] == [0]
 
@@ -229,21 +229,23 @@ def test_what_is_said_of_a_bad_step_is_true(tmp_path):
     tiny = GPT(GPTConfig(block_size=8, vocab_size=64, n_layer=1, n_head=1, n_embd=8))
     config = train_gpt2.Config(out=str(tmp_path))
     state = train_gpt2.make_state(config, tiny, tiny.configure_optimizers(1e-3, 0.1), Process())
-    assert re.match("The update was skipped and changed no weight: lower --max_lr.* There is no checkpoint",
-                    advice_after_nonfinite(state, config, 5))
+    assert re.match("x. The update was skipped and changed no weight: lower --max_lr.* There is no "
+                    "checkpoint", str(nonfinite_error("x", state, config, 5)))
     config.updates_per_step = 4
-    assert "the step's others were made" in advice_after_nonfinite(state, config, 5)
+    assert "the step's others were made" in str(nonfinite_error("x", state, config, 5))
     with torch.no_grad():
         tiny.transformer.ln_f.weight[0] = float("nan")
     (tmp_path / "checkpoint_000003.pt").touch()
-    assert advice_after_nonfinite(state, config, 5) == (
-        "transformer.ln_f.weight holds NaN numbers, since an earlier update. The same command goes on from "
-        "checkpoint_000003.pt")
+    assert str(nonfinite_error("x", state, config, 5)) == (
+        "x. transformer.ln_f.weight holds NaN numbers, since an earlier update. The same command goes on "
+        "from checkpoint_000003.pt")
 
 
 def test_a_validation_loss_that_is_not_finite_ends_the_run(finished, tmp_path, monkeypatch):
     monkeypatch.setattr(train_gpt2, "validation_loss", lambda *args: float("nan"))
-    with pytest.raises(RunError, match="step 0: validation loss nan"):
+    with pytest.raises(RunError, match="step 0: val loss nan. The weights are finite, but too large: "
+                       "lower --max_lr or lengthen --warmup_steps. There is no checkpoint yet: "
+                       "the same command starts again$"):
         train(finished, tmp_path / "log", "--max_steps", 2)
     assert not checkpoints(tmp_path / "log")
 
@@ -353,3 +355,46 @@ def test_the_best_checkpoint_is_one_whose_own_loss_was_measured(finished, tmp_pa
     train(finished, tmp_path, "--max_steps", 7, "--val_every", 2, "--checkpoint_every", 3)
     best = [read_checkpoint(path)["best"] for _, path in checkpoints(tmp_path)]
     assert best == [None, (2.0, 6), (2.0, 6)]
+
+
+def test_only_checkpoints_that_the_run_has_written_are_removed(finished, log, capsys):
+    """Not a copy under another name, nor one from elsewhere, nor one that its owner protects."""
+    theirs = [log / "checkpoint_2.pt", log / "checkpoint_000001.pt", log / "checkpoint_000003.pt"]
+    for path in theirs[:2]:
+        shutil.copy(log / "checkpoint_000002.pt", path)
+    theirs[2].mkdir()
+    train(finished, log, "--max_steps", 8, "--checkpoint_every", 1, "--keep_checkpoints", 1, "--val_every", 0)
+    assert all(path.exists() for path in theirs)
+    best = read_checkpoint(log / "checkpoint_000008.pt")["best"][1]
+    assert {step for step, _ in checkpoints(log)} == {1, 3, best, 8}
+
+
+def test_a_checkpoint_that_cannot_be_removed_is_a_warning(finished, log, capsys, monkeypatch):
+    monkeypatch.setattr(Path, "unlink", lambda path, missing_ok=False: exec("raise PermissionError(1, 'no')"))
+    train(finished, log, "--max_steps", 8, "--checkpoint_every", 4, "--keep_checkpoints", 1, "--val_every", 0)
+    assert "warning: checkpoint_000002.pt is not removed (no)" in capsys.readouterr().out
+
+
+def test_sums_of_another_program_are_read_or_left_alone(tmp_path):
+    GPT(GPTConfig(block_size=8, vocab_size=50304, n_layer=1, n_head=1, n_embd=8)).save_pretrained(tmp_path)
+    sums = {name: digest for digest, name in map(str.split, (tmp_path / "SHA256SUMS").open())}
+    lines = [f"{sums['config.json'].upper()} *config.json", "", "# made by hand", f"{'0' * 64}  thesis.pdf"]
+    (tmp_path / "SHA256SUMS").write_text("\n".join(lines))
+    load_model(tmp_path)
+    (tmp_path / "SHA256SUMS").write_text(f"{'0' * 64}  ./model.safetensors\n")
+    with pytest.raises(UserError, match="model.safetensors does not match"):
+        load_model(tmp_path)
+    (tmp_path / "alone").mkdir()
+    (tmp_path / "alone/SHA256SUMS").write_text(f"{'0' * 64}  thesis.pdf\n")
+    with pytest.raises(UserError, match="holds other files than an earlier export .SHA256SUMS"):
+        model.main(["export", "gpt2", str(tmp_path / "alone")])
+
+
+def test_a_file_that_was_saved_without_checksums_is_read(finished, tmp_path):
+    content = read_checkpoint(finished / "log/checkpoint_000006.pt")
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save(content, tmp_path / "a.pt")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert same(read_checkpoint(tmp_path / "a.pt"), content)

@@ -353,7 +353,7 @@ def test_what_fits_is_remembered_for_the_same_model_on_the_same_gpu(monkeypatch,
     """The trials themselves need a GPU (test_auto_batch_size_on_a_gpu_fits...); here what they say is made
     up."""
     tried = []
-    monkeypatch.setattr(runtime.batch_size, "CACHE", tmp_path / "a" / "batch_size.json")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "a"))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 100))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
     monkeypatch.setattr(runtime.batch_size, "memory_of_step", lambda B, *_: tried.append(B) or 8 * B)
