@@ -10,7 +10,7 @@ Run the same command again to resume from the newest checkpoint in --out.
 # Start at `loop`, near the end: evaluate, save, train, log. RECIPES says which model is trained how.
 if __name__ == "__main__":              # before the slow imports: Ctrl-C, and a sign of life
     from runtime.start import begin
-    begin(elsewhere=1)
+    begin()
 import math
 import os
 from collections.abc import Callable

@@ -10,35 +10,33 @@ import os
 import sys
 import time
 
-TERMINAL, ELSEWHERE = 2.0, 10.0     # seconds of importing before the sign of life
+QUIET = 2.0             # seconds of importing before the sign of life
 LOADED = []                         # not empty: the script's imports are done
 TOLD = []                           # not empty: Ctrl-C has had its line
 PRESSED = []                        # when Ctrl-C was pressed first
 
 
-def begin(torch: bool = True, elsewhere: int = 2) -> None:
+def begin(torch: bool = True) -> None:
     """Until run_command: Ctrl-C ends the process with one line and exit code 130. If `torch` is imported and
-    that takes long, a line says so: on stderr, and where that is no terminal, later, on descriptor
-    `elsewhere`."""
+    that takes long, a line on a terminal says so."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:    # else it is ignored
         signal.signal(signal.SIGINT, stop_at_once)
     if hasattr(signal, "SIGUSR2"):      # "save now": there is nothing to save yet
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)
-    if torch and is_rank0():
-        _thread.start_new_thread(_sign_of_life, (elsewhere,))
+    if torch and is_rank0() and os.isatty(2):
+        _thread.start_new_thread(_sign_of_life, ())
 
 
 def is_rank0() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def _sign_of_life(elsewhere):
-    terminal = os.isatty(2)
-    time.sleep(TERMINAL if terminal else ELSEWHERE)
+def _sign_of_life():
+    time.sleep(QUIET)
     spec = getattr(sys.modules.get("torch"), "__spec__", None)
     # sample.py and hellaswag.py import torch once their flags are read
     if not LOADED or getattr(spec, "_initializing", False):
-        _write(2 if terminal else elsewhere, "loading torch ...")
+        _write(2, "loading torch ...")
 
 
 def _write(descriptor, text):

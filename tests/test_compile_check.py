@@ -27,7 +27,7 @@ NORM = "transformer.h.0.ln_1.weight"
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "compile_check.json"
+    return tmp_path / "cache" / "train_gpt2" / "compile_check.json"
 
 
 class Scaled(torch.autograd.Function):
