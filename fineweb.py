@@ -295,7 +295,7 @@ def tokenize_into(writer: ShardWriter, source: HubSource | LocalSource, expected
     from tqdm import tqdm
     out, threads = str(writer.out), workers or available_cores()
     if not gigatoken(threads):
-        print(f"{out}: tiktoken does the work, and slowly: gigatoken is not installed (pip install gigatoken)")
+        print(f"{out}: tiktoken does the work, slowly: gigatoken is not installed (pip install gigatoken)")
     tasks = source.tasks(writer.document, writer.manifest["mark"])
     with closing(encode_stream(tasks, threads)) as stream:
         with Progress()(f"{out}: waiting for the first text"):                # of the hub: maybe a minute

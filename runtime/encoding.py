@@ -159,7 +159,8 @@ class Encoder:
             if kind is bytes and self.run:
                 parts += self.encode_together(b"".join(rows))
             else:
-                texts = rows if kind is str else (text.decode() for row in rows for text in row.split(START)[1:])
+                texts = (rows if kind is str else
+                         (text.decode() for row in rows for text in row.split(START)[1:]))
                 parts += [part for text in texts for part in ([EOT], encode(text))]
         tokens = np.concatenate(parts, dtype=np.uint16, casting="unsafe")
         first = np.flatnonzero(tokens == EOT)
@@ -195,8 +196,8 @@ class Encoder:
             at, want = end, encode(text.decode())
             if tokens[:len(want) + 2].tolist()[1:] not in ([*want.tolist(), EOT], want.tolist()):
                 raise RunError("gigatoken's tokens are not tiktoken's for the document that begins with "
-                               f"{text[:60].decode(errors='ignore')!r}: uninstall gigatoken, and run the same "
-                               f"command again")
+                               f"{text[:60].decode(errors='ignore')!r}: uninstall gigatoken, and run the "
+                               f"same command again")
             tokens, self.compared = tokens[len(want) + 1:], self.compared + size
 
 
@@ -231,7 +232,7 @@ def ahead(items: Iterator, most: int) -> Iterator:
 
 
 def encode_stream(tasks: Iterable[Task], threads: int = 1) -> Iterator[Tokens]:
-    """The tokens of `tasks` in their order. Reading, encoding and what is done with the tokens run at once."""
+    """The tokens of `tasks` in their order. Reading, encoding, and the use of the tokens run at once."""
     def encoded():
         encoder = Encoder(threads)
         with closing(ahead(read_batches(tasks), READ_AHEAD)) as batches:

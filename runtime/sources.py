@@ -1,8 +1,8 @@
 """Sources of text: a dataset of the Hugging Face hub, and files on disk.
 
 `tasks(start, cursor, size)` of a source yields Tasks in a fixed order: pieces of the text of about `size`
-characters, which runtime/encoding.py reads. The first document of the first task has number `start`. A large .txt file comes in several pieces. Each of them counts as a document, and
-only the first starts one.
+characters, which runtime/encoding.py reads. The first document of the first task has number `start`. A large
+.txt file comes in several pieces. Each of them counts as a document, and only the first starts one.
 
 With `part=(i, n)` a source is the i-th of n parts of the text. Every document is in exactly one part.
 """
