@@ -33,7 +33,7 @@ def measure_loader(s):
     return {"rates": rates}
 
 
-COPIES = 47                     # of input.txt: 52 million characters, of which --steps N takes N times as many
+COPIES = 47                     # of input.txt: 52 MB, of which --steps N takes N times as much
 PEER, EMPTY = "build-nanogpt's pool", "fineweb.py without encoding"               # runtime/data_drivers.py
 
 

@@ -97,25 +97,24 @@ def rows_of(texts: list) -> Iterator[bytes | str]:
 
 def read_batches(tasks: Iterable[Task]) -> Iterator[Batch]:
     """What was read before an error of the source comes before it."""
-    rows, starts, cursors, size, opened = [], [], [], 0, {}
+    texts, starts, cursors, size, failed = [], [], [], 0, None
     try:
         for task in tasks:
             if task.cursor is not None:
                 cursors.append((len(starts), task.cursor))
-            for texts, start in task.read(task.skip, opened):
-                found = list(rows_of(texts))
-                rows += found
-                starts += [start] * len(texts)
+            for found, start in task.read(task.skip):
+                texts += found
+                starts += [start] * len(found)
                 size += sum(map(len, found))
                 if size >= BATCH:
-                    yield Batch(rows, starts, cursors)
-                    rows, starts, cursors, size = [], [], [], 0
-    except (UserError, RunError):
-        if rows:
-            yield Batch(rows, starts, cursors)
-        raise
-    if rows or cursors:
-        yield Batch(rows, starts, cursors)
+                    yield Batch(list(rows_of(texts)), starts, cursors)
+                    texts, starts, cursors, size = [], [], [], 0
+    except (UserError, RunError) as error:
+        failed = error
+    if texts:
+        yield Batch(list(rows_of(texts)), starts, cursors)
+    if failed:
+        raise failed
 
 
 @functools.cache

@@ -39,22 +39,20 @@ LAST_CUT = re.compile(r".*\S(?=[ \n\r])", re.DOTALL)
 
 @dataclass(frozen=True)
 class Task:
-    """A piece of the text. `read(skip, opened)` yields (texts, start) of its documents but the first `skip`:
-    a list of str, or of UTF-8 in memoryviews, and whether each starts a document. `opened`: what stays open
-    from task to task.
+    """A piece of the text. `read(skip)` yields (texts, start) of its documents but the first `skip`: a list
+    of str, or of UTF-8 in memoryviews, and whether each starts a document.
 
     `cursor`: the source's state before this task, or None. Given ["number of documents before", state], a
     source need not read again what came before.
     """
-    read: Callable[[int, dict], Iterator[tuple[list, bool]]]
+    read: Callable[[int], Iterator[tuple[list, bool]]]
     skip: int = 0
     cursor: object = None
 
 
-def given_texts(texts: list[str], start: bool, skip: int, opened: dict) -> Iterator[tuple[list[str], bool]]:
+def given_texts(texts: list[str], start: bool, skip: int) -> Iterator[tuple[list[str], bool]]:
     """Reads a task that holds its text."""
-    if texts[skip:]:
-        yield texts[skip:], start
+    yield texts[skip:], start
 
 
 class HubSource:
@@ -294,8 +292,8 @@ def count_lines(lines: bytes) -> int:
     return sum(bool(line.strip()) for line in lines.decode(errors="replace").split("\n"))
 
 
-def read_lines(path: Path, field: str, number: int, lines: bytes, skip: int,
-               opened: dict) -> Iterator[tuple[list[str], bool]]:
+def read_lines(path: Path, field: str, number: int, lines: bytes,
+               skip: int) -> Iterator[tuple[list[str], bool]]:
     """One document a line: {"text": "..."} if `field` is text; empty lines are skipped. The first line has
     this `number` in the file."""
     with checked(path):
@@ -311,8 +309,7 @@ def read_lines(path: Path, field: str, number: int, lines: bytes, skip: int,
             if not isinstance(row, dict) or not isinstance(row[field], str):
                 raise ValueError(f'line {n} is not JSON of the form {{"{safe_repr(field)}": "..."}}')
             texts.append(row[field])
-    if texts:
-        yield texts, True
+    yield texts, True
 
 
 def plan_parquet(path: Path, size: int, field: str) -> Iterator[tuple[Callable, Callable]]:
@@ -327,70 +324,55 @@ def plan_parquet(path: Path, size: int, field: str) -> Iterator[tuple[Callable, 
             there = sum(c.total_uncompressed_size for c in columns if c.path_in_schema == field)
             # in tasks of equal size, up to half as much again as asked for
             rows = max(1, min(MAX_ROWS, math.ceil(group.num_rows / max(1, round(there / size)))))
+            reader = RowGroup(path, field, i)
             for first in range(0, group.num_rows, rows):
                 n = min(rows, group.num_rows - first)
-                yield partial(read_rows, path, field, i, first, n), partial(int, n)
+                yield partial(reader.read, first, n), partial(int, n)
 
 
 class RowGroup:
-    """The column `field` of row group `index`, read forwards."""
+    """The column `field` of row group `index`, read forwards: it need not be decoded anew for each task."""
 
-    def __init__(self, path, field, index):
+    def __init__(self, path: Path, field: str, index: int):
+        self.path, self.field, self.index = path, field, index
+        self.batches, self.first, self.batch = None, 0, ()        # first: number of the batch's first row
+
+    def read(self, first: int, count: int, skip: int) -> Iterator[tuple[list[memoryview], bool]]:
+        """One document a row: rows `first` to `first + count`."""
         import pyarrow.parquet
-        self.index, self.first, self.batch = index, 0, ()         # first: number of the batch's first row
-        # 16 rows at a time: a dictionary-encoded column of half a kilobyte can repeat one huge document
-        self.batches = pyarrow.parquet.ParquetFile(path).iter_batches(
-            batch_size=16, row_groups=[index], columns=[field], use_threads=False)
-
-    def rows(self, first, end):
-        """Yields Arrow arrays: rows `first` to `end`, of which none comes before the last ones asked for.
-        ValueError if the group has fewer."""
-        while first < end:
-            while first >= self.first + len(self.batch):
-                self.first += len(self.batch)
-                if (batch := next(self.batches, None)) is None:
-                    raise ValueError(f"its row group {self.index} has fewer rows than the file's end states")
-                self.batch = batch.column(0)
-            found = self.batch.slice(first - self.first, end - first)
-            first += len(found)
-            yield found
-
-
-def texts_of(rows) -> list[memoryview] | None:
-    """The strings of an Arrow array, not copied; None if it holds something else."""
-    import pyarrow
-    if pyarrow.types.is_dictionary(rows.type):
-        rows = rows.dictionary_decode()
-    if pyarrow.types.is_string_view(rows.type):
-        rows = rows.cast(pyarrow.large_string())
-    if rows.null_count or rows.type not in (pyarrow.string(), pyarrow.large_string()):
-        return None
-    rows.validate(full=True)                      # as UTF-8
-    _, ends, text = rows.buffers()
-    ends = np.frombuffer(ends, np.int32 if rows.type == pyarrow.string() else np.int64)
-    ends, text = ends[rows.offset:rows.offset + len(rows) + 1].tolist(), memoryview(text or b"")
-    return [text[first:end] for first, end in pairwise(ends)]
-
-
-def read_rows(path: Path, field: str, index: int, first: int, count: int, skip: int,
-              opened: dict) -> Iterator[tuple[list[memoryview], bool]]:
-    """One document a row: rows `first` to `first + count` of row group `index`. In `opened` the group stays
-    open for the next task, which then need not decode it from its beginning."""
-    key, texts, size = (path, field, index), [], 0
-    with checked(path):
-        if key not in opened or opened[key].first > first + skip:
-            opened.clear()
-            opened[key] = RowGroup(*key)
-        for rows in opened[key].rows(first + skip, first + count):
-            if (found := texts_of(rows)) is None:
-                raise ValueError(f"its column {safe_repr(field)} holds something that is not a string")
-            texts += found
-            size += rows.nbytes
-            if size >= TASK_SIZE:
+        number, end = first + skip, first + count
+        with checked(self.path):
+            if self.batches is None or number < self.first:
+                # 16 rows at a time: a dictionary-encoded column of half a kilobyte can repeat a huge document
+                self.first, self.batch = 0, ()
+                self.batches = pyarrow.parquet.ParquetFile(self.path).iter_batches(
+                    batch_size=16, row_groups=[self.index], columns=[self.field], use_threads=False)
+            while number < end:
+                while number >= self.first + len(self.batch):
+                    self.first += len(self.batch)
+                    if (batch := next(self.batches, None)) is None:
+                        raise ValueError(f"its row group {self.index} has fewer rows than the file's end "
+                                         f"states")
+                    self.batch = batch.column(0)
+                texts = self.texts(number - self.first, end - number)
+                number += len(texts)
                 yield texts, True
-                texts, size = [], 0
-        if texts:
-            yield texts, True
+
+    def texts(self, first, most):
+        """Those of the batch from row `first` on, not copied."""
+        import pyarrow
+        rows = self.batch.slice(first, most)
+        if pyarrow.types.is_dictionary(rows.type):
+            rows = rows.dictionary_decode()
+        if pyarrow.types.is_string_view(rows.type):
+            rows = rows.cast(pyarrow.large_string())
+        if rows.null_count or rows.type not in (pyarrow.string(), pyarrow.large_string()):
+            raise ValueError(f"its column {safe_repr(self.field)} holds something that is not a string")
+        rows.validate(full=True)                  # as UTF-8
+        _, ends, text = rows.buffers()
+        ends = np.frombuffer(ends, np.int32 if rows.type == pyarrow.string() else np.int64)
+        ends, text = ends[rows.offset:rows.offset + len(rows) + 1].tolist(), memoryview(text or b"")
+        return [text[first:end] for first, end in pairwise(ends)]
 
 
 PLANS = {".txt": plan_txt, ".jsonl": plan_jsonl, ".parquet": plan_parquet}

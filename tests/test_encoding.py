@@ -65,7 +65,7 @@ def test_tasks_of_any_size_have_every_document_once_and_in_order_from_any_number
     for task in LocalSource(files).tasks(size=size):
         if task.cursor is not None:
             cursors[task.cursor] = number
-        number += sum(len(texts) for texts, _ in task.read(0, {}))
+        number += sum(len(texts) for texts, _ in task.read(0))
     assert cursors == BEGINS
     for file, number in cursors.items():
         for start in (number, number + 2):
@@ -74,23 +74,22 @@ def test_tasks_of_any_size_have_every_document_once_and_in_order_from_any_number
 
 def test_a_row_group_is_read_on_from_task_to_task_and_not_from_its_beginning(tmp_path, monkeypatch):
     write_parquet(tmp_path / "a.parquet", LINES, row_group_size=100)
-    made, real = [], RowGroup.__init__
-    monkeypatch.setattr(RowGroup, "__init__", lambda group, *args: made.append(args) or real(group, *args))
-    tasks, opened = list(LocalSource([str(tmp_path / "a.parquet")]).tasks(size=300)), {}
+    opened, real = [], pyarrow.parquet.ParquetFile.iter_batches
+    monkeypatch.setattr(pyarrow.parquet.ParquetFile, "iter_batches",
+                        lambda file, *args, **kwargs: opened.append(file) or real(file, *args, **kwargs))
+    tasks = list(LocalSource([str(tmp_path / "a.parquet")]).tasks(size=300))
     assert len(tasks) > 20
     for task in tasks[::2]:                       # as one of two parts
-        assert list(task.read(0, opened))
-    assert len(made) == 2
-    (first, _), = tasks[0].read(0, {})
-    (rest, _), = tasks[0].read(1, opened)
-    assert [bytes(text).decode() for text in rest] == LINES[1:len(first)]
+        assert list(task.read(0))
+    assert len(opened) == 2
+    assert [bytes(text).decode() for texts, _ in tasks[0].read(1) for text in texts] == LINES[1:len(
+        [text for texts, _ in tasks[0].read(0) for text in texts])]
 
 
 def test_a_row_group_with_fewer_rows_than_the_file_states_is_refused(tmp_path):
     write_parquet(tmp_path / "a.parquet", LINES)
-    path = tmp_path / "a.parquet"
     with pytest.raises(UserError, match="a.parquet cannot be read .its row group 0 has fewer rows"):
-        list(runtime.sources.read_rows(path, "text", 0, 190, 20, 0, {}))
+        list(RowGroup(tmp_path / "a.parquet", "text", 0).read(190, 20, 0))
 
 
 def test_a_task_with_more_text_than_expected_comes_in_pieces(gpt2, tmp_path, monkeypatch):  # noqa: F811
@@ -243,7 +242,7 @@ def test_lines_that_cannot_be_read_can_be_counted(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines))
     task, = LocalSource([str(tmp_path / "a.jsonl")]).tasks(10, size=1 << 22)
     with pytest.raises(UserError, match="cannot be read"):
-        list(task.read(task.skip, {}))
+        list(task.read(task.skip))
 
 
 # -----------------------------------------------------------------------------
@@ -541,7 +540,7 @@ def numbered(source):
     number = 0
     for task in source.tasks():
         yield number, task
-        number += sum(len(texts) for texts, _ in task.read(0, {}))
+        number += sum(len(texts) for texts, _ in task.read(0))
 
 
 def test_a_run_trains_on_a_folder_of_parts(tmp_path):

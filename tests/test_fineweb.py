@@ -113,9 +113,8 @@ def write_text(path, documents):
 
 
 def texts_of(source, *args, **kwargs):
-    opened = {}
     return [bytes(text).decode() if isinstance(text, memoryview) else text
-            for task in source.tasks(*args, **kwargs) for texts, _ in task.read(task.skip, opened)
+            for task in source.tasks(*args, **kwargs) for texts, _ in task.read(task.skip)
             for text in texts]
 
 
@@ -125,7 +124,7 @@ def cursors_of(source, **kwargs):
     for task in source.tasks(**kwargs):
         if task.cursor is not None:
             cursors.append([number, task.cursor])
-        number += sum(len(texts) for texts, _ in task.read(task.skip, {}))
+        number += sum(len(texts) for texts, _ in task.read(task.skip))
     return json.loads(json.dumps(cursors))
 
 
