@@ -343,7 +343,7 @@ def parse_args(argv):
         "for recipes: a step (default 16)")
     add("--sequence_length", type=parse_int, help="tokens (default 1024; 256 on a CPU, except for memory)")
     add("--steps", type=parse_int, help="timed steps a turn (default 20 on CUDA, 4 on a CPU); for recipes: "
-        "steps of the gpt2 runs (default 300); for data: how often the text without tiktoken (default 16)")
+        "steps of the gpt2 runs (default 300); for data: times 52 MB of text (default 1)")
     add("--turns", type=parse_int, help="how often the table is measured (default 1 on CUDA, 2 on a CPU); "
         "for recipes: number of seeds")
     add("--compile", action="store_true", default=None, help="torch.compile on a CPU too")

@@ -23,21 +23,20 @@ import shutil
 import sys
 import time
 from collections.abc import Container, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import closing, contextmanager, suppress
 from itertools import chain, islice
 from pathlib import Path
 
 from runtime.cli import FlagParser, RunError, UserError, parse_int, run_command
-from runtime.encoding import Workers, encode_stream
+from runtime.encoding import encode_stream, gigatoken
 from runtime.files import file_sha256, read_text, remove_leftovers, replace_file, writable
 from runtime.hub import fetch_file, need_hub, published_sha256
 from runtime.progress import Progress
 from runtime.shard_writer import ShardWriter, all_parts, share
 from runtime.shards import SHARD_NAME, damage_of, is_whole, list_shards, open_shard, recorded_sums
-from runtime.sources import TEXT_FIELD, HubSource, LocalSource, task_size
+from runtime.sources import TEXT_FIELD, HubSource, LocalSource
 from runtime.tokenizer import BPE_SHA256
 
-SMALL = 1_000_000               # tokens: with less text than that, processes gain nothing
 MOST_WORKERS = 256              # or four a core
 
 
@@ -217,8 +216,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     flag("--shard_size", type=parse_int, default=100_000_000, help="tokens per shard (default 100000000)")
     flag("--val_tokens", type=parse_int, help="tokens of shard 0 (default shard_size, at most a tenth)")
     flag("--max_tokens", type=parse_int, help="stop after so many, validation included (default: no limit)")
-    flag("--workers", type=parse_int, help="processes that tokenise (default: a core each, but 1 for "
-                                            "less than 1M tokens)")
+    flag("--workers", type=parse_int, help="threads that tokenise (default: one a core)")
     flag("--part", type=parse_part, metavar="I/N", help="of N commands, which write into one folder and may "
          "run at once on several machines, this is number I, from 0 to N-1")
     flag("--verify", metavar="DIR", help="reads all shards of a folder and compares each with the SHA-256 in "
@@ -245,7 +243,7 @@ def check_flags(args: argparse.Namespace) -> None:
         if (value := getattr(args, name)) is not None and value < 1:
             raise UserError(f"--{name} {value}: must be at least 1")
     if (args.workers or 0) > (most := max(MOST_WORKERS, 4 * (os.cpu_count() or 1))):
-        raise UserError(f"--workers {args.workers}: must be at most {most} here: more processes than "
+        raise UserError(f"--workers {args.workers}: must be at most {most} here: more threads than "
                         f"cores make nothing faster")
     if args.input and not args.out:
         raise UserError("--input needs --out: give the output folder of the shards")
@@ -295,10 +293,11 @@ def tokenize_into(writer: ShardWriter, source: HubSource | LocalSource, expected
                   workers: int | None) -> None:
     """Writes what `writer` lacks of `source`, which has about `expected` tokens."""
     from tqdm import tqdm
-    workers, out = workers or (available_cores() if expected >= SMALL else 1), str(writer.out)
-    with Workers(workers) if workers > 1 else nullcontext() as pool:        # first: forks before any thread
-        tasks = source.tasks(writer.document, writer.manifest["mark"], task_size(expected, workers))
-        stream = encode_stream(tasks, pool)
+    out, threads = str(writer.out), workers or available_cores()
+    if not gigatoken(threads):
+        print(f"{out}: tiktoken does the work, slowly: gigatoken is not installed (pip install gigatoken)")
+    tasks = source.tasks(writer.document, writer.manifest["mark"])
+    with closing(encode_stream(tasks, threads)) as stream:
         with Progress()(f"{out}: waiting for the first text"):                # of the hub: maybe a minute
             first = list(islice(stream, 1))
         log = Progress(enabled=not sys.stderr.isatty())                       # on a terminal there is the bar

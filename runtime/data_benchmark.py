@@ -1,5 +1,4 @@
 """`bench.py data`: the loader's and the tokenizer's tokens a second."""
-import json
 import os
 import shutil
 import statistics
@@ -14,7 +13,6 @@ from runtime.benchmark import BENCH, measure, print_table, progress, random_toke
 from runtime.cli import UserError
 from runtime.dataloader import INPUT_TXT, TokenDataset, TokenLoader, to_device
 from runtime.shards import open_shard, write_shard
-from runtime.sources import BYTES_PER_TOKEN
 from runtime.tokenizer import VOCAB_SIZE
 
 
@@ -35,49 +33,42 @@ def measure_loader(s):
     return {"rates": rates}
 
 
-COPIES, REPEATS = 47, 16        # of input.txt: 52 million characters; of these where tiktoken is left out
-PEER = "build-nanogpt's pool"
-REPLACED = {"without_tiktoken": "fineweb.py without tiktoken",            # runtime/data_drivers.py
-            "without_text": "without reading too: the first process's share"}
+COPIES = 47                     # of input.txt: 52 MB, of which --steps N takes N times as much
+PEER, EMPTY = "build-nanogpt's pool", "fineweb.py without encoding"               # runtime/data_drivers.py
 
 
-def write_texts(folder):
-    """(text.jsonl, text.parquet, characters, documents): copies of input.txt in documents of 30 speeches. The
-    .parquet has 1,000 rows a row group, like FineWeb's."""
+def write_text(path):
+    """Copies of input.txt in documents of 30 speeches, 1,000 rows a row group, like FineWeb's. The number of
+    bytes."""
     import pyarrow.parquet
     speeches = INPUT_TXT.read_text(encoding="utf-8").split("\n\n")
     documents = ["\n\n".join(speeches[i:i + 30]) for i in range(0, len(speeches), 30)]
     documents = [f"{i} {document}" for i in range(COPIES) for document in documents]
-    lines, table = folder / "text.jsonl", folder / "text.parquet"
-    lines.write_text("".join(json.dumps({"text": document}) + "\n" for document in documents))
-    pyarrow.parquet.write_table(pyarrow.table({"text": documents}), table, row_group_size=1000)
-    return lines, table, sum(map(len, documents)), len(documents)
+    pyarrow.parquet.write_table(pyarrow.table({"text": documents}), path, row_group_size=1000)
+    return sum(len(document.encode()) for document in documents)
 
 
-def fineweb_command(what, workers, texts, out, peer, repeats):
+def fineweb_command(what, workers, text, out, peer, repeats):
     """The command of a job of time_fineweb."""
-    lines, table, characters, documents = texts
     script, drivers = str(BENCH.with_name("fineweb.py")), [sys.executable, "-m", "runtime.data_drivers"]
     if what == PEER:
-        return [*drivers, "peer", str(peer), str(lines), str(out), str(workers)]
-    flags = ["--workers", str(workers), "--out", str(out), "--input"]
-    if what in REPLACED:
-        row = [str(characters // documents)] if what == "without_text" else []
-        return [*drivers, what, *row, script, *flags, *[str(table)] * repeats]
-    return [sys.executable, script, *flags, str(lines)]
+        return [*drivers, "peer", str(peer), str(text), str(repeats), str(out), str(workers)]
+    run = [*drivers, "without_encoding", script] if what == EMPTY else [sys.executable, script]
+    return [*run, "--workers", str(workers), "--out", str(out), "--input", *[str(text)] * repeats]
 
 
-def time_fineweb(jobs, turns, peer=None, repeats=REPEATS):
-    """Whole processes, in turn. A job: ("fineweb.py", PEER or one of REPLACED; number of workers). `peer`:
-    the folder of a clone of build-nanogpt. `repeats`: how often those of REPLACED have the text. A dict for
-    each job: {"seconds": [...], "tokens": of a run, "characters": of its text}, or {"failed": reason}."""
+def time_fineweb(jobs, turns, peer=None, repeats=1):
+    """Whole processes, in turn. A job: ("fineweb.py", PEER or EMPTY; number of workers). `peer`: the folder
+    of a clone of build-nanogpt. `repeats`: how often they have the text. A dict for each job: {"seconds":
+    [...], "tokens": of a run, "bytes": of its text}, or {"failed": reason}."""
     results = [{"seconds": []} for _ in jobs]
     runs = turns * list(zip(jobs, results, strict=True))
     with tempfile.TemporaryDirectory() as folder, progress("timed fineweb.py", len(runs), "runs") as task:
-        texts = write_texts(Path(folder))
+        text = Path(folder) / "text.parquet"
+        size = write_text(text) * repeats
         for i, ((what, workers), result) in enumerate(runs):
             out = Path(folder) / f"out{i}"
-            argv = fineweb_command(what, workers, texts, out, peer, repeats)
+            argv = fineweb_command(what, workers, text, out, peer, repeats)
             getattr(os, "sync", int)()            # what the run before left to the disk is not this one's
             start = time.perf_counter()
             run = subprocess.run(argv, capture_output=True, text=True, cwd=BENCH.parent)
@@ -87,30 +78,29 @@ def time_fineweb(jobs, turns, peer=None, repeats=REPEATS):
             else:
                 shards = out / "edu_fineweb10B" if what == PEER else out
                 result["tokens"] = sum(len(open_shard(path)) for path in shards.glob("*.npy"))
-                result["characters"] = (BYTES_PER_TOKEN * result["tokens"] if what in REPLACED else
-                                        texts[2])
+                result["bytes"] = size
             shutil.rmtree(out, ignore_errors=True)
             task.update()
     return results
 
 
 def fineweb_rows(jobs, results):
-    """Rows of the table; with the peer's job among them, how many times as long it took (medians)."""
+    """Rows of the table; with the peer's job among them, how many times as fast (medians)."""
     peers = dict(zip(jobs, results, strict=True)).get((PEER, 2), {})
-    names = [f"{REPLACED.get(what, what)}, {workers} worker(s)" for what, workers in jobs]
+    names = [f"{what}, {workers} worker(s)" for what, workers in jobs]
 
     def cells(name, r):
         median = statistics.median(r["seconds"])
-        row = {"million tokens/s": r["tokens"] / median / 1e6, "MB of text/s": r["characters"] / median / 1e6,
+        row = {"million tokens/s": r["tokens"] / median / 1e6, "MB of text/s": r["bytes"] / median / 1e6,
                "s": median, "slowest": max(r["seconds"])}
-        if "tokens" in peers and jobs[names.index(name)][0] not in REPLACED:
-            row["time of the pool's"] = f"{median / statistics.median(peers['seconds']):.2f}x"
+        if "tokens" in peers:
+            row["against the pool"] = f"{statistics.median(peers['seconds']) / median:.2f}x"
         return row
     return rows_of("what", names, results, cells)
 
 
 def data_table(args, base):
-    """The loader by file format and order; fineweb.py by its workers, the peer's, and without tiktoken."""
+    """The loader by file format and order; fineweb.py by its threads, the peer's, and without encoding."""
     if args.path and not (Path(args.path) / "fineweb.py").is_file():
         raise UserError(f"{args.path}/fineweb.py is not there: git clone build-nanogpt from GitHub, and give "
                         f"its folder")
@@ -121,10 +111,9 @@ def data_table(args, base):
                    lambda _, r: {"million tokens/s": statistics.median(r["rates"]) / 1e6})
     jobs = [("fineweb.py", n) for n in sorted({1, 2, os.cpu_count() or 1})]
     jobs += [(PEER, 2)] if args.path else []
-    jobs += [(what, 2) for what in REPLACED]
-    repeats, peer = args.steps or REPEATS, args.path and Path(args.path).resolve()
+    jobs += [(EMPTY, 1)]
+    repeats, peer = args.steps or 1, args.path and Path(args.path).resolve()
     rows += fineweb_rows(jobs, time_fineweb(jobs, args.turns, peer, repeats))
-    print(f"fineweb.py: whole processes, {COPIES} copies of input.txt; without tiktoken: {repeats} times as "
-          f"much, from .parquet, {BYTES_PER_TOKEN} characters counted for a token")
+    print(f"fineweb.py: whole processes, {COPIES * repeats} copies of input.txt, from .parquet")
     print_table(rows)
     return rows

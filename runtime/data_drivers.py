@@ -1,5 +1,4 @@
 """Programs that `bench.py data` times, each in a process of its own: python -m runtime.data_drivers ..."""
-import json
 import os
 import runpy
 import sys
@@ -10,12 +9,14 @@ import numpy as np
 
 from runtime import encoding
 from runtime.sources import BYTES_PER_TOKEN
-from runtime.tokenizer import tokenizer
+from runtime.tokenizer import EOT, tokenizer
 
 
-def peer(folder: str, text: str, out: str, workers: str) -> None:
-    """The fineweb.py of a clone of build-nanogpt in `folder`, unchanged, with so many workers, on the lines
-    of the .jsonl file `text`. Its tokenizer is tiktoken's GPT-2, from assets/ and not from the network."""
+def peer(folder: str, text: str, repeats: str, out: str, workers: str) -> None:
+    """The fineweb.py of a clone of build-nanogpt in `folder`, unchanged, with so many workers, on so many
+    times the rows of the .parquet file `text`. Its tokenizer is tiktoken's GPT-2, from assets/ and not from
+    the network."""
+    import pyarrow.parquet
     import tiktoken
     from tiktoken_ext.openai_public import r50k_pat_str
     ours = tokenizer()
@@ -24,37 +25,31 @@ def peer(folder: str, text: str, out: str, workers: str) -> None:
     tiktoken.get_encoding = lambda name: encoder
     script = sys.modules["peer"] = types.ModuleType("peer")           # where its workers find `tokenize`
     script.__file__ = str(Path(out) / "fineweb.py")       # its shards go beside it
-    rows = (json.loads(line) for line in open(text, encoding="utf-8"))
+    rows = (row for _ in range(int(repeats))
+            for batch in pyarrow.parquet.ParquetFile(text).iter_batches() for row in batch.to_pylist())
     sys.modules["datasets"] = types.SimpleNamespace(load_dataset=lambda *args, **kwargs: rows)
     os.cpu_count = lambda: 2 * int(workers)               # it takes half of them
     source = (Path(folder) / "fineweb.py").read_text(encoding="utf-8")
     exec(compile(source, "build-nanogpt/fineweb.py", "exec"), script.__dict__)
 
 
-def without_tiktoken(script: str, *flags: str) -> None:
-    """fineweb.py, its tokenizer replaced by one that returns at once as many tokens as English text has, of a
-    ready array. On Linux, where the workers are forks."""
-    ready = (np.arange(1 << 24) % 50_000).astype(np.uint16)
-    encoding.encode = lambda text: ready[:int(len(text) / BYTES_PER_TOKEN)]
-    sys.argv = [script, *flags]
-    runpy.run_path(script, run_name="__main__")
+def without_encoding(script: str, *flags: str) -> None:
+    """fineweb.py, its encoder replaced by one that returns at once as many tokens as English text has, of a
+    ready array."""
+    ready = (np.arange(1 << 24) % 50_000).astype(np.uint32)
 
+    def run(rows):
+        found = [ready[:int(len(row) / BYTES_PER_TOKEN)].copy() for row in rows]
+        for row, tokens in zip(rows, found, strict=True):
+            tokens[np.linspace(0, len(tokens) - 1, row.count(encoding.START), dtype=int)] = EOT
+        return found
 
-def without_text(characters: str, script: str, *flags: str) -> None:
-    """As without_tiktoken, and its workers read nothing either: what is left is what the first process does
-    for all workers. `characters`: of a row of the .parquet, on average."""
-    ready = (np.arange(1 << 24) % 50_000).astype(np.uint16)
-    length = int(int(characters) / BYTES_PER_TOKEN)
-
-    def tokenize(task, opened):
-        rows = task.read.args[-1]
-        return ready[:rows * length], [length] * rows, True
-
-    encoding.tokenize = tokenize
+    encoding.gigatoken = lambda threads: run
+    encoding.Encoder.compare = lambda *args: None
     sys.argv = [script, *flags]
     runpy.run_path(script, run_name="__main__")
 
 
 if __name__ == "__main__":
-    drivers = {"peer": peer, "without_tiktoken": without_tiktoken, "without_text": without_text}
+    drivers = {"peer": peer, "without_encoding": without_encoding}
     drivers[sys.argv[1]](*sys.argv[2:])

@@ -132,9 +132,8 @@ class ShardWriter:
 
     def add(self, batch: Tokens) -> None:
         """Appends the next documents, up to max_tokens. Writes a full shard when more tokens come."""
-        tokens, lengths, cursor = batch
-        if cursor is not None:
-            self.cursors.append((self.document, cursor))
+        tokens, lengths, cursors = batch
+        self.cursors.extend((self.document + n, state) for n, state in cursors)
         if not lengths:
             return
         if self.has_validation and not self.manifest["shards"]:

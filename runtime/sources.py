@@ -1,9 +1,8 @@
 """Sources of text: a dataset of the Hugging Face hub, and files on disk.
 
 `tasks(start, cursor, size)` of a source yields Tasks in a fixed order: pieces of the text of about `size`
-characters, for tokenize (runtime/encoding.py) in this process or another. The first document of the first
-task has number `start`. A large .txt file comes in several pieces. Each of them counts as a document, and
-only the first starts one.
+characters, which runtime/encoding.py reads. The first document of the first task has number `start`. A large
+.txt file comes in several pieces. Each of them counts as a document, and only the first starts one.
 
 With `part=(i, n)` a source is the i-th of n parts of the text. Every document is in exactly one part.
 """
@@ -17,15 +16,17 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
+
+import numpy as np
 
 from runtime.cli import UserError, safe_repr
 from runtime.files import readable
 from runtime.hub import need_hub, wait_to_retry
 
-TASK_SIZE = 1 << 19             # characters: 20 ms of tokenising
-LARGE_TASK = 1 << 22            # about a row group of FineWeb: most are then decoded by one worker alone
+TASK_SIZE = 1 << 19             # characters
+LARGE_TASK = 1 << 22            # with --part, where it decides which text is whose: about FineWeb's row group
 MAX_ROWS = 1 << 14              # of a task, however short they are
 CURSOR_EVERY = 1000             # documents between two cursors of a stream
 DAMAGED_CURSOR = "the manifest.json of an earlier run is damaged: choose another --out"
@@ -38,25 +39,20 @@ LAST_CUT = re.compile(r".*\S(?=[ \n\r])", re.DOTALL)
 
 @dataclass(frozen=True)
 class Task:
-    """A piece of the text, small enough to be pickled. `read(skip, opened)` yields (text, starts_document)
-    of its documents but the first `skip`; `opened`: what the process keeps open from task to task.
+    """A piece of the text. `read(skip)` yields (texts, start) of its documents but the first `skip`: a list
+    of str, or of UTF-8 in memoryviews, and whether each starts a document.
 
     `cursor`: the source's state before this task, or None. Given ["number of documents before", state], a
     source need not read again what came before.
     """
-    read: Callable[[int, dict], Iterator[tuple[str, bool]]]
+    read: Callable[[int], Iterator[tuple[list, bool]]]
     skip: int = 0
     cursor: object = None
 
 
-def task_size(tokens: int, workers: int) -> int:
-    """Characters a task for a text of so many tokens: large, but 16 tasks or more for each worker."""
-    return int(min(LARGE_TASK, max(TASK_SIZE, BYTES_PER_TOKEN * tokens / (16 * workers))))
-
-
-def given_texts(texts: list[tuple[str, bool]], skip: int, opened: dict) -> Iterator[tuple[str, bool]]:
+def given_texts(texts: list[str], start: bool, skip: int) -> Iterator[tuple[list[str], bool]]:
     """Reads a task that holds its text."""
-    return iter(texts[skip:])
+    yield texts[skip:], start
 
 
 class HubSource:
@@ -70,17 +66,17 @@ class HubSource:
         self.description = {"repo": repo, "name": name}
         self.expected = int(re.findall(r"\d+", name)[0]) * 10**9 // part[1]
 
-    def tasks(self, start: int = 0, cursor: list | None = None, size: int = TASK_SIZE) -> Iterator[Task]:
+    def tasks(self, start: int = 0, cursor: list | None = None, size: int | None = None) -> Iterator[Task]:
         """A cursor's state is that of the stream."""
         texts, total, state = [], 0, None
         for text, state_before in self._documents(start, cursor):
-            if texts and (state_before or total >= size):
-                yield Task(partial(given_texts, texts), cursor=state)
+            if texts and (state_before or total >= (size or TASK_SIZE)):
+                yield Task(partial(given_texts, texts, True), cursor=state)
                 texts, total, state = [], 0, None
-            texts.append((text, True))
+            texts.append(text)
             total, state = total + len(text), state_before or state
         if texts:
-            yield Task(partial(given_texts, texts), cursor=state)
+            yield Task(partial(given_texts, texts, True), cursor=state)
 
     def _documents(self, start, cursor):
         """(text, the stream's state before it or None). A dropped connection is retried from the last
@@ -186,7 +182,7 @@ class LocalSource:
             self.expected += int(size * COMPRESSION.get(path.suffix, 1) / BYTES_PER_TOKEN)
         self.expected //= part[1]
 
-    def tasks(self, start: int = 0, cursor: list | None = None, size: int = TASK_SIZE) -> Iterator[Task]:
+    def tasks(self, start: int = 0, cursor: list | None = None, size: int | None = None) -> Iterator[Task]:
         """A cursor's state is the index of a file. Raises UserError for a file that cannot be read."""
         cursor = cursor or (0, 0)
         if [type(n) for n in cursor] != [int, int] or cursor[1] not in range(len(self.paths)):
@@ -194,7 +190,7 @@ class LocalSource:
         number, first_file = cursor
         for i in range(first_file, len(self.paths)):
             state = i
-            for read, count in self._plan(i, size):
+            for read, count in self._plan(i, size or TASK_SIZE):
                 skip = 0
                 if number < start:                # only then are documents counted before they are read
                     n = count()
@@ -243,12 +239,12 @@ def open_bytes(path: Path):
 def plan_txt(path: Path, size: int) -> Iterator[tuple[Callable, Callable]]:
     """A task a piece, whatever its `size`."""
     with checked(path):
-        for piece in read_txt(path):
-            yield partial(given_texts, [piece]), lambda: 1
+        for piece, start in read_txt(path):
+            yield partial(given_texts, [piece], start), lambda: 1
 
 
 def read_txt(path: Path, piece_size: int = 1 << 18) -> Iterator[tuple[str, bool]]:
-    """A file as one document in pieces, so that several workers share it and memory stays small.
+    """A file as one document in pieces, so that several threads share it and memory stays small.
 
     A piece ends after a character that is not white space and before a space or line end. Such a cut
     cannot change the tokens: no alternative of GPT-2's pattern matches across it or looks ahead past it.
@@ -296,12 +292,13 @@ def count_lines(lines: bytes) -> int:
     return sum(bool(line.strip()) for line in lines.decode(errors="replace").split("\n"))
 
 
-def read_lines(path: Path, field: str, number: int, lines: bytes, skip: int,
-               opened: dict) -> Iterator[tuple[str, bool]]:
+def read_lines(path: Path, field: str, number: int, lines: bytes,
+               skip: int) -> Iterator[tuple[list[str], bool]]:
     """One document a line: {"text": "..."} if `field` is text; empty lines are skipped. The first line has
     this `number` in the file."""
     with checked(path):
         numbered = ((n, line) for n, line in enumerate(lines.decode().split("\n"), number) if line.strip())
+        texts = []
         for n, line in islice(numbered, skip, None):
             try:
                 row = json.loads(line)
@@ -311,7 +308,8 @@ def read_lines(path: Path, field: str, number: int, lines: bytes, skip: int,
                 raise no_such_column(path, f", line {n}", field, row)
             if not isinstance(row, dict) or not isinstance(row[field], str):
                 raise ValueError(f'line {n} is not JSON of the form {{"{safe_repr(field)}": "..."}}')
-            yield row[field], True
+            texts.append(row[field])
+    yield texts, True
 
 
 def plan_parquet(path: Path, size: int, field: str) -> Iterator[tuple[Callable, Callable]]:
@@ -326,45 +324,55 @@ def plan_parquet(path: Path, size: int, field: str) -> Iterator[tuple[Callable, 
             there = sum(c.total_uncompressed_size for c in columns if c.path_in_schema == field)
             # in tasks of equal size, up to half as much again as asked for
             rows = max(1, min(MAX_ROWS, math.ceil(group.num_rows / max(1, round(there / size)))))
+            reader = RowGroup(path, field, i)
             for first in range(0, group.num_rows, rows):
                 n = min(rows, group.num_rows - first)
-                yield partial(read_rows, path, field, i, first, n), partial(int, n)
+                yield partial(reader.read, first, n), partial(int, n)
 
 
 class RowGroup:
-    """The column `field` of row group `index`, read forwards."""
+    """The column `field` of row group `index`, read forwards: it need not be decoded anew for each task."""
 
-    def __init__(self, path, field, index):
+    def __init__(self, path: Path, field: str, index: int):
+        self.path, self.field, self.index = path, field, index
+        self.batches, self.first, self.batch = None, 0, ()        # first: number of the batch's first row
+
+    def read(self, first: int, count: int, skip: int) -> Iterator[tuple[list[memoryview], bool]]:
+        """One document a row: rows `first` to `first + count`."""
         import pyarrow.parquet
-        self.index, self.first, self.batch = index, 0, ()         # first: number of the batch's first row
-        # 16 rows at a time: a dictionary-encoded column of half a kilobyte can repeat one huge document
-        self.batches = pyarrow.parquet.ParquetFile(path).iter_batches(
-            batch_size=16, row_groups=[index], columns=[field], use_threads=False)
+        number, end = first + skip, first + count
+        with checked(self.path):
+            if self.batches is None or number < self.first:
+                # 16 rows at a time: a dictionary-encoded column of half a kilobyte can repeat a huge document
+                self.first, self.batch = 0, ()
+                self.batches = pyarrow.parquet.ParquetFile(self.path).iter_batches(
+                    batch_size=16, row_groups=[self.index], columns=[self.field], use_threads=False)
+            while number < end:
+                while number >= self.first + len(self.batch):
+                    self.first += len(self.batch)
+                    if (batch := next(self.batches, None)) is None:
+                        raise ValueError(f"its row group {self.index} has fewer rows than the file's end "
+                                         f"states")
+                    self.batch = batch.column(0)
+                texts = self.texts(number - self.first, end - number)
+                number += len(texts)
+                yield texts, True
 
-    def row(self, number):
-        """ValueError if the group ends before row `number`, which is not before the last one asked for."""
-        while number >= self.first + len(self.batch):
-            self.first += len(self.batch)
-            if (batch := next(self.batches, None)) is None:
-                raise ValueError(f"its row group {self.index} has fewer rows than the file's end states")
-            self.batch = batch.column(0)
-        return self.batch[number - self.first].as_py()
-
-
-def read_rows(path: Path, field: str, index: int, first: int, count: int, skip: int,
-              opened: dict) -> Iterator[tuple[str, bool]]:
-    """One document a row: rows `first` to `first + count` of row group `index`. In `opened` the group stays
-    open for the next task, which then need not decode it from its beginning."""
-    key = path, field, index
-    with checked(path):
-        if key not in opened or opened[key].first > first + skip:
-            opened.clear()
-            opened[key] = RowGroup(*key)
-        for number in range(first + skip, first + count):
-            text = opened[key].row(number)
-            if not isinstance(text, str):
-                raise ValueError(f"its column {safe_repr(field)} holds something that is not a string")
-            yield text, True
+    def texts(self, first, most):
+        """Those of the batch from row `first` on, not copied."""
+        import pyarrow
+        rows = self.batch.slice(first, most)
+        if pyarrow.types.is_dictionary(rows.type):
+            rows = rows.dictionary_decode()
+        if pyarrow.types.is_string_view(rows.type):
+            rows = rows.cast(pyarrow.large_string())
+        if rows.null_count or rows.type not in (pyarrow.string(), pyarrow.large_string()):
+            raise ValueError(f"its column {safe_repr(self.field)} holds something that is not a string")
+        rows.validate(full=True)                  # as UTF-8
+        _, ends, text = rows.buffers()
+        ends = np.frombuffer(ends, np.int32 if rows.type == pyarrow.string() else np.int64)
+        ends, text = ends[rows.offset:rows.offset + len(rows) + 1].tolist(), memoryview(text or b"")
+        return [text[first:end] for first, end in pairwise(ends)]
 
 
 PLANS = {".txt": plan_txt, ".jsonl": plan_jsonl, ".parquet": plan_parquet}

@@ -1,28 +1,33 @@
-"""Text -> tokens in worker processes, and one corpus by several commands (--part)."""
+"""Text -> tokens, as tiktoken has them, and one corpus by several commands (--part)."""
+import importlib.util
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 from collections import Counter
-from pathlib import Path
-from types import SimpleNamespace
+from functools import partial
 
 import numpy as np
 import pyarrow.parquet
 import pytest
-from test_fineweb import (ENV, ROOT, command, contents, gpt2, hub, plain_shards, prepare,  # noqa: F401
+from hypothesis import given
+from hypothesis import strategies as st
+from test_fineweb import (ENV, FAST, ROOT, command, contents, gpt2, hub, plain_shards, prepare,  # noqa: F401
                           small_tasks, texts_of, write_parquet, write_text)
 
 import runtime.encoding
 import runtime.sources
 from helpers import HANG, run, wait_until
-from runtime.cli import UserError
-from runtime.encoding import Workers, encode_stream
+from runtime.cli import RunError, UserError
+from runtime.encoding import ahead, encode_stream, rows_of
 from runtime.shard_writer import share
 from runtime.shards import list_shards, open_shard
-from runtime.sources import HubSource, LocalSource, RowGroup, Task, read_txt
+from runtime.sources import HubSource, LocalSource, RowGroup, Task, given_texts, read_txt
+from runtime.tokenizer import encode, tokenizer
 
+needs_gigatoken = pytest.mark.skipif(importlib.util.find_spec("gigatoken") is None, reason="no gigatoken")
 LINES = [f"line {i} " + "word " * (i % 17) for i in range(200)]
 
 
@@ -60,7 +65,7 @@ def test_tasks_of_any_size_have_every_document_once_and_in_order_from_any_number
     for task in LocalSource(files).tasks(size=size):
         if task.cursor is not None:
             cursors[task.cursor] = number
-        number += len(list(task.read(0, {})))
+        number += sum(len(texts) for texts, _ in task.read(0))
     assert cursors == BEGINS
     for file, number in cursors.items():
         for start in (number, number + 2):
@@ -69,96 +74,165 @@ def test_tasks_of_any_size_have_every_document_once_and_in_order_from_any_number
 
 def test_a_row_group_is_read_on_from_task_to_task_and_not_from_its_beginning(tmp_path, monkeypatch):
     write_parquet(tmp_path / "a.parquet", LINES, row_group_size=100)
-    made, real = [], RowGroup.__init__
-    monkeypatch.setattr(RowGroup, "__init__", lambda group, *args: made.append(args) or real(group, *args))
-    tasks, opened = list(LocalSource([str(tmp_path / "a.parquet")]).tasks(size=300)), {}
+    opened, real = [], pyarrow.parquet.ParquetFile.iter_batches
+    monkeypatch.setattr(pyarrow.parquet.ParquetFile, "iter_batches",
+                        lambda file, *args, **kwargs: opened.append(file) or real(file, *args, **kwargs))
+    tasks = list(LocalSource([str(tmp_path / "a.parquet")]).tasks(size=300))
     assert len(tasks) > 20
-    for task in tasks[::2]:                       # as one of two workers
-        assert list(task.read(0, opened))
-    assert len(made) == 2
-    assert [text for text, _ in tasks[0].read(1, opened)] == LINES[1:len(list(tasks[0].read(0, {})))]
+    for task in tasks[::2]:                       # as one of two parts
+        assert list(task.read(0))
+    assert len(opened) == 2
+    assert [bytes(text).decode() for texts, _ in tasks[0].read(1) for text in texts] == LINES[1:len(
+        [text for texts, _ in tasks[0].read(0) for text in texts])]
 
 
 def test_a_row_group_with_fewer_rows_than_the_file_states_is_refused(tmp_path):
     write_parquet(tmp_path / "a.parquet", LINES)
-    path = tmp_path / "a.parquet"
     with pytest.raises(UserError, match="a.parquet cannot be read .its row group 0 has fewer rows"):
-        list(runtime.sources.read_rows(path, "text", 0, 190, 20, 0, {}))
+        list(RowGroup(tmp_path / "a.parquet", "text", 0).read(190, 20, 0))
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_a_task_with_more_text_than_expected_comes_in_pieces(workers, gpt2, tmp_path, monkeypatch):  # noqa: F811
+def test_a_task_with_more_text_than_expected_comes_in_pieces(gpt2, tmp_path, monkeypatch):  # noqa: F811
     text = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0, 1] * 100, pyarrow.int32()),
                                                pyarrow.array(["long " * 1000, "longer " * 2000]))
     pyarrow.parquet.write_table(pyarrow.table({"text": text}), tmp_path / "a.parquet")
-    monkeypatch.setattr(runtime.encoding, "LARGE_TASK", 50_000)
+    monkeypatch.setattr(runtime.encoding, "BATCH", 50_000)
+    monkeypatch.setattr(runtime.sources, "TASK_SIZE", 10_000)
     documents = ["long " * 1000, "longer " * 2000] * 100
     source = LocalSource([str(tmp_path / "a.parquet")])
-    with Workers(workers) as pool:
-        found = list(encode_stream(source.tasks(), pool))
-    assert len(found) > 10 and [batch.cursor for batch in found] == [0] + [None] * (len(found) - 1)
-    assert max(len(batch.tokens) for batch in found) < 40_000
+    found = list(encode_stream(source.tasks(size=1 << 22), 2))
+    assert len(found) > 10 and [batch.cursors for batch in found] == [[(0, 0)]] + [[]] * (len(found) - 1)
+    assert max(len(batch.tokens) for batch in found) < 80_000
     want = plain_shards(gpt2, documents, 10**9)[0]
     assert np.concatenate([batch.tokens for batch in found]).tolist() == want
 
 
+@pytest.mark.parametrize("kind", [pyarrow.large_string(), pyarrow.string_view(),
+                                  pyarrow.dictionary(pyarrow.int32(), pyarrow.string())], ids=str)
+def test_every_kind_of_string_column_is_read(kind, tmp_path):
+    texts = ["", "é", "word " * 40, ""] * 20
+    table = pyarrow.table({"text": pyarrow.array(texts).dictionary_encode() if "dict" in str(kind) else
+                           pyarrow.array(texts, kind)})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=50)
+    assert texts_of(LocalSource([str(tmp_path / "a.parquet")]), 3, size=99) == texts[3:]
+
+
+@pytest.mark.parametrize("column", [pyarrow.array(["a", None]), pyarrow.array([b"a", b"b"]),
+                                    pyarrow.array([1, 2])])
+def test_rows_that_are_no_text_are_a_users_mistake(column, tmp_path):
+    pyarrow.parquet.write_table(pyarrow.table({"text": column}), tmp_path / "a.parquet")
+    with pytest.raises(UserError, match="holds something that is not a string"):
+        texts_of(LocalSource([str(tmp_path / "a.parquet")]))
+
+
+def test_bytes_in_a_string_column_that_are_no_utf8_are_a_users_mistake(tmp_path):
+    column = pyarrow.Array.from_buffers(pyarrow.string(), 1, [None, pyarrow.py_buffer(np.array(
+        [0, 2], np.int32)), pyarrow.py_buffer(b"\xe9a")])
+    pyarrow.parquet.write_table(pyarrow.table({"text": column}), tmp_path / "a.parquet")
+    with pytest.raises(UserError, match="a.parquet cannot be read .*UTF-?8"):
+        texts_of(LocalSource([str(tmp_path / "a.parquet")]))
+
+
 # -----------------------------------------------------------------------------
-# processes that are killed
+# gigatoken's tokens are tiktoken's
 
-# The command. A worker that meets the text STOP dies, or writes its id to a file and waits for a file `go`.
-MEETS_STOP = f"""
-import os, signal, sys, time
-signal.signal(signal.SIGINT, signal.default_int_handler)    # a shell's `&` has it ignored
-sys.path.insert(0, {str(ROOT)!r})
-import fineweb
-from runtime import cli, encoding
-first, real, what = os.getpid(), encoding.encode, sys.argv[1]
-del sys.argv[0]
-
-def encode(text):
-    if "STOP" in text and os.getpid() != first:
-        if what == "die":
-            os.kill(os.getpid(), signal.SIGKILL)
-        with open("worker.tmp", "w") as file:
-            file.write(str(os.getpid()))
-        os.replace("worker.tmp", "worker")
-        while not os.path.exists("go"):
-            time.sleep(0.01)
-    return real(text)
-
-encoding.encode = encode
-fineweb.task_size = lambda tokens, workers: 100
-cli.run_command(fineweb.main)
-"""
-forks = pytest.mark.skipif(sys.platform != "linux", reason="only forks have what the script changes")
+def stream_of(texts):
+    """Their tokens and the batches, as fineweb.py makes them."""
+    found = list(encode_stream([Task(partial(given_texts, texts, True))], 2))
+    return np.concatenate([batch.tokens for batch in found]), found
 
 
-def test_where_processes_are_no_forks_the_tokens_are_the_same(mixed, gpt2, monkeypatch):  # noqa: F811
-    """As on macOS and Windows."""
-    monkeypatch.setattr(runtime.encoding, "sys", SimpleNamespace(platform="darwin"))
-    files, documents, _ = mixed
-    with Workers(2) as workers:
-        batches = list(encode_stream(LocalSource(files).tasks(), workers))
-    tokens = np.concatenate([batch.tokens for batch in batches])
-    assert gpt2.decode(tokens.tolist()) == "".join("<|endoftext|>" + document for document in documents)
+def assert_equal(gpt2, texts):  # noqa: F811
+    want = plain_shards(gpt2, texts, 10**9)[0]
+    tokens, found = stream_of(texts)
+    assert tokens.dtype == np.uint16 and tokens.tolist() == want
+    assert sum(n for batch in found for n in batch.lengths) == len(want)
 
 
-def fails_strangely(skip, opened):
-    raise type("OfALibrary", (ValueError,), {})("no such thing")           # which cannot be pickled
+def test_every_code_point_has_tiktokens_tokens_before_a_contraction_and_beside_letters(gpt2):  # noqa: F811
+    """Of the planes that Unicode uses; 64 a document, so that new letters do not take others along."""
+    codes = [chr(c) for c in (*range(0xd800), *range(0xe000, 0x34000), *range(0xe0000, 0xe0200))]
+    assert_equal(gpt2, ["".join(f"{c}'s{c} 1{c}{c}" for c in codes[i:i + 64])
+                        for i in range(0, len(codes), 64)])
 
 
-@forks
-def test_an_error_of_a_worker_that_cannot_be_sent_is_told_with_its_traceback():
-    with Workers(1) as workers, pytest.raises(RuntimeError, match="in fails_strangely(.|\n)*no such thing"):
-        list(encode_stream([Task(fails_strangely)], workers))
+def test_only_letters_that_are_new_in_unicode_17_and_literal_endoftext_go_to_tiktoken():
+    import unicodedata
+    new = sum(table.sum() for table in runtime.encoding.new_letters().values())
+    assert new == 86 + 4, "values of the second and third byte"
+    for text in ("\u088f", "\U00010940's", "x\U00033479", "a<|endoftext|>"):
+        assert list(rows_of(["a", text, "é🙂 中文 हिन्दी"])) == [b"<|endoftext|>a", text,
+                                                         "<|endoftext|>é🙂 中文 हिन्दी".encode()]
+    assert all(unicodedata.category(c) == "Cn" for c in "\u088f\ua7d2\U00010940\U00033479"), (
+        "this Python knows Unicode 17: does tiktoken?")
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_white_space_too_long_for_tiktoken_is_one_line_beside_a_lone_surrogate_too(workers, tmp_path):
-    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "\ud800" + " " * 1_500_000 + "a"}))
-    result = command("--input", tmp_path / "a.jsonl", "--out", tmp_path / "out", "--workers", workers)
-    assert (result.returncode, result.stderr.count("\n")) == (2, 1) and "white space" in result.stderr
+PIECES = st.sampled_from([*"aZ09 \n\r\t'é中🙂²½\u0301\u200b\u200d\ufeff\x00\x1c\x85\u088f\ud800", "'s",
+                          "'ll", "'RE", "  ", "<|endoftext|>", "<|endof", "\U00033479", "it's", " word"])
+
+
+@FAST
+@given(st.lists(st.lists(PIECES | st.characters(), max_size=12).map("".join), max_size=8))
+def test_any_documents_have_tiktokens_tokens(gpt2, texts):  # noqa: F811
+    want = [text.encode("utf-16", "surrogatepass").decode("utf-16", "replace") for text in texts]
+    assert stream_of(["", *texts])[0].tolist() == plain_shards(gpt2, ["", *want], 10**9)[0]
+
+
+@pytest.mark.parametrize("unit", [" ", "\n", "a", "é", "'", "1", "ab ", "\u0301", "🙂"])
+def test_long_runs_have_tiktokens_tokens(unit, gpt2):  # noqa: F811
+    assert_equal(gpt2, [unit * 30_000, "b" + unit * 3001 + "c", ""])
+
+
+def test_rows_of_any_length_keep_their_documents(gpt2, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(runtime.encoding, "ROW", 100)                # some documents are longer than two rows
+    assert_equal(gpt2, [*LINES, "x " * 500, "", "\u088f's", *LINES])
+
+
+@needs_gigatoken
+def test_a_document_with_other_tokens_than_tiktokens_ends_the_run_with_one_line(tmp_path, monkeypatch):
+    write_text(tmp_path / "a.jsonl", LINES)
+    run = runtime.encoding.gigatoken(2)
+
+    def wrong(rows):                              # the tokens of the last document but one
+        return [tokens * np.where(np.arange(len(tokens)) == len(tokens) - 60, 0, 1) for tokens in run(rows)]
+
+    monkeypatch.setattr(runtime.encoding, "gigatoken", lambda threads: run and wrong)
+    with pytest.raises(RunError, match="gigatoken's tokens are not tiktoken's .* 'line 19[0-9] w"):
+        prepare("--input", tmp_path / "a.jsonl", "--out", tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@needs_gigatoken
+def test_the_first_documents_and_a_thousandth_of_the_text_are_compared(monkeypatch):
+    compared = []
+    monkeypatch.setattr(runtime.encoding, "encode", lambda text: compared.append(len(text)) or encode(text))
+    monkeypatch.setattr(runtime.encoding, "COMPARED_FIRST", 2000)
+    stream_of([*(["word " * 40] * 20), *(["word " * 200] * 3000)])
+    assert compared[:10] == [200] * 10 and 5000 < sum(compared) < 9000
+
+
+def test_without_gigatoken_tiktoken_does_the_work_and_a_line_says_so(mixed, tmp_path, monkeypatch, capsys):
+    files, *_ = mixed
+    flags = ["--shard_size", 500, "--val_tokens", 300, "--out"]
+    prepare("--input", *files, *flags, tmp_path / "with")
+    capsys.readouterr()
+    monkeypatch.setitem(sys.modules, "gigatoken.gigatoken_rs", None)
+    runtime.encoding.gigatoken.cache_clear()
+    try:
+        prepare("--input", *files, *flags, tmp_path / "without")
+    finally:
+        runtime.encoding.gigatoken.cache_clear()
+    assert "tiktoken does the work, slowly: gigatoken is not installed" in capsys.readouterr().out
+    assert contents(tmp_path / "with") == contents(tmp_path / "without")
+
+
+@needs_gigatoken
+def test_white_space_too_long_for_tiktoken_and_a_lone_surrogate_are_encoded(tmp_path):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "\ud800" + " " * 1_500_000 + "a"}))
+    prepare("--input", tmp_path / "a.jsonl", "--out", tmp_path / "out")
+    tokens = np.concatenate([open_shard(path) for split in ("val", "train")
+                             for path in list_shards(tmp_path / "out", split)])
+    assert tokenizer().decode(tokens[1:].tolist()) == "\ufffd" + " " * 1_500_000 + "a"
 
 
 def test_lines_that_cannot_be_read_can_be_counted(tmp_path):
@@ -168,79 +242,77 @@ def test_lines_that_cannot_be_read_can_be_counted(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines))
     task, = LocalSource([str(tmp_path / "a.jsonl")]).tasks(10, size=1 << 22)
     with pytest.raises(UserError, match="cannot be read"):
-        list(task.read(task.skip, {}))
+        list(task.read(task.skip))
 
 
-def stop_in_the_middle(path):
-    write_text(path, [*LINES[:150], "STOP", *LINES[150:]])
-    return ["--input", path, "--out", path.parent / "out", "--workers", 2, "--shard_size", 300,
-            "--val_tokens", 100]
+# -----------------------------------------------------------------------------
+# threads
 
+def test_items_made_ahead_come_in_order_and_their_error_in_its_place():
+    made, closed = [], []
 
-@forks
-def test_a_worker_that_is_killed_is_one_line_and_the_same_command_goes_on(tmp_path):
-    flags = [*map(str, stop_in_the_middle(tmp_path / "a.jsonl"))]
-    result = subprocess.run([sys.executable, "-c", MEETS_STOP, "die", *flags], env=ENV, cwd=tmp_path,
-                            capture_output=True, text=True, timeout=HANG)
-    assert result.returncode == 1 and result.stderr.count("\n") == 1, result
-    assert "a worker process was killed (exit code -9)" in result.stderr and "Traceback" not in result.stderr
-    there = list_shards(tmp_path / "out", "train")
-    before = sum(len(line) // 5 for line in LINES[:150]) // 300           # what came before it is not lost
-    assert len(there) > before // 2
-    again = command(*flags)
-    assert again.returncode == 0 and f"{len(there) + 1} shards" in again.stdout
-    prepare(*flags, "--out", tmp_path / "whole", "--workers", 1)
-    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
-
-
-def alive(pid):
-    """Whether a process runs; one that has ended, and waits for its parent to notice, does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-@forks
-@pytest.mark.parametrize("number, code", [(signal.SIGKILL, -9), (signal.SIGTERM, -15), (signal.SIGINT, 130)])
-def test_no_worker_outlives_the_first_process_and_none_says_anything(number, code, tmp_path):
-    flags = [*map(str, stop_in_the_middle(tmp_path / "a.jsonl"))]
-    with subprocess.Popen([sys.executable, "-c", MEETS_STOP, "wait", *flags], env=ENV, cwd=tmp_path,
-                          stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True) as process:
+    def items():
         try:
-            wait_until(lambda: (tmp_path / "worker").exists(), lambda: process.poll() is None)
-            workers = [int(pid) for pid in
-                       Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
-            if number == signal.SIGINT:           # Ctrl-C on a terminal reaches all
-                os.killpg(process.pid, number)
-            else:
-                process.send_signal(number)
-                process.wait(HANG)
-                (tmp_path / "go").touch()
-            said = process.communicate(timeout=HANG)          # ends when no worker holds its pipes any more
+            for i in range(5):
+                made.append(i)
+                yield i
+            raise UserError("the sixth")
         finally:
-            process.kill()
-            (tmp_path / "go").touch()
-    line = b"wait: stopped by Ctrl-C\n" * (number == signal.SIGINT)
-    assert process.returncode == code and said == (b"", line), said
-    assert len(workers) == 2 and int((tmp_path / "worker").read_text()) in workers
-    wait_until(lambda: not any(map(alive, workers)))
+            closed.append(threading.current_thread().name)
+
+    found = ahead(items(), 2)
+    assert next(found) == 0
+    wait_until(lambda: len(made) >= 2)
+    assert len(made) <= 3, "one was taken, and at most two are ahead"
+    with pytest.raises(UserError, match="the sixth"):
+        for i, item in enumerate(found, 1):
+            assert item == i
+    assert made == [0, 1, 2, 3, 4]
+    assert closed == ["ahead"]
+    found = ahead(items(), 2)
+    assert next(found) == 0
+    found.close()
+    assert closed == ["ahead"] * 2, "a consumer that stops leaves no thread behind"
 
 
-@forks
-def test_workers_leave_ctrl_c_to_the_first_process(tmp_path):
-    flags = [*map(str, stop_in_the_middle(tmp_path / "a.jsonl"))]
-    with subprocess.Popen([sys.executable, "-c", MEETS_STOP, "wait", *flags], env=ENV, cwd=tmp_path,
-                          stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+# The command, whose reader waits for a file `go`, as for a network, at the text STOP.
+WAITS = f"""
+import os, signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)    # a shell's `&` has it ignored
+sys.path.insert(0, {str(ROOT)!r})
+import fineweb
+from runtime import cli, encoding
+encoding.BATCH, rows_of = 100, encoding.rows_of
+
+def held(texts):
+    while any("STOP" in text for text in texts):
+        time.sleep(0.01)
+    return rows_of(texts)
+
+encoding.rows_of = held
+cli.run_command(fineweb.main)
+"""
+
+
+@pytest.mark.skipif(os.name == "nt", reason="signals")
+@pytest.mark.parametrize("number, code", [(signal.SIGTERM, -15), (signal.SIGINT, 130)])
+def test_a_signal_ends_the_command_while_its_reader_waits_and_it_goes_on_later(number, code, tmp_path):
+    files = [str(write_text(tmp_path / f"{i}.jsonl", LINES[:150] + ["STOP"] * i)) for i in range(2)]
+    out = tmp_path / "out"
+    flags = ["--input", *files, "--out", str(out), "--shard_size", "300", "--val_tokens", "100"]
+    with subprocess.Popen([sys.executable, "-c", WAITS, *flags], env=ENV, stdout=subprocess.PIPE,
+                          stderr=subprocess.PIPE) as process:
         try:
-            wait_until(lambda: (tmp_path / "worker").exists(), lambda: process.poll() is None)
-            os.kill(int((tmp_path / "worker").read_text()), signal.SIGINT)
-            (tmp_path / "go").touch()
+            wait_until(lambda: len(list(out.glob("*.npy"))) > 3, lambda: process.poll() is None)
+            process.send_signal(number)
             said = process.communicate(timeout=HANG)
         finally:
             process.kill()
-            (tmp_path / "go").touch()
-    assert process.returncode == 0 and said[1] == b"", said
+    line = b"-c: stopped by Ctrl-C\n" * (number == signal.SIGINT)
+    assert process.returncode == code and said[1] == line, said
+    prepare(*flags)
+    prepare(*flags[:-5], tmp_path / "whole", *flags[-4:])
+    assert contents(out) == contents(tmp_path / "whole")
 
 
 # -----------------------------------------------------------------------------
@@ -468,7 +540,7 @@ def numbered(source):
     number = 0
     for task in source.tasks():
         yield number, task
-        number += len(list(task.read(0, {})))
+        number += sum(len(texts) for texts, _ in task.read(0))
 
 
 def test_a_run_trains_on_a_folder_of_parts(tmp_path):

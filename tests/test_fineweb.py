@@ -32,6 +32,7 @@ from hypothesis import strategies as st
 
 import fineweb
 import runtime.dataloader
+import runtime.encoding
 import runtime.hub
 import runtime.progress
 import runtime.shard_writer
@@ -41,7 +42,7 @@ import runtime.tokenizer
 from helpers import HANG, wait_until, script
 from runtime.cli import RunError, UserError, parse_int
 from runtime.dataloader import TokenDataset, TokenLoader, open_data, stable_permutation
-from runtime.encoding import Workers, encode_stream
+from runtime.encoding import encode_stream
 from runtime.files import digest, fingerprint_blocks, replace_file, writable
 from runtime.hub import RETRIES
 from runtime.presets import PRESETS
@@ -112,8 +113,9 @@ def write_text(path, documents):
 
 
 def texts_of(source, *args, **kwargs):
-    opened = {}
-    return [text for task in source.tasks(*args, **kwargs) for text, _ in task.read(task.skip, opened)]
+    return [bytes(text).decode() if isinstance(text, memoryview) else text
+            for task in source.tasks(*args, **kwargs) for texts, _ in task.read(task.skip)
+            for text in texts]
 
 
 def cursors_of(source, **kwargs):
@@ -122,7 +124,7 @@ def cursors_of(source, **kwargs):
     for task in source.tasks(**kwargs):
         if task.cursor is not None:
             cursors.append([number, task.cursor])
-        number += sum(1 for _ in task.read(task.skip, {}))
+        number += sum(len(texts) for texts, _ in task.read(task.skip))
     return json.loads(json.dumps(cursors))
 
 
@@ -216,14 +218,18 @@ def test_a_text_that_ends_with_a_full_shard_leaves_no_empty_one(gpt2, tmp_path):
     assert [len(shard) for shard in read_shards(tmp_path / "out")] == [size] * (len(stream) // size)
 
 
-def test_many_small_tasks_in_several_processes_keep_their_order(gpt2):
+def test_small_tasks_are_encoded_together_in_their_order(gpt2, monkeypatch):
     documents = [(text, i % 3 > 0) for i, text in enumerate(DOCUMENTS * 3)]
     want = [[50256] * starts + gpt2.encode_ordinary(text) for text, starts in documents]
-    tasks = [Task(partial(given_texts, documents[i:i + 3]), cursor=i) for i in range(0, len(documents), 3)]
-    for workers in (None, 1, 3):
-        with Workers(workers) if workers else nullcontext() as pool:
-            found = list(encode_stream(tasks, pool))
-        assert [batch.cursor for batch in found] == [task.cursor for task in tasks]
+    tasks = [Task(partial(given_texts, [text], starts), cursor=None if i % 5 else i)
+             for i, (text, starts) in enumerate(documents)]
+    for size in (1, 1000, 1 << 22):
+        monkeypatch.setattr(runtime.encoding, "BATCH", size)
+        found, number, cursors = list(encode_stream(tasks, 2)), 0, []
+        for batch in found:
+            cursors += [(number + n, state) for n, state in batch.cursors]
+            number += len(batch.lengths)
+        assert cursors == [(i, i) for i in range(0, len(documents), 5)]
         assert [n for batch in found for n in batch.lengths] == list(map(len, want))
         assert np.concatenate([batch.tokens for batch in found]).tolist() == sum(want, [])
 
@@ -415,8 +421,8 @@ import sys, time
 from pathlib import Path
 sys.path.insert(0, {str(ROOT)!r})
 import fineweb
-from runtime import cli, progress, sources
-progress.QUIET = 0.1
+from runtime import cli, encoding, progress, sources
+progress.QUIET, encoding.BATCH = 0.1, 1
 tasks, add, added = sources.LocalSource.tasks, fineweb.ShardWriter.add, []
 
 def wait(name):
@@ -989,8 +995,10 @@ def test_variant_and_sample_name_the_dataset_and_the_folder(hub, gpt2, tmp_path)
 
 
 def small_tasks(monkeypatch):
-    """Tasks of 100 characters: few documents are read ahead of a kill."""
-    monkeypatch.setattr(fineweb, "task_size", lambda tokens, workers: 100)
+    """Tasks and batches of 100 characters, none ahead: few documents are read ahead of a kill."""
+    monkeypatch.setattr(runtime.sources, "TASK_SIZE", 100)
+    monkeypatch.setattr(runtime.encoding, "BATCH", 100)
+    monkeypatch.setattr(runtime.encoding, "ENCODED_AHEAD", 1)
 
 
 def test_a_hub_out_of_reach_is_given_up_after_the_retries_and_taken_up_later(hub, gpt2, tmp_path,
