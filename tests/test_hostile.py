@@ -313,9 +313,9 @@ def read_text(path):
 
 
 def documents_of(path):
-    opened = {}
-    return (document for task in LocalSource([str(path)]).tasks()
-            for document in task.read(task.skip, opened))
+    return ((text if isinstance(text, str) else str(text, "utf-8"), start)
+            for task in LocalSource([str(path)]).tasks()
+            for texts, start in task.read(task.skip) for text in texts)
 
 
 SHARDS = {
