@@ -34,6 +34,7 @@ import torch
 
 import hellaswag
 import train_gpt2
+from benchmarks.data import data_table, measure_loader
 from model import GPT, GPT2_SIZES, GPTConfig
 from runtime.ablation import recipes_table
 from runtime.benchmark import (GB, PlainAdamW, Setting, attention_costs, bytes_per_sequence, check_outputs,
@@ -43,7 +44,6 @@ from runtime.benchmark import (GB, PlainAdamW, Setting, attention_costs, bytes_p
 from runtime.checks import automatic_values
 from runtime.cli import FlagParser, UserError, parse_int, run_command
 from runtime.compare import compare_table
-from runtime.data_benchmark import data_table, measure_loader
 from runtime.dataloader import INPUT_TXT, TokenDataset, TokenLoader
 from runtime.device import choose_device, choose_dtype, make_autocast, peak_flops, peak_memory
 from runtime.distributed import StopSignals, setup_process

@@ -27,14 +27,15 @@ from contextlib import closing, contextmanager, suppress
 from itertools import chain, islice
 from pathlib import Path
 
+from corpus.encoding import encode_stream, gigatoken
+from corpus.shard_writer import ShardWriter, all_parts, share
+from corpus.hub_source import HubSource
+from corpus.sources import TEXT_FIELD, LocalSource
 from runtime.cli import FlagParser, RunError, UserError, parse_int, run_command
-from runtime.encoding import encode_stream, gigatoken
 from runtime.files import file_sha256, read_text, remove_leftovers, replace_file, writable
 from runtime.hub import fetch_file, need_hub, published_sha256
 from runtime.progress import Progress
-from runtime.shard_writer import ShardWriter, all_parts, share
 from runtime.shards import SHARD_NAME, damage_of, is_whole, list_shards, open_shard, recorded_sums
-from runtime.sources import TEXT_FIELD, HubSource, LocalSource
 from runtime.tokenizer import BPE_SHA256
 
 MOST_WORKERS = 256              # or four a core

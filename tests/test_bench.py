@@ -17,13 +17,14 @@ import torch
 import bench
 from bench import ladder_settings
 from helpers import ROOT, wait_until, script
-from runtime import ablation, benchmark, data_benchmark, progress
+import benchmarks.data as data_benchmark
+from runtime import ablation, benchmark, progress
 from runtime.ablation import ABLATIONS, ablated_source, validation_curve
 from runtime.benchmark import (GB, Setting, bytes_per_sequence, measure, median_ms, predict_largest,
                                run_in_subprocess)
 from runtime.cli import UserError, run_command
 from runtime.compare import tokens_to_reach
-from runtime.data_benchmark import time_fineweb
+from benchmarks.data import time_fineweb
 from runtime.log import COLUMNS, read_metrics
 from runtime.progress import Progress
 from runtime.shards import write_shard

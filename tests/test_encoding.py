@@ -12,19 +12,20 @@ from functools import partial
 import numpy as np
 import pyarrow.parquet
 import pytest
+from helpers import HANG, run, wait_until
 from hypothesis import given
 from hypothesis import strategies as st
 from test_fineweb import (ENV, FAST, ROOT, command, contents, gpt2, hub, plain_shards, prepare,  # noqa: F401
                           small_tasks, texts_of, write_parquet, write_text)
 
-import runtime.encoding
-import runtime.sources
-from helpers import HANG, run, wait_until
+import corpus.encoding
+import corpus.sources
+from corpus.encoding import ahead, encode_stream, rows_of
+from corpus.shard_writer import share
+from corpus.hub_source import HubSource
+from corpus.sources import LocalSource, RowGroup, Task, given_texts, read_txt
 from runtime.cli import RunError, UserError
-from runtime.encoding import ahead, encode_stream, rows_of
-from runtime.shard_writer import share
 from runtime.shards import list_shards, open_shard
-from runtime.sources import HubSource, LocalSource, RowGroup, Task, given_texts, read_txt
 from runtime.tokenizer import encode, tokenizer
 
 needs_gigatoken = pytest.mark.skipif(importlib.util.find_spec("gigatoken") is None, reason="no gigatoken")
@@ -96,8 +97,8 @@ def test_a_task_with_more_text_than_expected_comes_in_pieces(gpt2, tmp_path, mon
     text = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0, 1] * 100, pyarrow.int32()),
                                                pyarrow.array(["long " * 1000, "longer " * 2000]))
     pyarrow.parquet.write_table(pyarrow.table({"text": text}), tmp_path / "a.parquet")
-    monkeypatch.setattr(runtime.encoding, "BATCH", 50_000)
-    monkeypatch.setattr(runtime.sources, "TASK_SIZE", 10_000)
+    monkeypatch.setattr(corpus.encoding, "BATCH", 50_000)
+    monkeypatch.setattr(corpus.sources, "TASK_SIZE", 10_000)
     documents = ["long " * 1000, "longer " * 2000] * 100
     source = LocalSource([str(tmp_path / "a.parquet")])
     found = list(encode_stream(source.tasks(size=1 << 22), 2))
@@ -158,7 +159,7 @@ def test_every_code_point_has_tiktokens_tokens_before_a_contraction_and_beside_l
 
 def test_only_letters_that_are_new_in_unicode_17_and_literal_endoftext_go_to_tiktoken():
     import unicodedata
-    new = sum(table.sum() for table in runtime.encoding.new_letters().values())
+    new = sum(table.sum() for table in corpus.encoding.new_letters().values())
     assert new == 86 + 4, "values of the second and third byte"
     for text in ("\u088f", "\U00010940's", "x\U00033479", "a<|endoftext|>"):
         assert list(rows_of(["a", text, "é🙂 中文 हिन्दी"])) == [b"<|endoftext|>a", text,
@@ -184,19 +185,19 @@ def test_long_runs_have_tiktokens_tokens(unit, gpt2):  # noqa: F811
 
 
 def test_rows_of_any_length_keep_their_documents(gpt2, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(runtime.encoding, "ROW", 100)                # some documents are longer than two rows
+    monkeypatch.setattr(corpus.encoding, "ROW", 100)                # some documents are longer than two rows
     assert_equal(gpt2, [*LINES, "x " * 500, "", "\u088f's", *LINES])
 
 
 @needs_gigatoken
 def test_a_document_with_other_tokens_than_tiktokens_ends_the_run_with_one_line(tmp_path, monkeypatch):
     write_text(tmp_path / "a.jsonl", LINES)
-    run = runtime.encoding.gigatoken(2)
+    run = corpus.encoding.gigatoken(2)
 
     def wrong(rows):                              # the tokens of the last document but one
         return [tokens * np.where(np.arange(len(tokens)) == len(tokens) - 60, 0, 1) for tokens in run(rows)]
 
-    monkeypatch.setattr(runtime.encoding, "gigatoken", lambda threads: run and wrong)
+    monkeypatch.setattr(corpus.encoding, "gigatoken", lambda threads: run and wrong)
     with pytest.raises(RunError, match="gigatoken's tokens are not tiktoken's .* 'line 19[0-9] w"):
         prepare("--input", tmp_path / "a.jsonl", "--out", tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -205,8 +206,8 @@ def test_a_document_with_other_tokens_than_tiktokens_ends_the_run_with_one_line(
 @needs_gigatoken
 def test_the_first_documents_and_a_thousandth_of_the_text_are_compared(monkeypatch):
     compared = []
-    monkeypatch.setattr(runtime.encoding, "encode", lambda text: compared.append(len(text)) or encode(text))
-    monkeypatch.setattr(runtime.encoding, "COMPARED_FIRST", 2000)
+    monkeypatch.setattr(corpus.encoding, "encode", lambda text: compared.append(len(text)) or encode(text))
+    monkeypatch.setattr(corpus.encoding, "COMPARED_FIRST", 2000)
     stream_of([*(["word " * 40] * 20), *(["word " * 200] * 3000)])
     assert compared[:10] == [200] * 10 and 5000 < sum(compared) < 9000
 
@@ -217,11 +218,11 @@ def test_without_gigatoken_tiktoken_does_the_work_and_a_line_says_so(mixed, tmp_
     prepare("--input", *files, *flags, tmp_path / "with")
     capsys.readouterr()
     monkeypatch.setitem(sys.modules, "gigatoken.gigatoken_rs", None)
-    runtime.encoding.gigatoken.cache_clear()
+    corpus.encoding.gigatoken.cache_clear()
     try:
         prepare("--input", *files, *flags, tmp_path / "without")
     finally:
-        runtime.encoding.gigatoken.cache_clear()
+        corpus.encoding.gigatoken.cache_clear()
     assert "tiktoken does the work, slowly: gigatoken is not installed" in capsys.readouterr().out
     assert contents(tmp_path / "with") == contents(tmp_path / "without")
 
@@ -281,7 +282,8 @@ import os, signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)    # a shell's `&` has it ignored
 sys.path.insert(0, {str(ROOT)!r})
 import fineweb
-from runtime import cli, encoding
+from corpus import encoding
+from runtime import cli
 encoding.BATCH, rows_of = 100, encoding.rows_of
 
 def held(texts):
@@ -357,7 +359,7 @@ def documents_of(folder, gpt2):  # noqa: F811
 
 @pytest.fixture
 def small_parts(monkeypatch):
-    monkeypatch.setattr(runtime.sources, "LARGE_TASK", 200)
+    monkeypatch.setattr(corpus.sources, "LARGE_TASK", 200)
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 12])
@@ -390,7 +392,8 @@ NO_FURTHER = f"""
 import sys, time
 sys.path.insert(0, {str(ROOT)!r})
 import fineweb
-from runtime import cli, shard_writer, shards, sources
+from corpus import shard_writer, sources
+from runtime import cli, shards
 sources.LARGE_TASK = 2000
 del sys.argv[0]
 most, name, replace_file = int(sys.argv[0]), "_p" + sys.argv[-1].replace("/", "of") + "_", shards.replace_file

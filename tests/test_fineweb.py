@@ -27,27 +27,29 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import tiktoken
+from helpers import HANG, script, wait_until
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+import corpus.encoding
+import corpus.shard_writer
+import corpus.hub_source
+import corpus.sources
 import fineweb
 import runtime.dataloader
-import runtime.encoding
 import runtime.hub
 import runtime.progress
-import runtime.shard_writer
 import runtime.shards
-import runtime.sources
 import runtime.tokenizer
-from helpers import HANG, wait_until, script
+from corpus.encoding import encode_stream
+from corpus.hub_source import HubSource
+from corpus.sources import LocalSource, Task, given_texts, read_txt
 from runtime.cli import RunError, UserError, parse_int
 from runtime.dataloader import TokenDataset, TokenLoader, open_data, stable_permutation
-from runtime.encoding import encode_stream
 from runtime.files import digest, fingerprint_blocks, replace_file, writable
 from runtime.hub import RETRIES
 from runtime.presets import PRESETS
 from runtime.shards import ShardCheck, list_shards, open_shard, read_shard, write_shard
-from runtime.sources import HubSource, LocalSource, Task, given_texts, read_txt
 from runtime.tokenizer import EOT, checked_asset, encode, tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -224,7 +226,7 @@ def test_small_tasks_are_encoded_together_in_their_order(gpt2, monkeypatch):
     tasks = [Task(partial(given_texts, [text], starts), cursor=None if i % 5 else i)
              for i, (text, starts) in enumerate(documents)]
     for size in (1, 1000, 1 << 22):
-        monkeypatch.setattr(runtime.encoding, "BATCH", size)
+        monkeypatch.setattr(corpus.encoding, "BATCH", size)
         found, number, cursors = list(encode_stream(tasks, 2)), 0, []
         for batch in found:
             cursors += [(number + n, state) for n, state in batch.cursors]
@@ -421,7 +423,8 @@ import sys, time
 from pathlib import Path
 sys.path.insert(0, {str(ROOT)!r})
 import fineweb
-from runtime import cli, encoding, progress, sources
+from corpus import encoding, sources
+from runtime import cli, progress
 progress.QUIET, encoding.BATCH = 0.1, 1
 tasks, add, added = sources.LocalSource.tasks, fineweb.ShardWriter.add, []
 
@@ -555,7 +558,7 @@ def die_at(monkeypatch, number, how):
             raise Killed
         real(path, write)
 
-    for module in runtime.shard_writer, runtime.shards:
+    for module in corpus.shard_writer, runtime.shards:
         monkeypatch.setattr(module, "replace_file", dying)
 
 
@@ -598,7 +601,8 @@ NO_FURTHER = f"""
 import sys, time
 sys.path.insert(0, {str(ROOT)!r})
 import fineweb
-from runtime import cli, shard_writer, shards
+from corpus import shard_writer
+from runtime import cli, shards
 del sys.argv[0]
 most, replace_file = int(sys.argv[0]), shards.replace_file
 
@@ -959,7 +963,7 @@ def hub(monkeypatch, tmp_path):
     import datasets
     waits, calls = [], []
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(runtime.sources, "CURSOR_EVERY", 10)
+    monkeypatch.setattr(corpus.hub_source, "CURSOR_EVERY", 10)
     monkeypatch.setattr(runtime.hub, "time", Clock(waits))
     monkeypatch.setattr(runtime.hub, "reach_hub", lambda: True)
 
@@ -996,9 +1000,10 @@ def test_variant_and_sample_name_the_dataset_and_the_folder(hub, gpt2, tmp_path)
 
 def small_tasks(monkeypatch):
     """Tasks and batches of 100 characters, none ahead: few documents are read ahead of a kill."""
-    monkeypatch.setattr(runtime.sources, "TASK_SIZE", 100)
-    monkeypatch.setattr(runtime.encoding, "BATCH", 100)
-    monkeypatch.setattr(runtime.encoding, "ENCODED_AHEAD", 1)
+    for module in corpus.sources, corpus.hub_source:
+        monkeypatch.setattr(module, "TASK_SIZE", 100)
+    monkeypatch.setattr(corpus.encoding, "BATCH", 100)
+    monkeypatch.setattr(corpus.encoding, "ENCODED_AHEAD", 1)
 
 
 def test_a_hub_out_of_reach_is_given_up_after_the_retries_and_taken_up_later(hub, gpt2, tmp_path,

@@ -21,9 +21,15 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
+from helpers import script
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import corpus.sources
+import fineweb
+import sample
+import train_gpt2
+from corpus.sources import LAST_CUT, LocalSource, read_txt
 from hellaswag import load_examples
 from model import GPT, GPTConfig, LanguageModel, load_model
 from runtime.cli import UserError, print_error
@@ -33,12 +39,6 @@ from runtime.distributed import Process
 from runtime.log import read_log
 from runtime.plots import is_fineweb
 from runtime.shards import SHARD_NAME, open_shard, write_shard
-from runtime.sources import LAST_CUT, LocalSource, read_txt
-import runtime.sources
-import fineweb
-import sample
-import train_gpt2
-from helpers import script
 
 ROOT = Path(__file__).resolve().parent.parent
 FUZZ = settings(deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
@@ -447,7 +447,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("what", HOSTILE)
 def test_a_hostile_file_runs_no_code_fills_no_memory_and_is_refused(what, monkeypatch):
-    monkeypatch.setattr(runtime.sources, "MAX_DOCUMENT", 10**7)
+    monkeypatch.setattr(corpus.sources, "MAX_DOCUMENT", 10**7)
     read, make = HOSTILE[what]
     refused(read, make())
 
@@ -583,7 +583,7 @@ def test_a_text_without_white_space_is_looked_through_once(monkeypatch):
             return cut.match(text, start)
 
     cut, watched = LAST_CUT, Watched()
-    monkeypatch.setattr(runtime.sources, "LAST_CUT", watched)
+    monkeypatch.setattr(corpus.sources, "LAST_CUT", watched)
     Path("a.txt").write_text("word " * 1000 + "a" * 10**6 + " " * 1000)
     assert [len(text) for text, _ in read_txt("a.txt", 1000)][-1] == 1000 and watched.seen < 1.1 * 10**6
 

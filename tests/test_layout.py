@@ -1,11 +1,11 @@
-"""The two floors of the house: what imports what, and how long a file and a function may be."""
+"""The floors of the house: what imports what, and how long a file and a function may be."""
 import ast
 
 import pytest
 from helpers import ROOT
 
 SOURCES = {".".join(path.relative_to(ROOT).with_suffix("").parts): path.read_text(encoding="utf-8")
-           for path in (*ROOT.glob("*.py"), *ROOT.glob("runtime/*.py"))}
+           for path in (*ROOT.glob("*.py"), *ROOT.glob("[bcr]*/*.py"))}
 SCRIPTS = {name for name in SOURCES if "." not in name}
 
 
@@ -20,11 +20,17 @@ def imports(name):
     return found & SOURCES.keys()
 
 
-def test_the_runtime_package_imports_no_script():
+def test_imports_go_down_only():
+    """Scripts import the packages; corpus imports runtime; only bench.py imports benchmarks."""
     assert len(SCRIPTS) >= 6 and len(SOURCES) > 20
+    packages = {"runtime": {"runtime"}, "corpus": {"corpus", "runtime"},
+                "benchmarks": {"benchmarks", "corpus", "runtime"}}
     for name in SOURCES.keys() - SCRIPTS:
-        assert not imports(name) & SCRIPTS, name
-    assert SOURCES["runtime.__init__"] == ""
+        package = name.partition(".")[0]
+        assert {found.partition(".")[0] for found in imports(name)} <= packages[package], name
+        assert not name.endswith("__init__") or SOURCES[name] == ""
+    for name in SCRIPTS - {"bench"}:
+        assert not any(found.startswith("benchmarks") for found in imports(name)), name
 
 
 def test_nothing_imports_in_a_circle():

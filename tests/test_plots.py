@@ -7,9 +7,9 @@ import sys
 import matplotlib.figure
 import numpy as np
 import pytest
+from helpers import ENV, ROOT
 
 import train_gpt2
-from helpers import ENV, ROOT
 from runtime.plots import BASELINES, is_fineweb, plot_log, smooth
 
 LLM_C, OPENAI = BASELINES["val"][1], BASELINES["hella"][1]
@@ -141,7 +141,8 @@ def test_fineweb_is_recognised_by_its_manifest_or_its_names(manifest, name, expe
 def test_fineweb_py_writes_what_is_recognised(tmp_path):
     """The sources of fineweb.py, as it records them in manifest.json."""
     import fineweb
-    from runtime.sources import HubSource, LocalSource
+    from corpus.hub_source import HubSource
+    from corpus.sources import LocalSource
     names = [f"{prefix}_val_000000.npy" for _, prefix, _ in fineweb.FINEWEB.values()]
     names += [f"{prefix}_val_000000.bin" for _, prefix, _ in fineweb.PRETOKENIZED.values()]
     manifests = [{"source": HubSource(repo, "sample-10BT").description} for repo, _, _ in

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import numpy as np
 
+from corpus.encoding import Tokens
+from corpus.sources import DAMAGED_CURSOR, LARGE_TASK, difference
 from runtime.cli import UserError, safe_repr
-from runtime.encoding import Tokens
 from runtime.files import read_text, readable, remove_leftovers, replace_file, writable
 from runtime.shards import SHARD_NAME, open_shard, write_shard
-from runtime.sources import DAMAGED_CURSOR, LARGE_TASK, difference
 
 PART_NAME = re.compile(r"_p\d+of\d+(?=_|\.json$)")
 

@@ -1,4 +1,4 @@
-"""Programs that `bench.py data` times, each in a process of its own: python -m runtime.data_drivers ..."""
+"""Programs that `bench.py data` times, each in a process of its own: python -m benchmarks.data_drivers ..."""
 import os
 import runpy
 import sys
@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from runtime import encoding
-from runtime.sources import BYTES_PER_TOKEN
+from corpus import encoding
+from corpus.sources import BYTES_PER_TOKEN
 from runtime.tokenizer import EOT, tokenizer
 
 

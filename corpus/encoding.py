@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from corpus.sources import Task
 from runtime.cli import RunError, UserError
-from runtime.sources import Task
 from runtime.tokenizer import EOT, checked_asset, encode
 
 START = b"<|endoftext|>"

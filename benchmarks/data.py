@@ -34,7 +34,7 @@ def measure_loader(s):
 
 
 COPIES = 47                     # of input.txt: 52 MB, of which --steps N takes N times as much
-PEER, EMPTY = "build-nanogpt's pool", "fineweb.py without encoding"               # runtime/data_drivers.py
+PEER, EMPTY = "build-nanogpt's pool", "fineweb.py without encoding"               # benchmarks/data_drivers.py
 
 
 def write_text(path):
@@ -50,7 +50,7 @@ def write_text(path):
 
 def fineweb_command(what, workers, text, out, peer, repeats):
     """The command of a job of time_fineweb."""
-    script, drivers = str(BENCH.with_name("fineweb.py")), [sys.executable, "-m", "runtime.data_drivers"]
+    script, drivers = str(BENCH.with_name("fineweb.py")), [sys.executable, "-m", "benchmarks.data_drivers"]
     if what == PEER:
         return [*drivers, "peer", str(peer), str(text), str(repeats), str(out), str(workers)]
     run = [*drivers, "without_encoding", script] if what == EMPTY else [sys.executable, script]
