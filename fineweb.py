@@ -297,8 +297,8 @@ def tokenize_into(writer: ShardWriter, source: HubSource | LocalSource, expected
     out, threads = str(writer.out), workers or available_cores()
     if not gigatoken(threads):
         print(f"{out}: tiktoken does the work, slowly: gigatoken is not installed (pip install gigatoken)")
-    tasks = source.tasks(writer.document, writer.manifest["mark"])
-    with closing(encode_stream(tasks, threads)) as stream:
+    pieces = source.read(writer.document, writer.manifest["mark"])
+    with closing(encode_stream(pieces, threads)) as stream:
         with Progress()(f"{out}: waiting for the first text"):                # of the hub: maybe a minute
             first = list(islice(stream, 1))
         log = Progress(enabled=not sys.stderr.isatty())                       # on a terminal there is the bar

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from corpus.sources import Task
+from corpus.sources import Piece
 from runtime.cli import RunError, UserError
 from runtime.tokenizer import EOT, checked_asset, encode
 
@@ -95,20 +95,19 @@ def rows_of(texts: list) -> Iterator[bytes | str]:
         yield row[len(START):].decode()
 
 
-def read_batches(tasks: Iterable[Task]) -> Iterator[Batch]:
+def read_batches(pieces: Iterable[Piece]) -> Iterator[Batch]:
     """What was read before an error of the source comes before it."""
     texts, starts, cursors, size, failed = [], [], [], 0, None
     try:
-        for task in tasks:
-            if task.cursor is not None:
-                cursors.append((len(starts), task.cursor))
-            for found, start in task.read(task.skip):
-                texts += found
-                starts += [start] * len(found)
-                size += sum(map(len, found))
-                if size >= BATCH:
-                    yield Batch(list(rows_of(texts)), starts, cursors)
-                    texts, starts, cursors, size = [], [], [], 0
+        for found, begins, cursor in pieces:
+            if cursor is not None:
+                cursors.append((len(starts), cursor))
+            texts += found
+            starts += [begins] * len(found)
+            size += sum(map(len, found))
+            if size >= BATCH:
+                yield Batch(list(rows_of(texts)), starts, cursors)
+                texts, starts, cursors, size = [], [], [], 0
     except (UserError, RunError) as error:
         failed = error
     if texts:
@@ -230,11 +229,11 @@ def ahead(items: Iterator, most: int) -> Iterator:
         thread.join(1)              # it may wait for the network: then it ends with the process
 
 
-def encode_stream(tasks: Iterable[Task], threads: int = 1) -> Iterator[Tokens]:
-    """The tokens of `tasks` in their order. Reading, encoding, and the use of the tokens run at once."""
+def encode_stream(pieces: Iterable[Piece], threads: int = 1) -> Iterator[Tokens]:
+    """The tokens of `pieces` in their order. Reading, encoding, and the use of the tokens run at once."""
     def encoded():
         encoder = Encoder(threads)
-        with closing(ahead(read_batches(tasks), READ_AHEAD)) as batches:
+        with closing(ahead(read_batches(pieces), READ_AHEAD)) as batches:
             for batch in batches:
                 yield encoder.encode(batch)
     return ahead(encoded(), ENCODED_AHEAD)

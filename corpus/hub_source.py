@@ -1,9 +1,8 @@
 """A dataset of the Hugging Face hub as a source of text, as corpus/sources.py describes it."""
 import re
 from collections.abc import Iterator
-from functools import partial
 
-from corpus.sources import DAMAGED_CURSOR, TASK_SIZE, Task, given_texts
+from corpus.sources import DAMAGED_CURSOR, Piece
 from runtime.cli import UserError
 from runtime.hub import need_hub, wait_to_retry
 
@@ -21,17 +20,10 @@ class HubSource:
         self.description = {"repo": repo, "name": name}
         self.expected = int(re.findall(r"\d+", name)[0]) * 10**9 // part[1]
 
-    def tasks(self, start: int = 0, cursor: list | None = None, size: int | None = None) -> Iterator[Task]:
+    def read(self, start: int = 0, cursor: list | None = None) -> Iterator[Piece]:
         """A cursor's state is that of the stream."""
-        texts, total, state = [], 0, None
-        for text, state_before in self._documents(start, cursor):
-            if texts and (state_before or total >= (size or TASK_SIZE)):
-                yield Task(partial(given_texts, texts, True), cursor=state)
-                texts, total, state = [], 0, None
-            texts.append(text)
-            total, state = total + len(text), state_before or state
-        if texts:
-            yield Task(partial(given_texts, texts, True), cursor=state)
+        for text, state in self._documents(start, cursor):
+            yield Piece([text], cursor=state)
 
     def _documents(self, start, cursor):
         """(text, the stream's state before it or None). A dropped connection is retried from the last

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from corpus.encoding import Tokens
-from corpus.sources import DAMAGED_CURSOR, LARGE_TASK, difference
+from corpus.sources import DAMAGED_CURSOR, TASK, difference
 from runtime.cli import UserError, safe_repr
 from runtime.files import read_text, readable, remove_leftovers, replace_file, writable
 from runtime.shards import SHARD_NAME, open_shard, write_shard
@@ -45,7 +45,7 @@ class ShardWriter:
         self.settings, self.max_tokens = {"version": 1, **settings}, settings["max_tokens"] or math.inf
         if part:
             # what a part has depends on the size of a task
-            self.settings |= {"parts": part[1], "part": part[0], "task": LARGE_TASK}
+            self.settings |= {"parts": part[1], "part": part[0], "task": TASK}
             self.max_tokens = share(settings["max_tokens"], part) if settings["max_tokens"] else math.inf
         self.has_validation = not part or part[0] == 0
         # in the file a cursor is a `mark`, and a document a `unit`: those of earlier versions are read

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 from collections import Counter
-from functools import partial
 
 import numpy as np
 import pyarrow.parquet
@@ -15,15 +14,16 @@ import pytest
 from helpers import HANG, run, wait_until
 from hypothesis import given
 from hypothesis import strategies as st
-from test_fineweb import (ENV, FAST, ROOT, command, contents, gpt2, hub, plain_shards, prepare,  # noqa: F401
-                          small_tasks, texts_of, write_parquet, write_text)
+from test_fineweb import (ENV, FAST, ROOT, command, contents, cursors_of, gpt2, hub, pieces_of, plain_shards,  # noqa: F401
+                          prepare, small_batches, texts_of, write_parquet, write_text)
 
 import corpus.encoding
 import corpus.sources
 from corpus.encoding import ahead, encode_stream, rows_of
 from corpus.shard_writer import share
 from corpus.hub_source import HubSource
-from corpus.sources import LocalSource, RowGroup, Task, given_texts, read_txt
+from corpus.readers import read_parquet, read_row_group
+from corpus.sources import LocalSource, Piece
 from runtime.cli import RunError, UserError
 from runtime.shards import list_shards, open_shard
 from runtime.tokenizer import encode, tokenizer
@@ -33,7 +33,7 @@ LINES = [f"line {i} " + "word " * (i % 17) for i in range(200)]
 
 
 # -----------------------------------------------------------------------------
-# tasks
+# sources
 
 @pytest.fixture
 def mixed(tmp_path):
@@ -48,60 +48,67 @@ def mixed(tmp_path):
     write_text(tmp_path / "7.jsonl.zst", LINES[170:])
     files = sorted(map(str, tmp_path.iterdir()))
     documents = [*LINES[:110], "\n".join(LINES[:50]), *LINES[110:]]
-    pieces = [text for text, _ in read_txt(tmp_path / "3.txt")]
+    pieces = pieces_of(tmp_path / "3.txt")
     assert len(pieces) == 2 and "".join(pieces) == documents[110]
     return files, documents, [*LINES[:110], *pieces, *LINES[110:]]
 
 
-BEGINS = {0: 0, 1: 90, 2: 110, 3: 112, 4: 152, 5: 152, 6: 172}        # of these files, in pieces
+BEGINS = [[0, 0], [90, 1], [110, 2], [112, 3], [152, 5], [172, 6]]    # of these files, but the empty one
 
 
-@pytest.mark.parametrize("size", [1, 100, 3000, 1 << 19])
-def test_tasks_of_any_size_have_every_document_once_and_in_order_from_any_number_on(size, mixed):
+def test_every_document_comes_once_and_in_order_from_any_number_on(mixed):
     files, _, documents = mixed
-    assert texts_of(LocalSource(files), size=size) == documents
+    assert texts_of(LocalSource(files)) == documents
     for start in (*range(0, len(documents), 7), 40, 90, 110, 111):
-        assert texts_of(LocalSource(files), start, size=size) == documents[start:]
-    number, cursors = 0, {}
-    for task in LocalSource(files).tasks(size=size):
-        if task.cursor is not None:
-            cursors[task.cursor] = number
-        number += sum(len(texts) for texts, _ in task.read(0))
+        assert texts_of(LocalSource(files), start) == documents[start:]
+    cursors = cursors_of(LocalSource(files))
     assert cursors == BEGINS
-    for file, number in cursors.items():
+    for number, file in cursors:
         for start in (number, number + 2):
-            assert texts_of(LocalSource(files), start, [number, file], size) == documents[start:]
+            assert texts_of(LocalSource(files), start, [number, file]) == documents[start:]
 
 
-def test_a_row_group_is_read_on_from_task_to_task_and_not_from_its_beginning(tmp_path, monkeypatch):
-    write_parquet(tmp_path / "a.parquet", LINES, row_group_size=100)
-    opened, real = [], pyarrow.parquet.ParquetFile.iter_batches
-    monkeypatch.setattr(pyarrow.parquet.ParquetFile, "iter_batches",
-                        lambda file, *args, **kwargs: opened.append(file) or real(file, *args, **kwargs))
-    tasks = list(LocalSource([str(tmp_path / "a.parquet")]).tasks(size=300))
-    assert len(tasks) > 20
-    for task in tasks[::2]:                       # as one of two parts
-        assert list(task.read(0))
-    assert len(opened) == 2
-    assert [bytes(text).decode() for texts, _ in tasks[0].read(1) for text in texts] == LINES[1:len(
-        [text for texts, _ in tasks[0].read(0) for text in texts])]
+@pytest.mark.parametrize("rows_per_group", [7, 40, 100])
+@pytest.mark.parametrize("size", [1, 300, 1 << 22])
+def test_the_tasks_of_a_parquet_file_are_rows_and_each_is_read_by_whom_it_belongs_to(size, rows_per_group,
+                                                                                     tmp_path):
+    path = tmp_path / "a.parquet"
+    write_parquet(path, LINES, row_group_size=rows_per_group)
+    seen = []
+    assert read_all(path, size, lambda task: seen.append(task) or True) == LINES
+    assert seen == list(range(len(seen)))
+    assert len(seen) == 200 if size == 1 else len(seen) >= 200 // rows_per_group
+    shares = [read_all(path, size, lambda task, i=i: task % 3 == i) for i in range(3)]
+    assert sorted(sum(shares, [])) == sorted(LINES)
+    assert all(len(share) > 20 for share in shares) or size == 1 << 22 and rows_per_group == 100
+
+
+def read_all(path, size, mine):
+    return [str(text, "utf-8") for texts in read_parquet(path, size, mine, "text") for text in texts]
 
 
 def test_a_row_group_with_fewer_rows_than_the_file_states_is_refused(tmp_path):
     write_parquet(tmp_path / "a.parquet", LINES)
-    with pytest.raises(UserError, match="a.parquet cannot be read .its row group 0 has fewer rows"):
-        list(RowGroup(tmp_path / "a.parquet", "text", 0).read(190, 20, 0))
+    file = pyarrow.parquet.ParquetFile(tmp_path / "a.parquet")
+
+    class Fewer:
+        metadata = file.metadata
+
+        @staticmethod
+        def iter_batches(**kwargs):
+            return list(file.iter_batches(**kwargs))[:-1]
+
+    with pytest.raises(ValueError, match="its row group 0 has 192 rows, not 200"):
+        list(read_row_group(Fewer, 0, "text", lambda row: True))
 
 
-def test_a_task_with_more_text_than_expected_comes_in_pieces(gpt2, tmp_path, monkeypatch):  # noqa: F811
+def test_rows_with_more_text_than_the_file_states_come_in_pieces(gpt2, tmp_path, monkeypatch):  # noqa: F811
     text = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0, 1] * 100, pyarrow.int32()),
                                                pyarrow.array(["long " * 1000, "longer " * 2000]))
     pyarrow.parquet.write_table(pyarrow.table({"text": text}), tmp_path / "a.parquet")
     monkeypatch.setattr(corpus.encoding, "BATCH", 50_000)
-    monkeypatch.setattr(corpus.sources, "TASK_SIZE", 10_000)
     documents = ["long " * 1000, "longer " * 2000] * 100
-    source = LocalSource([str(tmp_path / "a.parquet")])
-    found = list(encode_stream(source.tasks(size=1 << 22), 2))
+    found = list(encode_stream(LocalSource([str(tmp_path / "a.parquet")]).read(), 2))
     assert len(found) > 10 and [batch.cursors for batch in found] == [[(0, 0)]] + [[]] * (len(found) - 1)
     assert max(len(batch.tokens) for batch in found) < 80_000
     want = plain_shards(gpt2, documents, 10**9)[0]
@@ -115,7 +122,7 @@ def test_every_kind_of_string_column_is_read(kind, tmp_path):
     table = pyarrow.table({"text": pyarrow.array(texts).dictionary_encode() if "dict" in str(kind) else
                            pyarrow.array(texts, kind)})
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=50)
-    assert texts_of(LocalSource([str(tmp_path / "a.parquet")]), 3, size=99) == texts[3:]
+    assert texts_of(LocalSource([str(tmp_path / "a.parquet")]), 3) == texts[3:]
 
 
 @pytest.mark.parametrize("column", [pyarrow.array(["a", None]), pyarrow.array([b"a", b"b"]),
@@ -139,7 +146,7 @@ def test_bytes_in_a_string_column_that_are_no_utf8_are_a_users_mistake(tmp_path)
 
 def stream_of(texts):
     """Their tokens and the batches, as fineweb.py makes them."""
-    found = list(encode_stream([Task(partial(given_texts, texts, True))], 2))
+    found = list(encode_stream([Piece(texts)], 2))
     return np.concatenate([batch.tokens for batch in found]), found
 
 
@@ -236,16 +243,6 @@ def test_white_space_too_long_for_tiktoken_and_a_lone_surrogate_are_encoded(tmp_
     assert tokenizer().decode(tokens[1:].tolist()) == "\ufffd" + " " * 1_500_000 + "a"
 
 
-def test_lines_that_cannot_be_read_can_be_counted(tmp_path):
-    """They may stand behind the place where a run resumes, in a task that was smaller before."""
-    lines = [json.dumps({"text": line}).encode() for line in LINES[:60]]
-    lines[50] = b"\xff"
-    (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines))
-    task, = LocalSource([str(tmp_path / "a.jsonl")]).tasks(10, size=1 << 22)
-    with pytest.raises(UserError, match="cannot be read"):
-        list(task.read(task.skip))
-
-
 # -----------------------------------------------------------------------------
 # threads
 
@@ -330,13 +327,13 @@ def test_a_folder_that_an_earlier_version_began_ends_in_the_same_bytes(workers, 
     manifest = json.loads(want["manifest.json"])
     for n in range(1, len(manifest["shards"])):
         shards = manifest["shards"][:n]
-        mark = max(i for i, number in BEGINS.items() if number <= shards[-1]["end"]["unit"])
+        mark = max(begin for begin in BEGINS if begin[0] <= shards[-1]["end"]["unit"])
         out = tmp_path / f"{n}"
         out.mkdir()
         for shard in shards:
             (out / shard["file"]).write_bytes(want[shard["file"]])
         (out / "manifest.json").write_text(json.dumps(manifest | {
-            "complete": False, "mark": [BEGINS[mark], mark], "shards": shards,
+            "complete": False, "mark": mark, "shards": shards,
             "tokens": sum(shard["tokens"] for shard in shards)}))
         prepare(*flags, "--out", out)
         assert contents(out) == want
@@ -359,7 +356,7 @@ def documents_of(folder, gpt2):  # noqa: F811
 
 @pytest.fixture
 def small_parts(monkeypatch):
-    monkeypatch.setattr(corpus.sources, "LARGE_TASK", 200)
+    monkeypatch.setattr(corpus.sources, "TASK", 200)
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 12])
@@ -394,7 +391,7 @@ sys.path.insert(0, {str(ROOT)!r})
 import fineweb
 from corpus import shard_writer, sources
 from runtime import cli, shards
-sources.LARGE_TASK = 2000
+sources.TASK = 2000
 del sys.argv[0]
 most, name, replace_file = int(sys.argv[0]), "_p" + sys.argv[-1].replace("/", "of") + "_", shards.replace_file
 
@@ -519,7 +516,7 @@ def test_parts_of_the_hubs_stream_have_every_document_once_and_resume(parts, hub
     files = [str(tmp_path / f"{i}.parquet") for i in range(4)]
     hub(lambda: load("parquet", data_files=files, split="train", streaming=True,
                      cache_dir=str(tmp_path / "cache")))
-    small_tasks(monkeypatch)
+    small_batches(monkeypatch)
     for i in range(parts):
         flags = ["--part", f"{i}/{parts}", "--shard_size", 200, "--val_tokens", 100, "--workers", 1]
         prepare(*flags, "--out", "out")
@@ -533,17 +530,10 @@ def test_parts_of_the_hubs_stream_have_every_document_once_and_resume(parts, hub
         assert path.read_bytes() == whole
         source = HubSource("stand-in", "sample-10BT", (i, parts))
         texts = texts_of(source)
-        number, state = next((n, task.cursor) for n, task in numbered(source) if n >= 20 and task.cursor)
-        assert texts_of(source, number + 1, [number, json.loads(json.dumps(state))]) == texts[number + 1:]
+        number, state = next(cursor for cursor in cursors_of(source) if cursor[0] >= 20)
+        assert texts_of(source, number + 1, [number, state]) == texts[number + 1:]
     assert documents_of(tmp_path / "out", gpt2) == Counter(LINES)
     assert {path.name[:16] for path in (tmp_path / "out").glob("*val*")} == {f"edufineweb_p0of{parts}"[:16]}
-
-
-def numbered(source):
-    number = 0
-    for task in source.tasks():
-        yield number, task
-        number += sum(len(texts) for texts, _ in task.read(0))
 
 
 def test_a_run_trains_on_a_folder_of_parts(tmp_path):

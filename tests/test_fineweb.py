@@ -43,7 +43,8 @@ import runtime.shards
 import runtime.tokenizer
 from corpus.encoding import encode_stream
 from corpus.hub_source import HubSource
-from corpus.sources import LocalSource, Task, given_texts, read_txt
+from corpus.readers import read_txt
+from corpus.sources import LocalSource, Piece
 from runtime.cli import RunError, UserError, parse_int
 from runtime.dataloader import TokenDataset, TokenLoader, open_data, stable_permutation
 from runtime.files import digest, fingerprint_blocks, replace_file, writable
@@ -116,17 +117,21 @@ def write_text(path, documents):
 
 def texts_of(source, *args, **kwargs):
     return [bytes(text).decode() if isinstance(text, memoryview) else text
-            for task in source.tasks(*args, **kwargs) for texts, _ in task.read(task.skip)
-            for text in texts]
+            for piece in source.read(*args, **kwargs) for text in piece.texts]
+
+
+def pieces_of(path, size=1 << 18):
+    """Of a .txt file."""
+    return [piece for piece, in read_txt(Path(path), 1, lambda task: True, piece_size=size)]
 
 
 def cursors_of(source, **kwargs):
     """[[number, state]] as a manifest keeps them."""
     cursors, number = [], 0
-    for task in source.tasks(**kwargs):
-        if task.cursor is not None:
-            cursors.append([number, task.cursor])
-        number += sum(len(texts) for texts, _ in task.read(task.skip))
+    for texts, _, cursor in source.read(**kwargs):
+        if cursor is not None:
+            cursors.append([number, cursor])
+        number += len(texts)
     return json.loads(json.dumps(cursors))
 
 
@@ -220,14 +225,13 @@ def test_a_text_that_ends_with_a_full_shard_leaves_no_empty_one(gpt2, tmp_path):
     assert [len(shard) for shard in read_shards(tmp_path / "out")] == [size] * (len(stream) // size)
 
 
-def test_small_tasks_are_encoded_together_in_their_order(gpt2, monkeypatch):
+def test_small_pieces_are_encoded_together_in_their_order(gpt2, monkeypatch):
     documents = [(text, i % 3 > 0) for i, text in enumerate(DOCUMENTS * 3)]
     want = [[50256] * starts + gpt2.encode_ordinary(text) for text, starts in documents]
-    tasks = [Task(partial(given_texts, [text], starts), cursor=None if i % 5 else i)
-             for i, (text, starts) in enumerate(documents)]
+    pieces = [Piece([text], starts, None if i % 5 else i) for i, (text, starts) in enumerate(documents)]
     for size in (1, 1000, 1 << 22):
         monkeypatch.setattr(corpus.encoding, "BATCH", size)
-        found, number, cursors = list(encode_stream(tasks, 2)), 0, []
+        found, number, cursors = list(encode_stream(pieces, 2)), 0, []
         for batch in found:
             cursors += [(number + n, state) for n, state in batch.cursors]
             number += len(batch.lengths)
@@ -274,10 +278,9 @@ def test_the_words_that_a_shell_makes_of_a_glob_are_all_taken_and_mixed_with_rep
 def test_the_pieces_of_a_txt_file_have_the_tokens_of_the_whole(gpt2, tmp_path, parts, piece_size):
     text = "".join(parts)
     (tmp_path / "a.txt").write_bytes(text.encode())
-    pieces = list(read_txt(tmp_path / "a.txt", piece_size))
-    assert "".join(piece for piece, _ in pieces) == text
-    assert [starts for _, starts in pieces] == [i == 0 for i in range(len(pieces))]
-    tokens = [token for piece, _ in pieces for token in gpt2.encode_ordinary(piece)]
+    pieces = pieces_of(tmp_path / "a.txt", piece_size)
+    assert "".join(pieces) == text
+    tokens = [token for piece in pieces for token in gpt2.encode_ordinary(piece)]
     assert tokens == gpt2.encode_ordinary(text)
 
 
@@ -285,7 +288,7 @@ def test_the_pieces_of_a_txt_file_have_the_tokens_of_the_whole(gpt2, tmp_path, p
 def test_a_long_txt_file_is_one_document_in_bounded_pieces(end, gpt2, tmp_path):
     text = (ROOT / "input.txt").read_text(encoding="utf-8").replace("\n", end)
     (tmp_path / "a.txt").write_bytes(text.encode())
-    assert max(len(piece) for piece, _ in read_txt(tmp_path / "a.txt", 10_000)) < 20_000
+    assert max(map(len, pieces_of(tmp_path / "a.txt", 10_000))) < 20_000
     prepare("--input", tmp_path / "a.txt", "--out", tmp_path / "out")
     val, train = read_shards(tmp_path / "out")
     assert val + train == [50256] + gpt2.encode_ordinary(text)
@@ -426,7 +429,7 @@ import fineweb
 from corpus import encoding, sources
 from runtime import cli, progress
 progress.QUIET, encoding.BATCH = 0.1, 1
-tasks, add, added = sources.LocalSource.tasks, fineweb.ShardWriter.add, []
+read, add, added = sources.LocalSource.read, fineweb.ShardWriter.add, []
 
 def wait(name):
     while not Path(name).exists():
@@ -434,7 +437,7 @@ def wait(name):
 
 def held(source, *args):
     wait("first")
-    yield from tasks(source, *args)
+    yield from read(source, *args)
 
 def held_add(writer, tokens):
     if added:
@@ -442,7 +445,7 @@ def held_add(writer, tokens):
     added.append(tokens)
     add(writer, tokens)
 
-sources.LocalSource.tasks, fineweb.ShardWriter.add = held, held_add
+sources.LocalSource.read, fineweb.ShardWriter.add = held, held_add
 cli.run_command(fineweb.main)
 """
 
@@ -646,7 +649,7 @@ def test_what_is_complete_is_left_alone_and_said_so(tmp_path, monkeypatch, capsy
     flags = ["--input", tmp_path / "a.jsonl", "--out", tmp_path / "out", "--val_tokens", 500]
     prepare(*flags)
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()}
-    monkeypatch.setattr(LocalSource, "tasks", None)   # reads no text
+    monkeypatch.setattr(LocalSource, "read", None)   # reads no text
     capsys.readouterr()
     prepare(*flags, "--workers", 3)
     assert "complete" in capsys.readouterr().out
@@ -998,10 +1001,8 @@ def test_variant_and_sample_name_the_dataset_and_the_folder(hub, gpt2, tmp_path)
     assert sum(read_shards(tmp_path / "fineweb100B"), []) == plain_shards(gpt2, DOCUMENTS, 3000)[0]
 
 
-def small_tasks(monkeypatch):
-    """Tasks and batches of 100 characters, none ahead: few documents are read ahead of a kill."""
-    for module in corpus.sources, corpus.hub_source:
-        monkeypatch.setattr(module, "TASK_SIZE", 100)
+def small_batches(monkeypatch):
+    """Batches of 100 characters, none ahead: few documents are read ahead of a kill."""
     monkeypatch.setattr(corpus.encoding, "BATCH", 100)
     monkeypatch.setattr(corpus.encoding, "ENCODED_AHEAD", 1)
 
@@ -1014,7 +1015,7 @@ def test_a_hub_out_of_reach_is_given_up_after_the_retries_and_taken_up_later(hub
         prepare("--shard_size", 700, "--workers", 1)
     assert waits == [2**i for i in range(RETRIES)]
     # what was read ahead of the drop is lost, whole shards are not
-    small_tasks(monkeypatch)
+    small_batches(monkeypatch)
     failures[:] = [150] * 100
     with pytest.raises(RunError):
         prepare("--shard_size", 700, "--workers", 1)
@@ -1038,7 +1039,7 @@ def test_a_hub_dataset_without_text_is_a_users_mistake_at_once(hub):
 def test_a_damaged_cursor_of_a_stream_is_refused_at_once(cursor, hub):
     waits, calls = hub(lambda: ResumableStream(DOCUMENTS, [], []))
     with pytest.raises(UserError, match="manifest.json of an earlier run is damaged"):
-        next(HubSource("stand-in", "sample-10BT").tasks(0, cursor))
+        next(HubSource("stand-in", "sample-10BT").read(0, cursor))
     assert not waits and not calls
 
 
@@ -1058,7 +1059,7 @@ def test_datasets_own_streams_resume_exactly_at_a_cursor(hub, gpt2, tmp_path, mo
     for number, state in cursors[::4]:
         for start in (number, number + 3):
             assert texts_of(HubSource("stand-in", "sample-10BT"), start, [number, state]) == documents[start:]
-    small_tasks(monkeypatch)
+    small_batches(monkeypatch)
     with monkeypatch.context() as patch:
         die_at(patch, 11, "half")
         with pytest.raises(Killed):
@@ -1374,7 +1375,7 @@ def test_ctrl_c_before_the_first_shard_leaves_no_folder(tmp_path, monkeypatch):
         assert (tmp_path / "new/out/manifest.json").exists()
         raise KeyboardInterrupt
     (tmp_path / "a.txt").write_text(GOOD)
-    monkeypatch.setattr(LocalSource, "tasks", stopped)
+    monkeypatch.setattr(LocalSource, "read", stopped)
     with pytest.raises(KeyboardInterrupt):
         prepare("--input", tmp_path / "a.txt", "--out", tmp_path / "new/out")
     assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]

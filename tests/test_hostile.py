@@ -22,14 +22,16 @@ import pyarrow.parquet
 import pytest
 import torch
 from helpers import script
+from test_fineweb import pieces_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import corpus.sources
+import corpus.readers
 import fineweb
 import sample
 import train_gpt2
-from corpus.sources import LAST_CUT, LocalSource, read_txt
+from corpus.readers import LAST_CUT
+from corpus.sources import LocalSource
 from hellaswag import load_examples
 from model import GPT, GPTConfig, LanguageModel, load_model
 from runtime.cli import UserError, print_error
@@ -313,9 +315,8 @@ def read_text(path):
 
 
 def documents_of(path):
-    return ((text if isinstance(text, str) else str(text, "utf-8"), start)
-            for task in LocalSource([str(path)]).tasks()
-            for texts, start in task.read(task.skip) for text in texts)
+    return ((text if isinstance(text, str) else str(text, "utf-8"), begins)
+            for texts, begins, _ in LocalSource([str(path)]).read() for text in texts)
 
 
 SHARDS = {
@@ -447,7 +448,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("what", HOSTILE)
 def test_a_hostile_file_runs_no_code_fills_no_memory_and_is_refused(what, monkeypatch):
-    monkeypatch.setattr(corpus.sources, "MAX_DOCUMENT", 10**7)
+    monkeypatch.setattr(corpus.readers, "MAX_DOCUMENT", 10**7)
     read, make = HOSTILE[what]
     refused(read, make())
 
@@ -583,9 +584,9 @@ def test_a_text_without_white_space_is_looked_through_once(monkeypatch):
             return cut.match(text, start)
 
     cut, watched = LAST_CUT, Watched()
-    monkeypatch.setattr(corpus.sources, "LAST_CUT", watched)
+    monkeypatch.setattr(corpus.readers, "LAST_CUT", watched)
     Path("a.txt").write_text("word " * 1000 + "a" * 10**6 + " " * 1000)
-    assert [len(text) for text, _ in read_txt("a.txt", 1000)][-1] == 1000 and watched.seen < 1.1 * 10**6
+    assert list(map(len, pieces_of("a.txt", 1000)))[-1] == 1000 and watched.seen < 1.1 * 10**6
 
 
 # -----------------------------------------------------------------------------

@@ -1,0 +1,216 @@
+"""Files of text -> documents, one reader a format.
+
+A reader is a generator of lists of texts (str, or UTF-8 in memoryviews) in the order of the file. It cuts the
+file into tasks of about `task` bytes, and gives only the texts of those for which `mine(number of the task)`:
+so several commands share a file (--part), and which text is whose depends on nothing but the file.
+"""
+import csv
+import io
+import json
+import math
+import re
+import shlex
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+
+from runtime.cli import UserError, safe_repr
+from runtime.files import readable
+
+MAX_ROWS = 1 << 14              # of a task, however short they are
+MAX_DOCUMENT = 10**9            # characters in memory: a small .gz or .zst can unpack to one endless line
+LAST_CUT = re.compile(r".*\S(?=[ \n\r])", re.DOTALL)
+PACKED = {".gz": "gzip", ".zst": "zstd"}
+Texts = Iterator[list[str | memoryview]]
+
+
+def charset_of(data: bytes) -> str:
+    """The encoding, by iconv's name, in which bytes that are no UTF-8 text are probably written."""
+    if data[:2] in (b"\xff\xfe", b"\xfe\xff"):
+        return "UTF-16"
+    if data.count(0) > len(data) // 10:           # ASCII in UTF-16 is valid UTF-8, with a NUL a letter
+        return "UTF-16LE" if data[1::2].count(0) > data[::2].count(0) else "UTF-16BE"
+    # Latin-1 has control characters where Windows has quotation marks and dashes
+    return "WINDOWS-1252" if any(0x80 <= byte < 0xA0 for byte in data) else "LATIN1"
+
+
+def not_utf8(path: Path, data: bytes) -> UserError:
+    """The error of a file in another encoding, of which `data` is a piece."""
+    name, old = charset_of(data), shlex.quote(str(path))
+    new = shlex.quote(str(path.with_name(f"{path.stem}.utf8{path.suffix}")))
+    packed = path.suffix.lower() in PACKED
+    return UserError(f"--input {path} is not UTF-8 but, it seems, {name}: " + (
+        "unpack it, convert it with iconv" if packed else f"`iconv -f {name} -t UTF-8 {old} > {new}`") +
+        ", and give the new file")
+
+
+@contextmanager
+def checked(path: Path) -> Iterator[None]:
+    """Around the reading of an input file: its errors are UserErrors."""
+    with readable(f"--input {path}", "repair it (as UTF-8 text) or leave it out",
+                  (OSError, ValueError, NotImplementedError, csv.Error)):     # pyarrow's derive from these
+        try:
+            yield
+        except UnicodeDecodeError as error:
+            raise not_utf8(path, error.object[max(0, error.start - 1000):error.end + 1000]) from None
+
+
+def open_bytes(path: Path):
+    """A binary file, decompressed if its name ends in .gz or .zst."""
+    import pyarrow
+    return pyarrow.input_stream(str(path), compression=PACKED.get(path.suffix.lower()))
+
+
+def open_text(path: Path, newline: str = "\n") -> io.TextIOWrapper:
+    """As UTF-8, line ends as in the file. A byte-order mark is not part of the text."""
+    return io.TextIOWrapper(open_bytes(path), encoding="utf-8-sig", newline=newline)
+
+
+def read_txt(path: Path, task: int, mine: Callable, field: str = "", piece_size: int = 1 << 18) -> Texts:
+    """A file as one document, and one task, in pieces: memory stays small.
+
+    A piece ends after a character that is not white space and before a space or line end. Such a cut
+    cannot change the tokens: no alternative of GPT-2's pattern matches across it or looks ahead past it.
+    """
+    if not mine(0):
+        return
+    parts = []                                    # the text since the last cut
+    with open_text(path) as file:
+        while block := file.read(piece_size):
+            last = parts[-1][-1] if parts else ""         # the cut may come right after it
+            if cut := LAST_CUT.match(last + block):
+                end = cut.end() - len(last)
+                yield ["".join([*parts, block[:end]])]
+                parts, block = [], block[end:]
+            parts.append(block)
+            if sum(map(len, parts)) > MAX_DOCUMENT:
+                raise ValueError(f"more than {MAX_DOCUMENT:,} characters without the end of a word")
+    if parts:
+        yield ["".join(parts)]
+
+
+def no_such_column(path: Path, where: str, field: str, names: Iterable[str]) -> UserError:
+    """The error of a file without the column `field`. `where`: the line. `names`: of the columns it has."""
+    return UserError(f"--input {path}{where}: no column {safe_repr(field)}, only "
+                     f"{', '.join(names)[:200] or 'nothing'}: name the right one with --text_field")
+
+
+def read_jsonl(path: Path, task: int, mine: Callable, field: str) -> Texts:
+    """A document a line: {"text": "..."} if `field` is text. Empty lines are skipped."""
+    with open_bytes(path) as file:
+        number, parts, kept, data, i = 1, [], 0, file.read(task), 0       # the first line; since its start
+        while data:
+            following = file.read(task)
+            if end := data.rfind(b"\n") + 1 if following else len(data):
+                lines = b"".join([*parts, data[:end]])
+                if mine(i):
+                    yield read_lines(path, field, number, lines)
+                number, i = number + lines.count(b"\n"), i + 1
+                parts, kept = [], 0
+            parts.append(data[end:])
+            kept, data = kept + len(data) - end, following
+            if kept >= MAX_DOCUMENT:
+                raise ValueError(f"line {number} has {MAX_DOCUMENT:,} bytes or more")
+
+
+def read_lines(path: Path, field: str, number: int, lines: bytes) -> list[str]:
+    """The documents of whole lines, of which the first has this `number` in the file."""
+    texts = []
+    for n, line in enumerate(lines.decode("utf-8-sig" if number == 1 else "utf-8").split("\n"), number):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            row = None
+        if isinstance(row, dict) and field not in row:
+            raise no_such_column(path, f", line {n}", field, row)
+        if not isinstance(row, dict) or not isinstance(row[field], str):
+            raise ValueError(f'line {n} is not JSON of the form {{"{safe_repr(field)}": "..."}}')
+        texts.append(row[field])
+    return texts
+
+
+def read_csv(path: Path, task: int, mine: Callable, field: str) -> Texts:
+    """A document a row. The first row names the columns, which tabs separate if the name ends in .tsv."""
+    csv.field_size_limit(MAX_DOCUMENT)
+    with open_text(path, newline="") as file:     # as csv asks for it
+        rows = csv.reader(file, delimiter="\t" if kind_of(path) == ".tsv" else ",", strict=True)
+        names = next(rows, [])
+        if field not in names:
+            raise no_such_column(path, "", field, names)
+        column, texts, size, i = names.index(field), [], 0, 0
+        for row in rows:
+            if not row:                           # an empty line
+                continue
+            if len(row) <= column:
+                raise ValueError(f"the row in line {rows.line_num} has no column {safe_repr(field)}")
+            texts.append(row[column])
+            size += len(row[column])
+            if size >= task or len(texts) == MAX_ROWS:
+                if mine(i):
+                    yield texts
+                texts, size, i = [], 0, i + 1
+        if texts and mine(i):
+            yield texts
+
+
+def read_parquet(path: Path, task: int, mine: Callable, field: str) -> Texts:
+    """A document a row. A task is some rows of a row group, by the sizes that the file's end states."""
+    import pyarrow.parquet
+    with pyarrow.parquet.ParquetFile(path) as file:
+        if field not in file.schema_arrow.names:
+            raise no_such_column(path, "", field, file.schema_arrow.names)
+        i = 0
+        for index in range(file.metadata.num_row_groups):
+            group = file.metadata.row_group(index)
+            columns = (group.column(j) for j in range(group.num_columns))
+            there = sum(c.total_uncompressed_size for c in columns if c.path_in_schema == field)
+            # in tasks of equal size, up to half as much again as asked for
+            rows = max(1, min(MAX_ROWS, math.ceil(group.num_rows / max(1, round(there / task)))))
+            tasks = [mine(i + k) for k in range(math.ceil(group.num_rows / rows))]
+            i += len(tasks)
+            if any(tasks):
+                yield from read_row_group(file, index, field, lambda row, t=tasks, n=rows: t[row // n])
+
+
+def read_row_group(file, index: int, field: str, wanted: Callable[[int], bool]) -> Texts:
+    """Its rows for which `wanted(number in the row group)`."""
+    number, total = 0, file.metadata.row_group(index).num_rows
+    # 16 rows at a time: a dictionary-encoded column of half a kilobyte can repeat a huge document
+    for batch in file.iter_batches(batch_size=16, row_groups=[index], columns=[field], use_threads=False):
+        texts = texts_of_column(batch.column(0), field)
+        yield [text for row, text in enumerate(texts, number) if row < total and wanted(row)]
+        number += len(texts)
+    if number != total:
+        raise ValueError(f"its row group {index} has {number} rows, not {total} as the file's end states")
+
+
+def texts_of_column(rows, field: str) -> list[memoryview]:
+    """The strings of a pyarrow array as UTF-8, not copied."""
+    import pyarrow
+    if pyarrow.types.is_dictionary(rows.type):
+        rows = rows.dictionary_decode()
+    if pyarrow.types.is_string_view(rows.type):
+        rows = rows.cast(pyarrow.large_string())
+    if rows.null_count or rows.type not in (pyarrow.string(), pyarrow.large_string()):
+        raise ValueError(f"its column {safe_repr(field)} holds something that is not a string")
+    rows.validate(full=True)                      # as UTF-8
+    _, ends, text = rows.buffers()
+    ends = np.frombuffer(ends, np.int32 if rows.type == pyarrow.string() else np.int64)
+    ends, text = ends[rows.offset:rows.offset + len(rows) + 1].tolist(), memoryview(text or b"")
+    return [text[first:end] for first, end in pairwise(ends)]
+
+
+READERS = {".txt": read_txt, ".text": read_txt, ".md": read_txt, ".jsonl": read_jsonl, ".csv": read_csv,
+           ".tsv": read_csv, ".parquet": read_parquet}
+
+
+def kind_of(path: Path) -> str:
+    """The suffix that says how a file is read, in lower case: .txt of a.TXT and a.txt.gz. '' for none."""
+    packed = path.suffix.lower() in PACKED
+    kind = (path.with_suffix("") if packed else path).suffix.lower()
+    return kind if kind in READERS and not (packed and kind == ".parquet") else ""
