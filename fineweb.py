@@ -28,7 +28,7 @@ from itertools import chain, islice
 from pathlib import Path
 
 from corpus.encoding import encode_stream, gigatoken
-from corpus.shard_writer import ShardWriter, all_parts, share
+from corpus.shard_writer import VAL_SEED, ShardWriter, all_parts, share
 from corpus.hub_source import HubSource
 from corpus.sources import TEXT_FIELD, LocalSource
 from runtime.cli import FlagParser, RunError, UserError, parse_int, run_command
@@ -208,14 +208,15 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     flag("--variant", choices=[*FINEWEB], help="default edu (FineWeb-Edu); with --pretokenized classic")
     flag("--sample", choices=["10BT", "100BT"], default="10BT", help="sample of it, in tokens (default 10BT)")
     flag("--input", nargs="+", action="extend", metavar="PATH_OR_GLOB",
-         help="your own text instead: files, folders or globs, one or several: .txt (one document a file), "
-              ".jsonl or .parquet, also .txt.gz, .jsonl.zst ...")
-    flag("--text_field", metavar="NAME", default=TEXT_FIELD, help="column of .jsonl, .parquet (default text)")
+         help="your own text instead: files, folders or globs, one or several: .txt, .md (one document a "
+              "file), .jsonl, .csv, .tsv or .parquet, also .txt.gz, .jsonl.zst ...")
+    flag("--text_field", metavar="NAME", default=TEXT_FIELD, help="column of the others (default text)")
     flag("--pretokenized", type=parse_int, metavar="N",
          help="published tokens instead: the validation and the first N training shards, of 200 MB each")
     flag("--out", help="output folder (default edu_fineweb10B and the like; required with --input)")
     flag("--shard_size", type=parse_int, default=100_000_000, help="tokens per shard (default 100000000)")
-    flag("--val_tokens", type=parse_int, help="tokens of shard 0 (default shard_size, at most a tenth)")
+    flag("--val_tokens", type=parse_int, help="tokens of shard 0 (default shard_size, at most a tenth): "
+         "FineWeb's first, of your own text some of all documents")
     flag("--max_tokens", type=parse_int, help="stop after so many, validation included (default: no limit)")
     flag("--workers", type=parse_int, help="threads that tokenise (default: one a core)")
     flag("--part", type=parse_part, metavar="I/N", help="of N commands, which write into one folder and may "
@@ -269,7 +270,9 @@ def write_shards(args: argparse.Namespace, source: HubSource | LocalSource, pref
                 "format": args.format, "shard_size": args.shard_size, "max_tokens": args.max_tokens,
                 "val_tokens": args.val_tokens or min(args.shard_size, max(20, expected // 10))}
     start = time.perf_counter()
-    writer = ShardWriter(out, prefix, settings, args.part)
+    for note in source.notes:
+        print(note)
+    writer = ShardWriter(out, prefix, settings, args.part, None if source.shuffled else VAL_SEED)
     shards, there = writer.manifest["shards"], writer.total
     if there:
         print(f"{out}: {len(shards)} shards, {there:,} tokens, are there already")

@@ -14,6 +14,7 @@ class HubSource:
 
     `description`: what the manifest records of the source. `expected`: about how many tokens it has.
     """
+    shuffled, notes = True, ()
 
     def __init__(self, repo: str, name: str, part: tuple[int, int] = (0, 1)):
         self.repo, self.name, self.part = repo, name, part

@@ -14,7 +14,9 @@ from corpus.sources import DAMAGED_CURSOR, TASK, difference
 from runtime.cli import UserError, safe_repr
 from runtime.files import read_text, readable, remove_leftovers, replace_file, writable
 from runtime.shards import SHARD_NAME, open_shard, write_shard
+from runtime.tokenizer import EOT
 
+VAL_SEED = 1337                 # draws the validation tokens
 PART_NAME = re.compile(r"_p\d+of\d+(?=_|\.json$)")
 
 
@@ -28,10 +30,38 @@ def share(total: int, part: tuple[int, int]) -> int:
     return total // part[1] + (part[0] < total % part[1])
 
 
+def draw_validation(tokens: np.ndarray, count: int, seed: int) -> np.ndarray:
+    """Which `count` of the tokens (1-D uint16, <|endoftext|> before each document) are for validation: bool,
+    of their shape.
+
+    They are whole documents, at random by `seed`; the last of them is cut. A document longer than a sixteenth
+    of `count` gives its share of `count` instead, in one piece from a place at random.
+    """
+    starts = np.flatnonzero(tokens == EOT)
+    lengths, chosen = np.diff(starts, append=len(tokens)), np.zeros(len(tokens), dtype=bool)
+    large = lengths > count // 16
+    shares = np.diff(np.cumsum(lengths[large]) * count // len(tokens), prepend=0)
+    random = np.random.Philox(seed).random_raw(len(starts)) >> 1          # the same in every release of NumPy
+    free = lengths[large] - shares
+    places = np.minimum(1 + random[large].astype(np.int64) % np.maximum(free, 1), free)
+    # not from a document's first token on: training has its beginning
+    for place, n in zip(starts[large] + places, shares, strict=True):
+        chosen[place:place + n] = True
+    left = count - shares.sum()
+    for i in np.flatnonzero(~large)[np.argsort(random[~large], kind="stable")]:
+        if left == 0:
+            break
+        n = min(left, lengths[i])
+        chosen[starts[i]:starts[i] + n] = True
+        left -= n
+    return chosen
+
+
 class ShardWriter:
     """Cuts a stream of tokens into shards; manifest.json records where in the source each shard ends.
 
-    Shard 0 is validation. `settings` (source, tokenizer, sizes, format) determine every byte of the
+    Shard 0 is validation: the first `val_tokens`, or with `val_seed` so many that draw_validation takes from
+    those of the first two shards. `settings` (source, tokenizer, sizes, format) determine every byte of the
     shards. Files are written atomically. After a kill the same command reads the manifest, resumes
     after the last complete shard, and ends with the same bytes.
 
@@ -39,7 +69,8 @@ class ShardWriter:
     a share of max_tokens of its own. Only number 0 makes a validation shard.
     """
 
-    def __init__(self, out: Path, prefix: str, settings: dict, part: tuple[int, int] | None = None):
+    def __init__(self, out: Path, prefix: str, settings: dict, part: tuple[int, int] | None = None,
+                 val_seed: int | None = None):
         self.out, self.prefix = out, prefix + part_name(part)
         self.path = out / f"manifest{part_name(part)}.json"
         self.settings, self.max_tokens = {"version": 1, **settings}, settings["max_tokens"] or math.inf
@@ -48,15 +79,17 @@ class ShardWriter:
             self.settings |= {"parts": part[1], "part": part[0], "task": TASK}
             self.max_tokens = share(settings["max_tokens"], part) if settings["max_tokens"] else math.inf
         self.has_validation = not part or part[0] == 0
+        if self.has_validation and val_seed is not None:
+            self.settings["val_seed"] = val_seed
         # in the file a cursor is a `mark`, and a document a `unit`: those of earlier versions are read
         self.manifest = {**self.settings, "complete": False, "tokens": 0, "mark": None, "shards": []}
         self.document, self.offset, self.total = 0, 0, 0        # next: token `offset` of document `document`
         self.cursors = deque()                                  # (document, state) after the last shard's
-        self.batches, self.parts = [], []                       # since the start; of the next shard
-        self.space_left = settings["val_tokens" if self.has_validation else "shard_size"]
+        self.parts = []                                         # of the next shard
         with writable(out):
             out.mkdir(parents=True, exist_ok=True)
             self._begin()
+            self.space_left = self._space()
             if not self.manifest["complete"]:
                 if not os.access(out, os.W_OK | os.X_OK):
                     raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
@@ -100,12 +133,14 @@ class ShardWriter:
                 raise ValueError("a shard ends before the one before it")
         if not shards:
             return
+        if "val_seed" not in found:
+            self.settings.pop("val_seed", None)   # begun by an earlier version
         self._compare(found, self.out)
         for path, tokens, self.document, self.offset in shards:
             if len(open_shard(path)) != tokens:
                 raise UserError(f"{path} is not the shard that {self.path.name} describes: remove {self.out}")
             self.total += tokens
-        self.manifest, self.space_left = found, self.settings["shard_size"]
+        self.manifest = found
 
     def _compare(self, found, what, but=()):
         """UserError if a setting in the manifest `found` differs from ours."""
@@ -128,7 +163,7 @@ class ShardWriter:
                                 f"of {path.name}: choose another --out"
                                 f"{unused * bool(found and found.get('shards') == [])}")
             if found:
-                self._compare(found, path, but=["part"])
+                self._compare(found, path, but=["part", "val_seed"])
 
     def add(self, batch: Tokens) -> None:
         """Appends the next documents, up to max_tokens. Writes a full shard when more tokens come."""
@@ -136,8 +171,6 @@ class ShardWriter:
         self.cursors.extend((self.document + n, state) for n, state in cursors)
         if not lengths:
             return
-        if self.has_validation and not self.manifest["shards"]:
-            self.batches.append(batch)
         first, at, ends = self.document, self.offset, np.cumsum(lengths)
         if at > lengths[0]:
             raise UserError(DAMAGED_CURSOR)
@@ -157,35 +190,50 @@ class ShardWriter:
         i = int(np.searchsorted(ends, at, side="right"))
         self.document, self.offset = first + i, at - int(ends[i - 1] if i else 0)
 
+    def _space(self):
+        """Tokens to collect before the next write."""
+        if not self.has_validation or self.manifest["shards"]:
+            return self.settings["shard_size"]
+        return self.settings["val_tokens"] + ("val_seed" in self.settings) * self.settings["shard_size"]
+
     def finish(self) -> None:
         """Writes the last shard. A corpus that fits into the validation shard is split 1 : 9 instead."""
-        if self.has_validation and not self.manifest["shards"]:
-            if self.total < 20:
-                raise UserError(f"only {self.total} tokens of text, too few for a training and a validation "
-                                f"shard: give more text")
-            batches, self.batches, self.parts, self.space_left = self.batches, [], [], self.total // 10
-            self.total, self.document, self.offset = 0, 0, 0
-            self.cursors.clear()
-            for batch in batches:
-                self.add(batch)
+        if self.has_validation and not self.manifest["shards"] and self.total < 20:
+            raise UserError(f"only {self.total} tokens of text, too few for a training and a validation "
+                            f"shard: give more text")
         if self.parts:
-            self._write()
+            self._write(is_last=True)
         self.manifest |= {"complete": True, "mark": None}
         self._save()
 
-    def _write(self):
-        """Writes the collected tokens as the next shard, then the manifest."""
-        index = len(self.manifest["shards"]) + (not self.has_validation)
-        split, tokens = "train" if index else "val", sum(map(len, self.parts))
-        name = f"{self.prefix}_{split}_{index:06d}.{self.settings['format']}"
+    def _write(self, is_last=False):
+        """Writes the collected tokens as the next shard, or as the first two, then the manifest."""
+        end, seed = {"unit": self.document, "token": self.offset}, self.settings.get("val_seed")
         while self.cursors and self.cursors[0][0] <= self.document:
             self.manifest["mark"] = self.cursors.popleft()
-        sha256 = write_shard(self.out / name, *self.parts)
-        self.manifest["shards"].append({"file": name, "split": split, "tokens": tokens, "sha256": sha256,
-                                        "end": {"unit": self.document, "token": self.offset}})
+        if self.has_validation and not self.manifest["shards"] and (is_last or seed is not None):
+            tokens, self.parts = np.concatenate(self.parts), []
+            val = self.settings["val_tokens"]
+            val = val if val < len(tokens) else len(tokens) // 10
+            chosen = np.arange(len(tokens)) < val if seed is None else draw_validation(tokens, val, seed)
+            tokens, train, size = tokens[chosen], tokens[~chosen], self.settings["shard_size"]
+            # the manifest gets all of these or none: only the last one's end is where a run goes on
+            for i, at in enumerate(range(0, len(train), size)):
+                self._write_shard([tokens], {"unit": 0, "token": i})
+                tokens = train[at:at + size]
+            self.parts = [tokens]
+        self._write_shard(self.parts, end)
         self.manifest["tokens"] = self.total
         self._save()
-        self.batches, self.parts, self.space_left = [], [], self.settings["shard_size"]
+        self.parts, self.space_left = [], self._space()
+
+    def _write_shard(self, parts, end):
+        index = len(self.manifest["shards"]) + (not self.has_validation)
+        split = "train" if index else "val"
+        name = f"{self.prefix}_{split}_{index:06d}.{self.settings['format']}"
+        sha256 = write_shard(self.out / name, *parts)
+        self.manifest["shards"].append({"file": name, "split": split, "tokens": sum(map(len, parts)),
+                                        "sha256": sha256, "end": end})
 
     def forget_if_empty(self) -> None:
         """Removes the manifest if there is no shard: it would bind the folder to its settings."""

@@ -73,8 +73,10 @@ class LocalSource:
 
     `patterns`: paths, folders or globs. Raises UserError for one without files, for a file that is named and
     of no kind, and for one that is not UTF-8, as far as its beginning tells. `description`: what the manifest
-    records. `expected`: about how many tokens there are. `notes`: lines that a user should see.
+    records. `expected`: about how many tokens there are. `notes`: lines that a user should see. `shuffled`:
+    whether the first tokens are as good as any for validation.
     """
+    shuffled = False
 
     def __init__(self, patterns: list[str], text_field: str = TEXT_FIELD, part: tuple[int, int] = (0, 1)):
         self.field, self.part, self.notes = text_field, part, []
@@ -102,7 +104,7 @@ class LocalSource:
         folders = [path for path in found if path.is_dir()] if every != pattern else []
         kinds = ", ".join(sorted({path.suffix or path.name for path in others})[:8])
         skipped = [f"{len(others)} of {len(files)} files, not {KINDS} but {kinds}"] if others else []
-        skipped += [f"{len(folders)} folders, which --input '{every}*' would read"] if folders else []
+        skipped += [f"the folders in it, which --input '{every}*' would read too"] if folders else []
         if len(others) == len(files):
             raise UserError(f"--input {pattern}: " + (f"nothing to read, only {' and '.join(skipped)}"
                                                       if skipped else "no such file, check the path"))

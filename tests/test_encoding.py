@@ -19,6 +19,7 @@ from test_fineweb import (ENV, FAST, ROOT, command, contents, cursors_of, gpt2, 
 
 import corpus.encoding
 import corpus.sources
+import fineweb
 from corpus.encoding import ahead, encode_stream, rows_of
 from corpus.shard_writer import share
 from corpus.hub_source import HubSource
@@ -238,9 +239,9 @@ def test_without_gigatoken_tiktoken_does_the_work_and_a_line_says_so(mixed, tmp_
 def test_white_space_too_long_for_tiktoken_and_a_lone_surrogate_are_encoded(tmp_path):
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": "\ud800" + " " * 1_500_000 + "a"}))
     prepare("--input", tmp_path / "a.jsonl", "--out", tmp_path / "out")
-    tokens = np.concatenate([open_shard(path) for split in ("val", "train")
-                             for path in list_shards(tmp_path / "out", split)])
+    tokens, _ = stream_of(["\ud800" + " " * 1_500_000 + "a"])
     assert tokenizer().decode(tokens[1:].tolist()) == "\ufffd" + " " * 1_500_000 + "a"
+    assert counted(tmp_path / "out") == Counter(tokens.tolist())
 
 
 # -----------------------------------------------------------------------------
@@ -318,11 +319,16 @@ def test_a_signal_ends_the_command_while_its_reader_waits_and_it_goes_on_later(n
 # folders of earlier versions
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_folder_that_an_earlier_version_began_ends_in_the_same_bytes(workers, mixed, tmp_path):
-    """Its manifest kept the last file's index before the shard's end as `mark`, its document as `unit`."""
-    files, *_ = mixed
+def test_a_folder_that_an_earlier_version_began_ends_in_the_same_bytes(workers, mixed, tmp_path, monkeypatch):
+    """Its manifest kept the last file's index before the shard's end as `mark`, its document as `unit`; the
+    first tokens were for validation."""
+    files, _, documents = mixed
     flags = ["--input", *files, "--shard_size", 500, "--val_tokens", 300, "--workers", workers]
-    prepare(*flags, "--out", tmp_path / "whole")
+    with monkeypatch.context() as patch:
+        patch.setattr(fineweb, "VAL_SEED", None)
+        prepare(*flags, "--out", tmp_path / "whole")
+    assert open_shard(tmp_path / "whole/text_val_000000.npy").tolist() == [
+        token for text in documents[:40] for token in (50256, *encode(text))][:300]
     want = contents(tmp_path / "whole")
     manifest = json.loads(want["manifest.json"])
     for n in range(1, len(manifest["shards"])):
@@ -342,16 +348,13 @@ def test_a_folder_that_an_earlier_version_began_ends_in_the_same_bytes(workers, 
 # -----------------------------------------------------------------------------
 # --part
 
-def documents_of(folder, gpt2):  # noqa: F811
-    """A Counter of the texts whose tokens are in a folder: those of each part in the order of its shards."""
-    texts = Counter()
-    for path in folder.glob("manifest*.json"):
-        stream = [token for shard in json.loads(path.read_text())["shards"]
-                  for token in open_shard(folder / shard["file"]).tolist()]
-        assert not stream or stream[0] == 50256
-        starts = [i for i, token in enumerate(stream) if token == 50256] + [len(stream)]
-        texts.update(gpt2.decode(stream[a + 1:b]) for a, b in zip(starts, starts[1:], strict=False))
-    return texts
+def counted(folder):
+    """How often a folder holds each token, <|endoftext|> before each document included."""
+    return sum((Counter(open_shard(path).tolist()) for path in folder.glob("*.npy")), Counter())
+
+
+def counted_in(documents, gpt2):  # noqa: F811
+    return Counter(plain_shards(gpt2, documents, 2**30)[0])
 
 
 @pytest.fixture
@@ -376,7 +379,7 @@ def test_the_parts_have_every_document_once(parts, mixed, gpt2, tmp_path, small_
     assert [path.name for path in val] == [f"text_p{0:0{wide}}of{parts}_val_000000.npy"]
     assert train[0].name == f"text_p{0:0{wide}}of{parts}_train_000001.npy"
     assert {path.name[6:6 + wide] for path in train} <= {f"{i:0{wide}}" for i in range(parts)}
-    assert documents_of(tmp_path / "out", gpt2) == Counter(documents)
+    assert counted(tmp_path / "out") == counted_in(documents, gpt2)
     want = contents(tmp_path / "out")
     for i in range(parts):                        # again: all is there
         prepare("--input", *files, "--out", tmp_path / "out", "--part", f"{i}/{parts}", "--shard_size", 200,
@@ -435,7 +438,7 @@ def test_three_parts_at_once_one_of_them_killed_and_run_again(mixed, gpt2, tmp_p
     assert sorted(line[:8] for line in last) in (["1 of 3 p", "2 of 3 p"], ["2 of 3 p"] * 2)
     said = end(part(1, "out"))                    # the fifth was not in the manifest yet
     assert "4 shards" in said[0] and "all 3 parts complete" in said[-2] and said[-1].startswith("next: ")
-    assert documents_of(out, gpt2) == Counter([*documents, *more])
+    assert counted(out) == counted_in([*documents, *more], gpt2)
     for i in range(3):
         end(part(i, "whole"))
     assert contents(out) == contents(tmp_path / "whole")
@@ -532,7 +535,7 @@ def test_parts_of_the_hubs_stream_have_every_document_once_and_resume(parts, hub
         texts = texts_of(source)
         number, state = next(cursor for cursor in cursors_of(source) if cursor[0] >= 20)
         assert texts_of(source, number + 1, [number, state]) == texts[number + 1:]
-    assert documents_of(tmp_path / "out", gpt2) == Counter(LINES)
+    assert counted(tmp_path / "out") == counted_in(LINES, gpt2)
     assert {path.name[:16] for path in (tmp_path / "out").glob("*val*")} == {f"edufineweb_p0of{parts}"[:16]}
 
 
