@@ -5,6 +5,7 @@ import math
 import os
 import re
 from collections import deque
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -30,31 +31,30 @@ def share(total: int, part: tuple[int, int]) -> int:
     return total // part[1] + (part[0] < total % part[1])
 
 
-def draw_validation(tokens: np.ndarray, count: int, seed: int) -> np.ndarray:
-    """Which `count` of the tokens (1-D uint16, <|endoftext|> before each document) are for validation: bool,
-    of their shape.
+def draw_validation(tokens: np.ndarray, count: int, seed: int) -> list[tuple[int, int]]:
+    """Which `count` of the tokens (1-D uint16, <|endoftext|> before each document) are for validation: the
+    (begin, end) of pieces, in their order.
 
     They are whole documents, at random by `seed`; the last of them is cut. A document longer than a sixteenth
     of `count` gives its share of `count` instead, in one piece from a place at random.
     """
     starts = np.flatnonzero(tokens == EOT)
-    lengths, chosen = np.diff(starts, append=len(tokens)), np.zeros(len(tokens), dtype=bool)
+    lengths = np.diff(starts, append=len(tokens))
     large = lengths > count // 16
     shares = np.diff(np.cumsum(lengths[large]) * count // len(tokens), prepend=0)
     random = np.random.Philox(seed).random_raw(len(starts)) >> 1          # the same in every release of NumPy
     free = lengths[large] - shares
-    places = np.minimum(1 + random[large].astype(np.int64) % np.maximum(free, 1), free)
     # not from a document's first token on: training has its beginning
-    for place, n in zip(starts[large] + places, shares, strict=True):
-        chosen[place:place + n] = True
-    left = count - shares.sum()
-    for i in np.flatnonzero(~large)[np.argsort(random[~large], kind="stable")]:
+    begins = starts[large] + np.minimum(1 + random[large].astype(np.int64) % np.maximum(free, 1), free)
+    pieces = list(zip(begins.tolist(), (begins + shares).tolist(), strict=True))
+    left = count - int(shares.sum())
+    for i in np.flatnonzero(~large)[np.argsort(random[~large], kind="stable")].tolist():
         if left == 0:
             break
-        n = min(left, lengths[i])
-        chosen[starts[i]:starts[i] + n] = True
+        n = min(left, int(lengths[i]))
+        pieces.append((int(starts[i]), int(starts[i]) + n))
         left -= n
-    return chosen
+    return sorted(pieces)
 
 
 class ShardWriter:
@@ -208,21 +208,24 @@ class ShardWriter:
 
     def _write(self, is_last=False):
         """Writes the collected tokens as the next shard, or as the first two, then the manifest."""
-        end, seed = {"unit": self.document, "token": self.offset}, self.settings.get("val_seed")
+        end_of_all, seed = {"unit": self.document, "token": self.offset}, self.settings.get("val_seed")
         while self.cursors and self.cursors[0][0] <= self.document:
             self.manifest["mark"] = self.cursors.popleft()
         if self.has_validation and not self.manifest["shards"] and (is_last or seed is not None):
             tokens, self.parts = np.concatenate(self.parts), []
             val = self.settings["val_tokens"]
             val = val if val < len(tokens) else len(tokens) // 10
-            chosen = np.arange(len(tokens)) < val if seed is None else draw_validation(tokens, val, seed)
-            tokens, train, size = tokens[chosen], tokens[~chosen], self.settings["shard_size"]
+            pieces = [(0, val)] if seed is None else draw_validation(tokens, val, seed)
+            edges = [0, *(edge for piece in pieces for edge in piece), len(tokens)]
+            parts = [tokens[begin:end] for begin, end in pairwise(edges)]
+            tokens, train = np.concatenate(parts[1::2]), np.concatenate(parts[::2])
+            size, parts = self.settings["shard_size"], None       # frees the tokens
             # the manifest gets all of these or none: only the last one's end is where a run goes on
             for i, at in enumerate(range(0, len(train), size)):
                 self._write_shard([tokens], {"unit": 0, "token": i})
                 tokens = train[at:at + size]
             self.parts = [tokens]
-        self._write_shard(self.parts, end)
+        self._write_shard(self.parts, end_of_all)
         self.manifest["tokens"] = self.total
         self._save()
         self.parts, self.space_left = [], self._space()

@@ -89,12 +89,21 @@ def plain_shards(gpt2, documents, shard_size):
     return [stream[i:i + shard_size] for i in range(0, len(stream), shard_size)]
 
 
+def mask_of(tokens, count, seed):
+    """Which tokens are drawn for validation."""
+    chosen = np.zeros(len(tokens), dtype=int)
+    for begin, end in draw_validation(tokens, count, seed):
+        chosen[begin:end] += 1
+    assert chosen.max(initial=0) <= 1
+    return chosen.astype(bool)
+
+
 def own_shards(gpt2, documents, val_tokens, shard_size, limit=None):
     """Shards of a user's own text: the validation tokens are drawn from those of the first two."""
     stream = np.array(plain_shards(gpt2, documents, 2**30)[0][:limit], dtype=np.uint16)
     first, rest = stream[:val_tokens + shard_size], stream[val_tokens + shard_size:]
     count = val_tokens if val_tokens < len(first) else len(first) // 10
-    chosen = draw_validation(first, count, VAL_SEED)
+    chosen = mask_of(first, count, VAL_SEED)
     train = [*first[~chosen].tolist(), *rest.tolist()]
     return [first[chosen].tolist(), *(train[i:i + shard_size] for i in range(0, len(train), shard_size))]
 

