@@ -77,30 +77,31 @@ def preset_for(tokens: int) -> str:
 
 
 def print_summary(out: Path, done: str, start: float) -> None:
-    """The last lines: what is in `out`, and the command that trains on it."""
+    """The last two lines: what is in `out`, and the command that trains on it."""
     val, train = ([len(open_shard(path)) for path in list_shards(out, split)] for split in ("val", "train"))
+    why, last = next_command(out, val, train)
     print(f"{out}: {done}, {sum(val):,} tokens for validation and {sum(train):,} for training, "
-          f"after {time.perf_counter() - start:.1f} s\n{next_command(out, val, train)}")
+          f"after {time.perf_counter() - start:.1f} s{why}\n{last}")
 
 
-def next_command(out: Path, val: list[int], train: list[int]) -> str:
-    """The command that trains on shards of so many tokens, as a shell reads it. Where they are too short for
-    the preset's sequences it has the flags with which it runs, and a line before it says why; where nothing
-    would run, the only line says that."""
+def next_command(out: Path, val: list[int], train: list[int]) -> tuple[str, str]:
+    """(why the command is not the preset's alone, or '', the command that trains on shards of so many tokens,
+    as a shell reads it). It has the flags that shards too short for the preset's sequences need; for those
+    with which nothing sensible runs there is a line that says so instead."""
     preset = preset_for(sum(train))
     T = block_size = PRESETS[preset][1].get("block_size", 1024)
     # of each split the longest power of two that a shard has room for with its target: it divides the batch
     fits, fits_val = (min(T, 1 << (max(lengths) - 1).bit_length() >> 1) for lengths in (train, val))
-    # by default validation has a tenth; a smaller one that was asked for does not shorten the sequences
+    # by default validation has a tenth; a far smaller one, which was asked for, shortens no sequence
     T = min(fits, fits_val) if 20 * sum(val) >= sum(train) else fits
     if T < SHORTEST:
-        return (f"{out}: too short to train on: validation and training each need a shard of at least "
-                f"{SHORTEST + 1} tokens. Give more text, and another --out")
+        return "", (f"{out}: too short to train on: validation and training each need a shard of at least "
+                    f"{SHORTEST + 1} tokens. Give more text, and another --out")
     flags = f" --block_size {T}" * (T < block_size) + " --val_every 0" * (T > fits_val)
-    why = f"{out}: a split is too short for sequences of {block_size} tokens, hence{flags}\n" * bool(flags)
+    why = f"; a split is too short for sequences of {block_size} tokens, hence{flags}" * bool(flags)
     name = (out if out.name.strip(".") else out.resolve()).name or "data"         # of `..`, of the root
-    return (f"{why}next: python train_gpt2.py --preset {preset} --data {shlex.quote(str(out))} "
-            f"--out {shlex.quote(f'log/{name}')}{flags}")
+    return why, (f"next: python train_gpt2.py --preset {preset} --data {shlex.quote(str(out))} "
+                 f"--out {shlex.quote(f'log/{name}')}{flags}")
 
 
 def check_source(out: Path, repo: str, prefix: str) -> None:
@@ -153,12 +154,12 @@ def fetch_shards(repo: str, prefix: str, count: int, out: Path) -> None:
     progress = Progress(enabled=not sys.stderr.isatty())          # on a terminal huggingface_hub has its bars
     with progress(f"{out}: fetching from {repo}", len(missing), "shards") as task:
         for path in missing:
+            AFTER_CTRL_C[:] = RESUMES * bool(sums)
             if not (sha256 := fetch_whole(repo, path) or fetch_whole(repo, path)):
                 raise RunError(f"{path} came damaged from {repo} twice: run the same command again, or ask "
                                f"for fewer shards")
             sums[path.name] = sha256
             save_sums(out, repo, sums)
-            AFTER_CTRL_C[:] = RESUMES
             task.update()
     print_summary(out, f"{len(missing)} of {len(paths)} shards fetched from {repo}", start)
 
