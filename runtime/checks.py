@@ -137,8 +137,7 @@ def shape_of_init(config, explicit_flags: set[str], model: torch.nn.Module) -> d
 def automatic_values(config, device: str) -> dict:
     prompt = config.sample_prompt
     if prompt == "auto" and config.sample_every:
-        prompt = "" if config.overfit else first_words(config.data)
-        prompt = prompt or "Hello, I'm a language model,"
+        prompt = first_words(config.data) or "Hello, I'm a language model,"
     return {"sequence_length": config.sequence_length or config.block_size, "sample_prompt": prompt,
             "min_lr": config.max_lr / 10 if config.min_lr == -1 else config.min_lr,
             "dtype": choose_dtype(config.dtype, device),

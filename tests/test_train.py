@@ -192,7 +192,7 @@ def own_text(folder, *texts, before=()):
     ([POEM], "Sing, O goddess, the anger"),
     (["", " \n", "Twice 1"], "Twice 1"),
     (["One\u2028two"], "One"),
-    (["Don't-stop-now, it’s fine: go on"], "Don't-stop-now, it’s fine: go on"),
+    (["Don't-stop-now, it’s fine: go on-and-on-and-on"], "Don't-stop-now, it’s fine: go"),
     (["antidisestablishmentarianism " * 3], "antidisestablishmentarianism"),
     (["x" * 99], "x" * 40),
     (["春眠不覺曉處處聞啼鳥" * 20], "春眠不覺曉處處聞啼鳥" * 4),
