@@ -34,11 +34,15 @@ from corpus.sources import TEXT_FIELD, LocalSource
 from runtime.cli import FlagParser, RunError, UserError, parse_int, run_command
 from runtime.files import file_sha256, read_text, remove_leftovers, replace_file, writable
 from runtime.hub import fetch_file, need_hub, published_sha256
+from runtime.presets import PRESETS
 from runtime.progress import Progress
 from runtime.shards import SHARD_NAME, damage_of, is_whole, list_shards, open_shard, recorded_sums
+from runtime.start import AFTER_CTRL_C
 from runtime.tokenizer import BPE_SHA256
 
 MOST_WORKERS = 256              # or four a core
+SHORTEST = 16                   # tokens of a sequence that is worth training on
+RESUMES = ["the same command resumes"]
 
 
 @contextmanager
@@ -72,12 +76,32 @@ def preset_for(tokens: int) -> str:
     return "shakespeare" if tokens < 8_200_000 else "small" if tokens < 1_000_000_000 else "gpt2"
 
 
-def print_summary(out: Path, done: str, val: int, train: int, start: float) -> None:
-    """The last two lines: what is in `out`, and the command that trains on it, as a shell reads it."""
-    print(f"{out}: {done}, {val:,} tokens for validation and {train:,} for training, "
-          f"after {time.perf_counter() - start:.1f} s\n"
-          f"next: python train_gpt2.py --preset {preset_for(train)} --data {shlex.quote(str(out))} "
-          f"--out {shlex.quote(f'log/{out.name}')}")
+def print_summary(out: Path, done: str, start: float) -> None:
+    """The last two lines: what is in `out`, and the command that trains on it."""
+    val, train = ([len(open_shard(path)) for path in list_shards(out, split)] for split in ("val", "train"))
+    why, last = next_command(out, val, train)
+    print(f"{out}: {done}, {sum(val):,} tokens for validation and {sum(train):,} for training, "
+          f"after {time.perf_counter() - start:.1f} s{why}\n{last}")
+
+
+def next_command(out: Path, val: list[int], train: list[int]) -> tuple[str, str]:
+    """(why the command is not the preset's alone, or '', the command that trains on shards of so many tokens,
+    as a shell reads it). It has the flags that shards too short for the preset's sequences need; for those
+    with which nothing sensible runs there is a line that says so instead."""
+    preset = preset_for(sum(train))
+    T = block_size = PRESETS[preset][1].get("block_size", 1024)
+    # of each split the longest power of two that a shard has room for with its target: it divides the batch
+    fits, fits_val = (min(T, 1 << (max(lengths) - 1).bit_length() >> 1) for lengths in (train, val))
+    # by default validation has a tenth; a far smaller one, which was asked for, shortens no sequence
+    T = min(fits, fits_val) if 20 * sum(val) >= sum(train) else fits
+    if T < SHORTEST:
+        return "", (f"{out}: too short to train on: validation and training each need a shard of at least "
+                    f"{SHORTEST + 1} tokens. Give more text, and another --out")
+    flags = f" --block_size {T}" * (T < block_size) + " --val_every 0" * (T > fits_val)
+    why = f"; a split is too short for sequences of {block_size} tokens, hence{flags}" * bool(flags)
+    name = (out if out.name.strip(".") else out.resolve()).name or "data"         # of `..`, of the root
+    return why, (f"next: python train_gpt2.py --preset {preset} --data {shlex.quote(str(out))} "
+                 f"--out {shlex.quote(f'log/{name}')}{flags}")
 
 
 def check_source(out: Path, repo: str, prefix: str) -> None:
@@ -130,15 +154,15 @@ def fetch_shards(repo: str, prefix: str, count: int, out: Path) -> None:
     progress = Progress(enabled=not sys.stderr.isatty())          # on a terminal huggingface_hub has its bars
     with progress(f"{out}: fetching from {repo}", len(missing), "shards") as task:
         for path in missing:
+            if sums:
+                AFTER_CTRL_C[:] = RESUMES
             if not (sha256 := fetch_whole(repo, path) or fetch_whole(repo, path)):
                 raise RunError(f"{path} came damaged from {repo} twice: run the same command again, or ask "
                                f"for fewer shards")
             sums[path.name] = sha256
             save_sums(out, repo, sums)
             task.update()
-    val, train = (sum(len(open_shard(path)) for path in list_shards(out, split))
-                  for split in ("val", "train"))
-    print_summary(out, f"{len(missing)} of {len(paths)} shards fetched from {repo}", val, train, start)
+    print_summary(out, f"{len(missing)} of {len(paths)} shards fetched from {repo}", start)
 
 
 FINEWEB = {"edu": ("HuggingFaceFW/fineweb-edu", "edufineweb", "edu_fineweb"),
@@ -281,14 +305,15 @@ def write_shards(args: argparse.Namespace, source: HubSource | LocalSource, pref
             tokenize_into(writer, source, expected, args.workers)
         except (Exception, KeyboardInterrupt):
             writer.forget_if_empty()
+            if shards:
+                AFTER_CTRL_C[:] = RESUMES
             raise
     if not args.part:
-        val = shards[0]["tokens"]
-        return print_summary(out, f"{len(shards)} shards complete", val, writer.total - val, start)
-    complete, val, train = all_parts(out, n)
+        return print_summary(out, f"{len(shards)} shards complete", start)
+    complete = all_parts(out, n)[0]
     done = f"{len(shards)} shards, {writer.total:,} tokens, of part {args.part[0]}/{n} complete"
     if complete == n:
-        return print_summary(out, f"{done}, all {n} parts complete", val, train, start)
+        return print_summary(out, f"{done}, all {n} parts complete", start)
     print(f"{out}: {done}, after {time.perf_counter() - start:.1f} s\n{complete} of {n} parts are complete: "
           f"when all are, the last line is the command that trains on them")
 

@@ -95,7 +95,7 @@ class Config:
     hellaswag_every: int = flag(250, OUTPUT, "steps between HellaSwag evaluations; 0: never")
     log_every: int = flag(1, OUTPUT, "steps between lines on the console", least=1, per_run=True)
     sample_every: int = flag(250, OUTPUT, "steps between samples of text; 0: never")
-    sample_prompt: str = flag("Hello, I'm a language model,", OUTPUT, "what the samples continue")
+    sample_prompt: str = flag("auto", OUTPUT, "what samples continue; auto: the first words of your own text")
     checkpoint_every: int = flag(250, OUTPUT, "steps between checkpoints; 0: never")
     checkpoint_minutes: float = flag(0.0, OUTPUT, "also save so long after the last; 0: never", least=0)
     keep_checkpoints: int = flag(3, OUTPUT, "newest checkpoints kept, beside the best; 0: all")

@@ -240,7 +240,8 @@ class ShardWriter:
 
     def forget_if_empty(self) -> None:
         """Removes the manifest if there is no shard: it would bind the folder to its settings."""
-        if not self.manifest["shards"]:
+        # a shard can be there before the manifest lists it: then the same command goes on
+        if not self.manifest["shards"] and not any(self.out.glob(f"{self.prefix}_*_00000?.*")):
             self.path.unlink(missing_ok=True)
 
     def _save(self):

@@ -18,7 +18,7 @@ from runtime.files import digest
 from runtime.kernels import check_attention
 from runtime.plan import Forecast, ModelSize, count_model
 from runtime.resume import AUTOMATIC, MODEL_SHAPE, check_data, choose_checkpoint, merge_config, read_state
-from runtime.shards import list_shards
+from runtime.shards import first_words, list_shards
 from runtime.tokenizer import VOCAB_SIZE
 
 
@@ -135,7 +135,10 @@ def shape_of_init(config, explicit_flags: set[str], model: torch.nn.Module) -> d
 
 
 def automatic_values(config, device: str) -> dict:
-    return {"sequence_length": config.sequence_length or config.block_size,
+    prompt = config.sample_prompt
+    if prompt == "auto" and config.sample_every:
+        prompt = first_words(config.data) or "Hello, I'm a language model,"
+    return {"sequence_length": config.sequence_length or config.block_size, "sample_prompt": prompt,
             "min_lr": config.max_lr / 10 if config.min_lr == -1 else config.min_lr,
             "dtype": choose_dtype(config.dtype, device),
             "loss_chunk": config.loss_chunk if config.loss_chunk >= 0 else 2048 * (device == "cpu")}

@@ -10,8 +10,7 @@ PRESETS = {
         "a first run on input.txt: 7.3M parameters, 1.2M tokens; minutes on a CPU",
         dict(data="data/shakespeare", out="log/shakespeare", n_layer=4, n_head=4, n_embd=128, block_size=128,
              total_batch_size=2048, max_steps=600, warmup_steps=60, max_lr=2e-3, val_every=100,
-             hellaswag_every=0, sample_every=200, checkpoint_every=300,
-             sample_prompt="First Citizen:")),
+             hellaswag_every=0, sample_every=200, checkpoint_every=300)),
     "small": (
         "30M parameters, 33M tokens; an evening on a CPU, minutes on a GPU",
         dict(n_layer=6, n_head=6, n_embd=384, block_size=256, total_batch_size=16384, max_steps=2000,

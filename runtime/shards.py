@@ -5,16 +5,18 @@ import json
 import os
 import re
 import shlex
+import textwrap
 import threading
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 
 from runtime.cli import UserError
 from runtime.files import read_text, readable, replace_file
-from runtime.tokenizer import VOCAB_SIZE
+from runtime.tokenizer import EOT, VOCAB_SIZE, tokenizer
 
 MANIFEST_NAME = re.compile(r"manifest(_p\d+of\d+)?\.json")
 SHARD_NAME = re.compile(r"(?:^|.*_)(train|val)_\d+\.(npy|bin)$")
@@ -101,6 +103,21 @@ def list_shards(folder: str | Path, split: str) -> list[Path]:
                         f"`python fineweb.py` makes edu_fineweb10B, with --pretokenized 9 it fetches "
                         f"fineweb10B, with --input YOUR_TEXT --out {folder} it makes shards of your own text")
     return paths
+
+
+def first_words(folder: str | Path) -> str:
+    """The words with which a user's own text begins, of its first line at most five and 40 characters. '' for
+    shards that `fineweb.py --input` has not made by their manifest, and where none can be read."""
+    with suppress(UserError, OSError, ValueError, LookupError, TypeError, RecursionError):
+        manifest = min(path for path in Path(folder).iterdir() if MANIFEST_NAME.fullmatch(path.name))
+        files = json.loads(read_text(manifest))["source"]["files"]
+        for split in ("train", "val") if files else ():       # earlier versions put the beginning into val
+            tokens = open_shard(list_shards(folder, split)[0])[:200].tolist()
+            if tokens[0] == EOT:
+                text = tokenizer().decode(tokens, errors="ignore").replace("<|endoftext|>", "\n")
+                words = next(filter(None, map(str.split, text.splitlines())), ())[:5]
+                return textwrap.wrap(" ".join(words), 40, break_on_hyphens=False)[0]
+    return ""
 
 
 # -----------------------------------------------------------------------------

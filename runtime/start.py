@@ -14,6 +14,7 @@ QUIET = 2.0             # seconds of importing before the sign of life
 LOADED = []                         # not empty: the script's imports are done
 TOLD = []                           # not empty: Ctrl-C has had its line
 PRESSED = []                        # when Ctrl-C was pressed first
+AFTER_CTRL_C = []                   # what the command adds to its line
 
 
 def begin(torch: bool = True) -> None:
@@ -50,7 +51,7 @@ def _write(descriptor, text):
 def tell_stopped() -> None:
     """The line after Ctrl-C, once, by rank 0."""
     if is_rank0() and not TOLD:
-        _write(2, "stopped by Ctrl-C")
+        _write(2, "; ".join(["stopped by Ctrl-C", *AFTER_CTRL_C]))
     TOLD.append(True)
 
 

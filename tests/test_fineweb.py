@@ -529,16 +529,96 @@ def test_the_last_line_is_a_command_that_a_shell_reads_right(out, tmp_path):
     assert list_shards(tmp_path / out, "train")
 
 
+# one layer of width 16, one step
+SMALL = ["--n_layer", 1, "--n_head", 1, "--n_embd", 16, "--max_steps", 1, "--checkpoint_every", 0,
+         "--no_plot"]
+
+
+def trained(line, cwd, *flags):
+    """What the command of a last line prints, with the flags of SMALL and `flags`."""
+    python, name, *words = shlex.split(line.removeprefix("next: "))
+    result = script(name, *words, *SMALL, *flags, cwd=cwd)
+    assert python == "python" and result.returncode == 0, result
+    return result.stdout
+
+
 def test_the_last_line_names_the_preset_for_so_many_training_tokens(tmp_path):
+    """And with a tiny validation split, which does not shorten the sequences, the command runs."""
     (tmp_path / "a.txt").write_text(" a" * 8_200_100)         # a token each
     for tokens, preset in ((8_199_999, "shakespeare"), (8_200_000, "small")):
         result = command("--input", "a.txt", "--out", preset, "--val_tokens", 50, "--max_tokens", tokens + 50,
                          cwd=tmp_path)
         assert f"{tokens:,} for training" in result.stdout
-        assert next_line(result) == (f"next: python train_gpt2.py --preset {preset} --data {preset} "
-                                     f"--out log/{preset}")
+        line = next_line(result)
+        assert line == (f"next: python train_gpt2.py --preset {preset} --data {preset} --out log/{preset} "
+                        f"--val_every 0")
         values = PRESETS[preset][1]
         assert 4 * tokens >= values["total_batch_size"] * values["max_steps"], "at most four epochs"
+        assert f"for sequences of {values['block_size']} tokens, hence --val_every 0" in result.stdout
+    assert "done: 1 steps" in trained(line, tmp_path)
+
+
+@pytest.mark.parametrize("tokens, flags", [(184, ["--block_size", "16"]), (600, ["--block_size", "64"])])
+def test_the_last_line_of_a_tiny_text_is_a_command_that_runs(tokens, flags, tmp_path):
+    """Validation has a tenth, or 20 tokens."""
+    (tmp_path / "a.txt").write_text(" word" * (tokens - 1))
+    line = next_line(command("--input", "a.txt", "--out", "b", cwd=tmp_path))
+    assert shlex.split(line) == ["next:", "python", "train_gpt2.py", "--preset", "shakespeare", "--data", "b",
+                                 "--out", "log/b", *flags]
+    assert "step     1 | validation loss: " in trained(line, tmp_path)
+
+
+def test_the_last_line_counts_with_shards_and_not_with_their_sum(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text(" a" * 5000)
+    for out, flags in ("whole", []), ("parts", ["--part", "0/1"]):
+        prepare("--input", tmp_path / "a.txt", "--out", tmp_path / out, "--shard_size", 100, *flags)
+        assert capsys.readouterr().out.endswith(f"--out log/{out} --block_size 64\n")
+
+
+@pytest.mark.parametrize("tokens, flags", [(36, []), (100, ["--val_tokens", 10]),
+                                           (500, ["--shard_size", 16])])
+def test_the_last_line_says_of_a_text_that_is_too_short_what_it_needs(tokens, flags, tmp_path, capsys):
+    (tmp_path / "a.txt").write_text(" a" * (tokens - 1))
+    prepare("--input", tmp_path / "a.txt", "--out", tmp_path / "b", *flags)
+    assert capsys.readouterr().out.endswith(
+        "b: too short to train on: validation and training each need a shard of at least 17 tokens. Give "
+        "more text, and another --out\n")
+
+
+@pytest.mark.parametrize("val, train, flags", [
+    (1024, 10**9, "--val_every 0"), (1025, 10**9, ""), (17, 339, "--block_size 16"),
+    (17, 360, "--val_every 0"), (16, 339, None), (16, 340, "--val_every 0"), (128, 129, "--block_size 64"),
+    (129, 128, "--block_size 64"), (129, 129, ""), (9, 8_200_000, "--val_every 0"), (1, 17, None),
+    (17, 1, None)])
+def test_the_last_line_has_the_flags_that_fit(val, train, flags):
+    why, line = fineweb.next_command(Path("d"), [val, 1], [1, train])
+    assert ("too short to train on" in line) == (flags is None)
+    if flags is not None:
+        assert line.split("log/d")[1].strip() == flags and why.endswith(f"hence {flags}" if flags else "")
+
+
+def test_every_preset_has_the_sequences_that_the_last_line_counts_with(monkeypatch):
+    """A power of two that divides the batch, and Config's where it has none of its own."""
+    from train_gpt2 import parse_flags
+    for preset in PRESETS:
+        config = parse_flags(["--preset", preset])[0]
+        T = config.block_size
+        assert T & (T - 1) == 0 and config.total_batch_size % T == 0
+        monkeypatch.setattr(fineweb, "preset_for", lambda tokens, preset=preset: preset)
+        for tokens, flags in ((T + 1, ""), (T, f" --block_size {T // 2}")):
+            assert fineweb.next_command(Path("d"), [tokens], [tokens])[1].split("log/d")[1] == flags
+
+
+@pytest.mark.parametrize("out, name", [(".", "here"), ("..", "above"), ("../", "above"), ("a/..", "here"),
+                                       ("a/../", "here"), ("a/.", "a"), ("/", "data"), ("/..", "data"),
+                                       ("...", "..."), ("link", "link")])
+def test_the_last_line_names_a_folder_for_the_run(out, name, tmp_path, monkeypatch):
+    here = tmp_path / "above/here"
+    here.mkdir(parents=True)
+    (here / "link").symlink_to(tmp_path)
+    monkeypatch.chdir(here)
+    line = fineweb.next_command(Path(out), [2000], [20_000])[1]
+    assert shlex.split(line)[5:] == ["--data", str(Path(out)), "--out", f"log/{name}"]
 
 
 @pytest.mark.skipif(os.name == "nt", reason="would take two gigabytes of disk")
@@ -551,8 +631,10 @@ def test_pretokenized_the_last_line_names_the_preset_and_quotes_the_folder(token
         file.write(header)
         file.truncate(len(header) + 2 * tokens)               # a hole: takes no room on the disk
     line = next_line(command("--pretokenized", 1, "--out", "my data", cwd=tmp_path))
-    assert line == f"next: python train_gpt2.py --preset {preset} --data 'my data' --out 'log/my data'"
-    assert preset in PRESETS
+    assert line == (f"next: python train_gpt2.py --preset {preset} --data 'my data' --out 'log/my data' "
+                    f"--val_every 0")
+    if preset == "gpt2":                                      # of `small` another test runs the command
+        assert "nothing was written" in trained(line, tmp_path, "--dry_run", "--total_batch_size", 1024)
 
 
 # -----------------------------------------------------------------------------
@@ -1116,7 +1198,7 @@ def published(monkeypatch, tmp_path):
             number, path = int(filename[-10:-4]), Path(local_dir) / filename
             assert not path.exists()
             fault = faults[filename].pop(0) if faults.get(filename) else None
-            if isinstance(fault, Exception):
+            if isinstance(fault, BaseException):
                 raise fault
             write_shard(tmp_path / filename, np.full(1000 + number, number, dtype=np.uint16))
             shutil.move(tmp_path / filename, path)
@@ -1393,7 +1475,14 @@ def test_a_folder_that_cannot_be_made_leaves_none_of_its_parents(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
 
 
-def test_ctrl_c_before_the_first_shard_leaves_no_folder(tmp_path, monkeypatch):
+@pytest.fixture
+def after_ctrl_c(monkeypatch):
+    """What the line of Ctrl-C would add."""
+    monkeypatch.setattr(fineweb, "AFTER_CTRL_C", said := [])
+    return said
+
+
+def test_ctrl_c_before_the_first_shard_leaves_no_folder(tmp_path, monkeypatch, after_ctrl_c):
     def stopped(source, *args):
         assert (tmp_path / "new/out/manifest.json").exists()
         raise KeyboardInterrupt
@@ -1401,7 +1490,17 @@ def test_ctrl_c_before_the_first_shard_leaves_no_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(LocalSource, "read", stopped)
     with pytest.raises(KeyboardInterrupt):
         prepare("--input", tmp_path / "a.txt", "--out", tmp_path / "new/out")
-    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
+    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"] and after_ctrl_c == []
+
+
+def test_pretokenized_after_ctrl_c_the_same_command_resumes_if_there_is_a_shard(published, after_ctrl_c):
+    _, asked = published({VAL: [KeyboardInterrupt()], TRAIN[1]: [KeyboardInterrupt()]})
+    for said in [], ["the same command resumes"]:
+        with pytest.raises(KeyboardInterrupt):
+            prepare("--pretokenized", 1)
+        assert after_ctrl_c == said
+    prepare("--pretokenized", 1)
+    assert asked == [VAL, VAL, TRAIN[1], TRAIN[1]]
 
 
 def test_a_mistake_leaves_a_folder_that_was_there_and_every_complete_shard(mistakes, tmp_path):

@@ -27,10 +27,11 @@ from runtime.plan import ModelSize
 from runtime.files import checkpoints
 from runtime.log import Log
 from runtime.plots import LossPlotter, plot_log
-from runtime.shards import write_shard
-from runtime.tokenizer import encode
+from runtime.shards import first_words, write_shard
+from runtime.tokenizer import EOT, encode
 from runtime.weights import read_checkpoint
 from train_gpt2 import Config, warmup_cosine
+import fineweb
 import runtime.batch_size
 import train_gpt2
 from helpers import ENV, HANG, ROOT, command, hellaswag_file, logged, run, wait_until
@@ -169,6 +170,85 @@ def test_finetuning_starts_where_the_weights_ended(shards, tmp_path):
         assert logged(out, "val")[0] == pytest.approx(min(logged(base, "val").values()), abs=tolerance)
         assert result.stdout.count("sample 0: ROMEO:") == 1
         assert [p.name for p in out.glob("*.pt")] == ["checkpoint_000001.pt"]
+
+
+# -----------------------------------------------------------------------------
+# what samples begin with
+
+POEM = "  \n\r\n \nSing, O  goddess, the anger\tof Achilles son of Peleus\n" + "and more of it. " * 300
+
+
+def own_text(folder, *texts, before=()):
+    """As fineweb.py --input makes it: `before` in the validation shard, `texts` in the one of training."""
+    folder.mkdir()
+    for name, documents in (("val_000000", before), ("train_000001", texts)):
+        tokens = [token for text in documents for token in (EOT, *encode(text))] or [13] * 99
+        write_shard(folder / f"text_{name}.npy", np.array(tokens, dtype=np.uint16))
+    (folder / "manifest.json").write_text(json.dumps({"source": {"files": [{"name": "a.txt"}]}}))
+    return folder
+
+
+@pytest.mark.parametrize("texts, words", [
+    ([POEM], "Sing, O goddess, the anger"),
+    (["", " \n", "Twice 1"], "Twice 1"),
+    (["One\u2028two"], "One"),
+    (["Don't-stop-now, it’s fine: go on-and-on-and-on"], "Don't-stop-now, it’s fine: go"),
+    (["antidisestablishmentarianism " * 3], "antidisestablishmentarianism"),
+    (["x" * 99], "x" * 40),
+    (["春眠不覺曉處處聞啼鳥" * 20], "春眠不覺曉處處聞啼鳥" * 4),
+    (["🙂" * 9 + "a" * 500], "🙂" * 9 + "a" * 31),
+    (["𓀀" * 100], "𓀀" * 40),
+    (["𓀀 " + " \n" * 300 + "and more"], "𓀀"),
+    ([" \n" * 300], "")], ids="poem empty line words long letters chinese emoji hieroglyphs one none".split())
+def test_the_first_words_are_those_of_the_first_line_and_whole_characters(texts, words, tmp_path):
+    assert first_words(own_text(tmp_path / "a", *texts)) == words
+
+
+def test_first_words_need_a_text_of_the_users_own(shards, tmp_path):
+    folder = own_text(tmp_path / "a", POEM)
+    for manifest in ({"source": {"repo": "a/b", "name": "c"}}, {"pretokenized": "a/b"}, {"source": "files"},
+                     [], {"source": {"files": []}}, None, "cut"):
+        (folder / "manifest.json").write_text(json.dumps(manifest)[:-1 if manifest == "cut" else None])
+        assert first_words(folder) == "", manifest
+    assert first_words(shards) == first_words(tmp_path / "nowhere") == ""
+    write_shard(tmp_path / "a/text_train_000001.npy", np.array([EOT, 60000], dtype=np.uint16))
+    (folder / "manifest.json").write_text('{"source": {"files": [1]}}')
+    assert first_words(folder) == "", "which is damaged, and the run says so"
+
+
+@pytest.mark.parametrize("flags, manifest", [([], "manifest.json"),
+                                             (["--part", "0/1"], "manifest_p0of1.json")])
+def test_fineweb_makes_shards_with_the_first_words_of_the_text(flags, manifest, tmp_path, capsys):
+    """Wherever the beginning is: earlier versions put it into the validation shard."""
+    fineweb.main(["--input", str(ROOT / "input.txt"), "--out", str(tmp_path / "a"), *flags])
+    assert (tmp_path / "a" / manifest).exists() and first_words(tmp_path / "a") == "First Citizen:"
+    assert first_words(own_text(tmp_path / "b", before=["Once upon a time\n" * 9])) == "Once upon a time"
+
+
+def test_samples_begin_with_the_texts_own_words_unless_a_prompt_is_given(shards, tmp_path, capsys):
+    poem = own_text(tmp_path / "a", POEM, before=[POEM])
+
+    def samples(data, *flags):
+        flags = ["--data", data, *TINY, "--max_steps", 1, "--val_every", 0, "--no_plot", *flags]
+        assert train_gpt2.train(list(map(str, flags))) == 0
+        shown = capsys.readouterr()
+        assert "warning" not in shown.out and shown.err == ""
+        return [line.split(": ", 1)[1] for line in shown.out.splitlines() if line.startswith("sample ")]
+
+    own, usual = "Sing, O goddess, the anger", "Hello, I'm a language model,"
+    for text in samples(poem, "--out", tmp_path / "1", "--preset", "shakespeare"):
+        assert text.startswith(own)
+    for text in samples(shards, "--out", tmp_path / "2"):
+        assert text.startswith(usual)
+    for text in samples(poem, "--out", tmp_path / "3", "--sample_prompt", ""):      # a new document
+        assert own not in text and usual not in text
+    # an older run has its prompt in the checkpoint, and goes on with it
+    for out, said, prompt in (("4", usual, ["--sample_prompt", usual]), ("1", own, [])):
+        first = samples(poem, "--out", tmp_path / out, *prompt)
+        second = samples(poem, "--out", tmp_path / out, "--max_steps", 2)
+        assert len(second) == 4 and all(text.startswith(said) for text in first + second)
+        assert read_checkpoint(tmp_path / out / "checkpoint_000002.pt")["config"]["sample_prompt"] == said
+    assert samples(poem, "--out", tmp_path / "1", "--max_steps", 3, "--sample_prompt", "A")[0][0] == "A"
 
 
 def compiler_works():
