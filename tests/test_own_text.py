@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_fineweb import (FAST, ROOT, command, gpt2, mask_of, prepare, read_shards, texts_of,  # noqa: F401
+from test_fineweb import (FAST, ROOT, command, contents, gpt2, mask_of, prepare, read_shards, texts_of,  # noqa: F401
                           write_text)
 
+import runtime.shards
 from corpus.readers import charset_of, read_csv
 from corpus.sources import LocalSource
 from runtime.cli import UserError
@@ -212,3 +213,23 @@ def test_the_folder_of_the_example_is_still_shakespeare(tmp_path):
     val, train = read_shards(tmp_path / "data/x")
     assert len(val) == 26_568 and len(train) == 313_494
     assert shlex.split(result.stdout.splitlines()[-1])[:3] == ["next:", "python", "train_gpt2.py"]
+
+
+@pytest.mark.parametrize("files", [1, 2])
+def test_ctrl_c_between_a_shard_and_its_manifest_does_not_bar_the_same_command(files, tmp_path, monkeypatch):
+    flags = ["--input", write_text(tmp_path / "a.jsonl", ["word " * 50] * 40), "--out"]
+    prepare(*flags, tmp_path / "whole")
+    written, replace_file = [], runtime.shards.replace_file
+
+    def stopped(path, write):
+        replace_file(path, write)
+        written.append(path)
+        if len(written) == files:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runtime.shards, "replace_file", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            prepare(*flags, tmp_path / "out")
+    prepare(*flags, tmp_path / "out")
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
