@@ -44,7 +44,7 @@ def not_utf8(path: Path, data: bytes) -> UserError:
     packed = path.suffix.lower() in PACKED
     return UserError(f"--input {path} is not UTF-8 but, it seems, {name}: " + (
         "unpack it, convert it with iconv" if packed else f"`iconv -f {name} -t UTF-8 {old} > {new}`") +
-        ", and give the new file")
+        ", and give the new file in its place")
 
 
 @contextmanager

@@ -37,9 +37,8 @@ def test_a_folder_is_read_as_far_as_it_can_be_and_one_line_counts_the_rest(tmp_p
     want = ["upper", "plain", "notes", 'a, "quoted"\nline', "second", "with, comma", "packed"]
     assert texts_of(source) == want
     note, = source.notes
-    assert note.startswith(f"--input {folder}: skipped 3 of 9 files, not .txt, .text, .md")
-    assert note.endswith(f"but .pdf, .png, LICENSE and the folders in it, which --input '{folder}/**' would "
-                         f"read too")
+    assert note.startswith(f"--input {folder}: skipped 3 of 9 files (.pdf, .png, LICENSE; text is in .txt, ")
+    assert note.endswith(f".parquet files) and the folders in it, which --input '{folder}/**' would read too")
     result = command("--input", folder, "--out", "out", cwd=tmp_path)
     assert result.returncode == 0 and result.stdout.startswith(note) and result.stderr == "", result
     deep = LocalSource([f"{folder}/**"])
