@@ -103,7 +103,8 @@ class LocalSource:
         others = [path for path in files if not kind_of(path)]
         folders = [path for path in found if path.is_dir()] if every != pattern else []
         kinds = ", ".join(sorted({path.suffix or path.name for path in others})[:8])
-        skipped = [f"{len(others)} of {len(files)} files ({kinds}; text is in {KINDS} files)"] if others else []
+        count = f"{len(others)} of {len(files)} files"
+        skipped = [f"{count} ({kinds}; text is in {KINDS} files)"] if others else []
         skipped += [f"the folders in it, which --input '{every}*' would read too"] if folders else []
         if len(others) == len(files):
             raise UserError(f"--input {pattern}: " + (f"nothing to read, only {' and '.join(skipped)}"
