@@ -14,7 +14,6 @@ if __name__ == "__main__":              # before the other imports: Ctrl-C
     from runtime.start import begin
     begin(torch=False)
 import argparse
-import json
 import math
 import os
 import re
@@ -30,12 +29,12 @@ from pathlib import Path
 from corpus.encoding import encode_stream, gigatoken
 from corpus.shard_writer import ShardWriter, all_parts, share
 from corpus.hub_source import HubSource
+from corpus.published import PRETOKENIZED, fetch_shards
 from corpus.sources import TEXT_FIELD, LocalSource
-from runtime.cli import FlagParser, RunError, UserError, parse_int, run_command
-from runtime.files import file_sha256, read_text, remove_leftovers, replace_file, writable
-from runtime.hub import fetch_file, need_hub, published_sha256
+from corpus.verify import verify
+from runtime.cli import FlagParser, UserError, parse_int, run_command
 from runtime.progress import Progress
-from runtime.shards import SHARD_NAME, damage_of, is_whole, list_shards, open_shard, recorded_sums
+from runtime.shards import SHARD_NAME
 from runtime.tokenizer import BPE_SHA256
 
 MOST_WORKERS = 256              # or four a core
@@ -60,12 +59,6 @@ def no_empty_folder(out: Path) -> Iterator[None]:
         raise
 
 
-# (variant, sample): dataset, prefix, number of training shards
-PRETOKENIZED = {("classic", "10BT"): ("kjj0/fineweb10B-gpt2", "fineweb", 103),
-                ("classic", "100BT"): ("kjj0/fineweb100B-gpt2", "fineweb", 1030),
-                ("edu", "10BT"): ("kjj0/finewebedu10B-gpt2", "finewebedu", 99)}
-
-
 def preset_for(tokens: int) -> str:
     """The preset of train_gpt2.py (runtime/presets.py) that suits so many training tokens."""
     # small has 33M tokens, and over less than a quarter of that it would make more than 4 epochs
@@ -78,67 +71,6 @@ def print_summary(out: Path, done: str, val: int, train: int, start: float) -> N
           f"after {time.perf_counter() - start:.1f} s\n"
           f"next: python train_gpt2.py --preset {preset_for(train)} --data {shlex.quote(str(out))} "
           f"--out {shlex.quote(f'log/{out.name}')}")
-
-
-def check_source(out: Path, repo: str, prefix: str) -> None:
-    """UserError if the shards in `out` are not from `repo`: by its manifest, without one by their names."""
-    names = [path.name for path in out.glob("*") if SHARD_NAME.match(path.name)]
-    try:
-        found = json.loads(read_text(out / "manifest.json"))
-        ours = isinstance(found, dict) and found.get("pretokenized") == repo
-    except FileNotFoundError:
-        ours = all(re.fullmatch(rf"{prefix}_(val|train)_\d{{6}}\.bin", name) for name in names)
-    except (ValueError, RecursionError):
-        ours = False
-    if names and not ours:
-        raise UserError(f"{out} holds shards of another source than {repo}: choose another --out")
-
-
-def save_sums(out: Path, repo: str, sums: dict[str, str]) -> None:
-    """Writes the manifest of fetched shards."""
-    content = {"pretokenized": repo, "shards": [{"file": name, "sha256": sha256}
-                                                for name, sha256 in sorted(sums.items())]}
-    replace_file(out / "manifest.json", lambda file: file.write(json.dumps(content, indent=1).encode()))
-
-
-def fetch_whole(repo: str, path: Path) -> str:
-    """Downloads `path`. Its SHA-256, or '' if it is no shard or, by its SHA-256, not the file on the hub."""
-    fetch_file(repo, path)
-    sha256 = file_sha256(path) if is_whole(path) else ""
-    if sha256 and published_sha256(path) not in (sha256, None):
-        path.unlink()                             # else the next run would take it for whole
-        return ""
-    return sha256
-
-
-def fetch_shards(repo: str, prefix: str, count: int, out: Path) -> None:
-    """--pretokenized: downloads the validation shard and the first `count` training shards, as far as `out`
-    lacks them, and records the SHA-256 of each in manifest.json. UserError if `out` holds shards of another
-    source, RunError if a download fails."""
-    start = time.perf_counter()
-    paths = [out / f"{prefix}_{'train' if i else 'val'}_{i:06d}.bin" for i in range(count + 1)]
-    with writable(out):
-        check_source(out, repo, prefix)
-    sums = {}
-    if missing := [path for path in paths if not is_whole(path)]:
-        need_hub(f"{len(missing)} of {len(paths)} files of {repo}")
-        with writable(out):
-            out.mkdir(parents=True, exist_ok=True)
-            remove_leftovers(out, r"manifest\.json")
-            sums = {name: sum for name, sum in recorded_sums(out).items() if out / name not in missing}
-            save_sums(out, repo, sums)
-    progress = Progress(enabled=not sys.stderr.isatty())          # on a terminal huggingface_hub has its bars
-    with progress(f"{out}: fetching from {repo}", len(missing), "shards") as task:
-        for path in missing:
-            if not (sha256 := fetch_whole(repo, path) or fetch_whole(repo, path)):
-                raise RunError(f"{path} came damaged from {repo} twice: run the same command again, or ask "
-                               f"for fewer shards")
-            sums[path.name] = sha256
-            save_sums(out, repo, sums)
-            task.update()
-    val, train = (sum(len(open_shard(path)) for path in list_shards(out, split))
-                  for split in ("val", "train"))
-    print_summary(out, f"{len(missing)} of {len(paths)} shards fetched from {repo}", val, train, start)
 
 
 FINEWEB = {"edu": ("HuggingFaceFW/fineweb-edu", "edufineweb", "edu_fineweb"),
@@ -162,36 +94,6 @@ def check_pretokenized(args: argparse.Namespace, argv: list[str]) -> None:
     published = PRETOKENIZED[args.variant, args.sample][2]
     if args.pretokenized not in range(1, published + 1):
         raise UserError(f"--pretokenized {args.pretokenized}: give 1 to {published} training shards")
-
-
-def verify(folder: Path) -> None:
-    """--verify: reads all shards in `folder` and compares them with the SHA-256 in its manifests. UserError
-    names those that differ or are missing."""
-    start = time.perf_counter()
-    if not os.path.isdir(folder):
-        raise UserError(f"--verify {folder}: there is no such folder")
-    found = {path.name: "" for path in folder.glob("*") if SHARD_NAME.match(path.name)}
-    sums = dict(sorted((found | recorded_sums(folder)).items()))
-    if not any(sums.values()):
-        raise UserError(f"no shard in {folder} can be checked: no manifest in it has a SHA-256 (those of "
-                        f"earlier versions have none)")
-    bad, size = [], 0
-    with Progress()(f"{folder}: checking", len(sums), "shards") as task:
-        for name, sha256 in sums.items():
-            if why := damage_of(folder / name, sha256):
-                bad.append(f"{name} ({why})")
-            elif sha256:
-                size += (folder / name).stat().st_size
-            task.update()
-    unknown = ", ".join(name for name, sha256 in sums.items() if not sha256)
-    unknown = f"not checked (no SHA-256 in its manifest): {unknown}" if unknown else ""
-    if bad:
-        raise UserError(f"{len(bad)} of {len(sums)} shards in {folder} are damaged or missing: "
-                        f"{', '.join(bad)}. Restore them from a copy, or make them again: remove them "
-                        f"(--pretokenized) or the folder, and run the command that made it"
-                        f"{'; ' * bool(unknown)}{unknown}")
-    print(f"{folder}: {sum(map(bool, sums.values()))} shards, {size / 1e6:,.1f} MB, are as they were "
-          f"written, after {time.perf_counter() - start:.1f} s{bool(unknown) * chr(10)}{unknown}")
 
 
 def parse_part(text: str) -> tuple[int, int]:
@@ -321,7 +223,8 @@ def main(argv: list[str] | None = None) -> None:
     part = args.part or (0, 1)
     with no_empty_folder(args.out):
         if args.pretokenized is not None:
-            fetch_shards(*PRETOKENIZED[args.variant, args.sample][:2], args.pretokenized, args.out)
+            start, (repo, prefix, _) = time.perf_counter(), PRETOKENIZED[args.variant, args.sample]
+            print_summary(args.out, *fetch_shards(repo, prefix, args.pretokenized, args.out), start)
         elif args.input:
             write_shards(args, LocalSource(args.input, args.text_field, part), "text")
         else:
