@@ -2,6 +2,7 @@
 
     python fineweb.py                                   FineWeb-Edu, sample-10BT -> edu_fineweb10B/
     python fineweb.py --input input.txt --out data/shakespeare      any text of your own
+    python fineweb.py --dataset roneneldan/TinyStories  any text dataset of the Hugging Face hub
     python fineweb.py --pretokenized 9                  FineWeb's published tokens, 9 x 100M -> fineweb10B/
     python fineweb.py --part 3/16                       the fourth of 16 commands that share the work
     python fineweb.py --verify edu_fineweb10B           are all shards of a folder as they were written?
@@ -28,11 +29,12 @@ from pathlib import Path
 
 from corpus.encoding import encode_stream, gigatoken
 from corpus.shard_writer import ShardWriter, all_parts, share
-from corpus.hub_source import HubSource
+from corpus.hub_source import FINEWEB, HubSource, default_names
 from corpus.published import PRETOKENIZED, fetch_shards
 from corpus.sources import TEXT_FIELD, LocalSource
 from corpus.verify import verify
 from runtime.cli import FlagParser, UserError, parse_int, run_command
+from runtime.hub import REPO_NAME
 from runtime.progress import Progress
 from runtime.shards import SHARD_NAME
 from runtime.tokenizer import BPE_SHA256
@@ -73,9 +75,9 @@ def print_summary(out: Path, done: str, val: int, train: int, start: float) -> N
           f"--out {shlex.quote(f'log/{out.name}')}")
 
 
-FINEWEB = {"edu": ("HuggingFaceFW/fineweb-edu", "edufineweb", "edu_fineweb"),
-           "classic": ("HuggingFaceFW/fineweb", "fineweb", "fineweb")}
 FETCH_FLAGS = ("--pretokenized", "--variant", "--sample", "--out")
+HUB_FLAGS = ("--dataset", "--name", "--split", "--text_field", "--out", "--shard_size", "--val_tokens",
+             "--max_tokens", "--workers", "--part", "--format")
 
 
 def refuse_others(flag: str, argv: list[str], allowed: Container[str]) -> None:
@@ -109,13 +111,17 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     flag = parser.add_argument
     flag("--variant", choices=[*FINEWEB], help="default edu (FineWeb-Edu); with --pretokenized classic")
     flag("--sample", choices=["10BT", "100BT"], default="10BT", help="sample of it, in tokens (default 10BT)")
+    flag("--dataset", metavar="OWNER/NAME", help="a text dataset of the Hugging Face hub instead, streamed: "
+         "--variant edu is --dataset HuggingFaceFW/fineweb-edu --name sample-10BT")
+    flag("--name", metavar="CONFIG", help="configuration of --dataset, where it has several")
+    flag("--split", help="split of --dataset (default train)")
     flag("--input", nargs="+", action="extend", metavar="PATH_OR_GLOB",
          help="your own text instead: files, folders or globs, one or several: .txt (one document a file), "
               ".jsonl or .parquet, also .txt.gz, .jsonl.zst ...")
-    flag("--text_field", metavar="NAME", default=TEXT_FIELD, help="column of .jsonl, .parquet (default text)")
+    flag("--text_field", metavar="NAME", default=TEXT_FIELD, help="column that holds the text (default text)")
     flag("--pretokenized", type=parse_int, metavar="N",
          help="published tokens instead: the validation and the first N training shards, of 200 MB each")
-    flag("--out", help="output folder (default edu_fineweb10B and the like; required with --input)")
+    flag("--out", help="output folder (default edu_fineweb10B, or --dataset's name; required with --input)")
     flag("--shard_size", type=parse_int, default=100_000_000, help="tokens per shard (default 100000000)")
     flag("--val_tokens", type=parse_int, help="tokens of shard 0 (default shard_size, at most a tenth)")
     flag("--max_tokens", type=parse_int, help="stop after so many, validation included (default: no limit)")
@@ -131,17 +137,27 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         refuse_others("--verify", argv, ["--verify"])
         return args
     args.variant = args.variant or ("edu" if args.pretokenized is None else "classic")
-    folder = FINEWEB[args.variant][2]
     if args.pretokenized is not None:
         check_pretokenized(args, argv)
-        folder = PRETOKENIZED[args.variant, args.sample][1]
-    check_flags(args)
-    args.out = Path(args.out or folder + args.sample[:-1])
+        folder = PRETOKENIZED[args.variant, args.sample][1] + args.sample[:-1]
+    else:
+        check_flags(args, argv)
+        if not args.dataset:
+            args.dataset, args.name = FINEWEB[args.variant][0], f"sample-{args.sample}"
+        args.split = args.split or "train"
+        folder = default_names(args.dataset, args.name, args.split)[1]
+    args.out = Path(args.out or folder)
     return args
 
 
-def check_flags(args: argparse.Namespace) -> None:
+def check_flags(args: argparse.Namespace, argv: list[str]) -> None:
     """UserError for numbers out of range and for flags that contradict each other."""
+    if args.dataset:
+        refuse_others("--dataset", argv, HUB_FLAGS)
+        if not REPO_NAME.fullmatch(args.dataset):
+            raise UserError(f"--dataset {args.dataset} is not OWNER/NAME, as roneneldan/TinyStories")
+    elif args.name or args.split:
+        raise UserError(f"--{'name' if args.name else 'split'} needs --dataset: give OWNER/NAME")
     for name in ("shard_size", "val_tokens", "max_tokens", "workers"):
         if (value := getattr(args, name)) is not None and value < 1:
             raise UserError(f"--{name} {value}: must be at least 1")
@@ -150,8 +166,9 @@ def check_flags(args: argparse.Namespace) -> None:
                         f"cores make nothing faster")
     if args.input and not args.out:
         raise UserError("--input needs --out: give the output folder of the shards")
-    if args.text_field != TEXT_FIELD and not args.input:
-        raise UserError(f"--text_field {args.text_field} needs --input: FineWeb's text is in {TEXT_FIELD}")
+    if args.text_field != TEXT_FIELD and not (args.input or args.dataset):
+        raise UserError(f"--text_field {args.text_field} needs --input or --dataset: FineWeb's text is in "
+                        f"{TEXT_FIELD}")
     if args.max_tokens and (args.val_tokens or 0) >= share(args.max_tokens, (0, (args.part or (0, 1))[1])):
         raise UserError(f"--val_tokens {args.val_tokens} leaves nothing of --max_tokens {args.max_tokens}"
                         f"{f' / {args.part[1]} parts' if args.part else ''} to train on: give less of the "
@@ -169,7 +186,7 @@ def write_shards(args: argparse.Namespace, source: HubSource | LocalSource, pref
     expected = min(source.expected, share(args.max_tokens, (0, n)) if args.max_tokens else math.inf)
     settings = {"source": source.description, "tokenizer": {"name": "gpt2", **BPE_SHA256},
                 "format": args.format, "shard_size": args.shard_size, "max_tokens": args.max_tokens,
-                "val_tokens": args.val_tokens or min(args.shard_size, max(20, expected // 10))}
+                "val_tokens": args.val_tokens or int(min(args.shard_size, max(20, expected / 10)))}
     start = time.perf_counter()
     writer = ShardWriter(out, prefix, settings, args.part)
     shards, there = writer.manifest["shards"], writer.total
@@ -204,8 +221,9 @@ def tokenize_into(writer: ShardWriter, source: HubSource | LocalSource, expected
         with Progress()(f"{out}: waiting for the first text"):                # of the hub: maybe a minute
             first = list(islice(stream, 1))
         log = Progress(enabled=not sys.stderr.isatty())                       # on a terminal there is the bar
-        with (tqdm(total=expected, initial=writer.total, unit="tok", unit_scale=True, desc=out,
-                   disable=None) as bar, log(out, expected, "tokens (estimated)") as task):
+        total = expected if expected < math.inf else None
+        with (tqdm(total=total, initial=writer.total, unit="tok", unit_scale=True, desc=out,
+                   disable=None) as bar, log(out, total, "tokens (estimated)") as task):
             for tokens in chain(first, stream):
                 writer.add(tokens)
                 bar.update(writer.total - bar.n)
@@ -228,8 +246,10 @@ def main(argv: list[str] | None = None) -> None:
         elif args.input:
             write_shards(args, LocalSource(args.input, args.text_field, part), "text")
         else:
-            repo, prefix, _ = FINEWEB[args.variant]
-            write_shards(args, HubSource(repo, f"sample-{args.sample}", part), prefix)
+            source = HubSource(args.dataset, args.name, part, args.split, args.text_field)
+            with Progress()(f"{args.out}: waiting for the hub"):
+                source.pin(args.out)
+            write_shards(args, source, default_names(args.dataset, args.name, args.split)[0])
 
 
 if __name__ == "__main__":
