@@ -80,7 +80,7 @@ class HubSource:
             if isinstance(source, dict) and source.get("repo") == self.repo:
                 recorded = {key: source[key] for key in ("revision", "bytes") if key in source}
                 if not (re.fullmatch(r"[0-9a-f]{40}", str(recorded.get("revision", "0" * 40))) and
-                        type(recorded.get("bytes", 1)) is int):
+                        recorded.get("bytes", 0) in range(1 << 60)):
                     raise UserError(DAMAGED_CURSOR)
                 self.description |= recorded      # none in the manifests of earlier versions: then unpinned
                 return

@@ -63,7 +63,7 @@ def asked_wait(error: Exception) -> int:
                 seconds = (re.search(r"\bt\s*=\s*(\d{1,9})", limit) or ["", 0])[1] if not value else (
                     value if value.strip().isdigit() else
                     (parsedate_to_datetime(value) - datetime.now(UTC)).total_seconds())
-                return max(0, min(LONGEST_WAIT, math.ceil(float(seconds))))
+                return math.ceil(max(0, min(LONGEST_WAIT, float(seconds))))
     return 0
 
 
