@@ -26,7 +26,7 @@ from corpus.hub_source import HubSource, default_names, shortened
 from corpus.sources import LocalSource, Piece, difference
 from runtime.cli import RunError, UserError
 from runtime.hub import LONGEST_WAIT, asked_wait, wait_to_retry
-from runtime.progress import Task
+from runtime.progress import Progress, Task
 from runtime.shards import SHARD_NAME, list_shards
 
 TALES = [[f"Tale {i} of book {book}: " + "once upon a time. " * (1 + i % 7) for i in range(40)]
@@ -436,7 +436,11 @@ def test_a_source_of_unknown_size_has_no_total(tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text("one two three. " * 300)
     text = LocalSource([str(tmp_path / "a.txt")])
     monkeypatch.setattr(HubSource, "read", lambda source, *where: text.read(*where))
+    totals, begin = [], Progress.__call__
+    monkeypatch.setattr(Progress, "__call__",
+                        lambda self, *what: (totals.append(what[1:2]), begin(self, *what))[1])
     fineweb.main(["--dataset", "a/b", "--out", str(tmp_path / "out"), "--shard_size", "500"])
+    assert totals[-1] == (None,)
     assert json.loads((tmp_path / "out/manifest.json").read_text())["val_tokens"] == 500
     assert len(list_shards(tmp_path / "out", "train")) > 1
     assert str(Task("x", None, "tokens", 0, 0, 7)).startswith("x: 7 tokens, ")
