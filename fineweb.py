@@ -2,6 +2,7 @@
 
     python fineweb.py                                   FineWeb-Edu, sample-10BT -> edu_fineweb10B/
     python fineweb.py --input input.txt --out data/shakespeare      any text of your own
+    python fineweb.py --dataset roneneldan/TinyStories  any text dataset of the Hugging Face hub
     python fineweb.py --pretokenized 9                  FineWeb's published tokens, 9 x 100M -> fineweb10B/
     python fineweb.py --part 3/16                       the fourth of 16 commands that share the work
     python fineweb.py --verify edu_fineweb10B           are all shards of a folder as they were written?
@@ -14,7 +15,6 @@ if __name__ == "__main__":              # before the other imports: Ctrl-C
     from runtime.start import begin
     begin(torch=False)
 import argparse
-import json
 import math
 import os
 import re
@@ -28,21 +28,21 @@ from itertools import chain, islice
 from pathlib import Path
 
 from corpus.encoding import encode_stream, gigatoken
-from corpus.shard_writer import VAL_SEED, ShardWriter, all_parts, share
-from corpus.hub_source import HubSource
+from corpus.hub_source import FINEWEB, HubSource, default_names
+from corpus.published import PRETOKENIZED, fetch_shards
+from corpus.shard_writer import VAL_SEED, ShardWriter, complete_parts, share
 from corpus.sources import TEXT_FIELD, LocalSource
-from runtime.cli import FlagParser, RunError, UserError, parse_int, run_command
-from runtime.files import file_sha256, read_text, remove_leftovers, replace_file, writable
-from runtime.hub import fetch_file, need_hub, published_sha256
+from corpus.verify import verify
+from runtime.cli import FlagParser, UserError, parse_int, run_command
+from runtime.hub import REPO_NAME
 from runtime.presets import PRESETS
 from runtime.progress import Progress
-from runtime.shards import SHARD_NAME, damage_of, is_whole, list_shards, open_shard, recorded_sums
-from runtime.start import AFTER_CTRL_C
+from runtime.shards import SHARD_NAME, list_shards, open_shard
+from runtime.start import same_command_resumes
 from runtime.tokenizer import BPE_SHA256
 
 MOST_WORKERS = 256              # or four a core
 SHORTEST = 16                   # tokens of a sequence that is worth training on
-RESUMES = ["the same command resumes"]
 
 
 @contextmanager
@@ -62,12 +62,6 @@ def no_empty_folder(out: Path) -> Iterator[None]:
             with suppress(OSError):               # not empty
                 folder.rmdir()
         raise
-
-
-# (variant, sample): dataset, prefix, number of training shards
-PRETOKENIZED = {("classic", "10BT"): ("kjj0/fineweb10B-gpt2", "fineweb", 103),
-                ("classic", "100BT"): ("kjj0/fineweb100B-gpt2", "fineweb", 1030),
-                ("edu", "10BT"): ("kjj0/finewebedu10B-gpt2", "finewebedu", 99)}
 
 
 def preset_for(tokens: int) -> str:
@@ -104,70 +98,9 @@ def next_command(out: Path, val: list[int], train: list[int]) -> tuple[str, str]
                  f"--out {shlex.quote(f'log/{name}')}{flags}")
 
 
-def check_source(out: Path, repo: str, prefix: str) -> None:
-    """UserError if the shards in `out` are not from `repo`: by its manifest, without one by their names."""
-    names = [path.name for path in out.glob("*") if SHARD_NAME.match(path.name)]
-    try:
-        found = json.loads(read_text(out / "manifest.json"))
-        ours = isinstance(found, dict) and found.get("pretokenized") == repo
-    except FileNotFoundError:
-        ours = all(re.fullmatch(rf"{prefix}_(val|train)_\d{{6}}\.bin", name) for name in names)
-    except (ValueError, RecursionError):
-        ours = False
-    if names and not ours:
-        raise UserError(f"{out} holds shards of another source than {repo}: choose another --out")
-
-
-def save_sums(out: Path, repo: str, sums: dict[str, str]) -> None:
-    """Writes the manifest of fetched shards."""
-    content = {"pretokenized": repo, "shards": [{"file": name, "sha256": sha256}
-                                                for name, sha256 in sorted(sums.items())]}
-    replace_file(out / "manifest.json", lambda file: file.write(json.dumps(content, indent=1).encode()))
-
-
-def fetch_whole(repo: str, path: Path) -> str:
-    """Downloads `path`. Its SHA-256, or '' if it is no shard or, by its SHA-256, not the file on the hub."""
-    fetch_file(repo, path)
-    sha256 = file_sha256(path) if is_whole(path) else ""
-    if sha256 and published_sha256(path) not in (sha256, None):
-        path.unlink()                             # else the next run would take it for whole
-        return ""
-    return sha256
-
-
-def fetch_shards(repo: str, prefix: str, count: int, out: Path) -> None:
-    """--pretokenized: downloads the validation shard and the first `count` training shards, as far as `out`
-    lacks them, and records the SHA-256 of each in manifest.json. UserError if `out` holds shards of another
-    source, RunError if a download fails."""
-    start = time.perf_counter()
-    paths = [out / f"{prefix}_{'train' if i else 'val'}_{i:06d}.bin" for i in range(count + 1)]
-    with writable(out):
-        check_source(out, repo, prefix)
-    sums = {}
-    if missing := [path for path in paths if not is_whole(path)]:
-        need_hub(f"{len(missing)} of {len(paths)} files of {repo}")
-        with writable(out):
-            out.mkdir(parents=True, exist_ok=True)
-            remove_leftovers(out, r"manifest\.json")
-            sums = {name: sum for name, sum in recorded_sums(out).items() if out / name not in missing}
-            save_sums(out, repo, sums)
-    progress = Progress(enabled=not sys.stderr.isatty())          # on a terminal huggingface_hub has its bars
-    with progress(f"{out}: fetching from {repo}", len(missing), "shards") as task:
-        for path in missing:
-            if sums:
-                AFTER_CTRL_C[:] = RESUMES
-            if not (sha256 := fetch_whole(repo, path) or fetch_whole(repo, path)):
-                raise RunError(f"{path} came damaged from {repo} twice: run the same command again, or ask "
-                               f"for fewer shards")
-            sums[path.name] = sha256
-            save_sums(out, repo, sums)
-            task.update()
-    print_summary(out, f"{len(missing)} of {len(paths)} shards fetched from {repo}", start)
-
-
-FINEWEB = {"edu": ("HuggingFaceFW/fineweb-edu", "edufineweb", "edu_fineweb"),
-           "classic": ("HuggingFaceFW/fineweb", "fineweb", "fineweb")}
 FETCH_FLAGS = ("--pretokenized", "--variant", "--sample", "--out")
+HUB_FLAGS = ("--dataset", "--name", "--split", "--text_field", "--out", "--shard_size", "--val_tokens",
+             "--max_tokens", "--workers", "--part", "--format")
 
 
 def refuse_others(flag: str, argv: list[str], allowed: Container[str]) -> None:
@@ -188,36 +121,6 @@ def check_pretokenized(args: argparse.Namespace, argv: list[str]) -> None:
         raise UserError(f"--pretokenized {args.pretokenized}: give 1 to {published} training shards")
 
 
-def verify(folder: Path) -> None:
-    """--verify: reads all shards in `folder` and compares them with the SHA-256 in its manifests. UserError
-    names those that differ or are missing."""
-    start = time.perf_counter()
-    if not os.path.isdir(folder):
-        raise UserError(f"--verify {folder}: there is no such folder")
-    found = {path.name: "" for path in folder.glob("*") if SHARD_NAME.match(path.name)}
-    sums = dict(sorted((found | recorded_sums(folder)).items()))
-    if not any(sums.values()):
-        raise UserError(f"no shard in {folder} can be checked: no manifest in it has a SHA-256 (those of "
-                        f"earlier versions have none)")
-    bad, size = [], 0
-    with Progress()(f"{folder}: checking", len(sums), "shards") as task:
-        for name, sha256 in sums.items():
-            if why := damage_of(folder / name, sha256):
-                bad.append(f"{name} ({why})")
-            elif sha256:
-                size += (folder / name).stat().st_size
-            task.update()
-    unknown = ", ".join(name for name, sha256 in sums.items() if not sha256)
-    unknown = f"not checked (no SHA-256 in its manifest): {unknown}" if unknown else ""
-    if bad:
-        raise UserError(f"{len(bad)} of {len(sums)} shards in {folder} are damaged or missing: "
-                        f"{', '.join(bad)}. Restore them from a copy, or make them again: remove them "
-                        f"(--pretokenized) or the folder, and run the command that made it"
-                        f"{'; ' * bool(unknown)}{unknown}")
-    print(f"{folder}: {sum(map(bool, sums.values()))} shards, {size / 1e6:,.1f} MB, are as they were "
-          f"written, after {time.perf_counter() - start:.1f} s{bool(unknown) * chr(10)}{unknown}")
-
-
 def parse_part(text: str) -> tuple[int, int]:
     """'3/16' -> (3, 16)."""
     part = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text, re.ASCII)
@@ -231,13 +134,17 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     flag = parser.add_argument
     flag("--variant", choices=[*FINEWEB], help="default edu (FineWeb-Edu); with --pretokenized classic")
     flag("--sample", choices=["10BT", "100BT"], default="10BT", help="sample of it, in tokens (default 10BT)")
+    flag("--dataset", metavar="OWNER/NAME", help="a text dataset of the Hugging Face hub instead, streamed: "
+         "--variant edu is --dataset HuggingFaceFW/fineweb-edu --name sample-10BT")
+    flag("--name", metavar="CONFIG", help="configuration of --dataset, where it has several")
+    flag("--split", help="split of --dataset (default train)")
     flag("--input", nargs="+", action="extend", metavar="PATH_OR_GLOB",
          help="your own text instead: files, folders or globs, one or several: .txt, .md (one document a "
               "file), .jsonl, .csv, .tsv or .parquet, also .txt.gz, .jsonl.zst ...")
-    flag("--text_field", metavar="NAME", default=TEXT_FIELD, help="column of the others (default text)")
+    flag("--text_field", metavar="NAME", default=TEXT_FIELD, help="column that holds the text (default text)")
     flag("--pretokenized", type=parse_int, metavar="N",
          help="published tokens instead: the validation and the first N training shards, of 200 MB each")
-    flag("--out", help="output folder (default edu_fineweb10B and the like; required with --input)")
+    flag("--out", help="output folder (default edu_fineweb10B, or --dataset's name; required with --input)")
     flag("--shard_size", type=parse_int, default=100_000_000, help="tokens per shard (default 100000000)")
     flag("--val_tokens", type=parse_int, help="tokens of shard 0 (default shard_size, at most a tenth): "
          "FineWeb's first, of your own text some of all documents")
@@ -254,17 +161,27 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         refuse_others("--verify", argv, ["--verify"])
         return args
     args.variant = args.variant or ("edu" if args.pretokenized is None else "classic")
-    folder = FINEWEB[args.variant][2]
     if args.pretokenized is not None:
         check_pretokenized(args, argv)
-        folder = PRETOKENIZED[args.variant, args.sample][1]
-    check_flags(args)
-    args.out = Path(args.out or folder + args.sample[:-1])
+        folder = PRETOKENIZED[args.variant, args.sample][1] + args.sample[:-1]
+    else:
+        check_flags(args, argv)
+        if not args.dataset:
+            args.dataset, args.name = FINEWEB[args.variant][0], f"sample-{args.sample}"
+        args.split = args.split or "train"
+        folder = default_names(args.dataset, args.name, args.split)[1]
+    args.out = Path(args.out or folder)
     return args
 
 
-def check_flags(args: argparse.Namespace) -> None:
+def check_flags(args: argparse.Namespace, argv: list[str]) -> None:
     """UserError for numbers out of range and for flags that contradict each other."""
+    if args.dataset:
+        refuse_others("--dataset", argv, HUB_FLAGS)
+        if not REPO_NAME.fullmatch(args.dataset):
+            raise UserError(f"--dataset {args.dataset} is not OWNER/NAME, as roneneldan/TinyStories")
+    elif args.name or args.split:
+        raise UserError(f"--{'name' if args.name else 'split'} needs --dataset: give OWNER/NAME")
     for name in ("shard_size", "val_tokens", "max_tokens", "workers"):
         if (value := getattr(args, name)) is not None and value < 1:
             raise UserError(f"--{name} {value}: must be at least 1")
@@ -273,8 +190,9 @@ def check_flags(args: argparse.Namespace) -> None:
                         f"cores make nothing faster")
     if args.input and not args.out:
         raise UserError("--input needs --out: give the output folder of the shards")
-    if args.text_field != TEXT_FIELD and not args.input:
-        raise UserError(f"--text_field {args.text_field} needs --input: FineWeb's text is in {TEXT_FIELD}")
+    if args.text_field != TEXT_FIELD and not (args.input or args.dataset):
+        raise UserError(f"--text_field {args.text_field} needs --input or --dataset: FineWeb's text is in "
+                        f"{TEXT_FIELD}")
     if args.max_tokens and (args.val_tokens or 0) >= share(args.max_tokens, (0, (args.part or (0, 1))[1])):
         raise UserError(f"--val_tokens {args.val_tokens} leaves nothing of --max_tokens {args.max_tokens}"
                         f"{f' / {args.part[1]} parts' if args.part else ''} to train on: give less of the "
@@ -292,7 +210,7 @@ def write_shards(args: argparse.Namespace, source: HubSource | LocalSource, pref
     expected = min(source.expected, share(args.max_tokens, (0, n)) if args.max_tokens else math.inf)
     settings = {"source": source.description, "tokenizer": {"name": "gpt2", **BPE_SHA256},
                 "format": args.format, "shard_size": args.shard_size, "max_tokens": args.max_tokens,
-                "val_tokens": args.val_tokens or min(args.shard_size, max(20, expected // 10))}
+                "val_tokens": args.val_tokens or int(min(args.shard_size, max(20, expected / 10)))}
     start = time.perf_counter()
     for note in source.notes:
         print(note)
@@ -306,11 +224,11 @@ def write_shards(args: argparse.Namespace, source: HubSource | LocalSource, pref
         except (Exception, KeyboardInterrupt):
             writer.forget_if_empty()
             if shards:
-                AFTER_CTRL_C[:] = RESUMES
+                same_command_resumes()
             raise
     if not args.part:
         return print_summary(out, f"{len(shards)} shards complete", start)
-    complete = all_parts(out, n)[0]
+    complete = complete_parts(out, n)
     done = f"{len(shards)} shards, {writer.total:,} tokens, of part {args.part[0]}/{n} complete"
     if complete == n:
         return print_summary(out, f"{done}, all {n} parts complete", start)
@@ -330,8 +248,9 @@ def tokenize_into(writer: ShardWriter, source: HubSource | LocalSource, expected
         with Progress()(f"{out}: waiting for the first text"):                # of the hub: maybe a minute
             first = list(islice(stream, 1))
         log = Progress(enabled=not sys.stderr.isatty())                       # on a terminal there is the bar
-        with (tqdm(total=expected, initial=writer.total, unit="tok", unit_scale=True, desc=out,
-                   disable=None) as bar, log(out, expected, "tokens (estimated)") as task):
+        total = expected if expected < math.inf else None
+        with (tqdm(total=total, initial=writer.total, unit="tok", unit_scale=True, desc=out,
+                   disable=None) as bar, log(out, total, "tokens (estimated)") as task):
             for tokens in chain(first, stream):
                 writer.add(tokens)
                 bar.update(writer.total - bar.n)
@@ -349,12 +268,15 @@ def main(argv: list[str] | None = None) -> None:
     part = args.part or (0, 1)
     with no_empty_folder(args.out):
         if args.pretokenized is not None:
-            fetch_shards(*PRETOKENIZED[args.variant, args.sample][:2], args.pretokenized, args.out)
+            start, (repo, prefix, _) = time.perf_counter(), PRETOKENIZED[args.variant, args.sample]
+            print_summary(args.out, fetch_shards(repo, prefix, args.pretokenized, args.out), start)
         elif args.input:
             write_shards(args, LocalSource(args.input, args.text_field, part), "text")
         else:
-            repo, prefix, _ = FINEWEB[args.variant]
-            write_shards(args, HubSource(repo, f"sample-{args.sample}", part), prefix)
+            source = HubSource(args.dataset, args.name, part, args.split, args.text_field)
+            with Progress()(f"{args.out}: waiting for the hub"):
+                source.pin(args.out)
+            write_shards(args, source, default_names(args.dataset, args.name, args.split)[0])
 
 
 if __name__ == "__main__":

@@ -260,13 +260,7 @@ def read_manifest(path: Path) -> dict | None:
         return found
 
 
-def all_parts(out: Path, count: int) -> tuple[int, int, int]:
-    """(complete parts of `count`, tokens for validation, tokens for training) in a folder of parts."""
-    complete, tokens = 0, {"val": 0, "train": 0}
-    for i in range(count):
-        found = read_manifest(out / f"manifest{part_name((i, count))}.json") or {}
-        complete += found.get("complete") is True
-        with readable(out, "choose another --out"):
-            for shard in found.get("shards", ()):
-                tokens[shard["split"]] += shard["tokens"]
-    return complete, tokens["val"], tokens["train"]
+def complete_parts(out: Path, count: int) -> int:
+    """How many of `count` parts are complete in a folder."""
+    manifests = (read_manifest(out / f"manifest{part_name((i, count))}.json") for i in range(count))
+    return sum(found["complete"] is True for found in manifests if found and "complete" in found)

@@ -41,13 +41,15 @@ def in_words(setting: object) -> str:
     """A setting of a manifest, which may be damaged: "100", "none", "3 files, first a.txt"."""
     if not isinstance(setting, dict):
         return "none" if setting is None else safe_repr(setting)
+    others = "".join(f", {key} {safe_repr(setting[key])}" for key in ("split", "text_field", "revision")
+                     if key in setting)
     if "repo" in setting:
-        return f"{safe_repr(setting['repo'])}, {safe_repr(setting.get('name'))}"
+        name = f", {safe_repr(setting['name'])}" if "name" in setting else ""
+        return safe_repr(setting["repo"]) + name + others
     if not (files := files_of(setting)):
         return safe_repr(setting)
-    field = f", text_field {safe_repr(setting['text_field'])}" if "text_field" in setting else ""
     first = safe_repr(files[0].get("name"))
-    return (f"1 file, {first}" if len(files) == 1 else f"{len(files)} files, first {first}") + field
+    return (f"1 file, {first}" if len(files) == 1 else f"{len(files)} files, first {first}") + others
 
 
 def files_of(setting):

@@ -1,16 +1,22 @@
 """The Hugging Face hub: is it reachable, files of a dataset, weights of a model."""
 import errno
 import itertools
+import math
 import os
 import re
 import time
 from collections.abc import Container
+from contextlib import suppress
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 
 from runtime.cli import RunError, UserError, brief_error, print_error
 from runtime.files import read_text
 
 RETRIES = 8                     # waits of 1, 2, 4 ... 128 s: about four minutes without the network
+LONGEST_WAIT = 3600             # seconds, whatever the hub asks for
+REPO_NAME = re.compile(r"(?!.*(--|\.\.))\w[\w.-]*/\w[\w.-]*(?<![-.])", re.ASCII)          # OWNER/NAME
 # errors of the disk (errno) and of HTTP (status)
 NOT_WORTH_RETRYING = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS,
                       errno.EISDIR, 401, 403, 404}
@@ -38,9 +44,33 @@ def need_hub(what: str) -> None:
         raise RunError(f"{cause}: {remedy} to get {what}, or give your own text with --input")
 
 
+def causes(error: BaseException) -> list[BaseException]:
+    """An error, then the one that it came from, and so on."""
+    chain = []
+    while error and error not in chain:
+        chain.append(error)
+        error = error.__cause__ or error.__context__
+    return chain
+
+
+def asked_wait(error: Exception) -> int:
+    """Seconds that the hub asks to wait: the Retry-After (seconds or a date) or the RateLimit header of the
+    answer that `error` came from. 0 if it does not ask."""
+    for response in (getattr(cause, "response", None) for cause in causes(error)):
+        if getattr(response, "status_code", None) in (429, 503):
+            value, limit = (response.headers.get(name) or "" for name in ("retry-after", "ratelimit"))
+            with suppress(ValueError, OverflowError):
+                seconds = (re.search(r"\bt\s*=\s*(\d{1,9})", limit) or ["", 0])[1] if not value else (
+                    value if value.strip().isdigit() else
+                    (parsedate_to_datetime(value) - datetime.now(UTC)).total_seconds())
+                return math.ceil(max(0, min(LONGEST_WAIT, float(seconds))))
+    return 0
+
+
 def wait_to_retry(error: Exception, failures: int, repo: str, what: str,
                   final: Container = NOT_WORTH_RETRYING) -> None:
-    """Exponential backoff: prints `error` and sleeps 2^failures seconds. `failures`: how many before it.
+    """Exponential backoff: prints `error` and sleeps 2^failures seconds, or longer if the hub asks for it.
+    `failures`: how many before it.
 
     Raises RunError "`what` (`error`) ..." after RETRIES retries, or at once for the error codes in `final`.
     """
@@ -48,8 +78,10 @@ def wait_to_retry(error: Exception, failures: int, repo: str, what: str,
     if failures == RETRIES or code in final:
         raise RunError(f"{what} ({brief_error(error)}): run the same command again to resume, or give your "
                        f"own text with --input") from None
-    print_error(f"{repo}: {brief_error(error)[:120]}; trying again in {2 ** failures} s")
-    time.sleep(2 ** failures)
+    asked, seconds = asked_wait(error), 2 ** failures
+    print_error(f"{repo}: {brief_error(error)[:120]}; trying again in {max(seconds, asked)} s"
+                f"{', as the hub asks' * (asked > seconds)}")
+    time.sleep(max(seconds, asked))
 
 
 def fetch_file(repo: str, path: Path) -> None:
@@ -80,7 +112,7 @@ def download_model(name: str) -> Path:
     """Folder with config.json and model.safetensors of the hub's model `name`, from its cache where possible.
     Raises UserError if there is no such model or no connection."""
     repo = f"openai-community/{name}" if name in OPENAI_NAMES else name
-    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", repo, re.ASCII):
+    if not REPO_NAME.fullmatch(repo):
         raise UserError(f"{name} is no file or folder here, nor a model's name ({', '.join(OPENAI_NAMES)} or "
                         f"OWNER/NAME): check the path")
     from huggingface_hub import errors, hf_hub_download

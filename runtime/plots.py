@@ -52,7 +52,8 @@ def is_fineweb(folder: str | Path) -> bool:
     without one, by their names. False if the folder is gone."""
     try:
         manifest = json.loads(read_text(Path(folder) / "manifest.json", errors="strict"))
-        return "fineweb" in str(manifest.get("pretokenized") or manifest["source"].get("repo")).lower()
+        repo = str(manifest.get("pretokenized") or manifest["source"].get("repo"))
+        return bool(re.fullmatch(r"HuggingFaceFW/fineweb(-edu)?|kjj0/fineweb.*", repo))
     except OSError:
         names = [path.name for path in Path(folder).glob("*_val_*")]
         return any(re.match(r"(edufineweb|finewebedu|fineweb)(_p\d+of\d+)?_val_", name) for name in names)

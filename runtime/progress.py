@@ -21,7 +21,7 @@ def duration(seconds: float) -> str:
 @dataclass
 class Task:
     what: str
-    total: int | None           # None: nothing to count
+    total: int | None           # None: nothing to count, or with a `unit`, of an unknown number
     unit: str
     start: float
     due: float                  # time of its next sign
@@ -31,7 +31,8 @@ class Task:
         self.done += n
 
     def __str__(self):
-        count = f"{self.done:,} of {self.total:,} {self.unit}, " if self.total else ""
+        of = f" of {self.total:,}" if self.total else ""
+        count = f"{self.done:,}{of} {self.unit}, " if self.unit else ""
         return f"{self.what}: {count}{duration(time.monotonic() - self.start)} so far"
 
 

@@ -48,6 +48,11 @@ def _write(descriptor, text):
         pass
 
 
+def same_command_resumes() -> None:
+    """From now on the line after Ctrl-C says so."""
+    AFTER_CTRL_C[:] = ["the same command resumes"]
+
+
 def tell_stopped() -> None:
     """The line after Ctrl-C, once, by rank 0."""
     if is_rank0() and not TOLD:

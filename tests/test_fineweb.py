@@ -1067,7 +1067,7 @@ class ResumableStream(Stream):
 
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
-    """hub(dataset) puts `dataset()` in the place of load_dataset; waits cost no time and are recorded."""
+    """hub(dataset) makes `dataset()` the stream of any dataset; waits cost no time and are recorded."""
     import datasets
     waits, calls = [], []
     monkeypatch.chdir(tmp_path)
@@ -1075,11 +1075,14 @@ def hub(monkeypatch, tmp_path):
     monkeypatch.setattr(runtime.hub, "time", Clock(waits))
     monkeypatch.setattr(runtime.hub, "reach_hub", lambda: True)
 
+    monkeypatch.setattr(HubSource, "_newest", lambda source: "0123456789" * 4)
+
     def install(dataset):
-        def load_dataset(*args, **kwargs):
-            calls.append((args, kwargs))
-            return dataset()
-        monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+        def load_dataset_builder(path, **kwargs):
+            kwargs.pop("cache_dir")
+            return SimpleNamespace(as_streaming_dataset=lambda split: (
+                calls.append((path, kwargs | {"split": split})), dataset())[1])
+        monkeypatch.setattr(datasets, "load_dataset_builder", load_dataset_builder)
         return waits, calls
     return install
 
@@ -1090,8 +1093,8 @@ def test_a_connection_that_drops_now_and_then_changes_nothing(kind, hub, gpt2, t
     waits, calls = hub(lambda: kind(DOCUMENTS, failures, served))
     prepare("--shard_size", 700)
     assert read_shards(tmp_path / "edu_fineweb10B") == plain_shards(gpt2, DOCUMENTS, 700)
-    assert calls[0] == (("HuggingFaceFW/fineweb-edu",),
-                        {"name": "sample-10BT", "split": "train", "streaming": True})
+    assert calls[0] == ("hf://datasets/HuggingFaceFW/fineweb-edu",
+                        {"name": "sample-10BT", "revision": "0123456789" * 4, "split": "train"})
     assert len(waits) == 10 > RETRIES and waits[:2] == [1, 2]
     assert "dropped at 5; trying again" in capsys.readouterr().err
     assert (tmp_path / "edu_fineweb10B/edufineweb_val_000000.npy").exists()
@@ -1102,7 +1105,7 @@ def test_a_connection_that_drops_now_and_then_changes_nothing(kind, hub, gpt2, t
 def test_variant_and_sample_name_the_dataset_and_the_folder(hub, gpt2, tmp_path):
     _, calls = hub(lambda: Stream(DOCUMENTS, [], []))
     prepare("--variant", "classic", "--sample", "100BT", "--max_tokens", 3000, "--val_tokens", 1000)
-    assert calls[0][0] == ("HuggingFaceFW/fineweb",) and calls[0][1]["name"] == "sample-100BT"
+    assert calls[0][0] == "hf://datasets/HuggingFaceFW/fineweb" and calls[0][1]["name"] == "sample-100BT"
     assert sum(read_shards(tmp_path / "fineweb100B"), []) == plain_shards(gpt2, DOCUMENTS, 3000)[0]
 
 
