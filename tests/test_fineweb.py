@@ -40,6 +40,7 @@ import runtime.dataloader
 import runtime.hub
 import runtime.progress
 import runtime.shards
+import runtime.start
 import runtime.tokenizer
 from corpus.encoding import encode_stream
 from corpus.hub_source import HubSource
@@ -1275,7 +1276,7 @@ def test_pretokenized_a_connection_that_drops_is_tried_again(published, tmp_path
 
 def http_error(status):
     error = RuntimeError(f"status {status}")
-    error.response = type("Response", (), {"status_code": status})()
+    error.response = type("Response", (), {"status_code": status, "headers": {}})()
     return error
 
 
@@ -1481,7 +1482,7 @@ def test_a_folder_that_cannot_be_made_leaves_none_of_its_parents(tmp_path):
 @pytest.fixture
 def after_ctrl_c(monkeypatch):
     """What the line of Ctrl-C would add."""
-    monkeypatch.setattr(fineweb, "AFTER_CTRL_C", said := [])
+    monkeypatch.setattr(runtime.start, "AFTER_CTRL_C", said := [])
     return said
 
 

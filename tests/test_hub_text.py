@@ -18,7 +18,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from helpers import HANG, ROOT, Live, script
-from test_fineweb import gpt2, hub_at, plain_shards, read_shards  # noqa: F401
+from test_fineweb import gpt2, hub_at, own_shards, plain_shards, read_shards  # noqa: F401
 
 import fineweb
 import runtime.hub
@@ -219,8 +219,7 @@ def test_a_killed_run_ends_with_the_documents_of_the_revision_it_began_with(hub,
     result = script("fineweb.py", *flags, "--out", "out", env=hub.env, cwd=tmp_path)
     assert result.returncode == 0 and "are there already" in result.stdout, result
     documents = sum(TALES, [])
-    stream = sum(plain_shards(gpt2, documents, 10**6), [])
-    assert sum(read_shards(tmp_path / "out"), []) == stream
+    assert read_shards(tmp_path / "out") == own_shards(gpt2, documents, 200, 300)
     assert all(sha in path for _, path, _ in hub.asked if path != "/" and "agent-harnesses" not in path)
     assert not any("/1.jsonl" in path for _, path, _ in hub.asked)          # before the cursor
     monkeypatch.setattr(runtime.hub, "reach_hub", None)             # from here on no network is asked for
@@ -246,11 +245,8 @@ def test_parts_read_one_revision_and_share_its_documents(hub, gpt2, tmp_path, mo
     size = 2 * sum(map(len, older.values()))
     assert [m["source"] for m in manifests] == [{"repo": "me/tales", "revision": sha, "bytes": size}] * 2
     assert {m["val_tokens"] for m in manifests} == {int(size / 4.2) // 2 // 10}
-    tokens = sum(read_shards(out), [])
-    starts = [i for i, token in enumerate(tokens) if token == 50256] + [len(tokens)]
-    # a document that a shard's end cuts is whole in this order: all shards of a part, then those of the next
-    texts = [gpt2.decode(tokens[i + 1:j]) for i, j in zip(starts, starts[1:], strict=False)]
-    assert sorted(texts) == sorted(sum(TALES[:3], []))
+    documents = sum(plain_shards(gpt2, sum(TALES[:3], []), 10**6), [])
+    assert sorted(sum(read_shards(out), [])) == sorted(documents)
     # of two parts that began at the same time, one is refused
     manifests[0]["source"]["revision"] = "f" * 40
     (out / "manifest_p0of2.json").write_text(json.dumps(manifests[0]))
@@ -315,7 +311,7 @@ def test_waits_are_as_long_as_the_hub_asks_and_a_broken_file_is_read_on(hub, gpt
     waits = [wait if wait < 100 else round(wait, -2) for wait in run.waits]
     assert waits[:5] == [7, 3000, 4, 55, 100] and len(waits) < 12, run.waits
     assert "trying again in 7 s, as the hub asks" in run.stderr and "trying again in 4 s\n" in run.stderr
-    assert sum(read_shards(tmp_path / "one"), []) == sum(plain_shards(gpt2, TALES[0] + TALES[1], 10**6), [])
+    assert read_shards(tmp_path / "one") == own_shards(gpt2, TALES[0] + TALES[1], 200, 300)
     assert again.waits == [] and "shards complete" in again.stdout
 
 
