@@ -5,7 +5,6 @@ import math
 import os
 import re
 from collections import deque
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -31,30 +30,39 @@ def share(total: int, part: tuple[int, int]) -> int:
     return total // part[1] + (part[0] < total % part[1])
 
 
-def draw_validation(tokens: np.ndarray, count: int, seed: int) -> list[tuple[int, int]]:
-    """Which `count` of the tokens (1-D uint16, <|endoftext|> before each document) are for validation: the
-    (begin, end) of pieces, in their order.
+def draw_validation(starts: np.ndarray, total: int, count: int, seed: int) -> np.ndarray:
+    """Which `count` of `total` tokens are for validation, of documents that begin at `starts` (1-D): the
+    [begin, end] of pieces, in their order (n, 2).
 
     They are whole documents, at random by `seed`; the last of them is cut. A document longer than a sixteenth
     of `count` gives its share of `count` instead, in one piece from a place at random.
     """
-    starts = np.flatnonzero(tokens == EOT)
-    lengths = np.diff(starts, append=len(tokens))
+    lengths = np.diff(starts, append=total)
     large = lengths > count // 16
-    shares = np.diff(np.cumsum(lengths[large]) * count // len(tokens), prepend=0)
+    shares = np.diff(np.cumsum(lengths[large]) * count // total, prepend=0)
     random = np.random.Philox(seed).random_raw(len(starts)) >> 1          # the same in every release of NumPy
     free = lengths[large] - shares
     # not from a document's first token on: training has its beginning
     begins = starts[large] + np.minimum(1 + random[large].astype(np.int64) % np.maximum(free, 1), free)
-    pieces = list(zip(begins.tolist(), (begins + shares).tolist(), strict=True))
-    left = count - int(shares.sum())
-    for i in np.flatnonzero(~large)[np.argsort(random[~large], kind="stable")].tolist():
-        if left == 0:
-            break
-        n = min(left, int(lengths[i]))
-        pieces.append((int(starts[i]), int(starts[i]) + n))
-        left -= n
-    return sorted(pieces)
+    small = np.flatnonzero(~large)[np.argsort(random[~large], kind="stable")]
+    taken = np.cumsum(lengths[small])
+    left = count - shares.sum()
+    sizes = np.minimum(lengths[small], left - (taken - lengths[small]))
+    small, sizes = small[sizes > 0], sizes[sizes > 0]
+    begins, sizes = np.append(begins, starts[small]), np.append(shares, sizes)
+    order = np.argsort(begins)
+    return np.stack([begins[order], (begins + sizes)[order]], axis=1)
+
+
+def divide(parts: list[np.ndarray], pieces: np.ndarray) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """(`pieces` (n, 2) of the tokens of `parts`, the rest of them), as views."""
+    inside, outside, edges, at = [], [], pieces.reshape(-1), 0
+    for part in parts:
+        first, last = np.searchsorted(edges, [at, at + len(part)], side="right")      # those at `at` are past
+        for i, piece in enumerate(np.split(part, edges[first:last] - at), first):
+            (inside if i % 2 else outside).append(piece)
+        at += len(part)
+    return inside, outside
 
 
 class ShardWriter:
@@ -212,23 +220,31 @@ class ShardWriter:
         while self.cursors and self.cursors[0][0] <= self.document:
             self.manifest["mark"] = self.cursors.popleft()
         if self.has_validation and not self.manifest["shards"] and (is_last or seed is not None):
-            tokens, self.parts = np.concatenate(self.parts), []
-            val = self.settings["val_tokens"]
-            val = val if val < len(tokens) else len(tokens) // 10
-            pieces = [(0, val)] if seed is None else draw_validation(tokens, val, seed)
-            edges = [0, *(edge for piece in pieces for edge in piece), len(tokens)]
-            parts = [tokens[begin:end] for begin, end in pairwise(edges)]
-            tokens, train = np.concatenate(parts[1::2]), np.concatenate(parts[::2])
-            size, parts = self.settings["shard_size"], None       # frees the tokens
+            val, train = self._divide(seed)
+            size = self.settings["shard_size"]
+            if sum(map(len, train)) > size:
+                train = np.concatenate(train)
+                shards = [val, *([train[at:at + size]] for at in range(0, len(train), size))]
+            else:
+                shards = [val, train]
             # the manifest gets all of these or none: only the last one's end is where a run goes on
-            for i, at in enumerate(range(0, len(train), size)):
-                self._write_shard([tokens], {"unit": 0, "token": i})
-                tokens = train[at:at + size]
-            self.parts = [tokens]
+            for i, parts in enumerate(shards[:-1]):
+                self._write_shard(parts, {"unit": 0, "token": i})
+            self.parts = shards[-1]
         self._write_shard(self.parts, end_of_all)
         self.manifest["tokens"] = self.total
         self._save()
         self.parts, self.space_left = [], self._space()
+
+    def _divide(self, seed):
+        """The collected tokens: those for validation, those for training."""
+        ends = np.cumsum([len(part) for part in self.parts])
+        starts = np.concatenate([np.flatnonzero(part == EOT) + end - len(part)
+                                 for part, end in zip(self.parts, ends, strict=True)])
+        total, val = int(ends[-1]), self.settings["val_tokens"]
+        val = val if val < total else total // 10
+        pieces = np.array([[0, val]]) if seed is None else draw_validation(starts, total, val, seed)
+        return divide(self.parts, pieces)
 
     def _write_shard(self, parts, end):
         index = len(self.manifest["shards"]) + (not self.has_validation)

@@ -93,7 +93,7 @@ def plain_shards(gpt2, documents, shard_size):
 def mask_of(tokens, count, seed):
     """Which tokens are drawn for validation."""
     chosen = np.zeros(len(tokens), dtype=int)
-    for begin, end in draw_validation(tokens, count, seed):
+    for begin, end in draw_validation(np.flatnonzero(tokens == 50256), len(tokens), count, seed):
         chosen[begin:end] += 1
     assert chosen.max(initial=0) <= 1
     return chosen.astype(bool)
