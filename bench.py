@@ -34,23 +34,23 @@ import torch
 
 import hellaswag
 import train_gpt2
+from benchmarks.ablation import recipes_table
+from benchmarks.compare import compare_table
 from benchmarks.data import data_table, measure_loader
-from model import GPT, GPT2_SIZES, GPTConfig
-from runtime.ablation import recipes_table
-from runtime.benchmark import (GB, PlainAdamW, Setting, attention_costs, bytes_per_sequence, check_outputs,
+from benchmarks.operators import operator_seconds, operators_table
+from benchmarks.predict import GPUS, predict_table
+from benchmarks.timing import (GB, PlainAdamW, Setting, attention_costs, bytes_per_sequence, check_outputs,
                                find_largest, machine, matmul_seconds, measure, median_ms, peers_step,
                                predict_largest, print_table, random_tokens, rows_of, run_worker,
                                supported_kernels, time_steps)
+from model import GPT, GPT2_SIZES, GPTConfig
 from runtime.checks import automatic_values
 from runtime.cli import FlagParser, UserError, parse_int, run_command
-from runtime.compare import compare_table
 from runtime.dataloader import INPUT_TXT, TokenDataset, TokenLoader
 from runtime.device import choose_device, choose_dtype, make_autocast, peak_flops, peak_memory
 from runtime.distributed import StopSignals, setup_process
 from runtime.files import replace_file
-from runtime.operators import operator_seconds, operators_table
 from runtime.plots import plot_ladder
-from runtime.predict import GPUS, predict_table
 
 SIZES = GPT2_SIZES | {"small": dict(n_layer=4, n_head=4, n_embd=256),       # for CPUs, and to try a command
                       "tiny": dict(n_layer=4, n_head=2, n_embd=128)}

@@ -9,7 +9,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from runtime.benchmark import BENCH, measure, print_table, progress, random_tokens, rows_of
+from benchmarks.timing import BENCH, measure, print_table, progress, random_tokens, rows_of
 from runtime.cli import UserError
 from runtime.dataloader import INPUT_TXT, TokenDataset, TokenLoader, to_device
 from runtime.shards import open_shard, write_shard

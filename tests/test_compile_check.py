@@ -9,7 +9,7 @@ from helpers import logged
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from model import fresh_model
-from runtime.benchmark import random_tokens
+from benchmarks.timing import random_tokens
 from runtime.checkpoint import TrainState
 from runtime.cli import RunError
 from runtime.compile_check import compare_gradients, prepare_compiled

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 from helpers import ENV, HANG, ROOT, logged, run
 
-from runtime.benchmark import random_tokens
+from benchmarks.timing import random_tokens
 from runtime.cli import UserError
 from runtime.checkpoint import Saver
 from runtime.console import Band, brief_time, print_results, step_line

@@ -13,7 +13,7 @@ from helpers import ENV, HANG, ROOT, logged, run
 
 from model import GPT, GPTConfig, SpeedrunConfig, SpeedrunGPT, fresh_model
 from runtime.batch_size import moment_bytes
-from runtime.benchmark import random_tokens
+from benchmarks.timing import random_tokens
 from runtime.checks import check_config
 from runtime.cli import UserError, __version__
 from runtime.device import make_autocast

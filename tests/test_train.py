@@ -17,7 +17,7 @@ import torch
 
 from model import GPT, GPTConfig, load_model
 from runtime.batch_size import choose_micro_batch, largest_that_fits
-from runtime.benchmark import Setting
+from benchmarks.timing import Setting
 from runtime.checkpoint import Saver
 from runtime.checks import check_config, check_memory, micro_batch_candidates
 from runtime.cli import UserError

@@ -32,10 +32,10 @@ from torch.nn.attention import sdpa_kernel                              # noqa: 
 
 from model import fresh_model                                            # noqa: E402
 import train_gpt2                                                       # noqa: E402
-from runtime.counts import Counter, count_graph                         # noqa: E402
+from counts import Counter, count_graph                                 # noqa: E402
 from runtime.device import compile_model, place_model                   # noqa: E402
 from runtime.distributed import Process, StopSignals                    # noqa: E402
-from runtime.benchmark import PlainAdamW                                # noqa: E402
+from benchmarks.timing import PlainAdamW                                # noqa: E402
 from runtime.kernels import SDPA_KERNELS                                # noqa: E402
 
 FILE = ROOT / "assets" / "counts.json"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from runtime.benchmark import print_table
+from benchmarks.timing import print_table
 from runtime.cli import UserError
 from runtime.files import readable
 from runtime.log import read_metrics

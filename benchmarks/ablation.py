@@ -9,7 +9,7 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from runtime.benchmark import BENCH, print_table, progress
+from benchmarks.timing import BENCH, print_table, progress
 from runtime.cli import UserError
 from runtime.log import read_log
 from runtime.plots import plot_curves

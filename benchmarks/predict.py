@@ -14,7 +14,7 @@ import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
-from runtime.benchmark import GB, print_table
+from benchmarks.timing import GB, print_table
 from runtime.cli import UserError
 from runtime.device import PEAK_TFLOPS
 
@@ -323,7 +323,7 @@ def recipe_rows(gpu: GPU, shares: Shares, counts: dict) -> list[dict]:
 def predict_table(name: str) -> list[dict]:
     """The command: prints the tables for GPUS[name], and returns their rows."""
     if name not in GPUS:
-        raise UserError(f"--gpu {name}: its data sheet is not in runtime/predict.py; choose one of "
+        raise UserError(f"--gpu {name}: its data sheet is not in benchmarks/predict.py; choose one of "
                         f"{', '.join(GPUS)}")
     gpu, counts = GPUS[name], load_counts()
     shares = fit(counts, [row for row in PUBLISHED if row.fitted])

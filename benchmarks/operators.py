@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from runtime.benchmark import measure, median_ms, print_table, time_steps
+from benchmarks.timing import measure, median_ms, print_table, time_steps
 from runtime.cli import UserError
 
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
