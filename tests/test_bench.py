@@ -15,11 +15,11 @@ import pytest
 import torch
 
 import bench
-from bench import ladder_settings
 from helpers import ROOT, wait_until, script
 import benchmarks.data as data_benchmark
-from benchmarks import ablation
+from benchmarks import ablation, steps
 from benchmarks import timing as benchmark
+from benchmarks.tables import ladder_settings
 from runtime import progress
 from benchmarks.ablation import ABLATIONS, ablated_source, validation_curve
 from benchmarks.timing import (GB, Setting, bytes_per_sequence, measure, median_ms, predict_largest,
@@ -128,14 +128,15 @@ def test_one_of_several_processes_that_runs_out_of_memory_ends_them_all(rank, tm
 import os, resource, sys, time
 sys.path.insert(0, {str(ROOT)!r})
 import bench
+from benchmarks import steps
 def limited(*args):
     if int(os.environ["RANK"]) != {rank}:
-        bench.TokenLoader.next_batch = lambda *args: time.sleep(1000)
+        steps.TokenLoader.next_batch = lambda *args: time.sleep(1000)
         return time_steps(*args)
     used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + 200_000_000, -1))
     return time_steps(*args)
-time_steps, bench.time_steps = bench.time_steps, limited
+time_steps, steps.time_steps = steps.time_steps, limited
 bench.main()
 """)
     monkeypatch.setattr(benchmark, "BENCH", tmp_path / "bench.py")
@@ -420,7 +421,7 @@ def test_a_mistake_is_one_line_on_stderr(flags, message, capsys):
 @pytest.mark.skipif(os.name == "nt", reason="reads /proc")
 def test_synthetic_examples_have_hellaswags_format():
     import hellaswag
-    examples = bench.synthetic_examples(5)
+    examples = steps.synthetic_examples(5)
     assert [hellaswag._checked(example, "here") for example in examples] == examples
 
 

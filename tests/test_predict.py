@@ -12,6 +12,8 @@ from benchmarks import predict
 from benchmarks.predict import (GPUS, PUBLISHED, Shares, Work, at_micro_batch, attention_cost, check_rows,
                                 exposed_all_reduce, fit, flops_of, ladder_rows, load_counts, memory_of,
                                 recipe_rows, recipe_work, summary)
+from benchmarks.tables import ladder_settings
+from benchmarks.timing import Setting
 from helpers import ROOT
 from model import GPT, GPTConfig, SpeedrunConfig, SpeedrunGPT
 from runtime.cli import run_command
@@ -124,8 +126,8 @@ def test_a_smaller_share_makes_a_step_longer(share):
 
 def test_each_rung_of_the_ladder_is_predicted():
     rows = ladder_rows(GPUS["A100"], SHARES, COUNTS)
-    base = bench.Setting(device="cuda", dtype="bfloat16", compile=True)
-    assert [row["rung"] for row in rows] == [name for name, _, _ in bench.ladder_settings(base, True)]
+    base = Setting(device="cuda", dtype="bfloat16", compile=True)
+    assert [row["rung"] for row in rows] == [name for name, _, _ in ladder_settings(base, True)]
     assert rows[0]["TFLOP"].endswith("fp32") and rows[1]["TFLOP"].endswith("TF32")
     assert rows[0]["GB"] == rows[1]["GB"] and rows[0]["predicted ms"] > 2 * rows[1]["predicted ms"]
     assert rows[-1]["TFLOP"].endswith("bf16") and rows[-1]["tokens/s"] > rows[0]["tokens/s"]

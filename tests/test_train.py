@@ -476,8 +476,8 @@ def test_auto_batch_size_on_a_gpu_fits_and_changes_no_loss(shards, start, file_o
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("recipe", list(train_gpt2.RECIPES))
 def test_a_step_on_a_gpu_never_waits_for_it(recipe):
-    import bench
-    step, _ = bench.our_step(Setting(device="cuda", recipe=recipe, size="small", B=2, T=64, compile=False))
+    from benchmarks import steps
+    step, _ = steps.our_step(Setting(device="cuda", recipe=recipe, size="small", B=2, T=64, compile=False))
     step()
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
