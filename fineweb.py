@@ -147,7 +147,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     flag("--out", help="output folder (default edu_fineweb10B, or --dataset's name; required with --input)")
     flag("--shard_size", type=parse_int, default=100_000_000, help="tokens per shard (default 100000000)")
     flag("--val_tokens", type=parse_int, help="tokens of shard 0 (default shard_size, at most a tenth): "
-         "FineWeb's first, of your own text some of all documents")
+         "FineWeb's first, of your own text documents at random")
     flag("--max_tokens", type=parse_int, help="stop after so many, validation included (default: no limit)")
     flag("--workers", type=parse_int, help="threads that tokenise (default: one a core)")
     flag("--part", type=parse_part, metavar="I/N", help="of N commands, which write into one folder and may "
@@ -214,7 +214,8 @@ def write_shards(args: argparse.Namespace, source: HubSource | LocalSource, pref
     start = time.perf_counter()
     for note in source.notes:
         print(note)
-    writer = ShardWriter(out, prefix, settings, args.part, None if source.shuffled else VAL_SEED)
+    writer = ShardWriter(out, prefix, settings, args.part, None if source.shuffled else VAL_SEED,
+                         val_is_guess=not args.val_tokens)
     shards, there = writer.manifest["shards"], writer.total
     if there:
         print(f"{out}: {len(shards)} shards, {there:,} tokens, are there already")

@@ -16,6 +16,7 @@ from runtime.shards import MANIFEST_NAME
 
 CURSOR_EVERY = 1000             # documents between two cursors of a stream
 SIZES = 100                     # files whose size is asked for, at most
+OWN_FOLDERS = "assets", "benchmarks", "corpus", "docs", "runtime", "tests"
 LOG_IN = "log in with `hf auth login` or set HF_TOKEN"
 # --variant: dataset, prefix of the shards, beginning of the folder's name
 FINEWEB = {"edu": ("HuggingFaceFW/fineweb-edu", "edufineweb", "edu_fineweb"),
@@ -30,7 +31,9 @@ def default_names(repo: str, name: str | None, split: str) -> tuple[str, str]:
     words = [repo.partition("/")[2], name or "", split if split != "train" else ""]
     # without underscores: those are between the parts of a shard's name
     plain = re.sub(r"[^A-Za-z0-9.]+", "-", "-".join(filter(None, words)))[:100].strip("-.")
-    return plain or "hub", plain or "hub"
+    plain = plain or "hub"
+    # not into the project's own folders
+    return plain, repo.replace("/", "-") if plain in OWN_FOLDERS else plain
 
 
 def shortened(names: Iterable[str]) -> str:
@@ -78,10 +81,11 @@ class HubSource:
         except UserError:
             return                                # ShardWriter says which one is damaged
         for source, shards in ((found.get("source"), found.get("shards")) for found in manifests):
-            if isinstance(source, dict) and source.get("repo") == self.repo:
+            if isinstance(source, dict) and self.description == {
+                    key: value for key, value in source.items() if key not in ("revision", "bytes")}:
                 recorded = {key: source[key] for key in ("revision", "bytes") if key in source}
                 if not (re.fullmatch(r"[0-9a-f]{40}", str(recorded.get("revision", "0" * 40))) and
-                        recorded.get("bytes", 0) in range(1 << 60)):
+                        type(recorded.get("bytes", 0)) is int and 0 <= recorded.get("bytes", 0) < 1 << 60):
                     raise UserError(DAMAGED_CURSOR)
                 self.description |= recorded      # none in the manifests of earlier versions: then unpinned
                 return
@@ -131,6 +135,8 @@ class HubSource:
                 number, state = cursor or (0, None)
                 stream, self.opened = self.opened or self._open(state)[0], None
                 for document in stream:
+                    if self.field in document and document[self.field] is None:
+                        document[self.field] = ""         # an empty document: the others are worth reading
                     if not isinstance(document.get(self.field), str):
                         raise UserError(f"{self.repo}: document {number} has no string `{self.field}`; its "
                                         f"columns are {shortened(document)}: give another --text_field")

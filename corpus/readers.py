@@ -28,11 +28,16 @@ Texts = Iterator[list[str | memoryview]]
 
 
 def charset_of(data: bytes) -> str:
-    """The encoding, by iconv's name, in which bytes that are no UTF-8 text are probably written."""
+    """The encoding, by iconv's name, in which bytes that are no UTF-8 text are probably written. '' if these
+    are damaged UTF-8, or of a script that cannot be told."""
     if data[:2] in (b"\xff\xfe", b"\xfe\xff"):
         return "UTF-16"
     if data.count(0) > len(data) // 10:           # ASCII in UTF-16 is valid UTF-8, with a NUL a letter
         return "UTF-16LE" if data[1::2].count(0) > data[::2].count(0) else "UTF-16BE"
+    text, high = data.decode(errors="replace"), sum(byte >= 0x80 for byte in data)
+    bad = text.count("\ufffd")
+    if sum(ord(char) >= 0x80 for char in text) > 2 * bad or high > 0.3 * len(data):
+        return ""
     # Latin-1 has control characters where Windows has quotation marks and dashes
     return "WINDOWS-1252" if any(0x80 <= byte < 0xA0 for byte in data) else "LATIN1"
 
@@ -40,6 +45,9 @@ def charset_of(data: bytes) -> str:
 def not_utf8(path: Path, data: bytes) -> UserError:
     """The error of a file in another encoding, of which `data` is a piece."""
     name, old = charset_of(data), shlex.quote(str(path))
+    if not name:
+        return UserError(f"--input {path} is not UTF-8, or damaged: repair it, or if it is in another "
+                         f"encoding, convert it (iconv -f ITS_ENCODING -t UTF-8), or leave it out")
     new = shlex.quote(str(path.with_name(f"{path.stem}.utf8{path.suffix}")))
     packed = path.suffix.lower() in PACKED
     return UserError(f"--input {path} is not UTF-8 but, it seems, {name}: " + (
@@ -51,9 +59,11 @@ def not_utf8(path: Path, data: bytes) -> UserError:
 def checked(path: Path) -> Iterator[None]:
     """Around the reading of an input file: its errors are UserErrors."""
     with readable(f"--input {path}", "repair it (as UTF-8 text) or leave it out",
-                  (OSError, ValueError, NotImplementedError, csv.Error)):     # pyarrow's derive from these
+                  (OSError, ValueError, NotImplementedError)):       # pyarrow's errors derive from these
         try:
             yield
+        except csv.Error as error:
+            raise ValueError(f"as a table: {error}") from None
         except UnicodeDecodeError as error:
             raise not_utf8(path, error.object[max(0, error.start - 1000):error.end + 1000]) from None
 
@@ -139,15 +149,18 @@ def read_csv(path: Path, task: int, mine: Callable, field: str) -> Texts:
     csv.field_size_limit(MAX_DOCUMENT)
     with open_text(path, newline="") as file:     # as csv asks for it
         rows = csv.reader(file, delimiter="\t" if kind_of(path) == ".tsv" else ",", strict=True)
-        names = next(rows, [])
+        names = next(rows, None)
+        if names is None:                         # an empty file
+            return
         if field not in names:
             raise no_such_column(path, "", field, names)
         column, texts, size, i = names.index(field), [], 0, 0
         for row in rows:
             if not row:                           # an empty line
                 continue
-            if len(row) <= column:
-                raise ValueError(f"the row in line {rows.line_num} has no column {safe_repr(field)}")
+            if len(row) != len(names):
+                raise ValueError(f"the row in line {rows.line_num} has {len(row)} cells, and the first row "
+                                 f"{len(names)}")
             texts.append(row[column])
             size += len(row[column])
             if size >= task or len(texts) == MAX_ROWS:

@@ -34,24 +34,23 @@ def draw_validation(starts: np.ndarray, total: int, count: int, seed: int) -> np
     """Which `count` of `total` tokens are for validation, of documents that begin at `starts` (1-D): the
     [begin, end] of pieces, in their order (n, 2).
 
-    They are whole documents, at random by `seed`; the last of them is cut. A document longer than a sixteenth
-    of `count` gives its share of `count` instead, in one piece from a place at random.
+    Documents come at random by `seed`, until there are enough tokens. Of many (if `count` has room for eight
+    of their mean length) each is taken whole, up to an eighth of `count`; of few, each gives its share of
+    `count`, 256 tokens at least. A piece of a document is from a place at random.
     """
     lengths = np.diff(starts, append=total)
-    large = lengths > count // 16
-    shares = np.diff(np.cumsum(lengths[large]) * count // total, prepend=0)
+    many = count // 8 >= total / len(starts)
+    most = np.maximum(-(-lengths * count // total), count // 8 if many else 256)
     random = np.random.Philox(seed).random_raw(len(starts)) >> 1          # the same in every release of NumPy
-    free = lengths[large] - shares
+    order = np.argsort(random, kind="stable")
+    sizes = np.minimum(lengths, most)[order]
+    sizes = np.minimum(sizes, count - (np.cumsum(sizes) - sizes))         # the last one is cut
+    order, sizes = order[sizes > 0], sizes[sizes > 0]
+    free = lengths[order] - sizes
     # not from a document's first token on: training has its beginning
-    begins = starts[large] + np.minimum(1 + random[large].astype(np.int64) % np.maximum(free, 1), free)
-    small = np.flatnonzero(~large)[np.argsort(random[~large], kind="stable")]
-    taken = np.cumsum(lengths[small])
-    left = count - shares.sum()
-    sizes = np.minimum(lengths[small], left - (taken - lengths[small]))
-    small, sizes = small[sizes > 0], sizes[sizes > 0]
-    begins, sizes = np.append(begins, starts[small]), np.append(shares, sizes)
-    order = np.argsort(begins)
-    return np.stack([begins[order], (begins + sizes)[order]], axis=1)
+    begins = starts[order] + np.minimum(1 + random[order].astype(np.int64) % np.maximum(free, 1), free)
+    by_place = np.argsort(begins)
+    return np.stack([begins, begins + sizes], axis=1)[by_place]
 
 
 def divide(parts: list[np.ndarray], pieces: np.ndarray) -> tuple[list[np.ndarray], list[np.ndarray]]:
@@ -75,10 +74,13 @@ class ShardWriter:
 
     `part` (i, n): this is number i of n commands that write into one folder. Each has names, a manifest and
     a share of max_tokens of its own. Only number 0 makes a validation shard.
+
+    `val_is_guess`: val_tokens is from an estimate of the text's size, and of a text that ends with the first
+    shards at most a tenth is taken.
     """
 
     def __init__(self, out: Path, prefix: str, settings: dict, part: tuple[int, int] | None = None,
-                 val_seed: int | None = None):
+                 val_seed: int | None = None, val_is_guess: bool = False):
         self.out, self.prefix = out, prefix + part_name(part)
         self.path = out / f"manifest{part_name(part)}.json"
         self.settings, self.max_tokens = {"version": 1, **settings}, settings["max_tokens"] or math.inf
@@ -86,7 +88,7 @@ class ShardWriter:
             # what a part has depends on the size of a task
             self.settings |= {"parts": part[1], "part": part[0], "task": TASK}
             self.max_tokens = share(settings["max_tokens"], part) if settings["max_tokens"] else math.inf
-        self.has_validation = not part or part[0] == 0
+        self.has_validation, self.val_is_guess = not part or part[0] == 0, val_is_guess
         if self.has_validation and val_seed is not None:
             self.settings["val_seed"] = val_seed
         # in the file a cursor is a `mark`, and a document a `unit`: those of earlier versions are read
@@ -139,7 +141,8 @@ class ShardWriter:
             ends = [shard[2:] for shard in shards]
             if ends != sorted(set(ends)):
                 raise ValueError("a shard ends before the one before it")
-        if not shards:
+        # unlisted shards: it was killed between them and its manifest
+        if not shards and not self._unlisted():
             return
         if "val_seed" not in found:
             self.settings.pop("val_seed", None)   # begun by an earlier version
@@ -149,6 +152,13 @@ class ShardWriter:
                 raise UserError(f"{path} is not the shard that {self.path.name} describes: remove {self.out}")
             self.total += tokens
         self.manifest = found
+
+    def _unlisted(self):
+        """Whether the folder has shards of this command, or of one with the same manifest, while it lists
+        none."""
+        own = PART_NAME.search(self.path.name)
+        return any(SHARD_NAME.match(path.name) and (found and found[0]) == (own and own[0])
+                   for path in self.out.iterdir() for found in [PART_NAME.search(path.name)])
 
     def _compare(self, found, what, but=()):
         """UserError if a setting in the manifest `found` differs from ours."""
@@ -220,7 +230,7 @@ class ShardWriter:
         while self.cursors and self.cursors[0][0] <= self.document:
             self.manifest["mark"] = self.cursors.popleft()
         if self.has_validation and not self.manifest["shards"] and (is_last or seed is not None):
-            val, train = self._divide(seed)
+            val, train = self._divide(seed, is_last)
             size = self.settings["shard_size"]
             if sum(map(len, train)) > size:
                 train = np.concatenate(train)
@@ -236,12 +246,14 @@ class ShardWriter:
         self._save()
         self.parts, self.space_left = [], self._space()
 
-    def _divide(self, seed):
+    def _divide(self, seed, is_last):
         """The collected tokens: those for validation, those for training."""
         ends = np.cumsum([len(part) for part in self.parts])
         starts = np.concatenate([np.flatnonzero(part == EOT) + end - len(part)
                                  for part, end in zip(self.parts, ends, strict=True)])
         total, val = int(ends[-1]), self.settings["val_tokens"]
+        if self.val_is_guess and is_last and seed is not None:
+            val = min(val, max(total // 10, min(20, total // 2)))
         val = val if val < total else total // 10
         pieces = np.array([[0, val]]) if seed is None else draw_validation(starts, total, val, seed)
         return divide(self.parts, pieces)
@@ -257,7 +269,7 @@ class ShardWriter:
     def forget_if_empty(self) -> None:
         """Removes the manifest if there is no shard: it would bind the folder to its settings."""
         # a shard can be there before the manifest lists it: then the same command goes on
-        if not self.manifest["shards"] and not any(self.out.glob(f"{self.prefix}_*_00000?.*")):
+        if not self.manifest["shards"] and not self._unlisted():
             self.path.unlink(missing_ok=True)
 
     def _save(self):

@@ -9,7 +9,8 @@ With `part=(i, n)` a source is the i-th of n parts of the text. Every document i
 import glob
 import hashlib
 import os
-from codecs import BOM_UTF8
+import shlex
+from codecs import BOM_UTF8, getincrementaldecoder
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -66,6 +67,8 @@ def difference(found: object, ours: object) -> str:
     for old, new in zip(files_of(found), files_of(ours), strict=False):
         if old != new:
             names = safe_repr(old.get("name")), safe_repr(new["name"])
+            if old == {key: value for key, value in new.items() if key != "byte_order_mark"}:
+                return f"{names[0]} begins with a byte-order mark, which earlier versions made a token of"
             return f"{names[0]} instead of {names[1]}" if names[0] != names[1] else f"{names[0]} has changed"
     return "its contents have changed"
 
@@ -101,18 +104,19 @@ class LocalSource:
             return [Path(pattern)]
         every = os.path.join(glob.escape(pattern), "*") if os.path.isdir(pattern) else pattern
         found = [Path(path) for path in sorted(glob.glob(every, recursive=True))]
-        files = [path for path in found if path.is_file()]
-        others = [path for path in files if not kind_of(path)]
+        files = [path for path in found if not path.is_dir()]
+        others = [path for path in files if not (kind_of(path) and path.is_file())]
         folders = [path for path in found if path.is_dir()] if every != pattern else []
         kinds = ", ".join(sorted({path.suffix or path.name for path in others})[:8])
         count = f"{len(others)} of {len(files)} files"
         skipped = [f"{count} ({kinds}; text is in {KINDS} files)"] if others else []
-        skipped += [f"the folders in it, which --input '{every}*' would read too"] if folders else []
+        if folders:
+            skipped.append(f"the folders in it, which --input {shlex.quote(f'{every}*')} would read too")
         if len(others) == len(files):
             raise UserError(f"--input {pattern}: " + (f"nothing to read, only {' and '.join(skipped)}"
-                                                      if skipped else "no such file, check the path"))
+                                                      if skipped else "there is no file, check the path"))
         self.notes += [f"--input {pattern}: skipped {' and '.join(skipped)}"] if skipped else []
-        return [path for path in files if kind_of(path)]
+        return [path for path in files if path not in others]
 
     def _look(self):
         """Looks at the beginning of each file: its encoding, a byte-order mark, line ends."""
@@ -121,9 +125,15 @@ class LocalSource:
             head = beginning(path)
             if head.count(0) > len(head) // 10:   # ASCII in UTF-16 is valid UTF-8, with a NUL a letter
                 raise not_utf8(path, head)
+            try:
+                getincrementaldecoder("utf-8")().decode(head)
+            except UnicodeDecodeError as error:
+                raise not_utf8(path, head[max(0, error.start - 1000):error.end + 1000]) from None
             if head.startswith(BOM_UTF8):
                 file["byte_order_mark"] = "left out"      # earlier versions made a token of it
             dos += [path] if reader == read_txt and b"\r\n" in head else []
+        if repeated := len(self.paths) - len({*self.paths}):
+            self.notes.append(f"--input: {repeated} files are given more than once, and read as often")
         if dos:
             self.notes.append(f"--input: {len(dos)} of {len(self.paths)} files, first {dos[0]}, have "
                               f"Windows line ends (CRLF). They stay, and a model learns to write them: make "

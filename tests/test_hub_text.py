@@ -226,7 +226,7 @@ def test_a_killed_run_ends_with_the_documents_of_the_revision_it_began_with(hub,
     fineweb.main([*flags, "--out", str(out)])
     assert "shards complete" in capsys.readouterr().out
     with pytest.raises(UserError, match=f"text_field body, revision {sha}, instead of me/books, tales, "
-                                        f"split test, text_field body, revision {sha}"):
+                                        f"split test, text_field body"):
         fineweb.main([*flags, "--out", str(out), "--split", "test"])
 
 
@@ -281,7 +281,7 @@ def test_a_mistake_is_one_line_at_once_and_leaves_no_folder(hub, tmp_path):
         ("me/one", "--split", "no", *body): "has no --split no: its splits are train",
         ("me/one", "--split", "train[:10%]", *body): "has no --split train[:10%]: its splits are train",
         ("me/one",): "has no column text: give --text_field, one of body, n",
-        ("me/null", *body): "document 0 has no string `body`; its columns are body, n",
+        ("me/null", "--text_field", "n"): "document 0 has no string `n`; its columns are body, n",
         ("me/code", *body): "code from the hub is never run", ("me/pictures",): "me/pictures cannot be read",
         ("me/broken",): "me/broken cannot be read", ("me/mixed", *body): "me/mixed: its files have not all"}
     others = ["--out", "new/out", "--val_tokens", "100000"]           # no shard before the end
@@ -464,3 +464,30 @@ def test_many_names_are_shortened():
     assert shortened(["a", "b"]) == "a, b" and shortened([]) == ""
     assert shortened(f"name{i}" for i in range(1000)).endswith(" ... (1000 in all)")
     assert len(shortened(["x" * 10_000] * 9)) < 300
+
+
+def test_a_row_without_text_is_an_empty_document(hub, tmp_path, monkeypatch):
+    source = HubSource("me/null", None)
+    monkeypatch.setattr(runtime.hub, "reach_hub", lambda: True)
+    rows = [{"text": "a"}, {"text": None}, {"text": "b"}]
+    monkeypatch.setattr(HubSource, "_open", lambda *args: (rows, 0))
+    assert [text for piece in source.read() for text in piece.texts] == ["a", "", "b"]
+
+
+@pytest.mark.parametrize("size", ["12", 12.5, 1e9, True, [], -1, 1 << 61])
+def test_a_size_in_a_manifest_that_is_none_is_refused(size, tmp_path):
+    (tmp_path / "manifest.json").write_text(json.dumps({"source": {"repo": "me/x", "bytes": size}}))
+    with pytest.raises(UserError, match="damaged"):
+        HubSource("me/x", None).pin(tmp_path)
+
+
+def test_a_manifest_of_another_configuration_does_not_decide_on_size_and_revision(tmp_path, monkeypatch):
+    (tmp_path / "manifest.json").write_text(json.dumps(
+        {"source": {"repo": "me/x", "name": "a", "revision": "1" * 40, "bytes": 7}, "shards": []}))
+    monkeypatch.setattr("corpus.hub_source.need_hub", lambda what: None)
+    monkeypatch.setattr(HubSource, "_newest", lambda source: "2" * 40)
+    monkeypatch.setattr(HubSource, "_open", lambda source, state, measure: ([], 99))
+    source = HubSource("me/x", "b")
+    source.pin(tmp_path)
+    assert source.description == {"repo": "me/x", "name": "b", "revision": "2" * 40, "bytes": 99}
+    assert default_names("me/corpus", None, "train") == ("corpus", "me-corpus")

@@ -12,10 +12,12 @@ from hypothesis import strategies as st
 from test_fineweb import (FAST, ROOT, command, contents, gpt2, mask_of, prepare, read_shards, texts_of,  # noqa: F401
                           write_text)
 
+import corpus.shard_writer
 import runtime.shards
 from corpus.readers import charset_of, read_csv
+from corpus.shard_writer import draw_validation
 from corpus.sources import LocalSource
-from runtime.cli import UserError
+from runtime.cli import RunError, UserError
 from runtime.tokenizer import encode
 
 # -----------------------------------------------------------------------------
@@ -60,8 +62,8 @@ def test_a_file_of_another_kind_is_refused_where_it_is_named_and_where_there_is_
 
 @pytest.mark.parametrize("text, said", [
     ("id,body\n1,x\n", "no column text, only id, body: name the right one with --text_field"),
-    ("", "no column text, only nothing"),
-    ("id,text\n1,x\n2\n", "the row in line 3 has no column text"),
+    ("id,text\n1,x\n2\n", "the row in line 3 has 1 cells, and the first row 2"),
+    ("id,text\n1,Hello, world\n", "the row in line 2 has 3 cells"),
     ('id,text\n1,"never closed\n', "unexpected end of data"),
 ])
 def test_a_csv_that_is_not_as_it_should_be_is_a_users_mistake(text, said, tmp_path):
@@ -100,6 +102,14 @@ def test_another_encoding_is_named_with_the_command_that_mends_it(codec, name, s
     assert iconv == f"iconv -f {name} -t UTF-8 'my text{suffix}' > 'my text.utf8{suffix}'"
     subprocess.run(iconv, shell=True, cwd=tmp_path, check=True)
     assert texts_of(LocalSource([str(tmp_path / f"my text.utf8{suffix}")]))[0][:100] == text[:100]
+
+
+@pytest.mark.parametrize("data", ["naïve café, ".encode() * 50 + b"\xff" + "déjà vu".encode() * 50,
+                                  "привет, мир ".encode("cp1251") * 50, "语言模型".encode("gbk") * 50])
+def test_no_command_is_given_for_damaged_utf8_and_for_scripts_that_cannot_be_told(data, tmp_path):
+    (tmp_path / "a.txt").write_bytes(data)
+    with pytest.raises(UserError, match="a.txt is not UTF-8, or damaged: repair it.*iconv -f ITS_ENC"):
+        LocalSource([str(tmp_path / "a.txt")])
 
 
 def test_other_encodings_are_found_beyond_the_beginning_and_in_packed_files(tmp_path):
@@ -148,15 +158,23 @@ def test_the_validation_tokens_of_three_long_documents_are_a_piece_of_each_by_it
     assert (chosen != other).any() and (chosen == mask_of(tokens, 3_500, 1337)).all()
 
 
-def test_the_validation_tokens_of_many_documents_are_whole_ones_from_all_over_the_text():
-    tokens = stream_of([40 + i % 30 for i in range(2000)])
-    chosen = mask_of(tokens, 10_000, 1337)
-    starts = np.flatnonzero(tokens == 50256)
-    inside = np.split(chosen, starts[1:])
-    whole, cut = sum(part.all() for part in inside), sum(part.any() and not part.all() for part in inside)
-    assert whole > 150 and cut <= 1 and chosen.sum() == 10_000
-    quarters = [int(part.sum()) for part in np.array_split(chosen, 4)]
-    assert min(quarters) > 1500, quarters
+@pytest.mark.parametrize("lengths, count, least", [
+    ([40 + i % 30 for i in range(2000)], 10_000, 40), ([100] * 100, 1000, 100), ([1000] * 150, 15_000, 1000)])
+def test_the_validation_tokens_of_many_documents_are_whole_ones_from_all_over_the_text(lengths, count, least):
+    tokens = stream_of(lengths)
+    chosen = mask_of(tokens, count, 1337)
+    inside = np.split(chosen, np.flatnonzero(tokens == 50256)[1:])
+    cut = sum(part.any() and not part.all() for part in inside)
+    assert sum(part.all() for part in inside) >= count // max(lengths) and cut <= 1 and chosen.sum() == count
+    assert min(int(part.sum()) for part in np.array_split(chosen, 4)) > count // 20
+
+
+@pytest.mark.parametrize("lengths, count", [([2000] * 1000, 10_000), ([100_000] * 1000, 20_000),
+                                            ([1000] * 10, 1000), ([500_000, 3000], 50_000)])
+def test_no_validation_piece_is_a_scrap(lengths, count):
+    starts = np.cumsum([0, *lengths[:-1]])
+    sizes = np.diff(draw_validation(starts, sum(lengths), count, 1337), axis=1)[:, 0]
+    assert sorted(sizes)[1 if len(sizes) > 2 else 0] >= 256 and sizes.sum() == count and len(sizes) > 1
 
 
 @FAST
@@ -173,7 +191,7 @@ def test_the_drawn_tokens_are_the_same_in_every_release():
     assert np.flatnonzero(np.diff(chosen.astype(int))).tolist() == FIXED
 
 
-FIXED = [25, 31, 1503, 1877, 3049, 3056, 3082, 3085, 3141, 3146, 3197, 3202]
+FIXED = [49, 367, 687, 3069, 3099]
 
 
 def test_a_text_in_two_languages_is_validated_in_both(gpt2, tmp_path):  # noqa: F811
@@ -232,3 +250,34 @@ def test_ctrl_c_between_a_shard_and_its_manifest_does_not_bar_the_same_command(f
             prepare(*flags, tmp_path / "out")
     prepare(*flags, tmp_path / "out")
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+def test_shards_that_no_manifest_lists_bind_the_folder_to_their_settings(tmp_path, monkeypatch):
+    """Else they would stay, and the tokens of the one validation be in the other's training."""
+    flags = ["--input", write_text(tmp_path / "a.jsonl", ["word " * 50] * 40), "--out", tmp_path / "out"]
+
+    def full(path, *parts):
+        if "train" in str(path):
+            raise RunError("the disk is full")
+        return write_shard(path, *parts)
+
+    write_shard = runtime.shards.write_shard
+    with monkeypatch.context() as patch:
+        patch.setattr(corpus.shard_writer, "write_shard", full)
+        with pytest.raises(RunError):
+            prepare(*flags)
+    for others in (["--format", "bin"], ["--val_tokens", 40]):
+        with pytest.raises(UserError, match="was begun with another"):
+            prepare(*flags, *others)
+    prepare(*flags)
+    assert len(read_shards(tmp_path / "out")) == 2
+
+
+def test_by_default_validation_has_no_more_than_a_tenth_however_much_else_the_files_hold(tmp_path):
+    rows = [json.dumps({"text": f"some words {i} " * 20, "more": "x" * 4000}) for i in range(60)]
+    (tmp_path / "a.jsonl").write_text("\n".join(rows))
+    prepare("--input", tmp_path / "a.jsonl", "--out", tmp_path / "out")
+    val, train = read_shards(tmp_path / "out")
+    assert len(val) == (len(val) + len(train)) // 10
+    prepare("--input", tmp_path / "a.jsonl", "--out", tmp_path / "asked", "--val_tokens", 3000)
+    assert len(read_shards(tmp_path / "asked")[0]) == 3000
