@@ -737,7 +737,7 @@ def test_whatever_a_manifest_says_the_run_goes_on_or_refuses_and_writes_nowhere_
     (("mark",), [math.nan, 0]), (("mark",), [0, {"deep": [[]]}]), (("complete",), "yes"),
     (("shards", 0, "tokens"), "100"),
     (("shards", 0, "tokens"), math.inf), (("shards", 1, "end", "token"), -5),
-    (("shards", 1, "end", "unit"), 1.5), (("shards", 1, "end", "unit"), 0),
+    (("shards", 1, "end", "unit"), 1.5), (("shards", 2, "end", "unit"), 0),
     (("shards", 0, "file"), ".."), (("shards", 0, "file"), "\0"), (("shards", 0, "file"), "../outside.npy"),
     (("shards", 0, "file"), "/etc/passwd")])
 def test_a_manifest_with_a_wrong_value_is_refused(place, value, interrupted):
