@@ -708,7 +708,7 @@ def interrupted(tmp_path_factory):
              "1"]
     fineweb.main([*flags, "--out", str(folder / "out")])
     manifest = json.loads((folder / "out/manifest.json").read_text())
-    manifest |= {"complete": False, "mark": [0, 0], "shards": manifest["shards"][:2], "tokens": 800}
+    manifest |= {"complete": False, "mark": [0, 0], "shards": manifest["shards"][:3], "tokens": 1500}
     return folder / "out", flags, manifest
 
 
