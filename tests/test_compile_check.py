@@ -89,15 +89,16 @@ def test_a_right_model_passes_and_is_left_as_it_was_bit_for_bit(recipe, dtype, w
 @pytest.mark.parametrize(("recipe", "name"), [("gpt2", NORM), ("gpt2", "transformer.h.1.mlp.c_fc.bias"),
                                               ("speedrun", "transformer.h.1.attn.c_q.weight"),
                                               ("frontier", "transformer.wte.weight")])
-@pytest.mark.parametrize("factor", [0.5, math.nan])
-def test_a_gradient_that_differs_ends_the_run_in_one_line_that_names_it(recipe, name, factor, cache):
-    config = a_config(recipe, "bfloat16")
+@pytest.mark.parametrize(("factor", "dtype"), [(0.5, "float32"), (4.0, "bfloat16"), (math.nan, "bfloat16")])
+def test_a_gradient_that_differs_ends_the_run_in_one_line_that_names_it(recipe, name, factor, dtype, cache):
+    """In bfloat16 four times as large: half can be within eager mode's own error, which depends on the CPU."""
+    config = a_config(recipe, dtype)
     model = fresh_model(config)
     before = bits(model)
     with pytest.raises(RunError, match=f"another gradient of {name} .*--no_compile"):
         prepare(config, Compiled(model, name, factor), model)
     assert all(torch.equal(now, before[n]) for n, now in bits(model).items()) and not cache.exists()
-    assert prepare(a_config(recipe, "bfloat16", check_compile=False), Compiled(model, name, factor), model)
+    assert prepare(a_config(recipe, dtype, check_compile=False), Compiled(model, name, factor), model)
 
 
 def test_a_gradient_far_from_float32_is_right_where_eager_modes_is_as_far():
