@@ -38,14 +38,13 @@ def without_encoding(script: str, *flags: str) -> None:
     ready array."""
     ready = (np.arange(1 << 24) % 50_000).astype(np.uint32)
 
-    def run(rows):
-        found = [ready[:int(len(row) / BYTES_PER_TOKEN)].copy() for row in rows]
-        for row, tokens in zip(rows, found, strict=True):
-            tokens[np.linspace(0, len(tokens) - 1, row.count(encoding.START), dtype=int)] = EOT
-        return found
+    def run(row):
+        tokens = ready[:int(len(row) / BYTES_PER_TOKEN)].copy()
+        tokens[np.linspace(0, len(tokens) - 1, row.count(encoding.START), dtype=int)] = EOT
+        return tokens
 
     encoding.gigatoken = lambda threads: run
-    encoding.Encoder.compare = lambda *args: None
+    encoding.compare = lambda row, tokens, most: most
     sys.argv = [script, *flags]
     runpy.run_path(script, run_name="__main__")
 

@@ -1,6 +1,6 @@
 """Text -> tokens, in the order of the text: gigatoken encodes, and tiktoken is the reference.
 
-gigatoken (Rust, threads of its own) is some 30 times as fast as tiktoken. It gets many documents as one text,
+gigatoken (Rust) is some 30 times as fast as tiktoken. It gets many documents as one text,
 with <|endoftext|> before each: what it returns is then what the shards hold. Documents in which the two can
 differ go to tiktoken, and so does all text where gigatoken is not installed.
 """
@@ -10,8 +10,8 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -21,9 +21,8 @@ from runtime.cli import RunError, UserError
 from runtime.tokenizer import EOT, checked_asset, encode
 
 START = b"<|endoftext|>"
-ROW = 1 << 19                   # bytes, about, that one thread encodes at once
-BATCH = 1 << 22                 # bytes of text, about, that are encoded at once
-READ_AHEAD, ENCODED_AHEAD = 3, 32         # batches: while a shard is written, encoding goes on
+BATCH = 1 << 19                 # bytes of text, about, that are encoded at once: memory in caches, used again
+AHEAD = 256                     # batches encoded in advance: while a shard is written, encoding goes on
 COMPARED_FIRST, ONE_IN = 100_000, 1000    # bytes, and then the share of the text, that tiktoken encodes too
 MOST_COMPARED = 1 << 19         # bytes of a document that is compared
 # What Unicode 17 made letters: gigatoken knows, tiktoken does not yet. They may differ before 's, 're ...
@@ -42,10 +41,11 @@ class Tokens(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Text to be encoded. A row is documents as bytes, START before each; or one as str, for tiktoken."""
-    rows: list[bytes | str]
-    starts: list[bool]              # of each document: False for a further piece of the one before
+    """Text to be encoded: documents or pieces of them, of which tiktoken encodes the first `compared` too."""
+    texts: list[str | memoryview]
+    starts: list[bool]              # of each: False for a further piece of the document before
     cursors: list[tuple[int, object]]
+    compared: int
 
 
 @functools.cache
@@ -98,28 +98,39 @@ def rows_of(texts: list) -> Iterator[bytes | str]:
 def read_batches(pieces: Iterable[Piece]) -> Iterator[Batch]:
     """What was read before an error of the source comes before it."""
     texts, starts, cursors, size, failed = [], [], [], 0, None
+    seen, compared = 0, -COMPARED_FIRST                   # bytes
+
+    def batch():
+        nonlocal seen, compared
+        seen, n = seen + size, 0
+        while compared * ONE_IN <= seen and n < len(texts) and len(texts[n]) <= MOST_COMPARED:
+            compared, n = compared + len(texts[n]), n + 1
+        return Batch(texts, starts, cursors, n)
+
     try:
         for found, begins, cursor in pieces:
             if cursor is not None:
                 cursors.append((len(starts), cursor))
-            texts += found
-            starts += [begins] * len(found)
-            size += sum(map(len, found))
-            if size >= BATCH:
-                yield Batch(list(rows_of(texts)), starts, cursors)
-                texts, starts, cursors, size = [], [], [], 0
+            for text in found:
+                texts.append(text)
+                starts.append(begins)
+                size += len(text)
+                if size >= BATCH:
+                    yield batch()
+                    texts, starts, cursors, size = [], [], [], 0
     except (UserError, RunError) as error:
         failed = error
     if texts:
-        yield Batch(list(rows_of(texts)), starts, cursors)
+        yield batch()
     if failed:
         raise failed
 
 
 @functools.cache
-def gigatoken(threads: int) -> Callable[[list[bytes]], list[np.ndarray]] | None:
-    """The function that encodes rows, each on one thread, from assets/; None where gigatoken is missing. Its
-    first use in a process decides on the number of threads."""
+def gigatoken(threads: int) -> Callable[[bytes], np.ndarray] | None:
+    """The function that encodes UTF-8, from assets/; None where gigatoken is missing. Text up to a megabyte
+    is encoded on the calling thread, longer text on `threads` of gigatoken's own, of which the first use in
+    a process decides on the number."""
     try:
         from gigatoken.gigatoken_rs import PadTruncate, load_hf_json
     except ImportError:
@@ -135,68 +146,46 @@ def gigatoken(threads: int) -> Callable[[list[bytes]], list[np.ndarray]] | None:
         "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True},
         "model": {"type": "BPE", "vocab": json.loads(vocabulary), "merges": merges.split("\n")[1:-1]}}))
 
-    def run(rows):
-        # rows of a matrix, of which the longest decides on the width
-        padded, lengths = tokenizer.encode_batch_padded(rows, PadTruncate(0))
-        return [tokens[:length] for tokens, length in zip(padded, lengths, strict=True)]
+    def run(row):
+        padded, lengths = tokenizer.encode_batch_padded([row], PadTruncate(0))
+        return padded[0, :lengths[0]]
 
     return run
 
 
-class Encoder:
-    """Batches -> Tokens, by so many threads. It compares the first documents and then a thousandth of the
-    text with tiktoken."""
+def encode_batch(batch: Batch, run: Callable[[bytes], np.ndarray] | None) -> Tokens:
+    """Its tokens by `run`, or where that is None by tiktoken. RunError where a compared document has other
+    tokens than tiktoken's."""
+    parts, left = [np.empty(0, dtype=np.uint16)], batch.compared
+    for row in rows_of(batch.texts):
+        if isinstance(row, bytes) and run:
+            parts.append(run(row))
+            left -= compare(row, parts[-1], left) if left else 0
+        else:
+            texts = [row] if isinstance(row, str) else (text.decode() for text in row.split(START)[1:])
+            parts += [part for text in texts for part in ([EOT], encode(text))]
+            left -= left > 0
+    tokens = np.concatenate(parts, dtype=np.uint16, casting="unsafe")
+    first = np.flatnonzero(tokens == EOT)
+    lengths = np.diff(first, append=len(tokens))
+    if not all(batch.starts):
+        further = ~np.array(batch.starts)
+        tokens, lengths = np.delete(tokens, first[further]), lengths - further
+    return Tokens(tokens, lengths.tolist(), batch.cursors)
 
-    def __init__(self, threads: int):
-        self.run, self.seen, self.compared = gigatoken(threads), 0, -COMPARED_FIRST
 
-    def encode(self, batch: Batch) -> Tokens:
-        """RunError where a compared document has other tokens than tiktoken's."""
-        parts = [np.empty(0, dtype=np.uint16)]
-        for kind, rows in groupby(batch.rows, type):
-            if kind is bytes and self.run:
-                parts += self.encode_together(b"".join(rows))
-            else:
-                texts = (rows if kind is str else
-                         (text.decode() for row in rows for text in row.split(START)[1:]))
-                parts += [part for text in texts for part in ([EOT], encode(text))]
-        tokens = np.concatenate(parts, dtype=np.uint16, casting="unsafe")
-        first = np.flatnonzero(tokens == EOT)
-        lengths = np.diff(first, append=len(tokens))
-        if not all(batch.starts):
-            further = ~np.array(batch.starts)
-            tokens, lengths = np.delete(tokens, first[further]), lengths - further
-        return Tokens(tokens, lengths.tolist(), batch.cursors)
-
-    def encode_together(self, text: bytes) -> list[np.ndarray]:
-        """The tokens of a row, which the threads share out."""
-        rows, at = [], 0
-        while at < len(text):
-            end = text.find(START, at + ROW)
-            rows.append(text[at:] if end < 0 else text[at:end])
-            at += len(rows[-1])
-        together = iter(self.run([row for row in rows if len(row) <= 2 * ROW]))
-        found = [next(together) if len(row) <= 2 * ROW else self.run([row])[0] for row in rows]
-        for row, tokens in zip(rows, found, strict=True):
-            self.compare(row, tokens)
-        return found
-
-    def compare(self, row: bytes, tokens: np.ndarray) -> None:
-        """Compares the documents of a row, as far as it is their turn."""
-        self.seen += len(row)
-        at = 0
-        while self.compared * ONE_IN <= self.seen and at < len(row):
-            end = row.find(START, at + 1)
-            end = len(row) if end < 0 else end
-            size, text = end - at, row[at + len(START):end]
-            if size > MOST_COMPARED:
-                return
-            at, want = end, encode(text.decode())
-            if tokens[:len(want) + 2].tolist()[1:] not in ([*want.tolist(), EOT], want.tolist()):
-                raise RunError("gigatoken's tokens are not tiktoken's for the document that begins with "
-                               f"{text[:60].decode(errors='ignore')!r}: uninstall gigatoken, and run the "
-                               f"same command again")
-            tokens, self.compared = tokens[len(want) + 1:], self.compared + size
+def compare(row: bytes, tokens: np.ndarray, most: int) -> int:
+    """Compares the first documents of a row, `most` or all of them, with tiktoken. How many it compared."""
+    texts, at = row.split(START, most + 1)[1:most + 1], 0
+    for text in texts:
+        want = encode(text.decode()).tolist()
+        end = at + 1 + len(want)
+        if tokens[at + 1:end + 1].tolist() not in ([*want, EOT], want):
+            raise RunError("gigatoken's tokens are not tiktoken's for the document that begins with "
+                           f"{text[:60].decode(errors='ignore')!r}: uninstall gigatoken, and run the same "
+                           f"command again")
+        at = end
+    return len(texts)
 
 
 def ahead(items: Iterator, most: int) -> Iterator:
@@ -230,10 +219,21 @@ def ahead(items: Iterator, most: int) -> Iterator:
 
 
 def encode_stream(pieces: Iterable[Piece], threads: int = 1) -> Iterator[Tokens]:
-    """The tokens of `pieces` in their order. Reading, encoding, and the use of the tokens run at once."""
-    def encoded():
-        encoder = Encoder(threads)
-        with closing(ahead(read_batches(pieces), READ_AHEAD)) as batches:
-            for batch in batches:
-                yield encoder.encode(batch)
-    return ahead(encoded(), ENCODED_AHEAD)
+    """The tokens of `pieces` in their order. Reading (one thread), encoding (so many), and the use of the
+    tokens run at once."""
+    run, waiting = gigatoken(threads), threading.Semaphore(2 * threads)
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="encode")
+
+    def submitted():
+        for batch in read_batches(pieces):
+            waiting.acquire()                     # text that waits needs memory that is not in caches
+            future = pool.submit(encode_batch, batch, run)
+            future.add_done_callback(lambda _: waiting.release())
+            yield future
+
+    try:
+        with closing(ahead(submitted(), AHEAD)) as futures:
+            for future in futures:
+                yield future.result()
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)

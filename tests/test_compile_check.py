@@ -91,7 +91,7 @@ def test_a_right_model_passes_and_is_left_as_it_was_bit_for_bit(recipe, dtype, w
                                               ("frontier", "transformer.wte.weight")])
 @pytest.mark.parametrize(("factor", "dtype"), [(0.5, "float32"), (4.0, "bfloat16"), (math.nan, "bfloat16")])
 def test_a_gradient_that_differs_ends_the_run_in_one_line_that_names_it(recipe, name, factor, dtype, cache):
-    """In bfloat16 four times as large: half can be within eager mode's own error, which depends on the CPU."""
+    """In bfloat16 four times as large: half can be within eager mode's own error, a matter of the CPU."""
     config = a_config(recipe, dtype)
     model = fresh_model(config)
     before = bits(model)

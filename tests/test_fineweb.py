@@ -1113,7 +1113,7 @@ def test_variant_and_sample_name_the_dataset_and_the_folder(hub, gpt2, tmp_path)
 def small_batches(monkeypatch):
     """Batches of 100 characters, none ahead: few documents are read ahead of a kill."""
     monkeypatch.setattr(corpus.encoding, "BATCH", 100)
-    monkeypatch.setattr(corpus.encoding, "ENCODED_AHEAD", 1)
+    monkeypatch.setattr(corpus.encoding, "AHEAD", 1)
 
 
 def test_a_hub_out_of_reach_is_given_up_after_the_retries_and_taken_up_later(hub, gpt2, tmp_path,
