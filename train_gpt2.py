@@ -24,22 +24,24 @@ import torch.distributed as dist
 import hellaswag
 from model import MODELS, fresh_model, load_model
 from runtime.checkpoint import Saver, TrainState, make_state
-from runtime.checks import check_config, oom_advice, plan_run
+from runtime.batch_size import allowed_micro_batches, oom_advice, rows_joined
+from runtime.checks import check_config, check_memory, complete_config, load_init, open_checked_data
 from runtime.cli import flag, parse_config, run_command
 from runtime.compile_check import prepare_compiled
 from runtime.console import Reporter, print_summary
-from runtime.dataloader import TokenLoader
-from runtime.device import compile_model, make_autocast, oom_as_user_error, place_model, wrap_model
+from runtime.dataloader import TokenLoader, find_shards
+from runtime.device import (compile_model, compiles, make_autocast, oom_as_user_error, place_model,
+                            wrap_model)
 from runtime.distributed import Process, StopSignals, leave, setup_process
 from runtime.files import output_lock
+from runtime.forecast import Forecast, count_model, print_forecast
 from runtime.generation import print_samples
 from runtime.kernels import ATTENTION
 from runtime.language_model import LanguageModel
 from runtime.log import Profiler, recorded
-from runtime.plan import print_forecast
 from runtime.plots import LossPlotter
 from runtime.presets import PRESETS, choose_defaults, preset_notes
-from runtime.resume import nonfinite_error, open_output, recovery_hint
+from runtime.resume import derived_flags, nonfinite_error, open_output, recovery_hint, resumed_config
 from runtime.run import Run
 from runtime.validation import validation_loss
 from runtime.weights import model_from_checkpoint
@@ -210,25 +212,25 @@ def train_step(model: Callable, state: TrainState, loader: TokenLoader, autocast
     clipping, first parameter with a non-finite gradient (-1: none); None after a signal, which discards the
     step, but for one after its first update. An update with a non-finite loss or gradient changes nothing.
     """
-    (share, join), results = loader.divide(updates), []         # micro-steps of an update, their batches
-    micro_steps = range(share * updates)
-    for micro_step in signals.until_stop(f"step {state.step}", micro_steps, "micro-steps", first=share):
-        if micro_step % share == 0:
+    results, micro_steps = [], loader.divide(updates)[0]        # of an update
+    with process.progress(f"step {state.step}", updates * micro_steps, "micro-steps") as progress:
+        for update in range(updates):
             loss_sum = torch.zeros((), device=process.device)
-        x, y = loader.next_batch(join)
-        last = micro_step % share == share - 1
-        if process.world_size > 1:      # read by DDP's forward as well as by its backward: set before both
-            model.require_backward_grad_sync = last
-        with autocast:
-            loss = model(x, y)[1] / share
-        loss_sum += loss.detach()
-        state.scaler.scale(loss).backward()
-        if last:
+            for micro_step in range(micro_steps):
+                if update == 0 and signals.stop():      # asks all ranks; later, weights have changed
+                    model.zero_grad()
+                    return None
+                x, y = loader.next_micro_step(updates)
+                if process.world_size > 1:      # read by DDP's forward and by its backward: set before both
+                    model.require_backward_grad_sync = micro_step == micro_steps - 1
+                with autocast:
+                    loss = model(x, y)[1] / micro_steps
+                loss_sum += loss.detach()
+                state.scaler.scale(loss).backward()
+                progress.update()
             results.append(update_weights(model, state, loss_sum, grad_clip, process))
             # DDP's gradients are views of its buckets; freed, they would be allocated again beside them
-            model.zero_grad(set_to_none=process.world_size == 1 or share == 1)
-    if signals.stopped:
-        return model.zero_grad()
+            model.zero_grad(set_to_none=process.world_size == 1 or micro_steps == 1)
     if updates == 1:
         return results[0]
     losses, norms, first_bad = torch.stack(results).unbind(1)
@@ -281,21 +283,29 @@ def build_training(config: Config, process: Process, model: LanguageModel | None
 def set_up(flags: Config, explicit_flags: set[str], process: Process) -> Run | None:
     """From flags to a Run; None after --dry_run. Nothing is written before everything has been checked."""
     with process.progress("starting"):
-        plan = plan_run(flags, explicit_flags, process, MODELS, RECIPES, fresh_model, load_model)
-        config, path = plan.config, plan.path
-        state, compiled, wrapped, autocast = build_training(config, process, plan.model, plan.checkpoint,
-                                                            path)
-        B, compiled, wrapped = prepare_compiled(config, plan.micro_batches, state, compiled, wrapped,
-                                                autocast, process)
-        loader = TokenLoader(plan.train_data, config.total_batch_size, B, process.rank, process.world_size,
-                             process.device, plan.joined_rows)
-        print_forecast(config, state, compiled, loader, plan, autocast, process)
+        asked, checkpoint, path = resumed_config(flags, explicit_flags, process)
+        process.on_all_ranks(find_shards, asked)
+        model = None if path else load_init(asked, process, MODELS, load_model)
+        config = complete_config(asked, explicit_flags, process, model)
+        size = count_model(config, fresh_model, RECIPES[config.recipe].optimizers)
+        micro_batches = allowed_micro_batches(config, process.world_size, process.device)
+        data = open_checked_data(config, checkpoint, path, process)
+        if config.dry_run:
+            Forecast(config, size, data, process, compiles(config, process.device)).print_plan()
+        process.on_all_ranks(check_memory, config, size, process.device)
+        state, compiled, wrapped, autocast = build_training(config, process, model, checkpoint, path)
+        B, compiled, wrapped = prepare_compiled(config, micro_batches, state, compiled, wrapped, autocast,
+                                                process)
+        loader = TokenLoader(data.train, config.total_batch_size, B, process.rank, process.world_size,
+                             process.device, rows_joined(config, process.device))
+        print_forecast(config, size, data, state, compiled, loader, autocast, process)
         if config.dry_run:
             return None
         hella = hellaswag.hellaswag_batches(config, explicit_flags, process)
         log = process.on_all_ranks(open_output, config, path, state, process)
-        return Run(config, process, state, compiled, wrapped, autocast, loader, plan.val, hella,
-                   Reporter(config, log, state.model, process), Saver(config, plan.recorded, log, process),
+        recorded = {"data": data.fingerprints(), "derived": derived_flags(asked)}
+        return Run(config, process, state, compiled, wrapped, autocast, loader, data, hella,
+                   Reporter(config, log, state.model, process), Saver(config, recorded, log, process),
                    LossPlotter(config, process), Profiler(config, process), StopSignals(process).install())
 
 
@@ -303,7 +313,7 @@ def evaluate(run: Run, due: Callable[[int], bool]) -> None:
     """Validation loss, HellaSwag and samples, where due; after a signal the resumed run makes them all."""
     config, process, state, reporter, signals = run.config, run.process, run.state, run.reporter, run.signals
     if due(config.val_every):
-        loss = validation_loss(run.compiled, *run.val, run.loader.B, run.autocast, process, signals)
+        loss = validation_loss(run.compiled, run.data, run.loader.B, run.autocast, process, signals)
         if signals.stopped:
             return
         if not math.isfinite(loss):
@@ -344,7 +354,8 @@ def loop(run: Run) -> None:
     config, process, state, reporter, saver = run.config, run.process, run.state, run.reporter, run.saver
     recipe, signals, save_every = RECIPES[config.recipe], run.signals, saver.every
     periods = config.val_every, config.hellaswag_every, config.sample_every, save_every
-    saved = state.step - (0 <= state.evaluated < state.step)        # again, after an evaluation still to make
+    # a checkpoint that a signal left without its evaluations is saved again, with them
+    saved = state.step if state.evaluated in (-1, state.step) else -1
     run.loader.start(state.step)
 
     def due(every):

@@ -1,4 +1,5 @@
-"""--batch_size auto on a GPU: the largest micro-batch that fits, found by trying and remembered."""
+"""The micro-batch: which sizes divide a step, which is the largest that fits into a GPU, found by trying and
+remembered, which are joined on a CPU, and what to do when memory runs out."""
 import json
 import math
 import os
@@ -11,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from runtime.checkpoint import TrainState
 from runtime.cli import RunError, UserError
+from runtime.dataloader import TokenLoader
 from runtime.device import compile_failures, device_name, is_out_of_memory
 from runtime.distributed import Process
 from runtime.files import read_text, replace_file
@@ -18,6 +20,45 @@ from runtime.muon import Muon
 from runtime.resume import MODEL_SHAPE
 
 NAME = "batch_size.json"        # in the cache
+MICRO_BATCH = 4096      # tokens; with more a CPU needs more memory and is no faster
+
+
+def divisors(n: int) -> list[int]:
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return sorted({*small, *(n // d for d in small)})
+
+
+def allowed_micro_batches(config, world_size: int, device: str) -> list[int]:
+    """The micro-batches (sequences) that divide --total_batch_size, smallest first; --batch_size alone if
+    given. For auto on a CPU, and for --overfit, the largest of at most MICRO_BATCH tokens."""
+    T, updates = config.sequence_length, config.updates_per_step
+    if config.total_batch_size % (T * world_size * updates):
+        unit = T * world_size * updates
+        low = config.total_batch_size // unit
+        near = [n * unit for n in (low, low + 1) if n]
+        each = f" for each of --updates_per_step {updates}" if updates > 1 else ""
+        give = " or ".join(map(str, near)) + (", or fewer updates a step" if updates > 1 else "")
+        raise UserError(f"--total_batch_size {config.total_batch_size} does not divide into sequences of {T} "
+                        f"tokens on {world_size} process(es){each}: give {give}")
+    rows = config.total_batch_size // (T * world_size * updates)
+    if config.batch_size == "auto":
+        by_trial = device.startswith("cuda") and not config.overfit
+        fits = [b for b in divisors(rows) if b * T <= MICRO_BATCH or b == 1]
+        return divisors(rows) if by_trial else fits[-1:]
+    if rows % int(config.batch_size):
+        part = "an update" if updates > 1 else "a step"
+        raise UserError(f"--batch_size {config.batch_size} does not divide the {rows} sequences {part} of "
+                        f"each of {world_size} process(es): give one of "
+                        f"{', '.join(map(str, divisors(rows)))}, or auto")
+    return [int(config.batch_size)]
+
+
+def rows_joined(config, device: str) -> int:
+    """Sequences up to which an update's micro-batches are joined; 0: they are not. Only for --batch_size auto
+    in eager mode on a CPU: a graph is compiled for one shape, and a GPU's micro-batch is the largest that its
+    memory has room for."""
+    joins = config.batch_size == "auto" and device == "cpu" and not config.compile
+    return MICRO_BATCH // config.sequence_length if joins else 0
 
 
 def largest_that_fits(candidates: list[int], memory_of: Callable[[int], float], limit: float) -> int:
@@ -105,6 +146,24 @@ def choose_micro_batch(config, candidates: list[int], state: TrainState, model: 
     if process.is_master and known.get(key) != B and not config.dry_run:
         save_cache(NAME, known | {key: B})
     return B
+
+
+def oom_advice(config, loader: TokenLoader | None, device: str) -> str:
+    """What to do when memory runs out. `loader`: None before the first step."""
+    B = loader.B if loader else 0
+    if loader and (largest := loader.largest(config.updates_per_step)) > B:
+        return (f"{device} is out of memory with micro-batches of up to {largest} sequences: give "
+                f"--batch_size {B}, which changes nothing else")
+    if B > 1:
+        return (f"{device} is out of memory with --batch_size {B}: give --batch_size {divisors(B)[-2]}, "
+                "which changes nothing else")
+    smaller = "give a smaller model (--n_layer, --n_embd)"
+    if B == 0:
+        return (f"{device} is out of memory before the first step: end what else runs there, or {smaller}, "
+                "or --batch_size 1")
+    chunk = "--loss_chunk 1024, " if not 0 < config.loss_chunk <= 1024 else ""
+    return (f"{device} is out of memory with --batch_size 1: give {chunk}a shorter --sequence_length, or "
+            f"{smaller[5:]}")
 
 
 def cache_key(config, process: Process, *more) -> str:

@@ -40,7 +40,8 @@ class TrainState:
         return measured and (self.best is None or self.val_loss < self.best[0])
 
     def state_dict(self, config, recorded):
-        """What a checkpoint holds: plain values and tensors. `recorded`: as Plan.recorded."""
+        """What a checkpoint holds: plain values and tensors. `recorded`: its data's
+        fingerprints and its derived flags."""
         return {
             "model": self.model.state_dict(), "model_config": asdict(self.model.config),
             "recipe": config.recipe, "config": asdict(config), **recorded,

@@ -9,6 +9,7 @@ import os
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -177,6 +178,10 @@ class TokenLoader:
                        for s in itertools.count(step) for m in range(self.micro_batches))
         self._ahead = deque(itertools.islice(self._reads, self.DEPTH))
 
+    def next_micro_step(self, updates: int):
+        """x, y of the next of divide(updates)[0] micro-steps, as next_batch returns them."""
+        return self.next_batch(self.divide(updates)[1])
+
     def next_batch(self, count: int = 1):
         """x, y of the next `count` micro-batches, joined: int64 (count B, T) on the device. Raises the
         errors of the thread that reads and of the one that checks."""
@@ -196,23 +201,34 @@ class TokenLoader:
             self._check = None
 
 
-def splits(config) -> tuple[str, ...]:
-    """Splits of --data that a run reads."""
-    return ("train", "val") if config.val_every else ("train",)
+class Data(NamedTuple):
+    """What a run reads."""
+    train: TokenDataset
+    val: TokenDataset | None
+    val_count: int              # sequences of one validation, the first of `val`
+
+    def fingerprints(self) -> dict[str, list]:
+        return {split: dataset.fingerprint for split, dataset in (("train", self.train), ("val", self.val))
+                if dataset}
 
 
-def open_data(config) -> tuple[TokenDataset, TokenDataset | None, int]:
-    """(training data, validation data or None, number of sequences in one validation)."""
+def find_shards(config) -> dict[str, list[Path]]:
+    """{split: its shards} of those splits of --data that a run reads. UserError if one has none."""
+    splits = () if config.overfit else ("train", "val") if config.val_every else ("train",)
+    return {split: list_shards(config.data, split) for split in splits}
+
+
+def open_data(config) -> Data:
     T, vocab_size = config.sequence_length, config.vocab_size
     if config.overfit:
         with readable(INPUT_TXT, "restore it with `git checkout -- input.txt`"):
             text = INPUT_TXT.read_text(encoding="utf-8")
         need = config.total_batch_size + 1
         tokens = encode(text[:20 * need])[:need]        # one epoch is one batch: 4 sequences of 32 tokens
-        return TokenDataset([tokens], T, vocab_size=vocab_size), None, 0
-    train = TokenDataset(list_shards(config.data, "train"), T, config.seed, config.shuffle, vocab_size)
-    val = (TokenDataset(list_shards(config.data, "val"), T, vocab_size=vocab_size) if config.val_every
-           else None)
+        return Data(TokenDataset([tokens], T, vocab_size=vocab_size), None, 0)
+    shards = find_shards(config)
+    train = TokenDataset(shards["train"], T, config.seed, config.shuffle, vocab_size)
+    val = TokenDataset(shards["val"], T, vocab_size=vocab_size) if config.val_every else None
     # one process of each machine reads every byte: a shard can be damaged before a run, and be read last
     if not config.dry_run and os.environ.get("LOCAL_RANK", "0") == "0":
         sums = train.sums | (val.sums if val else {})
@@ -220,6 +236,4 @@ def open_data(config) -> tuple[TokenDataset, TokenDataset | None, int]:
             train.unchecked = sums
         else:
             check_shards(sums)
-    if not val:
-        return train, None, 0
-    return train, val, min(val.total, max(1, config.val_tokens // T))
+    return Data(train, val, min(val.total, max(1, config.val_tokens // T)) if val else 0)

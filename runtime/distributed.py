@@ -332,15 +332,19 @@ class StopSignals:
         asked, self.met = self.known > self.met, self.known
         return asked
 
-    def until_stop(self, what: str, items: Sequence, unit: str, first: int | None = None) -> Iterator:
-        """Yields the items, with a sign of life, until some rank has received a signal: then `stopped` is
-        true, on all ranks at the same item. So all must have equally many. After the `first` items it no
-        longer stops."""
+    def stop(self) -> bool:
+        """Whether some rank has received a signal, on a GPU by the question before the last: the answer
+        never waits for the GPU, and is the same on all ranks, which must ask equally often. `stopped` keeps
+        it."""
+        self.stopped = self.stopped or self._some_rank()
+        return self.stopped
+
+    def until_stop(self, what: str, items: Sequence, unit: str) -> Iterator:
+        """Yields the items, with a sign of life, until `stop`, on all ranks at the same item. So all must
+        have equally many."""
         with self.process.progress(what, len(items), unit) as task:
-            for i, item in enumerate(items):
-                if first is None or i < first:
-                    self.stopped = self.stopped or self._some_rank()
-                if self.stopped:
+            for item in items:
+                if self.stop():
                     return
                 yield item
                 task.update()

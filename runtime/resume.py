@@ -3,24 +3,56 @@ import dataclasses
 import os
 import re
 import shutil
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
+
 from runtime.cli import RunError, UserError, safe_repr
-from runtime.files import (RUN_FILES, checkpoints, is_redirected_to, read_text, readable, remove_leftovers,
-                           writable)
+from runtime.files import (RUN_FILES, checkpoints, digest, is_redirected_to, read_text, readable,
+                           remove_leftovers, writable)
 from runtime.integrity import find_fault
 from runtime.log import LONGEST, Log
 from runtime.presets import PRESETS
 from runtime.weights import read_checkpoint
 
+# paths and devices of a machine, and what only rank 0 or the rank itself reads
+PER_RANK = {"data", "hellaswag_data", "init", "out", "device", "profile", "log_every", "plot", "wandb",
+            "tensorboard"}
 # values that stand for what is derived from other flags and the device
 AUTOMATIC = {"sequence_length": 0, "min_lr": -1.0, "dtype": "auto"}
 MODEL_SHAPE = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")
 # of the two files in --out that are cut on a resume, the form of a line
 LINES = {"log.txt": r"\d+ \w+ (-?\d+\.\d{6}|-?inf|nan)",
          "metrics.csv": r"step,tokens,.*|\d+,\d+,[^,]*(,[^,]*){6}"}
+
+
+def require_same_flags(given: list[tuple[dict, set[str]]]) -> None:
+    """UserError if a rank has another value of a flag than rank 0, or only one of them was given it, which
+    decides on a resume. `given`: of each rank its flags and the names of those given."""
+    def shown(rank, name):
+        values, explicit = given[rank]
+        return f"has --{name} {values[name]}" + ("" if name in explicit else " by default")
+    for rank in range(1, len(given)):
+        for name in sorted(given[0][0].keys() - PER_RANK):
+            if shown(rank, name) != shown(0, name):
+                raise UserError(f"process {rank} {shown(rank, name)}, and process 0 {shown(0, name)}: give "
+                                "every machine the same")
+
+
+def resumed_config(flags, explicit_flags: set[str], process) -> tuple[object, dict | None, Path | None]:
+    """(config, checkpoint, its path) of the run that `flags` resume; (flags, None, None) if they begin one.
+    The config's automatic values stay as they are (checks.complete_config). UserError on all ranks."""
+    process.on_all_ranks(require_same_flags, process.gather((dataclasses.asdict(flags), explicit_flags)))
+    # rank 0 decides: without a shared file system other machines may have another newest checkpoint
+    path = process.gather(process.on_all_ranks(choose_checkpoint, flags, process.restarted))[0]
+    if not path:
+        return flags, None, None
+    checkpoint = process.on_all_ranks(read_here, path, process)
+    process.require_same("checkpoint", (str(path), digest(np.memmap(path, dtype=np.uint8, mode="r"))))
+    return merge_config(flags, explicit_flags, checkpoint, path), checkpoint, path
 
 
 def choose_checkpoint(config, restarted: bool = False) -> Path | None:
@@ -33,6 +65,15 @@ def choose_checkpoint(config, restarted: bool = False) -> Path | None:
     if restarted and found and read_checkpoint(found[-1]).get("job") == job:
         return found[-1]
     return None if config.resume == "never" else Path(config.resume)
+
+
+def read_here(path: Path, process) -> dict:
+    """read_state, of the checkpoint that rank 0 chose."""
+    if not process.is_master and not path.is_file():
+        raise UserError(f"the checkpoint {path} of process 0 is not there on {socket.gethostname()}: put "
+                        "--out, the folder with the checkpoints, on a file system that all machines share, "
+                        "or copy the checkpoint there under the same path")
+    return read_state(path)
 
 
 def read_state(path: Path) -> dict:
@@ -103,6 +144,11 @@ def check_step(checkpoint: dict, max_steps: int, path: Path) -> None:
         if step > max_steps:
             raise UserError(f"{path} is at step {step}, beyond --max_steps {max_steps}: give more steps, or "
                             "--resume an earlier checkpoint")
+
+
+def derived_flags(config) -> list[str]:
+    """Names of the flags whose values are to be derived from others, which a checkpoint records."""
+    return [name for name, value in AUTOMATIC.items() if getattr(config, name) == value]
 
 
 def check_data(checkpoint: dict, data: dict, folder: str, path: Path) -> None:

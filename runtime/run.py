@@ -6,7 +6,7 @@ import torch
 
 from runtime.checkpoint import Saver, TrainState
 from runtime.console import Reporter
-from runtime.dataloader import TokenLoader
+from runtime.dataloader import Data, TokenLoader
 from runtime.distributed import Process, StopSignals
 from runtime.log import Profiler
 from runtime.plots import LossPlotter
@@ -22,7 +22,7 @@ class Run:
     wrapped: Callable                   # the model for training: inside DDP, if there are several ranks
     autocast: torch.autocast
     loader: TokenLoader
-    val: list                           # TokenDataset or None, number of its sequences that count
+    data: Data
     hella: list                         # batches of HellaSwag
     reporter: Reporter
     saver: Saver

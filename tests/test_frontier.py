@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from frontier import FrontierConfig, FrontierGPT, bigram_hash
 from helpers import ROOT, hellaswag_file, logged, run, script
 from model import load_model
-from runtime.checks import check_config, micro_batch_candidates, most_joined_rows, oom_advice
+from runtime.batch_size import allowed_micro_batches, oom_advice, rows_joined
+from runtime.checks import check_config
 from runtime.cli import UserError
 from runtime.dataloader import TokenDataset, TokenLoader
 from runtime.distributed import Process, StopSignals
@@ -349,22 +350,22 @@ def test_a_signal_discards_a_step_only_before_its_first_update(at, discarded):
 
 def test_the_micro_batch_fits_the_smallest_update():
     config = Config(total_batch_size=4096, sequence_length=128, updates_per_step=4)
-    assert micro_batch_candidates(config, 1, "cuda:0") == [1, 2, 4, 8]
-    assert micro_batch_candidates(config, 2, "cpu") == [4]
+    assert allowed_micro_batches(config, 1, "cuda:0") == [1, 2, 4, 8]
+    assert allowed_micro_batches(config, 2, "cpu") == [4]
     with pytest.raises(UserError, match="for each of --updates_per_step 4: give 4096 or 8192"):
-        micro_batch_candidates(dataclasses.replace(config, total_batch_size=4608), 8, "cpu")
+        allowed_micro_batches(dataclasses.replace(config, total_batch_size=4608), 8, "cpu")
     with pytest.raises(UserError, match="does not divide the 8 sequences an update"):
-        micro_batch_candidates(dataclasses.replace(config, batch_size="16"), 1, "cpu")
+        allowed_micro_batches(dataclasses.replace(config, batch_size="16"), 1, "cpu")
     with pytest.raises(UserError, match="--updates_per_step 3: give a power of two"):
         check_config(Config(updates_per_step=3))
 
 
 def test_only_an_automatic_micro_batch_in_eager_mode_on_a_cpu_is_joined():
     config = Config(total_batch_size=4096, sequence_length=128, updates_per_step=4)
-    assert most_joined_rows(config, "cpu") == 32
-    assert most_joined_rows(config, "cuda:0") == most_joined_rows(config, "mps") == 0
+    assert rows_joined(config, "cpu") == 32
+    assert rows_joined(config, "cuda:0") == rows_joined(config, "mps") == 0
     for change in ({"batch_size": "8"}, {"compile": True}):
-        assert most_joined_rows(dataclasses.replace(config, **change), "cpu") == 0
+        assert rows_joined(dataclasses.replace(config, **change), "cpu") == 0
 
 
 def test_out_of_memory_advises_the_micro_batch_that_is_not_joined_and_then_a_smaller_one():

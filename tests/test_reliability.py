@@ -253,7 +253,7 @@ def test_a_signal_during_evaluation_ends_it_and_the_resume_makes_the_whole_evalu
 
     def evaluating(run, due):
         run.process.evaluating = run.state.step == 20 and len(captured) == 1
-        run.process.validated = run.val[0]
+        run.process.validated = run.data.val
         evaluate(run, due)
         run.process.evaluating = False
         if run.state.step == 40 and len(captured) == 2:

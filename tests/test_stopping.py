@@ -17,7 +17,7 @@ from test_reliability import BYTES, data, live, new_store
 
 from model import GPT, GPTConfig
 from runtime.checkpoint import Saver
-from runtime.checks import PER_RANK, require_same_flags
+from runtime.resume import PER_RANK, require_same_flags
 from runtime.cli import UserError
 from runtime.distributed import Process, StopSignals
 from runtime.files import checkpoints

@@ -19,11 +19,12 @@ from model import GPT, GPTConfig, load_model
 from runtime.batch_size import choose_micro_batch, largest_that_fits
 from benchmarks.timing import Setting
 from runtime.checkpoint import Saver
-from runtime.checks import check_config, check_memory, micro_batch_candidates
+from runtime.batch_size import allowed_micro_batches
+from runtime.checks import check_config, check_memory
 from runtime.cli import UserError
 from runtime.device import compile_error, peak_flops
 from runtime.distributed import Process, StopSignals, setup_process
-from runtime.plan import ModelSize
+from runtime.forecast import ModelSize
 from runtime.files import checkpoints
 from runtime.log import Log
 from runtime.plots import LossPlotter, plot_log
@@ -369,17 +370,17 @@ def test_schedule_is_linear_then_cosine_and_never_leaves_its_bounds():
 
 def test_auto_batch_size_divides_and_a_wrong_one_is_told_what_would():
     config = Config(total_batch_size=12 * 1024, sequence_length=1024)
-    assert micro_batch_candidates(config, 1, "cpu") == [4] and micro_batch_candidates(config, 2,
+    assert allowed_micro_batches(config, 1, "cpu") == [4] and allowed_micro_batches(config, 2,
                                                                                       "cuda:0") == [1, 2, 3,
                                                                                                     6]
-    assert micro_batch_candidates(Config(total_batch_size=8192, sequence_length=8192), 1, "cpu") == [1]
-    assert micro_batch_candidates(Config(sequence_length=1024), 8, "cuda:0")[-1] == 64
-    assert micro_batch_candidates(Config(sequence_length=1024, batch_size="16"), 8, "cuda:0") == [16]
+    assert allowed_micro_batches(Config(total_batch_size=8192, sequence_length=8192), 1, "cpu") == [1]
+    assert allowed_micro_batches(Config(sequence_length=1024), 8, "cuda:0")[-1] == 64
+    assert allowed_micro_batches(Config(sequence_length=1024, batch_size="16"), 8, "cuda:0") == [16]
     with pytest.raises(UserError, match="give one of 1, 2, 3, 4, 6, 12, or auto"):
-        micro_batch_candidates(Config(total_batch_size=12 * 1024, sequence_length=1024, batch_size="5"), 1,
+        allowed_micro_batches(Config(total_batch_size=12 * 1024, sequence_length=1024, batch_size="5"), 1,
                                "cpu")
     with pytest.raises(UserError, match="give 12288 or 14336"):
-        micro_batch_candidates(Config(total_batch_size=13_000, sequence_length=1024), 2, "cpu")
+        allowed_micro_batches(Config(total_batch_size=13_000, sequence_length=1024), 2, "cpu")
 
 
 @pytest.mark.parametrize("bend", [0.8, 1.0, 1.2])

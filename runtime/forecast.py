@@ -2,7 +2,7 @@
 import math
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,7 +12,7 @@ import torch
 from runtime.batch_size import moment_bytes
 from runtime.checkpoint import TrainState
 from runtime.cli import UserError
-from runtime.dataloader import TokenDataset, TokenLoader
+from runtime.dataloader import Data, TokenLoader
 from runtime.device import memory_of, peak_flops
 from runtime.distributed import Process
 from runtime.progress import duration
@@ -97,14 +97,13 @@ class Forecast:
     """What a run will do. `loader` is None before the micro-batch is known, `trial` before a micro-step is
     tried: of the micro-batch, or on CUDA, for --dry_run, of one sequence."""
 
-    def __init__(self, config, count: ModelSize, dataset: TokenDataset, val: list, process: Process,
-                 compiled: bool, step: int = 0, loader: TokenLoader | None = None,
-                 trial: Trial | None = None):
-        self.config, self.count, self.dataset, self.val = config, count, dataset, val
+    def __init__(self, config, count: ModelSize, data: Data, process: Process, compiled: bool, step: int = 0,
+                 loader: TokenLoader | None = None, trial: Trial | None = None):
+        self.config, self.count, self.datasets = config, count, data
         self.process, self.compiled, self.step = process, compiled, step
         self.loader, self.trial = loader, trial
         self.tokens = config.max_steps * config.total_batch_size
-        self.epochs = self.tokens / (dataset.total * dataset.T)
+        self.epochs = self.tokens / (data.train.total * data.train.T)
         self.step_seconds, self.source = self._time()
 
     def _time(self):
@@ -125,8 +124,8 @@ class Forecast:
 
     def _evaluation_seconds(self):
         """Of all validations and HellaSwag: forwards, a third of a micro-step's time."""
-        config, (dataset, count) = self.config, self.val
-        tokens = self._times(config.val_every) * (count * config.sequence_length if dataset else 0)
+        config = self.config
+        tokens = self._times(config.val_every) * self.datasets.val_count * config.sequence_length
         tokens += self._times(config.hellaswag_every) * HELLASWAG_TOKENS
         return tokens / config.total_batch_size * self.step_seconds / 3
 
@@ -153,6 +152,10 @@ class Forecast:
                 f"{config.n_head} heads, width {config.n_embd}, vocabulary {config.vocab_size}"
                 f"{f', window {config.window} inside documents' if config.window else ''})")
 
+    def data(self):
+        source = "input.txt" if self.config.overfit else self.config.data
+        return f"{source}: {sum(self.datasets.train.lengths):,} tokens for training"
+
     def batch(self):
         config, loader = self.config, self.loader
         first = config.updates_per_step
@@ -178,11 +181,12 @@ class Forecast:
             activations = self.trial.activations * self.loader.largest(self.config.updates_per_step)
             parts.append((f"activations of a micro-batch{note}", activations // self.trial.rows))
         each = ", ".join(f"{size(n)} {what}" for what, n in parts)
-        return f"at least {size(sum(n for _, n in parts))}: {each}"
-
-    def machines_memory(self):
+        text = f"at least {size(sum(n for _, n in parts))}: {each}"
+        if self.loader:
+            return text
         free, total = memory_of(self.process.device)
-        return f"{self.process.device} has {size(total)}, of which {size(free)} are free now"
+        return (f"{text}, and activations; {self.process.device} has {size(total)}, of which {size(free)} "
+                f"are free now")
 
     def disk(self):
         config = self.config
@@ -193,14 +197,14 @@ class Forecast:
             f"{math.ceil(config.max_steps / config.checkpoint_every)}" if config.checkpoint_every else "all")
         return f"{size(self.count.checkpoint)} a checkpoint, {count} in {config.out}"
 
-    def evaluations(self):
+    def steps(self):
         """When something is evaluated or saved, one line each."""
         config = self.config
         for what, every in (("validation", config.val_every), ("HellaSwag", config.hellaswag_every),
                             ("samples", config.sample_every), ("checkpoint", config.checkpoint_every)):
             detail = ""
-            if what == "validation" and self.val[0]:
-                detail = f", {self.val[1]:,} sequences of {config.sequence_length} tokens"
+            if what == "validation" and self.datasets.val:
+                detail = f", {self.datasets.val_count:,} sequences of {config.sequence_length} tokens"
             first = what in ("validation", "HellaSwag")
             times = self._times(every) - (not first)
             yield (f"{what}: {'at step 0, ' * first}every {every:,} steps and at the last, {times:,} times"
@@ -208,7 +212,7 @@ class Forecast:
         if config.checkpoint_minutes:
             yield f"checkpoint: {config.checkpoint_minutes:g} minutes after the last, and at the last step"
 
-    def warnings(self):
+    def warning(self):
         config = self.config
         if config.overfit:
             return
@@ -226,36 +230,31 @@ class Forecast:
             yield (f"{size(free)} are free for {config.out}, and a checkpoint has "
                    f"{size(self.count.checkpoint)}: make room, or give another --out")
 
+    def note(self):
+        if self.config.warmup_steps > self.config.max_steps:
+            yield f"the warm-up of {self.config.warmup_steps} steps is longer than the run"
+
+    def rows(self, *names: str) -> Iterator[tuple[str, str]]:
+        """(name, text) of each row with one of these names, which are those of the methods above."""
+        for name in names:
+            texts = getattr(self, name)()
+            yield from ((name, text) for text in ([texts] if isinstance(texts, str) else texts))
+
     def print_header(self) -> None:
         """The first lines of a run: where, what, the arithmetic of the batch, memory, disk and time."""
-        lines = [self.machine(), self.model(), self.batch()]
-        if not self.config.overfit:
-            lines += [f"memory: {self.memory()}", self.disk(), self.time()]
-        lines += [f"warning: {text}" for text in self.warnings()]
-        if self.config.warmup_steps > self.config.max_steps:
-            lines.append(f"note: the warm-up of {self.config.warmup_steps} steps is longer than the run")
-        for line in lines:
-            self.process.print0(line)
-
-    def data(self):
-        source = "input.txt" if self.config.overfit else self.config.data
-        return f"{source}: {sum(self.dataset.lengths):,} tokens for training"
+        costs = () if self.config.overfit else ("memory", "disk", "time")
+        for name, text in self.rows("machine", "model", "batch", *costs, "warning", "note"):
+            self.process.print0(f"{name}: {text}" if name in ("memory", "warning", "note") else text)
 
     def print_plan(self) -> None:
         """--dry_run: what is known before anything is allocated, or the rest, once a micro-step was tried."""
-        if not self.trial:
-            lines = [("machine", self.machine()), ("model", self.model()), ("data", self.data()),
-                     ("memory", f"{self.memory()}, and activations; {self.machines_memory()}"),
-                     ("disk", self.disk()), *(("steps", text) for text in self.evaluations())]
-        else:
-            lines = [("batch", self.batch()), ("memory", self.memory()), ("time", self.time()),
-                     *(("warning", text) for text in self.warnings())]
-        for name, text in lines:
+        for name, text in self.rows(*("batch", "memory", "time", "warning") if self.trial else
+                                    ("machine", "model", "data", "memory", "disk", "steps")):
             self.process.print0(f"{name + ':':<9}{text}")
 
 
-def print_forecast(config, state: TrainState, compiled: Callable, loader: TokenLoader, plan,
-                   autocast: torch.autocast, process: Process) -> None:
+def print_forecast(config, size: ModelSize, data: Data, state: TrainState, compiled: Callable,
+                   loader: TokenLoader, autocast: torch.autocast, process: Process) -> None:
     """Prints the header of a run, or the rest of --dry_run's plan. A micro-batch is tried first, on CUDA only
     for --dry_run, and of one sequence; elsewhere the largest."""
     trial, cuda = None, process.device.startswith("cuda")
@@ -263,10 +262,9 @@ def print_forecast(config, state: TrainState, compiled: Callable, loader: TokenL
         with process.progress("timing a micro-step"):
             rows = 1 if cuda else loader.largest(config.updates_per_step)
             trial = try_micro_step(state.model, rows, config.sequence_length, autocast, process.device)
-    forecast = Forecast(config, plan.size, plan.train_data, plan.val, process, compiled is not state.model,
-                        state.step, loader, trial)
+    forecast = Forecast(config, size, data, process, compiled is not state.model, state.step, loader, trial)
     (forecast.print_plan if config.dry_run else forecast.print_header)()
-    if plan.path:
-        process.print0(f"going on from {plan.path} at step {state.step} of {config.max_steps}")
+    if state.source:
+        process.print0(f"going on from {state.source} at step {state.step} of {config.max_steps}")
     if config.dry_run:
         process.print0("nothing was written; the same command without --dry_run starts the run")

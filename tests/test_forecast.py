@@ -17,15 +17,15 @@ from benchmarks.timing import random_tokens
 from runtime.checks import check_config
 from runtime.cli import UserError, __version__
 from runtime.device import make_autocast
-from runtime.dataloader import TokenDataset, TokenLoader
+from runtime.dataloader import Data, TokenDataset, TokenLoader
 from runtime.distributed import Process
-from runtime.plan import Forecast, ModelSize, Trial, count_model, try_micro_step
+from runtime.forecast import Forecast, ModelSize, Trial, count_model, try_micro_step
 from runtime.presets import OVERFIT, PRESETS
 from runtime.shards import write_shard
 from runtime.weights import read_checkpoint
 from train_gpt2 import RECIPES, Config, parse_flags
 import runtime.checks
-import runtime.plan
+import runtime.forecast
 import train_gpt2
 
 SMALL = ["--n_layer", 2, "--n_head", 2, "--n_embd", 32, "--block_size", 32, "--dtype", "float32",
@@ -161,8 +161,8 @@ def test_the_time_of_a_run_includes_its_evaluations(val_every, hellaswag_every, 
     config = Config(block_size=32, sequence_length=32, total_batch_size=256, max_steps=100, dtype="float32",
                     val_every=val_every, hellaswag_every=hellaswag_every)
     loader = TokenLoader(TokenDataset([random_tokens(1000) % 512], 32), 256, 8)
-    forecast = Forecast(config, ModelSize(0, 0, 0), loader.dataset, [loader.dataset, 10], Process(), False,
-                        0, loader, Trial(8, 10.0, 1))
+    forecast = Forecast(config, ModelSize(0, 0, 0), Data(loader.dataset, loader.dataset, 10), Process(),
+                        False, 0, loader, Trial(8, 10.0, 1))
     assert forecast._left() == pytest.approx(100 * 10 + evaluations * 10 / 256 / 3)
     forecast.step = 75
     assert forecast._left() == pytest.approx((100 * 10 + evaluations * 10 / 256 / 3) / 4)
@@ -170,12 +170,12 @@ def test_the_time_of_a_run_includes_its_evaluations(val_every, hellaswag_every, 
 
 def test_the_time_on_a_gpu_is_predicted_by_its_data_sheet_and_dtype(monkeypatch):
     model = GPT(GPTConfig(32, 512, 1, 2, 32))
-    monkeypatch.setattr(runtime.plan, "peak_flops", lambda device: 100e12)
+    monkeypatch.setattr(runtime.forecast, "peak_flops", lambda device: 100e12)
     loader = TokenLoader(TokenDataset([random_tokens(1000) % 512], 32), 256, 8)
     size, seconds = ModelSize(0, 0, model.flops_per_token(32)), {}
     for dtype, tf32 in (("bfloat16", True), ("float32", True), ("float32", False)):
         config = Config(block_size=32, sequence_length=32, total_batch_size=256, dtype=dtype, tf32=tf32)
-        forecast = Forecast(config, size, loader.dataset, [None, 0], Process(), False, 0, loader)
+        forecast = Forecast(config, size, Data(loader.dataset, None, 0), Process(), False, 0, loader)
         seconds[dtype, tf32] = forecast.step_seconds
     expected = model.flops_per_token(32) * 256 / (0.4 * 100e12)
     assert seconds == {("bfloat16", True): pytest.approx(expected),
@@ -200,7 +200,7 @@ def test_a_dry_run_of_what_does_not_fit_prints_its_plan_and_makes_no_model(shard
                                                                            capsys):
     """1.5 billion parameters on a machine of 24 GB."""
     monkeypatch.setattr(train_gpt2, "build_training", lambda *_: pytest.fail("nothing is to be allocated"))
-    for module in (runtime.plan, runtime.checks):
+    for module in (runtime.forecast, runtime.checks):
         monkeypatch.setattr(module, "memory_of", lambda device: (22e9, 24e9))
     with pytest.raises(UserError, match="need 24.9 GB to train, and cpu has 24.0 GB: give a smaller"):
         train_gpt2.train(["--preset", "gpt2-xl", "--data", str(shards), "--dry_run", "--out",
