@@ -23,26 +23,24 @@ import torch.distributed as dist
 
 import hellaswag
 from model import MODELS, fresh_model, load_model
-from runtime.checkpoint import Saver, TrainState, make_state
-from runtime.batch_size import allowed_micro_batches, oom_advice, rows_joined
+from runtime.checkpoint import TrainState, make_state
+from runtime.batch_size import oom_advice, rows_joined
 from runtime.checks import check_config, check_memory, complete_config, load_init, open_checked_data
 from runtime.cli import flag, parse_config, run_command
 from runtime.compile_check import prepare_compiled
-from runtime.console import Reporter, print_summary
+from runtime.console import print_summary
 from runtime.dataloader import TokenLoader, find_shards
-from runtime.device import (compile_model, compiles, make_autocast, oom_as_user_error, place_model,
-                            wrap_model)
+from runtime.device import compile_model, make_autocast, oom_as_user_error, place_model, wrap_model
 from runtime.distributed import Process, StopSignals, leave, setup_process
 from runtime.files import output_lock
-from runtime.forecast import Forecast, count_model, print_forecast
+from runtime.forecast import count_model, print_forecast, print_plan
 from runtime.generation import print_samples
 from runtime.kernels import ATTENTION
 from runtime.language_model import LanguageModel
-from runtime.log import Profiler, recorded
-from runtime.plots import LossPlotter
+from runtime.log import recorded
 from runtime.presets import PRESETS, choose_defaults, preset_notes
-from runtime.resume import derived_flags, nonfinite_error, open_output, recovery_hint, resumed_config
-from runtime.run import Run
+from runtime.resume import nonfinite_error, recovery_hint, resumed_config
+from runtime.run import Run, open_run
 from runtime.validation import validation_loss
 from runtime.weights import model_from_checkpoint
 
@@ -67,8 +65,7 @@ class Config:
     n_embd: int = flag(768, MODEL, "width", least=1, fixed=True)
     block_size: int = flag(1024, MODEL, "longest sequence, tokens", least=1, fixed=True)
     vocab_size: int = flag(50304, MODEL, "embedding rows: 50257, padded to 128s", least=1, fixed=True)
-    window: int = flag(0, MODEL, "sliding-window size within a document at the end of the run (64 at its "
-                       "start), tokens; 0: full attention", fixed=True, only=MODERN)
+    window: int = flag(0, MODEL, "last sliding-window size, tokens; 0: full", fixed=True, only=MODERN)
     total_batch_size: int = flag(524288, BATCH, "tokens per step, all ranks", least=1, fixed=True)
     batch_size: str = flag("auto", BATCH, "sequences per micro-step of one process, or auto", per_run=True)
     sequence_length: int = flag(0, BATCH, "tokens per sequence; 0: block_size", fixed=True)
@@ -218,7 +215,6 @@ def train_step(model: Callable, state: TrainState, loader: TokenLoader, autocast
             loss_sum = torch.zeros((), device=process.device)
             for micro_step in range(micro_steps):
                 if update == 0 and signals.stop():      # asks all ranks; later, weights have changed
-                    model.zero_grad()
                     return None
                 x, y = loader.next_micro_step(updates)
                 if process.world_size > 1:      # read by DDP's forward and by its backward: set before both
@@ -288,25 +284,19 @@ def set_up(flags: Config, explicit_flags: set[str], process: Process) -> Run | N
         model = None if path else load_init(asked, process, MODELS, load_model)
         config = complete_config(asked, explicit_flags, process, model)
         size = count_model(config, fresh_model, RECIPES[config.recipe].optimizers)
-        micro_batches = allowed_micro_batches(config, process.world_size, process.device)
         data = open_checked_data(config, checkpoint, path, process)
         if config.dry_run:
-            Forecast(config, size, data, process, compiles(config, process.device)).print_plan()
+            print_plan(config, size, data, process)
         process.on_all_ranks(check_memory, config, size, process.device)
         state, compiled, wrapped, autocast = build_training(config, process, model, checkpoint, path)
-        B, compiled, wrapped = prepare_compiled(config, micro_batches, state, compiled, wrapped, autocast,
-                                                process)
+        B, compiled, wrapped = prepare_compiled(config, state, compiled, wrapped, autocast, process)
         loader = TokenLoader(data.train, config.total_batch_size, B, process.rank, process.world_size,
                              process.device, rows_joined(config, process.device))
         print_forecast(config, size, data, state, compiled, loader, autocast, process)
         if config.dry_run:
             return None
-        hella = hellaswag.hellaswag_batches(config, explicit_flags, process)
-        log = process.on_all_ranks(open_output, config, path, state, process)
-        recorded = {"data": data.fingerprints(), "derived": derived_flags(asked)}
-        return Run(config, process, state, compiled, wrapped, autocast, loader, data, hella,
-                   Reporter(config, log, state.model, process), Saver(config, recorded, log, process),
-                   LossPlotter(config, process), Profiler(config, process), StopSignals(process).install())
+        return open_run(config, asked, path, process, state, compiled, wrapped, autocast, loader, data,
+                        hellaswag.hellaswag_batches(config, explicit_flags, process))
 
 
 def evaluate(run: Run, due: Callable[[int], bool]) -> None:
@@ -354,8 +344,7 @@ def loop(run: Run) -> None:
     config, process, state, reporter, saver = run.config, run.process, run.state, run.reporter, run.saver
     recipe, signals, save_every = RECIPES[config.recipe], run.signals, saver.every
     periods = config.val_every, config.hellaswag_every, config.sample_every, save_every
-    # a checkpoint that a signal left without its evaluations is saved again, with them
-    saved = state.step if state.evaluated in (-1, state.step) else -1
+    saved = state.step if state.evaluated in (-1, state.step) else -1       # then again, once evaluated
     run.loader.start(state.step)
 
     def due(every):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from runtime.batch_size import divisors
+from runtime.batch_size import allowed_micro_batches, divisors
 from runtime.cli import UserError
 from runtime.dataloader import Data, open_data
 from runtime.device import choose_dtype, memory_of
@@ -43,6 +43,7 @@ def complete_config(config, explicit_flags: set[str], process: Process,
             raise UserError(f"--{f.name} has no meaning for --recipe {config.recipe}: leave it out")
     config = dataclasses.replace(config, **automatic_values(config, process.device))
     check_config(config)
+    allowed_micro_batches(config, process.world_size, process.device)         # raises if there is none
     check_attention(config.attention, process.device, getattr(torch, config.dtype),
                     config.n_embd // config.n_head, masked=config.window > 0)
     return dataclasses.replace(config, **disable_text_evals(config, explicit_flags, process))

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from runtime import kernels
-from runtime.batch_size import cache_key, choose_micro_batch, load_cache, save_cache
+from runtime.batch_size import allowed_micro_batches, cache_key, choose_micro_batch, load_cache, save_cache
 from runtime.checkpoint import TrainState
 from runtime.cli import RunError
 from runtime.dataloader import to_device
@@ -35,11 +35,12 @@ EAGER_TOKENS = 2048     # of a slice in eager mode, which needs more memory than
 SCALE = 4096.0          # of the loss in float16: its smallest gradients are not lost, its largest fit
 
 
-def prepare_compiled(config, candidates: list[int], state: TrainState, compiled: Callable, wrapped: Callable,
+def prepare_compiled(config, state: TrainState, compiled: Callable, wrapped: Callable,
                      autocast: torch.autocast, process: Process) -> tuple[int, Callable, Callable]:
     """(micro-batch, model for evaluation, model for training). The compiled model has made a micro-step,
     and its gradients have been compared with eager mode's; where it cannot, both models are eager, with one
     warning. RunError where the gradients differ."""
+    candidates = allowed_micro_batches(config, process.world_size, process.device)
     try:
         B = choose_micro_batch(config, candidates, state, wrapped, autocast, process)
         if compiled is not state.model and not config.dry_run:

@@ -13,7 +13,7 @@ from runtime.batch_size import moment_bytes
 from runtime.checkpoint import TrainState
 from runtime.cli import UserError
 from runtime.dataloader import Data, TokenLoader
-from runtime.device import memory_of, peak_flops
+from runtime.device import compiles, memory_of, peak_flops
 from runtime.distributed import Process
 from runtime.progress import duration
 from runtime.weights import Uninitialized
@@ -251,6 +251,11 @@ class Forecast:
         for name, text in self.rows(*("batch", "memory", "time", "warning") if self.trial else
                                     ("machine", "model", "data", "memory", "disk", "steps")):
             self.process.print0(f"{name + ':':<9}{text}")
+
+
+def print_plan(config, count: ModelSize, data: Data, process: Process) -> None:
+    """Of --dry_run, what is known before anything is allocated."""
+    Forecast(config, count, data, process, compiles(config, process.device)).print_plan()
 
 
 def print_forecast(config, size: ModelSize, data: Data, state: TrainState, compiled: Callable,

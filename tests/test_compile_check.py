@@ -1,4 +1,5 @@
 """Compiled against eager before the first step. Most 'compiled' models here are made up, for time."""
+import dataclasses
 import json
 import math
 
@@ -64,7 +65,8 @@ def a_config(recipe="gpt2", dtype="float32", **flags):
 
 
 def prepare(config, compiled, model, B=3):
-    return prepare_compiled(config, [B], TrainState(model, [], None), compiled, compiled,
+    config = dataclasses.replace(config, batch_size=str(B), total_batch_size=B * config.sequence_length)
+    return prepare_compiled(config, TrainState(model, [], None), compiled, compiled,
                             make_autocast("cpu", config.dtype), Process())
 
 
@@ -142,8 +144,9 @@ def test_a_graph_that_does_not_compile_is_eager_with_one_warning_inside_ddp_too(
         "warning: torch.compile does not work here (type fp8e4nv not supported); going on in eager mode\n")
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     try:
-        B, compiled, wrapped = prepare_compiled(config, [3], TrainState(model, [], None), broken, DDP(broken),
-                                                make_autocast("cpu", "float32"), Process())
+        B, compiled, wrapped = prepare_compiled(
+            dataclasses.replace(config, batch_size="3", total_batch_size=192), TrainState(model, [], None),
+            broken, DDP(broken), make_autocast("cpu", "float32"), Process())
         assert isinstance(wrapped, DDP) and wrapped.module is compiled is model
         x = torch.zeros(3, 64, dtype=torch.int64)
         wrapped(x, x)[1].backward()
