@@ -21,7 +21,6 @@ from runtime.cli import UserError, safe_repr
 from runtime.files import readable
 
 MAX_ROWS = 1 << 14              # of a task, however short they are
-MAX_TOGETHER = 1 << 30          # bytes, of the rows of a row group that are read together
 MAX_DOCUMENT = 10**9            # characters in memory: a small .gz or .zst can unpack to one endless line
 LAST_CUT = re.compile(r".*\S(?=[ \n\r])", re.DOTALL)
 PACKED = {".gz": "gzip", ".zst": "zstd"}
@@ -188,17 +187,14 @@ def read_parquet(path: Path, task: int, mine: Callable, field: str) -> Texts:
             tasks = [mine(i + k) for k in range(math.ceil(group.num_rows / rows))]
             i += len(tasks)
             if any(tasks):
-                # a dictionary-encoded column can repeat its longest document in every row
-                together = max(16, min(256, MAX_TOGETHER // max(1, there)))
-                yield from read_row_group(file, index, field, together,
-                                          lambda row, t=tasks, n=rows: t[row // n])
+                yield from read_row_group(file, index, field, lambda row, t=tasks, n=rows: t[row // n])
 
 
-def read_row_group(file, index: int, field: str, together: int, wanted: Callable[[int], bool]) -> Texts:
-    """Its rows for which `wanted(number in the row group)`, read so many `together`."""
+def read_row_group(file, index: int, field: str, wanted: Callable[[int], bool]) -> Texts:
+    """Its rows for which `wanted(number in the row group)`."""
     number, total = 0, file.metadata.row_group(index).num_rows
-    for batch in file.iter_batches(batch_size=together, row_groups=[index], columns=[field],
-                                   use_threads=False):
+    # 16 rows at a time: a dictionary-encoded column of half a kilobyte can repeat a huge document
+    for batch in file.iter_batches(batch_size=16, row_groups=[index], columns=[field], use_threads=False):
         texts = texts_of_column(batch.column(0), field)
         yield [text for row, text in enumerate(texts, number) if row < total and wanted(row)]
         number += len(texts)

@@ -100,7 +100,7 @@ def test_a_row_group_with_fewer_rows_than_the_file_states_is_refused(tmp_path):
             return list(file.iter_batches(**kwargs))[:-1]
 
     with pytest.raises(ValueError, match="its row group 0 has 192 rows, not 200"):
-        list(read_row_group(Fewer, 0, "text", 16, lambda row: True))
+        list(read_row_group(Fewer, 0, "text", lambda row: True))
 
 
 def test_rows_with_more_text_than_the_file_states_come_in_pieces(gpt2, tmp_path, monkeypatch):  # noqa: F811
