@@ -1,34 +1,20 @@
 """The frontier recipe's model: what modded-nanogpt's records after November 2024 taught, and more.
 
-It keeps the ideas of SpeedrunGPT (model.py, record 10), but for the untied head. The records' ideas that it
-adds are late keys, a tied head, a bigram table, several updates a step and a lower softcap; the four others
-are rows for stems, the start of the late keys, an eps for the embedding, and shorter averages.
-docs/recipes.md says what each brought, and what was tried and left out.
+It keeps the ideas of SpeedrunGPT (record 10), but for the untied head. The records' ideas that it adds are
+late keys, a tied head, a bigram table, several updates a step and a lower softcap; the four others are rows
+for stems, the start of the late keys, an eps for the embedding, and shorter averages. docs/recipes.md says
+what each brought, and what was tried and left out.
 """
-from dataclasses import dataclass
-from pathlib import Path
-
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from runtime.cli import UserError
 from runtime.generation import KVCache
-from runtime.kernels import attention, document_window_mask, matmul_dtype, norm, resolve_attention
-from runtime.language_model import CastLinear, LanguageModel, rotate
+from runtime.kernels import attention, matmul_dtype, norm
+from runtime.language_model import CastLinear, ModernLanguageModel, rotate
 from runtime.muon import Muon
 from runtime.tokenizer import EOT, stems_of_tokens
-
-
-@dataclass
-class FrontierConfig:
-    block_size: int = 1024      # longest sequence
-    vocab_size: int = 50304
-    n_layer: int = 12
-    n_head: int = 6             # heads of 128
-    n_embd: int = 768
-    window: int = 0             # tokens a token attends to, itself included, in its document; 0: all before
 
 
 def bigram_hash(tokens: Tensor, rows: int) -> Tensor:
@@ -87,18 +73,16 @@ class FrontierBlock(nn.Module):
         return x + self.c_proj(F.relu(self.c_fc(norm(x))).square()), v1
 
 
-class FrontierGPT(LanguageModel):
+class FrontierGPT(ModernLanguageModel):
     """SpeedrunGPT with a bigram table, late keys, and the head tied to the embedding, in both of which tokens
     of one stem share a row: 180.3M parameters at GPT-2's size. Of these the bigram table has 38.6M and that
     of the stems 18.1M; a token reads one row of each."""
+    recipe = "frontier"
     softcap = 15.0              # record 18
+    looked_up = "bigram", "stem"
 
     def __init__(self, config):
-        super().__init__()
-        if config.n_embd % (2 * config.n_head):
-            raise UserError(f"--n_embd {config.n_embd} does not divide into --n_head {config.n_head} heads "
-                            f"of an even size, which rotary positions need: give another number of heads")
-        self.config = config
+        super().__init__(config)
         stems = torch.tensor(stems_of_tokens(config.vocab_size), device="cpu")  # (vocab_size,)
         self.transformer = nn.ModuleDict(dict(
             wte=nn.Embedding(config.vocab_size, config.n_embd),
@@ -109,9 +93,7 @@ class FrontierGPT(LanguageModel):
         with torch.device("meta"):
             self.lm_head = CastLinear(config.n_embd, config.vocab_size)
         self.lm_head.weight = self.transformer.wte.weight                       # arXiv:1608.05859
-        window = torch.tensor(config.window or config.block_size, device="cpu")
         self.register_buffer("stems", stems, persistent=False)
-        self.register_buffer("window", window, persistent=False)    # a tensor: a new value needs no recompile
         self.init_weights()
 
     @torch.no_grad()
@@ -155,15 +137,9 @@ class FrontierGPT(LanguageModel):
         """Final hidden states (B, T, C) of idx (B, T), which follows the tokens in the KVCache `past`."""
         device, dtype, T = idx.device.type, matmul_dtype(self.transformer.wte.weight), idx.size(1)
         tokens = past.add(idx) if past else idx                                 # (B, S)
-        hs = self.config.n_embd // self.config.n_head
-        pos = torch.arange(tokens.size(1) - T, tokens.size(1), device=idx.device)               # (T,)
-        frequencies = 10000.0 ** -(torch.arange(0, hs, 2, device=idx.device) / hs)              # (hs/2,)
-        angles = torch.outer(pos, frequencies)                                  # (T, hs/2)
-        rotary = angles.cos().to(dtype), angles.sin().to(dtype)
-        begins, mask = (tokens == EOT)[:, None, :, None], None                  # (B, 1, S, 1)
-        if self.config.window:
-            kernel = resolve_attention(self.kernel, device, dtype, tokens.size(1), blocks=past is None)
-            mask = document_window_mask(tokens, T, self.window, as_blocks="flex" in kernel)
+        rotary = self.rotary_tables(tokens.size(1), T, dtype, idx.device)
+        begins = (tokens == EOT)[:, None, :, None]                              # (B, 1, S, 1)
+        mask = self.window_mask(tokens, T, dtype, past)
         with torch.autocast(device, enabled=False):
             # with a cache only the new tokens, and the one before them
             x = x0 = self.embed(tokens[:, -T - 1:], dtype)[:, -T:]              # (B, T, C)
@@ -191,13 +167,3 @@ class FrontierGPT(LanguageModel):
                                  {"params": bigram, "lr": 1.5 * max_lr},
                                  {"params": scalars, "lr": max_lr}], betas=(0.7, 0.95), eps=1e-8, fused=True)
         return [adam, Muon(matrices, max_lr, weight_decay=weight_decay, dtype=dtype)]
-
-    def flops_per_token(self, sequence_length: int) -> int:
-        """As SpeedrunGPT's; of the two tables only rows are looked up."""
-        tables = self.transformer.bigram.weight.numel() + self.transformer.stem.weight.numel()
-        N = sum(p.numel() for p in self.parameters()) - tables
-        span = min(sequence_length, self.config.window or sequence_length)
-        return 6 * N + 12 * self.config.n_layer * self.config.n_embd * span
-
-    def save_pretrained(self, folder: str | Path) -> None:
-        raise UserError("transformers has no frontier model: only one of --recipe gpt2 can be exported")

@@ -1,4 +1,4 @@
-"""GPT-2 as published (Radford et al. 2019), and the speedrun recipe's model: architecture, loss, generation.
+"""GPT-2 as published (Radford et al. 2019): architecture, initialisation, optimizer; and loading any model.
 
     from model import GPT, GPTConfig, load_model
     model = GPT.from_pretrained("gpt2")         # or a folder in the Hugging Face format
@@ -14,18 +14,16 @@ from pathlib import Path
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 from torch import Tensor
 
-from frontier import FrontierConfig, FrontierGPT
-from runtime.cli import UserError, run_command
+from frontier import FrontierGPT
+from runtime.cli import run_command
 from runtime.generation import KVCache
-from runtime.kernels import (Linear, attention, document_window_mask, matmul_dtype, norm,
-                             recompute_in_backward, resolve_attention)
-from runtime.language_model import CastLinear, LanguageModel, rotate
-from runtime.muon import Muon
+from runtime.kernels import Linear, attention, matmul_dtype, recompute_in_backward
+from runtime.language_model import LanguageModel
 from runtime.weights import (export, find_checkpoint, from_huggingface, model_from_checkpoint,
                              read_checkpoint, save_huggingface)
+from speedrun import SpeedrunGPT
 
 GPT2_SIZES = {
     "gpt2": dict(n_layer=12, n_head=12, n_embd=768),            # 124,439,808 parameters
@@ -90,6 +88,7 @@ class Block(nn.Module):
 
 class GPT(LanguageModel):
     """GPT-2: pre-norm blocks, learned positions, tanh GELU, biases everywhere, head tied to wte."""
+    Config = GPTConfig
 
     def __init__(self, config):
         super().__init__()
@@ -156,157 +155,14 @@ class GPT(LanguageModel):
         save_huggingface(self, folder)
 
 
-# -----------------------------------------------------------------------------
-# The speedrun model: modded-nanogpt's record 10 (November 2024), written anew, with its state-dict names. The
-# number in brackets beside an idea is its gain: validation loss without it minus with it, after 0.41 million
-# tokens, 4 layers of width 128, means of two seeds, which differ by up to 0.06 (bench.py recipes,
-# 2026-11-21). Some gains are within that noise.
-
-@dataclass
-class SpeedrunConfig:
-    block_size: int = 1024      # longest sequence
-    vocab_size: int = 50304
-    n_layer: int = 12
-    n_head: int = 6             # heads of 128
-    n_embd: int = 768
-    window: int = 0             # tokens a token attends to, itself included, in its document; 0: all before
-
-
-class SpeedrunAttention(nn.Module):
-    def __init__(self, config, layer):
-        super().__init__()
-        C = config.n_embd
-        self.c_q, self.c_k, self.c_v, self.c_proj = (CastLinear(C, C) for _ in range(4))
-        self.lamb = nn.Parameter(torch.empty(()))
-        self.n_head, self.layer = config.n_head, layer
-
-    def forward(self, x, v1, rotary, kernel, mask, past=None):
-        """x (B, T, C); v1 (B, nh, T, hs): the first block's values, None in that block -> (B, T, C), v1."""
-        B, T, C = x.size()
-        q, k, v = (linear(x).view(B, T, self.n_head, C // self.n_head).transpose(1, 2)      # (B, nh, T, hs)
-                   for linear in (self.c_q, self.c_k, self.c_v))
-        v1 = v if v1 is None else v1
-        v = (1 - self.lamb) * v + self.lamb * v1        # value residual (arXiv:2410.17897), learned [-0.007]
-        # QK-norm (arXiv:2010.04245) [+0.018], then rotary positions [+0.082]
-        q, k = rotate(norm(q), *rotary), rotate(norm(k), *rotary)
-        if past:
-            k, v = past.update(self.layer, k, v)                                # (B, nh, t + T, hs)
-        y = attention(q, k, v, kernel, mask)                                    # (B, nh, T, hs)
-        return self.c_proj(y.transpose(1, 2).reshape(B, T, C)), v1
-
-
-class SpeedrunMLP(nn.Module):
-    def __init__(self, config):
-        super().__init__()
-        self.c_fc = CastLinear(config.n_embd, 4 * config.n_embd)
-        self.c_proj = CastLinear(4 * config.n_embd, config.n_embd)
-
-    def forward(self, x):
-        return self.c_proj(F.relu(self.c_fc(x)).square())           # ReLU squared (arXiv:2109.08668) [-0.003]
-
-
-class SpeedrunBlock(nn.Module):
-    def __init__(self, config, layer):
-        super().__init__()
-        self.attn, self.mlp = SpeedrunAttention(config, layer), SpeedrunMLP(config)
-        self.lambdas = nn.Parameter(torch.empty(2))
-
-    def forward(self, x, v1, x0, rotary, kernel, mask, past=None):
-        x = self.lambdas[0] * x + self.lambdas[1] * x0  # learned shortcut from the embedding [+0.011]
-        y, v1 = self.attn(norm(x), v1, rotary, kernel, mask, past)
-        x = x + y
-        return x + self.mlp(norm(x)), v1
-
-
-class SpeedrunGPT(LanguageModel):
-    """modded-nanogpt's record 10: 162.2M parameters at GPT-2's size, as embedding and head are not tied."""
-    softcap = 30.0              # arXiv:2408.00118, section 2 [+0.004]
-
-    def __init__(self, config):
-        super().__init__()
-        if config.n_embd % (2 * config.n_head):
-            raise UserError(f"--n_embd {config.n_embd} does not divide into --n_head {config.n_head} heads "
-                            f"of an even size, which rotary positions need: give another number of heads")
-        self.config = config
-        self.transformer = nn.ModuleDict(dict(
-            wte=nn.Embedding(config.vocab_size, config.n_embd),
-            h=nn.ModuleList(SpeedrunBlock(config, layer) for layer in range(config.n_layer)),
-        ))
-        self.lm_head = CastLinear(config.n_embd, config.vocab_size)
-        window = torch.tensor(config.window or config.block_size, device="cpu")
-        self.register_buffer("window", window, persistent=False)    # a tensor: a new value needs no recompile
-        self.init_weights()
-
-    @torch.no_grad()
-    def init_weights(self):
-        """Output projections and head at zero (arXiv:2203.03466) [+0.009]: first loss ln(vocab_size)."""
-        for name, p in self.named_parameters():
-            if name.endswith(("c_proj.weight", "lm_head.weight")):
-                p.zero_()
-            elif name.endswith("wte.weight"):
-                p.normal_()
-            elif name.endswith(("c_q.weight", "c_k.weight", "c_v.weight", "c_fc.weight")):
-                p.uniform_(-p.size(1)**-0.5, p.size(1)**-0.5)
-            elif name.endswith("lambdas"):
-                p.copy_(torch.tensor([1.0, 0.0]))
-            elif name.endswith("lamb"):
-                p.fill_(0.5)
-            else:
-                raise AssertionError(f"no initialisation for {name}")
-
-    def hidden(self, idx: Tensor, past: KVCache | None = None) -> Tensor:
-        """As GPT's, all in autocast's dtype; autocast itself would cast norms and residuals to fp32."""
-        device, dtype = idx.device.type, matmul_dtype(self.transformer.wte.weight)
-        tokens = past.add(idx) if past else idx                                 # (B, S)
-        hs = self.config.n_embd // self.config.n_head
-        pos = torch.arange(tokens.size(1) - idx.size(1), tokens.size(1), device=idx.device)     # (T,)
-        frequencies = 10000.0 ** -(torch.arange(0, hs, 2, device=idx.device) / hs)              # (hs/2,)
-        angles = torch.outer(pos, frequencies)                                  # (T, hs/2)
-        rotary = angles.cos().to(dtype), angles.sin().to(dtype)
-        mask = None
-        if self.config.window:          # modded-nanogpt's records 12 and 13
-            kernel = resolve_attention(self.kernel, device, dtype, tokens.size(1), blocks=past is None)
-            mask = document_window_mask(tokens, idx.size(1), self.window, as_blocks="flex" in kernel)
-        with torch.autocast(device, enabled=False):
-            x = x0 = norm(self.transformer.wte(idx).to(dtype))                  # (B, T, C) [the norm: +0.019]
-            v1 = None
-            for block in self.transformer.h:
-                x, v1 = block(x, v1, x0, rotary, self.kernel, mask, past)
-            return norm(x)
-
-    def configure_optimizers(self, max_lr: float, weight_decay: float = 0.0, dtype=torch.bfloat16) -> list:
-        """[Adam, Muon] with record 10's learning rates at GPT-2's width: max_lr for Muon, 15 max_lr for the
-        embedding, 0.1 max_lr for the head. The head's goes with 1 / width (arXiv:2203.03466, table 3) [+0.437
-        at width 128]. Only Muon has weight decay; `dtype` is that of its Newton-Schulz iteration."""
-        params = dict(self.named_parameters())
-        head, wte = ([(name, params[name])] for name in ("lm_head.weight", "transformer.wte.weight"))
-        blocks = [(n, p) for n, p in params.items() if n.startswith("transformer.h.")]
-        adam = torch.optim.Adam([{"params": wte, "lr": 15 * max_lr},
-                                 {"params": head, "lr": 0.1 * max_lr * 768 / self.config.n_embd},
-                                 {"params": [(n, p) for n, p in blocks if p.dim() < 2], "lr": max_lr}],
-                                betas=(0.9, 0.95), eps=1e-8, fused=True)
-        return [adam, Muon([(n, p) for n, p in blocks if p.dim() == 2], max_lr, weight_decay=weight_decay,
-                           dtype=dtype)]
-
-    def flops_per_token(self, sequence_length: int) -> int:
-        """As GPT's; the embedding is only looked up, and attention counts the window of the last step."""
-        N = sum(p.numel() for p in self.parameters()) - self.transformer.wte.weight.numel()
-        span = min(sequence_length, self.config.window or sequence_length)
-        return 6 * N + 12 * self.config.n_layer * self.config.n_embd * span
-
-    def save_pretrained(self, folder: str | Path) -> None:
-        raise UserError("transformers has no speedrun model: only one of --recipe gpt2 can be exported")
-
-
-MODELS = {"gpt2": (GPT, GPTConfig), "speedrun": (SpeedrunGPT, SpeedrunConfig),      # by recipe
-          "frontier": (FrontierGPT, FrontierConfig)}
+MODELS = {"gpt2": GPT, "speedrun": SpeedrunGPT, "frontier": FrontierGPT}         # by recipe
 
 
 def fresh_model(config) -> LanguageModel:
     """The model of config.recipe with fresh weights. `config` has the fields of the model's own, and more."""
-    cls, model_config = MODELS[config.recipe]
-    return cls(model_config(**{f.name: getattr(config, f.name) for f in fields(model_config)
-                               if hasattr(config, f.name)}))
+    cls = MODELS[config.recipe]
+    return cls(cls.Config(**{f.name: getattr(config, f.name) for f in fields(cls.Config)
+                             if hasattr(config, f.name)}))
 
 
 def load_model(source: str | Path) -> LanguageModel:

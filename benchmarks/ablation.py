@@ -14,30 +14,32 @@ from runtime.cli import UserError
 from runtime.log import read_log
 from runtime.plots import plot_curves
 
-# {recipe: {idea: (file, like model.py or runtime/muon.py; a line of it; the line without the idea; and so on
-# for further lines)}}. To measure an idea, a copy of the project with the other lines is trained.
+# {recipe: {idea: (file; a line of it; the line without the idea; and so on)}}. To measure an
+# idea, a copy of the project with the other lines is trained.
 ABLATIONS = {
     "speedrun": {
         "rotary positions (none instead)": (
-            "model.py", "rotary = angles.cos().to(dtype), angles.sin().to(dtype)",
-            "rotary = torch.ones_like(angles).to(dtype), torch.zeros_like(angles).to(dtype)"),
+            "runtime/language_model.py", "return angles.cos().to(dtype), angles.sin().to(dtype)",
+            "return torch.ones_like(angles).to(dtype), torch.zeros_like(angles).to(dtype)"),
         "QK-norm": (
-            "model.py", "q, k = rotate(norm(q), *rotary), rotate(norm(k), *rotary)",
+            "speedrun.py", "q, k = rotate(norm(q), *rotary), rotate(norm(k), *rotary)",
             "q, k = rotate(q, *rotary), rotate(k, *rotary)"),
-        "value residual": ("model.py", "v = (1 - self.lamb) * v + self.lamb * v1", "v = v + 0 * self.lamb"),
+        "value residual": (
+            "speedrun.py", "v = (1 - self.lamb) * v + self.lamb * v1", "v = v + 0 * self.lamb"),
         "embedding shortcut x0": (
-            "model.py", "x = self.lambdas[0] * x + self.lambdas[1] * x0", "x = self.lambdas[0] * x"),
-        "ReLU squared (GELU instead)": ("model.py", "F.relu(self.c_fc(x)).square()", "F.gelu(self.c_fc(x))"),
+            "speedrun.py", "x = self.lambdas[0] * x + self.lambdas[1] * x0", "x = self.lambdas[0] * x"),
+        "ReLU squared (GELU instead)": (
+            "speedrun.py", "F.relu(self.c_fc(x)).square()", "F.gelu(self.c_fc(x))"),
         "projections and head start at zero (normal, 0.02)": (
-            "model.py", """                p.zero_()
+            "speedrun.py", """                p.zero_()
             elif name.endswith("wte.weight"):""", """                p.normal_(0.0, 0.02)
             elif name.endswith("wte.weight"):"""),
         "norm after the embedding": (
-            "model.py", "x = x0 = norm(self.transformer.wte(idx).to(dtype))",
+            "speedrun.py", "x = x0 = norm(self.transformer.wte(idx).to(dtype))",
             "x = x0 = self.transformer.wte(idx).to(dtype)"),
-        "softcap": ("model.py", "softcap = 30.0", "softcap = 0.0"),
+        "softcap": ("speedrun.py", "softcap = 30.0", "softcap = 0.0"),
         "Muon (Adam at a tenth of its rate)": (
-            "model.py",
+            "speedrun.py",
             "Muon([(n, p) for n, p in blocks if p.dim() == 2], max_lr, weight_decay=weight_decay,\n"
             "                           dtype=dtype)",
             "torch.optim.Adam([(n, p) for n, p in blocks if p.dim() == 2], 0.1 * max_lr, betas=(0.9, 0.95), "
@@ -49,7 +51,7 @@ ABLATIONS = {
             "train_gpt2.py", "return set_lr(trapezoid(step, config), config, state)",
             "return set_lr(warmup_cosine(step, config), config, state)"),
         "head's rate by width (0.002 instead)": (
-            "model.py", "0.1 * max_lr * 768 / self.config.n_embd", "0.1 * max_lr"),
+            "speedrun.py", "0.1 * max_lr * 768 / self.config.n_embd", "0.1 * max_lr"),
     },
     "frontier": {
         "several updates a step (one instead)": (

@@ -17,6 +17,7 @@ from pathlib import Path
 from benchmarks.timing import GB, print_table
 from runtime.cli import UserError
 from runtime.device import PEAK_TFLOPS
+from train_gpt2 import RECIPES, Config
 
 COUNTS = Path(__file__).resolve().parent.parent / "assets" / "counts.json"
 T = 1024                                # tokens a sequence, in all that is counted
@@ -138,9 +139,6 @@ LADDER = [
     ("+ attention kernel of choice (auto)", Work("gpt2 compile auto", "step fused")),
     ("+ micro-batch 64", Work("gpt2 compile auto", "step fused", 64)),
 ]
-# optimizer's counts, steps, updates a step in the first third (then a half, then a quarter, at least one)
-RECIPES = {"gpt2": ("step fused", 19073, 1), "speedrun": ("step speedrun", 3242, 1),
-           "frontier": ("step frontier", 1750, 4)}
 
 
 # -----------------------------------------------------------------------------
@@ -293,10 +291,15 @@ def memory_of(work: Work, counts: dict) -> float:
     return 1.05 * (peak + counts[work.step]["step"]["memory"])
 
 
+def default_of(recipe: str, flag: str):
+    return RECIPES[recipe].defaults.get(flag, getattr(Config, flag))
+
+
 def recipe_work(recipe: str, gpu: GPU, gpus: int, counts: dict) -> Work:
     """A step of STEP tokens, with the micro-batch that --batch_size auto would take."""
     kernel = "auto" if gpu.bf16 > 800 else "flash"          # cuDNN's attention is chosen on Hopper only
-    step, _, updates = RECIPES[recipe]
+    step = "step fused" if recipe == "gpt2" else f"step {recipe}"           # the optimizers' counts
+    updates = default_of(recipe, "updates_per_step")        # in the first third, then a half, then a quarter
     B = STEP // T // gpus // updates
     while True:
         work = Work(f"{recipe} compile {kernel}", step, B, gpus=gpus, micro_steps=STEP // T // gpus // B,
@@ -309,14 +312,14 @@ def recipe_work(recipe: str, gpu: GPU, gpus: int, counts: dict) -> Work:
 def recipe_rows(gpu: GPU, shares: Shares, counts: dict) -> list[dict]:
     """The recipes on one and on eight GPUs: micro-batch, tokens/s, hours."""
     rows = []
-    for recipe, (_, steps, _) in RECIPES.items():
+    for recipe in RECIPES:
         for gpus in (1, 8):
             work = recipe_work(recipe, gpu, gpus, counts)
             t = predict(work, gpu, shares, counts)
             rows.append({"recipe": recipe, "GPUs": f"{gpus} x {gpu.name}", "micro-batch": f"{work.B} x {T}",
                          "GiB": memory_of(work, counts) / 2**30, "predicted ms": 1e3 * t["step"],
                          "all-reduce ms": 1e3 * t["all-reduce"], "tokens/s": STEP / t["step"],
-                         "hours": steps * t["step"] / 3600})
+                         "hours": default_of(recipe, "max_steps") * t["step"] / 3600})
     return rows
 
 

@@ -27,7 +27,7 @@ def load_init(config, process: Process, models: dict, load_model: Callable) -> t
         return None
     with process.progress(f"loading {config.init}"):
         model = process.rank0_first(load_model, config.init)
-    if type(model) is not models[config.recipe][0]:
+    if type(model) is not models[config.recipe]:
         raise UserError(f"--init {config.init} is not a model of --recipe {config.recipe}")
     return model
 

@@ -1,11 +1,15 @@
 """What the models have in common: loss and samples from hidden states, and the pieces of the modern ones."""
+from dataclasses import dataclass
+from pathlib import Path
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from runtime.generation import generate_tokens
-from runtime.kernels import chunked_cross_entropy
+from runtime.cli import UserError
+from runtime.generation import KVCache, generate_tokens
+from runtime.kernels import chunked_cross_entropy, document_window_mask, resolve_attention
 
 
 class LanguageModel(nn.Module):
@@ -70,6 +74,61 @@ class LanguageModel(nn.Module):
         """
         new = generate_tokens(self, idx, max_new_tokens, temperature, top_k, generator, top_p)
         return torch.cat((idx, *new), dim=1)
+
+
+@dataclass
+class ModernConfig:
+    """Of SpeedrunGPT and FrontierGPT."""
+    block_size: int = 1024      # longest sequence
+    vocab_size: int = 50304
+    n_layer: int = 12
+    n_head: int = 6             # heads of 128
+    n_embd: int = 768
+    window: int = 0             # tokens a token attends to, itself included, in its document; 0: all before
+
+
+class ModernLanguageModel(LanguageModel):
+    """Rotary positions and the sliding window. A subclass has `recipe`, its name, and `looked_up`: its tables
+    of which only rows are read, and which are no head."""
+    Config = ModernConfig
+    looked_up = ()
+
+    def __init__(self, config):
+        super().__init__()
+        if config.n_embd % (2 * config.n_head):
+            raise UserError(f"--n_embd {config.n_embd} does not divide into --n_head {config.n_head} heads "
+                            f"of an even size, which rotary positions need: give another number of heads")
+        self.config = config
+        window = torch.tensor(config.window or config.block_size, device="cpu")
+        self.register_buffer("window", window, persistent=False)    # a tensor: a new value needs no recompile
+
+    def rotary_tables(self, S: int, T: int, dtype: torch.dtype,
+                      device: torch.device) -> tuple[Tensor, Tensor]:
+        """Cosines and sines (T, hs/2) of the last T of S positions, for `rotate`."""
+        hs = self.config.n_embd // self.config.n_head
+        pos = torch.arange(S - T, S, device=device)                             # (T,)
+        frequencies = 10000.0 ** -(torch.arange(0, hs, 2, device=device) / hs)  # (hs/2,)
+        angles = torch.outer(pos, frequencies)                                  # (T, hs/2)
+        return angles.cos().to(dtype), angles.sin().to(dtype)
+
+    def window_mask(self, tokens: Tensor, T: int, dtype: torch.dtype, past: KVCache | None):
+        """What the last T of tokens (B, S) attend to, as `attention` takes it; None without a window.
+        modded-nanogpt's records 12 and 13."""
+        if not self.config.window:
+            return None
+        device, S = tokens.device.type, tokens.size(1)
+        kernel = resolve_attention(self.kernel, device, dtype, S, blocks=past is None)
+        return document_window_mask(tokens, T, self.window, as_blocks="flex" in kernel)
+
+    def flops_per_token(self, sequence_length: int) -> int:
+        """As GPT's, without the tables that are `looked_up`. Attention counts the window of the last step."""
+        tables = sum(self.transformer[name].weight.numel() for name in self.looked_up)
+        N = sum(p.numel() for p in self.parameters()) - tables
+        span = min(sequence_length, self.config.window or sequence_length)
+        return 6 * N + 12 * self.config.n_layer * self.config.n_embd * span
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        raise UserError(f"transformers has no {self.recipe} model: only one of --recipe gpt2 can be exported")
 
 
 class CastLinear(nn.Linear):

@@ -262,13 +262,13 @@ def model_from_checkpoint(checkpoint: dict, path: str | Path, MODELS: dict, reme
     """The model of a checkpoint's dict: this project's, nanoGPT's or build-nanogpt's, as its keys show.
     `path` and `remedy` are for the UserError if it cannot be built."""
     with refuse_if_fails(f"{path} is not a checkpoint that this project reads", remedy and f"; {remedy}"):
-        (cls, config_cls), extra = MODELS["gpt2"], {}
+        cls, extra = MODELS["gpt2"], {}
         weights = checkpoint.get("model")
         if "model_config" in checkpoint:
             recipe = checkpoint.get("recipe")
             if not isinstance(recipe, str) or recipe not in MODELS:
                 raise UserError(f"its recipe {safe_repr(recipe)!r} is unknown here")
-            cls, config_cls = MODELS[recipe]
+            cls = MODELS[recipe]
             config = checkpoint["model_config"]
         elif "model_args" in checkpoint:                                        # nanoGPT
             config, extra = checkpoint["model_args"], {"gelu": "none"}
@@ -277,11 +277,11 @@ def model_from_checkpoint(checkpoint: dict, path: str | Path, MODELS: dict, reme
         if not isinstance(weights, dict) or not isinstance(config, dict):
             raise UserError("it records neither this project's model_config, nor nanoGPT's model_args, nor "
                             "build-nanogpt's GPTConfig")
-        fields = {f.name for f in dataclasses.fields(config_cls)}
+        fields = {f.name for f in dataclasses.fields(cls.Config)}
         for name in sorted(fields - config.keys() - {"gelu", "window"}):        # missing in older checkpoints
             raise UserError(f"its config does not say {name}")
-        config = config_cls(**{name: config[name] for name in fields & config.keys()} | extra)
-        return build_model(cls, config, _canonical(weights) if cls is MODELS["gpt2"][0] else weights)
+        config = cls.Config(**{name: config[name] for name in fields & config.keys()} | extra)
+        return build_model(cls, config, _canonical(weights) if cls is MODELS["gpt2"] else weights)
 
 
 def save_huggingface(model, folder: str | Path) -> None:

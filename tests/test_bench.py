@@ -434,7 +434,7 @@ def test_each_idea_is_lines_of_the_code(recipe):
         code = compile(text, file, "exec")
         if file == "frontier.py":               # several lines, which must fit together
             exec(code, namespace)
-            model = namespace["FrontierGPT"](namespace["FrontierConfig"](8, 97, 2, 2, 32))
+            model = namespace["FrontierGPT"](namespace["FrontierGPT"].Config(8, 97, 2, 2, 32))
             optimizers = model.configure_optimizers(0.02, 0.0, torch.float32, 64)
             idx = torch.arange(9)[None]
             model(idx[:, :-1], idx[:, 1:])[1].backward()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from helpers import ENV, HANG, ROOT, logged, run
 
-from model import GPT, GPTConfig, SpeedrunConfig, SpeedrunGPT, fresh_model
+from model import GPT, GPTConfig, fresh_model
 from runtime.batch_size import moment_bytes
 from benchmarks.timing import random_tokens
 from runtime.checks import check_config
@@ -19,6 +19,8 @@ from runtime.cli import UserError, __version__
 from runtime.device import make_autocast
 from runtime.dataloader import Data, TokenDataset, TokenLoader
 from runtime.distributed import Process
+from runtime.language_model import ModernConfig
+from speedrun import SpeedrunGPT
 from runtime.forecast import Forecast, ModelSize, Trial, count_model, try_micro_step
 from runtime.presets import OVERFIT, PRESETS
 from runtime.shards import write_shard
@@ -85,7 +87,7 @@ def test_the_header_has_the_plan_in_short_and_warns_of_many_epochs(shards, tmp_p
 
 
 @pytest.mark.parametrize("model", [GPT(GPTConfig(32, 512, 2, 2, 32)),
-                                   SpeedrunGPT(SpeedrunConfig(32, 512, 2, 2, 32))])
+                                   SpeedrunGPT(ModernConfig(32, 512, 2, 2, 32))])
 def test_the_trial_counts_what_is_kept_for_the_backward_and_changes_nothing(model):
     before = {name: p.clone() for name, p in model.named_parameters()}
     rng = torch.get_rng_state()

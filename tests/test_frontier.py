@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from frontier import FrontierConfig, FrontierGPT, bigram_hash
+from frontier import FrontierGPT, bigram_hash
+from runtime.language_model import ModernConfig
 from helpers import ROOT, hellaswag_file, logged, run, script
 from model import load_model
 from runtime.batch_size import allowed_micro_batches, oom_advice, rows_joined
@@ -27,7 +28,7 @@ def make_model(seed=0, **shape):
     """With random weights as after training: those of a new model's branches are all zero."""
     torch.manual_seed(seed)
     tiny = dict(block_size=24, vocab_size=97, n_layer=3, n_head=2, n_embd=32)
-    model = FrontierGPT(FrontierConfig(**tiny | shape))
+    model = FrontierGPT(ModernConfig(**tiny | shape))
     with torch.no_grad():
         for p in model.parameters():
             p.add_(torch.randn_like(p) * (0.1 if p.dim() == 2 else 0.3))
@@ -120,7 +121,7 @@ def test_in_bfloat16_the_logits_stay_near():
 
 def test_gpt2s_size_has_180_million_parameters_and_starts_near_the_loss_of_knowing_nothing():
     with torch.device("meta"):
-        model = FrontierGPT(FrontierConfig())
+        model = FrontierGPT(ModernConfig())
     parameters = sum(p.numel() for p in model.parameters())
     blocks = 12 * 12 * 768**2 + 12 * 3
     assert parameters == (2 * 50304 + 23579) * 768 + blocks
@@ -129,7 +130,7 @@ def test_gpt2s_size_has_180_million_parameters_and_starts_near_the_loss_of_knowi
     assert model.flops_per_token(1024) == 6 * (50304 * 768 + blocks) + 12 * 12 * 768 * 1024
     for width in (64, 512):             # logits of variance 25 / width raise it by half of that
         torch.manual_seed(0)
-        small = FrontierGPT(FrontierConfig(24, 50304, 2, 2, width))
+        small = FrontierGPT(ModernConfig(24, 50304, 2, 2, width))
         idx = tokens(8, 25, vocab_size=50257)
         loss = small(idx[:, :-1], idx[:, 1:])[1].item()
         assert loss == pytest.approx(math.log(50304) + 12.5 / width, abs=0.15)
@@ -137,7 +138,7 @@ def test_gpt2s_size_has_180_million_parameters_and_starts_near_the_loss_of_knowi
 
 def test_a_new_model_attends_to_what_followed_the_same_token():
     torch.manual_seed(0)
-    model = FrontierGPT(FrontierConfig(64, 97, 1, 2, 256))
+    model = FrontierGPT(ModernConfig(64, 97, 1, 2, 256))
     idx = torch.randperm(97)[:24][None]
     idx[0, 20] = idx[0, 6]              # then 7 holds what followed it before
     seen = []
@@ -222,7 +223,7 @@ def test_with_a_window_no_token_sees_the_document_before():
 
 def test_an_odd_size_of_heads_is_refused():
     with pytest.raises(UserError, match="heads of an even size"):
-        FrontierGPT(FrontierConfig(n_embd=9, n_head=3))
+        FrontierGPT(ModernConfig(n_embd=9, n_head=3))
 
 
 def test_weights_come_back_from_a_checkpoint_and_are_not_exported(tmp_path):
@@ -267,7 +268,7 @@ def test_the_updates_of_a_step_are_halved_after_each_third(first, steps, expecte
 
 def a_state(rows, batch_size, joined_rows=0):
     torch.manual_seed(3)
-    model = FrontierGPT(FrontierConfig(8, 97, 1, 2, 16))
+    model = FrontierGPT(ModernConfig(8, 97, 1, 2, 16))
     text = tokens(rows * 8 + 1).numpy().astype("uint16")
     loader = TokenLoader(TokenDataset([text], 8), rows * 8, batch_size, joined_rows=joined_rows)
     loader.start(0)

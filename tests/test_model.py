@@ -29,7 +29,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import runtime.device
 import runtime.hub
 import runtime.progress
-from model import GPT, GPT2_SIZES, GPTConfig, MODELS, SpeedrunConfig, SpeedrunGPT, load_model, main
+from model import GPT, GPT2_SIZES, GPTConfig, MODELS, load_model, main
+from runtime.language_model import ModernConfig
+from speedrun import SpeedrunGPT
 from runtime.cli import UserError
 from runtime.device import choose_device, is_out_of_memory, make_autocast
 from runtime.generation import generate_tokens, print_samples, sample_token
@@ -1141,7 +1143,7 @@ def test_export_replaces_an_earlier_export_and_nothing_else(tmp_path):
 
 def test_a_model_that_gpt2s_tokenizer_or_transformers_cannot_go_with_is_not_exported(tmp_path):
     characters = save(tmp_path / "ckpt.pt", nanogpt_checkpoint(make_model().state_dict()))
-    config = SpeedrunConfig(block_size=16, vocab_size=50304, n_layer=2, n_head=1, n_embd=16)
+    config = ModernConfig(block_size=16, vocab_size=50304, n_layer=2, n_head=1, n_embd=16)
     speedrun = save(tmp_path / "speedrun.pt", {**own_checkpoint(SpeedrunGPT(config)), "recipe": "speedrun"})
     for source, word in ((characters, "has a vocabulary of 96"), (speedrun, "speedrun")):
         with pytest.raises(UserError, match=word):

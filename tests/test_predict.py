@@ -15,7 +15,9 @@ from benchmarks.predict import (GPUS, PUBLISHED, Shares, Work, at_micro_batch, a
 from benchmarks.tables import ladder_settings
 from benchmarks.timing import Setting
 from helpers import ROOT
-from model import GPT, GPTConfig, SpeedrunConfig, SpeedrunGPT
+from model import GPT, GPTConfig
+from runtime.language_model import ModernConfig
+from speedrun import SpeedrunGPT
 from runtime.cli import run_command
 
 sys.path.append(str(ROOT / "tests" / "null_gpu"))
@@ -37,7 +39,7 @@ def linear_flops(model, looked_up):
 def test_the_flops_of_a_rung_are_those_of_the_formula(name):
     vocab_size = 50257 if "50257" in name else 50304
     with torch.device("meta"):
-        model, looked_up = ((SpeedrunGPT(SpeedrunConfig(vocab_size=vocab_size)), "wte")
+        model, looked_up = ((SpeedrunGPT(ModernConfig(vocab_size=vocab_size)), "wte")
                             if name.startswith("speedrun")
                             else (GPT(GPTConfig(vocab_size=vocab_size)), "wpe"))
     assert all(B.isdigit() for B in COUNTS[name])

@@ -13,7 +13,9 @@ import torch.nn.functional as F
 
 import runtime.device
 from helpers import ENV, HANG, ROOT, logged, run, script
-from model import LanguageModel, SpeedrunConfig, SpeedrunGPT, load_model
+from model import load_model
+from runtime.language_model import LanguageModel, ModernConfig
+from speedrun import SpeedrunGPT
 from runtime.checkpoint import restore_optimizer
 from runtime.checks import shape_of_init
 from runtime.cli import UserError
@@ -31,7 +33,7 @@ def make_model(seed=0, **shape):
     """With random weights as after training: those of a new model's branches are all zero."""
     torch.manual_seed(seed)
     tiny = dict(block_size=24, vocab_size=97, n_layer=3, n_head=2, n_embd=32)
-    model = SpeedrunGPT(SpeedrunConfig(**tiny | shape))
+    model = SpeedrunGPT(ModernConfig(**tiny | shape))
     with torch.no_grad():
         for p in model.parameters():
             p.add_(torch.randn_like(p) * (0.1 if p.dim() == 2 else 0.3))
@@ -121,10 +123,10 @@ def test_in_bfloat16_all_activations_are_and_the_logits_stay_near():
 
 def test_the_published_size_has_162_million_parameters_and_starts_at_the_loss_of_knowing_nothing():
     with torch.device("meta"):
-        model = SpeedrunGPT(SpeedrunConfig())
+        model = SpeedrunGPT(ModernConfig())
     matrices = sum(p.numel() for p in model.parameters() if p.dim() == 2)
     assert matrices == 162_201_600 and sum(p.numel() for p in model.parameters()) - matrices == 12 * 3
-    small = SpeedrunGPT(SpeedrunConfig(24, 97, 2, 2, 32))
+    small = SpeedrunGPT(ModernConfig(24, 97, 2, 2, 32))
     assert small(tokens(2, 24), tokens(2, 24))[1].item() == pytest.approx(math.log(97), abs=1e-5)
 
 
@@ -138,7 +140,7 @@ def test_cached_generation_takes_the_likeliest_tokens_of_whole_forwards():
 
 def test_an_odd_size_of_heads_is_refused():
     with pytest.raises(UserError, match="heads of an even size"):
-        SpeedrunGPT(SpeedrunConfig(n_embd=9, n_head=3))
+        SpeedrunGPT(ModernConfig(n_embd=9, n_head=3))
 
 
 def test_both_models_share_what_comes_after_the_hidden_states():
@@ -200,7 +202,7 @@ def test_shares_of_three_processes_make_the_updates_of_one(tmp_path, monkeypatch
 import sys
 sys.path.insert(0, {str(ROOT)!r})
 import os, torch, torch.distributed as dist
-from model import Muon
+from runtime.muon import Muon
 if "RANK" in os.environ:
     dist.init_process_group("gloo")
 torch.manual_seed(0)
