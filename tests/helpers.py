@@ -46,7 +46,7 @@ class Warm:
 
     def poll(self):
         if self.returncode is None:
-            self.returncode = self._ask(wait=self.pid, block=False)
+            self.returncode = self._ask(wait=self.pid)
         return self.returncode
 
     def wait(self, timeout=HANG):
@@ -63,10 +63,15 @@ class Warm:
 
 def script(name, *flags, env=ENV, cwd=None):
     """Runs one of our scripts to its end: exit code, stdout, stderr."""
+    return warm([ROOT / name, *flags], env, cwd)
+
+
+def warm(argv, env=ENV, cwd=None):
+    """As subprocess.run, of `python` with these arguments: a script or torchrun."""
     with tempfile.TemporaryDirectory() as folder:
         out, err = Path(folder) / "stdout", Path(folder) / "stderr"
-        code = Warm([ROOT / name, *flags], out, err, env, cwd).wait()
-        return subprocess.CompletedProcess([name, *flags], code, out.read_text(), err.read_text())
+        code = Warm(argv, out, err, env, cwd).wait()
+        return subprocess.CompletedProcess(argv, code, out.read_text(), err.read_text())
 
 
 def script_on_ranks(processes, name, *flags, env=ENV):
@@ -84,11 +89,14 @@ def script_on_ranks(processes, name, *flags, env=ENV):
         return subprocess.CompletedProcess([name, *flags], code, stdout, stderr)
 
 
-def run(*flags, processes=1, code=0, env=ENV, torchrun=False, **kwargs):
-    """train_gpt2.py to its end. Started by itself with `kwargs` of subprocess.run, or by `torchrun`."""
-    if kwargs or torchrun:
+def run(*flags, processes=1, code=0, env=ENV, torchrun=False, cold=False, **kwargs):
+    """train_gpt2.py to its end, several processes by `torchrun` or without it. `cold` or with `kwargs` of
+    subprocess.run: by a Python that has imported nothing."""
+    if kwargs or cold:
         result = subprocess.run(command(*flags, processes=processes), capture_output=True, text=True, env=env,
                                 timeout=HANG, **kwargs)
+    elif torchrun:
+        result = warm(command(*flags, processes=processes)[1:], env)
     elif processes > 1:
         result = script_on_ranks(processes, "train_gpt2.py", "--no_plot", *flags, env=env)
     else:
@@ -180,7 +188,7 @@ class Live:
         (folder / "sitecustomize.py").write_text(site + patch)
         path = os.pathsep.join(filter(None, (str(folder), env.get("PYTHONPATH"))))
         env = {**env, "PYTHONPATH": path}
-        if argv[0] == sys.executable and argv[1].endswith(".py") and not how:
+        if argv[0] == sys.executable and (argv[1].endswith(".py") or argv[1] == "-m") and not how:
             self.process = Warm(argv[1:], folder / "stdout", folder / "stderr", env, session=True)
             return
         with open(folder / "stdout", "w") as stdout, open(folder / "stderr", "w") as stderr:

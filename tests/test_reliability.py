@@ -201,7 +201,7 @@ def whole_of_two(data, tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole_of_two")
     folder.joinpath("sitecustomize.py").write_text(AT_THE_END)
     run("--data", data, *BYTES, "--max_steps", 40, "--out", folder / "log", processes=2,
-        torchrun=True, env={**ENV, "PYTHONPATH": str(folder), "ENDS": str(folder)})
+        cold=True, env={**ENV, "PYTHONPATH": str(folder), "ENDS": str(folder)})
     return folder / "log", sorted(path.name for path in folder.glob("*.*[0-9]"))
 
 
