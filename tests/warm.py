@@ -45,7 +45,7 @@ def lend_ranks(job):
     """For torchrun's process: a server of its own forks its ranks, and as their parent ends when it ends.
     Returns what is to be done: torchrun's job, in that server's forked processes a rank's."""
     requests, answers = os.pipe(), os.pipe()
-    if os.fork() == 0:
+    if (server := os.fork()) == 0:
         os.setsid()                                     # a signal to torchrun's group is not for this process
         os.dup2(requests[0], 0)
         os.dup2(answers[1], 1)
@@ -53,6 +53,11 @@ def lend_ranks(job):
             os.close(descriptor)
         return serve()
     Warm.server = SimpleNamespace(stdin=open(requests[1], "w"), stdout=open(answers[0]), poll=lambda: None)
+
+    def end():
+        os.close(requests[1])
+        os.waitpid(server, 0)
+    atexit.register(end)
     # on a thread, since a signal, of which torchrun makes an exception, must not come between a request and
     # its answer
     ask, thread = Warm._ask, ThreadPoolExecutor(1)
