@@ -14,6 +14,8 @@ if "PYTEST_XDIST_WORKER" not in os.environ:         # the workers inherit it
     os.environ["HF_HOME"] = empty.name
 # one thread a process: tests run in parallel (pytest-xdist), and torch's threads would compete for the cores
 os.environ["OMP_NUM_THREADS"] = "1"
+# else each process that compiles starts up to six others, which import torch and try a vector instruction
+os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"
 
 
 def pytest_xdist_auto_num_workers(config):

@@ -46,7 +46,7 @@ class Warm:
 
     def poll(self):
         if self.returncode is None:
-            self.returncode = self._ask(wait=self.pid, block=False)
+            self.returncode = self._ask(wait=self.pid)
         return self.returncode
 
     def wait(self, timeout=HANG):
@@ -63,13 +63,18 @@ class Warm:
 
 def script(name, *flags, env=ENV, cwd=None):
     """Runs one of our scripts to its end: exit code, stdout, stderr."""
+    return warm([ROOT / name, *flags], env, cwd)
+
+
+def warm(argv, env=ENV, cwd=None, **how):
+    """As subprocess.run, of `python` with these arguments: a script or torchrun. Its output is captured."""
     with tempfile.TemporaryDirectory() as folder:
         out, err = Path(folder) / "stdout", Path(folder) / "stderr"
-        code = Warm([ROOT / name, *flags], out, err, env, cwd).wait()
-        return subprocess.CompletedProcess([name, *flags], code, out.read_text(), err.read_text())
+        code = Warm(argv, out, err, env, cwd).wait()
+        return subprocess.CompletedProcess(argv, code, out.read_text(), err.read_text())
 
 
-def script_on_ranks(processes, name, *flags, env=ENV):
+def script_on_ranks(processes, name, *flags, env=ENV, cwd=None):
     """As `script`, by several processes, which find each other as torchrun's do. Their output is joined."""
     import torch.distributed as dist
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -77,22 +82,26 @@ def script_on_ranks(processes, name, *flags, env=ENV):
            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     with tempfile.TemporaryDirectory() as folder:
         files = [(Path(folder) / f"out{rank}", Path(folder) / f"err{rank}") for rank in range(processes)]
-        ranks = [Warm([ROOT / name, *flags], *files[rank], env | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
+        ranks = [Warm([ROOT / name, *flags], *files[rank], env | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                      cwd)
                  for rank in range(processes)]
         code = max(rank.wait() for rank in ranks)
         stdout, stderr = ("".join(path.read_text() for path in paths) for paths in zip(*files, strict=True))
         return subprocess.CompletedProcess([name, *flags], code, stdout, stderr)
 
 
-def run(*flags, processes=1, code=0, env=ENV, torchrun=False, **kwargs):
-    """train_gpt2.py to its end. Started by itself with `kwargs` of subprocess.run, or by `torchrun`."""
-    if kwargs or torchrun:
+def run(*flags, processes=1, code=0, env=ENV, torchrun=False, cold=False, cwd=None, **kwargs):
+    """train_gpt2.py to its end, several processes by `torchrun` or without it. `cold` or with `kwargs` of
+    subprocess.run: by a Python that has imported nothing."""
+    if kwargs or cold:
         result = subprocess.run(command(*flags, processes=processes), capture_output=True, text=True, env=env,
-                                timeout=HANG, **kwargs)
+                                timeout=HANG, cwd=cwd, **kwargs)
+    elif torchrun:
+        result = warm(command(*flags, processes=processes)[1:], env, cwd)
     elif processes > 1:
-        result = script_on_ranks(processes, "train_gpt2.py", "--no_plot", *flags, env=env)
+        result = script_on_ranks(processes, "train_gpt2.py", "--no_plot", *flags, env=env, cwd=cwd)
     else:
-        result = script("train_gpt2.py", "--no_plot", *flags, env=env)
+        result = script("train_gpt2.py", "--no_plot", *flags, env=env, cwd=cwd)
     assert result.returncode == code, result.stdout[-2000:] + result.stderr[-2000:]
     return result
 
@@ -171,7 +180,7 @@ class Live:
     """A command in the background, held before each step of `hold` until the test calls go_on(step). `patch`:
     lines that it runs first."""
 
-    def __init__(self, folder, argv, hold=(), env=ENV, patch="", **how):
+    def __init__(self, folder, argv, hold=(), env=ENV, patch="", cwd=None, **how):
         folder.mkdir(parents=True)
         self.folder = folder
         for step in hold:
@@ -180,12 +189,12 @@ class Live:
         (folder / "sitecustomize.py").write_text(site + patch)
         path = os.pathsep.join(filter(None, (str(folder), env.get("PYTHONPATH"))))
         env = {**env, "PYTHONPATH": path}
-        if argv[0] == sys.executable and argv[1].endswith(".py") and not how:
-            self.process = Warm(argv[1:], folder / "stdout", folder / "stderr", env, session=True)
+        if argv[0] == sys.executable and (argv[1].endswith(".py") or argv[1] == "-m") and not how:
+            self.process = Warm(argv[1:], folder / "stdout", folder / "stderr", env, cwd, session=True)
             return
         with open(folder / "stdout", "w") as stdout, open(folder / "stderr", "w") as stderr:
             self.process = subprocess.Popen(argv, **{"stdout": stdout, "stderr": stderr} | how, text=True,
-                                            start_new_session=True, env=env)
+                                            start_new_session=True, env=env, cwd=cwd)
 
     def stdout(self):
         return read_if_there(self.folder / "stdout")

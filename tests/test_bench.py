@@ -1,5 +1,4 @@
 """bench.py: the real commands make its tables with a small model; and the arithmetic of the tables."""
-import functools
 import importlib.util
 import json
 import math
@@ -15,7 +14,7 @@ import pytest
 import torch
 
 import bench
-from helpers import ROOT, wait_until, script
+from helpers import ROOT, script, wait_until, warm
 import benchmarks.data as data_benchmark
 from benchmarks import ablation, steps
 from benchmarks import timing as benchmark
@@ -41,26 +40,37 @@ def run_bench(*flags, code=0):
     return result
 
 
-def test_the_ladder_measures_all_rungs_and_saves_and_plots_them(tmp_path):
+@pytest.fixture
+def run_here(monkeypatch, capsys):
+    """bench.py in this process, the processes in which it measures forked: `operators` starts it cold."""
+    monkeypatch.setattr(subprocess, "run", lambda argv, env, **how: warm(argv[1:], env))
+
+    def run(*flags):
+        bench.main(list(map(str, flags)))
+        return capsys.readouterr().out
+    return run
+
+
+def test_the_ladder_measures_all_rungs_and_saves_and_plots_them(run_here, tmp_path):
     json_file, png_file = tmp_path / "ladder.json", tmp_path / "ladder.png"
-    result = run_bench("ladder", *SMALL, "--json", json_file, "--plot", png_file)
+    shown = run_here("ladder", *SMALL, "--json", json_file, "--plot", png_file)
     saved = json.loads(json_file.read_text())
     assert len(saved["rows"]) == 7
     assert all(row["ms a step"] > 0 and row["peak GB"] > 0.1 for row in saved["rows"])
-    assert saved["rows"][0]["in all"] == "1.00x" and saved["machine"] in result.stdout
-    assert "left out: TF32 (" in result.stdout and "torch.compile (" in result.stdout
-    assert "matrix products of the last rung's step" in result.stdout
+    assert saved["rows"][0]["in all"] == "1.00x" and saved["machine"] in shown
+    assert "left out: TF32 (" in shown and "torch.compile (" in shown
+    assert "matrix products of the last rung's step" in shown
     assert png_file.read_bytes()[:4] == b"\x89PNG"
 
 
-def test_attention_kernels_are_measured_and_missing_ones_named():
-    result = run_bench("attention", *SMALL)
-    cells = [line.split("|") for line in result.stdout.splitlines() if line.startswith("| ")]
+def test_attention_kernels_are_measured_and_missing_ones_named(run_here):
+    shown = run_here("attention", *SMALL)
+    cells = [line.split("|") for line in shown.splitlines() if line.startswith("| ")]
     rows = {row[1].strip(): row for row in cells}
     assert {"auto", "naive", "math"} <= rows.keys()
     errors = [float(rows[kernel][4]) for kernel in ("naive", "math")]       # of float32 against float64
     assert all(0 < error < 1e-5 for error in errors)
-    assert "not on this machine: " in result.stdout and "cudnn (" in result.stdout
+    assert "not on this machine: " in shown and "cudnn (" in shown
 
 
 def test_the_operators_of_a_step_are_timed_and_add_up():
@@ -121,7 +131,8 @@ def test_a_row_that_ran_out_of_memory_says_so_and_does_not_end_the_table(monkeyp
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits the memory of a process")
 @pytest.mark.parametrize("rank", [0, 1])
-def test_one_of_several_processes_that_runs_out_of_memory_ends_them_all(rank, tmp_path, monkeypatch):
+def test_one_of_several_processes_that_runs_out_of_memory_ends_them_all(rank, run_here, tmp_path,
+                                                                        monkeypatch):
     """The limit is a real one: the memory before the first step, and 200 MB. The other process sleeps within
     its micro-step, as if it waited in NCCL; gloo would notice the lost connection."""
     (tmp_path / "bench.py").write_text(f"""
@@ -140,7 +151,6 @@ time_steps, steps.time_steps = steps.time_steps, limited
 bench.main()
 """)
     monkeypatch.setattr(benchmark, "BENCH", tmp_path / "bench.py")
-    monkeypatch.setattr(subprocess, "run", functools.partial(subprocess.run, timeout=250))
     setting = Setting(size="small", B=8, T=1024, dtype="float32", steps=1, warmup=1, processes=2)
     assert run_in_subprocess(setting) == {"failed": "out of memory"}
 

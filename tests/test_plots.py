@@ -1,13 +1,11 @@
 """The pictures: what is drawn in them. The layout was looked at."""
 import json
 import math
-import subprocess
-import sys
 
 import matplotlib.figure
 import numpy as np
 import pytest
-from helpers import ENV, ROOT
+from helpers import ROOT, script
 
 import train_gpt2
 from runtime.plots import BASELINES, is_fineweb, plot_log, smooth
@@ -161,13 +159,13 @@ def test_fineweb_py_writes_what_is_recognised(tmp_path):
 
 def test_a_run_draws_its_picture(tmp_path):
     """The real command, on real text; no published loss beside Shakespeare's."""
-    run = [sys.executable, ROOT / "train_gpt2.py", "--data", tmp_path / "data", "--out", tmp_path / "log",
+    run = ["train_gpt2.py", "--data", tmp_path / "data", "--out", tmp_path / "log",
            "--n_layer", 1, "--n_head", 1, "--n_embd", 16, "--block_size", 16, "--total_batch_size", 64,
            "--batch_size", 4, "--max_steps", 2, "--val_every", 1, "--val_tokens", 64, "--hellaswag_every", 0,
            "--sample_every", 0, "--checkpoint_every", 0, "--device", "cpu", "--dtype", "float32"]
-    text = [sys.executable, ROOT / "fineweb.py", "--input", ROOT / "input.txt", "--out", tmp_path / "data"]
+    text = ["fineweb.py", "--input", ROOT / "input.txt", "--out", tmp_path / "data"]
     for command in (text, run):
-        result = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=ENV, timeout=600)
+        result = script(*command)
         assert result.returncode == 0, result.stdout + result.stderr
     assert (tmp_path / "log" / "loss.png").read_bytes()[:4] == b"\x89PNG"
     assert not is_fineweb(tmp_path / "data") and "warning" not in result.stdout

@@ -2,7 +2,6 @@
 import dataclasses
 import math
 import runpy
-import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -12,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import runtime.device
-from helpers import ENV, HANG, ROOT, logged, run, script
+from helpers import ROOT, logged, run, script, warm
 from model import load_model
 from runtime.language_model import LanguageModel, ModernConfig
 from speedrun import SpeedrunGPT
@@ -221,9 +220,8 @@ if dist.is_initialized():
 """)
     monkeypatch.setattr(sys, "argv", ["muon.py", str(tmp_path / "1.pt")])
     runpy.run_path(str(script))
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=3"]
-    result = subprocess.run([*torchrun, script, tmp_path / "3.pt"], env=ENV, timeout=HANG,
-                            capture_output=True, text=True)
+    result = warm(["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=3", script,
+                   tmp_path / "3.pt"])
     assert result.returncode == 0, result.stderr[-3000:]
     for a, b in zip(torch.load(tmp_path / "1.pt"), torch.load(tmp_path / "3.pt"), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=2e-3)
