@@ -9,10 +9,10 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from benchmarks.pictures import plot_curves
 from benchmarks.timing import BENCH, print_table, progress
 from runtime.cli import UserError
 from runtime.log import read_log
-from runtime.plots import plot_curves
 
 # {recipe: {idea: (file; a line of it; the line without the idea; and so on)}}. To measure an
 # idea, a copy of the project with the other lines is trained.

@@ -7,7 +7,6 @@ import torch
 import hellaswag
 import train_gpt2
 from benchmarks.data import measure_loader
-from benchmarks.operators import operator_seconds
 from benchmarks.timing import (GB, PlainAdamW, attention_costs, matmul_seconds, peers_step, random_tokens,
                                time_steps)
 from model import GPT, GPT2_SIZES, GPTConfig
@@ -61,10 +60,6 @@ def measure_step(s):
     return result
 
 
-def measure_operators(s):
-    return operator_seconds(our_step(s)[0], s)
-
-
 def measure_matmul(s):
     setup_process(train_gpt2.Config(device=s.device, tf32=s.tf32))
     return {"seconds": matmul_seconds(s, shape_of(s))}
@@ -100,5 +95,5 @@ def measure_hellaswag(s):
     return {"seconds": seconds}
 
 
-WORKERS = {"step": measure_step, "operators": measure_operators, "matmul": measure_matmul,
-           "attention": measure_attention, "hellaswag": measure_hellaswag, "loader": measure_loader}
+WORKERS = {"step": measure_step, "matmul": measure_matmul, "attention": measure_attention,
+           "hellaswag": measure_hellaswag, "loader": measure_loader}

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.pictures import plot_ladder
 from benchmarks.timing import (GB, bytes_per_sequence, find_largest, machine, measure, median_ms,
                                predict_largest, print_table, rows_of, supported_kernels)
 from model import GPT, GPT2_SIZES, GPTConfig
 from runtime.cli import UserError
-from runtime.plots import plot_ladder
 
 
 def ratio(a, b, times=1):

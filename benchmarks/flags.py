@@ -1,0 +1,76 @@
+"""The flags of bench.py."""
+import difflib
+import importlib.util
+import math
+from argparse import Namespace
+from collections.abc import Collection
+
+from benchmarks.predict import GPUS
+from benchmarks.steps import SIZES
+from benchmarks.timing import Setting, check_outputs
+from runtime.cli import FlagParser, UserError, parse_int
+from runtime.device import choose_device, choose_dtype
+from train_gpt2 import RECIPES
+
+ELSEWHERE = "compare", "predict"            # tables of runs on other machines
+
+
+def table_name(text, tables):
+    if text not in tables:
+        near = "".join(f"did you mean {name}? " for name in difflib.get_close_matches(text, tables, 1))
+        raise UserError(f"there is no table {text!r}: {near}`python bench.py` lists them")
+    return text
+
+
+def parse_args(argv: list[str], tables: Collection[str], description: str) -> tuple[Namespace, Setting]:
+    """The flags, and the setting that they name, which a table varies."""
+    parser = FlagParser(prog="bench.py", description=description)
+    add = parser.add_argument
+    add("table", type=lambda text: table_name(text, tables), help="one of those above")
+    add("paths", nargs="*", metavar="path", help="for peer and data: the folder of build-nanogpt; for "
+        "recipes: the shards; for compare: --out folders of runs")
+    add("--device", default="auto", help="auto, cuda or cpu (default auto)")
+    add("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])
+    add("--recipe", default="gpt2", choices=list(RECIPES))
+    add("--size", choices=list(SIZES), help="default gpt2 (124M), but small for hellaswag and recipes")
+    add("--batch_size", type=parse_int, help="sequences a micro-step (default 16 on CUDA, 4 on a CPU); "
+        "for recipes: a step (default 16)")
+    add("--sequence_length", type=parse_int, help="tokens (default 1024; 256 on a CPU, except for memory)")
+    add("--steps", type=parse_int, help="timed steps a turn (default 20 on CUDA, 4 on a CPU); for recipes: "
+        "steps of the gpt2 runs (default 300); for data: times 52 MB of text (default 1)")
+    add("--turns", type=parse_int, help="how often the table is measured (default 1 on CUDA, 2 on a CPU); "
+        "for recipes: number of seeds")
+    add("--compile", action="store_true", default=None, help="torch.compile on a CPU too")
+    add("--no_compile", dest="compile", action="store_false", help="eager on CUDA too")
+    add("--gpu", default="H100", help=f"for predict: {', '.join(GPUS)} (default H100)")
+    add("--memory_gb", type=float, default=80, help="for memory: GB of the GPU (default 80)")
+    add("--no_ideas", action="store_true", help="for recipes: no ablations")
+    add("--only_ideas", action="store_true", help="for recipes: nothing but the ablations")
+    add("--json", metavar="FILE", help="save what was measured")
+    add("--plot", metavar="FILE.png", help="for ladder, recipes and compare: a picture")
+    args = check_args(parser.parse_args(argv))
+    cuda = args.device.startswith("cuda")
+    args.turns = args.turns or (1 if cuda else 2)
+    return args, Setting(
+        device=args.device, recipe=args.recipe, size=args.size or "gpt2",
+        dtype=choose_dtype(args.dtype, args.device), B=args.batch_size or (16 if cuda else 4),
+        T=args.sequence_length or (1024 if cuda or args.table == "memory" else 256),
+        compile=cuda if args.compile is None else args.compile,
+        warmup=3 if cuda else 2, steps=args.steps or (20 if cuda else 4))
+
+
+def check_args(args: Namespace) -> Namespace:
+    """The same with the device chosen. UserError for flags that cannot be."""
+    args.path = args.paths[0] if args.paths else None
+    if len(args.paths) > 1 and args.table != "compare":
+        raise UserError(f"bench.py {args.table} takes one path, not {len(args.paths)}")
+    args.device = "cpu" if args.table in ELSEWHERE else choose_device(args.device)
+    if args.device == "mps":
+        raise UserError("bench.py measures on cuda or cpu: give --device cpu")
+    if args.plot and not importlib.util.find_spec("matplotlib"):
+        raise UserError("--plot needs the package matplotlib: pip install matplotlib, or leave the flag out")
+    check_outputs(args.json, args.plot)
+    for name in ("batch_size", "sequence_length", "steps", "turns", "memory_gb"):
+        if (value := getattr(args, name)) is not None and not 1 <= value < math.inf:
+            raise UserError(f"--{name} {value}: must be at least 1")
+    return args
