@@ -13,6 +13,7 @@ from benchmarks.pictures import plot_curves
 from benchmarks.timing import BENCH, print_table, progress
 from runtime.cli import UserError
 from runtime.log import read_log
+from runtime.progress import counted
 
 # {recipe: {idea: (file; a line of it; the line without the idea; and so on)}}. To measure an
 # idea, a copy of the project with the other lines is trained.
@@ -226,7 +227,7 @@ def recipes_table(args, base, shape):
     title = f"{shape['n_layer']} layers of width {shape['n_embd']}"
     loss = mean_loss(curves[short], short[1] * tokens)
     print(f"validation loss of {args.size or 'small'} ({title}), {tokens:,} tokens a step, "
-          f"means of {args.turns} seed(s)")
+          f"means of {counted(args.turns, 'seed')}")
     rows = []
     if not args.only_ideas:
         rows, best = compare_with_gpt2(recipe, curves, steps, tokens, loss)

@@ -12,6 +12,7 @@ from pathlib import Path
 from benchmarks.timing import BENCH, measure, print_table, progress, random_tokens, rows_of
 from runtime.cli import UserError
 from runtime.dataloader import INPUT_TXT, TokenDataset, TokenLoader, to_device
+from runtime.progress import counted
 from runtime.shards import open_shard, write_shard
 from runtime.tokenizer import VOCAB_SIZE
 
@@ -87,7 +88,7 @@ def time_fineweb(jobs, turns, peer=None, repeats=1):
 def fineweb_rows(jobs, results):
     """Rows of the table; with the peer's job among them, how many times as fast (medians)."""
     peers = dict(zip(jobs, results, strict=True)).get((PEER, 2), {})
-    names = [f"{what}, {workers} worker(s)" for what, workers in jobs]
+    names = [f"{what}, {counted(workers, 'worker')}" for what, workers in jobs]
 
     def cells(name, r):
         median = statistics.median(r["seconds"])

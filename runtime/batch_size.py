@@ -17,6 +17,7 @@ from runtime.device import compile_failures, device_name, is_out_of_memory
 from runtime.distributed import Process
 from runtime.files import read_text, replace_file
 from runtime.muon import Muon
+from runtime.progress import counted
 from runtime.resume import MODEL_SHAPE
 
 NAME = "batch_size.json"        # in the cache
@@ -39,7 +40,7 @@ def allowed_micro_batches(config, world_size: int, device: str) -> list[int]:
         each = f" for each of --updates_per_step {updates}" if updates > 1 else ""
         give = " or ".join(map(str, near)) + (", or fewer updates a step" if updates > 1 else "")
         raise UserError(f"--total_batch_size {config.total_batch_size} does not divide into sequences of {T} "
-                        f"tokens on {world_size} process(es){each}: give {give}")
+                        f"tokens on {counted(world_size, 'process')}{each}: give {give}")
     rows = config.total_batch_size // (T * world_size * updates)
     if config.batch_size == "auto":
         by_trial = device.startswith("cuda") and not config.overfit
@@ -48,7 +49,7 @@ def allowed_micro_batches(config, world_size: int, device: str) -> list[int]:
     if rows % int(config.batch_size):
         part = "an update" if updates > 1 else "a step"
         raise UserError(f"--batch_size {config.batch_size} does not divide the {rows} sequences {part} of "
-                        f"each of {world_size} process(es): give one of "
+                        f"each of {counted(world_size, 'process')}: give one of "
                         f"{', '.join(map(str, divisors(rows)))}, or auto")
     return [int(config.batch_size)]
 

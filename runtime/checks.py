@@ -80,7 +80,7 @@ def automatic_values(config, device: str) -> dict:
     return {"sequence_length": config.sequence_length or config.block_size, "sample_prompt": prompt,
             "min_lr": config.max_lr / 10 if config.min_lr == -1 else config.min_lr,
             "dtype": choose_dtype(config.dtype, device),
-            "loss_chunk": config.loss_chunk if config.loss_chunk >= 0 else 2048 * (device == "cpu")}
+            "loss_chunk": config.loss_chunk if config.loss_chunk >= 0 else 2048 if device == "cpu" else 0}
 
 
 def disable_text_evals(config, explicit_flags: set[str], process: Process) -> dict:

@@ -73,7 +73,7 @@ def check_compiled(config, state: TrainState, wrapped: Callable, autocast: torch
         finally:
             model.zero_grad(set_to_none=True)
 
-    with process.progress("compiling" + ", and comparing with eager mode" * asked):
+    with process.progress("compiling, and comparing with eager mode" if asked else "compiling"):
         passed = process.on_all_ranks(check)
     if process.device.startswith("cuda"):
         torch.cuda.empty_cache()
@@ -110,8 +110,9 @@ def compare_gradients(names: list[str], compiled: list[Tensor], exact: list[Tens
     are needed. The first of each list is the loss."""
     rows = torch.stack((distances(compiled, exact), norms(exact), norms(compiled)), 1).tolist()
     floor = FLOOR * math.hypot(*(size for _, size, _ in rows[1:]))
-    bounds = [TOLERANCE * size + floor * (i > 0) / math.sqrt(exact[i].numel())
-              for i, (_, size, _) in enumerate(rows)]
+    bounds = [TOLERANCE * size + floor / math.sqrt(gradient.numel())
+              for gradient, (_, size, _) in zip(exact, rows, strict=True)]
+    bounds[0] = TOLERANCE * rows[0][1]
     if all(off <= bound for (off, *_), bound in zip(rows, bounds, strict=True)):
         return True
     noise = distances(eager(), exact).tolist()
@@ -123,7 +124,7 @@ def compare_gradients(names: list[str], compiled: list[Tensor], exact: list[Tens
     first = max(wrong, key=lambda i: rows[i][0] / bounds[i] if math.isfinite(rows[i][0]) else math.inf)
     what = f"gradient of {names[first]}" if first else names[0]
     off, size, other = rows[first]
-    others = f", and {len(wrong) - 1} more" * (len(wrong) > 1)
+    others = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
     raise RunError(f"torch.compile gives another {what} than eager mode on this machine{others}: its norm is "
                    f"{other / scale:.4g} instead of {size / scale:.4g}, the difference's {off / scale:.4g}; "
                    "train without it: --no_compile (--no_check_compile goes on with it all the same)")

@@ -15,7 +15,7 @@ from runtime.cli import UserError
 from runtime.dataloader import Data, TokenLoader
 from runtime.device import compiles, memory_of, peak_flops
 from runtime.distributed import Process
-from runtime.progress import duration
+from runtime.progress import counted, duration
 from runtime.weights import Uninitialized
 
 MFU = 0.4               # of a GPU's peak, for predictions: about what others' runs reach (docs/speed.md)
@@ -119,8 +119,10 @@ class Forecast:
         if not self.trial:
             return None, "unknown for this GPU"
         rows = self.loader.rows_per_step / process.world_size
-        return (self.trial.seconds * rows / self.trial.rows, "from one micro-step, timed on this "
-                f"{'CPU' if process.device == 'cpu' else 'device'}{' in eager mode' * self.compiled}")
+        where = "CPU" if process.device == "cpu" else "device"
+        mode = " in eager mode" if self.compiled else ""
+        return (self.trial.seconds * rows / self.trial.rows,
+                f"from one micro-step, timed on this {where}{mode}")
 
     def _evaluation_seconds(self):
         """Of all validations and HellaSwag: forwards, a third of a micro-step's time."""
@@ -142,14 +144,14 @@ class Forecast:
     def machine(self):
         config, process = self.config, self.process
         gpu = f" ({torch.cuda.get_device_name(process.device)})" if process.device.startswith("cuda") else ""
-        return (f"{process.world_size} process(es) on {process.device}{gpu}, {config.dtype}, "
+        return (f"{counted(process.world_size, 'process')} on {process.device}{gpu}, {config.dtype}, "
                 f"{'torch.compile' if self.compiled else 'eager'}, attention {config.attention}, "
                 f"torch {torch.__version__}")
 
     def model(self):
         config = self.config
-        return (f"{config.recipe}: {self.count.parameters:,} parameters ({config.n_layer} layers, "
-                f"{config.n_head} heads, width {config.n_embd}, vocabulary {config.vocab_size}"
+        return (f"{config.recipe}: {self.count.parameters:,} parameters ({counted(config.n_layer, 'layer')}, "
+                f"{counted(config.n_head, 'head')}, width {config.n_embd}, vocabulary {config.vocab_size}"
                 f"{f', window {config.window} inside documents' if config.window else ''})")
 
     def data(self):
@@ -161,10 +163,10 @@ class Forecast:
         first = config.updates_per_step
         updates = f"{first} updates a step at first; " if first > 1 else ""
         largest = loader.largest(first)
-        joined = f", joined to {largest} x {config.sequence_length} later" * (largest > loader.B)
+        joined = f", joined to {largest} x {config.sequence_length} later" if largest > loader.B else ""
         return (f"{config.total_batch_size:,} tokens a step = {loader.B} x {config.sequence_length} x "
-                f"{loader.micro_batches} micro-step(s) x {self.process.world_size} process(es){joined}; "
-                f"{updates}"
+                f"{counted(loader.micro_batches, 'micro-step')} x "
+                f"{counted(self.process.world_size, 'process')}{joined}; {updates}"
                 f"{config.max_steps:,} steps = {self.tokens:,} tokens = {self.epochs:,.2f} epochs")
 
     def time(self):
@@ -202,13 +204,17 @@ class Forecast:
         config = self.config
         for what, every in (("validation", config.val_every), ("HellaSwag", config.hellaswag_every),
                             ("samples", config.sample_every), ("checkpoint", config.checkpoint_every)):
-            detail = ""
+            if not every:
+                yield f"{what}: never"
+                continue
+            first, times, detail = "", self._times(every), ""
+            if what in ("validation", "HellaSwag"):
+                first = "at step 0, "
+            else:
+                times -= 1
             if what == "validation" and self.datasets.val:
                 detail = f", {self.datasets.val_count:,} sequences of {config.sequence_length} tokens"
-            first = what in ("validation", "HellaSwag")
-            times = self._times(every) - (not first)
-            yield (f"{what}: {'at step 0, ' * first}every {every:,} steps and at the last, {times:,} times"
-                   f"{detail}" if every else f"{what}: never")
+            yield f"{what}: {first}every {every:,} steps and at the last, {times:,} times{detail}"
         if config.checkpoint_minutes:
             yield f"checkpoint: {config.checkpoint_minutes:g} minutes after the last, and at the last step"
 

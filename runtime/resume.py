@@ -16,6 +16,7 @@ from runtime.files import (RUN_FILES, checkpoints, digest, is_redirected_to, rea
 from runtime.integrity import find_fault
 from runtime.log import LONGEST, Log
 from runtime.presets import PRESETS
+from runtime.progress import counted
 from runtime.weights import read_checkpoint
 
 # paths and devices of a machine, and what only rank 0 or the rank itself reads
@@ -160,7 +161,7 @@ def check_data(checkpoint: dict, data: dict, folder: str, path: Path) -> None:
                 raise ValueError("it does not say which shards")
             if [shard[1:] for shard in before] == [shard[1:] for shard in now]:
                 continue
-            had, has = (f"{len(shards)} {split} shard(s), {sum(n for _, n, _ in shards):,} tokens"
+            had, has = (f"{counted(len(shards), split + ' shard')}, {sum(n for _, n, _ in shards):,} tokens"
                         for shards in (before, now))
             differ = (i for i, (a, b) in enumerate(zip(before, now, strict=False)) if a[1:] != b[1:])
             i = next(differ, min(len(before), len(now)))

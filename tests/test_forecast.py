@@ -54,7 +54,7 @@ def test_a_dry_run_tells_what_would_run_and_writes_nothing(processes, shards, tm
     result = run("--data", shards, *SMALL, "--max_steps", 100, "--val_every", 30, "--sample_every", 0,
                  "--checkpoint_every", 50, "--batch_size", 2, "--out", "log", "--dry_run", cwd=tmp_path,
                  processes=processes)
-    for text in ("1,636,224 parameters", f"256 tokens a step = 2 x 32 x {4 // processes} micro-step(s)",
+    for text in ("1,636,224 parameters", f"256 tokens a step = 2 x 32 x {4 // processes} micro-steps",
                  "100 steps = 25,600 tokens = 2.56 epochs", "10,000 tokens for training",
                  "7 MB weights, 7 MB gradients, 13 MB moments", "20 MB a checkpoint, up to 5 in log",
                  "validation: at step 0, every 30 steps and at the last, 5 times", "HellaSwag: never",

@@ -429,7 +429,7 @@ def test_a_run_with_a_window_evaluates_samples_and_is_sampled_from(tmp_path):
     result = run(*FLAGS, "--window", 8, "--data", tmp_path, "--out", tmp_path / "log", "--sample_every", 9,
                  "--val_tokens", 900, "--dtype", "bfloat16", "--hellaswag_every", 9, "--hellaswag_data",
                  hellaswag_file(tmp_path / "h.jsonl"))
-    assert "= 8 x 16 x 4 micro-step(s) x 1 process(es), joined to 32 x 16 later; 4 updates" in result.stdout
+    assert "= 8 x 16 x 4 micro-steps x 1 process, joined to 32 x 16 later; 4 updates" in result.stdout
     val = logged(tmp_path / "log", "val")
     assert val[0] == pytest.approx(math.log(50304), abs=0.6) and val[9] < val[0] - 1
     assert "sample 0: Hello, I'm a language model," in result.stdout
