@@ -39,7 +39,7 @@ def complete_config(config, explicit_flags: set[str], process: Process,
     if model is not None:
         config = dataclasses.replace(config, **shape_of_init(config, explicit_flags, model))
     for f in dataclasses.fields(config):
-        if f.name in explicit_flags and config.recipe not in f.metadata.get("only", [config.recipe]):
+        if f.name in explicit_flags and config.recipe not in f.metadata.get("recipes", [config.recipe]):
             raise UserError(f"--{f.name} has no meaning for --recipe {config.recipe}: leave it out")
     config = dataclasses.replace(config, **automatic_values(config, process.device))
     check_config(config)
@@ -99,9 +99,9 @@ def disable_text_evals(config, explicit_flags: set[str], process: Process) -> di
 def check_config(config) -> None:
     """UserError for what can be checked on the flags alone."""
     for f in dataclasses.fields(config):
-        least, bits = f.metadata.get("least", 0 if f.type is int else None), f.metadata.get("bits", 40)
-        if least is not None and not least <= getattr(config, f.name) < 2**bits:
-            raise UserError(f"--{f.name} {getattr(config, f.name)}: must be at least {least} and below "
+        minimum, bits = f.metadata.get("minimum", 0 if f.type is int else None), f.metadata.get("bits", 40)
+        if minimum is not None and not minimum <= getattr(config, f.name) < 2**bits:
+            raise UserError(f"--{f.name} {getattr(config, f.name)}: must be at least {minimum} and below "
                             f"2^{bits}")
     if not 0 < config.max_lr < math.inf or not (0 <= config.min_lr <= config.max_lr or config.min_lr == -1):
         raise UserError(f"--max_lr {config.max_lr} --min_lr {config.min_lr}: the first must be above 0, the "

@@ -95,8 +95,8 @@ def brief_error(error: Exception) -> str:
 
 def flag(default, group, help, **metadata):
     """A field of a Config dataclass that is also a flag. `metadata`: `type` (if not the annotation),
-    `choices`, `least` (lower bound; 0 for an int), `bits` (upper bound 2^bits; 40), `fixed` (cannot change on
-    resume), `per_run` (never taken from a checkpoint), `only` (the recipes in which it has a meaning)."""
+    `choices`, `minimum` (lower bound; 0 for an int), `bits` (upper bound 2^bits; 40), `fixed` (cannot change
+    on resume), `per_run` (never taken from a checkpoint), `recipes` (those in which it has a meaning)."""
     return field(default=default, metadata={"group": group, "help": help, **metadata})
 
 
