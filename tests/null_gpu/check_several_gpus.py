@@ -2,6 +2,8 @@
 import pytest
 from standin import ROOT, SMALL, compiled_once, nothing_waits
 
+from runtime.progress import counted
+
 STEPS = 16
 
 
@@ -17,7 +19,8 @@ def check_run(processes, flags, play):
     flags = [*small, *flags, "--batch_size", 8, "--total_batch_size", 2 * 8 * 256 * processes, *every]
     ranks = play(*flags, "--max_steps", STEPS, processes=processes)
     master = ranks[0]
-    assert f"{processes} process{'es' if processes > 1 else ''} on cuda:0" in master.output and "x 2 micro-steps" in master.output
+    assert f"{counted(processes, 'process')} on cuda:0" in master.output
+    assert "x 2 micro-steps" in master.output
     assert master.output.count("| validation loss: ") == 2 and master.output.count("sample 3") == 1
     # the reports' steps are updates, 6 x 2 and 10 x 1; with the first of two micro-steps more memory is taken
     quiet = [(8, 12), (13, 22)] if "frontier" in flags else [(6, STEPS)]
