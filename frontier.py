@@ -10,6 +10,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
+import speedrun
 from runtime.generation import KVCache
 from runtime.kernels import attention, matmul_dtype, norm
 from runtime.language_model import CastLinear, ModernLanguageModel, rotate
@@ -167,3 +168,8 @@ class FrontierGPT(ModernLanguageModel):
                                  {"params": bigram, "lr": 1.5 * max_lr},
                                  {"params": scalars, "lr": max_lr}], betas=(0.7, 0.95), eps=1e-8, fused=True)
         return [adam, Muon(matrices, max_lr, weight_decay=weight_decay, dtype=dtype)]
+
+
+def set_hparams(step: int, config, state) -> float:
+    """As speedrun's, with a lower momentum."""
+    return speedrun.set_hparams(step, config, state, momentum=(0.80, 0.85))

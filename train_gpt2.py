@@ -21,7 +21,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+import frontier
 import hellaswag
+import speedrun
 from model import MODELS, fresh_model, load_model
 from runtime.checkpoint import TrainState, make_state
 from runtime.batch_size import oom_advice, rows_joined
@@ -29,7 +31,7 @@ from runtime.checks import check_config, check_memory, complete_config, load_ini
 from runtime.cli import flag, parse_config, run_command
 from runtime.compile_check import prepare_compiled
 from runtime.console import print_summary
-from runtime.dataloader import TokenLoader, find_shards
+from runtime.dataloader import Data, TokenLoader, find_shards, to_device
 from runtime.device import compile_model, make_autocast, oom_as_user_error, place_model, wrap_model
 from runtime.distributed import Process, StopSignals, leave, setup_process
 from runtime.files import output_lock
@@ -41,7 +43,6 @@ from runtime.log import recorded
 from runtime.presets import PRESETS, choose_defaults, preset_notes
 from runtime.resume import nonfinite_error, recovery_hint, resumed_config
 from runtime.run import Run, open_run
-from runtime.validation import validation_loss
 from runtime.weights import model_from_checkpoint
 
 START, DATA, MODEL, BATCH, OPTIM, SPEED, OUTPUT = "start data model batch optimisation speed output".split()
@@ -109,23 +110,22 @@ class Config:
 class Recipe:
     """How a model is trained; its class is in model.MODELS. The loop asks for nothing else."""
     optimizers: Callable        # model, config -> list of optimizers; each group's `lr` is its largest
-    set_hparams: Callable       # step, config, state -> learning rate; sets what changes from step to step
+    set_hparams: Callable       # step, config, state: sets what changes by step -> fraction of max_lr
     defaults: dict = field(default_factory=dict)        # of flags, where they differ from Config's
 
 
 MODERN_DEFAULTS = dict(n_head=6, warmup_steps=0, max_lr=0.02, min_lr=0.0, weight_decay=0.0, grad_clip=0.0)
-# the functions in set_hparams are defined below, hence the lambdas
 RECIPES = {
     # GPT-3 Small's settings (Brown et al. 2020, arXiv:2005.14165, table 2.1 and appendix B)
     "gpt2": Recipe(
         optimizers=lambda model, c: model.configure_optimizers(c.max_lr, c.weight_decay),
-        set_hparams=lambda step, c, state: set_lr(warmup_cosine(step, c), c, state),
+        set_hparams=lambda step, c, state: state.set_lr(warmup_cosine(step, c)),
     ),
     # modded-nanogpt's record 10: 3.28 on FineWeb's validation set in 7.8 minutes on 8 H100s
     "speedrun": Recipe(
         optimizers=lambda model, c: model.configure_optimizers(
             c.max_lr, c.weight_decay, torch.bfloat16 if c.dtype == "bfloat16" else torch.float32),
-        set_hparams=lambda step, c, state: set_modern_hparams(step, c, state, (0.85, 0.95)),
+        set_hparams=speedrun.set_hparams,
         defaults=dict(max_steps=3242) | MODERN_DEFAULTS,
     ),
     # modded-nanogpt's records up to 2026, where they help at small sizes, and more (docs/recipes.md)
@@ -133,7 +133,7 @@ RECIPES = {
         optimizers=lambda model, c: model.configure_optimizers(
             c.max_lr, c.weight_decay, torch.bfloat16 if c.dtype == "bfloat16" else torch.float32,
             c.total_batch_size),
-        set_hparams=lambda step, c, state: set_modern_hparams(step, c, state, (0.80, 0.85)),
+        set_hparams=frontier.set_hparams,
         defaults=dict(max_steps=1750, updates_per_step=4) | MODERN_DEFAULTS,
     ),
 }
@@ -146,7 +146,7 @@ def parse_flags(argv: list[str] | None = None) -> tuple[Config, set[str]]:
                         recipes, preset_notes())
 
 
-# schedules: functions of the step and the config alone, so that a resume continues them exactly
+# schedules are functions of the step and the config alone, so that a resume continues them exactly
 
 def warmup_cosine(step: int, config: Config) -> float:
     """Fraction of max_lr at `step`: linear warmup, then cosine to min_lr at max_steps (arXiv:1608.03983)."""
@@ -157,46 +157,10 @@ def warmup_cosine(step: int, config: Config) -> float:
     return floor + 0.5 * (1.0 + math.cos(math.pi * progress)) * (1.0 - floor)
 
 
-def trapezoid(step: int, config: Config) -> float:
-    """Fraction of max_lr at `step`: linear warmup, constant, then linear to min_lr over the last
-    `cooldown` of the steps. The cosine instead costs speedrun 0.080 (bench.py recipes, as in model.py)."""
-    warm = min(1.0, (step + 1) / max(1, config.warmup_steps))
-    floor = config.min_lr / config.max_lr
-    left = min(1.0, max(0, config.max_steps - step) / (config.cooldown * config.max_steps))
-    return min(warm, floor + (1.0 - floor) * left)
-
-
-def muon_momentum(step: int, config: Config, first: float = 0.85, last: float = 0.95) -> float:
-    """From `first` to `last` over the first 15.4% of the steps: 500 of record 10's 3,242 [+0.008]."""
-    return first + (last - first) * min(1.0, step / (0.154 * config.max_steps))
-
-
 def updates_of_step(step: int, config: Config) -> int:
     """Optimizer updates of a step: --updates_per_step, half as many after a third of the steps, a quarter
     after two, but at least one. So the batch of an update grows over the run, as in record 46."""
     return max(1, config.updates_per_step >> min(2, 3 * step // config.max_steps))
-
-
-def window_schedule(step: int, config: Config) -> int:
-    """Sliding-window size at `step`: from 64 tokens to --window over the run, in steps of 64 (record 13)."""
-    return min(config.window, 64 * math.ceil(1 + (config.window / 64 - 1) * step / config.max_steps))
-
-
-def set_lr(fraction: float, config: Config, state: TrainState) -> float:
-    """Sets the learning rate of every group to `fraction` of its largest. Returns that fraction of max_lr."""
-    for optimizer in state.optimizers:
-        for group in optimizer.param_groups:
-            group["lr"] = group.setdefault("max_lr", group["lr"]) * fraction
-    return config.max_lr * fraction
-
-
-def set_modern_hparams(step: int, config: Config, state: TrainState, momentum: tuple[float, float]) -> float:
-    _, muon = state.optimizers
-    for group in muon.param_groups:
-        group["momentum"] = muon_momentum(step, config, *momentum)
-    if config.window:
-        state.model.window.fill_(window_schedule(step, config))
-    return set_lr(trapezoid(step, config), config, state)
 
 
 def train_step(model: Callable, state: TrainState, loader: TokenLoader, autocast: torch.autocast,
@@ -299,6 +263,25 @@ def set_up(flags: Config, explicit_flags: set[str], process: Process) -> Run | N
                         hellaswag.hellaswag_batches(config, explicit_flags, process))
 
 
+@torch.no_grad()
+def validation_loss(model: Callable, data: Data, batch_size: int, autocast: torch.autocast,
+                    process: Process, signals: StopSignals) -> float:
+    """Mean loss (nats) of the first `data.val_count` sequences, the same on any number of ranks; nan after a
+    signal. All batches have one shape, the last padded with ignored targets: a model compiles once."""
+    count, loss_sum, rows_seen = data.val_count, torch.zeros((), device=process.device), 0
+    own = process.rank * batch_size         # the first sequence of this rank; equally many batches on each
+    firsts = range(own, own + count, process.world_size * batch_size)
+    for first in signals.until_stop("validation", firsts, "batches"):
+        if (rows := min(batch_size, count - first)) > 0:
+            x, y = to_device(data.val.read(first, batch_size), process.device)
+            y[rows:] = -1
+            with autocast:
+                loss_sum += model(x, y)[1] * rows
+            rows_seen += rows
+    loss_sum, rows_seen = process.sum(loss_sum.item(), rows_seen)
+    return loss_sum / rows_seen if not signals.stopped else math.nan
+
+
 def evaluate(run: Run, due: Callable[[int], bool]) -> None:
     """Validation loss, HellaSwag and samples, where due; after a signal the resumed run makes them all."""
     config, process, state, reporter, signals = run.config, run.process, run.state, run.reporter, run.signals
@@ -352,7 +335,7 @@ def loop(run: Run) -> None:
 
     while True:
         last, asked = state.step >= config.max_steps, signals.save_asked(config.checkpoint_minutes)
-        lr = recipe.set_hparams(state.step, config, state)
+        lr = config.max_lr * recipe.set_hparams(state.step, config, state)
         if last or asked or signals.stopped or any(map(due, periods)):
             check_steps(run, reporter.flush())      # on a GPU the last step's numbers are still to come
         # evaluate; not after a signal, which may leave only seconds to save

@@ -46,11 +46,12 @@ ABLATIONS = {
             "torch.optim.Adam([(n, p) for n, p in blocks if p.dim() == 2], 0.1 * max_lr, betas=(0.9, 0.95), "
             "fused=True)"),
         "momentum warm-up": (
-            "train_gpt2.py", "return first + (last - first) * min(1.0, step / (0.154 * config.max_steps))",
+            "speedrun.py", "return first + (last - first) * min(1.0, step / (0.154 * config.max_steps))",
             "return last"),
         "constant rate, then linear (cosine instead)": (
-            "train_gpt2.py", "return set_lr(trapezoid(step, config), config, state)",
-            "return set_lr(warmup_cosine(step, config), config, state)"),
+            "speedrun.py",
+            "left = min(1.0, max(0, config.max_steps - step) / (config.cooldown * config.max_steps))",
+            "left = 0.5 * (1.0 + math.cos(math.pi * min(1.0, step / config.max_steps)))"),
         "head's rate by width (0.002 instead)": (
             "speedrun.py", "0.1 * max_lr * 768 / self.config.n_embd", "0.1 * max_lr"),
     },
@@ -83,7 +84,7 @@ ABLATIONS = {
         "Adam's beta1 of 0.7 (speedrun's 0.9 instead)": (
             "frontier.py", "betas=(0.7, 0.95)", "betas=(0.9, 0.95)"),
         "Muon's momentum of 0.80 to 0.85 (speedrun's 0.85 to 0.95 instead)": (
-            "train_gpt2.py", "state, (0.80, 0.85))", "state, (0.85, 0.95))"),
+            "frontier.py", "momentum=(0.80, 0.85)", "momentum=(0.85, 0.95)"),
         "softcap of 15 (speedrun's 30 instead)": ("frontier.py", "softcap = 15.0", "softcap = 30.0"),
     },
 }

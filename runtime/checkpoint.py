@@ -39,6 +39,13 @@ class TrainState:
         measured = self.val_step == self.step and self.val_loss is not None
         return measured and (self.best is None or self.val_loss < self.best[0])
 
+    def set_lr(self, fraction: float) -> float:
+        """Sets the learning rate of every group to `fraction` of its largest, and returns it."""
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = group.setdefault("max_lr", group["lr"]) * fraction
+        return fraction
+
     def state_dict(self, config, recorded):
         """What a checkpoint holds: plain values and tensors. `recorded`: its data's
         fingerprints and its derived flags."""

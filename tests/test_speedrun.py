@@ -14,7 +14,7 @@ import runtime.device
 from helpers import ROOT, logged, run, script, warm
 from model import load_model
 from runtime.language_model import LanguageModel, ModernConfig
-from speedrun import SpeedrunGPT
+from speedrun import SpeedrunGPT, muon_momentum, trapezoid, window_schedule
 from runtime.checkpoint import restore_optimizer
 from runtime.checks import shape_of_init
 from runtime.cli import UserError
@@ -25,7 +25,7 @@ from runtime.muon import Muon, orthogonalize
 from runtime.resume import MODEL_SHAPE, merge_config
 from runtime.shards import write_shard
 from runtime.tokenizer import EOT, encode
-from train_gpt2 import RECIPES, Config, muon_momentum, parse_flags, trapezoid, window_schedule
+from train_gpt2 import RECIPES, Config, parse_flags
 
 
 def make_model(seed=0, **shape):
@@ -257,7 +257,8 @@ def test_the_schedule_is_constant_and_then_linear_to_its_floor():
     floor = Config(max_steps=100, warmup_steps=10, max_lr=1.0, min_lr=0.1, cooldown=0.5)
     assert trapezoid(0, floor) == pytest.approx(0.1) and trapezoid(100, floor) == pytest.approx(0.1)
     assert trapezoid(75, floor) == pytest.approx(0.55)
-    assert muon_momentum(0, config) == 0.85 and muon_momentum(500, config) == pytest.approx(0.95, abs=1e-4)
+    assert muon_momentum(0, config, 0.85, 0.95) == 0.85
+    assert muon_momentum(500, config, 0.85, 0.95) == pytest.approx(0.95, abs=1e-4)
 
 
 def test_weights_come_back_from_a_checkpoint(tmp_path):
