@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+from runtime.attention import check_attention
 from runtime.cli import RunError, UserError, print_error
-from runtime.kernels import check_attention
 
 
 def choose_device(name: str = "auto") -> str:

@@ -30,17 +30,18 @@ import runtime.device
 import runtime.hub
 import runtime.progress
 from model import GPT, GPT2_SIZES, GPTConfig, MODELS, load_model, main
+from runtime.attention import (ATTENTION, attention, check_attention, compiled_flex, document_window_mask,
+                               resolve_attention)
 from runtime.language_model import ModernConfig
 from speedrun import SpeedrunGPT
 from runtime.cli import UserError
 from runtime.device import choose_device, is_out_of_memory, make_autocast
 from runtime.generation import generate_tokens, print_samples, sample_token
-from runtime.kernels import (ATTENTION, ChunkedCrossEntropy, Linear, attention, check_attention,
-                             compiled_cross_entropy_, compiled_flex, cross_entropy_, document_window_mask,
-                             norm, resolve_attention)
+from runtime.huggingface import EXPORTED
+from runtime.kernels import ChunkedCrossEntropy, Linear, compiled_cross_entropy_, cross_entropy_, norm
 from runtime.progress import Progress
 from runtime.tokenizer import EOT, VOCAB_SIZE, encode, tokenizer
-from runtime.weights import EXPORTED, model_from_checkpoint
+from runtime.weights import model_from_checkpoint
 from helpers import HANG, script
 
 ROOT = Path(__file__).resolve().parent.parent
