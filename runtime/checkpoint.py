@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 
 from runtime.cli import RunError, safe_repr
-from runtime.files import cannot_write, checkpoint_name, checkpoints, replace_file, sync
+from runtime.files import checkpoint_name, checkpoints, replace_file, sync, writable
 from runtime.integrity import check_written, fault_of, find_fault
-from runtime.resume import damaged_if_fails, newest_of
+from runtime.resume import newest_of, state_of_run
 from runtime.weights import is_dense_float
 
 SLOW = 20.0         # seconds of a save that torchrun's 30 are too few for
@@ -132,7 +132,7 @@ def make_state(config, model: torch.nn.Module, optimizers: list, process, checkp
     scaler = torch.amp.GradScaler(process.device.split(":")[0], enabled=config.dtype == "float16")
     state = TrainState(model, optimizers, scaler)
     if checkpoint:
-        with damaged_if_fails(path):
+        with state_of_run(path):
             state.load_state_dict(checkpoint)
         state.source, state.begun = path, state.step
     return state
@@ -219,10 +219,8 @@ class Saver:
             if self.background:
                 content = self.copies(content)
             for file in (self.log.file, self.log.metrics) if self.log else ():
-                try:
+                with writable(file.name, begun=True):
                     sync(file.fileno())                 # a log never ends before its checkpoint
-                except OSError as error:
-                    raise cannot_write(file.name, error) from None
             self.pending = self.thread.submit(self._write, content)
             if not self.background:
                 self.finish()

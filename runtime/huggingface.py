@@ -6,12 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from runtime.cli import FlagParser, UserError, safe_repr
-from runtime.files import file_sha256, read_text, replace_file
+from runtime.files import file_sha256, read_text, readable, replace_file, writable
 from runtime.hub import download_model
 from runtime.integrity import SUMS, check_sums, read_sums, write_sums
 from runtime.progress import Progress
 from runtime.tokenizer import EOT, VOCAB_SIZE, checked_asset
-from runtime.weights import build_model, canonical, check_tokens, load_pickle, refuse_if_fails
+from runtime.weights import build_model, canonical, check_tokens, load_pickle
 
 # what save_pretrained writes
 EXPORTED = {"config.json", "tokenizer_config.json", "vocab.json", "merges.txt", "model.safetensors"}
@@ -27,25 +27,27 @@ def from_huggingface(source, GPT, GPTConfig):
     folder = Path(source)
     if not os.path.isdir(folder):       # Path.is_dir raises OSError for some names
         folder = download_model(str(source))
-    with refuse_if_fails(f"{source} is not a GPT-2 in the Hugging Face format"):
+    with readable(source, "give another model", problem="is not a GPT-2 in the Hugging Face format"):
         check_sums(folder)
+        if not (folder / "config.json").is_file():
+            raise ValueError("it has no config.json")
         config = json.loads(read_text(folder / "config.json", errors="strict"))
         if not isinstance(config, dict):
-            raise UserError("its config.json holds no settings")
+            raise ValueError("its config.json holds no settings")
         if "auto_map" in config:
-            raise UserError("its config.json names code of its own (auto_map), which is never run here")
+            raise ValueError("its config.json names code of its own (auto_map), which is never run here")
         if config.get("model_type") != "gpt2":
-            raise UserError(f"its config.json says model_type {safe_repr(config.get('model_type'))!r} "
+            raise ValueError(f"its config.json says model_type {safe_repr(config.get('model_type'))!r} "
                             f"instead of 'gpt2'")
         for key, value in (("layer_norm_epsilon", 1e-5), ("scale_attn_weights", True),
                            ("tie_word_embeddings", True), ("scale_attn_by_inverse_layer_idx", False),
                            ("add_cross_attention", False)):
             if config.get(key, value) != value:
-                raise UserError(f"its config.json says {key} = {safe_repr(config[key])} instead of {value}")
+                raise ValueError(f"its config.json says {key} = {safe_repr(config[key])} instead of {value}")
         gelu = {"gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu": "none"}.get(
             config.get("activation_function", "gelu_new"))
         if gelu is None or config.get("n_inner") not in (None, 4 * config["n_embd"]):
-            raise UserError("its config.json asks for another activation or n_inner than GPT-2's")
+            raise ValueError("its config.json asks for another activation or n_inner than GPT-2's")
         weights = canonical(_folder_weights(folder))
         weights = {name: t.t() if is_conv1d(name) else t for name, t in weights.items()}
         shape = {name: config[name] for name in ("vocab_size", "n_layer", "n_head", "n_embd")}
@@ -62,12 +64,12 @@ def _folder_weights(folder):
         weights = {}
         for name in sorted(set(json.loads(read_text(index, errors="strict"))["weight_map"].values())):
             if Path(name).name != name:
-                raise UserError(f"its index names a file outside the folder ({str(name)[:80]})")
+                raise ValueError(f"its index names a file outside the folder ({str(name)[:80]})")
             weights |= load_file(folder / name)
         return weights
     if (folder / "pytorch_model.bin").is_file():
         return load_pickle(folder / "pytorch_model.bin")
-    raise UserError("it has neither model.safetensors nor pytorch_model.bin")
+    raise ValueError("it has neither model.safetensors nor pytorch_model.bin")
 
 
 def save_huggingface(model, folder: str | Path) -> None:
@@ -120,15 +122,14 @@ def export(load_model: Callable, description: str, argv: list[str] | None = None
     args = parser.parse_args(argv)
     if all(map(os.path.exists, (args.source, args.folder))) and os.path.samefile(args.source, args.folder):
         raise UserError(f"{args.folder} is the source itself: give another folder")
-    try:
+    with writable(args.folder):
         if os.path.exists(args.folder) and (other := not_exported(Path(args.folder))):
             raise UserError(f"{args.folder} holds other files than an earlier export ({min(other)}): give a "
                             f"new or empty folder")
-        with Progress()(f"exporting {args.source}"):
-            model = load_model(args.source)
-            check_tokens(model, args.source)
+    with Progress()(f"exporting {args.source}"):
+        model = load_model(args.source)
+        check_tokens(model, args.source)
+        with writable(args.folder):
             model.save_pretrained(args.folder)
-    except OSError as error:
-        raise UserError(f"{args.folder} cannot be written ({error.strerror}): give another folder") from None
     print(f"{args.folder} is in the Hugging Face format: transformers' AutoModelForCausalLM and "
           f"AutoTokenizer read it with from_pretrained({os.path.abspath(args.folder)!r})")

@@ -1,30 +1,16 @@
 """Reads every format of a checkpoint: this project's, nanoGPT's, build-nanogpt's."""
-import contextlib
 import dataclasses
 import mmap
 import os
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
-from runtime.cli import UserError, brief_error, safe_repr
-from runtime.files import checkpoints
+from runtime.cli import UserError, safe_repr
+from runtime.files import checkpoints, readable
 from runtime.integrity import check_archive, find_fault
 from runtime.tokenizer import VOCAB_SIZE
-
-@contextlib.contextmanager
-def refuse_if_fails(what: str, remedy: str = "") -> Iterator[None]:
-    """As files.readable, but every error, UserError too, becomes "`what`: reason `remedy`". A damaged or
-    hostile file can make a reader raise anything."""
-    try:
-        yield
-    except UserError as error:
-        raise UserError(f"{what}: {error}{remedy}") from None
-    except Exception as error:
-        raise UserError(f"{what} ({brief_error(error)}){remedy}") from None
-
 
 def is_dense_float(tensor: object) -> bool:
     """Whether all elements are stored, as floats (an expanded tensor has any shape but stores one number)."""
@@ -38,7 +24,7 @@ def canonical(state_dict):
     out = {}
     for name, tensor in state_dict.items():
         if not isinstance(name, str) or not torch.is_tensor(tensor):
-            raise UserError("its state dict holds something that is not a tensor")
+            raise ValueError("its state dict holds something that is not a tensor")
         while name.startswith(("_orig_mod.", "module.")):                       # torch.compile, DDP
             name = name.split(".", 1)[1]
         if not name.startswith(("transformer.", "lm_head.")):                   # the hub's gpt2 has no prefix
@@ -68,18 +54,19 @@ class Uninitialized(torch.overrides.TorchFunctionMode):
 
 
 def check_vocabulary(vocab_size: int, state_dict: dict) -> None:
-    """UserError if the embedding does not have so many rows. Frontier's class makes a buffer of that size."""
+    """ValueError if the embedding has not so many rows. Frontier's class makes a buffer of that size."""
     name = "transformer.wte.weight"
     if name not in state_dict:
-        raise UserError(f"the tensor {name} is missing")
+        raise ValueError(f"the tensor {name} is missing")
     if not is_dense_float(state_dict[name]):
-        raise UserError(f"{name} is not a plain tensor of floats")
+        raise ValueError(f"{name} is not a plain tensor of floats")
     if state_dict[name].shape[:1] != (vocab_size,):
-        raise UserError(f"{name} is {tuple(state_dict[name].shape)} where the config needs {vocab_size} rows")
+        raise ValueError(f"{name} is {tuple(state_dict[name].shape)} where the config needs {vocab_size} "
+                         "rows")
 
 
 def build_model(cls: type, config, state_dict: dict):
-    """A `cls(config)` with the weights of `state_dict`, as fp32. UserError if they do not fit.
+    """A `cls(config)` with the weights of `state_dict`, as fp32. ValueError if they do not fit.
 
     The tensors are compared with the config before anything of the config's size is allocated.
     """
@@ -87,35 +74,38 @@ def build_model(cls: type, config, state_dict: dict):
         value = getattr(config, field.name)
         least = 0 if field.name == "window" else 1
         if field.type in ("int", int) and not (type(value) is int and least <= value < 2**24):
-            raise UserError(f"its config says {field.name} = {safe_repr(value)}")
+            raise ValueError(f"its config says {field.name} = {safe_repr(value)}")
     if getattr(config, "gelu", "tanh") not in ("tanh", "none"):
-        raise UserError(f"its config says gelu = {safe_repr(config.gelu)}")
+        raise ValueError(f"its config says gelu = {safe_repr(config.gelu)}")
     if config.n_embd % config.n_head:
-        raise UserError(f"its config says {config.n_head} heads for n_embd {config.n_embd}")
+        raise ValueError(f"its config says {config.n_head} heads for n_embd {config.n_embd}")
     if config.n_layer > len(state_dict):
-        raise UserError(f"its config says {config.n_layer} layers, but it holds {len(state_dict)} tensors")
+        raise ValueError(f"its config says {config.n_layer} layers, but it holds {len(state_dict)} tensors")
     check_vocabulary(config.vocab_size, state_dict)
-    with torch.device("meta"), Uninitialized():
-        model = cls(config)
+    try:
+        with torch.device("meta"), Uninitialized():
+            model = cls(config)
+    except UserError as error:                      # of a flag; here it is the file's
+        raise ValueError(str(error)) from None
     expected = model.state_dict()
     for name in expected.keys() - state_dict.keys():
-        raise UserError(f"the tensor {name} is missing")
+        raise ValueError(f"the tensor {name} is missing")
     for name in state_dict.keys() - expected.keys():
-        raise UserError(f"the tensor {name[:80]} does not belong to a {cls.__name__}")
+        raise ValueError(f"the tensor {name[:80]} does not belong to a {cls.__name__}")
     for name, tensor in state_dict.items():
         if not is_dense_float(tensor):
-            raise UserError(f"{name} is not a plain tensor of floats")
+            raise ValueError(f"{name} is not a plain tensor of floats")
         if tensor.shape != expected[name].shape:
-            raise UserError(f"{name} is {tuple(tensor.shape)} where the config needs "
+            raise ValueError(f"{name} is {tuple(tensor.shape)} where the config needs "
                             f"{tuple(expected[name].shape)}")
     tied = model.lm_head.weight is model.transformer.wte.weight
     head, wte = (state_dict.get(name) for name in ("lm_head.weight", "transformer.wte.weight"))
     # compared as integers, so that NaN equals NaN
     if tied and not torch.equal(head.float().view(torch.int32), wte.float().view(torch.int32)):
-        raise UserError("its head is not tied to its embedding")
+        raise ValueError("its head is not tied to its embedding")
     weights = {name: t.detach().float().clone() for name, t in state_dict.items()}
     if fault := find_fault(weights):
-        raise UserError(f"{fault}, which no run here saves: it is damaged")
+        raise ValueError(f"{fault}, which no run here saves: it is damaged")
     model.load_state_dict(weights, assign=True)
     if tied:
         model.lm_head.weight = model.transformer.wte.weight
@@ -136,29 +126,31 @@ def load_pickle(path):
             archive = torch._C.PyTorchFileReader(str(path))
             size_of = getattr(archive, "get_record_size", lambda record: 0)     # not in every torch release
             if sum(map(size_of, archive.get_all_records())) > os.path.getsize(path):
-                raise UserError("it is packed")     # torch.save never compresses; this could fill the memory
+                raise ValueError("it is packed")     # torch.save never compresses; this could fill the memory
             check_archive(path, archive)
             pickled = archive.get_record("data.pkl")
         else:
             pickled = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         # weights_only lets a file call these two with arguments of its own: a few bytes could fill the memory
         if pickled.find(b"\nbytearray\n") >= 0 or pickled.find(b"_codecs\nencode\n") >= 0:
-            raise UserError("it holds raw bytes")
+            raise ValueError("it holds raw bytes")
     allowed = torch.serialization.safe_globals([(_Record, "__main__.GPTConfig")])
     with warnings.catch_warnings(action="ignore"), allowed:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
 
 
-def read_checkpoint(path: str | Path) -> dict:
-    """The dict of a .pt file: tensors and plain values. No code in it can run. UserError if unreadable."""
+def read_checkpoint(path: str | Path, remedy: str = "check the path, or copy it again") -> dict:
+    """The dict of a .pt file: tensors and plain values. No code in it can run. UserError if unreadable, with
+    `remedy`."""
     path = Path(path)
     if not os.path.isfile(path):
-        raise UserError(f"{path} is not a file: check the path")
-    with refuse_if_fails(f"{path} cannot be read as a checkpoint: it was cut off, or holds more than "
-                         f"tensors and plain values", "; copy it again"):
+        raise UserError(f"{path} is not a file: {remedy}")
+    with readable(path, f"it was cut off, or holds more than tensors and plain values; {remedy}",
+                  problem="cannot be read as a checkpoint"):
         checkpoint = load_pickle(path)
     if not isinstance(checkpoint, dict):
-        raise UserError(f"{path} holds a {type(checkpoint).__name__} instead of a checkpoint's dict")
+        raise UserError(f"{path} holds a {type(checkpoint).__name__} instead of a checkpoint's dict: "
+                        f"{remedy}")
     return checkpoint
 
 
@@ -197,16 +189,17 @@ def best_checkpoint(out: Path) -> Path:
     return found[best[1]]
 
 
-def model_from_checkpoint(checkpoint: dict, path: str | Path, MODELS: dict, remedy: str = ""):
+def model_from_checkpoint(checkpoint: dict, path: str | Path, MODELS: dict,
+                          remedy: str = "give another checkpoint"):
     """The model of a checkpoint's dict: this project's, nanoGPT's or build-nanogpt's, as its keys show.
     `path` and `remedy` are for the UserError if it cannot be built."""
-    with refuse_if_fails(f"{path} is not a checkpoint that this project reads", remedy and f"; {remedy}"):
+    with readable(path, remedy, problem="is not a checkpoint that this project reads"):
         cls, extra = MODELS["gpt2"], {}
         weights = checkpoint.get("model")
         if "model_config" in checkpoint:
             recipe = checkpoint.get("recipe")
             if not isinstance(recipe, str) or recipe not in MODELS:
-                raise UserError(f"its recipe {safe_repr(recipe)!r} is unknown here")
+                raise ValueError(f"its recipe {safe_repr(recipe)!r} is unknown here")
             cls = MODELS[recipe]
             config = checkpoint["model_config"]
         elif "model_args" in checkpoint:                                        # nanoGPT
@@ -214,11 +207,11 @@ def model_from_checkpoint(checkpoint: dict, path: str | Path, MODELS: dict, reme
         else:                                                                   # build-nanogpt
             config = vars(checkpoint["config"]) if isinstance(checkpoint.get("config"), _Record) else None
         if not isinstance(weights, dict) or not isinstance(config, dict):
-            raise UserError("it records neither this project's model_config, nor nanoGPT's model_args, nor "
+            raise ValueError("it records neither this project's model_config, nor nanoGPT's model_args, nor "
                             "build-nanogpt's GPTConfig")
         fields = {f.name for f in dataclasses.fields(cls.Config)}
         for name in sorted(fields - config.keys() - {"gelu", "window"}):        # missing in older checkpoints
-            raise UserError(f"its config does not say {name}")
+            raise ValueError(f"its config does not say {name}")
         config = cls.Config(**{name: config[name] for name in fields & config.keys()} | extra)
         return build_model(cls, config, canonical(weights) if cls is MODELS["gpt2"] else weights)
 

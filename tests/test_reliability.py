@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from filelock import FileLock
 from helpers import ENV, ROOT, Live, command, limit_file_size, logged, run
 
 from model import GPT, GPTConfig, load_model
@@ -31,7 +32,7 @@ from runtime.weights import read_checkpoint
 import runtime.files
 import train_gpt2
 
-fcntl = pytest.importorskip("fcntl")
+pytest.importorskip("fcntl")                # Windows has no such kills
 
 # Bytes instead of GPT-2's tokens: 120 steps take a second. 36 steps are an epoch, of three shards of odd
 # lengths.
@@ -496,13 +497,11 @@ def test_the_same_data_in_another_folder_and_format_is_the_same_data(data, whole
 
 def test_a_second_run_in_the_same_folder_is_refused(data, whole, tmp_path, monkeypatch):
     shutil.copytree(whole, tmp_path / "log")
-    monkeypatch.setattr(runtime.files, "LOCK_TIMEOUT", 0)
-    monkeypatch.setattr(runtime.files, "holder", lambda folder: None)
-    folder = os.open(tmp_path / "log", os.O_RDONLY)
-    fcntl.flock(folder, fcntl.LOCK_EX)
-    with pytest.raises(UserError, match="another run is writing there"):        # on another machine
+    monkeypatch.setattr(runtime.files, "LOCK_PATIENCE", (0, 0.1))
+    monkeypatch.setattr(runtime.files, "holder", lambda path: None)
+    with (FileLock(tmp_path / "log" / runtime.files.LOCK_NAME),
+          pytest.raises(UserError, match="another run is writing there")):      # on another machine
         train_gpt2.train(["--data", str(data), "--out", str(tmp_path / "log")])
-    os.close(folder)
     with pytest.raises(UserError, match="--n_layer 2, not 3"):  # free again, and freed again after a mistake
         train_gpt2.train(["--data", str(data), "--out", str(tmp_path / "log"), "--n_layer", "3"])
     with pytest.raises(UserError, match="--n_layer 2, not 3"):
