@@ -36,7 +36,7 @@ from benchmarks.predict import GPUS, predict_table
 from benchmarks.steps import SIZES, WORKERS
 from benchmarks.timing import Setting, check_outputs, machine, run_worker
 from runtime.cli import FlagParser, UserError, parse_int, run_command
-from runtime.device import choose_device, choose_dtype
+from runtime.device import choose_dtype, find_device
 from runtime.files import replace_file
 
 TABLES = {"ladder": tables.ladder, "attention": tables.attention_table, "memory": tables.memory_table,
@@ -84,7 +84,7 @@ def parse_args(argv):
     args.path = args.paths[0] if args.paths else None
     if len(args.paths) > 1 and args.table != "compare":
         raise UserError(f"bench.py {args.table} takes one path, not {len(args.paths)}")
-    args.device = "cpu" if args.table in ELSEWHERE else choose_device(args.device)
+    args.device = "cpu" if args.table in ELSEWHERE else find_device(args.device)
     if args.device == "mps":
         raise UserError("bench.py measures on cuda or cpu: give --device cpu")
     if args.plot and not importlib.util.find_spec("matplotlib"):
