@@ -12,7 +12,8 @@ from torch import Tensor
 
 import speedrun
 from runtime.generation import KVCache
-from runtime.kernels import attention, matmul_dtype, norm
+from runtime.attention import attention
+from runtime.kernels import matmul_dtype, norm
 from runtime.language_model import CastLinear, ModernLanguageModel, rotate
 from runtime.muon import Muon
 from runtime.tokenizer import EOT, stems_of_tokens

@@ -19,10 +19,11 @@ from torch import Tensor
 from frontier import FrontierGPT
 from runtime.cli import run_command
 from runtime.generation import KVCache
-from runtime.kernels import Linear, attention, matmul_dtype, recompute_in_backward
+from runtime.attention import attention
+from runtime.huggingface import export, from_huggingface, save_huggingface
+from runtime.kernels import Linear, matmul_dtype, recompute_in_backward
 from runtime.language_model import LanguageModel
-from runtime.weights import (export, find_checkpoint, from_huggingface, model_from_checkpoint,
-                             read_checkpoint, save_huggingface)
+from runtime.weights import find_checkpoint, model_from_checkpoint, read_checkpoint
 from speedrun import SpeedrunGPT
 
 GPT2_SIZES = {

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from runtime.generation import KVCache
-from runtime.kernels import attention, matmul_dtype, norm
+from runtime.attention import attention
+from runtime.kernels import matmul_dtype, norm
 from runtime.language_model import CastLinear, ModernLanguageModel, rotate
 from runtime.muon import Muon
 

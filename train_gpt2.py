@@ -25,6 +25,7 @@ import frontier
 import hellaswag
 import speedrun
 from model import MODELS, fresh_model, load_model
+from runtime.attention import ATTENTION
 from runtime.checkpoint import TrainState, make_state
 from runtime.batch_size import oom_advice, rows_joined
 from runtime.checks import check_config, check_memory, complete_config, load_init, open_checked_data
@@ -37,7 +38,6 @@ from runtime.distributed import Process, StopSignals, leave, setup_process
 from runtime.files import output_lock
 from runtime.forecast import count_model, print_forecast, print_plan
 from runtime.generation import print_samples
-from runtime.kernels import ATTENTION
 from runtime.language_model import LanguageModel
 from runtime.log import recorded
 from runtime.presets import PRESETS, choose_defaults, preset_notes

@@ -9,7 +9,7 @@ from benchmarks.predict import GPUS
 from benchmarks.steps import SIZES
 from benchmarks.timing import Setting, check_outputs
 from runtime.cli import FlagParser, UserError, parse_int
-from runtime.device import choose_device, choose_dtype
+from runtime.device import choose_dtype, find_device
 from train_gpt2 import RECIPES
 
 ELSEWHERE = "compare", "predict"            # tables of runs on other machines
@@ -64,7 +64,7 @@ def check_args(args: Namespace) -> Namespace:
     args.path = args.paths[0] if args.paths else None
     if len(args.paths) > 1 and args.table != "compare":
         raise UserError(f"bench.py {args.table} takes one path, not {len(args.paths)}")
-    args.device = "cpu" if args.table in ELSEWHERE else choose_device(args.device)
+    args.device = "cpu" if args.table in ELSEWHERE else find_device(args.device)
     if args.device == "mps":
         raise UserError("bench.py measures on cuda or cpu: give --device cpu")
     if args.plot and not importlib.util.find_spec("matplotlib"):

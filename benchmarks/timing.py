@@ -22,10 +22,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from runtime.attention import ATTENTION, attention, check_attention, document_window_mask
 from runtime.cli import UserError
 from runtime.device import is_out_of_memory
 from runtime.files import read_text
-from runtime.kernels import ATTENTION, attention, check_attention, document_window_mask
 from runtime.progress import Progress
 from runtime.tokenizer import VOCAB_SIZE
 

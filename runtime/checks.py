@@ -7,13 +7,13 @@ from pathlib import Path
 
 import torch
 
+from runtime.attention import check_attention
 from runtime.batch_size import allowed_micro_batches, divisors
 from runtime.cli import UserError
 from runtime.dataloader import Data, open_data
 from runtime.device import choose_dtype, memory_of
 from runtime.distributed import Process
 from runtime.forecast import ModelSize
-from runtime.kernels import check_attention
 from runtime.resume import MODEL_SHAPE, check_data
 from runtime.shards import first_words
 from runtime.tokenizer import VOCAB_SIZE

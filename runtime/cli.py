@@ -88,9 +88,22 @@ def safe_repr(value: object) -> str:
 
 
 def brief_error(error: Exception) -> str:
-    """Class and first 200 characters of an error, for a message."""
+    """What an error says, in 200 characters, for a message: of an OSError the system's words, of a plain
+    ValueError its text (so our readers say what is wrong with a file), of any other its class and text."""
+    if words := getattr(error, "strerror", None):
+        return words
     text = str(error).split("WeightsUnpickler error:")[-1]        # torch says before it how to run the code
-    return f"{type(error).__name__}: {' '.join(text.split())[:200]}"
+    text = " ".join(text.split())[:200]
+    return text if type(error) is ValueError else f"{type(error).__name__}: {text}"
+
+
+def causes(error: BaseException) -> list[BaseException]:
+    """An error, then the one that it came from, and so on."""
+    chain = []
+    while error and error not in chain:
+        chain.append(error)
+        error = error.__cause__ or error.__context__
+    return chain
 
 
 def flag(default, group, help, **metadata):

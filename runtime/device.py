@@ -14,13 +14,21 @@ from pathlib import Path
 import torch
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+from runtime.attention import check_attention
 from runtime.cli import RunError, UserError, print_error
-from runtime.kernels import check_attention
 
 
 def choose_device(name: str = "auto") -> str:
+    """find_device, after check_gpu."""
+    device = find_device(name)
+    if device.startswith("cuda"):
+        check_gpu(device)
+    return device
+
+
+def find_device(name: str = "auto") -> str:
     """The device `name`; for 'auto' the first available of 'cuda', 'mps' and 'cpu'. UserError if it is not
-    available, or if there is a GPU that cannot be used: 'auto' does not fall back to the CPU then."""
+    available, or if there is a GPU whose driver cannot be used: 'auto' does not fall back to the CPU then."""
     with warnings.catch_warnings(action="ignore"):      # torch's; the checks below say the same in one line
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     there = ["cuda", *(f"cuda:{i}" for i in range(gpus))] if gpus else []
@@ -30,8 +38,6 @@ def choose_device(name: str = "auto") -> str:
     if name != "auto" and name not in there:
         raise UserError(f"--device {name}: not to be found here; use {' or '.join(there)}")
     device = there[0] if name == "auto" else name
-    if device.startswith("cuda"):
-        check_capability(device)
     if name == "auto" and device == "cpu" and (unused := unused_gpu()) and os.environ.get("RANK", "0") == "0":
         print_error(f"warning: {unused}; going on on the CPU (--device cpu does so without this line)")
     return device
@@ -68,25 +74,21 @@ def check_driver() -> None:
                             f"(nvidia-smi tells more; --device cpu does without a GPU)") from None
 
 
-def check_capability(device: str) -> None:
-    """UserError if this torch has no code for the GPU. Without it the first kernel fails with 'no kernel
-    image is available'."""
+def check_gpu(device: str) -> None:
+    """UserError unless a kernel runs on the GPU: this torch may hold no code for it ('no kernel image is
+    available'), or another process may have it for itself. Makes the GPU's context."""
     with warnings.catch_warnings(action="ignore"):      # torch's, which say the same in several lines
-        capability = torch.cuda.get_device_capability(device)
-    archs = " ".join(torch.cuda.get_arch_list())
-    held = re.findall(r"\b(sm|compute)_(\d+)(\d)([af]?)\b", archs)             # none of ROCm's
-
-    def runs(kind, major, minor, suffix):
-        own = int(major), int(minor)
-        if suffix == "a":                               # for exactly this capability
-            return own == capability
-        # sm: also for later ones of its generation; compute: compiled by the driver for any later one
-        return own <= capability and (kind == "compute" or own[0] == capability[0])
-    if held and not any(runs(*each) for each in held):
-        raise UserError(f"{torch.cuda.get_device_name(device)} has compute capability {capability[0]}."
-                        f"{capability[1]}, for which torch {torch.__version__} holds no code (it has "
-                        f"{', '.join(torch.cuda.get_arch_list())}): install one that does "
-                        f"(https://pytorch.org/get-started/previous-versions), or give --device cpu")
+        try:
+            torch.ones(2, device=device).sum().item()
+        except RuntimeError as error:
+            if is_out_of_memory(error):                 # whoever needs more says what to do
+                return
+            major, minor = torch.cuda.get_device_capability(device)
+            raise UserError(
+                f"{torch.cuda.get_device_name(device)}, of compute capability {major}.{minor}, cannot run "
+                f"torch {torch.__version__}, which has code for {', '.join(torch.cuda.get_arch_list())}: "
+                f"{first_line(error)} (https://pytorch.org/get-started/previous-versions has other builds, "
+                f"nvidia-smi shows who uses the GPU, --device cpu does without it)") from None
 
 
 def device_name(device: str) -> str:

@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 
 from runtime.cli import RunError, UserError, print_error
-from runtime.device import choose_device, fetch, leave_compiler_out, tune_cuda_allocator, tune_malloc
+from runtime.device import (choose_device, fetch, find_device, leave_compiler_out, tune_cuda_allocator,
+                            tune_malloc)
 from runtime.heartbeat import Heartbeats
 from runtime.progress import Progress
 
@@ -221,9 +222,10 @@ def leave(process: Process, code: int) -> int:
 def setup_process(config, tune_memory: bool = True) -> Process:
     """This process on its device, in torchrun's process group if there is one: nccl on CUDA, else gloo."""
     tune_cuda_allocator()
-    device = choose_device(config.device)
+    device = find_device(config.device)
     if device == "cuda":                                # set_device wants an index
-        device = choose_device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}")  # refuses more processes than GPUs
+        device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
+    device = choose_device(device)                      # of this GPU alone; refuses more processes than GPUs
     if device.startswith("cuda"):
         torch.cuda.set_device(device)
         # "high" alone; the newer fp32_precision settings beside it break torch.compile

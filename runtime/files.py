@@ -5,7 +5,6 @@ import hashlib
 import os
 import re
 import stat
-import time
 from collections.abc import Callable
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -13,18 +12,16 @@ from typing import BinaryIO
 
 import numpy as np
 
-from runtime.cli import RunError, UserError
-
-try:
-    import fcntl
-except ImportError:             # Windows
-    fcntl = None
+from runtime.cli import RunError, UserError, brief_error, causes
 
 # what a run writes into --out beside its checkpoints and TensorBoard's files
 RUN_FILES = ("log.txt", "metrics.csv", "loss.png", "console.log", "status.json", "wandb_id", "trace.json")
+LOCK_NAME = ".train_gpt2.lock"
+# seconds of each attempt: a killed process loses its lock once its memory is freed, in less than three; the
+# third is for one that cannot be looked at, on another machine
+LOCK_PATIENCE = 0, 3, 20
 NOT_ALLOWED = errno.EACCES, errno.EPERM, errno.EROFS
 NO_ROOM = errno.ENOSPC, errno.EDQUOT, errno.EFBIG
-LOCK_TIMEOUT = 20               # seconds, for a run on another machine: it may be just ending
 
 
 def replace_file(path: str | Path, write: Callable[[BinaryIO], object]) -> None:
@@ -33,28 +30,16 @@ def replace_file(path: str | Path, write: Callable[[BinaryIO], object]) -> None:
     path = Path(path)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
-        with open(temporary, "wb") as file:
-            write(file)
-            file.flush()
-            sync(file.fileno())
-        os.replace(temporary, path)
-        sync_folder(path.parent)
-    except (OSError, RuntimeError) as error:      # torch.save raises a RuntimeError in place of the OSError
-        cause = error if isinstance(error, OSError) else error.__context__
-        if not isinstance(cause, OSError):
-            raise
-        raise cannot_write(path, cause) from None
+        with writable(path, begun=True):
+            with open(temporary, "wb") as file:
+                write(file)
+                file.flush()
+                sync(file.fileno())
+            os.replace(temporary, path)
+            sync_folder(path.parent)
     finally:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
-
-
-def cannot_write(path: str | Path, error: OSError) -> RunError:
-    """The RunError for `error`, which writing to `path` raised."""
-    remedy = ("make room, or " if error.errno in NO_ROOM else
-              "make its folder writable, or " if error.errno in NOT_ALLOWED else "")
-    return RunError(f"cannot write {path} ({error.strerror or error}): {remedy}choose another folder; "
-                    f"earlier files are intact, and the same command goes on from them")
 
 
 def sync(descriptor: int) -> None:
@@ -117,32 +102,42 @@ def checkpoint_name(step: int) -> str:
 
 
 @contextmanager
-def writable(folder: str | Path):
-    """Around the first writes to the output folder: their OSError or RunError is raised as a UserError, but a
-    full disk, which is no mistake in a flag, as a RunError."""
+def writable(path: str | Path, begun: bool = False):
+    """Around writes to a file or folder: raises an OSError as one line with cause and remedy. That is a
+    UserError, because another folder should have been given; but a RunError if the disk is full, or if the
+    work has `begun`, when earlier files are there to go on from. replace_file's RunErrors are told apart too.
+    """
     try:
         yield
-    except (OSError, RunError) as error:
-        cause = error
-        while cause and not isinstance(cause, OSError):           # what replace_file's RunError came from
-            cause = cause.__context__
-        if cause and cause.errno in NO_ROOM:
-            raise (error if isinstance(error, RunError) else cannot_write(folder, error)) from None
-        reason = cause and cause.strerror or error
-        raise UserError(f"--out {folder} cannot be written ({reason}): choose another folder") from None
+    except (OSError, RuntimeError, RunError) as error:          # torch.save makes it a RuntimeError
+        cause = next((cause for cause in causes(error) if isinstance(cause, OSError)), None)
+        if not cause:
+            raise
+        if not begun and cause.errno not in NO_ROOM:
+            raise UserError(f"{path} cannot be written ({brief_error(cause)}): choose another "
+                            "folder") from None
+        if isinstance(error, RunError):
+            raise
+        remedy = ("make room, or " if cause.errno in NO_ROOM else
+                  "make its folder writable, or " if cause.errno in NOT_ALLOWED else "")
+        raise RunError(f"cannot write {path} ({brief_error(cause)}): {remedy}choose another folder; earlier "
+                       "files are intact, and the same command goes on from them") from None
 
 
 @contextmanager
-def readable(what: str | Path, remedy: str, errors: type | tuple = Exception):
-    """Around the reading of a file that may be damaged or hostile: any of `errors` is raised as the UserError
-    "`what` cannot be read (...): `remedy`". A UserError or RunError passes through."""
+def readable(what: str | Path, remedy: str, errors: type | tuple = Exception,
+             problem: str = "cannot be read"):
+    """Around the reading of a file that may be damaged or hostile: raises any of `errors` as the UserError
+    "`what` `problem` (cause): `remedy`". So a reader says what is wrong by a ValueError. A UserError or
+    RunError passes through."""
     try:
         yield
     except (UserError, RunError):
         raise
     except errors as error:
-        reason = getattr(error, "strerror", None) or str(error)[:200] or type(error).__name__
-        raise UserError(f"{what} cannot be read ({reason}): {remedy}") from None
+        if getattr(error, "errno", None) in NOT_ALLOWED:
+            remedy = f"make it readable, or {remedy}"
+        raise UserError(f"{what} {problem} ({brief_error(error)}): {remedy}") from None
 
 
 def fingerprint_blocks(values: np.ndarray) -> np.ndarray:
@@ -165,11 +160,11 @@ def file_sha256(path: str | Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def holder(folder: int) -> int | None:
-    """Id of another process of this machine that has this folder (a descriptor) open, where /proc tells."""
+def holder(path: Path) -> int | None:
+    """Id of another process of this machine that has this file open, where /proc tells."""
     for link in Path("/proc").glob("[0-9]*/fd/*"):
         with suppress(OSError):                   # it has ended, or belongs to another user
-            if link.parts[2] != str(os.getpid()) and os.path.samestat(os.stat(link), os.fstat(folder)):
+            if link.parts[2] != str(os.getpid()) and os.path.samefile(link, path):
                 return int(link.parts[2])
 
 
@@ -183,39 +178,40 @@ def output_lock(config, process):
         return
     out = Path(config.out).absolute()
     made = [folder for folder in (out, *out.parents) if not folder.exists()]
+    path = out / LOCK_NAME
     with writable(out):
         out.mkdir(parents=True, exist_ok=True)
-        if not os.access(out, os.W_OK | os.X_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-        folder = os.open(out, os.O_RDONLY) if fcntl else None
+        path.touch()
+    from filelock import FileLock                 # torch requires it
+    lock = FileLock(path)                         # the system's own: it ends with a process that is killed
     try:
-        if fcntl:
-            _lock(folder, out, process)
+        _acquire(lock, path, process)
         yield
     finally:
-        if fcntl:
-            os.close(folder)
-        for path in made:
+        if lock.is_locked or made:
+            with suppress(OSError):               # on Windows an open file stays until it is released
+                path.unlink()
+        lock.release()
+        for folder in made:
             with suppress(OSError):               # not empty
-                path.rmdir()
+                folder.rmdir()
 
 
-def _lock(folder, out, process):
-    start, first, seen = time.monotonic(), None, 0
-    while True:
+def _acquire(lock, path, process):
+    from filelock import Timeout
+    for seconds in LOCK_PATIENCE:
         try:
-            return fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            pid = holder(folder)
-            if first is None:
-                first = pid
-                process.print0(f"another run is writing to {out}: looking whether it is about to end ...")
-            seen = seen + 1 if pid and pid == first else 0
-            # the memory of a process that was killed takes a moment to free, and then its lock goes
-            if seen > 4 or time.monotonic() > start + LOCK_TIMEOUT:
-                where = f"process {pid} of this machine" if seen > 4 else "another run"
-                raise UserError(f"--out {out}: {where} is writing there; wait for its end, or choose another "
-                                f"folder") from None
-            time.sleep(0.5)
+            lock.acquire(timeout=seconds)
+            return
+        except Timeout:
+            pid = holder(path)
+            if not seconds:
+                process.print0(f"another run is writing to {path.parent}: looking whether it is about to end "
+                               "...")
+            elif pid:
+                break
         except OSError:                           # some network file systems have no locks
             return
+    where = f"process {pid} of this machine" if pid else "another run"
+    raise UserError(f"--out {path.parent}: {where} is writing there; wait for its end, or choose another "
+                    "folder")

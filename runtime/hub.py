@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from pathlib import Path
 
-from runtime.cli import RunError, UserError, brief_error, print_error
+from runtime.cli import RunError, UserError, brief_error, causes, print_error
 from runtime.files import read_text
 
 RETRIES = 8                     # waits of 1, 2, 4 ... 128 s: about four minutes without the network
@@ -44,15 +44,6 @@ def need_hub(what: str) -> None:
         raise RunError(f"{cause}: {remedy} to get {what}, or give your own text with --input")
 
 
-def causes(error: BaseException) -> list[BaseException]:
-    """An error, then the one that it came from, and so on."""
-    chain = []
-    while error and error not in chain:
-        chain.append(error)
-        error = error.__cause__ or error.__context__
-    return chain
-
-
 def asked_wait(error: Exception) -> int:
     """Seconds that the hub asks to wait: the Retry-After (seconds or a date) or the RateLimit header of the
     answer that `error` came from. 0 if it does not ask."""
@@ -78,10 +69,10 @@ def wait_to_retry(error: Exception, failures: int, repo: str, what: str,
     if failures == RETRIES or code in final:
         raise RunError(f"{what} ({brief_error(error)}): run the same command again to resume, or give your "
                        f"own text with --input") from None
-    asked, seconds = asked_wait(error), 2 ** failures
-    print_error(f"{repo}: {brief_error(error)[:120]}; trying again in {max(seconds, asked)} s"
-                f"{', as the hub asks' * (asked > seconds)}")
-    time.sleep(max(seconds, asked))
+    asked, backoff = asked_wait(error), 2 ** failures
+    seconds, whose = (asked, ", as the hub asks") if asked > backoff else (backoff, "")
+    print_error(f"{repo}: {brief_error(error)[:120]}; trying again in {seconds} s{whose}")
+    time.sleep(seconds)
 
 
 def fetch_file(repo: str, path: Path) -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from runtime.cli import RunError, UserError
-from runtime.files import file_sha256, read_text, replace_file
+from runtime.cli import RunError, UserError, brief_error
+from runtime.files import file_sha256, read_text, readable, replace_file
 
 BLOCK = 1 << 22                 # bytes that are read at a time
 SUMS = "SHA256SUMS"             # beside an export; `sha256sum -c` reads it
@@ -54,13 +54,13 @@ def check_written(path: Path) -> None:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         check_archive(path, torch._C.PyTorchFileReader(str(path)))
     except OSError as error:
-        raise RunError(f"{path} was written, but cannot be read again ({error.strerror}): look after its "
+        raise RunError(f"{path} was written, but cannot be read again ({brief_error(error)}): look after its "
                        f"disk; older checkpoints are still there") from None
     except (RuntimeError, ValueError, zipfile.BadZipFile) as error:
         path.unlink(missing_ok=True)
-        raise RunError(f"{path} cannot be read as it was written ({str(error)[:200]}), and was removed: this "
-                       f"disk or this machine's memory is failing; the checkpoints of other steps are still "
-                       f"there, and the same command goes on from them") from None
+        raise RunError(f"{path} cannot be read as it was written ({brief_error(error)}), and was removed: "
+                       "this disk or this machine's memory is failing; the checkpoints of other steps are "
+                       "still there, and the same command goes on from them") from None
 
 
 def fault_of(tensor: torch.Tensor, least: float = -math.inf) -> str | None:
@@ -94,10 +94,8 @@ def read_sums(folder: Path) -> dict[str, str]:
     path = folder / SUMS
     if not os.path.lexists(path):
         return {}
-    try:
+    with readable(path, "remove it, or copy or export the folder again"):
         lines = read_text(path, 1 << 20).splitlines()
-    except (OSError, ValueError) as error:
-        raise UserError(f"its {SUMS} cannot be read ({str(error)[:80]})") from None
     found = filter(None, (re.fullmatch(r"([0-9a-fA-F]{64}) [ *](?:\./)?(.+)", line) for line in lines))
     return {m[2]: m[1].lower() for m in found}
 
@@ -107,8 +105,8 @@ def check_sums(folder: Path) -> None:
     looked at."""
     for name, digest in read_sums(folder).items():
         if Path(name).name == name and (folder / name).is_file() and file_sha256(folder / name) != digest:
-            raise UserError(f"{name} does not match {SUMS}: it was damaged, or changed since; copy or export "
-                            f"it again, or remove {SUMS} if the change was meant")
+            raise UserError(f"{folder / name} does not match {SUMS}: it was damaged, or changed since; copy "
+                            f"or export it again, or remove {SUMS} if the change was meant")
 
 
 def write_sums(folder: Path, names: list[str]) -> None:

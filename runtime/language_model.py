@@ -8,8 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from runtime.cli import UserError
+from runtime.attention import document_window_mask, resolve_attention
 from runtime.generation import KVCache, generate_tokens
-from runtime.kernels import chunked_cross_entropy, document_window_mask, resolve_attention
+from runtime.kernels import chunked_cross_entropy
 
 
 class LanguageModel(nn.Module):

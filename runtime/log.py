@@ -20,7 +20,7 @@ from datetime import datetime
 from pathlib import Path
 
 from runtime.cli import RunError, UserError
-from runtime.files import cannot_write, checkpoints, is_redirected_to, read_text, readable, replace_file
+from runtime.files import checkpoints, is_redirected_to, read_text, readable, replace_file, writable
 
 COLUMNS = ("step", "tokens", "seconds", "train", "val", "hella", "lr", "norm", "tokens_per_second")
 LONGEST = 1 << 30               # bytes of a log: ten million steps
@@ -133,11 +133,9 @@ class Log:
                 self.tensorboard.add_scalar(name, number, step)
 
     def _append(self, file, line):
-        try:
+        with writable(file.name, begun=True):
             file.write(line + "\n")
             file.flush()
-        except OSError as error:
-            raise cannot_write(file.name, error) from None
 
     def close(self):
         """Evaluations after the last step have a row of their own."""

@@ -4,8 +4,6 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -79,11 +77,7 @@ def read_here(path: Path, process) -> dict:
 
 def read_state(path: Path) -> dict:
     """The dict of a checkpoint of train_gpt2.py. UserError for any other file."""
-    try:
-        checkpoint = read_checkpoint(path)
-    except UserError as error:
-        raise UserError(f"{error}: {recovery_hint(path)}" if checkpoints(path.parent)
-                        else str(error)) from None
+    checkpoint = read_checkpoint(path, recovery_hint(path))
     keys = {"model", "model_config", "config", "recipe", "step", "optimizers", "data", "rng"}
     missing = keys - checkpoint.keys()
     if missing:
@@ -97,7 +91,7 @@ def merge_config(config, explicit_flags: set[str], checkpoint: dict, path: Path)
     """`config` with what the checkpoint's run had in place of flags that were not given and may not differ.
     UserError if a given flag contradicts it."""
     fields = {f.name: f for f in dataclasses.fields(config)}
-    with damaged_if_fails(path):
+    with state_of_run(path):
         before = {name: value for name, value in checkpoint["config"].items() if name in fields}
         for name, value in before.items():
             meta = fields[name].metadata
@@ -139,7 +133,7 @@ def merge_config(config, explicit_flags: set[str], checkpoint: dict, path: Path)
 
 def check_step(checkpoint: dict, max_steps: int, path: Path) -> None:
     """UserError for a checkpoint beyond `max_steps`. One of the last step is a run that is done."""
-    with damaged_if_fails(path):
+    with state_of_run(path):
         if type(step := checkpoint["step"]) is not int or not 0 <= step < 2**40:
             raise ValueError(f"its step is {safe_repr(step)}")
         if step > max_steps:
@@ -154,7 +148,7 @@ def derived_flags(config) -> list[str]:
 
 def check_data(checkpoint: dict, data: dict, folder: str, path: Path) -> None:
     """UserError unless the shards are still those of the checkpoint's run, in number, order and content."""
-    with damaged_if_fails(path):
+    with state_of_run(path):
         for split in data.keys() & {"train", *checkpoint["data"]}:
             before, now = checkpoint["data"][split], data[split]
             if any([type(value) for value in shard] != [str, int, str] for shard in before):
@@ -222,14 +216,10 @@ def has_other_lines(path: Path) -> bool:
                for line in lines)
 
 
-@contextmanager
-def damaged_if_fails(path: Path) -> Iterator[None]:
-    """As files.readable, for wrong values inside a checkpoint that could be read."""
-    try:
-        yield
-    except (LookupError, TypeError, ValueError, RuntimeError, AttributeError) as error:
-        raise UserError(f"{path} does not hold the state of a run ({type(error).__name__}: "
-                        f"{str(error)[:200]}): {recovery_hint(path)}") from None
+def state_of_run(path: Path):
+    """files.readable, for wrong values inside a checkpoint that could be read."""
+    errors = LookupError, TypeError, ValueError, RuntimeError, AttributeError
+    return readable(path, recovery_hint(path), errors, "does not hold the state of a run")
 
 
 def newest_of(out: str | Path) -> str:

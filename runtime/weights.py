@@ -1,43 +1,16 @@
-"""Reads every checkpoint format, writes that of Hugging Face."""
-import contextlib
+"""Reads every format of a checkpoint: this project's, nanoGPT's, build-nanogpt's."""
 import dataclasses
-import json
 import mmap
 import os
-import shutil
 import warnings
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 
-from runtime.cli import FlagParser, UserError, brief_error, safe_repr
-from runtime.files import checkpoints, file_sha256, read_text, replace_file
-from runtime.hub import download_model
-from runtime.integrity import SUMS, check_archive, check_sums, find_fault, read_sums, write_sums
-from runtime.progress import Progress
-from runtime.tokenizer import EOT, VOCAB_SIZE, checked_asset
-
-# what save_pretrained writes
-EXPORTED = {"config.json", "tokenizer_config.json", "vocab.json", "merges.txt", "model.safetensors"}
-
-
-@contextlib.contextmanager
-def refuse_if_fails(what: str, remedy: str = "") -> Iterator[None]:
-    """As files.readable, but every error, UserError too, becomes "`what`: reason `remedy`". A damaged or
-    hostile file can make a reader raise anything."""
-    try:
-        yield
-    except UserError as error:
-        raise UserError(f"{what}: {error}{remedy}") from None
-    except Exception as error:
-        raise UserError(f"{what} ({brief_error(error)}){remedy}") from None
-
-
-def _is_conv1d(name):
-    """GPT-2's own code stores these as (in, out), nn.Linear as (out, in)."""
-    return name.endswith(("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight"))
-
+from runtime.cli import UserError, safe_repr
+from runtime.files import checkpoints, readable
+from runtime.integrity import check_archive, find_fault
+from runtime.tokenizer import VOCAB_SIZE
 
 def is_dense_float(tensor: object) -> bool:
     """Whether all elements are stored, as floats (an expanded tensor has any shape but stores one number)."""
@@ -46,12 +19,12 @@ def is_dense_float(tensor: object) -> bool:
             and 0 < tensor.numel() * tensor.element_size() <= tensor.untyped_storage().nbytes())
 
 
-def _canonical(state_dict):
+def canonical(state_dict):
     """State dict in this project's names: no wrapper's prefixes or mask buffers, zeros for missing biases."""
     out = {}
     for name, tensor in state_dict.items():
         if not isinstance(name, str) or not torch.is_tensor(tensor):
-            raise UserError("its state dict holds something that is not a tensor")
+            raise ValueError("its state dict holds something that is not a tensor")
         while name.startswith(("_orig_mod.", "module.")):                       # torch.compile, DDP
             name = name.split(".", 1)[1]
         if not name.startswith(("transformer.", "lm_head.")):                   # the hub's gpt2 has no prefix
@@ -81,18 +54,19 @@ class Uninitialized(torch.overrides.TorchFunctionMode):
 
 
 def check_vocabulary(vocab_size: int, state_dict: dict) -> None:
-    """UserError if the embedding does not have so many rows. Frontier's class makes a buffer of that size."""
+    """ValueError if the embedding has not so many rows. Frontier's class makes a buffer of that size."""
     name = "transformer.wte.weight"
     if name not in state_dict:
-        raise UserError(f"the tensor {name} is missing")
+        raise ValueError(f"the tensor {name} is missing")
     if not is_dense_float(state_dict[name]):
-        raise UserError(f"{name} is not a plain tensor of floats")
+        raise ValueError(f"{name} is not a plain tensor of floats")
     if state_dict[name].shape[:1] != (vocab_size,):
-        raise UserError(f"{name} is {tuple(state_dict[name].shape)} where the config needs {vocab_size} rows")
+        raise ValueError(f"{name} is {tuple(state_dict[name].shape)} where the config needs {vocab_size} "
+                         "rows")
 
 
 def build_model(cls: type, config, state_dict: dict):
-    """A `cls(config)` with the weights of `state_dict`, as fp32. UserError if they do not fit.
+    """A `cls(config)` with the weights of `state_dict`, as fp32. ValueError if they do not fit.
 
     The tensors are compared with the config before anything of the config's size is allocated.
     """
@@ -100,94 +74,49 @@ def build_model(cls: type, config, state_dict: dict):
         value = getattr(config, field.name)
         least = 0 if field.name == "window" else 1
         if field.type in ("int", int) and not (type(value) is int and least <= value < 2**24):
-            raise UserError(f"its config says {field.name} = {safe_repr(value)}")
+            raise ValueError(f"its config says {field.name} = {safe_repr(value)}")
     if getattr(config, "gelu", "tanh") not in ("tanh", "none"):
-        raise UserError(f"its config says gelu = {safe_repr(config.gelu)}")
+        raise ValueError(f"its config says gelu = {safe_repr(config.gelu)}")
     if config.n_embd % config.n_head:
-        raise UserError(f"its config says {config.n_head} heads for n_embd {config.n_embd}")
+        raise ValueError(f"its config says {config.n_head} heads for n_embd {config.n_embd}")
     if config.n_layer > len(state_dict):
-        raise UserError(f"its config says {config.n_layer} layers, but it holds {len(state_dict)} tensors")
+        raise ValueError(f"its config says {config.n_layer} layers, but it holds {len(state_dict)} tensors")
     check_vocabulary(config.vocab_size, state_dict)
-    with torch.device("meta"), Uninitialized():
-        model = cls(config)
+    try:
+        with torch.device("meta"), Uninitialized():
+            model = cls(config)
+    except UserError as error:                      # of a flag; here it is the file's
+        raise ValueError(str(error)) from None
     expected = model.state_dict()
     for name in expected.keys() - state_dict.keys():
-        raise UserError(f"the tensor {name} is missing")
+        raise ValueError(f"the tensor {name} is missing")
     for name in state_dict.keys() - expected.keys():
-        raise UserError(f"the tensor {name[:80]} does not belong to a {cls.__name__}")
+        raise ValueError(f"the tensor {name[:80]} does not belong to a {cls.__name__}")
     for name, tensor in state_dict.items():
         if not is_dense_float(tensor):
-            raise UserError(f"{name} is not a plain tensor of floats")
+            raise ValueError(f"{name} is not a plain tensor of floats")
         if tensor.shape != expected[name].shape:
-            raise UserError(f"{name} is {tuple(tensor.shape)} where the config needs "
+            raise ValueError(f"{name} is {tuple(tensor.shape)} where the config needs "
                             f"{tuple(expected[name].shape)}")
     tied = model.lm_head.weight is model.transformer.wte.weight
     head, wte = (state_dict.get(name) for name in ("lm_head.weight", "transformer.wte.weight"))
     # compared as integers, so that NaN equals NaN
     if tied and not torch.equal(head.float().view(torch.int32), wte.float().view(torch.int32)):
-        raise UserError("its head is not tied to its embedding")
+        raise ValueError("its head is not tied to its embedding")
     weights = {name: t.detach().float().clone() for name, t in state_dict.items()}
     if fault := find_fault(weights):
-        raise UserError(f"{fault}, which no run here saves: it is damaged")
+        raise ValueError(f"{fault}, which no run here saves: it is damaged")
     model.load_state_dict(weights, assign=True)
     if tied:
         model.lm_head.weight = model.transformer.wte.weight
     return model.requires_grad_()
 
 
-def from_huggingface(source, GPT, GPTConfig):
-    """A GPT from a folder in the Hugging Face format or a name on the hub. UserError if it is not a GPT-2."""
-    folder = Path(source)
-    if not os.path.isdir(folder):       # Path.is_dir raises OSError for some names
-        folder = download_model(str(source))
-    with refuse_if_fails(f"{source} is not a GPT-2 in the Hugging Face format"):
-        check_sums(folder)
-        config = json.loads(read_text(folder / "config.json", errors="strict"))
-        if not isinstance(config, dict):
-            raise UserError("its config.json holds no settings")
-        if "auto_map" in config:
-            raise UserError("its config.json names code of its own (auto_map), which is never run here")
-        if config.get("model_type") != "gpt2":
-            raise UserError(f"its config.json says model_type {safe_repr(config.get('model_type'))!r} "
-                            f"instead of 'gpt2'")
-        for key, value in (("layer_norm_epsilon", 1e-5), ("scale_attn_weights", True),
-                           ("tie_word_embeddings", True), ("scale_attn_by_inverse_layer_idx", False),
-                           ("add_cross_attention", False)):
-            if config.get(key, value) != value:
-                raise UserError(f"its config.json says {key} = {safe_repr(config[key])} instead of {value}")
-        gelu = {"gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu": "none"}.get(
-            config.get("activation_function", "gelu_new"))
-        if gelu is None or config.get("n_inner") not in (None, 4 * config["n_embd"]):
-            raise UserError("its config.json asks for another activation or n_inner than GPT-2's")
-        weights = _canonical(_folder_weights(folder))
-        weights = {name: t.t() if _is_conv1d(name) else t for name, t in weights.items()}
-        shape = {name: config[name] for name in ("vocab_size", "n_layer", "n_head", "n_embd")}
-        return build_model(GPT, GPTConfig(config.get("n_positions", 1024), **shape, gelu=gelu), weights)
-
-
-def _folder_weights(folder):
-    """The tensors of a folder: from safetensors, in one file or several, else from pytorch_model.bin."""
-    from safetensors.torch import load_file
-    index = folder / "model.safetensors.index.json"
-    if (folder / "model.safetensors").is_file():
-        return load_file(folder / "model.safetensors")
-    if index.is_file():
-        weights = {}
-        for name in sorted(set(json.loads(read_text(index, errors="strict"))["weight_map"].values())):
-            if Path(name).name != name:
-                raise UserError(f"its index names a file outside the folder ({str(name)[:80]})")
-            weights |= load_file(folder / name)
-        return weights
-    if (folder / "pytorch_model.bin").is_file():
-        return _load_pickle(folder / "pytorch_model.bin")
-    raise UserError("it has neither model.safetensors nor pytorch_model.bin")
-
-
 class _Record:
     """Replaces build-nanogpt's pickled `__main__.GPTConfig`: it has attributes and no code."""
 
 
-def _load_pickle(path):
+def load_pickle(path):
     """Reads what torch.save wrote, memory-mapped. Raises whatever the unpickler raises for a damaged or
     hostile file."""
     with open(path, "rb") as file:
@@ -197,29 +126,31 @@ def _load_pickle(path):
             archive = torch._C.PyTorchFileReader(str(path))
             size_of = getattr(archive, "get_record_size", lambda record: 0)     # not in every torch release
             if sum(map(size_of, archive.get_all_records())) > os.path.getsize(path):
-                raise UserError("it is packed")     # torch.save never compresses; this could fill the memory
+                raise ValueError("it is packed")     # torch.save never compresses; this could fill the memory
             check_archive(path, archive)
             pickled = archive.get_record("data.pkl")
         else:
             pickled = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         # weights_only lets a file call these two with arguments of its own: a few bytes could fill the memory
         if pickled.find(b"\nbytearray\n") >= 0 or pickled.find(b"_codecs\nencode\n") >= 0:
-            raise UserError("it holds raw bytes")
+            raise ValueError("it holds raw bytes")
     allowed = torch.serialization.safe_globals([(_Record, "__main__.GPTConfig")])
     with warnings.catch_warnings(action="ignore"), allowed:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
 
 
-def read_checkpoint(path: str | Path) -> dict:
-    """The dict of a .pt file: tensors and plain values. No code in it can run. UserError if unreadable."""
+def read_checkpoint(path: str | Path, remedy: str = "check the path, or copy it again") -> dict:
+    """The dict of a .pt file: tensors and plain values. No code in it can run. UserError if unreadable, with
+    `remedy`."""
     path = Path(path)
     if not os.path.isfile(path):
-        raise UserError(f"{path} is not a file: check the path")
-    with refuse_if_fails(f"{path} cannot be read as a checkpoint: it was cut off, or holds more than "
-                         f"tensors and plain values", "; copy it again"):
-        checkpoint = _load_pickle(path)
+        raise UserError(f"{path} is not a file: {remedy}")
+    with readable(path, f"it was cut off, or holds more than tensors and plain values; {remedy}",
+                  problem="cannot be read as a checkpoint"):
+        checkpoint = load_pickle(path)
     if not isinstance(checkpoint, dict):
-        raise UserError(f"{path} holds a {type(checkpoint).__name__} instead of a checkpoint's dict")
+        raise UserError(f"{path} holds a {type(checkpoint).__name__} instead of a checkpoint's dict: "
+                        f"{remedy}")
     return checkpoint
 
 
@@ -258,16 +189,17 @@ def best_checkpoint(out: Path) -> Path:
     return found[best[1]]
 
 
-def model_from_checkpoint(checkpoint: dict, path: str | Path, MODELS: dict, remedy: str = ""):
+def model_from_checkpoint(checkpoint: dict, path: str | Path, MODELS: dict,
+                          remedy: str = "give another checkpoint"):
     """The model of a checkpoint's dict: this project's, nanoGPT's or build-nanogpt's, as its keys show.
     `path` and `remedy` are for the UserError if it cannot be built."""
-    with refuse_if_fails(f"{path} is not a checkpoint that this project reads", remedy and f"; {remedy}"):
+    with readable(path, remedy, problem="is not a checkpoint that this project reads"):
         cls, extra = MODELS["gpt2"], {}
         weights = checkpoint.get("model")
         if "model_config" in checkpoint:
             recipe = checkpoint.get("recipe")
             if not isinstance(recipe, str) or recipe not in MODELS:
-                raise UserError(f"its recipe {safe_repr(recipe)!r} is unknown here")
+                raise ValueError(f"its recipe {safe_repr(recipe)!r} is unknown here")
             cls = MODELS[recipe]
             config = checkpoint["model_config"]
         elif "model_args" in checkpoint:                                        # nanoGPT
@@ -275,43 +207,13 @@ def model_from_checkpoint(checkpoint: dict, path: str | Path, MODELS: dict, reme
         else:                                                                   # build-nanogpt
             config = vars(checkpoint["config"]) if isinstance(checkpoint.get("config"), _Record) else None
         if not isinstance(weights, dict) or not isinstance(config, dict):
-            raise UserError("it records neither this project's model_config, nor nanoGPT's model_args, nor "
+            raise ValueError("it records neither this project's model_config, nor nanoGPT's model_args, nor "
                             "build-nanogpt's GPTConfig")
         fields = {f.name for f in dataclasses.fields(cls.Config)}
         for name in sorted(fields - config.keys() - {"gelu", "window"}):        # missing in older checkpoints
-            raise UserError(f"its config does not say {name}")
+            raise ValueError(f"its config does not say {name}")
         config = cls.Config(**{name: config[name] for name in fields & config.keys()} | extra)
-        return build_model(cls, config, _canonical(weights) if cls is MODELS["gpt2"] else weights)
-
-
-def save_huggingface(model, folder: str | Path) -> None:
-    """GPT.save_pretrained: writes `model` into `folder` in the Hugging Face format, as fp32."""
-    from safetensors.torch import save
-    folder, c = Path(folder), model.config
-    folder.mkdir(parents=True, exist_ok=True)
-    vocab_size = min(c.vocab_size, VOCAB_SIZE)
-    weights = {}
-    for name, p in model.state_dict().items():
-        if name != "lm_head.weight":                                        # tied to wte
-            p = p[:vocab_size] if name.endswith("wte.weight") else p.t() if _is_conv1d(name) else p
-            weights[name] = p.detach().float().cpu().contiguous()
-    config = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "vocab_size": vocab_size,
-              "n_positions": c.block_size, "n_ctx": c.block_size, "n_embd": c.n_embd, "n_layer": c.n_layer,
-              "n_head": c.n_head, "n_inner": None, "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True,
-              "activation_function": "gelu_new" if c.gelu == "tanh" else "gelu",
-              "embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "initializer_range": 0.02,
-              "bos_token_id": EOT, "eos_token_id": EOT, "dtype": "float32"}
-    eot = "<|endoftext|>"
-    tokens = {"tokenizer_class": "GPT2Tokenizer", "model_max_length": c.block_size, "add_prefix_space": False,
-              "bos_token": eot, "eos_token": eot, "unk_token": eot}
-    for name, content in (("config.json", config), ("tokenizer_config.json", tokens)):
-        data = json.dumps(content, indent=2).encode()
-        replace_file(folder / name, lambda file, data=data: file.write(data))
-    shutil.copyfile(checked_asset("encoder.json"), folder / "vocab.json")
-    shutil.copyfile(checked_asset("vocab.bpe"), folder / "merges.txt")
-    data = save(weights, metadata={"format": "pt"})
-    replace_file(folder / "model.safetensors", lambda file: file.write(data))
-    write_sums(folder, EXPORTED)
+        return build_model(cls, config, canonical(weights) if cls is MODELS["gpt2"] else weights)
 
 
 def check_tokens(model, source: str) -> None:
@@ -319,37 +221,3 @@ def check_tokens(model, source: str) -> None:
     if model.config.vocab_size < VOCAB_SIZE:
         raise UserError(f"{source} has a vocabulary of {model.config.vocab_size}, and not GPT-2's "
                         f"{VOCAB_SIZE} tokens: give a model that was trained on those")
-
-
-def not_exported(folder: Path) -> set[str]:
-    """Names of what `export` did not write in a folder, or what was changed since: never replaced."""
-    sums = read_sums(folder)
-    ours = {name for name in EXPORTED & sums.keys() if (folder / name).is_file()
-            and file_sha256(folder / name) == sums[name]}
-    return set(os.listdir(folder)) - ours - ({SUMS} if sums.keys() == EXPORTED else set())
-
-
-def export(load_model: Callable, description: str, argv: list[str] | None = None) -> None:
-    """`python model.py export SOURCE FOLDER`. Replaces an earlier export, and no other files."""
-    parser = FlagParser(prog="model.py", description=description)
-    parser.add_argument("command", choices=["export"], help="write a model in the Hugging Face format")
-    parser.add_argument("source", metavar="SOURCE",
-                        help="checkpoint (also nanoGPT's or build-nanogpt's), a run's folder or FOLDER/best, "
-                             "Hugging Face folder or hub name")
-    parser.add_argument("folder", metavar="FOLDER",
-                        help="new, empty, or of an earlier export, which is replaced")
-    args = parser.parse_args(argv)
-    if all(map(os.path.exists, (args.source, args.folder))) and os.path.samefile(args.source, args.folder):
-        raise UserError(f"{args.folder} is the source itself: give another folder")
-    try:
-        if os.path.exists(args.folder) and (other := not_exported(Path(args.folder))):
-            raise UserError(f"{args.folder} holds other files than an earlier export ({min(other)}): give a "
-                            f"new or empty folder")
-        with Progress()(f"exporting {args.source}"):
-            model = load_model(args.source)
-            check_tokens(model, args.source)
-            model.save_pretrained(args.folder)
-    except OSError as error:
-        raise UserError(f"{args.folder} cannot be written ({error.strerror}): give another folder") from None
-    print(f"{args.folder} is in the Hugging Face format: transformers' AutoModelForCausalLM and "
-          f"AutoTokenizer read it with from_pretrained({os.path.abspath(args.folder)!r})")

@@ -1,4 +1,5 @@
 """Nothing lost: kills, signals, restarts by torchrun, full disks, changed data, in real processes."""
+import copy
 import dataclasses
 import json
 import os
@@ -16,10 +17,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from filelock import FileLock
 from helpers import ENV, ROOT, Live, command, limit_file_size, logged, run
 
 from model import GPT, GPTConfig, load_model
-from runtime.checkpoint import HostCopies, Saver, tensors_of
+from runtime.checkpoint import Saver, host_copy
 from runtime.cli import RunError, UserError
 from runtime.dataloader import TokenDataset
 from runtime.distributed import Process, StopSignals
@@ -31,7 +33,7 @@ from runtime.weights import read_checkpoint
 import runtime.files
 import train_gpt2
 
-fcntl = pytest.importorskip("fcntl")
+pytest.importorskip("fcntl")                # Windows has no such kills
 
 # Bytes instead of GPT-2's tokens: 120 steps take a second. 36 steps are an epoch, of three shards of odd
 # lengths.
@@ -496,13 +498,11 @@ def test_the_same_data_in_another_folder_and_format_is_the_same_data(data, whole
 
 def test_a_second_run_in_the_same_folder_is_refused(data, whole, tmp_path, monkeypatch):
     shutil.copytree(whole, tmp_path / "log")
-    monkeypatch.setattr(runtime.files, "LOCK_TIMEOUT", 0)
-    monkeypatch.setattr(runtime.files, "holder", lambda folder: None)
-    folder = os.open(tmp_path / "log", os.O_RDONLY)
-    fcntl.flock(folder, fcntl.LOCK_EX)
-    with pytest.raises(UserError, match="another run is writing there"):        # on another machine
+    monkeypatch.setattr(runtime.files, "LOCK_PATIENCE", (0, 0.1))
+    monkeypatch.setattr(runtime.files, "holder", lambda path: None)
+    with (FileLock(tmp_path / "log" / runtime.files.LOCK_NAME),
+          pytest.raises(UserError, match="another run is writing there")):      # on another machine
         train_gpt2.train(["--data", str(data), "--out", str(tmp_path / "log")])
-    os.close(folder)
     with pytest.raises(UserError, match="--n_layer 2, not 3"):  # free again, and freed again after a mistake
         train_gpt2.train(["--data", str(data), "--out", str(tmp_path / "log"), "--n_layer", "3"])
     with pytest.raises(UserError, match="--n_layer 2, not 3"):
@@ -662,30 +662,22 @@ def test_a_checkpoint_written_in_the_background_holds_the_moment_it_was_asked_fo
     assert saved["lm_head.weight"].data_ptr() == saved["transformer.wte.weight"].data_ptr()
 
 
-def test_copies_for_the_background_use_their_memory_again_and_bring_nothing_else_into_the_file(tmp_path):
-    def numbers(seed, *sizes):
-        return [torch.randn(size, generator=torch.Generator().manual_seed(seed)) for size in sizes]
-    copies, addresses = HostCopies(), []
-    copies.PIECE = 1000
-    for seed in (1, 2):
-        a, b, c = numbers(seed, (3, 40), (100,), ())  # 480 + 400 bytes fit into a piece, the rest does not
-        large, tree = numbers(seed, (50, 20))[0], {"tied": [a, a], "b": b, "n": 3}
-        tree |= {"c": (c, torch.tensor(7, dtype=torch.int64)), "large": large, "bits": large.bfloat16()}
-        copied = copies(tree)
-        addresses.append({t.data_ptr() for t in tensors_of(copied).values()})
-        torch.save(copied, tmp_path / "copied.pt")
-        for tensor in (a, b, c, large):
-            tensor.zero_()
-        read = torch.load(tmp_path / "copied.pt", weights_only=True)
-        fresh = numbers(seed, (3, 40), (100,), ()) + numbers(seed, (50, 20))
-        found = read["tied"][0], read["b"], read["c"][0], read["large"]
-        assert all(torch.equal(x, y) for x, y in zip(found, fresh, strict=True))
-        assert torch.equal(read["bits"], fresh[3].bfloat16()) and read["c"][1] == 7 and read["n"] == 3
-        assert read["tied"][0].data_ptr() == read["tied"][1].data_ptr()
-        assert all(t.untyped_storage().nbytes() == t.nbytes for t in tensors_of(read).values())
-    assert addresses[0] == addresses[1] and [len(piece) for piece in copies.pieces] == [1024, 64, 4032, 2048]
-    assert copies({"b": torch.ones(2)})["b"].tolist() == [1, 1] and [len(piece)
-                                                                     for piece in copies.pieces] == [64]
+def test_copies_for_the_background_are_whole_and_bring_nothing_else_into_the_file(tmp_path):
+    large = torch.randn(50, 20)
+    a, b = large[:3], torch.tensor(7, dtype=torch.int64)        # a part of another tensor's memory
+    tree = {"tied": [a, a.detach()], "pair": (b, None), "large": large, "bits": large.bfloat16(), "n": 3}
+    before = copy.deepcopy(tree)
+    torch.save(host_copy(tree), tmp_path / "copied.pt")
+    copied = host_copy(tree)
+    for tensor in (large, b):
+        tensor.zero_()
+    for found in (copied, torch.load(tmp_path / "copied.pt", weights_only=True)):
+        tensors = [*found["tied"], found["pair"][0], found["large"], found["bits"]]
+        fresh = [*before["tied"], before["pair"][0], before["large"], before["bits"]]
+        assert all(x.dtype == y.dtype and torch.equal(x, y) for x, y in zip(tensors, fresh, strict=True))
+        assert found["tied"][0].data_ptr() == found["tied"][1].data_ptr()
+        assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in tensors)
+        assert found["n"] == 3 and found["pair"][1] is None
 
 
 def test_what_goes_wrong_in_the_background_is_raised_at_the_next_look(tmp_path):

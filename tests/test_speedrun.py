@@ -20,7 +20,7 @@ from runtime.checks import shape_of_init
 from runtime.cli import UserError
 from runtime.device import compile_error, compile_model
 from runtime.distributed import Process
-from runtime.kernels import document_window_mask
+from runtime.attention import document_window_mask
 from runtime.muon import Muon, orthogonalize
 from runtime.resume import MODEL_SHAPE, merge_config
 from runtime.shards import write_shard

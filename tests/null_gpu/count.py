@@ -36,7 +36,7 @@ from counts import Counter, count_graph                                 # noqa: 
 from runtime.device import compile_model, place_model                   # noqa: E402
 from runtime.distributed import Process, StopSignals                    # noqa: E402
 from benchmarks.timing import PlainAdamW                                # noqa: E402
-from runtime.kernels import SDPA_KERNELS                                # noqa: E402
+from runtime.attention import SDPA_KERNELS                              # noqa: E402
 
 FILE = ROOT / "assets" / "counts.json"
 T = 1024
