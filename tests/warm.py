@@ -19,6 +19,7 @@ from types import SimpleNamespace
 
 from helpers import Warm
 from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
+import torch._dynamo                                    # DDP imports it: two seconds of each rank
 import torch.distributed.run
 
 sys.path[0] = os.path.dirname(sys.path[0])              # where the scripts are
