@@ -6,15 +6,12 @@ Timeouts only end a process that hangs.
 import atexit
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
-
-from filelock import FileLock               # which torch needs
 
 ROOT = Path(__file__).resolve().parent.parent
 ENV = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
@@ -107,20 +104,6 @@ def run(*flags, processes=1, code=0, env=ENV, torchrun=False, cold=False, cwd=No
         result = script("train_gpt2.py", "--no_plot", *flags, env=env, cwd=cwd)
     assert result.returncode == code, result.stdout[-2000:] + result.stderr[-2000:]
     return result
-
-
-def made_once(tmp_path_factory, name, make):
-    """A folder that all workers share: the first that asks fills it by make(folder), and they only read."""
-    base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / f"shared_{name}"
-    made = folder.with_name(f"{folder.name}.made")
-    with FileLock(f"{folder}.lock"):
-        if not made.exists():
-            shutil.rmtree(folder, ignore_errors=True)
-            folder.mkdir()
-            make(folder)
-            made.touch()
-    return folder
 
 
 def logged(out, kind="train"):
