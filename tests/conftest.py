@@ -18,6 +18,18 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"
 
 
+# The files that take or wait long, the longest first: a worker gets a file at a time (--dist loadfile), so
+# that what its tests share is made once, and the short ones at the end fill the workers evenly.
+LONG = [f"test_{name}.py" for name in (
+    "reliability train stopping fineweb model hostile bench frontier hellaswag encoding speedrun sample "
+    "hub_text forecast plots compile_check").split()]
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
+
+
 def pytest_xdist_auto_num_workers(config):
     """One more than there are cores: a tenth of the time a worker waits for processes that sleep."""
     return (os.cpu_count() or 1) + 1

@@ -129,11 +129,11 @@ def limit_file_size(size):
 
 def wait_until(happened, alive=lambda: True):
     """Polls happened() and returns its first true value."""
-    deadline = time.monotonic() + HANG
+    deadline, pause = time.monotonic() + HANG, 0.002
     while not (found := happened()):
         assert alive(), "the process ended before"
         assert time.monotonic() < deadline, "the process hangs"
-        time.sleep(0.005)
+        time.sleep(pause := min(0.05, 1.2 * pause))
     return found
 
 
@@ -165,7 +165,7 @@ def held(loader, count=1):
             file.write(str(os.getpid()))
         os.replace(here + ".tmp", here)
         while os.path.exists(hold) and tested():
-            time.sleep(0.005)
+            time.sleep(0.02)
     return next_batch(loader, count)
 
 TokenLoader.start, TokenLoader.next_batch = started, held

@@ -449,7 +449,8 @@ def test_a_curve_is_that_of_a_real_run_without_the_idea(tmp_path):
         write_shard(tmp_path / f"text_{name}_000000.npy", tokens)
     flags = ["--data", tmp_path, "--recipe", "speedrun", "--n_layer", 1, "--n_head", 1, "--n_embd", 16,
              "--block_size", 16, "--vocab_size", 64, "--total_batch_size", 64, "--max_steps", 4,
-             "--val_every", 2, "--val_tokens", 500, "--dtype", "float32", "--checkpoint_every", 0]
+             "--val_every", 2, "--val_tokens", 500, "--dtype", "float32", "--checkpoint_every", 0,
+             "--no_plot"]
     baseline, ablated = validation_curve(flags), validation_curve(flags, "softcap", threads=1)
     assert list(baseline) == list(ablated) == [0, 128, 256]
     assert [baseline[0], ablated[0]] == pytest.approx([math.log(64)] * 2, abs=1e-5)

@@ -727,14 +727,14 @@ cli.run_command(fineweb.main)
 
 @pytest.mark.skipif(os.name == "nt", reason="no SIGKILL")
 def test_killed_again_and_again_it_ends_with_the_bytes_of_an_uninterrupted_run(tmp_path):
-    text = (ROOT / "input.txt").read_text(encoding="utf-8")
+    text = (ROOT / "input.txt").read_text(encoding="utf-8")[:400_000]
     write_text(tmp_path / "a.jsonl", [text[i:i + 3000] for i in range(0, len(text), 3000)])
-    shutil.copy(ROOT / "input.txt", tmp_path / "b.txt")
+    (tmp_path / "b.txt").write_text(text, encoding="utf-8")
     flags = ["--input", tmp_path / "a.jsonl", "--input", tmp_path / "b.txt", "--shard_size", 4000,
              "--workers", 2]
     assert command(*flags, "--out", tmp_path / "whole").returncode == 0
     want, out = contents(tmp_path / "whole"), tmp_path / "out"
-    for shards in (0, 1, 7, 40, 90, 130):
+    for shards in (0, 1, 7, 25, 40):
         argv = [sys.executable, "-c", NO_FURTHER, str(shards + 15), *map(str, flags), "--out", str(out)]
         with subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=ENV) as process:
             try:

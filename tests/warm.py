@@ -1,6 +1,7 @@
-"""Starts commands as processes of their own, forked from this one, which has imported torch: that and
-Python's end take two of the two and a half seconds of a small run. All else is as when they are started by
-themselves: process id, signals, exit code. torchrun is a command too, and its ranks are forked as it is.
+"""Starts commands as processes of their own, forked from this one, which has imported torch and built the
+tokenizers: that and Python's end take two of the two and a half seconds of a small run. All else is as when
+they are started by themselves: process id, signals, exit code. torchrun is a command too, and its ranks are
+forked as it is.
 
 Reads requests from stdin, one a line, and answers each by a line on stdout:
 {"argv": what follows "python", "env": {...}, "cwd": ..., "stdout": path, "stderr": path, "session": bool}
@@ -18,12 +19,19 @@ from types import SimpleNamespace
 
 from helpers import Warm
 from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
+import torch._dynamo                                    # DDP imports it: two seconds of each rank
 import torch.distributed.run
 
 sys.path[0] = os.path.dirname(sys.path[0])              # where the scripts are
 
-import train_gpt2                                                       # noqa: E402, F401, once for all
+import pyarrow.parquet                                                  # noqa: E402, F401, once for all
+import fineweb                                                          # noqa: E402
 import sample                                                           # noqa: E402, F401
+import train_gpt2                                                       # noqa: E402, F401
+from runtime.tokenizer import tokenizer                                 # noqa: E402
+
+tokenizer()
+fineweb.gigatoken(fineweb.available_cores())            # loads it; its threads begin with its first long text
 
 
 def serve():
@@ -92,7 +100,7 @@ def become(argv, env, cwd, stdout, stderr, session):
         sys.path.insert(1, folder)
         if os.path.exists(site := os.path.join(folder, "sitecustomize.py")):
             runpy.run_path(site)
-    for name in ("train_gpt2", "sample"):               # a script is run, not what was imported of it
+    for name in ("train_gpt2", "sample", "fineweb"):    # a script is run, not what was imported of it
         sys.modules.pop(name, None)
 
 
