@@ -67,7 +67,7 @@ def stream_text(steps: Iterable, prompt: list[int], num_samples: int) -> Iterato
             if not ended[i]:
                 ended[i] = token == EOT                 # the end of its document
                 texts[i] += decoders[i].decode(b"" if ended[i] else bytes_of(token), final=ended[i])
-                texts[i] += "\n" * ended[i]
+                texts[i] += "\n" if ended[i] else ""
         while current < num_samples:
             yield texts[current]
             texts[current] = ""

@@ -64,27 +64,26 @@ class TrainState:
 
     def load_state_dict(self, checkpoint):
         """Loads all but the weights, which the model was built from. ValueError if something does not fit."""
-        numbers = {"step": int, "evaluated": int, "skipped": int, "val_loss": float | None,
-                   "best": tuple | None}
-        self.val_step = checkpoint.get("val_step", -1)          # not in earlier checkpoints
-        for name, kind in numbers.items():
-            if not isinstance(checkpoint[name], kind):
-                raise ValueError(f"its {name} is {safe_repr(checkpoint[name])}")
-            setattr(self, name, checkpoint[name])
-        if not (0 <= self.step < 2**40 and -1 <= self.evaluated <= self.step and self.skipped >= 0):
-            raise ValueError(f"its step is {self.step}, its last evaluation that of step {self.evaluated}")
-        if type(self.val_step) is not int or not -1 <= self.val_step <= self.step:
-            raise ValueError(f"its validation loss is that of step {safe_repr(self.val_step)}")
-        if self.val_loss is not None and not math.isfinite(self.val_loss):
-            raise ValueError(f"its validation loss is {self.val_loss}")
-        if self.best is not None and not (
-                [type(number) for number in self.best] == [float, int]
-                and 0 <= self.best[0] < math.inf and 0 <= self.best[1] <= self.step):
-            raise ValueError(f"its best is {', '.join(map(safe_repr, self.best[:3]))} at step {self.step}")
-        self.saved = checkpoint.get("saved", [])                # not in earlier checkpoints
-        if not isinstance(self.saved, list) or not all(type(step) is int and 0 <= step <= self.step
-                                                       for step in self.saved):
-            raise ValueError("it does not say which checkpoints its run has saved")
+        def load(name, fits, what="", default=None):
+            value = checkpoint.get(name, default)
+            if not fits(value):
+                shown = value[:3] if isinstance(value, tuple) else [value]
+                raise ValueError(f"its {what or name} is {', '.join(map(safe_repr, shown))}")
+            setattr(self, name, value)
+
+        def is_step(value, first=0):
+            return type(value) is int and first <= value <= self.step
+        load("step", lambda step: type(step) is int and 0 <= step < 2**40)
+        load("evaluated", lambda step: is_step(step, -1))
+        load("skipped", lambda n: type(n) is int and n >= 0)
+        load("val_loss", lambda loss: loss is None or type(loss) is float and math.isfinite(loss),
+             "validation loss")
+        load("best", lambda best: best is None or (
+            isinstance(best, tuple) and [type(number) for number in best] == [float, int]
+            and 0 <= best[0] < math.inf and is_step(best[1])))
+        # not in earlier checkpoints
+        load("val_step", lambda step: is_step(step, -1), default=-1)
+        load("saved", lambda steps: isinstance(steps, list) and all(map(is_step, steps)), default=[])
         if len(checkpoint["optimizers"]) != len(self.optimizers):
             raise ValueError(f"it holds {len(checkpoint['optimizers'])} optimizers instead of "
                              f"{len(self.optimizers)}")

@@ -63,15 +63,15 @@ def check_written(path: Path) -> None:
                        "still there, and the same command goes on from them") from None
 
 
-def fault_of(tensor: torch.Tensor, least: float = -math.inf) -> str | None:
-    """What no training makes of a float tensor: 'NaN', 'infinite' or, below `least`, 'negative' numbers.
+def fault_of(tensor: torch.Tensor, minimum: float = -math.inf) -> str | None:
+    """What no training makes of a float tensor: 'NaN', 'infinite' or, below `minimum`, 'negative' numbers.
     None if there is nothing of the kind. One pass, without a copy."""
     low, high = (end.item() for end in tensor.detach().aminmax())           # a NaN makes both NaN
     if math.isnan(low):
         return "NaN"
     if math.isinf(low) or math.isinf(high):
         return "infinite"
-    return "negative" if low < least else None
+    return "negative" if low < minimum else None
 
 
 def find_fault(model: dict, optimizers: list[dict] = ()) -> str | None:

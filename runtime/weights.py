@@ -53,27 +53,12 @@ class Uninitialized(torch.overrides.TorchFunctionMode):
         return function(*args, **kwargs)
 
 
-def check_vocabulary(vocab_size: int, state_dict: dict) -> None:
-    """ValueError if the embedding has not so many rows. Frontier's class makes a buffer of that size."""
-    name = "transformer.wte.weight"
-    if name not in state_dict:
-        raise ValueError(f"the tensor {name} is missing")
-    if not is_dense_float(state_dict[name]):
-        raise ValueError(f"{name} is not a plain tensor of floats")
-    if state_dict[name].shape[:1] != (vocab_size,):
-        raise ValueError(f"{name} is {tuple(state_dict[name].shape)} where the config needs {vocab_size} "
-                         "rows")
-
-
-def build_model(cls: type, config, state_dict: dict):
-    """A `cls(config)` with the weights of `state_dict`, as fp32. ValueError if they do not fit.
-
-    The tensors are compared with the config before anything of the config's size is allocated.
-    """
+def check_config(config, state_dict: dict) -> None:
+    """ValueError unless a config's numbers are possible, and its vocabulary is the embedding's."""
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        least = 0 if field.name == "window" else 1
-        if field.type in ("int", int) and not (type(value) is int and least <= value < 2**24):
+        minimum = 0 if field.name == "window" else 1
+        if field.type in ("int", int) and not (type(value) is int and minimum <= value < 2**24):
             raise ValueError(f"its config says {field.name} = {safe_repr(value)}")
     if getattr(config, "gelu", "tanh") not in ("tanh", "none"):
         raise ValueError(f"its config says gelu = {safe_repr(config.gelu)}")
@@ -81,7 +66,20 @@ def build_model(cls: type, config, state_dict: dict):
         raise ValueError(f"its config says {config.n_head} heads for n_embd {config.n_embd}")
     if config.n_layer > len(state_dict):
         raise ValueError(f"its config says {config.n_layer} layers, but it holds {len(state_dict)} tensors")
-    check_vocabulary(config.vocab_size, state_dict)
+    wte = state_dict.get("transformer.wte.weight")
+    if not is_dense_float(wte):
+        raise ValueError("transformer.wte.weight is missing, or not a plain tensor of floats")
+    if wte.shape[:1] != (config.vocab_size,):       # before frontier's class makes a buffer of that size
+        raise ValueError(f"transformer.wte.weight is {tuple(wte.shape)} where the config needs "
+                         f"{config.vocab_size} rows")
+
+
+def build_model(cls: type, config, state_dict: dict):
+    """A `cls(config)` with the weights of `state_dict`, as fp32. ValueError if they do not fit.
+
+    The tensors are compared with the config before anything of the config's size is allocated.
+    """
+    check_config(config, state_dict)
     try:
         with torch.device("meta"), Uninitialized():
             model = cls(config)
@@ -99,7 +97,7 @@ def build_model(cls: type, config, state_dict: dict):
             raise ValueError(f"{name} is {tuple(tensor.shape)} where the config needs "
                             f"{tuple(expected[name].shape)}")
     tied = model.lm_head.weight is model.transformer.wte.weight
-    head, wte = (state_dict.get(name) for name in ("lm_head.weight", "transformer.wte.weight"))
+    head, wte = (state_dict[name] for name in ("lm_head.weight", "transformer.wte.weight"))
     # compared as integers, so that NaN equals NaN
     if tied and not torch.equal(head.float().view(torch.int32), wte.float().view(torch.int32)):
         raise ValueError("its head is not tied to its embedding")
