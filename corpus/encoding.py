@@ -145,7 +145,8 @@ def encode_batch(batch: list[Piece], compared: int, run: Callable[[bytes], np.nd
     if run:
         compare(texts[:compared], np.split(tokens, first[1:compared + 1]))
     further = np.array([not piece.begins for piece in batch])
-    tokens, lengths = np.delete(tokens, first[further]), lengths - further
+    if further.any():                             # np.delete is slow, even if there is nothing to delete
+        tokens, lengths = np.delete(tokens, first[further]), lengths - further
     return Tokens(tokens, lengths.tolist(), [(n, piece.cursor) for n, piece in enumerate(batch)
                                              if piece.cursor is not None])
 
