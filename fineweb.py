@@ -22,7 +22,7 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from itertools import chain, islice
 from pathlib import Path
@@ -30,7 +30,7 @@ from pathlib import Path
 from corpus.encoding import encode_stream, gigatoken
 from corpus.hub_source import FINEWEB, HubSource, default_names
 from corpus.published import PRETOKENIZED, fetch_shards
-from corpus.shard_writer import VAL_SEED, ShardWriter, complete_parts, share
+from corpus.shard_writer import VAL_SEED, ShardWriter, manifest_of, part_name, read_manifests, share
 from corpus.sources import TEXT_FIELD, LocalSource
 from corpus.verify import verify
 from runtime.cli import FlagParser, UserError, parse_int, run_command
@@ -46,18 +46,23 @@ SHORTEST = 16                   # tokens of a sequence that is worth training on
 
 
 @contextmanager
-def no_empty_folder(out: Path) -> Iterator[None]:
-    """Around all that writes to `out`: if it fails before the first shard, the folders that it made are
-    removed again. A folder that was there before stays as it is."""
+def no_trace(out: Path, manifest: str) -> Iterator[None]:
+    """Around all that writes to `out`: if it fails before the first shard, what it made there, a manifest of
+    this name and folders, is removed again. What was there before stays as it is."""
+    path = out / manifest
     made = [folder for folder in (out.absolute(), *out.absolute().parents) if not os.path.exists(folder)]
+    is_new = not os.path.exists(path)
     try:
         yield
     except (Exception, KeyboardInterrupt):
-        with suppress(OSError):                   # huggingface_hub goes on with an .incomplete download
-            if made and not any(SHARD_NAME.match(path.name) or path.suffix == ".incomplete"
-                                for path in out.rglob("*")):
-                shutil.rmtree(out / ".cache", ignore_errors=True)         # of huggingface_hub
-                (out / "manifest.json").unlink(missing_ok=True)
+        cache = out / ".cache"                    # of huggingface_hub, which goes on with .incomplete files
+        with suppress(OSError):
+            shards = [found for found in out.iterdir()
+                      if SHARD_NAME.match(found.name) and manifest_of(found) == path]
+            if is_new and not shards and not any(cache.rglob("*.incomplete")):
+                path.unlink(missing_ok=True)
+                if made:
+                    shutil.rmtree(cache, ignore_errors=True)
         for folder in made:
             with suppress(OSError):               # not empty
                 folder.rmdir()
@@ -91,28 +96,30 @@ def next_command(out: Path, val: list[int], train: list[int]) -> tuple[str, str]
     if T < SHORTEST:
         return "", (f"{out}: too short to train on: validation and training each need a shard of at least "
                     f"{SHORTEST + 1} tokens. Give more text, and another --out")
-    flags = f" --block_size {T}" * (T < block_size) + " --val_every 0" * (T > fits_val)
-    why = f"; a split is too short for sequences of {block_size} tokens, hence{flags}" * bool(flags)
+    flags = (f" --block_size {T}" if T < block_size else "") + (" --val_every 0" if T > fits_val else "")
+    why = f"; a split is too short for sequences of {block_size} tokens, hence{flags}" if flags else ""
     name = (out if out.name.strip(".") else out.resolve()).name or "data"         # of `..`, of the root
     return why, (f"next: python train_gpt2.py --preset {preset} --data {shlex.quote(str(out))} "
                  f"--out {shlex.quote(f'log/{name}')}{flags}")
 
 
-FETCH_FLAGS = ("--pretokenized", "--variant", "--sample", "--out")
-HUB_FLAGS = ("--dataset", "--name", "--split", "--text_field", "--out", "--shard_size", "--val_tokens",
-             "--max_tokens", "--workers", "--part", "--format")
+# flags that go together with the first of them
+ALLOWED = {"verify": ("--verify",), "pretokenized": ("--pretokenized", "--variant", "--sample", "--out"),
+           "dataset": ("--dataset", "--name", "--split", "--text_field", "--out", "--shard_size",
+                       "--val_tokens", "--max_tokens", "--workers", "--part", "--format")}
 
 
-def refuse_others(flag: str, argv: list[str], allowed: Container[str]) -> None:
-    """UserError for a flag that does not go with `flag`."""
-    for word in argv:                             # not args: a flag may be given its default value
-        if (name := word.partition("=")[0]).startswith("--") and name not in allowed:
-            raise UserError(f"{name} has no meaning with {flag}: leave one of the two out")
+def refuse_others(args: argparse.Namespace, argv: list[str]) -> None:
+    """UserError for flags that do not go together."""
+    given = [word.partition("=")[0] for word in argv if word.startswith("--")]    # their default values too
+    for flag, allowed in ALLOWED.items():
+        for other in given if getattr(args, flag) is not None else ():
+            if other not in allowed:
+                raise UserError(f"{other} has no meaning with --{flag}: leave one of the two out")
 
 
-def check_pretokenized(args: argparse.Namespace, argv: list[str]) -> None:
-    """Raises UserError if the flags do not go with --pretokenized, or if no such tokens are published."""
-    refuse_others("--pretokenized", argv, FETCH_FLAGS)
+def check_pretokenized(args: argparse.Namespace) -> None:
+    """UserError if no such tokens are published."""
     if (args.variant, args.sample) not in PRETOKENIZED:
         raise UserError(f"no tokens of --variant {args.variant} --sample {args.sample} are published: "
                         f"leave --sample out")
@@ -157,15 +164,15 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     flag("--format", choices=["npy", "bin"], default="npy", help="NumPy's files or llm.c's (default npy)")
     argv = sys.argv[1:] if argv is None else argv
     args = parser.parse_args(argv)
+    refuse_others(args, argv)
     if args.verify is not None:
-        refuse_others("--verify", argv, ["--verify"])
         return args
     args.variant = args.variant or ("edu" if args.pretokenized is None else "classic")
     if args.pretokenized is not None:
-        check_pretokenized(args, argv)
+        check_pretokenized(args)
         folder = PRETOKENIZED[args.variant, args.sample][1] + args.sample[:-1]
     else:
-        check_flags(args, argv)
+        check_flags(args)
         if not args.dataset:
             args.dataset, args.name = FINEWEB[args.variant][0], f"sample-{args.sample}"
         args.split = args.split or "train"
@@ -174,13 +181,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def check_flags(args: argparse.Namespace, argv: list[str]) -> None:
+def check_flags(args: argparse.Namespace) -> None:
     """UserError for numbers out of range and for flags that contradict each other."""
-    if args.dataset:
-        refuse_others("--dataset", argv, HUB_FLAGS)
-        if not REPO_NAME.fullmatch(args.dataset):
-            raise UserError(f"--dataset {args.dataset} is not OWNER/NAME, as roneneldan/TinyStories")
-    elif args.name or args.split:
+    if args.dataset and not REPO_NAME.fullmatch(args.dataset):
+        raise UserError(f"--dataset {args.dataset} is not OWNER/NAME, as roneneldan/TinyStories")
+    if not args.dataset and (args.name or args.split):
         raise UserError(f"--{'name' if args.name else 'split'} needs --dataset: give OWNER/NAME")
     for name in ("shard_size", "val_tokens", "max_tokens", "workers"):
         if (value := getattr(args, name)) is not None and value < 1:
@@ -216,21 +221,20 @@ def write_shards(args: argparse.Namespace, source: HubSource | LocalSource, pref
         print(note)
     writer = ShardWriter(out, prefix, settings, args.part, None if source.shuffled else VAL_SEED,
                          val_is_guess=not args.val_tokens)
-    shards, there = writer.manifest["shards"], writer.total
-    if there:
-        print(f"{out}: {len(shards)} shards, {there:,} tokens, are there already")
+    shards = writer.manifest["shards"]
+    if shards:
+        print(f"{out}: {len(shards)} shards, {writer.total:,} tokens, are there already")
     if not writer.manifest["complete"]:
         try:
             tokenize_into(writer, source, expected, args.workers)
         except (Exception, KeyboardInterrupt):
-            writer.forget_if_empty()
             if shards:
                 same_command_resumes()
             raise
     if not args.part:
         return print_summary(out, f"{len(shards)} shards complete", start)
-    complete = complete_parts(out, n)
     done = f"{len(shards)} shards, {writer.total:,} tokens, of part {args.part[0]}/{n} complete"
+    complete = sum(found.get("complete") is True for found in read_manifests(out).values())
     if complete == n:
         return print_summary(out, f"{done}, all {n} parts complete", start)
     print(f"{out}: {done}, after {time.perf_counter() - start:.1f} s\n{complete} of {n} parts are complete: "
@@ -267,7 +271,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.verify is not None:
         return verify(Path(args.verify))
     part = args.part or (0, 1)
-    with no_empty_folder(args.out):
+    with no_trace(args.out, f"manifest{part_name(args.part)}.json"):
         if args.pretokenized is not None:
             start, (repo, prefix, _) = time.perf_counter(), PRETOKENIZED[args.variant, args.sample]
             print_summary(args.out, fetch_shards(repo, prefix, args.pretokenized, args.out), start)

@@ -40,18 +40,9 @@ class Tokens(NamedTuple):
     cursors: list[tuple[int, object]]
 
 
-class Batch(NamedTuple):
-    """Text to be encoded: documents or pieces of them, of which tiktoken encodes the first `compared` too."""
-    texts: list[str | memoryview]
-    starts: list[bool]              # of each: False for a further piece of the document before
-    cursors: list[tuple[int, object]]
-    compared: int
-
-
 @functools.cache
 def new_letters() -> dict[int, np.ndarray]:
-    """By the first byte in UTF-8: which values of the next two (256 x the second + the third) a new letter
-    can have."""
+    """{first byte in UTF-8: which values of the next two (256 x the second + the third) make it new}."""
     tables = {}
     for first, last in (piece.split("-") for piece in NEW_LETTERS.split()):
         for code in range(int(first, 16), int(last, 16) + 1):
@@ -84,7 +75,8 @@ def utf8(text: str | memoryview) -> bytes | memoryview:
 
 
 def rows_of(texts: list) -> Iterator[bytes | str]:
-    """Rows of the documents `texts`. Those in which the tokens may differ are found by halves."""
+    """The documents `texts`: many in one row of bytes, with <|endoftext|> before each, for gigatoken; a str
+    for each in which the tokens may differ. Those are found by halves."""
     row = START + START.join(map(utf8, texts))
     if not may_differ(row, len(texts)):
         yield row
@@ -95,35 +87,22 @@ def rows_of(texts: list) -> Iterator[bytes | str]:
         yield row[len(START):].decode()
 
 
-def read_batches(pieces: Iterable[Piece]) -> Iterator[Batch]:
+def read_batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
     """What was read before an error of the source comes before it."""
-    texts, starts, cursors, size, failed = [], [], [], 0, None
-    seen, compared = 0, -COMPARED_FIRST                   # bytes
-
-    def batch():
-        nonlocal seen, compared
-        seen, n = seen + size, 0
-        while compared * ONE_IN <= seen and n < len(texts) and len(texts[n]) <= MOST_COMPARED:
-            compared, n = compared + len(texts[n]), n + 1
-        return Batch(texts, starts, cursors, n)
-
+    batch, size = [], 0
     try:
-        for found, begins, cursor in pieces:
-            if cursor is not None:
-                cursors.append((len(starts), cursor))
-            for text in found:
-                texts.append(text)
-                starts.append(begins)
-                size += len(text)
-                if size >= BATCH:
-                    yield batch()
-                    texts, starts, cursors, size = [], [], [], 0
-    except (UserError, RunError) as error:
-        failed = error
-    if texts:
-        yield batch()
-    if failed:
-        raise failed
+        for piece in pieces:
+            batch.append(piece)
+            size += len(piece.text)
+            if size >= BATCH:
+                yield batch
+                batch, size = [], 0
+    except (UserError, RunError):
+        if batch:
+            yield batch
+        raise
+    if batch:
+        yield batch
 
 
 @functools.cache
@@ -153,39 +132,32 @@ def gigatoken(threads: int) -> Callable[[bytes], np.ndarray] | None:
     return run
 
 
-def encode_batch(batch: Batch, run: Callable[[bytes], np.ndarray] | None) -> Tokens:
-    """Its tokens by `run`, or where that is None by tiktoken. RunError where a compared document has other
-    tokens than tiktoken's."""
-    parts, left = [np.empty(0, dtype=np.uint16)], batch.compared
-    for row in rows_of(batch.texts):
-        if isinstance(row, bytes) and run:
-            parts.append(run(row))
-            left -= compare(row, parts[-1], left) if left else 0
-        else:
-            texts = [row] if isinstance(row, str) else (text.decode() for text in row.split(START)[1:])
-            parts += [part for text in texts for part in ([EOT], encode(text))]
-            left -= left > 0
+def encode_batch(batch: list[Piece], compared: int, run: Callable[[bytes], np.ndarray] | None) -> Tokens:
+    """Its tokens by `run`, or where that is None by tiktoken. RunError where one of the first `compared`
+    pieces has other tokens than tiktoken's."""
+    texts = [piece.text for piece in batch]
+    parts = []
+    for row in rows_of(texts) if run else (str(utf8(text), "utf-8") for text in texts):
+        parts += [run(row)] if isinstance(row, bytes) else [[EOT], encode(row)]
     tokens = np.concatenate(parts, dtype=np.uint16, casting="unsafe")
     first = np.flatnonzero(tokens == EOT)
     lengths = np.diff(first, append=len(tokens))
-    if not all(batch.starts):
-        further = ~np.array(batch.starts)
+    if run:
+        compare(texts[:compared], np.split(tokens, first[1:compared + 1]))
+    further = np.array([not piece.begins for piece in batch])
+    if further.any():                             # np.delete is slow, even if there is nothing to delete
         tokens, lengths = np.delete(tokens, first[further]), lengths - further
-    return Tokens(tokens, lengths.tolist(), batch.cursors)
+    return Tokens(tokens, lengths.tolist(), [(n, piece.cursor) for n, piece in enumerate(batch)
+                                             if piece.cursor is not None])
 
 
-def compare(row: bytes, tokens: np.ndarray, most: int) -> int:
-    """Compares the first documents of a row, `most` or all of them, with tiktoken. How many it compared."""
-    texts, at = row.split(START, most + 1)[1:most + 1], 0
-    for text in texts:
-        want = encode(text.decode()).tolist()
-        end = at + 1 + len(want)
-        if tokens[at + 1:end + 1].tolist() not in ([*want, EOT], want):
+def compare(texts: list, tokens: list[np.ndarray]) -> None:
+    """RunError where the tokens of a document, after <|endoftext|>, are not tiktoken's."""
+    for text, found in zip(texts, tokens, strict=False):
+        text = str(utf8(text), "utf-8")
+        if not np.array_equal(found[1:], encode(text)):
             raise RunError("gigatoken's tokens are not tiktoken's for the document that begins with "
-                           f"{text[:60].decode(errors='ignore')!r}: uninstall gigatoken, and run the same "
-                           f"command again")
-        at = end
-    return len(texts)
+                           f"{text[:60]!r}: uninstall gigatoken, and run the same command again")
 
 
 def ahead(items: Iterator, most: int) -> Iterator:
@@ -196,20 +168,17 @@ def ahead(items: Iterator, most: int) -> Iterator:
         try:
             with closing(items):
                 while free.acquire() and not stopped and (item := next(items, None)) is not None:
-                    ready.put((item, None))
-            ready.put((None, None))
+                    ready.put(item)
+            ready.put(None)
         except BaseException as error:
-            ready.put((None, error))
+            ready.put(error)
 
     thread = threading.Thread(target=work, daemon=True, name="ahead")
     thread.start()
     try:
-        while True:
-            item, error = ready.get()
-            if error:
-                raise error
-            if item is None:
-                return
+        while (item := ready.get()) is not None:
+            if isinstance(item, BaseException):
+                raise item
             yield item
             free.release()
     finally:
@@ -225,9 +194,14 @@ def encode_stream(pieces: Iterable[Piece], threads: int = 1) -> Iterator[Tokens]
     pool = ThreadPoolExecutor(threads, thread_name_prefix="encode")
 
     def submitted():
+        seen, compared = 0, -COMPARED_FIRST       # bytes
         for batch in read_batches(pieces):
+            sizes, n = [len(piece.text) for piece in batch], 0
+            seen += sum(sizes)
+            while compared * ONE_IN <= seen and n < len(batch) and sizes[n] <= MOST_COMPARED:
+                compared, n = compared + sizes[n], n + 1
             waiting.acquire()                     # text that waits needs memory that is not in caches
-            future = pool.submit(encode_batch, batch, run)
+            future = pool.submit(encode_batch, batch, n, run)
             future.add_done_callback(lambda _: waiting.release())
             yield future
 

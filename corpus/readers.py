@@ -1,8 +1,8 @@
 """Files of text -> documents, one reader a format.
 
-A reader is a generator of lists of texts (str, or UTF-8 in memoryviews) in the order of the file. It cuts the
-file into tasks of about `task` bytes, and gives only the texts of those for which `mine(number of the task)`:
-so several commands share a file (--part), and which text is whose depends on nothing but the file.
+A reader is a generator of texts (str, or UTF-8 in memoryviews) in the order of the file. It cuts the file
+into tasks of about `task` bytes, and gives only the texts of those for which `mine(number of the task)`: so
+several commands share a file (--part), and which text is whose depends on nothing but the file.
 """
 import csv
 import io
@@ -24,7 +24,7 @@ MAX_ROWS = 1 << 14              # of a task, however short they are
 MAX_DOCUMENT = 10**9            # characters in memory: a small .gz or .zst can unpack to one endless line
 LAST_CUT = re.compile(r".*\S(?=[ \n\r])", re.DOTALL)
 PACKED = {".gz": "gzip", ".zst": "zstd"}
-Texts = Iterator[list[str | memoryview]]
+Texts = Iterator[str | memoryview]
 
 
 def charset_of(data: bytes) -> str:
@@ -93,13 +93,13 @@ def read_txt(path: Path, task: int, mine: Callable, field: str = "", piece_size:
             last = parts[-1][-1] if parts else ""         # the cut may come right after it
             if cut := LAST_CUT.match(last + block):
                 end = cut.end() - len(last)
-                yield ["".join([*parts, block[:end]])]
+                yield "".join([*parts, block[:end]])
                 parts, block = [], block[end:]
             parts.append(block)
             if sum(map(len, parts)) > MAX_DOCUMENT:
                 raise ValueError(f"more than {MAX_DOCUMENT:,} characters without the end of a word")
     if parts:
-        yield ["".join(parts)]
+        yield "".join(parts)
 
 
 def no_such_column(path: Path, where: str, field: str, names: Iterable[str]) -> UserError:
@@ -109,39 +109,33 @@ def no_such_column(path: Path, where: str, field: str, names: Iterable[str]) -> 
 
 
 def read_jsonl(path: Path, task: int, mine: Callable, field: str) -> Texts:
-    """A document a line: {"text": "..."} if `field` is text. Empty lines are skipped."""
-    with open_bytes(path) as file:
-        number, parts, kept, data, i = 1, [], 0, file.read(task), 0       # the first line; since its start
-        while data:
-            following = file.read(task)
-            if end := data.rfind(b"\n") + 1 if following else len(data):
-                lines = b"".join([*parts, data[:end]])
-                if mine(i):
-                    yield read_lines(path, field, number, lines)
-                number, i = number + lines.count(b"\n"), i + 1
-                parts, kept = [], 0
-            parts.append(data[end:])
-            kept, data = kept + len(data) - end, following
-            if kept >= MAX_DOCUMENT:
+    """A document a line: {"text": "..."} if `field` is text. Empty lines are skipped. A task is the lines
+    whose last bytes are in the same block of `task` bytes of the file."""
+    with io.BufferedReader(open_bytes(path), 1 << 20) as file:
+        end, block, i = 0, 0, 0                   # of the line before
+        lines = iter(lambda: file.readline(MAX_DOCUMENT), b"")
+        for number, line in enumerate(lines, 1):
+            if len(line) == MAX_DOCUMENT:
                 raise ValueError(f"line {number} has {MAX_DOCUMENT:,} bytes or more")
+            end += len(line)
+            if (end - 1) // task > block and number > 1:
+                i += 1
+            block = (end - 1) // task
+            if mine(i) and (text := line.decode("utf-8-sig" if number == 1 else "utf-8").strip()):
+                yield document_of(text, field, path, number)
 
 
-def read_lines(path: Path, field: str, number: int, lines: bytes) -> list[str]:
-    """The documents of whole lines, of which the first has this `number` in the file."""
-    texts = []
-    for n, line in enumerate(lines.decode("utf-8-sig" if number == 1 else "utf-8").split("\n"), number):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            row = None
-        if isinstance(row, dict) and field not in row:
-            raise no_such_column(path, f", line {n}", field, row)
-        if not isinstance(row, dict) or not isinstance(row[field], str):
-            raise ValueError(f'line {n} is not JSON of the form {{"{safe_repr(field)}": "..."}}')
-        texts.append(row[field])
-    return texts
+def document_of(line: str, field: str, path: Path, number: int) -> str:
+    """The document in line `number` of a .jsonl file."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        row = None
+    if isinstance(row, dict) and field not in row:
+        raise no_such_column(path, f", line {number}", field, row)
+    if not isinstance(row, dict) or not isinstance(row[field], str):
+        raise ValueError(f'line {number} is not JSON of the form {{"{safe_repr(field)}": "..."}}')
+    return row[field]
 
 
 def read_csv(path: Path, task: int, mine: Callable, field: str) -> Texts:
@@ -154,21 +148,17 @@ def read_csv(path: Path, task: int, mine: Callable, field: str) -> Texts:
             return
         if field not in names:
             raise no_such_column(path, "", field, names)
-        column, texts, size, i = names.index(field), [], 0, 0
-        for row in rows:
-            if not row:                           # an empty line
-                continue
+        column, size, count, i = names.index(field), 0, 0, 0          # of the task
+        for row in filter(None, rows):            # without empty lines
             if len(row) != len(names):
                 raise ValueError(f"the row in line {rows.line_num} has {len(row)} cells, and the first row "
                                  f"{len(names)}")
-            texts.append(row[column])
+            if size >= task or count == MAX_ROWS:
+                size, count, i = 0, 0, i + 1
             size += len(row[column])
-            if size >= task or len(texts) == MAX_ROWS:
-                if mine(i):
-                    yield texts
-                texts, size, i = [], 0, i + 1
-        if texts and mine(i):
-            yield texts
+            count += 1
+            if mine(i):
+                yield row[column]
 
 
 def read_parquet(path: Path, task: int, mine: Callable, field: str) -> Texts:
@@ -187,17 +177,18 @@ def read_parquet(path: Path, task: int, mine: Callable, field: str) -> Texts:
             tasks = [mine(i + k) for k in range(math.ceil(group.num_rows / rows))]
             i += len(tasks)
             if any(tasks):
-                yield from read_row_group(file, index, field, lambda row, t=tasks, n=rows: t[row // n])
+                texts = read_row_group(file, index, field)
+                yield from (text for row, text in enumerate(texts) if tasks[row // rows])
 
 
-def read_row_group(file, index: int, field: str, wanted: Callable[[int], bool]) -> Texts:
-    """Its rows for which `wanted(number in the row group)`."""
+def read_row_group(file, index: int, field: str) -> Texts:
     number, total = 0, file.metadata.row_group(index).num_rows
     # 16 rows at a time: a dictionary-encoded column of half a kilobyte can repeat a huge document
     for batch in file.iter_batches(batch_size=16, row_groups=[index], columns=[field], use_threads=False):
-        texts = texts_of_column(batch.column(0), field)
-        yield [text for row, text in enumerate(texts, number) if row < total and wanted(row)]
-        number += len(texts)
+        number += len(batch)
+        if number > total:
+            break
+        yield from texts_of_column(batch.column(0), field)
     if number != total:
         raise ValueError(f"its row group {index} has {number} rows, not {total} as the file's end states")
 
@@ -207,14 +198,13 @@ def texts_of_column(rows, field: str) -> list[memoryview]:
     import pyarrow
     if pyarrow.types.is_dictionary(rows.type):
         rows = rows.dictionary_decode()
-    if pyarrow.types.is_string_view(rows.type):
-        rows = rows.cast(pyarrow.large_string())
-    if rows.null_count or rows.type not in (pyarrow.string(), pyarrow.large_string()):
+    if rows.null_count or rows.type not in (pyarrow.string(), pyarrow.large_string(), pyarrow.string_view()):
         raise ValueError(f"its column {safe_repr(field)} holds something that is not a string")
+    rows = rows.cast(pyarrow.large_string())
     rows.validate(full=True)                      # as UTF-8
     _, ends, text = rows.buffers()
-    ends = np.frombuffer(ends, np.int32 if rows.type == pyarrow.string() else np.int64)
-    ends, text = ends[rows.offset:rows.offset + len(rows) + 1].tolist(), memoryview(text or b"")
+    ends = np.frombuffer(ends, np.int64)[rows.offset:rows.offset + len(rows) + 1].tolist()
+    text = memoryview(text or b"")
     return [text[first:end] for first, end in pairwise(ends)]
 
 

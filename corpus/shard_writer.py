@@ -5,6 +5,7 @@ import math
 import os
 import re
 from collections import deque
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -13,16 +14,40 @@ from corpus.encoding import Tokens
 from corpus.sources import DAMAGED_CURSOR, TASK, difference
 from runtime.cli import UserError, safe_repr
 from runtime.files import read_text, readable, remove_leftovers, replace_file, writable
-from runtime.shards import SHARD_NAME, open_shard, write_shard
+from runtime.shards import MANIFEST_NAME, SHARD_NAME, open_shard, write_shard
 from runtime.tokenizer import EOT
 
 VAL_SEED = 1337                 # draws the validation tokens
-PART_NAME = re.compile(r"_p\d+of\d+(?=_|\.json$)")
+DAMAGED = "choose another --out, or remove {} to start again"
 
 
 def part_name(part: tuple[int, int] | None) -> str:
     """'_p03of16' of (3, 16): these sort by number. '' without parts."""
     return f"_p{part[0]:0{len(str(part[1] - 1))}d}of{part[1]}" if part else ""
+
+
+def manifest_of(shard: Path) -> Path:
+    """The manifest that lists a shard, or is to list it."""
+    found = re.search(r"_p\d+of\d+(?=_)", shard.name)
+    return shard.with_name(f"manifest{found[0] if found else ''}.json")
+
+
+def read_manifests(out: Path) -> dict[str, dict]:
+    """{name: content} of the manifests in a folder. UserError if one is damaged."""
+    manifests = {}
+    with writable(out):
+        for path in sorted(out.glob("manifest*.json")):
+            if MANIFEST_NAME.fullmatch(path.name):
+                # suppress: the command of another part may just have removed its own
+                with readable(path, DAMAGED.format(out)), suppress(FileNotFoundError):
+                    manifests[path.name] = json.loads(read_text(path, errors="strict"))
+                    if not isinstance(manifests[path.name], dict):
+                        raise ValueError("it is not a manifest")
+    return manifests
+
+
+def write_manifest(path: Path, content: dict) -> None:
+    replace_file(path, lambda file: file.write(json.dumps(content, indent=1).encode()))
 
 
 def share(total: int, part: tuple[int, int]) -> int:
@@ -53,15 +78,15 @@ def draw_validation(starts: np.ndarray, total: int, count: int, seed: int) -> np
     return np.stack([begins, begins + sizes], axis=1)[by_place]
 
 
-def divide(parts: list[np.ndarray], pieces: np.ndarray) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """(`pieces` (n, 2) of the tokens of `parts`, the rest of them), as views."""
-    inside, outside, edges, at = [], [], pieces.reshape(-1), 0
+def cut(parts: list[np.ndarray], edges: np.ndarray) -> list[list[np.ndarray]]:
+    """`parts` one after the other (1-D), cut at the places `edges`: the pieces, each as views in a list."""
+    pieces, at = [[] for _ in range(len(edges) + 1)], 0
     for part in parts:
         first, last = np.searchsorted(edges, [at, at + len(part)], side="right")      # those at `at` are past
-        for i, piece in enumerate(np.split(part, edges[first:last] - at), first):
-            (inside if i % 2 else outside).append(piece)
+        for i, view in enumerate(np.split(part, edges[first:last] - at), first):
+            pieces[i].append(view)
         at += len(part)
-    return inside, outside
+    return pieces
 
 
 class ShardWriter:
@@ -83,56 +108,55 @@ class ShardWriter:
                  val_seed: int | None = None, val_is_guess: bool = False):
         self.out, self.prefix = out, prefix + part_name(part)
         self.path = out / f"manifest{part_name(part)}.json"
-        self.settings, self.max_tokens = {"version": 1, **settings}, settings["max_tokens"] or math.inf
-        if part:
-            # what a part has depends on the size of a task
-            self.settings |= {"parts": part[1], "part": part[0], "task": TASK}
-            self.max_tokens = share(settings["max_tokens"], part) if settings["max_tokens"] else math.inf
         self.has_validation, self.val_is_guess = not part or part[0] == 0, val_is_guess
+        most = settings["max_tokens"]
+        self.max_tokens = share(most, part or (0, 1)) if most else math.inf
+        settings = {"version": 1, **settings}
+        if part:                                  # what a part has depends on the size of a task
+            settings |= {"parts": part[1], "part": part[0], "task": TASK}
         if self.has_validation and val_seed is not None:
-            self.settings["val_seed"] = val_seed
+            settings["val_seed"] = val_seed
         # in the file a cursor is a `mark`, and a document a `unit`: those of earlier versions are read
-        self.manifest = {**self.settings, "complete": False, "tokens": 0, "mark": None, "shards": []}
+        self.manifest = {**settings, "complete": False, "tokens": 0, "mark": None, "shards": []}
         self.document, self.offset, self.total = 0, 0, 0        # next: token `offset` of document `document`
         self.cursors = deque()                                  # (document, state) after the last shard's
-        self.parts = []                                         # of the next shard
         with writable(out):
             out.mkdir(parents=True, exist_ok=True)
-            self._begin()
-            self.space_left = self._space()
+            self._begin(settings)
             if not self.manifest["complete"]:
                 if not os.access(out, os.W_OK | os.X_OK):
                     raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
                 remove_leftovers(out, rf"{re.escape(self.prefix)}_(train|val)_\d+\.(npy|bin)|"
                                       rf"{re.escape(self.path.name)}")
+        self._make_space()
 
-    def _begin(self):
-        is_new = not self.path.exists()
-        for path in self.out.iterdir() if is_new else ():
-            of_part = PART_NAME.search(path.name)
-            if SHARD_NAME.match(path.name) and not (manifest := self.out / (
-                    f"manifest{of_part[0] if of_part else ''}.json")).exists():
-                raise UserError(f"{self.out} already holds shards without a {manifest.name}: choose another "
-                                f"--out")
-        if not is_new:
-            self._resume()
-            self._check_others()                  # before this command's settings replace those of an earlier
-        if not self.manifest["shards"]:
-            self._save()                          # first: a kill must not leave shard 0 without a manifest
-        try:
-            self._check_others()                  # after it: of two commands at once, one sees the other
-        except UserError:
-            if is_new:
-                self.path.unlink()
-            raise
+    def _begin(self, settings):
+        """Goes on from the manifest of an earlier run, or writes one: a kill must not leave shard 0 without.
+        UserError if the folder holds anything but shards of these settings."""
+        if self.path.exists():
+            self._resume(settings)
+        else:
+            for path in self.out.iterdir():
+                if SHARD_NAME.match(path.name) and not (manifest := manifest_of(path)).exists():
+                    raise UserError(f"{self.out} already holds shards without a {manifest.name}: choose "
+                                    f"another --out")
+            self._save()
+        # after it: of two commands at once, one sees the other
+        for name, found in read_manifests(self.out).items():
+            if name == self.path.name:
+                continue
+            if not ("parts" in settings and "parts" in found):
+                kind = "parts (--part)" if "parts" in found else "shards without parts"
+                raise UserError(f"{self.out} holds {kind} of {name}: choose another --out")
+            self._compare(found, settings, self.out / name, but=["part", "val_seed"])
 
-    def _resume(self):
+    def _resume(self, settings):
         """Reads the manifest of an earlier run. UserError if it is damaged or has other settings."""
-        with readable(self.path, f"choose another --out, or remove {self.out} to start again"):
-            found = json.loads(read_text(self.path, errors="strict"))
-            if "pretokenized" in found:
-                raise UserError(f"{self.out} holds fetched shards of {safe_repr(found['pretokenized'])}: "
-                                f"choose another --out")
+        found = read_manifests(self.out)[self.path.name]
+        if "pretokenized" in found:
+            raise UserError(f"{self.out} holds fetched shards of {safe_repr(found['pretokenized'])}: "
+                            f"choose another --out")
+        with readable(self.path, DAMAGED.format(self.out)):
             shards = [(self.out / Path(s["file"]).name, s["tokens"], s["end"]["unit"], s["end"]["token"])
                       for s in found["shards"]]
             numbers = [(found["mark"] or [0])[0], *(n for shard in shards for n in shard[1:])]
@@ -141,82 +165,44 @@ class ShardWriter:
             ends = [shard[2:] for shard in shards]
             if ends != sorted(set(ends)):
                 raise ValueError("a shard ends before the one before it")
-        # unlisted shards: it was killed between them and its manifest
-        if not shards and not self._unlisted():
-            return
         if "val_seed" not in found:
-            self.settings.pop("val_seed", None)   # begun by an earlier version
-        self._compare(found, self.out)
+            settings.pop("val_seed", None)        # begun by an earlier version
+        self._compare(found, settings, self.out)
         for path, tokens, self.document, self.offset in shards:
             if len(open_shard(path)) != tokens:
                 raise UserError(f"{path} is not the shard that {self.path.name} describes: remove {self.out}")
             self.total += tokens
         self.manifest = found
 
-    def _unlisted(self):
-        """Whether the folder has shards of this command, or of one with the same manifest, while it lists
-        none."""
-        own = PART_NAME.search(self.path.name)
-        return any(SHARD_NAME.match(path.name) and (found and found[0]) == (own and own[0])
-                   for path in self.out.iterdir() for found in [PART_NAME.search(path.name)])
-
-    def _compare(self, found, what, but=()):
+    def _compare(self, found, settings, what, but=()):
         """UserError if a setting in the manifest `found` differs from ours."""
-        for key, value in self.settings.items():
+        for key, value in settings.items():
             if key not in but and (before := found.get(key)) != value:
                 name = "number of parts" if key == "parts" else key
                 raise UserError(f"{what} was begun with another {name} ({difference(before, value)}): "
                                 f"give the same again, or choose another --out")
 
-    def _check_others(self):
-        """UserError if the folder also holds a whole corpus, or parts of another."""
-        for path in sorted(self.out.glob("manifest*.json")):
-            is_part = PART_NAME.search(path.name)
-            if path == self.path or not (is_part or path.name == "manifest.json"):
-                continue
-            found = read_manifest(path)
-            if not (is_part and "part" in self.settings):
-                unused = f", or remove {path.name}, which lists no shard, if its command does not run"
-                raise UserError(f"{self.out} holds {'parts (--part)' if is_part else 'shards without parts'} "
-                                f"of {path.name}: choose another --out"
-                                f"{unused * bool(found and found.get('shards') == [])}")
-            if found:
-                self._compare(found, path, but=["part", "val_seed"])
-
     def add(self, batch: Tokens) -> None:
         """Appends the next documents, up to max_tokens. Writes a full shard when more tokens come."""
         tokens, lengths, cursors = batch
         self.cursors.extend((self.document + n, state) for n, state in cursors)
-        if not lengths:
-            return
         first, at, ends = self.document, self.offset, np.cumsum(lengths)
         if at > lengths[0]:
             raise UserError(DAMAGED_CURSOR)
-        while at < len(tokens) and self.total < self.max_tokens:
-            if self.space_left == 0:
-                self._move(first, at, ends)
+        while True:
+            done = int(np.searchsorted(ends, at, side="right"))
+            self.document, self.offset = first + done, at - int(ends[done - 1] if done else 0)
+            if at == len(tokens) or self.total >= self.max_tokens:
+                return
+            if self.space == 0:
                 self._write()
-            n = min(self.space_left, self.max_tokens - self.total, len(tokens) - at)
+            n = min(self.space, self.max_tokens - self.total, len(tokens) - at)
             self.parts.append(tokens[at:at + n])
-            at += n
-            self.total += n
-            self.space_left -= n
-        self._move(first, at, ends)
-
-    def _move(self, first, at, ends):
-        """To token `at` of documents from number `first` on, which end at `ends`."""
-        i = int(np.searchsorted(ends, at, side="right"))
-        self.document, self.offset = first + i, at - int(ends[i - 1] if i else 0)
-
-    def _space(self):
-        """Tokens to collect before the next write."""
-        if not self.has_validation or self.manifest["shards"]:
-            return self.settings["shard_size"]
-        return self.settings["val_tokens"] + ("val_seed" in self.settings) * self.settings["shard_size"]
+            at, self.total, self.space = at + n, self.total + n, self.space - n
 
     def finish(self) -> None:
         """Writes the last shard. A corpus that fits into the validation shard is split 1 : 9 instead."""
-        if self.has_validation and not self.manifest["shards"] and self.total < 20:
+        if self._is_first() and self.total < 20:
             raise UserError(f"only {self.total} tokens of text, too few for a training and a validation "
                             f"shard: give more text")
         if self.parts:
@@ -224,71 +210,53 @@ class ShardWriter:
         self.manifest |= {"complete": True, "mark": None}
         self._save()
 
+    def _is_first(self):
+        return self.has_validation and not self.manifest["shards"]
+
+    def _make_space(self):
+        """`space`: tokens until the next write, of which `parts` are collected."""
+        self.parts, self.space = [], self.manifest["shard_size"]
+        if self._is_first():
+            self.space = self.manifest["val_tokens"] + (self.space if "val_seed" in self.manifest else 0)
+
     def _write(self, is_last=False):
-        """Writes the collected tokens as the next shard, or as the first two, then the manifest."""
-        end_of_all, seed = {"unit": self.document, "token": self.offset}, self.settings.get("val_seed")
+        """Writes the collected tokens as the next shard, or as the first ones, then the manifest."""
+        manifest, shards = self.manifest, [self.parts]
         while self.cursors and self.cursors[0][0] <= self.document:
-            self.manifest["mark"] = self.cursors.popleft()
-        if self.has_validation and not self.manifest["shards"] and (is_last or seed is not None):
-            val, train = self._divide(seed, is_last)
-            size = self.settings["shard_size"]
-            if sum(map(len, train)) > size:
-                train = np.concatenate(train)
-                shards = [val, *([train[at:at + size]] for at in range(0, len(train), size))]
-            else:
-                shards = [val, train]
-            # the manifest gets all of these or none: only the last one's end is where a run goes on
-            for i, parts in enumerate(shards[:-1]):
-                self._write_shard(parts, {"unit": 0, "token": i})
-            self.parts = shards[-1]
-        self._write_shard(self.parts, end_of_all)
-        self.manifest["tokens"] = self.total
+            manifest["mark"] = self.cursors.popleft()
+        if self._is_first() and (is_last or "val_seed" in manifest):
+            shards = self._divide(is_last)
+        # the manifest gets all of these or none: only the last one's end is where a run goes on
+        ends = [{"unit": 0, "token": i} for i in range(len(shards) - 1)]
+        ends.append({"unit": self.document, "token": self.offset})
+        new, first = [], len(manifest["shards"]) + (not self.has_validation)
+        for index, (parts, end) in enumerate(zip(shards, ends, strict=True), first):
+            split = "train" if index else "val"
+            name = f"{self.prefix}_{split}_{index:06d}.{manifest['format']}"
+            sha256 = write_shard(self.out / name, *parts)
+            new.append({"file": name, "split": split, "tokens": sum(map(len, parts)), "sha256": sha256,
+                        "end": end})
+        manifest["shards"] += new
+        manifest["tokens"] = self.total
         self._save()
-        self.parts, self.space_left = [], self._space()
+        self._make_space()
 
-    def _divide(self, seed, is_last):
-        """The collected tokens: those for validation, those for training."""
-        ends = np.cumsum([len(part) for part in self.parts])
-        starts = np.concatenate([np.flatnonzero(part == EOT) + end - len(part)
-                                 for part, end in zip(self.parts, ends, strict=True)])
-        total, val = int(ends[-1]), self.settings["val_tokens"]
+    def _divide(self, is_last):
+        """The first shards: of the collected tokens those for validation, then those for training."""
+        val, size, seed = (self.manifest.get(key) for key in ("val_tokens", "shard_size", "val_seed"))
         if self.val_is_guess and is_last and seed is not None:
-            val = min(val, max(total // 10, min(20, total // 2)))
-        val = val if val < total else total // 10
-        pieces = np.array([[0, val]]) if seed is None else draw_validation(starts, total, val, seed)
-        return divide(self.parts, pieces)
-
-    def _write_shard(self, parts, end):
-        index = len(self.manifest["shards"]) + (not self.has_validation)
-        split = "train" if index else "val"
-        name = f"{self.prefix}_{split}_{index:06d}.{self.settings['format']}"
-        sha256 = write_shard(self.out / name, *parts)
-        self.manifest["shards"].append({"file": name, "split": split, "tokens": sum(map(len, parts)),
-                                        "sha256": sha256, "end": end})
-
-    def forget_if_empty(self) -> None:
-        """Removes the manifest if there is no shard: it would bind the folder to its settings."""
-        # a shard can be there before the manifest lists it: then the same command goes on
-        if not self.manifest["shards"] and not self._unlisted():
-            self.path.unlink(missing_ok=True)
+            val = min(val, max(self.total // 10, min(20, self.total // 2)))
+        val = val if val < self.total else self.total // 10
+        if seed is None:
+            edges = np.array([0, val])
+        else:
+            ends = np.cumsum([len(part) for part in self.parts])
+            starts = np.concatenate([np.flatnonzero(part == EOT) + end - len(part)
+                                     for part, end in zip(self.parts, ends, strict=True)])
+            edges = draw_validation(starts, self.total, val, seed).reshape(-1)
+        pieces = cut(self.parts, edges)
+        val, train = ([view for piece in pieces[i::2] for view in piece] for i in (1, 0))
+        return [val, *cut(train, np.arange(size, sum(map(len, train)), size))]
 
     def _save(self):
-        replace_file(self.path, lambda file: file.write(json.dumps(self.manifest, indent=1).encode()))
-
-
-def read_manifest(path: Path) -> dict | None:
-    """The manifest of another part, None if it is gone. UserError if it is damaged."""
-    with readable(path, "run the command of that part again, or choose another --out"):
-        try:
-            found = json.loads(read_text(path, errors="strict"))
-        except FileNotFoundError:
-            return None
-        if not isinstance(found, dict):
-            raise ValueError("it is not a manifest")
-        return found
-
-
-def complete_parts(out: Path, count: int) -> int:
-    """How many of `count` parts are complete in a folder."""
-    manifests = (read_manifest(out / f"manifest{part_name((i, count))}.json") for i in range(count))
-    return sum(found["complete"] is True for found in manifests if found and "complete" in found)
+        write_manifest(self.path, self.manifest)

@@ -19,20 +19,18 @@ def verify(folder: Path) -> None:
     if not any(sums.values()):
         raise UserError(f"no shard in {folder} can be checked: no manifest in it has a SHA-256 (those of "
                         f"earlier versions have none)")
-    bad, size = [], 0
+    bad = []
     with Progress()(f"{folder}: checking", len(sums), "shards") as task:
         for name, sha256 in sums.items():
             if why := damage_of(folder / name, sha256):
                 bad.append(f"{name} ({why})")
-            elif sha256:
-                size += (folder / name).stat().st_size
             task.update()
-    unknown = ", ".join(name for name, sha256 in sums.items() if not sha256)
-    unknown = f"not checked (no SHA-256 in its manifest): {unknown}" if unknown else ""
+    unknown = [name for name, sha256 in sums.items() if not sha256]
+    unknown = f"; not checked (no SHA-256 in its manifest): {', '.join(unknown)}" if unknown else ""
     if bad:
         raise UserError(f"{len(bad)} of {len(sums)} shards in {folder} are damaged or missing: "
                         f"{', '.join(bad)}. Restore them from a copy, or make them again: remove them "
-                        f"(--pretokenized) or the folder, and run the command that made it"
-                        f"{'; ' * bool(unknown)}{unknown}")
+                        f"(--pretokenized) or the folder, and run the command that made it{unknown}")
+    size = sum((folder / name).stat().st_size for name, sha256 in sums.items() if sha256)
     print(f"{folder}: {sum(map(bool, sums.values()))} shards, {size / 1e6:,.1f} MB, are as they were "
-          f"written, after {time.perf_counter() - start:.1f} s{bool(unknown) * chr(10)}{unknown}")
+          f"written, after {time.perf_counter() - start:.1f} s{unknown}")

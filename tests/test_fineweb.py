@@ -138,21 +138,18 @@ def write_text(path, documents):
 
 def texts_of(source, *args, **kwargs):
     return [bytes(text).decode() if isinstance(text, memoryview) else text
-            for piece in source.read(*args, **kwargs) for text in piece.texts]
+            for text, *_ in source.read(*args, **kwargs)]
 
 
 def pieces_of(path, size=1 << 18):
     """Of a .txt file."""
-    return [piece for piece, in read_txt(Path(path), 1, lambda task: True, piece_size=size)]
+    return [*read_txt(Path(path), 1, lambda task: True, piece_size=size)]
 
 
 def cursors_of(source, **kwargs):
     """[[number, state]] as a manifest keeps them."""
-    cursors, number = [], 0
-    for texts, _, cursor in source.read(**kwargs):
-        if cursor is not None:
-            cursors.append([number, cursor])
-        number += len(texts)
+    cursors = [[number, piece.cursor] for number, piece in enumerate(source.read(**kwargs))
+               if piece.cursor is not None]
     return json.loads(json.dumps(cursors))
 
 
@@ -247,7 +244,7 @@ def test_a_text_that_ends_with_a_full_shard_leaves_no_empty_one(gpt2, tmp_path):
 def test_small_pieces_are_encoded_together_in_their_order(gpt2, monkeypatch):
     documents = [(text, i % 3 > 0) for i, text in enumerate(DOCUMENTS * 3)]
     want = [[50256] * starts + gpt2.encode_ordinary(text) for text, starts in documents]
-    pieces = [Piece([text], starts, None if i % 5 else i) for i, (text, starts) in enumerate(documents)]
+    pieces = [Piece(text, starts, None if i % 5 else i) for i, (text, starts) in enumerate(documents)]
     for size in (1, 1000, 1 << 22):
         monkeypatch.setattr(corpus.encoding, "BATCH", size)
         found, number, cursors = list(encode_stream(pieces, 2)), 0, []
@@ -390,8 +387,8 @@ def test_text_field_names_the_column_of_jsonl_and_parquet(gpt2, tmp_path):
     want = own_shards(gpt2, [*DOCUMENTS, DOCUMENTS[0], "plain text"], 1000, 10**8)
     assert read_shards(tmp_path / "out") == want
     assert json.loads((tmp_path / "out/manifest.json").read_text())["source"]["text_field"] == "body"
-    for other, words in (("text", "text_field body, instead of 4 files, first a.jsonl)"),
-                         ("id", "text_field body, instead of 4 files, first a.jsonl, text_field id)")):
+    for other, words in (("text", "source (text_field: body instead of none)"),
+                         ("id", "source (text_field: body instead of id)")):
         refused = command(*flags[:-1], other, cwd=tmp_path)
         assert refused.returncode == 2 and words in refused.stderr, refused
 
@@ -788,16 +785,16 @@ def test_a_restart_with_other_settings_says_in_words_what_differs(tmp_path):
             ([*begun, "--shard_size", 2001], "shard_size (2000 instead of 2001)"),
             ([*begun, "--max_tokens", 4000], "max_tokens (none instead of 4000)"),
             ([*begun, "--format", "bin"], "format (npy instead of bin)"),
-            ([*begun, "--input", "c.jsonl"],
-             "source (2 files, first a.jsonl, instead of 3 files, first a.jsonl)"),
-            (["--input", "b.jsonl", *sizes], "source (2 files, first a.jsonl, instead of 1 file, b.jsonl)"),
-            (["--input", "a.jsonl", "c.jsonl", *sizes], "source (b.jsonl instead of c.jsonl)"),
-            (sizes, "source (2 files, first a.jsonl, instead of HuggingFaceFW/fineweb-edu, sample-10BT)"),
-            (begun, "source (b.jsonl has changed)")):
+            ([*begun, "--input", "c.jsonl"], "source (files: 2 instead of 3)"),
+            (["--input", "b.jsonl", *sizes], "source (files: 2 instead of 1)"),
+            (["--input", "a.jsonl", "c.jsonl", *sizes],
+             "source (files: c.jsonl: name: b.jsonl instead of c.jsonl)"),
+            (sizes, "source (repo: none instead of HuggingFaceFW/fineweb-edu)"),
+            (begun, "source (files: b.jsonl: sha256_of_ends: SUM instead of SUM)")):
         if flags == begun:
             write_text(tmp_path / "b.jsonl", [DOCUMENTS[0].swapcase(), *DOCUMENTS[1:]])
         result = command(*flags, cwd=tmp_path)
-        assert result.returncode == 2 and result.stderr == (
+        assert result.returncode == 2 and re.sub("[0-9a-f]{40}", "SUM", result.stderr) == (
             f"fineweb.py: out was begun with another {words}: give the same again, or choose another --out\n")
 
 
@@ -928,9 +925,9 @@ def test_a_folder_begun_before_the_sums_ends_in_the_same_shards(written, tmp_pat
     assert len(TokenDataset(list_shards(out, "train"), 5, vocab_size=50257).sums) == 3
     capsys.readouterr()
     prepare("--verify", out)
-    said = capsys.readouterr().out.splitlines()
-    assert said[0].startswith(f"{out}: 3 shards, ") and len(said) == 2
-    assert said[1] == ("not checked (no SHA-256 in its manifest): text_train_000001.npy, text_val_000000.npy")
+    said, = capsys.readouterr().out.splitlines()
+    assert said.startswith(f"{out}: 3 shards, ") and said.endswith(
+        "; not checked (no SHA-256 in its manifest): text_train_000001.npy, text_val_000000.npy")
 
 
 def test_verify_names_every_shard_that_is_not_as_it_was_written(written, capsys):
@@ -1079,8 +1076,8 @@ def hub(monkeypatch, tmp_path):
     monkeypatch.setattr(HubSource, "_newest", lambda source: "0123456789" * 4)
 
     def install(dataset):
-        def load_dataset_builder(path, **kwargs):
-            kwargs.pop("cache_dir")
+        def load_dataset_builder(path, name, cache_dir, **kwargs):
+            kwargs["name"] = name
             return SimpleNamespace(as_streaming_dataset=lambda split: (
                 calls.append((path, kwargs | {"split": split})), dataset())[1])
         monkeypatch.setattr(datasets, "load_dataset_builder", load_dataset_builder)

@@ -316,7 +316,7 @@ def read_text(path):
 
 def documents_of(path):
     return ((text if isinstance(text, str) else str(text, "utf-8"), begins)
-            for texts, begins, _ in LocalSource([str(path)]).read() for text in texts)
+            for text, begins, _ in LocalSource([str(path)]).read())
 
 
 SHARDS = {
