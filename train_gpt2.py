@@ -34,7 +34,7 @@ from runtime.compile_check import prepare_compiled
 from runtime.console import print_summary
 from runtime.dataloader import Data, TokenLoader, find_shards, to_device
 from runtime.device import compile_model, make_autocast, oom_as_user_error, place_model, wrap_model
-from runtime.distributed import Process, StopSignals, leave, setup_process
+from runtime.distributed import Process, leave, setup_process
 from runtime.files import output_lock
 from runtime.forecast import count_model, print_forecast, print_plan
 from runtime.generation import print_samples
@@ -43,6 +43,7 @@ from runtime.log import recorded
 from runtime.presets import PRESETS, choose_defaults, preset_notes
 from runtime.resume import nonfinite_error, recovery_hint, resumed_config
 from runtime.run import Run, open_run
+from runtime.signals import StopSignals
 from runtime.weights import model_from_checkpoint
 
 START, DATA, MODEL, BATCH, OPTIM, SPEED, OUTPUT = "start data model batch optimisation speed output".split()

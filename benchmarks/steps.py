@@ -13,7 +13,8 @@ from model import GPT, GPT2_SIZES, GPTConfig
 from runtime.checks import automatic_values
 from runtime.dataloader import INPUT_TXT, TokenDataset, TokenLoader
 from runtime.device import make_autocast, peak_flops, peak_memory
-from runtime.distributed import StopSignals, setup_process
+from runtime.distributed import setup_process
+from runtime.signals import StopSignals
 
 SIZES = GPT2_SIZES | {"small": dict(n_layer=4, n_head=4, n_embd=256),       # for CPUs, and to try a command
                       "tiny": dict(n_layer=4, n_head=2, n_embd=128)}

@@ -8,10 +8,11 @@ import torch
 from runtime.checkpoint import Saver, TrainState
 from runtime.console import Reporter
 from runtime.dataloader import Data, TokenLoader
-from runtime.distributed import Process, StopSignals
+from runtime.distributed import Process
 from runtime.log import Profiler
 from runtime.plots import LossPlotter
 from runtime.resume import derived_flags, open_output
+from runtime.signals import StopSignals
 
 
 @dataclass

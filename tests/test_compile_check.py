@@ -16,8 +16,9 @@ from runtime.checkpoint import TrainState
 from runtime.cli import RunError
 from runtime.compile_check import compare_gradients, prepare_compiled
 from runtime.device import make_autocast
-from runtime.distributed import Process, StopSignals
+from runtime.distributed import Process
 from runtime.shards import write_shard
+from runtime.signals import StopSignals
 from train_gpt2 import Config
 import runtime.batch_size
 import runtime.compile_check

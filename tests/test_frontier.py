@@ -18,8 +18,9 @@ from runtime.batch_size import allowed_micro_batches, oom_advice, rows_joined
 from runtime.checks import check_config
 from runtime.cli import UserError
 from runtime.dataloader import TokenDataset, TokenLoader
-from runtime.distributed import Process, StopSignals
+from runtime.distributed import Process
 from runtime.shards import write_shard
+from runtime.signals import StopSignals
 from runtime.tokenizer import EOT, encode, stems_of_tokens, tokenizer
 from train_gpt2 import RECIPES, Config, parse_flags, train_step, updates_of_step
 

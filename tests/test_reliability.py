@@ -24,11 +24,12 @@ from model import GPT, GPTConfig, load_model
 from runtime.checkpoint import Saver, host_copy
 from runtime.cli import RunError, UserError
 from runtime.dataloader import TokenDataset
-from runtime.distributed import Process, StopSignals
+from runtime.distributed import Process
 from runtime.files import checkpoints, replace_file
 from runtime.log import read_metrics
 from runtime.resume import choose_checkpoint, merge_config
 from runtime.shards import write_shard
+from runtime.signals import StopSignals
 from runtime.weights import read_checkpoint
 import runtime.files
 import train_gpt2

@@ -19,9 +19,10 @@ from model import GPT, GPTConfig
 from runtime.checkpoint import Saver
 from runtime.resume import PER_RANK, require_same_flags
 from runtime.cli import UserError
-from runtime.distributed import Process, StopSignals
+from runtime.distributed import Process
 from runtime.files import checkpoints
 from runtime.heartbeat import Heartbeats
+from runtime.signals import StopSignals
 import runtime.checkpoint
 import runtime.heartbeat
 import train_gpt2

@@ -23,12 +23,13 @@ from runtime.batch_size import allowed_micro_batches
 from runtime.checks import check_config, check_memory
 from runtime.cli import UserError
 from runtime.device import compile_error, peak_flops
-from runtime.distributed import Process, StopSignals, setup_process
+from runtime.distributed import Process, setup_process
 from runtime.forecast import ModelSize
 from runtime.files import checkpoints
 from runtime.log import Log
 from runtime.plots import LossPlotter, plot_log
 from runtime.shards import first_words, write_shard
+from runtime.signals import StopSignals
 from runtime.tokenizer import EOT, encode
 from runtime.weights import read_checkpoint
 from train_gpt2 import Config, warmup_cosine

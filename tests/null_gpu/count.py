@@ -34,9 +34,10 @@ from model import fresh_model                                            # noqa:
 import train_gpt2                                                       # noqa: E402
 from counts import Counter, count_graph                                 # noqa: E402
 from runtime.device import compile_model, place_model                   # noqa: E402
-from runtime.distributed import Process, StopSignals                    # noqa: E402
+from runtime.distributed import Process                    # noqa: E402
 from benchmarks.timing import PlainAdamW                                # noqa: E402
 from runtime.attention import SDPA_KERNELS                              # noqa: E402
+from runtime.signals import StopSignals                    # noqa: E402
 
 FILE = ROOT / "assets" / "counts.json"
 T = 1024
