@@ -24,7 +24,7 @@ from model import GPT, GPTConfig, load_model
 from runtime.checkpoint import Saver
 from runtime.cli import RunError, UserError
 from runtime.distributed import Process
-from runtime.files import checkpoints, replace_file
+from runtime.files import checkpoints, readable, replace_file
 from runtime.integrity import fault_of
 from runtime.resume import nonfinite_error
 from runtime.shards import write_shard
@@ -398,3 +398,14 @@ def test_a_file_that_was_saved_without_checksums_is_read(finished, tmp_path):
     finally:
         torch.serialization.set_crc32_options(True)
     assert same(read_checkpoint(tmp_path / "a.pt"), content)
+
+
+@pytest.mark.parametrize(("raised", "said"), [
+    (PermissionError(13, "Permission denied"), "a cannot be read (Permission denied): make it readable, or b"),
+    (IsADirectoryError(21, "Is a directory"), "a cannot be read (Is a directory): b"),
+    (ValueError("c\nd"), "a cannot be read (c d): b"), (KeyError("c"), "a cannot be read (KeyError: 'c'): b"),
+    (UserError("c"), "c"), (RunError("c"), "c")])
+def test_what_is_wrong_with_a_file_is_one_line_with_cause_and_remedy(raised, said):
+    with pytest.raises((UserError, RunError)) as caught, readable("a", "b"):
+        raise raised
+    assert str(caught.value) == said
