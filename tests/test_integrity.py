@@ -401,7 +401,7 @@ def test_a_file_that_was_saved_without_checksums_is_read(finished, tmp_path):
 
 
 @pytest.mark.parametrize(("raised", "said"), [
-    (PermissionError(13, "Permission denied"), "a cannot be read (Permission denied): make it readable, or b"),
+    (PermissionError(1, "Forbidden"), "a cannot be read (Forbidden): make it readable, or b"),
     (IsADirectoryError(21, "Is a directory"), "a cannot be read (Is a directory): b"),
     (ValueError("c\nd"), "a cannot be read (c d): b"), (KeyError("c"), "a cannot be read (KeyError: 'c'): b"),
     (UserError("c"), "c"), (RunError("c"), "c")])
