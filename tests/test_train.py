@@ -622,7 +622,8 @@ def test_importing_a_module_prints_nothing_and_starts_nothing(tmp_path):
 
 def test_eager_training_and_sampling_start_without_torchs_compiler(shards, tmp_path):
     """Its import takes as long as that of torch."""
-    flags = [*TINY, *SPOKEN, "--data", str(shards), "--device", "cpu", "--no_plot", "--max_steps", "2"]
+    flags = [*TINY, *SPOKEN, "--total_batch_size", "128", "--data", str(shards), "--device", "cpu",
+             "--no_plot", "--max_steps", "2"]
     code = (f"import sys; sys.path.insert(0, {str(ROOT)!r})\nimport sample, train_gpt2\n"
             "for recipe in ('gpt2', 'speedrun', 'frontier'):\n"
             f"    assert train_gpt2.train([*{flags!r}, '--recipe', recipe, '--out', recipe]) == 0\n"
