@@ -43,7 +43,7 @@ from helpers import ENV, HANG, ROOT, hellaswag_file, logged, run, wait_until
 TINY = ["--n_layer", "2", "--n_head", "2", "--n_embd", "32", "--block_size", "32", "--dtype", "float32",
         "--total_batch_size", "256", "--max_steps", "25", "--warmup_steps", "5", "--hellaswag_every", "0",
         "--vocab_size", "256"]
-SPOKEN = ["--vocab_size", "50304", "--n_embd", "16", "--total_batch_size", "64"]
+SPOKEN = ["--vocab_size", "50304", "--n_layer", "1", "--n_embd", "16", "--total_batch_size", "64"]
 QUIET = ["--val_every", "0", "--sample_every", "0", "--checkpoint_every", "0"]
 
 
@@ -300,7 +300,7 @@ def test_without_a_compiler_compile_falls_back_to_eager_with_one_warning(shards,
     env = {**ENV, "CXX": "/nonexistent/compiler", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
     result = run("--data", shards, "--init", start, *TINY, *QUIET, "--no_shuffle", "--batch_size", 2,
                  "--compile",
-                 "--out", tmp_path / "log", env=env)
+                 "--out", tmp_path / "log", env=env, cold=True)         # Inductor asks for CXX when imported
     assert result.stdout.count("warning: torch.compile does not work here") == 1
     assert logged(tmp_path / "log") == file_order_run
 
@@ -623,7 +623,8 @@ def test_importing_a_module_prints_nothing_and_starts_nothing(tmp_path):
 
 def test_eager_training_and_sampling_start_without_torchs_compiler(shards, tmp_path):
     """Its import takes as long as that of torch."""
-    flags = [*TINY, *SPOKEN, "--data", str(shards), "--device", "cpu", "--no_plot", "--max_steps", "2"]
+    flags = [*TINY, *SPOKEN, "--total_batch_size", "128", "--data", str(shards), "--device", "cpu",
+             "--no_plot", "--max_steps", "2"]
     code = (f"import sys; sys.path.insert(0, {str(ROOT)!r})\nimport sample, train_gpt2\n"
             "for recipe in ('gpt2', 'speedrun', 'frontier'):\n"
             f"    assert train_gpt2.train([*{flags!r}, '--recipe', recipe, '--out', recipe]) == 0\n"
