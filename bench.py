@@ -15,7 +15,7 @@ The timed step is the one that trains, train_gpt2.train_step. Each row is measur
 none inherits another's memory or compiled code. The table is measured --turns times, and a row shows the
 median: the speed of a shared machine changes within minutes.
 """
-if __name__ == "__main__":              # before the slow imports: Ctrl-C, and a sign of life
+if __name__ == "__main__":              # before the slow imports: Ctrl-C, and a progress line
     from runtime.start import begin
     begin()
 import json

@@ -115,7 +115,7 @@ def refuse_others(args: argparse.Namespace, argv: list[str]) -> None:
     for flag, allowed in ALLOWED.items():
         for other in given if getattr(args, flag) is not None else ():
             if other not in allowed:
-                raise UserError(f"{other} has no meaning with --{flag}: leave one of the two out")
+                raise UserError(f"{other} cannot be combined with --{flag}: leave one of the two out")
 
 
 def check_pretokenized(args: argparse.Namespace) -> None:

@@ -7,7 +7,7 @@ Completion style: the loss of an ending's tokens given the context, summed (acc)
 (acc_norm). GPT-2 124M: acc 0.2859, acc_norm 0.2955 in build-nanogpt; 0.2892 and 0.3114 in the
 Eleuther harness, multiple choice style.
 """
-if __name__ == "__main__":              # before the slow imports: Ctrl-C, and a sign of life
+if __name__ == "__main__":              # before the slow imports: Ctrl-C, and a progress line
     from runtime.start import begin
     begin()
 import json
@@ -121,7 +121,7 @@ def _pad(group, n, T):
 def evaluate(model, batches: list[tuple[np.ndarray, ...]], device: str, autocast=None, rank: int = 0,
              world_size: int = 1, watched: Callable = lambda what, items, unit: items) -> np.ndarray:
     """int64 (3,): correct by summed loss, correct by mean loss, and examples, over this rank's `batches`.
-    `watched` yields the batches, with signs of life, until a signal."""
+    `watched` yields the batches, with progress shown, until a signal."""
     import contextlib
 
     import torch
@@ -155,7 +155,7 @@ def hellaswag_batches(config, explicit_flags: set[str], process) -> list[tuple]:
     except UserError as error:
         if explicit_flags & {"hellaswag_every", "hellaswag_data"}:
             raise UserError(f"{error} (or --hellaswag_every 0)") from None
-        process.print0(f"warning: going on without HellaSwag. {error}")
+        process.print0(f"warning: continuing without HellaSwag. {error}")
         return []
     batch_size = 128 if process.device.startswith("cuda") else 32
     return make_batches(examples, config.block_size, batch_size)

@@ -5,7 +5,7 @@
     model = load_model("log/checkpoint_000250.pt")      # or "log", its newest checkpoint, or "log/best"
     python model.py export log/checkpoint_019073.pt exported/   for transformers, lm-evaluation-harness, ...
 """
-if __name__ == "__main__":              # before the slow imports: Ctrl-C, and a sign of life
+if __name__ == "__main__":              # before the slow imports: Ctrl-C, and a progress line
     from runtime.start import begin
     begin()
 import math

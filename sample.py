@@ -2,7 +2,7 @@
 
     python sample.py --model log --prompt "Hello, I'm a language model,"
 """
-if __name__ == "__main__":              # before the slow imports: Ctrl-C, and a sign of life
+if __name__ == "__main__":              # before the slow imports: Ctrl-C, and a progress line
     from runtime.start import begin
     begin()
 import codecs
@@ -105,7 +105,7 @@ def main(argv: list[str] | None = None) -> None:
         with autocast:
             with progress("generating the first token"):
                 first = next(pieces)
-            for text in itertools.chain([first], pieces):       # from here on the text is the sign of life
+            for text in itertools.chain([first], pieces):       # from here on the text shows the progress
                 print(text, end="", flush=True)
 
 

@@ -8,7 +8,7 @@
 Run the same command again to resume from the newest checkpoint in --out.
 """
 # Start at `loop`, near the end: evaluate, save, train, log. RECIPES says which model is trained how.
-if __name__ == "__main__":              # before the slow imports: Ctrl-C, and a sign of life
+if __name__ == "__main__":              # before the slow imports: Ctrl-C, and a progress line
     from runtime.start import begin
     begin()
 import math

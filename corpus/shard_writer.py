@@ -226,7 +226,7 @@ class ShardWriter:
             manifest["mark"] = self.cursors.popleft()
         if self._is_first() and (is_last or "val_seed" in manifest):
             shards = self._divide(is_last)
-        # the manifest gets all of these or none: only the last one's end is where a run goes on
+        # the manifest gets all of these or none: only the last one's end is where a run resumes
         ends = [{"unit": 0, "token": i} for i in range(len(shards) - 1)]
         ends.append({"unit": self.document, "token": self.offset})
         new, first = [], len(manifest["shards"]) + (not self.has_validation)

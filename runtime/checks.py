@@ -40,7 +40,7 @@ def complete_config(config, explicit_flags: set[str], process: Process,
         config = dataclasses.replace(config, **shape_of_init(config, explicit_flags, model))
     for f in dataclasses.fields(config):
         if f.name in explicit_flags and config.recipe not in f.metadata.get("recipes", [config.recipe]):
-            raise UserError(f"--{f.name} has no meaning for --recipe {config.recipe}: leave it out")
+            raise UserError(f"--{f.name} does not apply to --recipe {config.recipe}: leave it out")
     config = dataclasses.replace(config, **automatic_values(config, process.device))
     check_config(config)
     allowed_micro_batches(config, process.world_size, process.device)         # raises if there is none
@@ -92,7 +92,7 @@ def disable_text_evals(config, explicit_flags: set[str], process: Process) -> di
               f"{config.vocab_size}")
     if explicit_flags & {"sample_every", "hellaswag_every", "hellaswag_data"}:
         raise UserError(f"{reason}: give --sample_every 0 --hellaswag_every 0, or a larger vocabulary")
-    process.print0(f"warning: going on without either: {reason}")
+    process.print0(f"warning: continuing without either: {reason}")
     return {"sample_every": 0, "hellaswag_every": 0}
 
 

@@ -47,7 +47,7 @@ def prepare_compiled(config, state: TrainState, compiled: Callable, wrapped: Cal
             check_compiled(config, state, wrapped, autocast, process, B)
         return B, compiled, wrapped
     except CompileFailure as failure:
-        process.print0(f"warning: torch.compile does not work here ({failure}); going on in eager mode")
+        process.print0(f"warning: torch.compile does not work here ({failure}); falling back to eager mode")
     wrapped = without_compile(wrapped, state.model)
     return (choose_micro_batch(replace(config, compile=False), candidates, state, wrapped, autocast, process),
             state.model, wrapped)
@@ -127,7 +127,7 @@ def compare_gradients(names: list[str], compiled: list[Tensor], exact: list[Tens
     others = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
     raise RunError(f"torch.compile gives another {what} than eager mode on this machine{others}: its norm is "
                    f"{other / scale:.4g} instead of {size / scale:.4g}, the difference's {off / scale:.4g}; "
-                   "train without it: --no_compile (--no_check_compile goes on with it all the same)")
+                   "train without it: --no_compile (--no_check_compile trains with it anyway)")
 
 
 def loss_and_gradients(forward: Callable, model: torch.nn.Module, x: Tensor, y: Tensor,

@@ -154,7 +154,7 @@ def print_summary(run) -> int:
         process.print0(speed)
     ended, code = "done", 0
     if signals.stopped:
-        then = "the same command goes on from there" if run.saver.every else (
+        then = "the same command resumes from there" if run.saver.every else (
             "that is not saved (--checkpoint_every 0)")
         ended = "stopped"
         process.print0(f"stopped by {signals.received or 'a signal'} after {state.step} of "

@@ -36,10 +36,10 @@ def find_device(name: str = "auto") -> str:
     if not gpus and (name == "auto" or name.startswith("cuda")):
         check_driver()
     if name != "auto" and name not in there:
-        raise UserError(f"--device {name}: not to be found here; use {' or '.join(there)}")
+        raise UserError(f"--device {name}: not available here; use {' or '.join(there)}")
     device = there[0] if name == "auto" else name
     if name == "auto" and device == "cpu" and (unused := unused_gpu()) and os.environ.get("RANK", "0") == "0":
-        print_error(f"warning: {unused}; going on on the CPU (--device cpu does so without this line)")
+        print_error(f"warning: {unused}; falling back to the CPU (--device cpu does so without this line)")
     return device
 
 
@@ -296,7 +296,7 @@ def compile_model(config, model, process) -> Callable:
     if not compiles(config, process.device):
         return model
     if reason := compile_error(process.device):
-        process.print0(f"warning: torch.compile does not work here ({reason}); going on in eager mode")
+        process.print0(f"warning: torch.compile does not work here ({reason}); falling back to eager mode")
         return model
     if config.window and config.attention == "auto" and cuda:
         head_dim = config.n_embd // config.n_head
@@ -304,7 +304,7 @@ def compile_model(config, model, process) -> Callable:
             check_attention("flex", process.device, getattr(torch, config.dtype), head_dim, masked=True)
         except UserError as error:
             model.use_attention("sdpa")
-            process.print0(f"warning: going on with a mask of T x T instead of FlexAttention: {error}")
+            process.print0(f"warning: a mask of T x T takes the place of FlexAttention: {error}")
     # inside its graph the compiler would compute all chunks' products first, and save no memory
     model.chunked_loss = torch.compiler.disable(model.chunked_loss)
     return torch.compile(model, dynamic=False)

@@ -71,13 +71,13 @@ class Process:
                 if error.errno not in (errno.EPIPE, errno.EIO):
                     raise
                 if threading.current_thread() is not threading.main_thread():
-                    return                      # a sign of life: the next line of the main thread finds out
+                    return                      # progress: the next line of the main thread finds out
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
                 leave_closed_terminal()         # stderr too
                 if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:          # there is nothing to save yet
                     raise
                 ignored = hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-                if error.errno == errno.EPIPE or not ignored:       # nohup's run goes on without its terminal
+                if error.errno == errno.EPIPE or not ignored:       # nohup's run outlives its terminal
                     # never a second signal
                     signal.raise_signal(getattr(signal, "SIGUSR1", signal.SIGTERM))
 

@@ -121,7 +121,7 @@ def writable(path: str | Path, begun: bool = False):
         remedy = ("make room, or " if cause.errno in NO_ROOM else
                   "make its folder writable, or " if cause.errno in NOT_ALLOWED else "")
         raise RunError(f"cannot write {path} ({brief_error(cause)}): {remedy}choose another folder; earlier "
-                       "files are intact, and the same command goes on from them") from None
+                       "files are intact, and the same command resumes from them") from None
 
 
 @contextmanager
@@ -206,7 +206,7 @@ def _acquire(lock, path, process):
         except Timeout:
             pid = holder(path)
             if not seconds:
-                process.print0(f"another run is writing to {path.parent}: looking whether it is about to end "
+                process.print0(f"another run is writing to {path.parent}: waiting to see whether it ends "
                                "...")
             elif pid:
                 break

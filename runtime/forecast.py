@@ -224,8 +224,8 @@ class Forecast:
             return
         if self.epochs > MOST_EPOCHS:
             enough = max(1, int(MOST_EPOCHS * config.max_steps / self.epochs))
-            yield (f"{self.epochs:,.0f} epochs over the data, and after about {MOST_EPOCHS} a model learns "
-                   f"it by heart: give --max_steps {enough}, a smaller --preset, or more text")
+            yield (f"{self.epochs:,.0f} epochs over the data, and after about {MOST_EPOCHS} a model "
+                   f"memorises it: give --max_steps {enough}, a smaller --preset, or more text")
         if (left := self._left()) > 7 * 86400:
             yield (f"this takes about {duration(left)} here: give a smaller --preset (see --help), or fewer "
                    f"--max_steps")
@@ -276,6 +276,6 @@ def print_forecast(config, size: ModelSize, data: Data, state: TrainState, compi
     forecast = Forecast(config, size, data, process, compiled is not state.model, state.step, loader, trial)
     (forecast.print_plan if config.dry_run else forecast.print_header)()
     if state.source:
-        process.print0(f"going on from {state.source} at step {state.step} of {config.max_steps}")
+        process.print0(f"resuming from {state.source} at step {state.step} of {config.max_steps}")
     if config.dry_run:
         process.print0("nothing was written; the same command without --dry_run starts the run")

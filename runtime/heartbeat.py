@@ -60,7 +60,7 @@ class Heartbeats:
         who, limit = f"process {rank} ({where})", f"--rank_timeout {self.timeout / 60:g}"
         if silence > self.timeout:
             return (f"{who} has not answered for {duration(silence)} ({limit}): the checkpoints are whole, "
-                    "and the same command goes on from the newest")
+                    "and the same command resumes from the newest")
         if rank not in self.silent:
             self.silent.add(rank)
             self.say(f"{who} has not answered for {duration(silence)}: the others wait for it, and after "

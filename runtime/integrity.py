@@ -60,7 +60,7 @@ def check_written(path: Path) -> None:
         path.unlink(missing_ok=True)
         raise RunError(f"{path} cannot be read as it was written ({brief_error(error)}), and was removed: "
                        "this disk or this machine's memory is failing; the checkpoints of other steps are "
-                       "still there, and the same command goes on from them") from None
+                       "still there, and the same command resumes from them") from None
 
 
 def fault_of(tensor: torch.Tensor, minimum: float = -math.inf) -> str | None:

@@ -65,7 +65,7 @@ class Log:
     """OUT/log.txt, a line an event: `STEP KIND VALUE` with KIND train, val or hella; OUT/metrics.csv, a row a
     step; also Weights & Biases and TensorBoard, if asked for.
 
-    `step`, `evaluated`: of the state to go on from. What a crashed run logged after it is cut off: it
+    `step`, `evaluated`: of the state to resume from. What a crashed run logged after it is cut off: it
     happens again."""
 
     def __init__(self, config, step, evaluated):
@@ -242,7 +242,7 @@ class ConsoleLog:
             warned, self.warned = self.warned, True
             if not warned:
                 self.process.print0(f"warning: {self.out / name} cannot be written ({error.strerror}); the "
-                                    "run goes on")
+                                    "run continues")
 
     def close(self):
         if self.file is not None:

@@ -1,4 +1,4 @@
-"""Signs of life: a bar on a terminal, elsewhere a line now and then, and nothing for short work."""
+"""Progress: a bar on a terminal, elsewhere a line now and then, and nothing for short work."""
 import sys
 import threading
 import time
@@ -42,7 +42,7 @@ class Task:
 
 
 class Progress:
-    """Tells that work goes on, once it takes more than ten seconds:
+    """Shows that work goes on, once it takes more than ten seconds:
 
         with progress("validation", len(batches), "batches") as task:
             for batch in batches:
@@ -74,7 +74,7 @@ class Progress:
                 self._close()
 
     def over(self, what: str, items: Sequence, unit: str) -> Iterator:
-        """Yields the items, with a sign of life."""
+        """Yields the items, with progress shown."""
         with self(what, len(items), unit) as task:
             for item in items:
                 yield item

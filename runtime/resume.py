@@ -202,8 +202,8 @@ def archive_output(config, path: Path | None, step: int) -> str:
         shutil.copy(p, folder)
     for p in moved:
         p.rename(folder / p.name)
-    whose = "which had lines of other hands, or steps after that to go on from," if inside else (
-        "of another run or of other hands,")
+    whose = "which had lines that no run wrote, or later steps," if inside else (
+        "of another run or of none,")
     more = f" and {len(moved + copied) - 4} more" if len(moved + copied) > 4 else ""
     return f"{', '.join(p.name for p in (copied + moved)[:4])}{more} in {out}, {whose} are now in {folder}"
 
@@ -225,7 +225,7 @@ def state_of_run(path: Path):
 def newest_of(out: str | Path) -> str:
     """What the same command does next in `out`, for the last line of a run that failed."""
     found = checkpoints(out)
-    return (f"The same command goes on from {found[-1][1].name}" if found else
+    return (f"The same command resumes from {found[-1][1].name}" if found else
             "There is no checkpoint yet: the same command starts again")
 
 
@@ -250,5 +250,5 @@ def recovery_hint(path: Path) -> str:
     """What to do about a checkpoint that cannot be used."""
     older = [p.name for _, p in checkpoints(Path(path).parent) if p.name < Path(path).name]
     if older:
-        return f"remove it, and the same command goes on from {older[-1]}"
+        return f"remove it, and the same command resumes from {older[-1]}"
     return "start a new run with another --out"

@@ -76,7 +76,7 @@ class StopSignals:
         return self.stopped
 
     def until_stop(self, what: str, items: Sequence, unit: str) -> Iterator:
-        """Yields the items, with a sign of life, until `stop`, on all ranks at the same item. So all must
+        """Yields the items, with progress shown, until `stop`, on all ranks at the same item. So all must
         have equally many."""
         with self.process.progress(what, len(items), unit) as task:
             for item in items:

@@ -10,7 +10,7 @@ import os
 import sys
 import time
 
-QUIET = 2.0             # seconds of importing before the sign of life
+QUIET = 2.0             # seconds of importing before the first progress line
 LOADED = []                         # not empty: the script's imports are done
 TOLD = []                           # not empty: Ctrl-C has had its line
 PRESSED = []                        # when Ctrl-C was pressed first

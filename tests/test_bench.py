@@ -190,7 +190,7 @@ def test_a_fineweb_py_that_failed_says_why(monkeypatch, tmp_path):
     assert [result["failed"] for result in time_fineweb(jobs, 1)] == ["no disk"] * 2
 
 
-def test_long_work_shows_signs_of_life(monkeypatch, tmp_path, capsys):
+def test_long_work_shows_progress(monkeypatch, tmp_path, capsys):
     """After ten seconds; here after a tenth of one. Each job ends when its sign has come."""
     lines = []
     signs = Progress(say=lines.append)

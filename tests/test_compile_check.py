@@ -143,7 +143,8 @@ def test_a_graph_that_does_not_compile_is_eager_with_one_warning_inside_ddp_too(
     broken = Compiled(model, error=AttributeError("type fp8e4nv not supported\nin this architecture"))
     assert prepare(config, broken, model) == (3, model, model)
     assert capsys.readouterr().out == (
-        "warning: torch.compile does not work here (type fp8e4nv not supported); going on in eager mode\n")
+        "warning: torch.compile does not work here (type fp8e4nv not supported); falling back to eager "
+        "mode\n")
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     try:
         B, compiled, wrapped = prepare_compiled(

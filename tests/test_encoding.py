@@ -495,7 +495,7 @@ def test_parts_of_another_corpus_or_with_other_settings_are_refused(tmp_path):
     (["--part", "3/3"], "'3/3' is not I/N with I from 0 to N-1"), (["--part", "1"], "is not I/N"),
     (["--part", "-1/3"], "--part"), (["--part", "0/0"], "is not I/N"), (["--part", "1/2/3"], "is not I/N"),
     (["--part", "0/3", "--max_tokens", "300", "--val_tokens", "100"], "--max_tokens 300 / 3 parts"),
-    (["--part", "0/3", "--pretokenized", "2"], "--part has no meaning with --pretokenized")])
+    (["--part", "0/3", "--pretokenized", "2"], "--part cannot be combined with --pretokenized")])
 def test_a_wrong_part_is_one_clear_line(flags, said, tmp_path):
     result = command(*flags, cwd=tmp_path)
     assert result.returncode == 2 and result.stderr.count("\n") == 1 and said in result.stderr, result

@@ -417,8 +417,8 @@ def test_the_default_text_field_and_one_without_meaning_leave_the_manifest_of_ea
     (["--input", "ids.parquet", "--text_field", "id"], "column id holds something that is not a string"),
     (["--text_field", "body"], "--text_field body needs --input"),
     (["--variant", "classic", "--text_field", "body"], "--text_field body needs --input"),
-    (["--pretokenized", "2", "--text_field", "body"], "--text_field has no meaning with --pretokenized"),
-    (["--pretokenized", "2", "--text_field=text"], "--text_field has no meaning with --pretokenized")])
+    (["--pretokenized", "2", "--text_field", "body"], "--text_field cannot be combined with --pretokenized"),
+    (["--pretokenized", "2", "--text_field=text"], "--text_field cannot be combined with --pretokenized")])
 def test_a_wrong_text_field_is_one_line_that_names_the_columns_and_the_flag(flags, said, tmp_path):
     (tmp_path / "good.jsonl").write_text(json.dumps({"id": 1, "body": GOOD}) + "\n")
     (tmp_path / "some.jsonl").write_text('{"body": "a"}\n\n{"text": "b", "x\\ny\\u0007": 1}\n')
@@ -434,7 +434,7 @@ def test_a_wrong_text_field_is_one_line_that_names_the_columns_and_the_flag(flag
 
 
 # -----------------------------------------------------------------------------
-# signs of life
+# progress
 
 # The command, with signs after a moment instead of ten seconds. It waits for a file `first` before the first
 # text, and for a file `rest` before the second piece of it.
@@ -739,7 +739,7 @@ def test_killed_again_and_again_it_ends_with_the_bytes_of_an_uninterrupted_run(t
                            lambda: process.poll() is None)
             finally:
                 process.kill()
-            said = process.communicate()[1].decode().splitlines()     # signs of life, if the machine is slow
+            said = process.communicate()[1].decode().splitlines()     # progress, if the machine is slow
             assert all(line.endswith(" so far") for line in said) and process.returncode == -signal.SIGKILL
     there = len(json.loads((out / "manifest.json").read_text())["shards"])
     done = command(*flags, "--out", out)
@@ -962,7 +962,7 @@ def test_verify_takes_ids_beyond_gpt2s_for_damage_and_says_what_it_cannot_check(
         with pytest.raises(UserError, match=said):
             prepare("--verify", folder)
     for flags in (["--out", "x"], ["--input", "x"], ["--workers", "2"], ["--pretokenized", "1"]):
-        with pytest.raises(UserError, match=f"{flags[0]} has no meaning with --verify"):
+        with pytest.raises(UserError, match=f"{flags[0]} cannot be combined with --verify"):
             prepare("--verify", written, *flags)
 
 
@@ -1361,7 +1361,7 @@ def test_pretokenized_a_long_download_shows_in_a_log_file_that_it_goes_on(publis
     ([], "argument"),
     (["100", "--variant", "edu"], "1 to 99"), (["1031", "--sample", "100BT"], "1 to 1030"),
     (["9", "--variant", "edu", "--sample", "100BT"], "no tokens of --variant edu --sample 100BT"),
-    (["9", "--input", "a.txt"], "--input has no meaning"),
+    (["9", "--input", "a.txt"], "--input cannot be combined"),
     (["9", "--shard_size", "100000000"], "--shard_size"),
     (["9", "--val_tokens=5"], "--val_tokens"), (["9", "--max_tokens", "5"], "--max_tokens"),
     (["9", "--workers", "2"], "--workers"), (["9", "--format", "npy"], "--format")])
@@ -1511,7 +1511,7 @@ def test_a_mistake_leaves_a_folder_that_was_there_and_every_complete_shard(mista
         assert command("--input", mistakes / "latin.txt", "--out", "there", cwd=tmp_path).returncode == 2
         assert (tmp_path / "there" / name).read_text() == '{"shards": []'
     (tmp_path / "there/manifest.json").unlink()
-    # the second file is damaged: the shards of the first are kept, and the same command goes on after them
+    # the second file is damaged: the shards of the first are kept, and the same command resumes after them
     late = tmp_path / "late.txt"                  # beyond what is looked at before anything is written
     late.write_bytes(b"word " * 40_000 + "caf\u00e9".encode("latin-1"))
     for out, resumed in (("new", False), ("new", True), ("there", False)):

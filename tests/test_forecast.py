@@ -123,7 +123,7 @@ def test_a_presets_values_are_kept_by_the_checkpoint(shards, monkeypatch, capsys
         "--total_batch_size", 256, cwd=folder)
     monkeypatch.chdir(folder)
     assert train_gpt2.train(["--out", "log/shakespeare", "--max_steps", "3", "--dry_run"]) == 0
-    assert "going on from log/shakespeare/checkpoint_000002.pt at step 2 of 3" in capsys.readouterr().out
+    assert "resuming from log/shakespeare/checkpoint_000002.pt at step 2 of 3" in capsys.readouterr().out
     result = run("--out", "log/shakespeare", "--max_steps", 3, cwd=folder)
     assert "at step 2 of 3" in result.stdout and set(logged(folder / "log/shakespeare")) == {0, 1, 2}
     config = read_checkpoint(folder / "log/shakespeare/checkpoint_000003.pt")["config"]

@@ -484,7 +484,7 @@ def in_folder(name, read):
 ENDLESS_READERS = {
     "HellaSwag": load_examples, "log.txt": read_log,
     "metrics.csv": in_folder("metrics.csv", read_curve),
-    "the manifest of a run that goes on": in_folder("manifest.json", lambda out: fineweb.main(
+    "the manifest of a run that resumes": in_folder("manifest.json", lambda out: fineweb.main(
         ["--input", str(lines("a.jsonl", {"text": "a"})), "--out", out])),
     "the manifest of another part": in_folder("manifest_p1of2.json", lambda out: fineweb.main(
         ["--input", str(lines("a.jsonl", {"text": "a"})), "--part", "0/2", "--out", out])),

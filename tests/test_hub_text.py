@@ -355,11 +355,11 @@ def test_a_malformed_name_is_refused_at_once(name, monkeypatch):
 
 
 @pytest.mark.parametrize("flags, said", [
-    (["--variant", "edu"], "--variant has no meaning with --dataset"),
-    (["--sample=10BT"], "--sample has no meaning with --dataset"),
-    (["--input", "a.txt"], "--input has no meaning with --dataset"),
-    (["--pretokenized", "1"], "--dataset has no meaning with --pretokenized"),
-    (["--verify", "x"], "--dataset has no meaning with --verify"), (["--name="], "--name is empty")])
+    (["--variant", "edu"], "--variant cannot be combined with --dataset"),
+    (["--sample=10BT"], "--sample cannot be combined with --dataset"),
+    (["--input", "a.txt"], "--input cannot be combined with --dataset"),
+    (["--pretokenized", "1"], "--dataset cannot be combined with --pretokenized"),
+    (["--verify", "x"], "--dataset cannot be combined with --verify"), (["--name="], "--name is empty")])
 def test_flags_of_another_source_are_refused(flags, said):
     with pytest.raises(UserError, match=said):
         fineweb.parse_args(["--dataset", "a/b", *flags])

@@ -114,7 +114,7 @@ def test_a_run_does_not_resume_from_a_flipped_bit_and_names_the_checkpoint_befor
     before = {path.name: path.read_bytes() for path in log.iterdir()}
     result = run("--data", finished / "data", "--out", log, "--max_steps", 8, code=2)
     assert re.fullmatch(r"train_gpt2.py: .*checkpoint_000006.pt cannot be read.*bits have changed.*remove "
-                        r"it, and the same command goes on from checkpoint_000004.pt\n", result.stderr)
+                        r"it, and the same command resumes from checkpoint_000004.pt\n", result.stderr)
     assert before == {path.name: path.read_bytes() for path in log.iterdir()}
 
 
@@ -203,7 +203,7 @@ def test_what_is_not_finite_is_not_saved(what, tmp_path):
     with torch.no_grad():
         (p if what == "weight" else state.optimizers[0].state[p]["exp_avg_sq"])[2] = float("inf")
     with pytest.raises(RunError, match="transformer.ln_f.weight holds infinite numbers: checkpoint_000001.pt "
-                       "is not saved. The same command goes on from checkpoint_000000.pt"):
+                       "is not saved. The same command resumes from checkpoint_000000.pt"):
         saver.save(state)
     assert [step for step, _ in checkpoints(tmp_path)] == [0]
 
@@ -220,7 +220,7 @@ def test_faults_are_told_apart(dtype):
 def test_after_a_bad_first_step_of_a_resume_the_checkpoint_before_is_named(finished, log):
     poisoned(log / "checkpoint_000006.pt", "huge weight")           # finite, what follows from it is not
     with pytest.raises(RunError, match="step 6: loss nan.*first step since .*checkpoint_000006.pt, which may "
-                       "be damaged: remove it, and the same command goes on from checkpoint_000004.pt"):
+                       "be damaged: remove it, and the same command resumes from checkpoint_000004.pt"):
         train(finished, log, "--max_steps", 8)
     assert [step for step, _ in checkpoints(log)] == [2, 4, 6]
 
@@ -237,7 +237,7 @@ def test_what_is_said_of_a_bad_step_is_true(tmp_path):
         tiny.transformer.ln_f.weight[0] = float("nan")
     (tmp_path / "checkpoint_000003.pt").touch()
     assert str(nonfinite_error("x", state, config, 5)) == (
-        "x. transformer.ln_f.weight holds NaN numbers, since an earlier update. The same command goes on "
+        "x. transformer.ln_f.weight holds NaN numbers, since an earlier update. The same command resumes "
         "from checkpoint_000003.pt")
 
 

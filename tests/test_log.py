@@ -1,4 +1,4 @@
-"""What a run tells: log.txt, metrics.csv, the console, signs of life."""
+"""What a run tells: log.txt, metrics.csv, the console, progress."""
 import csv
 import json
 import math
@@ -202,7 +202,7 @@ def test_a_record_that_cannot_be_written_is_one_warning_and_ends_nothing(tmp_pat
         process.print0("a step")
         process.console.end("done")
     assert capsys.readouterr().out == (f"warning: {tmp_path}/console.log cannot be written (No space left on "
-                                       "device); the run goes on\na step\n")
+                                       "device); the run continues\na step\n")
     assert sorted(os.listdir(tmp_path)) == ["console.log", "status.json"]
 
 
@@ -293,7 +293,7 @@ def test_on_a_terminal_it_is_a_bar_that_goes_away_again():
     assert not shown.split(b"\r")[-2 if shown.endswith(b"\r") else -1].strip()
 
 
-def test_a_slow_micro_step_of_a_real_run_shows_signs_of_life(shards, tmp_path):
+def test_a_slow_micro_step_of_a_real_run_shows_progress(shards, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(
         f"import sys, time; sys.path.insert(0, {str(ROOT)!r})\n"
         "import runtime.progress\nfrom runtime.dataloader import TokenLoader\ndel sys.path[0]\n"

@@ -416,7 +416,7 @@ def test_a_driver_that_torch_refuses_is_reported_and_auto_does_not_fall_back_to_
     monkeypatch.setattr(torch.cuda, "init", init)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     assert choose_device("cpu") == "cpu"
-    message = re.escape(str(said).split("\n")[0]) + ".*--device cpu" if refused else "not to be found here"
+    message = re.escape(str(said).split("\n")[0]) + ".*--device cpu" if refused else "not available here"
     for name in ("auto", "cuda", "cuda:0"):
         if name == "auto" and not refused:
             assert choose_device(name) == "cpu"
@@ -484,7 +484,7 @@ def test_a_gpu_that_this_torch_cannot_use_is_named_in_one_line(cuda, hip, files,
         assert choose_device() == "cpu"
         err = capsys.readouterr().err
         assert len(err.splitlines()) == (said is not None and rank == "0")
-        assert not err or re.search(f"warning: this machine has {said}.*going on on the CPU", err)
+        assert not err or re.search(f"warning: this machine has {said}.*falling back to the CPU", err)
 
 
 def caught(function):
@@ -1155,7 +1155,7 @@ def test_a_model_that_gpt2s_tokenizer_or_transformers_cannot_go_with_is_not_expo
         assert not (tmp_path / "exported").exists()
 
 
-def test_a_slow_export_shows_signs_of_life(tmp_path, monkeypatch, capsys):
+def test_a_slow_export_shows_progress(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(runtime.progress, "QUIET", 0.05)
     signs = []
 

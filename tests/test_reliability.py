@@ -149,7 +149,7 @@ def test_killed_at_random_moments_it_ends_bit_for_bit_as_the_run_that_was_not(da
         it.go_on(step + 7)
         code, stdout, stderr = it.end()
         assert code == (-signal.SIGKILL, 0)[i % 2] and not stderr, stderr
-        assert ("stopped by SIGTERM" in stdout and "the same command goes on" in stdout) == i % 2
+        assert ("stopped by SIGTERM" in stdout and "the same command resumes" in stdout) == i % 2
     run(*flags)
     same_end(tmp_path / "log", whole, steps)
     # and once more: nothing is left to do, and what is not given comes from the checkpoint
@@ -315,7 +315,7 @@ def test_torchrun_brings_a_run_back_whose_ranks_are_killed(data, whole_of_two, t
         it.go_on(step)
     code, stdout, stderr = it.end()
     assert code == 0, stderr
-    assert re.findall(r"going on from .*/checkpoint_(\d+)\.pt", stdout) == ["000010", "000020"]
+    assert re.findall(r"resuming from .*/checkpoint_(\d+)\.pt", stdout) == ["000010", "000020"]
     same_end(tmp_path / "log", whole_of_two[0], 40)
 
 
@@ -622,7 +622,7 @@ def test_a_damaged_newest_checkpoint_is_refused_and_the_older_one_named(kind, da
     """Never passed over in silence: that would run steps again without a word."""
     shutil.copytree(whole, tmp_path / "log")
     DAMAGES[kind](tmp_path / "log/checkpoint_000060.pt")
-    with pytest.raises(UserError, match="checkpoint_000060.pt.*remove it, and the same command goes on from "
+    with pytest.raises(UserError, match="checkpoint_000060.pt.*remove it, and the same command resumes from "
                        "checkpoint_000050"):
         train_gpt2.train(["--data", str(data), "--out", str(tmp_path / "log")])
 

@@ -210,7 +210,7 @@ def test_the_dtype_is_that_of_autocast(dtype, model_path, capsys):
     assert capsys.readouterr().out == plain_output(prompt, rows[:, len(prompt):].tolist())
 
 
-# sitecustomize.py: signs of life after a twentieth of a second; the command waits for the files load, first
+# sitecustomize.py: progress after a twentieth of a second; the command waits for the files load, first
 # and next before it has loaded the model, generated its first token and its third
 HELD = """
 import os, sys, time
@@ -238,7 +238,7 @@ model.load_model, runtime.generation.sample_token = slow_load, slow_sample
 """
 
 
-def test_slow_work_shows_signs_of_life_and_each_token_comes_at_once(model_path, tmp_path):
+def test_slow_work_shows_progress_and_each_token_comes_at_once(model_path, tmp_path):
     flags = ["--model", model_path, "--num_samples", 1, "--max_new_tokens", 6, "--prompt", "The"]
     (whole,) = samples(command(*flags), 1)
     (tmp_path / "sitecustomize.py").write_text(HELD.format(root=str(ROOT), folder=str(tmp_path)))

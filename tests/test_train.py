@@ -308,7 +308,7 @@ def test_without_a_compiler_compile_falls_back_to_eager_with_one_warning(shards,
 def test_hellaswag_by_default_and_not_to_be_had_is_a_warning_and_asked_for_an_error(shards, tmp_path):
     default = TINY[:TINY.index("--hellaswag_every")]
     flags = ["--data", shards, *default, *SPOKEN, "--max_steps", 1, *QUIET, "--out", tmp_path / "log"]
-    assert run(*flags).stdout.count("warning: going on without HellaSwag") == 1
+    assert run(*flags).stdout.count("warning: continuing without HellaSwag") == 1
     stderr = run(*flags, "--hellaswag_every", 1, code=2).stderr
     assert len(stderr.splitlines()) == 1 and "HellaSwag" in stderr
 

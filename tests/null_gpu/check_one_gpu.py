@@ -50,7 +50,7 @@ def check_way(way, play, tmp_path):
         nothing_waits(report, first, last)
     if way in ("gpt2 in fp16", "speedrun, window", "frontier"):     # resumes a scaler, two optimizers, ...
         again = play(*flags, "--max_steps", STEPS + 2)
-        assert f"going on from {tmp_path / 'out'}/checkpoint_0000{STEPS}.pt at step {STEPS}" in again.output
+        assert f"resuming from {tmp_path / 'out'}/checkpoint_0000{STEPS}.pt at step {STEPS}" in again.output
         assert len(again.steps) == 2
 
 
