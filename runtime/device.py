@@ -304,7 +304,7 @@ def compile_model(config, model, process) -> Callable:
             check_attention("flex", process.device, getattr(torch, config.dtype), head_dim, masked=True)
         except UserError as error:
             model.use_attention("sdpa")
-            process.print0(f"warning: a mask of T x T takes the place of FlexAttention: {error}")
+            process.print0(f"warning: using a T x T mask instead of FlexAttention: {error}")
     # inside its graph the compiler would compute all chunks' products first, and save no memory
     model.chunked_loss = torch.compiler.disable(model.chunked_loss)
     return torch.compile(model, dynamic=False)

@@ -159,8 +159,8 @@ class Process:
         if first and (known or lost):
             cause = ("another process answers, but has not come to where this one waits for it"
                      if "imed out" in str(error) else "another process was killed, or its machine lost")
-            text = str(error) if known else (f"{cause}; the checkpoints are whole, and the same command goes "
-                                             f"on from the newest ({str(error)[:120]})")
+            text = str(error) if known else (f"{cause}; the checkpoints are whole, and the same command "
+                                             f"resumes from the newest ({str(error)[:120]})")
             print_error(text if self.is_master else f"process {self.rank}: {text}")
         elif first:
             traceback.print_exception(error)

@@ -29,7 +29,7 @@ def from_huggingface(source, GPT, GPTConfig):
         folder = download_model(str(source))
     with readable(source, "give another model", problem="is not a GPT-2 in the Hugging Face format"):
         check_sums(folder)
-        if not (folder / "config.json").is_file():
+        if not (folder / "config.json").exists():
             raise ValueError("it has no config.json")
         config = json.loads(read_text(folder / "config.json", errors="strict"))
         if not isinstance(config, dict):

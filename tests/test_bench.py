@@ -42,7 +42,7 @@ def run_bench(*flags, code=0):
 
 @pytest.fixture
 def run_here(monkeypatch, capsys):
-    """bench.py in this process, the processes in which it measures forked; one table starts it cold."""
+    """bench.py in this process, the processes in which it measures forked."""
     monkeypatch.setattr(subprocess, "run", lambda argv, env, **how: warm(argv[1:], env))
 
     def run(*flags):
@@ -63,8 +63,13 @@ def test_the_ladder_measures_all_rungs_and_saves_and_plots_them(run_here, tmp_pa
     assert png_file.read_bytes()[:4] == b"\x89PNG"
 
 
-def test_attention_kernels_are_measured_and_missing_ones_named():
-    shown = run_bench("attention", *SMALL).stdout
+def test_a_setting_is_measured_in_a_process_of_its_own():
+    tiny = Setting(what="matmul", size="tiny", B=1, T=32, dtype="float32", steps=1)
+    assert min(benchmark.run_in_subprocess(tiny)["seconds"]) > 0
+
+
+def test_attention_kernels_are_measured_and_missing_ones_named(run_here):
+    shown = run_here("attention", *SMALL)
     cells = [line.split("|") for line in shown.splitlines() if line.startswith("| ")]
     rows = {row[1].strip(): row for row in cells}
     assert {"auto", "naive", "math"} <= rows.keys()

@@ -184,8 +184,8 @@ def poisoned(path, where):
     ("best", "its best is 0.5, 999"), ("validation loss", "its validation loss is nan")])
 def test_a_checkpoint_with_numbers_that_no_training_makes_is_refused(where, said, finished, log):
     poisoned(log / "checkpoint_000006.pt", where)
-    with pytest.raises(UserError, match=f"checkpoint_000006.pt.*{said}.*remove it, and the same command goes "
-                       "on from checkpoint_000004.pt"):
+    with pytest.raises(UserError, match=f"checkpoint_000006.pt.*{said}.*remove it, and the same command "
+                       "resumes from checkpoint_000004.pt"):
         train(finished, log, "--max_steps", 8)
 
 
