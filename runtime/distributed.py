@@ -71,7 +71,7 @@ class Process:
                 if error.errno not in (errno.EPIPE, errno.EIO):
                     raise
                 if threading.current_thread() is not threading.main_thread():
-                    return                      # progress: the next line of the main thread finds out
+                    return                      # of a progress line: the main thread's next finds out
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
                 leave_closed_terminal()         # stderr too
                 if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:          # there is nothing to save yet

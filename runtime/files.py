@@ -105,7 +105,8 @@ def checkpoint_name(step: int) -> str:
 def writable(path: str | Path, begun: bool = False):
     """Around writes to a file or folder: raises an OSError as one line with cause and remedy. That is a
     UserError, because another folder should have been given; but a RunError if the disk is full, or if the
-    work has `begun`, when earlier files are there to go on from. replace_file's RunErrors are told apart too.
+    work has `begun`, when earlier files are there to resume from. The RunErrors of replace_file are told
+    apart too.
     """
     try:
         yield
@@ -184,11 +185,13 @@ def output_lock(config, process):
         path.touch()
     from filelock import FileLock                 # torch requires it
     lock = FileLock(path)                         # the system's own: it ends with a process that is killed
+    ours = False
     try:
         _acquire(lock, path, process)
+        ours = True
         yield
     finally:
-        if lock.is_locked or made:
+        if ours:                                  # never the file of the run that has the lock
             with suppress(OSError):               # on Windows an open file stays until it is released
                 path.unlink()
         lock.release()
