@@ -183,18 +183,18 @@ def output_lock(config, process):
     with writable(out):
         out.mkdir(parents=True, exist_ok=True)
         path.touch()
-    from filelock import FileLock                 # torch requires it
+    from filelock import FileLock, Timeout        # torch requires it
     lock = FileLock(path)                         # the system's own: it ends with a process that is killed
-    ours = False
     try:
         _acquire(lock, path, process)
-        ours = True
         yield
     finally:
-        if ours:                                  # never the file of the run that has the lock
-            with suppress(OSError):               # on Windows an open file stays until it is released
+        with suppress(Timeout):                   # another run has the lock: the file is its
+            with suppress(OSError):               # a file system without locks; an open file on Windows
+                lock.acquire(timeout=0)           # or is it ours already
+            with suppress(OSError):
                 path.unlink()
-        lock.release()
+        lock.release(force=True)
         for folder in made:
             with suppress(OSError):               # not empty
                 folder.rmdir()

@@ -43,8 +43,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 class InDestructor:
     def __del__(self):
         signal.raise_signal(signal.SIGINT)
-def hook(event, args):
-    if event == "fcntl.flock":
+def hook(event, args, pressed=[]):
+    if event == "fcntl.flock" and not pressed:
+        pressed.append(True)
         {what}
 sys.addaudithook(hook)
 """
