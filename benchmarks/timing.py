@@ -172,7 +172,7 @@ def matmul_seconds(s, shape, repeats=5):
 
 
 def attention_and_gradients(q, k, v, dy, kernel, mask=None):
-    """y, dq, dk, dv, each (B, heads, T, head_dim)."""
+    """y, dq, dk, dv, each (B, T, heads, head_dim)."""
     q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
     y = attention(q, k, v, kernel, mask)
     y.backward(dy)
@@ -189,7 +189,7 @@ def attention_costs(s, heads, head_dim, device):
 
     def inputs(B):
         shape = B, s.T, heads, head_dim
-        return [torch.randn(shape, device=device).to(dtype).transpose(1, 2) for _ in range(4)]
+        return [torch.randn(shape, device=device).to(dtype) for _ in range(4)]
 
     def causal_mask(B, T):
         """For flex, which needs a mask: one document and a window of T. A model makes it once a forward."""
@@ -199,7 +199,7 @@ def attention_costs(s, heads, head_dim, device):
         return document_window_mask(tokens, T, torch.tensor(T, device=device), as_blocks=True)
 
     # the first call loads libraries
-    attention_and_gradients(*(t[:, :, :64] for t in inputs(1)), s.attention, causal_mask(1, 64))
+    attention_and_gradients(*(t[:, :64] for t in inputs(1)), s.attention, causal_mask(1, 64))
     tensors, mask = inputs(s.B), causal_mask(s.B, s.T)
     if cuda:
         torch.cuda.reset_peak_memory_stats()
