@@ -20,8 +20,10 @@ from runtime.start import is_rank0
 
 
 def choose_device(name: str = "auto") -> str:
-    """find_device, and a GPU is tried."""
+    """find_device; of several GPUs the one of this rank. A GPU is tried."""
     device = find_device(name)
+    if device == "cuda":
+        device = find_device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}")     # refuses more ranks than GPUs
     if device.startswith("cuda"):
         check_gpu(device)
     return device

@@ -447,14 +447,14 @@ def test_a_gpu_that_runs_no_kernel_of_this_torch_is_refused(raised, refused, mon
             with pytest.raises(UserError, match=said):
                 choose_device(name)
         else:
-            assert choose_device(name) == name.replace("auto", "cuda")
+            assert choose_device(name) == "cuda:0"
         assert find_device(name) == name.replace("auto", "cuda")
     assert choose_device("cpu") == "cpu" and not recwarn.list
 
 
 def test_auto_takes_the_best_device_there_is():
     best = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    assert choose_device() == choose_device(best) == best and choose_device("cpu") == "cpu"
+    assert find_device() == find_device(best) == best and choose_device("cpu") == "cpu"
 
 
 @pytest.mark.parametrize(("cuda", "hip", "files", "hidden", "said"), [
