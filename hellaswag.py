@@ -110,9 +110,8 @@ def _pad(group, n, T):
     pairs = (pair for rows, lengths, _ in group for pair in zip(rows, lengths, strict=True))
     for j, (row, length) in enumerate(pairs):
         row = row[-(T + 1):]
-        length = min(length, len(row) - 1)
-        idx[j, :len(row) - 1] = row[:-1]
-        targets[j, len(row) - 1 - length:len(row) - 1] = row[len(row) - length:]
+        first, end = max(0, len(row) - 1 - length), len(row) - 1
+        idx[j, :end], targets[j, first:end] = row[:-1], row[first + 1:]
     return idx, targets, labels
 
 

@@ -120,7 +120,7 @@ class CompileFailure(RunError):
 
 
 @contextlib.contextmanager
-def compile_failures(model: Callable | None) -> Iterator[None]:
+def compile_failures(model: Callable) -> Iterator[None]:
     """Around what `model` does: if torch.compile made it, any error but that of memory becomes a
     CompileFailure, because the compiler, its backend, Triton and the kernels raise many types. An error of
     the model's own is raised in eager mode too."""

@@ -39,7 +39,16 @@ class Heartbeats:
                 self.say(f"process {rank} answers again")
         if any(self._silence(rank) < self.silent_after for rank in range(self.rank)):
             return None                         # that one tells
-        return next(filter(None, map(self._tell, self.others)), None)
+        limit = f"--rank_timeout {self.timeout / 60:g}"
+        for rank in self.others:
+            silence = self._silence(rank)
+            if silence > self.timeout:
+                return f"{self._said(rank, silence)} ({limit}): {RESUMES}"
+            if silence >= self.silent_after and rank not in self.missed:
+                self.missed.add(rank)
+                self.say(f"{self._said(rank, silence)}: the others wait for it, and after {limit} minutes "
+                         "the run ends")
+        return None
 
     def leave(self) -> None:
         """This rank has done its part: it is not missed, though others may take longer."""
@@ -52,17 +61,7 @@ class Heartbeats:
             self.seen[rank] = number, self.clock
         return self.clock - self.seen[rank][1]
 
-    def _tell(self, rank):
-        silence = self._silence(rank)
-        if silence < self.silent_after:
-            return None
+    def _said(self, rank, silence):
         known = self.store.check([f"where {rank}"])
         where = self.store.get(f"where {rank}").decode() if known else "still starting"
-        said = f"process {rank} ({where}) has not answered for {duration(silence)}"
-        limit = f"--rank_timeout {self.timeout / 60:g}"
-        if silence > self.timeout:
-            return f"{said} ({limit}): {RESUMES}"
-        if rank not in self.missed:
-            self.missed.add(rank)
-            self.say(f"{said}: the others wait for it, and after {limit} minutes the run ends")
-        return None
+        return f"process {rank} ({where}) has not answered for {duration(silence)}"
