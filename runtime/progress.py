@@ -12,9 +12,9 @@ QUIET = 10.0        # seconds of work before its first sign, and in its first mi
 
 def duration(seconds: float) -> str:
     """'45 s', '12 min', '5.5 hours', '165 days'."""
-    for unit, least in (("days", 48 * 3600), ("hours", 100 * 60), ("min", 100)):
+    for unit, length, least in (("days", 86400, 48 * 3600), ("hours", 3600, 100 * 60), ("min", 60, 100)):
         if seconds >= least:
-            value = seconds / {"days": 86400, "hours": 3600, "min": 60}[unit]
+            value = seconds / length
             return f"{value:.0f} {unit}" if value >= 10 or unit == "min" else f"{value:.1f} {unit}"
     return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
 
