@@ -191,11 +191,10 @@ def memory_of(device: str) -> tuple[float, float]:
     """(free, all) bytes of a GPU's memory, or of the machine's with its swap; infinite where unknown."""
     if device.startswith("cuda"):
         return torch.cuda.mem_get_info(device)
-    with contextlib.suppress(OSError):                  # Linux
-        kB = dict(re.findall(r"(\w+): +(\d+) kB", Path("/proc/meminfo").read_text()))
-        if "MemAvailable" in kB:
-            return tuple(1024 * (int(kB[memory]) + int(kB[swap])) for memory, swap in (
-                ("MemAvailable", "SwapFree"), ("MemTotal", "SwapTotal")))
+    with contextlib.suppress(OSError, KeyError):        # Linux
+        kB = re.findall(r"(\w+): +(\d+) kB", Path("/proc/meminfo").read_text())
+        size = {name: 1024 * int(number) for name, number in kB}
+        return size["MemAvailable"] + size["SwapFree"], size["MemTotal"] + size["SwapTotal"]
     if not hasattr(os, "sysconf"):                      # Windows
         return math.inf, math.inf
     return (os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),) * 2
