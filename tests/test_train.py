@@ -22,7 +22,7 @@ from runtime.checkpoint import Saver
 from runtime.batch_size import allowed_micro_batches
 from runtime.checks import check_config, check_memory
 from runtime.cli import UserError
-from runtime.device import compile_error, peak_flops
+from runtime.device import peak_flops
 from runtime.distributed import Process, setup_process
 from runtime.forecast import ModelSize
 from runtime.files import checkpoints
@@ -269,7 +269,11 @@ def test_samples_begin_with_the_texts_own_words_unless_a_prompt_is_given(shards,
 
 
 def compiler_works():
-    return compile_error("cpu") is None
+    try:
+        torch.compile(lambda x: x * 2 + 1)(torch.zeros(8))
+    except Exception:           # Inductor and the compiler raise many types
+        return False
+    return True
 
 
 def test_compile_goes_together_with_hellaswag_and_samples(shards, spoken_run, tmp_path):
