@@ -736,32 +736,34 @@ def test_nobody_waits_for_a_picture_but_the_end_of_a_run_that_went_well(tmp_path
     popen = subprocess.Popen
     monkeypatch.setattr(subprocess, "Popen", lambda argv, **how: popen([sys.executable, "-S", "-c", code],
                                                                        **how))
-    plotter = LossPlotter(Config(out=str(tmp_path)), Process())
-
-    def asks_five_times():
+    def asked_five_times():
+        plotter = LossPlotter(Config(out=str(tmp_path)), Process())
         for _ in range(5):
             plotter.draw()
-            plotter.finish(wait=False)
-        wait_until(begun.exists)
-    asks_five_times()
-    failed = plotter.child
-    assert os.getsid(failed.pid) == failed.pid, "a Ctrl-C of the terminal does not reach it"
+            wait_until(begun.exists)
+        return plotter
+    plotter = asked_five_times()
+    child = plotter.child
+    assert os.getsid(child.pid) == child.pid, "a Ctrl-C of the terminal does not reach it"
     plotter.close()
-    assert failed.poll() == -signal.SIGKILL and not capsys.readouterr().out, "a failed run draws no more"
+    assert child.poll() == -signal.SIGKILL and not capsys.readouterr().out, "a failed run draws no more"
     assert not (tmp_path / "loss.png.1.tmp").exists()
     begun.unlink()
-    asks_five_times()
+    plotter = asked_five_times()
     may_end.touch()
     plotter.finish()
+    plotter.close()
     assert begun.read_text() == "xx", "once more for all that had to wait"
     assert capsys.readouterr().out == (f"warning: {tmp_path}/loss.png is not drawn (no colours); --no_plot "
                                        "does without it\n")
     may_end.unlink()
+    begun.unlink()
+    plotter = asked_five_times()
     plotter.PATIENCE = 0.1
-    plotter.draw()
     plotter.finish()
     plotter.close()
-    assert "is not drawn (it took more than 0.1 s)" in capsys.readouterr().out and plotter.child is None
+    assert "is not drawn (it took more than 0.1 s)" in capsys.readouterr().out
+    assert plotter.child.poll() == -signal.SIGKILL and begun.read_text() == "x"
 
 
 def test_a_picture_needs_no_home_no_torch_and_no_file_of_the_working_directory(tmp_path, monkeypatch,
