@@ -133,8 +133,7 @@ class Log:
 
     def _append(self, file, line):
         with writable(file.name, begun=True):
-            file.write(line + "\n")
-            file.flush()
+            print(line, file=file, flush=True)
 
     def close(self):
         """Evaluations after the last step have a row of their own."""
