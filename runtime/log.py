@@ -1,5 +1,6 @@
 """log.txt, metrics.csv, console.log, status.json, dashboards, the profiler's trace."""
 # torch, and what needs it, is imported where it is used: the process that draws loss.png does without
+import itertools
 import json
 import math
 import os
@@ -7,7 +8,6 @@ import re
 import shlex
 import socket
 import sys
-import threading
 import time
 import traceback
 import uuid
@@ -153,7 +153,7 @@ class ConsoleLog:
     EVERY = 1.0         # seconds, at least, between two status.json
 
     def __init__(self, process):
-        self.process, self.lock, self.early = process, threading.Lock(), []
+        self.process, self.early, self.writes = process, [], itertools.count()
         self.out, self.file, self.due, self.warned = None, None, 0.0, False
         self.values = {"state": "running", "message": "", "step": 0, "max_steps": 0, "loss": None,
                        "val_loss": None, "host": socket.gethostname(), "pid": os.getpid()}
@@ -195,30 +195,27 @@ class ConsoleLog:
         """`state`: done, stopped or failed."""
         self.update(state=state, message=message)
         if self.out:
-            self._write_status(last=True)
+            self._write_status()
 
     def _append(self, text):
         if self.file is not None:
             with self._warning("console.log"):
                 os.write(self.file, text.encode(errors="replace"))      # at once: threads print, too
 
-    def _write_status(self, last=False):
+    def _write_status(self):
         """Atomically, but not durable as replace_file is: an fsync a second would cost a fast run time."""
         self.due = time.monotonic() + self.EVERY
-        if not self.lock.acquire(timeout=float(last)):  # another thread writes it
-            return
-        temporary, now = self.out / f"status.json.{os.getpid()}.tmp", datetime.now().astimezone()
-        try:
-            newest = checkpoints(self.out)[-1:]
-            self.update(checkpoint=str(newest[0][1]) if newest else None,
-                        unix_time=round(now.timestamp(), 3), time=now.isoformat(timespec="seconds"))
-            with self._warning("status.json"):
+        newest, now = checkpoints(self.out)[-1:], datetime.now().astimezone()
+        self.update(checkpoint=str(newest[0][1]) if newest else None,
+                    unix_time=round(now.timestamp(), 3), time=now.isoformat(timespec="seconds"))
+        # each time another name: a thread or a signal may come in between
+        temporary = self.out / f"status.json.{next(self.writes)}.tmp"
+        with self._warning("status.json"):
+            try:
                 temporary.write_text(json.dumps(self.values) + "\n")
                 os.replace(temporary, self.out / "status.json")
-        finally:
-            with suppress(OSError):
+            finally:
                 temporary.unlink(missing_ok=True)
-            self.lock.release()
 
     @contextmanager
     def _warning(self, name):

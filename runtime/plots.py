@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from runtime.cli import brief_error
 from runtime.files import read_text, remove_leftovers, replace_file
 from runtime.log import read_log
 from runtime.tokenizer import VOCAB_SIZE
@@ -195,15 +196,10 @@ class LossPlotter:
                 remove_leftovers(self.config.out, re.escape("loss.png"))
 
 
-def main(argument: str) -> None:
-    """LossPlotter's process. `argument`: the run's config as JSON."""
+if __name__ == "__main__":              # LossPlotter's process, given the run's config as JSON
     if hasattr(os, "nice"):             # not on Windows
         os.nice(19)
     try:
-        plot_log(SimpleNamespace(**json.loads(argument)))
+        plot_log(SimpleNamespace(**json.loads(sys.argv[1])))
     except Exception as error:          # matplotlib raises all kinds
-        sys.exit(" ".join(f"{type(error).__name__}: {error}".split()))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])
+        sys.exit(brief_error(error))
