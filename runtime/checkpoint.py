@@ -183,7 +183,7 @@ class Saver:
         self.process.last_save = time.monotonic()
 
     def _write(self, content, begun):
-        """-> its path, and the seconds that it took"""
+        """Returns the path, and the seconds that it took."""
         out, best, keep = Path(self.config.out), content["best"], self.config.keep_checkpoints
         path = out / checkpoint_name(content["step"])
         if fault := find_fault(content["model"], content["optimizers"]):

@@ -77,15 +77,15 @@ def fault_of(tensor: torch.Tensor, minimum: float = -math.inf) -> str | None:
 def find_fault(model: dict, optimizers: list[dict] = ()) -> str | None:
     """Of a state dict and of those of its optimizers, the first tensor with a number that no training makes,
     as 'lm_head.weight holds NaN numbers'. None if there is none."""
-    tensors = [(name, "", tensor) for name, tensor in model.items()]
+    for name, tensor in model.items():
+        if tensor.is_floating_point() and tensor.numel() and (fault := fault_of(tensor)):
+            return f"{name} holds {fault} numbers"
     for saved in optimizers:
         names = [name for group in saved["param_groups"] for name in group["param_names"]]
-        tensors += [(f"the optimizer's {key} of {names[i]}", key, tensor)
-                    for i, state in saved["state"].items() for key, tensor in state.items()]
-    for name, key, tensor in tensors:
-        minimum = 0 if key in ("step", "exp_avg_sq") else -math.inf
-        if tensor.is_floating_point() and tensor.numel() and (fault := fault_of(tensor, minimum)):
-            return f"{name} holds {fault} numbers"
+        for i, state in saved["state"].items():
+            for key, tensor in state.items():
+                if fault := fault_of(tensor, 0 if key in ("step", "exp_avg_sq") else -math.inf):
+                    return f"the optimizer's {key} of {names[i]} holds {fault} numbers"
     return None
 
 

@@ -15,7 +15,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
-from typing import TextIO
 
 from runtime.cli import RunError, UserError
 from runtime.files import checkpoints, is_redirected_to, read_text, readable, replace_file, writable
@@ -58,8 +57,8 @@ def wandb_id(out: str | Path, resumes: bool) -> str:
     return new
 
 
-def rewritten(path: Path, lines: list[str]) -> TextIO:
-    """The file with these lines, to append to."""
+def rewritten(path: Path, lines: list[str]):
+    """The text file with these lines, open to append to."""
     replace_file(path, lambda file: file.write("".join(f"{line}\n" for line in lines).encode()))
     return open(path, "a", encoding="utf-8")
 
