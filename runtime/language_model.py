@@ -89,7 +89,6 @@ class ModernLanguageModel(LanguageModel):
     """Rotary positions and the sliding window. A subclass has `recipe`, its name, and `looked_up`: its tables
     of which only rows are read, and which are no head."""
     Config = ModernConfig
-    looked_up = ()
 
     def __init__(self, config):
         super().__init__()

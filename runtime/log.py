@@ -273,15 +273,13 @@ class Profiler:
 
     def _write(self, profile):
         self.inner = None
-        try:
-            profile.export_chrome_trace(str(self.path))
-        except OSError as error:
-            self.process.print0(f"warning: no trace: {self.path} cannot be written ({error.strerror})")
-            return
         order = f"self_{'cuda' if self.process.device.startswith('cuda') else 'cpu'}_time_total"
         table = profile.key_averages().table(sort_by=order, row_limit=12, max_name_column_width=50)
-        self.process.print0(f"{table}\nsaved {self.path}: {self.STEPS['active']} steps, for "
-                            "chrome://tracing or ui.perfetto.dev")
+        profile.export_chrome_trace(str(self.path))     # where it cannot, it only says why on stderr
+        said = f"saved {self.path}: {self.STEPS['active']} steps, for chrome://tracing or ui.perfetto.dev"
+        if not self.path.is_file():
+            said = f"warning: no trace: {self.path} cannot be written"
+        self.process.print0(f"{table}\n{said}")
 
     def close(self):
         if self.inner:

@@ -26,7 +26,7 @@ from runtime.device import compile_error, peak_flops
 from runtime.distributed import Process, setup_process
 from runtime.forecast import ModelSize
 from runtime.files import checkpoints
-from runtime.log import Log
+from runtime.log import Log, Profiler
 from runtime.plots import LossPlotter, plot_log
 from runtime.shards import first_words, write_shard
 from runtime.signals import StopSignals
@@ -518,6 +518,16 @@ def test_profile_writes_a_trace_of_three_steps_and_changes_no_loss(shards, start
                 "--max_steps", 9,
                 "--out", tmp_path / "short")
     assert "--profile needs 10 steps" in short.stdout and not (tmp_path / "short" / "trace.json").exists()
+
+
+def test_a_trace_that_cannot_be_written_is_a_warning(tmp_path, capsys):
+    profiler = Profiler(Config(profile=True, out=str(tmp_path / "missing")), Process())
+    for _ in range(10):
+        profiler.step()
+    profiler.close()
+    said = capsys.readouterr().out
+    assert said.endswith(f"warning: no trace: {tmp_path}/missing/trace.json cannot be written\n")
+    assert "saved" not in said
 
 
 PEAKS = {
