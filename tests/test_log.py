@@ -64,6 +64,9 @@ def test_metrics_csv_goes_on_where_the_checkpoint_is_and_a_damaged_one_hinders_n
     (tmp_path / "metrics.csv").open("a").write("damaged,,\n1,2,3,4\n4,400,8.0,1.0")
     with pytest.raises(ValueError, match="line 6 is none of a run's metrics"):
         read_metrics(tmp_path / "metrics.csv")
+    (tmp_path / "other.csv").write_text(",".join(COLUMNS) + "\n" + "1" * 200_000 + ",\n")
+    with pytest.raises(ValueError, match="line 2 is none of a run's metrics"):
+        read_metrics(tmp_path / "other.csv")
     log = Log(config, 2, 2)                     # its evaluation was made before the checkpoint was written
     log.step(2, 1.5, 1.0, 0.1, seconds=3.0)
     log.evaluation(3, "hella", 0.25)

@@ -167,11 +167,11 @@ def test_loss_is_the_cross_entropy_of_the_logits_and_ignores_minus_one():
 def test_token_losses_are_the_loss_of_each_token_and_zero_where_ignored():
     model, idx, targets = make_model(), tokens(3, 24), tokens(3, 24, seed=2)
     targets[:, :20], targets[1], targets[2, -1] = -1, -1, 0
-    losses = model.token_losses(idx, targets)
+    positions = (targets >= 0).flatten().nonzero().flatten()
+    losses = model.token_losses(idx, targets, positions)
     every = F.cross_entropy(model(idx)[0].transpose(1, 2), targets, ignore_index=-1, reduction="none")
     assert losses.dtype == torch.float32 and (losses[targets == -1] == 0).all()
     torch.testing.assert_close(losses, every)
-    positions = (targets >= 0).flatten().nonzero().flatten()
     for more in (positions[:0], positions[:3], torch.tensor([0])):      # none, some again, one with target -1
         torch.testing.assert_close(model.token_losses(idx, targets, torch.cat((positions, more))), losses)
     without_data = [t.to("meta") for t in (idx, targets, positions)]    # there reading a value, a sync, fails
