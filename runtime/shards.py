@@ -6,16 +6,14 @@ import os
 import re
 import shlex
 import textwrap
-import threading
 import warnings
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 
 from runtime.cli import UserError
-from runtime.files import read_text, readable, replace_file
+from runtime.files import file_sha256, read_text, readable, replace_file
 from runtime.tokenizer import EOT, VOCAB_SIZE, tokenizer
 
 MANIFEST_NAME = re.compile(r"manifest(_p\d+of\d+)?\.json")
@@ -151,53 +149,21 @@ def recorded_sums(folder: str | Path) -> dict[str, str]:
     return sums
 
 
-def damage_of(path: Path, sha256: str = "", stop: Callable[[], bool] = lambda: False) -> str:
-    """What is wrong with a shard, all of whose bytes are read: '' if nothing. Reads and hashes in pieces, in
-    which other threads go on; once `stop` says so, no further."""
+def damage_of(path: Path, sha256: str = "") -> str:
+    """What is wrong with a shard, all of whose bytes are read: '' if nothing."""
     if not os.path.isfile(path):
         return "missing"
-    found, largest, piece = hashlib.sha256(), 0, np.empty(1 << 23, dtype=np.uint8)
     try:
-        offset = open_shard(path).offset
-        with readable(path, "copy it again"), open(path, "rb") as file:
-            found.update(file.read(offset))
-            while n := file.readinto(piece):
-                if stop():
-                    return ""
-                found.update(piece[:n])
-                largest = max(largest, int(piece[:n // 2 * 2].view("<u2").max()))
+        with readable(path, "copy it again"):
+            if sha256 and file_sha256(path) != sha256:
+                return OTHER_BYTES
+            largest = read_shard(path).max()
     except UserError as error:
-        return OTHER_BYTES if sha256 and not isinstance(error.__context__, OSError) else str(error)
-    if sha256 and found.hexdigest() != sha256:
-        return OTHER_BYTES
+        return str(error)
     return f"it holds token {largest}, and GPT-2's end at {VOCAB_SIZE - 1}" if largest >= VOCAB_SIZE else ""
 
 
-def check_shards(sums: dict[Path, str], stop: Callable[[], bool] = lambda: False) -> None:
-    """Reads all bytes of these shards. UserError for the first that is not {path: SHA-256}."""
-    for path, sha256 in sums.items():
-        if not stop() and (why := damage_of(path, sha256, stop)):
-            raise damaged(path, why)
-
-
-class ShardCheck:
-    """check_shards on a thread. `raise_damage` raises what it has found so far."""
-
-    def __init__(self, sums: dict[Path, str]):
-        self.error, self.stop = None, threading.Event()
-        self.thread = threading.Thread(target=self._run, args=[sums], daemon=True, name="check of shards")
-        self.thread.start()
-
-    def _run(self, sums):
-        try:
-            check_shards(sums, self.stop.is_set)
-        except Exception as error:
-            self.error = error
-
-    def raise_damage(self) -> None:
-        if self.error:
-            raise self.error
-
-    def close(self) -> None:
-        self.stop.set()
-        self.thread.join()
+def check_shard(path: Path, sha256: str) -> None:
+    """Reads all bytes of a shard. UserError if they are damaged, or not those of `sha256`."""
+    if why := damage_of(path, sha256):
+        raise damaged(path, why)

@@ -52,7 +52,7 @@ from runtime.dataloader import TokenDataset, TokenLoader, open_data, stable_perm
 from runtime.files import digest, fingerprint_blocks, replace_file, writable
 from runtime.hub import RETRIES
 from runtime.presets import PRESETS
-from runtime.shards import ShardCheck, list_shards, open_shard, read_shard, write_shard
+from runtime.shards import list_shards, open_shard, read_shard, write_shard
 from runtime.tokenizer import EOT, checked_asset, encode, tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -1009,7 +1009,7 @@ def test_large_data_is_checked_while_a_run_trains_and_damage_ends_it(written, mo
         assert len(train.unchecked) == 5
         loader = TokenLoader(train, 10, 2)
         loader.start(0)
-        loader._check.thread.join()
+        assert any(check.exception() for check in loader._checks) == damage               # waits for all
         for _ in range(2):
             with pytest.raises(UserError, match="val_000000.npy is damaged") if damage else nullcontext():
                 loader.next_batch()
@@ -1018,15 +1018,16 @@ def test_large_data_is_checked_while_a_run_trains_and_damage_ends_it(written, mo
 
 
 def test_closing_a_loader_ends_the_check_of_its_shards(tmp_path, monkeypatch):
-    piece, read = threading.Event(), []
-    monkeypatch.setattr(runtime.shards, "damage_of",
-                        lambda path, sha256, stop: read.append(path) or piece.wait() and "")
-    check = ShardCheck({Path(str(i)): "" for i in range(5)})
+    closing, read = threading.Event(), []
+    monkeypatch.setattr(runtime.dataloader, "check_shard",
+                        lambda path, sha256: read.append(path) or closing.wait())
+    loader = loader_of([np.arange(200, dtype=np.uint16)])
+    loader.dataset.unchecked = {Path(str(i)): "" for i in range(5)}
+    loader.start(0)
     wait_until(lambda: read)
-    check.stop.set()
-    piece.set()
-    check.close()
-    assert read == [Path("0")] and not check.thread.is_alive()
+    threading.Timer(0.2, closing.set).start()     # while `close` waits for the shard that is being read
+    loader.close()
+    assert read == [Path("0")] and not [t for t in threading.enumerate() if t.name.startswith("checks")]
 
 
 # -----------------------------------------------------------------------------
