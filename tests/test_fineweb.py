@@ -1415,6 +1415,10 @@ def test_pretokenized_takes_a_folder_whose_text_run_made_no_shard(published, tmp
     prepare("--pretokenized", 1)
 
 
+OUT_OF_REACH = ("fineweb.py: the Hugging Face hub is out of reach (or HF_HUB_OFFLINE is set): connect to a "
+                "network to get {}, or give your own text with --input\n")
+
+
 def test_fineweb_offline_is_one_line_at_once_and_goes_on_when_the_hub_is_back(hub, gpt2, tmp_path,
                                                                               monkeypatch):
     result = command(cwd=tmp_path)
@@ -1437,16 +1441,14 @@ def test_fineweb_offline_is_one_line_at_once_and_goes_on_when_the_hub_is_back(hu
 def test_without_a_network_the_command_says_so_in_a_short_line_and_leaves_nothing(flags, what, tmp_path):
     result = command(*flags, cwd=tmp_path, env=hub_at(NO_HUB))
     assert result.returncode == 1 and result.stdout == "" and list(tmp_path.iterdir()) == []
-    assert result.stderr == (f"fineweb.py: the Hugging Face hub is out of reach: connect to a network to get "
-                             f"{what}, or give your own text with --input\n")
+    assert result.stderr == OUT_OF_REACH.format(what)
 
 
 def test_pretokenized_offline_is_one_line_at_once_and_leaves_nothing(tmp_path):
     result = command("--pretokenized", 1, "--out", "X", cwd=tmp_path)
     assert result.returncode == 1 and result.stdout == "" and list(tmp_path.iterdir()) == []
     assert result.stderr.count("\n") == 1
-    assert result.stderr == ("fineweb.py: HF_HUB_OFFLINE is set: unset it to get 2 of 2 files of "
-                             "kjj0/fineweb10B-gpt2, or give your own text with --input\n")
+    assert result.stderr == OUT_OF_REACH.format("2 of 2 files of kjj0/fineweb10B-gpt2")
     (tmp_path / "X").mkdir()
     for name, tokens in ((VAL, 5), (TRAIN[1], 7)):
         write_shard(tmp_path / "X" / name, np.arange(tokens, dtype=np.uint16))
