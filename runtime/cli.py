@@ -6,13 +6,14 @@ import difflib
 import os
 import sys
 import textwrap
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from dataclasses import field
 from pathlib import Path
 
 from runtime import start
 
 __version__ = "0.1.0"       # of the project; CHANGELOG.md says what changed
+MAY_BE_EMPTY = "prompt", "sample_prompt"
 
 
 class UserError(Exception):
@@ -33,29 +34,25 @@ def parse_int(text: str) -> int:
 
 
 class FlagParser(argparse.ArgumentParser):
-    """argparse whose errors are UserErrors, whose flags cannot be abbreviated, and whose texts cannot be
-    empty, as that of an unset variable is (--out "$OUT"), but for those named in `may_be_empty`."""
+    """argparse whose errors are UserErrors, whose flags cannot be abbreviated, and whose texts, but for those
+    of MAY_BE_EMPTY, cannot be empty, as that of an unset variable is (--out "$OUT")."""
 
-    def __init__(self, may_be_empty: Container[str] = ("prompt", "sample_prompt"), **kwargs):
-        self.may_be_empty = may_be_empty
+    def __init__(self, **kwargs):
         super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
         self.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
 
     def parse_args(self, args=None, namespace=None):
-        positional = any(not action.option_strings for action in self._actions)
-        # the other way would not take `compare --plot FILE RUN RUN`
-        parse = self.parse_known_intermixed_args if positional else self.parse_known_args
-        args, unknown = parse(args, namespace)
+        # intermixed: else `compare --plot FILE RUN RUN` would not be taken
+        args, unknown = self.parse_known_intermixed_args(args, namespace)
         if unknown:
             flags = [option for option in self._option_string_actions if option.startswith("--")]
             written = "--" + unknown[0].partition("=")[0].strip("-").replace("-", "_")
-            near = difflib.get_close_matches(written, flags, n=1)
-            did_you_mean = f"; did you mean {near[0]}?" if near else ""
-            self.error(f"unrecognized arguments: {' '.join(unknown)}{did_you_mean}")
+            near = "".join(f"; did you mean {flag}?" for flag in difflib.get_close_matches(written, flags, n=1))
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{near}")
         for action in self._actions:
             value = getattr(args, action.dest, None)
             empty = value == "" or isinstance(value, list) and "" in value
-            if empty and value != action.default and action.dest not in self.may_be_empty:
+            if empty and value != action.default and action.dest not in MAY_BE_EMPTY:
                 name = action.option_strings[0] if action.option_strings else action.metavar or action.dest
                 self.error(f"{name} is empty: give a value (was a variable of the shell not set?)")
         return args
