@@ -26,10 +26,11 @@ class RunError(Exception):
 
 def parse_int(text: str) -> int:
     """'100000', '100_000' or '1e5' -> 100000, for flags."""
-    for kind in (int, float):                     # int first: float rounds above 2**53
-        with contextlib.suppress(ValueError, OverflowError):
-            if int(kind(text)) == kind(text):
-                return int(kind(text))
+    with contextlib.suppress(ValueError):
+        return int(text)                          # first: float rounds above 2**53
+    with contextlib.suppress(ValueError):
+        if float(text).is_integer():
+            return int(float(text))
     raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
 
 
@@ -47,8 +48,8 @@ class FlagParser(argparse.ArgumentParser):
         if unknown:
             flags = [option for option in self._option_string_actions if option.startswith("--")]
             written = "--" + unknown[0].partition("=")[0].strip("-").replace("-", "_")
-            near = "".join(f"; did you mean {flag}?" for flag in difflib.get_close_matches(written, flags, n=1))
-            self.error(f"unrecognized arguments: {' '.join(unknown)}{near}")
+            near = [f"; did you mean {flag}?" for flag in difflib.get_close_matches(written, flags, n=1)]
+            self.error(" ".join(["unrecognized arguments:", *unknown]) + "".join(near))
         for action in self._actions:
             value = getattr(args, action.dest, None)
             empty = value == "" or isinstance(value, list) and "" in value
@@ -111,7 +112,7 @@ def flag(default, group, help, **metadata):
 
 
 def parse_config(prog: str, Config: type, defaults: Callable[[dict], dict], description: str,
-                 argv: list[str] | None = None, recipes: dict | None = None, notes: str = "") -> tuple:
+                 argv: list[str] | None, recipes: dict, notes: str) -> tuple:
     """Command line -> (Config, names of the fields that were given as flags). Each field of Config is a flag.
     `defaults`: given flags -> values of other fields that differ from Config's own defaults. For the help,
     `recipes`: {name: the defaults that differ}, and `notes` below the flags."""
@@ -122,7 +123,7 @@ def parse_config(prog: str, Config: type, defaults: Callable[[dict], dict], desc
         name, kind, choices = f.name, f.metadata.get("type", f.type), f.metadata.get("choices")
         if group is None or group.title != f.metadata["group"]:
             group = parser.add_argument_group(f.metadata["group"])
-        help = f.metadata["help"] + default_note(f, recipes or {})
+        help = f.metadata["help"] + default_note(f, recipes)
         if kind is bool:
             both = dict(dest=name, action=BoolFlag, default=argparse.SUPPRESS)
             shown = [f"--{name}"] if f.default is False else [f"--{name}", f"--no_{name}"]
@@ -150,12 +151,12 @@ def default_note(f: dataclasses.Field, recipes: dict) -> str:
 
 def resume_notes(Config: type) -> str:
     """Which flags a resumed run may change, for the help."""
-    fixed, per_run = ([f"--{f.name}" for f in dataclasses.fields(Config) if f.metadata.get(kind)]
-                      for kind in ("fixed", "per_run"))
-    lists = {"On resume, these cannot change": fixed, "These are not taken from the checkpoint": per_run}
-    rest = "\nAll others are the checkpoint's, where they are not given.\n"
-    return "\n".join(textwrap.fill(f"{what}: {' '.join(names)}", 100, subsequent_indent="  ")
-                     for what, names in lists.items()) + rest
+    notes = []
+    for kind, what in (("fixed", "On resume, these cannot change:"),
+                       ("per_run", "These are not taken from the checkpoint:")):
+        names = [f"--{f.name}" for f in dataclasses.fields(Config) if f.metadata.get(kind)]
+        notes.append(textwrap.fill(" ".join([what, *names]), 100, subsequent_indent="  "))
+    return "\n".join([*notes, "All others are the checkpoint's, where they are not given.\n"])
 
 
 def run_command(main: Callable[[], int | None], is_master: Callable[[], bool] = lambda: True) -> None:
