@@ -8,6 +8,7 @@ import itertools
 import os
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -48,7 +49,8 @@ class TokenDataset:
 
     def __init__(self, shards: list[Path | np.ndarray], sequence_length: int, seed: int = 0,
                  shuffle: bool = False, vocab_size: int = VOCAB_SIZE):
-        self.shards, self.T, self.vocab_size = list(shards), sequence_length, vocab_size
+        self.shards, self.T, self.end = list(shards), sequence_length, min(vocab_size, VOCAB_SIZE)
+        self.names = ["the text" if isinstance(shard, np.ndarray) else str(shard) for shard in self.shards]
         paths = [shard for shard in self.shards if not isinstance(shard, np.ndarray)]
         recorded = recorded_sums(paths[0].parent) if paths else {}
         self.sums = {path: recorded[path.name] for path in paths if recorded.get(path.name)}
@@ -58,38 +60,39 @@ class TokenDataset:
         self.counts = [(length - 1) // self.T for length in self.lengths]
         self.total = sum(self.counts)
         if self.total == 0:
-            raise UserError(f"{self._name(0)}: {sum(self.lengths):,} tokens are too few for one sequence of "
+            raise UserError(f"{self.names[0]}: {sum(self.lengths):,} tokens are too few for one sequence of "
                             f"{self.T} tokens and its target: give more text or a smaller --sequence_length")
         self._order = lambda n, *key: stable_permutation(n, seed, *key) if shuffle else np.arange(n)
-        self._epoch = self._loaded = None
-
-    def _name(self, i):
-        return "the text" if isinstance(self.shards[i], np.ndarray) else str(self.shards[i])
+        # of the epoch and of the shard that are being read
+        self._epoch, self._sequences = lru_cache(1)(self._epoch), lru_cache(1)(self._sequences)
 
     def _fingerprint(self, i):
         """[name, number of tokens, digest] of shard i."""
         tokens = self.shards[i] if isinstance(self.shards[i], np.ndarray) else open_shard(self.shards[i])
         sample = fingerprint_blocks(tokens)
         self._check_ids(i, sample)
-        return [Path(self._name(i)).name, len(tokens), digest(sample)]
+        return [Path(self.names[i]).name, len(tokens), digest(sample)]
 
     def _check_ids(self, i, tokens):
-        if (largest := tokens.max()) >= min(self.vocab_size, VOCAB_SIZE):
-            raise UserError(f"{self._name(i)} holds token {largest}, and " + (
-                f"GPT-2's tokens end at {VOCAB_SIZE - 1}: it is damaged, or of another tokenizer"
-                if largest >= VOCAB_SIZE else
-                f"the model's vocabulary has {self.vocab_size}: these are not GPT-2's tokens, or "
-                f"--vocab_size is too small"))
+        if (largest := tokens.max()) >= self.end:
+            raise UserError(f"{self.names[i]} holds token {largest}, and the model's tokens end at "
+                            f"{self.end - 1}: it is damaged, or of another tokenizer than GPT-2's, or "
+                            f"--vocab_size is too small")
 
-    def _load_shard(self, i):
-        """Reads shard i: its sequences as rows (count_i, T+1), and their order in this epoch."""
+    def _epoch(self, epoch):
+        """The order of the shards in an epoch, and the numbers within it at which their sequences begin."""
+        order = self._order(len(self.shards), epoch).tolist()
+        return order, [0, *itertools.accumulate(self.counts[i] for i in order)]
+
+    def _sequences(self, epoch, i):
+        """Reads shard i: its sequences as rows (count_i, T+1), and their order in an epoch."""
         shard = self.shards[i]
         tokens = shard if isinstance(shard, np.ndarray) else read_shard(shard, self.sums.get(shard, ""))
         if [len(tokens), digest(tokens)] != self.fingerprint[i][1:]:
-            raise UserError(f"{self._name(i)} changed during the run: restore it, then run the same command")
+            raise UserError(f"{self.names[i]} changed during the run: restore it, then run the same command")
         self._check_ids(i, tokens)
-        self._rows = np.lib.stride_tricks.sliding_window_view(tokens, self.T + 1)[::self.T]       # no copy
-        self._row_order, self._loaded = self._order(self.counts[i], self._epoch, i), i
+        rows = np.lib.stride_tricks.sliding_window_view(tokens, self.T + 1)[::self.T]           # no copy
+        return rows, self._order(self.counts[i], epoch, i)
 
     def read(self, first: int, count: int) -> np.ndarray:
         """Sequences number `first` to `first + count - 1`, each with its last target: uint16 (count, T+1)."""
@@ -97,16 +100,12 @@ class TokenDataset:
         row = 0
         while row < count:
             epoch, position = divmod(first + row, self.total)
-            if epoch != self._epoch:
-                self._epoch, self._loaded = epoch, None
-                self._shard_order = self._order(len(self.shards), epoch)
-                self._edges = [0, *itertools.accumulate(self.counts[i] for i in self._shard_order)]
-            slot = bisect.bisect_right(self._edges, position) - 1
-            i, local = int(self._shard_order[slot]), position - self._edges[slot]
-            if i != self._loaded:
-                self._load_shard(i)
+            order, begins = self._epoch(epoch)
+            slot = bisect.bisect_right(begins, position) - 1
+            i, local = order[slot], position - begins[slot]
+            rows, row_order = self._sequences(epoch, i)
             n = min(count - row, self.counts[i] - local)
-            out[row:row + n] = self._rows[self._row_order[local:local + n]]
+            out[row:row + n] = rows[row_order[local:local + n]]
             row += n
         return out
 

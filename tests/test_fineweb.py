@@ -1983,9 +1983,9 @@ def test_too_little_text_foreign_ids_and_missing_data_are_users_mistakes(tmp_pat
     assert TokenDataset([np.arange(9, dtype=np.uint16)], 8).total == 1
     with pytest.raises(UserError, match="holds token 50257"):
         TokenDataset([np.array([1, 2, 50257], dtype=np.uint16)], 2, vocab_size=50257)
-    with pytest.raises(UserError, match="holds token 50257, and GPT-2's tokens end at 50256"):
+    with pytest.raises(UserError, match="holds token 50257, and the model's tokens end at 50256"):
         TokenDataset([np.array([1, 2, 50257], dtype=np.uint16)], 2, vocab_size=50304)       # no padding's
-    with pytest.raises(UserError, match="holds token 256, and the model's vocabulary has 256"):
+    with pytest.raises(UserError, match="holds token 256, and the model's tokens end at 255"):
         TokenDataset([np.array([1, 2, 256], dtype=np.uint16)], 2, vocab_size=256)
     for folder in (tmp_path, tmp_path / "missing"):
         with pytest.raises(UserError, match="python fineweb.py"):
