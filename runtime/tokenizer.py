@@ -66,22 +66,16 @@ def stem(text: str) -> str:
 
 
 @functools.cache
-def stems_of_gpt2() -> np.ndarray:
-    """stems_of_tokens for GPT-2's tokens, int64 (50257,)."""
-    names: list = list(range(VOCAB_SIZE))               # of stems: a text, or else the token's id
-    for token, i in token_bytes().items():
-        with contextlib.suppress(UnicodeDecodeError):
-            names[i] = stem(token.decode()) or i
-    number: dict = {}
-    return np.array([number.setdefault(name, len(number)) for name in names], dtype=np.int64)
-
-
 def stems_of_tokens(vocab_size: int) -> np.ndarray:
     """For each token the number of its stem, int64 (vocab_size,): tokens have the same if `stem` of their
     texts is the same. Bytes that are no text, white space, <|endoftext|> and padding have one each, and so
     has every token of a vocabulary that is smaller than GPT-2's."""
-    stems = stems_of_gpt2() if vocab_size >= VOCAB_SIZE else np.arange(vocab_size)
-    return np.append(stems, stems.max() + 1 + np.arange(vocab_size - len(stems)))
+    names: list = list(range(vocab_size))               # of stems: a text, or else the token's id
+    for token, i in token_bytes().items() if vocab_size >= VOCAB_SIZE else ():
+        with contextlib.suppress(UnicodeDecodeError):
+            names[i] = stem(token.decode()) or i
+    number: dict = {}
+    return np.array([number.setdefault(name, len(number)) for name in names], dtype=np.int64)
 
 
 def encode(text: str) -> np.ndarray:
