@@ -63,10 +63,7 @@ class FlagParser(argparse.ArgumentParser):
 
 
 class BoolFlag(argparse.Action):
-    """--name and --no_name."""
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, nargs=0, **kwargs)
+    """--name and --no_name, with nargs=0."""
 
     def __call__(self, parser, namespace, values, option_string=None):
         setattr(namespace, self.dest, not option_string.startswith("--no_"))
@@ -125,7 +122,7 @@ def parse_config(prog: str, Config: type, defaults: Callable[[dict], dict], desc
             group = parser.add_argument_group(f.metadata["group"])
         help = f.metadata["help"] + default_note(f, recipes)
         if kind is bool:
-            both = dict(dest=name, action=BoolFlag, default=argparse.SUPPRESS)
+            both = dict(dest=name, action=BoolFlag, nargs=0, default=argparse.SUPPRESS)
             shown = [f"--{name}"] if f.default is False else [f"--{name}", f"--no_{name}"]
             group.add_argument(*shown, **both, help=help)
             if f.default is False:

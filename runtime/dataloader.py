@@ -38,10 +38,9 @@ class TokenDataset:
     epoch, by the seed; without, the order is that of the files. `shards`: paths, or 1-D uint16 arrays. One
     shard is in memory at a time, as uint16.
 
-    Raises UserError for a damaged shard, for too little text to make one sequence, for ids at or above
-    `vocab_size` or GPT-2's 50257 (at once if the fingerprint's blocks hold one, else when the shard is read),
-    for a shard that changed since the start, and for one whose SHA-256 is not that in its manifest (when it
-    is read).
+    Raises UserError for too little text to make one sequence, and for a shard that is damaged, has ids at or
+    above `vocab_size` or GPT-2's 50257, changes during the run, or has not the SHA-256 in its manifest: at
+    once where the fingerprint's blocks show it, else when the shard is read.
 
     `sums`: {path: SHA-256} of the shards whose manifest, in the folder of the first, records it. `unchecked`:
     those that TokenLoader.start is to check.
@@ -194,8 +193,7 @@ class Data(NamedTuple):
     val_count: int              # sequences of one validation, the first of `val`
 
     def fingerprints(self) -> dict[str, list]:
-        return {split: dataset.fingerprint for split, dataset in (("train", self.train), ("val", self.val))
-                if dataset}
+        return {"train": self.train.fingerprint} | ({"val": self.val.fingerprint} if self.val else {})
 
 
 def find_shards(config) -> dict[str, list[Path]]:

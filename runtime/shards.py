@@ -28,8 +28,7 @@ def write_shard(path: str | Path, *parts: np.ndarray) -> str:
     if Path(path).suffix == ".bin":
         head.write(np.array([BIN_MAGIC, BIN_VERSION, n] + [0] * (BIN_HEADER - 3), dtype="<i4"))
     else:
-        np.lib.format.write_array_header_1_0(head, np.lib.format.header_data_from_array_1_0(parts[0])
-                                               | {"shape": (n,)})
+        np.lib.format.write_array_header_1_0(head, {"descr": "<u2", "fortran_order": False, "shape": (n,)})
     sha256 = hashlib.sha256()
 
     def write(file):            # not np.save: on a full disk it can lose a file's last bytes without an error
