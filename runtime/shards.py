@@ -43,10 +43,12 @@ def open_shard(path: str | Path) -> np.memmap:
     """Tokens of a .npy or .bin shard as a read-only memory map, 1-D uint16. Raises UserError if the file is
     missing, truncated or not a shard; nothing in it is ever unpickled."""
     path = Path(path)
-    with readable(path, "copy it or make it again"):
+    # an unusual header makes numpy warn: the error is enough
+    with readable(path, "copy it or make it again"), warnings.catch_warnings(action="ignore"):
         if not path.is_file():                    # opening a named pipe would block forever
             raise ValueError("no regular file is there")
-        tokens = (_open_bin if path.suffix == ".bin" else _open_npy)(path)
+        # not np.load: it takes a file that is no .npy for a pickle or an archive
+        tokens = _open_bin(path) if path.suffix == ".bin" else np.lib.format.open_memmap(path, mode="r")
         if tokens.dtype != np.uint16 or tokens.ndim != 1 or len(tokens) == 0:
             raise ValueError(f"a shard is 1-D uint16 tokens, it holds {tokens.dtype} {tokens.shape}")
         if path.stat().st_size != tokens.offset + tokens.nbytes:
@@ -59,14 +61,6 @@ def _open_bin(path):
     if len(header) < BIN_HEADER or (header[0], header[1]) != (BIN_MAGIC, BIN_VERSION):
         raise ValueError(f"it does not start with llm.c's header: magic {BIN_MAGIC}, version {BIN_VERSION}")
     return np.memmap(path, dtype="<u2", mode="r", offset=4 * BIN_HEADER, shape=(int(header[2]),))
-
-
-def _open_npy(path):
-    with open(path, "rb") as file:                # np.load takes any other file for a pickle or an archive
-        if file.read(len(np.lib.format.MAGIC_PREFIX)) != np.lib.format.MAGIC_PREFIX:
-            raise ValueError("it is not a .npy file")
-    with warnings.catch_warnings(action="ignore"):        # about an unusual header: the error is enough
-        return np.load(path, mmap_mode="r", allow_pickle=False)
 
 
 def is_whole(path: Path) -> bool:
