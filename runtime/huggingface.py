@@ -13,6 +13,9 @@ from runtime.progress import Progress
 from runtime.tokenizer import EOT, VOCAB_SIZE, checked_asset
 from runtime.weights import build_model, canonical, check_tokens, load_pickle
 
+# what a GPT-2's config.json may leave out, but not say otherwise. auto_map is code of its own: never run here
+GPT2 = {"auto_map": None, "layer_norm_epsilon": 1e-5, "scale_attn_weights": True, "tie_word_embeddings": True,
+        "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False}
 # what save_pretrained writes
 EXPORTED = {"config.json", "tokenizer_config.json", "vocab.json", "merges.txt", "model.safetensors"}
 
@@ -34,16 +37,9 @@ def from_huggingface(source, GPT, GPTConfig):
         config = json.loads(read_text(folder / "config.json", errors="strict"))
         if not isinstance(config, dict):
             raise ValueError("its config.json holds no settings")
-        if "auto_map" in config:
-            raise ValueError("its config.json names code of its own (auto_map), which is never run here")
-        if config.get("model_type") != "gpt2":
-            raise ValueError(f"its config.json says model_type {safe_repr(config.get('model_type'))!r} "
-                            f"instead of 'gpt2'")
-        for key, value in (("layer_norm_epsilon", 1e-5), ("scale_attn_weights", True),
-                           ("tie_word_embeddings", True), ("scale_attn_by_inverse_layer_idx", False),
-                           ("add_cross_attention", False)):
-            if config.get(key, value) != value:
-                raise ValueError(f"its config.json says {key} = {safe_repr(config[key])} instead of {value}")
+        for key, value in {"model_type": "gpt2", **GPT2}.items():
+            if (found := config.get(key, GPT2.get(key))) != value:
+                raise ValueError(f"its config.json says {key} = {safe_repr(found)} instead of {value}")
         gelu = {"gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu": "none"}.get(
             config.get("activation_function", "gelu_new"))
         if gelu is None or config.get("n_inner") not in (None, 4 * config["n_embd"]):

@@ -1433,8 +1433,8 @@ def truncated(name, share):
 
 
 BAD_FOLDERS = {
-    "another kind of model": (hf_config(model_type="llama"), "model_type 'llama' instead of 'gpt2'"),
-    "no kind of model": (hf_config(model_type=None), "model_type 'None'"),
+    "another kind of model": (hf_config(model_type="llama"), "model_type = llama instead of gpt2"),
+    "no kind of model": (hf_config(model_type=None), "model_type = None"),
     "config cut off": (truncated("config.json", 0.5), "JSONDecodeError"),
     "config is a list": (lambda folder: (folder / "config.json").write_text("[]"), "not a GPT-2"),
     "config too deep": (lambda folder: (folder / "config.json").write_text("[" * 100_000), "RecursionError"),
