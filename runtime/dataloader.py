@@ -110,10 +110,8 @@ class TokenDataset:
 
 
 def to_device(rows, device):
-    """Rows of tokens (B, T+1) -> inputs x and targets y, int64 (B, T) each, on `device`.
-
-    On CUDA `rows` is a pinned tensor, and the copy overlaps with the GPU's work.
-    """
+    """Rows of tokens (B, T+1) -> inputs x and targets y, int64 (B, T) each, on `device`. On CUDA `rows` is a
+    pinned tensor, and the copy overlaps with the GPU's work."""
     rows = torch.as_tensor(rows, dtype=torch.int32).to(device, non_blocking=True).long()
     return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 

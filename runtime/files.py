@@ -1,5 +1,4 @@
-"""Atomic writes, errors of files and folders as UserErrors, digests, an output folder's lock and
-checkpoints."""
+"""Atomic writes, errors of files as UserErrors, digests, an output folder's lock and checkpoints."""
 import errno
 import hashlib
 import os

@@ -65,10 +65,9 @@ def _open_bin(path):
 
 def is_whole(path: Path) -> bool:
     """Whether open_shard reads it."""
-    try:
+    with suppress(UserError):
         return open_shard(path) is not None
-    except UserError:
-        return False
+    return False
 
 
 def read_shard(path: str | Path, sha256: str = "") -> np.ndarray:

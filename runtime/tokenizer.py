@@ -45,10 +45,8 @@ def token_bytes() -> dict[bytes, int]:
 
 @functools.cache
 def tokenizer():
-    """GPT-2's byte-level BPE (Radford et al. 2019, section 2.2) as a tiktoken Encoding, built from assets/.
-
-    Its tokens are those of `tiktoken.get_encoding("gpt2")`, which downloads the same two files.
-    """
+    """GPT-2's byte-level BPE (Radford et al. 2019, section 2.2) as a tiktoken Encoding, from assets/. Its
+    tokens are those of `tiktoken.get_encoding("gpt2")`, which downloads the same two files."""
     import tiktoken
     return tiktoken.Encoding("gpt2", explicit_n_vocab=VOCAB_SIZE, pat_str=PATTERN,
                              mergeable_ranks=token_bytes(), special_tokens={"<|endoftext|>": EOT})

@@ -76,10 +76,8 @@ def check_config(config, state_dict: dict) -> None:
 
 
 def build_model(cls: type, config, state_dict: dict):
-    """A `cls(config)` with the weights of `state_dict`, as fp32. ValueError if they do not fit.
-
-    The tensors are compared with the config before anything of the config's size is allocated.
-    """
+    """A `cls(config)` with the weights of `state_dict`, as fp32. ValueError if they do not fit: they are
+    compared with the config before anything of the config's size is allocated."""
     check_config(config, state_dict)
     try:
         with torch.device("meta"), Uninitialized():
