@@ -63,7 +63,7 @@ class FlagParser(argparse.ArgumentParser):
 
 
 class BoolFlag(argparse.Action):
-    """--name and --no_name, with nargs=0."""
+    """--name and --no_name; takes nargs=0."""
 
     def __call__(self, parser, namespace, values, option_string=None):
         setattr(namespace, self.dest, not option_string.startswith("--no_"))

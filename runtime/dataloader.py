@@ -62,7 +62,7 @@ class TokenDataset:
             raise UserError(f"{self.names[0]}: {sum(self.lengths):,} tokens are too few for one sequence of "
                             f"{self.T} tokens and its target: give more text or a smaller --sequence_length")
         self._order = lambda n, *key: stable_permutation(n, seed, *key) if shuffle else np.arange(n)
-        # of the epoch and of the shard that are being read
+        # kept for the epoch and the shard that are being read
         self._epoch, self._sequences = lru_cache(1)(self._epoch), lru_cache(1)(self._sequences)
 
     def _fingerprint(self, i):
