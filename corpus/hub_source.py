@@ -15,7 +15,6 @@ from runtime.hub import causes, need_hub, wait_to_retry
 
 CURSOR_EVERY = 1000             # documents between two cursors of a stream
 SIZES = 100                     # files whose size is asked for, at most
-LOG_IN = "log in with `hf auth login` or set HF_TOKEN"
 # --variant: dataset, prefix of the shards, beginning of the folder's name
 FINEWEB = {"edu": ("HuggingFaceFW/fineweb-edu", "edufineweb", "edu_fineweb"),
            "classic": ("HuggingFaceFW/fineweb", "fineweb", "fineweb")}
@@ -71,13 +70,11 @@ class HubSource:
                 self.description = source
             return                                # of another source: ShardWriter refuses it
         need_hub(self.repo)
-        self.description["revision"] = self._retried(self._newest)
+        from huggingface_hub import HfApi
+        self.description["revision"] = self._retried(
+            lambda: HfApi().dataset_info(self.repo, expand=["sha"])).sha
         if self.expected == math.inf and (size := self._retried(self._text_bytes)):
             self.description["bytes"] = size
-
-    def _newest(self):
-        import huggingface_hub
-        return huggingface_hub.HfApi().dataset_info(self.repo, expand=["sha"]).sha
 
     def _retried(self, call: Callable):
         """What `call`, which opens the dataset, returns. UserError if the hub has no such dataset."""
@@ -101,19 +98,18 @@ class HubSource:
         if cursor and not (len(cursor) == 2 and isinstance(cursor[1], dict)):
             raise UserError(DAMAGED_CURSOR)
         need_hub(self.repo)
-        cursor, failures, state_before = cursor or (0, None), 0, None
+        (at, state), failures = cursor or (0, None), 0
         while True:
-            number, state = cursor
-            stream = self._retried(lambda state=state: self._open(state))
+            number = at
+            stream = self._retried(functools.partial(self._open, state))
             try:
                 for row in stream:
                     if number >= start:
-                        yield Piece(self._text(row, number), cursor=state_before)
-                        start, failures, state_before = number + 1, 0, None
+                        yield Piece(self._text(row, number), cursor=state if number == at else None)
+                        start, failures = number + 1, 0
                     number += 1
                     if number % CURSOR_EVERY == 0 and hasattr(stream, "state_dict"):
-                        cursor = number, stream.state_dict()
-                        state_before = cursor[1] if number == start else None
+                        at, state = number, stream.state_dict()
                 return
             except UserError:
                 raise
@@ -184,7 +180,8 @@ class HubSource:
         # GatedRepoError is a RepositoryNotFoundError
         if is_a(errors.RepositoryNotFoundError) or "gated dataset" in brief or status in (401, 403, 404):
             return UserError(f"{what}: the hub shows no such dataset ({brief}): check the name; if it is "
-                             f"private or gated, accept its terms on its page and {LOG_IN}")
+                             f"private or gated, accept its terms on its page and log in "
+                             f"with `hf auth login` or set HF_TOKEN")
         if "scripts are no longer supported" in brief:
             return UserError(f"{what} needs a script of its own to be read, and code from the hub is never "
                              f"run: choose a dataset of .parquet, .jsonl or other files")

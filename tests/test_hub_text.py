@@ -480,7 +480,8 @@ def test_a_manifest_of_another_configuration_does_not_decide_on_size_and_revisio
     assert source.description == {"repo": "me/x", "name": "b"}
     path.unlink()
     monkeypatch.setattr("corpus.hub_source.need_hub", lambda what: None)
-    monkeypatch.setattr(HubSource, "_newest", lambda source: "2" * 40)
+    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info",
+                        lambda *args, **kwargs: SimpleNamespace(sha="2" * 40))
     monkeypatch.setattr(HubSource, "_text_bytes", lambda source: 99)
     source.pin(tmp_path)
     assert source.description == {"repo": "me/x", "name": "b", "revision": "2" * 40, "bytes": 99}
