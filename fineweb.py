@@ -38,7 +38,6 @@ from runtime.hub import REPO_NAME
 from runtime.presets import PRESETS
 from runtime.progress import Progress
 from runtime.shards import SHARD_NAME, list_shards, open_shard
-from runtime.start import same_command_resumes
 from runtime.tokenizer import BPE_SHA256
 
 MOST_WORKERS = 256              # or four a core
@@ -49,17 +48,16 @@ SHORTEST = 16                   # tokens of a sequence that is worth training on
 def no_trace(out: Path, manifest: str) -> Iterator[None]:
     """Around all that writes to `out`: if it fails before the first shard, what it made there, a manifest of
     this name and folders, is removed again. What was there before stays as it is."""
-    path = out / manifest
+    path, cache = out / manifest, out / ".cache"  # of huggingface_hub, which resumes .incomplete files
     made = [folder for folder in (out.absolute(), *out.absolute().parents) if not os.path.exists(folder)]
     is_new = not os.path.exists(path)
     try:
         yield
     except (Exception, KeyboardInterrupt):
-        cache = out / ".cache"                    # of huggingface_hub, which goes on with .incomplete files
         with suppress(OSError):
-            shards = [found for found in out.iterdir()
-                      if SHARD_NAME.match(found.name) and manifest_of(found) == path]
-            if is_new and not shards and not any(cache.rglob("*.incomplete")):
+            shards = (found for found in out.iterdir() if SHARD_NAME.match(found.name))
+            begun = any(manifest_of(shard) == path for shard in shards) or any(cache.rglob("*.incomplete"))
+            if is_new and not begun:
                 path.unlink(missing_ok=True)
                 if made:
                     shutil.rmtree(cache, ignore_errors=True)
@@ -104,28 +102,17 @@ def next_command(out: Path, val: list[int], train: list[int]) -> tuple[str, str]
 
 
 # flags that go together with the first of them
-ALLOWED = {"verify": ("--verify",), "pretokenized": ("--pretokenized", "--variant", "--sample", "--out"),
-           "dataset": ("--dataset", "--name", "--split", "--text_field", "--out", "--shard_size",
-                       "--val_tokens", "--max_tokens", "--workers", "--part", "--format")}
+ALLOWED = {"verify": {"--verify"}, "pretokenized": {"--pretokenized", "--variant", "--sample", "--out"},
+           "dataset": {"--dataset", "--name", "--split", "--text_field", "--out", "--shard_size",
+                       "--val_tokens", "--max_tokens", "--workers", "--part", "--format"}}
 
 
 def refuse_others(args: argparse.Namespace, argv: list[str]) -> None:
     """UserError for flags that do not go together."""
-    given = [word.partition("=")[0] for word in argv if word.startswith("--")]    # their default values too
+    given = {word.partition("=")[0] for word in argv if word.startswith("--")}    # their default values too
     for flag, allowed in ALLOWED.items():
-        for other in given if getattr(args, flag) is not None else ():
-            if other not in allowed:
-                raise UserError(f"{other} cannot be combined with --{flag}: leave one of the two out")
-
-
-def check_pretokenized(args: argparse.Namespace) -> None:
-    """UserError if no such tokens are published."""
-    if (args.variant, args.sample) not in PRETOKENIZED:
-        raise UserError(f"no tokens of --variant {args.variant} --sample {args.sample} are published: "
-                        f"leave --sample out")
-    published = PRETOKENIZED[args.variant, args.sample][2]
-    if args.pretokenized not in range(1, published + 1):
-        raise UserError(f"--pretokenized {args.pretokenized}: give 1 to {published} training shards")
+        if getattr(args, flag) is not None and (others := given - allowed):
+            raise UserError(f"{min(others)} cannot be combined with --{flag}: leave one of the two out")
 
 
 def parse_part(text: str) -> tuple[int, int]:
@@ -169,8 +156,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         return args
     args.variant = args.variant or ("edu" if args.pretokenized is None else "classic")
     if args.pretokenized is not None:
-        check_pretokenized(args)
-        folder = PRETOKENIZED[args.variant, args.sample][1] + args.sample[:-1]
+        folder = pretokenized_folder(args)
     else:
         check_flags(args)
         if not args.dataset:
@@ -179,6 +165,17 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         folder = default_names(args.dataset, args.name, args.split)[1]
     args.out = Path(args.out or folder)
     return args
+
+
+def pretokenized_folder(args: argparse.Namespace) -> str:
+    """The default of --out. UserError if no such tokens are published."""
+    if (args.variant, args.sample) not in PRETOKENIZED:
+        raise UserError(f"no tokens of --variant {args.variant} --sample {args.sample} are published: "
+                        f"leave --sample out")
+    _, prefix, published = PRETOKENIZED[args.variant, args.sample]
+    if not 1 <= args.pretokenized <= published:
+        raise UserError(f"--pretokenized {args.pretokenized}: give 1 to {published} training shards")
+    return prefix + args.sample[:-1]
 
 
 def check_flags(args: argparse.Namespace) -> None:
@@ -191,17 +188,16 @@ def check_flags(args: argparse.Namespace) -> None:
         if (value := getattr(args, name)) is not None and value < 1:
             raise UserError(f"--{name} {value}: must be at least 1")
     if (args.workers or 0) > (most := max(MOST_WORKERS, 4 * (os.cpu_count() or 1))):
-        raise UserError(f"--workers {args.workers}: must be at most {most} here: more threads than "
-                        f"cores make nothing faster")
+        raise UserError(f"--workers {args.workers}: must be at most {most} here")
     if args.input and not args.out:
         raise UserError("--input needs --out: give the output folder of the shards")
     if args.text_field != TEXT_FIELD and not (args.input or args.dataset):
-        raise UserError(f"--text_field {args.text_field} needs --input or --dataset: FineWeb's text is in "
-                        f"{TEXT_FIELD}")
-    if args.max_tokens and (args.val_tokens or 0) >= share(args.max_tokens, (0, (args.part or (0, 1))[1])):
-        raise UserError(f"--val_tokens {args.val_tokens} leaves nothing of --max_tokens {args.max_tokens}"
-                        f"{f' / {args.part[1]} parts' if args.part else ''} to train on: give less of the "
-                        f"first or more of the second")
+        raise UserError(f"--text_field {args.text_field} needs --input or --dataset")
+    parts = args.part[1] if args.part else 1
+    if args.max_tokens and (args.val_tokens or 0) >= share(args.max_tokens, (0, parts)):
+        most = f"{args.max_tokens} / {parts} parts" if args.part else args.max_tokens
+        raise UserError(f"--val_tokens {args.val_tokens} leaves nothing of --max_tokens {most} to train on: "
+                        f"give less of the first or more of the second")
 
 
 def available_cores() -> int:
@@ -225,12 +221,7 @@ def write_shards(args: argparse.Namespace, source: HubSource | LocalSource, pref
     if shards:
         print(f"{out}: {len(shards)} shards, {writer.total:,} tokens, are there already")
     if not writer.manifest["complete"]:
-        try:
-            tokenize_into(writer, source, expected, args.workers)
-        except (Exception, KeyboardInterrupt):
-            if shards:
-                same_command_resumes()
-            raise
+        tokenize_into(writer, source, expected, args.workers)
     if not args.part:
         return print_summary(out, f"{len(shards)} shards complete", start)
     done = f"{len(shards)} shards, {writer.total:,} tokens, of part {args.part[0]}/{n} complete"
@@ -241,11 +232,11 @@ def write_shards(args: argparse.Namespace, source: HubSource | LocalSource, pref
           f"when all are, the last line is the command that trains on them")
 
 
-def tokenize_into(writer: ShardWriter, source: HubSource | LocalSource, expected: int,
-                  workers: int | None) -> None:
+def tokenize_into(writer: ShardWriter, source: HubSource | LocalSource, expected: float,
+                  threads: int | None) -> None:
     """Writes what `writer` lacks of `source`, which has about `expected` tokens."""
     from tqdm import tqdm
-    out, threads = str(writer.out), workers or available_cores()
+    out, threads = str(writer.out), threads or available_cores()
     if not gigatoken(threads):
         print(f"{out}: tiktoken does the work, slowly: gigatoken is not installed (pip install gigatoken)")
     pieces = source.read(writer.document, writer.manifest["mark"])

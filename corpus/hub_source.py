@@ -141,10 +141,6 @@ class HubSource:
     def _open(self, state):
         """The stream at a state."""
         stream = self._builder.as_streaming_dataset(split=self.split)
-        columns = getattr(stream, "column_names", None)             # None: known with the first document
-        if columns and self.field not in columns:
-            raise UserError(f"{self.repo} has no column {self.field}: give --text_field, one of "
-                            f"{', '.join(columns)[:160]}")
         if self.part[1] > 1:                      # whole files if their number allows it, else every n-th row
             from datasets.distributed import split_dataset_by_node
             stream = split_dataset_by_node(stream, *self.part)

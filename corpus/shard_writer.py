@@ -14,6 +14,7 @@ from corpus.sources import DAMAGED_CURSOR, TASK, difference
 from runtime.cli import UserError, safe_repr
 from runtime.files import read_text, readable, remove_leftovers, replace_file, writable
 from runtime.shards import MANIFEST_NAME, SHARD_NAME, open_shard, write_shard
+from runtime.start import same_command_resumes
 from runtime.tokenizer import EOT
 
 VAL_SEED = 1337                 # draws the validation tokens
@@ -170,6 +171,7 @@ class ShardWriter:
             if len(open_shard(path)) != tokens:
                 raise UserError(f"{path} is not the shard that {self.path.name} describes: remove {self.out}")
             self.total += tokens
+            same_command_resumes()
         self.manifest = found
 
     def add(self, batch: Tokens) -> None:
@@ -227,6 +229,7 @@ class ShardWriter:
         manifest["shards"] += new
         manifest["tokens"] = self.total
         write_manifest(self.path, manifest)
+        same_command_resumes()
         self._make_space()
 
     def _divide(self, is_last):

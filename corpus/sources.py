@@ -75,27 +75,21 @@ class LocalSource:
 
     def _find(self, pattern):
         """The files of a path, folder or glob. Notes what is not read."""
-        if os.path.isfile(pattern):
-            if not kind_of(Path(pattern)):
-                raise UserError(f"--input {pattern}: give {KINDS} files, or a folder, in which others are "
-                                f"skipped")
-            return [Path(pattern)]
         is_folder = os.path.isdir(pattern)
         every = os.path.join(glob.escape(pattern), "*") if is_folder else pattern
-        found = [Path(path) for path in sorted(glob.glob(every, recursive=True))]
-        files = [path for path in found if not path.is_dir()]
-        others = {path for path in files if not (kind_of(path) and path.is_file())}
-        ours = [path for path in files if path not in others]
+        found = [pattern] if os.path.isfile(pattern) else sorted(glob.glob(every, recursive=True))
+        files = [path for path in map(Path, found) if not path.is_dir()]
+        ours = [path for path in files if kind_of(path) and path.is_file()]
         skipped = []
-        if others:
+        if others := {*files}.difference(ours):
             kinds = ", ".join(sorted({path.suffix or path.name for path in others})[:8])
             skipped.append(f"{len(others)} of {len(files)} files ({kinds}; text is in {KINDS} files)")
         if is_folder and len(files) < len(found):
             skipped.append(f"the folders in it, which --input {shlex.quote(f'{every}*')} would read too")
         what = " and ".join(skipped)
         if not ours:
-            raise UserError(f"--input {pattern}: " + (f"nothing to read, only {what}" if skipped else
-                                                      "there is no file, check the path"))
+            why = f"nothing to read, only {what}" if skipped else "there is no file, check the path"
+            raise UserError(f"--input {pattern}: {why}")
         if skipped:
             self.notes.append(f"--input {pattern}: skipped {what}")
         return ours
