@@ -107,14 +107,6 @@ ALLOWED = {"verify": {"--verify"}, "pretokenized": {"--pretokenized", "--variant
                        "--val_tokens", "--max_tokens", "--workers", "--part", "--format"}}
 
 
-def refuse_others(args: argparse.Namespace, argv: list[str]) -> None:
-    """UserError for flags that do not go together."""
-    given = {word.partition("=")[0] for word in argv if word.startswith("--")}    # their default values too
-    for flag, allowed in ALLOWED.items():
-        if getattr(args, flag) is not None and (others := given - allowed):
-            raise UserError(f"{min(others)} cannot be combined with --{flag}: leave one of the two out")
-
-
 def parse_part(text: str) -> tuple[int, int]:
     """'3/16' -> (3, 16)."""
     part = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text, re.ASCII)
@@ -124,6 +116,7 @@ def parse_part(text: str) -> tuple[int, int]:
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    """The flags. UserError for those that do not go together."""
     parser = FlagParser(prog="fineweb.py", description=__doc__)
     flag = parser.add_argument
     flag("--variant", choices=[*FINEWEB], help="default edu (FineWeb-Edu); with --pretokenized classic")
@@ -151,35 +144,32 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     flag("--format", choices=["npy", "bin"], default="npy", help="NumPy's files or llm.c's (default npy)")
     argv = sys.argv[1:] if argv is None else argv
     args = parser.parse_args(argv)
-    refuse_others(args, argv)
-    if args.verify is not None:
-        return args
-    args.variant = args.variant or ("edu" if args.pretokenized is None else "classic")
+    given = {word.partition("=")[0] for word in argv if word.startswith("--")}    # their default values too
+    for name, allowed in ALLOWED.items():
+        if getattr(args, name) is not None and (others := given - allowed):
+            raise UserError(f"{min(others)} cannot be combined with --{name}: leave one of the two out")
     if args.pretokenized is not None:
-        folder = pretokenized_folder(args)
-    else:
-        check_flags(args)
-        if not args.dataset:
-            args.dataset, args.name = FINEWEB[args.variant][0], f"sample-{args.sample}"
-        args.split = args.split or "train"
-        folder = default_names(args.dataset, args.name, args.split)[1]
-    args.out = Path(args.out or folder)
+        complete_pretokenized_flags(args)
+    elif args.verify is None:
+        complete_text_flags(args)
     return args
 
 
-def pretokenized_folder(args: argparse.Namespace) -> str:
-    """The default of --out. UserError if no such tokens are published."""
+def complete_pretokenized_flags(args: argparse.Namespace) -> None:
+    """Sets the flags whose defaults depend on others. UserError if no such tokens are published."""
+    args.variant = args.variant or "classic"
     if (args.variant, args.sample) not in PRETOKENIZED:
         raise UserError(f"no tokens of --variant {args.variant} --sample {args.sample} are published: "
                         f"leave --sample out")
     _, prefix, published = PRETOKENIZED[args.variant, args.sample]
     if not 1 <= args.pretokenized <= published:
         raise UserError(f"--pretokenized {args.pretokenized}: give 1 to {published} training shards")
-    return prefix + args.sample[:-1]
+    args.out = Path(args.out or prefix + args.sample[:-1])
 
 
-def check_flags(args: argparse.Namespace) -> None:
-    """UserError for numbers out of range and for flags that contradict each other."""
+def complete_text_flags(args: argparse.Namespace) -> None:
+    """Sets the flags whose defaults depend on others. UserError for numbers out of range and for flags that
+    contradict each other."""
     if args.dataset and not REPO_NAME.fullmatch(args.dataset):
         raise UserError(f"--dataset {args.dataset} is not OWNER/NAME, as roneneldan/TinyStories")
     if not args.dataset and (args.name or args.split):
@@ -198,6 +188,10 @@ def check_flags(args: argparse.Namespace) -> None:
         most = f"{args.max_tokens} / {parts} parts" if args.part else args.max_tokens
         raise UserError(f"--val_tokens {args.val_tokens} leaves nothing of --max_tokens {most} to train on: "
                         f"give less of the first or more of the second")
+    args.variant, args.split = args.variant or "edu", args.split or "train"
+    if not args.dataset:
+        args.dataset, args.name = FINEWEB[args.variant][0], f"sample-{args.sample}"
+    args.out = Path(args.out or default_names(args.dataset, args.name, args.split)[1])
 
 
 def available_cores() -> int:
@@ -222,14 +216,15 @@ def write_shards(args: argparse.Namespace, source: HubSource | LocalSource, pref
         print(f"{out}: {len(shards)} shards, {writer.total:,} tokens, are there already")
     if not writer.manifest["complete"]:
         tokenize_into(writer, source, expected, args.workers)
-    if not args.part:
-        return print_summary(out, f"{len(shards)} shards complete", start)
-    done = f"{len(shards)} shards, {writer.total:,} tokens, of part {args.part[0]}/{n} complete"
-    complete = sum(found.get("complete") is True for found in read_manifests(out).values())
-    if complete == n:
-        return print_summary(out, f"{done}, all {n} parts complete", start)
-    print(f"{out}: {done}, after {time.perf_counter() - start:.1f} s\n{complete} of {n} parts are complete: "
-          f"when all are, the last line is the command that trains on them")
+    done = f"{len(shards)} shards complete"
+    if args.part:
+        done = f"{len(shards)} shards, {writer.total:,} tokens, of part {args.part[0]}/{n} complete"
+        complete = sum(found.get("complete") is True for found in read_manifests(out).values())
+        if complete < n:
+            return print(f"{out}: {done}, after {time.perf_counter() - start:.1f} s\n{complete} of {n} parts "
+                         f"are complete: when all are, the last line is the command that trains on them")
+        done += f", all {n} parts complete"
+    print_summary(out, done, start)
 
 
 def tokenize_into(writer: ShardWriter, source: HubSource | LocalSource, expected: float,
