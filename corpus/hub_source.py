@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from corpus.shard_writer import read_manifests
-from corpus.sources import BYTES_PER_TOKEN, DAMAGED_CURSOR, TEXT_FIELD, UNPACKED, Piece
+from corpus.sources import BYTES_PER_TOKEN, DAMAGED_CURSOR, TEXT_FIELD, Piece, text_bytes
 from runtime.cli import UserError, brief_error
 from runtime.hub import causes, need_hub, wait_to_retry
 
@@ -32,12 +32,8 @@ def default_names(repo: str, name: str | None, split: str) -> tuple[str, str]:
 
 
 class HubSource:
-    """A dataset of the Hugging Face hub, streamed: its files are not stored on disk.
-
-    `name`: of its configuration. `description`: what the manifest records of the source; it is complete after
-    `pin`. `expected`: about how many tokens there are, math.inf if unknown. `shuffled`: whether the first
-    tokens are as good as any for validation.
-    """
+    """A dataset of the Hugging Face hub, streamed: its files are not stored on disk. `name`: of its
+    configuration. Its `description` is complete after `pin`."""
     notes = ()
 
     def __init__(self, repo: str, name: str | None, part: tuple[int, int] = (0, 1), split: str = "train",
@@ -81,8 +77,6 @@ class HubSource:
         for failures in itertools.count():
             try:
                 return call()
-            except UserError:
-                raise
             except Exception as error:            # network errors come in the classes of many libraries
                 if mistake := self._mistake(error):
                     raise mistake from None
@@ -157,7 +151,7 @@ class HubSource:
         if not files or not all(file.startswith("hf://") for file in files):
             return 0
         hub, some = HfFileSystem(endpoint=HF_ENDPOINT), files[:SIZES]
-        sizes = [hub.info(file)["size"] * UNPACKED.get(Path(file).suffix.lower(), 1) for file in some]
+        sizes = [text_bytes(file, hub.info(file)["size"]) for file in some]
         return sum(sizes) * len(files) // len(sizes)
 
     def _mistake(self, error):

@@ -154,7 +154,7 @@ class ShardWriter:
                     raise UserError(f"{self.out} was begun with another {words} "
                                     f"({difference(found.get(key), value)}): give the same again, or choose "
                                     f"another --out")
-        self._resume(manifests[self.path.name])
+        self._resume(manifests.get(self.path.name, self.manifest))
 
     def _resume(self, found):
         """Resumes after the shards that the manifest `found` lists. UserError if it is damaged."""

@@ -2,6 +2,9 @@
 
 `read(start, cursor)` of a source yields its documents as Pieces in a fixed order, from number `start` on. A
 large .txt file comes in several pieces: each of them counts as a document, and only the first begins one.
+`description`: what the manifest records of it. `expected`: about how many tokens there are, math.inf if that
+is unknown. `notes`: lines that a user should see. `shuffled`: whether the first tokens are as good as any for
+validation.
 
 With `part=(i, n)` a source is the i-th of n parts of the text. Every document is in exactly one part.
 """
@@ -23,7 +26,6 @@ DAMAGED_CURSOR = "the manifest.json of an earlier run is damaged: choose another
 TEXT_FIELD = "text"             # FineWeb's column, and the default of --text_field
 BYTES_PER_TOKEN = 4.2           # English text under GPT-2's BPE; only for estimates and progress bars
 KINDS = ".txt, .text, .md, .jsonl, .csv, .tsv (also as .gz or .zst) and .parquet"
-UNPACKED = {".gz": 3, ".zst": 3, ".parquet": 2}           # bytes of text a byte of the file, about
 
 
 class Piece(NamedTuple):
@@ -35,6 +37,11 @@ class Piece(NamedTuple):
     text: str | memoryview
     begins: bool = True
     cursor: object = None
+
+
+def text_bytes(name: str, size: int) -> int:
+    """About how many bytes of text a file of `size` bytes holds."""
+    return size * {".gz": 3, ".zst": 3, ".parquet": 2}.get(Path(name).suffix.lower(), 1)
 
 
 def difference(found: object, ours: object) -> str:
@@ -52,13 +59,8 @@ def difference(found: object, ours: object) -> str:
 
 
 class LocalSource:
-    """Files on disk, of the KINDS.
-
-    `patterns`: paths, folders or globs. Raises UserError for one without files, for a file that is named and
-    of no kind, and for one that is not UTF-8, as far as its beginning tells. `description`: what the manifest
-    records. `expected`: about how many tokens there are. `notes`: lines that a user should see. `shuffled`:
-    whether the first tokens are as good as any for validation.
-    """
+    """Files on disk. `patterns`: paths, folders or globs. UserError for one without files of the KINDS, and
+    for a file that is not UTF-8, as far as its beginning tells."""
     shuffled = False
 
     def __init__(self, patterns: list[str], text_field: str = TEXT_FIELD, part: tuple[int, int] = (0, 1)):
@@ -68,8 +70,7 @@ class LocalSource:
         self.description = {"files": [describe(path) for path in self.paths]}
         if text_field != TEXT_FIELD and {*self.readers} != {read_txt}:      # earlier manifests do not name it
             self.description["text_field"] = text_field
-        sizes = (file["bytes"] * UNPACKED.get(path.suffix.lower(), 1)
-                 for path, file in zip(self.paths, self.description["files"], strict=True))
+        sizes = (text_bytes(file["name"], file["bytes"]) for file in self.description["files"])
         self.expected = sum(int(size / BYTES_PER_TOKEN) for size in sizes) // part[1]
         self._look()
 
