@@ -147,7 +147,8 @@ class ShardWriter:
                 kind = "parts (--part)" if "parts" in found else "shards without parts"
                 raise UserError(f"{self.out} holds {kind} of {name}: choose another --out")
             for key, value in settings.items():
-                if key == "part" or key == "val_seed" and key not in found:       # of an earlier version
+                # the number is each part's own; val_seed is part 0's, and earlier versions had none
+                if key == "part" or key == "val_seed" and key not in found:
                     continue
                 if found.get(key) != value:
                     words = "number of parts" if key == "parts" else key
@@ -217,8 +218,8 @@ class ShardWriter:
         """Writes the collected tokens as the next shard, or as the first ones, then the manifest."""
         manifest, new = self.manifest, []
         first = len(manifest["shards"]) + (not self.has_validation)
-        draws = self._is_first() and (is_last or "val_seed" in manifest)
-        for i, parts in enumerate(self._divide(is_last) if draws else [self.parts]):
+        divides = self._is_first() and (is_last or "val_seed" in manifest)
+        for i, parts in enumerate(self._divide(is_last) if divides else [self.parts]):
             split = "train" if first + i else "val"
             name = f"{self.prefix}_{split}_{first + i:06d}.{manifest['format']}"
             sha256 = write_shard(self.out / name, *parts)
