@@ -53,7 +53,7 @@ def new_letters() -> dict[int, np.ndarray]:
 
 
 def has_new_letter(text: bytes) -> bool:
-    """Of UTF-8. A regular expression takes two to five times as long."""
+    """Of UTF-8. Not by a regular expression: that takes at least four times as long."""
     data = np.frombuffer(text, dtype=np.uint8)
     for lead, table in new_letters().items():
         if lead in text:
@@ -138,8 +138,7 @@ def encode_batch(batch: list[Piece], compared: int, run: Callable[[bytes], np.nd
     tokens = np.concatenate(parts, dtype=np.uint16, casting="unsafe")
     first = np.flatnonzero(tokens == EOT)
     lengths = np.diff(first, append=len(tokens))
-    if run:
-        compare(texts[:compared], np.split(tokens, first[1:compared + 1]))
+    compare(texts[:compared], np.split(tokens, first[1:compared + 1]))
     further = np.array([not piece.begins for piece in batch])
     if further.any():                             # np.delete is slow, even if there is nothing to delete
         tokens, lengths = np.delete(tokens, first[further]), lengths - further
