@@ -19,12 +19,12 @@ from typing import NamedTuple
 
 from corpus.readers import READERS, checked, kind_of, not_utf8, open_bytes, read_parquet, read_txt
 from runtime.cli import UserError, safe_repr
-from runtime.files import readable
 
 TASK = 1 << 22                  # bytes: about FineWeb's row group. With --part it decides which text is whose
 DAMAGED_CURSOR = "the manifest.json of an earlier run is damaged: choose another --out"
 TEXT_FIELD = "text"             # FineWeb's column, and the default of --text_field
 BYTES_PER_TOKEN = 4.2           # English text under GPT-2's BPE; only for estimates and progress bars
+ENDS = 1 << 16                  # bytes of each end of a file that are looked at before anything is written
 KINDS = ".txt, .text, .md, .jsonl, .csv, .tsv (also as .gz or .zst) and .parquet"
 
 
@@ -64,15 +64,18 @@ class LocalSource:
     shuffled = False
 
     def __init__(self, patterns: list[str], text_field: str = TEXT_FIELD, part: tuple[int, int] = (0, 1)):
-        self.field, self.part, self.notes = text_field, part, []
+        self.field, self.part, self.notes, self.crlf = text_field, part, [], []
         self.paths = [path for pattern in patterns for path in self._find(pattern)]
         self.readers = [READERS[kind_of(path)] for path in self.paths]
-        self.description = {"files": [describe(path) for path in self.paths]}
+        self.description = {"files": [*map(self._describe, self.paths, self.readers)]}
         if text_field != TEXT_FIELD and {*self.readers} != {read_txt}:      # earlier manifests do not name it
             self.description["text_field"] = text_field
         sizes = (text_bytes(file["name"], file["bytes"]) for file in self.description["files"])
         self.expected = sum(int(size / BYTES_PER_TOKEN) for size in sizes) // part[1]
-        self._look()
+        if self.crlf:
+            self.notes.append(f"--input: {len(self.crlf)} of {len(self.paths)} files, first {self.crlf[0]}, "
+                              f"have Windows line ends (CRLF). They stay, and a model learns to write them: "
+                              f"make them LF with `dos2unix FILE`")
 
     def _find(self, pattern):
         """The files of a path, folder or glob. Notes what is not read."""
@@ -95,25 +98,27 @@ class LocalSource:
             self.notes.append(f"--input {pattern}: skipped {what}")
         return ours
 
-    def _look(self):
-        """Looks at the beginning of each file's text: its encoding, a byte-order mark, line ends."""
-        dos = []
-        for path, reader, file in zip(self.paths, self.readers, self.description["files"], strict=True):
+    def _describe(self, path, reader):
+        """What the manifest says of a file: the SHA-256 of its ends notices another of its name, at no cost.
+        UserError if its beginning is not UTF-8. Notes Windows line ends."""
+        with checked(path):
+            with open(path, "rb") as file:
+                head, size = file.read(ENDS), path.stat().st_size
+                file.seek(max(0, size - ENDS))
+                sha256 = hashlib.sha256(head + file.read(ENDS)).hexdigest()
+            found = {"name": path.name, "bytes": size, "sha256_of_ends": sha256}
             if reader == read_parquet:
-                continue
-            with checked(path), open_bytes(path) as text:
-                head = text.read(1 << 16)
-                if head.count(0) > len(head) // 10:           # ASCII in UTF-16 is valid UTF-8, with NULs
-                    raise not_utf8(path, head)
-                getincrementaldecoder("utf-8")().decode(head)
-            if head.startswith(BOM_UTF8):
-                file["byte_order_mark"] = "left out"          # earlier versions made a token of it
-            if reader == read_txt and b"\r\n" in head:
-                dos.append(path)
-        if dos:
-            self.notes.append(f"--input: {len(dos)} of {len(self.paths)} files, first {dos[0]}, have "
-                              f"Windows line ends (CRLF). They stay, and a model learns to write them: make "
-                              f"them LF with `dos2unix FILE`")
+                return found
+            with open_bytes(path) as text:
+                head = text.read(ENDS)
+            if head.count(0) > len(head) // 10:   # ASCII in UTF-16 is valid UTF-8, with NULs
+                raise not_utf8(path, head)
+            getincrementaldecoder("utf-8")().decode(head)
+        if head.startswith(BOM_UTF8):
+            found["byte_order_mark"] = "left out"             # earlier versions made a token of it
+        if reader == read_txt and b"\r\n" in head:
+            self.crlf.append(path)
+        return found
 
     def read(self, start: int = 0, cursor: list | None = None) -> Iterator[Piece]:
         """A cursor's state is the index of a file. Raises UserError for a file that cannot be read."""
@@ -128,14 +133,3 @@ class LocalSource:
                     if number >= start:
                         yield Piece(text, is_first or reader != read_txt, i if is_first else None)
                     number, is_first = number + 1, False
-
-
-def describe(path: Path, size: int = 1 << 16) -> dict:
-    """For the manifest. The SHA-256 of a file's first and last 64 KiB notices another of its name, at no
-    cost."""
-    with readable(f"--input {path}", "give a file you may read, or leave it out", OSError):
-        with open(path, "rb") as file:
-            head, total = file.read(size), path.stat().st_size
-            file.seek(max(0, total - size))
-            return {"name": path.name, "bytes": total,
-                    "sha256_of_ends": hashlib.sha256(head + file.read(size)).hexdigest()}
