@@ -1074,7 +1074,8 @@ def hub(monkeypatch, tmp_path):
     monkeypatch.setattr(runtime.hub, "time", Clock(waits))
     monkeypatch.setattr(runtime.hub, "reach_hub", lambda: True)
 
-    monkeypatch.setattr(HubSource, "_newest", lambda source: "0123456789" * 4)
+    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info",
+                        lambda *args, **kwargs: SimpleNamespace(sha="0123456789" * 4))
 
     def install(dataset):
         def load_dataset_builder(path, name, cache_dir, **kwargs):
