@@ -102,9 +102,10 @@ def next_command(out: Path, val: list[int], train: list[int]) -> tuple[str, str]
 
 
 # flags that go together with the first of them
+TEXT_FLAGS = {"--text_field", "--out", "--shard_size", "--val_tokens", "--max_tokens", "--workers", "--part",
+              "--format"}
 ALLOWED = {"verify": {"--verify"}, "pretokenized": {"--pretokenized", "--variant", "--sample", "--out"},
-           "dataset": {"--dataset", "--name", "--split", "--text_field", "--out", "--shard_size",
-                       "--val_tokens", "--max_tokens", "--workers", "--part", "--format"}}
+           "dataset": {"--dataset", "--name", "--split", *TEXT_FLAGS}, "input": {"--input", *TEXT_FLAGS}}
 
 
 def parse_part(text: str) -> tuple[int, int]:

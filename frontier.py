@@ -5,6 +5,10 @@ late keys, a tied head, a bigram table, several updates a step and a lower softc
 for stems, the start of the late keys, an eps for the embedding, and shorter averages. docs/recipes.md says
 what each brought, and what was tried and left out.
 """
+import contextlib
+import functools
+import re
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -16,7 +20,23 @@ from runtime.attention import attention
 from runtime.kernels import matmul_dtype, norm
 from runtime.language_model import CastLinear, ModernLanguageModel, rotate
 from runtime.muon import Muon
-from runtime.tokenizer import EOT, stems_of_tokens
+from runtime.tokenizer import EOT, VOCAB_SIZE, token_bytes
+
+ENDING = re.compile(r"(?<=...)(ings|ing|ies|ied|ers|er|ed|es|ly|s|e|y)\Z", re.DOTALL)
+
+
+@functools.cache
+def stems_of_tokens(vocab_size: int) -> Tensor:
+    """For each token the number of its stem, int64 (vocab_size,). A stem is the text in lower case, without
+    the white space around it and without one common English ending, if three characters remain: " Returns"
+    and "returning" have the stem "return". Bytes that are no text, white space, <|endoftext|> and padding
+    have one each, and so has every token of a vocabulary that is smaller than GPT-2's."""
+    names: list = list(range(vocab_size))               # of stems: a text, or else the token's id
+    for token, i in token_bytes().items() if vocab_size >= VOCAB_SIZE else ():
+        with contextlib.suppress(UnicodeDecodeError):
+            names[i] = ENDING.sub("", token.decode().strip().lower()) or i
+    number: dict = {}
+    return torch.tensor([number.setdefault(name, len(number)) for name in names], device="cpu")
 
 
 def bigram_hash(tokens: Tensor, rows: int) -> Tensor:
@@ -85,7 +105,7 @@ class FrontierGPT(ModernLanguageModel):
 
     def __init__(self, config):
         super().__init__(config)
-        stems = torch.tensor(stems_of_tokens(config.vocab_size), device="cpu")  # (vocab_size,)
+        stems = stems_of_tokens(config.vocab_size)                              # (vocab_size,)
         self.transformer = nn.ModuleDict(dict(
             wte=nn.Embedding(config.vocab_size, config.n_embd),
             bigram=nn.Embedding(config.vocab_size, config.n_embd),
@@ -95,7 +115,7 @@ class FrontierGPT(ModernLanguageModel):
         with torch.device("meta"):
             self.lm_head = CastLinear(config.n_embd, config.vocab_size)
         self.lm_head.weight = self.transformer.wte.weight                       # arXiv:1608.05859
-        self.register_buffer("stems", stems, persistent=False)
+        self.register_buffer("stems", stems.clone(), persistent=False)
         self.init_weights()
 
     @torch.no_grad()

@@ -1,9 +1,7 @@
 """GPT-2's byte-level BPE, from assets/, without a network."""
-import contextlib
 import functools
 import hashlib
 import json
-import re
 from pathlib import Path
 
 import numpy as np
@@ -50,23 +48,6 @@ def tokenizer():
     import tiktoken
     return tiktoken.Encoding("gpt2", explicit_n_vocab=VOCAB_SIZE, pat_str=PATTERN,
                              mergeable_ranks=token_bytes(), special_tokens={"<|endoftext|>": EOT})
-
-
-ENDING = re.compile(r"(?<=...)(ings|ing|ies|ied|ers|er|ed|es|ly|s|e|y)\Z", re.DOTALL)
-
-
-@functools.cache
-def stems_of_tokens(vocab_size: int) -> np.ndarray:
-    """For each token the number of its stem, int64 (vocab_size,). A stem is the text in lower case, without
-    the white space around it and without one common English ending, if three characters remain: " Returns"
-    and "returning" have the stem "return". Bytes that are no text, white space, <|endoftext|> and padding
-    have one each, and so has every token of a vocabulary that is smaller than GPT-2's."""
-    names: list = list(range(vocab_size))               # of stems: a text, or else the token's id
-    for token, i in token_bytes().items() if vocab_size >= VOCAB_SIZE else ():
-        with contextlib.suppress(UnicodeDecodeError):
-            names[i] = ENDING.sub("", token.decode().strip().lower()) or i
-    number: dict = {}
-    return np.array([number.setdefault(name, len(number)) for name in names], dtype=np.int64)
 
 
 def encode(text: str) -> np.ndarray:
