@@ -573,8 +573,8 @@ def test_a_mistake_is_a_user_error_before_anything_is_written(name, shards, star
 
 
 @pytest.mark.parametrize(("flags", "where", "said"), [
-    (["--batch_size", "4"], "train_step", "with --batch_size 4: give --batch_size 2, which"),
-    (["--total_batch_size", "288", "--batch_size", "9"], "train_step", "with --batch_size 9: give "
+    (["--batch_size", "4"], "train_step", "of 4 sequences: give --batch_size 2, which"),
+    (["--total_batch_size", "288", "--batch_size", "9"], "train_step", "of 9 sequences: give "
      "--batch_size 3, which"),
     (["--batch_size", "1"], "train_step", "give --loss_chunk 1024, a shorter --sequence_length, or a smaller "
      "model"),
