@@ -20,7 +20,6 @@ from runtime.muon import Muon
 from runtime.progress import counted
 from runtime.resume import MODEL_SHAPE
 
-NAME = "batch_size.json"        # in the cache
 MICRO_BATCH = 4096      # tokens; with more a CPU needs more memory and is no faster
 
 
@@ -124,8 +123,11 @@ def choose_micro_batch(config, candidates: list[int], state: TrainState, model: 
         return candidates[0]
     device = process.device
     total = torch.cuda.mem_get_info(device)[1]
-    key = cache_key(config, process, total, candidates[-1])
-    known = load_cache(NAME)
+    key = ", ".join(map(str, (
+        device_name(device), torch.__version__, config.recipe, config.dtype, config.attention, config.window,
+        config.loss_chunk, config.compile, config.sequence_length,
+        *(getattr(config, name) for name in MODEL_SHAPE), process.world_size, total, candidates[-1])))
+    known = load_cache()
 
     def memory_of(B):
         with compile_failures(model):
@@ -144,7 +146,7 @@ def choose_micro_batch(config, candidates: list[int], state: TrainState, model: 
         torch.cuda.empty_cache()                # NCCL and Triton allocate beside torch
         torch.compiler.reset()                  # the trials' graphs count towards the recompilation limit
     if process.is_master and known.get(key) != B and not config.dry_run:
-        save_cache(NAME, known | {key: B})
+        save_cache(known | {key: B})
     return B
 
 
@@ -164,29 +166,20 @@ def oom_advice(config, loader: TokenLoader | None, device: str) -> str:
             f"{smaller}")
 
 
-def cache_key(config, process: Process, *more) -> str:
-    """Hardware, versions and shape of a run: what is found for one run holds for another with this key."""
-    return ", ".join(map(str, (device_name(process.device), torch.__version__, config.recipe, config.dtype,
-                               config.attention, config.window, config.loss_chunk, config.compile,
-                               config.sequence_length, *(getattr(config, name) for name in MODEL_SHAPE),
-                               process.world_size, *more)))
+def cache_path() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "train_gpt2/batch_size.json"
 
 
-def cache_path(name: str) -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "train_gpt2" / name
-
-
-def load_cache(name: str) -> dict:
-    """{cache_key of a run: what was found for it}, from earlier runs."""
+def load_cache() -> dict:
+    """{hardware, versions and shape of a run: its micro-batch}, from earlier runs."""
     try:
-        known = json.loads(read_text(cache_path(name), most=1 << 20))
+        known = json.loads(read_text(cache_path(), most=1 << 20))
         return known if isinstance(known, dict) else {}
     except (OSError, ValueError, RecursionError):
         return {}
 
 
-def save_cache(name: str, known: dict) -> None:
-    path = cache_path(name)
+def save_cache(known: dict) -> None:
     with suppress(OSError, RunError):           # without a cache the next run finds it anew
-        path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, lambda file: file.write(json.dumps(known, indent=1).encode()))
+        cache_path().parent.mkdir(parents=True, exist_ok=True)
+        replace_file(cache_path(), lambda file: file.write(json.dumps(known, indent=1).encode()))

@@ -7,21 +7,16 @@ compiled one 1%. What is farther away is right where eager mode in the run's own
 FLOOR is for learned scalars, differences of large sums: of a single number, how far eager mode is tells
 little.
 """
-import hashlib
-import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from runtime import kernels
-from runtime.batch_size import (allowed_micro_batches, cache_key, choose_micro_batch, largest_divisor,
-                                load_cache, save_cache)
+from runtime.batch_size import allowed_micro_batches, choose_micro_batch, largest_divisor
 from runtime.checkpoint import TrainState
 from runtime.cli import RunError
 from runtime.dataloader import to_device
@@ -29,7 +24,6 @@ from runtime.device import CompileFailure, compile_failures, is_out_of_memory, w
 from runtime.distributed import Process
 from runtime.tokenizer import VOCAB_SIZE
 
-NAME = "compile_check.json"     # in the cache
 TOLERANCE, FLOOR = 0.1, 5e-4
 FACTOR = 3.0            # how much farther from float32 than eager mode a compiled gradient may be
 EAGER_TOKENS = 2048     # of a slice in eager mode, which needs more memory than the compiled model
@@ -56,17 +50,14 @@ def prepare_compiled(config, state: TrainState, compiled: Callable, wrapped: Cal
 
 def check_compiled(config, state: TrainState, wrapped: Callable, autocast: torch.autocast, process: Process,
                    B: int) -> None:
-    """One micro-step of `wrapped`, in which its graph is compiled for training. Then, unless an earlier run
-    has done so or --no_check_compile is given, the same in eager mode: RunError if a gradient differs,
-    CompileFailure if it cannot run, on all ranks alike. Changes neither weights nor random numbers."""
+    """One micro-step of `wrapped`, in which its graph is compiled for training. Then, without
+    --no_check_compile, the same in eager mode: RunError if a gradient differs, CompileFailure if it cannot
+    run, on all ranks alike. Changes neither weights nor random numbers."""
     model, kernel = state.model, state.model.kernel
-    key = cache_key(config, process, config.tf32, sources(model), B)
-    known = load_cache(NAME)
-    asked = config.check_compile and key not in known
 
     def check():
         try:
-            return try_compiled(model, wrapped, config, autocast, process, B, asked)
+            return try_compiled(model, wrapped, config, autocast, process, B)
         except Exception as error:              # a run out of memory says in its first step what needs less
             if not is_out_of_memory(error):
                 raise
@@ -75,16 +66,16 @@ def check_compiled(config, state: TrainState, wrapped: Callable, autocast: torch
             model.zero_grad(set_to_none=True)
             model.use_attention(kernel)
 
-    with process.progress("compiling, and comparing with eager mode" if asked else "compiling"):
+    what = "compiling, and comparing with eager mode" if config.check_compile else "compiling"
+    with process.progress(what):
         passed = process.on_all_ranks(check)
     torch.cuda.empty_cache()
-    if passed and process.is_master:
+    if passed:
         process.print0("torch.compile was compared with eager mode on one micro-batch: the gradients agree")
-        save_cache(NAME, known | {key: True})
 
 
 def try_compiled(model: torch.nn.Module, wrapped: Callable, config, autocast: torch.autocast,
-                 process: Process, B: int, compare: bool) -> bool:
+                 process: Process, B: int) -> bool:
     """A micro-step of the compiled model, and whether it was compared and is right. May leave the model with
     another attention kernel."""
     x, y = random_micro_batch(B, config.sequence_length, config.vocab_size, process.device)
@@ -96,7 +87,7 @@ def try_compiled(model: torch.nn.Module, wrapped: Callable, config, autocast: to
     with nothing_zero(model, process.device):
         with compile_failures(wrapped):
             compiled = loss_and_gradients(wrapped, model, x, y, autocast, scale)
-        if not compare:
+        if not config.check_compile:
             return False
         if model.kernel in ("flash", "cudnn", "flex"):  # no float32; flex would be compiled in eager mode too
             model.use_attention("auto")
@@ -176,10 +167,3 @@ def nothing_zero(model: torch.nn.Module, device: str) -> Iterator[None]:
         with torch.no_grad():
             for p in zeros:
                 p.zero_()
-
-
-def sources(model: torch.nn.Module) -> str:
-    """Digest of the code that the compiler sees: the files of the model's classes, and of the kernels."""
-    classes = [cls for cls in type(model).__mro__ if not cls.__module__.startswith(("torch", "builtins"))]
-    files = sorted({inspect.getfile(thing) for thing in (*classes, kernels)})
-    return hashlib.sha256(b"".join(Path(file).read_bytes() for file in files)).hexdigest()[:16]
