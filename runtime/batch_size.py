@@ -95,17 +95,18 @@ def memory_of_step(B: int, state: TrainState, model: Callable, config, autocast:
     """
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
+    if isinstance(model, DDP):                  # a rank that runs out of memory must not leave others waiting
+        model.require_backward_grad_sync = False
     try:
         # the optimizers' moments are allocated in the first step, or loaded: reserve their room
         due = 0 if any(optimizer.state for optimizer in state.optimizers) else moment_bytes(state.optimizers)
         moments = torch.empty(due, dtype=torch.uint8, device=device)
         x = torch.zeros(B, config.sequence_length, dtype=torch.int64, device=device)
-        for _ in range(2):
-            if isinstance(model, DDP):          # a rank that runs out of memory must not leave others waiting
-                model.require_backward_grad_sync = False
-            with autocast:
-                _, loss = model(x, torch.zeros_like(x))
-            loss.backward()
+        with compile_failures(model):
+            for _ in range(2):
+                with autocast:
+                    _, loss = model(x, torch.zeros_like(x))
+                loss.backward()
         del moments
         return torch.cuda.max_memory_reserved(device)
     except Exception as error:
@@ -129,16 +130,13 @@ def choose_micro_batch(config, candidates: list[int], state: TrainState, model: 
         *(getattr(config, name) for name in MODEL_SHAPE), process.world_size, total, candidates[-1])))
     known = load_cache()
 
-    def memory_of(B):
-        with compile_failures(model):
-            return memory_of_step(B, state, model, config, autocast, device)
-
     def find():
         if known.get(key) in candidates:
             return known[key]
         process.print0("trying how large a micro-batch fits (once; --batch_size N does without) ...")
         with process.progress("trying micro-batches"):
-            return largest_that_fits(candidates, memory_of, 0.9 * total)
+            return largest_that_fits(
+                candidates, lambda B: memory_of_step(B, state, model, config, autocast, device), 0.9 * total)
 
     try:
         B = min(process.gather(process.on_all_ranks(find)))

@@ -109,12 +109,10 @@ def check_config(config) -> None:
     if config.n_embd % config.n_head:
         raise UserError(f"--n_embd {config.n_embd} does not divide into --n_head {config.n_head} heads: give "
                         f"one of {', '.join(map(str, divisors(config.n_embd)))} heads")
-    if config.sequence_length > config.block_size:
-        raise UserError(f"--sequence_length {config.sequence_length} is longer than --block_size "
-                        f"{config.block_size}: shorten the one or raise the other")
-    if not 0 <= config.window <= config.block_size:
-        raise UserError(f"--window {config.window}: give a number of tokens up to --block_size "
-                        f"{config.block_size}, or 0")
+    for name in ("sequence_length", "window"):
+        if getattr(config, name) > config.block_size:
+            raise UserError(f"--{name} {getattr(config, name)} is longer than --block_size "
+                            f"{config.block_size}: shorten the one or raise the other")
     if config.updates_per_step & (config.updates_per_step - 1):
         raise UserError(f"--updates_per_step {config.updates_per_step}: give a power of two")
     if config.vocab_size > 65536:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -39,7 +40,13 @@ def prepare_compiled(config, state: TrainState, compiled: Callable, wrapped: Cal
     try:
         B = choose_micro_batch(config, candidates, state, wrapped, autocast, process)
         if compiled is not state.model and not config.dry_run:
-            check_compiled(config, state, wrapped, autocast, process, B)
+            with process.progress("compiling"):
+                agree = process.on_all_ranks(check_compiled, config, state.model, wrapped, autocast, process,
+                                             B)
+            torch.cuda.empty_cache()
+            if agree:
+                process.print0("torch.compile was compared with eager mode on one micro-batch: the gradients "
+                               "agree")
         return B, compiled, wrapped
     except CompileFailure as failure:
         process.print0(f"warning: torch.compile does not work here ({failure}); falling back to eager mode")
@@ -48,53 +55,38 @@ def prepare_compiled(config, state: TrainState, compiled: Callable, wrapped: Cal
             state.model, wrapped)
 
 
-def check_compiled(config, state: TrainState, wrapped: Callable, autocast: torch.autocast, process: Process,
-                   B: int) -> None:
+def check_compiled(config, model: torch.nn.Module, wrapped: Callable, autocast: torch.autocast,
+                   process: Process, B: int) -> bool:
     """One micro-step of `wrapped`, in which its graph is compiled for training. Then, without
-    --no_check_compile, the same in eager mode: RunError if a gradient differs, CompileFailure if it cannot
-    run, on all ranks alike. Changes neither weights nor random numbers."""
-    model, kernel = state.model, state.model.kernel
-
-    def check():
-        try:
-            return try_compiled(model, wrapped, config, autocast, process, B)
-        except Exception as error:              # a run out of memory says in its first step what needs less
-            if not is_out_of_memory(error):
-                raise
-            process.print0("note: torch.compile is not compared with eager mode: out of memory")
-        finally:
-            model.zero_grad(set_to_none=True)
-            model.use_attention(kernel)
-
-    what = "compiling, and comparing with eager mode" if config.check_compile else "compiling"
-    with process.progress(what):
-        passed = process.on_all_ranks(check)
-    torch.cuda.empty_cache()
-    if passed:
-        process.print0("torch.compile was compared with eager mode on one micro-batch: the gradients agree")
-
-
-def try_compiled(model: torch.nn.Module, wrapped: Callable, config, autocast: torch.autocast,
-                 process: Process, B: int) -> bool:
-    """A micro-step of the compiled model, and whether it was compared and is right. May leave the model with
-    another attention kernel."""
-    x, y = random_micro_batch(B, config.sequence_length, config.vocab_size, process.device)
+    --no_check_compile, the same in eager mode. Returns whether it was compared and is right. RunError if a
+    gradient differs, CompileFailure if it cannot run. Changes neither weights nor random numbers."""
+    kernel = model.kernel
     scale = SCALE if config.dtype == "float16" else 1.0
     slices = B // largest_divisor(B, EAGER_TOKENS // config.sequence_length)
     float32 = torch.autocast(process.device.split(":")[0], enabled=False)
     if isinstance(wrapped, DDP):
         wrapped.require_backward_grad_sync = False
-    with nothing_zero(model, process.device):
-        with compile_failures(wrapped):
-            compiled = loss_and_gradients(wrapped, model, x, y, autocast, scale)
-        if not config.check_compile:
-            return False
-        if model.kernel in ("flash", "cudnn", "flex"):  # no float32; flex would be compiled in eager mode too
-            model.use_attention("auto")
-        exact = loss_and_gradients(model, model, x, y, float32, scale, slices)
-        names = ["loss", *(name for name, _ in model.named_parameters())]
-        return compare_gradients(names, compiled, exact, lambda: loss_and_gradients(
-            model, model, x, y, autocast, scale, slices))
+    try:
+        x, y = random_micro_batch(B, config.sequence_length, config.vocab_size, process.device)
+        with nothing_zero(model, process.device):
+            with compile_failures(wrapped):
+                compiled = loss_and_gradients(wrapped, model, x, y, autocast, scale)
+            if not config.check_compile:
+                return False
+            if kernel in ("flash", "cudnn", "flex"):    # no float32; flex would be compiled in eager mode too
+                model.use_attention("auto")
+            names = ["loss", *(name for name, _ in model.named_parameters())]
+            exact, eager = (partial(loss_and_gradients, model, model, x, y, precision, scale, slices)
+                            for precision in (float32, autocast))
+            return compare_gradients(names, compiled, exact(), eager)
+    except Exception as error:                  # a run out of memory says in its first step what needs less
+        if not is_out_of_memory(error):
+            raise
+        process.print0("note: torch.compile is not compared with eager mode: out of memory")
+        return False
+    finally:
+        model.zero_grad(set_to_none=True)
+        model.use_attention(kernel)
 
 
 def compare_gradients(names: list[str], compiled: list[Tensor], exact: list[Tensor],

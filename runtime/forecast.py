@@ -137,8 +137,7 @@ class Forecast:
         parts = [("weights", 4 * self.size.parameters), ("gradients", 4 * self.size.parameters),
                  ("moments", self.size.moments)]
         if self.trial:
-            note = " (eager; less with torch.compile)" if self.compiled else ""
-            parts.append((f"activations of a micro-batch{note}",
+            parts.append(("activations of a micro-batch (eager mode)",
                           self.trial.activations * self.loader.largest(self.config.updates_per_step)))
         text = (f"at least {size_text(sum(n for _, n in parts))}: "
                 f"{', '.join(f'{size_text(n)} {what}' for what, n in parts)}")
@@ -178,7 +177,7 @@ class Forecast:
             return None, "unknown for this GPU"
         where = "CPU" if process.device == "cpu" else "device"
         return (self.trial.seconds * self.loader.rows_per_step / process.world_size,
-                f"from one micro-step, timed on this {where}{' in eager mode' if self.compiled else ''}")
+                f"from one micro-step in eager mode, timed on this {where}")
 
     def seconds_left(self) -> float:
         """To the end of the run, 0 if unknown. A forward takes a third of a micro-step's time."""
@@ -201,11 +200,13 @@ class Forecast:
         for what, every, at_0 in (
                 ("validation", config.val_every, 1), ("HellaSwag", config.hellaswag_every, 1),
                 ("samples", config.sample_every, 0), ("checkpoint", config.checkpoint_every, 0)):
-            begin = "at step 0, " if at_0 else ""
-            size = f", {self.data.val_count:,} sequences of {config.sequence_length} tokens"
-            yield f"{what}: never" if not every else (
-                f"{what}: {begin}every {every:,} steps and at the last, {self.times(every) + at_0:,} times"
-                f"{size if what == 'validation' else ''}")
+            when = "never"
+            if every:
+                when = (f"{'at step 0, ' if at_0 else ''}every {every:,} steps and at the last, "
+                        f"{self.times(every) + at_0:,} times")
+            if every and what == "validation":
+                when += f", {self.data.val_count:,} sequences of {config.sequence_length} tokens"
+            yield f"{what}: {when}"
         if config.checkpoint_minutes:
             yield f"checkpoint: {config.checkpoint_minutes:g} minutes after the last, and at the last step"
 
