@@ -152,8 +152,7 @@ class Forecast:
         if not (config.checkpoint_every or config.checkpoint_minutes):
             return "no checkpoints"
         # the newest, the best, and the one being written
-        count = (f"up to {config.keep_checkpoints + 2}" if config.keep_checkpoints else
-                 self.times(config.checkpoint_every) or "all")
+        count = f"up to {config.keep_checkpoints + 2}" if config.keep_checkpoints else "all"
         return f"{size_text(self.size.checkpoint)} a checkpoint, {count} in {config.out}"
 
     def time(self) -> str:
@@ -175,24 +174,21 @@ class Forecast:
                     f"predicted, at {MFU:.0%} of the data sheet's {peak / 1e12:,.0f} TFLOP/s")
         if not self.trial:
             return None, "unknown for this GPU"
-        where = "CPU" if process.device == "cpu" else "device"
         return (self.trial.seconds * self.loader.rows_per_step / process.world_size,
-                f"from one micro-step in eager mode, timed on this {where}")
+                "from one micro-step in eager mode, timed here")
 
     def seconds_left(self) -> float:
         """To the end of the run, 0 if unknown. A forward takes a third of a micro-step's time."""
         config = self.config
-        tokens = config.max_steps * config.total_batch_size
-        if config.val_every:
-            tokens += (1 + self.times(config.val_every)) * self.data.val_count * config.sequence_length / 3
-        if config.hellaswag_every:
-            tokens += (1 + self.times(config.hellaswag_every)) * HELLASWAG_TOKENS / 3
-        seconds = tokens / config.total_batch_size * (self.step_time()[0] or 0)
-        return seconds * (1 - self.step / config.max_steps)
+        evaluations = ((config.val_every, self.data.val_count * config.sequence_length),
+                       (config.hellaswag_every, HELLASWAG_TOKENS))
+        forwards = sum((1 + self.times(every)) * tokens for every, tokens in evaluations if every)
+        steps = config.max_steps + forwards / 3 / config.total_batch_size
+        return (self.step_time()[0] or 0) * steps * (1 - self.step / config.max_steps)
 
     def times(self, every: int) -> int:
         """How often in the whole run something happens every so many steps and at the last."""
-        return math.ceil(self.config.max_steps / every) if every else 0
+        return math.ceil(self.config.max_steps / every)
 
     def periods(self) -> Iterator[str]:
         """When something is evaluated or saved, one line each."""

@@ -15,7 +15,6 @@ from runtime.files import (RUN_FILES, checkpoints, digest, is_redirected_to, rea
 from runtime.integrity import find_fault
 from runtime.log import LONGEST, Log
 from runtime.presets import PRESETS
-from runtime.progress import counted
 from runtime.weights import read_checkpoint
 
 # paths and devices of a machine, and what only rank 0 or the rank itself reads
@@ -129,21 +128,18 @@ def derived_flags(config) -> list[str]:
 
 def check_data(checkpoint: dict, data: dict, folder: str, path: Path) -> None:
     """UserError unless the shards are still those of the checkpoint's run, in number, order and content."""
+    shown = "{} ({:,} tokens, digest {})".format
     with state_of_run(path):
         for split in data.keys() & {"train", *checkpoint["data"]}:
             before, now = checkpoint["data"][split], data[split]
             if any([type(value) for value in shard] != [str, int, str] for shard in before):
                 raise ValueError("it does not say which shards")
-            differ = [(was, is_now) for was, is_now in zip_longest(before, now, fillvalue=("none", 0, "-"))
-                      if was[1:] != is_now[1:]]
-            if not differ:
-                continue
-            had, has = (f"{counted(len(shards), split + ' shard')}, {sum(n for _, n, _ in shards):,} tokens"
-                        for shards in (before, now))
-            was, is_now = ("{} ({:,} tokens, digest {})".format(*shard) for shard in differ[0])
-            raise UserError(f"{path} was trained on other data: {had}, and {folder} has {has}; the first "
-                            f"that differs was {was} and is {is_now}. Bring the old data back, or start a "
-                            f"new run from these weights: --init {path} --out ANOTHER")
+            for had, has in zip_longest(before, now, fillvalue=["none", 0, "-"]):
+                if had[1:] != has[1:]:
+                    raise UserError(
+                        f"{path} was trained on other {split} shards: {len(before)}, and {folder} has {len(now)}; "
+                        f"the first that differs was {shown(*had)} and is {shown(*has)}. Bring the old data back, "
+                        f"or start a new run from these weights: --init {path} --out ANOTHER")
 
 
 def open_output(config, path: Path | None, state, process) -> Log | None:

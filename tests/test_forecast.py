@@ -58,7 +58,7 @@ def test_a_dry_run_tells_what_would_run_and_writes_nothing(processes, shards, tm
                  "100 steps = 25,600 tokens = 2.56 epochs", "10,000 tokens for training",
                  "7 MB weights, 7 MB gradients, 13 MB moments", "20 MB a checkpoint, up to 5 in log",
                  "validation: at step 0, every 30 steps and at the last, 5 times", "HellaSwag: never",
-                 "checkpoint: every 50 steps and at the last, 2 times", "timed on this CPU",
+                 "checkpoint: every 50 steps and at the last, 2 times", "timed here",
                  "nothing was written"):
         assert text in result.stdout, text
     assert files(tmp_path) == before and "warning" not in result.stdout
