@@ -137,9 +137,9 @@ def check_data(checkpoint: dict, data: dict, folder: str, path: Path) -> None:
             for had, has in zip_longest(before, now, fillvalue=["none", 0, "-"]):
                 if had[1:] != has[1:]:
                     raise UserError(
-                        f"{path} was trained on other {split} shards: {len(before)}, and {folder} has {len(now)}; "
-                        f"the first that differs was {shown(*had)} and is {shown(*has)}. Bring the old data back, "
-                        f"or start a new run from these weights: --init {path} --out ANOTHER")
+                        f"{path} was trained on other {split} shards: {len(before)}, and {folder} has "
+                        f"{len(now)}; the first that differs was {shown(*had)} and is {shown(*has)}. Bring "
+                        f"the old data back, or start a new run from these weights: --init {path} --out ANOTHER")
 
 
 def open_output(config, path: Path | None, state, process) -> Log | None:
