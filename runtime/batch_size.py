@@ -98,7 +98,7 @@ def memory_of_step(B: int, state: TrainState, model: Callable, config, autocast:
     if isinstance(model, DDP):                  # a rank that runs out of memory must not leave others waiting
         model.require_backward_grad_sync = False
     try:
-        # the optimizers' moments are allocated in the first step, or loaded: reserve their room
+        # moments that were not loaded are allocated in the first step: reserve their room
         due = 0 if any(optimizer.state for optimizer in state.optimizers) else moment_bytes(state.optimizers)
         moments = torch.empty(due, dtype=torch.uint8, device=device)
         x = torch.zeros(B, config.sequence_length, dtype=torch.int64, device=device)
@@ -151,7 +151,7 @@ def choose_micro_batch(config, candidates: list[int], state: TrainState, model: 
 def oom_advice(config, loader: TokenLoader | None, device: str) -> str:
     """What to do when memory runs out. `loader`: None before the first step."""
     largest = loader.largest(config.updates_per_step) if loader else 0
-    if largest > 1:                             # joined micro-batches, or divided once more
+    if largest > 1:                             # no longer joined, or the next smaller
         less = loader.B if largest > loader.B else divisors(largest)[-2]
         return (f"{device} is out of memory with micro-batches of {largest} sequences: give --batch_size "
                 f"{less}, which changes nothing else")

@@ -139,7 +139,8 @@ def check_data(checkpoint: dict, data: dict, folder: str, path: Path) -> None:
                     raise UserError(
                         f"{path} was trained on other {split} shards: {len(before)}, and {folder} has "
                         f"{len(now)}; the first that differs was {shown(*had)} and is {shown(*has)}. Bring "
-                        f"the old data back, or start a new run from these weights: --init {path} --out ANOTHER")
+                        "the old data back, or start a new run from these weights: "
+                        f"--init {path} --out ANOTHER")
 
 
 def open_output(config, path: Path | None, state, process) -> Log | None:
