@@ -169,7 +169,7 @@ def archive_output(config, path: Path | None, step: int) -> str:
     if not inside:
         moved = files + moved
     elif not moved and not any(map(has_other_lines, copied)):
-        copied = []
+        copied = []                     # nothing is lost when they are cut
     if not moved + copied:
         return ""
     folder = next(p for n in range(1, 10**6) if not os.path.lexists(p := out / f"previous_{n}"))
@@ -179,7 +179,7 @@ def archive_output(config, path: Path | None, step: int) -> str:
     for p in moved:
         p.rename(folder / p.name)
     names = [p.name for p in copied + moved]
-    return (f"what another run, no run or later steps have written in {out} is now in {folder}: "
+    return (f"files in {out} of another run, later steps or other hands are now in {folder}: "
             f"{', '.join(names[:4])}{f' and {len(names) - 4} more' if len(names) > 4 else ''}")
 
 

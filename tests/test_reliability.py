@@ -592,7 +592,7 @@ def test_going_on_from_an_older_checkpoint_sets_the_newer_ones_aside(data, whole
     older = checkpoints(tmp_path / "log")[0]
     (tmp_path / "log/checkpoint_000777.pt.123.tmp").write_bytes(b"left by a kill")
     result = run("--data", data, "--out", tmp_path / "log", "--resume", older[1])
-    assert f"at step {older[0]} of 60" in result.stdout and "is now in" in result.stdout
+    assert f"at step {older[0]} of 60" in result.stdout and "are now in" in result.stdout
     for name in ("checkpoint_000060.pt", "log.txt"):
         assert (tmp_path / "log/previous_1" / name).read_bytes() == (whole / name).read_bytes()
     same_end(tmp_path / "log", whole)
