@@ -98,7 +98,7 @@ def merge_config(config, explicit_flags: set[str], checkpoint: dict, path: Path)
                 raise ValueError(f"its two configs differ in {name}")
         if before["recipe"] != checkpoint["recipe"]:
             raise ValueError("its config says another recipe")
-        # earlier checkpoints do not tell
+        # earlier checkpoints do not tell; a set would hash what may be nested without an end
         derived = [name for name in AUTOMATIC if name in checkpoint.get("derived", ())]
     given = set(PRESETS[config.preset][1]) if "preset" in explicit_flags else set()
     if config.init != "scratch":                # its shape won over the preset's in the first run, too
@@ -111,8 +111,8 @@ def merge_config(config, explicit_flags: set[str], checkpoint: dict, path: Path)
             raise UserError(f"{path} was trained with --{name} {had}, not {now}: give the same, or start a "
                             "new run with another --out")
     # derived anew: from another --max_lr, on another device
-    taken = {name: value for name, value in (before | {name: AUTOMATIC[name] for name in derived}).items()
-             if name not in explicit_flags}
+    before |= {name: AUTOMATIC[name] for name in derived}
+    taken = {name: value for name, value in before.items() if name not in explicit_flags}
     merged = dataclasses.replace(config, **taken)
     step = checkpoint["step"]                   # TrainState.load_state_dict refuses what is not a step
     if type(step) is int and merged.max_steps < step < 2**40:
