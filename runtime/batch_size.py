@@ -20,7 +20,6 @@ from runtime.muon import Muon
 from runtime.progress import counted
 from runtime.resume import MODEL_SHAPE
 
-NAME = "batch_size.json"        # in the cache
 MICRO_BATCH = 4096      # tokens; with more a CPU needs more memory and is no faster
 
 
@@ -29,26 +28,27 @@ def divisors(n: int) -> list[int]:
     return sorted({*small, *(n // d for d in small)})
 
 
+def largest_divisor(n: int, most: int) -> int:
+    """The largest divisor of n that is at most `most`, or 1."""
+    return max(d for d in divisors(n) if d <= max(1, most))
+
+
 def allowed_micro_batches(config, world_size: int, device: str) -> list[int]:
     """The micro-batches (sequences) that divide --total_batch_size, smallest first; --batch_size alone if
     given. For auto on a CPU, and for --overfit, the largest of at most MICRO_BATCH tokens."""
     T, updates = config.sequence_length, config.updates_per_step
-    if config.total_batch_size % (T * world_size * updates):
-        unit = T * world_size * updates
-        low = config.total_batch_size // unit
-        near = [n * unit for n in (low, low + 1) if n]
-        each = f" for each of --updates_per_step {updates}" if updates > 1 else ""
-        give = " or ".join(map(str, near)) + (", or fewer updates a step" if updates > 1 else "")
+    unit = T * world_size * updates
+    rows, rest = divmod(config.total_batch_size, unit)
+    if rest:
+        near = " or ".join(str(n * unit) for n in (rows, rows + 1) if n)
         raise UserError(f"--total_batch_size {config.total_batch_size} does not divide into sequences of {T} "
-                        f"tokens on {counted(world_size, 'process')}{each}: give {give}")
-    rows = config.total_batch_size // (T * world_size * updates)
+                        f"tokens (x {counted(world_size, 'process')} x --updates_per_step {updates}): give "
+                        f"{near}")
     if config.batch_size == "auto":
         by_trial = device.startswith("cuda") and not config.overfit
-        fits = [b for b in divisors(rows) if b * T <= MICRO_BATCH or b == 1]
-        return divisors(rows) if by_trial else fits[-1:]
+        return divisors(rows) if by_trial else [largest_divisor(rows, MICRO_BATCH // T)]
     if rows % int(config.batch_size):
-        part = "an update" if updates > 1 else "a step"
-        raise UserError(f"--batch_size {config.batch_size} does not divide the {rows} sequences {part} of "
+        raise UserError(f"--batch_size {config.batch_size} does not divide the {rows} sequences an update of "
                         f"each of {counted(world_size, 'process')}: give one of "
                         f"{', '.join(map(str, divisors(rows)))}, or auto")
     return [int(config.batch_size)]
@@ -93,22 +93,21 @@ def memory_of_step(B: int, state: TrainState, model: Callable, config, autocast:
     the second finds the gradients of the first, and memory that these and the first one's activations have
     fragmented.
     """
-    moments = sum(t.nbytes for optimizer in state.optimizers for entry in optimizer.state.values()
-                  for t in entry.values())
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
+    if isinstance(model, DDP):                  # a rank that runs out of memory must not leave others waiting
+        model.require_backward_grad_sync = False
     try:
-        # the optimizer's moments are allocated in the first step only: reserve their room
-        due = max(0, moment_bytes(state.optimizers) - moments)
-        moments_room = torch.empty(due, dtype=torch.uint8, device=device)
+        # moments that were not loaded are allocated in the first step: reserve their room
+        due = 0 if any(optimizer.state for optimizer in state.optimizers) else moment_bytes(state.optimizers)
+        moments = torch.empty(due, dtype=torch.uint8, device=device)
         x = torch.zeros(B, config.sequence_length, dtype=torch.int64, device=device)
-        for _ in range(2):
-            if isinstance(model, DDP):          # a rank that runs out of memory must not leave others waiting
-                model.require_backward_grad_sync = False
-            with autocast:
-                _, loss = model(x, torch.zeros_like(x))
-            loss.backward()
-        del moments_room
+        with compile_failures(model):
+            for _ in range(2):
+                with autocast:
+                    _, loss = model(x, torch.zeros_like(x))
+                loss.backward()
+        del moments
         return torch.cuda.max_memory_reserved(device)
     except Exception as error:
         if is_out_of_memory(error):
@@ -125,19 +124,19 @@ def choose_micro_batch(config, candidates: list[int], state: TrainState, model: 
         return candidates[0]
     device = process.device
     total = torch.cuda.mem_get_info(device)[1]
-    key = cache_key(config, process, total, candidates[-1])
-    known = load_cache(NAME)
-
-    def memory_of(B):
-        with compile_failures(model):
-            return memory_of_step(B, state, model, config, autocast, device)
+    key = ", ".join(map(str, (
+        device_name(device), torch.__version__, config.recipe, config.dtype, config.attention, config.window,
+        config.loss_chunk, config.compile, config.sequence_length,
+        *(getattr(config, name) for name in MODEL_SHAPE), process.world_size, total, candidates[-1])))
+    known = load_cache()
 
     def find():
         if known.get(key) in candidates:
             return known[key]
         process.print0("trying how large a micro-batch fits (once; --batch_size N does without) ...")
         with process.progress("trying micro-batches"):
-            return largest_that_fits(candidates, memory_of, 0.9 * total)
+            return largest_that_fits(
+                candidates, lambda B: memory_of_step(B, state, model, config, autocast, device), 0.9 * total)
 
     try:
         B = min(process.gather(process.on_all_ranks(find)))
@@ -145,51 +144,40 @@ def choose_micro_batch(config, candidates: list[int], state: TrainState, model: 
         torch.cuda.empty_cache()                # NCCL and Triton allocate beside torch
         torch.compiler.reset()                  # the trials' graphs count towards the recompilation limit
     if process.is_master and known.get(key) != B and not config.dry_run:
-        save_cache(NAME, known | {key: B})
+        save_cache(known | {key: B})
     return B
 
 
 def oom_advice(config, loader: TokenLoader | None, device: str) -> str:
     """What to do when memory runs out. `loader`: None before the first step."""
-    B = loader.B if loader else 0
-    if loader and (largest := loader.largest(config.updates_per_step)) > B:
-        return (f"{device} is out of memory with micro-batches of up to {largest} sequences: give "
-                f"--batch_size {B}, which changes nothing else")
-    if B > 1:
-        return (f"{device} is out of memory with --batch_size {B}: give --batch_size {divisors(B)[-2]}, "
-                "which changes nothing else")
-    smaller = "give a smaller model (--n_layer, --n_embd)"
-    if B == 0:
-        return (f"{device} is out of memory before the first step: end what else runs there, or {smaller}, "
-                "or --batch_size 1")
+    largest = loader.largest(config.updates_per_step) if loader else 0
+    if largest > 1:                             # no longer joined, or the next smaller
+        less = loader.B if largest > loader.B else divisors(largest)[-2]
+        return (f"{device} is out of memory with micro-batches of {largest} sequences: give --batch_size "
+                f"{less}, which changes nothing else")
+    smaller = "a smaller model (--n_layer, --n_embd)"
+    if not loader:
+        return (f"{device} is out of memory before the first step: end what else runs there, or give "
+                f"{smaller}, or --batch_size 1")
     chunk = "--loss_chunk 1024, " if not 0 < config.loss_chunk <= 1024 else ""
     return (f"{device} is out of memory with --batch_size 1: give {chunk}a shorter --sequence_length, or "
-            f"{smaller[5:]}")
+            f"{smaller}")
 
 
-def cache_key(config, process: Process, *more) -> str:
-    """Hardware, versions and shape of a run: what is found for one run holds for another with this key."""
-    return ", ".join(map(str, (device_name(process.device), torch.__version__, config.recipe, config.dtype,
-                               config.attention, config.window, config.loss_chunk, config.compile,
-                               config.sequence_length, *(getattr(config, name) for name in MODEL_SHAPE),
-                               process.world_size, *more)))
+def cache_path() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "train_gpt2/batch_size.json"
 
 
-def cache_path(name: str) -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "train_gpt2" / name
-
-
-def load_cache(name: str) -> dict:
-    """{cache_key of a run: what was found for it}, from earlier runs."""
+def load_cache() -> dict:
+    """{hardware, versions and shape of a run: its micro-batch}, from earlier runs."""
     try:
-        known = json.loads(read_text(cache_path(name), most=1 << 20))
+        known = json.loads(read_text(cache_path(), most=1 << 20))
         return known if isinstance(known, dict) else {}
     except (OSError, ValueError, RecursionError):
         return {}
 
 
-def save_cache(name: str, known: dict) -> None:
-    path = cache_path(name)
+def save_cache(known: dict) -> None:
     with suppress(OSError, RunError):           # without a cache the next run finds it anew
-        path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, lambda file: file.write(json.dumps(known, indent=1).encode()))
+        cache_path().parent.mkdir(parents=True, exist_ok=True)
+        replace_file(cache_path(), lambda file: file.write(json.dumps(known, indent=1).encode()))

@@ -13,12 +13,10 @@ from runtime.cli import UserError
 from runtime.dataloader import Data, open_data
 from runtime.device import choose_dtype, memory_of
 from runtime.distributed import Process
-from runtime.forecast import ModelSize
+from runtime.forecast import ModelSize, size_text
 from runtime.resume import MODEL_SHAPE, check_data
 from runtime.shards import first_words
 from runtime.tokenizer import VOCAB_SIZE
-
-CONTEXT = 1e9           # bytes of a GPU that one process takes before its first tensor, at most
 
 
 def load_init(config, process: Process, models: dict, load_model: Callable) -> torch.nn.Module | None:
@@ -111,12 +109,10 @@ def check_config(config) -> None:
     if config.n_embd % config.n_head:
         raise UserError(f"--n_embd {config.n_embd} does not divide into --n_head {config.n_head} heads: give "
                         f"one of {', '.join(map(str, divisors(config.n_embd)))} heads")
-    if config.sequence_length > config.block_size:
-        raise UserError(f"--sequence_length {config.sequence_length} is longer than --block_size "
-                        f"{config.block_size}: shorten the one or raise the other")
-    if not 0 <= config.window <= config.block_size:
-        raise UserError(f"--window {config.window}: give a number of tokens up to --block_size "
-                        f"{config.block_size}, or 0")
+    for name in ("sequence_length", "window"):
+        if getattr(config, name) > config.block_size:
+            raise UserError(f"--{name} {getattr(config, name)} is longer than --block_size "
+                            f"{config.block_size}: shorten the one or raise the other")
     if config.updates_per_step & (config.updates_per_step - 1):
         raise UserError(f"--updates_per_step {config.updates_per_step}: give a power of two")
     if config.vocab_size > 65536:
@@ -132,16 +128,12 @@ def check_memory(config, size: ModelSize, device: str) -> None:
     """UserError if weights, gradients and moments alone need more memory than there is, on a GPU more than
     is free: what others use of a CPU's can be swapped out."""
     free, memory = memory_of(device)
-    free = free if device.startswith("cuda") else memory
-    if size.state <= free:
-        return
-    need = (f"{config.n_layer} layers of width {config.n_embd} have {size.parameters:,} parameters, which "
-            f"need {size.state / 1e9:,.1f} GB to train, and {device} has {memory / 1e9:,.1f} GB")
-    smaller = "give a smaller --n_layer or --n_embd"
-    if size.state > memory:
-        raise UserError(f"{need}: {smaller}")
-    need += f", of which {free / 1e9:,.1f} GB are free"
-    if memory - free <= CONTEXT:
-        raise UserError(f"{need} beside its driver: {smaller}")
-    raise UserError(f"{need}: end what else runs there (nvidia-smi shows it), choose another GPU by "
-                    f"--device, or {smaller}")
+    there, remedy = f"{device} has {size_text(memory)}", "give a smaller --n_layer or --n_embd"
+    if device.startswith("cuda"):
+        there += f", of which {size_text(free)} are free"
+        remedy += ", or end what else runs there (nvidia-smi shows it)"
+    else:
+        free = memory
+    if size.state > free:
+        raise UserError(f"{config.n_layer} layers of width {config.n_embd} have {size.parameters:,} "
+                        f"parameters, which need {size_text(size.state)} to train, and {there}: {remedy}")

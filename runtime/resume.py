@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import socket
+from itertools import zip_longest
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,6 @@ from runtime.files import (RUN_FILES, checkpoints, digest, is_redirected_to, rea
 from runtime.integrity import find_fault
 from runtime.log import EVENT, LONGEST, Log
 from runtime.presets import PRESETS
-from runtime.progress import counted
 from runtime.weights import read_checkpoint
 
 # paths and devices of a machine, and what only rank 0 or the rank itself reads
@@ -48,7 +48,7 @@ def resumed_config(flags, explicit_flags: set[str], process) -> tuple[object, di
     path = process.gather(process.on_all_ranks(choose_checkpoint, flags, process.restarted))[0]
     if not path:
         return flags, None, None
-    checkpoint = process.on_all_ranks(read_here, path, process)
+    checkpoint = process.on_all_ranks(read_state, path, process)
     process.require_same("checkpoint", (str(path), digest(np.memmap(path, dtype=np.uint8, mode="r"))))
     return merge_config(flags, explicit_flags, checkpoint, path), checkpoint, path
 
@@ -65,21 +65,15 @@ def choose_checkpoint(config, restarted: bool = False) -> Path | None:
     return None if config.resume == "never" else Path(config.resume)
 
 
-def read_here(path: Path, process) -> dict:
-    """read_state, of the checkpoint that rank 0 chose."""
+def read_state(path: Path, process) -> dict:
+    """The dict of the checkpoint that rank 0 chose. UserError for any other file than train_gpt2.py's."""
     if not process.is_master and not path.is_file():
         raise UserError(f"the checkpoint {path} of process 0 is not there on {socket.gethostname()}: put "
                         "--out, the folder with the checkpoints, on a file system that all machines share, "
                         "or copy the checkpoint there under the same path")
-    return read_state(path)
-
-
-def read_state(path: Path) -> dict:
-    """The dict of a checkpoint of train_gpt2.py. UserError for any other file."""
     checkpoint = read_checkpoint(path, recovery_hint(path))
     keys = {"model", "model_config", "config", "recipe", "step", "optimizers", "data", "rng"}
-    missing = keys - checkpoint.keys()
-    if missing:
+    if missing := keys - checkpoint.keys():
         raise UserError(f"{path} is not a checkpoint of this script (it has no "
                         f"{', '.join(sorted(missing))}): {recovery_hint(path)}; or start a new run from its "
                         f"weights by --init {path}")
@@ -88,16 +82,14 @@ def read_state(path: Path) -> dict:
 
 def merge_config(config, explicit_flags: set[str], checkpoint: dict, path: Path):
     """`config` with what the checkpoint's run had in place of flags that were not given and may not differ.
-    UserError if a given flag contradicts it."""
-    fields = {f.name: f for f in dataclasses.fields(config)}
+    UserError if a given flag contradicts it, and for a checkpoint beyond --max_steps."""
+    fields = {f.name: f for f in dataclasses.fields(config) if not f.metadata.get("per_run")}
     with state_of_run(path):
         before = {name: value for name, value in checkpoint["config"].items() if name in fields}
         for name, value in before.items():
-            meta = fields[name].metadata
-            kind = meta.get("type", fields[name].type)
-            right = isinstance(value, (kind, int) if kind is float else kind) or value is fields[name].default
-            known = "choices" not in meta or meta.get("per_run") or value in meta["choices"]
-            if not right or not known:
+            kind, choices = fields[name].type, fields[name].metadata.get("choices")
+            right = isinstance(value, (kind, int) if kind is float else kind)
+            if not right or choices and value not in choices:
                 raise ValueError(f"its config says {name} = {safe_repr(value)}")
         for name in (*MODEL_SHAPE, *({"window"} & checkpoint["model_config"].keys())):
             value = checkpoint["model_config"][name]
@@ -105,39 +97,27 @@ def merge_config(config, explicit_flags: set[str], checkpoint: dict, path: Path)
                 raise ValueError(f"its two configs differ in {name}")
         if before["recipe"] != checkpoint["recipe"]:
             raise ValueError("its config says another recipe")
-        derived = checkpoint.get("derived", [])
-        if not isinstance(derived, list) or not all(isinstance(name, str) for name in derived):
-            raise ValueError("it does not say which flags were derived")
-        # earlier checkpoints do not tell: a rate of a tenth was derived
-        tenth = "derived" not in checkpoint and before["min_lr"] == before["max_lr"] / 10
-        derived = AUTOMATIC.keys() & ({"min_lr"} if tenth else set(derived))
+        # earlier checkpoints do not tell; a set would hash what may be nested without an end
+        derived = [name for name in AUTOMATIC if name in checkpoint.get("derived", ())]
     given = set(PRESETS[config.preset][1]) if "preset" in explicit_flags else set()
     if config.init != "scratch":                # its shape won over the preset's in the first run, too
         given -= set(MODEL_SHAPE)
     given |= explicit_flags
     for name, f in fields.items():
-        had = before.get(name, f.default)                       # the flag may be newer than the checkpoint
-        same = getattr(config, name) in (had, AUTOMATIC[name] if name in derived else had)
+        had, now = before.get(name, f.default), getattr(config, name)       # the flag may be newer
+        same = now == had or name in derived and now == AUTOMATIC[name]
         if f.metadata.get("fixed") and name in given and not same:
-            raise UserError(f"{path} was trained with --{name} {had}, not {getattr(config, name)}: give the "
-                            "same, or start a new run with another --out")
-    taken = {name: value for name, value in before.items()
-             if name not in explicit_flags and not fields[name].metadata.get("per_run")}
-    for name in derived & taken.keys():         # derived anew: from another --max_lr, on another device
-        taken[name] = fields[name].default
+            raise UserError(f"{path} was trained with --{name} {had}, not {now}: give the same, or start a "
+                            "new run with another --out")
+    # derived anew: from another --max_lr, on another device
+    before |= {name: AUTOMATIC[name] for name in derived}
+    taken = {name: value for name, value in before.items() if name not in explicit_flags}
     merged = dataclasses.replace(config, **taken)
-    check_step(checkpoint, merged.max_steps, path)
+    step = checkpoint["step"]                   # TrainState.load_state_dict refuses what is not a step
+    if type(step) is int and merged.max_steps < step < 2**40:
+        raise UserError(f"{path} is at step {step}, beyond --max_steps {merged.max_steps}: give more steps, "
+                        "or --resume an earlier checkpoint")
     return merged
-
-
-def check_step(checkpoint: dict, max_steps: int, path: Path) -> None:
-    """UserError for a checkpoint beyond `max_steps`. One of the last step is a run that is done."""
-    with state_of_run(path):
-        if type(step := checkpoint["step"]) is not int or not 0 <= step < 2**40:
-            raise ValueError(f"its step is {safe_repr(step)}")
-        if step > max_steps:
-            raise UserError(f"{path} is at step {step}, beyond --max_steps {max_steps}: give more steps, or "
-                            "--resume an earlier checkpoint")
 
 
 def derived_flags(config) -> list[str]:
@@ -147,22 +127,19 @@ def derived_flags(config) -> list[str]:
 
 def check_data(checkpoint: dict, data: dict, folder: str, path: Path) -> None:
     """UserError unless the shards are still those of the checkpoint's run, in number, order and content."""
+    shown = "{} ({:,} tokens, digest {})".format
     with state_of_run(path):
         for split in data.keys() & {"train", *checkpoint["data"]}:
             before, now = checkpoint["data"][split], data[split]
             if any([type(value) for value in shard] != [str, int, str] for shard in before):
                 raise ValueError("it does not say which shards")
-            if [shard[1:] for shard in before] == [shard[1:] for shard in now]:
-                continue
-            had, has = (f"{counted(len(shards), split + ' shard')}, {sum(n for _, n, _ in shards):,} tokens"
-                        for shards in (before, now))
-            differ = (i for i, (a, b) in enumerate(zip(before, now, strict=False)) if a[1:] != b[1:])
-            i = next(differ, min(len(before), len(now)))
-            was, is_now = ("{} ({:,} tokens, digest {})".format(*shards[i]) if i < len(shards) else "none"
-                           for shards in (before, now))
-            raise UserError(f"{path} was trained on other data: {had}, and {folder} has {has}; the first "
-                            f"that differs was {was} and is {is_now}. Bring the old data back, or start a "
-                            f"new run from these weights: --init {path} --out ANOTHER")
+            for had, has in zip_longest(before, now, fillvalue=["none", 0, "-"]):
+                if had[1:] != has[1:]:
+                    raise UserError(
+                        f"{path} was trained on other {split} shards: {len(before)}, and {folder} has "
+                        f"{len(now)}; the first that differs was {shown(*had)} and is {shown(*has)}. Bring "
+                        "the old data back, or start a new run from these weights: "
+                        f"--init {path} --out ANOTHER")
 
 
 def open_output(config, path: Path | None, state, process) -> Log | None:
@@ -186,14 +163,13 @@ def archive_output(config, path: Path | None, step: int) -> str:
     out = Path(config.out)
     inside = path is not None and path.resolve().parent == out.resolve()
     moved = [p for s, p in checkpoints(out) if not inside or s > step]
-    there = [p for name in RUN_FILES if os.path.lexists(p := out / name) and not is_redirected_to(p)]
-    copied = []
-    if inside:
-        logs = [p for p in there if p.name in LINES]
-        copied = logs if moved or any(map(has_other_lines, logs)) else []
-    else:
-        moved = there + moved
-    if not moved and not copied:
+    files = [p for name in RUN_FILES if os.path.lexists(p := out / name) and not is_redirected_to(p)]
+    copied = [p for p in files if inside and p.name in LINES]
+    if not inside:
+        moved = files + moved
+    elif not moved and not any(map(has_other_lines, copied)):
+        copied = []                     # nothing is lost when they are cut
+    if not moved + copied:
         return ""
     folder = next(p for n in range(1, 10**6) if not os.path.lexists(p := out / f"previous_{n}"))
     folder.mkdir()
@@ -201,10 +177,9 @@ def archive_output(config, path: Path | None, step: int) -> str:
         shutil.copy(p, folder)
     for p in moved:
         p.rename(folder / p.name)
-    whose = "which had lines that no run wrote, or later steps," if inside else (
-        "of another run or of none,")
-    more = f" and {len(moved + copied) - 4} more" if len(moved + copied) > 4 else ""
-    return f"{', '.join(p.name for p in (copied + moved)[:4])}{more} in {out}, {whose} are now in {folder}"
+    names = [p.name for p in copied + moved]
+    return (f"files in {out} of another run, later steps or other hands are now in {folder}: "
+            f"{', '.join(names[:4])}{f' and {len(names) - 4} more' if len(names) > 4 else ''}")
 
 
 def has_other_lines(path: Path) -> bool:
@@ -236,13 +211,12 @@ def nonfinite_error(what: object, state, config, step: int, update: bool = True)
     if state.source and step == state.begun:
         return RunError(f"{what}. It is the first step since {state.source}, which may be damaged: "
                         f"{recovery_hint(state.source)}")
-    if not update:
-        return RunError(f"{what}. The weights are finite, but too large: lower --max_lr or lengthen "
-                        f"--warmup_steps. {newest_of(config.out)}")
-    skipped = ("The update was skipped and changed no weight" if config.updates_per_step == 1 else
-               "Updates with such a number were skipped and changed no weight, the step's others were made")
-    return RunError(f"{what}. {skipped}: lower --max_lr, lengthen --warmup_steps, or tolerate such steps by "
-                    f"--skip_nonfinite. {newest_of(config.out)}")
+    cause, tolerate = "The weights are finite, but too large", ""
+    if update:
+        cause = "Each such update was skipped and changed no weight"
+        tolerate = ", or tolerate such steps by --skip_nonfinite"
+    return RunError(f"{what}. {cause}: lower --max_lr or lengthen --warmup_steps{tolerate}. "
+                    f"{newest_of(config.out)}")
 
 
 def recovery_hint(path: Path) -> str:

@@ -229,10 +229,8 @@ def test_what_is_said_of_a_bad_step_is_true(tmp_path):
     tiny = GPT(GPTConfig(block_size=8, vocab_size=64, n_layer=1, n_head=1, n_embd=8))
     config = train_gpt2.Config(out=str(tmp_path))
     state = train_gpt2.make_state(config, tiny, tiny.configure_optimizers(1e-3, 0.1), Process())
-    assert re.match("x. The update was skipped and changed no weight: lower --max_lr.* There is no "
+    assert re.match("x. Each such update was skipped and changed no weight: lower --max_lr.* There is no "
                     "checkpoint", str(nonfinite_error("x", state, config, 5)))
-    config.updates_per_step = 4
-    assert "the step's others were made" in str(nonfinite_error("x", state, config, 5))
     with torch.no_grad():
         tiny.transformer.ln_f.weight[0] = float("nan")
     (tmp_path / "checkpoint_000003.pt").touch()

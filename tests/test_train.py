@@ -439,12 +439,11 @@ def test_a_gpu_that_holds_no_sequence_is_refused_in_one_sentence():
         largest_that_fits([1, 2, 4], lambda B: math.inf, 100)
 
 
-def test_a_gpu_too_small_for_the_model_or_taken_by_others_is_told_apart(monkeypatch):
+def test_a_gpu_too_small_for_the_model_or_taken_by_others_is_refused(monkeypatch):
     config = Config(block_size=1024, vocab_size=50304)
     size = ModelSize(124_475_904, 995_807_232, 0)       # 1.99 GB of weights, gradients and moments
-    for free, total, said in ((10, 80, None), (1.5, 1.6, "cuda:1 has 1.6 GB: give a smaller --n_layer"),
-                              (1.5, 2.1, "1.5 GB are free beside its driver: give a smaller --n_layer"),
-                              (1.5, 80, "has 80.0 GB, of which 1.5 GB are free: end what else runs there")):
+    for free, total, said in ((10, 80, None), (1.5, 1.6, "cuda:1 has 1.6 GB, .* a smaller --n_layer or"),
+                              (1.5, 80, "has 80.0 GB, of which 1.5 GB are free: .* end what else runs")):
         monkeypatch.setattr(torch.cuda, "mem_get_info",
                             lambda device, free=free, total=total: (free * 1e9, total * 1e9))
         with pytest.raises(UserError, match=said) if said else nullcontext():
@@ -588,8 +587,8 @@ def test_a_mistake_is_a_user_error_before_anything_is_written(name, shards, star
 
 
 @pytest.mark.parametrize(("flags", "where", "said"), [
-    (["--batch_size", "4"], "train_step", "with --batch_size 4: give --batch_size 2, which"),
-    (["--total_batch_size", "288", "--batch_size", "9"], "train_step", "with --batch_size 9: give "
+    (["--batch_size", "4"], "train_step", "of 4 sequences: give --batch_size 2, which"),
+    (["--total_batch_size", "288", "--batch_size", "9"], "train_step", "of 9 sequences: give "
      "--batch_size 3, which"),
     (["--batch_size", "1"], "train_step", "give --loss_chunk 1024, a shorter --sequence_length, or a smaller "
      "model"),
