@@ -9,7 +9,8 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from benchmarks.pictures import plot_curves
+from benchmarks.pictures import plot_losses
+from benchmarks.steps import SIZES
 from benchmarks.timing import BENCH, print_table, progress
 from runtime.cli import UserError
 from runtime.log import read_log
@@ -104,7 +105,7 @@ def ablated_source(recipe, idea):
 
 
 def validation_curve(flags, idea=None, threads=None):
-    """{tokens: validation loss} of a run of train_gpt2.py with these flags, without `idea`.
+    """{tokens: validation loss} of a run of train_gpt2.py with these flags, {name: value}, without `idea`.
 
     A run that diverged has nan from there on. UserError with its message if the run failed otherwise.
     """
@@ -115,18 +116,19 @@ def validation_curve(flags, idea=None, threads=None):
         for name in ("runtime", "assets"):
             shutil.copytree(BENCH.with_name(name), folder / name)
         if idea:
-            file, text = ablated_source(flags[flags.index("--recipe") + 1], idea)
+            file, text = ablated_source(flags["recipe"], idea)
             (folder / file).write_text(text, encoding="utf-8")
-        command = [sys.executable, folder / "train_gpt2.py", *map(str, flags), "--out", folder / "log"]
+        given = flags | dict(hellaswag_every=0, sample_every=0, checkpoint_every=0, out=folder / "log")
+        command = [sys.executable, folder / "train_gpt2.py", "--no_plot",
+                   *(f"--{name}={value}" for name, value in given.items())]
         result = subprocess.run(command, capture_output=True, text=True,
                                 env=os.environ | ({"OMP_NUM_THREADS": str(threads)} if threads else {}))
         diverged = "gradient norm" in result.stderr             # the message of a non-finite loss
         if result.returncode and not diverged:
             raise UserError(result.stderr.strip().split("\n")[-1])
         losses = {step: value for step, kind, value in read_log(folder / "log" / "log.txt") if kind == "val"}
-        names = "--val_every", "--max_steps", "--total_batch_size"
-        every, steps, tokens = (int(flags[flags.index(name) + 1]) for name in names)
-        return {step * tokens: losses.get(step, math.nan) for step in (*range(0, steps, every), steps)}
+    steps = *range(0, flags["max_steps"], flags["val_every"]), flags["max_steps"]
+    return {step * flags["total_batch_size"]: losses.get(step, math.nan) for step in steps}
 
 
 def recipe_runs(args, recipe, base, shape, steps, tokens):
@@ -135,18 +137,19 @@ def recipe_runs(args, recipe, base, shape, steps, tokens):
     gpt2 runs `steps` steps at three rates, the recipe its share of them and all, and the share without each
     idea.
     """
-    common = ["--data", args.path, "--n_layer", shape["n_layer"], "--n_embd", shape["n_embd"],
-              "--block_size", base.T, "--total_batch_size", tokens, "--batch_size", "auto",
-              "--val_tokens", 32768, "--val_every", steps // EVALUATIONS[recipe], "--device", base.device,
-              "--dtype", base.dtype, "--hellaswag_every", 0, "--sample_every", 0, "--checkpoint_every", 0,
-              "--resume", "never", "--no_plot"]
-    gpt2 = [*common, "--n_head", shape["n_head"], "--max_steps", steps, "--warmup_steps", steps // 15]
-    other = [*common, "--recipe", recipe, "--n_head", max(1, shape["n_embd"] // 128), "--max_steps"]
-    runs = {("gpt2", rate): [*gpt2, "--max_lr", rate] for rate in (1e-3, 2e-3, 4e-3)}
-    runs |= {(recipe, n): [*other, n] for n in (steps // SHARE[recipe], steps)}
-    if args.no_ideas:
-        return runs
-    return runs | {("without", idea): [*other, steps // SHARE[recipe]] for idea in ABLATIONS[recipe]}
+    common = dict(data=args.path, n_layer=shape["n_layer"], n_embd=shape["n_embd"], block_size=base.T,
+                  total_batch_size=tokens, batch_size="auto", val_tokens=32768,
+                  val_every=steps // EVALUATIONS[recipe], device=base.device, dtype=base.dtype)
+    gpt2 = common | dict(n_head=shape["n_head"], max_steps=steps, warmup_steps=steps // 15)
+    other = common | dict(recipe=recipe, n_head=max(1, shape["n_embd"] // 128), max_steps=steps)
+    short = other | dict(max_steps=steps // SHARE[recipe])
+    runs = {("gpt2", rate): gpt2 | dict(max_lr=rate) for rate in (1e-3, 2e-3, 4e-3)}
+    runs |= {(recipe, flags["max_steps"]): flags for flags in (short, other)}
+    if args.only_ideas:
+        runs = {(recipe, short["max_steps"]): short}
+    if not args.no_ideas:
+        runs |= {("without", idea): short for idea in ABLATIONS[recipe]}
+    return runs
 
 
 def train_all(runs, seeds, cuda):
@@ -156,10 +159,10 @@ def train_all(runs, seeds, cuda):
 
     def train(job):
         seed, (kind, value) = job
-        curve = validation_curve([*runs[kind, value], "--seed", seed], value if kind == "without" else None,
+        curve = validation_curve(runs[kind, value] | {"seed": seed}, value if kind == "without" else None,
                                  None if cuda else 1)
         with tqdm.external_write_mode():        # not into the bar
-            print(f"{kind} {value}, seed {seed}: {list(curve.values())[-1]:.4f}", flush=True)
+            print(f"{kind} {value}, seed {seed}: {last_loss(curve):.4f}", flush=True)
         task.update()
         return curve
     with progress("trained", len(jobs), "runs") as task:
@@ -168,45 +171,64 @@ def train_all(runs, seeds, cuda):
     return {key: curves[i::len(runs)] for i, key in enumerate(runs)}
 
 
-def mean_loss(curves, tokens):
-    """Over the seeds, after `tokens`."""
-    return statistics.mean(curve[tokens] for curve in curves)
+def last_loss(curve):
+    return list(curve.values())[-1]
 
 
-def loss_range(curves, tokens):
-    losses = [curve[tokens] for curve in curves]
-    return max(losses) - min(losses)
+def mean_loss(curves):
+    """Over the seeds, at the end."""
+    return statistics.mean(map(last_loss, curves))
+
+
+def loss_range(curves):
+    losses = list(map(last_loss, curves))
+    return f"{max(losses) - min(losses):.3f}"
 
 
 def recipe_rows(curves, best, budgets):
     """A row for each run of a whole recipe: its mean losses at those token budgets that it evaluates."""
     rows = []
-    for kind, value in curves:
+    for (kind, value), seeds in curves.items():
         if kind == "without":
             continue
-        seeds = curves[kind, value]
         name = f"{kind}, --max_lr {value}" if isinstance(value, float) else f"{kind}, {value} steps"
-        reached = [tokens for tokens in budgets if tokens in seeds[0]]
-        rows.append({"recipe": f"{name} (the best)" if (kind, value) == best else name}
-                    | {f"{tokens / 1e6:.2f}M tokens": f"{mean_loss(seeds, tokens):.3f}" for tokens in reached}
-                    | {"seeds differ by": f"{loss_range(seeds, reached[-1]):.3f}"})
-    return [{column: row.get(column, "") for column in rows[0]} for row in rows]
+        row = {"recipe": f"{name} (the best)" if (kind, value) == best else name}
+        for tokens in budgets:
+            losses = [curve[tokens] for curve in seeds if tokens in curve]
+            row[f"{tokens / 1e6:.2f}M tokens"] = f"{statistics.mean(losses):.3f}" if losses else ""
+        rows.append(row | {"seeds differ by": loss_range(seeds)})
+    return rows
 
 
-def ablation_rows(recipe, curves, baseline, tokens):
-    """A row for each idea: the mean loss after `tokens` without it, and how far above `baseline` that is."""
-    return [{f"{recipe} without": idea, "validation loss": f"{mean_loss(seeds, tokens):.3f}",
-             "the idea brings": f"{mean_loss(seeds, tokens) - baseline:+.3f}",
-             "seeds differ by": f"{loss_range(seeds, tokens):.3f}"}
+def compare_with_gpt2(recipe, curves, short, tokens):
+    """Prints the table of whole runs, and whether the recipe's loss after `short` steps is below gpt2's after
+    all of them. Returns its rows and the key of gpt2's best run."""
+    means = {key: mean_loss(seeds) for key, seeds in curves.items() if key[0] == "gpt2"}
+    best = min(means, key=lambda key: (math.isnan(means[key]), means[key]))
+    share, loss = SHARE[recipe], mean_loss(curves[recipe, short])
+    rows = recipe_rows(curves, best, [n * short * tokens for n in (1, share // 2 + 1, share)])
+    print_table(rows)
+    print(f"after {FRACTION[recipe]} of the tokens {recipe} is at {loss:.3f}, gpt2 after all of them at "
+          f"{means[best]:.3f}: {'reached' if loss <= means[best] else 'NOT reached'}")
+    return rows, best
+
+
+def compare_ideas(recipe, curves, short):
+    """Prints, and returns, a row for each idea: the mean loss without it, and how far that is above the
+    recipe's."""
+    baseline = curves[recipe, short]
+    loss = mean_loss(baseline)
+    rows = [{f"{recipe} without": idea, "validation loss": f"{mean_loss(seeds):.3f}",
+             "the idea brings": f"{mean_loss(seeds) - loss:+.3f}", "seeds differ by": loss_range(seeds)}
             for (kind, idea), seeds in curves.items() if kind == "without"]
+    print(f"{recipe} after {short} steps: {loss:.3f}, seeds differ by {loss_range(baseline)}")
+    print_table(rows)
+    return rows
 
 
-def recipes_table(args, base, shape):
+def recipes_table(args, base):
     """gpt2 at the best of three rates against another recipe (--recipe, or speedrun) in a share of the steps,
-    and that recipe's ablations.
-
-    Trains, prints and plots; returns the rows. `shape`: n_layer, n_head, n_embd. UserError without shards or
-    with --steps of which there are no such shares.
+    and that recipe's ablations. UserError without shards or with --steps of which there are no such shares.
     """
     if not args.path:
         raise UserError("bench.py recipes needs a folder of shards: python fineweb.py --input ... --out DATA")
@@ -215,44 +237,24 @@ def recipes_table(args, base, shape):
         raise UserError("--only_ideas prints the ablations alone: leave --no_ideas and --plot out")
     if recipe == "frontier" and (args.batch_size or 4) % 4:
         raise UserError(f"--batch_size {args.batch_size}: frontier needs a multiple of 4 sequences a step")
-    share, steps, tokens = SHARE[recipe], args.steps or 300, (args.batch_size or 16) * base.T
+    size, steps, tokens = args.size or "small", args.steps or 300, (args.batch_size or 16) * base.T
     if steps % EVALUATIONS[recipe]:
         raise UserError(f"--steps {steps}: give a multiple of {EVALUATIONS[recipe]}, of which {recipe} then "
                         f"takes {FRACTION[recipe]}")
-    short = recipe, steps // share
-    runs = recipe_runs(args, recipe, base, shape, steps, tokens)
-    if args.only_ideas:
-        runs = {key: flags for key, flags in runs.items() if key == short or key[0] == "without"}
-    curves = train_all(runs, range(args.turns), base.device.startswith("cuda"))
+    shape, short = SIZES[size], steps // SHARE[recipe]
+    curves = train_all(recipe_runs(args, recipe, base, shape, steps, tokens), range(args.turns),
+                       base.device.startswith("cuda"))
 
-    title = f"{shape['n_layer']} layers of width {shape['n_embd']}"
-    loss = mean_loss(curves[short], short[1] * tokens)
-    print(f"validation loss of {args.size or 'small'} ({title}), {tokens:,} tokens a step, "
+    title, rows = f"{shape['n_layer']} layers of width {shape['n_embd']}", []
+    print(f"validation loss of {size} ({title}), {tokens:,} tokens a step, "
           f"means of {counted(args.turns, 'seed')}")
-    rows = []
     if not args.only_ideas:
-        rows, best = compare_with_gpt2(recipe, curves, steps, tokens, loss)
+        rows, best = compare_with_gpt2(recipe, curves, short, tokens)
         if args.plot:
-            plot_curves(args.plot, {f"gpt2, --max_lr {best[1]}": curves[best][0],
-                                    f"{recipe}, the same tokens": curves[recipe, steps][0],
-                                    f"{recipe}, {FRACTION[recipe]}": curves[short][0]},
-                        f"{title}, {tokens:,} tokens a step")
-    if ablations := ablation_rows(recipe, curves, loss, short[1] * tokens):
-        print(f"{recipe} after {short[1]} steps: {loss:.3f}, seeds differ by "
-              f"{loss_range(curves[short], short[1] * tokens):.3f}")
-        print_table(ablations)
-    return rows + ablations
-
-
-def compare_with_gpt2(recipe, curves, steps, tokens, loss):
-    """Prints the table of whole runs, and whether the recipe's `loss` after its share of the tokens is below
-    gpt2's after all. Returns its rows and the key of gpt2's best run."""
-    share = SHARE[recipe]
-    budgets = sorted({n * (steps // share) * tokens for n in (1, share // 2 + 1, share)})
-    means = {key: mean_loss(curves[key], budgets[-1]) for key in curves if key[0] == "gpt2"}
-    best = min(means, key=lambda key: (math.isnan(means[key]), means[key]))
-    rows = recipe_rows(curves, best, budgets)
-    print_table(rows)
-    print(f"after {FRACTION[recipe]} of the tokens {recipe} is at {loss:.3f}, gpt2 after all of them at "
-          f"{means[best]:.3f}: {'reached' if loss <= means[best] else 'NOT reached'}")
-    return rows, best
+            names = {best: f"gpt2, --max_lr {best[1]}", (recipe, steps): f"{recipe}, the same tokens",
+                     (recipe, short): f"{recipe}, {FRACTION[recipe]}"}
+            # of the first seed, without the loss before the first step
+            drawn = {name: zip(*list(curves[key][0].items())[1:], strict=True) for key, name in names.items()}
+            plot_losses(args.plot, {"tokens": drawn}, f"{title}, {tokens:,} tokens a step",
+                        reference=last_loss(curves[best][0]))
+    return rows if args.no_ideas else rows + compare_ideas(recipe, curves, short)

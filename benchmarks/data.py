@@ -1,6 +1,5 @@
 """`bench.py data`: the loader's and the tokenizer's tokens a second."""
 import os
-import shutil
 import statistics
 import subprocess
 import sys
@@ -9,7 +8,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.timing import BENCH, measure, print_table, progress, random_tokens, rows_of
+from benchmarks.timing import BENCH, measure, print_table, random_tokens, rows_of, take_turns
 from runtime.cli import UserError
 from runtime.dataloader import INPUT_TXT, TokenDataset, TokenLoader, to_device
 from runtime.progress import counted
@@ -62,27 +61,22 @@ def time_fineweb(jobs, turns, peer=None, repeats=1):
     """Whole processes, in turn. A job: ("fineweb.py", PEER or EMPTY; number of workers). `peer`: the folder
     of a clone of build-nanogpt. `repeats`: how often they have the text. A dict for each job: {"seconds":
     [...], "tokens": of a run, "bytes": of its text}, or {"failed": reason}."""
-    results = [{"seconds": []} for _ in jobs]
-    runs = turns * list(zip(jobs, results, strict=True))
-    with tempfile.TemporaryDirectory() as folder, progress("timed fineweb.py", len(runs), "runs") as task:
+    with tempfile.TemporaryDirectory() as folder:
         text = Path(folder) / "text.parquet"
         size = write_text(text) * repeats
-        for i, ((what, workers), result) in enumerate(runs):
-            out = Path(folder) / f"out{i}"
-            argv = fineweb_command(what, workers, text, out, peer, repeats)
-            getattr(os, "sync", int)()            # what the run before left to the disk is not this one's
-            start = time.perf_counter()
-            run = subprocess.run(argv, capture_output=True, text=True, cwd=BENCH.parent)
-            result["seconds"].append(time.perf_counter() - start)
-            if run.returncode:
-                result["failed"] = run.stderr.strip().split("\n")[-1][:200]
-            else:
-                shards = out / "edu_fineweb10B" if what == PEER else out
-                result["tokens"] = sum(len(open_shard(path)) for path in shards.glob("*.npy"))
-                result["bytes"] = size
-            shutil.rmtree(out, ignore_errors=True)
-            task.update()
-    return results
+
+        def run(job):
+            with tempfile.TemporaryDirectory(dir=folder) as out:
+                argv = fineweb_command(*job, text, out, peer, repeats)
+                getattr(os, "sync", int)()        # what the run before left to the disk is not this one's
+                start = time.perf_counter()
+                done = subprocess.run(argv, capture_output=True, text=True, cwd=BENCH.parent)
+                seconds = time.perf_counter() - start
+                if done.returncode:
+                    return {"failed": done.stderr.strip().split("\n")[-1][:200]}
+                tokens = sum(len(open_shard(path)) for path in Path(out).rglob("*.npy"))
+                return {"seconds": [seconds], "tokens": tokens, "bytes": size}
+        return take_turns(run, jobs, turns, "timed fineweb.py", "runs")
 
 
 def fineweb_rows(jobs, results):

@@ -1,5 +1,4 @@
 """The flags of bench.py."""
-import difflib
 import importlib.util
 import math
 from argparse import Namespace
@@ -15,18 +14,11 @@ from train_gpt2 import RECIPES
 ELSEWHERE = "compare", "predict"            # tables of runs on other machines
 
 
-def table_name(text, tables):
-    if text not in tables:
-        near = "".join(f"did you mean {name}? " for name in difflib.get_close_matches(text, tables, 1))
-        raise UserError(f"there is no table {text!r}: {near}`python bench.py` lists them")
-    return text
-
-
 def parse_args(argv: list[str], tables: Collection[str], description: str) -> tuple[Namespace, Setting]:
     """The flags, and the setting that they name, which a table varies."""
     parser = FlagParser(prog="bench.py", description=description)
     add = parser.add_argument
-    add("table", type=lambda text: table_name(text, tables), help="one of those above")
+    add("table", choices=list(tables), metavar="table", help="one of those above")
     add("paths", nargs="*", metavar="path", help="for peer and data: the folder of build-nanogpt; for "
         "recipes: the shards; for compare: --out folders of runs")
     add("--device", default="auto", help="auto, cuda or cpu (default auto)")
@@ -42,7 +34,7 @@ def parse_args(argv: list[str], tables: Collection[str], description: str) -> tu
         "for recipes: number of seeds")
     add("--compile", action="store_true", default=None, help="torch.compile on a CPU too")
     add("--no_compile", dest="compile", action="store_false", help="eager on CUDA too")
-    add("--gpu", default="H100", help=f"for predict: {', '.join(GPUS)} (default H100)")
+    add("--gpu", default="H100", choices=list(GPUS), help="for predict (default H100)")
     add("--memory_gb", type=float, default=80, help="for memory: GB of the GPU (default 80)")
     add("--no_ideas", action="store_true", help="for recipes: no ablations")
     add("--only_ideas", action="store_true", help="for recipes: nothing but the ablations")

@@ -14,8 +14,8 @@ import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.timing import GB, print_table
-from runtime.cli import UserError
+from benchmarks.tables import ladder_settings
+from benchmarks.timing import GB, Setting, print_table
 from runtime.device import PEAK_TFLOPS
 from train_gpt2 import RECIPES, Config
 
@@ -87,8 +87,9 @@ class Published:
     fitted: bool = False
 
 
-def lecture(name, ms, counts, fitted=False, **more):
-    return Published("lecture", name, ms, "A100", Work(f"lecture {counts}", "step lecture", **more), fitted)
+def lecture(name, ms, counts, fitted=False, tf32=True):
+    work = Work(f"lecture {counts}", "step lecture", tf32=tf32)
+    return Published("lecture", name, ms, "A100", work, fitted)
 
 
 def blog(name, ms, counts):
@@ -120,25 +121,21 @@ PUBLISHED = [
               Work("gpt2 compile flash", "step fused", 32, micro_steps=2)),
     eight("build-nanogpt", "8 x A100, 137k tokens/s each", 65536 / 137, "A100", "lecture compile flash",
           "step fused"),
-    eight("modded-nanogpt", "record 5, 8 x H100", 179, "H100", "speedrun compile auto", "step speedrun"),
-    eight("modded-nanogpt", "record 7, 8 x H100", 142, "H100", "speedrun compile auto", "step speedrun"),
-    eight("modded-nanogpt", "record 10, 8 x H100", 145, "H100", "speedrun compile auto", "step speedrun"),
-    eight("modded-nanogpt", "optimisation track, 8 x H100", 147, "H100", "speedrun compile auto",
-          "step speedrun"),
+    *(eight("modded-nanogpt", f"{name}, 8 x H100", ms, "H100", "speedrun compile auto", "step speedrun")
+      for name, ms in (("record 5", 179), ("record 7", 142), ("record 10", 145),
+                       ("optimisation track", 147))),
 ]
 
-LADDER = [
-    ("float32, textbook attention, vocabulary 50257, eager, plain AdamW",
-     Work("gpt2 fp32 naive 50257", "step foreach", tf32=False)),
-    ("+ TF32", Work("gpt2 fp32 naive 50257", "step foreach")),
-    ("+ bfloat16 autocast", Work("gpt2 bf16 naive 50257", "step foreach")),
-    ("+ torch.compile", Work("gpt2 compile naive 50257", "step foreach")),
-    ("+ SDPA's flash attention", Work("gpt2 compile flash 50257", "step foreach")),
-    ("+ vocabulary 50304", Work("gpt2 compile flash", "step foreach")),
-    ("+ fused AdamW", Work("gpt2 compile flash", "step fused")),
-    ("+ attention kernel of choice (auto)", Work("gpt2 compile auto", "step fused")),
-    ("+ micro-batch 64", Work("gpt2 compile auto", "step fused", 64)),
-]
+
+def work_of(s: Setting) -> Work:
+    """The work of a rung of bench.py ladder, by its name in counts.json."""
+    precision = "compile" if s.compile else {"float32": "fp32", "bfloat16": "bf16"}[s.dtype]
+    vocabulary = "" if s.vocab_size == 50304 else f" {s.vocab_size}"
+    return Work(f"gpt2 {precision} {s.attention}{vocabulary}", "step fused" if s.fused else "step foreach",
+                s.B, s.tf32)
+
+
+LADDER = [(name, work_of(s)) for name, s, _ in ladder_settings(Setting(device="cuda", compile=True))]
 
 
 # -----------------------------------------------------------------------------
@@ -197,8 +194,8 @@ def predict(work: Work, gpu: GPU, shares: Shares, counts: dict) -> dict[str, flo
     result = {part: work.micro_steps * at_micro_batch(
         micro, work.B, lambda c, part=part: parts(c, gpu, shares, work)[part])
         for part in ("products", "attention", "other")}
-    if work.gpus > 1 and step["products"]:      # Muon: each GPU orthogonalises its share of the matrices
-        step = step | {"products": [[*p[:-1], p[-1] / work.gpus] for p in step["products"]]}
+    # Muon's; each GPU orthogonalises its share of the matrices
+    step = step | {"products": [[*shape, times / work.gpus] for *shape, times in step["products"]]}
     result["optimizer"] = work.updates * sum(parts(step, gpu, shares, work).values())
     backward = 2 / 3 * sum(result[part] for part in ("products", "attention", "other")) / work.micro_steps
     result["all-reduce"] = work.updates * exposed_all_reduce(step["parameters"], gpu, shares, work.gpus,
@@ -213,7 +210,7 @@ def predict(work: Work, gpu: GPU, shares: Shares, counts: dict) -> dict[str, flo
 # -----------------------------------------------------------------------------
 # the fit
 
-def bisect(f, low: float, high: float) -> float:
+def bisect(f, low: float = 0.01, high: float = 10) -> float:
     """x with f(x) = 0, for a decreasing f."""
     for _ in range(60):
         middle = (low + high) / 2
@@ -226,12 +223,11 @@ def fit(counts: dict, rows: list[Published]) -> Shares:
     slow, fast = rows
 
     def error(row, products, memory):
-        shares = Shares(products, memory)
-        return predict(row.work, GPUS[row.gpu], shares, counts)["step"] - row.ms / 1e3
+        return predict(row.work, GPUS[row.gpu], Shares(products, memory), counts)["step"] - row.ms / 1e3
 
     def memory_for(products):
-        return bisect(lambda memory: error(fast, products, memory), 0.01, 10)
-    products = bisect(lambda products: error(slow, products, memory_for(products)), 0.01, 10)
+        return bisect(lambda memory: error(fast, products, memory))
+    products = bisect(lambda products: error(slow, products, memory_for(products)))
     return Shares(products, memory_for(products))
 
 
@@ -291,15 +287,15 @@ def memory_of(work: Work, counts: dict) -> float:
     return 1.05 * (peak + counts[work.step]["step"]["memory"])
 
 
-def default_of(recipe: str, flag: str):
-    return RECIPES[recipe].defaults.get(flag, getattr(Config, flag))
+def defaults_of(recipe: str) -> Config:
+    return Config(**RECIPES[recipe].defaults)
 
 
 def recipe_work(recipe: str, gpu: GPU, gpus: int, counts: dict) -> Work:
     """A step of STEP tokens, with the micro-batch that --batch_size auto would take."""
     kernel = "auto" if gpu.bf16 > 800 else "flash"          # cuDNN's attention is chosen on Hopper only
     step = "step fused" if recipe == "gpt2" else f"step {recipe}"           # the optimizers' counts
-    updates = default_of(recipe, "updates_per_step")        # in the first third, then a half, then a quarter
+    updates = defaults_of(recipe).updates_per_step          # in the first third, then a half, then a quarter
     B = STEP // T // gpus // updates
     while True:
         work = Work(f"{recipe} compile {kernel}", step, B, gpus=gpus, micro_steps=STEP // T // gpus // B,
@@ -319,16 +315,13 @@ def recipe_rows(gpu: GPU, shares: Shares, counts: dict) -> list[dict]:
             rows.append({"recipe": recipe, "GPUs": f"{gpus} x {gpu.name}", "micro-batch": f"{work.B} x {T}",
                          "GiB": memory_of(work, counts) / 2**30, "predicted ms": 1e3 * t["step"],
                          "all-reduce ms": 1e3 * t["all-reduce"], "tokens/s": STEP / t["step"],
-                         "hours": default_of(recipe, "max_steps") * t["step"] / 3600})
+                         "hours": defaults_of(recipe).max_steps * t["step"] / 3600})
     return rows
 
 
-def predict_table(name: str) -> list[dict]:
-    """The command: prints the tables for GPUS[name], and returns their rows."""
-    if name not in GPUS:
-        raise UserError(f"--gpu {name}: its data sheet is not in benchmarks/predict.py; choose one of "
-                        f"{', '.join(GPUS)}")
-    gpu, counts = GPUS[name], load_counts()
+def predict_table(args, base) -> list[dict]:
+    """The tables for --gpu."""
+    gpu, counts = GPUS[args.gpu], load_counts()
     shares = fit(counts, [row for row in PUBLISHED if row.fitted])
     print(f"bench.py predict: {gpu.name}. PREDICTED, not measured: work counted on a stand-in GPU, and the "
           f"data sheet ({gpu.fp32:g}, {gpu.tf32:g} and {gpu.bf16:g} TFLOP/s in fp32, TF32 and bf16, "

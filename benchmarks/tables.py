@@ -18,7 +18,7 @@ def ratio(a, b, times=1):
     return None if "failed" in a or "failed" in b else f"{times * median_ms(a) / median_ms(b):.2f}x"
 
 
-def ladder_settings(base, compiles):
+def ladder_settings(base):
     """Yields (name, setting, None) for each row of the ladder, or (name, None, reason) for one left out.
 
     A setting includes the changes of the rows before it.
@@ -31,7 +31,7 @@ def ladder_settings(base, compiles):
             ("+ TF32", dict(tf32=True), None if cuda else "TF32 is a format of NVIDIA's GPUs"),
             (f"+ {base.dtype} autocast", dict(dtype=base.dtype),
              None if base.dtype != "float32" else "no 16-bit products in this hardware"),
-            ("+ torch.compile", dict(compile=True), None if compiles else "on a CPU by --compile only"),
+            ("+ torch.compile", dict(compile=True), None if base.compile else "on a CPU by --compile only"),
             ("+ SDPA's flash attention", dict(attention="flash"), None),
             ("+ vocabulary 50304", dict(vocab_size=50304), None),
             ("+ fused AdamW", dict(fused=True), None),
@@ -45,7 +45,7 @@ def ladder_settings(base, compiles):
 
 
 def ladder(args, base):
-    rungs = list(ladder_settings(base, base.compile))
+    rungs = list(ladder_settings(base))
     measured = [(name, s) for name, s, _ in rungs if s]
     settings = [s for _, s in measured]
     *results, matmul = measure([*settings, replace(settings[-1], what="matmul")], args.turns)

@@ -3,6 +3,7 @@ import importlib.util
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 import types
@@ -80,8 +81,8 @@ def test_attention_kernels_are_measured_and_missing_ones_named(run_here):
 
 def test_a_rung_differs_from_the_one_before_in_what_its_name_says():
     cuda = Setting(device="cuda", compile=True)             # as bench.main makes it
-    for base, compiles, left_out in ((Setting(device="cpu"), False, 3), (cuda, True, 0)):
-        rungs = list(ladder_settings(base, compiles))
+    for base, left_out in ((Setting(device="cpu"), 3), (cuda, 0)):
+        rungs = list(ladder_settings(base))
         assert sum(s is None for _, s, _ in rungs) == left_out
         settings = [asdict(s) for _, s, _ in rungs if s]
         changed = [{key for key in a if a[key] != b[key]}
@@ -199,7 +200,7 @@ def test_long_work_shows_progress(monkeypatch, tmp_path, capsys):
     """After ten seconds; here after a tenth of one. Each job ends when its sign has come."""
     lines = []
     signs = Progress(say=lines.append)
-    for module in (benchmark, data_benchmark, ablation):
+    for module in (benchmark, ablation):
         monkeypatch.setattr(module, "progress", signs)
     monkeypatch.setattr(progress, "QUIET", 0.1)
 
@@ -215,7 +216,7 @@ def test_long_work_shows_progress(monkeypatch, tmp_path, capsys):
     measure([Setting(), Setting(B=2)], 1)
 
     monkeypatch.setattr(ablation, "validation_curve", job("trained: %d of 2 runs", {0: 5.0}))
-    ablation.train_all({("gpt2", 0.1): [], ("gpt2", 0.2): []}, range(1), cuda=True)
+    ablation.train_all({("gpt2", 0.1): {}, ("gpt2", 0.2): {}}, range(1), cuda=True)
     assert capsys.readouterr().out == "gpt2 0.1, seed 0: 5.0000\ngpt2 0.2, seed 0: 5.0000\n"
 
     (tmp_path / "input.txt").write_text("To be, or not to be.\n\n" * 40)
@@ -407,8 +408,8 @@ raise SystemExit("the script's own run began")
 
 
 @pytest.mark.parametrize(("flags", "message"), [
-    (["stairs"], "there is no table 'stairs': `python bench.py` lists them"),
-    (["lader"], "there is no table 'lader': did you mean ladder? "), (["--device", "cpu"], "required: table"),
+    (["lader"], "invalid choice: 'lader' (choose from 'ladder', 'attention', "),
+    (["--device", "cpu"], "required: table"), (["predict", "--gpu", "B200"], "--gpu: invalid choice: 'B200'"),
     (["recipes", "one", "two"], "takes one path, not 2"),
     (["ladder", "--steps", "0"], "--steps 0: must be at least 1"),
     (["peer"], "git clone"), (["peer", "nowhere"], "nowhere/train_gpt2.py is not there"),
@@ -452,26 +453,23 @@ def test_a_curve_is_that_of_a_real_run_without_the_idea(tmp_path):
     tokens = np.random.default_rng(0).integers(0, 50, 4000).astype(np.uint16)
     for name in ("val", "train"):
         write_shard(tmp_path / f"text_{name}_000000.npy", tokens)
-    flags = ["--data", tmp_path, "--recipe", "speedrun", "--n_layer", 1, "--n_head", 1, "--n_embd", 16,
-             "--block_size", 16, "--vocab_size", 64, "--total_batch_size", 64, "--max_steps", 4,
-             "--val_every", 2, "--val_tokens", 500, "--dtype", "float32", "--checkpoint_every", 0,
-             "--no_plot"]
+    flags = dict(data=tmp_path, recipe="speedrun", n_layer=1, n_head=1, n_embd=16, block_size=16,
+                 vocab_size=64, total_batch_size=64, max_steps=4, val_every=2, val_tokens=500,
+                 dtype="float32")
     baseline, ablated = validation_curve(flags), validation_curve(flags, "softcap", threads=1)
     assert list(baseline) == list(ablated) == [0, 128, 256]
     assert [baseline[0], ablated[0]] == pytest.approx([math.log(64)] * 2, abs=1e-5)
     assert baseline[256] != ablated[256]
-    diverged = validation_curve([*flags, "--recipe", "gpt2", "--max_lr", 1e30])           # really diverges
+    diverged = validation_curve(flags | dict(recipe="gpt2", max_lr=1e30))         # really diverges
     assert list(diverged) == list(baseline) and math.isfinite(diverged[0]) and math.isnan(diverged[256])
 
 
 def test_recipes_table_compares_the_best_rate_with_speedrun_after_a_third(monkeypatch, tmp_path, capsys):
     def curve(flags, idea=None, threads=None):
-        flags = list(map(str, flags))
-        steps = int(flags[flags.index("--max_steps") + 1])
-        rate = flags[flags.index("--max_lr") + 1] if "--max_lr" in flags else None
-        level = {"0.001": 6.3, "0.002": 6.0, "0.004": 6.1}.get(rate, 5.9)
-        level += 0.01 * int(flags[-1]) + 0.2 * (idea == "softcap")
-        if rate == "0.004" or idea == "QK-norm":
+        steps, rate = flags["max_steps"], flags.get("max_lr")
+        level = {0.001: 6.3, 0.002: 6.0, 0.004: 6.1}.get(rate, 5.9)
+        level += 0.01 * flags["seed"] + 0.2 * (idea == "softcap")
+        if rate == 0.004 or idea == "QK-norm":
             level = math.nan                    # the run diverged
         return {step * 32: level + 1 - step / steps for step in range(0, steps + 1, 2)}
     monkeypatch.setattr(ablation, "validation_curve", curve)
@@ -492,9 +490,9 @@ def test_recipes_table_compares_the_best_rate_with_speedrun_after_a_third(monkey
 
 def test_recipes_table_compares_with_frontier_after_a_tenth(monkeypatch, capsys):
     def curve(flags, idea=None, threads=None):
-        steps = flags[flags.index("--max_steps") + 1]
-        level = 5.7 + 0.2 * (idea == "bigram table") + 0.1 * ("--max_lr" in flags)
-        return {step * 32: level for step in (*range(0, steps, flags[flags.index("--val_every") + 1]), steps)}
+        steps = flags["max_steps"]
+        level = 5.7 + 0.2 * (idea == "bigram table") + 0.1 * ("max_lr" in flags)
+        return {step * 32: level for step in (*range(0, steps, flags["val_every"]), steps)}
     monkeypatch.setattr(ablation, "validation_curve", curve)
     bench.main(["recipes", "DATA", "--recipe", "frontier", "--batch_size", "4", "--sequence_length", "8",
                 "--steps", "40", "--turns", "1", "--device", "cpu"])
@@ -546,20 +544,20 @@ def test_fineweb_py_and_a_clones_script_make_the_same_tokens_of_the_same_text(mo
     (tmp_path / "fineweb.py").write_text(PEERS_FINEWEB)
     (tmp_path / "input.txt").write_text("To be, or not to be.\n\n" * 40)
     monkeypatch.setattr(data_benchmark, "INPUT_TXT", tmp_path / "input.txt")
-    seen, rmtree = {}, data_benchmark.shutil.rmtree
+    seen, rmtree = [], shutil.rmtree
 
-    def look(out, *args, **kwargs):
-        out = Path(out)                           # the temporary folder around all comes here too
-        seen[out.name] = [np.load(path).tolist() for path in sorted(out.rglob("*.npy"), key=lambda p: (
-            "train" in p.name, p.name))]
+    def look(out, *args, **kwargs):               # each run's folder, and then the one around them
+        seen.append([np.load(path).tolist() for path in sorted(Path(out).rglob("*.npy"), key=lambda p: (
+            "train" in p.name, p.name))])
         rmtree(out, *args, **kwargs)
 
-    monkeypatch.setattr(data_benchmark.shutil, "rmtree", look)
+    monkeypatch.setattr(shutil, "rmtree", look)
     jobs = [("fineweb.py", 2), (data_benchmark.PEER, 2), (data_benchmark.EMPTY, 1)]
     results = time_fineweb(jobs, 1, tmp_path)
     assert not [result["failed"] for result in results if "failed" in result]
-    assert sorted(sum(seen["out0"], [])) == sorted(sum(seen["out1"], [])) and len(seen["out0"]) == 2
-    assert len(seen["out2"]) == 2 and seen["out2"][1][0] == 50256
+    ours, peers, empty, _ = seen
+    assert sorted(sum(ours, [])) == sorted(sum(peers, [])) and len(ours) == 2
+    assert len(empty) == 2 and empty[1][0] == 50256
     rows = data_benchmark.fineweb_rows(jobs, results)
     assert [bool(row.get("against the pool")) for row in rows] == [True] * 3
 
