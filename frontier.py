@@ -29,13 +29,13 @@ def bigram_hash(tokens: Tensor, rows: int) -> Tensor:
 
 
 def offset_keys(k: Tensor, begins: Tensor) -> Tensor:
-    """k (B, nh, S, hs) with the keys of the second half of the heads, of an odd number one more, one token
-    late: the key of a token is that of the token before it. begins (B, 1, S, 1) bool: the first tokens of
+    """k (B, S, nh, hs) with the keys of the second half of the heads, of an odd number one more, one token
+    late: the key of a token is that of the token before it. begins (B, S, 1, 1) bool: the first tokens of
     documents, whose late keys are zero, as is that of the first token of the sequence. modded-nanogpt's
     record 49 does this to half the dimensions of each head."""
-    n = k.size(1) // 2          # heads that are not late
-    late = F.pad(k[:, n:, :-1], (0, 0, 1, 0)).masked_fill(begins, 0)
-    return torch.cat((k[:, :n], late), dim=1)
+    n = k.size(2) // 2          # heads that are not late
+    late = F.pad(k[:, :-1, n:], (0, 0, 0, 0, 1, 0)).masked_fill(begins, 0)
+    return torch.cat((k[:, :, :n], late), dim=2)
 
 
 class FrontierAttention(nn.Module):
@@ -47,17 +47,17 @@ class FrontierAttention(nn.Module):
         self.n_head, self.layer = config.n_head, layer
 
     def forward(self, x, v1, rotary, begins, kernel, mask, past=None):
-        """x (B, T, C); v1 (B, nh, T, hs): the first block's values, None in that block -> (B, T, C), v1."""
+        """x (B, T, C); v1 (B, T, nh, hs): the first block's values, None in that block -> (B, T, C), v1."""
         B, T, C = x.size()
-        q, k, v = (linear(x).view(B, T, self.n_head, C // self.n_head).transpose(1, 2)      # (B, nh, T, hs)
+        q, k, v = (linear(x).view(B, T, self.n_head, C // self.n_head)          # (B, T, nh, hs)
                    for linear in (self.c_q, self.c_k, self.c_v))
         v1 = v if v1 is None else v1
         v = (1 - self.lamb) * v + self.lamb * v1
         q, k = rotate(norm(q), *rotary), rotate(norm(k), *rotary)
         if past:
-            k, v = past.update(self.layer, k, v)                                # (B, nh, t + T, hs)
-        y = attention(q, offset_keys(k, begins), v, kernel, mask)               # (B, nh, T, hs)
-        return self.c_proj(y.transpose(1, 2).reshape(B, T, C)), v1
+            k, v = past.update(self.layer, k, v)                                # (B, t + T, nh, hs)
+        y = attention(q, offset_keys(k, begins), v, kernel, mask)               # (B, T, nh, hs)
+        return self.c_proj(y.reshape(B, T, C)), v1
 
 
 class FrontierBlock(nn.Module):
@@ -140,7 +140,7 @@ class FrontierGPT(ModernLanguageModel):
         device, dtype, T = idx.device.type, matmul_dtype(self.transformer.wte.weight), idx.size(1)
         tokens = past.add(idx) if past else idx                                 # (B, S)
         rotary = self.rotary_tables(tokens.size(1), T, dtype, idx.device)
-        begins = (tokens == EOT)[:, None, :, None]                              # (B, 1, S, 1)
+        begins = (tokens == EOT)[:, :, None, None]                              # (B, S, 1, 1)
         mask = self.window_mask(tokens, T, dtype, past)
         with torch.autocast(device, enabled=False):
             # with a cache only the new tokens, and the one before them

@@ -54,13 +54,13 @@ class CausalSelfAttention(nn.Module):
     def forward(self, x, kernel="auto", past=None):
         B, T, C = x.size()
         q, k, v = self.c_attn(x).split(C, dim=2)
-        q = q.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)         # (B, nh, T, hs)
-        k = k.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
-        v = v.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
+        q = q.view(B, T, self.n_head, C // self.n_head)                         # (B, T, nh, hs)
+        k = k.view(B, T, self.n_head, C // self.n_head)
+        v = v.view(B, T, self.n_head, C // self.n_head)
         if past:
-            k, v = past.update(self.layer, k, v)                                # (B, nh, t + T, hs)
-        y = attention(q, k, v, kernel)                                          # (B, nh, T, hs)
-        return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
+            k, v = past.update(self.layer, k, v)                                # (B, t + T, nh, hs)
+        y = attention(q, k, v, kernel)                                          # (B, T, nh, hs)
+        return self.c_proj(y.reshape(B, T, C))
 
 
 class MLP(nn.Module):

@@ -28,18 +28,18 @@ class SpeedrunAttention(nn.Module):
         self.n_head, self.layer = config.n_head, layer
 
     def forward(self, x, v1, rotary, kernel, mask, past=None):
-        """x (B, T, C); v1 (B, nh, T, hs): the first block's values, None in that block -> (B, T, C), v1."""
+        """x (B, T, C); v1 (B, T, nh, hs): the first block's values, None in that block -> (B, T, C), v1."""
         B, T, C = x.size()
-        q, k, v = (linear(x).view(B, T, self.n_head, C // self.n_head).transpose(1, 2)      # (B, nh, T, hs)
+        q, k, v = (linear(x).view(B, T, self.n_head, C // self.n_head)          # (B, T, nh, hs)
                    for linear in (self.c_q, self.c_k, self.c_v))
         v1 = v if v1 is None else v1
         v = (1 - self.lamb) * v + self.lamb * v1        # value residual (arXiv:2410.17897), learned [-0.007]
         # QK-norm (arXiv:2010.04245) [+0.018], then rotary positions [+0.082]
         q, k = rotate(norm(q), *rotary), rotate(norm(k), *rotary)
         if past:
-            k, v = past.update(self.layer, k, v)                                # (B, nh, t + T, hs)
-        y = attention(q, k, v, kernel, mask)                                    # (B, nh, T, hs)
-        return self.c_proj(y.transpose(1, 2).reshape(B, T, C)), v1
+            k, v = past.update(self.layer, k, v)                                # (B, t + T, nh, hs)
+        y = attention(q, k, v, kernel, mask)                                    # (B, T, nh, hs)
+        return self.c_proj(y.reshape(B, T, C)), v1
 
 
 class SpeedrunMLP(nn.Module):

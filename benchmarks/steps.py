@@ -143,7 +143,7 @@ def measure_matmul(s):
 
 
 def attention_and_gradients(kernel, q, k, v, dy, mask=None):
-    """y, dq, dk, dv, each (B, heads, T, head_dim)."""
+    """y, dq, dk, dv, each (B, T, heads, head_dim)."""
     q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
     y = attention(q, k, v, kernel, mask)
     y.backward(dy)
@@ -162,8 +162,7 @@ def measure_attention(s):
     def inputs(B, T):
         """q, k, v, dy, and the mask, which only flex needs: one document and a window of T."""
         shape = B, T, heads, C // heads
-        tensors = [torch.randn(shape, device=device).to(getattr(torch, s.dtype)).transpose(1, 2)
-                   for _ in range(4)]
+        tensors = [torch.randn(shape, device=device).to(getattr(torch, s.dtype)) for _ in range(4)]
         if s.attention != "flex":
             return *tensors, None
         tokens = torch.zeros(B, T, dtype=torch.int64, device=device)

@@ -58,18 +58,20 @@ def resolve_attention(kernel: str, device: str, dtype: torch.dtype, length: int,
 
 def attention(q: Tensor, k: Tensor, v: Tensor, kernel: str = "auto",
               mask: Tensor | BlockMask | None = None) -> Tensor:
-    """softmax(q k^T / sqrt(hs)) v. q: (B, nh, T, hs), k, v: (B, nh, S, hs) -> (B, nh, T, hs).
+    """softmax(q k^T / sqrt(hs)) v. q: (B, T, nh, hs), k, v: (B, S, nh, hs) -> (B, T, nh, hs).
 
     Vaswani et al. 2017, eq. 1 (arXiv:1706.03762). `mask`: from document_window_mask. Without a mask attention
     is causal if T = S, and full otherwise. `kernel`: 'naive' computes the (T, S) matrix by the formula;
     'math', 'efficient', 'flash' (arXiv:2307.08691) and 'cudnn' select that SDPA kernel; 'flex' is for a
     BlockMask, which always selects it; 'auto': see resolve_attention.
     """
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))                            # (B, nh, T or S, hs)
     T, S = q.size(-2), k.size(-2)
     blocks = isinstance(mask, BlockMask)
     kernel = resolve_attention("flex" if blocks else kernel, q.device.type, q.dtype, S, blocks)
     if blocks:
-        return (compiled_flex() if kernel == "compiled flex" else flex_attention)(q, k, v, block_mask=mask)
+        flex = compiled_flex() if kernel == "compiled flex" else flex_attention
+        return flex(q, k, v, block_mask=mask).transpose(1, 2)
     is_causal = mask is None and T == S
     if kernel == "naive":
         att = (q / math.sqrt(q.size(-1))) @ k.transpose(-2, -1)                 # (B, nh, T, S)
@@ -77,9 +79,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, kernel: str = "auto",
             att = att + torch.full((T, T), float("-inf"), dtype=q.dtype, device=q.device).triu(1)
         elif mask is not None:
             att = att.masked_fill(~mask, float("-inf"))
-        return F.softmax(att, dim=-1).to(v.dtype) @ v
+        return (F.softmax(att, dim=-1).to(v.dtype) @ v).transpose(1, 2)
     with contextlib.nullcontext() if kernel == "sdpa" else sdpa_kernel(SDPA_KERNELS[kernel]):
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal).transpose(1, 2)
 
 
 def document_window_mask(tokens: Tensor, T: int, window: Tensor,
@@ -111,7 +113,7 @@ def check_attention(kernel: str, device: str, dtype: torch.dtype, head_dim: int,
     if kernel == "flex" and not masked:
         raise UserError("--attention flex is for documents and windows: give --window N (--recipe speedrun "
                         "or frontier), or --attention auto")
-    q = torch.zeros(1, 1, 128, head_dim, device=device, dtype=dtype, requires_grad=True)
+    q = torch.zeros(1, 128, 1, head_dim, device=device, dtype=dtype, requires_grad=True)
     tokens, window = torch.zeros(1, 128, device=device, dtype=torch.int64), torch.tensor(128, device=device)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

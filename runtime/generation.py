@@ -10,7 +10,7 @@ from runtime.tokenizer import EOT, VOCAB_SIZE, encode, tokenizer
 
 
 class KVCache:
-    """The tokens (B, t) so far, and each layer's keys and values (B, nh, t, hs) of them; empty at first."""
+    """The tokens (B, t) so far, and each layer's keys and values (B, t, nh, hs) of them; empty at first."""
 
     def __init__(self, n_layer: int):
         self.tokens, self.layers = None, [None] * n_layer
@@ -21,11 +21,11 @@ class KVCache:
         return self.tokens
 
     def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Appends a layer's keys and values (B, nh, T, hs) -> those of all tokens (B, nh, t + T, hs)."""
+        """Appends a layer's keys and values (B, T, nh, hs) -> those of all tokens (B, t + T, nh, hs)."""
         if self.layers[layer]:
-            assert k.size(2) == 1, "the context is added at once, then one token at a time"
+            assert k.size(1) == 1, "the context is added at once, then one token at a time"
             keys, values = self.layers[layer]
-            k, v = torch.cat((keys, k), dim=2), torch.cat((values, v), dim=2)
+            k, v = torch.cat((keys, k), dim=1), torch.cat((values, v), dim=1)
         self.layers[layer] = k, v
         return k, v
 

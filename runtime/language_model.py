@@ -105,11 +105,11 @@ class ModernLanguageModel(LanguageModel):
 
     def rotary_tables(self, S: int, T: int, dtype: torch.dtype,
                       device: torch.device) -> tuple[Tensor, Tensor]:
-        """Cosines and sines (T, hs/2) of the last T of S positions, for `rotate`."""
+        """Cosines and sines (T, 1, hs/2) of the last T of S positions, for `rotate`."""
         hs = self.config.n_embd // self.config.n_head
         pos = torch.arange(S - T, S, device=device)                             # (T,)
         frequencies = 10000.0 ** -(torch.arange(0, hs, 2, device=device) / hs)  # (hs/2,)
-        angles = torch.outer(pos, frequencies)                                  # (T, hs/2)
+        angles = torch.outer(pos, frequencies)[:, None]                         # (T, 1, hs/2)
         return angles.cos().to(dtype), angles.sin().to(dtype)
 
     def window_mask(self, tokens: Tensor, T: int, dtype: torch.dtype, past: KVCache | None):
@@ -143,6 +143,6 @@ class CastLinear(nn.Linear):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary positions (arXiv:2104.09864): x (B, nh, T, hs); cos, sin (T, hs/2) rotate (i, i + hs/2)."""
+    """Rotary positions (arXiv:2104.09864): x (B, T, nh, hs); cos, sin (T, 1, hs/2) rotate (i, i + hs/2)."""
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos + b * sin, b * cos - a * sin), dim=-1)

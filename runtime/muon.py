@@ -47,17 +47,15 @@ class Muon(torch.optim.Optimizer):
     def step(self, closure=None):
         several = dist.is_available() and dist.is_initialized()
         rank, world_size = (dist.get_rank(), dist.get_world_size()) if several else (0, 1)
-        bad = getattr(self, "found_inf", None)
         for group in self.param_groups:
             params, momentum = group["params"], group["momentum"]
             for p in params:
                 if not self.state[p]:
                     self.state[p]["momentum_buffer"] = torch.zeros_like(p)
             buffers = [self.state[p]["momentum_buffer"] for p in params]
-            grads = [p.grad for p in params]
-            if bad is not None:
-                grads = [torch.where(bad > 0, 0.0, grad) for grad in grads]
-            torch._foreach_mul_(buffers, momentum if bad is None else torch.where(bad > 0, 1.0, momentum))
+            bad = getattr(self, "found_inf", torch.zeros((), device=params[0].device)) > 0
+            grads = [torch.where(bad, 0.0, p.grad) for p in params]
+            torch._foreach_mul_(buffers, torch.where(bad, 1.0, momentum))
             torch._foreach_add_(buffers, grads)
             share = -(-len(params) // world_size)
             own = range(rank * share, min(len(params), (rank + 1) * share))
@@ -71,8 +69,9 @@ class Muon(torch.optim.Optimizer):
                 gather(gathered, updates.contiguous())
                 updates = gathered
             rows, columns = params[0].shape
-            scale = -group["lr"] * max(1.0, rows / columns)**0.5
-            updates = updates.float() * (scale if bad is None else torch.where(bad > 0, 0.0, scale))
-            shrink = 1.0 - group["lr"] * group["weight_decay"]
-            torch._foreach_mul_(params, shrink if bad is None else torch.where(bad > 0, 1.0, shrink))
-            torch._foreach_add_(params, list(updates[:len(params)]))
+            if group["weight_decay"]:
+                shrink = 1.0 - group["lr"] * group["weight_decay"]
+                torch._foreach_mul_(params, torch.where(bad, 1.0, shrink))
+            # of shape (1,), so that its product with bfloat16 is made in fp32
+            scale = torch.where(bad, 0.0, -group["lr"] * max(1.0, rows / columns)**0.5).view(1)
+            torch._foreach_add_(params, list(updates[:len(params)] * scale))

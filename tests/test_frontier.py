@@ -145,7 +145,7 @@ def test_a_new_model_attends_to_what_followed_the_same_token():
     seen = []
 
     def scores(q, k, v, kernel, mask):
-        seen.append([k[0, head, :21] @ q[0, head, 20] for head in range(2)])
+        seen.append([k[0, :21, head] @ q[0, 20, head] for head in range(2)])
         return torch.zeros_like(q)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("frontier.attention", scores)
