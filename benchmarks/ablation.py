@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from benchmarks.pictures import plot_losses
-from benchmarks.steps import SIZES
+from benchmarks.steps import SIZES, described
 from benchmarks.timing import BENCH, print_table, progress
 from runtime.cli import UserError
 from runtime.log import read_log
@@ -131,12 +131,13 @@ def validation_curve(flags, idea=None, threads=None):
     return {step * flags["total_batch_size"]: losses.get(step, math.nan) for step in steps}
 
 
-def recipe_runs(args, recipe, base, shape, steps, tokens):
+def recipe_runs(args, recipe, base, steps, tokens):
     """{(kind, value): flags of train_gpt2.py}: ("gpt2", rate), (recipe, steps) and ("without", idea).
 
     gpt2 runs `steps` steps at three rates, the recipe its share of them and all, and the share without each
     idea.
     """
+    shape = SIZES[base.size]
     common = dict(data=args.path, n_layer=shape["n_layer"], n_embd=shape["n_embd"], block_size=base.T,
                   total_batch_size=tokens, batch_size="auto", val_tokens=32768,
                   val_every=steps // EVALUATIONS[recipe], device=base.device, dtype=base.dtype)
@@ -237,17 +238,15 @@ def recipes_table(args, base):
         raise UserError("--only_ideas prints the ablations alone: leave --no_ideas and --plot out")
     if recipe == "frontier" and (args.batch_size or 4) % 4:
         raise UserError(f"--batch_size {args.batch_size}: frontier needs a multiple of 4 sequences a step")
-    size, steps, tokens = args.size or "small", args.steps or 300, (args.batch_size or 16) * base.T
+    steps, tokens = args.steps or 300, (args.batch_size or 16) * base.T
     if steps % EVALUATIONS[recipe]:
         raise UserError(f"--steps {steps}: give a multiple of {EVALUATIONS[recipe]}, of which {recipe} then "
                         f"takes {FRACTION[recipe]}")
-    shape, short = SIZES[size], steps // SHARE[recipe]
-    curves = train_all(recipe_runs(args, recipe, base, shape, steps, tokens), range(args.turns),
+    curves = train_all(recipe_runs(args, recipe, base, steps, tokens), range(args.turns),
                        base.device.startswith("cuda"))
 
-    title, rows = f"{shape['n_layer']} layers of width {shape['n_embd']}", []
-    print(f"validation loss of {size} ({title}), {tokens:,} tokens a step, "
-          f"means of {counted(args.turns, 'seed')}")
+    title, short, rows = f"{described(base.size)}, {tokens:,} tokens a step", steps // SHARE[recipe], []
+    print(f"validation loss of {title}, means of {counted(args.turns, 'seed')}")
     if not args.only_ideas:
         rows, best = compare_with_gpt2(recipe, curves, short, tokens)
         if args.plot:
@@ -255,6 +254,5 @@ def recipes_table(args, base):
                      (recipe, short): f"{recipe}, {FRACTION[recipe]}"}
             # of the first seed, without the loss before the first step
             drawn = {name: zip(*list(curves[key][0].items())[1:], strict=True) for key, name in names.items()}
-            plot_losses(args.plot, {"tokens": drawn}, f"{title}, {tokens:,} tokens a step",
-                        reference=last_loss(curves[best][0]))
+            plot_losses(args.plot, {"tokens": drawn}, title, reference=last_loss(curves[best][0]))
     return rows if args.no_ideas else rows + compare_ideas(recipe, curves, short)

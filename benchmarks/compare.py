@@ -16,11 +16,9 @@ from runtime.progress import duration
 
 @dataclass
 class Curve:
-    """A run's validations, and how far it has trained."""
+    """A run's validations, and the last row of its metrics.csv: how far it has trained."""
     name: str
-    steps: int
-    tokens: int
-    seconds: float
+    last: dict
     points: list[tuple[int, float, float]]          # (tokens, seconds, validation loss)
 
 
@@ -39,7 +37,7 @@ def read_curve(run: str) -> Curve:
     points = [(row["tokens"], row["seconds"], row["val"]) for row in rows if row["val"] is not None]
     if not points:
         raise UserError(f"{path} has no validation loss yet: wait for the first, or train with --val_every")
-    return Curve(run, rows[-1]["step"], rows[-1]["tokens"], rows[-1]["seconds"], points)
+    return Curve(run, rows[-1], points)
 
 
 def tokens_to_reach(target: float, points: list[tuple]) -> float | None:
@@ -62,8 +60,8 @@ def compare_rows(curves: list[Curve]) -> list[dict]:
     for curve in curves:
         own, _, final = curve.points[-1]
         reached = {other.name: tokens_to_reach(final, other.points) for other in curves if other is not curve}
-        rows.append({"run": curve.name, "steps": curve.steps, "tokens": curve.tokens,
-                     "seconds": curve.seconds, "final_val": number(final), "final_val_tokens": own,
+        rows.append({"run": curve.name, "steps": curve.last["step"], "tokens": curve.last["tokens"],
+                     "seconds": curve.last["seconds"], "final_val": number(final), "final_val_tokens": own,
                      "lowest_val": number(min((loss for *_, loss in finite(curve.points)), default=math.nan)),
                      "to_reach_it": {name: None if tokens is None else
                                      {"tokens": round(tokens), "percent": 100 * tokens / own if own else None}
@@ -101,7 +99,8 @@ def print_rows(rows: list[dict]) -> None:
 
 def plot_runs(path: str, curves: list[Curve]) -> None:
     """Two panels: validation loss against tokens, and against the time of training."""
-    unit, length = ("hours", 3600) if max(curve.seconds for curve in curves) >= 2 * 3600 else ("minutes", 60)
+    longest = max(curve.last["seconds"] for curve in curves)
+    unit, length = ("hours", 3600) if longest >= 2 * 3600 else ("minutes", 60)
     by_tokens, by_time, shown = {}, {}, []
     for curve in curves:
         tokens, seconds, loss = np.reshape(finite(curve.points), (-1, 3)).T

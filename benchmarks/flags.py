@@ -43,8 +43,9 @@ def parse_args(argv: list[str], tables: Collection[str], description: str) -> tu
     args = check_args(parser.parse_args(argv))
     cuda = args.device.startswith("cuda")
     args.turns = args.turns or (1 if cuda else 2)
+    small = args.table in ("hellaswag", "recipes")
     return args, Setting(
-        device=args.device, recipe=args.recipe, size=args.size or "gpt2",
+        device=args.device, recipe=args.recipe, size=args.size or ("small" if small else "gpt2"),
         dtype=choose_dtype(args.dtype, args.device), B=args.batch_size or (16 if cuda else 4),
         T=args.sequence_length or (1024 if cuda or args.table == "memory" else 256),
         compile=cuda if args.compile is None else args.compile,

@@ -23,6 +23,10 @@ SIZES = GPT2_SIZES | {"small": dict(n_layer=4, n_head=4, n_embd=256),       # fo
                       "tiny": dict(n_layer=4, n_head=2, n_embd=128)}
 
 
+def described(size):
+    return f"{size} ({SIZES[size]['n_layer']} layers of width {SIZES[size]['n_embd']})"
+
+
 def shape_of(s):
     """n_layer, n_head, n_embd."""
     heads = train_gpt2.RECIPES[s.recipe].defaults.get("n_head")

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.pictures import plot_ladder
+from benchmarks.steps import described
 from benchmarks.timing import (GB, bytes_per_sequence, find_largest, machine, measure, median_ms,
                                predict_largest, print_table, rows_of, supported_kernels)
 from model import GPT, GPT2_SIZES, GPTConfig
@@ -121,13 +122,11 @@ def memory_table(args, base):
 def hellaswag_table(args, base):
     n = args.steps or (2000 if base.device.startswith("cuda") else 100)
     widths = (4, 16, 32, 64, 128)
-    results = measure([replace(base, what="hellaswag", B=B, steps=n, size=args.size or "small")
-                       for B in widths], args.turns)
+    results = measure([replace(base, what="hellaswag", B=B, steps=n) for B in widths], args.turns)
     rows = rows_of("rows a forward", widths, results, lambda B, r: {         # four rows are one example
         "examples/s": n / median_ms(r) * 1e3, "gain": ratio(results[0], r),
         "10,042 examples, s": 10042 / n * median_ms(r) / 1e3})
-    print(f"{n} made-up examples of HellaSwag's lengths, "
-          f"model {args.size or 'small (4 layers of width 256)'}, {base.dtype}")
+    print(f"{n} made-up examples of HellaSwag's lengths, model {described(base.size)}, {base.dtype}")
     print_table(rows)
     return rows
 

@@ -101,7 +101,6 @@ def run_worker(workers, setting):
         result = {"failed": "out of memory" if is_out_of_memory(error) else brief_error(error)}
     if "failed" in result or int(os.environ.get("RANK", 0)) == 0:
         print(json.dumps(result), flush=True)
-    sys.stdout.flush()
     os._exit("failed" in result)            # does not wait for the loader's thread or for other processes
 
 
@@ -220,7 +219,7 @@ def check_outputs(json_path, plot_path):
             ours = stat.S_ISREG(os.lstat(path).st_mode) and is_ours(path)   # lstat: a link would be replaced
         except FileNotFoundError:
             continue
-        except (OSError, ValueError, RecursionError):
+        except (OSError, ValueError, AttributeError, RecursionError):   # AttributeError: JSON, but no dict
             ours = False
         if not ours:
             raise UserError(f"{flag} {path}: what is there is no earlier {kind}, and is not replaced: choose "
@@ -230,8 +229,7 @@ def check_outputs(json_path, plot_path):
 
 
 def is_result(path):
-    found = json.loads(read_text(path))
-    return isinstance(found, dict) and {"table", "rows"} <= found.keys()
+    return {"table", "rows"} <= json.loads(read_text(path)).keys()
 
 
 def is_png(path):
