@@ -7,64 +7,58 @@ import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.pictures import plot_losses
-from benchmarks.steps import SIZES, described
+from benchmarks.steps import described, shape_of
 from benchmarks.timing import BENCH, print_table, progress
 from runtime.cli import UserError
 from runtime.log import read_log
 from runtime.progress import counted
 
-# {recipe: {idea: (file; a line of it; the line without the idea; and so on)}}. To measure an
-# idea, a copy of the project with the other lines is trained.
+# {recipe: {idea: (a line of the code; the line without the idea; and so on)}}. To measure an idea, a copy of
+# the project with the other lines is trained.
 ABLATIONS = {
     "speedrun": {
         "rotary positions (none instead)": (
-            "runtime/language_model.py", "return angles.cos().to(dtype), angles.sin().to(dtype)",
+            "return angles.cos().to(dtype), angles.sin().to(dtype)",
             "return torch.ones_like(angles).to(dtype), torch.zeros_like(angles).to(dtype)"),
         "QK-norm": (
-            "speedrun.py", "q, k = rotate(norm(q), *rotary), rotate(norm(k), *rotary)",
+            "q, k = rotate(norm(q), *rotary), rotate(norm(k), *rotary)",
             "q, k = rotate(q, *rotary), rotate(k, *rotary)"),
-        "value residual": (
-            "speedrun.py", "v = (1 - self.lamb) * v + self.lamb * v1", "v = v + 0 * self.lamb"),
+        "value residual": ("v = (1 - self.lamb) * v + self.lamb * v1", "v = v + 0 * self.lamb"),
         "embedding shortcut x0": (
-            "speedrun.py", "x = self.lambdas[0] * x + self.lambdas[1] * x0", "x = self.lambdas[0] * x"),
-        "ReLU squared (GELU instead)": (
-            "speedrun.py", "F.relu(self.c_fc(x)).square()", "F.gelu(self.c_fc(x))"),
+            "x = self.lambdas[0] * x + self.lambdas[1] * x0", "x = self.lambdas[0] * x"),
+        "ReLU squared (GELU instead)": ("F.relu(self.c_fc(x)).square()", "F.gelu(self.c_fc(x))"),
         "projections and head start at zero (normal, 0.02)": (
-            "speedrun.py", """                p.zero_()
-            elif name.endswith("wte.weight"):""", """                p.normal_(0.0, 0.02)
-            elif name.endswith("wte.weight"):"""),
+            'p.zero_()\n            elif name.endswith("wte.weight"):',
+            'p.normal_(0.0, 0.02)\n            elif name.endswith("wte.weight"):'),
         "norm after the embedding": (
-            "speedrun.py", "x = x0 = norm(self.transformer.wte(idx).to(dtype))",
+            "x = x0 = norm(self.transformer.wte(idx).to(dtype))",
             "x = x0 = self.transformer.wte(idx).to(dtype)"),
-        "softcap": ("speedrun.py", "softcap = 30.0", "softcap = 0.0"),
+        "softcap": ("softcap = 30.0", "softcap = 0.0"),
         "Muon (Adam at a tenth of its rate)": (
-            "speedrun.py",
             "Muon([(n, p) for n, p in blocks if p.dim() == 2], max_lr, weight_decay=weight_decay,\n"
             "                           dtype=dtype)",
             "torch.optim.Adam([(n, p) for n, p in blocks if p.dim() == 2], 0.1 * max_lr, betas=(0.9, 0.95), "
             "fused=True)"),
         "momentum warm-up": (
-            "speedrun.py", "return first + (last - first) * min(1.0, step / (0.154 * config.max_steps))",
-            "return last"),
+            "return first + (last - first) * min(1.0, step / (0.154 * config.max_steps))", "return last"),
         "constant rate, then linear (cosine instead)": (
-            "speedrun.py",
             "left = min(1.0, max(0, config.max_steps - step) / (config.cooldown * config.max_steps))",
             "left = 0.5 * (1.0 + math.cos(math.pi * min(1.0, step / config.max_steps)))"),
-        "head's rate by width (0.002 instead)": (
-            "speedrun.py", "0.1 * max_lr * 768 / self.config.n_embd", "0.1 * max_lr"),
+        "head's rate by width (0.002 instead)": ("0.1 * max_lr * 768 / self.config.n_embd", "0.1 * max_lr"),
     },
     "frontier": {
         "several updates a step (one instead)": (
-            "train_gpt2.py", "dict(max_steps=1750, updates_per_step=4)", "dict(max_steps=1750)"),
-        "late keys": ("frontier.py", "offset_keys(k, begins)", "k",
-                      "block.attn.c_k.weight[late:] = block.attn.c_q.weight[late:]", "pass"),
+            "dict(max_steps=1750, updates_per_step=4)", "dict(max_steps=1750)"),
+        "late keys": (
+            "offset_keys(k, begins)", "k",
+            "block.attn.c_k.weight[late:] = block.attn.c_q.weight[late:]", "pass"),
         "start of the late keys as the queries": (
-            "frontier.py", "block.attn.c_k.weight[late:] = block.attn.c_q.weight[late:]", "pass"),
+            "block.attn.c_k.weight[late:] = block.attn.c_q.weight[late:]", "pass"),
         "head tied to the embedding": (
-            "frontier.py",
             "self.lm_head.weight = self.transformer.wte.weight ",
             "self.lm_head.weight = nn.Parameter(torch.zeros_like(self.transformer.wte.weight)) ",
             '"bigram.weight", "stem.weight")', '"bigram.weight", "stem.weight", "lm_head.weight")',
@@ -73,20 +67,16 @@ ABLATIONS = {
             '        wte.append(("lm_head.weight", params.pop("lm_head.weight")))',
             "return self.transformer.stem(self.stems).add_(self.lm_head.weight)",
             "return self.lm_head.weight"),
-        "eps of the embedding (1e-8 instead)": ("frontier.py", '"eps": 0.1 / tokens', '"eps": 1e-8'),
+        "eps of the embedding (1e-8 instead)": ('"eps": 0.1 / tokens', '"eps": 1e-8'),
         "rows for stems": (
-            "frontier.py", "+ self.transformer.stem(self.stems[tokens])",
-            "+ 0 * self.transformer.stem(self.stems[tokens])",
+            "+ self.transformer.stem(self.stems[tokens])", "+ 0 * self.transformer.stem(self.stems[tokens])",
             "self.transformer.stem(self.stems).add_", "(0 * self.transformer.stem(self.stems)).add_"),
-        "bigram table": (
-            "frontier.py", "return norm(x + pair.to(dtype))", "return norm(x + 0 * pair.to(dtype))"),
-        "bigram table's rate (ten times as high instead)": (
-            "frontier.py", '"lr": 1.5 * max_lr', '"lr": 15 * max_lr'),
-        "Adam's beta1 of 0.7 (speedrun's 0.9 instead)": (
-            "frontier.py", "betas=(0.7, 0.95)", "betas=(0.9, 0.95)"),
+        "bigram table": ("return norm(x + pair.to(dtype))", "return norm(x + 0 * pair.to(dtype))"),
+        "bigram table's rate (ten times as high instead)": ('"lr": 1.5 * max_lr', '"lr": 15 * max_lr'),
+        "Adam's beta1 of 0.7 (speedrun's 0.9 instead)": ("betas=(0.7, 0.95)", "betas=(0.9, 0.95)"),
         "Muon's momentum of 0.80 to 0.85 (speedrun's 0.85 to 0.95 instead)": (
-            "frontier.py", "momentum=(0.80, 0.85)", "momentum=(0.85, 0.95)"),
-        "softcap of 15 (speedrun's 30 instead)": ("frontier.py", "softcap = 15.0", "softcap = 30.0"),
+            "momentum=(0.80, 0.85)", "momentum=(0.85, 0.95)"),
+        "softcap of 15 (speedrun's 30 instead)": ("softcap = 15.0", "softcap = 30.0"),
     },
 }
 # steps of gpt2's run for one of the recipe's, and evaluations of gpt2's run
@@ -95,9 +85,12 @@ FRACTION = {"speedrun": "a third", "frontier": "a tenth"}
 
 
 def ablated_source(recipe, idea):
-    """(file, its text without the idea). Each of the idea's lines must occur exactly once."""
-    file, *lines = ABLATIONS[recipe][idea]
-    text = (BENCH.parent / file).read_text(encoding="utf-8")
+    """(file, its text without the idea). Each of the idea's lines must occur in it exactly once."""
+    lines = ABLATIONS[recipe][idea]
+    for file in (f"{recipe}.py", "runtime/language_model.py", "train_gpt2.py"):
+        text = (BENCH.parent / file).read_text(encoding="utf-8")
+        if lines[0] in text:
+            break
     for line, replacement in zip(lines[::2], lines[1::2], strict=True):
         assert text.count(line) == 1, f"{idea}: {file} holds {line!r} {text.count(line)} times"
         text = text.replace(line, replacement)
@@ -137,12 +130,11 @@ def recipe_runs(args, recipe, base, steps, tokens):
     gpt2 runs `steps` steps at three rates, the recipe its share of them and all, and the share without each
     idea.
     """
-    shape = SIZES[base.size]
-    common = dict(data=args.path, n_layer=shape["n_layer"], n_embd=shape["n_embd"], block_size=base.T,
-                  total_batch_size=tokens, batch_size="auto", val_tokens=32768,
-                  val_every=steps // EVALUATIONS[recipe], device=base.device, dtype=base.dtype)
-    gpt2 = common | dict(n_head=shape["n_head"], max_steps=steps, warmup_steps=steps // 15)
-    other = common | dict(recipe=recipe, n_head=max(1, shape["n_embd"] // 128), max_steps=steps)
+    common = dict(data=args.path, block_size=base.T, total_batch_size=tokens, batch_size="auto",
+                  val_tokens=32768, val_every=steps // EVALUATIONS[recipe], max_steps=steps,
+                  device=base.device, dtype=base.dtype)
+    gpt2 = common | shape_of(replace(base, recipe="gpt2")) | dict(warmup_steps=steps // 15)
+    other = common | shape_of(replace(base, recipe=recipe)) | dict(recipe=recipe)
     short = other | dict(max_steps=steps // SHARE[recipe])
     runs = {("gpt2", rate): gpt2 | dict(max_lr=rate) for rate in (1e-3, 2e-3, 4e-3)}
     runs |= {(recipe, flags["max_steps"]): flags for flags in (short, other)}

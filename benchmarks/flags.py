@@ -7,7 +7,7 @@ from collections.abc import Collection
 from benchmarks.predict import GPUS
 from benchmarks.steps import SIZES
 from benchmarks.timing import Setting, check_outputs
-from runtime.cli import FlagParser, UserError, parse_int
+from runtime.cli import BoolFlag, FlagParser, UserError, parse_int
 from runtime.device import choose_dtype, find_device
 from train_gpt2 import RECIPES
 
@@ -32,8 +32,7 @@ def parse_args(argv: list[str], tables: Collection[str], description: str) -> tu
         "steps of the gpt2 runs (default 300); for data: times 52 MB of text (default 1)")
     add("--turns", type=parse_int, help="how often the table is measured (default 1 on CUDA, 2 on a CPU); "
         "for recipes: number of seeds")
-    add("--compile", action="store_true", default=None, help="torch.compile on a CPU too")
-    add("--no_compile", dest="compile", action="store_false", help="eager on CUDA too")
+    add("--compile", "--no_compile", action=BoolFlag, help="torch.compile (default on CUDA only)")
     add("--gpu", default="H100", choices=list(GPUS), help="for predict (default H100)")
     add("--memory_gb", type=float, default=80, help="for memory: GB of the GPU (default 80)")
     add("--no_ideas", action="store_true", help="for recipes: no ablations")

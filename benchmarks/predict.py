@@ -14,6 +14,8 @@ import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from benchmarks.tables import ladder_settings
 from benchmarks.timing import GB, Setting, print_table
 from runtime.device import PEAK_TFLOPS
@@ -154,22 +156,21 @@ def attention_cost(which, B, heads, length, head_dim, dtype):
             moved * B * heads * length * head_dim * BYTES[dtype])
 
 
-def parts(counts, gpu: GPU, shares: Shares, work: Work) -> dict[str, float]:
-    """{products, attention, other: seconds on the GPU} of one entry of counts.json."""
+def parts(counts, gpu: GPU, shares: Shares, work: Work) -> np.ndarray:
+    """Seconds on the GPU of one entry of counts.json: (3,) of products, fused attention, all else."""
     peak = {"float32": (gpu.tf32 if work.tf32 else gpu.fp32) * 1e12, "bfloat16": gpu.bf16 * 1e12}
     bandwidth = gpu.bandwidth * 1e12 * shares.memory
-    seconds = dict.fromkeys(("products", "attention", "other"), 0.0)
+    products = attention = 0.0
     for dtype, batch, m, n, k, times in counts["products"]:
         moved = batch * (m * k + k * n + m * n) * BYTES[dtype]
         compute = 2 * batch * m * n * k / (peak[dtype] * shares.products)
-        seconds["products"] += times * max(compute, moved / bandwidth)
+        products += times * max(compute, moved / bandwidth)
     for kernel, which, dtype, *shape, times in counts["attention"]:
         flops, moved = attention_cost(which, *shape, dtype)
         slow = kernel == "efficient" or work.flash1
         compute = flops / (peak[dtype] * (shares.attention_1 if slow else shares.attention))
-        seconds["attention"] += times * max(compute, moved / bandwidth)
-    seconds["other"] = counts["bytes"] / bandwidth
-    return seconds
+        attention += times * max(compute, moved / bandwidth)
+    return np.array([products, attention, counts["bytes"] / bandwidth])
 
 
 def at_micro_batch(entry: dict, B: int, value) -> float:
@@ -191,15 +192,13 @@ def exposed_all_reduce(parameters: float, gpu: GPU, shares: Shares, gpus: int, b
 def predict(work: Work, gpu: GPU, shares: Shares, counts: dict) -> dict[str, float]:
     """Seconds of an optimizer step: {products, attention, other, optimizer, all-reduce, host, step}."""
     micro, step = counts[work.counts], counts[work.step]["step"]
-    result = {part: work.micro_steps * at_micro_batch(
-        micro, work.B, lambda c, part=part: parts(c, gpu, shares, work)[part])
-        for part in ("products", "attention", "other")}
+    seconds = at_micro_batch(micro, work.B, lambda c: parts(c, gpu, shares, work))
+    result = dict(zip(("products", "attention", "other"), work.micro_steps * seconds, strict=True))
     # Muon's; each GPU orthogonalises its share of the matrices
     step = step | {"products": [[*shape, times / work.gpus] for *shape, times in step["products"]]}
-    result["optimizer"] = work.updates * sum(parts(step, gpu, shares, work).values())
-    backward = 2 / 3 * sum(result[part] for part in ("products", "attention", "other")) / work.micro_steps
+    result["optimizer"] = work.updates * parts(step, gpu, shares, work).sum()
     result["all-reduce"] = work.updates * exposed_all_reduce(step["parameters"], gpu, shares, work.gpus,
-                                                              backward)
+                                                              backward=2 / 3 * seconds.sum())
     # no more for a larger micro-batch, whose kernels are only larger
     launches = work.micro_steps * micro[max(micro, key=int)]["launches"] + work.updates * step["launches"]
     busy = sum(result.values())

@@ -28,9 +28,10 @@ def described(size):
 
 
 def shape_of(s):
-    """n_layer, n_head, n_embd."""
-    heads = train_gpt2.RECIPES[s.recipe].defaults.get("n_head")
-    return SIZES[s.size] | ({"n_head": heads} if heads and s.size == "gpt2" else {})
+    """n_layer, n_head, n_embd. The modern recipes have heads of 128."""
+    shape = SIZES[s.size]
+    modern = "n_head" in train_gpt2.RECIPES[s.recipe].defaults
+    return shape | {"n_head": max(1, shape["n_embd"] // 128)} if modern else shape
 
 
 # -----------------------------------------------------------------------------
