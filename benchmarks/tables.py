@@ -8,8 +8,8 @@ import torch
 
 from benchmarks.pictures import plot_ladder
 from benchmarks.steps import described
-from benchmarks.timing import (GB, bytes_per_sequence, find_largest, machine, measure, median_ms,
-                               predict_largest, print_table, rows_of, supported_kernels)
+from benchmarks.timing import (GB, find_largest, machine, measure, median_ms, print_table, rows_of,
+                               supported_kernels)
 from model import GPT, GPT2_SIZES, GPTConfig
 from runtime.cli import UserError
 
@@ -47,23 +47,21 @@ def ladder_settings(base):
 
 def ladder(args, base):
     rungs = list(ladder_settings(base))
-    measured = [(name, s) for name, s, _ in rungs if s]
-    settings = [s for _, s in measured]
-    *results, matmul = measure([*settings, replace(settings[-1], what="matmul")], args.turns)
-    rows, first, previous = [], None, None
-    for (name, s), result in zip(measured, results, strict=True):
-        if "failed" in result:
-            rows.append({"rung": f"{name}: {result['failed']}"})
-            continue
-        rate = s.B * s.T / statistics.median(result["seconds"])
-        peak, gain = result["peak_flops"], rate / (previous or rate)
+    settings = {name: s for name, s, _ in rungs if s}
+    *steps, last = settings.values()
+    *results, matmul = measure([*steps, last, replace(last, what="matmul")], args.turns)
+    rates = []                                              # tokens/s of the rungs so far
+
+    def cells(name, result):
+        rates.append(settings[name].B * base.T / statistics.median(result["seconds"]))
+        peak, gain = result["peak_flops"], rates[-1] / rates[max(0, len(rates) - 2)]
         # a shared machine's own speed changes by as much
-        noise = ", noise" * (previous is not None and abs(gain - 1) < 0.1 and base.device == "cpu")
-        rows.append({"rung": name, "ms a step": median_ms(result), "tokens/s": rate,
-                     "MFU": f"{rate * result['flops_per_token'] / peak:.1%}" if peak else "n/a",
-                     "peak GB": result["memory"] / GB, "start s": result["warmup_seconds"],
-                     "gain": f"{gain:.2f}x{noise}", "in all": f"{rate / (first or rate):.2f}x"})
-        first, previous = first or rate, rate
+        noise = ", noise" * (len(rates) > 1 and abs(gain - 1) < 0.1 and base.device == "cpu")
+        return {"ms a step": median_ms(result), "tokens/s": rates[-1],
+                "MFU": f"{rates[-1] * result['flops_per_token'] / peak:.1%}" if peak else "n/a",
+                "peak GB": result["memory"] / GB, "start s": result["warmup_seconds"],
+                "gain": f"{gain:.2f}x{noise}", "in all": f"{rates[-1] / rates[0]:.2f}x"}
+    rows = rows_of("rung", settings, results, cells)
     print_table(rows, {"left out": [f"{name[2:]} ({reason})" for name, s, reason in rungs if not s]})
     if "failed" in matmul:
         print(f"the matrix products of the last rung's step alone: {matmul['failed']}")
@@ -104,12 +102,13 @@ def memory_table(args, base):
         if "failed" in a or "failed" in b:
             rows.append(row | {f"GB at {base.B}": a.get("failed") or b.get("failed")})
             continue
-        peaks = a["memory"], b["memory"], base.B
-        fits = {g: predict_largest(*peaks, g) for g in sorted({8, 12, 24, 80, args.memory_gb})}
+        sequence = max(1.0, (b["memory"] - a["memory"]) / base.B)             # bytes
+        fits = {g: max(0, int(base.B + (g * GB - a["memory"]) / sequence))
+                for g in sorted({8, 12, 24, 80, args.memory_gb})}
         if cuda and args.memory_gb <= torch.cuda.mem_get_info()[1] / GB:
             fits[args.memory_gb] = find_largest(s, fits[args.memory_gb], args.memory_gb)
         rows.append(row | {f"GB at {base.B}": a["memory"] / GB, f"at {2 * base.B}": b["memory"] / GB,
-                           "MB a sequence": bytes_per_sequence(*peaks) / 1e6}
+                           "MB a sequence": sequence / 1e6}
                     | {f"fit {g:g} GB": n for g, n in fits.items()})
     print(f"peak memory, and sequences of {base.T} tokens that fit, {base.size}, {base.dtype}, "
           f"{'torch.compile' if base.compile else 'eager'}; measured at micro-batches {base.B} and "

@@ -157,16 +157,6 @@ def supported_kernels(s):
     return supported, missing
 
 
-def bytes_per_sequence(memory, memory_of_twice, B):
-    """From the peak bytes of micro-batches B and 2 B."""
-    return max(1.0, (memory_of_twice - memory) / B)
-
-
-def predict_largest(memory, memory_of_twice, B, gigabytes):
-    """The largest micro-batch in `gigabytes`, extrapolated from the peak bytes of micro-batches B and 2 B."""
-    return max(0, int(B + (gigabytes * GB - memory) / bytes_per_sequence(memory, memory_of_twice, B)))
-
-
 def find_largest(s, B, memory_gb):
     """The largest micro-batch up to B that runs in `memory_gb`, in steps of 3%; or why a run failed."""
     while B > 0 and (failed := run_in_subprocess(replace(s, B=B, memory_gb=memory_gb)).get("failed")):

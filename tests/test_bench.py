@@ -22,8 +22,7 @@ from benchmarks import timing as benchmark
 from benchmarks.tables import ladder_settings
 from runtime import progress
 from benchmarks.ablation import ABLATIONS, ablated_source, validation_curve
-from benchmarks.timing import (GB, Setting, bytes_per_sequence, measure, median_ms, predict_largest,
-                               run_in_subprocess)
+from benchmarks.timing import GB, Setting, measure, median_ms, run_in_subprocess
 from runtime.cli import UserError, run_command
 from benchmarks.compare import tokens_to_reach
 from benchmarks.data import time_fineweb
@@ -108,10 +107,14 @@ def test_settings_are_measured_in_turn_and_their_results_kept_apart(monkeypatch)
     assert median_ms(one) == 3500
 
 
-def test_the_largest_micro_batch_is_extrapolated_from_two_measured_ones():
-    assert bytes_per_sequence(4 * GB, 5 * GB, 2) == 0.5 * GB
-    assert predict_largest(4 * GB, 5 * GB, 2, 16) == 26
-    assert predict_largest(4 * GB, 5 * GB, 2, 1) == 0
+def test_the_largest_micro_batch_is_extrapolated_from_two_measured_ones(monkeypatch, tmp_path):
+    monkeypatch.setattr(benchmark, "run_in_subprocess", lambda s: {"memory": (3 + s.B / 2) * GB})
+    for gigabytes, fit in ((16, 26), (1, 0)):
+        bench.main(["memory", "--device", "cpu", "--batch_size", "2", "--memory_gb", str(gigabytes),
+                    "--json", str(tmp_path / "m.json")])
+        row = json.loads((tmp_path / "m.json").read_text())["rows"][0]
+        assert (row["GB at 2"], row["at 4"], row["MB a sequence"]) == (4, 5, 500)
+        assert row[f"fit {gigabytes} GB"] == fit
 
 
 def test_a_row_that_ran_out_of_memory_says_so_and_does_not_end_the_table(monkeypatch, capsys):
