@@ -58,9 +58,9 @@ def fineweb_command(what, workers, text, out, peer, repeats):
 
 
 def time_fineweb(jobs, turns, peer=None, repeats=1):
-    """Whole processes, in turn. A job: ("fineweb.py", PEER or EMPTY; number of workers). `peer`: the folder
-    of a clone of build-nanogpt. `repeats`: how often they have the text. A dict for each job: {"seconds":
-    [...], "tokens": of a run, "bytes": of its text}, or {"failed": reason}."""
+    """Whole processes, in turn. `jobs`: {name: ("fineweb.py", PEER or EMPTY; number of workers)}. `peer`: the
+    folder of a clone of build-nanogpt. `repeats`: how often they have the text. {name: {"seconds": [...],
+    "tokens": of a run, "bytes": of its text}, or {"failed": reason}}."""
     with tempfile.TemporaryDirectory() as folder:
         text = Path(folder) / "text.parquet"
         size = write_text(text) * repeats
@@ -81,8 +81,7 @@ def time_fineweb(jobs, turns, peer=None, repeats=1):
 
 def fineweb_rows(jobs, results):
     """Rows of the table; with the peer's job among them, how many times as fast (medians)."""
-    peers = dict(zip(jobs, results, strict=True)).get((PEER, 2), {})
-    names = [f"{what}, {counted(workers, 'worker')}" for what, workers in jobs]
+    peers = next((results[name] for name, (what, _) in jobs.items() if what == PEER), {})
 
     def cells(name, r):
         median = statistics.median(r["seconds"])
@@ -91,7 +90,7 @@ def fineweb_rows(jobs, results):
         if "tokens" in peers:
             row["against the pool"] = f"{statistics.median(peers['seconds']) / median:.2f}x"
         return row
-    return rows_of("what", names, results, cells)
+    return rows_of("what", results, cells)
 
 
 def data_table(args, base):
@@ -99,14 +98,14 @@ def data_table(args, base):
     if args.path and not (Path(args.path) / "fineweb.py").is_file():
         raise UserError(f"{args.path}/fineweb.py is not there: git clone build-nanogpt from GitHub, and give "
                         f"its folder")
-    kinds = [("npy", "shuffled"), ("npy", "in order"), ("bin", "shuffled")]
-    results = measure([replace(base, what="loader", size=kind, recipe=order, B=16, T=1024, steps=3)
-                       for kind, order in kinds], args.turns)
-    rows = rows_of("what", [f"loader, one thread: .{kind} {order}" for kind, order in kinds], results,
-                   lambda _, r: {"million tokens/s": statistics.median(r["rates"]) / 1e6})
-    jobs = [("fineweb.py", n) for n in sorted({1, 2, os.cpu_count() or 1})]
-    jobs += [(PEER, 2)] if args.path else []
-    jobs += [(EMPTY, 1)]
+    results = measure({f"loader, one thread: .{kind} {order}":
+                       replace(base, what="loader", size=kind, recipe=order, B=16, T=1024, steps=3)
+                       for kind, order in (("npy", "shuffled"), ("npy", "in order"), ("bin", "shuffled"))},
+                      args.turns)
+    rows = rows_of("what", results, lambda _, r: {"million tokens/s": statistics.median(r["rates"]) / 1e6})
+    programs = [("fineweb.py", n) for n in sorted({1, 2, os.cpu_count() or 1})]
+    programs += [(PEER, 2)] * bool(args.path) + [(EMPTY, 1)]
+    jobs = {f"{what}, {counted(n, 'worker')}": (what, n) for what, n in programs}
     repeats, peer = args.steps or 1, args.path and Path(args.path).resolve()
     rows += fineweb_rows(jobs, time_fineweb(jobs, args.turns, peer, repeats))
     print(f"fineweb.py: whole processes, {COPIES * repeats} copies of input.txt, from .parquet")

@@ -48,8 +48,9 @@ def ladder_settings(base):
 def ladder(args, base):
     rungs = list(ladder_settings(base))
     settings = {name: s for name, s, _ in rungs if s}
-    *steps, last = settings.values()
-    *results, matmul = measure([*steps, last, replace(last, what="matmul")], args.turns)
+    name, last = list(settings.items())[-1]
+    results = measure(settings | {"matmul": replace(last, what="matmul")}, args.turns)
+    step, matmul = results[name], results.pop("matmul")
     rates = []                                              # tokens/s of the rungs so far
 
     def cells(name, result):
@@ -61,13 +62,13 @@ def ladder(args, base):
                 "MFU": f"{rates[-1] * result['flops_per_token'] / peak:.1%}" if peak else "n/a",
                 "peak GB": result["memory"] / GB, "start s": result["warmup_seconds"],
                 "gain": f"{gain:.2f}x{noise}", "in all": f"{rates[-1] / rates[0]:.2f}x"}
-    rows = rows_of("rung", settings, results, cells)
+    rows = rows_of("rung", results, cells)
     print_table(rows, {"left out": [f"{name[2:]} ({reason})" for name, s, reason in rungs if not s]})
     if "failed" in matmul:
         print(f"the matrix products of the last rung's step alone: {matmul['failed']}")
-    elif "failed" not in results[-1]:
+    elif "failed" not in step:
         print(f"the matrix products of the last rung's step alone take {median_ms(matmul):,.0f} ms: it runs "
-              f"at {median_ms(matmul) / median_ms(results[-1]):.0%} of what they allow")
+              f"at {median_ms(matmul) / median_ms(step):.0%} of what they allow")
     if args.plot:
         plot_ladder(args.plot, rows, machine(base.device))
     return rows
@@ -75,8 +76,8 @@ def ladder(args, base):
 
 def attention_table(args, base):
     kernels, missing = supported_kernels(base)
-    results = measure([replace(base, what="attention", attention=name) for name in kernels], args.turns)
-    rows = rows_of("kernel", kernels, results, lambda kernel, r: {
+    results = measure({name: replace(base, what="attention", attention=name) for name in kernels}, args.turns)
+    rows = rows_of("kernel", results, lambda kernel, r: {
         "forward + backward ms": median_ms(r), "memory MB": r["memory"] / 1e6,
         "error of y": f"{r['error_forward']:.1e}",
         "largest error of dq, dk, dv": f"{r['error_backward']:.1e}"})
@@ -91,12 +92,14 @@ def memory_table(args, base):
     cuda = base.device.startswith("cuda")
     kernels, missing = supported_kernels(base)
     # auto is one of the others; flex needs a mask
-    settings = [replace(base, attention=kernel, loss_chunk=chunk, warmup=1, steps=1)
+    settings = {(kernel, chunk): replace(base, attention=kernel, loss_chunk=chunk, warmup=1, steps=1)
                 for kernel in kernels if kernel not in ("auto", "flex")
-                for chunk in (0, 8192 if cuda else 2048)]
-    small, large = (measure([replace(s, B=B) for s in settings], 1) for B in (base.B, 2 * base.B))
+                for chunk in (0, 8192 if cuda else 2048)}
+    small, large = (measure({key: replace(s, B=B) for key, s in settings.items()}, 1)
+                    for B in (base.B, 2 * base.B))
     rows = []
-    for s, a, b in zip(settings, small, large, strict=True):
+    for key, s in settings.items():
+        a, b = small[key], large[key]
         logits = f"{s.loss_chunk:,} tokens" if s.loss_chunk else "all"
         row = {"attention": s.attention, "logits in memory": logits}
         if "failed" in a or "failed" in b:
@@ -120,10 +123,10 @@ def memory_table(args, base):
 
 def hellaswag_table(args, base):
     n = args.steps or (2000 if base.device.startswith("cuda") else 100)
-    widths = (4, 16, 32, 64, 128)
-    results = measure([replace(base, what="hellaswag", B=B, steps=n) for B in widths], args.turns)
-    rows = rows_of("rows a forward", widths, results, lambda B, r: {         # four rows are one example
-        "examples/s": n / median_ms(r) * 1e3, "gain": ratio(results[0], r),
+    results = measure({B: replace(base, what="hellaswag", B=B, steps=n) for B in (4, 16, 32, 64, 128)},
+                      args.turns)
+    rows = rows_of("rows a forward", results, lambda B, r: {                # four rows are one example
+        "examples/s": n / median_ms(r) * 1e3, "gain": ratio(results[4], r),
         "10,042 examples, s": 10042 / n * median_ms(r) / 1e3})
     print(f"{n} made-up examples of HellaSwag's lengths, model {described(base.size)}, {base.dtype}")
     print_table(rows)
@@ -133,11 +136,10 @@ def hellaswag_table(args, base):
 def scaling_table(args, base):
     """Measured: the same micro-batch on more processes. Then the estimates."""
     limit = torch.cuda.device_count() if base.device.startswith("cuda") else os.cpu_count()
-    counts = [n for n in (1, 2, 4, 8) if n <= limit]
-    results = measure([replace(base, processes=n) for n in counts], args.turns)
-    rows = rows_of("processes", counts, results, lambda n, r: {
+    results = measure({n: replace(base, processes=n) for n in (1, 2, 4, 8) if n <= limit}, args.turns)
+    rows = rows_of("processes", results, lambda n, r: {
         "tokens a step": n * base.B * base.T, "ms a step": median_ms(r),
-        "tokens/s": n * base.B * base.T / median_ms(r) * 1e3, "against one": ratio(results[0], r, n)})
+        "tokens/s": n * base.B * base.T / median_ms(r) * 1e3, "against one": ratio(results[1], r, n)})
     print_table(rows)
     estimates = [scaling_estimate(name) for name in GPT2_SIZES]
     print("state: weights, gradients, two moments in fp32. Tokens/s: at 40% of an H100's 989 TFLOP/s. Sent: "
@@ -168,11 +170,10 @@ def peer_table(args, base):
     settings = {"build-nanogpt, as shipped": replace(peer, compile=False),
                 "build-nanogpt, torch.compile": replace(peer, compile=True),
                 "ours, as shipped": base, "its matrix products alone": replace(base, what="matmul")}
-    results = measure(list(settings.values()), args.turns)
-    ours = results[2]
-    rows = rows_of("step", settings, results, lambda _, r: {
+    results = measure(settings, args.turns)
+    rows = rows_of("step", results, lambda _, r: {
         "ms": median_ms(r), "tokens/s": base.B * base.T / median_ms(r) * 1e3}
         | ({"peak GB": r["memory"] / GB, "start s": r["warmup_seconds"]} if "memory" in r else {})
-        | {"time against ours": ratio(r, ours)})
+        | {"time against ours": ratio(r, results["ours, as shipped"])})
     print_table(rows)
     return rows

@@ -125,19 +125,19 @@ def run_in_subprocess(s):
 
 
 def take_turns(run, jobs, turns, what="measured", unit="settings"):
-    """One dict a job: what run(job) measured, {name: value}, over `turns`. Lists are joined, of numbers the
+    """{name: job} -> {name: what run(job) measured}, dicts, over `turns`. Lists are joined, of numbers the
     largest is kept. A job that returned {"failed": reason} is not run again."""
-    results = [{} for _ in jobs]
-    for job, result in progress.over(what, turns * list(zip(jobs, results, strict=True)), unit):
-        if "failed" in result:
-            continue
-        for name, new in run(job).items():
-            old = result.get(name)
-            result[name] = new if old is None else old + new if isinstance(new, list) else max(old, new)
+    results = {name: {} for name in jobs}
+    for name, job in progress.over(what, turns * list(jobs.items()), unit):
+        result = results[name]
+        for key, new in ({} if "failed" in result else run(job)).items():
+            old = result.get(key)
+            result[key] = new if old is None else old + new if isinstance(new, list) else max(old, new)
     return results
 
 
 def measure(settings, turns):
+    """{name: Setting} -> {name: what its worker measured}."""
     return take_turns(run_in_subprocess, settings, turns)
 
 
@@ -169,10 +169,10 @@ def find_largest(s, B, memory_gb):
 # -----------------------------------------------------------------------------
 # printing
 
-def rows_of(column, names, results, cells):
-    """A row for each result: its name and `cells(name, result)`, or why it failed."""
+def rows_of(column, results, cells):
+    """A row for each of {name: result}: its name and `cells(name, result)`, or why it failed."""
     return [{column: f"{name}: {r['failed']}"} if "failed" in r else {column: name} | cells(name, r)
-            for name, r in zip(names, results, strict=True)]
+            for name, r in results.items()]
 
 
 def print_table(rows, lists=None):

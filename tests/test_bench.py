@@ -100,7 +100,7 @@ def test_settings_are_measured_in_turn_and_their_results_kept_apart(monkeypatch)
             return {"failed": "out of memory"}
         return {"seconds": [s.B + len(calls)], "memory": 10 - len(calls)}
     monkeypatch.setattr(benchmark, "run_in_subprocess", run)
-    one, two, three = measure([Setting(B=1), Setting(B=2), Setting(B=3)], 2)
+    one, two, three = measure({B: Setting(B=B) for B in (1, 2, 3)}, 2).values()
     assert calls == [1, 2, 3, 1, 2]
     assert one == {"seconds": [2, 5], "memory": 9} and two["seconds"] == [4, 7]
     assert three == {"failed": "out of memory"}
@@ -176,9 +176,9 @@ def test_a_table_says_which_of_its_lines_failed(table, monkeypatch, capsys, tmp_
         calls.append(s)
         return {"failed": "no room"} if len(calls) - 1 in failing else dict(result)
     monkeypatch.setattr(benchmark, "run_in_subprocess", run)
-    monkeypatch.setattr(data_benchmark, "time_fineweb", lambda jobs, turns, peer, repeats: [
-        {"seconds": [1.0], "tokens": 10, "bytes": 42} if i else {"seconds": [1.0], "failed": "no disk"}
-        for i, _ in enumerate(jobs)])
+    monkeypatch.setattr(data_benchmark, "time_fineweb", lambda jobs, turns, peer, repeats: {
+        name: {"seconds": [1.0], "tokens": 10, "bytes": 42} if i else {"seconds": [1.0], "failed": "no disk"}
+        for i, name in enumerate(jobs)})
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     flags = [table, *([str(tmp_path)] if table == "peer" else []), "--device", "cpu", "--turns", "1"]
     bench.main(flags)
@@ -195,8 +195,8 @@ def test_a_table_says_which_of_its_lines_failed(table, monkeypatch, capsys, tmp_
 def test_a_fineweb_py_that_failed_says_why(monkeypatch, tmp_path):
     (tmp_path / "fineweb.py").write_text("raise SystemExit('no disk')")
     monkeypatch.setattr(data_benchmark, "BENCH", tmp_path / "bench.py")
-    jobs = [("fineweb.py", 1), ("fineweb.py", 2)]
-    assert [result["failed"] for result in time_fineweb(jobs, 1)] == ["no disk"] * 2
+    jobs = {n: ("fineweb.py", n) for n in (1, 2)}
+    assert time_fineweb(jobs, 1) == {n: {"failed": "no disk"} for n in jobs}
 
 
 def test_long_work_shows_progress(monkeypatch, tmp_path, capsys):
@@ -216,7 +216,7 @@ def test_long_work_shows_progress(monkeypatch, tmp_path, capsys):
         return work
 
     monkeypatch.setattr(benchmark, "run_in_subprocess", job("measured: %d of 2 settings", {"seconds": [1.0]}))
-    measure([Setting(), Setting(B=2)], 1)
+    measure({B: Setting(B=B) for B in (1, 2)}, 1)
 
     monkeypatch.setattr(ablation, "validation_curve", job("trained: %d of 2 runs", {0: 5.0}))
     ablation.train_all({("gpt2", 0.1): {}, ("gpt2", 0.2): {}}, range(1), cuda=True)
@@ -227,7 +227,7 @@ def test_long_work_shows_progress(monkeypatch, tmp_path, capsys):
     run = subprocess.run
     monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: fineweb() or run(*args, **kwargs))
     fineweb = job("timed fineweb.py: %d of 2 runs", None)
-    one, two = time_fineweb([("fineweb.py", 1), ("fineweb.py", 2)], 1)
+    one, two = time_fineweb({n: ("fineweb.py", n) for n in (1, 2)}, 1).values()
     assert one["tokens"] == two["tokens"] > 1000 and len(one["seconds"]) == 1
 
 
@@ -555,9 +555,10 @@ def test_fineweb_py_and_a_clones_script_make_the_same_tokens_of_the_same_text(mo
         rmtree(out, *args, **kwargs)
 
     monkeypatch.setattr(shutil, "rmtree", look)
-    jobs = [("fineweb.py", 2), (data_benchmark.PEER, 2), (data_benchmark.EMPTY, 1)]
+    jobs = {what: (what, n) for what, n in (("fineweb.py", 2), (data_benchmark.PEER, 2),
+                                            (data_benchmark.EMPTY, 1))}
     results = time_fineweb(jobs, 1, tmp_path)
-    assert not [result["failed"] for result in results if "failed" in result]
+    assert not [result["failed"] for result in results.values() if "failed" in result]
     ours, peers, empty, _ = seen
     assert sorted(sum(ours, [])) == sorted(sum(peers, [])) and len(ours) == 2
     assert len(empty) == 2 and empty[1][0] == 50256
