@@ -104,7 +104,7 @@ def data_table(args, base):
                       args.turns)
     rows = rows_of("what", results, lambda _, r: {"million tokens/s": statistics.median(r["rates"]) / 1e6})
     programs = [("fineweb.py", n) for n in sorted({1, 2, os.cpu_count() or 1})]
-    programs += [(PEER, 2)] * bool(args.path) + [(EMPTY, 1)]
+    programs += [(PEER, 2), (EMPTY, 1)] if args.path else [(EMPTY, 1)]
     jobs = {f"{what}, {counted(n, 'worker')}": (what, n) for what, n in programs}
     repeats, peer = args.steps or 1, args.path and Path(args.path).resolve()
     rows += fineweb_rows(jobs, time_fineweb(jobs, args.turns, peer, repeats))
