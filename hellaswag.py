@@ -10,6 +10,7 @@ Eleuther harness, multiple choice style.
 if __name__ == "__main__":              # before the slow imports: Ctrl-C, and a progress line
     from runtime.start import begin
     begin()
+import contextlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -28,14 +29,11 @@ def load_examples(path: str | Path | None = None) -> list[dict]:
     """Dicts with `ctx`, `endings` (4 strings) and `label` (0-3): from the .jsonl file `path`, else the hub's
     validation split. Raises UserError if they cannot be read."""
     if path is None:
-        try:
+        with readable(f"HellaSwag ({HUB_NAME})", "check the connection, or give a .jsonl file of its form",
+                      problem="cannot be fetched from the Hugging Face hub"):
             reach_hub()
             from datasets import load_dataset
             rows = load_dataset(HUB_NAME, split="validation")
-        except Exception as error:      # network errors come in the classes of many libraries
-            raise UserError(f"HellaSwag ({HUB_NAME}) cannot be fetched from the Hugging Face hub "
-                            f"({str(error)[:200]}): check the connection, or give a .jsonl file of the same "
-                            f"form") from None
         return [_checked(row, f"{HUB_NAME}, row {i}") for i, row in enumerate(rows)]
     with readable(f"HellaSwag's data {path}", "give a .jsonl file of HellaSwag's form"):
         lines = read_text(path, errors="strict").split("\n")             # str.splitlines also cuts at U+2028
@@ -112,9 +110,8 @@ def _pad(group, n, T):
     pairs = (pair for rows, lengths, _ in group for pair in zip(rows, lengths, strict=True))
     for j, (row, length) in enumerate(pairs):
         row = row[-(T + 1):]
-        length = min(length, len(row) - 1)
-        idx[j, :len(row) - 1] = row[:-1]
-        targets[j, len(row) - 1 - length:len(row) - 1] = row[len(row) - length:]
+        first, end = max(0, len(row) - 1 - length), len(row) - 1
+        idx[j, :end], targets[j, first:end] = row[:-1], row[first + 1:]
     return idx, targets, labels
 
 
@@ -122,8 +119,6 @@ def evaluate(model, batches: list[tuple[np.ndarray, ...]], device: str, autocast
              world_size: int = 1, watched: Callable = lambda what, items, unit: items) -> np.ndarray:
     """int64 (3,): correct by summed loss, correct by mean loss, and examples, over this rank's `batches`.
     `watched` yields the batches, with progress shown, until a signal."""
-    import contextlib
-
     import torch
     counts = torch.zeros(3, dtype=torch.int64, device=device)       # on the device: no wait in the loop
 

@@ -12,8 +12,6 @@ from collections.abc import Iterable, Iterator
 from runtime.cli import FlagParser, UserError, parse_int, run_command
 from runtime.tokenizer import EOT, encode, tokenizer
 
-MOST_SAMPLES = 1000             # all are in memory at once
-
 
 def parse_flags(argv):
     parser = FlagParser(prog="sample.py", description=__doc__)
@@ -38,17 +36,16 @@ def parse_flags(argv):
                         help="of the matrix products; 16 bits are faster on a GPU and change the text; auto: "
                              "bfloat16 where the hardware has it (default float32)")
     args = parser.parse_args(argv)
-    if (args.num_samples < 1 or args.max_new_tokens < 1 or args.top_k < 0
-            or not 0 <= args.temperature < float("inf")):
-        raise UserError("--num_samples and --max_new_tokens must be at least 1, --top_k and --temperature at "
-                        "least 0")
-    if args.num_samples > MOST_SAMPLES:
-        raise UserError(f"--num_samples {args.num_samples}: must be at most {MOST_SAMPLES}; for more, run "
-                        f"the command again with another --seed")
-    if not 0 < args.top_p <= 1:
-        raise UserError(f"--top_p {args.top_p}: must be above 0 and at most 1")
-    if not 0 <= args.seed < 2**63:
-        raise UserError(f"--seed {args.seed}: must be from 0 to 2^63 - 1")
+    for name, valid, rule in (
+            ("num_samples", args.num_samples >= 1, "at least 1"),
+            ("num_samples", args.num_samples <= 1000, "at most 1000; for more, repeat with another --seed"),
+            ("max_new_tokens", args.max_new_tokens >= 1, "at least 1"),
+            ("top_k", args.top_k >= 0, "at least 0"),
+            ("temperature", 0 <= args.temperature < float("inf"), "at least 0 and finite"),
+            ("top_p", 0 < args.top_p <= 1, "above 0 and at most 1"),
+            ("seed", 0 <= args.seed < 2**63, "from 0 to 2^63 - 1")):
+        if not valid:
+            raise UserError(f"--{name} {getattr(args, name)}: must be {rule}")
     return args
 
 

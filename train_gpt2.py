@@ -359,7 +359,6 @@ def loop(run: Run) -> None:
         # log: this step, on a GPU the one before, so that the GPU never waits for the CPU
         check_steps(run, reporter.step(state.step, numbers, lr))
         saver.finish(wait=False)
-        run.plotter.finish(wait=False)
         run.profiler.step()
         state.step += 1
     saver.finish()

@@ -8,10 +8,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from runtime.cli import RunError, safe_repr
 from runtime.files import checkpoint_name, checkpoints, replace_file, sync, writable
-from runtime.integrity import check_written, fault_of, find_fault
+from runtime.integrity import check_written, find_fault
 from runtime.resume import newest_of, state_of_run
 from runtime.weights import is_dense_float
 
@@ -64,37 +65,30 @@ class TrainState:
 
     def load_state_dict(self, checkpoint):
         """Loads all but the weights, which the model was built from. ValueError if something does not fit."""
-        def load(name, fits, what="", default=None):
-            value = checkpoint.get(name, default)
-            if not fits(value):
-                shown = value[:3] if isinstance(value, tuple) else [value]
-                raise ValueError(f"its {what or name} is {', '.join(map(safe_repr, shown))}")
-            setattr(self, name, value)
+        values = {"val_step": -1, "saved": []} | checkpoint         # not in earlier checkpoints
+        step, val_loss, best = values["step"], values["val_loss"], values["best"]
 
         def is_step(value, first=0):
-            return type(value) is int and first <= value <= self.step
-        load("step", lambda step: type(step) is int and 0 <= step < 2**40)
-        load("evaluated", lambda step: is_step(step, -1))
-        load("skipped", lambda n: type(n) is int and n >= 0)
-        load("val_loss", lambda loss: loss is None or type(loss) is float and math.isfinite(loss),
-             "validation loss")
-        load("best", lambda best: best is None or (
-            isinstance(best, tuple) and [type(number) for number in best] == [float, int]
-            and 0 <= best[0] < math.inf and is_step(best[1])))
-        # not in earlier checkpoints
-        load("val_step", lambda step: is_step(step, -1), default=-1)
-        load("saved", lambda steps: isinstance(steps, list) and all(map(is_step, steps)), default=[])
-        if len(checkpoint["optimizers"]) != len(self.optimizers):
-            raise ValueError(f"it holds {len(checkpoint['optimizers'])} optimizers instead of "
-                             f"{len(self.optimizers)}")
-        # an update has one token or more
-        updates = self.step * checkpoint["config"]["total_batch_size"]
+            return type(value) is int and first <= value <= step
+        fits = {
+            "step": is_step(step), "evaluated": is_step(values["evaluated"], -1),
+            "val_loss": val_loss is None or type(val_loss) is float and math.isfinite(val_loss),
+            "val_step": is_step(values["val_step"], -1),
+            "best": best is None or (isinstance(best, tuple) and [*map(type, best)] == [float, int]
+                                     and 0 <= best[0] < math.inf and is_step(best[1])),
+            "skipped": type(values["skipped"]) is int and values["skipped"] >= 0,
+            "saved": isinstance(values["saved"], list) and all(map(is_step, values["saved"]))}
+        for name, fit in fits.items():
+            if not fit:
+                raise ValueError(f"its {name} is none that a run has at step {safe_repr(step)}")
+            setattr(self, name, values[name])
+        updates = step * checkpoint["config"]["total_batch_size"]       # an update has one token or more
         for optimizer, saved in zip(self.optimizers, checkpoint["optimizers"], strict=True):
             restore_optimizer(optimizer, saved, updates)
         if checkpoint["scaler"] and self.scaler.is_enabled():
             scale, tracker = (checkpoint["scaler"][name] for name in ("scale", "_growth_tracker"))
-            types = type(scale) is float and type(tracker) is int
-            if not types or not (0 < scale < math.inf and 0 <= tracker < 2**31):
+            if not (type(scale) is float and 0 < scale < math.inf
+                    and type(tracker) is int and 0 <= tracker < 2**31):
                 raise ValueError(f"its scaler says {safe_repr(scale)} and {safe_repr(tracker)}")
             self.scaler.load_state_dict(self.scaler.state_dict()
                                         | {"scale": scale, "_growth_tracker": tracker})
@@ -103,27 +97,24 @@ class TrainState:
             torch.cuda.set_rng_state_all(checkpoint["rng"]["cuda"])
 
 
-def restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict, updates: float = math.inf) -> None:
+def restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict, updates: float) -> None:
     """Loads the saved state of each parameter; learning rates and decay stay as the config says.
     ValueError for the state of another model or optimizer, and for numbers that no training makes, such as
     more than `updates` updates."""
     named = [pair for group in optimizer.param_groups
              for pair in zip(group["param_names"], group["params"], strict=True)]
-    names = [name for name, _ in named]
-    if [name for group in saved["param_groups"] for name in group["param_names"]] != names:
+    if [name for group in saved["param_groups"] for name in group["param_names"]] != [n for n, _ in named]:
         raise ValueError("its optimizer is one of other parameters")
     keys, state = getattr(optimizer, "STATE", ("step", "exp_avg", "exp_avg_sq")), {}
     for i, (name, p) in enumerate(named):
-        if not isinstance(saved["state"][i], dict):
-            raise ValueError(f"its optimizer holds nothing of {name}")
         state[i] = {key: saved["state"][i][key] for key in keys}
         for key, value in state[i].items():
             if not is_dense_float(value) or value.shape != (() if key == "step" else p.shape):
                 raise ValueError(f"its optimizer's {key} of {name} does not fit")
             if key == "step" and not (0 <= value <= updates and value == value.round()):
                 raise ValueError(f"its optimizer has made {value.item()} updates of {name}")
-            if fault := fault_of(value, 0 if key == "exp_avg_sq" else -math.inf):
-                raise ValueError(f"its optimizer's {key} of {name} holds {fault} numbers")
+    if fault := find_fault({}, [{"state": state, "param_groups": saved["param_groups"]}]):
+        raise ValueError(fault)
     state = copy.deepcopy(state)                # out of the memory-mapped file
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
@@ -144,21 +135,18 @@ def make_state(config, model: torch.nn.Module, optimizers: list, process, checkp
     return state
 
 
-def host_copy(tree, copies: dict | None = None):
+def host_copy(tree):
     """The same dicts and lists with the tensors copied to the CPU, those that share memory (embedding and
     head) once. From a GPU into pinned memory, at 20 to 50 GB/s: GPT-2 124M's 1.5 GB hold the loop up for less
     than 0.1 s. At the 3 to 6 GB/s of other memory it is 0.4 s, a percent of 250 steps on eight H100s."""
-    copies = {} if copies is None else copies           # {(address, dtype, shape): copy}
-    if torch.is_tensor(tree):
-        key = tree.data_ptr(), tree.dtype, tree.shape
+    copies = {}
+
+    def copied(tensor):
+        key = tensor.data_ptr(), tensor.dtype, tensor.shape
         if key not in copies:                           # pinned, because it is asked for without blocking
-            copies[key] = tree.to("cpu", non_blocking=True, copy=True)
+            copies[key] = tensor.to("cpu", non_blocking=True, copy=True)
         return copies[key]
-    if isinstance(tree, dict):
-        return {name: host_copy(value, copies) for name, value in tree.items()}
-    if isinstance(tree, (list, tuple)):
-        return type(tree)(host_copy(value, copies) for value in tree)
-    return tree
+    return tree_map_only(torch.Tensor, copied, tree)
 
 
 class Saver:
@@ -173,15 +161,13 @@ class Saver:
         self.background = process.device.startswith("cuda")
         # steps between checkpoints; with --checkpoint_minutes alone only the last step is such a one
         self.every = config.checkpoint_every or config.checkpoint_minutes and config.max_steps
-        self.begun = self.seconds = 0.0         # when the last save began, and how long it took
         self.slow_told = False
 
     def save(self, state):
         """On rank 0. The file is there when `finish` has returned."""
         self.finish()
-        self.begun = time.monotonic()
         if self.process.is_master:
-            there = dict(checkpoints(self.config.out))
+            begun, there = time.monotonic(), dict(checkpoints(self.config.out))
             state.saved = [*(step for step in state.saved if step in there and step < state.step), state.step]
             content = state.state_dict(self.config, self.recorded)
             if self.background:
@@ -191,12 +177,13 @@ class Saver:
             for file in (self.log.file, self.log.metrics) if self.log else ():
                 with writable(file.name, begun=True):
                     sync(file.fileno())                 # a log never ends before its checkpoint
-            self.pending = self.thread.submit(self._write, content)
+            self.pending = self.thread.submit(self._write, content, begun)
             if not self.background:
                 self.finish()
         self.process.last_save = time.monotonic()
 
-    def _write(self, content):
+    def _write(self, content, begun):
+        """Returns the path, and the seconds that it took."""
         out, best, keep = Path(self.config.out), content["best"], self.config.keep_checkpoints
         path = out / checkpoint_name(content["step"])
         if fault := find_fault(content["model"], content["optimizers"]):
@@ -204,25 +191,25 @@ class Saver:
                            f"{newest_of(self.config.out)}; lower --max_lr if it happens again")
         replace_file(path, lambda file: torch.save(content, file))
         check_written(path)                     # before older ones are removed
-        for step in content["saved"][:-keep] if keep else ():
+        for step in content["saved"][:-keep]:   # none for 0
             if best is None or step != best[1]:
                 try:
                     (out / checkpoint_name(step)).unlink(missing_ok=True)
                 except OSError as error:                # protected by its owner, or a folder
                     self.process.print0(f"warning: {checkpoint_name(step)} is not removed ({error.strerror})")
-        self.seconds = time.monotonic() - self.begun
-        return path
+        return path, time.monotonic() - begun
 
     def finish(self, wait=True):
         """Waits for the file; with wait=False only checks if it is there. Raises what the write raised."""
         if self.pending and (wait or self.pending.done()):
             pending, self.pending = self.pending, None
-            self.process.print0(f"saved {pending.result()}")
-            if self.seconds > SLOW and "TORCHELASTIC_RUN_ID" in os.environ and not self.slow_told:
+            path, seconds = pending.result()
+            self.process.print0(f"saved {path}")
+            if seconds > SLOW and "TORCHELASTIC_RUN_ID" in os.environ and not self.slow_told:
                 self.slow_told = True
-                self.process.print0(f"warning: that took {self.seconds:.0f} s, and torchrun kills its "
+                self.process.print0(f"warning: that took {seconds:.0f} s, and torchrun kills its "
                                     "processes 30 s after a signal, or after its --shutdown_timeout: give it "
-                                    f"--shutdown_timeout {max(110, math.ceil(2 * self.seconds))} or more")
+                                    f"--shutdown_timeout {max(110, math.ceil(2 * seconds))} or more")
 
     def close(self):
         self.thread.shutdown()                  # a write in progress is completed, whatever else failed

@@ -79,9 +79,8 @@ class Reporter:
         self.config, self.log, self.process = config, log, process
         self.flops, self.peak = model.flops_per_token(config.sequence_length), peak_flops(process.device)
         self.names = [name for name, _ in model.named_parameters()]
-        self.lag = 1 if process.device.startswith("cuda") else 0
-        self.pending, self.seconds, self.steps, self.first, self.last = [], [], 0, None, None
         self.bands = Band("loss"), Band("gradient norm")
+        self.pending, self.seconds, self.losses = [], [], []
         if log and process.console:
             process.console.open(config, log.first)
 
@@ -93,14 +92,11 @@ class Reporter:
     def step(self, step, numbers, lr):
         """After a step was queued; `numbers` as train_step returns them."""
         self.pending.append((step, fetch(numbers), lr))
-        return self.flush(self.lag)
+        return self.flush(but=1 if self.process.device.startswith("cuda") else 0)
 
     def flush(self, but=0):
         """Reads all but the newest `but` steps."""
-        finished = []
-        while len(self.pending) > but:
-            finished.append(self._report(*self.pending.pop(0)))
-        return finished
+        return [self._report(*self.pending.pop(0)) for _ in range(len(self.pending) - but)]
 
     def evaluation(self, step, kind, value, text):
         self._status(at_once=True, step=step, **({"val_loss": value} if kind == "val" else {}))
@@ -118,6 +114,7 @@ class Reporter:
         now = time.perf_counter()
         dt, self.clock = now - self.clock, now
         self.seconds.append(dt)
+        self.losses.append(loss)
         self._status(step=step + 1, loss=loss)
         if step % self.config.log_every == 0 or step == self.config.max_steps - 1:
             rate = self.config.total_batch_size / dt
@@ -129,30 +126,22 @@ class Reporter:
                 self.process.print0(line)
         if self.log:
             self.log.step(step, loss, norm, lr, dt)
-        self.last = StepResult(step, loss, norm, self.names[int(first_bad)] if first_bad >= 0 else "")
-        self.steps, self.first = self.steps + 1, self.first or self.last
-        return self.last
+        return StepResult(step, loss, norm, self.names[int(first_bad)] if first_bad >= 0 else "")
 
     def close(self):
         if self.log:
             self.log.close()
 
-    def speed(self):
-        """'median step 93.1 ms, 175,980 tokens/s, peak memory 22.1 GB' of this process's steps, or ''."""
-        if not self.seconds:
-            return ""
-        median = statistics.median(self.seconds)
-        return (f"median step {median * 1000:,.{0 if median >= 0.1 else 1}f} ms, "
-                f"{self.config.total_batch_size / median:,.0f} tokens/s, "
-                f"peak memory {peak_memory(self.process.device) / 1e9:.1f} GB")
-
 
 def print_summary(run) -> int:
     """Prints how the run ended, how fast it was and where everything is. Returns its exit code."""
-    config, state, process, signals = run.config, run.state, run.process, run.signals
-    if speed := run.reporter.speed():
-        process.print0(speed)
-    ended, code = "done", 0
+    config, state, process, signals, reporter = run.config, run.state, run.process, run.signals, run.reporter
+    if reporter.seconds:
+        median = statistics.median(reporter.seconds)
+        process.print0(f"median step {median * 1000:,.{0 if median >= 0.1 else 1}f} ms, "
+                       f"{config.total_batch_size / median:,.0f} tokens/s, "
+                       f"peak memory {peak_memory(process.device) / 1e9:.1f} GB")
+    ended, message = "done", ""
     if signals.stopped:
         then = "the same command resumes from there" if run.saver.every else (
             "that is not saved (--checkpoint_every 0)")
@@ -160,23 +149,26 @@ def print_summary(run) -> int:
         process.print0(f"stopped by {signals.received or 'a signal'} after {state.step} of "
                        f"{config.max_steps} steps: {then}")
         print_best(config, state, process)
-    elif config.overfit and run.reporter.steps:
-        code = overfit_verdict(run.reporter, process)
+    elif config.overfit and reporter.seconds:
+        first, last, verdict = reporter.losses[0], reporter.losses[-1], "PASSED"
+        if not last < 0.1:
+            ended, message, verdict = "failed", "did not overfit", "FAILED (under 0.1 is expected)"
+        process.print0(f"overfit one batch: loss {first:.4f} -> {last:.4f} in {len(reporter.losses)} steps: "
+                       f"{verdict}")
     else:
         print_results(run)
     if process.console:
-        process.console.end("failed" if code else ended, "did not overfit" if code else "")
-    return code
+        process.console.end(ended, message)
+    return 1 if ended == "failed" else 0
 
 
 def print_results(run) -> None:
     """What a run that is done has made, and what to do with it."""
     config, state, process = run.config, run.state, run.process
     newest = checkpoints(config.out)[-1:] if run.saver.every else []
-    files = {"log.txt": True, "metrics.csv": True, "loss.png": (Path(config.out) / "loss.png").exists(),
-             "checkpoints": newest}
-    there = ", ".join(name for name, exists in files.items() if exists)
-    process.print0(f"done: {state.step} steps; in {config.out}: {there}")
+    picture = ", loss.png" if (Path(config.out) / "loss.png").exists() else ""
+    process.print0(f"done: {state.step} steps; in {config.out}: log.txt, metrics.csv{picture}"
+                   + (", checkpoints" if newest else ""))
     best = print_best(config, state, process)
     if newest and config.vocab_size >= VOCAB_SIZE:
         process.print0(f"next: python sample.py --model {shlex.quote(str(best or newest[0][1]))}")
@@ -195,11 +187,3 @@ def print_best(config, state, process: Process) -> Path | None:
     elif path:
         process.print0(f"best checkpoint: {path}, validation loss {loss:.4f}")
     return path
-
-
-def overfit_verdict(reporter: Reporter, process: Process) -> int:
-    """Prints whether the sanity run overfitted its batch. Returns its exit code."""
-    passed = reporter.last.loss < 0.1
-    process.print0(f"overfit one batch: loss {reporter.first.loss:.4f} -> {reporter.last.loss:.4f} in "
-                   f"{reporter.steps} steps: {'PASSED' if passed else 'FAILED (under 0.1 is expected)'}")
-    return 0 if passed else 1

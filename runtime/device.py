@@ -16,11 +16,14 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from runtime.attention import check_attention
 from runtime.cli import RunError, UserError, print_error
+from runtime.start import is_rank0
 
 
 def choose_device(name: str = "auto") -> str:
-    """find_device, after check_gpu."""
+    """find_device; of several GPUs the one of this rank. A GPU is tried."""
     device = find_device(name)
+    if device == "cuda":
+        device = find_device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}")     # refuses more ranks than GPUs
     if device.startswith("cuda"):
         check_gpu(device)
     return device
@@ -35,32 +38,29 @@ def find_device(name: str = "auto") -> str:
     there += ["mps", "cpu"] if torch.backends.mps.is_available() else ["cpu"]
     if not gpus and (name == "auto" or name.startswith("cuda")):
         check_driver()
-    if name != "auto" and name not in there:
-        raise UserError(f"--device {name}: not available here; use {' or '.join(there)}")
     device = there[0] if name == "auto" else name
-    if name == "auto" and device == "cpu" and (unused := unused_gpu()) and os.environ.get("RANK", "0") == "0":
-        print_error(f"warning: {unused}; falling back to the CPU (--device cpu does so without this line)")
+    if device not in there:
+        raise UserError(f"--device {name}: not available here; use {' or '.join(there)}")
+    if name == "auto" and device == "cpu" and is_rank0():
+        warn_of_unused_gpu()
     return device
 
 
-# files of a driver: where one of them is, there is a GPU of that maker
-DRIVERS = {"NVIDIA": ("/dev/nvidia0", "/proc/driver/nvidia/version"), "AMD": ("/dev/kfd",)}
+# a maker, the build of torch for its GPUs, and a file of its driver: where that is, there is a GPU
+DRIVERS = [("NVIDIA", "CUDA", "/dev/nvidia0"), ("NVIDIA", "CUDA", "/proc/driver/nvidia/version"),
+           ("AMD", "ROCm", "/dev/kfd")]
 
 
-def unused_gpu() -> str | None:
-    """If torch finds no GPU: why it does not use one that is there; None without one, or where
-    CUDA_VISIBLE_DEVICES hides it."""
-    build = "CUDA" if torch.version.cuda else "ROCm" if torch.version.hip else "CPU"
-    needed = {"NVIDIA": "CUDA", "AMD": "ROCm"}
-    there = [maker for maker, files in DRIVERS.items() if any(map(os.path.exists, files))]
-    if wrong := [maker for maker in there if needed[maker] != build]:
-        return (f"this machine has an {wrong[0]} GPU, and torch {torch.__version__} is a {build} build, "
-                f"which cannot use it: install the {needed[wrong[0]]} build "
-                "(https://pytorch.org/get-started/locally)")
-    if there and not os.environ.keys() & {"CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"}:
-        return (f"this machine has an {there[0]} driver, but torch {torch.__version__} finds no GPU: is it "
-                "hidden from this container, or may this user not open its /dev files?")
-    return None
+def warn_of_unused_gpu() -> None:
+    """A line if there is a GPU that torch does not find, unless CUDA_VISIBLE_DEVICES hides it."""
+    hidden = os.environ.keys() & {"CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"}
+    built = "CUDA" if torch.version.cuda else "ROCm" if torch.version.hip else "CPU"
+    for maker, build, driver in DRIVERS:
+        if os.path.exists(driver) and not (hidden and build == built):
+            return print_error(
+                f"warning: torch {torch.__version__}, a {built} build, does not find the {maker} GPU: give it"
+                f" the {build} build (https://pytorch.org/get-started/locally) and access to its /dev files; "
+                "falling back to the CPU (--device cpu does so without this line)")
 
 
 def check_driver() -> None:
@@ -68,10 +68,10 @@ def check_driver() -> None:
     try:
         torch.cuda.init()
     except (AssertionError, RuntimeError) as error:     # AssertionError: torch without CUDA
-        reason = str(error).split("\n")[0]
-        if not re.search("not compiled|Found no NVIDIA driver|No (CUDA|HIP) GPUs", reason):
-            raise UserError(f"torch {torch.__version__} cannot use this machine's GPU driver: {reason} "
-                            f"(nvidia-smi tells more; --device cpu does without a GPU)") from None
+        if not re.search("not compiled|Found no NVIDIA driver|No (CUDA|HIP) GPUs", str(error)):
+            raise UserError(f"torch {torch.__version__} cannot use this machine's GPU driver: "
+                            f"{first_line(error)} (nvidia-smi tells more; --device cpu does without a GPU)"
+                            ) from None
 
 
 def check_gpu(device: str) -> None:
@@ -85,14 +85,14 @@ def check_gpu(device: str) -> None:
                 return
             major, minor = torch.cuda.get_device_capability(device)
             raise UserError(
-                f"{torch.cuda.get_device_name(device)}, of compute capability {major}.{minor}, cannot run "
-                f"torch {torch.__version__}, which has code for {', '.join(torch.cuda.get_arch_list())}: "
+                f"{device_name(device)}, of compute capability {major}.{minor}, cannot run torch "
+                f"{torch.__version__}, which has code for {', '.join(torch.cuda.get_arch_list())}: "
                 f"{first_line(error)} (https://pytorch.org/get-started/previous-versions has other builds, "
                 f"nvidia-smi shows who uses the GPU, --device cpu does without it)") from None
 
 
 def device_name(device: str) -> str:
-    """Of a GPU its model, of a CPU its model where Linux tells it."""
+    """The model of a GPU, and of a CPU where Linux tells it."""
     if device.startswith("cuda"):
         return torch.cuda.get_device_name(device)
     with contextlib.suppress(OSError, TypeError):
@@ -115,23 +115,15 @@ def make_autocast(device: str, dtype: str) -> torch.autocast:
     return torch.autocast(device.split(":")[0], dtype=getattr(torch, dtype), enabled=dtype != "float32")
 
 
-def compile_error(device: str) -> str | None:
-    """None if torch.compile works on `device`, else the reason: no Triton (CUDA), no C++ compiler (CPU)."""
-    try:
-        torch.compile(lambda x: x * 2 + 1)(torch.zeros(8, device=device))
-    except Exception as error:          # inductor, Triton and the compiler raise many kinds
-        return first_line(error)
-
-
 class CompileFailure(RunError):
     """torch.compile fails on the model's graph: eager mode does without it."""
 
 
 @contextlib.contextmanager
-def compile_failures(model: Callable | None) -> Iterator[None]:
-    """Around what `model` does, the one that trains: if torch.compile made it, an error becomes a
-    CompileFailure, whatever its type, because the compiler, its backend, Triton and the kernels raise many;
-    if it is the model's own, eager mode raises it too. Not if memory runs out."""
+def compile_failures(model: Callable) -> Iterator[None]:
+    """Around what `model` does: if torch.compile made it, any error but that of memory becomes a
+    CompileFailure, because the compiler, its backend, Triton and the kernels raise many types. An error of
+    the model's own is raised in eager mode too."""
     try:
         yield
     except (UserError, RunError):
@@ -147,21 +139,15 @@ def first_line(error: Exception) -> str:
 
 
 OUT_OF_MEMORY = re.compile(
-    r"\b(CUDA|HIP|NCCL)\b.{0,200}out of memory|_ALLOC_FAILED|DefaultCPUAllocator: ", re.I | re.S)
+    r"\b(CUDA|HIP|MPS|NCCL)\b.{0,200}out of memory|_ALLOC_FAILED|DefaultCPUAllocator: |MemoryError",
+    re.I | re.S)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a GPU or the machine ran out of memory: torch's own error, a RuntimeError of CUDA, of one of
-    its libraries or of the CPU allocator, or a compiler's error that wraps one of these."""
-    while error is not None:
-        # torch.compile's errors have their cause in `inner_exception`; they are raised from None
-        if isinstance(error, torch.OutOfMemoryError | MemoryError):
-            return True
-        if isinstance(error, RuntimeError) and OUT_OF_MEMORY.search(str(error)):
-            return True
-        error = getattr(error, "inner_exception", None) or error.__cause__ or (
-            None if error.__suppress_context__ else error.__context__)
-    return False
+    """Whether a GPU or the machine ran out of memory: a MemoryError, torch's own error, or a RuntimeError of
+    CUDA, of one of its libraries or of the CPU allocator. A compiler's error quotes the one that it wraps."""
+    return isinstance(error, MemoryError) or isinstance(error, RuntimeError) and bool(
+        OUT_OF_MEMORY.search(f"{type(error).__name__}: {error}"))
 
 
 @contextlib.contextmanager
@@ -195,8 +181,9 @@ PEAK_TFLOPS = {
 
 def peak_flops(device: str) -> float | None:
     """Peak FLOP/s of the device's 16-bit matrix units, or None if PEAK_TFLOPS does not list it."""
-    name = torch.cuda.get_device_name(device) if device.startswith("cuda") else ""
-    name = re.sub(r"^(NVIDIA |Tesla |GeForce )+", "", name)
+    if not device.startswith("cuda"):
+        return None
+    name = re.sub(r"^(NVIDIA |Tesla |GeForce )+", "", torch.cuda.get_device_name(device))
     return next((tflops * 1e12 for key, tflops in PEAK_TFLOPS.items() if re.fullmatch(key, name)), None)
 
 
@@ -204,11 +191,10 @@ def memory_of(device: str) -> tuple[float, float]:
     """(free, all) bytes of a GPU's memory, or of the machine's with its swap; infinite where unknown."""
     if device.startswith("cuda"):
         return torch.cuda.mem_get_info(device)
-    with contextlib.suppress(OSError):                  # Linux
-        kB = dict(re.findall(r"(\w+): +(\d+) kB", Path("/proc/meminfo").read_text()))
-        if "MemAvailable" in kB:
-            return tuple(1024 * (int(kB[memory]) + int(kB[swap])) for memory, swap in (
-                ("MemAvailable", "SwapFree"), ("MemTotal", "SwapTotal")))
+    with contextlib.suppress(OSError, KeyError):        # Linux
+        kB = re.findall(r"(\w+): +(\d+) kB", Path("/proc/meminfo").read_text())
+        size = {name: 1024 * int(number) for name, number in kB}
+        return size["MemAvailable"] + size["SwapFree"], size["MemTotal"] + size["SwapTotal"]
     if not hasattr(os, "sysconf"):                      # Windows
         return math.inf, math.inf
     return (os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),) * 2
@@ -229,12 +215,12 @@ def peak_memory(device: str) -> int:
 
 
 def tune_cuda_allocator() -> None:
-    """Keeps torch's CUDA allocator from splitting large blocks. Call it before CUDA's first use.
+    """Keeps torch's CUDA allocator from splitting large blocks, unless the user has set it. Call it before
+    CUDA's first use.
 
     By default, what stays in memory (gradients, moments) is put into the free block of the last micro-step's
     logits, by far the largest, and the next micro-step needs another one: GPT-2 124M at 200 x 1,024 tokens
-    then does not fit in 80 GB, although it uses 69. The user's own settings of the allocator are not
-    changed."""
+    then does not fit in 80 GB, although it uses 69."""
     if not os.environ.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}:
         os.environ["PYTORCH_ALLOC_CONF"] = "max_split_size_mb:2048"
 
@@ -243,17 +229,16 @@ def tune_malloc() -> None:
     """Makes glibc keep large freed blocks. By default it returns them to the kernel, which zeroes them page
     by page at the next step; on a CPU that costs more than any kernel here, as the logits alone take hundreds
     of megabytes."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    if mallopt:
+    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):       # musl has none
         # M_MMAP_MAX, M_TRIM_THRESHOLD, M_TOP_PAD
         for parameter, value in ((-4, 0), (-1, -1), (-2, 1 << 28)):
-            mallopt(parameter, value)
+            libc.mallopt(parameter, value)
 
 
 def leave_compiler_out() -> None:
     """Lets torch's optimizers start without its compiler. They import it (1.3 of the 3 seconds that a small
-    run needs to start) only to exempt their own methods from it. Where a model is compiled, the optimizers
-    stay outside its graph all the same."""
+    run needs to start) only to exempt their own methods from it. They stay outside a compiled model's graph
+    all the same."""
     for method in vars(torch.optim.Optimizer).values():         # as torch/_compile.py would do it
         exempted = getattr(method, "__wrapped__", None)
         if exempted is not None and not hasattr(exempted, "__dynamo_disable"):
@@ -277,11 +262,10 @@ def fetch(tensor: torch.Tensor) -> Callable[[], list]:
     return wait
 
 
-def place_model(config, model, device: str):
+def place_model(config, model, device: str) -> None:
     """Moves the model to `device`, and sets its attention kernel and the chunk of its loss."""
     model.to(device).use_attention(config.attention)
     model.loss_chunk = config.loss_chunk
-    return model
 
 
 def compiles(config, device: str) -> bool:
@@ -290,15 +274,11 @@ def compiles(config, device: str) -> bool:
 
 
 def compile_model(config, model, process) -> Callable:
-    """The model for evaluation: compiled if the config asks for it and it works. It shares its weights with
-    `model`, which stays eager: samples and HellaSwag use that one, because their shapes change."""
-    cuda = process.device.startswith("cuda")
+    """The model for evaluation: compiled if the config asks for it. It shares its weights with `model`, which
+    stays eager: samples and HellaSwag use that one, because their shapes change."""
     if not compiles(config, process.device):
         return model
-    if reason := compile_error(process.device):
-        process.print0(f"warning: torch.compile does not work here ({reason}); falling back to eager mode")
-        return model
-    if config.window and config.attention == "auto" and cuda:
+    if config.window and config.attention == "auto" and process.device.startswith("cuda"):
         head_dim = config.n_embd // config.n_head
         try:
             check_attention("flex", process.device, getattr(torch, config.dtype), head_dim, masked=True)
@@ -317,12 +297,13 @@ def wrap_model(model: Callable, process) -> Callable:
     # torch.compile makes one graph per bucket of a model inside DDP. 170 MB a bucket are three graphs for
     # 124M. torch's default of 25 MB gives 14, which read and write 159 GB for 64 x 1024 tokens instead of
     # 149. A single bucket would send nothing before the end of the backward.
-    known, options = signature(DDP).parameters, dict(gradient_as_bucket_view=True, bucket_cap_mb=170)
-    # window and stems are the same on all ranks: no broadcast at each step; torch 2.13 renamed the argument
-    options["forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"] = False
-    if "batched_grad_copy" in known:            # a launch per bucket instead of one per parameter; torch 2.13
-        options["batched_grad_copy"] = True
-    return DDP(model, device_ids=[process.device] if process.device.startswith("cuda") else None, **options)
+    buckets = dict(gradient_as_bucket_view=True, bucket_cap_mb=170)
+    # window and stems are the same on all ranks: no broadcast at each step
+    if "batched_grad_copy" in signature(DDP).parameters:        # torch 2.13: one launch per bucket
+        buckets |= dict(batched_grad_copy=True, forward_sync_buffers=False)
+    else:
+        buckets |= dict(broadcast_buffers=False)
+    return DDP(model, device_ids=[process.device] if process.device.startswith("cuda") else None, **buckets)
 
 
 def without_compile(wrapped: Callable, model: torch.nn.Module) -> Callable:

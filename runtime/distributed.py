@@ -1,7 +1,6 @@
 """The ranks of a run: how they find each other, agree, and fail together."""
 import atexit
 import errno
-import json
 import os
 import re
 import signal
@@ -19,9 +18,8 @@ import torch
 import torch.distributed as dist
 
 from runtime.cli import RunError, UserError, print_error
-from runtime.device import (choose_device, find_device, leave_compiler_out, tune_cuda_allocator,
-                            tune_malloc)
-from runtime.heartbeat import Heartbeats
+from runtime.device import choose_device, leave_compiler_out, tune_cuda_allocator, tune_malloc
+from runtime.heartbeat import RESUMES, Heartbeats
 from runtime.progress import Progress
 
 # torch's own timeout is so much longer than --rank_timeout, which names the rank, while torch's ends in an
@@ -62,24 +60,24 @@ class Process:
         return self.rank == 0
 
     def print0(self, *args):
-        if self.is_master:
-            if self.console:
-                self.console(*args)
-            try:
-                print(*args, flush=True)
-            except OSError as error:    # `| tee` got the same Ctrl-C, `| head` ended, or a terminal is closed
-                if error.errno not in (errno.EPIPE, errno.EIO):
-                    raise
-                if threading.current_thread() is not threading.main_thread():
-                    return                      # of a progress line: the main thread's next finds out
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-                leave_closed_terminal()         # stderr too
-                if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:          # there is nothing to save yet
-                    raise
-                ignored = hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-                if error.errno == errno.EPIPE or not ignored:       # nohup's run outlives its terminal
-                    # never a second signal
-                    signal.raise_signal(getattr(signal, "SIGUSR1", signal.SIGTERM))
+        if not self.is_master:
+            return
+        if self.console:
+            self.console(*args)
+        try:
+            print(*args, flush=True)
+        except OSError as error:        # `| tee` got the same Ctrl-C, `| head` ended, or a terminal is closed
+            # a progress line, on its own thread, may fail: the main thread's next line finds out
+            in_main = threading.current_thread() is threading.main_thread()
+            if error.errno not in (errno.EPIPE, errno.EIO) or not in_main:
+                raise
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            leave_closed_terminal()             # stderr too
+            if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:      # there is nothing to save yet
+                raise
+            # a terminal also sends SIGHUP, which a run under nohup outlives; SIGUSR1 is never a second signal
+            if error.errno == errno.EPIPE:
+                signal.raise_signal(getattr(signal, "SIGUSR1", signal.SIGTERM))
 
     def sum(self, *values):
         """Each value summed over all ranks, as floats (gloo has no AVG: divide afterwards)."""
@@ -106,14 +104,10 @@ class Process:
             failure = error
         for rank, error in enumerate(self.gather(failure)):
             if error:
-                raise self.agreed(type(error)(f"process {rank}: {error}" if rank else str(error)))
+                error = type(error)(f"process {rank}: {error}" if rank else str(error))
+                error.agreed = True             # all raise it, and only rank 0 prints it
+                raise error
         return result
-
-    @staticmethod
-    def agreed(error):
-        """Marks an error that all ranks raise alike, which only rank 0 prints."""
-        error.agreed = True
-        return error
 
     def rank0_first(self, function, *args):
         """function(*args) on rank 0 first, which fills caches, then on the others."""
@@ -122,11 +116,12 @@ class Process:
 
     def require_same(self, what, value):
         """UserError on all ranks if `value` differs between them."""
-        values = self.gather(value)
-        other = next((rank for rank in range(self.world_size) if values[rank] != values[0]), None)
-        if other is not None:
-            raise self.agreed(UserError(f"process {other} has another {what} than process 0: give every "
-                                        "machine the same"))
+        first = self.gather(value)[0]
+
+        def compare():
+            if value != first:
+                raise UserError(f"another {what} than process 0 has: give every machine the same")
+        self.on_all_ranks(compare)
 
     @contextmanager
     def abort_all_on_error(self):
@@ -146,31 +141,28 @@ class Process:
 
     def _abort(self, error):
         # a call to the store never returns where the machine that holds it stands still
-        alone = threading.Timer(60, os._exit, (1,))
-        alone.daemon = True
-        alone.start()
-        known, lost = isinstance(error, (UserError, RunError)), re.search("gloo|NCCL|Connection", str(error))
-        time.sleep((not self.is_master) + (3 if lost and not known else 0))
+        threading.Timer(60, os._exit, (1,)).start()
+        code, known = 2 if isinstance(error, UserError) else 1, isinstance(error, (UserError, RunError))
+        lost = not known and re.search("gloo|NCCL|Connection", str(error))
+        time.sleep((not self.is_master) + (3 if lost else 0))
         agreed, first = getattr(error, "agreed", False), not self.failure_reported
         with suppress(RuntimeError):            # the store is gone with the machine that held it
             first = self.is_master if agreed else self.store.add("failed", 1) == 1
             if agreed and not first:            # torchrun ends rank 0 when this rank exits
                 self.store.wait(["told"], timedelta(seconds=10))
-        if first and (known or lost):
-            cause = ("another process answers, but has not come to where this one waits for it"
-                     if "imed out" in str(error) else "another process was killed, or its machine lost")
-            text = str(error) if known else (f"{cause}; the checkpoints are whole, and the same command "
-                                             f"resumes from the newest ({str(error)[:120]})")
-            print_error(text if self.is_master else f"process {self.rank}: {text}")
-        elif first:
-            traceback.print_exception(error)
         if first:
+            if lost:
+                cause = ("another process answers, but has not come to where this one waits for it"
+                         if "imed out" in str(error) else "another process was killed, or its machine lost")
+                error = f"{cause}; {RESUMES} ({str(error)[:120]})"
+            if known or lost:
+                print_error(error if self.is_master else f"process {self.rank}: {error}")
+            else:
+                traceback.print_exception(error)
             with suppress(RuntimeError):
                 self.store.set("told", "")
-        sys.stdout.flush()
-        time.sleep(5 if first else 0)  # so that the others find the store, and in it that this was printed
-        # without waiting inside collectives for the others
-        os._exit(2 if isinstance(error, UserError) else 1)
+            time.sleep(5)       # so that the others find the store, and in it that this was printed
+        os._exit(code)          # without waiting inside collectives for the others
 
     def end_now(self, code: int, message: str) -> None:
         """Ends this process in the midst of its work, which status.json then says."""
@@ -189,7 +181,10 @@ class Process:
                 self.failure_reported = self.beats is not None and self.beats.store.add("failed", 0) > 0
                 gone = self.failure_reported or os.getppid() != torchrun
                 if self.beats and not gone and (error := self.beats.look()):
-                    self._give_up(error)
+                    print_error(error)
+                    self.beats.store.add("failed", 1)
+                    time.sleep(5)               # as in _abort
+                    self.end_now(1, error)
             except RuntimeError:                # the machine that held the store is gone
                 gone = True
             if gone and not self.done.wait(10):         # a checkpoint may be being written
@@ -197,12 +192,6 @@ class Process:
         with suppress(RuntimeError):
             if self.beats:
                 self.beats.leave()
-
-    def _give_up(self, error):
-        print_error(error)
-        self.beats.store.add("failed", 1)
-        time.sleep(5)                           # as in _abort
-        self.end_now(1, error)
 
 
 def leave(process: Process, code: int) -> int:
@@ -221,10 +210,7 @@ def leave(process: Process, code: int) -> int:
 def setup_process(config, tune_memory: bool = True) -> Process:
     """This process on its device, in torchrun's process group if there is one: nccl on CUDA, else gloo."""
     tune_cuda_allocator()
-    device = find_device(config.device)
-    if device == "cuda":                                # set_device wants an index
-        device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
-    device = choose_device(device)                      # of this GPU alone; refuses more processes than GPUs
+    device = choose_device(config.device)
     if device.startswith("cuda"):
         torch.cuda.set_device(device)
         # "high" alone; the newer fp32_precision settings beside it break torch.compile
@@ -265,14 +251,13 @@ def fresh_store(store: dist.Store, rank: int, world_size: int) -> dist.Store:
     if rank == 0:
         name = uuid.uuid4().hex
         store.set("attempt", name)
-        # waits for each
-        nonces = {str(r): store.get(f"{name}/nonce/{r}").decode() for r in range(1, world_size)}
-        store.set(f"{name}/nonces", json.dumps(nonces))
+        for other in range(1, world_size):
+            nonce = store.get(f"{name}/{other}").decode()           # waits for it
+            store.set(nonce, "")
     else:
-        nonce, nonces = uuid.uuid4().hex, {}
-        while nonces.get(str(rank)) != nonce:
+        nonce = uuid.uuid4().hex
+        while not store.check([nonce]):
             name = store.get("attempt").decode()
-            store.set(f"{name}/nonce/{rank}", nonce)
+            store.set(f"{name}/{rank}", nonce)
             time.sleep(0.05)
-            nonces = json.loads(store.get(f"{name}/nonces")) if store.check([f"{name}/nonces"]) else {}
     return dist.PrefixStore(name, store)

@@ -7,6 +7,7 @@ from runtime.progress import duration
 
 EVERY = 5.0             # seconds between two heartbeats of a rank
 SILENT = 60.0           # seconds without one after which a rank is said not to answer
+RESUMES = "the checkpoints are whole, and the same command resumes from the newest"
 
 
 class Heartbeats:
@@ -15,11 +16,12 @@ class Heartbeats:
 
     def __init__(self, store, rank: int, world_size: int, timeout: float, say):
         """`timeout`: seconds of silence that end the run. `say`: prints a line."""
-        self.store, self.rank, self.world_size, self.timeout, self.say = store, rank, world_size, timeout, say
+        self.store, self.rank, self.timeout, self.say = store, rank, timeout, say
         self.silent_after = min(SILENT, timeout)
+        self.others = [other for other in range(world_size) if other != rank]
         self.clock, self.looked = 0.0, time.monotonic()
         self.seen = {}          # rank: (its number, self.clock when that was first seen)
-        self.silent = set()     # those that were told of
+        self.missed = set()     # ranks that were told of
         store.set(f"where {rank}", f"pid {os.getpid()} on {socket.gethostname()}")
 
     def look(self) -> str | None:
@@ -31,14 +33,22 @@ class Heartbeats:
         self.clock += min(now - self.looked, 2 * EVERY)
         self.looked = now
         self.store.add(f"beat {self.rank}", 1)
-        for rank in sorted(self.silent):
+        for rank in sorted(self.missed):
             if self._silence(rank) < self.silent_after:
-                self.silent.remove(rank)
+                self.missed.remove(rank)
                 self.say(f"process {rank} answers again")
         if any(self._silence(rank) < self.silent_after for rank in range(self.rank)):
             return None                         # that one tells
-        others = (rank for rank in range(self.world_size) if rank != self.rank)
-        return next(filter(None, map(self._tell, others)), None)
+        limit = f"--rank_timeout {self.timeout / 60:g}"
+        for rank in self.others:
+            silence = self._silence(rank)
+            if silence > self.timeout:
+                return f"{self._said(rank, silence)} ({limit}): {RESUMES}"
+            if silence >= self.silent_after and rank not in self.missed:
+                self.missed.add(rank)
+                self.say(f"{self._said(rank, silence)}: the others wait for it, and after {limit} minutes "
+                         "the run ends")
+        return None
 
     def leave(self) -> None:
         """This rank has done its part: it is not missed, though others may take longer."""
@@ -51,18 +61,7 @@ class Heartbeats:
             self.seen[rank] = number, self.clock
         return self.clock - self.seen[rank][1]
 
-    def _tell(self, rank):
-        silence = self._silence(rank)
-        if silence < self.silent_after:
-            return None
+    def _said(self, rank, silence):
         known = self.store.check([f"where {rank}"])
         where = self.store.get(f"where {rank}").decode() if known else "still starting"
-        who, limit = f"process {rank} ({where})", f"--rank_timeout {self.timeout / 60:g}"
-        if silence > self.timeout:
-            return (f"{who} has not answered for {duration(silence)} ({limit}): the checkpoints are whole, "
-                    "and the same command resumes from the newest")
-        if rank not in self.silent:
-            self.silent.add(rank)
-            self.say(f"{who} has not answered for {duration(silence)}: the others wait for it, and after "
-                     f"{limit} minutes the run ends")
-        return None
+        return f"process {rank} ({where}) has not answered for {duration(silence)}"

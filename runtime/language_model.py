@@ -48,14 +48,11 @@ class LanguageModel(nn.Module):
             return logits, None
         return None, F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=-1)
 
-    def token_losses(self, idx: Tensor, targets: Tensor, positions: Tensor | None = None) -> Tensor:
+    def token_losses(self, idx: Tensor, targets: Tensor, positions: Tensor) -> Tensor:
         """Cross-entropy of each token, fp32 (B, T); 0 where the target is -1. idx, targets: int64 (B, T).
-
         Logits are computed only at `positions`: int64 (n,), indices into B T, each target >= 0 at least once.
-        By default they are found: then the CPU waits for the GPU, and n differs from call to call.
+        To find them here would make the CPU wait for the GPU, and their number differ from call to call.
         """
-        if positions is None:
-            positions = (targets >= 0).flatten().nonzero().flatten()            # (n,)
         logits = self.logits(self.hidden(idx).flatten(0, 1)[positions]).float()     # (n, vocab_size)
         losses = F.cross_entropy(logits, targets.flatten()[positions], ignore_index=-1, reduction="none")
         return torch.zeros(idx.numel(), device=idx.device).scatter(0, positions, losses).view_as(idx)
@@ -92,7 +89,6 @@ class ModernLanguageModel(LanguageModel):
     """Rotary positions and the sliding window. A subclass has `recipe`, its name, and `looked_up`: its tables
     of which only rows are read, and which are no head."""
     Config = ModernConfig
-    looked_up = ()
 
     def __init__(self, config):
         super().__init__()

@@ -1,7 +1,6 @@
 """log.txt, metrics.csv, console.log, status.json, dashboards, the profiler's trace."""
 # torch, and what needs it, is imported where it is used: the process that draws loss.png does without
-import csv
-import io
+import itertools
 import json
 import math
 import os
@@ -9,11 +8,9 @@ import re
 import shlex
 import socket
 import sys
-import threading
 import time
 import traceback
 import uuid
-from collections import deque
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from datetime import datetime
@@ -23,6 +20,7 @@ from runtime.cli import RunError, UserError
 from runtime.files import checkpoints, is_redirected_to, read_text, readable, replace_file, writable
 
 COLUMNS = ("step", "tokens", "seconds", "train", "val", "hella", "lr", "norm", "tokens_per_second")
+EVENT = r"(\d+) (\w+) (-?\d+\.\d{6}|-?inf|nan)"       # a line of log.txt
 LONGEST = 1 << 30               # bytes of a log: ten million steps
 ELSEWHERE = "remove it, or choose another --out"
 
@@ -30,35 +28,39 @@ ELSEWHERE = "remove it, or choose another --out"
 def read_log(path: str | Path) -> list[tuple[int, str, float]]:
     """[(step, kind, value)] of the complete lines of a log.txt; a crash can cut off the last one."""
     with readable(path, ELSEWHERE):
-        rows = [line.split() for line in read_text(path, LONGEST).splitlines()]
-    rows = [row for row in rows if len(row) == 3 and row[0].isdecimal()
-            and re.fullmatch(r"-?\d+\.\d{6}|-?inf|nan", row[2])]
-    return [(int(step), kind, float(value)) for step, kind, value in rows]
+        events = [re.fullmatch(EVENT, line) for line in read_text(path, LONGEST).splitlines()]
+        return [(int(event[1]), event[2], float(event[3])) for event in events if event]
 
 
 def read_metrics(path: str | Path) -> list[dict]:
     """The complete rows of a run's metrics.csv: {column of COLUMNS: number, or None where the cell is empty}.
     ValueError for a file of another kind."""
-    text = io.StringIO(read_text(path, LONGEST), newline="")
-    lines = [line for line in text if line.endswith("\n")]            # a crash can cut off the last one
-    reader = csv.DictReader(lines)
-    try:
-        return [{name: int(row[name]) for name in COLUMNS[:2]} | {"seconds": float(row["seconds"])}
-                | {name: float(row[name]) if row[name] else None for name in COLUMNS[3:]} for row in reader]
-    except (KeyError, TypeError, ValueError):
-        raise ValueError(f"line {reader.line_num} is none of a run's metrics") from None
+    complete, rows = read_text(path, LONGEST).rpartition("\n")[0], []     # a crash can cut off the last line
+    for number, line in enumerate(complete.splitlines()[1:], 2):
+        try:
+            step, tokens, seconds, *rest = line.split(",")
+            rest = [float(cell) if cell else None for cell in rest]
+            rows.append(dict(zip(COLUMNS, (int(step), int(tokens), float(seconds), *rest), strict=True)))
+        except ValueError:
+            raise ValueError(f"line {number} is none of a run's metrics") from None
+    return rows
 
 
 def wandb_id(out: str | Path, resumes: bool) -> str:
     """The id under which Weights & Biases knows this run: a resume finds it in OUT/wandb_id."""
     path = Path(out) / "wandb_id"
-    if resumes:
-        with suppress(OSError, ValueError):
-            if re.fullmatch(r"[0-9a-f]{32}", known := read_text(path, 100).strip()):
-                return known
+    with suppress(OSError, ValueError):
+        if resumes:
+            return uuid.UUID(read_text(path, 100).strip()).hex
     new = uuid.uuid4().hex
     replace_file(path, lambda file: file.write(f"{new}\n".encode()))
     return new
+
+
+def rewritten(path: Path, lines: list[str]):
+    """The text file with these lines, open to append to."""
+    replace_file(path, lambda file: file.write("".join(f"{line}\n" for line in lines).encode()))
+    return open(path, "a", encoding="utf-8")
 
 
 class Log:
@@ -71,14 +73,11 @@ class Log:
     def __init__(self, config, step, evaluated):
         self.config, self.first, self.wandb, self.tensorboard = config, step, None, None
         path = Path(config.out) / "log.txt"
-        kept = [row for row in (read_log(path) if path.exists() else [])
-                if (row[0] < step if row[1] == "train" else row[0] <= evaluated)]
-        if path.exists():
-            lines = [f"{at} {kind} {value:.6f}\n" for at, kind, value in kept]
-            replace_file(path, lambda file: file.write("".join(lines).encode()))
-        self.file = open(path, "a", encoding="utf-8")
+        events = [(at, kind, value) for at, kind, value in (read_log(path) if path.exists() else [])
+                  if (at < step if kind == "train" else at <= evaluated)]
+        self.file = rewritten(path, [f"{at} {kind} {value:.6f}" for at, kind, value in events])
         # evaluations whose row waits for the training loss of the same step
-        self.evaluated, self.cells = step, {kind: value for at, kind, value in kept if at == step}
+        self.evaluated, self.cells = step, {kind: value for at, kind, value in events if at == step}
         self.metrics, self.seconds = self._open_metrics(step)
         if config.wandb:
             import wandb
@@ -93,17 +92,16 @@ class Log:
 
     def _open_metrics(self, step):
         """(metrics.csv cut after the row of step - 1, seconds of training up to there)."""
-        path, kept, seconds = Path(self.config.out) / "metrics.csv", [",".join(COLUMNS) + "\n"], 0.0
+        path, kept, seconds = Path(self.config.out) / "metrics.csv", [",".join(COLUMNS)], 0.0
         with readable(path, ELSEWHERE):
             old = read_text(path, LONGEST) if path.exists() else ""
-        for line in old.splitlines(keepends=True):
-            with suppress(ValueError):          # the header, a line cut off, the row after the last step
-                at, _, before, *_, rate = map(float, (cell or "nan" for cell in line.split(",")))
-                if line.count(",") == len(COLUMNS) - 1 and line.endswith("\n") and at < step and rate > 0:
+        for line in old.rpartition("\n")[0].splitlines():
+            with suppress(ValueError):          # the header, the row after the last step
+                at, _, before, *cells, rate = map(float, (cell or "nan" for cell in line.split(",")))
+                if len(cells) == len(COLUMNS) - 4 and at < step and rate > 0:
                     kept.append(line)
                     seconds = before + self.config.total_batch_size / rate
-        replace_file(path, lambda file: file.write("".join(kept).encode()))
-        return open(path, "a", encoding="utf-8"), seconds
+        return rewritten(path, kept), seconds
 
     def step(self, step, loss, norm, lr, seconds):
         """A finished step, which took `seconds`."""
@@ -134,8 +132,7 @@ class Log:
 
     def _append(self, file, line):
         with writable(file.name, begun=True):
-            file.write(line + "\n")
-            file.flush()
+            print(line, file=file, flush=True)
 
     def close(self):
         """Evaluations after the last step have a row of their own."""
@@ -155,30 +152,28 @@ class ConsoleLog:
     EVERY = 1.0         # seconds, at least, between two status.json
 
     def __init__(self, process):
-        self.process, self.host, self.lock = process, socket.gethostname(), threading.Lock()
+        self.process, self.early, self.writes = process, [], itertools.count()
         self.out, self.file, self.due, self.warned = None, None, 0.0, False
-        self.early = deque(maxlen=1000)         # lines
         self.values = {"state": "running", "message": "", "step": 0, "max_steps": 0, "loss": None,
-                       "val_loss": None}
+                       "val_loss": None, "host": socket.gethostname(), "pid": os.getpid()}
         ranks = f" (rank 0 of {process.world_size})" if process.world_size > 1 else ""
         self(f"process {os.getpid()}{ranks}: {shlex.join(sys.orig_argv)}")
 
     def open(self, config, step: int) -> None:
         """Once --out is known to be this run's, which begins at `step`."""
         self.out = Path(config.out)
-        self.values |= {"step": step, "max_steps": config.max_steps}
-        if is_redirected_to(self.out / "console.log"):
-            return self._write_status()
-        # O_NONBLOCK: a named pipe of that name is no reason to wait
-        how = os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_NONBLOCK", 0)
-        with self._warning("console.log"):
-            self.file = os.open(self.out / "console.log", how, 0o666)
+        if not is_redirected_to(self.out / "console.log"):
+            # O_NONBLOCK: a named pipe of that name is no reason to wait
+            how = os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_NONBLOCK", 0)
+            with self._warning("console.log"):
+                self.file = os.open(self.out / "console.log", how, 0o666)
         self._append("".join(self.early))
+        self.update(step=step, max_steps=config.max_steps)
         self._write_status()
 
     def __call__(self, *args):
         """Takes what `print` takes."""
-        before = f"{datetime.now().astimezone().isoformat(timespec='seconds')} {self.host} "
+        before = f"{datetime.now().astimezone().isoformat(timespec='seconds')} {self.values['host']} "
         text = "".join(f"{before}{line}\n" for line in " ".join(map(str, args)).splitlines())
         if not self.out:
             self.early.append(text)
@@ -190,49 +185,36 @@ class ConsoleLog:
     def update(self, at_once: bool = False, **values) -> None:
         """Values of status.json, written with the next line, however soon after the one before if
         `at_once`."""
-        self.values |= values
+        self.values |= {name: None if isinstance(value, float) and not math.isfinite(value) else value
+                        for name, value in values.items()}          # JSON has no NaN
         if at_once:
             self.due = 0.0
 
     def end(self, state: str, message: str = "") -> None:
         """`state`: done, stopped or failed."""
-        self.values |= {"state": state, "message": message}
+        self.update(state=state, message=message)
         if self.out:
-            self._write_status(last=True)
-
-    def failed(self, error: BaseException) -> None:
-        known = isinstance(error, UserError | RunError)
-        text = " ".join(str(error).split()) if known else f"{type(error).__name__}: {error}"
-        self(f"{Path(sys.argv[0]).name}: {text}" if known else "".join(traceback.format_exception(error)))
-        self.end("failed", text)
+            self._write_status()
 
     def _append(self, text):
         if self.file is not None:
             with self._warning("console.log"):
                 os.write(self.file, text.encode(errors="replace"))      # at once: threads print, too
 
-    def _write_status(self, last=False):
+    def _write_status(self):
         """Atomically, but not durable as replace_file is: an fsync a second would cost a fast run time."""
         self.due = time.monotonic() + self.EVERY
-        if not self.lock.acquire(timeout=float(last)):  # another thread writes it
-            return
-        temporary = self.out / f"status.json.{os.getpid()}.tmp"
-        try:
-            newest, now = checkpoints(self.out)[-1:], time.time()
-            values = self.values | {
-                "checkpoint": str(newest[0][1]) if newest else None, "unix_time": round(now, 3),
-                "time": datetime.fromtimestamp(now).astimezone().isoformat(timespec="seconds"),
-                "host": self.host, "pid": os.getpid()}
-            # JSON has no NaN
-            values = {k: None if isinstance(v, float) and not math.isfinite(v) else v
-                      for k, v in values.items()}
-            with self._warning("status.json"):
-                temporary.write_text(json.dumps(values) + "\n")
+        newest, now = checkpoints(self.out)[-1:], datetime.now().astimezone()
+        self.update(checkpoint=str(newest[0][1]) if newest else None,
+                    unix_time=round(now.timestamp(), 3), time=now.isoformat(timespec="seconds"))
+        # each time another name: a thread or a signal may come in between
+        temporary = self.out / f"status.json.{next(self.writes)}.tmp"
+        with self._warning("status.json"):
+            try:
+                temporary.write_text(json.dumps(self.values) + "\n")
                 os.replace(temporary, self.out / "status.json")
-        finally:
-            with suppress(OSError):
+            finally:
                 temporary.unlink(missing_ok=True)
-            self.lock.release()
 
     @contextmanager
     def _warning(self, name):
@@ -256,14 +238,17 @@ def recorded(process):
     if not process.is_master:
         yield
         return
-    process.console = ConsoleLog(process)
+    console = process.console = ConsoleLog(process)
     try:
         yield
     except BaseException as error:
-        process.console.failed(error)
+        known = isinstance(error, UserError | RunError)
+        text = " ".join(str(error).split()) if known else f"{type(error).__name__}: {error}"
+        console(f"{Path(sys.argv[0]).name}: {text}" if known else "".join(traceback.format_exception(error)))
+        console.end("failed", text)
         raise
     finally:
-        process.console.close()
+        console.close()
         process.console = None
 
 
@@ -271,16 +256,14 @@ class Profiler:
     """--profile: a trace of three steps of rank 0 for chrome://tracing or ui.perfetto.dev, and the
     costliest operations. It leaves out five steps, which compile and fill caches, and two in which the
     profiler warms up."""
-    WAIT, WARMUP, ACTIVE = 5, 2, 3
+    STEPS = dict(wait=5, warmup=2, active=3)
 
     def __init__(self, config, process):
-        self.config, self.process, self.inner = config, process, None
+        self.path, self.process, self.inner = Path(config.out) / "trace.json", process, None
         if config.profile and process.is_master:
-            import torch
-            self.order = f"self_{'cuda' if process.device.startswith('cuda') else 'cpu'}_time_total"
-            steps = torch.profiler.schedule(wait=self.WAIT, warmup=self.WARMUP, active=self.ACTIVE, repeat=1)
-            # CPU, and CUDA if there is one
-            self.inner = torch.profiler.profile(schedule=steps, on_trace_ready=self._write)
+            from torch.profiler import profile, schedule
+            # of the CPU, and of CUDA if there is one
+            self.inner = profile(schedule=schedule(**self.STEPS, repeat=1), on_trace_ready=self._write)
             self.inner.start()
 
     def step(self):
@@ -289,19 +272,18 @@ class Profiler:
             self.inner.step()
 
     def _write(self, profile):
-        path, self.inner = Path(self.config.out) / "trace.json", None
-        try:
-            profile.export_chrome_trace(str(path))
-        except OSError as error:
-            self.process.print0(f"warning: no trace: {path} cannot be written ({error.strerror})")
-            return
-        table = profile.key_averages().table(sort_by=self.order, row_limit=12, max_name_column_width=50)
-        self.process.print0(f"{table}\nsaved {path}: {self.ACTIVE} steps, for chrome://tracing or "
-                            "ui.perfetto.dev")
+        self.inner = None
+        order = f"self_{'cuda' if self.process.device.startswith('cuda') else 'cpu'}_time_total"
+        table = profile.key_averages().table(sort_by=order, row_limit=12, max_name_column_width=50)
+        profile.export_chrome_trace(str(self.path))     # where it cannot, it only says why on stderr
+        said = f"saved {self.path}: {self.STEPS['active']} steps, for chrome://tracing or ui.perfetto.dev"
+        if not self.path.is_file():
+            said = f"warning: no trace: {self.path} cannot be written"
+        self.process.print0(f"{table}\n{said}")
 
     def close(self):
         if self.inner:
             self.inner.on_trace_ready = None
             self.inner.stop()
-            steps = self.WAIT + self.WARMUP + self.ACTIVE
-            self.process.print0(f"no trace: --profile needs {steps} steps, and this run had fewer")
+            self.process.print0(f"no trace: --profile needs {sum(self.STEPS.values())} steps, and this run "
+                                "had fewer")

@@ -6,14 +6,14 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
-import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 
+from runtime.cli import brief_error
 from runtime.files import read_text, remove_leftovers, replace_file
 from runtime.log import read_log
 from runtime.tokenizer import VOCAB_SIZE
@@ -25,8 +25,6 @@ BASELINES = {"val": (3.29, "GPT-2 124M on FineWeb, llm.c: 3.29"),
 RAW = dict(color="#f0cfa5", linewidth=0.6)
 SMOOTH = dict(color="#d9822b", linewidth=1.2)
 EVALUATION = dict(color="#1f4e9c", linewidth=1.6, marker="o", markersize=3)
-# what plot_log needs of a run's config
-PLOTTED = ("out", "data", "hellaswag_data", "recipe", "n_layer", "n_embd", "vocab_size", "total_batch_size")
 
 
 def new_figure(**how):
@@ -83,7 +81,8 @@ def draw_panel(panel, curves, log_scale, baseline, least_height=0.0):
     label) only if it is in or near it: it must never squash the run's own curves."""
     scale, inverse = (math.log, math.exp) if log_scale else (float, float)
     for label, points, style in curves:
-        panel.plot(*zip(*points, strict=True), label=label, **style)
+        if points:
+            panel.plot(*zip(*points, strict=True), label=label, **style)
     ys = [scale(y) for _, points, _ in curves for _, y in points if y > 0 or not log_scale]
     if ys:
         ys.append(min(ys) + least_height)
@@ -99,30 +98,23 @@ def draw_panel(panel, curves, log_scale, baseline, least_height=0.0):
         panel.yaxis.set_minor_formatter(ScalarFormatter())
 
 
-def loss_curves(events, tokens_a_step):
-    """{kind: [(tokens that the weights were trained on, value)]} of a log's events, the finite ones."""
-    points = {"train": [], "val": [], "hella": []}
-    for step, kind, value in events:
-        if kind in points and math.isfinite(value):
-            points[kind].append((step * tokens_a_step, value))
-    return points
-
-
 def plot_log(config) -> None:
-    """Draws OUT/loss.png from log.txt: losses and HellaSwag against tokens, beside BASELINES."""
-    points = loss_curves(read_log(Path(config.out) / "log.txt"), config.total_batch_size)
-    train, hella = points["train"], points["hella"]
+    """Draws OUT/loss.png from log.txt: losses and HellaSwag against the tokens that the weights were trained
+    on, beside BASELINES."""
+    events = [(step * config.total_batch_size, kind, value)
+              for step, kind, value in read_log(Path(config.out) / "log.txt") if math.isfinite(value)]
+    train, val, hella = ([(x, y) for x, kind, y in events if kind == name]
+                         for name in ("train", "val", "hella"))
     figure = new_figure(figsize=(12 if hella else 7, 4.5))
     panels = figure.subplots(1, 1 + bool(hella), squeeze=False)[0]
 
     width = 2 * (len(train) // 100) + 1             # about 2% of the steps, odd
-    averaged = list(zip((x for x, _ in train), smooth([y for _, y in train], width), strict=True))
+    averaged = zip((x for x, _ in train), smooth([y for _, y in train], width), strict=True)
     curves = [("training loss", train, RAW if width > 1 else SMOOTH),
-              (f"training loss, mean of {width} steps", averaged if width > 1 else [], SMOOTH),
-              ("validation loss", points["val"], EVALUATION)]
+              (f"training loss, mean of {width} steps", list(averaged) if width > 1 else [], SMOOTH),
+              ("validation loss", val, EVALUATION)]
     is_published = config.vocab_size >= VOCAB_SIZE and is_fineweb(config.data)
-    draw_panel(panels[0], [curve for curve in curves if curve[1]], True,
-               BASELINES["val"] if is_published else None)
+    draw_panel(panels[0], curves, True, BASELINES["val"] if is_published else None)
     panels[0].set_ylabel("loss, nats a token")
     panels[0].set_title(f"{config.recipe}, {config.n_layer} layers of width {config.n_embd}", fontsize=9)
     if hella:   # 0.02: the noise of 10,042 questions, 0.0045, must not fill the picture
@@ -130,8 +122,7 @@ def plot_log(config) -> None:
                    None if config.hellaswag_data else BASELINES["hella"], least_height=0.02)
         panels[1].set_ylabel("HellaSwag accuracy (acc_norm)")
 
-    newest = max((x for curve in points.values() for x, _ in curve), default=0)
-    newest = max(newest, config.total_batch_size)
+    newest = max([config.total_batch_size, *(x for x, _, _ in events)])
     # logarithmic, but linear up to a power of ten, about a hundredth of the run, so that step 0 has a place
     linear = max(config.total_batch_size, 10 ** max(0, round(math.log10(newest / 100))))
     decades = [10 ** i for i in range(20) if linear <= 10 ** i <= 1.05 * newest]
@@ -149,81 +140,66 @@ def plot_log(config) -> None:
 
 class LossPlotter:
     """Draws OUT/loss.png in a process of its own, of lowest priority: a thread would share the interpreter
-    with the training loop, and all GPUs wait for that. At most one at a time."""
+    with the training loop, and all GPUs wait for that. A thread only waits for it, so that there is at most
+    one at a time."""
     PATIENCE = 60               # seconds, for the last picture at the end of a run
 
     def __init__(self, config, process):
-        self.config, self.process = config, process
-        self.child = self.errors = self.warned = None
-        self.again = False      # asked for while one was drawn: as often as it was, the log is read once more
+        self.config, self.process, self.thread = config, process, ThreadPoolExecutor(1, "loss.png")
+        self.picture = self.child = self.warned = None
+        self.closed = False
 
     def draw(self):
-        """On rank 0. Returns at once."""
-        if self.child:
-            self.again = True
-            return
-        config = json.dumps({name: getattr(self.config, name) for name in PLOTTED})
+        """On rank 0. Returns at once. A picture that has not begun yet will show this moment, too."""
+        if not self.picture or self.picture.running() or self.picture.done():
+            self.picture = self.thread.submit(self._draw)
+
+    def _draw(self):
         root = str(Path(__file__).resolve().parent.parent)
         path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-        self.again = False
         try:    # -P: nothing is imported from the working directory; a new session: Ctrl-C is not for it
-            self.errors = tempfile.TemporaryFile()
             self.child = subprocess.Popen(
-                [sys.executable, "-P", "-m", "runtime.plots", config], stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL, stderr=self.errors, start_new_session=True,
+                [sys.executable, "-P", "-m", "runtime.plots", json.dumps(vars(self.config))],
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+                start_new_session=True,
                 env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"})
         except OSError as error:
-            self._ended(str(error))
+            return self._warn(str(error))
+        if self.closed:
+            self.child.kill()
+        said = self.child.communicate()[1].decode(errors="replace").strip()
+        if code := self.child.returncode:
+            self._warn(said.split("\n")[-1] or f"its process ended with {code}")
 
-    def finish(self, wait=True):
-        """Warns of a picture that failed, and begins the one asked for in the meantime. wait=False leaves
-        one that is being drawn for a later call."""
-        deadline = time.monotonic() + self.PATIENCE
-        while self.child and (wait or self.child.poll() is not None):
-            try:
-                code = self.child.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                self.again = False
-                self._kill()
-                return self._ended(f"it took more than {self.PATIENCE} s")
-            self.errors.seek(0)
-            said = self.errors.read()[-2000:].decode(errors="replace").split("\n")
-            reason = next((line for line in reversed(said) if line.strip()), f"its process ended with {code}")
-            self._ended(reason if code else "")
-            if self.again:
-                self.draw()
-
-    def _ended(self, reason):
-        if self.errors:
-            self.errors.close()
-        self.child = self.errors = None
-        if reason and reason != self.warned:    # the same once a run, not once an evaluation
+    def _warn(self, reason):
+        if reason != self.warned and not self.closed:   # the same once a run, not once an evaluation
             self.warned = reason
             self.process.print0(f"warning: {self.config.out}/loss.png is not drawn ({reason}); --no_plot "
                                 "does without it")
 
-    def _kill(self):
-        self.child.kill()
-        self.child.wait()
-        with suppress(OSError):
-            remove_leftovers(self.config.out, re.escape("loss.png"))
+    def finish(self):
+        """Waits for the last picture, at the end of a run that went well."""
+        if self.picture:
+            try:
+                self.picture.result(self.PATIENCE)
+            except TimeoutError:
+                self._warn(f"it took more than {self.PATIENCE} s")
 
     def close(self):
-        """A run that failed draws no more."""
-        if self.child:
-            self._kill()
-            self._ended("")
+        """Nothing is drawn any more."""
+        self.closed = True
+        self.thread.shutdown(wait=False, cancel_futures=True)
+        if self.child and self.child.poll() is None:
+            self.child.kill()
+            self.thread.shutdown()
+            with suppress(OSError):
+                remove_leftovers(self.config.out, re.escape("loss.png"))
 
 
-def main(argument: str) -> None:
-    """LossPlotter's process. `argument`: the values of PLOTTED as JSON."""
+if __name__ == "__main__":              # LossPlotter's process, given the run's config as JSON
     if hasattr(os, "nice"):             # not on Windows
         os.nice(19)
     try:
-        plot_log(SimpleNamespace(**json.loads(argument)))
+        plot_log(SimpleNamespace(**json.loads(sys.argv[1])))
     except Exception as error:          # matplotlib raises all kinds
-        sys.exit(" ".join(f"{type(error).__name__}: {error}".split()))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])
+        sys.exit(brief_error(error))

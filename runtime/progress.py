@@ -5,15 +5,16 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from shutil import get_terminal_size
 
 QUIET = 10.0        # seconds of work before its first sign, and in its first minute between two lines
 
 
 def duration(seconds: float) -> str:
     """'45 s', '12 min', '5.5 hours', '165 days'."""
-    for unit, least in (("days", 48 * 3600), ("hours", 100 * 60), ("min", 100)):
+    for unit, length, least in (("days", 86400, 48 * 3600), ("hours", 3600, 100 * 60), ("min", 60, 100)):
         if seconds >= least:
-            value = seconds / {"days": 86400, "hours": 3600, "min": 60}[unit]
+            value = seconds / length
             return f"{value:.0f} {unit}" if value >= 10 or unit == "min" else f"{value:.1f} {unit}"
     return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
 
@@ -55,7 +56,7 @@ class Progress:
     def __init__(self, say: Callable[[str], None] | None = None, enabled: bool = True):
         self.say = say or (lambda line: print(line, file=sys.stderr, flush=True))
         self.enabled, self.lock, self.tasks, self.thread = enabled, threading.Lock(), [], None
-        self.bar = self.shown = None            # the bar on the terminal, and the task that it is of
+        self.shown = False                      # whether a bar is on the terminal
 
     @contextmanager
     def __call__(self, what: str, total: int | None = None, unit: str = "") -> Iterator[Task]:
@@ -69,9 +70,10 @@ class Progress:
         try:
             yield task
         finally:
-            with self.lock:
+            with self.lock, suppress(OSError):  # the terminal is closed
                 self.tasks.remove(task)
-                self._close()
+                if self.shown:
+                    self._draw("")
 
     def over(self, what: str, items: Sequence, unit: str) -> Iterator:
         """Yields the items, with progress shown."""
@@ -86,26 +88,19 @@ class Progress:
             with self.lock, suppress(OSError):  # the reader of a pipe is gone
                 now = time.monotonic()
                 if due := [task for task in self.tasks if now >= task.due]:
-                    self._show(due[-1])
+                    self._show(due[-1], now)
                     for task in due:            # the outer ones have been spoken for
                         task.due = max(task.due, now + QUIET)
 
-    def _show(self, task):
+    def _show(self, task, now):
         if not sys.stderr.isatty():
-            now = time.monotonic()
             task.due = now + (QUIET if now - task.start < 6 * QUIET else 6 * QUIET)
             return self.say(str(task))
-        if self.shown is not task:
-            from tqdm import tqdm
-            self._close()
-            self.bar = tqdm(desc=task.what, total=task.total, unit=" " + task.unit, leave=False,
-                            bar_format=None if task.total else "{desc}: {elapsed}")
-            self.bar.start_t, self.shown = time.time() - (time.monotonic() - task.start), task
-        self.bar.n = task.done
-        self.bar.refresh()
+        from tqdm import tqdm
+        self._draw(tqdm.format_meter(
+            task.done, task.total, now - task.start, ncols=get_terminal_size().columns, prefix=task.what,
+            unit=" " + task.unit, bar_format=None if task.total else "{desc}: {elapsed}"))
 
-    def _close(self):
-        if self.bar is not None:        # a bar without a total has no truth value
-            with suppress(OSError):     # the terminal is closed
-                self.bar.close()
-        self.bar = self.shown = None
+    def _draw(self, bar):
+        print(f"\r\033[K{bar}", end="", file=sys.stderr, flush=True)
+        self.shown = bool(bar)

@@ -12,7 +12,7 @@ from runtime.cli import RunError, UserError, safe_repr
 from runtime.files import (RUN_FILES, checkpoints, digest, is_redirected_to, read_text, readable,
                            remove_leftovers, writable)
 from runtime.integrity import find_fault
-from runtime.log import LONGEST, Log
+from runtime.log import EVENT, LONGEST, Log
 from runtime.presets import PRESETS
 from runtime.progress import counted
 from runtime.weights import read_checkpoint
@@ -24,8 +24,7 @@ PER_RANK = {"data", "hellaswag_data", "init", "out", "device", "profile", "log_e
 AUTOMATIC = {"sequence_length": 0, "min_lr": -1.0, "dtype": "auto"}
 MODEL_SHAPE = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")
 # of the two files in --out that are cut on a resume, the form of a line
-LINES = {"log.txt": r"\d+ \w+ (-?\d+\.\d{6}|-?inf|nan)",
-         "metrics.csv": r"step,tokens,.*|\d+,\d+,[^,]*(,[^,]*){6}"}
+LINES = {"log.txt": EVENT, "metrics.csv": r"step,tokens,.*|\d+,\d+,[^,]*(,[^,]*){6}"}
 
 
 def require_same_flags(given: list[tuple[dict, set[str]]]) -> None:

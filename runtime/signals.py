@@ -20,10 +20,11 @@ class StopSignals:
     before the next step (`save_asked`)."""
 
     def __init__(self, process: Process):
-        self.process, self.received, self.stopped = process, None, False        # the first one's name
-        self.first, self.answers = None, deque()    # time of the first SIGTERM or SIGINT; see _some_rank
+        self.process, self.stopped = process, False
+        self.received, self.first = None, None  # first signal's name; time of the first SIGTERM or SIGINT
+        self.answers = deque()                  # see _some_rank
         # requests of this rank for a checkpoint; how many of all ranks are known, and how many were met
-        self.minutes, self.requests, self.known, self.met = 0, [], 0, 0
+        self.requests, self.known, self.met = 0, 0, 0
 
     def install(self) -> "StopSignals":
         names = {"SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP", "SIGUSR2"}
@@ -36,7 +37,7 @@ class StopSignals:
     def _handle(self, number, frame):
         name, now = signal.Signals(number).name, time.monotonic()
         if name == "SIGUSR2":
-            self.requests.append(name)
+            self.requests += 1
             return self._tell(f"{name}: saving before the next step\n")
         under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
         if name in ("SIGTERM", "SIGINT"):
@@ -62,9 +63,12 @@ class StopSignals:
     def save_asked(self, minutes: float) -> bool:
         """Whether a checkpoint was requested since this was asked last, by SIGUSR2 on any rank, or on rank 0
         because the last is `minutes` old (0: never). The same on all ranks."""
-        self.minutes = minutes
+        waited = time.monotonic() - self.process.last_save
+        if minutes and self.process.is_master and waited > 60 * minutes:
+            self.requests += 1
+            self.process.last_save += waited
         if self.process.world_size == 1:
-            self._some_rank()
+            self.known = self.requests
         asked, self.met = self.known > self.met, self.known
         return asked
 
@@ -78,12 +82,10 @@ class StopSignals:
     def until_stop(self, what: str, items: Sequence, unit: str) -> Iterator:
         """Yields the items, with progress shown, until `stop`, on all ranks at the same item. So all must
         have equally many."""
-        with self.process.progress(what, len(items), unit) as task:
-            for item in items:
-                if self.stop():
-                    return
-                yield item
-                task.update()
+        for item in self.process.progress.over(what, items, unit):
+            if self.stop():
+                return
+            yield item
 
     def now(self) -> bool:
         """Whether some rank has received a signal by now. Waits for the other ranks, and for the GPU."""
@@ -92,15 +94,9 @@ class StopSignals:
 
     def _some_rank(self):
         """Whether some rank was told to stop; takes down how many checkpoints were requested."""
-        waited = time.monotonic() - self.process.last_save
-        if self.minutes and self.process.is_master and waited > 60 * self.minutes:
-            self.requests.append("minutes")
-            self.process.last_save += waited
-        own = [float(self.received is not None), float(len(self.requests))]
         if self.process.world_size == 1:
-            self.known = len(self.requests)
             return self.received is not None
-        both = torch.tensor(own)
+        both = torch.tensor([float(self.received is not None), float(self.requests)])
         if self.process.device.startswith("cuda"):
             both = both.pin_memory().to(self.process.device, non_blocking=True)
         dist.all_reduce(both)

@@ -11,10 +11,8 @@ import sys
 import time
 
 QUIET = 2.0             # seconds of importing before the first progress line
-LOADED = []                         # not empty: the script's imports are done
-TOLD = []                           # not empty: Ctrl-C has had its line
 PRESSED = []                        # when Ctrl-C was pressed first
-AFTER_CTRL_C = []                   # what the command adds to its line
+LINE = ["stopped by Ctrl-C"]        # what is said then, once
 
 
 def begin(torch: bool = True) -> None:
@@ -22,7 +20,7 @@ def begin(torch: bool = True) -> None:
     that takes long, a line on a terminal says so."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:    # else it is ignored
         signal.signal(signal.SIGINT, stop_at_once)
-    if hasattr(signal, "SIGUSR2"):      # "save now": there is nothing to save yet
+    if hasattr(signal, "SIGUSR2"):      # there is nothing to save yet
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     if torch and is_rank0() and os.isatty(2):
         _thread.start_new_thread(_sign_of_life, ())
@@ -35,29 +33,28 @@ def is_rank0() -> bool:
 def _sign_of_life():
     time.sleep(QUIET)
     spec = getattr(sys.modules.get("torch"), "__spec__", None)
-    # sample.py and hellaswag.py import torch once their flags are read
-    if not LOADED or getattr(spec, "_initializing", False):
-        _write(2, "loading torch ...")
+    if getattr(spec, "_initializing", True):
+        _say("loading torch ...")
 
 
-def _write(descriptor, text):
+def _say(text):
     """Not print: a signal may have interrupted one."""
     try:
-        os.write(descriptor, f"{os.path.basename(sys.argv[0])}: {text}\n".encode())
+        os.write(2, f"{os.path.basename(sys.argv[0])}: {text}\n".encode())
     except OSError:                     # it is closed
         pass
 
 
 def same_command_resumes() -> None:
     """From now on the line after Ctrl-C says so."""
-    AFTER_CTRL_C[:] = ["the same command resumes"]
+    LINE[1:] = ["the same command resumes"]
 
 
 def tell_stopped() -> None:
     """The line after Ctrl-C, once, by rank 0."""
-    if is_rank0() and not TOLD:
-        _write(2, "; ".join(["stopped by Ctrl-C", *AFTER_CTRL_C]))
-    TOLD.append(True)
+    if is_rank0() and LINE:
+        _say("; ".join(LINE))
+    LINE.clear()
 
 
 def stop_at_once(number=None, frame=None) -> None:
@@ -69,11 +66,11 @@ def stop_at_once(number=None, frame=None) -> None:
 def _stop(number, frame):
     """SIGINT while a command runs. A second one within a second is the same, come twice (torchrun passes a
     terminal's on); a later one does not wait for the cleaning up."""
-    if PRESSED and time.monotonic() > PRESSED[0] + 1:
-        stop_at_once()
     if not PRESSED:
         PRESSED.append(time.monotonic())
         raise KeyboardInterrupt
+    if time.monotonic() > PRESSED[0] + 1:
+        stop_at_once()
 
 
 def _unraisable(lost, hook=sys.unraisablehook):
@@ -85,7 +82,6 @@ def _unraisable(lost, hook=sys.unraisablehook):
 
 def imports_are_done() -> None:
     """From here on Ctrl-C raises KeyboardInterrupt, so that a command cleans up."""
-    LOADED.append(True)
     if signal.getsignal(signal.SIGINT) is stop_at_once:
         sys.unraisablehook = _unraisable
         signal.signal(signal.SIGINT, _stop)

@@ -181,7 +181,7 @@ def poisoned(path, where):
     (("exp_avg_sq", -1e-3), "exp_avg_sq of transformer.* holds negative"),
     (("step", -1.0), "has made -1.0 updates"), (("step", 2.5), "has made 2.5 updates"),
     (("step", 1e9), "has made 1000000000.0 updates"),
-    ("best", "its best is 0.5, 999"), ("validation loss", "its validation loss is nan")])
+    ("best", "its best is none that a run has at step 6"), ("validation loss", "its val_loss is none")])
 def test_a_checkpoint_with_numbers_that_no_training_makes_is_refused(where, said, finished, log):
     poisoned(log / "checkpoint_000006.pt", where)
     with pytest.raises(UserError, match=f"checkpoint_000006.pt.*{said}.*remove it, and the same command "

@@ -167,11 +167,11 @@ def test_loss_is_the_cross_entropy_of_the_logits_and_ignores_minus_one():
 def test_token_losses_are_the_loss_of_each_token_and_zero_where_ignored():
     model, idx, targets = make_model(), tokens(3, 24), tokens(3, 24, seed=2)
     targets[:, :20], targets[1], targets[2, -1] = -1, -1, 0
-    losses = model.token_losses(idx, targets)
+    positions = (targets >= 0).flatten().nonzero().flatten()
+    losses = model.token_losses(idx, targets, positions)
     every = F.cross_entropy(model(idx)[0].transpose(1, 2), targets, ignore_index=-1, reduction="none")
     assert losses.dtype == torch.float32 and (losses[targets == -1] == 0).all()
     torch.testing.assert_close(losses, every)
-    positions = (targets >= 0).flatten().nonzero().flatten()
     for more in (positions[:0], positions[:3], torch.tensor([0])):      # none, some again, one with target -1
         torch.testing.assert_close(model.token_losses(idx, targets, torch.cat((positions, more))), losses)
     without_data = [t.to("meta") for t in (idx, targets, positions)]    # there reading a value, a sync, fails
@@ -448,26 +448,27 @@ def test_a_gpu_that_runs_no_kernel_of_this_torch_is_refused(raised, refused, mon
             with pytest.raises(UserError, match=said):
                 choose_device(name)
         else:
-            assert choose_device(name) == name.replace("auto", "cuda")
+            assert choose_device(name) == "cuda:0"
         assert find_device(name) == name.replace("auto", "cuda")
     assert choose_device("cpu") == "cpu" and not recwarn.list
 
 
 def test_auto_takes_the_best_device_there_is():
     best = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    assert choose_device() == choose_device(best) == best and choose_device("cpu") == "cpu"
+    assert find_device() == find_device(best) == best and choose_device("cpu") == "cpu"
 
 
 @pytest.mark.parametrize(("cuda", "hip", "files", "hidden", "said"), [
-    (None, None, ["nvidia0"], False, "an NVIDIA GPU, and torch .* is a CPU build, .*install the CUDA build"),
-    ("12.8", None, ["kfd"], False, "an AMD GPU, and torch .* is a CUDA build, .*install the ROCm build"),
-    (None, "7.0", ["nvidia0"], False, "an NVIDIA GPU, and torch .* is a ROCm build, .*the CUDA build"),
-    ("12.8", None, ["nvidia0"], False, "an NVIDIA driver, but torch .* finds no GPU"),
+    (None, None, ["nvidia0"], False, "a CPU build, does not find the NVIDIA GPU: give it the CUDA build"),
+    (None, None, ["nvidia0"], True, "a CPU build, does not find the NVIDIA GPU: give it the CUDA build"),
+    ("12.8", None, ["kfd"], False, "a CUDA build, does not find the AMD GPU: give it the ROCm build"),
+    (None, "7.0", ["nvidia0"], False, "a ROCm build, does not find the NVIDIA GPU: give it the CUDA build"),
+    ("12.8", None, ["nvidia0"], False, "a CUDA build, does not find the NVIDIA GPU: .* /dev files"),
     ("12.8", None, ["nvidia0"], True, None), (None, None, [], False, None)])
 def test_a_gpu_that_this_torch_cannot_use_is_named_in_one_line(cuda, hip, files, hidden, said, monkeypatch,
                                                                tmp_path, capsys):
-    monkeypatch.setattr(runtime.device, "DRIVERS", {"NVIDIA": (tmp_path / "nvidia0",),
-                                                    "AMD": (tmp_path / "kfd",)})
+    monkeypatch.setattr(runtime.device, "DRIVERS", [("NVIDIA", "CUDA", tmp_path / "nvidia0"),
+                                                    ("AMD", "ROCm", tmp_path / "kfd")])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     monkeypatch.setattr(runtime.device, "check_driver", lambda: None)
@@ -485,7 +486,7 @@ def test_a_gpu_that_this_torch_cannot_use_is_named_in_one_line(cuda, hip, files,
         assert choose_device() == "cpu"
         err = capsys.readouterr().err
         assert len(err.splitlines()) == (said is not None and rank == "0")
-        assert not err or re.search(f"warning: this machine has {said}.*falling back to the CPU", err)
+        assert not err or re.search(f"warning: torch .*, {said}.*falling back to the CPU", err)
 
 
 def caught(function):
@@ -500,23 +501,24 @@ def test_memory_that_runs_out_is_recognised_in_every_form_and_nothing_else_is():
             raise error
         return caught(lambda: torch.compile(torch.sin, backend=backend)(torch.zeros(3)))
 
-    def chained(cause):
+    def hidden():
         try:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        except RuntimeError as error:
-            raise ValueError("another") from (error if cause else None)
+        except RuntimeError:
+            raise ValueError("another") from None
     cuda = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
     for error in (torch.OutOfMemoryError("x"), torch._inductor.exc.InductorError(cuda, None),
-                  fails(torch.OutOfMemoryError("x")), caught(lambda: chained(True)),
+                  fails(torch.OutOfMemoryError("x")), fails(MemoryError("x")),
                   caught(lambda: torch.empty(2**50, dtype=torch.uint8)),
                   caught(lambda: np.empty(2**50, dtype=np.uint8)),
                   RuntimeError("CUDA error: out of memory\nCUDA kernel errors might ..."),
                   RuntimeError("Triton Error [CUDA]: out of memory"),
                   RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+                  RuntimeError("MPS backend out of memory (MPS allocated: 8 GB, other allocations: ..."),
                   RuntimeError("NCCL error in: a.cpp:77, unhandled cuda error\nLast error:\n"
                                "Cuda failure 2 'out of memory'")):
         assert is_out_of_memory(error), error
-    for error in (fails(ValueError("x")), caught(lambda: chained(False)), UserError("CUDA is out of memory"),
+    for error in (fails(ValueError("x")), caught(hidden), UserError("CUDA is out of memory"),
                   RuntimeError("CUDA error: an illegal memory access"),
                   RuntimeError("out of resource: shared memory"), OSError(12, "x")):
         assert not is_out_of_memory(error), error

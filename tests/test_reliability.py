@@ -649,7 +649,7 @@ def test_a_checkpoint_written_in_the_background_holds_the_moment_it_was_asked_fo
     saver, may_write = Saver(config, {}, None, Process()), threading.Event()
     saver.background, state.step = True, 1
     write = saver._write
-    monkeypatch.setattr(saver, "_write", lambda content: may_write.wait() and write(content))
+    monkeypatch.setattr(saver, "_write", lambda *args: may_write.wait() and write(*args))
     saver.save(state)
     with torch.no_grad():
         for p in model.parameters():

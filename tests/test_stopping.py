@@ -169,7 +169,7 @@ def test_checkpoint_minutes_count_from_the_last_checkpoint():
     assert not signals.save_asked(0) and signals.save_asked(10) and not signals.save_asked(10)
     process.last_save -= 601
     assert signals.save_asked(10)
-    signals.requests += ["SIGUSR2"] * 2
+    signals.requests += 2
     assert signals.save_asked(10) and not signals.save_asked(10)
 
 
