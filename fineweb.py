@@ -38,7 +38,6 @@ from runtime.hub import REPO_NAME
 from runtime.presets import PRESETS
 from runtime.progress import Progress
 from runtime.shards import SHARD_NAME, list_shards, open_shard
-from runtime.start import same_command_resumes
 from runtime.tokenizer import BPE_SHA256
 
 MOST_WORKERS = 256              # or four a core
@@ -49,17 +48,16 @@ SHORTEST = 16                   # tokens of a sequence that is worth training on
 def no_trace(out: Path, manifest: str) -> Iterator[None]:
     """Around all that writes to `out`: if it fails before the first shard, what it made there, a manifest of
     this name and folders, is removed again. What was there before stays as it is."""
-    path = out / manifest
+    path, cache = out / manifest, out / ".cache"  # of huggingface_hub, which resumes .incomplete files
     made = [folder for folder in (out.absolute(), *out.absolute().parents) if not os.path.exists(folder)]
     is_new = not os.path.exists(path)
     try:
         yield
     except (Exception, KeyboardInterrupt):
-        cache = out / ".cache"                    # of huggingface_hub, which goes on with .incomplete files
         with suppress(OSError):
-            shards = [found for found in out.iterdir()
-                      if SHARD_NAME.match(found.name) and manifest_of(found) == path]
-            if is_new and not shards and not any(cache.rglob("*.incomplete")):
+            shards = (found for found in out.iterdir() if SHARD_NAME.match(found.name))
+            begun = any(manifest_of(shard) == path for shard in shards) or any(cache.rglob("*.incomplete"))
+            if is_new and not begun:
                 path.unlink(missing_ok=True)
                 if made:
                     shutil.rmtree(cache, ignore_errors=True)
@@ -104,28 +102,9 @@ def next_command(out: Path, val: list[int], train: list[int]) -> tuple[str, str]
 
 
 # flags that go together with the first of them
-ALLOWED = {"verify": ("--verify",), "pretokenized": ("--pretokenized", "--variant", "--sample", "--out"),
-           "dataset": ("--dataset", "--name", "--split", "--text_field", "--out", "--shard_size",
-                       "--val_tokens", "--max_tokens", "--workers", "--part", "--format")}
-
-
-def refuse_others(args: argparse.Namespace, argv: list[str]) -> None:
-    """UserError for flags that do not go together."""
-    given = [word.partition("=")[0] for word in argv if word.startswith("--")]    # their default values too
-    for flag, allowed in ALLOWED.items():
-        for other in given if getattr(args, flag) is not None else ():
-            if other not in allowed:
-                raise UserError(f"{other} cannot be combined with --{flag}: leave one of the two out")
-
-
-def check_pretokenized(args: argparse.Namespace) -> None:
-    """UserError if no such tokens are published."""
-    if (args.variant, args.sample) not in PRETOKENIZED:
-        raise UserError(f"no tokens of --variant {args.variant} --sample {args.sample} are published: "
-                        f"leave --sample out")
-    published = PRETOKENIZED[args.variant, args.sample][2]
-    if args.pretokenized not in range(1, published + 1):
-        raise UserError(f"--pretokenized {args.pretokenized}: give 1 to {published} training shards")
+ALLOWED = {"verify": {"--verify"}, "pretokenized": {"--pretokenized", "--variant", "--sample", "--out"},
+           "dataset": {"--dataset", "--name", "--split", "--text_field", "--out", "--shard_size",
+                       "--val_tokens", "--max_tokens", "--workers", "--part", "--format"}}
 
 
 def parse_part(text: str) -> tuple[int, int]:
@@ -137,6 +116,7 @@ def parse_part(text: str) -> tuple[int, int]:
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    """The flags. UserError for those that do not go together."""
     parser = FlagParser(prog="fineweb.py", description=__doc__)
     flag = parser.add_argument
     flag("--variant", choices=[*FINEWEB], help="default edu (FineWeb-Edu); with --pretokenized classic")
@@ -164,25 +144,32 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     flag("--format", choices=["npy", "bin"], default="npy", help="NumPy's files or llm.c's (default npy)")
     argv = sys.argv[1:] if argv is None else argv
     args = parser.parse_args(argv)
-    refuse_others(args, argv)
-    if args.verify is not None:
-        return args
-    args.variant = args.variant or ("edu" if args.pretokenized is None else "classic")
+    given = {word.partition("=")[0] for word in argv if word.startswith("--")}    # their default values too
+    for name, allowed in ALLOWED.items():
+        if getattr(args, name) is not None and (others := given - allowed):
+            raise UserError(f"{min(others)} cannot be combined with --{name}: leave one of the two out")
     if args.pretokenized is not None:
-        check_pretokenized(args)
-        folder = PRETOKENIZED[args.variant, args.sample][1] + args.sample[:-1]
-    else:
-        check_flags(args)
-        if not args.dataset:
-            args.dataset, args.name = FINEWEB[args.variant][0], f"sample-{args.sample}"
-        args.split = args.split or "train"
-        folder = default_names(args.dataset, args.name, args.split)[1]
-    args.out = Path(args.out or folder)
+        complete_pretokenized_flags(args)
+    elif args.verify is None:
+        complete_text_flags(args)
     return args
 
 
-def check_flags(args: argparse.Namespace) -> None:
-    """UserError for numbers out of range and for flags that contradict each other."""
+def complete_pretokenized_flags(args: argparse.Namespace) -> None:
+    """Sets the flags whose defaults depend on others. UserError if no such tokens are published."""
+    args.variant = args.variant or "classic"
+    if (args.variant, args.sample) not in PRETOKENIZED:
+        raise UserError(f"no tokens of --variant {args.variant} --sample {args.sample} are published: "
+                        f"leave --sample out")
+    _, prefix, published = PRETOKENIZED[args.variant, args.sample]
+    if not 1 <= args.pretokenized <= published:
+        raise UserError(f"--pretokenized {args.pretokenized}: give 1 to {published} training shards")
+    args.out = Path(args.out or prefix + args.sample[:-1])
+
+
+def complete_text_flags(args: argparse.Namespace) -> None:
+    """Sets the flags whose defaults depend on others. UserError for numbers out of range and for flags that
+    contradict each other."""
     if args.dataset and not REPO_NAME.fullmatch(args.dataset):
         raise UserError(f"--dataset {args.dataset} is not OWNER/NAME, as roneneldan/TinyStories")
     if not args.dataset and (args.name or args.split):
@@ -191,17 +178,20 @@ def check_flags(args: argparse.Namespace) -> None:
         if (value := getattr(args, name)) is not None and value < 1:
             raise UserError(f"--{name} {value}: must be at least 1")
     if (args.workers or 0) > (most := max(MOST_WORKERS, 4 * (os.cpu_count() or 1))):
-        raise UserError(f"--workers {args.workers}: must be at most {most} here: more threads than "
-                        f"cores make nothing faster")
+        raise UserError(f"--workers {args.workers}: must be at most {most} here")
     if args.input and not args.out:
         raise UserError("--input needs --out: give the output folder of the shards")
     if args.text_field != TEXT_FIELD and not (args.input or args.dataset):
-        raise UserError(f"--text_field {args.text_field} needs --input or --dataset: FineWeb's text is in "
-                        f"{TEXT_FIELD}")
-    if args.max_tokens and (args.val_tokens or 0) >= share(args.max_tokens, (0, (args.part or (0, 1))[1])):
-        raise UserError(f"--val_tokens {args.val_tokens} leaves nothing of --max_tokens {args.max_tokens}"
-                        f"{f' / {args.part[1]} parts' if args.part else ''} to train on: give less of the "
-                        f"first or more of the second")
+        raise UserError(f"--text_field {args.text_field} needs --input or --dataset")
+    parts = args.part[1] if args.part else 1
+    if args.max_tokens and (args.val_tokens or 0) >= share(args.max_tokens, (0, parts)):
+        most = f"{args.max_tokens} / {parts} parts" if args.part else args.max_tokens
+        raise UserError(f"--val_tokens {args.val_tokens} leaves nothing of --max_tokens {most} to train on: "
+                        f"give less of the first or more of the second")
+    args.variant, args.split = args.variant or "edu", args.split or "train"
+    if not args.dataset:
+        args.dataset, args.name = FINEWEB[args.variant][0], f"sample-{args.sample}"
+    args.out = Path(args.out or default_names(args.dataset, args.name, args.split)[1])
 
 
 def available_cores() -> int:
@@ -225,27 +215,23 @@ def write_shards(args: argparse.Namespace, source: HubSource | LocalSource, pref
     if shards:
         print(f"{out}: {len(shards)} shards, {writer.total:,} tokens, are there already")
     if not writer.manifest["complete"]:
-        try:
-            tokenize_into(writer, source, expected, args.workers)
-        except (Exception, KeyboardInterrupt):
-            if shards:
-                same_command_resumes()
-            raise
-    if not args.part:
-        return print_summary(out, f"{len(shards)} shards complete", start)
-    done = f"{len(shards)} shards, {writer.total:,} tokens, of part {args.part[0]}/{n} complete"
-    complete = sum(found.get("complete") is True for found in read_manifests(out).values())
-    if complete == n:
-        return print_summary(out, f"{done}, all {n} parts complete", start)
-    print(f"{out}: {done}, after {time.perf_counter() - start:.1f} s\n{complete} of {n} parts are complete: "
-          f"when all are, the last line is the command that trains on them")
+        tokenize_into(writer, source, expected, args.workers)
+    done = f"{len(shards)} shards complete"
+    if args.part:
+        done = f"{len(shards)} shards, {writer.total:,} tokens, of part {args.part[0]}/{n} complete"
+        complete = sum(found.get("complete") is True for found in read_manifests(out).values())
+        if complete < n:
+            return print(f"{out}: {done}, after {time.perf_counter() - start:.1f} s\n{complete} of {n} parts "
+                         f"are complete: when all are, the last line is the command that trains on them")
+        done += f", all {n} parts complete"
+    print_summary(out, done, start)
 
 
-def tokenize_into(writer: ShardWriter, source: HubSource | LocalSource, expected: int,
-                  workers: int | None) -> None:
+def tokenize_into(writer: ShardWriter, source: HubSource | LocalSource, expected: float,
+                  threads: int | None) -> None:
     """Writes what `writer` lacks of `source`, which has about `expected` tokens."""
     from tqdm import tqdm
-    out, threads = str(writer.out), workers or available_cores()
+    out, threads = str(writer.out), threads or available_cores()
     if not gigatoken(threads):
         print(f"{out}: tiktoken does the work, slowly: gigatoken is not installed (pip install gigatoken)")
     pieces = source.read(writer.document, writer.manifest["mark"])

@@ -174,14 +174,14 @@ def train_step(model: Callable, state: TrainState, loader: TokenLoader, autocast
     clipping, first parameter with a non-finite gradient (-1: none); None after a signal, which discards the
     step, but for one after its first update. An update with a non-finite loss or gradient changes nothing.
     """
-    results, micro_steps = [], loader.divide(updates)[0]        # of an update
+    results, (micro_steps, joined) = [], loader.divide(updates)      # of an update
     with process.progress(f"step {state.step}", updates * micro_steps, "micro-steps") as progress:
         for update in range(updates):
             loss_sum = torch.zeros((), device=process.device)
             for micro_step in range(micro_steps):
                 if update == 0 and signals.stop():      # asks all ranks; later, weights have changed
                     return None
-                x, y = loader.next_micro_step(updates)
+                x, y = loader.next_batch(joined)
                 if process.world_size > 1:      # read by DDP's forward and by its backward: set before both
                     model.require_backward_grad_sync = micro_step == micro_steps - 1
                 with autocast:

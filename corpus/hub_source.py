@@ -9,13 +9,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from corpus.shard_writer import read_manifests
-from corpus.sources import BYTES_PER_TOKEN, DAMAGED_CURSOR, TEXT_FIELD, UNPACKED, Piece
+from corpus.sources import BYTES_PER_TOKEN, DAMAGED_CURSOR, TEXT_FIELD, Piece, text_bytes
 from runtime.cli import UserError, brief_error
 from runtime.hub import causes, need_hub, wait_to_retry
 
 CURSOR_EVERY = 1000             # documents between two cursors of a stream
 SIZES = 100                     # files whose size is asked for, at most
-LOG_IN = "log in with `hf auth login` or set HF_TOKEN"
 # --variant: dataset, prefix of the shards, beginning of the folder's name
 FINEWEB = {"edu": ("HuggingFaceFW/fineweb-edu", "edufineweb", "edu_fineweb"),
            "classic": ("HuggingFaceFW/fineweb", "fineweb", "fineweb")}
@@ -33,12 +32,8 @@ def default_names(repo: str, name: str | None, split: str) -> tuple[str, str]:
 
 
 class HubSource:
-    """A dataset of the Hugging Face hub, streamed: its files are not stored on disk.
-
-    `name`: of its configuration. `description`: what the manifest records of the source; it is complete after
-    `pin`. `expected`: about how many tokens there are, math.inf if unknown. `shuffled`: whether the first
-    tokens are as good as any for validation.
-    """
+    """A dataset of the Hugging Face hub, streamed: its files are not stored on disk. `name`: of its
+    configuration. Its `description` is complete after `pin`."""
     notes = ()
 
     def __init__(self, repo: str, name: str | None, part: tuple[int, int] = (0, 1), split: str = "train",
@@ -71,21 +66,17 @@ class HubSource:
                 self.description = source
             return                                # of another source: ShardWriter refuses it
         need_hub(self.repo)
-        self.description["revision"] = self._retried(self._newest)
+        from huggingface_hub import HfApi
+        self.description["revision"] = self._retried(
+            lambda: HfApi().dataset_info(self.repo, expand=["sha"])).sha
         if self.expected == math.inf and (size := self._retried(self._text_bytes)):
             self.description["bytes"] = size
-
-    def _newest(self):
-        import huggingface_hub
-        return huggingface_hub.HfApi().dataset_info(self.repo, expand=["sha"]).sha
 
     def _retried(self, call: Callable):
         """What `call`, which opens the dataset, returns. UserError if the hub has no such dataset."""
         for failures in itertools.count():
             try:
                 return call()
-            except UserError:
-                raise
             except Exception as error:            # network errors come in the classes of many libraries
                 if mistake := self._mistake(error):
                     raise mistake from None
@@ -101,19 +92,18 @@ class HubSource:
         if cursor and not (len(cursor) == 2 and isinstance(cursor[1], dict)):
             raise UserError(DAMAGED_CURSOR)
         need_hub(self.repo)
-        cursor, failures, state_before = cursor or (0, None), 0, None
+        (at, state), failures = cursor or (0, None), 0
         while True:
-            number, state = cursor
-            stream = self._retried(lambda state=state: self._open(state))
+            number = at
+            stream = self._retried(functools.partial(self._open, state))
             try:
                 for row in stream:
                     if number >= start:
-                        yield Piece(self._text(row, number), cursor=state_before)
-                        start, failures, state_before = number + 1, 0, None
+                        yield Piece(self._text(row, number), cursor=state if number == at else None)
+                        start, failures = number + 1, 0
                     number += 1
                     if number % CURSOR_EVERY == 0 and hasattr(stream, "state_dict"):
-                        cursor = number, stream.state_dict()
-                        state_before = cursor[1] if number == start else None
+                        at, state = number, stream.state_dict()
                 return
             except UserError:
                 raise
@@ -145,10 +135,6 @@ class HubSource:
     def _open(self, state):
         """The stream at a state."""
         stream = self._builder.as_streaming_dataset(split=self.split)
-        columns = getattr(stream, "column_names", None)             # None: known with the first document
-        if columns and self.field not in columns:
-            raise UserError(f"{self.repo} has no column {self.field}: give --text_field, one of "
-                            f"{', '.join(columns)[:160]}")
         if self.part[1] > 1:                      # whole files if their number allows it, else every n-th row
             from datasets.distributed import split_dataset_by_node
             stream = split_dataset_by_node(stream, *self.part)
@@ -165,7 +151,7 @@ class HubSource:
         if not files or not all(file.startswith("hf://") for file in files):
             return 0
         hub, some = HfFileSystem(endpoint=HF_ENDPOINT), files[:SIZES]
-        sizes = [hub.info(file)["size"] * UNPACKED.get(Path(file).suffix.lower(), 1) for file in some]
+        sizes = [text_bytes(file, hub.info(file)["size"]) for file in some]
         return sum(sizes) * len(files) // len(sizes)
 
     def _mistake(self, error):
@@ -184,7 +170,8 @@ class HubSource:
         # GatedRepoError is a RepositoryNotFoundError
         if is_a(errors.RepositoryNotFoundError) or "gated dataset" in brief or status in (401, 403, 404):
             return UserError(f"{what}: the hub shows no such dataset ({brief}): check the name; if it is "
-                             f"private or gated, accept its terms on its page and {LOG_IN}")
+                             f"private or gated, accept its terms on its page and log in "
+                             f"with `hf auth login` or set HF_TOKEN")
         if "scripts are no longer supported" in brief:
             return UserError(f"{what} needs a script of its own to be read, and code from the hub is never "
                              f"run: choose a dataset of .parquet, .jsonl or other files")

@@ -60,11 +60,9 @@ def fetch_shards(repo: str, prefix: str, count: int, out: Path) -> str:
             remove_leftovers(out, r"manifest\.json")
             save()
     progress = Progress(enabled=not sys.stderr.isatty())          # on a terminal huggingface_hub has its bars
-    with progress(f"{out}: fetching from {repo}", len(missing), "shards") as task:
-        for path in missing:
-            if sums:
-                same_command_resumes()
-            sums[path.name] = fetch_whole(repo, path)
-            save()
-            task.update()
+    for path in progress.over(f"{out}: fetching from {repo}", missing, "shards"):
+        if sums:
+            same_command_resumes()
+        sums[path.name] = fetch_whole(repo, path)
+        save()
     return f"{len(missing)} of {len(paths)} shards fetched from {repo}"

@@ -4,7 +4,6 @@ import json
 import math
 import os
 import re
-from collections import deque
 from contextlib import suppress
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from corpus.sources import DAMAGED_CURSOR, TASK, difference
 from runtime.cli import UserError, safe_repr
 from runtime.files import read_text, readable, remove_leftovers, replace_file, writable
 from runtime.shards import MANIFEST_NAME, SHARD_NAME, open_shard, write_shard
+from runtime.start import same_command_resumes
 from runtime.tokenizer import EOT
 
 VAL_SEED = 1337                 # draws the validation tokens
@@ -119,7 +119,6 @@ class ShardWriter:
         # in the file a cursor is a `mark`, and a document a `unit`: those of earlier versions are read
         self.manifest = {**settings, "complete": False, "tokens": 0, "mark": None, "shards": []}
         self.document, self.offset, self.total = 0, 0, 0        # next: token `offset` of document `document`
-        self.cursors = deque()                                  # (document, state) after the last shard's
         with writable(out):
             out.mkdir(parents=True, exist_ok=True)
             self._begin(settings)
@@ -131,31 +130,35 @@ class ShardWriter:
         self._make_space()
 
     def _begin(self, settings):
-        """Goes on from the manifest of an earlier run, or writes one: a kill must not leave shard 0 without.
+        """Writes the manifest if there is none: a kill must not leave shard 0 without. Then resumes from it.
         UserError if the folder holds anything but shards of these settings."""
-        if self.path.exists():
-            self._resume(settings)
-        else:
+        if not self.path.exists():
             for path in self.out.iterdir():
                 if SHARD_NAME.match(path.name) and not (manifest := manifest_of(path)).exists():
                     raise UserError(f"{self.out} already holds shards without a {manifest.name}: choose "
                                     f"another --out")
-            self._save()
-        # after it: of two commands at once, one sees the other
-        for name, found in read_manifests(self.out).items():
-            if name == self.path.name:
-                continue
-            if not ("parts" in settings and "parts" in found):
+            write_manifest(self.path, self.manifest)
+        manifests = read_manifests(self.out)      # after it: of two commands at once, one sees the other
+        for name, found in manifests.items():
+            if "pretokenized" in found:
+                raise UserError(f"{self.out} holds fetched shards of {safe_repr(found['pretokenized'])}: "
+                                f"choose another --out")
+            if name != self.path.name and not ("parts" in settings and "parts" in found):
                 kind = "parts (--part)" if "parts" in found else "shards without parts"
                 raise UserError(f"{self.out} holds {kind} of {name}: choose another --out")
-            self._compare(found, settings, self.out / name, but=["part", "val_seed"])
+            for key, value in settings.items():
+                # the number is each part's own; val_seed is part 0's, and earlier versions had none
+                if key == "part" or key == "val_seed" and key not in found:
+                    continue
+                if found.get(key) != value:
+                    words = "number of parts" if key == "parts" else key
+                    raise UserError(f"{self.out} was begun with another {words} "
+                                    f"({difference(found.get(key), value)}): give the same again, or choose "
+                                    f"another --out")
+        self._resume(manifests.get(self.path.name, self.manifest))
 
-    def _resume(self, settings):
-        """Reads the manifest of an earlier run. UserError if it is damaged or has other settings."""
-        found = read_manifests(self.out)[self.path.name]
-        if "pretokenized" in found:
-            raise UserError(f"{self.out} holds fetched shards of {safe_repr(found['pretokenized'])}: "
-                            f"choose another --out")
+    def _resume(self, found):
+        """Resumes after the shards that the manifest `found` lists. UserError if it is damaged."""
         with readable(self.path, DAMAGED.format(self.out)):
             shards = [(self.out / Path(s["file"]).name, s["tokens"], s["end"]["unit"], s["end"]["token"])
                       for s in found["shards"]]
@@ -165,33 +168,25 @@ class ShardWriter:
             ends = [shard[2:] for shard in shards]
             if ends != sorted(set(ends)):
                 raise ValueError("a shard ends before the one before it")
-        if "val_seed" not in found:
-            settings.pop("val_seed", None)        # begun by an earlier version
-        self._compare(found, settings, self.out)
         for path, tokens, self.document, self.offset in shards:
             if len(open_shard(path)) != tokens:
                 raise UserError(f"{path} is not the shard that {self.path.name} describes: remove {self.out}")
             self.total += tokens
+            same_command_resumes()
         self.manifest = found
-
-    def _compare(self, found, settings, what, but=()):
-        """UserError if a setting in the manifest `found` differs from ours."""
-        for key, value in settings.items():
-            if key not in but and (before := found.get(key)) != value:
-                name = "number of parts" if key == "parts" else key
-                raise UserError(f"{what} was begun with another {name} ({difference(before, value)}): "
-                                f"give the same again, or choose another --out")
 
     def add(self, batch: Tokens) -> None:
         """Appends the next documents, up to max_tokens. Writes a full shard when more tokens come."""
         tokens, lengths, cursors = batch
-        self.cursors.extend((self.document + n, state) for n, state in cursors)
         first, at, ends = self.document, self.offset, np.cumsum(lengths)
         if at > lengths[0]:
             raise UserError(DAMAGED_CURSOR)
         while True:
             done = int(np.searchsorted(ends, at, side="right"))
             self.document, self.offset = first + done, at - int(ends[done - 1] if done else 0)
+            for n, state in cursors:
+                if n <= done:                     # the last of these is written with the shard
+                    self.manifest["mark"] = first + n, state
             if at == len(tokens) or self.total >= self.max_tokens:
                 return
             if self.space == 0:
@@ -208,7 +203,7 @@ class ShardWriter:
         if self.parts:
             self._write(is_last=True)
         self.manifest |= {"complete": True, "mark": None}
-        self._save()
+        write_manifest(self.path, self.manifest)
 
     def _is_first(self):
         return self.has_validation and not self.manifest["shards"]
@@ -221,24 +216,21 @@ class ShardWriter:
 
     def _write(self, is_last=False):
         """Writes the collected tokens as the next shard, or as the first ones, then the manifest."""
-        manifest, shards = self.manifest, [self.parts]
-        while self.cursors and self.cursors[0][0] <= self.document:
-            manifest["mark"] = self.cursors.popleft()
-        if self._is_first() and (is_last or "val_seed" in manifest):
-            shards = self._divide(is_last)
-        # the manifest gets all of these or none: only the last one's end is where a run resumes
-        ends = [{"unit": 0, "token": i} for i in range(len(shards) - 1)]
-        ends.append({"unit": self.document, "token": self.offset})
-        new, first = [], len(manifest["shards"]) + (not self.has_validation)
-        for index, (parts, end) in enumerate(zip(shards, ends, strict=True), first):
-            split = "train" if index else "val"
-            name = f"{self.prefix}_{split}_{index:06d}.{manifest['format']}"
+        manifest, new = self.manifest, []
+        first = len(manifest["shards"]) + (not self.has_validation)
+        divides = self._is_first() and (is_last or "val_seed" in manifest)
+        for i, parts in enumerate(self._divide(is_last) if divides else [self.parts]):
+            split = "train" if first + i else "val"
+            name = f"{self.prefix}_{split}_{first + i:06d}.{manifest['format']}"
             sha256 = write_shard(self.out / name, *parts)
             new.append({"file": name, "split": split, "tokens": sum(map(len, parts)), "sha256": sha256,
-                        "end": end})
+                        "end": {"unit": 0, "token": i}})
+        # the manifest gets all of these or none: only the last one's end is where a run resumes
+        new[-1]["end"] = {"unit": self.document, "token": self.offset}
         manifest["shards"] += new
         manifest["tokens"] = self.total
-        self._save()
+        write_manifest(self.path, manifest)
+        same_command_resumes()
         self._make_space()
 
     def _divide(self, is_last):
@@ -257,6 +249,3 @@ class ShardWriter:
         pieces = cut(self.parts, edges)
         val, train = ([view for piece in pieces[i::2] for view in piece] for i in (1, 0))
         return [val, *cut(train, np.arange(size, sum(map(len, train)), size))]
-
-    def _save(self):
-        write_manifest(self.path, self.manifest)

@@ -2,6 +2,9 @@
 
 `read(start, cursor)` of a source yields its documents as Pieces in a fixed order, from number `start` on. A
 large .txt file comes in several pieces: each of them counts as a document, and only the first begins one.
+`description`: what the manifest records of it. `expected`: about how many tokens there are, math.inf if that
+is unknown. `notes`: lines that a user should see. `shuffled`: whether the first tokens are as good as any for
+validation.
 
 With `part=(i, n)` a source is the i-th of n parts of the text. Every document is in exactly one part.
 """
@@ -16,14 +19,13 @@ from typing import NamedTuple
 
 from corpus.readers import READERS, checked, kind_of, not_utf8, open_bytes, read_parquet, read_txt
 from runtime.cli import UserError, safe_repr
-from runtime.files import readable
 
 TASK = 1 << 22                  # bytes: about FineWeb's row group. With --part it decides which text is whose
 DAMAGED_CURSOR = "the manifest.json of an earlier run is damaged: choose another --out"
 TEXT_FIELD = "text"             # FineWeb's column, and the default of --text_field
 BYTES_PER_TOKEN = 4.2           # English text under GPT-2's BPE; only for estimates and progress bars
+ENDS = 1 << 16                  # bytes of each end of a file that are looked at before anything is written
 KINDS = ".txt, .text, .md, .jsonl, .csv, .tsv (also as .gz or .zst) and .parquet"
-UNPACKED = {".gz": 3, ".zst": 3, ".parquet": 2}           # bytes of text a byte of the file, about
 
 
 class Piece(NamedTuple):
@@ -35,6 +37,11 @@ class Piece(NamedTuple):
     text: str | memoryview
     begins: bool = True
     cursor: object = None
+
+
+def text_bytes(name: str, size: int) -> int:
+    """About how many bytes of text a file of `size` bytes holds."""
+    return size * {".gz": 3, ".zst": 3, ".parquet": 2}.get(Path(name).suffix.lower(), 1)
 
 
 def difference(found: object, ours: object) -> str:
@@ -52,73 +59,66 @@ def difference(found: object, ours: object) -> str:
 
 
 class LocalSource:
-    """Files on disk, of the KINDS.
-
-    `patterns`: paths, folders or globs. Raises UserError for one without files, for a file that is named and
-    of no kind, and for one that is not UTF-8, as far as its beginning tells. `description`: what the manifest
-    records. `expected`: about how many tokens there are. `notes`: lines that a user should see. `shuffled`:
-    whether the first tokens are as good as any for validation.
-    """
+    """Files on disk. `patterns`: paths, folders or globs. UserError for one without files of the KINDS, and
+    for a file that is not UTF-8, as far as its beginning tells."""
     shuffled = False
 
     def __init__(self, patterns: list[str], text_field: str = TEXT_FIELD, part: tuple[int, int] = (0, 1)):
-        self.field, self.part, self.notes = text_field, part, []
+        self.field, self.part, self.notes, self.crlf = text_field, part, [], []
         self.paths = [path for pattern in patterns for path in self._find(pattern)]
         self.readers = [READERS[kind_of(path)] for path in self.paths]
-        self.description = {"files": [describe(path) for path in self.paths]}
+        self.description = {"files": [*map(self._describe, self.paths, self.readers)]}
         if text_field != TEXT_FIELD and {*self.readers} != {read_txt}:      # earlier manifests do not name it
             self.description["text_field"] = text_field
-        sizes = (file["bytes"] * UNPACKED.get(path.suffix.lower(), 1)
-                 for path, file in zip(self.paths, self.description["files"], strict=True))
+        sizes = (text_bytes(file["name"], file["bytes"]) for file in self.description["files"])
         self.expected = sum(int(size / BYTES_PER_TOKEN) for size in sizes) // part[1]
-        self._look()
+        if self.crlf:
+            self.notes.append(f"--input: {len(self.crlf)} of {len(self.paths)} files, first {self.crlf[0]}, "
+                              f"have Windows line ends (CRLF). They stay, and a model learns to write them: "
+                              f"make them LF with `dos2unix FILE`")
 
     def _find(self, pattern):
         """The files of a path, folder or glob. Notes what is not read."""
-        if os.path.isfile(pattern):
-            if not kind_of(Path(pattern)):
-                raise UserError(f"--input {pattern}: give {KINDS} files, or a folder, in which others are "
-                                f"skipped")
-            return [Path(pattern)]
         is_folder = os.path.isdir(pattern)
         every = os.path.join(glob.escape(pattern), "*") if is_folder else pattern
-        found = [Path(path) for path in sorted(glob.glob(every, recursive=True))]
-        files = [path for path in found if not path.is_dir()]
-        others = {path for path in files if not (kind_of(path) and path.is_file())}
-        ours = [path for path in files if path not in others]
+        found = [pattern] if os.path.isfile(pattern) else sorted(glob.glob(every, recursive=True))
+        files = [path for path in map(Path, found) if not path.is_dir()]
+        ours = [path for path in files if kind_of(path) and path.is_file()]
         skipped = []
-        if others:
+        if others := {*files}.difference(ours):
             kinds = ", ".join(sorted({path.suffix or path.name for path in others})[:8])
             skipped.append(f"{len(others)} of {len(files)} files ({kinds}; text is in {KINDS} files)")
         if is_folder and len(files) < len(found):
             skipped.append(f"the folders in it, which --input {shlex.quote(f'{every}*')} would read too")
         what = " and ".join(skipped)
         if not ours:
-            raise UserError(f"--input {pattern}: " + (f"nothing to read, only {what}" if skipped else
-                                                      "there is no file, check the path"))
+            why = f"nothing to read, only {what}" if skipped else "there is no file, check the path"
+            raise UserError(f"--input {pattern}: {why}")
         if skipped:
             self.notes.append(f"--input {pattern}: skipped {what}")
         return ours
 
-    def _look(self):
-        """Looks at the beginning of each file's text: its encoding, a byte-order mark, line ends."""
-        dos = []
-        for path, reader, file in zip(self.paths, self.readers, self.description["files"], strict=True):
+    def _describe(self, path, reader):
+        """What the manifest says of a file: the SHA-256 of its ends notices another of its name, at no cost.
+        UserError if its beginning is not UTF-8. Notes Windows line ends."""
+        with checked(path):
+            with open(path, "rb") as file:
+                head, size = file.read(ENDS), path.stat().st_size
+                file.seek(max(0, size - ENDS))
+                sha256 = hashlib.sha256(head + file.read(ENDS)).hexdigest()
+            found = {"name": path.name, "bytes": size, "sha256_of_ends": sha256}
             if reader == read_parquet:
-                continue
-            with checked(path), open_bytes(path) as text:
-                head = text.read(1 << 16)
-                if head.count(0) > len(head) // 10:           # ASCII in UTF-16 is valid UTF-8, with NULs
-                    raise not_utf8(path, head)
-                getincrementaldecoder("utf-8")().decode(head)
-            if head.startswith(BOM_UTF8):
-                file["byte_order_mark"] = "left out"          # earlier versions made a token of it
-            if reader == read_txt and b"\r\n" in head:
-                dos.append(path)
-        if dos:
-            self.notes.append(f"--input: {len(dos)} of {len(self.paths)} files, first {dos[0]}, have "
-                              f"Windows line ends (CRLF). They stay, and a model learns to write them: make "
-                              f"them LF with `dos2unix FILE`")
+                return found
+            with open_bytes(path) as text:
+                head = text.read(ENDS)
+            if head.count(0) > len(head) // 10:   # ASCII in UTF-16 is valid UTF-8, with NULs
+                raise not_utf8(path, head)
+            getincrementaldecoder("utf-8")().decode(head)
+        if head.startswith(BOM_UTF8):
+            found["byte_order_mark"] = "left out"             # earlier versions made a token of it
+        if reader == read_txt and b"\r\n" in head:
+            self.crlf.append(path)
+        return found
 
     def read(self, start: int = 0, cursor: list | None = None) -> Iterator[Piece]:
         """A cursor's state is the index of a file. Raises UserError for a file that cannot be read."""
@@ -133,14 +133,3 @@ class LocalSource:
                     if number >= start:
                         yield Piece(text, is_first or reader != read_txt, i if is_first else None)
                     number, is_first = number + 1, False
-
-
-def describe(path: Path, size: int = 1 << 16) -> dict:
-    """For the manifest. The SHA-256 of a file's first and last 64 KiB notices another of its name, at no
-    cost."""
-    with readable(f"--input {path}", "give a file you may read, or leave it out", OSError):
-        with open(path, "rb") as file:
-            head, total = file.read(size), path.stat().st_size
-            file.seek(max(0, total - size))
-            return {"name": path.name, "bytes": total,
-                    "sha256_of_ends": hashlib.sha256(head + file.read(size)).hexdigest()}

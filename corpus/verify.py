@@ -19,14 +19,10 @@ def verify(folder: Path) -> None:
     if not any(sums.values()):
         raise UserError(f"no shard in {folder} can be checked: no manifest in it has a SHA-256 (those of "
                         f"earlier versions have none)")
-    bad = []
-    with Progress()(f"{folder}: checking", len(sums), "shards") as task:
-        for name, sha256 in sums.items():
-            if why := damage_of(folder / name, sha256):
-                bad.append(f"{name} ({why})")
-            task.update()
-    unknown = [name for name, sha256 in sums.items() if not sha256]
-    unknown = f"; not checked (no SHA-256 in its manifest): {', '.join(unknown)}" if unknown else ""
+    bad = [f"{name} ({why})" for name in Progress().over(f"{folder}: checking", [*sums], "shards")
+           if (why := damage_of(folder / name, sums[name]))]
+    unknown = ", ".join(name for name, sha256 in sums.items() if not sha256)
+    unknown = unknown and f"; not checked (no SHA-256 in its manifest): {unknown}"
     if bad:
         raise UserError(f"{len(bad)} of {len(sums)} shards in {folder} are damaged or missing: "
                         f"{', '.join(bad)}. Restore them from a copy, or make them again: remove them "

@@ -6,13 +6,14 @@ import difflib
 import os
 import sys
 import textwrap
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from dataclasses import field
 from pathlib import Path
 
 from runtime import start
 
 __version__ = "0.1.0"       # of the project; CHANGELOG.md says what changed
+MAY_BE_EMPTY = "prompt", "sample_prompt"
 
 
 class UserError(Exception):
@@ -25,37 +26,34 @@ class RunError(Exception):
 
 def parse_int(text: str) -> int:
     """'100000', '100_000' or '1e5' -> 100000, for flags."""
-    for kind in (int, float):                     # int first: float rounds above 2**53
-        with contextlib.suppress(ValueError, OverflowError):
-            if int(kind(text)) == kind(text):
-                return int(kind(text))
+    with contextlib.suppress(ValueError):
+        return int(text)                          # first: float rounds above 2**53
+    with contextlib.suppress(ValueError):
+        if float(text).is_integer():
+            return int(float(text))
     raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
 
 
 class FlagParser(argparse.ArgumentParser):
-    """argparse whose errors are UserErrors, whose flags cannot be abbreviated, and whose texts cannot be
-    empty, as that of an unset variable is (--out "$OUT"), but for those named in `may_be_empty`."""
+    """argparse whose errors are UserErrors, whose flags cannot be abbreviated, and whose texts, but for those
+    of MAY_BE_EMPTY, cannot be empty, as that of an unset variable is (--out "$OUT")."""
 
-    def __init__(self, may_be_empty: Container[str] = ("prompt", "sample_prompt"), **kwargs):
-        self.may_be_empty = may_be_empty
+    def __init__(self, **kwargs):
         super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
         self.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
 
     def parse_args(self, args=None, namespace=None):
-        positional = any(not action.option_strings for action in self._actions)
-        # the other way would not take `compare --plot FILE RUN RUN`
-        parse = self.parse_known_intermixed_args if positional else self.parse_known_args
-        args, unknown = parse(args, namespace)
+        # intermixed: else `compare --plot FILE RUN RUN` would not be taken
+        args, unknown = self.parse_known_intermixed_args(args, namespace)
         if unknown:
             flags = [option for option in self._option_string_actions if option.startswith("--")]
             written = "--" + unknown[0].partition("=")[0].strip("-").replace("-", "_")
-            near = difflib.get_close_matches(written, flags, n=1)
-            did_you_mean = f"; did you mean {near[0]}?" if near else ""
-            self.error(f"unrecognized arguments: {' '.join(unknown)}{did_you_mean}")
+            near = [f"; did you mean {flag}?" for flag in difflib.get_close_matches(written, flags, n=1)]
+            self.error(" ".join(["unrecognized arguments:", *unknown]) + "".join(near))
         for action in self._actions:
             value = getattr(args, action.dest, None)
             empty = value == "" or isinstance(value, list) and "" in value
-            if empty and value != action.default and action.dest not in self.may_be_empty:
+            if empty and value != action.default and action.dest not in MAY_BE_EMPTY:
                 name = action.option_strings[0] if action.option_strings else action.metavar or action.dest
                 self.error(f"{name} is empty: give a value (was a variable of the shell not set?)")
         return args
@@ -65,10 +63,7 @@ class FlagParser(argparse.ArgumentParser):
 
 
 class BoolFlag(argparse.Action):
-    """--name and --no_name."""
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, nargs=0, **kwargs)
+    """--name and --no_name; takes nargs=0."""
 
     def __call__(self, parser, namespace, values, option_string=None):
         setattr(namespace, self.dest, not option_string.startswith("--no_"))
@@ -114,7 +109,7 @@ def flag(default, group, help, **metadata):
 
 
 def parse_config(prog: str, Config: type, defaults: Callable[[dict], dict], description: str,
-                 argv: list[str] | None = None, recipes: dict | None = None, notes: str = "") -> tuple:
+                 argv: list[str] | None, recipes: dict, notes: str) -> tuple:
     """Command line -> (Config, names of the fields that were given as flags). Each field of Config is a flag.
     `defaults`: given flags -> values of other fields that differ from Config's own defaults. For the help,
     `recipes`: {name: the defaults that differ}, and `notes` below the flags."""
@@ -125,9 +120,9 @@ def parse_config(prog: str, Config: type, defaults: Callable[[dict], dict], desc
         name, kind, choices = f.name, f.metadata.get("type", f.type), f.metadata.get("choices")
         if group is None or group.title != f.metadata["group"]:
             group = parser.add_argument_group(f.metadata["group"])
-        help = f.metadata["help"] + default_note(f, recipes or {})
+        help = f.metadata["help"] + default_note(f, recipes)
         if kind is bool:
-            both = dict(dest=name, action=BoolFlag, default=argparse.SUPPRESS)
+            both = dict(dest=name, action=BoolFlag, nargs=0, default=argparse.SUPPRESS)
             shown = [f"--{name}"] if f.default is False else [f"--{name}", f"--no_{name}"]
             group.add_argument(*shown, **both, help=help)
             if f.default is False:
@@ -153,12 +148,12 @@ def default_note(f: dataclasses.Field, recipes: dict) -> str:
 
 def resume_notes(Config: type) -> str:
     """Which flags a resumed run may change, for the help."""
-    fixed, per_run = ([f"--{f.name}" for f in dataclasses.fields(Config) if f.metadata.get(kind)]
-                      for kind in ("fixed", "per_run"))
-    lists = {"On resume, these cannot change": fixed, "These are not taken from the checkpoint": per_run}
-    rest = "\nAll others are the checkpoint's, where they are not given.\n"
-    return "\n".join(textwrap.fill(f"{what}: {' '.join(names)}", 100, subsequent_indent="  ")
-                     for what, names in lists.items()) + rest
+    notes = []
+    for kind, what in (("fixed", "On resume, these cannot change:"),
+                       ("per_run", "These are not taken from the checkpoint:")):
+        names = [f"--{f.name}" for f in dataclasses.fields(Config) if f.metadata.get(kind)]
+        notes.append(textwrap.fill(" ".join([what, *names]), 100, subsequent_indent="  "))
+    return "\n".join([*notes, "All others are the checkpoint's, where they are not given.\n"])
 
 
 def run_command(main: Callable[[], int | None], is_master: Callable[[], bool] = lambda: True) -> None:

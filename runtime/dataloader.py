@@ -8,14 +8,16 @@ import itertools
 import os
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from runtime.cli import UserError
 from runtime.files import digest, fingerprint_blocks, readable
-from runtime.shards import ShardCheck, check_shards, list_shards, open_shard, read_shard, recorded_sums
+from runtime.shards import check_shard, list_shards, open_shard, read_shard, recorded_sums
 from runtime.tokenizer import VOCAB_SIZE, encode
 
 INPUT_TXT = Path(__file__).resolve().parent.parent / "input.txt"
@@ -36,23 +38,21 @@ class TokenDataset:
     epoch, by the seed; without, the order is that of the files. `shards`: paths, or 1-D uint16 arrays. One
     shard is in memory at a time, as uint16.
 
-    Raises UserError for a damaged shard, for too little text to make one sequence, for ids at or above
-    `vocab_size` or GPT-2's 50257 (at once if the fingerprint's blocks hold one, else when the shard is read),
-    for a shard that changed since the start, and for one whose SHA-256 is not that in its manifest (when it
-    is read).
+    Raises UserError for too little text to make one sequence, and for a shard that is damaged, has ids at or
+    above `vocab_size` or GPT-2's 50257, changes during the run, or has not the SHA-256 in its manifest: at
+    once where the fingerprint's blocks show it, else when the shard is read.
 
-    `sums`: {path: SHA-256} of the shards whose manifests record it. `unchecked`: those that TokenLoader.start
-    is to check.
+    `sums`: {path: SHA-256} of the shards whose manifest, in the folder of the first, records it. `unchecked`:
+    those that TokenLoader.start is to check.
     """
 
     def __init__(self, shards: list[Path | np.ndarray], sequence_length: int, seed: int = 0,
-                 shuffle: bool = False, vocab_size: int | None = None):
-        self.shards, self.T, self.vocab_size = list(shards), sequence_length, vocab_size
+                 shuffle: bool = False, vocab_size: int = VOCAB_SIZE):
+        self.shards, self.T, self.end = list(shards), sequence_length, min(vocab_size, VOCAB_SIZE)
         self.names = ["the text" if isinstance(shard, np.ndarray) else str(shard) for shard in self.shards]
         paths = [shard for shard in self.shards if not isinstance(shard, np.ndarray)]
-        recorded = {folder / name: sha256 for folder in {Path(path).parent for path in paths}
-                    for name, sha256 in recorded_sums(folder).items()}
-        self.sums = {path: recorded[path] for path in paths if recorded.get(path)}
+        recorded = recorded_sums(paths[0].parent) if paths else {}
+        self.sums = {path: recorded[path.name] for path in paths if recorded.get(path.name)}
         self.unchecked = {}
         self.fingerprint = [self._fingerprint(i) for i in range(len(self.shards))]
         self.lengths = [length for _, length, _ in self.fingerprint]
@@ -61,9 +61,9 @@ class TokenDataset:
         if self.total == 0:
             raise UserError(f"{self.names[0]}: {sum(self.lengths):,} tokens are too few for one sequence of "
                             f"{self.T} tokens and its target: give more text or a smaller --sequence_length")
-        self._order = ((lambda n, *key: stable_permutation(n, seed, *key)) if shuffle else
-                       (lambda n, *_: np.arange(n)))
-        self._epoch, self._loaded = None, None
+        self._order = lambda n, *key: stable_permutation(n, seed, *key) if shuffle else np.arange(n)
+        # kept for the epoch and the shard that are being read
+        self._epoch, self._sequences = lru_cache(1)(self._epoch), lru_cache(1)(self._sequences)
 
     def _fingerprint(self, i):
         """[name, number of tokens, digest] of shard i."""
@@ -73,23 +73,25 @@ class TokenDataset:
         return [Path(self.names[i]).name, len(tokens), digest(sample)]
 
     def _check_ids(self, i, tokens):
-        if self.vocab_size is None or not len(tokens) or tokens.max() < min(self.vocab_size, VOCAB_SIZE):
-            return
-        raise UserError(f"{self.names[i]} holds token {tokens.max()}, and " + (
-            f"GPT-2's tokens end at {VOCAB_SIZE - 1}: it is damaged, or of another tokenizer"
-            if tokens.max() >= VOCAB_SIZE else
-            f"the model's vocabulary has {self.vocab_size}: these are not GPT-2's tokens, or --vocab_size is "
-            f"too small"))
+        if (largest := tokens.max()) >= self.end:
+            raise UserError(f"{self.names[i]} holds token {largest}, and the model's tokens end at "
+                            f"{self.end - 1}: it is damaged, or of another tokenizer than GPT-2's, or "
+                            f"--vocab_size is too small")
 
-    def _load_shard(self, i):
-        """Reads shard i: its sequences as rows (count_i, T+1), and their order in this epoch."""
+    def _epoch(self, epoch):
+        """The order of the shards in an epoch, and the numbers within it at which their sequences begin."""
+        order = self._order(len(self.shards), epoch).tolist()
+        return order, [0, *itertools.accumulate(self.counts[i] for i in order)]
+
+    def _sequences(self, epoch, i):
+        """Reads shard i: its sequences as rows (count_i, T+1), and their order in an epoch."""
         shard = self.shards[i]
         tokens = shard if isinstance(shard, np.ndarray) else read_shard(shard, self.sums.get(shard, ""))
         if [len(tokens), digest(tokens)] != self.fingerprint[i][1:]:
             raise UserError(f"{self.names[i]} changed during the run: restore it, then run the same command")
         self._check_ids(i, tokens)
-        self._rows = np.lib.stride_tricks.sliding_window_view(tokens, self.T + 1)[::self.T]       # no copy
-        self._row_order, self._loaded = self._order(self.counts[i], self._epoch, i), i
+        rows = np.lib.stride_tricks.sliding_window_view(tokens, self.T + 1)[::self.T]           # no copy
+        return rows, self._order(self.counts[i], epoch, i)
 
     def read(self, first: int, count: int) -> np.ndarray:
         """Sequences number `first` to `first + count - 1`, each with its last target: uint16 (count, T+1)."""
@@ -97,28 +99,20 @@ class TokenDataset:
         row = 0
         while row < count:
             epoch, position = divmod(first + row, self.total)
-            if epoch != self._epoch:
-                self._epoch, self._loaded = epoch, None
-                self._shard_order = self._order(len(self.shards), epoch)
-                self._edges = [0, *itertools.accumulate(self.counts[i] for i in self._shard_order)]
-            slot = bisect.bisect_right(self._edges, position) - 1
-            i, local = int(self._shard_order[slot]), position - self._edges[slot]
-            if i != self._loaded:
-                self._load_shard(i)
+            order, begins = self._epoch(epoch)
+            slot = bisect.bisect_right(begins, position) - 1
+            i, local = order[slot], position - begins[slot]
+            rows, row_order = self._sequences(epoch, i)
             n = min(count - row, self.counts[i] - local)
-            out[row:row + n] = self._rows[self._row_order[local:local + n]]
+            out[row:row + n] = rows[row_order[local:local + n]]
             row += n
         return out
 
 
 def to_device(rows, device):
-    """Rows of tokens (B, T+1) -> inputs x and targets y, int64 (B, T) each, on `device`.
-
-    On CUDA `rows` is a pinned tensor, and the copy overlaps with the GPU's work.
-    """
-    import torch
-    rows = rows if torch.is_tensor(rows) else torch.from_numpy(rows.astype(np.int32))
-    rows = rows.to(device, non_blocking=True).long()
+    """Rows of tokens (B, T+1) -> inputs x and targets y, int64 (B, T) each, on `device`. On CUDA `rows` is a
+    pinned tensor, and the copy overlaps with the GPU's work."""
+    rows = torch.as_tensor(rows, dtype=torch.int32).to(device, non_blocking=True).long()
     return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
 
@@ -139,7 +133,7 @@ class TokenLoader:
         self.rank, self.world_size, self.joined_rows = rank, world_size, joined_rows
         self.rows_per_step = total_batch_size // dataset.T
         self.micro_batches = self.rows_per_step // (batch_size * world_size)     # of a step
-        self._thread = self._check = None
+        self._pools = []
 
     def divide(self, updates: int) -> tuple[int, int]:
         """(micro-steps of each of `updates` updates of a step, micro-batches joined in each micro-step)."""
@@ -158,7 +152,6 @@ class TokenLoader:
         return self.dataset.read(first, self.B)
 
     def _load(self, step, m):
-        import torch
         rows = torch.from_numpy(self.rows(step, m).astype(np.int32))
         # the caching host allocator reuses a pinned block only after its copy has ended
         return rows.pin_memory() if str(self.device).startswith("cuda") else rows
@@ -168,37 +161,27 @@ class TokenLoader:
         `unchecked` shards."""
         if str(self.device).startswith("cuda"):
             # as many as can be in use at once, for torch to keep: to pin memory later makes the GPU wait
-            import torch
             shape = self.B, self.dataset.T + 1
             _ = [torch.empty(shape, dtype=torch.int32, pin_memory=True) for _ in range(self.DEPTH + 2)]
-        if self.dataset.unchecked:
-            self._check = ShardCheck(self.dataset.unchecked)
-        self._thread = ThreadPoolExecutor(1, "read ahead")
-        self._reads = (self._thread.submit(self._load, s, m)
+        reader, checker = self._pools = ThreadPoolExecutor(1, "read ahead"), ThreadPoolExecutor(1, "checks")
+        self._checks = deque(checker.submit(check_shard, *item) for item in self.dataset.unchecked.items())
+        self._reads = (reader.submit(self._load, s, m)
                        for s in itertools.count(step) for m in range(self.micro_batches))
         self._ahead = deque(itertools.islice(self._reads, self.DEPTH))
 
-    def next_micro_step(self, updates: int):
-        """x, y of the next of divide(updates)[0] micro-steps, as next_batch returns them."""
-        return self.next_batch(self.divide(updates)[1])
-
     def next_batch(self, count: int = 1):
         """x, y of the next `count` micro-batches, joined: int64 (count B, T) on the device. Raises the
-        errors of the thread that reads and of the one that checks."""
-        import torch
-        if self._check is not None:
-            self._check.raise_damage()
+        errors of the threads that read and check."""
+        while self._checks and self._checks[0].done():
+            self._checks[0].result()
+            self._checks.popleft()
         self._ahead.extend(itertools.islice(self._reads, count))
         batches = [self._ahead.popleft().result() for _ in range(count)]
         return to_device(batches[0] if count == 1 else torch.cat(batches), self.device)
 
     def close(self):
-        if self._thread is not None:
-            self._thread.shutdown(cancel_futures=True)
-            self._thread = None
-        if self._check is not None:
-            self._check.close()
-            self._check = None
+        for pool in self._pools:
+            pool.shutdown(cancel_futures=True)
 
 
 class Data(NamedTuple):
@@ -208,8 +191,7 @@ class Data(NamedTuple):
     val_count: int              # sequences of one validation, the first of `val`
 
     def fingerprints(self) -> dict[str, list]:
-        return {split: dataset.fingerprint for split, dataset in (("train", self.train), ("val", self.val))
-                if dataset}
+        return {"train": self.train.fingerprint} | ({"val": self.val.fingerprint} if self.val else {})
 
 
 def find_shards(config) -> dict[str, list[Path]]:
@@ -235,5 +217,6 @@ def open_data(config) -> Data:
         if 2 * sum(train.lengths + (val.lengths if val else [])) > CHECKED_AT_ONCE:
             train.unchecked = sums
         else:
-            check_shards(sums)
+            for path, sha256 in sums.items():
+                check_shard(path, sha256)
     return Data(train, val, min(val.total, max(1, config.val_tokens // T)) if val else 0)

@@ -12,6 +12,7 @@ from inspect import signature
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from runtime.attention import check_attention
@@ -287,7 +288,11 @@ def compile_model(config, model, process) -> Callable:
             process.print0(f"warning: using a T x T mask instead of FlexAttention: {error}")
     # inside its graph the compiler would compute all chunks' products first, and save no memory
     model.chunked_loss = torch.compiler.disable(model.chunked_loss)
-    return torch.compile(model, dynamic=False)
+    try:
+        return torch.compile(model, dynamic=False)
+    except RuntimeError as error:                       # not for this Python
+        process.print0(f"warning: {first_line(error)}; falling back to eager mode")
+        return model
 
 
 def wrap_model(model: Callable, process) -> Callable:
@@ -303,7 +308,18 @@ def wrap_model(model: Callable, process) -> Callable:
         buckets |= dict(batched_grad_copy=True, forward_sync_buffers=False)
     else:
         buckets |= dict(broadcast_buffers=False)
-    return DDP(model, device_ids=[process.device] if process.device.startswith("cuda") else None, **buckets)
+    if not process.device.startswith("cuda"):
+        return DDP(model, **buckets)
+    wrapped = DDP(model, device_ids=[process.device], **buckets)
+    wrapped.register_comm_hook(None, average_bucket)
+    return wrapped
+
+
+def average_bucket(_state, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """The mean of a bucket's gradients over the ranks, as DDP's own; but NCCL divides while it adds, where DDP
+    would divide in a pass of its own (8 bytes a parameter). gloo cannot."""
+    work = dist.all_reduce(bucket.buffer(), op=dist.ReduceOp.AVG, async_op=True)
+    return work.get_future().then(lambda future: future.value()[0])
 
 
 def without_compile(wrapped: Callable, model: torch.nn.Module) -> Callable:

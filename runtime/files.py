@@ -1,5 +1,4 @@
-"""Atomic writes, errors of files and folders as UserErrors, digests, an output folder's lock and
-checkpoints."""
+"""Atomic writes, errors of files as UserErrors, digests, an output folder's lock and checkpoints."""
 import errno
 import hashlib
 import os
@@ -17,9 +16,9 @@ from runtime.cli import RunError, UserError, brief_error, causes
 # what a run writes into --out beside its checkpoints and TensorBoard's files
 RUN_FILES = ("log.txt", "metrics.csv", "loss.png", "console.log", "status.json", "wandb_id", "trace.json")
 LOCK_NAME = ".train_gpt2.lock"
-# seconds of each attempt: a killed process loses its lock once its memory is freed, in less than three; the
-# third is for one that cannot be looked at, on another machine
-LOCK_PATIENCE = 0, 3, 20
+# seconds to wait for a process of this machine (one that was killed loses its lock once its memory is freed),
+# and for one that cannot be looked at, on another machine
+LOCK_PATIENCE = 3, 20
 NOT_ALLOWED = errno.EACCES, errno.EPERM, errno.EROFS
 NO_ROOM = errno.ENOSPC, errno.EDQUOT, errno.EFBIG
 
@@ -36,7 +35,12 @@ def replace_file(path: str | Path, write: Callable[[BinaryIO], object]) -> None:
                 file.flush()
                 sync(file.fileno())
             os.replace(temporary, path)
-            sync_folder(path.parent)
+            if os.name != "nt":                   # makes the rename durable
+                folder = os.open(path.parent, os.O_RDONLY)
+                try:
+                    sync(folder)
+                finally:
+                    os.close(folder)
     finally:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
@@ -49,16 +53,6 @@ def sync(descriptor: int) -> None:
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
             raise
-
-
-def sync_folder(folder: str | Path) -> None:
-    """Makes a rename in `folder` durable."""
-    if os.name != "nt":
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            sync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 def remove_leftovers(folder: str | Path, names: str) -> None:
@@ -93,8 +87,8 @@ def is_redirected_to(path: Path) -> bool:
 
 def checkpoints(out: str | Path) -> list[tuple[int, Path]]:
     """[(step, path)] of the checkpoints in `out`, oldest first. Each is complete (written atomically)."""
-    found = ((re.fullmatch(r"checkpoint_(\d{6,})\.pt", p.name), p) for p in Path(out).glob("checkpoint_*.pt"))
-    return sorted((int(m[1]), p) for m, p in found if m and p.name == checkpoint_name(int(m[1])))
+    return sorted((int(m[1]), path) for path in Path(out).glob("checkpoint_*.pt")
+                  if (m := re.fullmatch(r"checkpoint_([0-9]{6}|[1-9][0-9]{6,})\.pt", path.name)))
 
 
 def checkpoint_name(step: int) -> str:
@@ -103,11 +97,9 @@ def checkpoint_name(step: int) -> str:
 
 @contextmanager
 def writable(path: str | Path, begun: bool = False):
-    """Around writes to a file or folder: raises an OSError as one line with cause and remedy. That is a
-    UserError, because another folder should have been given; but a RunError if the disk is full, or if the
-    work has `begun`, when earlier files are there to resume from. The RunErrors of replace_file are told
-    apart too.
-    """
+    """Around writes to a file or folder: raises an OSError, of which replace_file may have made a RunError,
+    as one line with cause and remedy. That is a UserError, because another folder should have been given; but
+    a RunError if the disk is full, or if the work has `begun`: there are earlier files to resume from."""
     try:
         yield
     except (OSError, RuntimeError, RunError) as error:          # torch.save makes it a RuntimeError
@@ -116,7 +108,7 @@ def writable(path: str | Path, begun: bool = False):
             raise
         if not begun and cause.errno not in NO_ROOM:
             raise UserError(f"{path} cannot be written ({brief_error(cause)}): choose another "
-                            "folder") from None
+                            f"folder") from None
         if isinstance(error, RunError):
             raise
         remedy = ("make room, or " if cause.errno in NO_ROOM else
@@ -183,16 +175,20 @@ def output_lock(config, process):
     with writable(out):
         out.mkdir(parents=True, exist_ok=True)
         path.touch()
-    from filelock import FileLock, Timeout        # torch requires it
+    from filelock import FileLock                 # torch requires it
     lock = FileLock(path)                         # the system's own: it ends with a process that is killed
     try:
-        _acquire(lock, path, process)
+        if not _acquire(lock, 0):
+            process.print0(f"another run is writing to {out}: waiting to see whether it ends ...")
+            pid = holder(path)
+            if not _acquire(lock, LOCK_PATIENCE[pid is None]):
+                where = f"process {pid} of this machine" if pid else "another run"
+                raise UserError(f"--out {out}: {where} is writing there; wait for its end, or choose another "
+                                f"folder")
         yield
     finally:
-        with suppress(Timeout):                   # another run has the lock: the file is its
-            with suppress(OSError):               # a file system without locks; an open file on Windows
-                lock.acquire(timeout=0)           # or is it ours already
-            with suppress(OSError):
+        if _acquire(lock, 0):                     # else another run has it, and the file is its
+            with suppress(OSError):               # on Windows an open file
                 path.unlink()
         lock.release(force=True)
         for folder in made:
@@ -200,21 +196,13 @@ def output_lock(config, process):
                 folder.rmdir()
 
 
-def _acquire(lock, path, process):
+def _acquire(lock, seconds):
+    """Whether no other run has the lock, after at most so many seconds."""
     from filelock import Timeout
-    for seconds in LOCK_PATIENCE:
-        try:
-            lock.acquire(timeout=seconds)
-            return
-        except Timeout:
-            pid = holder(path)
-            if not seconds:
-                process.print0(f"another run is writing to {path.parent}: waiting to see whether it ends "
-                               "...")
-            elif pid:
-                break
-        except OSError:                           # some network file systems have no locks
-            return
-    where = f"process {pid} of this machine" if pid else "another run"
-    raise UserError(f"--out {path.parent}: {where} is writing there; wait for its end, or choose another "
-                    "folder")
+    try:
+        lock.acquire(timeout=seconds)
+    except Timeout:
+        return False
+    except OSError:                               # some network file systems have no locks
+        pass
+    return True

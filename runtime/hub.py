@@ -12,14 +12,13 @@ from email.utils import parsedate_to_datetime
 from pathlib import Path
 
 from runtime.cli import RunError, UserError, brief_error, causes, print_error
-from runtime.files import read_text
+from runtime.files import NO_ROOM, NOT_ALLOWED, read_text
 
 RETRIES = 8                     # waits of 1, 2, 4 ... 128 s: about four minutes without the network
 LONGEST_WAIT = 3600             # seconds, whatever the hub asks for
 REPO_NAME = re.compile(r"(?!.*(--|\.\.))\w[\w.-]*/\w[\w.-]*(?<![-.])", re.ASCII)          # OWNER/NAME
 # errors of the disk (errno) and of HTTP (status)
-NOT_WORTH_RETRYING = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS,
-                      errno.EISDIR, 401, 403, 404}
+NOT_WORTH_RETRYING = {*NO_ROOM, *NOT_ALLOWED, errno.EISDIR, 401, 403, 404}
 OPENAI_NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")           # accepted without their owner
 
 
@@ -37,23 +36,21 @@ def reach_hub() -> bool:
 
 def need_hub(what: str) -> None:
     """Raises RunError if the hub is out of reach: at once, not after minutes of retries."""
-    from huggingface_hub.constants import HF_HUB_OFFLINE            # before reach_hub sets it
     if not reach_hub():
-        cause, remedy = (("HF_HUB_OFFLINE is set", "unset it") if HF_HUB_OFFLINE else
-                         ("the Hugging Face hub is out of reach", "connect to a network"))
-        raise RunError(f"{cause}: {remedy} to get {what}, or give your own text with --input")
+        raise RunError(f"the Hugging Face hub is out of reach (or HF_HUB_OFFLINE is set): connect to a "
+                       f"network to get {what}, or give your own text with --input")
 
 
 def asked_wait(error: Exception) -> int:
-    """Seconds that the hub asks to wait: the Retry-After (seconds or a date) or the RateLimit header of the
-    answer that `error` came from. 0 if it does not ask."""
+    """Seconds that the hub asks to wait, by the Retry-After (seconds or a date) or else the RateLimit header
+    of the answer that `error` came from. 0 if it does not ask."""
     for response in (getattr(cause, "response", None) for cause in causes(error)):
         if getattr(response, "status_code", None) in (429, 503):
-            value, limit = (response.headers.get(name) or "" for name in ("retry-after", "ratelimit"))
+            after, limit = (response.headers.get(name, "") for name in ("retry-after", "ratelimit"))
             with suppress(ValueError, OverflowError):
-                seconds = (re.search(r"\bt\s*=\s*(\d{1,9})", limit) or ["", 0])[1] if not value else (
-                    value if value.strip().isdigit() else
-                    (parsedate_to_datetime(value) - datetime.now(UTC)).total_seconds())
+                seconds = after or (re.search(r"\bt\s*=\s*(\d+)", limit) or ["", 0])[1]
+                if after and not after.strip().isdecimal():
+                    seconds = (parsedate_to_datetime(after) - datetime.now(UTC)).total_seconds()
                 return math.ceil(max(0, min(LONGEST_WAIT, float(seconds))))
     return 0
 
@@ -61,16 +58,13 @@ def asked_wait(error: Exception) -> int:
 def wait_to_retry(error: Exception, failures: int, repo: str, what: str,
                   final: Container = NOT_WORTH_RETRYING) -> None:
     """Exponential backoff: prints `error` and sleeps 2^failures seconds, or longer if the hub asks for it.
-    `failures`: how many before it.
-
-    Raises RunError "`what` (`error`) ..." after RETRIES retries, or at once for the error codes in `final`.
-    """
+    `failures`: how many before it. Raises RunError "`what` (`error`) ..." after RETRIES retries, or at once
+    for the error codes in `final`."""
     code = getattr(error, "errno", None) or getattr(getattr(error, "response", None), "status_code", None)
     if failures == RETRIES or code in final:
         raise RunError(f"{what} ({brief_error(error)}): run the same command again to resume, or give your "
                        f"own text with --input") from None
-    asked, backoff = asked_wait(error), 2 ** failures
-    seconds, whose = (asked, ", as the hub asks") if asked > backoff else (backoff, "")
+    seconds, whose = max((2 ** failures, ""), (asked_wait(error), ", as the hub asks"))
     print_error(f"{repo}: {brief_error(error)[:120]}; trying again in {seconds} s{whose}")
     time.sleep(seconds)
 
@@ -92,11 +86,10 @@ def published_sha256(path: Path) -> str | None:
     """SHA-256 of the file on the hub that fetch_file downloaded to `path`, from the note that huggingface_hub
     leaves: a large file's etag is its SHA-256. None where it has no such."""
     note = path.parent / ".cache/huggingface/download" / f"{path.name}.metadata"
-    try:
-        words = read_text(note, 1 << 16).split()
-    except (OSError, ValueError):
-        return None
-    return next((word for word in words if re.fullmatch("[0-9a-f]{64}", word)), None)
+    with suppress(OSError, ValueError):
+        if found := re.search(r"\b[0-9a-f]{64}\b", read_text(note, 1 << 16)):
+            return found[0]
+    return None
 
 
 def download_model(name: str) -> Path:
@@ -112,13 +105,12 @@ def download_model(name: str) -> Path:
         hf_hub_download(repo, "model.safetensors")
         return Path(hf_hub_download(repo, "config.json")).parent
     except Exception as error:                    # network errors come in the classes of many libraries
-        if isinstance(error, errors.RepositoryNotFoundError | errors.HFValidationError):
-            reason = "is no file or folder here, and no public model on the Hugging Face hub: check the name"
-        elif isinstance(error, errors.LocalEntryNotFoundError) or not reachable:
+        if isinstance(error, errors.LocalEntryNotFoundError) or not reachable:
             reason = ("is not on this machine, and the Hugging Face hub is out of reach (or HF_HUB_OFFLINE "
                       "is set): connect")
-        elif isinstance(error, errors.EntryNotFoundError):
-            reason = "on the Hugging Face hub has no model.safetensors with a config.json: choose another"
+        elif isinstance(error, errors.RepositoryNotFoundError | errors.EntryNotFoundError):
+            reason = ("is no file or folder here, and no public model on the Hugging Face hub, or has no "
+                      "model.safetensors: check the name")
         else:
             reason = f"cannot be fetched from the Hugging Face hub ({brief_error(error)[:80]}): try again"
         raise UserError(f"{name} {reason}, or give the path of a checkpoint") from None

@@ -13,13 +13,13 @@ from runtime.progress import Progress
 from runtime.tokenizer import EOT, VOCAB_SIZE, checked_asset
 from runtime.weights import build_model, canonical, check_tokens, load_pickle
 
+# what a GPT-2's config.json may leave out, but not say otherwise. auto_map is code of its own: never run here
+GPT2 = {"auto_map": None, "layer_norm_epsilon": 1e-5, "scale_attn_weights": True, "tie_word_embeddings": True,
+        "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False}
 # what save_pretrained writes
 EXPORTED = {"config.json", "tokenizer_config.json", "vocab.json", "merges.txt", "model.safetensors"}
-
-
-def is_conv1d(name):
-    """GPT-2's own code stores these as (in, out), nn.Linear as (out, in)."""
-    return name.endswith(("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight"))
+# GPT-2's own code stores these as (in, out), nn.Linear as (out, in)
+CONV1D = "attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight"
 
 
 def from_huggingface(source, GPT, GPTConfig):
@@ -34,22 +34,15 @@ def from_huggingface(source, GPT, GPTConfig):
         config = json.loads(read_text(folder / "config.json", errors="strict"))
         if not isinstance(config, dict):
             raise ValueError("its config.json holds no settings")
-        if "auto_map" in config:
-            raise ValueError("its config.json names code of its own (auto_map), which is never run here")
-        if config.get("model_type") != "gpt2":
-            raise ValueError(f"its config.json says model_type {safe_repr(config.get('model_type'))!r} "
-                            f"instead of 'gpt2'")
-        for key, value in (("layer_norm_epsilon", 1e-5), ("scale_attn_weights", True),
-                           ("tie_word_embeddings", True), ("scale_attn_by_inverse_layer_idx", False),
-                           ("add_cross_attention", False)):
-            if config.get(key, value) != value:
-                raise ValueError(f"its config.json says {key} = {safe_repr(config[key])} instead of {value}")
+        for key, value in {"model_type": "gpt2", **GPT2}.items():
+            if (found := config.get(key, GPT2.get(key))) != value:
+                raise ValueError(f"its config.json says {key} = {safe_repr(found)} instead of {value}")
         gelu = {"gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu": "none"}.get(
             config.get("activation_function", "gelu_new"))
         if gelu is None or config.get("n_inner") not in (None, 4 * config["n_embd"]):
             raise ValueError("its config.json asks for another activation or n_inner than GPT-2's")
         weights = canonical(_folder_weights(folder))
-        weights = {name: t.t() if is_conv1d(name) else t for name, t in weights.items()}
+        weights = {name: t.t() if name.endswith(CONV1D) else t for name, t in weights.items()}
         shape = {name: config[name] for name in ("vocab_size", "n_layer", "n_head", "n_embd")}
         return build_model(GPT, GPTConfig(config.get("n_positions", 1024), **shape, gelu=gelu), weights)
 
@@ -81,7 +74,7 @@ def save_huggingface(model, folder: str | Path) -> None:
     weights = {}
     for name, p in model.state_dict().items():
         if name != "lm_head.weight":                                        # tied to wte
-            p = p[:vocab_size] if name.endswith("wte.weight") else p.t() if is_conv1d(name) else p
+            p = p[:vocab_size] if name.endswith("wte.weight") else p.t() if name.endswith(CONV1D) else p
             weights[name] = p.detach().float().cpu().contiguous()
     config = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "vocab_size": vocab_size,
               "n_positions": c.block_size, "n_ctx": c.block_size, "n_embd": c.n_embd, "n_layer": c.n_layer,

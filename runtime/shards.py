@@ -6,16 +6,14 @@ import os
 import re
 import shlex
 import textwrap
-import threading
 import warnings
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 
 from runtime.cli import UserError
-from runtime.files import read_text, readable, replace_file
+from runtime.files import file_sha256, read_text, readable, replace_file
 from runtime.tokenizer import EOT, VOCAB_SIZE, tokenizer
 
 MANIFEST_NAME = re.compile(r"manifest(_p\d+of\d+)?\.json")
@@ -30,8 +28,7 @@ def write_shard(path: str | Path, *parts: np.ndarray) -> str:
     if Path(path).suffix == ".bin":
         head.write(np.array([BIN_MAGIC, BIN_VERSION, n] + [0] * (BIN_HEADER - 3), dtype="<i4"))
     else:
-        np.lib.format.write_array_header_1_0(head, np.lib.format.header_data_from_array_1_0(parts[0])
-                                               | {"shape": (n,)})
+        np.lib.format.write_array_header_1_0(head, {"descr": "<u2", "fortran_order": False, "shape": (n,)})
     sha256 = hashlib.sha256()
 
     def write(file):            # not np.save: on a full disk it can lose a file's last bytes without an error
@@ -46,10 +43,12 @@ def open_shard(path: str | Path) -> np.memmap:
     """Tokens of a .npy or .bin shard as a read-only memory map, 1-D uint16. Raises UserError if the file is
     missing, truncated or not a shard; nothing in it is ever unpickled."""
     path = Path(path)
-    with readable(path, "copy it or make it again"):
+    # an unusual header makes numpy warn: the error is enough
+    with readable(path, "copy it or make it again"), warnings.catch_warnings(action="ignore"):
         if not path.is_file():                    # opening a named pipe would block forever
             raise ValueError("no regular file is there")
-        tokens = (_open_bin if path.suffix == ".bin" else _open_npy)(path)
+        # not np.load: it takes a file that is no .npy for a pickle or an archive
+        tokens = _open_bin(path) if path.suffix == ".bin" else np.lib.format.open_memmap(path, mode="r")
         if tokens.dtype != np.uint16 or tokens.ndim != 1 or len(tokens) == 0:
             raise ValueError(f"a shard is 1-D uint16 tokens, it holds {tokens.dtype} {tokens.shape}")
         if path.stat().st_size != tokens.offset + tokens.nbytes:
@@ -64,20 +63,11 @@ def _open_bin(path):
     return np.memmap(path, dtype="<u2", mode="r", offset=4 * BIN_HEADER, shape=(int(header[2]),))
 
 
-def _open_npy(path):
-    with open(path, "rb") as file:                # np.load takes any other file for a pickle or an archive
-        if file.read(len(np.lib.format.MAGIC_PREFIX)) != np.lib.format.MAGIC_PREFIX:
-            raise ValueError("it is not a .npy file")
-    with warnings.catch_warnings(action="ignore"):        # about an unusual header: the error is enough
-        return np.load(path, mmap_mode="r", allow_pickle=False)
-
-
 def is_whole(path: Path) -> bool:
     """Whether open_shard reads it."""
-    try:
+    with suppress(UserError):
         return open_shard(path) is not None
-    except UserError:
-        return False
+    return False
 
 
 def read_shard(path: str | Path, sha256: str = "") -> np.ndarray:
@@ -151,53 +141,21 @@ def recorded_sums(folder: str | Path) -> dict[str, str]:
     return sums
 
 
-def damage_of(path: Path, sha256: str = "", stop: Callable[[], bool] = lambda: False) -> str:
-    """What is wrong with a shard, all of whose bytes are read: '' if nothing. Reads and hashes in pieces, in
-    which other threads go on; once `stop` says so, no further."""
+def damage_of(path: Path, sha256: str = "") -> str:
+    """What is wrong with a shard, all of whose bytes are read: '' if nothing."""
     if not os.path.isfile(path):
         return "missing"
-    found, largest, piece = hashlib.sha256(), 0, np.empty(1 << 23, dtype=np.uint8)
     try:
-        offset = open_shard(path).offset
-        with readable(path, "copy it again"), open(path, "rb") as file:
-            found.update(file.read(offset))
-            while n := file.readinto(piece):
-                if stop():
-                    return ""
-                found.update(piece[:n])
-                largest = max(largest, int(piece[:n // 2 * 2].view("<u2").max()))
+        with readable(path, "copy it again"):
+            if sha256 and file_sha256(path) != sha256:
+                return OTHER_BYTES
+            largest = read_shard(path).max()
     except UserError as error:
-        return OTHER_BYTES if sha256 and not isinstance(error.__context__, OSError) else str(error)
-    if sha256 and found.hexdigest() != sha256:
-        return OTHER_BYTES
+        return str(error)
     return f"it holds token {largest}, and GPT-2's end at {VOCAB_SIZE - 1}" if largest >= VOCAB_SIZE else ""
 
 
-def check_shards(sums: dict[Path, str], stop: Callable[[], bool] = lambda: False) -> None:
-    """Reads all bytes of these shards. UserError for the first that is not {path: SHA-256}."""
-    for path, sha256 in sums.items():
-        if not stop() and (why := damage_of(path, sha256, stop)):
-            raise damaged(path, why)
-
-
-class ShardCheck:
-    """check_shards on a thread. `raise_damage` raises what it has found so far."""
-
-    def __init__(self, sums: dict[Path, str]):
-        self.error, self.stop = None, threading.Event()
-        self.thread = threading.Thread(target=self._run, args=[sums], daemon=True, name="check of shards")
-        self.thread.start()
-
-    def _run(self, sums):
-        try:
-            check_shards(sums, self.stop.is_set)
-        except Exception as error:
-            self.error = error
-
-    def raise_damage(self) -> None:
-        if self.error:
-            raise self.error
-
-    def close(self) -> None:
-        self.stop.set()
-        self.thread.join()
+def check_shard(path: Path, sha256: str) -> None:
+    """Reads all bytes of a shard. UserError if they are damaged, or not those of `sha256`."""
+    if why := damage_of(path, sha256):
+        raise damaged(path, why)

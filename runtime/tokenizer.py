@@ -3,6 +3,7 @@ import contextlib
 import functools
 import hashlib
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -35,8 +36,7 @@ def token_bytes() -> dict[bytes, int]:
     """{bytes of a token: its id}, for all but <|endoftext|>."""
     # encoder.json writes bytes as printable characters: a printable one of Latin-1 as itself, the
     # other 68 as the code points from 256 on. Its ids are the merge ranks.
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1),
-                 *range(ord("®"), ord("ÿ") + 1)]
+    printable = [b for b in range(256) if chr(b).isprintable() and b != ord(" ")]
     byte_of = {chr(b): b for b in printable}
     byte_of |= {chr(256 + i): b for i, b in enumerate(b for b in range(256) if b not in printable)}
     encoder = json.loads(checked_asset("encoder.json").read_text(encoding="utf-8"))
@@ -45,43 +45,28 @@ def token_bytes() -> dict[bytes, int]:
 
 @functools.cache
 def tokenizer():
-    """GPT-2's byte-level BPE (Radford et al. 2019, section 2.2) as a tiktoken Encoding, built from assets/.
-
-    Its tokens are those of `tiktoken.get_encoding("gpt2")`, which downloads the same two files.
-    """
+    """GPT-2's byte-level BPE (Radford et al. 2019, section 2.2) as a tiktoken Encoding, from assets/. Its
+    tokens are those of `tiktoken.get_encoding("gpt2")`, which downloads the same two files."""
     import tiktoken
     return tiktoken.Encoding("gpt2", explicit_n_vocab=VOCAB_SIZE, pat_str=PATTERN,
                              mergeable_ranks=token_bytes(), special_tokens={"<|endoftext|>": EOT})
 
 
-ENDINGS = "ings ing ies ied ers er ed es ly s e y".split()
-
-
-def stem(text: str) -> str:
-    """`text` in lower case, without the white space around it and without one common English ending, if three
-    characters remain: " Returns" and "returning" have the stem "return"."""
-    text = text.strip().lower()
-    return next((text[:-len(ending)] for ending in ENDINGS
-                 if text.endswith(ending) and len(text) >= len(ending) + 3), text)
+ENDING = re.compile(r"(?<=...)(ings|ing|ies|ied|ers|er|ed|es|ly|s|e|y)\Z", re.DOTALL)
 
 
 @functools.cache
-def stems_of_gpt2() -> np.ndarray:
-    """stems_of_tokens for GPT-2's tokens, int64 (50257,)."""
-    names: list = list(range(VOCAB_SIZE))               # of stems: a text, or else the token's id
-    for token, i in token_bytes().items():
+def stems_of_tokens(vocab_size: int) -> np.ndarray:
+    """For each token the number of its stem, int64 (vocab_size,). A stem is the text in lower case, without
+    the white space around it and without one common English ending, if three characters remain: " Returns"
+    and "returning" have the stem "return". Bytes that are no text, white space, <|endoftext|> and padding
+    have one each, and so has every token of a vocabulary that is smaller than GPT-2's."""
+    names: list = list(range(vocab_size))               # of stems: a text, or else the token's id
+    for token, i in token_bytes().items() if vocab_size >= VOCAB_SIZE else ():
         with contextlib.suppress(UnicodeDecodeError):
-            names[i] = stem(token.decode()) or i
+            names[i] = ENDING.sub("", token.decode().strip().lower()) or i
     number: dict = {}
     return np.array([number.setdefault(name, len(number)) for name in names], dtype=np.int64)
-
-
-def stems_of_tokens(vocab_size: int) -> np.ndarray:
-    """For each token the number of its stem, int64 (vocab_size,): tokens have the same if `stem` of their
-    texts is the same. Bytes that are no text, white space, <|endoftext|> and padding have one each, and so
-    has every token of a vocabulary that is smaller than GPT-2's."""
-    stems = stems_of_gpt2() if vocab_size >= VOCAB_SIZE else np.arange(vocab_size)
-    return np.append(stems, stems.max() + 1 + np.arange(vocab_size - len(stems)))
 
 
 def encode(text: str) -> np.ndarray:

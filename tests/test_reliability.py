@@ -499,11 +499,12 @@ def test_the_same_data_in_another_folder_and_format_is_the_same_data(data, whole
 
 def test_a_second_run_in_the_same_folder_is_refused(data, whole, tmp_path, monkeypatch):
     shutil.copytree(whole, tmp_path / "log")
-    monkeypatch.setattr(runtime.files, "LOCK_PATIENCE", (0, 0.1))
+    monkeypatch.setattr(runtime.files, "LOCK_PATIENCE", (None, 0.1))
     monkeypatch.setattr(runtime.files, "holder", lambda path: None)
     with (FileLock(tmp_path / "log" / runtime.files.LOCK_NAME),
           pytest.raises(UserError, match="another run is writing there")):      # on another machine
         train_gpt2.train(["--data", str(data), "--out", str(tmp_path / "log")])
+    assert (tmp_path / "log" / runtime.files.LOCK_NAME).exists()            # else a third run would begin
     with pytest.raises(UserError, match="--n_layer 2, not 3"):  # free again, and freed again after a mistake
         train_gpt2.train(["--data", str(data), "--out", str(tmp_path / "log"), "--n_layer", "3"])
     with pytest.raises(UserError, match="--n_layer 2, not 3"):

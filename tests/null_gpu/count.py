@@ -223,7 +223,7 @@ def our_step(entry, raw):
         optimizers = [PlainAdamW([{n: g[n] for n in ("params", "lr", "weight_decay")}
                                   for g in optimizers[0].param_groups], betas=(0.9, 0.95))]
     x = torch.zeros(1, 8, dtype=torch.int64, device="cuda")
-    loader = types.SimpleNamespace(divide=lambda updates: (1, 1), next_micro_step=lambda updates: (x, x))
+    loader = types.SimpleNamespace(divide=lambda updates: (1, 1), next_batch=lambda count: (x, x))
     state = types.SimpleNamespace(step=0, optimizers=optimizers, model=raw,
                                   scaler=torch.amp.GradScaler("cuda", enabled=False))
     autocast = torch.autocast("cuda", torch.bfloat16)
