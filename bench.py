@@ -28,17 +28,16 @@ from benchmarks.compare import compare_table
 from benchmarks.data import data_table
 from benchmarks.flags import ELSEWHERE, parse_args
 from benchmarks.predict import predict_table
-from benchmarks.steps import SIZES, WORKERS
+from benchmarks.steps import WORKERS
 from benchmarks.timing import machine, run_worker
 from runtime.cli import run_command
 from runtime.files import replace_file
 
+# each prints its table and, where asked, draws it. (flags, their Setting) -> rows, for --json
 TABLES = {"ladder": tables.ladder, "attention": tables.attention_table, "memory": tables.memory_table,
           "data": data_table, "hellaswag": tables.hellaswag_table, "scaling": tables.scaling_table,
-          "peer": tables.peer_table,
-          "recipes": lambda args, base: recipes_table(args, base, SIZES[args.size or "small"]),
-          "compare": lambda args, base: compare_table(args.paths, args.plot),
-          "predict": lambda args, base: predict_table(args.gpu)}
+          "peer": tables.peer_table, "recipes": recipes_table, "compare": compare_table,
+          "predict": predict_table}
 
 
 def main(argv=None):

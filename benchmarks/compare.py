@@ -5,21 +5,20 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.pictures import plot_losses
 from benchmarks.timing import print_table
 from runtime.cli import UserError
 from runtime.files import readable
 from runtime.log import read_metrics
-from runtime.plots import limits, new_figure, save_figure, short_count
+from runtime.plots import limits, short_count
 from runtime.progress import duration
 
 
 @dataclass
 class Curve:
-    """A run's validations, and how far it has trained."""
+    """A run's validations, and the last row of its metrics.csv: how far it has trained."""
     name: str
-    steps: int
-    tokens: int
-    seconds: float
+    last: dict
     points: list[tuple[int, float, float]]          # (tokens, seconds, validation loss)
 
 
@@ -38,7 +37,7 @@ def read_curve(run: str) -> Curve:
     points = [(row["tokens"], row["seconds"], row["val"]) for row in rows if row["val"] is not None]
     if not points:
         raise UserError(f"{path} has no validation loss yet: wait for the first, or train with --val_every")
-    return Curve(run, rows[-1]["step"], rows[-1]["tokens"], rows[-1]["seconds"], points)
+    return Curve(run, rows[-1], points)
 
 
 def tokens_to_reach(target: float, points: list[tuple]) -> float | None:
@@ -46,10 +45,8 @@ def tokens_to_reach(target: float, points: list[tuple]) -> float | None:
     it never was."""
     before = higher = None
     for tokens, _, loss in finite(points):
-        if loss <= target and before is None:
-            return tokens
         if loss <= target:
-            return before + (tokens - before) * (higher - target) / (higher - loss)
+            return tokens if before is None else np.interp(target, (loss, higher), (tokens, before)).item()
         before, higher = tokens, loss
     return None
 
@@ -63,8 +60,8 @@ def compare_rows(curves: list[Curve]) -> list[dict]:
     for curve in curves:
         own, _, final = curve.points[-1]
         reached = {other.name: tokens_to_reach(final, other.points) for other in curves if other is not curve}
-        rows.append({"run": curve.name, "steps": curve.steps, "tokens": curve.tokens,
-                     "seconds": curve.seconds, "final_val": number(final), "final_val_tokens": own,
+        rows.append({"run": curve.name, "steps": curve.last["step"], "tokens": curve.last["tokens"],
+                     "seconds": curve.last["seconds"], "final_val": number(final), "final_val_tokens": own,
                      "lowest_val": number(min((loss for *_, loss in finite(curve.points)), default=math.nan)),
                      "to_reach_it": {name: None if tokens is None else
                                      {"tokens": round(tokens), "percent": 100 * tokens / own if own else None}
@@ -102,36 +99,26 @@ def print_rows(rows: list[dict]) -> None:
 
 def plot_runs(path: str, curves: list[Curve]) -> None:
     """Two panels: validation loss against tokens, and against the time of training."""
-    figure = new_figure(figsize=(12, 4.5))
-    panels = figure.subplots(1, 2, sharey=True)
-    unit, length = ("hours", 3600) if max(curve.seconds for curve in curves) >= 2 * 3600 else ("minutes", 60)
-    losses = []
+    longest = max(curve.last["seconds"] for curve in curves)
+    unit, length = ("hours", 3600) if longest >= 2 * 3600 else ("minutes", 60)
+    by_tokens, by_time, shown = {}, {}, []
     for curve in curves:
-        tokens, seconds, loss = np.array(finite(curve.points)).reshape(-1, 3).T
-        panels[0].plot(tokens, loss, marker="o", markersize=3, label=curve.name)
-        panels[1].plot(seconds / length, loss, marker="o", markersize=3)
+        tokens, seconds, loss = np.reshape(finite(curve.points), (-1, 3)).T
+        by_tokens[curve.name] = tokens, loss
+        by_time[curve.name] = seconds / length, loss
         if len(loss):   # a run's first tenth is cut off: its fall would hide how the runs differ later
-            losses += [np.interp(0.1 * tokens[-1], tokens, loss), loss.min()]
-    for panel, label in zip(panels, ("tokens", f"{unit} of training"), strict=True):
-        panel.set_xlabel(label)
-        panel.set_xlim(left=0)
-        panel.grid(alpha=0.3)
-    panels[0].xaxis.set_major_formatter(short_count)
-    panels[0].set_ylabel("validation loss, nats a token")
-    panels[0].legend(fontsize=8)
-    if losses:
-        panels[0].set_ylim(*limits(losses, 0.05))
-    save_figure(figure, path)
+            shown += [np.interp(0.1 * tokens[-1], tokens, loss), loss.min()]
+    plot_losses(path, {"tokens": by_tokens, f"{unit} of training": by_time},
+                limits=limits(shown, 0.05) if shown else None)
 
 
-def compare_table(runs: list[str], plot: str | None) -> list[dict]:
-    """`bench.py compare`: prints runs, --out folders. Draws them if `plot` is given. Returns the rows."""
-    if not runs:
+def compare_table(args, base) -> list[dict]:
+    if not args.paths:
         raise UserError("bench.py compare needs the --out folders of runs: python bench.py compare log ...")
-    curves = [read_curve(run) for run in dict.fromkeys(runs)]
+    curves = [read_curve(run) for run in dict.fromkeys(args.paths)]
     rows = compare_rows(curves)
     print_rows(rows)
-    if plot:
-        plot_runs(plot, curves)
-        print(f"saved {plot}")
+    if args.plot:
+        plot_runs(args.plot, curves)
+        print(f"saved {args.plot}")
     return rows

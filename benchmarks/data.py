@@ -1,6 +1,5 @@
 """`bench.py data`: the loader's and the tokenizer's tokens a second."""
 import os
-import shutil
 import statistics
 import subprocess
 import sys
@@ -9,7 +8,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.timing import BENCH, measure, print_table, progress, random_tokens, rows_of
+from benchmarks.timing import BENCH, measure, print_table, random_tokens, rows_of, take_turns
 from runtime.cli import UserError
 from runtime.dataloader import INPUT_TXT, TokenDataset, TokenLoader, to_device
 from runtime.progress import counted
@@ -59,36 +58,30 @@ def fineweb_command(what, workers, text, out, peer, repeats):
 
 
 def time_fineweb(jobs, turns, peer=None, repeats=1):
-    """Whole processes, in turn. A job: ("fineweb.py", PEER or EMPTY; number of workers). `peer`: the folder
-    of a clone of build-nanogpt. `repeats`: how often they have the text. A dict for each job: {"seconds":
-    [...], "tokens": of a run, "bytes": of its text}, or {"failed": reason}."""
-    results = [{"seconds": []} for _ in jobs]
-    runs = turns * list(zip(jobs, results, strict=True))
-    with tempfile.TemporaryDirectory() as folder, progress("timed fineweb.py", len(runs), "runs") as task:
+    """Whole processes, in turn. `jobs`: {name: ("fineweb.py", PEER or EMPTY; number of workers)}. `peer`: the
+    folder of a clone of build-nanogpt. `repeats`: how often they have the text. {name: {"seconds": [...],
+    "tokens": of a run, "bytes": of its text}, or {"failed": reason}}."""
+    with tempfile.TemporaryDirectory() as folder:
         text = Path(folder) / "text.parquet"
         size = write_text(text) * repeats
-        for i, ((what, workers), result) in enumerate(runs):
-            out = Path(folder) / f"out{i}"
-            argv = fineweb_command(what, workers, text, out, peer, repeats)
-            getattr(os, "sync", int)()            # what the run before left to the disk is not this one's
-            start = time.perf_counter()
-            run = subprocess.run(argv, capture_output=True, text=True, cwd=BENCH.parent)
-            result["seconds"].append(time.perf_counter() - start)
-            if run.returncode:
-                result["failed"] = run.stderr.strip().split("\n")[-1][:200]
-            else:
-                shards = out / "edu_fineweb10B" if what == PEER else out
-                result["tokens"] = sum(len(open_shard(path)) for path in shards.glob("*.npy"))
-                result["bytes"] = size
-            shutil.rmtree(out, ignore_errors=True)
-            task.update()
-    return results
+
+        def run(job):
+            with tempfile.TemporaryDirectory(dir=folder) as out:
+                argv = fineweb_command(*job, text, out, peer, repeats)
+                getattr(os, "sync", int)()        # what the run before left to the disk is not this one's
+                start = time.perf_counter()
+                done = subprocess.run(argv, capture_output=True, text=True, cwd=BENCH.parent)
+                seconds = time.perf_counter() - start
+                if done.returncode:
+                    return {"failed": done.stderr.strip().split("\n")[-1][:200]}
+                tokens = sum(len(open_shard(path)) for path in Path(out).rglob("*.npy"))
+                return {"seconds": [seconds], "tokens": tokens, "bytes": size}
+        return take_turns(run, jobs, turns, "timed fineweb.py", "runs")
 
 
 def fineweb_rows(jobs, results):
     """Rows of the table; with the peer's job among them, how many times as fast (medians)."""
-    peers = dict(zip(jobs, results, strict=True)).get((PEER, 2), {})
-    names = [f"{what}, {counted(workers, 'worker')}" for what, workers in jobs]
+    peers = next((results[name] for name, (what, _) in jobs.items() if what == PEER), {})
 
     def cells(name, r):
         median = statistics.median(r["seconds"])
@@ -97,7 +90,7 @@ def fineweb_rows(jobs, results):
         if "tokens" in peers:
             row["against the pool"] = f"{statistics.median(peers['seconds']) / median:.2f}x"
         return row
-    return rows_of("what", names, results, cells)
+    return rows_of("what", results, cells)
 
 
 def data_table(args, base):
@@ -105,14 +98,14 @@ def data_table(args, base):
     if args.path and not (Path(args.path) / "fineweb.py").is_file():
         raise UserError(f"{args.path}/fineweb.py is not there: git clone build-nanogpt from GitHub, and give "
                         f"its folder")
-    kinds = [("npy", "shuffled"), ("npy", "in order"), ("bin", "shuffled")]
-    results = measure([replace(base, what="loader", size=kind, recipe=order, B=16, T=1024, steps=3)
-                       for kind, order in kinds], args.turns)
-    rows = rows_of("what", [f"loader, one thread: .{kind} {order}" for kind, order in kinds], results,
-                   lambda _, r: {"million tokens/s": statistics.median(r["rates"]) / 1e6})
-    jobs = [("fineweb.py", n) for n in sorted({1, 2, os.cpu_count() or 1})]
-    jobs += [(PEER, 2)] if args.path else []
-    jobs += [(EMPTY, 1)]
+    results = measure({f"loader, one thread: .{kind} {order}":
+                       replace(base, what="loader", size=kind, recipe=order, B=16, T=1024, steps=3)
+                       for kind, order in (("npy", "shuffled"), ("npy", "in order"), ("bin", "shuffled"))},
+                      args.turns)
+    rows = rows_of("what", results, lambda _, r: {"million tokens/s": statistics.median(r["rates"]) / 1e6})
+    programs = [("fineweb.py", n) for n in sorted({1, 2, os.cpu_count() or 1})]
+    programs += [(PEER, 2), (EMPTY, 1)] if args.path else [(EMPTY, 1)]
+    jobs = {f"{what}, {counted(n, 'worker')}": (what, n) for what, n in programs}
     repeats, peer = args.steps or 1, args.path and Path(args.path).resolve()
     rows += fineweb_rows(jobs, time_fineweb(jobs, args.turns, peer, repeats))
     print(f"fineweb.py: whole processes, {COPIES * repeats} copies of input.txt, from .parquet")

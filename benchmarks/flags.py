@@ -1,5 +1,4 @@
 """The flags of bench.py."""
-import difflib
 import importlib.util
 import math
 from argparse import Namespace
@@ -8,25 +7,18 @@ from collections.abc import Collection
 from benchmarks.predict import GPUS
 from benchmarks.steps import SIZES
 from benchmarks.timing import Setting, check_outputs
-from runtime.cli import FlagParser, UserError, parse_int
+from runtime.cli import BoolFlag, FlagParser, UserError, parse_int
 from runtime.device import choose_dtype, find_device
 from train_gpt2 import RECIPES
 
 ELSEWHERE = "compare", "predict"            # tables of runs on other machines
 
 
-def table_name(text, tables):
-    if text not in tables:
-        near = "".join(f"did you mean {name}? " for name in difflib.get_close_matches(text, tables, 1))
-        raise UserError(f"there is no table {text!r}: {near}`python bench.py` lists them")
-    return text
-
-
 def parse_args(argv: list[str], tables: Collection[str], description: str) -> tuple[Namespace, Setting]:
     """The flags, and the setting that they name, which a table varies."""
     parser = FlagParser(prog="bench.py", description=description)
     add = parser.add_argument
-    add("table", type=lambda text: table_name(text, tables), help="one of those above")
+    add("table", choices=list(tables), metavar="table", help="one of those above")
     add("paths", nargs="*", metavar="path", help="for peer and data: the folder of build-nanogpt; for "
         "recipes: the shards; for compare: --out folders of runs")
     add("--device", default="auto", help="auto, cuda or cpu (default auto)")
@@ -40,9 +32,8 @@ def parse_args(argv: list[str], tables: Collection[str], description: str) -> tu
         "steps of the gpt2 runs (default 300); for data: times 52 MB of text (default 1)")
     add("--turns", type=parse_int, help="how often the table is measured (default 1 on CUDA, 2 on a CPU); "
         "for recipes: number of seeds")
-    add("--compile", action="store_true", default=None, help="torch.compile on a CPU too")
-    add("--no_compile", dest="compile", action="store_false", help="eager on CUDA too")
-    add("--gpu", default="H100", help=f"for predict: {', '.join(GPUS)} (default H100)")
+    add("--compile", "--no_compile", action=BoolFlag, help="torch.compile (default on CUDA only)")
+    add("--gpu", default="H100", choices=list(GPUS), help="for predict (default H100)")
     add("--memory_gb", type=float, default=80, help="for memory: GB of the GPU (default 80)")
     add("--no_ideas", action="store_true", help="for recipes: no ablations")
     add("--only_ideas", action="store_true", help="for recipes: nothing but the ablations")
@@ -51,8 +42,9 @@ def parse_args(argv: list[str], tables: Collection[str], description: str) -> tu
     args = check_args(parser.parse_args(argv))
     cuda = args.device.startswith("cuda")
     args.turns = args.turns or (1 if cuda else 2)
+    small = args.table in ("hellaswag", "recipes")
     return args, Setting(
-        device=args.device, recipe=args.recipe, size=args.size or "gpt2",
+        device=args.device, recipe=args.recipe, size=args.size or ("small" if small else "gpt2"),
         dtype=choose_dtype(args.dtype, args.device), B=args.batch_size or (16 if cuda else 4),
         T=args.sequence_length or (1024 if cuda or args.table == "memory" else 256),
         compile=cuda if args.compile is None else args.compile,

@@ -1,5 +1,5 @@
-"""Pictures of bench.py's ladder and recipes."""
-from runtime.plots import new_figure, save_figure
+"""Pictures of bench.py's tables."""
+from runtime.plots import new_figure, save_figure, short_count
 
 
 def plot_ladder(path, rows, title):
@@ -16,18 +16,22 @@ def plot_ladder(path, rows, title):
     save_figure(figure, path)
 
 
-def plot_curves(path, curves, title):
-    """Validation loss against tokens. `curves`: {name: {tokens: loss}}; a line marks the first one's end."""
-    figure = new_figure(figsize=(7, 4))
-    axes = figure.subplots()
-    for name, curve in curves.items():
-        points = [(tokens / 1e6, loss) for tokens, loss in curve.items() if tokens]
-        axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=name)
-    final = list(next(iter(curves.values())).values())[-1]
-    axes.axhline(final, color="grey", linewidth=0.8, linestyle="--")
-    axes.set_xlabel("million tokens")
-    axes.set_ylabel("validation loss")
-    axes.set_title(title, fontsize=9)
-    axes.legend()
-    axes.spines[["top", "right"]].set_visible(False)
+def plot_losses(path, panels, title="", reference=None, limits=None):
+    """Validation losses. `panels`: {label of the x axis: {run: (xs, losses)}}, the first one of tokens.
+    `reference`: a loss, at a dashed line. `limits`: of the y axis."""
+    figure = new_figure(figsize=(12 if len(panels) > 1 else 7, 4.5))
+    axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    for panel, (label, curves) in zip(axes, panels.items(), strict=True):
+        for run, (xs, losses) in curves.items():
+            panel.plot(xs, losses, marker="o", markersize=3, label=run)
+        panel.set_xlabel(label)
+        panel.set_xlim(left=0)
+        panel.grid(alpha=0.3)
+    if reference is not None:
+        axes[0].axhline(reference, color="grey", linewidth=0.8, linestyle="--")
+    axes[0].xaxis.set_major_formatter(short_count)
+    axes[0].set_ylabel("validation loss, nats a token")
+    axes[0].set_ylim(limits)
+    axes[0].set_title(title, fontsize=9)
+    axes[0].legend(fontsize=8)
     save_figure(figure, path)

@@ -14,8 +14,10 @@ import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.timing import GB, print_table
-from runtime.cli import UserError
+import numpy as np
+
+from benchmarks.tables import ladder_settings
+from benchmarks.timing import GB, Setting, print_table
 from runtime.device import PEAK_TFLOPS
 from train_gpt2 import RECIPES, Config
 
@@ -84,11 +86,10 @@ class Published:
     ms: float
     gpu: str
     work: Work
-    fitted: bool = False
 
 
-def lecture(name, ms, counts, fitted=False, **more):
-    return Published("lecture", name, ms, "A100", Work(f"lecture {counts}", "step lecture", **more), fitted)
+def lecture(name, ms, counts, tf32=True):
+    return Published("lecture", name, ms, "A100", Work(f"lecture {counts}", "step lecture", tf32=tf32))
 
 
 def blog(name, ms, counts):
@@ -104,8 +105,8 @@ def eight(source, name, ms, gpu, counts, step):
 # The lecture: build-nanogpt, A100 SXM, 16 x 1024. The blog: nanoGPT at its defaults of that commit, 12 x
 # 1024, without biases (pytorch.org/blog/accelerating-large-language-models). Tokens/s are turned into ms.
 PUBLISHED = [
-    lecture("fp32", 1000, "fp32 naive 50257", True, tf32=False),
-    lecture("TF32", 333, "fp32 naive 50257", True),
+    lecture("fp32", 1000, "fp32 naive 50257", tf32=False),
+    lecture("TF32", 333, "fp32 naive 50257"),
     lecture("bf16", 300, "bf16 naive 50257"),
     lecture("torch.compile", 130, "compile naive 50257"),
     lecture("flash", 96, "compile flash 50257"),
@@ -120,25 +121,22 @@ PUBLISHED = [
               Work("gpt2 compile flash", "step fused", 32, micro_steps=2)),
     eight("build-nanogpt", "8 x A100, 137k tokens/s each", 65536 / 137, "A100", "lecture compile flash",
           "step fused"),
-    eight("modded-nanogpt", "record 5, 8 x H100", 179, "H100", "speedrun compile auto", "step speedrun"),
-    eight("modded-nanogpt", "record 7, 8 x H100", 142, "H100", "speedrun compile auto", "step speedrun"),
-    eight("modded-nanogpt", "record 10, 8 x H100", 145, "H100", "speedrun compile auto", "step speedrun"),
-    eight("modded-nanogpt", "optimisation track, 8 x H100", 147, "H100", "speedrun compile auto",
-          "step speedrun"),
+    *(eight("modded-nanogpt", f"{name}, 8 x H100", ms, "H100", "speedrun compile auto", "step speedrun")
+      for name, ms in (("record 5", 179), ("record 7", 142), ("record 10", 145),
+                       ("optimisation track", 147))),
 ]
+FITTED = PUBLISHED[:2]                  # to their times, the shares; to no others
 
-LADDER = [
-    ("float32, textbook attention, vocabulary 50257, eager, plain AdamW",
-     Work("gpt2 fp32 naive 50257", "step foreach", tf32=False)),
-    ("+ TF32", Work("gpt2 fp32 naive 50257", "step foreach")),
-    ("+ bfloat16 autocast", Work("gpt2 bf16 naive 50257", "step foreach")),
-    ("+ torch.compile", Work("gpt2 compile naive 50257", "step foreach")),
-    ("+ SDPA's flash attention", Work("gpt2 compile flash 50257", "step foreach")),
-    ("+ vocabulary 50304", Work("gpt2 compile flash", "step foreach")),
-    ("+ fused AdamW", Work("gpt2 compile flash", "step fused")),
-    ("+ attention kernel of choice (auto)", Work("gpt2 compile auto", "step fused")),
-    ("+ micro-batch 64", Work("gpt2 compile auto", "step fused", 64)),
-]
+
+def work_of(s: Setting) -> Work:
+    """The work of a rung of bench.py ladder, by its name in counts.json."""
+    precision = "compile" if s.compile else {"float32": "fp32", "bfloat16": "bf16"}[s.dtype]
+    vocabulary = "" if s.vocab_size == 50304 else f" {s.vocab_size}"
+    return Work(f"gpt2 {precision} {s.attention}{vocabulary}", "step fused" if s.fused else "step foreach",
+                s.B, s.tf32)
+
+
+LADDER = [(name, work_of(s)) for name, s, _ in ladder_settings(Setting(device="cuda", compile=True))]
 
 
 # -----------------------------------------------------------------------------
@@ -157,22 +155,21 @@ def attention_cost(which, B, heads, length, head_dim, dtype):
             moved * B * heads * length * head_dim * BYTES[dtype])
 
 
-def parts(counts, gpu: GPU, shares: Shares, work: Work) -> dict[str, float]:
-    """{products, attention, other: seconds on the GPU} of one entry of counts.json."""
+def parts(counts, gpu: GPU, shares: Shares, work: Work) -> np.ndarray:
+    """Seconds on the GPU of one entry of counts.json: (3,) of products, fused attention, all else."""
     peak = {"float32": (gpu.tf32 if work.tf32 else gpu.fp32) * 1e12, "bfloat16": gpu.bf16 * 1e12}
     bandwidth = gpu.bandwidth * 1e12 * shares.memory
-    seconds = dict.fromkeys(("products", "attention", "other"), 0.0)
+    products = attention = 0.0
     for dtype, batch, m, n, k, times in counts["products"]:
         moved = batch * (m * k + k * n + m * n) * BYTES[dtype]
         compute = 2 * batch * m * n * k / (peak[dtype] * shares.products)
-        seconds["products"] += times * max(compute, moved / bandwidth)
+        products += times * max(compute, moved / bandwidth)
     for kernel, which, dtype, *shape, times in counts["attention"]:
         flops, moved = attention_cost(which, *shape, dtype)
         slow = kernel == "efficient" or work.flash1
         compute = flops / (peak[dtype] * (shares.attention_1 if slow else shares.attention))
-        seconds["attention"] += times * max(compute, moved / bandwidth)
-    seconds["other"] = counts["bytes"] / bandwidth
-    return seconds
+        attention += times * max(compute, moved / bandwidth)
+    return np.array([products, attention, counts["bytes"] / bandwidth])
 
 
 def at_micro_batch(entry: dict, B: int, value) -> float:
@@ -194,15 +191,13 @@ def exposed_all_reduce(parameters: float, gpu: GPU, shares: Shares, gpus: int, b
 def predict(work: Work, gpu: GPU, shares: Shares, counts: dict) -> dict[str, float]:
     """Seconds of an optimizer step: {products, attention, other, optimizer, all-reduce, host, step}."""
     micro, step = counts[work.counts], counts[work.step]["step"]
-    result = {part: work.micro_steps * at_micro_batch(
-        micro, work.B, lambda c, part=part: parts(c, gpu, shares, work)[part])
-        for part in ("products", "attention", "other")}
-    if work.gpus > 1 and step["products"]:      # Muon: each GPU orthogonalises its share of the matrices
-        step = step | {"products": [[*p[:-1], p[-1] / work.gpus] for p in step["products"]]}
-    result["optimizer"] = work.updates * sum(parts(step, gpu, shares, work).values())
-    backward = 2 / 3 * sum(result[part] for part in ("products", "attention", "other")) / work.micro_steps
+    seconds = at_micro_batch(micro, work.B, lambda c: parts(c, gpu, shares, work))
+    result = dict(zip(("products", "attention", "other"), work.micro_steps * seconds, strict=True))
+    # Muon's; each GPU orthogonalises its share of the matrices
+    step = step | {"products": [[*shape, times / work.gpus] for *shape, times in step["products"]]}
+    result["optimizer"] = work.updates * parts(step, gpu, shares, work).sum()
     result["all-reduce"] = work.updates * exposed_all_reduce(step["parameters"], gpu, shares, work.gpus,
-                                                              backward)
+                                                              backward=2 / 3 * seconds.sum())
     # no more for a larger micro-batch, whose kernels are only larger
     launches = work.micro_steps * micro[max(micro, key=int)]["launches"] + work.updates * step["launches"]
     busy = sum(result.values())
@@ -213,7 +208,7 @@ def predict(work: Work, gpu: GPU, shares: Shares, counts: dict) -> dict[str, flo
 # -----------------------------------------------------------------------------
 # the fit
 
-def bisect(f, low: float, high: float) -> float:
+def bisect(f, low: float = 0.01, high: float = 10) -> float:
     """x with f(x) = 0, for a decreasing f."""
     for _ in range(60):
         middle = (low + high) / 2
@@ -226,12 +221,11 @@ def fit(counts: dict, rows: list[Published]) -> Shares:
     slow, fast = rows
 
     def error(row, products, memory):
-        shares = Shares(products, memory)
-        return predict(row.work, GPUS[row.gpu], shares, counts)["step"] - row.ms / 1e3
+        return predict(row.work, GPUS[row.gpu], Shares(products, memory), counts)["step"] - row.ms / 1e3
 
     def memory_for(products):
-        return bisect(lambda memory: error(fast, products, memory), 0.01, 10)
-    products = bisect(lambda products: error(slow, products, memory_for(products)), 0.01, 10)
+        return bisect(lambda memory: error(fast, products, memory))
+    products = bisect(lambda products: error(slow, products, memory_for(products)))
     return Shares(products, memory_for(products))
 
 
@@ -272,7 +266,7 @@ def check_rows(shares: Shares, counts: dict) -> list[dict]:
         ms = 1e3 * predict(row.work, GPUS[row.gpu], shares, counts)["step"]
         rows.append({"published": f"{row.source}: {row.name}", "GPU": row.gpu, "ms": round(row.ms),
                      "predicted ms": round(ms),
-                     "error": "fitted" if row.fitted else f"{ms / row.ms - 1:+.0%}"})
+                     "error": "fitted" if row in FITTED else f"{ms / row.ms - 1:+.0%}"})
     return rows
 
 
@@ -291,15 +285,15 @@ def memory_of(work: Work, counts: dict) -> float:
     return 1.05 * (peak + counts[work.step]["step"]["memory"])
 
 
-def default_of(recipe: str, flag: str):
-    return RECIPES[recipe].defaults.get(flag, getattr(Config, flag))
+def defaults_of(recipe: str) -> Config:
+    return Config(**RECIPES[recipe].defaults)
 
 
 def recipe_work(recipe: str, gpu: GPU, gpus: int, counts: dict) -> Work:
     """A step of STEP tokens, with the micro-batch that --batch_size auto would take."""
     kernel = "auto" if gpu.bf16 > 800 else "flash"          # cuDNN's attention is chosen on Hopper only
     step = "step fused" if recipe == "gpt2" else f"step {recipe}"           # the optimizers' counts
-    updates = default_of(recipe, "updates_per_step")        # in the first third, then a half, then a quarter
+    updates = defaults_of(recipe).updates_per_step          # in the first third, then a half, then a quarter
     B = STEP // T // gpus // updates
     while True:
         work = Work(f"{recipe} compile {kernel}", step, B, gpus=gpus, micro_steps=STEP // T // gpus // B,
@@ -319,17 +313,14 @@ def recipe_rows(gpu: GPU, shares: Shares, counts: dict) -> list[dict]:
             rows.append({"recipe": recipe, "GPUs": f"{gpus} x {gpu.name}", "micro-batch": f"{work.B} x {T}",
                          "GiB": memory_of(work, counts) / 2**30, "predicted ms": 1e3 * t["step"],
                          "all-reduce ms": 1e3 * t["all-reduce"], "tokens/s": STEP / t["step"],
-                         "hours": default_of(recipe, "max_steps") * t["step"] / 3600})
+                         "hours": defaults_of(recipe).max_steps * t["step"] / 3600})
     return rows
 
 
-def predict_table(name: str) -> list[dict]:
-    """The command: prints the tables for GPUS[name], and returns their rows."""
-    if name not in GPUS:
-        raise UserError(f"--gpu {name}: its data sheet is not in benchmarks/predict.py; choose one of "
-                        f"{', '.join(GPUS)}")
-    gpu, counts = GPUS[name], load_counts()
-    shares = fit(counts, [row for row in PUBLISHED if row.fitted])
+def predict_table(args, base) -> list[dict]:
+    """The tables for --gpu."""
+    gpu, counts = GPUS[args.gpu], load_counts()
+    shares = fit(counts, FITTED)
     print(f"bench.py predict: {gpu.name}. PREDICTED, not measured: work counted on a stand-in GPU, and the "
           f"data sheet ({gpu.fp32:g}, {gpu.tf32:g} and {gpu.bf16:g} TFLOP/s in fp32, TF32 and bf16, "
           f"{gpu.bandwidth:g} TB/s)\nfitted to the first two rows of the check: matrix products attain "

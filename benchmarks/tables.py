@@ -7,8 +7,9 @@ from pathlib import Path
 import torch
 
 from benchmarks.pictures import plot_ladder
-from benchmarks.timing import (GB, bytes_per_sequence, find_largest, machine, measure, median_ms,
-                               predict_largest, print_table, rows_of, supported_kernels)
+from benchmarks.steps import described
+from benchmarks.timing import (GB, find_largest, machine, measure, median_ms, print_table, rows_of,
+                               supported_kernels)
 from model import GPT, GPT2_SIZES, GPTConfig
 from runtime.cli import UserError
 
@@ -18,7 +19,7 @@ def ratio(a, b, times=1):
     return None if "failed" in a or "failed" in b else f"{times * median_ms(a) / median_ms(b):.2f}x"
 
 
-def ladder_settings(base, compiles):
+def ladder_settings(base):
     """Yields (name, setting, None) for each row of the ladder, or (name, None, reason) for one left out.
 
     A setting includes the changes of the rows before it.
@@ -31,7 +32,7 @@ def ladder_settings(base, compiles):
             ("+ TF32", dict(tf32=True), None if cuda else "TF32 is a format of NVIDIA's GPUs"),
             (f"+ {base.dtype} autocast", dict(dtype=base.dtype),
              None if base.dtype != "float32" else "no 16-bit products in this hardware"),
-            ("+ torch.compile", dict(compile=True), None if compiles else "on a CPU by --compile only"),
+            ("+ torch.compile", dict(compile=True), None if base.compile else "on a CPU by --compile only"),
             ("+ SDPA's flash attention", dict(attention="flash"), None),
             ("+ vocabulary 50304", dict(vocab_size=50304), None),
             ("+ fused AdamW", dict(fused=True), None),
@@ -45,30 +46,29 @@ def ladder_settings(base, compiles):
 
 
 def ladder(args, base):
-    rungs = list(ladder_settings(base, base.compile))
-    measured = [(name, s) for name, s, _ in rungs if s]
-    settings = [s for _, s in measured]
-    *results, matmul = measure([*settings, replace(settings[-1], what="matmul")], args.turns)
-    rows, first, previous = [], None, None
-    for (name, s), result in zip(measured, results, strict=True):
-        if "failed" in result:
-            rows.append({"rung": f"{name}: {result['failed']}"})
-            continue
-        rate = s.B * s.T / statistics.median(result["seconds"])
-        peak, gain = result["peak_flops"], rate / (previous or rate)
+    rungs = list(ladder_settings(base))
+    settings = {name: s for name, s, _ in rungs if s}
+    name, last = list(settings.items())[-1]
+    results = measure(settings | {"matmul": replace(last, what="matmul")}, args.turns)
+    step, matmul = results[name], results.pop("matmul")
+    rates = []                                              # tokens/s of the rungs so far
+
+    def cells(name, result):
+        rates.append(settings[name].B * base.T / statistics.median(result["seconds"]))
+        peak, gain = result["peak_flops"], rates[-1] / rates[max(0, len(rates) - 2)]
         # a shared machine's own speed changes by as much
-        noise = ", noise" * (previous is not None and abs(gain - 1) < 0.1 and base.device == "cpu")
-        rows.append({"rung": name, "ms a step": median_ms(result), "tokens/s": rate,
-                     "MFU": f"{rate * result['flops_per_token'] / peak:.1%}" if peak else "n/a",
-                     "peak GB": result["memory"] / GB, "start s": result["warmup_seconds"],
-                     "gain": f"{gain:.2f}x{noise}", "in all": f"{rate / (first or rate):.2f}x"})
-        first, previous = first or rate, rate
+        noise = ", noise" * (len(rates) > 1 and abs(gain - 1) < 0.1 and base.device == "cpu")
+        return {"ms a step": median_ms(result), "tokens/s": rates[-1],
+                "MFU": f"{rates[-1] * result['flops_per_token'] / peak:.1%}" if peak else "n/a",
+                "peak GB": result["memory"] / GB, "start s": result["warmup_seconds"],
+                "gain": f"{gain:.2f}x{noise}", "in all": f"{rates[-1] / rates[0]:.2f}x"}
+    rows = rows_of("rung", results, cells)
     print_table(rows, {"left out": [f"{name[2:]} ({reason})" for name, s, reason in rungs if not s]})
     if "failed" in matmul:
         print(f"the matrix products of the last rung's step alone: {matmul['failed']}")
-    elif "failed" not in results[-1]:
+    elif "failed" not in step:
         print(f"the matrix products of the last rung's step alone take {median_ms(matmul):,.0f} ms: it runs "
-              f"at {median_ms(matmul) / median_ms(results[-1]):.0%} of what they allow")
+              f"at {median_ms(matmul) / median_ms(step):.0%} of what they allow")
     if args.plot:
         plot_ladder(args.plot, rows, machine(base.device))
     return rows
@@ -76,8 +76,8 @@ def ladder(args, base):
 
 def attention_table(args, base):
     kernels, missing = supported_kernels(base)
-    results = measure([replace(base, what="attention", attention=name) for name in kernels], args.turns)
-    rows = rows_of("kernel", kernels, results, lambda kernel, r: {
+    results = measure({name: replace(base, what="attention", attention=name) for name in kernels}, args.turns)
+    rows = rows_of("kernel", results, lambda kernel, r: {
         "forward + backward ms": median_ms(r), "memory MB": r["memory"] / 1e6,
         "error of y": f"{r['error_forward']:.1e}",
         "largest error of dq, dk, dv": f"{r['error_backward']:.1e}"})
@@ -92,23 +92,26 @@ def memory_table(args, base):
     cuda = base.device.startswith("cuda")
     kernels, missing = supported_kernels(base)
     # auto is one of the others; flex needs a mask
-    settings = [replace(base, attention=kernel, loss_chunk=chunk, warmup=1, steps=1)
+    settings = {(kernel, chunk): replace(base, attention=kernel, loss_chunk=chunk, warmup=1, steps=1)
                 for kernel in kernels if kernel not in ("auto", "flex")
-                for chunk in (0, 8192 if cuda else 2048)]
-    small, large = (measure([replace(s, B=B) for s in settings], 1) for B in (base.B, 2 * base.B))
+                for chunk in (0, 8192 if cuda else 2048)}
+    small, large = (measure({key: replace(s, B=B) for key, s in settings.items()}, 1)
+                    for B in (base.B, 2 * base.B))
     rows = []
-    for s, a, b in zip(settings, small, large, strict=True):
+    for key, s in settings.items():
+        a, b = small[key], large[key]
         logits = f"{s.loss_chunk:,} tokens" if s.loss_chunk else "all"
         row = {"attention": s.attention, "logits in memory": logits}
         if "failed" in a or "failed" in b:
             rows.append(row | {f"GB at {base.B}": a.get("failed") or b.get("failed")})
             continue
-        peaks = a["memory"], b["memory"], base.B
-        fits = {g: predict_largest(*peaks, g) for g in sorted({8, 12, 24, 80, args.memory_gb})}
+        sequence = max(1.0, (b["memory"] - a["memory"]) / base.B)             # bytes
+        fits = {g: max(0, int(base.B + (g * GB - a["memory"]) / sequence))
+                for g in sorted({8, 12, 24, 80, args.memory_gb})}
         if cuda and args.memory_gb <= torch.cuda.mem_get_info()[1] / GB:
             fits[args.memory_gb] = find_largest(s, fits[args.memory_gb], args.memory_gb)
         rows.append(row | {f"GB at {base.B}": a["memory"] / GB, f"at {2 * base.B}": b["memory"] / GB,
-                           "MB a sequence": bytes_per_sequence(*peaks) / 1e6}
+                           "MB a sequence": sequence / 1e6}
                     | {f"fit {g:g} GB": n for g, n in fits.items()})
     print(f"peak memory, and sequences of {base.T} tokens that fit, {base.size}, {base.dtype}, "
           f"{'torch.compile' if base.compile else 'eager'}; measured at micro-batches {base.B} and "
@@ -120,14 +123,12 @@ def memory_table(args, base):
 
 def hellaswag_table(args, base):
     n = args.steps or (2000 if base.device.startswith("cuda") else 100)
-    widths = (4, 16, 32, 64, 128)
-    results = measure([replace(base, what="hellaswag", B=B, steps=n, size=args.size or "small")
-                       for B in widths], args.turns)
-    rows = rows_of("rows a forward", widths, results, lambda B, r: {         # four rows are one example
-        "examples/s": n / median_ms(r) * 1e3, "gain": ratio(results[0], r),
+    results = measure({B: replace(base, what="hellaswag", B=B, steps=n) for B in (4, 16, 32, 64, 128)},
+                      args.turns)
+    rows = rows_of("rows a forward", results, lambda B, r: {                # four rows are one example
+        "examples/s": n / median_ms(r) * 1e3, "gain": ratio(results[4], r),
         "10,042 examples, s": 10042 / n * median_ms(r) / 1e3})
-    print(f"{n} made-up examples of HellaSwag's lengths, "
-          f"model {args.size or 'small (4 layers of width 256)'}, {base.dtype}")
+    print(f"{n} made-up examples of HellaSwag's lengths, model {described(base.size)}, {base.dtype}")
     print_table(rows)
     return rows
 
@@ -135,11 +136,10 @@ def hellaswag_table(args, base):
 def scaling_table(args, base):
     """Measured: the same micro-batch on more processes. Then the estimates."""
     limit = torch.cuda.device_count() if base.device.startswith("cuda") else os.cpu_count()
-    counts = [n for n in (1, 2, 4, 8) if n <= limit]
-    results = measure([replace(base, processes=n) for n in counts], args.turns)
-    rows = rows_of("processes", counts, results, lambda n, r: {
+    results = measure({n: replace(base, processes=n) for n in (1, 2, 4, 8) if n <= limit}, args.turns)
+    rows = rows_of("processes", results, lambda n, r: {
         "tokens a step": n * base.B * base.T, "ms a step": median_ms(r),
-        "tokens/s": n * base.B * base.T / median_ms(r) * 1e3, "against one": ratio(results[0], r, n)})
+        "tokens/s": n * base.B * base.T / median_ms(r) * 1e3, "against one": ratio(results[1], r, n)})
     print_table(rows)
     estimates = [scaling_estimate(name) for name in GPT2_SIZES]
     print("state: weights, gradients, two moments in fp32. Tokens/s: at 40% of an H100's 989 TFLOP/s. Sent: "
@@ -170,11 +170,10 @@ def peer_table(args, base):
     settings = {"build-nanogpt, as shipped": replace(peer, compile=False),
                 "build-nanogpt, torch.compile": replace(peer, compile=True),
                 "ours, as shipped": base, "its matrix products alone": replace(base, what="matmul")}
-    results = measure(list(settings.values()), args.turns)
-    ours = results[2]
-    rows = rows_of("step", settings, results, lambda _, r: {
+    results = measure(settings, args.turns)
+    rows = rows_of("step", results, lambda _, r: {
         "ms": median_ms(r), "tokens/s": base.B * base.T / median_ms(r) * 1e3}
         | ({"peak GB": r["memory"] / GB, "start s": r["warmup_seconds"]} if "memory" in r else {})
-        | {"time against ours": ratio(r, ours)})
+        | {"time against ours": ratio(r, results["ours, as shipped"])})
     print_table(rows)
     return rows

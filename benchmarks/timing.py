@@ -1,29 +1,26 @@
-"""What bench.py's tables share: timing, workers in subprocesses, build-nanogpt's step, printing.
+"""What bench.py's tables share: timing, workers in subprocesses, printing.
 
 A Setting says what is measured. A worker measures it in a subprocess and prints a dict as JSON. `measure`
 starts the subprocesses in turn and merges what they print.
 """
-import contextlib
 import json
 import os
 import platform
-import re
 import stat
 import statistics
 import subprocess
 import sys
 import time
-import traceback
-import types
 from dataclasses import asdict, dataclass, replace
 from datetime import date
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from runtime.attention import ATTENTION, attention, check_attention, document_window_mask
-from runtime.cli import UserError
+from runtime.attention import ATTENTION, check_attention
+from runtime.cli import UserError, brief_error
 from runtime.device import is_out_of_memory
 from runtime.files import read_text
 from runtime.progress import Progress
@@ -37,7 +34,7 @@ progress = Progress()
 @dataclass
 class Setting:
     """What one row of a table is measured with."""
-    what: str = "step"              # a key of bench.WORKERS
+    what: str = "step"              # a key of steps.WORKERS
     device: str = "cpu"
     recipe: str = "gpt2"
     size: str = "gpt2"
@@ -84,135 +81,11 @@ def time_steps(step, s):
         times.append(timestamp())
     if cuda:
         torch.cuda.synchronize()
-    pairs = zip(times, times[1:], strict=False)
-    return warmup_seconds, [a.elapsed_time(b) / 1e3 if cuda else b - a for a, b in pairs]
-
-
-def rss_and_peak():
-    """(resident bytes of this process, their peak since the last call)."""
-    status = Path("/proc/self/status").read_text()
-    rss, peak = (int(re.search(rf"{name}:\s+(\d+)", status)[1]) * 1024 for name in ("VmRSS", "VmHWM"))
-    Path("/proc/self/clear_refs").write_text("5")           # resets the peak
-    return rss, peak
+    return warmup_seconds, [a.elapsed_time(b) / 1e3 if cuda else b - a for a, b in pairwise(times)]
 
 
 def random_tokens(n):
     return np.random.default_rng(0).integers(0, VOCAB_SIZE, n, dtype=np.uint16)
-
-
-class PlainAdamW(torch.optim.AdamW):
-    """torch's default AdamW for the device. Unlike the fused one it cannot skip a non-finite step."""
-
-    def step(self, closure=None):
-        self.found_inf = None
-        return super().step(closure)
-
-
-def peers_step(s, shape):
-    """(a function that does one optimizer step as build-nanogpt's script does it, the model).
-
-    The script's definitions are executed unchanged. Its step is repeated here, without gradient accumulation.
-    """
-    path = Path(s.peer) / "train_gpt2.py"
-    # from this import on, the script loads data and trains
-    definitions = path.read_text(encoding="utf-8").split("\nimport tiktoken")[0]
-    sys.modules["hellaswag"] = types.SimpleNamespace(render_example=None, iterate_examples=None)
-    script = types.ModuleType("peer")
-    sys.modules["peer"] = script
-    script.master_process = False
-    exec(compile(definitions, str(path), "exec"), script.__dict__)
-    torch.manual_seed(1337)
-    torch.set_float32_matmul_precision("high")
-    device_type = s.device.split(":")[0]
-    raw = script.GPT(script.GPTConfig(vocab_size=s.vocab_size, block_size=s.T, **shape)).to(s.device)
-    model = torch.compile(raw) if s.compile else raw
-    optimizer = raw.configure_optimizers(weight_decay=0.1, learning_rate=6e-4, device_type=device_type)
-    tokens = torch.from_numpy(random_tokens(s.B * s.T + 1).astype(np.int64))
-
-    def step():
-        optimizer.zero_grad()
-        x, y = tokens[:-1].view(s.B, s.T).to(s.device), tokens[1:].view(s.B, s.T).to(s.device)
-        with torch.autocast(device_type=device_type, dtype=torch.bfloat16):
-            _, loss = model(x, y)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(raw.parameters(), 1.0)
-        for group in optimizer.param_groups:
-            group["lr"] = 6e-4
-        optimizer.step()
-        return loss.item()
-    return step, raw
-
-
-def matmul_seconds(s, shape, repeats=5):
-    """[seconds] of a step's matrix products alone, forward and backward, in the step's dtype.
-
-    With N = B T tokens: three products of 2 N n k FLOPs for each (n, k) weight of the linear layers and the
-    head, and six of 2 B T^2 C FLOPs for each layer's attention. Each layer has its own weights, as in the
-    step, so that they do not come from the cache.
-    """
-    layers, heads, C = (shape[name] for name in ("n_layer", "n_head", "n_embd"))
-    N, hs = s.B * s.T, C // heads
-
-    def random(*shape):
-        return torch.randn(shape, device=s.device).to(getattr(torch, s.dtype))
-
-    weights = [random(n, k) for _ in range(layers) for n, k in ((3 * C, C), (C, C), (4 * C, C), (C, 4 * C))]
-    weights.append(random(s.vocab_size, C))
-    activations = {width: random(N, width) for width in (C, 3 * C, 4 * C, s.vocab_size)}
-    q, p = random(s.B * heads, s.T, hs), random(s.B * heads, s.T, s.T)
-
-    def products():
-        for w in weights:
-            x, dy = activations[w.size(1)], activations[w.size(0)]
-            x @ w.t(), dy @ w, dy.t() @ x                               # y, dx, dw
-        for _ in range(layers):
-            q @ q.transpose(1, 2), q @ q.transpose(1, 2)                # scores, dp
-            p @ q, p.transpose(1, 2) @ q, p @ q, p.transpose(1, 2) @ q  # y, dv, dq, dk
-    return time_steps(products, replace(s, warmup=2, steps=repeats))[1]
-
-
-def attention_and_gradients(q, k, v, dy, kernel, mask=None):
-    """y, dq, dk, dv, each (B, T, heads, head_dim)."""
-    q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
-    y = attention(q, k, v, kernel, mask)
-    y.backward(dy)
-    return y.detach(), q.grad, k.grad, v.grad
-
-
-def attention_costs(s, heads, head_dim, device):
-    """Seconds and peak bytes of one layer's attention, forward and backward, and its errors.
-
-    An error is |x - x64| / |x64| against the naive kernel in float64: of y, and the largest of dq, dk and dv.
-    """
-    dtype, cuda = getattr(torch, s.dtype), device.startswith("cuda")
-    torch.manual_seed(0)
-
-    def inputs(B):
-        shape = B, s.T, heads, head_dim
-        return [torch.randn(shape, device=device).to(dtype) for _ in range(4)]
-
-    def causal_mask(B, T):
-        """For flex, which needs a mask: one document and a window of T. A model makes it once a forward."""
-        if s.attention != "flex":
-            return None
-        tokens = torch.zeros(B, T, dtype=torch.int64, device=device)
-        return document_window_mask(tokens, T, torch.tensor(T, device=device), as_blocks=True)
-
-    # the first call loads libraries
-    attention_and_gradients(*(t[:, :64] for t in inputs(1)), s.attention, causal_mask(1, 64))
-    tensors, mask = inputs(s.B), causal_mask(s.B, s.T)
-    if cuda:
-        torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated() if cuda else rss_and_peak()[0]
-    attention_and_gradients(*tensors, s.attention, mask)
-    peak = torch.cuda.max_memory_allocated() if cuda else rss_and_peak()[1]
-    _, seconds = time_steps(lambda: attention_and_gradients(*tensors, s.attention, mask), s)
-    tensors = inputs(1)
-    actual = attention_and_gradients(*tensors, s.attention, causal_mask(1, s.T))
-    expected = attention_and_gradients(*(t.double() for t in tensors), "naive")
-    errors = [((a.double() - b).norm() / b.norm()).item() for a, b in zip(actual, expected, strict=True)]
-    return {"seconds": seconds, "memory": peak - before,
-            "error_forward": errors[0], "error_backward": max(errors[1:])}
 
 
 def run_worker(workers, setting):
@@ -225,14 +98,9 @@ def run_worker(workers, setting):
     try:
         result = workers[s.what](s)
     except Exception as error:
-        if is_out_of_memory(error):
-            result = {"failed": "out of memory"}
-        else:
-            traceback.print_exc()
-            result = {"failed": (str(error).strip() or repr(error)).split("\n")[-1][:200]}
+        result = {"failed": "out of memory" if is_out_of_memory(error) else brief_error(error)}
     if "failed" in result or int(os.environ.get("RANK", 0)) == 0:
         print(json.dumps(result), flush=True)
-    sys.stdout.flush()
     os._exit("failed" in result)            # does not wait for the loader's thread or for other processes
 
 
@@ -246,11 +114,7 @@ def run_in_subprocess(s):
     threads = max(1, torch.get_num_threads() // s.processes)
     result = subprocess.run([*launcher, str(BENCH), "work", json.dumps(asdict(s))], capture_output=True,
                             text=True, env={**os.environ, "OMP_NUM_THREADS": str(threads)})
-    answers = []
-    for line in result.stdout.split("\n"):
-        with contextlib.suppress(ValueError):
-            answers.append(json.loads(line))
-    answers = [answer for answer in answers if isinstance(answer, dict)]
+    answers = [json.loads(line) for line in result.stdout.splitlines() if line.startswith('{"')]
     failed = [answer for answer in answers if "failed" in answer]       # also one after rank 0 has printed
     if answers and (failed or not result.returncode):
         return (failed or answers)[0]
@@ -260,26 +124,21 @@ def run_in_subprocess(s):
     return {"failed": (result.stderr.strip().split("\n")[-1] or f"exit code {result.returncode}")[:200]}
 
 
-def merge(old, new):
-    """A measured value over two turns: lists are joined, of two numbers the larger is kept."""
-    if old is None:
-        return new
-    if isinstance(new, list):
-        return old + new
-    return max(old, new) if isinstance(old, int | float) and isinstance(new, int | float) else new
+def take_turns(run, jobs, turns, what="measured", unit="settings"):
+    """{name: job} -> {name: what run(job) measured}, dicts, over `turns`. Lists are joined, of numbers the
+    largest is kept. A job that returned {"failed": reason} is not run again."""
+    results = {name: {} for name in jobs}
+    for name, job in progress.over(what, turns * list(jobs.items()), unit):
+        result = results[name]
+        for key, new in ({} if "failed" in result else run(job)).items():
+            old = result.get(key)
+            result[key] = new if old is None else old + new if isinstance(new, list) else max(old, new)
+    return results
 
 
 def measure(settings, turns):
-    """One dict a setting, merged over `turns`. A turn runs every setting that has not failed yet."""
-    results = [{} for _ in settings]
-    jobs = turns * list(zip(settings, results, strict=True))
-    with progress("measured", len(jobs), "settings") as task:
-        for s, result in jobs:
-            if "failed" not in result:
-                for name, value in run_in_subprocess(s).items():
-                    result[name] = merge(result.get(name), value)
-            task.update()
-    return results
+    """{name: Setting} -> {name: what its worker measured}."""
+    return take_turns(run_in_subprocess, settings, turns)
 
 
 def median_ms(result):
@@ -298,16 +157,6 @@ def supported_kernels(s):
     return supported, missing
 
 
-def bytes_per_sequence(memory, memory_of_twice, B):
-    """From the peak bytes of micro-batches B and 2 B."""
-    return max(1.0, (memory_of_twice - memory) / B)
-
-
-def predict_largest(memory, memory_of_twice, B, gigabytes):
-    """The largest micro-batch in `gigabytes`, extrapolated from the peak bytes of micro-batches B and 2 B."""
-    return max(0, int(B + (gigabytes * GB - memory) / bytes_per_sequence(memory, memory_of_twice, B)))
-
-
 def find_largest(s, B, memory_gb):
     """The largest micro-batch up to B that runs in `memory_gb`, in steps of 3%; or why a run failed."""
     while B > 0 and (failed := run_in_subprocess(replace(s, B=B, memory_gb=memory_gb)).get("failed")):
@@ -320,10 +169,10 @@ def find_largest(s, B, memory_gb):
 # -----------------------------------------------------------------------------
 # printing
 
-def rows_of(column, names, results, cells):
-    """A row for each result: its name and `cells(name, result)`, or why it failed."""
+def rows_of(column, results, cells):
+    """A row for each of {name: result}: its name and `cells(name, result)`, or why it failed."""
     return [{column: f"{name}: {r['failed']}"} if "failed" in r else {column: name} | cells(name, r)
-            for name, r in zip(names, results, strict=True)]
+            for name, r in results.items()]
 
 
 def print_table(rows, lists=None):
@@ -333,17 +182,14 @@ def print_table(rows, lists=None):
             return "n/a"
         if isinstance(value, str):
             return value
-        if abs(value) >= 100:
-            return f"{value:,.0f}"
-        return f"{value:.2f}" if isinstance(value, float) else str(value)
+        return f"{value:.2f}" if isinstance(value, float) and abs(value) < 100 else f"{value:,.0f}"
     columns = max(rows, key=len)                            # the row of a failure has fewer
     lines = [list(columns), *([cell(row.get(name, "")) for name in columns] for row in rows)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     lines.insert(1, ["-" * width for width in widths])
     print()
-    for line in lines:
-        print("| " + " | ".join(text.ljust(w) if i == 0 else text.rjust(w)
-                                for i, (text, w) in enumerate(zip(line, widths, strict=True))) + " |")
+    for first, *others in lines:
+        print(f"| {' | '.join([first.ljust(widths[0]), *map(str.rjust, others, widths[1:])])} |")
     print(flush=True)
     for title, names in (lists or {}).items():
         if names:
@@ -357,15 +203,13 @@ def check_outputs(json_path, plot_path):
                                       ("--plot", plot_path, "PNG picture", is_png)):
         if path is None:
             continue
-        path, folder = Path(path), Path(path).absolute().parent
         try:
-            if not os.path.isdir(folder) or not os.access(folder, os.W_OK | os.X_OK):
+            if not os.access(folder := Path(path).absolute().parent, os.W_OK | os.X_OK):
                 raise UserError(f"{flag} {path}: {folder} is no folder that can be written: choose another")
-            # lstat: a link would itself be replaced
-            ours = stat.S_ISREG(os.lstat(path).st_mode) and is_ours(path)
+            ours = stat.S_ISREG(os.lstat(path).st_mode) and is_ours(path)   # lstat: a link would be replaced
         except FileNotFoundError:
             continue
-        except (OSError, ValueError, RecursionError):
+        except (OSError, ValueError, AttributeError, RecursionError):   # AttributeError: JSON, but no dict
             ours = False
         if not ours:
             raise UserError(f"{flag} {path}: what is there is no earlier {kind}, and is not replaced: choose "
@@ -375,8 +219,7 @@ def check_outputs(json_path, plot_path):
 
 
 def is_result(path):
-    found = json.loads(read_text(path))
-    return isinstance(found, dict) and {"table", "rows"} <= found.keys()
+    return {"table", "rows"} <= json.loads(read_text(path)).keys()
 
 
 def is_png(path):

@@ -3,6 +3,7 @@ import importlib.util
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 import types
@@ -21,8 +22,7 @@ from benchmarks import timing as benchmark
 from benchmarks.tables import ladder_settings
 from runtime import progress
 from benchmarks.ablation import ABLATIONS, ablated_source, validation_curve
-from benchmarks.timing import (GB, Setting, bytes_per_sequence, measure, median_ms, predict_largest,
-                               run_in_subprocess)
+from benchmarks.timing import GB, Setting, measure, median_ms, run_in_subprocess
 from runtime.cli import UserError, run_command
 from benchmarks.compare import tokens_to_reach
 from benchmarks.data import time_fineweb
@@ -80,8 +80,8 @@ def test_attention_kernels_are_measured_and_missing_ones_named(run_here):
 
 def test_a_rung_differs_from_the_one_before_in_what_its_name_says():
     cuda = Setting(device="cuda", compile=True)             # as bench.main makes it
-    for base, compiles, left_out in ((Setting(device="cpu"), False, 3), (cuda, True, 0)):
-        rungs = list(ladder_settings(base, compiles))
+    for base, left_out in ((Setting(device="cpu"), 3), (cuda, 0)):
+        rungs = list(ladder_settings(base))
         assert sum(s is None for _, s, _ in rungs) == left_out
         settings = [asdict(s) for _, s, _ in rungs if s]
         changed = [{key for key in a if a[key] != b[key]}
@@ -100,17 +100,21 @@ def test_settings_are_measured_in_turn_and_their_results_kept_apart(monkeypatch)
             return {"failed": "out of memory"}
         return {"seconds": [s.B + len(calls)], "memory": 10 - len(calls)}
     monkeypatch.setattr(benchmark, "run_in_subprocess", run)
-    one, two, three = measure([Setting(B=1), Setting(B=2), Setting(B=3)], 2)
+    one, two, three = measure({B: Setting(B=B) for B in (1, 2, 3)}, 2).values()
     assert calls == [1, 2, 3, 1, 2]
     assert one == {"seconds": [2, 5], "memory": 9} and two["seconds"] == [4, 7]
     assert three == {"failed": "out of memory"}
     assert median_ms(one) == 3500
 
 
-def test_the_largest_micro_batch_is_extrapolated_from_two_measured_ones():
-    assert bytes_per_sequence(4 * GB, 5 * GB, 2) == 0.5 * GB
-    assert predict_largest(4 * GB, 5 * GB, 2, 16) == 26
-    assert predict_largest(4 * GB, 5 * GB, 2, 1) == 0
+def test_the_largest_micro_batch_is_extrapolated_from_two_measured_ones(monkeypatch, tmp_path):
+    monkeypatch.setattr(benchmark, "run_in_subprocess", lambda s: {"memory": (3 + s.B / 2) * GB})
+    for gigabytes, fit in ((16, 26), (1, 0)):
+        bench.main(["memory", "--device", "cpu", "--batch_size", "2", "--memory_gb", str(gigabytes),
+                    "--json", str(tmp_path / "m.json")])
+        row = json.loads((tmp_path / "m.json").read_text())["rows"][0]
+        assert (row["GB at 2"], row["at 4"], row["MB a sequence"]) == (4, 5, 500)
+        assert row[f"fit {gigabytes} GB"] == fit
 
 
 def test_a_row_that_ran_out_of_memory_says_so_and_does_not_end_the_table(monkeypatch, capsys):
@@ -172,9 +176,9 @@ def test_a_table_says_which_of_its_lines_failed(table, monkeypatch, capsys, tmp_
         calls.append(s)
         return {"failed": "no room"} if len(calls) - 1 in failing else dict(result)
     monkeypatch.setattr(benchmark, "run_in_subprocess", run)
-    monkeypatch.setattr(data_benchmark, "time_fineweb", lambda jobs, turns, peer, repeats: [
-        {"seconds": [1.0], "tokens": 10, "bytes": 42} if i else {"seconds": [1.0], "failed": "no disk"}
-        for i, _ in enumerate(jobs)])
+    monkeypatch.setattr(data_benchmark, "time_fineweb", lambda jobs, turns, peer, repeats: {
+        name: {"seconds": [1.0], "tokens": 10, "bytes": 42} if i else {"seconds": [1.0], "failed": "no disk"}
+        for i, name in enumerate(jobs)})
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     flags = [table, *([str(tmp_path)] if table == "peer" else []), "--device", "cpu", "--turns", "1"]
     bench.main(flags)
@@ -191,15 +195,15 @@ def test_a_table_says_which_of_its_lines_failed(table, monkeypatch, capsys, tmp_
 def test_a_fineweb_py_that_failed_says_why(monkeypatch, tmp_path):
     (tmp_path / "fineweb.py").write_text("raise SystemExit('no disk')")
     monkeypatch.setattr(data_benchmark, "BENCH", tmp_path / "bench.py")
-    jobs = [("fineweb.py", 1), ("fineweb.py", 2)]
-    assert [result["failed"] for result in time_fineweb(jobs, 1)] == ["no disk"] * 2
+    jobs = {n: ("fineweb.py", n) for n in (1, 2)}
+    assert time_fineweb(jobs, 1) == {n: {"failed": "no disk"} for n in jobs}
 
 
 def test_long_work_shows_progress(monkeypatch, tmp_path, capsys):
     """After ten seconds; here after a tenth of one. Each job ends when its sign has come."""
     lines = []
     signs = Progress(say=lines.append)
-    for module in (benchmark, data_benchmark, ablation):
+    for module in (benchmark, ablation):
         monkeypatch.setattr(module, "progress", signs)
     monkeypatch.setattr(progress, "QUIET", 0.1)
 
@@ -212,10 +216,10 @@ def test_long_work_shows_progress(monkeypatch, tmp_path, capsys):
         return work
 
     monkeypatch.setattr(benchmark, "run_in_subprocess", job("measured: %d of 2 settings", {"seconds": [1.0]}))
-    measure([Setting(), Setting(B=2)], 1)
+    measure({B: Setting(B=B) for B in (1, 2)}, 1)
 
     monkeypatch.setattr(ablation, "validation_curve", job("trained: %d of 2 runs", {0: 5.0}))
-    ablation.train_all({("gpt2", 0.1): [], ("gpt2", 0.2): []}, range(1), cuda=True)
+    ablation.train_all({("gpt2", 0.1): {}, ("gpt2", 0.2): {}}, range(1), cuda=True)
     assert capsys.readouterr().out == "gpt2 0.1, seed 0: 5.0000\ngpt2 0.2, seed 0: 5.0000\n"
 
     (tmp_path / "input.txt").write_text("To be, or not to be.\n\n" * 40)
@@ -223,7 +227,7 @@ def test_long_work_shows_progress(monkeypatch, tmp_path, capsys):
     run = subprocess.run
     monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: fineweb() or run(*args, **kwargs))
     fineweb = job("timed fineweb.py: %d of 2 runs", None)
-    one, two = time_fineweb([("fineweb.py", 1), ("fineweb.py", 2)], 1)
+    one, two = time_fineweb({n: ("fineweb.py", n) for n in (1, 2)}, 1).values()
     assert one["tokens"] == two["tokens"] > 1000 and len(one["seconds"]) == 1
 
 
@@ -407,8 +411,8 @@ raise SystemExit("the script's own run began")
 
 
 @pytest.mark.parametrize(("flags", "message"), [
-    (["stairs"], "there is no table 'stairs': `python bench.py` lists them"),
-    (["lader"], "there is no table 'lader': did you mean ladder? "), (["--device", "cpu"], "required: table"),
+    (["lader"], "invalid choice: 'lader' (choose from 'ladder', 'attention', "),
+    (["--device", "cpu"], "required: table"), (["predict", "--gpu", "B200"], "--gpu: invalid choice: 'B200'"),
     (["recipes", "one", "two"], "takes one path, not 2"),
     (["ladder", "--steps", "0"], "--steps 0: must be at least 1"),
     (["peer"], "git clone"), (["peer", "nowhere"], "nowhere/train_gpt2.py is not there"),
@@ -452,26 +456,23 @@ def test_a_curve_is_that_of_a_real_run_without_the_idea(tmp_path):
     tokens = np.random.default_rng(0).integers(0, 50, 4000).astype(np.uint16)
     for name in ("val", "train"):
         write_shard(tmp_path / f"text_{name}_000000.npy", tokens)
-    flags = ["--data", tmp_path, "--recipe", "speedrun", "--n_layer", 1, "--n_head", 1, "--n_embd", 16,
-             "--block_size", 16, "--vocab_size", 64, "--total_batch_size", 64, "--max_steps", 4,
-             "--val_every", 2, "--val_tokens", 500, "--dtype", "float32", "--checkpoint_every", 0,
-             "--no_plot"]
+    flags = dict(data=tmp_path, recipe="speedrun", n_layer=1, n_head=1, n_embd=16, block_size=16,
+                 vocab_size=64, total_batch_size=64, max_steps=4, val_every=2, val_tokens=500,
+                 dtype="float32")
     baseline, ablated = validation_curve(flags), validation_curve(flags, "softcap", threads=1)
     assert list(baseline) == list(ablated) == [0, 128, 256]
     assert [baseline[0], ablated[0]] == pytest.approx([math.log(64)] * 2, abs=1e-5)
     assert baseline[256] != ablated[256]
-    diverged = validation_curve([*flags, "--recipe", "gpt2", "--max_lr", 1e30])           # really diverges
+    diverged = validation_curve(flags | dict(recipe="gpt2", max_lr=1e30))         # really diverges
     assert list(diverged) == list(baseline) and math.isfinite(diverged[0]) and math.isnan(diverged[256])
 
 
 def test_recipes_table_compares_the_best_rate_with_speedrun_after_a_third(monkeypatch, tmp_path, capsys):
     def curve(flags, idea=None, threads=None):
-        flags = list(map(str, flags))
-        steps = int(flags[flags.index("--max_steps") + 1])
-        rate = flags[flags.index("--max_lr") + 1] if "--max_lr" in flags else None
-        level = {"0.001": 6.3, "0.002": 6.0, "0.004": 6.1}.get(rate, 5.9)
-        level += 0.01 * int(flags[-1]) + 0.2 * (idea == "softcap")
-        if rate == "0.004" or idea == "QK-norm":
+        steps, rate = flags["max_steps"], flags.get("max_lr")
+        level = {0.001: 6.3, 0.002: 6.0, 0.004: 6.1}.get(rate, 5.9)
+        level += 0.01 * flags["seed"] + 0.2 * (idea == "softcap")
+        if rate == 0.004 or idea == "QK-norm":
             level = math.nan                    # the run diverged
         return {step * 32: level + 1 - step / steps for step in range(0, steps + 1, 2)}
     monkeypatch.setattr(ablation, "validation_curve", curve)
@@ -492,9 +493,9 @@ def test_recipes_table_compares_the_best_rate_with_speedrun_after_a_third(monkey
 
 def test_recipes_table_compares_with_frontier_after_a_tenth(monkeypatch, capsys):
     def curve(flags, idea=None, threads=None):
-        steps = flags[flags.index("--max_steps") + 1]
-        level = 5.7 + 0.2 * (idea == "bigram table") + 0.1 * ("--max_lr" in flags)
-        return {step * 32: level for step in (*range(0, steps, flags[flags.index("--val_every") + 1]), steps)}
+        steps = flags["max_steps"]
+        level = 5.7 + 0.2 * (idea == "bigram table") + 0.1 * ("max_lr" in flags)
+        return {step * 32: level for step in (*range(0, steps, flags["val_every"]), steps)}
     monkeypatch.setattr(ablation, "validation_curve", curve)
     bench.main(["recipes", "DATA", "--recipe", "frontier", "--batch_size", "4", "--sequence_length", "8",
                 "--steps", "40", "--turns", "1", "--device", "cpu"])
@@ -546,20 +547,21 @@ def test_fineweb_py_and_a_clones_script_make_the_same_tokens_of_the_same_text(mo
     (tmp_path / "fineweb.py").write_text(PEERS_FINEWEB)
     (tmp_path / "input.txt").write_text("To be, or not to be.\n\n" * 40)
     monkeypatch.setattr(data_benchmark, "INPUT_TXT", tmp_path / "input.txt")
-    seen, rmtree = {}, data_benchmark.shutil.rmtree
+    seen, rmtree = [], shutil.rmtree
 
-    def look(out, *args, **kwargs):
-        out = Path(out)                           # the temporary folder around all comes here too
-        seen[out.name] = [np.load(path).tolist() for path in sorted(out.rglob("*.npy"), key=lambda p: (
-            "train" in p.name, p.name))]
+    def look(out, *args, **kwargs):               # each run's folder, and then the one around them
+        seen.append([np.load(path).tolist() for path in sorted(Path(out).rglob("*.npy"), key=lambda p: (
+            "train" in p.name, p.name))])
         rmtree(out, *args, **kwargs)
 
-    monkeypatch.setattr(data_benchmark.shutil, "rmtree", look)
-    jobs = [("fineweb.py", 2), (data_benchmark.PEER, 2), (data_benchmark.EMPTY, 1)]
+    monkeypatch.setattr(shutil, "rmtree", look)
+    jobs = {what: (what, n) for what, n in (("fineweb.py", 2), (data_benchmark.PEER, 2),
+                                            (data_benchmark.EMPTY, 1))}
     results = time_fineweb(jobs, 1, tmp_path)
-    assert not [result["failed"] for result in results if "failed" in result]
-    assert sorted(sum(seen["out0"], [])) == sorted(sum(seen["out1"], [])) and len(seen["out0"]) == 2
-    assert len(seen["out2"]) == 2 and seen["out2"][1][0] == 50256
+    assert not [result["failed"] for result in results.values() if "failed" in result]
+    ours, peers, empty, _ = seen
+    assert sorted(sum(ours, [])) == sorted(sum(peers, [])) and len(ours) == 2
+    assert len(empty) == 2 and empty[1][0] == 50256
     rows = data_benchmark.fineweb_rows(jobs, results)
     assert [bool(row.get("against the pool")) for row in rows] == [True] * 3
 

@@ -35,7 +35,7 @@ import train_gpt2                                                       # noqa: 
 from counts import Counter, count_graph                                 # noqa: E402
 from runtime.device import compile_model, place_model                   # noqa: E402
 from runtime.distributed import Process                    # noqa: E402
-from benchmarks.timing import PlainAdamW                                # noqa: E402
+from benchmarks.steps import PlainAdamW                                 # noqa: E402
 from runtime.attention import SDPA_KERNELS                              # noqa: E402
 from runtime.signals import StopSignals                    # noqa: E402
 
