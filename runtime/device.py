@@ -316,8 +316,8 @@ def wrap_model(model: Callable, process) -> Callable:
 
 
 def average_bucket(_state, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """The mean of a bucket's gradients over the ranks. NCCL divides while it adds, where DDP would divide in a
-    pass of its own (8 bytes a parameter). gloo cannot."""
+    """The mean of a bucket's gradients over the ranks. NCCL divides while it adds, where DDP would divide in
+    a pass of its own (8 bytes a parameter). gloo cannot."""
     work = dist.all_reduce(bucket.buffer(), op=dist.ReduceOp.AVG, async_op=True)
     return work.get_future().then(lambda future: future.value()[0])
 
