@@ -365,11 +365,17 @@ def test_flags_of_another_source_are_refused(flags, said):
         fineweb.parse_args(["--dataset", "a/b", *flags])
 
 
-@pytest.mark.parametrize("flags", [[], ["--input", "a.txt", "--out", "x"]])
-def test_name_and_split_need_dataset(flags):
+def test_name_and_split_need_dataset():
     for flag in ("--name", "--split"):
         with pytest.raises(UserError, match=f"{flag} needs --dataset"):
-            fineweb.parse_args([*flags, flag, "train"])
+            fineweb.parse_args([flag, "train"])
+
+
+@pytest.mark.parametrize("flags", [["--name", "x"], ["--split", "train"], ["--variant", "classic"],
+                                   ["--sample", "10BT"], ["--pretokenized", "1"], ["--verify", "x"]])
+def test_input_takes_no_flags_of_another_source(flags):
+    with pytest.raises(UserError, match="cannot be combined with --"):
+        fineweb.parse_args(["--input", "a.txt", "--out", "x", *flags])
 
 
 def test_variant_and_sample_are_names_of_datasets():
