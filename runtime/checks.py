@@ -113,6 +113,8 @@ def check_config(config) -> None:
         if getattr(config, name) > config.block_size:
             raise UserError(f"--{name} {getattr(config, name)} is longer than --block_size "
                             f"{config.block_size}: shorten the one or raise the other")
+    if config.overfit and config.val_every:
+        raise UserError("--overfit has no validation data: leave --val_every out")
     if config.updates_per_step & (config.updates_per_step - 1):
         raise UserError(f"--updates_per_step {config.updates_per_step}: give a power of two")
     if config.vocab_size > 65536:

@@ -115,6 +115,8 @@ def test_overfit_is_a_run_of_its_own():
     assert vars(parse_flags(["--overfit"])[0]).items() >= OVERFIT.items()
     with pytest.raises(UserError, match="leave --preset out"):
         parse_flags(["--overfit", "--preset", "small"])
+    with pytest.raises(UserError, match="no validation data"):
+        check_config(parse_flags(["--overfit", "--val_every", "5"])[0])
 
 
 def test_a_presets_values_are_kept_by_the_checkpoint(shards, monkeypatch, capsys):
