@@ -64,17 +64,19 @@ def rows_joined(config, device: str) -> int:
 
 def largest_that_fits(candidates: list[int], memory_of: Callable[[int], float], limit: float) -> int:
     """The largest of two or more `candidates` (ascending) with memory_of(B) at most `limit` bytes;
-    memory_of is infinite when out of memory. Memory grows linearly with B, so that the two smallest tell
-    where to try: a trial may have to compile."""
-    first, second = candidates[:2]
+    memory_of is infinite when out of memory. A trial may have to compile, so there are few: memory grows
+    linearly with B, and the smallest and one that surely fits tell where to try."""
+    first = candidates[0]
     a = memory_of(first)
     if a > limit:
         raise UserError("not even the smallest micro-batch fits into this GPU's memory: give a smaller "
                         "--sequence_length, or --loss_chunk 1024")
+    # n times the sequences need at most n times the memory; far apart, two trials tell the slope
+    second = max((B for B in candidates[1:] if B * a <= first * limit), default=candidates[1])
     b = memory_of(second)
     if b > limit:
         return first
-    likely = [B for B in candidates[2:] if b + (b - a) / (second - first) * (B - second) <= limit]
+    likely = [B for B in candidates if B > second and b + (b - a) / (second - first) * (B - second) <= limit]
     return next((B for B in reversed(likely) if memory_of(B) <= limit), second)
 
 

@@ -421,6 +421,15 @@ def test_the_largest_micro_batch_that_fits_is_found_in_few_trials(limit, bend):
     assert len(tried) <= 2 + (3 if bend > 1 else 1)
 
 
+def test_no_trial_is_wasted_on_a_micro_batch_that_cannot_fit():
+    """GB as counted for GPT-2 124M on an 80 GB card: two sequences need hardly more than one."""
+    tried = []
+    memory = {1: 3.09, 2: 3.33, 16: 8.2, 32: 13.8, 64: 25.1, 128: 47.6}
+    assert largest_that_fits([2**i for i in range(10)],
+                             lambda B: tried.append(B) or memory.get(B, math.inf), 72) == 128
+    assert tried == [1, 16, 128]
+
+
 def test_cudas_allocator_leaves_large_blocks_whole_unless_the_user_has_set_it(monkeypatch):
     names = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
     for given in (None, *names):

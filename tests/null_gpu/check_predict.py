@@ -12,13 +12,13 @@ from standin import ROOT
                                   "frontier compile auto", "step fused", "step speedrun", "step frontier"])
 def check_stored_counts(name):
     """A cheap rung, the recipes and their optimizers. If one differs: run tests/null_gpu/count.py."""
-    command = [HOME / "venv/bin/python", HERE / "count.py", "--print", "--only", name]
+    command = [HOME / "venv/bin/python", HERE / "count.py", "--print", "--batch", "16", "--only", name]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1500,
                           env={**os.environ, "NULL_GPU_HOME": str(HOME), "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr[-6000:]
     counted = json.loads(done.stdout.strip().split("\n")[-1])[name]
     stored = json.loads((ROOT / "assets" / "counts.json").read_text())["counts"][name]
-    assert counted.keys() == stored.keys()
+    assert counted.keys() <= stored.keys() and len(counted) == 1
     for B, now in counted.items():
         for what in ("products", "attention", "bytes"):
             assert now[what] == stored[B][what], f"{name}, {B}: {what}"

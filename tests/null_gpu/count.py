@@ -6,6 +6,7 @@
     $PY tests/null_gpu/count.py --nanogpt DIR                       what PyTorch's blog ran
     $PY tests/null_gpu/count.py --only "gpt2 fp32 naive 50257"      some entries, by name
     $PY tests/null_gpu/count.py --only ... --print                  to the screen, without changing the file
+    $PY tests/null_gpu/count.py --only ... --print --batch 16       only at this micro-batch
 
 DIR is a clone of the project, whose model is read at the commit of that time. An entry takes a minute or two.
 The counts of a forward and backward are made at two micro-batches, because they grow linearly.
@@ -231,11 +232,11 @@ def our_step(entry, raw):
                                          StopSignals(process))
 
 
-def count(entry, clones):
+def count(entry, clones, batch):
     raw, model = build(entry, clones)
     if entry.parts:
         return {"step": count_optimizer(entry, raw)}
-    return {str(B): count_micro_step(entry, raw, model, B) for B in entry.batches}
+    return {str(B): count_micro_step(entry, raw, model, B) for B in ((batch,) if batch else entry.batches)}
 
 
 def main():
@@ -245,6 +246,7 @@ def main():
     parser.add_argument("--nanogpt")
     parser.add_argument("--only", nargs="+", choices=list(ENTRIES))
     parser.add_argument("--print", action="store_true")
+    parser.add_argument("--batch", type=int)
     args = parser.parse_args()
     torch._inductor.config.fx_graph_cache = torch._functorch.config.enable_autograd_cache = False
     torch.set_float32_matmul_precision("high")
@@ -253,7 +255,7 @@ def main():
     names = args.only or [name for name, entry in ENTRIES.items()
                           if (entry.model in given if given else entry.model not in clones)]
     for name in names:
-        counts = count(ENTRIES[name], clones)
+        counts = count(ENTRIES[name], clones, args.batch)
         torch._dynamo.reset()                               # its caches hold the model
         gc.collect()
         torch.cuda.empty_cache()
