@@ -167,7 +167,7 @@ class FrontierGPT(ModernLanguageModel):
             x = x0 = self.embed(tokens[:, -T - 1:], dtype)[:, -T:]              # (B, T, C)
             v1 = None
             for block in self.transformer.h:
-                x, v1 = block(x, v1, x0, rotary, begins, self.kernel, mask, past)
+                x, v1 = self.run_block(block, x, v1, x0, rotary, begins, self.kernel, mask, past)
             return norm(x)
 
     def configure_optimizers(self, max_lr: float, weight_decay: float, dtype: torch.dtype,

@@ -129,7 +129,7 @@ class GPT(LanguageModel):
         if matmul_dtype(x) == torch.bfloat16:
             x = x.bfloat16()
         for block in self.transformer.h:
-            x = block(x, self.kernel, past)
+            x = self.run_block(block, x, self.kernel, past)
         return self.transformer.ln_f(x)
 
     def configure_optimizers(self, max_lr: float, weight_decay: float, betas=(0.9, 0.95), eps=1e-8) -> list:

@@ -107,7 +107,7 @@ class SpeedrunGPT(ModernLanguageModel):
             x = x0 = norm(self.transformer.wte(idx).to(dtype))                  # (B, T, C) [the norm: +0.019]
             v1 = None
             for block in self.transformer.h:
-                x, v1 = block(x, v1, x0, rotary, self.kernel, mask, past)
+                x, v1 = self.run_block(block, x, v1, x0, rotary, self.kernel, mask, past)
             return norm(x)
 
     def configure_optimizers(self, max_lr: float, weight_decay: float = 0.0, dtype=torch.bfloat16) -> list:

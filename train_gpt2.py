@@ -91,6 +91,8 @@ class Config:
     rank_timeout: float = flag(30.0, SPEED, "minutes to wait for a rank", minimum=0.1, bits=20, per_run=True)
     loss_chunk: int = flag(-1, SPEED, "compute logits and loss this many tokens at a time, to save memory; "
                            "0: all at once; -1: 2048 on a CPU, else 0", minimum=-1, per_run=True)
+    recompute: bool = flag(False, SPEED, "recompute blocks in the backward: less memory, a third more work",
+                           per_run=True)
     profile: bool = flag(False, SPEED, "write a trace of three steps to OUT/trace.json", per_run=True)
     val_every: int = flag(250, OUTPUT, "steps between validations; 0: never")
     hellaswag_every: int = flag(250, OUTPUT, "steps between HellaSwag evaluations; 0: never")

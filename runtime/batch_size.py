@@ -69,8 +69,8 @@ def largest_that_fits(candidates: list[int], memory_of: Callable[[int], float], 
     first = candidates[0]
     a = memory_of(first)
     if a > limit:
-        raise UserError("not even the smallest micro-batch fits into this GPU's memory: give a smaller "
-                        "--sequence_length, or --loss_chunk 1024")
+        raise UserError("not even the smallest micro-batch fits into this GPU's memory: give --recompute, "
+                        "--loss_chunk 1024, or a smaller --sequence_length")
     # n times the sequences need at most n times the memory; far apart, two trials tell the slope
     second = max((B for B in candidates[1:] if B * a <= first * limit), default=candidates[1])
     b = memory_of(second)
@@ -128,7 +128,7 @@ def choose_micro_batch(config, candidates: list[int], state: TrainState, model: 
     total = torch.cuda.mem_get_info(device)[1]
     key = ", ".join(map(str, (
         device_name(device), torch.__version__, config.recipe, config.dtype, config.attention, config.window,
-        config.loss_chunk, config.compile, config.sequence_length,
+        config.loss_chunk, config.recompute, config.compile, config.sequence_length,
         *(getattr(config, name) for name in MODEL_SHAPE), process.world_size, total, candidates[-1])))
     known = load_cache()
 
@@ -161,9 +161,10 @@ def oom_advice(config, loader: TokenLoader | None, device: str) -> str:
     if not loader:
         return (f"{device} is out of memory before the first step: end what else runs there, or give "
                 f"{smaller}, or --batch_size 1")
-    chunk = "--loss_chunk 1024, " if not 0 < config.loss_chunk <= 1024 else ""
-    return (f"{device} is out of memory with --batch_size 1: give {chunk}a shorter --sequence_length, or "
-            f"{smaller}")
+    flags = [] if config.recompute else ["--recompute"]
+    flags += [] if 0 < config.loss_chunk <= 1024 else ["--loss_chunk 1024"]
+    return (f"{device} is out of memory with --batch_size 1: give "
+            f"{', '.join([*flags, 'a shorter --sequence_length'])}, or {smaller}")
 
 
 def cache_path() -> Path:

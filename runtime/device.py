@@ -264,9 +264,9 @@ def fetch(tensor: torch.Tensor) -> Callable[[], list]:
 
 
 def place_model(config, model, device: str) -> None:
-    """Moves the model to `device`, and sets its attention kernel and the chunk of its loss."""
+    """Moves the model to `device`, and sets how it computes: kernels, and what it keeps in memory."""
     model.to(device).use_attention(config.attention)
-    model.loss_chunk = config.loss_chunk
+    model.loss_chunk, model.recompute = config.loss_chunk, config.recompute
 
 
 def compiles(config, device: str) -> bool:

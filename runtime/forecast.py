@@ -39,6 +39,11 @@ def try_micro_step(model, B: int, T: int, autocast: torch.autocast, device: str)
         kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
+    def keep_input(block, args):                # with --recompute it stays, which no operator saves
+        keep(args[0])
+
+    blocks = model.transformer.h if model.recompute else ()
+    hooks = [block.register_forward_pre_hook(keep_input) for block in blocks]
     for _ in range(2):                          # the first is slow
         kept.clear()
         start = time.perf_counter()
@@ -49,6 +54,8 @@ def try_micro_step(model, B: int, T: int, autocast: torch.autocast, device: str)
         seconds = min(seconds, time.perf_counter() - start)
         if seconds > 10:
             break
+    for hook in hooks:
+        hook.remove()
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     return Trial(seconds / B, sum(size for place, size in kept.items() if place not in weights) / B)
 

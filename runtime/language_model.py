@@ -6,6 +6,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from runtime.cli import UserError
 from runtime.attention import document_window_mask, resolve_attention
@@ -20,6 +21,7 @@ class LanguageModel(nn.Module):
     chunked_loss = staticmethod(chunked_cross_entropy)
     loss_chunk = 0              # tokens whose logits are in memory at a time while training; 0: all
     kernel = "auto"             # attention kernel, by name
+    recompute = False           # whether a block's activations are computed again in the backward, not kept
     softcap = 0.0               # c: the logits are c tanh(z / c), where z is the head's output; 0: they are z
 
     def head(self) -> Tensor:
@@ -47,6 +49,12 @@ class LanguageModel(nn.Module):
         if targets is None:
             return logits, None
         return None, F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=-1)
+
+    def run_block(self, block: nn.Module, *args):
+        """block(*args); with `recompute` only its inputs are kept for the backward (arXiv:1604.06174)."""
+        if self.recompute and torch.is_grad_enabled():
+            return checkpoint(block, *args, use_reentrant=False, preserve_rng_state=False)  # nothing is random
+        return block(*args)
 
     def token_losses(self, idx: Tensor, targets: Tensor, positions: Tensor) -> Tensor:
         """Cross-entropy of each token, fp32 (B, T); 0 where the target is -1. idx, targets: int64 (B, T).
