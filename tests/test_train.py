@@ -123,14 +123,12 @@ def test_evaluation_samples_and_checkpoints_do_not_change_the_losses(shards, spo
     assert shown.count("sample 0: Hello, I'm a language model,") == 3
 
 
-@pytest.mark.parametrize(("processes", "batch_size", "loss_chunk"), [(2, 2, 50), (1, 8, 0)])
+@pytest.mark.parametrize(("processes", "flags"), [
+    (2, ["--batch_size", 2, "--loss_chunk", 50, "--recompute"]), (1, ["--batch_size", 8, "--loss_chunk", 0])])
 def test_other_processes_and_micro_batches_give_the_same_losses(shards, start, file_order_run, tmp_path,
-                                                                processes, batch_size,
-                                                                loss_chunk):
-    run("--data", shards, "--init", start, *TINY, "--no_shuffle", "--out", tmp_path / "log", "--batch_size",
-        batch_size,
-        "--loss_chunk", loss_chunk, "--val_every", 10, "--val_tokens", 2000, "--sample_every", 0,
-        "--checkpoint_every", 0,
+                                                                processes, flags):
+    run("--data", shards, "--init", start, *TINY, "--no_shuffle", "--out", tmp_path / "log", *flags,
+        "--val_every", 10, "--val_tokens", 2000, "--sample_every", 0, "--checkpoint_every", 0,
         processes=processes)
     losses = logged(tmp_path / "log")
     assert len(losses) == 25
@@ -599,9 +597,10 @@ def test_a_mistake_is_a_user_error_before_anything_is_written(name, shards, star
     (["--batch_size", "4"], "train_step", "of 4 sequences: give --batch_size 2, which"),
     (["--total_batch_size", "288", "--batch_size", "9"], "train_step", "of 9 sequences: give "
      "--batch_size 3, which"),
-    (["--batch_size", "1"], "train_step", "give --loss_chunk 1024, a shorter --sequence_length, or a smaller "
-     "model"),
-    (["--batch_size", "1", "--loss_chunk", "64"], "train_step", "give a shorter --sequence_length"),
+    (["--batch_size", "1"], "train_step", "give --recompute, --loss_chunk 1024, a shorter --sequence_length, "
+     "or a smaller model"),
+    (["--batch_size", "1", "--loss_chunk", "64", "--recompute"], "train_step", "give a shorter "
+     "--sequence_length"),
     ([], "place_model", "before the first step: end what else runs there, or give a smaller model")])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_run_that_is_out_of_memory_is_told_what_needs_less(flags, where, said, compiled, shards, tmp_path,

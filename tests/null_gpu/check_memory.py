@@ -29,6 +29,14 @@ def check_64_sequences_in_chunks(play):
     assert report.allocated <= 17.7 * GiB, "with two chunks' logits it is 18.0"
 
 
+def check_64_sequences_recomputed(play):
+    """--recompute keeps only what each block begins with: 22.1 GiB without it."""
+    report = play("--batch_size", 64, "--total_batch_size", 131072, "--max_steps", 3, "--recompute", *QUIET)
+    print_memory("64 sequences, recomputed", report)
+    compiled_once(report)
+    assert report.allocated <= 9.6 * GiB
+
+
 def check_frontier_needs_little_more_than_speedrun(play):
     """Its bigram table takes the place of the head, which is tied; the stems' table comes on top."""
     reports = [play("--recipe", recipe, "--batch_size", 64, "--total_batch_size", 131072, "--max_steps", 5,
