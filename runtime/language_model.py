@@ -52,8 +52,8 @@ class LanguageModel(nn.Module):
 
     def run_block(self, block: nn.Module, *args):
         """block(*args); with `recompute` only its inputs are kept for the backward (arXiv:1604.06174)."""
-        if self.recompute and torch.is_grad_enabled():
-            return checkpoint(block, *args, use_reentrant=False, preserve_rng_state=False)  # nothing is random
+        if self.recompute and torch.is_grad_enabled():          # nothing in a block is random
+            return checkpoint(block, *args, use_reentrant=False, preserve_rng_state=False)
         return block(*args)
 
     def token_losses(self, idx: Tensor, targets: Tensor, positions: Tensor) -> Tensor:
