@@ -22,7 +22,7 @@ class StopSignals:
     def __init__(self, process: Process):
         self.process, self.stopped = process, False
         self.received, self.first = None, None  # first signal's name; time of the first SIGTERM or SIGINT
-        self.answers = deque()                  # see _some_rank
+        self.answers, self.stream = deque(), None       # on CUDA, see _some_rank
         # requests of this rank for a checkpoint; how many of all ranks are known, and how many were met
         self.requests, self.known, self.met = 0, 0, 0
 
@@ -97,13 +97,19 @@ class StopSignals:
         if self.process.world_size == 1:
             return self.received is not None
         both = torch.tensor([float(self.received is not None), float(self.requests)])
-        if self.process.device.startswith("cuda"):
-            both = both.pin_memory().to(self.process.device, non_blocking=True)
-        dist.all_reduce(both)
-        self.answers.append(fetch(both))
-        # on a GPU the answer to the last question but one: this one's comes after all that is queued, and the
-        # GPU must not run out of work
-        if both.is_cuda and len(self.answers) <= 2:
+        if not self.process.device.startswith("cuda"):
+            dist.all_reduce(both)
+            stop, self.known = both.tolist()
+            return stop > 0
+        both = both.pin_memory().to(self.process.device, non_blocking=True)
+        self.stream = self.stream or torch.cuda.Stream()
+        work = dist.all_reduce(both, async_op=True)
+        with torch.cuda.stream(self.stream):            # the next micro-step does not wait for other ranks
+            work.wait()
+            self.answers.append((fetch(both), both))    # which must not be freed before it was read
+        # the answer to the last question but one: this one's comes after all that is queued, and the GPU must
+        # not run out of work
+        if len(self.answers) <= 2:
             return False
-        stop, self.known = self.answers.popleft()()
+        stop, self.known = self.answers.popleft()[0]()
         return stop > 0

@@ -43,8 +43,9 @@ def check_run(processes, flags, play):
 def check_a_signal_to_one_rank_stops_all_at_the_same_micro_step(play, tmp_path):
     """Of four a step. A rank reads the answer to its last question but one."""
     (tmp_path / "sitecustomize.py").write_text(
-        f"import os, signal, sys; sys.path.insert(0, {str(ROOT)!r})\n"
-        "from runtime.dataloader import TokenLoader\ndel sys.path[0]\n"
+        f"import os, signal, sys; sys.path[:0] = [{str(ROOT / 'tests/null_gpu')!r}, {str(ROOT)!r}]\n"
+        "import nullgpu                  # before torch\n"
+        "from runtime.dataloader import TokenLoader\ndel sys.path[:2]\n"
         "real, calls = TokenLoader.next_batch, []\n"
         "def next_batch(loader, count):\n"
         "    calls.append(1)\n"
