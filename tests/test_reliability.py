@@ -636,8 +636,9 @@ def test_how_many_steps_were_passed_over_is_remembered(tmp_path):
         p.grad = torch.ones_like(p)
     state.optimizers[0].step()
     state.step, state.skipped, state.evaluated, state.best = 5, 3, 5, (1.5, 4)
-    again = train_gpt2.make_state(config, model, model.configure_optimizers(1e-3, 0.1), process,
-                                  state.state_dict(config, {}), tmp_path / "c.pt")
+    content = state.state_dict(config, {}) | {"optimizers": [state.optimizers[0].state_dict()]}
+    again = train_gpt2.make_state(config, model, model.configure_optimizers(1e-3, 0.1), process, content,
+                                  tmp_path / "c.pt")
     assert (again.step, again.skipped, again.evaluated, again.best) == (5, 3, 5, (1.5, 4))
 
 
