@@ -14,14 +14,14 @@ from runtime.batch_size import oom_advice
 from runtime.checkpoint import make_state
 from runtime.dataloader import TokenDataset, TokenLoader
 from runtime.shards import write_shard
-from runtime.sharding import moment_bytes
+from runtime.sharding import moment_bytes, owns
 from runtime.weights import read_checkpoint
 from train_gpt2 import RECIPES, Config
 
 BYTES = ["--n_layer", 2, "--n_head", 2, "--n_embd", 32, "--block_size", 32, "--vocab_size", 256, "--dtype",
          "float32", "--warmup_steps", 2, "--hellaswag_every", 0, "--val_every", 0, "--sample_every", 0,
          "--checkpoint_every", 2, "--keep_checkpoints", 0, "--max_steps", 6, "--skip_nonfinite", 1]
-# sitecustomize.py: the third update has an infinite gradient; at a save each rank writes which moments it has
+# sitecustomize.py: update $OVERFLOWS has an infinite gradient; at a save a rank writes which moments it has
 SITE = f"""
 import json, math, os, sys
 sys.path.insert(0, {str(ROOT)!r})
@@ -32,7 +32,7 @@ norm, save, calls = torch._foreach_norm, Saver.save, []
 
 def overflowing(grads, *args):
     calls.append(1)
-    if len(calls) == 3:
+    if str(len(calls)) == os.environ["OVERFLOWS"]:
         grads[0].view(-1)[0] = math.inf
     return norm(grads, *args)
 
@@ -71,51 +71,56 @@ def same_state(a, b, step):
     return one
 
 
+def each_has_its_own(out, ranks, sharded, content):
+    """Each rank has the moments of its own matrices only, and all of these together are all there are. Muon's
+    are shared out without the flag."""
+    held = [json.loads((out / f"held.{rank}").read_text()) for rank in range(ranks)]
+    for number, saved in enumerate(content["optimizers"]):
+        names = {name for group in saved["param_groups"] for name in group["param_names"]}
+        shared = {name for name in names if content["model"][name].dim() >= 2 and (sharded or number == 1)}
+        shares = [set(optimizers[number]) for optimizers in held]
+        assert set.union(*shares) == names and all(names - shared <= share for share in shares)
+        assert sum(len(share & shared) for share in shares) == len(shared)
+        assert sum(bool(share & shared) for share in shares) == min(ranks, len(shared))
+
+
 @pytest.mark.parametrize(("recipe", "ranks", "dtype"), [
     ("gpt2", 2, "float32"), ("gpt2", 3, "float16"), ("speedrun", 2, "float32"), ("frontier", 3, "float32")])
 def test_a_sharded_run_is_bit_for_bit_the_one_that_is_not(recipe, ranks, dtype, data, tmp_path):
-    """A skipped update included, clipping, and float16's scaler. Each rank has the moments of its own
-    matrices only, Muon's without the flag."""
+    """A skipped update included, clipping, and float16's scaler."""
     (tmp_path / "sitecustomize.py").write_text(SITE)
-    env = {**ENV, "PYTHONPATH": str(tmp_path)}
-    held = {}
-    for flag in ("--no_shard_optimizer", "--shard_optimizer"):
-        out = tmp_path / flag
+    env = {**ENV, "PYTHONPATH": str(tmp_path), "OVERFLOWS": "3"}
+    outs = tmp_path / "--no_shard_optimizer", tmp_path / "--shard_optimizer"
+    for out in outs:
         result = run("--data", data, *BYTES, "--recipe", recipe, "--dtype", dtype, "--total_batch_size",
-                     ranks * 128, flag, "--out", out, processes=ranks, env=env)
+                     ranks * 128, out.name, "--out", out, processes=ranks, env=env)
         assert ("skipped step" in result.stdout) == (dtype == "float32")
-        # of each rank the names of each optimizer
-        held[flag] = [[set(names) for names in json.loads((out / f"held.{rank}").read_text())]
-                      for rank in range(ranks)]
-    content = same_state(*(tmp_path / flag for flag in held), 6)
-    before = read_checkpoint(tmp_path / "--shard_optimizer/checkpoint_000004.pt")["model"]
+    content = same_state(*outs, 6)
+    before = read_checkpoint(outs[1] / "checkpoint_000004.pt")["model"]
     assert not any(torch.equal(before[name], weights) for name, weights in content["model"].items()
                    if weights.dim() >= 2)
-    for flag, of_ranks in held.items():
-        for number, saved in enumerate(content["optimizers"]):
-            names = {name for group in saved["param_groups"] for name in group["param_names"]}
-            shared = {name for name in names if content["model"][name].dim() >= 2
-                      and (number == 1 or flag == "--shard_optimizer")}
-            shares = [optimizers[number] for optimizers in of_ranks]
-            assert set.union(*shares) == names and all(names - shared <= share for share in shares)
-            assert sum(len(share & shared) for share in shares) == len(shared)
-            assert sum(bool(share & shared) for share in shares) == min(ranks, len(shared))
+    for out in outs:
+        each_has_its_own(out, ranks, out is outs[1], content)
 
 
 def test_a_run_goes_on_sharded_or_not_on_another_number_of_ranks(data, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(SITE)
     flags = ["--data", data, *BYTES, "--recipe", "speedrun", "--total_batch_size", 256]
     run(*flags, "--out", tmp_path / "one")
     for out, ranks, origin, flag in (("whole", 2, "one/checkpoint_000002.pt", "--no_shard_optimizer"),
                                      ("sharded", 2, "one/checkpoint_000002.pt", "--shard_optimizer"),
                                      ("again", 1, "sharded/checkpoint_000004.pt", "--shard_optimizer")):
-        result = run(*flags, flag, "--resume", tmp_path / origin, "--out", tmp_path / out, processes=ranks)
+        result = run(*flags, flag, "--resume", tmp_path / origin, "--out", tmp_path / out, processes=ranks,
+                     env={**ENV, "PYTHONPATH": str(tmp_path), "OVERFLOWS": "0"})
         assert f"resuming from {tmp_path / origin} at step {origin[-4]} of 6" in result.stdout
         assert logged(tmp_path / out)[5] == pytest.approx(logged(tmp_path / "one")[5], abs=1e-3)
-    same_state(tmp_path / "whole", tmp_path / "sharded", 6)
+    content = same_state(tmp_path / "whole", tmp_path / "sharded", 6)
+    each_has_its_own(tmp_path / "whole", 2, False, content)
+    each_has_its_own(tmp_path / "sharded", 2, True, content)
 
 
 @pytest.mark.parametrize("recipe", ["gpt2", "speedrun", "frontier"])
-def test_the_share_of_a_rank_is_known_before_the_model_is_made(recipe):
+def test_the_share_of_a_rank_is_known_before_the_model_is_made(recipe, monkeypatch):
     """From below, by at most the moments of the largest parameter."""
     config = Config(recipe=recipe, n_layer=5, n_head=2, n_embd=32, block_size=64, vocab_size=512,
                     sequence_length=32, shard_optimizer=True)
@@ -125,8 +130,10 @@ def test_the_share_of_a_rank_is_known_before_the_model_is_made(recipe):
         adam, largest = optimizers[0], max(8 * p.numel() for p in model.parameters())
         make_state(config, model, optimizers, Process(world_size=ranks))
         muon = size.moments - sum(moment_bytes([adam]))
-        shares = [sum(moment_bytes([adam], lambda o, p, rank=rank: o.owner.get(p, rank) == rank))
-                  for rank in range(ranks)]
+        shares = []
+        for rank in range(ranks):
+            monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
+            shares.append(sum(moment_bytes([adam], owns)))
         assert size.held <= max(shares) + muon / ranks + 1
         assert largest <= size.held == size.sharded and max(shares) <= size.held + largest
         plain = count_model(dataclasses.replace(config, shard_optimizer=False), fresh_model, make, ranks)

@@ -473,7 +473,8 @@ def test_what_fits_is_remembered_for_the_same_model_on_the_same_gpu(monkeypatch,
     for config, expected, trials in ((Config(sequence_length=1024), 8, [1, 2, 8]),
                                      (Config(sequence_length=1024), 8, []),
                                      (Config(sequence_length=1024, n_layer=13), 8, [1, 2, 8]),
-                                     (Config(sequence_length=1024, window=64), 8, [1, 2, 8])):
+                                     (Config(sequence_length=1024, window=64), 8, [1, 2, 8]),
+                                     (Config(sequence_length=1024, shard_optimizer=True), 8, [1, 2, 8])):
         assert choose_micro_batch(config, [1, 2, 4, 8, 16], None, None, None,
                                   process) == expected and tried == trials
         tried.clear()
