@@ -98,10 +98,9 @@ class TrainState:
 
 
 def restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict, updates: float) -> None:
-    """Loads the saved state of each parameter that this rank has moments of; learning rates and decay stay as
-    the config says.
-    ValueError for the state of another model or optimizer, and for numbers that no training makes, such as
-    more than `updates` updates."""
+    """Loads the saved state of each parameter whose moments this rank holds; learning rates and decay stay as
+    the config says. ValueError for the state of another model or optimizer, and for numbers that no training
+    makes, such as more than `updates` updates."""
     named = [pair for group in optimizer.param_groups
              for pair in zip(group["param_names"], group["params"], strict=True)]
     if [name for group in saved["param_groups"] for name in group["param_names"]] != [n for n, _ in named]:
@@ -173,10 +172,11 @@ class Saver:
         """Rank 0 writes; all ranks take part, in the main thread. The file is there when `finish` has
         returned."""
         self.finish()
+        begun = time.monotonic()
         copied = host_copy if self.background else lambda tensors: tensors
         optimizers = [whole_state(optimizer, copied, self.process) for optimizer in state.optimizers]
         if self.process.is_master:
-            begun, there = time.monotonic(), dict(checkpoints(self.config.out))
+            there = dict(checkpoints(self.config.out))
             state.saved = [*(step for step in state.saved if step in there and step < state.step), state.step]
             content = copied(state.state_dict(self.config, self.recorded)) | {"optimizers": optimizers}
             if self.background and torch.cuda.is_available():
