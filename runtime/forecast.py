@@ -151,7 +151,7 @@ class Forecast:
 
     def memory(self) -> str:
         parts = [("weights", 4 * self.size.parameters), ("gradients", 4 * self.size.parameters),
-                 ("moments" if self.size.held == self.size.moments else "moments, this rank's share",
+                 ("moments" if self.size.held == self.size.moments else "moments (a rank's share)",
                   self.size.held)]
         if self.trial:
             parts.append(("activations of a micro-batch (eager mode)",
