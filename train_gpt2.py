@@ -93,6 +93,8 @@ class Config:
                            "0: all at once; -1: 2048 on a CPU, else 0", minimum=-1, per_run=True)
     recompute: bool = flag(False, SPEED, "recompute blocks in the backward: less memory, a third more work",
                            per_run=True)
+    shard_optimizer: bool = flag(False, SPEED, "each rank keeps the moments of its share of the parameters "
+                                 "(ZeRO stage 1)", per_run=True)
     profile: bool = flag(False, SPEED, "write a trace of three steps to OUT/trace.json", per_run=True)
     val_every: int = flag(250, OUTPUT, "steps between validations; 0: never")
     hellaswag_every: int = flag(250, OUTPUT, "steps between HellaSwag evaluations; 0: never")
@@ -250,7 +252,7 @@ def set_up(flags: Config, explicit_flags: set[str], process: Process) -> Run | N
         process.on_all_ranks(find_shards, asked)
         model = None if path else load_init(asked, process, MODELS, load_model)
         config = complete_config(asked, explicit_flags, process, model)
-        size = count_model(config, fresh_model, RECIPES[config.recipe].optimizers)
+        size = count_model(config, fresh_model, RECIPES[config.recipe].optimizers, process.world_size)
         data = open_checked_data(config, checkpoint, path, process)
         if config.dry_run:
             print_plan(config, size, data, process)

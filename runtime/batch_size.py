@@ -16,9 +16,9 @@ from runtime.dataloader import TokenLoader
 from runtime.device import compile_failures, device_name, is_out_of_memory
 from runtime.distributed import Process
 from runtime.files import read_text, replace_file
-from runtime.muon import Muon
 from runtime.progress import counted
 from runtime.resume import MODEL_SHAPE
+from runtime.sharding import moment_bytes, owns
 
 MICRO_BATCH = 4096      # tokens; with more a CPU needs more memory and is no faster
 
@@ -80,12 +80,6 @@ def largest_that_fits(candidates: list[int], memory_of: Callable[[int], float], 
     return next((B for B in reversed(likely) if memory_of(B) <= limit), second)
 
 
-def moment_bytes(optimizers: list) -> int:
-    """Bytes of the optimizers' moments: AdamW has two a parameter, Muon one."""
-    return sum(p.nbytes * (1 if isinstance(optimizer, Muon) else 2) for optimizer in optimizers
-               for group in optimizer.param_groups for p in group["params"])
-
-
 def memory_of_step(B: int, state: TrainState, model: Callable, config, autocast: torch.autocast,
                    device: str) -> float:
     """Bytes that CUDA reserves for a step with micro-batches of B sequences; infinity when out of memory.
@@ -101,7 +95,8 @@ def memory_of_step(B: int, state: TrainState, model: Callable, config, autocast:
         model.require_backward_grad_sync = False
     try:
         # moments that were not loaded are allocated in the first step: reserve their room
-        due = 0 if any(optimizer.state for optimizer in state.optimizers) else moment_bytes(state.optimizers)
+        begun = any(optimizer.state for optimizer in state.optimizers)
+        due = 0 if begun else sum(moment_bytes(state.optimizers, owns))
         moments = torch.empty(due, dtype=torch.uint8, device=device)
         x = torch.zeros(B, config.sequence_length, dtype=torch.int64, device=device)
         with compile_failures(model):
@@ -128,7 +123,7 @@ def choose_micro_batch(config, candidates: list[int], state: TrainState, model: 
     total = torch.cuda.mem_get_info(device)[1]
     key = ", ".join(map(str, (
         device_name(device), torch.__version__, config.recipe, config.dtype, config.attention, config.window,
-        config.loss_chunk, config.recompute, config.compile, config.sequence_length,
+        config.loss_chunk, config.recompute, config.compile, config.shard_optimizer, config.sequence_length,
         *(getattr(config, name) for name in MODEL_SHAPE), process.world_size, total, candidates[-1])))
     known = load_cache()
 
@@ -161,8 +156,10 @@ def oom_advice(config, loader: TokenLoader | None, device: str) -> str:
     if not loader:
         return (f"{device} is out of memory before the first step: end what else runs there, or give "
                 f"{smaller}, or --batch_size 1")
-    flags = [] if config.recompute else ["--recompute"]
-    flags += [] if 0 < config.loss_chunk <= 1024 else ["--loss_chunk 1024"]
+    flags = [name for name, helps in (
+        ("--recompute", not config.recompute),
+        ("--shard_optimizer", loader.world_size > 1 and not config.shard_optimizer),
+        ("--loss_chunk 1024", not 0 < config.loss_chunk <= 1024)) if helps]
     return (f"{device} is out of memory with --batch_size 1: give "
             f"{', '.join([*flags, 'a shorter --sequence_length'])}, or {smaller}")
 

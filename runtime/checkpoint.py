@@ -14,6 +14,7 @@ from runtime.cli import RunError, safe_repr
 from runtime.files import checkpoint_name, checkpoints, replace_file, sync, writable
 from runtime.integrity import check_written, find_fault
 from runtime.resume import newest_of, state_of_run
+from runtime.sharding import owns, shard, state_keys, whole_state
 from runtime.weights import is_dense_float
 
 SLOW = 20.0         # seconds of a save that torchrun's 30 are too few for
@@ -48,15 +49,14 @@ class TrainState:
         return fraction
 
     def state_dict(self, config, recorded):
-        """What a checkpoint holds: plain values and tensors. `recorded`: its data's
-        fingerprints and its derived flags."""
+        """What a checkpoint holds, but for the optimizers' states: plain values and tensors. `recorded`: its
+        data's fingerprints and its derived flags."""
         return {
             "model": self.model.state_dict(), "model_config": asdict(self.model.config),
             "recipe": config.recipe, "config": asdict(config), **recorded,
             "step": self.step, "evaluated": self.evaluated,
             "val_loss": self.val_loss, "val_step": self.val_step, "best": self.best, "skipped": self.skipped,
             "saved": self.saved,
-            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "scaler": self.scaler.state_dict(),
             "rng": {"torch": torch.get_rng_state(),
                     "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []},
@@ -98,14 +98,14 @@ class TrainState:
 
 
 def restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict, updates: float) -> None:
-    """Loads the saved state of each parameter; learning rates and decay stay as the config says.
-    ValueError for the state of another model or optimizer, and for numbers that no training makes, such as
-    more than `updates` updates."""
+    """Loads the saved state of each parameter whose moments this rank holds; learning rates and decay stay as
+    the config says. ValueError for the state of another model or optimizer, and for numbers that no training
+    makes, such as more than `updates` updates."""
     named = [pair for group in optimizer.param_groups
              for pair in zip(group["param_names"], group["params"], strict=True)]
     if [name for group in saved["param_groups"] for name in group["param_names"]] != [n for n, _ in named]:
         raise ValueError("its optimizer is one of other parameters")
-    keys, state = getattr(optimizer, "STATE", ("step", "exp_avg", "exp_avg_sq")), {}
+    keys, state = state_keys(optimizer), {}
     for i, (name, p) in enumerate(named):
         state[i] = {key: saved["state"][i][key] for key in keys}
         for key, value in state[i].items():
@@ -115,7 +115,8 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict, updates: fl
                 raise ValueError(f"its optimizer has made {value.item()} updates of {name}")
     if fault := find_fault({}, [{"state": state, "param_groups": saved["param_groups"]}]):
         raise ValueError(fault)
-    state = copy.deepcopy(state)                # out of the memory-mapped file
+    state = {i: copy.deepcopy(state[i])         # out of the memory-mapped file
+             for i, (_, p) in enumerate(named) if owns(optimizer, p)}
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
@@ -126,6 +127,10 @@ def make_state(config, model: torch.nn.Module, optimizers: list, process, checkp
                  for p in group["params"]]
     parameters = sorted(map(id, model.parameters()))
     assert sorted(optimised) == parameters, "every parameter is optimised exactly once"
+    if config.shard_optimizer and process.world_size > 1:
+        for optimizer in optimizers:
+            if not hasattr(optimizer, "owner"):                         # Muon has one of its own
+                shard(optimizer, process.world_size)
     scaler = torch.amp.GradScaler(process.device.split(":")[0], enabled=config.dtype == "float16")
     state = TrainState(model, optimizers, scaler)
     if checkpoint:
@@ -164,16 +169,18 @@ class Saver:
         self.slow_told = False
 
     def save(self, state):
-        """On rank 0. The file is there when `finish` has returned."""
+        """Rank 0 writes; all ranks take part, in the main thread. The file is there when `finish` has
+        returned."""
         self.finish()
+        begun = time.monotonic()
+        copied = host_copy if self.background else lambda tensors: tensors
+        optimizers = [whole_state(optimizer, copied, self.process) for optimizer in state.optimizers]
         if self.process.is_master:
-            begun, there = time.monotonic(), dict(checkpoints(self.config.out))
+            there = dict(checkpoints(self.config.out))
             state.saved = [*(step for step in state.saved if step in there and step < state.step), state.step]
-            content = state.state_dict(self.config, self.recorded)
-            if self.background:
-                content = host_copy(content)
-                if torch.cuda.is_available():
-                    torch.cuda.synchronize()            # the copies are complete
+            content = copied(state.state_dict(self.config, self.recorded)) | {"optimizers": optimizers}
+            if self.background and torch.cuda.is_available():
+                torch.cuda.synchronize()                # the copies are complete
             for file in (self.log.file, self.log.metrics) if self.log else ():
                 with writable(file.name, begun=True):
                     sync(file.fileno())                 # a log never ends before its checkpoint

@@ -136,6 +136,8 @@ def check_memory(config, size: ModelSize, device: str) -> None:
         remedy += ", or end what else runs there (nvidia-smi shows it)"
     else:
         free = memory
+    if size.state > free >= size.state - size.held + size.sharded:
+        remedy = f"give --shard_optimizer, or{remedy.removeprefix('give')}"
     if size.state > free:
         raise UserError(f"{config.n_layer} layers of width {config.n_embd} have {size.parameters:,} "
                         f"parameters, which need {size_text(size.state)} to train, and {there}: {remedy}")

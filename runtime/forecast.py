@@ -9,13 +9,14 @@ from pathlib import Path
 
 import torch
 
-from runtime.batch_size import moment_bytes
 from runtime.checkpoint import TrainState
 from runtime.cli import UserError
 from runtime.dataloader import Data, TokenLoader
 from runtime.device import compiles, memory_of, peak_flops
 from runtime.distributed import Process
+from runtime.muon import Muon
 from runtime.progress import counted, duration
+from runtime.sharding import is_matrix, moment_bytes
 from runtime.weights import Uninitialized
 
 MFU = 0.4               # of a GPU's peak, for predictions: about what others' runs reach (docs/speed.md)
@@ -69,34 +70,49 @@ def size_text(n: float) -> str:
 class ModelSize:
     """Of a model with its optimizers, before either is made."""
     parameters: int
-    moments: int                # bytes
+    moments: int                # bytes, of all ranks together
     flops_per_token: int
+    held: int                   # bytes of moments of the rank that has the most, at least: an even share
+    sharded: int                # the same with --shard_optimizer
 
     @property
     def state(self) -> int:
-        """Bytes of weights, gradients and moments."""
-        return 8 * self.parameters + self.moments
+        """Bytes of weights, gradients and moments on one rank."""
+        return 8 * self.parameters + self.held
 
     @property
     def checkpoint(self) -> int:
         return 4 * self.parameters + self.moments
 
 
-def count_model(config, fresh_model: Callable, make_optimizers: Callable) -> ModelSize:
+def count_model(config, fresh_model: Callable, make_optimizers: Callable, ranks: int = 1) -> ModelSize:
     """The size of config.recipe's model. Counted for one and two layers without weights, because the flags
     may ask for any number."""
+    def by_muon(optimizer, _p):
+        return isinstance(optimizer, Muon)
+
+    def by_flag(optimizer, p):
+        return by_muon(optimizer, p) or is_matrix(optimizer, p)
+
     def count(n_layer):
         shape = replace(config, n_layer=n_layer)
         with torch.device("meta"), Uninitialized():
             model = fresh_model(shape)
-        return (sum(p.numel() for p in model.parameters()), moment_bytes(make_optimizers(model, shape)),
-                model.flops_per_token(config.sequence_length))
+        optimizers = make_optimizers(model, shape)
+        shared = [moment_bytes(optimizers, held) for held in (by_muon, by_flag)]
+        sums = (sum(p.numel() for p in model.parameters()), model.flops_per_token(config.sequence_length),
+                sum(moment_bytes(optimizers)), *map(sum, shared))
+        return sums, [max(sizes, default=0) for sizes in shared]
     try:
-        one, two = count(1), count(2)
+        (one, largest), (two, _) = count(1), count(2)
     except (RuntimeError, OverflowError):               # torch: "Storage size calculation overflowed"
         raise UserError(f"a model of width {config.n_embd} with --block_size {config.block_size} has more "
                         "parameters than can be counted: give a smaller --n_embd or --block_size") from None
-    return ModelSize(*(a + (config.n_layer - 1) * (b - a) for a, b in zip(one, two, strict=True)))
+    parameters, flops, moments, *shared = (a + (config.n_layer - 1) * (b - a)
+                                           for a, b in zip(one, two, strict=True))
+    always, sharded = (moments - total + max(-(-total // ranks), most)
+                       for total, most in zip(shared, largest, strict=True))
+    return ModelSize(parameters, moments, flops, sharded if config.shard_optimizer else always, sharded)
 
 
 @dataclass
@@ -142,7 +158,8 @@ class Forecast:
 
     def memory(self) -> str:
         parts = [("weights", 4 * self.size.parameters), ("gradients", 4 * self.size.parameters),
-                 ("moments", self.size.moments)]
+                 ("moments" if self.size.held == self.size.moments else "moments (a rank's share)",
+                  self.size.held)]
         if self.trial:
             parts.append(("activations of a micro-batch (eager mode)",
                           self.trial.activations * self.loader.largest(self.config.updates_per_step)))

@@ -3,6 +3,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from runtime.sharding import owns
+
 
 def orthogonalize(G: Tensor, dtype: torch.dtype = torch.bfloat16, steps: int = 5) -> Tensor:
     """Approximates the (semi-)orthogonal matrices nearest to G (n, rows, columns): singular values end
@@ -29,9 +31,9 @@ class Muon(torch.optim.Optimizer):
 
     `params`: (name, parameter) pairs, all matrices. Matrices of one shape form a group and are orthogonalized
     as one batch. With several processes, which have the same averaged gradients, each orthogonalizes its
-    share of a batch, and the updates are gathered; every process holds all momentum buffers. The learning
-    rate is multiplied by sqrt(max(1, rows / columns)). If the attribute `found_inf`, a tensor, is set and 1,
-    the step changes nothing.
+    share of a batch, of which it alone holds the momentum (see sharding.py), and the updates are gathered.
+    The learning rate is multiplied by sqrt(max(1, rows / columns)). If the attribute `found_inf`, a tensor,
+    is set and 1, the step changes nothing.
     """
     STATE = ("momentum_buffer",)
     _step_supports_amp_scaling = True           # GradScaler then sets found_inf and does not wait for the GPU
@@ -42,28 +44,34 @@ class Muon(torch.optim.Optimizer):
             by_shape.setdefault(p.shape, []).append((name, p))
         super().__init__([{"params": named} for named in by_shape.values()],
                          dict(lr=lr, momentum=momentum, weight_decay=weight_decay))
+        several = dist.is_available() and dist.is_initialized()
+        self.world_size = dist.get_world_size() if several else 1
+        self.owner = {p: i // self.share(group["params"]) for group in self.param_groups
+                      for i, p in enumerate(group["params"]) if several}
+
+    def share(self, params: list[Tensor]) -> int:
+        """How many of a group's matrices a process has at most."""
+        return -(-len(params) // self.world_size)
 
     @torch.no_grad()
     def step(self, closure=None):
-        several = dist.is_available() and dist.is_initialized()
-        rank, world_size = (dist.get_rank(), dist.get_world_size()) if several else (0, 1)
         for group in self.param_groups:
-            params, momentum = group["params"], group["momentum"]
-            for p in params:
-                if not self.state[p]:
-                    self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-            buffers = [self.state[p]["momentum_buffer"] for p in params]
+            params, momentum, share = group["params"], group["momentum"], self.share(group["params"])
             bad = getattr(self, "found_inf", torch.zeros((), device=params[0].device)) > 0
-            grads = [torch.where(bad, 0.0, p.grad) for p in params]
-            torch._foreach_mul_(buffers, torch.where(bad, 1.0, momentum))
-            torch._foreach_add_(buffers, grads)
-            share = -(-len(params) // world_size)
-            own = range(rank * share, min(len(params), (rank + 1) * share))
-            mine = [grads[i] + momentum * buffers[i] for i in own]
+            mine = []
+            if own := [p for p in params if owns(self, p)]:
+                for p in own:
+                    if not self.state[p]:
+                        self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+                buffers = [self.state[p]["momentum_buffer"] for p in own]
+                grads = [torch.where(bad, 0.0, p.grad) for p in own]
+                torch._foreach_mul_(buffers, torch.where(bad, 1.0, momentum))
+                torch._foreach_add_(buffers, grads)
+                mine = [grad + momentum * buffer for grad, buffer in zip(grads, buffers, strict=True)]
             mine += [torch.zeros_like(params[0])] * (share - len(mine))         # all_gather needs equal sizes
             updates = orthogonalize(torch.stack(mine), self.dtype)              # (share, rows, columns)
-            if several:
-                gathered = updates.new_empty(world_size * share, *params[0].shape)
+            if self.owner:
+                gathered = updates.new_empty(self.world_size * share, *params[0].shape)
                 # renamed in torch 2.13
                 gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
                 gather(gathered, updates.contiguous())

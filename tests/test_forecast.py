@@ -12,7 +12,6 @@ import torch
 from helpers import ENV, HANG, ROOT, logged, run
 
 from model import GPT, GPTConfig, fresh_model
-from runtime.batch_size import moment_bytes
 from benchmarks.timing import random_tokens
 from runtime.checks import check_config
 from runtime.cli import UserError, __version__
@@ -23,6 +22,7 @@ from runtime.language_model import ModernConfig
 from speedrun import SpeedrunGPT
 from runtime.forecast import Forecast, ModelSize, Trial, count_model, try_micro_step
 from runtime.presets import OVERFIT, PRESETS
+from runtime.sharding import moment_bytes
 from runtime.shards import write_shard
 from runtime.weights import read_checkpoint
 from train_gpt2 import RECIPES, Config, parse_flags
@@ -165,7 +165,7 @@ def test_the_time_of_a_run_includes_its_evaluations(val_every, hellaswag_every, 
     config = Config(block_size=32, sequence_length=32, total_batch_size=256, max_steps=100, dtype="float32",
                     val_every=val_every, hellaswag_every=hellaswag_every)
     loader = TokenLoader(TokenDataset([random_tokens(1000) % 512], 32), 256, 8)
-    forecast = Forecast(config, ModelSize(0, 0, 0), Data(loader.dataset, loader.dataset, 10), Process(),
+    forecast = Forecast(config, ModelSize(0, 0, 0, 0, 0), Data(loader.dataset, loader.dataset, 10), Process(),
                         False, 0, loader, Trial(10 / 8, 1))
     assert forecast.seconds_left() == pytest.approx(100 * 10 + evaluations * 10 / 256 / 3)
     forecast.step = 75
@@ -176,7 +176,7 @@ def test_the_time_on_a_gpu_is_predicted_by_its_data_sheet_and_dtype(monkeypatch)
     model = GPT(GPTConfig(32, 512, 1, 2, 32))
     monkeypatch.setattr(runtime.forecast, "peak_flops", lambda device: 100e12)
     loader = TokenLoader(TokenDataset([random_tokens(1000) % 512], 32), 256, 8)
-    size, seconds = ModelSize(0, 0, model.flops_per_token(32)), {}
+    size, seconds = ModelSize(0, 0, model.flops_per_token(32), 0, 0), {}
     for dtype, tf32 in (("bfloat16", True), ("float32", True), ("float32", False)):
         config = Config(block_size=32, sequence_length=32, total_batch_size=256, dtype=dtype, tf32=tf32)
         forecast = Forecast(config, size, Data(loader.dataset, None, 0), Process(), False, 0, loader)
@@ -193,8 +193,9 @@ def test_the_size_of_a_model_is_counted_before_it_is_made(recipe, n_layer):
                     sequence_length=32)
     size, model = count_model(config, fresh_model, RECIPES[recipe].optimizers), fresh_model(config)
     optimizers = RECIPES[recipe].optimizers(model, config)
-    assert size == ModelSize(sum(p.numel() for p in model.parameters()), moment_bytes(optimizers),
-                             model.flops_per_token(32))
+    moments = sum(moment_bytes(optimizers))
+    assert size == ModelSize(sum(p.numel() for p in model.parameters()), moments, model.flops_per_token(32),
+                             moments, moments)
     assert size.moments == 8 * size.parameters if recipe == "gpt2" else size.moments < 8 * size.parameters
     with pytest.raises(UserError, match="smaller --n_embd"):
         count_model(dataclasses.replace(config, n_embd=2**39), fresh_model, RECIPES[recipe].optimizers)

@@ -216,9 +216,10 @@ def test_processes_do_what_is_registered_for_the_end_and_leave_before_pythons_fi
 
 def test_a_signal_to_all_of_several_processes_is_agreed_on_saved_and_gone_on_from(data, whole_of_two,
                                                                                   tmp_path, stopped):
+    """The moments shared out at first, and not later; the run that nobody disturbs has them on each."""
     flags = ["--data", data, *BYTES, "--max_steps", 40, "--out", tmp_path / "cut"]
     # to the group, as a terminal sends it: torchrun sends it on
-    stopped(13, flags, signal.SIGINT, os.killpg, processes=2)
+    stopped(13, [*flags, "--shard_optimizer"], signal.SIGINT, os.killpg, processes=2)
     assert 13 <= checkpoints(tmp_path / "cut")[-1][0] < 40
     # to torchrun alone, as Slurm's --signal=TERM sends it
     stopped(25, flags, signal.SIGTERM, processes=2)
@@ -307,9 +308,10 @@ def test_a_run_goes_on_with_other_processes_and_micro_batches_as_it_would_have_g
 
 
 def test_torchrun_brings_a_run_back_whose_ranks_are_killed(data, whole_of_two, tmp_path, live):
-    """--max_restarts: rank 0 is killed, then rank 1; it ends as if nothing had happened."""
-    it = live("--data", data, *BYTES, "--max_steps", 40, "--out", tmp_path / "log", processes=2,
-              torchrun=["--standalone", "--max_restarts=3"], hold=[14, 27])
+    """--max_restarts: rank 0 is killed, then rank 1; it ends as if nothing had happened, and bit for bit as
+    with the moments on each rank."""
+    it = live("--data", data, *BYTES, "--max_steps", 40, "--shard_optimizer", "--out", tmp_path / "log",
+              processes=2, torchrun=["--standalone", "--max_restarts=3"], hold=[14, 27])
     for step, victim in ((14, 0), (27, 1)):
         os.kill(it.stands_before(step, (0, 1))[victim], signal.SIGKILL)
         it.go_on(step)
@@ -636,8 +638,9 @@ def test_how_many_steps_were_passed_over_is_remembered(tmp_path):
         p.grad = torch.ones_like(p)
     state.optimizers[0].step()
     state.step, state.skipped, state.evaluated, state.best = 5, 3, 5, (1.5, 4)
-    again = train_gpt2.make_state(config, model, model.configure_optimizers(1e-3, 0.1), process,
-                                  state.state_dict(config, {}), tmp_path / "c.pt")
+    content = state.state_dict(config, {}) | {"optimizers": [state.optimizers[0].state_dict()]}
+    again = train_gpt2.make_state(config, model, model.configure_optimizers(1e-3, 0.1), process, content,
+                                  tmp_path / "c.pt")
     assert (again.step, again.skipped, again.evaluated, again.best) == (5, 3, 5, (1.5, 4))
 
 

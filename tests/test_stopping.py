@@ -150,7 +150,8 @@ def test_under_torchrun_a_late_second_signal_does_not_stop_at_once(data, tmp_pat
 def test_sigusr2_saves_and_the_run_goes_on(data, tmp_path, live):
     flags = ["--data", data, *BYTES, "--checkpoint_every", 0, "--max_steps", 8]
     alone = live(*flags, "--out", tmp_path / "alone", hold=[3])
-    two = live(*flags, "--checkpoint_minutes", 1000, "--out", tmp_path / "two", hold=[3], processes=2)
+    two = live(*flags, "--checkpoint_minutes", 1000, "--shard_optimizer", "--out", tmp_path / "two", hold=[3],
+               processes=2)
     for it, ranks in ((alone, [0]), (two, [0, 1])):
         os.kill(it.stands_before(3, ranks)[-1], signal.SIGUSR2)         # rank 1 of two
         it.go_on(3)

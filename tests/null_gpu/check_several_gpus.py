@@ -10,7 +10,8 @@ STEPS = 16
 @pytest.mark.parametrize("processes, flags", [
     (2, ["--recipe", "gpt2"]), (2, ["--recipe", "speedrun", "--window", 128]),
     (2, ["--recipe", "gpt2", "--dtype", "float16"]), (2, ["--recipe", "frontier", "--updates_per_step", 2]),
-    (8, ["--recipe", "speedrun"])])
+    (2, ["--recipe", "gpt2", "--dtype", "float16", "--shard_optimizer", "--no_compile"]),
+    (2, ["--recipe", "speedrun", "--shard_optimizer", "--no_compile"]), (8, ["--recipe", "speedrun"])])
 def check_run(processes, flags, play):
     """Two micro-steps. The last of an update, and no other, sends the gradients, each byte once."""
     every = [word for name in ("val", "hellaswag", "sample", "checkpoint")
@@ -35,9 +36,28 @@ def check_run(processes, flags, play):
         gradients = [number for what, number in step["collectives"] if what == "all_reduce" and number > 64]
         assert sum(gradients) == 4 * master.parameters()
     assert any(what == "all_gather" for what, _ in master.steps[-1]["collectives"]) == ("gpt2" not in flags)
+    shared = sum(number for what, number in master.steps[-1]["collectives"] if what == "broadcast")
+    # speedrun's, but for the matrices that Muon gathers, are embedding and head
+    matrices = {"gpt2": 128 * (50304 + 256 + 2 * 12 * 128), "speedrun": 128 * 2 * 50304}
+    assert shared == ("--shard_optimizer" in flags and 4 * matrices[flags[flags.index("--recipe") + 1]])
     if processes == 2 and "float16" not in flags:
         again = play(*flags, "--max_steps", STEPS + 1, processes=processes)
         assert f"at step {STEPS} of {STEPS + 1}" in again[0].output and len(again[1].steps) == 1
+
+
+@pytest.mark.parametrize("recipe", ["gpt2", "speedrun"])
+def check_the_moments_of_other_ranks_take_no_memory(recipe, play):
+    """Those of gpt2's blocks or its embedding, of speedrun's embedding or head. The least of two steps, since
+    the second makes DDP's buckets anew, and the old ones are freed some time later."""
+    flags = ["--recipe", recipe, "--n_layer", 1, "--n_embd", 512, "--n_head", 4, "--block_size", 64,
+             "--no_compile", "--batch_size", 1, "--total_batch_size", 256, "--max_steps", 2, "--val_every", 0,
+             "--hellaswag_every", 0, "--sample_every", 0, "--checkpoint_every", 0]
+    held = [[min(step["held"] for step in rank.steps) for rank in play(*flags, *more, processes=2)]
+            for more in ([], ["--shard_optimizer"])]
+    table, blocks = 2 * 4 * 50304 * 512, 2 * 4 * 512 * (64 + 12 * 512)
+    for before, after, less in zip(*held, (blocks if recipe == "gpt2" else table, table), strict=True):
+        print(f"{before / 1e6:.0f} MB after a step, sharded {after / 1e6:.0f} MB")
+        assert before - after == pytest.approx(less, rel=0.001)
 
 
 def check_a_signal_to_one_rank_stops_all_at_the_same_micro_step(play, tmp_path):

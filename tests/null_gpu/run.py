@@ -79,7 +79,8 @@ class Recorder(logging.Handler):
         taken = nullgpu.library.null_gpu_peak()
         counts, self.kernels, collectives = nullgpu.take_counts()
         now = time.perf_counter()
-        self.steps.append(dict(counts=counts, collectives=collectives, taken=taken, seconds=now - self.clock))
+        self.steps.append(dict(counts=counts, collectives=collectives, taken=taken, seconds=now - self.clock,
+                               held=torch.cuda.memory_allocated()))
         self.clock = now
         if len(self.steps) == WARM:
             warnings.simplefilter("always")
