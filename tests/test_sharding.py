@@ -146,4 +146,4 @@ def test_out_of_memory_on_several_ranks_names_the_flag():
     loader = TokenLoader(TokenDataset([np.zeros(1000, np.uint16)], 32), 64, 1, 0, 2)
     for shards in (False, True):
         advice = oom_advice(Config(shard_optimizer=shards), loader, "cuda:0")
-        assert ("give --shard_optimizer, --loss_chunk 1024, a shorter" in advice) != shards
+        assert ("give --recompute, --shard_optimizer, --loss_chunk 1024, a shorter" in advice) != shards
