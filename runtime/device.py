@@ -88,8 +88,8 @@ def check_gpu(device: str) -> None:
                 return
             major, minor = torch.cuda.get_device_capability(device)
             # torch names a build for the GPU, where there is one of its version
-            build = re.search("pip install .*", "\n".join(str(warning.message) for warning in said))
-            build = build[0] if build else "https://pytorch.org/get-started/previous-versions has other builds"
+            build = re.search("pip install .*|$", "\n".join(str(warning.message) for warning in said))[0]
+            build = build or "https://pytorch.org/get-started/previous-versions has other builds"
             raise UserError(
                 f"{device_name(device)}, of compute capability {major}.{minor}, cannot run torch "
                 f"{torch.__version__}, which has code for {', '.join(torch.cuda.get_arch_list())}: "

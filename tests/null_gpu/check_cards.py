@@ -56,7 +56,8 @@ def check_each(play, data, tmp_path):
     output = "".join(line for line in output.splitlines(True) if not line.startswith("null-gpu"))
     *runs, _ = re.split(r"(?<=exit code \d)\n", output)
     assert len(runs) == 3 * len(CARDS)
-    for run, (name, dtype, peak) in zip(runs, [card for card in CARDS.values() for _ in range(3)], strict=True):
+    for number, run in enumerate(runs):
+        name, dtype, peak = list(CARDS.values())[number // 3]
         if dtype is None:
             assert re.fullmatch(rf"each.py: {name}, of compute capability 7.0, cannot run torch .* no kernel "
                                 r"image .* \(pip install torch==.*\)\nexit code 2", run), run
@@ -68,7 +69,7 @@ def check_each(play, data, tmp_path):
 
 @pytest.mark.parametrize("card, flags, mode, warning", COMPILED)
 def check_compiled(card, flags, mode, warning, play):
-    """Triton's answer for the card. For V100s as if torch had code for it, as its builds for CUDA 12.6 have."""
+    """Triton's answer for the card. The V100's with code for it, as in torch's builds for CUDA 12.6."""
     code = {"NULL_GPU_CODE": "sm_70"} if card == "V100" else {}
     report = play(*TINY, *flags, NULL_GPU_CARD=card, **code)
     assert f"({CARDS[card][0]}), {mode}" in report.output and "done: 2 steps" in report.output
