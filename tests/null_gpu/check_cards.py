@@ -67,6 +67,14 @@ def check_each(play, data, tmp_path):
         assert "\ndone: 2 steps" in run and not warnings_in(run), run
 
 
+def check_a_small_card_trains_with_what_auto_finds(play):
+    """On 5 GB a tenth is less than CUDA's context takes."""
+    report = play("--n_layer", 4, "--n_embd", 1280, "--n_head", 20, "--no_compile", "--val_every", 0,
+                  "--hellaswag_every", 0, "--sample_every", 0, "--checkpoint_every", 0, "--max_steps", 2,
+                  "--total_batch_size", 16384, NULL_GPU_BYTES=5_000_000_000)
+    assert "tokens a step = 1 x 1024 x 16" in report.output and "done: 2 steps" in report.output
+
+
 @pytest.mark.parametrize("card, flags, mode, warning", COMPILED)
 def check_compiled(card, flags, mode, warning, play):
     """Triton's answer for the card. The V100's with code for it, as in torch's builds for CUDA 12.6."""
