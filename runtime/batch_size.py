@@ -116,11 +116,14 @@ def memory_of_step(B: int, state: TrainState, model: Callable, config, autocast:
 
 def choose_micro_batch(config, candidates: list[int], state: TrainState, model: Callable,
                        autocast: torch.autocast, process: Process) -> int:
-    """The only candidate, or on a GPU the largest that fits on all ranks with a tenth of memory to spare."""
+    """The only candidate, or on a GPU the largest that fits on all ranks with a tenth of memory to spare,
+    and a twentieth of what this process can have."""
     if len(candidates) == 1:
         return candidates[0]
     device = process.device
-    total = torch.cuda.mem_get_info(device)[1]
+    free, total = torch.cuda.mem_get_info(device)
+    # without others' memory and CUDA's context, which takes more than a tenth of a small card
+    limit = min(0.9 * total, 0.95 * (free + torch.cuda.memory_reserved(device)))
     key = ", ".join(map(str, (
         device_name(device), torch.__version__, config.recipe, config.dtype, config.attention, config.window,
         config.loss_chunk, config.recompute, config.compile, config.shard_optimizer, config.sequence_length,
@@ -133,7 +136,7 @@ def choose_micro_batch(config, candidates: list[int], state: TrainState, model: 
         process.print0("trying how large a micro-batch fits (once; --batch_size N does without) ...")
         with process.progress("trying micro-batches"):
             return largest_that_fits(
-                candidates, lambda B: memory_of_step(B, state, model, config, autocast, device), 0.9 * total)
+                candidates, lambda B: memory_of_step(B, state, model, config, autocast, device), limit)
 
     try:
         B = min(process.gather(process.on_all_ranks(find)))

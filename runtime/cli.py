@@ -14,6 +14,8 @@ from runtime import start
 
 __version__ = "0.1.0"       # of the project; CHANGELOG.md says what changed
 MAY_BE_EMPTY = "prompt", "sample_prompt"
+SWITCHES = (dict.fromkeys(("on", "true", "yes", "1"), True)
+            | dict.fromkeys(("off", "false", "no", "0"), False))      # what flags without a value are given
 
 
 class UserError(Exception):
@@ -43,6 +45,7 @@ class FlagParser(argparse.ArgumentParser):
         self.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
 
     def parse_args(self, args=None, namespace=None):
+        self.refuse_values_of_bools(sys.argv[1:] if args is None else args)
         # intermixed: else `compare --plot FILE RUN RUN` would not be taken
         args, unknown = self.parse_known_intermixed_args(args, namespace)
         if unknown:
@@ -58,12 +61,26 @@ class FlagParser(argparse.ArgumentParser):
                 self.error(f"{name} is empty: give a value (was a variable of the shell not set?)")
         return args
 
+    def refuse_values_of_bools(self, words):
+        """`--compile off`: argparse would name only `off`, or take it for a path."""
+        for word, following in zip(words, [*words[1:], ""], strict=True):
+            name, _, value = word.partition("=")
+            value = (value or following).lower()
+            if value in SWITCHES and getattr(self._option_string_actions.get(name), "nargs", None) == 0:
+                other = name.replace("--no_", "--") if name.startswith("--no_") else f"--no_{name[2:]}"
+                give = (f"give {name} alone" if SWITCHES[value] else
+                        f"give {other}" if other in self._option_string_actions else "leave it out")
+                self.error(f"{name} takes no value: {give}")
+
     def error(self, message):
         raise UserError(f"{message} (see {self.prog} --help)")
 
 
 class BoolFlag(argparse.Action):
-    """--name and --no_name; takes nargs=0."""
+    """--name and --no_name, without a value."""
+
+    def __init__(self, *names, **kwargs):
+        super().__init__(*names, nargs=0, **kwargs)
 
     def __call__(self, parser, namespace, values, option_string=None):
         setattr(namespace, self.dest, not option_string.startswith("--no_"))
@@ -122,7 +139,7 @@ def parse_config(prog: str, Config: type, defaults: Callable[[dict], dict], desc
             group = parser.add_argument_group(f.metadata["group"])
         help = f.metadata["help"] + default_note(f, recipes)
         if kind is bool:
-            both = dict(dest=name, action=BoolFlag, nargs=0, default=argparse.SUPPRESS)
+            both = dict(dest=name, action=BoolFlag, default=argparse.SUPPRESS)
             shown = [f"--{name}"] if f.default is False else [f"--{name}", f"--no_{name}"]
             group.add_argument(*shown, **both, help=help)
             if f.default is False:

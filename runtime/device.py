@@ -1,6 +1,7 @@
 """Device, dtype, compilation, memory allocators, and the peak FLOP/s of GPUs."""
 import contextlib
 import ctypes
+import logging
 import math
 import os
 import platform
@@ -78,18 +79,22 @@ def check_driver() -> None:
 def check_gpu(device: str) -> None:
     """UserError unless a kernel runs on the GPU: this torch may hold no code for it ('no kernel image is
     available'), or another process may have it for itself. Makes the GPU's context."""
-    with warnings.catch_warnings(action="ignore"):      # torch's, which say the same in several lines
+    with warnings.catch_warnings(record=True) as said:      # torch's, which say the same in several lines
+        warnings.simplefilter("always")
         try:
             torch.ones(2, device=device).sum().item()
         except RuntimeError as error:
             if is_out_of_memory(error):                 # whoever needs more says what to do
                 return
             major, minor = torch.cuda.get_device_capability(device)
+            # torch names a build for the GPU, where there is one of its version
+            build = re.search("pip install .*|$", "\n".join(str(warning.message) for warning in said))[0]
+            build = build or "https://pytorch.org/get-started/previous-versions has other builds"
             raise UserError(
                 f"{device_name(device)}, of compute capability {major}.{minor}, cannot run torch "
                 f"{torch.__version__}, which has code for {', '.join(torch.cuda.get_arch_list())}: "
-                f"{first_line(error)} (https://pytorch.org/get-started/previous-versions has other builds, "
-                f"nvidia-smi shows who uses the GPU, --device cpu does without it)") from None
+                f"{first_line(error)} ({build}; nvidia-smi shows who uses the GPU, --device cpu does without "
+                f"it)") from None
 
 
 def device_name(device: str) -> str:
@@ -286,6 +291,9 @@ def compile_model(config, model, process) -> Callable:
         except UserError as error:
             model.use_attention("sdpa")
             process.print0(f"warning: using a T x T mask instead of FlexAttention: {error}")
+    # the compiler's own lines: our warning of eager mode says the first, and we never ask for autotuning
+    warnings.filterwarnings("ignore", ".* does not support bfloat16 compilation natively")
+    logging.getLogger("torch._inductor.utils").addFilter(lambda r: "Not enough SMs" not in r.getMessage())
     # inside its graph the compiler would compute all chunks' products first, and save no memory
     model.chunked_loss = torch.compiler.disable(model.chunked_loss)
     try:

@@ -25,6 +25,7 @@ from benchmarks.ablation import ABLATIONS, ablated_source, validation_curve
 from benchmarks.timing import GB, Setting, measure, median_ms, run_in_subprocess
 from runtime.cli import UserError, run_command
 from benchmarks.compare import tokens_to_reach
+from benchmarks.flags import parse_args
 from benchmarks.data import time_fineweb
 from runtime.log import COLUMNS, read_metrics
 from runtime.progress import Progress
@@ -61,6 +62,15 @@ def test_the_ladder_measures_all_rungs_and_saves_and_plots_them(run_here, tmp_pa
     assert "left out: TF32 (" in shown and "torch.compile (" in shown
     assert "matrix products of the last rung's step" in shown
     assert png_file.read_bytes()[:4] == b"\x89PNG"
+
+
+def test_compile_is_a_flag_without_a_value():
+    """`off` would be the path of build-nanogpt."""
+    for words, compiled in ((["--compile"], True), (["--no_compile"], False), ([], False)):
+        assert parse_args(["peer", *words, "--device", "cpu"], bench.TABLES, "")[1].compile == compiled
+    for flag, value, answer in (("--compile", "off", "give --no_compile"), ("--no_ideas", "no", "leave it")):
+        with pytest.raises(UserError, match=f"{flag} takes no value: {answer}"):
+            parse_args(["peer", flag, value], bench.TABLES, "")
 
 
 def test_a_setting_is_measured_in_a_process_of_its_own():

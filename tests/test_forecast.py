@@ -158,6 +158,16 @@ def test_an_unknown_flag_is_answered_with_the_one_that_was_meant(flag, meant):
         parse_flags([flag])
 
 
+@pytest.mark.parametrize(("words", "answer"), [
+    ("--compile off", "--compile takes no value: give --no_compile "),
+    ("--compile=False", "--compile takes no value: give --no_compile "),
+    ("--max_steps 1 --no_plot 1 --seed 0", "--no_plot takes no value: give --no_plot alone "),
+    ("--no_plot no", "--no_plot takes no value: give --plot "), ("--dry_run yes", "give --dry_run alone ")])
+def test_a_value_for_a_flag_without_one_is_answered_with_the_flag_to_give(words, answer):
+    with pytest.raises(UserError, match=answer):
+        parse_flags(words.split())
+
+
 @pytest.mark.parametrize(("val_every", "hellaswag_every", "evaluations"), [
     (0, 0, 0), (50, 0, 3 * 10 * 32), (100, 50, 2 * 10 * 32 + 3 * 10_042 * 4 * 96)])
 def test_the_time_of_a_run_includes_its_evaluations(val_every, hellaswag_every, evaluations):

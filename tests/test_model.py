@@ -433,8 +433,10 @@ def test_a_driver_that_torch_refuses_is_reported_and_auto_does_not_fall_back_to_
     (RuntimeError("CUDA error: no kernel image is available\nCUDA kernel errors"), "no kernel image"),
     (RuntimeError("CUDA error: CUDA-capable device(s) is/are busy or unavailable"), "busy")])
 def test_a_gpu_that_runs_no_kernel_of_this_torch_is_refused(raised, refused, monkeypatch, recwarn):
+    build = "pip install torch==2.13.0 --index-url https://download.pytorch.org/whl/cu126"
+
     def ones(n, device, make=torch.ones):
-        warnings.warn("Found GPU0 which is of cuda capability\nand so on", stacklevel=1)
+        warnings.warn(f"Found GPU0 which is of cuda capability\nFor CUDA 12.6 use {build}\n", stacklevel=1)
         if raised and device != "cpu":
             raise raised
         return make(n)
@@ -445,7 +447,8 @@ def test_a_gpu_that_runs_no_kernel_of_this_torch_is_refused(raised, refused, mon
         monkeypatch.setattr(torch.cuda, name, function)
     for name in ("auto", "cuda", "cuda:0"):
         if refused:
-            said = rf"Some GPU, of compute capability 7.0, .* code for sm_90: .*{refused}[^\n]*--device cpu"
+            said = (rf"Some GPU, of compute capability 7.0, .* code for sm_90: .*{refused}[^\n]*\({build}; "
+                    r"[^\n]*--device cpu")
             with pytest.raises(UserError, match=said):
                 choose_device(name)
         else:

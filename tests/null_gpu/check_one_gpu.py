@@ -61,13 +61,6 @@ def check_a_dry_run_predicts_the_time_from_the_data_sheet(play, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def check_half_precision_without_bfloat16(play):
-    """A T4 has none: --dtype auto takes float16 there."""
-    report = play(*SMALL, "--total_batch_size", 4096, "--batch_size", 16, "--max_steps", 2, "--val_every", 0,
-                  NULL_GPU_CARD="T4")
-    assert "Tesla T4), float16, torch.compile" in report.output
-
-
 def check_a_model_that_was_saved(play, data, tmp_path):
     """sample.py and hellaswag.py on a run's checkpoint."""
     play(*SMALL, "--total_batch_size", 4096, "--max_steps", 1, "--val_every", 0, "--no_compile",

@@ -90,3 +90,11 @@ def check_without_flags_on_two(play, data, tmp_path):
         expected = dict(rank.watched)[int(rank.output.split("tokens a step = ")[1].split(" x ")[0])]
         assert rank.taken() <= 0.9 * rank.card_bytes
         assert abs(rank.taken() / expected - 1) <= 0.05, (rank.taken(), expected)
+
+
+def check_bench_with_its_workers(play):
+    """bench.py measures in processes of its own, here one on one GPU and two on two."""
+    output = play("scaling", "--size", "tiny", "--sequence_length", 128, "--batch_size", 2, "--steps", 2,
+                  "--no_compile", script=ROOT / "bench.py", NULL_GPU_COUNT=2).output
+    rows = [line.replace(" ", "").split("|")[1:3] for line in output.splitlines() if line[:1] == "|"]
+    assert rows[2:4] == [["1", "256"], ["2", "512"]], output

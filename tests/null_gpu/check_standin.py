@@ -1,8 +1,11 @@
 """The stand-in itself: it detects what the other checks rely on, in a script that does all of it wrong."""
+import os
 import re
+import subprocess
 
 import pytest
-from standin import GiB, compiled_once, nothing_waits
+from conftest import HERE, HOME
+from standin import ROOT, GiB, compiled_once, nothing_waits
 
 BAD = """
 import torch
@@ -62,6 +65,28 @@ def check_what_it_sees(play, tmp_path):
             nothing_waits(report, 4, 5)
 
 
+LOOK_UP = """
+import torch, torch._inductor.graph
+from torch._inductor.virtualized import V
+from counts import count_graph
+
+bytes = []
+torch._inductor.graph.GraphLowering.save_output_code = staticmethod(
+    lambda code: bytes.append(count_graph(V.graph).bytes))
+table, rows = torch.zeros(64, 1000, device="cuda"), torch.zeros(64, 1, dtype=torch.int64, device="cuda")
+torch.compile(lambda: [table.gather(1, rows) + i for i in range(2)])()     # a kernel of two loops
+torch.compile(lambda: [table.gather(1, rows) + 1, table + 1])()
+print(bytes)
+"""
+
+
+def check_a_look_up_counts_what_it_reads(play, tmp_path):
+    """64 numbers of a table of 64,000, once for both loops; beside it what is read in full."""
+    (tmp_path / "look_up.py").write_text(LOOK_UP)
+    report = play(script=tmp_path / "look_up.py", PYTHONPATH=ROOT / "tests/null_gpu")
+    assert f"[{64 * (8 + 4 + 2 * 4)}, {64 * (8 + 4 + 4) + 64_000 * 8}]" in report.output, report.output[-300:]
+
+
 def check_cards(play, tmp_path):
     (tmp_path / "cards.py").write_text(
         "from torch import cuda\n"
@@ -69,3 +94,7 @@ def check_cards(play, tmp_path):
     report = play(script=tmp_path / "cards.py", NULL_GPU_CARD="A100", NULL_GPU_COUNT=2,
                   NULL_GPU_BYTES=24 * GiB)
     assert "2 NVIDIA A100-SXM4-80GB 24.0" in report.output
+    command = [HOME / "venv/bin/python", HERE / "run.py", tmp_path / "cards.py"]
+    unknown = subprocess.run(command, env={**os.environ, "NULL_GPU_HOME": HOME, "NULL_GPU_CARD": "K80"},
+                             capture_output=True, text=True)
+    assert unknown.returncode == 2 and "NULL_GPU_CARD 'K80' is none of 'H100' 'H200'" in unknown.stderr

@@ -2,7 +2,9 @@
 
 `Counter` counts what runs eagerly, on any device; `count_graph` what Inductor compiled. `bench.py predict`
 reads such counts from assets/counts.json, which tests/null_gpu/count.py writes. Numbers of bytes count a
-tensor once for each operator that reads it and once for each that writes it, as if no cache kept it.
+tensor once for each operator that reads it and once for each that writes it, as if no cache kept it. Of a
+tensor that a kernel only looks up by computed indices (the loss takes one logit a row, the embedding one row
+a token) they count an element for each look-up, where Inductor counts all of it.
 """
 import collections
 import math
@@ -119,13 +121,28 @@ class Counter(TorchDispatchMode):
         return out
 
 
+def node_bytes(node, graph) -> int:
+    """Bytes that a scheduler node of Inductor's reads and writes, as Inductor counts, but for look-ups."""
+    accesses = node.get_read_write_buffer_accesses(include_reads=True, include_writes=True)
+    for name, whole in accesses.items():
+        deps = [dep for dep in (*node.read_writes.reads, *node.read_writes.writes) if dep.name == name]
+        if not any(dep.name == name for dep in node.read_writes.writes) and all(map(is_look_up, deps)):
+            loops = [loop for loop in node.get_nodes() if any(d.name == name for d in loop.read_writes.reads)]
+            turns = max(math.prod(map(int, sum(map(tuple, loop.get_ranges()), ()))) for loop in loops)
+            accesses[name] = min(whole, len(deps) * turns * graph.get_dtype(name).itemsize)
+    return sum(accesses.values())
+
+
+def is_look_up(dep) -> bool:
+    return isinstance(dep, torch._inductor.dependencies.MemoryDep) and dep.is_indirect()
+
+
 def count_graph(graph) -> Counts:
-    """Counts of Inductor's graph (a GraphLowering, after code generation), as Inductor counts bytes."""
+    """Counts of Inductor's graph (a GraphLowering, after code generation)."""
     counts = Counts()
     for node in graph.graph.nodes:
         if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
             args = torch.fx.node.map_arg(node.args, lambda n: n.meta.get("val"))
             counts.add(node.target, args, {}, None)
-    counts.bytes = sum(node.get_read_write_buffers_sizes() for node in graph.scheduler.nodes
-                       if not node.is_extern())
+    counts.bytes = sum(node_bytes(node, graph) for node in graph.scheduler.nodes if not node.is_extern())
     return counts

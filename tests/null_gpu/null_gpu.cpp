@@ -2,13 +2,15 @@
 // cuBLAS and NCCL: it answers as the card named by NULL_GPU_CARD, hands out memory within that card's limit, counts launches,
 // copies, waits and collectives, and computes nothing. What is not written out here answers "success" (rest.inc, made by setup).
 //
-//   NULL_GPU_CARD    H100 (default), A100, RTX 4090, T4, V100
+//   NULL_GPU_CARD    H100 (default) or another of CARDS, with what CUDA says of it: less memory than its name
+//   NULL_GPU_CODE    the cards that torch has code for, in place of those of this build (TORCH_CODE, by setup): "sm_70 compute_80"
 //   NULL_GPU_COUNT   how many of them, 1 by default
 //   NULL_GPU_BYTES   the memory of each, in place of the card's
 //   NULL_GPU_ANSWER  what results of 8 to 64 bytes read as, as float32; -1 by default. A single number of 4 bytes reads as 1
 #include <dlfcn.h>
 #include <driver_types.h>
 #include <sys/mman.h>
+#include <unistd.h>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -23,10 +25,15 @@ using Lock = std::lock_guard<std::mutex>;
 struct Card { const char *key, *name; int major, minor, sms; size_t bytes; int shared_optin, shared_sm, threads_sm; };
 static const Card CARDS[] = {
   {"H100", "NVIDIA H100 80GB HBM3", 9, 0, 132, 85017493504, 232448, 233472, 2048},
+  {"H200", "NVIDIA H200", 9, 0, 132, 150110011392, 232448, 233472, 2048},
+  {"B200", "NVIDIA B200", 10, 0, 148, 191501828096, 232448, 233472, 2048},
   {"A100", "NVIDIA A100-SXM4-80GB", 8, 0, 108, 84987740160, 166912, 167936, 2048},
+  {"A100 40GB", "NVIDIA A100-SXM4-40GB", 8, 0, 108, 42297786368, 166912, 167936, 2048},
   {"RTX 4090", "NVIDIA GeForce RTX 4090", 8, 9, 128, 25386352640, 101376, 102400, 1536},
+  {"RTX 5090", "NVIDIA GeForce RTX 5090", 12, 0, 170, 33677180928, 101376, 102400, 1536},
   {"T4", "Tesla T4", 7, 5, 40, 15642329088, 65536, 65536, 1024},
   {"V100", "Tesla V100-SXM2-16GB", 7, 0, 80, 16935682048, 98304, 98304, 2048},
+  {"V100 32GB", "Tesla V100-SXM2-32GB", 7, 0, 80, 34089730048, 98304, 98304, 2048},
 };
 static const char* setting(const char* name, const char* otherwise) {
   const char* s = getenv(name); return s && *s ? s : otherwise;
@@ -51,12 +58,27 @@ struct State {
   std::vector<std::pair<const char*, size_t>> collectives;      // in their order, with bytes
   std::vector<Span> known;                                      // device memory that holds what the host copied there
   long launched = 0;                                            // in all
-  Card card = CARDS[0];
+  Card card = {};
+  int code = 0;                                                 // the newest version of torch's code that this card runs; 0: none
   int count = atoi(setting("NULL_GPU_COUNT", "1"));
   float answer = atof(setting("NULL_GPU_ANSWER", "-1"));
-  State() {
-    for (auto& c : CARDS) if (!strcmp(c.key, setting("NULL_GPU_CARD", "H100"))) card = c;
+  State() { play(setting("NULL_GPU_CARD", "H100")); }
+  void play(const char* key) {
+    card = {};
+    for (auto& c : CARDS) if (!strcmp(c.key, key)) card = c;
+    if (!card.key) {
+      fprintf(stderr, "NULL_GPU_CARD '%s' is none of", key);
+      for (auto& c : CARDS) fprintf(stderr, " '%s'", c.key);
+      fputs("\n", stderr);
+      _exit(2);
+    }
     if (const char* bytes = getenv("NULL_GPU_BYTES")) card.bytes = strtoull(bytes, nullptr, 10);
+    code = 0;           // a card runs code for its own generation up to its own version, and PTX for any up to it
+    int n, own = 10 * card.major + card.minor;
+    for (const char* s = setting("NULL_GPU_CODE", TORCH_CODE); *s; s++) {
+      bool runs = sscanf(s, "sm_%d", &n) == 1 ? n / 10 == card.major : sscanf(s, "compute_%d", &n) == 1;
+      if (runs && n <= own && n > code) code = n;
+    }
   }
 };
 static State& gpu() { static State* state = new State; return *state; }
@@ -71,6 +93,7 @@ API void null_gpu_reset() {
 }
 API size_t null_gpu_peak() { size_t most = 0; for (size_t p : gpu().peak) most = p > most ? p : most; return most; }
 API size_t null_gpu_bytes() { return gpu().card.bytes; }
+API void null_gpu_play(const char* card) { gpu().play(card); }  // before CUDA's first use
 API void null_gpu_dump(const char* path) {
   Lock lock(gpu().mutex);
   FILE* f = fopen(path, "w");
@@ -268,7 +291,9 @@ API cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) { *l
 API cudaError_t cudaDeviceCanAccessPeer(int* can, int, int) { *can = 0; return cudaSuccess; }
 API cudaError_t cudaDeviceGetPCIBusId(char* s, int n, int d) { snprintf(s, n, "0000:%02x:00.0", 1 + d); return cudaSuccess; }
 API const char* cudaGetErrorName(int) { return "nullGpuError"; }
-API const char* cudaGetErrorString(int e) { return e == 2 ? "out of memory" : "an error of the GPU that is not there"; }
+API const char* cudaGetErrorString(int e) {
+  return e == 2 ? "out of memory" : e == 209 ? "no kernel image is available for execution on the device" : "an error of the GPU that is not there";
+}
 static int nothing() { return 0; }
 API cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** f, unsigned, unsigned long long, cudaDriverEntryPointQueryResult* r) {
   if (!(*f = dlsym(RTLD_DEFAULT, name))) *f = (void*)nothing;
@@ -306,6 +331,14 @@ API cudaError_t cudaEventElapsedTime(float* t, cudaEvent_t, cudaEvent_t) { *t = 
 
 // ---- kernels of the runtime API: torch's own
 struct Dim { unsigned x, y, z; };
+static thread_local cudaError_t failed = cudaSuccess;
+static cudaError_t launch(const void* kernel) {
+  if (!gpu().code) return failed = cudaErrorNoKernelImageForDevice;
+  queue(kernel);
+  return cudaSuccess;
+}
+API cudaError_t cudaPeekAtLastError() { return failed; }
+API cudaError_t cudaGetLastError() { cudaError_t last = failed; failed = cudaSuccess; return last; }
 API void** __cudaRegisterFatBinary(void*) { static void* handle[64]; return handle; }
 API void __cudaRegisterFatBinaryEnd(void**) {}
 API void __cudaUnregisterFatBinary(void**) {}
@@ -317,12 +350,13 @@ API char __cudaInitModule(void**) { return 1; }
 API cudaError_t __cudaGetKernel(void** k, const void* host) { *k = (void*)host; return cudaSuccess; }
 API unsigned __cudaPushCallConfiguration(Dim, Dim, size_t, void*) { return 0; }
 API cudaError_t __cudaPopCallConfiguration(Dim*, Dim*, size_t*, void*) { return cudaSuccess; }
-API cudaError_t __cudaLaunchKernel(void* k, Dim, Dim, void**, size_t, void*) { queue(k); return cudaSuccess; }
-API cudaError_t cudaLaunchKernel(const void* k, Dim, Dim, void**, size_t, void*) { queue(k); return cudaSuccess; }
-API cudaError_t cudaLaunchKernelExC(const void*, const void* k, void**) { queue(k); return cudaSuccess; }
+API cudaError_t __cudaLaunchKernel(void* k, Dim, Dim, void**, size_t, void*) { return launch(k); }
+API cudaError_t cudaLaunchKernel(const void* k, Dim, Dim, void**, size_t, void*) { return launch(k); }
+API cudaError_t cudaLaunchKernelExC(const void*, const void* k, void**) { return launch(k); }
 API cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* a, const void*) {
+  if (!gpu().code) return failed = cudaErrorNoKernelImageForDevice;
   memset(a, 0, sizeof *a);
-  a->maxThreadsPerBlock = 1024; a->numRegs = 32; a->ptxVersion = a->binaryVersion = 10 * gpu().card.major + gpu().card.minor;
+  a->maxThreadsPerBlock = 1024; a->numRegs = 32; a->ptxVersion = a->binaryVersion = gpu().code;
   a->maxDynamicSharedSizeBytes = gpu().card.shared_optin;
   return cudaSuccess;
 }
@@ -370,7 +404,9 @@ API int cuModuleLoadDataEx(void** m, const void*, unsigned, void*, void*) { retu
 API int cuModuleGetFunction(void** f, void*, const char* name) {
   make(f); Lock lock(gpu().mutex); gpu().names[*f] = std::string("triton ") + name; return 0;
 }
-API int cuFuncGetAttribute(int* v, int a, void*) { *v = a == 0 ? 1024 : a == 4 ? 32 : a == 5 || a == 6 ? 90 : 0; return 0; }
+API int cuFuncGetAttribute(int* v, int a, void*) {
+  *v = a == 0 ? 1024 : a == 4 ? 32 : a == 5 || a == 6 ? 10 * gpu().card.major + gpu().card.minor : 0; return 0;
+}
 API int cuLaunchKernel(void* f, ...) { queue(f); return 0; }
 API int cuLaunchCooperativeKernel(void* f, ...) { queue(f); return 0; }
 API int cuLaunchKernelEx(const void*, void* f, void**, void**) { queue(f); return 0; }

@@ -22,6 +22,7 @@ import linecache
 import logging
 import os
 import re
+import subprocess
 import sys
 import time
 import traceback
@@ -133,6 +134,16 @@ class Recorder(logging.Handler):
         print("".join(f"null-gpu{rank}: {line}\n" for line in lines), end="", flush=True)
 
 
+class OnStandIn(subprocess.Popen):
+    """The Python scripts that a script starts (bench.py's workers) run on the stand-in, too."""
+
+    def __init__(self, args, *rest, **how):
+        words = [str(word) for word in args]
+        if words[0] == sys.executable and (at := [i for i, word in enumerate(words) if word.endswith(".py")]):
+            args = [*words[:at[0]], __file__, *words[at[0]:]]
+        super().__init__(args, *rest, **how)
+
+
 def execute(script, recorder, watch):
     """`python script`, with the functions named in `watch` wrapped before its last `if __name__ == ...`."""
     module = types.ModuleType("__main__")
@@ -161,7 +172,7 @@ def main():
     script = args.script.resolve()
     sys.argv, sys.path[0] = [str(script), *args.flags], str(script.parent)
     sys.dont_write_bytecode = True
-    recorder = Recorder(script.parent)
+    recorder, subprocess.Popen = Recorder(script.parent), OnStandIn
 
     def end():
         if args.json:
