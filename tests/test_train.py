@@ -464,7 +464,7 @@ def test_what_fits_is_remembered_for_the_same_model_on_the_same_gpu(monkeypatch,
     up."""
     tried = []
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "a"))
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 100))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100, 100))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
     monkeypatch.setattr(runtime.batch_size, "memory_of_step", lambda B, *_: tried.append(B) or 8 * B)
     process = Process(device="cuda:0")
@@ -480,6 +480,9 @@ def test_what_fits_is_remembered_for_the_same_model_on_the_same_gpu(monkeypatch,
         (tmp_path / "a" / "batch_size.json").write_text(content)
         assert choose_micro_batch(Config(sequence_length=1024), [1, 2, 4, 8, 16], None, None, None,
                                   process) == 8
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (30, 100))       # others have the rest
+    assert choose_micro_batch(Config(sequence_length=1024, n_layer=14), [1, 2, 4, 8, 16], None, None, None,
+                              process) == 2
 
 
 def test_the_same_tokens_as_llm_cs_bin_files_train_alike(shards, start, file_order_run, tmp_path):
