@@ -23,7 +23,7 @@ from runtime.tokenizer import EOT, checked_asset, encode
 
 START = b"<|endoftext|>"
 BATCH = 1 << 19                 # bytes of text, about, that are encoded at once: memory in caches, used again
-AHEAD = 256                     # batches encoded in advance: while a shard is written, encoding goes on
+AHEAD = 256                     # batches encoded in advance: while a shard is written, encoding continues
 COMPARED_FIRST, ONE_IN = 100_000, 1000    # bytes, and then the share of the text, that tiktoken encodes too
 MOST_COMPARED = 1 << 19         # bytes of a document that is compared
 # What Unicode 17 made letters: gigatoken knows, tiktoken does not yet. They may differ before 's, 're ...

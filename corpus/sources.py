@@ -29,7 +29,7 @@ KINDS = ".txt, .text, .md, .jsonl, .csv, .tsv (also as .gz or .zst) and .parquet
 
 
 class Piece(NamedTuple):
-    """A document: str, or UTF-8 in a memoryview. `begins`: False if it goes on with the one before.
+    """A document: str, or UTF-8 in a memoryview. `begins`: False if it continues the one before.
 
     `cursor`: the source's state before it, or None. Given ["number of documents before", state], a source
     need not read again what came before.

@@ -43,7 +43,7 @@ class Task:
 
 
 class Progress:
-    """Shows that work goes on, once it takes more than ten seconds:
+    """Shows the progress of work, once it takes more than ten seconds:
 
         with progress("validation", len(batches), "batches") as task:
             for batch in batches:

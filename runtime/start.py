@@ -74,7 +74,7 @@ def _stop(number, frame):
 
 
 def _unraisable(lost, hook=sys.unraisablehook):
-    """Python prints what is raised inside a callback or a destructor, and goes on."""
+    """Python prints what is raised inside a callback or a destructor, and continues."""
     if issubclass(lost.exc_type, KeyboardInterrupt):
         stop_at_once()
     hook(lost)
