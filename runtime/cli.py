@@ -8,6 +8,7 @@ import sys
 import textwrap
 from collections.abc import Callable
 from dataclasses import field
+from itertools import pairwise
 from pathlib import Path
 
 from runtime import start
@@ -63,7 +64,7 @@ class FlagParser(argparse.ArgumentParser):
 
     def refuse_values_of_bools(self, words):
         """`--compile off`: argparse would name only `off`, or take it for a path."""
-        for word, following in zip(words, [*words[1:], ""], strict=True):
+        for word, following in pairwise([*words, ""]):
             name, _, value = word.partition("=")
             value = (value or following).lower()
             if value in SWITCHES and getattr(self._option_string_actions.get(name), "nargs", None) == 0:
