@@ -71,7 +71,7 @@ class TrainState:
         def is_step(value, first=0):
             return type(value) is int and first <= value <= step
         fits = {
-            "step": is_step(step), "evaluated": is_step(values["evaluated"], -1),
+            "step": is_step(step) and step < 2**40, "evaluated": is_step(values["evaluated"], -1),
             "val_loss": val_loss is None or type(val_loss) is float and math.isfinite(val_loss),
             "val_step": is_step(values["val_step"], -1),
             "best": best is None or (isinstance(best, tuple) and [*map(type, best)] == [float, int]
@@ -82,6 +82,9 @@ class TrainState:
             if not fit:
                 raise ValueError(f"its {name} is none that a run has at step {safe_repr(step)}")
             setattr(self, name, values[name])
+        if len(checkpoint["optimizers"]) != len(self.optimizers):
+            raise ValueError(f"it holds {len(checkpoint['optimizers'])} optimizers instead of "
+                             f"{len(self.optimizers)}")
         updates = step * checkpoint["config"]["total_batch_size"]       # an update has one token or more
         for optimizer, saved in zip(self.optimizers, checkpoint["optimizers"], strict=True):
             restore_optimizer(optimizer, saved, updates)

@@ -6,6 +6,7 @@ number of ranks, any micro-batch and any resume see the same ones, and the loade
 import bisect
 import itertools
 import os
+import threading
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
@@ -73,7 +74,7 @@ class TokenDataset:
         return [Path(self.names[i]).name, len(tokens), digest(sample)]
 
     def _check_ids(self, i, tokens):
-        if (largest := tokens.max()) >= self.end:
+        if (largest := tokens.max(initial=0)) >= self.end:
             raise UserError(f"{self.names[i]} holds token {largest}, and the model's tokens end at "
                             f"{self.end - 1}: it is damaged, or of another tokenizer than GPT-2's, or "
                             f"--vocab_size is too small")
@@ -133,7 +134,7 @@ class TokenLoader:
         self.rank, self.world_size, self.joined_rows = rank, world_size, joined_rows
         self.rows_per_step = total_batch_size // dataset.T
         self.micro_batches = self.rows_per_step // (batch_size * world_size)     # of a step
-        self._pools = []
+        self._pools, self._closed = [], threading.Event()
 
     def divide(self, updates: int) -> tuple[int, int]:
         """(micro-steps of each of `updates` updates of a step, micro-batches joined in each micro-step)."""
@@ -164,7 +165,8 @@ class TokenLoader:
             shape = self.B, self.dataset.T + 1
             _ = [torch.empty(shape, dtype=torch.int32, pin_memory=True) for _ in range(self.DEPTH + 2)]
         reader, checker = self._pools = ThreadPoolExecutor(1, "read ahead"), ThreadPoolExecutor(1, "checks")
-        self._checks = deque(checker.submit(check_shard, *item) for item in self.dataset.unchecked.items())
+        self._checks = deque(checker.submit(check_shard, *item, self._closed.is_set)
+                             for item in self.dataset.unchecked.items())
         self._reads = (reader.submit(self._load, s, m)
                        for s in itertools.count(step) for m in range(self.micro_batches))
         self._ahead = deque(itertools.islice(self._reads, self.DEPTH))
@@ -180,6 +182,7 @@ class TokenLoader:
         return to_device(batches[0] if count == 1 else torch.cat(batches), self.device)
 
     def close(self):
+        self._closed.set()
         for pool in self._pools:
             pool.shutdown(cancel_futures=True)
 

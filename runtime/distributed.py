@@ -67,10 +67,10 @@ class Process:
         try:
             print(*args, flush=True)
         except OSError as error:        # `| tee` got the same Ctrl-C, `| head` ended, or a terminal is closed
-            # a progress line, on its own thread, may fail: the main thread's next line finds out
-            in_main = threading.current_thread() is threading.main_thread()
-            if error.errno not in (errno.EPIPE, errno.EIO) or not in_main:
+            if error.errno not in (errno.EPIPE, errno.EIO):
                 raise
+            if threading.current_thread() is not threading.main_thread():
+                return                          # the main thread's next line finds out
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             leave_closed_terminal()             # stderr too
             if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:      # there is nothing to save yet

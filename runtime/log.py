@@ -36,7 +36,10 @@ def read_metrics(path: str | Path) -> list[dict]:
     """The complete rows of a run's metrics.csv: {column of COLUMNS: number, or None where the cell is empty}.
     ValueError for a file of another kind."""
     complete, rows = read_text(path, LONGEST).rpartition("\n")[0], []     # a crash can cut off the last line
-    for number, line in enumerate(complete.splitlines()[1:], 2):
+    header, *lines = complete.splitlines() or [",".join(COLUMNS)]
+    if header != ",".join(COLUMNS):
+        raise ValueError("line 1 is none of a run's metrics")
+    for number, line in enumerate(lines, 2):
         try:
             step, tokens, seconds, *rest = line.split(",")
             rest = [float(cell) if cell else None for cell in rest]
@@ -59,7 +62,8 @@ def wandb_id(out: str | Path, resumes: bool) -> str:
 
 def rewritten(path: Path, lines: list[str]):
     """The text file with these lines, open to append to."""
-    replace_file(path, lambda file: file.write("".join(f"{line}\n" for line in lines).encode()))
+    if lines or path.exists():
+        replace_file(path, lambda file: file.write("".join(f"{line}\n" for line in lines).encode()))
     return open(path, "a", encoding="utf-8")
 
 

@@ -7,13 +7,14 @@ import re
 import shlex
 import textwrap
 import warnings
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 
 from runtime.cli import UserError
-from runtime.files import file_sha256, read_text, readable, replace_file
+from runtime.files import read_text, readable, replace_file
 from runtime.tokenizer import EOT, VOCAB_SIZE, tokenizer
 
 MANIFEST_NAME = re.compile(r"manifest(_p\d+of\d+)?\.json")
@@ -141,21 +142,29 @@ def recorded_sums(folder: str | Path) -> dict[str, str]:
     return sums
 
 
-def damage_of(path: Path, sha256: str = "") -> str:
-    """What is wrong with a shard, all of whose bytes are read: '' if nothing."""
+def damage_of(path: Path, sha256: str = "", stop: Callable[[], bool] = lambda: False) -> str:
+    """What is wrong with a shard, all of whose bytes are read: '' if nothing. Reads and hashes in pieces,
+    while other threads continue; once `stop` says so, no further."""
     if not os.path.isfile(path):
         return "missing"
+    found, largest, piece = hashlib.sha256(), 0, np.empty(1 << 23, dtype=np.uint8)
     try:
-        with readable(path, "copy it again"):
-            if sha256 and file_sha256(path) != sha256:
-                return OTHER_BYTES
-            largest = read_shard(path).max()
+        offset = open_shard(path).offset
+        with readable(path, "copy it again"), open(path, "rb") as file:
+            found.update(file.read(offset))
+            while n := file.readinto(piece):
+                if stop():
+                    return ""
+                found.update(piece[:n])
+                largest = max(largest, int(piece[:n // 2 * 2].view("<u2").max()))
     except UserError as error:
-        return str(error)
+        return OTHER_BYTES if sha256 and not isinstance(error.__context__, OSError) else str(error)
+    if sha256 and found.hexdigest() != sha256:
+        return OTHER_BYTES
     return f"it holds token {largest}, and GPT-2's end at {VOCAB_SIZE - 1}" if largest >= VOCAB_SIZE else ""
 
 
-def check_shard(path: Path, sha256: str) -> None:
+def check_shard(path: Path, sha256: str, stop: Callable[[], bool] = lambda: False) -> None:
     """Reads all bytes of a shard. UserError if they are damaged, or not those of `sha256`."""
-    if why := damage_of(path, sha256):
+    if why := damage_of(path, sha256, stop):
         raise damaged(path, why)

@@ -111,5 +111,6 @@ class StopSignals:
         # not run out of work
         if len(self.answers) <= 2:
             return False
-        stop, self.known = self.answers.popleft()[0]()
+        answer, _both = self.answers.popleft()
+        stop, self.known = answer()
         return stop > 0

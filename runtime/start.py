@@ -47,7 +47,8 @@ def _say(text):
 
 def same_command_resumes() -> None:
     """From now on the line after Ctrl-C says so."""
-    LINE[1:] = ["the same command resumes"]
+    if LINE:
+        LINE[1:] = ["the same command resumes"]
 
 
 def tell_stopped() -> None:

@@ -168,6 +168,10 @@ def poisoned(path, where):
         content["best"] = (0.5, 999)
     elif where == "validation loss":
         content["val_loss"] = float("nan")
+    elif where == "no optimizers":
+        content["optimizers"] = []
+    elif where in ("a late step", "a huge step"):
+        content["step"] = 2**41 if where == "a late step" else 10**400
     else:
         key, value = where
         moments[key].view(-1)[0] = value
@@ -181,7 +185,9 @@ def poisoned(path, where):
     (("exp_avg_sq", -1e-3), "exp_avg_sq of transformer.* holds negative"),
     (("step", -1.0), "has made -1.0 updates"), (("step", 2.5), "has made 2.5 updates"),
     (("step", 1e9), "has made 1000000000.0 updates"),
-    ("best", "its best is none that a run has at step 6"), ("validation loss", "its val_loss is none")])
+    ("best", "its best is none that a run has at step 6"), ("validation loss", "its val_loss is none"),
+    ("no optimizers", "it holds 0 optimizers instead of 1"),
+    ("a late step", "its step is none that a run has"), ("a huge step", "its step is none that a run has")])
 def test_a_checkpoint_with_numbers_that_no_training_makes_is_refused(where, said, finished, log):
     poisoned(log / "checkpoint_000006.pt", where)
     with pytest.raises(UserError, match=f"checkpoint_000006.pt.*{said}.*remove it, and the same command "
