@@ -313,7 +313,7 @@ def test_compare_draws_loss_against_tokens_and_time(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("content", "message"), [
     (None, "run/metrics.csv is not there: give the --out folder of a run"),
     (",".join(COLUMNS) + "\n0,0,0.0,10.8,,,0.1,1.0,5\n", "has no validation loss yet: wait for the first"),
-    ("", "has no validation loss yet"), ("a,b\n1,2\n", "cannot be read (line 2 is none of a run's metrics)"),
+    ("", "has no validation loss yet"), ("a,b\n1,2\n", "cannot be read (line 1 is none of a run's metrics)"),
     (",".join(COLUMNS) + "\n0,0,,10.8,,,0.1,1.0,5\n", "cannot be read (line 2 is none of a run's metrics)")])
 def test_compare_refuses_what_is_no_run_in_one_line(content, message, tmp_path, capsys):
     if content is not None:
