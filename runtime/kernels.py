@@ -131,9 +131,10 @@ class LinearFunction(torch.autograd.Function):
     def backward(ctx, dy):
         x, w = ctx.saved_tensors
         a, b = dy.flatten(0, 1).t(), x.flatten(0, 1)
-        # on CUDA the product's fp32 sums become the gradient as they are, without a rounding and a cast
-        cuda = dy.is_cuda and torch.version.cuda and dy.itemsize == 2
-        dw = torch.mm(a, b, out_dtype=torch.float32) if cuda else a @ b         # (out, in)
+        # in a graph on CUDA the product's fp32 sums become the gradient as they are, without a rounding and a
+        # cast; outside of one a T4, which has no such product in bfloat16, may have to do it
+        exact = torch.compiler.is_compiling() and dy.is_cuda and torch.version.cuda and dy.itemsize == 2
+        dw = torch.mm(a, b, out_dtype=torch.float32) if exact else a @ b        # (out, in)
         db = dy.sum(1, dtype=torch.promote_types(dy.dtype, torch.float32)).sum(0)
         return dy @ w, dw.to(db.dtype), db
 
