@@ -70,7 +70,7 @@ def largest_that_fits(candidates: list[int], memory_of: Callable[[int], float], 
     a = memory_of(first)
     if a > limit:
         raise UserError("not even the smallest micro-batch fits into this GPU's memory: give --recompute, "
-                        "--loss_chunk 1024, or a smaller --sequence_length")
+                        "--loss_chunk 1024, --shard_optimizer (several GPUs), or a smaller --sequence_length")
     # n times the sequences need at most n times the memory; far apart, two trials tell the slope
     second = max((B for B in candidates[1:] if B * a <= first * limit), default=candidates[1])
     b = memory_of(second)
@@ -115,11 +115,12 @@ def memory_of_step(B: int, state: TrainState, model: Callable, config, autocast:
 
 
 def choose_micro_batch(config, candidates: list[int], state: TrainState, model: Callable,
-                       autocast: torch.autocast, process: Process) -> int:
-    """The only candidate, or on a GPU the largest that fits on all ranks with a tenth of memory to spare,
-    and a twentieth of what this process can have."""
+                       autocast: torch.autocast, process: Process) -> tuple[int, float]:
+    """(micro-batch, bytes that it leaves free): the only candidate, of whose memory nothing is known, or on a
+    GPU the largest that fits on all ranks with a tenth of memory to spare, and a twentieth of what this
+    process can have."""
     if len(candidates) == 1:
-        return candidates[0]
+        return candidates[0], 0
     device = process.device
     free, total = torch.cuda.mem_get_info(device)
     # without others' memory and CUDA's context, which takes more than a tenth of a small card
@@ -128,24 +129,30 @@ def choose_micro_batch(config, candidates: list[int], state: TrainState, model: 
         device_name(device), torch.__version__, config.recipe, config.dtype, config.attention, config.window,
         config.loss_chunk, config.recompute, config.compile, config.shard_optimizer, config.sequence_length,
         *(getattr(config, name) for name in MODEL_SHAPE), process.world_size, total, candidates[-1])))
-    known = load_cache()
+    known, memory = load_cache(), {}
+
+    def memory_of(B):
+        memory[B] = memory_of_step(B, state, model, config, autocast, device)
+        return memory[B]
 
     def find():
-        if known.get(key) in candidates:
-            return known[key]
+        match known.get(key):
+            case [int() as B, int() as taken] if B in candidates:
+                return B, taken
         process.print0("trying how large a micro-batch fits (once; --batch_size N does without) ...")
         with process.progress("trying micro-batches"):
-            return largest_that_fits(
-                candidates, lambda B: memory_of_step(B, state, model, config, autocast, device), limit)
+            B = largest_that_fits(candidates, memory_of, limit)
+        return B, memory[B]
 
     try:
-        B = min(process.gather(process.on_all_ranks(find)))
+        B, taken = process.on_all_ranks(find)
+        most, spare = (min(values) for values in zip(*process.gather((B, limit - taken)), strict=True))
     finally:
         torch.cuda.empty_cache()                # NCCL and Triton allocate beside torch
         torch.compiler.reset()                  # the trials' graphs count towards the recompilation limit
-    if process.is_master and known.get(key) != B and not config.dry_run:
-        save_cache(known | {key: B})
-    return B
+    if process.is_master and known.get(key) != [most, taken] and not config.dry_run:
+        save_cache(known | {key: [most, taken]})
+    return most, spare
 
 
 def oom_advice(config, loader: TokenLoader | None, device: str) -> str:

@@ -38,7 +38,12 @@ def prepare_compiled(config, state: TrainState, compiled: Callable, wrapped: Cal
     warning. RunError where the gradients differ."""
     candidates = allowed_micro_batches(config, process.world_size, process.device)
     try:
-        B = choose_micro_batch(config, candidates, state, wrapped, autocast, process)
+        B, spare = choose_micro_batch(config, candidates, state, wrapped, autocast, process)
+        if compiled is not state.model and not config.recompute:
+            size = getattr(torch, config.dtype).itemsize
+            if kept := state.model.keep_more(B * config.sequence_length, spare / size):
+                process.print0(f"memory has room for {kept * size / 1e9:.1f} GB more: GELU's outputs are "
+                               "kept for the backward instead of computed again")
         if compiled is not state.model and not config.dry_run:
             with process.progress("compiling"):
                 agree = process.on_all_ranks(check_compiled, config, state.model, wrapped, autocast, process,
@@ -51,8 +56,9 @@ def prepare_compiled(config, state: TrainState, compiled: Callable, wrapped: Cal
     except CompileFailure as failure:
         process.print0(f"warning: torch.compile does not work here ({failure}); falling back to eager mode")
     wrapped = without_compile(wrapped, state.model)
-    return (choose_micro_batch(replace(config, compile=False), candidates, state, wrapped, autocast, process),
-            state.model, wrapped)
+    config = replace(config, compile=False)
+    B, _ = choose_micro_batch(config, candidates, state, wrapped, autocast, process)
+    return B, state.model, wrapped
 
 
 def check_compiled(config, model: torch.nn.Module, wrapped: Callable, autocast: torch.autocast,

@@ -179,6 +179,6 @@ def norm(x: Tensor) -> Tensor:
 
 
 def recompute_in_backward(f: Callable, x: Tensor) -> Tensor:
-    """f(x), for a pointwise f. A compiled backward recomputes it in the kernel of f's derivative instead of
-    storing it; eager mode stores it."""
+    """f(x), for a pointwise f. A compiled backward recomputes it instead of storing it; eager mode stores it.
+    """
     return checkpoint(f, x, use_reentrant=False) if torch.compiler.is_compiling() else f(x)

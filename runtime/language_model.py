@@ -56,6 +56,11 @@ class LanguageModel(nn.Module):
             return checkpoint(block, *args, use_reentrant=False, preserve_rng_state=False)
         return block(*args)
 
+    def keep_more(self, tokens: int, room: float) -> int:
+        """Beside the activations of `tokens` tokens memory has room for so many values: a compiled model may
+        then keep what its backward otherwise computes again. Returns how many values it keeps."""
+        return 0
+
     def token_losses(self, idx: Tensor, targets: Tensor, positions: Tensor) -> Tensor:
         """Cross-entropy of each token, fp32 (B, T); 0 where the target is -1. idx, targets: int64 (B, T).
         Logits are computed only at `positions`: int64 (n,), indices into B T, each target >= 0 at least once.

@@ -474,15 +474,17 @@ def test_what_fits_is_remembered_for_the_same_model_on_the_same_gpu(monkeypatch,
                                      (Config(sequence_length=1024, window=64), 8, [1, 8]),
                                      (Config(sequence_length=1024, shard_optimizer=True), 8, [1, 8])):
         assert choose_micro_batch(config, [1, 2, 4, 8, 16], None, None, None,
-                                  process) == expected and tried == trials
+                                  process) == (expected, 90 - 8 * expected) and tried == trials
         tried.clear()
-    for content in ("[]", "{broken", json.dumps({"a": 1})):
-        (tmp_path / "a" / "batch_size.json").write_text(content)
+    key, value = next(iter(json.loads((tmp_path / "a/train_gpt2/batch_size.json").read_text()).items()))
+    older = json.dumps({key: value[0]})         # as it was before the memory was remembered, too
+    for content in ("[]", "{broken", json.dumps({"a": 1}), older):
+        (tmp_path / "a/train_gpt2/batch_size.json").write_text(content)
         assert choose_micro_batch(Config(sequence_length=1024), [1, 2, 4, 8, 16], None, None, None,
-                                  process) == 8
+                                  process)[0] == 8
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (30, 100))       # others have the rest
     assert choose_micro_batch(Config(sequence_length=1024, n_layer=14), [1, 2, 4, 8, 16], None, None, None,
-                              process) == 2
+                              process)[0] == 2
 
 
 def test_the_same_tokens_as_llm_cs_bin_files_train_alike(shards, start, file_order_run, tmp_path):
