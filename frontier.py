@@ -7,6 +7,7 @@ what each brought, and what was tried and left out.
 """
 import contextlib
 import functools
+import math
 import re
 
 import torch
@@ -189,6 +190,18 @@ class FrontierGPT(ModernLanguageModel):
                                  {"params": bigram, "lr": 1.5 * max_lr},
                                  {"params": scalars, "lr": max_lr}], betas=(0.7, 0.95), eps=1e-8, fused=True)
         return [adam, Muon(matrices, max_lr, weight_decay=weight_decay, dtype=dtype)]
+
+
+# `config`: train_gpt2.Config
+
+def updates_per_step(config) -> int:
+    """Of the first third of the run, a power of two and at most 4. The best batch of these updates grows with
+    the run's tokens D: 1,024 tokens sqrt(D / 200,000), fitted to runs of 0.2M to 2.4M (docs/recipes.md)."""
+    tokens = config.max_steps * config.total_batch_size
+    best = 1024 * math.sqrt(tokens / 2e5)
+    updates = 2**round(math.log2(max(1, config.total_batch_size / best)))
+    rows = config.total_batch_size // (config.sequence_length or config.block_size)
+    return math.gcd(min(4, updates), rows or 1)         # each update has as many sequences
 
 
 def set_hparams(step: int, config, state) -> float:

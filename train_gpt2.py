@@ -71,7 +71,8 @@ class Config:
     total_batch_size: int = flag(524288, BATCH, "tokens per step, all ranks", minimum=1, fixed=True)
     batch_size: str = flag("auto", BATCH, "sequences per micro-step of one process, or auto", per_run=True)
     sequence_length: int = flag(0, BATCH, "tokens per sequence; 0: block_size", fixed=True)
-    updates_per_step: int = flag(1, BATCH, "optimizer updates per step; halved after 1/3, 2/3", minimum=1)
+    updates_per_step: int = flag(1, BATCH, "optimizer updates per step; halved after 1/3, 2/3; 0: as many as "
+                                 "suit the run's tokens")
     max_steps: int = flag(19073, OPTIM, "optimizer steps; 19073 are one epoch of 10B tokens", minimum=1)
     warmup_steps: int = flag(715, OPTIM, "steps of linear warmup; 715 are GPT-3's 375 million tokens")
     max_lr: float = flag(6e-4, OPTIM, "learning rate after the warmup")
@@ -117,6 +118,7 @@ class Recipe:
     optimizers: Callable        # model, config -> list of optimizers; each group's `lr` is its largest
     set_hparams: Callable       # step, config, state: sets what changes by step -> fraction of max_lr
     defaults: dict = field(default_factory=dict)        # of flags, where they differ from Config's
+    updates_per_step: Callable = lambda config: 1       # what --updates_per_step 0 means
 
 
 MODERN_DEFAULTS = dict(n_head=6, warmup_steps=0, max_lr=0.02, min_lr=0.0, weight_decay=0.0, grad_clip=0.0)
@@ -139,7 +141,8 @@ RECIPES = {
             c.max_lr, c.weight_decay, torch.bfloat16 if c.dtype == "bfloat16" else torch.float32,
             c.total_batch_size),
         set_hparams=frontier.set_hparams,
-        defaults=dict(max_steps=1750, updates_per_step=4) | MODERN_DEFAULTS,
+        defaults=dict(max_steps=2500, updates_per_step=0) | MODERN_DEFAULTS,
+        updates_per_step=frontier.updates_per_step,
     ),
 }
 
@@ -251,7 +254,7 @@ def set_up(flags: Config, explicit_flags: set[str], process: Process) -> Run | N
         asked, checkpoint, path = resumed_config(flags, explicit_flags, process)
         process.on_all_ranks(find_shards, asked)
         model = None if path else load_init(asked, process, MODELS, load_model)
-        config = complete_config(asked, explicit_flags, process, model)
+        config = complete_config(asked, explicit_flags, RECIPES[asked.recipe], process, model)
         size = count_model(config, fresh_model, RECIPES[config.recipe].optimizers, process.world_size)
         data = open_checked_data(config, checkpoint, path, process)
         if config.dry_run:

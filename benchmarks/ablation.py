@@ -52,7 +52,7 @@ ABLATIONS = {
     },
     "frontier": {
         "several updates a step (one instead)": (
-            "dict(max_steps=1750, updates_per_step=4)", "dict(max_steps=1750)"),
+            "dict(max_steps=2500, updates_per_step=0)", "dict(max_steps=2500)"),
         "late keys": (
             "offset_keys(k, begins)", "k",
             "block.attn.c_k.weight[late:] = block.attn.c_q.weight[late:]", "pass"),

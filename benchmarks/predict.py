@@ -293,7 +293,8 @@ def recipe_work(recipe: str, gpu: GPU, gpus: int, counts: dict) -> Work:
     """A step of STEP tokens, with the micro-batch that --batch_size auto would take."""
     kernel = "auto" if gpu.bf16 > 800 else "flash"          # cuDNN's attention is chosen on Hopper only
     step = "step fused" if recipe == "gpt2" else f"step {recipe}"           # the optimizers' counts
-    updates = defaults_of(recipe).updates_per_step          # in the first third, then a half, then a quarter
+    # in the first third, then a half, then a quarter
+    updates = RECIPES[recipe].updates_per_step(defaults_of(recipe))
     B = STEP // T // gpus // updates
     while True:
         work = Work(f"{recipe} compile {kernel}", step, B, gpus=gpus, micro_steps=STEP // T // gpus // B,
@@ -331,7 +332,7 @@ def predict_table(args, base) -> list[dict]:
     tables = {f"GPT-2 124M, 16 x {T} tokens a step on one {gpu.name}": ladder_rows(gpu, shares, counts),
               "The check: published times, and what the same shares predict": check,
               "The recipes, 524,288 tokens a step. all-reduce: what the backward does not hide. hours: gpt2\n"
-              "10 billion tokens, speedrun 1.7 billion, frontier 0.9 billion (a guess), without\n"
+              "10 billion tokens, speedrun 1.7 billion, frontier 1.3 billion (an estimate), without\n"
               "evaluations. A frontier step is the mean of the run's thirds, of 4, 2 and 1 updates": recipes}
     for title, rows in tables.items():
         print(f"\n{title}")

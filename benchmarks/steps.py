@@ -52,7 +52,7 @@ def our_step(s):
         block_size=s.T, vocab_size=s.vocab_size, device=s.device, dtype=s.dtype, tf32=s.tf32,
         compile=s.compile, attention=s.attention, loss_chunk=s.loss_chunk, seed=0))
     process = setup_process(config, s.tune_memory)
-    config = replace(config, **automatic_values(config, process.device))
+    config = replace(config, **automatic_values(config, train_gpt2.RECIPES[s.recipe], process.device))
     state, _, wrapped, autocast = train_gpt2.build_training(config, process)
     if not s.fused:
         state.optimizers = [PlainAdamW([{name: g[name] for name in ("params", "lr", "weight_decay")}

@@ -25,12 +25,14 @@ def load_init(config, process: Process, models: dict, load_model: Callable) -> t
         return None
     with process.progress(f"loading {config.init}"):
         model = process.rank0_first(load_model, config.init)
-    if type(model) is not models[config.recipe]:
-        raise UserError(f"--init {config.init} is not a model of --recipe {config.recipe}")
+    recipe = next(name for name, cls in models.items() if type(model) is cls)
+    if recipe != config.recipe:
+        raise UserError(f"--init {config.init} is a model of --recipe {recipe}, not {config.recipe}: give "
+                        f"--recipe {recipe}")
     return model
 
 
-def complete_config(config, explicit_flags: set[str], process: Process,
+def complete_config(config, explicit_flags: set[str], recipe, process: Process,
                     model: torch.nn.Module | None = None):
     """The config of a run, complete: the flags, what the `model` of --init decides, and automatic values
     replaced by what they mean on this device. UserError if it cannot run."""
@@ -39,7 +41,7 @@ def complete_config(config, explicit_flags: set[str], process: Process,
     for f in dataclasses.fields(config):
         if f.name in explicit_flags and config.recipe not in f.metadata.get("recipes", [config.recipe]):
             raise UserError(f"--{f.name} does not apply to --recipe {config.recipe}: leave it out")
-    config = dataclasses.replace(config, **automatic_values(config, process.device))
+    config = dataclasses.replace(config, **automatic_values(config, recipe, process.device))
     check_config(config)
     allowed_micro_batches(config, process.world_size, process.device)         # raises if there is none
     check_attention(config.attention, process.device, getattr(torch, config.dtype),
@@ -71,12 +73,14 @@ def shape_of_init(config, explicit_flags: set[str], model: torch.nn.Module) -> d
     return shape
 
 
-def automatic_values(config, device: str) -> dict:
+def automatic_values(config, recipe, device: str) -> dict:
+    """Of the flags whose value stands for one that is derived (resume.AUTOMATIC and more): what it means."""
     prompt = config.sample_prompt
     if prompt == "auto" and config.sample_every:
         prompt = first_words(config.data) or "Hello, I'm a language model,"
     return {"sequence_length": config.sequence_length or config.block_size, "sample_prompt": prompt,
             "min_lr": config.max_lr / 10 if config.min_lr == -1 else config.min_lr,
+            "updates_per_step": config.updates_per_step or recipe.updates_per_step(config),
             "dtype": choose_dtype(config.dtype, device),
             "loss_chunk": config.loss_chunk if config.loss_chunk >= 0 else 2048 if device == "cpu" else 0}
 

@@ -42,12 +42,12 @@ OVERFIT = dict(vocab_size=50257, total_batch_size=4 * 32, sequence_length=32, sh
 def choose_defaults(given: dict, recipes: dict[str, dict]) -> dict:
     """Defaults for the flags not `given`: of the recipe, of --preset, of --overfit; the later ones win. Only
     learning rates and warm-up are the recipe's own, where it has any: those of a preset are for AdamW."""
-    recipe = recipes[given.get("recipe", "gpt2")]
+    preset = PRESETS[given.get("preset", "gpt2")][1]
+    recipe = recipes[given.get("recipe", preset.get("recipe", "gpt2"))]
     if given.get("overfit"):
         if given.get("preset"):
             raise UserError("--overfit is a run of its own: leave --preset out")
         return recipe | OVERFIT
-    preset = PRESETS[given.get("preset", "gpt2")][1]
     rates = {name: recipe[name] for name in ("max_lr", "min_lr", "warmup_steps") if name in recipe}
     return recipe | preset | rates
 

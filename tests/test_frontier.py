@@ -15,7 +15,7 @@ from runtime.language_model import ModernConfig
 from helpers import ROOT, hellaswag_file, logged, run, script
 from model import load_model
 from runtime.batch_size import allowed_micro_batches, oom_advice, rows_joined
-from runtime.checks import check_config
+from runtime.checks import automatic_values, check_config
 from runtime.cli import UserError
 from runtime.dataloader import TokenDataset, TokenLoader
 from runtime.distributed import Process
@@ -265,6 +265,28 @@ def test_the_updates_of_a_step_are_halved_after_each_third(first, steps, expecte
     config = Config(max_steps=steps, updates_per_step=first)
     assert [updates_of_step(step, config) for step in range(steps)] == expected
     assert updates_of_step(steps, config) == updates_of_step(steps + 9, config) == max(1, first // 4)
+
+
+@pytest.mark.parametrize("batch, T, steps, expected", [
+    (4096, 128, 48, 4), (4096, 256, 146, 2), (4096, 256, 488, 1), (4096, 256, 19073, 1), (2048, 128, 48, 4),
+    (524288, 1024, 1750, 4), (524288, 1024, 1, 4),      # never more
+    (4096, 4096, 48, 1), (4096, 2048, 48, 2), (3072, 1024, 48, 1)])
+def test_the_updates_of_a_step_follow_from_the_runs_tokens(batch, T, steps, expected):
+    flags = ["--recipe", "frontier", "--total_batch_size", str(batch), "--block_size", str(T), "--max_steps",
+             str(steps)]
+    config = parse_flags(flags)[0]
+    assert config.updates_per_step == 0
+    assert automatic_values(config, RECIPES["frontier"], "cpu")["updates_per_step"] == expected
+    given = parse_flags([*flags, "--updates_per_step", "16"])[0]
+    assert automatic_values(given, RECIPES["frontier"], "cpu")["updates_per_step"] == 16
+
+
+def test_no_flag_and_other_recipes_have_one_update_a_step():
+    for argv, expected in (([], 1), (["--recipe", "speedrun"], 1), (["--recipe", "gpt2"], 1)):
+        assert parse_flags(argv)[0].updates_per_step == expected
+    for recipe in ("gpt2", "speedrun"):
+        config = parse_flags(["--recipe", recipe, "--updates_per_step", "0"])[0]
+        assert automatic_values(config, RECIPES[recipe], "cpu")["updates_per_step"] == 1
 
 
 def a_state(rows, batch_size, joined_rows=0):
