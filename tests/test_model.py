@@ -1414,6 +1414,7 @@ def nan_gain(model):
 
 
 BAD_LLM_C = {
+    "no file": (lambda path: path, "is not a file: check the path"),
     "version 1": (llm_c(version=1), "its version is 1, and 3 (float32) and 5 (bfloat16) are read"),
     "no layers": (llm_c(n_layer=0), "the sizes in its header are (24, 96, 0, 2, 16, 143)"),
     "width below zero": (llm_c(n_embd=-16), "the sizes in its header are"),
