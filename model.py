@@ -179,8 +179,8 @@ def fresh_model(config) -> LanguageModel:
 
 def load_model(source: str | Path) -> LanguageModel:
     """A model from this project's checkpoint, a run's folder OUT (its newest checkpoint) or OUT/best (its
-    lowest validation loss), a Hugging Face folder or hub name, nanoGPT's ckpt.pt or build-nanogpt's
-    model_*.pt. Raises UserError for anything else."""
+    lowest validation loss), a Hugging Face folder or hub name, nanoGPT's ckpt.pt, build-nanogpt's
+    model_*.pt or llm.c's model .bin. Raises UserError for anything else."""
     if path := find_checkpoint(source):
         return model_from_checkpoint(read_checkpoint(path), path, MODELS)
     return from_huggingface(source, GPT, GPTConfig)

@@ -108,8 +108,8 @@ def export(load_model: Callable, description: str, argv: list[str] | None = None
     parser = FlagParser(prog="model.py", description=description)
     parser.add_argument("command", choices=["export"], help="write a model in the Hugging Face format")
     parser.add_argument("source", metavar="SOURCE",
-                        help="checkpoint (also nanoGPT's or build-nanogpt's), a run's folder or FOLDER/best, "
-                             "Hugging Face folder or hub name")
+                        help="checkpoint (also nanoGPT's, build-nanogpt's or llm.c's), a run's folder or "
+                             "FOLDER/best, Hugging Face folder or hub name")
     parser.add_argument("folder", metavar="FOLDER",
                         help="new, empty, or of an earlier export, which is replaced")
     args = parser.parse_args(argv)

@@ -1,7 +1,9 @@
-"""Reads every format of a checkpoint: this project's, nanoGPT's, build-nanogpt's."""
+"""Reads every format of a checkpoint: this project's, nanoGPT's, build-nanogpt's, llm.c's."""
 import dataclasses
+import math
 import mmap
 import os
+import struct
 import warnings
 from pathlib import Path
 
@@ -136,15 +138,67 @@ def load_pickle(path):
         return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
 
 
+# llm.c's .bin files by their first number (its train_gpt2.py, train_gpt2.cu, dev/data/data_common.py)
+LLM_C_MODEL = 20240326
+LLM_C_OTHERS = {
+    20240520: "holds llm.c's tokens, and no model: --data takes their folder",
+    20240527: "holds the optimizer's state of a run of llm.c, and no model: give the model_*.bin beside it",
+    20240327: "holds what llm.c compares itself with, and no model: give the file without _debug_state",
+    20240328: "holds llm.c's tokenizer, and no model: give a model's .bin",
+    20240803: "holds a Llama 3 of llm.c: give the .bin of a GPT-2",
+}
+
+
+def load_llm_c(path: Path) -> dict | None:
+    """A model's .bin of llm.c as a checkpoint's dict, memory-mapped; None if its first number is none of
+    llm.c's. The padding of the vocabulary is cut off: rows of zeros, which llm.c's softmax leaves out. Ours
+    would not, and the logits of OpenAI's weights are far below their 0."""
+    with open(path, "rb") as file:
+        start = file.read(1024)                                                 # 256 int32
+    header = struct.unpack("<8i", start[:32].ljust(32, b"\0"))
+    magic, version, block_size, vocab_size, n_layer, n_head, C, padded = header
+    if magic in LLM_C_OTHERS:
+        raise UserError(f"{path} {LLM_C_OTHERS[magic]}")
+    if magic != LLM_C_MODEL:
+        return None
+    with readable(path, "copy it again, or let llm.c write it anew",
+                  problem="is not a model of llm.c that can be read"):
+        dtype = {3: torch.float32, 5: torch.bfloat16}.get(version)
+        if not dtype:
+            raise ValueError(f"its version is {version}, and 3 (float32) and 5 (bfloat16) are read")
+        if not (all(0 < n < 2**24 for n in header[2:]) and n_layer <= 1024 and vocab_size <= padded):
+            raise ValueError(f"the sizes in its header are {header[2:]}")
+        shapes = {"wte.weight": (padded, C), "wpe.weight": (block_size, C)}
+        for name, shape in (("ln_1.weight", (C,)), ("ln_1.bias", (C,)),
+                            ("attn.c_attn.weight", (3 * C, C)), ("attn.c_attn.bias", (3 * C,)),
+                            ("attn.c_proj.weight", (C, C)), ("attn.c_proj.bias", (C,)),
+                            ("ln_2.weight", (C,)), ("ln_2.bias", (C,)),
+                            ("mlp.c_fc.weight", (4 * C, C)), ("mlp.c_fc.bias", (4 * C,)),
+                            ("mlp.c_proj.weight", (C, 4 * C)), ("mlp.c_proj.bias", (C,))):
+            shapes |= {f"h.{i}.{name}": shape for i in range(n_layer)}          # all layers of one together
+        shapes |= {"ln_f.weight": (C,), "ln_f.bias": (C,)}
+        counts = [1024 // dtype.itemsize, *map(math.prod, shapes.values())]
+        size, needed = os.path.getsize(path), sum(counts) * dtype.itemsize
+        if size != needed:                                  # there is no checksum in it
+            raise ValueError(f"it has {size:,} bytes, and by its header {needed:,}")
+        _, *parts = torch.from_file(str(path), size=sum(counts), dtype=dtype).split(counts)
+        model = {name: part.view(shapes[name]) for name, part in zip(shapes, parts, strict=True)}
+        if not model["ln_f.weight"].any():
+            raise ValueError("it ends in zeros: it was not written to its end")
+    model["wte.weight"] = model["wte.weight"][:vocab_size]
+    config = dict(block_size=block_size, vocab_size=vocab_size, n_layer=n_layer, n_head=n_head, n_embd=C)
+    return {"model": model, "model_config": config, "recipe": "gpt2"}
+
+
 def read_checkpoint(path: str | Path, remedy: str = "check the path, or copy it again") -> dict:
-    """The dict of a .pt file: tensors and plain values. No code in it can run. UserError if unreadable, with
-    `remedy`."""
+    """The dict of a .pt file or llm.c's .bin: tensors and plain values. No code in it can run. UserError if
+    unreadable, with `remedy`."""
     path = Path(path)
     if not os.path.isfile(path):
         raise UserError(f"{path} is not a file: {remedy}")
     with readable(path, f"it was cut off, or holds more than tensors and plain values; {remedy}",
                   problem="cannot be read as a checkpoint"):
-        checkpoint = load_pickle(path)
+        checkpoint = load_llm_c(path) or load_pickle(path)
     if not isinstance(checkpoint, dict):
         raise UserError(f"{path} holds a {type(checkpoint).__name__} instead of a checkpoint's dict: "
                         f"{remedy}")
@@ -167,7 +221,7 @@ def find_checkpoint(source: str | Path) -> Path | None:
                         f"Face format (it has no config.json): give one of these, or a checkpoint's file")
     if path.name == "best" and os.path.isdir(path.parent):
         return best_checkpoint(path.parent)
-    return path if path.suffix in (".pt", ".pth") else None
+    return path if path.suffix in (".pt", ".pth", ".bin") else None
 
 
 def best_checkpoint(out: Path) -> Path:

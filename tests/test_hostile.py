@@ -224,6 +224,15 @@ def llm_c(count, magic=20240520):
                                                   "<i8").astype("<i4").tobytes() + bytes(200))
 
 
+def llm_c_sparse(block_size, vocab_size, n_layer, n_head, n_embd, padded):
+    """A model of llm.c whose size is right, and which takes a kilobyte of the disk."""
+    header = struct.pack("<8i", 20240326, 5, block_size, vocab_size, n_layer, n_head, n_embd, padded)
+    with open(written("model.bin", header), "ab") as file:
+        per_layer = 12 * n_embd**2 + 13 * n_embd
+        file.truncate(1024 + 2 * ((padded + block_size + 2) * n_embd + n_layer * per_layer))
+    return Path("model.bin")
+
+
 def pipe():
     os.mkfifo("x_train_000000.npy")
     return Path("x_train_000000.npy")
@@ -367,6 +376,8 @@ CHECKPOINTS = {
         checkpoint(**{name: itself(kind=kind)}))
        for name in ("config_n_layer", "config_gelu", "recipe", "model", "model_config")
        for kind in (list, lambda values: OrderedDict(enumerate(values)))},
+    "8 GB of zeros behind llm.c's header": lambda: llm_c_sparse(16, 96, 1, 1, 1024, 2**22),
+    "a million layers of llm.c": lambda: llm_c_sparse(8, 96, 10**6, 1, 1, 96),
     "itself for ever as recipe": lambda: saved(checkpoint(recipe=itself(40, tuple))),
 }
 FOLDERS = {

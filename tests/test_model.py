@@ -43,7 +43,7 @@ from runtime.kernels import ChunkedCrossEntropy, Linear, compiled_cross_entropy_
 from runtime.progress import Progress
 from runtime.tokenizer import EOT, VOCAB_SIZE, encode, tokenizer
 from runtime.weights import model_from_checkpoint
-from helpers import HANG, script
+from helpers import HANG, llm_c_file, script
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = dict(block_size=24, vocab_size=96, n_layer=2, n_head=2, n_embd=16)
@@ -1099,6 +1099,21 @@ def test_build_nanogpts_checkpoint_loads_though_its_config_is_a_class_of_main(tm
     check_logits(path, weights, "tanh")
 
 
+@pytest.mark.parametrize("version, dtype", [(3, torch.float32), (5, torch.bfloat16)])
+def test_llm_cs_model_has_the_logits_of_the_same_weights_as_a_state_dict(version, dtype, tmp_path):
+    """To the last bit, and without the padding of its vocabulary, which llm.c's softmax leaves out."""
+    source = make_model()
+    path = llm_c_file(tmp_path / "gpt2_124M.bin", source, version, padding=32, pad=1e30)
+    weights = {name: p.to(dtype).float() for name, p in source.state_dict().items()}
+    check_logits(path, weights, "tanh")
+    (same := GPT(source.config)).load_state_dict(weights)
+    loaded, idx = load_model(str(path)), tokens(3, 24)
+    assert loaded.config == source.config
+    assert torch.equal(loaded(idx)[0], same(idx)[0]) and torch.equal(loaded(idx, idx)[1], same(idx, idx)[1])
+    path.write_bytes(bytes(path.stat().st_size))        # it was read, and not mapped for good
+    assert all(torch.equal(p, q) for p, q in zip(loaded.parameters(), same.parameters(), strict=True))
+
+
 def test_a_folder_named_like_a_checkpoint_is_still_a_folder(tmp_path):
     make_model().save_pretrained(tmp_path / "model.pt")
     assert load_model(tmp_path / "model.pt").config.n_embd == 16
@@ -1108,12 +1123,17 @@ def test_a_folder_named_like_a_checkpoint_is_still_a_folder(tmp_path):
 # the export, as a real command; and one model as each program saves it, for the other commands' tests too
 
 PEERS = ("this project", "nanoGPT", "nanoGPT without biases", "nanoGPT, compiled", "build-nanogpt, DDP",
-         "safetensors", "bin")
+         "llm.c", "safetensors", "bin")
 
 
 def write_peer(kind, folder):
     """Saves a small model with GPT-2's vocabulary in `folder` as `kind` does -> (the path, the model)."""
-    model = make_model(vocab_size=50304, gelu="none" if kind.startswith("nanoGPT") else "tanh")
+    model = make_model(vocab_size=50257 if kind == "llm.c" else 50304,
+                       gelu="none" if kind.startswith("nanoGPT") else "tanh")
+    if kind == "llm.c":
+        for p in model.parameters():
+            p.data = p.data.bfloat16().float()
+        return llm_c_file(folder / "model_00019560.bin", model), model
     if kind == "nanoGPT without biases":
         for p in (p for name, p in model.named_parameters() if name.endswith(".bias")):
             p.data.zero_()
@@ -1145,7 +1165,7 @@ def export(source, folder):
     return script("model.py", "export", source, folder)
 
 
-@pytest.mark.parametrize("kind", ["this project", "nanoGPT without biases", "build-nanogpt, DDP"])
+@pytest.mark.parametrize("kind", ["this project", "nanoGPT without biases", "build-nanogpt, DDP", "llm.c"])
 def test_export_gives_transformers_the_logits_and_the_tokens_of_every_kind_of_checkpoint(kind, tmp_path):
     from transformers import AutoTokenizer, GPT2LMHeadModel
     source, model = write_peer(kind, tmp_path)
@@ -1382,6 +1402,54 @@ class LargestStorage(TorchDispatchMode):
         return out
 
 
+def llm_c(change=lambda data: data, weights=lambda model: None, **header):
+    def make(path):
+        weights(model := make_model())
+        return written(path, change(llm_c_file(path, model, **header).read_bytes()))
+    return make
+
+
+def nan_gain(model):
+    model.transformer.ln_f.weight.data[3] = math.nan
+
+
+BAD_LLM_C = {
+    "no file": (lambda path: path, "is not a file: check the path"),
+    "version 1": (llm_c(version=1), "its version is 1, and 3 (float32) and 5 (bfloat16) are read"),
+    "no layers": (llm_c(n_layer=0), "the sizes in its header are (24, 96, 0, 2, 16, 143)"),
+    "width below zero": (llm_c(n_embd=-16), "the sizes in its header are"),
+    "2^31 - 1 layers": (llm_c(n_layer=2**31 - 1), "the sizes in its header are"),
+    "1025 layers": (llm_c(n_layer=1025), "the sizes in its header are"),
+    "a huge width": (llm_c(n_embd=2**24 - 1), "bytes, and by its header"),
+    "a huge vocabulary": (llm_c(padded=2**24 - 1), "bytes, and by its header 536,885,856"),
+    "all of it huge": (llm_c(n_layer=1024, n_embd=2**24 - 1, padded=2**24 - 1), "bytes, and by its header"),
+    "a vocabulary beyond its padding": (llm_c(vocab_size=144), "the sizes in its header are"),
+    "another vocabulary": (llm_c(padded=144), "bytes, and by its header"),
+    "heads that do not divide": (llm_c(n_head=3), "3 heads for n_embd 16"),
+    "cut": (llm_c(lambda data: data[:-1]), "bytes, and by its header"),
+    "cut after its header": (llm_c(lambda data: data[:1024]), "has 1,024 bytes, and by its header"),
+    "cut in its header": (llm_c(lambda data: data[:28]), "sizes in its header are (24, 96, 2, 2, 16, 0)"),
+    "cut in its first number": (llm_c(lambda data: data[:3]), "cannot be read"),
+    "longer": (llm_c(lambda data: data + b"\0"), "bytes, and by its header"),
+    "zeros at its end": (llm_c(lambda data: data[:-64] + bytes(64)), "it ends in zeros"),
+    "NaN": (llm_c(weights=nan_gain), "transformer.ln_f.weight holds NaN"),
+    "tokens": (llm_c(magic=20240520), "tokens, and no model: --data takes"),
+    "optimizer": (llm_c(magic=20240527), "optimizer's state of a run of llm.c, and no model: give the model"),
+    "debug state": (llm_c(magic=20240327), "and no model: give the file without _debug_state"),
+    "tokenizer": (llm_c(magic=20240328), "llm.c's tokenizer"), "Llama": (llm_c(magic=20240803), "Llama 3"),
+    "another magic number": (llm_c(magic=20240325), "cannot be read as a checkpoint"),
+}
+
+
+@pytest.mark.parametrize("what", BAD_LLM_C)
+def test_a_bad_model_of_llm_c_and_its_other_files_are_refused_without_allocating(what, tmp_path):
+    make, words = BAD_LLM_C[what]
+    path = make(tmp_path / "model.bin")
+    with LargestStorage() as largest:
+        refused(path, words)
+    assert largest.bytes < 100_000
+
+
 ABSURD = {
     "layers": dict(n_layer=10**9), "more layers than tensors": dict(n_layer=10_000),
     "width": dict(n_embd=2**23, n_head=2**20), "width over 2^24": dict(n_embd=10**12),
@@ -1416,7 +1484,7 @@ def test_tensors_larger_than_their_content_are_refused_without_allocating(shape,
 
 @pytest.fixture(scope="module")
 def good_files(tmp_path_factory):
-    """Bytes of a small checkpoint as zip and as legacy file, and of a safetensors file in its folder."""
+    """Bytes of a small checkpoint as zip, legacy and llm.c's file, and of safetensors in its folder."""
     folder = tmp_path_factory.mktemp("good")
     model = make_model(vocab_size=8, n_layer=1, n_embd=4, block_size=4)
     model.save_pretrained(folder / "hf")
@@ -1424,6 +1492,7 @@ def good_files(tmp_path_factory):
     files = {"zip": save(folder / "a.pt", own_checkpoint(model)).read_bytes(),
              "legacy": save(folder / "b.pt", own_checkpoint(model),
                             _use_new_zipfile_serialization=False).read_bytes(),
+             "llm.c": llm_c_file(folder / "c.bin", model).read_bytes(),
              "model.safetensors": (folder / "hf" / "model.safetensors").read_bytes(),
              "config.json": (folder / "hf" / "config.json").read_bytes()}
     return folder, files
