@@ -33,7 +33,8 @@ def from_huggingface(source, MODELS):
     folder = Path(source)
     if not os.path.isdir(folder):       # Path.is_dir raises OSError for some names
         folder = download_model(str(source))
-    with readable(source, "give another model", problem="is not a model of ours in the Hugging Face format"):
+    with readable(source, "give another model",
+                  problem="is not a GPT-2 or an export of ours in the Hugging Face format"):
         check_sums(folder)
         if not (folder / "config.json").exists():
             raise ValueError("it has no config.json")

@@ -535,7 +535,7 @@ def test_a_manifest_without_an_end_is_not_that_of_fineweb():
 
 def test_a_config_that_holds_no_settings_is_said_to():
     for text in ("[]", "5", '"gpt2"', "null"):
-        with pytest.raises(UserError, match="hf is not a model of ours .*its config.json holds no settings"):
+        with pytest.raises(UserError, match="hf is not a GPT-2 .*its config.json holds no settings"):
             load_model(folder(lambda hf, text=text: (hf / "config.json").write_text(text)))
 
 
