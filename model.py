@@ -20,7 +20,7 @@ from frontier import FrontierGPT
 from runtime.cli import run_command
 from runtime.generation import KVCache
 from runtime.attention import attention
-from runtime.huggingface import export, from_huggingface, save_huggingface
+from runtime.huggingface import export, from_huggingface, save_gpt2
 from runtime.kernels import Linear, matmul_dtype, recompute_in_backward
 from runtime.language_model import LanguageModel
 from runtime.weights import find_checkpoint, model_from_checkpoint, read_checkpoint
@@ -159,12 +159,12 @@ class GPT(LanguageModel):
     @classmethod
     def from_pretrained(cls, source: str | Path) -> "GPT":
         """A name of GPT2_SIZES or of another GPT-2 on the Hugging Face hub, or a folder; else UserError."""
-        return from_huggingface(source, GPT, GPTConfig)
+        return from_huggingface(source, {"gpt2": GPT})
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Writes config.json, model.safetensors and the tokenizer, for transformers' GPT2LMHeadModel and
         AutoTokenizer: Conv1D weights are transposed, and the vocabulary's padding is cut off."""
-        save_huggingface(self, folder)
+        save_gpt2(self, folder)
 
 
 MODELS = {"gpt2": GPT, "speedrun": SpeedrunGPT, "frontier": FrontierGPT}         # by recipe
@@ -183,7 +183,7 @@ def load_model(source: str | Path) -> LanguageModel:
     model_*.pt or llm.c's model .bin. Raises UserError for anything else."""
     if path := find_checkpoint(source):
         return model_from_checkpoint(read_checkpoint(path), path, MODELS)
-    return from_huggingface(source, GPT, GPTConfig)
+    return from_huggingface(source, MODELS)
 
 
 def main(argv: list[str] | None = None) -> None:

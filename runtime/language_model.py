@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from runtime.cli import UserError
 from runtime.attention import document_window_mask, resolve_attention
 from runtime.generation import KVCache, generate_tokens
+from runtime.huggingface import save_modern
 from runtime.kernels import chunked_cross_entropy
 
 
@@ -138,7 +139,8 @@ class ModernLanguageModel(LanguageModel):
         return 6 * N + 12 * self.config.n_layer * self.config.n_embd * span
 
     def save_pretrained(self, folder: str | Path) -> None:
-        raise UserError(f"transformers has no {self.recipe} model: only one of --recipe gpt2 can be exported")
+        """As GPT's, with assets/modeling_modern.py, the code that transformers needs to read it."""
+        save_modern(self, folder)
 
 
 class CastLinear(nn.Linear):

@@ -86,6 +86,8 @@ def build_model(cls: type, config, state_dict: dict):
             model = cls(config)
     except UserError as error:                      # of a flag; here it is the file's
         raise ValueError(str(error)) from None
+    if tied := model.lm_head.weight is model.transformer.wte.weight:
+        state_dict = {"lm_head.weight": state_dict["transformer.wte.weight"]} | state_dict
     expected = model.state_dict()
     for name in expected.keys() - state_dict.keys():
         raise ValueError(f"the tensor {name} is missing")
@@ -97,7 +99,6 @@ def build_model(cls: type, config, state_dict: dict):
         if tensor.shape != expected[name].shape:
             raise ValueError(f"{name} is {tuple(tensor.shape)} where the config needs "
                             f"{tuple(expected[name].shape)}")
-    tied = model.lm_head.weight is model.transformer.wte.weight
     head, wte = (state_dict[name] for name in ("lm_head.weight", "transformer.wte.weight"))
     # compared as integers, so that NaN equals NaN
     if tied and not torch.equal(head.float().view(torch.int32), wte.float().view(torch.int32)):

@@ -30,6 +30,7 @@ import corpus.readers
 import fineweb
 import sample
 import train_gpt2
+from frontier import FrontierGPT
 from corpus.readers import LAST_CUT
 from corpus.sources import LocalSource
 from hellaswag import load_examples
@@ -238,9 +239,14 @@ def pipe():
     return Path("x_train_000000.npy")
 
 
-def folder(change):
+def small_frontier():
+    torch.manual_seed(0)
+    return FrontierGPT(FrontierGPT.Config(block_size=8, vocab_size=96, n_layer=1, n_head=1, n_embd=4))
+
+
+def folder(change, model=small_model):
     """A folder in the Hugging Face format, `change`d."""
-    small_model().save_pretrained("hf")
+    model().save_pretrained("hf")
     Path("hf/SHA256SUMS").unlink()              # which would give any change away
     change(Path("hf"))
     return Path("hf")
@@ -405,6 +411,18 @@ FOLDERS = {
     "a shape with a zero": safetensors(at(WTE, shape=[2**40, 0])),
     "a type that is none": safetensors(at(WTE, dtype="PY")),
 }
+OF_FRONTIER = {
+    **{name: change for name, change in FOLDERS.items()
+       if not name.startswith(("code beside", "a norm", "vocab", "n_positions", "overlapping"))},
+    **{f"{name} of {value}": config(**{name: value}) for name in ("block_size", "padded_vocab_size", "window")
+       for value in (10**12, -1, "96", None)},
+    "no vocabulary": lambda hf: (hf / "config.json").write_text('{"model_type": "frontier"}'),
+    "another model": config(model_type="speedrun"), "a model that is none": config(model_type={}),
+    "stems as floats": safetensors(at("stems", dtype="F64")),
+    "other stems": safetensors(lambda header: header | {"stems": header["stems"] | {"shape": [2, 48]}}),
+    "no stems": safetensors(lambda header: {n: t for n, t in header.items() if n != "stems"} | {
+        "other": header["stems"]}),
+}
 TEXTS = {
     "a .txt that never ends": lambda: packed("a.txt.gz", [b"a" * 10**6] * 30),
     "a .txt of blanks that never ends": lambda: packed("a.txt.zst", [b" " * 10**6] * 30),
@@ -451,6 +469,8 @@ HOSTILE = {
     **{f"checkpoint: {name}": (load_model, make) for name, make in CHECKPOINTS.items()},
     **{f"folder: {name}": (load_model, lambda change=change: folder(change))
        for name, change in FOLDERS.items()},
+    **{f"frontier's folder: {name}": (load_model, lambda change=change: folder(change, small_frontier))
+       for name, change in OF_FRONTIER.items()},
     **{f"text: {name}": (read_text, make) for name, make in TEXTS.items()},
     **{f"HellaSwag: {name}": (load_examples, lambda row=row: lines("a.jsonl", row))
        for name, row in EXAMPLES.items()},
@@ -760,16 +780,17 @@ def test_a_manifest_with_a_wrong_value_is_refused(place, value, interrupted):
 
 
 @settings(FUZZ, max_examples=200)
-@given(st.data())
-def test_whatever_a_hugging_face_config_says_there_is_a_model_or_it_is_refused(data):
+@pytest.mark.parametrize("model", [small_model, small_frontier])
+@given(data=st.data())
+def test_whatever_a_hugging_face_config_says_there_is_a_model_or_it_is_refused(model, data):
     if not Path("hf").exists():
-        folder(lambda hf: shutil.copy(hf / "config.json", "good.json"))
+        folder(lambda hf: shutil.copy(hf / "config.json", "good.json"), model)
     good = json.loads(Path("good.json").read_text())
     key = data.draw(st.sampled_from([*good, "auto_map", "add_cross_attention", "scale_attn_weights"]))
     changed = json.dumps(good | {key: data.draw(JSON)}).encode()
     Path("hf/config.json").write_bytes(data.draw(st.just(changed) | damage(changed)))
     with contextlib.suppress(UserError):
-        assert isinstance(load_model("hf"), GPT)
+        assert isinstance(load_model("hf"), type(model()))
 
 
 # -----------------------------------------------------------------------------
