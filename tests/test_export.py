@@ -150,7 +150,7 @@ def test_the_commands_take_the_folder_as_they_take_its_checkpoint(exported, tmp_
     config, _ = parse_flags(["--init", str(folder), "--recipe", model.recipe])
     assert load_init(config, Process(), MODELS, load_model).config == model.config
     config, _ = parse_flags(["--init", str(folder)])
-    with pytest.raises(UserError, match="is not a model of --recipe gpt2"):
+    with pytest.raises(UserError, match="not gpt2: give --recipe "):
         load_init(config, Process(), MODELS, load_model)
 
 
