@@ -87,6 +87,8 @@ def test_every_command_takes_a_runs_folder_and_its_best(trained, tmp_path, capsy
         sample.main(["--model", str(source), *short])
         assert capsys.readouterr().out == expected
     source = out / "best"
+    shown = run(*trained[1], "--out", tmp_path / "log", "--resume", source, "--dry_run").stdout
+    assert f"resuming from {files[1]} at step 1 of 2" in shown
     for arguments in (["model.py", "export", source, tmp_path / "exported"],
                       ["hellaswag.py", "--model", source, "--data", tmp_path / "a.jsonl"]):
         result = script(*arguments)
