@@ -37,7 +37,7 @@ from speedrun import SpeedrunGPT
 from runtime.cli import UserError
 from runtime.device import choose_device, find_device, is_out_of_memory, make_autocast
 from runtime.forecast import try_micro_step
-from runtime.generation import generate_tokens, print_samples, sample_token
+from runtime.generation import generate_tokens, penalize_repetition, print_samples, sample_token
 from runtime.huggingface import EXPORTED
 from runtime.kernels import ChunkedCrossEntropy, Linear, compiled_cross_entropy_, cross_entropy_, norm
 from runtime.progress import Progress
@@ -746,6 +746,24 @@ def test_top_p_cuts_each_row_for_itself_and_after_the_temperature():
     drawn = sample_token(2 * rows, 2.0, None, torch.Generator().manual_seed(0), 0.6).view(500, 2)
     assert [set(column.tolist()) for column in drawn.T] == [{1, 4}, {1, 4}] and (drawn[:, 0] == 1).sum() > 250
     assert (drawn[:, 1] == 4).sum() > 250
+
+
+def test_the_repetition_penalty_is_transformers_but_for_the_token_that_begins_a_document():
+    from transformers import RepetitionPenaltyLogitsProcessor
+    logits = torch.randn(3, 50304, generator=torch.Generator().manual_seed(0))
+    idx = torch.tensor([[5, 7, 5, 300], [EOT, 0, 1, 2], [EOT, EOT, EOT, EOT]])
+    found = penalize_repetition(logits, idx, 1.3)
+    expected = RepetitionPenaltyLogitsProcessor(1.3)(idx, logits.clone())
+    expected[:, EOT] = logits[:, EOT]
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+    assert torch.equal(found[2], logits[2]) and (found[:2] != logits[:2]).sum(1).tolist() == [3, 3]
+
+
+def test_generate_penalizes_what_the_prompt_and_the_text_so_far_have():
+    model, idx = make_model(), tokens(1, 5)
+    greedy = model.generate(idx, 40, temperature=0)[0].tolist()
+    row = model.generate(idx, 40, temperature=0, repetition_penalty=1000.0)[0].tolist()
+    assert len(set(greedy)) < 40 and len(set(row)) == len({*idx[0].tolist()}) + 40
 
 
 def test_generate_passes_top_p_on():

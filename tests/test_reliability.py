@@ -598,7 +598,7 @@ def test_resume_takes_a_runs_folder_and_of_another_path_tells_what_is_there(data
     for given, words in (("nowhere", "--resume nowhere is neither a checkpoint nor a run's folder here"),
                          ("log/nope", "log/nope is not there: log has log/run: give that"),
                          ("log", "log has log/run: give that"),
-                         ("log/run/checkpoint_000777.pt", "_000777.pt is not a file: log/run has log/run/check"),
+                         ("log/run/checkpoint_000777.pt", "_000777.pt is not a file: log/run has"),
                          ("gpt2", "start a new run from a model's weights by --init")):
         result = run("--data", data, "--resume", given, code=2, cwd=tmp_path)
         assert words in result.stderr and result.stderr.count("\n") == 1, result.stderr
