@@ -99,6 +99,37 @@ def test_every_command_takes_a_runs_folder_and_its_best(trained, tmp_path, capsy
     assert torch.equal(wte, load_model(files[1]).transformer.wte.weight[:50257])
 
 
+@pytest.mark.parametrize("recipe", ["gpt2", "speedrun", "frontier"])
+def test_the_lines_of_the_docs_read_a_checkpoint_with_torch_alone(recipe, trained, tmp_path):
+    run(*trained[1], "--n_layer", 2, "--n_head", 1, "--n_embd", 16, "--block_size", 32, "--recipe", recipe,
+        "--dtype", "bfloat16", "--max_steps", 3, "--val_every", 0, "--checkpoint_every", 3, "--out",
+        tmp_path / "log")
+    (tmp_path / "log/checkpoint_000003.pt").rename(tmp_path / "log/checkpoint_000250.pt")
+    text = (ROOT / "docs/formats.md").read_text().split("## Checkpoints")[1]
+    lines = re.search(r"```python\n(.*?)```", text, re.S)[1]
+    read = subprocess.run([sys.executable, "-I", "-c", lines + """
+said = {}
+for name, state in moments.items():
+    weight = weights[name]
+    assert weight.dtype == torch.float32 and weight.device.type == "cpu", name
+    for key, tensor in state.items():
+        assert tensor.dtype == torch.float32 and tensor.shape == (() if key == "step" else weight.shape), name
+    said.setdefault(" ".join(sorted(state)), []).append(name)
+assert all(weight.dtype == torch.float32 for weight in weights.values())
+for name in weights.keys() - moments.keys():
+    assert weights[name].data_ptr() == weights["transformer.wte.weight"].data_ptr()
+    said[name] = ["tied"]
+print(*(f"{keys}: {' '.join(names)}" for keys, names in said.items()), sep="\\n")
+"""], cwd=tmp_path, capture_output=True, text=True, timeout=HANG)
+    assert read.returncode == 0, read.stderr
+    said = dict(line.split(": ") for line in read.stdout.splitlines())
+    assert ("lm_head.weight" in said) == (recipe != "speedrun")
+    muon = {"momentum_buffer"} if recipe != "gpt2" else set()
+    assert said.keys() - {"lm_head.weight"} == {"exp_avg exp_avg_sq step"} | muon
+    adam = said["exp_avg exp_avg_sq step"]
+    assert ("transformer.h.0.attn.c_attn.weight" in adam) == (recipe == "gpt2")
+
+
 def test_without_a_prompt_a_new_document_begins(model_path, capsys):
     sample.main(["--model", str(model_path), "--num_samples", "1", "--max_new_tokens", "5",
                  "--temperature", "0"])
