@@ -106,7 +106,8 @@ class Config:
     checkpoint_minutes: float = flag(0.0, OUTPUT, "also save this long after the last; 0: never", minimum=0)
     keep_checkpoints: int = flag(3, OUTPUT, "newest checkpoints kept, beside the best; 0: all")
     out: str = flag("log", OUTPUT, "folder for log.txt and checkpoints", per_run=True)
-    resume: str = flag("auto", OUTPUT, "auto (newest checkpoint in --out), never, or a path", per_run=True)
+    resume: str = flag("auto", OUTPUT, "auto (newest in --out), never, a checkpoint or a run's folder",
+                       per_run=True)
     plot: bool = flag(True, OUTPUT, "redraw OUT/loss.png after each evaluation", per_run=True)
     wandb: bool = flag(False, OUTPUT, "also log to Weights & Biases (pip install wandb)", per_run=True)
     tensorboard: bool = flag(False, OUTPUT, "also log to TensorBoard (pip install tensorboard)", per_run=True)

@@ -35,7 +35,8 @@ def largest_divisor(n: int, most: int) -> int:
 
 def allowed_micro_batches(config, world_size: int, device: str) -> list[int]:
     """The micro-batches (sequences) that divide --total_batch_size, smallest first; --batch_size alone if
-    given. For auto on a CPU, and for --overfit, the largest of at most MICRO_BATCH tokens."""
+    given, but no more than an update has. For auto on a CPU, and for --overfit, the largest of at most
+    MICRO_BATCH tokens."""
     T, updates = config.sequence_length, config.updates_per_step
     unit = T * world_size * updates
     rows, rest = divmod(config.total_batch_size, unit)
@@ -47,11 +48,12 @@ def allowed_micro_batches(config, world_size: int, device: str) -> list[int]:
     if config.batch_size == "auto":
         by_trial = device.startswith("cuda") and not config.overfit
         return divisors(rows) if by_trial else [largest_divisor(rows, MICRO_BATCH // T)]
-    if rows % int(config.batch_size):
+    most = min(rows, int(config.batch_size))
+    if rows % most:
         raise UserError(f"--batch_size {config.batch_size} does not divide the {rows} sequences an update of "
                         f"each of {counted(world_size, 'process')}: give one of "
                         f"{', '.join(map(str, divisors(rows)))}, or auto")
-    return [int(config.batch_size)]
+    return [most]
 
 
 def rows_joined(config, device: str) -> int:

@@ -14,6 +14,7 @@ from runtime.dataloader import Data, open_data
 from runtime.device import choose_dtype, memory_of
 from runtime.distributed import Process
 from runtime.forecast import ModelSize, size_text
+from runtime.progress import counted
 from runtime.resume import MODEL_SHAPE, check_data
 from runtime.shards import first_words
 from runtime.tokenizer import VOCAB_SIZE
@@ -43,7 +44,11 @@ def complete_config(config, explicit_flags: set[str], recipe, process: Process,
             raise UserError(f"--{f.name} does not apply to --recipe {config.recipe}: leave it out")
     config = dataclasses.replace(config, **automatic_values(config, recipe, process.device))
     check_config(config)
-    allowed_micro_batches(config, process.world_size, process.device)         # raises if there is none
+    most = allowed_micro_batches(config, process.world_size, process.device)[-1]    # raises if there is none
+    if config.batch_size != "auto" and most < int(config.batch_size):
+        process.print0(f"--batch_size {config.batch_size} is more than an update has "
+                       f"({counted(most, 'sequence')} for each of "
+                       f"{counted(process.world_size, 'process')}): a micro-step takes {most}")
     check_attention(config.attention, process.device, getattr(torch, config.dtype),
                     config.n_embd // config.n_head, masked=config.window > 0)
     return dataclasses.replace(config, **disable_text_evals(config, explicit_flags, process))

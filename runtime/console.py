@@ -155,6 +155,8 @@ def print_summary(run) -> int:
             ended, message, verdict = "failed", "did not overfit", "FAILED (under 0.1 is expected)"
         process.print0(f"overfit one batch: loss {first:.4f} -> {last:.4f} in {len(reporter.losses)} steps: "
                        f"{verdict}")
+        if verdict == "PASSED":                 # whose own last line goes on to training
+            process.print0("next: python fineweb.py --input input.txt --out data/shakespeare")
     else:
         print_results(run)
     if process.console:
@@ -169,6 +171,9 @@ def print_results(run) -> None:
     picture = ", loss.png" if (Path(config.out) / "loss.png").exists() else ""
     process.print0(f"done: {state.step} steps; in {config.out}: log.txt, metrics.csv{picture}"
                    + (", checkpoints" if newest else ""))
+    if picture:
+        samples = ", and at the samples above" if config.sample_every and state.step > state.begun else ""
+        process.print0(f"look at: {Path(config.out) / 'loss.png'}, the losses{samples}")
     best = print_best(config, state, process)
     if newest and config.vocab_size >= VOCAB_SIZE:
         process.print0(f"next: python sample.py --model {shlex.quote(str(best or newest[0][1]))}")

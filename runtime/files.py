@@ -95,6 +95,39 @@ def checkpoint_name(step: int) -> str:
     return f"checkpoint_{step:06d}.pt"
 
 
+def models_in(folder: Path) -> list[Path]:
+    """What --model takes in a folder: folders of runs and in the Hugging Face format, then files, the newest
+    checkpoint first."""
+    with suppress(OSError):
+        paths = sorted(folder.iterdir())
+        return ([p for p in paths if os.path.isdir(p) and (checkpoints(p) or is_huggingface(p))]
+                + [p for p in reversed(paths) if p.suffix in (".pt", ".pth") and os.path.isfile(p)])
+    return []
+
+
+def is_huggingface(folder: Path) -> bool:
+    """Whether a folder is read in the Hugging Face format."""
+    return os.path.exists(folder / "config.json")
+
+
+def what_is_in(folder: Path, most: int = 6) -> str:
+    """For a message: 'log has log/a and log/b: give one of these'; '' if there is no model in it."""
+    found = [str(p) for p in models_in(folder)]
+    if len(found) < 2:
+        return f"{folder} has {found[0]}: give that" if found else ""
+    *first, last = found[:most] + [f"{len(found) - most} more"] * (len(found) > most)
+    return f"{folder} has {', '.join(first)} and {last}: give one of these"
+
+
+def what_is_there(path: str | Path) -> str:
+    """Of a path that is not there, what is in the nearest folder above it; '' if that is the working
+    directory."""
+    folder = next((p for p in Path(path).parents if os.path.isdir(p)), Path())
+    if folder in (Path(), Path(folder.anchor)):
+        return ""
+    return what_is_in(folder) or f"{folder} is there, and has no model"
+
+
 @contextmanager
 def writable(path: str | Path, begun: bool = False):
     """Around writes to a file or folder: raises an OSError, of which replace_file may have made a RunError,

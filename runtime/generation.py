@@ -33,7 +33,7 @@ class KVCache:
 @torch.no_grad()
 def generate_tokens(model, idx: Tensor, max_new_tokens: int, temperature: float = 1.0,
                     top_k: int | None = 50, generator: torch.Generator | None = None,
-                    top_p: float | None = None) -> Iterator[Tensor]:
+                    top_p: float | None = None, repetition_penalty: float = 1.0) -> Iterator[Tensor]:
     """LanguageModel.generate, step by step: of idx (B, T) int64 yields the next ids (B, 1), one row's each,
     max_new_tokens times. The caller may stop at any of them."""
     block_size, past, head = model.config.block_size, None, model.head()
@@ -45,9 +45,19 @@ def generate_tokens(model, idx: Tensor, max_new_tokens: int, temperature: float 
         else:
             x = model.hidden(idx[:, -1:], past)                                 # (B, 1, C)
         logits = model.logits(x[:, -1], head).float()                           # (B, vocab_size)
+        if repetition_penalty != 1.0:
+            logits = penalize_repetition(logits, idx, repetition_penalty)
         new = sample_token(logits, temperature, top_k, generator, top_p)        # (B, 1)
         idx = torch.cat((idx, new), dim=1)
         yield new
+
+
+def penalize_repetition(logits: Tensor, idx: Tensor, penalty: float) -> Tensor:
+    """Logits (B, vocab_size) with those of the tokens in idx (B, S) divided by `penalty`, or multiplied where
+    they are negative (arXiv:1909.05858, section 4.1). Not <|endoftext|>'s, with which a document begins."""
+    seen = logits.gather(1, idx)                                                # (B, S)
+    less = torch.where(seen > 0, seen / penalty, seen * penalty)
+    return logits.scatter(1, idx, torch.where(idx == EOT, seen, less))
 
 
 def sample_token(logits: Tensor, temperature: float, top_k: int | None,

@@ -12,7 +12,7 @@ from email.utils import parsedate_to_datetime
 from pathlib import Path
 
 from runtime.cli import RunError, UserError, brief_error, causes, print_error
-from runtime.files import NO_ROOM, NOT_ALLOWED, read_text
+from runtime.files import NO_ROOM, NOT_ALLOWED, read_text, what_is_there
 
 RETRIES = 8                     # waits of 1, 2, 4 ... 128 s: about four minutes without the network
 LONGEST_WAIT = 3600             # seconds, whatever the hub asks for
@@ -98,7 +98,7 @@ def download_model(name: str) -> Path:
     repo = f"openai-community/{name}" if name in OPENAI_NAMES else name
     if not REPO_NAME.fullmatch(repo):
         raise UserError(f"{name} is no file or folder here, nor a model's name ({', '.join(OPENAI_NAMES)} or "
-                        f"OWNER/NAME): check the path")
+                        f"OWNER/NAME): {what_is_there(name) or 'check the path'}")
     from huggingface_hub import errors, hf_hub_download
     reachable = reach_hub()
     try:
@@ -113,4 +113,5 @@ def download_model(name: str) -> Path:
                       "model.safetensors: check the name")
         else:
             reason = f"cannot be fetched from the Hugging Face hub ({brief_error(error)[:80]}): try again"
-        raise UserError(f"{name} {reason}, or give the path of a checkpoint") from None
+        here = f"is not here ({there}), and on the hub it " if (there := what_is_there(name)) else ""
+        raise UserError(f"{name} {here}{reason}, or give the path of a checkpoint") from None

@@ -76,15 +76,18 @@ class LanguageModel(nn.Module):
         self.kernel = kernel
 
     def generate(self, idx: Tensor, max_new_tokens: int, temperature: float = 1.0, top_k: int | None = 50,
-                 generator: torch.Generator | None = None, top_p: float | None = None) -> Tensor:
+                 generator: torch.Generator | None = None, top_p: float | None = None,
+                 repetition_penalty: float = 1.0) -> Tensor:
         """Continues idx (B, T) int64 by max_new_tokens sampled tokens -> (B, T + max_new_tokens).
 
         Keys and values are cached until the context fills block_size. Then the context slides, all positions
         shift, and each token needs a forward of the whole context. `temperature` 0 takes the likeliest token;
         `top_k` None or 0 samples from all. Of these `top_p` keeps the fewest likeliest tokens whose
-        probabilities sum to at least it (0 < top_p <= 1). Ids >= 50257 (padding) are never sampled.
+        probabilities sum to at least it (0 < top_p <= 1). Ids >= 50257 (padding) are never sampled. A
+        `repetition_penalty` above 1 makes tokens less likely that idx or the text so far has.
         """
-        new = generate_tokens(self, idx, max_new_tokens, temperature, top_k, generator, top_p)
+        new = generate_tokens(self, idx, max_new_tokens, temperature, top_k, generator, top_p,
+                              repetition_penalty)
         return torch.cat((idx, *new), dim=1)
 
 

@@ -15,7 +15,7 @@ from runtime.files import (RUN_FILES, checkpoints, digest, is_redirected_to, rea
 from runtime.integrity import find_fault
 from runtime.log import EVENT, LONGEST, Log
 from runtime.presets import PRESETS
-from runtime.weights import read_checkpoint
+from runtime.weights import find_checkpoint, read_checkpoint
 
 # paths and devices of a machine, and what only rank 0 or the rank itself reads
 PER_RANK = {"data", "hellaswag_data", "init", "out", "device", "profile", "log_every", "plot", "wandb",
@@ -62,7 +62,12 @@ def choose_checkpoint(config, restarted: bool = False) -> Path | None:
     job = os.environ.get("TORCHELASTIC_RUN_ID", "")
     if restarted and found and read_checkpoint(found[-1]).get("job") == job:
         return found[-1]
-    return None if config.resume == "never" else Path(config.resume)
+    if config.resume == "never":
+        return None
+    if path := find_checkpoint(config.resume):
+        return path
+    raise UserError(f"--resume {config.resume} is neither a checkpoint nor a run's folder here: check the "
+                    "path, or start a new run from a model's weights by --init")
 
 
 def read_state(path: Path, process) -> dict:

@@ -74,6 +74,11 @@ def _stop(number, frame):
         stop_at_once()
 
 
+def ctrl_c_is_handled() -> None:
+    """After a KeyboardInterrupt that ended only a part of the command: the next Ctrl-C is a first one."""
+    PRESSED.clear()
+
+
 def _unraisable(lost, hook=sys.unraisablehook):
     """Python prints what is raised inside a callback or a destructor, and continues."""
     if issubclass(lost.exc_type, KeyboardInterrupt):

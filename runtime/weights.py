@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 
 from runtime.cli import UserError, safe_repr
-from runtime.files import checkpoints, readable
+from runtime.files import (checkpoints, is_huggingface, models_in, readable, what_is_in,
+                           what_is_there)
 from runtime.integrity import check_archive, find_fault
 from runtime.tokenizer import VOCAB_SIZE
 
@@ -196,7 +197,7 @@ def read_checkpoint(path: str | Path, remedy: str = "check the path, or copy it 
     unreadable, with `remedy`."""
     path = Path(path)
     if not os.path.isfile(path):
-        raise UserError(f"{path} is not a file: {remedy}")
+        raise UserError(f"{path} is not a file: {what_is_there(path) or remedy}")
     with readable(path, f"it was cut off, or holds more than tensors and plain values; {remedy}",
                   problem="cannot be read as a checkpoint"):
         checkpoint = load_llm_c(path) or load_pickle(path)
@@ -214,23 +215,29 @@ def find_checkpoint(source: str | Path) -> Path | None:
     if os.path.isfile(path):
         return path
     if os.path.isdir(path):             # Path.is_dir raises OSError for some names
-        if os.path.exists(path / "config.json"):
+        if is_huggingface(path):
             return None
         if found := checkpoints(path):
             return found[-1][1]
+        remedy = what_is_in(path) or "give one of these, or a checkpoint's file"
         raise UserError(f"{source} is neither a run's folder (it has no checkpoint_*.pt) nor in the Hugging "
-                        f"Face format (it has no config.json): give one of these, or a checkpoint's file")
+                        f"Face format (it has no config.json): {remedy}")
     if path.name == "best" and os.path.isdir(path.parent):
         return best_checkpoint(path.parent)
-    return path if path.suffix in (".pt", ".pth", ".bin") else None
+    if path.suffix in (".pt", ".pth", ".bin"):
+        return path
+    # no OWNER/NAME of the hub either: the folder OWNER has runs in it
+    if len(path.parts) > 1 and not all(map(is_huggingface, models_in(path.parent))):
+        raise UserError(f"{source} is not there: {what_is_there(path)}")
+    return None
 
 
 def best_checkpoint(out: Path) -> Path:
     """The checkpoint of the run in `out` with the lowest validation loss, as its newest one records it."""
     found = dict(checkpoints(out))
     if not found:
-        raise UserError(f"{out / 'best'}: {out} is not a run's folder (it has no checkpoint_*.pt); check the "
-                        f"path")
+        raise UserError(f"{out / 'best'}: {out} is not a run's folder (it has no checkpoint_*.pt); "
+                        f"{what_is_there(out / 'best') or 'check the path'}")
     best = read_checkpoint(found[max(found)]).get("best")
     known = isinstance(best, tuple) and [type(number) for number in best] == [float, int]
     if not known or best[1] not in found:

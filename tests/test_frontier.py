@@ -377,7 +377,10 @@ def test_the_micro_batch_fits_the_smallest_update():
     with pytest.raises(UserError, match=r"updates_per_step 4\): give 4096 or 8192"):
         allowed_micro_batches(dataclasses.replace(config, total_batch_size=4608), 8, "cpu")
     with pytest.raises(UserError, match="does not divide the 8 sequences an update"):
-        allowed_micro_batches(dataclasses.replace(config, batch_size="16"), 1, "cpu")
+        allowed_micro_batches(dataclasses.replace(config, batch_size="6"), 1, "cpu")
+    for given, world_size, taken in (("8", 1, 8), ("12", 1, 8), ("32", 1, 8), ("32", 2, 4)):
+        assert allowed_micro_batches(dataclasses.replace(config, batch_size=given), world_size, "cpu") == [
+            taken]
     with pytest.raises(UserError, match="--updates_per_step 3: give a power of two"):
         check_config(Config(updates_per_step=3))
 
@@ -421,9 +424,12 @@ def alone(data, tmp_path_factory):
 
 
 @pytest.mark.parametrize("processes, more", [
-    (2, ["--batch_size", 1]), (4, []), (1, ["--batch_size", 2, "--loss_chunk", 7])])
+    (2, ["--batch_size", 1]), (4, ["--batch_size", 32]), (1, ["--batch_size", 2, "--loss_chunk", 7])])
 def test_processes_micro_batches_and_chunks_change_only_the_rounding(processes, more, data, alone, tmp_path):
-    run(*FLAGS, "--vocab_size", 97, "--data", data, "--out", tmp_path / "log", *more, processes=processes)
+    result = run(*FLAGS, "--vocab_size", 97, "--data", data, "--out", tmp_path / "log", *more,
+                 processes=processes)
+    assert result.stdout.count("--batch_size 32 is more than an update has (2 sequences for each of 4 "
+                               "processes): a micro-step takes 2\n") == (processes == 4)
     expected, found = logged(alone), logged(tmp_path / "log")
     assert len(expected) == 9 and expected[0] < math.log(97)        # the mean over four updates
     for step in range(2):           # Muon lifts the rounding some 500 times a step

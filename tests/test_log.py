@@ -220,13 +220,16 @@ def test_the_best_checkpoint_is_named_and_offered_and_whether_validation_has_ris
         best, val_loss, kept, line, tmp_path, capsys):
     for step in kept:
         (tmp_path / f"checkpoint_{step:06d}.pt").touch()
-    state = SimpleNamespace(best=best, val_loss=val_loss, step=100)
+    (tmp_path / "loss.png").touch()
+    begun = 0 if best else 100                  # all steps had been made before
+    state = SimpleNamespace(best=best, val_loss=val_loss, step=100, begun=begun)
     config = Config(out=str(tmp_path))
     print_results(SimpleNamespace(config=config, state=state, process=Process(),
                                   saver=Saver(config, {}, None, Process())))
     offered = best[1] if best and best[1] in kept else 100
     assert capsys.readouterr().out.splitlines() == [
-        f"done: 100 steps; in {tmp_path}: log.txt, metrics.csv, checkpoints",
+        f"done: 100 steps; in {tmp_path}: log.txt, metrics.csv, loss.png, checkpoints",
+        f"look at: {tmp_path}/loss.png, the losses" + (", and at the samples above" if best else ""),
         *([line.format(tmp_path)] if line else []),
         f"next: python sample.py --model {tmp_path}/checkpoint_{offered:06d}.pt"]
 

@@ -35,7 +35,7 @@ from runtime.attention import (ATTENTION, attention, check_attention, compiled_f
 from runtime.cli import UserError
 from runtime.device import choose_device, find_device, is_out_of_memory, make_autocast
 from runtime.forecast import try_micro_step
-from runtime.generation import generate_tokens, print_samples, sample_token
+from runtime.generation import generate_tokens, penalize_repetition, print_samples, sample_token
 from runtime.huggingface import EXPORTED, MODELING
 from runtime.kernels import ChunkedCrossEntropy, Linear, compiled_cross_entropy_, cross_entropy_, norm
 from runtime.progress import Progress
@@ -744,6 +744,24 @@ def test_top_p_cuts_each_row_for_itself_and_after_the_temperature():
     drawn = sample_token(2 * rows, 2.0, None, torch.Generator().manual_seed(0), 0.6).view(500, 2)
     assert [set(column.tolist()) for column in drawn.T] == [{1, 4}, {1, 4}] and (drawn[:, 0] == 1).sum() > 250
     assert (drawn[:, 1] == 4).sum() > 250
+
+
+def test_the_repetition_penalty_is_transformers_but_for_the_token_that_begins_a_document():
+    from transformers import RepetitionPenaltyLogitsProcessor
+    logits = torch.randn(3, 50304, generator=torch.Generator().manual_seed(0))
+    idx = torch.tensor([[5, 7, 5, 300], [EOT, 0, 1, 2], [EOT, EOT, EOT, EOT]])
+    found = penalize_repetition(logits, idx, 1.3)
+    expected = RepetitionPenaltyLogitsProcessor(1.3)(idx, logits.clone())
+    expected[:, EOT] = logits[:, EOT]
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+    assert torch.equal(found[2], logits[2]) and (found[:2] != logits[:2]).sum(1).tolist() == [3, 3]
+
+
+def test_generate_penalizes_what_the_prompt_and_the_text_so_far_have():
+    model, idx = make_model(), tokens(1, 5)
+    greedy = model.generate(idx, 40, temperature=0)[0].tolist()
+    row = model.generate(idx, 40, temperature=0, repetition_penalty=1000.0)[0].tolist()
+    assert len(set(greedy)) < 40 and len(set(row)) == len({*idx[0].tolist()}) + 40
 
 
 def test_generate_passes_top_p_on():
@@ -1581,9 +1599,43 @@ def test_a_bad_hugging_face_folder_is_refused_in_one_sentence(what, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["gpt2-huge", "a/b/c", "x" * 300, "no such name", "../weights", "./gpt2"])
-def test_what_cannot_be_a_models_name_is_not_looked_for_on_the_hub(name, monkeypatch):
+def test_what_cannot_be_a_models_name_is_not_looked_for_on_the_hub(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(runtime.hub, "reach_hub", lambda: pytest.fail("the hub was asked"))
     refused(name, "is no file or folder here, nor a model's name (gpt2, ", "OWNER/NAME")
+
+
+def test_of_a_path_that_is_not_there_what_is_there_is_told_before_the_hub_is_asked(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    asked = []
+    monkeypatch.setattr(runtime.hub, "reach_hub", lambda: asked.append(1))
+    for name in ("log/b/checkpoint_000002.pt", "log/a/checkpoint_000010.pt", "log/a/checkpoint_000002.pt",
+                 "one/run/checkpoint_000002.pt", "none/log.txt", "here/x/config.json", "here/y/config.json"):
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).touch()
+    log = "log has log/a and log/b: give one of these"
+    for name, words in (
+            ("log", f"(it has no config.json): {log}"), ("log/nope", f"log/nope is not there: {log}"),
+            ("log/best", f"log is not a run's folder (it has no checkpoint_*.pt); {log}"),
+            ("log/nope.pt", f"log/nope.pt is not a file: {log}"), ("log/nope/best", log),
+            ("log/a/12", "log/a/checkpoint_000010.pt and log/a/checkpoint_000002.pt: give one of these"),
+            ("one", "one has one/run: give that")):
+        refused(name, words)
+    Path("log/checkpoint_000003.pt").touch()
+    refused("log/nope", "log has log/a, log/b and log/checkpoint_000003.pt: give one of these")
+    monkeypatch.chdir("log")
+    Path("checkpoint_000003.pt").unlink()
+    refused(".", "a and b: give one of these")
+    monkeypatch.chdir("..")
+    for i in range(9):
+        Path(f"log/c{i}").mkdir()
+        Path(f"log/c{i}/checkpoint_000001.pt").touch()
+    refused("log/nope", "log has log/a, log/b, log/c0, log/c1, log/c2, log/c3 and 5 more: give one of")
+    assert not asked
+    # a folder without runs may have the name of an owner on the hub
+    refused("none/nope", "none/nope is not here (none is there, and has no model), and on the hub it")
+    refused("here/z", "is not here (here has here/x and here/y: give one of these), and on the hub it")
+    assert len(asked) == 2
 
 
 @pytest.mark.parametrize("name", ["gpt2", "no/such-model"])

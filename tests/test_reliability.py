@@ -590,6 +590,20 @@ def test_the_docs_list_the_flags_that_a_resume_takes_or_refuses():
         assert listed == {f.name for f in dataclasses.fields(train_gpt2.Config) if f.metadata.get(kind)}, kind
 
 
+def test_resume_takes_a_runs_folder_and_of_another_path_tells_what_is_there(data, whole, tmp_path):
+    result = run("--data", data, "--out", tmp_path / "other", "--resume", whole, "--dry_run")
+    assert f"resuming from {whole}/checkpoint_000060.pt at step 60 of 60" in result.stdout
+    (tmp_path / "log").mkdir()
+    (tmp_path / "log/run").symlink_to(whole)
+    for given, words in (("nowhere", "--resume nowhere is neither a checkpoint nor a run's folder here"),
+                         ("log/nope", "log/nope is not there: log has log/run: give that"),
+                         ("log", "log has log/run: give that"),
+                         ("log/run/checkpoint_000777.pt", "_000777.pt is not a file: log/run has"),
+                         ("gpt2", "start a new run from a model's weights by --init")):
+        result = run("--data", data, "--resume", given, code=2, cwd=tmp_path)
+        assert words in result.stderr and result.stderr.count("\n") == 1, result.stderr
+
+
 def test_going_on_from_an_older_checkpoint_sets_the_newer_ones_aside(data, whole, tmp_path):
     shutil.copytree(whole, tmp_path / "log")
     older = checkpoints(tmp_path / "log")[0]

@@ -1,8 +1,10 @@
 """sample.py as a command."""
 import contextlib
+import io
 import os
 import pickle
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -87,12 +89,45 @@ def test_every_command_takes_a_runs_folder_and_its_best(trained, tmp_path, capsy
         sample.main(["--model", str(source), *short])
         assert capsys.readouterr().out == expected
     source = out / "best"
+    shown = run(*trained[1], "--out", tmp_path / "log", "--resume", source, "--dry_run").stdout
+    assert f"resuming from {files[1]} at step 1 of 2" in shown
     for arguments in (["model.py", "export", source, tmp_path / "exported"],
                       ["hellaswag.py", "--model", source, "--data", tmp_path / "a.jsonl"]):
         result = script(*arguments)
         assert result.returncode == 0, result.stderr
     wte = load_model(tmp_path / "exported").transformer.wte.weight
     assert torch.equal(wte, load_model(files[1]).transformer.wte.weight[:50257])
+
+
+@pytest.mark.parametrize("recipe", ["gpt2", "speedrun", "frontier"])
+def test_the_lines_of_the_docs_read_a_checkpoint_with_torch_alone(recipe, trained, tmp_path):
+    run(*trained[1], "--n_layer", 2, "--n_head", 1, "--n_embd", 16, "--block_size", 32, "--recipe", recipe,
+        "--dtype", "bfloat16", "--max_steps", 3, "--val_every", 0, "--checkpoint_every", 3, "--out",
+        tmp_path / "log")
+    (tmp_path / "log/checkpoint_000003.pt").rename(tmp_path / "log/checkpoint_000250.pt")
+    text = (ROOT / "docs/formats.md").read_text().split("## Checkpoints")[1]
+    lines = re.search(r"```python\n(.*?)```", text, re.S)[1]
+    read = subprocess.run([sys.executable, "-I", "-c", lines + """
+said = {}
+for name, state in moments.items():
+    weight = weights[name]
+    assert weight.dtype == torch.float32 and weight.device.type == "cpu", name
+    for key, tensor in state.items():
+        assert tensor.dtype == torch.float32 and tensor.shape == (() if key == "step" else weight.shape), name
+    said.setdefault(" ".join(sorted(state)), []).append(name)
+assert all(weight.dtype == torch.float32 for weight in weights.values())
+for name in weights.keys() - moments.keys():
+    assert weights[name].data_ptr() == weights["transformer.wte.weight"].data_ptr()
+    said[name] = ["tied"]
+print(*(f"{keys}: {' '.join(names)}" for keys, names in said.items()), sep="\\n")
+"""], cwd=tmp_path, capture_output=True, text=True, timeout=HANG)
+    assert read.returncode == 0, read.stderr
+    said = dict(line.split(": ") for line in read.stdout.splitlines())
+    assert ("lm_head.weight" in said) == (recipe != "speedrun")
+    muon = {"momentum_buffer"} if recipe != "gpt2" else set()
+    assert said.keys() - {"lm_head.weight"} == {"exp_avg exp_avg_sq step"} | muon
+    adam = said["exp_avg exp_avg_sq step"]
+    assert ("transformer.h.0.attn.c_attn.weight" in adam) == (recipe == "gpt2")
 
 
 def test_without_a_prompt_a_new_document_begins(model_path, capsys):
@@ -121,15 +156,16 @@ def test_a_model_of_another_tokenizer_is_refused(tmp_path, capsys):
 def test_a_sample_ends_where_its_document_does_and_flags_reach_generation(model_path, monkeypatch, capsys):
     prompt, asked = encode("The end").tolist(), {}
 
-    def generate_tokens(model, idx, max_new_tokens, temperature, top_k, generator, top_p):
+    def generate_tokens(model, idx, max_new_tokens, temperature, top_k, generator, top_p, penalty):
         asked.update(idx=idx.tolist(), seed=generator.initial_seed(), dtype=torch.get_autocast_dtype("cpu"),
-                     numbers=(max_new_tokens, temperature, top_k, top_p))
+                     numbers=(max_new_tokens, temperature, top_k, top_p, penalty))
         yield from torch.tensor([[[11], [EOT]], [[EOT], [12]], [[12], [EOT]]])
     monkeypatch.setattr(runtime.generation, "generate_tokens", generate_tokens)
     sample.main(["--model", str(model_path), "--prompt", "The end", "--num_samples", "2", "--top_p", "0.8",
-                 "--max_new_tokens", "3", "--dtype", "float16",
+                 "--max_new_tokens", "3", "--dtype", "float16", "--repetition_penalty", "1.2",
                  "--temperature", "0.7", "--top_k", "9", "--seed", "5", "--device", "cpu"])
-    assert asked == {"idx": [prompt, prompt], "seed": 5, "dtype": torch.float16, "numbers": (3, 0.7, 9, 0.8)}
+    assert asked == {"idx": [prompt, prompt], "seed": 5, "dtype": torch.float16,
+                     "numbers": (3, 0.7, 9, 0.8, 1.2)}
     assert capsys.readouterr().out == "--- sample 1 of 2\nThe end,\n--- sample 2 of 2\nThe end\n"
 
 
@@ -264,6 +300,81 @@ def test_slow_work_shows_progress_and_each_token_comes_at_once(model_path, tmp_p
     assert (out + rest).decode() == f"--- sample 1 of 1\n{whole}\n"
 
 
+def test_a_prompt_comes_from_a_file_as_it_is_and_a_long_one_is_said_to_be_cut(model_path, tmp_path, capsys):
+    (tmp_path / "a.txt").write_bytes("\ufeffnaïve\nwords\n".encode())
+    (tmp_path / "latin.txt").write_bytes(b"na\xefve")
+    flags = ["--model", str(model_path), "--num_samples", "1", "--max_new_tokens", "3"]
+    sample.main([*flags, "--prompt_file", str(tmp_path / "a.txt")])
+    from_file = capsys.readouterr()
+    sample.main([*flags, "--prompt", "naïve\nwords\n"])
+    assert from_file == capsys.readouterr() and from_file.err == ""
+    with pytest.raises(UserError, match="latin.txt cannot be read .* give a text file in UTF-8"):
+        sample.main([*flags, "--prompt_file", str(tmp_path / "latin.txt")])
+    for n, said in ((16, ""), (17, "the prompt has 17 tokens, and the model's context 16: it is cut, and the "
+                                   "last 16 are used\n")):
+        sample.main([*flags, "--prompt", " a" * n])
+        shown = capsys.readouterr()
+        assert shown.err == said and shown.out.startswith("--- sample 1 of 1\n" + " a" * n)
+
+
+def stdin_of(content, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
+
+
+def test_each_line_of_stdin_is_continued_and_nothing_else_is_printed(model_path, monkeypatch, capsys):
+    flags = ["--model", str(model_path), "--interactive", "--max_new_tokens", "4", "--temperature", "0"]
+    stdin_of("The\n\nnaïve\r\nno newline".encode() + b"\xff", monkeypatch)
+    sample.main(flags)
+    rows = [load_model(model_path).generate(torch.tensor([encode(text).tolist() or [EOT]]), 4, temperature=0)
+            for text in ("The", "", "naïve", "no newline\ufffd")]
+    assert capsys.readouterr().out == "".join(tokenizer().decode(row[0, -4:].tolist()) + "\n" for row in rows)
+    stdin_of(b"The", monkeypatch)
+    sample.main([*flags, "--num_samples", "2"])
+    text = tokenizer().decode(rows[0][0].tolist())
+    assert capsys.readouterr().out == f"--- sample 1 of 2\n{text}\n--- sample 2 of 2\n{text}\n"
+    stdin_of(b"a" * sample.LONGEST + b"\n", monkeypatch)
+    with pytest.raises(UserError, match="a line on stdin has 1,048,576 characters or more"):
+        sample.main(flags)
+    monkeypatch.setattr(sys, "stdin", None)
+    with pytest.raises(UserError, match="stdin, which is closed"):
+        sample.main(flags)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="no pseudo-terminals")
+@pytest.mark.parametrize("end, code", [(b"\x03", 130), (b"\x04", 0)], ids=["Ctrl-C", "Ctrl-D"])
+def test_ctrl_c_ends_a_continuation_and_at_the_prompt_the_program(end, code, model_path):
+    import pty
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execve(sys.executable, [sys.executable, str(ROOT / "sample.py"), "--model", str(model_path),
+                                   "--interactive", "--max_new_tokens", "1000000"], {**ENV, "TERM": "dumb"})
+    watchdog = threading.Timer(HANG, os.kill, (pid, signal.SIGKILL))
+    watchdog.start()
+    shown = b""
+
+    def until(pattern):
+        nonlocal shown
+        while not (found := re.search(pattern, shown, re.S)):
+            shown += os.read(terminal, 1000)
+        shown = shown[found.end():]
+    for _ in range(2):                          # the second Ctrl-C is a first one again
+        until(b"> ")
+        os.write(terminal, b"The\n")
+        until(b"The\r\n.{9}")
+        os.write(terminal, b"\x03")
+        until(b"\r\n")
+    until(b"> ")
+    os.write(terminal, end)
+    with contextlib.suppress(OSError):          # how Linux tells that the other end is closed
+        while more := os.read(terminal, 1000):
+            shown += more
+    os.close(terminal)
+    watchdog.cancel()
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == code
+    assert shown.endswith(b"\r\nsample.py: stopped by Ctrl-C\r\n" if code else b"\r\n"), shown
+    assert b"Traceback" not in shown
+
+
 @pytest.mark.skipif(os.name == "nt", reason="no pseudo-terminals")
 def test_a_terminal_gets_the_same_text_as_a_pipe(model_path):
     flags = ["--model", model_path, "--num_samples", 3, "--max_new_tokens", 30]
@@ -293,7 +404,12 @@ BAD_NUMBERS = [["--num_samples", "0"], ["--num_samples", "2.5"], ["--max_new_tok
                ["--temperature", "inf"], ["--top_k", "-1"], ["--seed", "x"], ["--seed", "-1"],
                ["--seed", str(2**64)], ["--bogus"], ["--device", "tpu"], ["--device", "cpu:x"],
                ["--device", ""], ["--top_p", "0"], ["--top_p", "1.01"], ["--top_p", "-0.5"],
-               ["--top_p", "nan"], ["--dtype", "int8"]]
+               ["--top_p", "nan"], ["--dtype", "int8"], ["--repetition_penalty", "0.99"],
+               ["--repetition_penalty", "-1"], ["--repetition_penalty", "nan"],
+               ["--repetition_penalty", "inf"], ["--prompt_file", "nowhere.txt"], ["--prompt_file", ""],
+               ["--prompt_file", "/dev/zero"], ["--prompt", "a", "--interactive"],
+               ["--prompt_file", "sample.py", "--prompt", ""],
+               ["--interactive", "--prompt_file", "sample.py"]]
 
 
 @pytest.mark.parametrize("flags", BAD_NUMBERS, ids=" ".join)

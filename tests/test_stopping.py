@@ -236,6 +236,43 @@ def test_a_rank_that_hangs_is_named_and_after_rank_timeout_the_run_ends(data, tm
     assert re.match(r".* process 1 \(pid .* \(--rank_timeout 0.4\): the checkpoints are whole", ours[-1])
 
 
+# a compiled model whose first call on process 1 waits for a file, and then does what `end` says
+COMPILES = """
+import os, time, torch, runtime.device, runtime.progress
+runtime.progress.QUIET = 0.1
+class Compiled(torch.nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self._orig_mod, self.compiled = model, os.environ["RANK"] == "0"
+    def forward(self, *args):
+        while not self.compiled:
+            time.sleep(0.02)
+            if os.path.exists({file!r}):
+                self.compiled = True
+                {end}
+        return self._orig_mod(*args)
+runtime.device.compile_model = lambda config, model, process: Compiled(model)
+"""
+
+
+@pytest.mark.parametrize("flags, end", [
+    (["--no_check_compile"], "pass"), ([], "raise TypeError('no compiler')")])
+def test_no_rank_trains_before_all_have_compiled_and_a_line_says_what_it_waits_for(flags, end, data, tmp_path,
+                                                                                   live):
+    """Without the comparison too, and where one rank falls back to eager mode. So a slow compiler costs no
+    collective of the first step its time."""
+    it = live("--data", data, *BYTES, "--max_steps", 2, "--out", tmp_path / "log", *flags, hold=[0],
+              processes=2, patch=COMPILES.format(file=str(tmp_path / "compiled"), end=end))
+    it.until(lambda: re.search(r"^compiling: .* so far$|tokens a step", it.stdout(), re.M))
+    assert "tokens a step" not in it.stdout() and not (it.folder / "rank0.0").exists()      # what comes next
+    (tmp_path / "compiled").touch()
+    it.stands_before(0, [0, 1])
+    it.go_on(0)
+    code, stdout, stderr = it.end()
+    assert code == 0 and "done: 2 steps" in stdout, stderr
+    assert ("falling back to eager mode" in stdout) == (end != "pass")
+
+
 class Store(dict):
     """A store of one process."""
 

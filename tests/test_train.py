@@ -364,7 +364,9 @@ def test_overfit_takes_the_full_model_and_leaves_nothing_in_the_way(tmp_path):
 def test_overfit_runs_as_it_stands_on_several_processes_and_prints_no_warning(tmp_path):
     small = ["--n_layer", 1, "--n_head", 2, "--n_embd", 64, "--max_lr", 1e-2, "--min_lr", 1e-2]
     result = run("--overfit", *small, "--out", tmp_path / "two", processes=2, torchrun=True)
-    assert "PASSED" in result.stdout and "2 x 32 x 1 micro-step x 2 processes" in result.stdout
+    assert result.stdout.endswith(
+        ": PASSED\nnext: python fineweb.py --input input.txt --out data/shakespeare\n")
+    assert "2 x 32 x 1 micro-step x 2 processes" in result.stdout
     # of Python's; torch has some about networks
     assert not re.search(r"\w+Warning:", result.stderr), result.stderr
     run("--overfit", *small, "--out", tmp_path / "one")
