@@ -98,12 +98,12 @@ def check_gpu(device: str) -> None:
 
 
 def device_name(device: str) -> str:
-    """The model of a GPU, and of a CPU where Linux tells it."""
+    """The model of a GPU, and of a CPU where Linux tells it, else the architecture."""
     if device.startswith("cuda"):
         return torch.cuda.get_device_name(device)
     with contextlib.suppress(OSError, TypeError):
         return re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())[1]
-    return f"{device} ({platform.machine()})"
+    return platform.machine()
 
 
 def choose_dtype(name: str, device: str) -> str:
