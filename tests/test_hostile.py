@@ -35,7 +35,7 @@ from corpus.sources import LocalSource
 from hellaswag import load_examples
 from model import GPT, GPTConfig, LanguageModel, load_model
 from runtime.cli import UserError, print_error
-from benchmarks.compare import read_curve
+from benchmarks.curves import read_curve
 from runtime.dataloader import TokenDataset
 from runtime.distributed import Process
 from runtime.log import read_log
