@@ -50,7 +50,7 @@ def find_device(name: str = "auto") -> str:
 
 # a maker, the build of torch for its GPUs, and a file of its driver: where that is, there is a GPU
 DRIVERS = [("NVIDIA", "CUDA", "/dev/nvidia0"), ("NVIDIA", "CUDA", "/proc/driver/nvidia/version"),
-           ("AMD", "ROCm", "/dev/kfd")]
+           ("NVIDIA", "CUDA", "/usr/lib/wsl/lib/libcuda.so.1"), ("AMD", "ROCm", "/dev/kfd")]
 
 
 def warn_of_unused_gpu() -> None:
