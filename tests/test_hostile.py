@@ -484,6 +484,7 @@ def in_folder(name, read):
 ENDLESS_READERS = {
     "HellaSwag": load_examples, "log.txt": read_log,
     "metrics.csv": in_folder("metrics.csv", read_curve),
+    "a curve": lambda path: read_curve(str(path.rename("curve.csv"))),
     "the manifest of a run that resumes": in_folder("manifest.json", lambda out: fineweb.main(
         ["--input", str(lines("a.jsonl", {"text": "a"})), "--out", out])),
     "the manifest of another part": in_folder("manifest_p1of2.json", lambda out: fineweb.main(
