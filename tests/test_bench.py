@@ -454,7 +454,8 @@ def test_the_published_curve_is_that_of_its_preset_as_it_is():
     curve, preset = read_curve(str(ROOT / "assets/shakespeare.csv")), PRESETS["shakespeare"][1]
     every = preset["val_every"] * preset["total_batch_size"]
     assert [tokens for tokens, *_ in curve.points] == [*range(0, curve.last["tokens"] + 1, every)]
-    assert curve.last["tokens"] == preset["max_steps"] * preset["total_batch_size"]
+    whole = preset["max_steps"] * preset["total_batch_size"]
+    assert whole / 2 <= curve.last["tokens"] <= whole
     assert max(curve.spreads) > 0 and curve.data.keys() == {"train", "val"}
 
 

@@ -264,6 +264,15 @@ def test_the_best_checkpoint_is_named_and_offered_and_whether_validation_has_ris
         f"next: python sample.py --model {tmp_path}/checkpoint_{offered:06d}.pt"]
 
 
+def test_the_end_of_a_run_names_the_curve_of_its_preset_where_there_is_one(tmp_path, capsys):
+    for preset in ("shakespeare", "small"):
+        config = Config(preset=preset, out=str(tmp_path))
+        print_results(SimpleNamespace(config=config, state=SimpleNamespace(best=None, val_loss=None, step=1),
+                                      process=Process(), saver=Saver(config, {}, None, Process())))
+        named = capsys.readouterr().out.count(f"python bench.py compare {tmp_path} assets/{preset}.csv\n")
+        assert named == (ROOT / f"assets/{preset}.csv").is_file() == (preset == "shakespeare")
+
+
 def test_a_value_far_above_its_band_is_said_once_in_64_steps():
     band, said = Band("loss"), []
     losses = [10.0 - 0.2 * step for step in range(20)] + [3.2 + 0.01 * (step % 28) for step in range(180)]
