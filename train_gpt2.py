@@ -31,7 +31,7 @@ from runtime.batch_size import oom_advice, rows_joined
 from runtime.checks import check_config, check_memory, complete_config, load_init, open_checked_data
 from runtime.cli import flag, parse_config, run_command
 from runtime.compile_check import prepare_compiled
-from runtime.console import print_summary
+from runtime.console import in_bits, print_summary
 from runtime.dataloader import Data, TokenLoader, find_shards, to_device
 from runtime.device import compile_model, make_autocast, oom_as_user_error, place_model, wrap_model
 from runtime.distributed import Process, leave, setup_process
@@ -301,7 +301,7 @@ def evaluate(run: Run, due: Callable[[int], bool]) -> None:
         if not math.isfinite(loss):
             raise nonfinite_error(f"step {state.step}: val loss {loss}", state, config, state.step, False)
         state.val_loss, state.val_step = loss, state.step
-        reporter.evaluation(state.step, "val", loss, f"validation loss: {loss:.4f}")
+        reporter.evaluation(state.step, "val", loss, f"validation loss: {loss:.4f}{in_bits(loss, run.data)}")
     if run.hella and due(config.hellaswag_every):
         counts = hellaswag.evaluate(state.model, run.hella, process.device, run.autocast, process.rank,
                                     process.world_size, signals.until_stop)

@@ -12,6 +12,9 @@ from runtime.device import choose_dtype, find_device
 from train_gpt2 import RECIPES
 
 ELSEWHERE = "compare", "predict"            # tables of runs on other machines
+# the tables to which a flag says something, where these are few
+ONLY = {"gpu": ("predict",), "memory_gb": ("memory",), "no_ideas": ("recipes",), "only_ideas": ("recipes",),
+        "plot": ("ladder", "recipes", "compare"), "curve": ("compare",)}
 
 
 def parse_args(argv: list[str], tables: Collection[str], description: str) -> tuple[Namespace, Setting]:
@@ -20,7 +23,7 @@ def parse_args(argv: list[str], tables: Collection[str], description: str) -> tu
     add = parser.add_argument
     add("table", choices=list(tables), metavar="table", help="one of those above")
     add("paths", nargs="*", metavar="path", help="for peer and data: the folder of build-nanogpt; for "
-        "recipes: the shards; for compare: --out folders of runs")
+        "recipes: the shards; for compare: --out folders of runs, and .csv files with tokens,loss")
     add("--device", default="auto", help="auto, cuda or cpu (default auto)")
     add("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])
     add("--recipe", default="gpt2", choices=list(RECIPES))
@@ -39,7 +42,10 @@ def parse_args(argv: list[str], tables: Collection[str], description: str) -> tu
     add("--only_ideas", action="store_true", help="for recipes: nothing but the ablations")
     add("--json", metavar="FILE", help="save what was measured")
     add("--plot", metavar="FILE.png", help="for ladder, recipes and compare: a picture")
-    args = check_args(parser.parse_args(argv))
+    add("--curve", metavar="FILE.csv", help="for compare: the mean of the runs, as a curve to compare with")
+    args = parser.parse_args(argv)
+    check_meaning(args, parser)
+    args = check_args(args)
     cuda = args.device.startswith("cuda")
     args.turns = args.turns or (1 if cuda else 2)
     small = args.table in ("hellaswag", "recipes")
@@ -49,6 +55,15 @@ def parse_args(argv: list[str], tables: Collection[str], description: str) -> tu
         T=args.sequence_length or (1024 if cuda or args.table == "memory" else 256),
         compile=cuda if args.compile is None else args.compile,
         warmup=3 if cuda else 2, steps=args.steps or (20 if cuda else 4))
+
+
+def check_meaning(args: Namespace, parser: FlagParser) -> None:
+    """UserError for a flag that says nothing to its table."""
+    for name, value in vars(args).items():
+        tables = ONLY.get(name, () if args.table in ELSEWHERE else (args.table,))
+        if value != parser.get_default(name) and name not in ("table", "paths", "json") and (
+                args.table not in tables):
+            raise UserError(f"--{name} does not apply to bench.py {args.table}: leave it out")
 
 
 def check_args(args: Namespace) -> Namespace:
@@ -61,7 +76,7 @@ def check_args(args: Namespace) -> Namespace:
         raise UserError("bench.py measures on cuda or cpu: give --device cpu")
     if args.plot and not importlib.util.find_spec("matplotlib"):
         raise UserError("--plot needs the package matplotlib: pip install matplotlib, or leave the flag out")
-    check_outputs(args.json, args.plot)
+    check_outputs(args.json, args.plot, args.curve)
     for name in ("batch_size", "sequence_length", "steps", "turns", "memory_gb"):
         if (value := getattr(args, name)) is not None and not 1 <= value < math.inf:
             raise UserError(f"--{name} {value}: must be at least 1")

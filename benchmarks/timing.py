@@ -13,7 +13,7 @@ import sys
 import time
 from dataclasses import asdict, dataclass, replace
 from datetime import date
-from itertools import pairwise
+from itertools import combinations, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -196,11 +196,12 @@ def print_table(rows, lists=None):
             print(f"{title}: " + "; ".join(names))
 
 
-def check_outputs(json_path, plot_path):
-    """Before anything is measured: UserError unless --json and --plot, where given, can be written, and
-    replace nothing but an earlier result."""
+def check_outputs(json_path, plot_path, curve_path=None):
+    """Before anything is measured: UserError unless --json, --plot and --curve, where given, can be written,
+    and replace nothing but an earlier result."""
     for flag, path, kind, is_ours in (("--json", json_path, "result of bench.py", is_result),
-                                      ("--plot", plot_path, "PNG picture", is_png)):
+                                      ("--plot", plot_path, "PNG picture", is_png),
+                                      ("--curve", curve_path, "curve", is_curve)):
         if path is None:
             continue
         try:
@@ -214,8 +215,10 @@ def check_outputs(json_path, plot_path):
         if not ours:
             raise UserError(f"{flag} {path}: what is there is no earlier {kind}, and is not replaced: choose "
                             f"another path")
-    if json_path and plot_path and os.path.realpath(json_path) == os.path.realpath(plot_path):
-        raise UserError(f"--json and --plot are both {json_path}: give two paths")
+    given = {"--json": json_path, "--plot": plot_path, "--curve": curve_path}
+    for a, b in combinations(filter(given.get, given), 2):
+        if os.path.realpath(given[a]) == os.path.realpath(given[b]):
+            raise UserError(f"{a} and {b} are both {given[a]}: give two paths")
 
 
 def is_result(path):
@@ -225,6 +228,10 @@ def is_result(path):
 def is_png(path):
     with open(path, "rb") as file:
         return file.read(8) == b"\x89PNG\r\n\x1a\n"
+
+
+def is_curve(path):
+    return "\ntokens,loss" in read_text(path)
 
 
 def machine(device):

@@ -7,10 +7,10 @@ from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
+from runtime.dataloader import Data
 from runtime.device import fetch, peak_flops, peak_memory
-from runtime.distributed import Process
 from runtime.files import checkpoints
-from runtime.tokenizer import VOCAB_SIZE
+from runtime.tokenizer import ASSETS, VOCAB_SIZE
 
 
 @dataclass
@@ -148,7 +148,7 @@ def print_summary(run) -> int:
         ended = "stopped"
         process.print0(f"stopped by {signals.received or 'a signal'} after {state.step} of "
                        f"{config.max_steps} steps: {then}")
-        print_best(config, state, process)
+        print_best(run)
     elif config.overfit and reporter.seconds:
         first, last, verdict = reporter.losses[0], reporter.losses[-1], "PASSED"
         if not last < 0.1:
@@ -174,14 +174,24 @@ def print_results(run) -> None:
     if picture:
         samples = ", and at the samples above" if config.sample_every and state.step > state.begun else ""
         process.print0(f"look at: {Path(config.out) / 'loss.png'}, the losses{samples}")
-    best = print_best(config, state, process)
+    best = print_best(run)
+    if (ASSETS / f"{config.preset}.csv").exists():
+        process.print0("beside the losses of others with this preset: python bench.py compare "
+                       f"{shlex.quote(config.out)} assets/{config.preset}.csv")
     if newest and config.vocab_size >= VOCAB_SIZE:
         process.print0(f"next: python sample.py --model {shlex.quote(str(best or newest[0][1]))}")
 
 
-def print_best(config, state, process: Process) -> Path | None:
+def in_bits(loss: float, data: Data) -> str:
+    """' (1.6543 bits per byte)' for a validation loss; '' where the tokens are not GPT-2's."""
+    bits = loss * data.bits_per_byte
+    return f" ({bits:.4f} bits per byte)" if math.isfinite(bits) else ""
+
+
+def print_best(run) -> Path | None:
     """Which of the saved checkpoints has the lowest validation loss, and whether it has risen since. Returns
     its path, or None if there is none."""
+    config, state, process = run.config, run.state, run.process
     if not (state.best and state.val_loss is not None):
         return None
     loss, step = state.best
@@ -190,5 +200,5 @@ def print_best(config, state, process: Process) -> Path | None:
         where = f": the best checkpoint is {path}" if path else ", and the checkpoint of that step is gone"
         process.print0(f"validation has risen since step {step} ({loss:.4f} -> {state.val_loss:.4f}){where}")
     elif path:
-        process.print0(f"best checkpoint: {path}, validation loss {loss:.4f}")
+        process.print0(f"best checkpoint: {path}, validation loss {loss:.4f}{in_bits(loss, run.data)}")
     return path

@@ -4,14 +4,16 @@ Which tokens a step sees is a pure function of (shards, seed, step, total_batch_
 number of ranks, any micro-batch and any resume see the same ones, and the loader has no state to save.
 """
 import bisect
+import hashlib
 import itertools
+import math
 import os
 import threading
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,7 +21,7 @@ import torch
 from runtime.cli import UserError
 from runtime.files import digest, fingerprint_blocks, readable
 from runtime.shards import check_shard, list_shards, open_shard, read_shard, recorded_sums
-from runtime.tokenizer import VOCAB_SIZE, encode
+from runtime.tokenizer import VOCAB_SIZE, encode, token_lengths
 
 INPUT_TXT = Path(__file__).resolve().parent.parent / "input.txt"
 CHECKED_AT_ONCE = 1 << 30       # bytes of shards that are read and hashed before a run: a few seconds
@@ -187,7 +189,8 @@ class TokenLoader:
             pool.shutdown(cancel_futures=True)
 
 
-class Data(NamedTuple):
+@dataclass(frozen=True)
+class Data:
     """What a run reads."""
     train: TokenDataset
     val: TokenDataset | None
@@ -195,6 +198,22 @@ class Data(NamedTuple):
 
     def fingerprints(self) -> dict[str, list]:
         return {"train": self.train.fingerprint} | ({"val": self.val.fingerprint} if self.val else {})
+
+    def identity(self) -> dict[str, str]:
+        """Of each split a digest of its shards' tokens, of `val` also how many are read, and in sequences of
+        how many: where it is the same in two runs, their losses compare."""
+        found = {split: hashlib.sha256(repr([shard[1:] for shard in shards]).encode()).hexdigest()[:16]
+                 for split, shards in self.fingerprints().items()}
+        return found | ({"val": f"{found['val']}, {self.val_count} x {self.val.T}"} if self.val else {})
+
+    @cached_property
+    def bits_per_byte(self) -> float:
+        """Of a validation loss of one nat a token: what compares tokenizers and texts. The bytes are those of
+        the predicted tokens; <|endoftext|>, whose loss counts, has none. nan where tokens are not GPT-2's."""
+        if not self.val or self.val.end < VOCAB_SIZE:
+            return math.nan
+        targets = self.val.read(0, self.val_count)[:, 1:]
+        return targets.size / (math.log(2) * max(1, token_lengths()[targets].sum().item()))
 
 
 def find_shards(config) -> dict[str, list[Path]]:

@@ -50,7 +50,7 @@ def find_device(name: str = "auto") -> str:
 
 # a maker, the build of torch for its GPUs, and a file of its driver: where that is, there is a GPU
 DRIVERS = [("NVIDIA", "CUDA", "/dev/nvidia0"), ("NVIDIA", "CUDA", "/proc/driver/nvidia/version"),
-           ("AMD", "ROCm", "/dev/kfd")]
+           ("NVIDIA", "CUDA", "/usr/lib/wsl/lib/libcuda.so.1"), ("AMD", "ROCm", "/dev/kfd")]
 
 
 def warn_of_unused_gpu() -> None:
@@ -98,12 +98,12 @@ def check_gpu(device: str) -> None:
 
 
 def device_name(device: str) -> str:
-    """The model of a GPU, and of a CPU where Linux tells it."""
+    """The model of a GPU, and of a CPU where Linux tells it, else the architecture."""
     if device.startswith("cuda"):
         return torch.cuda.get_device_name(device)
     with contextlib.suppress(OSError, TypeError):
         return re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())[1]
-    return f"{device} ({platform.machine()})"
+    return platform.machine()
 
 
 def choose_dtype(name: str, device: str) -> str:

@@ -12,7 +12,7 @@ import torch
 from runtime.checkpoint import TrainState
 from runtime.cli import UserError
 from runtime.dataloader import Data, TokenLoader
-from runtime.device import compiles, memory_of, peak_flops
+from runtime.device import compiles, device_name, memory_of, peak_flops
 from runtime.distributed import Process
 from runtime.muon import Muon
 from runtime.progress import counted, duration
@@ -130,8 +130,8 @@ class Forecast:
 
     def machine(self) -> str:
         config, process = self.config, self.process
-        gpu = f" ({torch.cuda.get_device_name(process.device)})" if process.device.startswith("cuda") else ""
-        return (f"{counted(process.world_size, 'process')} on {process.device}{gpu}, {config.dtype}, "
+        return (f"{counted(process.world_size, 'process')} on {process.device} "
+                f"({device_name(process.device)}), {config.dtype}, "
                 f"{'torch.compile' if self.compiled else 'eager'}, attention {config.attention}, "
                 f"torch {torch.__version__}")
 
@@ -279,6 +279,8 @@ def print_forecast(config, size: ModelSize, data: Data, state: TrainState, compi
         costs = [] if config.overfit else [f"memory: {plan.memory()}", plan.disk(), plan.time()]
         for line in (plan.machine(), plan.model(), plan.batch(), *costs, *map(": ".join, plan.warnings())):
             process.print0(line)
+    if process.console:
+        process.console.update(machine=plan.machine(), data=data.identity())
     if state.source:
         process.print0(f"resuming from {state.source} at step {state.step} of {config.max_steps}")
     if config.dry_run:

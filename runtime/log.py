@@ -158,8 +158,9 @@ class ConsoleLog:
     def __init__(self, process):
         self.process, self.early, self.writes = process, [], itertools.count()
         self.out, self.file, self.due, self.warned = None, None, 0.0, False
+        command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
         self.values = {"state": "running", "message": "", "step": 0, "max_steps": 0, "loss": None,
-                       "val_loss": None, "host": socket.gethostname(), "pid": os.getpid()}
+                       "val_loss": None, "host": socket.gethostname(), "pid": os.getpid(), "command": command}
         ranks = f" (rank 0 of {process.world_size})" if process.world_size > 1 else ""
         self(f"process {os.getpid()}{ranks}: {shlex.join(sys.orig_argv)}")
 

@@ -42,6 +42,15 @@ def token_bytes() -> dict[bytes, int]:
 
 
 @functools.cache
+def token_lengths() -> np.ndarray:
+    """Bytes of each token, uint8 (VOCAB_SIZE,); <|endoftext|> has none."""
+    lengths = np.zeros(VOCAB_SIZE, dtype=np.uint8)
+    for text, token in token_bytes().items():
+        lengths[token] = len(text)
+    return lengths
+
+
+@functools.cache
 def tokenizer():
     """GPT-2's byte-level BPE (Radford et al. 2019, section 2.2) as a tiktoken Encoding, from assets/. Its
     tokens are those of `tiktoken.get_encoding("gpt2")`, which downloads the same two files."""

@@ -3,6 +3,7 @@ import importlib.util
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import pytest
 import torch
 
 import bench
-from helpers import ROOT, script, wait_until, warm
+from helpers import ROOT, run as train_run, script, wait_until, warm
 import benchmarks.data as data_benchmark
 from benchmarks import ablation, steps
 from benchmarks import timing as benchmark
@@ -25,9 +26,11 @@ from benchmarks.ablation import ABLATIONS, ablated_source, validation_curve
 from benchmarks.timing import GB, Setting, measure, median_ms, run_in_subprocess
 from runtime.cli import UserError, run_command
 from benchmarks.compare import tokens_to_reach
+from benchmarks.curves import read_curve
 from benchmarks.flags import parse_args
 from benchmarks.data import time_fineweb
 from runtime.log import COLUMNS, read_metrics
+from runtime.presets import PRESETS
 from runtime.progress import Progress
 from runtime.shards import write_shard
 
@@ -323,6 +326,137 @@ def test_compare_refuses_what_is_no_run_in_one_line(content, message, tmp_path, 
         run_command(lambda: bench.main(["compare", str(tmp_path / "run")]))
     out, err = capsys.readouterr()
     assert message in err and len(err.splitlines()) == 1 and not out
+
+
+def say_data(out, **data):
+    status = {"data": data, "time": "2026-11-24", "command": f"train.py --out {out.name}", "machine": "cpu"}
+    (out / "status.json").write_text(json.dumps(status))
+
+
+def test_compare_says_which_runs_had_other_data_or_other_validation_tokens(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    one, two = "1" * 16, "2" * 16
+    for name, train, val in (("a", one, f"{one}, 207 x 128"), ("b", one, f"{one}, 207 x 128"),
+                             ("fewer", one, f"{one}, 103 x 128"), ("other", two, f"{two}, 207 x 128"),
+                             ("damaged", [one], "\x1b[2J")):
+        write_metrics(Path(name), [11.0, 5.0])
+        say_data(Path(name), train=train, val=val)
+    write_metrics(Path("old"), [11.0, 5.0])
+
+    def said(*runs):
+        bench.main(["compare", *runs])
+        return [line for line in capsys.readouterr().out.splitlines() if re.match("warning|note", line)]
+    differ = "warning: validated on different tokens, so that their losses do not compare: "
+    unknown = "note: whether the data was the same is not known of "
+    assert said("a", "b") == said("a") == said("old") == []
+    assert said("a", "fewer", "b") == [f"{differ}a, b ({one}, 207 x 128); fewer ({one}, 103 x 128)"]
+    assert said("a", "other") == [f"{differ}a ({one}, 207 x 128); other ({two}, 207 x 128)",
+                                  f"warning: trained on different data: a ({one}); other ({two})"]
+    assert said("old", "a", "damaged") == [f"{unknown}old, damaged"]
+    for hostile in ("[" * 100_000, "[]", '{"data": 5}', "not JSON"):
+        Path("damaged/status.json").write_text(hostile)
+        assert said("a", "damaged") == [f"{unknown}damaged"]
+
+
+def test_real_runs_of_the_same_validation_tokens_are_known_by_them(tmp_path):
+    """Without a checkpoint, and whatever the folder, the format and the training data."""
+    flags = ["--n_layer", 1, "--n_head", 1, "--n_embd", 8, "--vocab_size", 64, "--sequence_length", 16,
+             "--total_batch_size", 16, "--max_steps", 1, "--checkpoint_every", 0, "--hellaswag_every", 0,
+             "--sample_every", 0]
+    tokens = np.arange(2000, dtype=np.uint16) % 61
+    first = tokens[:500]
+    for name, kind, train, val in (("a", "npy", tokens, first), ("b", "bin", tokens[:1500], first),
+                                   ("c", "npy", tokens, first + 1)):
+        (tmp_path / name).mkdir()
+        write_shard(tmp_path / name / f"x_train_000001.{kind}", train)
+        write_shard(tmp_path / name / f"x_val_000000.{kind}", val)
+        train_run("--data", tmp_path / name, *flags, "--out", tmp_path / name / "log")
+    a, b, c = (read_curve(str(tmp_path / name / "log")).data for name in "abc")
+    assert a["val"] == b["val"] != c["val"] and a["train"] == c["train"] != b["train"]
+
+
+def test_compare_takes_curves_beside_runs_and_makes_one_of_them(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name, losses in (("one", [11.0, 5.0, 4.5, 4.0]), ("two", [11.1, 5.4, 4.25]),
+                         ("mine", [11.0, 6.0, 4.4])):
+        write_metrics(Path(name), losses)
+        say_data(Path(name), val=f"{'1' * 16}, 9 x 8")
+    bench.main(["compare", "one", "two", "--curve", "seeds.csv"])
+    assert "saved seeds.csv" in capsys.readouterr().out
+    assert Path("seeds.csv").read_text().splitlines() == [
+        "# mean validation loss of 2 runs, and the largest difference between them",
+        "# 2026-11-24: train.py --out one: cpu", "# 2026-11-24: train.py --out two: cpu",
+        f'# data: {{"val": "{"1" * 16}, 9 x 8"}}',
+        "tokens,loss,spread", "0,11.0500,0.1000", "2000,5.2000,0.4000", "4000,4.3750,0.2500"]
+    Path("paper.csv").write_text("1e3, 6\r\n5e3,4.0\r\n")
+    Path("short.csv").write_text('"Step","Loss","Tokens"\n1,6.0,3000\n2,5.0,3500\n')
+    curves = ["seeds.csv", "paper.csv", "short.csv"]
+    bench.main(["compare", "mine", *curves, "--plot", "p.png", "--json", "c.json"])
+    shown = capsys.readouterr().out
+    assert "not known of paper.csv, short.csv" in shown and "warning" not in shown
+    assert cells(shown)[1:5] == [
+        ["mine", "4", "4k", "4 min", "4.4000", "4.4000"], ["seeds.csv", "", "4k", "", "4.3750", "4.3750"],
+        ["paper.csv", "", "5k", "", "4.0000", "4.0000"], ["short.csv", "", "3.5k", "", "5.0000", "5.0000"]]
+    assert cells(shown)[6:] == [
+        ["mine", "4.4000", "4k", "", "3.94k (98%)", "4.2k (105%)", "-"],
+        ["seeds.csv", "4.3750", "4k", "-", "", "4.25k (106%)", "-"],
+        ["paper.csv", "4.0000", "5k", "-", "-", "", "-"],
+        ["short.csv", "5.0000", "3.5k", "3.25k (93%)", "2.48k (71%)", "3k (86%)", ""],
+        ["run", "curve", "tokens", "val loss", "of the curve", "difference", "its seeds"],
+        ["mine", "seeds.csv", "4k", "4.4000", "4.3750", "+0.0250", "0.2500"],
+        ["mine", "paper.csv", "4k", "4.4000", "4.5000", "-0.1000", ""]]
+    assert Path("p.png").read_bytes()[1:4] == b"PNG"
+    first = json.loads(Path("c.json").read_text())["rows"][0]
+    assert [found["curve"] for found in first["from_curves"]] == ["seeds.csv", "paper.csv"]
+    say_data(Path("two"), val=f"{'2' * 16}, 9 x 8")
+    for wrong in (["one", "two"], ["one", "paper.csv"]):
+        with pytest.raises(UserError, match="--curve new.csv: give runs of one command that differ by their"):
+            bench.main(["compare", *wrong, "--curve", "new.csv"])
+    for flag, path in (("--curve", "paper.csv"), ("--curve", "nowhere/a.csv"), ("--json", "new.csv")):
+        with pytest.raises(UserError, match="choose another|--json and --curve are both new.csv"):
+            bench.main(["compare", "one", "--curve", "new.csv", flag, path])
+    assert Path("paper.csv").read_text().startswith("1e3") and not Path("new.csv").exists()
+
+
+@pytest.mark.parametrize(("text", "cause"), [
+    (None, "No such file"), ("", "it holds no loss"), ("tokens,loss\n# 1,2\n", "it holds no loss"),
+    ("step,val\n1,2\n", "its header does not name tokens and loss"), ("1,2\n3\n", "its row 2 does not hold"),
+    ("tokens,loss\n1,a\n", "its row 1 does not hold tokens and a loss"),
+    ("1,nan\n", "its row 1 holds 1 tokens and a loss of nan"), ("1e999,2\n", "its row 1 holds inf tokens"),
+    ("-1,2\n", "its row 1 holds -1 tokens"), ("1,2\n1,3\n", "its row 2 has no more tokens than the one"),
+    ("1\t2\n", "its row 1 does not hold"), (",".join(COLUMNS) + "\n", "does not name tokens and loss"),
+    ("1," + "2" * 200_000 + "\n", "field larger than field limit"), ("# data: {\n1,2\n", "line 1"),
+    ("# data: " + "[" * 100_000 + "\n", "it holds no loss")])
+def test_compare_refuses_a_bad_curve_in_one_line(text, cause, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    if text is not None:
+        Path("bad.csv").write_text(text)
+    with pytest.raises(SystemExit, match="^2$"):
+        run_command(lambda: bench.main(["compare", "bad.csv"]))
+    out, err = capsys.readouterr()
+    assert "bad.csv cannot be read" in err and cause in err and len(err.splitlines()) == 1 and not out
+    assert "give a .csv with the columns tokens,loss, or the --out folder of a run" in err
+
+
+@pytest.mark.parametrize(("words", "flag"), [
+    (["compare", "run", "--steps", "5"], "steps"), (["compare", "run", "--recipe", "speedrun"], "recipe"),
+    (["compare", "run", "--no_compile"], "compile"), (["compare", "run", "--gpu", "A100"], "gpu"),
+    (["predict", "--batch_size", "5"], "batch_size"), (["predict", "--plot", "a.png"], "plot"),
+    (["ladder", "--curve", "a.csv"], "curve"), (["ladder", "--only_ideas"], "only_ideas"),
+    (["data", "--memory_gb", "5"], "memory_gb")])
+def test_a_flag_that_says_nothing_to_a_table_is_refused(words, flag):
+    with pytest.raises(UserError, match=f"^--{flag} does not apply to bench.py {words[0]}: leave it out$"):
+        bench.main(words)
+
+
+def test_the_published_curve_is_that_of_its_preset_as_it_is():
+    """assets/shakespeare.csv: docs/running.md says how to make it again, where the preset has changed."""
+    curve, preset = read_curve(str(ROOT / "assets/shakespeare.csv")), PRESETS["shakespeare"][1]
+    every = preset["val_every"] * preset["total_batch_size"]
+    assert [tokens for tokens, *_ in curve.points] == [*range(0, curve.last["tokens"] + 1, every)]
+    whole = preset["max_steps"] * preset["total_batch_size"]
+    assert whole / 2 <= curve.last["tokens"] <= whole
+    assert max(curve.spreads) > 0 and curve.data.keys() == {"train", "val"}
 
 
 def test_compare_draws_only_when_asked_and_without_matplotlib_prints_the_table(tmp_path, monkeypatch, capsys):

@@ -36,7 +36,7 @@ from corpus.sources import LocalSource
 from hellaswag import load_examples
 from model import GPT, GPTConfig, LanguageModel, load_model
 from runtime.cli import UserError, print_error
-from benchmarks.compare import read_curve
+from benchmarks.curves import read_curve
 from runtime.dataloader import TokenDataset
 from runtime.distributed import Process
 from runtime.log import read_log
@@ -515,6 +515,7 @@ def in_folder(name, read):
 ENDLESS_READERS = {
     "HellaSwag": load_examples, "log.txt": read_log,
     "metrics.csv": in_folder("metrics.csv", read_curve),
+    "a curve": lambda path: read_curve(str(path.rename("curve.csv"))),
     "the manifest of a run that resumes": in_folder("manifest.json", lambda out: fineweb.main(
         ["--input", str(lines("a.jsonl", {"text": "a"})), "--out", out])),
     "the manifest of another part": in_folder("manifest_p1of2.json", lambda out: fineweb.main(

@@ -22,6 +22,7 @@ from runtime.distributed import Process
 from runtime.log import COLUMNS, ConsoleLog, Log, read_metrics, recorded
 from runtime.progress import Progress, duration
 from runtime.shards import write_shard
+from runtime.tokenizer import EOT, encode, tokenizer
 from train_gpt2 import Config, train
 import runtime.progress
 
@@ -113,6 +114,33 @@ def test_log_every_thins_the_console_alone_and_the_end_tells_the_speed(shards, t
                      result.stdout)
 
 
+def test_a_validation_says_its_bits_per_byte_on_any_number_of_ranks(tmp_path):
+    """The bytes are those of the predicted tokens of what is validated: not of each shard's first token, nor
+    of what is left of the two shards."""
+    flags, text, targets = [flag for flag in SMALL if flag not in ("--vocab_size", 256)], b"", 0
+    for i in range(3):
+        tokens = encode((ROOT / "input.txt").read_text(encoding="utf-8")[5000 * i:5000 * (i + 1)] + " café")
+        tokens[10 * (i + 1)] = EOT
+        write_shard(tmp_path / f"text_{'val' if i else 'train'}_{i:06d}.npy", tokens)
+        rows = (len(tokens) - 1) // 32 if i == 1 else 7 if i == 2 else 0
+        targets += 32 * rows
+        text += tokenizer().decode_bytes([token for token in tokens[1:32 * rows + 1] if token != EOT])
+    flags += ["--data", tmp_path, "--max_steps", 2, "--val_every", 1, "--checkpoint_every", 2, "--val_tokens",
+              targets]
+    for ranks in (1, 2):
+        out = tmp_path / str(ranks)
+        shown = run(*flags, "--out", out, processes=ranks).stdout
+        for step, loss in logged(out, "val").items():
+            bits = loss / math.log(2) * targets / len(text)
+            told = re.search(rf"step +{step} \| validation loss: {loss:.4f} \((.*) bits per byte\)\n", shown)
+            assert float(told[1]) == pytest.approx(bits, abs=2e-4) and 1 < bits < 8
+        assert shown.count(f"validation loss {loss:.4f} ({told[1]} bits per byte)\n") == 1, "in the summary"
+
+
+def test_other_tokens_than_gpt2s_have_no_bits_per_byte(shards, tmp_path):
+    assert "bits" not in run("--data", shards, *SMALL, "--max_steps", 1, "--out", tmp_path).stdout
+
+
 LINE = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d[+-]\d\d:\d\d \S+ "             # time and host
 
 
@@ -136,6 +164,9 @@ def test_console_log_holds_what_the_console_showed_and_status_json_where_the_run
         assert status["checkpoint"] == str(tmp_path / f"checkpoint_{steps:06d}.pt")
         assert status["val_loss"] == pytest.approx(logged(tmp_path, "val")[steps], abs=1e-6)
         assert status["loss"] == pytest.approx(logged(tmp_path)[steps - 1], abs=1e-6)
+        assert status["machine"] and lines[len(before) + 1].startswith(status["machine"])
+        assert status["command"].endswith(f" --max_steps {steps}") and ROOT.name not in status["command"]
+        assert re.fullmatch(r"[0-9a-f]{16}, 156 x 32", status["data"]["val"])
         before = lines
     assert not list(tmp_path.glob("*.tmp"))
     with pytest.raises(UserError, match="checkpoint_000006.pt is at step 6, beyond --max_steps 2: give more "
@@ -214,7 +245,8 @@ def test_a_record_that_cannot_be_written_is_one_warning_and_ends_nothing(tmp_pat
                                      "checkpoint is {}/checkpoint_000075.pt"),
     ((8.12344, 75), 9.93, (100,), "validation has risen since step 75 (8.1234 -> 9.9300), and the checkpoint "
                                   "of that step is gone"),
-    ((8.12344, 100), 8.12344, (75, 100), "best checkpoint: {}/checkpoint_000100.pt, validation loss 8.1234"),
+    ((8.12344, 100), 8.12344, (75, 100), "best checkpoint: {}/checkpoint_000100.pt, validation loss 8.1234 "
+                                     "(4.0617 bits per byte)"),
     ((8.12344, 75), 8.12344, (100,), None), (None, None, (100,), None)])
 def test_the_best_checkpoint_is_named_and_offered_and_whether_validation_has_risen_since(
         best, val_loss, kept, line, tmp_path, capsys):
@@ -225,6 +257,7 @@ def test_the_best_checkpoint_is_named_and_offered_and_whether_validation_has_ris
     state = SimpleNamespace(best=best, val_loss=val_loss, step=100, begun=begun)
     config = Config(out=str(tmp_path))
     print_results(SimpleNamespace(config=config, state=state, process=Process(),
+                                  data=SimpleNamespace(bits_per_byte=0.5),
                                   saver=Saver(config, {}, None, Process())))
     offered = best[1] if best and best[1] in kept else 100
     assert capsys.readouterr().out.splitlines() == [
@@ -232,6 +265,15 @@ def test_the_best_checkpoint_is_named_and_offered_and_whether_validation_has_ris
         f"look at: {tmp_path}/loss.png, the losses" + (", and at the samples above" if best else ""),
         *([line.format(tmp_path)] if line else []),
         f"next: python sample.py --model {tmp_path}/checkpoint_{offered:06d}.pt"]
+
+
+def test_the_end_of_a_run_names_the_curve_of_its_preset_where_there_is_one(tmp_path, capsys):
+    for preset in ("shakespeare", "small"):
+        config = Config(preset=preset, out=str(tmp_path))
+        print_results(SimpleNamespace(config=config, state=SimpleNamespace(best=None, val_loss=None, step=1),
+                                      process=Process(), saver=Saver(config, {}, None, Process())))
+        named = capsys.readouterr().out.count(f"python bench.py compare {tmp_path} assets/{preset}.csv\n")
+        assert named == (ROOT / f"assets/{preset}.csv").is_file() == (preset == "shakespeare")
 
 
 def test_a_value_far_above_its_band_is_said_once_in_64_steps():
