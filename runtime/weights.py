@@ -197,7 +197,8 @@ def read_checkpoint(path: str | Path, remedy: str = "check the path, or copy it 
     unreadable, with `remedy`."""
     path = Path(path)
     if not os.path.isfile(path):
-        raise UserError(f"{path} is not a file: {what_is_there(path) or remedy}")
+        here = "" if os.path.exists(path) else what_is_there(path)
+        raise UserError(f"{path} is not a file: {here or remedy}")
     with readable(path, f"it was cut off, or holds more than tensors and plain values; {remedy}",
                   problem="cannot be read as a checkpoint"):
         checkpoint = load_llm_c(path) or load_pickle(path)

@@ -990,7 +990,7 @@ def config_of(folder, **changes):
 
 
 def test_all_shards_are_checked_before_a_run_whose_data_is_small(written, monkeypatch):
-    assert open_data(config_of(written))[0].unchecked == {}
+    assert open_data(config_of(written)).train.unchecked == {}
     flip(written / "text_val_000000.npy")
     with pytest.raises(UserError, match="text_val_000000.npy is damaged"):
         open_data(config_of(written))
@@ -1005,7 +1005,7 @@ def test_large_data_is_checked_while_a_run_trains_and_damage_ends_it(written, mo
     for damage in (False, True):
         if damage:
             flip(written / "text_val_000000.npy")
-        train = open_data(config_of(written))[0]
+        train = open_data(config_of(written)).train
         assert len(train.unchecked) == 5
         loader = TokenLoader(train, 10, 2)
         loader.start(0)
@@ -1014,7 +1014,7 @@ def test_large_data_is_checked_while_a_run_trains_and_damage_ends_it(written, mo
             with pytest.raises(UserError, match="val_000000.npy is damaged") if damage else nullcontext():
                 loader.next_batch()
         loader.close()
-    assert open_data(config_of(written, dry_run=True))[0].unchecked == {}
+    assert open_data(config_of(written, dry_run=True)).train.unchecked == {}
 
 
 def test_closing_a_loader_ends_the_check_of_its_shards(tmp_path, monkeypatch):

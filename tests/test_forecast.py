@@ -107,7 +107,10 @@ def test_a_preset_can_run_its_values_are_defaults_and_flags_win(name, recipe):
     assert given == {"preset", "recipe"}
     rates = {"max_lr", "min_lr", "warmup_steps"} if recipe != "gpt2" else set()
     for flag, value in PRESETS[name][1].items():
-        assert (getattr(config, flag) == value) == (flag not in rates), flag
+        if flag != "recipe":
+            assert (getattr(config, flag) == value) == (flag not in rates), flag
+    assert config.recipe == recipe and parse_flags(["--preset", name])[0].recipe == (
+        "frontier" if name == "shakespeare" else "gpt2")
     assert parse_flags(["--preset", name, "--n_layer", "3", "--out", "x"])[0].n_layer == 3
 
 
@@ -129,7 +132,7 @@ def test_a_presets_values_are_kept_by_the_checkpoint(shards, monkeypatch, capsys
     result = run("--out", "log/shakespeare", "--max_steps", 3, cwd=folder)
     assert "at step 2 of 3" in result.stdout and set(logged(folder / "log/shakespeare")) == {0, 1, 2}
     config = read_checkpoint(folder / "log/shakespeare/checkpoint_000003.pt")["config"]
-    assert (config["n_layer"], config["max_lr"], config["val_every"]) == (4, 2e-3, 0)
+    assert (config["n_layer"], config["max_lr"], config["val_every"]) == (4, 0.02, 0)
 
 
 def test_help_lists_the_presets_and_what_a_resume_may_change():

@@ -1431,7 +1431,7 @@ def nan_gain(model):
 
 
 BAD_LLM_C = {
-    "no file": (lambda path: path, "is not a file: check the path"),
+    "no file": (lambda path: path, "model.bin is not a file: "),
     "version 1": (llm_c(version=1), "its version is 1, and 3 (float32) and 5 (bfloat16) are read"),
     "no layers": (llm_c(n_layer=0), "the sizes in its header are (24, 96, 0, 2, 16, 143)"),
     "width below zero": (llm_c(n_embd=-16), "the sizes in its header are"),
@@ -1600,7 +1600,8 @@ def test_a_bad_hugging_face_folder_is_refused_in_one_sentence(what, tmp_path):
 
 @pytest.mark.parametrize("name", ["gpt2-huge", "a/b/c", "x" * 300, "no such name", "../weights", "./gpt2"])
 def test_what_cannot_be_a_models_name_is_not_looked_for_on_the_hub(name, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own").mkdir()                  # what is in the folder above would be told
+    monkeypatch.chdir(tmp_path / "own")
     monkeypatch.setattr(runtime.hub, "reach_hub", lambda: pytest.fail("the hub was asked"))
     refused(name, "is no file or folder here, nor a model's name (gpt2, ", "OWNER/NAME")
 
