@@ -2,8 +2,7 @@
 
 It keeps the ideas of SpeedrunGPT (record 10), but for the untied head. The records' ideas that it adds are
 late keys, a tied head, a bigram table, several updates a step and a lower softcap; the four others are rows
-for stems, the start of the late keys, an eps for the embedding, and shorter averages. docs/recipes.md says
-what each brought, and what was tried and left out.
+for stems, the start of the late keys, an eps for the embedding, and shorter averages (docs/recipes.md).
 """
 import contextlib
 import functools
@@ -192,18 +191,30 @@ class FrontierGPT(ModernLanguageModel):
         return [adam, Muon(matrices, max_lr, weight_decay=weight_decay, dtype=dtype)]
 
 
-# `config`: train_gpt2.Config
-
-def updates_per_step(config) -> int:
-    """Of the first third of the run, a power of two and at most 4. The best batch of these updates grows with
-    the run's tokens D: 1,024 tokens sqrt(D / 200,000), fitted to runs of 0.2M to 2.4M (docs/recipes.md)."""
-    tokens = config.max_steps * config.total_batch_size
-    best = 1024 * math.sqrt(tokens / 2e5)
-    updates = 2**round(math.log2(max(1, config.total_batch_size / best)))
-    rows = config.total_batch_size // (config.sequence_length or config.block_size)
-    return math.gcd(min(4, updates), rows or 1)         # each update has as many sequences
+def updates_of_run(steps: int, first: int) -> float:
+    """N, optimizer updates of a run with `first` a step at first (train_gpt2.updates_of_step)."""
+    return steps * sum(max(1, first >> third) for third in range(3)) / 3
 
 
-def set_hparams(step: int, config, state) -> float:
-    """As speedrun's, with a lower momentum."""
-    return speedrun.set_hparams(step, config, state, momentum=(0.80, 0.85))
+def automatic(config) -> dict:
+    """What automatic values of a train_gpt2.Config mean, by its run's length: fits to docs/recipes.md's runs.
+    --updates_per_step, of the first third: a power of two, at most 4. The best batch of these updates grows
+    with the run's tokens D: 1,024 tokens sqrt(D / 200,000). --cooldown, --min_lr: record 10's 29% and 0 in
+    runs of N = 110 updates or fewer, the later records' 60% and a tenth from 500, linear in log N between."""
+    best = 1024 * math.sqrt(config.max_steps * config.total_batch_size / 2e5)
+    updates = min(4, 2**round(math.log2(max(1, config.total_batch_size / best))))
+    rows = config.total_batch_size // (config.sequence_length or config.block_size) or 1
+    updates = config.updates_per_step or math.gcd(updates, rows)            # each has as many sequences
+    N = updates_of_run(config.max_steps, updates)
+    long = min(1.0, max(0.0, math.log(N / 110, 500 / 110)))
+    return {"updates_per_step": updates, "cooldown": config.cooldown or 0.29 + 0.31 * long,
+            "min_lr": 0.1 * long * config.max_lr if config.min_lr == -1 else config.min_lr}
+
+
+def muon_momentum(step: int, config) -> float:
+    """From 0.80 to 0.85 in runs of N = 1,000 updates or fewer; from 3,000 on to the later records' 0.95, and
+    over the last tenth of the steps back to 0.85; between them linear in log N."""
+    N = updates_of_run(config.max_steps, config.updates_per_step)
+    last = 0.85 + 0.10 * min(1.0, max(0.0, math.log(N / 1000, 3)))
+    back = 0.85 + (last - 0.85) * min(1.0, (config.max_steps - step) / (0.1 * config.max_steps))
+    return min(speedrun.muon_momentum(step, config, 0.80, last), back)

@@ -6,6 +6,7 @@ million tokens, 4 layers of width 128, means of two seeds, which differ by up to
 2026-11-21). Some gains are within that noise.
 """
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn as nn
@@ -136,7 +137,7 @@ def trapezoid(step: int, config) -> float:
     return min(warm, floor + (1.0 - floor) * left)
 
 
-def muon_momentum(step: int, config, first: float, last: float) -> float:
+def muon_momentum(step: int, config, first: float = 0.85, last: float = 0.95) -> float:
     """From `first` to `last` over the first 15.4% of the steps: 500 of record 10's 3,242 [+0.008]."""
     return first + (last - first) * min(1.0, step / (0.154 * config.max_steps))
 
@@ -146,12 +147,12 @@ def window_schedule(step: int, config) -> int:
     return min(config.window, 64 * math.ceil(1 + (config.window / 64 - 1) * step / config.max_steps))
 
 
-def set_hparams(step: int, config, state, momentum: tuple[float, float] = (0.85, 0.95)) -> float:
+def set_hparams(step: int, config, state, momentum: Callable = muon_momentum) -> float:
     """Sets learning rate, Muon's momentum and the window of `step` in the TrainState. Returns the rate's
     fraction of max_lr."""
     _, muon = state.optimizers
     for group in muon.param_groups:
-        group["momentum"] = muon_momentum(step, config, *momentum)
+        group["momentum"] = momentum(step, config)
     if config.window:
         state.model.window.fill_(window_schedule(step, config))
     return state.set_lr(trapezoid(step, config))

@@ -76,8 +76,10 @@ class Config:
     max_steps: int = flag(19073, OPTIM, "optimizer steps; 19073 are one epoch of 10B tokens", minimum=1)
     warmup_steps: int = flag(715, OPTIM, "steps of linear warmup; 715 are GPT-3's 375 million tokens")
     max_lr: float = flag(6e-4, OPTIM, "learning rate after the warmup")
-    min_lr: float = flag(-1.0, OPTIM, "learning rate at the end; -1: a tenth of max_lr")
-    cooldown: float = flag(0.2856, OPTIM, "last fraction of the run, in which lr decays", recipes=MODERN)
+    min_lr: float = flag(-1.0, OPTIM, "learning rate at the end; -1: a tenth of max_lr, frontier's in short "
+                         "runs less")
+    cooldown: float = flag(0.2856, OPTIM, "last fraction of the run, in which lr decays; 0: as suits the "
+                           "run's updates", recipes=MODERN)
     weight_decay: float = flag(0.1, OPTIM, "of AdamW (matrices, embeddings) and Muon", minimum=0)
     grad_clip: float = flag(1.0, OPTIM, "largest gradient norm; 0: no clipping", minimum=0)
     skip_nonfinite: int = flag(0, OPTIM, "non-finite steps tolerated before aborting")
@@ -119,7 +121,9 @@ class Recipe:
     optimizers: Callable        # model, config -> list of optimizers; each group's `lr` is its largest
     set_hparams: Callable       # step, config, state: sets what changes by step -> fraction of max_lr
     defaults: dict = field(default_factory=dict)        # of flags, where they differ from Config's
-    updates_per_step: Callable = lambda config: 1       # what --updates_per_step 0 means
+    # what --updates_per_step 0, --cooldown 0 and --min_lr -1 mean; record 10's cooldown: 926 of 3,242 steps
+    automatic: Callable = lambda c: {"updates_per_step": c.updates_per_step or 1, "cooldown": c.cooldown or
+                                     0.2856, "min_lr": c.max_lr / 10 if c.min_lr == -1 else c.min_lr}
 
 
 MODERN_DEFAULTS = dict(n_head=6, warmup_steps=0, max_lr=0.02, min_lr=0.0, weight_decay=0.0, grad_clip=0.0)
@@ -141,9 +145,9 @@ RECIPES = {
         optimizers=lambda model, c: model.configure_optimizers(
             c.max_lr, c.weight_decay, torch.bfloat16 if c.dtype == "bfloat16" else torch.float32,
             c.total_batch_size),
-        set_hparams=frontier.set_hparams,
-        defaults=dict(max_steps=2500, updates_per_step=0) | MODERN_DEFAULTS,
-        updates_per_step=frontier.updates_per_step,
+        set_hparams=lambda step, c, state: speedrun.set_hparams(step, c, state, frontier.muon_momentum),
+        defaults=MODERN_DEFAULTS | dict(max_steps=2500, updates_per_step=0, cooldown=0.0, min_lr=-1.0),
+        automatic=frontier.automatic,
     ),
 }
 

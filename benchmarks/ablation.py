@@ -52,7 +52,7 @@ ABLATIONS = {
     },
     "frontier": {
         "several updates a step (one instead)": (
-            "dict(max_steps=2500, updates_per_step=0)", "dict(max_steps=2500)"),
+            "max_steps=2500, updates_per_step=0", "max_steps=2500"),
         "late keys": (
             "offset_keys(k, begins)", "k",
             "block.attn.c_k.weight[late:] = block.attn.c_q.weight[late:]", "pass"),
@@ -75,7 +75,8 @@ ABLATIONS = {
         "bigram table's rate (ten times as high instead)": ('"lr": 1.5 * max_lr', '"lr": 15 * max_lr'),
         "Adam's beta1 of 0.7 (speedrun's 0.9 instead)": ("betas=(0.7, 0.95)", "betas=(0.9, 0.95)"),
         "Muon's momentum of 0.80 to 0.85 (speedrun's 0.85 to 0.95 instead)": (
-            "momentum=(0.80, 0.85)", "momentum=(0.85, 0.95)"),
+            "return min(speedrun.muon_momentum(step, config, 0.80, last), back)",
+            "return speedrun.muon_momentum(step, config)"),
         "softcap of 15 (speedrun's 30 instead)": ("softcap = 15.0", "softcap = 30.0"),
     },
 }

@@ -18,6 +18,7 @@ import numpy as np
 
 from benchmarks.tables import ladder_settings
 from benchmarks.timing import GB, Setting, print_table
+from frontier import updates_of_run
 from runtime.device import PEAK_TFLOPS
 from train_gpt2 import RECIPES, Config
 
@@ -293,12 +294,11 @@ def recipe_work(recipe: str, gpu: GPU, gpus: int, counts: dict) -> Work:
     """A step of STEP tokens, with the micro-batch that --batch_size auto would take."""
     kernel = "auto" if gpu.bf16 > 800 else "flash"          # cuDNN's attention is chosen on Hopper only
     step = "step fused" if recipe == "gpt2" else f"step {recipe}"           # the optimizers' counts
-    # in the first third, then a half, then a quarter
-    updates = RECIPES[recipe].updates_per_step(defaults_of(recipe))
+    updates = RECIPES[recipe].automatic(defaults_of(recipe))["updates_per_step"]
     B = STEP // T // gpus // updates
     while True:
         work = Work(f"{recipe} compile {kernel}", step, B, gpus=gpus, micro_steps=STEP // T // gpus // B,
-                    updates=sum(max(1, updates // n) for n in (1, 2, 4)) / 3)
+                    updates=updates_of_run(1, updates))
         if memory_of(work, counts) <= 0.9 * gpu.memory * 2**30:
             return work
         B //= 2

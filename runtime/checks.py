@@ -83,11 +83,10 @@ def automatic_values(config, recipe, device: str) -> dict:
     prompt = config.sample_prompt
     if prompt == "auto" and config.sample_every:
         prompt = first_words(config.data) or "Hello, I'm a language model,"
-    return {"sequence_length": config.sequence_length or config.block_size, "sample_prompt": prompt,
-            "min_lr": config.max_lr / 10 if config.min_lr == -1 else config.min_lr,
-            "updates_per_step": config.updates_per_step or recipe.updates_per_step(config),
-            "dtype": choose_dtype(config.dtype, device),
-            "loss_chunk": config.loss_chunk if config.loss_chunk >= 0 else 2048 if device == "cpu" else 0}
+    return recipe.automatic(config) | {
+        "sequence_length": config.sequence_length or config.block_size, "sample_prompt": prompt,
+        "dtype": choose_dtype(config.dtype, device),
+        "loss_chunk": config.loss_chunk if config.loss_chunk >= 0 else 2048 if device == "cpu" else 0}
 
 
 def disable_text_evals(config, explicit_flags: set[str], process: Process) -> dict:
@@ -113,8 +112,9 @@ def check_config(config) -> None:
     if not 0 < config.max_lr < math.inf or not (0 <= config.min_lr <= config.max_lr or config.min_lr == -1):
         raise UserError(f"--max_lr {config.max_lr} --min_lr {config.min_lr}: the first must be above 0, the "
                         "second from 0 to the first")
-    if not 0 < config.cooldown <= 1:
-        raise UserError(f"--cooldown {config.cooldown}: give a fraction of the steps above 0 and up to 1")
+    if not 0 <= config.cooldown <= 1:
+        raise UserError(f"--cooldown {config.cooldown}: give a fraction of the steps up to 1, or 0 for what "
+                        "suits the run's updates")
     if config.n_embd % config.n_head:
         raise UserError(f"--n_embd {config.n_embd} does not divide into --n_head {config.n_head} heads: give "
                         f"one of {', '.join(map(str, divisors(config.n_embd)))} heads")

@@ -21,7 +21,8 @@ from runtime.weights import find_checkpoint, read_checkpoint
 PER_RANK = {"data", "hellaswag_data", "init", "out", "device", "profile", "log_every", "plot", "wandb",
             "tensorboard"}
 # values that stand for what is derived from other flags and the device
-AUTOMATIC = {"sequence_length": 0, "min_lr": -1.0, "dtype": "auto", "updates_per_step": 0}
+AUTOMATIC = {"sequence_length": 0, "min_lr": -1.0, "dtype": "auto", "updates_per_step": 0,
+             "cooldown": 0.0}
 MODEL_SHAPE = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")
 # of the two files in --out that are cut on a resume, the form of a line
 LINES = {"log.txt": EVENT, "metrics.csv": r"step,tokens,.*|\d+,\d+,[^,]*(,[^,]*){6}"}

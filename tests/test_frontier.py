@@ -10,10 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from frontier import FrontierGPT, bigram_hash, stems_of_tokens
+from frontier import FrontierGPT, bigram_hash, muon_momentum, stems_of_tokens
 from runtime.language_model import ModernConfig
 from helpers import ROOT, hellaswag_file, logged, run, script
 from model import load_model
+from speedrun import trapezoid
 from runtime.batch_size import allowed_micro_batches, oom_advice, rows_joined
 from runtime.checks import automatic_values, check_config
 from runtime.cli import UserError
@@ -277,6 +278,42 @@ def test_the_updates_of_a_step_follow_from_the_runs_tokens(batch, T, steps, expe
     assert automatic_values(config, RECIPES["frontier"], "cpu")["updates_per_step"] == expected
     given = parse_flags([*flags, "--updates_per_step", "16"])[0]
     assert automatic_values(given, RECIPES["frontier"], "cpu")["updates_per_step"] == 16
+
+
+@pytest.mark.parametrize("steps, first, last", [
+    (48, 4, 0.85), (1000, 1, 0.85),                     # 112 and 1,000 updates
+    (1732, 1, 0.90), (742, 4, 0.90),                    # 1,732: half-way in the logarithm
+    (3000, 1, 0.95), (2500, 4, 0.95), (19073, 1, 0.95)])
+def test_the_momentum_follows_from_the_runs_updates(steps, first, last):
+    config = Config(max_steps=steps, updates_per_step=first)
+    momentum = [muon_momentum(step, config) for step in range(steps + 1)]
+    assert momentum[0] == 0.80 and max(momentum) == pytest.approx(last, abs=1e-3)
+    assert momentum[steps // 4] == momentum[steps // 2] == max(momentum)
+    assert momentum[-1] == pytest.approx(0.85) and momentum[-1 - steps // 20] <= (0.85 + last) / 2 + 1e-3
+
+
+@pytest.mark.parametrize("batch, T, steps, more, expected", [
+    (4096, 128, 12, (), (0.29, 0)), (4096, 128, 48, (), (0.294, 0.1 * 0.0119)),     # 28 and 112 updates
+    (4096, 256, 195, (), (0.466, 0.1 * 0.568)),                                     # 260
+    (4096, 256, 1953, (), (0.6, 0.1)), (524288, 1024, 2500, (), (0.6, 0.1)),
+    (4096, 128, 48, ("--updates_per_step", 1), (0.29, 0)),                          # 48
+    (4096, 256, 1953, ("--cooldown", 0.1), (0.1, 0.1)), (4096, 256, 1953, ("--min_lr", 0.01), (0.6, 0.5))])
+def test_cooldown_and_floor_follow_from_the_runs_updates(batch, T, steps, more, expected):
+    config = parse_flags(["--recipe", "frontier", "--total_batch_size", str(batch), "--block_size", str(T),
+                          "--max_steps", str(steps), *map(str, more)])[0]
+    check_config(config)
+    config = dataclasses.replace(config, **automatic_values(config, RECIPES["frontier"], "cpu"))
+    assert (config.cooldown, config.min_lr / config.max_lr) == pytest.approx(expected, abs=1e-3)
+    assert trapezoid(steps, config) == pytest.approx(expected[1], abs=1e-3) and trapezoid(0, config) == 1
+    assert trapezoid(round((1 - expected[0]) * steps) - 1, config) == 1
+
+
+def test_speedruns_cooldown_is_record_10s():
+    for flags in ([], ["--cooldown", "0"]):
+        config = parse_flags(["--recipe", "speedrun", *flags])[0]
+        assert automatic_values(config, RECIPES["speedrun"], "cpu")["cooldown"] == 0.2856
+    with pytest.raises(UserError, match="--cooldown 1.5: give a fraction"):
+        check_config(Config(cooldown=1.5))
 
 
 def test_no_flag_and_other_recipes_have_one_update_a_step():
