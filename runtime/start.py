@@ -24,6 +24,14 @@ def begin(torch: bool = True) -> None:
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     if torch and is_rank0() and os.isatty(2):
         _thread.start_new_thread(_sign_of_life, ())
+    import atexit                       # from here on Ctrl-C is no traceback
+    atexit.register(_ignore_ctrl_c)     # registered first, hence called last
+
+
+def _ignore_ctrl_c():
+    """Python's finalization would give SIGINT back its default action: in the seconds that it takes to free
+    torch, Ctrl-C would replace an exit code that is settled."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def is_rank0() -> bool:

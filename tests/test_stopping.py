@@ -49,10 +49,16 @@ def hook(event, args, pressed=[]):
         {what}
 sys.addaudithook(hook)
 """
-AT_END = """
-import atexit, signal
+AT_END = AT_IMPORT.replace("signal.raise_signal(signal.SIGINT)",
+                           "import atexit; atexit.register(signal.raise_signal, signal.SIGINT)")
+IN_FINALIZATION = """
+import os, signal
 signal.signal(signal.SIGINT, signal.default_int_handler)
-atexit.register(signal.raise_signal, signal.SIGINT)
+class Module:
+    def __del__(self, write=os.write, press=signal.raise_signal, number=signal.SIGINT):
+        write(1, b"finalization\\n")
+        press(number)
+freed = Module()
 """
 
 
@@ -93,9 +99,16 @@ def test_ctrl_c_before_the_first_step_is_one_line(moment, data, tmp_path):
 
 
 def test_ctrl_c_while_a_command_ends_is_one_line(tmp_path):
-    result = interrupted(AT_END, tmp_path, "hellaswag.py", "--version")
+    result = interrupted(AT_END.format(what="numpy"), tmp_path, "hellaswag.py", "--version")
     assert (result.returncode, result.stderr) == (130, "hellaswag.py: stopped by Ctrl-C\n")
     assert "hellaswag.py 0" in result.stdout
+
+
+@pytest.mark.parametrize("flag, code", [("--version", 0), ("--model", 2)])
+def test_ctrl_c_in_pythons_finalization_changes_no_exit_code(flag, code, tmp_path):
+    result = interrupted(IN_FINALIZATION, tmp_path, "hellaswag.py", flag)
+    assert result.returncode == code, result
+    assert result.stdout.endswith("finalization\n")
 
 
 def test_a_terminal_shows_that_torch_is_being_loaded(tmp_path):
