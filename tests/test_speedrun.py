@@ -382,7 +382,7 @@ def test_flex_attention_trains_as_sdpa_does(kernel, compiled):
 
 def test_where_flex_attention_cannot_run_a_mask_takes_its_place(monkeypatch, capsys):
     """As on a GPU, where torch's kernel wants heads of at least 16."""
-    monkeypatch.setattr(torch, "compile", lambda model, dynamic: model)
+    monkeypatch.setattr(torch, "compile", lambda model, **how: model)
     refused = []
 
     def check_attention(kernel, device, dtype, head_dim, masked):
