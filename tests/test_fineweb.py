@@ -528,8 +528,7 @@ def test_the_last_line_is_a_command_that_a_shell_reads_right(out, tmp_path):
 
 
 # one layer of width 16, one step
-SMALL = ["--n_layer", 1, "--n_head", 1, "--n_embd", 16, "--max_steps", 1, "--checkpoint_every", 0,
-         "--no_plot"]
+SMALL = ["--n_layer", 1, "--n_head", 1, "--n_embd", 16, "--max_steps", 1, "--checkpoint_every", 0]
 
 
 def trained(line, cwd, *flags):
