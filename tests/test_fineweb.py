@@ -16,7 +16,6 @@ import subprocess
 import sys
 import threading
 import time
-import tracemalloc
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -49,10 +48,10 @@ from corpus.shard_writer import VAL_SEED, draw_validation
 from corpus.sources import LocalSource, Piece
 from corpus.verify import recorded_sums
 from runtime.cli import RunError, UserError, parse_int
-from runtime.dataloader import TokenDataset, TokenLoader, stable_permutation
+from runtime.dataloader import TokenDataset
 from runtime.files import digest, file_sha256, fingerprint_blocks, replace_file, writable
 from runtime.presets import PRESETS
-from runtime.shards import list_shards, open_shard, read_shard, write_shard
+from runtime.shards import list_shards, open_shard, write_shard
 from runtime.tokenizer import EOT, checked_asset, encode, tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -272,15 +271,16 @@ def test_several_inputs_globs_and_folders_are_read_in_order(gpt2, tmp_path):
         assert read_shards(tmp_path / str(i)) == own_shards(gpt2, want, 1000, 10**8)
 
 
-def test_the_words_that_a_shell_makes_of_a_glob_are_all_taken_and_mixed_with_repeated_flags(gpt2, tmp_path):
+def test_the_words_that_a_shell_makes_of_a_glob_are_all_taken_and_mixed_with_repeated_flags(gpt2, tmp_path,
+                                                                                            monkeypatch):
+    monkeypatch.chdir(tmp_path)
     for i in range(6):
         write_text(tmp_path / f"{i}.jsonl", DOCUMENTS[i * 20:i * 20 + 20])
     choices = (["--input", *"012345"], ["--input", "0", "1", "--input", "2", "--input", "3", "4", "5"],
                ["--input", "[0-3].jsonl", "4", "--input", "5"])
     for i, flags in enumerate(choices):
         flags = [f"{flag}.jsonl" if flag.isdigit() else flag for flag in flags]
-        result = command(*flags, "--out", f"out{i}", "--val_tokens", 1000, cwd=tmp_path)
-        assert result.returncode == 0, result
+        prepare(*flags, "--out", f"out{i}", "--val_tokens", 1000)
         assert read_shards(tmp_path / f"out{i}") == own_shards(gpt2, DOCUMENTS[:120], 1000, 10**8)
 
 
@@ -393,16 +393,16 @@ def test_text_field_names_the_column_of_jsonl_and_parquet(gpt2, tmp_path):
         assert refused.returncode == 2 and words in refused.stderr, refused
 
 
-def test_the_default_text_field_and_one_without_meaning_leave_the_manifest_of_earlier_versions(tmp_path):
+def test_the_default_text_field_and_one_without_meaning_are_not_in_the_manifest(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     write_text(tmp_path / "a.jsonl", DOCUMENTS)
     (tmp_path / "a.txt").write_text(GOOD)
     for name, field in (("a.jsonl", "text"), ("a.txt", "body")):
         flags = ["--input", name, "--out", f"out-{name}"]
-        assert command(*flags, cwd=tmp_path).returncode == 0
+        prepare(*flags)
         before = contents(tmp_path / f"out-{name}")
         assert b"text_field" not in before["manifest.json"]
-        result = command(*flags, "--text_field", field, cwd=tmp_path)
-        assert result.returncode == 0 and result.stderr == "", result
+        prepare(*flags, "--text_field", field)
         assert contents(tmp_path / f"out-{name}") == before
 
 
@@ -909,23 +909,6 @@ def test_the_manifest_records_the_sha256_of_each_shards_file(flags, tmp_path):
     manifest, = tmp_path.glob("manifest*.json")
     for shard in json.loads(manifest.read_text())["shards"]:
         assert shard["sha256"] == hashlib.sha256((tmp_path / shard["file"]).read_bytes()).hexdigest()
-
-
-def test_a_folder_begun_before_the_sums_ends_in_the_same_shards(written, tmp_path, monkeypatch, capsys):
-    flags, out = ["--input", tmp_path / "a.jsonl", *SIZES], tmp_path / "old"
-    with monkeypatch.context() as patch:
-        die_at(patch, 5, "after")                 # manifest, two shards, manifest, shard
-        with pytest.raises(Killed):
-            prepare(*flags, "--out", out)
-    without_sums(out)
-    prepare(*flags, "--out", out)
-    assert ({name: data for name, data in contents(out).items() if name.endswith(".npy")}
-            == {name: data for name, data in contents(written).items() if name.endswith(".npy")})
-    capsys.readouterr()
-    prepare("--verify", out)
-    said, = capsys.readouterr().out.splitlines()
-    assert said.startswith(f"{out}: 3 shards, ") and said.endswith(
-        "; not checked (no SHA-256 in its manifest): text_train_000001.npy, text_val_000000.npy")
 
 
 def test_verify_names_every_shard_that_is_not_as_it_was_written(written, capsys):
@@ -1542,228 +1525,6 @@ def test_a_download_that_broke_off_is_kept(published, tmp_path, monkeypatch):
         prepare("--pretokenized", 1, "--out", "new")
     assert {path.name for path in (tmp_path / "new").rglob("*") if path.is_file()} == {"manifest.json",
                                                                                       "x.incomplete"}
-
-
-# -----------------------------------------------------------------------------
-# reading
-
-@st.composite
-def loaders(draw):
-    """Numbered tokens in shards of any lengths, and how they are read."""
-    T = draw(st.integers(1, 7))
-    lengths = st.lists(st.integers(1, 60), min_size=1, max_size=5)
-    lengths = draw(lengths.filter(lambda lengths: max(lengths) > T))
-    edges = np.cumsum([0, *lengths])
-    shards = [np.arange(a, b, dtype=np.uint16) for a, b in zip(edges, edges[1:], strict=False)]
-    return shards, T, draw(st.integers(0, 2**40)), draw(st.booleans())
-
-
-def starts_of(shards, T):
-    """First tokens of all windows, in the files' order."""
-    return [int(shard[i]) for shard in shards for i in range(0, len(shard) - T, T)]
-
-
-@FAST
-@given(loaders(), st.integers(0, 3))
-def test_every_window_comes_exactly_once_an_epoch(loader, epoch):
-    shards, T, seed, shuffle = loader
-    windows = TokenDataset(shards, T, seed, shuffle)
-    rows = windows.read(epoch * windows.total, windows.total)
-    assert rows.dtype == np.uint16
-    assert (rows == rows[:, :1] + np.arange(T + 1)).all()     # T + 1 tokens without a gap
-    assert sorted(rows[:, 0].tolist()) == starts_of(shards, T)
-    if not shuffle:
-        assert rows[:, 0].tolist() == starts_of(shards, T)
-
-
-@FAST
-@given(loaders(), st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.integers(0, 40), st.data())
-def test_a_steps_global_batch_is_the_same_for_any_processes_and_micro_batch(loader, B, world_size,
-                                                                            micro_steps, step, data):
-    shards, T, seed, shuffle = loader
-    N = B * world_size * micro_steps
-    want = TokenDataset(shards, T, seed, shuffle).read(step * N, N)
-    divisors = [(b, w) for b in range(1, N + 1) for w in range(1, N + 1) if N % (b * w) == 0]
-    other = data.draw(st.sampled_from(divisors))
-    for b, w in ((B, world_size), other):
-        ranks = [TokenLoader(TokenDataset(shards, T, seed, shuffle), N * T, b, rank, w) for rank in range(w)]
-        rows = [ranks[rank].rows(step, m) for m in range(N // b // w) for rank in range(w)]
-        assert np.concatenate(rows).tolist() == want.tolist()
-
-
-@FAST
-@given(loaders(), st.lists(st.tuples(st.integers(0, 200), st.integers(1, 50)), min_size=1, max_size=8))
-def test_what_is_read_depends_on_the_place_alone_so_a_resume_sees_the_same(loader, places):
-    windows, whole = TokenDataset(*loader), TokenDataset(*loader).read(0, 250)
-    for first, count in places:
-        assert windows.read(first, count).tolist() == whole[first:first + count].tolist()
-
-
-def test_the_order_differs_between_epochs_and_seeds_and_is_the_same_again():
-    shards = [np.arange(i * 1000, (i + 1) * 1000, dtype=np.uint16) for i in range(5)]
-
-    def order(seed, epoch):
-        return tuple(TokenDataset(shards, 10, seed, True).read(epoch * 495, 495)[:, 0].tolist())
-    orders = [order(seed, epoch) for seed in range(4) for epoch in range(4)]
-    assert len(set(orders)) == 16
-    assert order(2, 3) == orders[11]
-    orders_of_shards = {tuple(dict.fromkeys(start // 1000 for start in o)) for o in orders}
-    assert len(orders_of_shards) > 5
-    for o in orders:                          # and within each shard
-        for i in range(5):
-            starts = [start for start in o if start // 1000 == i]
-            assert starts != sorted(starts)
-
-
-@FAST
-@given(st.integers(0, 300), st.lists(st.integers(0, 2**64), min_size=1, max_size=3))
-def test_stable_permutation_is_a_permutation(n, key):
-    order = stable_permutation(n, *key)
-    assert sorted(order.tolist()) == list(range(n)) and order.tolist() == stable_permutation(n, *key).tolist()
-
-
-def test_the_order_of_a_run_is_the_same_in_every_release():
-    """Pinned: a change would let resumed runs see other tokens than they were begun with."""
-    assert stable_permutation(10, 1337).tolist() == [0, 8, 3, 1, 2, 5, 9, 7, 6, 4]
-    assert stable_permutation(6, 7, 1, 2).tolist() == [3, 4, 1, 5, 2, 0]
-    shards = [np.arange(a, b, dtype=np.uint16) for a, b in ((0, 13), (100, 109), (200, 217))]
-    first_tokens = TokenDataset(shards, 4, 42, True).read(0, 18)[:, 0].tolist()
-    assert first_tokens == [0, 4, 8, 104, 100, 212, 208, 204, 200, 204, 212, 208, 200, 8, 0, 4, 104, 100]
-
-
-@pytest.mark.parametrize("kind", ["npy", "bin"])
-def test_files_and_arrays_read_the_same(kind, tmp_path):
-    shards = [stable_permutation(n, n).astype(np.uint16) for n in (100, 37, 5, 64)]
-    for i, shard in enumerate(shards):
-        write_shard(tmp_path / f"x_train_{i:06d}.{kind}", shard)
-    files = TokenDataset(list_shards(tmp_path, "train"), 7, 3, True)
-    assert files.read(0, 100).tolist() == TokenDataset(shards, 7, 3, True).read(0, 100).tolist()
-
-
-def test_folders_of_the_peers_are_read_without_being_told(tmp_path):
-    for name in ("edufineweb_train_000002.npy", "edufineweb_train_000001.npy", "edufineweb_val_000000.npy"):
-        np.save(tmp_path / name, np.arange(50, dtype=np.uint16))
-    (tmp_path / "notes_train.txt").write_text("no shard")
-    (tmp_path / "edufineweb_train_000003.npy.tmp").write_text("no shard either")
-    assert [path.name[-10:] for path in list_shards(tmp_path, "train")] == ["000001.npy", "000002.npy"]
-    header = np.zeros(256, dtype=np.int32)
-    header[:3] = 20240520, 1, 50              # modded-nanogpt's fineweb_train_000001.bin
-    (tmp_path / "modded").mkdir()
-    tokens = np.arange(50, dtype=np.uint16)
-    (tmp_path / "modded/fineweb_train_000001.bin").write_bytes(header.tobytes() + tokens.tobytes())
-    assert open_shard(*list_shards(tmp_path / "modded", "train")).tolist() == list(range(50))
-
-
-def test_one_shard_is_resident_as_uint16_and_no_wider(tmp_path):
-    n = 4_000_000
-    for i in range(3):
-        write_shard(tmp_path / f"x_train_{i:06d}.npy", np.zeros(n, dtype=np.uint16))
-    windows = TokenDataset(list_shards(tmp_path, "train"), 1024, 0, True, vocab_size=50257)
-    tracemalloc.start()
-    try:
-        for i in range(6):
-            windows.read(i * 2000, 8)
-            held, peak = tracemalloc.get_traced_memory()
-            assert held < 2 * n * 1.1                         # one shard, two bytes a token
-            assert peak < 2 * n * 2.2                         # the next comes while the last is let go
-    finally:
-        tracemalloc.stop()
-
-
-def test_a_shard_is_read_from_disk_once_an_epoch(tmp_path, monkeypatch):
-    for i in range(4):
-        write_shard(tmp_path / f"x_train_{i:06d}.npy", np.arange(101, dtype=np.uint16))
-    windows, opened = TokenDataset(list_shards(tmp_path, "train"), 10, 0, True), []
-    monkeypatch.setattr(runtime.dataloader, "read_shard",
-                        lambda path, *sha256: opened.append(path) or read_shard(path, *sha256))
-    for i in range(40):
-        windows.read(i, 1)
-    assert sorted(opened) == list_shards(tmp_path, "train")
-
-
-def readers():
-    """The threads that read ahead; there may be others, which are not ours."""
-    return [thread for thread in threading.enumerate() if thread.name.startswith("read ahead")]
-
-
-def loader_of(shards, **kwargs):
-    return TokenLoader(TokenDataset(shards, 5, 1, True, vocab_size=50257), 5 * 2 * 3, 2, **kwargs)
-
-
-@pytest.mark.parametrize("step", [0, 17])
-def test_batches_read_ahead_are_those_of_rows_with_targets_one_token_on(step):
-    import torch
-    shards = [np.arange(i * 100, i * 100 + n, dtype=np.uint16) + 40000 for i, n in enumerate((90, 33, 71))]
-    loader, plain = loader_of(shards), loader_of(shards)
-    loader.start(step)
-    for s in range(step, step + 10):
-        for m in range(3):
-            x, y = loader.next_batch()
-            assert x.dtype == y.dtype == torch.int64 and x.shape == y.shape == (2, 5)
-            assert x.is_contiguous() and y.is_contiguous() and (x[:, 1:] == y[:, :-1]).all()
-            assert torch.cat([x, y[:, -1:]], dim=1).tolist() == plain.rows(s, m).tolist()
-    assert len(readers()) == 1
-    loader.close()
-    loader.close()
-    assert not readers()
-
-
-def test_joined_micro_batches_are_those_of_rows_one_after_the_other():
-    import torch
-    for rank in (0, 1):
-        kwargs = dict(rank=rank, world_size=2, joined_rows=9)
-        loader, plain = (TokenLoader(TokenDataset([np.arange(200, dtype=np.uint16)], 5), 5 * 2 * 2 * 12, 2,
-                                     **kwargs) for _ in range(2))
-        for updates, expected in ((1, (3, 4)), (2, (2, 3)), (3, (1, 4)), (4, (1, 3)), (12, (1, 1))):
-            assert loader.divide(updates) == expected
-        loader.start(0)
-        for first, count in ((0, 4), (4, 1), (5, 3), (8, 4)):
-            x, y = loader.next_batch(count)
-            expected = np.concatenate([plain.rows(0, m) for m in range(first, first + count)])
-            assert x.shape == (2 * count, 5) and x.is_contiguous() and y.is_contiguous()
-            assert torch.cat([x, y[:, -1:]], dim=1).tolist() == expected.tolist()
-        assert loader.next_batch()[0].tolist() == plain.rows(1, 0)[:, :-1].tolist()
-        loader.close()
-    assert loader_of([np.arange(200, dtype=np.uint16)]).divide(1) == (3, 1)         # none by default
-
-
-def test_reading_runs_ahead_of_the_training_loop():
-    loader, seen = loader_of([np.arange(200, dtype=np.uint16)]), []
-    rows = loader.rows
-    loader.rows = lambda s, m: seen.append((s, m)) or rows(s, m)
-    loader.start(4)
-    wait_until(lambda: len(seen) >= loader.DEPTH)
-    time.sleep(0.05)
-    assert seen == [(4 + i // 3, i % 3) for i in range(loader.DEPTH)]       # in order, and no further
-    loader.close()
-
-
-def test_what_goes_wrong_on_the_reading_thread_is_raised_where_the_batch_is_asked_for():
-    shards = [np.arange(60, dtype=np.uint16), np.full(60, 50, dtype=np.uint16)]
-    loader = TokenLoader(TokenDataset(shards, 5, vocab_size=50257), 10, 2)
-    shards[1][:] = 60
-    loader.start(0)
-    for _ in range(5):
-        loader.next_batch()
-    for _ in range(3):                        # again, if asked again: never a wait for ever
-        with pytest.raises(UserError, match="changed during the run"):
-            for _ in range(3):
-                loader.next_batch()
-    loader.close()
-
-
-@pytest.mark.gpu
-def test_batches_reach_the_gpu_unchanged():
-    import torch
-    if not torch.cuda.is_available():
-        pytest.skip("no GPU")
-    shards = [np.arange(i * 1000, i * 1000 + 900, dtype=np.uint16) for i in range(5)]
-    loader, plain = loader_of(shards, device="cuda"), loader_of(shards)
-    loader.start(0)
-    for i in range(300):
-        x, y = loader.next_batch()
-        assert x.is_cuda and torch.cat([x, y[:, -1:]], dim=1).tolist() == plain.rows(i // 3, i % 3).tolist()
-    loader.close()
 
 
 # -----------------------------------------------------------------------------
