@@ -94,6 +94,8 @@ def plot_run(out: Path, title: str, published: list[str]) -> None:
         ("loss, nats a token", losses, "val"),
         ("HellaSwag accuracy (acc_norm)", [("HellaSwag, acc_norm", hella, evaluation)], "hella"))
         if (drawn := [curve for curve in curves if curve[1]])]
+    if not panels:
+        return                                      # nothing yet
     figure = new_figure(figsize=(6 * len(panels) + 1, 4.5))
     for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         draw_panel(axes, *panel)
