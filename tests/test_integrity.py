@@ -312,7 +312,7 @@ COMMANDS = {
     "hellaswag data": (hellaswag.main, "--data", ""), "export": (model.main, "export", "gpt2", ""),
     "export from": (model.main, "export", "", "x"), "fineweb": (fineweb.main, "--input", "a", "--out", ""),
     "fineweb input": (fineweb.main, "--input", "a", "", "--out", "x"),
-    "bench json": (bench.main, "predict", "--json", ""), "bench plot": (bench.main, "ladder", "--plot="),
+    "bench json": (bench.main, "ladder", "--json", ""), "bench plot": (bench.main, "ladder", "--plot="),
     "bench path": (bench.main, "compare", "")}
 
 

@@ -26,7 +26,7 @@ from runtime.cli import RunError, UserError
 from runtime.dataloader import TokenDataset
 from runtime.distributed import Process
 from runtime.files import checkpoints, replace_file
-from runtime.log import read_metrics
+from runtime.console import read_metrics
 from runtime.resume import choose_checkpoint, merge_config
 from runtime.shards import write_shard
 from runtime.signals import StopSignals
