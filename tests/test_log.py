@@ -144,8 +144,8 @@ def test_the_best_is_the_lowest_validation_loss_and_the_earliest_of_equals(tmp_p
 @pytest.mark.parametrize(("losses", "saved", "words"), [
     ((9.0, 8.12344, 9.93), (1, 2), ["b/1.pt", "8.1234", "9.9300"]),
     ((9.0, 8.12344), (1,), ["b/1.pt", "8.1234"]),
-    ((9.0, 8.12344, 9.93), (0, 2), ["b/0.pt", "9.0000", "9.9300"]), ((8.0, 8.0), (0, 1), ["b/0.pt", "8.0000"]),
-    ((9.0, 8.12344), (), []), ((), (0,), [])])
+    ((9.0, 8.12344, 9.93), (0, 2), ["b/0.pt", "9.0000", "9.9300"]),
+    ((8.0, 8.0), (0, 1), ["b/0.pt", "8.0000"]), ((9.0, 8.12344), (), []), ((), (0,), [])])
 def test_the_best_checkpoint_is_named_and_whether_the_loss_has_risen_since(losses, saved, words):
     rows = [dict.fromkeys(COLUMNS) | {"step": step, "val": loss} for step, loss in enumerate(losses)]
     rows.append(dict.fromkeys(COLUMNS) | {"step": 9, "train": 1.0})
