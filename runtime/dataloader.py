@@ -7,8 +7,6 @@ import bisect
 import hashlib
 import itertools
 import math
-import os
-import threading
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,11 +18,10 @@ import torch
 
 from runtime.cli import UserError
 from runtime.files import digest, fingerprint_blocks, readable
-from runtime.shards import check_shard, list_shards, open_shard, read_shard, recorded_sums
+from runtime.shards import list_shards, open_shard, read_shard
 from runtime.tokenizer import VOCAB_SIZE, encode, token_lengths
 
 INPUT_TXT = Path(__file__).resolve().parent.parent / "input.txt"
-CHECKED_AT_ONCE = 1 << 30       # bytes of shards that are read and hashed before a run: a few seconds
 
 
 def stable_permutation(n: int, *key: int) -> np.ndarray:
@@ -42,21 +39,14 @@ class TokenDataset:
     shard is in memory at a time, as uint16.
 
     Raises UserError for too little text to make one sequence, and for a shard that is damaged, has ids at or
-    above `vocab_size` or GPT-2's 50257, changes during the run, or has not the SHA-256 in its manifest: at
-    once where the fingerprint's blocks show it, else when the shard is read.
-
-    `sums`: {path: SHA-256} of the shards whose manifest, in the folder of the first, records it. `unchecked`:
-    those that TokenLoader.start is to check.
+    above `vocab_size` or GPT-2's 50257, or changes during the run: at once where the fingerprint's blocks
+    show it, else when the shard is read.
     """
 
     def __init__(self, shards: list[Path | np.ndarray], sequence_length: int, seed: int = 0,
                  shuffle: bool = False, vocab_size: int = VOCAB_SIZE):
         self.shards, self.T, self.end = list(shards), sequence_length, min(vocab_size, VOCAB_SIZE)
         self.names = ["the text" if isinstance(shard, np.ndarray) else str(shard) for shard in self.shards]
-        paths = [shard for shard in self.shards if not isinstance(shard, np.ndarray)]
-        recorded = recorded_sums(paths[0].parent) if paths else {}
-        self.sums = {path: recorded[path.name] for path in paths if recorded.get(path.name)}
-        self.unchecked = {}
         self.fingerprint = [self._fingerprint(i) for i in range(len(self.shards))]
         self.lengths = [length for _, length, _ in self.fingerprint]
         self.counts = [(length - 1) // self.T for length in self.lengths]
@@ -89,7 +79,7 @@ class TokenDataset:
     def _sequences(self, epoch, i):
         """Reads shard i: its sequences as rows (count_i, T+1), and their order in an epoch."""
         shard = self.shards[i]
-        tokens = shard if isinstance(shard, np.ndarray) else read_shard(shard, self.sums.get(shard, ""))
+        tokens = shard if isinstance(shard, np.ndarray) else read_shard(shard)
         if [len(tokens), digest(tokens)] != self.fingerprint[i][1:]:
             raise UserError(f"{self.names[i]} changed during the run: restore it, then run the same command")
         self._check_ids(i, tokens)
@@ -136,7 +126,7 @@ class TokenLoader:
         self.rank, self.world_size, self.joined_rows = rank, world_size, joined_rows
         self.rows_per_step = total_batch_size // dataset.T
         self.micro_batches = self.rows_per_step // (batch_size * world_size)     # of a step
-        self._pools, self._closed = [], threading.Event()
+        self._pools = []
 
     def divide(self, updates: int) -> tuple[int, int]:
         """(micro-steps of each of `updates` updates of a step, micro-batches joined in each micro-step)."""
@@ -160,31 +150,24 @@ class TokenLoader:
         return rows.pin_memory() if str(self.device).startswith("cuda") else rows
 
     def start(self, step: int) -> None:
-        """Starts reading ahead at the first micro-batch of `step`, and the check of the dataset's
-        `unchecked` shards."""
+        """Starts reading ahead at the first micro-batch of `step`."""
         if str(self.device).startswith("cuda"):
             # as many as can be in use at once, for torch to keep: to pin memory later makes the GPU wait
             shape = self.B, self.dataset.T + 1
             _ = [torch.empty(shape, dtype=torch.int32, pin_memory=True) for _ in range(self.DEPTH + 2)]
-        reader, checker = self._pools = ThreadPoolExecutor(1, "read ahead"), ThreadPoolExecutor(1, "checks")
-        self._checks = deque(checker.submit(check_shard, *item, self._closed.is_set)
-                             for item in self.dataset.unchecked.items())
+        self._pools = [reader := ThreadPoolExecutor(1, "read ahead")]
         self._reads = (reader.submit(self._load, s, m)
                        for s in itertools.count(step) for m in range(self.micro_batches))
         self._ahead = deque(itertools.islice(self._reads, self.DEPTH))
 
     def next_batch(self, count: int = 1):
         """x, y of the next `count` micro-batches, joined: int64 (count B, T) on the device. Raises the
-        errors of the threads that read and check."""
-        while self._checks and self._checks[0].done():
-            self._checks[0].result()
-            self._checks.popleft()
+        errors of the thread that reads."""
         self._ahead.extend(itertools.islice(self._reads, count))
         batches = [self._ahead.popleft().result() for _ in range(count)]
         return to_device(batches[0] if count == 1 else torch.cat(batches), self.device)
 
     def close(self):
-        self._closed.set()
         for pool in self._pools:
             pool.shutdown(cancel_futures=True)
 
@@ -233,12 +216,4 @@ def open_data(config) -> Data:
     shards = find_shards(config)
     train = TokenDataset(shards["train"], T, config.seed, config.shuffle, vocab_size)
     val = TokenDataset(shards["val"], T, vocab_size=vocab_size) if config.val_every else None
-    # one process of each machine reads every byte: a shard can be damaged before a run, and be read last
-    if not config.dry_run and os.environ.get("LOCAL_RANK", "0") == "0":
-        sums = train.sums | (val.sums if val else {})
-        if 2 * sum(train.lengths + (val.lengths if val else [])) > CHECKED_AT_ONCE:
-            train.unchecked = sums
-        else:
-            for path, sha256 in sums.items():
-                check_shard(path, sha256)
     return Data(train, val, min(val.total, max(1, config.val_tokens // T)) if val else 0)

@@ -1,5 +1,4 @@
 """--preset and --overfit: named sets of defaults of train_gpt2.py. Flags given still win."""
-import shlex
 import textwrap
 
 from runtime.cli import UserError
@@ -34,10 +33,10 @@ PRESETS = {
                       checkpoint_every=25, keep_checkpoints=1)),
 }
 
-# --overfit, the lecture's sanity run: 50 AdamW steps on one batch, at a constant learning rate
+# --overfit, the lecture's sanity run: 50 AdamW steps on one batch, at a constant rate. It writes nothing
 OVERFIT = dict(vocab_size=50257, total_batch_size=4 * 32, sequence_length=32, shuffle=False, max_steps=50,
                warmup_steps=0, max_lr=3e-4, min_lr=3e-4, val_every=0, hellaswag_every=0, sample_every=0,
-               checkpoint_every=0, updates_per_step=1, resume="never", out="log/overfit")
+               checkpoint_every=0, updates_per_step=1, resume="never")
 
 
 def choose_defaults(given: dict, recipes: dict[str, dict]) -> dict:
@@ -46,20 +45,19 @@ def choose_defaults(given: dict, recipes: dict[str, dict]) -> dict:
     preset = PRESETS[given.get("preset", "gpt2")][1]
     recipe = recipes[given.get("recipe", preset.get("recipe", "gpt2"))]
     if given.get("overfit"):
-        if given.get("preset"):
+        if "preset" in given:
             raise UserError("--overfit is a run of its own: leave --preset out")
         return recipe | OVERFIT
-    rates = {name: recipe[name] for name in ("max_lr", "min_lr", "warmup_steps") if name in recipe}
-    return recipe | preset | rates
+    return recipe | preset | {name: recipe[name] for name in ("max_lr", "min_lr", "warmup_steps")
+                              if name in recipe}
 
 
 def preset_notes() -> str:
     """The presets, for the help."""
     lines = ["presets:"]
     for name, (what, values) in PRESETS.items():
-        # a flag and its value stay on one line: textwrap does not break at other characters
-        flags = " ".join(f"--{flag} {shlex.quote(str(value))}".replace(" ", "\0")
-                         for flag, value in values.items())
-        lines += [f"  {name}: {what}"] + textwrap.wrap(flags, 100, initial_indent=" " * 6,
-                                                       subsequent_indent=" " * 6, break_on_hyphens=False)
+        # a flag and its value stay on one line: textwrap does not break at \0
+        flags = " ".join(f"--{flag}\0{value}" for flag, value in values.items())
+        lines += [f"  {name}: {what}", *textwrap.wrap(flags, 100, initial_indent=" " * 6,
+                                                      subsequent_indent=" " * 6, break_on_hyphens=False)]
     return "\n".join(lines).replace("\0", " ") + "\n\n"
