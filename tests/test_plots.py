@@ -7,11 +7,12 @@ import sys
 import matplotlib.figure
 import numpy as np
 import pytest
-from helpers import ROOT
+from helpers import ROOT, script
 
 from runtime import plots
 from runtime.console import Record
 from runtime.plots import PUBLISHED, Drawing, is_fineweb, mean_of, plot_run
+from runtime.shards import write_shard
 
 LLM_C, OPENAI = PUBLISHED["val"][1], PUBLISHED["hella"][1]
 
@@ -123,6 +124,18 @@ def test_a_process_of_its_own_draws_the_picture_without_torch_home_or_the_workin
     result = subprocess.run([sys.executable, "-P", "-c", "import runtime.plots; runtime.plots.new_figure()"],
                             env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True)
     assert (result.returncode, result.stderr) == (0, b""), "bench.py's pictures"
+
+
+def test_a_run_draws_its_picture(tmp_path):
+    """The real command, on a text that is not FineWeb's."""
+    for kind in ("train", "val"):
+        write_shard(tmp_path / f"text_{kind}_000000.npy", np.arange(999, dtype=np.uint16) % 64)
+    done = script("train_gpt2.py", "--data", tmp_path, "--out", tmp_path / "log", "--n_layer", 1,
+                  "--n_head", 1, "--n_embd", 16, "--block_size", 16, "--vocab_size", 64, "--val_tokens", 64,
+                  "--total_batch_size", 64, "--max_steps", 2, "--val_every", 1, "--hellaswag_every", 0,
+                  "--sample_every", 0, "--checkpoint_every", 0, "--device", "cpu", "--dtype", "float32")
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    assert (tmp_path / "log/loss.png").read_bytes()[:4] == b"\x89PNG"
 
 
 class Child:
