@@ -67,16 +67,6 @@ def lowest(rows: list[dict], steps: Collection[int] | None = None) -> tuple[floa
                 and math.isfinite(row["val"]) and (steps is None or row["step"] in steps)), default=None)
 
 
-def best_line(rows: list[dict], saved: dict[int, Path]) -> str:
-    """Which of the checkpoints {step: path} has the lowest validation loss, and if it has risen since; '' if
-    none has a loss."""
-    if not (best := lowest(rows, saved)):
-        return ""
-    newest = [row["val"] for row in rows if row["val"] is not None][-1]
-    risen = f" (risen to {newest:.4f} since)" if round(newest, 4) > round(best[0], 4) else ""
-    return f"best checkpoint: {saved[best[1]]}, validation loss {best[0]:.4f}{risen}"
-
-
 def read_metrics(path: str | Path, remedy: str = ELSEWHERE) -> list[dict]:
     """The complete rows of a metrics.csv: {column of COLUMNS: number, or None where the cell is empty}. A
     crash can cut off the last one. UserError for a file of another kind."""

@@ -13,8 +13,8 @@ from helpers import ENV, ROOT, limit_file_size, logged, run
 
 from benchmarks.timing import random_tokens
 from runtime.cli import UserError
-from runtime.console import (COLUMNS, Record, best_line, brief_time, counted, duration, lowest, read_metrics,
-                             speed_line, step_line)
+from runtime.console import (COLUMNS, Record, brief_time, counted, duration, lowest, read_metrics, speed_line,
+                             step_line)
 from runtime.shards import write_shard
 
 SMALL = ["--n_layer", 1, "--n_head", 2, "--n_embd", 32, "--block_size", 32, "--dtype", "float32",
@@ -139,18 +139,6 @@ def test_the_best_is_the_lowest_validation_loss_and_the_earliest_of_equals(tmp_p
     assert it.best() == lowest(read_metrics(tmp_path / "metrics.csv")) == (4.0, 1)
     assert it.best([2, 3, 4, 5]) == (4.0, 3) and it.best({0: "a path", 4: "another"}) == (4.5, 4)
     assert it.best([2, 5, 9]) is it.best([]) is None
-
-
-@pytest.mark.parametrize(("losses", "saved", "words"), [
-    ((9.0, 8.12344, 9.93), (1, 2), ["b/1.pt", "8.1234", "9.9300"]),
-    ((9.0, 8.12344), (1,), ["b/1.pt", "8.1234"]),
-    ((9.0, 8.12344, 9.93), (0, 2), ["b/0.pt", "9.0000", "9.9300"]),
-    ((8.0, 8.0), (0, 1), ["b/0.pt", "8.0000"]), ((9.0, 8.12344), (), []), ((), (0,), [])])
-def test_the_best_checkpoint_is_named_and_whether_the_loss_has_risen_since(losses, saved, words):
-    rows = [dict.fromkeys(COLUMNS) | {"step": step, "val": loss} for step, loss in enumerate(losses)]
-    rows.append(dict.fromkeys(COLUMNS) | {"step": 9, "train": 1.0})
-    line = best_line(rows, {step: f"b/{step}.pt" for step in saved})
-    assert re.findall(r"b/\d\.pt|\d\.\d{4}", line) == words
 
 
 HEADER = ",".join(COLUMNS)
