@@ -27,14 +27,11 @@ def matmul_dtype(x: Tensor) -> torch.dtype:
 
 
 def cross_entropy_(logits: Tensor, targets: Tensor, softcap: float = 0.0) -> Tensor:
-    """Sum of the cross-entropies (nats) of logits (n, V) and targets (n,); targets of -1 are ignored.
-    Overwrites the logits with its gradient; computes in fp32. `softcap`: if not 0, the cross-entropies are
-    those of softcap tanh(logits / softcap).
+    """Sum of the cross-entropies (nats) of logits (n, V), or if not 0 of softcap tanh(logits / softcap), and
+    targets (n,), of which -1 are ignored. Overwrites the logits with its gradient; computes in fp32.
 
-    It works in place, and on a CPU with exp2: fewer tensors then compete for the cache, and torch's exp can
-    take 8 times as long as its exp2, its tanh 20 times (seen on an AMD EPYC). On CUDA torch compiles exp2 at
-    its first call.
-    """
+    In place, so that fewer tensors compete for the cache, and on a CPU with exp2: torch's exp can take 8
+    times as long there, its tanh 20 times (AMD EPYC). On CUDA torch compiles exp2 at its first call."""
     scored, targets = (targets >= 0)[:, None], targets.clamp(min=0)[:, None]
     # unit: the nats that 1 of z stands for
     exp_, unit = (torch.exp2_, math.log(2)) if logits.device.type == "cpu" else (torch.exp_, 1.0)
@@ -63,10 +60,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
     x (N, C), weight (V, C), targets (N,) int64, -1 ignored. GPT-2's logits are by far its largest tensor: 4 x
     50304 bytes a token in fp32, as much as 65 of its residual streams, and the same again for their gradient.
-    The gradient p - onehot(target) does not depend on what follows the loss. So the forward turns each
-    chunk's logits into the gradients of x and W at once, and the backward only scales them. The mean and its
-    gradient stay the same.
-    """
+    That, p - onehot(target), does not depend on what follows the loss: so the forward turns each chunk's
+    logits into the gradients of x and W at once, and the backward only scales them."""
 
     @staticmethod
     def forward(ctx, x, weight, targets, chunk, softcap, with_gradient):
@@ -99,19 +94,17 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
 
 def chunked_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, chunk: int, softcap: float) -> Tensor:
-    """ChunkedCrossEntropy, as a function that torch.compiler.disable can leave out of a graph. There the
-    compiler would compute all chunks' products first, and save no memory."""
+    """ChunkedCrossEntropy, as a function that torch.compiler.disable takes. In a graph the compiler would
+    compute all chunks' products first, and save no memory."""
     return ChunkedCrossEntropy.apply(x, weight, targets, chunk, softcap, torch.is_grad_enabled())
 
 
 class LinearFunction(torch.autograd.Function):
     """x W^T + b in autocast's dtype. x (B, T, in), weight (out, in), bias (out) -> (B, T, out).
 
-    The gradient of the bias is dy summed over B and T. If the sum is over T first and then over B, the
-    compiler fuses it into the kernel that computes dy, and dy is not read again: this saves 8.4 GB of the 152
-    that a micro-step of 64 x 1024 tokens moves for 124M. The sum is in fp32, where autograd's is rounded to
-    dy's dtype.
-    """
+    The gradient of the bias is dy summed over B and T. Over T first and then over B, the compiler fuses the
+    sum into the kernel that computes dy, and dy is not read again: this saves 8.4 GB of the 152 that a
+    micro-step of 64 x 1024 tokens moves for 124M. In fp32, where autograd's sum is rounded to dy's dtype."""
 
     @staticmethod
     def forward(ctx, x, weight, bias):
@@ -125,8 +118,7 @@ class LinearFunction(torch.autograd.Function):
     def backward(ctx, dy):
         x, w = ctx.saved_tensors
         a, b = dy.flatten(0, 1).t(), x.flatten(0, 1)
-        # in a graph on CUDA the product's fp32 sums become the gradient as they are, without a rounding and a
-        # cast; outside of one a T4, which has no such product in bfloat16, may have to do it
+        # in a graph on CUDA the fp32 sums become the gradient unrounded; a T4 has no such product in bfloat16
         exact = torch.compiler.is_compiling() and dy.is_cuda and torch.version.cuda and dy.itemsize == 2
         dw = torch.mm(a, b, out_dtype=torch.float32) if exact else a @ b        # (out, in)
         db = dy.sum(1, dtype=torch.promote_types(dy.dtype, torch.float32)).sum(0)
@@ -167,8 +159,7 @@ class Embedding(nn.Embedding):
 
 class RMSNormFunction(torch.autograd.Function):
     """norm on a CPU in eager mode. There torch 2.13 has no kernel for it: autograd of the formula keeps x in
-    fp32 and passes over it a dozen times. This backward needs y, which a linear layer after it keeps anyway.
-    """
+    fp32 and passes over it a dozen times. This backward needs y, which a linear layer keeps anyway."""
 
     @staticmethod
     def forward(ctx, x):
@@ -196,6 +187,5 @@ def norm(x: Tensor) -> Tensor:
 
 
 def recompute_in_backward(f: Callable, x: Tensor) -> Tensor:
-    """f(x), for a pointwise f. A compiled backward recomputes it instead of storing it; eager mode stores it.
-    """
+    """f(x), for a pointwise f, which a compiled backward computes again. Eager mode keeps its result."""
     return checkpoint(f, x, use_reentrant=False) if torch.compiler.is_compiling() else f(x)
