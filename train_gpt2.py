@@ -7,7 +7,6 @@
 
 Run the same command again to resume from the newest checkpoint in --out.
 """
-# In reading order: the flags, the recipes, set-up, a step, evaluation, the loop (save, evaluate, train, log).
 import math
 import os
 import time
@@ -26,23 +25,22 @@ import frontier
 import hellaswag
 import speedrun
 from model import MODELS, fresh_model, load_model
+from runtime import checkpoint as saved
 from runtime import plots
 from runtime.attention import ATTENTION
-from runtime.checkpoint import (Saver, check_data, choose_checkpoint, flag_values, gather_state, host_copy, job,
-                                load_init, merge_flags, model_shape, newest_of, open_output, outputs,
-                                read_run, recovery_hint, restore, weights_digest)
-from runtime.cli import RunError, flag, parse_config, run_command
-from runtime.console import Record, in_bits, log_evaluation, log_step, print_header, print_summary
-from runtime.dataloader import Data, divide_update, micro_batches, open_data, read_ahead, to_device
+from runtime.cli import RunError, flag, run_command
+from runtime.console import Record, in_bits, log_evaluation, log_steps, print_header, print_summary
+from runtime.dataloader import (Data, divide_update, micro_batches, open_data, read_ahead, to_device,
+                                updates_of_step)
 from runtime.device import (choose_batch_size, choose_device, choose_dtype, fetch, oom_as_user_error,
                             tune_malloc)
+from runtime.files import newest_of
 from runtime.language_model import LanguageModel
 from runtime.muon import broadcast_updates, shard_matrices
-from runtime.presets import PRESETS, check_complete, check_flags, choose_defaults, preset_notes
+from runtime.presets import PRESETS, check_complete, read_flags
 from runtime.ranks import Process, find_ranks
 from runtime.shards import first_words
 from runtime.tokenizer import EOT, encode, tokenizer
-from runtime.weights import model_from_checkpoint
 
 START, DATA, MODEL, BATCH, OPTIM, SPEED, OUTPUT = "start data model batch optimisation speed output".split()
 MODERN = "speedrun", "frontier"             # recipes with a window and a cooldown
@@ -65,36 +63,34 @@ class Config:
     n_embd: int = flag(768, MODEL, "width", minimum=1, fixed=True)
     block_size: int = flag(1024, MODEL, "longest sequence, tokens", minimum=1, fixed=True)
     vocab_size: int = flag(50304, MODEL, "50257, padded to a multiple of 128", minimum=1, fixed=True)
-    window: int = flag("auto", MODEL, "last sliding window, tokens; auto: full attention", word="auto",
-                       minimum=1, fixed=True, recipes=MODERN)
+    window: int = flag("auto", MODEL, "tokens; auto: all", word="auto", minimum=1, fixed=True, recipes=MODERN)
     total_batch_size: int = flag(524288, BATCH, "tokens per step, all ranks", minimum=1, fixed=True)
-    batch_size: int = flag("auto", BATCH, "most sequences per micro-step", word="auto", minimum=1, per_run=True)
+    batch_size: int = flag("auto", BATCH, "sequences per micro-step", word="auto", minimum=1, per_run=True)
     sequence_length: int = flag("auto", BATCH, "tokens; auto: block_size", word="auto", minimum=1, fixed=True)
-    updates_per_step: int = flag("auto", BATCH, "optimizer updates per step, half as many after 1/3 of the run, "
-                                 "a quarter after 2/3; auto: 1, frontier's by tokens", word="auto", minimum=1)
+    updates_per_step: int = flag("auto", BATCH, "optimizer updates per step, fewer after 1/3 and 2/3 of the "
+                                 "run; auto: 1, frontier's by tokens", word="auto", minimum=1)
     max_steps: int = flag(19073, OPTIM, "optimizer steps; 19073 are one epoch of 10B tokens", minimum=1)
     warmup_steps: int = flag(715, OPTIM, "steps of linear warmup; 715 are GPT-3's 375 million tokens")
     max_lr: float = flag(6e-4, OPTIM, "learning rate after the warmup")
     min_lr: float = flag("auto", OPTIM, "at the end; auto: max_lr / 10, frontier's by length", word="auto")
-    cooldown: float = flag("auto", OPTIM, "last fraction of the run, in which the learning rate decays; auto: "
-                           "0.2856, frontier's by length", word="auto", recipes=MODERN)
+    cooldown: float = flag("auto", OPTIM, "last fraction of the run, in which lr decays; auto: 0.2856, "
+                           "frontier's by length", word="auto", recipes=MODERN)
     weight_decay: float = flag(0.1, OPTIM, "of AdamW (matrices, embeddings) and Muon", minimum=0)
     grad_clip: float = flag(1.0, OPTIM, "largest gradient norm; inf: no clipping")
     seed: int = flag(1337, OPTIM, "random seed of initial weights and data order", bits=63, fixed=True)
     device: str = flag("auto", SPEED, "auto, cuda, mps or cpu", per_run=True)
-    dtype: str = flag("auto", SPEED, "of matrix products (autocast); auto: bfloat16 where supported",
-                      choices=["auto", "float32", "bfloat16", "float16"])
+    dtype: str = flag("auto", SPEED, "of autocast", choices=["auto", "float32", "bfloat16", "float16"])
     tf32: bool = flag(True, SPEED, "use TF32 in float32 matrix products on CUDA")
     compile: bool = flag(None, SPEED, "torch.compile (default: on CUDA)", type=bool, per_run=True)
     attention: str = flag("auto", SPEED, "kernel; auto: SDPA's choice", choices=list(ATTENTION))
-    recompute: bool = flag(False, SPEED, "recompute blocks in the backward: less memory, more work", per_run=True)
+    recompute: bool = flag(False, SPEED, "recompute blocks in the backward, to save memory", per_run=True)
     shard_optimizer: bool = flag(False, SPEED, "a rank keeps the moments of its share (ZeRO 1)", per_run=True)
     val_every: int = flag(250, OUTPUT, "steps between validations; 0: never")
     hellaswag_every: int = flag(250, OUTPUT, "steps between HellaSwag evaluations; 0: never")
     sample_every: int = flag(250, OUTPUT, "steps between samples of text; 0: never")
     sample_prompt: str = flag("auto", OUTPUT, "what samples continue; auto: the first words of your own text")
     checkpoint_every: int = flag(250, OUTPUT, "steps between checkpoints; 0: never")
-    keep_checkpoints: int = flag(3, OUTPUT, "newest ones kept, beside the best, or all", word="all", minimum=1)
+    keep_checkpoints: int = flag(3, OUTPUT, "newest kept, beside the best, or all", word="all", minimum=1)
     out: str = flag("log", OUTPUT, "folder for log.txt and checkpoints", per_run=True)
     resume: str = flag("auto", OUTPUT, "auto (newest in --out), never, or a checkpoint or run", per_run=True)
     wandb: bool = flag(False, OUTPUT, "also log to Weights & Biases (pip install wandb)", per_run=True)
@@ -111,12 +107,6 @@ def warmup_cosine(step: int, config: Config) -> float:
     return floor + 0.5 * (1.0 + math.cos(math.pi * progress)) * (1.0 - floor)
 
 
-def updates_of_step(step: int, config: Config) -> int:
-    """Optimizer updates of a step: --updates_per_step, half as many after a third of the steps, a quarter
-    after two, but at least one. So the batch of an update grows over the run, as in record 46."""
-    return max(1, config.updates_per_step >> min(2, 3 * step // config.max_steps))
-
-
 @dataclass
 class Recipe:
     """How a model is trained; its class is in model.MODELS. The loop asks for nothing else."""
@@ -124,7 +114,7 @@ class Recipe:
     lr: Callable                # step, config -> fraction of the largest
     momentum: Callable = None   # step, config -> Muon's
     defaults: dict = field(default_factory=dict)        # of flags, where they differ from Config's
-    automatic: Callable = lambda c, ranks: dict(        # what `auto` means: record 10's cooldown is 926 of 3,242
+    automatic: Callable = lambda c, ranks: dict(        # of `auto`; record 10's cooldown: 926 of 3,242 steps
         updates_per_step=1 if c.updates_per_step == "auto" else c.updates_per_step,
         cooldown=0.2856 if c.cooldown == "auto" else c.cooldown,
         min_lr=c.max_lr / 10 if c.min_lr == "auto" else c.min_lr)
@@ -151,10 +141,8 @@ RECIPES = {
 
 
 def parse_flags(argv: list[str] | None = None) -> tuple[Config, set[str]]:
-    """(Config, names of the fields given as flags)."""
-    recipes = {name: recipe.defaults for name, recipe in RECIPES.items()}
-    return parse_config("train_gpt2.py", Config, lambda given: choose_defaults(given, recipes), __doc__, argv,
-                        recipes, preset_notes())
+    """(Config, names of the fields given as flags). UserError for values that no run can have."""
+    return read_flags(Config, {name: recipe.defaults for name, recipe in RECIPES.items()}, __doc__, argv)
 
 
 # ----------------------------------------------------------------------------- set-up
@@ -178,7 +166,7 @@ class Run:
     hella: list = ()                    # batches of HellaSwag
     batches: Iterator = iter(())        # micro-batches, rows of tokens (B, T + 1)
     record: Record | None = None        # rank 0's metrics.csv and log.txt
-    saver: Saver | None = None          # rank 0's
+    saver: saved.Saver | None = None    # rank 0's
     known: tuple = ()                   # evaluations of the first step that the record has
     pending: deque = field(default_factory=deque)       # steps whose numbers a GPU still computes
     losses: list = field(default_factory=list)
@@ -204,24 +192,9 @@ def set_up_process(config: Config) -> Process:
     return Process(rank, world_size, device)
 
 
-def begin_or_resume(flags: Config, explicit_flags: set[str], process: Process) -> tuple:
-    """(flags of the run, model or None, checkpoint or None, its path). A new run begins with fresh weights, or
-    with those of --init. A resumed one keeps the flags that it began with, where they are not given anew."""
-    process.require_same(flag_values(flags))
-    # rank 0 decides: without a shared file system other machines may have another newest checkpoint
-    path = process.gather(process.on_all_ranks(choose_checkpoint, flags))[0]
-    if not path:
-        return flags, load_init(flags, explicit_flags, process, MODELS, load_model), None, None
-    checkpoint = process.on_all_ranks(read_run, path)
-    asked = merge_flags(flags, explicit_flags, PRESETS[flags.preset][1], checkpoint, path)
-    return asked, model_from_checkpoint(checkpoint, path, MODELS, recovery_hint(path)), checkpoint, path
-
-
-def complete(asked: Config, explicit_flags: set[str], model: LanguageModel | None, process: Process) -> Config:
-    """`asked` with all that is `auto` decided: by the model of --init or a checkpoint, the device, the recipe.
-    UserError if it cannot run."""
-    config = replace(asked, **model_shape(model))
-    check_flags(config, explicit_flags)
+def complete(asked: Config, model: LanguageModel | None, process: Process) -> Config:
+    """`asked` with all that is `auto` decided: by the model that was loaded, the device, the recipe."""
+    config = replace(asked, **saved.model_shape(model))
 
     def auto(name, decided):
         return decided if getattr(config, name) == "auto" else getattr(config, name)
@@ -247,21 +220,22 @@ def compile_model(model: LanguageModel) -> Callable:
 
 def wrap_model(model: Callable, device: str) -> DDP:
     """`model` inside DDP, which averages the ranks' gradients. 170 MB a bucket are three graphs of a compiled
-    124M; torch's 25 MB are 14, which read and write 159 GB for 64 x 1024 tokens instead of 149. Buffers (window,
-    stems) are the same on all ranks, and not sent."""
-    buffers = "forward_sync_buffers" if "forward_sync_buffers" in signature(DDP).parameters else "broadcast_buffers"
+    124M; torch's 25 MB are 14, which read and write 159 GB for 64 x 1024 tokens instead of 149. Buffers
+    (window, stems) are the same on all ranks, and not sent."""
+    names = {"forward_sync_buffers", "broadcast_buffers"} & set(signature(DDP).parameters)      # new, old
     return DDP(model, device_ids=[device] if device.startswith("cuda") else None, bucket_cap_mb=170,
-               gradient_as_bucket_view=True, **{buffers: False})
+               gradient_as_bucket_view=True, **{max(names): False})
 
 
 def set_up(flags: Config, explicit_flags: set[str], process: Process) -> Run | None:
     """From flags to a Run; None after --dry_run. Nothing is written before everything has been checked."""
     torch.manual_seed(flags.seed)
-    asked, model, checkpoint, path = begin_or_resume(flags, explicit_flags, process)
-    config = complete(asked, explicit_flags, model, process)
-    check_complete(config, process)
+    # a new run, with the model of --init or none yet, or the flags, model and checkpoint of one that resumes
+    asked, model, checkpoint, path = saved.begin_or_resume(flags, explicit_flags, process, MODELS, load_model)
+    config = complete(asked, model, process)
+    check_complete(config, explicit_flags, process)
     data = process.on_all_ranks(open_data, config)
-    check_data(data.fingerprints(), checkpoint, path, config.data, process)
+    saved.check_data(data.fingerprints(), checkpoint, path, config.data, process)
 
     device, device_type = process.device, process.device.split(":")[0]
     model = (model or fresh_model(config)).to(device)
@@ -279,18 +253,17 @@ def set_up(flags: Config, explicit_flags: set[str], process: Process) -> Run | N
 
     run = Run(asked, config, process, data, model, compiled, wrapped, optimizers, owner, scaler, autocast)
     if checkpoint:
-        restore(run, checkpoint, path)
-    run.batch_size = choose_batch_size(run, updates_of_step(config.max_steps - 1, config))
+        saved.restore(run, checkpoint, path)                # moments, scaler, step
+    run.batch_size = choose_batch_size(run)
     print_header(run, path)
     if config.dry_run:
         return None
     run.hella = hellaswag.hellaswag_batches(config, explicit_flags, process)
     if not config.overfit:
-        process.on_all_ranks(open_output, run, path)
+        process.on_all_ranks(saved.open_output, run, path)
         run.known = process.gather(run.known)[0]
-    run.batches = read_ahead(micro_batches(
-        data.train, config.total_batch_size, lambda step: updates_of_step(step, config), run.batch_size, run.step,
-        process.rank, process.world_size), pin=device_type == "cuda")
+    run.batches = read_ahead(micro_batches(data.train, config, run.batch_size, run.step, process.rank,
+                                           process.world_size), pin=device_type == "cuda")
     process.listen()
     return run
 
@@ -298,7 +271,7 @@ def set_up(flags: Config, explicit_flags: set[str], process: Process) -> Run | N
 # ----------------------------------------------------------------------------- a step
 
 def set_schedule(run: Run) -> float:
-    """Sets the learning rate of every group, Muon's momentum and the window of this step. Returns the rate."""
+    """Sets every group's learning rate, Muon's momentum and the window of this step. Returns the rate."""
     config, recipe = run.config, RECIPES[run.config.recipe]
     fraction = recipe.lr(run.step, config)
     for optimizer in run.optimizers:
@@ -313,13 +286,11 @@ def set_schedule(run: Run) -> float:
 
 def train_step(run: Run) -> torch.Tensor | None:
     """One step: in each of its updates gradients are summed over micro-batches and averaged over the ranks.
-    Never waits for a GPU. Returns float32 (3,), the same on all ranks: mean loss of the step's tokens,
-    largest gradient norm before clipping, how many ranks were asked to stop. One process that is asked drops
-    the unfinished step and returns None, but not after its first update."""
+    Never waits for a GPU. Returns float32 (3,), the same on all ranks: mean loss, largest gradient norm before
+    clipping, how many ranks are asked to stop; None if one process is asked before the first update."""
     config, process, results = run.config, run.process, []
     updates = updates_of_step(run.step, config)
-    B, micro_steps = divide_update(config.total_batch_size, config.sequence_length, updates,
-                                   process.world_size, run.batch_size)
+    _, micro_steps = divide_update(config, updates, process.world_size, run.batch_size)
     for update in range(updates):
         loss_sum = torch.zeros((), device=process.device)
         for micro_step in process.progress(f"step {run.step}", range(micro_steps)):
@@ -391,8 +362,8 @@ def print_samples(run: Run, num_samples: int = 4, max_new_tokens: int = 32) -> N
     prompt = encode(run.config.sample_prompt).tolist()[-run.config.block_size:] or [EOT]
     idx = torch.tensor([prompt] * num_samples, device=run.process.device)       # (num_samples, T)
     with run.autocast:
-        idx = run.model.generate(idx, max_new_tokens, generator=generator)
-    for i, row in enumerate(idx.tolist()):
+        rows = run.model.generate(idx, max_new_tokens, generator=generator).tolist()
+    for i, row in enumerate(rows):
         run.process.print0(f"sample {i}: {tokenizer().decode(row)}")
 
 
@@ -405,7 +376,7 @@ def evaluate(run: Run, due: Callable[[int], bool]) -> None:
         if process.stop:
             return
         if not math.isfinite(loss):
-            raise RunError(f"step {step}: validation loss {loss}: lower --max_lr. {newest_of(config.out)}")
+            raise RunError(f"step {step}: validation loss {loss}. {newest_of(config.out)}")
         log_evaluation(run, "val", loss, f"validation loss: {loss:.4f}{in_bits(loss, run.data)}")
     if run.hella and due(config.hellaswag_every) and "hella" not in known:
         counts = hellaswag.evaluate(run.model, run.hella, process.device, run.autocast, process.rank,
@@ -418,8 +389,7 @@ def evaluate(run: Run, due: Callable[[int], bool]) -> None:
         print_samples(run)
     run.known = ()
     if run.record and (due(config.val_every) or due(config.hellaswag_every)):
-        plots.draw(config.out, f"{config.recipe}, {config.n_layer} layers of width {config.n_embd}",
-                   plots.published_for(config))
+        plots.draw_run(config)
 
 
 # ----------------------------------------------------------------------------- the loop
@@ -427,47 +397,32 @@ def evaluate(run: Run, due: Callable[[int], bool]) -> None:
 def save(run: Run) -> None:
     """OUT/checkpoint_STEP.pt: weights, the optimizers' moments, step, the flags as they were given."""
     model, process = run.model, run.process
-    process.require_same({"the weights' sum of bits": weights_digest(model)},
+    process.require_same({"the weights' sum of bits": saved.weights_digest(model)},
                          "the ranks have drifted apart; resume from the checkpoint before")
-    optimizers = gather_state(run)                      # each rank has some of the moments
+    optimizers = saved.gather_state(run)                      # each rank has some of the moments
     if process.is_master:
         run.saver.write({
-            "model": host_copy(model.state_dict()), "model_config": asdict(model.config),
+            "model": saved.host_copy(model.state_dict()), "model_config": asdict(model.config),
             "recipe": run.config.recipe, "config": asdict(run.asked), "step": run.step,
             "optimizers": optimizers, "scaler": run.scaler.state_dict(),
-            "data": run.data.fingerprints(), "job": job()}, run.record)
-
-
-def read_numbers(run: Run, keep: int = 0) -> None:
-    """Reads, prints and records the finished steps but the newest `keep`. RunError if one is not finite."""
-    while len(run.pending) > keep:
-        step, numbers, lr = run.pending.popleft()
-        loss, norm, stops = numbers()                   # on a GPU this waits for that step
-        run.process.agreed |= stops > 0 and run.process.world_size > 1
-        # float16's scaler skips a step that overflows and lowers its scale, which is 65536 at first
-        run.overflows = 0 if math.isfinite(norm) else run.overflows + 1
-        if not math.isfinite(loss) or run.overflows > (25 if run.config.dtype == "float16" else 0):
-            raise RunError(f"step {step}: loss {loss}, gradient norm {norm}: lower --max_lr or lengthen "
-                           f"--warmup_steps. {newest_of(run.config.out)}")
-        log_step(run, step, loss, norm, lr)
+            "data": run.data.fingerprints(), "job": saved.job()}, run.record)
 
 
 def loop(run: Run) -> None:
     """Save, evaluate, train, log, until max_steps or a signal."""
-    config, process, saved = run.config, run.process, run.step
+    config, process, newest = run.config, run.process, run.step         # newest: step of the last checkpoint
     periods = config.val_every, config.hellaswag_every, config.sample_every, config.checkpoint_every
-    behind = 1 if process.device.startswith("cuda") else 0      # steps whose numbers are read later
 
     def due(every):
         return every and (run.step % every == 0 or run.step == config.max_steps)
 
     while True:
         if process.stop or run.step == config.max_steps or any(map(due, periods)):
-            read_numbers(run)
+            log_steps(run)                          # also ends the run if a loss or gradient is not finite
         # save: first, so that a kill during the evaluation loses nothing
-        if config.checkpoint_every and run.step > saved and (process.stop or due(config.checkpoint_every)):
+        if config.checkpoint_every and run.step > newest and (process.stop or due(config.checkpoint_every)):
             save(run)
-            saved = run.step
+            newest = run.step
         if process.stop:
             break
         # evaluate
@@ -486,19 +441,18 @@ def loop(run: Run) -> None:
         run.step += 1
         # log: this step, on a GPU the one before, so that the GPU never waits for the CPU
         run.pending.append((run.step - 1, fetch(numbers), lr))
-        read_numbers(run, keep=behind)
+        log_steps(run, keep=1 if process.device.startswith("cuda") else 0)
 
 
 def main(argv: list[str] | None = None) -> int:
     """The command. Returns the exit code."""
     flags, explicit_flags = parse_flags(argv)
-    check_flags(flags, explicit_flags)
     process = set_up_process(flags)
     with oom_as_user_error(lambda: f"{process.device} is out of memory: give a smaller --batch_size, "
                                    "--recompute, --shard_optimizer (several GPUs), or a smaller model"):
         run, code = set_up(flags, explicit_flags, process), 0
         if run:
-            with outputs(run):
+            with saved.outputs(run):
                 loop(run)
             code = print_summary(run)
     if process.world_size > 1:

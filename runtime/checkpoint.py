@@ -1,4 +1,4 @@
-"""Checkpoints: which one a run resumes from, what it decides of the flags and restores, how one is written."""
+"""Checkpoints: which one a run resumes from, what it decides and restores, how one is written."""
 import dataclasses
 import math
 import os
@@ -17,14 +17,14 @@ from torch import Tensor
 from runtime import plots
 from runtime.cli import RunError, UserError, safe_repr
 from runtime.console import Record
-from runtime.files import (checkpoint_name, checkpoints, lock_folder, readable, remove_leftovers, replace_file,
-                           writable)
+from runtime.files import (checkpoint_name, checkpoints, lock_folder, newest_of, readable,
+                           remove_leftovers, replace_file, writable)
 from runtime.muon import state_keys
-from runtime.weights import find_checkpoint, read_checkpoint
+from runtime.presets import PRESETS, flag_values
+from runtime.weights import find_checkpoint, model_from_checkpoint, read_checkpoint
 
 RUN_FILES = "log.txt", "metrics.csv", "loss.png", "wandb_id"       # beside the checkpoints
 MODEL_SHAPE = "n_layer", "n_head", "n_embd", "block_size", "vocab_size"
-PER_MACHINE = "data", "hellaswag_data", "init", "out", "device", "wandb"        # ranks may differ in these
 KEYS = {"model", "model_config", "config", "recipe", "step", "optimizers", "scaler", "data"}
 
 
@@ -35,14 +35,15 @@ def choose_checkpoint(config) -> Path | None:
     newest = checkpoints(config.out)[-1:] if not config.overfit else []
     # torchrun --max_restarts: the same command, whose --resume never or PATH the first attempt has followed
     restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    if newest and (config.resume == "auto" or restarted and read_checkpoint(newest[0][1]).get("job") == job()):
+    if newest and (config.resume == "auto" or
+                   restarted and read_checkpoint(newest[0][1]).get("job") == job()):
         return newest[0][1]
     if config.resume in ("auto", "never"):
         return None
     if path := find_checkpoint(config.resume):
         return path
-    raise UserError(f"--resume {config.resume} is neither a checkpoint nor a run's folder: check the path, or "
-                    "start a new run from a model's weights by --init")
+    raise UserError(f"--resume {config.resume} is neither a checkpoint nor a run's folder: check the path, "
+                    "or start a new run from a model's weights by --init")
 
 
 def job() -> str:
@@ -72,9 +73,22 @@ def read_run(path: Path) -> dict:
     return checkpoint
 
 
-def merge_flags(config, explicit_flags: set[str], preset: dict, checkpoint: dict, path: Path):
-    """`config` with what the checkpoint's run was asked for in place of flags that are not given, explicitly or
-    by the `preset`. UserError for a given one that may not change, and for a checkpoint beyond --max_steps."""
+def begin_or_resume(flags, explicit_flags: set[str], process, models: dict, load_model: Callable) -> tuple:
+    """(flags of the run, model or None, checkpoint or None, its path). A new run begins with fresh weights or
+    those of --init. A resumed one keeps the flags that it began with, where they are not given anew."""
+    process.require_same(flag_values(flags))
+    # rank 0 decides: without a shared file system other machines may have another newest checkpoint
+    path = process.gather(process.on_all_ranks(choose_checkpoint, flags))[0]
+    if not path:
+        return flags, load_init(flags, explicit_flags, process, models, load_model), None, None
+    checkpoint = process.on_all_ranks(read_run, path)
+    asked = merge_flags(flags, explicit_flags, checkpoint, path)
+    return asked, model_from_checkpoint(checkpoint, path, models, recovery_hint(path)), checkpoint, path
+
+
+def merge_flags(config, explicit_flags: set[str], checkpoint: dict, path: Path):
+    """`config` with what the checkpoint's run was asked for in place of flags that are not given. UserError
+    for one given, explicitly or by --preset, that may not change, and for a step beyond --max_steps."""
     known = {f.name: f for f in dataclasses.fields(config) if not f.metadata.get("per_run")}
     with state_of_run(path):
         before = {name: value for name, value in checkpoint["config"].items() if name in known}
@@ -92,22 +106,18 @@ def merge_flags(config, explicit_flags: set[str], preset: dict, checkpoint: dict
             raise ValueError(f"its step is {safe_repr(step)}")
     given = explicit_flags
     if "preset" in explicit_flags:              # of a preset with --init the model's shape counted
-        given = given | preset.keys() - (shape.keys() if config.init != "scratch" else set())
+        given = given | PRESETS[config.preset][1].keys() - (shape.keys() if config.init != "scratch" else set())
     for name in sorted(given & before.keys()):
         now, had = getattr(config, name), before[name]
         if known[name].metadata.get("fixed") and now not in (had, checkpoint["model_config"].get(name, had)):
             raise UserError(f"{path} was trained with --{name} {had}, not {now}: give the same, or start a "
                             "new run with another --out")
-    merged = dataclasses.replace(config, **{k: v for k, v in before.items() if k not in explicit_flags} | shape)
+    kept = {name: value for name, value in before.items() if name not in explicit_flags}
+    merged = dataclasses.replace(config, **kept | shape)
     if step > merged.max_steps:
         raise UserError(f"{path} is at step {step}, beyond --max_steps {merged.max_steps}: give more steps, "
                         "or --resume an earlier checkpoint")
     return merged
-
-
-def flag_values(config) -> dict:
-    """{--flag: value} of those that must be the same on all ranks."""
-    return {f"--{k}": v for k, v in dataclasses.asdict(config).items() if k not in PER_MACHINE}
 
 
 def load_init(config, explicit_flags: set[str], process, models: dict, load_model: Callable):
@@ -119,8 +129,8 @@ def load_init(config, explicit_flags: set[str], process, models: dict, load_mode
     has = model_shape(model) | {"recipe": recipe}
     for name, value in has.items():
         if getattr(config, name) != value and name in explicit_flags | {"recipe"}:
-            raise UserError(f"--{name} {getattr(config, name)} contradicts --init {config.init}, whose model has "
-                            f"{value}: give --{name} {value}")
+            raise UserError(f"--{name} {getattr(config, name)} contradicts --init {config.init}, whose model "
+                            f"has {value}: give that")
     if "window" in explicit_flags and hasattr(model.config, "window"):
         model.config.window = 0 if config.window == "auto" else config.window       # any fits the weights
     return model
@@ -137,7 +147,7 @@ def check_data(data: dict, checkpoint: dict | None, path: Path | None, folder: s
     if not checkpoint:
         return
     with state_of_run(path):
-        before = [(str(name), int(tokens), str(digest)) for name, tokens, digest in checkpoint["data"]["train"]]
+        before = [(str(name), int(n), str(digest)) for name, n, digest in checkpoint["data"]["train"]]
     for had, has in zip_longest(before, data["train"], fillvalue=("none", 0, "-")):
         if had[1:] != tuple(has[1:]):
             raise UserError(f"{path} was trained on other shards than {folder} has: the first that differs "
@@ -236,8 +246,8 @@ class Saver:
                                                 content["optimizers"].items() for key, t in state.items())]
         for name, tensor in tensors:
             if not tensor.isfinite().all():
-                raise RunError(f"after step {content['step']}, {name} is not finite: {path.name} is not saved. "
-                               f"{newest_of(self.out)}; lower --max_lr if it happens again")
+                raise RunError(f"after step {content['step']}, {name} is not finite: {path.name} is not "
+                               f"saved. {newest_of(self.out)}; lower --max_lr if it happens again")
         replace_file(path, lambda file: torch.save(content, file))
         kept = checkpoints(self.out)[:-self.keep] if self.keep != "all" else []
         for step, old in kept:
@@ -251,13 +261,6 @@ class Saver:
         if pending := self.pending:
             self.pending = None
             pending.result()
-
-
-def newest_of(out: str | Path) -> str:
-    """What the same command does next in `out`, for the last line of a run that failed."""
-    found = checkpoints(out)
-    return (f"The same command resumes from {found[-1][1].name}" if found else
-            "There is no checkpoint yet: the same command starts again")
 
 
 def move_aside(out: str | Path, path: Path | None, step: int) -> str:
@@ -288,7 +291,7 @@ def open_output(run, path: Path | None) -> None:
     run.lock = lock_folder(config.out)
     if line := move_aside(config.out, path, run.step):
         process.print0(line)
-    run.record = Record(config.out, run.step, config.total_batch_size, dataclasses.asdict(config), config.wandb)
+    run.record = Record(config.out, run.step, config.total_batch_size, vars(config), config.wandb)
     run.known = tuple(kind for kind in ("val", "hella") if run.record.value(run.step, kind) is not None)
     run.saver = Saver(config.out, config.keep_checkpoints, process.device != "cpu", process.print0)
 

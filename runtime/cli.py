@@ -138,10 +138,10 @@ def parse_config(prog: str, Config: type, defaults: Callable[[dict], dict], desc
             if f.default is False:
                 group.add_argument(f"--no_{name}", **both, help=argparse.SUPPRESS)
         else:
-            metavar = None if choices else f"{word}|{kind.__name__}".upper() if word else kind.__name__.upper()
+            shown = f"{word}|{kind.__name__}" if word else kind.__name__
             group.add_argument(f"--{name}", default=argparse.SUPPRESS, choices=choices, help=help,
-                               metavar=metavar, type=number_or(word, kind) if word else
-                               parse_int if kind is int else kind)
+                               metavar=None if choices else shown.upper(),
+                               type=number_or(word, kind) if word else parse_int if kind is int else kind)
     given = vars(parser.parse_args(argv))         # SUPPRESS: without the flags that were not given
     return Config(**defaults(given) | given), set(given)
 

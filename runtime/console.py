@@ -11,7 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from runtime.files import checkpoints, read_text, readable, replace_file, sync, writable
+from runtime.cli import RunError
+from runtime.files import checkpoints, newest_of, read_text, readable, replace_file, sync, writable
 
 FORMATS = dict(step="d", tokens="d", seconds=".3f", train=".6f", val=".6f", hella=".6f", lr=".6g",
                norm=".4f", tokens_per_second=".6g")         # of metrics.csv's cells
@@ -208,7 +209,7 @@ def print_header(run, path: Path | None) -> None:
     say(f"{c.recipe}: {sum(p.numel() for p in run.model.parameters()):,} parameters "
         f"({counted(c.n_layer, 'layer')}, {counted(c.n_head, 'head')}, width {c.n_embd}, "
         f"vocabulary {c.vocab_size}{window})")
-    B, n = divide_update(tokens, T, c.updates_per_step, process.world_size, run.batch_size)
+    B, n = divide_update(c, c.updates_per_step, process.world_size, run.batch_size)
     n *= c.updates_per_step
     first = f" in {c.updates_per_step} updates at first" if c.updates_per_step > 1 else ""
     say(f"{tokens:,} tokens a step = {B} x {T} x {counted(n, 'micro-step')} x {processes}{first}; "
@@ -222,24 +223,34 @@ def print_header(run, path: Path | None) -> None:
         say(f"resuming from {path} at step {run.step} of {c.max_steps}")
     if c.dry_run:
         seconds = try_micro_step(run, B) * n
-        say(f"about {duration(seconds)} a step, {duration(seconds * (c.max_steps - run.step))} in all without "
-            "evaluations; nothing was written; the same command without --dry_run starts the run")
+        say(f"about {duration(seconds)} a step, {duration(seconds * (c.max_steps - run.step))} in all without"
+            " evaluations; nothing was written, and the same command without --dry_run starts the run")
 
 
-def log_step(run, step: int, loss: float, norm: float, lr: float) -> None:
-    """Prints and records a step that has just finished."""
+def log_steps(run, keep: int = 0) -> None:
+    """Prints and records the finished steps but the newest `keep`. RunError for a loss or gradient that is
+    not finite; float16's scaler skips a step that overflows and lowers its scale, which is 65536 at first."""
     from runtime.device import peak_flops
-    config, now = run.config, time.perf_counter()
-    dt, run.clock = now - run.clock, now
-    run.losses.append(loss)
-    run.seconds.append(dt)
-    rate, peak = config.total_batch_size / dt, peak_flops(run.process.device)
-    flops = run.model.flops_per_token(config.sequence_length)
-    mfu = rate * flops / peak / run.process.world_size if peak else None
-    left = statistics.median(run.seconds[-20:]) * (config.max_steps - 1 - step)
-    run.process.print0(step_line(step, loss, norm, lr, dt, rate, mfu, left))
-    if run.record:
-        run.record.train(step, loss, norm, lr, dt)
+    config, process = run.config, run.process
+    while len(run.pending) > keep:
+        step, numbers, lr = run.pending.popleft()
+        loss, norm, stops = numbers()                   # on a GPU this waits for that step
+        now = time.perf_counter()
+        dt, run.clock = now - run.clock, now
+        process.agreed |= stops > 0 and process.world_size > 1
+        run.overflows = 0 if math.isfinite(norm) else run.overflows + 1
+        if not math.isfinite(loss) or run.overflows > (25 if config.dtype == "float16" else 0):
+            raise RunError(f"step {step}: loss {loss}, gradient norm {norm}: lower --max_lr or lengthen "
+                           f"--warmup_steps. {newest_of(config.out)}")
+        run.losses.append(loss)
+        run.seconds.append(dt)
+        rate, peak = config.total_batch_size / dt, peak_flops(process.device)
+        flops = run.model.flops_per_token(config.sequence_length)
+        mfu = rate * flops / peak / process.world_size if peak else None
+        left = statistics.median(run.seconds[-20:]) * (config.max_steps - 1 - step)
+        process.print0(step_line(step, loss, norm, lr, dt, rate, mfu, left))
+        if run.record:
+            run.record.train(step, loss, norm, lr, dt)
 
 
 def log_evaluation(run, kind: str, value: float, text: str) -> None:
@@ -261,18 +272,20 @@ def print_summary(run) -> int:
     if run.seconds:
         say(speed_line(run.seconds, config.total_batch_size, peak_memory(process.device)))
     if process.stop:
+        then = "the same command resumes" if config.checkpoint_every else "not saved (--checkpoint_every 0)"
         say(f"stopped by {process.received or 'a signal'} after {run.step} of {config.max_steps} steps: "
-            f"{'the same command resumes' if config.checkpoint_every else 'not saved (--checkpoint_every 0)'}")
+            f"{then}")
         return 0
     if config.overfit:
         passed = run.losses[-1] < 0.1
-        say(f"overfit one batch: loss {run.losses[0]:.4f} -> {run.losses[-1]:.4f} in {len(run.losses)} steps: "
-            f"{'PASSED' if passed else 'FAILED (under 0.1 is expected)'}")
+        say(f"overfit one batch: loss {run.losses[0]:.4f} -> {run.losses[-1]:.4f} in {len(run.losses)} "
+            f"steps: {'PASSED' if passed else 'FAILED (under 0.1 is expected)'}")
         if passed:                              # its last line goes on to training
             say("next: python fineweb.py --input input.txt --out data/shakespeare")
         return 0 if passed else 1
     saved = dict(checkpoints(config.out))
-    say(f"done: {run.step} steps; in {config.out}: log.txt, metrics.csv, loss.png{', checkpoints' * bool(saved)}")
+    say(f"done: {run.step} steps; in {config.out}: log.txt, metrics.csv, loss.png"
+        + (", checkpoints" if saved else ""))
     best = run.record and run.record.best(saved)
     if best:
         say(f"best checkpoint: {saved[best[1]]}, validation loss {best[0]:.4f}"

@@ -7,7 +7,7 @@ import bisect
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -107,29 +107,37 @@ def largest_divisor(n: int, most: int) -> int:
     return next((d for d in range(min(n, most), 1, -1) if n % d == 0), 1)
 
 
-def divide_update(total_batch_size: int, T: int, updates: int, ranks: int, batch_size: int) -> tuple[int, int]:
+def updates_of_step(step: int, config) -> int:
+    """Optimizer updates of a step: --updates_per_step, half as many after a third of the steps, a quarter
+    after two, but at least one. So the batch of an update grows over the run, as in record 46."""
+    return max(1, config.updates_per_step >> min(2, 3 * step // config.max_steps))
+
+
+def divide_update(config, updates: int, ranks: int, batch_size: int) -> tuple[int, int]:
     """(B, n): each rank's sequences of one of a step's equal `updates`, as n micro-batches of B sequences, at
     most `batch_size`. UserError if they do not divide."""
+    total_batch_size, T = config.total_batch_size, config.sequence_length
     rows, rest = divmod(total_batch_size, T * updates * ranks)
     if rest or not rows:
         unit = T * updates * ranks
         near = " or ".join(str(n * unit) for n in (rows, rows + 1) if n)
-        raise UserError(f"--total_batch_size {total_batch_size} does not divide into sequences of {T} tokens, "
-                        f"{ranks} processes and {updates} updates a step: give {near}")
+        raise UserError(f"--total_batch_size {total_batch_size} does not divide into sequences of {T} "
+                        f"tokens, {ranks} processes and {updates} updates a step: give {near}")
     B = largest_divisor(rows, batch_size)
     return B, rows // B
 
 
-def micro_batches(dataset: TokenDataset, total_batch_size: int, updates_of_step: Callable[[int], int],
-                  batch_size: int, step: int = 0, rank: int = 0, ranks: int = 1) -> Iterator[np.ndarray]:
-    """A rank's micro-batches from `step` on, without an end: sequences with their last target, uint16
-    (B, T+1). Step s has the sequences [s N, (s + 1) N) of the dataset, N = total_batch_size / T; of its m-th
-    micro-batches rank r has the B from number s N + (m ranks + r) B on."""
+def micro_batches(dataset: TokenDataset, config, batch_size: int, step: int = 0, rank: int = 0,
+                  ranks: int = 1) -> Iterator[np.ndarray]:
+    """A rank's micro-batches of at most batch_size sequences from `step` on, without an end: uint16 (B, T+1),
+    the last target included. Step s has the sequences [s N, (s + 1) N) of the dataset, N = total_batch_size /
+    T; of its m-th micro-batches rank r has the B from number s N + (m ranks + r) B on."""
+    N = config.total_batch_size // config.sequence_length
     for s in itertools.count(step):
-        updates = updates_of_step(s)
-        B, n = divide_update(total_batch_size, dataset.T, updates, ranks, batch_size)
+        updates = updates_of_step(s, config)
+        B, n = divide_update(config, updates, ranks, batch_size)
         for m in range(updates * n):
-            yield dataset.read(s * (total_batch_size // dataset.T) + (m * ranks + rank) * B, B)
+            yield dataset.read(s * N + (m * ranks + rank) * B, B)
 
 
 def read_ahead(batches: Iterator[np.ndarray], pin: bool) -> Iterator[torch.Tensor]:
@@ -177,7 +185,7 @@ class Data:
 
 
 def open_data(config) -> Data:
-    """What `config`, a completed train_gpt2.Config, reads: one batch of input.txt, or the shards of --data."""
+    """What a completed train_gpt2.Config reads: one batch of input.txt, or the shards of --data."""
     T, vocab_size = config.sequence_length, config.vocab_size
     if config.overfit:
         with readable(INPUT_TXT, "restore it with `git checkout -- input.txt`"):

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from runtime.cli import RunError, UserError, print_error
-from runtime.dataloader import divide_update
+from runtime.dataloader import divide_update, updates_of_step
 from runtime.kernels import check_torch
 
 
@@ -112,8 +112,8 @@ def compile_failures(compiled: bool) -> Iterator[None]:
 
 
 def try_micro_step(run, B: int) -> float:
-    """Seconds of a forward and backward of B sequences: the second one's, since the first may compile. Changes
-    neither weights nor gradients."""
+    """Seconds of a forward and backward of B sequences: the second one's, since the first may compile.
+    Changes neither weights nor gradients."""
     x = torch.zeros(B, run.config.sequence_length, dtype=torch.int64, device=run.process.device)
     run.wrapped.require_backward_grad_sync = False      # of DDP: a rank out of memory leaves no other waiting
     try:
@@ -129,22 +129,24 @@ def try_micro_step(run, B: int) -> float:
         run.model.zero_grad(set_to_none=True)
 
 
-def choose_batch_size(run, updates: int) -> int:
-    """The most sequences of a micro-step, of a run whose steps have at last `updates` updates: --batch_size; or
-    as many as an update has, on a GPU halved as long as a trial is out of memory, on a CPU 4,096 tokens, of
-    which more are no faster. A compiled model is compiled here: what fails does so before the run."""
-    config, process, T = run.config, run.process, run.config.sequence_length
+def choose_batch_size(run) -> int:
+    """The most sequences of a micro-step: --batch_size; or as many as an update has, on a GPU halved as long
+    as a trial is out of memory, on a CPU 4,096 tokens, of which more are no faster. A compiled model is
+    compiled here: what fails does so before the run."""
+    config, process = run.config, run.process
     auto, cuda = config.batch_size == "auto", process.device.startswith("cuda")
+    updates = updates_of_step(config.max_steps - 1, config)             # those with the most sequences
     most = 2**40 if auto else config.batch_size
     if auto and cuda:                           # the logits and their gradient alone take so much, in 16 bits
-        most = torch.cuda.mem_get_info(process.device)[0] // (4 * config.vocab_size * T)
+        row = 4 * config.vocab_size * config.sequence_length
+        most = torch.cuda.mem_get_info(process.device)[0] // row
     elif auto:
-        most = max(1, 4096 // T)
+        most = max(1, 4096 // config.sequence_length)
 
     def trial(B):
         try:                                    # with room for the moments, which the first step allocates
             moments = sum(2 * p.nbytes for o in run.optimizers for g in o.param_groups for p in g["params"])
-            _room = torch.empty(0 if run.step or not cuda else moments, dtype=torch.uint8, device=process.device)
+            _room = torch.empty(moments * cuda * (run.step == 0), dtype=torch.uint8, device=process.device)
             try_micro_step(run, B)
             return True
         except Exception as error:
@@ -152,7 +154,7 @@ def choose_batch_size(run, updates: int) -> int:
                 raise
             return False
     while True:
-        B, _ = divide_update(config.total_batch_size, T, updates, process.world_size, most)
+        B, _ = divide_update(config, updates, process.world_size, most)
         if not (config.compile or auto and cuda) or all(process.gather(process.on_all_ranks(trial, B))):
             return B
         torch.cuda.empty_cache()
@@ -208,8 +210,8 @@ def tune_cuda_allocator() -> None:
 
 
 def tune_malloc() -> None:
-    """Makes glibc keep large freed blocks. By default it returns them to the kernel, which zeroes them page by
-    page at the next step; on a CPU that costs more than any kernel here."""
+    """Makes glibc keep large freed blocks. By default it returns them to the kernel, which zeroes them page
+    by page at the next step; on a CPU that costs more than any kernel here."""
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):       # musl has none
         # M_MMAP_MAX, M_TRIM_THRESHOLD, M_TOP_PAD
         for parameter, value in ((-4, 0), (-1, -1), (-2, 1 << 28)):

@@ -82,6 +82,13 @@ def checkpoint_name(step: int) -> str:
     return f"checkpoint_{step:06d}.pt"
 
 
+def newest_of(out: str | Path) -> str:
+    """What the same command does next in `out`, for the last line of a run that failed."""
+    found = checkpoints(out)
+    return (f"The same command resumes from {found[-1][1].name}" if found else
+            "There is no checkpoint yet: the same command starts again")
+
+
 def is_huggingface(folder: Path) -> bool:
     """Whether a folder is read in the Hugging Face format."""
     return os.path.exists(folder / "config.json")

@@ -54,12 +54,6 @@ def is_fineweb(folder: str | Path) -> bool:
                for path in Path(folder).glob("*_val_*"))
 
 
-def published_for(config) -> list[str]:
-    """The names in PUBLISHED that a run's figures can be compared with."""
-    fineweb = config.vocab_size >= VOCAB_SIZE and is_fineweb(config.data)
-    return ["val"] * fineweb + ["hella"] * (not config.hellaswag_data)
-
-
 def mean_of(points: list[tuple], width: int) -> list[tuple]:
     """Centred moving average over `width` points."""
     xs, ys = zip(*points, strict=True)
@@ -126,6 +120,13 @@ def draw(out: str | Path, title: str, published: Collection[str] = ()) -> None:
             Drawing.process = subprocess.Popen(
                 [*command, *published], cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"},
                 stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True)
+
+
+def draw_run(config) -> None:
+    """Draws that of a train_gpt2.Config, beside the published figures that it can be compared with."""
+    fineweb = config.vocab_size >= VOCAB_SIZE and is_fineweb(config.data)
+    draw(config.out, f"{config.recipe}, {config.n_layer} layers of width {config.n_embd}",
+         ["val"] * fineweb + ["hella"] * (not config.hellaswag_data))
 
 
 def finish(patience: float = 60) -> None:

@@ -1,4 +1,4 @@
-"""--preset and --overfit: named sets of defaults of train_gpt2.py, which flags override; and checks of flags."""
+"""--preset and --overfit, named sets of defaults of train_gpt2.py, which flags override. Checks of flags."""
 import dataclasses
 import importlib.util
 import math
@@ -7,8 +7,7 @@ import textwrap
 import torch
 
 from runtime.attention import check_attention
-from runtime.checkpoint import flag_values
-from runtime.cli import UserError
+from runtime.cli import UserError, parse_config
 from runtime.dataloader import divide_update
 from runtime.tokenizer import VOCAB_SIZE
 
@@ -42,6 +41,8 @@ PRESETS = {
                       checkpoint_every=25, keep_checkpoints=1)),
 }
 
+PER_MACHINE = "data", "hellaswag_data", "init", "out", "device", "wandb"        # ranks may differ in these
+
 # --overfit, the lecture's sanity run: 50 AdamW steps on one batch, at a constant rate. It writes nothing
 OVERFIT = dict(vocab_size=50257, total_batch_size=4 * 32, sequence_length=32, shuffle=False, max_steps=50,
                warmup_steps=0, max_lr=3e-4, min_lr=3e-4, val_every=0, hellaswag_every=0, sample_every=0,
@@ -70,6 +71,19 @@ def preset_notes() -> str:
         lines += [f"  {name}: {what}", *textwrap.wrap(flags, 100, initial_indent=" " * 6,
                                                       subsequent_indent=" " * 6, break_on_hyphens=False)]
     return "\n".join(lines).replace("\0", " ") + "\n\n"
+
+
+def read_flags(Config: type, recipes: dict[str, dict], description: str, argv: list[str] | None) -> tuple:
+    """Command line -> (Config, names of the fields given as flags); `recipes`: each one's own defaults."""
+    config, given = parse_config("train_gpt2.py", Config, lambda given: choose_defaults(given, recipes),
+                                 description, argv, recipes, preset_notes())
+    check_flags(config, given)
+    return config, given
+
+
+def flag_values(config) -> dict:
+    """{--flag: value} of those that must be the same on all ranks."""
+    return {f"--{k}": v for k, v in dataclasses.asdict(config).items() if k not in PER_MACHINE}
 
 
 def check_flags(config, explicit_flags: set[str]) -> None:
@@ -103,13 +117,14 @@ def check_flags(config, explicit_flags: set[str]) -> None:
             raise UserError(f"{what}: {remedy}")
     for name in ("sequence_length", "window"):
         if getattr(c, name) != "auto" and getattr(c, name) > c.block_size:
-            raise UserError(f"--{name} {getattr(c, name)} is longer than --block_size {c.block_size}: shorten "
-                            "the one or raise the other")
+            raise UserError(f"--{name} {getattr(c, name)} is longer than --block_size {c.block_size}: "
+                            "shorten the one or raise the other")
 
 
-def check_complete(config, process) -> None:
+def check_complete(config, explicit_flags: set[str], process) -> None:
     """UserError unless the ranks have the same completed config, and it can run here."""
+    check_flags(dataclasses.replace(config, window=config.window or "auto"), explicit_flags)
     process.require_same(flag_values(config))
-    divide_update(config.total_batch_size, config.sequence_length, config.updates_per_step, process.world_size, 1)
+    divide_update(config, config.updates_per_step, process.world_size, 1)
     check_attention(config.attention, process.device, getattr(torch, config.dtype),
                     config.n_embd // config.n_head, masked=config.window > 0)

@@ -111,16 +111,16 @@ class Process:
             yield item
 
     def listen(self) -> None:
-        """From now on a signal of STOPS asks to stop, and nothing is interrupted. A second SIGINT or SIGTERM
-        ends the process at once, but not under torchrun, which passes signals on and ends the ranks itself."""
-        for name in STOPS:
-            if (number := getattr(signal, name, None)) and not (        # Windows has two; nohup ignores SIGHUP
-                    name == "SIGHUP" and signal.getsignal(number) == signal.SIG_IGN):
+        """From now on a signal of STOPS asks to stop, and interrupts nothing. A second SIGINT or SIGTERM ends
+        the process at once, but not under torchrun, which passes signals on and ends the ranks itself."""
+        for number in [getattr(signal, name) for name in STOPS if hasattr(signal, name)]:   # Windows has two
+            if signal.getsignal(number) != signal.SIG_IGN:          # as nohup leaves SIGHUP
                 signal.signal(number, self._handle)
 
     def _handle(self, number, frame):
         name = signal.Signals(number).name
-        if self.received and name in ("SIGINT", "SIGTERM") and "TORCHELASTIC_RUN_ID" not in os.environ:
+        if name in ("SIGINT", "SIGTERM") and self.received in ("SIGINT", "SIGTERM") and (
+                "TORCHELASTIC_RUN_ID" not in os.environ):
             os._exit(128 + number)
         if not self.received and self.is_master:
             with suppress(OSError):             # not print: the signal may have interrupted one
