@@ -143,7 +143,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     flag("--format", choices=["npy", "bin"], default="npy", help="NumPy's files or llm.c's (default npy)")
     argv = sys.argv[1:] if argv is None else argv
     args = parser.parse_args(argv)
-    given = {word.partition("=")[0] for word in argv if word.startswith("--")}    # their default values too
+    given = {"--" + word[2:].partition("=")[0].replace("-", "_")          # their default values too
+             for word in argv if word.startswith("--")}
     for name, allowed in ALLOWED.items():
         if getattr(args, name) is not None and (others := given - allowed):
             raise UserError(f"{min(others)} cannot be combined with --{name}: leave one of the two out")
