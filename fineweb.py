@@ -33,12 +33,13 @@ from corpus.shard_writer import VAL_SEED, ShardWriter, manifest_of, part_name, r
 from corpus.sources import TEXT_FIELD, LocalSource
 from corpus.verify import verify
 from runtime.cli import FlagParser, UserError, parse_int, run_command
-from runtime.presets import PRESETS
 from runtime.shards import OWN_TEXT, SHARD_NAME, list_shards, open_shard
 from runtime.tokenizer import BPE_SHA256
 
 MOST_WORKERS = 256              # or four a core
 SHORTEST = 16                   # tokens of a sequence that is worth training on
+# --block_size of these presets. A table here, because to import runtime/presets.py may load torch
+BLOCK_SIZES = {"shakespeare": 128, "small": 256, "gpt2": 1024}
 
 
 @contextmanager
@@ -83,7 +84,7 @@ def next_command(out: Path, val: list[int], train: list[int]) -> tuple[str, str]
     as a shell reads it). It has the flags that shards too short for the preset's sequences need; for those
     with which nothing sensible runs there is a line that says so instead."""
     preset = preset_for(sum(train))
-    T = block_size = PRESETS[preset][1].get("block_size", 1024)
+    T = block_size = BLOCK_SIZES[preset]
     # of each split the longest power of two that a shard has room for with its target: it divides the batch
     fits, fits_val = (min(T, 1 << (max(lengths) - 1).bit_length() >> 1) for lengths in (train, val))
     # by default validation has a tenth; a far smaller one, which was asked for, shortens no sequence
@@ -142,7 +143,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     flag("--format", choices=["npy", "bin"], default="npy", help="NumPy's files or llm.c's (default npy)")
     argv = sys.argv[1:] if argv is None else argv
     args = parser.parse_args(argv)
-    given = {word.partition("=")[0] for word in argv if word.startswith("--")}    # their default values too
+    given = {"--" + word[2:].partition("=")[0].replace("-", "_")          # their default values too
+             for word in argv if word.startswith("--")}
     for name, allowed in ALLOWED.items():
         if getattr(args, name) is not None and (others := given - allowed):
             raise UserError(f"{min(others)} cannot be combined with --{name}: leave one of the two out")

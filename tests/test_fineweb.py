@@ -594,13 +594,13 @@ def test_the_last_line_has_the_flags_that_fit(val, train, flags):
         assert line.split("log/d")[1].strip() == flags and why.endswith(f"hence {flags}" if flags else "")
 
 
-def test_every_preset_has_the_sequences_that_the_last_line_counts_with(monkeypatch):
+def test_the_presets_have_the_sequences_that_the_last_line_counts_with(monkeypatch):
     """A power of two that divides the batch, and Config's where it has none of its own."""
     from train_gpt2 import parse_flags
-    for preset in PRESETS:
+    for preset in fineweb.BLOCK_SIZES:
         config = parse_flags(["--preset", preset])[0]
         T = config.block_size
-        assert T & (T - 1) == 0 and config.total_batch_size % T == 0
+        assert T == fineweb.BLOCK_SIZES[preset] and T & (T - 1) == 0 and config.total_batch_size % T == 0
         monkeypatch.setattr(fineweb, "preset_for", lambda tokens, preset=preset: preset)
         for tokens, flags in ((T + 1, ""), (T, f" --block_size {T // 2}")):
             assert fineweb.next_command(Path("d"), [tokens], [tokens])[1].split("log/d")[1] == flags
