@@ -17,8 +17,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import runtime.device
-import runtime.hub
-import runtime.progress
 from model import GPT, GPT2_SIZES, GPTConfig, MODELS
 from runtime.attention import (ATTENTION, attention, check_attention, compiled_flex, document_window_mask,
                                resolve_attention)
