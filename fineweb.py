@@ -11,9 +11,6 @@ A shard is a 1-D array of uint16 GPT-2 tokens, each document preceded by <|endof
 `*_train_000001.npy`, `*_val_000000.npy`. With --format bin it is llm.c's and modded-nanogpt's
 file instead: 256 int32 (magic 20240520, version 1, token count), then the tokens.
 """
-if __name__ == "__main__":              # before the other imports: Ctrl-C
-    from runtime.start import begin
-    begin(torch=False)
 import argparse
 import math
 import os
@@ -28,20 +25,21 @@ from itertools import chain, islice
 from pathlib import Path
 
 from corpus.encoding import encode_stream, gigatoken
+from corpus.hub import REPO_NAME
 from corpus.hub_source import FINEWEB, HubSource, default_names
+from corpus.progress import Progress
 from corpus.published import PRETOKENIZED, fetch_shards
 from corpus.shard_writer import VAL_SEED, ShardWriter, manifest_of, part_name, read_manifests, share
 from corpus.sources import TEXT_FIELD, LocalSource
 from corpus.verify import verify
 from runtime.cli import FlagParser, UserError, parse_int, run_command
-from runtime.hub import REPO_NAME
-from runtime.presets import PRESETS
-from runtime.progress import Progress
-from runtime.shards import SHARD_NAME, list_shards, open_shard
+from runtime.shards import OWN_TEXT, SHARD_NAME, list_shards, open_shard
 from runtime.tokenizer import BPE_SHA256
 
 MOST_WORKERS = 256              # or four a core
 SHORTEST = 16                   # tokens of a sequence that is worth training on
+# --block_size of these presets. A table here, because to import runtime/presets.py may load torch
+BLOCK_SIZES = {"shakespeare": 128, "small": 256, "gpt2": 1024}
 
 
 @contextmanager
@@ -86,7 +84,7 @@ def next_command(out: Path, val: list[int], train: list[int]) -> tuple[str, str]
     as a shell reads it). It has the flags that shards too short for the preset's sequences need; for those
     with which nothing sensible runs there is a line that says so instead."""
     preset = preset_for(sum(train))
-    T = block_size = PRESETS[preset][1].get("block_size", 1024)
+    T = block_size = BLOCK_SIZES[preset]
     # of each split the longest power of two that a shard has room for with its target: it divides the batch
     fits, fits_val = (min(T, 1 << (max(lengths) - 1).bit_length() >> 1) for lengths in (train, val))
     # by default validation has a tenth; a far smaller one, which was asked for, shortens no sequence
@@ -145,7 +143,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     flag("--format", choices=["npy", "bin"], default="npy", help="NumPy's files or llm.c's (default npy)")
     argv = sys.argv[1:] if argv is None else argv
     args = parser.parse_args(argv)
-    given = {word.partition("=")[0] for word in argv if word.startswith("--")}    # their default values too
+    given = {"--" + word[2:].partition("=")[0].replace("-", "_")          # their default values too
+             for word in argv if word.startswith("--")}
     for name, allowed in ALLOWED.items():
         if getattr(args, name) is not None and (others := given - allowed):
             raise UserError(f"{min(others)} cannot be combined with --{name}: leave one of the two out")
@@ -263,7 +262,7 @@ def main(argv: list[str] | None = None) -> None:
             start, (repo, prefix, _) = time.perf_counter(), PRETOKENIZED[args.variant, args.sample]
             print_summary(args.out, fetch_shards(repo, prefix, args.pretokenized, args.out), start)
         elif args.input:
-            write_shards(args, LocalSource(args.input, args.text_field, part), "text")
+            write_shards(args, LocalSource(args.input, args.text_field, part), OWN_TEXT)
         else:
             source = HubSource(args.dataset, args.name, part, args.split, args.text_field)
             with Progress()(f"{args.out}: waiting for the hub"):

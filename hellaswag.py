@@ -7,19 +7,15 @@ Completion style: the loss of an ending's tokens given the context, summed (acc)
 (acc_norm). GPT-2 124M: acc 0.2859, acc_norm 0.2955 in build-nanogpt; 0.2892 and 0.3114 in the
 Eleuther harness, multiple choice style.
 """
-if __name__ == "__main__":              # before the slow imports: Ctrl-C, and a progress line
-    from runtime.start import begin
-    begin()
 import contextlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
 
 from runtime.cli import FlagParser, UserError, parse_int, run_command
 from runtime.files import read_text, readable
-from runtime.hub import reach_hub
 from runtime.tokenizer import encode
 
 HUB_NAME = "Rowan/hellaswag"
@@ -31,13 +27,11 @@ def load_examples(path: str | Path | None = None) -> list[dict]:
     if path is None:
         with readable(f"HellaSwag ({HUB_NAME})", "check the connection, or give a .jsonl file of its form",
                       problem="cannot be fetched from the Hugging Face hub"):
-            reach_hub()
-            from datasets import load_dataset
-            rows = load_dataset(HUB_NAME, split="validation")
+            rows = _rows_of_the_hub()
         return [_checked(row, f"{HUB_NAME}, row {i}") for i, row in enumerate(rows)]
+    examples = []
     with readable(f"HellaSwag's data {path}", "give a .jsonl file of HellaSwag's form"):
         lines = read_text(path, errors="strict").split("\n")             # str.splitlines also cuts at U+2028
-    examples = []
     for number, line in enumerate(lines, 1):
         if line.strip():
             with readable(f"{path}, line {number}", "repair or remove the line"):
@@ -45,6 +39,16 @@ def load_examples(path: str | Path | None = None) -> list[dict]:
     if not examples:
         raise UserError(f"{path} holds no example: give a .jsonl file of HellaSwag's form")
     return examples
+
+
+def _rows_of_the_hub():
+    import huggingface_hub
+    try:
+        huggingface_hub.get_session().head(huggingface_hub.constants.ENDPOINT, timeout=10)
+    except Exception:                   # then `datasets` looks into its cache at once, instead of after 24 s
+        huggingface_hub.constants.HF_HUB_OFFLINE = True
+    from datasets import load_dataset
+    return load_dataset(HUB_NAME, split="validation")
 
 
 def _checked(row, where):
@@ -59,66 +63,45 @@ def _checked(row, where):
     raise UserError(f"{where}: not a HellaSwag example (ctx: a string, endings: four strings, label: 0 to 3)")
 
 
-def render_example(example: dict) -> tuple[list[np.ndarray], list[int]]:
-    """Four 1-D uint16 rows of tokens (context + " " + ending), and how many tokens each ending has."""
+def render_example(example: dict) -> list[tuple[np.ndarray, int]]:
+    """The four rows of an example: 1-D uint16 tokens of context + " " + ending, and how many of these are the
+    ending's."""
     ctx = encode(example["ctx"])
     endings = [encode(" " + ending) for ending in example["endings"]]
-    return [np.concatenate((ctx, ending)) for ending in endings], [len(ending) for ending in endings]
+    return [(np.concatenate((ctx, ending)), len(ending)) for ending in endings]
 
 
 def make_batches(examples: list[dict], block_size: int, batch_size: int = 32) -> list[tuple[np.ndarray, ...]]:
-    """Examples as batches of few shapes, sorted by length: little padding, and few graphs to compile.
+    """Batches of at most batch_size rows, the examples sorted by length: little of a batch is padding, and
+    what does not fit into memory fails in the first. A row longer than block_size loses its beginning.
 
     Returns a list of (idx, targets, positions, labels), all int64:
     idx, targets: (4 n, T), four rows an example; targets are -1 outside the endings.
-    positions: (P,), the indices into the flat targets (4 n T) of those >= 0, some repeated to fill P.
-    labels: (n,), -1 for an example that only fills the batch.
-    All batches have the same n, 4 n <= batch_size, and at most four P for one T. A row longer than
-    block_size loses its beginning.
+    positions: (P,), the indices into the flat targets (4 n T) of those >= 0.
+    labels: (n,)
     """
-    rendered = [(*render_example(e), e["label"]) for e in examples]
-    rendered.sort(key=lambda r: max(map(len, r[0])))
-    n, by_shape = max(1, min(batch_size // 4, len(examples))), {}
-    for end in range(len(rendered), 0, -n):     # longest first: the batch to fill up is then the shortest
-        T = min(block_size, _round_up(max(map(len, rendered[end - 1][0])) - 1, 32))
-        by_shape.setdefault(T, []).extend(rendered[max(0, end - n):end])
-    return [batch for T, group in by_shape.items() for batch in _batches_of_one_shape(group, n, T)]
+    rendered = [(render_example(example), example["label"]) for example in examples]
+    rendered.sort(key=lambda pair: max(len(row) for row, _ in pair[0]), reverse=True)
+    n = max(1, batch_size // 4)
+    return [_make_batch(rendered[i:i + n], block_size) for i in range(0, len(rendered), n)]
 
 
-def _round_up(number, multiple):
-    return -(-number // multiple) * multiple
-
-
-def _batches_of_one_shape(group, n, T):
-    """Examples are dealt out back and forth by the length of their endings, so that all batches have about
-    the same number of tokens to score."""
-    group.sort(key=lambda r: sum(r[1]))
-    k = -(-len(group) // n)
-    batches = [_pad(group[j::2 * k] + group[2 * k - 1 - j::2 * k], n, T) for j in range(k)]
-    scored = [np.flatnonzero(targets >= 0) for _, targets, _ in batches]
-    step = _round_up(max(1, *map(len, scored)), 64) // 4            # one P for all but the smallest batches
-    # np.resize repeats the positions
-    return [(idx, targets, np.resize(positions, _round_up(len(positions), step)), labels)
-            for (idx, targets, labels), positions in zip(batches, scored, strict=True)]
-
-
-def _pad(group, n, T):
-    """idx, targets (4 n, T) and labels (n,) of up to n examples."""
-    idx = np.zeros((4 * n, T), dtype=np.int64)
-    targets, labels = np.full((4 * n, T), -1, dtype=np.int64), np.full(n, -1, dtype=np.int64)
-    labels[:len(group)] = [label for _, _, label in group]
-    pairs = (pair for rows, lengths, _ in group for pair in zip(rows, lengths, strict=True))
-    for j, (row, length) in enumerate(pairs):
-        row = row[-(T + 1):]
-        first, end = max(0, len(row) - 1 - length), len(row) - 1
+def _make_batch(rendered, block_size):
+    rows = [(row[-(block_size + 1):], length) for four, _ in rendered for row, length in four]
+    T = max(1, *(len(row) - 1 for row, _ in rows))
+    idx, targets = np.zeros((len(rows), T), dtype=np.int64), np.full((len(rows), T), -1, dtype=np.int64)
+    for j, (row, length) in enumerate(rows):
+        end = len(row) - 1
+        first = max(0, end - length)            # without a context the first token has nothing before it
         idx[j, :end], targets[j, first:end] = row[:-1], row[first + 1:]
-    return idx, targets, labels
+    return idx, targets, np.flatnonzero(targets >= 0), np.array([label for _, label in rendered])
 
 
 def evaluate(model, batches: list[tuple[np.ndarray, ...]], device: str, autocast=None, rank: int = 0,
-             world_size: int = 1, watched: Callable = lambda what, items, unit: items) -> np.ndarray:
-    """int64 (3,): correct by summed loss, correct by mean loss, and examples, over this rank's `batches`.
-    `watched` yields the batches, with progress shown, until a signal."""
+             world_size: int = 1, watched: Callable[[list], Iterable] = iter) -> np.ndarray:
+    """int64 (3,): correct by summed loss (acc), correct by mean loss (acc_norm), and examples, of this rank's
+    share of `batches`; to be summed over the ranks. `watched(batches)` yields the batches: it may show
+    progress, and end early after a signal."""
     import torch
     counts = torch.zeros(3, dtype=torch.int64, device=device)       # on the device: no wait in the loop
 
@@ -126,17 +109,15 @@ def evaluate(model, batches: list[tuple[np.ndarray, ...]], device: str, autocast
         tensor = torch.from_numpy(array)
         return tensor.pin_memory().to(device, non_blocking=True) if counts.is_cuda else tensor.to(device)
     # autocast is around the loop, so that it converts the weights once
-    rounds = range(rank, _round_up(len(batches), world_size), world_size)      # equally many on each rank
     with torch.no_grad(), autocast or contextlib.nullcontext():
-        for i in watched("HellaSwag", rounds, "batches"):
-            if i >= len(batches):
-                continue
-            idx, targets, positions, labels = map(move, batches[i])
+        for batch in watched(batches[rank::world_size]):
+            idx, targets, positions, labels = map(move, batch)
             losses = model.token_losses(idx, targets, positions)          # (4 n, T), 0 outside the endings
             total = losses.sum(dim=1).view(-1, 4)                         # (n, 4)
             mean = total / (targets >= 0).sum(dim=1).view(-1, 4)
-            correct = total.argmin(1) == labels, mean.argmin(1) == labels
-            counts += torch.stack((*correct, labels >= 0)).sum(dim=1)
+            counts[0] += (total.argmin(1) == labels).sum()
+            counts[1] += (mean.argmin(1) == labels).sum()
+            counts[2] += len(labels)
     return counts.cpu().numpy()
 
 
@@ -171,23 +152,22 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if args.batch_size < 4 or (args.limit is not None and args.limit < 1):
         raise UserError("--batch_size must be at least 4 (one example) and --limit at least 1")
+    from tqdm import tqdm
+
     from model import load_model
     from runtime.device import choose_device, make_autocast, oom_as_user_error
-    from runtime.progress import Progress
     from runtime.weights import check_tokens
     device = choose_device(args.device)
-    progress = Progress()
     examples = load_examples(args.data) if args.data else None      # before the model: errors show at once
     with oom_as_user_error(lambda: f"{device} is out of memory: give a smaller --batch_size, or another "
                                    f"--device"):
-        with progress(f"loading {args.model}"):
-            model = load_model(args.model).to(device)
+        model = load_model(args.model).to(device)
         check_tokens(model, args.model)
         examples = (examples or load_examples())[:args.limit]
         batches = make_batches(examples, model.config.block_size, args.batch_size)
-        correct, correct_norm, n = evaluate(model, batches, device, make_autocast(device, args.dtype),
-                                            watched=progress.over)
-    print(f"acc: {correct}/{n}={correct / n:.4f}\nacc_norm: {correct_norm}/{n}={correct_norm / n:.4f}")
+        acc, acc_norm, n = evaluate(model, batches, device, make_autocast(device, args.dtype),
+                                    watched=lambda batches: tqdm(batches, "HellaSwag", delay=10))
+    print(f"acc: {acc}/{n}={acc / n:.4f}\nacc_norm: {acc_norm}/{n}={acc_norm / n:.4f}")
 
 
 if __name__ == "__main__":

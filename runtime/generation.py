@@ -1,12 +1,12 @@
-"""Generation with a KV cache, and the samples that training prints."""
-from collections.abc import Callable, Iterator
+"""Generation with a KV cache."""
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from runtime.kernels import matmul_dtype
-from runtime.tokenizer import EOT, VOCAB_SIZE, encode, tokenizer
+from runtime.tokenizer import EOT, VOCAB_SIZE
 
 
 class KVCache:
@@ -76,23 +76,3 @@ def sample_token(logits: Tensor, temperature: float, top_k: int | None,
         before = F.pad(likeliest.cumsum(dim=-1)[:, :-1], (1, 0))                # of the ids that are likelier
         probs = probs.scatter(-1, ids, likeliest.masked_fill(before >= top_p, 0.0))
     return torch.multinomial(probs, num_samples=1, generator=generator)
-
-
-def print_samples(model, autocast: torch.autocast, process, prompt: str, num_samples: int = 4,
-                  max_new_tokens: int = 32, stop: Callable[[], bool] = lambda: False) -> None:
-    """Prints samples that continue `prompt` (''; a new document), on rank 0 only; nothing if `stop()` turns
-    true between two tokens. They have a generator of their own, so that training's random numbers do not
-    change."""
-    if not process.is_master:
-        return
-    generator = torch.Generator(device=process.device).manual_seed(42)
-    start = encode(prompt).tolist()[-model.config.block_size:]
-    idx = torch.tensor([start or [EOT]] * num_samples, dtype=torch.int64, device=process.device)    # (B, T)
-    new = []
-    with autocast, process.progress("samples"):
-        for ids in generate_tokens(model, idx, max_new_tokens, generator=generator):
-            if stop():
-                return
-            new.append(ids)
-    for i, row in enumerate(torch.cat(new, dim=1).tolist()):
-        process.print0(f"sample {i}: {tokenizer().decode(start + row)}")

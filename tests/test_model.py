@@ -1,11 +1,8 @@
 """model.py: GPT-2 against plain references and transformers, kernels, generation, and formats of weights."""
 import dataclasses
 import math
-import os
 import re
-import shutil
 import sys
-import types
 import warnings
 from pathlib import Path
 
@@ -18,13 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import runtime.device
 from model import GPT, GPT2_SIZES, GPTConfig, MODELS
-from runtime.attention import (ATTENTION, attention, check_attention, compiled_flex, document_window_mask,
-                               resolve_attention)
+from runtime.attention import ATTENTION, attention, by_formula, check_attention
 from runtime.cli import UserError
 from runtime.device import choose_device, find_device, is_out_of_memory, make_autocast
-from runtime.forecast import try_micro_step
 from runtime.generation import generate_tokens, penalize_repetition, print_samples, sample_token
-from runtime.kernels import ChunkedCrossEntropy, Linear, compiled_cross_entropy_, cross_entropy_, norm
+from runtime.kernels import Linear, check_torch, chunked_cross_entropy, cross_entropy_, norm
 from runtime.progress import Progress
 from runtime.tokenizer import EOT, VOCAB_SIZE, encode, tokenizer
 from helpers import llm_c_file
@@ -120,8 +115,9 @@ def test_initial_weights_are_gpt2s_and_every_parameter_gets_one():
     torch.manual_seed(0)
     model = GPT(GPTConfig(block_size=256, vocab_size=512, n_layer=3, n_head=2, n_embd=128))
     with torch.no_grad():
-        for p in model.parameters():
-            p.fill_(math.nan)
+        for name, p in model.named_parameters():
+            if ".ln_" not in name:              # LayerNorm's own are right
+                p.fill_(math.nan)
     model.init_weights()
     for name, p in model.named_parameters():
         if name.endswith("bias"):
@@ -132,6 +128,26 @@ def test_initial_weights_are_gpt2s_and_every_parameter_gets_one():
             std = 0.02 / math.sqrt(6) if name.endswith("c_proj.weight") else 0.02
             assert p.std().item() == pytest.approx(std, rel=0.03), name
             assert abs(p.mean().item()) < 4 * std / p.numel() ** 0.5, name
+
+
+@pytest.mark.parametrize("recipe", MODELS)
+def test_no_parameter_is_drawn_twice_and_on_the_meta_device_none_is(recipe, monkeypatch):
+    """Of what is drawn, each number once: the layers themselves draw nothing."""
+    drawn = []
+    for name in ("normal_", "uniform_"):
+        draw = getattr(torch.Tensor, name)
+        monkeypatch.setattr(torch.Tensor, name,
+                            lambda p, *args, draw=draw: drawn.append(p) or draw(p, *args))
+
+    def make():
+        return MODELS[recipe](MODELS[recipe].Config(24, 97, 2, 2, 32))
+    model = make()
+    assert len({id(p) for p in drawn}) == len(drawn) > 0
+    assert {id(p) for p in drawn} <= {id(p) for p in model.parameters()}
+    drawn.clear()
+    with torch.device("meta"):
+        make()
+    assert not drawn
 
 
 def test_defaults_are_gpt2_small():
@@ -146,7 +162,7 @@ def test_defaults_are_gpt2_small():
 @pytest.mark.parametrize("kernel", ["auto", "naive", "math"])
 def test_logits_equal_a_plain_reference(kernel, gelu):
     model, idx = make_model(gelu=gelu), tokens(3, 24)
-    model.use_attention(kernel)
+    model.kernel = kernel
     logits, loss = model(idx)
     assert loss is None and logits.shape == (3, 24, 96)
     torch.testing.assert_close(logits, plain_gpt2(model.state_dict(), 2, idx, gelu), atol=1e-4, rtol=0)
@@ -180,7 +196,7 @@ def test_token_losses_are_the_loss_of_each_token_and_zero_where_ignored():
 def test_gradients_of_every_parameter_equal_a_plain_references(kernel):
     model, idx, targets = make_model(), tokens(3, 24), tokens(3, 24, seed=2)
     targets[1, 3:9] = -1
-    model.use_attention(kernel)
+    model.kernel = kernel
     model(idx, targets)[1].backward()
     weights = {name: p.detach().double().requires_grad_() for name, p in model.named_parameters()}
     logits = plain_gpt2(weights, 2, idx)
@@ -202,7 +218,7 @@ def test_the_chunked_loss_is_the_whole_one_with_its_gradients(chunk, vocab_size)
     targets[::5] = -1
     results = []
     for loss in (lambda x, w: F.cross_entropy(x @ w.t(), targets, ignore_index=-1),
-                 lambda x, w: ChunkedCrossEntropy.apply(x, w, targets, chunk, True)):
+                 lambda x, w: chunked_cross_entropy(x, w, targets, chunk, 0.0)):
         a, b = x.clone().requires_grad_(), weight.clone().requires_grad_()
         value = 3 * loss(a, b)                  # 3: the backward must pass on what comes after the loss
         value.backward()
@@ -247,7 +263,7 @@ def test_the_chunked_loss_frees_the_logits_of_a_chunk_before_the_next():
             return result
     x, weight = torch.randn(48, 8), torch.randn(640, 8, requires_grad=True)
     with Products():
-        ChunkedCrossEntropy.apply(x, weight, torch.randint(0, 640, (48,)), 16, True)
+        chunked_cross_entropy(x, weight, torch.randint(0, 640, (48,)), 16, 0.0)
     assert len(logits) == 3
 
 
@@ -259,7 +275,7 @@ def test_in_float16_the_gradients_of_unlikely_tokens_survive_the_chunks():
     for autocast in (False, True):
         a, b = x.clone().requires_grad_(), weight.clone().requires_grad_()
         with torch.autocast("cpu", torch.float16, enabled=autocast):
-            loss = ChunkedCrossEntropy.apply(a, b, targets, 1024, True)
+            loss = chunked_cross_entropy(a, b, targets, 1024, 0.0)
         (loss * 65536.0).backward()
         results.append((a.grad, b.grad))
     for exact, rough in zip(*results, strict=True):
@@ -292,7 +308,7 @@ def test_a_sequence_longer_than_block_size_is_refused():
 def test_flops_a_token_agree_with_torchs_own_count():
     from torch.utils.flop_counter import FlopCounterMode
     model = GPT(GPTConfig(block_size=64, vocab_size=512, n_layer=2, n_head=2, n_embd=128))
-    model.use_attention("naive")
+    model.kernel = "naive"
     idx = tokens(2, 64)
     with FlopCounterMode(display=False) as counter:
         model(idx, idx)[1].backward()
@@ -339,8 +355,7 @@ def test_the_cpu_has_at_least_three_attention_kernels():
 
 
 @pytest.mark.parametrize("kernel, reason", [
-    ("cudnn", r"cannot run on cpu in float32 .*\(.{10,}\)"), ("efficient", r"\(.{10,}\)"),
-    ("fastest", "choose one of auto, naive, math, efficient, flash, cudnn")])
+    ("cudnn", r"cannot run on cpu in float32 .*\(.{10,}\)"), ("efficient", r"\(.{10,}\)")])
 def test_a_kernel_that_cannot_run_here_is_refused_with_a_reason(kernel, reason):
     with pytest.raises(UserError, match=reason):
         check_attention(kernel, "cpu", torch.float32, 64)
@@ -352,41 +367,25 @@ def test_checking_a_kernel_leaves_the_random_numbers_alone():
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_flex_attention_outside_a_graph_is_compiled_once(monkeypatch):
-    """Its kernel needs a GPU (test_flex_attention_trains_as_sdpa_does); this counts torch.compile's calls."""
-    made = []
-
-    def compile(function, **how):
-        made.append(function)
-        return lambda *tensors, block_mask: q
-    monkeypatch.setattr(torch, "compile", compile)
-    q = types.SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, size=lambda i: 128,
-                              transpose=lambda *dims: q)
-    tokens = torch.zeros(1, 128, dtype=torch.int64)
-    mask = document_window_mask(tokens, 128, torch.tensor(128), as_blocks=True)
-    compiled_flex.cache_clear()
-    try:
-        assert all(attention(q, q, q, "flex", mask) is q for _ in range(3)) and len(made) == 1
-    finally:
-        compiled_flex.cache_clear()
+@pytest.mark.parametrize(("kernel", "dtype", "length", "formula"), [
+    ("auto", torch.bfloat16, 512, True), ("auto", torch.bfloat16, 513, False),
+    ("auto", torch.float16, 9, False), ("auto", torch.float32, 9, False),
+    ("naive", torch.float32, 9999, True), ("math", torch.bfloat16, 9, False)])
+def test_on_a_cpu_the_formula_is_for_short_sequences_in_bfloat16(kernel, dtype, length, formula):
+    q = torch.empty(1, 1, length, 16, dtype=dtype)
+    assert by_formula(kernel, q[:, :, -1:], q) == formula
+    assert by_formula(kernel, q.to("meta"), q.to("meta")) == (kernel == "naive")
 
 
-@pytest.mark.parametrize(("kernel", "device", "graph", "blocks", "runs"), [
-    ("auto", "cuda", True, True, "flex"), ("auto", "cuda", False, True, "sdpa"),
-    ("auto", "cuda", True, False, "sdpa"), ("sdpa", "cuda", True, True, "sdpa"),
-    ("flex", "cuda", True, True, "flex"), ("flex", "cpu", False, True, "flex"),
-    ("flex", "cuda", False, True, "compiled flex"), ("flex", "cuda", False, False, "sdpa"),
-    ("auto", "cpu", True, True, "naive"), ("auto", "mps", False, False, "sdpa"),
-    ("math", "cuda", True, True, "math")])
-def test_the_choice_of_an_attention_kernel(kernel, device, graph, blocks, runs, monkeypatch):
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: graph)
-    assert resolve_attention(kernel, device, torch.bfloat16, 512, blocks) == runs
-
-
-@pytest.mark.parametrize(("dtype", "length"), [(torch.bfloat16, 513), (torch.float16, 512),
-                                               (torch.float32, 512)])
-def test_on_a_cpu_the_formula_is_for_short_sequences_in_bfloat16(dtype, length):
-    assert resolve_attention("auto", "cpu", dtype, length, blocks=False) == "sdpa"
+@pytest.mark.parametrize(("version", "refused"), [("2.9.1+cu128", True), ("1.13.0", True), ("2.10.0", False),
+                                                  ("2.11.0a0+git1", False), ("3.0.0", False)])
+def test_a_torch_that_is_too_old_is_refused(version, refused, monkeypatch):
+    monkeypatch.setattr(torch, "__version__", version)
+    if refused:
+        with pytest.raises(UserError, match=f"torch {re.escape(version)} is too old: pip install"):
+            check_torch()
+    else:
+        check_torch()
 
 
 @pytest.mark.parametrize("name", ["tpu", "cpu:x", "cuda:99", "cuda:x", "mps:0:0", ""])
@@ -561,32 +560,35 @@ def test_the_residual_stream_is_bfloat16_where_the_products_are_and_float32_else
     assert all(p.grad.dtype == torch.float32 for p in model.parameters())
 
 
-compilers = os.environ.get("CXX", "g++"), "clang++"
-has_compiler = pytest.mark.skipif(not any(map(shutil.which, compilers)), reason="no C++ compiler")
-
-
-def test_compiled_loss_and_gradients_equal_eager_and_gelu_is_kept_only_if_there_is_room():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("recipe", MODELS)
+def test_compiled_in_one_graph_loss_and_gradients_equal_eager(recipe, dtype):
     """What Inductor is given, divided into forward and backward as it is for Inductor, whose C++ would take
-    most of a minute to compile; the next test compiles some."""
-    model, idx, targets = make_model(n_layer=1), tokens(2, 24), tokens(2, 24, seed=2)
+    most of a minute to compile."""
+    cls, idx, targets = MODELS[recipe], tokens(2, 24), tokens(2, 24, seed=2)
     targets[0, :4] = -1
-    model.use_attention("math")         # a pinned kernel, which the graph has to carry
-    compiled = torch.compile(model, dynamic=False, backend="aot_eager_decomp_partition")
-    found, kept, gelu = [], [], 2 * 24 * 4 * 16             # its values
-    for run, room in ((model, 0), (compiled, gelu - 1), (compiled, gelu)):
-        assert model.keep_more(2 * 24, room) == (gelu if room >= gelu else 0)
+    torch.manual_seed(0)
+    model = cls(cls.Config(24, 97, 1, 2, 32))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.02 * torch.randn_like(p))
+    model.kernel = "math"               # a pinned kernel, which the graph has to carry
+    compiled = torch.compile(model, dynamic=False, fullgraph=True, backend="aot_eager_decomp_partition")
+    found, kept = [], []
+    for run in (model, compiled):
         model.zero_grad()
         shapes = []
-        with torch.autograd.graph.saved_tensors_hooks(
-                lambda t, shapes=shapes: shapes.append(t.shape) or t, lambda t: t):
+        with (torch.autocast("cpu", dtype, enabled=dtype != torch.float32),
+              torch.autograd.graph.saved_tensors_hooks(lambda t, shapes=shapes: shapes.append(t.shape) or t,
+                                                       lambda t: t)):
             _, loss = run(idx, targets)
         loss.backward()
         found.append([loss.detach()] + [p.grad.clone() for p in model.parameters()])
-        kept.append(sum(shape.numel() == gelu for shape in shapes))
-    for eager, *graphs in zip(*found, strict=True):
-        for other in graphs:
-            torch.testing.assert_close(other, eager, atol=2e-5, rtol=1e-4)
-    assert kept == [2, 1, 2], "what goes into GELU, and what comes out of it, the next layer's input"
+        kept.append(sum(shape.numel() == 2 * 24 * 4 * 32 for shape in shapes))
+    for eager, graph in zip(*found, strict=True):
+        assert (graph - eager).norm() <= (2e-5 if dtype == torch.float32 else 0.05) * eager.norm() + 1e-6
+    if recipe == "gpt2":
+        assert kept == [2, 1], "what goes into GELU; eagerly also what comes out of it"
 
 
 @pytest.mark.parametrize("window", [0, 8])
@@ -607,10 +609,13 @@ def test_recomputed_blocks_have_the_same_gradients_bit_for_bit_and_keep_little(r
     for recompute, run in ((False, model), (True, model), (True, compiled)):
         model.recompute = recompute
         model.zero_grad()
-        loss = run(idx, targets)[1]
+        sizes = {}
+        with torch.autograd.graph.saved_tensors_hooks(
+                lambda t, sizes=sizes: sizes.update({t.data_ptr(): t.nbytes}) or t, lambda t: t):
+            loss = run(idx, targets)[1]
         loss.backward()
         found.append([loss.detach()] + [p.grad.clone() for p in model.parameters()])
-        kept.append(try_micro_step(model, 2, 24, make_autocast("cpu", "float32"), "cpu").activations)
+        kept.append(sum(sizes.values()))
     for once, twice, in_graph in zip(*found, strict=True):
         assert torch.equal(once, twice)
         torch.testing.assert_close(in_graph, once, atol=2e-5, rtol=1e-4)
@@ -620,24 +625,19 @@ def test_recomputed_blocks_have_the_same_gradients_bit_for_bit_and_keep_little(r
         assert model(idx, targets)[1] == found[0][0]
 
 
-@has_compiler
 @pytest.mark.parametrize("softcap", [0.0, 30.0])
-def test_the_kernels_of_the_chunked_loss_eager_and_compiled_are_that_of_float64(softcap):
+def test_the_kernel_of_the_chunked_loss_is_that_of_float64(softcap):
     torch.manual_seed(0)
     # without a softcap their exp would overflow, if the highest were not subtracted
-    logits, targets, found = (20 if softcap else 200) * torch.randn(9, 50), torch.randint(0, 50, (9,)), []
+    logits, targets = (20 if softcap else 200) * torch.randn(9, 50), torch.randint(0, 50, (9,))
     targets[::4] = -1
     z = logits.double().requires_grad_()
     expected = F.cross_entropy(softcap * torch.tanh(z / softcap) if softcap else z, targets,
                                ignore_index=-1, reduction="sum")
     expected.backward()
-    exact = z.grad
-    for loss_and_gradient_ in (cross_entropy_, compiled_cross_entropy_()):
-        z = logits.clone()
-        found.append((loss_and_gradient_(z, targets, softcap), z))
-    for loss, gradient in found:
-        torch.testing.assert_close(loss.double(), expected.detach(), atol=1e-4, rtol=1e-5)
-        torch.testing.assert_close(gradient.double(), exact, atol=1e-5, rtol=1e-4)
+    loss = cross_entropy_(logits, targets, softcap)
+    torch.testing.assert_close(loss.double(), expected.detach(), atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(logits.double(), z.grad, atol=1e-5, rtol=1e-4)
 
 
 # -----------------------------------------------------------------------------
