@@ -67,7 +67,8 @@ def load_pickle(path):
     """What torch.save wrote, memory-mapped. Raises whatever the unpickler raises for a damaged or hostile
     file."""
     with open(path, "rb") as file:
-        if zipped := file.read(4) == b"PK\x03\x04":                             # torch.load's own test
+        start = file.read(4)
+        if zipped := start == b"PK\x03\x04":                                    # torch.load's own test
             with zipfile.ZipFile(file) as archive:
                 records = archive.infolist()
                 # torch.save never compresses, and begins with a record: this could fill the memory
@@ -76,6 +77,8 @@ def load_pickle(path):
                 if damaged := archive.testzip():                # by their CRC-32, which torch.load ignores
                     raise ValueError(f"bits of its record {damaged[:80]} have changed")
                 pickled = b"".join(archive.read(r) for r in records if r.filename.endswith("data.pkl"))
+        elif start[:1] != b"\x80":
+            raise ValueError("it is neither a zip nor a pickle")
         else:
             pickled = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         # weights_only lets a file call these two with arguments of its own: a few bytes could fill the memory

@@ -14,8 +14,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import runtime.device
-import runtime.hub
-import runtime.progress
 from model import GPT, GPT2_SIZES, GPTConfig, MODELS
 from runtime.attention import ATTENTION, attention, by_formula, check_attention
 from runtime.cli import UserError
