@@ -9,15 +9,11 @@
     python bench.py peer PATH       4 min   our step and that of a clone of build-nanogpt, in turn
     python bench.py recipes DATA    hours   gpt2 and --recipe on a folder of shards, and ablations
     python bench.py compare OUT ... 5 s     runs of train_gpt2.py by their --out: loss by tokens and by time
-    python bench.py predict         5 s     step times of a GPU that is not here (--gpu), from counted work
 
 The timed step is the one that trains, train_gpt2.train_step. Each row is measured in a subprocess, so that
 none inherits another's memory or compiled code. The table is measured --turns times, and a row shows the
 median: the speed of a shared machine changes within minutes.
 """
-if __name__ == "__main__":              # before the slow imports: Ctrl-C, and a progress line
-    from runtime.start import begin
-    begin()
 import json
 import sys
 from dataclasses import asdict
@@ -26,8 +22,7 @@ from benchmarks import tables
 from benchmarks.ablation import recipes_table
 from benchmarks.compare import compare_table
 from benchmarks.data import data_table
-from benchmarks.flags import ELSEWHERE, parse_args
-from benchmarks.predict import predict_table
+from benchmarks.flags import parse_args
 from benchmarks.steps import WORKERS
 from benchmarks.timing import machine, run_worker
 from runtime.cli import run_command
@@ -36,8 +31,7 @@ from runtime.files import replace_file
 # each prints its table and, where asked, draws it. (flags, their Setting) -> rows, for --json
 TABLES = {"ladder": tables.ladder, "attention": tables.attention_table, "memory": tables.memory_table,
           "data": data_table, "hellaswag": tables.hellaswag_table, "scaling": tables.scaling_table,
-          "peer": tables.peer_table, "recipes": recipes_table, "compare": compare_table,
-          "predict": predict_table}
+          "peer": tables.peer_table, "recipes": recipes_table, "compare": compare_table}
 
 
 def main(argv=None):
@@ -47,7 +41,7 @@ def main(argv=None):
     if argv[:1] == ["work"]:
         return run_worker(WORKERS, argv[1])
     args, base = parse_args(argv, TABLES, __doc__)
-    about = {} if args.table in ELSEWHERE else {
+    about = {} if args.table == "compare" else {
         "machine": machine(base.device), "setting": asdict(base), "turns": args.turns}
     if about:
         print(f"bench.py {args.table}: {about['machine']}", flush=True)

@@ -11,9 +11,6 @@ A shard is a 1-D array of uint16 GPT-2 tokens, each document preceded by <|endof
 `*_train_000001.npy`, `*_val_000000.npy`. With --format bin it is llm.c's and modded-nanogpt's
 file instead: 256 int32 (magic 20240520, version 1, token count), then the tokens.
 """
-if __name__ == "__main__":              # before the other imports: Ctrl-C
-    from runtime.start import begin
-    begin(torch=False)
 import argparse
 import math
 import os
@@ -28,16 +25,16 @@ from itertools import chain, islice
 from pathlib import Path
 
 from corpus.encoding import encode_stream, gigatoken
+from corpus.hub import REPO_NAME
 from corpus.hub_source import FINEWEB, HubSource, default_names
+from corpus.progress import Progress
 from corpus.published import PRETOKENIZED, fetch_shards
 from corpus.shard_writer import VAL_SEED, ShardWriter, manifest_of, part_name, read_manifests, share
 from corpus.sources import TEXT_FIELD, LocalSource
 from corpus.verify import verify
 from runtime.cli import FlagParser, UserError, parse_int, run_command
-from runtime.hub import REPO_NAME
 from runtime.presets import PRESETS
-from runtime.progress import Progress
-from runtime.shards import SHARD_NAME, list_shards, open_shard
+from runtime.shards import OWN_TEXT, SHARD_NAME, list_shards, open_shard
 from runtime.tokenizer import BPE_SHA256
 
 MOST_WORKERS = 256              # or four a core
@@ -263,7 +260,7 @@ def main(argv: list[str] | None = None) -> None:
             start, (repo, prefix, _) = time.perf_counter(), PRETOKENIZED[args.variant, args.sample]
             print_summary(args.out, fetch_shards(repo, prefix, args.pretokenized, args.out), start)
         elif args.input:
-            write_shards(args, LocalSource(args.input, args.text_field, part), "text")
+            write_shards(args, LocalSource(args.input, args.text_field, part), OWN_TEXT)
         else:
             source = HubSource(args.dataset, args.name, part, args.split, args.text_field)
             with Progress()(f"{args.out}: waiting for the hub"):

@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import speedrun
-from runtime.generation import KVCache
 from runtime.attention import attention
-from runtime.kernels import matmul_dtype, norm
-from runtime.language_model import CastLinear, ModernLanguageModel, rotate
+from runtime.generation import KVCache
+from runtime.kernels import CastLinear, Embedding, matmul_dtype, norm
+from runtime.language_model import ModernLanguageModel, rotate
 from runtime.muon import Muon
 from runtime.tokenizer import EOT, VOCAB_SIZE, token_bytes
 
@@ -107,16 +107,16 @@ class FrontierGPT(ModernLanguageModel):
         super().__init__(config)
         stems = stems_of_tokens(config.vocab_size)                              # (vocab_size,)
         self.transformer = nn.ModuleDict(dict(
-            wte=nn.Embedding(config.vocab_size, config.n_embd),
-            bigram=nn.Embedding(config.vocab_size, config.n_embd),
-            stem=nn.Embedding(int(stems.max()) + 1, config.n_embd),
+            wte=Embedding(config.vocab_size, config.n_embd),
+            bigram=Embedding(config.vocab_size, config.n_embd),
+            stem=Embedding(int(stems.max()) + 1, config.n_embd),
             h=nn.ModuleList(FrontierBlock(config, layer) for layer in range(config.n_layer)),
         ))
-        with torch.device("meta"):
-            self.lm_head = CastLinear(config.n_embd, config.vocab_size)
+        self.lm_head = CastLinear(config.n_embd, config.vocab_size, device="meta")
         self.lm_head.weight = self.transformer.wte.weight                       # arXiv:1608.05859
         self.register_buffer("stems", stems.clone(), persistent=False)
-        self.init_weights()
+        if not self.transformer.wte.weight.is_meta:
+            self.init_weights()
 
     @torch.no_grad()
     def init_weights(self):
@@ -161,7 +161,7 @@ class FrontierGPT(ModernLanguageModel):
         tokens = past.add(idx) if past else idx                                 # (B, S)
         rotary = self.rotary_tables(tokens.size(1), T, dtype, idx.device)
         begins = (tokens == EOT)[:, :, None, None]                              # (B, S, 1, 1)
-        mask = self.window_mask(tokens, T, dtype, past)
+        mask = self.window_mask(tokens, T, past)
         with torch.autocast(device, enabled=False):
             # with a cache only the new tokens, and the one before them
             x = x0 = self.embed(tokens[:, -T - 1:], dtype)[:, -T:]              # (B, T, C)
@@ -187,7 +187,8 @@ class FrontierGPT(ModernLanguageModel):
         adam = torch.optim.Adam([{"params": wte + stem, "lr": 0.1 * max_lr * 768 / self.config.n_embd,
                                   "eps": 0.1 / tokens},
                                  {"params": bigram, "lr": 1.5 * max_lr},
-                                 {"params": scalars, "lr": max_lr}], betas=(0.7, 0.95), eps=1e-8, fused=True)
+                                 {"params": scalars, "lr": max_lr}], betas=(0.7, 0.95), eps=1e-8,
+                                fused=not self.lm_head.weight.is_mps)
         return [adam, Muon(matrices, max_lr, weight_decay=weight_decay, dtype=dtype)]
 
 
@@ -196,19 +197,20 @@ def updates_of_run(steps: int, first: int) -> float:
     return steps * sum(max(1, first >> third) for third in range(3)) / 3
 
 
-def automatic(config) -> dict:
-    """What automatic values of a train_gpt2.Config mean, by its run's length: fits to docs/recipes.md's runs.
-    --updates_per_step, of the first third: a power of two, at most 4. The best batch of these updates grows
-    with the run's tokens D: 1,024 tokens sqrt(D / 200,000). --cooldown, --min_lr: record 10's 29% and 0 in
-    runs of N = 110 updates or fewer, the later records' 60% and a tenth from 500, linear in log N between."""
-    best = 1024 * math.sqrt(config.max_steps * config.total_batch_size / 2e5)
-    updates = min(4, 2**round(math.log2(max(1, config.total_batch_size / best))))
-    rows = config.total_batch_size // (config.sequence_length or config.block_size) or 1
-    updates = config.updates_per_step or math.gcd(updates, rows)            # each has as many sequences
-    N = updates_of_run(config.max_steps, updates)
-    long = min(1.0, max(0.0, math.log(N / 110, 500 / 110)))
-    return {"updates_per_step": updates, "cooldown": config.cooldown or 0.29 + 0.31 * long,
-            "min_lr": 0.1 * long * config.max_lr if config.min_lr == -1 else config.min_lr}
+def automatic(config, ranks: int) -> dict:
+    """What 'auto' means in these fields of a train_gpt2.Config, by its run's length: fits to
+    docs/recipes.md's runs. --updates_per_step, of the first third: a power of two, at most 4, by which the
+    sequences of each of `ranks` ranks divide. The best batch of these updates grows with the run's tokens D:
+    1,024 tokens sqrt(D / 200,000). --cooldown, --min_lr: record 10's 29% and 0 in runs of N = 110 updates or
+    fewer, the later records' 60% and a tenth from 500, linear in log N between."""
+    updates, cooldown, min_lr = config.updates_per_step, config.cooldown, config.min_lr
+    if updates == "auto":
+        best = 1024 * math.sqrt(config.max_steps * config.total_batch_size / 2e5)
+        updates = min(4, 2**round(math.log2(max(1, config.total_batch_size / best))))
+        updates = math.gcd(updates, config.total_batch_size // (config.sequence_length * ranks) or 1)
+    long = min(1.0, max(0.0, math.log(updates_of_run(config.max_steps, updates) / 110, 500 / 110)))
+    return {"updates_per_step": updates, "cooldown": 0.29 + 0.31 * long if cooldown == "auto" else cooldown,
+            "min_lr": 0.1 * long * config.max_lr if min_lr == "auto" else min_lr}
 
 
 def muon_momentum(step: int, config) -> float:

@@ -5,23 +5,21 @@
     model = load_model("log/checkpoint_000250.pt")      # or "log", its newest checkpoint, or "log/best"
     python model.py export log/checkpoint_019073.pt exported/   for transformers, lm-evaluation-harness, ...
 """
-if __name__ == "__main__":              # before the slow imports: Ctrl-C, and a progress line
-    from runtime.start import begin
-    begin()
 import math
 from dataclasses import dataclass, fields
 from pathlib import Path
 
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 from torch import Tensor
 
 from frontier import FrontierGPT
 from runtime.cli import run_command
+from runtime.attention import by_formula, formula, sdpa
 from runtime.generation import KVCache
-from runtime.attention import attention
 from runtime.huggingface import export, from_huggingface, save_gpt2
-from runtime.kernels import Linear, matmul_dtype, recompute_in_backward
+from runtime.kernels import Embedding, Linear, matmul_dtype, recompute_in_backward
 from runtime.language_model import LanguageModel
 from runtime.weights import find_checkpoint, model_from_checkpoint, read_checkpoint
 from speedrun import SpeedrunGPT
@@ -59,13 +57,17 @@ class CausalSelfAttention(nn.Module):
         v = v.view(B, T, self.n_head, C // self.n_head)
         if past:
             k, v = past.update(self.layer, k, v)                                # (B, t + T, nh, hs)
-        y = attention(q, k, v, kernel)                                          # (B, T, nh, hs)
-        return self.c_proj(y.reshape(B, T, C))
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))                        # (B, nh, T or t + T, hs)
+        is_causal = T == k.size(2)      # after the tokens of a cache the one new token sees them all
+        if by_formula(kernel, q, k):    # short sequences on a CPU in bfloat16
+            y = formula(q, k, v, is_causal)
+        else:
+            with sdpa(kernel):          # the kernel's name; 'auto': torch's choice
+                y = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+        return self.c_proj(y.transpose(1, 2).reshape(B, T, C))                  # (B, T, C)
 
 
 class MLP(nn.Module):
-    keep = False                # GELU's output for the backward, in a compiled graph
-
     def __init__(self, config):
         super().__init__()
         self.c_fc = Linear(config.n_embd, 4 * config.n_embd)
@@ -73,8 +75,7 @@ class MLP(nn.Module):
         self.gelu = nn.GELU(approximate=config.gelu)                            # arXiv:1606.08415
 
     def forward(self, x):
-        h = self.c_fc(x)
-        return self.c_proj(self.gelu(h) if self.keep else recompute_in_backward(self.gelu, h))
+        return self.c_proj(recompute_in_backward(self.gelu, self.c_fc(x)))
 
 
 class Block(nn.Module):
@@ -98,22 +99,23 @@ class GPT(LanguageModel):
         super().__init__()
         self.config = config
         self.transformer = nn.ModuleDict(dict(
-            wte=nn.Embedding(config.vocab_size, config.n_embd),
-            wpe=nn.Embedding(config.block_size, config.n_embd),
+            wte=Embedding(config.vocab_size, config.n_embd),
+            wpe=Embedding(config.block_size, config.n_embd),
             h=nn.ModuleList(Block(config, layer) for layer in range(config.n_layer)),
             ln_f=nn.LayerNorm(config.n_embd),
         ))
-        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False, device="meta")
+        self.lm_head = Linear(config.n_embd, config.vocab_size, bias=False, device="meta")
         self.lm_head.weight = self.transformer.wte.weight                       # arXiv:1608.05859
-        self.init_weights()
+        if not self.lm_head.weight.is_meta:     # there normal_ draws nothing, but imports torch's compiler
+            self.init_weights()
 
     @torch.no_grad()
     def init_weights(self):
         """normal(0, 0.02), residual projections scaled by 1/sqrt(2 n_layer) (GPT-2 paper, section 2.3)."""
         for name, p in self.named_parameters():
-            if name.endswith(("ln_1.weight", "ln_2.weight", "ln_f.weight")):
-                p.fill_(1.0)
-            elif name.endswith(".bias"):
+            if ".ln_" in name:
+                continue                        # nn.LayerNorm's own gains of 1 and biases of 0
+            if name.endswith(".bias"):
                 p.zero_()
             elif name.endswith("c_proj.weight"):
                 p.normal_(0.0, 0.02 / math.sqrt(2 * self.config.n_layer))
@@ -135,20 +137,13 @@ class GPT(LanguageModel):
             x = self.run_block(block, x, self.kernel, past)
         return self.transformer.ln_f(x)
 
-    def keep_more(self, tokens: int, room: float) -> int:
-        """GELU's outputs, 4.8 GB for 64 x 1024 tokens of 124M in 16 bits: kept, they need not be computed
-        again, which writes as much."""
-        kept = 4 * self.config.n_layer * self.config.n_embd * tokens
-        for block in self.transformer.h:
-            block.mlp.keep = kept <= room
-        return kept if kept <= room else 0
-
     def configure_optimizers(self, max_lr: float, weight_decay: float, betas=(0.9, 0.95), eps=1e-8) -> list:
         """[AdamW] (arXiv:1711.05101) with weight decay on matrices and embeddings, not gains and biases."""
         params = list(self.named_parameters())
         groups = [{"params": [(n, p) for n, p in params if p.dim() >= 2], "weight_decay": weight_decay},
                   {"params": [(n, p) for n, p in params if p.dim() < 2], "weight_decay": 0.0}]
-        return [torch.optim.AdamW(groups, lr=max_lr, betas=betas, eps=eps, fused=True)]
+        return [torch.optim.AdamW(groups, lr=max_lr, betas=betas, eps=eps,
+                                  fused=not self.lm_head.weight.is_mps)]      # there it ignores found_inf
 
     def flops_per_token(self, sequence_length: int) -> int:
         """Forward and backward FLOPs per token: 6 N + 12 n_layer n_embd T (arXiv:2204.02311, appendix B). N

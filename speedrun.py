@@ -6,17 +6,16 @@ million tokens, 4 layers of width 128, means of two seeds, which differ by up to
 2026-11-21). Some gains are within that noise.
 """
 import math
-from collections.abc import Callable
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from runtime.generation import KVCache
 from runtime.attention import attention
-from runtime.kernels import matmul_dtype, norm
-from runtime.language_model import CastLinear, ModernLanguageModel, rotate
+from runtime.generation import KVCache
+from runtime.kernels import CastLinear, Embedding, matmul_dtype, norm
+from runtime.language_model import ModernLanguageModel, rotate
 from runtime.muon import Muon
 
 
@@ -75,11 +74,12 @@ class SpeedrunGPT(ModernLanguageModel):
     def __init__(self, config):
         super().__init__(config)
         self.transformer = nn.ModuleDict(dict(
-            wte=nn.Embedding(config.vocab_size, config.n_embd),
+            wte=Embedding(config.vocab_size, config.n_embd),
             h=nn.ModuleList(SpeedrunBlock(config, layer) for layer in range(config.n_layer)),
         ))
         self.lm_head = CastLinear(config.n_embd, config.vocab_size)
-        self.init_weights()
+        if not self.transformer.wte.weight.is_meta:
+            self.init_weights()
 
     @torch.no_grad()
     def init_weights(self):
@@ -103,7 +103,7 @@ class SpeedrunGPT(ModernLanguageModel):
         device, dtype, T = idx.device.type, matmul_dtype(self.transformer.wte.weight), idx.size(1)
         tokens = past.add(idx) if past else idx                                 # (B, S)
         rotary = self.rotary_tables(tokens.size(1), T, dtype, idx.device)       # [+0.082]
-        mask = self.window_mask(tokens, T, dtype, past)
+        mask = self.window_mask(tokens, T, past)
         with torch.autocast(device, enabled=False):
             x = x0 = norm(self.transformer.wte(idx).to(dtype))                  # (B, T, C) [the norm: +0.019]
             v1 = None
@@ -121,7 +121,7 @@ class SpeedrunGPT(ModernLanguageModel):
         adam = torch.optim.Adam([{"params": wte, "lr": 15 * max_lr},
                                  {"params": head, "lr": 0.1 * max_lr * 768 / self.config.n_embd},
                                  {"params": [(n, p) for n, p in blocks if p.dim() < 2], "lr": max_lr}],
-                                betas=(0.9, 0.95), eps=1e-8, fused=True)
+                                betas=(0.9, 0.95), eps=1e-8, fused=not self.lm_head.weight.is_mps)
         return [adam, Muon([(n, p) for n, p in blocks if p.dim() == 2], max_lr, weight_decay=weight_decay,
                            dtype=dtype)]
 
@@ -145,14 +145,3 @@ def muon_momentum(step: int, config, first: float = 0.85, last: float = 0.95) ->
 def window_schedule(step: int, config) -> int:
     """Sliding-window size at `step`: from 64 tokens to --window over the run, in steps of 64 (record 13)."""
     return min(config.window, 64 * math.ceil(1 + (config.window / 64 - 1) * step / config.max_steps))
-
-
-def set_hparams(step: int, config, state, momentum: Callable = muon_momentum) -> float:
-    """Sets learning rate, Muon's momentum and the window of `step` in the TrainState. Returns the rate's
-    fraction of max_lr."""
-    _, muon = state.optimizers
-    for group in muon.param_groups:
-        group["momentum"] = momentum(step, config)
-    if config.window:
-        state.model.window.fill_(window_schedule(step, config))
-    return state.set_lr(trapezoid(step, config))

@@ -7,43 +7,41 @@
 
 Run the same command again to resume from the newest checkpoint in --out.
 """
-# Start at `loop`, near the end: evaluate, save, train, log. RECIPES says which model is trained how.
-if __name__ == "__main__":              # before the slow imports: Ctrl-C, and a progress line
-    from runtime.start import begin
-    begin()
+# In reading order: the flags, the recipes, set-up, a step, evaluation, the loop (save, evaluate, train, log).
 import math
 import os
-from collections.abc import Callable
-from contextlib import closing
-from dataclasses import dataclass, field
-from pathlib import Path
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from datetime import timedelta
+from inspect import signature
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 import frontier
 import hellaswag
 import speedrun
 from model import MODELS, fresh_model, load_model
+from runtime import plots
 from runtime.attention import ATTENTION
-from runtime.checkpoint import TrainState, make_state
-from runtime.batch_size import oom_advice, rows_joined
-from runtime.checks import check_config, check_memory, complete_config, load_init, open_checked_data
-from runtime.cli import flag, parse_config, run_command
-from runtime.compile_check import prepare_compiled
-from runtime.console import in_bits, print_summary
-from runtime.dataloader import Data, TokenLoader, find_shards, to_device
-from runtime.device import compile_model, make_autocast, oom_as_user_error, place_model, wrap_model
-from runtime.distributed import Process, leave, setup_process
-from runtime.files import output_lock
-from runtime.forecast import count_model, print_forecast, print_plan
-from runtime.generation import print_samples
+from runtime.checkpoint import (Saver, check_data, choose_checkpoint, flag_values, gather_state, host_copy, job,
+                                load_init, merge_flags, model_shape, newest_of, open_output, outputs,
+                                read_run, recovery_hint, restore, weights_digest)
+from runtime.cli import RunError, flag, parse_config, run_command
+from runtime.console import Record, in_bits, log_evaluation, log_step, print_header, print_summary
+from runtime.dataloader import Data, divide_update, micro_batches, open_data, read_ahead, to_device
+from runtime.device import (choose_batch_size, choose_device, choose_dtype, fetch, oom_as_user_error,
+                            tune_malloc)
 from runtime.language_model import LanguageModel
-from runtime.log import recorded
-from runtime.presets import PRESETS, choose_defaults, preset_notes
-from runtime.resume import nonfinite_error, recovery_hint, resumed_config
-from runtime.run import Run, open_run
-from runtime.signals import StopSignals
+from runtime.muon import broadcast_updates, shard_matrices
+from runtime.presets import PRESETS, check_complete, check_flags, choose_defaults, preset_notes
+from runtime.ranks import Process, find_ranks
+from runtime.shards import first_words
+from runtime.tokenizer import EOT, encode, tokenizer
 from runtime.weights import model_from_checkpoint
 
 START, DATA, MODEL, BATCH, OPTIM, SPEED, OUTPUT = "start data model batch optimisation speed output".split()
@@ -56,7 +54,7 @@ class Config:
     preset: str = flag("gpt2", START, "named defaults, see below", choices=list(PRESETS), per_run=True)
     dry_run: bool = flag(False, START, "print what would run, how long, and write nothing", per_run=True)
     data: str = flag("edu_fineweb10B", DATA, "folder of token shards")
-    overfit: bool = flag(False, DATA, "sanity run: overfit one batch of 4 x 32 tokens of input.txt")
+    overfit: bool = flag(False, DATA, "sanity run: overfit one batch of 4 x 32 tokens of input.txt; no files")
     shuffle: bool = flag(True, DATA, "permute shards and sequences by the seed, anew each epoch", fixed=True)
     val_tokens: int = flag(10_485_760, DATA, "tokens per validation, the first of the val shards", minimum=1)
     hellaswag_data: str = flag("", DATA, "HellaSwag examples as .jsonl (default: from the Hugging Face hub)")
@@ -67,99 +65,42 @@ class Config:
     n_embd: int = flag(768, MODEL, "width", minimum=1, fixed=True)
     block_size: int = flag(1024, MODEL, "longest sequence, tokens", minimum=1, fixed=True)
     vocab_size: int = flag(50304, MODEL, "50257, padded to a multiple of 128", minimum=1, fixed=True)
-    window: int = flag(0, MODEL, "last sliding window, tokens; 0: full attention", fixed=True, recipes=MODERN)
+    window: int = flag("auto", MODEL, "last sliding window, tokens; auto: full attention", word="auto",
+                       minimum=1, fixed=True, recipes=MODERN)
     total_batch_size: int = flag(524288, BATCH, "tokens per step, all ranks", minimum=1, fixed=True)
-    batch_size: str = flag("auto", BATCH, "sequences per micro-step of one process, or auto", per_run=True)
-    sequence_length: int = flag(0, BATCH, "tokens per sequence; 0: block_size", fixed=True)
-    updates_per_step: int = flag(1, BATCH, "optimizer updates per step; halved after 1/3, 2/3; 0: as many as "
-                                 "suit the run's tokens")
+    batch_size: int = flag("auto", BATCH, "most sequences per micro-step", word="auto", minimum=1, per_run=True)
+    sequence_length: int = flag("auto", BATCH, "tokens; auto: block_size", word="auto", minimum=1, fixed=True)
+    updates_per_step: int = flag("auto", BATCH, "optimizer updates per step, half as many after 1/3 of the run, "
+                                 "a quarter after 2/3; auto: 1, frontier's by tokens", word="auto", minimum=1)
     max_steps: int = flag(19073, OPTIM, "optimizer steps; 19073 are one epoch of 10B tokens", minimum=1)
     warmup_steps: int = flag(715, OPTIM, "steps of linear warmup; 715 are GPT-3's 375 million tokens")
     max_lr: float = flag(6e-4, OPTIM, "learning rate after the warmup")
-    min_lr: float = flag(-1.0, OPTIM, "learning rate at the end; -1: a tenth of max_lr, frontier's in short "
-                         "runs less")
-    cooldown: float = flag(0.2856, OPTIM, "last fraction of the run, in which lr decays; 0: as suits the "
-                           "run's updates", recipes=MODERN)
+    min_lr: float = flag("auto", OPTIM, "at the end; auto: max_lr / 10, frontier's by length", word="auto")
+    cooldown: float = flag("auto", OPTIM, "last fraction of the run, in which the learning rate decays; auto: "
+                           "0.2856, frontier's by length", word="auto", recipes=MODERN)
     weight_decay: float = flag(0.1, OPTIM, "of AdamW (matrices, embeddings) and Muon", minimum=0)
-    grad_clip: float = flag(1.0, OPTIM, "largest gradient norm; 0: no clipping", minimum=0)
-    skip_nonfinite: int = flag(0, OPTIM, "non-finite steps tolerated before aborting")
+    grad_clip: float = flag(1.0, OPTIM, "largest gradient norm; inf: no clipping")
     seed: int = flag(1337, OPTIM, "random seed of initial weights and data order", bits=63, fixed=True)
     device: str = flag("auto", SPEED, "auto, cuda, mps or cpu", per_run=True)
     dtype: str = flag("auto", SPEED, "of matrix products (autocast); auto: bfloat16 where supported",
                       choices=["auto", "float32", "bfloat16", "float16"])
     tf32: bool = flag(True, SPEED, "use TF32 in float32 matrix products on CUDA")
     compile: bool = flag(None, SPEED, "torch.compile (default: on CUDA)", type=bool, per_run=True)
-    check_compile: bool = flag(True, SPEED, "compare compiled gradients with eager ones first", per_run=True)
     attention: str = flag("auto", SPEED, "kernel; auto: SDPA's choice", choices=list(ATTENTION))
-    rank_timeout: float = flag(30.0, SPEED, "minutes to wait for a rank", minimum=0.1, bits=20, per_run=True)
-    loss_chunk: int = flag(-1, SPEED, "compute logits and loss this many tokens at a time, to save memory; "
-                           "0: all at once; -1: 2048 on a CPU, else 0", minimum=-1, per_run=True)
-    recompute: bool = flag(False, SPEED, "recompute blocks in the backward: less memory, a third more work",
-                           per_run=True)
-    shard_optimizer: bool = flag(False, SPEED, "each rank keeps the moments of its share of the parameters "
-                                 "(ZeRO stage 1)", per_run=True)
-    profile: bool = flag(False, SPEED, "write a trace of three steps to OUT/trace.json", per_run=True)
+    recompute: bool = flag(False, SPEED, "recompute blocks in the backward: less memory, more work", per_run=True)
+    shard_optimizer: bool = flag(False, SPEED, "a rank keeps the moments of its share (ZeRO 1)", per_run=True)
     val_every: int = flag(250, OUTPUT, "steps between validations; 0: never")
     hellaswag_every: int = flag(250, OUTPUT, "steps between HellaSwag evaluations; 0: never")
-    log_every: int = flag(1, OUTPUT, "steps between lines on the console", minimum=1, per_run=True)
     sample_every: int = flag(250, OUTPUT, "steps between samples of text; 0: never")
     sample_prompt: str = flag("auto", OUTPUT, "what samples continue; auto: the first words of your own text")
     checkpoint_every: int = flag(250, OUTPUT, "steps between checkpoints; 0: never")
-    checkpoint_minutes: float = flag(0.0, OUTPUT, "also save this long after the last; 0: never", minimum=0)
-    keep_checkpoints: int = flag(3, OUTPUT, "newest checkpoints kept, beside the best; 0: all")
+    keep_checkpoints: int = flag(3, OUTPUT, "newest ones kept, beside the best, or all", word="all", minimum=1)
     out: str = flag("log", OUTPUT, "folder for log.txt and checkpoints", per_run=True)
-    resume: str = flag("auto", OUTPUT, "auto (newest in --out), never, a checkpoint or a run's folder",
-                       per_run=True)
-    plot: bool = flag(True, OUTPUT, "redraw OUT/loss.png after each evaluation", per_run=True)
+    resume: str = flag("auto", OUTPUT, "auto (newest in --out), never, or a checkpoint or run", per_run=True)
     wandb: bool = flag(False, OUTPUT, "also log to Weights & Biases (pip install wandb)", per_run=True)
-    tensorboard: bool = flag(False, OUTPUT, "also log to TensorBoard (pip install tensorboard)", per_run=True)
 
 
-@dataclass
-class Recipe:
-    """How a model is trained; its class is in model.MODELS. The loop asks for nothing else."""
-    optimizers: Callable        # model, config -> list of optimizers; each group's `lr` is its largest
-    set_hparams: Callable       # step, config, state: sets what changes by step -> fraction of max_lr
-    defaults: dict = field(default_factory=dict)        # of flags, where they differ from Config's
-    # what --updates_per_step 0, --cooldown 0 and --min_lr -1 mean; record 10's cooldown: 926 of 3,242 steps
-    automatic: Callable = lambda c: {"updates_per_step": c.updates_per_step or 1, "cooldown": c.cooldown or
-                                     0.2856, "min_lr": c.max_lr / 10 if c.min_lr == -1 else c.min_lr}
-
-
-MODERN_DEFAULTS = dict(n_head=6, warmup_steps=0, max_lr=0.02, min_lr=0.0, weight_decay=0.0, grad_clip=0.0)
-RECIPES = {
-    # GPT-3 Small's settings (Brown et al. 2020, arXiv:2005.14165, table 2.1 and appendix B)
-    "gpt2": Recipe(
-        optimizers=lambda model, c: model.configure_optimizers(c.max_lr, c.weight_decay),
-        set_hparams=lambda step, c, state: state.set_lr(warmup_cosine(step, c)),
-    ),
-    # modded-nanogpt's record 10: 3.28 on FineWeb's validation set in 7.8 minutes on 8 H100s
-    "speedrun": Recipe(
-        optimizers=lambda model, c: model.configure_optimizers(
-            c.max_lr, c.weight_decay, torch.bfloat16 if c.dtype == "bfloat16" else torch.float32),
-        set_hparams=speedrun.set_hparams,
-        defaults=dict(max_steps=3242) | MODERN_DEFAULTS,
-    ),
-    # modded-nanogpt's records up to 2026, where they help at small sizes, and more (docs/recipes.md)
-    "frontier": Recipe(
-        optimizers=lambda model, c: model.configure_optimizers(
-            c.max_lr, c.weight_decay, torch.bfloat16 if c.dtype == "bfloat16" else torch.float32,
-            c.total_batch_size),
-        set_hparams=lambda step, c, state: speedrun.set_hparams(step, c, state, frontier.muon_momentum),
-        defaults=MODERN_DEFAULTS | dict(max_steps=2500, updates_per_step=0, cooldown=0.0, min_lr=-1.0),
-        automatic=frontier.automatic,
-    ),
-}
-
-
-def parse_flags(argv: list[str] | None = None) -> tuple[Config, set[str]]:
-    """(Config, names of the fields given as flags)."""
-    recipes = {name: recipe.defaults for name, recipe in RECIPES.items()}
-    return parse_config("train_gpt2.py", Config, lambda given: choose_defaults(given, recipes), __doc__, argv,
-                        recipes, preset_notes())
-
-
-# schedules are functions of the step and the config alone, so that a resume continues them exactly
+# Schedules are functions of the step and the config alone, so that a resume continues them exactly.
 
 def warmup_cosine(step: int, config: Config) -> float:
     """Fraction of max_lr at `step`: linear warmup, then cosine to min_lr at max_steps (arXiv:1608.03983)."""
@@ -176,220 +117,394 @@ def updates_of_step(step: int, config: Config) -> int:
     return max(1, config.updates_per_step >> min(2, 3 * step // config.max_steps))
 
 
-def train_step(model: Callable, state: TrainState, loader: TokenLoader, autocast: torch.autocast,
-               grad_clip: float, process: Process, signals: StopSignals,
-               updates: int = 1) -> torch.Tensor | None:
-    """One step over the loader's micro-batches, in `updates` optimizer updates of equally many each. Never
-    waits for the GPU.
-
-    Returns float32 (3,), the same on all ranks: mean loss of the global batch, largest gradient norm before
-    clipping, first parameter with a non-finite gradient (-1: none); None after a signal, which discards the
-    step, but for one after its first update. An update with a non-finite loss or gradient changes nothing.
-    """
-    results, (micro_steps, joined) = [], loader.divide(updates)      # of an update
-    with process.progress(f"step {state.step}", updates * micro_steps, "micro-steps") as progress:
-        for update in range(updates):
-            loss_sum = torch.zeros((), device=process.device)
-            for micro_step in range(micro_steps):
-                if update == 0 and signals.stop():      # asks all ranks; later, weights have changed
-                    return None
-                x, y = loader.next_batch(joined)
-                if process.world_size > 1:      # read by DDP's forward and by its backward: set before both
-                    model.require_backward_grad_sync = micro_step == micro_steps - 1
-                with autocast:
-                    loss = model(x, y)[1] / micro_steps
-                loss_sum += loss.detach()
-                state.scaler.scale(loss).backward()
-                progress.update()
-            results.append(update_weights(model, state, loss_sum, grad_clip, process))
-            # DDP's gradients are views of its buckets; freed, they would be allocated again beside them
-            model.zero_grad(set_to_none=process.world_size == 1 or micro_steps == 1)
-    if updates == 1:
-        return results[0]
-    losses, norms, first_bad = torch.stack(results).unbind(1)
-    first = (first_bad >= 0).byte().argmax(dim=0, keepdim=True)         # of the first update that has one
-    return torch.stack((losses.mean(), norms.max(), first_bad.gather(0, first)[0]))
+@dataclass
+class Recipe:
+    """How a model is trained; its class is in model.MODELS. The loop asks for nothing else."""
+    optimizers: Callable        # model, config -> list of optimizers; each group's `lr` is its largest
+    lr: Callable                # step, config -> fraction of the largest
+    momentum: Callable = None   # step, config -> Muon's
+    defaults: dict = field(default_factory=dict)        # of flags, where they differ from Config's
+    automatic: Callable = lambda c, ranks: dict(        # what `auto` means: record 10's cooldown is 926 of 3,242
+        updates_per_step=1 if c.updates_per_step == "auto" else c.updates_per_step,
+        cooldown=0.2856 if c.cooldown == "auto" else c.cooldown,
+        min_lr=c.max_lr / 10 if c.min_lr == "auto" else c.min_lr)
 
 
-def update_weights(model: Callable, state: TrainState, loss: torch.Tensor, grad_clip: float,
-                   process: Process) -> torch.Tensor:
-    """One optimizer update. `loss`: this rank's. Returns what train_step does."""
-    if process.world_size > 1:
-        dist.all_reduce(loss)
-    loss = loss / process.world_size
-    for optimizer in state.optimizers:
-        state.scaler.unscale_(optimizer)
-    norms = torch.stack(torch._foreach_norm([p.grad for p in model.parameters()]))
-    norm = torch.linalg.vector_norm(norms)
-    if grad_clip:
-        torch.nn.utils.clip_grads_with_norm_(model.parameters(), grad_clip, norm)
-    bad = ~norms.isfinite()
-    skip = bad.any()
-    for optimizer in state.optimizers:
-        if state.scaler.is_enabled():   # it checks each optimizer alone, but all must skip, or none
-            for found in state.scaler._found_inf_per_device(optimizer).values():
-                found.fill_(skip)
-        else:                           # where this is 1, fused and Muon's steps change nothing
-            optimizer.found_inf = (skip | ~loss.isfinite()).float()
-    for optimizer in state.optimizers:
-        state.scaler.step(optimizer)
-    state.scaler.update()
-    first_bad = torch.where(skip, bad.float().argmax(), -1)
-    return torch.stack((loss, norm, first_bad.float()))
+def muon_dtype(config: Config) -> torch.dtype:
+    return torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
 
 
-def build_training(config: Config, process: Process, model: LanguageModel | None = None,
-                   checkpoint: dict | None = None, path: Path | None = None) -> tuple:
-    """(TrainState, compiled model for evaluation, the same inside DDP for training, autocast) of one set of
-    weights: those of `model`, of `checkpoint` (read from `path`), or fresh ones."""
-    if model is None:
-        torch.manual_seed(config.seed)
-        model = (model_from_checkpoint(checkpoint, path, MODELS, recovery_hint(path)) if checkpoint
-                 else fresh_model(config))
-    place_model(config, model, process.device)
-    optimizers = RECIPES[config.recipe].optimizers(model, config)
-    state = make_state(config, model, optimizers, process, checkpoint, path)
-    compiled = compile_model(config, model, process)
-    return state, compiled, wrap_model(compiled, process), make_autocast(process.device, config.dtype)
+MODERN_DEFAULTS = dict(n_head=6, warmup_steps=0, max_lr=0.02, weight_decay=0.0, grad_clip=math.inf)
+RECIPES = {
+    # GPT-3 Small's settings (Brown et al. 2020, arXiv:2005.14165, table 2.1 and appendix B)
+    "gpt2": Recipe(lambda model, c: model.configure_optimizers(c.max_lr, c.weight_decay), warmup_cosine),
+    # modded-nanogpt's record 10: 3.28 on FineWeb's validation set in 7.8 minutes on 8 H100s
+    "speedrun": Recipe(lambda model, c: model.configure_optimizers(c.max_lr, c.weight_decay, muon_dtype(c)),
+                       speedrun.trapezoid, speedrun.muon_momentum,
+                       MODERN_DEFAULTS | dict(max_steps=3242, min_lr=0.0)),
+    # modded-nanogpt's records up to 2026, where they help at small sizes, and more (docs/recipes.md)
+    "frontier": Recipe(lambda model, c: model.configure_optimizers(c.max_lr, c.weight_decay, muon_dtype(c),
+                                                                   c.total_batch_size),
+                       speedrun.trapezoid, frontier.muon_momentum,
+                       MODERN_DEFAULTS | dict(max_steps=2500), frontier.automatic),
+}
+
+
+def parse_flags(argv: list[str] | None = None) -> tuple[Config, set[str]]:
+    """(Config, names of the fields given as flags)."""
+    recipes = {name: recipe.defaults for name, recipe in RECIPES.items()}
+    return parse_config("train_gpt2.py", Config, lambda given: choose_defaults(given, recipes), __doc__, argv,
+                        recipes, preset_notes())
+
+
+# ----------------------------------------------------------------------------- set-up
+
+@dataclass
+class Run:
+    """What the loop works with."""
+    asked: Config                       # the flags: what a checkpoint records
+    config: Config                      # the same with all that was `auto` decided
+    process: Process
+    data: Data
+    model: LanguageModel                # samples and HellaSwag use it as it is, because their shapes change
+    compiled: Callable                  # for validation: the same weights, compiled
+    wrapped: Callable                   # for training: that inside DDP, if there are several ranks
+    optimizers: list
+    owner: dict                         # {parameter: the rank that updates it}, with --shard_optimizer
+    scaler: torch.amp.GradScaler
+    autocast: torch.autocast
+    step: int = 0
+    batch_size: int = 1                 # most sequences a micro-step
+    hella: list = ()                    # batches of HellaSwag
+    batches: Iterator = iter(())        # micro-batches, rows of tokens (B, T + 1)
+    record: Record | None = None        # rank 0's metrics.csv and log.txt
+    saver: Saver | None = None          # rank 0's
+    known: tuple = ()                   # evaluations of the first step that the record has
+    pending: deque = field(default_factory=deque)       # steps whose numbers a GPU still computes
+    losses: list = field(default_factory=list)
+    seconds: list = field(default_factory=list)         # of each step
+    clock: float = 0.0
+    overflows: int = 0                  # consecutive steps that float16 has skipped
+
+
+def set_up_process(config: Config) -> Process:
+    """This rank's device, TF32, and torchrun's process group if there is one: nccl on CUDA, else gloo."""
+    device = choose_device(config.device, int(os.environ.get("LOCAL_RANK", 0)))     # "cuda:3", "mps", "cpu"
+    if device.startswith("cuda"):
+        torch.cuda.set_device(device)
+        torch.set_float32_matmul_precision("high" if config.tf32 else "highest")        # high: TF32
+    elif device == "cpu":
+        tune_malloc()
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        return Process(device=device)
+    timeout = timedelta(minutes=10)
+    store, rank, world_size = find_ranks(timeout)
+    dist.init_process_group("nccl" if device.startswith("cuda") else "gloo", store=store, rank=rank,
+                            world_size=world_size, timeout=timeout)
+    return Process(rank, world_size, device)
+
+
+def begin_or_resume(flags: Config, explicit_flags: set[str], process: Process) -> tuple:
+    """(flags of the run, model or None, checkpoint or None, its path). A new run begins with fresh weights, or
+    with those of --init. A resumed one keeps the flags that it began with, where they are not given anew."""
+    process.require_same(flag_values(flags))
+    # rank 0 decides: without a shared file system other machines may have another newest checkpoint
+    path = process.gather(process.on_all_ranks(choose_checkpoint, flags))[0]
+    if not path:
+        return flags, load_init(flags, explicit_flags, process, MODELS, load_model), None, None
+    checkpoint = process.on_all_ranks(read_run, path)
+    asked = merge_flags(flags, explicit_flags, PRESETS[flags.preset][1], checkpoint, path)
+    return asked, model_from_checkpoint(checkpoint, path, MODELS, recovery_hint(path)), checkpoint, path
+
+
+def complete(asked: Config, explicit_flags: set[str], model: LanguageModel | None, process: Process) -> Config:
+    """`asked` with all that is `auto` decided: by the model of --init or a checkpoint, the device, the recipe.
+    UserError if it cannot run."""
+    config = replace(asked, **model_shape(model))
+    check_flags(config, explicit_flags)
+
+    def auto(name, decided):
+        return decided if getattr(config, name) == "auto" else getattr(config, name)
+    config = replace(
+        config, window=auto("window", getattr(model and model.config, "window", 0)),
+        sequence_length=auto("sequence_length", config.block_size),
+        dtype=choose_dtype(config.dtype, process.device),
+        compile=process.device.startswith("cuda") if config.compile is None else config.compile,
+        sample_prompt=auto("sample_prompt", first_words(config.data) or "Hello, I'm a language model,"))
+    return replace(config, **RECIPES[config.recipe].automatic(config, process.world_size))
+
+
+def compile_model(model: LanguageModel) -> Callable:
+    """torch.compile of the model, which itself stays eager."""
+    warnings.filterwarnings("ignore", ".* does not support bfloat16 compilation natively")
+    # inside its graph the compiler would compute all chunks' products first, and save no memory
+    model.chunked_loss = torch.compiler.disable(model.chunked_loss)
+    # A value that takes more operations than this (by default 30) is written to memory instead of computed in
+    # the kernel that uses it. Only frontier has such values, the gradients of its late keys: a micro-step of
+    # 16 x 1024 tokens moves 27.5 GB instead of 29.0. gpt2 and speedrun move the same as before.
+    return torch.compile(model, dynamic=False, options={"realize_opcount_threshold": 64})
+
+
+def wrap_model(model: Callable, device: str) -> DDP:
+    """`model` inside DDP, which averages the ranks' gradients. 170 MB a bucket are three graphs of a compiled
+    124M; torch's 25 MB are 14, which read and write 159 GB for 64 x 1024 tokens instead of 149. Buffers (window,
+    stems) are the same on all ranks, and not sent."""
+    buffers = "forward_sync_buffers" if "forward_sync_buffers" in signature(DDP).parameters else "broadcast_buffers"
+    return DDP(model, device_ids=[device] if device.startswith("cuda") else None, bucket_cap_mb=170,
+               gradient_as_bucket_view=True, **{buffers: False})
 
 
 def set_up(flags: Config, explicit_flags: set[str], process: Process) -> Run | None:
     """From flags to a Run; None after --dry_run. Nothing is written before everything has been checked."""
-    with process.progress("starting"):
-        asked, checkpoint, path = resumed_config(flags, explicit_flags, process)
-        process.on_all_ranks(find_shards, asked)
-        model = None if path else load_init(asked, process, MODELS, load_model)
-        config = complete_config(asked, explicit_flags, RECIPES[asked.recipe], process, model)
-        size = count_model(config, fresh_model, RECIPES[config.recipe].optimizers, process.world_size)
-        data = open_checked_data(config, checkpoint, path, process)
-        if config.dry_run:
-            print_plan(config, size, data, process)
-        process.on_all_ranks(check_memory, config, size, process.device)
-        state, compiled, wrapped, autocast = build_training(config, process, model, checkpoint, path)
-        B, compiled, wrapped = prepare_compiled(config, state, compiled, wrapped, autocast, process)
-        loader = TokenLoader(data.train, config.total_batch_size, B, process.rank, process.world_size,
-                             process.device, rows_joined(config, process.device))
-        print_forecast(config, size, data, state, compiled, loader, autocast, process)
-        if config.dry_run:
-            return None
-        return open_run(config, asked, path, process, state, compiled, wrapped, autocast, loader, data,
-                        hellaswag.hellaswag_batches(config, explicit_flags, process))
+    torch.manual_seed(flags.seed)
+    asked, model, checkpoint, path = begin_or_resume(flags, explicit_flags, process)
+    config = complete(asked, explicit_flags, model, process)
+    check_complete(config, process)
+    data = process.on_all_ranks(open_data, config)
+    check_data(data.fingerprints(), checkpoint, path, config.data, process)
 
+    device, device_type = process.device, process.device.split(":")[0]
+    model = (model or fresh_model(config)).to(device)
+    model.kernel, model.recompute = config.attention, config.recompute
+    model.loss_chunk = 2048 if device == "cpu" else 0       # more tokens' logits do not fit into its cache
+    optimizers = RECIPES[config.recipe].optimizers(model, config)
+    optimised = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+    assert sorted(map(id, optimised)) == sorted(map(id, model.parameters())), "each parameter exactly once"
+    shared = config.shard_optimizer and process.world_size > 1
+    owner = shard_matrices(optimizers, process.rank, process.world_size) if shared else {}
+    scaler = torch.amp.GradScaler(device_type, enabled=config.dtype == "float16")
+    autocast = torch.autocast(device_type, getattr(torch, config.dtype), enabled=config.dtype != "float32")
+    compiled = compile_model(model) if config.compile else model
+    wrapped = wrap_model(compiled, device) if process.world_size > 1 else compiled
+
+    run = Run(asked, config, process, data, model, compiled, wrapped, optimizers, owner, scaler, autocast)
+    if checkpoint:
+        restore(run, checkpoint, path)
+    run.batch_size = choose_batch_size(run, updates_of_step(config.max_steps - 1, config))
+    print_header(run, path)
+    if config.dry_run:
+        return None
+    run.hella = hellaswag.hellaswag_batches(config, explicit_flags, process)
+    if not config.overfit:
+        process.on_all_ranks(open_output, run, path)
+        run.known = process.gather(run.known)[0]
+    run.batches = read_ahead(micro_batches(
+        data.train, config.total_batch_size, lambda step: updates_of_step(step, config), run.batch_size, run.step,
+        process.rank, process.world_size), pin=device_type == "cuda")
+    process.listen()
+    return run
+
+
+# ----------------------------------------------------------------------------- a step
+
+def set_schedule(run: Run) -> float:
+    """Sets the learning rate of every group, Muon's momentum and the window of this step. Returns the rate."""
+    config, recipe = run.config, RECIPES[run.config.recipe]
+    fraction = recipe.lr(run.step, config)
+    for optimizer in run.optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = group.setdefault("max_lr", group["lr"]) * fraction
+            if "momentum" in group:
+                group["momentum"] = recipe.momentum(run.step, config)
+    if config.window:
+        run.model.window.fill_(speedrun.window_schedule(run.step, config))
+    return fraction * config.max_lr
+
+
+def train_step(run: Run) -> torch.Tensor | None:
+    """One step: in each of its updates gradients are summed over micro-batches and averaged over the ranks.
+    Never waits for a GPU. Returns float32 (3,), the same on all ranks: mean loss of the step's tokens,
+    largest gradient norm before clipping, how many ranks were asked to stop. One process that is asked drops
+    the unfinished step and returns None, but not after its first update."""
+    config, process, results = run.config, run.process, []
+    updates = updates_of_step(run.step, config)
+    B, micro_steps = divide_update(config.total_batch_size, config.sequence_length, updates,
+                                   process.world_size, run.batch_size)
+    for update in range(updates):
+        loss_sum = torch.zeros((), device=process.device)
+        for micro_step in process.progress(f"step {run.step}", range(micro_steps)):
+            if process.stop and update == 0:            # later, the weights have changed
+                return None
+            x, y = to_device(next(run.batches), process.device)                 # (B, T) each
+            # DDP sends the gradients with an update's last micro-step; its forward reads this, too
+            run.wrapped.require_backward_grad_sync = micro_step == micro_steps - 1
+            with run.autocast:
+                _, loss = run.wrapped(x, y)
+            loss = loss / micro_steps
+            loss_sum += loss.detach()
+            run.scaler.scale(loss).backward()
+        results.append(update_weights(run, loss_sum))
+        # DDP's gradients are views of its buckets; freed, they would be allocated again beside them
+        run.model.zero_grad(set_to_none=process.world_size == 1 or micro_steps == 1)
+    losses, norms, stops = torch.stack(results).unbind(1)
+    return torch.stack((losses.mean(), norms.max(), stops.max()))
+
+
+def update_weights(run: Run, loss: torch.Tensor) -> torch.Tensor:
+    """One optimizer update. `loss`: this rank's. Returns what train_step does."""
+    config, process, scaler = run.config, run.process, run.scaler
+    sums = torch.stack((loss, torch.full_like(loss, bool(process.received))))
+    if process.world_size > 1:
+        dist.all_reduce(sums)
+    for optimizer in run.optimizers:
+        scaler.unscale_(optimizer)
+    parameters = list(run.model.parameters())
+    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
+    if config.grad_clip < math.inf:
+        torch.nn.utils.clip_grads_with_norm_(parameters, config.grad_clip, norm)
+    if scaler.is_enabled():
+        # float16 overflows now and then: then no optimizer may step, on no rank. Torch decides for each
+        # optimizer by its own gradients, and has no public way to decide for all.
+        for optimizer in run.optimizers:
+            for found_inf in scaler._found_inf_per_device(optimizer).values():
+                found_inf.fill_(~norm.isfinite())
+    for optimizer in run.optimizers:
+        scaler.step(optimizer)
+    scaler.update()
+    if run.owner:                       # --shard_optimizer: each rank has updated its own parameters
+        broadcast_updates(run.owner)
+    return torch.stack((sums[0] / process.world_size, norm, sums[1]))
+
+
+# ----------------------------------------------------------------------------- evaluation
 
 @torch.no_grad()
-def validation_loss(model: Callable, data: Data, batch_size: int, autocast: torch.autocast,
-                    process: Process, signals: StopSignals) -> float:
-    """Mean loss (nats) of the first `data.val_count` sequences, the same on any number of ranks; nan after a
-    signal. All batches have one shape, the last padded with ignored targets: a model compiles once."""
-    count, loss_sum, rows_seen = data.val_count, torch.zeros((), device=process.device), 0
-    own = process.rank * batch_size         # the first sequence of this rank; equally many batches on each
-    firsts = range(own, own + count, process.world_size * batch_size)
-    for first in signals.until_stop("validation", firsts, "batches"):
-        if (rows := min(batch_size, count - first)) > 0:
-            x, y = to_device(data.val.read(first, batch_size), process.device)
-            y[rows:] = -1
-            with autocast:
-                loss_sum += model(x, y)[1] * rows
-            rows_seen += rows
+def validation_loss(run: Run) -> float:
+    """Mean loss (nats) of the first `data.val_count` sequences, the same on any number of ranks. All batches
+    have one shape, the last padded with ignored targets: a model compiles once."""
+    count, B, process = run.data.val_count, run.batch_size, run.process
+    loss_sum, rows_seen = torch.zeros((), device=process.device), 0
+    for first in process.until_stop("validation", range(process.rank * B, count, process.world_size * B)):
+        rows = min(B, count - first)
+        x, y = to_device(run.data.val.read(first, B), process.device)           # (B, T) each
+        y[rows:] = -1
+        with run.autocast:
+            loss_sum += run.compiled(x, y)[1] * rows
+        rows_seen += rows
     loss_sum, rows_seen = process.sum(loss_sum.item(), rows_seen)
-    return loss_sum / rows_seen if not signals.stopped else math.nan
+    return loss_sum / max(1, rows_seen)
+
+
+def print_samples(run: Run, num_samples: int = 4, max_new_tokens: int = 32) -> None:
+    """They have a generator of their own: training's random numbers do not change."""
+    generator = torch.Generator(run.process.device).manual_seed(42)
+    prompt = encode(run.config.sample_prompt).tolist()[-run.config.block_size:] or [EOT]
+    idx = torch.tensor([prompt] * num_samples, device=run.process.device)       # (num_samples, T)
+    with run.autocast:
+        idx = run.model.generate(idx, max_new_tokens, generator=generator)
+    for i, row in enumerate(idx.tolist()):
+        run.process.print0(f"sample {i}: {tokenizer().decode(row)}")
 
 
 def evaluate(run: Run, due: Callable[[int], bool]) -> None:
-    """Validation loss, HellaSwag and samples, where due; after a signal the resumed run makes them all."""
-    config, process, state, reporter, signals = run.config, run.process, run.state, run.reporter, run.signals
-    if due(config.val_every):
-        loss = validation_loss(run.compiled, run.data, run.loader.B, run.autocast, process, signals)
-        if signals.stopped:
+    """Validation loss, HellaSwag and samples where due, but what a resumed run's record has already. After a
+    signal nothing is recorded: the run that resumes evaluates."""
+    config, process, step, known = run.config, run.process, run.step, run.known
+    if due(config.val_every) and "val" not in known:
+        loss = validation_loss(run)
+        if process.stop:
             return
         if not math.isfinite(loss):
-            raise nonfinite_error(f"step {state.step}: val loss {loss}", state, config, state.step, False)
-        state.val_loss, state.val_step = loss, state.step
-        reporter.evaluation(state.step, "val", loss, f"validation loss: {loss:.4f}{in_bits(loss, run.data)}")
-    if run.hella and due(config.hellaswag_every):
-        counts = hellaswag.evaluate(state.model, run.hella, process.device, run.autocast, process.rank,
-                                    process.world_size, signals.until_stop)
-        if signals.stopped:
+            raise RunError(f"step {step}: validation loss {loss}: lower --max_lr. {newest_of(config.out)}")
+        log_evaluation(run, "val", loss, f"validation loss: {loss:.4f}{in_bits(loss, run.data)}")
+    if run.hella and due(config.hellaswag_every) and "hella" not in known:
+        counts = hellaswag.evaluate(run.model, run.hella, process.device, run.autocast, process.rank,
+                                    process.world_size, lambda items: process.until_stop("HellaSwag", items))
+        _, correct, n = map(int, process.sum(*counts.tolist()))         # by acc, by acc_norm, examples
+        if process.stop:
             return
-        _, correct, n = process.sum(*counts.tolist())
-        reporter.evaluation(state.step, "hella", correct / n,
-                            f"HellaSwag accuracy: {correct:.0f}/{n:.0f}={correct / n:.4f}")
-    if state.step > 0 and due(config.sample_every):
-        print_samples(state.model, run.autocast, process, config.sample_prompt, stop=lambda: signals.received)
-        if signals.now():
-            return
-    if reporter.log and config.plot and any(map(due, (config.val_every, config.hellaswag_every))):
-        run.plotter.draw()
-    state.evaluated = state.step
+        log_evaluation(run, "hella", correct / n, f"HellaSwag accuracy: {correct}/{n}={correct / n:.4f}")
+    if due(config.sample_every) and step > 0 and process.is_master and not known:
+        print_samples(run)
+    run.known = ()
+    if run.record and (due(config.val_every) or due(config.hellaswag_every)):
+        plots.draw(config.out, f"{config.recipe}, {config.n_layer} layers of width {config.n_embd}",
+                   plots.published_for(config))
 
 
-def check_steps(run: Run, finished: list) -> None:
-    """Checks the results of finished steps: RunError for one non-finite step more than tolerated."""
-    config, state = run.config, run.state
-    for step in finished:
-        # float16 overflows now and then: its scaler skips those steps and lowers its scale
-        if not math.isfinite(step.loss) or (step.first_bad and config.dtype != "float16"):
-            state.skipped += 1
-            if state.skipped > config.skip_nonfinite:
-                raise nonfinite_error(step, state, config, step.step)
-            run.process.print0(f"skipped {step}; {state.skipped} of --skip_nonfinite {config.skip_nonfinite}")
+# ----------------------------------------------------------------------------- the loop
+
+def save(run: Run) -> None:
+    """OUT/checkpoint_STEP.pt: weights, the optimizers' moments, step, the flags as they were given."""
+    model, process = run.model, run.process
+    process.require_same({"the weights' sum of bits": weights_digest(model)},
+                         "the ranks have drifted apart; resume from the checkpoint before")
+    optimizers = gather_state(run)                      # each rank has some of the moments
+    if process.is_master:
+        run.saver.write({
+            "model": host_copy(model.state_dict()), "model_config": asdict(model.config),
+            "recipe": run.config.recipe, "config": asdict(run.asked), "step": run.step,
+            "optimizers": optimizers, "scaler": run.scaler.state_dict(),
+            "data": run.data.fingerprints(), "job": job()}, run.record)
+
+
+def read_numbers(run: Run, keep: int = 0) -> None:
+    """Reads, prints and records the finished steps but the newest `keep`. RunError if one is not finite."""
+    while len(run.pending) > keep:
+        step, numbers, lr = run.pending.popleft()
+        loss, norm, stops = numbers()                   # on a GPU this waits for that step
+        run.process.agreed |= stops > 0 and run.process.world_size > 1
+        # float16's scaler skips a step that overflows and lowers its scale, which is 65536 at first
+        run.overflows = 0 if math.isfinite(norm) else run.overflows + 1
+        if not math.isfinite(loss) or run.overflows > (25 if run.config.dtype == "float16" else 0):
+            raise RunError(f"step {step}: loss {loss}, gradient norm {norm}: lower --max_lr or lengthen "
+                           f"--warmup_steps. {newest_of(run.config.out)}")
+        log_step(run, step, loss, norm, lr)
 
 
 def loop(run: Run) -> None:
-    """Evaluate, save, train, log, until max_steps or a signal."""
-    config, process, state, reporter, saver = run.config, run.process, run.state, run.reporter, run.saver
-    recipe, signals, save_every = RECIPES[config.recipe], run.signals, saver.every
-    periods = config.val_every, config.hellaswag_every, config.sample_every, save_every
-    saved = state.step if state.evaluated in (-1, state.step) else -1       # then again, once evaluated
-    run.loader.start(state.step)
+    """Save, evaluate, train, log, until max_steps or a signal."""
+    config, process, saved = run.config, run.process, run.step
+    periods = config.val_every, config.hellaswag_every, config.sample_every, config.checkpoint_every
+    behind = 1 if process.device.startswith("cuda") else 0      # steps whose numbers are read later
 
     def due(every):
-        return every and (state.step % every == 0 or state.step >= config.max_steps)
+        return every and (run.step % every == 0 or run.step == config.max_steps)
 
     while True:
-        last, asked = state.step >= config.max_steps, signals.save_asked(config.checkpoint_minutes)
-        lr = config.max_lr * recipe.set_hparams(state.step, config, state)
-        if last or asked or signals.stopped or any(map(due, periods)):
-            check_steps(run, reporter.flush())      # on a GPU the last step's numbers are still to come
-        # evaluate; not after a signal, which may leave only seconds to save
-        if state.evaluated < state.step and not signals.stopped:
-            evaluate(run, due)
-        # save
-        if saved < state.step and (asked or due(save_every) or signals.stopped and save_every):
-            if state.is_best():
-                state.best = state.val_loss, state.step         # its checkpoint is kept
-            saver.save(state)
-            saved = state.step
-        if last or signals.stopped:
+        if process.stop or run.step == config.max_steps or any(map(due, periods)):
+            read_numbers(run)
+        # save: first, so that a kill during the evaluation loses nothing
+        if config.checkpoint_every and run.step > saved and (process.stop or due(config.checkpoint_every)):
+            save(run)
+            saved = run.step
+        if process.stop:
+            break
+        # evaluate
+        evaluate(run, due)
+        if process.stop:
+            continue                                # a signal came meanwhile: save, then leave
+        if run.step == config.max_steps:
             break
         # train
-        reporter.start()
-        numbers = train_step(run.wrapped, state, run.loader, run.autocast, config.grad_clip, process, signals,
-                             updates_of_step(state.step, config))
-        if signals.stopped:
-            continue                                # discarded; save what came before
+        if not run.pending:
+            run.clock = time.perf_counter()
+        lr = set_schedule(run)
+        numbers = train_step(run)
+        if numbers is None:
+            continue                                # a signal came meanwhile, and the step is dropped
+        run.step += 1
         # log: this step, on a GPU the one before, so that the GPU never waits for the CPU
-        check_steps(run, reporter.step(state.step, numbers, lr))
-        saver.finish(wait=False)
-        run.profiler.step()
-        state.step += 1
-    saver.finish()
-    run.plotter.finish()
+        run.pending.append((run.step - 1, fetch(numbers), lr))
+        read_numbers(run, keep=behind)
 
 
-def train(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None) -> int:
     """The command. Returns the exit code."""
     flags, explicit_flags = parse_flags(argv)
-    check_config(flags)
-    process, run, code = setup_process(flags), None, 0
-    with process.abort_all_on_error(), output_lock(flags, process), recorded(process), oom_as_user_error(
-            lambda: oom_advice(run.config if run else flags, run.loader if run else None, process.device)):
-        if run := set_up(flags, explicit_flags, process):
-            with closing(run):
+    check_flags(flags, explicit_flags)
+    process = set_up_process(flags)
+    with oom_as_user_error(lambda: f"{process.device} is out of memory: give a smaller --batch_size, "
+                                   "--recompute, --shard_optimizer (several GPUs), or a smaller model"):
+        run, code = set_up(flags, explicit_flags, process), 0
+        if run:
+            with outputs(run):
                 loop(run)
             code = print_summary(run)
-    return leave(process, code)
+    if process.world_size > 1:
+        dist.destroy_process_group()
+    return code
 
 
 if __name__ == "__main__":
-    run_command(train, is_master=lambda: int(os.environ.get("LOCAL_RANK", 0)) == 0)
+    run_command(main)

@@ -14,8 +14,7 @@ from benchmarks.pictures import plot_losses
 from benchmarks.steps import described, shape_of
 from benchmarks.timing import BENCH, print_table, progress
 from runtime.cli import UserError
-from runtime.log import read_log
-from runtime.progress import counted
+from runtime.console import counted, read_metrics
 
 # {recipe: {idea: (a line of the code; the line without the idea; and so on)}}. To measure an idea, a copy of
 # the project with the other lines is trained.
@@ -113,16 +112,17 @@ def validation_curve(flags, idea=None, threads=None):
             file, text = ablated_source(flags["recipe"], idea)
             (folder / file).write_text(text, encoding="utf-8")
         given = flags | dict(hellaswag_every=0, sample_every=0, checkpoint_every=0, out=folder / "log")
-        command = [sys.executable, folder / "train_gpt2.py", "--no_plot",
+        command = [sys.executable, folder / "train_gpt2.py",
                    *(f"--{name}={value}" for name, value in given.items())]
         result = subprocess.run(command, capture_output=True, text=True,
                                 env=os.environ | ({"OMP_NUM_THREADS": str(threads)} if threads else {}))
         diverged = "gradient norm" in result.stderr             # the message of a non-finite loss
         if result.returncode and not diverged:
             raise UserError(result.stderr.strip().split("\n")[-1])
-        losses = {step: value for step, kind, value in read_log(folder / "log" / "log.txt") if kind == "val"}
+        losses = {row["step"]: row["val"] for row in read_metrics(folder / "log" / "metrics.csv")}
     steps = *range(0, flags["max_steps"], flags["val_every"]), flags["max_steps"]
-    return {step * flags["total_batch_size"]: losses.get(step, math.nan) for step in steps}
+    found = {step: math.nan if losses.get(step) is None else losses[step] for step in steps}
+    return {step * flags["total_batch_size"]: loss for step, loss in found.items()}
 
 
 def recipe_runs(args, recipe, base, steps, tokens):
@@ -157,11 +157,9 @@ def train_all(runs, seeds, cuda):
                                  None if cuda else 1)
         with tqdm.external_write_mode():        # not into the bar
             print(f"{kind} {value}, seed {seed}: {last_loss(curve):.4f}", flush=True)
-        task.update()
         return curve
-    with progress("trained", len(jobs), "runs") as task:
-        with ThreadPoolExecutor(1 if cuda else os.cpu_count()) as pool:
-            curves = list(pool.map(train, jobs))
+    with ThreadPoolExecutor(1 if cuda else os.cpu_count()) as pool:
+        curves = list(progress(pool.map(train, jobs), "trained", "runs", len(jobs)))
     return {key: curves[i::len(runs)] for i, key in enumerate(runs)}
 
 

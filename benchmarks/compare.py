@@ -4,12 +4,12 @@ import math
 
 import numpy as np
 
-from benchmarks.curves import Curve, different_data, finite, read_curve, save_curve
+from benchmarks.curves import Curve, finite, read_curve, save_curve
 from benchmarks.pictures import plot_losses
 from benchmarks.timing import print_table
 from runtime.cli import UserError
+from runtime.console import duration
 from runtime.plots import limits, short_count
-from runtime.progress import duration
 
 
 def tokens_to_reach(target: float, points: list[tuple]) -> float | None:
@@ -34,7 +34,6 @@ def compare_rows(curves: list[Curve]) -> list[dict]:
         reached = {other.name: tokens_to_reach(final, other.points) for other in curves if other is not curve}
         rows.append({"run": curve.name, "steps": curve.last["step"], "tokens": curve.last["tokens"],
                      "seconds": curve.last["seconds"], "final_val": number(final), "final_val_tokens": own,
-                     "data": curve.data,
                      "lowest_val": number(min((loss for *_, loss in finite(curve.points)), default=math.nan)),
                      "to_reach_it": {name: None if tokens is None else
                                      {"tokens": round(tokens), "percent": 100 * tokens / own if own else None}
@@ -113,10 +112,6 @@ def compare_table(args, base) -> list[dict]:
     curves = [read_curve(run) for run in dict.fromkeys(args.paths)]
     if args.curve:
         save_curve(args.curve, curves)
-    for line in different_data(curves):
-        print(f"warning: {line}")
-    if (unknown := [curve.name for curve in curves if not curve.data]) and len(curves) > 1:
-        print(f"note: whether the data was the same is not known of {', '.join(unknown)}")
     rows = compare_rows(curves)
     print_rows(rows)
     differences = difference_rows(curves)

@@ -1,16 +1,13 @@
 """Losses against tokens, for bench.py compare: of a run, and of a .csv file."""
 import csv
-import json
 import math
 import re
-from collections.abc import Iterator
-from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from runtime.cli import UserError
+from runtime.console import read_metrics
 from runtime.files import read_text, readable, replace_file
-from runtime.log import read_metrics
 
 
 @dataclass
@@ -20,7 +17,6 @@ class Curve:
     name: str
     last: dict
     points: list[tuple[int, float, float]]          # (tokens, seconds, validation loss)
-    data: dict = field(default_factory=dict)        # Data.identity, as far as it is known
     spreads: list[float] | None = None              # of a file: at each point, how much its runs differ
 
     @property
@@ -43,41 +39,17 @@ def read_curve(source: str) -> Curve:
     if not path.exists():
         raise UserError(f"{path} is not there: give the --out folder of a run; every run writes one from its "
                         "first step on")
-    with readable(path, "give the --out folder of a run", (OSError, ValueError)):
-        rows = read_metrics(path)
+    rows = read_metrics(path, "give the --out folder of a run")
     points = [(row["tokens"], row["seconds"], row["val"]) for row in rows if row["val"] is not None]
     if not points:
         raise UserError(f"{path} has no validation loss yet: wait for the first, or train with --val_every")
-    return Curve(source, rows[-1], points, known_data(status_of(source).get("data")))
-
-
-def status_of(run: str) -> dict:
-    """A run's status.json; {} where there is none that can be read."""
-    with suppress(OSError, ValueError, RecursionError):
-        found = json.loads(read_text(Path(run) / "status.json", 1 << 20))
-        return found if isinstance(found, dict) else {}
-    return {}
-
-
-def known_data(found: object) -> dict:
-    """What has the form of Data.identity in what a file says."""
-    forms = {"train": r"[0-9a-f]{16}", "val": r"[0-9a-f]{16}, [0-9]+ x [0-9]+"}
-    found = found if isinstance(found, dict) else {}
-    return {split: found[split] for split, form in forms.items()
-            if isinstance(found.get(split), str) and re.fullmatch(form, found[split])}
+    return Curve(source, rows[-1], points)
 
 
 def parse_csv(name: str, text: str) -> Curve:
     """Rows of tokens,loss with growing tokens. A header may name the two, in any place among other columns;
-    one named `spread` is Curve.spreads. A line that begins with # is a comment, and may hold a run's data
-    (save_curve). ValueError for anything else."""
-    lines, data = [], {}
-    for line in text.splitlines():
-        if line.startswith("# data: "):
-            with suppress(RecursionError):
-                data = known_data(json.loads(line[8:]))
-        elif line.strip() and not line.startswith("#"):
-            lines.append(line)
+    one named `spread` is Curve.spreads. A line that begins with # is a comment. ValueError for others."""
+    lines = [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
     columns, first = ["tokens", "loss"], next(csv.reader(lines[:1]), [])
     if first and not re.match(r"\s*[-+.\d]", first[0]):
         columns, lines = [cell.strip().lower() for cell in first], lines[1:]
@@ -99,35 +71,20 @@ def parse_csv(name: str, text: str) -> Curve:
     if not rows:
         raise ValueError("it holds no loss")
     return Curve(name, {"step": None, "tokens": rows[-1][0], "seconds": None},
-                 [(tokens, math.nan, loss) for tokens, loss, _ in rows], data,
+                 [(tokens, math.nan, loss) for tokens, loss, _ in rows],
                  [spread for *_, spread in rows] if "spread" in columns else None)
 
 
 def save_curve(path: str, curves: list[Curve]) -> None:
     """Writes what parse_csv reads: the mean validation loss of runs that differ by their seed, the largest
-    difference between them, their commands and machines."""
+    difference between them."""
     losses = [{tokens: loss for tokens, _, loss in finite(curve.points)} for curve in curves]
     shared = sorted(set.intersection(*map(set, losses)))
-    if not shared or not all(curve.is_run for curve in curves) or any(different_data(curves)):
+    if not shared or not all(curve.is_run for curve in curves):
         raise UserError(f"--curve {path}: give runs of one command that differ by their --seed alone")
-    lines = [f"# mean validation loss of {len(curves)} runs, and the largest difference between them"]
-    for status in (status_of(curve.name) for curve in curves):
-        said = (str(status.get(name, "")) for name in ("time", "command", "machine"))
-        lines.append("# " + " ".join(": ".join(said).split()))
-    lines += [f"# data: {json.dumps(curves[0].data)}", "tokens,loss,spread"]
+    lines = [f"# mean validation loss of {len(curves)} runs, and the largest difference between them",
+             "tokens,loss,spread"]
     for tokens in shared:
         found = [run[tokens] for run in losses]
         lines.append(f"{tokens},{sum(found) / len(found):.4f},{max(found) - min(found):.4f}")
     replace_file(path, lambda file: file.write("".join(f"{line}\n" for line in lines).encode()))
-
-
-def different_data(curves: list[Curve]) -> Iterator[str]:
-    """What is to be said of runs that had not the same data."""
-    for split, what in (("val", "validated on different tokens, so that their losses do not compare"),
-                        ("train", "trained on different data")):
-        names = {}
-        for curve in curves:
-            names.setdefault(curve.data.get(split), []).append(curve.name)
-        names.pop(None, None)
-        if len(names) > 1:
-            yield f"{what}: " + "; ".join(f"{', '.join(runs)} ({value})" for value, runs in names.items())

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from benchmarks.timing import BENCH, measure, print_table, random_tokens, rows_of, take_turns
 from runtime.cli import UserError
+from runtime.console import counted
 from runtime.dataloader import INPUT_TXT, TokenDataset, TokenLoader, to_device
-from runtime.progress import counted
 from runtime.shards import open_shard, write_shard
 from runtime.tokenizer import VOCAB_SIZE
 

@@ -4,16 +4,14 @@ import math
 from argparse import Namespace
 from collections.abc import Collection
 
-from benchmarks.predict import GPUS
 from benchmarks.steps import SIZES
 from benchmarks.timing import Setting, check_outputs
 from runtime.cli import BoolFlag, FlagParser, UserError, parse_int
 from runtime.device import choose_dtype, find_device
 from train_gpt2 import RECIPES
 
-ELSEWHERE = "compare", "predict"            # tables of runs on other machines
 # the tables to which a flag says something, where these are few
-ONLY = {"gpu": ("predict",), "memory_gb": ("memory",), "no_ideas": ("recipes",), "only_ideas": ("recipes",),
+ONLY = {"memory_gb": ("memory",), "no_ideas": ("recipes",), "only_ideas": ("recipes",),
         "plot": ("ladder", "recipes", "compare"), "curve": ("compare",)}
 
 
@@ -36,7 +34,6 @@ def parse_args(argv: list[str], tables: Collection[str], description: str) -> tu
     add("--turns", type=parse_int, help="how often the table is measured (default 1 on CUDA, 2 on a CPU); "
         "for recipes: number of seeds")
     add("--compile", "--no_compile", action=BoolFlag, help="torch.compile (default on CUDA only)")
-    add("--gpu", default="H100", choices=list(GPUS), help="for predict (default H100)")
     add("--memory_gb", type=float, default=80, help="for memory: GB of the GPU (default 80)")
     add("--no_ideas", action="store_true", help="for recipes: no ablations")
     add("--only_ideas", action="store_true", help="for recipes: nothing but the ablations")
@@ -60,7 +57,7 @@ def parse_args(argv: list[str], tables: Collection[str], description: str) -> tu
 def check_meaning(args: Namespace, parser: FlagParser) -> None:
     """UserError for a flag that says nothing to its table."""
     for name, value in vars(args).items():
-        tables = ONLY.get(name, () if args.table in ELSEWHERE else (args.table,))
+        tables = ONLY.get(name, () if args.table == "compare" else (args.table,))
         if value != parser.get_default(name) and name not in ("table", "paths", "json") and (
                 args.table not in tables):
             raise UserError(f"--{name} does not apply to bench.py {args.table}: leave it out")
@@ -71,7 +68,7 @@ def check_args(args: Namespace) -> Namespace:
     args.path = args.paths[0] if args.paths else None
     if len(args.paths) > 1 and args.table != "compare":
         raise UserError(f"bench.py {args.table} takes one path, not {len(args.paths)}")
-    args.device = "cpu" if args.table in ELSEWHERE else find_device(args.device)
+    args.device = "cpu" if args.table == "compare" else find_device(args.device)
     if args.device == "mps":
         raise UserError("bench.py measures on cuda or cpu: give --device cpu")
     if args.plot and not importlib.util.find_spec("matplotlib"):

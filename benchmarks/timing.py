@@ -18,17 +18,16 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from tqdm import tqdm
 
 from runtime.attention import ATTENTION, check_attention
 from runtime.cli import UserError, brief_error
 from runtime.device import is_out_of_memory
 from runtime.files import read_text
-from runtime.progress import Progress
 from runtime.tokenizer import VOCAB_SIZE
 
 BENCH = Path(__file__).resolve().parent.parent / "bench.py"
 GB = 1e9
-progress = Progress()
 
 
 @dataclass
@@ -124,11 +123,16 @@ def run_in_subprocess(s):
     return {"failed": (result.stderr.strip().split("\n")[-1] or f"exit code {result.returncode}")[:200]}
 
 
+def progress(jobs, what, unit, total=None):
+    """The jobs, with a bar on stderr once they take more than ten seconds."""
+    return tqdm(jobs, what, total, unit=f" {unit}", delay=10, file=sys.stderr)
+
+
 def take_turns(run, jobs, turns, what="measured", unit="settings"):
     """{name: job} -> {name: what run(job) measured}, dicts, over `turns`. Lists are joined, of numbers the
     largest is kept. A job that returned {"failed": reason} is not run again."""
     results = {name: {} for name in jobs}
-    for name, job in progress.over(what, turns * list(jobs.items()), unit):
+    for name, job in progress(turns * list(jobs.items()), what, unit):
         result = results[name]
         for key, new in ({} if "failed" in result else run(job)).items():
             old = result.get(key)

@@ -3,13 +3,13 @@ import re
 import sys
 from pathlib import Path
 
+from corpus.hub import fetch_file, need_hub, published_sha256
+from corpus.progress import Progress
 from corpus.shard_writer import read_manifests, write_manifest
+from corpus.verify import is_whole, recorded_sums
 from runtime.cli import RunError, UserError
 from runtime.files import file_sha256, remove_leftovers, writable
-from runtime.hub import fetch_file, need_hub, published_sha256
-from runtime.progress import Progress
-from runtime.shards import SHARD_NAME, is_whole, recorded_sums
-from runtime.start import same_command_resumes
+from runtime.shards import SHARD_NAME
 
 # (variant, sample): dataset, prefix, number of training shards
 PRETOKENIZED = {("classic", "10BT"): ("kjj0/fineweb10B-gpt2", "fineweb", 103),
@@ -61,8 +61,6 @@ def fetch_shards(repo: str, prefix: str, count: int, out: Path) -> str:
             save()
     progress = Progress(enabled=not sys.stderr.isatty())          # on a terminal huggingface_hub has its bars
     for path in progress.over(f"{out}: fetching from {repo}", missing, "shards"):
-        if sums:
-            same_command_resumes()
         sums[path.name] = fetch_whole(repo, path)
         save()
     return f"{len(missing)} of {len(paths)} shards fetched from {repo}"

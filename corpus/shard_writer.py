@@ -12,9 +12,8 @@ import numpy as np
 from corpus.encoding import Tokens
 from corpus.sources import DAMAGED_CURSOR, TASK, difference
 from runtime.cli import UserError, safe_repr
-from runtime.files import read_text, readable, remove_leftovers, replace_file, writable
+from runtime.files import file_sha256, read_text, readable, remove_leftovers, replace_file, writable
 from runtime.shards import MANIFEST_NAME, SHARD_NAME, open_shard, write_shard
-from runtime.start import same_command_resumes
 from runtime.tokenizer import EOT
 
 VAL_SEED = 1337                 # draws the validation tokens
@@ -172,7 +171,6 @@ class ShardWriter:
             if len(open_shard(path)) != tokens:
                 raise UserError(f"{path} is not the shard that {self.path.name} describes: remove {self.out}")
             self.total += tokens
-            same_command_resumes()
         self.manifest = found
 
     def add(self, batch: Tokens) -> None:
@@ -222,15 +220,14 @@ class ShardWriter:
         for i, parts in enumerate(self._divide(is_last) if divides else [self.parts]):
             split = "train" if first + i else "val"
             name = f"{self.prefix}_{split}_{first + i:06d}.{manifest['format']}"
-            sha256 = write_shard(self.out / name, *parts)
-            new.append({"file": name, "split": split, "tokens": sum(map(len, parts)), "sha256": sha256,
-                        "end": {"unit": 0, "token": i}})
+            write_shard(self.out / name, *parts)
+            new.append({"file": name, "split": split, "tokens": sum(map(len, parts)),
+                        "sha256": file_sha256(self.out / name), "end": {"unit": 0, "token": i}})
         # the manifest gets all of these or none: only the last one's end is where a run resumes
         new[-1]["end"] = {"unit": self.document, "token": self.offset}
         manifest["shards"] += new
         manifest["tokens"] = self.total
         write_manifest(self.path, manifest)
-        same_command_resumes()
         self._make_space()
 
     def _divide(self, is_last):

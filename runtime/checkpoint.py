@@ -1,225 +1,308 @@
-"""What a checkpoint holds, and who writes it."""
-import copy
+"""Checkpoints: which one a run resumes from, what it decides of the flags and restores, how one is written."""
+import dataclasses
 import math
 import os
+import shutil
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from contextlib import contextmanager
+from itertools import zip_longest
 from pathlib import Path
 
 import torch
-from torch.utils._pytree import tree_map_only
+import torch.distributed as dist
+from torch import Tensor
 
-from runtime.cli import RunError, safe_repr
-from runtime.files import checkpoint_name, checkpoints, replace_file, sync, writable
-from runtime.integrity import check_written, find_fault
-from runtime.resume import newest_of, state_of_run
-from runtime.sharding import owns, shard, state_keys, whole_state
-from runtime.weights import is_dense_float
+from runtime import plots
+from runtime.cli import RunError, UserError, safe_repr
+from runtime.console import Record
+from runtime.files import (checkpoint_name, checkpoints, lock_folder, readable, remove_leftovers, replace_file,
+                           writable)
+from runtime.muon import state_keys
+from runtime.weights import find_checkpoint, read_checkpoint
 
-SLOW = 20.0         # seconds of a save that torchrun's 30 are too few for
-
-
-@dataclass
-class TrainState:
-    """What training changes and a checkpoint holds."""
-    model: torch.nn.Module
-    optimizers: list
-    scaler: torch.amp.GradScaler
-    step: int = 0
-    evaluated: int = -1                 # the last step with all its evaluations done
-    val_loss: float | None = None       # the newest, measured at step `val_step`
-    val_step: int = -1
-    best: tuple | None = None           # (validation loss, step) of the best checkpoint
-    skipped: int = 0                    # steps with a non-finite loss or gradient
-    source: Path | None = None          # the checkpoint that this process began with, at the step `begun`
-    begun: int = 0
-    saved: list = field(default_factory=list)           # steps of the checkpoints that this run has written
-
-    def is_best(self) -> bool:
-        """Whether the validation loss of this very step is the lowest so far."""
-        measured = self.val_step == self.step and self.val_loss is not None
-        return measured and (self.best is None or self.val_loss < self.best[0])
-
-    def set_lr(self, fraction: float) -> float:
-        """Sets the learning rate of every group to `fraction` of its largest, and returns it."""
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = group.setdefault("max_lr", group["lr"]) * fraction
-        return fraction
-
-    def state_dict(self, config, recorded):
-        """What a checkpoint holds, but for the optimizers' states: plain values and tensors. `recorded`: its
-        data's fingerprints and its derived flags."""
-        return {
-            "model": self.model.state_dict(), "model_config": asdict(self.model.config),
-            "recipe": config.recipe, "config": asdict(config), **recorded,
-            "step": self.step, "evaluated": self.evaluated,
-            "val_loss": self.val_loss, "val_step": self.val_step, "best": self.best, "skipped": self.skipped,
-            "saved": self.saved,
-            "scaler": self.scaler.state_dict(),
-            "rng": {"torch": torch.get_rng_state(),
-                    "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []},
-            "job": os.environ.get("TORCHELASTIC_RUN_ID", ""),
-        }
-
-    def load_state_dict(self, checkpoint):
-        """Loads all but the weights, which the model was built from. ValueError if something does not fit."""
-        values = {"val_step": -1, "saved": []} | checkpoint         # not in earlier checkpoints
-        step, val_loss, best = values["step"], values["val_loss"], values["best"]
-
-        def is_step(value, first=0):
-            return type(value) is int and first <= value <= step
-        fits = {
-            "step": is_step(step) and step < 2**40, "evaluated": is_step(values["evaluated"], -1),
-            "val_loss": val_loss is None or type(val_loss) is float and math.isfinite(val_loss),
-            "val_step": is_step(values["val_step"], -1),
-            "best": best is None or (isinstance(best, tuple) and [*map(type, best)] == [float, int]
-                                     and 0 <= best[0] < math.inf and is_step(best[1])),
-            "skipped": type(values["skipped"]) is int and values["skipped"] >= 0,
-            "saved": isinstance(values["saved"], list) and all(map(is_step, values["saved"]))}
-        for name, fit in fits.items():
-            if not fit:
-                raise ValueError(f"its {name} is none that a run has at step {safe_repr(step)}")
-            setattr(self, name, values[name])
-        if len(checkpoint["optimizers"]) != len(self.optimizers):
-            raise ValueError(f"it holds {len(checkpoint['optimizers'])} optimizers instead of "
-                             f"{len(self.optimizers)}")
-        updates = step * checkpoint["config"]["total_batch_size"]       # an update has one token or more
-        for optimizer, saved in zip(self.optimizers, checkpoint["optimizers"], strict=True):
-            restore_optimizer(optimizer, saved, updates)
-        if checkpoint["scaler"] and self.scaler.is_enabled():
-            scale, tracker = (checkpoint["scaler"][name] for name in ("scale", "_growth_tracker"))
-            if not (type(scale) is float and 0 < scale < math.inf
-                    and type(tracker) is int and 0 <= tracker < 2**31):
-                raise ValueError(f"its scaler says {safe_repr(scale)} and {safe_repr(tracker)}")
-            self.scaler.load_state_dict(self.scaler.state_dict()
-                                        | {"scale": scale, "_growth_tracker": tracker})
-        torch.set_rng_state(checkpoint["rng"]["torch"])
-        if torch.cuda.is_available() and len(checkpoint["rng"]["cuda"]) == torch.cuda.device_count():
-            torch.cuda.set_rng_state_all(checkpoint["rng"]["cuda"])
+RUN_FILES = "log.txt", "metrics.csv", "loss.png", "wandb_id"       # beside the checkpoints
+MODEL_SHAPE = "n_layer", "n_head", "n_embd", "block_size", "vocab_size"
+PER_MACHINE = "data", "hellaswag_data", "init", "out", "device", "wandb"        # ranks may differ in these
+KEYS = {"model", "model_config", "config", "recipe", "step", "optimizers", "scaler", "data"}
 
 
-def restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict, updates: float) -> None:
-    """Loads the saved state of each parameter whose moments this rank holds; learning rates and decay stay as
-    the config says. ValueError for the state of another model or optimizer, and for numbers that no training
-    makes, such as more than `updates` updates."""
-    named = [pair for group in optimizer.param_groups
-             for pair in zip(group["param_names"], group["params"], strict=True)]
-    if [name for group in saved["param_groups"] for name in group["param_names"]] != [n for n, _ in named]:
-        raise ValueError("its optimizer is one of other parameters")
-    keys, state = state_keys(optimizer), {}
-    for i, (name, p) in enumerate(named):
-        state[i] = {key: saved["state"][i][key] for key in keys}
-        for key, value in state[i].items():
-            if not is_dense_float(value) or value.shape != (() if key == "step" else p.shape):
-                raise ValueError(f"its optimizer's {key} of {name} does not fit")
-            if key == "step" and not (0 <= value <= updates and value == value.round()):
-                raise ValueError(f"its optimizer has made {value.item()} updates of {name}")
-    if fault := find_fault({}, [{"state": state, "param_groups": saved["param_groups"]}]):
-        raise ValueError(fault)
-    state = {i: copy.deepcopy(state[i])         # out of the memory-mapped file
-             for i, (_, p) in enumerate(named) if owns(optimizer, p)}
-    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+# ----------------------------------------------------------------------------- resume
+
+def choose_checkpoint(config) -> Path | None:
+    """The checkpoint that --resume asks for, or None for a new run."""
+    newest = checkpoints(config.out)[-1:] if not config.overfit else []
+    # torchrun --max_restarts: the same command, whose --resume never or PATH the first attempt has followed
+    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    if newest and (config.resume == "auto" or restarted and read_checkpoint(newest[0][1]).get("job") == job()):
+        return newest[0][1]
+    if config.resume in ("auto", "never"):
+        return None
+    if path := find_checkpoint(config.resume):
+        return path
+    raise UserError(f"--resume {config.resume} is neither a checkpoint nor a run's folder: check the path, or "
+                    "start a new run from a model's weights by --init")
 
 
-def make_state(config, model: torch.nn.Module, optimizers: list, process, checkpoint: dict | None = None,
-               path: Path | None = None) -> TrainState:
-    """The state before the first step, or as `checkpoint` (read from `path`) holds it."""
-    optimised = [id(p) for optimizer in optimizers for group in optimizer.param_groups
-                 for p in group["params"]]
-    parameters = sorted(map(id, model.parameters()))
-    assert sorted(optimised) == parameters, "every parameter is optimised exactly once"
-    if config.shard_optimizer and process.world_size > 1:
-        for optimizer in optimizers:
-            if not hasattr(optimizer, "owner"):                         # Muon has one of its own
-                shard(optimizer, process.world_size)
-    scaler = torch.amp.GradScaler(process.device.split(":")[0], enabled=config.dtype == "float16")
-    state = TrainState(model, optimizers, scaler)
-    if checkpoint:
-        with state_of_run(path):
-            state.load_state_dict(checkpoint)
-        state.source, state.begun = path, state.step
-    return state
+def job() -> str:
+    return os.environ.get("TORCHELASTIC_RUN_ID", "")
 
 
-def host_copy(tree):
-    """The same dicts and lists with the tensors copied to the CPU, those that share memory (embedding and
-    head) once. From a GPU into pinned memory, at 20 to 50 GB/s: GPT-2 124M's 1.5 GB hold the loop up for less
-    than 0.1 s. At the 3 to 6 GB/s of other memory it is 0.4 s, a percent of 250 steps on eight H100s."""
-    copies = {}
+def recovery_hint(path: Path) -> str:
+    """What to do about a checkpoint that cannot be used."""
+    older = [p.name for _, p in checkpoints(Path(path).parent) if p.name < Path(path).name]
+    return (f"remove it, and the same command resumes from {older[-1]}" if older else
+            "start a new run with another --out")
 
-    def copied(tensor):
-        key = tensor.data_ptr(), tensor.dtype, tensor.shape
-        if key not in copies:                           # pinned, because it is asked for without blocking
-            copies[key] = tensor.to("cpu", non_blocking=True, copy=True)
-        return copies[key]
-    return tree_map_only(torch.Tensor, copied, tree)
+
+def state_of_run(path: Path):
+    """files.readable, for wrong values inside a checkpoint that could be read."""
+    errors = LookupError, TypeError, ValueError, RuntimeError, AttributeError
+    return readable(path, recovery_hint(path), errors, "does not hold the state of a run")
+
+
+def read_run(path: Path) -> dict:
+    """A checkpoint of train_gpt2.py. UserError for any other file, and on a rank that does not find it."""
+    checkpoint = read_checkpoint(path, recovery_hint(path) if path.exists() else
+                                 "put --out on a file system that all machines share")
+    if missing := KEYS - checkpoint.keys():
+        raise UserError(f"{path} is not a checkpoint of train_gpt2.py (it has no "
+                        f"{', '.join(sorted(missing))}): start a new run from its weights by --init {path}")
+    return checkpoint
+
+
+def merge_flags(config, explicit_flags: set[str], preset: dict, checkpoint: dict, path: Path):
+    """`config` with what the checkpoint's run was asked for in place of flags that are not given, explicitly or
+    by the `preset`. UserError for a given one that may not change, and for a checkpoint beyond --max_steps."""
+    known = {f.name: f for f in dataclasses.fields(config) if not f.metadata.get("per_run")}
+    with state_of_run(path):
+        before = {name: value for name, value in checkpoint["config"].items() if name in known}
+        for name, value in before.items():
+            meta = known[name].metadata
+            kind = meta.get("type", known[name].type)
+            if value != meta.get("word") and type(value) not in {kind, int if kind is float else kind} or (
+                    meta.get("choices") and value not in meta["choices"]):
+                raise ValueError(f"its config says {name} = {safe_repr(value)}")
+        shape = {name: checkpoint["model_config"][name] for name in MODEL_SHAPE}
+        if before["recipe"] != checkpoint["recipe"] or any(type(n) is not int for n in shape.values()):
+            raise ValueError("its config does not fit its model's")
+        step = checkpoint["step"]
+        if type(step) is not int or not 0 <= step < 2**40:
+            raise ValueError(f"its step is {safe_repr(step)}")
+    given = explicit_flags
+    if "preset" in explicit_flags:              # of a preset with --init the model's shape counted
+        given = given | preset.keys() - (shape.keys() if config.init != "scratch" else set())
+    for name in sorted(given & before.keys()):
+        now, had = getattr(config, name), before[name]
+        if known[name].metadata.get("fixed") and now not in (had, checkpoint["model_config"].get(name, had)):
+            raise UserError(f"{path} was trained with --{name} {had}, not {now}: give the same, or start a "
+                            "new run with another --out")
+    merged = dataclasses.replace(config, **{k: v for k, v in before.items() if k not in explicit_flags} | shape)
+    if step > merged.max_steps:
+        raise UserError(f"{path} is at step {step}, beyond --max_steps {merged.max_steps}: give more steps, "
+                        "or --resume an earlier checkpoint")
+    return merged
+
+
+def flag_values(config) -> dict:
+    """{--flag: value} of those that must be the same on all ranks."""
+    return {f"--{k}": v for k, v in dataclasses.asdict(config).items() if k not in PER_MACHINE}
+
+
+def load_init(config, explicit_flags: set[str], process, models: dict, load_model: Callable):
+    """The model of --init, None for scratch. UserError if another recipe's, or if a flag contradicts it."""
+    if config.init == "scratch":
+        return None
+    model = process.rank0_first(load_model, config.init)
+    recipe = next(name for name, cls in models.items() if type(model) is cls)
+    has = model_shape(model) | {"recipe": recipe}
+    for name, value in has.items():
+        if getattr(config, name) != value and name in explicit_flags | {"recipe"}:
+            raise UserError(f"--{name} {getattr(config, name)} contradicts --init {config.init}, whose model has "
+                            f"{value}: give --{name} {value}")
+    if "window" in explicit_flags and hasattr(model.config, "window"):
+        model.config.window = 0 if config.window == "auto" else config.window       # any fits the weights
+    return model
+
+
+def model_shape(model) -> dict:
+    return {name: getattr(model.config, name) for name in MODEL_SHAPE} if model else {}
+
+
+def check_data(data: dict, checkpoint: dict | None, path: Path | None, folder: str, process) -> None:
+    """UserError unless `data`, the fingerprints of each split's shards, are the same on all ranks, and those
+    of training the ones of the checkpoint's run."""
+    process.require_same({f"the content of --data {folder}": data})
+    if not checkpoint:
+        return
+    with state_of_run(path):
+        before = [(str(name), int(tokens), str(digest)) for name, tokens, digest in checkpoint["data"]["train"]]
+    for had, has in zip_longest(before, data["train"], fillvalue=("none", 0, "-")):
+        if had[1:] != tuple(has[1:]):
+            raise UserError(f"{path} was trained on other shards than {folder} has: the first that differs "
+                            f"was {had[0]} ({had[1]:,} tokens, digest {had[2]}) and is {has[0]} ({has[1]:,}, "
+                            f"{has[2]}). Bring the old data back, or start a new run from these weights: "
+                            f"--init {path} --out ANOTHER")
+
+
+def restore(run, checkpoint: dict, path: Path) -> None:
+    """Moments, scaler and step; the model was built with the checkpoint's weights."""
+    with state_of_run(path):
+        load_state(run.optimizers, checkpoint["optimizers"])
+        if run.scaler.is_enabled() and (saved := checkpoint["scaler"]):
+            if not 0 < saved["scale"] < math.inf:
+                raise ValueError(f"its scale is {safe_repr(saved['scale'])}")
+            run.scaler.load_state_dict(run.scaler.state_dict() | {
+                name: saved[name] for name in ("scale", "_growth_tracker")})
+    run.step = checkpoint["step"]
+
+
+def load_state(optimizers: list, saved: dict) -> None:
+    """Loads {parameter's name: {key: tensor}}, of the parameters whose moments this rank holds. ValueError
+    for the state of another model or optimizer, or numbers that are not finite."""
+    for optimizer in optimizers:
+        keys, state = state_keys(optimizer), {}
+        named = [pair for group in optimizer.param_groups
+                 for pair in zip(group["param_names"], group["params"], strict=True)]
+        for i, (name, p) in enumerate(named):
+            if getattr(optimizer, "owner", {}).get(p, rank()) != rank():
+                continue
+            state[i] = {key: saved[name][key].clone() for key in keys}          # out of the mapped file
+            for key, value in state[i].items():
+                if value.shape != (() if key == "step" else p.shape) or not value.isfinite().all():
+                    raise ValueError(f"its optimizer's {key} of {name} does not fit")
+        optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+# ----------------------------------------------------------------------------- save
+
+def gather_state(run) -> dict:
+    """What load_state takes, complete on rank 0, in the CPU's memory. All ranks call it. A parameter with an
+    owner has its moments on that rank alone: Muon's always, the others' with --shard_optimizer."""
+    owner = run.owner | {p: r for o in run.optimizers for p, r in getattr(o, "owner", {}).items()}
+    keys = {p: state_keys(o) for o in run.optimizers for group in o.param_groups for p in group["params"]}
+    state = {p: values for o in run.optimizers for p, values in o.state.items()}
+    gathered = {}
+    for name, p in run.model.named_parameters():
+        holder = owner.get(p, 0)
+        for key in keys.get(p, ("step", "exp_avg", "exp_avg_sq")):      # Adam's, where others hold them
+            tensor = state[p][key] if holder in (0, rank()) and p in state else (
+                p.new_empty(() if key == "step" else p.shape))
+            if holder != 0:
+                dist.broadcast(tensor, holder)
+            if rank() == 0:
+                gathered.setdefault(name, {})[key] = tensor.to("cpu")
+    return gathered
+
+
+def weights_digest(model: torch.nn.Module) -> int:
+    """A sum of the weights' bits: ranks that have drifted apart differ in it."""
+    return torch.stack([p.detach().view(torch.int32).sum() for p in model.parameters()]).sum().item()
+
+
+def host_copy(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors on the CPU, those that share memory (embedding and head) once."""
+    copies = {t.data_ptr(): t.to("cpu") for t in tensors.values()}
+    return {name: copies[t.data_ptr()] for name, t in tensors.items()}
 
 
 class Saver:
-    """Writes OUT/checkpoint_STEP.pt atomically, unless a number in it is not finite, and reads it again. Then
-    of the checkpoints that this run has written only the newest --keep_checkpoints and state.best's are kept.
-    On CUDA a thread does this with a copy in pinned memory while training continues. On a CPU of two cores
-    that cost more (3.3 to 5.2 s for GPT-2 124M) than waiting for the file (2 s)."""
+    """Writes OUT/checkpoint_STEP.pt atomically, unless a number in it is not finite, and removes older ones
+    than the newest `keep` (a number or "all"), but not the best. `background`: by a thread, while training
+    continues; what it is given must then be copies."""
 
-    def __init__(self, config, recorded, log, process):
-        self.config, self.recorded, self.log, self.process = config, recorded, log, process
+    def __init__(self, out: str, keep: int | str, background: bool, say: Callable[[str], None]):
+        self.out, self.keep, self.background, self.say = Path(out), keep, background, say
         self.thread, self.pending = ThreadPoolExecutor(1, "checkpoint"), None
-        self.background = process.device.startswith("cuda")
-        # steps between checkpoints; with --checkpoint_minutes alone only the last step is such a one
-        self.every = config.checkpoint_every or config.checkpoint_minutes and config.max_steps
-        self.slow_told = False
 
-    def save(self, state):
-        """Rank 0 writes; all ranks take part, in the main thread. The file is there when `finish` has
-        returned."""
+    def write(self, content: dict, record) -> None:
+        """Waits for the file before; this one is there when `finish` has returned. `record`: knows the best
+        step, and is on the disk before a checkpoint that continues it."""
         self.finish()
-        begun = time.monotonic()
-        copied = host_copy if self.background else lambda tensors: tensors
-        optimizers = [whole_state(optimizer, copied, self.process) for optimizer in state.optimizers]
-        if self.process.is_master:
-            there = dict(checkpoints(self.config.out))
-            state.saved = [*(step for step in state.saved if step in there and step < state.step), state.step]
-            content = copied(state.state_dict(self.config, self.recorded)) | {"optimizers": optimizers}
-            if self.background and torch.cuda.is_available():
-                torch.cuda.synchronize()                # the copies are complete
-            for file in (self.log.file, self.log.metrics) if self.log else ():
-                with writable(file.name, begun=True):
-                    sync(file.fileno())                 # a log never ends before its checkpoint
-            self.pending = self.thread.submit(self._write, content, begun)
-            if not self.background:
-                self.finish()
-        self.process.last_save = time.monotonic()
+        record.sync()
+        _, best = record.best([step for step, _ in checkpoints(self.out)]) or (None, None)
+        self.pending = self.thread.submit(self._write, content, best)
+        if not self.background:
+            self.finish()
 
-    def _write(self, content, begun):
-        """Returns the path, and the seconds that it took."""
-        out, best, keep = Path(self.config.out), content["best"], self.config.keep_checkpoints
-        path = out / checkpoint_name(content["step"])
-        if fault := find_fault(content["model"], content["optimizers"]):
-            raise RunError(f"after step {content['step']}, {fault}: {path.name} is not saved. "
-                           f"{newest_of(self.config.out)}; lower --max_lr if it happens again")
+    def _write(self, content, best):
+        began, path = time.perf_counter(), self.out / checkpoint_name(content["step"])
+        tensors = [*content["model"].items(), *((f"{key} of {name}", t) for name, state in
+                                                content["optimizers"].items() for key, t in state.items())]
+        for name, tensor in tensors:
+            if not tensor.isfinite().all():
+                raise RunError(f"after step {content['step']}, {name} is not finite: {path.name} is not saved. "
+                               f"{newest_of(self.out)}; lower --max_lr if it happens again")
         replace_file(path, lambda file: torch.save(content, file))
-        check_written(path)                     # before older ones are removed
-        for step in content["saved"][:-keep]:   # none for 0
-            if best is None or step != best[1]:
-                try:
-                    (out / checkpoint_name(step)).unlink(missing_ok=True)
-                except OSError as error:                # protected by its owner, or a folder
-                    self.process.print0(f"warning: {checkpoint_name(step)} is not removed ({error.strerror})")
-        return path, time.monotonic() - begun
+        kept = checkpoints(self.out)[:-self.keep] if self.keep != "all" else []
+        for step, old in kept:
+            if step != best and step < content["step"]:
+                with writable(old, begun=True):
+                    old.unlink(missing_ok=True)
+        self.say(f"saved {path} in {time.perf_counter() - began:.1f} s")
 
-    def finish(self, wait=True):
-        """Waits for the file; with wait=False only checks if it is there. Raises what the write raised."""
-        if self.pending and (wait or self.pending.done()):
-            pending, self.pending = self.pending, None
-            path, seconds = pending.result()
-            self.process.print0(f"saved {path}")
-            if seconds > SLOW and "TORCHELASTIC_RUN_ID" in os.environ and not self.slow_told:
-                self.slow_told = True
-                self.process.print0(f"warning: that took {seconds:.0f} s, and torchrun kills its "
-                                    "processes 30 s after a signal, or after its --shutdown_timeout: give it "
-                                    f"--shutdown_timeout {max(110, math.ceil(2 * seconds))} or more")
+    def finish(self) -> None:
+        """Waits for the file. Raises what its writing raised."""
+        if pending := self.pending:
+            self.pending = None
+            pending.result()
 
-    def close(self):
-        self.thread.shutdown()                  # a write in progress is completed, whatever else failed
+
+def newest_of(out: str | Path) -> str:
+    """What the same command does next in `out`, for the last line of a run that failed."""
+    found = checkpoints(out)
+    return (f"The same command resumes from {found[-1][1].name}" if found else
+            "There is no checkpoint yet: the same command starts again")
+
+
+def move_aside(out: str | Path, path: Path | None, step: int) -> str:
+    """Moves what is not of the run that resumes from `path` at `step`, or starts anew, from `out` to
+    OUT/previous_N: files of a run by their names, and nothing else. Of the run that is resumed these are the
+    later checkpoints, with copies of its logs. Returns a line about it, '' if there was nothing."""
+    out = Path(out)
+    inside = path is not None and path.resolve().parent == out.resolve()
+    later = [p for s, p in checkpoints(out) if not inside or s > step]
+    files = [p for name in RUN_FILES if (p := out / name).is_file()]
+    remove_leftovers(out, rf"checkpoint_\d+\.pt|{'|'.join(RUN_FILES)}")
+    if not later and (inside or not files):
+        return ""
+    folder = next(p for n in range(1, 10**6) if not os.path.lexists(p := out / f"previous_{n}"))
+    folder.mkdir()
+    for p in files:
+        shutil.copy(p, folder) if inside else p.rename(folder / p.name)
+    for p in later:
+        p.rename(folder / p.name)
+    return f"{len(files + later)} files of an earlier run in {out} are now in {folder}"
+
+
+def open_output(run, path: Path | None) -> None:
+    """On rank 0: locks --out, moves what is of another run out of the way, and opens the logs."""
+    config, process = run.config, run.process
+    if not process.is_master:
+        return
+    run.lock = lock_folder(config.out)
+    if line := move_aside(config.out, path, run.step):
+        process.print0(line)
+    run.record = Record(config.out, run.step, config.total_batch_size, dataclasses.asdict(config), config.wandb)
+    run.known = tuple(kind for kind in ("val", "hella") if run.record.value(run.step, kind) is not None)
+    run.saver = Saver(config.out, config.keep_checkpoints, process.device != "cpu", process.print0)
+
+
+@contextmanager
+def outputs(run):
+    """Around the loop: at its end, however it ends, what is being written is completed and closed."""
+    try:
+        yield
+    finally:
+        run.batches.close()
+        if run.record:
+            try:
+                run.saver.finish()
+            finally:
+                run.record.close()
+                plots.finish()

@@ -2,21 +2,16 @@
 import argparse
 import contextlib
 import dataclasses
-import difflib
 import os
+import signal
 import sys
 import textwrap
 from collections.abc import Callable
 from dataclasses import field
-from itertools import pairwise
 from pathlib import Path
-
-from runtime import start
 
 __version__ = "0.1.0"       # of the project; CHANGELOG.md says what changed
 MAY_BE_EMPTY = "prompt", "sample_prompt"
-SWITCHES = (dict.fromkeys(("on", "true", "yes", "1"), True)
-            | dict.fromkeys(("off", "false", "no", "0"), False))      # what flags without a value are given
 
 
 class UserError(Exception):
@@ -38,22 +33,21 @@ def parse_int(text: str) -> int:
 
 
 class FlagParser(argparse.ArgumentParser):
-    """argparse whose errors are UserErrors, whose flags cannot be abbreviated, and whose texts, but for those
-    of MAY_BE_EMPTY, cannot be empty, as that of an unset variable is (--out "$OUT")."""
+    """argparse whose errors are UserErrors, whose flags are taken with dashes too (--max-steps) and cannot be
+    abbreviated, and whose texts, but for MAY_BE_EMPTY, cannot be empty, as an unset variable is."""
 
     def __init__(self, **kwargs):
         super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
         self.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
 
     def parse_args(self, args=None, namespace=None):
-        self.refuse_values_of_bools(sys.argv[1:] if args is None else args)
-        # intermixed: else `compare --plot FILE RUN RUN` would not be taken
-        args, unknown = self.parse_known_intermixed_args(args, namespace)
-        if unknown:
-            flags = [option for option in self._option_string_actions if option.startswith("--")]
-            written = "--" + unknown[0].partition("=")[0].strip("-").replace("-", "_")
-            near = [f"; did you mean {flag}?" for flag in difflib.get_close_matches(written, flags, n=1)]
-            self.error(" ".join(["unrecognized arguments:", *unknown]) + "".join(near))
+        words = []
+        for word in sys.argv[1:] if args is None else args:
+            name, equals, value = word.partition("=")
+            dashed = name.startswith("--") and name not in self._option_string_actions
+            words.append((f"--{name[2:].replace('-', '_')}" if dashed else name) + equals + value)
+        # intermixed: `compare --plot FILE RUN RUN` too
+        args = self.parse_intermixed_args(words, namespace)
         for action in self._actions:
             value = getattr(args, action.dest, None)
             empty = value == "" or isinstance(value, list) and "" in value
@@ -61,17 +55,6 @@ class FlagParser(argparse.ArgumentParser):
                 name = action.option_strings[0] if action.option_strings else action.metavar or action.dest
                 self.error(f"{name} is empty: give a value (was a variable of the shell not set?)")
         return args
-
-    def refuse_values_of_bools(self, words):
-        """`--compile off`: argparse would name only `off`, or take it for a path."""
-        for word, following in pairwise([*words, ""]):
-            name, _, value = word.partition("=")
-            value = (value or following).lower()
-            if value in SWITCHES and getattr(self._option_string_actions.get(name), "nargs", None) == 0:
-                other = name.replace("--no_", "--") if name.startswith("--no_") else f"--no_{name[2:]}"
-                give = (f"give {name} alone" if SWITCHES[value] else
-                        f"give {other}" if other in self._option_string_actions else "leave it out")
-                self.error(f"{name} takes no value: {give}")
 
     def error(self, message):
         raise UserError(f"{message} (see {self.prog} --help)")
@@ -101,8 +84,8 @@ def safe_repr(value: object) -> str:
 
 
 def brief_error(error: Exception) -> str:
-    """What an error says, in 200 characters, for a message: of an OSError the system's words, of a plain
-    ValueError its text (so our readers say what is wrong with a file), of any other its class and text."""
+    """What an error says, in 200 characters: of an OSError the system's words, of a plain ValueError its text
+    (so our readers say what is wrong with a file), of any other its class and text."""
     if words := getattr(error, "strerror", None):
         return words
     text = str(error).split("WeightsUnpickler error:")[-1]        # torch says before it how to run the code
@@ -120,24 +103,33 @@ def causes(error: BaseException) -> list[BaseException]:
 
 
 def flag(default, group, help, **metadata):
-    """A field of a Config dataclass that is also a flag. `metadata`: `type` (if not the annotation),
-    `choices`, `minimum` (lower bound; 0 for an int), `bits` (upper bound 2^bits; 40), `fixed` (cannot change
-    on resume), `per_run` (never taken from a checkpoint), `recipes` (those in which it has a meaning)."""
+    """A field of a Config dataclass that is also a flag. `metadata`: `type` (if not the annotation), `word`
+    (taken in place of a number, as "auto"), `choices`, `minimum` (0 for an int), `bits` (upper bound 2^bits;
+    40), `fixed` (cannot change on resume), `per_run` (never taken from a checkpoint), `recipes` (those in
+    which it has a meaning)."""
     return field(default=default, metadata={"group": group, "help": help, **metadata})
+
+
+def number_or(word: str, kind: type) -> Callable:
+    """A parser of flags that are `word` or a number."""
+    def parse(text):
+        return text if text == word else parse_int(text) if kind is int else kind(text)
+    parse.__name__ = f"{word} or {kind.__name__}"       # argparse shows it in its error
+    return parse
 
 
 def parse_config(prog: str, Config: type, defaults: Callable[[dict], dict], description: str,
                  argv: list[str] | None, recipes: dict, notes: str) -> tuple:
     """Command line -> (Config, names of the fields that were given as flags). Each field of Config is a flag.
-    `defaults`: given flags -> values of other fields that differ from Config's own defaults. For the help,
-    `recipes`: {name: the defaults that differ}, and `notes` below the flags."""
+    `defaults`: given flags -> values of other fields that differ from Config's own. For the help, `recipes`:
+    {name: the defaults that differ}, and `notes` below the flags."""
     parser = FlagParser(prog=prog, usage=f"{prog} [flags]", description=description,
                         epilog=f"{notes}{resume_notes(Config)}")
-    group = None
+    groups = {}
     for f in dataclasses.fields(Config):
         name, kind, choices = f.name, f.metadata.get("type", f.type), f.metadata.get("choices")
-        if group is None or group.title != f.metadata["group"]:
-            group = parser.add_argument_group(f.metadata["group"])
+        word, title = f.metadata.get("word"), f.metadata["group"]
+        group = groups[title] = groups.get(title) or parser.add_argument_group(title)
         help = f.metadata["help"] + default_note(f, recipes)
         if kind is bool:
             both = dict(dest=name, action=BoolFlag, default=argparse.SUPPRESS)
@@ -146,9 +138,10 @@ def parse_config(prog: str, Config: type, defaults: Callable[[dict], dict], desc
             if f.default is False:
                 group.add_argument(f"--no_{name}", **both, help=argparse.SUPPRESS)
         else:
+            metavar = None if choices else f"{word}|{kind.__name__}".upper() if word else kind.__name__.upper()
             group.add_argument(f"--{name}", default=argparse.SUPPRESS, choices=choices, help=help,
-                               metavar=None if choices else kind.__name__.upper(),
-                               type=parse_int if kind is int else kind)
+                               metavar=metavar, type=number_or(word, kind) if word else
+                               parse_int if kind is int else kind)
     given = vars(parser.parse_args(argv))         # SUPPRESS: without the flags that were not given
     return Config(**defaults(given) | given), set(given)
 
@@ -157,8 +150,7 @@ def default_note(f: dataclasses.Field, recipes: dict) -> str:
     """' (default 12; speedrun: 6)', or '' where the default says nothing."""
     if f.default in (None, False, ""):
         return ""
-    kind = f.metadata.get("type", f.type)
-    shown = "on" if kind is bool else f.default
+    shown = "on" if f.default is True else f.default
     others = [f"; {name}: {values[f.name]}" for name, values in recipes.items()
               if values.get(f.name, f.default) != f.default]
     return f" (default {shown}{''.join(others)})"
@@ -174,37 +166,25 @@ def resume_notes(Config: type) -> str:
     return "\n".join([*notes, "All others are the checkpoint's, where they are not given.\n"])
 
 
-def run_command(main: Callable[[], int | None], is_master: Callable[[], bool] = lambda: True) -> None:
+def run_command(main: Callable[[], int | None]) -> None:
     """Runs `main()` as a command: UserError -> one line and exit 2, RunError -> one line and exit 1, Ctrl-C
-    -> one line and exit 130. `is_master`: whether this process prints the line of an error."""
+    -> one line and exit 130. An error that all ranks of a run raise is printed by rank 0 alone."""
+    code = 0
     try:
-        start.imports_are_done()
-        try:
-            sys.stdout.reconfigure(errors="replace")    # not every terminal can print every sampled token
-            code = main() or 0
-        except BaseException as error:
-            code = exit_code(error, is_master)
-            if code is None:
-                raise
-        finally:
-            start.command_is_done()
-    except KeyboardInterrupt:                           # in the midst of the lines above
-        start.stop_at_once()
-    if code == 130 and os.environ.get("WORLD_SIZE", "1") != "1":    # as in distributed.leave: not finalized
+        sys.stdout.reconfigure(errors="replace")    # not every terminal can print every sampled token
+        code = main() or 0
+    except (UserError, RunError) as error:
+        code = 2 if isinstance(error, UserError) else 1
+        if not getattr(error, "agreed", False) or os.environ.get("RANK", "0") == "0":
+            print_error(error)
+    except KeyboardInterrupt:
+        print_error("stopped by Ctrl-C")
+        code = 130
+    except BrokenPipeError:                         # `... | head` closed the pipe: no traceback
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 1
+    signal.signal(signal.SIGINT, signal.SIG_IGN)    # Python's finalization would end by it, code or no code
+    if os.environ.get("WORLD_SIZE", "1") != "1":    # gloo's threads can abort it (pytorch issue 190489)
+        sys.stdout.flush()
         os._exit(code)
     sys.exit(code)
-
-
-def exit_code(error: BaseException, is_master: Callable[[], bool]) -> int | None:
-    """Prints the line of what ended a command; returns its exit code. None: an error of ours, a traceback."""
-    if start.PRESSED or isinstance(error, KeyboardInterrupt):       # a library may have made another of it
-        start.tell_stopped()
-        return 130
-    if isinstance(error, (UserError, RunError)):
-        if is_master():
-            print_error(error)
-        return 2 if isinstance(error, UserError) else 1
-    if isinstance(error, BrokenPipeError):              # `... | head` closed the pipe: no traceback
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    return None

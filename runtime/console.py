@@ -1,29 +1,32 @@
-"""What a run prints: a line a step, how it ended."""
+"""What a run tells: the console's line of a step, OUT/metrics.csv and OUT/log.txt, Weights & Biases."""
+# without torch: the process that draws loss.png imports this module
 import math
+import os
 import shlex
 import statistics
 import time
-from collections import deque
-from dataclasses import dataclass
+import uuid
+from collections.abc import Collection
+from contextlib import suppress
 from pathlib import Path
+from typing import BinaryIO
 
-from runtime.dataloader import Data
-from runtime.device import fetch, peak_flops, peak_memory
-from runtime.files import checkpoints
-from runtime.tokenizer import ASSETS, VOCAB_SIZE
+from runtime.files import checkpoints, read_text, readable, replace_file, sync, writable
+
+FORMATS = dict(step="d", tokens="d", seconds=".3f", train=".6f", val=".6f", hella=".6f", lr=".6g",
+               norm=".4f", tokens_per_second=".6g")         # of metrics.csv's cells
+COLUMNS = tuple(FORMATS)
+HEADER = ",".join(COLUMNS)
+ELSEWHERE = "remove it, or choose another --out"
 
 
-@dataclass
-class StepResult:
-    """What a finished step came to, the same on all ranks."""
-    step: int
-    loss: float                 # nats
-    norm: float                 # of the gradient, before clipping
-    first_bad: str              # name of the first parameter with a non-finite gradient, "" if there is none
-
-    def __str__(self):
-        where = f"; the first non-finite gradient is that of {self.first_bad}" if self.first_bad else ""
-        return f"step {self.step}: loss {self.loss}, gradient norm {self.norm}{where}"
+def duration(seconds: float) -> str:
+    """'45 s', '12 min', '5.5 hours', '165 days'."""
+    for unit, length, least in (("days", 86400, 48 * 3600), ("hours", 3600, 100 * 60), ("min", 60, 100)):
+        if seconds >= least:
+            value = seconds / length
+            return f"{value:.0f} {unit}" if value >= 10 or unit == "min" else f"{value:.1f} {unit}"
+    return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
 
 
 def brief_time(seconds: float) -> str:
@@ -32,6 +35,11 @@ def brief_time(seconds: float) -> str:
         if seconds < length * most:
             return f"{seconds / length:.0f}{unit}"
     return f"{min(seconds, 1e9) / 86400:.0f}d"
+
+
+def counted(n: int, what: str) -> str:
+    """'1 step', '2 steps', '8 processes'."""
+    return f"{n:,} {what}" + ("" if n == 1 else "es" if what.endswith("s") else "s")
 
 
 def step_line(step: int, loss: float, norm: float, lr: float, dt: float, rate: float, mfu: float | None,
@@ -48,157 +56,227 @@ def step_line(step: int, loss: float, norm: float, lr: float, dt: float, rate: f
     return line
 
 
-class Band:
-    """The last 64 finite values of a loss or norm, to tell one that is far above all of them: by twice
-    their range, and by a tenth, for losses that hardly change."""
-    WIDTH, LEAST = 64, 32       # steps
-
-    def __init__(self, name: str):
-        self.name, self.values, self.quiet_until = name, deque(maxlen=self.WIDTH), 0
-
-    def add(self, step: int, value: float) -> str:
-        """A line if `value` is so far above, at most one every 64 steps, else ''."""
-        line = ""
-        if math.isfinite(value):
-            if len(self.values) >= self.LEAST and step >= self.quiet_until:
-                low, high = min(self.values), max(self.values)
-                if value > high + max(2 * (high - low), 0.1 * high):
-                    line = (f"step {step}: {self.name} {value:.4f} is far above those of the last "
-                            f"{len(self.values)} steps ({low:.4f} to {high:.4f})")
-                    self.quiet_until = step + self.WIDTH
-            self.values.append(value)
-        return line
+def speed_line(seconds: list[float], tokens_per_step: int, peak_bytes: float) -> str:
+    """How fast a run was, from the seconds of its steps."""
+    median = statistics.median(seconds)
+    return (f"median step {median * 1000:,.{0 if median >= 0.1 else 1}f} ms, "
+            f"{tokens_per_step / median:,.0f} tokens/s, peak memory {peak_bytes / 1e9:.1f} GB")
 
 
-class Reporter:
-    """Prints and logs steps. On CUDA a step's numbers are read when the next step is queued, so that the
-    GPU never waits. What they mean is decided by the caller, to whom `step` and `flush` return
-    [StepResult] of those read."""
-
-    def __init__(self, config, log, model, process):
-        self.config, self.log, self.process = config, log, process
-        self.flops, self.peak = model.flops_per_token(config.sequence_length), peak_flops(process.device)
-        self.names = [name for name, _ in model.named_parameters()]
-        self.bands = Band("loss"), Band("gradient norm")
-        self.pending, self.seconds, self.losses = [], [], []
-        if log and process.console:
-            process.console.open(config, log.first)
-
-    def start(self):
-        """Before a step: starts the clock, unless a step still runs on the GPU, and the clock with it."""
-        if not self.pending:
-            self.clock = time.perf_counter()
-
-    def step(self, step, numbers, lr):
-        """After a step was queued; `numbers` as train_step returns them."""
-        self.pending.append((step, fetch(numbers), lr))
-        return self.flush(but=1 if self.process.device.startswith("cuda") else 0)
-
-    def flush(self, but=0):
-        """Reads all but the newest `but` steps."""
-        return [self._report(*self.pending.pop(0)) for _ in range(len(self.pending) - but)]
-
-    def evaluation(self, step, kind, value, text):
-        self._status(at_once=True, step=step, **({"val_loss": value} if kind == "val" else {}))
-        self.process.print0(f"step {step:5d} | {text}")
-        if self.log:
-            self.log.evaluation(step, kind, value)
-
-    def _status(self, **values):
-        if self.process.console:
-            self.process.console.update(**values)
-
-    def _report(self, step, numbers, lr):
-        with self.process.progress(f"step {step}"):
-            loss, norm, first_bad = numbers()
-        now = time.perf_counter()
-        dt, self.clock = now - self.clock, now
-        self.seconds.append(dt)
-        self.losses.append(loss)
-        self._status(step=step + 1, loss=loss)
-        if step % self.config.log_every == 0 or step == self.config.max_steps - 1:
-            rate = self.config.total_batch_size / dt
-            mfu = rate * self.flops / self.peak / self.process.world_size if self.peak else None
-            left = statistics.median(self.seconds[-20:]) * (self.config.max_steps - 1 - step)
-            self.process.print0(step_line(step, loss, norm, lr, dt, rate, mfu, left))
-        for band, value in zip(self.bands, (loss, norm), strict=True):
-            if line := band.add(step, value):
-                self.process.print0(line)
-        if self.log:
-            self.log.step(step, loss, norm, lr, dt)
-        return StepResult(step, loss, norm, self.names[int(first_bad)] if first_bad >= 0 else "")
-
-    def close(self):
-        if self.log:
-            self.log.close()
+def lowest(rows: list[dict], steps: Collection[int] | None = None) -> tuple[float, int] | None:
+    """(validation loss, step) of the lowest one, the earliest of equals; of `steps` alone, if given."""
+    return min(((row["val"], row["step"]) for row in rows if row["val"] is not None
+                and math.isfinite(row["val"]) and (steps is None or row["step"] in steps)), default=None)
 
 
-def print_summary(run) -> int:
-    """Prints how the run ended, how fast it was and where everything is. Returns its exit code."""
-    config, state, process, signals, reporter = run.config, run.state, run.process, run.signals, run.reporter
-    if reporter.seconds:
-        median = statistics.median(reporter.seconds)
-        process.print0(f"median step {median * 1000:,.{0 if median >= 0.1 else 1}f} ms, "
-                       f"{config.total_batch_size / median:,.0f} tokens/s, "
-                       f"peak memory {peak_memory(process.device) / 1e9:.1f} GB")
-    ended, message = "done", ""
-    if signals.stopped:
-        then = "the same command resumes from there" if run.saver.every else (
-            "that is not saved (--checkpoint_every 0)")
-        ended = "stopped"
-        process.print0(f"stopped by {signals.received or 'a signal'} after {state.step} of "
-                       f"{config.max_steps} steps: {then}")
-        print_best(run)
-    elif config.overfit and reporter.seconds:
-        first, last, verdict = reporter.losses[0], reporter.losses[-1], "PASSED"
-        if not last < 0.1:
-            ended, message, verdict = "failed", "did not overfit", "FAILED (under 0.1 is expected)"
-        process.print0(f"overfit one batch: loss {first:.4f} -> {last:.4f} in {len(reporter.losses)} steps: "
-                       f"{verdict}")
-        if verdict == "PASSED":                 # whose own last line goes on to training
-            process.print0("next: python fineweb.py --input input.txt --out data/shakespeare")
-    else:
-        print_results(run)
-    if process.console:
-        process.console.end(ended, message)
-    return 1 if ended == "failed" else 0
+def read_metrics(path: str | Path, remedy: str = ELSEWHERE) -> list[dict]:
+    """The complete rows of a metrics.csv: {column of COLUMNS: number, or None where the cell is empty}. A
+    crash can cut off the last one. UserError for a file of another kind."""
+    rows = []
+    with readable(path, remedy):
+        complete = read_text(path).rpartition("\n")[0]
+        for number, line in enumerate(complete.splitlines() or [HEADER], 1):
+            row = parse_row(line)
+            if number > 1 and row and (not rows or rows[-1]["step"] < row["step"]):
+                rows.append(row)
+            elif number > 1 or line != HEADER:
+                raise ValueError(f"line {number} is none of a run's metrics")
+    return rows
 
 
-def print_results(run) -> None:
-    """What a run that is done has made, and what to do with it."""
-    config, state, process = run.config, run.state, run.process
-    newest = checkpoints(config.out)[-1:] if run.saver.every else []
-    picture = ", loss.png" if (Path(config.out) / "loss.png").exists() else ""
-    process.print0(f"done: {state.step} steps; in {config.out}: log.txt, metrics.csv{picture}"
-                   + (", checkpoints" if newest else ""))
-    if picture:
-        samples = ", and at the samples above" if config.sample_every and state.step > state.begun else ""
-        process.print0(f"look at: {Path(config.out) / 'loss.png'}, the losses{samples}")
-    best = print_best(run)
-    if (ASSETS / f"{config.preset}.csv").exists():
-        process.print0("beside the losses of others with this preset: python bench.py compare "
-                       f"{shlex.quote(config.out)} assets/{config.preset}.csv")
-    if newest and config.vocab_size >= VOCAB_SIZE:
-        process.print0(f"next: python sample.py --model {shlex.quote(str(best or newest[0][1]))}")
+def parse_row(line: str) -> dict | None:
+    with suppress(ValueError):
+        step, tokens, seconds, *rest = line.split(",")
+        rest = [float(cell) if cell else None for cell in rest]
+        row = dict(zip(COLUMNS, (int(step), int(tokens), float(seconds), *rest), strict=True))
+        return row if 0 <= row["step"] < 2**40 and 0 <= row["tokens"] < 2**60 else None
 
 
-def in_bits(loss: float, data: Data) -> str:
+def row_line(row: dict) -> str:
+    return ",".join("" if row[name] is None else format(row[name], form) for name, form in FORMATS.items())
+
+
+def rewritten(path: Path, lines: list[str]) -> BinaryIO:
+    """The file with these lines, open behind them."""
+    replace_file(path, lambda file: file.write("".join(f"{line}\n" for line in lines).encode()))
+    file = open(path, "r+b")
+    file.seek(0, os.SEEK_END)
+    return file
+
+
+class Record:
+    """OUT/metrics.csv, a row a step, the one record of a run: what is resumed, the best checkpoint and the
+    picture are read from it. Beside it OUT/log.txt, a line an event, and Weights & Biases, if asked for.
+
+    For a run that goes on at `step`. Of a longer record the rest is cut off, because it happens again; of the
+    row of `step` the evaluations stay. At step 0 both files begin empty. Events come in the order of the
+    steps, and those of one step in the order val, hella, train. UserError if metrics.csv is damaged."""
+
+    def __init__(self, out: str | Path, step: int, tokens_per_step: int, config: dict | None = None,
+                 wandb: bool = False):
+        path, self.tokens_per_step, self.wandb = Path(out) / "metrics.csv", tokens_per_step, None
+        self.rows = [row for row in (read_metrics(path) if step and path.exists() else [])
+                     if row["step"] <= step]
+        self.seconds = 0.0                      # of the steps up to here
+        for row in self.rows[-1:]:
+            rate, self.seconds = row["tokens_per_second"], row["seconds"]
+            if row["step"] == step:
+                row |= dict.fromkeys(("train", "lr", "norm", "tokens_per_second"))
+            elif rate and rate > 0:
+                self.seconds += tokens_per_step / rate
+        lines = [HEADER, *map(row_line, self.rows)]
+        self.table = rewritten(path, lines)
+        self.begin = self.table.tell() - len(lines[-1]) - 1         # of the last row, in bytes
+        self.events = rewritten(path.with_name("log.txt"), [
+            f"{row['step']} {kind} {row[kind]:.6f}" for row in self.rows for kind in ("val", "hella", "train")
+            if row[kind] is not None])
+        if wandb:
+            self.wandb = open_wandb(path.resolve().parent, config, resumes=step > 0)
+
+    def train(self, step: int, loss: float, norm: float, lr: float, seconds: float) -> None:
+        """A finished step, which took `seconds`."""
+        self._write(step, "train", loss, norm=norm, lr=lr, tokens_per_second=self.tokens_per_step / seconds)
+        self.seconds += seconds
+
+    def evaluation(self, step: int, kind: str, value: float) -> None:
+        """`kind`: val or hella."""
+        self._write(step, kind, value)
+
+    def _write(self, step, kind, value, **more):
+        if not self.rows or self.rows[-1]["step"] != step:
+            self.begin = self.table.seek(0, os.SEEK_END)
+            self.rows.append(dict.fromkeys(COLUMNS) | {
+                "step": step, "tokens": step * self.tokens_per_step, "seconds": self.seconds})
+        self.rows[-1] |= {kind: round(value, 6), **more}            # as it will be read
+        with writable(self.table.name, begun=True):
+            self.table.seek(self.begin)
+            self.table.truncate()               # what is killed here leaves a row out, never a mixture of two
+            self.table.write(f"{row_line(self.rows[-1])}\n".encode())
+            self.table.flush()
+        with writable(self.events.name, begun=True):
+            self.events.write(f"{step} {kind} {value:.6f}\n".encode())
+            self.events.flush()
+        if self.wandb:
+            self.wandb.log({kind: value, **more}, step=step)
+
+    def value(self, step: int, kind: str) -> float | None:
+        """What was recorded of `kind` at `step`; None if nothing was."""
+        return next((row[kind] for row in reversed(self.rows) if row["step"] == step), None)
+
+    def best(self, steps: Collection[int] | None = None) -> tuple[float, int] | None:
+        return lowest(self.rows, steps)
+
+    def sync(self) -> None:
+        """Before a checkpoint is written: a loss of power must not leave one beyond its record."""
+        for file in (self.table, self.events):
+            with writable(file.name, begun=True):
+                sync(file.fileno())
+
+    def close(self) -> None:
+        for file in (self.table, self.events):
+            with suppress(OSError):             # a full disk, which was told when the line was written
+                file.close()
+        if self.wandb:
+            self.wandb.finish()
+
+
+def open_wandb(out: Path, config: dict, resumes: bool):
+    """The package wandb, with this run begun or, by the id in OUT/wandb_id, gone on with."""
+    import wandb
+    path = out / "wandb_id"
+    if not (resumes and path.exists()):
+        replace_file(path, lambda file: file.write(f"{uuid.uuid4().hex}\n".encode()))
+    with readable(path, "remove it: the run then has another id"):
+        known = uuid.UUID(read_text(path, 100).strip()).hex
+    wandb.init(project="gpt2", name=out.name, config=config, id=known, resume="allow")
+    return wandb
+
+
+# ----------------------------------------------------------------------------- of a train_gpt2.Run
+
+def print_header(run, path: Path | None) -> None:
+    """What will run; for --dry_run also how long, from one timed micro-step. `path`: of the checkpoint."""
+    import torch
+
+    from runtime.dataloader import divide_update
+    from runtime.device import device_name, try_micro_step
+    c, process, say = run.config, run.process, run.process.print0
+    T, tokens, processes = c.sequence_length, c.total_batch_size, counted(run.process.world_size, "process")
+    window = f", window {c.window} inside documents" if c.window else ""
+    say(f"{processes} on {process.device} ({device_name(process.device)}), {c.dtype}, "
+        f"{'torch.compile' if c.compile else 'eager'}, attention {c.attention}, torch {torch.__version__}")
+    say(f"{c.recipe}: {sum(p.numel() for p in run.model.parameters()):,} parameters "
+        f"({counted(c.n_layer, 'layer')}, {counted(c.n_head, 'head')}, width {c.n_embd}, "
+        f"vocabulary {c.vocab_size}{window})")
+    B, n = divide_update(tokens, T, c.updates_per_step, process.world_size, run.batch_size)
+    n *= c.updates_per_step
+    first = f" in {c.updates_per_step} updates at first" if c.updates_per_step > 1 else ""
+    say(f"{tokens:,} tokens a step = {B} x {T} x {counted(n, 'micro-step')} x {processes}{first}; "
+        f"{c.max_steps:,} steps = {c.max_steps * tokens:,} tokens = "
+        f"{c.max_steps * tokens / (run.data.train.total * T):,.2f} epochs")
+    say(f"max_lr {c.max_lr:g} after {counted(c.warmup_steps, 'step')}, min_lr {c.min_lr:g}; " + ", ".join(
+        f"{what} {f'every {every:,} steps' if every else 'never'}" for what, every in (
+            ("validation", c.val_every), ("HellaSwag", c.hellaswag_every), ("samples", c.sample_every),
+            ("checkpoint", c.checkpoint_every))))
+    if path:
+        say(f"resuming from {path} at step {run.step} of {c.max_steps}")
+    if c.dry_run:
+        seconds = try_micro_step(run, B) * n
+        say(f"about {duration(seconds)} a step, {duration(seconds * (c.max_steps - run.step))} in all without "
+            "evaluations; nothing was written; the same command without --dry_run starts the run")
+
+
+def log_step(run, step: int, loss: float, norm: float, lr: float) -> None:
+    """Prints and records a step that has just finished."""
+    from runtime.device import peak_flops
+    config, now = run.config, time.perf_counter()
+    dt, run.clock = now - run.clock, now
+    run.losses.append(loss)
+    run.seconds.append(dt)
+    rate, peak = config.total_batch_size / dt, peak_flops(run.process.device)
+    flops = run.model.flops_per_token(config.sequence_length)
+    mfu = rate * flops / peak / run.process.world_size if peak else None
+    left = statistics.median(run.seconds[-20:]) * (config.max_steps - 1 - step)
+    run.process.print0(step_line(step, loss, norm, lr, dt, rate, mfu, left))
+    if run.record:
+        run.record.train(step, loss, norm, lr, dt)
+
+
+def log_evaluation(run, kind: str, value: float, text: str) -> None:
+    run.process.print0(f"step {run.step:5d} | {text}")
+    if run.record:
+        run.record.evaluation(run.step, kind, value)
+
+
+def in_bits(loss: float, data) -> str:
     """' (1.6543 bits per byte)' for a validation loss; '' where the tokens are not GPT-2's."""
     bits = loss * data.bits_per_byte
     return f" ({bits:.4f} bits per byte)" if math.isfinite(bits) else ""
 
 
-def print_best(run) -> Path | None:
-    """Which of the saved checkpoints has the lowest validation loss, and whether it has risen since. Returns
-    its path, or None if there is none."""
-    config, state, process = run.config, run.state, run.process
-    if not (state.best and state.val_loss is not None):
-        return None
-    loss, step = state.best
-    path = dict(checkpoints(config.out)).get(step)
-    if state.val_loss > loss and f"{state.val_loss:.4f}" != f"{loss:.4f}":
-        where = f": the best checkpoint is {path}" if path else ", and the checkpoint of that step is gone"
-        process.print0(f"validation has risen since step {step} ({loss:.4f} -> {state.val_loss:.4f}){where}")
-    elif path:
-        process.print0(f"best checkpoint: {path}, validation loss {loss:.4f}{in_bits(loss, run.data)}")
-    return path
+def print_summary(run) -> int:
+    """Prints how the run ended and where everything is. Returns its exit code."""
+    from runtime.device import peak_memory
+    config, process, say = run.config, run.process, run.process.print0
+    if run.seconds:
+        say(speed_line(run.seconds, config.total_batch_size, peak_memory(process.device)))
+    if process.stop:
+        say(f"stopped by {process.received or 'a signal'} after {run.step} of {config.max_steps} steps: "
+            f"{'the same command resumes' if config.checkpoint_every else 'not saved (--checkpoint_every 0)'}")
+        return 0
+    if config.overfit:
+        passed = run.losses[-1] < 0.1
+        say(f"overfit one batch: loss {run.losses[0]:.4f} -> {run.losses[-1]:.4f} in {len(run.losses)} steps: "
+            f"{'PASSED' if passed else 'FAILED (under 0.1 is expected)'}")
+        if passed:                              # its last line goes on to training
+            say("next: python fineweb.py --input input.txt --out data/shakespeare")
+        return 0 if passed else 1
+    saved = dict(checkpoints(config.out))
+    say(f"done: {run.step} steps; in {config.out}: log.txt, metrics.csv, loss.png{', checkpoints' * bool(saved)}")
+    best = run.record and run.record.best(saved)
+    if best:
+        say(f"best checkpoint: {saved[best[1]]}, validation loss {best[0]:.4f}"
+            + in_bits(best[0], run.data))
+    if saved:
+        say(f"next: python sample.py --model {shlex.quote(config.out + '/best' * bool(best))}")
+    return 0

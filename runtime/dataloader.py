@@ -1,15 +1,13 @@
-"""Shards -> batches.
+"""Shards -> micro-batches.
 
 Which tokens a step sees is a pure function of (shards, seed, step, total_batch_size, sequence_length). So any
-number of ranks, any micro-batch and any resume see the same ones, and the loader has no state to save.
+number of ranks, any micro-batch and any resume see the same ones, and there is no state to save.
 """
 import bisect
-import hashlib
 import itertools
 import math
-import os
-import threading
 from collections import deque
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -20,11 +18,11 @@ import torch
 
 from runtime.cli import UserError
 from runtime.files import digest, fingerprint_blocks, readable
-from runtime.shards import check_shard, list_shards, open_shard, read_shard, recorded_sums
+from runtime.shards import list_shards, open_shard, read_shard
 from runtime.tokenizer import VOCAB_SIZE, encode, token_lengths
 
 INPUT_TXT = Path(__file__).resolve().parent.parent / "input.txt"
-CHECKED_AT_ONCE = 1 << 30       # bytes of shards that are read and hashed before a run: a few seconds
+DEPTH = 8                   # micro-batches read ahead: loading the next shard takes about a second
 
 
 def stable_permutation(n: int, *key: int) -> np.ndarray:
@@ -42,21 +40,13 @@ class TokenDataset:
     shard is in memory at a time, as uint16.
 
     Raises UserError for too little text to make one sequence, and for a shard that is damaged, has ids at or
-    above `vocab_size` or GPT-2's 50257, changes during the run, or has not the SHA-256 in its manifest: at
-    once where the fingerprint's blocks show it, else when the shard is read.
-
-    `sums`: {path: SHA-256} of the shards whose manifest, in the folder of the first, records it. `unchecked`:
-    those that TokenLoader.start is to check.
+    above `vocab_size` or GPT-2's 50257, or changes during the run.
     """
 
     def __init__(self, shards: list[Path | np.ndarray], sequence_length: int, seed: int = 0,
                  shuffle: bool = False, vocab_size: int = VOCAB_SIZE):
         self.shards, self.T, self.end = list(shards), sequence_length, min(vocab_size, VOCAB_SIZE)
         self.names = ["the text" if isinstance(shard, np.ndarray) else str(shard) for shard in self.shards]
-        paths = [shard for shard in self.shards if not isinstance(shard, np.ndarray)]
-        recorded = recorded_sums(paths[0].parent) if paths else {}
-        self.sums = {path: recorded[path.name] for path in paths if recorded.get(path.name)}
-        self.unchecked = {}
         self.fingerprint = [self._fingerprint(i) for i in range(len(self.shards))]
         self.lengths = [length for _, length, _ in self.fingerprint]
         self.counts = [(length - 1) // self.T for length in self.lengths]
@@ -89,7 +79,7 @@ class TokenDataset:
     def _sequences(self, epoch, i):
         """Reads shard i: its sequences as rows (count_i, T+1), and their order in an epoch."""
         shard = self.shards[i]
-        tokens = shard if isinstance(shard, np.ndarray) else read_shard(shard, self.sums.get(shard, ""))
+        tokens = shard if isinstance(shard, np.ndarray) else read_shard(shard)
         if [len(tokens), digest(tokens)] != self.fingerprint[i][1:]:
             raise UserError(f"{self.names[i]} changed during the run: restore it, then run the same command")
         self._check_ids(i, tokens)
@@ -112,81 +102,57 @@ class TokenDataset:
         return out
 
 
-def to_device(rows, device):
-    """Rows of tokens (B, T+1) -> inputs x and targets y, int64 (B, T) each, on `device`. On CUDA `rows` is a
-    pinned tensor, and the copy overlaps with the GPU's work."""
+def largest_divisor(n: int, most: int) -> int:
+    """The largest divisor of n that is at most `most`, or 1."""
+    return next((d for d in range(min(n, most), 1, -1) if n % d == 0), 1)
+
+
+def divide_update(total_batch_size: int, T: int, updates: int, ranks: int, batch_size: int) -> tuple[int, int]:
+    """(B, n): each rank's sequences of one of a step's equal `updates`, as n micro-batches of B sequences, at
+    most `batch_size`. UserError if they do not divide."""
+    rows, rest = divmod(total_batch_size, T * updates * ranks)
+    if rest or not rows:
+        unit = T * updates * ranks
+        near = " or ".join(str(n * unit) for n in (rows, rows + 1) if n)
+        raise UserError(f"--total_batch_size {total_batch_size} does not divide into sequences of {T} tokens, "
+                        f"{ranks} processes and {updates} updates a step: give {near}")
+    B = largest_divisor(rows, batch_size)
+    return B, rows // B
+
+
+def micro_batches(dataset: TokenDataset, total_batch_size: int, updates_of_step: Callable[[int], int],
+                  batch_size: int, step: int = 0, rank: int = 0, ranks: int = 1) -> Iterator[np.ndarray]:
+    """A rank's micro-batches from `step` on, without an end: sequences with their last target, uint16
+    (B, T+1). Step s has the sequences [s N, (s + 1) N) of the dataset, N = total_batch_size / T; of its m-th
+    micro-batches rank r has the B from number s N + (m ranks + r) B on."""
+    for s in itertools.count(step):
+        updates = updates_of_step(s)
+        B, n = divide_update(total_batch_size, dataset.T, updates, ranks, batch_size)
+        for m in range(updates * n):
+            yield dataset.read(s * (total_batch_size // dataset.T) + (m * ranks + rank) * B, B)
+
+
+def read_ahead(batches: Iterator[np.ndarray], pin: bool) -> Iterator[torch.Tensor]:
+    """The same as int32 tensors, made by a thread that is DEPTH ahead; pinned, so that their copy to a GPU
+    overlaps with its work."""
+    def load():
+        rows = torch.from_numpy(next(batches).astype(np.int32))
+        return rows.pin_memory() if pin else rows
+    pool = ThreadPoolExecutor(1, "read ahead")
+    try:
+        ahead = deque(pool.submit(load) for _ in range(DEPTH))
+        while True:
+            ahead.append(pool.submit(load))
+            yield ahead.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def to_device(rows, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of tokens (B, T+1) -> inputs x and targets y, int64 (B, T) each, on `device`. The copy of a pinned
+    tensor overlaps with a GPU's work."""
     rows = torch.as_tensor(rows, dtype=torch.int32).to(device, non_blocking=True).long()
     return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
-
-
-class TokenLoader:
-    """Micro-batches of this rank, read ahead on a thread.
-
-    Step s has the sequences [s N, (s+1) N) of the dataset, N = total_batch_size / T. In its micro-batch m,
-    rank r gets B sequences, from number s N + (m world_size + r) B on. B fits the run's first updates, which
-    are the smallest. Later ones may join several micro-batches, up to `joined_rows` sequences, because fewer
-    and larger micro-steps cost less time on a CPU.
-    """
-    DEPTH = 8                   # micro-batches read ahead: loading the next shard takes about a second
-
-    def __init__(self, dataset: TokenDataset, total_batch_size: int, batch_size: int, rank: int = 0,
-                 world_size: int = 1, device: str = "cpu", joined_rows: int = 0):
-        assert total_batch_size % (batch_size * dataset.T * world_size) == 0
-        self.dataset, self.B, self.device = dataset, batch_size, device
-        self.rank, self.world_size, self.joined_rows = rank, world_size, joined_rows
-        self.rows_per_step = total_batch_size // dataset.T
-        self.micro_batches = self.rows_per_step // (batch_size * world_size)     # of a step
-        self._pools, self._closed = [], threading.Event()
-
-    def divide(self, updates: int) -> tuple[int, int]:
-        """(micro-steps of each of `updates` updates of a step, micro-batches joined in each micro-step)."""
-        share = self.micro_batches // updates
-        join = max(n for n in range(1, max(1, self.joined_rows // self.B) + 1) if share % n == 0)
-        return share // join, join
-
-    def largest(self, updates: int) -> int:
-        """Sequences of the largest micro-step of a run of three steps or more, whose steps have `updates`
-        updates in its first third, and a quarter of them in the last."""
-        return self.B * self.divide(max(1, updates // 4))[1]
-
-    def rows(self, step: int, m: int) -> np.ndarray:
-        """This rank's sequences of micro-batch m of a step, uint16 (B, T+1)."""
-        first = step * self.rows_per_step + (m * self.world_size + self.rank) * self.B
-        return self.dataset.read(first, self.B)
-
-    def _load(self, step, m):
-        rows = torch.from_numpy(self.rows(step, m).astype(np.int32))
-        # the caching host allocator reuses a pinned block only after its copy has ended
-        return rows.pin_memory() if str(self.device).startswith("cuda") else rows
-
-    def start(self, step: int) -> None:
-        """Starts reading ahead at the first micro-batch of `step`, and the check of the dataset's
-        `unchecked` shards."""
-        if str(self.device).startswith("cuda"):
-            # as many as can be in use at once, for torch to keep: to pin memory later makes the GPU wait
-            shape = self.B, self.dataset.T + 1
-            _ = [torch.empty(shape, dtype=torch.int32, pin_memory=True) for _ in range(self.DEPTH + 2)]
-        reader, checker = self._pools = ThreadPoolExecutor(1, "read ahead"), ThreadPoolExecutor(1, "checks")
-        self._checks = deque(checker.submit(check_shard, *item, self._closed.is_set)
-                             for item in self.dataset.unchecked.items())
-        self._reads = (reader.submit(self._load, s, m)
-                       for s in itertools.count(step) for m in range(self.micro_batches))
-        self._ahead = deque(itertools.islice(self._reads, self.DEPTH))
-
-    def next_batch(self, count: int = 1):
-        """x, y of the next `count` micro-batches, joined: int64 (count B, T) on the device. Raises the
-        errors of the threads that read and check."""
-        while self._checks and self._checks[0].done():
-            self._checks[0].result()
-            self._checks.popleft()
-        self._ahead.extend(itertools.islice(self._reads, count))
-        batches = [self._ahead.popleft().result() for _ in range(count)]
-        return to_device(batches[0] if count == 1 else torch.cat(batches), self.device)
-
-    def close(self):
-        self._closed.set()
-        for pool in self._pools:
-            pool.shutdown(cancel_futures=True)
 
 
 @dataclass(frozen=True)
@@ -197,14 +163,8 @@ class Data:
     val_count: int              # sequences of one validation, the first of `val`
 
     def fingerprints(self) -> dict[str, list]:
+        """{split: [name, tokens, digest] of each shard}."""
         return {"train": self.train.fingerprint} | ({"val": self.val.fingerprint} if self.val else {})
-
-    def identity(self) -> dict[str, str]:
-        """Of each split a digest of its shards' tokens, of `val` also how many are read, and in sequences of
-        how many: where it is the same in two runs, their losses compare."""
-        found = {split: hashlib.sha256(repr([shard[1:] for shard in shards]).encode()).hexdigest()[:16]
-                 for split, shards in self.fingerprints().items()}
-        return found | ({"val": f"{found['val']}, {self.val_count} x {self.val.T}"} if self.val else {})
 
     @cached_property
     def bits_per_byte(self) -> float:
@@ -216,13 +176,8 @@ class Data:
         return targets.size / (math.log(2) * max(1, token_lengths()[targets].sum().item()))
 
 
-def find_shards(config) -> dict[str, list[Path]]:
-    """{split: its shards} of those splits of --data that a run reads. UserError if one has none."""
-    splits = () if config.overfit else ("train", "val") if config.val_every else ("train",)
-    return {split: list_shards(config.data, split) for split in splits}
-
-
 def open_data(config) -> Data:
+    """What `config`, a completed train_gpt2.Config, reads: one batch of input.txt, or the shards of --data."""
     T, vocab_size = config.sequence_length, config.vocab_size
     if config.overfit:
         with readable(INPUT_TXT, "restore it with `git checkout -- input.txt`"):
@@ -230,15 +185,8 @@ def open_data(config) -> Data:
         need = config.total_batch_size + 1
         tokens = encode(text[:20 * need])[:need]        # one epoch is one batch: 4 sequences of 32 tokens
         return Data(TokenDataset([tokens], T, vocab_size=vocab_size), None, 0)
-    shards = find_shards(config)
-    train = TokenDataset(shards["train"], T, config.seed, config.shuffle, vocab_size)
-    val = TokenDataset(shards["val"], T, vocab_size=vocab_size) if config.val_every else None
-    # one process of each machine reads every byte: a shard can be damaged before a run, and be read last
-    if not config.dry_run and os.environ.get("LOCAL_RANK", "0") == "0":
-        sums = train.sums | (val.sums if val else {})
-        if 2 * sum(train.lengths + (val.lengths if val else [])) > CHECKED_AT_ONCE:
-            train.unchecked = sums
-        else:
-            for path, sha256 in sums.items():
-                check_shard(path, sha256)
-    return Data(train, val, min(val.total, max(1, config.val_tokens // T)) if val else 0)
+    train = TokenDataset(list_shards(config.data, "train"), T, config.seed, config.shuffle, vocab_size)
+    if not config.val_every:
+        return Data(train, None, 0)
+    val = TokenDataset(list_shards(config.data, "val"), T, vocab_size=vocab_size)
+    return Data(train, val, min(val.total, max(1, config.val_tokens // T)))

@@ -1,4 +1,4 @@
-"""Atomic writes, errors of files as UserErrors, digests, an output folder's lock and checkpoints."""
+"""Atomic writes, errors of files as one line, digests, the lock of an output folder."""
 import errno
 import hashlib
 import os
@@ -13,12 +13,8 @@ import numpy as np
 
 from runtime.cli import RunError, UserError, brief_error, causes
 
-# what a run writes into --out beside its checkpoints and TensorBoard's files
-RUN_FILES = ("log.txt", "metrics.csv", "loss.png", "console.log", "status.json", "wandb_id", "trace.json")
 LOCK_NAME = ".train_gpt2.lock"
-# seconds to wait for a process of this machine (one that was killed loses its lock once its memory is freed),
-# and for one that cannot be looked at, on another machine
-LOCK_PATIENCE = 3, 20
+LOCK_PATIENCE = 5.0         # seconds: a killed process keeps its lock until its memory has been freed
 NOT_ALLOWED = errno.EACCES, errno.EPERM, errno.EROFS
 NO_ROOM = errno.ENOSPC, errno.EDQUOT, errno.EFBIG
 
@@ -76,15 +72,6 @@ def read_text(path: str | Path, most: int = 1 << 28, errors: str = "replace") ->
         return file.read().decode("utf-8-sig", errors=errors)
 
 
-def is_redirected_to(path: Path) -> bool:
-    """Whether stdout or stderr go into this file: `python train_gpt2.py > log/console.log`."""
-    for descriptor in (1, 2):
-        with suppress(OSError):
-            if os.path.samestat(os.fstat(descriptor), os.stat(path)):
-                return True
-    return False
-
-
 def checkpoints(out: str | Path) -> list[tuple[int, Path]]:
     """[(step, path)] of the checkpoints in `out`, oldest first. Each is complete (written atomically)."""
     return sorted((int(m[1]), path) for path in Path(out).glob("checkpoint_*.pt")
@@ -95,55 +82,25 @@ def checkpoint_name(step: int) -> str:
     return f"checkpoint_{step:06d}.pt"
 
 
-def models_in(folder: Path) -> list[Path]:
-    """What --model takes in a folder: folders of runs and in the Hugging Face format, then files, the newest
-    checkpoint first."""
-    with suppress(OSError):
-        paths = sorted(folder.iterdir())
-        return ([p for p in paths if os.path.isdir(p) and (checkpoints(p) or is_huggingface(p))]
-                + [p for p in reversed(paths) if p.suffix in (".pt", ".pth") and os.path.isfile(p)])
-    return []
-
-
 def is_huggingface(folder: Path) -> bool:
     """Whether a folder is read in the Hugging Face format."""
     return os.path.exists(folder / "config.json")
 
 
-def what_is_in(folder: Path, most: int = 6) -> str:
-    """For a message: 'log has log/a and log/b: give one of these'; '' if there is no model in it."""
-    found = [str(p) for p in models_in(folder)]
-    if len(found) < 2:
-        return f"{folder} has {found[0]}: give that" if found else ""
-    *first, last = found[:most] + [f"{len(found) - most} more"] * (len(found) > most)
-    return f"{folder} has {', '.join(first)} and {last}: give one of these"
-
-
-def what_is_there(path: str | Path) -> str:
-    """Of a path that is not there, what is in the nearest folder above it; '' if that is the working
-    directory."""
-    folder = next((p for p in Path(path).parents if os.path.isdir(p)), Path())
-    if folder in (Path(), Path(folder.anchor)):
-        return ""
-    return what_is_in(folder) or f"{folder} is there, and has no model"
-
-
 @contextmanager
 def writable(path: str | Path, begun: bool = False):
-    """Around writes to a file or folder: raises an OSError, of which replace_file may have made a RunError,
-    as one line with cause and remedy. That is a UserError, because another folder should have been given; but
-    a RunError if the disk is full, or if the work has `begun`: there are earlier files to resume from."""
+    """Around writes to a file or folder: an OSError, of which replace_file may have made a RunError, becomes
+    one line with cause and remedy. That is a UserError, because another folder should have been given; but a
+    RunError if the disk is full, or if the work has `begun`: there are earlier files to resume from."""
     try:
         yield
     except (OSError, RuntimeError, RunError) as error:          # torch.save makes it a RuntimeError
         cause = next((cause for cause in causes(error) if isinstance(cause, OSError)), None)
-        if not cause:
+        if not cause or isinstance(error, RunError) and begun:
             raise
         if not begun and cause.errno not in NO_ROOM:
             raise UserError(f"{path} cannot be written ({brief_error(cause)}): choose another "
                             f"folder") from None
-        if isinstance(error, RunError):
-            raise
         remedy = ("make room, or " if cause.errno in NO_ROOM else
                   "make its folder writable, or " if cause.errno in NOT_ALLOWED else "")
         raise RunError(f"cannot write {path} ({brief_error(cause)}): {remedy}choose another folder; earlier "
@@ -153,7 +110,7 @@ def writable(path: str | Path, begun: bool = False):
 @contextmanager
 def readable(what: str | Path, remedy: str, errors: type | tuple = Exception,
              problem: str = "cannot be read"):
-    """Around the reading of a file that may be damaged or hostile: raises any of `errors` as the UserError
+    """Around the reading of a file that may be damaged or hostile: any of `errors` becomes the UserError
     "`what` `problem` (cause): `remedy`". So a reader says what is wrong by a ValueError. A UserError or
     RunError passes through."""
     try:
@@ -186,56 +143,19 @@ def file_sha256(path: str | Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def holder(path: Path) -> int | None:
-    """Id of another process of this machine that has this file open, where /proc tells."""
-    for link in Path("/proc").glob("[0-9]*/fd/*"):
-        with suppress(OSError):                   # it has ended, or belongs to another user
-            if link.parts[2] != str(os.getpid()) and os.path.samefile(link, path):
-                return int(link.parts[2])
-
-
-@contextmanager
-def output_lock(config, process):
-    """Locks --out until this process ends, however it ends: two runs would overwrite each other's files.
-    Creates the folder, and removes it again if nothing was written. Only rank 0 locks, and not for
-    --dry_run."""
-    if config.dry_run or not process.is_master:
-        yield
-        return
-    out = Path(config.out).absolute()
-    made = [folder for folder in (out, *out.parents) if not folder.exists()]
-    path = out / LOCK_NAME
+def lock_folder(out: str | Path):
+    """Creates and locks a run's folder, for as long as what is returned lives: two runs would overwrite each
+    other's files. The lock is the system's own, and ends with the process however that ends."""
+    from filelock import FileLock, Timeout        # torch requires it
     with writable(out):
-        out.mkdir(parents=True, exist_ok=True)
-        path.touch()
-    from filelock import FileLock                 # torch requires it
-    lock = FileLock(path)                         # the system's own: it ends with a process that is killed
+        Path(out).mkdir(parents=True, exist_ok=True)
+        (Path(out) / LOCK_NAME).touch()
+    lock = FileLock(Path(out) / LOCK_NAME)
     try:
-        if not _acquire(lock, 0):
-            process.print0(f"another run is writing to {out}: waiting to see whether it ends ...")
-            pid = holder(path)
-            if not _acquire(lock, LOCK_PATIENCE[pid is None]):
-                where = f"process {pid} of this machine" if pid else "another run"
-                raise UserError(f"--out {out}: {where} is writing there; wait for its end, or choose another "
-                                f"folder")
-        yield
-    finally:
-        if _acquire(lock, 0):                     # else another run has it, and the file is its
-            with suppress(OSError):               # on Windows an open file
-                path.unlink()
-        lock.release(force=True)
-        for folder in made:
-            with suppress(OSError):               # not empty
-                folder.rmdir()
-
-
-def _acquire(lock, seconds):
-    """Whether no other run has the lock, after at most so many seconds."""
-    from filelock import Timeout
-    try:
-        lock.acquire(timeout=seconds)
+        lock.acquire(timeout=LOCK_PATIENCE)
     except Timeout:
-        return False
+        raise UserError(f"--out {out}: another run is writing there; wait for its end, or choose another "
+                        "folder") from None
     except OSError:                               # some network file systems have no locks
         pass
-    return True
+    return lock

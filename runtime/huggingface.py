@@ -2,27 +2,29 @@
 import dataclasses
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 
-from runtime.cli import FlagParser, UserError, safe_repr
-from runtime.files import file_sha256, read_text, readable, replace_file, writable
-from runtime.hub import download_model
-from runtime.integrity import SUMS, check_sums, read_sums, write_sums
-from runtime.progress import Progress
+from runtime.cli import FlagParser, UserError, brief_error, safe_repr
+from runtime.files import read_text, readable, replace_file, writable
 from runtime.tokenizer import EOT, VOCAB_SIZE, checked_asset
 from runtime.weights import build_model, canonical, check_tokens, load_pickle
 
+OPENAI_NAMES = "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"            # accepted without their owner
+REPO_NAME = re.compile(r"(?!.*(--|\.\.))\w[\w.-]*/\w[\w.-]*(?<![-.])", re.ASCII)          # OWNER/NAME
 # what a GPT-2's config.json may leave out, but not say otherwise. auto_map is code of its own: never run here
 GPT2 = {"auto_map": None, "layer_norm_epsilon": 1e-5, "scale_attn_weights": True, "tie_word_embeddings": True,
         "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False}
 MODELING = "modeling_modern.py"         # in assets/: transformers' code of the recipes that it does not know
-# what save_pretrained writes, MODELING only where it is needed
+# what save_pretrained writes, MODELING only where it is needed, with EXPORTED_BY in its config.json
 EXPORTED = {"config.json", "tokenizer_config.json", "tokenizer.json", "vocab.json", "merges.txt",
             "model.safetensors", MODELING}
+EXPORTED_BY = {"exported_by": "model.py of train-gpt2"}
 # GPT-2's own code stores these as (in, out), nn.Linear as (out, in)
 CONV1D = "attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight"
 
@@ -30,21 +32,42 @@ CONV1D = "attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_p
 def from_huggingface(source, MODELS):
     """The model of a folder in the Hugging Face format or a name on the hub: a GPT-2, or what another recipe
     of `MODELS` exports. No code in it runs. UserError if it is neither."""
-    folder = Path(source)
-    if not os.path.isdir(folder):       # Path.is_dir raises OSError for some names
-        folder = download_model(str(source))
+    folder = Path(source) if os.path.isdir(source) else download_model(str(source))
     with readable(source, "give another model",
                   problem="is not a GPT-2 or an export of ours in the Hugging Face format"):
-        check_sums(folder)
-        if not (folder / "config.json").exists():
-            raise ValueError("it has no config.json")
-        config = json.loads(read_text(folder / "config.json", errors="strict"))
-        if not isinstance(config, dict):
-            raise ValueError("its config.json holds no settings")
+        config = _read_json(folder / "config.json")
         recipe = config.get("model_type")
         if recipe != "gpt2" and isinstance(recipe, str) and recipe in MODELS:
             return _modern_model(MODELS[recipe], config, folder)
         return _gpt2_model(MODELS["gpt2"], config, folder)
+
+
+def download_model(name: str) -> Path:
+    """Folder with config.json and model.safetensors of the hub's model `name`: of huggingface_hub's cache if
+    they are there. UserError if there is no such model or no connection."""
+    repo = f"openai-community/{name}" if name in OPENAI_NAMES else name
+    if not REPO_NAME.fullmatch(repo):
+        raise UserError(f"{name} is no file or folder here, nor a model's name ({', '.join(OPENAI_NAMES)} or "
+                        f"OWNER/NAME): check the path")
+    from huggingface_hub import errors, hf_hub_download
+    for cached in (True, False):        # what is on this machine needs no connection
+        try:
+            hf_hub_download(repo, "model.safetensors", local_files_only=cached)
+            return Path(hf_hub_download(repo, "config.json", local_files_only=cached)).parent
+        except errors.LocalEntryNotFoundError:
+            reason = "is not on this machine, and the Hugging Face hub is out of reach: connect"
+        except (errors.RepositoryNotFoundError, errors.EntryNotFoundError):
+            reason = "is no file or folder here, and no model with a model.safetensors on the hub: check it"
+        except Exception as error:                # network errors come in the classes of many libraries
+            reason = f"cannot be fetched from the Hugging Face hub ({brief_error(error)[:80]}): try again"
+    raise UserError(f"{name} {reason}, or give the path of a checkpoint")
+
+
+def _read_json(path):
+    settings = json.loads(read_text(path, errors="strict"))
+    if not isinstance(settings, dict):
+        raise ValueError(f"its {path.name} holds no settings")
+    return settings
 
 
 def _gpt2_model(GPT, config, folder):
@@ -80,7 +103,7 @@ def _folder_weights(folder, pickles=True):
         return load_file(folder / "model.safetensors")
     if index.is_file():
         weights = {}
-        for name in sorted(set(json.loads(read_text(index, errors="strict"))["weight_map"].values())):
+        for name in sorted(set(_read_json(index)["weight_map"].values())):
             if Path(name).name != name:
                 raise ValueError(f"its index names a file outside the folder ({str(name)[:80]})")
             weights |= load_file(folder / name)
@@ -105,7 +128,7 @@ def save_gpt2(model, folder: str | Path) -> None:
               "n_head": c.n_head, "n_inner": None, "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True,
               "activation_function": "gelu_new" if c.gelu == "tanh" else "gelu",
               "embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "initializer_range": 0.02}
-    _write(folder, config, c.block_size, weights, EXPORTED - {MODELING})
+    _write(folder, config, c.block_size, weights)
 
 
 def save_modern(model, folder: str | Path) -> None:
@@ -121,14 +144,14 @@ def save_modern(model, folder: str | Path) -> None:
         del weights["lm_head.weight"]                                       # tied to wte
         weights["stems"] = model.stems
         config["n_stem"] = model.transformer.stem.num_embeddings
-    _write(folder, config, model.config.block_size, weights, EXPORTED)
+    _write(folder, config, model.config.block_size, weights)
 
 
-def _write(folder, config, block_size, weights, names):
+def _write(folder, config, block_size, weights):
     from safetensors.torch import save
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    config |= {"bos_token_id": EOT, "eos_token_id": EOT, "dtype": "float32"}
+    config |= {"bos_token_id": EOT, "eos_token_id": EOT, "dtype": "float32", **EXPORTED_BY}
     eot = "<|endoftext|>"
     tokens = {"tokenizer_class": "GPT2Tokenizer", "model_max_length": block_size, "add_prefix_space": False,
               "bos_token": eot, "eos_token": eot, "unk_token": eot}
@@ -139,28 +162,28 @@ def _write(folder, config, block_size, weights, names):
     tokenizer = {"version": "1.0", "model": bpe, "pre_tokenizer": byte_level, "decoder": byte_level,
                  "added_tokens": [{"id": EOT, "content": eot, "special": True, "normalized": False,
                                    "single_word": False, "lstrip": False, "rstrip": False}]}
-    for name, content in (("config.json", config), ("tokenizer_config.json", tokens),
-                          ("tokenizer.json", tokenizer)):
-        data = json.dumps(content, indent=2).encode()
-        replace_file(folder / name, lambda file, data=data: file.write(data))
     shutil.copyfile(encoder, folder / "vocab.json")
     shutil.copyfile(merges, folder / "merges.txt")
-    if MODELING in names:
+    if "auto_map" in config:
         shutil.copyfile(encoder.with_name(MODELING), folder / MODELING)
-    weights = {name: t.detach().to(torch.float32 if t.is_floating_point() else t.dtype).cpu().contiguous()
+    weights = {name: (t.float() if t.is_floating_point() else t).detach().cpu().contiguous()
                for name, t in weights.items()}
-    data = save(weights, metadata={"format": "pt"})
-    replace_file(folder / "model.safetensors", lambda file: file.write(data))
-    write_sums(folder, names)
+    contents = {"tokenizer_config.json": tokens, "tokenizer.json": tokenizer, "config.json": config}
+    files = {"model.safetensors": save(weights, {"format": "pt"}),
+             **{name: json.dumps(content, indent=2).encode() for name, content in contents.items()}}
+    for name, data in files.items():            # config.json last: without it, the folder is no model
+        replace_file(folder / name, lambda file, data=data: file.write(data))
 
 
-def not_exported(folder: Path) -> set[str]:
-    """Names of what `export` did not write in a folder, or what was changed since: never replaced."""
-    sums = read_sums(folder)
-    ours = {name for name in EXPORTED & sums.keys() if (folder / name).is_file()
-            and file_sha256(folder / name) == sums[name]}
-    exported = sums.keys() <= EXPORTED <= sums.keys() | {MODELING, "tokenizer.json"}     # not in older ones
-    return set(os.listdir(folder)) - ours - ({SUMS} if exported else set())
+def refuse_other_files(folder: Path) -> None:
+    """UserError unless a folder is new, empty or an earlier export: holds nothing else, by the files' names,
+    and its config.json is ours."""
+    names, config = os.listdir(folder) if os.path.lexists(folder) else [], {}
+    with suppress(OSError, ValueError, RecursionError):
+        config = _read_json(folder / "config.json")
+    if others := {*names} - EXPORTED or (not EXPORTED_BY.items() <= config.items() and names):
+        raise UserError(f"{folder} holds other files than an earlier export ({min(others)}): give a new or "
+                        f"empty folder")
 
 
 def export(load_model: Callable, description: str, argv: list[str] | None = None) -> None:
@@ -173,19 +196,17 @@ def export(load_model: Callable, description: str, argv: list[str] | None = None
     parser.add_argument("folder", metavar="FOLDER",
                         help="new, empty, or of an earlier export, which is replaced")
     args = parser.parse_args(argv)
-    if all(map(os.path.exists, (args.source, args.folder))) and os.path.samefile(args.source, args.folder):
-        raise UserError(f"{args.folder} is the source itself: give another folder")
-    with writable(args.folder):
-        if os.path.exists(args.folder) and (other := not_exported(Path(args.folder))):
-            raise UserError(f"{args.folder} holds other files than an earlier export ({min(other)}): give a "
-                            f"new or empty folder")
-    with Progress()(f"exporting {args.source}"):
-        model = load_model(args.source)
-        check_tokens(model, args.source)
-        with writable(args.folder):
-            model.save_pretrained(args.folder)
-            if not (code := MODELING in read_sums(Path(args.folder))):
-                (Path(args.folder) / MODELING).unlink(missing_ok=True)      # of the earlier export
-    print(f"{args.folder} is in the Hugging Face format: transformers' AutoModelForCausalLM and "
-          f"AutoTokenizer read it with from_pretrained({os.path.abspath(args.folder)!r}"
-          f"{', trust_remote_code=True' * code})")
+    folder = Path(args.folder)
+    with writable(folder):
+        if os.path.exists(args.source) and folder.exists() and folder.samefile(args.source):
+            raise UserError(f"{folder} is the source itself: give another folder")
+        refuse_other_files(folder)
+    model = load_model(args.source)
+    check_tokens(model, args.source)
+    with writable(folder):
+        for name in EXPORTED:                   # so that no mixture of two exports can be read as one
+            (folder / name).unlink(missing_ok=True)
+        model.save_pretrained(folder)
+    code = ", trust_remote_code=True" if (folder / MODELING).exists() else ""
+    print(f"{folder} is in the Hugging Face format: transformers' AutoModelForCausalLM and AutoTokenizer "
+          f"read it with from_pretrained({os.path.abspath(folder)!r}{code})")

@@ -1,5 +1,4 @@
-"""The chunked cross-entropy, RMSNorm, a linear layer's faster bias gradient."""
-import functools
+"""The chunked cross-entropy, RMSNorm, and the linear and embedding layers of all models."""
 import math
 from collections.abc import Callable
 
@@ -9,30 +8,33 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-if tuple(int(n) for n in torch.__version__.split("+")[0].split(".")[:2]) < (2, 9):
-    raise ImportError(f"torch {torch.__version__} is too old: this project needs torch 2.9 or newer")
+from runtime.cli import UserError
+
+
+def check_torch() -> None:
+    """UserError if torch is too old: before 2.10 mm(out_dtype=) breaks a graph, and PYTORCH_ALLOC_CONF is not
+    read."""
+    if tuple(map(int, torch.__version__.split("+")[0].split(".")[:2])) < (2, 10):
+        raise UserError(f"torch {torch.__version__} is too old: pip install 'torch>=2.10'")
 
 
 def matmul_dtype(x: Tensor) -> torch.dtype:
     """The dtype of a matrix product with `x`: autocast's, or that of `x` where autocast is off."""
-    device = x.device.type
-    on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)      # "meta" has none
-    return torch.get_autocast_dtype(device) if on else x.dtype
+    device = x.device.type              # "meta" has no autocast
+    if device != "meta" and torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return x.dtype
 
 
 def cross_entropy_(logits: Tensor, targets: Tensor, softcap: float = 0.0) -> Tensor:
-    """Sum of the cross-entropies (nats) of logits (n, V) and targets (n,); targets of -1 are ignored.
-    Overwrites the logits with its gradient; computes in fp32. `softcap`: if not 0, the cross-entropies are
-    those of softcap tanh(logits / softcap).
+    """Sum of the cross-entropies (nats) of logits (n, V), or if not 0 of softcap tanh(logits / softcap), and
+    targets (n,), of which -1 are ignored. Overwrites the logits with its gradient; computes in fp32.
 
-    It works in place, and on a CPU in eager mode with exp2: fewer tensors then compete for the cache, and
-    torch's exp can take 8 times as long as its exp2, its tanh 20 times (seen on an AMD EPYC). On CUDA torch
-    compiles exp2 at its first call.
-    """
+    In place, so that fewer tensors compete for the cache, and on a CPU with exp2: torch's exp can take 8
+    times as long there, its tanh 20 times (AMD EPYC). On CUDA torch compiles exp2 at its first call."""
     scored, targets = (targets >= 0)[:, None], targets.clamp(min=0)[:, None]
-    compiling = torch.compiler.is_compiling()
-    # unit: the nats that 1 of z stands for; the compiler recognises a softmax only by its exp
-    exp_, unit = (torch.exp_, 1.0) if compiling or logits.is_cuda else (torch.exp2_, math.log(2))
+    # unit: the nats that 1 of z stands for
+    exp_, unit = (torch.exp2_, math.log(2)) if logits.device.type == "cpu" else (torch.exp_, 1.0)
     z = logits.float()                                                          # (n, V)
     if softcap:                         # tanh(u) = 2 sigmoid(2u) - 1, and the softmax cancels the -1
         s = z.mul_(2 / softcap).sigmoid_()
@@ -46,21 +48,11 @@ def cross_entropy_(logits: Tensor, targets: Tensor, softcap: float = 0.0) -> Ten
     total = p.sum(dim=1, keepdim=True)
     loss = ((total.log() - own * unit) * scored).sum()
     weight = scored * (4.0 if softcap else 1.0)         # the derivative of tanh, 1 - tanh^2, is 4 s (1 - s)
-    p.mul_(weight / total)
-    if compiling:                               # a comparison fuses into the kernel; a scatter copies p
-        p = p - weight * (torch.arange(z.size(1), device=z.device) == targets)
-    else:
-        p.scatter_add_(1, targets, -weight)
+    p.mul_(weight / total).scatter_add_(1, targets, -weight)
     if softcap:
-        torch.ops.aten.sigmoid_backward.grad_input(p, s, grad_input=p)          # p s (1 - s)
+        p.mul_(1 - s).mul_(s)
     logits.copy_(p)
     return loss
-
-
-@functools.cache
-def compiled_cross_entropy_():
-    """cross_entropy_ as one kernel: two passes over the logits, and no other tensor of their size."""
-    return torch.compile(cross_entropy_, dynamic=False)
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
@@ -68,17 +60,14 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
     x (N, C), weight (V, C), targets (N,) int64, -1 ignored. GPT-2's logits are by far its largest tensor: 4 x
     50304 bytes a token in fp32, as much as 65 of its residual streams, and the same again for their gradient.
-    The gradient p - onehot(target) does not depend on what follows the loss. So the forward turns each
-    chunk's logits into the gradients of x and W at once, and the backward only scales them. The mean and its
-    gradient stay the same.
-    """
+    That, p - onehot(target), does not depend on what follows the loss: so the forward turns each chunk's
+    logits into the gradients of x and W at once, and the backward only scales them."""
 
     @staticmethod
-    def forward(ctx, x, weight, targets, chunk, with_gradient, softcap=0.0, compiled=False):
+    def forward(ctx, x, weight, targets, chunk, softcap, with_gradient):
         device, dtype = x.device.type, matmul_dtype(x)
         # on a CPU it takes a quarter of the time if the fp32 values of a few rows at a time stay in its cache
         tile = max(1, 400_000 // weight.size(0)) * torch.get_num_threads() if device == "cpu" else chunk
-        loss_and_gradient_ = compiled_cross_entropy_() if compiled and device != "cpu" else cross_entropy_
         with torch.autocast(device, enabled=False):
             w, loss, dx, dw = weight.to(dtype), torch.zeros((), device=x.device), torch.empty_like(x), None
             scale = 1 / (targets >= 0).sum().clamp(min=1)
@@ -86,7 +75,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             for x_i, dx_i, targets_i in parts:
                 logits = x_i @ w.t()                                            # (chunk, V)
                 for rows, targets_of_rows in zip(logits.split(tile), targets_i.split(tile), strict=True):
-                    loss += loss_and_gradient_(rows, targets_of_rows, softcap)
+                    loss += cross_entropy_(rows, targets_of_rows, softcap)
                 if with_gradient:
                     dx_i.copy_(logits @ w)
                     dw_i = logits.t() @ x_i                                     # (V, C)
@@ -101,23 +90,21 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     def backward(ctx, gradient):
         dx, dw, scale = ctx.saved_tensors
         # in place, for dw is not needed again: a second backward (retain_graph=True) is an error of autograd
-        return dx * (gradient * scale), dw.mul_(gradient * scale), None, None, None, None, None
+        return dx * (gradient * scale), dw.mul_(gradient * scale), None, None, None, None
 
 
-def chunked_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, chunk: int, softcap: float,
-                          compiled: bool) -> Tensor:
-    """ChunkedCrossEntropy. `compiled`: whether to compile its kernel; the model's graph leaves it out."""
-    return ChunkedCrossEntropy.apply(x, weight, targets, chunk, torch.is_grad_enabled(), softcap, compiled)
+def chunked_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, chunk: int, softcap: float) -> Tensor:
+    """ChunkedCrossEntropy, as a function that torch.compiler.disable takes. In a graph the compiler would
+    compute all chunks' products first, and save no memory."""
+    return ChunkedCrossEntropy.apply(x, weight, targets, chunk, softcap, torch.is_grad_enabled())
 
 
 class LinearFunction(torch.autograd.Function):
     """x W^T + b in autocast's dtype. x (B, T, in), weight (out, in), bias (out) -> (B, T, out).
 
-    The gradient of the bias is dy summed over B and T. If the sum is over T first and then over B, the
-    compiler fuses it into the kernel that computes dy, and dy is not read again: this saves 8.4 GB of the 152
-    that a micro-step of 64 x 1024 tokens moves for 124M. The sum is in fp32, where autograd's is rounded to
-    dy's dtype.
-    """
+    The gradient of the bias is dy summed over B and T. Over T first and then over B, the compiler fuses the
+    sum into the kernel that computes dy, and dy is not read again: this saves 8.4 GB of the 152 that a
+    micro-step of 64 x 1024 tokens moves for 124M. In fp32, where autograd's sum is rounded to dy's dtype."""
 
     @staticmethod
     def forward(ctx, x, weight, bias):
@@ -131,8 +118,7 @@ class LinearFunction(torch.autograd.Function):
     def backward(ctx, dy):
         x, w = ctx.saved_tensors
         a, b = dy.flatten(0, 1).t(), x.flatten(0, 1)
-        # in a graph on CUDA the product's fp32 sums become the gradient as they are, without a rounding and a
-        # cast; outside of one a T4, which has no such product in bfloat16, may have to do it
+        # in a graph on CUDA the fp32 sums become the gradient unrounded; a T4 has no such product in bfloat16
         exact = torch.compiler.is_compiling() and dy.is_cuda and torch.version.cuda and dy.itemsize == 2
         dw = torch.mm(a, b, out_dtype=torch.float32) if exact else a @ b        # (out, in)
         db = dy.sum(1, dtype=torch.promote_types(dy.dtype, torch.float32)).sum(0)
@@ -140,7 +126,10 @@ class LinearFunction(torch.autograd.Function):
 
 
 class Linear(nn.Linear):
-    """nn.Linear with the bias gradient of LinearFunction."""
+    """nn.Linear with the bias gradient of LinearFunction. The model draws its weights."""
+
+    def reset_parameters(self):
+        pass
 
     def forward(self, x):
         if torch.is_grad_enabled():
@@ -148,10 +137,29 @@ class Linear(nn.Linear):
         return super().forward(x)
 
 
+class CastLinear(nn.Linear):
+    """A linear layer without bias. Its weight is stored in fp32 and cast to the dtype of its input."""
+
+    def __init__(self, inputs, outputs, device=None):
+        super().__init__(inputs, outputs, bias=False, device=device)
+
+    def reset_parameters(self):
+        pass
+
+    def forward(self, x):
+        return F.linear(x, self.weight.to(x.dtype))
+
+
+class Embedding(nn.Embedding):
+    """nn.Embedding, whose table the model draws."""
+
+    def reset_parameters(self):
+        pass
+
+
 class RMSNormFunction(torch.autograd.Function):
     """norm on a CPU in eager mode. There torch 2.13 has no kernel for it: autograd of the formula keeps x in
-    fp32 and passes over it a dozen times. This backward needs y, which a linear layer after it keeps anyway.
-    """
+    fp32 and passes over it a dozen times. This backward needs y, which a linear layer keeps anyway."""
 
     @staticmethod
     def forward(ctx, x):
@@ -179,6 +187,5 @@ def norm(x: Tensor) -> Tensor:
 
 
 def recompute_in_backward(f: Callable, x: Tensor) -> Tensor:
-    """f(x), for a pointwise f. A compiled backward recomputes it instead of storing it; eager mode stores it.
-    """
+    """f(x), for a pointwise f, which a compiled backward computes again. Eager mode keeps its result."""
     return checkpoint(f, x, use_reentrant=False) if torch.compiler.is_compiling() else f(x)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from runtime.cli import UserError
-from runtime.attention import document_window_mask, resolve_attention
+from runtime.attention import document_window_mask
 from runtime.generation import KVCache, generate_tokens
 from runtime.huggingface import save_modern
 from runtime.kernels import chunked_cross_entropy
@@ -45,7 +45,7 @@ class LanguageModel(nn.Module):
         x = self.hidden(idx)                                                    # (B, T, C)
         if targets is not None and self.loss_chunk:
             return None, self.chunked_loss(x.flatten(0, 1), self.head(), targets.flatten(),
-                                           self.loss_chunk, self.softcap, torch.compiler.is_compiling())
+                                           self.loss_chunk, self.softcap)
         logits = self.logits(x)                                                 # (B, T, vocab_size)
         if targets is None:
             return logits, None
@@ -57,11 +57,6 @@ class LanguageModel(nn.Module):
             return checkpoint(block, *args, use_reentrant=False, preserve_rng_state=False)
         return block(*args)
 
-    def keep_more(self, tokens: int, room: float) -> int:
-        """Beside the activations of `tokens` tokens memory has room for so many values: a compiled model may
-        then keep what its backward otherwise computes again. Returns how many values it keeps."""
-        return 0
-
     def token_losses(self, idx: Tensor, targets: Tensor, positions: Tensor) -> Tensor:
         """Cross-entropy of each token, fp32 (B, T); 0 where the target is -1. idx, targets: int64 (B, T).
         Logits are computed only at `positions`: int64 (n,), indices into B T, each target >= 0 at least once.
@@ -70,10 +65,6 @@ class LanguageModel(nn.Module):
         logits = self.logits(self.hidden(idx).flatten(0, 1)[positions]).float()     # (n, vocab_size)
         losses = F.cross_entropy(logits, targets.flatten()[positions], ignore_index=-1, reduction="none")
         return torch.zeros(idx.numel(), device=idx.device).scatter(0, positions, losses).view_as(idx)
-
-    def use_attention(self, kernel: str) -> None:
-        """Sets the attention kernel by name (see resolve_attention), without check_attention."""
-        self.kernel = kernel
 
     def generate(self, idx: Tensor, max_new_tokens: int, temperature: float = 1.0, top_k: int | None = 50,
                  generator: torch.Generator | None = None, top_p: float | None = None,
@@ -125,14 +116,15 @@ class ModernLanguageModel(LanguageModel):
         angles = torch.outer(pos, frequencies)[:, None]                         # (T, 1, hs/2)
         return angles.cos().to(dtype), angles.sin().to(dtype)
 
-    def window_mask(self, tokens: Tensor, T: int, dtype: torch.dtype, past: KVCache | None):
+    def window_mask(self, tokens: Tensor, T: int, past: KVCache | None):
         """What the last T of tokens (B, S) attend to, as `attention` takes it; None without a window.
         modded-nanogpt's records 12 and 13."""
         if not self.config.window:
             return None
-        device, S = tokens.device.type, tokens.size(1)
-        kernel = resolve_attention(self.kernel, device, dtype, S, blocks=past is None)
-        return document_window_mask(tokens, T, self.window, as_blocks="flex" in kernel)
+        # FlexAttention is fast only in a compiled graph, and has no heads under 16
+        flex = (self.kernel == "auto" and tokens.is_cuda and torch.compiler.is_compiling() and past is None
+                and self.config.n_embd >= 16 * self.config.n_head)
+        return document_window_mask(tokens, T, self.window, as_blocks=flex)
 
     def flops_per_token(self, sequence_length: int) -> int:
         """As GPT's, without the tables that are `looked_up`. Attention counts the window of the last step."""
@@ -144,16 +136,6 @@ class ModernLanguageModel(LanguageModel):
     def save_pretrained(self, folder: str | Path) -> None:
         """As GPT's, with assets/modeling_modern.py, the code that transformers needs to read it."""
         save_modern(self, folder)
-
-
-class CastLinear(nn.Linear):
-    """A linear layer without bias. Its weight is stored in fp32 and cast to the dtype of its input."""
-
-    def __init__(self, inputs, outputs):
-        super().__init__(inputs, outputs, bias=False)
-
-    def forward(self, x):
-        return F.linear(x, self.weight.to(x.dtype))
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

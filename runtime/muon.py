@@ -1,9 +1,12 @@
-"""Muon: momentum, orthogonalized (Keller Jordan 2024, kellerjordan.github.io/posts/muon)."""
+"""Muon: momentum, orthogonalized (Keller Jordan 2024, kellerjordan.github.io/posts/muon). And optimizer state
+that the ranks share out: stage 1 of ZeRO (arXiv:1910.02054).
+
+`owner`, {parameter: rank}, names the one rank that holds a parameter's moments. For a parameter that is not
+in it all ranks do. Muon has its own; --shard_optimizer shares out the matrices of the other optimizers.
+"""
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-from runtime.sharding import owns
 
 
 def orthogonalize(G: Tensor, dtype: torch.dtype = torch.bfloat16, steps: int = 5) -> Tensor:
@@ -27,16 +30,13 @@ def orthogonalize(G: Tensor, dtype: torch.dtype = torch.bfloat16, steps: int = 5
 
 
 class Muon(torch.optim.Optimizer):
-    """Orthogonalized Nesterov momentum for the matrices in the blocks [+0.142 against Adam; see model.py].
+    """Orthogonalized Nesterov momentum for the matrices in the blocks [+0.142 against Adam; see speedrun.py].
 
     `params`: (name, parameter) pairs, all matrices. Matrices of one shape form a group and are orthogonalized
     as one batch. With several processes, which have the same averaged gradients, each orthogonalizes its
-    share of a batch, of which it alone holds the momentum (see sharding.py), and the updates are gathered.
-    The learning rate is multiplied by sqrt(max(1, rows / columns)). If the attribute `found_inf`, a tensor,
-    is set and 1, the step changes nothing.
+    share of a batch, of which it alone holds the momentum, and the updates are gathered. The learning rate is
+    multiplied by sqrt(max(1, rows / columns)).
     """
-    STATE = ("momentum_buffer",)
-    _step_supports_amp_scaling = True           # GradScaler then sets found_inf and does not wait for the GPU
 
     def __init__(self, params, lr, momentum=0.95, weight_decay=0.0, dtype=torch.bfloat16):
         self.dtype, by_shape = dtype, {}
@@ -45,41 +45,64 @@ class Muon(torch.optim.Optimizer):
         super().__init__([{"params": named} for named in by_shape.values()],
                          dict(lr=lr, momentum=momentum, weight_decay=weight_decay))
         several = dist.is_available() and dist.is_initialized()
-        self.world_size = dist.get_world_size() if several else 1
-        self.owner = {p: i // self.share(group["params"]) for group in self.param_groups
+        self.rank, self.ranks = (dist.get_rank(), dist.get_world_size()) if several else (0, 1)
+        self.owner = {p: i // self.share(group) for group in self.param_groups
                       for i, p in enumerate(group["params"]) if several}
 
-    def share(self, params: list[Tensor]) -> int:
+    def share(self, group: dict) -> int:
         """How many of a group's matrices a process has at most."""
-        return -(-len(params) // self.world_size)
+        return -(-len(group["params"]) // self.ranks)
 
     @torch.no_grad()
     def step(self, closure=None):
         for group in self.param_groups:
-            params, momentum, share = group["params"], group["momentum"], self.share(group["params"])
-            bad = getattr(self, "found_inf", torch.zeros((), device=params[0].device)) > 0
+            params, share, momentum = group["params"], self.share(group), group["momentum"]
             mine = []
-            if own := [p for p in params if owns(self, p)]:
-                for p in own:
-                    if not self.state[p]:
-                        self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-                buffers = [self.state[p]["momentum_buffer"] for p in own]
-                grads = [torch.where(bad, 0.0, p.grad) for p in own]
-                torch._foreach_mul_(buffers, torch.where(bad, 1.0, momentum))
-                torch._foreach_add_(buffers, grads)
-                mine = [grad + momentum * buffer for grad, buffer in zip(grads, buffers, strict=True)]
+            for p in params[self.rank * share:(self.rank + 1) * share]:
+                if not self.state[p]:
+                    self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+                buffer = self.state[p]["momentum_buffer"].mul_(momentum).add_(p.grad)
+                mine.append(p.grad + momentum * buffer)
             mine += [torch.zeros_like(params[0])] * (share - len(mine))         # all_gather needs equal sizes
             updates = orthogonalize(torch.stack(mine), self.dtype)              # (share, rows, columns)
             if self.owner:
-                gathered = updates.new_empty(self.world_size * share, *params[0].shape)
-                # renamed in torch 2.13
-                gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-                gather(gathered, updates.contiguous())
-                updates = gathered
+                gathered = [torch.empty_like(updates) for _ in range(self.ranks)]
+                dist.all_gather(gathered, updates.contiguous())
+                updates = torch.cat(gathered)                                   # (ranks share, rows, columns)
             rows, columns = params[0].shape
-            if group["weight_decay"]:
-                shrink = 1.0 - group["lr"] * group["weight_decay"]
-                torch._foreach_mul_(params, torch.where(bad, 1.0, shrink))
-            # of shape (1,), so that its product with bfloat16 is made in fp32
-            scale = torch.where(bad, 0.0, -group["lr"] * max(1.0, rows / columns)**0.5).view(1)
-            torch._foreach_add_(params, list(updates[:len(params)] * scale))
+            rate = group["lr"] * max(1.0, rows / columns)**0.5
+            for p, update in zip(params, updates, strict=False):
+                if group["weight_decay"]:
+                    p.mul_(1.0 - group["lr"] * group["weight_decay"])
+                p.add_(update, alpha=-rate)
+
+
+def state_keys(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
+    """Names of the tensors that an optimizer of ours has for a parameter."""
+    return ("momentum_buffer",) if isinstance(optimizer, Muon) else ("step", "exp_avg", "exp_avg_sq")
+
+
+def shard_matrices(optimizers: list, rank: int, world_size: int) -> dict[Tensor, int]:
+    """Shares out the matrices of the optimizers without an `owner`: the largest first, each to the rank that
+    has the least. Those of other ranks leave their groups, so that this one neither has moments of them nor
+    updates them; after each step broadcast_updates sends them. Returns {parameter: rank}, the same on all
+    ranks. Gains and biases stay on all: they are one parameter in a thousand, but most of the tensors."""
+    groups = [group for optimizer in optimizers if not hasattr(optimizer, "owner")
+              for group in optimizer.param_groups]
+    owner, load = {}, [0] * world_size
+    matrices = [p for group in groups for p in group["params"] if p.dim() >= 2]
+    for p in sorted(matrices, key=Tensor.numel, reverse=True):
+        owner[p] = load.index(min(load))
+        load[owner[p]] += p.numel()
+    for group in groups:
+        own = [(name, p) for name, p in zip(group["param_names"], group["params"], strict=True)
+               if owner.get(p, rank) == rank]
+        group["param_names"], group["params"] = [name for name, _ in own], [p for _, p in own]
+    return owner
+
+
+def broadcast_updates(owner: dict[Tensor, int]) -> None:
+    """Each rank sends its matrices to the others. All are under way before the first is waited for; on a GPU
+    only its stream waits."""
+    for work in [dist.broadcast(p.detach(), rank, async_op=True) for p, rank in owner.items()]:
+        work.wait()

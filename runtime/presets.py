@@ -1,8 +1,16 @@
-"""--preset and --overfit: named sets of defaults of train_gpt2.py. Flags given still win."""
-import shlex
+"""--preset and --overfit: named sets of defaults of train_gpt2.py, which flags override; and checks of flags."""
+import dataclasses
+import importlib.util
+import math
 import textwrap
 
+import torch
+
+from runtime.attention import check_attention
+from runtime.checkpoint import flag_values
 from runtime.cli import UserError
+from runtime.dataloader import divide_update
+from runtime.tokenizer import VOCAB_SIZE
 
 # name: (what it gives and takes, {flag: value})
 PRESETS = {
@@ -34,10 +42,10 @@ PRESETS = {
                       checkpoint_every=25, keep_checkpoints=1)),
 }
 
-# --overfit, the lecture's sanity run: 50 AdamW steps on one batch, at a constant learning rate
+# --overfit, the lecture's sanity run: 50 AdamW steps on one batch, at a constant rate. It writes nothing
 OVERFIT = dict(vocab_size=50257, total_batch_size=4 * 32, sequence_length=32, shuffle=False, max_steps=50,
                warmup_steps=0, max_lr=3e-4, min_lr=3e-4, val_every=0, hellaswag_every=0, sample_every=0,
-               checkpoint_every=0, updates_per_step=1, resume="never", out="log/overfit")
+               checkpoint_every=0, updates_per_step=1, resume="never")
 
 
 def choose_defaults(given: dict, recipes: dict[str, dict]) -> dict:
@@ -46,20 +54,62 @@ def choose_defaults(given: dict, recipes: dict[str, dict]) -> dict:
     preset = PRESETS[given.get("preset", "gpt2")][1]
     recipe = recipes[given.get("recipe", preset.get("recipe", "gpt2"))]
     if given.get("overfit"):
-        if given.get("preset"):
+        if "preset" in given:
             raise UserError("--overfit is a run of its own: leave --preset out")
         return recipe | OVERFIT
-    rates = {name: recipe[name] for name in ("max_lr", "min_lr", "warmup_steps") if name in recipe}
-    return recipe | preset | rates
+    return recipe | preset | {name: recipe[name] for name in ("max_lr", "min_lr", "warmup_steps")
+                              if name in recipe}
 
 
 def preset_notes() -> str:
     """The presets, for the help."""
     lines = ["presets:"]
     for name, (what, values) in PRESETS.items():
-        # a flag and its value stay on one line: textwrap does not break at other characters
-        flags = " ".join(f"--{flag} {shlex.quote(str(value))}".replace(" ", "\0")
-                         for flag, value in values.items())
-        lines += [f"  {name}: {what}"] + textwrap.wrap(flags, 100, initial_indent=" " * 6,
-                                                       subsequent_indent=" " * 6, break_on_hyphens=False)
+        # a flag and its value stay on one line: textwrap does not break at \0
+        flags = " ".join(f"--{flag}\0{value}" for flag, value in values.items())
+        lines += [f"  {name}: {what}", *textwrap.wrap(flags, 100, initial_indent=" " * 6,
+                                                      subsequent_indent=" " * 6, break_on_hyphens=False)]
     return "\n".join(lines).replace("\0", " ") + "\n\n"
+
+
+def check_flags(config, explicit_flags: set[str]) -> None:
+    """UserError for what can be checked on the flags alone; those that are `auto` pass."""
+    for f in dataclasses.fields(config):
+        value, minimum = getattr(config, f.name), f.metadata.get("minimum", 0 if f.type is int else None)
+        if value != f.metadata.get("word") and minimum is not None and not (
+                minimum <= value < 2**f.metadata.get("bits", 40)):
+            raise UserError(f"--{f.name} {value}: must be at least {minimum}, and below "
+                            f"2^{f.metadata.get('bits', 40)}")
+        if f.name in explicit_flags and config.recipe not in f.metadata.get("recipes", [config.recipe]):
+            raise UserError(f"--{f.name} does not apply to --recipe {config.recipe}: leave it out")
+    c, text = config, config.sample_every or config.hellaswag_every
+    for right, what, remedy in (
+            (0 < c.max_lr < math.inf, f"--max_lr {c.max_lr}", "give a number above 0"),
+            (c.min_lr == "auto" or 0 <= c.min_lr <= c.max_lr, f"--min_lr {c.min_lr}", "give 0 to --max_lr"),
+            (c.cooldown == "auto" or 0 < c.cooldown <= 1, f"--cooldown {c.cooldown}",
+             "give a fraction of the steps, above 0 and up to 1"),
+            (c.grad_clip > 0, f"--grad_clip {c.grad_clip}", "give a norm above 0, or inf for no clipping"),
+            (c.n_embd % c.n_head == 0, f"--n_embd {c.n_embd} does not divide into --n_head {c.n_head} heads",
+             "give another number of heads"),
+            (c.vocab_size <= 65536, f"--vocab_size {c.vocab_size}", "give at most 65536: tokens are uint16"),
+            (c.vocab_size >= VOCAB_SIZE or not text, f"--vocab_size {c.vocab_size} is smaller than GPT-2's "
+             f"{VOCAB_SIZE}, which samples and HellaSwag need", "give --sample_every 0 --hellaswag_every 0"),
+            (c.updates_per_step == "auto" or c.updates_per_step.bit_count() == 1,
+             f"--updates_per_step {c.updates_per_step}", "give a power of two"),
+            (not (c.overfit and c.val_every), "--overfit has no validation data", "leave --val_every out"),
+            (not c.wandb or importlib.util.find_spec("wandb"), "--wandb needs the package wandb",
+             "pip install wandb, or leave the flag out")):
+        if not right:
+            raise UserError(f"{what}: {remedy}")
+    for name in ("sequence_length", "window"):
+        if getattr(c, name) != "auto" and getattr(c, name) > c.block_size:
+            raise UserError(f"--{name} {getattr(c, name)} is longer than --block_size {c.block_size}: shorten "
+                            "the one or raise the other")
+
+
+def check_complete(config, process) -> None:
+    """UserError unless the ranks have the same completed config, and it can run here."""
+    process.require_same(flag_values(config))
+    divide_update(config.total_batch_size, config.sequence_length, config.updates_per_step, process.world_size, 1)
+    check_attention(config.attention, process.device, getattr(torch, config.dtype),
+                    config.n_embd // config.n_head, masked=config.window > 0)

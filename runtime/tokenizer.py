@@ -31,9 +31,9 @@ def checked_asset(name: str) -> Path:
 
 @functools.cache
 def token_bytes() -> dict[bytes, int]:
-    """{bytes of a token: its id}, for all but <|endoftext|>."""
-    # encoder.json writes bytes as printable characters: a printable one of Latin-1 as itself, the
-    # other 68 as the code points from 256 on. Its ids are the merge ranks.
+    """{bytes of a token: its id}, in the order of the ids, for all but <|endoftext|>."""
+    # encoder.json writes bytes as printable characters: a printable one of Latin-1 as itself, the other 68
+    # as the code points from 256 on. Its ids are the merge ranks
     printable = [b for b in range(256) if chr(b).isprintable() and b != ord(" ")]
     byte_of = {chr(b): b for b in printable}
     byte_of |= {chr(256 + i): b for i, b in enumerate(b for b in range(256) if b not in printable)}
@@ -44,16 +44,13 @@ def token_bytes() -> dict[bytes, int]:
 @functools.cache
 def token_lengths() -> np.ndarray:
     """Bytes of each token, uint8 (VOCAB_SIZE,); <|endoftext|> has none."""
-    lengths = np.zeros(VOCAB_SIZE, dtype=np.uint8)
-    for text, token in token_bytes().items():
-        lengths[token] = len(text)
-    return lengths
+    return np.array([*map(len, token_bytes()), 0], dtype=np.uint8)
 
 
 @functools.cache
 def tokenizer():
-    """GPT-2's byte-level BPE (Radford et al. 2019, section 2.2) as a tiktoken Encoding, from assets/. Its
-    tokens are those of `tiktoken.get_encoding("gpt2")`, which downloads the same two files."""
+    """GPT-2's byte-level BPE (Radford et al. 2019, section 2.2) as a tiktoken Encoding. Its tokens are those
+    of `tiktoken.get_encoding("gpt2")`, which downloads the two files."""
     import tiktoken
     return tiktoken.Encoding("gpt2", explicit_n_vocab=VOCAB_SIZE, pat_str=PATTERN,
                              mergeable_ranks=token_bytes(), special_tokens={"<|endoftext|>": EOT})
@@ -66,6 +63,5 @@ def encode(text: str) -> np.ndarray:
         return tokenizer().encode_to_numpy(text, disallowed_special=()).astype(np.uint16)
     except UnicodeEncodeError:                    # lone surrogates: U+FFFD instead, as tiktoken has it
         return encode(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
-    except ValueError as error:                   # the regular expression runs out of stack
-        raise UserError(f"a document has too long a run of white space for tiktoken ({error}): "
-                        f"shorten it") from None
+    except ValueError:                            # the regular expression runs out of stack
+        raise UserError("a document has too long a run of white space for tiktoken: shorten it") from None

@@ -4,6 +4,7 @@ No test depends on their speed. A run is held before the step at which the test 
 Timeouts only end a process that hangs.
 """
 import atexit
+import contextlib
 import json
 import os
 import signal
@@ -120,6 +121,22 @@ def hellaswag_file(path, n=12):
             file.write(json.dumps({"ctx": " ".join(words[9 * i:9 * i + 8]), "endings": endings,
                                    "label": i % 4}) + "\n")
     return path
+
+
+@contextlib.contextmanager
+def little_memory(megabytes=150):
+    """Fails if the process grows by more than that inside: Linux shows the most that it held since it was
+    told to forget."""
+    def most():
+        return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) // 1024
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+        before = most()
+    except (OSError, IndexError):
+        yield
+        return
+    yield
+    assert most() - before < megabytes, f"{most() - before} MB"
 
 
 LAYER = ("ln_1.weight", "ln_1.bias", "attn.c_attn.weight", "attn.c_attn.bias", "attn.c_proj.weight",

@@ -2,7 +2,7 @@
 import dataclasses
 import math
 import re
-import types
+from types import SimpleNamespace as Config
 
 import numpy as np
 import pytest
@@ -10,20 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from frontier import FrontierGPT, bigram_hash, muon_momentum, stems_of_tokens
-from runtime.language_model import ModernConfig
+from frontier import FrontierGPT, automatic, bigram_hash, muon_momentum, stems_of_tokens
 from helpers import ROOT, hellaswag_file, logged, run, script
 from model import load_model
-from speedrun import trapezoid
-from runtime.batch_size import allowed_micro_batches, oom_advice, rows_joined
-from runtime.checks import automatic_values, check_config
 from runtime.cli import UserError
-from runtime.dataloader import TokenDataset, TokenLoader
-from runtime.distributed import Process
+from runtime.language_model import ModernConfig
 from runtime.shards import write_shard
-from runtime.signals import StopSignals
 from runtime.tokenizer import EOT, encode, tokenizer
-from train_gpt2 import RECIPES, Config, parse_flags, train_step, updates_of_step
+from speedrun import trapezoid
 
 
 def make_model(seed=0, **shape):
@@ -238,8 +232,7 @@ def test_weights_come_back_from_a_checkpoint(tmp_path):
 
 def test_every_parameter_is_in_one_group():
     model = make_model(n_embd=384)
-    config, _ = parse_flags(["--recipe", "frontier", "--total_batch_size", "4096"])
-    optimizers = RECIPES["frontier"].optimizers(model, config)
+    optimizers = model.configure_optimizers(0.02, 0.0, torch.bfloat16, tokens=4096)
     rates = {name: group["lr"] for optimizer in optimizers for group in optimizer.param_groups
              for name in group["param_names"]}
     assert sorted(rates) == sorted(name for name, _ in model.named_parameters())
@@ -261,23 +254,30 @@ def test_every_parameter_is_in_one_group():
     (4, 9, [4, 4, 4, 2, 2, 2, 1, 1, 1]), (2, 6, [2, 2, 1, 1, 1, 1]), (1, 3, [1, 1, 1]),
     (16, 4, [16, 16, 8, 4]), (4, 1, [4])])
 def test_the_updates_of_a_step_are_halved_after_each_third(first, steps, expected):
+    from train_gpt2 import updates_of_step
     config = Config(max_steps=steps, updates_per_step=first)
     assert [updates_of_step(step, config) for step in range(steps)] == expected
     assert updates_of_step(steps, config) == updates_of_step(steps + 9, config) == max(1, first // 4)
 
 
-@pytest.mark.parametrize("batch, T, steps, expected", [
-    (4096, 128, 48, 4), (4096, 256, 146, 2), (4096, 256, 488, 1), (4096, 256, 19073, 1), (2048, 128, 48, 4),
-    (524288, 1024, 1750, 4), (524288, 1024, 1, 4),      # never more
-    (4096, 4096, 48, 1), (4096, 2048, 48, 2), (3072, 1024, 48, 1)])
-def test_the_updates_of_a_step_follow_from_the_runs_tokens(batch, T, steps, expected):
-    flags = ["--recipe", "frontier", "--total_batch_size", str(batch), "--block_size", str(T), "--max_steps",
-             str(steps)]
-    config = parse_flags(flags)[0]
-    assert config.updates_per_step == 0
-    assert automatic_values(config, RECIPES["frontier"], "cpu")["updates_per_step"] == expected
-    given = parse_flags([*flags, "--updates_per_step", "16"])[0]
-    assert automatic_values(given, RECIPES["frontier"], "cpu")["updates_per_step"] == 16
+def run_of(batch, T, steps, ranks=1, **more):
+    """A run's config with its automatic values."""
+    config = Config(**dict(total_batch_size=batch, sequence_length=T, max_steps=steps, warmup_steps=0,
+                           max_lr=0.02, min_lr="auto", cooldown="auto", updates_per_step="auto") | more)
+    return Config(**vars(config) | automatic(config, ranks))
+
+
+@pytest.mark.parametrize("batch, T, steps, ranks, expected", [
+    (4096, 128, 48, 1, 4), (4096, 256, 146, 1, 2), (4096, 256, 488, 1, 1), (4096, 256, 19073, 1, 1),
+    (2048, 128, 48, 1, 4), (524288, 1024, 1750, 8, 4), (524288, 1024, 1, 1, 4),         # never more
+    (4096, 4096, 48, 1, 1), (4096, 2048, 48, 1, 2), (3072, 1024, 48, 1, 1),
+    # of each update every rank has a sequence, and all as many
+    (16384, 1024, 48, 8, 2), (16384, 1024, 48, 16, 1), (65536, 1024, 48, 32, 2), (524288, 1024, 1750, 256, 2),
+    (524288, 1024, 1750, 512, 1), (12288, 1024, 48, 4, 1), (24576, 1024, 48, 4, 2)])
+def test_the_updates_of_a_step_follow_from_the_runs_tokens_and_the_ranks(batch, T, steps, ranks, expected):
+    assert run_of(batch, T, steps, ranks).updates_per_step == expected
+    assert batch % (T * ranks * expected) == 0
+    assert run_of(batch, T, steps, ranks, updates_per_step=16).updates_per_step == 16
 
 
 @pytest.mark.parametrize("steps, first, last", [
@@ -293,151 +293,17 @@ def test_the_momentum_follows_from_the_runs_updates(steps, first, last):
 
 
 @pytest.mark.parametrize("batch, T, steps, more, expected", [
-    (4096, 128, 12, (), (0.29, 0)), (4096, 128, 48, (), (0.294, 0.1 * 0.0119)),     # 28 and 112 updates
-    (4096, 256, 195, (), (0.466, 0.1 * 0.568)),                                     # 260
-    (4096, 256, 1953, (), (0.6, 0.1)), (524288, 1024, 2500, (), (0.6, 0.1)),
-    (4096, 128, 48, ("--updates_per_step", 1), (0.29, 0)),                          # 48
-    (4096, 256, 1953, ("--cooldown", 0.1), (0.1, 0.1)), (4096, 256, 1953, ("--min_lr", 0.01), (0.6, 0.5))])
+    (4096, 128, 12, {}, (0.29, 0)), (4096, 128, 48, {}, (0.294, 0.1 * 0.0119)),         # 28 and 112 updates
+    (4096, 256, 195, {}, (0.466, 0.1 * 0.568)),                                         # 260
+    (4096, 256, 1953, {}, (0.6, 0.1)), (524288, 1024, 2500, {}, (0.6, 0.1)),
+    (4096, 128, 48, {"updates_per_step": 1}, (0.29, 0)),                                # 48
+    (4096, 256, 1953, {"cooldown": 0.1}, (0.1, 0.1)), (4096, 256, 1953, {"min_lr": 0.01}, (0.6, 0.5)),
+    (4096, 256, 1953, {"min_lr": 0.0}, (0.6, 0))])
 def test_cooldown_and_floor_follow_from_the_runs_updates(batch, T, steps, more, expected):
-    config = parse_flags(["--recipe", "frontier", "--total_batch_size", str(batch), "--block_size", str(T),
-                          "--max_steps", str(steps), *map(str, more)])[0]
-    check_config(config)
-    config = dataclasses.replace(config, **automatic_values(config, RECIPES["frontier"], "cpu"))
+    config = run_of(batch, T, steps, **more)
     assert (config.cooldown, config.min_lr / config.max_lr) == pytest.approx(expected, abs=1e-3)
     assert trapezoid(steps, config) == pytest.approx(expected[1], abs=1e-3) and trapezoid(0, config) == 1
     assert trapezoid(round((1 - expected[0]) * steps) - 1, config) == 1
-
-
-def test_speedruns_cooldown_is_record_10s():
-    for flags in ([], ["--cooldown", "0"]):
-        config = parse_flags(["--recipe", "speedrun", *flags])[0]
-        assert automatic_values(config, RECIPES["speedrun"], "cpu")["cooldown"] == 0.2856
-    with pytest.raises(UserError, match="--cooldown 1.5: give a fraction"):
-        check_config(Config(cooldown=1.5))
-
-
-def test_no_flag_and_other_recipes_have_one_update_a_step():
-    for argv, expected in (([], 1), (["--recipe", "speedrun"], 1), (["--recipe", "gpt2"], 1)):
-        assert parse_flags(argv)[0].updates_per_step == expected
-    for recipe in ("gpt2", "speedrun"):
-        config = parse_flags(["--recipe", recipe, "--updates_per_step", "0"])[0]
-        assert automatic_values(config, RECIPES[recipe], "cpu")["updates_per_step"] == 1
-
-
-def a_state(rows, batch_size, joined_rows=0):
-    torch.manual_seed(3)
-    model = FrontierGPT(ModernConfig(8, 97, 1, 2, 16))
-    text = tokens(rows * 8 + 1).numpy().astype("uint16")
-    loader = TokenLoader(TokenDataset([text], 8), rows * 8, batch_size, joined_rows=joined_rows)
-    loader.start(0)
-    state = types.SimpleNamespace(step=0, model=model,
-                                  optimizers=[torch.optim.AdamW(model.parameters(), fused=True)],
-                                  scaler=torch.amp.GradScaler("cpu", enabled=False))
-    return state, loader, torch.autocast("cpu", enabled=False), Process(device="cpu")
-
-
-def test_a_step_of_four_updates_trains_as_four_steps_of_a_quarter_of_the_batch():
-    results = {}
-    for updates, steps, rows in ((4, 1, 8), (1, 4, 2)):
-        state, loader, autocast, process = a_state(8, 1)
-        loader.micro_batches = rows
-        signals = StopSignals(process)
-        results[updates] = [train_step(state.model, state, loader, autocast, 0.0, process, signals, updates)
-                            for _ in range(steps)], state.model.state_dict()
-        loader.close()
-    (whole,), weights = results[4]
-    parts, expected = results[1]
-    assert all(torch.equal(weights[name], expected[name]) for name in weights)
-    losses, norms, _ = torch.stack(parts).unbind(1)
-    assert whole[0].item() == pytest.approx(losses.mean().item(), abs=1e-6)
-    assert whole[1] == norms.max() and whole[2] == -1 and len(set(losses.tolist())) == 4
-
-
-def test_a_step_with_joined_micro_batches_trains_as_with_single_ones():
-    results = {}
-    for joined_rows, calls in ((0, 8), (3, 4), (4, 2)):
-        state, loader, autocast, process = a_state(8, 1, joined_rows)
-        state.optimizers = [torch.optim.SGD(state.model.parameters(), lr=0.1, fused=True)]
-        seen, next_batch = [], loader.next_batch
-        loader.next_batch = lambda count, seen=seen, read=next_batch: seen.append(count) or read(count)
-        found = train_step(state.model, state, loader, autocast, 0.0, process, StopSignals(process), 2)
-        loader.close()
-        assert seen == [8 // calls] * calls
-        results[joined_rows] = [found, *state.model.state_dict().values()]
-    for joined_rows in (3, 4):
-        for a, b in zip(results[joined_rows], results[0], strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-
-
-def test_of_several_updates_one_that_is_not_finite_changes_nothing_and_the_first_is_named():
-    state, loader, autocast, process = a_state(8, 1)
-    names, seen = [name for name, _ in state.model.named_parameters()], []
-
-    def spoil(grad):                            # of the third update one parameter, of the fourth another
-        seen.append(1)
-        return grad * math.nan if len(seen) in (5, 6) else grad
-
-    def spoil_later(grad):
-        return grad * math.nan if len(seen) in (7, 8) else grad
-    state.model.transformer.h[0].c_fc.weight.register_hook(spoil)
-    state.model.transformer.wte.weight.register_hook(spoil_later)
-    result = train_step(state.model, state, loader, autocast, 0.0, process, StopSignals(process), 4)
-    loader.close()
-    assert names[int(result[2])] == "transformer.h.0.c_fc.weight" and len(seen) == 8
-    assert all(p.isfinite().all() for p in state.model.parameters())
-    assert [int(entry["step"]) for entry in state.optimizers[0].state.values()] == [2] * len(names)
-
-
-@pytest.mark.parametrize("at, discarded", [(0, True), (1, False), (5, False)])
-def test_a_signal_discards_a_step_only_before_its_first_update(at, discarded):
-    state, loader, autocast, process = a_state(8, 1)
-    signals, asked = StopSignals(process), iter(range(100))
-    next_batch = loader.next_batch
-
-    def counted(count):
-        if next(asked) == at:
-            signals.received = 15
-        return next_batch(count)
-    loader.next_batch = counted
-    before = {name: p.clone() for name, p in state.model.state_dict().items()}
-    result = train_step(state.model, state, loader, autocast, 0.0, process, signals, 4)
-    loader.close()
-    changed = any(not torch.equal(before[name], p) for name, p in state.model.state_dict().items())
-    assert (result is None) == discarded and changed != discarded
-    assert next(asked) == (1 if discarded else 8)
-
-
-def test_the_micro_batch_fits_the_smallest_update():
-    config = Config(total_batch_size=4096, sequence_length=128, updates_per_step=4)
-    assert allowed_micro_batches(config, 1, "cuda:0") == [1, 2, 4, 8]
-    assert allowed_micro_batches(config, 2, "cpu") == [4]
-    with pytest.raises(UserError, match=r"updates_per_step 4\): give 4096 or 8192"):
-        allowed_micro_batches(dataclasses.replace(config, total_batch_size=4608), 8, "cpu")
-    with pytest.raises(UserError, match="does not divide the 8 sequences an update"):
-        allowed_micro_batches(dataclasses.replace(config, batch_size="6"), 1, "cpu")
-    for given, world_size, taken in (("8", 1, 8), ("12", 1, 8), ("32", 1, 8), ("32", 2, 4)):
-        assert allowed_micro_batches(dataclasses.replace(config, batch_size=given), world_size, "cpu") == [
-            taken]
-    with pytest.raises(UserError, match="--updates_per_step 3: give a power of two"):
-        check_config(Config(updates_per_step=3))
-
-
-def test_only_an_automatic_micro_batch_in_eager_mode_on_a_cpu_is_joined():
-    config = Config(total_batch_size=4096, sequence_length=128, updates_per_step=4)
-    assert rows_joined(config, "cpu") == 32
-    assert rows_joined(config, "cuda:0") == rows_joined(config, "mps") == 0
-    for change in ({"batch_size": "8"}, {"compile": True}):
-        assert rows_joined(dataclasses.replace(config, **change), "cpu") == 0
-
-
-def test_out_of_memory_advises_the_micro_batch_that_is_not_joined_and_then_a_smaller_one():
-    config, dataset = Config(updates_per_step=4), TokenDataset([tokens(4097).numpy().astype("uint16")], 128)
-    for joined_rows, expected in ((32, "of 32 sequences: give --batch_size 8, which changes nothing"),
-                                  (0, "of 8 sequences: give --batch_size 4, which changes nothing")):
-        assert expected in oom_advice(config, TokenLoader(dataset, 4096, 8, joined_rows=joined_rows), "cpu")
-    single = TokenLoader(dataset, 4096, 1, joined_rows=8)
-    assert "of 8 sequences: give --batch_size 1," in oom_advice(config, single, "cpu")
-    assert "before the first step" in oom_advice(config, None, "cpu")
 
 
 FLAGS = ["--recipe", "frontier", "--n_layer", 2, "--n_head", 2, "--n_embd", 32, "--block_size", 16,
@@ -461,12 +327,9 @@ def alone(data, tmp_path_factory):
 
 
 @pytest.mark.parametrize("processes, more", [
-    (2, ["--batch_size", 1]), (4, ["--batch_size", 32]), (1, ["--batch_size", 2, "--loss_chunk", 7])])
-def test_processes_micro_batches_and_chunks_change_only_the_rounding(processes, more, data, alone, tmp_path):
-    result = run(*FLAGS, "--vocab_size", 97, "--data", data, "--out", tmp_path / "log", *more,
-                 processes=processes)
-    assert result.stdout.count("--batch_size 32 is more than an update has (2 sequences for each of 4 "
-                               "processes): a micro-step takes 2\n") == (processes == 4)
+    (2, ["--batch_size", 1]), (4, ["--batch_size", 32]), (1, ["--batch_size", 2])])
+def test_processes_and_micro_batches_change_only_the_rounding(processes, more, data, alone, tmp_path):
+    run(*FLAGS, "--vocab_size", 97, "--data", data, "--out", tmp_path / "log", *more, processes=processes)
     expected, found = logged(alone), logged(tmp_path / "log")
     assert len(expected) == 9 and expected[0] < math.log(97)        # the mean over four updates
     for step in range(2):           # Muon lifts the rounding some 500 times a step
@@ -475,7 +338,7 @@ def test_processes_micro_batches_and_chunks_change_only_the_rounding(processes, 
     assert logged(tmp_path / "log", "val")[9] == pytest.approx(val[9], abs=0.02) and val[9] < val[0] - 1
 
 
-def test_a_run_resumed_where_micro_batches_are_joined_ends_as_one_that_was_not(data, alone, tmp_path):
+def test_a_resumed_run_ends_as_one_that_was_not_interrupted(data, alone, tmp_path):
     out = tmp_path / "log"
     for first in (True, False):
         if not first:
@@ -493,7 +356,6 @@ def test_a_run_with_a_window_evaluates_samples_and_is_sampled_from(tmp_path):
     result = run(*FLAGS, "--window", 8, "--data", tmp_path, "--out", tmp_path / "log", "--sample_every", 9,
                  "--val_tokens", 900, "--dtype", "bfloat16", "--hellaswag_every", 9, "--hellaswag_data",
                  hellaswag_file(tmp_path / "h.jsonl"))
-    assert "= 8 x 16 x 4 micro-steps x 1 process, joined to 32 x 16 later; 4 updates" in result.stdout
     val = logged(tmp_path / "log", "val")
     assert val[0] == pytest.approx(math.log(50304), abs=0.6) and val[9] < val[0] - 1
     assert "sample 0: Hello, I'm a language model," in result.stdout

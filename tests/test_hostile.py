@@ -39,8 +39,7 @@ from runtime.cli import UserError, print_error
 from benchmarks.curves import read_curve
 from runtime.dataloader import TokenDataset
 from runtime.distributed import Process
-from runtime.log import read_log
-from runtime.plots import is_fineweb
+from runtime.console import read_metrics
 from runtime.shards import SHARD_NAME, open_shard, write_shard
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -513,8 +512,8 @@ def in_folder(name, read):
 
 
 ENDLESS_READERS = {
-    "HellaSwag": load_examples, "log.txt": read_log,
-    "metrics.csv": in_folder("metrics.csv", read_curve),
+    "HellaSwag": load_examples, "metrics.csv": read_metrics,
+    "metrics.csv to compare": in_folder("metrics.csv", read_curve),
     "a curve": lambda path: read_curve(str(path.rename("curve.csv"))),
     "the manifest of a run that resumes": in_folder("manifest.json", lambda out: fineweb.main(
         ["--input", str(lines("a.jsonl", {"text": "a"})), "--out", out])),
@@ -535,14 +534,6 @@ def test_a_file_without_an_end_is_refused_in_little_memory(what, make):
         ENDLESS_READERS[what](Path("endless"))
     assert re.search("not a regular file|has 20,000 MB|neither model", str(caught.value)), caught.value
     assert "smaller model" not in str(caught.value)
-
-
-def test_a_manifest_without_an_end_is_not_that_of_fineweb():
-    for make in (to_zero, sparse, os.mkfifo):
-        make(Path("manifest.json"))
-        with little_memory():
-            assert not is_fineweb(".")
-        Path("manifest.json").unlink()
 
 
 def test_a_config_that_holds_no_settings_is_said_to():

@@ -21,12 +21,12 @@ from helpers import HANG, ROOT, Live, script
 from test_fineweb import gpt2, hub_at, own_shards, plain_shards, read_shards  # noqa: F401
 
 import fineweb
-import runtime.hub
+import corpus.hub
 from corpus.hub_source import HubSource, default_names
 from corpus.sources import LocalSource, Piece, difference
 from runtime.cli import RunError, UserError
-from runtime.hub import LONGEST_WAIT, asked_wait, wait_to_retry
-from runtime.progress import Progress, Task
+from corpus.hub import LONGEST_WAIT, asked_wait, wait_to_retry
+from corpus.progress import Progress, Task
 from runtime.shards import SHARD_NAME, list_shards
 
 TALES = [[f"Tale {i} of book {book}: " + "once upon a time. " * (1 + i % 7) for i in range(40)]
@@ -168,7 +168,7 @@ def hub():
 SEVERAL = """
 import contextlib, io, json, sys, types
 sys.path.insert(0, {root!r})
-import fineweb, huggingface_hub.utils._http as http, runtime.cli as cli, runtime.hub as hub
+import fineweb, huggingface_hub.utils._http as http, runtime.cli as cli, corpus.hub as hub
 import datasets.utils.file_utils as files
 
 for line in {runs!r}:
@@ -177,8 +177,9 @@ for line in {runs!r}:
     with contextlib.redirect_stderr(err), contextlib.redirect_stdout(out):
         try:
             fineweb.main(line)
-        except Exception as error:
-            code = cli.exit_code(error, lambda: True)
+        except (cli.UserError, cli.RunError) as error:
+            cli.print_error(error)
+            code = 2 if isinstance(error, cli.UserError) else 1
     print(json.dumps([code, out.getvalue(), err.getvalue(), waits]))
 """
 
@@ -222,7 +223,7 @@ def test_a_killed_run_ends_with_the_documents_of_the_revision_it_began_with(hub,
     assert read_shards(tmp_path / "out") == own_shards(gpt2, documents, 200, 300)
     assert all(sha in path for _, path, _ in hub.asked if path != "/" and "agent-harnesses" not in path)
     assert not any("/1.jsonl" in path for _, path, _ in hub.asked)          # before the cursor
-    monkeypatch.setattr(runtime.hub, "reach_hub", None)             # from here on no network is asked for
+    monkeypatch.setattr(corpus.hub, "reach_hub", None)             # from here on no network is asked for
     fineweb.main([*flags, "--out", str(out)])
     assert "shards complete" in capsys.readouterr().out
     with pytest.raises(UserError, match="another source .split: none instead of test"):
@@ -421,14 +422,14 @@ def test_retry_after_is_read_whatever_it_holds(name, seconds, status):
 def test_of_two_waits_the_longer_is_taken_and_said(monkeypatch, capsys):
     waits, error = [], OSError("busy")
     error.response = SimpleNamespace(status_code=503, headers={"retry-after": "20"})
-    monkeypatch.setattr(runtime.hub, "time", SimpleNamespace(sleep=waits.append))
+    monkeypatch.setattr(corpus.hub, "time", SimpleNamespace(sleep=waits.append))
     for failures in (4, 5):
         wait_to_retry(error, failures, "a/b", "cannot read")
     assert waits == [20, 32]
     said = capsys.readouterr().err.splitlines()
     assert said[0].endswith("trying again in 20 s, as the hub asks") and said[1].endswith("again in 32 s")
     with pytest.raises(RunError):
-        wait_to_retry(error, runtime.hub.RETRIES, "a/b", "cannot read")
+        wait_to_retry(error, corpus.hub.RETRIES, "a/b", "cannot read")
 
 
 def test_a_source_of_unknown_size_has_no_total(tmp_path, monkeypatch):
@@ -455,7 +456,7 @@ def test_what_differs_between_two_sources_of_the_hub_is_said_in_words():
 
 
 def test_a_folder_of_another_source_or_a_damaged_one_is_refused_without_the_network(tmp_path, monkeypatch):
-    monkeypatch.setattr(runtime.hub, "reach_hub", None)
+    monkeypatch.setattr(corpus.hub, "reach_hub", None)
     (tmp_path / "a.txt").write_text("one two three. " * 300)
     fineweb.main(["--input", str(tmp_path / "a.txt"), "--out", str(tmp_path / "out")])
     for said in ("repo: none instead of a/b", "manifest.json cannot be read"):
@@ -466,7 +467,7 @@ def test_a_folder_of_another_source_or_a_damaged_one_is_refused_without_the_netw
 
 def test_a_row_without_text_is_an_empty_document(hub, tmp_path, monkeypatch):
     source = HubSource("me/null", None)
-    monkeypatch.setattr(runtime.hub, "reach_hub", lambda: True)
+    monkeypatch.setattr(corpus.hub, "reach_hub", lambda: True)
     rows = [{"text": "a"}, {"text": None}, {"text": "b"}]
     monkeypatch.setattr(HubSource, "_open", lambda *args: rows)
     assert [piece.text for piece in source.read()] == ["a", "", "b"]

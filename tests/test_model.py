@@ -1,47 +1,30 @@
 """model.py: GPT-2 against plain references and transformers, kernels, generation, and formats of weights."""
 import dataclasses
-import http.server
-import json
 import math
-import os
-import pickle
 import re
-import shutil
-import subprocess
 import sys
-import tempfile
-import threading
-import time
-import types
 import warnings
-import zipfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import runtime.device
 import runtime.hub
 import runtime.progress
-from model import GPT, GPT2_SIZES, GPTConfig, MODELS, load_model, main
-from runtime.attention import (ATTENTION, attention, check_attention, compiled_flex, document_window_mask,
-                               resolve_attention)
+from model import GPT, GPT2_SIZES, GPTConfig, MODELS
+from runtime.attention import ATTENTION, attention, by_formula, check_attention
 from runtime.cli import UserError
 from runtime.device import choose_device, find_device, is_out_of_memory, make_autocast
-from runtime.forecast import try_micro_step
 from runtime.generation import generate_tokens, penalize_repetition, print_samples, sample_token
-from runtime.huggingface import EXPORTED, MODELING
-from runtime.kernels import ChunkedCrossEntropy, Linear, compiled_cross_entropy_, cross_entropy_, norm
+from runtime.kernels import Linear, check_torch, chunked_cross_entropy, cross_entropy_, norm
 from runtime.progress import Progress
 from runtime.tokenizer import EOT, VOCAB_SIZE, encode, tokenizer
-from runtime.weights import model_from_checkpoint
-from helpers import HANG, llm_c_file, script
+from helpers import llm_c_file
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = dict(block_size=24, vocab_size=96, n_layer=2, n_head=2, n_embd=16)
@@ -57,6 +40,19 @@ def make_model(seed=0, spread=0.2, **config):
         for p in model.parameters():
             p.add_(torch.randn_like(p), alpha=spread)
     return model
+
+
+class LargestStorage(TorchDispatchMode):
+    """Bytes of the largest tensor that is allocated inside this context, and the number of operations."""
+    bytes = operations = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.operations += 1
+        out = func(*args, **(kwargs or {}))
+        for t in out if isinstance(out, tuple | list) else [out]:
+            if torch.is_tensor(t) and t.device.type != "meta":
+                self.bytes = max(self.bytes, t.untyped_storage().nbytes())
+        return out
 
 
 def tokens(B, T, vocab_size=96, seed=1):
@@ -121,8 +117,9 @@ def test_initial_weights_are_gpt2s_and_every_parameter_gets_one():
     torch.manual_seed(0)
     model = GPT(GPTConfig(block_size=256, vocab_size=512, n_layer=3, n_head=2, n_embd=128))
     with torch.no_grad():
-        for p in model.parameters():
-            p.fill_(math.nan)
+        for name, p in model.named_parameters():
+            if ".ln_" not in name:              # LayerNorm's own are right
+                p.fill_(math.nan)
     model.init_weights()
     for name, p in model.named_parameters():
         if name.endswith("bias"):
@@ -133,6 +130,26 @@ def test_initial_weights_are_gpt2s_and_every_parameter_gets_one():
             std = 0.02 / math.sqrt(6) if name.endswith("c_proj.weight") else 0.02
             assert p.std().item() == pytest.approx(std, rel=0.03), name
             assert abs(p.mean().item()) < 4 * std / p.numel() ** 0.5, name
+
+
+@pytest.mark.parametrize("recipe", MODELS)
+def test_no_parameter_is_drawn_twice_and_on_the_meta_device_none_is(recipe, monkeypatch):
+    """Of what is drawn, each number once: the layers themselves draw nothing."""
+    drawn = []
+    for name in ("normal_", "uniform_"):
+        draw = getattr(torch.Tensor, name)
+        monkeypatch.setattr(torch.Tensor, name,
+                            lambda p, *args, draw=draw: drawn.append(p) or draw(p, *args))
+
+    def make():
+        return MODELS[recipe](MODELS[recipe].Config(24, 97, 2, 2, 32))
+    model = make()
+    assert len({id(p) for p in drawn}) == len(drawn) > 0
+    assert {id(p) for p in drawn} <= {id(p) for p in model.parameters()}
+    drawn.clear()
+    with torch.device("meta"):
+        make()
+    assert not drawn
 
 
 def test_defaults_are_gpt2_small():
@@ -147,7 +164,7 @@ def test_defaults_are_gpt2_small():
 @pytest.mark.parametrize("kernel", ["auto", "naive", "math"])
 def test_logits_equal_a_plain_reference(kernel, gelu):
     model, idx = make_model(gelu=gelu), tokens(3, 24)
-    model.use_attention(kernel)
+    model.kernel = kernel
     logits, loss = model(idx)
     assert loss is None and logits.shape == (3, 24, 96)
     torch.testing.assert_close(logits, plain_gpt2(model.state_dict(), 2, idx, gelu), atol=1e-4, rtol=0)
@@ -181,7 +198,7 @@ def test_token_losses_are_the_loss_of_each_token_and_zero_where_ignored():
 def test_gradients_of_every_parameter_equal_a_plain_references(kernel):
     model, idx, targets = make_model(), tokens(3, 24), tokens(3, 24, seed=2)
     targets[1, 3:9] = -1
-    model.use_attention(kernel)
+    model.kernel = kernel
     model(idx, targets)[1].backward()
     weights = {name: p.detach().double().requires_grad_() for name, p in model.named_parameters()}
     logits = plain_gpt2(weights, 2, idx)
@@ -203,7 +220,7 @@ def test_the_chunked_loss_is_the_whole_one_with_its_gradients(chunk, vocab_size)
     targets[::5] = -1
     results = []
     for loss in (lambda x, w: F.cross_entropy(x @ w.t(), targets, ignore_index=-1),
-                 lambda x, w: ChunkedCrossEntropy.apply(x, w, targets, chunk, True)):
+                 lambda x, w: chunked_cross_entropy(x, w, targets, chunk, 0.0)):
         a, b = x.clone().requires_grad_(), weight.clone().requires_grad_()
         value = 3 * loss(a, b)                  # 3: the backward must pass on what comes after the loss
         value.backward()
@@ -248,7 +265,7 @@ def test_the_chunked_loss_frees_the_logits_of_a_chunk_before_the_next():
             return result
     x, weight = torch.randn(48, 8), torch.randn(640, 8, requires_grad=True)
     with Products():
-        ChunkedCrossEntropy.apply(x, weight, torch.randint(0, 640, (48,)), 16, True)
+        chunked_cross_entropy(x, weight, torch.randint(0, 640, (48,)), 16, 0.0)
     assert len(logits) == 3
 
 
@@ -260,7 +277,7 @@ def test_in_float16_the_gradients_of_unlikely_tokens_survive_the_chunks():
     for autocast in (False, True):
         a, b = x.clone().requires_grad_(), weight.clone().requires_grad_()
         with torch.autocast("cpu", torch.float16, enabled=autocast):
-            loss = ChunkedCrossEntropy.apply(a, b, targets, 1024, True)
+            loss = chunked_cross_entropy(a, b, targets, 1024, 0.0)
         (loss * 65536.0).backward()
         results.append((a.grad, b.grad))
     for exact, rough in zip(*results, strict=True):
@@ -293,7 +310,7 @@ def test_a_sequence_longer_than_block_size_is_refused():
 def test_flops_a_token_agree_with_torchs_own_count():
     from torch.utils.flop_counter import FlopCounterMode
     model = GPT(GPTConfig(block_size=64, vocab_size=512, n_layer=2, n_head=2, n_embd=128))
-    model.use_attention("naive")
+    model.kernel = "naive"
     idx = tokens(2, 64)
     with FlopCounterMode(display=False) as counter:
         model(idx, idx)[1].backward()
@@ -340,8 +357,7 @@ def test_the_cpu_has_at_least_three_attention_kernels():
 
 
 @pytest.mark.parametrize("kernel, reason", [
-    ("cudnn", r"cannot run on cpu in float32 .*\(.{10,}\)"), ("efficient", r"\(.{10,}\)"),
-    ("fastest", "choose one of auto, naive, math, efficient, flash, cudnn")])
+    ("cudnn", r"cannot run on cpu in float32 .*\(.{10,}\)"), ("efficient", r"\(.{10,}\)")])
 def test_a_kernel_that_cannot_run_here_is_refused_with_a_reason(kernel, reason):
     with pytest.raises(UserError, match=reason):
         check_attention(kernel, "cpu", torch.float32, 64)
@@ -353,41 +369,25 @@ def test_checking_a_kernel_leaves_the_random_numbers_alone():
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_flex_attention_outside_a_graph_is_compiled_once(monkeypatch):
-    """Its kernel needs a GPU (test_flex_attention_trains_as_sdpa_does); this counts torch.compile's calls."""
-    made = []
-
-    def compile(function, **how):
-        made.append(function)
-        return lambda *tensors, block_mask: q
-    monkeypatch.setattr(torch, "compile", compile)
-    q = types.SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, size=lambda i: 128,
-                              transpose=lambda *dims: q)
-    tokens = torch.zeros(1, 128, dtype=torch.int64)
-    mask = document_window_mask(tokens, 128, torch.tensor(128), as_blocks=True)
-    compiled_flex.cache_clear()
-    try:
-        assert all(attention(q, q, q, "flex", mask) is q for _ in range(3)) and len(made) == 1
-    finally:
-        compiled_flex.cache_clear()
+@pytest.mark.parametrize(("kernel", "dtype", "length", "formula"), [
+    ("auto", torch.bfloat16, 512, True), ("auto", torch.bfloat16, 513, False),
+    ("auto", torch.float16, 9, False), ("auto", torch.float32, 9, False),
+    ("naive", torch.float32, 9999, True), ("math", torch.bfloat16, 9, False)])
+def test_on_a_cpu_the_formula_is_for_short_sequences_in_bfloat16(kernel, dtype, length, formula):
+    q = torch.empty(1, 1, length, 16, dtype=dtype)
+    assert by_formula(kernel, q[:, :, -1:], q) == formula
+    assert by_formula(kernel, q.to("meta"), q.to("meta")) == (kernel == "naive")
 
 
-@pytest.mark.parametrize(("kernel", "device", "graph", "blocks", "runs"), [
-    ("auto", "cuda", True, True, "flex"), ("auto", "cuda", False, True, "sdpa"),
-    ("auto", "cuda", True, False, "sdpa"), ("sdpa", "cuda", True, True, "sdpa"),
-    ("flex", "cuda", True, True, "flex"), ("flex", "cpu", False, True, "flex"),
-    ("flex", "cuda", False, True, "compiled flex"), ("flex", "cuda", False, False, "sdpa"),
-    ("auto", "cpu", True, True, "naive"), ("auto", "mps", False, False, "sdpa"),
-    ("math", "cuda", True, True, "math")])
-def test_the_choice_of_an_attention_kernel(kernel, device, graph, blocks, runs, monkeypatch):
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: graph)
-    assert resolve_attention(kernel, device, torch.bfloat16, 512, blocks) == runs
-
-
-@pytest.mark.parametrize(("dtype", "length"), [(torch.bfloat16, 513), (torch.float16, 512),
-                                               (torch.float32, 512)])
-def test_on_a_cpu_the_formula_is_for_short_sequences_in_bfloat16(dtype, length):
-    assert resolve_attention("auto", "cpu", dtype, length, blocks=False) == "sdpa"
+@pytest.mark.parametrize(("version", "refused"), [("2.9.1+cu128", True), ("1.13.0", True), ("2.10.0", False),
+                                                  ("2.11.0a0+git1", False), ("3.0.0", False)])
+def test_a_torch_that_is_too_old_is_refused(version, refused, monkeypatch):
+    monkeypatch.setattr(torch, "__version__", version)
+    if refused:
+        with pytest.raises(UserError, match=f"torch {re.escape(version)} is too old: pip install"):
+            check_torch()
+    else:
+        check_torch()
 
 
 @pytest.mark.parametrize("name", ["tpu", "cpu:x", "cuda:99", "cuda:x", "mps:0:0", ""])
@@ -562,32 +562,35 @@ def test_the_residual_stream_is_bfloat16_where_the_products_are_and_float32_else
     assert all(p.grad.dtype == torch.float32 for p in model.parameters())
 
 
-compilers = os.environ.get("CXX", "g++"), "clang++"
-has_compiler = pytest.mark.skipif(not any(map(shutil.which, compilers)), reason="no C++ compiler")
-
-
-def test_compiled_loss_and_gradients_equal_eager_and_gelu_is_kept_only_if_there_is_room():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("recipe", MODELS)
+def test_compiled_in_one_graph_loss_and_gradients_equal_eager(recipe, dtype):
     """What Inductor is given, divided into forward and backward as it is for Inductor, whose C++ would take
-    most of a minute to compile; the next test compiles some."""
-    model, idx, targets = make_model(n_layer=1), tokens(2, 24), tokens(2, 24, seed=2)
+    most of a minute to compile."""
+    cls, idx, targets = MODELS[recipe], tokens(2, 24), tokens(2, 24, seed=2)
     targets[0, :4] = -1
-    model.use_attention("math")         # a pinned kernel, which the graph has to carry
-    compiled = torch.compile(model, dynamic=False, backend="aot_eager_decomp_partition")
-    found, kept, gelu = [], [], 2 * 24 * 4 * 16             # its values
-    for run, room in ((model, 0), (compiled, gelu - 1), (compiled, gelu)):
-        assert model.keep_more(2 * 24, room) == (gelu if room >= gelu else 0)
+    torch.manual_seed(0)
+    model = cls(cls.Config(24, 97, 1, 2, 32))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.02 * torch.randn_like(p))
+    model.kernel = "math"               # a pinned kernel, which the graph has to carry
+    compiled = torch.compile(model, dynamic=False, fullgraph=True, backend="aot_eager_decomp_partition")
+    found, kept = [], []
+    for run in (model, compiled):
         model.zero_grad()
         shapes = []
-        with torch.autograd.graph.saved_tensors_hooks(
-                lambda t, shapes=shapes: shapes.append(t.shape) or t, lambda t: t):
+        with (torch.autocast("cpu", dtype, enabled=dtype != torch.float32),
+              torch.autograd.graph.saved_tensors_hooks(lambda t, shapes=shapes: shapes.append(t.shape) or t,
+                                                       lambda t: t)):
             _, loss = run(idx, targets)
         loss.backward()
         found.append([loss.detach()] + [p.grad.clone() for p in model.parameters()])
-        kept.append(sum(shape.numel() == gelu for shape in shapes))
-    for eager, *graphs in zip(*found, strict=True):
-        for other in graphs:
-            torch.testing.assert_close(other, eager, atol=2e-5, rtol=1e-4)
-    assert kept == [2, 1, 2], "what goes into GELU, and what comes out of it, the next layer's input"
+        kept.append(sum(shape.numel() == 2 * 24 * 4 * 32 for shape in shapes))
+    for eager, graph in zip(*found, strict=True):
+        assert (graph - eager).norm() <= (2e-5 if dtype == torch.float32 else 0.05) * eager.norm() + 1e-6
+    if recipe == "gpt2":
+        assert kept == [2, 1], "what goes into GELU; eagerly also what comes out of it"
 
 
 @pytest.mark.parametrize("window", [0, 8])
@@ -608,10 +611,13 @@ def test_recomputed_blocks_have_the_same_gradients_bit_for_bit_and_keep_little(r
     for recompute, run in ((False, model), (True, model), (True, compiled)):
         model.recompute = recompute
         model.zero_grad()
-        loss = run(idx, targets)[1]
+        sizes = {}
+        with torch.autograd.graph.saved_tensors_hooks(
+                lambda t, sizes=sizes: sizes.update({t.data_ptr(): t.nbytes}) or t, lambda t: t):
+            loss = run(idx, targets)[1]
         loss.backward()
         found.append([loss.detach()] + [p.grad.clone() for p in model.parameters()])
-        kept.append(try_micro_step(model, 2, 24, make_autocast("cpu", "float32"), "cpu").activations)
+        kept.append(sum(sizes.values()))
     for once, twice, in_graph in zip(*found, strict=True):
         assert torch.equal(once, twice)
         torch.testing.assert_close(in_graph, once, atol=2e-5, rtol=1e-4)
@@ -621,24 +627,19 @@ def test_recomputed_blocks_have_the_same_gradients_bit_for_bit_and_keep_little(r
         assert model(idx, targets)[1] == found[0][0]
 
 
-@has_compiler
 @pytest.mark.parametrize("softcap", [0.0, 30.0])
-def test_the_kernels_of_the_chunked_loss_eager_and_compiled_are_that_of_float64(softcap):
+def test_the_kernel_of_the_chunked_loss_is_that_of_float64(softcap):
     torch.manual_seed(0)
     # without a softcap their exp would overflow, if the highest were not subtracted
-    logits, targets, found = (20 if softcap else 200) * torch.randn(9, 50), torch.randint(0, 50, (9,)), []
+    logits, targets = (20 if softcap else 200) * torch.randn(9, 50), torch.randint(0, 50, (9,))
     targets[::4] = -1
     z = logits.double().requires_grad_()
     expected = F.cross_entropy(softcap * torch.tanh(z / softcap) if softcap else z, targets,
                                ignore_index=-1, reduction="sum")
     expected.backward()
-    exact = z.grad
-    for loss_and_gradient_ in (cross_entropy_, compiled_cross_entropy_()):
-        z = logits.clone()
-        found.append((loss_and_gradient_(z, targets, softcap), z))
-    for loss, gradient in found:
-        torch.testing.assert_close(loss.double(), expected.detach(), atol=1e-4, rtol=1e-5)
-        torch.testing.assert_close(gradient.double(), exact, atol=1e-5, rtol=1e-4)
+    loss = cross_entropy_(logits, targets, softcap)
+    torch.testing.assert_close(loss.double(), expected.detach(), atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(logits.double(), z.grad, atol=1e-5, rtol=1e-4)
 
 
 # -----------------------------------------------------------------------------
@@ -857,121 +858,11 @@ def test_samples_in_training_stop_between_two_tokens_and_print_nothing(speaker):
 
 
 # -----------------------------------------------------------------------------
-# transformers, in both directions
-
-def random_transformers_model(**config):
-    from transformers import GPT2Config, GPT2LMHeadModel
-    torch.manual_seed(0)
-    shape = dict(vocab_size=96, n_positions=24, n_layer=2, n_head=2, n_embd=16)
-    theirs = GPT2LMHeadModel(GPT2Config(**shape | config))
-    with torch.no_grad():
-        for p in theirs.parameters():
-            p.add_(torch.randn_like(p), alpha=0.2)
-    return theirs.eval()
-
-
-@torch.no_grad()
-def same_logits(ours, theirs, tolerance=1e-4):
-    V = theirs.config.vocab_size
-    idx = tokens(2, min(64, ours.config.block_size), V)
-    torch.testing.assert_close(ours(idx)[0][..., :V], theirs(idx).logits, atol=tolerance, rtol=0)
-
-
-def as_one_bin(theirs, folder):
-    theirs.config.save_pretrained(folder)
-    torch.save(theirs.state_dict(), folder / "pytorch_model.bin")
-
-
-def without_prefix(theirs, folder):
-    """As the hub's own gpt2 is: no `transformer.`, no head, and the mask buffers of old."""
-    from safetensors.torch import save_file
-    theirs.config.save_pretrained(folder)
-    weights = {name: p.clone() for name, p in theirs.transformer.state_dict().items()}
-    weights |= {f"h.{i}.attn.bias": torch.ones(1, 1, 24, 24, dtype=torch.uint8) for i in range(2)}
-    save_file(weights, folder / "model.safetensors")
-
-
-FOLDERS = {
-    "safetensors": lambda theirs, folder: theirs.save_pretrained(folder),
-    "sharded": lambda theirs, folder: theirs.save_pretrained(folder, max_shard_size="8KB"),
-    "bin": as_one_bin,
-    "hub's old names": without_prefix,
-}
-
-
-@pytest.mark.parametrize("activation", ["gelu_new", "gelu_pytorch_tanh", "gelu"])
-@pytest.mark.parametrize("layout", FOLDERS)
-def test_a_folder_of_transformers_gives_its_logits(layout, activation, tmp_path):
-    theirs = random_transformers_model(activation_function=activation)
-    FOLDERS[layout](theirs, tmp_path)
-    if layout == "sharded":
-        assert len(list(tmp_path.glob("*.safetensors"))) > 2
-        assert (tmp_path / "model.safetensors.index.json").exists()
-    same_logits(GPT.from_pretrained(tmp_path), theirs)
-    same_logits(load_model(str(tmp_path)), theirs)
-
-
-def test_half_precision_weights_become_fp32(tmp_path):
-    theirs = random_transformers_model().half()
-    theirs.save_pretrained(tmp_path)
-    ours = GPT.from_pretrained(tmp_path)
-    assert {p.dtype for p in ours.parameters()} == {torch.float32}
-    same_logits(ours, theirs.float())
-
-
-@pytest.mark.parametrize("gelu", ["tanh", "none"])
-def test_transformers_gets_our_logits_from_an_exported_folder_without_the_padding(gelu, tmp_path):
-    from transformers import GPT2LMHeadModel
-    ours = make_model(vocab_size=50304, gelu=gelu)
-    ours.save_pretrained(tmp_path / "exported")
-    theirs, loading = GPT2LMHeadModel.from_pretrained(tmp_path / "exported", output_loading_info=True)
-    assert not any(loading.values()), loading
-    assert theirs.config.vocab_size == theirs.get_input_embeddings().weight.size(0) == 50257
-    assert theirs.config.eos_token_id == theirs.config.bos_token_id == EOT and theirs.config.n_positions == 24
-    same_logits(ours, theirs)
-    again = load_model(tmp_path / "exported")
-    assert again.config == dataclasses.replace(ours.config, vocab_size=50257)
-    for name, p in again.state_dict().items():
-        assert torch.equal(p, ours.state_dict()[name][:50257]), name
-
-
-def test_the_exported_tokenizer_is_gpt2s_and_round_trips(tmp_path):
-    from tokenizers import Tokenizer
-    from transformers import AutoTokenizer
-    make_model(vocab_size=50304).save_pretrained(tmp_path)
-    theirs = AutoTokenizer.from_pretrained(tmp_path)
-    shakespeare = (ROOT / "input.txt").read_text(encoding="utf-8")[:20_000]
-    texts = ["Hello, I'm a language model,", "  two  spaces\n\n\tand tabs ", "naïve Ω 日本語 🙂 e\u0301",
-             "1234 don't"]
-    alone = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-    for text in [shakespeare, *texts]:
-        ids = theirs(text)["input_ids"]
-        assert ids == encode(text).tolist() and theirs.decode(ids, clean_up_tokenization_spaces=False) == text
-        assert alone.encode(text).ids == ids and alone.decode(ids) == text
-    assert alone.encode("a<|endoftext|>").ids == [64, EOT] and alone.get_vocab_size() == VOCAB_SIZE
-    assert theirs.eos_token_id == theirs.bos_token_id == EOT
-    assert theirs.convert_tokens_to_ids("<|endoftext|>") == EOT == 50256
-    assert theirs.model_max_length == 24 and len(theirs) == 50257
-
-
-def test_the_full_124m_goes_to_transformers_and_back():
-    from transformers import GPT2LMHeadModel
-    torch.manual_seed(0)
-    ours = GPT(GPTConfig(vocab_size=50304))
-    with tempfile.TemporaryDirectory() as folder:       # half a gigabyte, which pytest's tmp_path would keep
-        ours.save_pretrained(folder)
-        theirs = GPT2LMHeadModel.from_pretrained(folder).eval()
-        same_logits(ours, theirs)
-        del ours
-        same_logits(GPT.from_pretrained(folder), theirs)
-
-
-# -----------------------------------------------------------------------------
-# checkpoints of this project and of its neighbours
+# one small model as each program saves it, for the tests of weights and of the other commands
 
 def own_checkpoint(model):
     return {"model": model.state_dict(), "model_config": dataclasses.asdict(model.config), "recipe": "gpt2",
-            "config": {}, "step": 3, "val_loss": None, "optimizers": [],
+            "config": {}, "step": 3, "optimizers": {},
             "rng": {"torch": torch.get_rng_state()}}
 
 
@@ -985,162 +876,6 @@ def save(path, checkpoint, **how):
     torch.save(checkpoint, path, **how)
     return path
 
-
-def check_logits(path, weights, gelu):
-    model, idx = load_model(path), tokens(3, 24)
-    assert all(p.requires_grad and p.dtype == torch.float32 for p in model.parameters())
-    assert model.lm_head.weight is model.transformer.wte.weight
-    torch.testing.assert_close(model(idx)[0], plain_gpt2(weights, 2, idx, gelu), atol=1e-4, rtol=0)
-    model(idx, idx)[1].backward()
-
-
-@pytest.mark.parametrize("gelu", ["tanh", "none"])
-def test_this_projects_checkpoint_loads(gelu, tmp_path):
-    model = make_model(gelu=gelu)
-    path = save(tmp_path / "checkpoint_000003.pt", own_checkpoint(model))
-    check_logits(path, model.state_dict(), gelu)
-    assert load_model(str(path)).config == model.config
-
-
-def test_a_loaded_model_lives_on_when_its_file_is_gone_or_overwritten(tmp_path):
-    model = make_model()
-    path = save(tmp_path / "a.pt", own_checkpoint(model))
-    loaded = load_model(path)
-    path.write_bytes(bytes(path.stat().st_size))
-    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), loaded.parameters(), strict=True))
-
-
-@pytest.fixture
-def a_run(tmp_path):
-    """A run's folder and the models of its checkpoints by step; the last but one was the best."""
-    folder, models = tmp_path / "log", {step: make_model(seed=step) for step in (2, 10, 999_999, 1_000_000)}
-    folder.mkdir()
-    for step, model in models.items():          # in order of their names the newest is not the last
-        save(folder / f"checkpoint_{step:06d}.pt",
-             {**own_checkpoint(model), "best": (3.0, 999_999) if step >= 999_999 else (4.0, 2)})
-    (folder / "log.txt").touch()
-    (folder / "checkpoint_2000000.pt.tmp").touch()
-    (folder / "previous_1").mkdir()
-    return folder, models
-
-
-def same_weights(source, model):
-    ours, theirs = load_model(source).state_dict(), model.state_dict()
-    assert all(torch.equal(p, theirs[name]) for name, p in ours.items())
-
-
-def test_a_runs_folder_is_its_newest_checkpoint_and_best_the_one_of_the_lowest_validation_loss(a_run):
-    folder, models = a_run
-    for source in (folder, str(folder), f"{folder}/"):
-        same_weights(source, models[1_000_000])
-    for source in (folder / "best", f"{folder}/best", f"{folder}/best/", f"{folder}/../log/best"):
-        same_weights(source, models[999_999])
-
-
-def test_best_and_the_newest_are_found_in_the_folder_above_too(a_run, monkeypatch):
-    folder, models = a_run
-    monkeypatch.chdir(folder)
-    same_weights(".", models[1_000_000])
-    same_weights("best", models[999_999])
-
-
-@pytest.mark.parametrize("kind", ["file", "folder", "run"])
-def test_a_real_file_or_folder_called_best_wins(a_run, kind):
-    folder, models = a_run
-    if kind == "file":
-        save(folder / "best", own_checkpoint(models[10]))
-    elif kind == "folder":
-        models[10].save_pretrained(folder / "best")
-    else:
-        (folder / "best").mkdir()
-        save(folder / "best" / "checkpoint_000010.pt", own_checkpoint(models[10]))
-    same_weights(folder / "best", models[10])
-
-
-@pytest.mark.parametrize("best, words", [
-    (None, "no checkpoint of this run has a validation loss"), ("missing", "no checkpoint of this run has"),
-    ([3.0, 999_999], "no checkpoint of this run has"), ((3.0, "x" * 10**6), "no checkpoint of this run has"),
-    ((3.0, 250), "or that with the lowest is gone")],
-    ids=["none", "missing", "a list", "a string", "gone"])
-def test_without_a_best_checkpoint_one_line_says_so_and_what_to_give(a_run, best, words):
-    folder, models = a_run
-    checkpoint = own_checkpoint(models[10]) | ({} if best == "missing" else {"best": best})
-    save(folder / "checkpoint_1000000.pt", checkpoint)
-    refused(folder / "best", words, f"give {folder} for its newest checkpoint")
-    load_model(folder)
-
-
-def test_a_folder_that_is_neither_a_run_nor_of_hugging_face_is_refused_by_both_names(tmp_path):
-    (tmp_path / "empty").mkdir()
-    refused(tmp_path / "empty", "neither a run's folder", "checkpoint_*.pt", "Hugging Face", "config.json")
-    refused(tmp_path / "empty" / "best", f"{tmp_path / 'empty'} is not a run's folder")
-
-
-@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy file"])
-@pytest.mark.parametrize("bias", [True, False])
-def test_nanogpts_checkpoint_loads_with_its_exact_gelu(bias, zipped, tmp_path):
-    weights = make_model().state_dict()
-    if not bias:
-        weights = {name: p for name, p in weights.items() if not name.endswith(".bias")}
-    path = save(tmp_path / "ckpt.pt", nanogpt_checkpoint(weights, bias),
-                _use_new_zipfile_serialization=zipped)
-    check_logits(path, weights, "none")
-
-
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("prefix", ["_orig_mod.", "module.", "module._orig_mod.", "_orig_mod.module."])
-def test_prefixes_of_compile_and_ddp_and_old_mask_buffers_are_dropped(prefix, bias, tmp_path):
-    weights = {name: p for name, p in make_model().state_dict().items() if bias or not name.endswith(".bias")}
-    masks = {f"transformer.h.{i}.attn.bias": torch.ones(24, 24).tril()[None, None] for i in range(2)}
-    prefixed = {prefix + name: p for name, p in {**weights, **masks}.items()}
-    check_logits(save(tmp_path / "ckpt.pt", nanogpt_checkpoint(prefixed, bias)), weights, "none")
-
-
-BUILD_NANOGPT = """
-import sys, torch
-from dataclasses import dataclass
-@dataclass
-class GPTConfig:
-    block_size: int = 1024
-    vocab_size: int = 50257
-    n_layer: int = 12
-    n_head: int = 12
-    n_embd: int = 768
-weights = torch.load(sys.argv[1])
-config = GPTConfig(block_size=24, vocab_size=96, n_layer=2, n_head=2, n_embd=16)
-torch.save({'model': weights, 'config': config, 'step': 5000, 'val_loss': 3.1}, sys.argv[2])
-"""
-
-
-def test_build_nanogpts_checkpoint_loads_though_its_config_is_a_class_of_main(tmp_path):
-    weights = make_model().state_dict()
-    source, path = save(tmp_path / "weights.pt", weights), tmp_path / "model_05000.pt"
-    subprocess.run([sys.executable, "-c", BUILD_NANOGPT, source, path], check=True, timeout=HANG)
-    check_logits(path, weights, "tanh")
-
-
-@pytest.mark.parametrize("version, dtype", [(3, torch.float32), (5, torch.bfloat16)])
-def test_llm_cs_model_has_the_logits_of_the_same_weights_as_a_state_dict(version, dtype, tmp_path):
-    """To the last bit, and without the padding of its vocabulary, which llm.c's softmax leaves out."""
-    source = make_model()
-    path = llm_c_file(tmp_path / "gpt2_124M.bin", source, version, padding=32, pad=1e30)
-    weights = {name: p.to(dtype).float() for name, p in source.state_dict().items()}
-    check_logits(path, weights, "tanh")
-    (same := GPT(source.config)).load_state_dict(weights)
-    loaded, idx = load_model(str(path)), tokens(3, 24)
-    assert loaded.config == source.config
-    assert torch.equal(loaded(idx)[0], same(idx)[0]) and torch.equal(loaded(idx, idx)[1], same(idx, idx)[1])
-    path.write_bytes(bytes(path.stat().st_size))        # it was read, and not mapped for good
-    assert all(torch.equal(p, q) for p, q in zip(loaded.parameters(), same.parameters(), strict=True))
-
-
-def test_a_folder_named_like_a_checkpoint_is_still_a_folder(tmp_path):
-    make_model().save_pretrained(tmp_path / "model.pt")
-    assert load_model(tmp_path / "model.pt").config.n_embd == 16
-
-
-# -----------------------------------------------------------------------------
-# the export, as a real command; and one model as each program saves it, for the other commands' tests too
 
 PEERS = ("this project", "nanoGPT", "nanoGPT without biases", "nanoGPT, compiled", "build-nanogpt, DDP",
          "llm.c", "safetensors", "bin")
@@ -1179,515 +914,3 @@ def write_peer(kind, folder):
         torch.save(load_file(folder / "hf" / "model.safetensors"), folder / "hf" / "pytorch_model.bin")
         (folder / "hf" / "model.safetensors").unlink()
     return folder / "hf", model
-
-
-def export(source, folder):
-    return script("model.py", "export", source, folder)
-
-
-@pytest.mark.parametrize("kind", ["this project", "nanoGPT without biases", "build-nanogpt, DDP", "llm.c"])
-def test_export_gives_transformers_the_logits_and_the_tokens_of_every_kind_of_checkpoint(kind, tmp_path):
-    from transformers import AutoTokenizer, GPT2LMHeadModel
-    source, model = write_peer(kind, tmp_path)
-    folder = tmp_path / "new" / "exported"
-    result = export(source, folder)
-    assert (result.returncode, result.stderr, result.stdout.count("\n")) == (0, "", 1)
-    assert result.stdout.startswith(f"{folder} is ") and f"from_pretrained({str(folder)!r})" in result.stdout
-    text = "Speak, speak — naïve citizens!  Résolus à mourir?"
-    ids = AutoTokenizer.from_pretrained(folder)(text)["input_ids"]
-    assert ids == encode(text).tolist() and len(ids) <= 24
-    idx = torch.tensor([ids])
-    with torch.no_grad():
-        logits = GPT2LMHeadModel.from_pretrained(folder)(idx).logits                    # in evaluation mode
-        torch.testing.assert_close(logits, model(idx)[0][..., :VOCAB_SIZE], atol=1e-4, rtol=0)
-    assert {path.name for path in folder.iterdir()} == EXPORTED - {MODELING} | {"SHA256SUMS"}
-    check = subprocess.run(["sha256sum", "-c", "SHA256SUMS"], capture_output=True, text=True, cwd=folder)
-    assert check.returncode == 0 and check.stdout.count(": OK") == len(EXPORTED) - 1, check.stderr
-
-
-def test_export_replaces_an_earlier_export_and_nothing_else(tmp_path):
-    source, model = write_peer("this project", tmp_path)
-    make_model(seed=7, vocab_size=50304).save_pretrained(tmp_path / "earlier")
-    (tmp_path / "empty").mkdir()
-    for folder in ("earlier", "empty"):
-        main(["export", str(source), str(tmp_path / folder)])
-        assert torch.equal(load_model(tmp_path / folder).transformer.wpe.weight, model.transformer.wpe.weight)
-    (tmp_path / "earlier" / "generation_config.json").write_text("another model's")
-    (tmp_path / "half").mkdir()
-    (tmp_path / "half" / "model.safetensors").write_text("a folder without a config.json")
-    (tmp_path / "file").write_text("not a folder")
-    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    for name, word in (("earlier", "generation_config.json"), ("half", "model.safetensors"),
-                       ("file", "written"), ("file/a", "written")):
-        with pytest.raises(UserError, match=word):
-            main(["export", str(source), str(tmp_path / name)])
-    with pytest.raises(UserError, match="the source itself"):
-        main(["export", str(tmp_path / "empty"), f"{tmp_path}/half/../empty"])
-    assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-
-
-def test_a_model_that_gpt2s_tokenizer_cannot_go_with_is_not_exported(tmp_path):
-    characters = save(tmp_path / "ckpt.pt", nanogpt_checkpoint(make_model().state_dict()))
-    with pytest.raises(UserError, match="has a vocabulary of 96"):
-        main(["export", str(characters), str(tmp_path / "exported")])
-    assert not (tmp_path / "exported").exists()
-
-
-def test_a_slow_export_shows_progress(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(runtime.progress, "QUIET", 0.05)
-    signs = []
-
-    def slow(source):
-        while "exporting gpt2-xl: " not in "".join(signs):
-            signs.append(capsys.readouterr().err)
-            time.sleep(0.01)
-            assert time.monotonic() < deadline, "no sign"
-        return make_model(vocab_size=50304, n_layer=1)
-    monkeypatch.setattr("model.load_model", slow)
-    deadline = time.monotonic() + 60
-    main(["export", "gpt2-xl", str(tmp_path / "exported")])
-
-
-def test_a_mistake_in_an_export_exits_2_with_one_line(tmp_path):
-    result = export(tmp_path / "nowhere.pt", tmp_path / "exported")
-    assert result.returncode == 2 and result.stdout == "" and not (tmp_path / "exported").exists()
-    assert result.stderr.startswith("model.py: ") and "nowhere.pt" in result.stderr
-    assert result.stderr.count("\n") == 1
-    for arguments in (["expor", "a", "b"], ["export", "a"], ["export", "a", "b", "--c"]):
-        with pytest.raises(UserError, match="model.py --help"):
-            main(arguments)
-
-
-# -----------------------------------------------------------------------------
-# files that are foreign, damaged or hostile: UserError in one sentence, and nothing else
-
-def refused(source, *words):
-    with pytest.raises(UserError) as caught:
-        load_model(source)
-    message = str(caught.value)
-    assert str(source) in message and "\n" not in message and len(message) < 700
-    assert all(word in message for word in words), message
-
-
-class RunsCode:
-    """A pickle of this runs a shell command when it is read without care."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return os.system, (f"touch {self.path}",)
-
-
-@pytest.mark.parametrize("where", ["model", "config", "model_args", "weights", "extra"])
-@pytest.mark.parametrize("form", ["zip", "legacy file", "plain pickle", "pytorch_model.bin"])
-def test_a_pickle_that_would_run_code_does_not_run(form, where, tmp_path):
-    evil, weights = RunsCode(tmp_path / "ran"), make_model().state_dict()
-    checkpoint = nanogpt_checkpoint(weights)
-    checkpoint |= {where: evil} if where != "weights" else {"model": {**weights, "w": evil}}
-    if form == "plain pickle":
-        (tmp_path / "a.pt").write_bytes(pickle.dumps({where: evil}))
-    elif form == "pytorch_model.bin":
-        as_one_bin(random_transformers_model(), tmp_path)
-        torch.save({**weights, "w": evil}, tmp_path / "pytorch_model.bin")
-    else:
-        save(tmp_path / "a.pt", checkpoint, _use_new_zipfile_serialization=form == "zip")
-    refused(tmp_path if form == "pytorch_model.bin" else tmp_path / "a.pt")
-    assert not (tmp_path / "ran").exists()
-    pickle.loads(pickle.dumps(evil))
-    assert (tmp_path / "ran").exists()                  # it would have
-
-
-def other_config(path):
-    """A pickled config of a class that is not exactly `__main__.GPTConfig`."""
-    return save(path, {"model": make_model().state_dict(), "config": GPTConfig(**TINY)})
-
-
-def a_zip(path):
-    with zipfile.ZipFile(path, "w") as file:
-        file.writestr("hello.txt", "hello")
-    return path
-
-
-def cut(path, share):
-    data = save(path, own_checkpoint(make_model())).read_bytes()
-    path.write_bytes(data[:int(len(data) * share)])
-    return path
-
-
-def written(path, data):
-    path.write_bytes(data)
-    return path
-
-
-def changed(**changes):
-    """A checkpoint of this project with changed entries of its dict or (config_...) config; None removes."""
-    def make(path):
-        checkpoint = own_checkpoint(make_model())
-        for name, value in changes.items():
-            at = checkpoint["model_config"] if name.startswith("config_") else checkpoint
-            name = name.removeprefix("config_")
-            at[name] = value
-            if value is None:
-                del at[name]
-        return save(path, checkpoint)
-    return make
-
-
-def changed_weights(change):
-    def make(path):
-        weights = dict(make_model().state_dict())
-        change(weights)
-        return save(path, {**own_checkpoint(make_model()), "model": weights})
-    return make
-
-
-def tensor(name, value):
-    return changed_weights(lambda weights: weights.update({name: value}))
-
-
-WPE, WTE, LN = "transformer.wpe.weight", "transformer.wte.weight", "transformer.ln_f.weight"
-BAD_FILES = {
-    "missing file": (lambda path: path, "not a file"),
-    "folder without a config": (lambda path: path.mkdir() or path, "config.json"),
-    "empty": (lambda path: written(path, b""), "cannot be read"),
-    "random bytes": (lambda path: written(path, torch.arange(999).numpy().tobytes()), "cannot be read"),
-    "text": (lambda path: written(path, b"hello\n" * 100), "cannot be read"),
-    "a zip that is no checkpoint": (a_zip, "cannot be read"),
-    "cut at 10 %": (lambda path: cut(path, 0.1), "cannot be read"),
-    "cut at 99 %": (lambda path: cut(path, 0.99), "cannot be read"),
-    "another class as config": (other_config, "cannot be read"),
-    "a tensor": (lambda path: save(path, torch.zeros(3)), "Tensor instead of a checkpoint's dict"),
-    "a bare state dict": (lambda path: save(path, make_model().state_dict()),
-                          "neither this project's model_config"),
-    "an empty dict": (lambda path: save(path, {}), "records neither"),
-    "weights that are a list": (changed(model=[1, 2]), "records neither"),
-    "a weight that is a number": (tensor(WPE, 3), "not a tensor"),
-    "a name that is a number": (tensor(7, torch.zeros(3)), "not a tensor"),
-    "unknown recipe": (changed(recipe="gpt9"), "recipe 'gpt9' is unknown"),
-    "recipe that is a list": (changed(recipe=["gpt2"]), "not a checkpoint"),
-    "no recipe": (changed(recipe=None), "recipe 'None' is unknown"),
-    "config that is a list": (changed(model_config=[1]), "records neither"),
-    "missing tensor": (changed_weights(lambda weights: weights.pop(WPE)), f"{WPE} is missing"),
-    "extra tensor": (tensor("transformer.extra", torch.zeros(3)), "transformer.extra does not belong"),
-    "extra layer": (tensor("transformer.h.2.ln_1.weight", torch.zeros(16)),
-                    "h.2.ln_1.weight does not belong"),
-    "wrong shape": (tensor(WPE, torch.zeros(23, 16)), f"{WPE} is (23, 16) where the config needs (24, 16)"),
-    "no dimension": (tensor(LN, torch.tensor(1.0)), "where the config needs (16,)"),
-    "head that is not tied": (tensor("lm_head.weight", torch.zeros(96, 16)), "head is not tied"),
-    "integer weights": (tensor(WPE, torch.zeros(24, 16, dtype=torch.int64)), "not a plain tensor"),
-    "complex weights": (tensor(WPE, torch.zeros(24, 16, dtype=torch.complex64)), "not a plain tensor"),
-    "sparse weights": (tensor(WPE, torch.zeros(24, 16).to_sparse()), "not a plain tensor"),
-    "weights without content": (tensor(WPE, torch.zeros(24, 16, device="meta")), "not a plain tensor"),
-    "expanded weights": (tensor(WPE, torch.zeros(1).expand(24, 16)), "not a plain tensor"),
-    "heads that do not divide": (changed(config_n_head=3), "3 heads for n_embd 16"),
-    "no heads": (changed(config_n_head=0), "n_head = 0"),
-    "heads left out": (changed(config_n_head=None), "does not say n_head"),
-    "width below zero": (changed(config_n_embd=-16), "n_embd = -16"),
-    "width as text": (changed(config_n_embd="16"), "n_embd = 16"),
-    "width with a point": (changed(config_n_embd=16.0), "n_embd = 16.0"),
-    "layers as truth": (changed(config_n_layer=True), "n_layer = True"),
-    "unknown gelu": (changed(config_gelu="swish"), "gelu = swish"),
-    "gelu that is a list": (changed(config_gelu=["tanh"]), "gelu = "),
-}
-
-
-@pytest.mark.parametrize("what", BAD_FILES)
-def test_a_bad_checkpoint_is_refused_in_one_sentence(what, tmp_path):
-    make, words = BAD_FILES[what]
-    refused(make(tmp_path / "a.pt") if "folder" not in what else make(tmp_path / "a"), words)
-
-
-def test_nanogpt_arguments_cannot_say_what_gelu_or_leave_out_the_heads(tmp_path):
-    weights = make_model().state_dict()
-    check_logits(save(tmp_path / "a.pt", nanogpt_checkpoint(weights, gelu="tanh")), weights, "none")
-    checkpoint = nanogpt_checkpoint(weights)
-    del checkpoint["model_args"]["n_head"]
-    refused(save(tmp_path / "b.pt", checkpoint), "does not say n_head")
-
-
-class LargestStorage(TorchDispatchMode):
-    """Bytes of the largest tensor that is allocated inside this context, and the number of operations."""
-    bytes = operations = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.operations += 1
-        out = func(*args, **(kwargs or {}))
-        for t in out if isinstance(out, tuple | list) else [out]:
-            if torch.is_tensor(t) and t.device.type != "meta":
-                self.bytes = max(self.bytes, t.untyped_storage().nbytes())
-        return out
-
-
-def llm_c(change=lambda data: data, weights=lambda model: None, **header):
-    def make(path):
-        weights(model := make_model())
-        return written(path, change(llm_c_file(path, model, **header).read_bytes()))
-    return make
-
-
-def nan_gain(model):
-    model.transformer.ln_f.weight.data[3] = math.nan
-
-
-BAD_LLM_C = {
-    "no file": (lambda path: path, "model.bin is not a file: "),
-    "version 1": (llm_c(version=1), "its version is 1, and 3 (float32) and 5 (bfloat16) are read"),
-    "no layers": (llm_c(n_layer=0), "the sizes in its header are (24, 96, 0, 2, 16, 143)"),
-    "width below zero": (llm_c(n_embd=-16), "the sizes in its header are"),
-    "2^31 - 1 layers": (llm_c(n_layer=2**31 - 1), "the sizes in its header are"),
-    "1025 layers": (llm_c(n_layer=1025), "the sizes in its header are"),
-    "a huge width": (llm_c(n_embd=2**24 - 1), "bytes, and by its header"),
-    "a huge vocabulary": (llm_c(padded=2**24 - 1), "bytes, and by its header 536,885,856"),
-    "all of it huge": (llm_c(n_layer=1024, n_embd=2**24 - 1, padded=2**24 - 1), "bytes, and by its header"),
-    "a vocabulary beyond its padding": (llm_c(vocab_size=144), "the sizes in its header are"),
-    "another vocabulary": (llm_c(padded=144), "bytes, and by its header"),
-    "heads that do not divide": (llm_c(n_head=3), "3 heads for n_embd 16"),
-    "cut": (llm_c(lambda data: data[:-1]), "bytes, and by its header"),
-    "cut after its header": (llm_c(lambda data: data[:1024]), "has 1,024 bytes, and by its header"),
-    "cut in its header": (llm_c(lambda data: data[:28]), "sizes in its header are (24, 96, 2, 2, 16, 0)"),
-    "cut in its first number": (llm_c(lambda data: data[:3]), "cannot be read"),
-    "longer": (llm_c(lambda data: data + b"\0"), "bytes, and by its header"),
-    "zeros at its end": (llm_c(lambda data: data[:-64] + bytes(64)), "it ends in zeros"),
-    "NaN": (llm_c(weights=nan_gain), "transformer.ln_f.weight holds NaN"),
-    "tokens": (llm_c(magic=20240520), "tokens, and no model: --data takes"),
-    "optimizer": (llm_c(magic=20240527), "optimizer's state of a run of llm.c, and no model: give the model"),
-    "debug state": (llm_c(magic=20240327), "and no model: give the file without _debug_state"),
-    "tokenizer": (llm_c(magic=20240328), "llm.c's tokenizer"), "Llama": (llm_c(magic=20240803), "Llama 3"),
-    "another magic number": (llm_c(magic=20240325), "cannot be read as a checkpoint"),
-}
-
-
-@pytest.mark.parametrize("what", BAD_LLM_C)
-def test_a_bad_model_of_llm_c_and_its_other_files_are_refused_without_allocating(what, tmp_path):
-    make, words = BAD_LLM_C[what]
-    path = make(tmp_path / "model.bin")
-    with LargestStorage() as largest:
-        refused(path, words)
-    assert largest.bytes < 100_000
-
-
-ABSURD = {
-    "layers": dict(n_layer=10**9), "more layers than tensors": dict(n_layer=10_000),
-    "width": dict(n_embd=2**23, n_head=2**20), "width over 2^24": dict(n_embd=10**12),
-    "block": dict(block_size=2**23), "vocabulary": dict(vocab_size=2**23),
-    "all": dict(n_layer=20, n_embd=2**23, block_size=2**23, vocab_size=2**23),
-    "astronomic": dict(vocab_size=10**100),
-}
-
-
-@pytest.mark.parametrize("biases", [True, False])
-@pytest.mark.parametrize("what", ABSURD)
-def test_absurd_sizes_are_refused_at_once_without_allocating(what, biases):
-    weights = {name: p for name, p in make_model().state_dict().items()
-               if biases or not name.endswith(".bias")}
-    with LargestStorage() as largest, pytest.raises(UserError):
-        model_from_checkpoint(nanogpt_checkpoint(weights, **ABSURD[what]), "a.pt", MODELS)
-    assert largest.bytes < 10_000 and largest.operations < 10_000
-
-
-@pytest.mark.parametrize("biases", [True, False])
-@pytest.mark.parametrize("shape", [(2**40,), (2**22, 2**22), (2**40, 0)])
-def test_tensors_larger_than_their_content_are_refused_without_allocating(shape, biases):
-    weights = {name: p for name, p in make_model().state_dict().items()
-               if biases or not name.endswith(".bias")}
-    for name in (LN, WTE, "lm_head.weight", WPE):
-        weights[name] = torch.zeros(0).expand(shape) if 0 in shape else torch.zeros(1).expand(shape)
-    config = dict(block_size=2**22, vocab_size=2**22, n_embd=2**22)
-    with LargestStorage() as largest, pytest.raises(UserError):
-        model_from_checkpoint(nanogpt_checkpoint(weights, **config), "a.pt", MODELS)
-    assert largest.bytes < 10_000
-
-
-@pytest.fixture(scope="module")
-def good_files(tmp_path_factory):
-    """Bytes of a small checkpoint as zip, legacy and llm.c's file, and of safetensors in its folder."""
-    folder = tmp_path_factory.mktemp("good")
-    model = make_model(vocab_size=8, n_layer=1, n_embd=4, block_size=4)
-    model.save_pretrained(folder / "hf")
-    (folder / "hf" / "SHA256SUMS").unlink()
-    files = {"zip": save(folder / "a.pt", own_checkpoint(model)).read_bytes(),
-             "legacy": save(folder / "b.pt", own_checkpoint(model),
-                            _use_new_zipfile_serialization=False).read_bytes(),
-             "llm.c": llm_c_file(folder / "c.bin", model).read_bytes(),
-             "model.safetensors": (folder / "hf" / "model.safetensors").read_bytes(),
-             "config.json": (folder / "hf" / "config.json").read_bytes()}
-    return folder, files
-
-
-@settings(max_examples=120, deadline=None, derandomize=True, database=None,
-          suppress_health_check=list(HealthCheck))
-@given(data=st.data())
-def test_whatever_bytes_are_damaged_there_is_a_model_or_a_user_error(good_files, data):
-    folder, files = good_files
-    kind = data.draw(st.sampled_from(sorted(files)))
-    damaged = bytearray(files[kind])
-    for _ in range(data.draw(st.integers(1, 4))):
-        damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
-    if data.draw(st.booleans()):
-        del damaged[data.draw(st.integers(0, len(damaged) - 1)):]
-    path = folder / "hf" / kind if kind in ("model.safetensors", "config.json") else folder / "damaged.pt"
-    path.write_bytes(damaged)
-    try:
-        load_model(folder / "hf" if path.parent.name == "hf" else path)
-    except UserError:
-        pass
-    finally:
-        path.write_bytes(files.get(path.name, b""))
-
-
-def hf_config(**changes):
-    def make(folder):
-        path = folder / "config.json"
-        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
-    return make
-
-
-def index_naming(*names):
-    def make(folder):
-        shutil.copy(folder / "model.safetensors", folder.parent / "outside.safetensors")
-        (folder / "model.safetensors").rename(folder / "part.safetensors")
-        weight_map = {f"t{i}": name for i, name in enumerate(names)}
-        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    return make
-
-
-def truncated(name, share):
-    def make(folder):
-        data = (folder / name).read_bytes()
-        (folder / name).write_bytes(data[:int(len(data) * share)])
-    return make
-
-
-BAD_FOLDERS = {
-    "another kind of model": (hf_config(model_type="llama"), "model_type = llama instead of gpt2"),
-    "no kind of model": (hf_config(model_type=None), "model_type = None"),
-    "config cut off": (truncated("config.json", 0.5), "JSONDecodeError"),
-    "config is a list": (lambda folder: (folder / "config.json").write_text("[]"), "not a GPT-2"),
-    "config too deep": (lambda folder: (folder / "config.json").write_text("[" * 100_000), "RecursionError"),
-    "no config": (lambda folder: (folder / "config.json").unlink(), "config.json"),
-    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "neither model.safetensors nor"),
-    "safetensors cut off": (truncated("model.safetensors", 0.9), "SafetensorError"),
-    "safetensors header cut off": (truncated("model.safetensors", 0.01), "SafetensorError"),
-    "safetensors empty": (truncated("model.safetensors", 0), "SafetensorError"),
-    "other layers": (hf_config(n_layer=3), "h.2."),
-    "absurd layers": (hf_config(n_layer=10**9), "n_layer = 1000000000"),
-    "absurd width": (hf_config(n_embd=2**23), "where the config needs"),
-    "width left out": (hf_config(n_embd=None), "not a GPT-2"),
-    "heads that do not divide": (hf_config(n_head=3), "3 heads"),
-    "another activation": (hf_config(activation_function="relu"), "activation"),
-    "another n_inner": (hf_config(n_inner=32), "n_inner"),
-    "another norm": (hf_config(layer_norm_epsilon=1e-6), "layer_norm_epsilon = 1e-06"),
-    "scaled by layer": (hf_config(scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx"),
-    "unscaled attention": (hf_config(scale_attn_weights=False), "scale_attn_weights"),
-    "untied": (hf_config(tie_word_embeddings=False), "tie_word_embeddings"),
-    "index naming a file outside": (index_naming("../outside.safetensors"), "outside the folder"),
-    "index naming an absolute path": (index_naming("part.safetensors", "/etc/passwd"), "outside the folder"),
-    "index naming the folder above": (index_naming(".."), "not a GPT-2"),
-    "index naming a missing file": (index_naming("part2.safetensors"), "part2.safetensors"),
-    "index naming a number": (index_naming(3), "not a GPT-2"),
-}
-
-
-@pytest.mark.parametrize("what", BAD_FOLDERS)
-def test_a_bad_hugging_face_folder_is_refused_in_one_sentence(what, tmp_path):
-    change, words = BAD_FOLDERS[what]
-    make_model().save_pretrained(tmp_path / "hf")
-    (tmp_path / "hf" / "SHA256SUMS").unlink()           # which would give any change away
-    change(tmp_path / "hf")
-    refused(tmp_path / "hf", words)
-
-
-@pytest.mark.parametrize("name", ["gpt2-huge", "a/b/c", "x" * 300, "no such name", "../weights", "./gpt2"])
-def test_what_cannot_be_a_models_name_is_not_looked_for_on_the_hub(name, tmp_path, monkeypatch):
-    (tmp_path / "own").mkdir()                  # what is in the folder above would be told
-    monkeypatch.chdir(tmp_path / "own")
-    monkeypatch.setattr(runtime.hub, "reach_hub", lambda: pytest.fail("the hub was asked"))
-    refused(name, "is no file or folder here, nor a model's name (gpt2, ", "OWNER/NAME")
-
-
-def test_of_a_path_that_is_not_there_what_is_there_is_told_before_the_hub_is_asked(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    asked = []
-    monkeypatch.setattr(runtime.hub, "reach_hub", lambda: asked.append(1))
-    for name in ("log/b/checkpoint_000002.pt", "log/a/checkpoint_000010.pt", "log/a/checkpoint_000002.pt",
-                 "one/run/checkpoint_000002.pt", "none/log.txt", "here/x/config.json", "here/y/config.json"):
-        Path(name).parent.mkdir(parents=True, exist_ok=True)
-        Path(name).touch()
-    log = "log has log/a and log/b: give one of these"
-    for name, words in (
-            ("log", f"(it has no config.json): {log}"), ("log/nope", f"log/nope is not there: {log}"),
-            ("log/best", f"log is not a run's folder (it has no checkpoint_*.pt); {log}"),
-            ("log/nope.pt", f"log/nope.pt is not a file: {log}"), ("log/nope/best", log),
-            ("log/a/12", "log/a/checkpoint_000010.pt and log/a/checkpoint_000002.pt: give one of these"),
-            ("one", "one has one/run: give that")):
-        refused(name, words)
-    Path("log/checkpoint_000003.pt").touch()
-    refused("log/nope", "log has log/a, log/b and log/checkpoint_000003.pt: give one of these")
-    monkeypatch.chdir("log")
-    Path("checkpoint_000003.pt").unlink()
-    refused(".", "a and b: give one of these")
-    monkeypatch.chdir("..")
-    for i in range(9):
-        Path(f"log/c{i}").mkdir()
-        Path(f"log/c{i}/checkpoint_000001.pt").touch()
-    refused("log/nope", "log has log/a, log/b, log/c0, log/c1, log/c2, log/c3 and 5 more: give one of")
-    assert not asked
-    # a folder without runs may have the name of an owner on the hub
-    refused("none/nope", "none/nope is not here (none is there, and has no model), and on the hub it")
-    refused("here/z", "is not here (here has here/x and here/y: give one of these), and on the hub it")
-    assert len(asked) == 2
-
-
-@pytest.mark.parametrize("name", ["gpt2", "no/such-model"])
-def test_a_model_that_is_not_here_is_refused_in_one_sentence_offline(name, monkeypatch):
-    import huggingface_hub.constants
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    refused(name, "is not on this machine, and the Hugging Face hub is out of reach", "connect", "checkpoint")
-
-
-class StandInHub(http.server.BaseHTTPRequestHandler):
-    """Answers as the hub does for models that are not there, or without model.safetensors."""
-    def do_HEAD(self):
-        kind = self.path.split("/")[1]
-        code = {"nobody": "RepoNotFound", "other": "EntryNotFound"}.get(kind)
-        self.send_response(404 if code else 200)
-        if code:
-            self.send_header("X-Error-Code", code)
-        self.end_headers()
-
-    do_GET = do_HEAD
-
-    def log_message(self, *args):
-        pass
-
-
-@pytest.mark.parametrize("name, words", [
-    ("nobody/model", "no public model on the Hugging Face hub"), ("other/model", "has no model.safetensors"),
-    ("gpt2", "out of reach")])
-def test_no_such_model_and_no_connection_are_told_apart_in_one_short_line(name, words, tmp_path):
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), StandInHub) as server:
-        port = server.server_port
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        reach = "out of reach" not in words
-        env = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
-        env |= {"HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path),
-                "HF_ENDPOINT": f"http://127.0.0.1:{port if reach else 9}"}
-        result = subprocess.run([sys.executable, ROOT / "sample.py", "--model", name], env=env, text=True,
-                                capture_output=True, timeout=HANG)
-        server.shutdown()
-    assert (result.returncode, result.stdout, result.stderr.count("\n")) == (2, "", 1), result.stderr
-    line = result.stderr.removeprefix("sample.py: ")
-    assert line.startswith(name) and words in line and "path of a checkpoint" in line and len(line) <= 165
-
-
-def test_importing_model_prints_nothing_and_leaves_the_optional_libraries_alone(tmp_path):
-    code = ("import model, sys; "
-            "assert not {'transformers', 'datasets', 'huggingface_hub', 'safetensors'} & set(sys.modules)")
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path,
-                            timeout=HANG, env={**os.environ, "PYTHONPATH": str(ROOT)})
-    assert (result.returncode, result.stdout, result.stderr, list(tmp_path.iterdir())) == (0, "", "", [])
-
-
-def test_the_hubs_names_without_an_owner_are_the_sizes():
-    assert runtime.hub.OPENAI_NAMES == tuple(GPT2_SIZES)

@@ -144,7 +144,7 @@ def test_a_closed_terminal_stops_a_run_which_saves_but_not_one_under_nohup(nohup
     it.go_on(13)
     assert it.process.wait(HANG) == 0
     newest = checkpoints(tmp_path / "log")[-1][0]
-    assert newest in ([30] if nohup else range(13, 30)), (tmp_path / "log/console.log").read_text()
+    assert newest in ([30] if nohup else range(13, 30))
 
 
 def test_under_torchrun_a_late_second_signal_does_not_stop_at_once(data, tmp_path, live):

@@ -1,15 +1,11 @@
 """train_gpt2.py: the loop against a plain one, processes, resume, evaluation, mistakes, the sanity run."""
-import importlib.util
 import json
 import math
 import os
 import re
-import signal
 import subprocess
 import sys
-import types
 from contextlib import nullcontext
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,14 +16,12 @@ from runtime.batch_size import choose_micro_batch, largest_that_fits
 from benchmarks.timing import Setting
 from runtime.checkpoint import Saver
 from runtime.batch_size import allowed_micro_batches
-from runtime.checks import check_config, check_memory
+from runtime.checks import check_memory
 from runtime.cli import UserError
 from runtime.device import peak_flops
 from runtime.distributed import Process, setup_process
 from runtime.forecast import ModelSize
 from runtime.files import checkpoints
-from runtime.log import Log, Profiler
-from runtime.plots import LossPlotter, plot_log
 from runtime.shards import first_words, write_shard
 from runtime.signals import StopSignals
 from runtime.tokenizer import EOT, encode
@@ -36,7 +30,7 @@ from train_gpt2 import Config, warmup_cosine
 import fineweb
 import runtime.batch_size
 import train_gpt2
-from helpers import ENV, HANG, ROOT, hellaswag_file, logged, run, wait_until
+from helpers import ENV, HANG, ROOT, hellaswag_file, logged, run
 
 # Bytes instead of GPT-2's tokens: 25 steps take a sixth of the time. SPOKEN is for what samples or is scored,
 # which needs GPT-2's vocabulary.
@@ -199,7 +193,6 @@ def own_text(folder, *texts, before=()):
     for name, documents in (("val_000000", before), ("train_000001", texts)):
         tokens = [token for text in documents for token in (EOT, *encode(text))] or [13] * 99
         write_shard(folder / f"text_{name}.npy", np.array(tokens, dtype=np.uint16))
-    (folder / "manifest.json").write_text(json.dumps({"source": {"files": [{"name": "a.txt"}]}}))
     return folder
 
 
@@ -221,23 +214,17 @@ def test_the_first_words_are_those_of_the_first_line_and_whole_characters(texts,
 
 def test_first_words_need_a_text_of_the_users_own(shards, tmp_path):
     folder = own_text(tmp_path / "a", POEM)
-    for manifest in ({"source": {"repo": "a/b", "name": "c"}}, {"pretokenized": "a/b"}, {"source": "files"},
-                     [], {"source": {"files": []}}, None, "cut"):
-        (folder / "manifest.json").write_text(json.dumps(manifest)[:-1 if manifest == "cut" else None])
-        assert first_words(folder) == "", manifest
-    assert first_words(shards) == first_words(tmp_path / "nowhere") == ""
-    write_shard(tmp_path / "a/text_train_000001.npy", np.array([EOT, 60000], dtype=np.uint16))
-    (folder / "manifest.json").write_text('{"source": {"files": [1]}}')
+    write_shard(folder / "text_train_000001.npy", np.array([EOT, 60000], dtype=np.uint16))
     assert first_words(folder) == "", "which is damaged, and the run says so"
+    folder = own_text(tmp_path / "b", POEM)
+    (folder / "text_train_000001.npy").rename(folder / "edufineweb_train_000001.npy")
+    assert first_words(folder) == first_words(shards) == first_words(tmp_path / "nowhere") == ""
 
 
-@pytest.mark.parametrize("flags, manifest", [([], "manifest.json"),
-                                             (["--part", "0/1"], "manifest_p0of1.json")])
-def test_fineweb_makes_shards_with_the_first_words_of_the_text(flags, manifest, tmp_path, capsys):
-    """Wherever the beginning is: earlier versions put it into the validation shard."""
+@pytest.mark.parametrize("flags", [[], ["--part", "0/1"]], ids=str)
+def test_fineweb_makes_shards_with_the_first_words_of_the_text(flags, tmp_path, capsys):
     fineweb.main(["--input", str(ROOT / "input.txt"), "--out", str(tmp_path / "a"), *flags])
-    assert (tmp_path / "a" / manifest).exists() and first_words(tmp_path / "a") == "First Citizen:"
-    assert first_words(own_text(tmp_path / "b", before=["Once upon a time\n" * 9])) == "Once upon a time"
+    assert first_words(tmp_path / "a") == "First Citizen:"
 
 
 def test_samples_begin_with_the_texts_own_words_unless_a_prompt_is_given(shards, tmp_path, capsys):
@@ -354,11 +341,7 @@ def test_overfit_takes_the_full_model_and_leaves_nothing_in_the_way(tmp_path):
     first, last, steps = re.search(r"loss ([0-9.]+) -> ([0-9.]+) in (\d+) steps: FAILED",
                                    result.stdout).groups()
     assert 10.5 < float(first) < 11.2 and float(last) < float(first) - 2 and int(steps) == 4
-    assert sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*")
-                  if p.is_file()) == [f"log/overfit/{name}" for name in ("console.log", "log.txt",
-                                                                         "metrics.csv", "status.json")]
-    ended = json.loads((tmp_path / "log/overfit/status.json").read_text())
-    assert (ended["state"], ended["message"], ended["step"]) == ("failed", "did not overfit", 4)
+    assert not list(tmp_path.iterdir()), "it writes nothing"
 
 
 def test_overfit_runs_as_it_stands_on_several_processes_and_prints_no_warning(tmp_path):
@@ -525,31 +508,6 @@ def test_a_step_on_a_gpu_never_waits_for_it(recipe):
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_profile_writes_a_trace_of_three_steps_and_changes_no_loss(shards, start, file_order_run, tmp_path):
-    result = run("--data", shards, "--init", start, *TINY, *QUIET, "--batch_size", 2, "--no_shuffle",
-                 "--profile",
-                 "--out", tmp_path / "log")
-    assert logged(tmp_path / "log") == file_order_run
-    assert "aten::mm" in result.stdout and "trace.json" in result.stdout
-    names = [event.get("name")
-             for event in json.loads((tmp_path / "log" / "trace.json").read_text())["traceEvents"]]
-    assert sum(name == "Optimizer.step#AdamW.step" for name in names) == 3
-    short = run("--data", shards, "--init", start, *TINY, *QUIET, "--batch_size", 2, "--profile",
-                "--max_steps", 9,
-                "--out", tmp_path / "short")
-    assert "--profile needs 10 steps" in short.stdout and not (tmp_path / "short" / "trace.json").exists()
-
-
-def test_a_trace_that_cannot_be_written_is_a_warning(tmp_path, capsys):
-    profiler = Profiler(Config(profile=True, out=str(tmp_path / "missing")), Process())
-    for _ in range(10):
-        profiler.step()
-    profiler.close()
-    said = capsys.readouterr().out
-    assert said.endswith(f"warning: no trace: {tmp_path}/missing/trace.json cannot be written\n")
-    assert "saved" not in said
-
-
 PEAKS = {
     "NVIDIA H200": 989.4, "NVIDIA H200 NVL": 835.5, "NVIDIA H100 80GB HBM3": 989.4, "NVIDIA H100 PCIe": 756,
     "NVIDIA H100 NVL": 835.5, "NVIDIA GH200 480GB": 989.4, "NVIDIA GB200": 2500, "NVIDIA B200": 2250,
@@ -694,191 +652,3 @@ def test_the_best_checkpoint_stays_beside_the_newest(tmp_path):
         saver.save(state)
     saver.finish()
     assert [step for step, _ in checkpoints(tmp_path)] == [2, 5]
-
-
-# -----------------------------------------------------------------------------
-# pictures and other people's dashboards
-
-def test_the_picture_is_drawn_from_the_log_and_changes_no_loss(shards, start, file_order_run, tmp_path,
-                                                               monkeypatch):
-    result = run("--data", shards, "--init", start, *TINY, *QUIET, "--batch_size", 2, "--no_shuffle",
-                 "--val_every", 25, "--plot",
-                 "--out", tmp_path / "log")
-    assert logged(tmp_path / "log") == file_order_run and "loss.png" in result.stdout
-    assert (tmp_path / "log" / "loss.png").read_bytes()[:4] == b"\x89PNG"
-    import matplotlib.figure
-    figures = []
-    monkeypatch.setattr(matplotlib.figure.Figure, "savefig",
-                        lambda figure, file, **how: figures.append(figure))
-    (tmp_path / "log.txt").write_text(
-        "".join(f"{event}\n" for event in ("0 val 10.800000", "0 train 10.800000", "1 train 9.000000",
-                                           "2 val 8.000000",
-                                           "2 hella 0.250000", "3 train nan")) + "3 train 7.0")
-    plot_log(train_gpt2.Config(out=str(tmp_path), total_batch_size=100))
-    panels = [{line.get_label(): line.get_xydata().tolist() for line in panel.lines}
-              for panel in figures[0].axes]
-    assert panels[0]["training loss"] == [[0, 10.8], [100, 9.0]]
-    assert panels[0]["validation loss"] == [[0, 10.8], [200, 8.0]]
-    assert panels[1]["HellaSwag, acc_norm"] == [[200, 0.25]]
-
-
-def test_a_picture_that_cannot_be_drawn_ends_no_run_and_is_one_line(shards, tmp_path):
-    (tmp_path / "matplotlib.py").write_text("import sys\nprint('chatter', file=sys.stderr)\n"
-                                            "raise ImportError('no pictures\\nhere')")
-    result = run("--data", shards, *TINY, *QUIET, "--max_steps", 2, "--val_every", 1, "--plot", "--out",
-                 tmp_path / "log",
-                 env=ENV | {"PYTHONPATH": str(tmp_path)})
-    assert result.stdout.count("warning: ") == result.stdout.count("png is not drawn") == 1
-    assert "is not drawn (ImportError: no pictures here); --no_plot" in result.stdout and not result.stderr
-    assert 2 in logged(tmp_path / "log", "val")
-
-
-def test_the_last_picture_shows_the_whole_log(shards, tmp_path):
-    """Several processes leave without waiting for threads. A stand-in for matplotlib is slow, and its
-    picture is the log."""
-    (tmp_path / "matplotlib").mkdir()
-    for name in ("__init__", "ticker", "figure"):
-        (tmp_path / "matplotlib" / f"{name}.py").write_text("""
-import time
-from pathlib import Path
-from unittest.mock import MagicMock
-ScalarFormatter = MagicMock
-class Figure(MagicMock):
-    def savefig(self, file, **how):
-        log = Path(file.name).with_name("log.txt").read_bytes()
-        time.sleep(2)
-        file.write(log)
-""")
-    result = run("--data", shards, *TINY, *QUIET, "--max_steps", 3, "--val_every", 1, "--val_tokens", 64,
-                 "--plot",
-                 "--out", tmp_path / "log", env=ENV | {"PYTHONPATH": str(tmp_path)}, processes=2)
-    assert "in " + str(tmp_path / "log") + ": log.txt, metrics.csv, loss.png" in result.stdout
-    assert len(logged(tmp_path / "log", "val")) == 4
-    assert (tmp_path / "log" / "loss.png").read_bytes() == (tmp_path / "log" / "log.txt").read_bytes()
-
-
-def test_nobody_waits_for_a_picture_but_the_end_of_a_run_that_went_well(tmp_path, monkeypatch, capsys):
-    """A stand-in for the process that draws: it says that it began, and ends when it may."""
-    begun, may_end = tmp_path / "begun", tmp_path / "may_end"
-    (tmp_path / "loss.png.1.tmp").touch()
-    code = (f"import pathlib, sys, time\nopen({str(begun)!r}, 'a').write('x')\n"
-            f"while not pathlib.Path({str(may_end)!r}).exists(): time.sleep(0.01)\n"
-            "sys.exit('chatter\\nno colours\\n')")
-    popen = subprocess.Popen
-    monkeypatch.setattr(subprocess, "Popen", lambda argv, **how: popen([sys.executable, "-S", "-c", code],
-                                                                       **how))
-    def asked_five_times():
-        plotter = LossPlotter(Config(out=str(tmp_path)), Process())
-        for _ in range(5):
-            plotter.draw()
-            wait_until(begun.exists)
-        return plotter
-    plotter = asked_five_times()
-    child = plotter.child
-    assert os.getsid(child.pid) == child.pid, "a Ctrl-C of the terminal does not reach it"
-    plotter.close()
-    assert child.poll() == -signal.SIGKILL and not capsys.readouterr().out, "a failed run draws no more"
-    assert not (tmp_path / "loss.png.1.tmp").exists()
-    begun.unlink()
-    plotter = asked_five_times()
-    may_end.touch()
-    plotter.finish()
-    plotter.close()
-    assert begun.read_text() == "xx", "once more for all that had to wait"
-    assert capsys.readouterr().out == (f"warning: {tmp_path}/loss.png is not drawn (no colours); --no_plot "
-                                       "does without it\n")
-    may_end.unlink()
-    begun.unlink()
-    plotter = asked_five_times()
-    plotter.PATIENCE = 0.1
-    plotter.finish()
-    plotter.close()
-    assert "is not drawn (it took more than 0.1 s)" in capsys.readouterr().out
-    assert plotter.child.poll() == -signal.SIGKILL and begun.read_text() == "x"
-
-
-def test_a_picture_needs_no_home_no_torch_and_no_file_of_the_working_directory(tmp_path, monkeypatch,
-                                                                               capsys):
-    here, path = tmp_path / "here", tmp_path / "path"
-    for file in (here / "json.py", path / "torch.py"):
-        file.parent.mkdir()
-        file.write_text("raise ValueError('imported')")
-    (here / "log.txt").write_text("0 train 3.000000\n")
-    (tmp_path / "home").touch()                 # a file: not even root can make a folder in it
-    for name in ("XDG_CONFIG_HOME", "XDG_CACHE_HOME", "MPLCONFIGDIR"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    monkeypatch.setenv("PYTHONPATH", str(path))
-    monkeypatch.chdir(here)
-    plotter = LossPlotter(Config(out="."), Process())
-    plotter.draw()
-    plotter.finish()
-    assert not capsys.readouterr().out and Path("loss.png").read_bytes()[:4] == b"\x89PNG"
-    # bench.py's pictures are drawn where the user looks
-    result = subprocess.run([sys.executable, "-P", "-c", "import runtime.plots; runtime.plots.new_figure()"],
-                            env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, timeout=HANG)
-    assert (result.returncode, result.stderr) == (0, b"")
-
-
-def test_wandb_is_given_what_the_log_has(shards, tmp_path):
-    """A stand-in for the package wandb, which is not among this project's: it writes down what it is
-    called with."""
-    (tmp_path / "wandb.py").write_text("""
-import json
-def init(**how):
-    assert how["config"]["n_layer"] == 2 and how["resume"] == "allow" and how["id"]
-def log(values, step):
-    print("wandb", step, json.dumps(values), flush=True)
-""")
-    result = run("--data", shards, *TINY, *QUIET, "--max_steps", 2, "--val_every", 2, "--wandb", "--out",
-                 tmp_path / "log",
-                 env=ENV | {"PYTHONPATH": str(tmp_path)})
-    told = [line.split(maxsplit=2)[1:] for line in result.stdout.splitlines() if line.startswith("wandb ")]
-    losses = {int(step): json.loads(values)["train"] for step, values in told if '"train"' in values}
-    assert losses == pytest.approx(logged(tmp_path / "log"), abs=1e-6)
-    assert {"norm", "lr"} <= json.loads(told[1][1]).keys()
-    assert [step for step, values in told if '"val"' in values] == ["0", "2"]
-
-
-def test_wandb_knows_a_resumed_run_by_its_id_and_a_new_run_by_another(tmp_path, monkeypatch):
-    ids = []
-    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=lambda **how: ids.append(how["id"])))
-    config = Config(out=str(tmp_path), wandb=True)
-    for step, evaluated in ((0, -1), (7, 7), (0, 0), (0, -1)):
-        Log(config, step, evaluated).close()
-        assert (tmp_path / "wandb_id").read_text() == f"{ids[-1]}\n"
-    (tmp_path / "wandb_id").write_text("../damaged")
-    Log(config, 7, 7).close()
-    assert ids[0] == ids[1] == ids[2] and len(set(ids)) == 3 and all(map(str.isalnum, ids))
-
-
-def test_tensorboard_is_given_what_the_log_has_and_keeps_the_evaluation_that_a_resume_does_not_repeat(
-        tmp_path, monkeypatch):
-    """A stand-in for its SummaryWriter, which is not among this project's packages."""
-    (tmp_path / "log.txt").write_text("0 val 11.000000\n0 train 10.900000\n1 val 9.500000\n1 train "
-                                      "9.400000\n2 val 9.000000\n")
-    told = []
-
-    class SummaryWriter:
-        def __init__(self, folder, purge_step):
-            told.append((str(folder), purge_step))
-
-        def add_scalar(self, name, value, step):
-            told.append((name, value, step))
-
-        def close(self):
-            told.append("closed")
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard",
-                        types.SimpleNamespace(SummaryWriter=SummaryWriter))
-    log = Log(Config(out=str(tmp_path), tensorboard=True), 1, 1)
-    log.step(1, 9.3, norm=1.0, lr=0.1, seconds=2.0)
-    log.close()
-    assert told == [(str(tmp_path), 1), ("val", 9.5, 1), ("train", 9.3, 1), ("norm", 1.0, 1), ("lr", 0.1, 1),
-                    "closed"]
-
-
-@pytest.mark.parametrize("package", ["wandb", "tensorboard"])
-def test_a_dashboard_without_its_package_is_a_users_mistake(package, monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=f"--{package} needs the package {package}: pip install"):
-        check_config(Config(**{package: True}))

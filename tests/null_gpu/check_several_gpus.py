@@ -2,7 +2,7 @@
 import pytest
 from standin import ROOT, SMALL, compiled_once, nothing_waits
 
-from runtime.progress import counted
+from runtime.console import counted
 
 STEPS = 16
 

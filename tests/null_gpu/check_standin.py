@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 from conftest import HERE, HOME
-from standin import ROOT, GiB, compiled_once, nothing_waits
+from standin import GiB, compiled_once, nothing_waits
 
 BAD = """
 import torch
@@ -63,28 +63,6 @@ def check_what_it_sees(play, tmp_path):
         report.steps[4]["counts"] = {**report.steps[3]["counts"], what: 1}
         with pytest.raises(AssertionError, match=what):
             nothing_waits(report, 4, 5)
-
-
-LOOK_UP = """
-import torch, torch._inductor.graph
-from torch._inductor.virtualized import V
-from counts import count_graph
-
-bytes = []
-torch._inductor.graph.GraphLowering.save_output_code = staticmethod(
-    lambda code: bytes.append(count_graph(V.graph).bytes))
-table, rows = torch.zeros(64, 1000, device="cuda"), torch.zeros(64, 1, dtype=torch.int64, device="cuda")
-torch.compile(lambda: [table.gather(1, rows) + i for i in range(2)])()     # a kernel of two loops
-torch.compile(lambda: [table.gather(1, rows) + 1, table + 1])()
-print(bytes)
-"""
-
-
-def check_a_look_up_counts_what_it_reads(play, tmp_path):
-    """64 numbers of a table of 64,000, once for both loops; beside it what is read in full."""
-    (tmp_path / "look_up.py").write_text(LOOK_UP)
-    report = play(script=tmp_path / "look_up.py", PYTHONPATH=ROOT / "tests/null_gpu")
-    assert f"[{64 * (8 + 4 + 2 * 4)}, {64 * (8 + 4 + 4) + 64_000 * 8}]" in report.output, report.output[-300:]
 
 
 def check_cards(play, tmp_path):

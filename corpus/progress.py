@@ -19,11 +19,6 @@ def duration(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
 
 
-def counted(n: int, what: str) -> str:
-    """'1 step', '2 steps', '8 processes'."""
-    return f"{n:,} {what}" + ("" if n == 1 else "es" if what.endswith("s") else "s")
-
-
 @dataclass
 class Task:
     what: str

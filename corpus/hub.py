@@ -1,4 +1,4 @@
-"""The Hugging Face hub: is it reachable, files of a dataset, weights of a model."""
+"""The Hugging Face hub: is it reachable, and files of a dataset."""
 import errno
 import itertools
 import math
@@ -11,15 +11,15 @@ from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from pathlib import Path
 
-from runtime.cli import RunError, UserError, brief_error, causes, print_error
-from runtime.files import NO_ROOM, NOT_ALLOWED, read_text, what_is_there
+from runtime.cli import RunError, brief_error, causes, print_error
+from runtime.files import read_text
 
 RETRIES = 8                     # waits of 1, 2, 4 ... 128 s: about four minutes without the network
 LONGEST_WAIT = 3600             # seconds, whatever the hub asks for
 REPO_NAME = re.compile(r"(?!.*(--|\.\.))\w[\w.-]*/\w[\w.-]*(?<![-.])", re.ASCII)          # OWNER/NAME
 # errors of the disk (errno) and of HTTP (status)
-NOT_WORTH_RETRYING = {*NO_ROOM, *NOT_ALLOWED, errno.EISDIR, 401, 403, 404}
-OPENAI_NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")           # accepted without their owner
+NOT_WORTH_RETRYING = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS,
+                      errno.EISDIR, 401, 403, 404}
 
 
 def reach_hub() -> bool:
@@ -90,28 +90,3 @@ def published_sha256(path: Path) -> str | None:
         if found := re.search(r"\b[0-9a-f]{64}\b", read_text(note, 1 << 16)):
             return found[0]
     return None
-
-
-def download_model(name: str) -> Path:
-    """Folder with config.json and model.safetensors of the hub's model `name`, from its cache where possible.
-    Raises UserError if there is no such model or no connection."""
-    repo = f"openai-community/{name}" if name in OPENAI_NAMES else name
-    if not REPO_NAME.fullmatch(repo):
-        raise UserError(f"{name} is no file or folder here, nor a model's name ({', '.join(OPENAI_NAMES)} or "
-                        f"OWNER/NAME): {what_is_there(name) or 'check the path'}")
-    from huggingface_hub import errors, hf_hub_download
-    reachable = reach_hub()
-    try:
-        hf_hub_download(repo, "model.safetensors")
-        return Path(hf_hub_download(repo, "config.json")).parent
-    except Exception as error:                    # network errors come in the classes of many libraries
-        if isinstance(error, errors.LocalEntryNotFoundError) or not reachable:
-            reason = ("is not on this machine, and the Hugging Face hub is out of reach (or HF_HUB_OFFLINE "
-                      "is set): connect")
-        elif isinstance(error, errors.RepositoryNotFoundError | errors.EntryNotFoundError):
-            reason = ("is no file or folder here, and no public model on the Hugging Face hub, or has no "
-                      "model.safetensors: check the name")
-        else:
-            reason = f"cannot be fetched from the Hugging Face hub ({brief_error(error)[:80]}): try again"
-        here = f"is not here ({there}), and on the hub it " if (there := what_is_there(name)) else ""
-        raise UserError(f"{name} {here}{reason}, or give the path of a checkpoint") from None

@@ -1,0 +1,150 @@
+"""The ranks of a run: what they say, agree on, and how a signal stops them."""
+import errno
+import os
+import signal
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+from runtime.cli import RunError, UserError, safe_repr
+
+STOPS = "SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1"        # SIGUSR1 is Slurm's warning
+
+
+@dataclass
+class Process:
+    """One rank among world_size, one device each. Rank 0, the master process, prints, logs and saves."""
+    rank: int = 0
+    world_size: int = 1
+    device: str = "cpu"
+    received: str = ""          # the first signal that asked this rank to stop
+    agreed: bool = False        # of several ranks: whether all know that one was asked
+
+    @property
+    def is_master(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def stop(self) -> bool:
+        """Whether to stop now: alone as soon as a signal came, with others once all know it."""
+        return self.agreed or self.world_size == 1 and bool(self.received)
+
+    def print0(self, *args) -> None:
+        if not self.is_master:
+            return
+        try:
+            print(*args, flush=True)
+        except OSError as error:        # the reader of the pipe has ended, or the terminal is closed
+            if error.errno not in (errno.EPIPE, errno.EIO):
+                raise
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            leave_closed_terminal()             # stderr too
+            if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:      # there is nothing to save yet
+                raise
+            if error.errno == errno.EPIPE:      # a terminal also sends SIGHUP, which a run may ignore
+                self.received = self.received or "a closed pipe"
+
+    def sum(self, *values: float) -> list[float]:
+        """Each value summed over all ranks (gloo has no AVG: divide afterwards). The ranks also agree here
+        whether to stop."""
+        if self.world_size == 1:
+            return list(values)
+        device = self.device if self.device.startswith("cuda") else "cpu"
+        total = torch.tensor([*values, bool(self.received)], dtype=torch.float64, device=device)
+        dist.all_reduce(total)
+        *sums, asked = total.tolist()
+        self.agreed = self.agreed or asked > 0
+        return sums
+
+    def gather(self, value) -> list:
+        """[the value of each rank]."""
+        values = [value] * self.world_size
+        if self.world_size > 1:
+            dist.all_gather_object(values, value)
+        return values
+
+    def on_all_ranks(self, function, *args):
+        """function(*args) on every rank. A UserError or RunError on any rank is raised on all."""
+        result = failure = None
+        try:
+            result = function(*args)
+        except (UserError, RunError) as error:
+            failure = error
+        for rank, error in enumerate(self.gather(failure)):
+            if error:
+                error = type(error)(f"process {rank}: {error}" if rank else str(error))
+                error.agreed = True             # all raise it, and only rank 0 prints it
+                raise error
+        return result
+
+    def rank0_first(self, function, *args):
+        """function(*args) on rank 0 first, which fills caches, then on the others."""
+        result = self.on_all_ranks(lambda: function(*args) if self.is_master else None)
+        return self.on_all_ranks(lambda: result if self.is_master else function(*args))
+
+    def require_same(self, values: dict, remedy: str = "give every machine the same") -> None:
+        """UserError on all ranks if one of the {name: value} differs between them."""
+        first = self.gather(values)[0]
+
+        def compare():
+            for name, value in values.items():
+                if value != first[name]:
+                    raise UserError(f"{name} is {safe_repr(value)} here, and {safe_repr(first[name])} on "
+                                    f"process 0: {remedy}")
+        self.on_all_ranks(compare)
+
+    def progress(self, what: str, items: Iterable) -> Iterable:
+        """The items, with a bar of rank 0 if they take longer than ten seconds."""
+        return tqdm(items, what, delay=10, leave=False, disable=not self.is_master)
+
+    def until_stop(self, what: str, items: Iterable) -> Iterator:
+        """Yields the items, with progress shown, until a signal stops this one process."""
+        for item in self.progress(what, items):
+            if self.stop:
+                return
+            yield item
+
+    def listen(self) -> None:
+        """From now on a signal of STOPS asks to stop, and nothing is interrupted. A second SIGINT or SIGTERM
+        ends the process at once, but not under torchrun, which passes signals on and ends the ranks itself."""
+        for name in STOPS:
+            if (number := getattr(signal, name, None)) and not (        # Windows has two; nohup ignores SIGHUP
+                    name == "SIGHUP" and signal.getsignal(number) == signal.SIG_IGN):
+                signal.signal(number, self._handle)
+
+    def _handle(self, number, frame):
+        name = signal.Signals(number).name
+        if self.received and name in ("SIGINT", "SIGTERM") and "TORCHELASTIC_RUN_ID" not in os.environ:
+            os._exit(128 + number)
+        if not self.received and self.is_master:
+            with suppress(OSError):             # not print: the signal may have interrupted one
+                os.write(2, f"{name}: stopping; what is done is saved\n".encode())
+        self.received = self.received or name
+        if name == "SIGHUP":
+            leave_closed_terminal()
+
+
+def leave_closed_terminal() -> None:
+    """What is printed after a terminal or pipe has closed goes nowhere, and no longer fails."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            os.write(stream.fileno(), b"")
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def find_ranks(timeout: timedelta) -> tuple[dist.Store, int, int]:
+    """(store, rank, world size) by torchrun's environment variables, for init_process_group."""
+    try:
+        store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+    except (ValueError, RuntimeError) as error:
+        raise UserError(f"WORLD_SIZE is set, and the other processes cannot be found ({error}): start by "
+                        "torchrun") from None
+    # after a restart torchrun's store still has the addresses of the dead ranks (pytorch issue 135712)
+    return dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store), rank, world_size

@@ -1,0 +1,345 @@
+"""Guards: what a rewrite could break without any other test noticing. Each was seen to fail, once, with the
+line that it guards taken out. They know the contract alone: flags, log.txt, metrics.csv, checkpoints, the
+models' classes and RECIPES; what happens inside a run they see through torch's own hooks.
+
+The runs are tiny, and most are in the tests' process.
+"""
+import csv
+import dataclasses
+import json
+import math
+import re
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.func import functional_call
+from torch.nn import functional as F
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+import hellaswag
+import train_gpt2
+from helpers import ENV, ROOT, logged, run
+from model import GPT, GPTConfig, fresh_model, load_model
+from runtime.dataloader import stable_permutation
+from runtime.shards import write_shard
+from runtime.tokenizer import encode
+
+T = 32
+# bytes instead of GPT-2's tokens, where these are not needed: a sixth of the time
+TINY = ["--n_layer", 2, "--n_head", 2, "--n_embd", 32, "--block_size", T, "--vocab_size", 256, "--dtype",
+        "float32", "--total_batch_size", 8 * T, "--device", "cpu"]
+QUIET = ["--val_every", 0, "--hellaswag_every", 0, "--sample_every", 0, "--checkpoint_every", 0]
+
+
+def train(*flags, code=0):
+    """train_gpt2.py in this process."""
+    command = getattr(train_gpt2, "main", None) or train_gpt2.train
+    numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2")]
+    handlers = [signal.getsignal(number) for number in numbers]
+    try:
+        assert (command([str(flag) for flag in flags]) or 0) == code
+    finally:
+        for number, handler in zip(numbers, handlers, strict=True):
+            signal.signal(number, handler)
+
+
+def column(out, name):
+    """{step: number} of a column of OUT/metrics.csv."""
+    with open(Path(out) / "metrics.csv", newline="") as file:
+        return {int(row["step"]): float(row[name]) for row in csv.DictReader(file) if row[name]}
+
+
+def checkpoint(out, step):
+    return torch.load(Path(out) / f"checkpoint_{step:06d}.pt", weights_only=True)
+
+
+def site(folder, code):
+    """The environment of processes that run these lines first."""
+    folder.mkdir(exist_ok=True)
+    (folder / "sitecustomize.py").write_text(code)
+    return ENV | {"PYTHONPATH": str(folder)}
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory):
+    """Shakespeare's bytes in three training shards of odd lengths and one for validation."""
+    folder = tmp_path_factory.mktemp("shards")
+    text = np.frombuffer((ROOT / "input.txt").read_bytes()[:12_001], dtype=np.uint8).astype(np.uint16)
+    for i, (a, b) in enumerate(((0, 3000), (3000, 4517), (4517, 9000), (9000, 12001))):
+        write_shard(folder / f"text_{'train' if i else 'val'}_{i:06d}.npy", text[a:b])
+    return folder
+
+
+def sequences(folder, T=T):
+    """For each training shard its sequences, int64 (n, T + 1)."""
+    shards = [torch.from_numpy(np.load(path).astype(np.int64)) for path in sorted(folder.glob("*_train_*"))]
+    return [torch.stack([shard[i:i + T + 1] for i in range(0, len(shard) - T, T)]) for shard in shards]
+
+
+def batches(rows, count, size=8):
+    """The first `count` batches of `size` sequences of rows (n, T + 1), over and over."""
+    for step in range(count):
+        yield torch.stack([rows[i % len(rows)] for i in range(size * step, size * (step + 1))])
+
+
+def save_start(path, model, recipe):
+    torch.save({"model": model.state_dict(), "model_config": dict(vars(model.config)), "recipe": recipe},
+               path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+    """Weights to start from, larger than fresh ones: gradients then differ from step to step."""
+    torch.manual_seed(3)
+    model = GPT(GPTConfig(block_size=T, vocab_size=256, n_layer=2, n_head=2, n_embd=32))
+    for p in model.parameters():
+        p.data += 0.05 * torch.randn_like(p)
+    return save_start(tmp_path_factory.mktemp("start") / "start.pt", model, "gpt2")
+
+
+# -----------------------------------------------------------------------------
+# one step: scale of the gradients, clipping, order of the tokens
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_25_steps_equal_a_plain_loop_in_loss_and_norm_and_all_are_clipped(processes, shards, start, tmp_path):
+    """AdamW does not feel a constant factor of the gradient, a mean that is a sum, or a clipping at each
+    step to the same norm; `norm` does, and clipping by a factor that changes."""
+    flags = ["--data", shards, "--init", start, *TINY, *QUIET, "--batch_size", 2, "--no_shuffle",
+             "--grad_clip", 0.3, "--max_steps", 25, "--warmup_steps", 5, "--max_lr", 2e-3, "--min_lr", 2e-4,
+             "--weight_decay", 0.1, "--out", tmp_path / "log"]
+    train(*flags) if processes == 1 else run(*flags, processes=processes)
+    losses, norms = logged(tmp_path / "log"), column(tmp_path / "log", "norm")
+    model = load_model(start)
+    groups = [{"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": 0.1},
+              {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1.0, betas=(0.9, 0.95), eps=1e-8, foreach=False)
+    for step, batch in enumerate(batches(torch.cat(sequences(shards)), 25)):
+        loss = F.cross_entropy(model(batch[:, :-1])[0].flatten(0, 1), batch[:, 1:].flatten())
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.3).item()
+        progress = (step - 5) / 20
+        lr = 2e-3 * (step + 1) / 5 if step < 5 else 2e-4 + 0.5 * (1 + math.cos(math.pi * progress)) * 1.8e-3
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.step()
+        optimizer.zero_grad()
+        assert losses[step] == pytest.approx(loss.item(), abs=2e-5), step
+        assert norms[step] == pytest.approx(norm, rel=1e-3), step
+        assert norm > 0.3, "clipping is to be tested at every step"
+    assert len(losses) == len(norms) == 25
+
+
+@pytest.fixture
+def sgd(monkeypatch):
+    """gpt2 trained by plain SGD, which feels the gradient's scale. A list that gets the weights after each
+    step."""
+    recipe = dataclasses.replace(train_gpt2.RECIPES["gpt2"], optimizers=lambda model, config: [
+        torch.optim.SGD(model.named_parameters(), lr=config.max_lr, fused=True)])
+    monkeypatch.setitem(train_gpt2.RECIPES, "gpt2", recipe)
+    weights = []
+    handle = register_optimizer_step_post_hook(lambda optimizer, args, kwargs: weights.append(
+        [p.detach().clone() for group in optimizer.param_groups for p in group["params"]]))
+    yield weights
+    handle.remove()
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 4, 8])
+def test_any_micro_batch_gives_the_same_clipped_step(batch_size, sgd, shards, start, tmp_path):
+    train("--data", shards, "--init", start, *TINY, *QUIET, "--batch_size", batch_size, "--no_shuffle",
+          "--grad_clip", 0.3, "--max_steps", 2, "--warmup_steps", 0, "--max_lr", 0.5, "--min_lr", 0.5,
+          "--out", tmp_path / "log")
+    model = load_model(start)
+    for step, batch in enumerate(batches(torch.cat(sequences(shards)), 2)):
+        model.zero_grad()
+        F.cross_entropy(model(batch[:, :-1])[0].flatten(0, 1), batch[:, 1:].flatten()).backward()
+        norm = torch.stack([p.grad.square().sum() for p in model.parameters()]).sum().sqrt()
+        assert norm > 0.3
+        with torch.no_grad():
+            for ours, p in zip(sgd[step], model.parameters(), strict=True):
+                p -= 0.5 * p.grad * 0.3 / norm
+                torch.testing.assert_close(ours, p, rtol=0, atol=2e-6)
+    assert len(sgd) == 2
+
+
+@pytest.mark.parametrize("flags, seed", [([], 1337), (["--seed", 7], 7), (["--no_shuffle"], None)])
+def test_a_run_reads_the_permutation_of_its_seed(flags, seed, shards, start, tmp_path):
+    """Shards, then the sequences of each, are permuted by (seed, epoch) and (seed, epoch, shard). 36 steps
+    see the 280 sequences once and the first of the second epoch; the learning rate leaves the weights
+    alone."""
+    train("--data", shards, "--init", start, *TINY, *QUIET, "--batch_size", 8, *flags, "--max_steps", 36,
+          "--warmup_steps", 0, "--max_lr", 1e-12, "--min_lr", 0, "--out", tmp_path / "log")
+    by_shard, rows = sequences(shards), []
+    for epoch in range(2):
+        for i in range(3) if seed is None else stable_permutation(3, seed, epoch):
+            n = len(by_shard[i])
+            rows += [by_shard[i][row] for row in
+                     (range(n) if seed is None else stable_permutation(n, seed, epoch, i))]
+    assert len(rows) == 560
+    with torch.no_grad():
+        model = load_model(start)
+        expected = [model(batch[:, :-1], batch[:, 1:])[1].item() for batch in batches(rows, 36)]
+    losses = logged(tmp_path / "log")
+    assert [losses[step] for step in range(36)] == pytest.approx(expected, abs=2e-5)
+
+
+# -----------------------------------------------------------------------------
+# the modern recipes
+
+STEPS, WINDOW, LR = 12, 192, 0.02
+MODERN = ["--n_layer", 2, "--n_head", 2, "--n_embd", 32, "--block_size", WINDOW, "--vocab_size", 256,
+          "--dtype", "float32", "--device", "cpu"]
+
+
+def modern_model(recipe, window):
+    """Fresh, but for what begins at zero: with it most gradients would be zero at first."""
+    torch.manual_seed(5)
+    model = fresh_model(train_gpt2.Config(recipe=recipe, n_layer=2, n_head=2, n_embd=32, block_size=WINDOW,
+                                          vocab_size=256, window=window))
+    for p in model.parameters():
+        if not p.any():
+            torch.nn.init.normal_(p, std=0.1)
+    return model
+
+
+def adam_and_muon(recipe, model, tokens):
+    """As the recipes say (docs/recipes.md), in torch's own optimizers."""
+    params = dict(model.named_parameters())
+    matrices = [p for name, p in params.items() if ".h." in name and p.dim() == 2]
+    scalars = [p for name, p in params.items() if p.dim() < 2]
+    table = {name: params.get(f"transformer.{name}.weight") for name in ("wte", "stem", "bigram")}
+    head = 0.1 * LR * 768 / 32
+    if recipe == "speedrun":
+        groups = [{"params": [table["wte"]], "lr": 15 * LR},
+                  {"params": [params["lm_head.weight"]], "lr": head}]
+    else:
+        groups = [{"params": [table["wte"], table["stem"]], "lr": head, "eps": 0.1 / tokens},
+                  {"params": [table["bigram"]], "lr": 1.5 * LR}]
+    adam = torch.optim.Adam([*groups, {"params": scalars, "lr": LR}], eps=1e-8, foreach=False,
+                            betas=(0.9 if recipe == "speedrun" else 0.7, 0.95))
+    assert sum(len(group["params"]) for group in adam.param_groups) + len(matrices) == len(params)
+    return adam, torch.optim.Muon(matrices, lr=LR, weight_decay=0.05, nesterov=True, adjust_lr_fn="original")
+
+
+def set_momentum(muon, momentum):
+    """torch's Muon averages, ours sums: a sum whose momentum changes is an average that is scaled."""
+    for group in muon.param_groups:
+        for state in (muon.state[p] for p in group["params"]):
+            if state:
+                state["momentum_buffer"] *= (1 - momentum) / (1 - group["momentum"])
+        group["momentum"] = momentum
+
+
+@pytest.mark.parametrize("recipe", ["speedrun", "frontier"])
+def test_12_steps_of_a_modern_recipe_equal_a_plain_loop_with_torchs_adam_and_muon(recipe, shards, tmp_path,
+                                                                                  monkeypatch):
+    """With the schedules of learning rate and momentum, a window that grows from 64 to 192 tokens, weight
+    decay, and for frontier two updates in each of the first four steps."""
+    models = {window: modern_model(recipe, window) for window in (64, 128, 192)}
+    model, first_updates = models[WINDOW], 1 if recipe == "speedrun" else 2
+    init = save_start(tmp_path / "start.pt", model, recipe)
+    train("--data", shards, "--init", init, "--recipe", recipe, *MODERN, *QUIET, "--window", WINDOW,
+          "--no_shuffle", "--updates_per_step", first_updates, "--total_batch_size", 4 * WINDOW,
+          "--batch_size", 2, "--max_lr", LR, "--min_lr", 0.1 * LR, "--cooldown", 0.5, "--warmup_steps", 2,
+          "--weight_decay", 0.05, "--max_steps", STEPS, "--checkpoint_every", STEPS,
+          "--out", tmp_path / "log")
+    losses, norms, lrs = (column(tmp_path / "log", name) for name in ("train", "norm", "lr"))
+    adam, muon = adam_and_muon(recipe, model, 4 * WINDOW)
+    largest = {id(group): group["lr"] for optimizer in (adam, muon) for group in optimizer.param_groups}
+    # torch's Muon iterates in bfloat16, the run in float32
+    monkeypatch.setattr(torch.Tensor, "bfloat16", lambda tensor: tensor)
+    for step, batch in enumerate(batches(torch.cat(sequences(shards, WINDOW)), STEPS, 4)):
+        rate = min((step + 1) / 2, 0.1 + 0.9 * min(1, (STEPS - step) / (0.5 * STEPS)))
+        lowest, highest = (0.85, 0.95) if recipe == "speedrun" else (0.80, 0.85)
+        set_momentum(muon, lowest + (highest - lowest) * min(1, step / (0.154 * STEPS)))
+        for group in (*adam.param_groups, *muon.param_groups):
+            group["lr"] = largest[id(group)] * rate
+        window = min(WINDOW, 64 * math.ceil(1 + (WINDOW / 64 - 1) * step / STEPS))
+        updates, found = first_updates if step < 4 else 1, []
+        for part in batch.chunk(updates):
+            loss = functional_call(models[window], dict(model.named_parameters()),
+                                   (part[:, :-1], part[:, 1:]))[1]
+            loss.backward()
+            norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+            found.append((loss.item(), norm.item()))
+            adam.step()
+            muon.step()
+            model.zero_grad()
+        assert losses[step] == pytest.approx(sum(loss for loss, _ in found) / updates, abs=1e-5), step
+        assert norms[step] == pytest.approx(max(norm for _, norm in found), rel=2e-3, abs=1e-4), step
+        assert lrs[step] == pytest.approx(LR * rate, rel=1e-5)
+    weights, before = checkpoint(tmp_path / "log", STEPS)["model"], torch.load(init)["model"]
+    for name, p in model.named_parameters():
+        assert (weights[name] - p).norm() <= 1e-4 * (p - before[name]).norm(), name
+
+
+# validation loss after 60 steps in float32. Other seeds: 2.212 to 2.233, 1.918 to 1.940
+RECORDED = {"speedrun": 2.2161, "frontier": 1.9192}
+
+
+@pytest.mark.parametrize("recipe", RECORDED)
+def test_a_modern_recipe_learns_as_it_did(recipe, tmp_path):
+    text = np.frombuffer((ROOT / "input.txt").read_bytes()[:200_000], dtype=np.uint8).astype(np.uint16)
+    write_shard(tmp_path / "text_val_000000.npy", text[:9000])
+    write_shard(tmp_path / "text_train_000000.npy", text[9000:])
+    train("--data", tmp_path, "--recipe", recipe, *QUIET, "--n_layer", 2, "--n_head", 2, "--n_embd", 64,
+          "--block_size", 64, "--vocab_size", 256, "--dtype", "float32", "--device", "cpu",
+          "--total_batch_size", 1024, "--max_steps", 60, "--val_every", 60, "--val_tokens", 8192,
+          "--out", tmp_path / "log")
+    assert logged(tmp_path / "log", "val")[60] == pytest.approx(RECORDED[recipe], abs=0.02)
+
+
+# -----------------------------------------------------------------------------
+# evaluation and start
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """Shakespeare in GPT-2's tokens."""
+    folder, tokens = tmp_path_factory.mktemp("text"), encode((ROOT / "input.txt").read_text()[:100_000])
+    write_shard(folder / "text_val_000000.npy", tokens[:2100])
+    write_shard(folder / "text_train_000000.npy", tokens[2100:])
+    return folder
+
+
+def test_the_loops_hellaswag_is_acc_norm(text, tmp_path, capsys):
+    """The right ending is the longest: by its summed loss it is never chosen."""
+    words = (ROOT / "input.txt").read_text()[:20_000].split()
+    examples = [{"ctx": " ".join(words[9 * i:9 * i + 8]), "label": 3, "endings": [
+        " ".join(words[60 * i + 15 * j:60 * i + 15 * j + 2 + 3 * j]) for j in range(4)]} for i in range(30)]
+    (tmp_path / "h.jsonl").write_text("".join(json.dumps(example) + "\n" for example in examples))
+    train("--data", text, *QUIET, "--n_layer", 1, "--n_head", 2, "--n_embd", 16, "--block_size", 64,
+          "--dtype", "float32", "--device", "cpu", "--total_batch_size", 64, "--max_steps", 2,
+          "--hellaswag_every", 2, "--hellaswag_data", tmp_path / "h.jsonl", "--checkpoint_every", 2,
+          "--out", tmp_path / "log")
+    capsys.readouterr()
+    hellaswag.main(["--model", str(tmp_path / "log/checkpoint_000002.pt"), "--device", "cpu",
+                    "--data", str(tmp_path / "h.jsonl")])
+    shown = re.findall(r"(acc|acc_norm): (\d+)/30", capsys.readouterr().out)
+    printed = {name: int(n) / 30 for name, n in shown}
+    assert printed["acc"] != printed["acc_norm"]
+    assert logged(tmp_path / "log", "hella")[2] == pytest.approx(printed["acc_norm"], abs=1e-6)
+    assert column(tmp_path / "log", "hella")[2] == pytest.approx(printed["acc_norm"], abs=1e-6)
+
+
+def test_init_by_name_takes_the_hubs_weights(text, tmp_path, monkeypatch):
+    """From the hub's cache, as huggingface_hub lays it out, with a small openai-community/gpt2."""
+    import huggingface_hub.constants
+    torch.manual_seed(2)
+    model = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=16, block_size=64))
+    repo = tmp_path / "hub/models--openai-community--gpt2"
+    model.save_pretrained(repo / "snapshots" / ("0" * 40))
+    (repo / "refs").mkdir()
+    (repo / "refs/main").write_text("0" * 40)
+    for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
+        monkeypatch.setattr(huggingface_hub.constants, name, str(tmp_path / "hub"), raising=False)
+    for name, p in GPT.from_pretrained("gpt2").named_parameters():
+        assert torch.equal(p, model.get_parameter(name)), name
+    train("--data", text, *QUIET, "--init", "gpt2", "--no_shuffle", "--dtype", "float32", "--device", "cpu",
+          "--total_batch_size", 256, "--max_steps", 1, "--out", tmp_path / "log")
+    batch = torch.cat(sequences(text, 64)[:1])[:4]
+    with torch.no_grad():
+        expected = model(batch[:, :-1], batch[:, 1:])[1].item()
+    assert logged(tmp_path / "log")[0] == pytest.approx(expected, abs=2e-5)
