@@ -57,24 +57,28 @@ class Muon(torch.optim.Optimizer):
     def step(self, closure=None):
         for group in self.param_groups:
             params, share, momentum = group["params"], self.share(group), group["momentum"]
-            mine = []
-            for p in params[self.rank * share:(self.rank + 1) * share]:
-                if not self.state[p]:
-                    self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-                buffer = self.state[p]["momentum_buffer"].mul_(momentum).add_(p.grad)
-                mine.append(p.grad + momentum * buffer)
-            mine += [torch.zeros_like(params[0])] * (share - len(mine))         # all_gather needs equal sizes
+            own, mine = params[self.rank * share:(self.rank + 1) * share], []
+            if own:                             # on a GPU each line is one launch for all of them
+                for p in own:
+                    if not self.state[p]:
+                        self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+                grads, buffers = zip(*((p.grad, self.state[p]["momentum_buffer"]) for p in own), strict=True)
+                torch._foreach_mul_(buffers, momentum)
+                torch._foreach_add_(buffers, grads)
+                mine += torch._foreach_add(grads, buffers, alpha=momentum)
+            mine += [torch.zeros_like(params[0])] * (share - len(own))          # all_gather needs equal sizes
             updates = orthogonalize(torch.stack(mine), self.dtype)              # (share, rows, columns)
             if self.owner:
-                gathered = [torch.empty_like(updates) for _ in range(self.ranks)]
-                dist.all_gather(gathered, updates.contiguous())
-                updates = torch.cat(gathered)                                   # (ranks share, rows, columns)
+                gathered = updates.new_empty(self.ranks * share, *params[0].shape)
+                # renamed in torch 2.13
+                gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+                gather(gathered, updates.contiguous())
+                updates = gathered
             rows, columns = params[0].shape
-            rate = group["lr"] * max(1.0, rows / columns)**0.5
-            for p, update in zip(params, updates, strict=False):
-                if group["weight_decay"]:
-                    p.mul_(1.0 - group["lr"] * group["weight_decay"])
-                p.add_(update, alpha=-rate)
+            if group["weight_decay"]:
+                torch._foreach_mul_(params, 1.0 - group["lr"] * group["weight_decay"])
+            torch._foreach_add_(params, list(updates[:len(params)].float()),
+                                alpha=-group["lr"] * max(1.0, rows / columns)**0.5)
 
 
 def state_keys(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
