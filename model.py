@@ -17,10 +17,9 @@ from torch import Tensor
 from frontier import FrontierGPT
 from runtime.cli import run_command
 from runtime.attention import by_formula, formula, sdpa
-from runtime.generation import KVCache
 from runtime.huggingface import export, from_huggingface, save_gpt2
 from runtime.kernels import Embedding, Linear, matmul_dtype, recompute_in_backward
-from runtime.language_model import LanguageModel
+from runtime.language_model import KVCache, LanguageModel
 from runtime.weights import find_checkpoint, model_from_checkpoint, read_checkpoint
 from speedrun import SpeedrunGPT
 

@@ -240,8 +240,8 @@ def log_steps(run, keep: int = 0) -> None:
         process.agreed |= stops > 0 and process.world_size > 1
         run.overflows = 0 if math.isfinite(norm) else run.overflows + 1
         if not math.isfinite(loss) or run.overflows > (25 if config.dtype == "float16" else 0):
-            raise RunError(f"step {step}: loss {loss}, gradient norm {norm}: lower --max_lr or lengthen "
-                           f"--warmup_steps. {newest_of(config.out)}")
+            raise RunError(f"step {step} is not finite: loss {loss}, gradient norm {norm}: lower --max_lr or "
+                           f"lengthen --warmup_steps. {newest_of(config.out)}")
         run.losses.append(loss)
         run.seconds.append(dt)
         rate, peak = config.total_batch_size / dt, peak_flops(process.device)
