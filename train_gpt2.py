@@ -277,7 +277,7 @@ def set_schedule(run: Run) -> float:
     for optimizer in run.optimizers:
         for group in optimizer.param_groups:
             group["lr"] = group.setdefault("max_lr", group["lr"]) * fraction
-            if "momentum" in group:
+            if recipe.momentum and "momentum" in group:         # Muon's
                 group["momentum"] = recipe.momentum(run.step, config)
     if config.window:
         run.model.window.fill_(speedrun.window_schedule(run.step, config))

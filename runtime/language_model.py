@@ -35,17 +35,15 @@ class LanguageModel(nn.Module):
         return self.softcap * torch.tanh(z.float() / self.softcap) if self.softcap else z
 
     def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
-        """idx, targets: int64 (B, T). Without targets: (logits (B, T, vocab_size), None).
-
-        With targets: (None, mean cross-entropy in nats); targets of -1 are ignored. The logits are not
-        returned, so that torch.compile can fuse them with the loss. ValueError if T exceeds block_size.
-        """
+        """idx, targets: int64 (B, T). Without targets: (logits (B, T, vocab_size), None). With targets:
+        (None, mean cross-entropy in nats); targets of -1 are ignored. Logits are not returned then, so that
+        torch.compile can fuse them with the loss. ValueError if T exceeds block_size."""
         if idx.size(1) > self.config.block_size:
             raise ValueError(f"{idx.size(1)} tokens are longer than block_size {self.config.block_size}")
         x = self.hidden(idx)                                                    # (B, T, C)
         if targets is not None and self.loss_chunk:
-            return None, self.chunked_loss(x.flatten(0, 1), self.head(), targets.flatten(),
-                                           self.loss_chunk, self.softcap)
+            return None, self.chunked_loss(x.flatten(0, 1), self.head(), targets.flatten(), self.loss_chunk,
+                                           self.softcap)
         logits = self.logits(x)                                                 # (B, T, vocab_size)
         if targets is None:
             return logits, None
@@ -60,8 +58,7 @@ class LanguageModel(nn.Module):
     def token_losses(self, idx: Tensor, targets: Tensor, positions: Tensor) -> Tensor:
         """Cross-entropy of each token, fp32 (B, T); 0 where the target is -1. idx, targets: int64 (B, T).
         Logits are computed only at `positions`: int64 (n,), indices into B T, each target >= 0 at least once.
-        To find them here would make the CPU wait for the GPU, and their number differ from call to call.
-        """
+        To find them here would make the CPU wait for the GPU, and their number differ from call to call."""
         logits = self.logits(self.hidden(idx).flatten(0, 1)[positions]).float()     # (n, vocab_size)
         losses = F.cross_entropy(logits, targets.flatten()[positions], ignore_index=-1, reduction="none")
         return torch.zeros(idx.numel(), device=idx.device).scatter(0, positions, losses).view_as(idx)
@@ -71,12 +68,10 @@ class LanguageModel(nn.Module):
                  repetition_penalty: float = 1.0) -> Tensor:
         """Continues idx (B, T) int64 by max_new_tokens sampled tokens -> (B, T + max_new_tokens).
 
-        Keys and values are cached until the context fills block_size. Then the context slides, all positions
-        shift, and each token needs a forward of the whole context. `temperature` 0 takes the likeliest token;
-        `top_k` None or 0 samples from all. Of these `top_p` keeps the fewest likeliest tokens whose
-        probabilities sum to at least it (0 < top_p <= 1). Ids >= 50257 (padding) are never sampled. A
-        `repetition_penalty` above 1 makes tokens less likely that idx or the text so far has.
-        """
+        `temperature` 0 takes the likeliest token; `top_k` None or 0 samples from all. Of these `top_p` keeps
+        the fewest likeliest tokens whose probabilities sum to at least it (0 < top_p <= 1). A
+        `repetition_penalty` above 1 makes tokens less likely that idx or the text so far has. Ids >= 50257
+        (padding) are never sampled. Beyond block_size each token needs a forward of the whole context."""
         new = generate_tokens(self, idx, max_new_tokens, temperature, top_k, generator, top_p,
                               repetition_penalty)
         return torch.cat((idx, *new), dim=1)

@@ -38,10 +38,18 @@ def pytest_xdist_auto_num_workers(config):
 @pytest.fixture(autouse=True, scope="session")
 def memory_is_given_back():
     """No tune_malloc in the tests' process: it lasts, and later tests measure memory."""
-    from runtime import distributed
+    import train_gpt2
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(distributed, "tune_malloc", lambda: None)
+        patch.setattr(train_gpt2, "tune_malloc", lambda: None)
         yield
+
+
+@pytest.fixture(autouse=True)
+def no_pictures(request, monkeypatch):
+    """A picture is a process of two seconds; test_plots.py draws them."""
+    if request.path.name != "test_plots.py":
+        from runtime import plots
+        monkeypatch.setattr(plots, "draw", lambda *args: None)
 
 
 def pytest_terminal_summary(terminalreporter, config):

@@ -22,7 +22,7 @@ HANG = 1200         # seconds, a timeout: far more than any process takes on a b
 
 def command(*flags, processes=1, torchrun=("--standalone",)):
     launcher = ["-m", "torch.distributed.run", *torchrun, f"--nproc_per_node={processes}"]
-    return [sys.executable, *(launcher if processes > 1 else []), str(ROOT / "train_gpt2.py"), "--no_plot",
+    return [sys.executable, *(launcher if processes > 1 else []), str(ROOT / "train_gpt2.py"),
             *map(str, flags)]
 
 
@@ -101,9 +101,9 @@ def run(*flags, processes=1, code=0, env=ENV, torchrun=False, cold=False, cwd=No
     elif torchrun:
         result = warm(command(*flags, processes=processes)[1:], env, cwd)
     elif processes > 1:
-        result = script_on_ranks(processes, "train_gpt2.py", "--no_plot", *flags, env=env, cwd=cwd)
+        result = script_on_ranks(processes, "train_gpt2.py", *flags, env=env, cwd=cwd)
     else:
-        result = script("train_gpt2.py", "--no_plot", *flags, env=env, cwd=cwd)
+        result = script("train_gpt2.py", *flags, env=env, cwd=cwd)
     assert result.returncode == code, result.stdout[-2000:] + result.stderr[-2000:]
     return result
 
@@ -181,11 +181,11 @@ def wait_until(happened, alive=lambda: True):
 # sitecustomize.py, which Python imports before the script. If there is a file hold.STEP, a process writes its
 # id to rankR.STEP before the first batch of that step, and waits until hold.STEP is removed.
 SITE = """
-import os, sys, time
+import itertools, os, sys, time
 sys.path.insert(0, {root!r})
-from runtime.dataloader import TokenLoader
+from runtime import dataloader
 del sys.path[0]
-start, next_batch = TokenLoader.start, TokenLoader.next_batch
+micro_batches, read_ahead, asked = dataloader.micro_batches, dataloader.read_ahead, []
 
 def tested():
     try:
@@ -193,23 +193,25 @@ def tested():
     except OSError:
         return False                    # the tests were killed: nothing will remove hold.STEP
 
-def started(loader, step):
-    loader.asked = step * loader.micro_batches
-    start(loader, step)
+def noted(dataset, config, batch_size, step=0, rank=0, ranks=1):
+    asked.append((config, batch_size, step, rank, ranks))
+    return micro_batches(dataset, config, batch_size, step, rank, ranks)
 
-def held(loader, count=1):
-    step, m = divmod(loader.asked, loader.micro_batches)
-    loader.asked += count
-    hold, here = (os.path.join({folder!r}, f"{{name}}.{{step}}") for name in ("hold", f"rank{{loader.rank}}"))
-    if m == 0 and os.path.exists(hold):
-        with open(here + ".tmp", "w") as file:
-            file.write(str(os.getpid()))
-        os.replace(here + ".tmp", here)
-        while os.path.exists(hold) and tested():
-            time.sleep(0.02)
-    return next_batch(loader, count)
+def held(batches, pin):
+    (config, batch_size, first, rank, ranks), items = asked[-1], read_ahead(batches, pin)
+    for step in itertools.count(first):
+        hold, here = (os.path.join({folder!r}, f"{{name}}.{{step}}") for name in ("hold", f"rank{{rank}}"))
+        updates = dataloader.updates_of_step(step, config)
+        for m in range(updates * dataloader.divide_update(config, updates, ranks, batch_size)[1]):
+            if m == 0 and os.path.exists(hold):
+                with open(here + ".tmp", "w") as file:
+                    file.write(str(os.getpid()))
+                os.replace(here + ".tmp", here)
+                while os.path.exists(hold) and tested():
+                    time.sleep(0.02)
+            yield next(items)
 
-TokenLoader.start, TokenLoader.next_batch = started, held
+dataloader.micro_batches, dataloader.read_ahead = noted, held
 """
 
 

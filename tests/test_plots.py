@@ -7,7 +7,7 @@ import sys
 import matplotlib.figure
 import numpy as np
 import pytest
-from helpers import ROOT, script
+from helpers import ENV, ROOT, script
 
 from runtime import plots
 from runtime.console import Record
@@ -133,7 +133,8 @@ def test_a_run_draws_its_picture(tmp_path):
     done = script("train_gpt2.py", "--data", tmp_path, "--out", tmp_path / "log", "--n_layer", 1,
                   "--n_head", 1, "--n_embd", 16, "--block_size", 16, "--vocab_size", 64, "--val_tokens", 64,
                   "--total_batch_size", 64, "--max_steps", 2, "--val_every", 1, "--hellaswag_every", 0,
-                  "--sample_every", 0, "--checkpoint_every", 0, "--device", "cpu", "--dtype", "float32")
+                  "--sample_every", 0, "--checkpoint_every", 0, "--device", "cpu", "--dtype", "float32",
+                  env=ENV | {"DRAW": "1"})
     assert done.returncode == 0 and not done.stderr, done.stderr
     assert (tmp_path / "log/loss.png").read_bytes()[:4] == b"\x89PNG"
 
