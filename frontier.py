@@ -1,8 +1,8 @@
 """The frontier recipe's model: what modded-nanogpt's records after November 2024 taught, and more.
 
-It keeps the ideas of SpeedrunGPT (record 10), but for the untied head. The records' ideas that it adds are
-late keys, a tied head, a bigram table, several updates a step and a lower softcap; the four others are rows
-for stems, the start of the late keys, an eps for the embedding, and shorter averages (docs/recipes.md).
+It keeps the ideas of SpeedrunGPT (record 10), but for the untied head. It adds the records' late keys, tied
+head, bigram table, several updates a step and lower softcap, and as new ideas rows for stems, the start of
+the late keys, an eps for the embedding, and shorter averages (docs/recipes.md).
 """
 import contextlib
 import functools
@@ -184,11 +184,10 @@ class FrontierGPT(ModernLanguageModel):
             "transformer.wte.weight", "transformer.stem.weight", "transformer.bigram.weight"))
         matrices = [(n, p) for n, p in params.items() if n.startswith("transformer.h.") and p.dim() == 2]
         scalars = [(n, p) for n, p in params.items() if n not in dict(matrices)]
-        adam = torch.optim.Adam([{"params": wte + stem, "lr": 0.1 * max_lr * 768 / self.config.n_embd,
-                                  "eps": 0.1 / tokens},
-                                 {"params": bigram, "lr": 1.5 * max_lr},
-                                 {"params": scalars, "lr": max_lr}], betas=(0.7, 0.95), eps=1e-8,
-                                fused=not self.lm_head.weight.is_mps)
+        adam = torch.optim.Adam([
+            {"params": wte + stem, "lr": 0.1 * max_lr * 768 / self.config.n_embd, "eps": 0.1 / tokens},
+            {"params": bigram, "lr": 1.5 * max_lr}, {"params": scalars, "lr": max_lr},
+        ], betas=(0.7, 0.95), eps=1e-8, fused=not self.lm_head.weight.is_mps)
         return [adam, Muon(matrices, max_lr, weight_decay=weight_decay, dtype=dtype)]
 
 
