@@ -143,8 +143,7 @@ class FrontierGPT(ModernLanguageModel):
             block.attn.c_k.weight[late:] = block.attn.c_q.weight[late:]
 
     def head(self) -> Tensor:
-        """(vocab_size, C): each token's row plus its stem's, as in the embedding. In place, because a second
-        matrix of this size costs time on a CPU."""
+        """(vocab_size, C): each token's row plus its stem's, in place, which saves time on a CPU."""
         return self.transformer.stem(self.stems).add_(self.lm_head.weight)
 
     def embed(self, tokens: Tensor, dtype: torch.dtype) -> Tensor:
