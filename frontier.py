@@ -1,8 +1,8 @@
 """The frontier recipe's model: what modded-nanogpt's records after November 2024 taught, and more.
 
-It keeps the ideas of SpeedrunGPT (record 10) and adds the records' late keys, tied head, bigram table, several
-updates a step and lower softcap; and of its own rows that tokens of one stem share, the start of the late
-keys, an eps for the embedding, and shorter averages (docs/recipes.md).
+It keeps the ideas of SpeedrunGPT (record 10), but for the untied head. It adds the records' late keys, tied
+head, bigram table, several updates a step and lower softcap, and as new ideas rows for stems, the start of
+the late keys, an eps for the embedding, and shorter averages (docs/recipes.md).
 """
 import contextlib
 import functools
@@ -48,8 +48,8 @@ def bigram_hash(tokens: Tensor, rows: int) -> Tensor:
 
 
 def offset_keys(k: Tensor, begins: Tensor) -> Tensor:
-    """Shifts the keys k (B, S, nh, hs) of the second half of the heads by one position, as record 49 does with
-    half the dimensions of each head. begins (B, S, 1, 1) bool: the first tokens of documents, whose shifted
+    """Shifts the keys k (B, S, nh, hs) of the second half of the heads by one position, as record 49 does
+    with half the dimensions of each head. begins (B, S, 1, 1) bool: the first tokens of documents, whose shifted
     keys are zero, as is that of the first token of the sequence."""
     n = k.size(2) // 2          # heads whose keys stay; of an odd number one more is shifted
     k, late = k.split((n, k.size(2) - n), dim=2)        # 0.3 GB less than two slices, compiled
@@ -140,8 +140,7 @@ class FrontierGPT(ModernLanguageModel):
             block.attn.c_k.weight[late:] = block.attn.c_q.weight[late:]
 
     def head(self) -> Tensor:
-        """(vocab_size, C): each token's row plus its stem's, as in the embedding. In place, because a second
-        matrix of this size costs time on a CPU."""
+        """(vocab_size, C): each token's row plus its stem's, in place, which saves time on a CPU."""
         return self.transformer.stem(self.stems).add_(self.lm_head.weight)
 
     def embed(self, tokens: Tensor, dtype: torch.dtype) -> Tensor:
@@ -181,11 +180,10 @@ class FrontierGPT(ModernLanguageModel):
             "transformer.wte.weight", "transformer.stem.weight", "transformer.bigram.weight"))
         matrices = [(n, p) for n, p in params.items() if n.startswith("transformer.h.") and p.dim() == 2]
         scalars = [(n, p) for n, p in params.items() if n not in dict(matrices)]
-        adam = torch.optim.Adam([{"params": wte + stem, "lr": 0.1 * max_lr * 768 / self.config.n_embd,
-                                  "eps": 0.1 / tokens},
-                                 {"params": bigram, "lr": 1.5 * max_lr},
-                                 {"params": scalars, "lr": max_lr}], betas=(0.7, 0.95), eps=1e-8,
-                                fused=not self.lm_head.weight.is_mps)
+        adam = torch.optim.Adam([
+            {"params": wte + stem, "lr": 0.1 * max_lr * 768 / self.config.n_embd, "eps": 0.1 / tokens},
+            {"params": bigram, "lr": 1.5 * max_lr}, {"params": scalars, "lr": max_lr},
+        ], betas=(0.7, 0.95), eps=1e-8, fused=not self.lm_head.weight.is_mps)
         return [adam, Muon(matrices, max_lr, weight_decay=weight_decay, dtype=dtype)]
 
 

@@ -201,8 +201,8 @@ def compile_model(model: LanguageModel) -> Callable:
     warnings.filterwarnings("ignore", ".* does not support bfloat16 compilation natively")
     # inside its graph the compiler would compute all chunks' products first, and save no memory
     model.chunked_loss = torch.compiler.disable(model.chunked_loss)
-    # values of more operations than this (by default 30) are stored, not computed where they are used: those of
-    # frontier's late keys. A step of 16 x 1024 tokens so moves 27.5 GB instead of 29.0.
+    # values of more operations than this (by default 30) are stored, not computed where they are used; only
+    # frontier has such, of its late keys: a step of 16 x 1024 tokens moves 27.5 GB instead of 29.0
     return torch.compile(model, dynamic=False, options={"realize_opcount_threshold": 64})
 
 
