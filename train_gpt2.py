@@ -36,7 +36,7 @@ from runtime.device import (choose_batch_size, choose_device, choose_dtype, fetc
                             tune_malloc)
 from runtime.files import newest_of
 from runtime.language_model import LanguageModel
-from runtime.muon import broadcast_updates, shard_matrices
+from runtime.muon import StepTogether, broadcast_updates, shard_matrices
 from runtime.presets import PRESETS, check_complete, read_flags
 from runtime.ranks import Process, find_ranks
 from runtime.shards import first_words
@@ -147,6 +147,7 @@ class Run:
     compiled: Callable                  # for validation: the same weights, compiled
     wrapped: Callable                   # for training: that inside DDP, if there are several ranks
     optimizers: list
+    together: StepTogether              # all optimizers as one
     owner: dict                         # {parameter: the rank that updates it}, with --shard_optimizer
     scaler: torch.amp.GradScaler
     autocast: torch.autocast
@@ -239,7 +240,8 @@ def set_up(flags: Config, explicit_flags: set[str], process: Process) -> Run | N
     compiled = compile_model(model) if config.compile else model
     wrapped = wrap_model(compiled, device) if process.world_size > 1 else compiled
 
-    run = Run(asked, config, process, data, model, compiled, wrapped, optimizers, owner, scaler, autocast)
+    run = Run(asked, config, process, data, model, compiled, wrapped, optimizers,
+              StepTogether(optimizers, model.parameters()), owner, scaler, autocast)
     if checkpoint:
         saved.restore(run, checkpoint, path)                # moments, scaler, step
     run.batch_size = choose_batch_size(run)
@@ -305,20 +307,12 @@ def update_weights(run: Run, loss: torch.Tensor) -> torch.Tensor:
     sums = torch.stack((loss, torch.full_like(loss, bool(process.received))))
     if process.world_size > 1:
         dist.all_reduce(sums)
-    for optimizer in run.optimizers:
-        scaler.unscale_(optimizer)
+    scaler.unscale_(run.together)
     parameters = list(run.model.parameters())
     norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
     if config.grad_clip < math.inf:
         torch.nn.utils.clip_grads_with_norm_(parameters, config.grad_clip, norm)
-    if scaler.is_enabled():
-        # float16 overflows now and then: then no optimizer may step, on no rank. Torch decides for each
-        # optimizer by its own gradients, and has no public way to decide for all.
-        for optimizer in run.optimizers:
-            for found_inf in scaler._found_inf_per_device(optimizer).values():
-                found_inf.fill_(~norm.isfinite())
-    for optimizer in run.optimizers:
-        scaler.step(optimizer)
+    scaler.step(run.together)           # float16's steps no optimizer if a gradient has overflowed
     scaler.update()
     if run.owner:                       # --shard_optimizer: each rank has updated its own parameters
         broadcast_updates(run.owner)
