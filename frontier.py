@@ -48,8 +48,8 @@ def bigram_hash(tokens: Tensor, rows: int) -> Tensor:
 
 
 def offset_keys(k: Tensor, begins: Tensor) -> Tensor:
-    """Shifts the keys k (B, S, nh, hs) of the second half of the heads by one position, as record 49 does with
-    half of each head. begins (B, S, 1, 1) bool: where documents begin, and shifted keys are zero."""
+    """Shifts the keys k (B, S, nh, hs) of the second half of the heads by one position, as record 49 does to
+    half of each head. begins (B, S, 1, 1) bool: where documents begin, whose shifted key is zero."""
     n = k.size(2) // 2          # heads whose keys stay; of an odd number one more is shifted
     k, late = k.split((n, k.size(2) - n), dim=2)        # 0.3 GB less than two slices, compiled
     return torch.cat((k, F.pad(late[:, :-1], (0, 0, 0, 0, 1, 0)).masked_fill(begins, 0)), dim=2)
