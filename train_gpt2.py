@@ -287,8 +287,8 @@ def train_step(run: Run) -> torch.Tensor | None:
             if process.stop and update == 0:            # later, the weights have changed
                 return None
             x, y = to_device(next(run.batches), process.device)                 # (B, T) each
-            # DDP sends the gradients with an update's last micro-step; its forward reads this, too
-            run.wrapped.require_backward_grad_sync = micro_step == micro_steps - 1
+            if process.world_size > 1:      # DDP sends the gradients with an update's last micro-step alone
+                run.wrapped.require_backward_grad_sync = micro_step == micro_steps - 1      # before its forward
             with run.autocast:
                 _, loss = run.wrapped(x, y)
             loss = loss / micro_steps
