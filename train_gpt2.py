@@ -288,7 +288,7 @@ def train_step(run: Run) -> torch.Tensor | None:
                 return None
             x, y = to_device(next(run.batches), process.device)                 # (B, T) each
             if process.world_size > 1:      # DDP sends the gradients with an update's last micro-step alone
-                run.wrapped.require_backward_grad_sync = micro_step == micro_steps - 1     # before its forward
+                run.wrapped.require_backward_grad_sync = micro_step == micro_steps - 1    # before its forward
             with run.autocast:
                 _, loss = run.wrapped(x, y)
             loss = loss / micro_steps
