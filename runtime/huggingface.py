@@ -33,8 +33,7 @@ def from_huggingface(source, MODELS):
     """The model of a folder in the Hugging Face format or a name on the hub: a GPT-2, or what another recipe
     of `MODELS` exports. No code in it runs. UserError if it is neither."""
     folder = Path(source) if os.path.isdir(source) else download_model(str(source))
-    with readable(source, "give another model",
-                  problem="is not a GPT-2 or an export of ours in the Hugging Face format"):
+    with readable(source, "give another", problem="is no GPT-2 or export of ours in the Hugging Face format"):
         config = _read_json(folder / "config.json")
         recipe = config.get("model_type")
         if recipe != "gpt2" and isinstance(recipe, str) and recipe in MODELS:
@@ -120,9 +119,8 @@ def save_gpt2(model, folder: str | Path) -> None:
     vocab_size = min(c.vocab_size, VOCAB_SIZE)
     weights = {}
     for name, p in model.state_dict().items():
-        if name != "lm_head.weight":                                        # tied to wte
-            weights[name] = p[:vocab_size] if name.endswith("wte.weight") else p.t() if name.endswith(
-                CONV1D) else p
+        weights[name] = p.t() if name.endswith(CONV1D) else p[:vocab_size] if "wte" in name else p
+    del weights["lm_head.weight"]                                           # tied to wte
     config = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "vocab_size": vocab_size,
               "n_positions": c.block_size, "n_ctx": c.block_size, "n_embd": c.n_embd, "n_layer": c.n_layer,
               "n_head": c.n_head, "n_inner": None, "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True,
@@ -190,16 +188,11 @@ def export(load_model: Callable, description: str, argv: list[str] | None = None
     """`python model.py export SOURCE FOLDER`. Replaces an earlier export, and no other files."""
     parser = FlagParser(prog="model.py", description=description)
     parser.add_argument("command", choices=["export"], help="write a model in the Hugging Face format")
-    parser.add_argument("source", metavar="SOURCE",
-                        help="checkpoint (also nanoGPT's, build-nanogpt's or llm.c's), a run's folder or "
-                             "FOLDER/best, Hugging Face folder or hub name")
-    parser.add_argument("folder", metavar="FOLDER",
-                        help="new, empty, or of an earlier export, which is replaced")
+    parser.add_argument("source", metavar="SOURCE", help="as load_model: a checkpoint, a folder, gpt2, ...")
+    parser.add_argument("folder", metavar="FOLDER", help="new, empty, or an earlier export, to be replaced")
     args = parser.parse_args(argv)
     folder = Path(args.folder)
     with writable(folder):
-        if os.path.exists(args.source) and folder.exists() and folder.samefile(args.source):
-            raise UserError(f"{folder} is the source itself: give another folder")
         refuse_other_files(folder)
     model = load_model(args.source)
     check_tokens(model, args.source)
