@@ -17,7 +17,7 @@ from model import GPT, GPT2_SIZES, GPTConfig, MODELS
 from runtime.attention import ATTENTION, attention, by_formula, check_attention
 from runtime.cli import UserError
 from runtime.device import choose_device, find_device, is_out_of_memory, make_autocast
-from runtime.generation import generate_tokens, penalize_repetition, print_samples, sample_token
+from runtime.language_model import generate_tokens, penalize_repetition, print_samples, sample_token
 from runtime.kernels import Linear, check_torch, chunked_cross_entropy, cross_entropy_, norm
 from runtime.progress import Progress
 from peers import LargestStorage, make_model, plain_gpt2, tokens
