@@ -200,8 +200,6 @@ def complete(asked: Config, model: LanguageModel | None, process: Process) -> Co
 def compile_model(model: LanguageModel) -> Callable:
     """torch.compile of the model, which itself stays eager."""
     warnings.filterwarnings("ignore", ".* does not support bfloat16 compilation natively")
-    # inside its graph the compiler would compute all chunks' products first, and save no memory
-    model.chunked_loss = torch.compiler.disable(model.chunked_loss)
     # values of more operations than this (by default 30) are stored, not computed where they are used; only
     # frontier has such, of its late keys: a step of 16 x 1024 tokens moves 27.5 GB instead of 29.0
     return torch.compile(model, dynamic=False, options={"realize_opcount_threshold": 64})
@@ -229,7 +227,8 @@ def set_up(flags: Config, explicit_flags: set[str], process: Process) -> Run | N
     torch.manual_seed(config.seed)
     model = (model or fresh_model(config)).to(device)
     model.kernel, model.recompute = config.attention, config.recompute
-    model.loss_chunk = 2048 if device == "cpu" else 0       # more tokens' logits do not fit into its cache
+    # a CPU's cache has no room for all logits; a compiler fuses them with the loss
+    model.loss_chunk = 2048 if device == "cpu" and not config.compile else 0
     optimizers = RECIPES[config.recipe].optimizers(model, config)
     optimised = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
     assert sorted(map(id, optimised)) == sorted(map(id, model.parameters())), "each parameter exactly once"
