@@ -22,6 +22,12 @@ class RunError(Exception):
     """The run itself failed (exit code 1)."""
 
 
+def agreed(error: UserError | RunError) -> UserError | RunError:
+    """The error, which all ranks raise: rank 0 alone prints it."""
+    error.agreed = True
+    return error
+
+
 def parse_int(text: str) -> int:
     """'100000', '100_000' or '1e5' -> 100000, for flags."""
     with contextlib.suppress(ValueError):
