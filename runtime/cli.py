@@ -5,7 +5,6 @@ import dataclasses
 import os
 import signal
 import sys
-import textwrap
 from collections.abc import Callable
 from dataclasses import field
 from pathlib import Path
@@ -129,8 +128,7 @@ def parse_config(prog: str, Config: type, defaults: Callable[[dict], dict], desc
     """Command line -> (Config, names of the fields that were given as flags). Each field of Config is a flag.
     `defaults`: given flags -> values of other fields that differ from Config's own. For the help, `recipes`:
     {name: the defaults that differ}, and `notes` below the flags."""
-    parser = FlagParser(prog=prog, usage=f"{prog} [flags]", description=description,
-                        epilog=f"{notes}{resume_notes(Config)}")
+    parser = FlagParser(prog=prog, usage=f"{prog} [flags]", description=description, epilog=notes)
     groups = {}
     for f in dataclasses.fields(Config):
         name, kind, choices = f.name, f.metadata.get("type", f.type), f.metadata.get("choices")
@@ -162,16 +160,6 @@ def default_note(f: dataclasses.Field, recipes: dict) -> str:
     return f" (default {shown}{''.join(others)})"
 
 
-def resume_notes(Config: type) -> str:
-    """Which flags a resumed run may change, for the help."""
-    notes = []
-    for kind, what in (("fixed", "On resume, these cannot change:"),
-                       ("per_run", "These are not taken from the checkpoint:")):
-        names = [f"--{f.name}" for f in dataclasses.fields(Config) if f.metadata.get(kind)]
-        notes.append(textwrap.fill(" ".join([what, *names]), 100, subsequent_indent="  "))
-    return "\n".join([*notes, "All others are the checkpoint's, where they are not given.\n"])
-
-
 def run_command(main: Callable[[], int | None]) -> None:
     """Runs `main()` as a command: UserError -> one line and exit 2, RunError -> one line and exit 1, Ctrl-C
     -> one line and exit 130. An error that all ranks of a run raise is printed by rank 0 alone."""
@@ -190,7 +178,9 @@ def run_command(main: Callable[[], int | None]) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1
     signal.signal(signal.SIGINT, signal.SIG_IGN)    # Python's finalization would end by it, code or no code
-    if os.environ.get("WORLD_SIZE", "1") != "1":    # gloo's threads can abort it (pytorch issue 190489)
+    # No finalization of several ranks, and the process group is not destroyed: gloo's threads can abort it
+    # (pytorch issue 190489), and its destructor, with the GIL, waits for a thread that may wait for the GIL.
+    if os.environ.get("WORLD_SIZE", "1") != "1":
         sys.stdout.flush()
         os._exit(code)
     sys.exit(code)
