@@ -393,7 +393,7 @@ def test_resume_takes_a_runs_folder_and_refuses_another_path(data, whole, tmp_pa
     assert f"resuming from {whole}/checkpoint_000060.pt at step 60 of 60" in capsys.readouterr().out
     (tmp_path / "empty").mkdir()
     for given in ("nowhere", "empty", "empty/checkpoint_000777.pt", "gpt2"):
-        with pytest.raises(UserError, match=f"--resume {given}.*--init"):
+        with pytest.raises(UserError, match=f"{given} "):
             resume("--data", data, "--resume", given)
     assert [path.name for path in tmp_path.iterdir()] == ["empty"]
 

@@ -65,7 +65,7 @@ def test_a_signal_to_all_of_several_processes_is_agreed_on_saved_and_gone_on_fro
     same_end(tmp_path / "cut", whole_of_two, 40)
 
 
-# `rank` gets a signal in the first evaluation once `when` holds, from itself
+# `rank` gets a signal in an evaluation, from itself, when `when` holds: of `calls` of the whole model, say
 EVALUATING = """
 import os, signal, torch
 from torch.nn.modules.module import register_module_forward_hook
@@ -74,10 +74,13 @@ def text(path):
     return open(path).read() if os.path.exists(path) else ""
 
 def after(module, inputs, output):
-    if os.environ.get("RANK", "0") == "{rank}" and not torch.is_grad_enabled() and {when} and not done:
-        done.append(True)
-        os.kill(os.getpid(), signal.{name})
-done = []
+    global calls, done
+    if os.environ.get("RANK", "0") == "{rank}" and not torch.is_grad_enabled() and not done:
+        calls += type(module).__name__ == "GPT"
+        done = {when}
+        if done:
+            os.kill(os.getpid(), signal.{name})
+calls, done = 0, False
 register_module_forward_hook(after)
 """
 
@@ -85,11 +88,10 @@ register_module_forward_hook(after)
 @pytest.mark.parametrize("name, processes", [("SIGKILL", 1), ("SIGTERM", 1), ("SIGTERM", 2)])
 def test_what_stops_in_a_validation_has_saved_and_the_resume_validates(name, processes, data, whole,
                                                                        whole_of_two, tmp_path):
-    """The one of step 20: its checkpoint is there."""
+    """The one of step 20: its checkpoint is there. A validation has four batches on each process."""
     out = tmp_path / "log"
     flags = ["--data", data, *BYTES, "--out", out, "--max_steps", 60 if processes == 1 else 40]
-    when = f"os.path.exists({str(out / 'checkpoint_000020.pt')!r})"
-    env = site(tmp_path / "site", EVALUATING.format(rank=processes - 1, when=when, name=name))
+    env = site(tmp_path / "site", EVALUATING.format(rank=processes - 1, when="calls == 6", name=name))
     run(*flags, env=env, processes=processes, code=-signal.SIGKILL if name == "SIGKILL" else 0)
     assert newest(out) == 20 and list(logged(out, "val")) == [0] and max(logged(out)) == 19
     run(*flags, processes=processes)
@@ -132,18 +134,15 @@ def test_a_second_signal_ends_at_once_but_not_after_slurms_warning_or_under_torc
     assert bool(checkpoints(tmp_path / "log")) == ("stopped by" in stdout) == (not ends)
 
 
-@pytest.mark.parametrize("number", [None, signal.SIGINT])
-def test_a_pipe_that_closes_stops_the_run_which_saves_first(number, data, whole, tmp_path, live):
-    """`| head` that has enough; `| tee` that got the same Ctrl-C."""
+def test_a_pipe_that_closes_stops_the_run_which_saves_first(data, whole, tmp_path, live):
+    """`| head` that has enough."""
     flags = ["--data", data, *BYTES, "--out", tmp_path / "log"]
     it = live(*flags, hold=[13], stdout=subprocess.PIPE)
     it.stands_before(13)
     it.process.stdout.close()
-    if number:
-        it.process.send_signal(number)
     it.go_on(13)
     code, _, stderr = it.end()
-    assert code == 0 and len(stderr.splitlines()) == bool(number)
+    assert (code, stderr) == (0, "")
     assert 13 <= newest(tmp_path / "log") < 60
     run(*flags)
     same_end(tmp_path / "log", whole)

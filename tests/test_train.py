@@ -414,10 +414,12 @@ PEAKS = {
 }
 
 
-@pytest.mark.parametrize("name", PEAKS)
-def test_a_gpu_that_is_not_exactly_known_has_no_mfu_and_similar_names_are_told_apart(name, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-    assert peak_flops("cuda:0") == (PEAKS[name] and PEAKS[name] * 1e12) and peak_flops("cpu") is None
+def test_a_gpu_that_is_not_exactly_known_has_no_mfu_and_similar_names_are_told_apart(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: list(PEAKS)[int(device[5:])])
+    for i, (name, peak) in enumerate(PEAKS.items()):
+        assert peak_flops(f"cuda:{i}") == (peak and peak * 1e12), name
+    peak_flops.cache_clear()
+    assert peak_flops("cpu") is None
 
 
 MISTAKES = {
