@@ -22,10 +22,14 @@ class RunError(Exception):
     """The run itself failed (exit code 1)."""
 
 
-def agreed(error: UserError | RunError) -> UserError | RunError:
-    """The error, which all ranks raise: rank 0 alone prints it."""
-    error.agreed = True
-    return error
+@contextlib.contextmanager
+def said_once(by: str = "RANK"):
+    """Inside, all ranks raise the same error: the one whose environment variable `by` is 0 prints it."""
+    try:
+        yield
+    except (UserError, RunError) as error:
+        error.said_by = by
+        raise
 
 
 def parse_int(text: str) -> int:
@@ -163,14 +167,14 @@ def default_note(f: dataclasses.Field, recipes: dict) -> str:
 
 def run_command(main: Callable[[], int | None]) -> None:
     """Runs `main()` as a command: UserError -> one line and exit 2, RunError -> one line and exit 1, Ctrl-C
-    -> one line and exit 130. An error that all ranks of a run raise is printed by rank 0 alone."""
+    -> one line and exit 130."""
     code, several = 0, os.environ.get("WORLD_SIZE", "1") != "1"
     try:
         sys.stdout.reconfigure(errors="replace")    # not every terminal can print every sampled token
         code = main() or 0
     except (UserError, RunError) as error:
         code = 2 if isinstance(error, UserError) else 1
-        if not getattr(error, "agreed", False) or os.environ.get("RANK", "0") == "0":
+        if os.environ.get(getattr(error, "said_by", ""), "0") == "0":
             print_error(error)
     except KeyboardInterrupt:
         print_error("stopped by Ctrl-C")
