@@ -431,14 +431,13 @@ def main(argv: list[str] | None = None) -> int:
     process = set_up_process(flags)
     with oom_as_user_error(lambda: f"{process.device} is out of memory: give a smaller --batch_size, "
                                    "--recompute, --shard_optimizer (several GPUs), or a smaller model"):
-        code = 0
         with said_once():
             run = set_up(flags, explicit_flags, process)
-        if run:
-            with saved.outputs(run):
-                loop(run)
-            code = print_summary(run)
-    return code
+        if not run:                                 # --dry_run
+            return 0
+        with saved.outputs(run):
+            loop(run)
+        return print_summary(run)
 
 
 if __name__ == "__main__":

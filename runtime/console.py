@@ -229,8 +229,8 @@ def log_steps(run, keep: int = 0) -> None:
         run.overflows = 0 if math.isfinite(norm) else run.overflows + 1
         if not math.isfinite(loss) or run.overflows > (25 if config.dtype == "float16" else 0):
             with said_once():
-                raise RunError(f"step {step} is not finite: loss {loss}, gradient norm {norm}: lower --max_lr "
-                               f"or lengthen --warmup_steps. {newest_of(config.out)}")
+                raise RunError(f"step {step} is not finite: loss {loss}, gradient norm {norm}: lower "
+                               f"--max_lr or lengthen --warmup_steps. {newest_of(config.out)}")
         run.losses.append(loss)
         run.seconds.append(dt)
         rate, peak = config.total_batch_size / dt, peak_flops(process.device)

@@ -459,8 +459,8 @@ def test_a_mistake_is_a_user_error_before_anything_is_written(name, shards, star
 def test_a_mistake_is_one_line_on_stderr(processes, flags, said, start, tmp_path):
     """Of the data, of the flags, of the flags with the weights."""
     flags = [start if flag == "START" else flag for flag in flags]
-    result = run(*TINY, *QUIET, "--data", tmp_path, *flags, processes=processes, torchrun=True, cold=processes == 1,
-                 code=2 if processes == 1 else 1)
+    result = run(*TINY, *QUIET, "--data", tmp_path, *flags, processes=processes, torchrun=True,
+                 cold=processes == 1, code=2 if processes == 1 else 1)
     ours = [line for line in result.stderr.splitlines() if line.startswith("train_gpt2.py:")]
     assert len(ours) == 1 and said in ours[0]
     assert processes == 2 or len(result.stderr.splitlines()) == 1
