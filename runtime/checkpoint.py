@@ -105,8 +105,9 @@ def merge_flags(config, explicit_flags: set[str], checkpoint: dict, path: Path):
         if type(step) is not int or not 0 <= step < 2**40:
             raise ValueError(f"its step is {safe_repr(step)}")
     given = explicit_flags
-    if "preset" in explicit_flags:              # of a preset with --init the model's shape counted
-        given = given | PRESETS[config.preset][1].keys() - (shape.keys() if config.init != "scratch" else set())
+    if "preset" in explicit_flags:              # with --init the model's shape won over the preset's
+        given = given | PRESETS[config.preset][1].keys() - (
+            shape.keys() if config.init != "scratch" else set())
     for name in sorted(given & before.keys()):
         now, had = getattr(config, name), before[name]
         if known[name].metadata.get("fixed") and now not in (had, checkpoint["model_config"].get(name, had)):

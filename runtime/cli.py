@@ -5,7 +5,6 @@ import dataclasses
 import os
 import signal
 import sys
-import textwrap
 from collections.abc import Callable
 from dataclasses import field
 from pathlib import Path
@@ -123,8 +122,7 @@ def parse_config(prog: str, Config: type, defaults: Callable[[dict], dict], desc
     """Command line -> (Config, names of the fields that were given as flags). Each field of Config is a flag.
     `defaults`: given flags -> values of other fields that differ from Config's own. For the help, `recipes`:
     {name: the defaults that differ}, and `notes` below the flags."""
-    parser = FlagParser(prog=prog, usage=f"{prog} [flags]", description=description,
-                        epilog=f"{notes}{resume_notes(Config)}")
+    parser = FlagParser(prog=prog, usage=f"{prog} [flags]", description=description, epilog=notes)
     groups = {}
     for f in dataclasses.fields(Config):
         name, kind, choices = f.name, f.metadata.get("type", f.type), f.metadata.get("choices")
@@ -154,16 +152,6 @@ def default_note(f: dataclasses.Field, recipes: dict) -> str:
     others = [f"; {name}: {values[f.name]}" for name, values in recipes.items()
               if values.get(f.name, f.default) != f.default]
     return f" (default {shown}{''.join(others)})"
-
-
-def resume_notes(Config: type) -> str:
-    """Which flags a resumed run may change, for the help."""
-    notes = []
-    for kind, what in (("fixed", "On resume, these cannot change:"),
-                       ("per_run", "These are not taken from the checkpoint:")):
-        names = [f"--{f.name}" for f in dataclasses.fields(Config) if f.metadata.get(kind)]
-        notes.append(textwrap.fill(" ".join([what, *names]), 100, subsequent_indent="  "))
-    return "\n".join([*notes, "All others are the checkpoint's, where they are not given.\n"])
 
 
 def run_command(main: Callable[[], int | None]) -> None:

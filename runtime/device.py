@@ -115,7 +115,8 @@ def try_micro_step(run, B: int) -> float:
     """Seconds of a forward and backward of B sequences: the second one's, since the first may compile.
     Changes neither weights nor gradients."""
     x = torch.zeros(B, run.config.sequence_length, dtype=torch.int64, device=run.process.device)
-    run.wrapped.require_backward_grad_sync = False      # of DDP: a rank out of memory leaves no other waiting
+    if run.process.world_size > 1:              # a rank that is out of memory leaves no other waiting
+        run.wrapped.require_backward_grad_sync = False
     try:
         for _ in range(2):
             began = time.perf_counter()

@@ -4,16 +4,14 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 import torch
 
-from runtime.cli import FlagParser, UserError, brief_error, safe_repr
-from runtime.files import read_text, readable, replace_file, writable
+from runtime.cli import UserError, brief_error, safe_repr
+from runtime.files import read_text, readable, replace_file
 from runtime.tokenizer import EOT, VOCAB_SIZE, checked_asset
-from runtime.weights import build_model, canonical, check_tokens, load_pickle
+from runtime.weights import build_model, canonical, load_pickle
 
 OPENAI_NAMES = "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"            # accepted without their owner
 REPO_NAME = re.compile(r"(?!.*(--|\.\.))\w[\w.-]*/\w[\w.-]*(?<![-.])", re.ASCII)          # OWNER/NAME
@@ -35,7 +33,7 @@ def from_huggingface(source, MODELS):
     folder = Path(source) if os.path.isdir(source) else download_model(str(source))
     with readable(source, "give another model",
                   problem="is not a GPT-2 or an export of ours in the Hugging Face format"):
-        config = _read_json(folder / "config.json")
+        config = read_json(folder / "config.json")
         recipe = config.get("model_type")
         if recipe != "gpt2" and isinstance(recipe, str) and recipe in MODELS:
             return _modern_model(MODELS[recipe], config, folder)
@@ -63,7 +61,7 @@ def download_model(name: str) -> Path:
     raise UserError(f"{name} {reason}, or give the path of a checkpoint")
 
 
-def _read_json(path):
+def read_json(path):
     settings = json.loads(read_text(path, errors="strict"))
     if not isinstance(settings, dict):
         raise ValueError(f"its {path.name} holds no settings")
@@ -103,7 +101,7 @@ def _folder_weights(folder, pickles=True):
         return load_file(folder / "model.safetensors")
     if index.is_file():
         weights = {}
-        for name in sorted(set(_read_json(index)["weight_map"].values())):
+        for name in sorted(set(read_json(index)["weight_map"].values())):
             if Path(name).name != name:
                 raise ValueError(f"its index names a file outside the folder ({str(name)[:80]})")
             weights |= load_file(folder / name)
@@ -173,40 +171,3 @@ def _write(folder, config, block_size, weights):
              **{name: json.dumps(content, indent=2).encode() for name, content in contents.items()}}
     for name, data in files.items():            # config.json last: without it, the folder is no model
         replace_file(folder / name, lambda file, data=data: file.write(data))
-
-
-def refuse_other_files(folder: Path) -> None:
-    """UserError unless a folder is new, empty or an earlier export: holds nothing else, by the files' names,
-    and its config.json is ours."""
-    names, config = os.listdir(folder) if os.path.lexists(folder) else [], {}
-    with suppress(OSError, ValueError, RecursionError):
-        config = _read_json(folder / "config.json")
-    if others := {*names} - EXPORTED or (not EXPORTED_BY.items() <= config.items() and names):
-        raise UserError(f"{folder} holds other files than an earlier export ({min(others)}): give a new or "
-                        f"empty folder")
-
-
-def export(load_model: Callable, description: str, argv: list[str] | None = None) -> None:
-    """`python model.py export SOURCE FOLDER`. Replaces an earlier export, and no other files."""
-    parser = FlagParser(prog="model.py", description=description)
-    parser.add_argument("command", choices=["export"], help="write a model in the Hugging Face format")
-    parser.add_argument("source", metavar="SOURCE",
-                        help="checkpoint (also nanoGPT's, build-nanogpt's or llm.c's), a run's folder or "
-                             "FOLDER/best, Hugging Face folder or hub name")
-    parser.add_argument("folder", metavar="FOLDER",
-                        help="new, empty, or of an earlier export, which is replaced")
-    args = parser.parse_args(argv)
-    folder = Path(args.folder)
-    with writable(folder):
-        if os.path.exists(args.source) and folder.exists() and folder.samefile(args.source):
-            raise UserError(f"{folder} is the source itself: give another folder")
-        refuse_other_files(folder)
-    model = load_model(args.source)
-    check_tokens(model, args.source)
-    with writable(folder):
-        for name in EXPORTED:                   # so that no mixture of two exports can be read as one
-            (folder / name).unlink(missing_ok=True)
-        model.save_pretrained(folder)
-    code = ", trust_remote_code=True" if (folder / MODELING).exists() else ""
-    print(f"{folder} is in the Hugging Face format: transformers' AutoModelForCausalLM and AutoTokenizer "
-          f"read it with from_pretrained({os.path.abspath(folder)!r}{code})")

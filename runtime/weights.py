@@ -1,5 +1,4 @@
 """Reads every format of a checkpoint: this project's, nanoGPT's, build-nanogpt's, llm.c's."""
-import csv
 import dataclasses
 import math
 import mmap
@@ -13,7 +12,8 @@ from pathlib import Path
 import torch
 
 from runtime.cli import UserError, safe_repr
-from runtime.files import checkpoints, is_huggingface, read_text, readable
+from runtime.console import read_metrics
+from runtime.files import checkpoints, is_huggingface, readable
 from runtime.tokenizer import VOCAB_SIZE
 
 
@@ -36,14 +36,12 @@ def find_checkpoint(source: str | Path) -> Path | None:
 
 def best_checkpoint(out: Path) -> Path:
     """The checkpoint of the run in `out` with the lowest validation loss, by its metrics.csv."""
-    with readable(out / "best", f"give a checkpoint's file, or {out} for its newest", problem="is not known"):
-        found = dict(checkpoints(out))
-        rows = csv.DictReader(read_text(out / "metrics.csv").splitlines())
-        losses = [(float(row["val"]), int(row["step"])) for row in rows
-                  if row["val"] and int(row["step"]) in found]
-        if not losses:
-            raise ValueError("no checkpoint there has a validation loss in metrics.csv")
-        return found[min(losses)[1]]
+    found, remedy = dict(checkpoints(out)), f"give a checkpoint's file, or {out} for its newest"
+    rows = [row for row in read_metrics(out / "metrics.csv", remedy)
+            if row["val"] is not None and row["step"] in found]
+    if not rows:
+        raise UserError(f"{out / 'best'}: no checkpoint there has a validation loss in metrics.csv: {remedy}")
+    return found[min(rows, key=lambda row: row["val"])["step"]]
 
 
 def read_checkpoint(path: str | Path, remedy: str = "check the path, or copy it again") -> dict:

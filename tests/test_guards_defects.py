@@ -1,4 +1,4 @@
-"""Defects that the rewrite of issue 38 is to end (its part C). On the code before it, they fail."""
+"""Defects that the rewrite of issue 38 is to end (its part C). Before it, those of C2, C6 and C7 fail."""
 # ruff: noqa: F811, a test's argument is a fixture that is imported
 import dataclasses
 import re
