@@ -3,13 +3,14 @@ refuses is told in one line."""
 import errno
 import importlib
 import os
+import re
 import shutil
 import signal
 
 import numpy as np
 import pytest
 import torch
-from helpers import run
+from helpers import ROOT, run
 
 import train_gpt2
 from model import GPT, GPTConfig
@@ -100,6 +101,32 @@ def test_a_validation_loss_that_is_not_finite_ends_the_run_at_a_saved_step(finis
     with pytest.raises(RunError, match="step 8: validation loss nan. The same command resumes from "
                        "checkpoint_000008.pt"):
         train(finished, log, "--max_steps", 8, "--val_every", 8)
+
+
+@pytest.mark.parametrize("recipe", ["gpt2", "speedrun", "frontier"])
+def test_the_lines_of_the_docs_read_a_checkpoint_with_torch_alone(recipe, finished, tmp_path, monkeypatch):
+    train(finished, tmp_path / "log", "--recipe", recipe, "--dtype", "bfloat16", "--max_steps", 3,
+          "--val_every", 0, "--checkpoint_every", 3)
+    (tmp_path / "log/checkpoint_000003.pt").rename(tmp_path / "log/checkpoint_000250.pt")
+    text = (ROOT / "docs/formats.md").read_text().split("## Checkpoints")[1]
+    lines, found = re.search(r"```python\n(.*?)```", text, re.S)[1], {}
+    assert re.findall("import.*", lines) == ["import torch"]
+    monkeypatch.chdir(tmp_path)
+    exec(lines, found)
+    weights, moments, said = found["weights"], found["moments"], {}
+    assert all(weight.dtype == torch.float32 and weight.device.type == "cpu" for weight in weights.values())
+    for name, state in moments.items():
+        for key, tensor in state.items():
+            shape = () if key == "step" else weights[name].shape
+            assert tensor.dtype == torch.float32 and tensor.shape == shape, name
+        said.setdefault(" ".join(sorted(state)), []).append(name)
+    tied = weights.keys() - moments.keys()
+    assert tied == ({"lm_head.weight"} if recipe != "speedrun" else set())
+    assert all(weights[name].data_ptr() == weights["transformer.wte.weight"].data_ptr() for name in tied)
+    assert said.keys() == {"exp_avg exp_avg_sq step", "momentum_buffer"} - (
+        {"momentum_buffer"} if recipe == "gpt2" else set())
+    in_adam = "transformer.h.0.attn.c_attn.weight" in said["exp_avg exp_avg_sq step"]
+    assert in_adam == (recipe == "gpt2")
 
 
 # -----------------------------------------------------------------------------
