@@ -206,8 +206,6 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     folder = Path(args.folder)
     with writable(folder):
-        if os.path.exists(args.source) and folder.exists() and folder.samefile(args.source):
-            raise UserError(f"{folder} is the source itself: give another folder")
         refuse_other_files(folder)
     model = load_model(args.source)
     check_tokens(model, args.source)

@@ -28,7 +28,7 @@ from model import MODELS, fresh_model, load_model
 from runtime import checkpoint as saved
 from runtime import plots
 from runtime.attention import ATTENTION
-from runtime.cli import RunError, flag, run_command
+from runtime.cli import RunError, agreed, flag, run_command
 from runtime.console import Record, in_bits, log_evaluation, log_steps, print_header, print_summary
 from runtime.dataloader import (Data, divide_update, micro_batches, open_data, read_ahead, to_device,
                                 updates_of_step)
@@ -200,8 +200,6 @@ def complete(asked: Config, model: LanguageModel | None, process: Process) -> Co
 def compile_model(model: LanguageModel) -> Callable:
     """torch.compile of the model, which itself stays eager."""
     warnings.filterwarnings("ignore", ".* does not support bfloat16 compilation natively")
-    # inside its graph the compiler would compute all chunks' products first, and save no memory
-    model.chunked_loss = torch.compiler.disable(model.chunked_loss)
     # values of more operations than this (by default 30) are stored, not computed where they are used; only
     # frontier has such, of its late keys: a step of 16 x 1024 tokens moves 27.5 GB instead of 29.0
     return torch.compile(model, dynamic=False, options={"realize_opcount_threshold": 64})
@@ -229,7 +227,8 @@ def set_up(flags: Config, explicit_flags: set[str], process: Process) -> Run | N
     torch.manual_seed(config.seed)
     model = (model or fresh_model(config)).to(device)
     model.kernel, model.recompute = config.attention, config.recompute
-    model.loss_chunk = 2048 if device == "cpu" else 0       # more tokens' logits do not fit into its cache
+    # a CPU's cache has no room for all logits; a compiler fuses them with the loss
+    model.loss_chunk = 2048 if device == "cpu" and not config.compile else 0
     optimizers = RECIPES[config.recipe].optimizers(model, config)
     optimised = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
     assert sorted(map(id, optimised)) == sorted(map(id, model.parameters())), "each parameter exactly once"
@@ -356,7 +355,7 @@ def evaluate(run: Run, due: Callable[[int], bool]) -> None:
         if process.stop:
             return
         if not math.isfinite(loss):
-            raise RunError(f"step {step}: validation loss {loss}. {newest_of(config.out)}")
+            raise agreed(RunError(f"step {step}: validation loss {loss}. {newest_of(config.out)}"))
         log_evaluation(run, "val", loss, f"validation loss: {loss:.4f}{in_bits(loss, run.data)}")
     if run.hella and due(config.hellaswag_every) and "hella" not in known:
         counts = hellaswag.evaluate(run.model, run.hella, process.device, run.autocast, process.rank,
@@ -378,7 +377,7 @@ def save(run: Run) -> None:
     """OUT/checkpoint_STEP.pt: weights, the optimizers' moments, step, the flags as they were given."""
     model, process = run.model, run.process
     process.require_same({"the weights' sum of bits": saved.weights_digest(model)},
-                         "the ranks have drifted apart; resume from the checkpoint before")
+                         "the ranks have drifted apart; resume from the checkpoint before", RunError)
     optimizers = saved.gather_state(run)                      # each rank has some of the moments
     if process.is_master:
         run.saver.write({
@@ -435,8 +434,6 @@ def main(argv: list[str] | None = None) -> int:
             with saved.outputs(run):
                 loop(run)
             code = print_summary(run)
-    if process.world_size > 1:
-        dist.destroy_process_group()
     return code
 
 

@@ -5,6 +5,7 @@ import dataclasses
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import field
 from pathlib import Path
@@ -19,6 +20,12 @@ class UserError(Exception):
 
 class RunError(Exception):
     """The run itself failed (exit code 1)."""
+
+
+def agreed(error: UserError | RunError) -> UserError | RunError:
+    """The error, which all ranks raise: rank 0 alone prints it."""
+    error.agreed = True
+    return error
 
 
 def parse_int(text: str) -> int:
@@ -157,7 +164,7 @@ def default_note(f: dataclasses.Field, recipes: dict) -> str:
 def run_command(main: Callable[[], int | None]) -> None:
     """Runs `main()` as a command: UserError -> one line and exit 2, RunError -> one line and exit 1, Ctrl-C
     -> one line and exit 130. An error that all ranks of a run raise is printed by rank 0 alone."""
-    code = 0
+    code, several = 0, os.environ.get("WORLD_SIZE", "1") != "1"
     try:
         sys.stdout.reconfigure(errors="replace")    # not every terminal can print every sampled token
         code = main() or 0
@@ -171,8 +178,15 @@ def run_command(main: Callable[[], int | None]) -> None:
     except BrokenPipeError:                         # `... | head` closed the pipe: no traceback
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1
+    except Exception:
+        if not several:
+            raise
+        traceback.print_exc()
+        code = 1
     signal.signal(signal.SIGINT, signal.SIG_IGN)    # Python's finalization would end by it, code or no code
-    if os.environ.get("WORLD_SIZE", "1") != "1":    # gloo's threads can abort it (pytorch issue 190489)
+    # No finalization of several ranks, and the process group is not destroyed: gloo's threads can abort it
+    # (pytorch issue 190489), and its destructor, with the GIL, waits for a thread that may wait for the GIL.
+    if several:
         sys.stdout.flush()
         os._exit(code)
     sys.exit(code)

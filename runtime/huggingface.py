@@ -31,8 +31,7 @@ def from_huggingface(source, MODELS):
     """The model of a folder in the Hugging Face format or a name on the hub: a GPT-2, or what another recipe
     of `MODELS` exports. No code in it runs. UserError if it is neither."""
     folder = Path(source) if os.path.isdir(source) else download_model(str(source))
-    with readable(source, "give another model",
-                  problem="is not a GPT-2 or an export of ours in the Hugging Face format"):
+    with readable(source, "give another", problem="is no GPT-2 or export of ours in the Hugging Face format"):
         config = read_json(folder / "config.json")
         recipe = config.get("model_type")
         if recipe != "gpt2" and isinstance(recipe, str) and recipe in MODELS:
@@ -118,9 +117,8 @@ def save_gpt2(model, folder: str | Path) -> None:
     vocab_size = min(c.vocab_size, VOCAB_SIZE)
     weights = {}
     for name, p in model.state_dict().items():
-        if name != "lm_head.weight":                                        # tied to wte
-            weights[name] = p[:vocab_size] if name.endswith("wte.weight") else p.t() if name.endswith(
-                CONV1D) else p
+        weights[name] = p.t() if name.endswith(CONV1D) else p[:vocab_size] if "wte" in name else p
+    del weights["lm_head.weight"]                                           # tied to wte
     config = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "vocab_size": vocab_size,
               "n_positions": c.block_size, "n_ctx": c.block_size, "n_embd": c.n_embd, "n_layer": c.n_layer,
               "n_head": c.n_head, "n_inner": None, "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True,

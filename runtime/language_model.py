@@ -89,7 +89,6 @@ class LanguageModel(nn.Module):
     """Loss and samples from hidden states. A subclass has `config`, `lm_head` and `hidden(idx, past=None)`:
     the final hidden states (B, T, C) of idx (B, T), which follows the tokens in the KVCache `past`. It may
     override `head`."""
-    chunked_loss = staticmethod(chunked_cross_entropy)
     loss_chunk = 0              # tokens whose logits are in memory at a time while training; 0: all
     kernel = "auto"             # attention kernel, by name
     recompute = False           # whether a block's activations are computed again in the backward, not kept
@@ -112,8 +111,8 @@ class LanguageModel(nn.Module):
             raise ValueError(f"{idx.size(1)} tokens are longer than block_size {self.config.block_size}")
         x = self.hidden(idx)                                                    # (B, T, C)
         if targets is not None and self.loss_chunk:
-            return None, self.chunked_loss(x.flatten(0, 1), self.head(), targets.flatten(), self.loss_chunk,
-                                           self.softcap)
+            return None, chunked_cross_entropy(x.flatten(0, 1), self.head(), targets.flatten(),
+                                               self.loss_chunk, self.softcap)
         logits = self.logits(x)                                                 # (B, T, vocab_size)
         if targets is None:
             return logits, None

@@ -172,13 +172,12 @@ def check_config(config, state_dict: dict) -> None:
         minimum = 0 if field.name == "window" else 1
         if field.type in ("int", int) and not (type(value) is int and minimum <= value < 2**24):
             raise ValueError(f"its config says {field.name} = {safe_repr(value)}")
-    if config.n_embd % config.n_head or getattr(config, "gelu", "tanh") not in ("tanh", "none"):
-        raise ValueError(f"its config says n_embd = {config.n_embd}, n_head = {config.n_head}, gelu = "
-                         f"{safe_repr(getattr(config, 'gelu', None))}")
+    gelu = getattr(config, "gelu", "tanh")
+    if config.n_embd % config.n_head or gelu not in ("tanh", "none"):
+        raise ValueError(f"its config says n_embd {config.n_embd}, n_head {config.n_head}, {safe_repr(gelu)}")
     wte = state_dict.get("transformer.wte.weight")
     if config.n_layer > len(state_dict) or not is_dense_float(wte) or wte.shape[:1] != (config.vocab_size,):
-        raise ValueError(f"it has no {config.n_layer} layers, or no transformer.wte.weight of "
-                         f"{config.vocab_size} rows of floats")
+        raise ValueError(f"it holds no {config.n_layer} layers, or no {config.vocab_size} embeddings")
 
 
 @torch.no_grad()
@@ -191,9 +190,9 @@ def build_model(cls: type, config, state_dict: dict):
             model = cls(config)
     except UserError as error:                      # of a flag; here it is the file's
         raise ValueError(str(error)) from None
-    head, wte = "lm_head.weight", "transformer.wte.weight"
     if tied := model.lm_head.weight is model.transformer.wte.weight:
-        state_dict = {head: state_dict[wte]} | state_dict
+        wte = state_dict["transformer.wte.weight"]
+        state_dict = {"lm_head.weight": wte} | state_dict
     expected = model.state_dict()
     for name in sorted(map(safe_repr, expected.keys() ^ state_dict.keys())):
         raise ValueError(f"{name} is {'missing' if name in expected else f'no tensor of a {cls.__name__}'}")
@@ -202,7 +201,7 @@ def build_model(cls: type, config, state_dict: dict):
             raise ValueError(f"{name} is not a plain tensor of floats {tuple(expected[name].shape)}")
         if not tensor.isfinite().all():
             raise ValueError(f"{name} holds numbers that are not finite: it is damaged")
-    if tied and not torch.equal(state_dict[head].float(), state_dict[wte].float()):
+    if tied and not torch.equal(state_dict["lm_head.weight"].float(), wte.float()):
         raise ValueError("its head is not tied to its embedding")
     weights = {name: torch.empty(t.shape, dtype=torch.float32).copy_(t) for name, t in state_dict.items()}
     model.load_state_dict(weights, assign=True)

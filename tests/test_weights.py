@@ -326,8 +326,7 @@ def test_export_replaces_an_earlier_export_and_nothing_else(tmp_path):
     for name in ("theirs", "more", "half", "file", "file/a"):
         with pytest.raises(UserError, match=name):
             main(["export", str(source), str(tmp_path / name)])
-    with pytest.raises(UserError, match="the source itself"):
-        main(["export", str(tmp_path / "empty"), f"{tmp_path}/half/../empty"])
+    main(["export", str(tmp_path / "empty"), str(tmp_path / "empty")])          # the same again
     assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
 
 
