@@ -1,8 +1,8 @@
 """The frontier recipe's model: what modded-nanogpt's records after November 2024 taught, and more.
 
-It keeps the ideas of SpeedrunGPT (record 10), but for the untied head. The records' ideas that it adds are
-late keys, a tied head, a bigram table, several updates a step and a lower softcap; the four others are rows
-for stems, the start of the late keys, an eps for the embedding, and shorter averages (docs/recipes.md).
+It keeps the ideas of SpeedrunGPT (record 10), but for the untied head. It adds the records' late keys, tied
+head, bigram table, several updates a step and lower softcap, and as new ideas rows for stems, the start of
+the late keys, an eps for the embedding, and shorter averages (docs/recipes.md).
 """
 import contextlib
 import functools
@@ -16,9 +16,8 @@ from torch import Tensor
 
 import speedrun
 from runtime.attention import attention
-from runtime.generation import KVCache
 from runtime.kernels import CastLinear, Embedding, matmul_dtype, norm
-from runtime.language_model import ModernLanguageModel, rotate
+from runtime.language_model import KVCache, ModernLanguageModel, rotate
 from runtime.muon import Muon
 from runtime.tokenizer import EOT, VOCAB_SIZE, token_bytes
 
@@ -49,11 +48,9 @@ def bigram_hash(tokens: Tensor, rows: int) -> Tensor:
 
 
 def offset_keys(k: Tensor, begins: Tensor) -> Tensor:
-    """k (B, S, nh, hs) with the keys of the second half of the heads, of an odd number one more, one token
-    late: the key of a token is that of the token before it. begins (B, S, 1, 1) bool: the first tokens of
-    documents, whose late keys are zero, as is that of the first token of the sequence. modded-nanogpt's
-    record 49 does this to half the dimensions of each head."""
-    n = k.size(2) // 2          # heads that are not late
+    """Shifts the keys k (B, S, nh, hs) of the second half of the heads by one position, as record 49 does to
+    half of each head. begins (B, S, 1, 1) bool: where documents begin, whose shifted key is zero."""
+    n = k.size(2) // 2          # heads whose keys stay; of an odd number one more is shifted
     k, late = k.split((n, k.size(2) - n), dim=2)        # 0.3 GB less than two slices, compiled
     return torch.cat((k, F.pad(late[:, :-1], (0, 0, 0, 0, 1, 0)).masked_fill(begins, 0)), dim=2)
 
@@ -96,9 +93,8 @@ class FrontierBlock(nn.Module):
 
 
 class FrontierGPT(ModernLanguageModel):
-    """SpeedrunGPT with a bigram table, late keys, and the head tied to the embedding, in both of which tokens
-    of one stem share a row: 180.3M parameters at GPT-2's size. Of these the bigram table has 38.6M and that
-    of the stems 18.1M; a token reads one row of each."""
+    """180.3M parameters at GPT-2's size, of which the bigram table has 38.6M and that of the stems 18.1M; a
+    token reads one row of each."""
     recipe = "frontier"
     softcap = 15.0              # record 18
     looked_up = "bigram", "stem"
@@ -143,8 +139,7 @@ class FrontierGPT(ModernLanguageModel):
             block.attn.c_k.weight[late:] = block.attn.c_q.weight[late:]
 
     def head(self) -> Tensor:
-        """(vocab_size, C): each token's row plus its stem's, as in the embedding. In place, because a second
-        matrix of this size costs time on a CPU."""
+        """(vocab_size, C): each token's row plus its stem's, in place, which saves time on a CPU."""
         return self.transformer.stem(self.stems).add_(self.lm_head.weight)
 
     def embed(self, tokens: Tensor, dtype: torch.dtype) -> Tensor:
@@ -184,12 +179,15 @@ class FrontierGPT(ModernLanguageModel):
             "transformer.wte.weight", "transformer.stem.weight", "transformer.bigram.weight"))
         matrices = [(n, p) for n, p in params.items() if n.startswith("transformer.h.") and p.dim() == 2]
         scalars = [(n, p) for n, p in params.items() if n not in dict(matrices)]
-        adam = torch.optim.Adam([{"params": wte + stem, "lr": 0.1 * max_lr * 768 / self.config.n_embd,
-                                  "eps": 0.1 / tokens},
-                                 {"params": bigram, "lr": 1.5 * max_lr},
-                                 {"params": scalars, "lr": max_lr}], betas=(0.7, 0.95), eps=1e-8,
-                                fused=not self.lm_head.weight.is_mps)
+        adam = torch.optim.Adam([
+            {"params": wte + stem, "lr": 0.1 * max_lr * 768 / self.config.n_embd, "eps": 0.1 / tokens},
+            {"params": bigram, "lr": 1.5 * max_lr}, {"params": scalars, "lr": max_lr},
+        ], betas=(0.7, 0.95), eps=1e-8, fused=not self.lm_head.weight.is_mps)
         return [adam, Muon(matrices, max_lr, weight_decay=weight_decay, dtype=dtype)]
+
+
+def optimizers(model: FrontierGPT, c) -> list:
+    return model.configure_optimizers(c.max_lr, c.weight_decay, speedrun.muon_dtype(c), c.total_batch_size)
 
 
 def updates_of_run(steps: int, first: int) -> float:
@@ -198,11 +196,11 @@ def updates_of_run(steps: int, first: int) -> float:
 
 
 def automatic(config, ranks: int) -> dict:
-    """What 'auto' means in these fields of a train_gpt2.Config, by its run's length: fits to
-    docs/recipes.md's runs. --updates_per_step, of the first third: a power of two, at most 4, by which the
-    sequences of each of `ranks` ranks divide. The best batch of these updates grows with the run's tokens D:
-    1,024 tokens sqrt(D / 200,000). --cooldown, --min_lr: record 10's 29% and 0 in runs of N = 110 updates or
-    fewer, the later records' 60% and a tenth from 500, linear in log N between."""
+    """What 'auto' means in flags of a schedule, by the run's length: fits to docs/recipes.md's runs.
+    --updates_per_step, of the first third: a power of two, at most 4, by which the sequences of each of
+    `ranks` divide; the best batch of an update grows with the run's tokens D: 1,024 sqrt(D / 200,000).
+    --cooldown, --min_lr: record 10's 29% and 0 up to N = 110 updates, the later records' 60% and a tenth from
+    500, linear in log N between."""
     updates, cooldown, min_lr = config.updates_per_step, config.cooldown, config.min_lr
     if updates == "auto":
         best = 1024 * math.sqrt(config.max_steps * config.total_batch_size / 2e5)

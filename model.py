@@ -6,6 +6,8 @@
     python model.py export log/checkpoint_019073.pt exported/   for transformers, lm-evaluation-harness, ...
 """
 import math
+import os
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -15,13 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from frontier import FrontierGPT
-from runtime.cli import run_command
+from runtime.cli import FlagParser, UserError, run_command
+from runtime.files import writable
 from runtime.attention import by_formula, formula, sdpa
-from runtime.generation import KVCache
-from runtime.huggingface import export, from_huggingface, save_gpt2
+from runtime.huggingface import EXPORTED, EXPORTED_BY, MODELING, from_huggingface, read_json, save_gpt2
 from runtime.kernels import Embedding, Linear, matmul_dtype, recompute_in_backward
-from runtime.language_model import LanguageModel
-from runtime.weights import find_checkpoint, model_from_checkpoint, read_checkpoint
+from runtime.language_model import KVCache, LanguageModel
+from runtime.weights import check_tokens, find_checkpoint, model_from_checkpoint, read_checkpoint
 from speedrun import SpeedrunGPT
 
 GPT2_SIZES = {
@@ -181,8 +183,39 @@ def load_model(source: str | Path) -> LanguageModel:
     return from_huggingface(source, MODELS)
 
 
+def refuse_other_files(folder: Path) -> None:
+    """UserError unless a folder is new, empty or an earlier export: holds nothing else, by the files' names,
+    and its config.json is ours."""
+    names, config = os.listdir(folder) if os.path.lexists(folder) else [], {}
+    with suppress(OSError, ValueError, RecursionError):
+        config = read_json(folder / "config.json")
+    if others := {*names} - EXPORTED or (not EXPORTED_BY.items() <= config.items() and names):
+        raise UserError(f"{folder} holds other files than an earlier export ({min(others)}): give a new or "
+                        f"empty folder")
+
+
 def main(argv: list[str] | None = None) -> None:
-    export(load_model, __doc__, argv)
+    """`python model.py export SOURCE FOLDER`. Replaces an earlier export, and no other files."""
+    parser = FlagParser(prog="model.py", description=__doc__)
+    parser.add_argument("command", choices=["export"], help="write a model in the Hugging Face format")
+    parser.add_argument("source", metavar="SOURCE",
+                        help="checkpoint (also nanoGPT's, build-nanogpt's or llm.c's), a run's folder or "
+                             "FOLDER/best, Hugging Face folder or hub name")
+    parser.add_argument("folder", metavar="FOLDER",
+                        help="new, empty, or of an earlier export, which is replaced")
+    args = parser.parse_args(argv)
+    folder = Path(args.folder)
+    with writable(folder):
+        refuse_other_files(folder)
+    model = load_model(args.source)
+    check_tokens(model, args.source)
+    with writable(folder):
+        for name in EXPORTED:                   # so that no mixture of two exports can be read as one
+            (folder / name).unlink(missing_ok=True)
+        model.save_pretrained(folder)
+    code = ", trust_remote_code=True" if (folder / MODELING).exists() else ""
+    print(f"{folder} is in the Hugging Face format: transformers' AutoModelForCausalLM and AutoTokenizer "
+          f"read it with from_pretrained({os.path.abspath(folder)!r}{code})")
 
 
 if __name__ == "__main__":

@@ -90,7 +90,7 @@ def continuations(args, model, device: str, generator, text: str) -> Iterator[st
     """The samples that continue `text`, as stream_text yields them."""
     import torch
 
-    from runtime.generation import generate_tokens
+    from runtime.language_model import generate_tokens
     prompt, block_size, n = encode(text).tolist(), model.config.block_size, args.num_samples
     if len(prompt) > block_size:
         print(f"of the prompt's {len(prompt):,} tokens the last {block_size:,} are used, the model's context",

@@ -13,9 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from runtime.attention import attention
-from runtime.generation import KVCache
 from runtime.kernels import CastLinear, Embedding, matmul_dtype, norm
-from runtime.language_model import ModernLanguageModel, rotate
+from runtime.language_model import KVCache, ModernLanguageModel, rotate
 from runtime.muon import Muon
 
 
@@ -145,3 +144,19 @@ def muon_momentum(step: int, config, first: float = 0.85, last: float = 0.95) ->
 def window_schedule(step: int, config) -> int:
     """Sliding-window size at `step`: from 64 tokens to --window over the run, in steps of 64 (record 13)."""
     return min(config.window, 64 * math.ceil(1 + (config.window / 64 - 1) * step / config.max_steps))
+
+
+def muon_dtype(config) -> torch.dtype:
+    """Of Muon's Newton-Schulz iteration."""
+    return torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
+
+
+def optimizers(model: SpeedrunGPT, config) -> list:
+    return model.configure_optimizers(config.max_lr, config.weight_decay, muon_dtype(config))
+
+
+def automatic(config, ranks: int) -> dict:
+    """What `auto` means in a schedule's flags: record 10's cooldown of 926 in 3,242 steps."""
+    return {"updates_per_step": 1 if config.updates_per_step == "auto" else config.updates_per_step,
+            "cooldown": 0.2856 if config.cooldown == "auto" else config.cooldown,
+            "min_lr": config.max_lr / 10 if config.min_lr == "auto" else config.min_lr}

@@ -28,7 +28,7 @@ from model import MODELS, fresh_model, load_model
 from runtime import checkpoint as saved
 from runtime import plots
 from runtime.attention import ATTENTION
-from runtime.cli import RunError, flag, run_command
+from runtime.cli import RunError, flag, run_command, said_once
 from runtime.console import Record, in_bits, log_evaluation, log_steps, print_header, print_summary
 from runtime.dataloader import (Data, divide_update, micro_batches, open_data, read_ahead, to_device,
                                 updates_of_step)
@@ -36,7 +36,7 @@ from runtime.device import (choose_batch_size, choose_device, choose_dtype, fetc
                             tune_malloc)
 from runtime.files import newest_of
 from runtime.language_model import LanguageModel
-from runtime.muon import broadcast_updates, shard_matrices
+from runtime.muon import StepTogether, broadcast_updates, shard_matrices
 from runtime.presets import PRESETS, check_complete, read_flags
 from runtime.ranks import Process, find_ranks
 from runtime.shards import first_words
@@ -96,10 +96,9 @@ class Config:
     wandb: bool = flag(False, OUTPUT, "also log to Weights & Biases (pip install wandb)", per_run=True)
 
 
-# Schedules are functions of the step and the config alone, so that a resume continues them exactly.
-
 def warmup_cosine(step: int, config: Config) -> float:
-    """Fraction of max_lr at `step`: linear warmup, then cosine to min_lr at max_steps (arXiv:1608.03983)."""
+    """Fraction of max_lr at `step`: linear warmup, then cosine to min_lr at max_steps (arXiv:1608.03983). As
+    every schedule a function of the step and the config alone, so that a resume continues it exactly."""
     if step < config.warmup_steps:
         return (step + 1) / config.warmup_steps
     floor = config.min_lr / config.max_lr
@@ -114,14 +113,7 @@ class Recipe:
     lr: Callable                # step, config -> fraction of the largest
     momentum: Callable = None   # step, config -> Muon's
     defaults: dict = field(default_factory=dict)        # of flags, where they differ from Config's
-    automatic: Callable = lambda c, ranks: dict(        # of `auto`; record 10's cooldown: 926 of 3,242 steps
-        updates_per_step=1 if c.updates_per_step == "auto" else c.updates_per_step,
-        cooldown=0.2856 if c.cooldown == "auto" else c.cooldown,
-        min_lr=c.max_lr / 10 if c.min_lr == "auto" else c.min_lr)
-
-
-def muon_dtype(config: Config) -> torch.dtype:
-    return torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
+    automatic: Callable = speedrun.automatic    # config, ranks -> values of what is `auto` in a schedule
 
 
 MODERN_DEFAULTS = dict(n_head=6, warmup_steps=0, max_lr=0.02, weight_decay=0.0, grad_clip=math.inf)
@@ -129,13 +121,10 @@ RECIPES = {
     # GPT-3 Small's settings (Brown et al. 2020, arXiv:2005.14165, table 2.1 and appendix B)
     "gpt2": Recipe(lambda model, c: model.configure_optimizers(c.max_lr, c.weight_decay), warmup_cosine),
     # modded-nanogpt's record 10: 3.28 on FineWeb's validation set in 7.8 minutes on 8 H100s
-    "speedrun": Recipe(lambda model, c: model.configure_optimizers(c.max_lr, c.weight_decay, muon_dtype(c)),
-                       speedrun.trapezoid, speedrun.muon_momentum,
+    "speedrun": Recipe(speedrun.optimizers, speedrun.trapezoid, speedrun.muon_momentum,
                        MODERN_DEFAULTS | dict(max_steps=3242, min_lr=0.0)),
     # modded-nanogpt's records up to 2026, where they help at small sizes, and more (docs/recipes.md)
-    "frontier": Recipe(lambda model, c: model.configure_optimizers(c.max_lr, c.weight_decay, muon_dtype(c),
-                                                                   c.total_batch_size),
-                       speedrun.trapezoid, frontier.muon_momentum,
+    "frontier": Recipe(frontier.optimizers, speedrun.trapezoid, frontier.muon_momentum,
                        MODERN_DEFAULTS | dict(max_steps=2500), frontier.automatic),
 }
 
@@ -158,6 +147,7 @@ class Run:
     compiled: Callable                  # for validation: the same weights, compiled
     wrapped: Callable                   # for training: that inside DDP, if there are several ranks
     optimizers: list
+    together: StepTogether              # all optimizers as one
     owner: dict                         # {parameter: the rank that updates it}, with --shard_optimizer
     scaler: torch.amp.GradScaler
     autocast: torch.autocast
@@ -210,11 +200,8 @@ def complete(asked: Config, model: LanguageModel | None, process: Process) -> Co
 def compile_model(model: LanguageModel) -> Callable:
     """torch.compile of the model, which itself stays eager."""
     warnings.filterwarnings("ignore", ".* does not support bfloat16 compilation natively")
-    # inside its graph the compiler would compute all chunks' products first, and save no memory
-    model.chunked_loss = torch.compiler.disable(model.chunked_loss)
-    # A value that takes more operations than this (by default 30) is written to memory instead of computed in
-    # the kernel that uses it. Only frontier has such values, the gradients of its late keys: a micro-step of
-    # 16 x 1024 tokens moves 27.5 GB instead of 29.0. gpt2 and speedrun move the same as before.
+    # values of more operations than this (by default 30) are stored, not computed where they are used; only
+    # frontier has such, of its late keys: a step of 16 x 1024 tokens moves 27.5 GB instead of 29.0
     return torch.compile(model, dynamic=False, options={"realize_opcount_threshold": 64})
 
 
@@ -229,7 +216,6 @@ def wrap_model(model: Callable, device: str) -> DDP:
 
 def set_up(flags: Config, explicit_flags: set[str], process: Process) -> Run | None:
     """From flags to a Run; None after --dry_run. Nothing is written before everything has been checked."""
-    torch.manual_seed(flags.seed)
     # a new run, with the model of --init or none yet, or the flags, model and checkpoint of one that resumes
     asked, model, checkpoint, path = saved.begin_or_resume(flags, explicit_flags, process, MODELS, load_model)
     config = complete(asked, model, process)
@@ -238,9 +224,11 @@ def set_up(flags: Config, explicit_flags: set[str], process: Process) -> Run | N
     saved.check_data(data.fingerprints(), checkpoint, path, config.data, process)
 
     device, device_type = process.device, process.device.split(":")[0]
+    torch.manual_seed(config.seed)
     model = (model or fresh_model(config)).to(device)
     model.kernel, model.recompute = config.attention, config.recompute
-    model.loss_chunk = 2048 if device == "cpu" else 0       # more tokens' logits do not fit into its cache
+    # a CPU's cache has no room for all logits; a compiler fuses them with the loss
+    model.loss_chunk = 2048 if device == "cpu" and not config.compile else 0
     optimizers = RECIPES[config.recipe].optimizers(model, config)
     optimised = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
     assert sorted(map(id, optimised)) == sorted(map(id, model.parameters())), "each parameter exactly once"
@@ -251,7 +239,8 @@ def set_up(flags: Config, explicit_flags: set[str], process: Process) -> Run | N
     compiled = compile_model(model) if config.compile else model
     wrapped = wrap_model(compiled, device) if process.world_size > 1 else compiled
 
-    run = Run(asked, config, process, data, model, compiled, wrapped, optimizers, owner, scaler, autocast)
+    run = Run(asked, config, process, data, model, compiled, wrapped, optimizers,
+              StepTogether(optimizers, model.parameters()), owner, scaler, autocast)
     if checkpoint:
         saved.restore(run, checkpoint, path)                # moments, scaler, step
     run.batch_size = choose_batch_size(run)
@@ -286,8 +275,8 @@ def set_schedule(run: Run) -> float:
 
 def train_step(run: Run) -> torch.Tensor | None:
     """One step: in each of its updates gradients are summed over micro-batches and averaged over the ranks.
-    Never waits for a GPU. Returns float32 (3,), the same on all ranks: mean loss, largest gradient norm before
-    clipping, how many ranks are asked to stop; None if one process is asked before the first update."""
+    Never waits for a GPU. Returns float32 (3,), the same on all ranks: mean loss, largest gradient norm
+    before clipping, how many ranks are asked to stop; None if a process alone is, before the first update."""
     config, process, results = run.config, run.process, []
     updates = updates_of_step(run.step, config)
     _, micro_steps = divide_update(config, updates, process.world_size, run.batch_size)
@@ -297,8 +286,8 @@ def train_step(run: Run) -> torch.Tensor | None:
             if process.stop and update == 0:            # later, the weights have changed
                 return None
             x, y = to_device(next(run.batches), process.device)                 # (B, T) each
-            # DDP sends the gradients with an update's last micro-step; its forward reads this, too
-            run.wrapped.require_backward_grad_sync = micro_step == micro_steps - 1
+            if process.world_size > 1:      # DDP sends the gradients with an update's last micro-step alone
+                run.wrapped.require_backward_grad_sync = micro_step == micro_steps - 1    # before its forward
             with run.autocast:
                 _, loss = run.wrapped(x, y)
             loss = loss / micro_steps
@@ -317,27 +306,17 @@ def update_weights(run: Run, loss: torch.Tensor) -> torch.Tensor:
     sums = torch.stack((loss, torch.full_like(loss, bool(process.received))))
     if process.world_size > 1:
         dist.all_reduce(sums)
-    for optimizer in run.optimizers:
-        scaler.unscale_(optimizer)
+    scaler.unscale_(run.together)
     parameters = list(run.model.parameters())
     norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
     if config.grad_clip < math.inf:
         torch.nn.utils.clip_grads_with_norm_(parameters, config.grad_clip, norm)
-    if scaler.is_enabled():
-        # float16 overflows now and then: then no optimizer may step, on no rank. Torch decides for each
-        # optimizer by its own gradients, and has no public way to decide for all.
-        for optimizer in run.optimizers:
-            for found_inf in scaler._found_inf_per_device(optimizer).values():
-                found_inf.fill_(~norm.isfinite())
-    for optimizer in run.optimizers:
-        scaler.step(optimizer)
+    scaler.step(run.together)           # float16's steps no optimizer if a gradient has overflowed
     scaler.update()
     if run.owner:                       # --shard_optimizer: each rank has updated its own parameters
         broadcast_updates(run.owner)
     return torch.stack((sums[0] / process.world_size, norm, sums[1]))
 
-
-# ----------------------------------------------------------------------------- evaluation
 
 @torch.no_grad()
 def validation_loss(run: Run) -> float:
@@ -362,8 +341,8 @@ def print_samples(run: Run, num_samples: int = 4, max_new_tokens: int = 32) -> N
     prompt = encode(run.config.sample_prompt).tolist()[-run.config.block_size:] or [EOT]
     idx = torch.tensor([prompt] * num_samples, device=run.process.device)       # (num_samples, T)
     with run.autocast:
-        rows = run.model.generate(idx, max_new_tokens, generator=generator).tolist()
-    for i, row in enumerate(rows):
+        idx = run.model.generate(idx, max_new_tokens, generator=generator)
+    for i, row in enumerate(idx.tolist()):
         run.process.print0(f"sample {i}: {tokenizer().decode(row)}")
 
 
@@ -376,7 +355,8 @@ def evaluate(run: Run, due: Callable[[int], bool]) -> None:
         if process.stop:
             return
         if not math.isfinite(loss):
-            raise RunError(f"step {step}: validation loss {loss}. {newest_of(config.out)}")
+            with said_once():
+                raise RunError(f"step {step}: validation loss {loss}. {newest_of(config.out)}")
         log_evaluation(run, "val", loss, f"validation loss: {loss:.4f}{in_bits(loss, run.data)}")
     if run.hella and due(config.hellaswag_every) and "hella" not in known:
         counts = hellaswag.evaluate(run.model, run.hella, process.device, run.autocast, process.rank,
@@ -398,7 +378,7 @@ def save(run: Run) -> None:
     """OUT/checkpoint_STEP.pt: weights, the optimizers' moments, step, the flags as they were given."""
     model, process = run.model, run.process
     process.require_same({"the weights' sum of bits": saved.weights_digest(model)},
-                         "the ranks have drifted apart; resume from the checkpoint before")
+                         "the ranks have drifted apart; resume from the checkpoint before", RunError)
     optimizers = saved.gather_state(run)                      # each rank has some of the moments
     if process.is_master:
         run.saver.write({
@@ -446,18 +426,18 @@ def loop(run: Run) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """The command. Returns the exit code."""
-    flags, explicit_flags = parse_flags(argv)
+    with said_once("LOCAL_RANK"):
+        flags, explicit_flags = parse_flags(argv)
     process = set_up_process(flags)
     with oom_as_user_error(lambda: f"{process.device} is out of memory: give a smaller --batch_size, "
                                    "--recompute, --shard_optimizer (several GPUs), or a smaller model"):
-        run, code = set_up(flags, explicit_flags, process), 0
-        if run:
-            with saved.outputs(run):
-                loop(run)
-            code = print_summary(run)
-    if process.world_size > 1:
-        dist.destroy_process_group()
-    return code
+        with said_once():
+            run = set_up(flags, explicit_flags, process)
+        if not run:                                 # --dry_run
+            return 0
+        with saved.outputs(run):
+            loop(run)
+        return print_summary(run)
 
 
 if __name__ == "__main__":

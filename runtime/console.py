@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from runtime.cli import RunError
+from runtime.cli import RunError, said_once
 from runtime.files import checkpoints, newest_of, read_text, readable, replace_file, sync, writable
 
 FORMATS = dict(step="d", tokens="d", seconds=".3f", train=".6f", val=".6f", hella=".6f", lr=".6g",
@@ -30,14 +30,6 @@ def duration(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
 
 
-def brief_time(seconds: float) -> str:
-    """'45s', '83m', '12h', '165d': at most four characters, up to years."""
-    for unit, length, most in (("s", 1, 100), ("m", 60, 100), ("h", 3600, 48)):
-        if seconds < length * most:
-            return f"{seconds / length:.0f}{unit}"
-    return f"{min(seconds, 1e9) / 86400:.0f}d"
-
-
 def counted(n: int, what: str) -> str:
     """'1 step', '2 steps', '8 processes'."""
     return f"{n:,} {what}" + ("" if n == 1 else "es" if what.endswith("s") else "s")
@@ -45,16 +37,12 @@ def counted(n: int, what: str) -> str:
 
 def step_line(step: int, loss: float, norm: float, lr: float, dt: float, rate: float, mfu: float | None,
               left: float) -> str:
-    """The console's line of a step, at most 100 columns. `dt`, `left`: seconds; `rate`: tokens/s."""
+    """The console's line of a step. `dt`, `left`: seconds; `rate`: tokens/s."""
     time = f"{dt:.1f}s" if dt >= 10 else f"{dt * 1000:.0f}ms" if dt >= 0.1 else f"{dt * 1000:.1f}ms"
     tokens = f"{rate / 1000:,.0f}k" if rate >= 1e6 else f"{rate:,.0f}"
     line = (f"step {step:5d} | loss: {loss:.4f} | lr {lr:.2e} | norm: {norm:.{2 if norm < 10 else 1}f} | "
             f"dt: {time} | tok/sec: {tokens}")
-    for more in (f" | mfu {mfu:.0%}" if mfu else "", f" | {brief_time(left)}", " left"):
-        if len(line + more) > 100:
-            break
-        line += more
-    return line
+    return line + (f" | mfu {mfu:.0%}" if mfu else "") + f" | {duration(left)} left"
 
 
 def speed_line(seconds: list[float], tokens_per_step: int, peak_bytes: float) -> str:
@@ -240,8 +228,9 @@ def log_steps(run, keep: int = 0) -> None:
         process.agreed |= stops > 0 and process.world_size > 1
         run.overflows = 0 if math.isfinite(norm) else run.overflows + 1
         if not math.isfinite(loss) or run.overflows > (25 if config.dtype == "float16" else 0):
-            raise RunError(f"step {step}: loss {loss}, gradient norm {norm}: lower --max_lr or lengthen "
-                           f"--warmup_steps. {newest_of(config.out)}")
+            with said_once():
+                raise RunError(f"step {step} is not finite: loss {loss}, gradient norm {norm}: lower "
+                               f"--max_lr or lengthen --warmup_steps. {newest_of(config.out)}")
         run.losses.append(loss)
         run.seconds.append(dt)
         rate, peak = config.total_batch_size / dt, peak_flops(process.device)

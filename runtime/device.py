@@ -117,7 +117,8 @@ def try_micro_step(run, B: int) -> float:
     # two tensors, as in a step: for one that is both, torch.compile makes another graph
     x, y = (torch.zeros(B, run.config.sequence_length, dtype=torch.int64, device=run.process.device)
             for _ in range(2))
-    run.wrapped.require_backward_grad_sync = False      # of DDP: a rank out of memory leaves no other waiting
+    if run.process.world_size > 1:              # a rank that is out of memory leaves no other waiting
+        run.wrapped.require_backward_grad_sync = False
     try:
         for _ in range(2):
             began = time.perf_counter()

@@ -3,17 +3,14 @@ import dataclasses
 import json
 import os
 import re
-import shutil
-from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 import torch
 
-from runtime.cli import FlagParser, UserError, brief_error, safe_repr
-from runtime.files import read_text, readable, replace_file, writable
+from runtime.cli import UserError, brief_error, safe_repr
+from runtime.files import read_text, readable, replace_file
 from runtime.tokenizer import EOT, VOCAB_SIZE, checked_asset
-from runtime.weights import build_model, canonical, check_tokens, load_pickle
+from runtime.weights import HEAD, WTE, build_model, canonical, load_pickle
 
 OPENAI_NAMES = "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"            # accepted without their owner
 REPO_NAME = re.compile(r"(?!.*(--|\.\.))\w[\w.-]*/\w[\w.-]*(?<![-.])", re.ASCII)          # OWNER/NAME
@@ -33,13 +30,12 @@ def from_huggingface(source, MODELS):
     """The model of a folder in the Hugging Face format or a name on the hub: a GPT-2, or what another recipe
     of `MODELS` exports. No code in it runs. UserError if it is neither."""
     folder = Path(source) if os.path.isdir(source) else download_model(str(source))
-    with readable(source, "give another model",
-                  problem="is not a GPT-2 or an export of ours in the Hugging Face format"):
-        config = _read_json(folder / "config.json")
+    with readable(source, "give another", problem="is no GPT-2 or export of ours in the Hugging Face format"):
+        config = read_json(folder / "config.json")
         recipe = config.get("model_type")
         if recipe != "gpt2" and isinstance(recipe, str) and recipe in MODELS:
-            return _modern_model(MODELS[recipe], config, folder)
-        return _gpt2_model(MODELS["gpt2"], config, folder)
+            return modern_model(MODELS[recipe], config, folder)
+        return gpt2_model(MODELS["gpt2"], config, folder)
 
 
 def download_model(name: str) -> Path:
@@ -63,14 +59,14 @@ def download_model(name: str) -> Path:
     raise UserError(f"{name} {reason}, or give the path of a checkpoint")
 
 
-def _read_json(path):
+def read_json(path):
     settings = json.loads(read_text(path, errors="strict"))
     if not isinstance(settings, dict):
         raise ValueError(f"its {path.name} holds no settings")
     return settings
 
 
-def _gpt2_model(GPT, config, folder):
+def gpt2_model(GPT, config, folder):
     for key, value in {"model_type": "gpt2", **GPT2}.items():
         if (found := config.get(key, GPT2.get(key))) != value:
             raise ValueError(f"its config.json says {key} = {safe_repr(found)} instead of {value}")
@@ -78,15 +74,15 @@ def _gpt2_model(GPT, config, folder):
         config.get("activation_function", "gelu_new"))
     if gelu is None or config.get("n_inner") not in (None, 4 * config["n_embd"]):
         raise ValueError("its config.json asks for another activation or n_inner than GPT-2's")
-    weights = canonical(_folder_weights(folder))
-    weights = {name: t.t() if name.endswith(CONV1D) else t for name, t in weights.items()}
+    weights = {name: t.t() if name.endswith(CONV1D) else t
+               for name, t in canonical(folder_weights(folder, pickles=True)).items()}
     shape = {name: config[name] for name in ("vocab_size", "n_layer", "n_head", "n_embd")}
     return build_model(GPT, GPT.Config(config.get("n_positions", 1024), **shape, gelu=gelu), weights)
 
 
-def _modern_model(cls, config, folder):
+def modern_model(cls, config, folder):
     config = config | {"vocab_size": config["padded_vocab_size"]}
-    weights, none = _folder_weights(folder, pickles=False), torch.tensor([])
+    weights, none = folder_weights(folder, pickles=False), torch.tensor([])
     stems = weights.pop("stems", none)
     model = build_model(cls, cls.Config(**{f.name: config[f.name] for f in dataclasses.fields(cls.Config)}),
                         weights)
@@ -95,40 +91,34 @@ def _modern_model(cls, config, folder):
     return model
 
 
-def _folder_weights(folder, pickles=True):
-    """The tensors of a folder: from safetensors, in one file or several, else from pytorch_model.bin."""
+def folder_weights(folder, pickles):
+    """The tensors of a folder: of safetensors, one file or several, else of pytorch_model.bin."""
     from safetensors.torch import load_file
-    index = folder / "model.safetensors.index.json"
-    if (folder / "model.safetensors").is_file():
-        return load_file(folder / "model.safetensors")
-    if index.is_file():
-        weights = {}
-        for name in sorted(set(_read_json(index)["weight_map"].values())):
-            if Path(name).name != name:
-                raise ValueError(f"its index names a file outside the folder ({str(name)[:80]})")
-            weights |= load_file(folder / name)
-        return weights
-    if pickles and (folder / "pytorch_model.bin").is_file():
-        return load_pickle(folder / "pytorch_model.bin")
-    raise ValueError("it has neither model.safetensors nor pytorch_model.bin" if pickles else
-                     "it has no model.safetensors")
+    names, index = ["model.safetensors"], folder / "model.safetensors.index.json"
+    if not (folder / names[0]).is_file():
+        if index.is_file():
+            names = sorted(set(read_json(index)["weight_map"].values()))
+        elif pickles and (folder / "pytorch_model.bin").is_file():
+            return load_pickle(folder / "pytorch_model.bin")
+        else:
+            raise ValueError("it has no model.safetensors")
+    if strange := [name for name in names if Path(name).name != name]:
+        raise ValueError(f"its index names a file outside the folder ({str(strange[0])[:80]})")
+    return {key: tensor for name in names for key, tensor in load_file(folder / name).items()}
 
 
 def save_gpt2(model, folder: str | Path) -> None:
     """GPT.save_pretrained: writes `model` into `folder` in the Hugging Face format, as fp32."""
     c = model.config
     vocab_size = min(c.vocab_size, VOCAB_SIZE)
-    weights = {}
-    for name, p in model.state_dict().items():
-        if name != "lm_head.weight":                                        # tied to wte
-            weights[name] = p[:vocab_size] if name.endswith("wte.weight") else p.t() if name.endswith(
-                CONV1D) else p
+    weights = {name: p.t() if name.endswith(CONV1D) else p for name, p in model.state_dict().items()}
+    weights[WTE] = weights.pop(HEAD)[:vocab_size]                               # they are tied
     config = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "vocab_size": vocab_size,
               "n_positions": c.block_size, "n_ctx": c.block_size, "n_embd": c.n_embd, "n_layer": c.n_layer,
               "n_head": c.n_head, "n_inner": None, "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True,
               "activation_function": "gelu_new" if c.gelu == "tanh" else "gelu",
               "embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "initializer_range": 0.02}
-    _write(folder, config, c.block_size, weights)
+    write_folder(folder, config, c.block_size, weights)
 
 
 def save_modern(model, folder: str | Path) -> None:
@@ -141,72 +131,33 @@ def save_modern(model, folder: str | Path) -> None:
               **dataclasses.asdict(model.config), "vocab_size": min(model.config.vocab_size, VOCAB_SIZE),
               "padded_vocab_size": model.config.vocab_size, "tie_word_embeddings": False}
     if hasattr(model, "stems"):
-        del weights["lm_head.weight"]                                       # tied to wte
+        del weights[HEAD]                                                   # tied to wte
         weights["stems"] = model.stems
         config["n_stem"] = model.transformer.stem.num_embeddings
-    _write(folder, config, model.config.block_size, weights)
+    write_folder(folder, config, model.config.block_size, weights)
 
 
-def _write(folder, config, block_size, weights):
+def write_folder(folder, config, block_size, weights):
     from safetensors.torch import save
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     config |= {"bos_token_id": EOT, "eos_token_id": EOT, "dtype": "float32", **EXPORTED_BY}
     eot = "<|endoftext|>"
     tokens = {"tokenizer_class": "GPT2Tokenizer", "model_max_length": block_size, "add_prefix_space": False,
               "bos_token": eot, "eos_token": eot, "unk_token": eot}
     encoder, merges = checked_asset("encoder.json"), checked_asset("vocab.bpe")
-    bpe = {"type": "BPE", "vocab": json.loads(encoder.read_text(encoding="utf-8")),
+    bpe = {"type": "BPE", "vocab": json.loads(encoder.read_bytes()),
            "merges": merges.read_text(encoding="utf-8").splitlines()[1:]}
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     tokenizer = {"version": "1.0", "model": bpe, "pre_tokenizer": byte_level, "decoder": byte_level,
                  "added_tokens": [{"id": EOT, "content": eot, "special": True, "normalized": False,
                                    "single_word": False, "lstrip": False, "rstrip": False}]}
-    shutil.copyfile(encoder, folder / "vocab.json")
-    shutil.copyfile(merges, folder / "merges.txt")
-    if "auto_map" in config:
-        shutil.copyfile(encoder.with_name(MODELING), folder / MODELING)
     weights = {name: (t.float() if t.is_floating_point() else t).detach().cpu().contiguous()
                for name, t in weights.items()}
-    contents = {"tokenizer_config.json": tokens, "tokenizer.json": tokenizer, "config.json": config}
-    files = {"model.safetensors": save(weights, {"format": "pt"}),
-             **{name: json.dumps(content, indent=2).encode() for name, content in contents.items()}}
+    files = {"vocab.json": encoder.read_bytes(), "merges.txt": merges.read_bytes(),
+             "model.safetensors": save(weights, {"format": "pt"})}
+    if "auto_map" in config:
+        files[MODELING] = encoder.with_name(MODELING).read_bytes()
+    settings = {"tokenizer_config.json": tokens, "tokenizer.json": tokenizer, "config.json": config}
+    files |= {name: json.dumps(values, indent=2).encode() for name, values in settings.items()}
+    Path(folder).mkdir(parents=True, exist_ok=True)
     for name, data in files.items():            # config.json last: without it, the folder is no model
-        replace_file(folder / name, lambda file, data=data: file.write(data))
-
-
-def refuse_other_files(folder: Path) -> None:
-    """UserError unless a folder is new, empty or an earlier export: holds nothing else, by the files' names,
-    and its config.json is ours."""
-    names, config = os.listdir(folder) if os.path.lexists(folder) else [], {}
-    with suppress(OSError, ValueError, RecursionError):
-        config = _read_json(folder / "config.json")
-    if others := {*names} - EXPORTED or (not EXPORTED_BY.items() <= config.items() and names):
-        raise UserError(f"{folder} holds other files than an earlier export ({min(others)}): give a new or "
-                        f"empty folder")
-
-
-def export(load_model: Callable, description: str, argv: list[str] | None = None) -> None:
-    """`python model.py export SOURCE FOLDER`. Replaces an earlier export, and no other files."""
-    parser = FlagParser(prog="model.py", description=description)
-    parser.add_argument("command", choices=["export"], help="write a model in the Hugging Face format")
-    parser.add_argument("source", metavar="SOURCE",
-                        help="checkpoint (also nanoGPT's, build-nanogpt's or llm.c's), a run's folder or "
-                             "FOLDER/best, Hugging Face folder or hub name")
-    parser.add_argument("folder", metavar="FOLDER",
-                        help="new, empty, or of an earlier export, which is replaced")
-    args = parser.parse_args(argv)
-    folder = Path(args.folder)
-    with writable(folder):
-        if os.path.exists(args.source) and folder.exists() and folder.samefile(args.source):
-            raise UserError(f"{folder} is the source itself: give another folder")
-        refuse_other_files(folder)
-    model = load_model(args.source)
-    check_tokens(model, args.source)
-    with writable(folder):
-        for name in EXPORTED:                   # so that no mixture of two exports can be read as one
-            (folder / name).unlink(missing_ok=True)
-        model.save_pretrained(folder)
-    code = ", trust_remote_code=True" if (folder / MODELING).exists() else ""
-    print(f"{folder} is in the Hugging Face format: transformers' AutoModelForCausalLM and AutoTokenizer "
-          f"read it with from_pretrained({os.path.abspath(folder)!r}{code})")
+        replace_file(Path(folder) / name, lambda file, data=data: file.write(data))

@@ -94,8 +94,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
 
 def chunked_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, chunk: int, softcap: float) -> Tensor:
-    """ChunkedCrossEntropy, as a function that torch.compiler.disable takes. In a graph the compiler would
-    compute all chunks' products first, and save no memory."""
+    """ChunkedCrossEntropy, for eager mode: in a graph the compiler would compute all chunks' products first,
+    and save no memory."""
     return ChunkedCrossEntropy.apply(x, weight, targets, chunk, softcap, torch.is_grad_enabled())
 
 

@@ -57,16 +57,16 @@ class Muon(torch.optim.Optimizer):
     def step(self, closure=None):
         for group in self.param_groups:
             params, share, momentum = group["params"], self.share(group), group["momentum"]
-            own, mine = params[self.rank * share:(self.rank + 1) * share], []
-            if own:                             # on a GPU each line is one launch for all of them
+            mine = []
+            if own := params[self.rank * share:(self.rank + 1) * share]:
                 for p in own:
                     if not self.state[p]:
                         self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-                grads, buffers = zip(*((p.grad, self.state[p]["momentum_buffer"]) for p in own), strict=True)
-                torch._foreach_mul_(buffers, momentum)
+                buffers, grads = [self.state[p]["momentum_buffer"] for p in own], [p.grad for p in own]
+                torch._foreach_mul_(buffers, momentum)                          # one launch for all
                 torch._foreach_add_(buffers, grads)
-                mine += torch._foreach_add(grads, buffers, alpha=momentum)
-            mine += [torch.zeros_like(params[0])] * (share - len(own))          # all_gather needs equal sizes
+                mine = list(torch._foreach_add(grads, buffers, alpha=momentum))
+            mine += [torch.zeros_like(params[0])] * (share - len(mine))         # all_gather needs equal sizes
             updates = orthogonalize(torch.stack(mine), self.dtype)              # (share, rows, columns)
             if self.owner:
                 gathered = updates.new_empty(self.ranks * share, *params[0].shape)
@@ -75,10 +75,22 @@ class Muon(torch.optim.Optimizer):
                 gather(gathered, updates.contiguous())
                 updates = gathered
             rows, columns = params[0].shape
+            rate = group["lr"] * max(1.0, rows / columns)**0.5
             if group["weight_decay"]:
                 torch._foreach_mul_(params, 1.0 - group["lr"] * group["weight_decay"])
-            torch._foreach_add_(params, list(updates[:len(params)].float()),
-                                alpha=-group["lr"] * max(1.0, rows / columns)**0.5)
+            torch._foreach_add_(params, list(updates[:len(params)].to(params[0].dtype)), alpha=-rate)
+
+
+class StepTogether:
+    """Several optimizers as the one that GradScaler unscales and steps: if a gradient of any overflows, none
+    steps, on no rank. `parameters`: all of the model, those that other ranks update included."""
+
+    def __init__(self, optimizers: list, parameters):
+        self.optimizers, self.param_groups = optimizers, [{"params": list(parameters)}]
+
+    def step(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
 
 
 def state_keys(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:

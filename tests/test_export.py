@@ -12,11 +12,11 @@ import runtime.huggingface
 import sample
 from helpers import hellaswag_file
 from model import GPT, GPTConfig, MODELS, load_model, main
-from runtime.checks import load_init
+from runtime.checkpoint import load_init
 from runtime.cli import UserError
-from runtime.distributed import Process
 from runtime.huggingface import EXPORTED, MODELING
 from runtime.language_model import ModernConfig
+from runtime.ranks import Process
 from runtime.tokenizer import EOT, VOCAB_SIZE
 from train_gpt2 import parse_flags
 
@@ -146,11 +146,10 @@ def test_the_commands_take_the_folder_as_they_take_its_checkpoint(exported, tmp_
         hellaswag.main(["--model", str(source), "--data", str(data)])
         said.append(capsys.readouterr().out)
     assert said[0] == said[1] and said[0].count("sample") == 2 and "acc_norm" in said[0]
-    config, _ = parse_flags(["--init", str(folder), "--recipe", model.recipe])
-    assert load_init(config, Process(), MODELS, load_model).config == model.config
-    config, _ = parse_flags(["--init", str(folder)])
-    with pytest.raises(UserError, match="not gpt2: give --recipe "):
-        load_init(config, Process(), MODELS, load_model)
+    flags = parse_flags(["--init", str(folder), "--recipe", model.recipe])
+    assert load_init(*flags, Process(), MODELS, load_model).config == model.config
+    with pytest.raises(UserError, match=f"--recipe gpt2 contradicts .* has {model.recipe}: give that"):
+        load_init(*parse_flags(["--init", str(folder)]), Process(), MODELS, load_model)
 
 
 def test_an_export_names_the_code_and_is_replaced_by_one_of_another_recipe(tmp_path, capsys):

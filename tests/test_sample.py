@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import runtime.generation
+import runtime.language_model
 import sample
 from helpers import ENV, HANG, ROOT
 from model import GPT, GPTConfig, load_model
@@ -76,7 +76,7 @@ def test_flags_reach_generation_and_a_sample_ends_with_its_document(shown, monke
         asked.update(idx=idx.tolist(), seed=generator.initial_seed(), dtype=torch.get_autocast_dtype("cpu"),
                      numbers=(max_new_tokens, temperature, top_k, top_p, penalty))
         yield from torch.tensor([[[11], [EOT]], [[EOT], [12]], [[12], [EOT]]])
-    monkeypatch.setattr(runtime.generation, "generate_tokens", generate_tokens)
+    monkeypatch.setattr(runtime.language_model, "generate_tokens", generate_tokens)
     out = shown("--prompt", "The end", "--num_samples", 2, "--top_p", 0.8, "--max_new_tokens", 3, "--dtype",
                 "float16", "--repetition_penalty", 1.2, "--temperature", 0.7, "--top_k", 9, "--seed", 5)
     assert asked == {"idx": [prompt, prompt], "seed": 5, "dtype": torch.float16,
