@@ -328,7 +328,7 @@ API int ncclCommInitRankConfig(ncclComm** c, int ranks, UniqueId, int rank) { *c
 API int ncclCommSplit(ncclComm* from, int, int, ncclComm** c) { *c = new ncclComm(*from); return 0; }
 SECOND(ncclCommGetAsyncError, int, 0)
 API int ncclAllReduce(const void* from, void* to, size_t n, int type) { return collective("all_reduce", from, to, n, type); }
-API int ncclBroadcast(const void* from, void* to, size_t n, int type) { return collective("broadcast", from, to, n, type); }
+API int ncclBcast(void* at, size_t n, int type) { return collective("broadcast", at, at, n, type); }
 API int ncclAllGather(const void* from, void* to, size_t n, int type, ncclComm* c) {
   return collective("all_gather", from, to, n, type, c->ranks);
 }
