@@ -133,7 +133,7 @@ def check_data(data: dict, checkpoint: dict | None, path: Path | None, folder: s
             if tuple(had[1:]) != tuple(has[1:]):
                 was, now = (", ".join(map(safe_repr, shard)) for shard in (had, has))
                 raise UserError(f"{path} was trained on other shards than {folder} has: the first that "
-                                f"differs was {was} and is {now}. Bring the old data back, or start a new run "
+                                f"differs was {was} and is {now}. Bring the old data back, or start anew "
                                 f"from these weights: --init {path} --out ANOTHER")
 
 
