@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import sys
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import field
@@ -19,6 +20,16 @@ class UserError(Exception):
 
 class RunError(Exception):
     """The run itself failed (exit code 1)."""
+
+
+@contextlib.contextmanager
+def said_once(by: str = "RANK"):
+    """Inside, all ranks raise the same error: the one whose environment variable `by` is 0 prints it."""
+    try:
+        yield
+    except (UserError, RunError) as error:
+        error.said_by = by
+        raise
 
 
 def parse_int(text: str) -> int:
@@ -105,14 +116,14 @@ def flag(default, group, help, **metadata):
 
 def run_command(main: Callable[[], int | None]) -> None:
     """Runs `main()` as a command: UserError -> one line and exit 2, RunError -> one line and exit 1, Ctrl-C
-    -> one line and exit 130. An error that all ranks of a run raise is printed by rank 0 alone."""
-    code = 0
+    -> one line and exit 130."""
+    code, several = 0, os.environ.get("WORLD_SIZE", "1") != "1"
     try:
         sys.stdout.reconfigure(errors="replace")    # not every terminal can print every sampled token
         code = main() or 0
     except (UserError, RunError) as error:
         code = 2 if isinstance(error, UserError) else 1
-        if not getattr(error, "agreed", False) or os.environ.get("RANK", "0") == "0":
+        if os.environ.get(getattr(error, "said_by", ""), "0") == "0":
             print_error(error)
     except KeyboardInterrupt:
         print_error("stopped by Ctrl-C")
@@ -120,8 +131,15 @@ def run_command(main: Callable[[], int | None]) -> None:
     except BrokenPipeError:                         # `... | head` closed the pipe: no traceback
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1
+    except Exception:
+        if not several:
+            raise
+        traceback.print_exc()
+        code = 1
     signal.signal(signal.SIGINT, signal.SIG_IGN)    # Python's finalization would end by it, code or no code
-    if os.environ.get("WORLD_SIZE", "1") != "1":    # gloo's threads can abort it (pytorch issue 190489)
+    # No finalization of several ranks, and the process group is not destroyed: gloo's threads can abort it
+    # (pytorch issue 190489), and its destructor, with the GIL, waits for a thread that may wait for the GIL.
+    if several:
         sys.stdout.flush()
         os._exit(code)
     sys.exit(code)

@@ -12,7 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TextIO
 
-from runtime.cli import RunError
+from runtime.cli import RunError, said_once
 from runtime.files import checkpoints, newest_of, read_text, readable, replace_file, sync, writable
 
 FORMATS = dict(step="d", tokens="d", seconds=".3f", train=".6f", val=".6f", hella=".6f", lr=".6g",
@@ -209,8 +209,9 @@ def log_steps(run, keep: int = 0) -> None:
         process.agreed |= stops > 0 and process.world_size > 1
         run.overflows = 0 if math.isfinite(norm) else run.overflows + 1
         if not math.isfinite(loss) or run.overflows > (25 if config.dtype == "float16" else 0):
-            raise RunError(f"step {step} is not finite: loss {loss}, gradient norm {norm}: lower --max_lr or "
-                           f"lengthen --warmup_steps. {newest_of(config.out)}")
+            with said_once():
+                raise RunError(f"step {step} is not finite: loss {loss}, gradient norm {norm}: lower "
+                               f"--max_lr or lengthen --warmup_steps. {newest_of(config.out)}")
         run.losses.append(loss)
         run.seconds.append(dt)
         rate, peak = config.total_batch_size / dt, peak_flops(process.device)

@@ -114,7 +114,9 @@ def compile_failures(compiled: bool) -> Iterator[None]:
 def try_micro_step(run, B: int) -> float:
     """Seconds of a forward and backward of B sequences: the second one's, since the first may compile.
     Changes neither weights nor gradients."""
-    x = torch.zeros(B, run.config.sequence_length, dtype=torch.int64, device=run.process.device)
+    # two tensors, as in a step: for one that is both, torch.compile makes another graph
+    x, y = (torch.zeros(B, run.config.sequence_length, dtype=torch.int64, device=run.process.device)
+            for _ in range(2))
     if run.process.world_size > 1:              # a rank that is out of memory leaves no other waiting
         run.wrapped.require_backward_grad_sync = False
     try:
@@ -122,7 +124,7 @@ def try_micro_step(run, B: int) -> float:
             began = time.perf_counter()
             with compile_failures(run.config.compile):
                 with run.autocast:
-                    _, loss = run.wrapped(x, x)
+                    _, loss = run.wrapped(x, y)
                 loss.backward()
             next(run.model.parameters()).grad.sum().item()      # waits for a GPU
         return time.perf_counter() - began
