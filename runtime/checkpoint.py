@@ -11,13 +11,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from runtime import plots
 from runtime.cli import RunError, UserError, safe_repr
 from runtime.console import Record
-from runtime.files import (checkpoint_name, checkpoints, lock_folder, newest_of, readable,
-                           remove_leftovers, replace_file, writable)
+from runtime.files import (checkpoint_name, checkpoints, lock_folder, newest_of, readable, remove_leftovers,
+                           replace_file, writable)
 from runtime.muon import state_keys
 from runtime.presets import PRESETS, flag_values
 from runtime.weights import find_checkpoint, model_from_checkpoint, read_checkpoint
@@ -132,9 +131,9 @@ def check_data(data: dict, checkpoint: dict | None, path: Path | None, folder: s
         for had, has in zip_longest(checkpoint["data"]["train"], data["train"], fillvalue=("none", 0, "")):
             if tuple(had[1:]) != tuple(has[1:]):
                 was, now = (", ".join(map(safe_repr, shard)) for shard in (had, has))
-                raise UserError(f"{path} was trained on other shards than {folder} has: the first that "
-                                f"differs was {was} and is {now}. Bring the old data back, or start a new "
-                                f"run from these weights: --init {path} --out ANOTHER")
+                raise UserError(f"{path} was trained on other shards than {folder} has: the first was {was} "
+                                f"and is {now}. Bring the old data back, or start a new run from these "
+                                f"weights: --init {path} --out ANOTHER")
 
 
 def restore(run, checkpoint: dict, path: Path) -> None:
@@ -156,12 +155,9 @@ def restore(run, checkpoint: dict, path: Path) -> None:
             optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
 
 
-# ----------------------------------------------------------------------------- save
-
 def gather_state(run) -> dict:
     """{parameter's name: {key: tensor}} of all optimizers, complete on rank 0, in the CPU's memory. All ranks
-    call it. A parameter with an owner has its moments on that rank alone: Muon's always, the others' with
-    --shard_optimizer."""
+    call it: the moments of a parameter with an owner are on that rank alone."""
     owner, keys, state, gathered, rank = dict(run.owner), {}, {}, {}, run.process.rank
     for optimizer in run.optimizers:
         owner |= getattr(optimizer, "owner", {})
@@ -183,7 +179,7 @@ def weights_digest(model: torch.nn.Module) -> int:
     return torch.stack([p.detach().view(torch.int32).sum() for p in model.parameters()]).sum().item()
 
 
-def host_copy(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def host_copy(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The tensors on the CPU, those that share memory (embedding and head) once."""
     copies = {t.data_ptr(): t.to("cpu") for t in tensors.values()}
     return {name: copies[t.data_ptr()] for name, t in tensors.items()}
@@ -202,8 +198,8 @@ class Saver:
         this or, with `background`, the file before could not be written, or a number is not finite."""
         self.finish()
         record.sync()
-        _, best = record.best([step for step, _ in checkpoints(self.out)]) or (None, None)
-        self.pending = self.thread.submit(self._write, content, best)
+        best = record.best(dict(checkpoints(self.out)))             # (loss, step) or None
+        self.pending = self.thread.submit(self._write, content, best and best[1])
         if not self.background:
             self.finish()
 
@@ -229,9 +225,8 @@ class Saver:
 
 
 def move_aside(out: str | Path, path: Path | None, step: int, say: Callable[[str], None]) -> None:
-    """Moves what is not of the run that resumes from `path` at `step`, or starts anew, from `out` to
-    OUT/previous_N: files of a run by their names, and nothing else. Of the run that is resumed these are the
-    later checkpoints, with copies of its logs."""
+    """Moves an earlier run's files, by their names, and nothing else from `out` to OUT/previous_N. Of the run
+    that resumes from `path` at `step` these are its later checkpoints, with copies of its logs."""
     out = Path(out)
     inside = path is not None and path.resolve().parent == out.resolve()
     later = [p for s, p in checkpoints(out) if not inside or s > step]
@@ -241,10 +236,8 @@ def move_aside(out: str | Path, path: Path | None, step: int, say: Callable[[str
         return
     folder = next(p for n in range(1, 10**6) if not os.path.lexists(p := out / f"previous_{n}"))
     folder.mkdir()
-    for p in files:
-        shutil.copy(p, folder) if inside else p.rename(folder / p.name)
-    for p in later:
-        p.rename(folder / p.name)
+    for p in files + later:
+        (shutil.copy if inside and p in files else shutil.move)(p, folder)
     say(f"{len(files + later)} files of an earlier run in {out} are now in {folder}")
 
 

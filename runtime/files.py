@@ -50,8 +50,7 @@ def sync(descriptor: int) -> None:
 
 
 def remove_leftovers(folder: str | Path, names: str) -> None:
-    """Removes what killed processes left of replace_file in `folder`, for files whose whole name matches the
-    regular expression `names`. Nothing else that ends in .tmp."""
+    """Removes what killed processes left of replace_file in `folder`, of files whose name matches `names`."""
     for path in Path(folder).iterdir():
         if re.fullmatch(rf"({names})(\.\d+)?\.tmp", path.name) and path.is_file():
             path.unlink()
