@@ -6,7 +6,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import field
 from pathlib import Path
 
@@ -22,7 +22,7 @@ class RunError(Exception):
     """The run itself failed (exit code 1)."""
 
 
-@contextlib.contextmanager
+@contextmanager
 def said_once(by: str = "RANK"):
     """Inside, all ranks raise the same error: the one whose environment variable `by` is 0 prints it."""
     try:
