@@ -95,8 +95,8 @@ def merge_flags(config, explicit_flags: set[str], checkpoint: dict, path: Path):
         for name, value in before.items():
             meta = known[name].metadata
             kind = meta.get("type", known[name].type)
-            if value != meta.get("word") and type(value) not in {kind, int if kind is float else kind} or (
-                    meta.get("choices") and value not in meta["choices"]):
+            if value is None or value != meta.get("word") and type(value) not in {
+                    kind, int if kind is float else kind} or value not in meta.get("choices", [value]):
                 raise ValueError(f"its config says {name} = {safe_repr(value)}")
         shape = {name: checkpoint["model_config"][name] for name in MODEL_SHAPE}
         if before["recipe"] != checkpoint["recipe"] or any(type(n) is not int for n in shape.values()):
@@ -148,7 +148,9 @@ def check_data(data: dict, checkpoint: dict | None, path: Path | None, folder: s
     if not checkpoint:
         return
     with state_of_run(path):
-        before = [(str(name), int(n), str(digest)) for name, n, digest in checkpoint["data"]["train"]]
+        before = [(safe_repr(name), n, safe_repr(digest)) for name, n, digest in checkpoint["data"]["train"]]
+        if not all(type(n) is int and 0 < n < 2**63 for _, n, _ in before):
+            raise ValueError("its shards have no lengths")
     for had, has in zip_longest(before, data["train"], fillvalue=("none", 0, "-")):
         if had[1:] != tuple(has[1:]):
             raise UserError(f"{path} was trained on other shards than {folder} has: the first that differs "
@@ -162,10 +164,10 @@ def restore(run, checkpoint: dict, path: Path) -> None:
     with state_of_run(path):
         load_state(run.optimizers, checkpoint["optimizers"])
         if run.scaler.is_enabled() and (saved := checkpoint["scaler"]):
-            if not 0 < saved["scale"] < math.inf:
-                raise ValueError(f"its scale is {safe_repr(saved['scale'])}")
-            run.scaler.load_state_dict(run.scaler.state_dict() | {
-                name: saved[name] for name in ("scale", "_growth_tracker")})
+            scale, steps = saved["scale"], saved["_growth_tracker"]
+            if type(steps) is not int or not (0 <= steps < 2**31 and 0 < scale < math.inf):
+                raise ValueError(f"its scale is {safe_repr(scale)}, since {safe_repr(steps)} steps")
+            run.scaler.load_state_dict(run.scaler.state_dict() | {"scale": scale, "_growth_tracker": steps})
     run.step = checkpoint["step"]
 
 
