@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from runtime.cli import RunError, UserError, safe_repr
+from runtime.cli import RunError, UserError, safe_repr, said_once
 
 STOPS = "SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1"        # SIGUSR1 is Slurm's warning
 
@@ -78,9 +78,8 @@ class Process:
             failure = error
         for rank, error in enumerate(self.gather(failure)):
             if error:
-                error = type(error)(f"process {rank}: {error}" if rank else str(error))
-                error.agreed = True             # all raise it, and only rank 0 prints it
-                raise error
+                with said_once():
+                    raise type(error)(f"process {rank}: {error}" if rank else str(error))
         return result
 
     def rank0_first(self, function, *args):
@@ -88,15 +87,16 @@ class Process:
         result = self.on_all_ranks(lambda: function(*args) if self.is_master else None)
         return self.on_all_ranks(lambda: result if self.is_master else function(*args))
 
-    def require_same(self, values: dict, remedy: str = "give every machine the same") -> None:
-        """UserError on all ranks if one of the {name: value} differs between them."""
+    def require_same(self, values: dict, remedy: str = "give every machine the same",
+                     error: type = UserError) -> None:
+        """`error` on all ranks if one of the {name: value} differs between them."""
         first = self.gather(values)[0]
 
         def compare():
             for name, value in values.items():
                 if value != first[name]:
-                    raise UserError(f"{name} is {safe_repr(value)} here, and {safe_repr(first[name])} on "
-                                    f"process 0: {remedy}")
+                    raise error(f"{name} is {safe_repr(value)} here, and {safe_repr(first[name])} on "
+                                f"process 0: {remedy}")
         self.on_all_ranks(compare)
 
     def progress(self, what: str, items: Iterable) -> Iterable:

@@ -1,8 +1,8 @@
 """Shards -> micro-batches: each token once an epoch, the same for any ranks, micro-batch and resume."""
 import itertools
 import threading
-import time
 import tracemalloc
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ from test_fineweb import FAST
 import runtime.dataloader
 from runtime.cli import UserError
 from runtime.dataloader import (DEPTH, TokenDataset, divide_update, micro_batches, read_ahead,
-                                stable_permutation, to_device)
+                                stable_permutation, to_device, updates_of_step)
 from runtime.shards import list_shards, open_shard, read_shard, write_shard
 
 
@@ -28,6 +28,12 @@ def loaders(draw):
     edges = np.cumsum([0, *lengths])
     shards = [np.arange(a, b, dtype=np.uint16) for a, b in zip(edges, edges[1:], strict=False)]
     return shards, T, draw(st.integers(0, 2**40)), draw(st.booleans())
+
+
+def config(tokens, T, updates=1, steps=10**9):
+    """What the loader needs of train_gpt2.Config."""
+    return SimpleNamespace(total_batch_size=tokens, sequence_length=T, updates_per_step=updates,
+                           max_steps=steps)
 
 
 def starts_of(shards, T):
@@ -58,7 +64,7 @@ def test_a_steps_global_batch_is_the_same_for_any_processes_and_micro_batch(load
     divisors = [(b, w) for b in range(1, N + 1) for w in range(1, N + 1) if N % (b * w) == 0]
     other = data.draw(st.sampled_from(divisors))
     for b, w in ((B, ranks), other):
-        each = [micro_batches(TokenDataset(shards, T, seed, shuffle), N * T, lambda s: 1, b, step, rank, w)
+        each = [micro_batches(TokenDataset(shards, T, seed, shuffle), config(N * T, T), b, step, rank, w)
                 for rank in range(w)]
         rows = [next(batches) for _ in range(N // b // w) for batches in each]
         assert np.concatenate(rows).tolist() == want.tolist()
@@ -66,15 +72,19 @@ def test_a_steps_global_batch_is_the_same_for_any_processes_and_micro_batch(load
 
 def test_an_update_has_the_largest_micro_batch_that_divides_it():
     """And a step of several updates has the tokens of one of one."""
-    assert [divide_update(240, 5, 1, ranks, most) for ranks, most in ((1, 48), (1, 20), (2, 99), (3, 1))] == [
+    c = config(240, 5)
+    assert [divide_update(c, 1, ranks, most) for ranks, most in ((1, 48), (1, 20), (2, 99), (3, 1))] == [
         (48, 1), (16, 3), (24, 1), (1, 16)]
-    assert divide_update(240, 5, 4, 2, 4) == (3, 2)
+    assert divide_update(c, 4, 2, 4) == (3, 2)
     with pytest.raises(UserError, match="--total_batch_size 250 .* 2 processes .*: give 240 or 270"):
-        divide_update(250, 5, 3, 2, 8)
+        divide_update(config(250, 5), 3, 2, 8)
+    with pytest.raises(UserError, match=r": give 20$"):
+        divide_update(config(10, 5), 1, 4, 8)
     dataset = TokenDataset([np.arange(2000, dtype=np.uint16)], 5, 1, True)
     want = dataset.read(0, 3 * 48).tolist()
-    for updates in (lambda s: 1, lambda s: 4, lambda s: 4 >> s):
-        batches = micro_batches(dataset, 240, updates, 8)
+    assert [updates_of_step(step, config(240, 5, 4, 3)) for step in range(3)] == [4, 2, 1]
+    for updates, steps in ((1, 3), (4, 10**9), (4, 3)):
+        batches = micro_batches(dataset, config(240, 5, updates, steps), 8)
         rows = itertools.chain.from_iterable(batch.tolist() for batch in batches)
         assert list(itertools.islice(rows, len(want))) == want
 
@@ -176,7 +186,7 @@ def readers():
 
 def batches_of(shards, step=0):
     """Three micro-batches a step, of 2 sequences of 5 tokens."""
-    return micro_batches(TokenDataset(shards, 5, 1, True, vocab_size=50257), 5 * 2 * 3, lambda s: 1, 2, step)
+    return micro_batches(TokenDataset(shards, 5, 1, True, vocab_size=50257), config(5 * 2 * 3, 5), 2, step)
 
 
 @pytest.mark.parametrize("step", [0, 17])
@@ -194,20 +204,20 @@ def test_batches_read_ahead_have_targets_one_token_on(step):
 
 
 def test_reading_runs_ahead_of_the_training_loop():
+    """By DEPTH micro-batches, and no further: its end waits for what has been begun."""
     seen, batches = [], batches_of([np.arange(200, dtype=np.uint16)])
     ahead = read_ahead((seen.append(rows) or rows for rows in batches), pin=False)
     next(ahead)
     wait_until(lambda: len(seen) > DEPTH)
-    time.sleep(0.05)
-    assert len(seen) == DEPTH + 1                 # and no further
     ahead.close()
+    assert len(seen) == DEPTH + 1
 
 
 def test_what_goes_wrong_on_the_reading_thread_is_raised_where_the_batch_is_asked_for():
     shards = [np.arange(60, dtype=np.uint16), np.full(60, 50, dtype=np.uint16)]
     dataset = TokenDataset(shards, 5, vocab_size=50257)
     shards[1][:] = 60
-    ahead = read_ahead(micro_batches(dataset, 10, lambda s: 1, 2), pin=False)
+    ahead = read_ahead(micro_batches(dataset, config(10, 5), 2), pin=False)
     for _ in range(5):
         next(ahead)
     with pytest.raises(UserError, match="changed during the run"):

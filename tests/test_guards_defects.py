@@ -48,7 +48,7 @@ def test_c2_float16_without_one_finite_gradient_ends_in_one_line(shards, tmp_pat
 def test_c6_frontiers_automatic_updates_leave_each_rank_a_whole_sequence(ranks, tokens, expected):
     """One rank would make four updates of a step in each of these runs of 100 steps."""
     flags = train_gpt2.RECIPES["frontier"].defaults | {"recipe": "frontier", "total_batch_size": tokens,
-                                                       "max_steps": 100}
+                                                       "max_steps": 100, "sequence_length": 1024}
     config = dataclasses.replace(train_gpt2.Config(), **flags)
     assert frontier.automatic(config, ranks)["updates_per_step"] == expected
 
