@@ -131,8 +131,8 @@ def check_data(data: dict, checkpoint: dict | None, path: Path | None, folder: s
         for had, has in zip_longest(checkpoint["data"]["train"], data["train"], fillvalue=("none", 0, "")):
             if tuple(had[1:]) != tuple(has[1:]):
                 was, now = (", ".join(map(safe_repr, shard)) for shard in (had, has))
-                raise UserError(f"{path} was trained on other shards than {folder} has: the first of them was"
-                                f" {was} and is {now}. Bring the old data back, or start a new run from these "
+                raise UserError(f"{path} was trained on other shards than {folder} has: the first was {was} "
+                                f"and is {now}. Bring the old data back, or start a new run from these "
                                 f"weights: --init {path} --out ANOTHER")
 
 

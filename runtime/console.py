@@ -76,6 +76,12 @@ def row_line(row: dict) -> str:
     return ",".join("" if row[name] is None else format(row[name], form) for name, form in FORMATS.items())
 
 
+def lowest(rows: list[dict], steps: Collection[int] | None = None) -> tuple[float, int] | None:
+    """(validation loss, step) of the lowest one, the earliest of equals; of `steps` alone, if given."""
+    return min(((row["val"], row["step"]) for row in rows if row["val"] is not None
+                and math.isfinite(row["val"]) and (steps is None or row["step"] in steps)), default=None)
+
+
 class Record:
     """OUT/metrics.csv, a row a step, the one record of a run: what is resumed, the best checkpoint and the
     picture are read from it. Beside it OUT/log.txt, a line an event, and Weights & Biases, if asked for.
