@@ -117,7 +117,7 @@ def flag(default, group, help, **metadata):
 def run_command(main: Callable[[], int | None]) -> None:
     """Runs `main()` as a command: UserError -> one line and exit 2, RunError -> one line and exit 1, Ctrl-C
     -> one line and exit 130."""
-    code, several = 0, os.environ.get("WORLD_SIZE", "1") != "1"
+    code = 0
     try:
         sys.stdout.reconfigure(errors="replace")    # not every terminal can print every sampled token
         code = main() or 0
@@ -132,14 +132,12 @@ def run_command(main: Callable[[], int | None]) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1
     except Exception:
-        if not several:
-            raise
         traceback.print_exc()
         code = 1
     signal.signal(signal.SIGINT, signal.SIG_IGN)    # Python's finalization would end by it, code or no code
     # No finalization of several ranks, and the process group is not destroyed: gloo's threads can abort it
     # (pytorch issue 190489), and its destructor, with the GIL, waits for a thread that may wait for the GIL.
-    if several:
+    if os.environ.get("WORLD_SIZE", "1") != "1":
         sys.stdout.flush()
         os._exit(code)
     sys.exit(code)

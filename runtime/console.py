@@ -10,7 +10,6 @@ from collections.abc import Collection
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
-from typing import TextIO
 
 from runtime.cli import RunError, said_once
 from runtime.files import checkpoints, newest_of, read_text, readable, replace_file, sync, writable
@@ -56,17 +55,21 @@ def speed_line(seconds: list[float], tokens_per_step: int, peak_bytes: float) ->
 def read_metrics(path: str | Path, remedy: str = "remove it, or choose another --out") -> list[dict]:
     """The complete rows of a metrics.csv: {column of COLUMNS: number, or None where the cell is empty}. A
     crash can cut off the last one. UserError for a file of another kind."""
-    rows = []
     with readable(path, remedy):
         header, *lines = read_text(path).rpartition("\n")[0].splitlines() or [HEADER]
         if header != HEADER or not all(map(ROW.fullmatch, lines)):
             raise ValueError("it is none of a run's metrics")
-        for step, tokens, *rest in (line.split(",") for line in lines):
-            rest = (float(cell) if cell else None for cell in rest)
-            rows.append(dict(zip(COLUMNS, (int(step), int(tokens), *rest), strict=True)))
-        if any(a["step"] >= b["step"] for a, b in pairwise(rows)):
+        rows = [{name: (int if form == "d" else float)(cell) if cell else None
+                 for (name, form), cell in zip(FORMATS.items(), line.split(","), strict=True)} for line in lines]
+        if any(row["step"] >= after["step"] for row, after in pairwise(rows)):
             raise ValueError("its steps do not grow")
     return rows
+
+
+def lowest(rows: list[dict], steps: Collection[int] | None = None) -> tuple[float, int] | None:
+    """(validation loss, step) of the lowest one, the earliest of equals; of `steps` alone, if given."""
+    return min(((row["val"], row["step"]) for row in rows if row["val"] is not None
+                and math.isfinite(row["val"]) and (steps is None or row["step"] in steps)), default=None)
 
 
 def row_line(row: dict) -> str:
@@ -83,9 +86,9 @@ class Record:
     """OUT/metrics.csv, a row a step, the one record of a run: what is resumed, the best checkpoint and the
     picture are read from it. Beside it OUT/log.txt, a line an event, and Weights & Biases, if asked for.
 
-    For a run that goes on at `step`. Of a longer record the rest is cut off, because it happens again; of the
-    row of `step` the evaluations stay. At step 0 both files begin empty. Events come in the order of the
-    steps, and those of one step in the order val, hella, train. UserError if metrics.csv is damaged."""
+    For a run that goes on at `step`: of a longer record the rest is cut off, because it happens again, but of
+    the row of `step` the evaluations stay. At step 0 both files begin empty. Of each step val and hella come
+    before train. UserError if metrics.csv is damaged."""
 
     def __init__(self, out: str | Path, step: int, tokens_per_step: int, config: dict | None = None,
                  wandb: bool = False):
@@ -99,18 +102,15 @@ class Record:
                 row |= dict.fromkeys(("train", "lr", "norm", "tokens_per_second"))
             elif (row["tokens_per_second"] or 0) > 0:
                 self.seconds += tokens_per_step / row["tokens_per_second"]
-        self.table = self._rewritten("metrics.csv", [HEADER, *map(row_line, self.rows)])
-        self.events = self._rewritten("log.txt", [
-            f"{row['step']} {kind} {row[kind]:.6f}" for row in self.rows for kind in ("val", "hella", "train")
-            if row[kind] is not None])
+        texts = {"metrics.csv": [HEADER, *map(row_line, self.rows)],
+                 "log.txt": [f"{row['step']} {kind} {row[kind]:.6f}" for row in self.rows
+                             for kind in ("val", "hella", "train") if row[kind] is not None]}
+        for name, lines in texts.items():
+            text = "".join(f"{line}\n" for line in lines).encode()
+            replace_file(self.out / name, lambda file, text=text: file.write(text))
+        self.table, self.events = (open(self.out / name, "a", newline="\n") for name in texts)
         if wandb:
             self.wandb = open_wandb(self.out.resolve(), config, resumes=step > 0)
-
-    def _rewritten(self, name: str, lines: list[str]) -> TextIO:
-        """The file with these lines, open behind them."""
-        text = "".join(f"{line}\n" for line in lines)
-        replace_file(self.out / name, lambda file: file.write(text.encode()))
-        return open(self.out / name, "a", newline="\n")
 
     def train(self, step: int, loss: float, norm: float, lr: float, seconds: float) -> None:
         """A finished step, which took `seconds`."""
