@@ -59,8 +59,8 @@ def read_metrics(path: str | Path, remedy: str = "remove it, or choose another -
         header, *lines = read_text(path).rpartition("\n")[0].splitlines() or [HEADER]
         if header != HEADER or not all(map(ROW.fullmatch, lines)):
             raise ValueError("it is none of a run's metrics")
-        rows = [{name: (int if form == "d" else float)(cell) if cell else None
-                 for (name, form), cell in zip(FORMATS.items(), line.split(","), strict=True)} for line in lines]
+        rows = [{name: (int if form == "d" else float)(cell) if cell else None for (name, form), cell
+                 in zip(FORMATS.items(), line.split(","), strict=True)} for line in lines]
         if any(row["step"] >= after["step"] for row, after in pairwise(rows)):
             raise ValueError("its steps do not grow")
     return rows
@@ -74,12 +74,6 @@ def lowest(rows: list[dict], steps: Collection[int] | None = None) -> tuple[floa
 
 def row_line(row: dict) -> str:
     return ",".join("" if row[name] is None else format(row[name], form) for name, form in FORMATS.items())
-
-
-def lowest(rows: list[dict], steps: Collection[int] | None = None) -> tuple[float, int] | None:
-    """(validation loss, step) of the lowest one, the earliest of equals; of `steps` alone, if given."""
-    return min(((row["val"], row["step"]) for row in rows if row["val"] is not None
-                and math.isfinite(row["val"]) and (steps is None or row["step"] in steps)), default=None)
 
 
 class Record:
