@@ -95,8 +95,10 @@ def merge_flags(config, explicit_flags: set[str], checkpoint: dict, path: Path):
         for name, value in before.items():
             meta = known[name].metadata
             kind = meta.get("type", known[name].type)
-            if value is None or value != meta.get("word") and type(value) not in {
-                    kind, int if kind is float else kind} or value not in meta.get("choices", [value]):
+            if value is None or value != meta.get("word") and (
+                    type(value) not in {kind, int if kind is float else kind}
+                    or value not in meta.get("choices", [value])
+                    or before["recipe"] not in meta.get("recipes", [before["recipe"]])):
                 raise ValueError(f"its config says {name} = {safe_repr(value)}")
         shape = {name: checkpoint["model_config"][name] for name in MODEL_SHAPE}
         if before["recipe"] != checkpoint["recipe"] or any(type(n) is not int for n in shape.values()):
@@ -165,7 +167,8 @@ def restore(run, checkpoint: dict, path: Path) -> None:
         load_state(run.optimizers, checkpoint["optimizers"])
         if run.scaler.is_enabled() and (saved := checkpoint["scaler"]):
             scale, steps = saved["scale"], saved["_growth_tracker"]
-            if type(steps) is not int or not (0 <= steps < 2**31 and 0 < scale < math.inf):
+            if (type(scale), type(steps)) != (float, int) or not (
+                    0 < scale < math.inf and 0 <= steps < 2**31):
                 raise ValueError(f"its scale is {safe_repr(scale)}, since {safe_repr(steps)} steps")
             run.scaler.load_state_dict(run.scaler.state_dict() | {"scale": scale, "_growth_tracker": steps})
     run.step = checkpoint["step"]
