@@ -6,7 +6,7 @@
     python bench.py data [PATH]     1 min   tokens/s of the loader, of fineweb.py, of a clone of build-nanogpt
     python bench.py hellaswag       3 min   HellaSwag in batches against one example a forward
     python bench.py scaling         2 min   step time by processes; estimates by size, what GPUs exchange
-    python bench.py peer PATH       4 min   our step and that of a clone of build-nanogpt, in turn
+    python bench.py peer PATH       4 min   our step and that of a clone of build-nanogpt, or of this project
     python bench.py recipes DATA    hours   gpt2 and --recipe on a folder of shards, and ablations
     python bench.py compare OUT ... 5 s     runs of train_gpt2.py by their --out: loss by tokens and by time
 

@@ -28,7 +28,7 @@ from model import MODELS, fresh_model, load_model
 from runtime import checkpoint as saved
 from runtime import plots
 from runtime.attention import ATTENTION
-from runtime.cli import RunError, agreed, flag, run_command
+from runtime.cli import RunError, flag, run_command, said_once
 from runtime.console import Record, in_bits, log_evaluation, log_steps, print_header, print_summary
 from runtime.dataloader import (Data, divide_update, micro_batches, open_data, read_ahead, to_device,
                                 updates_of_step)
@@ -355,7 +355,8 @@ def evaluate(run: Run, due: Callable[[int], bool]) -> None:
         if process.stop:
             return
         if not math.isfinite(loss):
-            raise agreed(RunError(f"step {step}: validation loss {loss}. {newest_of(config.out)}"))
+            with said_once():
+                raise RunError(f"step {step}: validation loss {loss}. {newest_of(config.out)}")
         log_evaluation(run, "val", loss, f"validation loss: {loss:.4f}{in_bits(loss, run.data)}")
     if run.hella and due(config.hellaswag_every) and "hella" not in known:
         counts = hellaswag.evaluate(run.model, run.hella, process.device, run.autocast, process.rank,
@@ -425,16 +426,18 @@ def loop(run: Run) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """The command. Returns the exit code."""
-    flags, explicit_flags = parse_flags(argv)
+    with said_once("LOCAL_RANK"):
+        flags, explicit_flags = parse_flags(argv)
     process = set_up_process(flags)
     with oom_as_user_error(lambda: f"{process.device} is out of memory: give a smaller --batch_size, "
                                    "--recompute, --shard_optimizer (several GPUs), or a smaller model"):
-        run, code = set_up(flags, explicit_flags, process), 0
-        if run:
-            with saved.outputs(run):
-                loop(run)
-            code = print_summary(run)
-    return code
+        with said_once():
+            run = set_up(flags, explicit_flags, process)
+        if not run:                                 # --dry_run
+            return 0
+        with saved.outputs(run):
+            loop(run)
+        return print_summary(run)
 
 
 if __name__ == "__main__":

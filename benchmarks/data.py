@@ -6,29 +6,31 @@ import sys
 import tempfile
 import time
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 
 from benchmarks.timing import BENCH, measure, print_table, random_tokens, rows_of, take_turns
 from runtime.cli import UserError
 from runtime.console import counted
-from runtime.dataloader import INPUT_TXT, TokenDataset, TokenLoader, to_device
+from runtime.dataloader import INPUT_TXT, TokenDataset, micro_batches, to_device
 from runtime.shards import open_shard, write_shard
 from runtime.tokenizer import VOCAB_SIZE
 
 
 def measure_loader(s):
-    """Tokens/s of TokenLoader on one thread, a rate an epoch of four unequal shards, hashing included."""
+    """Tokens/s of micro_batches on one thread, a rate an epoch of four unequal shards, hashing included."""
+    config = SimpleNamespace(total_batch_size=s.B * s.T, sequence_length=s.T, updates_per_step=1, max_steps=1)
     with tempfile.TemporaryDirectory() as folder:
         shards = [Path(folder) / f"x_train_{i}.{s.size}" for i in range(4)]
         for i, path in enumerate(shards):
             write_shard(path, random_tokens(4_000_000 + 1013 * i))
         dataset = TokenDataset(shards, s.T, 1337, s.recipe == "shuffled", VOCAB_SIZE)
-        loader = TokenLoader(dataset, s.B * s.T, s.B)
-        rates = []
-        for epoch in range(s.steps):
+        batches, rates = micro_batches(dataset, config, s.B), []
+        for _ in range(s.steps):
             start, steps = time.perf_counter(), dataset.total // s.B
-            for step in range(steps * epoch, steps * (epoch + 1)):
-                to_device(loader.rows(step, 0), "cpu")
+            for rows in islice(batches, steps):
+                to_device(rows, "cpu")
             rates.append(steps * s.B * s.T / (time.perf_counter() - start))
     return {"rates": rates}
 

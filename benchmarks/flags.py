@@ -1,13 +1,15 @@
 """The flags of bench.py."""
 import importlib.util
 import math
+import os
 from argparse import Namespace
 from collections.abc import Collection
+from pathlib import Path
 
 from benchmarks.steps import SIZES
-from benchmarks.timing import Setting, check_outputs
+from benchmarks.timing import Setting
 from runtime.cli import BoolFlag, FlagParser, UserError, parse_int
-from runtime.device import choose_dtype, find_device
+from runtime.device import choose_device, choose_dtype
 from train_gpt2 import RECIPES
 
 # the tables to which a flag says something, where these are few
@@ -68,13 +70,28 @@ def check_args(args: Namespace) -> Namespace:
     args.path = args.paths[0] if args.paths else None
     if len(args.paths) > 1 and args.table != "compare":
         raise UserError(f"bench.py {args.table} takes one path, not {len(args.paths)}")
-    args.device = "cpu" if args.table == "compare" else find_device(args.device)
+    found = "cpu" if args.table == "compare" else choose_device(args.device)
+    args.device = "cuda" if found == "cuda:0" else found         # of several processes each finds its own
     if args.device == "mps":
         raise UserError("bench.py measures on cuda or cpu: give --device cpu")
     if args.plot and not importlib.util.find_spec("matplotlib"):
         raise UserError("--plot needs the package matplotlib: pip install matplotlib, or leave the flag out")
-    check_outputs(args.json, args.plot, args.curve)
+    check_outputs({"--json": (args.json, ".json"), "--plot": (args.plot, ".png"),
+                   "--curve": (args.curve, ".csv")})
     for name in ("batch_size", "sequence_length", "steps", "turns", "memory_gb"):
         if (value := getattr(args, name)) is not None and not 1 <= value < math.inf:
             raise UserError(f"--{name} {value}: must be at least 1")
     return args
+
+
+def check_outputs(given: dict[str, tuple[str | None, str]]) -> None:
+    """Before anything is measured: UserError unless each {flag: (path, suffix)} can be written. Its name must
+    end in its suffix, so that nothing else is replaced by mistake."""
+    for flag, (path, suffix) in given.items():
+        if path is None:
+            continue
+        folder = Path(path).absolute().parent
+        if Path(path).suffix != suffix or os.path.exists(path) and not os.path.isfile(path):
+            raise UserError(f"{flag} {path}: give a file whose name ends in {suffix}")
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise UserError(f"{flag} {path}: {folder} is no folder that can be written: choose another")

@@ -3,6 +3,7 @@ import sys
 import types
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -12,12 +13,10 @@ import train_gpt2
 from benchmarks.data import measure_loader
 from benchmarks.timing import GB, random_tokens, time_steps
 from model import GPT, GPT2_SIZES, GPTConfig
-from runtime.attention import attention, document_window_mask
-from runtime.checks import automatic_values
-from runtime.dataloader import INPUT_TXT, TokenDataset, TokenLoader
+from runtime.attention import attention
+from runtime.dataloader import INPUT_TXT
 from runtime.device import make_autocast, peak_flops, peak_memory
-from runtime.distributed import setup_process
-from runtime.signals import StopSignals
+from runtime.shards import write_shard
 
 SIZES = GPT2_SIZES | {"small": dict(n_layer=4, n_head=4, n_embd=256),       # for CPUs, and to try a command
                       "tiny": dict(n_layer=4, n_head=2, n_embd=128)}
@@ -37,34 +36,41 @@ def shape_of(s):
 # -----------------------------------------------------------------------------
 # a step
 
-class PlainAdamW(torch.optim.AdamW):
-    """torch's default AdamW for the device. Unlike the fused one it cannot skip a non-finite step."""
-
-    def step(self, closure=None):
-        self.found_inf = None
-        return super().step(closure)
-
-
 def our_step(s):
-    """(a function that does one optimizer step of setting `s` as train_gpt2.py does it, the model)."""
-    config = train_gpt2.Config(**train_gpt2.RECIPES[s.recipe].defaults | shape_of(s) | dict(
-        recipe=s.recipe, total_batch_size=s.B * s.T * s.processes, batch_size=str(s.B), sequence_length=s.T,
-        block_size=s.T, vocab_size=s.vocab_size, device=s.device, dtype=s.dtype, tf32=s.tf32,
-        compile=s.compile, attention=s.attention, loss_chunk=s.loss_chunk, seed=0))
-    process = setup_process(config, s.tune_memory)
-    config = replace(config, **automatic_values(config, train_gpt2.RECIPES[s.recipe], process.device))
-    state, _, wrapped, autocast = train_gpt2.build_training(config, process)
-    if not s.fused:
-        state.optimizers = [PlainAdamW([{name: g[name] for name in ("params", "lr", "weight_decay")}
-                                        for g in optimizer.param_groups], betas=(0.9, 0.95))
-                            if isinstance(optimizer, torch.optim.Adam) else optimizer
-                            for optimizer in state.optimizers]
-    dataset = TokenDataset([random_tokens(20 * s.B * s.T * s.processes + 1)], s.T)
-    loader = TokenLoader(dataset, config.total_batch_size, s.B, process.rank, process.world_size,
-                         process.device)
-    loader.start(0)
-    return (lambda: train_gpt2.train_step(wrapped, state, loader, autocast, config.grad_clip, process,
-                                           StopSignals(process)), state.model)
+    """(a function that does one step of setting `s` as train_gpt2.py does it, the model). It writes random
+    tokens and what a run writes into the current folder."""
+    tokens = s.B * s.T * s.processes
+    Path("data").mkdir(exist_ok=True)
+    write_shard("data/x_train_000000.npy", random_tokens(20 * tokens + 1))
+    never = dict.fromkeys(("val_every", "hellaswag_every", "sample_every", "checkpoint_every"), 0)
+    config = train_gpt2.Config(**train_gpt2.RECIPES[s.recipe].defaults | shape_of(s) | never | dict(
+        data="data", out="out", recipe=s.recipe, total_batch_size=tokens, batch_size=s.B, block_size=s.T,
+        vocab_size=s.vocab_size, device=s.device, dtype=s.dtype, tf32=s.tf32, compile=s.compile,
+        attention=s.attention))
+
+    def chosen_here(run):
+        """Instead of the trial of a micro-batch: what a setting changes and no flag does, before anything is
+        compiled."""
+        if s.loss_chunk is not None:
+            run.model.loss_chunk = s.loss_chunk
+        if not s.fused:                         # torch's default for the device
+            for group in (group for optimizer in run.optimizers for group in optimizer.param_groups):
+                group |= {"fused": None} if "fused" in group else {}
+        return s.B
+    replaced = {"choose_batch_size": chosen_here} | ({} if s.tune_memory else {"tune_malloc": lambda: None})
+    with patch.multiple(train_gpt2, **replaced):
+        process = train_gpt2.set_up_process(config)
+        process.listen = lambda: None           # a signal ends a benchmark at once
+        if s.memory_gb:
+            share = s.memory_gb * GB / torch.cuda.mem_get_info(process.device)[1]
+            torch.cuda.set_per_process_memory_fraction(min(1.0, share), process.device)
+        run = train_gpt2.set_up(config, set(), process)
+
+    def step():
+        train_gpt2.set_schedule(run)
+        train_gpt2.train_step(run)
+        run.step += 1
+    return step, run.model
 
 
 def peers_step(s):
@@ -104,10 +110,6 @@ def peers_step(s):
 
 def measure_step(s):
     step, model = peers_step(s) if s.peer else our_step(s)
-    if s.memory_gb:
-        gpu = int(s.device.partition(":")[2] or 0)
-        fraction = s.memory_gb * GB / torch.cuda.mem_get_info(gpu)[1]
-        torch.cuda.set_per_process_memory_fraction(min(1.0, fraction), gpu)
     warmup_seconds, seconds = time_steps(step, s)
     result = {"seconds": seconds, "warmup_seconds": warmup_seconds, "memory": peak_memory(s.device)}
     if not s.peer:
@@ -125,7 +127,7 @@ def measure_matmul(s):
     head, and six of 2 B T^2 C FLOPs for each layer's attention. Each layer has its own weights, as in the
     step, so that they do not come from the cache.
     """
-    setup_process(train_gpt2.Config(device=s.device, tf32=s.tf32))
+    train_gpt2.set_up_process(train_gpt2.Config(device=s.device, tf32=s.tf32))
     layers, heads, C = (shape_of(s)[name] for name in ("n_layer", "n_head", "n_embd"))
     N, hs = s.B * s.T, C // heads
 
@@ -147,10 +149,10 @@ def measure_matmul(s):
     return {"seconds": time_steps(products, replace(s, warmup=2, steps=5))[1]}
 
 
-def attention_and_gradients(kernel, q, k, v, dy, mask=None):
+def attention_and_gradients(kernel, q, k, v, dy):
     """y, dq, dk, dv, each (B, T, heads, head_dim)."""
     q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
-    y = attention(q, k, v, kernel, mask)
+    y = attention(q, k, v, kernel)
     y.backward(dy)
     return y.detach(), q.grad, k.grad, v.grad
 
@@ -160,21 +162,17 @@ def measure_attention(s):
 
     An error is |x - x64| / |x64| against the naive kernel in float64: of y, and the largest of dq, dk and dv.
     """
-    device = setup_process(train_gpt2.Config(device=s.device)).device
+    device = train_gpt2.set_up_process(train_gpt2.Config(device=s.device)).device
     heads, C = (shape_of(s)[name] for name in ("n_head", "n_embd"))
     torch.manual_seed(0)
 
     def inputs(B, T):
-        """q, k, v, dy, and the mask, which only flex needs: one document and a window of T."""
+        """q, k, v, dy."""
         shape = B, T, heads, C // heads
-        tensors = [torch.randn(shape, device=device).to(getattr(torch, s.dtype)) for _ in range(4)]
-        if s.attention != "flex":
-            return *tensors, None
-        tokens = torch.zeros(B, T, dtype=torch.int64, device=device)
-        return *tensors, document_window_mask(tokens, T, torch.tensor(T, device=device), as_blocks=True)
+        return [torch.randn(shape, device=device).to(getattr(torch, s.dtype)) for _ in range(4)]
 
     attention_and_gradients(s.attention, *inputs(1, 64))            # the first call loads libraries
-    arguments = inputs(s.B, s.T)
+    tensors = inputs(s.B, s.T)
     if device.startswith("cuda"):
         peak = torch.cuda.max_memory_allocated
         torch.cuda.reset_peak_memory_stats()
@@ -182,12 +180,12 @@ def measure_attention(s):
         peak = peak_memory
         Path("/proc/self/clear_refs").write_text("5")               # the peak starts anew
     before = peak(device)
-    attention_and_gradients(s.attention, *arguments)
+    attention_and_gradients(s.attention, *tensors)
     memory = peak(device) - before
-    _, seconds = time_steps(lambda: attention_and_gradients(s.attention, *arguments), s)
+    _, seconds = time_steps(lambda: attention_and_gradients(s.attention, *tensors), s)
 
-    *tensors, mask = inputs(1, s.T)
-    actual = attention_and_gradients(s.attention, *tensors, mask)
+    tensors = inputs(1, s.T)
+    actual = attention_and_gradients(s.attention, *tensors)
     expected = attention_and_gradients("naive", *(t.double() for t in tensors))
     errors = [((a.double() - b).norm() / b.norm()).item() for a, b in zip(actual, expected, strict=True)]
     return {"seconds": seconds, "memory": memory,
@@ -211,7 +209,7 @@ def synthetic_examples(n):
 
 def measure_hellaswag(s):
     """Seconds of HellaSwag over s.steps examples, s.B rows a forward."""
-    process = setup_process(train_gpt2.Config(device=s.device))
+    process = train_gpt2.set_up_process(train_gpt2.Config(device=s.device))
     torch.manual_seed(0)
     model = GPT(GPTConfig(1024, s.vocab_size, **SIZES[s.size])).to(process.device)
     batches = hellaswag.make_batches(synthetic_examples(s.steps), 1024, s.B)

@@ -26,7 +26,7 @@ def ladder_settings(base):
     """
     cuda = base.device.startswith("cuda")
     s = replace(base, dtype="float32", tf32=not cuda, compile=False, attention="naive", vocab_size=50257,
-                fused=False, loss_chunk=-1 if cuda else 0, tune_memory=cuda)
+                fused=False, loss_chunk=None if cuda else 0, tune_memory=cuda)
     yield "float32, textbook attention, vocabulary 50257, eager, plain AdamW", s, None
     for name, change, left_out in [
             ("+ TF32", dict(tf32=True), None if cuda else "TF32 is a format of NVIDIA's GPUs"),
@@ -37,7 +37,7 @@ def ladder_settings(base):
             ("+ vocabulary 50304", dict(vocab_size=50304), None),
             ("+ fused AdamW", dict(fused=True), None),
             *([] if cuda else [("+ freed memory kept (mallopt)", dict(tune_memory=True), None),
-                               ("+ loss in tiles that stay in the cache", dict(loss_chunk=-1), None)]),
+                               ("+ loss in tiles that stay in the cache", dict(loss_chunk=None), None)]),
             ("+ attention kernel of choice (auto)", dict(attention="auto"), None),
             (f"+ micro-batch {4 * base.B}", dict(B=4 * base.B),
              None if cuda else "1,024 tokens keep a CPU busy")]:
@@ -91,9 +91,8 @@ def memory_table(args, base):
     """Peaks at B and 2 B give bytes a sequence. On a GPU the largest micro-batch in --memory_gb is run."""
     cuda = base.device.startswith("cuda")
     kernels, missing = supported_kernels(base)
-    # auto is one of the others; flex needs a mask
     settings = {(kernel, chunk): replace(base, attention=kernel, loss_chunk=chunk, warmup=1, steps=1)
-                for kernel in kernels if kernel not in ("auto", "flex")
+                for kernel in kernels if kernel != "auto"           # which is one of the others
                 for chunk in (0, 8192 if cuda else 2048)}
     small, large = (measure({key: replace(s, B=B) for key, s in settings.items()}, 1)
                     for B in (base.B, 2 * base.B))
@@ -163,17 +162,21 @@ def scaling_estimate(name):
 
 
 def peer_table(args, base):
+    """Of build-nanogpt; or of another checkout of this project, by its own bench.py."""
     script = Path(args.path or "build-nanogpt") / "train_gpt2.py"
     if not script.is_file():
         raise UserError(f"{script} is not there: git clone build-nanogpt from GitHub, and give its folder")
     peer = replace(base, peer=str(script.parent.resolve()))
-    settings = {"build-nanogpt, as shipped": replace(peer, compile=False),
-                "build-nanogpt, torch.compile": replace(peer, compile=True),
-                "ours, as shipped": base, "its matrix products alone": replace(base, what="matmul")}
+    if script.with_name("bench.py").exists():
+        settings = {str(script.parent): peer, "ours": base}
+    else:
+        settings = {"build-nanogpt, as shipped": replace(peer, compile=False),
+                    "build-nanogpt, torch.compile": replace(peer, compile=True),
+                    "ours": base, "its matrix products alone": replace(base, what="matmul")}
     results = measure(settings, args.turns)
     rows = rows_of("step", results, lambda _, r: {
         "ms": median_ms(r), "tokens/s": base.B * base.T / median_ms(r) * 1e3}
         | ({"peak GB": r["memory"] / GB, "start s": r["warmup_seconds"]} if "memory" in r else {})
-        | {"time against ours": ratio(r, results["ours, as shipped"])})
+        | {"time against ours": ratio(r, results["ours"])})
     print_table(rows)
     return rows

@@ -6,14 +6,14 @@ starts the subprocesses in turn and merges what they print.
 import json
 import os
 import platform
-import stat
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import asdict, dataclass, replace
 from datetime import date
-from itertools import combinations, pairwise
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +23,6 @@ from tqdm import tqdm
 from runtime.attention import ATTENTION, check_attention
 from runtime.cli import UserError, brief_error
 from runtime.device import is_out_of_memory
-from runtime.files import read_text
 from runtime.tokenizer import VOCAB_SIZE
 
 BENCH = Path(__file__).resolve().parent.parent / "bench.py"
@@ -44,14 +43,14 @@ class Setting:
     compile: bool = False
     attention: str = "auto"
     vocab_size: int = 50304
-    loss_chunk: int = -1
+    loss_chunk: int | None = None   # tokens whose logits are in memory at a time; 0: all; None: as trained
     fused: bool = True              # AdamW in one kernel
     tune_memory: bool = True        # glibc keeps freed memory
     warmup: int = 2
     steps: int = 10
     processes: int = 1
     memory_gb: float = 0            # limit of the GPU's memory; 0: none
-    peer: str = ""                  # folder of build-nanogpt's train_gpt2.py
+    peer: str = ""                  # folder of another train_gpt2.py: build-nanogpt's, or one with a bench.py
 
 
 # -----------------------------------------------------------------------------
@@ -107,12 +106,18 @@ def run_worker(workers, setting):
 # starting workers
 
 def run_in_subprocess(s):
-    """The dict that the worker of `s` prints in a new process, or {"failed": reason}."""
+    """The dict that the worker of `s` prints in a new process, in a folder of its own, or {"failed": reason}.
+    Another checkout of this project is measured by its own bench.py, which may not know all settings."""
+    bench = BENCH
+    if s.peer and (theirs := Path(s.peer) / "bench.py").exists():
+        bench, s = theirs, replace(s, peer="")
+    changed = {name: value for name, value in asdict(s).items() if value != getattr(Setting, name)}
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={s.processes}"]
     launcher = [sys.executable, *(torchrun if s.processes > 1 else [])]
     threads = max(1, torch.get_num_threads() // s.processes)
-    result = subprocess.run([*launcher, str(BENCH), "work", json.dumps(asdict(s))], capture_output=True,
-                            text=True, env={**os.environ, "OMP_NUM_THREADS": str(threads)})
+    with tempfile.TemporaryDirectory() as folder:
+        result = subprocess.run([*launcher, str(bench), "work", json.dumps(changed)], capture_output=True,
+                                text=True, cwd=folder, env={**os.environ, "OMP_NUM_THREADS": str(threads)})
     answers = [json.loads(line) for line in result.stdout.splitlines() if line.startswith('{"')]
     failed = [answer for answer in answers if "failed" in answer]       # also one after rank 0 has printed
     if answers and (failed or not result.returncode):
@@ -154,7 +159,7 @@ def supported_kernels(s):
     supported, missing = [], []
     for kernel in ATTENTION:
         try:
-            check_attention(kernel, s.device, getattr(torch, s.dtype), 64, masked=kernel == "flex")
+            check_attention(kernel, s.device, getattr(torch, s.dtype), 64)
             supported.append(kernel)
         except UserError as error:
             missing.append(f"{kernel} ({str(error).split('(', 1)[-1].rsplit(')', 1)[0].split('. ')[0]})")
@@ -198,44 +203,6 @@ def print_table(rows, lists=None):
     for title, names in (lists or {}).items():
         if names:
             print(f"{title}: " + "; ".join(names))
-
-
-def check_outputs(json_path, plot_path, curve_path=None):
-    """Before anything is measured: UserError unless --json, --plot and --curve, where given, can be written,
-    and replace nothing but an earlier result."""
-    for flag, path, kind, is_ours in (("--json", json_path, "result of bench.py", is_result),
-                                      ("--plot", plot_path, "PNG picture", is_png),
-                                      ("--curve", curve_path, "curve", is_curve)):
-        if path is None:
-            continue
-        try:
-            if not os.access(folder := Path(path).absolute().parent, os.W_OK | os.X_OK):
-                raise UserError(f"{flag} {path}: {folder} is no folder that can be written: choose another")
-            ours = stat.S_ISREG(os.lstat(path).st_mode) and is_ours(path)   # lstat: a link would be replaced
-        except FileNotFoundError:
-            continue
-        except (OSError, ValueError, AttributeError, RecursionError):   # AttributeError: JSON, but no dict
-            ours = False
-        if not ours:
-            raise UserError(f"{flag} {path}: what is there is no earlier {kind}, and is not replaced: choose "
-                            f"another path")
-    given = {"--json": json_path, "--plot": plot_path, "--curve": curve_path}
-    for a, b in combinations(filter(given.get, given), 2):
-        if os.path.realpath(given[a]) == os.path.realpath(given[b]):
-            raise UserError(f"{a} and {b} are both {given[a]}: give two paths")
-
-
-def is_result(path):
-    return {"table", "rows"} <= json.loads(read_text(path)).keys()
-
-
-def is_png(path):
-    with open(path, "rb") as file:
-        return file.read(8) == b"\x89PNG\r\n\x1a\n"
-
-
-def is_curve(path):
-    return "\ntokens,loss" in read_text(path)
 
 
 def machine(device):

@@ -5,10 +5,10 @@ from pathlib import Path
 
 from corpus.hub import fetch_file, need_hub, published_sha256
 from corpus.progress import Progress
-from corpus.shard_writer import read_manifests, write_manifest
+from corpus.shard_writer import file_sha256, read_manifests, write_manifest
 from corpus.verify import is_whole, recorded_sums
 from runtime.cli import RunError, UserError
-from runtime.files import file_sha256, remove_leftovers, writable
+from runtime.files import remove_leftovers, writable
 from runtime.shards import SHARD_NAME
 
 # (variant, sample): dataset, prefix, number of training shards

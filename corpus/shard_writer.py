@@ -1,5 +1,6 @@
 """A stream of tokens -> shards in a folder, and the manifests by which a killed run resumes."""
 import errno
+import hashlib
 import json
 import math
 import os
@@ -12,7 +13,7 @@ import numpy as np
 from corpus.encoding import Tokens
 from corpus.sources import DAMAGED_CURSOR, TASK, difference
 from runtime.cli import UserError, safe_repr
-from runtime.files import file_sha256, read_text, readable, remove_leftovers, replace_file, writable
+from runtime.files import read_text, readable, remove_leftovers, replace_file, writable
 from runtime.shards import MANIFEST_NAME, SHARD_NAME, open_shard, write_shard
 from runtime.tokenizer import EOT
 
@@ -29,6 +30,12 @@ def manifest_of(shard: Path) -> Path:
     """The manifest that lists a shard, or is to list it."""
     found = re.search(r"_p\d+of\d+(?=_)", shard.name)
     return shard.with_name(f"manifest{found[0] if found else ''}.json")
+
+
+def file_sha256(path: str | Path) -> str:
+    """SHA-256 of a file's bytes, in hexadecimal digits."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_manifests(out: Path) -> dict[str, dict]:

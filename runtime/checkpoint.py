@@ -1,43 +1,37 @@
 """Checkpoints: which one a run resumes from, what it decides and restores, how one is written."""
 import dataclasses
-import math
 import os
 import shutil
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import zip_longest
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from runtime import plots
 from runtime.cli import RunError, UserError, safe_repr
 from runtime.console import Record
-from runtime.files import (checkpoint_name, checkpoints, lock_folder, newest_of, readable,
-                           remove_leftovers, replace_file, writable)
+from runtime.files import (checkpoint_name, checkpoints, lock_folder, newest_of, readable, remove_leftovers,
+                           replace_file, writable)
 from runtime.muon import state_keys
 from runtime.presets import PRESETS, flag_values
 from runtime.weights import find_checkpoint, model_from_checkpoint, read_checkpoint
 
 RUN_FILES = "log.txt", "metrics.csv", "loss.png", "wandb_id"       # beside the checkpoints
 MODEL_SHAPE = "n_layer", "n_head", "n_embd", "block_size", "vocab_size"
-KEYS = {"model", "model_config", "config", "recipe", "step", "optimizers", "scaler", "data"}
 
-
-# ----------------------------------------------------------------------------- resume
 
 def choose_checkpoint(config) -> Path | None:
     """The checkpoint that --resume asks for, or None for a new run."""
-    newest = checkpoints(config.out)[-1:] if not config.overfit else []
-    # torchrun --max_restarts: the same command, whose --resume never or PATH the first attempt has followed
-    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    if newest and (config.resume == "auto" or
-                   restarted and read_checkpoint(newest[0][1]).get("job") == job()):
-        return newest[0][1]
+    for _, newest in checkpoints(config.out)[-1:] if not config.overfit else []:
+        # torchrun --max_restarts: the same command, whose --resume never or PATH the first attempt followed
+        restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+        if config.resume == "auto" or restarted and read_checkpoint(newest).get("job") == job():
+            return newest
     if config.resume in ("auto", "never"):
         return None
     if path := find_checkpoint(config.resume):
@@ -52,25 +46,17 @@ def job() -> str:
 
 def recovery_hint(path: Path) -> str:
     """What to do about a checkpoint that cannot be used."""
-    older = [p.name for _, p in checkpoints(Path(path).parent) if p.name < Path(path).name]
-    return (f"remove it, and the same command resumes from {older[-1]}" if older else
+    if not path.exists():
+        return "put --out on a file system that all machines share"
+    others = [p.name for _, p in checkpoints(path.parent) if p != path]
+    return (f"remove it, and the same command resumes from {others[-1]}" if others else
             "start a new run with another --out")
 
 
 def state_of_run(path: Path):
-    """files.readable, for wrong values inside a checkpoint that could be read."""
-    errors = LookupError, TypeError, ValueError, RuntimeError, AttributeError
-    return readable(path, recovery_hint(path), errors, "does not hold the state of a run")
-
-
-def read_run(path: Path) -> dict:
-    """A checkpoint of train_gpt2.py. UserError for any other file, and on a rank that does not find it."""
-    checkpoint = read_checkpoint(path, recovery_hint(path) if path.exists() else
-                                 "put --out on a file system that all machines share")
-    if missing := KEYS - checkpoint.keys():
-        raise UserError(f"{path} is not a checkpoint of train_gpt2.py (it has no "
-                        f"{', '.join(sorted(missing))}): start a new run from its weights by --init {path}")
-    return checkpoint
+    """Around what takes values out of a checkpoint: it may be another project's, or damaged."""
+    return readable(path, f"{recovery_hint(path)}, or begin with its weights by --init {path}",
+                    problem="does not hold the state of a run of train_gpt2.py")
 
 
 def begin_or_resume(flags, explicit_flags: set[str], process, models: dict, load_model: Callable) -> tuple:
@@ -79,48 +65,42 @@ def begin_or_resume(flags, explicit_flags: set[str], process, models: dict, load
     process.require_same(flag_values(flags))
     # rank 0 decides: without a shared file system other machines may have another newest checkpoint
     path = process.gather(process.on_all_ranks(choose_checkpoint, flags))[0]
-    if not path:
-        return flags, load_init(flags, explicit_flags, process, models, load_model), None, None
-    checkpoint = process.on_all_ranks(read_run, path)
-    asked = merge_flags(flags, explicit_flags, checkpoint, path)
-    return asked, model_from_checkpoint(checkpoint, path, models, recovery_hint(path)), checkpoint, path
+    if path:
+        return process.on_all_ranks(read_run, flags, explicit_flags, models, path)
+    return flags, load_init(flags, explicit_flags, process, models, load_model), None, None
 
 
-def merge_flags(config, explicit_flags: set[str], checkpoint: dict, path: Path):
-    """`config` with what the checkpoint's run was asked for in place of flags that are not given. UserError
-    for one given, explicitly or by --preset, that may not change, and for a step beyond --max_steps."""
-    known = {f.name: f for f in dataclasses.fields(config) if not f.metadata.get("per_run")}
+def read_run(config, explicit_flags: set[str], models: dict, path: Path) -> tuple:
+    """What begin_or_resume returns for a run that resumes from `path`. UserError for a flag, explicit or
+    preset, that may not change, and for a step beyond --max_steps."""
+    checkpoint = read_checkpoint(path, recovery_hint(path))
+    given, kept = explicit_flags, {}
+    if "preset" in given:
+        given = given | PRESETS[config.preset][1].keys()
+        if config.init != "scratch":            # then the model's shape won over the preset's
+            given = explicit_flags | given - {*MODEL_SHAPE}
     with state_of_run(path):
-        before = {name: value for name, value in checkpoint["config"].items() if name in known}
-        for name, value in before.items():
-            meta = known[name].metadata
-            kind = meta.get("type", known[name].type)
-            if value is None or value != meta.get("word") and (
-                    type(value) not in {kind, int if kind is float else kind}
-                    or value not in meta.get("choices", [value])
-                    or before["recipe"] not in meta.get("recipes", [before["recipe"]])):
-                raise ValueError(f"its config says {name} = {safe_repr(value)}")
-        shape = {name: checkpoint["model_config"][name] for name in MODEL_SHAPE}
-        if before["recipe"] != checkpoint["recipe"] or any(type(n) is not int for n in shape.values()):
-            raise ValueError("its config does not fit its model's")
-        step = checkpoint["step"]
-        if type(step) is not int or not 0 <= step < 2**40:
-            raise ValueError(f"its step is {safe_repr(step)}")
-    given = explicit_flags
-    if "preset" in explicit_flags:              # with --init the model's shape won over the preset's
-        given = given | PRESETS[config.preset][1].keys() - (
-            shape.keys() if config.init != "scratch" else set())
-    for name in sorted(given & before.keys()):
-        now, had = getattr(config, name), before[name]
-        if known[name].metadata.get("fixed") and now not in (had, checkpoint["model_config"].get(name, had)):
-            raise UserError(f"{path} was trained with --{name} {had}, not {now}: give the same, or start a "
-                            "new run with another --out")
-    kept = {name: value for name, value in before.items() if name not in explicit_flags}
-    merged = dataclasses.replace(config, **kept | shape)
-    if step > merged.max_steps:
-        raise UserError(f"{path} is at step {step}, beyond --max_steps {merged.max_steps}: give more steps, "
+        step, before = checkpoint["step"], checkpoint["config"]
+        model = model_from_checkpoint(checkpoint, path, models, recovery_hint(path))
+        before = before | model_shape(model)
+        for f in dataclasses.fields(config):
+            if f.name in before and not f.metadata.get("per_run"):
+                had, now = before[f.name], getattr(config, f.name)
+                if type(had) is not f.type and had != f.metadata.get("word") or (
+                        had not in (f.metadata.get("choices") or [had])):
+                    raise ValueError(f"its config says {f.name} = {safe_repr(had)}")
+                fits = had, getattr(model.config, f.name, had)
+                if f.name in given and f.metadata.get("fixed") and now not in fits:
+                    raise UserError(f"{path} was trained with --{f.name} {had}, not {now}: give the same, or "
+                                    "start a new run with another --out")
+                kept[f.name] = now if f.name in explicit_flags else had
+        asked = dataclasses.replace(config, **kept)
+        if asked.recipe != checkpoint["recipe"] or type(step) is not int or step < 0:
+            raise ValueError(f"its recipe is {asked.recipe}, its step {safe_repr(step)}")
+    if step > asked.max_steps:
+        raise UserError(f"{path} is at step {step}, beyond --max_steps {asked.max_steps}: give more steps, "
                         "or --resume an earlier checkpoint")
-    return merged
+    return asked, model, checkpoint, path
 
 
 def load_init(config, explicit_flags: set[str], process, models: dict, load_model: Callable):
@@ -129,8 +109,7 @@ def load_init(config, explicit_flags: set[str], process, models: dict, load_mode
         return None
     model = process.rank0_first(load_model, config.init)
     recipe = next(name for name, cls in models.items() if type(model) is cls)
-    has = model_shape(model) | {"recipe": recipe}
-    for name, value in has.items():
+    for name, value in (model_shape(model) | {"recipe": recipe}).items():
         if getattr(config, name) != value and name in explicit_flags | {"recipe"}:
             raise UserError(f"--{name} {getattr(config, name)} contradicts --init {config.init}, whose model "
                             f"has {value}: give that")
@@ -150,69 +129,49 @@ def check_data(data: dict, checkpoint: dict | None, path: Path | None, folder: s
     if not checkpoint:
         return
     with state_of_run(path):
-        before = [(safe_repr(name), n, safe_repr(digest)) for name, n, digest in checkpoint["data"]["train"]]
-        if not all(type(n) is int and 0 < n < 2**63 for _, n, _ in before):
-            raise ValueError("its shards have no lengths")
-    for had, has in zip_longest(before, data["train"], fillvalue=("none", 0, "-")):
-        if had[1:] != tuple(has[1:]):
-            raise UserError(f"{path} was trained on other shards than {folder} has: the first that differs "
-                            f"was {had[0]} ({had[1]:,} tokens, digest {had[2]}) and is {has[0]} ({has[1]:,}, "
-                            f"{has[2]}). Bring the old data back, or start a new run from these weights: "
-                            f"--init {path} --out ANOTHER")
+        for had, has in zip_longest(checkpoint["data"]["train"], data["train"], fillvalue=("none", 0, "")):
+            if tuple(had[1:]) != tuple(has[1:]):
+                was, now = (", ".join(map(safe_repr, shard)) for shard in (had, has))
+                raise UserError(f"{path} was trained on other shards than {folder} has: the first was {was} "
+                                f"and is {now}. Bring the old data back, or start a new run from its weights "
+                                f"by --init {path} --out ANOTHER")
 
 
 def restore(run, checkpoint: dict, path: Path) -> None:
-    """Moments, scaler and step; the model was built with the checkpoint's weights."""
+    """Step, scaler, and the moments that this rank holds; the model was built with the saved weights."""
+    run.step, rank = checkpoint["step"], run.process.rank
     with state_of_run(path):
-        load_state(run.optimizers, checkpoint["optimizers"])
         if run.scaler.is_enabled() and (saved := checkpoint["scaler"]):
-            scale, steps = saved["scale"], saved["_growth_tracker"]
-            if (type(scale), type(steps)) != (float, int) or not (
-                    0 < scale < math.inf and 0 <= steps < 2**31):
-                raise ValueError(f"its scale is {safe_repr(scale)}, since {safe_repr(steps)} steps")
-            run.scaler.load_state_dict(run.scaler.state_dict() | {"scale": scale, "_growth_tracker": steps})
-    run.step = checkpoint["step"]
+            run.scaler.load_state_dict(run.scaler.state_dict() | {
+                "scale": float(saved["scale"]), "_growth_tracker": int(saved["_growth_tracker"])})
+        for optimizer in run.optimizers:
+            groups, owner, state = optimizer.param_groups, getattr(optimizer, "owner", {}), {}
+            named = [pair for g in groups for pair in zip(g["param_names"], g["params"], strict=True)]
+            for i, (name, p) in enumerate(named):
+                for key in state_keys(optimizer) if owner.get(p, rank) == rank else ():
+                    value = checkpoint["optimizers"][name][key].clone()         # out of the mapped file
+                    if value.shape != (() if key == "step" else p.shape) or not value.isfinite().all():
+                        raise ValueError(f"its optimizer's {key} of {name} does not fit")
+                    state.setdefault(i, {})[key] = value
+            optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
 
-
-def load_state(optimizers: list, saved: dict) -> None:
-    """Loads {parameter's name: {key: tensor}}, of the parameters whose moments this rank holds. ValueError
-    for the state of another model or optimizer, or numbers that are not finite."""
-    for optimizer in optimizers:
-        keys, state = state_keys(optimizer), {}
-        named = [pair for group in optimizer.param_groups
-                 for pair in zip(group["param_names"], group["params"], strict=True)]
-        for i, (name, p) in enumerate(named):
-            if getattr(optimizer, "owner", {}).get(p, rank()) != rank():
-                continue
-            state[i] = {key: saved[name][key].clone() for key in keys}          # out of the mapped file
-            for key, value in state[i].items():
-                if value.shape != (() if key == "step" else p.shape) or not value.isfinite().all():
-                    raise ValueError(f"its optimizer's {key} of {name} does not fit")
-        optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
-
-
-def rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-# ----------------------------------------------------------------------------- save
 
 def gather_state(run) -> dict:
-    """What load_state takes, complete on rank 0, in the CPU's memory. All ranks call it. A parameter with an
-    owner has its moments on that rank alone: Muon's always, the others' with --shard_optimizer."""
-    owner = run.owner | {p: r for o in run.optimizers for p, r in getattr(o, "owner", {}).items()}
-    keys = {p: state_keys(o) for o in run.optimizers for group in o.param_groups for p in group["params"]}
-    state = {p: values for o in run.optimizers for p, values in o.state.items()}
-    gathered = {}
+    """{parameter's name: {key: tensor}} of all optimizers, complete on rank 0, in the CPU's memory. All ranks
+    call it: the moments of a parameter with an owner are on that rank alone."""
+    owner, keys, state, gathered, rank = dict(run.owner), {}, {}, {}, run.process.rank
+    for optimizer in run.optimizers:
+        owner |= getattr(optimizer, "owner", {})
+        keys |= {p: state_keys(optimizer) for group in optimizer.param_groups for p in group["params"]}
+        state |= optimizer.state
     for name, p in run.model.named_parameters():
-        holder = owner.get(p, 0)
+        holder, gathered[name] = owner.get(p, 0), {}
         for key in keys.get(p, ("step", "exp_avg", "exp_avg_sq")):      # Adam's, where others hold them
-            tensor = state[p][key] if holder in (0, rank()) and p in state else (
-                p.new_empty(() if key == "step" else p.shape))
+            tensor = state[p][key] if rank == holder else p.new_empty(() if key == "step" else p.shape)
             if holder != 0:
                 dist.broadcast(tensor, holder)
-            if rank() == 0:
-                gathered.setdefault(name, {})[key] = tensor.to("cpu")
+            if rank == 0:
+                gathered[name][key] = tensor.to("cpu")
     return gathered
 
 
@@ -221,97 +180,86 @@ def weights_digest(model: torch.nn.Module) -> int:
     return torch.stack([p.detach().view(torch.int32).sum() for p in model.parameters()]).sum().item()
 
 
-def host_copy(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def host_copy(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The tensors on the CPU, those that share memory (embedding and head) once."""
     copies = {t.data_ptr(): t.to("cpu") for t in tensors.values()}
     return {name: copies[t.data_ptr()] for name, t in tensors.items()}
 
 
 class Saver:
-    """Writes OUT/checkpoint_STEP.pt atomically, unless a number in it is not finite, and removes older ones
-    than the newest `keep` (a number or "all"), but not the best. `background`: by a thread, while training
-    continues; what it is given must then be copies."""
+    """Writes OUT/checkpoint_STEP.pt atomically, and keeps the newest `keep` (a number or "all") and the best.
+    `background`: by a thread, while training continues; what it is given must then be copies."""
 
     def __init__(self, out: str, keep: int | str, background: bool, say: Callable[[str], None]):
         self.out, self.keep, self.background, self.say = Path(out), keep, background, say
         self.thread, self.pending = ThreadPoolExecutor(1, "checkpoint"), None
 
     def write(self, content: dict, record) -> None:
-        """Waits for the file before; this one is there when `finish` has returned. `record`: knows the best
-        step, and is on the disk before a checkpoint that continues it."""
+        """`record` knows the best step, and is on the disk before a checkpoint that continues it. RunError if
+        this or, with `background`, the file before could not be written, or a number is not finite."""
         self.finish()
         record.sync()
-        _, best = record.best([step for step, _ in checkpoints(self.out)]) or (None, None)
-        self.pending = self.thread.submit(self._write, content, best)
+        best = record.best(dict(checkpoints(self.out)))             # (loss, step) or None
+        self.pending = self.thread.submit(self._write, content, best and best[1])
         if not self.background:
             self.finish()
 
     def _write(self, content, best):
         began, path = time.perf_counter(), self.out / checkpoint_name(content["step"])
-        tensors = [*content["model"].items(), *((f"{key} of {name}", t) for name, state in
-                                                content["optimizers"].items() for key, t in state.items())]
-        for name, tensor in tensors:
-            if not tensor.isfinite().all():
-                raise RunError(f"after step {content['step']}, {name} is not finite: {path.name} is not "
-                               f"saved. {newest_of(self.out)}; lower --max_lr if it happens again")
+        tensors = {f"{key} of {name}": t for name, state in content["optimizers"].items()
+                   for key, t in state.items()} | content["model"]
+        if bad := next((name for name, t in tensors.items() if not t.isfinite().all()), None):
+            raise RunError(f"after step {content['step']}, {bad} is not finite: {path.name} is not saved. "
+                           f"{newest_of(self.out)}; lower --max_lr if it happens again")
         replace_file(path, lambda file: torch.save(content, file))
-        kept = checkpoints(self.out)[:-self.keep] if self.keep != "all" else []
-        for step, old in kept:
-            if step != best and step < content["step"]:
+        for step, old in checkpoints(self.out)[:-self.keep] if self.keep != "all" else []:
+            if step != best:
                 with writable(old, begun=True):
-                    old.unlink(missing_ok=True)
+                    old.unlink()
         self.say(f"saved {path} in {time.perf_counter() - began:.1f} s")
 
     def finish(self) -> None:
-        """Waits for the file. Raises what its writing raised."""
-        if pending := self.pending:
-            self.pending = None
+        """Waits until the file is there. Raises what its writing raised."""
+        pending, self.pending = self.pending, None
+        if pending:
             pending.result()
 
 
-def move_aside(out: str | Path, path: Path | None, step: int) -> str:
-    """Moves what is not of the run that resumes from `path` at `step`, or starts anew, from `out` to
-    OUT/previous_N: files of a run by their names, and nothing else. Of the run that is resumed these are the
-    later checkpoints, with copies of its logs. Returns a line about it, '' if there was nothing."""
+def move_aside(out: str | Path, path: Path | None, step: int, say: Callable[[str], None]) -> None:
+    """Moves an earlier run's files, by their names, and nothing else from `out` to OUT/previous_N. Of the run
+    that resumes from `path` at `step` these are its later checkpoints, with copies of its logs."""
     out = Path(out)
     inside = path is not None and path.resolve().parent == out.resolve()
     later = [p for s, p in checkpoints(out) if not inside or s > step]
     files = [p for name in RUN_FILES if (p := out / name).is_file()]
     remove_leftovers(out, rf"checkpoint_\d+\.pt|{'|'.join(RUN_FILES)}")
     if not later and (inside or not files):
-        return ""
+        return
     folder = next(p for n in range(1, 10**6) if not os.path.lexists(p := out / f"previous_{n}"))
     folder.mkdir()
-    for p in files:
-        shutil.copy(p, folder) if inside else p.rename(folder / p.name)
-    for p in later:
-        p.rename(folder / p.name)
-    return f"{len(files + later)} files of an earlier run in {out} are now in {folder}"
+    for p in files + later:
+        (shutil.copy if inside and p in files else shutil.move)(p, folder)
+    say(f"{len(files + later)} files of an earlier run in {out} are now in {folder}")
 
 
 def open_output(run, path: Path | None) -> None:
     """On rank 0: locks --out, moves what is of another run out of the way, and opens the logs."""
     config, process = run.config, run.process
-    if not process.is_master:
-        return
-    run.lock = lock_folder(config.out)
-    if line := move_aside(config.out, path, run.step):
-        process.print0(line)
-    run.record = Record(config.out, run.step, config.total_batch_size, vars(config), config.wandb)
-    run.known = tuple(kind for kind in ("val", "hella") if run.record.value(run.step, kind) is not None)
-    run.saver = Saver(config.out, config.keep_checkpoints, process.device != "cpu", process.print0)
+    if process.is_master:
+        run.lock = lock_folder(config.out)
+        move_aside(config.out, path, run.step, process.print0)
+        run.record = Record(config.out, run.step, config.total_batch_size, vars(config), config.wandb)
+        run.known = tuple(kind for kind in ("val", "hella") if run.record.value(run.step, kind) is not None)
+        run.saver = Saver(config.out, config.keep_checkpoints, process.device != "cpu", process.print0)
 
 
 @contextmanager
 def outputs(run):
     """Around the loop: at its end, however it ends, what is being written is completed and closed."""
-    try:
-        yield
-    finally:
-        run.batches.close()
+    with ExitStack() as stack:                  # the last one first
         if run.record:
-            try:
-                run.saver.finish()
-            finally:
-                run.record.close()
-                plots.finish()
+            stack.callback(plots.finish)
+            stack.callback(run.record.close)
+            stack.callback(run.saver.finish)
+        stack.callback(run.batches.close)
+        yield

@@ -31,12 +31,10 @@ def replace_file(path: str | Path, write: Callable[[BinaryIO], object]) -> None:
                 file.flush()
                 sync(file.fileno())
             os.replace(temporary, path)
-            if os.name != "nt":                   # makes the rename durable
+            if os.name != "nt":
                 folder = os.open(path.parent, os.O_RDONLY)
-                try:
-                    sync(folder)
-                finally:
-                    os.close(folder)
+                sync(folder)                      # makes the rename durable
+                os.close(folder)
     finally:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
@@ -52,8 +50,7 @@ def sync(descriptor: int) -> None:
 
 
 def remove_leftovers(folder: str | Path, names: str) -> None:
-    """Removes what killed processes left of replace_file in `folder`, for files whose whole name matches the
-    regular expression `names`. Nothing else that ends in .tmp."""
+    """Removes what killed processes left of replace_file in `folder`, of files whose name matches `names`."""
     for path in Path(folder).iterdir():
         if re.fullmatch(rf"({names})(\.\d+)?\.tmp", path.name) and path.is_file():
             path.unlink()
@@ -62,14 +59,12 @@ def remove_leftovers(folder: str | Path, names: str) -> None:
 def read_text(path: str | Path, most: int = 1 << 28, errors: str = "replace") -> str:
     """The text of a regular file, UTF-8. OSError or ValueError for anything else: a device or a pipe may have
     no end, and more than `most` bytes are no file of ours. `errors`: of bytes.decode."""
-    at_once = getattr(os, "O_NONBLOCK", 0)        # opening a named pipe would block forever
-    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | at_once)) as file:
-        found = os.fstat(file.fileno())
-        if not stat.S_ISREG(found.st_mode):
-            raise ValueError("it is not a regular file")
-        if found.st_size > most:
-            raise ValueError(f"it has {found.st_size / 1e6:,.0f} MB, and at most {most / 1e6:,.0f} are read")
-        return file.read().decode("utf-8-sig", errors=errors)
+    found = os.stat(path)
+    if not stat.S_ISREG(found.st_mode):
+        raise ValueError("it is not a regular file")
+    if found.st_size > most:
+        raise ValueError(f"it has {found.st_size / 1e6:,.0f} MB, and at most {most / 1e6:,.0f} are read")
+    return Path(path).read_bytes().decode("utf-8-sig", errors=errors)
 
 
 def checkpoints(out: str | Path) -> list[tuple[int, Path]]:
@@ -89,37 +84,30 @@ def newest_of(out: str | Path) -> str:
             "There is no checkpoint yet: the same command starts again")
 
 
-def is_huggingface(folder: Path) -> bool:
-    """Whether a folder is read in the Hugging Face format."""
-    return os.path.exists(folder / "config.json")
-
-
 @contextmanager
 def writable(path: str | Path, begun: bool = False):
-    """Around writes to a file or folder: an OSError, of which replace_file may have made a RunError, becomes
-    one line with cause and remedy. That is a UserError, because another folder should have been given; but a
-    RunError if the disk is full, or if the work has `begun`: there are earlier files to resume from."""
+    """Around writes to a file or folder: an OSError becomes one line with cause and remedy. A UserError,
+    because another folder should have been given; but a RunError if the disk is full, or if the work has
+    `begun`: there are earlier files to resume from."""
     try:
         yield
-    except (OSError, RuntimeError, RunError) as error:          # torch.save makes it a RuntimeError
+    except (OSError, RuntimeError, RunError) as error:          # of torch.save and of replace_file
         cause = next((cause for cause in causes(error) if isinstance(cause, OSError)), None)
         if not cause or isinstance(error, RunError) and begun:
             raise
-        if not begun and cause.errno not in NO_ROOM:
-            raise UserError(f"{path} cannot be written ({brief_error(cause)}): choose another "
-                            f"folder") from None
-        remedy = ("make room, or " if cause.errno in NO_ROOM else
-                  "make its folder writable, or " if cause.errno in NOT_ALLOWED else "")
-        raise RunError(f"cannot write {path} ({brief_error(cause)}): {remedy}choose another folder; earlier "
-                       "files are intact, and the same command resumes from them") from None
+        why, full = brief_error(cause), cause.errno in NO_ROOM
+        if not begun and not full:
+            raise UserError(f"{path} cannot be written ({why}): choose another folder") from None
+        denied = "make its folder writable, or " if cause.errno in NOT_ALLOWED else ""
+        raise RunError(f"cannot write {path} ({why}): {'make room, or ' if full else denied}choose another "
+                       "folder; earlier files are intact, and the same command resumes from them") from None
 
 
 @contextmanager
 def readable(what: str | Path, remedy: str, errors: type | tuple = Exception,
              problem: str = "cannot be read"):
-    """Around the reading of a file that may be damaged or hostile: any of `errors` becomes the UserError
-    "`what` `problem` (cause): `remedy`". So a reader says what is wrong by a ValueError. A UserError or
-    RunError passes through."""
+    """Around the reading of a file that may be damaged or hostile: any of `errors`, a ValueError of ours
+    included, becomes the UserError "`what` `problem` (cause): `remedy`". Our own errors pass through."""
     try:
         yield
     except (UserError, RunError):
@@ -144,15 +132,9 @@ def digest(values: np.ndarray) -> str:
     return hashlib.sha256(np.ascontiguousarray(fingerprint_blocks(values))).hexdigest()[:16]
 
 
-def file_sha256(path: str | Path) -> str:
-    """SHA-256 of a file's bytes, in hexadecimal digits."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def lock_folder(out: str | Path):
-    """Creates and locks a run's folder, for as long as what is returned lives: two runs would overwrite each
-    other's files. The lock is the system's own, and ends with the process however that ends."""
+    """Creates a run's folder and locks it, against a second run there, for as long as what is returned lives:
+    the lock is the system's own, and ends with the process however that ends."""
     from filelock import FileLock, Timeout        # torch requires it
     with writable(out):
         Path(out).mkdir(parents=True, exist_ok=True)

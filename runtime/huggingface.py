@@ -3,7 +3,6 @@ import dataclasses
 import json
 import os
 import re
-import shutil
 from pathlib import Path
 
 import torch
@@ -11,7 +10,7 @@ import torch
 from runtime.cli import UserError, brief_error, safe_repr
 from runtime.files import read_text, readable, replace_file
 from runtime.tokenizer import EOT, VOCAB_SIZE, checked_asset
-from runtime.weights import build_model, canonical, load_pickle
+from runtime.weights import HEAD, WTE, build_model, canonical, load_pickle
 
 OPENAI_NAMES = "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"            # accepted without their owner
 REPO_NAME = re.compile(r"(?!.*(--|\.\.))\w[\w.-]*/\w[\w.-]*(?<![-.])", re.ASCII)          # OWNER/NAME
@@ -34,14 +33,13 @@ def from_huggingface(source, MODELS):
     with readable(source, "give another", problem="is no GPT-2 or export of ours in the Hugging Face format"):
         config = read_json(folder / "config.json")
         recipe = config.get("model_type")
-        if recipe != "gpt2" and isinstance(recipe, str) and recipe in MODELS:
-            return _modern_model(MODELS[recipe], config, folder)
-        return _gpt2_model(MODELS["gpt2"], config, folder)
+        if recipe in [*MODELS] and recipe != "gpt2":            # a list: the file's may be no name
+            return modern_model(MODELS[recipe], config, folder)
+        return gpt2_model(MODELS["gpt2"], config, folder)
 
 
 def download_model(name: str) -> Path:
-    """Folder with config.json and model.safetensors of the hub's model `name`: of huggingface_hub's cache if
-    they are there. UserError if there is no such model or no connection."""
+    """Folder of the hub's model `name`. UserError if there is no such model or no connection."""
     repo = f"openai-community/{name}" if name in OPENAI_NAMES else name
     if not REPO_NAME.fullmatch(repo):
         raise UserError(f"{name} is no file or folder here, nor a model's name ({', '.join(OPENAI_NAMES)} or "
@@ -67,7 +65,7 @@ def read_json(path):
     return settings
 
 
-def _gpt2_model(GPT, config, folder):
+def gpt2_model(GPT, config, folder):
     for key, value in {"model_type": "gpt2", **GPT2}.items():
         if (found := config.get(key, GPT2.get(key))) != value:
             raise ValueError(f"its config.json says {key} = {safe_repr(found)} instead of {value}")
@@ -75,15 +73,15 @@ def _gpt2_model(GPT, config, folder):
         config.get("activation_function", "gelu_new"))
     if gelu is None or config.get("n_inner") not in (None, 4 * config["n_embd"]):
         raise ValueError("its config.json asks for another activation or n_inner than GPT-2's")
-    weights = canonical(_folder_weights(folder))
-    weights = {name: t.t() if name.endswith(CONV1D) else t for name, t in weights.items()}
+    weights = {name: t.t() if name.endswith(CONV1D) else t
+               for name, t in canonical(folder_weights(folder, pickles=True)).items()}
     shape = {name: config[name] for name in ("vocab_size", "n_layer", "n_head", "n_embd")}
     return build_model(GPT, GPT.Config(config.get("n_positions", 1024), **shape, gelu=gelu), weights)
 
 
-def _modern_model(cls, config, folder):
+def modern_model(cls, config, folder):
     config = config | {"vocab_size": config["padded_vocab_size"]}
-    weights, none = _folder_weights(folder, pickles=False), torch.tensor([])
+    weights, none = folder_weights(folder, pickles=False), torch.tensor([])
     stems = weights.pop("stems", none)
     model = build_model(cls, cls.Config(**{f.name: config[f.name] for f in dataclasses.fields(cls.Config)}),
                         weights)
@@ -92,44 +90,39 @@ def _modern_model(cls, config, folder):
     return model
 
 
-def _folder_weights(folder, pickles=True):
-    """The tensors of a folder: from safetensors, in one file or several, else from pytorch_model.bin."""
+def folder_weights(folder, pickles):
+    """The tensors of a folder: of safetensors, one file or several, else of pytorch_model.bin."""
     from safetensors.torch import load_file
-    index = folder / "model.safetensors.index.json"
-    if (folder / "model.safetensors").is_file():
-        return load_file(folder / "model.safetensors")
-    if index.is_file():
-        weights = {}
-        for name in sorted(set(read_json(index)["weight_map"].values())):
-            if Path(name).name != name:
-                raise ValueError(f"its index names a file outside the folder ({str(name)[:80]})")
-            weights |= load_file(folder / name)
-        return weights
-    if pickles and (folder / "pytorch_model.bin").is_file():
-        return load_pickle(folder / "pytorch_model.bin")
-    raise ValueError("it has neither model.safetensors nor pytorch_model.bin" if pickles else
-                     "it has no model.safetensors")
+    names, index = ["model.safetensors"], folder / "model.safetensors.index.json"
+    if not (folder / names[0]).is_file():
+        if index.is_file():
+            names = sorted(set(read_json(index)["weight_map"].values()))
+        elif pickles and (folder / "pytorch_model.bin").is_file():
+            return load_pickle(folder / "pytorch_model.bin")
+        else:
+            raise ValueError("it has no model.safetensors")
+    if any(Path(name).name != name for name in names):
+        raise ValueError("its index names a file outside the folder")
+    return {key: tensor for name in names for key, tensor in load_file(folder / name).items()}
 
 
 def save_gpt2(model, folder: str | Path) -> None:
     """GPT.save_pretrained: writes `model` into `folder` in the Hugging Face format, as fp32."""
     c = model.config
     vocab_size = min(c.vocab_size, VOCAB_SIZE)
-    weights = {}
-    for name, p in model.state_dict().items():
-        weights[name] = p.t() if name.endswith(CONV1D) else p[:vocab_size] if "wte" in name else p
-    del weights["lm_head.weight"]                                           # tied to wte
+    weights = {name: p.t() if name.endswith(CONV1D) else p for name, p in model.state_dict().items()}
+    weights[WTE] = weights.pop(HEAD)[:vocab_size]                               # they are tied
     config = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "vocab_size": vocab_size,
               "n_positions": c.block_size, "n_ctx": c.block_size, "n_embd": c.n_embd, "n_layer": c.n_layer,
               "n_head": c.n_head, "n_inner": None, "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True,
               "activation_function": "gelu_new" if c.gelu == "tanh" else "gelu",
               "embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "initializer_range": 0.02}
-    _write(folder, config, c.block_size, weights)
+    write_folder(folder, config, c.block_size, weights)
 
 
 def save_modern(model, folder: str | Path) -> None:
-    """ModernLanguageModel.save_pretrained: as save_gpt2, with MODELING and the padding of the vocabulary,
-    because the rows of the bigram table are counted modulo its size. MODELING has no logits of it."""
+    """ModernLanguageModel.save_pretrained: as save_gpt2, with MODELING and the padding of the vocabulary:
+    the rows of the bigram table are counted modulo its size."""
     weights, name = model.state_dict(), model.recipe.capitalize()
     config = {"architectures": [f"{name}ForCausalLM"], "model_type": model.recipe,
               "auto_map": {"AutoConfig": f"{MODELING[:-3]}.{name}Config",
@@ -137,35 +130,33 @@ def save_modern(model, folder: str | Path) -> None:
               **dataclasses.asdict(model.config), "vocab_size": min(model.config.vocab_size, VOCAB_SIZE),
               "padded_vocab_size": model.config.vocab_size, "tie_word_embeddings": False}
     if hasattr(model, "stems"):
-        del weights["lm_head.weight"]                                       # tied to wte
+        del weights[HEAD]                                                   # tied to wte
         weights["stems"] = model.stems
         config["n_stem"] = model.transformer.stem.num_embeddings
-    _write(folder, config, model.config.block_size, weights)
+    write_folder(folder, config, model.config.block_size, weights)
 
 
-def _write(folder, config, block_size, weights):
+def write_folder(folder, config, block_size, weights):
     from safetensors.torch import save
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     config |= {"bos_token_id": EOT, "eos_token_id": EOT, "dtype": "float32", **EXPORTED_BY}
     eot = "<|endoftext|>"
     tokens = {"tokenizer_class": "GPT2Tokenizer", "model_max_length": block_size, "add_prefix_space": False,
               "bos_token": eot, "eos_token": eot, "unk_token": eot}
     encoder, merges = checked_asset("encoder.json"), checked_asset("vocab.bpe")
-    bpe = {"type": "BPE", "vocab": json.loads(encoder.read_text(encoding="utf-8")),
+    bpe = {"type": "BPE", "vocab": json.loads(encoder.read_bytes()),
            "merges": merges.read_text(encoding="utf-8").splitlines()[1:]}
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     tokenizer = {"version": "1.0", "model": bpe, "pre_tokenizer": byte_level, "decoder": byte_level,
                  "added_tokens": [{"id": EOT, "content": eot, "special": True, "normalized": False,
                                    "single_word": False, "lstrip": False, "rstrip": False}]}
-    shutil.copyfile(encoder, folder / "vocab.json")
-    shutil.copyfile(merges, folder / "merges.txt")
-    if "auto_map" in config:
-        shutil.copyfile(encoder.with_name(MODELING), folder / MODELING)
     weights = {name: (t.float() if t.is_floating_point() else t).detach().cpu().contiguous()
                for name, t in weights.items()}
-    contents = {"tokenizer_config.json": tokens, "tokenizer.json": tokenizer, "config.json": config}
-    files = {"model.safetensors": save(weights, {"format": "pt"}),
-             **{name: json.dumps(content, indent=2).encode() for name, content in contents.items()}}
+    files = {"vocab.json": encoder.read_bytes(), "merges.txt": merges.read_bytes(),
+             "model.safetensors": save(weights, {"format": "pt"})}
+    if "auto_map" in config:
+        files[MODELING] = encoder.with_name(MODELING).read_bytes()
+    settings = {"tokenizer_config.json": tokens, "tokenizer.json": tokenizer, "config.json": config}
+    files |= {name: json.dumps(values, indent=2).encode() for name, values in settings.items()}
+    Path(folder).mkdir(parents=True, exist_ok=True)
     for name, data in files.items():            # config.json last: without it, the folder is no model
-        replace_file(folder / name, lambda file, data=data: file.write(data))
+        replace_file(Path(folder) / name, lambda file, data=data: file.write(data))

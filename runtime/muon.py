@@ -69,9 +69,11 @@ class Muon(torch.optim.Optimizer):
             mine += [torch.zeros_like(params[0])] * (share - len(mine))         # all_gather needs equal sizes
             updates = orthogonalize(torch.stack(mine), self.dtype)              # (share, rows, columns)
             if self.owner:
-                gathered = [torch.empty_like(updates) for _ in range(self.ranks)]
-                dist.all_gather(gathered, updates.contiguous())
-                updates = torch.cat(gathered)                                   # (ranks share, rows, columns)
+                gathered = updates.new_empty(self.ranks * share, *params[0].shape)
+                # renamed in torch 2.13
+                gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+                gather(gathered, updates.contiguous())
+                updates = gathered
             rows, columns = params[0].shape
             rate = group["lr"] * max(1.0, rows / columns)**0.5
             if group["weight_decay"]:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from runtime.cli import RunError, UserError, agreed, safe_repr
+from runtime.cli import RunError, UserError, safe_repr, said_once
 
 STOPS = "SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1"        # SIGUSR1 is Slurm's warning
 
@@ -78,7 +78,8 @@ class Process:
             failure = error
         for rank, error in enumerate(self.gather(failure)):
             if error:
-                raise agreed(type(error)(f"process {rank}: {error}" if rank else str(error)))
+                with said_once():
+                    raise type(error)(f"process {rank}: {error}" if rank else str(error))
         return result
 
     def rank0_first(self, function, *args):

@@ -8,46 +8,40 @@ import struct
 import warnings
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
 from runtime.cli import UserError, safe_repr
-from runtime.console import read_metrics
-from runtime.files import checkpoints, is_huggingface, readable
+from runtime.console import lowest, read_metrics
+from runtime.files import checkpoints, readable
 from runtime.tokenizer import VOCAB_SIZE
+
+WTE, HEAD = "transformer.wte.weight", "lm_head.weight"
 
 
 def find_checkpoint(source: str | Path) -> Path | None:
-    """The file that `source` means: itself, of a run's folder (--out) OUT the newest checkpoint, of OUT/best
-    the one with the lowest validation loss. None for a folder in the Hugging Face format or a hub name.
-    UserError for any other folder."""
+    """The file that `source` means: itself, of a run's folder OUT the newest checkpoint, of OUT/best the one
+    of lowest validation loss. None for a Hugging Face folder or hub name. UserError for another folder."""
     path = Path(source)
     if os.path.isdir(path):             # Path.is_dir raises OSError for some names
-        if is_huggingface(path):
+        if os.path.exists(path / "config.json"):
             return None
         if found := checkpoints(path):
             return found[-1][1]
         raise UserError(f"{source} is neither a run's folder (it has no checkpoint_*.pt) nor in the Hugging "
                         f"Face format (it has no config.json): give one of these, or a checkpoint's file")
     if path.name == "best" and os.path.isdir(path.parent) and not os.path.exists(path):
-        return best_checkpoint(path.parent)
+        saved = dict(checkpoints(path.parent))
+        remedy = f"give a checkpoint's file, or {path.parent} for its newest"
+        if best := lowest(read_metrics(path.with_name("metrics.csv"), remedy), saved):
+            return saved[best[1]]
+        raise UserError(f"{path}: no checkpoint there has a validation loss in metrics.csv: {remedy}")
     return path if os.path.exists(path) or path.suffix in (".pt", ".pth", ".bin") else None
 
 
-def best_checkpoint(out: Path) -> Path:
-    """The checkpoint of the run in `out` with the lowest validation loss, by its metrics.csv."""
-    found, remedy = dict(checkpoints(out)), f"give a checkpoint's file, or {out} for its newest"
-    rows = [row for row in read_metrics(out / "metrics.csv", remedy)
-            if row["val"] is not None and row["step"] in found]
-    if not rows:
-        raise UserError(f"{out / 'best'}: no checkpoint there has a validation loss in metrics.csv: {remedy}")
-    return found[min(rows, key=lambda row: row["val"])["step"]]
-
-
 def read_checkpoint(path: str | Path, remedy: str = "check the path, or copy it again") -> dict:
-    """The dict of a .pt file or llm.c's .bin: tensors and plain values. No code in it can run. UserError if
-    unreadable, with `remedy`."""
-    path = Path(path)
+    """The dict of a .pt file or llm.c's .bin. No code in it runs. UserError with `remedy` if unreadable."""
     with readable(path, remedy, problem="cannot be read as a checkpoint"):
         if not os.path.isfile(path):
             raise ValueError("no regular file is there")
@@ -57,16 +51,10 @@ def read_checkpoint(path: str | Path, remedy: str = "check the path, or copy it 
         return checkpoint
 
 
-class _Record:
-    """Replaces build-nanogpt's pickled `__main__.GPTConfig`: it has attributes and no code."""
-
-
 def load_pickle(path):
-    """What torch.save wrote, memory-mapped. Raises whatever the unpickler raises for a damaged or hostile
-    file."""
+    """What torch.save wrote, memory-mapped. Any error for a damaged or hostile file."""
     with open(path, "rb") as file:
-        start = file.read(4)
-        if zipped := start == b"PK\x03\x04":                                    # torch.load's own test
+        if zipped := file.read(4) == b"PK\x03\x04":                             # torch.load's own test
             with zipfile.ZipFile(file) as archive:
                 records = archive.infolist()
                 # torch.save never compresses, and begins with a record: this could fill the memory
@@ -75,29 +63,28 @@ def load_pickle(path):
                 if damaged := archive.testzip():                # by their CRC-32, which torch.load ignores
                     raise ValueError(f"bits of its record {damaged[:80]} have changed")
                 pickled = b"".join(archive.read(r) for r in records if r.filename.endswith("data.pkl"))
-        elif start[:1] != b"\x80":
-            raise ValueError("it is neither a zip nor a pickle")
         else:
             pickled = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            if pickled[:1] != b"\x80":
+                raise ValueError("it is neither a zip nor a pickle")
         # weights_only lets a file call these two with arguments of its own: a few bytes could fill the memory
         if re.search(rb"\nbytearray\n|_codecs\nencode\n", pickled):
             raise ValueError("it holds raw bytes")
-    allowed = torch.serialization.safe_globals([(_Record, "__main__.GPTConfig")])
-    with warnings.catch_warnings(action="ignore"), allowed:
+    record = torch.serialization.safe_globals([(SimpleNamespace, "__main__.GPTConfig")])     # build-nanogpt's
+    with warnings.catch_warnings(action="ignore"), record:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
 
 
-def load_llm_c(path: Path) -> dict | None:
+def load_llm_c(path: str | Path) -> dict | None:
     """A model's .bin of llm.c (write_model in its train_gpt2.py) as a checkpoint's dict, memory-mapped; None
-    for a file of another kind. The padding of the vocabulary is cut off: rows of zeros, which llm.c's softmax
-    leaves out. Ours would not, and the logits of OpenAI's weights are far below their 0."""
+    for another file. Without the vocabulary's padding: rows of zeros, which llm.c's softmax leaves out."""
     with open(path, "rb") as file:
         header = struct.unpack("<8i", file.read(32).ljust(32, b"\0"))           # of 256 int32
     magic, version, T, V, n_layer, n_head, C, padded = header
     if not 20240000 < magic < 20250000:
         return None
-    dtype = {3: torch.float32, 5: torch.bfloat16}.get(version)
-    if magic != 20240326 or not dtype:
+    dtype = {(20240326, 3): torch.float32, (20240326, 5): torch.bfloat16}.get((magic, version))
+    if not dtype:
         raise ValueError(f"it starts with {magic}, {version}, and a GPT-2 of llm.c with 20240326, 3 or 5")
     if not (all(0 < n < 2**24 for n in header[2:]) and n_layer <= 1024 and V <= padded):
         raise ValueError(f"the sizes in its header are {header[2:]}")
@@ -122,8 +109,8 @@ def load_llm_c(path: Path) -> dict | None:
 
 def model_from_checkpoint(checkpoint: dict, path: str | Path, MODELS: dict,
                           remedy: str = "give another checkpoint"):
-    """The model of a checkpoint's dict: this project's, nanoGPT's or build-nanogpt's, as its keys show.
-    `path` and `remedy` are for the UserError if it cannot be built."""
+    """The model of a checkpoint's dict: ours, nanoGPT's or build-nanogpt's. UserError with `path` and
+    `remedy` if it cannot be built."""
     with readable(path, remedy, problem="is not a model's checkpoint that this project reads"):
         recipe, given = "gpt2", {}
         if "model_config" in checkpoint:
@@ -147,8 +134,7 @@ def is_dense_float(tensor: object) -> bool:
 
 
 def canonical(state_dict: dict) -> dict:
-    """A GPT-2's state dict in this project's names: no wrapper's prefixes or mask buffers, zeros for missing
-    biases."""
+    """A GPT-2's state dict in our names: no wrapper's prefixes, no mask buffers, zeros for missing biases."""
     out = {}
     for name, tensor in state_dict.items():
         name = re.sub(r"^(_orig_mod\.|module\.)+", "", name)                    # torch.compile, DDP
@@ -159,51 +145,43 @@ def canonical(state_dict: dict) -> dict:
     if not any(name.endswith(".bias") for name in out):                         # nanoGPT's bias=False
         out |= {name.removesuffix("weight") + "bias": torch.zeros(t.size(0)) for name, t in out.items()
                 if (".h." in name or ".ln_f." in name) and is_dense_float(t) and t.dim()}
-    if "lm_head.weight" in out:                                                 # tied to it
-        out.setdefault("transformer.wte.weight", out["lm_head.weight"])
+    if HEAD in out:                                                             # tied to it
+        out.setdefault(WTE, out[HEAD])
     return out
 
 
 def check_config(config, state_dict: dict) -> None:
-    """ValueError unless a config's numbers are possible, and not beyond what the file holds: of n_layer and
+    """ValueError unless a config's values are possible, and not beyond what the file holds: of n_layer and
     vocab_size a model makes things even on meta."""
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        minimum = 0 if field.name == "window" else 1
-        if field.type in ("int", int) and not (type(value) is int and minimum <= value < 2**24):
-            raise ValueError(f"its config says {field.name} = {safe_repr(value)}")
-    gelu = getattr(config, "gelu", "tanh")
-    if config.n_embd % config.n_head or gelu not in ("tanh", "none"):
-        raise ValueError(f"its config says n_embd {config.n_embd}, n_head {config.n_head}, {safe_repr(gelu)}")
-    wte = state_dict.get("transformer.wte.weight")
+    for name, value in vars(config).items():
+        if not (value in ("tanh", "none") if name == "gelu" else
+                type(value) is int and (name != "window") <= value < 2**24):
+            raise ValueError(f"its config says {name} = {safe_repr(value)}")
+    heads, wte = config.n_head * (2 if hasattr(config, "window") else 1), state_dict.get(WTE)
+    if config.n_embd % heads:                                                 # rotary: of an even size
+        raise ValueError(f"its config says n_embd = {config.n_embd}, n_head = {config.n_head}")
     if config.n_layer > len(state_dict) or not is_dense_float(wte) or wte.shape[:1] != (config.vocab_size,):
-        raise ValueError(f"it holds no {config.n_layer} layers, or no {config.vocab_size} embeddings")
+        raise ValueError(f"it has no {config.n_layer} layers or {config.vocab_size} rows of floats in {WTE}")
 
 
 @torch.no_grad()
 def build_model(cls: type, config, state_dict: dict):
-    """A `cls(config)` with the weights of `state_dict`, as fp32. ValueError if they do not fit: they are
-    compared with the config before anything of the config's size is allocated."""
+    """A `cls(config)` with the weights of `state_dict`, as fp32. ValueError or torch's own error if they do
+    not fit, before anything of the config's size is allocated."""
     check_config(config, state_dict)
-    try:
-        with torch.device("meta"):
-            model = cls(config)
-    except UserError as error:                      # of a flag; here it is the file's
-        raise ValueError(str(error)) from None
-    if tied := model.lm_head.weight is model.transformer.wte.weight:
-        wte = state_dict["transformer.wte.weight"]
-        state_dict = {"lm_head.weight": wte} | state_dict
-    expected = model.state_dict()
-    for name in sorted(map(safe_repr, expected.keys() ^ state_dict.keys())):
-        raise ValueError(f"{name} is {'missing' if name in expected else f'no tensor of a {cls.__name__}'}")
-    for name, tensor in state_dict.items():
-        if not is_dense_float(tensor) or tensor.shape != expected[name].shape:
-            raise ValueError(f"{name} is not a plain tensor of floats {tuple(expected[name].shape)}")
+    with torch.device("meta"):
+        model = cls(config)
+    tied = model.lm_head.weight is model.transformer.wte.weight
+    model.load_state_dict({HEAD: state_dict[WTE]} | state_dict if tied else state_dict, assign=True)
+    weights = model.state_dict()                    # still the file's; names and shapes fit
+    for name, tensor in weights.items():
+        if not is_dense_float(tensor):
+            raise ValueError(f"{name} is not a plain tensor of floats")
         if not tensor.isfinite().all():
             raise ValueError(f"{name} holds numbers that are not finite: it is damaged")
-    if tied and not torch.equal(state_dict["lm_head.weight"].float(), wte.float()):
+    if tied and not torch.equal(weights[HEAD].float(), weights[WTE].float()):
         raise ValueError("its head is not tied to its embedding")
-    weights = {name: torch.empty(t.shape, dtype=torch.float32).copy_(t) for name, t in state_dict.items()}
+    weights = {name: torch.empty(t.shape, dtype=torch.float32).copy_(t) for name, t in weights.items()}
     model.load_state_dict(weights, assign=True)
     if tied:
         model.lm_head.weight = model.transformer.wte.weight
@@ -211,7 +189,7 @@ def build_model(cls: type, config, state_dict: dict):
 
 
 def check_tokens(model, source: str) -> None:
-    """UserError unless `model`, read from `source`, has GPT-2's tokens, the only ones used here."""
+    """UserError unless `model`, read from `source`, has GPT-2's tokens."""
     if model.config.vocab_size < VOCAB_SIZE:
         raise UserError(f"{source} has a vocabulary of {model.config.vocab_size}, and not GPT-2's "
                         f"{VOCAB_SIZE} tokens: give a model that was trained on those")

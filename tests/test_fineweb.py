@@ -44,12 +44,12 @@ from corpus.encoding import encode_stream
 from corpus.hub import RETRIES
 from corpus.hub_source import HubSource
 from corpus.readers import read_txt
-from corpus.shard_writer import VAL_SEED, draw_validation
+from corpus.shard_writer import VAL_SEED, draw_validation, file_sha256
 from corpus.sources import LocalSource, Piece
 from corpus.verify import recorded_sums
 from runtime.cli import RunError, UserError, parse_int
 from runtime.dataloader import TokenDataset
-from runtime.files import digest, file_sha256, fingerprint_blocks, replace_file, writable
+from runtime.files import digest, fingerprint_blocks, replace_file, writable
 from runtime.presets import PRESETS
 from runtime.shards import list_shards, open_shard, write_shard
 from runtime.tokenizer import EOT, checked_asset, encode, tokenizer

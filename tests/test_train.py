@@ -77,7 +77,7 @@ def test_evaluation_samples_and_checkpoints_do_not_change_the_losses(shards, spo
     assert sorted(logged(tmp_path / "log", "val")) == [0, 5, 10, 12]
     assert shown.count("sample 0: Hello, I'm a language model,") == 3
     lines = re.findall(r"^step +(\d+) \| loss: (\d+\.\d{4}) \| lr \d\.\d\de-0\d \| norm: \d+\.\d+ \| dt: "
-                       r"[0-9.]+m?s \| tok/sec: [0-9,]+ \| \d+s left$", shown, re.M)
+                       r"[0-9.]+m?s \| tok/sec: [0-9,]+ \| .* left$", shown, re.M)
     assert {int(step): loss for step, loss in lines} == {
         step: f"{loss:.4f}" for step, loss in spoken_run.items()}
 
@@ -261,7 +261,7 @@ def test_hellaswag_by_default_and_not_to_be_had_is_a_warning_and_asked_for_an_er
 def test_a_loss_that_is_not_finite_ends_the_run_in_one_line_and_is_not_saved(processes, shards, tmp_path):
     result = run("--data", shards, *TINY, *QUIET, "--max_lr", "1e30", "--warmup_steps", 0,
                  "--checkpoint_every", 1, "--out", tmp_path / "log", processes=processes, code=1)
-    assert re.match(r"train_gpt2.py: step \d+: loss (nan|inf)", result.stderr)
+    assert re.match(r"train_gpt2.py: step \d+ .*loss (nan|inf)", result.stderr)
     assert len(result.stderr.splitlines()) == 1, result.stderr
     for _, path in checkpoints(tmp_path / "log"):
         assert all(t.isfinite().all() for t in read_checkpoint(path)["model"].values())
@@ -300,7 +300,7 @@ def test_overfit_is_the_same_batch_on_several_processes_and_prints_no_warning(tm
 
 
 def test_a_dry_run_tells_the_time_and_writes_nothing(shards, tmp_path):
-    shown = run("--data", shards, *TINY, "--dry_run", cwd=tmp_path).stdout
+    shown = run("--data", shards, *TINY, *QUIET, "--dry_run", cwd=tmp_path).stdout
     assert not list(tmp_path.iterdir())
     for said in ("2 layers", "256 tokens a step = 8 x 32 x 1 micro-step x 1 process", "12 steps",
                  "0.34 epochs", r"about \S+ m?s? ?a step"):
@@ -453,12 +453,16 @@ def test_a_mistake_is_a_user_error_before_anything_is_written(name, shards, star
     assert [path.name for path in tmp_path.iterdir()] == ["text_train_000001.npy"]
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_a_mistake_is_one_line_on_stderr(shards, tmp_path, processes):
-    result = run(*TINY, "--data", tmp_path, processes=processes, torchrun=True, cold=processes == 1,
-                 code=2 if processes == 1 else 1)
+@pytest.mark.parametrize("processes, flags, said", [
+    (1, [], "python fineweb.py"), (2, [], "python fineweb.py"), (2, ["--n_head", 5], "--n_head"),
+    (2, ["--init", "START", "--n_layer", 3], "--n_layer")])
+def test_a_mistake_is_one_line_on_stderr(processes, flags, said, start, tmp_path):
+    """Of the data, of the flags, of the flags with the weights."""
+    flags = [start if flag == "START" else flag for flag in flags]
+    result = run(*TINY, *QUIET, "--data", tmp_path, *flags, processes=processes, torchrun=True,
+                 cold=processes == 1, code=2 if processes == 1 else 1)
     ours = [line for line in result.stderr.splitlines() if line.startswith("train_gpt2.py:")]
-    assert len(ours) == 1 and "python fineweb.py" in ours[0]
+    assert len(ours) == 1 and said in ours[0]
     assert processes == 2 or len(result.stderr.splitlines()) == 1
 
 
@@ -478,17 +482,3 @@ def test_importing_a_module_prints_nothing_and_starts_nothing(tmp_path):
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path,
                             timeout=HANG)
     assert (result.returncode, result.stdout, result.stderr, list(tmp_path.iterdir())) == (0, "", "", [])
-
-
-def test_eager_training_and_sampling_start_without_torchs_compiler(shards, tmp_path):
-    """Its import takes as long as that of torch."""
-    flags = [*TINY, *SPOKEN, *QUIET, "--total_batch_size", "128", "--data", str(shards), "--device", "cpu",
-             "--max_steps", "2", "--sample_every", "2", "--checkpoint_every", "2"]
-    code = (f"import sys; sys.path.insert(0, {str(ROOT)!r})\nimport sample, train_gpt2\n"
-            "for recipe in ('gpt2', 'speedrun', 'frontier'):\n"
-            f"    assert train_gpt2.main([*{flags!r}, '--recipe', recipe, '--out', recipe]) == 0\n"
-            "    sample.main(['--model', recipe, '--device', 'cpu', '--max_new_tokens', '2'])\n"
-            "assert 'torch._dynamo' not in sys.modules\n")
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path,
-                            env=ENV, timeout=HANG)
-    assert result.returncode == 0 and result.stdout.count("done: 2 steps") == 3, result.stderr

@@ -37,11 +37,11 @@ def play(data, tmp_path):
     def play(*flags, script=ROOT / "train_gpt2.py", processes=1, code=0, bare=False, **settings):
         report = tmp_path / "report"
         if script.name == "train_gpt2.py" and not bare:
-            flags = ("--data", data, "--hellaswag_data", data / "hellaswag.jsonl", "--out", tmp_path / "out",
-                     "--no_plot", *flags)
+            flags = ("--data", data, "--hellaswag_data", data / "hellaswag.jsonl",
+                     "--out", tmp_path / "out", *flags)
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
         command = [HOME / "venv/bin/python", *(launcher if processes > 1 else []), HERE / "run.py",
-                   "--json", report, "--watch", "runtime.batch_size.memory_of_step", script, *flags]
+                   "--json", report, script, *flags]
         env = {**os.environ, "NULL_GPU_HOME": HOME, "NULL_GPU_COUNT": processes,
                "XDG_CACHE_HOME": tmp_path / "cache", "HF_HUB_OFFLINE": 1, "OMP_NUM_THREADS": 1, **settings}
         done = subprocess.run([str(word) for word in command], stdout=subprocess.PIPE,

@@ -5,7 +5,6 @@ torch's CUDA build checks, compiles, allocates and launches as on a real GPU. Th
 import collections
 import ctypes
 import os
-import tempfile
 import warnings
 from pathlib import Path
 
@@ -20,7 +19,8 @@ try:
     nvml = ctypes.CDLL(str(HOME / "libnvidia-ml.so.1"))
 except OSError as error:
     raise SystemExit(f"{error}: run {Path(__file__).with_name('setup')} first") from None
-library.null_gpu_peak.restype = library.null_gpu_bytes.restype = ctypes.c_size_t
+library.null_gpu_peak.restype = ctypes.c_size_t
+library.null_gpu_take.restype = ctypes.c_char_p
 
 import torch                                                            # noqa: E402
 import torch.distributed as dist                                        # noqa: E402
@@ -29,22 +29,16 @@ called = collections.Counter()      # operators that are replaced here instead o
 
 
 def take_counts():
-    """(Counter of launches, copies, waits; Counter of kernels; [(collective, bytes)]) since the last call."""
-    with tempfile.NamedTemporaryFile("r") as file:
-        library.null_gpu_dump(file.name.encode())
-        rows = [line.rstrip("\n").split("\t") for line in file]
-    library.null_gpu_reset()
-    counts, kernels, collectives = called.copy(), collections.Counter(), []
+    """(Counter of launches, copies, waits; [(collective, bytes)]) since the last call."""
+    counts, collectives = called.copy(), []
     called.clear()
-    for number, what in rows:
-        if what.startswith("kernel "):
-            kernels[what[7:]] += int(number)
-            counts[what.split()[1] + " kernels"] += int(number)
-        elif what.startswith("collective "):
+    for line in library.null_gpu_take().decode().splitlines():
+        number, what = line.split("\t")
+        if what.startswith("collective "):
             collectives.append([what[11:], int(number)])
         else:
             counts[what] += int(number)
-    return counts, kernels, collectives
+    return counts, collectives
 
 
 def without_cudnn(op):

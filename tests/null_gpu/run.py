@@ -6,27 +6,21 @@
     $PY -m torch.distributed.run --standalone --nproc_per_node=2 tests/null_gpu/run.py train_gpt2.py ...
 
 After `null-gpu:` it prints peak memory, the compiled graphs with the bytes that each reads and writes (as
-Inductor counts them), graph breaks, recompilations, the last step's launches, copies, waits and collectives,
-the host's time for a step, and the lines that wait for the GPU from the fourth step on, those between steps
-included. A step ends with the first optimizer's step().
-
-Its own flags come before the script. `--json FILE` writes all of that (several processes: to FILE.RANK).
-`--watch MODULE.NAME` records the first argument and the result of each call of that function of the script's.
+Inductor counts them), graph breaks, recompilations, the last update's launches, copies, waits and
+collectives, and the lines that wait for the GPU from the fourth update on, those between updates included. An
+update ends with the first optimizer's step(). `--json FILE` before the script writes all of that (several
+processes: to FILE.RANK).
 """
 import argparse
-import ast
 import atexit
 import collections
 import json
-import linecache
 import logging
 import os
 import re
-import subprocess
+import runpy
 import sys
-import time
 import traceback
-import types
 import warnings
 from pathlib import Path
 
@@ -40,20 +34,17 @@ import torch._inductor.graph                                            # noqa: 
 from torch._inductor.virtualized import V                               # noqa: E402
 from torch.optim.optimizer import register_optimizer_step_post_hook     # noqa: E402
 
-WARM = 3                # steps that compile and fill caches; after them nothing should wait
-HBM = 3.35e12           # bytes a second of an H100's memory
+WARM = 3                # updates that compile and fill caches; after them nothing should wait
 
 
 class Recorder(logging.Handler):
-    """Records events of the run with their steps: .steps, .graphs, .recompilations, .waits, .watched."""
+    """Records events of the run with their updates: .steps, .graphs, .recompilations, .waits."""
 
     def __init__(self, folder):
         super().__init__()
-        self.folder = str(folder) + os.sep
-        self.optimizer = None
-        self.steps, self.graphs, self.recompilations, self.watched = [], [], [], []
+        self.folder, self.optimizer = str(folder) + os.sep, None
+        self.steps, self.graphs, self.recompilations = [], [], []
         self.waits = collections.defaultdict(list)
-        self.kernels, self.clock, self.code = {}, time.perf_counter(), None
         # a graph that comes from a cache would not be recorded
         torch._inductor.config.fx_graph_cache = torch._functorch.config.enable_autograd_cache = False
         torch._inductor.graph.GraphLowering.save_output_code = staticmethod(self.graph)
@@ -68,9 +59,8 @@ class Recorder(logging.Handler):
 
     def graph(self, code):
         kind = "backward" if V.graph.is_backward else "inference" if V.graph.is_inference else "forward"
-        launches = re.findall(r"^\s+(triton_\w+)\.run\(", code, re.M)
-        self.graphs.append(dict(step=len(self.steps), kind=kind, launches=len(launches),
-                                kernels=len(set(launches)), bytes=V.graph.count_bytes()[0],
+        self.graphs.append(dict(step=len(self.steps), kind=kind, bytes=V.graph.count_bytes()[0],
+                                launches=len(re.findall(r"^\s+triton_\w+\.run\(", code, re.M)),
                                 products=len(re.findall(r"extern_kernels\.\w+\(", code))))
 
     def step(self, optimizer, args, kwargs):
@@ -78,11 +68,9 @@ class Recorder(logging.Handler):
         if optimizer is not self.optimizer:
             return
         taken = nullgpu.library.null_gpu_peak()
-        counts, self.kernels, collectives = nullgpu.take_counts()
-        now = time.perf_counter()
-        self.steps.append(dict(counts=counts, collectives=collectives, taken=taken, seconds=now - self.clock,
+        counts, collectives = nullgpu.take_counts()
+        self.steps.append(dict(counts=counts, collectives=collectives, taken=taken,
                                held=torch.cuda.memory_allocated()))
-        self.clock = now
         if len(self.steps) == WARM:
             warnings.simplefilter("always")
             warnings.showwarning = self.warning
@@ -97,105 +85,54 @@ class Recorder(logging.Handler):
                           and "site-packages" not in f.filename)][-1]
         self.waits[f"{Path(f.filename).name}:{f.lineno} in {f.name}: {f.line}"].append(len(self.steps))
 
-    def watch(self, function):
-        def watched(first, *args, **kwargs):
-            result = function(first, *args, **kwargs)
-            self.watched.append([first, result])
-            return result
-        return watched
-
-    def report(self):
-        return dict(
-            code=self.code, card_bytes=nullgpu.library.null_gpu_bytes(), steps=self.steps, graphs=self.graphs,
-            allocated=torch.cuda.max_memory_allocated(), reserved=torch.cuda.max_memory_reserved(),
-            breaks=dict(torch._dynamo.utils.counters["graph_break"]), recompilations=self.recompilations,
-            waits=self.waits, watched=self.watched, kernels=self.kernels)
-
-    def say(self):
-        r = self.report()
-        rank = f" {os.environ['RANK']}" if "RANK" in os.environ else ""
-        lines = [f"peak {r['allocated'] / 2**30:.2f} GiB allocated, {r['reserved'] / 2**30:.2f} GiB reserved"]
-        lines += [f"graph {g['kind']} after step {g['step']}: {g['launches']} Triton launches of "
-                  f"{g['kernels']} kernels, {g['products']} library calls; "
-                  f"{g['bytes'] / 1e9:.2f} GB read and written, "
-                  f"{g['bytes'] / HBM * 1e3:.1f} ms at an H100's 3.35 TB/s" for g in r["graphs"]]
-        lines += [f"graph breaks: {r['breaks'] or 'none'}",
-                  f"recompilations: {len(r['recompilations']) or 'none'}"]
-        lines += [f"  after step {step}: {text}" for step, text in r["recompilations"]]
-        if r["steps"]:
-            last = r["steps"][-1]
-            counts, collectives = dict(sorted(last["counts"].items())), last["collectives"] or "none"
-            lines += [f"step {len(r['steps'])}: {counts}; collectives: {collectives}"]
-            seconds = sorted(s["seconds"] for s in r["steps"][WARM:])
-            if seconds:
-                lines += [f"the host's share of a step: {seconds[len(seconds) // 2] * 1e3:.1f} ms"]
-            lines += [f"lines that wait for the GPU, after step {WARM}: {'' if r['waits'] else 'none'}"]
-            lines += [f"  {len(steps)} x {line}" for line, steps in r["waits"].items()]
+    def report(self, path):
+        """Prints it, and writes it to `path` as JSON."""
+        r = dict(steps=self.steps, graphs=self.graphs, recompilations=self.recompilations, waits=self.waits,
+                 allocated=torch.cuda.max_memory_allocated(),
+                 breaks=dict(torch._dynamo.utils.counters["graph_break"]))
+        lines = [f"peak {r['allocated'] / 2**30:.2f} GiB allocated, "
+                 f"{torch.cuda.max_memory_reserved() / 2**30:.2f} GiB reserved"]
+        lines += [f"graph {g['kind']} after update {g['step']}: {g['launches']} Triton launches, {g['products']} "
+                  f"library calls, {g['bytes'] / 1e9:.2f} GB read and written" for g in self.graphs]
+        lines += [f"graph breaks: {r['breaks'] or 'none'}"]
+        lines += [f"recompiled after update {step}: {text}" for step, text in self.recompilations]
+        for last in self.steps[-1:]:
+            lines += [f"update {len(self.steps)}: {dict(sorted(last['counts'].items()))}; collectives: "
+                      f"{last['collectives'] or 'none'}"]
+        lines += [f"waits for the GPU, {len(steps)} times: {line}" for line, steps in self.waits.items()]
+        rank = os.environ.get("RANK", "")
         print("".join(f"null-gpu{rank}: {line}\n" for line in lines), end="", flush=True)
-
-
-class OnStandIn(subprocess.Popen):
-    """The Python scripts that a script starts (bench.py's workers) run on the stand-in, too."""
-
-    def __init__(self, args, *rest, **how):
-        words = [str(word) for word in args]
-        if words[0] == sys.executable and (at := [i for i, word in enumerate(words) if word.endswith(".py")]):
-            args = [*words[:at[0]], __file__, *words[at[0]:]]
-        super().__init__(args, *rest, **how)
-
-
-def execute(script, recorder, watch):
-    """`python script`, with the functions named in `watch` wrapped before its last `if __name__ == ...`."""
-    module = types.ModuleType("__main__")
-    module.__file__ = str(script)
-    sys.modules["__main__"] = module            # pickle and dataclasses look there
-    tree = ast.parse(script.read_text(), str(script))
-    linecache.updatecache(str(script))
-    start = max((i for i, node in enumerate(tree.body)
-                 if isinstance(node, ast.If) and "__name__" in ast.unparse(node.test)),
-                default=len(tree.body))
-    exec(compile(ast.Module(tree.body[:start], []), str(script), "exec"), module.__dict__)
-    for where, name in (word.rsplit(".", 1) for word in watch):
-        if where in sys.modules:
-            setattr(sys.modules[where], name, recorder.watch(getattr(sys.modules[where], name)))
-    exec(compile(ast.Module(tree.body[start:], []), str(script), "exec"), module.__dict__)
+        if path:
+            Path(path + f".{rank}" * bool(rank)).write_text(json.dumps(r))
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json")
-    parser.add_argument("--watch", action="append", default=[])
     parser.add_argument("script", type=Path)
     parser.add_argument("flags", nargs=argparse.REMAINDER)
     args = parser.parse_args()
     script = args.script.resolve()
     sys.argv, sys.path[0] = [str(script), *args.flags], str(script.parent)
     sys.dont_write_bytecode = True
-    recorder, subprocess.Popen = Recorder(script.parent), OnStandIn
+    recorder, leave, code = Recorder(script.parent), os._exit, 0
 
-    def end():
-        if args.json:
-            path = args.json + (f".{os.environ['RANK']}" if "RANK" in os.environ else "")
-            Path(path).write_text(json.dumps(recorder.report()))
-        recorder.say()
-    if (script.parent / "runtime").is_dir():    # the numbers of kernels that compute nothing are no damage
-        from runtime import integrity
-        integrity.fault_of = integrity.find_fault = lambda *args: None
-    atexit.register(end)                        # also run by processes that succeed and leave by os._exit
+    def end(code):
+        recorder.report(args.json)
+        leave(code)                 # skips torch's destructors, which would look for a driver
+    os._exit = end                  # of several ranks each leaves by it
     try:
-        execute(script, recorder, args.watch)
-        recorder.code = 0
+        runpy.run_path(str(script), run_name="__main__")
     except SystemExit as stop:
         if isinstance(stop.code, str):
             print(stop.code, file=sys.stderr)
-        recorder.code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+        code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except BaseException:
         traceback.print_exc()
-        recorder.code = 1
+        code = 1
     atexit._run_exitfuncs()
-    sys.stdout.flush()
-    os._exit(recorder.code)                     # skips torch's destructors, which would look for a driver
+    end(code)
 
 
 main()
