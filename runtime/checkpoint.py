@@ -74,14 +74,15 @@ def read_run(config, explicit_flags: set[str], models: dict, path: Path) -> tupl
     """What begin_or_resume returns for a run that resumes from `path`. UserError for a flag, explicit or
     preset, that may not change, and for a step beyond --max_steps."""
     checkpoint = read_checkpoint(path, recovery_hint(path))
-    model = model_from_checkpoint(checkpoint, path, models, recovery_hint(path))
     given, kept = explicit_flags, {}
     if "preset" in given:
         given = given | PRESETS[config.preset][1].keys()
         if config.init != "scratch":            # then the model's shape won over the preset's
             given = explicit_flags | given - {*MODEL_SHAPE}
     with state_of_run(path):
-        before = checkpoint["config"] | model_shape(model)
+        step, before = checkpoint["step"], checkpoint["config"]
+        model = model_from_checkpoint(checkpoint, path, models, recovery_hint(path))
+        before = before | model_shape(model)
         for f in dataclasses.fields(config):
             if f.name in before and not f.metadata.get("per_run"):
                 had, now = before[f.name], getattr(config, f.name)
@@ -93,7 +94,7 @@ def read_run(config, explicit_flags: set[str], models: dict, path: Path) -> tupl
                     raise UserError(f"{path} was trained with --{f.name} {had}, not {now}: give the same, or "
                                     "start a new run with another --out")
                 kept[f.name] = now if f.name in explicit_flags else had
-        asked, step = dataclasses.replace(config, **kept), checkpoint["step"]
+        asked = dataclasses.replace(config, **kept)
         if asked.recipe != checkpoint["recipe"] or type(step) is not int or step < 0:
             raise ValueError(f"its recipe is {asked.recipe}, its step {safe_repr(step)}")
     if step > asked.max_steps:
@@ -132,8 +133,8 @@ def check_data(data: dict, checkpoint: dict | None, path: Path | None, folder: s
             if tuple(had[1:]) != tuple(has[1:]):
                 was, now = (", ".join(map(safe_repr, shard)) for shard in (had, has))
                 raise UserError(f"{path} was trained on other shards than {folder} has: the first was {was} "
-                                f"and is {now}. Bring the old data back, or start a new run from these "
-                                f"weights: --init {path} --out ANOTHER")
+                                f"and is {now}. Bring the old data back, or start a new run from its weights "
+                                f"by --init {path} --out ANOTHER")
 
 
 def restore(run, checkpoint: dict, path: Path) -> None:

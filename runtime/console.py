@@ -50,26 +50,24 @@ def read_metrics(path: str | Path, remedy: str = "remove it, or choose another -
     crash can cut off the last one. UserError for a file of another kind."""
     with readable(path, remedy):
         header, *lines = read_text(path).rpartition("\n")[0].splitlines() or [HEADER]
-        wrong = [2 + i for i, line in enumerate(lines) if not ROW.fullmatch(line)]
+        wrong = [number for number, line in enumerate(lines, 2) if not ROW.fullmatch(line)]
         if header != HEADER or wrong:
             raise ValueError(f"line {wrong[0] if header == HEADER else 1} is none of a run's metrics")
-        rows = [dict(zip(COLUMNS, (float(cell) if cell else None for cell in line.split(",")), strict=True))
-                for line in lines]
-        for row in rows:
-            row |= {"step": int(row["step"]), "tokens": int(row["tokens"])}
+        rows = [{name: (int if form == "d" else float)(cell) if cell else None for (name, form), cell
+                 in zip(FORMATS.items(), line.split(","), strict=True)} for line in lines]
         if any(row["step"] >= after["step"] for row, after in pairwise(rows)):
             raise ValueError("its steps do not grow")
     return rows
-
-
-def row_line(row: dict) -> str:
-    return ",".join("" if row[name] is None else format(row[name], form) for name, form in FORMATS.items())
 
 
 def lowest(rows: list[dict], steps: Collection[int] | None = None) -> tuple[float, int] | None:
     """(validation loss, step) of the lowest one, the earliest of equals; of `steps` alone, if given."""
     return min(((row["val"], row["step"]) for row in rows if row["val"] is not None
                 and math.isfinite(row["val"]) and (steps is None or row["step"] in steps)), default=None)
+
+
+def row_line(row: dict) -> str:
+    return ",".join("" if row[name] is None else format(row[name], form) for name, form in FORMATS.items())
 
 
 class Record:

@@ -98,9 +98,9 @@ def writable(path: str | Path, begun: bool = False):
         why, full = brief_error(cause), cause.errno in NO_ROOM
         if not begun and not full:
             raise UserError(f"{path} cannot be written ({why}): choose another folder") from None
-        remedy = "make room, or " if full else "make it writable, or " if cause.errno in NOT_ALLOWED else ""
-        raise RunError(f"cannot write {path} ({why}): {remedy}choose another folder; earlier files are "
-                       "intact, and the same command resumes from them") from None
+        denied = "make its folder writable, or " if cause.errno in NOT_ALLOWED else ""
+        raise RunError(f"cannot write {path} ({why}): {'make room, or ' if full else denied}choose another "
+                       "folder; earlier files are intact, and the same command resumes from them") from None
 
 
 @contextmanager

@@ -175,8 +175,10 @@ def build_model(cls: type, config, state_dict: dict):
     model.load_state_dict({HEAD: state_dict[WTE]} | state_dict if tied else state_dict, assign=True)
     weights = model.state_dict()                    # still the file's; names and shapes fit
     for name, tensor in weights.items():
-        if not is_dense_float(tensor) or not tensor.isfinite().all():
-            raise ValueError(f"{name} is not a plain tensor of finite floats")
+        if not is_dense_float(tensor):
+            raise ValueError(f"{name} is not a plain tensor of floats")
+        if not tensor.isfinite().all():
+            raise ValueError(f"{name} holds numbers that are not finite: it is damaged")
     if tied and not torch.equal(weights[HEAD].float(), weights[WTE].float()):
         raise ValueError("its head is not tied to its embedding")
     weights = {name: torch.empty(t.shape, dtype=torch.float32).copy_(t) for name, t in weights.items()}
