@@ -405,7 +405,8 @@ def loop(run: Run) -> None:
             newest = run.step
         if process.stop:
             break
-        # evaluate
+        # evaluate, with this step's window
+        lr = set_schedule(run)
         evaluate(run, due)
         if process.stop:
             continue                                # a signal came meanwhile: save, then leave
@@ -414,7 +415,6 @@ def loop(run: Run) -> None:
         # train
         if not run.pending:
             run.clock = time.perf_counter()
-        lr = set_schedule(run)
         numbers = train_step(run)
         if numbers is None:
             continue                                # a signal came meanwhile, and the step is dropped

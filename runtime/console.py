@@ -45,20 +45,14 @@ def step_line(step: int, loss: float, norm: float, lr: float, dt: float, rate: f
     return line + (f" | mfu {mfu:.0%}" if mfu else "") + f" | {duration(left)} left"
 
 
-def speed_line(seconds: list[float], tokens_per_step: int, peak_bytes: float) -> str:
-    """How fast a run was, from the seconds of its steps."""
-    median = statistics.median(seconds)
-    return (f"median step {median * 1000:,.{0 if median >= 0.1 else 1}f} ms, "
-            f"{tokens_per_step / median:,.0f} tokens/s, peak memory {peak_bytes / 1e9:.1f} GB")
-
-
 def read_metrics(path: str | Path, remedy: str = "remove it, or choose another --out") -> list[dict]:
     """The complete rows of a metrics.csv: {column of COLUMNS: number, or None where the cell is empty}. A
     crash can cut off the last one. UserError for a file of another kind."""
     with readable(path, remedy):
         header, *lines = read_text(path).rpartition("\n")[0].splitlines() or [HEADER]
-        if header != HEADER or not all(map(ROW.fullmatch, lines)):
-            raise ValueError("it is none of a run's metrics")
+        wrong = [number for number, line in enumerate(lines, 2) if not ROW.fullmatch(line)]
+        if header != HEADER or wrong:
+            raise ValueError(f"line {wrong[0] if header == HEADER else 1} is none of a run's metrics")
         rows = [{name: (int if form == "d" else float)(cell) if cell else None for (name, form), cell
                  in zip(FORMATS.items(), line.split(","), strict=True)} for line in lines]
         if any(row["step"] >= after["step"] for row, after in pairwise(rows)):
@@ -170,7 +164,7 @@ def print_header(run, path: Path | None) -> None:
     from runtime.dataloader import divide_update
     from runtime.device import device_name, try_micro_step
     c, process, say = run.config, run.process, run.process.print0
-    tokens, ranks, updates = c.total_batch_size, counted(process.world_size, "process"), c.updates_per_step
+    ranks, updates, tokens = counted(process.world_size, "process"), c.updates_per_step, c.total_batch_size
     B, n = divide_update(c, updates, process.world_size, run.batch_size)
     window = f", window {c.window} inside documents" if c.window else ""
     first = f" in {updates} updates at first" if updates > 1 else ""
@@ -181,11 +175,8 @@ def print_header(run, path: Path | None) -> None:
         f"vocabulary {c.vocab_size}{window})")
     say(f"{tokens:,} tokens a step = {B} x {c.sequence_length} x {counted(n * updates, 'micro-step')} x "
         f"{ranks}{first}; {c.max_steps:,} steps = {c.max_steps * tokens:,} tokens = "
-        f"{c.max_steps * tokens / (run.data.train.total * c.sequence_length):,.2f} epochs")
-    periods = dict(validation=c.val_every, HellaSwag=c.hellaswag_every, samples=c.sample_every,
-                   checkpoint=c.checkpoint_every)
-    say(f"max_lr {c.max_lr:g} after {counted(c.warmup_steps, 'step')}, min_lr {c.min_lr:g}; " + ", ".join(
-        f"{what} {f'every {steps:,} steps' if steps else 'never'}" for what, steps in periods.items()))
+        f"{c.max_steps * tokens / (run.data.train.total * c.sequence_length):,.2f} epochs; "
+        f"max_lr {c.max_lr:g} after {counted(c.warmup_steps, 'step')}, min_lr {c.min_lr:g}")
     if path:
         say(f"resuming from {path} at step {run.step} of {c.max_steps}")
     if c.dry_run:
@@ -213,8 +204,7 @@ def log_steps(run, keep: int = 0) -> None:
         run.losses.append(loss)
         run.seconds.append(dt)
         rate, peak = config.total_batch_size / dt, peak_flops(process.device)
-        flops = run.model.flops_per_token(config.sequence_length)
-        mfu = rate * flops / peak / process.world_size if peak else None
+        mfu = peak and rate * run.model.flops_per_token(config.sequence_length) / process.world_size / peak
         left = statistics.median(run.seconds[-20:]) * (config.max_steps - 1 - step)
         process.print0(step_line(step, loss, norm, lr, dt, rate, mfu, left))
         if run.record:
@@ -238,11 +228,13 @@ def print_summary(run) -> int:
     from runtime.device import peak_memory
     config, process, say, losses = run.config, run.process, run.process.print0, run.losses
     if run.seconds:
-        say(speed_line(run.seconds, config.total_batch_size, peak_memory(process.device)))
+        dt, peak = statistics.median(run.seconds), peak_memory(process.device) / 1e9
+        say(f"median step {dt * 1000:,.1f} ms, {config.total_batch_size / dt:,.0f} tokens/s, "
+            f"peak memory {peak:.1f} GB")
     if process.stop:
+        reason = process.received or "a signal"
         then = "the same command resumes" if config.checkpoint_every else "not saved (--checkpoint_every 0)"
-        say(f"stopped by {process.received or 'a signal'} after {run.step} of {config.max_steps} steps: "
-            f"{then}")
+        say(f"stopped by {reason} after {run.step} of {config.max_steps} steps: {then}")
         return 0
     if config.overfit:
         passed = losses[-1] < 0.1

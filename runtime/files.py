@@ -93,9 +93,10 @@ def writable(path: str | Path, begun: bool = False):
         yield
     except (OSError, RuntimeError, RunError) as error:          # of torch.save and of replace_file
         cause = next((cause for cause in causes(error) if isinstance(cause, OSError)), None)
-        if not cause or isinstance(error, RunError) and begun:
+        full = cause and cause.errno in NO_ROOM
+        if not cause or isinstance(error, RunError) and (begun or full):        # which names the file
             raise
-        why, full = brief_error(cause), cause.errno in NO_ROOM
+        why = brief_error(cause)
         if not begun and not full:
             raise UserError(f"{path} cannot be written ({why}): choose another folder") from None
         denied = "make its folder writable, or " if cause.errno in NOT_ALLOWED else ""

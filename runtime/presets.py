@@ -27,12 +27,10 @@ PRESETS = {
         checkpoint_every=200)),
     # GPT-3's learning rates and batches (Brown et al. 2020, arXiv:2005.14165, table 2.1); of its XL batch of
     # 1M tokens half as many steps make the same 10 billion tokens
-    "gpt2": ("GPT-2 124M, the defaults: 10 billion tokens; for GPUs", {}),
-    "gpt2-medium": ("350M parameters, 10 billion tokens; for GPUs", dict(
-        n_layer=24, n_head=16, n_embd=1024, max_lr=3e-4)),
-    "gpt2-large": ("774M parameters, 10 billion tokens; for GPUs", dict(
-        n_layer=36, n_head=20, n_embd=1280, max_lr=2.5e-4)),
-    "gpt2-xl": ("1.6 billion parameters, 10 billion tokens; for GPUs", dict(
+    "gpt2": ("the defaults: GPT-2 124M, 10B tokens; this and larger ones are for GPUs", {}),
+    "gpt2-medium": ("350M parameters, 10B tokens", dict(n_layer=24, n_head=16, n_embd=1024, max_lr=3e-4)),
+    "gpt2-large": ("774M parameters, 10B tokens", dict(n_layer=36, n_head=20, n_embd=1280, max_lr=2.5e-4)),
+    "gpt2-xl": ("1.6B parameters, 10B tokens", dict(
         n_layer=48, n_head=25, n_embd=1600, max_lr=2e-4, total_batch_size=1048576, max_steps=9536,
         warmup_steps=358)),
     # measured in docs/finetuning.md

@@ -923,7 +923,8 @@ WRONG = [
     (("model_config", "n_layer"), torch.zeros(2)), (("step",), itself()), (("step",), 10**400),
     (("step",), 2**41), (("optimizers",), {}), (("optimizers", WPE, "exp_avg"), itself()),
     (("data", "train", 0, 1), torch.zeros(2)), (("data", "train", 0, 1), 10**5000),
-    (("data", "train", 0, 2), itself()), (("scaler", "scale"), "x"), (("scaler", "scale"), math.nan),
+    (("config", "window"), 3), (("data", "train", 0, 2), itself()), (("scaler", "scale"), "x"),
+    (("scaler", "scale"), math.nan), (("scaler", "scale"), 2**70),
     (("scaler", "_growth_tracker"), math.inf)]
 
 
