@@ -1,5 +1,6 @@
 """Checkpoints: which one a run resumes from, what it decides and restores, how one is written."""
 import dataclasses
+import math
 import os
 import shutil
 import time
@@ -86,8 +87,9 @@ def read_run(config, explicit_flags: set[str], models: dict, path: Path) -> tupl
         for f in dataclasses.fields(config):
             if f.name in before and not f.metadata.get("per_run"):
                 had, now = before[f.name], getattr(config, f.name)
-                if type(had) is not f.type and had != f.metadata.get("word") or (
-                        had not in (f.metadata.get("choices") or [had])):
+                meta, recipe = f.metadata, before["recipe"]
+                if (type(had) is not f.type or had not in (meta.get("choices") or [had])
+                        or recipe not in meta.get("recipes", [recipe])) and had != meta.get("word", f.type):
                     raise ValueError(f"its config says {f.name} = {safe_repr(had)}")
                 fits = had, getattr(model.config, f.name, had)
                 if f.name in given and f.metadata.get("fixed") and now not in fits:
@@ -142,8 +144,10 @@ def restore(run, checkpoint: dict, path: Path) -> None:
     run.step, rank = checkpoint["step"], run.process.rank
     with state_of_run(path):
         if run.scaler.is_enabled() and (saved := checkpoint["scaler"]):
-            run.scaler.load_state_dict(run.scaler.state_dict() | {
-                "scale": float(saved["scale"]), "_growth_tracker": int(saved["_growth_tracker"])})
+            scale, steps = float(saved["scale"]), int(saved["_growth_tracker"])
+            if not (0 < scale < math.inf and 0 <= steps < 2**31):
+                raise ValueError(f"its scale is {scale}, since {steps} steps")
+            run.scaler.load_state_dict(run.scaler.state_dict() | {"scale": scale, "_growth_tracker": steps})
         for optimizer in run.optimizers:
             groups, owner, state = optimizer.param_groups, getattr(optimizer, "owner", {}), {}
             named = [pair for g in groups for pair in zip(g["param_names"], g["params"], strict=True)]
