@@ -63,9 +63,10 @@ class Config:
     n_embd: int = flag(768, MODEL, "width", minimum=1, fixed=True)
     block_size: int = flag(1024, MODEL, "longest sequence, tokens", minimum=1, fixed=True)
     vocab_size: int = flag(50304, MODEL, "50257, padded to a multiple of 128", minimum=1, fixed=True)
-    window: int = flag("auto", MODEL, "tokens; auto: all", word="auto", minimum=1, fixed=True, recipes=MODERN)
+    window: int = flag("auto", MODEL, "last sliding window inside documents, tokens; auto: full attention",
+                       word="auto", minimum=1, fixed=True, recipes=MODERN)
     total_batch_size: int = flag(524288, BATCH, "tokens per step, all ranks", minimum=1, fixed=True)
-    batch_size: int = flag("auto", BATCH, "sequences per micro-step", word="auto", minimum=1, per_run=True)
+    batch_size: int = flag("auto", BATCH, "sequences a micro-step", word="auto", minimum=1, per_run=True)
     sequence_length: int = flag("auto", BATCH, "tokens; auto: block_size", word="auto", minimum=1, fixed=True)
     updates_per_step: int = flag("auto", BATCH, "optimizer updates per step, fewer after 1/3 and 2/3 of the "
                                  "run; auto: 1, frontier's by tokens", word="auto", minimum=1)
@@ -79,7 +80,8 @@ class Config:
     grad_clip: float = flag(1.0, OPTIM, "largest gradient norm; inf: no clipping")
     seed: int = flag(1337, OPTIM, "random seed of initial weights and data order", bits=63, fixed=True)
     device: str = flag("auto", SPEED, "auto, cuda, mps or cpu", per_run=True)
-    dtype: str = flag("auto", SPEED, "of autocast", choices=["auto", "float32", "bfloat16", "float16"])
+    dtype: str = flag("auto", SPEED, "of matrix products (autocast); auto: bfloat16 where supported",
+                      choices=["auto", "float32", "bfloat16", "float16"])
     tf32: bool = flag(True, SPEED, "use TF32 in float32 matrix products on CUDA")
     compile: bool = flag(None, SPEED, "torch.compile (default: on CUDA)", type=bool, per_run=True)
     attention: str = flag("auto", SPEED, "kernel; auto: SDPA's choice", choices=list(ATTENTION))
@@ -405,7 +407,8 @@ def loop(run: Run) -> None:
             newest = run.step
         if process.stop:
             break
-        # evaluate
+        # evaluate, with this step's window
+        lr = set_schedule(run)
         evaluate(run, due)
         if process.stop:
             continue                                # a signal came meanwhile: save, then leave
@@ -414,7 +417,6 @@ def loop(run: Run) -> None:
         # train
         if not run.pending:
             run.clock = time.perf_counter()
-        lr = set_schedule(run)
         numbers = train_step(run)
         if numbers is None:
             continue                                # a signal came meanwhile, and the step is dropped

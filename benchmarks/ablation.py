@@ -51,7 +51,7 @@ ABLATIONS = {
     },
     "frontier": {
         "several updates a step (one instead)": (
-            "max_steps=2500, updates_per_step=0", "max_steps=2500"),
+            "dict(max_steps=2500)", "dict(max_steps=2500, updates_per_step=1)"),
         "late keys": (
             "offset_keys(k, begins)", "k",
             "block.attn.c_k.weight[late:] = block.attn.c_q.weight[late:]", "pass"),

@@ -70,7 +70,8 @@ def check_args(args: Namespace) -> Namespace:
     args.path = args.paths[0] if args.paths else None
     if len(args.paths) > 1 and args.table != "compare":
         raise UserError(f"bench.py {args.table} takes one path, not {len(args.paths)}")
-    args.device = "cpu" if args.table == "compare" else choose_device(args.device)
+    found = "cpu" if args.table == "compare" else choose_device(args.device)
+    args.device = "cuda" if found == "cuda:0" else found         # of several processes each finds its own
     if args.device == "mps":
         raise UserError("bench.py measures on cuda or cpu: give --device cpu")
     if args.plot and not importlib.util.find_spec("matplotlib"):

@@ -3,6 +3,7 @@ import sys
 import types
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -46,13 +47,6 @@ def our_step(s):
         data="data", out="out", recipe=s.recipe, total_batch_size=tokens, batch_size=s.B, block_size=s.T,
         vocab_size=s.vocab_size, device=s.device, dtype=s.dtype, tf32=s.tf32, compile=s.compile,
         attention=s.attention))
-    if not s.tune_memory:
-        train_gpt2.tune_malloc = lambda: None
-    process = train_gpt2.set_up_process(config)
-    process.listen = lambda: None               # a signal ends a benchmark at once
-    if s.memory_gb:
-        share = s.memory_gb * GB / torch.cuda.mem_get_info(process.device)[1]
-        torch.cuda.set_per_process_memory_fraction(min(1.0, share), process.device)
 
     def chosen_here(run):
         """Instead of the trial of a micro-batch: what a setting changes and no flag does, before anything is
@@ -63,8 +57,14 @@ def our_step(s):
             for group in (group for optimizer in run.optimizers for group in optimizer.param_groups):
                 group |= {"fused": None} if "fused" in group else {}
         return s.B
-    train_gpt2.choose_batch_size = chosen_here
-    run = train_gpt2.set_up(config, set(), process)
+    replaced = {"choose_batch_size": chosen_here} | ({} if s.tune_memory else {"tune_malloc": lambda: None})
+    with patch.multiple(train_gpt2, **replaced):
+        process = train_gpt2.set_up_process(config)
+        process.listen = lambda: None           # a signal ends a benchmark at once
+        if s.memory_gb:
+            share = s.memory_gb * GB / torch.cuda.mem_get_info(process.device)[1]
+            torch.cuda.set_per_process_memory_fraction(min(1.0, share), process.device)
+        run = train_gpt2.set_up(config, set(), process)
 
     def step():
         train_gpt2.set_schedule(run)

@@ -1,5 +1,6 @@
 """Checkpoints: which one a run resumes from, what it decides and restores, how one is written."""
 import dataclasses
+import math
 import os
 import shutil
 import time
@@ -11,13 +12,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from runtime import plots
 from runtime.cli import RunError, UserError, safe_repr
 from runtime.console import Record
-from runtime.files import (checkpoint_name, checkpoints, lock_folder, newest_of, readable,
-                           remove_leftovers, replace_file, writable)
+from runtime.files import (checkpoint_name, checkpoints, lock_folder, newest_of, readable, remove_leftovers,
+                           replace_file, writable)
 from runtime.muon import state_keys
 from runtime.presets import PRESETS, flag_values
 from runtime.weights import find_checkpoint, model_from_checkpoint, read_checkpoint
@@ -75,26 +75,28 @@ def read_run(config, explicit_flags: set[str], models: dict, path: Path) -> tupl
     """What begin_or_resume returns for a run that resumes from `path`. UserError for a flag, explicit or
     preset, that may not change, and for a step beyond --max_steps."""
     checkpoint = read_checkpoint(path, recovery_hint(path))
-    model = model_from_checkpoint(checkpoint, path, models, recovery_hint(path))
     given, kept = explicit_flags, {}
     if "preset" in given:
         given = given | PRESETS[config.preset][1].keys()
         if config.init != "scratch":            # then the model's shape won over the preset's
             given = explicit_flags | given - {*MODEL_SHAPE}
     with state_of_run(path):
-        before = checkpoint["config"] | model_shape(model)
+        step, before = checkpoint["step"], checkpoint["config"]
+        model = model_from_checkpoint(checkpoint, path, models, recovery_hint(path))
+        before = before | model_shape(model)
         for f in dataclasses.fields(config):
             if f.name in before and not f.metadata.get("per_run"):
                 had, now = before[f.name], getattr(config, f.name)
-                if type(had) is not f.type and had != f.metadata.get("word") or (
-                        had not in (f.metadata.get("choices") or [had])):
+                meta, recipe = f.metadata, before["recipe"]
+                if (type(had) is not f.type or had not in (meta.get("choices") or [had])
+                        or recipe not in meta.get("recipes", [recipe])) and had != meta.get("word", f.type):
                     raise ValueError(f"its config says {f.name} = {safe_repr(had)}")
                 fits = had, getattr(model.config, f.name, had)
                 if f.name in given and f.metadata.get("fixed") and now not in fits:
                     raise UserError(f"{path} was trained with --{f.name} {had}, not {now}: give the same, or "
                                     "start a new run with another --out")
                 kept[f.name] = now if f.name in explicit_flags else had
-        asked, step = dataclasses.replace(config, **kept), checkpoint["step"]
+        asked = dataclasses.replace(config, **kept)
         if asked.recipe != checkpoint["recipe"] or type(step) is not int or step < 0:
             raise ValueError(f"its recipe is {asked.recipe}, its step {safe_repr(step)}")
     if step > asked.max_steps:
@@ -132,9 +134,9 @@ def check_data(data: dict, checkpoint: dict | None, path: Path | None, folder: s
         for had, has in zip_longest(checkpoint["data"]["train"], data["train"], fillvalue=("none", 0, "")):
             if tuple(had[1:]) != tuple(has[1:]):
                 was, now = (", ".join(map(safe_repr, shard)) for shard in (had, has))
-                raise UserError(f"{path} was trained on other shards than {folder} has: the first that differs"
-                                f" was {was} and is {now}. Bring the old data back, or start a new run from "
-                                f"these weights: --init {path} --out ANOTHER")
+                raise UserError(f"{path} was trained on other shards than {folder} has: the first was {was} "
+                                f"and is {now}. Bring the old data back, or start a new run from its weights "
+                                f"by --init {path} --out ANOTHER")
 
 
 def restore(run, checkpoint: dict, path: Path) -> None:
@@ -142,8 +144,10 @@ def restore(run, checkpoint: dict, path: Path) -> None:
     run.step, rank = checkpoint["step"], run.process.rank
     with state_of_run(path):
         if run.scaler.is_enabled() and (saved := checkpoint["scaler"]):
-            run.scaler.load_state_dict(run.scaler.state_dict() | {
-                "scale": float(saved["scale"]), "_growth_tracker": int(saved["_growth_tracker"])})
+            scale, steps = float(saved["scale"]), int(saved["_growth_tracker"])
+            if not (0 < scale < math.inf and 0 <= steps < 2**31):
+                raise ValueError(f"its scale is {scale}, since {steps} steps")
+            run.scaler.load_state_dict(run.scaler.state_dict() | {"scale": scale, "_growth_tracker": steps})
         for optimizer in run.optimizers:
             groups, owner, state = optimizer.param_groups, getattr(optimizer, "owner", {}), {}
             named = [pair for g in groups for pair in zip(g["param_names"], g["params"], strict=True)]
@@ -156,12 +160,9 @@ def restore(run, checkpoint: dict, path: Path) -> None:
             optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
 
 
-# ----------------------------------------------------------------------------- save
-
 def gather_state(run) -> dict:
     """{parameter's name: {key: tensor}} of all optimizers, complete on rank 0, in the CPU's memory. All ranks
-    call it. A parameter with an owner has its moments on that rank alone: Muon's always, the others' with
-    --shard_optimizer."""
+    call it: the moments of a parameter with an owner are on that rank alone."""
     owner, keys, state, gathered, rank = dict(run.owner), {}, {}, {}, run.process.rank
     for optimizer in run.optimizers:
         owner |= getattr(optimizer, "owner", {})
@@ -183,7 +184,7 @@ def weights_digest(model: torch.nn.Module) -> int:
     return torch.stack([p.detach().view(torch.int32).sum() for p in model.parameters()]).sum().item()
 
 
-def host_copy(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def host_copy(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The tensors on the CPU, those that share memory (embedding and head) once."""
     copies = {t.data_ptr(): t.to("cpu") for t in tensors.values()}
     return {name: copies[t.data_ptr()] for name, t in tensors.items()}
@@ -202,8 +203,8 @@ class Saver:
         this or, with `background`, the file before could not be written, or a number is not finite."""
         self.finish()
         record.sync()
-        _, best = record.best([step for step, _ in checkpoints(self.out)]) or (None, None)
-        self.pending = self.thread.submit(self._write, content, best)
+        best = record.best(dict(checkpoints(self.out)))             # (loss, step) or None
+        self.pending = self.thread.submit(self._write, content, best and best[1])
         if not self.background:
             self.finish()
 
@@ -229,9 +230,8 @@ class Saver:
 
 
 def move_aside(out: str | Path, path: Path | None, step: int, say: Callable[[str], None]) -> None:
-    """Moves what is not of the run that resumes from `path` at `step`, or starts anew, from `out` to
-    OUT/previous_N: files of a run by their names, and nothing else. Of the run that is resumed these are the
-    later checkpoints, with copies of its logs."""
+    """Moves an earlier run's files, by their names, and nothing else from `out` to OUT/previous_N. Of the run
+    that resumes from `path` at `step` these are its later checkpoints, with copies of its logs."""
     out = Path(out)
     inside = path is not None and path.resolve().parent == out.resolve()
     later = [p for s, p in checkpoints(out) if not inside or s > step]
@@ -241,10 +241,8 @@ def move_aside(out: str | Path, path: Path | None, step: int, say: Callable[[str
         return
     folder = next(p for n in range(1, 10**6) if not os.path.lexists(p := out / f"previous_{n}"))
     folder.mkdir()
-    for p in files:
-        shutil.copy(p, folder) if inside else p.rename(folder / p.name)
-    for p in later:
-        p.rename(folder / p.name)
+    for p in files + later:
+        (shutil.copy if inside and p in files else shutil.move)(p, folder)
     say(f"{len(files + later)} files of an earlier run in {out} are now in {folder}")
 
 

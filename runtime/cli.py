@@ -1,12 +1,12 @@
 """Errors, flags and exit codes, the same for every command of this project."""
 import argparse
-import contextlib
-import dataclasses
 import os
+import re
 import signal
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import contextmanager, suppress
 from dataclasses import field
 from pathlib import Path
 
@@ -22,7 +22,7 @@ class RunError(Exception):
     """The run itself failed (exit code 1)."""
 
 
-@contextlib.contextmanager
+@contextmanager
 def said_once(by: str = "RANK"):
     """Inside, all ranks raise the same error: the one whose environment variable `by` is 0 prints it."""
     try:
@@ -34,11 +34,10 @@ def said_once(by: str = "RANK"):
 
 def parse_int(text: str) -> int:
     """'100000', '100_000' or '1e5' -> 100000, for flags."""
-    with contextlib.suppress(ValueError):
-        return int(text)                          # first: float rounds above 2**53
-    with contextlib.suppress(ValueError):
-        if float(text).is_integer():
-            return int(float(text))
+    for kind in (int, float):                     # float alone rounds above 2**53
+        with suppress(ValueError, OverflowError):
+            if kind(text) == int(kind(text)):
+                return int(kind(text))
     raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
 
 
@@ -51,19 +50,15 @@ class FlagParser(argparse.ArgumentParser):
         self.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
 
     def parse_args(self, args=None, namespace=None):
-        words = []
-        for word in sys.argv[1:] if args is None else args:
-            name, equals, value = word.partition("=")
-            dashed = name.startswith("--") and name not in self._option_string_actions
-            words.append((f"--{name[2:].replace('-', '_')}" if dashed else name) + equals + value)
+        words = [re.sub("^--[^=]+", lambda name: "--" + name[0][2:].replace("-", "_"), word)
+                 for word in (sys.argv[1:] if args is None else args)]
         # intermixed: `compare --plot FILE RUN RUN` too
         args = self.parse_intermixed_args(words, namespace)
-        for action in self._actions:
-            value = getattr(args, action.dest, None)
-            empty = value == "" or isinstance(value, list) and "" in value
-            if empty and value != action.default and action.dest not in MAY_BE_EMPTY:
-                name = action.option_strings[0] if action.option_strings else action.metavar or action.dest
-                self.error(f"{name} is empty: give a value (was a variable of the shell not set?)")
+        for name, value in vars(args).items():
+            empty = "" in (value if isinstance(value, list) else [value])
+            if empty and value != self.get_default(name) and name not in MAY_BE_EMPTY:
+                flag = f"--{name}" if f"--{name}" in " ".join(words) else name
+                self.error(f"{flag} is empty: give a value (was a variable of the shell not set?)")
         return args
 
     def error(self, message):
@@ -83,7 +78,7 @@ class BoolFlag(argparse.Action):
 def print_error(error: Exception | str) -> None:
     """One line on stderr, without control characters: a message may quote an untrusted file."""
     text = "".join(c if c.isprintable() else "?" for c in " ".join(str(error).split()))
-    with contextlib.suppress(OSError):            # the terminal is closed
+    with suppress(OSError):                       # the terminal is closed
         print(f"{Path(sys.argv[0]).name}: {text}", file=sys.stderr, flush=True)
 
 
@@ -96,11 +91,10 @@ def safe_repr(value: object) -> str:
 def brief_error(error: Exception) -> str:
     """What an error says, in 200 characters: of an OSError the system's words, of a plain ValueError its text
     (so our readers say what is wrong with a file), of any other its class and text."""
-    if words := getattr(error, "strerror", None):
-        return words
     text = str(error).split("WeightsUnpickler error:")[-1]        # torch says before it how to run the code
     text = " ".join(text.split())[:200]
-    return text if type(error) is ValueError else f"{type(error).__name__}: {text}"
+    return getattr(error, "strerror", None) or (
+        text if type(error) is ValueError else f"{type(error).__name__}: {text}")
 
 
 def causes(error: BaseException) -> list[BaseException]:
@@ -120,55 +114,10 @@ def flag(default, group, help, **metadata):
     return field(default=default, metadata={"group": group, "help": help, **metadata})
 
 
-def number_or(word: str, kind: type) -> Callable:
-    """A parser of flags that are `word` or a number."""
-    def parse(text):
-        return text if text == word else parse_int(text) if kind is int else kind(text)
-    parse.__name__ = f"{word} or {kind.__name__}"       # argparse shows it in its error
-    return parse
-
-
-def parse_config(prog: str, Config: type, defaults: Callable[[dict], dict], description: str,
-                 argv: list[str] | None, recipes: dict, notes: str) -> tuple:
-    """Command line -> (Config, names of the fields that were given as flags). Each field of Config is a flag.
-    `defaults`: given flags -> values of other fields that differ from Config's own. For the help, `recipes`:
-    {name: the defaults that differ}, and `notes` below the flags."""
-    parser = FlagParser(prog=prog, usage=f"{prog} [flags]", description=description, epilog=notes)
-    groups = {}
-    for f in dataclasses.fields(Config):
-        name, kind, choices = f.name, f.metadata.get("type", f.type), f.metadata.get("choices")
-        word, title = f.metadata.get("word"), f.metadata["group"]
-        group = groups[title] = groups.get(title) or parser.add_argument_group(title)
-        help = f.metadata["help"] + default_note(f, recipes)
-        if kind is bool:
-            both = dict(dest=name, action=BoolFlag, default=argparse.SUPPRESS)
-            shown = [f"--{name}"] if f.default is False else [f"--{name}", f"--no_{name}"]
-            group.add_argument(*shown, **both, help=help)
-            if f.default is False:
-                group.add_argument(f"--no_{name}", **both, help=argparse.SUPPRESS)
-        else:
-            shown = f"{word}|{kind.__name__}" if word else kind.__name__
-            group.add_argument(f"--{name}", default=argparse.SUPPRESS, choices=choices, help=help,
-                               metavar=None if choices else shown.upper(),
-                               type=number_or(word, kind) if word else parse_int if kind is int else kind)
-    given = vars(parser.parse_args(argv))         # SUPPRESS: without the flags that were not given
-    return Config(**defaults(given) | given), set(given)
-
-
-def default_note(f: dataclasses.Field, recipes: dict) -> str:
-    """' (default 12; speedrun: 6)', or '' where the default says nothing."""
-    if f.default in (None, False, ""):
-        return ""
-    shown = "on" if f.default is True else f.default
-    others = [f"; {name}: {values[f.name]}" for name, values in recipes.items()
-              if values.get(f.name, f.default) != f.default]
-    return f" (default {shown}{''.join(others)})"
-
-
 def run_command(main: Callable[[], int | None]) -> None:
     """Runs `main()` as a command: UserError -> one line and exit 2, RunError -> one line and exit 1, Ctrl-C
     -> one line and exit 130."""
-    code, several = 0, os.environ.get("WORLD_SIZE", "1") != "1"
+    code = 0
     try:
         sys.stdout.reconfigure(errors="replace")    # not every terminal can print every sampled token
         code = main() or 0
@@ -183,14 +132,12 @@ def run_command(main: Callable[[], int | None]) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1
     except Exception:
-        if not several:
-            raise
         traceback.print_exc()
         code = 1
     signal.signal(signal.SIGINT, signal.SIG_IGN)    # Python's finalization would end by it, code or no code
     # No finalization of several ranks, and the process group is not destroyed: gloo's threads can abort it
     # (pytorch issue 190489), and its destructor, with the GIL, waits for a thread that may wait for the GIL.
-    if several:
+    if os.environ.get("WORLD_SIZE", "1") != "1":
         sys.stdout.flush()
         os._exit(code)
     sys.exit(code)

@@ -1,15 +1,15 @@
 """What a run tells: the console's line of a step, OUT/metrics.csv and OUT/log.txt, Weights & Biases."""
 # without torch: the process that draws loss.png imports this module
 import math
-import os
+import re
 import shlex
 import statistics
 import time
 import uuid
 from collections.abc import Collection
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
-from typing import BinaryIO
 
 from runtime.cli import RunError, said_once
 from runtime.files import checkpoints, newest_of, read_text, readable, replace_file, sync, writable
@@ -18,7 +18,7 @@ FORMATS = dict(step="d", tokens="d", seconds=".3f", train=".6f", val=".6f", hell
                norm=".4f", tokens_per_second=".6g")         # of metrics.csv's cells
 COLUMNS = tuple(FORMATS)
 HEADER = ",".join(COLUMNS)
-ELSEWHERE = "remove it, or choose another --out"
+ROW = re.compile(r"[0-9]{1,12},[0-9]{1,18},[0-9.]+(,[-+.\w]*){6}")
 
 
 def duration(seconds: float) -> str:
@@ -45,11 +45,19 @@ def step_line(step: int, loss: float, norm: float, lr: float, dt: float, rate: f
     return line + (f" | mfu {mfu:.0%}" if mfu else "") + f" | {duration(left)} left"
 
 
-def speed_line(seconds: list[float], tokens_per_step: int, peak_bytes: float) -> str:
-    """How fast a run was, from the seconds of its steps."""
-    median = statistics.median(seconds)
-    return (f"median step {median * 1000:,.{0 if median >= 0.1 else 1}f} ms, "
-            f"{tokens_per_step / median:,.0f} tokens/s, peak memory {peak_bytes / 1e9:.1f} GB")
+def read_metrics(path: str | Path, remedy: str = "remove it, or choose another --out") -> list[dict]:
+    """The complete rows of a metrics.csv: {column of COLUMNS: number, or None where the cell is empty}. A
+    crash can cut off the last one. UserError for a file of another kind."""
+    with readable(path, remedy):
+        header, *lines = read_text(path).rpartition("\n")[0].splitlines() or [HEADER]
+        wrong = [number for number, line in enumerate(lines, 2) if not ROW.fullmatch(line)]
+        if header != HEADER or wrong:
+            raise ValueError(f"line {wrong[0] if header == HEADER else 1} is none of a run's metrics")
+        rows = [{name: (int if form == "d" else float)(cell) if cell else None for (name, form), cell
+                 in zip(FORMATS.items(), line.split(","), strict=True)} for line in lines]
+        if any(row["step"] >= after["step"] for row, after in pairwise(rows)):
+            raise ValueError("its steps do not grow")
+    return rows
 
 
 def lowest(rows: list[dict], steps: Collection[int] | None = None) -> tuple[float, int] | None:
@@ -58,93 +66,59 @@ def lowest(rows: list[dict], steps: Collection[int] | None = None) -> tuple[floa
                 and math.isfinite(row["val"]) and (steps is None or row["step"] in steps)), default=None)
 
 
-def read_metrics(path: str | Path, remedy: str = ELSEWHERE) -> list[dict]:
-    """The complete rows of a metrics.csv: {column of COLUMNS: number, or None where the cell is empty}. A
-    crash can cut off the last one. UserError for a file of another kind."""
-    rows = []
-    with readable(path, remedy):
-        complete = read_text(path).rpartition("\n")[0]
-        for number, line in enumerate(complete.splitlines() or [HEADER], 1):
-            row = parse_row(line)
-            if number > 1 and row and (not rows or rows[-1]["step"] < row["step"]):
-                rows.append(row)
-            elif number > 1 or line != HEADER:
-                raise ValueError(f"line {number} is none of a run's metrics")
-    return rows
-
-
-def parse_row(line: str) -> dict | None:
-    with suppress(ValueError):
-        step, tokens, seconds, *rest = line.split(",")
-        rest = [float(cell) if cell else None for cell in rest]
-        row = dict(zip(COLUMNS, (int(step), int(tokens), float(seconds), *rest), strict=True))
-        return row if 0 <= row["step"] < 2**40 and 0 <= row["tokens"] < 2**60 else None
-
-
 def row_line(row: dict) -> str:
     return ",".join("" if row[name] is None else format(row[name], form) for name, form in FORMATS.items())
-
-
-def rewritten(path: Path, lines: list[str]) -> BinaryIO:
-    """The file with these lines, open behind them."""
-    replace_file(path, lambda file: file.write("".join(f"{line}\n" for line in lines).encode()))
-    file = open(path, "r+b")
-    file.seek(0, os.SEEK_END)
-    return file
 
 
 class Record:
     """OUT/metrics.csv, a row a step, the one record of a run: what is resumed, the best checkpoint and the
     picture are read from it. Beside it OUT/log.txt, a line an event, and Weights & Biases, if asked for.
 
-    For a run that goes on at `step`. Of a longer record the rest is cut off, because it happens again; of the
-    row of `step` the evaluations stay. At step 0 both files begin empty. Events come in the order of the
-    steps, and those of one step in the order val, hella, train. UserError if metrics.csv is damaged."""
+    For a run that goes on at `step`: of a longer record the rest is cut off, because it happens again, but of
+    the row of `step` the evaluations stay. At step 0 both files begin empty. Of each step val and hella come
+    before train. UserError if metrics.csv is damaged."""
 
     def __init__(self, out: str | Path, step: int, tokens_per_step: int, config: dict | None = None,
                  wandb: bool = False):
-        path, self.tokens_per_step, self.wandb = Path(out) / "metrics.csv", tokens_per_step, None
-        self.rows = [row for row in (read_metrics(path) if step and path.exists() else [])
-                     if row["step"] <= step]
-        self.seconds = 0.0                      # of the steps up to here
+        self.out, self.tokens_per_step, self.wandb = Path(out), tokens_per_step, None
+        self.rows, self.seconds = [], 0.0       # seconds: of the steps up to here
+        if step and (self.out / "metrics.csv").exists():
+            self.rows = [row for row in read_metrics(self.out / "metrics.csv") if row["step"] <= step]
         for row in self.rows[-1:]:
-            rate, self.seconds = row["tokens_per_second"], row["seconds"]
+            self.seconds = row["seconds"]
             if row["step"] == step:
                 row |= dict.fromkeys(("train", "lr", "norm", "tokens_per_second"))
-            elif rate and rate > 0:
-                self.seconds += tokens_per_step / rate
-        lines = [HEADER, *map(row_line, self.rows)]
-        self.table = rewritten(path, lines)
-        self.begin = self.table.tell() - len(lines[-1]) - 1         # of the last row, in bytes
-        self.events = rewritten(path.with_name("log.txt"), [
-            f"{row['step']} {kind} {row[kind]:.6f}" for row in self.rows for kind in ("val", "hella", "train")
-            if row[kind] is not None])
+            elif (row["tokens_per_second"] or 0) > 0:
+                self.seconds += tokens_per_step / row["tokens_per_second"]
+        texts = {"metrics.csv": [HEADER, *map(row_line, self.rows)],
+                 "log.txt": [f"{row['step']} {kind} {row[kind]:.6f}" for row in self.rows
+                             for kind in ("val", "hella", "train") if row[kind] is not None]}
+        for name, lines in texts.items():
+            text = "".join(f"{line}\n" for line in lines).encode()
+            replace_file(self.out / name, lambda file, text=text: file.write(text))
+        self.table, self.events = (open(self.out / name, "a", newline="\n") for name in texts)
         if wandb:
-            self.wandb = open_wandb(path.resolve().parent, config, resumes=step > 0)
+            self.wandb = open_wandb(self.out.resolve(), config, resumes=step > 0)
 
     def train(self, step: int, loss: float, norm: float, lr: float, seconds: float) -> None:
         """A finished step, which took `seconds`."""
-        self._write(step, "train", loss, norm=norm, lr=lr, tokens_per_second=self.tokens_per_step / seconds)
+        self.evaluation(step, "train", loss, norm=norm, lr=lr,
+                        tokens_per_second=self.tokens_per_step / seconds)
         self.seconds += seconds
 
-    def evaluation(self, step: int, kind: str, value: float) -> None:
-        """`kind`: val or hella."""
-        self._write(step, kind, value)
-
-    def _write(self, step, kind, value, **more):
-        if not self.rows or self.rows[-1]["step"] != step:
-            self.begin = self.table.seek(0, os.SEEK_END)
+    def evaluation(self, step: int, kind: str, value: float, **more: float) -> None:
+        """`kind`: val or hella. `more`: other cells of the row."""
+        end = self.table.tell()
+        if self.rows and self.rows[-1]["step"] == step:
+            end -= len(row_line(self.rows[-1])) + 1                 # that row is written anew
+        else:
             self.rows.append(dict.fromkeys(COLUMNS) | {
                 "step": step, "tokens": step * self.tokens_per_step, "seconds": self.seconds})
         self.rows[-1] |= {kind: round(value, 6), **more}            # as it will be read
-        with writable(self.table.name, begun=True):
-            self.table.seek(self.begin)
-            self.table.truncate()               # what is killed here leaves a row out, never a mixture of two
-            self.table.write(f"{row_line(self.rows[-1])}\n".encode())
-            self.table.flush()
-        with writable(self.events.name, begun=True):
-            self.events.write(f"{step} {kind} {value:.6f}\n".encode())
-            self.events.flush()
+        with writable(self.out, begun=True):
+            self.table.truncate(end)            # what is killed here leaves a row out, never a mixture of two
+            print(row_line(self.rows[-1]), file=self.table, flush=True)
+            print(f"{step} {kind} {value:.6f}", file=self.events, flush=True)
         if self.wandb:
             self.wandb.log({kind: value, **more}, step=step)
 
@@ -157,8 +131,8 @@ class Record:
 
     def sync(self) -> None:
         """Before a checkpoint is written: a loss of power must not leave one beyond its record."""
-        for file in (self.table, self.events):
-            with writable(file.name, begun=True):
+        with writable(self.out, begun=True):
+            for file in (self.table, self.events):
                 sync(file.fileno())
 
     def close(self) -> None:
@@ -190,27 +164,23 @@ def print_header(run, path: Path | None) -> None:
     from runtime.dataloader import divide_update
     from runtime.device import device_name, try_micro_step
     c, process, say = run.config, run.process, run.process.print0
-    T, tokens, processes = c.sequence_length, c.total_batch_size, counted(run.process.world_size, "process")
+    ranks, updates, tokens = counted(process.world_size, "process"), c.updates_per_step, c.total_batch_size
+    B, n = divide_update(c, updates, process.world_size, run.batch_size)
     window = f", window {c.window} inside documents" if c.window else ""
-    say(f"{processes} on {process.device} ({device_name(process.device)}), {c.dtype}, "
+    first = f" in {updates} updates at first" if updates > 1 else ""
+    say(f"{ranks} on {process.device} ({device_name(process.device)}), {c.dtype}, "
         f"{'torch.compile' if c.compile else 'eager'}, attention {c.attention}, torch {torch.__version__}")
     say(f"{c.recipe}: {sum(p.numel() for p in run.model.parameters()):,} parameters "
         f"({counted(c.n_layer, 'layer')}, {counted(c.n_head, 'head')}, width {c.n_embd}, "
         f"vocabulary {c.vocab_size}{window})")
-    B, n = divide_update(c, c.updates_per_step, process.world_size, run.batch_size)
-    n *= c.updates_per_step
-    first = f" in {c.updates_per_step} updates at first" if c.updates_per_step > 1 else ""
-    say(f"{tokens:,} tokens a step = {B} x {T} x {counted(n, 'micro-step')} x {processes}{first}; "
-        f"{c.max_steps:,} steps = {c.max_steps * tokens:,} tokens = "
-        f"{c.max_steps * tokens / (run.data.train.total * T):,.2f} epochs")
-    say(f"max_lr {c.max_lr:g} after {counted(c.warmup_steps, 'step')}, min_lr {c.min_lr:g}; " + ", ".join(
-        f"{what} {f'every {every:,} steps' if every else 'never'}" for what, every in (
-            ("validation", c.val_every), ("HellaSwag", c.hellaswag_every), ("samples", c.sample_every),
-            ("checkpoint", c.checkpoint_every))))
+    say(f"{tokens:,} tokens a step = {B} x {c.sequence_length} x {counted(n * updates, 'micro-step')} x "
+        f"{ranks}{first}; {c.max_steps:,} steps = {c.max_steps * tokens:,} tokens = "
+        f"{c.max_steps * tokens / (run.data.train.total * c.sequence_length):,.2f} epochs; "
+        f"max_lr {c.max_lr:g} after {counted(c.warmup_steps, 'step')}, min_lr {c.min_lr:g}")
     if path:
         say(f"resuming from {path} at step {run.step} of {c.max_steps}")
     if c.dry_run:
-        seconds = try_micro_step(run, B) * n
+        seconds = try_micro_step(run, B) * n * updates
         say(f"about {duration(seconds)} a step, {duration(seconds * (c.max_steps - run.step))} in all without"
             " evaluations; nothing was written, and the same command without --dry_run starts the run")
 
@@ -234,8 +204,7 @@ def log_steps(run, keep: int = 0) -> None:
         run.losses.append(loss)
         run.seconds.append(dt)
         rate, peak = config.total_batch_size / dt, peak_flops(process.device)
-        flops = run.model.flops_per_token(config.sequence_length)
-        mfu = rate * flops / peak / process.world_size if peak else None
+        mfu = peak and rate * run.model.flops_per_token(config.sequence_length) / process.world_size / peak
         left = statistics.median(run.seconds[-20:]) * (config.max_steps - 1 - step)
         process.print0(step_line(step, loss, norm, lr, dt, rate, mfu, left))
         if run.record:
@@ -257,28 +226,27 @@ def in_bits(loss: float, data) -> str:
 def print_summary(run) -> int:
     """Prints how the run ended and where everything is. Returns its exit code."""
     from runtime.device import peak_memory
-    config, process, say = run.config, run.process, run.process.print0
+    config, process, say, losses = run.config, run.process, run.process.print0, run.losses
     if run.seconds:
-        say(speed_line(run.seconds, config.total_batch_size, peak_memory(process.device)))
+        dt, peak = statistics.median(run.seconds), peak_memory(process.device) / 1e9
+        say(f"median step {dt * 1000:,.1f} ms, {config.total_batch_size / dt:,.0f} tokens/s, "
+            f"peak memory {peak:.1f} GB")
     if process.stop:
+        reason = process.received or "a signal"
         then = "the same command resumes" if config.checkpoint_every else "not saved (--checkpoint_every 0)"
-        say(f"stopped by {process.received or 'a signal'} after {run.step} of {config.max_steps} steps: "
-            f"{then}")
+        say(f"stopped by {reason} after {run.step} of {config.max_steps} steps: {then}")
         return 0
     if config.overfit:
-        passed = run.losses[-1] < 0.1
-        say(f"overfit one batch: loss {run.losses[0]:.4f} -> {run.losses[-1]:.4f} in {len(run.losses)} "
-            f"steps: {'PASSED' if passed else 'FAILED (under 0.1 is expected)'}")
-        if passed:                              # its last line goes on to training
-            say("next: python fineweb.py --input input.txt --out data/shakespeare")
+        passed = losses[-1] < 0.1
+        say(f"overfit one batch: loss {losses[0]:.4f} -> {losses[-1]:.4f} in {len(losses)} steps: "
+            + ("PASSED\nnext: python fineweb.py --input input.txt --out data/shakespeare" if passed else
+               "FAILED (under 0.1 is expected)"))
         return 0 if passed else 1
     saved = dict(checkpoints(config.out))
     say(f"done: {run.step} steps; in {config.out}: log.txt, metrics.csv, loss.png"
         + (", checkpoints" if saved else ""))
-    best = run.record and run.record.best(saved)
-    if best:
-        say(f"best checkpoint: {saved[best[1]]}, validation loss {best[0]:.4f}"
-            + in_bits(best[0], run.data))
+    if best := run.record and run.record.best(saved):
+        say(f"best checkpoint: {saved[best[1]]}, validation loss {best[0]:.4f}{in_bits(best[0], run.data)}")
     if saved:
         say(f"next: python sample.py --model {shlex.quote(config.out + '/best' * bool(best))}")
     return 0

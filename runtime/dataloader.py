@@ -26,22 +26,18 @@ DEPTH = 8                   # micro-batches read ahead: loading the next shard t
 
 
 def stable_permutation(n: int, *key: int) -> np.ndarray:
-    """A permutation of range(n) that depends on `key` alone, in every release of NumPy: Generator.permutation
-    may change between releases (NEP 19), the raw stream of Philox may not."""
+    """A permutation of range(n) by `key` alone, in every release of NumPy: Generator.permutation may change
+    (NEP 19), the raw stream of Philox may not."""
     return np.argsort(np.random.Philox(np.random.SeedSequence(key)).random_raw(n), kind="stable")
 
 
 class TokenDataset:
-    """The sequences of a list of shards, numbered across epochs.
+    """The sequences of a list of shards (paths, or 1-D uint16 arrays), numbered across epochs.
 
     Shard i has (len_i - 1) // T sequences of T tokens (the last target needs one token more). Each comes
-    once an epoch. With `shuffle`, the shards and the sequences within each shard are permuted anew each
-    epoch, by the seed; without, the order is that of the files. `shards`: paths, or 1-D uint16 arrays. One
-    shard is in memory at a time, as uint16.
-
-    Raises UserError for too little text to make one sequence, and for a shard that is damaged, has ids at or
-    above `vocab_size` or GPT-2's 50257, or changes during the run.
-    """
+    once an epoch, in the files' order, or with `shuffle` permuted anew each epoch by the seed: the shards,
+    and the sequences within each. One shard is in memory at a time. UserError for too little text, and for a
+    shard that is damaged, has ids from `vocab_size` or 50257 on, or changes during the run."""
 
     def __init__(self, shards: list[Path | np.ndarray], sequence_length: int, seed: int = 0,
                  shuffle: bool = False, vocab_size: int = VOCAB_SIZE):
@@ -176,8 +172,8 @@ class Data:
 
     @cached_property
     def bits_per_byte(self) -> float:
-        """Of a validation loss of one nat a token: what compares tokenizers and texts. The bytes are those of
-        the predicted tokens; <|endoftext|>, whose loss counts, has none. nan where tokens are not GPT-2's."""
+        """Of a loss of one nat a token, over the bytes of the validation targets (<|endoftext|> has none). It
+        compares tokenizers and texts. nan where tokens are not GPT-2's."""
         if not self.val or self.val.end < VOCAB_SIZE:
             return math.nan
         targets = self.val.read(0, self.val_count)[:, 1:]

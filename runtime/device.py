@@ -75,16 +75,12 @@ def first_line(error: Exception) -> str:
     return str(error).strip().split("\n")[0][:200] or type(error).__name__
 
 
-OUT_OF_MEMORY = re.compile(
-    r"\b(CUDA|HIP|MPS|NCCL)\b.{0,200}out of memory|_ALLOC_FAILED|DefaultCPUAllocator: |MemoryError",
-    re.I | re.S)
-
-
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether a GPU or the machine ran out of memory: a MemoryError, torch's own error, or a RuntimeError of
     CUDA, of one of its libraries or of the CPU allocator. A compiler's error quotes the one that it wraps."""
+    words = r"\b(CUDA|HIP|MPS|NCCL)\b.{0,200}out of memory|_ALLOC_FAILED|DefaultCPUAllocator: |MemoryError"
     return isinstance(error, MemoryError) or isinstance(error, RuntimeError) and bool(
-        OUT_OF_MEMORY.search(f"{type(error).__name__}: {error}"))
+        re.search(words, f"{type(error).__name__}: {error}", re.I | re.S))
 
 
 @contextlib.contextmanager
@@ -165,10 +161,9 @@ def choose_batch_size(run) -> int:
         most = B // 2
 
 
-# Dense 16-bit peaks in TFLOP/s with fp32 accumulation, from NVIDIA's data sheets. Those of newer cards are
-# given there with sparsity (twice as much), GeForce's also with fp16 accumulation (twice again). A name must
-# match as a whole: a suffix (Ti, D, Laptop GPU, NVL, a MIG slice) means another chip or clock, and an unknown
-# name has no figure.
+# Dense 16-bit peaks in TFLOP/s with fp32 accumulation, from NVIDIA's data sheets, which give them with
+# sparsity (twice as much), GeForce's also with fp16 accumulation (twice again). A name must match as a whole:
+# a suffix (Ti, D, Laptop GPU, a MIG slice) means another chip or clock.
 PEAK_TFLOPS = {
     "GB200": 2500, "B200": 2250, "B100": 1750, "GH200 (480|120)GB": 989.4, "H200": 989.4, "H200 NVL": 835.5,
     "H100 80GB HBM3": 989.4, "H100 NVL": 835.5, "H100 PCIe": 756, "H800": 989.4, "H20": 148,
@@ -205,10 +200,9 @@ def peak_memory(device: str) -> int:
 
 
 def tune_cuda_allocator() -> None:
-    """Before CUDA's first use: keeps torch's CUDA allocator from splitting large blocks, unless the
-    user has set it: else what stays (gradients, moments) is put into the free block of the last micro-step's
-    logits, by far the largest, and the next micro-step needs another one: GPT-2 124M at 200 x 1,024 tokens
-    then does not fit in 80 GB, although it uses 69."""
+    """Before CUDA's first use: keeps torch's allocator from splitting large blocks, unless the user has set
+    it. Else gradients and moments are put into the free block of the last micro-step's logits, and the next
+    needs another: GPT-2 124M at 200 x 1,024 tokens then does not fit in 80 GB, although it uses 69."""
     if not os.environ.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}:
         os.environ["PYTORCH_ALLOC_CONF"] = "max_split_size_mb:2048"
 

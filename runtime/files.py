@@ -50,8 +50,7 @@ def sync(descriptor: int) -> None:
 
 
 def remove_leftovers(folder: str | Path, names: str) -> None:
-    """Removes what killed processes left of replace_file in `folder`, for files whose whole name matches the
-    regular expression `names`. Nothing else that ends in .tmp."""
+    """Removes what killed processes left of replace_file in `folder`, of files whose name matches `names`."""
     for path in Path(folder).iterdir():
         if re.fullmatch(rf"({names})(\.\d+)?\.tmp", path.name) and path.is_file():
             path.unlink()
@@ -94,14 +93,15 @@ def writable(path: str | Path, begun: bool = False):
         yield
     except (OSError, RuntimeError, RunError) as error:          # of torch.save and of replace_file
         cause = next((cause for cause in causes(error) if isinstance(cause, OSError)), None)
-        if not cause or isinstance(error, RunError) and begun:
+        full = cause and cause.errno in NO_ROOM
+        if not cause or isinstance(error, RunError) and (begun or full):        # which names the file
             raise
-        why, full = brief_error(cause), cause.errno in NO_ROOM
+        why = brief_error(cause)
         if not begun and not full:
             raise UserError(f"{path} cannot be written ({why}): choose another folder") from None
-        remedy = "make room, or " if full else "make it writable, or " if cause.errno in NOT_ALLOWED else ""
-        raise RunError(f"cannot write {path} ({why}): {remedy}choose another folder; earlier files are "
-                       "intact, and the same command resumes from them") from None
+        denied = "make its folder writable, or " if cause.errno in NOT_ALLOWED else ""
+        raise RunError(f"cannot write {path} ({why}): {'make room, or ' if full else denied}choose another "
+                       "folder; earlier files are intact, and the same command resumes from them") from None
 
 
 @contextmanager

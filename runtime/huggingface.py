@@ -33,14 +33,13 @@ def from_huggingface(source, MODELS):
     with readable(source, "give another", problem="is no GPT-2 or export of ours in the Hugging Face format"):
         config = read_json(folder / "config.json")
         recipe = config.get("model_type")
-        if recipe != "gpt2" and isinstance(recipe, str) and recipe in MODELS:
+        if recipe in [*MODELS] and recipe != "gpt2":            # a list: the file's may be no name
             return modern_model(MODELS[recipe], config, folder)
         return gpt2_model(MODELS["gpt2"], config, folder)
 
 
 def download_model(name: str) -> Path:
-    """Folder with config.json and model.safetensors of the hub's model `name`: of huggingface_hub's cache if
-    they are there. UserError if there is no such model or no connection."""
+    """Folder of the hub's model `name`. UserError if there is no such model or no connection."""
     repo = f"openai-community/{name}" if name in OPENAI_NAMES else name
     if not REPO_NAME.fullmatch(repo):
         raise UserError(f"{name} is no file or folder here, nor a model's name ({', '.join(OPENAI_NAMES)} or "
@@ -102,8 +101,8 @@ def folder_weights(folder, pickles):
             return load_pickle(folder / "pytorch_model.bin")
         else:
             raise ValueError("it has no model.safetensors")
-    if strange := [name for name in names if Path(name).name != name]:
-        raise ValueError(f"its index names a file outside the folder ({str(strange[0])[:80]})")
+    if any(Path(name).name != name for name in names):
+        raise ValueError("its index names a file outside the folder")
     return {key: tensor for name in names for key, tensor in load_file(folder / name).items()}
 
 
@@ -122,8 +121,8 @@ def save_gpt2(model, folder: str | Path) -> None:
 
 
 def save_modern(model, folder: str | Path) -> None:
-    """ModernLanguageModel.save_pretrained: as save_gpt2, with MODELING and the padding of the vocabulary,
-    because the rows of the bigram table are counted modulo its size. MODELING has no logits of it."""
+    """ModernLanguageModel.save_pretrained: as save_gpt2, with MODELING and the padding of the vocabulary:
+    the rows of the bigram table are counted modulo its size."""
     weights, name = model.state_dict(), model.recipe.capitalize()
     config = {"architectures": [f"{name}ForCausalLM"], "model_type": model.recipe,
               "auto_map": {"AutoConfig": f"{MODELING[:-3]}.{name}Config",

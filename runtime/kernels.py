@@ -56,12 +56,10 @@ def cross_entropy_(logits: Tensor, targets: Tensor, softcap: float = 0.0) -> Ten
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
-    """Mean cross-entropy of x W^T in nats, with the logits of only `chunk` tokens in memory at a time.
-
-    x (N, C), weight (V, C), targets (N,) int64, -1 ignored. GPT-2's logits are by far its largest tensor: 4 x
-    50304 bytes a token in fp32, as much as 65 of its residual streams, and the same again for their gradient.
-    That, p - onehot(target), does not depend on what follows the loss: so the forward turns each chunk's
-    logits into the gradients of x and W at once, and the backward only scales them."""
+    """Mean cross-entropy of x W^T in nats, with the logits of only `chunk` tokens in memory at a time: they
+    are by far the largest tensor. x (N, C), weight (V, C), targets (N,) int64, -1 ignored. Their gradient, p
+    - onehot(target), does not depend on what follows the loss: so the forward turns each chunk's logits into
+    the gradients of x and W at once, and the backward only scales them."""
 
     @staticmethod
     def forward(ctx, x, weight, targets, chunk, softcap, with_gradient):
@@ -94,8 +92,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
 
 def chunked_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, chunk: int, softcap: float) -> Tensor:
-    """ChunkedCrossEntropy, for eager mode: in a graph the compiler would compute all chunks' products first,
-    and save no memory."""
+    """ChunkedCrossEntropy, for eager mode: a compiler would compute all chunks' products first."""
     return ChunkedCrossEntropy.apply(x, weight, targets, chunk, softcap, torch.is_grad_enabled())
 
 
@@ -137,14 +134,11 @@ class Linear(nn.Linear):
         return super().forward(x)
 
 
-class CastLinear(nn.Linear):
+class CastLinear(Linear):
     """A linear layer without bias. Its weight is stored in fp32 and cast to the dtype of its input."""
 
     def __init__(self, inputs, outputs, device=None):
         super().__init__(inputs, outputs, bias=False, device=device)
-
-    def reset_parameters(self):
-        pass
 
     def forward(self, x):
         return F.linear(x, self.weight.to(x.dtype))

@@ -60,8 +60,8 @@ def generate_tokens(model, idx: Tensor, max_new_tokens: int, temperature: float 
 
 
 def penalize_repetition(logits: Tensor, idx: Tensor, penalty: float) -> Tensor:
-    """Logits (B, vocab_size) with those of the tokens in idx (B, S) divided by `penalty`, or multiplied where
-    they are negative (arXiv:1909.05858, section 4.1). Not <|endoftext|>'s, with which a document begins."""
+    """Logits (B, vocab_size) with those of the tokens in idx (B, S), but <|endoftext|>, divided by `penalty`,
+    or multiplied where they are negative (arXiv:1909.05858, section 4.1)."""
     seen = logits.gather(1, idx)                                                # (B, S)
     less = torch.where(seen > 0, seen / penalty, seen * penalty)
     return logits.scatter(1, idx, torch.where(idx == EOT, seen, less))

@@ -2,14 +2,11 @@
 import logging
 import math
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
-
-import numpy as np
 
 from runtime.cli import brief_error
 from runtime.console import read_metrics
@@ -17,6 +14,11 @@ from runtime.files import replace_file
 from runtime.tokenizer import VOCAB_SIZE
 
 ROOT = Path(__file__).resolve().parent.parent
+# column of metrics.csv: (label of the y axis, of the curve, its style)
+EVALUATION = dict(color="#1f4e9c", marker="o", markersize=3)
+CURVES = {"train": ("loss, nats a token", "training loss", dict(color="#d9822b", linewidth=0.6)),
+          "val": ("loss, nats a token", "validation loss", EVALUATION),
+          "hella": ("HellaSwag accuracy (acc_norm)", "HellaSwag, acc_norm", EVALUATION)}
 # published figures of GPT-2 124M: llm.c's run on FineWeb's validation set (its discussion 481), and OpenAI's
 # weights on HellaSwag
 PUBLISHED = {"val": (3.29, "GPT-2 124M on FineWeb, llm.c: 3.29"),
@@ -29,8 +31,8 @@ def new_figure(**how):
     return Figure(**how, layout="constrained")
 
 
-def save_figure(figure, path, dpi=130):
-    replace_file(path, lambda file: figure.savefig(file, format="png", dpi=dpi))
+def save_figure(figure, path):
+    replace_file(path, lambda file: figure.savefig(file, format="png", dpi=130))
 
 
 def short_count(n: float, _position=None) -> str:
@@ -48,60 +50,29 @@ def limits(values: list[float], margin: float) -> tuple[float, float]:
     return low - extra, high + extra
 
 
-def is_fineweb(folder: str | Path) -> bool:
-    """Whether the shards in `folder` are named as those of FineWeb or FineWeb-Edu are."""
-    return any(re.match(r"(edufineweb|finewebedu|fineweb)_val_", path.name)
-               for path in Path(folder).glob("*_val_*"))
-
-
-def mean_of(points: list[tuple], width: int) -> list[tuple]:
-    """Centred moving average over `width` points."""
-    xs, ys = zip(*points, strict=True)
-    return list(zip(xs[width // 2:], np.convolve(ys, np.ones(width) / width, "valid"), strict=False))
-
-
-def draw_panel(panel, label, curves, published) -> None:
-    """Draws curves [(label, points, style)], and the line of `published` (value, label) only if it is in or
-    near their range: it must never squash the run's own curves."""
-    for name, points, style in curves:
-        panel.plot(*zip(*points, strict=True), label=name, **style)
-    low, high = limits([y for _, points, _ in curves for _, y in points], 1 / 3)
-    if published and low <= published[0] <= high:
-        panel.axhline(published[0], color="#c0392b", linestyle="--", linewidth=1, label=published[1])
-    newest = max(1, *(x for _, points, _ in curves for x, _ in points))
-    # linear up to about a hundredth of the run, so that step 0 has a place
-    panel.set_xscale("symlog", linthresh=10 ** math.ceil(math.log10(newest / 100)))
-    panel.set_xlim(0, 1.05 * newest)
-    panel.xaxis.set_major_formatter(short_count)
-    panel.set_xlabel("tokens")
-    panel.set_ylabel(label)
-    panel.grid(alpha=0.3)
-    panel.legend(fontsize=8)
-
-
-def plot_run(out: Path, title: str, published: list[str]) -> None:
+def plot_run(out: Path, title: str, published: Collection[str]) -> None:
     """Draws OUT/loss.png: losses and HellaSwag against the tokens that the weights were trained on, beside
-    those of PUBLISHED that are named."""
-    train, val, hella = ([(row["tokens"], row[kind]) for row in read_metrics(out / "metrics.csv")
-                          if row[kind] is not None and math.isfinite(row[kind])]
-                         for kind in ("train", "val", "hella"))
-    width = 2 * (len(train) // 100) + 1             # about 2% of the steps, odd
-    raw, mean = dict(color="#f0cfa5", linewidth=0.6), dict(color="#d9822b", linewidth=1.2)
-    evaluation = dict(color="#1f4e9c", linewidth=1.6, marker="o", markersize=3)
-    losses = [("training loss", train, raw if width > 1 else mean),
-              (f"training loss, mean of {width} steps", mean_of(train, width) if width > 1 else [], mean),
-              ("validation loss", val, evaluation)]
-    panels = [(label, drawn, name in published and PUBLISHED[name]) for label, curves, name in (
-        ("loss, nats a token", losses, "val"),
-        ("HellaSwag accuracy (acc_norm)", [("HellaSwag, acc_norm", hella, evaluation)], "hella"))
-        if (drawn := [curve for curve in curves if curve[1]])]
-    if not panels:
-        return                                      # nothing yet
+    those of PUBLISHED that are named and near: they must never squash the run's own curves."""
+    rows, panels = read_metrics(out / "metrics.csv"), {}            # {label of the y axis: {column: points}}
+    for kind, (label, *_) in CURVES.items():
+        if points := [(row["tokens"], row[kind]) for row in rows
+                      if row[kind] is not None and math.isfinite(row[kind])]:
+            panels.setdefault(label, {})[kind] = points
     figure = new_figure(figsize=(6 * len(panels) + 1, 4.5))
-    for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
-        draw_panel(axes, *panel)
     figure.suptitle(title, fontsize=9)
-    save_figure(figure, out / "loss.png", dpi=110)
+    for i, (label, curves) in enumerate(panels.items(), 1):
+        panel = figure.add_subplot(1, len(panels), i, xlabel="tokens", ylabel=label)
+        low, high = limits([y for points in curves.values() for _, y in points], 1 / 3)
+        for kind, points in curves.items():
+            panel.plot(*zip(*points, strict=True), label=CURVES[kind][1], **CURVES[kind][2])
+            if kind in published and low <= PUBLISHED[kind][0] <= high:
+                panel.axhline(PUBLISHED[kind][0], color="#c0392b", linestyle="--", label=PUBLISHED[kind][1])
+        panel.set_xlim(left=0)
+        panel.xaxis.set_major_formatter(short_count)
+        panel.grid(alpha=0.3)
+        panel.legend(fontsize=8)
+    if panels:
+        save_figure(figure, out / "loss.png")
 
 
 class Drawing:
@@ -124,9 +95,10 @@ def draw(out: str | Path, title: str, published: Collection[str] = ()) -> None:
 
 def draw_run(config) -> None:
     """Draws that of a train_gpt2.Config, beside the published figures that it can be compared with."""
-    fineweb = config.vocab_size >= VOCAB_SIZE and is_fineweb(config.data)
+    names = {path.name.partition("_val_")[0] for path in Path(config.data).glob("*_val_*")}
+    fineweb = config.vocab_size >= VOCAB_SIZE and names & {"edufineweb", "finewebedu", "fineweb"}
     draw(config.out, f"{config.recipe}, {config.n_layer} layers of width {config.n_embd}",
-         ["val"] * fineweb + ["hella"] * (not config.hellaswag_data))
+         ["val"] * bool(fineweb) + ["hella"] * (not config.hellaswag_data))
 
 
 def finish(patience: float = 60) -> None:

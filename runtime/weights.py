@@ -21,9 +21,8 @@ WTE, HEAD = "transformer.wte.weight", "lm_head.weight"
 
 
 def find_checkpoint(source: str | Path) -> Path | None:
-    """The file that `source` means: itself, of a run's folder (--out) OUT the newest checkpoint, of OUT/best
-    the one with the lowest validation loss, by OUT/metrics.csv. None for a folder in the Hugging Face format
-    or a hub name. UserError for any other folder."""
+    """The file that `source` means: itself, of a run's folder OUT the newest checkpoint, of OUT/best the one
+    of lowest validation loss. None for a Hugging Face folder or hub name. UserError for another folder."""
     path = Path(source)
     if os.path.isdir(path):             # Path.is_dir raises OSError for some names
         if os.path.exists(path / "config.json"):
@@ -42,8 +41,7 @@ def find_checkpoint(source: str | Path) -> Path | None:
 
 
 def read_checkpoint(path: str | Path, remedy: str = "check the path, or copy it again") -> dict:
-    """The dict of a .pt file or llm.c's .bin: tensors and plain values. No code in it can run. UserError if
-    unreadable, with `remedy`."""
+    """The dict of a .pt file or llm.c's .bin. No code in it runs. UserError with `remedy` if unreadable."""
     with readable(path, remedy, problem="cannot be read as a checkpoint"):
         if not os.path.isfile(path):
             raise ValueError("no regular file is there")
@@ -56,8 +54,7 @@ def read_checkpoint(path: str | Path, remedy: str = "check the path, or copy it 
 def load_pickle(path):
     """What torch.save wrote, memory-mapped. Any error for a damaged or hostile file."""
     with open(path, "rb") as file:
-        zipped = file.read(4) == b"PK\x03\x04"                                  # torch.load's own test
-        if zipped:
+        if zipped := file.read(4) == b"PK\x03\x04":                             # torch.load's own test
             with zipfile.ZipFile(file) as archive:
                 records = archive.infolist()
                 # torch.save never compresses, and begins with a record: this could fill the memory
@@ -80,8 +77,7 @@ def load_pickle(path):
 
 def load_llm_c(path: str | Path) -> dict | None:
     """A model's .bin of llm.c (write_model in its train_gpt2.py) as a checkpoint's dict, memory-mapped; None
-    for a file of another kind. The padding of the vocabulary is cut off: rows of zeros, which llm.c's softmax
-    leaves out. Ours would not, and the logits of OpenAI's weights are far below their 0."""
+    for another file. Without the vocabulary's padding: rows of zeros, which llm.c's softmax leaves out."""
     with open(path, "rb") as file:
         header = struct.unpack("<8i", file.read(32).ljust(32, b"\0"))           # of 256 int32
     magic, version, T, V, n_layer, n_head, C, padded = header
@@ -161,9 +157,9 @@ def check_config(config, state_dict: dict) -> None:
         if not (value in ("tanh", "none") if name == "gelu" else
                 type(value) is int and (name != "window") <= value < 2**24):
             raise ValueError(f"its config says {name} = {safe_repr(value)}")
-    if config.n_embd % (config.n_head * (2 if hasattr(config, "window") else 1)):      # rotary: even heads
+    heads, wte = config.n_head * (2 if hasattr(config, "window") else 1), state_dict.get(WTE)
+    if config.n_embd % heads:                                                 # rotary: of an even size
         raise ValueError(f"its config says n_embd = {config.n_embd}, n_head = {config.n_head}")
-    wte = state_dict.get(WTE)
     if config.n_layer > len(state_dict) or not is_dense_float(wte) or wte.shape[:1] != (config.vocab_size,):
         raise ValueError(f"it has no {config.n_layer} layers or {config.vocab_size} rows of floats in {WTE}")
 
@@ -171,7 +167,7 @@ def check_config(config, state_dict: dict) -> None:
 @torch.no_grad()
 def build_model(cls: type, config, state_dict: dict):
     """A `cls(config)` with the weights of `state_dict`, as fp32. ValueError or torch's own error if they do
-    not fit: they are compared with the config before anything of the config's size is allocated."""
+    not fit, before anything of the config's size is allocated."""
     check_config(config, state_dict)
     with torch.device("meta"):
         model = cls(config)

@@ -21,8 +21,8 @@ os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"
 # The files that take or wait long, the longest first: a worker gets a file at a time (--dist loadfile), so
 # that what its tests share is made once, and the short ones at the end fill the workers evenly.
 LONG = [f"test_{name}.py" for name in (
-    "reliability train stopping fineweb model hostile bench frontier hellaswag encoding sharding speedrun "
-    "sample hub_text forecast plots compile_check").split()]
+    "reliability stopping train fineweb model hostile bench frontier hellaswag encoding sharding speedrun "
+    "guards_steps sample hub_text plots").split()]
 
 
 @pytest.hookimpl(trylast=True)

@@ -108,6 +108,18 @@ def run(*flags, processes=1, code=0, env=ENV, torchrun=False, cold=False, cwd=No
     return result
 
 
+def train(*flags, code=0):
+    """train_gpt2.py in this process, whose signal handlers stay."""
+    import train_gpt2
+    handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    try:
+        assert train_gpt2.main([str(flag) for flag in flags]) == code
+    finally:
+        for number, handler in handlers.items():
+            if signal.getsignal(number) != handler:
+                signal.signal(number, handler)
+
+
 def logged(out, kind="train"):
     rows = [line.split() for line in (Path(out) / "log.txt").read_text().splitlines()]
     return {int(step): float(value) for step, k, value in rows if k == kind}

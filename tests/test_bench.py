@@ -1,5 +1,4 @@
 """bench.py: the real commands make its tables with a small model; and the arithmetic of the tables."""
-import importlib.util
 import json
 import math
 import os
@@ -15,19 +14,19 @@ import pytest
 import torch
 
 import bench
-from helpers import ROOT, script, warm
 import benchmarks.data as data_benchmark
 from benchmarks import ablation, steps
 from benchmarks import timing as benchmark
-from benchmarks.tables import ladder_settings
 from benchmarks.ablation import ABLATIONS, ablated_source, validation_curve
-from benchmarks.timing import GB, Setting, measure, median_ms, run_in_subprocess
-from runtime.cli import UserError, run_command
-from runtime.console import COLUMNS, read_metrics
 from benchmarks.compare import tokens_to_reach
 from benchmarks.curves import read_curve
-from benchmarks.flags import parse_args
 from benchmarks.data import time_fineweb
+from benchmarks.flags import parse_args
+from benchmarks.tables import ladder_settings
+from benchmarks.timing import GB, Setting, measure, median_ms, run_in_subprocess
+from helpers import ROOT, script, warm
+from runtime.cli import run_command
+from runtime.console import COLUMNS
 from runtime.presets import PRESETS
 from runtime.shards import write_shard
 
@@ -35,21 +34,29 @@ SMALL = ["--size", "tiny", "--batch_size", "1", "--sequence_length", "32", "--st
          "--dtype", "float32"]
 
 
-def run_bench(*flags, code=0):
-    result = script("bench.py", *flags)
-    assert result.returncode == code, result.stdout + result.stderr
-    return result
-
-
 @pytest.fixture
 def run_here(monkeypatch, capsys):
     """bench.py in this process, the processes in which it measures forked."""
-    monkeypatch.setattr(subprocess, "run", lambda argv, env, **how: warm(argv[1:], env))
+    monkeypatch.setattr(subprocess, "run", lambda argv, env, cwd, **how: warm(argv[1:], env, cwd))
 
     def run(*flags):
         bench.main(list(map(str, flags)))
         return capsys.readouterr().out
     return run
+
+
+def refused(flags, capsys):
+    """The one line on stderr of a user's mistake."""
+    with pytest.raises(SystemExit, match="^2$"):
+        run_command(lambda: bench.main(list(map(str, flags))))
+    out, err = capsys.readouterr()
+    assert len(err.splitlines()) == 1 and not cells(out)
+    return err
+
+
+def cells(shown):
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in shown.splitlines()
+            if line.startswith("| ") and not line.startswith("| --")]
 
 
 def test_the_ladder_measures_all_rungs_and_saves_and_plots_them(run_here, tmp_path):
@@ -64,26 +71,22 @@ def test_the_ladder_measures_all_rungs_and_saves_and_plots_them(run_here, tmp_pa
     assert png_file.read_bytes()[:4] == b"\x89PNG"
 
 
-def test_compile_is_a_flag_without_a_value():
-    """`off` would be the path of build-nanogpt."""
-    for words, compiled in ((["--compile"], True), (["--no_compile"], False), ([], False)):
-        assert parse_args(["peer", *words, "--device", "cpu"], bench.TABLES, "")[1].compile == compiled
-    for flag, value, answer in (("--compile", "off", "give --no_compile"), ("--no_ideas", "no", "leave it")):
-        with pytest.raises(UserError, match=f"{flag} takes no value: {answer}"):
-            parse_args(["peer", flag, value], bench.TABLES, "")
-
-
-def test_a_setting_is_measured_in_a_process_of_its_own():
-    tiny = Setting(what="matmul", size="tiny", B=1, T=32, dtype="float32", steps=1)
-    assert min(benchmark.run_in_subprocess(tiny)["seconds"]) > 0
+@pytest.mark.parametrize("recipe", ["speedrun", "frontier"])
+def test_the_timed_step_is_the_trainers_and_changes_the_weights(recipe, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    step, model = steps.our_step(Setting(recipe=recipe, size="tiny", B=4, T=16, dtype="float32",
+                                         attention="naive", loss_chunk=8, tune_memory=False))
+    before = [p.clone() for p in model.parameters()]
+    step()
+    assert (model.kernel, model.loss_chunk) == ("naive", 8)
+    assert not all(map(torch.equal, before, model.parameters()))
 
 
 def test_attention_kernels_are_measured_and_missing_ones_named(run_here):
     shown = run_here("attention", *SMALL)
-    cells = [line.split("|") for line in shown.splitlines() if line.startswith("| ")]
-    rows = {row[1].strip(): row for row in cells}
+    rows = {row[0]: row for row in cells(shown)}
     assert {"auto", "naive", "math"} <= rows.keys()
-    errors = [float(rows[kernel][4]) for kernel in ("naive", "math")]       # of float32 against float64
+    errors = [float(rows[kernel][3]) for kernel in ("naive", "math")]       # of float32 against float64
     assert all(0 < error < 1e-5 for error in errors)
     assert "not on this machine: " in shown and "cudnn (" in shown
 
@@ -127,20 +130,8 @@ def test_the_largest_micro_batch_is_extrapolated_from_two_measured_ones(monkeypa
         assert row[f"fit {gigabytes} GB"] == fit
 
 
-def test_a_row_that_ran_out_of_memory_says_so_and_does_not_end_the_table(monkeypatch, capsys):
-    good = {"seconds": [0.5], "memory": 2e9, "warmup_seconds": 1.0, "flops_per_token": 1e9,
-            "peak_flops": None}
-    monkeypatch.setattr(benchmark, "run_in_subprocess",
-                        lambda s: {"failed": "out of memory"} if s.dtype == "float32" else dict(good))
-    bench.main(["ladder", "--dtype", "bfloat16", "--device", "cpu", "--turns", "1"])
-    out = capsys.readouterr().out
-    assert "plain AdamW: out of memory" in out and "| + vocabulary 50304" in out
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="limits the memory of a process")
-@pytest.mark.parametrize("rank", [0, 1])
-def test_one_of_several_processes_that_runs_out_of_memory_ends_them_all(rank, run_here, tmp_path,
-                                                                        monkeypatch):
+def test_one_of_several_processes_that_runs_out_of_memory_ends_them_all(run_here, tmp_path, monkeypatch):
     """The limit is a real one: the memory before the first step, and 200 MB. The other process sleeps within
     its micro-step, as if it waited in NCCL; gloo would notice the lost connection."""
     (tmp_path / "bench.py").write_text(f"""
@@ -149,8 +140,8 @@ sys.path.insert(0, {str(ROOT)!r})
 import bench
 from benchmarks import steps
 def limited(*args):
-    if int(os.environ["RANK"]) != {rank}:
-        steps.TokenLoader.next_batch = lambda *args: time.sleep(1000)
+    if os.environ["RANK"] == "0":
+        steps.train_gpt2.to_device = lambda *args: time.sleep(1000)
         return time_steps(*args)
     used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + 200_000_000, -1))
@@ -161,17 +152,6 @@ bench.main()
     monkeypatch.setattr(benchmark, "BENCH", tmp_path / "bench.py")
     setting = Setting(size="small", B=8, T=1024, dtype="float32", steps=1, warmup=1, processes=2)
     assert run_in_subprocess(setting) == {"failed": "out of memory"}
-
-
-def test_scaling_goes_on_after_a_row_that_failed(monkeypatch, capsys):
-    monkeypatch.setattr(os, "cpu_count", lambda: 4)
-    monkeypatch.setattr(benchmark, "run_in_subprocess",
-                        lambda s: {"failed": "no room"} if s.processes < 2 else {"seconds": [0.5]})
-    bench.main(["scaling", "--device", "cpu", "--turns", "1", "--batch_size", "1", "--sequence_length", "10"])
-    lines = capsys.readouterr().out.splitlines()
-    rows = [line.replace(" ", "").split("|")[1:-1] for line in lines if line.startswith("| ")]
-    assert rows[2:5] == [["1:noroom", "", "", "", ""], ["2", "20", "500", "40.00", "n/a"],
-                         ["4", "40", "500", "80.00", "n/a"]]
 
 
 @pytest.mark.parametrize("table", ["ladder", "attention", "data", "hellaswag", "scaling", "peer"])
@@ -202,23 +182,47 @@ def test_a_table_says_which_of_its_lines_failed(table, monkeypatch, capsys, tmp_
         assert out.count("\n| ") == whole.count("\n| "), "no line is left out"
 
 
-def test_a_fineweb_py_that_failed_says_why(monkeypatch, tmp_path):
-    (tmp_path / "fineweb.py").write_text("raise SystemExit('no disk')")
-    monkeypatch.setattr(data_benchmark, "BENCH", tmp_path / "bench.py")
-    jobs = {n: ("fineweb.py", n) for n in (1, 2)}
-    assert time_fineweb(jobs, 1) == {n: {"failed": "no disk"} for n in jobs}
-
-
 # -----------------------------------------------------------------------------
-# bench.py alone, and compare
+# the flags
 
 def test_without_a_table_they_are_listed(capsys):
-    listed = run_bench().stdout
+    listed = script("bench.py").stdout
     assert all(listed.count(f"\n    python bench.py {table} ") == 1 for table in bench.TABLES)
     with pytest.raises(SystemExit):
         bench.main(["--help"])
     assert bench.__doc__ in listed and bench.__doc__ in capsys.readouterr().out
+    for words, compiled in ((["--compile"], True), (["--no_compile"], False), ([], False)):
+        assert parse_args(["peer", *words, "--device", "cpu"], bench.TABLES, "")[1].compile == compiled
 
+
+@pytest.mark.parametrize(("flags", "message"), [
+    (["lader"], "invalid choice: 'lader' (choose from 'ladder', 'attention', "),
+    (["--device", "cpu"], "required: table"), (["ladder", "--size", "big"], "--size: invalid choice: 'big'"),
+    (["recipes", "one", "two"], "takes one path, not 2"), (["recipes"], "needs a folder of shards"),
+    (["recipes", "DATA", "--steps", "10"], "give a multiple of 12"),
+    (["recipes", "DATA", "--only_ideas", "--no_ideas"], "leave --no_ideas and --plot out"),
+    (["recipes", "DATA", "--recipe", "frontier", "--batch_size", "6"], "a multiple of 4 sequences a step"),
+    (["ladder", "--steps", "0"], "--steps 0: must be at least 1"),
+    (["peer"], "git clone"), (["peer", "nowhere"], "nowhere/train_gpt2.py is not there"),
+    (["data", "nowhere"], "fineweb.py is not there: git clone build-nanogpt"),
+    (["memory", "--memory_gb", "-1"], "--memory_gb -1.0: must be at least 1"),
+    (["ladder", "--device", "tpu"], "--device tpu"), (["compare"], "needs the --out folders of runs"),
+    (["compare", "run", "--steps", "5"], "--steps does not apply to bench.py compare: leave it out"),
+    (["compare", "run", "--no_compile"], "--compile does not apply to bench.py compare"),
+    (["attention", "--plot", "a.png"], "--plot does not apply to bench.py attention"),
+    (["compare", "run", "--plot", "README.md"], "--plot README.md: give a file whose name ends in .png"),
+    (["compare", "run", "--plot", "folder.png"], "--plot folder.png: give a file whose name ends in .png"),
+    (["compare", "run", "--json", "a.csv"], "--json a.csv: give a file whose name ends in .json"),
+    (["compare", "run", "--curve", "nowhere/a.csv"], "is no folder that can be written: choose another"),
+])
+def test_a_mistake_is_one_line_on_stderr(flags, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("folder.png").mkdir()
+    assert message in refused(flags, capsys).split(" (see bench.py --help)")[0]
+
+
+# -----------------------------------------------------------------------------
+# compare
 
 def write_metrics(out, losses, tokens=1000, seconds=60.0, every=2, end="\n"):
     """The metrics.csv of a run that validated each `every` steps, and at its end."""
@@ -232,18 +236,15 @@ def write_metrics(out, losses, tokens=1000, seconds=60.0, every=2, end="\n"):
     (out / "metrics.csv").write_text("\n".join(rows) + end)
 
 
-def cells(stdout):
-    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in stdout.splitlines()
-            if line.startswith("| ") and not line.startswith("| --")]
-
-
-def test_compare_shows_what_each_run_needed_to_reach_the_others(tmp_path):
+def test_compare_shows_what_each_run_needed_to_reach_the_others(tmp_path, capsys):
     slow, fast, going, plot = (tmp_path / name for name in ("slow", "fast", "going", "here.png"))
     write_metrics(slow, [11.0, 5.0, 4.5, 4.0])
     write_metrics(fast, [11.0, 4.5, 3.5], seconds=90.0)
     write_metrics(going, [11.0, 6.0], end="\n3,3000,180.0,9.5,3.")      # still in progress, or crashed
-    result = run_bench("compare", "--plot", plot, slow, fast, going, slow, "--json", tmp_path / "c.json")
-    assert cells(result.stdout) == [
+    bench.main(list(map(str, ["compare", "--plot", plot, slow, fast, going, slow, "--json",
+                              tmp_path / "c.json"])))
+    shown = capsys.readouterr().out
+    assert cells(shown) == [
         ["run", "steps", "tokens", "time", "final val loss", "lowest"],
         [str(slow), "6", "6k", "6 min", "4.0000", "4.0000"],
         [str(fast), "4", "4k", "6 min", "3.5000", "3.5000"],
@@ -252,7 +253,7 @@ def test_compare_shows_what_each_run_needed_to_reach_the_others(tmp_path):
         [str(slow), "4.0000", "6k", "", "3k (50%)", "-"],
         [str(fast), "3.5000", "4k", "-", "", "-"],
         [str(going), "6.0000", "2k", "1.67k (83%)", "1.54k (77%)", ""]]
-    assert plot.read_bytes()[:4] == b"\x89PNG" and f"saved {plot}" in result.stdout
+    assert plot.read_bytes()[:4] == b"\x89PNG" and f"saved {plot}" in shown
     saved = json.loads((tmp_path / "c.json").read_text())
     assert saved["table"] == "compare" and "machine" not in saved and len(saved["rows"]) == 3
     assert saved["rows"][0]["to_reach_it"] == {str(fast): {"tokens": 3000, "percent": 50.0}, str(going): None}
@@ -266,16 +267,13 @@ def test_compare_draws_loss_against_tokens_and_time(tmp_path, monkeypatch):
     write_metrics(tmp_path / "short", [11.0, 5.0, float("nan"), 4.0])
     write_metrics(tmp_path / "long", [11.0, 4.0, 3.5, 3.4, 3.3, 3.2], seconds=3600.0)
     monkeypatch.chdir(tmp_path)
-    for runs in (["short", "long"], ["short"]):
-        bench.main(["compare", *runs, "--plot", f"{len(runs)}.png"])
-    tokens, hours = figures[0].axes
+    bench.main(["compare", "short", "long", "--plot", "a.png"])
+    (figure,), (tokens, hours) = figures, figures[0].axes
     assert tokens.lines[0].get_xydata().tolist() == [[0, 11], [2000, 5], [6000, 4]]
     assert hours.lines[1].get_xydata()[:, 0].tolist() == [0, 2, 4, 6, 8, 10]
-    assert [panel.get_xlabel() for panel in figures[0].axes] == ["tokens", "hours of training"]
-    assert figures[1].axes[1].get_xlabel() == "minutes of training"
+    assert [panel.get_xlabel() for panel in figure.axes] == ["tokens", "hours of training"]
     low, high = tokens.get_ylim()
     assert 2.5 < low < 3.2 and 9 < high < 11, "the first tenth of the runs may be cut off"
-    assert [text.get_text() for text in tokens.get_legend().get_texts()] == ["short", "long"]
 
 
 @pytest.mark.parametrize(("content", "message"), [
@@ -287,10 +285,7 @@ def test_compare_refuses_what_is_no_run_in_one_line(content, message, tmp_path, 
     if content is not None:
         (tmp_path / "run").mkdir()
         (tmp_path / "run" / "metrics.csv").write_text(content)
-    with pytest.raises(SystemExit, match="^2$"):
-        run_command(lambda: bench.main(["compare", str(tmp_path / "run")]))
-    out, err = capsys.readouterr()
-    assert message in err and len(err.splitlines()) == 1 and not out
+    assert message in refused(["compare", tmp_path / "run"], capsys)
 
 
 def test_compare_takes_curves_beside_runs_and_makes_one_of_them(tmp_path, monkeypatch, capsys):
@@ -305,29 +300,20 @@ def test_compare_takes_curves_beside_runs_and_makes_one_of_them(tmp_path, monkey
         "tokens,loss,spread", "0,11.0500,0.1000", "2000,5.2000,0.4000", "4000,4.3750,0.2500"]
     Path("paper.csv").write_text("1e3, 6\r\n5e3,4.0\r\n")
     Path("short.csv").write_text('"Step","Loss","Tokens"\n1,6.0,3000\n2,5.0,3500\n')
-    curves = ["seeds.csv", "paper.csv", "short.csv"]
-    bench.main(["compare", "mine", *curves, "--plot", "p.png", "--json", "c.json"])
-    shown = capsys.readouterr().out
-    assert cells(shown)[1:5] == [
+    bench.main(["compare", "mine", "seeds.csv", "paper.csv", "short.csv", "--json", "c.json"])
+    shown = cells(capsys.readouterr().out)
+    assert shown[1:5] == [
         ["mine", "4", "4k", "4 min", "4.4000", "4.4000"], ["seeds.csv", "", "4k", "", "4.3750", "4.3750"],
         ["paper.csv", "", "5k", "", "4.0000", "4.0000"], ["short.csv", "", "3.5k", "", "5.0000", "5.0000"]]
-    assert cells(shown)[6:] == [
-        ["mine", "4.4000", "4k", "", "3.94k (98%)", "4.2k (105%)", "-"],
-        ["seeds.csv", "4.3750", "4k", "-", "", "4.25k (106%)", "-"],
-        ["paper.csv", "4.0000", "5k", "-", "-", "", "-"],
-        ["short.csv", "5.0000", "3.5k", "3.25k (93%)", "2.48k (71%)", "3k (86%)", ""],
+    assert shown[6] == ["mine", "4.4000", "4k", "", "3.94k (98%)", "4.2k (105%)", "-"]
+    assert shown[10:] == [
         ["run", "curve", "tokens", "val loss", "of the curve", "difference", "its seeds"],
         ["mine", "seeds.csv", "4k", "4.4000", "4.3750", "+0.0250", "0.2500"],
         ["mine", "paper.csv", "4k", "4.4000", "4.5000", "-0.1000", ""]]
-    assert Path("p.png").read_bytes()[1:4] == b"PNG"
     first = json.loads(Path("c.json").read_text())["rows"][0]
     assert [found["curve"] for found in first["from_curves"]] == ["seeds.csv", "paper.csv"]
-    with pytest.raises(UserError, match="--curve new.csv"):
-        bench.main(["compare", "one", "paper.csv", "--curve", "new.csv"])
-    for flag, path in (("--curve", "paper.csv"), ("--curve", "nowhere/a.csv"), ("--json", "new.csv")):
-        with pytest.raises(UserError, match="choose another|--json and --curve are both new.csv"):
-            bench.main(["compare", "one", "--curve", "new.csv", flag, path])
-    assert Path("paper.csv").read_text().startswith("1e3") and not Path("new.csv").exists()
+    assert "--curve new.csv: give runs of one" in refused(
+        ["compare", "one", "paper.csv", "--curve", "new.csv"], capsys)
 
 
 @pytest.mark.parametrize(("text", "cause"), [
@@ -335,28 +321,15 @@ def test_compare_takes_curves_beside_runs_and_makes_one_of_them(tmp_path, monkey
     ("step,val\n1,2\n", "its header does not name tokens and loss"), ("1,2\n3\n", "its row 2 does not hold"),
     ("tokens,loss\n1,a\n", "its row 1 does not hold tokens and a loss"),
     ("1,nan\n", "its row 1 holds 1 tokens and a loss of nan"), ("1e999,2\n", "its row 1 holds inf tokens"),
-    ("-1,2\n", "its row 1 holds -1 tokens"), ("1,2\n1,3\n", "its row 2 has no more tokens than the one"),
-    ("1\t2\n", "its row 1 does not hold"), (",".join(COLUMNS) + "\n", "does not name tokens and loss"),
+    ("1,2\n1,3\n", "its row 2 has no more tokens than the one"),
     ("1," + "2" * 200_000 + "\n", "field larger than field limit")])
 def test_compare_refuses_a_bad_curve_in_one_line(text, cause, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     if text is not None:
         Path("bad.csv").write_text(text)
-    with pytest.raises(SystemExit, match="^2$"):
-        run_command(lambda: bench.main(["compare", "bad.csv"]))
-    out, err = capsys.readouterr()
-    assert "bad.csv cannot be read" in err and cause in err and len(err.splitlines()) == 1 and not out
+    err = refused(["compare", "bad.csv"], capsys)
+    assert "bad.csv cannot be read" in err and cause in err
     assert "give a .csv with the columns tokens,loss, or the --out folder of a run" in err
-
-
-@pytest.mark.parametrize(("words", "flag"), [
-    (["compare", "run", "--steps", "5"], "steps"), (["compare", "run", "--recipe", "speedrun"], "recipe"),
-    (["compare", "run", "--no_compile"], "compile"), (["attention", "--plot", "a.png"], "plot"),
-    (["ladder", "--curve", "a.csv"], "curve"), (["ladder", "--only_ideas"], "only_ideas"),
-    (["data", "--memory_gb", "5"], "memory_gb")])
-def test_a_flag_that_says_nothing_to_a_table_is_refused(words, flag):
-    with pytest.raises(UserError, match=f"^--{flag} does not apply to bench.py {words[0]}: leave it out$"):
-        bench.main(words)
 
 
 def test_the_published_curve_is_that_of_its_preset_as_it_is():
@@ -369,51 +342,6 @@ def test_the_published_curve_is_that_of_its_preset_as_it_is():
     assert max(curve.spreads) > 0
 
 
-def test_compare_draws_only_when_asked_and_without_matplotlib_prints_the_table(tmp_path, monkeypatch, capsys):
-    write_metrics(tmp_path / "run", [11.0, 5.0])
-    find_spec = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name != "matplotlib" and find_spec(name))
-    monkeypatch.chdir(tmp_path)
-    bench.main(["compare", "run"])
-    assert cells(capsys.readouterr().out)[1][0] == "run"
-    assert [path.name for path in tmp_path.iterdir()] == ["run"]
-    with pytest.raises(SystemExit, match="^2$"):
-        run_command(lambda: bench.main(["compare", "run", "--plot", "x.png"]))
-    with pytest.raises(SystemExit, match="^2$"):
-        run_command(lambda: bench.main(["compare"]))
-    err = capsys.readouterr().err
-    assert "--plot needs the package matplotlib" in err and "needs the --out folders of runs" in err
-
-
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="makes a named pipe")
-@pytest.mark.parametrize("flag", ["--json", "--plot"])
-def test_only_an_earlier_result_is_replaced_and_before_anything_is_measured(flag, tmp_path, monkeypatch):
-    write_metrics(tmp_path / "run", [11.0, 5.0])
-    monkeypatch.chdir(tmp_path)
-    for _ in range(2):                        # nothing is there, then an earlier result
-        bench.main(["compare", "run", "--json", "a.json", "--plot", "a.png"])
-    assert json.loads(Path("a.json").read_text())["rows"] and Path("a.png").read_bytes()[1:4] == b"PNG"
-    monkeypatch.setattr(bench, "TABLES", {"compare": None})
-    Path("README.md").write_text("# a page of text")
-    Path("list.json").write_text('[{"table": 1, "rows": 2}]')
-    Path("other.json").write_text('{"rows": []}')
-    Path("deep.json").write_text("[" * 100_000)
-    Path("empty").touch()
-    Path("folder.png").mkdir()
-    os.mkfifo("pipe")
-    Path("link").symlink_to("a.json" if flag == "--json" else "a.png")
-    before = {path: path.is_file() and path.read_bytes() for path in tmp_path.iterdir()}
-    refused = ["README.md", "list.json", "other.json", "deep.json", "empty", "folder.png", "pipe", "link",
-               "/dev/full", "/dev/zero", "nowhere/a", "README.md/a", "x" * 300, "a\0b",
-               "a.png" if flag == "--json" else "a.json"]
-    for path in refused:
-        with pytest.raises(UserError, match=f"{flag} .*choose another"):
-            bench.main(["compare", "run", flag, path])
-    with pytest.raises(UserError, match="--json and --plot are both new: give two paths"):
-        bench.main(["compare", "run", "--json", "new", "--plot", "./new"])
-    assert before == {path: path.is_file() and path.read_bytes() for path in tmp_path.iterdir()}
-
-
 def test_tokens_are_interpolated_between_validations():
     points = [(0, 0, 11.0), (100, 1, 6.0), (200, 2, math.nan), (300, 3, 4.0), (400, 4, 5.0)]
     assert tokens_to_reach(11.0, points) == tokens_to_reach(12.0, points) == 0
@@ -422,16 +350,10 @@ def test_tokens_are_interpolated_between_validations():
     assert tokens_to_reach(math.nan, points) is None
 
 
-def test_metrics_are_read_up_to_the_last_complete_line(tmp_path):
-    write_metrics(tmp_path / "run", [11.0, 5.0], end="\n3,3000,18")
-    rows = read_metrics(tmp_path / "run" / "metrics.csv")
-    assert [row["step"] for row in rows] == [0, 1, 2]
-    assert rows[0] == dict(step=0, tokens=0, seconds=0.0, train=9.5, val=11.0, hella=None, lr=0.0006,
-                           norm=1.2, tokens_per_second=pytest.approx(1000 / 60))
-    assert rows[2] == dict.fromkeys(COLUMNS) | dict(step=2, tokens=2000, seconds=120.0, val=5.0)
+# -----------------------------------------------------------------------------
+# peer
 
-
-def test_the_peers_definitions_run_and_nothing_after_them(tmp_path):
+def test_the_peers_definitions_run_and_nothing_after_them(run_here, tmp_path):
     """A stand-in with the names of build-nanogpt's script; the real one is run by hand (docs/speed.md)."""
     (tmp_path / "train_gpt2.py").write_text("""
 import torch
@@ -459,26 +381,25 @@ class GPT(torch.nn.Module):
 import tiktoken
 raise SystemExit("the script's own run began")
 """)
-    setting = asdict(Setting(size="small", B=1, T=8, steps=2, warmup=1, peer=str(tmp_path)))
-    result = json.loads(run_bench("work", json.dumps(setting)).stdout)
+    result = run_in_subprocess(Setting(size="small", B=1, T=8, steps=2, warmup=1, peer=str(tmp_path)))
     assert len(result["seconds"]) == 2 and result["memory"] > 0
 
 
-@pytest.mark.parametrize(("flags", "message"), [
-    (["lader"], "invalid choice: 'lader' (choose from 'ladder', 'attention', "),
-    (["--device", "cpu"], "required: table"), (["ladder", "--size", "big"], "--size: invalid choice: 'big'"),
-    (["recipes", "one", "two"], "takes one path, not 2"),
-    (["ladder", "--steps", "0"], "--steps 0: must be at least 1"),
-    (["peer"], "git clone"), (["peer", "nowhere"], "nowhere/train_gpt2.py is not there"),
-    (["memory", "--memory_gb", "-1"], "--memory_gb -1.0: must be at least 1"),
-    (["ladder", "--device", "tpu"], "--device tpu"),
-])
-def test_a_mistake_is_one_line_on_stderr(flags, message, capsys):
-    with pytest.raises(SystemExit, match="^2$"):
-        run_command(lambda: bench.main(flags))
-    stderr = capsys.readouterr().err
-    assert message in stderr and len(stderr.strip().splitlines()) == 1
+def test_another_checkout_of_this_project_is_measured_by_its_own_bench_py(run_here, tmp_path):
+    (tmp_path / "train_gpt2.py").touch()
+    (tmp_path / "bench.py").write_text("""
+import json, sys
+assert sys.argv[1] == "work" and json.loads(sys.argv[2]) == {
+    "size": "tiny", "B": 1, "T": 32, "dtype": "float32", "steps": 1}
+print(json.dumps({"seconds": [1000.0], "warmup_seconds": 1.0, "memory": 1e9}))
+""")
+    theirs, ours = cells(run_here("peer", tmp_path, *SMALL))[1:]
+    assert theirs[:2] == [str(tmp_path), "1,000,000"] and float(theirs[-1][:-1]) > 1
+    assert (ours[0], ours[-1]) == ("ours, as shipped", "1.00x")
 
+
+# -----------------------------------------------------------------------------
+# recipes
 
 @pytest.mark.skipif(os.name == "nt", reason="reads /proc")
 def test_synthetic_examples_have_hellaswags_format():
@@ -521,21 +442,23 @@ def test_a_curve_is_that_of_a_real_run_without_the_idea(tmp_path):
     assert list(diverged) == list(baseline) and math.isfinite(diverged[0]) and math.isnan(diverged[256])
 
 
-def test_recipes_table_compares_the_best_rate_with_speedrun_after_a_third(monkeypatch, tmp_path, capsys):
+def test_recipes_table_compares_the_best_rate_with_a_recipe_in_its_share_of_the_steps(monkeypatch, tmp_path,
+                                                                                      capsys):
     def curve(flags, idea=None, threads=None):
         steps, rate = flags["max_steps"], flags.get("max_lr")
         level = {0.001: 6.3, 0.002: 6.0, 0.004: 6.1}.get(rate, 5.9)
-        level += 0.01 * flags["seed"] + 0.2 * (idea == "softcap")
+        level += 0.01 * flags["seed"] + 0.2 * (idea in ("softcap", "bigram table"))
         if rate == 0.004 or idea == "QK-norm":
             level = math.nan                    # the run diverged
-        return {step * 32: level + 1 - step / steps for step in range(0, steps + 1, 2)}
+        return {step * 32: level for step in (*range(0, steps, flags["val_every"]), steps)}
     monkeypatch.setattr(ablation, "validation_curve", curve)
-    bench.main(["recipes", "DATA", "--batch_size", "2", "--sequence_length", "16", "--steps", "24",
-                "--turns", "2", "--device", "cpu", "--json", str(tmp_path / "r.json"),
-                "--plot", str(tmp_path / "r.png")])
-    result = "after a third of the tokens speedrun is at 5.905, gpt2 after all of them at 6.005: reached"
-    assert result in capsys.readouterr().out
-    rows = json.loads((tmp_path / "r.json").read_text())["rows"]
+
+    def shown(*flags):
+        bench.main(["recipes", "DATA", "--device", "cpu", "--json", str(tmp_path / "r.json"), *flags])
+        return capsys.readouterr().out, json.loads((tmp_path / "r.json").read_text())["rows"]
+    out, rows = shown("--batch_size", "2", "--sequence_length", "16", "--steps", "24", "--turns", "2",
+                      "--plot", str(tmp_path / "r.png"))
+    assert "after a third of the tokens speedrun is at 5.905, gpt2 after all of them at 6.005: reached" in out
     assert [row["recipe"] for row in rows[:5]] == [
         "gpt2, --max_lr 0.001", "gpt2, --max_lr 0.002 (the best)", "gpt2, --max_lr 0.004",
         "speedrun, 8 steps", "speedrun, 24 steps"]
@@ -543,34 +466,12 @@ def test_recipes_table_compares_the_best_rate_with_speedrun_after_a_third(monkey
     assert gains.keys() == ABLATIONS["speedrun"].keys()
     assert (gains["softcap"], gains["value residual"], gains["QK-norm"]) == ("+0.200", "+0.000", "+nan")
     assert (tmp_path / "r.png").read_bytes()[:4] == b"\x89PNG"
-
-
-def test_recipes_table_compares_with_frontier_after_a_tenth(monkeypatch, capsys):
-    def curve(flags, idea=None, threads=None):
-        steps = flags["max_steps"]
-        level = 5.7 + 0.2 * (idea == "bigram table") + 0.1 * ("max_lr" in flags)
-        return {step * 32: level for step in (*range(0, steps, flags["val_every"]), steps)}
-    monkeypatch.setattr(ablation, "validation_curve", curve)
-    bench.main(["recipes", "DATA", "--recipe", "frontier", "--batch_size", "4", "--sequence_length", "8",
-                "--steps", "40", "--turns", "1", "--device", "cpu"])
-    printed = capsys.readouterr().out
-    result = "after a tenth of the tokens frontier is at 5.700, gpt2 after all of them at 5.800: reached"
-    assert result in printed
-    (row,) = (line for line in printed.splitlines() if line.startswith("| bigram table "))
-    assert row.split()[4:8] == ["5.900", "|", "+0.200", "|"]
-    bench.main(["recipes", "DATA", "--recipe", "frontier", "--batch_size", "4", "--sequence_length", "8",
-                "--steps", "40", "--turns", "1", "--device", "cpu", "--only_ideas"])
-    printed = capsys.readouterr().out
-    assert row in printed and "frontier after 4 steps: 5.700" in printed and "gpt2" not in printed
-
-
-def test_recipes_reports_a_missing_folder_and_wrong_steps():
-    assert "give a multiple of 12" in run_bench("recipes", "DATA", "--steps", "10", code=2).stderr
-    assert "needs a folder of shards" in run_bench("recipes", code=2).stderr
-    with pytest.raises(UserError, match="leave --no_ideas and --plot out"):
-        bench.main(["recipes", "DATA", "--only_ideas", "--no_ideas"])
-    with pytest.raises(UserError, match="needs a multiple of 4 sequences a step"):
-        bench.main(["recipes", "DATA", "--recipe", "frontier", "--batch_size", "6"])
+    frontier = "--recipe frontier --batch_size 4 --sequence_length 8 --steps 40 --turns 1".split()
+    assert "after a tenth of the tokens frontier is at 5.900, gpt2 after all of" in shown(*frontier)[0]
+    out, rows = shown(*frontier, "--only_ideas")
+    assert "frontier after 4 steps: 5.900" in out and "gpt2" not in out
+    (row,) = (row for row in rows if row["frontier without"] == "bigram table")
+    assert (row["validation loss"], row["the idea brings"]) == ("6.100", "+0.200")
 
 
 # -----------------------------------------------------------------------------
@@ -618,8 +519,11 @@ def test_fineweb_py_and_a_clones_script_make_the_same_tokens_of_the_same_text(mo
     assert len(empty) == 2 and empty[1][0] == 50256
     rows = data_benchmark.fineweb_rows(jobs, results)
     assert [bool(row.get("against the pool")) for row in rows] == [True] * 3
+    (tmp_path / "fineweb.py").write_text("raise SystemExit('no disk')")
+    monkeypatch.setattr(data_benchmark, "BENCH", tmp_path / "bench.py")
+    assert time_fineweb({"fineweb.py": ("fineweb.py", 1)}, 1) == {"fineweb.py": {"failed": "no disk"}}
 
 
-def test_data_with_a_folder_that_is_no_clone_is_a_users_mistake(tmp_path):
-    result = run_bench("data", str(tmp_path), code=2)
-    assert "fineweb.py is not there: git clone build-nanogpt" in result.stderr
+def test_the_loader_is_measured_epoch_by_epoch():
+    rates = data_benchmark.measure_loader(Setting(size="bin", recipe="shuffled", T=1024, steps=2))["rates"]
+    assert len(rates) == 2 and min(rates) > 0

@@ -9,7 +9,6 @@ import dataclasses
 import json
 import math
 import re
-import signal
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import hellaswag
 import train_gpt2
-from helpers import ENV, ROOT, logged, run
+from helpers import ENV, ROOT, logged, run, train
 from model import GPT, GPTConfig, fresh_model, load_model
 from runtime.dataloader import stable_permutation
 from runtime.shards import write_shard
@@ -32,18 +31,6 @@ T = 32
 TINY = ["--n_layer", 2, "--n_head", 2, "--n_embd", 32, "--block_size", T, "--vocab_size", 256, "--dtype",
         "float32", "--total_batch_size", 8 * T, "--device", "cpu"]
 QUIET = ["--val_every", 0, "--hellaswag_every", 0, "--sample_every", 0, "--checkpoint_every", 0]
-
-
-def train(*flags, code=0):
-    """train_gpt2.py in this process."""
-    command = getattr(train_gpt2, "main", None) or train_gpt2.train
-    numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2")]
-    handlers = [signal.getsignal(number) for number in numbers]
-    try:
-        assert (command([str(flag) for flag in flags]) or 0) == code
-    finally:
-        for number, handler in zip(numbers, handlers, strict=True):
-            signal.signal(number, handler)
 
 
 def column(out, name):

@@ -5,14 +5,14 @@ import importlib
 import os
 import re
 import shutil
-import signal
 
 import numpy as np
 import pytest
 import torch
-from helpers import ROOT, run
 
+import helpers
 import train_gpt2
+from helpers import ROOT, run
 from model import GPT, GPTConfig
 from runtime.checkpoint import Saver
 from runtime.cli import RunError, UserError
@@ -45,14 +45,7 @@ def log(finished, tmp_path):
 
 
 def train(finished, out, *flags):
-    """The same command in this process, whose signal handlers stay pytest's."""
-    handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
-    try:
-        return train_gpt2.main(["--data", str(finished / "data"), "--out", str(out), *TINY, *map(str, flags)])
-    finally:
-        for number, handler in handlers.items():
-            if signal.getsignal(number) != handler:
-                signal.signal(number, handler)
+    helpers.train("--data", finished / "data", "--out", out, *TINY, *flags)
 
 
 # -----------------------------------------------------------------------------
@@ -191,7 +184,7 @@ def test_a_file_system_without_fsync_will_do_and_a_failing_one_is_told(number, s
         raise OSError(number, os.strerror(number))
     monkeypatch.setattr(os, "fsync", fsync)
     if said is None:
-        assert train(finished, tmp_path / "log", "--max_steps", 2, "--checkpoint_every", 2) == 0
+        train(finished, tmp_path / "log", "--max_steps", 2, "--checkpoint_every", 2)
         assert [step for step, _ in checkpoints(tmp_path / "log")] == [2]
         return
     with pytest.raises(RunError, match=f"cannot write .*a.json.*: {said}"):

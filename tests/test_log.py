@@ -13,7 +13,7 @@ import pytest
 from helpers import ENV, ROOT, limit_file_size, logged, run
 
 from runtime.cli import UserError
-from runtime.console import (COLUMNS, Record, counted, duration, lowest, read_metrics, speed_line, step_line)
+from runtime.console import COLUMNS, Record, counted, duration, lowest, read_metrics, step_line
 from runtime.shards import write_shard
 
 SMALL = ["--n_layer", 1, "--n_head", 2, "--n_embd", 32, "--block_size", 32, "--dtype", "float32",
@@ -216,5 +216,3 @@ def test_times_and_counts_in_words():
     assert [duration(s) for s in (0.3, 45, 3000, 20_000, 1.4e7)] == ["0.3 s", "45 s", "50 min", "5.6 hours",
                                                                      "162 days"]
     assert [counted(n, "process") for n in (1, 8)] == ["1 process", "8 processes"]
-    assert speed_line([0.1, 0.2, 9.0], 1000, 12.34e9).split(", ")[1:] == ["5,000 tokens/s",
-                                                                          "peak memory 12.3 GB"]

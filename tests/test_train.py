@@ -382,7 +382,8 @@ def test_auto_batch_size_on_a_gpu_fits_and_changes_no_loss(shards, start, file_o
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("recipe", list(train_gpt2.RECIPES))
-def test_a_step_on_a_gpu_never_waits_for_it(recipe):
+def test_a_step_on_a_gpu_never_waits_for_it(recipe, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)             # where the step's data is written
     from benchmarks import steps
     from benchmarks.timing import Setting
     step, _ = steps.our_step(Setting(device="cuda", recipe=recipe, size="small", B=2, T=64, compile=False))
