@@ -5,14 +5,14 @@ from standin import GiB, compiled_once, every
 
 # speedrun's and frontier's 12 layers move 25.6 and 27.5 GB outside products and attention; two compile faster
 @pytest.mark.parametrize("recipe, n_layer, batch_size, GB, outside, limit", [
-    ("gpt2", 12, 64, 150, 82, 24.5),            # build-nanogpt, measured the same way: 178 GB, 41.2 GiB
+    ("gpt2", 12, 64, 150, 94, 24.5),            # build-nanogpt, measured the same way: 178 GB, 41.2 GiB
     ("speedrun", 2, 16, 19.6, 10.9, 4.2), ("frontier", 2, 16, 21.4, 12.7, 4.5)])
 def check_a_micro_step(recipe, n_layer, batch_size, GB, outside, limit, play):
     report = play("--recipe", recipe, "--n_layer", n_layer, "--batch_size", batch_size, "--total_batch_size",
                   batch_size * 2048, "--updates_per_step", 1, "--max_steps", 5, *every(0))
-    print(f"{recipe}: {report.bytes_of_training() / 1e9:.2f} GB, outside products and attention "
-          f"{report.bytes_of_training('outside') / 1e9:.2f}; {report.allocated / GiB:.2f} GiB, taken in a step "
-          f"{report.steps[-1]['taken'] / GiB:.2f}; {report.launches()} launches an update")
+    all_bytes, outside_bytes = report.bytes_of_training("bytes"), report.bytes_of_training("outside")
+    print(f"{recipe}: {all_bytes / 1e9:.2f} GB, {outside_bytes / 1e9:.2f} outside; "
+          f"{report.allocated / GiB:.2f} GiB; {report.launches()} launches")
     compiled_once(report)
-    assert report.bytes_of_training() <= GB * 1e9 and report.bytes_of_training("outside") <= outside * 1e9
+    assert all_bytes <= GB * 1e9 and outside_bytes <= outside * 1e9
     assert report.allocated <= limit * GiB

@@ -93,16 +93,13 @@ class Recorder(logging.Handler):
         r = dict(steps=self.steps, graphs=self.graphs, recompilations=self.recompilations, waits=self.waits,
                  allocated=torch.cuda.max_memory_allocated(),
                  breaks=dict(torch._dynamo.utils.counters["graph_break"]))
-        lines = [f"peak {r['allocated'] / 2**30:.2f} GiB allocated, "
-                 f"{torch.cuda.max_memory_reserved() / 2**30:.2f} GiB reserved"]
+        lines = [f"peak {r['allocated'] / 2**30:.2f} GiB allocated; graph breaks: {r['breaks'] or 'none'}"]
         lines += [f"graph {g['kind']} after update {g['step']}: {g['launches']} Triton launches, "
-                  f"{g['products']} library calls, {g['bytes'] / 1e9:.2f} GB, {g['outside'] / 1e9:.2f} of them "
-                  "outside products and attention" for g in self.graphs]
-        lines += [f"graph breaks: {r['breaks'] or 'none'}"]
+                  f"{g['products']} library calls, {g['bytes'] / 1e9:.2f} GB, of them outside products and "
+                  f"attention {g['outside'] / 1e9:.2f}" for g in self.graphs]
         lines += [f"recompiled after update {step}: {text}" for step, text in self.recompilations]
-        for last in self.steps[-1:]:
-            lines += [f"update {len(self.steps)}: {dict(sorted(last['counts'].items()))}; collectives: "
-                      f"{last['collectives'] or 'none'}"]
+        lines += [f"update {len(self.steps)}: {dict(sorted(last['counts'].items()))}; collectives: "
+                  f"{last['collectives'] or 'none'}" for last in self.steps[-1:]]
         lines += [f"waits for the GPU, {len(steps)} times: {line}" for line, steps in self.waits.items()]
         rank = os.environ.get("RANK", "")
         print("".join(f"null-gpu{rank}: {line}\n" for line in lines), end="", flush=True)

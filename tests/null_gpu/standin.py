@@ -22,7 +22,7 @@ class Report:
         self.__dict__.update(json.loads(path.read_text()))
         self.output = output
 
-    def bytes_of_training(self, which="bytes"):
+    def bytes_of_training(self, which):
         """Read and written by the forward and the backward of a micro-step: by the graphs compiled last."""
         return sum([g[which] for g in self.graphs if g["kind"] == kind][-1]
                    for kind in ("forward", "backward"))
