@@ -44,7 +44,9 @@ class Warm:
     def _ask(**request):
         Warm.server.stdin.write(json.dumps(request) + "\n")
         Warm.server.stdin.flush()
-        return json.loads(Warm.server.stdout.readline())
+        answer = Warm.server.stdout.readline()
+        assert answer, f"tests/warm.py has ended, {Warm.server.poll()}"
+        return json.loads(answer)
 
     def poll(self):
         if self.returncode is None:

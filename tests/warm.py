@@ -47,6 +47,8 @@ def serve():
             answer = ended.get(pid)
         elif (answer := os.fork()) == 0:
             return request
+        else:
+            ended.pop(answer, None)                     # the system gives numbers of ended processes again
         print(json.dumps(answer), flush=True)
     os._exit(0)
 
