@@ -154,9 +154,10 @@ def choose_batch_size(run) -> int:
             return False
     while True:
         B, _ = divide_update(config, updates, process.world_size, most)
-        if not (config.compile or auto and cuda) or all(process.gather(process.on_all_ranks(trial, B))):
+        fits = not (config.compile or auto and cuda) or all(process.gather(process.on_all_ranks(trial, B)))
+        torch.cuda.empty_cache()                # what the run allocates need not fit into a trial's blocks
+        if fits:
             return B
-        torch.cuda.empty_cache()
         most = B // 2
 
 

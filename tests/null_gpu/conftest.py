@@ -11,9 +11,7 @@ from standin import ROOT, Report
 
 from runtime.shards import write_shard
 
-HERE = Path(__file__).resolve().parent
-# `check` runs this file with the venv in that folder
-HOME = Path(os.environ.get("NULL_GPU_HOME") or Path(sys.prefix).parent)
+HOME = Path(os.environ.get("NULL_GPU_HOME") or Path(sys.prefix).parent)     # `check` runs the python in there
 
 
 @pytest.fixture(scope="session")
@@ -30,26 +28,22 @@ def data(tmp_path_factory):
 
 @pytest.fixture
 def play(data, tmp_path):
-    """play(*flags) -> Report; of several processes, [Report of each].
-
-    Runs train_gpt2.py, or another script, under run.py in an empty folder. `bare`: with these flags alone.
-    """
-    def play(*flags, script=ROOT / "train_gpt2.py", processes=1, code=0, bare=False, **settings):
+    """play(*flags) -> Report; of several processes, [Report of each]. Runs train_gpt2.py, or another script,
+    under run.py in an empty folder."""
+    def play(*flags, script=ROOT / "train_gpt2.py", processes=1, code=0, **settings):
         report = tmp_path / "report"
-        if script.name == "train_gpt2.py" and not bare:
-            flags = ("--data", data, "--hellaswag_data", data / "hellaswag.jsonl",
-                     "--out", tmp_path / "out", *flags)
+        if script.name == "train_gpt2.py":
+            flags = ("--data", data, "--hellaswag_data", data / "hellaswag.jsonl", *flags)
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-        command = [HOME / "venv/bin/python", *(launcher if processes > 1 else []), HERE / "run.py",
+        command = [sys.executable, *(launcher if processes > 1 else []), Path(__file__).with_name("run.py"),
                    "--json", report, script, *flags]
-        env = {**os.environ, "NULL_GPU_HOME": HOME, "NULL_GPU_COUNT": processes,
-               "XDG_CACHE_HOME": tmp_path / "cache", "HF_HUB_OFFLINE": 1, "OMP_NUM_THREADS": 1, **settings}
+        env = {**os.environ, "NULL_GPU_HOME": HOME, "NULL_GPU_COUNT": processes, "HF_HUB_OFFLINE": 1,
+               "OMP_NUM_THREADS": 1, **settings}
         done = subprocess.run([str(word) for word in command], stdout=subprocess.PIPE,
                               stderr=subprocess.STDOUT, text=True, cwd=tmp_path,
                               env={name: str(value) for name, value in env.items()}, timeout=1500)
         message = f"exit code {done.returncode} instead of {code}:\n{done.stdout[-6000:]}"
         assert done.returncode == code, message
-        if processes == 1:
-            return Report(report, done.stdout)
-        return [Report(Path(f"{report}.{rank}"), done.stdout) for rank in range(processes)]
+        reports = [Report(path, done.stdout) for path in sorted(tmp_path.glob("report*"))]
+        return reports if processes > 1 else reports[0]
     return play

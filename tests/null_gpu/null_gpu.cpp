@@ -155,8 +155,8 @@ static int copy(void* to, const void* from, size_t n, bool blocking) {
 }
 API int cudaMemcpy(void* to, const void* from, size_t n) { return copy(to, from, n, true); }
 API int cudaMemcpyAsync(void* to, const void* from, size_t n) { return copy(to, from, n, false); }
-API int cudaMemset() { return queue("memset"); }
-API int cudaMemsetAsync() { return queue("memset"); }
+#define KERNEL(name, kind) API int name() { return queue(kind); }
+KERNEL(cudaMemset, "memset") KERNEL(cudaMemsetAsync, "memset")
 API int cudaPointerGetAttributes(cudaPointerAttributes* a, const void* p) {
   int device = find(p).device;
   memset(a, 0, sizeof *a);
@@ -203,8 +203,7 @@ API int cudaGetDeviceProperties(cudaDeviceProp* p, int device) {
 FIRST(cudaGetDeviceCount, int, gpus())
 FIRST(cudaGetDevice, int, current)
 API int cudaSetDevice(int d) { if (d < 0 || d >= gpus()) return cudaErrorInvalidDevice; current = d; return 0; }
-FIRST(cudaDriverGetVersion, int, 13000)
-FIRST(cudaRuntimeGetVersion, int, 13000)
+FIRST(cudaDriverGetVersion, int, 13000) FIRST(cudaRuntimeGetVersion, int, 13000)
 API int cudaDeviceGetStreamPriorityRange(int* least, int* greatest) { *least = 0; *greatest = -5; return 0; }
 FIRST(cudaDeviceCanAccessPeer, int, 0)
 API int cudaDeviceGetPCIBusId(char* s, int n, int d) { snprintf(s, n, "0000:%02x:00.0", 1 + d); return 0; }
@@ -226,8 +225,7 @@ HANDLE(cudaEventCreate) HANDLE(cudaEventCreateWithFlags)
 SECOND(cudaStreamGetPriority, int, 0)
 API int cudaStreamSynchronize() { count("wait for a stream"); return 0; }
 API int cudaDeviceSynchronize() { count("wait for the device"); return 0; }
-SECOND(cudaStreamIsCapturing, int, cudaStreamCaptureStatusNone)
-SECOND(cudaStreamGetCaptureInfo, int, cudaStreamCaptureStatusNone)
+SECOND(cudaStreamIsCapturing, int, 0) SECOND(cudaStreamGetCaptureInfo, int, 0)         // none
 API int cudaEventDestroy(void* e) { free(e); return 0; }
 API int cudaEventRecord(long* e) { Lock lock(gpu().mutex); *e = gpu().launched; return 0; }
 API int cudaEventRecordWithFlags(long* e) { return cudaEventRecord(e); }
@@ -242,10 +240,8 @@ static int launch() { return gpu().code ? queue("aten kernels") : failed = cudaE
 API int cudaPeekAtLastError() { return failed; }
 API int cudaGetLastError() { int last = failed; failed = 0; return last; }
 API void** __cudaRegisterFatBinary(void*) { static void* handle[64]; return handle; }
-API void __cudaRegisterFatBinaryEnd() {}
-API void __cudaUnregisterFatBinary() {}
-API void __cudaRegisterFunction() {}
-API void __cudaRegisterVar() {}
+API void __cudaRegisterFatBinaryEnd() {} API void __cudaUnregisterFatBinary() {}
+API void __cudaRegisterFunction() {} API void __cudaRegisterVar() {}
 API char __cudaInitModule(void**) { return 1; }
 API int __cudaGetKernel(const void** k, const void* host) { *k = host; return 0; }
 API unsigned __cudaPushCallConfiguration() { return 0; }
@@ -266,15 +262,13 @@ API int cudaGetSymbolAddress(const void** p, const void* s) { *p = s; return 0; 
 // ---- cuBLAS
 HANDLE(cublasCreate_v2) HANDLE(cublasLtMatmulDescCreate) HANDLE(cublasLtMatmulPreferenceCreate)
 HANDLE(cublasLtMatrixLayoutCreate)
-SECOND(cublasGetMathMode, int, 0)
-SECOND(cublasGetPointerMode_v2, int, 0)
+SECOND(cublasGetMathMode, int, 0) SECOND(cublasGetPointerMode_v2, int, 0)
 API size_t cublasLtGetVersion() { return 130101; }
 API int cublasLtMatmulAlgoGetHeuristic(void*, void*, void*, void*, void*, void*, void*, int, void* r, int* n) {
   memset(r, 0, 96); *n = 1; return 0;
 }
-#define PRODUCT(name) API int name() { return queue("library products"); }
-PRODUCT(cublasLtMatmul) PRODUCT(cublasGemmEx) PRODUCT(cublasGemmStridedBatchedEx) PRODUCT(cublasSgemm_v2)
-PRODUCT(cublasSgemmStridedBatched) PRODUCT(cublasSgemmEx)
+KERNEL(cublasLtMatmul, "products") KERNEL(cublasGemmEx, "products") KERNEL(cublasGemmStridedBatchedEx, "products")
+KERNEL(cublasSgemm_v2, "products") KERNEL(cublasSgemmStridedBatched, "products") KERNEL(cublasSgemmEx, "products")
 
 // ---- the driver API: Triton's kernels
 API int cuGetErrorString(int, const char** s) { *s = "an error of the GPU that is not there"; return 0; }
@@ -285,18 +279,15 @@ API int cuDeviceGetAttribute(int* v, int a, int device) { return cudaDeviceGetAt
 API int cuDeviceGetName(char* s, int n, int) { snprintf(s, n, "%s", gpu().card.name); return 0; }
 FIRST(cuCtxGetDevice, int, current)
 static char a_context[64];
-FIRST(cuCtxGetCurrent, void*, a_context)
-FIRST(cuDevicePrimaryCtxRetain, void*, a_context)
+FIRST(cuCtxGetCurrent, void*, a_context) FIRST(cuDevicePrimaryCtxRetain, void*, a_context)
 API int cuDevicePrimaryCtxGetState(int, unsigned* f, int* active) { *f = 0; *active = 1; return 0; }
 HANDLE(cuModuleLoad) HANDLE(cuModuleLoadData) HANDLE(cuModuleLoadDataEx) HANDLE(cuModuleGetFunction)
 API int cuFuncGetAttribute(int* v, int a, void*) {
   *v = a == 0 ? 1024 : a == 4 ? 32 : a == 5 || a == 6 ? 10 * gpu().card.major + gpu().card.minor : 0; return 0;
 }
-API int cuLaunchKernel() { return queue("triton kernels"); }
-API int cuLaunchCooperativeKernel() { return queue("triton kernels"); }
-API int cuLaunchKernelEx() { return queue("triton kernels"); }
-FIRST(cuOccupancyMaxActiveBlocksPerMultiprocessor, int, 2)
-FIRST(cuOccupancyMaxActiveClusters, int, 66)
+KERNEL(cuLaunchKernel, "triton kernels") KERNEL(cuLaunchCooperativeKernel, "triton kernels")
+KERNEL(cuLaunchKernelEx, "triton kernels")
+FIRST(cuOccupancyMaxActiveBlocksPerMultiprocessor, int, 2) FIRST(cuOccupancyMaxActiveClusters, int, 66)
 API int cuPointerGetAttribute(void* v, int a, size_t p) {
   int device = find((void*)p).device;
   if (a == 2) *(int*)v = device < 0 ? 1 : 2;                    // the kind of memory: host or device
@@ -323,12 +314,11 @@ static int collective(const char* name, const void* from, void* to, size_t n, in
 FIRST(ncclGetVersion, int, 22907)
 API int ncclGetUniqueId(UniqueId* id) { memset(id, 1, sizeof *id); return 0; }
 API const char* ncclGetErrorString() { return "an error of the NCCL that is not there"; }
-API const char* ncclGetLastError() { return ""; }
 API int ncclCommInitRankConfig(ncclComm** c, int ranks, UniqueId, int rank) { *c = new ncclComm{rank, ranks}; return 0; }
 API int ncclCommSplit(ncclComm* from, int, int, ncclComm** c) { *c = new ncclComm(*from); return 0; }
 SECOND(ncclCommGetAsyncError, int, 0)
 API int ncclAllReduce(const void* from, void* to, size_t n, int type) { return collective("all_reduce", from, to, n, type); }
-API int ncclBroadcast(const void* from, void* to, size_t n, int type) { return collective("broadcast", from, to, n, type); }
+API int ncclBcast(void* at, size_t n, int type) { return collective("broadcast", at, at, n, type); }
 API int ncclAllGather(const void* from, void* to, size_t n, int type, ncclComm* c) {
   return collective("all_gather", from, to, n, type, c->ranks);
 }

@@ -84,10 +84,8 @@ def by_gloo():
     return side_group[0]
 
 
-def objects_by_gloo(collective):
-    def run(*args, group=None):
-        return collective(*args, group=by_gloo() if group is None and dist.get_backend() == "nccl" else group)
-    return run
+def all_gather_object(values, value, gather=dist.all_gather_object):
+    gather(values, value, by_gloo())
 
 
 def all_reduce(tensor, op=dist.ReduceOp.SUM, group=None, async_op=False, nccl=dist.all_reduce):
@@ -101,6 +99,4 @@ def all_reduce(tensor, op=dist.ReduceOp.SUM, group=None, async_op=False, nccl=di
     return work
 
 
-dist.all_reduce = all_reduce
-for name in ("all_gather_object", "broadcast_object_list"):
-    setattr(dist, name, objects_by_gloo(getattr(dist, name)))
+dist.all_reduce, dist.all_gather_object = all_reduce, all_gather_object

@@ -59,7 +59,10 @@ class Recorder(logging.Handler):
 
     def graph(self, code):
         kind = "backward" if V.graph.is_backward else "inference" if V.graph.is_inference else "forward"
-        self.graphs.append(dict(step=len(self.steps), kind=kind, bytes=V.graph.count_bytes()[0],
+        sizes = [[node.is_extern() or node.is_template(), node.get_read_write_buffers_sizes()]
+                 for node in V.graph.scheduler.nodes]
+        self.graphs.append(dict(step=len(self.steps), kind=kind, bytes=sum(size for _, size in sizes),
+                                outside=sum(size for library, size in sizes if not library),
                                 launches=len(re.findall(r"^\s+triton_\w+\.run\(", code, re.M)),
                                 products=len(re.findall(r"extern_kernels\.\w+\(", code))))
 
@@ -90,15 +93,13 @@ class Recorder(logging.Handler):
         r = dict(steps=self.steps, graphs=self.graphs, recompilations=self.recompilations, waits=self.waits,
                  allocated=torch.cuda.max_memory_allocated(),
                  breaks=dict(torch._dynamo.utils.counters["graph_break"]))
-        lines = [f"peak {r['allocated'] / 2**30:.2f} GiB allocated, "
-                 f"{torch.cuda.max_memory_reserved() / 2**30:.2f} GiB reserved"]
-        lines += [f"graph {g['kind']} after update {g['step']}: {g['launches']} Triton launches, {g['products']} "
-                  f"library calls, {g['bytes'] / 1e9:.2f} GB read and written" for g in self.graphs]
-        lines += [f"graph breaks: {r['breaks'] or 'none'}"]
+        lines = [f"peak {r['allocated'] / 2**30:.2f} GiB allocated; graph breaks: {r['breaks'] or 'none'}"]
+        lines += [f"graph {g['kind']} after update {g['step']}: {g['launches']} Triton launches, "
+                  f"{g['products']} library calls, {g['bytes'] / 1e9:.2f} GB, of them outside products and "
+                  f"attention {g['outside'] / 1e9:.2f}" for g in self.graphs]
         lines += [f"recompiled after update {step}: {text}" for step, text in self.recompilations]
-        for last in self.steps[-1:]:
-            lines += [f"update {len(self.steps)}: {dict(sorted(last['counts'].items()))}; collectives: "
-                      f"{last['collectives'] or 'none'}"]
+        lines += [f"update {len(self.steps)}: {dict(sorted(last['counts'].items()))}; collectives: "
+                  f"{last['collectives'] or 'none'}" for last in self.steps[-1:]]
         lines += [f"waits for the GPU, {len(steps)} times: {line}" for line, steps in self.waits.items()]
         rank = os.environ.get("RANK", "")
         print("".join(f"null-gpu{rank}: {line}\n" for line in lines), end="", flush=True)
@@ -107,8 +108,7 @@ class Recorder(logging.Handler):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(usage=__doc__)
     parser.add_argument("--json")
     parser.add_argument("script", type=Path)
     parser.add_argument("flags", nargs=argparse.REMAINDER)
