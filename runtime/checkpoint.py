@@ -133,7 +133,7 @@ def check_data(data: dict, checkpoint: dict | None, path: Path | None, folder: s
     with state_of_run(path):
         for had, has in zip_longest(checkpoint["data"]["train"], data["train"], fillvalue=("none", 0, "")):
             if tuple(had[1:]) != tuple(has[1:]):
-                was, now = (", ".join(map(safe_repr, shard)) for shard in (had, has))
+                was, now = (", ".join(map(safe_repr, shard[:3])) for shard in (had, has))
                 raise UserError(f"{path} was trained on other shards than {folder} has: the first was {was} "
                                 f"and is {now}. Bring the old data back, or start a new run from its weights "
                                 f"by --init {path} --out ANOTHER")

@@ -159,22 +159,10 @@ def test_jsonl(tmp_path):
     assert load_examples(write_jsonl(tmp_path / "a.jsonl", written)) == rows
 
 
-@pytest.mark.parametrize("line", [
-    "{'ctx'", json.dumps(GOOD)[:-5], "[1]", '"ctx"', "null", pytest.param("[" * 100_000, id="deep"),
-    {**GOOD, "ctx": None}, {**GOOD, "endings": ["b", "c", "d"]}, {**GOOD, "endings": "bcde"},
-    {**GOOD, "endings": ["b", "c", "d", 4]}, {"ctx": "a", "endings": GOOD["endings"]},
-    *({**GOOD, "label": label} for label in (4, -1, 1.5, "", None, math.inf, math.nan))], ids=str)
-def test_a_broken_line_is_named(line, tmp_path):
-    path = write_jsonl(tmp_path / "a.jsonl", [GOOD, "", line])
+def test_a_broken_line_is_named(tmp_path):
+    """What else can be wrong with one is in test_hostile.py."""
+    path = write_jsonl(tmp_path / "a.jsonl", [GOOD, "", "{'ctx'"])
     with pytest.raises(UserError, match=re.escape(f"{path}, line 3")):
-        load_examples(path)
-
-
-@pytest.mark.parametrize("content", [b"", b"\n\n", b"\xff\xfe\x00"])
-def test_a_file_without_examples(content, tmp_path):
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(content)
-    with pytest.raises(UserError, match=re.escape(str(path))):
         load_examples(path)
 
 

@@ -402,9 +402,14 @@ TEXTS = {
                                                      + b"\xff\xff\xff\xff" + data[-4:]),
 }
 EXAMPLES = {
-    "a label that is a list": {**EXAMPLE, "label": [1]}, "a label of 1.5": {**EXAMPLE, "label": 1.5},
-    "a label that is true": {**EXAMPLE, "label": True},
-    "a label of 2^70": {**EXAMPLE, "label": 2**70},
+    **{f"the label {label}": {**EXAMPLE, "label": label}
+       for label in ([1], 1.5, True, 2**70, 4, -1, "", None, math.inf, math.nan)},
+    **{f"the endings {endings}": {**EXAMPLE, "endings": endings}
+       for endings in (["b", "c", "d"], "bcde", ["b", "c", "d", 4])},
+    "no ctx": {"endings": EXAMPLE["endings"], "label": 1},
+    "no label": {"ctx": "a", "endings": EXAMPLE["endings"]},
+    "a ctx that is none": {**EXAMPLE, "ctx": None}, "half a line": json.dumps(EXAMPLE)[:-5].encode(),
+    "a list": [1], "a text": "ctx", "nothing": b"", "a byte-order mark of UTF-16": b"\xff\xfe\x00",
     "a label of 5000 digits": {**EXAMPLE, "label": "9" * 5000},
     "5000 digits": b'{"label": ' + b"9" * 5000 + b"}", "a record as ctx": {**EXAMPLE, "ctx": {}},
     "endings as records": {**EXAMPLE, "endings": {str(i): "a" for i in range(4)}},

@@ -107,7 +107,8 @@ def test_the_exported_tokenizer_is_gpt2s_and_round_trips(tmp_path):
     from tokenizers import Tokenizer
     from transformers import AutoTokenizer
     make_model(vocab_size=50304).save_pretrained(tmp_path)
-    theirs, alone = AutoTokenizer.from_pretrained(tmp_path), Tokenizer.from_file("tokenizer.json")
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    alone = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     for text in [(ROOT / "input.txt").read_text(encoding="utf-8")[:20_000], "  two  spaces\n\n\tand tabs ",
                  "naïve Ω 日本語 🙂 e\u0301", "1234 don't"]:
         ids = theirs(text)["input_ids"]
