@@ -1,4 +1,6 @@
 """Several GPUs, a process each, by torchrun. NCCL transfers nothing, but ranks with unequal calls hang."""
+import json
+
 import pytest
 from standin import ROOT, SMALL, compiled_once, nothing_waits
 
@@ -92,9 +94,10 @@ def check_without_flags_on_two(play, data, tmp_path):
         assert abs(rank.taken() / expected - 1) <= 0.05, (rank.taken(), expected)
 
 
-def check_bench_with_its_workers(play):
-    """bench.py measures in processes of its own, here one on one GPU and two on two."""
-    output = play("scaling", "--size", "tiny", "--sequence_length", 128, "--batch_size", 2, "--steps", 2,
-                  "--no_compile", script=ROOT / "bench.py", NULL_GPU_COUNT=2).output
-    rows = [line.replace(" ", "").split("|")[1:3] for line in output.splitlines() if line[:1] == "|"]
-    assert rows[2:4] == [["1", "256"], ["2", "512"]], output
+def check_what_bench_measures_on_one_gpu_and_on_two(play):
+    """The command that bench.py starts for each row of a table."""
+    for processes in (1, 2):
+        setting = dict(device="cuda", size="tiny", B=2, T=128, steps=2, processes=processes)
+        reports = play("work", json.dumps(setting), script=ROOT / "bench.py", processes=processes)
+        output = reports.output if processes == 1 else reports[0].output
+        assert output.count('{"seconds": [') == 1, output
