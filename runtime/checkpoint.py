@@ -171,7 +171,9 @@ def gather_state(run) -> dict:
     for name, p in run.model.named_parameters():
         holder, gathered[name] = owner.get(p, 0), {}
         for key in keys.get(p, ("step", "exp_avg", "exp_avg_sq")):      # Adam's, where others hold them
-            tensor = state[p][key] if rank == holder else p.new_empty(() if key == "step" else p.shape)
+            # of a parameter that was never updated, because float16 skipped every step, they are zero
+            mine = rank == holder and p in state
+            tensor = state[p][key] if mine else p.new_zeros(() if key == "step" else p.shape)
             if holder != 0:
                 dist.broadcast(tensor, holder)
             if rank == 0:

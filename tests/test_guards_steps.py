@@ -100,6 +100,22 @@ def test_a_resumed_run_has_the_scale_that_it_had(overflow, shards, tmp_path):
     assert all(torch.equal(value, resumed["model"][name]) for name, value in whole["model"].items())
 
 
+def test_a_run_whose_first_step_overflows_is_saved_and_resumes(hooked, shards, tmp_path):
+    """No optimizer has moments yet; the checkpoint's are zero."""
+    def watch(module, inputs, output):
+        begins = not list(tmp_path.glob("log/checkpoint_*"))
+        if isinstance(module, nn.Embedding) and torch.is_grad_enabled() and begins:
+            output.register_hook(lambda gradient: gradient * torch.inf)
+    hooked(watch)
+    flags = ["--data", shards, *FLOAT16, "--out", tmp_path / "log"]
+    train(*flags, "--max_steps", 1)
+    state = checkpoint(tmp_path / "log", 1)
+    assert state["scaler"]["scale"] == 2.0**15
+    assert not any(x.any() for x in tree_leaves(state["optimizers"]) if torch.is_tensor(x))
+    train(*flags, "--max_steps", 2)
+    assert checkpoint(tmp_path / "log", 2)["optimizers"]["lm_head.weight"]["step"] == 1
+
+
 # -----------------------------------------------------------------------------
 # DDP
 

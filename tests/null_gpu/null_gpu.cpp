@@ -127,8 +127,8 @@ API int cudaMemGetInfo(size_t* free, size_t* all) {
   *all = gpu().card.bytes; *free = *all - CONTEXT - gpu().used[current]; return 0;
 }
 
-// What a kernel would have computed reads as 1 if it is one number of 4 bytes, as -1 in floats of 8 to 64 bytes, else as
-// zeros. What only the host's copies and collectives have touched since the last launch is real: DDP checks by such
+// What a kernel would have computed reads as floats of -1 if it has 8 to 64 bytes, else as zeros: no loss, norm or
+// float16's found_inf is an error. What only the host's copies and collectives have touched since the last launch is real: DDP checks by such
 // numbers that all processes agree on the parameters and their order, and ranks agree by them whether to stop.
 static bool is_known(const void* p, size_t n) {
   for (auto& s : gpu().known) if (s.begin <= p && (const char*)p + n <= s.end) return true;
@@ -149,8 +149,8 @@ static int copy(void* to, const void* from, size_t n, bool blocking) {
   Lock lock(g.mutex);
   if (writes) { g.launched++; pass_on(to, from, n, !reads || is_known(from, n)); return 0; }
   if (!reads || is_known(from, n)) memmove(to, from, n);
-  else if (n < 4 || n > 64) memset(to, 0, n);
-  else for (size_t i = 0; i < n / 4; i++) ((float*)to)[i] = n == 4 ? 1 : -1;
+  else if (n < 8 || n > 64) memset(to, 0, n);
+  else for (size_t i = 0; i < n / 4; i++) ((float*)to)[i] = -1;
   return 0;
 }
 API int cudaMemcpy(void* to, const void* from, size_t n) { return copy(to, from, n, true); }
