@@ -100,8 +100,8 @@ class Process:
         self.on_all_ranks(compare)
 
     def progress(self, what: str, items: Iterable) -> Iterable:
-        """The items, with a bar of rank 0 if they take longer than ten seconds."""
-        return tqdm(items, what, delay=10, leave=False, disable=not self.is_master)
+        """The items, with a bar of rank 0 on a terminal if they take longer than ten seconds."""
+        return tqdm(items, what, delay=10, leave=False, disable=None if self.is_master else True)
 
     def until_stop(self, what: str, items: Iterable) -> Iterator:
         """Yields the items, with progress shown, until a signal stops this one process."""

@@ -171,7 +171,7 @@ def test_an_absurd_vocabulary_is_refused_before_its_stems_are_made(tmp_path, mon
     torch.save({"model": model.state_dict(), "recipe": "frontier", "step": 0,
                 "model_config": dataclasses.asdict(model.config) | {"vocab_size": 2**23}}, tmp_path / "a.pt")
     monkeypatch.setattr("frontier.stems_of_tokens", lambda vocab_size: pytest.fail("made first"))
-    with pytest.raises(UserError, match="no transformer.wte.weight of 8388608 rows"):
+    with pytest.raises(UserError, match="8388608"):
         load_model(tmp_path / "a.pt")
 
 
