@@ -11,8 +11,6 @@ from standin import ROOT, Report
 
 from runtime.shards import write_shard
 
-HOME = Path(os.environ.get("NULL_GPU_HOME") or Path(sys.prefix).parent)     # `check` runs the python in there
-
 
 @pytest.fixture(scope="session")
 def data(tmp_path_factory):
@@ -37,8 +35,8 @@ def play(data, tmp_path):
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
         command = [sys.executable, *(launcher if processes > 1 else []), Path(__file__).with_name("run.py"),
                    "--json", report, script, *flags]
-        env = {**os.environ, "NULL_GPU_HOME": HOME, "NULL_GPU_COUNT": processes, "HF_HUB_OFFLINE": 1,
-               "OMP_NUM_THREADS": 1, **settings}
+        env = {**os.environ, "NULL_GPU_COUNT": processes, "HF_HUB_OFFLINE": 1, "OMP_NUM_THREADS": 1,
+               **settings}
         done = subprocess.run([str(word) for word in command], stdout=subprocess.PIPE,
                               stderr=subprocess.STDOUT, text=True, cwd=tmp_path,
                               env={name: str(value) for name, value in env.items()}, timeout=1500)

@@ -15,6 +15,7 @@
 #include <map>
 #include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
 #define API extern "C" __attribute__((visibility("default")))
 // functions that set what their first or second argument points to
@@ -128,8 +129,8 @@ API int cudaMemGetInfo(size_t* free, size_t* all) {
 }
 
 // What a kernel would have computed reads as floats of -1 if it has 8 to 64 bytes, else as zeros: no loss, norm or
-// float16's found_inf is an error. What only the host's copies and collectives have touched since the last launch is real: DDP checks by such
-// numbers that all processes agree on the parameters and their order, and ranks agree by them whether to stop.
+// float16's found_inf is an error. What only the host's copies and collectives have touched since the last launch is real:
+// DDP checks by such numbers that all processes agree on the parameters, and ranks agree by them whether to stop.
 static bool is_known(const void* p, size_t n) {
   for (auto& s : gpu().known) if (s.begin <= p && (const char*)p + n <= s.end) return true;
   return false;
@@ -181,8 +182,7 @@ API int cudaDeviceGetAttribute(int* v, int a, int) {            // the driver's 
     {cudaDevAttrGlobalMemoryBusWidth, 5120}, {cudaDevAttrComputeCapabilityMajor, c.major},
     {cudaDevAttrComputeCapabilityMinor, c.minor}, {cudaDevAttrUnifiedAddressing, 1}, {cudaDevAttrCooperativeLaunch, 1},
     {cudaDevAttrMemoryPoolsSupported, 1}, {cudaDevAttrClusterLaunch, c.major >= 9}};
-  auto it = values.find(a);
-  *v = it == values.end() ? 0 : it->second;
+  *v = values.count(a) ? values.at(a) : 0;
   return 0;
 }
 API int cudaGetDeviceProperties(cudaDeviceProp* p, int device) {
@@ -200,12 +200,10 @@ API int cudaGetDeviceProperties(cudaDeviceProp* p, int device) {
   p->streamPrioritiesSupported = p->memoryPoolsSupported = 1; p->clusterLaunch = c.major >= 9;
   return 0;
 }
-FIRST(cudaGetDeviceCount, int, gpus())
-FIRST(cudaGetDevice, int, current)
+FIRST(cudaGetDeviceCount, int, gpus()) FIRST(cudaGetDevice, int, current) FIRST(cudaDeviceCanAccessPeer, int, 0)
 API int cudaSetDevice(int d) { if (d < 0 || d >= gpus()) return cudaErrorInvalidDevice; current = d; return 0; }
 FIRST(cudaDriverGetVersion, int, 13000) FIRST(cudaRuntimeGetVersion, int, 13000)
 API int cudaDeviceGetStreamPriorityRange(int* least, int* greatest) { *least = 0; *greatest = -5; return 0; }
-FIRST(cudaDeviceCanAccessPeer, int, 0)
 API int cudaDeviceGetPCIBusId(char* s, int n, int d) { snprintf(s, n, "0000:%02x:00.0", 1 + d); return 0; }
 API const char* cudaGetErrorName(int) { return "nullGpuError"; }
 API const char* cudaGetErrorString(int e) {
@@ -221,8 +219,7 @@ API int cudaGetDriverEntryPointByVersion(const char* name, void** f, unsigned, u
 
 // ---- streams and events. All that was queued counts as done; a wait is told by what it would have waited for.
 HANDLE(cudaStreamCreate) HANDLE(cudaStreamCreateWithFlags) HANDLE(cudaStreamCreateWithPriority)
-HANDLE(cudaEventCreate) HANDLE(cudaEventCreateWithFlags)
-SECOND(cudaStreamGetPriority, int, 0)
+HANDLE(cudaEventCreate) HANDLE(cudaEventCreateWithFlags) SECOND(cudaStreamGetPriority, int, 0)
 API int cudaStreamSynchronize() { count("wait for a stream"); return 0; }
 API int cudaDeviceSynchronize() { count("wait for the device"); return 0; }
 SECOND(cudaStreamIsCapturing, int, 0) SECOND(cudaStreamGetCaptureInfo, int, 0)         // none
@@ -238,13 +235,13 @@ FIRST(cudaEventElapsedTime, float, 1.0f)
 static thread_local int failed = 0;
 static int launch() { return gpu().code ? queue("aten kernels") : failed = cudaErrorNoKernelImageForDevice; }
 API int cudaPeekAtLastError() { return failed; }
-API int cudaGetLastError() { int last = failed; failed = 0; return last; }
+API int cudaGetLastError() { return std::exchange(failed, 0); }
 API void** __cudaRegisterFatBinary(void*) { static void* handle[64]; return handle; }
 API void __cudaRegisterFatBinaryEnd() {} API void __cudaUnregisterFatBinary() {}
 API void __cudaRegisterFunction() {} API void __cudaRegisterVar() {}
 API char __cudaInitModule(void**) { return 1; }
 API int __cudaGetKernel(const void** k, const void* host) { *k = host; return 0; }
-API unsigned __cudaPushCallConfiguration() { return 0; }
+API int __cudaPushCallConfiguration() { return 0; }
 API int __cudaPopCallConfiguration() { return 0; }
 API int __cudaLaunchKernel() { return launch(); }
 API int cudaLaunchKernel() { return launch(); }
@@ -260,8 +257,7 @@ FIRST(cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags, int, 2)
 API int cudaGetSymbolAddress(const void** p, const void* s) { *p = s; return 0; }
 
 // ---- cuBLAS
-HANDLE(cublasCreate_v2) HANDLE(cublasLtMatmulDescCreate) HANDLE(cublasLtMatmulPreferenceCreate)
-HANDLE(cublasLtMatrixLayoutCreate)
+HANDLE(cublasCreate_v2) HANDLE(cublasLtMatmulDescCreate) HANDLE(cublasLtMatmulPreferenceCreate) HANDLE(cublasLtMatrixLayoutCreate)
 SECOND(cublasGetMathMode, int, 0) SECOND(cublasGetPointerMode_v2, int, 0)
 API size_t cublasLtGetVersion() { return 130101; }
 API int cublasLtMatmulAlgoGetHeuristic(void*, void*, void*, void*, void*, void*, void*, int, void* r, int* n) {
@@ -271,9 +267,8 @@ KERNEL(cublasLtMatmul, "products") KERNEL(cublasGemmEx, "products") KERNEL(cubla
 KERNEL(cublasSgemm_v2, "products") KERNEL(cublasSgemmStridedBatched, "products") KERNEL(cublasSgemmEx, "products")
 
 // ---- the driver API: Triton's kernels
-API int cuGetErrorString(int, const char** s) { *s = "an error of the GPU that is not there"; return 0; }
-FIRST(cuDriverGetVersion, int, 13000)
-FIRST(cuDeviceGetCount, int, gpus())
+FIRST(cuDriverGetVersion, int, 13000) FIRST(cuDeviceGetCount, int, gpus())
+SECOND(cuGetErrorString, const char*, "an error of the GPU that is not there")
 API int cuDeviceGet(int* d, int ordinal) { *d = ordinal; return 0; }
 API int cuDeviceGetAttribute(int* v, int a, int device) { return cudaDeviceGetAttribute(v, a, device); }
 API int cuDeviceGetName(char* s, int n, int) { snprintf(s, n, "%s", gpu().card.name); return 0; }

@@ -5,11 +5,11 @@ torch's CUDA build checks, compiles, allocates and launches as on a real GPU. Th
 import collections
 import ctypes
 import os
+import sys
 import warnings
 from pathlib import Path
 
-CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-HOME = Path(os.environ.get("NULL_GPU_HOME") or CACHE / "train_gpt2" / "null_gpu")
+HOME = Path(sys.prefix).parent          # setup's folder: this python is in its venv
 os.environ.setdefault("TRITON_LIBCUDA_PATH", str(HOME))
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(HOME / "cache"))
 os.environ.setdefault("TRITON_CACHE_DIR", str(HOME / "cache" / "triton"))

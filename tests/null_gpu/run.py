@@ -9,7 +9,7 @@ After `null-gpu:` it prints peak memory, the compiled graphs with the bytes that
 Inductor counts them), graph breaks, recompilations, the last update's launches, copies, waits and
 collectives, and the lines that wait for the GPU from the fourth update on, those between updates included. An
 update ends with the first optimizer's step(). `--json FILE` before the script writes all of that (several
-processes: to FILE.RANK).
+processes: to FILE0, FILE1, ...).
 """
 import argparse
 import atexit
@@ -93,7 +93,9 @@ class Recorder(logging.Handler):
         r = dict(steps=self.steps, graphs=self.graphs, recompilations=self.recompilations, waits=self.waits,
                  allocated=torch.cuda.max_memory_allocated(),
                  breaks=dict(torch._dynamo.utils.counters["graph_break"]))
-        lines = [f"peak {r['allocated'] / 2**30:.2f} GiB allocated; graph breaks: {r['breaks'] or 'none'}"]
+        reserved, rank = torch.cuda.max_memory_reserved(), os.environ.get("RANK", "")
+        lines = [f"peak {r['allocated'] / 2**30:.2f} GiB, {reserved / 2**30:.2f} reserved; "
+                 f"graph breaks: {r['breaks'] or 'none'}"]
         lines += [f"graph {g['kind']} after update {g['step']}: {g['launches']} Triton launches, "
                   f"{g['products']} library calls, {g['bytes'] / 1e9:.2f} GB, of them outside products and "
                   f"attention {g['outside'] / 1e9:.2f}" for g in self.graphs]
@@ -101,10 +103,9 @@ class Recorder(logging.Handler):
         lines += [f"update {len(self.steps)}: {dict(sorted(last['counts'].items()))}; collectives: "
                   f"{last['collectives'] or 'none'}" for last in self.steps[-1:]]
         lines += [f"waits for the GPU, {len(steps)} times: {line}" for line, steps in self.waits.items()]
-        rank = os.environ.get("RANK", "")
         print("".join(f"null-gpu{rank}: {line}\n" for line in lines), end="", flush=True)
         if path:
-            Path(path + f".{rank}" * bool(rank)).write_text(json.dumps(r))
+            Path(path + rank).write_text(json.dumps(r))
 
 
 def main():
