@@ -7,6 +7,7 @@
 
 Run the same command again to resume from the newest checkpoint in --out.
 """
+import logging
 import math
 import os
 import time
@@ -202,6 +203,7 @@ def complete(asked: Config, model: LanguageModel | None, process: Process) -> Co
 def compile_model(model: LanguageModel) -> Callable:
     """torch.compile of the model, which itself stays eager."""
     warnings.filterwarnings("ignore", ".* does not support bfloat16 compilation natively")
+    logging.getLogger("torch._inductor.utils").setLevel(logging.ERROR)      # a T4's SMs: nothing is autotuned
     # values of more operations than this (by default 30) are stored, not computed where they are used; only
     # frontier has such, of its late keys: a step of 16 x 1024 tokens moves 27.5 GB instead of 29.0
     return torch.compile(model, dynamic=False, options={"realize_opcount_threshold": 64})
@@ -345,7 +347,7 @@ def print_samples(run: Run, num_samples: int = 4, max_new_tokens: int = 32) -> N
     with run.autocast:
         idx = run.model.generate(idx, max_new_tokens, generator=generator)
     for i, row in enumerate(idx.tolist()):
-        run.process.print0(f"sample {i}: {tokenizer().decode(row)}")
+        run.process.print0(f"sample {i}: {tokenizer().decode(row).removeprefix('<|endoftext|>')}")
 
 
 def evaluate(run: Run, due: Callable[[int], bool]) -> None:

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from runtime import plots
 from runtime.cli import RunError, UserError, safe_repr
 from runtime.console import Record
-from runtime.files import (checkpoint_name, checkpoints, lock_folder, newest_of, readable, remove_leftovers,
-                           replace_file, writable)
+from runtime.files import (checkpoints, lock_folder, newest_of, readable, remove_leftovers, replace_file,
+                           writable)
 from runtime.muon import state_keys
 from runtime.presets import PRESETS, flag_values
 from runtime.weights import find_checkpoint, model_from_checkpoint, read_checkpoint
@@ -211,7 +211,7 @@ class Saver:
             self.finish()
 
     def _write(self, content, best):
-        began, path = time.perf_counter(), self.out / checkpoint_name(content["step"])
+        began, path = time.perf_counter(), self.out / f"checkpoint_{content['step']:06d}.pt"
         tensors = {f"{key} of {name}": t for name, state in content["optimizers"].items()
                    for key, t in state.items()} | content["model"]
         if bad := next((name for name, t in tensors.items() if not t.isfinite().all()), None):

@@ -177,6 +177,9 @@ def print_header(run, path: Path | None) -> None:
         f"{ranks}{first}; {c.max_steps:,} steps = {c.max_steps * tokens:,} tokens = "
         f"{c.max_steps * tokens / (run.data.train.total * c.sequence_length):,.2f} epochs; "
         f"max_lr {c.max_lr:g} after {counted(c.warmup_steps, 'step')}, min_lr {c.min_lr:g}")
+    every = {"validation": c.val_every, "HellaSwag": c.hellaswag_every, "checkpoint": c.checkpoint_every}
+    say(", ".join(f"{what} {f'every {n:,} steps' if n else 'never'}" for what, n in every.items())
+        + ("" if c.overfit else f", in {c.out}"))
     if path:
         say(f"resuming from {path} at step {run.step} of {c.max_steps}")
     if c.dry_run:

@@ -73,10 +73,6 @@ def checkpoints(out: str | Path) -> list[tuple[int, Path]]:
                   if (m := re.fullmatch(r"checkpoint_([0-9]{6}|[1-9][0-9]{6,})\.pt", path.name)))
 
 
-def checkpoint_name(step: int) -> str:
-    return f"checkpoint_{step:06d}.pt"
-
-
 def newest_of(out: str | Path) -> str:
     """What the same command does next in `out`, for the last line of a run that failed."""
     found = checkpoints(out)
