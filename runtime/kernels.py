@@ -50,7 +50,7 @@ def cross_entropy_(logits: Tensor, targets: Tensor, softcap: float = 0.0) -> Ten
     weight = scored * (4.0 if softcap else 1.0)         # the derivative of tanh, 1 - tanh^2, is 4 s (1 - s)
     p.mul_(weight / total).scatter_add_(1, targets, -weight)
     if softcap:
-        torch.ops.aten.sigmoid_backward.grad_input(p, s, grad_input=p)      # p s (1 - s), in a third of the time
+        torch.ops.aten.sigmoid_backward.grad_input(p, s, grad_input=p)      # p s (1 - s)
     logits.copy_(p)
     return loss
 
