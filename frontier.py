@@ -59,7 +59,7 @@ class FrontierAttention(nn.Module):
     def __init__(self, config, layer):
         super().__init__()
         C = config.n_embd
-        self.c_q, self.c_k, self.c_v, self.c_proj = (CastLinear(C, C) for _ in range(4))
+        self.c_q, self.c_k, self.c_v, self.c_proj = (CastLinear(C, C, bias=False) for _ in range(4))
         self.lamb = nn.Parameter(torch.empty(()))
         self.n_head, self.layer = config.n_head, layer
 
@@ -81,8 +81,8 @@ class FrontierBlock(nn.Module):
     def __init__(self, config, layer):
         super().__init__()
         self.attn = FrontierAttention(config, layer)
-        self.c_fc = CastLinear(config.n_embd, 4 * config.n_embd)
-        self.c_proj = CastLinear(4 * config.n_embd, config.n_embd)
+        self.c_fc = CastLinear(config.n_embd, 4 * config.n_embd, bias=False)
+        self.c_proj = CastLinear(4 * config.n_embd, config.n_embd, bias=False)
         self.lambdas = nn.Parameter(torch.empty(2))
 
     def forward(self, x, v1, x0, rotary, begins, kernel, mask, past=None):
@@ -108,7 +108,7 @@ class FrontierGPT(ModernLanguageModel):
             stem=Embedding(int(stems.max()) + 1, config.n_embd),
             h=nn.ModuleList(FrontierBlock(config, layer) for layer in range(config.n_layer)),
         ))
-        self.lm_head = CastLinear(config.n_embd, config.vocab_size, device="meta")
+        self.lm_head = CastLinear(config.n_embd, config.vocab_size, bias=False, device="meta")
         self.lm_head.weight = self.transformer.wte.weight                       # arXiv:1608.05859
         self.register_buffer("stems", stems.clone(), persistent=False)
         if not self.transformer.wte.weight.is_meta:

@@ -15,13 +15,14 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from frontier import FrontierGPT
 from runtime.cli import FlagParser, UserError, run_command
 from runtime.files import writable
 from runtime.attention import by_formula, formula, sdpa
 from runtime.huggingface import EXPORTED, EXPORTED_BY, MODELING, from_huggingface, read_json, save_gpt2
-from runtime.kernels import Embedding, Linear, matmul_dtype, recompute_in_backward
+from runtime.kernels import Embedding, Linear, matmul_dtype
 from runtime.language_model import KVCache, LanguageModel
 from runtime.weights import check_tokens, find_checkpoint, model_from_checkpoint, read_checkpoint
 from speedrun import SpeedrunGPT
@@ -77,7 +78,10 @@ class MLP(nn.Module):
         self.gelu = nn.GELU(approximate=config.gelu)                            # arXiv:1606.08415
 
     def forward(self, x):
-        return self.c_proj(recompute_in_backward(self.gelu, self.c_fc(x)))
+        x = self.c_fc(x)                                                        # (B, T, 4 C)
+        # a compiled backward computes GELU again instead of reading it: it is pointwise
+        again = torch.compiler.is_compiling()
+        return self.c_proj(checkpoint(self.gelu, x, use_reentrant=False) if again else self.gelu(x))
 
 
 class Block(nn.Module):

@@ -22,7 +22,7 @@ class SpeedrunAttention(nn.Module):
     def __init__(self, config, layer):
         super().__init__()
         C = config.n_embd
-        self.c_q, self.c_k, self.c_v, self.c_proj = (CastLinear(C, C) for _ in range(4))
+        self.c_q, self.c_k, self.c_v, self.c_proj = (CastLinear(C, C, bias=False) for _ in range(4))
         self.lamb = nn.Parameter(torch.empty(()))
         self.n_head, self.layer = config.n_head, layer
 
@@ -44,8 +44,8 @@ class SpeedrunAttention(nn.Module):
 class SpeedrunMLP(nn.Module):
     def __init__(self, config):
         super().__init__()
-        self.c_fc = CastLinear(config.n_embd, 4 * config.n_embd)
-        self.c_proj = CastLinear(4 * config.n_embd, config.n_embd)
+        self.c_fc = CastLinear(config.n_embd, 4 * config.n_embd, bias=False)
+        self.c_proj = CastLinear(4 * config.n_embd, config.n_embd, bias=False)
 
     def forward(self, x):
         return self.c_proj(F.relu(self.c_fc(x)).square())           # ReLU squared (arXiv:2109.08668) [-0.003]
@@ -76,7 +76,7 @@ class SpeedrunGPT(ModernLanguageModel):
             wte=Embedding(config.vocab_size, config.n_embd),
             h=nn.ModuleList(SpeedrunBlock(config, layer) for layer in range(config.n_layer)),
         ))
-        self.lm_head = CastLinear(config.n_embd, config.vocab_size)
+        self.lm_head = CastLinear(config.n_embd, config.vocab_size, bias=False)
         if not self.transformer.wte.weight.is_meta:
             self.init_weights()
 

@@ -26,7 +26,7 @@ import frontier
 import hellaswag
 import speedrun
 from model import MODELS, fresh_model, load_model
-from runtime import checkpoint as saved
+from runtime import checkpoint as checkpoints
 from runtime import plots
 from runtime.attention import ATTENTION
 from runtime.cli import RunError, flag, run_command, said_once
@@ -116,7 +116,7 @@ class Recipe:
     lr: Callable                # step, config -> fraction of the largest
     momentum: Callable = None   # step, config -> Muon's
     defaults: dict = field(default_factory=dict)        # of flags, where they differ from Config's
-    automatic: Callable = speedrun.automatic    # config, ranks -> values of what is `auto` in a schedule
+    automatic: Callable = speedrun.automatic    # config, ranks -> what `auto` means in a schedule's flags
 
 
 MODERN_DEFAULTS = dict(n_head=6, warmup_steps=0, max_lr=0.02, weight_decay=0.0, grad_clip=math.inf)
@@ -150,21 +150,21 @@ class Run:
     compiled: Callable                  # for validation: the same weights, compiled
     wrapped: Callable                   # for training: that inside DDP, if there are several ranks
     optimizers: list
-    together: StepTogether              # all optimizers as one
+    all_optimizers: StepTogether        # as one, for the scaler
     owner: dict                         # {parameter: the rank that updates it}, with --shard_optimizer
     scaler: torch.amp.GradScaler
     autocast: torch.autocast
-    step: int = 0
+    step: int = 0                       # steps done
     batch_size: int = 1                 # most sequences a micro-step
     hella: list = ()                    # batches of HellaSwag
     batches: Iterator = iter(())        # micro-batches, rows of tokens (B, T + 1)
     record: Record | None = None        # rank 0's metrics.csv and log.txt
-    saver: saved.Saver | None = None    # rank 0's
-    known: tuple = ()                   # evaluations of the first step that the record has
+    saver: checkpoints.Saver | None = None    # rank 0's
+    logged: tuple = ()                  # evaluations of the first step that a resumed run's record has
     pending: deque = field(default_factory=deque)       # steps whose numbers a GPU still computes
-    losses: list = field(default_factory=list)
+    losses: list = field(default_factory=list)          # of each step
     seconds: list = field(default_factory=list)         # of each step
-    clock: float = 0.0
+    clock: float = 0.0                  # time at which the step before was logged
     overflows: int = 0                  # consecutive steps that float16 has skipped
 
 
@@ -187,7 +187,7 @@ def set_up_process(config: Config) -> Process:
 
 def complete(asked: Config, model: LanguageModel | None, process: Process) -> Config:
     """`asked` with all that is `auto` decided: by the model that was loaded, the device, the recipe."""
-    config = replace(asked, **saved.model_shape(model))
+    config = replace(asked, **checkpoints.model_shape(model))
 
     def auto(name, decided):
         return decided if getattr(config, name) == "auto" else getattr(config, name)
@@ -204,28 +204,29 @@ def compile_model(model: LanguageModel) -> Callable:
     """torch.compile of the model, which itself stays eager."""
     warnings.filterwarnings("ignore", ".* does not support bfloat16 compilation natively")
     logging.getLogger("torch._inductor.utils").setLevel(logging.ERROR)      # a T4's SMs: nothing is autotuned
-    # values of more operations than this (by default 30) are stored, not computed where they are used; only
-    # frontier has such, of its late keys: a step of 16 x 1024 tokens moves 27.5 GB instead of 29.0
+    # values of more operations than this (default 30) are stored, not computed again where they are used: of
+    # frontier's shifted keys; its step of 16 x 1024 tokens then moves 27.5 GB instead of 29.0
     return torch.compile(model, dynamic=False, options={"realize_opcount_threshold": 64})
 
 
 def wrap_model(model: Callable, device: str) -> DDP:
-    """`model` inside DDP, which averages the ranks' gradients. 170 MB a bucket are three graphs of a compiled
-    124M; torch's 25 MB are 14, which read and write 159 GB for 64 x 1024 tokens instead of 149. Buffers
-    (window, stems) are the same on all ranks, and not sent."""
-    names = {"forward_sync_buffers", "broadcast_buffers"} & set(signature(DDP).parameters)      # new, old
+    """`model` inside DDP, which averages the ranks' gradients. The compiler splits its graph where a bucket
+    ends: 170 MB a bucket are three graphs of 124M; torch's 25 MB are 14, which move 159 GB for 64 x 1024
+    tokens instead of 149. Buffers (window, stems) are the same on all ranks, and not sent."""
+    new, old = "forward_sync_buffers", "broadcast_buffers"              # new: from torch 2.13 on
     return DDP(model, device_ids=[device] if device.startswith("cuda") else None, bucket_cap_mb=170,
-               gradient_as_bucket_view=True, **{max(names): False})
+               gradient_as_bucket_view=True, **{new if new in signature(DDP).parameters else old: False})
 
 
 def set_up(flags: Config, explicit_flags: set[str], process: Process) -> Run | None:
     """From flags to a Run; None after --dry_run. Nothing is written before everything has been checked."""
-    # a new run, with the model of --init or none yet, or the flags, model and checkpoint of one that resumes
-    asked, model, checkpoint, path = saved.begin_or_resume(flags, explicit_flags, process, MODELS, load_model)
+    # of a run that resumes: its flags, model, checkpoint; of a new one the model of --init, None for scratch
+    asked, model, checkpoint, path = checkpoints.begin_or_resume(flags, explicit_flags, process, MODELS,
+                                                                 load_model)
     config = complete(asked, model, process)
     check_complete(config, explicit_flags, process)
     data = process.on_all_ranks(open_data, config)
-    saved.check_data(data.fingerprints(), checkpoint, path, config.data, process)
+    checkpoints.check_data(data.fingerprints(), checkpoint, path, config.data, process)
 
     device, device_type = process.device, process.device.split(":")[0]
     torch.manual_seed(config.seed)
@@ -236,8 +237,8 @@ def set_up(flags: Config, explicit_flags: set[str], process: Process) -> Run | N
     optimizers = RECIPES[config.recipe].optimizers(model, config)
     optimised = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
     assert sorted(map(id, optimised)) == sorted(map(id, model.parameters())), "each parameter exactly once"
-    shared = config.shard_optimizer and process.world_size > 1
-    owner = shard_matrices(optimizers, process.rank, process.world_size) if shared else {}
+    sharded = config.shard_optimizer and process.world_size > 1
+    owner = shard_matrices(optimizers, process.rank, process.world_size) if sharded else {}
     scaler = torch.amp.GradScaler(device_type, enabled=config.dtype == "float16")
     autocast = torch.autocast(device_type, getattr(torch, config.dtype), enabled=config.dtype != "float32")
     compiled = compile_model(model) if config.compile else model
@@ -246,18 +247,18 @@ def set_up(flags: Config, explicit_flags: set[str], process: Process) -> Run | N
     run = Run(asked, config, process, data, model, compiled, wrapped, optimizers,
               StepTogether(optimizers, model.parameters()), owner, scaler, autocast)
     if checkpoint:
-        saved.restore(run, checkpoint, path)                # moments, scaler, step
+        checkpoints.restore(run, checkpoint, path)                # moments, scaler, step
     run.batch_size = choose_batch_size(run)
     print_header(run, path)
     if config.dry_run:
         return None
     run.hella = hellaswag.hellaswag_batches(config, explicit_flags, process)
     if not config.overfit:
-        process.on_all_ranks(saved.open_output, run, path)
-        run.known = process.gather(run.known)[0]
+        process.on_all_ranks(checkpoints.open_output, run, path)
+        run.logged = process.gather(run.logged)[0]
     run.batches = read_ahead(micro_batches(data.train, config, run.batch_size, run.step, process.rank,
                                            process.world_size), pin=device_type == "cuda")
-    process.listen()
+    process.catch_signals()             # from here on SIGTERM, SIGINT, SIGHUP and SIGUSR1 ask to stop
     return run
 
 
@@ -279,8 +280,9 @@ def set_schedule(run: Run) -> float:
 
 def train_step(run: Run) -> torch.Tensor | None:
     """One step: in each of its updates gradients are summed over micro-batches and averaged over the ranks.
-    Never waits for a GPU. Returns float32 (3,), the same on all ranks: mean loss, largest gradient norm
-    before clipping, how many ranks are asked to stop; None if a process alone is, before the first update."""
+    Waits for no GPU, but float16's scaler once an update. Returns float32 (3,), the same on all ranks: mean
+    loss, largest norm before clipping, ranks asked to stop. None if a single process was asked to before the
+    step's first update: the step is then dropped."""
     config, process, results = run.config, run.process, []
     updates = updates_of_step(run.step, config)
     _, micro_steps = divide_update(config, updates, process.world_size, run.batch_size)
@@ -298,7 +300,8 @@ def train_step(run: Run) -> torch.Tensor | None:
             loss_sum += loss.detach()
             run.scaler.scale(loss).backward()
         results.append(update_weights(run, loss_sum))
-        # DDP's gradients are views of its buckets; freed, they would be allocated again beside them
+        # DDP's gradients are views of its buckets: the first of several micro-steps, which accumulate without
+        # DDP, would allocate freed ones again beside them
         run.model.zero_grad(set_to_none=process.world_size == 1 or micro_steps == 1)
     losses, norms, stops = torch.stack(results).unbind(1)
     return torch.stack((losses.mean(), norms.max(), stops.max()))
@@ -310,12 +313,12 @@ def update_weights(run: Run, loss: torch.Tensor) -> torch.Tensor:
     sums = torch.stack((loss, torch.full_like(loss, bool(process.received))))
     if process.world_size > 1:
         dist.all_reduce(sums)
-    scaler.unscale_(run.together)
+    scaler.unscale_(run.all_optimizers)
     parameters = list(run.model.parameters())
     norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
     if config.grad_clip < math.inf:
         torch.nn.utils.clip_grads_with_norm_(parameters, config.grad_clip, norm)
-    scaler.step(run.together)           # float16's steps no optimizer if a gradient has overflowed
+    scaler.step(run.all_optimizers)     # with float16 no optimizer steps if a gradient has overflowed
     scaler.update()
     if run.owner:                       # --shard_optimizer: each rank has updated its own parameters
         broadcast_updates(run.owner)
@@ -340,8 +343,7 @@ def validation_loss(run: Run) -> float:
 
 
 def print_samples(run: Run, num_samples: int = 4, max_new_tokens: int = 32) -> None:
-    """They have a generator of their own: training's random numbers do not change."""
-    generator = torch.Generator(run.process.device).manual_seed(42)
+    generator = torch.Generator(run.process.device).manual_seed(42)     # training's own does not advance
     prompt = encode(run.config.sample_prompt).tolist()[-run.config.block_size:] or [EOT]
     idx = torch.tensor([prompt] * num_samples, device=run.process.device)       # (num_samples, T)
     with run.autocast:
@@ -351,10 +353,10 @@ def print_samples(run: Run, num_samples: int = 4, max_new_tokens: int = 32) -> N
 
 
 def evaluate(run: Run, due: Callable[[int], bool]) -> None:
-    """Validation loss, HellaSwag and samples where due, but what a resumed run's record has already. After a
+    """Validation loss, HellaSwag and samples where due, except those that a resumed run's record has. After a
     signal nothing is recorded: the run that resumes evaluates."""
-    config, process, step, known = run.config, run.process, run.step, run.known
-    if due(config.val_every) and "val" not in known:
+    config, process, step, logged = run.config, run.process, run.step, run.logged
+    if due(config.val_every) and "val" not in logged:
         loss = validation_loss(run)
         if process.stop:
             return
@@ -362,18 +364,18 @@ def evaluate(run: Run, due: Callable[[int], bool]) -> None:
             with said_once():
                 raise RunError(f"step {step}: validation loss {loss}. {newest_of(config.out)}")
         log_evaluation(run, "val", loss, f"validation loss: {loss:.4f}{in_bits(loss, run.data)}")
-    if run.hella and due(config.hellaswag_every) and "hella" not in known:
+    if run.hella and due(config.hellaswag_every) and "hella" not in logged:
         counts = hellaswag.evaluate(run.model, run.hella, process.device, run.autocast, process.rank,
                                     process.world_size, lambda items: process.until_stop("HellaSwag", items))
         _, correct, n = map(int, process.sum(*counts.tolist()))         # by acc, by acc_norm, examples
         if process.stop:
             return
         log_evaluation(run, "hella", correct / n, f"HellaSwag accuracy: {correct}/{n}={correct / n:.4f}")
-    if due(config.sample_every) and step > 0 and process.is_master and not known:
+    if due(config.sample_every) and step > 0 and process.is_master and not logged:
         print_samples(run)
-    run.known = ()
+    run.logged = ()
     if run.record and (due(config.val_every) or due(config.hellaswag_every)):
-        plots.draw_run(config)
+        plots.draw(config, wait=step == config.max_steps)
 
 
 # ----------------------------------------------------------------------------- the loop
@@ -381,33 +383,34 @@ def evaluate(run: Run, due: Callable[[int], bool]) -> None:
 def save(run: Run) -> None:
     """OUT/checkpoint_STEP.pt: weights, the optimizers' moments, step, the flags as they were given."""
     model, process = run.model, run.process
-    process.require_same({"the weights' sum of bits": saved.weights_digest(model)},
+    process.require_same({"the weights' sum of bits": checkpoints.weights_digest(model)},
                          "the ranks have drifted apart; resume from the checkpoint before", RunError)
-    optimizers = saved.gather_state(run)                      # each rank has some of the moments
+    optimizers = checkpoints.gather_state(run)                      # each rank has some of the moments
     if process.is_master:
         run.saver.write({
-            "model": saved.host_copy(model.state_dict()), "model_config": asdict(model.config),
+            "model": checkpoints.host_copy(model.state_dict()), "model_config": asdict(model.config),
             "recipe": run.config.recipe, "config": asdict(run.asked), "step": run.step,
             "optimizers": optimizers, "scaler": run.scaler.state_dict(),
-            "data": run.data.fingerprints(), "job": saved.job()}, run.record)
+            "data": run.data.fingerprints(), "job": checkpoints.job()}, run.record)
 
 
 def loop(run: Run) -> None:
     """Save, evaluate, train, log, until max_steps or a signal."""
-    config, process, newest = run.config, run.process, run.step         # newest: step of the last checkpoint
+    config, process, last_saved = run.config, run.process, run.step
     periods = config.val_every, config.hellaswag_every, config.sample_every, config.checkpoint_every
 
     def due(every):
         return every and (run.step % every == 0 or run.step == config.max_steps)
 
     while True:
-        if process.stop or run.step == config.max_steps or any(map(due, periods)):
+        stop = process.stop                         # read once: a signal may come at any moment
+        if stop or run.step == config.max_steps or any(map(due, periods)):
             log_steps(run)                          # also ends the run if a loss or gradient is not finite
         # save: first, so that a kill during the evaluation loses nothing
-        if config.checkpoint_every and run.step > newest and (process.stop or due(config.checkpoint_every)):
+        if config.checkpoint_every and run.step > last_saved and (stop or due(config.checkpoint_every)):
             save(run)
-            newest = run.step
-        if process.stop:
+            last_saved = run.step
+        if stop:
             break
         # evaluate, with this step's window
         lr = set_schedule(run)
@@ -429,7 +432,6 @@ def loop(run: Run) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command. Returns the exit code."""
     with said_once("LOCAL_RANK"):
         flags, explicit_flags = parse_flags(argv)
     process = set_up_process(flags)
@@ -439,7 +441,7 @@ def main(argv: list[str] | None = None) -> int:
             run = set_up(flags, explicit_flags, process)
         if not run:                                 # --dry_run
             return 0
-        with saved.outputs(run):
+        with checkpoints.outputs(run):
             loop(run)
         return print_summary(run)
 

@@ -8,7 +8,7 @@ from benchmarks.curves import Curve, finite, read_curve, save_curve
 from benchmarks.pictures import plot_losses
 from benchmarks.timing import print_table
 from runtime.cli import UserError
-from runtime.console import duration
+from runtime.console import clock
 from runtime.plots import limits, short_count
 
 
@@ -80,7 +80,7 @@ def print_rows(rows: list[dict]) -> None:
 
     print_table([{"run": row["run"], "steps": "" if row["steps"] is None else f"{row['steps']:,}",
                   "tokens": short_tokens(row["tokens"]),
-                  "time": "" if row["seconds"] is None else duration(row["seconds"]),
+                  "time": "" if row["seconds"] is None else clock(row["seconds"]),
                   "final val loss": loss_cell(row["final_val"]),
                   "lowest": loss_cell(row["lowest_val"])} for row in rows])
     if len(rows) > 1:

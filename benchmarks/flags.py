@@ -8,7 +8,7 @@ from pathlib import Path
 
 from benchmarks.steps import SIZES
 from benchmarks.timing import Setting
-from runtime.cli import BoolFlag, FlagParser, UserError, parse_int
+from runtime.cli import FlagParser, UserError, parse_int
 from runtime.device import choose_device, choose_dtype
 from train_gpt2 import RECIPES
 
@@ -35,7 +35,8 @@ def parse_args(argv: list[str], tables: Collection[str], description: str) -> tu
         "steps of the gpt2 runs (default 300); for data: times 52 MB of text (default 1)")
     add("--turns", type=parse_int, help="how often the table is measured (default 1 on CUDA, 2 on a CPU); "
         "for recipes: number of seeds")
-    add("--compile", "--no_compile", action=BoolFlag, help="torch.compile (default on CUDA only)")
+    add("--compile", action="store_true", default=None, help="torch.compile (default on CUDA only)")
+    add("--no_compile", dest="compile", action="store_false", default=None)
     add("--memory_gb", type=float, default=80, help="for memory: GB of the GPU (default 80)")
     add("--no_ideas", action="store_true", help="for recipes: no ablations")
     add("--only_ideas", action="store_true", help="for recipes: nothing but the ablations")

@@ -5,7 +5,6 @@ starts the subprocesses in turn and merges what they print.
 """
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -22,7 +21,7 @@ from tqdm import tqdm
 
 from runtime.attention import ATTENTION, check_attention
 from runtime.cli import UserError, brief_error
-from runtime.device import is_out_of_memory
+from runtime.device import device_name, is_out_of_memory
 from runtime.tokenizer import VOCAB_SIZE
 
 BENCH = Path(__file__).resolve().parent.parent / "bench.py"
@@ -206,6 +205,5 @@ def print_table(rows, lists=None):
 
 
 def machine(device):
-    name = (torch.cuda.get_device_name(device) if device.startswith("cuda") else
-            f"CPU ({platform.machine()}, {torch.get_num_threads()} threads)")
-    return f"{name}, torch {torch.__version__}, {date.today()}"
+    threads = "" if device.startswith("cuda") else f" ({torch.get_num_threads()} threads)"
+    return f"{device_name(device)}{threads}, torch {torch.__version__}, {date.today()}"

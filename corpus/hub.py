@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from pathlib import Path
 
-from runtime.cli import RunError, brief_error, causes, print_error
+from runtime.cli import RunError, brief_error, print_error
 from runtime.files import read_text
 
 RETRIES = 8                     # waits of 1, 2, 4 ... 128 s: about four minutes without the network
@@ -20,6 +20,15 @@ REPO_NAME = re.compile(r"(?!.*(--|\.\.))\w[\w.-]*/\w[\w.-]*(?<![-.])", re.ASCII)
 # errors of the disk (errno) and of HTTP (status)
 NOT_WORTH_RETRYING = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS,
                       errno.EISDIR, 401, 403, 404}
+
+
+def causes(error: BaseException) -> list[BaseException]:
+    """An error, then the one that it came from, and so on."""
+    chain = []
+    while error and error not in chain:
+        chain.append(error)
+        error = error.__cause__ or error.__context__
+    return chain
 
 
 def reach_hub() -> bool:

@@ -8,10 +8,10 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from corpus.hub import need_hub, wait_to_retry
+from corpus.hub import causes, need_hub, wait_to_retry
 from corpus.shard_writer import read_manifests
 from corpus.sources import BYTES_PER_TOKEN, DAMAGED_CURSOR, TEXT_FIELD, Piece, text_bytes
-from runtime.cli import UserError, brief_error, causes
+from runtime.cli import UserError, brief_error
 
 CURSOR_EVERY = 1000             # documents between two cursors of a stream
 SIZES = 100                     # files whose size is asked for, at most

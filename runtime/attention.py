@@ -9,15 +9,11 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from runtime.cli import UserError
+from runtime.cli import UserError, brief_error
 from runtime.tokenizer import EOT
 
-SDPA_KERNELS = {
-    "math": SDPBackend.MATH,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "flash": SDPBackend.FLASH_ATTENTION,        # arXiv:2307.08691
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-}
+SDPA_KERNELS = {"math": SDPBackend.MATH, "efficient": SDPBackend.EFFICIENT_ATTENTION,
+                "flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 ATTENTION = ("auto", "naive", *SDPA_KERNELS)
 NAIVE_MAX_LENGTH = 512      # tokens; beyond it the formula's (T, S) matrix costs too much memory
 
@@ -67,9 +63,7 @@ def document_window_mask(tokens: Tensor, T: int, window: Tensor,
     as they are in its document. <|endoftext|> begins a document. `window`: int64 ().
 
     Returns a bool mask (B, 1, T, S), or, `as_blocks` and for T = S, FlexAttention's BlockMask
-    (arXiv:2412.05496). That skips empty blocks of 128 x 128, so that the time grows with T window instead of
-    T^2.
-    """
+    (arXiv:2412.05496): it skips empty blocks of 128 x 128, so that time grows with T window, not with T^2."""
     B, S = tokens.size()
     document = (tokens == EOT).cumsum(1)                                        # (B, S)
 
@@ -92,8 +86,7 @@ def check_attention(kernel: str, device: str, dtype: torch.dtype, head_dim: int,
         try:
             attention(q, q, q, kernel, mask).sum().backward()
         except RuntimeError as error:
-            reasons = [str(w.message).split(" (Triggered")[0] for w in caught]
-            reasons = reasons or [str(error).strip().split("\n")[0][:200]]
+            reasons = [str(w.message).split(" (Triggered")[0] for w in caught] or [brief_error(error)]
             raise UserError(f"--attention {kernel} cannot run on {device} in {str(dtype)[6:]} with heads of "
                             f"{head_dim}{' and a mask' if masked else ''} ({'; '.join(reasons)}): "
                             f"use --attention auto") from None

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from itertools import zip_longest
 from pathlib import Path
 
 import torch
@@ -28,9 +27,9 @@ MODEL_SHAPE = "n_layer", "n_head", "n_embd", "block_size", "vocab_size"
 
 def choose_checkpoint(config) -> Path | None:
     """The checkpoint that --resume asks for, or None for a new run."""
+    # after a restart by torchrun --resume never or PATH, which the first attempt followed, means auto
+    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     for _, newest in checkpoints(config.out)[-1:] if not config.overfit else []:
-        # torchrun --max_restarts: the same command, whose --resume never or PATH the first attempt followed
-        restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
         if config.resume == "auto" or restarted and read_checkpoint(newest).get("job") == job():
             return newest
     if config.resume in ("auto", "never"):
@@ -74,12 +73,11 @@ def begin_or_resume(flags, explicit_flags: set[str], process, models: dict, load
 def read_run(config, explicit_flags: set[str], models: dict, path: Path) -> tuple:
     """What begin_or_resume returns for a run that resumes from `path`. UserError for a flag, explicit or
     preset, that may not change, and for a step beyond --max_steps."""
-    checkpoint = read_checkpoint(path, recovery_hint(path))
-    given, kept = explicit_flags, {}
-    if "preset" in given:
-        given = given | PRESETS[config.preset][1].keys()
-        if config.init != "scratch":            # then the model's shape won over the preset's
-            given = explicit_flags | given - {*MODEL_SHAPE}
+    checkpoint, kept = read_checkpoint(path, recovery_hint(path)), {}
+    given = PRESETS[config.preset][1].keys() if "preset" in explicit_flags else set()
+    if config.init != "scratch":                # then the model's shape won over the preset's
+        given = given - {*MODEL_SHAPE}
+    given = given | explicit_flags
     with state_of_run(path):
         step, before = checkpoint["step"], checkpoint["config"]
         model = model_from_checkpoint(checkpoint, path, models, recovery_hint(path))
@@ -130,13 +128,11 @@ def check_data(data: dict, checkpoint: dict | None, path: Path | None, folder: s
     process.require_same({f"the content of --data {folder}": data})
     if not checkpoint:
         return
-    with state_of_run(path):
-        for had, has in zip_longest(checkpoint["data"]["train"], data["train"], fillvalue=("none", 0, "")):
-            if tuple(had[1:]) != tuple(has[1:]):
-                was, now = (", ".join(map(safe_repr, shard[:3])) for shard in (had, has))
-                raise UserError(f"{path} was trained on other shards than {folder} has: the first was {was} "
-                                f"and is {now}. Bring the old data back, or start a new run from its weights "
-                                f"by --init {path} --out ANOTHER")
+    with state_of_run(path):                    # a shard's name may change
+        had, has = ([shard[1:] for shard in of["train"]] for of in (checkpoint["data"], data))
+        if had != has:
+            raise UserError(f"{path} was trained on other shards than {folder} has: bring those back, or "
+                            f"start a new run from its weights by --init {path} --out ANOTHER")
 
 
 def restore(run, checkpoint: dict, path: Path) -> None:
@@ -255,7 +251,7 @@ def open_output(run, path: Path | None) -> None:
         run.lock = lock_folder(config.out)
         move_aside(config.out, path, run.step, process.print0)
         run.record = Record(config.out, run.step, config.total_batch_size, vars(config), config.wandb)
-        run.known = tuple(kind for kind in ("val", "hella") if run.record.value(run.step, kind) is not None)
+        run.logged = tuple(kind for kind in ("val", "hella") if run.record.value(run.step, kind) is not None)
         run.saver = Saver(config.out, config.keep_checkpoints, process.device != "cpu", process.print0)
 
 

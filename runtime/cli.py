@@ -65,14 +65,9 @@ class FlagParser(argparse.ArgumentParser):
         raise UserError(f"{message} (see {self.prog} --help)")
 
 
-class BoolFlag(argparse.Action):
-    """--name and --no_name, without a value."""
-
-    def __init__(self, *names, **kwargs):
-        super().__init__(*names, nargs=0, **kwargs)
-
-    def __call__(self, parser, namespace, values, option_string=None):
-        setattr(namespace, self.dest, not option_string.startswith("--no_"))
+def silence(stream) -> None:
+    """From now on what is printed there goes nowhere: its pipe or terminal is closed."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def print_error(error: Exception | str) -> None:
@@ -97,20 +92,10 @@ def brief_error(error: Exception) -> str:
         text if type(error) is ValueError else f"{type(error).__name__}: {text}")
 
 
-def causes(error: BaseException) -> list[BaseException]:
-    """An error, then the one that it came from, and so on."""
-    chain = []
-    while error and error not in chain:
-        chain.append(error)
-        error = error.__cause__ or error.__context__
-    return chain
-
-
 def flag(default, group, help, **metadata):
     """A field of a Config dataclass that is also a flag. `metadata`: `type` (if not the annotation), `word`
     (taken in place of a number, as "auto"), `choices`, `minimum` (0 for an int), `bits` (upper bound 2^bits;
-    40), `fixed` (cannot change on resume), `per_run` (never taken from a checkpoint), `recipes` (those in
-    which it has a meaning)."""
+    40), `fixed` (cannot change on resume), `per_run` (not taken from a checkpoint), `recipes` (that use it)."""
     return field(default=default, metadata={"group": group, "help": help, **metadata})
 
 
@@ -129,7 +114,7 @@ def run_command(main: Callable[[], int | None]) -> None:
         print_error("stopped by Ctrl-C")
         code = 130
     except BrokenPipeError:                         # `... | head` closed the pipe: no traceback
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        silence(sys.stdout)
         code = 1
     except Exception:
         traceback.print_exc()

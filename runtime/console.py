@@ -8,6 +8,7 @@ import time
 import uuid
 from collections.abc import Collection
 from contextlib import suppress
+from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
 
@@ -21,13 +22,9 @@ HEADER = ",".join(COLUMNS)
 ROW = re.compile(r"[0-9]{1,12},[0-9]{1,18},[0-9.]+(,[-+.\w]*){6}")
 
 
-def duration(seconds: float) -> str:
-    """'45 s', '12 min', '5.5 hours', '165 days'."""
-    for unit, length, least in (("days", 86400, 48 * 3600), ("hours", 3600, 100 * 60), ("min", 60, 100)):
-        if seconds >= least:
-            value = seconds / length
-            return f"{value:.0f} {unit}" if value >= 10 or unit == "min" else f"{value:.1f} {unit}"
-    return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
+def clock(seconds: float) -> str:
+    """'0:05:00', '2 days, 1:00:00'."""
+    return str(timedelta(seconds=min(round(seconds), 10**10)))
 
 
 def counted(n: int, what: str) -> str:
@@ -38,11 +35,9 @@ def counted(n: int, what: str) -> str:
 def step_line(step: int, loss: float, norm: float, lr: float, dt: float, rate: float, mfu: float | None,
               left: float) -> str:
     """The console's line of a step. `dt`, `left`: seconds; `rate`: tokens/s."""
-    time = f"{dt:.1f}s" if dt >= 10 else f"{dt * 1000:.0f}ms" if dt >= 0.1 else f"{dt * 1000:.1f}ms"
-    tokens = f"{rate / 1000:,.0f}k" if rate >= 1e6 else f"{rate:,.0f}"
-    line = (f"step {step:5d} | loss: {loss:.4f} | lr {lr:.2e} | norm: {norm:.{2 if norm < 10 else 1}f} | "
-            f"dt: {time} | tok/sec: {tokens}")
-    return line + (f" | mfu {mfu:.0%}" if mfu else "") + f" | {duration(left)} left"
+    line = (f"step {step:5d} | loss: {loss:.4f} | lr {lr:.2e} | norm: {norm:.2f} | dt: {dt * 1000:,.1f}ms | "
+            f"tok/sec: {rate:,.0f}")
+    return line + (f" | mfu {mfu:.0%}" if mfu else "") + f" | {clock(left)} left"
 
 
 def read_metrics(path: str | Path, remedy: str = "remove it, or choose another --out") -> list[dict]:
@@ -71,12 +66,11 @@ def row_line(row: dict) -> str:
 
 
 class Record:
-    """OUT/metrics.csv, a row a step, the one record of a run: what is resumed, the best checkpoint and the
-    picture are read from it. Beside it OUT/log.txt, a line an event, and Weights & Biases, if asked for.
+    """OUT/metrics.csv, a row a step: a resume, the best checkpoint and the picture read it. Beside it
+    OUT/log.txt, a line an event, and Weights & Biases, if asked for. In a step val and hella precede train.
 
-    For a run that goes on at `step`: of a longer record the rest is cut off, because it happens again, but of
-    the row of `step` the evaluations stay. At step 0 both files begin empty. Of each step val and hella come
-    before train. UserError if metrics.csv is damaged."""
+    A run that resumes at `step` cuts off the rows after it, and keeps the evaluations of `step` itself. Both
+    files of a new run begin empty. UserError if metrics.csv is damaged."""
 
     def __init__(self, out: str | Path, step: int, tokens_per_step: int, config: dict | None = None,
                  wandb: bool = False):
@@ -162,30 +156,29 @@ def print_header(run, path: Path | None) -> None:
     import torch
 
     from runtime.dataloader import divide_update
-    from runtime.device import device_name, try_micro_step
+    from runtime.device import device_name, time_micro_step
     c, process, say = run.config, run.process, run.process.print0
     ranks, updates, tokens = counted(process.world_size, "process"), c.updates_per_step, c.total_batch_size
     B, n = divide_update(c, updates, process.world_size, run.batch_size)
-    window = f", window {c.window} inside documents" if c.window else ""
-    first = f" in {updates} updates at first" if updates > 1 else ""
+    epochs = c.max_steps * tokens / (run.data.train.total * c.sequence_length)
+    every = {"validation": c.val_every, "HellaSwag": c.hellaswag_every, "checkpoint": c.checkpoint_every}
     say(f"{ranks} on {process.device} ({device_name(process.device)}), {c.dtype}, "
         f"{'torch.compile' if c.compile else 'eager'}, attention {c.attention}, torch {torch.__version__}")
     say(f"{c.recipe}: {sum(p.numel() for p in run.model.parameters()):,} parameters "
         f"({counted(c.n_layer, 'layer')}, {counted(c.n_head, 'head')}, width {c.n_embd}, "
-        f"vocabulary {c.vocab_size}{window})")
+        f"vocabulary {c.vocab_size}{f', window {c.window} inside documents' if c.window else ''})")
     say(f"{tokens:,} tokens a step = {B} x {c.sequence_length} x {counted(n * updates, 'micro-step')} x "
-        f"{ranks}{first}; {c.max_steps:,} steps = {c.max_steps * tokens:,} tokens = "
-        f"{c.max_steps * tokens / (run.data.train.total * c.sequence_length):,.2f} epochs; "
-        f"max_lr {c.max_lr:g} after {counted(c.warmup_steps, 'step')}, min_lr {c.min_lr:g}")
-    every = {"validation": c.val_every, "HellaSwag": c.hellaswag_every, "checkpoint": c.checkpoint_every}
+        f"{ranks}{f' in {updates} updates at first' if updates > 1 else ''}; {c.max_steps:,} steps = "
+        f"{c.max_steps * tokens:,} tokens = {epochs:,.2f} epochs; max_lr {c.max_lr:g} after "
+        f"{counted(c.warmup_steps, 'step')}, min_lr {c.min_lr:g}")
     say(", ".join(f"{what} {f'every {n:,} steps' if n else 'never'}" for what, n in every.items())
         + ("" if c.overfit else f", in {c.out}"))
     if path:
         say(f"resuming from {path} at step {run.step} of {c.max_steps}")
     if c.dry_run:
-        seconds = try_micro_step(run, B) * n * updates
-        say(f"about {duration(seconds)} a step, {duration(seconds * (c.max_steps - run.step))} in all without"
-            " evaluations; nothing was written, and the same command without --dry_run starts the run")
+        dt = time_micro_step(run, B) * n * updates
+        say(f"about {dt:.3g} s a step, {clock(dt * (c.max_steps - run.step))} in all without evaluations; "
+            "nothing was written, and the same command without --dry_run starts the run")
 
 
 def log_steps(run, keep: int = 0) -> None:

@@ -1,8 +1,5 @@
-"""Shards -> micro-batches.
-
-Which tokens a step sees is a pure function of (shards, seed, step, total_batch_size, sequence_length). So any
-number of ranks, any micro-batch and any resume see the same ones, and there is no state to save.
-"""
+"""Shards -> micro-batches. The tokens of a step are a pure function of (shards, seed, step, total_batch_size,
+sequence_length): the same for any number of ranks, micro-batch and resume, without a state to save."""
 import bisect
 import itertools
 import math
@@ -44,12 +41,11 @@ class TokenDataset:
         self.shards, self.T, self.end = list(shards), sequence_length, min(vocab_size, VOCAB_SIZE)
         self.names = ["the text" if isinstance(shard, np.ndarray) else str(shard) for shard in self.shards]
         self.fingerprint = [self._fingerprint(i) for i in range(len(self.shards))]
-        self.lengths = [length for _, length, _ in self.fingerprint]
-        self.counts = [(length - 1) // self.T for length in self.lengths]
+        self.counts = [(length - 1) // self.T for _, length, _ in self.fingerprint]
         self.total = sum(self.counts)
         if self.total == 0:
-            raise UserError(f"{self.names[0]}: {sum(self.lengths):,} tokens are too few for one sequence of "
-                            f"{self.T} tokens and its target: give more text or a smaller --sequence_length")
+            raise UserError(f"{self.names[0]}: too few tokens for one sequence of {self.T} and its target: "
+                            "give more text or a smaller --sequence_length")
         self._order = lambda n, *key: stable_permutation(n, seed, *key) if shuffle else np.arange(n)
         # kept for the epoch and the shard that are being read
         self._epoch, self._sequences = lru_cache(1)(self._epoch), lru_cache(1)(self._sequences)
@@ -98,11 +94,6 @@ class TokenDataset:
         return out
 
 
-def largest_divisor(n: int, most: int) -> int:
-    """The largest divisor of n that is at most `most`, or 1."""
-    return next((d for d in range(min(n, most), 1, -1) if n % d == 0), 1)
-
-
 def updates_of_step(step: int, config) -> int:
     """Optimizer updates of a step: --updates_per_step, half as many after a third of the steps, a quarter
     after two, but at least one. So the batch of an update grows over the run, as in record 46."""
@@ -113,13 +104,13 @@ def divide_update(config, updates: int, ranks: int, batch_size: int) -> tuple[in
     """(B, n): each rank's sequences of one of a step's equal `updates`, as n micro-batches of B sequences, at
     most `batch_size`. UserError if they do not divide."""
     total_batch_size, T = config.total_batch_size, config.sequence_length
-    rows, rest = divmod(total_batch_size, T * updates * ranks)
+    unit = T * updates * ranks
+    rows, rest = divmod(total_batch_size, unit)
     if rest or not rows:
-        unit = T * updates * ranks
         near = " or ".join(str(n * unit) for n in (rows, rows + 1) if n)
         raise UserError(f"--total_batch_size {total_batch_size} does not divide into sequences of {T} "
                         f"tokens, {ranks} processes and {updates} updates a step: give {near}")
-    B = largest_divisor(rows, batch_size)
+    B = next(d for d in range(max(1, min(rows, batch_size)), 0, -1) if rows % d == 0)
     return B, rows // B
 
 

@@ -1,4 +1,4 @@
-"""Device, dtype, memory allocators, running out of memory, and the peak FLOP/s of GPUs."""
+"""Device, dtype, memory, the size of a micro-batch, and the peak FLOP/s of GPUs."""
 import contextlib
 import ctypes
 import functools
@@ -13,15 +13,16 @@ from pathlib import Path
 
 import torch
 
-from runtime.cli import RunError, UserError, print_error
+from runtime.cli import RunError, UserError, brief_error, print_error
 from runtime.dataloader import divide_update, updates_of_step
-from runtime.kernels import check_torch
 
 
 def choose_device(name: str = "auto", local_rank: int = 0) -> str:
     """'cuda:N', 'mps' or 'cpu'; N is `local_rank` unless the name says it. For 'auto' the first of them that
     is available. UserError for one that is not, or a GPU on which no kernel runs."""
-    check_torch()
+    if tuple(map(int, torch.__version__.split("+")[0].split(".")[:2])) < (2, 10):
+        # there mm(out_dtype=) breaks a graph, and PYTORCH_ALLOC_CONF is not read
+        raise UserError(f"torch {torch.__version__} is too old: pip install 'torch>=2.10'")
     tune_cuda_allocator()
     with warnings.catch_warnings(action="ignore"):      # torch's; ours say the same in one line
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -41,7 +42,7 @@ def choose_device(name: str = "auto", local_rank: int = 0) -> str:
         except RuntimeError as error:                   # "no kernel image is available", for one
             if not is_out_of_memory(error):             # whoever needs more says what to do
                 raise UserError(f"{device_name(device)} cannot run torch {torch.__version__}, which has code "
-                                f"for {', '.join(torch.cuda.get_arch_list())}: {first_line(error)} (another "
+                                f"for {', '.join(torch.cuda.get_arch_list())}: {brief_error(error)} (another "
                                 "build: https://pytorch.org/get-started/previous-versions; --device cpu does "
                                 "without the GPU)") from None
     return device
@@ -71,10 +72,6 @@ def make_autocast(device: str, dtype: str) -> torch.autocast:
     return torch.autocast(device.split(":")[0], dtype=getattr(torch, dtype), enabled=dtype != "float32")
 
 
-def first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0][:200] or type(error).__name__
-
-
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether a GPU or the machine ran out of memory: a MemoryError, torch's own error, or a RuntimeError of
     CUDA, of one of its libraries or of the CPU allocator. A compiler's error quotes the one that it wraps."""
@@ -94,20 +91,7 @@ def oom_as_user_error(advice: Callable[[], str]) -> Iterator[None]:
         raise
 
 
-@contextlib.contextmanager
-def compile_failures(compiled: bool) -> Iterator[None]:
-    """Around the first call of a compiled model: any error but one of ours or of memory is a RunError,
-    because the compiler, its backend, Triton and the kernels raise many types."""
-    try:
-        yield
-    except Exception as error:
-        if not compiled or isinstance(error, UserError | RunError) or is_out_of_memory(error):
-            raise
-        raise RunError(f"torch.compile does not work here ({first_line(error)}): train without it, "
-                       "--no_compile") from None
-
-
-def try_micro_step(run, B: int) -> float:
+def time_micro_step(run, B: int) -> float:
     """Seconds of a forward and backward of B sequences: the second one's, since the first may compile.
     Changes neither weights nor gradients."""
     # two tensors, as in a step: for one that is both, torch.compile makes another graph
@@ -118,10 +102,9 @@ def try_micro_step(run, B: int) -> float:
     try:
         for _ in range(2):
             began = time.perf_counter()
-            with compile_failures(run.config.compile):
-                with run.autocast:
-                    _, loss = run.wrapped(x, y)
-                loss.backward()
+            with run.autocast:
+                _, loss = run.wrapped(x, y)
+            loss.backward()
             next(run.model.parameters()).grad.sum().item()      # waits for a GPU
         return time.perf_counter() - began
     finally:
@@ -131,32 +114,33 @@ def try_micro_step(run, B: int) -> float:
 def choose_batch_size(run) -> int:
     """The most sequences of a micro-step: --batch_size; or as many as an update has, on a GPU halved as long
     as a trial is out of memory, on a CPU 4,096 tokens, of which more are no faster. A compiled model is
-    compiled here: what fails does so before the run."""
+    compiled here: where that fails, the run ends before its first step."""
     config, process = run.config, run.process
     auto, cuda = config.batch_size == "auto", process.device.startswith("cuda")
     updates = updates_of_step(config.max_steps - 1, config)             # those with the most sequences
     most = 2**40 if auto else config.batch_size
     if auto and cuda:                           # the logits and their gradient alone take so much, in 16 bits
-        row = 4 * config.vocab_size * config.sequence_length
-        most = torch.cuda.mem_get_info(process.device)[0] // row
+        most = torch.cuda.mem_get_info(process.device)[0] // (4 * config.vocab_size * config.sequence_length)
     elif auto:
         most = max(1, 4096 // config.sequence_length)
 
-    def trial(B):
+    def fits(B):
         try:                                    # with room for the moments, which the first step allocates
             moments = sum(2 * p.nbytes for o in run.optimizers for g in o.param_groups for p in g["params"])
             _room = torch.empty(moments * cuda * (run.step == 0), dtype=torch.uint8, device=process.device)
-            try_micro_step(run, B)
-            return True
-        except Exception as error:
-            if not is_out_of_memory(error) or not auto or B == 1:
-                raise
-            return False
+            return time_micro_step(run, B) > 0
+        except Exception as error:              # the compiler, its backend and Triton raise many types
+            if is_out_of_memory(error) and auto and B > 1:
+                return False
+            if config.compile and not is_out_of_memory(error):
+                raise RunError(f"torch.compile does not work here ({brief_error(error)}): train without it, "
+                               "--no_compile") from None
+            raise
     while True:
         B, _ = divide_update(config, updates, process.world_size, most)
-        fits = not (config.compile or auto and cuda) or all(process.gather(process.on_all_ranks(trial, B)))
+        done = not (config.compile or auto and cuda) or all(process.gather(process.on_all_ranks(fits, B)))
         torch.cuda.empty_cache()                # what the run allocates need not fit into a trial's blocks
-        if fits:
+        if done:
             return B
         most = B // 2
 
@@ -165,16 +149,12 @@ def choose_batch_size(run) -> int:
 # sparsity (twice as much), GeForce's also with fp16 accumulation (twice again). A name must match as a whole:
 # a suffix (Ti, D, Laptop GPU, a MIG slice) means another chip or clock.
 PEAK_TFLOPS = {
-    "GB200": 2500, "B200": 2250, "B100": 1750, "GH200 (480|120)GB": 989.4, "H200": 989.4, "H200 NVL": 835.5,
-    "H100 80GB HBM3": 989.4, "H100 NVL": 835.5, "H100 PCIe": 756, "H800": 989.4, "H20": 148,
-    "A100-(SXM4|PCIE)-(40|80)GB": 312, "A100 80GB PCIe": 312, "A800-SXM4-(40|80)GB": 312,
-    "A800 80GB PCIe": 312,
-    "A40": 149.7, "A30": 165, "A10": 125, "A10G": 70, "L40S": 362, "L40": 181, "L4": 121,
-    "V100-SXM2-(16|32)GB": 125, "V100-PCIE-(16|32)GB": 112, "V100S-PCIE-32GB": 130, "T4": 65,
-    "RTX 6000 Ada Generation": 364, "RTX A6000": 154.8,
-    # GeForce: multiprocessors x boost clock x 512, as in NVIDIA's white papers (128 x 2.52 GHz x 512: 165.2)
-    "RTX 5090": 209.5, "RTX 5080": 112.6, "RTX 4090": 165.2, "RTX 4090 D": 147.1, "RTX 4080 SUPER": 104.4,
-    "RTX 4080": 97.5, "RTX 3090 Ti": 80, "RTX 3090": 71, "RTX 3080 Ti": 68.2, "RTX 3080": 59.5,
+    "GB200": 2500, "B200": 2250, "H200|H100 80GB HBM3|H800|GH200 (480|120)GB": 989.4,
+    "(H200|H100) NVL": 835.5, "H100 PCIe": 756, "A100(-SXM4|-PCIE)?[- ](40|80)GB( PCIe)?": 312,
+    "A40": 149.7, "A30": 165, "A10": 125, "A10G": 70, "L40S": 362, "L4": 121, "V100-SXM2-(16|32)GB": 125,
+    "V100-PCIE-(16|32)GB": 112, "T4": 65, "RTX 6000 Ada Generation": 364, "RTX A6000": 154.8,
+    "RTX 5090": 209.5, "RTX 4090": 165.2, "RTX 4090 D": 147.1, "RTX 4080": 97.5, "RTX 3090": 71,
+    "RTX 3080 Ti": 68.2, "RTX 3080": 59.5,
 }
 
 
@@ -223,8 +203,4 @@ def fetch(tensor: torch.Tensor) -> Callable[[], list]:
         return tensor.tolist
     copy, done = tensor.to("cpu", non_blocking=True), torch.cuda.Event()        # into pinned memory
     done.record()
-
-    def wait():
-        done.synchronize()
-        return copy.tolist()
-    return wait
+    return lambda: done.synchronize() or copy.tolist()

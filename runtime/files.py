@@ -11,9 +11,8 @@ from typing import BinaryIO
 
 import numpy as np
 
-from runtime.cli import RunError, UserError, brief_error, causes
+from runtime.cli import RunError, UserError, brief_error
 
-LOCK_NAME = ".train_gpt2.lock"
 LOCK_PATIENCE = 5.0         # seconds: a killed process keeps its lock until its memory has been freed
 NOT_ALLOWED = errno.EACCES, errno.EPERM, errno.EROFS
 NO_ROOM = errno.ENOSPC, errno.EDQUOT, errno.EFBIG
@@ -88,7 +87,9 @@ def writable(path: str | Path, begun: bool = False):
     try:
         yield
     except (OSError, RuntimeError, RunError) as error:          # of torch.save and of replace_file
-        cause = next((cause for cause in causes(error) if isinstance(cause, OSError)), None)
+        cause = error
+        while cause and not isinstance(cause, OSError):
+            cause = cause.__cause__ or cause.__context__
         full = cause and cause.errno in NO_ROOM
         if not cause or isinstance(error, RunError) and (begun or full):        # which names the file
             raise
@@ -133,10 +134,11 @@ def lock_folder(out: str | Path):
     """Creates a run's folder and locks it, against a second run there, for as long as what is returned lives:
     the lock is the system's own, and ends with the process however that ends."""
     from filelock import FileLock, Timeout        # torch requires it
+    path = Path(out) / ".train_gpt2.lock"
     with writable(out):
-        Path(out).mkdir(parents=True, exist_ok=True)
-        (Path(out) / LOCK_NAME).touch()
-    lock = FileLock(Path(out) / LOCK_NAME)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    lock = FileLock(path)
     try:
         lock.acquire(timeout=LOCK_PATIENCE)
     except Timeout:

@@ -19,8 +19,7 @@ GPT2 = {"auto_map": None, "layer_norm_epsilon": 1e-5, "scale_attn_weights": True
         "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False}
 MODELING = "modeling_modern.py"         # in assets/: transformers' code of the recipes that it does not know
 # what save_pretrained writes, MODELING only where it is needed, with EXPORTED_BY in its config.json
-EXPORTED = {"config.json", "tokenizer_config.json", "tokenizer.json", "vocab.json", "merges.txt",
-            "model.safetensors", MODELING}
+EXPORTED = {"config.json", "tokenizer_config.json", "vocab.json", "merges.txt", "model.safetensors", MODELING}
 EXPORTED_BY = {"exported_by": "model.py of train-gpt2"}
 # GPT-2's own code stores these as (in, out), nn.Linear as (out, in)
 CONV1D = "attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight"
@@ -44,18 +43,15 @@ def download_model(name: str) -> Path:
     if not REPO_NAME.fullmatch(repo):
         raise UserError(f"{name} is no file or folder here, nor a model's name ({', '.join(OPENAI_NAMES)} or "
                         f"OWNER/NAME): check the path")
-    from huggingface_hub import errors, hf_hub_download
+    from huggingface_hub import hf_hub_download
     for cached in (True, False):        # what is on this machine needs no connection
         try:
             hf_hub_download(repo, "model.safetensors", local_files_only=cached)
             return Path(hf_hub_download(repo, "config.json", local_files_only=cached)).parent
-        except errors.LocalEntryNotFoundError:
-            reason = "is not on this machine, and the Hugging Face hub is out of reach: connect"
-        except (errors.RepositoryNotFoundError, errors.EntryNotFoundError):
-            reason = "is no file or folder here, and no model with a model.safetensors on the hub: check it"
         except Exception as error:                # network errors come in the classes of many libraries
-            reason = f"cannot be fetched from the Hugging Face hub ({brief_error(error)[:80]}): try again"
-    raise UserError(f"{name} {reason}, or give the path of a checkpoint")
+            why = brief_error(error)[:100]
+    raise UserError(f"{name} is no file or folder here, and cannot be fetched from the Hugging Face hub "
+                    f"({why}): check the name and the connection, or give the path of a checkpoint")
 
 
 def read_json(path):
@@ -143,19 +139,13 @@ def write_folder(folder, config, block_size, weights):
     tokens = {"tokenizer_class": "GPT2Tokenizer", "model_max_length": block_size, "add_prefix_space": False,
               "bos_token": eot, "eos_token": eot, "unk_token": eot}
     encoder, merges = checked_asset("encoder.json"), checked_asset("vocab.bpe")
-    bpe = {"type": "BPE", "vocab": json.loads(encoder.read_bytes()),
-           "merges": merges.read_text(encoding="utf-8").splitlines()[1:]}
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    tokenizer = {"version": "1.0", "model": bpe, "pre_tokenizer": byte_level, "decoder": byte_level,
-                 "added_tokens": [{"id": EOT, "content": eot, "special": True, "normalized": False,
-                                   "single_word": False, "lstrip": False, "rstrip": False}]}
     weights = {name: (t.float() if t.is_floating_point() else t).detach().cpu().contiguous()
                for name, t in weights.items()}
     files = {"vocab.json": encoder.read_bytes(), "merges.txt": merges.read_bytes(),
              "model.safetensors": save(weights, {"format": "pt"})}
     if "auto_map" in config:
         files[MODELING] = encoder.with_name(MODELING).read_bytes()
-    settings = {"tokenizer_config.json": tokens, "tokenizer.json": tokenizer, "config.json": config}
+    settings = {"tokenizer_config.json": tokens, "config.json": config}
     files |= {name: json.dumps(values, indent=2).encode() for name, values in settings.items()}
     Path(folder).mkdir(parents=True, exist_ok=True)
     for name, data in files.items():            # config.json last: without it, the folder is no model

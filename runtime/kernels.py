@@ -1,21 +1,10 @@
 """The chunked cross-entropy, RMSNorm, and the linear and embedding layers of all models."""
 import math
-from collections.abc import Callable
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
-
-from runtime.cli import UserError
-
-
-def check_torch() -> None:
-    """UserError if torch is too old: before 2.10 mm(out_dtype=) breaks a graph, and PYTORCH_ALLOC_CONF is not
-    read."""
-    if tuple(map(int, torch.__version__.split("+")[0].split(".")[:2])) < (2, 10):
-        raise UserError(f"torch {torch.__version__} is too old: pip install 'torch>=2.10'")
 
 
 def matmul_dtype(x: Tensor) -> torch.dtype:
@@ -56,10 +45,9 @@ def cross_entropy_(logits: Tensor, targets: Tensor, softcap: float = 0.0) -> Ten
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
-    """Mean cross-entropy of x W^T in nats, with the logits of only `chunk` tokens in memory at a time: they
-    are by far the largest tensor. x (N, C), weight (V, C), targets (N,) int64, -1 ignored. Their gradient, p
-    - onehot(target), does not depend on what follows the loss: so the forward turns each chunk's logits into
-    the gradients of x and W at once, and the backward only scales them."""
+    """Mean cross-entropy of x W^T in nats, with the logits of `chunk` tokens in memory at a time. x (N, C),
+    weight (V, C), targets (N,) int64, -1 ignored. The logits' gradient, p - onehot(target), needs nothing of
+    what follows the loss: so the forward makes the gradients of x and W, and the backward scales them."""
 
     @staticmethod
     def forward(ctx, x, weight, targets, chunk, softcap, with_gradient):
@@ -99,9 +87,9 @@ def chunked_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, chunk: int
 class LinearFunction(torch.autograd.Function):
     """x W^T + b in autocast's dtype. x (B, T, in), weight (out, in), bias (out) -> (B, T, out).
 
-    The gradient of the bias is dy summed over B and T. Over T first and then over B, the compiler fuses the
-    sum into the kernel that computes dy, and dy is not read again: this saves 8.4 GB of the 152 that a
-    micro-step of 64 x 1024 tokens moves for 124M. In fp32, where autograd's sum is rounded to dy's dtype."""
+    The bias's gradient is dy summed over T, then over B: so the compiler fuses it into the kernel that makes
+    dy, which is not read again: of the 152 GB that a micro-step of 64 x 1024 tokens moves for 124M this saves
+    8.4. It is summed in fp32; autograd's sum is rounded to dy's dtype."""
 
     @staticmethod
     def forward(ctx, x, weight, bias):
@@ -136,9 +124,6 @@ class Linear(nn.Linear):
 
 class CastLinear(Linear):
     """A linear layer without bias. Its weight is stored in fp32 and cast to the dtype of its input."""
-
-    def __init__(self, inputs, outputs, device=None):
-        super().__init__(inputs, outputs, bias=False, device=device)
 
     def forward(self, x):
         return F.linear(x, self.weight.to(x.dtype))
@@ -178,8 +163,3 @@ def norm(x: Tensor) -> Tensor:
     if x.device.type == "cpu" and not torch.compiler.is_compiling():
         return RMSNormFunction.apply(x)
     return F.rms_norm(x, (x.size(-1),))
-
-
-def recompute_in_backward(f: Callable, x: Tensor) -> Tensor:
-    """f(x), for a pointwise f, which a compiled backward computes again. Eager mode keeps its result."""
-    return checkpoint(f, x, use_reentrant=False) if torch.compiler.is_compiling() else f(x)

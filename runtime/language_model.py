@@ -17,7 +17,8 @@ from runtime.tokenizer import EOT, VOCAB_SIZE
 
 
 class KVCache:
-    """The tokens (B, t) so far, and each layer's keys and values (B, t, nh, hs) of them; empty at first."""
+    """The tokens (B, t) so far, and each layer's keys and values (B, t, nh, hs) of them; empty at first. The
+    context is added at once, then one token at a time."""
 
     def __init__(self, n_layer: int):
         self.tokens, self.layers = None, [None] * n_layer
@@ -29,10 +30,8 @@ class KVCache:
 
     def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Appends a layer's keys and values (B, T, nh, hs) -> those of all tokens (B, t + T, nh, hs)."""
-        if self.layers[layer]:
-            assert k.size(1) == 1, "the context is added at once, then one token at a time"
-            keys, values = self.layers[layer]
-            k, v = torch.cat((keys, k), dim=1), torch.cat((values, v), dim=1)
+        if before := self.layers[layer]:
+            k, v = (torch.cat(pair, dim=1) for pair in zip(before, (k, v), strict=True))
         self.layers[layer] = k, v
         return k, v
 
@@ -120,8 +119,8 @@ class LanguageModel(nn.Module):
 
     def run_block(self, block: nn.Module, *args):
         """block(*args); with `recompute` only its inputs are kept for the backward (arXiv:1604.06174)."""
-        if self.recompute and torch.is_grad_enabled():          # nothing in a block is random
-            return checkpoint(block, *args, use_reentrant=False, preserve_rng_state=False)
+        if self.recompute and torch.is_grad_enabled():
+            return checkpoint(block, *args, use_reentrant=False, preserve_rng_state=False)      # none is used
         return block(*args)
 
     def token_losses(self, idx: Tensor, targets: Tensor, positions: Tensor) -> Tensor:
@@ -137,10 +136,10 @@ class LanguageModel(nn.Module):
                  repetition_penalty: float = 1.0) -> Tensor:
         """Continues idx (B, T) int64 by max_new_tokens sampled tokens -> (B, T + max_new_tokens).
 
-        `temperature` 0 takes the likeliest token; `top_k` None or 0 samples from all. Of these `top_p` keeps
-        the fewest likeliest tokens whose probabilities sum to at least it (0 < top_p <= 1). A
-        `repetition_penalty` above 1 makes tokens less likely that idx or the text so far has. Ids >= 50257
-        (padding) are never sampled. Beyond block_size each token needs a forward of the whole context."""
+        `temperature` 0 takes the likeliest token; `top_k` None or 0 samples from all; of these `top_p` keeps
+        the fewest likeliest whose probabilities sum to at least top_p (0 < top_p <= 1). `repetition_penalty`
+        above 1 makes tokens less likely that have occurred. Ids >= 50257 (padding) are never sampled. Beyond
+        block_size each token needs a forward of the whole context."""
         new = generate_tokens(self, idx, max_new_tokens, temperature, top_k, generator, top_p,
                               repetition_penalty)
         return torch.cat((idx, *new), dim=1)

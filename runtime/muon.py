@@ -1,21 +1,15 @@
 """Muon: momentum, orthogonalized (Keller Jordan 2024, kellerjordan.github.io/posts/muon). And optimizer state
-that the ranks share out: stage 1 of ZeRO (arXiv:1910.02054).
-
-`owner`, {parameter: rank}, names the one rank that holds a parameter's moments. For a parameter that is not
-in it all ranks do. Muon has its own; --shard_optimizer shares out the matrices of the other optimizers.
-"""
+that the ranks share out, stage 1 of ZeRO (arXiv:1910.02054): `owner`, {parameter: rank}, names the one rank
+that holds a parameter's moments. Muon has its own; --shard_optimizer makes one for the other optimizers."""
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 
 def orthogonalize(G: Tensor, dtype: torch.dtype = torch.bfloat16, steps: int = 5) -> Tensor:
-    """Approximates the (semi-)orthogonal matrices nearest to G (n, rows, columns): singular values end
-    roughly between 0.7 and 1.2.
-
-    `steps` of a quintic Newton-Schulz iteration in `dtype`. Its coefficients increase small singular values
-    as fast as possible (Keller Jordan 2024).
-    """
+    """Approximates the (semi-)orthogonal matrices nearest to G (n, rows, columns), singular values roughly
+    between 0.7 and 1.2, by a quintic Newton-Schulz iteration in `dtype`. Its coefficients increase small
+    singular values as fast as possible (Keller Jordan 2024)."""
     a, b, c = 3.4445, -4.7750, 2.0315
     X = G.to(dtype)
     X = X / (X.norm(dim=(-2, -1), keepdim=True) + 1e-7)
@@ -35,8 +29,7 @@ class Muon(torch.optim.Optimizer):
     `params`: (name, parameter) pairs, all matrices. Matrices of one shape form a group and are orthogonalized
     as one batch. With several processes, which have the same averaged gradients, each orthogonalizes its
     share of a batch, of which it alone holds the momentum, and the updates are gathered. The learning rate is
-    multiplied by sqrt(max(1, rows / columns)).
-    """
+    multiplied by sqrt(max(1, rows / columns))."""
 
     def __init__(self, params, lr, momentum=0.95, weight_decay=0.0, dtype=torch.bfloat16):
         self.dtype, by_shape = dtype, {}
@@ -100,9 +93,8 @@ def state_keys(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
 
 def shard_matrices(optimizers: list, rank: int, world_size: int) -> dict[Tensor, int]:
     """Shares out the matrices of the optimizers without an `owner`: the largest first, each to the rank that
-    has the least. Those of other ranks leave their groups, so that this one neither has moments of them nor
-    updates them; after each step broadcast_updates sends them. Returns {parameter: rank}, the same on all
-    ranks. Gains and biases stay on all: they are one parameter in a thousand, but most of the tensors."""
+    has the least. Those of other ranks leave this one's groups; broadcast_updates sends them after each step.
+    Returns {parameter: rank}, the same on all ranks. Gains and biases, small but many, stay on all."""
     groups = [group for optimizer in optimizers if not hasattr(optimizer, "owner")
               for group in optimizer.param_groups]
     owner, load = {}, [0] * world_size

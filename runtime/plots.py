@@ -76,36 +76,34 @@ def plot_run(out: Path, title: str, published: Collection[str]) -> None:
 
 
 class Drawing:
-    """The process that draws: a thread would share the interpreter with the training loop, and all ranks wait
-    for that. At most one at a time, and none after one that failed and said why."""
-    process, skipped = None, ()
+    """The process that draws, if one has begun: a thread would share the interpreter with the training loop,
+    and all ranks wait for that."""
+    process = None
 
 
-def draw(out: str | Path, title: str, published: Collection[str] = ()) -> None:
-    """Begins to draw OUT/loss.png, and returns at once. Skipped while the one before is being drawn."""
-    code = Drawing.process.poll() if Drawing.process else 0
-    Drawing.skipped = (out, title, published) if code is None else ()
-    if code == 0:
-        command = [sys.executable, "-W", "ignore", "-m", "runtime.plots", Path(out).resolve(), title]
-        with suppress(OSError):         # no room for a process. A new session: Ctrl-C is not for it
-            Drawing.process = subprocess.Popen(
-                [*command, *published], cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"},
-                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True)
-
-
-def draw_run(config) -> None:
-    """Draws that of a train_gpt2.Config, beside the published figures that it can be compared with."""
+def draw(config, wait: bool = False) -> None:
+    """Begins to draw OUT/loss.png of a train_gpt2.Config, beside published figures that are comparable, and
+    returns at once. Not while the one before is being drawn, unless `wait`, and not after one that failed."""
+    if wait:
+        finish()
+    if Drawing.process and Drawing.process.poll() != 0:
+        return
     names = {path.name.partition("_val_")[0] for path in Path(config.data).glob("*_val_*")}
     fineweb = config.vocab_size >= VOCAB_SIZE and names & {"edufineweb", "finewebedu", "fineweb"}
-    draw(config.out, f"{config.recipe}, {config.n_layer} layers of width {config.n_embd}",
-         ["val"] * bool(fineweb) + ["hella"] * (not config.hellaswag_data))
+    command = [sys.executable, "-W", "ignore", "-m", "runtime.plots", Path(config.out).resolve(),
+               f"{config.recipe}, {config.n_layer} layers of width {config.n_embd}",
+               *["val"] * bool(fineweb), *["hella"] * (not config.hellaswag_data)]
+    with suppress(OSError):             # no room for a process. A new session: Ctrl-C is not for it
+        Drawing.process = subprocess.Popen(
+            command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL, start_new_session=True)
 
 
 def finish(patience: float = 60) -> None:
-    """At the end of a run: waits for the picture, and for one more where the last was skipped."""
+    """Waits for the picture that is being drawn."""
     with suppress(subprocess.TimeoutExpired):
-        while Drawing.process and Drawing.process.wait(patience) == 0 and Drawing.skipped:
-            draw(*Drawing.skipped)
+        if Drawing.process:
+            Drawing.process.wait(patience)
 
 
 if __name__ == "__main__":              # python -m runtime.plots OUT TITLE [val] [hella]

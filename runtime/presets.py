@@ -10,7 +10,7 @@ from itertools import groupby
 import torch
 
 from runtime.attention import check_attention
-from runtime.cli import BoolFlag, FlagParser, UserError, parse_int
+from runtime.cli import FlagParser, UserError, parse_int
 from runtime.dataloader import divide_update
 from runtime.tokenizer import VOCAB_SIZE
 
@@ -69,12 +69,11 @@ def value_parser(kind: type, word: str | None) -> Callable:
 def read_flags(Config: type, recipes: dict[str, dict], description: str, argv: list[str] | None) -> tuple:
     """Command line -> (Config, names of the fields given as flags). Each field of Config is a flag.
     `recipes`: each one's own defaults."""
-    notes = ["presets:"]
-    for name, (what, values) in PRESETS.items():
-        flags = " ".join(f"--{flag}={value}" for flag, value in values.items())
-        notes += [f"  {name}: {what}", *(f"      {line}" for line in textwrap.wrap(flags, 94))]
+    presets = (f"  {name}: {what}\n" + textwrap.indent(textwrap.fill(" ".join(
+        f"--{flag}={value}" for flag, value in values.items()), 94), " " * 6)
+        for name, (what, values) in PRESETS.items())
     parser = FlagParser(prog="train_gpt2.py", usage="%(prog)s [flags]", description=description,
-                        epilog="\n".join(notes) + "\n\n")
+                        epilog="\n".join(["presets:", *presets]))
     for title, fields in groupby(dataclasses.fields(Config), lambda f: f.metadata["group"]):
         group = parser.add_argument_group(title)
         for f in fields:
@@ -83,16 +82,17 @@ def read_flags(Config: type, recipes: dict[str, dict], description: str, argv: l
                              if own.get(f.name, f.default) != f.default)
             if f.default not in (None, False, ""):
                 help += f" (default {'on' if f.default is True else f.default}{others})"
-            names = [f"--{f.name}"]
             if kind is bool:
-                names += [] if f.default is False else [f"--no_{f.name}"]
-                how = dict(action=BoolFlag)
+                how = dict(action="store_true")
+                if f.default is not False:
+                    group.add_argument(f"--no_{f.name}", dest=f.name, action="store_false",
+                                       default=argparse.SUPPRESS, help=f"the opposite of --{f.name}")
             elif choices := f.metadata.get("choices"):
                 how = dict(choices=choices)
             else:
                 shown = f"{word}|{kind.__name__}" if word else kind.__name__
                 how = dict(type=value_parser(kind, word), metavar=shown.upper())
-            group.add_argument(*names, default=argparse.SUPPRESS, help=help, **how)
+            group.add_argument(f"--{f.name}", default=argparse.SUPPRESS, help=help, **how)
     given = vars(parser.parse_args(argv))         # SUPPRESS: without the flags that were not given
     config = Config(**choose_defaults(given, recipes) | given)
     check_flags(config, set(given))

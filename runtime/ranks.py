@@ -4,7 +4,6 @@ import os
 import signal
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -12,7 +11,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from runtime.cli import RunError, UserError, safe_repr, said_once
+from runtime.cli import RunError, UserError, safe_repr, said_once, silence
 
 STOPS = "SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1"        # SIGUSR1 is Slurm's warning
 
@@ -36,17 +35,13 @@ class Process:
         return self.agreed or self.world_size == 1 and bool(self.received)
 
     def print0(self, *args) -> None:
-        if not self.is_master:
-            return
         try:
-            print(*args, flush=True)
+            if self.is_master:
+                print(*args, flush=True)
         except OSError as error:        # the reader of the pipe has ended, or the terminal is closed
             if error.errno not in (errno.EPIPE, errno.EIO):
                 raise
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            leave_closed_terminal()             # stderr too
-            if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:      # there is nothing to save yet
-                raise
+            silence(sys.stdout)
             if error.errno == errno.EPIPE:      # a terminal also sends SIGHUP, which a run may ignore
                 self.received = self.received or "a closed pipe"
 
@@ -110,7 +105,7 @@ class Process:
                 return
             yield item
 
-    def listen(self) -> None:
+    def catch_signals(self) -> None:
         """From now on a signal of STOPS asks to stop, and interrupts nothing. A second SIGINT or SIGTERM ends
         the process at once, but not under torchrun, which passes signals on and ends the ranks itself."""
         for number in [getattr(signal, name) for name in STOPS if hasattr(signal, name)]:   # Windows has two
@@ -119,24 +114,13 @@ class Process:
 
     def _handle(self, number, frame):
         name = signal.Signals(number).name
-        if name in ("SIGINT", "SIGTERM") and self.received in ("SIGINT", "SIGTERM") and (
-                "TORCHELASTIC_RUN_ID" not in os.environ):
+        if {name, self.received} <= {"SIGINT", "SIGTERM"} and "TORCHELASTIC_RUN_ID" not in os.environ:
             os._exit(128 + number)
-        if not self.received and self.is_master:
-            with suppress(OSError):             # not print: the signal may have interrupted one
-                os.write(2, f"{name}: stopping; what is done is saved\n".encode())
-        self.received = self.received or name
-        if name == "SIGHUP":
-            leave_closed_terminal()
-
-
-def leave_closed_terminal() -> None:
-    """What is printed after a terminal or pipe has closed goes nowhere, and no longer fails."""
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            os.write(stream.fileno(), b"")
+        try:                                    # not print: the signal may have interrupted one
+            os.write(2, f"{name}: stopping; what is done is saved\n".encode() * self.is_master)
         except OSError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+            silence(sys.stderr)                 # the terminal has closed, and later output would fail
+        self.received = self.received or name
 
 
 def find_ranks(timeout: timedelta) -> tuple[dist.Store, int, int]:

@@ -13,7 +13,7 @@ import pytest
 from helpers import ENV, ROOT, limit_file_size, logged, run
 
 from runtime.cli import UserError
-from runtime.console import COLUMNS, Record, counted, duration, lowest, read_metrics, step_line
+from runtime.console import COLUMNS, Record, clock, counted, lowest, read_metrics, step_line
 from runtime.shards import write_shard
 
 SMALL = ["--n_layer", 1, "--n_head", 2, "--n_embd", 32, "--block_size", 32, "--dtype", "float32",
@@ -206,13 +206,14 @@ def test_a_record_needs_neither_torch_nor_wandb(tmp_path):
 
 def test_a_step_line_is_that_of_the_contract():
     assert step_line(5, 6.0372, 2.05, 4.2e-6, 0.0931, 175_980, None, 5000) == (
-        "step     5 | loss: 6.0372 | lr 4.20e-06 | norm: 2.05 | dt: 93.1ms | tok/sec: 175,980 | 83 min left")
+        "step     5 | loss: 6.0372 | lr 4.20e-06 | norm: 2.05 | dt: 93.1ms | tok/sec: 175,980 | "
+        "1:23:20 left")
     assert step_line(19072, 3.2, 12.345, 6e-5, 12.34, 14_000_000.0, 0.412, 0) == (
-        "step 19072 | loss: 3.2000 | lr 6.00e-05 | norm: 12.3 | dt: 12.3s | tok/sec: 14,000k | mfu 41% | "
-        "0.0 s left")
+        "step 19072 | loss: 3.2000 | lr 6.00e-05 | norm: 12.35 | dt: 12,340.0ms | tok/sec: 14,000,000 | "
+        "mfu 41% | 0:00:00 left")
 
 
 def test_times_and_counts_in_words():
-    assert [duration(s) for s in (0.3, 45, 3000, 20_000, 1.4e7)] == ["0.3 s", "45 s", "50 min", "5.6 hours",
-                                                                     "162 days"]
+    assert [clock(s) for s in (0.3, 5000, 1e5, 1e99)] == ["0:00:00", "1:23:20", "1 day, 3:46:40",
+                                                          "115740 days, 17:46:40"]
     assert [counted(n, "process") for n in (1, 8)] == ["1 process", "8 processes"]

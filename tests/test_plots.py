@@ -82,24 +82,27 @@ def test_a_record_with_hardly_anything_in_it_is_drawn(events, tmp_path, monkeypa
     drawn(tmp_path, monkeypatch)
 
 
-@pytest.mark.parametrize(("name", "vocab_size", "hellaswag_data", "published"), [
-    ("edufineweb", 50304, "", ["val", "hella"]), ("finewebedu", 50257, "", ["val", "hella"]),
-    ("fineweb", 50304, "own.jsonl", ["val"]), ("fineweb", 256, "", ["hella"]),
-    ("text", 50304, "", ["hella"]), ("notfineweb", 50304, "own.jsonl", [])])
-def test_fineweb_is_recognised_by_the_names_of_its_shards(name, vocab_size, hellaswag_data, published,
-                                                          tmp_path, monkeypatch):
-    drawn = []
-    monkeypatch.setattr(plots, "draw", lambda *args: drawn.append(args))
-    (tmp_path / f"{name}_val_000000.npy").touch()
-    plots.draw_run(types.SimpleNamespace(data=tmp_path, vocab_size=vocab_size, hellaswag_data=hellaswag_data,
-                                         out="log", recipe="gpt2", n_layer=2, n_embd=32))
-    assert drawn == [("log", "gpt2, 2 layers of width 32", published)]
+def config(out, data="nowhere", vocab_size=50304, hellaswag_data=""):
+    return types.SimpleNamespace(out=out, data=data, vocab_size=vocab_size, hellaswag_data=hellaswag_data,
+                                 recipe="gpt2", n_layer=2, n_embd=32)
 
 
 @pytest.fixture
 def drawing(monkeypatch):
     monkeypatch.setattr(Drawing, "process", None)
-    monkeypatch.setattr(Drawing, "skipped", ())
+
+
+@pytest.mark.parametrize(("name", "vocab_size", "hellaswag_data", "published"), [
+    ("edufineweb", 50304, "", ["val", "hella"]), ("finewebedu", 50257, "", ["val", "hella"]),
+    ("fineweb", 50304, "own.jsonl", ["val"]), ("fineweb", 256, "", ["hella"]),
+    ("text", 50304, "", ["hella"]), ("notfineweb", 50304, "own.jsonl", [])])
+def test_fineweb_is_recognised_by_the_names_of_its_shards(name, vocab_size, hellaswag_data, published,
+                                                          drawing, tmp_path, monkeypatch):
+    begun = []
+    monkeypatch.setattr(subprocess, "Popen", lambda argv, **how: begun.append(argv))
+    (tmp_path / f"{name}_val_000000.npy").touch()
+    plots.draw(config(tmp_path / "log", tmp_path, vocab_size, hellaswag_data))
+    assert begun[0][-2 - len(published):] == [tmp_path / "log", "gpt2, 2 layers of width 32", *published]
 
 
 def test_a_process_of_its_own_draws_the_picture_without_torch_home_or_the_working_directory(
@@ -114,7 +117,7 @@ def test_a_process_of_its_own_draws_the_picture_without_torch_home_or_the_workin
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "path"))
     monkeypatch.chdir(tmp_path / "here")
     falling(tmp_path / "here", 20)
-    plots.draw(".", "gpt2", ["val"])
+    plots.draw(config("."))
     if hasattr(os, "getsid"):
         assert os.getsid(Drawing.process.pid) == Drawing.process.pid, "Ctrl-C does not reach it"
     plots.finish()
@@ -156,11 +159,12 @@ def test_one_picture_at_a_time_and_the_last_shows_the_end_of_the_run(drawing, tm
     begun = []
     monkeypatch.setattr(subprocess, "Popen", lambda argv, **how: begun.append(Child()) or begun[-1])
     for _ in range(5):
-        plots.draw(tmp_path, "gpt2")
+        plots.draw(config(tmp_path))
     assert len(begun) == 1
+    plots.draw(config(tmp_path), wait=True)
     plots.finish()
-    assert [child.ended for child in begun] == [0, 0], "once more for all that were skipped"
-    plots.draw(tmp_path, "gpt2")
+    assert [child.ended for child in begun] == [0, 0], "the last one is drawn after the one before"
+    plots.draw(config(tmp_path))
     begun[2].ends = False
     plots.finish()                              # and nobody waits for ever
     assert len(begun) == 3
@@ -171,7 +175,7 @@ def test_a_picture_that_cannot_be_drawn_is_one_line_and_the_last(drawing, tmp_pa
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     falling(tmp_path / "log", 2)
     for _ in range(2):
-        plots.draw(tmp_path / "log", "gpt2")
+        plots.draw(config(tmp_path / "log"))
         plots.finish()
     out, err = capfd.readouterr()
     assert not out and err.count("\n") == 1 and f"{tmp_path}/log/loss.png" in err and "no pictures" in err

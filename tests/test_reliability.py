@@ -335,10 +335,10 @@ def shards_changed(kind, folder):
 
 @pytest.mark.parametrize("kind", ["replaced", "one token", "shortened", "one more", "one less",
                                   "in another order"])
-def test_other_data_than_the_runs_is_refused_with_both_described(kind, data, whole, tmp_path):
+def test_other_data_than_the_runs_is_refused(kind, data, whole, tmp_path):
     shutil.copytree(data, tmp_path / "data")
     shards_changed(kind, tmp_path / "data")
-    with pytest.raises(UserError, match="was trained on other shards than .* was .* and is .*--init"):
+    with pytest.raises(UserError, match="other shards than .*--init"):
         resume("--data", tmp_path / "data", "--out", whole, "--max_steps", 200)
 
 

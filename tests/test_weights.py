@@ -104,17 +104,14 @@ def test_transformers_gets_our_logits_from_an_exported_folder_without_the_paddin
 
 
 def test_the_exported_tokenizer_is_gpt2s_and_round_trips(tmp_path):
-    from tokenizers import Tokenizer
     from transformers import AutoTokenizer
     make_model(vocab_size=50304).save_pretrained(tmp_path)
     theirs = AutoTokenizer.from_pretrained(tmp_path)
-    alone = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     for text in [(ROOT / "input.txt").read_text(encoding="utf-8")[:20_000], "  two  spaces\n\n\tand tabs ",
                  "naïve Ω 日本語 🙂 e\u0301", "1234 don't"]:
         ids = theirs(text)["input_ids"]
         assert ids == encode(text).tolist() and theirs.decode(ids, clean_up_tokenization_spaces=False) == text
-        assert alone.encode(text).ids == ids and alone.decode(ids) == text
-    assert alone.encode("a<|endoftext|>").ids == [64, EOT] and alone.get_vocab_size() == VOCAB_SIZE
+    assert theirs("a<|endoftext|>")["input_ids"] == [64, EOT]
     assert theirs.eos_token_id == theirs.bos_token_id == theirs.convert_tokens_to_ids("<|endoftext|>") == EOT
     assert theirs.model_max_length == 24 and len(theirs) == 50257
 

@@ -32,7 +32,7 @@ from runtime import plots                                               # noqa: 
 from runtime.tokenizer import tokenizer                                 # noqa: E402
 
 tokenizer()
-draw, plots.draw = plots.draw, lambda *args: None       # a picture is a process of two seconds
+draw, plots.draw = plots.draw, lambda *args, **how: None       # a picture is a process of two seconds
 fineweb.gigatoken(fineweb.available_cores())            # loads it; its threads begin with its first long text
 
 
