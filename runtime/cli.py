@@ -95,7 +95,7 @@ def brief_error(error: Exception) -> str:
 def flag(default, group, help, **metadata):
     """A field of a Config dataclass that is also a flag. `metadata`: `type` (if not the annotation), `word`
     (taken in place of a number, as "auto"), `choices`, `minimum` (0 for an int), `bits` (upper bound 2^bits;
-    40), `fixed` (cannot change on resume), `per_run` (not taken from a checkpoint), `recipes` (that use it)."""
+    40), `fixed` (cannot change on resume), `per_run` (not taken from a checkpoint), `recipes` (users)."""
     return field(default=default, metadata={"group": group, "help": help, **metadata})
 
 

@@ -8,10 +8,11 @@ import subprocess
 import sys
 
 import pytest
-from helpers import ENV, HANG, ROOT, hellaswag_file, logged, run
+from helpers import ENV, HANG, ROOT, hellaswag_file, logged, run, train
 from test_reliability import BYTES, data, live, newest, same_end, whole, whole_of_two
 
 from runtime.files import checkpoints
+from runtime.ranks import Process
 
 SIGNALS = "SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1"
 
@@ -49,6 +50,16 @@ def test_a_signal_stops_one_process_within_its_step_and_the_resume_repeats_that(
     if name == "SIGTERM":               # with other micro-batches it is the same to rounding
         run(*flags)
         assert logged(tmp_path / "log") == pytest.approx(logged(whole), abs=1e-4)
+
+
+@pytest.mark.parametrize("look", range(1, 22))
+def test_whichever_look_at_the_flag_sees_a_signal_all_steps_are_saved(look, data, tmp_path, monkeypatch):
+    looks = iter(range(1, 10**6))
+    monkeypatch.setattr(Process, "stop", property(lambda process: next(looks) >= look))
+    train("--data", data, *BYTES, "--batch_size", 4, "--max_steps", 4, "--val_every", 2, "--checkpoint_every",
+          3, "--out", tmp_path)
+    steps = list(logged(tmp_path))
+    assert newest(tmp_path) == len(steps) if steps else not checkpoints(tmp_path)
 
 
 def test_a_signal_to_all_of_several_processes_is_agreed_on_saved_and_gone_on_from(data, whole_of_two,
