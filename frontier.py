@@ -1,8 +1,8 @@
 """The frontier recipe's model: what modded-nanogpt's records after November 2024 taught, and more.
 
-It keeps the ideas of SpeedrunGPT (record 10), but for the untied head. It adds the records' late keys, tied
+It keeps the ideas of SpeedrunGPT (record 10), but for the untied head. It adds the records' key offset, tied
 head, bigram table, several updates a step and lower softcap, and as new ideas rows for stems, the start of
-the late keys, an eps for the embedding, and shorter averages (docs/recipes.md).
+the shifted keys, an eps for the embedding, and shorter averages (docs/recipes.md).
 """
 import contextlib
 import functools
@@ -50,7 +50,7 @@ def bigram_hash(tokens: Tensor, rows: int) -> Tensor:
 def offset_keys(k: Tensor, begins: Tensor) -> Tensor:
     """Shifts the keys k (B, S, nh, hs) of the second half of the heads by one position, as record 49 does to
     half of each head. begins (B, S, 1, 1) bool: where documents begin, whose shifted key is zero."""
-    n = k.size(2) // 2          # heads whose keys stay; of an odd number one more is shifted
+    n = k.size(2) // 2          # heads whose keys are not shifted: of an odd number the smaller half
     k, late = k.split((n, k.size(2) - n), dim=2)        # 0.3 GB less than two slices, compiled
     return torch.cat((k, F.pad(late[:, :-1], (0, 0, 0, 0, 1, 0)).masked_fill(begins, 0)), dim=2)
 
@@ -117,7 +117,7 @@ class FrontierGPT(ModernLanguageModel):
     @torch.no_grad()
     def init_weights(self):
         """Output projections, bigram and stem table at zero; the embedding is the head too, hence small: the
-        first loss is about ln(vocab_size) + 12.5 / n_embd. Where keys are late, their weights start as the
+        first loss is about ln(vocab_size) + 12.5 / n_embd. Where keys are shifted, their weights start as the
         queries': a token then attends to what followed the same token before, an induction head
         (arXiv:2209.11895) from the first step, by an initialisation like that of arXiv:2305.09828."""
         for name, p in self.named_parameters():

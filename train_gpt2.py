@@ -51,10 +51,10 @@ MODERN = "speedrun", "frontier"             # recipes with a window and a cooldo
 class Config:
     """The flags. On resume fixed ones cannot change, and per_run ones are not taken from the checkpoint."""
     preset: str = flag("gpt2", START, "named defaults, see below", choices=list(PRESETS), per_run=True)
-    dry_run: bool = flag(False, START, "print what would run, how long, and write nothing", per_run=True)
+    dry_run: bool = flag(False, START, "print what would run and how long; writes nothing", per_run=True)
     data: str = flag("edu_fineweb10B", DATA, "folder of token shards")
-    overfit: bool = flag(False, DATA, "sanity run: overfit one batch of 4 x 32 tokens of input.txt; no files")
-    shuffle: bool = flag(True, DATA, "permute shards and sequences by the seed, anew each epoch", fixed=True)
+    overfit: bool = flag(False, DATA, "sanity run: overfit one batch of 4 x 32 tokens; writes nothing")
+    shuffle: bool = flag(True, DATA, "permute shards and sequences, by the seed and the epoch", fixed=True)
     val_tokens: int = flag(10_485_760, DATA, "tokens per validation, the first of the val shards", minimum=1)
     hellaswag_data: str = flag("", DATA, "HellaSwag examples as .jsonl (default: from the Hugging Face hub)")
     recipe: str = flag("gpt2", MODEL, "model, optimizers and schedule", choices=list(MODELS), fixed=True)
@@ -64,19 +64,19 @@ class Config:
     n_embd: int = flag(768, MODEL, "width", minimum=1, fixed=True)
     block_size: int = flag(1024, MODEL, "longest sequence, tokens", minimum=1, fixed=True)
     vocab_size: int = flag(50304, MODEL, "50257, padded to a multiple of 128", minimum=1, fixed=True)
-    window: int = flag("auto", MODEL, "last sliding window inside documents, tokens; auto: full attention",
+    window: int = flag("auto", MODEL, "sliding window at the end of the run, tokens; auto: full attention",
                        word="auto", minimum=1, fixed=True, recipes=MODERN)
     total_batch_size: int = flag(524288, BATCH, "tokens per step, all ranks", minimum=1, fixed=True)
-    batch_size: int = flag("auto", BATCH, "sequences a micro-step", word="auto", minimum=1, per_run=True)
+    batch_size: int = flag("auto", BATCH, "most sequences a micro-step", word="auto", minimum=1, per_run=True)
     sequence_length: int = flag("auto", BATCH, "tokens; auto: block_size", word="auto", minimum=1, fixed=True)
-    updates_per_step: int = flag("auto", BATCH, "optimizer updates per step, fewer after 1/3 and 2/3 of the "
-                                 "run; auto: 1, frontier's by tokens", word="auto", minimum=1)
+    updates_per_step: int = flag("auto", BATCH, "optimizer updates a step, halved at 1/3 and 2/3 of the run; "
+                                 "auto: 1, frontier: by the run's tokens", word="auto", minimum=1)
     max_steps: int = flag(19073, OPTIM, "optimizer steps; 19073 are one epoch of 10B tokens", minimum=1)
     warmup_steps: int = flag(715, OPTIM, "steps of linear warmup; 715 are GPT-3's 375 million tokens")
     max_lr: float = flag(6e-4, OPTIM, "learning rate after the warmup")
-    min_lr: float = flag("auto", OPTIM, "at the end; auto: max_lr / 10, frontier's by length", word="auto")
-    cooldown: float = flag("auto", OPTIM, "last fraction of the run, in which lr decays; auto: 0.2856, "
-                           "frontier's by length", word="auto", recipes=MODERN)
+    min_lr: float = flag("auto", OPTIM, "at the end; auto: max_lr / 10, frontier: by updates", word="auto")
+    cooldown: float = flag("auto", OPTIM, "fraction of the steps, the last, in which lr decays; auto: "
+                           "0.2856, frontier: by updates", word="auto", recipes=MODERN)
     weight_decay: float = flag(0.1, OPTIM, "of AdamW (matrices, embeddings) and Muon", minimum=0)
     grad_clip: float = flag(1.0, OPTIM, "largest gradient norm; inf: no clipping")
     seed: int = flag(1337, OPTIM, "random seed of initial weights and data order", bits=63, fixed=True)
@@ -87,13 +87,13 @@ class Config:
     compile: bool = flag(None, SPEED, "torch.compile (default: on CUDA)", type=bool, per_run=True)
     attention: str = flag("auto", SPEED, "kernel; auto: SDPA's choice", choices=list(ATTENTION))
     recompute: bool = flag(False, SPEED, "recompute blocks in the backward, to save memory", per_run=True)
-    shard_optimizer: bool = flag(False, SPEED, "a rank keeps the moments of its share (ZeRO 1)", per_run=True)
+    shard_optimizer: bool = flag(False, SPEED, "each rank has its share of the moments (ZeRO 1)", per_run=True)
     val_every: int = flag(250, OUTPUT, "steps between validations; 0: never")
     hellaswag_every: int = flag(250, OUTPUT, "steps between HellaSwag evaluations; 0: never")
     sample_every: int = flag(250, OUTPUT, "steps between samples of text; 0: never")
-    sample_prompt: str = flag("auto", OUTPUT, "what samples continue; auto: the first words of your own text")
+    sample_prompt: str = flag("auto", OUTPUT, "text that samples continue; auto: your own text's first words")
     checkpoint_every: int = flag(250, OUTPUT, "steps between checkpoints; 0: never")
-    keep_checkpoints: int = flag(3, OUTPUT, "newest kept, beside the best, or all", word="all", minimum=1)
+    keep_checkpoints: int = flag(3, OUTPUT, "newest kept, beside the best one, or all", word="all", minimum=1)
     out: str = flag("log", OUTPUT, "folder for log.txt and checkpoints", per_run=True)
     resume: str = flag("auto", OUTPUT, "auto (newest in --out), never, or a checkpoint or run", per_run=True)
     wandb: bool = flag(False, OUTPUT, "also log to Weights & Biases (pip install wandb)", per_run=True)

@@ -75,8 +75,8 @@ class SpeedrunAttention(nn.Module):
 
 class FrontierAttention(SpeedrunAttention):
     def shift(self, k, begins):
-        """The second half of the heads, of an odd number one more, has late keys: the key of a token is that
-        of the token before it, and zero at the first token of a document or of the text."""
+        """Shifts the keys of the second half of the heads by one position: the key of a token is that of the
+        token before it, and zero at the first token of a document or of the text."""
         n = self.n_head // 2
         late = F.pad(k[:, n:, :-1], (0, 0, 1, 0)).masked_fill(begins[:, None, :, None], 0)
         return torch.cat((k[:, :n], late), dim=1)

@@ -61,7 +61,7 @@ def state_of_run(path: Path):
 
 def begin_or_resume(flags, explicit_flags: set[str], process, models: dict, load_model: Callable) -> tuple:
     """(flags of the run, model or None, checkpoint or None, its path). A new run begins with fresh weights or
-    those of --init. A resumed one keeps the flags that it began with, where they are not given anew."""
+    those of --init. A resumed one keeps its earlier flags unless they are given again."""
     process.require_same(flag_values(flags))
     # rank 0 decides: without a shared file system other machines may have another newest checkpoint
     path = process.gather(process.on_all_ranks(choose_checkpoint, flags))[0]
@@ -108,7 +108,8 @@ def load_init(config, explicit_flags: set[str], process, models: dict, load_mode
     if config.init == "scratch":
         return None
     model = process.rank0_first(load_model, config.init)
-    recipe = next(name for name, cls in models.items() if type(model) is cls)
+    named = {cls: name for name, cls in models.items()} | {models[config.recipe]: config.recipe}
+    recipe = named[type(model)]                     # recipes may share a class
     for name, value in (model_shape(model) | {"recipe": recipe}).items():
         if getattr(config, name) != value and name in explicit_flags | {"recipe"}:
             raise UserError(f"--{name} {getattr(config, name)} contradicts --init {config.init}, whose model "

@@ -1,4 +1,4 @@
-"""What a run tells: the console's line of a step, OUT/metrics.csv and OUT/log.txt, Weights & Biases."""
+"""What a run prints and records: the console, OUT/metrics.csv and OUT/log.txt, Weights & Biases."""
 # without torch: the process that draws loss.png imports this module
 import math
 import re
@@ -47,7 +47,7 @@ def read_metrics(path: str | Path, remedy: str = "remove it, or choose another -
         header, *lines = read_text(path).rpartition("\n")[0].splitlines() or [HEADER]
         wrong = [number for number, line in enumerate(lines, 2) if not ROW.fullmatch(line)]
         if header != HEADER or wrong:
-            raise ValueError(f"line {wrong[0] if header == HEADER else 1} is none of a run's metrics")
+            raise ValueError(f"line {wrong[0] if header == HEADER else 1} is not a row of a run's metrics")
         rows = [{name: (int if form == "d" else float)(cell) if cell else None for (name, form), cell
                  in zip(FORMATS.items(), line.split(","), strict=True)} for line in lines]
         if any(row["step"] >= after["step"] for row, after in pairwise(rows)):
@@ -104,7 +104,7 @@ class Record:
         """`kind`: val or hella. `more`: other cells of the row."""
         end = self.table.tell()
         if self.rows and self.rows[-1]["step"] == step:
-            end -= len(row_line(self.rows[-1])) + 1                 # that row is written anew
+            end -= len(row_line(self.rows[-1])) + 1                 # that row is rewritten
         else:
             self.rows.append(dict.fromkeys(COLUMNS) | {
                 "step": step, "tokens": step * self.tokens_per_step, "seconds": self.seconds})
@@ -138,7 +138,7 @@ class Record:
 
 
 def open_wandb(out: Path, config: dict, resumes: bool):
-    """The package wandb, with this run begun or, by the id in OUT/wandb_id, gone on with."""
+    """The package wandb, with this run started, or resumed by the id in OUT/wandb_id."""
     import wandb
     path = out / "wandb_id"
     if not (resumes and path.exists()):

@@ -116,9 +116,9 @@ def divide_update(config, updates: int, ranks: int, batch_size: int) -> tuple[in
 
 def micro_batches(dataset: TokenDataset, config, batch_size: int, step: int = 0, rank: int = 0,
                   ranks: int = 1) -> Iterator[np.ndarray]:
-    """A rank's micro-batches of at most batch_size sequences from `step` on, without an end: uint16 (B, T+1),
-    the last target included. Step s has the sequences [s N, (s + 1) N) of the dataset, N = total_batch_size /
-    T; of its m-th micro-batches rank r has the B from number s N + (m ranks + r) B on."""
+    """Yields a rank's micro-batches of at most batch_size sequences from `step` on, indefinitely: uint16 (B,
+    T+1), the last target included. Step s has the sequences [s N, (s + 1) N) of the dataset, where N =
+    total_batch_size / T; of its m-th micro-batches rank r has the B from number s N + (m ranks + r) B on."""
     N = config.total_batch_size // config.sequence_length
     for s in itertools.count(step):
         updates = updates_of_step(s, config)

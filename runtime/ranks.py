@@ -1,4 +1,4 @@
-"""The ranks of a run: what they say, agree on, and how a signal stops them."""
+"""The ranks of a run: printing, agreeing, and stopping on a signal."""
 import errno
 import os
 import signal
