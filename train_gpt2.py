@@ -87,7 +87,7 @@ class Config:
     compile: bool = flag(None, SPEED, "torch.compile (default: on CUDA)", type=bool, per_run=True)
     attention: str = flag("auto", SPEED, "kernel; auto: SDPA's choice", choices=list(ATTENTION))
     recompute: bool = flag(False, SPEED, "recompute blocks in the backward, to save memory", per_run=True)
-    shard_optimizer: bool = flag(False, SPEED, "each rank has its share of the moments (ZeRO 1)", per_run=True)
+    shard_optimizer: bool = flag(False, SPEED, "each rank has a share of the moments (ZeRO 1)", per_run=True)
     val_every: int = flag(250, OUTPUT, "steps between validations; 0: never")
     hellaswag_every: int = flag(250, OUTPUT, "steps between HellaSwag evaluations; 0: never")
     sample_every: int = flag(250, OUTPUT, "steps between samples of text; 0: never")
