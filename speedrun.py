@@ -1,6 +1,6 @@
 """The speedrun recipe's model, optimizers and schedule: modded-nanogpt's record 10 (November 2024), written
-anew, with its state-dict names. Unlike the record it keeps the embedding in float32, and norm's eps is that of
-float32 (in the record's torch 2.5 bfloat16's, 2^-7).
+anew, with its state-dict names. Unlike the record it keeps the embedding in float32, and norm's eps is that
+of float32 (in the record's torch 2.5 bfloat16's, 2^-7).
 
 The number in brackets beside an idea is its gain: validation loss without it minus with it, after 0.41
 million tokens, 4 layers of width 128, means of two seeds, which differ by up to 0.06 (bench.py recipes,

@@ -1,7 +1,5 @@
-"""Guards, as test_guards.py: dtypes of a step, float16's scaler, DDP's gradients, Inductor."""
+"""Guards, as test_guards.py: dtypes of a step, float16's scaler, DDP's gradients."""
 # ruff: noqa: F811, a test's argument is a fixture that is imported
-import os
-import shutil
 
 import pytest
 import torch
@@ -9,7 +7,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._pytree import tree_leaves
 
-from helpers import ENV, logged, run
+from helpers import run
 from test_guards import QUIET, TINY, checkpoint, shards, site, start, train       # noqa: F401, fixtures
 
 
@@ -164,21 +162,3 @@ def test_gradients_are_sent_once_a_step_and_all_of_them(shards, start, tmp_path)
         else:
             sent[-1][1] += int(event)
     assert sent == [[4, size]] * 3
-
-
-# -----------------------------------------------------------------------------
-# Inductor
-
-@pytest.mark.skipif(not shutil.which(os.environ.get("CXX", "g++")), reason="no C++ compiler here")
-@pytest.mark.parametrize("dtype, tolerance", [("float32", 2e-5), ("bfloat16", 5e-3)])
-def test_five_compiled_steps_equal_eager_ones(dtype, tolerance, shards, tmp_path):
-    cache = tmp_path / "cache"
-    env = ENV | {"TORCHINDUCTOR_CACHE_DIR": str(cache), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-    flags = ["--data", shards, *TINY, *QUIET, "--n_layer", 1, "--dtype", dtype, "--batch_size", 4,
-             "--max_steps", 5, "--warmup_steps", 0, "--max_lr", 3e-3]
-    run(*flags, "--no_compile", "--out", tmp_path / "eager")
-    run(*flags, "--compile", "--out", tmp_path / "compiled", env=env)
-    assert list(cache.rglob("*.so")), "nothing was compiled"
-    eager, compiled = logged(tmp_path / "eager"), logged(tmp_path / "compiled")
-    assert compiled == pytest.approx(eager, abs=tolerance) and len(eager) == 5
-    assert eager[4] < eager[0] - 0.05
