@@ -29,11 +29,11 @@ import fineweb                                                          # noqa: 
 import sample                                                           # noqa: E402, F401
 import train_gpt2                                                       # noqa: E402, F401
 from runtime import plots                                               # noqa: E402
-from runtime.tokenizer import tokenizer                                 # noqa: E402
+from runtime.tokenizer import Encoder, tokenizer                        # noqa: E402
 
 tokenizer()
 draw, plots.draw = plots.draw, lambda *args: None       # a picture is a process of two seconds
-fineweb.gigatoken(fineweb.available_cores())            # loads it; its threads begin with its first long text
+Encoder()                                               # loads gigatoken
 
 
 def serve():
