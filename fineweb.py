@@ -118,8 +118,8 @@ def hub_source(args: argparse.Namespace) -> tuple[dict, str, Callable]:
         prefix, folder = FINEWEB[repo][0], FINEWEB[repo][1] + sample[1]
     args.out = args.out or folder
     settings, found = {"dataset": repo, "name": name, "split": split}, read_manifest(Path(args.out))
-    settings["revision"] = found.get("revision")  # of another dataset: ShardWriter refuses it
-    if not found:
+    settings["revision"] = found.get("revision") if found.get("dataset") == repo else None
+    if not settings["revision"]:
         from huggingface_hub import HfApi
         with hub_errors(f"--dataset {repo}"):
             settings["revision"] = HfApi().dataset_info(repo, expand=["sha"]).sha

@@ -114,14 +114,15 @@ class ShardWriter:
 
     def __init__(self, out: Path, prefix: str, settings: dict):
         self.out, self.prefix, self.new = out, prefix, []
-        found = read_manifest(out)
-        if not found and out.is_dir() and any(SHARD_NAME.match(path.name) for path in out.iterdir()):
+        # a manifest without any shard, of a run that failed before, binds nobody
+        found = read_manifest(out) if any(SHARD_NAME.match(path.name) for path in out.glob("*")) else None
+        if found == {}:
             raise UserError(f"{out} already holds shards without a manifest.json: choose another --out")
         for key in settings if found else ():
             if (old := found.get(key)) != settings[key]:
                 raise UserError(f"{out} was begun with another {key} ({safe_repr(old)} instead of "
                                 f"{safe_repr(settings[key])}): give the same again, or choose another --out")
-        self.manifest = {**settings, "complete": False, "shards": []} | found
+        self.manifest = {**settings, "complete": False, "shards": []} | (found or {})
         with readable(out, "choose another --out"):
             for shard in self.manifest["shards"]:
                 if len(open_shard(out / shard["file"])) != shard["tokens"] or min(shard["cursor"]) < 0:
@@ -137,17 +138,14 @@ class ShardWriter:
 
     def write(self, split: str, parts: Iterable[np.ndarray]) -> None:
         """Writes the next shard of a split."""
-        def tokens():
-            yield from parts
-            if not read_manifest(self.out):       # before the first shard is there: it would not be ours
-                write_manifest(self.out, self.manifest)
-
         number = sum(shard["split"] == split for shard in self.manifest["shards"]) + (split == "train")
         path = self.out / f"{self.prefix}_{split}_{number:06d}.{self.manifest['format']}"
         with writable(self.out):
             self.out.mkdir(parents=True, exist_ok=True)
             remove_leftovers(self.out, rf"{re.escape(self.prefix)}_(train|val)_\d+\.(npy|bin)|manifest\.json")
-        self.new.append({"file": path.name, "split": split, "tokens": write_shard(path, further=tokens()),
+        if not self.manifest["shards"]:           # without it the first shard would not be ours
+            write_manifest(self.out, self.manifest)
+        self.new.append({"file": path.name, "split": split, "tokens": write_shard(path, further=parts),
                          "sha256": file_sha256(path)})
 
     def record(self, cursor: tuple[int, int], complete: bool = False) -> None:

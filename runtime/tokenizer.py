@@ -14,12 +14,8 @@ from runtime.cli import RunError, UserError
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
 VOCAB_SIZE = 50257              # 50,000 merges + 256 bytes + <|endoftext|>
 EOT = 50256                     # <|endoftext|>
-# GPT-2's pattern. tiktoken's engine matches an alternative without lookahead by a table, and one that is a
-# group of such at once: 1.6x as fast as r50k_pat_str of tiktoken_ext, with the same matches.
-PATTERN = (r"(?:'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+)"
-           r"|\s++$|\s+(?!\S)|\s")
-# the last place where a text can be cut without a change of its tokens: after a character that is not white
-# space and before a space or a line end. No alternative of PATTERN matches across it or looks ahead past it
+# the last place where a cut of a text changes no token: after a character that is not white
+# space and before a space or a line end. No alternative of GPT-2's pattern matches across it, or looks past it
 LAST_CUT = re.compile(r".*\S(?=[ \n\r])", re.DOTALL)
 COMPARED = 1000                 # bytes of each megabyte that tiktoken encodes, too
 BPE_SHA256 = {
@@ -59,7 +55,8 @@ def tokenizer():
     """GPT-2's byte-level BPE (Radford et al. 2019, section 2.2) as a tiktoken Encoding. Its tokens are those
     of `tiktoken.get_encoding("gpt2")`, which downloads the two files."""
     import tiktoken
-    return tiktoken.Encoding("gpt2", explicit_n_vocab=VOCAB_SIZE, pat_str=PATTERN,
+    from tiktoken_ext.openai_public import r50k_pat_str       # GPT-2's pattern
+    return tiktoken.Encoding("gpt2", explicit_n_vocab=VOCAB_SIZE, pat_str=r50k_pat_str,
                              mergeable_ranks=token_bytes(), special_tokens={"<|endoftext|>": EOT})
 
 

@@ -25,7 +25,7 @@ import torch.distributed.run
 sys.path[0] = os.path.dirname(sys.path[0])              # where the scripts are
 
 import pyarrow.parquet                                                  # noqa: E402, F401, once for all
-import fineweb                                                          # noqa: E402
+import fineweb                                                          # noqa: E402, F401
 import sample                                                           # noqa: E402, F401
 import train_gpt2                                                       # noqa: E402, F401
 from runtime import plots                                               # noqa: E402
