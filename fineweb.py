@@ -305,7 +305,7 @@ def verify(folder: Path) -> None:
     from tqdm import tqdm
     sums = {path.name: "" for path in sorted(folder.glob("*")) if SHARD_NAME.match(path.name)}
     for shard in read_manifest(folder).get("shards", ()):
-        sums[Path(shard["file"]).name] = shard.get("sha256", "")
+        sums[shard["file"]] = shard.get("sha256", "")
     bad = [name for name in tqdm(sums, disable=None) if sums[name] and not (
         (folder / name).is_file() and file_sha256(folder / name) == sums[name])]
     unknown = [name for name in sums if not sums[name]]

@@ -93,8 +93,8 @@ def read_manifest(folder: Path) -> dict:
         return {}
     with readable(path, "restore it, or choose another --out"):
         found = json.loads(read_text(path, errors="strict"))
-        if not all(isinstance(shard["file"], str) for shard in found["shards"]):
-            raise ValueError("a shard in it has no file")
+        if not all(SHARD_NAME.match(shard["file"]) and "/" not in shard["file"] for shard in found["shards"]):
+            raise ValueError("a shard in it is none")
         return found
 
 
@@ -123,9 +123,11 @@ class ShardWriter:
                 raise UserError(f"{out} was begun with another {key} ({safe_repr(old)} instead of "
                                 f"{safe_repr(settings[key])}): give the same again, or choose another --out")
         self.manifest = {**settings, "complete": False, "shards": []} | (found or {})
-        with readable(out, "choose another --out"):
+        with readable(out / "manifest.json", "choose another --out"):
             for shard in self.manifest["shards"]:
-                if len(open_shard(out / shard["file"])) != shard["tokens"] or min(shard["cursor"]) < 0:
+                numbers = shard["tokens"], *shard["cursor"], self.manifest["block"]
+                if [type(n) for n in numbers] != [int] * 4 or min(numbers) < 0 or (
+                        shard["tokens"] != len(open_shard(out / shard["file"]))):
                     raise ValueError(f"{shard['file']} is not the shard that it describes")
 
     def count(self, split: str) -> int:
@@ -142,7 +144,6 @@ class ShardWriter:
         path = self.out / f"{self.prefix}_{split}_{number:06d}.{self.manifest['format']}"
         with writable(self.out):
             self.out.mkdir(parents=True, exist_ok=True)
-            remove_leftovers(self.out, rf"{re.escape(self.prefix)}_(train|val)_\d+\.(npy|bin)|manifest\.json")
         if not self.manifest["shards"]:           # without it the first shard would not be ours
             write_manifest(self.out, self.manifest)
         self.new.append({"file": path.name, "split": split, "tokens": write_shard(path, further=parts),
@@ -152,6 +153,7 @@ class ShardWriter:
         """Records the shards that were written: the manifest gets all of them or none."""
         self.manifest["shards"] += [shard | {"cursor": cursor} for shard in self.new]
         self.manifest["complete"], self.new = complete, []
+        remove_leftovers(self.out, rf"{re.escape(self.prefix)}_(train|val)_\d+\.(npy|bin)|manifest\.json")
         write_manifest(self.out, self.manifest)
 
 

@@ -85,7 +85,8 @@ def read_parquet(path: Path, field: str) -> Iterator[memoryview]:
             rows = rows.dictionary_decode() if pyarrow.types.is_dictionary(rows.type) else rows
             if rows.type not in kinds:
                 raise ValueError(f"its column {safe_repr(field)} holds {rows.type}, which is not text")
-            rows = (rows.fill_null("") if rows.null_count else rows).cast(pyarrow.large_string())
+            rows = rows.cast(pyarrow.large_string())
+            rows = rows.fill_null("") if rows.null_count else rows
             rows.validate(full=True)              # as UTF-8
             _, ends, text = rows.buffers()
             ends, text = np.frombuffer(ends, np.int64)[rows.offset:][:len(rows) + 1], memoryview(text or b"")

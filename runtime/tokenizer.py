@@ -15,7 +15,7 @@ ASSETS = Path(__file__).resolve().parent.parent / "assets"
 VOCAB_SIZE = 50257              # 50,000 merges + 256 bytes + <|endoftext|>
 EOT = 50256                     # <|endoftext|>
 # the last place where a cut of a text changes no token: after a character that is not white
-# space and before a space or a line end. No alternative of GPT-2's pattern matches across it, or looks past it
+# space and before a space or a line end. No alternative of GPT-2's pattern matches across it, or looks on
 LAST_CUT = re.compile(r".*\S(?=[ \n\r])", re.DOTALL)
 COMPARED = 1000                 # bytes of each megabyte that tiktoken encodes, too
 BPE_SHA256 = {
