@@ -127,7 +127,8 @@ class ShardWriter:
             for shard in self.manifest["shards"]:
                 numbers = shard["tokens"], *shard["cursor"], self.manifest["block"]
                 if [type(n) for n in numbers] != [int] * 4 or min(numbers) < 0 or (
-                        shard["tokens"] != len(open_shard(out / shard["file"]))):
+                        (shard["split"], shard["tokens"]) != (SHARD_NAME.match(shard["file"])[1],
+                                                              len(open_shard(out / shard["file"])))):
                     raise ValueError(f"{shard['file']} is not the shard that it describes")
 
     def count(self, split: str) -> int:

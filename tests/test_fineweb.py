@@ -292,9 +292,9 @@ def test_other_settings_or_another_text_are_refused_and_change_nothing(text):
 
 @pytest.mark.parametrize("damage", [
     lambda text: text[:-40], lambda text: "", lambda text: "[]", lambda text: "7",
-    lambda text: text.replace('"cursor"', '"and"'), lambda text: text.replace('"block"', '"other"'),
-    lambda text: text.replace('"cursor": [', '"cursor": [1,'), lambda text: text.replace("text_v", "../text_v"),
-    lambda text: text.replace('"tokens": 1500', '"tokens": 1'), lambda text: text.replace("text_v", "none_v")])
+    *(lambda text, old=old, new=new: text.replace(old, new) for old, new in (
+        ('"cursor"', '"and"'), ('"cursor": [', '"cursor": [1,'), ('"block"', '"other"'),
+        ('"tokens": 1500', '"tokens": 1'), ("text_v", "../text_v"), ("text_v", "none_v")))])
 def test_a_damaged_manifest_or_another_folders_shards_are_refused(damage, text):
     flags = ["--input", text, "--out", "out", "--shard_size", 1500]
     prepare(*flags)
@@ -573,8 +573,8 @@ def test_fineweb_is_the_default_and_its_first_tokens_are_for_validation(gpt2, tm
     assert done.code == 0 and "next: python train_gpt2.py" in done.stdout, done
     stream, out = stream_of(gpt2, sum(TALES[:2], []))[:2500], tmp_path / "edu_fineweb10B"
     assert (tokens_in(out, "val"), tokens_in(out, "train")) == (stream[:600], stream[600:])
-    assert {path.name for path in out.iterdir()} == {"manifest.json", "edufineweb_val_000000.npy",
-                                                     "edufineweb_train_000001.npy", "edufineweb_train_000002.npy"}
+    assert {path.name for path in out.iterdir()} == {"manifest.json", *(
+        f"edufineweb_{name}.npy" for name in ("val_000000", "train_000001", "train_000002"))}
     assert all_val.code == 2 and all_val.stderr.count("\n") == 1
     assert named.code == 0 and lengths(tmp_path / "y", "val") == [200]
 
@@ -589,7 +589,7 @@ def test_a_mistake_about_a_dataset_is_one_line_at_once(tmp_path):
         hub.put("me/pictures", {"a.png": b"1"})
         hub.put("me/broken", {"a.parquet": b"no parquet at all"})
         hub.put("me/gated", {"README.md": b"", "a.jsonl": good})
-        hub.answers = {"me/gated/resolve": (403, {"X-Error-Code": "GatedRepo"}), "datasets/me/wall": (403, {})}
+        hub.answers = {"gated/resolve": (403, {"X-Error-Code": "GatedRepo"}), "datasets/me/wall": (403, {})}
         cases = {("me/nothing",): "hf auth login", ("me/wall",): "hf auth login",
                  ("me/gated",): "hf auth login", ("me/books",): "'one', 'two'",
                  ("me/books", "--name", "no"): "'one', 'two'", ("me/one", "--split", "no"): "train",
@@ -597,13 +597,13 @@ def test_a_mistake_about_a_dataset_is_one_line_at_once(tmp_path):
                  ("me/broken",): "a.parquet", ("a b/c",): "a b/c", ("../x",): "../x"}
         runs = several(tmp_path, hub.env, *(["--dataset", *case, "--out", "out"] for case in cases))
         for run, (case, said) in zip(runs, cases.items(), strict=True):
-            assert run.code == 2 and said in run.stderr and len(run.stderr.splitlines()[-1]) < 500, (case, run)
+            assert run.code == 2 and said in run.stderr.splitlines()[-1], (case, run)
         assert not [*tmp_path.rglob("*.npy")]
 
 
 def test_a_hub_out_of_reach_is_a_failure_of_the_run_and_the_command_goes_on_later(tmp_path):
     with Hub() as hub:
-        hub.put("me/one", {f"{i}.jsonl": file_of("a.jsonl", TALES[i], tmp_path) for i in range(3)})
+        hub.put("me/one", {f"{i}.jsonl": file_of("a.jsonl", 9 * TALES[i], tmp_path) for i in range(3)})
         hub.answers = {"resolve/.*/2.jsonl": (500, {})}
         flags = ["--dataset", "me/one", "--shard_size", 900, "--val_tokens", 100]
         small = "import runtime.text; fineweb.VAL_BLOCK, runtime.text.BLOCK = 20, 900"

@@ -260,8 +260,9 @@ def row_of(encoder, documents):
 def test_every_code_point_has_tiktokens_tokens_before_a_contraction_and_beside_letters(gpt2):
     """Of the planes that Unicode uses; of the long stretches of Hangul and Chinese some."""
     codes = [chr(c) for c in (*range(0x3400), *range(0x3400, 0xa000, 41), *range(0xa000, 0xac00),
-                              *range(0xac00, 0xd7b0, 41), *range(0xf900, 0x17000), *range(0x17000, 0x18000, 41),
-                              *range(0x18000, 0x20000), *range(0x20000, 0x34000, 41))]
+                              *range(0xac00, 0xd7b0, 41), *range(0xf900, 0x17000),
+                              *range(0x17000, 0x18000, 41), *range(0x18000, 0x20000),
+                              *range(0x20000, 0x34000, 41))]
     documents = ["".join(f"{c}'s{c} 1{c}{c}" for c in codes[i:i + 512]) for i in range(0, len(codes), 512)]
     random.Random(0).shuffle(documents)
     encoder = Encoder()
@@ -271,7 +272,8 @@ def test_every_code_point_has_tiktokens_tokens_before_a_contraction_and_beside_l
 
 
 PIECES = st.sampled_from([*"aZ09 \n\r\t'é中🙂²½\u0301\u200b\u200d\ufeff\x00\x1c\x85\u088f", "'s",
-                          "'ll", "'RE", "  ", "<|endoftext|>", "<|endof", "\U00033479", "it's", " word", "<|", "|>"])
+                          "'ll", "'RE", "  ", "<|endoftext|>", "<|endof", "\U00033479", "it's", " word", "<|",
+                          "|>"])
 
 
 @FAST
