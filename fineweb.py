@@ -222,7 +222,7 @@ def next_split(settings: dict, file: int, val: int, train: int) -> tuple[tuple[s
 def cut(rows: Iterable, writer: ShardWriter) -> Iterator[tuple]:
     """The tokens, cut where another step or split begins: (step, split, tokens, cursor after them)."""
     val, train, most = writer.count("val"), writer.count("train"), writer.manifest["max_tokens"] or 2**60
-    (file, skip), at = writer.cursor(), 0
+    (file, skip), at = writer.cursor, 0
     for number, tokens in rows:
         file, at = number, (at if number == file else 0) + min(skip, len(tokens))
         tokens, skip = tokens[skip:], max(0, skip - len(tokens))
@@ -244,7 +244,7 @@ def write_shards(args: argparse.Namespace, settings: dict, prefix: str, files: C
     writer = ShardWriter(Path(args.out), prefix, settings)
     if writer.manifest["complete"]:
         return
-    with (closing(encoded(files(writer.cursor()[0]), args.text_field, args.workers)) as rows,
+    with (closing(encoded(files(writer.cursor[0]), args.text_field, args.workers)) as rows,
           tqdm(total=args.max_tokens, unit="tok", unit_scale=True, desc=args.out, disable=None) as bar):
         first, there = [], 0
         if not writer.manifest["shards"]:         # the blocks of a short text are smaller: look ahead
@@ -259,7 +259,7 @@ def write_shards(args: argparse.Namespace, settings: dict, prefix: str, files: C
             writer.manifest["block"] = blocks * min(VAL_BLOCK, there // VAL_BLOCKS)
         for (split, _), runs in groupby(cut(chain(first, rows), writer), lambda run: run[0]):
             write_step(writer, split, runs, bar)
-        writer.record(writer.cursor(), complete=True)
+        writer.record(writer.cursor, complete=True)
     shutil.rmtree(writer.out / ".download", ignore_errors=True)
 
 
@@ -274,7 +274,7 @@ def write_step(writer: ShardWriter, split: str, runs: Iterable, bar) -> None:
             if kind == split:
                 yield part
             else:
-                blocks.append(part)
+                blocks.append(part.copy())        # a view would keep its whole megabyte of text
 
     writer.write(split, tokens())
     if blocks:

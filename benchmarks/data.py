@@ -36,14 +36,12 @@ def measure_loader(s):
 
 
 COPIES = 47                     # of input.txt: 52 MB
-SIZES = 1, 8                    # times that: 52 and 420 MB
 OURS, PEER = "fineweb.py", "build-nanogpt's pool"
 PARTS = "decoding alone", "gigatoken alone"       # benchmarks/data_drivers.py
 
 
 def write_texts(folder):
-    """{format: its file} of copies of input.txt in documents of 30 speeches, 1,000 rows a row group, like
-    FineWeb's; and the number of bytes of their text."""
+    """{format: its file} of copies of input.txt in documents of 30 speeches, and the bytes of their text."""
     import pyarrow.parquet
     speeches = INPUT_TXT.read_text(encoding="utf-8").split("\n\n")
     documents = ["\n\n".join(speeches[i:i + 30]) for i in range(0, len(speeches), 30)]
@@ -51,7 +49,7 @@ def write_texts(folder):
     files = {kind: Path(folder) / f"text.{kind}" for kind in ("parquet", "jsonl")}
     pyarrow.parquet.write_table(pyarrow.table({"text": documents}), files["parquet"], row_group_size=1000)
     files["jsonl"].write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
-    return files, sum(len(document.encode()) for document in documents)
+    return files, sum(len(text.encode()) for text in documents)
 
 
 def time_fineweb(jobs, turns, peer=None):
@@ -60,24 +58,22 @@ def time_fineweb(jobs, turns, peer=None):
     all its threads and processes), "tokens": of a run, "bytes": of its text}, or {"failed": reason}}."""
     with tempfile.TemporaryDirectory() as folder:
         files, size = write_texts(folder)
-        drivers = [sys.executable, "-m", "benchmarks.data_drivers"]
 
         def run(job):
             what, kind, repeats = job
             with tempfile.TemporaryDirectory(dir=folder) as out:
-                text, driver = str(files[kind]), "peer" if what == PEER else what.partition(" ")[0]
-                argv = [*drivers, driver, text, str(repeats), out, str(peer)]
-                if what == OURS:
-                    argv = [sys.executable, str(BENCH.with_name("fineweb.py")), "--out", out, "--input",
-                            *[text] * repeats]
-                getattr(os, "sync", int)()        # what the run before left to the disk is not this one's
+                text, driver = str(files[kind]), "peer" if what == PEER else what.split()[0]
+                argv = [str(BENCH.with_name("fineweb.py")), "--out", out, "--input", *[text] * repeats]
+                if what != OURS:
+                    argv = ["-m", "benchmarks.data_drivers", driver, text, str(repeats), out, str(peer)]
+                argv = [sys.executable, *argv]
+                getattr(os, "sync", int)()        # of the run before
                 start, before = time.perf_counter(), os.times()
                 done = subprocess.run(argv, capture_output=True, text=True, cwd=BENCH.parent)
-                seconds, after = time.perf_counter() - start, os.times()
+                seconds, cpu = time.perf_counter() - start, sum(os.times()[2:4]) - sum(before[2:4])
                 if done.returncode:
                     return {"failed": (done.stderr.strip() or "?").split("\n")[-1][:200]}
                 tokens = sum(len(open_shard(path)) for path in Path(out).rglob("*.npy"))
-                cpu = sum(after[2:4]) - sum(before[2:4])
                 if what in PARTS:                 # without the start of the process
                     seconds, cpu, tokens = json.loads(done.stdout)
                 return {"seconds": [seconds], "cpu": [cpu], "tokens": tokens, "bytes": size * repeats}
@@ -85,7 +81,6 @@ def time_fineweb(jobs, turns, peer=None):
 
 
 def fineweb_rows(jobs, results):
-    """Rows of the table. Against the pool: by the medians, on the same text."""
     def cells(name, r):
         median, (*_, repeats) = statistics.median(r["seconds"]), jobs[name]
         row = {"s": median, "slowest": max(r["seconds"]), "CPU s": statistics.median(r["cpu"]),
@@ -100,8 +95,7 @@ def fineweb_rows(jobs, results):
 def data_table(args, base):
     """The loader by file format and order; fineweb.py, its parts alone, and the peer."""
     if args.path and not (Path(args.path) / "fineweb.py").is_file():
-        raise UserError(f"{args.path}/fineweb.py is not there: git clone build-nanogpt from GitHub, and give "
-                        f"its folder")
+        raise UserError(f"{args.path}/fineweb.py is not there: git clone build-nanogpt, and give its folder")
     results = measure({f"loader, one thread: .{kind} {order}":
                        replace(base, what="loader", size=kind, recipe=order, B=16, T=1024, steps=3)
                        for kind, order in (("npy", "shuffled"), ("npy", "in order"), ("bin", "shuffled"))},
@@ -109,10 +103,10 @@ def data_table(args, base):
     rows = rows_of("what", results, lambda _, r: {"million tokens/s": statistics.median(r["rates"]) / 1e6})
     print_table(rows)
     jobs = {}
-    for repeats in [args.steps] if args.steps else SIZES:
+    for repeats in [args.steps] if args.steps else (1, 8):            # 52 and 420 MB
         for what, kind in ((OURS, "parquet"), (OURS, "jsonl"), *((part, "parquet") for part in PARTS),
                            *([(PEER, "parquet")] if args.path else [])):
             jobs[f"{what}, {COPIES * repeats} copies of input.txt, .{kind}"] = what, kind, repeats
-    further = fineweb_rows(jobs, time_fineweb(jobs, args.turns, args.path and Path(args.path).resolve()))
-    print_table(further)
-    return rows + further
+    peer = args.path and Path(args.path).resolve()
+    print_table(more := fineweb_rows(jobs, time_fineweb(jobs, args.turns, peer)))
+    return rows + more

@@ -114,6 +114,7 @@ class ShardWriter:
 
     def __init__(self, out: Path, prefix: str, settings: dict):
         self.out, self.prefix, self.new = out, prefix, []
+        self.cursor = 0, 0      # where the next shard begins: number of a file, tokens of that which are used
         # a manifest without any shard, of a run that failed before, binds nobody
         found = read_manifest(out) if any(SHARD_NAME.match(path.name) for path in out.glob("*")) else None
         if found == {}:
@@ -130,14 +131,11 @@ class ShardWriter:
                         (shard["split"], shard["tokens"]) != (SHARD_NAME.match(shard["file"])[1],
                                                               len(open_shard(out / shard["file"])))):
                     raise ValueError(f"{shard['file']} is not the shard that it describes")
+                self.cursor = tuple(shard["cursor"])
 
     def count(self, split: str) -> int:
         """Tokens of the shards of a split."""
         return sum(shard["tokens"] for shard in self.manifest["shards"] if shard["split"] == split)
-
-    def cursor(self) -> tuple[int, int]:
-        """Where the next shard begins: (number of a file, tokens of that which the shards have)."""
-        return tuple(self.manifest["shards"][-1]["cursor"]) if self.manifest["shards"] else (0, 0)
 
     def write(self, split: str, parts: Iterable[np.ndarray]) -> None:
         """Writes the next shard of a split."""
@@ -153,7 +151,7 @@ class ShardWriter:
     def record(self, cursor: tuple[int, int], complete: bool = False) -> None:
         """Records the shards that were written: the manifest gets all of them or none."""
         self.manifest["shards"] += [shard | {"cursor": cursor} for shard in self.new]
-        self.manifest["complete"], self.new = complete, []
+        self.manifest["complete"], self.new, self.cursor = complete, [], cursor
         remove_leftovers(self.out, rf"{re.escape(self.prefix)}_(train|val)_\d+\.(npy|bin)|manifest\.json")
         write_manifest(self.out, self.manifest)
 
