@@ -44,8 +44,8 @@ def write_texts(folder):
     """{format: its file} of copies of input.txt in documents of 30 speeches, and the bytes of their text."""
     import pyarrow.parquet
     speeches = INPUT_TXT.read_text(encoding="utf-8").split("\n\n")
-    documents = ["\n\n".join(speeches[i:i + 30]) for i in range(0, len(speeches), 30)]
-    documents = [f"{i} {document}" for i in range(COPIES) for document in documents]
+    places = range(0, len(speeches), 30)
+    documents = [f"{i} " + "\n\n".join(speeches[at:at + 30]) for i in range(COPIES) for at in places]
     files = {kind: Path(folder) / f"text.{kind}" for kind in ("parquet", "jsonl")}
     pyarrow.parquet.write_table(pyarrow.table({"text": documents}), files["parquet"], row_group_size=1000)
     files["jsonl"].write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
@@ -57,7 +57,7 @@ def time_fineweb(jobs, turns, peer=None):
     is read)}. `peer`: the folder of a clone of build-nanogpt. {name: {"seconds": [...] and "cpu": [...] (of
     all its threads and processes), "tokens": of a run, "bytes": of its text}, or {"failed": reason}}."""
     with tempfile.TemporaryDirectory() as folder:
-        files, size = write_texts(folder)
+        (files, size), home = write_texts(folder), BENCH.parent
 
         def run(job):
             what, kind, repeats = job
@@ -66,10 +66,9 @@ def time_fineweb(jobs, turns, peer=None):
                 argv = [str(BENCH.with_name("fineweb.py")), "--out", out, "--input", *[text] * repeats]
                 if what != OURS:
                     argv = ["-m", "benchmarks.data_drivers", driver, text, str(repeats), out, str(peer)]
-                argv = [sys.executable, *argv]
                 getattr(os, "sync", int)()        # of the run before
                 start, before = time.perf_counter(), os.times()
-                done = subprocess.run(argv, capture_output=True, text=True, cwd=BENCH.parent)
+                done = subprocess.run([sys.executable, *argv], cwd=home, text=True, capture_output=True)
                 seconds, cpu = time.perf_counter() - start, sum(os.times()[2:4]) - sum(before[2:4])
                 if done.returncode:
                     return {"failed": (done.stderr.strip() or "?").split("\n")[-1][:200]}
