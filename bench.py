@@ -3,7 +3,7 @@
     python bench.py ladder          8 min   from float32 and naive attention to the step that trains
     python bench.py attention       1 min   every attention kernel: time, memory, and error against float64
     python bench.py memory          8 min   memory a sequence, the largest micro-batch, by kernel and loss
-    python bench.py data [PATH]     1 min   tokens/s of the loader, of fineweb.py, of a clone of build-nanogpt
+    python bench.py data [PATH]     5 min   the loader; fineweb.py against its parts, a clone of build-nanogpt
     python bench.py hellaswag       3 min   HellaSwag in batches against one example a forward
     python bench.py scaling         2 min   step time by processes; estimates by size, what GPUs exchange
     python bench.py peer PATH       4 min   our step and that of a clone of build-nanogpt, or of this project

@@ -4,251 +4,330 @@
     python fineweb.py --input input.txt --out data/shakespeare      any text of your own
     python fineweb.py --dataset roneneldan/TinyStories  any text dataset of the Hugging Face hub
     python fineweb.py --pretokenized 9                  FineWeb's published tokens, 9 x 100M -> fineweb10B/
-    python fineweb.py --part 3/16                       the fourth of 16 commands that share the work
     python fineweb.py --verify edu_fineweb10B           are all shards of a folder as they were written?
 
 A shard is a 1-D array of uint16 GPT-2 tokens, each document preceded by <|endoftext|> (50256):
-`*_train_000001.npy`, `*_val_000000.npy`. With --format bin it is llm.c's and modded-nanogpt's
-file instead: 256 int32 (magic 20240520, version 1, token count), then the tokens.
+`*_train_000001.npy`, `*_val_000000.npy`; or with --format bin the .bin of llm.c and modded-nanogpt.
 """
 import argparse
-import math
+import glob
 import os
 import re
 import shlex
 import shutil
-import sys
-import time
-from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
-from itertools import chain, islice
+import tempfile
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from itertools import chain, groupby
 from pathlib import Path
 
-from corpus.encoding import encode_stream, gigatoken
-from corpus.hub import REPO_NAME
-from corpus.hub_source import FINEWEB, HubSource, default_names
-from corpus.progress import Progress
-from corpus.published import PRETOKENIZED, fetch_shards
-from corpus.shard_writer import VAL_SEED, ShardWriter, manifest_of, part_name, read_manifests, share
-from corpus.sources import TEXT_FIELD, LocalSource
-from corpus.verify import verify
-from runtime.cli import FlagParser, UserError, parse_int, run_command
-from runtime.shards import OWN_TEXT, SHARD_NAME, list_shards, open_shard
-from runtime.tokenizer import BPE_SHA256
+import numpy as np
 
-MOST_WORKERS = 256              # or four a core
-SHORTEST = 16                   # tokens of a sequence that is worth training on
+from runtime.cli import FlagParser, RunError, UserError, brief_error, parse_int, run_command
+from runtime.files import NO_ROOM, writable
+from runtime.shards import (OWN_TEXT, SHARD_NAME, ShardWriter, file_sha256, list_shards, open_shard,
+                            read_manifest, write_manifest)
+from runtime.text import describe, kind_of, read_rows
+from runtime.tokenizer import BPE_SHA256, Encoder
+
+# shuffled, so that their first tokens are for validation: prefix of the shards, folder
+FINEWEB = {"HuggingFaceFW/fineweb-edu": ("edufineweb", "edu_fineweb"),
+           "HuggingFaceFW/fineweb": ("fineweb", "fineweb")}
+PRETOKENIZED = "kjj0/fineweb10B-gpt2"
+VAL_BLOCK, VAL_BLOCKS, LEAST = 4096, 40, 200      # tokens of a block; a text's least blocks, and tokens
 # --block_size of these presets. A table here, because to import runtime/presets.py may load torch
 BLOCK_SIZES = {"shakespeare": 128, "small": 256, "gpt2": 1024}
-
-
-@contextmanager
-def no_trace(out: Path, manifest: str) -> Iterator[None]:
-    """Around all that writes to `out`: if it fails before the first shard, what it made there, a manifest of
-    this name and folders, is removed again. What was there before stays as it is."""
-    path, cache = out / manifest, out / ".cache"  # of huggingface_hub, which resumes .incomplete files
-    made = [folder for folder in (out.absolute(), *out.absolute().parents) if not os.path.exists(folder)]
-    is_new = not os.path.exists(path)
-    try:
-        yield
-    except (Exception, KeyboardInterrupt):
-        with suppress(OSError):
-            shards = (found for found in out.iterdir() if SHARD_NAME.match(found.name))
-            begun = any(manifest_of(shard) == path for shard in shards) or any(cache.rglob("*.incomplete"))
-            if is_new and not begun:
-                path.unlink(missing_ok=True)
-                if made:
-                    shutil.rmtree(cache, ignore_errors=True)
-        for folder in made:
-            with suppress(OSError):               # not empty
-                folder.rmdir()
-        raise
-
-
-def preset_for(tokens: int) -> str:
-    """The preset of train_gpt2.py (runtime/presets.py) that suits so many training tokens."""
-    # small has 33M tokens, and over less than a quarter of that it would make more than 4 epochs
-    return "shakespeare" if tokens < 8_200_000 else "small" if tokens < 1_000_000_000 else "gpt2"
-
-
-def print_summary(out: Path, done: str, start: float) -> None:
-    """The last two lines: what is in `out`, and the command that trains on it."""
-    val, train = ([len(open_shard(path)) for path in list_shards(out, split)] for split in ("val", "train"))
-    why, last = next_command(out, val, train)
-    print(f"{out}: {done}, {sum(val):,} tokens for validation and {sum(train):,} for training, "
-          f"after {time.perf_counter() - start:.1f} s{why}\n{last}")
-
-
-def next_command(out: Path, val: list[int], train: list[int]) -> tuple[str, str]:
-    """(why the command is not the preset's alone, or '', the command that trains on shards of so many tokens,
-    as a shell reads it). It has the flags that shards too short for the preset's sequences need; for those
-    with which nothing sensible runs there is a line that says so instead."""
-    preset = preset_for(sum(train))
-    T = block_size = BLOCK_SIZES[preset]
-    # of each split the longest power of two that a shard has room for with its target: it divides the batch
-    fits, fits_val = (min(T, 1 << (max(lengths) - 1).bit_length() >> 1) for lengths in (train, val))
-    # by default validation has a tenth; a far smaller one, which was asked for, shortens no sequence
-    T = min(fits, fits_val) if 20 * sum(val) >= sum(train) else fits
-    if T < SHORTEST:
-        return "", (f"{out}: too short to train on: validation and training each need a shard of at least "
-                    f"{SHORTEST + 1} tokens. Give more text, and another --out")
-    flags = (f" --block_size {T}" if T < block_size else "") + (" --val_every 0" if T > fits_val else "")
-    why = f"; a split is too short for sequences of {block_size} tokens, hence{flags}" if flags else ""
-    name = (out if out.name.strip(".") else out.resolve()).name or "data"         # of `..`, of the root
-    return why, (f"next: python train_gpt2.py --preset {preset} --data {shlex.quote(str(out))} "
-                 f"--out {shlex.quote(f'log/{name}')}{flags}")
-
-
-# flags that go together with the first of them
-TEXT_FLAGS = {"--text_field", "--out", "--shard_size", "--val_tokens", "--max_tokens", "--workers", "--part",
-              "--format"}
-ALLOWED = {"verify": {"--verify"}, "pretokenized": {"--pretokenized", "--variant", "--sample", "--out"},
-           "dataset": {"--dataset", "--name", "--split", *TEXT_FLAGS}, "input": {"--input", *TEXT_FLAGS}}
-
-
-def parse_part(text: str) -> tuple[int, int]:
-    """'3/16' -> (3, 16)."""
-    part = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text, re.ASCII)
-    if not part or int(part[1]) >= int(part[2]):
-        raise argparse.ArgumentTypeError(f"{text!r} is not I/N with I from 0 to N-1, as 0/16 or 15/16")
-    return int(part[1]), int(part[2])
+TEXT_FLAGS = {"text_field", "out", "shard_size", "val_tokens", "max_tokens", "workers", "format"}
+ALLOWED = {"verify": {"verify"}, "pretokenized": {"pretokenized", "out"},   # flags that go with the first
+           "input": {"input", "val_input", *TEXT_FLAGS}, "dataset": {"dataset", "name", "split", *TEXT_FLAGS}}
+MOST = {"shard_size": 2**40, "val_tokens": 2**40, "max_tokens": 2**60, "workers": 256, "pretokenized": 103}
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    """The flags. UserError for those that do not go together."""
+    """The flags. UserError for those that do not go together, and for numbers out of range."""
     parser = FlagParser(prog="fineweb.py", description=__doc__)
     flag = parser.add_argument
-    flag("--variant", choices=[*FINEWEB], help="default edu (FineWeb-Edu); with --pretokenized classic")
-    flag("--sample", choices=["10BT", "100BT"], default="10BT", help="sample of it, in tokens (default 10BT)")
-    flag("--dataset", metavar="OWNER/NAME", help="a text dataset of the Hugging Face hub instead, streamed: "
-         "--variant edu is --dataset HuggingFaceFW/fineweb-edu --name sample-10BT")
+    flag("--dataset", metavar="OWNER/NAME", help="text dataset of the Hugging Face hub (default FineWeb-Edu)")
     flag("--name", metavar="CONFIG", help="configuration of --dataset, where it has several")
     flag("--split", help="split of --dataset (default train)")
-    flag("--input", nargs="+", action="extend", metavar="PATH_OR_GLOB",
-         help="your own text instead: files, folders or globs, one or several: .txt, .md (one document a "
-              "file), .jsonl, .csv, .tsv or .parquet, also .txt.gz, .jsonl.zst ...")
-    flag("--text_field", metavar="NAME", default=TEXT_FIELD, help="column that holds the text (default text)")
-    flag("--pretokenized", type=parse_int, metavar="N",
-         help="published tokens instead: the validation and the first N training shards, of 200 MB each")
+    flag("--input", nargs="+", action="extend", metavar="PATH", help="your own text: files, folders, globs: "
+         ".txt, .md (one document a file), .jsonl, .csv, .tsv, .parquet, also .txt.gz, .jsonl.zst ...")
+    flag("--val_input", nargs="+", action="extend", metavar="PATH", help="other files, for validation")
+    flag("--text_field", metavar="NAME", help="column that holds the text (default text)")
+    flag("--pretokenized", type=parse_int, metavar="N", help="fetches N published training shards of 200 MB")
     flag("--out", help="output folder (default edu_fineweb10B, or --dataset's name; required with --input)")
-    flag("--shard_size", type=parse_int, default=100_000_000, help="tokens per shard (default 100000000)")
-    flag("--val_tokens", type=parse_int, help="tokens of shard 0 (default shard_size, at most a tenth): "
-         "FineWeb's first, of your own text documents at random")
+    flag("--shard_size", type=parse_int, help="tokens per shard (default 100000000)")
+    flag("--val_tokens", type=parse_int, help="most tokens for validation (default shard_size)")
     flag("--max_tokens", type=parse_int, help="stop after so many, validation included (default: no limit)")
-    flag("--workers", type=parse_int, help="threads that tokenise (default: one a core)")
-    flag("--part", type=parse_part, metavar="I/N", help="of N commands, which write into one folder and may "
-         "run at once on several machines, this is number I, from 0 to N-1")
-    flag("--verify", metavar="DIR", help="reads all shards of a folder and compares each with the SHA-256 in "
-         "its manifest: exit code 2 if one differs")
-    flag("--format", choices=["npy", "bin"], default="npy", help="NumPy's files or llm.c's (default npy)")
-    argv = sys.argv[1:] if argv is None else argv
+    flag("--workers", type=parse_int, help="threads that encode (default: one a core)")
+    flag("--verify", metavar="DIR", help="compares all shards of a folder with the sums in its manifest")
+    flag("--format", choices=["npy", "bin"], help="NumPy's files or llm.c's (default npy)")
     args = parser.parse_args(argv)
-    given = {"--" + word[2:].partition("=")[0].replace("-", "_")          # their default values too
-             for word in argv if word.startswith("--")}
-    for name, allowed in ALLOWED.items():
-        if getattr(args, name) is not None and (others := given - allowed):
-            raise UserError(f"{min(others)} cannot be combined with --{name}: leave one of the two out")
-    if args.pretokenized is not None:
-        complete_pretokenized_flags(args)
-    elif args.verify is None:
-        complete_text_flags(args)
+    given = {name for name, value in vars(args).items() if value is not None}
+    source = next((name for name in ALLOWED if name in given), None)
+    for name in sorted(given - (ALLOWED[source] if source else TEXT_FLAGS)):
+        raise UserError(f"--{name} cannot be combined with --{source}: leave one of them out" if source else
+                        f"--{name} needs --{'input' if name == 'val_input' else 'dataset'}: give it")
+    for name in sorted(given & MOST.keys()):
+        if not 1 <= getattr(args, name) <= MOST[name]:
+            raise UserError(f"--{name} {getattr(args, name)}: give 1 to {MOST[name]}")
+    if args.input and not args.out:
+        raise UserError("--input needs --out: give the output folder of the shards")
+    if (args.val_tokens or 0) >= (args.max_tokens or 2**60) or args.val_tokens and args.val_input:
+        raise UserError("--val_tokens must be less than --max_tokens, and does not go with --val_input")
+    args.shard_size, args.split = args.shard_size or 100_000_000, args.split or "train"
+    args.text_field, args.format = args.text_field or "text", args.format or "npy"
+    args.val_tokens = args.val_tokens or min(args.shard_size, -(-(args.max_tokens or 2**60) // 10))
+    # cores of this Slurm job or container, not of the machine
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    args.workers = args.workers or cores
     return args
 
 
-def complete_pretokenized_flags(args: argparse.Namespace) -> None:
-    """Sets the flags whose defaults depend on others. UserError if no such tokens are published."""
-    args.variant = args.variant or "classic"
-    if (args.variant, args.sample) not in PRETOKENIZED:
-        raise UserError(f"no tokens of --variant {args.variant} --sample {args.sample} are published: "
-                        f"leave --sample out")
-    _, prefix, published = PRETOKENIZED[args.variant, args.sample]
-    if not 1 <= args.pretokenized <= published:
-        raise UserError(f"--pretokenized {args.pretokenized}: give 1 to {published} training shards")
-    args.out = Path(args.out or prefix + args.sample[:-1])
+def local_source(args: argparse.Namespace) -> tuple[dict, str, Callable]:
+    """(settings for the manifest, prefix of the shards, n -> (number, path, name) of the files from n on)."""
+    sets = {flag: find_files(flag, getattr(args, flag) or ()) for flag in ("val_input", "input")}
+    files = [(path, f"--{flag} {path}") for flag, paths in sets.items() for path in paths]
+    settings = {flag: [*map(describe, paths)] for flag, paths in sets.items()}
+    return settings, OWN_TEXT, lambda first: ((n, *files[n]) for n in range(first, len(files)))
 
 
-def complete_text_flags(args: argparse.Namespace) -> None:
-    """Sets the flags whose defaults depend on others. UserError for numbers out of range and for flags that
-    contradict each other."""
-    if args.dataset and not REPO_NAME.fullmatch(args.dataset):
-        raise UserError(f"--dataset {args.dataset} is not OWNER/NAME, as roneneldan/TinyStories")
-    if not args.dataset and (args.name or args.split):
-        raise UserError(f"--{'name' if args.name else 'split'} needs --dataset: give OWNER/NAME")
-    for name in ("shard_size", "val_tokens", "max_tokens", "workers"):
-        if (value := getattr(args, name)) is not None and value < 1:
-            raise UserError(f"--{name} {value}: must be at least 1")
-    if (args.workers or 0) > (most := max(MOST_WORKERS, 4 * (os.cpu_count() or 1))):
-        raise UserError(f"--workers {args.workers}: must be at most {most} here")
-    if args.input and not args.out:
-        raise UserError("--input needs --out: give the output folder of the shards")
-    if args.text_field != TEXT_FIELD and not (args.input or args.dataset):
-        raise UserError(f"--text_field {args.text_field} needs --input or --dataset")
-    parts = args.part[1] if args.part else 1
-    if args.max_tokens and (args.val_tokens or 0) >= share(args.max_tokens, (0, parts)):
-        most = f"{args.max_tokens} / {parts} parts" if args.part else args.max_tokens
-        raise UserError(f"--val_tokens {args.val_tokens} leaves nothing of --max_tokens {most} to train on: "
-                        f"give less of the first or more of the second")
-    args.variant, args.split = args.variant or "edu", args.split or "train"
-    if not args.dataset:
-        args.dataset, args.name = FINEWEB[args.variant][0], f"sample-{args.sample}"
-    args.out = Path(args.out or default_names(args.dataset, args.name, args.split)[1])
+def find_files(flag: str, patterns: list[str]) -> list[Path]:
+    """The files of paths, folders and globs, in order. UserError for one without any of a known kind."""
+    paths = []
+    for pattern in patterns:
+        every = os.path.join(glob.escape(pattern), "*") if os.path.isdir(pattern) else pattern
+        found = [pattern] if os.path.isfile(pattern) else sorted(glob.glob(every, recursive=True))
+        ours = [Path(path) for path in found if kind_of(path) and os.path.isfile(path)]
+        if not ours:
+            raise UserError(f"--{flag} {pattern}: no .txt, .md, .jsonl, .csv, .tsv, .parquet there: check it")
+        paths += ours
+    return paths
 
 
-def available_cores() -> int:
-    """Cores that this process may run on: those of its Slurm job or container, not of the machine."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def hub_source(args: argparse.Namespace) -> tuple[dict, str, Callable]:
+    """As local_source, of --dataset, at the revision that a manifest in --out records, or the newest."""
+    repo, split = args.dataset or "HuggingFaceFW/fineweb-edu", args.split
+    name = args.name if args.dataset else "sample-10BT"
+    words = "-".join(filter(None, [repo.rpartition("/")[2], name, split if split != "train" else ""]))
+    prefix = folder = re.sub(r"[^A-Za-z0-9.]+", "-", words)[:100].strip("-.") or "hub"        # no underscores
+    if repo in FINEWEB and split == "train" and (sample := re.fullmatch(r"sample-(\d+B)T", name or "")):
+        prefix, folder = FINEWEB[repo][0], FINEWEB[repo][1] + sample[1]
+    args.out = args.out or folder
+    settings, found = {"dataset": repo, "name": name, "split": split}, read_manifest(Path(args.out))
+    settings["revision"] = found.get("revision") if found.get("dataset") == repo else None
+    if not settings["revision"]:
+        from huggingface_hub import HfApi
+        with hub_errors(f"--dataset {repo}"):
+            settings["revision"] = HfApi().dataset_info(repo, expand=["sha"]).sha
+    return settings, prefix, lambda first: hub_files(settings, Path(args.out) / ".download", first)
 
 
-def write_shards(args: argparse.Namespace, source: HubSource | LocalSource, prefix: str) -> None:
-    """Tokenizes `source` into shards. Resumes where an earlier run of the command stopped."""
-    out, n = args.out, args.part[1] if args.part else 1
-    expected = min(source.expected, share(args.max_tokens, (0, n)) if args.max_tokens else math.inf)
-    settings = {"source": source.description, "tokenizer": {"name": "gpt2", **BPE_SHA256},
-                "format": args.format, "shard_size": args.shard_size, "max_tokens": args.max_tokens,
-                "val_tokens": args.val_tokens or int(min(args.shard_size, max(20, expected / 10)))}
-    start = time.perf_counter()
-    for note in source.notes:
-        print(note)
-    writer = ShardWriter(out, prefix, settings, args.part, None if source.shuffled else VAL_SEED,
-                         val_is_guess=not args.val_tokens)
-    shards = writer.manifest["shards"]
-    if shards:
-        print(f"{out}: {len(shards)} shards, {writer.total:,} tokens, are there already")
-    if not writer.manifest["complete"]:
-        tokenize_into(writer, source, expected, args.workers)
-    done = f"{len(shards)} shards complete"
-    if args.part:
-        done = f"{len(shards)} shards, {writer.total:,} tokens, of part {args.part[0]}/{n} complete"
-        complete = sum(found.get("complete") is True for found in read_manifests(out).values())
-        if complete < n:
-            return print(f"{out}: {done}, after {time.perf_counter() - start:.1f} s\n{complete} of {n} parts "
-                         f"are complete: when all are, the last line is the command that trains on them")
-        done += f", all {n} parts complete"
-    print_summary(out, done, start)
+@contextmanager
+def hub_errors(what: str):
+    """Around calls of the hub's libraries, whose errors come in many classes: they become ours."""
+    from huggingface_hub import errors
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, UserError | RunError) or getattr(error, "errno", None) in NO_ROOM:
+            raise                                 # a full disk: to `writable`
+        brief, status = brief_error(error), getattr(getattr(error, "response", None), "status_code", None)
+        # no such dataset, --name or --split (`brief` lists those that there are), or one that needs code
+        ours = isinstance(error, ValueError | FileNotFoundError | errors.RepositoryNotFoundError)
+        if status in (401, 403, 404) or "scripts" in brief or ours and not isinstance(
+                error, errors.LocalEntryNotFoundError | errors.BadRequestError):
+            raise UserError(f"{what} cannot be read ({brief}): check its name, --name and --split; if it is "
+                            f"private or gated, accept its terms there, and `hf auth login`") from None
+        raise RunError(f"{what} cannot be fetched from the Hugging Face hub ({brief}): run the same command "
+                       f"again with a network, or give your own text with --input") from None
 
 
-def tokenize_into(writer: ShardWriter, source: HubSource | LocalSource, expected: float,
-                  threads: int | None) -> None:
-    """Writes what `writer` lacks of `source`, which has about `expected` tokens."""
+def list_hub_files(dataset: str, name: str | None, split: str, revision: str) -> list[str]:
+    """The paths of the files of a split, in the dataset."""
+    import datasets
+    # if the hub does not answer, `datasets` takes what its cache has: hence an empty one. And with hf:// it
+    # never takes a local folder OWNER/NAME
+    with hub_errors(f"--dataset {dataset}"), tempfile.TemporaryDirectory() as empty:
+        splits = datasets.load_dataset_builder(f"hf://datasets/{dataset}", name, cache_dir=empty,
+                                               revision=revision).config.data_files or {}
+        files = [url.partition(f"@{revision}/")[2] for url in splits.get(split, ())]
+        if not files or not all(map(kind_of, files)):
+            raise ValueError(f"of its splits ({', '.join(map(str, splits))}) {split} has no files, or others "
+                             f"than .parquet, .jsonl, .csv, .tsv and .txt")
+        return files
+
+
+def hub_files(settings: dict, folder: Path, first: int) -> Iterator[tuple[int, Path, str]]:
+    """Files of a dataset, in `folder` while they are read; meanwhile the next one is fetched."""
+    from huggingface_hub import hf_hub_download
+    dataset, revision, files = settings["dataset"], settings["revision"], list_hub_files(**settings)
+
+    def begin(n):
+        def fetch():
+            try:
+                with writable(folder, begun=True), hub_errors(f"{dataset}: {files[n]}"):
+                    future.set_result(hf_hub_download(dataset, files[n], repo_type="dataset",
+                                                      revision=revision, local_dir=folder))
+            except BaseException as error:
+                future.set_exception(error)
+
+        future = Future()                         # of a daemon, which ends with the process
+        threading.Thread(target=fetch, daemon=True).start()
+        return future
+
+    future = begin(first) if first < len(files) else None
+    for n in range(first, len(files)):
+        path, future = Path(future.result()), begin(n + 1) if n + 1 < len(files) else None
+        yield n, path, f"{dataset}: {files[n]}"
+        path.unlink()
+
+
+def encoded(files: Iterable, field: str, threads: int) -> Iterator[tuple[int, np.ndarray]]:
+    """(number of a file, the next of its tokens): of a megabyte of text, which threads encode ahead."""
+    encoder, waiting, pool = Encoder(), deque(), ThreadPoolExecutor(threads)
+    if not encoder.gigatoken:
+        print("tiktoken does the work, slowly: gigatoken is not installed (pip install gigatoken)")
+    try:
+        for number, path, name in files:
+            for row in read_rows(path, field, encoder.separator, name):
+                waiting.append((number, pool.submit(encoder.encode, row)))
+                if len(waiting) > 4 * threads:
+                    yield waiting[0][0], waiting.popleft()[1].result()
+        yield from ((number, future.result()) for number, future in waiting)
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def next_split(settings: dict, file: int, val: int, train: int) -> tuple[tuple[str, int], str, int]:
+    """Where the next token belongs: (step, split, for how many tokens that holds), by the tokens that the
+    splits have. The shards of a step, (split, number), are written together."""
+    size, block, most = (settings[key] for key in ("shard_size", "block", "val_tokens"))
+    step, rest = ("train", train // size), size - train % size
+    if file < len(settings.get("val_input", ())):
+        return ("val", val // size), "val", size - val % size
+    if settings.get("dataset") in FINEWEB and val < most:
+        return ("val", 0), "val", most - val
+    if not block:
+        return step, "train", rest
+    at = (val + train) % (10 * block)
+    if at >= 9 * block and val < most:            # with the training tokens before it
+        return ("train", (train - 1) // size), "val", min(10 * block - at, most - val)
+    return step, "train", min(rest, (9 if at < 9 * block else 10) * block - at)
+
+
+def cut(rows: Iterable, writer: ShardWriter) -> Iterator[tuple]:
+    """The tokens, cut where another step or split begins: (step, split, tokens, cursor after them)."""
+    val, train, most = writer.count("val"), writer.count("train"), writer.manifest["max_tokens"] or 2**60
+    (file, skip), at = writer.cursor, 0
+    for number, tokens in rows:
+        file, at = number, (at if number == file else 0) + min(skip, len(tokens))
+        tokens, skip = tokens[skip:], max(0, skip - len(tokens))
+        while len(tokens) and val + train < most:
+            step, split, n = next_split(writer.manifest, file, val, train)
+            part = tokens[:min(n, most - val - train)]
+            tokens, at = tokens[len(part):], at + len(part)
+            val, train = (val + len(part), train) if split == "val" else (val, train + len(part))
+            yield step, split, part, (file, at)
+        if val + train == most:
+            return
+
+
+def write_shards(args: argparse.Namespace, settings: dict, prefix: str, files: Callable) -> None:
+    """Tokenizes the files into shards, from where an earlier run of the command stopped."""
     from tqdm import tqdm
-    out, threads = str(writer.out), threads or available_cores()
-    if not gigatoken(threads):
-        print(f"{out}: tiktoken does the work, slowly: gigatoken is not installed (pip install gigatoken)")
-    pieces = source.read(writer.document, writer.manifest["mark"])
-    with closing(encode_stream(pieces, threads)) as stream:
-        with Progress()(f"{out}: waiting for the first text"):                # of the hub: maybe a minute
-            first = list(islice(stream, 1))
-        log = Progress(enabled=not sys.stderr.isatty())                       # on a terminal there is the bar
-        total = expected if expected < math.inf else None
-        with (tqdm(total=total, initial=writer.total, unit="tok", unit_scale=True, desc=out,
-                   disable=None) as bar, log(out, total, "tokens (estimated)") as task):
-            for tokens in chain(first, stream):
-                writer.add(tokens)
-                bar.update(writer.total - bar.n)
-                task.done = writer.total
-                if writer.total >= writer.max_tokens:
-                    break
-        writer.finish()
+    settings = {"version": 2, **settings, "tokenizer": {"name": "gpt2", **BPE_SHA256},
+                **{key: getattr(args, key) for key in sorted(TEXT_FLAGS - {"out", "workers"})}}
+    writer = ShardWriter(Path(args.out), prefix, settings)
+    if writer.manifest["complete"]:
+        return
+    with (closing(encoded(files(writer.cursor[0]), args.text_field, args.workers)) as rows,
+          tqdm(total=args.max_tokens, unit="tok", unit_scale=True, desc=args.out, disable=None) as bar):
+        first, there = [], 0
+        if not writer.manifest["shards"]:         # the blocks of a short text are smaller: look ahead
+            while there < VAL_BLOCK * VAL_BLOCKS and (row := next(rows, None)):
+                first.append(row)
+                there += len(row[1])
+            there = min(there, args.max_tokens or there)
+            val_files = len(settings.get("val_input", ()))
+            if there < LEAST or val_files and first[0][0] >= val_files:
+                raise UserError(f"only {there} tokens of text, or none for validation: give more text")
+            blocks = not val_files and settings.get("dataset") not in FINEWEB
+            writer.manifest["block"] = blocks * min(VAL_BLOCK, there // VAL_BLOCKS)
+        for (split, _), runs in groupby(cut(chain(first, rows), writer), lambda run: run[0]):
+            write_step(writer, split, runs, bar)
+        writer.record(writer.cursor, complete=True)
+    shutil.rmtree(writer.out / ".download", ignore_errors=True)
+
+
+def write_step(writer: ShardWriter, split: str, runs: Iterable, bar) -> None:
+    """Writes a shard of `split`, and if validation has blocks between its tokens, a shard of those."""
+    blocks, cursors = [], []
+
+    def tokens():
+        for _, kind, part, cursor in runs:
+            bar.update(len(part))
+            cursors[:] = [cursor]
+            if kind == split:
+                yield part
+            else:
+                blocks.append(part.copy())        # a view would keep its whole megabyte of text
+
+    writer.write(split, tokens())
+    if blocks:
+        writer.write("val", blocks)
+    writer.record(cursors[0])
+
+
+def fetch_published(count: int, out: Path) -> None:
+    """--pretokenized: the validation and the first `count` training shards, as far as `out` lacks them."""
+    names = [f"fineweb_{'train' if i else 'val'}_{i:06d}.bin" for i in range(count + 1)]
+    there = {path.name for path in out.glob("*") if SHARD_NAME.match(path.name)}
+    if there and read_manifest(out).get("pretokenized") != PRETOKENIZED:
+        raise UserError(f"{out} holds shards of another source than {PRETOKENIZED}: choose another --out")
+    if missing := [name for name in names if name not in there]:
+        from huggingface_hub import HfApi, hf_hub_download
+        with writable(out, begun=True), hub_errors(PRETOKENIZED):
+            infos = HfApi().get_paths_info(PRETOKENIZED, names, repo_type="dataset")
+            out.mkdir(parents=True, exist_ok=True)
+            shards = [{"file": info.path, "sha256": info.lfs.sha256} for info in infos]
+            write_manifest(out, {"pretokenized": PRETOKENIZED, "shards": shards})
+            for name in missing:
+                hf_hub_download(PRETOKENIZED, name, repo_type="dataset", local_dir=out)
+        verify(out)
+
+
+def verify(folder: Path) -> None:
+    """--verify: UserError names the shards that are not as the manifest in `folder` records them."""
+    from tqdm import tqdm
+    sums = {path.name: "" for path in sorted(folder.glob("*")) if SHARD_NAME.match(path.name)}
+    for shard in read_manifest(folder).get("shards", ()):
+        sums[shard["file"]] = shard.get("sha256", "")
+    bad = [name for name in tqdm(sums, disable=None) if sums[name] and not (
+        (folder / name).is_file() and file_sha256(folder / name) == sums[name])]
+    unknown = [name for name in sums if not sums[name]]
+    if bad or len(unknown) == len(sums):
+        raise UserError(f"{folder}: " + (f"{len(bad)} of {len(sums)} shards are damaged or missing, "
+                        f"{', '.join(bad)}: restore them, or remove the rest and make them again" if bad else
+                        "no manifest.json there has the SHA-256 of a shard: check the path"))
+    print(f"{folder}: {len(sums) - len(unknown)} shards are as they were written"
+          + (f"; not checked, in no manifest: {', '.join(unknown)}" if unknown else ""))
+
+
+def next_command(out: Path, val: list[int], train: list[int]) -> str:
+    """The command that trains on shards of so many tokens, as a shell reads it."""
+    # small has 33M tokens, and over less than a quarter of that it would make more than 4 epochs
+    preset = "shakespeare" if sum(train) < 8_200_000 else "small" if sum(train) < 1_000_000_000 else "gpt2"
+    # the longest power of two for which both splits have a shard with room for it and its target
+    T = min(BLOCK_SIZES[preset], 1 << (min(max(val), max(train)) - 1).bit_length() >> 1)
+    if T < 16:
+        return f"{out}: the shards are too short to train on: make longer ones of more text, in another --out"
+    data, log = shlex.quote(str(out)), shlex.quote(f"log/{out.resolve().name or 'data'}")
+    return (f"next: python train_gpt2.py --preset {preset} --data {data} --out {log}"
+            + (f" --block_size {T}" if T < BLOCK_SIZES[preset] else ""))
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -256,18 +335,15 @@ def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     if args.verify is not None:
         return verify(Path(args.verify))
-    part = args.part or (0, 1)
-    with no_trace(args.out, f"manifest{part_name(args.part)}.json"):
-        if args.pretokenized is not None:
-            start, (repo, prefix, _) = time.perf_counter(), PRETOKENIZED[args.variant, args.sample]
-            print_summary(args.out, fetch_shards(repo, prefix, args.pretokenized, args.out), start)
-        elif args.input:
-            write_shards(args, LocalSource(args.input, args.text_field, part), OWN_TEXT)
-        else:
-            source = HubSource(args.dataset, args.name, part, args.split, args.text_field)
-            with Progress()(f"{args.out}: waiting for the hub"):
-                source.pin(args.out)
-            write_shards(args, source, default_names(args.dataset, args.name, args.split)[0])
+    if args.pretokenized is not None:
+        args.out = args.out or "fineweb10B"
+        fetch_published(args.pretokenized, Path(args.out))
+    else:
+        write_shards(args, *(local_source(args) if args.input else hub_source(args)))
+    out = Path(args.out)
+    val, train = ([len(open_shard(path)) for path in list_shards(out, split)] for split in ("val", "train"))
+    print(f"{out}: {len(val) + len(train)} shards complete, {sum(val):,} tokens for validation and "
+          f"{sum(train):,} for training\n{next_command(out, val, train)}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
 """`bench.py data`: the loader's and the tokenizer's tokens a second."""
+import json
 import os
 import statistics
 import subprocess
@@ -12,7 +13,6 @@ from types import SimpleNamespace
 
 from benchmarks.timing import BENCH, measure, print_table, random_tokens, rows_of, take_turns
 from runtime.cli import UserError
-from runtime.console import counted
 from runtime.dataloader import INPUT_TXT, TokenDataset, micro_batches, to_device
 from runtime.shards import open_shard, write_shard
 from runtime.tokenizer import VOCAB_SIZE
@@ -35,81 +35,77 @@ def measure_loader(s):
     return {"rates": rates}
 
 
-COPIES = 47                     # of input.txt: 52 MB, of which --steps N takes N times as much
-PEER, EMPTY = "build-nanogpt's pool", "fineweb.py without encoding"               # benchmarks/data_drivers.py
+COPIES = 47                     # of input.txt: 52 MB
+OURS, PEER = "fineweb.py", "build-nanogpt's pool"
+PARTS = "decoding alone", "gigatoken alone"       # benchmarks/data_drivers.py
 
 
-def write_text(path):
-    """Copies of input.txt in documents of 30 speeches, 1,000 rows a row group, like FineWeb's. The number of
-    bytes."""
+def write_texts(folder):
+    """{format: its file} of copies of input.txt in documents of 30 speeches, and the bytes of their text."""
     import pyarrow.parquet
     speeches = INPUT_TXT.read_text(encoding="utf-8").split("\n\n")
-    documents = ["\n\n".join(speeches[i:i + 30]) for i in range(0, len(speeches), 30)]
-    documents = [f"{i} {document}" for i in range(COPIES) for document in documents]
-    pyarrow.parquet.write_table(pyarrow.table({"text": documents}), path, row_group_size=1000)
-    return sum(len(document.encode()) for document in documents)
+    places = range(0, len(speeches), 30)
+    documents = [f"{i} " + "\n\n".join(speeches[at:at + 30]) for i in range(COPIES) for at in places]
+    files = {kind: Path(folder) / f"text.{kind}" for kind in ("parquet", "jsonl")}
+    pyarrow.parquet.write_table(pyarrow.table({"text": documents}), files["parquet"], row_group_size=1000)
+    files["jsonl"].write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+    return files, sum(len(text.encode()) for text in documents)
 
 
-def fineweb_command(what, workers, text, out, peer, repeats):
-    """The command of a job of time_fineweb."""
-    script, drivers = str(BENCH.with_name("fineweb.py")), [sys.executable, "-m", "benchmarks.data_drivers"]
-    if what == PEER:
-        return [*drivers, "peer", str(peer), str(text), str(repeats), str(out), str(workers)]
-    run = [*drivers, "without_encoding", script] if what == EMPTY else [sys.executable, script]
-    return [*run, "--workers", str(workers), "--out", str(out), "--input", *[str(text)] * repeats]
-
-
-def time_fineweb(jobs, turns, peer=None, repeats=1):
-    """Whole processes, in turn. `jobs`: {name: ("fineweb.py", PEER or EMPTY; number of workers)}. `peer`: the
-    folder of a clone of build-nanogpt. `repeats`: how often they have the text. {name: {"seconds": [...],
-    "tokens": of a run, "bytes": of its text}, or {"failed": reason}}."""
+def time_fineweb(jobs, turns, peer=None):
+    """Whole processes, in turn. `jobs`: {name: (OURS, PEER or one of PARTS, format of the text, how often it
+    is read)}. `peer`: the folder of a clone of build-nanogpt. {name: {"seconds": [...] and "cpu": [...] (of
+    all its threads and processes), "tokens": of a run, "bytes": of its text}, or {"failed": reason}}."""
     with tempfile.TemporaryDirectory() as folder:
-        text = Path(folder) / "text.parquet"
-        size = write_text(text) * repeats
+        (files, size), home = write_texts(folder), BENCH.parent
 
         def run(job):
+            what, kind, repeats = job
             with tempfile.TemporaryDirectory(dir=folder) as out:
-                argv = fineweb_command(*job, text, out, peer, repeats)
-                getattr(os, "sync", int)()        # what the run before left to the disk is not this one's
-                start = time.perf_counter()
-                done = subprocess.run(argv, capture_output=True, text=True, cwd=BENCH.parent)
-                seconds = time.perf_counter() - start
+                text, driver = str(files[kind]), "peer" if what == PEER else what.split()[0]
+                argv = [str(BENCH.with_name("fineweb.py")), "--out", out, "--input", *[text] * repeats]
+                if what != OURS:
+                    argv = ["-m", "benchmarks.data_drivers", driver, text, str(repeats), out, str(peer)]
+                getattr(os, "sync", int)()        # of the run before
+                start, before = time.perf_counter(), os.times()
+                done = subprocess.run([sys.executable, *argv], cwd=home, text=True, capture_output=True)
+                seconds, cpu = time.perf_counter() - start, sum(os.times()[2:4]) - sum(before[2:4])
                 if done.returncode:
-                    return {"failed": done.stderr.strip().split("\n")[-1][:200]}
+                    return {"failed": (done.stderr.strip() or "?").split("\n")[-1][:200]}
                 tokens = sum(len(open_shard(path)) for path in Path(out).rglob("*.npy"))
-                return {"seconds": [seconds], "tokens": tokens, "bytes": size}
+                if what in PARTS:                 # without the start of the process
+                    seconds, cpu, tokens = json.loads(done.stdout)
+                return {"seconds": [seconds], "cpu": [cpu], "tokens": tokens, "bytes": size * repeats}
         return take_turns(run, jobs, turns, "timed fineweb.py", "runs")
 
 
 def fineweb_rows(jobs, results):
-    """Rows of the table; with the peer's job among them, how many times as fast (medians)."""
-    peers = next((results[name] for name, (what, _) in jobs.items() if what == PEER), {})
-
     def cells(name, r):
-        median = statistics.median(r["seconds"])
-        row = {"million tokens/s": r["tokens"] / median / 1e6, "MB of text/s": r["bytes"] / median / 1e6,
-               "s": median, "slowest": max(r["seconds"])}
-        if "tokens" in peers:
-            row["against the pool"] = f"{statistics.median(peers['seconds']) / median:.2f}x"
+        median, (*_, repeats) = statistics.median(r["seconds"]), jobs[name]
+        row = {"s": median, "slowest": max(r["seconds"]), "CPU s": statistics.median(r["cpu"]),
+               "MB of text/s": r["bytes"] / median / 1e6}
+        for other, (what, *_, times) in jobs.items():
+            if what == PEER and times == repeats and "seconds" in results[other]:
+                row["against the pool"] = f"{statistics.median(results[other]['seconds']) / median:.2f}x"
         return row
     return rows_of("what", results, cells)
 
 
 def data_table(args, base):
-    """The loader by file format and order; fineweb.py by its threads, the peer's, and without encoding."""
+    """The loader by file format and order; fineweb.py, its parts alone, and the peer."""
     if args.path and not (Path(args.path) / "fineweb.py").is_file():
-        raise UserError(f"{args.path}/fineweb.py is not there: git clone build-nanogpt from GitHub, and give "
-                        f"its folder")
+        raise UserError(f"{args.path}/fineweb.py is not there: git clone build-nanogpt, and give its folder")
     results = measure({f"loader, one thread: .{kind} {order}":
                        replace(base, what="loader", size=kind, recipe=order, B=16, T=1024, steps=3)
                        for kind, order in (("npy", "shuffled"), ("npy", "in order"), ("bin", "shuffled"))},
                       args.turns)
     rows = rows_of("what", results, lambda _, r: {"million tokens/s": statistics.median(r["rates"]) / 1e6})
-    programs = [("fineweb.py", n) for n in sorted({1, 2, os.cpu_count() or 1})]
-    programs += [(PEER, 2), (EMPTY, 1)] if args.path else [(EMPTY, 1)]
-    jobs = {f"{what}, {counted(n, 'worker')}": (what, n) for what, n in programs}
-    repeats, peer = args.steps or 1, args.path and Path(args.path).resolve()
-    rows += fineweb_rows(jobs, time_fineweb(jobs, args.turns, peer, repeats))
-    print(f"fineweb.py: whole processes, {COPIES * repeats} copies of input.txt, from .parquet")
     print_table(rows)
-    return rows
+    jobs = {}
+    for repeats in [args.steps] if args.steps else (1, 8):            # 52 and 420 MB
+        for what, kind in ((OURS, "parquet"), (OURS, "jsonl"), *((part, "parquet") for part in PARTS),
+                           *([(PEER, "parquet")] if args.path else [])):
+            jobs[f"{what}, {COPIES * repeats} copies of input.txt, .{kind}"] = what, kind, repeats
+    peer = args.path and Path(args.path).resolve()
+    print_table(more := fineweb_rows(jobs, time_fineweb(jobs, args.turns, peer)))
+    return rows + more

@@ -32,9 +32,9 @@ def parse_args(argv: list[str], tables: Collection[str], description: str) -> tu
         "for recipes: a step (default 16)")
     add("--sequence_length", type=parse_int, help="tokens (default 1024; 256 on a CPU, except for memory)")
     add("--steps", type=parse_int, help="timed steps a turn (default 20 on CUDA, 4 on a CPU); for recipes: "
-        "steps of the gpt2 runs (default 300); for data: times 52 MB of text (default 1)")
-    add("--turns", type=parse_int, help="how often the table is measured (default 1 on CUDA, 2 on a CPU); "
-        "for recipes: number of seeds")
+        "steps of the gpt2 runs (default 300); for data: times 52 MB of text (default 1, and 8)")
+    add("--turns", type=parse_int, help="how often the table is measured (default 1 on CUDA, 2 on a CPU, "
+        "5 for data); for recipes: number of seeds")
     add("--compile", action="store_true", default=None, help="torch.compile (default on CUDA only)")
     add("--no_compile", dest="compile", action="store_false", default=None)
     add("--memory_gb", type=float, default=80, help="for memory: GB of the GPU (default 80)")
@@ -47,7 +47,7 @@ def parse_args(argv: list[str], tables: Collection[str], description: str) -> tu
     check_meaning(args, parser)
     args = check_args(args)
     cuda = args.device.startswith("cuda")
-    args.turns = args.turns or (1 if cuda else 2)
+    args.turns = args.turns or (5 if args.table == "data" else 1 if cuda else 2)
     small = args.table in ("hellaswag", "recipes")
     return args, Setting(
         device=args.device, recipe=args.recipe, size=args.size or ("small" if small else "gpt2"),

@@ -1,33 +1,46 @@
 """Token shards: 1-D uint16 in .npy, or in the .bin of llm.c and modded-nanogpt."""
-import io
+import hashlib
+import json
 import os
 import re
 import textwrap
 import warnings
+from collections.abc import Iterable
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
 
-from runtime.cli import UserError
-from runtime.files import readable, replace_file
+from runtime.cli import UserError, safe_repr
+from runtime.files import read_text, readable, remove_leftovers, replace_file, writable
 from runtime.tokenizer import EOT, tokenizer
 
-MANIFEST_NAME = re.compile(r"manifest(_p\d+of\d+)?\.json")
 SHARD_NAME = re.compile(r"(?:^|.*_)(train|val)_\d+\.(npy|bin)$")
 OWN_TEXT = "text"               # with this the names of shards begin that `fineweb.py --input` makes
 BIN_MAGIC, BIN_VERSION, BIN_HEADER = 20240520, 1, 256     # llm.c, dev/data/data_common.py
 
 
-def write_shard(path: str | Path, *parts: np.ndarray) -> None:
-    """Writes 1-D uint16 tokens, all `parts` of them, atomically as .npy or .bin, by the suffix of `path`."""
-    head, n = io.BytesIO(), sum(map(len, parts))
-    if Path(path).suffix == ".bin":
-        head.write(np.array([BIN_MAGIC, BIN_VERSION, n] + [0] * (BIN_HEADER - 3), dtype="<i4"))
-    else:
-        np.lib.format.write_array_header_1_0(head, {"descr": "<u2", "fortran_order": False, "shape": (n,)})
-    # not np.save: on a full disk it can lose a file's last bytes without an error
-    replace_file(path, lambda file: file.writelines([head.getvalue(), *parts]))
+def write_shard(path: str | Path, *parts: np.ndarray, further: Iterable[np.ndarray] = ()) -> int:
+    """Writes 1-D uint16 tokens, all `parts` of them and `further` ones as they come, atomically as .npy or
+    .bin, by the suffix of `path`. Their number."""
+    def write(file):
+        nonlocal n
+        file.seek(start)
+        # not np.save: on a full disk it can lose a file's last bytes without an error
+        for part in chain(parts, further):
+            n += file.write(np.ascontiguousarray(part, dtype="<u2")) // 2
+        file.seek(0)
+        if Path(path).suffix == ".bin":
+            file.write(np.array([BIN_MAGIC, BIN_VERSION, n] + [0] * (BIN_HEADER - 3), dtype="<i4"))
+        else:
+            head = {"descr": "<u2", "fortran_order": False, "shape": (n,)}
+            np.lib.format.write_array_header_1_0(file, head)
+        assert file.tell() == start
+
+    n, start = 0, 4 * BIN_HEADER if Path(path).suffix == ".bin" else 128          # as NumPy fills it up
+    replace_file(path, write)
+    return n
 
 
 def open_shard(path: str | Path) -> np.memmap:
@@ -72,6 +85,75 @@ def list_shards(folder: str | Path, split: str) -> list[Path]:
                         f"`python fineweb.py` makes edu_fineweb10B, with --pretokenized 9 it fetches "
                         f"fineweb10B, with --input YOUR_TEXT --out {folder} it makes shards of your own text")
     return paths
+
+
+def read_manifest(folder: Path) -> dict:
+    """What a folder's manifest.json records, {} without one. UserError if it is damaged."""
+    if not (path := folder / "manifest.json").exists():
+        return {}
+    with readable(path, "restore it, or choose another --out"):
+        found = json.loads(read_text(path, errors="strict"))
+        if not all(SHARD_NAME.match(shard["file"]) and "/" not in shard["file"] for shard in found["shards"]):
+            raise ValueError("a shard in it is none")
+        return found
+
+
+def write_manifest(folder: Path, manifest: dict) -> None:
+    replace_file(folder / "manifest.json", lambda file: file.write(json.dumps(manifest, indent=1).encode()))
+
+
+def file_sha256(path: str | Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+class ShardWriter:
+    """Writes the shards of a folder, each atomically, and manifest.json, by which a killed run goes on: the
+    `settings`, which determine every byte, and of each shard its tokens, its SHA-256 and the cursor, where in
+    the text the next one begins. UserError if the folder has shards of other settings."""
+
+    def __init__(self, out: Path, prefix: str, settings: dict):
+        self.out, self.prefix, self.new = out, prefix, []
+        self.cursor = 0, 0      # where the next shard begins: number of a file, tokens of that which are used
+        # a manifest without any shard, of a run that failed before, binds nobody
+        found = read_manifest(out) if any(SHARD_NAME.match(path.name) for path in out.glob("*")) else None
+        if found == {}:
+            raise UserError(f"{out} already holds shards without a manifest.json: choose another --out")
+        for key in settings if found else ():
+            if (old := found.get(key)) != settings[key]:
+                raise UserError(f"{out} was begun with another {key} ({safe_repr(old)} instead of "
+                                f"{safe_repr(settings[key])}): give the same again, or choose another --out")
+        self.manifest = {**settings, "complete": False, "shards": []} | (found or {})
+        with readable(out / "manifest.json", "choose another --out"):
+            for shard in self.manifest["shards"]:
+                numbers = shard["tokens"], *shard["cursor"], self.manifest["block"]
+                if [type(n) for n in numbers] != [int] * 4 or min(numbers) < 0 or (
+                        (shard["split"], shard["tokens"]) != (SHARD_NAME.match(shard["file"])[1],
+                                                              len(open_shard(out / shard["file"])))):
+                    raise ValueError(f"{shard['file']} is not the shard that it describes")
+                self.cursor = tuple(shard["cursor"])
+
+    def count(self, split: str) -> int:
+        """Tokens of the shards of a split."""
+        return sum(shard["tokens"] for shard in self.manifest["shards"] if shard["split"] == split)
+
+    def write(self, split: str, parts: Iterable[np.ndarray]) -> None:
+        """Writes the next shard of a split."""
+        number = sum(shard["split"] == split for shard in self.manifest["shards"]) + (split == "train")
+        path = self.out / f"{self.prefix}_{split}_{number:06d}.{self.manifest['format']}"
+        with writable(self.out):
+            self.out.mkdir(parents=True, exist_ok=True)
+        if not self.manifest["shards"]:           # without it the first shard would not be ours
+            write_manifest(self.out, self.manifest)
+        self.new.append({"file": path.name, "split": split, "tokens": write_shard(path, further=parts),
+                         "sha256": file_sha256(path)})
+
+    def record(self, cursor: tuple[int, int], complete: bool = False) -> None:
+        """Records the shards that were written: the manifest gets all of them or none."""
+        self.manifest["shards"] += [shard | {"cursor": cursor} for shard in self.new]
+        self.manifest["complete"], self.new, self.cursor = complete, [], cursor
+        remove_leftovers(self.out, rf"{re.escape(self.prefix)}_(train|val)_\d+\.(npy|bin)|manifest\.json")
+        write_manifest(self.out, self.manifest)
 
 
 def first_words(folder: str | Path) -> str:

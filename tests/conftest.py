@@ -21,8 +21,8 @@ os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"
 # The files that take or wait long, the longest first: a worker gets a file at a time (--dist loadfile), so
 # that what its tests share is made once, and the short ones at the end fill the workers evenly.
 LONG = [f"test_{name}.py" for name in (
-    "reliability stopping train fineweb model hostile bench frontier hellaswag encoding sharding speedrun "
-    "guards_steps sample hub_text plots").split()]
+    "reliability stopping train model hostile bench fineweb frontier hellaswag sharding speedrun "
+    "guards_steps sample text plots").split()]
 
 
 @pytest.hookimpl(trylast=True)
@@ -50,6 +50,28 @@ def no_pictures(request, monkeypatch):
     if request.path.name != "test_plots.py":
         from runtime import plots
         monkeypatch.setattr(plots, "draw", lambda *args, **how: None)
+
+
+@pytest.fixture(scope="session")
+def gpt2():
+    """GPT-2's encoding made by tiktoken's own loader."""
+    import tiktoken
+    from tiktoken.load import data_gym_to_mergeable_bpe_ranks
+    from tiktoken_ext.openai_public import r50k_pat_str
+    assets = Path(__file__).resolve().parent.parent / "assets"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TIKTOKEN_CACHE_DIR", "")               # tiktoken would otherwise keep a copy in a cache
+        ranks = data_gym_to_mergeable_bpe_ranks(str(assets / "vocab.bpe"), str(assets / "encoder.json"))
+    return tiktoken.Encoding("gpt2", pat_str=r50k_pat_str, mergeable_ranks=ranks,
+                             special_tokens={"<|endoftext|>": 50256}, explicit_n_vocab=50257)
+
+
+@pytest.fixture(scope="session")
+def encoder():
+    from runtime.tokenizer import Encoder
+    found = Encoder()
+    assert found.gigatoken, "gigatoken is in requirements.txt"
+    return found
 
 
 def pytest_terminal_summary(terminalreporter, config):

@@ -166,8 +166,8 @@ def test_a_table_says_which_of_its_lines_failed(table, monkeypatch, capsys, tmp_
         calls.append(s)
         return {"failed": "no room"} if len(calls) - 1 in failing else dict(result)
     monkeypatch.setattr(benchmark, "run_in_subprocess", run)
-    monkeypatch.setattr(data_benchmark, "time_fineweb", lambda jobs, turns, peer, repeats: {
-        name: {"seconds": [1.0], "tokens": 10, "bytes": 42} if i else {"seconds": [1.0], "failed": "no disk"}
+    monkeypatch.setattr(data_benchmark, "time_fineweb", lambda jobs, turns, peer: {
+        name: {"seconds": [1.0], "cpu": [1.0], "tokens": 10, "bytes": 42} if i else {"failed": "no disk"}
         for i, name in enumerate(jobs)})
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     flags = [table, *([str(tmp_path)] if table == "peer" else []), "--device", "cpu", "--turns", "1"]
@@ -510,18 +510,19 @@ def test_fineweb_py_and_a_clones_script_make_the_same_tokens_of_the_same_text(mo
         rmtree(out, *args, **kwargs)
 
     monkeypatch.setattr(shutil, "rmtree", look)
-    jobs = {what: (what, n) for what, n in (("fineweb.py", 2), (data_benchmark.PEER, 2),
-                                            (data_benchmark.EMPTY, 1))}
+    jobs = {what: (what, "parquet", 2) for what in (data_benchmark.OURS, data_benchmark.PEER,
+                                                    *data_benchmark.PARTS)}
     results = time_fineweb(jobs, 1, tmp_path)
     assert not [result["failed"] for result in results.values() if "failed" in result]
-    ours, peers, empty, _ = seen
+    ours, peers, *_ = seen
     assert sorted(sum(ours, [])) == sorted(sum(peers, [])) and len(ours) == 2
-    assert len(empty) == 2 and empty[1][0] == 50256
+    assert {result["tokens"] for result in results.values()} == {0, len(peers[0])}
+    assert all(result["cpu"][0] > 0 for result in results.values())
     rows = data_benchmark.fineweb_rows(jobs, results)
-    assert [bool(row.get("against the pool")) for row in rows] == [True] * 3
+    assert [bool(row.get("against the pool")) for row in rows] == [True] * 4
     (tmp_path / "fineweb.py").write_text("raise SystemExit('no disk')")
     monkeypatch.setattr(data_benchmark, "BENCH", tmp_path / "bench.py")
-    assert time_fineweb({"fineweb.py": ("fineweb.py", 1)}, 1) == {"fineweb.py": {"failed": "no disk"}}
+    assert time_fineweb({"it": (data_benchmark.OURS, "jsonl", 1)}, 1) == {"it": {"failed": "no disk"}}
 
 
 def test_the_loader_is_measured_epoch_by_epoch():

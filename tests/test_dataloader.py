@@ -7,16 +7,19 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from helpers import wait_until
-from test_fineweb import FAST
 
 import runtime.dataloader
 from runtime.cli import UserError
 from runtime.dataloader import (DEPTH, TokenDataset, divide_update, micro_batches, read_ahead,
                                 stable_permutation, to_device, updates_of_step)
 from runtime.shards import list_shards, open_shard, read_shard, write_shard
+
+# the same examples in every run, and no look at the clock
+FAST = settings(max_examples=60, deadline=None, derandomize=True, database=None,
+                suppress_health_check=list(HealthCheck))
 
 
 @st.composite

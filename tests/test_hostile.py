@@ -23,13 +23,10 @@ from helpers import little_memory, llm_c_file, script, train
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from peers import LargestStorage, TINY, make_model, nanogpt_checkpoint, own_checkpoint, save
-from test_fineweb import pieces_of
 
-import corpus.readers
 import fineweb
+import runtime.text
 from benchmarks.curves import read_curve
-from corpus.readers import LAST_CUT
-from corpus.sources import LocalSource
 from frontier import FrontierGPT
 from hellaswag import load_examples
 from model import GPTConfig, MODELS, load_model
@@ -37,6 +34,8 @@ from runtime.cli import RunError, UserError, print_error
 from runtime.console import read_metrics
 from runtime.dataloader import TokenDataset
 from runtime.shards import SHARD_NAME, open_shard, write_shard
+from runtime.text import read_rows
+from runtime.tokenizer import LAST_CUT
 from runtime.weights import model_from_checkpoint
 
 FUZZ = settings(deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
@@ -211,12 +210,8 @@ def read_windows(path):
 
 
 def read_text(path):
-    return sum(len(text) for text, _ in documents_of(path))
-
-
-def documents_of(path):
-    return ((text if isinstance(text, str) else str(text, "utf-8"), begins)
-            for text, begins, _ in LocalSource([str(path)]).read())
+    """Its rows are UTF-8, of which <|endoftext|> separates the documents."""
+    return sum(len(row.decode()) for row in read_rows(Path(path), "text", b"<|endoftext|>", str(path)))
 
 
 def small_model():
@@ -377,7 +372,6 @@ TEXTS = {
     "a line that never ends": lambda: packed("a.jsonl.gz", [b'{"text": "', *[b"a" * 10**6] * 30, b'"}']),
     "a line of .zst that never ends": lambda: packed("a.jsonl.zst", [b'{"text": "a"', *[b" " * 10**6] * 30,
                                                                      b"}"]),
-    "blanks that never end": lambda: packed("a.jsonl.zst", [b" " * 10**6] * 30),
     **{f"{keep} bytes of a {end}": lambda end=end, keep=keep: packed(f"a.{end}",
                                                                      [os.urandom(99).hex().encode() * 99],
                                                                      keep)
@@ -453,7 +447,7 @@ HOSTILE = {                             # how it is read, and what makes it
 
 @pytest.mark.parametrize("what", HOSTILE)
 def test_a_hostile_or_damaged_file_runs_no_code_fills_no_memory_and_is_refused(what, monkeypatch):
-    monkeypatch.setattr(corpus.readers, "MAX_DOCUMENT", 10**7)
+    monkeypatch.setattr(runtime.text, "MAX_DOCUMENT", 10**7)
     read, make = HOSTILE[what]
     refused(read, make())
 
@@ -486,12 +480,16 @@ def loaded_with(format):
     return inner
 
 
+def resume_in(out):
+    write_shard(Path(out) / "text_val_000000.npy", np.arange(9, dtype=np.uint16))
+    fineweb.main(["--input", str(lines("a.jsonl", {"text": "a " * 400})), "--out", out])
+
+
 ENDLESS_READERS = {
     "HellaSwag": load_examples, "metrics.csv": read_metrics,
     "metrics.csv to compare": found_in_folder("metrics.csv", read_curve),
     "a curve": lambda path: read_curve(str(path.rename("curve.csv"))),
-    "the manifest of a run that resumes": found_in_folder("manifest.json", lambda out: fineweb.main(
-        ["--input", str(lines("a.jsonl", {"text": "a"})), "--out", out])),
+    "the manifest of a run that resumes": found_in_folder("manifest.json", resume_in),
     "the manifest of a folder to verify": found_in_folder("manifest.json",
                                                           lambda out: fineweb.main(["--verify", out])),
     **{name: loaded_with(name) for name in ("zip", "config.json", "model.safetensors.index.json")},
@@ -521,15 +519,6 @@ def test_a_command_given_a_hostile_file_says_one_line_and_exits_2(what):
     assert result.stderr.startswith(name + ": ") and "Traceback" not in result.stderr
 
 
-def test_half_a_kilobyte_of_parquet_that_repeats_a_long_text_is_read_in_little_memory():
-    text = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 600, pyarrow.int32()),
-                                               pyarrow.array(["x" * 10**6]))
-    pyarrow.parquet.write_table(pyarrow.table({"text": text}), "a.parquet", compression="zstd")
-    assert Path("a.parquet").stat().st_size < 1000
-    with little_memory():
-        assert read_text("a.parquet") == 600 * 10**6
-
-
 def test_a_text_without_white_space_is_looked_through_once(monkeypatch):
     class Watched:
         seen = 0
@@ -539,9 +528,10 @@ def test_a_text_without_white_space_is_looked_through_once(monkeypatch):
             return cut.match(text, start)
 
     cut, watched = LAST_CUT, Watched()
-    monkeypatch.setattr(corpus.readers, "LAST_CUT", watched)
+    monkeypatch.setattr(runtime.text, "LAST_CUT", watched)
+    monkeypatch.setattr(runtime.text, "BLOCK", 1000)
     Path("a.txt").write_text("word " * 1000 + "a" * 10**6 + " " * 1000)
-    assert list(map(len, pieces_of("a.txt", 1000)))[-1] == 1000 and watched.seen < 1.1 * 10**6
+    assert read_text("a.txt") == 13 + 5000 + 10**6 + 1000 and watched.seen < 1.1 * 10**6
 
 
 def test_a_flipped_bit_in_any_record_of_a_checkpoint_is_refused():
@@ -777,8 +767,7 @@ def test_whatever_is_damaged_in_text_its_documents_are_read_or_refused(data):
         Path(name).write_bytes(good)
     Path(name).write_bytes(data.draw(damage(Path(name).read_bytes())))
     with contextlib.suppress(UserError):
-        assert all(isinstance(text, str) and isinstance(first, bool)
-                   for text, first in documents_of(name))
+        assert read_text(name) >= 0
 
 
 @settings(FUZZ, max_examples=150)
@@ -794,7 +783,7 @@ def test_whatever_is_in_jsonl_there_are_documents_and_examples_or_they_are_refus
                          [example["ctx"], *example["endings"]])} == {str} and len(example["endings"]) == 4
             assert type(example["label"]) is int and 0 <= example["label"] < 4
     with contextlib.suppress(UserError):
-        assert all(isinstance(text, str) for text, _ in documents_of(path))
+        assert read_text(path) >= 0
 
 
 @pytest.fixture(scope="module")
@@ -806,7 +795,7 @@ def interrupted(tmp_path_factory):
              "1"]
     fineweb.main([*flags, "--out", str(folder / "out")])
     manifest = json.loads((folder / "out/manifest.json").read_text())
-    manifest |= {"complete": False, "mark": [0, 0], "shards": manifest["shards"][:3], "tokens": 1500}
+    manifest |= {"complete": False, "shards": manifest["shards"][:4]}
     return folder / "out", flags, manifest
 
 
@@ -830,12 +819,10 @@ def test_whatever_a_manifest_says_the_run_goes_on_or_refuses_and_writes_nowhere_
 
 
 @pytest.mark.parametrize("place, value", [
-    (("mark",), [0]), (("mark",), [0, "a"]), (("mark",), [0, -1]), (("mark",), [0, 2]), (("mark",), [0, 1.5]),
-    (("mark",), "00"),
-    (("mark",), [math.nan, 0]), (("mark",), [0, {"deep": [[]]}]), (("complete",), "yes"),
-    (("shards", 0, "tokens"), "100"),
-    (("shards", 0, "tokens"), math.inf), (("shards", 1, "end", "token"), -5),
-    (("shards", 1, "end", "unit"), 1.5), (("shards", 2, "end", "unit"), 0),
+    *((("shards", 3, "cursor"), cursor) for cursor in (
+        [0], [0, "a"], [0, -1], [0, 1.5], "00", [math.nan, 0], [0, {"deep": [[]]}], [0, 1, 2])),
+    (("shards", 0, "tokens"), "100"), (("shards", 0, "tokens"), math.inf), (("shards", 1, "split"), "train"),
+    (("block",), None), (("block",), -1), (("block",), 1.5), (("shards", 1), []), (("shards",), 5),
     (("shards", 0, "file"), ".."), (("shards", 0, "file"), "\0"), (("shards", 0, "file"), "../outside.npy"),
     (("shards", 0, "file"), "/etc/passwd")])
 def test_a_manifest_with_a_wrong_value_is_refused(place, value, interrupted):

@@ -25,15 +25,15 @@ import torch.distributed.run
 sys.path[0] = os.path.dirname(sys.path[0])              # where the scripts are
 
 import pyarrow.parquet                                                  # noqa: E402, F401, once for all
-import fineweb                                                          # noqa: E402
+import fineweb                                                          # noqa: E402, F401
 import sample                                                           # noqa: E402, F401
 import train_gpt2                                                       # noqa: E402, F401
 from runtime import plots                                               # noqa: E402
-from runtime.tokenizer import tokenizer                                 # noqa: E402
+from runtime.tokenizer import Encoder, tokenizer                        # noqa: E402
 
 tokenizer()
-draw, plots.draw = plots.draw, lambda *args, **how: None       # a picture is a process of two seconds
-fineweb.gigatoken(fineweb.available_cores())            # loads it; its threads begin with its first long text
+draw, plots.draw = plots.draw, lambda *args, **how: None        # a picture is a process of two seconds
+Encoder()                                                       # loads gigatoken
 
 
 def serve():
