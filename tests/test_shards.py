@@ -95,7 +95,7 @@ def test_any_damage_to_a_header_is_a_users_mistake_or_none(tmp_path, kind, at, j
 
 
 def test_too_little_text_foreign_ids_and_missing_data_are_users_mistakes(tmp_path):
-    with pytest.raises(UserError, match="too few for one sequence"):
+    with pytest.raises(UserError, match="--sequence_length"):
         TokenDataset([np.arange(8, dtype=np.uint16)] * 3, 8)
     assert TokenDataset([np.arange(9, dtype=np.uint16)], 8).total == 1
     with pytest.raises(UserError, match="holds token 50257"):
