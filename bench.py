@@ -2,21 +2,22 @@
 
     python bench.py ladder          8 min   from float32 and naive attention to the step that trains
     python bench.py attention       1 min   every attention kernel: time, memory, and error against float64
-    python bench.py memory          8 min   memory a sequence, the largest micro-batch, by kernel and loss
+    python bench.py memory          8 min   memory a sequence, and the largest micro-batches
     python bench.py data [PATH]     5 min   the loader; fineweb.py against its parts, a clone of build-nanogpt
-    python bench.py hellaswag       3 min   HellaSwag in batches against one example a forward
-    python bench.py scaling         2 min   step time by processes; estimates by size, what GPUs exchange
     python bench.py peer PATH       4 min   our step and that of a clone of build-nanogpt, or of this project
     python bench.py recipes DATA    hours   gpt2 and --recipe on a folder of shards, and ablations
-    python bench.py compare OUT ... 5 s     runs of train_gpt2.py by their --out: loss by tokens and by time
+    python bench.py compare OUT ... 5 s     runs of train_gpt2.py by their --out, and .csv files tokens,loss
 
-The timed step is the one that trains, train_gpt2.train_step. Each row is measured in a subprocess, so that
-none inherits another's memory or compiled code. The table is measured --turns times, and a row shows the
-median: the speed of a shared machine changes within minutes.
+The timed step is the one that trains, train_gpt2.train_step. Each row is measured in a process of its own, so
+that none inherits another's memory or compiled code. All rows are measured in turn, --turns times, and a row
+shows the median: the speed of a shared machine changes within minutes.
 """
 import json
 import sys
 from dataclasses import asdict
+from datetime import date
+
+import torch
 
 from benchmarks import tables
 from benchmarks.ablation import recipes_table
@@ -24,14 +25,14 @@ from benchmarks.compare import compare_table
 from benchmarks.data import data_table
 from benchmarks.flags import parse_args
 from benchmarks.steps import WORKERS
-from benchmarks.timing import machine, run_worker
+from benchmarks.timing import run_worker
 from runtime.cli import run_command
+from runtime.device import device_name
 from runtime.files import replace_file
 
-# each prints its table and, where asked, draws it. (flags, their Setting) -> rows, for --json
+# each prints its table: (flags, their Setting) -> its rows, for --json
 TABLES = {"ladder": tables.ladder, "attention": tables.attention_table, "memory": tables.memory_table,
-          "data": data_table, "hellaswag": tables.hellaswag_table, "scaling": tables.scaling_table,
-          "peer": tables.peer_table, "recipes": recipes_table, "compare": compare_table}
+          "data": data_table, "peer": tables.peer_table, "recipes": recipes_table, "compare": compare_table}
 
 
 def main(argv=None):
@@ -41,13 +42,15 @@ def main(argv=None):
     if argv[:1] == ["work"]:
         return run_worker(WORKERS, argv[1])
     args, base = parse_args(argv, TABLES, __doc__)
-    about = {} if args.table == "compare" else {
-        "machine": machine(base.device), "setting": asdict(base), "turns": args.turns}
-    if about:
-        print(f"bench.py {args.table}: {about['machine']}", flush=True)
+    about = {"table": args.table}
+    if args.table != "compare":
+        threads = f" ({torch.get_num_threads()} threads)" if base.device == "cpu" else ""
+        machine = f"{device_name(base.device)}{threads}, torch {torch.__version__}, {date.today()}"
+        about |= {"machine": machine, "setting": asdict(base), "turns": args.turns}
+        print(f"bench.py {args.table}: {machine}", flush=True)
     rows = TABLES[args.table](args, base)
     if args.json:
-        content = {"table": args.table, **about, "rows": rows}
+        content = about | {"rows": rows}
         replace_file(args.json, lambda file: file.write(json.dumps(content, indent=1).encode()))
 
 

@@ -1,4 +1,6 @@
-"""What `bench.py` times in a process of its own: each function measures one Setting."""
+"""What is timed, each in a process of its own: a worker measures one Setting."""
+import os
+import statistics
 import sys
 import types
 from dataclasses import replace
@@ -8,62 +10,47 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-import hellaswag
 import train_gpt2
 from benchmarks.data import measure_loader
-from benchmarks.timing import GB, random_tokens, time_steps
-from model import GPT, GPT2_SIZES, GPTConfig
-from runtime.attention import attention
-from runtime.dataloader import INPUT_TXT
-from runtime.device import make_autocast, peak_flops, peak_memory
+from benchmarks.timing import Setting, random_tokens, time_steps
+from model import GPT2_SIZES
+from runtime.attention import attention, check_attention
+from runtime.device import peak_flops, peak_memory
 from runtime.shards import write_shard
 
 SIZES = GPT2_SIZES | {"small": dict(n_layer=4, n_head=4, n_embd=256),       # for CPUs, and to try a command
                       "tiny": dict(n_layer=4, n_head=2, n_embd=128)}
 
 
-def described(size):
-    return f"{size} ({SIZES[size]['n_layer']} layers of width {SIZES[size]['n_embd']})"
-
-
-def shape_of(s):
+def shape_of(s: Setting) -> dict:
     """n_layer, n_head, n_embd. The modern recipes have heads of 128."""
-    shape = SIZES[s.size]
-    modern = "n_head" in train_gpt2.RECIPES[s.recipe].defaults
+    modern, shape = "n_head" in train_gpt2.RECIPES[s.recipe].defaults, SIZES[s.size]
     return shape | {"n_head": max(1, shape["n_embd"] // 128)} if modern else shape
 
 
-# -----------------------------------------------------------------------------
-# a step
-
-def our_step(s):
-    """(a function that does one step of setting `s` as train_gpt2.py does it, the model). It writes random
-    tokens and what a run writes into the current folder."""
-    tokens = s.B * s.T * s.processes
+def our_step(s: Setting):
+    """(a function that does one step as train_gpt2.py does it, the model). Writes into the current folder."""
     Path("data").mkdir(exist_ok=True)
-    write_shard("data/x_train_000000.npy", random_tokens(20 * tokens + 1))
+    write_shard("data/x_train_000000.npy", random_tokens(20 * s.B * s.T + 1))
     never = dict.fromkeys(("val_every", "hellaswag_every", "sample_every", "checkpoint_every"), 0)
-    config = train_gpt2.Config(**train_gpt2.RECIPES[s.recipe].defaults | shape_of(s) | never | dict(
-        data="data", out="out", recipe=s.recipe, total_batch_size=tokens, batch_size=s.B, block_size=s.T,
-        vocab_size=s.vocab_size, device=s.device, dtype=s.dtype, tf32=s.tf32, compile=s.compile,
-        attention=s.attention))
+    same = {name: getattr(s, name) for name in ("recipe", "vocab_size", "device", "dtype", "tf32", "compile",
+                                                "attention", "recompute")}
+    config = train_gpt2.Config(**train_gpt2.RECIPES[s.recipe].defaults | shape_of(s) | never | same | dict(
+        data="data", out="out", total_batch_size=s.B * s.T, batch_size=s.B, block_size=s.T))
 
     def chosen_here(run):
         """Instead of the trial of a micro-batch: what a setting changes and no flag does, before anything is
         compiled."""
         if s.loss_chunk is not None:
             run.model.loss_chunk = s.loss_chunk
-        if not s.fused:                         # torch's default for the device
-            for group in (group for optimizer in run.optimizers for group in optimizer.param_groups):
-                group |= {"fused": None} if "fused" in group else {}
+        for group in (group for optimizer in run.optimizers for group in optimizer.param_groups):
+            if not s.fused and "fused" in group:
+                group["fused"] = None           # torch's default for the device
         return s.B
     replaced = {"choose_batch_size": chosen_here} | ({} if s.tune_memory else {"tune_malloc": lambda: None})
     with patch.multiple(train_gpt2, **replaced):
         process = train_gpt2.set_up_process(config)
-        process.listen = lambda: None           # a signal ends a benchmark at once
-        if s.memory_gb:
-            share = s.memory_gb * GB / torch.cuda.mem_get_info(process.device)[1]
-            torch.cuda.set_per_process_memory_fraction(min(1.0, share), process.device)
+        process.catch_signals = lambda: None    # a signal ends a benchmark at once
         run = train_gpt2.set_up(config, set(), process)
 
     def step():
@@ -73,11 +60,9 @@ def our_step(s):
     return step, run.model
 
 
-def peers_step(s):
-    """(a function that does one optimizer step as build-nanogpt's script does it, the model).
-
-    The script's definitions are executed unchanged. Its step is repeated here, without gradient accumulation.
-    """
+def peers_step(s: Setting):
+    """(a function that does one optimizer step as build-nanogpt's script does it, the model). The script's
+    definitions are executed unchanged. Its step is repeated here, without gradient accumulation."""
     path = Path(s.peer) / "train_gpt2.py"
     # from this import on, the script loads data and trains
     definitions = path.read_text(encoding="utf-8").split("\nimport tiktoken")[0]
@@ -101,52 +86,27 @@ def peers_step(s):
             _, loss = model(x, y)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(raw.parameters(), 1.0)
-        for group in optimizer.param_groups:
-            group["lr"] = 6e-4
         optimizer.step()
         return loss.item()
     return step, raw
 
 
-def measure_step(s):
+def product_rate(s: Setting) -> float:
+    """FLOP/s of the kind of product that most of a step is, (B T, C) x (C, 4 C), in its dtype."""
+    C, dtype = shape_of(s)["n_embd"], getattr(torch, s.dtype)
+    x, w = (torch.randn(shape, device=s.device, dtype=dtype) for shape in ((s.B * s.T, C), (C, 4 * C)))
+    _, seconds = time_steps(lambda: x @ w, replace(s, warmup=10, steps=50))
+    return 2 * x.numel() * w.size(1) / statistics.median(seconds)
+
+
+def measure_step(s: Setting) -> dict:
     step, model = peers_step(s) if s.peer else our_step(s)
     warmup_seconds, seconds = time_steps(step, s)
-    result = {"seconds": seconds, "warmup_seconds": warmup_seconds, "memory": peak_memory(s.device)}
-    if not s.peer:
-        result |= {"flops_per_token": model.flops_per_token(s.T), "peak_flops": peak_flops(s.device)}
-    return result
-
-
-# -----------------------------------------------------------------------------
-# parts of it
-
-def measure_matmul(s):
-    """Seconds of a step's matrix products alone, forward and backward, in the step's dtype.
-
-    With N = B T tokens: three products of 2 N n k FLOPs for each (n, k) weight of the linear layers and the
-    head, and six of 2 B T^2 C FLOPs for each layer's attention. Each layer has its own weights, as in the
-    step, so that they do not come from the cache.
-    """
-    train_gpt2.set_up_process(train_gpt2.Config(device=s.device, tf32=s.tf32))
-    layers, heads, C = (shape_of(s)[name] for name in ("n_layer", "n_head", "n_embd"))
-    N, hs = s.B * s.T, C // heads
-
-    def random(*shape):
-        return torch.randn(shape, device=s.device).to(getattr(torch, s.dtype))
-
-    weights = [random(n, k) for _ in range(layers) for n, k in ((3 * C, C), (C, C), (4 * C, C), (C, 4 * C))]
-    weights.append(random(s.vocab_size, C))
-    activations = {width: random(N, width) for width in (C, 3 * C, 4 * C, s.vocab_size)}
-    q, p = random(s.B * heads, s.T, hs), random(s.B * heads, s.T, s.T)
-
-    def products():
-        for w in weights:
-            x, dy = activations[w.size(1)], activations[w.size(0)]
-            x @ w.t(), dy @ w, dy.t() @ x                               # y, dx, dw
-        for _ in range(layers):
-            q @ q.transpose(1, 2), q @ q.transpose(1, 2)                # scores, dp
-            p @ q, p.transpose(1, 2) @ q, p @ q, p.transpose(1, 2) @ q  # y, dv, dq, dk
-    return {"seconds": time_steps(products, replace(s, warmup=2, steps=5))[1]}
+    # on a Mac what Metal has given, which torch keeps
+    memory = torch.mps.driver_allocated_memory() if s.device == "mps" else peak_memory(s.device)
+    found = {"seconds": seconds, "warmup_seconds": warmup_seconds, "memory": memory}
+    return found if s.peer else found | {"flops_per_token": model.flops_per_token(s.T),
+                                         "peak_flops": peak_flops(s.device) or product_rate(s)}
 
 
 def attention_and_gradients(kernel, q, k, v, dy):
@@ -157,67 +117,39 @@ def attention_and_gradients(kernel, q, k, v, dy):
     return y.detach(), q.grad, k.grad, v.grad
 
 
-def measure_attention(s):
-    """Seconds and peak bytes of one layer's attention, forward and backward, and its errors.
-
-    An error is |x - x64| / |x64| against the naive kernel in float64: of y, and the largest of dq, dk and dv.
-    """
-    device = train_gpt2.set_up_process(train_gpt2.Config(device=s.device)).device
-    heads, C = (shape_of(s)[name] for name in ("n_head", "n_embd"))
-    torch.manual_seed(0)
-
-    def inputs(B, T):
-        """q, k, v, dy."""
-        shape = B, T, heads, C // heads
-        return [torch.randn(shape, device=device).to(getattr(torch, s.dtype)) for _ in range(4)]
-
-    attention_and_gradients(s.attention, *inputs(1, 64))            # the first call loads libraries
-    tensors = inputs(s.B, s.T)
+def memory_of(call, device: str) -> int | None:
+    """The most bytes that call() needs beyond those before it. None on a Mac, where nothing tells."""
+    linux, peak = Path("/proc/self/clear_refs"), peak_memory
     if device.startswith("cuda"):
-        peak = torch.cuda.max_memory_allocated
         torch.cuda.reset_peak_memory_stats()
+        peak = torch.cuda.max_memory_allocated
+    elif device == "cpu" and os.access(linux, os.W_OK):
+        linux.write_text("5")                   # the peak starts anew
     else:
-        peak = peak_memory
-        Path("/proc/self/clear_refs").write_text("5")               # the peak starts anew
+        return None
     before = peak(device)
-    attention_and_gradients(s.attention, *tensors)
-    memory = peak(device) - before
+    call()
+    return peak(device) - before
+
+
+def measure_attention(s: Setting) -> dict:
+    """Seconds and peak bytes of one layer's attention, forward and backward, and its errors against float64's
+    formula, |x - x64| / |x64|: of y, and the largest of dq, dk and dv."""
+    device = train_gpt2.set_up_process(train_gpt2.Config(device=s.device)).device
+    heads, dtype = shape_of(s)["n_head"], getattr(torch, s.dtype)
+    shape = s.B, s.T, heads, shape_of(s)["n_embd"] // heads
+    check_attention(s.attention, device, dtype, shape[3])           # the first call loads libraries
+    torch.manual_seed(0)
+    tensors = [torch.randn(shape, device=device).to(dtype) for _ in range(4)]       # q, k, v, dy
+    memory = memory_of(lambda: attention_and_gradients(s.attention, *tensors), device)
     _, seconds = time_steps(lambda: attention_and_gradients(s.attention, *tensors), s)
 
-    tensors = inputs(1, s.T)
+    tensors = [t[:1] for t in tensors]
     actual = attention_and_gradients(s.attention, *tensors)
-    expected = attention_and_gradients("naive", *(t.double() for t in tensors))
-    errors = [((a.double() - b).norm() / b.norm()).item() for a, b in zip(actual, expected, strict=True)]
-    return {"seconds": seconds, "memory": memory,
-            "error_forward": errors[0], "error_backward": max(errors[1:])}
+    exact = attention_and_gradients("naive", *(t.cpu().double() for t in tensors))      # Metal has no float64
+    errors = [((a.cpu().double() - b).norm() / b.norm()).item() for a, b in zip(actual, exact, strict=True)]
+    return {"seconds": seconds, "memory": memory, "error_forward": errors[0],
+            "error_backward": max(errors[1:])}
 
 
-# -----------------------------------------------------------------------------
-# HellaSwag
-
-def synthetic_examples(n):
-    """n examples in HellaSwag's format, from input.txt: contexts of 15 to 80 words, endings of 5 to 30."""
-    rng = np.random.default_rng(0)
-    words = INPUT_TXT.read_text(encoding="utf-8").split()
-
-    def some(low, high):
-        start = rng.integers(len(words) - high)
-        return " ".join(words[start:start + rng.integers(low, high)])
-    return [{"ctx": some(15, 80), "endings": [some(5, 30) for _ in range(4)], "label": int(rng.integers(4))}
-            for _ in range(n)]
-
-
-def measure_hellaswag(s):
-    """Seconds of HellaSwag over s.steps examples, s.B rows a forward."""
-    process = train_gpt2.set_up_process(train_gpt2.Config(device=s.device))
-    torch.manual_seed(0)
-    model = GPT(GPTConfig(1024, s.vocab_size, **SIZES[s.size])).to(process.device)
-    batches = hellaswag.make_batches(synthetic_examples(s.steps), 1024, s.B)
-    autocast = make_autocast(process.device, s.dtype)
-    _, seconds = time_steps(lambda: hellaswag.evaluate(model, batches, process.device, autocast),
-                            replace(s, warmup=1, steps=3))
-    return {"seconds": seconds}
-
-
-WORKERS = {"step": measure_step, "matmul": measure_matmul, "attention": measure_attention,
-           "hellaswag": measure_hellaswag, "loader": measure_loader}
+WORKERS = {"step": measure_step, "attention": measure_attention, "loader": measure_loader}

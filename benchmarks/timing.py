@@ -1,8 +1,5 @@
-"""What bench.py's tables share: timing, workers in subprocesses, printing.
-
-A Setting says what is measured. A worker measures it in a subprocess and prints a dict as JSON. `measure`
-starts the subprocesses in turn and merges what they print.
-"""
+"""What the tables share: a Setting says what one line is measured with, `measure` measures several in turn,
+each in a process of its own, and `print_table` prints what was found."""
 import json
 import os
 import statistics
@@ -11,7 +8,6 @@ import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass, replace
-from datetime import date
 from itertools import pairwise
 from pathlib import Path
 
@@ -19,9 +15,8 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from runtime.attention import ATTENTION, check_attention
 from runtime.cli import UserError, brief_error
-from runtime.device import device_name, is_out_of_memory
+from runtime.device import is_out_of_memory
 from runtime.tokenizer import VOCAB_SIZE
 
 BENCH = Path(__file__).resolve().parent.parent / "bench.py"
@@ -30,113 +25,91 @@ GB = 1e9
 
 @dataclass
 class Setting:
-    """What one row of a table is measured with."""
+    """What one line of a table is measured with. `bench.py work` of another checkout is sent the fields that
+    differ from these defaults: a name or a default that changes cannot be measured there."""
     what: str = "step"              # a key of steps.WORKERS
     device: str = "cpu"
     recipe: str = "gpt2"
     size: str = "gpt2"
-    B: int = 16                     # sequences a micro-step of one process
+    B: int = 16                     # sequences a micro-step
     T: int = 1024
     dtype: str = "bfloat16"
     tf32: bool = True
     compile: bool = False
     attention: str = "auto"
+    recompute: bool = False
     vocab_size: int = 50304
     loss_chunk: int | None = None   # tokens whose logits are in memory at a time; 0: all; None: as trained
     fused: bool = True              # AdamW in one kernel
     tune_memory: bool = True        # glibc keeps freed memory
     warmup: int = 2
     steps: int = 10
-    processes: int = 1
-    memory_gb: float = 0            # limit of the GPU's memory; 0: none
     peer: str = ""                  # folder of another train_gpt2.py: build-nanogpt's, or one with a bench.py
 
 
-# -----------------------------------------------------------------------------
-# measuring, in the worker's process
+def time_steps(step, s: Setting) -> tuple[float, list[float]]:
+    """(seconds of the first s.warmup calls, which may compile; seconds of each of the next s.steps)."""
+    kind = s.device.split(":")[0]
+    wait = getattr(torch, kind).synchronize         # on a CPU nothing
 
-def time_steps(step, s):
-    """(seconds of the first s.warmup calls, which may compile; [seconds] of each of the next s.steps)."""
-    cuda = s.device.startswith("cuda")
+    def now():
+        if kind == "cuda":          # the GPU's clock: it never waits for the CPU between steps
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            return event
+        wait()                      # on a Mac, as training does after each step there
+        return time.perf_counter()
 
-    def timestamp():
-        if not cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)        # the GPU's clock: no waiting between steps
-        event.record()
-        return event
-
-    start = time.perf_counter()
+    began = time.perf_counter()
     for _ in range(s.warmup):
         step()
-    if cuda:
-        torch.cuda.synchronize()
-    warmup_seconds = time.perf_counter() - start
-    times = [timestamp()]
+    wait()
+    warmup_seconds = time.perf_counter() - began
+    times = [now()]
     for _ in range(s.steps):
         step()
-        times.append(timestamp())
-    if cuda:
-        torch.cuda.synchronize()
-    return warmup_seconds, [a.elapsed_time(b) / 1e3 if cuda else b - a for a, b in pairwise(times)]
+        times.append(now())
+    wait()
+    return warmup_seconds, [a.elapsed_time(b) / 1e3 if kind == "cuda" else b - a for a, b in pairwise(times)]
 
 
-def random_tokens(n):
+def random_tokens(n: int) -> np.ndarray:
     return np.random.default_rng(0).integers(0, VOCAB_SIZE, n, dtype=np.uint16)
 
 
-def run_worker(workers, setting):
-    """`python bench.py work JSON`: prints what the setting's worker measured, a dict, as the last line.
-
-    Of several processes rank 0 prints, and any rank that fails. A failed rank's exit code makes torchrun end
-    the others, which would otherwise wait for it in a collective.
-    """
+def run_worker(workers: dict, setting: str) -> None:
+    """`python bench.py work JSON`: prints what the setting's worker measured, a dict, as JSON."""
     s = Setting(**json.loads(setting))
     try:
         result = workers[s.what](s)
     except Exception as error:
-        result = {"failed": "out of memory" if is_out_of_memory(error) else brief_error(error)}
-    if "failed" in result or int(os.environ.get("RANK", 0)) == 0:
-        print(json.dumps(result), flush=True)
-    os._exit("failed" in result)            # does not wait for the loader's thread or for other processes
+        result = {"failed": "out of memory" if is_out_of_memory(error) else
+                  str(error)[:200] if isinstance(error, UserError) else brief_error(error)}
+    print(json.dumps(result), flush=True)
+    os._exit(0)                     # does not wait for the loader's thread
 
 
-# -----------------------------------------------------------------------------
-# starting workers
-
-def run_in_subprocess(s):
-    """The dict that the worker of `s` prints in a new process, in a folder of its own, or {"failed": reason}.
-    Another checkout of this project is measured by its own bench.py, which may not know all settings."""
+def run_in_subprocess(s: Setting) -> dict:
+    """What the worker of `s` finds in a new process, or {"failed": reason}. By another checkout's bench.py."""
     bench = BENCH
     if s.peer and (theirs := Path(s.peer) / "bench.py").exists():
         bench, s = theirs, replace(s, peer="")
     changed = {name: value for name, value in asdict(s).items() if value != getattr(Setting, name)}
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={s.processes}"]
-    launcher = [sys.executable, *(torchrun if s.processes > 1 else [])]
-    threads = max(1, torch.get_num_threads() // s.processes)
     with tempfile.TemporaryDirectory() as folder:
-        result = subprocess.run([*launcher, str(bench), "work", json.dumps(changed)], capture_output=True,
-                                text=True, cwd=folder, env={**os.environ, "OMP_NUM_THREADS": str(threads)})
-    answers = [json.loads(line) for line in result.stdout.splitlines() if line.startswith('{"')]
-    failed = [answer for answer in answers if "failed" in answer]       # also one after rank 0 has printed
-    if answers and (failed or not result.returncode):
-        return (failed or answers)[0]
-    # killed by the kernel; the second is how torchrun reports it
-    if result.returncode == -9 or "Signal 9 (SIGKILL)" in result.stderr:
-        return {"failed": "out of memory"}
-    return {"failed": (result.stderr.strip().split("\n")[-1] or f"exit code {result.returncode}")[:200]}
+        done = subprocess.run([sys.executable, str(bench), "work", json.dumps(changed)], capture_output=True,
+                              text=True, cwd=folder)
+    for line in done.stdout.splitlines():
+        if line.startswith('{"'):
+            return json.loads(line)
+    killed = "out of memory" if done.returncode == -9 else f"exit code {done.returncode}"    # by the kernel
+    return {"failed": done.stderr.strip().split("\n")[-1][:200] or killed}
 
 
-def progress(jobs, what, unit, total=None):
-    """The jobs, with a bar on stderr once they take more than ten seconds."""
-    return tqdm(jobs, what, total, unit=f" {unit}", delay=10, file=sys.stderr)
-
-
-def take_turns(run, jobs, turns, what="measured", unit="settings"):
+def take_turns(run, jobs: dict, turns: int, what: str = "measured", unit: str = "settings") -> dict:
     """{name: job} -> {name: what run(job) measured}, dicts, over `turns`. Lists are joined, of numbers the
     largest is kept. A job that returned {"failed": reason} is not run again."""
     results = {name: {} for name in jobs}
-    for name, job in progress(turns * list(jobs.items()), what, unit):
+    for name, job in tqdm(turns * list(jobs.items()), what, unit=f" {unit}", delay=10):
         result = results[name]
         for key, new in ({} if "failed" in result else run(job)).items():
             old = result.get(key)
@@ -144,66 +117,47 @@ def take_turns(run, jobs, turns, what="measured", unit="settings"):
     return results
 
 
-def measure(settings, turns):
-    """{name: Setting} -> {name: what its worker measured}."""
-    return take_turns(run_in_subprocess, settings, turns)
+def measure(settings: dict, turns: int) -> dict:
+    """{name: Setting, or a str: why it is left out} -> {name: what its worker measured, or {"failed": why}}.
+    Turn by turn: the speed of a shared machine changes within minutes, and a ratio of medians much less."""
+    def run(s):
+        return {"failed": s} if isinstance(s, str) else run_in_subprocess(s)
+    return take_turns(run, settings, turns)
 
 
-def median_ms(result):
+def median_ms(result: dict) -> float:
     return statistics.median(result["seconds"]) * 1e3
 
 
-def supported_kernels(s):
-    """(attention kernels that run with s.device and s.dtype, ["name (reason)"] of the others)."""
-    supported, missing = [], []
-    for kernel in ATTENTION:
-        try:
-            check_attention(kernel, s.device, getattr(torch, s.dtype), 64)
-            supported.append(kernel)
-        except UserError as error:
-            missing.append(f"{kernel} ({str(error).split('(', 1)[-1].rsplit(')', 1)[0].split('. ')[0]})")
-    return supported, missing
+def ratio(a: float | None, b: float | None) -> str:
+    return f"{a / b:.2f}x" if a and b else "n/a"
 
 
-def find_largest(s, B, memory_gb):
-    """The largest micro-batch up to B that runs in `memory_gb`, in steps of 3%; or why a run failed."""
-    while B > 0 and (failed := run_in_subprocess(replace(s, B=B, memory_gb=memory_gb)).get("failed")):
-        if failed != "out of memory":
-            return failed
-        B = min(B - 1, int(0.97 * B))
-    return B
-
-
-# -----------------------------------------------------------------------------
-# printing
-
-def rows_of(column, results, cells):
+def rows_of(column: str, results: dict, cells) -> list[dict]:
     """A row for each of {name: result}: its name and `cells(name, result)`, or why it failed."""
-    return [{column: f"{name}: {r['failed']}"} if "failed" in r else {column: name} | cells(name, r)
+    return [{column: name} | ({"failed": r["failed"]} if "failed" in r else cells(name, r))
             for name, r in results.items()]
 
 
-def print_table(rows, lists=None):
-    """Prints dicts as a table in Markdown, and below it each list of {title: names} that is not empty."""
-    def cell(value):
-        if value is None:
-            return "n/a"
-        if isinstance(value, str):
-            return value
-        return f"{value:.2f}" if isinstance(value, float) and abs(value) < 100 else f"{value:,.0f}"
-    columns = max(rows, key=len)                            # the row of a failure has fewer
-    lines = [list(columns), *([cell(row.get(name, "")) for name in columns] for row in rows)]
+def cell_text(value) -> str:
+    if isinstance(value, str | None):
+        return "n/a" if value is None else value
+    return f"{value:.2f}" if isinstance(value, float) and abs(value) < 100 else f"{value:,.0f}"
+
+
+def print_table(rows: list[dict], formats: dict | None = None) -> None:
+    """A table in Markdown of rows, {column: value}, and below it those that failed, each with its reason.
+    `formats`: {column: value -> text}, where that is not cell_text."""
+    shown = [row for row in rows if "failed" not in row]
+    columns = list(dict.fromkeys(name for row in shown for name in row))
+    lines = [columns, *([(formats or {}).get(name, cell_text)(row[name]) if name in row else ""
+                         for name in columns] for row in shown)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     lines.insert(1, ["-" * width for width in widths])
     print()
-    for first, *others in lines:
+    for first, *others in lines if shown else ():
         print(f"| {' | '.join([first.ljust(widths[0]), *map(str.rjust, others, widths[1:])])} |")
+    for row in rows:
+        if "failed" in row:
+            print(f"not measured: {next(iter(row.values()))}: {row['failed'][:120]}")
     print(flush=True)
-    for title, names in (lists or {}).items():
-        if names:
-            print(f"{title}: " + "; ".join(names))
-
-
-def machine(device):
-    threads = "" if device.startswith("cuda") else f" ({torch.get_num_threads()} threads)"
-    return f"{device_name(device)}{threads}, torch {torch.__version__}, {date.today()}"
