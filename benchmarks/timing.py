@@ -90,7 +90,7 @@ def run_worker(workers: dict, setting: str) -> None:
 
 
 def run_in_subprocess(s: Setting) -> dict:
-    """What the worker of `s` finds in a new process, or {"failed": reason}. By another checkout's bench.py."""
+    """What the worker of `s` finds in a new process, or {"failed": reason}."""
     bench = BENCH
     if s.peer and (theirs := Path(s.peer) / "bench.py").exists():
         bench, s = theirs, replace(s, peer="")

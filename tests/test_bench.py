@@ -88,7 +88,7 @@ print(json.dumps({"seconds": [B + os.path.getsize(calls)], "memory": 10 - os.pat
     assert timing.measure(settings, 2) == {
         1: {"seconds": [2, 6], "memory": 9}, 2: {"failed": "out of memory"}, 3: {"failed": "broken"},
         4: {"seconds": [8, 10], "memory": 6}, 5: {"failed": "left out"}}
-    assert (tmp_path / "bench.py.calls").read_text() == "123414" and timing.median_ms({"seconds": [2, 5]}) == 3500
+    assert (tmp_path / "bench.py.calls").read_text() == "123414"
 
 
 @pytest.mark.parametrize("name", ["ladder", "attention", "memory", "data", "peer ."])
