@@ -1,5 +1,6 @@
-"""Bad files of every format: a reader refuses them in one line that names the file, in little memory, and runs no
-code. FORMATS has the good ones, ANY what spoils any file, BAD what is wrong in one format alone."""
+"""Bad files of every format: they are refused in one line that names them, in little memory, and run no code.
+FORMATS has the good ones, ANY what spoils any file, BAD what is wrong in one format alone. Bad texts are in
+test_text.py."""
 import contextlib
 import io
 import json
@@ -29,7 +30,8 @@ from peers import LargestStorage, TINY, nanogpt_checkpoint, own_checkpoint, save
 from runtime.cli import RunError, UserError
 from runtime.console import HEADER
 from runtime.dataloader import TokenDataset
-from runtime.shards import write_shard
+from runtime.shards import SHARD_NAME, write_shard
+from runtime.text import read_rows
 
 FUZZ = settings(deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 WPE, WTE, LN = "transformer.wpe.weight", "transformer.wte.weight", "transformer.ln_f.weight"
@@ -107,7 +109,7 @@ def read_shard(name):
 
 
 def text(name):
-    rows = [{"text": f"document {i}. " * 20} for i in range(1 if name == "t.jsonl" else 20)]
+    rows = [{"text": f"document {i}. " * 20} for i in range(20)]
     packing = {"gz": "gzip", "zst": "zstd"}.get(name.rpartition(".")[2])
     with pyarrow.output_stream(name, compression=packing) as file:
         if name == "t.parquet":
@@ -116,10 +118,23 @@ def text(name):
             file.write("".join(json.dumps(row) + "\n" for row in rows).encode())
 
 
-def encode(name):
-    shutil.rmtree("out", ignore_errors=True)
+def read_text(name):
+    return [row.decode() for row in read_rows(Path(name), "text", b"", name)]
+
+
+def begun():
+    """The folder of a text whose tokens are not all there."""
+    text("t.jsonl")
+    go_on("out")
+    content = json.loads(Path("out/manifest.json").read_text())
+    content |= {"complete": False, "shards": content["shards"][:4]}
+    Path("out/manifest.json").write_text(json.dumps(content))
+
+
+def go_on(out):
     with contextlib.redirect_stdout(io.StringIO()):
-        fineweb.main(["--input", name, "--out", "out", "--shard_size", "300", "--workers", "1"])
+        fineweb.main(["--input", "t.jsonl", "--out", out, "--shard_size", "300", "--val_tokens", "100", "--workers", "1"])
+    assert all(SHARD_NAME.match(name) for name in {*os.listdir(out)} - {"manifest.json"})
 
 
 def read_examples(path):
@@ -145,9 +160,9 @@ FORMATS = {                             # the file, what writes it, what reads i
     **{name: (name, partial(write_shard, name, np.arange(100, dtype=np.uint16)), read_shard, name)
        for name in ("x_train_000000.npy", "x_train_000000.bin")},
     "HellaSwag": ("a.jsonl", lambda: Path("a.jsonl").write_text(json.dumps(EXAMPLE)), read_examples, "a.jsonl"),
-    **{name: (name, partial(text, name), encode, name)
-       for name in ("t.jsonl", "t.txt.gz", "t.txt.zst", "t.parquet")},
+    "manifest.json": ("out/manifest.json", begun, go_on, "out"),
 }
+TEXTS = {name: (name, partial(text, name), read_text, name) for name in ("t.jsonl", "t.jsonl.gz", "t.txt.zst", "t.parquet")}
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +171,7 @@ def put(tmp_path_factory):
     kept = {}
 
     def put(format):
-        path, write, read, source = FORMATS[format]
+        path, write, read, source = (FORMATS | TEXTS)[format]
         if format not in kept:
             write()
             kept[format] = shutil.copytree(".", tmp_path_factory.mktemp("kept"), dirs_exist_ok=True)
@@ -198,8 +213,7 @@ ANY = {
     "lists without an end": to(b"[" * 100_000), "a folder": instead(Path.mkdir), "a pipe": instead(os.mkfifo),
     "a device": instead(lambda path: path.symlink_to("/dev/zero")), "20 GB": instead(sparse),
 }
-HARMLESS = {("HellaSwag", "all but a byte"), ("t.jsonl", "all but a byte"), *((f"t.{kind}", "empty") for kind in (
-    "jsonl", "txt.gz", "txt.zst"))}     # no text at all: refused, but not by name
+HARMLESS = {("HellaSwag", "all but a byte")}
 HANGS = {("part.safetensors", "a pipe")}
 
 
@@ -405,7 +419,9 @@ BAD = {
         "endings": [["b", "c", "d"], "bcde", ["b", "c", "d", 4], dict.fromkeys("abcd", "a"), [""] * 10**6],
         "ctx": [NONE, None, {}]}) | contents(b"\xff\xfe\0", b'{"label": ' + b"9" * 5000 + b"}", b'{"ctx": ' * 100_000,
                                              b"7", b"NaN", b"{} {}", b"\0", b'"ctx"'),
-    "t.txt.gz": {"another sum": to(lambda data: data[:-8] + bytes(8)), "more": to(lambda data: data + b"x")},
+    "manifest.json": values({
+        ("shards", 0, "tokens"): ["100", math.inf], ("shards", 1): [[]], "block": [None, -1, 1.5], ("shards", 0, "file"): [
+            "..", "\0", "../outside.npy", "/etc/passwd"], ("shards", 3, "cursor"): [[0], [0, -1], [0, 1.5], "00"]}),
 }
 
 
@@ -451,16 +467,18 @@ def damage(draw, content):
 
 
 def fuzz(format, put, change):
+    *_, read, source = (FORMATS | TEXTS)[format]
+
     @settings(FUZZ, max_examples=10 if format in ("resumed speedrun", "resumed frontier") else 40)
     @given(data=st.data())
     def check(data):
         change(put(format), data.draw)
         with contextlib.suppress(UserError, RunError):
-            FORMATS[format][2](FORMATS[format][3])
+            read(source)
     check()
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", FORMATS | TEXTS)
 def test_whatever_bytes_are_damaged_there_is_a_good_result_or_a_users_error(format, put):
     def change(path, draw):
         if zipfile.is_zipfile(path) and draw(st.booleans()):            # else the sums give most of it away
@@ -501,7 +519,7 @@ def test_a_flipped_bit_in_a_checkpoint_is_refused_in_a_record_and_else_changes_n
 @pytest.mark.parametrize("format, how, name, flags", [
     ("x_train_000000.npy", f"{2**62} tokens", "train_gpt2.py", ["--data", ".", "--out", "log"]),
     ("HellaSwag", "label 11", "hellaswag.py", ["--data", "a.jsonl"]),
-    ("t.txt.gz", "more", "fineweb.py", ["--input", "t.txt.gz", "--out", "o"]),
+    ("manifest.json", "block 0", "fineweb.py", ["--input", "t.jsonl", "--out", "out"]),
     ("checkpoint", "escape codes", "sample.py", ["--model", "a.pt"])])
 def test_a_command_given_a_hostile_file_says_one_printable_line_and_exits_2(format, how, name, flags, put):
     BAD[format][how](path := put(format))
