@@ -122,6 +122,21 @@ def train(*flags, code=0):
                 signal.signal(number, handler)
 
 
+def refused(call, *words, failed=False):
+    """The line with which `call()` refuses: a UserError (a RunError: `failed`), or of a command's result exit
+    code 2 (1). It is one line, and has the `words`: the path or flag that it is about."""
+    from runtime.cli import RunError, UserError
+    try:
+        result = call()
+        assert isinstance(result, subprocess.CompletedProcess), f"it was taken: {result!r:.200}"
+        assert result.returncode == 2 - failed, (result.returncode, result.stdout, result.stderr)
+        line = result.stderr.removesuffix("\n")
+    except RunError if failed else UserError as error:
+        line = str(error)
+    assert line and "\n" not in line and len(line) < 1000 and all(str(word) in line for word in words), line
+    return line
+
+
 def logged(out, kind="train"):
     rows = [line.split() for line in (Path(out) / "log.txt").read_text().splitlines()]
     return {int(step): float(value) for step, k, value in rows if k == kind}

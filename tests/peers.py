@@ -1,13 +1,10 @@
-"""Small models for the tests, a plain GPT-2 to compare with, and a file of one as each program saves it."""
+"""Small models for the tests, a plain GPT-2 and transformers' to compare with, and checkpoints of them."""
 import dataclasses
 import math
-import sys
 
-import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from helpers import llm_c_file
 from model import GPT, GPTConfig
 
 TINY = dict(block_size=24, vocab_size=96, n_layer=2, n_head=2, n_embd=16)
@@ -88,36 +85,22 @@ def save(path, checkpoint, **how):
     return path
 
 
-def write_peer(kind, folder):
-    """Saves a small model with GPT-2's vocabulary in `folder` as `kind` does -> (the path, the model)."""
-    model = make_model(vocab_size=50257 if kind == "llm.c" else 50304,
-                       gelu="none" if kind.startswith("nanoGPT") else "tanh")
-    if kind == "llm.c":
-        for p in model.parameters():
-            p.data = p.data.bfloat16().float()
-        return llm_c_file(folder / "model_00019560.bin", model), model
-    if kind == "nanoGPT without biases":
-        for p in (p for name, p in model.named_parameters() if name.endswith(".bias")):
-            p.data.zero_()
-    bias = "without" not in kind
-    prefix = {"nanoGPT, compiled": "_orig_mod.", "build-nanogpt, DDP": "module."}.get(kind, "")
-    weights = {prefix + name: p for name, p in model.state_dict().items()
-               if bias or not name.endswith(".bias")}
-    if kind == "this project":
-        return save(folder / "checkpoint_000003.pt", own_checkpoint(model)), model
-    if kind.startswith("nanoGPT"):
-        return save(folder / "ckpt.pt", nanogpt_checkpoint(weights, bias, vocab_size=50304)), model
-    if kind == "build-nanogpt, DDP":
-        config = dataclasses.make_dataclass("GPTConfig", TINY)
-        config.__module__ = "__main__"
-        with pytest.MonkeyPatch.context() as patch:         # BUILD_NANOGPT without a process of its own
-            patch.setattr(sys.modules["__main__"], "GPTConfig", config, raising=False)
-            checkpoint = {"model": weights, "config": config(**TINY | {"vocab_size": 50304}), "step": 5000,
-                          "val_loss": 3.1}
-            return save(folder / "model_05000.pt", checkpoint), model
-    model.save_pretrained(folder / "hf")
-    if kind == "bin":
-        from safetensors.torch import load_file
-        torch.save(load_file(folder / "hf" / "model.safetensors"), folder / "hf" / "pytorch_model.bin")
-        (folder / "hf" / "model.safetensors").unlink()
-    return folder / "hf", model
+def transformers_model(activation="gelu_new", vocab_size=96):
+    """A small GPT-2 of transformers, every parameter far from its initial value."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+    torch.manual_seed(0)
+    theirs = GPT2LMHeadModel(GPT2Config(vocab_size=vocab_size, n_positions=24, n_layer=2, n_head=2, n_embd=16,
+                                        activation_function=activation))
+    with torch.no_grad():
+        for p in theirs.parameters():
+            p.add_(torch.randn_like(p), alpha=0.2)
+    return theirs.eval()
+
+
+def our_model(theirs):
+    """A GPT with the weights of transformers' model, whose Conv1D stores (in, out)."""
+    gelu = "none" if theirs.config.activation_function == "gelu" else "tanh"
+    ours = GPT(GPTConfig(**TINY | {"vocab_size": theirs.config.vocab_size}, gelu=gelu))
+    ours.load_state_dict({name: p.t() if ".c_" in name and p.dim() == 2 else p
+                          for name, p in theirs.state_dict().items()})
+    return ours
