@@ -6,7 +6,7 @@ import shutil
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -27,21 +27,17 @@ MODEL_SHAPE = "n_layer", "n_head", "n_embd", "block_size", "vocab_size"
 
 def choose_checkpoint(config) -> Path | None:
     """The checkpoint that --resume asks for, or None for a new run."""
+    saved = [] if config.overfit else [path for _, path in checkpoints(config.out)]
     # after a restart by torchrun --resume never or PATH, which the first attempt followed, means auto
-    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    for _, newest in checkpoints(config.out)[-1:] if not config.overfit else []:
-        if config.resume == "auto" or restarted and read_checkpoint(newest).get("job") == job():
-            return newest
+    if saved and (config.resume == "auto" or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+                  and read_checkpoint(saved[-1]).get("job") == os.environ.get("TORCHELASTIC_RUN_ID", "")):
+        return saved[-1]
     if config.resume in ("auto", "never"):
         return None
     if path := find_checkpoint(config.resume):
         return path
     raise UserError(f"--resume {config.resume} is neither a checkpoint nor a run's folder: check the path, "
                     "or start a new run from a model's weights by --init")
-
-
-def job() -> str:
-    return os.environ.get("TORCHELASTIC_RUN_ID", "")
 
 
 def recovery_hint(path: Path) -> str:
@@ -123,38 +119,28 @@ def model_shape(model) -> dict:
     return {name: getattr(model.config, name) for name in MODEL_SHAPE} if model else {}
 
 
-def check_data(data: dict, checkpoint: dict | None, path: Path | None, folder: str, process) -> None:
-    """UserError unless `data`, the fingerprints of each split's shards, are the same on all ranks, and those
-    of training the ones of the checkpoint's run."""
-    process.require_same({f"the content of --data {folder}": data})
-    if not checkpoint:
-        return
-    with state_of_run(path):                    # a shard's name may change
-        had, has = ([shard[1:] for shard in of["train"]] for of in (checkpoint["data"], data))
-        if had != has:
-            raise UserError(f"{path} was trained on other shards than {folder} has: bring those back, or "
-                            f"start a new run from its weights by --init {path} --out ANOTHER")
-
-
 def restore(run, checkpoint: dict, path: Path) -> None:
-    """Step, scaler, and the moments that this rank holds; the model was built with the saved weights."""
-    run.step, rank = checkpoint["step"], run.process.rank
+    """Step, scaler, and the moments that this rank holds; the model was built with the saved weights.
+    UserError if the run was trained on other shards; their names may change."""
+    run.step, rank, data = checkpoint["step"], run.process.rank, run.data.fingerprints()
     with state_of_run(path):
+        if [shard[1:] for shard in checkpoint["data"]["train"]] != [shard[1:] for shard in data["train"]]:
+            raise UserError(f"{path} was trained on other shards than {run.config.data} has: bring those "
+                            f"back, or start a new run from its weights by --init {path} --out ANOTHER")
         if run.scaler.is_enabled() and (saved := checkpoint["scaler"]):
             scale, steps = float(saved["scale"]), int(saved["_growth_tracker"])
             if not (0 < scale < math.inf and 0 <= steps < 2**31):
                 raise ValueError(f"its scale is {scale}, since {steps} steps")
             run.scaler.load_state_dict(run.scaler.state_dict() | {"scale": scale, "_growth_tracker": steps})
         for optimizer in run.optimizers:
-            groups, owner, state = optimizer.param_groups, getattr(optimizer, "owner", {}), {}
-            named = [pair for g in groups for pair in zip(g["param_names"], g["params"], strict=True)]
-            for i, (name, p) in enumerate(named):
+            owner, groups = getattr(optimizer, "owner", {}), optimizer.param_groups
+            for name, p in [pair for g in groups for pair in zip(g["param_names"], g["params"], strict=True)]:
                 for key in state_keys(optimizer) if owner.get(p, rank) == rank else ():
-                    value = checkpoint["optimizers"][name][key].clone()         # out of the mapped file
+                    value = checkpoint["optimizers"][name][key]
                     if value.shape != (() if key == "step" else p.shape) or not value.isfinite().all():
                         raise ValueError(f"its optimizer's {key} of {name} does not fit")
-                    state.setdefault(i, {})[key] = value
-            optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
+                    optimizer.state[p][key] = value.clone()                 # out of the mapped file
+            optimizer.load_state_dict(optimizer.state_dict())               # puts them on the device
 
 
 def gather_state(run) -> dict:
@@ -214,10 +200,10 @@ class Saver:
         if bad := next((name for name, t in tensors.items() if not t.isfinite().all()), None):
             raise RunError(f"after step {content['step']}, {bad} is not finite: {path.name} is not saved. "
                            f"{newest_of(self.out)}; lower --max_lr if it happens again")
-        replace_file(path, lambda file: torch.save(content, file))
-        for step, old in checkpoints(self.out)[:-self.keep] if self.keep != "all" else []:
-            if step != best:
-                with writable(old, begun=True):
+        with writable(self.out, begun=True):
+            replace_file(path, lambda file: torch.save(content, file))
+            for step, old in checkpoints(self.out)[:-self.keep] if self.keep != "all" else []:
+                if step != best:
                     old.unlink()
         self.say(f"saved {path} in {time.perf_counter() - began:.1f} s")
 
@@ -256,13 +242,10 @@ def open_output(run, path: Path | None) -> None:
         run.saver = Saver(config.out, config.keep_checkpoints, process.device != "cpu", process.print0)
 
 
-@contextmanager
-def outputs(run):
+def outputs(run) -> ExitStack:
     """Around the loop: at its end, however it ends, what is being written is completed and closed."""
-    with ExitStack() as stack:                  # the last one first
-        if run.record:
-            stack.callback(plots.finish)
-            stack.callback(run.record.close)
-            stack.callback(run.saver.finish)
-        stack.callback(run.batches.close)
-        yield
+    stack = ExitStack()
+    for close in (plots.finish, run.record.close, run.saver.finish) if run.record else ():
+        stack.callback(close)                   # the last one first
+    stack.callback(run.batches.close)
+    return stack
