@@ -214,21 +214,21 @@ class Saver:
             pending.result()
 
 
-def move_aside(out: str | Path, path: Path | None, step: int, say: Callable[[str], None]) -> None:
+def move_aside(out: Path, path: Path | None, step: int, say: Callable[[str], None]) -> None:
     """Moves an earlier run's files, by their names, and nothing else from `out` to OUT/previous_N. Of the run
     that resumes from `path` at `step` these are its later checkpoints, with copies of its logs."""
-    out = Path(out)
-    inside = path is not None and path.resolve().parent == out.resolve()
-    later = [p for s, p in checkpoints(out) if not inside or s > step]
-    files = [p for name in RUN_FILES if (p := out / name).is_file()]
+    resumes = path is not None and path.resolve().parent == out.resolve()
+    saved = [p for s, p in checkpoints(out) if not resumes or s > step]
+    logs = [p for name in RUN_FILES if (p := out / name).is_file()]
     remove_leftovers(out, rf"checkpoint_\d+\.pt|{'|'.join(RUN_FILES)}")
-    if not later and (inside or not files):
-        return
-    folder = next(p for n in range(1, 10**6) if not os.path.lexists(p := out / f"previous_{n}"))
-    folder.mkdir()
-    for p in files + later:
-        (shutil.copy if inside and p in files else shutil.move)(p, folder)
-    say(f"{len(files + later)} files of an earlier run in {out} are now in {folder}")
+    if saved or logs and not resumes:
+        folder = next(p for n in range(1, 10**6) if not os.path.lexists(p := out / f"previous_{n}"))
+        folder.mkdir()
+        for p in saved:
+            shutil.move(p, folder)
+        for p in logs:
+            (shutil.copy if resumes else shutil.move)(p, folder)
+        say(f"{len(logs + saved)} files of an earlier run in {out} are now in {folder}")
 
 
 def open_output(run, path: Path | None) -> None:
@@ -236,7 +236,7 @@ def open_output(run, path: Path | None) -> None:
     config, process = run.config, run.process
     if process.is_master:
         run.lock = lock_folder(config.out)
-        move_aside(config.out, path, run.step, process.print0)
+        move_aside(Path(config.out), path, run.step, process.print0)
         run.record = Record(config.out, run.step, config.total_batch_size, vars(config), config.wandb)
         run.logged = tuple(kind for kind in ("val", "hella") if run.record.value(run.step, kind) is not None)
         run.saver = Saver(config.out, config.keep_checkpoints, process.device != "cpu", process.print0)

@@ -77,7 +77,7 @@ class Record:
         self.out, self.tokens_per_step, self.wandb, self.rows = Path(out), tokens_per_step, None, []
         if step and (self.out / "metrics.csv").exists():
             self.rows = [row for row in read_metrics(self.out / "metrics.csv") if row["step"] <= step]
-        if self.value(step, "step") is not None:
+        if self.rows and self.rows[-1]["step"] == step:
             self.rows[-1] |= dict.fromkeys(("train", "lr", "norm", "tokens_per_second"))
         texts = {"metrics.csv": [HEADER, *map(row_line, self.rows)],
                  "log.txt": [f"{row['step']} {kind} {row[kind]:.6f}" for row in self.rows
@@ -104,7 +104,7 @@ class Record:
     def evaluation(self, step: int, kind: str, value: float, **more: float) -> None:
         """`kind`: val or hella. `more`: other cells of the row."""
         end = self.table.tell()
-        if self.value(step, "step") is None:
+        if not self.rows or self.rows[-1]["step"] != step:
             self.rows.append(dict.fromkeys(COLUMNS) | {
                 "step": step, "tokens": step * self.tokens_per_step, "seconds": self.seconds})
         else:

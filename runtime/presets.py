@@ -62,10 +62,10 @@ class OnOff(argparse.Action):
 
 
 def value_parser(kind: type, word: str | None) -> Callable:
-    """For argparse: text -> a value of this kind, or `word` as it is."""
+    """For argparse: text -> a value of this kind, or `word` as it is. Help and errors show its name."""
     def parse(text):
         return text if text == word else parse_int(text) if kind is int else kind(text)
-    parse.__name__ = f"{word} or {kind.__name__}" if word else kind.__name__        # for argparse's errors
+    parse.__name__ = f"{word}|{kind.__name__}" if word else kind.__name__
     return parse
 
 
@@ -80,7 +80,7 @@ def read_flags(Config: type, recipes: dict[str, dict], description: str, argv: l
     for title, fields in groupby(dataclasses.fields(Config), lambda f: f.metadata["group"]):
         group = parser.add_argument_group(title)
         for f in fields:
-            names, word, help = [f"--{f.name}"], f.metadata.get("word"), f.metadata["help"]
+            names, help = [f"--{f.name}"], f.metadata["help"]
             others = "".join(f"; {recipe}: {own[f.name]}" for recipe, own in recipes.items()
                              if own.get(f.name, f.default) != f.default)
             if f.default not in (None, False, ""):
@@ -91,8 +91,8 @@ def read_flags(Config: type, recipes: dict[str, dict], description: str, argv: l
             elif choices := f.metadata.get("choices"):
                 how = dict(choices=choices)
             else:
-                shown = f"{word}|{f.type.__name__}" if word else f.type.__name__
-                how = dict(type=value_parser(f.type, word), metavar=shown.upper())
+                parse = value_parser(f.type, f.metadata.get("word"))
+                how = dict(type=parse, metavar=parse.__name__.upper())
             group.add_argument(*names, default=argparse.SUPPRESS, help=help, **how)
     given = vars(parser.parse_args(argv))         # SUPPRESS: without the flags that were not given
     config = Config(**choose_defaults(given, recipes) | given)
