@@ -70,10 +70,9 @@ def read_run(config, explicit_flags: set[str], models: dict, path: Path) -> tupl
     """What begin_or_resume returns for a run that resumes from `path`. UserError for a flag, explicit or
     preset, that may not change, and for a step beyond --max_steps."""
     checkpoint, kept = read_checkpoint(path, recovery_hint(path)), {}
-    given = PRESETS[config.preset][1].keys() if "preset" in explicit_flags else set()
+    given = explicit_flags | PRESETS[config.preset][1].keys()
     if config.init != "scratch":                # then the model's shape won over the preset's
-        given = given - {*MODEL_SHAPE}
-    given = given | explicit_flags
+        given -= {*MODEL_SHAPE} - explicit_flags
     with state_of_run(path):
         step, before = checkpoint["step"], checkpoint["config"]
         model = model_from_checkpoint(checkpoint, path, models, recovery_hint(path))
