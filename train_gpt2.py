@@ -55,36 +55,36 @@ class Config:
     data: str = flag("edu_fineweb10B", DATA, "folder of token shards")
     overfit: bool = flag(False, DATA, "sanity run: overfit one batch of 4 x 32 tokens; writes nothing")
     shuffle: bool = flag(True, DATA, "permute shards and sequences, by the seed and the epoch", fixed=True)
-    val_tokens: int = flag(10_485_760, DATA, "tokens per validation, the first of the val shards", minimum=1)
+    val_tokens: int = flag(10_485_760, DATA, "tokens per validation, the first of the val shards", above=0)
     hellaswag_data: str = flag("", DATA, "HellaSwag examples as .jsonl (default: from the Hugging Face hub)")
     recipe: str = flag("gpt2", MODEL, "model, optimizers and schedule", choices=list(MODELS), fixed=True)
     init: str = flag("scratch", MODEL, "scratch, gpt2 ... gpt2-xl, a checkpoint, or a folder", fixed=True)
-    n_layer: int = flag(12, MODEL, "blocks", minimum=1, fixed=True)
-    n_head: int = flag(12, MODEL, "attention heads", minimum=1, fixed=True)
-    n_embd: int = flag(768, MODEL, "width", minimum=1, fixed=True)
-    block_size: int = flag(1024, MODEL, "longest sequence, tokens", minimum=1, fixed=True)
-    vocab_size: int = flag(50304, MODEL, "50257, padded to a multiple of 128", minimum=1, fixed=True)
+    n_layer: int = flag(12, MODEL, "blocks", above=0, fixed=True)
+    n_head: int = flag(12, MODEL, "attention heads", above=0, fixed=True)
+    n_embd: int = flag(768, MODEL, "width", above=0, fixed=True)
+    block_size: int = flag(1024, MODEL, "longest sequence, tokens", above=0, fixed=True)
+    vocab_size: int = flag(50304, MODEL, "50257, in multiples of 128", above=0, most=65536, fixed=True)
     window: int = flag("auto", MODEL, "sliding window at the end of the run, tokens; auto: full attention",
-                       word="auto", minimum=1, fixed=True, recipes=MODERN)
-    total_batch_size: int = flag(524288, BATCH, "tokens per step, all ranks", minimum=1, fixed=True)
-    batch_size: int = flag("auto", BATCH, "most sequences a micro-step", word="auto", minimum=1, per_run=True)
-    sequence_length: int = flag("auto", BATCH, "tokens; auto: block_size", word="auto", minimum=1, fixed=True)
+                       word="auto", above=0, fixed=True, recipes=MODERN)
+    total_batch_size: int = flag(524288, BATCH, "tokens per step, all ranks", above=0, fixed=True)
+    batch_size: int = flag("auto", BATCH, "most sequences a micro-step", word="auto", above=0, per_run=True)
+    sequence_length: int = flag("auto", BATCH, "tokens; auto: block_size", word="auto", above=0, fixed=True)
     updates_per_step: int = flag("auto", BATCH, "optimizer updates a step, halved at 1/3 and 2/3 of the run; "
-                                 "auto: 1, frontier: by the run's tokens", word="auto", minimum=1)
-    max_steps: int = flag(19073, OPTIM, "optimizer steps; 19073 are one epoch of 10B tokens", minimum=1)
+                                 "auto: 1, frontier: by the run's tokens", word="auto", above=0)
+    max_steps: int = flag(19073, OPTIM, "optimizer steps; 19073 are one epoch of 10B tokens", above=0)
     warmup_steps: int = flag(715, OPTIM, "steps of linear warmup; 715 are GPT-3's 375 million tokens")
-    max_lr: float = flag(6e-4, OPTIM, "learning rate after the warmup")
+    max_lr: float = flag(6e-4, OPTIM, "learning rate after the warmup", above=0, most=1e38)
     min_lr: float = flag("auto", OPTIM, "at the end; auto: max_lr / 10, frontier: by updates", word="auto")
     cooldown: float = flag("auto", OPTIM, "fraction of the steps, the last, in which lr decays; auto: "
-                           "0.2856, frontier: by updates", word="auto", recipes=MODERN)
-    weight_decay: float = flag(0.1, OPTIM, "of AdamW (matrices, embeddings) and Muon", minimum=0)
-    grad_clip: float = flag(1.0, OPTIM, "largest gradient norm; inf: no clipping")
-    seed: int = flag(1337, OPTIM, "random seed of initial weights and data order", bits=63, fixed=True)
+                           "0.2856, frontier: by updates", word="auto", above=0, most=1, recipes=MODERN)
+    weight_decay: float = flag(0.1, OPTIM, "of AdamW (matrices, embeddings) and Muon")
+    grad_clip: float = flag(1.0, OPTIM, "largest gradient norm; inf: no clipping", above=0, most=math.inf)
+    seed: int = flag(1337, OPTIM, "random seed of initial weights and data order", most=2**63 - 1, fixed=True)
     device: str = flag("auto", SPEED, "auto, cuda, mps or cpu", per_run=True)
     dtype: str = flag("auto", SPEED, "of matrix products (autocast); auto: bfloat16 where supported",
                       choices=["auto", "float32", "bfloat16", "float16"])
     tf32: bool = flag(True, SPEED, "use TF32 in float32 matrix products on CUDA")
-    compile: bool = flag(None, SPEED, "torch.compile (default: on CUDA)", type=bool, per_run=True)
+    compile: bool = flag(None, SPEED, "torch.compile (default: on CUDA)", per_run=True)
     attention: str = flag("auto", SPEED, "kernel; auto: SDPA's choice", choices=list(ATTENTION))
     recompute: bool = flag(False, SPEED, "recompute blocks in the backward, to save memory", per_run=True)
     shard_optimizer: bool = flag(False, SPEED, "each rank has a share of the moments (ZeRO 1)", per_run=True)
@@ -93,7 +93,7 @@ class Config:
     sample_every: int = flag(250, OUTPUT, "steps between samples of text; 0: never")
     sample_prompt: str = flag("auto", OUTPUT, "text that samples continue; auto: your own text's first words")
     checkpoint_every: int = flag(250, OUTPUT, "steps between checkpoints; 0: never")
-    keep_checkpoints: int = flag(3, OUTPUT, "newest kept, beside the best one, or all", word="all", minimum=1)
+    keep_checkpoints: int = flag(3, OUTPUT, "newest kept, beside the best one, or all", word="all", above=0)
     out: str = flag("log", OUTPUT, "folder for log.txt and checkpoints", per_run=True)
     resume: str = flag("auto", OUTPUT, "auto (newest in --out), never, or a checkpoint or run", per_run=True)
     wandb: bool = flag(False, OUTPUT, "also log to Weights & Biases (pip install wandb)", per_run=True)
@@ -224,9 +224,9 @@ def set_up(flags: Config, explicit_flags: set[str], process: Process) -> Run | N
     asked, model, checkpoint, path = checkpoints.begin_or_resume(flags, explicit_flags, process, MODELS,
                                                                  load_model)
     config = complete(asked, model, process)
-    check_complete(config, explicit_flags, process)
+    check_complete(config, process)
     data = process.on_all_ranks(open_data, config)
-    checkpoints.check_data(data.fingerprints(), checkpoint, path, config.data, process)
+    process.require_same({f"the content of --data {config.data}": data.fingerprints()})
 
     device, device_type = process.device, process.device.split(":")[0]
     torch.manual_seed(config.seed)
@@ -391,7 +391,7 @@ def save(run: Run) -> None:
             "model": checkpoints.host_copy(model.state_dict()), "model_config": asdict(model.config),
             "recipe": run.config.recipe, "config": asdict(run.asked), "step": run.step,
             "optimizers": optimizers, "scaler": run.scaler.state_dict(),
-            "data": run.data.fingerprints(), "job": checkpoints.job()}, run.record)
+            "data": run.data.fingerprints(), "job": os.environ.get("TORCHELASTIC_RUN_ID", "")}, run.record)
 
 
 def loop(run: Run) -> None:

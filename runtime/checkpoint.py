@@ -6,7 +6,7 @@ import shutil
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -27,21 +27,17 @@ MODEL_SHAPE = "n_layer", "n_head", "n_embd", "block_size", "vocab_size"
 
 def choose_checkpoint(config) -> Path | None:
     """The checkpoint that --resume asks for, or None for a new run."""
+    saved = [] if config.overfit else [path for _, path in checkpoints(config.out)]
     # after a restart by torchrun --resume never or PATH, which the first attempt followed, means auto
-    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    for _, newest in checkpoints(config.out)[-1:] if not config.overfit else []:
-        if config.resume == "auto" or restarted and read_checkpoint(newest).get("job") == job():
-            return newest
+    if saved and (config.resume == "auto" or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+                  and read_checkpoint(saved[-1]).get("job") == os.environ.get("TORCHELASTIC_RUN_ID", "")):
+        return saved[-1]
     if config.resume in ("auto", "never"):
         return None
     if path := find_checkpoint(config.resume):
         return path
     raise UserError(f"--resume {config.resume} is neither a checkpoint nor a run's folder: check the path, "
                     "or start a new run from a model's weights by --init")
-
-
-def job() -> str:
-    return os.environ.get("TORCHELASTIC_RUN_ID", "")
 
 
 def recovery_hint(path: Path) -> str:
@@ -74,10 +70,9 @@ def read_run(config, explicit_flags: set[str], models: dict, path: Path) -> tupl
     """What begin_or_resume returns for a run that resumes from `path`. UserError for a flag, explicit or
     preset, that may not change, and for a step beyond --max_steps."""
     checkpoint, kept = read_checkpoint(path, recovery_hint(path)), {}
-    given = PRESETS[config.preset][1].keys() if "preset" in explicit_flags else set()
+    given = explicit_flags | PRESETS[config.preset][1].keys()
     if config.init != "scratch":                # then the model's shape won over the preset's
-        given = given - {*MODEL_SHAPE}
-    given = given | explicit_flags
+        given -= {*MODEL_SHAPE} - explicit_flags
     with state_of_run(path):
         step, before = checkpoint["step"], checkpoint["config"]
         model = model_from_checkpoint(checkpoint, path, models, recovery_hint(path))
@@ -123,38 +118,28 @@ def model_shape(model) -> dict:
     return {name: getattr(model.config, name) for name in MODEL_SHAPE} if model else {}
 
 
-def check_data(data: dict, checkpoint: dict | None, path: Path | None, folder: str, process) -> None:
-    """UserError unless `data`, the fingerprints of each split's shards, are the same on all ranks, and those
-    of training the ones of the checkpoint's run."""
-    process.require_same({f"the content of --data {folder}": data})
-    if not checkpoint:
-        return
-    with state_of_run(path):                    # a shard's name may change
-        had, has = ([shard[1:] for shard in of["train"]] for of in (checkpoint["data"], data))
-        if had != has:
-            raise UserError(f"{path} was trained on other shards than {folder} has: bring those back, or "
-                            f"start a new run from its weights by --init {path} --out ANOTHER")
-
-
 def restore(run, checkpoint: dict, path: Path) -> None:
-    """Step, scaler, and the moments that this rank holds; the model was built with the saved weights."""
-    run.step, rank = checkpoint["step"], run.process.rank
+    """Step, scaler, and the moments that this rank holds; the model was built with the saved weights.
+    UserError if the run was trained on other shards; their names may change."""
+    run.step, rank, data = checkpoint["step"], run.process.rank, run.data.fingerprints()
     with state_of_run(path):
+        if [shard[1:] for shard in checkpoint["data"]["train"]] != [shard[1:] for shard in data["train"]]:
+            raise UserError(f"{path} was trained on other shards than {run.config.data} has: bring those "
+                            f"back, or start a new run from its weights by --init {path} --out ANOTHER")
         if run.scaler.is_enabled() and (saved := checkpoint["scaler"]):
             scale, steps = float(saved["scale"]), int(saved["_growth_tracker"])
             if not (0 < scale < math.inf and 0 <= steps < 2**31):
                 raise ValueError(f"its scale is {scale}, since {steps} steps")
             run.scaler.load_state_dict(run.scaler.state_dict() | {"scale": scale, "_growth_tracker": steps})
         for optimizer in run.optimizers:
-            groups, owner, state = optimizer.param_groups, getattr(optimizer, "owner", {}), {}
-            named = [pair for g in groups for pair in zip(g["param_names"], g["params"], strict=True)]
-            for i, (name, p) in enumerate(named):
+            owner, groups = getattr(optimizer, "owner", {}), optimizer.param_groups
+            for name, p in [pair for g in groups for pair in zip(g["param_names"], g["params"], strict=True)]:
                 for key in state_keys(optimizer) if owner.get(p, rank) == rank else ():
-                    value = checkpoint["optimizers"][name][key].clone()         # out of the mapped file
+                    value = checkpoint["optimizers"][name][key]
                     if value.shape != (() if key == "step" else p.shape) or not value.isfinite().all():
                         raise ValueError(f"its optimizer's {key} of {name} does not fit")
-                    state.setdefault(i, {})[key] = value
-            optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
+                    optimizer.state[p][key] = value.clone()                 # out of the mapped file
+            optimizer.load_state_dict(optimizer.state_dict())               # puts them on the device
 
 
 def gather_state(run) -> dict:
@@ -214,10 +199,10 @@ class Saver:
         if bad := next((name for name, t in tensors.items() if not t.isfinite().all()), None):
             raise RunError(f"after step {content['step']}, {bad} is not finite: {path.name} is not saved. "
                            f"{newest_of(self.out)}; lower --max_lr if it happens again")
-        replace_file(path, lambda file: torch.save(content, file))
-        for step, old in checkpoints(self.out)[:-self.keep] if self.keep != "all" else []:
-            if step != best:
-                with writable(old, begun=True):
+        with writable(self.out, begun=True):
+            replace_file(path, lambda file: torch.save(content, file))
+            for step, old in checkpoints(self.out)[:-self.keep] if self.keep != "all" else []:
+                if step != best:
                     old.unlink()
         self.say(f"saved {path} in {time.perf_counter() - began:.1f} s")
 
@@ -228,21 +213,21 @@ class Saver:
             pending.result()
 
 
-def move_aside(out: str | Path, path: Path | None, step: int, say: Callable[[str], None]) -> None:
+def move_aside(out: Path, path: Path | None, step: int, say: Callable[[str], None]) -> None:
     """Moves an earlier run's files, by their names, and nothing else from `out` to OUT/previous_N. Of the run
     that resumes from `path` at `step` these are its later checkpoints, with copies of its logs."""
-    out = Path(out)
-    inside = path is not None and path.resolve().parent == out.resolve()
-    later = [p for s, p in checkpoints(out) if not inside or s > step]
-    files = [p for name in RUN_FILES if (p := out / name).is_file()]
+    resumes = path is not None and path.resolve().parent == out.resolve()
+    saved = [p for s, p in checkpoints(out) if not resumes or s > step]
+    logs = [p for name in RUN_FILES if (p := out / name).is_file()]
     remove_leftovers(out, rf"checkpoint_\d+\.pt|{'|'.join(RUN_FILES)}")
-    if not later and (inside or not files):
-        return
-    folder = next(p for n in range(1, 10**6) if not os.path.lexists(p := out / f"previous_{n}"))
-    folder.mkdir()
-    for p in files + later:
-        (shutil.copy if inside and p in files else shutil.move)(p, folder)
-    say(f"{len(files + later)} files of an earlier run in {out} are now in {folder}")
+    if saved or logs and not resumes:
+        folder = next(p for n in range(1, 10**6) if not os.path.lexists(p := out / f"previous_{n}"))
+        folder.mkdir()
+        for p in saved:
+            shutil.move(p, folder)
+        for p in logs:
+            (shutil.copy if resumes else shutil.move)(p, folder)
+        say(f"{len(logs + saved)} files of an earlier run in {out} are now in {folder}")
 
 
 def open_output(run, path: Path | None) -> None:
@@ -250,19 +235,16 @@ def open_output(run, path: Path | None) -> None:
     config, process = run.config, run.process
     if process.is_master:
         run.lock = lock_folder(config.out)
-        move_aside(config.out, path, run.step, process.print0)
+        move_aside(Path(config.out), path, run.step, process.print0)
         run.record = Record(config.out, run.step, config.total_batch_size, vars(config), config.wandb)
         run.logged = tuple(kind for kind in ("val", "hella") if run.record.value(run.step, kind) is not None)
         run.saver = Saver(config.out, config.keep_checkpoints, process.device != "cpu", process.print0)
 
 
-@contextmanager
-def outputs(run):
+def outputs(run) -> ExitStack:
     """Around the loop: at its end, however it ends, what is being written is completed and closed."""
-    with ExitStack() as stack:                  # the last one first
-        if run.record:
-            stack.callback(plots.finish)
-            stack.callback(run.record.close)
-            stack.callback(run.saver.finish)
-        stack.callback(run.batches.close)
-        yield
+    stack = ExitStack()
+    for close in (plots.finish, run.record.close, run.saver.finish) if run.record else ():
+        stack.callback(close)                   # the last one first
+    stack.callback(run.batches.close)
+    return stack

@@ -44,12 +44,12 @@ def read_metrics(path: str | Path, remedy: str = "remove it, or choose another -
     """The complete rows of a metrics.csv: {column of COLUMNS: number, or None where the cell is empty}. A
     crash can cut off the last one. UserError for a file of another kind."""
     with readable(path, remedy):
-        header, *lines = read_text(path).rpartition("\n")[0].splitlines() or [HEADER]
-        wrong = [number for number, line in enumerate(lines, 2) if not ROW.fullmatch(line)]
-        if header != HEADER or wrong:
-            raise ValueError(f"line {wrong[0] if header == HEADER else 1} is not a row of a run's metrics")
+        lines = read_text(path).rpartition("\n")[0].splitlines()
+        for number, line in enumerate(lines, 1):
+            if not (line == HEADER if number == 1 else ROW.fullmatch(line)):
+                raise ValueError(f"line {number} is not a row of a run's metrics")
         rows = [{name: (int if form == "d" else float)(cell) if cell else None for (name, form), cell
-                 in zip(FORMATS.items(), line.split(","), strict=True)} for line in lines]
+                 in zip(FORMATS.items(), line.split(","), strict=True)} for line in lines[1:]]
         if any(row["step"] >= after["step"] for row, after in pairwise(rows)):
             raise ValueError("its steps do not grow")
     return rows
@@ -74,16 +74,11 @@ class Record:
 
     def __init__(self, out: str | Path, step: int, tokens_per_step: int, config: dict | None = None,
                  wandb: bool = False):
-        self.out, self.tokens_per_step, self.wandb = Path(out), tokens_per_step, None
-        self.rows, self.seconds = [], 0.0       # seconds: of the steps up to here
+        self.out, self.tokens_per_step, self.wandb, self.rows = Path(out), tokens_per_step, None, []
         if step and (self.out / "metrics.csv").exists():
             self.rows = [row for row in read_metrics(self.out / "metrics.csv") if row["step"] <= step]
-        for row in self.rows[-1:]:
-            self.seconds = row["seconds"]
-            if row["step"] == step:
-                row |= dict.fromkeys(("train", "lr", "norm", "tokens_per_second"))
-            elif (row["tokens_per_second"] or 0) > 0:
-                self.seconds += tokens_per_step / row["tokens_per_second"]
+        if self.rows and self.rows[-1]["step"] == step:
+            self.rows[-1] |= dict.fromkeys(("train", "lr", "norm", "tokens_per_second"))
         texts = {"metrics.csv": [HEADER, *map(row_line, self.rows)],
                  "log.txt": [f"{row['step']} {kind} {row[kind]:.6f}" for row in self.rows
                              for kind in ("val", "hella", "train") if row[kind] is not None]}
@@ -94,20 +89,26 @@ class Record:
         if wandb:
             self.wandb = open_wandb(self.out.resolve(), config, resumes=step > 0)
 
+    @property
+    def seconds(self) -> float:
+        """The time of the steps up to here."""
+        row = self.rows[-1] if self.rows else dict.fromkeys(COLUMNS, 0)
+        rate = row["tokens_per_second"] or 0
+        return row["seconds"] + (self.tokens_per_step / rate if rate > 0 else 0)
+
     def train(self, step: int, loss: float, norm: float, lr: float, seconds: float) -> None:
         """A finished step, which took `seconds`."""
         self.evaluation(step, "train", loss, norm=norm, lr=lr,
                         tokens_per_second=self.tokens_per_step / seconds)
-        self.seconds += seconds
 
     def evaluation(self, step: int, kind: str, value: float, **more: float) -> None:
         """`kind`: val or hella. `more`: other cells of the row."""
         end = self.table.tell()
-        if self.rows and self.rows[-1]["step"] == step:
-            end -= len(row_line(self.rows[-1])) + 1                 # that row is rewritten
-        else:
+        if not self.rows or self.rows[-1]["step"] != step:
             self.rows.append(dict.fromkeys(COLUMNS) | {
                 "step": step, "tokens": step * self.tokens_per_step, "seconds": self.seconds})
+        else:
+            end -= len(row_line(self.rows[-1])) + 1                 # that row is rewritten
         self.rows[-1] |= {kind: round(value, 6), **more}            # as it will be read
         with writable(self.out, begun=True):
             self.table.truncate(end)            # what is killed here leaves a row out, never a mixture of two
@@ -117,8 +118,8 @@ class Record:
             self.wandb.log({kind: value, **more}, step=step)
 
     def value(self, step: int, kind: str) -> float | None:
-        """What was recorded of `kind` at `step`; None if nothing was."""
-        return next((row[kind] for row in reversed(self.rows) if row["step"] == step), None)
+        """What is recorded of `kind` at `step`, the last one; None if nothing is."""
+        return self.rows[-1][kind] if self.rows and self.rows[-1]["step"] == step else None
 
     def best(self, steps: Collection[int] | None = None) -> tuple[float, int] | None:
         return lowest(self.rows, steps)

@@ -2,9 +2,8 @@
 import argparse
 import dataclasses
 import importlib.util
-import math
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from itertools import groupby
 
 import torch
@@ -50,19 +49,23 @@ def choose_defaults(given: dict, recipes: dict[str, dict]) -> dict:
     learning rates and warm-up are the recipe's own, where it has any: those of a preset are for AdamW."""
     preset = PRESETS[given.get("preset", "gpt2")][1]
     recipe = recipes[given.get("recipe", preset.get("recipe", "gpt2"))]
-    if not given.get("overfit"):
-        return recipe | preset | {name: value for name, value in recipe.items()
-                                  if name in ("max_lr", "min_lr", "warmup_steps")}
-    if "preset" in given:
-        raise UserError("--overfit is a run of its own: leave --preset out")
-    return recipe | OVERFIT
+    if given.get("overfit"):
+        return recipe | OVERFIT
+    rates = {name: recipe[name] for name in ("max_lr", "min_lr", "warmup_steps") if name in recipe}
+    return recipe | preset | rates
+
+
+class OnOff(argparse.Action):
+    """--NAME is True, --no_NAME False."""
+    def __call__(self, parser, namespace, values, option_string=None):
+        setattr(namespace, self.dest, not option_string.startswith("--no_"))
 
 
 def value_parser(kind: type, word: str | None) -> Callable:
-    """For argparse: text -> a value of this kind, or `word` as it is."""
+    """For argparse: text -> a value of this kind, or `word` as it is. Help and errors show its name."""
     def parse(text):
         return text if text == word else parse_int(text) if kind is int else kind(text)
-    parse.__name__ = f"{word} or {kind.__name__}" if word else kind.__name__        # for argparse's errors
+    parse.__name__ = f"{word}|{kind.__name__}" if word else kind.__name__
     return parse
 
 
@@ -77,22 +80,20 @@ def read_flags(Config: type, recipes: dict[str, dict], description: str, argv: l
     for title, fields in groupby(dataclasses.fields(Config), lambda f: f.metadata["group"]):
         group = parser.add_argument_group(title)
         for f in fields:
-            kind, word, help = f.metadata.get("type", f.type), f.metadata.get("word"), f.metadata["help"]
+            names, help = [f"--{f.name}"], f.metadata["help"]
             others = "".join(f"; {recipe}: {own[f.name]}" for recipe, own in recipes.items()
                              if own.get(f.name, f.default) != f.default)
             if f.default not in (None, False, ""):
                 help += f" (default {'on' if f.default is True else f.default}{others})"
-            if kind is bool:
-                how = dict(action="store_true")
-                if f.default is not False:
-                    group.add_argument(f"--no_{f.name}", dest=f.name, action="store_false",
-                                       default=argparse.SUPPRESS, help=f"the opposite of --{f.name}")
+            if f.type is bool:
+                how = dict(action=OnOff, nargs=0)
+                names += [f"--no_{f.name}"] * (f.default is not False)
             elif choices := f.metadata.get("choices"):
                 how = dict(choices=choices)
             else:
-                shown = f"{word}|{kind.__name__}" if word else kind.__name__
-                how = dict(type=value_parser(kind, word), metavar=shown.upper())
-            group.add_argument(f"--{f.name}", default=argparse.SUPPRESS, help=help, **how)
+                parse = value_parser(f.type, f.metadata.get("word"))
+                how = dict(type=parse, metavar=parse.__name__.upper())
+            group.add_argument(*names, default=argparse.SUPPRESS, help=help, **how)
     given = vars(parser.parse_args(argv))         # SUPPRESS: without the flags that were not given
     config = Config(**choose_defaults(given, recipes) | given)
     check_flags(config, set(given))
@@ -105,29 +106,27 @@ def flag_values(config) -> dict:
     return {f"--{name}": value for name, value in vars(config).items() if name not in of_a_machine}
 
 
-def check_flags(config, explicit_flags: set[str]) -> None:
+def check_flags(config, explicit_flags: Collection[str] = ()) -> None:
     """UserError for what can be checked on the flags alone; those that are `auto` pass."""
     for f in dataclasses.fields(config):
-        value, minimum = getattr(config, f.name), f.metadata.get("minimum", 0 if f.type is int else None)
-        bits = f.metadata.get("bits", 40)
-        if value != f.metadata.get("word") and minimum is not None and not minimum <= value < 2**bits:
-            raise UserError(f"--{f.name} {value}: must be at least {minimum}, and below 2^{bits}")
-        if f.name in explicit_flags and config.recipe not in f.metadata.get("recipes", [config.recipe]):
+        value, meta = getattr(config, f.name), f.metadata
+        above, most = meta.get("above"), meta.get("most", 2**40)
+        if f.type in (int, float) and value != meta.get("word") and not (
+                0 <= value <= most and value != above):
+            least = "from 0 on" if above is None else "above 0"
+            raise UserError(f"--{f.name} {value}: give a number {least}, at most {most:g}")
+        if f.name in explicit_flags and config.recipe not in meta.get("recipes", [config.recipe]):
             raise UserError(f"--{f.name} does not apply to --recipe {config.recipe}: leave it out")
     c, text = config, config.sample_every or config.hellaswag_every
     for mistake, made in {
-            f"--max_lr {c.max_lr}: give a number above 0": not 0 < c.max_lr < math.inf,
-            f"--min_lr {c.min_lr}: give 0 to --max_lr": c.min_lr != "auto" and not 0 <= c.min_lr <= c.max_lr,
-            f"--cooldown {c.cooldown}: give a fraction of the steps, above 0 and up to 1":
-                c.cooldown != "auto" and not 0 < c.cooldown <= 1,
-            f"--grad_clip {c.grad_clip}: give a norm above 0, or inf for no clipping": not c.grad_clip > 0,
+            f"--min_lr {c.min_lr}: give at most --max_lr": c.min_lr != "auto" and c.min_lr > c.max_lr,
             f"--n_embd {c.n_embd} does not divide into --n_head {c.n_head} heads: give another number of "
             "heads": c.n_embd % c.n_head != 0,
-            f"--vocab_size {c.vocab_size}: give at most 65536: tokens are uint16": c.vocab_size > 65536,
             f"--vocab_size {c.vocab_size} is smaller than GPT-2's {VOCAB_SIZE}, which samples and HellaSwag "
             "need: give --sample_every 0 --hellaswag_every 0": c.vocab_size < VOCAB_SIZE and text,
             f"--updates_per_step {c.updates_per_step}: give a power of two":
                 c.updates_per_step != "auto" and c.updates_per_step.bit_count() != 1,
+            "--overfit is a run of its own: leave --preset out": c.overfit and c.preset != "gpt2",
             "--overfit has no validation data: leave --val_every out": c.overfit and c.val_every,
             "--wandb needs the package wandb: pip install wandb, or leave the flag out":
                 c.wandb and not importlib.util.find_spec("wandb")}.items():
@@ -139,9 +138,9 @@ def check_flags(config, explicit_flags: set[str]) -> None:
                             "or raise the other")
 
 
-def check_complete(config, explicit_flags: set[str], process) -> None:
+def check_complete(config, process) -> None:
     """UserError unless the ranks have the same completed config, and it can run here."""
-    check_flags(dataclasses.replace(config, window=config.window or "auto"), explicit_flags)
+    check_flags(dataclasses.replace(config, window=config.window or "auto"))
     process.require_same(flag_values(config))
     divide_update(config, config.updates_per_step, process.world_size, 1)
     check_attention(config.attention, process.device, getattr(torch, config.dtype),
