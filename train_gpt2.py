@@ -73,7 +73,7 @@ class Config:
                                  "auto: 1, frontier: by the run's tokens", word="auto", above=0)
     max_steps: int = flag(19073, OPTIM, "optimizer steps; 19073 are one epoch of 10B tokens", above=0)
     warmup_steps: int = flag(715, OPTIM, "steps of linear warmup; 715 are GPT-3's 375 million tokens")
-    max_lr: float = flag(6e-4, OPTIM, "learning rate after the warmup", above=0, most=1e38)
+    max_lr: float = flag(6e-4, OPTIM, "learning rate after the warmup", above=0)
     min_lr: float = flag("auto", OPTIM, "at the end; auto: max_lr / 10, frontier: by updates", word="auto")
     cooldown: float = flag("auto", OPTIM, "fraction of the steps, the last, in which lr decays; auto: "
                            "0.2856, frontier: by updates", word="auto", above=0, most=1, recipes=MODERN)

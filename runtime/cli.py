@@ -94,8 +94,8 @@ def brief_error(error: Exception) -> str:
 
 def flag(default, group, help, **metadata):
     """A field of a Config dataclass that is also a flag. `metadata`: `word` (taken in place of a number, as
-    "auto"), `choices`, `above` (0: not 0 itself), `most` (if not 2^40), `fixed` (cannot change on resume),
-    `per_run` (not taken from a checkpoint), `recipes` (those that it is for)."""
+    "auto"), `choices`, `above` (0: not 0 itself), `most` (if not 2^40; of a float 1e38), `fixed` (cannot
+    change on resume), `per_run` (not taken from a checkpoint), `recipes` (those that it is for)."""
     return field(default=default, metadata={"group": group, "help": help, **metadata})
 
 

@@ -110,7 +110,7 @@ def check_flags(config, explicit_flags: Collection[str] = ()) -> None:
     """UserError for what can be checked on the flags alone; those that are `auto` pass."""
     for f in dataclasses.fields(config):
         value, meta = getattr(config, f.name), f.metadata
-        above, most = meta.get("above"), meta.get("most", 2**40)
+        above, most = meta.get("above"), meta.get("most", 2**40 if f.type is int else 1e38)
         if f.type in (int, float) and value != meta.get("word") and not (
                 0 <= value <= most and value != above):
             least = "from 0 on" if above is None else "above 0"
