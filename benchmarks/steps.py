@@ -13,9 +13,9 @@ import train_gpt2
 from benchmarks.data import measure_loader
 from benchmarks.timing import GB, random_tokens, time_steps
 from model import GPT, GPT2_SIZES, GPTConfig
-from runtime.attention import attention
 from runtime.dataloader import INPUT_TXT
 from runtime.device import make_autocast, peak_flops, peak_memory
+from runtime.kernels import attention
 from runtime.shards import write_shard
 
 SIZES = GPT2_SIZES | {"small": dict(n_layer=4, n_head=4, n_embd=256),       # for CPUs, and to try a command

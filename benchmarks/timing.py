@@ -19,9 +19,9 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from runtime.attention import ATTENTION, check_attention
 from runtime.cli import UserError, brief_error
 from runtime.device import device_name, is_out_of_memory
+from runtime.kernels import ATTENTION, check_attention
 from runtime.tokenizer import VOCAB_SIZE
 
 BENCH = Path(__file__).resolve().parent.parent / "bench.py"
