@@ -15,8 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import speedrun
-from runtime.attention import attention
-from runtime.kernels import CastLinear, Embedding, matmul_dtype, norm
+from runtime.kernels import Embedding, Linear, attention, matmul_dtype, norm
 from runtime.language_model import KVCache, ModernLanguageModel, rotate
 from runtime.muon import Muon
 from runtime.tokenizer import EOT, VOCAB_SIZE, token_bytes
@@ -59,7 +58,7 @@ class FrontierAttention(nn.Module):
     def __init__(self, config, layer):
         super().__init__()
         C = config.n_embd
-        self.c_q, self.c_k, self.c_v, self.c_proj = (CastLinear(C, C, bias=False) for _ in range(4))
+        self.c_q, self.c_k, self.c_v, self.c_proj = (Linear(C, C, bias=False) for _ in range(4))
         self.lamb = nn.Parameter(torch.empty(()))
         self.n_head, self.layer = config.n_head, layer
 
@@ -72,7 +71,7 @@ class FrontierAttention(nn.Module):
         v = (1 - self.lamb) * v + self.lamb * v1
         q, k = rotate(norm(q), *rotary), rotate(norm(k), *rotary)
         if past:
-            k, v = past.update(self.layer, k, v)                                # (B, t + T, nh, hs)
+            k, v = past.add(f"k{self.layer}", k), past.add(f"v{self.layer}", v)     # (B, t + T, nh, hs)
         y = attention(q, offset_keys(k, begins), v, kernel, mask)               # (B, T, nh, hs)
         return self.c_proj(y.reshape(B, T, C)), v1
 
@@ -81,8 +80,8 @@ class FrontierBlock(nn.Module):
     def __init__(self, config, layer):
         super().__init__()
         self.attn = FrontierAttention(config, layer)
-        self.c_fc = CastLinear(config.n_embd, 4 * config.n_embd, bias=False)
-        self.c_proj = CastLinear(4 * config.n_embd, config.n_embd, bias=False)
+        self.c_fc = Linear(config.n_embd, 4 * config.n_embd, bias=False)
+        self.c_proj = Linear(4 * config.n_embd, config.n_embd, bias=False)
         self.lambdas = nn.Parameter(torch.empty(2))
 
     def forward(self, x, v1, x0, rotary, begins, kernel, mask, past=None):
@@ -108,7 +107,7 @@ class FrontierGPT(ModernLanguageModel):
             stem=Embedding(int(stems.max()) + 1, config.n_embd),
             h=nn.ModuleList(FrontierBlock(config, layer) for layer in range(config.n_layer)),
         ))
-        self.lm_head = CastLinear(config.n_embd, config.vocab_size, bias=False, device="meta")
+        self.lm_head = Linear(config.n_embd, config.vocab_size, bias=False, device="meta")
         self.lm_head.weight = self.transformer.wte.weight                       # arXiv:1608.05859
         self.register_buffer("stems", stems.clone(), persistent=False)
         if not self.transformer.wte.weight.is_meta:
@@ -153,7 +152,7 @@ class FrontierGPT(ModernLanguageModel):
     def hidden(self, idx: Tensor, past: KVCache | None = None) -> Tensor:
         """Final hidden states (B, T, C) of idx (B, T), which follows the tokens in the KVCache `past`."""
         device, dtype, T = idx.device.type, matmul_dtype(self.transformer.wte.weight), idx.size(1)
-        tokens = past.add(idx) if past else idx                                 # (B, S)
+        tokens = past.add("tokens", idx) if past else idx                       # (B, S)
         rotary = self.rotary_tables(tokens.size(1), T, dtype, idx.device)
         begins = (tokens == EOT)[:, :, None, None]                              # (B, S, 1, 1)
         mask = self.window_mask(tokens, T, past)

@@ -154,9 +154,8 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError("--batch_size must be at least 4 (one example) and --limit at least 1")
     from tqdm import tqdm
 
-    from model import load_model
+    from model import check_tokens, load_model
     from runtime.device import choose_device, make_autocast, oom_as_user_error
-    from runtime.weights import check_tokens
     device = choose_device(args.device)
     examples = load_examples(args.data) if args.data else None      # before the model: errors show at once
     with oom_as_user_error(lambda: f"{device} is out of memory: give a smaller --batch_size, or another "

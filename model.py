@@ -20,11 +20,11 @@ from torch.utils.checkpoint import checkpoint
 from frontier import FrontierGPT
 from runtime.cli import FlagParser, UserError, run_command
 from runtime.files import writable
-from runtime.attention import by_formula, formula, sdpa
-from runtime.huggingface import EXPORTED, EXPORTED_BY, MODELING, from_huggingface, read_json, save_gpt2
-from runtime.kernels import Embedding, Linear, matmul_dtype
+from runtime.huggingface import EXPORTED, EXPORTED_BY, MODELING, from_huggingface, read_json
+from runtime.kernels import Embedding, Linear, by_formula, formula, matmul_dtype, sdpa
 from runtime.language_model import KVCache, LanguageModel
-from runtime.weights import check_tokens, find_checkpoint, model_from_checkpoint, read_checkpoint
+from runtime.tokenizer import VOCAB_SIZE
+from runtime.weights import find_checkpoint, model_from_checkpoint, read_checkpoint
 from speedrun import SpeedrunGPT
 
 GPT2_SIZES = {
@@ -59,7 +59,7 @@ class CausalSelfAttention(nn.Module):
         k = k.view(B, T, self.n_head, C // self.n_head)
         v = v.view(B, T, self.n_head, C // self.n_head)
         if past:
-            k, v = past.update(self.layer, k, v)                                # (B, t + T, nh, hs)
+            k, v = past.add(f"k{self.layer}", k), past.add(f"v{self.layer}", v)     # (B, t + T, nh, hs)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))                        # (B, nh, T or t + T, hs)
         is_causal = T == k.size(2)      # after the tokens of a cache the one new token sees them all
         if by_formula(kernel, q, k):    # short sequences on a CPU in bfloat16
@@ -100,6 +100,8 @@ class Block(nn.Module):
 class GPT(LanguageModel):
     """GPT-2: pre-norm blocks, learned positions, tanh GELU, biases everywhere, head tied to wte."""
     Config = GPTConfig
+    recipe = "gpt2"
+    looked_up = ("wpe",)
 
     def __init__(self, config):
         super().__init__()
@@ -132,7 +134,7 @@ class GPT(LanguageModel):
 
     def hidden(self, idx: Tensor, past: KVCache | None = None) -> Tensor:
         """Final hidden states (B, T, C) of idx (B, T), which follows the tokens in the KVCache `past`."""
-        tokens = past.add(idx) if past else idx                                 # (B, S)
+        tokens = past.add("tokens", idx) if past else idx                       # (B, S)
         pos = torch.arange(tokens.size(1) - idx.size(1), tokens.size(1), device=idx.device)     # (T,)
         x = self.transformer.wte(idx) + self.transformer.wpe(pos)               # (B, T, C)
         # The residual stream is bfloat16 where the matmuls are, as in llm.c and modded-nanogpt: in fp32 it is
@@ -151,21 +153,10 @@ class GPT(LanguageModel):
         return [torch.optim.AdamW(groups, lr=max_lr, betas=betas, eps=eps,
                                   fused=not self.lm_head.weight.is_mps)]      # there it ignores found_inf
 
-    def flops_per_token(self, sequence_length: int) -> int:
-        """Forward and backward FLOPs per token: 6 N + 12 n_layer n_embd T (arXiv:2204.02311, appendix B). N
-        includes the tied head, but not the position embeddings, which are only looked up."""
-        N = sum(p.numel() for p in self.parameters()) - self.transformer.wpe.weight.numel()
-        return 6 * N + 12 * self.config.n_layer * self.config.n_embd * sequence_length
-
     @classmethod
     def from_pretrained(cls, source: str | Path) -> "GPT":
         """A name of GPT2_SIZES or of another GPT-2 on the Hugging Face hub, or a folder; else UserError."""
         return from_huggingface(source, {"gpt2": GPT})
-
-    def save_pretrained(self, folder: str | Path) -> None:
-        """Writes config.json, model.safetensors and the tokenizer, for transformers' GPT2LMHeadModel and
-        AutoTokenizer: Conv1D weights are transposed, and the vocabulary's padding is cut off."""
-        save_gpt2(self, folder)
 
 
 MODELS = {"gpt2": GPT, "speedrun": SpeedrunGPT, "frontier": FrontierGPT}         # by recipe
@@ -185,6 +176,13 @@ def load_model(source: str | Path) -> LanguageModel:
     if path := find_checkpoint(source):
         return model_from_checkpoint(read_checkpoint(path), path, MODELS)
     return from_huggingface(source, MODELS)
+
+
+def check_tokens(model, source: str) -> None:
+    """UserError unless `model`, read from `source`, has GPT-2's tokens."""
+    if model.config.vocab_size < VOCAB_SIZE:
+        raise UserError(f"{source} has a vocabulary of {model.config.vocab_size}, and not GPT-2's "
+                        f"{VOCAB_SIZE} tokens: give a model that was trained on those")
 
 
 def refuse_other_files(folder: Path) -> None:

@@ -106,9 +106,8 @@ def main(argv: list[str] | None = None) -> None:
     args = parse_flags(argv)
     import torch
 
-    from model import load_model
+    from model import check_tokens, load_model
     from runtime.device import choose_device, choose_dtype, make_autocast, oom_as_user_error
-    from runtime.weights import check_tokens
     device = choose_device(args.device)
     autocast = make_autocast(device, choose_dtype(args.dtype, device))
     with oom_as_user_error(lambda: f"{device} is out of memory: give a smaller --num_samples"):

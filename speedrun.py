@@ -13,8 +13,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from runtime.attention import attention
-from runtime.kernels import CastLinear, Embedding, matmul_dtype, norm
+from runtime.kernels import Embedding, Linear, attention, matmul_dtype, norm
 from runtime.language_model import KVCache, ModernLanguageModel, rotate
 from runtime.muon import Muon
 
@@ -23,7 +22,7 @@ class SpeedrunAttention(nn.Module):
     def __init__(self, config, layer):
         super().__init__()
         C = config.n_embd
-        self.c_q, self.c_k, self.c_v, self.c_proj = (CastLinear(C, C, bias=False) for _ in range(4))
+        self.c_q, self.c_k, self.c_v, self.c_proj = (Linear(C, C, bias=False) for _ in range(4))
         self.lamb = nn.Parameter(torch.empty(()))
         self.n_head, self.layer = config.n_head, layer
 
@@ -37,7 +36,7 @@ class SpeedrunAttention(nn.Module):
         # QK-norm (arXiv:2010.04245) [+0.018], then rotary positions [+0.082]
         q, k = rotate(norm(q), *rotary), rotate(norm(k), *rotary)
         if past:
-            k, v = past.update(self.layer, k, v)                                # (B, t + T, nh, hs)
+            k, v = past.add(f"k{self.layer}", k), past.add(f"v{self.layer}", v)     # (B, t + T, nh, hs)
         y = attention(q, k, v, kernel, mask)                                    # (B, T, nh, hs)
         return self.c_proj(y.reshape(B, T, C)), v1
 
@@ -45,8 +44,8 @@ class SpeedrunAttention(nn.Module):
 class SpeedrunMLP(nn.Module):
     def __init__(self, config):
         super().__init__()
-        self.c_fc = CastLinear(config.n_embd, 4 * config.n_embd, bias=False)
-        self.c_proj = CastLinear(4 * config.n_embd, config.n_embd, bias=False)
+        self.c_fc = Linear(config.n_embd, 4 * config.n_embd, bias=False)
+        self.c_proj = Linear(4 * config.n_embd, config.n_embd, bias=False)
 
     def forward(self, x):
         return self.c_proj(F.relu(self.c_fc(x)).square())           # ReLU squared (arXiv:2109.08668) [-0.003]
@@ -77,7 +76,7 @@ class SpeedrunGPT(ModernLanguageModel):
             wte=Embedding(config.vocab_size, config.n_embd),
             h=nn.ModuleList(SpeedrunBlock(config, layer) for layer in range(config.n_layer)),
         ))
-        self.lm_head = CastLinear(config.n_embd, config.vocab_size, bias=False)
+        self.lm_head = Linear(config.n_embd, config.vocab_size, bias=False)
         if not self.transformer.wte.weight.is_meta:
             self.init_weights()
 
@@ -101,7 +100,7 @@ class SpeedrunGPT(ModernLanguageModel):
     def hidden(self, idx: Tensor, past: KVCache | None = None) -> Tensor:
         """As GPT's, all in autocast's dtype; autocast itself would cast norms and residuals to fp32."""
         device, dtype, T = idx.device.type, matmul_dtype(self.transformer.wte.weight), idx.size(1)
-        tokens = past.add(idx) if past else idx                                 # (B, S)
+        tokens = past.add("tokens", idx) if past else idx                       # (B, S)
         rotary = self.rotary_tables(tokens.size(1), T, dtype, idx.device)       # [+0.082]
         mask = self.window_mask(tokens, T, past)
         with torch.autocast(device, enabled=False):

@@ -28,7 +28,6 @@ import speedrun
 from model import MODELS, fresh_model, load_model
 from runtime import checkpoint as checkpoints
 from runtime import plots
-from runtime.attention import ATTENTION
 from runtime.cli import RunError, flag, run_command, said_once
 from runtime.console import Record, in_bits, log_evaluation, log_steps, print_header, print_summary
 from runtime.dataloader import (Data, divide_update, micro_batches, open_data, read_ahead, to_device,
@@ -36,8 +35,9 @@ from runtime.dataloader import (Data, divide_update, micro_batches, open_data, r
 from runtime.device import (choose_batch_size, choose_device, choose_dtype, fetch, oom_as_user_error,
                             tune_malloc)
 from runtime.files import newest_of
+from runtime.kernels import ATTENTION
 from runtime.language_model import LanguageModel
-from runtime.muon import StepTogether, broadcast_updates, shard_matrices
+from runtime.muon import broadcast_updates, shard_matrices, step_together
 from runtime.presets import PRESETS, check_complete, read_flags
 from runtime.ranks import Process, find_ranks
 from runtime.shards import first_words
@@ -150,7 +150,7 @@ class Run:
     compiled: Callable                  # for validation: the same weights, compiled
     wrapped: Callable                   # for training: that inside DDP, if there are several ranks
     optimizers: list
-    all_optimizers: StepTogether        # as one, for the scaler
+    all_optimizers: object              # as one, for the scaler
     owner: dict                         # {parameter: the rank that updates it}, with --shard_optimizer
     scaler: torch.amp.GradScaler
     autocast: torch.autocast
@@ -245,7 +245,7 @@ def set_up(flags: Config, explicit_flags: set[str], process: Process) -> Run | N
     wrapped = wrap_model(compiled, device) if process.world_size > 1 else compiled
 
     run = Run(asked, config, process, data, model, compiled, wrapped, optimizers,
-              StepTogether(optimizers, model.parameters()), owner, scaler, autocast)
+              step_together(optimizers, model.parameters()), owner, scaler, autocast)
     if checkpoint:
         checkpoints.restore(run, checkpoint, path)                # moments, scaler, step
     run.batch_size = choose_batch_size(run)

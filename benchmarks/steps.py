@@ -14,8 +14,8 @@ import train_gpt2
 from benchmarks.data import measure_loader
 from benchmarks.timing import Setting, random_tokens, time_steps
 from model import GPT2_SIZES
-from runtime.attention import attention, check_attention
 from runtime.device import peak_flops, peak_memory
+from runtime.kernels import attention, check_attention
 from runtime.shards import write_shard
 
 SIZES = GPT2_SIZES | {"small": dict(n_layer=4, n_head=4, n_embd=256),       # for CPUs, and to try a command

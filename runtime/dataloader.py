@@ -1,6 +1,5 @@
 """Shards -> micro-batches. The tokens of a step are a pure function of (shards, seed, step, total_batch_size,
 sequence_length): the same for any number of ranks, micro-batch and resume, without a state to save."""
-import bisect
 import itertools
 import math
 from collections import deque
@@ -47,26 +46,19 @@ class TokenDataset:
             raise UserError(f"{self.names[0]}: too few tokens for one sequence of {self.T} and its target: "
                             "give more text or a smaller --sequence_length")
         self._order = lambda n, *key: stable_permutation(n, seed, *key) if shuffle else np.arange(n)
-        # kept for the epoch and the shard that are being read
-        self._epoch, self._sequences = lru_cache(1)(self._epoch), lru_cache(1)(self._sequences)
+        self._sequences = lru_cache(1)(self._sequences)         # of the shard that is being read
 
     def _fingerprint(self, i):
         """[name, number of tokens, digest] of shard i."""
         tokens = self.shards[i] if isinstance(self.shards[i], np.ndarray) else open_shard(self.shards[i])
-        sample = fingerprint_blocks(tokens)
-        self._check_ids(i, sample)
-        return [Path(self.names[i]).name, len(tokens), digest(sample)]
+        return [Path(self.names[i]).name, len(tokens), digest(self._checked(i, fingerprint_blocks(tokens)))]
 
-    def _check_ids(self, i, tokens):
+    def _checked(self, i, tokens):
         if (largest := tokens.max(initial=0)) >= self.end:
             raise UserError(f"{self.names[i]} holds token {largest}, and the model's tokens end at "
                             f"{self.end - 1}: it is damaged, or of another tokenizer than GPT-2's, or "
                             f"--vocab_size is too small")
-
-    def _epoch(self, epoch):
-        """The order of the shards in an epoch, and the numbers within it at which their sequences begin."""
-        order = self._order(len(self.shards), epoch).tolist()
-        return order, [0, *itertools.accumulate(self.counts[i] for i in order)]
+        return tokens
 
     def _sequences(self, epoch, i):
         """Reads shard i: its sequences as rows (count_i, T+1), and their order in an epoch."""
@@ -74,24 +66,22 @@ class TokenDataset:
         tokens = shard if isinstance(shard, np.ndarray) else read_shard(shard)
         if [len(tokens), digest(tokens)] != self.fingerprint[i][1:]:
             raise UserError(f"{self.names[i]} changed during the run: restore it, then run the same command")
-        self._check_ids(i, tokens)
-        rows = np.lib.stride_tricks.sliding_window_view(tokens, self.T + 1)[::self.T]           # no copy
-        return rows, self._order(self.counts[i], epoch, i)
+        rows = np.lib.stride_tricks.sliding_window_view(self._checked(i, tokens), self.T + 1)   # no copy
+        return rows[::self.T], self._order(self.counts[i], epoch, i)
 
     def read(self, first: int, count: int) -> np.ndarray:
         """Sequences number `first` to `first + count - 1`, each with its last target: uint16 (count, T+1)."""
-        out = np.empty((count, self.T + 1), dtype=np.uint16)
-        row = 0
-        while row < count:
-            epoch, position = divmod(first + row, self.total)
-            order, begins = self._epoch(epoch)
-            slot = bisect.bisect_right(begins, position) - 1
-            i, local = order[slot], position - begins[slot]
-            rows, row_order = self._sequences(epoch, i)
-            n = min(count - row, self.counts[i] - local)
-            out[row:row + n] = rows[row_order[local:local + n]]
-            row += n
-        return out
+        parts = []
+        while count:
+            epoch, position = divmod(first, self.total)
+            order = self._order(len(self.shards), epoch)                # of the shards
+            ends = np.cumsum(np.array(self.counts)[order])              # of their sequences, in the epoch
+            slot = np.searchsorted(ends, position, side="right")
+            rows, row_order = self._sequences(epoch, int(order[slot]))
+            left = ends[slot] - position                                # sequences of this shard
+            parts.append(rows[row_order[-left:][:count]])
+            first, count = first + len(parts[-1]), count - len(parts[-1])
+        return np.concatenate(parts)
 
 
 def updates_of_step(step: int, config) -> int:

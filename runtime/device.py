@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
+from torch.torch_version import TorchVersion
 
 from runtime.cli import RunError, UserError, brief_error, print_error
 from runtime.dataloader import divide_update, updates_of_step
@@ -20,15 +21,19 @@ from runtime.dataloader import divide_update, updates_of_step
 def choose_device(name: str = "auto", local_rank: int = 0) -> str:
     """'cuda:N', 'mps' or 'cpu'; N is `local_rank` unless the name says it. For 'auto' the first of them that
     is available. UserError for one that is not, or a GPU on which no kernel runs."""
-    if tuple(map(int, torch.__version__.split("+")[0].split(".")[:2])) < (2, 10):
+    if TorchVersion(torch.__version__) < (2, 10):
         # there mm(out_dtype=) breaks a graph, and PYTORCH_ALLOC_CONF is not read
         raise UserError(f"torch {torch.__version__} is too old: pip install 'torch>=2.10'")
-    tune_cuda_allocator()
+    if not os.environ.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}:
+        # CUDA's allocator, before its first use, should split no large block. Else gradients and moments are
+        # put into the free block of the last micro-step's logits, and the next needs another: GPT-2 124M at
+        # 200 x 1,024 tokens then does not fit in 80 GB, although it uses 69
+        os.environ["PYTORCH_ALLOC_CONF"] = "max_split_size_mb:2048"
     with warnings.catch_warnings(action="ignore"):      # torch's; ours say the same in one line
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     there = [f"cuda:{i}" for i in range(gpus)] + ["mps"] * torch.backends.mps.is_available() + ["cpu"]
-    device = {"auto": "cuda" if gpus else there[0], "cuda": "cuda"}.get(name, name)
-    device = f"cuda:{local_rank}" if device == "cuda" else device
+    gpu = f"cuda:{local_rank}"
+    device = {"auto": gpu if gpus else there[0], "cuda": gpu}.get(name, name)
     if device not in there:
         raise UserError(f"--device {device}: not available here, torch {torch.__version__} finds "
                         f"{', '.join(there)}: use one of these, and at most as many processes as GPUs")
@@ -118,15 +123,15 @@ def choose_batch_size(run) -> int:
     config, process = run.config, run.process
     auto, cuda = config.batch_size == "auto", process.device.startswith("cuda")
     updates = updates_of_step(config.max_steps - 1, config)             # those with the most sequences
-    most = 2**40 if auto else config.batch_size
+    most = config.batch_size
     if auto and cuda:                           # the logits and their gradient alone take so much, in 16 bits
         most = torch.cuda.mem_get_info(process.device)[0] // (4 * config.vocab_size * config.sequence_length)
     elif auto:
         most = max(1, 4096 // config.sequence_length)
+    moments = sum(2 * p.nbytes for o in run.optimizers for g in o.param_groups for p in g["params"])
 
     def fits(B):
         try:                                    # with room for the moments, which the first step allocates
-            moments = sum(2 * p.nbytes for o in run.optimizers for g in o.param_groups for p in g["params"])
             _room = torch.empty(moments * cuda * (run.step == 0), dtype=torch.uint8, device=process.device)
             return time_micro_step(run, B) > 0
         except Exception as error:              # the compiler, its backend and Triton raise many types
@@ -177,14 +182,6 @@ def peak_memory(device: str) -> int:
         return 0
     # kilobytes, on macOS bytes
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
-def tune_cuda_allocator() -> None:
-    """Before CUDA's first use: keeps torch's allocator from splitting large blocks, unless the user has set
-    it. Else gradients and moments are put into the free block of the last micro-step's logits, and the next
-    needs another: GPT-2 124M at 200 x 1,024 tokens then does not fit in 80 GB, although it uses 69."""
-    if not os.environ.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}:
-        os.environ["PYTORCH_ALLOC_CONF"] = "max_split_size_mb:2048"
 
 
 def tune_malloc() -> None:

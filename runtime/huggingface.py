@@ -10,7 +10,7 @@ import torch
 from runtime.cli import UserError, brief_error, safe_repr
 from runtime.files import read_text, readable, replace_file
 from runtime.tokenizer import EOT, VOCAB_SIZE, checked_asset
-from runtime.weights import HEAD, WTE, build_model, canonical, load_pickle
+from runtime.weights import HEAD, WTE, load_pickle, model_from_checkpoint
 
 OPENAI_NAMES = "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"            # accepted without their owner
 REPO_NAME = re.compile(r"(?!.*(--|\.\.))\w[\w.-]*/\w[\w.-]*(?<![-.])", re.ASCII)          # OWNER/NAME
@@ -33,8 +33,17 @@ def from_huggingface(source, MODELS):
         config = read_json(folder / "config.json")
         recipe = config.get("model_type")
         if recipe in [*MODELS] and recipe != "gpt2":            # a list: the file's may be no name
-            return modern_model(MODELS[recipe], config, folder)
-        return gpt2_model(MODELS["gpt2"], config, folder)
+            weights, config["vocab_size"] = folder_weights(folder), config["padded_vocab_size"]
+        else:
+            recipe, config = "gpt2", config | gpt2_settings(config)
+            weights = {name: t.t() if name.endswith(CONV1D) else t
+                       for name, t in folder_weights(folder, pickles=True).items()}
+        stems = weights.pop("stems", none := torch.tensor([]))
+        checkpoint = {"model": weights, "model_config": config, "recipe": recipe}
+        model = model_from_checkpoint(checkpoint, source, MODELS, "give another")
+        if not torch.equal(stems, getattr(model, "stems", none)):
+            raise ValueError("its stems are not those of GPT-2's tokens")
+        return model
 
 
 def download_model(name: str) -> Path:
@@ -61,7 +70,8 @@ def read_json(path):
     return settings
 
 
-def gpt2_model(GPT, config, folder):
+def gpt2_settings(config):
+    """What GPTConfig calls otherwise than a GPT-2's config.json. ValueError for another model's."""
     for key, value in {"model_type": "gpt2", **GPT2}.items():
         if (found := config.get(key, GPT2.get(key))) != value:
             raise ValueError(f"its config.json says {key} = {safe_repr(found)} instead of {value}")
@@ -69,24 +79,10 @@ def gpt2_model(GPT, config, folder):
         config.get("activation_function", "gelu_new"))
     if gelu is None or config.get("n_inner") not in (None, 4 * config["n_embd"]):
         raise ValueError("its config.json asks for another activation or n_inner than GPT-2's")
-    weights = {name: t.t() if name.endswith(CONV1D) else t
-               for name, t in canonical(folder_weights(folder, pickles=True)).items()}
-    shape = {name: config[name] for name in ("vocab_size", "n_layer", "n_head", "n_embd")}
-    return build_model(GPT, GPT.Config(config.get("n_positions", 1024), **shape, gelu=gelu), weights)
+    return {"block_size": config.get("n_positions", 1024), "gelu": gelu}
 
 
-def modern_model(cls, config, folder):
-    config = config | {"vocab_size": config["padded_vocab_size"]}
-    weights, none = folder_weights(folder, pickles=False), torch.tensor([])
-    stems = weights.pop("stems", none)
-    model = build_model(cls, cls.Config(**{f.name: config[f.name] for f in dataclasses.fields(cls.Config)}),
-                        weights)
-    if not torch.equal(stems, getattr(model, "stems", none)):
-        raise ValueError("its stems are not those of GPT-2's tokens")
-    return model
-
-
-def folder_weights(folder, pickles):
+def folder_weights(folder, pickles=False):
     """The tensors of a folder: of safetensors, one file or several, else of pytorch_model.bin."""
     from safetensors.torch import load_file
     names, index = ["model.safetensors"], folder / "model.safetensors.index.json"
@@ -102,23 +98,21 @@ def folder_weights(folder, pickles):
     return {key: tensor for name in names for key, tensor in load_file(folder / name).items()}
 
 
-def save_gpt2(model, folder: str | Path) -> None:
-    """GPT.save_pretrained: writes `model` into `folder` in the Hugging Face format, as fp32."""
+def export_gpt2(model):
+    """(config.json, tensors) of GPT2LMHeadModel: CONV1D transposed, the vocabulary's padding cut off."""
     c = model.config
     vocab_size = min(c.vocab_size, VOCAB_SIZE)
     weights = {name: p.t() if name.endswith(CONV1D) else p for name, p in model.state_dict().items()}
     weights[WTE] = weights.pop(HEAD)[:vocab_size]                               # they are tied
-    config = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "vocab_size": vocab_size,
-              "n_positions": c.block_size, "n_ctx": c.block_size, "n_embd": c.n_embd, "n_layer": c.n_layer,
-              "n_head": c.n_head, "n_inner": None, "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True,
-              "activation_function": "gelu_new" if c.gelu == "tanh" else "gelu",
-              "embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "initializer_range": 0.02}
-    write_folder(folder, config, c.block_size, weights)
+    return {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "vocab_size": vocab_size,
+            "n_positions": c.block_size, "n_ctx": c.block_size, "n_embd": c.n_embd, "n_layer": c.n_layer,
+            "n_head": c.n_head, "n_inner": None, "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True,
+            "activation_function": "gelu_new" if c.gelu == "tanh" else "gelu",
+            "embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "initializer_range": 0.02}, weights
 
 
-def save_modern(model, folder: str | Path) -> None:
-    """ModernLanguageModel.save_pretrained: as save_gpt2, with MODELING and the padding of the vocabulary:
-    the rows of the bigram table are counted modulo its size."""
+def export_modern(model):
+    """The same for MODELING, with the padding: the rows of the bigram table are counted modulo its size."""
     weights, name = model.state_dict(), model.recipe.capitalize()
     config = {"architectures": [f"{name}ForCausalLM"], "model_type": model.recipe,
               "auto_map": {"AutoConfig": f"{MODELING[:-3]}.{name}Config",
@@ -129,15 +123,19 @@ def save_modern(model, folder: str | Path) -> None:
         del weights[HEAD]                                                   # tied to wte
         weights["stems"] = model.stems
         config["n_stem"] = model.transformer.stem.num_embeddings
-    write_folder(folder, config, model.config.block_size, weights)
+    return config, weights
 
 
-def write_folder(folder, config, block_size, weights):
+def save_model(model, folder: str | Path) -> None:
+    """LanguageModel.save_pretrained. Weights are stored as fp32."""
     from safetensors.torch import save
-    config |= {"bos_token_id": EOT, "eos_token_id": EOT, "dtype": "float32", **EXPORTED_BY}
+    config, weights = (export_gpt2 if model.recipe == "gpt2" else export_modern)(model)
     eot = "<|endoftext|>"
-    tokens = {"tokenizer_class": "GPT2Tokenizer", "model_max_length": block_size, "add_prefix_space": False,
-              "bos_token": eot, "eos_token": eot, "unk_token": eot}
+    settings = {
+        "tokenizer_config.json": {
+            "tokenizer_class": "GPT2Tokenizer", "model_max_length": model.config.block_size,
+            "add_prefix_space": False, "bos_token": eot, "eos_token": eot, "unk_token": eot},
+        "config.json": config | {"bos_token_id": EOT, "eos_token_id": EOT, "dtype": "float32", **EXPORTED_BY}}
     encoder, merges = checked_asset("encoder.json"), checked_asset("vocab.bpe")
     weights = {name: (t.float() if t.is_floating_point() else t).detach().cpu().contiguous()
                for name, t in weights.items()}
@@ -145,7 +143,6 @@ def write_folder(folder, config, block_size, weights):
              "model.safetensors": save(weights, {"format": "pt"})}
     if "auto_map" in config:
         files[MODELING] = encoder.with_name(MODELING).read_bytes()
-    settings = {"tokenizer_config.json": tokens, "config.json": config}
     files |= {name: json.dumps(values, indent=2).encode() for name, values in settings.items()}
     Path(folder).mkdir(parents=True, exist_ok=True)
     for name, data in files.items():            # config.json last: without it, the folder is no model

@@ -10,30 +10,22 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from runtime.cli import UserError
-from runtime.attention import document_window_mask
-from runtime.huggingface import save_modern
-from runtime.kernels import chunked_cross_entropy, matmul_dtype
+from runtime.huggingface import save_model
+from runtime.kernels import chunked_cross_entropy, document_window_mask, matmul_dtype
 from runtime.tokenizer import EOT, VOCAB_SIZE
 
 
 class KVCache:
-    """The tokens (B, t) so far, and each layer's keys and values (B, t, nh, hs) of them; empty at first. The
+    """What is kept of the tokens so far: them (B, t), and each layer's keys and values (B, t, nh, hs). The
     context is added at once, then one token at a time."""
 
-    def __init__(self, n_layer: int):
-        self.tokens, self.layers = None, [None] * n_layer
+    def __init__(self):
+        self.kept = {}
 
-    def add(self, idx: Tensor) -> Tensor:
-        """Appends idx (B, T) -> all tokens (B, t + T)."""
-        self.tokens = idx if self.tokens is None else torch.cat((self.tokens, idx), dim=1)
-        return self.tokens
-
-    def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Appends a layer's keys and values (B, T, nh, hs) -> those of all tokens (B, t + T, nh, hs)."""
-        if before := self.layers[layer]:
-            k, v = (torch.cat(pair, dim=1) for pair in zip(before, (k, v), strict=True))
-        self.layers[layer] = k, v
-        return k, v
+    def add(self, name: str, new: Tensor) -> Tensor:
+        """Appends `new` (B, T, ...) to what is kept as `name` -> that of all tokens (B, t + T, ...)."""
+        self.kept[name] = torch.cat((self.kept[name], new), dim=1) if name in self.kept else new
+        return self.kept[name]
 
 
 @torch.no_grad()
@@ -46,7 +38,7 @@ def generate_tokens(model, idx: Tensor, max_new_tokens: int, temperature: float 
     head = head.to(matmul_dtype(head))          # once: autocast keeps only the casts of parameters
     for _ in range(max_new_tokens):
         if past is None or idx.size(1) > block_size:
-            past = KVCache(model.config.n_layer)
+            past = KVCache()
             x = model.hidden(idx[:, -block_size:], past)                        # (B, t, C)
         else:
             x = model.hidden(idx[:, -1:], past)                                 # (B, 1, C)
@@ -86,8 +78,9 @@ def sample_token(logits: Tensor, temperature: float, top_k: int | None,
 
 class LanguageModel(nn.Module):
     """Loss and samples from hidden states. A subclass has `config`, `lm_head` and `hidden(idx, past=None)`:
-    the final hidden states (B, T, C) of idx (B, T), which follows the tokens in the KVCache `past`. It may
-    override `head`."""
+    the final hidden states (B, T, C) of idx (B, T), which follows the tokens in the KVCache `past`. It has
+    `recipe`, the name that its exports carry, and `looked_up`: its tables of which only rows are read, and
+    which are no head. It may override `head`."""
     loss_chunk = 0              # tokens whose logits are in memory at a time while training; 0: all
     kernel = "auto"             # attention kernel, by name
     recompute = False           # whether a block's activations are computed again in the backward, not kept
@@ -144,6 +137,19 @@ class LanguageModel(nn.Module):
                               repetition_penalty)
         return torch.cat((idx, *new), dim=1)
 
+    def flops_per_token(self, sequence_length: int) -> int:
+        """Forward and backward FLOPs per token: 6 N + 12 n_layer n_embd T (arXiv:2204.02311, appendix B). N
+        counts a tied head, but not what is `looked_up`; T at most the window of the last step."""
+        tables = sum(self.transformer[name].weight.numel() for name in self.looked_up)
+        N = sum(p.numel() for p in self.parameters()) - tables
+        span = min(sequence_length, getattr(self.config, "window", 0) or sequence_length)
+        return 6 * N + 12 * self.config.n_layer * self.config.n_embd * span
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Writes config.json, model.safetensors and the tokenizer, for transformers: GPT-2 for its own class,
+        others with assets/modeling_modern.py, the code that it needs to read them."""
+        save_model(self, folder)
+
 
 @dataclass
 class ModernConfig:
@@ -157,8 +163,7 @@ class ModernConfig:
 
 
 class ModernLanguageModel(LanguageModel):
-    """Rotary positions and the sliding window. A subclass has `recipe`, its name, and `looked_up`: its tables
-    of which only rows are read, and which are no head."""
+    """Rotary positions and the sliding window."""
     Config = ModernConfig
 
     def __init__(self, config):
@@ -188,17 +193,6 @@ class ModernLanguageModel(LanguageModel):
         flex = (self.kernel == "auto" and tokens.is_cuda and torch.compiler.is_compiling() and past is None
                 and self.config.n_embd >= 16 * self.config.n_head)
         return document_window_mask(tokens, T, self.window, as_blocks=flex)
-
-    def flops_per_token(self, sequence_length: int) -> int:
-        """As GPT's, without the tables that are `looked_up`. Attention counts the window of the last step."""
-        tables = sum(self.transformer[name].weight.numel() for name in self.looked_up)
-        N = sum(p.numel() for p in self.parameters()) - tables
-        span = min(sequence_length, self.config.window or sequence_length)
-        return 6 * N + 12 * self.config.n_layer * self.config.n_embd * span
-
-    def save_pretrained(self, folder: str | Path) -> None:
-        """As GPT's, with assets/modeling_modern.py, the code that transformers needs to read it."""
-        save_modern(self, folder)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

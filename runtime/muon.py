@@ -1,6 +1,8 @@
 """Muon: momentum, orthogonalized (Keller Jordan 2024, kellerjordan.github.io/posts/muon). And optimizer state
 that the ranks share out, stage 1 of ZeRO (arXiv:1910.02054): `owner`, {parameter: rank}, names the one rank
 that holds a parameter's moments. Muon has its own; --shard_optimizer makes one for the other optimizers."""
+from types import SimpleNamespace
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -39,18 +41,14 @@ class Muon(torch.optim.Optimizer):
                          dict(lr=lr, momentum=momentum, weight_decay=weight_decay))
         several = dist.is_available() and dist.is_initialized()
         self.rank, self.ranks = (dist.get_rank(), dist.get_world_size()) if several else (0, 1)
-        self.owner = {p: i // self.share(group) for group in self.param_groups
+        self.owner = {p: i // -(-len(group["params"]) // self.ranks) for group in self.param_groups
                       for i, p in enumerate(group["params"]) if several}
-
-    def share(self, group: dict) -> int:
-        """How many of a group's matrices a process has at most."""
-        return -(-len(group["params"]) // self.ranks)
 
     @torch.no_grad()
     def step(self, closure=None):
         for group in self.param_groups:
-            params, share, momentum = group["params"], self.share(group), group["momentum"]
-            mine = []
+            params, momentum, mine = group["params"], group["momentum"], []
+            share = -(-len(params) // self.ranks)           # how many matrices a process has at most
             if own := params[self.rank * share:(self.rank + 1) * share]:
                 for p in own:
                     if not self.state[p]:
@@ -74,16 +72,11 @@ class Muon(torch.optim.Optimizer):
             torch._foreach_add_(params, list(updates[:len(params)].to(params[0].dtype)), alpha=-rate)
 
 
-class StepTogether:
+def step_together(optimizers: list, parameters) -> SimpleNamespace:
     """Several optimizers as the one that GradScaler unscales and steps: if a gradient of any overflows, none
     steps, on no rank. `parameters`: all of the model, those that other ranks update included."""
-
-    def __init__(self, optimizers: list, parameters):
-        self.optimizers, self.param_groups = optimizers, [{"params": list(parameters)}]
-
-    def step(self) -> None:
-        for optimizer in self.optimizers:
-            optimizer.step()
+    return SimpleNamespace(param_groups=[{"params": list(parameters)}],
+                           step=lambda: [optimizer.step() for optimizer in optimizers])
 
 
 def state_keys(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:

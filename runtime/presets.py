@@ -8,9 +8,9 @@ from itertools import groupby
 
 import torch
 
-from runtime.attention import check_attention
 from runtime.cli import FlagParser, UserError, parse_int
 from runtime.dataloader import divide_update
+from runtime.kernels import check_attention
 from runtime.tokenizer import VOCAB_SIZE
 
 # name: (what it gives and takes, {flag: value})

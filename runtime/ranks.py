@@ -85,14 +85,13 @@ class Process:
     def require_same(self, values: dict, remedy: str = "give every machine the same",
                      error: type = UserError) -> None:
         """`error` on all ranks if one of the {name: value} differs between them."""
-        first = self.gather(values)[0]
-
-        def compare():
-            for name, value in values.items():
+        first, *others = self.gather(values)
+        for rank, other in enumerate(others, 1):
+            for name, value in other.items():
                 if value != first[name]:
-                    raise error(f"{name} is {safe_repr(value)} here, and {safe_repr(first[name])} on "
-                                f"process 0: {remedy}")
-        self.on_all_ranks(compare)
+                    with said_once():
+                        raise error(f"process {rank}: {name} is {safe_repr(value)} here, and "
+                                    f"{safe_repr(first[name])} on process 0: {remedy}")
 
     def progress(self, what: str, items: Iterable) -> Iterable:
         """The items, with a bar of rank 0 on a terminal if they take longer than ten seconds."""

@@ -15,7 +15,6 @@ import torch
 from runtime.cli import UserError, safe_repr
 from runtime.console import lowest, read_metrics
 from runtime.files import checkpoints, readable
-from runtime.tokenizer import VOCAB_SIZE
 
 WTE, HEAD = "transformer.wte.weight", "lm_head.weight"
 
@@ -66,7 +65,7 @@ def load_pickle(path):
         else:
             pickled = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             if pickled[:1] != b"\x80":
-                raise ValueError("it is neither a zip nor a pickle")
+                raise ValueError("it is neither a zip, a pickle nor a GPT-2 of llm.c")
         # weights_only lets a file call these two with arguments of its own: a few bytes could fill the memory
         if re.search(rb"\nbytearray\n|_codecs\nencode\n", pickled):
             raise ValueError("it holds raw bytes")
@@ -81,13 +80,11 @@ def load_llm_c(path: str | Path) -> dict | None:
     with open(path, "rb") as file:
         header = struct.unpack("<8i", file.read(32).ljust(32, b"\0"))           # of 256 int32
     magic, version, T, V, n_layer, n_head, C, padded = header
-    if not 20240000 < magic < 20250000:
+    if magic != 20240326:
         return None
-    dtype = {(20240326, 3): torch.float32, (20240326, 5): torch.bfloat16}.get((magic, version))
-    if not dtype:
-        raise ValueError(f"it starts with {magic}, {version}, and a GPT-2 of llm.c with 20240326, 3 or 5")
-    if not (all(0 < n < 2**24 for n in header[2:]) and n_layer <= 1024 and V <= padded):
-        raise ValueError(f"the sizes in its header are {header[2:]}")
+    dtype = {3: torch.float32, 5: torch.bfloat16}.get(version)
+    if not (dtype and all(0 < n < 2**24 for n in header[2:]) and n_layer <= 1024 and V <= padded):
+        raise ValueError(f"by its header it has version {version} and the sizes {header[2:]}")
     modules = {"ln_1": (C,), "attn.c_attn": (3 * C, C), "attn.c_proj": (C, C),  # of a layer: their weights
                "ln_2": (C,), "mlp.c_fc": (4 * C, C), "mlp.c_proj": (C, 4 * C)}
     shapes = {"wte.weight": (padded, C), "wpe.weight": (T, C),
@@ -103,7 +100,7 @@ def load_llm_c(path: str | Path) -> dict | None:
     if not model["ln_f.weight"].any():
         raise ValueError("it ends in zeros: it was not written to its end")
     model["wte.weight"] = model["wte.weight"][:V]
-    config = dict(block_size=T, vocab_size=V, n_layer=n_layer, n_head=n_head, n_embd=C)
+    config = dict(block_size=T, vocab_size=V, n_layer=n_layer, n_head=n_head, n_embd=C, gelu="tanh")
     return {"model": model, "model_config": config, "recipe": "gpt2"}
 
 
@@ -112,16 +109,16 @@ def model_from_checkpoint(checkpoint: dict, path: str | Path, MODELS: dict,
     """The model of a checkpoint's dict: ours, nanoGPT's or build-nanogpt's. UserError with `path` and
     `remedy` if it cannot be built."""
     with readable(path, remedy, problem="is not a model's checkpoint that this project reads"):
-        recipe, given = "gpt2", {}
+        recipe, weights = "gpt2", checkpoint["model"]
         if "model_config" in checkpoint:
             recipe, config = checkpoint["recipe"], checkpoint["model_config"]
-        elif "model_args" in checkpoint:                                        # nanoGPT
-            config, given = checkpoint["model_args"], {"gelu": "none"}
-        else:                                                                   # build-nanogpt
-            config = vars(checkpoint["config"])
+        elif "model_args" in checkpoint:
+            config = checkpoint["model_args"] | {"gelu": "none"}                # nanoGPT's
+        else:
+            config = vars(checkpoint["config"]) | {"gelu": "tanh"}              # build-nanogpt's
         if not isinstance(recipe, str) or recipe not in MODELS:
             raise ValueError(f"its recipe {safe_repr(recipe)!r} is unknown here")
-        cls, config, weights = MODELS[recipe], {"gelu": "tanh"} | config | given, checkpoint["model"]
+        cls = MODELS[recipe]
         config = cls.Config(**{f.name: config[f.name] for f in dataclasses.fields(cls.Config)})
         return build_model(cls, config, canonical(weights) if recipe == "gpt2" else weights)
 
@@ -150,46 +147,32 @@ def canonical(state_dict: dict) -> dict:
     return out
 
 
-def check_config(config, state_dict: dict) -> None:
-    """ValueError unless a config's values are possible, and not beyond what the file holds: of n_layer and
-    vocab_size a model makes things even on meta."""
+@torch.no_grad()
+def build_model(cls: type, config, state_dict: dict):
+    """A `cls(config)` with the weights of `state_dict`, as fp32. ValueError or torch's own error if they do
+    not fit, before anything of the config's size is allocated."""
     for name, value in vars(config).items():
         if not (value in ("tanh", "none") if name == "gelu" else
                 type(value) is int and (name != "window") <= value < 2**24):
             raise ValueError(f"its config says {name} = {safe_repr(value)}")
+    # of n_layer and vocab_size a model makes things even on meta
     heads, wte = config.n_head * (2 if hasattr(config, "window") else 1), state_dict.get(WTE)
     if config.n_embd % heads:                                                 # rotary: of an even size
         raise ValueError(f"its config says n_embd = {config.n_embd}, n_head = {config.n_head}")
     if config.n_layer > len(state_dict) or not is_dense_float(wte) or wte.shape[:1] != (config.vocab_size,):
         raise ValueError(f"it has no {config.n_layer} layers or {config.vocab_size} rows of floats in {WTE}")
-
-
-@torch.no_grad()
-def build_model(cls: type, config, state_dict: dict):
-    """A `cls(config)` with the weights of `state_dict`, as fp32. ValueError or torch's own error if they do
-    not fit, before anything of the config's size is allocated."""
-    check_config(config, state_dict)
     with torch.device("meta"):
         model = cls(config)
     tied = model.lm_head.weight is model.transformer.wte.weight
     model.load_state_dict({HEAD: state_dict[WTE]} | state_dict if tied else state_dict, assign=True)
-    weights = model.state_dict()                    # still the file's; names and shapes fit
-    for name, tensor in weights.items():
-        if not is_dense_float(tensor):
+    for name, p in model.named_parameters():        # still the file's; names and shapes fit
+        if not is_dense_float(p):
             raise ValueError(f"{name} is not a plain tensor of floats")
-        if not tensor.isfinite().all():
+        if not p.isfinite().all():
             raise ValueError(f"{name} holds numbers that are not finite: it is damaged")
-    if tied and not torch.equal(weights[HEAD].float(), weights[WTE].float()):
-        raise ValueError("its head is not tied to its embedding")
-    weights = {name: torch.empty(t.shape, dtype=torch.float32).copy_(t) for name, t in weights.items()}
-    model.load_state_dict(weights, assign=True)
+        p.data = torch.empty(p.shape, dtype=torch.float32).copy_(p)
     if tied:
+        if not torch.equal(model.lm_head.weight, model.transformer.wte.weight):
+            raise ValueError("its head is not tied to its embedding")
         model.lm_head.weight = model.transformer.wte.weight
     return model
-
-
-def check_tokens(model, source: str) -> None:
-    """UserError unless `model`, read from `source`, has GPT-2's tokens."""
-    if model.config.vocab_size < VOCAB_SIZE:
-        raise UserError(f"{source} has a vocabulary of {model.config.vocab_size}, and not GPT-2's "
-                        f"{VOCAB_SIZE} tokens: give a model that was trained on those")

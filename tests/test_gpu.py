@@ -12,10 +12,10 @@ import torch
 import train_gpt2
 from helpers import ROOT, logged, run, train
 from model import MODELS, fresh_model
-from runtime.attention import ATTENTION, attention, check_attention, document_window_mask
 from runtime.cli import UserError
 from runtime.files import checkpoints
-from runtime.kernels import chunked_cross_entropy
+from runtime.kernels import (ATTENTION, attention, check_attention, chunked_cross_entropy,
+                             document_window_mask)
 from runtime.shards import write_shard
 from runtime.tokenizer import encode
 

@@ -16,11 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_gpt2
 from model import GPT, GPT2_SIZES, GPTConfig, MODELS
-from runtime.attention import ATTENTION, by_formula, check_attention
 from runtime.cli import UserError
 from runtime.device import choose_device, is_out_of_memory, make_autocast
 from runtime.language_model import generate_tokens, penalize_repetition, sample_token
-from runtime.kernels import Linear, chunked_cross_entropy, cross_entropy_, norm
+from runtime.kernels import (ATTENTION, Linear, by_formula, check_attention, chunked_cross_entropy,
+                             cross_entropy_, norm)
 from runtime.ranks import Process
 from peers import LargestStorage, make_model, plain_gpt2, tokens
 from runtime.tokenizer import EOT, VOCAB_SIZE, encode, tokenizer

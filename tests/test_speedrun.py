@@ -11,8 +11,8 @@ import torch.nn.functional as F
 
 from helpers import ROOT, logged, run, script, warm
 from model import load_model
-from runtime.attention import attention, document_window_mask
 from runtime.cli import UserError
+from runtime.kernels import attention, document_window_mask
 from runtime.language_model import LanguageModel, ModernConfig
 from runtime.muon import Muon, orthogonalize
 from runtime.shards import write_shard
@@ -95,7 +95,7 @@ def test_in_bfloat16_all_activations_are_and_the_logits_stay_near():
     model, idx = make_model(), tokens(2, 24)
     expected, seen = model(idx)[0], set()
     for module in model.modules():
-        if type(module).__name__ == "CastLinear":
+        if type(module).__name__ == "Linear":
             module.register_forward_hook(
                 lambda module, inputs, output: seen.add((inputs[0].dtype, output.dtype)))
     heads, linear = [], F.linear
