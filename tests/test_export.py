@@ -1,4 +1,5 @@
 """The folders that the three recipes export, in transformers and back."""
+import functools
 import json
 import sys
 
@@ -8,9 +9,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import hellaswag
-import sample
-from helpers import ROOT, hellaswag_file, refused, script
+from helpers import ROOT, refused, script
 from model import GPT, GPTConfig, MODELS, load_model, main
 from peers import own_checkpoint, save, transformers_model
 from runtime.huggingface import EXPORTED, MODELING
@@ -61,6 +60,12 @@ def exported(request, tmp_path_factory):
     assert not any(loading.values()), loading
     assert {path.name for path in folder.iterdir()} == EXPORTED - ({MODELING} if recipe == "gpt2" else set())
     return model, folder, theirs.eval()
+
+
+@functools.cache
+def their_tokenizer(folder):
+    from transformers import AutoTokenizer
+    return AutoTokenizer.from_pretrained(folder)
 
 
 def documents(B=3, T=40):
@@ -126,17 +131,6 @@ def test_the_folder_comes_back_and_so_does_what_transformers_saves(exported, tmp
         refused(lambda: GPT.from_pretrained(folder), folder)
 
 
-def test_the_commands_take_the_folder_as_they_take_its_checkpoint(exported, tmp_path, capsys):
-    model, folder, _ = exported
-    said, data = [], hellaswag_file(tmp_path / "examples.jsonl")
-    for source in (folder, checkpoint(model, tmp_path / "c.pt")):
-        sample.main(["--model", str(source), "--max_new_tokens", "9", "--temperature", "0"])
-        if type(model) is not GPT:              # whose padding, large here, is in the losses of the checkpoint
-            hellaswag.main(["--model", str(source), "--data", str(data)])
-        said.append(capsys.readouterr().out)
-    assert said[0] == said[1] and said[0].count("sample") == 4
-
-
 @pytest.mark.parametrize("recipe", ["speedrun", "frontier"])
 def test_no_code_and_no_pickle_of_a_recipes_folder_is_read(recipe, tmp_path):
     source, folder = tiny_checkpoint(tmp_path / "c.pt", recipe), tmp_path / "hf"
@@ -149,36 +143,18 @@ def test_no_code_and_no_pickle_of_a_recipes_folder_is_read(recipe, tmp_path):
     assert not (tmp_path / "CANARY").exists()
 
 
-# -----------------------------------------------------------------------------
-# the tokenizer
-
-@pytest.fixture(scope="module")
-def their_tokenizer(tmp_path_factory):
-    from transformers import AutoTokenizer
-    folder = tmp_path_factory.mktemp("tokenizer")
-    make_model().save_pretrained(folder)
-    return AutoTokenizer.from_pretrained(folder)
-
-
-def test_the_exported_tokenizer_is_gpt2s(their_tokenizer):
-    theirs = their_tokenizer
+@settings(max_examples=40, deadline=None, derandomize=True, database=None)
+@given(st.sampled_from(["  two  spaces\n\n\tand tabs ", "naïve Ω 日本語 🙂 e\u0301 1234 don't",
+                        (ROOT / "input.txt").read_text(encoding="utf-8")[:20_000]])
+       | st.text(st.characters(exclude_categories=["Cs"]), max_size=40))
+def test_the_exported_tokenizer_is_gpt2s(exported, text):
+    theirs = their_tokenizer(exported[1])
+    ids = theirs(text)["input_ids"]
+    assert ids == encode(text).tolist() and theirs.decode(ids, clean_up_tokenization_spaces=False) == text
     assert theirs.eos_token_id == theirs.bos_token_id == theirs.convert_tokens_to_ids("<|endoftext|>") == EOT
     assert theirs("a<|endoftext|>")["input_ids"] == [64, EOT]
     assert theirs.model_max_length == 40 and len(theirs) == VOCAB_SIZE
 
-
-@settings(max_examples=40, deadline=None, derandomize=True, database=None)
-@given(text=st.sampled_from(["  two  spaces\n\n\tand tabs ", "naïve Ω 日本語 🙂 e\u0301 1234 don't",
-                             (ROOT / "input.txt").read_text(encoding="utf-8")[:20_000]])
-       | st.text(st.characters(exclude_categories=["Cs"]), max_size=40))
-def test_the_exported_tokenizer_has_our_tokens_and_round_trips(their_tokenizer, text):
-    ids = their_tokenizer(text)["input_ids"]
-    assert ids == encode(text).tolist()
-    assert their_tokenizer.decode(ids, clean_up_tokenization_spaces=False) == text
-
-
-# -----------------------------------------------------------------------------
-# the command
 
 def test_export_says_how_it_is_read_and_is_replaced_by_one_of_another_recipe(tmp_path):
     folder = tmp_path / "new" / "hf"

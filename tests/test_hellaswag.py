@@ -3,13 +3,12 @@ are bad are in test_hostile.py."""
 import json
 import math
 import random
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 import hellaswag
-from hellaswag import evaluate, hellaswag_batches, load_examples, make_batches
+from hellaswag import evaluate, load_examples, make_batches
 from helpers import ENV, ROOT, refused, script
 from peers import make_model, own_checkpoint, save
 from runtime.tokenizer import encode
@@ -80,8 +79,11 @@ def test_counts_are_those_of_a_plain_scoring_whatever_the_batch(batch_size, mode
 @pytest.mark.parametrize("world_size", [2, 64])
 def test_counts_of_ranks_sum_to_those_of_one(world_size, model, examples, scores):
     batches = make_batches(examples, 192, 16)
-    parts = [evaluate(model, batches, "cpu", None, rank, world_size) for rank in range(world_size)]
+    parts, seen = [], []
+    for rank in range(world_size):              # what is watched are a rank's batches
+        parts += [evaluate(model, batches, "cpu", None, rank, world_size, lambda of: seen.append(len(of)) or of)]
     assert sum(parts).tolist() == plain_counts(scores, examples) and max(part[2] for part in parts) < N
+    assert sum(seen) == len(batches) and evaluate(model, batches, "cpu", watched=lambda of: of[:1])[2] == 4
 
 
 def test_rows_longer_than_block_size_lose_their_beginning(examples):
@@ -107,16 +109,6 @@ def test_without_context(model):
     assert evaluate(model, make_batches([nothing], 192), "cpu")[2] == 1
 
 
-def test_watched_sees_the_batches_of_a_rank_and_may_end_early(model, examples):
-    batches, seen = make_batches(examples, 192, 16), []
-
-    def watched(items):
-        seen.extend(items)
-        yield from items[:1]
-    assert evaluate(model, batches, "cpu", None, 1, 2, watched)[2] == 4
-    assert [id(item) for item in seen] == [id(batch) for batch in batches[1::2]]
-
-
 def test_no_gradients_and_no_random_numbers_but_autocast(model, examples):
     before, seen = torch.get_rng_state(), []
     hook = model.transformer.ln_f.register_forward_hook(lambda *_: seen.append(
@@ -127,21 +119,16 @@ def test_no_gradients_and_no_random_numbers_but_autocast(model, examples):
     assert torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
 
 
-# -----------------------------------------------------------------------------
-# the data
-
-def write_jsonl(path, rows):
-    lines = [row if isinstance(row, str) else json.dumps(row, ensure_ascii=False) for row in rows]
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+def write_jsonl(path, rows, start=""):
+    path.write_text(start + "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), "utf-8")
     return path
 
 
 def test_a_file_of_examples_and_a_line_of_it_that_is_broken(tmp_path):
     rows = [{"ctx": "a\u2028b\x85c", "endings": ["\x0b", "b", "c\u2029", "ü"], "label": 2}, *make_examples(5)]
     written = [{**row, "label": str(row["label"]), "ind": 3, "split": "val"} for row in rows]
-    written[0] = "\ufeff" + json.dumps(written[0], ensure_ascii=False)
-    assert load_examples(write_jsonl(tmp_path / "a.jsonl", written)) == rows
-    path = write_jsonl(tmp_path / "a.jsonl", [*rows[1:3], "", "{'ctx'"])
+    assert load_examples(write_jsonl(tmp_path / "a.jsonl", written, "\ufeff\n")) == rows
+    path = write_jsonl(tmp_path / "a.jsonl", [*rows[1:3], {}], "\n")
     refused(lambda: load_examples(path), f"{path}, line 4")
 
 
@@ -154,42 +141,18 @@ def test_rows_of_the_hub(monkeypatch):
     refused(load_examples, "Rowan/hellaswag", "row 1")
 
 
-def test_batches_of_a_training_run(tmp_path):
-    said, good = [], make_examples(1)
-    process = SimpleNamespace(device="cpu", print0=said.append, rank0_first=lambda f, *args: f(*args))
-    config = SimpleNamespace(hellaswag_every=250, hellaswag_data=write_jsonl(tmp_path / "a.jsonl", good),
-                             block_size=16)
-    (batch,) = hellaswag_batches(config, set(), process)
-    assert batch[3].tolist() == [good[0]["label"]] and not said
-    config.hellaswag_data = str(tmp_path / "nowhere.jsonl")
-    for flag in ("hellaswag_every", "hellaswag_data"):
-        refused(lambda flag=flag: hellaswag_batches(config, {flag}, process), "nowhere.jsonl")
-    assert hellaswag_batches(config, {"max_steps"}, process) == []
-    assert len(said) == 1 and said[0].startswith("warning: ") and "nowhere.jsonl" in said[0]
-    config.hellaswag_every = 0
-    assert hellaswag_batches(config, {"hellaswag_every"}, process) == [] and len(said) == 1
-
-
-# -----------------------------------------------------------------------------
-# the command
-
-@pytest.fixture(scope="module")
-def files(model, examples, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("hellaswag")
-    return (str(save(folder / "model.pt", own_checkpoint(model))),
-            str(write_jsonl(folder / "examples.jsonl", examples)))
-
-
-def test_the_command_prints_counts_and_shares(files, scores, examples, capsys):
-    hellaswag.main(["--model", files[0], "--data", files[1], "--limit", "30", "--device", "cpu"])
+def test_the_command_prints_counts_and_shares(model, scores, examples, tmp_path, capsys):
+    path, data = save(tmp_path / "m.pt", own_checkpoint(model)), write_jsonl(tmp_path / "a.jsonl", examples)
+    hellaswag.main(["--model", str(path), "--data", str(data), "--limit", "30", "--device", "cpu"])
     acc, acc_norm, _ = plain_counts(scores[:30], examples[:30])
     assert (capsys.readouterr().out ==
             f"acc: {acc}/30={acc / 30:.4f}\nacc_norm: {acc_norm}/30={acc_norm / 30:.4f}\n")
 
 
-def test_without_a_network_it_ends_with_one_line(files):
+def test_without_a_network_it_ends_with_one_line(model, tmp_path):
+    path = save(tmp_path / "model.pt", own_checkpoint(model))
     env = {**ENV, "HF_HUB_OFFLINE": "", "HF_ENDPOINT": "http://127.0.0.1:9"}       # nothing listens there
-    refused(lambda: script("hellaswag.py", "--model", files[0], env=env), "hellaswag.py: ", "Rowan/hellaswag")
+    refused(lambda: script("hellaswag.py", "--model", path, env=env), "hellaswag.py: ", "Rowan/hellaswag")
 
 
 @pytest.mark.parametrize("flags", ["--bogus", "--limit 0", "--limit many", "--batch_size 3", "--dtype int8",

@@ -15,9 +15,8 @@ import train_gpt2
 from helpers import refused
 from peers import make_model
 from runtime.checkpoint import Saver
-from runtime.cli import UserError
 from runtime.console import Record
-from runtime.files import checkpoints, readable, replace_file
+from runtime.files import checkpoints, replace_file
 from runtime.shards import write_shard
 from runtime.weights import read_checkpoint
 
@@ -31,9 +30,9 @@ LN = "transformer.ln_f.weight"
 def finished(tmp_path_factory):
     """A folder with `data` and `log`, a run of 6 steps with checkpoints at 2, 4 and 6."""
     folder = tmp_path_factory.mktemp("finished")
-    for i, split in enumerate(("val", "train")):
-        (folder / "data").mkdir(exist_ok=True)
-        write_shard(folder / "data" / f"x_{split}_{i:06d}.npy", np.arange(400, dtype=np.uint16) % 96)
+    (folder / "data").mkdir()
+    for name in ("val_000000", "train_000001"):
+        write_shard(folder / "data" / f"x_{name}.npy", np.arange(400, dtype=np.uint16) % 96)
     helpers.train("--data", folder / "data", "--out", folder / "log", *TINY, "--max_steps", 6,
                   "--checkpoint_every", 2, "--keep_checkpoints", "all")
     return folder
@@ -54,9 +53,6 @@ def contents(folder):
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*")
             if path.is_file()}
 
-
-# -----------------------------------------------------------------------------
-# numbers
 
 @pytest.mark.parametrize("kind, key", [("model", None), ("optimizers", "exp_avg"), ("optimizers", "exp_avg_sq")])
 def test_a_checkpoint_with_a_number_that_is_not_finite_is_refused_and_the_one_before_named(kind, key, log, train):
@@ -94,23 +90,16 @@ def test_a_validation_loss_that_is_not_finite_ends_the_run_at_a_saved_step(log, 
 def test_torch_alone_reads_a_checkpoint_of_float32_with_the_moments_of_the_docs(recipe, train, tmp_path):
     train(tmp_path, "--recipe", recipe, "--dtype", "bfloat16", "--max_steps", 3, "--checkpoint_every", 3)
     checkpoint = torch.load(tmp_path / "checkpoint_000003.pt", weights_only=True)
-    weights, moments, kinds = checkpoint["model"], checkpoint["optimizers"], {}
-    assert all(weight.dtype == torch.float32 and weight.device.type == "cpu" for weight in weights.values())
+    weights, moments = checkpoint["model"], checkpoint["optimizers"]
     for name, state in moments.items():
-        for key, tensor in state.items():
-            shape = () if key == "step" else weights[name].shape
-            assert tensor.dtype == torch.float32 and tensor.shape == shape, name
-        kinds.setdefault(" ".join(sorted(state)), []).append(name)
+        muon = recipe != "gpt2" and ".h." in name and weights[name].dim() == 2
+        assert {*state} == ({"momentum_buffer"} if muon else {"exp_avg", "exp_avg_sq", "step"}), name
+        for tensor in (weights[name], *(state[key] for key in state.keys() - {"step"})):
+            assert tensor.dtype == torch.float32 and tensor.shape == weights[name].shape, name
     tied = weights.keys() - moments.keys()
     assert tied == ({"lm_head.weight"} if recipe != "speedrun" else set())
     assert all(weights[name].data_ptr() == weights["transformer.wte.weight"].data_ptr() for name in tied)
-    assert {*kinds} == {"exp_avg exp_avg_sq step", *({"momentum_buffer"} if recipe != "gpt2" else ())}
-    in_adam = "transformer.h.0.attn.c_attn.weight" in kinds["exp_avg exp_avg_sq step"]
-    assert in_adam == (recipe == "gpt2")
 
-
-# -----------------------------------------------------------------------------
-# what is not ours
 
 def test_another_runs_files_are_moved_by_their_names_and_nothing_else_is_touched(log, train):
     (log / "loss.png").write_bytes(b"a picture of someone")
@@ -123,7 +112,6 @@ def test_another_runs_files_are_moved_by_their_names_and_nothing_else_is_touched
         assert contents(log / "previous_1") == {name: x for name, x in before.items() if name not in theirs}
         assert {path.name for path in log.iterdir()} == theirs | {
             "thesis", "log.txt", "metrics.csv", *(f"previous_{i}" for i in range(1, number + 1))}
-        assert (log / "log.txt").read_text().startswith("0 val ")
     assert contents(log / "previous_2").keys() == {"log.txt", "metrics.csv"}
     assert (log / "checkpoint_best.pt").read_bytes() == before["checkpoint_best.pt"]
 
@@ -155,9 +143,6 @@ def test_an_empty_path_is_a_mistake(line, word, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-# -----------------------------------------------------------------------------
-# what a file system refuses
-
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP, errno.EIO, errno.EROFS, errno.ENOSPC],
                          ids=errno.errorcode.get)
 def test_a_file_system_without_fsync_will_do_and_a_failing_one_is_told(number, train, tmp_path, monkeypatch):
@@ -174,20 +159,3 @@ def test_a_file_system_without_fsync_will_do_and_a_failing_one_is_told(number, t
     refused(lambda: replace_file(tmp_path / "a.json", lambda file: file.write(b"{}")), "a.json", failed=True)
     assert not list(tmp_path.iterdir())
     refused(run, tmp_path / "log", failed=True)
-
-
-@pytest.mark.skipif(hasattr(os, "geteuid") and os.geteuid() == 0, reason="root may write everywhere")
-def test_a_folder_that_cannot_be_written_is_a_mistake(train, tmp_path):
-    tmp_path.chmod(0o500)
-    refused(lambda: train(tmp_path / "log", "--max_steps", 1), tmp_path)
-
-
-@pytest.mark.parametrize("raised, words", [
-    (PermissionError(1, "Forbidden"), ["a.pt", "Forbidden", "readable", "remedy"]),
-    (ValueError("c\nd"), ["a.pt", "c d", "remedy"]), (KeyError("c"), ["a.pt", "'c'", "remedy"]),
-    (UserError("what is said already"), ["said already"])], ids=repr)
-def test_what_is_wrong_with_a_file_is_one_line_with_cause_and_remedy(raised, words):
-    def read():
-        with readable("a.pt", "remedy"):
-            raise raised
-    refused(read, *words)
