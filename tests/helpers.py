@@ -126,12 +126,13 @@ def refused(call, *words, failed=False):
     """The line with which `call()` refuses: a UserError (a RunError: `failed`), or of a command's result exit
     code 2 (1). It is one line, and has the `words`: the path or flag that it is about."""
     from runtime.cli import RunError, UserError
+    expected = RunError if failed else UserError
     try:
         result = call()
         assert isinstance(result, subprocess.CompletedProcess), f"it was taken: {result!r:.200}"
         assert result.returncode == 2 - failed, (result.returncode, result.stdout, result.stderr)
         line = result.stderr.removesuffix("\n")
-    except RunError if failed else UserError as error:
+    except expected as error:
         line = str(error)
     assert line and "\n" not in line and len(line) < 1000 and all(str(word) in line for word in words), line
     return line

@@ -16,8 +16,8 @@ from runtime.huggingface import EXPORTED, MODELING
 from runtime.tokenizer import EOT, VOCAB_SIZE, encode
 
 TINY = dict(block_size=40, vocab_size=50304, n_layer=2, n_head=3, n_embd=24)
-KINDS = {"gpt2": {}, "gpt2, exact GELU": {"gelu": "none"}, "speedrun": {}, "speedrun, window 7": {"window": 7},
-         "frontier": {}, "frontier, window 7": {"window": 7}}
+KINDS = {"gpt2": {}, "gpt2, exact GELU": {"gelu": "none"}, "speedrun": {},
+         "speedrun, window 7": {"window": 7}, "frontier": {}, "frontier, window 7": {"window": 7}}
 
 
 def make_model(recipe="gpt2", **shape):

@@ -1,5 +1,5 @@
-"""hellaswag.py: its counts against a plain scoring of one token at a time, its data, and the command. Files that
-are bad are in test_hostile.py."""
+"""hellaswag.py: its counts against a plain scoring of one token at a time, its data, and the command. Bad
+files are in test_hostile.py."""
 import json
 import math
 import random
@@ -81,7 +81,8 @@ def test_counts_of_ranks_sum_to_those_of_one(world_size, model, examples, scores
     batches = make_batches(examples, 192, 16)
     parts, seen = [], []
     for rank in range(world_size):              # what is watched are a rank's batches
-        parts += [evaluate(model, batches, "cpu", None, rank, world_size, lambda of: seen.append(len(of)) or of)]
+        parts += [evaluate(model, batches, "cpu", None, rank, world_size,
+                           lambda of: seen.append(len(of)) or of)]
     assert sum(parts).tolist() == plain_counts(scores, examples) and max(part[2] for part in parts) < N
     assert sum(seen) == len(batches) and evaluate(model, batches, "cpu", watched=lambda of: of[:1])[2] == 4
 

@@ -82,7 +82,8 @@ def run(recipe):
     for i, split in enumerate(("val", "train")):
         write_shard(f"data/x_{split}_{i:06d}.npy", np.arange(400, dtype=np.uint16) % 96)
     train("--data", "data", "--out", "log", "--n_layer", 1, "--n_head", 1, "--n_embd", 4, "--block_size", 8,
-          "--vocab_size", 96, "--device", "cpu", "--total_batch_size", 32, "--max_steps", 2, "--val_tokens", 8,
+          "--vocab_size", 96, "--device", "cpu", "--total_batch_size", 32, "--max_steps", 2,
+          "--val_tokens", 8,
           "--warmup_steps", 1, "--sample_every", 0, "--hellaswag_every", 0, "--dtype", "float16", "--recipe",
           recipe, *(["--window", 4] if recipe != "gpt2" else []))
     os.rename("log/checkpoint_000002.pt", "a.pt")
@@ -383,7 +384,8 @@ BAD = {
     "checkpoint": PACKED | OF_A_MODEL | {
         **values({("model", "\x1b]0;owned\x07\x1b[2J\u202e\r\n\x85"): [0]}),
         "a storage of 40 GB": pickle_to(extra(HUGE)), "a storage below zero": pickle_to(extra(-777)),
-        "a record of 1.6 GB": to(lambda data: data.replace(struct.pack("<II", 3108, 3108), b"\0\0\0\x5f" * 2))},
+        "a record of 1.6 GB": to(lambda data: data.replace(struct.pack("<II", 3108, 3108),
+                                                           b"\0\0\0\x5f" * 2))},
     "legacy": values({"extra": CODE}) | contents(pickle.dumps(CODE[0]), zeros(b"builtins")) | {
         "a storage of 40 GB": to(extra(HUGE)), "a storage below zero": to(extra(-777))},
     "nanoGPT": SIZES, "nanoGPT without biases": SIZES, "resumed gpt2": OF_A_RUN,
@@ -392,17 +394,21 @@ BAD = {
                          (4, 2**31 - 1), (6, -16), (6, 2**24 - 1), (7, 2**24 - 1), (7, 144)) | {
         "a byte too long": to(lambda data: data + b"\0"), "no weights": to(lambda data: data[:1024]),
         "zeros at its end": to(lambda data: data[:-64] + bytes(64)),
-        "8 GB of zeros": partial(sparse, start=struct.pack("<8i", 20240326, 5, 16, 96, 1, 1, 1024, 2**22), size=(
+        "8 GB of zeros": partial(sparse, start=struct.pack(
+            "<8i", 20240326, 5, 16, 96, 1, 1, 1024, 2**22), size=(
             1024 + 2 * ((2**22 + 16 + 2) * 1024 + 12 * 1024**2 + 13 * 1024)))},
     "config.json": SETTINGS | contents(b'{"model_type": ' + b"9" * 5000 + b"}"),
     "frontier's config.json": values({"model_type": ["speedrun", "gpt2"]} | {
         key: [10**12, -1, "96", None]
         for key in ("n_layer", "n_embd", "n_head", "block_size", "padded_vocab_size", "window")}),
     "model.safetensors.index.json": values({("weight_map", "t"): [
-        "../outside.safetensors", "/etc/passwd", "..", "", 3, None, "\0", "none.safetensors", "config.json"]}),
-    "model.safetensors": NAN | {f"{said} {length}": header(WTE, length, **said) for length in (None, 2**63, 10**8)
+        "../outside.safetensors", "/etc/passwd", "..", "", 3, None, "\0", "none.safetensors",
+        "config.json"]}),
+    "model.safetensors": NAN | {f"{said} {length}": header(WTE, length, **said)
+                                for length in (None, 2**63, 10**8)
                                 for said in ({"data_offsets": [0, 2**40]}, {"data_offsets": [1536, 0]},
-                                             {"shape": [2**62, 2**62]}, {"shape": [2**40, 0]}, {"dtype": "PY"})},
+                                             {"shape": [2**62, 2**62]}, {"shape": [2**40, 0]},
+                                             {"dtype": "PY"})},
     "part.safetensors": NAN, "frontier's model.safetensors": {"F64": header("stems", dtype="F64")},
     "metrics.csv": contents(*(f"{HEADER}\n{row}\n".encode() for row in (     # others are in test_log.py
         "a note", "9" * 200_000 + ",0,0,4.0,4.0,,0.1,1.0,50"))),
@@ -432,7 +438,8 @@ BAD = {
 def test_a_bad_file_is_refused_in_one_line_and_little_memory_and_runs_no_code(format, how, put):
     path, (_, _, read, source) = put(format), FORMATS[format]
     (ANY | BAD.get(format, {}))[how](path)
-    with little_memory(), LargestStorage() if format[:7] == "nanoGPT" else contextlib.nullcontext() as largest:
+    watch = LargestStorage() if format[:7] == "nanoGPT" else contextlib.nullcontext()
+    with little_memory(), watch as largest:
         line = refused(partial(read, source))
     assert any(word in line for word in (path.name, source, "x" * 30, "\0")), line
     assert not largest or largest.operations < 10_000

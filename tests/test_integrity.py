@@ -54,8 +54,9 @@ def contents(folder):
             if path.is_file()}
 
 
-@pytest.mark.parametrize("kind, key", [("model", None), ("optimizers", "exp_avg"), ("optimizers", "exp_avg_sq")])
-def test_a_checkpoint_with_a_number_that_is_not_finite_is_refused_and_the_one_before_named(kind, key, log, train):
+@pytest.mark.parametrize("kind, key", [("model", None), ("optimizers", "exp_avg"),
+                                       ("optimizers", "exp_avg_sq")])
+def test_a_checkpoint_with_a_number_that_is_not_finite_is_refused_the_one_before_named(kind, key, log, train):
     path, value = log / "checkpoint_000006.pt", torch.zeros(8)
     content, value[2] = read_checkpoint(path), torch.inf if key == "exp_avg_sq" else torch.nan
     content[kind] = content[kind] | {LN: content[kind][LN] | {key: value} if key else value}
@@ -83,7 +84,8 @@ def test_what_is_not_finite_is_not_saved(kind, background, tmp_path):
 
 def test_a_validation_loss_that_is_not_finite_ends_the_run_at_a_saved_step(log, train, monkeypatch):
     monkeypatch.setattr(train_gpt2, "validation_loss", lambda run: float("nan"))
-    refused(lambda: train(log, "--max_steps", 8, "--val_every", 8), "nan", "checkpoint_000008.pt", failed=True)
+    refused(lambda: train(log, "--max_steps", 8, "--val_every", 8), "nan", "checkpoint_000008.pt",
+            failed=True)
 
 
 @pytest.mark.parametrize("recipe", ["gpt2", "speedrun", "frontier"])
@@ -131,7 +133,8 @@ def test_only_temporary_files_of_our_own_are_removed(train, tmp_path):
 
 @pytest.mark.parametrize("line, word", [
     ("train_gpt2 --out=", "--out"), ("train_gpt2 --data ''", "--data"), ("train_gpt2 --init ''", "--init"),
-    ("train_gpt2 --resume ''", "--resume"), ("sample --model ''", "--model"), ("hellaswag --model=", "--model"),
+    ("train_gpt2 --resume ''", "--resume"), ("sample --model ''", "--model"),
+    ("hellaswag --model=", "--model"),
     ("hellaswag --data ''", "--data"), ("model export gpt2 ''", "folder"), ("model export '' x", "source"),
     ("fineweb --input a --out ''", "--out"), ("fineweb --input a '' --out x", "--input"),
     ("bench ladder --json ''", "--json"), ("bench ladder --plot=", "--plot"), ("bench compare ''", "")])

@@ -71,7 +71,8 @@ def test_each_flag_reaches_generation(flags, path, shown):
     text = generated(path, "The end", 2, 12, 5, **flags)
     for but in flags or ["seed"]:               # each of them matters
         assert text != generated(path, "The end", 2, 12, **{"seed": 5} | flags | {but: DEFAULTS[but]})
-    assert text == shown("--prompt", "The end", "--num_samples", 2, "--max_new_tokens", 12, "--seed", 5, *given)
+    assert text == shown("--prompt", "The end", "--num_samples", 2, "--max_new_tokens", 12, "--seed", 5,
+                         *given)
     with torch.autocast("cpu", torch.bfloat16):
         text = generated(path, "The end", 1, 12, **flags)
     assert text == shown("--prompt", "The end", "--num_samples", 1, "--max_new_tokens", 12, "--dtype",

@@ -42,7 +42,8 @@ def build_nanogpt(ours, theirs, folder):
 
 
 def llm_c(version):
-    return lambda ours, theirs, folder: llm_c_file(folder / "gpt2_124M.bin", ours, version, padding=32, pad=1e30)
+    return lambda ours, theirs, folder: llm_c_file(folder / "gpt2_124M.bin", ours, version, padding=32,
+                                                   pad=1e30)
 
 
 def folder_of_transformers(**how):
@@ -162,7 +163,8 @@ def test_the_hubs_names_without_an_owner_are_the_sizes():
     assert OPENAI_NAMES == tuple(GPT2_SIZES)
 
 
-@pytest.mark.parametrize("name", ["gpt2-huge", "a/b/c", "x" * 300, "no such name", "../weights", "./gpt2", ""])
+@pytest.mark.parametrize("name", ["gpt2-huge", "a/b/c", "x" * 300, "no such name", "../weights", "./gpt2",
+                                  ""])
 def test_what_cannot_be_a_models_name_is_not_looked_for_on_the_hub(name, monkeypatch):
     import huggingface_hub
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *args, **how: pytest.fail("it was asked"))
@@ -201,7 +203,8 @@ def test_gpt2_comes_from_the_hub_and_then_from_its_cache_and_what_is_not_there_i
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), StandInHub) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         env = {name: value for name, value in ENV.items() if not name.lower().endswith("_proxy")}
-        env |= {"HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "cache"), "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        env |= {"HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "cache"),
+                "HF_HUB_DISABLE_PROGRESS_BARS": "1",
                 "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}"}
         for out, changed in ("first", {}), ("from the cache", {"HF_ENDPOINT": "http://127.0.0.1:9"}):
             result = script("model.py", "export", "gpt2", tmp_path / out, env=env | changed)
