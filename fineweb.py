@@ -26,10 +26,10 @@ from pathlib import Path
 
 import numpy as np
 
-from runtime.cli import FlagParser, RunError, UserError, brief_error, parse_int, run_command
+from runtime.cli import FlagParser, RunError, UserError, brief_error, run_command
 from runtime.files import NO_ROOM, writable
-from runtime.shards import (OWN_TEXT, SHARD_NAME, ShardWriter, file_sha256, list_shards, open_shard,
-                            read_manifest, write_manifest)
+from runtime.shards import (SHARD_NAME, ShardWriter, file_sha256, list_shards, open_shard, read_manifest,
+                            write_manifest)
 from runtime.text import describe, kind_of, read_rows
 from runtime.tokenizer import BPE_SHA256, Encoder
 
@@ -57,12 +57,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
          ".txt, .md (one document a file), .jsonl, .csv, .tsv, .parquet, also .txt.gz, .jsonl.zst ...")
     flag("--val_input", nargs="+", action="extend", metavar="PATH", help="other files, for validation")
     flag("--text_field", metavar="NAME", help="column that holds the text (default text)")
-    flag("--pretokenized", type=parse_int, metavar="N", help="fetches N published training shards of 200 MB")
+    flag("--pretokenized", type=int, metavar="N", help="fetches N published training shards of 200 MB")
     flag("--out", help="output folder (default edu_fineweb10B, or --dataset's name; required with --input)")
-    flag("--shard_size", type=parse_int, help="tokens per shard (default 100000000)")
-    flag("--val_tokens", type=parse_int, help="most tokens for validation (default shard_size)")
-    flag("--max_tokens", type=parse_int, help="stop after so many, validation included (default: no limit)")
-    flag("--workers", type=parse_int, help="threads that encode (default: one a core)")
+    flag("--shard_size", type=int, help="tokens per shard (default 100000000)")
+    flag("--val_tokens", type=int, help="most tokens for validation (default shard_size)")
+    flag("--max_tokens", type=int, help="stop after so many, validation included (default: no limit)")
+    flag("--workers", type=int, help="threads that encode (default: one a core)")
     flag("--verify", metavar="DIR", help="compares all shards of a folder with the sums in its manifest")
     flag("--format", choices=["npy", "bin"], help="NumPy's files or llm.c's (default npy)")
     args = parser.parse_args(argv)
@@ -92,7 +92,7 @@ def local_source(args: argparse.Namespace) -> tuple[dict, str, Callable]:
     sets = {flag: find_files(flag, getattr(args, flag) or ()) for flag in ("val_input", "input")}
     files = [(path, f"--{flag} {path}") for flag, paths in sets.items() for path in paths]
     settings = {flag: [*map(describe, paths)] for flag, paths in sets.items()}
-    return settings, OWN_TEXT, lambda first: ((n, *files[n]) for n in range(first, len(files)))
+    return settings, "text", lambda first: ((n, *files[n]) for n in range(first, len(files)))
 
 
 def find_files(flag: str, patterns: list[str]) -> list[Path]:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from runtime.cli import FlagParser, UserError, parse_int, run_command
+from runtime.cli import FlagParser, UserError, run_command
 from runtime.files import read_text, readable
 from runtime.tokenizer import encode
 
@@ -27,7 +27,8 @@ def load_examples(path: str | Path | None = None) -> list[dict]:
     if path is None:
         with readable(f"HellaSwag ({HUB_NAME})", "check the connection, or give a .jsonl file of its form",
                       problem="cannot be fetched from the Hugging Face hub"):
-            rows = _rows_of_the_hub()
+            from datasets import load_dataset
+            rows = load_dataset(HUB_NAME, split="validation")
         return [_checked(row, f"{HUB_NAME}, row {i}") for i, row in enumerate(rows)]
     examples = []
     with readable(f"HellaSwag's data {path}", "give a .jsonl file of HellaSwag's form"):
@@ -39,16 +40,6 @@ def load_examples(path: str | Path | None = None) -> list[dict]:
     if not examples:
         raise UserError(f"{path} holds no example: give a .jsonl file of HellaSwag's form")
     return examples
-
-
-def _rows_of_the_hub():
-    import huggingface_hub
-    try:
-        huggingface_hub.get_session().head(huggingface_hub.constants.ENDPOINT, timeout=10)
-    except Exception:                   # then `datasets` looks into its cache at once, instead of after 24 s
-        huggingface_hub.constants.HF_HUB_OFFLINE = True
-    from datasets import load_dataset
-    return load_dataset(HUB_NAME, split="validation")
 
 
 def _checked(row, where):
@@ -143,8 +134,8 @@ def main(argv: list[str] | None = None) -> None:
                         help="checkpoint, run's folder, Hugging Face folder, or hub name (default gpt2)")
     parser.add_argument("--data", metavar="FILE.jsonl",
                         help=f"examples (default: the validation split of {HUB_NAME}, from the hub)")
-    parser.add_argument("--limit", type=parse_int, help="number of examples, from the first (default: all)")
-    parser.add_argument("--batch_size", type=parse_int, default=32,
+    parser.add_argument("--limit", type=int, help="number of examples, from the first (default: all)")
+    parser.add_argument("--batch_size", type=int, default=32,
                         help="rows per forward, four per example (default 32)")
     parser.add_argument("--device", default="auto", help="auto, cuda, mps or cpu (default auto)")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"],
@@ -152,10 +143,11 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if args.batch_size < 4 or (args.limit is not None and args.limit < 1):
         raise UserError("--batch_size must be at least 4 (one example) and --limit at least 1")
+    import torch
     from tqdm import tqdm
 
     from model import check_tokens, load_model
-    from runtime.device import choose_device, make_autocast, oom_as_user_error
+    from runtime.device import choose_device, oom_as_user_error
     device = choose_device(args.device)
     examples = load_examples(args.data) if args.data else None      # before the model: errors show at once
     with oom_as_user_error(lambda: f"{device} is out of memory: give a smaller --batch_size, or another "
@@ -164,7 +156,9 @@ def main(argv: list[str] | None = None) -> None:
         check_tokens(model, args.model)
         examples = (examples or load_examples())[:args.limit]
         batches = make_batches(examples, model.config.block_size, args.batch_size)
-        acc, acc_norm, n = evaluate(model, batches, device, make_autocast(device, args.dtype),
+        autocast = torch.autocast(device.split(":")[0], getattr(torch, args.dtype),
+                                  enabled=args.dtype != "float32")
+        acc, acc_norm, n = evaluate(model, batches, device, autocast,
                                     watched=lambda batches: tqdm(batches, "HellaSwag", delay=10))
     print(f"acc: {acc}/{n}={acc / n:.4f}\nacc_norm: {acc_norm}/{n}={acc_norm / n:.4f}")
 

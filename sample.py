@@ -9,20 +9,16 @@ import math
 import sys
 from collections.abc import Iterable, Iterator
 
-from runtime.cli import FlagParser, UserError, parse_int, run_command
-from runtime.files import read_text, readable
+from runtime.cli import FlagParser, UserError, run_command
 from runtime.tokenizer import EOT, encode, tokenizer
 
 
 NUMBERS = {         # flag: type, default, least, most, help
-    "num_samples": (parse_int, None, 1, 1000, "number of samples (default 4, with --interactive 1)"),
-    "max_new_tokens": (parse_int, 200, 1, math.inf, "tokens a sample, fewer where its document ends before"),
+    "num_samples": (int, None, 1, 1000, "number of samples (default 4, with --interactive 1)"),
+    "max_new_tokens": (int, 200, 1, math.inf, "tokens a sample, fewer where its document ends before"),
     "temperature": (float, 1.0, 0, 1000, "0 for greedy decoding"),
-    "top_k": (parse_int, 50, 0, math.inf, "sample from the k most likely tokens; 0: all"),
-    "top_p": (float, 1.0, 1e-6, 1, "of those, the fewest most likely whose probabilities sum to at least p"),
-    "repetition_penalty": (float, 1.0, 1, 1000, "divides the logits of tokens that the text has already, and "
-                           "multiplies negative ones (1.2 in arXiv:1909.05858); 1.0: none"),
-    "seed": (parse_int, 42, 0, 2**63 - 1, "the same seed and flags give the same text on the same machine"),
+    "top_k": (int, 50, 0, math.inf, "sample from the k most likely tokens; 0: all"),
+    "seed": (int, 42, 0, 2**63 - 1, "the same seed and flags give the same text on the same machine"),
 }
 
 
@@ -33,7 +29,6 @@ def parse_flags(argv):
                              "validation loss), Hugging Face folder or hub name (default gpt2)")
     one = parser.add_mutually_exclusive_group()
     one.add_argument("--prompt", help="text to continue (default: none, a new document)")
-    one.add_argument("--prompt_file", metavar="FILE", help="file whose text, as it is, is the prompt")
     one.add_argument("--interactive", action="store_true",
                      help="continue each line of stdin, an empty one with a new document, until Ctrl-D; "
                           "Ctrl-C ends a continuation, and at the prompt the program")
@@ -49,9 +44,6 @@ def parse_flags(argv):
     for name, (_, _, least, most, _) in NUMBERS.items():
         if not least <= getattr(args, name) <= most:
             raise UserError(f"--{name} {getattr(args, name)}: must be from {least} to {most}")
-    if args.prompt_file is not None:
-        with readable(f"--prompt_file {args.prompt_file}", "give a text file in UTF-8"):
-            args.prompt = read_text(args.prompt_file, errors="strict")
     return args
 
 
@@ -96,8 +88,7 @@ def continuations(args, model, device: str, generator, text: str) -> Iterator[st
         print(f"of the prompt's {len(prompt):,} tokens the last {block_size:,} are used, the model's context",
               file=sys.stderr)
     idx = torch.tensor([prompt[-block_size:] or [EOT]] * n, dtype=torch.int64, device=device)       # (B, T)
-    steps = generate_tokens(model, idx, args.max_new_tokens, args.temperature, args.top_k, generator,
-                            args.top_p, args.repetition_penalty)
+    steps = generate_tokens(model, idx, args.max_new_tokens, args.temperature, args.top_k, generator)
     alone = args.interactive and n == 1         # its prompt is right above it
     return stream_text(steps, [] if alone else prompt, n, titles=not alone)
 
@@ -107,9 +98,10 @@ def main(argv: list[str] | None = None) -> None:
     import torch
 
     from model import check_tokens, load_model
-    from runtime.device import choose_device, choose_dtype, make_autocast, oom_as_user_error
+    from runtime.device import choose_device, choose_dtype, oom_as_user_error
     device = choose_device(args.device)
-    autocast = make_autocast(device, choose_dtype(args.dtype, device))
+    dtype = choose_dtype(args.dtype, device)
+    autocast = torch.autocast(device.split(":")[0], getattr(torch, dtype), enabled=dtype != "float32")
     with oom_as_user_error(lambda: f"{device} is out of memory: give a smaller --num_samples"):
         model = load_model(args.model).to(device)
         check_tokens(model, args.model)

@@ -40,7 +40,6 @@ from runtime.language_model import LanguageModel
 from runtime.muon import broadcast_updates, shard_matrices, step_together
 from runtime.presets import PRESETS, check_complete, read_flags
 from runtime.ranks import Process, find_ranks
-from runtime.shards import first_words
 from runtime.tokenizer import EOT, encode, tokenizer
 
 START, DATA, MODEL, BATCH, OPTIM, SPEED, OUTPUT = "start data model batch optimisation speed output".split()
@@ -91,7 +90,7 @@ class Config:
     val_every: int = flag(250, OUTPUT, "steps between validations; 0: never")
     hellaswag_every: int = flag(250, OUTPUT, "steps between HellaSwag evaluations; 0: never")
     sample_every: int = flag(250, OUTPUT, "steps between samples of text; 0: never")
-    sample_prompt: str = flag("auto", OUTPUT, "text that samples continue; auto: your own text's first words")
+    sample_prompt: str = flag("Hello, I'm a language model,", OUTPUT, "text that samples continue")
     checkpoint_every: int = flag(250, OUTPUT, "steps between checkpoints; 0: never")
     keep_checkpoints: int = flag(3, OUTPUT, "newest kept, beside the best one, or all", word="all", above=0)
     out: str = flag("log", OUTPUT, "folder for log.txt and checkpoints", per_run=True)
@@ -195,8 +194,7 @@ def complete(asked: Config, model: LanguageModel | None, process: Process) -> Co
         config, window=auto("window", getattr(model and model.config, "window", 0)),
         sequence_length=auto("sequence_length", config.block_size),
         dtype=choose_dtype(config.dtype, process.device),
-        compile=process.device.startswith("cuda") if config.compile is None else config.compile,
-        sample_prompt=auto("sample_prompt", first_words(config.data) or "Hello, I'm a language model,"))
+        compile=process.device.startswith("cuda") if config.compile is None else config.compile)
     return replace(config, **RECIPES[config.recipe].automatic(config, process.world_size))
 
 
@@ -375,7 +373,8 @@ def evaluate(run: Run, due: Callable[[int], bool]) -> None:
         print_samples(run)
     run.logged = ()
     if run.record and (due(config.val_every) or due(config.hellaswag_every)):
-        plots.draw(config, wait=step == config.max_steps)
+        plots.draw(run.record, f"{config.recipe}, {config.n_layer} layers of width {config.n_embd}",
+                   last=step == config.max_steps)
 
 
 # ----------------------------------------------------------------------------- the loop

@@ -8,7 +8,8 @@ from benchmarks.curves import Curve, finite, read_curve, save_curve
 from benchmarks.timing import print_table
 from runtime.cli import UserError
 from runtime.console import clock
-from runtime.plots import limits, new_figure, save_figure, short_count
+from runtime.files import replace_file
+from runtime.plots import new_figure, short_count
 
 
 def loss_text(loss: float | None) -> str:
@@ -68,12 +69,14 @@ def plot_runs(path: str, curves: list[Curve]) -> None:
         if len(loss):   # a run's first tenth is cut off: its fall would hide how the runs differ later
             shown += [np.interp(0.1 * tokens[-1], tokens, loss), loss.min()]
     for panel, label in zip(panels, ("tokens", f"{unit} of training"), strict=True):
-        panel.set(xlabel=label, xlim=(0, None), ylim=limits(shown, 0.05) if shown else None)
+        margin = 0.05 * (max(shown) - min(shown)) + 1e-4 if shown else 0
+        panel.set(xlabel=label, xlim=(0, None),
+                  ylim=(min(shown) - margin, max(shown) + margin) if shown else None)
         panel.grid(alpha=0.3)
     panels[0].set_ylabel("validation loss, nats a token")
     panels[0].xaxis.set_major_formatter(short_count)
     panels[0].legend(fontsize=8)
-    save_figure(figure, path)
+    replace_file(path, lambda file: figure.savefig(file, format="png", dpi=130))
     print(f"saved {path}")
 
 

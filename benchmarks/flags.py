@@ -7,7 +7,7 @@ from pathlib import Path
 
 from benchmarks.steps import SIZES
 from benchmarks.timing import Setting
-from runtime.cli import FlagParser, UserError, parse_int
+from runtime.cli import FlagParser, UserError
 from runtime.device import choose_device, choose_dtype
 from train_gpt2 import RECIPES
 
@@ -27,12 +27,12 @@ def parse_args(argv: list[str], tables: dict, description: str) -> tuple[Namespa
     add("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])
     add("--recipe", default="gpt2", choices=list(RECIPES))
     add("--size", choices=list(SIZES), help="default gpt2 (124M), but small for recipes")
-    add("--batch_size", type=parse_int, help="sequences a micro-step (default 16 on CUDA, else 4); for "
+    add("--batch_size", type=int, help="sequences a micro-step (default 16 on CUDA, else 4); for "
         "recipes: a step (default 16)")
-    add("--sequence_length", type=parse_int, help="tokens (default 1024; 256 on a CPU, except for memory)")
-    add("--steps", type=parse_int, help="timed steps a turn (default 20 on CUDA, else 4); for recipes: steps "
+    add("--sequence_length", type=int, help="tokens (default 1024; 256 on a CPU, except for memory)")
+    add("--steps", type=int, help="timed steps a turn (default 20 on CUDA, else 4); for recipes: steps "
         "of the gpt2 runs (default 300); for data: times 52 MB of text (default 1, and 8)")
-    add("--turns", type=parse_int, help="how often all is measured (2; 5 for data); for recipes: seeds (2)")
+    add("--turns", type=int, help="how often all is measured (2; 5 for data); for recipes: seeds (2)")
     add("--compile", action="store_true", default=None, help="torch.compile (default on CUDA only)")
     add("--no_compile", dest="compile", action="store_false", default=None)
     add("--memory_gb", type=float, default=80, help="a GPU's, for memory (default 80)")

@@ -15,7 +15,7 @@ from benchmarks.data import measure_loader
 from benchmarks.timing import Setting, random_tokens, time_steps
 from model import GPT2_SIZES
 from runtime.device import peak_flops, peak_memory
-from runtime.kernels import attention, check_attention
+from runtime.kernels import attention
 from runtime.shards import write_shard
 
 SIZES = GPT2_SIZES | {"small": dict(n_layer=4, n_head=4, n_embd=256),       # for CPUs, and to try a command
@@ -138,7 +138,6 @@ def measure_attention(s: Setting) -> dict:
     device = train_gpt2.set_up_process(train_gpt2.Config(device=s.device)).device
     heads, dtype = shape_of(s)["n_head"], getattr(torch, s.dtype)
     shape = s.B, s.T, heads, shape_of(s)["n_embd"] // heads
-    check_attention(s.attention, device, dtype, shape[3])           # the first call loads libraries
     torch.manual_seed(0)
     tensors = [torch.randn(shape, device=device).to(dtype) for _ in range(4)]       # q, k, v, dy
     memory = memory_of(lambda: attention_and_gradients(s.attention, *tensors), device)

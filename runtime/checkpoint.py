@@ -12,13 +12,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from runtime import plots
 from runtime.cli import RunError, UserError, safe_repr
-from runtime.console import Record
+from runtime.console import Record, lowest
 from runtime.files import (checkpoints, lock_folder, newest_of, readable, remove_leftovers, replace_file,
                            writable)
 from runtime.muon import state_keys
-from runtime.presets import PRESETS, flag_values
+from runtime.presets import PRESETS
 from runtime.weights import find_checkpoint, model_from_checkpoint, read_checkpoint
 
 RUN_FILES = "log.txt", "metrics.csv", "loss.png", "wandb_id"       # beside the checkpoints
@@ -58,7 +57,6 @@ def state_of_run(path: Path):
 def begin_or_resume(flags, explicit_flags: set[str], process, models: dict, load_model: Callable) -> tuple:
     """(flags of the run, model or None, checkpoint or None, its path). A new run begins with fresh weights or
     those of --init. A resumed one keeps its earlier flags unless they are given again."""
-    process.require_same(flag_values(flags))
     # rank 0 decides: without a shared file system other machines may have another newest checkpoint
     path = process.gather(process.on_all_ranks(choose_checkpoint, flags))[0]
     if path:
@@ -187,7 +185,7 @@ class Saver:
         this or, with `background`, the file before could not be written, or a number is not finite."""
         self.finish()
         record.sync()
-        best = record.best(dict(checkpoints(self.out)))             # (loss, step) or None
+        best = lowest(record.rows, dict(checkpoints(self.out)))      # (loss, step) or None
         self.pending = self.thread.submit(self._write, content, best and best[1])
         if not self.background:
             self.finish()
@@ -237,14 +235,15 @@ def open_output(run, path: Path | None) -> None:
         run.lock = lock_folder(config.out)
         move_aside(Path(config.out), path, run.step, process.print0)
         run.record = Record(config.out, run.step, config.total_batch_size, vars(config), config.wandb)
-        run.logged = tuple(kind for kind in ("val", "hella") if run.record.value(run.step, kind) is not None)
+        done = next((row for row in run.record.rows if row["step"] == run.step), {})
+        run.logged = tuple(kind for kind in ("val", "hella") if done.get(kind) is not None)
         run.saver = Saver(config.out, config.keep_checkpoints, process.device != "cpu", process.print0)
 
 
 def outputs(run) -> ExitStack:
     """Around the loop: at its end, however it ends, what is being written is completed and closed."""
     stack = ExitStack()
-    for close in (plots.finish, run.record.close, run.saver.finish) if run.record else ():
+    for close in (run.record.close, run.saver.finish) if run.record else ():
         stack.callback(close)                   # the last one first
     stack.callback(run.batches.close)
     return stack

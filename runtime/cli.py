@@ -32,15 +32,6 @@ def said_once(by: str = "RANK"):
         raise
 
 
-def parse_int(text: str) -> int:
-    """'100000', '100_000' or '1e5' -> 100000, for flags."""
-    for kind in (int, float):                     # float alone rounds above 2**53
-        with suppress(ValueError, OverflowError):
-            if kind(text) == int(kind(text)):
-                return int(kind(text))
-    raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
-
-
 class FlagParser(argparse.ArgumentParser):
     """argparse whose errors are UserErrors, whose flags are taken with dashes too (--max-steps) and cannot be
     abbreviated, and whose texts, but for MAY_BE_EMPTY, cannot be empty, as an unset variable is."""

@@ -1,7 +1,5 @@
 """What a run prints and records: the console, OUT/metrics.csv and OUT/log.txt, Weights & Biases."""
-# without torch: the process that draws loss.png imports this module
 import math
-import re
 import shlex
 import statistics
 import time
@@ -9,17 +7,19 @@ import uuid
 from collections.abc import Collection
 from contextlib import suppress
 from datetime import timedelta
-from itertools import pairwise
 from pathlib import Path
 
+import torch
+
 from runtime.cli import RunError, said_once
+from runtime.dataloader import divide_update
+from runtime.device import device_name, peak_flops, peak_memory, time_micro_step
 from runtime.files import checkpoints, newest_of, read_text, readable, replace_file, sync, writable
 
 FORMATS = dict(step="d", tokens="d", seconds=".3f", train=".6f", val=".6f", hella=".6f", lr=".6g",
                norm=".4f", tokens_per_second=".6g")         # of metrics.csv's cells
 COLUMNS = tuple(FORMATS)
 HEADER = ",".join(COLUMNS)
-ROW = re.compile(r"[0-9]{1,12},[0-9]{1,18},[0-9.]+(,[-+.\w]*){6}")
 
 
 def clock(seconds: float) -> str:
@@ -44,15 +44,11 @@ def read_metrics(path: str | Path, remedy: str = "remove it, or choose another -
     """The complete rows of a metrics.csv: {column of COLUMNS: number, or None where the cell is empty}. A
     crash can cut off the last one. UserError for a file of another kind."""
     with readable(path, remedy):
-        lines = read_text(path).rpartition("\n")[0].splitlines()
-        for number, line in enumerate(lines, 1):
-            if not (line == HEADER if number == 1 else ROW.fullmatch(line)):
-                raise ValueError(f"line {number} is not a row of a run's metrics")
-        rows = [{name: (int if form == "d" else float)(cell) if cell else None for (name, form), cell
-                 in zip(FORMATS.items(), line.split(","), strict=True)} for line in lines[1:]]
-        if any(row["step"] >= after["step"] for row, after in pairwise(rows)):
-            raise ValueError("its steps do not grow")
-    return rows
+        header, *lines = read_text(path).rpartition("\n")[0].splitlines() or [""]
+        if header != HEADER:
+            raise ValueError("its first line does not name the columns of a run's metrics")
+        return [{name: (int if form == "d" else float)(cell) if cell else None for (name, form), cell
+                 in zip(FORMATS.items(), line.split(","), strict=True)} for line in lines]
 
 
 def lowest(rows: list[dict], steps: Collection[int] | None = None) -> tuple[float, int] | None:
@@ -68,13 +64,13 @@ def row_line(row: dict) -> str:
 class Record:
     """OUT/metrics.csv, a row a step: a resume, the best checkpoint and the picture read it. Beside it
     OUT/log.txt, a line an event, and Weights & Biases, if asked for. In a step val and hella precede train.
-
-    A run that resumes at `step` cuts off the rows after it, and keeps the evaluations of `step` itself. Both
-    files of a new run begin empty. UserError if metrics.csv is damaged."""
+    A run that resumes at `step` cuts off the rows after it, and keeps the evaluations of `step` itself.
+    UserError if metrics.csv is damaged."""
 
     def __init__(self, out: str | Path, step: int, tokens_per_step: int, config: dict | None = None,
                  wandb: bool = False):
         self.out, self.tokens_per_step, self.wandb, self.rows = Path(out), tokens_per_step, None, []
+        self.picture_due = 0.0                  # of OUT/loss.png
         if step and (self.out / "metrics.csv").exists():
             self.rows = [row for row in read_metrics(self.out / "metrics.csv") if row["step"] <= step]
         if self.rows and self.rows[-1]["step"] == step:
@@ -96,13 +92,8 @@ class Record:
         rate = row["tokens_per_second"] or 0
         return row["seconds"] + (self.tokens_per_step / rate if rate > 0 else 0)
 
-    def train(self, step: int, loss: float, norm: float, lr: float, seconds: float) -> None:
-        """A finished step, which took `seconds`."""
-        self.evaluation(step, "train", loss, norm=norm, lr=lr,
-                        tokens_per_second=self.tokens_per_step / seconds)
-
-    def evaluation(self, step: int, kind: str, value: float, **more: float) -> None:
-        """`kind`: val or hella. `more`: other cells of the row."""
+    def add(self, step: int, kind: str, value: float, **more: float) -> None:
+        """`kind`: train, val or hella. `more`: other cells of the row."""
         end = self.table.tell()
         if not self.rows or self.rows[-1]["step"] != step:
             self.rows.append(dict.fromkeys(COLUMNS) | {
@@ -116,13 +107,6 @@ class Record:
             print(f"{step} {kind} {value:.6f}", file=self.events, flush=True)
         if self.wandb:
             self.wandb.log({kind: value, **more}, step=step)
-
-    def value(self, step: int, kind: str) -> float | None:
-        """What is recorded of `kind` at `step`, the last one; None if nothing is."""
-        return self.rows[-1][kind] if self.rows and self.rows[-1]["step"] == step else None
-
-    def best(self, steps: Collection[int] | None = None) -> tuple[float, int] | None:
-        return lowest(self.rows, steps)
 
     def sync(self) -> None:
         """Before a checkpoint is written: a loss of power must not leave one beyond its record."""
@@ -143,10 +127,8 @@ def open_wandb(out: Path, config: dict, resumes: bool):
     import wandb
     path = out / "wandb_id"
     if not (resumes and path.exists()):
-        replace_file(path, lambda file: file.write(f"{uuid.uuid4().hex}\n".encode()))
-    with readable(path, "remove it: the run then has another id"):
-        known = uuid.UUID(read_text(path, 100).strip()).hex
-    wandb.init(project="gpt2", name=out.name, config=config, id=known, resume="allow")
+        replace_file(path, lambda file: file.write(uuid.uuid4().hex.encode()))
+    wandb.init(project="gpt2", name=out.name, config=config, id=read_text(path, 100), resume="allow")
     return wandb
 
 
@@ -154,10 +136,6 @@ def open_wandb(out: Path, config: dict, resumes: bool):
 
 def print_header(run, path: Path | None) -> None:
     """What will run; for --dry_run also how long, from one timed micro-step. `path`: of the checkpoint."""
-    import torch
-
-    from runtime.dataloader import divide_update
-    from runtime.device import device_name, time_micro_step
     c, process, say = run.config, run.process, run.process.print0
     ranks, updates, tokens = counted(process.world_size, "process"), c.updates_per_step, c.total_batch_size
     B, n = divide_update(c, updates, process.world_size, run.batch_size)
@@ -185,7 +163,6 @@ def print_header(run, path: Path | None) -> None:
 def log_steps(run, keep: int = 0) -> None:
     """Prints and records the finished steps but the newest `keep`. RunError for a loss or gradient that is
     not finite; float16's scaler skips a step that overflows and lowers its scale, which is 65536 at first."""
-    from runtime.device import peak_flops
     config, process = run.config, run.process
     while len(run.pending) > keep:
         step, numbers, lr = run.pending.popleft()
@@ -205,13 +182,13 @@ def log_steps(run, keep: int = 0) -> None:
         left = statistics.median(run.seconds[-20:]) * (config.max_steps - 1 - step)
         process.print0(step_line(step, loss, norm, lr, dt, rate, mfu, left))
         if run.record:
-            run.record.train(step, loss, norm, lr, dt)
+            run.record.add(step, "train", loss, norm=norm, lr=lr, tokens_per_second=rate)
 
 
 def log_evaluation(run, kind: str, value: float, text: str) -> None:
     run.process.print0(f"step {run.step:5d} | {text}")
     if run.record:
-        run.record.evaluation(run.step, kind, value)
+        run.record.add(run.step, kind, value)
 
 
 def in_bits(loss: float, data) -> str:
@@ -222,7 +199,6 @@ def in_bits(loss: float, data) -> str:
 
 def print_summary(run) -> int:
     """Prints how the run ended and where everything is. Returns its exit code."""
-    from runtime.device import peak_memory
     config, process, say, losses = run.config, run.process, run.process.print0, run.losses
     if run.seconds:
         dt, peak = statistics.median(run.seconds), peak_memory(process.device) / 1e9
@@ -242,7 +218,7 @@ def print_summary(run) -> int:
     saved = dict(checkpoints(config.out))
     say(f"done: {run.step} steps; in {config.out}: log.txt, metrics.csv, loss.png"
         + (", checkpoints" if saved else ""))
-    if best := run.record and run.record.best(saved):
+    if best := run.record and lowest(run.record.rows, saved):
         say(f"best checkpoint: {saved[best[1]]}, validation loss {best[0]:.4f}{in_bits(best[0], run.data)}")
     if saved:
         say(f"next: python sample.py --model {shlex.quote(config.out + '/best' * bool(best))}")

@@ -14,15 +14,14 @@ from pathlib import Path
 import torch
 from torch.torch_version import TorchVersion
 
-from runtime.cli import RunError, UserError, brief_error, print_error
+from runtime.cli import RunError, UserError, brief_error
 from runtime.dataloader import divide_update, updates_of_step
 
 
 def choose_device(name: str = "auto", local_rank: int = 0) -> str:
     """'cuda:N', 'mps' or 'cpu'; N is `local_rank` unless the name says it. For 'auto' the first of them that
     is available. UserError for one that is not, or a GPU on which no kernel runs."""
-    if TorchVersion(torch.__version__) < (2, 10):
-        # there mm(out_dtype=) breaks a graph, and PYTORCH_ALLOC_CONF is not read
+    if TorchVersion(torch.__version__) < (2, 10):       # mm(out_dtype=) would break a graph there
         raise UserError(f"torch {torch.__version__} is too old: pip install 'torch>=2.10'")
     if not os.environ.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}:
         # CUDA's allocator, before its first use, should split no large block. Else gradients and moments are
@@ -37,10 +36,6 @@ def choose_device(name: str = "auto", local_rank: int = 0) -> str:
     if device not in there:
         raise UserError(f"--device {device}: not available here, torch {torch.__version__} finds "
                         f"{', '.join(there)}: use one of these, and at most as many processes as GPUs")
-    if device == "cpu" and name == "auto" and os.environ.get("RANK", "0") == "0" and any(
-            map(os.path.exists, ("/dev/nvidia0", "/dev/kfd"))) and "CUDA_VISIBLE_DEVICES" not in os.environ:
-        print_error(f"warning: torch {torch.__version__} does not find the GPU of this machine: install its "
-                    "build for CUDA or ROCm (https://pytorch.org/get-started/locally); using the CPU")
     if device.startswith("cuda"):
         try:                                            # makes the GPU's context
             torch.ones(2, device=device).sum().item()
@@ -70,11 +65,6 @@ def choose_dtype(name: str, device: str) -> str:
         return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
     native = device == "cpu" and (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
     return "bfloat16" if native else "float32"
-
-
-def make_autocast(device: str, dtype: str) -> torch.autocast:
-    """torch.autocast to `dtype` ('bfloat16', 'float16') on `device`; disabled for 'float32'."""
-    return torch.autocast(device.split(":")[0], dtype=getattr(torch, dtype), enabled=dtype != "float32")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -119,7 +109,7 @@ def time_micro_step(run, B: int) -> float:
 def choose_batch_size(run) -> int:
     """The most sequences of a micro-step: --batch_size; or as many as an update has, on a GPU halved as long
     as a trial is out of memory, on a CPU 4,096 tokens, of which more are no faster. A compiled model is
-    compiled here: where that fails, the run ends before its first step."""
+    compiled here, and --attention tried: where that fails, the run ends before its first step."""
     config, process = run.config, run.process
     auto, cuda = config.batch_size == "auto", process.device.startswith("cuda")
     updates = updates_of_step(config.max_steps - 1, config)             # those with the most sequences
@@ -129,21 +119,28 @@ def choose_batch_size(run) -> int:
     elif auto:
         most = max(1, 4096 // config.sequence_length)
     moments = sum(2 * p.nbytes for o in run.optimizers for g in o.param_groups for p in g["params"])
+    tried = config.compile or auto and cuda or config.attention not in ("auto", "naive")
 
     def fits(B):
         try:                                    # with room for the moments, which the first step allocates
             _room = torch.empty(moments * cuda * (run.step == 0), dtype=torch.uint8, device=process.device)
-            return time_micro_step(run, B) > 0
+            with warnings.catch_warnings(record=True, action="always") as reasons:      # torch's
+                return time_micro_step(run, B) > 0
         except Exception as error:              # the compiler, its backend and Triton raise many types
-            if is_out_of_memory(error) and auto and B > 1:
-                return False
-            if config.compile and not is_out_of_memory(error):
+            if is_out_of_memory(error):
+                if auto and B > 1:
+                    return False
+            elif "No available kernel" in str(error):
+                why = "; ".join(str(reason.message).split(" (Triggered")[0] for reason in reasons)
+                raise UserError(f"--attention {config.attention} cannot run on {process.device} in "
+                                f"{config.dtype} ({why}): use --attention auto") from None
+            elif config.compile:
                 raise RunError(f"torch.compile does not work here ({brief_error(error)}): train without it, "
                                "--no_compile") from None
             raise
     while True:
         B, _ = divide_update(config, updates, process.world_size, most)
-        done = not (config.compile or auto and cuda) or all(process.gather(process.on_all_ranks(fits, B)))
+        done = not tried or all(process.gather(process.on_all_ranks(fits, B)))
         torch.cuda.empty_cache()                # what the run allocates need not fit into a trial's blocks
         if done:
             return B
@@ -159,7 +156,6 @@ PEAK_TFLOPS = {
     "A40": 149.7, "A30": 165, "A10": 125, "A10G": 70, "L40S": 362, "L4": 121, "V100-SXM2-(16|32)GB": 125,
     "V100-PCIE-(16|32)GB": 112, "T4": 65, "RTX 6000 Ada Generation": 364, "RTX A6000": 154.8,
     "RTX 5090": 209.5, "RTX 4090": 165.2, "RTX 4090 D": 147.1, "RTX 4080": 97.5, "RTX 3090": 71,
-    "RTX 3080 Ti": 68.2, "RTX 3080": 59.5,
 }
 
 

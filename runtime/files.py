@@ -1,6 +1,5 @@
 """Atomic writes, errors of files as one line, digests, the lock of an output folder."""
 import errno
-import hashlib
 import os
 import re
 import stat
@@ -9,12 +8,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-import numpy as np
-
 from runtime.cli import RunError, UserError, brief_error
 
 LOCK_PATIENCE = 5.0         # seconds: a killed process keeps its lock until its memory has been freed
-NOT_ALLOWED = errno.EACCES, errno.EPERM, errno.EROFS
 NO_ROOM = errno.ENOSPC, errno.EDQUOT, errno.EFBIG
 
 
@@ -96,9 +92,9 @@ def writable(path: str | Path, begun: bool = False):
         why = brief_error(cause)
         if not begun and not full:
             raise UserError(f"{path} cannot be written ({why}): choose another folder") from None
-        denied = "make its folder writable, or " if cause.errno in NOT_ALLOWED else ""
-        raise RunError(f"cannot write {path} ({why}): {'make room, or ' if full else denied}choose another "
-                       "folder; earlier files are intact, and the same command resumes from them") from None
+        raise RunError(f"cannot write {path} ({why}): {'make room' if full else 'make it writable'}, or "
+                       "choose another folder; earlier files are intact, and the same command resumes from "
+                       "them") from None
 
 
 @contextmanager
@@ -111,39 +107,17 @@ def readable(what: str | Path, remedy: str, errors: type | tuple = Exception,
     except (UserError, RunError):
         raise
     except errors as error:
-        if getattr(error, "errno", None) in NOT_ALLOWED:
-            remedy = f"make it readable, or {remedy}"
         raise UserError(f"{what} {problem} ({brief_error(error)}): {remedy}") from None
-
-
-def fingerprint_blocks(values: np.ndarray) -> np.ndarray:
-    """1-D `values` themselves, up to 8 million of them. Of a longer array (FineWeb's shards have 100 million)
-    8 evenly spaced blocks of 131,072 values, the array's beginning and end included."""
-    if len(values) <= 1 << 23:
-        return np.asarray(values)
-    starts = np.linspace(0, len(values) - 131072, 8, dtype=np.int64)
-    return np.concatenate([values[start:start + 131072] for start in starts])
-
-
-def digest(values: np.ndarray) -> str:
-    """First 16 hexadecimal digits of the SHA-256 of fingerprint_blocks(values); tells shards apart."""
-    return hashlib.sha256(np.ascontiguousarray(fingerprint_blocks(values))).hexdigest()[:16]
 
 
 def lock_folder(out: str | Path):
     """Creates a run's folder and locks it, against a second run there, for as long as what is returned lives:
     the lock is the system's own, and ends with the process however that ends."""
     from filelock import FileLock, Timeout        # torch requires it
-    path = Path(out) / ".train_gpt2.lock"
+    lock = FileLock(Path(out) / ".train_gpt2.lock", timeout=LOCK_PATIENCE)
     with writable(out):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
-    lock = FileLock(path)
-    try:
-        lock.acquire(timeout=LOCK_PATIENCE)
-    except Timeout:
-        raise UserError(f"--out {out}: another run is writing there; wait for its end, or choose another "
-                        "folder") from None
-    except OSError:                               # some network file systems have no locks
-        pass
-    return lock
+        try:
+            return lock.acquire()
+        except Timeout:
+            raise UserError(f"--out {out}: another run is writing there; wait for its end, or choose another "
+                            "folder") from None

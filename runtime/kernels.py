@@ -1,7 +1,6 @@
 """Attention by name and windows, the chunked cross-entropy, RMSNorm, linear and embedding layers."""
 import contextlib
 import math
-import warnings
 
 import torch
 import torch.nn as nn
@@ -10,7 +9,6 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from runtime.cli import UserError, brief_error
 from runtime.tokenizer import EOT
 
 SDPA_KERNELS = {"math": SDPBackend.MATH, "efficient": SDPBackend.EFFICIENT_ATTENTION,
@@ -74,22 +72,6 @@ def document_window_mask(tokens: Tensor, T: int, window: Tensor,
         return create_block_mask(seen, B, None, S, S, device=tokens.device)
     k = torch.arange(S, device=tokens.device)
     return seen(torch.arange(B, device=tokens.device)[:, None, None, None], None, k[S - T:, None], k[None, :])
-
-
-def check_attention(kernel: str, device: str, dtype: torch.dtype, head_dim: int,
-                    masked: bool = False) -> None:
-    """Raises UserError, with torch's reason, if `kernel` cannot run forward and backward on `device`, with a
-    mask if `masked`."""
-    q = torch.zeros(1, 128, 1, head_dim, device=device, dtype=dtype, requires_grad=True)
-    mask = torch.ones(1, 1, 128, 128, dtype=torch.bool, device=device) if masked else None
-    with warnings.catch_warnings(record=True, action="always") as caught:
-        try:
-            attention(q, q, q, kernel, mask).sum().backward()
-        except RuntimeError as error:
-            reasons = [str(w.message).split(" (Triggered")[0] for w in caught] or [brief_error(error)]
-            raise UserError(f"--attention {kernel} cannot run on {device} in {str(dtype)[6:]} with heads of "
-                            f"{head_dim}{' and a mask' if masked else ''} ({'; '.join(reasons)}): "
-                            f"use --attention auto") from None
 
 
 def matmul_dtype(x: Tensor) -> torch.dtype:
@@ -217,30 +199,6 @@ class Embedding(nn.Embedding):
         pass
 
 
-class RMSNormFunction(torch.autograd.Function):
-    """norm on a CPU in eager mode. There torch 2.13 has no kernel for it: autograd of the formula keeps x in
-    fp32 and passes over it a dozen times. This backward needs y, which a linear layer keeps anyway."""
-
-    @staticmethod
-    def forward(ctx, x):
-        y = x.to(torch.promote_types(x.dtype, torch.float32), copy=True)
-        mean = torch.linalg.vector_norm(y, dim=-1, keepdim=True).square_().div_(x.size(-1))
-        scale = mean.add_(torch.finfo(y.dtype).eps).rsqrt_()                        # eps as torch's
-        y = y.mul_(scale).to(x.dtype)
-        ctx.save_for_backward(y, scale)
-        return y
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, dy):
-        y, scale = ctx.saved_tensors
-        z, g = y.to(scale.dtype, copy=True), dy.to(scale.dtype)
-        along = (g * z).mean(-1, keepdim=True)
-        return z.mul_(along).sub_(g).mul_(-scale).to(dy.dtype)                  # scale (dy - y mean(y dy))
-
-
 def norm(x: Tensor) -> Tensor:
     """RMSNorm without a gain (arXiv:1910.07467): x / sqrt(mean of squares) over the last dimension."""
-    if x.device.type == "cpu" and not torch.compiler.is_compiling():
-        return RMSNormFunction.apply(x)
     return F.rms_norm(x, (x.size(-1),))

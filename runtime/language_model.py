@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from runtime.cli import UserError
 from runtime.huggingface import save_model
 from runtime.kernels import chunked_cross_entropy, document_window_mask, matmul_dtype
-from runtime.tokenizer import EOT, VOCAB_SIZE
+from runtime.tokenizer import VOCAB_SIZE
 
 
 class KVCache:
@@ -30,8 +30,8 @@ class KVCache:
 
 @torch.no_grad()
 def generate_tokens(model, idx: Tensor, max_new_tokens: int, temperature: float = 1.0,
-                    top_k: int | None = 50, generator: torch.Generator | None = None,
-                    top_p: float | None = None, repetition_penalty: float = 1.0) -> Iterator[Tensor]:
+                    top_k: int | None = 50,
+                    generator: torch.Generator | None = None) -> Iterator[Tensor]:
     """LanguageModel.generate, step by step: of idx (B, T) int64 yields the next ids (B, 1), one row's each,
     max_new_tokens times. The caller may stop at any of them."""
     block_size, past, head = model.config.block_size, None, model.head()
@@ -42,24 +42,13 @@ def generate_tokens(model, idx: Tensor, max_new_tokens: int, temperature: float 
             x = model.hidden(idx[:, -block_size:], past)                        # (B, t, C)
         else:
             x = model.hidden(idx[:, -1:], past)                                 # (B, 1, C)
-        logits = model.logits(x[:, -1], head).float()                           # (B, vocab_size)
-        if repetition_penalty != 1.0:
-            logits = penalize_repetition(logits, idx, repetition_penalty)
-        new = sample_token(logits, temperature, top_k, generator, top_p)        # (B, 1)
+        new = sample_token(model.logits(x[:, -1], head).float(), temperature, top_k, generator)     # (B, 1)
         idx = torch.cat((idx, new), dim=1)
         yield new
 
 
-def penalize_repetition(logits: Tensor, idx: Tensor, penalty: float) -> Tensor:
-    """Logits (B, vocab_size) with those of the tokens in idx (B, S), but <|endoftext|>, divided by `penalty`,
-    or multiplied where they are negative (arXiv:1909.05858, section 4.1)."""
-    seen = logits.gather(1, idx)                                                # (B, S)
-    less = torch.where(seen > 0, seen / penalty, seen * penalty)
-    return logits.scatter(1, idx, torch.where(idx == EOT, seen, less))
-
-
 def sample_token(logits: Tensor, temperature: float, top_k: int | None,
-                 generator: torch.Generator | None, top_p: float | None = None) -> Tensor:
+                 generator: torch.Generator | None) -> Tensor:
     """Samples one id per row: logits (B, vocab_size) -> int64 (B, 1). Overwrites the logits of padding."""
     logits[:, VOCAB_SIZE:] = float("-inf")
     if temperature < 1e-5:              # 0, or so small that the quotient below would overflow
@@ -68,12 +57,7 @@ def sample_token(logits: Tensor, temperature: float, top_k: int | None,
     if top_k:
         kept = logits.topk(min(top_k, logits.size(-1))).values
         logits = logits.masked_fill(logits < kept[:, -1:], float("-inf"))
-    probs = F.softmax(logits, dim=-1)                                           # (B, vocab_size)
-    if top_p is not None and top_p < 1:         # the nucleus (arXiv:1904.09751)
-        likeliest, ids = probs.sort(dim=-1, descending=True, stable=True)
-        before = F.pad(likeliest.cumsum(dim=-1)[:, :-1], (1, 0))                # of the ids that are likelier
-        probs = probs.scatter(-1, ids, likeliest.masked_fill(before >= top_p, 0.0))
-    return torch.multinomial(probs, num_samples=1, generator=generator)
+    return torch.multinomial(F.softmax(logits, dim=-1), num_samples=1, generator=generator)
 
 
 class LanguageModel(nn.Module):
@@ -125,16 +109,12 @@ class LanguageModel(nn.Module):
         return torch.zeros(idx.numel(), device=idx.device).scatter(0, positions, losses).view_as(idx)
 
     def generate(self, idx: Tensor, max_new_tokens: int, temperature: float = 1.0, top_k: int | None = 50,
-                 generator: torch.Generator | None = None, top_p: float | None = None,
-                 repetition_penalty: float = 1.0) -> Tensor:
+                 generator: torch.Generator | None = None) -> Tensor:
         """Continues idx (B, T) int64 by max_new_tokens sampled tokens -> (B, T + max_new_tokens).
 
-        `temperature` 0 takes the likeliest token; `top_k` None or 0 samples from all; of these `top_p` keeps
-        the fewest likeliest whose probabilities sum to at least top_p (0 < top_p <= 1). `repetition_penalty`
-        above 1 makes tokens less likely that have occurred. Ids >= 50257 (padding) are never sampled. Beyond
-        block_size each token needs a forward of the whole context."""
-        new = generate_tokens(self, idx, max_new_tokens, temperature, top_k, generator, top_p,
-                              repetition_penalty)
+        `temperature` 0 takes the likeliest token; `top_k` None or 0 samples from all. Ids >= 50257 (padding)
+        are never sampled. Beyond block_size each token needs a forward of the whole context."""
+        new = generate_tokens(self, idx, max_new_tokens, temperature, top_k, generator)
         return torch.cat((idx, *new), dim=1)
 
     def flops_per_token(self, sequence_length: int) -> int:

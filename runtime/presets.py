@@ -6,11 +6,8 @@ import textwrap
 from collections.abc import Callable, Collection
 from itertools import groupby
 
-import torch
-
-from runtime.cli import FlagParser, UserError, parse_int
+from runtime.cli import FlagParser, UserError
 from runtime.dataloader import divide_update
-from runtime.kernels import check_attention
 from runtime.tokenizer import VOCAB_SIZE
 
 # name: (what it gives and takes, {flag: value})
@@ -19,11 +16,11 @@ PRESETS = {
     "shakespeare": ("a first run on input.txt: frontier, 35M parameters, 0.3M tokens; minutes on a CPU", dict(
         recipe="frontier", data="data/shakespeare", out="log/shakespeare", n_layer=4, n_head=2, n_embd=256,
         block_size=128, total_batch_size=2048, max_steps=150, warmup_steps=15, max_lr=2e-3, val_every=25,
-        hellaswag_every=0, sample_every=75, checkpoint_every=75)),
+        hellaswag_every=0, sample_every=75, checkpoint_every=75, sample_prompt="\n")),
     "small": ("30M parameters, 33M tokens; an evening on a CPU, minutes on a GPU", dict(
         n_layer=6, n_head=6, n_embd=384, block_size=256, total_batch_size=16384, max_steps=2000,
         warmup_steps=100, max_lr=1e-3, val_tokens=524288, val_every=200, hellaswag_every=0, sample_every=500,
-        checkpoint_every=200)),
+        sample_prompt="\n", checkpoint_every=200)),
     # GPT-3's learning rates and batches (Brown et al. 2020, arXiv:2005.14165, table 2.1); of its XL batch of
     # 1M tokens half as many steps make the same 10 billion tokens
     "gpt2": ("the defaults: GPT-2 124M, 10B tokens; this and larger ones are for GPUs", {}),
@@ -36,7 +33,7 @@ PRESETS = {
     "finetune": ("from weights (--init) to your own text: 1.2M tokens, the best checkpoint kept", dict(
         init="gpt2", out="log/finetune", total_batch_size=8192, max_steps=150, warmup_steps=15, max_lr=1e-4,
         val_tokens=524288, val_every=25, hellaswag_every=0, sample_every=50, checkpoint_every=25,
-        keep_checkpoints=1)),
+        sample_prompt="\n", keep_checkpoints=1)),
 }
 # --overfit, the lecture's sanity run: 50 AdamW steps on one batch, at a constant rate. It writes nothing
 OVERFIT = dict(vocab_size=50257, total_batch_size=4 * 32, sequence_length=32, shuffle=False, max_steps=50,
@@ -55,16 +52,10 @@ def choose_defaults(given: dict, recipes: dict[str, dict]) -> dict:
     return recipe | preset | rates
 
 
-class OnOff(argparse.Action):
-    """--NAME is True, --no_NAME False."""
-    def __call__(self, parser, namespace, values, option_string=None):
-        setattr(namespace, self.dest, not option_string.startswith("--no_"))
-
-
 def value_parser(kind: type, word: str | None) -> Callable:
     """For argparse: text -> a value of this kind, or `word` as it is. Help and errors show its name."""
     def parse(text):
-        return text if text == word else parse_int(text) if kind is int else kind(text)
+        return text if text == word else kind(text)
     parse.__name__ = f"{word}|{kind.__name__}" if word else kind.__name__
     return parse
 
@@ -73,37 +64,33 @@ def read_flags(Config: type, recipes: dict[str, dict], description: str, argv: l
     """Command line -> (Config, names of the fields given as flags). Each field of Config is a flag.
     `recipes`: each one's own defaults."""
     presets = (f"  {name}: {what}\n" + textwrap.indent(textwrap.fill(" ".join(
-        f"--{flag}={value}" for flag, value in values.items()), 94), " " * 6)
+        f"--{flag}={value}" for flag, value in values.items()).replace("\n", r"$'\n'"), 94), " " * 6)
         for name, (what, values) in PRESETS.items())
     parser = FlagParser(prog="train_gpt2.py", usage="%(prog)s [flags]", description=description,
                         epilog="\n".join(["presets:", *presets]))
     for title, fields in groupby(dataclasses.fields(Config), lambda f: f.metadata["group"]):
         group = parser.add_argument_group(title)
         for f in fields:
-            names, help = [f"--{f.name}"], f.metadata["help"]
+            help = f.metadata["help"]
             others = "".join(f"; {recipe}: {own[f.name]}" for recipe, own in recipes.items()
                              if own.get(f.name, f.default) != f.default)
             if f.default not in (None, False, ""):
                 help += f" (default {'on' if f.default is True else f.default}{others})"
             if f.type is bool:
-                how = dict(action=OnOff, nargs=0)
-                names += [f"--no_{f.name}"] * (f.default is not False)
+                how = dict(action="store_true")
             elif choices := f.metadata.get("choices"):
                 how = dict(choices=choices)
             else:
                 parse = value_parser(f.type, f.metadata.get("word"))
                 how = dict(type=parse, metavar=parse.__name__.upper())
-            group.add_argument(*names, default=argparse.SUPPRESS, help=help, **how)
+            group.add_argument(f"--{f.name}", default=argparse.SUPPRESS, help=help, **how)
+            if f.type is bool and f.default is not False:
+                group.add_argument(f"--no_{f.name}", dest=f.name, action="store_false",
+                                   default=argparse.SUPPRESS, help=f"without --{f.name}")
     given = vars(parser.parse_args(argv))         # SUPPRESS: without the flags that were not given
     config = Config(**choose_defaults(given, recipes) | given)
     check_flags(config, set(given))
     return config, set(given)
-
-
-def flag_values(config) -> dict:
-    """{--flag: value} of those that must be the same on all ranks."""
-    of_a_machine = "data", "hellaswag_data", "init", "out", "device", "wandb"
-    return {f"--{name}": value for name, value in vars(config).items() if name not in of_a_machine}
 
 
 def check_flags(config, explicit_flags: Collection[str] = ()) -> None:
@@ -126,8 +113,8 @@ def check_flags(config, explicit_flags: Collection[str] = ()) -> None:
             "need: give --sample_every 0 --hellaswag_every 0": c.vocab_size < VOCAB_SIZE and text,
             f"--updates_per_step {c.updates_per_step}: give a power of two":
                 c.updates_per_step != "auto" and c.updates_per_step.bit_count() != 1,
-            "--overfit is a run of its own: leave --preset out": c.overfit and c.preset != "gpt2",
-            "--overfit has no validation data: leave --val_every out": c.overfit and c.val_every,
+            "--overfit is a run of its own, without validation: leave --preset and --val_every out":
+                c.overfit and (c.preset != "gpt2" or c.val_every),
             "--wandb needs the package wandb: pip install wandb, or leave the flag out":
                 c.wandb and not importlib.util.find_spec("wandb")}.items():
         if made:
@@ -141,7 +128,6 @@ def check_flags(config, explicit_flags: Collection[str] = ()) -> None:
 def check_complete(config, process) -> None:
     """UserError unless the ranks have the same completed config, and it can run here."""
     check_flags(dataclasses.replace(config, window=config.window or "auto"))
-    process.require_same(flag_values(config))
+    process.require_same({f"--{name}": value for name, value in vars(config).items()
+                          if name not in ("data", "hellaswag_data", "init", "out", "device", "wandb")})
     divide_update(config, config.updates_per_step, process.world_size, 1)
-    check_attention(config.attention, process.device, getattr(torch, config.dtype),
-                    config.n_embd // config.n_head, masked=config.window > 0)

@@ -3,10 +3,8 @@ import hashlib
 import json
 import os
 import re
-import textwrap
 import warnings
 from collections.abc import Iterable
-from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 
@@ -14,10 +12,8 @@ import numpy as np
 
 from runtime.cli import UserError, safe_repr
 from runtime.files import read_text, readable, remove_leftovers, replace_file, writable
-from runtime.tokenizer import EOT, tokenizer
 
 SHARD_NAME = re.compile(r"(?:^|.*_)(train|val)_\d+\.(npy|bin)$")
-OWN_TEXT = "text"               # with this the names of shards begin that `fineweb.py --input` makes
 BIN_MAGIC, BIN_VERSION, BIN_HEADER = 20240520, 1, 256     # llm.c, dev/data/data_common.py
 
 
@@ -154,16 +150,3 @@ class ShardWriter:
         self.manifest["complete"], self.new, self.cursor = complete, [], cursor
         remove_leftovers(self.out, rf"{re.escape(self.prefix)}_(train|val)_\d+\.(npy|bin)|manifest\.json")
         write_manifest(self.out, self.manifest)
-
-
-def first_words(folder: str | Path) -> str:
-    """The words with which a user's own text begins, of its first line at most five and 40 characters. '' for
-    other shards than `fineweb.py --input` makes, and where none can be read."""
-    with suppress(UserError, KeyError):           # KeyError: of tiktoken, for an id beyond its vocabulary
-        path = list_shards(folder, "train")[0]
-        tokens = open_shard(path)[:200].tolist()
-        if path.name.startswith(f"{OWN_TEXT}_") and tokens[0] == EOT:
-            text = tokenizer().decode(tokens, errors="ignore").replace("<|endoftext|>", "\n")
-            words = next(filter(None, map(str.split, text.splitlines())), [])[:5]
-            return "".join(textwrap.wrap(" ".join(words), 40, break_on_hyphens=False)[:1])
-    return ""
