@@ -1,113 +1,157 @@
-"""Real processes of train_gpt2.py, for the tests.
+"""Runs of our scripts for the tests: in this process (`train`), in processes forked from one that has
+imported torch (`script`, `run`, `forked`), and by a Python of their own (`cold`, `torchrun`).
 
-No test depends on their speed. A run is held before the step at which the test does something (`Live`).
-Timeouts only end a process that hangs.
-"""
-import atexit
+Nothing polls or sleeps. A test gives a process `before`, what it calls first: `strike` lets it send itself a
+signal at a chosen moment. Timeouts only end a process that hangs."""
 import contextlib
+import functools
+import importlib
 import json
+import multiprocessing
 import os
 import signal
 import struct
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 ENV = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-HANG = 1200         # seconds, a timeout: far more than any process takes on a busy machine
+ENV.pop("PYTHONPATH", None)
+HANG = 120          # seconds, a timeout: far more than any process takes
+FORK = multiprocessing.get_context("forkserver")
+FORK.set_forkserver_preload(["helpers", "torch._dynamo", "pyarrow.parquet", "fineweb", "sample",
+                             "train_gpt2"])
 
 
-def command(*flags, processes=1, torchrun=("--standalone",)):
-    launcher = ["-m", "torch.distributed.run", *torchrun, f"--nproc_per_node={processes}"]
-    return [sys.executable, *(launcher if processes > 1 else []), str(ROOT / "train_gpt2.py"),
-            *map(str, flags)]
-
-
-class Warm:
-    """A command of ours in a process that was forked from one that has imported torch (tests/warm.py). As
-    subprocess.Popen, as far as the tests need it."""
-    server = None
-
-    def __init__(self, argv, stdout, stderr, env=ENV, cwd=None, session=False):
-        if not Warm.server or Warm.server.poll() is not None:
-            Warm.server = subprocess.Popen([sys.executable, ROOT / "tests/warm.py"], text=True, env=ENV,
-                                           stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-            atexit.register(Warm.server.kill)
-        self.returncode, self.pid = None, self._ask(
-            argv=[str(arg) for arg in argv], env=env, cwd=str(cwd or os.getcwd()), stdout=str(stdout),
-            stderr=str(stderr), session=session)
-
-    @staticmethod
-    def _ask(**request):
-        Warm.server.stdin.write(json.dumps(request) + "\n")
-        Warm.server.stdin.flush()
-        answer = Warm.server.stdout.readline()
-        assert answer, f"tests/warm.py has ended, {Warm.server.poll()}"
-        return json.loads(answer)
-
-    def poll(self):
-        if self.returncode is None:
-            self.returncode = self._ask(wait=self.pid)
-        return self.returncode
-
-    def wait(self, timeout=HANG):
-        deadline, pause = time.monotonic() + timeout, 0.001
-        while self.poll() is None:
-            if time.monotonic() > deadline:
-                raise subprocess.TimeoutExpired(str(self.pid), timeout)
-            time.sleep(pause := min(0.05, 1.5 * pause))
-        return self.returncode
-
-    def send_signal(self, number):
-        os.kill(self.pid, number)
-
-
-def script(name, *flags, env=ENV, cwd=None):
-    """Runs one of our scripts to its end: exit code, stdout, stderr."""
-    return warm([ROOT / name, *flags], env, cwd)
-
-
-def warm(argv, env=ENV, cwd=None, **how):
-    """As subprocess.run, of `python` with these arguments: a script or torchrun. Its output is captured."""
+def forked(*calls, envs=None, cwds=None, before=()):
+    """Runs each call in a forked process of its own, all at once. [(exit code, stdout, stderr)]."""
     with tempfile.TemporaryDirectory() as folder:
-        out, err = Path(folder) / "stdout", Path(folder) / "stderr"
-        code = Warm(argv, out, err, env, cwd).wait()
-        return subprocess.CompletedProcess(argv, code, out.read_text(), err.read_text())
+        files = [[os.path.join(folder, f"{kind}{i}") for kind in ("out", "err")] for i in range(len(calls))]
+        processes = [FORK.Process(target=_become, args=(
+            call, envs[i] if envs else ENV, str(cwds[i] if cwds else os.getcwd()), files[i], before))
+            for i, call in enumerate(calls)]
+        path = os.environ.get("PYTHONPATH")
+        os.environ["PYTHONPATH"] = os.pathsep.join((str(ROOT), str(ROOT / "tests")))    # of the server
+        for process in processes:
+            process.start()
+        os.environ.pop("PYTHONPATH") if path is None else os.environ.update(PYTHONPATH=path)
+        for process in processes:
+            process.join(HANG)
+        hangs = [process.kill() for process in processes if process.exitcode is None]
+        found = [(process.exitcode, *map(read_if_there, map(Path, paths)))
+                 for process, paths in zip(processes, files, strict=True)]
+        assert not hangs, f"it hangs: {found}"
+        return found
 
 
-def script_on_ranks(processes, name, *flags, env=ENV, cwd=None):
-    """As `script`, by several processes, which find each other as torchrun's do. Their output is joined."""
+def read_if_there(path):
+    return path.read_text() if path.exists() else ""
+
+
+def _become(call, env, cwd, files, before):
+    os.environ.clear()
+    os.environ.update(env)
+    os.chdir(cwd)
+    for descriptor, path in enumerate(files, 1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
+    sys.stdout = open(1, "w", encoding="utf-8", closefd=False)
+    sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)
+    if "DRAW" not in env:
+        from runtime import plots
+        plots.draw = lambda *args, **how: None
+    for hook in before:
+        hook()
+    try:
+        call()
+    finally:
+        sys.stdout.flush()
+
+
+def command(name, *flags):
+    """The call that is one of our scripts with these flags."""
+    return functools.partial(_run_script, name, [str(flag) for flag in flags])
+
+
+def _run_script(name, flags):
+    from runtime.cli import run_command
+    sys.argv = [str(ROOT / name), *flags]
+    run_command(importlib.import_module(name.removesuffix(".py")).main)
+
+
+def script(name, *flags, env=ENV, cwd=None, before=()):
+    """One of our scripts to its end: a CompletedProcess."""
+    [found] = forked(command(name, *flags), envs=[env], cwds=[cwd or os.getcwd()], before=before)
+    return subprocess.CompletedProcess([name, *flags], *found)
+
+
+def on_ranks(*calls, env=ENV, **how):
+    """As `forked`, of processes that find each other as torchrun's do."""
     import torch.distributed as dist
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    env = {**env, "WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes),
+    env = {**env, "WORLD_SIZE": str(len(calls)), "LOCAL_WORLD_SIZE": str(len(calls)),
            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    with tempfile.TemporaryDirectory() as folder:
-        files = [(Path(folder) / f"out{rank}", Path(folder) / f"err{rank}") for rank in range(processes)]
-        ranks = [Warm([ROOT / name, *flags], *files[rank], env | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-                      cwd)
-                 for rank in range(processes)]
-        code = max(rank.wait() for rank in ranks)
-        stdout, stderr = ("".join(path.read_text() for path in paths) for paths in zip(*files, strict=True))
-        return subprocess.CompletedProcess([name, *flags], code, stdout, stderr)
+    envs = [env | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(len(calls))]
+    return forked(*calls, envs=envs, **how)
 
 
-def run(*flags, processes=1, code=0, env=ENV, torchrun=False, cold=False, cwd=None, **kwargs):
-    """train_gpt2.py to its end, several processes by `torchrun` or without it. `cold` or with `kwargs` of
-    subprocess.run: by a Python that has imported nothing."""
-    if kwargs or cold:
-        result = subprocess.run(command(*flags, processes=processes), capture_output=True, text=True, env=env,
-                                timeout=HANG, cwd=cwd, **kwargs)
-    elif torchrun:
-        result = warm(command(*flags, processes=processes)[1:], env, cwd)
-    elif processes > 1:
-        result = script_on_ranks(processes, "train_gpt2.py", *flags, env=env, cwd=cwd)
+def run(*flags, processes=1, code=0, env=ENV, cwd=None, before=()):
+    """train_gpt2.py to its end, with `code`. The outputs of several processes are joined."""
+    if processes == 1:
+        result = script("train_gpt2.py", *flags, env=env, cwd=cwd, before=before)
     else:
-        result = script("train_gpt2.py", *flags, env=env, cwd=cwd)
+        found = on_ranks(*[command("train_gpt2.py", *flags)] * processes, env=env,
+                         cwds=cwd and [cwd] * processes, before=before)
+        codes, outs, errs = zip(*found, strict=True)
+        assert len(set(codes)) == 1, found
+        result = subprocess.CompletedProcess(flags, codes[0], "".join(outs), "".join(errs))
     assert result.returncode == code, result.stdout[-2000:] + result.stderr[-2000:]
     return result
+
+
+def cold(*argv, env=ENV, **how):
+    """A Python that has imported nothing, with these arguments: what a user starts."""
+    return subprocess.run([sys.executable, *map(str, argv)], **{"capture_output": True, **how}, text=True,
+                          env=env, timeout=HANG)
+
+
+def torchrun(*flags, options=("--standalone", "--nproc_per_node=2"), **how):
+    """train_gpt2.py by the real torchrun."""
+    return cold("-m", "torch.distributed.run", *options, ROOT / "train_gpt2.py", *flags, **how)
+
+
+def site(folder, code):
+    """The environment of a `cold` Python that runs these lines first, and so do its children."""
+    folder.mkdir()
+    ours = [str(ROOT), str(ROOT / "tests")]
+    code = f"import sys\nsys.path[:0] = {ours}\n{code}\ndel sys.path[:2]\n"
+    (folder / "sitecustomize.py").write_text(code)
+    return {**ENV, "PYTHONPATH": str(folder)}
+
+
+def strike(what, *names, item=0, nth=1, rank=0, restart="0"):
+    """From now on this process, if it is `rank` of torchrun's start number `restart`, sends itself the
+    signals `names` before it takes the micro-batch (or batch of an evaluation) number `item` of the `nth`
+    time that it begins `what`: "step 13", "validation", "HellaSwag"."""
+    from runtime.ranks import Process
+    progress, seen = Process.progress, []
+
+    def watched(process, label, items):
+        here = label == what and process.rank == rank and (
+            os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == restart)
+        seen.extend([label] * here)
+        for i, one in enumerate(progress(process, label, items)):
+            if here and len(seen) == nth and i == item:
+                for name in names:
+                    os.kill(os.getpid(), signal.Signals[name])
+            yield one
+    Process.progress = watched
+
+
+def striking(what, *names, **how):
+    """`strike`, as `before` takes it."""
+    return [functools.partial(strike, what, *names, **how)]
 
 
 def train(*flags, code=0):
@@ -196,109 +240,3 @@ def limit_file_size(size):
     """For a process's preexec_fn: a full disk, for any file of more than `size` bytes."""
     import resource                     # not on Windows
     return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
-
-
-def wait_until(happened, alive=lambda: True):
-    """Polls happened() and returns its first true value."""
-    deadline, pause = time.monotonic() + HANG, 0.002
-    while not (found := happened()):
-        assert alive(), "the process ended before"
-        assert time.monotonic() < deadline, "the process hangs"
-        time.sleep(pause := min(0.05, 1.2 * pause))
-    return found
-
-
-# sitecustomize.py, which Python imports before the script. If there is a file hold.STEP, a process writes its
-# id to rankR.STEP before the first batch of that step, and waits until hold.STEP is removed.
-SITE = """
-import itertools, os, sys, time
-sys.path.insert(0, {root!r})
-from runtime import dataloader
-del sys.path[0]
-micro_batches, read_ahead, asked = dataloader.micro_batches, dataloader.read_ahead, []
-
-def tested():
-    try:
-        return os.kill({pid}, 0) is None
-    except OSError:
-        return False                    # the tests were killed: nothing will remove hold.STEP
-
-def noted(dataset, config, batch_size, step=0, rank=0, ranks=1):
-    asked.append((config, batch_size, step, rank, ranks))
-    return micro_batches(dataset, config, batch_size, step, rank, ranks)
-
-def held(batches, pin):
-    (config, batch_size, first, rank, ranks), items = asked[-1], read_ahead(batches, pin)
-    for step in itertools.count(first):
-        hold, here = (os.path.join({folder!r}, f"{{name}}.{{step}}") for name in ("hold", f"rank{{rank}}"))
-        updates = dataloader.updates_of_step(step, config)
-        for m in range(updates * dataloader.divide_update(config, updates, ranks, batch_size)[1]):
-            if m == 0 and os.path.exists(hold):
-                with open(here + ".tmp", "w") as file:
-                    file.write(str(os.getpid()))
-                os.replace(here + ".tmp", here)
-                while os.path.exists(hold) and tested():
-                    time.sleep(0.02)
-            yield next(items)
-
-dataloader.micro_batches, dataloader.read_ahead = noted, held
-"""
-
-
-def read_if_there(path):
-    return path.read_text() if path.exists() else ""
-
-
-class Live:
-    """A command in the background, held before each step of `hold` until the test calls go_on(step). `patch`:
-    lines that it runs first."""
-
-    def __init__(self, folder, argv, hold=(), env=ENV, patch="", cwd=None, **how):
-        folder.mkdir(parents=True)
-        self.folder = folder
-        for step in hold:
-            (folder / f"hold.{step}").touch()
-        site = SITE.format(root=str(ROOT), folder=str(folder), pid=os.getpid())
-        (folder / "sitecustomize.py").write_text(site + patch)
-        path = os.pathsep.join(filter(None, (str(folder), env.get("PYTHONPATH"))))
-        env = {**env, "PYTHONPATH": path}
-        if argv[0] == sys.executable and (argv[1].endswith(".py") or argv[1] == "-m") and not how:
-            self.process = Warm(argv[1:], folder / "stdout", folder / "stderr", env, cwd, session=True)
-            return
-        with open(folder / "stdout", "w") as stdout, open(folder / "stderr", "w") as stderr:
-            self.process = subprocess.Popen(argv, **{"stdout": stdout, "stderr": stderr} | how, text=True,
-                                            start_new_session=True, env=env, cwd=cwd)
-
-    def stdout(self):
-        return read_if_there(self.folder / "stdout")
-
-    def stderr(self):
-        return read_if_there(self.folder / "stderr")
-
-    def until(self, happened):
-        try:
-            return wait_until(happened, lambda: self.process.poll() is None)
-        except AssertionError as error:
-            raise AssertionError(f"{error}: {self.stdout()[-2000:]}{self.stderr()[-2000:]}") from None
-
-    def stands_before(self, step, ranks=(0,)):
-        """Waits until these ranks are held before `step`; returns their process ids."""
-        files = [self.folder / f"rank{rank}.{step}" for rank in ranks]
-        self.until(lambda: all(file.exists() for file in files))
-        return [int(file.read_text()) for file in files]
-
-    def go_on(self, *steps):
-        for step in steps:
-            (self.folder / f"hold.{step}").unlink()
-
-    def end(self):
-        """Waits for the command; returns (exit code, stdout, stderr)."""
-        return self.process.wait(timeout=HANG), self.stdout(), self.stderr()
-
-    def kill(self):
-        """Ends what is left of the command. torchrun's ranks, in sessions of their own, end with it."""
-        for hold in self.folder.glob("hold.*"):
-            hold.unlink()
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
