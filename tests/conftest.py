@@ -1,4 +1,5 @@
 """The tests import the scripts from the folder above, without the network or a user's hub cache."""
+import functools
 import os
 import sys
 import tempfile
@@ -72,6 +73,33 @@ def encoder():
     found = Encoder()
     assert found.gigatoken, "gigatoken is in requirements.txt"
     return found
+
+
+@pytest.fixture(scope="session")
+def byte_data(tmp_path_factory):
+    """Shards for helpers.BYTES: one of validation, three for training."""
+    import numpy as np
+
+    from runtime.shards import write_shard
+    folder = tmp_path_factory.mktemp("bytes")
+    text = (Path(__file__).resolve().parent.parent / "input.txt").read_bytes()[:12_001]
+    tokens = np.frombuffer(text, dtype=np.uint8).astype(np.uint16)
+    for i, (a, b) in enumerate(((0, 2500), (2500, 6000), (6000, 7517), (7517, 12001))):
+        write_shard(folder / f"text_{'train' if i else 'val'}_{i:06d}.npy", tokens[a:b])
+    return folder
+
+
+@pytest.fixture(scope="session")
+def whole(byte_data, tmp_path_factory):
+    """whole(recipe, processes) is the folder of the run of helpers.BYTES that nobody disturbs."""
+    from helpers import BYTES, run
+
+    @functools.cache
+    def make(recipe="gpt2", processes=1):
+        out = tmp_path_factory.mktemp("whole") / "log"
+        run("--data", byte_data, *BYTES, "--recipe", recipe, "--out", out, processes=processes)
+        return out
+    return make
 
 
 def pytest_terminal_summary(terminalreporter, config):

@@ -237,6 +237,56 @@ def llm_c_file(path, model, version=5, padding=47, pad=0.0, **header):
 
 
 def limit_file_size(size):
-    """For a process's preexec_fn: a full disk, for any file of more than `size` bytes."""
+    """For `before` or a subprocess's preexec_fn: a full disk, for any file of more than `size` bytes."""
     import resource                     # not on Windows
-    return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+    return functools.partial(resource.setrlimit, resource.RLIMIT_FSIZE, (size, size))
+
+
+def die_in_write(n, cut):
+    """From now on this process kills itself in its n-th fsync of an atomic write: of odd ones the file is
+    complete, or with `cut` half of it, and has its temporary name; even ones are right after the renaming."""
+    from runtime import files
+    sync, calls = files.sync, []
+
+    def dies(descriptor):
+        calls.append(descriptor)
+        if len(calls) == n:
+            if cut:
+                os.ftruncate(descriptor, os.fstat(descriptor).st_size // 2)
+            os.kill(os.getpid(), signal.SIGKILL)
+        sync(descriptor)
+    files.sync = dies
+
+
+# Bytes instead of GPT-2's tokens, in conftest's `byte_data`: 40 steps take half a second, 36 are an epoch of
+# three shards of odd lengths. A step has four micro-batches.
+BYTES = ["--n_layer", "2", "--n_head", "2", "--n_embd", "32", "--block_size", "32", "--vocab_size", "256",
+         "--dtype", "float32", "--total_batch_size", "256", "--batch_size", "2", "--max_steps", "40",
+         "--warmup_steps", "5", "--hellaswag_every", "0", "--val_every", "20", "--val_tokens", "1000",
+         "--sample_every", "0", "--checkpoint_every", "10", "--keep_checkpoints", "2"]
+
+
+def newest(out):
+    from runtime.files import checkpoints
+    return checkpoints(out)[-1][0]
+
+
+def same_end(out, whole, step=40):
+    """The log byte for byte, metrics.csv but for its times, weights and moments bit for bit, and nothing else
+    in the folder."""
+    import torch
+
+    from runtime.console import read_metrics
+    from runtime.weights import read_checkpoint
+    assert (out / "log.txt").read_bytes() == (whole / "log.txt").read_bytes()
+    rows = [[{k: v for k, v in row.items() if k not in ("seconds", "tokens_per_second")}
+             for row in read_metrics(folder / "metrics.csv")] for folder in (out, whole)]
+    assert rows[0] == rows[1] and len(rows[0]) == step + 1
+    a, b = (read_checkpoint(folder / f"checkpoint_{step:06d}.pt") for folder in (whole, out))
+    assert a["model"].keys() == b["model"].keys() and len(a["optimizers"]) > 10
+    for name, tensor in a["model"].items():
+        assert torch.equal(tensor, b["model"][name]), name
+    assert a["optimizers"].keys() == b["optimizers"].keys()
+    for name, state in a["optimizers"].items():
+        assert all(torch.equal(tensor, b["optimizers"][name][key]) for key, tensor in state.items()), name
+    assert not list(out.glob("*.tmp"))

@@ -1,295 +1,172 @@
-"""Nothing lost, in real processes: kills, restarts by torchrun, full disks, changed data, machines that
-differ. Signals: test_stopping.py."""
+"""Nothing is lost: kills, restarts by torchrun, full disks, machines that differ, and what a resume takes and
+refuses. Signals: test_stopping.py."""
+import functools
 import os
 import random
 import re
 import shutil
-import signal
-import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import ENV, ROOT, Live, command, limit_file_size, logged, run
+from helpers import (BYTES, command, die_in_write, limit_file_size, logged, newest, on_ranks, refused, run,
+                     same_end, site, striking, torchrun, train)
 
-import runtime.files
-import train_gpt2
 from model import load_model
 from runtime.checkpoint import Saver
-from runtime.cli import RunError, UserError
+from runtime.cli import RunError
 from runtime.console import Record, read_metrics
-from runtime.files import checkpoints, replace_file
+from runtime.files import checkpoints, lock_folder, replace_file
 from runtime.shards import write_shard
 from runtime.weights import read_checkpoint
 
 pytest.importorskip("fcntl")                # Windows has no such kills
-
-# Bytes instead of GPT-2's tokens: 60 steps take half a second. 36 steps are an epoch, of three shards of odd
-# lengths.
-BYTES = ["--n_layer", "2", "--n_head", "2", "--n_embd", "32", "--block_size", "32", "--vocab_size", "256",
-         "--dtype", "float32", "--total_batch_size", "256", "--max_steps", "60", "--warmup_steps", "5",
-         "--hellaswag_every", "0", "--val_every", "20", "--val_tokens", "1000", "--sample_every", "0",
-         "--checkpoint_every", "10", "--keep_checkpoints", "2"]
+RECIPES = pytest.mark.parametrize("recipe", ["gpt2", "speedrun", "frontier"])
 
 
-@pytest.fixture(scope="session")
-def data(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("bytes")
-    tokens = np.frombuffer((ROOT / "input.txt").read_bytes()[:12_001], dtype=np.uint8).astype(np.uint16)
-    for i, (a, b) in enumerate(((0, 2500), (2500, 6000), (6000, 7517), (7517, 12001))):
-        write_shard(folder / f"text_{'train' if i else 'val'}_{i:06d}.npy", tokens[a:b])
-    return folder
+# ----------------------------------------------------------------------------- kills and restarts
 
-
-def undisturbed(data, folder, *flags, **how):
-    run("--data", data, *BYTES, *flags, "--out", folder / "log", **how)
-    return folder / "log"
-
-
-@pytest.fixture(scope="session")
-def whole(data, tmp_path_factory):
-    """The run that nobody disturbs."""
-    return undisturbed(data, tmp_path_factory.mktemp("whole"))
-
-
-@pytest.fixture(scope="session")
-def whole_of_two(data, tmp_path_factory):
-    """That of two processes."""
-    return undisturbed(data, tmp_path_factory.mktemp("two"), "--max_steps", 40, processes=2)
-
-
-@pytest.fixture(scope="session")
-def whole_speedrun(data, tmp_path_factory):
-    return undisturbed(data, tmp_path_factory.mktemp("speedrun"), "--recipe", "speedrun", "--max_steps", 40)
-
-
-@pytest.fixture(scope="session")
-def whole_frontier(data, tmp_path_factory):
-    return undisturbed(data, tmp_path_factory.mktemp("frontier"), "--recipe", "frontier", "--max_steps", 40)
-
-
-@pytest.fixture(params=["gpt2", "speedrun", "frontier"])
-def recipe_and_whole(request):
-    """A recipe, how many steps its run makes, and that run. Fewer where a step takes longer."""
-    name = "whole" if request.param == "gpt2" else f"whole_{request.param}"
-    return request.param, 60 if request.param == "gpt2" else 40, request.getfixturevalue(name)
-
-
-def same_end(out, whole, step=60):
-    """The log byte for byte, metrics.csv but for its times, weights and moments bit for bit, and nothing else
-    in the folder."""
-    assert (out / "log.txt").read_bytes() == (whole / "log.txt").read_bytes()
-    rows = [[{k: v for k, v in row.items() if k not in ("seconds", "tokens_per_second")}
-             for row in read_metrics(folder / "metrics.csv")] for folder in (out, whole)]
-    assert rows[0] == rows[1] and len(rows[0]) == step + 1
-    a, b = (read_checkpoint(folder / f"checkpoint_{step:06d}.pt") for folder in (whole, out))
-    assert a["model"].keys() == b["model"].keys() and len(a["optimizers"]) > 10
-    for name, tensor in a["model"].items():
-        assert torch.equal(tensor, b["model"][name]), name
-    assert a["optimizers"].keys() == b["optimizers"].keys()
-    for name, state in a["optimizers"].items():
-        assert all(torch.equal(tensor, b["optimizers"][name][key]) for key, tensor in state.items()), name
-    assert not list(out.glob("*.tmp"))
-
-
-def newest(out):
-    return checkpoints(out)[-1][0]
-
-
-@pytest.fixture
-def live(tmp_path):
-    """live(*flags, hold=steps) starts a run that stands still before those steps (helpers.Live); none
-    outlives the test."""
-    started = []
-
-    def start(*flags, processes=1, torchrun=("--standalone",), argv=None, **how):
-        argv = argv or command(*flags, processes=processes, torchrun=torchrun)
-        started.append(Live(tmp_path / "live" / str(len(started)), argv, **how))
-        return started[-1]
-    yield start
-    for process in started:
-        process.kill()
-
-
-@pytest.fixture
-def machines(live, tmp_path):
-    """machines(flags, flags, ...) are the ends of ranks that find each other without torchrun, each with
-    flags and a working directory of its own."""
-    def start(*flags, folders=None, **how):
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        env = {**ENV, "WORLD_SIZE": str(len(flags)), "MASTER_ADDR": "127.0.0.1",
-               "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-        ranks = [live(*own, env=env | {"RANK": str(rank)}, cwd=folders and folders[rank], **how)
-                 for rank, own in enumerate(flags)]
-        return [it.end() for it in ranks]
-    return start
-
-
-# -----------------------------------------------------------------------------
-# kills and restarts
-
-def test_killed_at_random_moments_it_ends_bit_for_bit_as_the_run_that_was_not(data, recipe_and_whole,
-                                                                              tmp_path, live):
-    """SIGKILL and SIGTERM in turn, over shard edges and epochs; before the first step too."""
-    recipe, steps, whole = recipe_and_whole
-    dice = random.Random(7)
-    flags = ["--data", data, *BYTES, "--recipe", recipe, "--max_steps", steps, "--out", tmp_path / "log"]
-    for i, first in enumerate((0, 13, 25, 32, 45)[:5 if recipe == "gpt2" else 4]):
-        # in the steps from `step` up to `last`, at which it waits for the signal
-        step = first + dice.randrange(3)
-        last = step + dice.randrange(1, 5)
-        it = live(*flags, hold=[step, last])
-        it.stands_before(step)
-        it.go_on(step)
-        it.process.send_signal((signal.SIGKILL, signal.SIGTERM)[i % 2])
-        it.go_on(last)
-        code, stdout, stderr = it.end()
-        assert code == (-signal.SIGKILL, 0)[i % 2] and len(stderr.splitlines()) == i % 2, stderr
-        assert ("stopped by SIGTERM" in stdout and "the same command resumes" in stdout) == i % 2
+@RECIPES
+def test_killed_at_random_moments_it_ends_bit_for_bit_as_the_run_that_was_not(recipe, byte_data, whole,
+                                                                              tmp_path):
+    """SIGKILL and SIGTERM in turn, over shard edges and an epoch's; before the first checkpoint, too."""
+    dice, out = random.Random(7), tmp_path / "log"
+    flags = ["--data", byte_data, *BYTES, "--recipe", recipe, "--out", out]
+    for i, first in enumerate((0, 8, 16, 24, 32)):
+        step, item = first + dice.randrange(8), 0 if recipe == "frontier" else dice.randrange(4)
+        name, code = (("SIGKILL", -9), ("SIGTERM", 0))[i % 2]
+        result = run(*flags, before=striking(f"step {step}", name, item=item), code=code)
+        assert len(result.stderr.splitlines()) == i % 2
+        assert (f"stopped by {name} after {step} of 40 steps" in result.stdout) == i % 2
+        assert i % 2 == 0 or newest(out) == step
     run(*flags)
-    same_end(tmp_path / "log", whole, steps)
+    same_end(out, whole(recipe))
     # and once more: nothing is left to do, and what is not given comes from the checkpoint
-    assert f"done: {steps} steps" in run("--data", data, "--out", tmp_path / "log").stdout
-    same_end(tmp_path / "log", whole, steps)
+    assert "done: 40 steps" in run("--data", byte_data, "--out", out).stdout
+    same_end(out, whole(recipe))
 
 
-def test_a_run_goes_on_with_other_processes_and_micro_batches_as_it_would_have_gone(data, recipe_and_whole,
-                                                                                    tmp_path, live):
-    recipe, steps, whole = recipe_and_whole
-    flags = ["--data", data, *BYTES, "--recipe", recipe, "--max_steps", steps, "--out", tmp_path / "log"]
-    it = live(*flags, "--batch_size", 4, hold=[33])
-    it.stands_before(33)
-    it.kill()
+@pytest.mark.parametrize("n, cut", [(1, True), (3, False), (4, False), (5, True), (6, False), (11, True)])
+def test_killed_in_a_write_it_ends_bit_for_bit_as_the_run_that_was_not(n, cut, byte_data, whole, tmp_path):
+    """1 to 4: metrics.csv and log.txt as the run begins; then checkpoints."""
+    flags = ["--data", byte_data, *BYTES, "--out", tmp_path]
+    run(*flags, before=[functools.partial(die_in_write, n, cut)], code=-9)
+    assert bool(list(tmp_path.glob("*.tmp"))) == n % 2
+    run(*flags)
+    same_end(tmp_path, whole())
+
+
+@RECIPES
+def test_a_run_goes_on_with_other_processes_and_micro_batches_as_it_would_have_gone(recipe, byte_data, whole,
+                                                                                    tmp_path):
+    flags = ["--data", byte_data, *BYTES, "--recipe", recipe, "--out", tmp_path / "log"]
+    run(*flags, before=striking("step 23", "SIGKILL"), code=-9)
     shown = run(*flags, "--batch_size", 1, processes=2).stdout
-    assert "checkpoint_000030.pt at step 30" in shown and "= 1 x 32 x " in shown
-    a, b = logged(whole), logged(tmp_path / "log")
+    assert "checkpoint_000020.pt at step 20" in shown and "= 1 x 32 x " in shown
+    a, b = logged(whole(recipe)), logged(tmp_path / "log")
     assert a.keys() == b.keys()
     assert max(abs(a[step] - b[step]) for step in a) < (1e-4 if recipe == "gpt2" else 2e-3)
 
 
-def test_torchrun_brings_a_run_back_whose_ranks_are_killed(data, whole, whole_of_two, tmp_path, live):
-    """--max_restarts: rank 1 is killed before the first checkpoint, rank 0 after it. It ends as if nothing
-    had happened, and bit for bit as with the moments on each rank. --resume never is of the first start, in
-    a folder that has the run of another job."""
-    shutil.copytree(whole, tmp_path / "log")
-    it = live("--data", data, *BYTES, "--max_steps", 40, "--shard_optimizer", "--resume", "never", "--out",
-              tmp_path / "log", processes=2, torchrun=["--standalone", "--max_restarts=3"], hold=[4, 27])
-    for step, victim in ((4, 1), (27, 0)):
-        os.kill(it.stands_before(step, (0, 1))[victim], signal.SIGKILL)
-        it.go_on(step)
-    code, stdout, stderr = it.end()
-    assert code == 0, stderr
-    assert re.findall(r"resuming from .*/checkpoint_(\d+)\.pt", stdout) == ["000020"]
-    same_end(tmp_path / "log", whole_of_two, 40)
-    same_end(tmp_path / "log/previous_1", whole)
+def test_torchrun_brings_a_run_back_of_which_a_rank_is_killed(byte_data, whole, tmp_path):
+    """It ends as if nothing had happened, and bit for bit as with the moments on each rank. --resume never is
+    of the first start, in a folder that has the run of another job."""
+    shutil.copytree(whole(), tmp_path / "log")
+    done = torchrun("--data", byte_data, *BYTES, "--shard_optimizer", "--resume", "never", "--out",
+                    tmp_path / "log", options=["--standalone", "--nproc_per_node=2", "--max_restarts=1"],
+                    env=site(tmp_path / "site",
+                             "import helpers\nhelpers.strike('step 27', 'SIGKILL', rank=1)"))
+    assert done.returncode == 0, done.stderr
+    assert re.findall(r"resuming from .*/checkpoint_(\d+)\.pt", done.stdout) == ["000020"]
+    same_end(tmp_path / "log", whole(processes=2))
+    same_end(tmp_path / "log/previous_1", whole())
 
 
-@pytest.fixture
-def two_agents(live):
-    """Two agents of torchrun over loopback, each with a process of its own. They meet at a store of ours."""
+def test_two_machines_train_together(byte_data, whole, tmp_path):
+    """Two agents of torchrun over loopback, each with a process of its own; they meet at a store of ours."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-
-    def start(*flags, **how):
-        torchrun = ["-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1", "--rdzv_backend=c10d",
-                    "--rdzv_id=test", f"--rdzv_endpoint=127.0.0.1:{store.port}", "--rdzv_conf=is_host=0",
-                    "--local_addr=127.0.0.1"]
-        argv = [sys.executable, *torchrun, str(ROOT / "train_gpt2.py"), *map(str, flags)]
-        return [live(argv=argv, **how) for _ in range(2)]
-    return start
-
-
-def test_two_machines_train_together(data, whole_of_two, tmp_path, two_agents):
-    for agent in two_agents("--data", data, *BYTES, "--max_steps", 40, "--out", tmp_path / "log"):
-        code, stdout, stderr = agent.end()
-        assert code == 0, stdout + stderr
-    same_end(tmp_path / "log", whole_of_two, 40)
+    options = ["--nnodes=2", "--nproc_per_node=1", "--rdzv_backend=c10d", "--rdzv_id=test",
+               f"--rdzv_endpoint=127.0.0.1:{store.port}", "--rdzv_conf=is_host=0", "--local_addr=127.0.0.1"]
+    with ThreadPoolExecutor(2) as agents:
+        ends = list(agents.map(lambda _: torchrun("--data", byte_data, *BYTES, "--out", tmp_path / "log",
+                                                  options=options), range(2)))
+    assert [done.returncode for done in ends] == [0, 0], ends
+    same_end(tmp_path / "log", whole(processes=2))
 
 
-# -----------------------------------------------------------------------------
-# ranks that differ
+# ----------------------------------------------------------------------------- ranks that differ
 
-# rank 1's CPU computes in bfloat16, as far as torch knows
-UNLIKE = """
-import os, torch
-native = os.environ["RANK"] == "1"
-torch.cpu._is_avx512_bf16_supported = torch.cpu._is_amx_tile_supported = lambda: native
-"""
+def unlike():
+    """Rank 1's CPU computes in bfloat16, as far as torch knows."""
+    native = os.environ["RANK"] == "1"
+    torch.cpu._is_avx512_bf16_supported = torch.cpu._is_amx_tile_supported = lambda: native
 
 
 @pytest.mark.parametrize("what, said", [
-    ("flags", "--batch_size"), ("hardware", "--dtype is bfloat16 here, and float32 on process 0"),
-    ("content", "content of --data"), ("data", "there is no data"), ("out", "that all machines share")])
-def test_machines_that_differ_are_told_so_once_before_the_first_step(what, said, data, tmp_path, machines):
+    ("flags", "--batch_size"), ("hardware", "--dtype"), ("content", "--data"), ("data", "data"),
+    ("out", "share")])
+def test_machines_that_differ_are_told_so_once_before_the_first_step(what, said, byte_data, tmp_path):
     folders = [tmp_path / "first", tmp_path / "second"]
     for folder in folders:
-        shutil.copytree(data, folder / "data")
+        shutil.copytree(byte_data, folder / "data")
     common = ["--data", "data", *BYTES, "--max_steps", 4, "--out", "log"]
-    flags = [[*common, "--batch_size", 2] if what == "flags" else common, common]
-    if what == "content":
+    if what == "hardware":
+        common += ["--dtype", "auto"]
+    elif what == "content":
         write_shard(folders[1] / "data/text_train_000002.npy", np.zeros(1517, dtype=np.uint16))
     elif what == "data":
         shutil.rmtree(folders[1] / "data")
     elif what == "out":
-        run(*common, cwd=folders[0])
-    elif what == "hardware":
-        flags = [[*common, "--dtype", "auto"]] * 2
-    ends = machines(*flags, folders=folders, patch=UNLIKE if what == "hardware" else "")
+        run(*common, "--checkpoint_every", 1, cwd=folders[0])
+    calls = [command("train_gpt2.py", *common, *["--batch_size", 4] * (what == "flags" and rank))
+             for rank in range(2)]
+    ends = on_ranks(*calls, cwds=folders, before=[unlike] if what == "hardware" else [])
     assert [code for code, *_ in ends] == [2, 2], ends
     lines = "".join(stderr for *_, stderr in ends).splitlines()
-    assert len(lines) == 1 and lines[0].startswith("train_gpt2.py: process 1: ") and said in lines[0], lines
+    assert len(lines) == 1 and "process 1" in lines[0] and said in lines[0], lines
     assert what == "out" or not any((folder / "log").exists() for folder in folders)
 
 
-# one weight of rank 1 changes by itself in its third step
-DRIFTS = """
-import os, torch
-from torch.nn.modules.module import register_module_forward_hook
-forwards = []
+def drift():
+    """One weight of rank 1 changes by itself in its third forward."""
+    from torch.nn.modules.module import register_module_forward_hook
+    forwards = []
 
-def after(module, inputs, output):
-    if type(module).__name__ == "GPT" and torch.is_grad_enabled():
-        forwards.append(module)
-        if len(forwards) == 3 and os.environ["RANK"] == "1":
-            module.lm_head.weight.data[7, 7] += 1e-4
-register_module_forward_hook(after)
-"""
+    def after(module, inputs, output):
+        if type(module).__name__ == "GPT" and torch.is_grad_enabled():
+            forwards.append(module)
+            if len(forwards) == 3 and os.environ["RANK"] == "1":
+                module.lm_head.weight.data[7, 7] += 1e-4
+    register_module_forward_hook(after)
 
 
-def test_weights_that_drifted_apart_end_the_run_at_a_save_in_one_line(data, tmp_path, machines):
-    flags = ["--data", data, *BYTES, "--val_every", 0, "--out", tmp_path / "log"]
-    ends = machines(flags, flags, patch=DRIFTS)
-    assert [code for code, *_ in ends] == [1, 1], ends
-    lines = "".join(stderr for *_, stderr in ends).splitlines()
-    assert len(lines) == 1 and "drifted apart" in lines[0], lines
-    assert len(logged(tmp_path / "log")) == 10 and not checkpoints(tmp_path / "log")
+def test_weights_that_drifted_apart_end_the_run_at_a_save_in_one_line(byte_data, tmp_path):
+    result = run("--data", byte_data, *BYTES, "--val_every", 0, "--out", tmp_path, processes=2,
+                 before=[drift], code=1)
+    assert len(result.stderr.splitlines()) == 1 and "drifted" in result.stderr
+    assert len(logged(tmp_path)) == 10 and not checkpoints(tmp_path)
 
 
-# -----------------------------------------------------------------------------
-# the disk
+# ----------------------------------------------------------------------------- the disk
 
-def test_a_disk_that_is_full_while_a_checkpoint_is_written_costs_nothing_but_that_checkpoint(data, whole,
+def test_a_disk_that_is_full_while_a_checkpoint_is_written_costs_nothing_but_that_checkpoint(byte_data, whole,
                                                                                              tmp_path):
-    out = tmp_path / "log"
-    flags = ["--data", data, *BYTES, "--out", out]
+    flags = ["--data", byte_data, *BYTES, "--out", tmp_path]
     run(*flags, "--max_steps", 20)
-    before = {path.name: path.read_bytes() for path in out.glob("*.pt")}
-    size = min(map(len, before.values()))
-    result = run(*flags, code=1, preexec_fn=limit_file_size(size // 2))
-    said = r"train_gpt2.py: cannot write .*checkpoint_000030.pt \(File too large\): make room.*\n"
-    assert re.fullmatch(said, result.stderr)
-    assert {path.name: path.read_bytes() for path in out.glob("*checkpoint*")} == before
-    for path in (out / "checkpoint_000020.pt", out / "log.txt", out / "metrics.csv"):
-        assert path.stat().st_size
+    before = {path.name: path.read_bytes() for path in tmp_path.glob("*.pt")}
+    limit = limit_file_size(min(map(len, before.values())) // 2)
+    refused(lambda: run(*flags, code=1, before=[limit]), "checkpoint_000030.pt", "make room", failed=True)
+    assert {path.name: path.read_bytes() for path in tmp_path.glob("*checkpoint*")} == before
     run(*flags)
-    assert logged(out).keys() == logged(whole).keys() and newest(out) == 60
+    assert logged(tmp_path).keys() == logged(whole()).keys() and newest(tmp_path) == 40
 
 
 def test_what_goes_wrong_in_the_background_is_raised_at_the_next_look(tmp_path):
     saver = Saver(tmp_path / "missing", 1, True, lambda line: None)
     saver.write({"step": 1, "model": {}, "optimizers": {}}, Record(tmp_path, 0, 100))
-    with pytest.raises(RunError, match="cannot write .*missing.*No such file"):
-        saver.finish()
+    refused(saver.finish, "missing", failed=True)
 
 
 def test_a_write_error_that_torch_hides_is_told_as_what_it_was(tmp_path):
@@ -299,123 +176,103 @@ def test_a_write_error_that_torch_hides_is_told_as_what_it_was(tmp_path):
             raise OSError(28, "No space left on device")
         except OSError:
             raise RuntimeError("unexpected pos 64 vs 0")            # noqa: B904
-
-    with pytest.raises(RunError, match="cannot write .*a.pt .No space left on device"):
-        replace_file(tmp_path / "a.pt", write)
-    with pytest.raises(RuntimeError, match="another"):
+    refused(lambda: replace_file(tmp_path / "a.pt", write), "a.pt", "No space left", failed=True)
+    with pytest.raises(RuntimeError, match="another") as caught:
         replace_file(tmp_path / "a.pt", lambda file: (_ for _ in ()).throw(RuntimeError("another")))
-    assert not list(tmp_path.iterdir())
+    assert type(caught.value) is not RunError and not list(tmp_path.iterdir())
 
 
-# -----------------------------------------------------------------------------
-# what a resume takes and refuses
+# ---------------------------------------------------------------------------- what a resume takes and refuses
 
-def resume(*flags):
-    """In this process, and only as far as its header: 0, or a UserError."""
-    return train_gpt2.main([str(flag) for flag in (*flags, "--dry_run")])
-
-
-def shards_changed(kind, folder):
-    path = folder / "text_train_000002.npy"
-    tokens = np.load(path)
-    if kind == "replaced":
-        np.save(path, tokens[::-1].copy())
-    elif kind == "one token":
-        tokens[len(tokens) // 2] += 1
-        np.save(path, tokens)
-    elif kind == "shortened":
-        np.save(path, tokens[:-40])
-    elif kind == "one more":
-        np.save(folder / "text_train_000004.npy", tokens)
-    elif kind == "one less":
-        (folder / "text_train_000003.npy").unlink()
-    elif kind == "in another order":
-        (folder / "text_train_000001.npy").rename(folder / "text_train_000004.npy")
+def resumes(*flags):
+    """A call in this process that goes as far as the header."""
+    return lambda: train(*flags, "--dry_run")
 
 
-@pytest.mark.parametrize("kind", ["replaced", "one token", "shortened", "one more", "one less",
-                                  "in another order"])
-def test_other_data_than_the_runs_is_refused(kind, data, whole, tmp_path):
-    shutil.copytree(data, tmp_path / "data")
-    shards_changed(kind, tmp_path / "data")
-    with pytest.raises(UserError, match="other shards than .*--init"):
-        resume("--data", tmp_path / "data", "--out", whole, "--max_steps", 200)
+SHARDS = {
+    "replaced": lambda path, tokens: np.save(path, tokens[::-1].copy()),
+    "one token": lambda path, tokens: np.save(path, np.where(np.arange(len(tokens)) == 700, 9, tokens)),
+    "shortened": lambda path, tokens: np.save(path, tokens[:-40]),
+    "one more": lambda path, tokens: np.save(path.with_name("text_train_000004.npy"), tokens),
+    "one less": lambda path, tokens: path.unlink(),
+    "in another order": lambda path, tokens: path.rename(path.with_name("text_train_000004.npy")),
+}
 
 
-def test_the_same_data_in_another_folder_and_format_is_the_same_data(data, whole, tmp_path):
-    for path in data.iterdir():
+@pytest.mark.parametrize("kind", SHARDS)
+def test_other_data_than_the_runs_is_refused(kind, byte_data, whole, tmp_path):
+    shutil.copytree(byte_data, tmp_path / "data")
+    path = tmp_path / "data/text_train_000002.npy"
+    SHARDS[kind](path, np.load(path).astype(np.uint16))
+    refused(resumes("--data", tmp_path / "data", "--out", whole(), "--max_steps", 200), whole(), "--init")
+
+
+def test_the_same_data_in_another_folder_and_format_is_the_same_data(byte_data, whole, tmp_path):
+    for path in byte_data.iterdir():
         write_shard(tmp_path / path.with_suffix(".bin").name, np.load(path))
-    assert resume("--data", tmp_path, "--out", whole) == 0
+    resumes("--data", tmp_path, "--out", whole())()
 
 
-def test_a_second_run_in_the_same_folder_is_refused_and_the_first_goes_on(data, tmp_path, live, monkeypatch):
-    flags = ["--data", data, *BYTES, "--out", tmp_path / "log", "--max_steps", 12]
-    it = live(*flags, hold=[11])
-    it.stands_before(11)
-    monkeypatch.setattr(runtime.files, "LOCK_PATIENCE", 0.1)
-    before = {path: path.read_bytes() for path in (tmp_path / "log").iterdir()}
-    with pytest.raises(UserError, match="another run is writing there"):
-        train_gpt2.main(list(map(str, flags)))
-    assert before == {path: path.read_bytes() for path in (tmp_path / "log").iterdir()}
-    it.go_on(11)
-    assert it.end()[0] == 0 and newest(tmp_path / "log") == 12
-    run(*flags, "--max_steps", 13)                                          # free again
+def test_a_second_run_in_the_same_folder_is_refused(byte_data, tmp_path, monkeypatch):
+    monkeypatch.setattr("runtime.files.LOCK_PATIENCE", 0.1)
+    flags = ["--data", byte_data, *BYTES, "--out", tmp_path / "log", "--max_steps", 2]
+    first = lock_folder(tmp_path / "log")
+    refused(lambda: train(*flags), tmp_path / "log")
+    assert [path.name for path in (tmp_path / "log").iterdir()] == [".train_gpt2.lock"]
+    first.lock.release()
+    train(*flags)
 
 
-def test_what_is_auto_is_decided_anew_on_a_resume_and_the_data_come_from_the_checkpoint(data, tmp_path):
-    run("--data", data, *BYTES, "--max_steps", 10, "--max_lr", 1e-3, "--out", tmp_path / "log")
-    run("--out", tmp_path / "log", "--max_lr", 5e-5, "--max_steps", 20)         # below the old tenth
-    config = read_checkpoint(tmp_path / "log/checkpoint_000020.pt")["config"]
-    assert config["min_lr"] == config["sequence_length"] == "auto" and config["data"] == str(data)
-    assert 5e-6 <= read_metrics(tmp_path / "log/metrics.csv")[19]["lr"] < 6e-6
-    with pytest.raises(UserError, match="there is no data in .*nowhere"):
-        resume("--out", tmp_path / "log", "--data", tmp_path / "nowhere")
+def test_what_is_auto_is_decided_anew_on_a_resume_and_the_data_come_from_the_checkpoint(byte_data, tmp_path):
+    run("--data", byte_data, *BYTES, "--max_steps", 10, "--max_lr", 1e-3, "--out", tmp_path)
+    run("--out", tmp_path, "--max_lr", 5e-5, "--max_steps", 20)         # below the old tenth
+    config = read_checkpoint(tmp_path / "checkpoint_000020.pt")["config"]
+    assert config["min_lr"] == config["sequence_length"] == "auto" and config["data"] == str(byte_data)
+    assert 5e-6 <= read_metrics(tmp_path / "metrics.csv")[19]["lr"] < 6e-6
+    refused(resumes("--out", tmp_path, "--data", tmp_path / "nowhere"), tmp_path / "nowhere")
 
 
-def test_a_resume_with_another_init_preset_or_fixed_flag_is_refused(data, whole, tmp_path):
+def test_a_resume_with_another_init_preset_or_fixed_flag_is_refused(byte_data, whole, tmp_path):
     """The shape of the checkpoint would win, without a word."""
-    run("--data", data, *BYTES, "--max_steps", 10, "--init", whole, "--out", tmp_path / "tuned")
-    again = ["--data", data, "--out", tmp_path / "tuned"]
-    assert resume(*again, "--init", whole) == 0
+    run("--data", byte_data, *BYTES, "--max_steps", 10, "--init", whole(), "--out", tmp_path / "tuned")
+    again = ["--data", byte_data, "--out", tmp_path / "tuned"]
+    resumes(*again, "--init", whole())()
     # the weights' shape wins over that of a preset, and the same command resumes
-    assert resume(*again, "--init", whole, "--preset", "gpt2-medium") == 0
-    for flags, said in ((["--init", whole / "best"], f"--init {whole}, not {whole / 'best'}"),
-                        (["--preset", "gpt2-medium"], r"--n_\w+ \d+, not \d+"),
-                        (["--n_layer", 3], "--n_layer 2, not 3"), (["--no_shuffle"], "--shuffle True, not"),
-                        (["--seed", 1], "--seed 1337, not 1"), (["--max_steps", 9], "--max_steps 9")):
-        with pytest.raises(UserError, match=said):
-            resume(*again, *flags)
+    resumes(*again, "--init", whole(), "--preset", "gpt2-medium")()
+    for flags in (["--init", whole() / "best"], ["--preset", "gpt2-medium"], ["--n_layer", 3], ["--seed", 1],
+                  ["--no_shuffle"], ["--max_steps", 9]):
+        refused(resumes(*again, *flags), flags[0].replace("no_", "").replace("preset", "n_"), "checkpoint_")
 
 
-def test_resume_takes_a_runs_folder_and_refuses_another_path(data, whole, tmp_path, monkeypatch, capsys):
+def test_resume_takes_a_runs_folder_and_refuses_another_path(byte_data, whole, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert resume("--data", data, "--out", "other", "--resume", whole) == 0
-    assert f"resuming from {whole}/checkpoint_000060.pt at step 60 of 60" in capsys.readouterr().out
+    resumes("--data", byte_data, "--out", "other", "--resume", whole())()
+    assert f"{whole()}/checkpoint_000040.pt at step 40 of 40" in capsys.readouterr().out
     (tmp_path / "empty").mkdir()
     for given in ("nowhere", "empty", "empty/checkpoint_000777.pt", "gpt2"):
-        with pytest.raises(UserError, match=f"{given} "):
-            resume("--data", data, "--resume", given)
+        refused(resumes("--data", byte_data, "--resume", given), given)
     assert [path.name for path in tmp_path.iterdir()] == ["empty"]
 
 
-def test_going_on_from_an_older_checkpoint_sets_the_newer_ones_aside(data, whole, tmp_path):
+def test_going_on_from_an_older_checkpoint_sets_the_newer_ones_aside(byte_data, whole, tmp_path):
     out = tmp_path / "log"
-    shutil.copytree(whole, out)
+    shutil.copytree(whole(), out)
     step, older = checkpoints(out)[0]
     (out / "checkpoint_000777.pt.123.tmp").write_bytes(b"left by a kill")
     (out / "notes.tmp").write_text("mine")
-    assert f"at step {step} of 60" in run("--data", data, "--out", out, "--resume", older).stdout
-    for name in ("checkpoint_000060.pt", "log.txt"):
-        assert (out / "previous_1" / name).read_bytes() == (whole / name).read_bytes()
+    assert f"at step {step} of 40" in run("--data", byte_data, "--batch_size", 2, "--out", out, "--resume",
+                                               older).stdout
+    for name in ("checkpoint_000040.pt", "log.txt"):
+        assert (out / "previous_1" / name).read_bytes() == (whole() / name).read_bytes()
     (out / "notes.tmp").unlink()
-    same_end(out, whole)
+    same_end(out, whole())
 
 
-def test_going_on_from_another_folders_checkpoint_leaves_that_folder_alone(data, whole, tmp_path):
-    before = {path: path.is_file() and path.read_bytes() for path in whole.iterdir()}
-    run("--data", data, "--out", tmp_path / "log", "--resume", checkpoints(whole)[0][1])
-    assert {path: path.is_file() and path.read_bytes() for path in whole.iterdir()} == before
-    assert logged(tmp_path / "log")[59] == logged(whole)[59]
+def test_going_on_from_another_folders_checkpoint_leaves_that_folder_alone(byte_data, whole, tmp_path):
+    before = {path: path.is_file() and path.read_bytes() for path in whole().iterdir()}
+    run("--data", byte_data, "--batch_size", 2, "--out", tmp_path, "--resume", checkpoints(whole())[0][1])
+    assert {path: path.is_file() and path.read_bytes() for path in whole().iterdir()} == before
+    assert logged(tmp_path)[39] == logged(whole())[39]
 
 
 DAMAGES = {
@@ -429,10 +286,9 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("kind", DAMAGES)
-def test_a_damaged_newest_checkpoint_is_refused_and_the_older_one_named(kind, data, whole, tmp_path):
+def test_a_damaged_newest_checkpoint_is_refused_and_the_older_one_named(kind, byte_data, whole, tmp_path):
     """Never passed over in silence: that would run steps again without a word."""
-    shutil.copytree(whole, tmp_path / "log")
-    DAMAGES[kind](tmp_path / "log/checkpoint_000060.pt")
-    remedy = "remove it, and the same command resumes from checkpoint_000050.pt"
-    with pytest.raises(UserError, match=f"checkpoint_000060.pt.*{remedy}"):
-        resume("--data", data, "--out", tmp_path / "log")
+    shutil.copytree(whole(), tmp_path / "log")
+    DAMAGES[kind](tmp_path / "log/checkpoint_000040.pt")
+    refused(resumes("--data", byte_data, "--out", tmp_path / "log"), "checkpoint_000040.pt",
+            "checkpoint_000030.pt")

@@ -1,6 +1,5 @@
 """Stopping: signals at any moment to one process or several, closed terminals and pipes, Ctrl-C. What is
 killed: test_reliability.py."""
-# ruff: noqa: F401, F811   pytest finds the fixtures of test_reliability by their names
 import os
 import pty
 import signal
@@ -8,184 +7,148 @@ import subprocess
 import sys
 
 import pytest
-from helpers import ENV, HANG, ROOT, hellaswag_file, logged, run, train
-from test_reliability import BYTES, data, live, newest, same_end, whole, whole_of_two
+from helpers import (BYTES, ENV, HANG, ROOT, cold, hellaswag_file, logged, newest, run, same_end, site,
+                     striking, train)
 
 from runtime.files import checkpoints
 from runtime.ranks import Process
 
-SIGNALS = "SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1"
 
-
-@pytest.fixture
-def stopped(live):
-    """stopped(step, flags, name) sends a run a signal before `step`, and gives its (exit code, stdout,
-    stderr)."""
-    def stop(step, flags, name, to=os.kill, processes=1):
-        it = live(*flags, hold=[step], processes=processes)
-        it.stands_before(step, range(processes))
-        to(it.process.pid, signal.Signals[name])
-        it.until(lambda: f"{name}: " in it.stderr())        # torchrun passes it on when it comes to that
-        it.go_on(step)
-        return it.end()
-    return stop
-
-
-def site(folder, code):
-    """The environment of processes that run these lines first."""
-    folder.mkdir()
-    (folder / "sitecustomize.py").write_text(code)
-    return {**ENV, "PYTHONPATH": str(folder)}
-
-
-@pytest.mark.parametrize("name", SIGNALS)
-def test_a_signal_stops_one_process_within_its_step_and_the_resume_repeats_that(name, data, whole, tmp_path,
-                                                                               stopped):
-    """Eight micro-steps a step, and it comes in the first."""
-    flags = ["--data", data, *BYTES, "--out", tmp_path / "log"]
-    code, stdout, stderr = stopped(13, [*flags, "--batch_size", 1], name)
-    assert code == 0 and f"stopped by {name} after 13 of 60 steps" in stdout
-    assert len(stderr.splitlines()) == 1
-    assert newest(tmp_path / "log") == 13 and max(logged(tmp_path / "log")) == 12
-    if name == "SIGTERM":               # with other micro-batches it is the same to rounding
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1"])
+def test_a_signal_stops_one_process_within_its_step_and_the_resume_repeats_that(name, byte_data, whole,
+                                                                               tmp_path):
+    flags = ["--data", byte_data, *BYTES, "--out", tmp_path]
+    result = run(*flags, before=striking("step 13", name, item=2))
+    assert f"stopped by {name} after 13 of 40 steps" in result.stdout and result.stderr.count("\n") == 1
+    assert newest(tmp_path) == 13 and max(logged(tmp_path)) == 12
+    if name == "SIGTERM":
         run(*flags)
-        assert logged(tmp_path / "log") == pytest.approx(logged(whole), abs=1e-4)
+        same_end(tmp_path, whole())
+
+
+def test_after_the_first_update_of_several_the_step_is_finished(byte_data, tmp_path):
+    """The weights have changed: the step cannot be dropped."""
+    flags = ["--data", byte_data, *BYTES, "--updates_per_step", 4, "--max_steps", 8, "--out"]
+    run(*flags, tmp_path / "whole")
+    assert "after 3 of 8" in run(*flags, tmp_path / "log", before=striking("step 2", "SIGTERM", nth=2)).stdout
+    run(*flags, tmp_path / "log")
+    same_end(tmp_path / "log", tmp_path / "whole", 8)
 
 
 @pytest.mark.parametrize("look", range(1, 22))
-def test_whichever_look_at_the_flag_sees_a_signal_all_steps_are_saved(look, data, tmp_path, monkeypatch):
+def test_whichever_look_at_the_flag_sees_a_signal_all_steps_are_saved(look, byte_data, tmp_path, monkeypatch):
     looks = iter(range(1, 10**6))
     monkeypatch.setattr(Process, "stop", property(lambda process: next(looks) >= look))
-    train("--data", data, *BYTES, "--batch_size", 4, "--max_steps", 4, "--val_every", 2, "--checkpoint_every",
-          3, "--out", tmp_path)
+    train("--data", byte_data, *BYTES, "--batch_size", 4, "--max_steps", 4, "--val_every", 2,
+          "--checkpoint_every", 3, "--out", tmp_path)
     steps = list(logged(tmp_path))
     assert newest(tmp_path) == len(steps) if steps else not checkpoints(tmp_path)
 
 
-def test_a_signal_to_all_of_several_processes_is_agreed_on_saved_and_gone_on_from(data, whole_of_two,
-                                                                                  tmp_path, stopped):
+def test_a_signal_to_one_of_several_processes_stops_all_after_the_step(byte_data, whole, tmp_path):
     """The moments shared out at first, and not later; the run that nobody disturbs has them on each."""
-    flags = ["--data", data, *BYTES, "--max_steps", 40, "--out", tmp_path / "cut"]
-    # to the group, as a terminal sends it: torchrun sends it on
-    _, stdout, _ = stopped(13, [*flags, "--shard_optimizer"], "SIGINT", os.killpg, processes=2)
-    assert newest(tmp_path / "cut") == 14 and "stopped by SIGINT after 14 of 40" in stdout
-    # to torchrun alone, as Slurm's --signal=TERM sends it
-    stopped(25, flags, "SIGTERM", processes=2)
-    assert newest(tmp_path / "cut") == 26
+    flags = ["--data", byte_data, *BYTES, "--out", tmp_path]
+    shown = run(*flags, "--shard_optimizer", processes=2, before=striking("step 13", "SIGINT", rank=1)).stdout
+    assert newest(tmp_path) == 14 and "after 14 of 40" in shown
+    run(*flags, processes=2, before=striking("step 25", "SIGTERM", item=1))
+    assert newest(tmp_path) == 26
     run(*flags, processes=2)
-    same_end(tmp_path / "cut", whole_of_two, 40)
-
-
-# `rank` gets a signal in an evaluation, from itself, when `when` holds: of `calls` of the whole model, say
-EVALUATING = """
-import os, signal, torch
-from torch.nn.modules.module import register_module_forward_hook
-
-def text(path):
-    return open(path).read() if os.path.exists(path) else ""
-
-def after(module, inputs, output):
-    global calls, done
-    if os.environ.get("RANK", "0") == "{rank}" and not torch.is_grad_enabled() and not done:
-        calls += type(module).__name__ == "GPT"
-        done = {when}
-        if done:
-            os.kill(os.getpid(), signal.{name})
-calls, done = 0, False
-register_module_forward_hook(after)
-"""
+    same_end(tmp_path, whole(processes=2))
 
 
 @pytest.mark.parametrize("name, processes", [("SIGKILL", 1), ("SIGTERM", 1), ("SIGTERM", 2)])
-def test_what_stops_in_a_validation_has_saved_and_the_resume_validates(name, processes, data, whole,
-                                                                       whole_of_two, tmp_path):
-    """The one of step 20: its checkpoint is there. A validation has four batches on each process."""
-    out = tmp_path / "log"
-    flags = ["--data", data, *BYTES, "--out", out, "--max_steps", 60 if processes == 1 else 40]
-    env = site(tmp_path / "site", EVALUATING.format(rank=processes - 1, when="calls == 6", name=name))
-    run(*flags, env=env, processes=processes, code=-signal.SIGKILL if name == "SIGKILL" else 0)
-    assert newest(out) == 20 and list(logged(out, "val")) == [0] and max(logged(out)) == 19
+def test_what_stops_in_a_validation_has_saved_and_the_resume_validates(name, processes, byte_data, whole,
+                                                                       tmp_path):
+    """The one of step 20: its checkpoint is there."""
+    flags = ["--data", byte_data, *BYTES, "--out", tmp_path]
+    run(*flags, before=striking("validation", name, nth=2, item=2, rank=processes - 1), processes=processes,
+        code=-signal.SIGKILL if name == "SIGKILL" else 0)
+    assert newest(tmp_path) == 20 and list(logged(tmp_path, "val")) == [0] and max(logged(tmp_path)) == 19
     run(*flags, processes=processes)
-    same_end(out, *((whole,) if processes == 1 else (whole_of_two, 40)))
+    same_end(tmp_path, whole(processes=processes))
 
 
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGTERM"])
-def test_what_stops_between_two_evaluations_of_a_step_makes_the_second_alone(name, data, tmp_path):
+def test_what_stops_between_two_evaluations_of_a_step_makes_the_second_alone(name, byte_data, tmp_path):
     """In HellaSwag, when the validation loss is recorded."""
-    flags = ["--data", data, *BYTES, "--vocab_size", 50304, "--n_layer", 1, "--n_embd", 16, "--max_steps", 6,
-             "--val_every", 3, "--checkpoint_every", 3, "--hellaswag_every", 3, "--hellaswag_data",
-             hellaswag_file(tmp_path / "h.jsonl")]
+    flags = ["--data", byte_data, *BYTES, "--vocab_size", 50304, "--n_layer", 1, "--n_embd", 16,
+             "--max_steps", 6, "--val_every", 3, "--checkpoint_every", 3, "--hellaswag_every", 3,
+             "--hellaswag_data", hellaswag_file(tmp_path / "h.jsonl")]
     run(*flags, "--out", tmp_path / "whole")
     out = tmp_path / "log"
-    env = site(tmp_path / "site", EVALUATING.format(
-        rank=0, when=f"'3 val' in text({str(out / 'log.txt')!r})", name=name))
-    run(*flags, "--out", out, env=env, code=-signal.SIGKILL if name == "SIGKILL" else 0)
+    run(*flags, "--out", out, before=striking("HellaSwag", name, nth=2),
+        code=-signal.SIGKILL if name == "SIGKILL" else 0)
     assert list(logged(out, "val")) == [0, 3] and list(logged(out, "hella")) == [0]
     shown = run(*flags, "--out", out).stdout
     assert shown.count("validation loss") == 1 + shown.count("best checkpoint")
     same_end(out, tmp_path / "whole", 6)
 
 
-@pytest.mark.parametrize(("first", "second", "torchrun", "ends"), [
-    ("SIGINT", "SIGINT", False, 130), ("SIGTERM", "SIGTERM", False, 143), ("SIGUSR1", "SIGTERM", False, None),
-    ("SIGTERM", "SIGTERM", True, None)])
-def test_a_second_signal_ends_at_once_but_not_after_slurms_warning_or_under_torchrun(
-        first, second, torchrun, ends, data, tmp_path, live):
+@pytest.mark.parametrize(("names", "torchrun", "code"), [
+    (("SIGINT", "SIGINT"), False, 130), (("SIGTERM", "SIGTERM"), False, 143),
+    (("SIGUSR1", "SIGTERM"), False, 0), (("SIGTERM", "SIGTERM"), True, 0)])
+def test_a_second_signal_ends_at_once_but_not_after_slurms_warning_or_under_torchrun(names, torchrun, code,
+                                                                                     byte_data, tmp_path):
     """torchrun passes each one on, and ends its ranks itself."""
-    env = {**ENV, "TORCHELASTIC_RUN_ID": "1"} if torchrun else ENV
-    it = live("--data", data, *BYTES, "--out", tmp_path / "log", hold=[1], env=env)
-    it.stands_before(1)                                 # in the midst of a step, which never ends
-    it.process.send_signal(signal.Signals[first])
-    it.until(lambda: f"{first}: " in it.stderr())
-    it.process.send_signal(signal.Signals[second])
-    if not ends:
-        it.go_on(1)
-    code, stdout, stderr = it.end()
-    assert code == (ends or 0)
-    assert bool(checkpoints(tmp_path / "log")) == ("stopped by" in stdout) == (not ends)
+    env = ENV | {"TORCHELASTIC_RUN_ID": "1"} if torchrun else ENV
+    result = run("--data", byte_data, *BYTES, "--out", tmp_path, env=env, code=code,
+                 before=striking("step 1", *names, item=1))
+    assert bool(checkpoints(tmp_path)) == ("stopped by" in result.stdout) == (code == 0)
 
 
-def test_a_pipe_that_closes_stops_the_run_which_saves_first(data, whole, tmp_path, live):
+# ----------------------------------------------------------------------------- terminals, pipes, Ctrl-C
+
+def started(*flags, **how):
+    return subprocess.Popen([sys.executable, ROOT / "train_gpt2.py", *map(str, flags)], env=ENV, **how)
+
+
+def test_a_pipe_that_closes_stops_the_run_which_saves_first(byte_data, tmp_path):
     """`| head` that has enough."""
-    flags = ["--data", data, *BYTES, "--out", tmp_path / "log"]
-    it = live(*flags, hold=[13], stdout=subprocess.PIPE)
-    it.stands_before(13)
-    it.process.stdout.close()
-    it.go_on(13)
-    code, _, stderr = it.end()
-    assert (code, stderr) == (0, "")
-    assert 13 <= newest(tmp_path / "log") < 60
-    run(*flags)
-    same_end(tmp_path / "log", whole)
+    process = started("--data", byte_data, *BYTES, "--max_steps", 10**6, "--out", tmp_path, text=True,
+                      stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    next(line for line in process.stdout if line.startswith("step     3 |"))
+    process.stdout.close()
+    assert (process.wait(HANG), process.stderr.read()) == (0, "")
+    assert newest(tmp_path) >= 3
+    process.stderr.close()
 
 
 @pytest.mark.parametrize("nohup", [False, True])
-def test_a_closed_terminal_stops_a_run_which_saves_but_not_one_under_nohup(nohup, data, tmp_path, live):
+def test_a_closed_terminal_stops_a_run_which_saves_but_not_one_under_nohup(nohup, byte_data, tmp_path):
     screen, theirs = pty.openpty()
-    # the tests may run under nohup themselves
-    told = signal.SIG_IGN if nohup else signal.SIG_DFL
-    it = live("--data", data, *BYTES, "--max_steps", 30, "--out", tmp_path / "log", hold=[13], stdout=theirs,
-              stderr=theirs, preexec_fn=lambda: signal.signal(signal.SIGHUP, told))
+    told = signal.SIG_IGN if nohup else signal.SIG_DFL          # the tests may run under nohup themselves
+    steps = 40 if nohup else 10**6
+    process = started("--data", byte_data, *BYTES, "--max_steps", steps, "--out", tmp_path, stdout=theirs,
+                      stderr=theirs, preexec_fn=lambda: signal.signal(signal.SIGHUP, told))
     os.close(theirs)
-    it.stands_before(13)
-    os.close(screen)
-    it.process.send_signal(signal.SIGHUP)
-    it.go_on(13)
-    assert it.process.wait(HANG) == 0
-    assert newest(tmp_path / "log") in ([30] if nohup else range(13, 30))
+    with open(screen, "rb", buffering=0) as shown:
+        seen = b""
+        while b"step     3 |" not in seen:
+            seen += shown.read(1000)
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(HANG) == 0
+    assert newest(tmp_path) == 40 if nohup else newest(tmp_path) >= 3
 
 
-# sitecustomize.py: Ctrl-C (which a shell's `&` would ignore) when the output folder is locked, the last thing
-# before the first step, and when Python takes down its modules
-AT_THE_LOCK = """
-import signal, sys
-signal.signal(signal.SIGINT, signal.default_int_handler)
-def hook(event, args, pressed=[]):
-    if event == "fcntl.flock" and not pressed:
-        pressed.append(True)
-        signal.raise_signal(signal.SIGINT)
-sys.addaudithook(hook)
-"""
+def press_at_the_lock():
+    """Ctrl-C when the output folder is locked, the last thing before the first step."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)        # which a shell's `&` would ignore
+
+    pressed = []
+
+    def hook(event, args):
+        if event == "fcntl.flock" and not pressed:
+            pressed.append(True)
+            signal.raise_signal(signal.SIGINT)
+    sys.addaudithook(hook)
+
+
+def test_ctrl_c_before_the_first_step_is_one_line(byte_data, tmp_path):
+    result = run("--data", byte_data, *BYTES, "--out", tmp_path, before=[press_at_the_lock], code=130)
+    assert result.stderr.count("\n") == 1 and not checkpoints(tmp_path)
+
+
+# as Python takes down its modules
 IN_FINALIZATION = """
 import os, signal
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -197,13 +160,6 @@ freed = Module()
 """
 
 
-def test_ctrl_c_before_the_first_step_is_one_line(data, tmp_path):
-    result = run("--data", data, *BYTES, "--out", tmp_path / "log", env=site(tmp_path / "site", AT_THE_LOCK),
-                 code=130)
-    assert result.stderr == "train_gpt2.py: stopped by Ctrl-C\n"
-
-
 def test_ctrl_c_in_pythons_finalization_changes_no_exit_code(tmp_path):
-    result = subprocess.run([sys.executable, ROOT / "fineweb.py", "--bogus"], capture_output=True, text=True,
-                            timeout=HANG, env=site(tmp_path / "site", IN_FINALIZATION))
-    assert (result.returncode, result.stdout, len(result.stderr.splitlines())) == (2, "finalization\n", 1)
+    result = cold(ROOT / "fineweb.py", "--bogus", env=site(tmp_path / "site", IN_FINALIZATION))
+    assert (result.returncode, result.stdout, result.stderr.count("\n")) == (2, "finalization\n", 1)
