@@ -47,8 +47,9 @@ def read_metrics(path: str | Path, remedy: str = "remove it, or choose another -
         header, *lines = read_text(path).rpartition("\n")[0].splitlines() or [""]
         if header != HEADER:
             raise ValueError("its first line does not name the columns of a run's metrics")
-        return [{name: (int if form == "d" else float)(cell) if cell else None for (name, form), cell
-                 in zip(FORMATS.items(), line.split(","), strict=True)} for line in lines]
+        return [{name: (int if form == "d" else float)(cell) if cell or name in COLUMNS[:3] else None
+                 for (name, form), cell in zip(FORMATS.items(), line.split(","), strict=True)}
+                for line in lines]
 
 
 def lowest(rows: list[dict], steps: Collection[int] | None = None) -> tuple[float, int] | None:

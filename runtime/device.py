@@ -130,8 +130,8 @@ def choose_batch_size(run) -> int:
             if is_out_of_memory(error):
                 if auto and B > 1:
                     return False
-            elif "No available kernel" in str(error):
-                why = "; ".join(str(reason.message).split(" (Triggered")[0] for reason in reasons)
+            elif re.search("No (available kernel|viable backend)", str(error)):
+                why = "; ".join(str(w.message).split(" (Triggered")[0] for w in reasons) or brief_error(error)
                 raise UserError(f"--attention {config.attention} cannot run on {process.device} in "
                                 f"{config.dtype} ({why}): use --attention auto") from None
             elif config.compile:

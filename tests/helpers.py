@@ -5,6 +5,7 @@ Nothing polls or sleeps. A test gives a process `before`, what it calls first: `
 signal at a chosen moment. Timeouts only end a process that hangs."""
 import contextlib
 import functools
+import gc
 import importlib
 import json
 import multiprocessing
@@ -51,6 +52,7 @@ def read_if_there(path):
 
 
 def _become(call, env, cwd, files, before):
+    gc.freeze()                         # else a collection writes to, and so copies, all pages of the server
     os.environ.clear()
     os.environ.update(env)
     os.chdir(cwd)

@@ -1,17 +1,27 @@
-"""A stand-in of the Hugging Face hub on 127.0.0.1, for huggingface_hub and datasets as they are."""
+"""A stand-in of the Hugging Face hub on 127.0.0.1, for huggingface_hub and datasets as they are; and runs of
+fineweb.py, which may kill themselves."""
 import contextlib
+import functools
+import gc
 import hashlib
 import http.server
 import json
+import multiprocessing
 import os
 import re
+import signal
+import subprocess
 import threading
+from pathlib import Path
+from types import SimpleNamespace
 from urllib.parse import parse_qs, unquote, urlsplit
+
+import helpers
 
 
 class Hub:
     """`repos`: {OWNER/NAME: SHA-1s of its commits}; the first is `main` until somebody has asked for it, then
-    the next is. `asked`: (method, path) of all requests. `answers`: {regular expression of a path: (status,
+    the next is. `asked`: paths that were asked for. `answers`: {regular expression of a path: (status,
     headers)} that are given instead. As a context it serves, with `env` for a process that is to use it."""
 
     def __init__(self):
@@ -25,7 +35,7 @@ class Hub:
 
             def do_GET(self):
                 sent = self.rfile.read(int(self.headers.get("Content-Length") or 0)).decode()
-                hub.asked.append((self.command, self.path))
+                hub.asked += [self.path] * (self.command == "GET")
                 status, headers, body = hub.answer(urlsplit(self.path), sent, self.headers.get("Range"))
                 self.send_response(status)
                 for name, value in (headers | {"Content-Length": len(body)}).items():
@@ -42,9 +52,9 @@ class Hub:
 
         self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
-        self.env = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"} | {
+        self.env = {name: value for name, value in helpers.ENV.items() if name != "HF_HUB_OFFLINE"} | {
             "HF_ENDPOINT": f"http://127.0.0.1:{self.server.server_port}", "NO_PROXY": "127.0.0.1",
-            "no_proxy": "127.0.0.1"}
+            "no_proxy": "127.0.0.1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
         return self
 
     def __exit__(self, *error):
@@ -65,7 +75,7 @@ class Hub:
             if re.search(pattern, path):
                 return status, headers, b""
         kinds = "(revision|tree|paths-info|resolve)"
-        found = re.fullmatch(rf"/(?:api/)?datasets/(\w+/[\w-]+)(?:/{kinds}/([^/]+))?/?(.*)", path)
+        found = re.fullmatch(rf"(?:/api)?(?:/datasets)?/([\w-]+/[\w-]+)(?:/{kinds}/([^/]+))?/?(.*)", path)
         if not found or found[1] not in self.repos:
             return 401, {"X-Error-Code": "RepoNotFound"}, b""
         (repo, kind, revision, name), shas = found.groups(), self.repos[found[1]]
@@ -104,7 +114,56 @@ class Hub:
 
         def entry(name):
             data = files.get(name, b"")
-            sha256 = hashlib.sha256(data).hexdigest()
+            lfs = {"oid": hashlib.sha256(data).hexdigest(), "size": len(data), "pointerSize": 130}
             return {"type": "file" if name in files else "directory", "path": name, "oid": "0" * 40,
-                    "size": len(data), "lfs": {"oid": sha256, "size": len(data), "pointerSize": 130}}
-        return [entry(name) for name in sorted(names)]
+                    "size": len(data), "lfs": lfs}
+        return [*map(entry, sorted(names))]
+
+
+def several(folder, env, *runs, **patches):
+    """fineweb.py with the flags of each run, one after the other, in `folder`: their results. A run that
+    begins with a tuple kills itself: the arguments of `die`. `patches`: other constants of its."""
+    call = functools.partial(_several, [[*map(lambda x: x if isinstance(x, tuple) else str(x), run)]
+                                        for run in runs], patches)
+    [(code, out, err)] = helpers.forked(call, envs=[env], cwds=[folder])
+    assert code == 0, err
+    return [subprocess.CompletedProcess("fineweb.py", *json.loads(line)) for line in out.splitlines()]
+
+
+def _several(runs, patches):
+    """Forks them from this process, which has imported what they need, and has an encoder."""
+    import fineweb
+    import runtime.text
+    if "HF_ENDPOINT" in os.environ:
+        import datasets                                               # noqa: F401
+        import huggingface_hub.utils._http as hub
+        hub.time = SimpleNamespace(sleep=lambda seconds: None)        # before it tries again
+    encoder, runtime.text.BLOCK = fineweb.Encoder(), 900
+    vars(fineweb).update(patches, Encoder=lambda: encoder)
+    for path in Path().glob("*.jsonl"):                               # it asks of each letter once
+        encoder.encode(path.read_bytes())
+    import tqdm                                                       # noqa: F401
+    os.fsync = lambda descriptor: None                                # a killed process's writes stay
+    gc.freeze()                                                       # collections would copy all memory
+    helpers.FORK = multiprocessing.get_context("fork")
+    for moment, *flags in ([None, *run] if isinstance(run[0], str) else run for run in runs):
+        result = helpers.script("fineweb.py", *flags, env=dict(os.environ),
+                                before=[functools.partial(die, *moment)] if moment else [])
+        print(json.dumps([result.returncode, result.stdout, result.stderr]))
+
+
+def die(nth, how, kind="replace"):
+    """The process kills itself at its rename number `nth`: "after" it, or with "half" of the file written.
+    `kind`: fineweb.py renames by os.replace, the hub's library by os.rename."""
+    rename, calls = getattr(os, kind), []
+
+    def dying(*paths):
+        calls.append(paths)
+        if len(calls) == nth:
+            if how == "after":
+                rename(*paths)
+            else:
+                os.truncate(paths[0], os.path.getsize(paths[0]) // 2)
+            os.kill(os.getpid(), signal.SIGKILL)
+        rename(*paths)
+    setattr(os, kind, dying)

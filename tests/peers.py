@@ -10,10 +10,10 @@ from model import GPT, GPTConfig
 TINY = dict(block_size=24, vocab_size=96, n_layer=2, n_head=2, n_embd=16)
 
 
-def make_model(seed=0, spread=0.2, **config):
-    """A small GPT whose every parameter, gains and biases too, is far from its initial value."""
+def make_model(seed=0, spread=0.2, cls=GPT, **config):
+    """A small model whose every parameter, gains and biases too, is far from its initial value."""
     torch.manual_seed(seed)
-    model = GPT(GPTConfig(**{**TINY, **config}))
+    model = cls(cls.Config(**{**TINY, **config}))
     with torch.no_grad():
         for p in model.parameters():
             p.add_(torch.randn_like(p), alpha=spread)

@@ -9,16 +9,15 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from helpers import wait_until
 
 import runtime.dataloader
-from runtime.cli import UserError
+from helpers import refused
 from runtime.dataloader import (DEPTH, TokenDataset, divide_update, micro_batches, read_ahead,
-                                stable_permutation, to_device, updates_of_step)
+                                stable_permutation, to_device)
 from runtime.shards import list_shards, open_shard, read_shard, write_shard
 
 # the same examples in every run, and no look at the clock
-FAST = settings(max_examples=60, deadline=None, derandomize=True, database=None,
+FAST = settings(max_examples=40, deadline=None, derandomize=True, database=None,
                 suppress_health_check=list(HealthCheck))
 
 
@@ -29,7 +28,7 @@ def loaders(draw):
     lengths = st.lists(st.integers(1, 60), min_size=1, max_size=5)
     lengths = draw(lengths.filter(lambda lengths: max(lengths) > T))
     edges = np.cumsum([0, *lengths])
-    shards = [np.arange(a, b, dtype=np.uint16) for a, b in zip(edges, edges[1:], strict=False)]
+    shards = [np.arange(a, b, dtype=np.uint16) for a, b in itertools.pairwise(edges)]
     return shards, T, draw(st.integers(0, 2**40)), draw(st.booleans())
 
 
@@ -39,36 +38,29 @@ def config(tokens, T, updates=1, steps=10**9):
                            max_steps=steps)
 
 
-def starts_of(shards, T):
-    """First tokens of all windows, in the files' order."""
-    return [int(shard[i]) for shard in shards for i in range(0, len(shard) - T, T)]
-
-
 @FAST
-@given(loaders(), st.integers(0, 3))
-def test_every_window_comes_exactly_once_an_epoch(loader, epoch):
-    shards, T, seed, shuffle = loader
-    windows = TokenDataset(shards, T, seed, shuffle)
-    rows = windows.read(epoch * windows.total, windows.total)
+@given(loaders(), st.integers(0, 3), st.lists(st.tuples(st.integers(0, 200), st.integers(1, 50)), max_size=8))
+def test_every_sequence_comes_exactly_once_an_epoch_wherever_the_reading_begins(loader, epoch, places):
+    shards, T, _, shuffle = loader
+    dataset, whole = TokenDataset(*loader), TokenDataset(*loader).read(0, 250)
+    rows = dataset.read(epoch * dataset.total, dataset.total)
     assert rows.dtype == np.uint16
     assert (rows == rows[:, :1] + np.arange(T + 1)).all()     # T + 1 tokens without a gap
-    assert sorted(rows[:, 0].tolist()) == starts_of(shards, T)
-    if not shuffle:
-        assert rows[:, 0].tolist() == starts_of(shards, T)
+    starts = [int(shard[i]) for shard in shards for i in range(0, len(shard) - T, T)]
+    assert (sorted(rows[:, 0]) if shuffle else rows[:, 0].tolist()) == starts
+    for first, count in places:
+        assert dataset.read(first, count).tolist() == whole[first:first + count].tolist()
 
 
 @FAST
 @given(loaders(), st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.integers(0, 40), st.data())
 def test_a_steps_global_batch_is_the_same_for_any_processes_and_micro_batch(loader, B, ranks, micro_steps,
                                                                             step, data):
-    shards, T, seed, shuffle = loader
-    N = B * ranks * micro_steps
-    want = TokenDataset(shards, T, seed, shuffle).read(step * N, N)
+    N, T = B * ranks * micro_steps, loader[1]
+    want = TokenDataset(*loader).read(step * N, N)
     divisors = [(b, w) for b in range(1, N + 1) for w in range(1, N + 1) if N % (b * w) == 0]
-    other = data.draw(st.sampled_from(divisors))
-    for b, w in ((B, ranks), other):
-        each = [micro_batches(TokenDataset(shards, T, seed, shuffle), config(N * T, T), b, step, rank, w)
-                for rank in range(w)]
+    for b, w in ((B, ranks), data.draw(st.sampled_from(divisors))):
+        each = [micro_batches(TokenDataset(*loader), config(N * T, T), b, step, rank, w) for rank in range(w)]
         rows = [next(batches) for _ in range(N // b // w) for batches in each]
         assert np.concatenate(rows).tolist() == want.tolist()
 
@@ -79,48 +71,25 @@ def test_an_update_has_the_largest_micro_batch_that_divides_it():
     assert [divide_update(c, 1, ranks, most) for ranks, most in ((1, 48), (1, 20), (2, 99), (3, 1))] == [
         (48, 1), (16, 3), (24, 1), (1, 16)]
     assert divide_update(c, 4, 2, 4) == (3, 2)
-    with pytest.raises(UserError, match="--total_batch_size 250 .* 2 processes .*: give 240 or 270"):
-        divide_update(config(250, 5), 3, 2, 8)
-    with pytest.raises(UserError, match=r": give 20$"):
-        divide_update(config(10, 5), 1, 4, 8)
+    assert " 240 or 270" in refused(lambda: divide_update(config(250, 5), 3, 2, 8), "--total_batch_size 250")
+    assert refused(lambda: divide_update(config(10, 5), 1, 4, 8), "--total_batch_size 10").endswith(" 20")
     dataset = TokenDataset([np.arange(2000, dtype=np.uint16)], 5, 1, True)
     want = dataset.read(0, 3 * 48).tolist()
-    assert [updates_of_step(step, config(240, 5, 4, 3)) for step in range(3)] == [4, 2, 1]
     for updates, steps in ((1, 3), (4, 10**9), (4, 3)):
         batches = micro_batches(dataset, config(240, 5, updates, steps), 8)
         rows = itertools.chain.from_iterable(batch.tolist() for batch in batches)
         assert list(itertools.islice(rows, len(want))) == want
 
 
-@FAST
-@given(loaders(), st.lists(st.tuples(st.integers(0, 200), st.integers(1, 50)), min_size=1, max_size=8))
-def test_what_is_read_depends_on_the_place_alone_so_a_resume_sees_the_same(loader, places):
-    windows, whole = TokenDataset(*loader), TokenDataset(*loader).read(0, 250)
-    for first, count in places:
-        assert windows.read(first, count).tolist() == whole[first:first + count].tolist()
-
-
-def test_the_order_differs_between_epochs_and_seeds_and_is_the_same_again():
+def test_the_order_differs_between_epochs_and_seeds_of_shards_and_within_them():
     shards = [np.arange(i * 1000, (i + 1) * 1000, dtype=np.uint16) for i in range(5)]
-
-    def order(seed, epoch):
-        return tuple(TokenDataset(shards, 10, seed, True).read(epoch * 495, 495)[:, 0].tolist())
-    orders = [order(seed, epoch) for seed in range(4) for epoch in range(4)]
-    assert len(set(orders)) == 16
-    assert order(2, 3) == orders[11]
-    orders_of_shards = {tuple(dict.fromkeys(start // 1000 for start in o)) for o in orders}
-    assert len(orders_of_shards) > 5
-    for o in orders:                          # and within each shard
-        for i in range(5):
-            starts = [start for start in o if start // 1000 == i]
-            assert starts != sorted(starts)
-
-
-@FAST
-@given(st.integers(0, 300), st.lists(st.integers(0, 2**64), min_size=1, max_size=3))
-def test_stable_permutation_is_a_permutation(n, key):
-    order = stable_permutation(n, *key)
-    assert sorted(order.tolist()) == list(range(n)) and order.tolist() == stable_permutation(n, *key).tolist()
+    orders = {tuple(TokenDataset(shards, 10, seed, True).read(epoch * 495, 495)[:, 0].tolist())
+              for seed in range(4) for epoch in range(4)}
+    assert len(orders) == 16
+    assert len({tuple(dict.fromkeys(start // 1000 for start in order)) for order in orders}) > 5
+    for order, i in itertools.product(orders, range(5)):
+        starts = [start for start in order if start // 1000 == i]
+        assert starts != sorted(starts)
 
 
 def test_the_order_of_a_run_is_the_same_in_every_release():
@@ -133,12 +102,17 @@ def test_the_order_of_a_run_is_the_same_in_every_release():
 
 
 @pytest.mark.parametrize("kind", ["npy", "bin"])
-def test_files_and_arrays_read_the_same(kind, tmp_path):
-    shards = [stable_permutation(n, n).astype(np.uint16) for n in (100, 37, 5, 64)]
+def test_files_and_arrays_read_the_same_and_a_file_once_an_epoch(kind, tmp_path, monkeypatch):
+    shards, opened = [stable_permutation(n, n).astype(np.uint16) for n in (100, 37, 5, 64)], []
     for i, shard in enumerate(shards):
         write_shard(tmp_path / f"x_train_{i:06d}.{kind}", shard)
-    files = TokenDataset(list_shards(tmp_path, "train"), 7, 3, True)
-    assert files.read(0, 100).tolist() == TokenDataset(shards, 7, 3, True).read(0, 100).tolist()
+    paths = list_shards(tmp_path, "train")
+    files, arrays = TokenDataset(paths, 7, 3, True), TokenDataset(shards, 7, 3, True)
+    monkeypatch.setattr(runtime.dataloader, "read_shard",
+                        lambda path: opened.append(path) or read_shard(path))
+    for i in range(files.total):
+        assert files.read(i, 1).tolist() == arrays.read(i, 1).tolist()
+    assert sorted(opened) == [path for path, shard in zip(paths, shards, strict=True) if len(shard) > 7]
 
 
 def test_folders_of_the_peers_are_read_without_being_told(tmp_path):
@@ -156,30 +130,19 @@ def test_folders_of_the_peers_are_read_without_being_told(tmp_path):
 
 
 def test_one_shard_is_resident_as_uint16_and_no_wider(tmp_path):
-    n = 4_000_000
+    n = 1_000_000
     for i in range(3):
         write_shard(tmp_path / f"x_train_{i:06d}.npy", np.zeros(n, dtype=np.uint16))
-    windows = TokenDataset(list_shards(tmp_path, "train"), 1024, 0, True, vocab_size=50257)
+    dataset = TokenDataset(list_shards(tmp_path, "train"), 1024, 0, True, vocab_size=50257)
     tracemalloc.start()
     try:
         for i in range(6):
-            windows.read(i * 2000, 8)
+            dataset.read(i * 500, 8)
             held, peak = tracemalloc.get_traced_memory()
-            assert held < 2 * n * 1.1                         # one shard, two bytes a token
-            assert peak < 2 * n * 2.2                         # the next comes while the last is let go
+            assert held < 2 * n * 1.3                         # one shard, two bytes a token
+            assert peak < 2 * n * 2.4                         # the next comes while the last is let go
     finally:
         tracemalloc.stop()
-
-
-def test_a_shard_is_read_from_disk_once_an_epoch(tmp_path, monkeypatch):
-    for i in range(4):
-        write_shard(tmp_path / f"x_train_{i:06d}.npy", np.arange(101, dtype=np.uint16))
-    windows, opened = TokenDataset(list_shards(tmp_path, "train"), 10, 0, True), []
-    monkeypatch.setattr(runtime.dataloader, "read_shard",
-                        lambda path: opened.append(path) or read_shard(path))
-    for i in range(40):
-        windows.read(i, 1)
-    assert sorted(opened) == list_shards(tmp_path, "train")
 
 
 def readers():
@@ -192,13 +155,14 @@ def batches_of(shards, step=0):
     return micro_batches(TokenDataset(shards, 5, 1, True, vocab_size=50257), config(5 * 2 * 3, 5), 2, step)
 
 
-@pytest.mark.parametrize("step", [0, 17])
-def test_batches_read_ahead_have_targets_one_token_on(step):
+@pytest.mark.parametrize("device, step", [("cpu", 0), ("cpu", 17), pytest.param(
+    "cuda", 17, marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")])])
+def test_batches_read_ahead_have_targets_one_token_on(device, step):
     shards = [np.arange(i * 100, i * 100 + n, dtype=np.uint16) + 40000 for i, n in enumerate((90, 33, 71))]
-    ahead = read_ahead(batches_of(shards, step), pin=False)
+    ahead = read_ahead(batches_of(shards, step), pin=device == "cuda")
     for plain, rows in itertools.islice(zip(batches_of(shards, step), ahead, strict=False), 30):
-        x, y = to_device(rows, "cpu")
-        assert x.dtype == y.dtype == torch.int64 and x.shape == y.shape == (2, 5)
+        x, y = to_device(rows, device)
+        assert x.dtype == y.dtype == torch.int64 and x.shape == y.shape == (2, 5) and x.device.type == device
         assert x.is_contiguous() and y.is_contiguous() and (x[:, 1:] == y[:, :-1]).all()
         assert torch.cat([x, y[:, -1:]], dim=1).tolist() == plain.tolist()
     assert len(readers()) == 1
@@ -208,10 +172,17 @@ def test_batches_read_ahead_have_targets_one_token_on(step):
 
 def test_reading_runs_ahead_of_the_training_loop():
     """By DEPTH micro-batches, and no further: its end waits for what has been begun."""
-    seen, batches = [], batches_of([np.arange(200, dtype=np.uint16)])
-    ahead = read_ahead((seen.append(rows) or rows for rows in batches), pin=False)
+    seen, all_are_there = [], threading.Event()
+
+    def batches():
+        for rows in batches_of([np.arange(200, dtype=np.uint16)]):
+            seen.append(rows)
+            if len(seen) > DEPTH:
+                all_are_there.set()
+            yield rows
+    ahead = read_ahead(batches(), pin=False)
     next(ahead)
-    wait_until(lambda: len(seen) > DEPTH)
+    assert all_are_there.wait(60)
     ahead.close()
     assert len(seen) == DEPTH + 1
 
@@ -223,19 +194,5 @@ def test_what_goes_wrong_on_the_reading_thread_is_raised_where_the_batch_is_aske
     ahead = read_ahead(micro_batches(dataset, config(10, 5), 2), pin=False)
     for _ in range(5):
         next(ahead)
-    with pytest.raises(UserError, match="changed during the run"):
-        for _ in range(3):
-            next(ahead)
+    refused(lambda: [next(ahead) for _ in range(3)], "the text", "changed")
     assert not readers()
-
-
-@pytest.mark.gpu
-def test_batches_reach_the_gpu_unchanged():
-    if not torch.cuda.is_available():
-        pytest.skip("no GPU")
-    shards = [np.arange(i * 1000, i * 1000 + 900, dtype=np.uint16) for i in range(5)]
-    ahead = read_ahead(batches_of(shards), pin=True)
-    for plain, rows in itertools.islice(zip(batches_of(shards), ahead, strict=False), 300):
-        x, y = to_device(rows, "cuda")
-        assert x.is_cuda and torch.cat([x, y[:, -1:]], dim=1).tolist() == plain.tolist()
-    ahead.close()

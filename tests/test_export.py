@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers import ROOT, refused, script
+from helpers import ROOT, refused
 from model import GPT, GPTConfig, MODELS, load_model, main
 from peers import own_checkpoint, save, transformers_model
 from runtime.huggingface import EXPORTED, MODELING
@@ -97,9 +97,9 @@ def test_transformers_has_our_logits_and_loss_without_the_padding(exported):
 
 def test_transformers_continues_as_we_do_in_batches_with_padding_and_beams(exported):
     model, _, theirs = exported
-    how = dict(do_sample=False, max_new_tokens=25, eos_token_id=None, pad_token_id=EOT)
+    how = dict(do_sample=False, max_new_tokens=18, eos_token_id=None, pad_token_id=EOT)
     prompts = documents()[:, :10]
-    expected = model.generate(prompts, 25, temperature=0)
+    expected = model.generate(prompts, 18, temperature=0)
     assert expected.max() < VOCAB_SIZE and len(expected[:, 10:].unique()) > 7
     for use_cache in (True, False):
         found = theirs.generate(prompts, attention_mask=torch.ones_like(prompts), use_cache=use_cache, **how)
@@ -107,7 +107,7 @@ def test_transformers_continues_as_we_do_in_batches_with_padding_and_beams(expor
     mask = torch.ones_like(prompts)
     for row, padding in enumerate((3, 7, 0)):
         mask[row, :padding] = 0
-        expected[row, padding:] = model.generate(prompts[row:row + 1, padding:], 25, temperature=0)
+        expected[row, padding:] = model.generate(prompts[row:row + 1, padding:], 18, temperature=0)
     padded = prompts.where(mask == 1, 11)                   # which token stands there does not matter
     found = theirs.generate(padded, attention_mask=mask, **how)
     assert all(torch.equal(*(x[row, n:] for x in (found, expected))) for row, n in enumerate((3, 7, 0)))
@@ -156,12 +156,12 @@ def test_the_exported_tokenizer_is_gpt2s(exported, text):
     assert theirs.model_max_length == 40 and len(theirs) == VOCAB_SIZE
 
 
-def test_export_says_how_it_is_read_and_is_replaced_by_one_of_another_recipe(tmp_path):
+def test_export_says_how_it_is_read_and_is_replaced_by_one_of_another_recipe(tmp_path, capsys):
     folder = tmp_path / "new" / "hf"
     for recipe, code in ("frontier", True), ("gpt2", False), ("speedrun", True):
-        result = script("model.py", "export", tiny_checkpoint(tmp_path / "c.pt", recipe), folder)
-        assert (result.returncode, result.stderr, result.stdout.count("\n")) == (0, "", 1)
-        assert repr(str(folder)) in result.stdout and ("trust_remote_code" in result.stdout) == code
+        main(["export", tiny_checkpoint(tmp_path / "c.pt", recipe), str(folder)])
+        said = capsys.readouterr().out
+        assert repr(str(folder)) in said and ("trust_remote_code" in said) == code
         assert {path.name for path in folder.iterdir()} == EXPORTED - (set() if code else {MODELING})
     config = json.loads((folder / "config.json").read_text())
     assert config["auto_map"]["AutoModelForCausalLM"] == "modeling_modern.SpeedrunForCausalLM"
@@ -169,7 +169,7 @@ def test_export_says_how_it_is_read_and_is_replaced_by_one_of_another_recipe(tmp
     assert load_model(folder).recipe == "speedrun"
 
 
-def test_export_replaces_an_earlier_export_and_nothing_else(tmp_path):
+def test_a_mistake_in_an_export_writes_nothing_and_only_an_earlier_export_is_replaced(tmp_path):
     source = tiny_checkpoint(tmp_path / "c.pt")
     transformers_model().config.save_pretrained(tmp_path / "theirs")            # of an export's names only
     main(["export", source, str(tmp_path / "more")])
@@ -177,17 +177,13 @@ def test_export_replaces_an_earlier_export_and_nothing_else(tmp_path):
     (tmp_path / "half").mkdir()
     (tmp_path / "half" / "model.safetensors").write_text("a folder without a config.json")
     (tmp_path / "file").write_text("not a folder")
+    characters = checkpoint(GPT(GPTConfig(**TINY | {"vocab_size": 96})), tmp_path / "characters.pt")
+    mistakes = [([source, tmp_path / name], name) for name in ("theirs", "more", "half", "file", "file/a")]
+    mistakes += [([characters, tmp_path / "hf"], characters), (["no.pt", tmp_path / "hf"], "no.pt"),
+                 (["a"], "model.py"), (["a", tmp_path / "hf", "--c"], "--c")]
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    for name in ("theirs", "more", "half", "file", "file/a"):
-        refused(lambda name=name: main(["export", source, str(tmp_path / name)]), name)
+    for arguments, said in mistakes:
+        refused(lambda arguments=arguments: main(["export", *map(str, arguments)]), said)
+    refused(lambda: main(["expor", source, str(tmp_path / "hf")]), "expor")
     assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-
-
-def test_a_mistake_in_an_export_is_one_line_and_makes_no_folder(tmp_path):
-    characters = GPT(GPTConfig(**TINY | {"vocab_size": 96}))                    # not GPT-2's tokens
-    folder, source = str(tmp_path / "hf"), checkpoint(characters, tmp_path / "c.pt")
-    refused(lambda: main(["export", source, folder]), source)
-    refused(lambda: script("model.py", "export", tmp_path / "nowhere.pt", folder), "model.py: ", "nowhere.pt")
-    for arguments in (["expor", "a", folder], ["export", "a"], ["export", "a", folder, "--c"]):
-        refused(lambda arguments=arguments: main(arguments), "model.py")
     assert not (tmp_path / "hf").exists()

@@ -1,15 +1,11 @@
-"""Guards: what a rewrite could break without any other test noticing. Each was seen to fail, once, with the
-line that it guards taken out. They know the contract alone: flags, log.txt, metrics.csv, checkpoints, the
-models' classes and RECIPES; what happens inside a run they see through torch's own hooks.
-
-The runs are tiny, and most are in the tests' process.
+"""Guards: what a rewrite could break without any other test noticing. They know the contract alone: flags,
+log.txt, metrics.csv, checkpoints, the models' classes and RECIPES; inside a run they see through torch's own
+hooks. The runs are tiny, and most are in the tests' process.
 """
 import csv
 import dataclasses
-import json
 import math
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import hellaswag
 import train_gpt2
-from helpers import ENV, ROOT, logged, run, train
+from helpers import ROOT, hellaswag_file, logged, run, train
 from model import GPT, GPTConfig, fresh_model, load_model
 from runtime.dataloader import stable_permutation
 from runtime.shards import write_shard
@@ -35,29 +31,26 @@ QUIET = ["--val_every", 0, "--hellaswag_every", 0, "--sample_every", 0, "--check
 
 def column(out, name):
     """{step: number} of a column of OUT/metrics.csv."""
-    with open(Path(out) / "metrics.csv", newline="") as file:
+    with open(out / "metrics.csv", newline="") as file:
         return {int(row["step"]): float(row[name]) for row in csv.DictReader(file) if row[name]}
 
 
-def checkpoint(out, step):
-    return torch.load(Path(out) / f"checkpoint_{step:06d}.pt", weights_only=True)
+def text_shards(folder, tokens, *cuts):
+    """Shards of tokens: up to the first of the `cuts` for validation, between the others for training."""
+    for i, (a, b) in enumerate(zip((0, *cuts), (*cuts, len(tokens)), strict=True)):
+        write_shard(folder / f"text_{'train' if i else 'val'}_{i:06d}.npy", tokens[a:b])
+    return folder
 
 
-def site(folder, code):
-    """The environment of processes that run these lines first."""
-    folder.mkdir(exist_ok=True)
-    (folder / "sitecustomize.py").write_text(code)
-    return ENV | {"PYTHONPATH": str(folder)}
+def text_bytes(n):
+    """Shakespeare's first bytes."""
+    return np.frombuffer((ROOT / "input.txt").read_bytes()[:n], dtype=np.uint8).astype(np.uint16)
 
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory):
-    """Shakespeare's bytes in three training shards of odd lengths and one for validation."""
-    folder = tmp_path_factory.mktemp("shards")
-    text = np.frombuffer((ROOT / "input.txt").read_bytes()[:12_001], dtype=np.uint8).astype(np.uint16)
-    for i, (a, b) in enumerate(((0, 3000), (3000, 4517), (4517, 9000), (9000, 12001))):
-        write_shard(folder / f"text_{'train' if i else 'val'}_{i:06d}.npy", text[a:b])
-    return folder
+    """Three training shards of odd lengths and one for validation."""
+    return text_shards(tmp_path_factory.mktemp("shards"), text_bytes(12_001), 3000, 4517, 9000)
 
 
 def sequences(folder, T=T):
@@ -120,36 +113,29 @@ def test_25_steps_equal_a_plain_loop_in_loss_and_norm_and_all_are_clipped(proces
     assert len(losses) == len(norms) == 25
 
 
-@pytest.fixture
-def sgd(monkeypatch):
-    """gpt2 trained by plain SGD, which feels the gradient's scale. A list that gets the weights after each
-    step."""
-    recipe = dataclasses.replace(train_gpt2.RECIPES["gpt2"], optimizers=lambda model, config: [
-        torch.optim.SGD(model.named_parameters(), lr=config.max_lr, fused=True)])
-    monkeypatch.setitem(train_gpt2.RECIPES, "gpt2", recipe)
-    weights = []
-    handle = register_optimizer_step_post_hook(lambda optimizer, args, kwargs: weights.append(
+@pytest.mark.parametrize("batch_size, clip", [(1, 1e9), (2, 1e9), (8, 1e9), (2, 0.3)])
+def test_any_micro_batch_gives_the_same_step(batch_size, clip, shards, start, tmp_path, monkeypatch):
+    """By plain SGD, which feels the gradient's scale."""
+    monkeypatch.setitem(train_gpt2.RECIPES, "gpt2", dataclasses.replace(
+        train_gpt2.RECIPES["gpt2"], optimizers=lambda model, config: [
+            torch.optim.SGD(model.named_parameters(), lr=config.max_lr, fused=True)]))
+    weights = []                                # after each step
+    hook = register_optimizer_step_post_hook(lambda optimizer, args, kwargs: weights.append(
         [p.detach().clone() for group in optimizer.param_groups for p in group["params"]]))
-    yield weights
-    handle.remove()
-
-
-@pytest.mark.parametrize("batch_size, clip", [(1, 1e9), (2, 1e9), (4, 1e9), (8, 1e9), (2, 0.3)])
-def test_any_micro_batch_gives_the_same_step(batch_size, clip, sgd, shards, start, tmp_path):
     train("--data", shards, "--init", start, *TINY, *QUIET, "--batch_size", batch_size, "--no_shuffle",
           "--grad_clip", clip, "--max_steps", 2, "--warmup_steps", 0, "--max_lr", 0.1, "--min_lr", 0.1,
           "--out", tmp_path / "log")
+    hook.remove()
     model = load_model(start)
-    for step, batch in enumerate(batches(torch.cat(sequences(shards)), 2)):
+    for ours, batch in zip(weights, batches(torch.cat(sequences(shards)), 2), strict=True):
         model.zero_grad()
         F.cross_entropy(model(batch[:, :-1])[0].flatten(0, 1), batch[:, 1:].flatten()).backward()
         norm = torch.stack([p.grad.square().sum() for p in model.parameters()]).sum().sqrt()
         assert norm > 0.3
         with torch.no_grad():
-            for ours, p in zip(sgd[step], model.parameters(), strict=True):
+            for mine, p in zip(ours, model.parameters(), strict=True):
                 p -= 0.1 * p.grad * min(1, clip / norm)
-                torch.testing.assert_close(ours, p, rtol=0, atol=2e-6)
-    assert len(sgd) == 2
+                torch.testing.assert_close(mine, p, rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize("flags, seed", [([], 1337), (["--seed", 7], 7), (["--no_shuffle"], None)])
@@ -177,8 +163,6 @@ def test_a_run_reads_the_permutation_of_its_seed(flags, seed, shards, start, tmp
 # the modern recipes
 
 STEPS, WINDOW, LR = 12, 192, 0.02
-MODERN = ["--n_layer", 2, "--n_head", 2, "--n_embd", 32, "--block_size", WINDOW, "--vocab_size", 256,
-          "--dtype", "float32", "--device", "cpu"]
 
 
 def modern_model(recipe, window):
@@ -228,10 +212,10 @@ def test_12_steps_of_a_modern_recipe_equal_a_plain_loop_with_torchs_adam_and_muo
     models = {window: modern_model(recipe, window) for window in (64, 128, 192)}
     model, first_updates = models[WINDOW], 1 if recipe == "speedrun" else 2
     init = save_start(tmp_path / "start.pt", model, recipe)
-    train("--data", shards, "--init", init, "--recipe", recipe, *MODERN, *QUIET, "--window", WINDOW,
-          "--no_shuffle", "--updates_per_step", first_updates, "--total_batch_size", 4 * WINDOW,
-          "--batch_size", 2, "--max_lr", LR, "--min_lr", 0.1 * LR, "--cooldown", 0.5, "--warmup_steps", 2,
-          "--weight_decay", 0.05, "--max_steps", STEPS, "--checkpoint_every", STEPS,
+    train("--data", shards, "--init", init, "--recipe", recipe, *TINY, *QUIET, "--block_size", WINDOW,
+          "--window", WINDOW, "--no_shuffle", "--updates_per_step", first_updates, "--batch_size", 2,
+          "--total_batch_size", 4 * WINDOW, "--max_lr", LR, "--min_lr", 0.1 * LR, "--cooldown", 0.5,
+          "--warmup_steps", 2, "--weight_decay", 0.05, "--max_steps", STEPS, "--checkpoint_every", STEPS,
           "--out", tmp_path / "log")
     losses, norms, lrs = (column(tmp_path / "log", name) for name in ("train", "norm", "lr"))
     adam, muon = adam_and_muon(recipe, model, 4 * WINDOW)
@@ -258,75 +242,32 @@ def test_12_steps_of_a_modern_recipe_equal_a_plain_loop_with_torchs_adam_and_muo
         assert losses[step] == pytest.approx(sum(loss for loss, _ in found) / updates, abs=1e-5), step
         assert norms[step] == pytest.approx(max(norm for _, norm in found), rel=2e-3, abs=1e-4), step
         assert lrs[step] == pytest.approx(LR * rate, rel=1e-5)
-    weights, before = checkpoint(tmp_path / "log", STEPS)["model"], torch.load(init)["model"]
+    weights = load_model(tmp_path / "log").state_dict()
+    before = torch.load(init)["model"]
     for name, p in model.named_parameters():
         assert (weights[name] - p).norm() <= 1e-4 * (p - before[name]).norm(), name
 
 
 # validation loss after 60 steps in float32. Other seeds: 2.195 to 2.232, 1.918 to 1.940
-RECORDED = {"speedrun": 2.1947, "frontier": 1.9192}
+@pytest.mark.parametrize("recipe, loss", [("speedrun", 2.1947), ("frontier", 1.9192)])
+def test_a_modern_recipe_learns_as_it_did(recipe, loss, tmp_path):
+    train("--data", text_shards(tmp_path, text_bytes(200_000), 9000), "--recipe", recipe, *TINY, *QUIET,
+          "--n_embd", 64, "--block_size", 64, "--total_batch_size", 1024, "--max_steps", 60, "--val_every",
+          60, "--val_tokens", 8192, "--out", tmp_path / "log")
+    assert logged(tmp_path / "log", "val")[60] == pytest.approx(loss, abs=0.01)
 
 
-@pytest.mark.parametrize("recipe", RECORDED)
-def test_a_modern_recipe_learns_as_it_did(recipe, tmp_path):
-    text = np.frombuffer((ROOT / "input.txt").read_bytes()[:200_000], dtype=np.uint8).astype(np.uint16)
-    write_shard(tmp_path / "text_val_000000.npy", text[:9000])
-    write_shard(tmp_path / "text_train_000000.npy", text[9000:])
-    train("--data", tmp_path, "--recipe", recipe, *QUIET, "--n_layer", 2, "--n_head", 2, "--n_embd", 64,
-          "--block_size", 64, "--vocab_size", 256, "--dtype", "float32", "--device", "cpu",
-          "--total_batch_size", 1024, "--max_steps", 60, "--val_every", 60, "--val_tokens", 8192,
-          "--out", tmp_path / "log")
-    assert logged(tmp_path / "log", "val")[60] == pytest.approx(RECORDED[recipe], abs=0.01)
-
-
-# -----------------------------------------------------------------------------
-# evaluation and start
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    """Shakespeare in GPT-2's tokens."""
-    folder, tokens = tmp_path_factory.mktemp("text"), encode((ROOT / "input.txt").read_text()[:100_000])
-    write_shard(folder / "text_val_000000.npy", tokens[:2100])
-    write_shard(folder / "text_train_000000.npy", tokens[2100:])
-    return folder
-
-
-def test_the_loops_hellaswag_is_acc_norm(text, tmp_path, capsys):
-    """The right ending is the longest: by its summed loss it is never chosen."""
-    words = (ROOT / "input.txt").read_text()[:20_000].split()
-    examples = [{"ctx": " ".join(words[9 * i:9 * i + 8]), "label": 3, "endings": [
-        " ".join(words[60 * i + 15 * j:60 * i + 15 * j + 2 + 3 * j]) for j in range(4)]} for i in range(30)]
-    (tmp_path / "h.jsonl").write_text("".join(json.dumps(example) + "\n" for example in examples))
+def test_the_loops_hellaswag_is_acc_norm(tmp_path, capsys):
+    text = text_shards(tmp_path, encode((ROOT / "input.txt").read_text()[:9999]), 100)
+    examples = hellaswag_file(tmp_path / "h.jsonl", 30)
     train("--data", text, *QUIET, "--n_layer", 1, "--n_head", 2, "--n_embd", 16, "--block_size", 64,
           "--dtype", "float32", "--device", "cpu", "--total_batch_size", 64, "--max_steps", 2,
-          "--hellaswag_every", 2, "--hellaswag_data", tmp_path / "h.jsonl", "--checkpoint_every", 2,
+          "--hellaswag_every", 2, "--hellaswag_data", examples, "--checkpoint_every", 2,
           "--out", tmp_path / "log")
     capsys.readouterr()
-    hellaswag.main(["--model", str(tmp_path / "log/checkpoint_000002.pt"), "--device", "cpu",
-                    "--data", str(tmp_path / "h.jsonl")])
+    hellaswag.main(["--model", str(tmp_path / "log"), "--device", "cpu", "--data", str(examples)])
     shown = re.findall(r"(acc|acc_norm): (\d+)/30", capsys.readouterr().out)
     printed = {name: int(n) / 30 for name, n in shown}
     assert printed["acc"] != printed["acc_norm"]
-    assert logged(tmp_path / "log", "hella")[2] == pytest.approx(printed["acc_norm"], abs=1e-6)
-    assert column(tmp_path / "log", "hella")[2] == pytest.approx(printed["acc_norm"], abs=1e-6)
-
-
-def test_init_by_name_takes_the_hubs_weights(text, tmp_path, monkeypatch):
-    """From the hub's cache, as huggingface_hub lays it out, with a small openai-community/gpt2."""
-    import huggingface_hub.constants
-    torch.manual_seed(2)
-    model = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=16, block_size=64))
-    repo = tmp_path / "hub/models--openai-community--gpt2"
-    model.save_pretrained(repo / "snapshots" / ("0" * 40))
-    (repo / "refs").mkdir()
-    (repo / "refs/main").write_text("0" * 40)
-    for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
-        monkeypatch.setattr(huggingface_hub.constants, name, str(tmp_path / "hub"), raising=False)
-    for name, p in GPT.from_pretrained("gpt2").named_parameters():
-        assert torch.equal(p, model.get_parameter(name)), name
-    train("--data", text, *QUIET, "--init", "gpt2", "--no_shuffle", "--dtype", "float32", "--device", "cpu",
-          "--total_batch_size", 256, "--max_steps", 1, "--out", tmp_path / "log")
-    batch = torch.cat(sequences(text, 64)[:1])[:4]
-    with torch.no_grad():
-        expected = model(batch[:, :-1], batch[:, 1:])[1].item()
-    assert logged(tmp_path / "log")[0] == pytest.approx(expected, abs=2e-5)
+    for found in (logged(tmp_path / "log", "hella"), column(tmp_path / "log", "hella")):
+        assert found[2] == pytest.approx(printed["acc_norm"], abs=1e-6)

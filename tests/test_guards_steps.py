@@ -1,14 +1,34 @@
-"""Guards, as test_guards.py: dtypes of a step, float16's scaler, DDP's gradients."""
-# ruff: noqa: F811, a test's argument is a fixture that is imported
+"""Guards: dtypes of a step, float16's scaler, DDP's gradients, seen through torch's own hooks. Each was seen
+to fail, once, with the line that it guards taken out."""
+import functools
+import itertools
+import os
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils._pytree import tree_leaves
 
-from helpers import run
-from test_guards import QUIET, TINY, checkpoint, shards, site, start, train       # noqa: F401, fixtures
+from helpers import ROOT, run, train
+from model import GPT
+from runtime.shards import write_shard
+
+QUIET = ["--n_layer", 2, "--n_head", 2, "--n_embd", 32, "--block_size", 32, "--vocab_size", 256,
+         "--total_batch_size", 256, "--device", "cpu", "--hellaswag_every", 0, "--sample_every", 0]
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory):
+    """Shakespeare's bytes."""
+    folder = tmp_path_factory.mktemp("shards")
+    text = np.frombuffer((ROOT / "input.txt").read_bytes()[:9000], dtype=np.uint8).astype(np.uint16)
+    for name, part in (("val", text[:1000]), ("train", text[1000:])):
+        write_shard(folder / f"text_{name}_000000.npy", part)
+    return folder
 
 
 @pytest.fixture
@@ -22,139 +42,90 @@ def hooked():
 
 @pytest.mark.parametrize("recipe", ["gpt2", "speedrun", "frontier"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_linear_layers_compute_in_the_dtype_asked_for(recipe, dtype, hooked, shards,
-                                                      tmp_path):
+def test_linear_layers_compute_in_the_dtype_asked_for(recipe, dtype, hooked, shards, tmp_path):
     """In the step and in the validation."""
-    seen = []
+    seen = set()
 
     def look(module, inputs, output):
         if isinstance(module, nn.Linear):
-            seen.append((torch.is_grad_enabled(), output.dtype))
+            seen.add((torch.is_grad_enabled(), output.dtype))
     hooked(look)
-    train("--data", shards, *TINY, *QUIET, "--recipe", recipe, "--dtype", dtype, "--max_steps", 1,
-          "--val_every", 1, "--val_tokens", 256, "--out", tmp_path / "log")
-    assert set(seen) == {(training, getattr(torch, dtype)) for training in (True, False)}
+    train("--data", shards, *QUIET, "--recipe", recipe, "--dtype", dtype, "--max_steps", 1, "--val_every", 1,
+          "--val_tokens", 256, "--checkpoint_every", 0, "--out", tmp_path / "log")
+    assert seen == {(training, getattr(torch, dtype)) for training in (True, False)}
 
 
 # -----------------------------------------------------------------------------
 # float16
 
-FLOAT16 = [*TINY, *QUIET, "--dtype", "float16", "--recipe", "speedrun", "--batch_size", 8, "--warmup_steps",
-           0, "--max_lr", 0.005, "--checkpoint_every", 1, "--keep_checkpoints", 9]
+def tensors(tree):
+    return [x for x in tree_leaves(tree) if torch.is_tensor(x)]
 
 
-@pytest.fixture
-def overflow(hooked, tmp_path):
-    """overflow(kind, step): at this step the gradient of the first weight of that kind of layer is
-    infinite."""
-    def begin(kind, step):
-        first = []
+@pytest.mark.parametrize("kind, step", [(nn.Embedding, 2), (nn.Linear, 2), (nn.Embedding, 0)])
+def test_where_one_optimizers_gradient_overflows_neither_steps_and_a_resumed_run_knows(kind, step, hooked,
+                                                                                       shards, tmp_path):
+    """speedrun's embedding is Adam's, and its first linear layer Muon's. Before the first step there are no
+    moments yet: the checkpoint's are zero."""
+    paths, first = [tmp_path / f"log/checkpoint_{n:06d}.pt" for n in range(6)], []
 
-        def now():              # each step begins with its checkpoint
-            return (tmp_path / f"log/checkpoint_{step:06d}.pt").exists() and not (
-                tmp_path / f"log/checkpoint_{step + 1:06d}.pt").exists()
+    def overflow(gradient):             # each step but the first begins with its checkpoint
+        now = (not step or paths[step].exists()) and not paths[step + 1].exists()
+        return gradient * torch.inf if now else gradient
 
-        def watch(module, inputs, output):
-            if isinstance(module, kind) and torch.is_grad_enabled() and not first:
-                first.append(module)
-                module.weight.register_hook(lambda gradient: gradient * torch.inf if now() else gradient)
-        hooked(watch)
-    return begin
-
-
-@pytest.mark.parametrize("kind", [nn.Embedding, nn.Linear], ids=["Adam's", "Muon's"])
-def test_where_one_optimizers_gradient_overflows_neither_steps(kind, overflow, shards, tmp_path):
-    """speedrun's embedding is Adam's, and its first linear layer Muon's."""
-    overflow(kind, 2)
-    train("--data", shards, *FLOAT16, "--max_steps", 4, "--out", tmp_path / "log")
-    states = [checkpoint(tmp_path / "log", step) for step in (1, 2, 3, 4)]
-    scales = [state["scaler"]["scale"] for state in states]
-    assert scales[:2] == [scales[0]] * 2 and scales[2:] == [scales[0] / 2] * 2
-    for before, after, steps in zip(states, states[1:], (True, False, True), strict=False):
-        assert before["model"].keys() == after["model"].keys()
-        for name, value in before["model"].items():
-            if not steps:
-                assert torch.equal(value, after["model"][name]), name
-        a, b = ([x for x in tree_leaves(state["optimizers"]) if torch.is_tensor(x)]
-                for state in (before, after))
-        assert len(a) == len(b) > 20
-        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True)) is not steps
-    assert not torch.equal(states[2]["model"]["lm_head.weight"], states[3]["model"]["lm_head.weight"])
-
-
-def test_a_resumed_run_has_the_scale_that_it_had(overflow, shards, tmp_path):
-    """After an overflow at step 1, killed once checkpoint 3 was written."""
-    overflow(nn.Embedding, 1)
-    flags = ["--data", shards, *FLOAT16, "--max_steps", 5, "--out", tmp_path / "log"]
-    train(*flags)
-    whole = checkpoint(tmp_path / "log", 5)
-    for step in (4, 5):
-        (tmp_path / f"log/checkpoint_{step:06d}.pt").unlink()
-    train(*flags)
-    resumed = checkpoint(tmp_path / "log", 5)
-    assert whole["scaler"]["scale"] == 2.0**15 and whole["scaler"]["_growth_tracker"] == 3
-    for key in ("scale", "_growth_tracker"):
-        assert resumed["scaler"][key] == whole["scaler"][key]
-    assert all(torch.equal(value, resumed["model"][name]) for name, value in whole["model"].items())
-
-
-def test_a_run_whose_first_step_overflows_is_saved_and_resumes(hooked, shards, tmp_path):
-    """No optimizer has moments yet; the checkpoint's are zero."""
     def watch(module, inputs, output):
-        begins = not list(tmp_path.glob("log/checkpoint_*"))
-        if isinstance(module, nn.Embedding) and torch.is_grad_enabled() and begins:
-            output.register_hook(lambda gradient: gradient * torch.inf)
+        if isinstance(module, kind) and torch.is_grad_enabled() and not first:
+            first.append(module.weight.register_hook(overflow))
     hooked(watch)
-    flags = ["--data", shards, *FLOAT16, "--out", tmp_path / "log"]
-    train(*flags, "--max_steps", 1)
-    state = checkpoint(tmp_path / "log", 1)
-    assert state["scaler"]["scale"] == 2.0**15
-    assert not any(x.any() for x in tree_leaves(state["optimizers"]) if torch.is_tensor(x))
-    train(*flags, "--max_steps", 2)
-    assert checkpoint(tmp_path / "log", 2)["optimizers"]["lm_head.weight"]["step"] == 1
+    flags = ["--data", shards, *QUIET, "--val_every", 0, "--dtype", "float16", "--recipe", "speedrun",
+             "--batch_size", 8, "--max_lr", 0.005, "--checkpoint_every", 1, "--keep_checkpoints", "all",
+             "--max_steps", 5, "--out", tmp_path / "log"]
+    train(*flags)
+    states = [torch.load(path) for path in paths[1:]]
+    assert [state["scaler"]["scale"] for state in states] == [2.0**16] * step + [2.0**15] * (5 - step)
+    for n, (before, after) in enumerate(itertools.pairwise(states), 1):
+        for what in ("model", "optimizers"):
+            pairs = list(zip(tensors(before[what]), tensors(after[what]), strict=True))
+            assert len(pairs) > 10 and all(torch.equal(a, b) for a, b in pairs) is (n == step)
+    assert any(moment.any() for moment in tensors(states[0]["optimizers"])) is (step > 0)
+    assert states[4]["optimizers"]["lm_head.weight"]["step"] == 4
+    for path in paths[step + 2:]:
+        path.unlink()
+    train(*flags)
+    resumed = torch.load(paths[5])
+    assert resumed["scaler"] == states[4]["scaler"]
+    assert all(torch.equal(value, resumed["model"][name]) for name, value in states[4]["model"].items())
 
 
 # -----------------------------------------------------------------------------
 # DDP
 
-# notes each forward that is trained, and each bucket of gradients that is sent, of rank 0
-COUNTING = """
-import os, torch
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.nn.parallel import DistributedDataParallel as DDP
-forward, register, hooked = DDP.forward, DDP.register_comm_hook, set()
+def note_forwards_and_buckets(path):
+    """From now on rank 0 notes each forward that is trained, and each bucket of gradients that is sent."""
+    begin, forward = DDP.__init__, DDP.forward
 
-def note(line):
-    if os.environ.get("RANK") == "0":
-        with open({path!r}, "a") as file:
-            file.write(line + "\\n")
+    def note(line):
+        if os.environ["RANK"] == "0":
+            with open(path, "a") as file:
+                file.write(f"{line}\n")
 
-def counting(self, state, hook):
-    def counted(state, bucket):
-        note(str(bucket.buffer().numel()))
-        return hook(state, bucket)
-    hooked.add(self)
-    register(self, state, counted)
-
-def noted(self, *args, **kwargs):
-    if self not in hooked:
-        counting(self, None, allreduce_hook)
-    if torch.is_grad_enabled():
-        note("forward")
-    return forward(self, *args, **kwargs)
-
-DDP.register_comm_hook, DDP.forward = counting, noted
-"""
+    def begun(self, *args, **kwargs):
+        begin(self, *args, **kwargs)
+        self.register_comm_hook(None, lambda _, bucket: note(bucket.buffer().numel()) or
+                                allreduce_hook(None, bucket))
+    DDP.__init__ = functools.wraps(begin)(begun)
+    DDP.forward = lambda *args, **kwargs: (torch.is_grad_enabled() and note("forward"),
+                                           forward(*args, **kwargs))[1]
 
 
-def test_gradients_are_sent_once_a_step_and_all_of_them(shards, start, tmp_path):
+def test_gradients_are_sent_once_a_step_and_all_of_them(shards, tmp_path):
     """Two ranks, four micro-steps, three steps."""
-    events = tmp_path / "events"
-    run("--data", shards, "--init", start, *TINY, *QUIET, "--batch_size", 1, "--max_steps", 3, "--out",
-        tmp_path / "log", processes=2, env=site(tmp_path / "site", COUNTING.format(path=str(events))))
-    size = sum(p.numel() for p in torch.load(start)["model"].values()) - 256 * 32       # the head is tied
+    run("--data", shards, *QUIET, "--val_every", 0, "--dtype", "float32", "--batch_size", 1, "--max_steps", 3,
+        "--out", tmp_path / "log", processes=2, before=[
+            functools.partial(note_forwards_and_buckets, tmp_path / "events")])
+    size = sum(p.numel() for p in GPT(GPT.Config(32, 256, 2, 2, 32)).parameters())
     sent = []           # for each run of forwards: how many, and the gradients sent after them
-    for event in events.read_text().split():
+    for event in (tmp_path / "events").read_text().split():
         if event == "forward":
             if not sent or sent[-1][1]:
                 sent.append([0, 0])

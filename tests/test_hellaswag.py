@@ -3,18 +3,17 @@ files are in test_hostile.py."""
 import json
 import math
 import random
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import hellaswag
 from hellaswag import evaluate, load_examples, make_batches
-from helpers import ENV, ROOT, refused, script
+from helpers import ROOT, refused, script
 from peers import make_model, own_checkpoint, save
 from runtime.tokenizer import encode
-
-N = 40
-
 
 def make_examples(n, seed=0):
     """Examples of very different lengths, cut from Shakespeare."""
@@ -26,6 +25,9 @@ def make_examples(n, seed=0):
         return " ".join(words[start:start + length])
     return [{"ctx": phrase(25), "endings": [phrase(12) for _ in range(4)], "label": rng.randrange(4)}
             for _ in range(n)]
+
+
+N, EXAMPLES = 30, make_examples(30)
 
 
 @torch.no_grad()
@@ -49,75 +51,64 @@ def plain_counts(scores, examples):
 
 
 @pytest.fixture(scope="module")
-def examples():
-    return make_examples(N)
-
-
-@pytest.fixture(scope="module")
 def model():
     return make_model(block_size=192, vocab_size=50304)
 
 
 @pytest.fixture(scope="module")
-def scores(model, examples):
-    scores = plain_scores(model, examples)
+def scores(model):
+    scores = plain_scores(model, EXAMPLES)
     for losses in (losses for pair in scores for losses in pair):       # no near ties
         best, second = sorted(losses)[:2]
         assert second - best > 1e-4
-    acc, acc_norm, _ = plain_counts(scores, examples)
-    assert acc != acc_norm and 4 < acc < N / 2
+    acc, acc_norm, _ = plain_counts(scores, EXAMPLES)
+    assert acc != acc_norm and 2 < acc < N / 2
     return scores
 
 
-@pytest.mark.parametrize("batch_size", [4, 7, 32, 128])
-def test_counts_are_those_of_a_plain_scoring_whatever_the_batch(batch_size, model, examples, scores):
-    batches = make_batches(examples, 192, batch_size)
+@pytest.mark.parametrize("batch_size", [7, 32])
+def test_counts_are_those_of_a_plain_scoring_and_little_of_a_batch_is_padding(batch_size, model, scores):
+    batches = make_batches(EXAMPLES, 192, batch_size)
+    sizes = [idx.size for idx, *_ in batches]
     assert all(len(idx) <= batch_size for idx, *_ in batches)
-    assert evaluate(model, batches, "cpu").tolist() == plain_counts(scores, examples)
+    rows = sum(len(encode(e["ctx"])) + len(encode(" " + ending)) - 1 for e in EXAMPLES
+               for ending in e["endings"])
+    assert sum(sizes) < 1.5 * rows and max(sizes) == sizes[0]           # what needs most memory fails first
+    assert evaluate(model, batches, "cpu").tolist() == plain_counts(scores, EXAMPLES)
 
 
 @pytest.mark.parametrize("world_size", [2, 64])
-def test_counts_of_ranks_sum_to_those_of_one(world_size, model, examples, scores):
-    batches = make_batches(examples, 192, 16)
-    parts, seen = [], []
-    for rank in range(world_size):              # what is watched are a rank's batches
-        parts += [evaluate(model, batches, "cpu", None, rank, world_size,
-                           lambda of: seen.append(len(of)) or of)]
-    assert sum(parts).tolist() == plain_counts(scores, examples) and max(part[2] for part in parts) < N
+def test_counts_of_ranks_sum_to_those_of_one(world_size, model, scores):
+    batches, seen = make_batches(EXAMPLES, 192, 16), []
+    parts = [evaluate(model, batches, "cpu", None, rank, world_size,
+                      lambda of: seen.append(len(of)) or of) for rank in range(world_size)]
+    assert sum(parts).tolist() == plain_counts(scores, EXAMPLES) and max(part[2] for part in parts) < N
     assert sum(seen) == len(batches) and evaluate(model, batches, "cpu", watched=lambda of: of[:1])[2] == 4
 
 
-def test_rows_longer_than_block_size_lose_their_beginning(examples):
+def test_rows_longer_than_block_size_lose_their_beginning():
     short = make_model(block_size=12, vocab_size=50304, n_layer=1)
-    assert any(len(encode(" " + ending)) > 13 for e in examples for ending in e["endings"])  # an ending alone
-    batches = make_batches(examples, 12, 32)
+    assert any(len(encode(" " + ending)) > 13 for e in EXAMPLES for ending in e["endings"])  # an ending alone
+    batches = make_batches(EXAMPLES, 12, 32)
     assert max(idx.shape[1] for idx, *_ in batches) == 12
-    assert evaluate(short, batches, "cpu").tolist() == plain_counts(plain_scores(short, examples), examples)
-
-
-def test_little_of_a_batch_is_padding_and_the_largest_comes_first(examples):
-    sizes = [idx.size for idx, *_ in make_batches(examples, 192, 16)]
-    rows = sum(len(encode(e["ctx"])) + len(encode(" " + ending)) - 1 for e in examples
-               for ending in e["endings"])
-    assert sum(sizes) < 1.5 * rows and sizes == sorted(sizes, reverse=True)
+    assert evaluate(short, batches, "cpu").tolist() == plain_counts(plain_scores(short, EXAMPLES), EXAMPLES)
 
 
 def test_without_context(model):
-    some = {"ctx": "", "endings": ["a b", "b c", "d e f", "g h"], "label": 1}
-    counts = evaluate(model, make_batches([some], 192), "cpu")
-    assert counts.tolist() == plain_counts(plain_scores(model, [some]), [some])
-    nothing = {"ctx": "", "endings": ["a", "b", "c", "d"], "label": 0}      # to score, yet no crash
-    assert evaluate(model, make_batches([nothing], 192), "cpu")[2] == 1
+    some = [{"ctx": "", "endings": ["a b", "b c", "d e f", "g h"], "label": 1}]
+    counts = evaluate(model, make_batches(some, 192), "cpu").tolist()
+    assert counts == plain_counts(plain_scores(model, some), some)
+    some[0]["endings"] = ["a", "b", "c", "d"]                           # nothing to score, yet no crash
+    assert evaluate(model, make_batches(some, 192), "cpu")[2] == 1
 
 
-def test_no_gradients_and_no_random_numbers_but_autocast(model, examples):
+def test_no_gradients_and_no_random_numbers_but_autocast(model):
     before, seen = torch.get_rng_state(), []
     hook = model.transformer.ln_f.register_forward_hook(lambda *_: seen.append(
         (torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"))))
-    evaluate(model, make_batches(examples[:8], 192), "cpu", torch.autocast("cpu", torch.bfloat16))
+    evaluate(model, make_batches(EXAMPLES[:8], 192), "cpu", torch.autocast("cpu", torch.bfloat16))
     hook.remove()
     assert seen == [(False, True)] and torch.equal(before, torch.get_rng_state())
-    assert torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
 
 
 def write_jsonl(path, rows, start=""):
@@ -136,28 +127,28 @@ def test_a_file_of_examples_and_a_line_of_it_that_is_broken(tmp_path):
 def test_rows_of_the_hub(monkeypatch):
     rows, asked = make_examples(3), []
     hub = [{**row, "label": str(row["label"]), "source_id": "x"} for row in rows]
-    monkeypatch.setattr("datasets.load_dataset", lambda *args, **how: asked.append((args, how)) or hub)
+    datasets = SimpleNamespace(load_dataset=lambda *args, **how: asked.append((args, how)) or hub)
+    monkeypatch.setitem(sys.modules, "datasets", datasets)
     assert load_examples() == rows and asked == [(("Rowan/hellaswag",), {"split": "validation"})]
     hub[1]["label"] = ""
     refused(load_examples, "Rowan/hellaswag", "row 1")
 
 
-def test_the_command_prints_counts_and_shares(model, scores, examples, tmp_path, capsys):
-    path, data = save(tmp_path / "m.pt", own_checkpoint(model)), write_jsonl(tmp_path / "a.jsonl", examples)
-    hellaswag.main(["--model", str(path), "--data", str(data), "--limit", "30", "--device", "cpu"])
-    acc, acc_norm, _ = plain_counts(scores[:30], examples[:30])
+def test_the_command_prints_counts_and_shares(model, scores, tmp_path, capsys):
+    path, data = save(tmp_path / "m.pt", own_checkpoint(model)), write_jsonl(tmp_path / "a.jsonl", EXAMPLES)
+    hellaswag.main(["--model", str(path), "--data", str(data), "--limit", "20", "--device", "cpu"])
+    acc, acc_norm, _ = plain_counts(scores[:20], EXAMPLES[:20])
     assert (capsys.readouterr().out ==
-            f"acc: {acc}/30={acc / 30:.4f}\nacc_norm: {acc_norm}/30={acc_norm / 30:.4f}\n")
+            f"acc: {acc}/20={acc / 20:.4f}\nacc_norm: {acc_norm}/20={acc_norm / 20:.4f}\n")
 
 
 def test_without_a_network_it_ends_with_one_line(model, tmp_path):
     path = save(tmp_path / "model.pt", own_checkpoint(model))
-    env = {**ENV, "HF_HUB_OFFLINE": "", "HF_ENDPOINT": "http://127.0.0.1:9"}       # nothing listens there
-    refused(lambda: script("hellaswag.py", "--model", path, env=env), "hellaswag.py: ", "Rowan/hellaswag")
+    refused(lambda: script("hellaswag.py", "--model", path), "hellaswag.py: ", "Rowan/hellaswag")
 
 
-@pytest.mark.parametrize("flags", ["--bogus", "--limit 0", "--limit many", "--batch_size 3", "--dtype int8",
-                                   "--device tpu", "--device cpu:x", "--data nowhere.jsonl"])
+@pytest.mark.parametrize("flags", ["--bogus", "--limit 0", "--batch_size 3", "--dtype int8", "--device tpu",
+                                   "--data nowhere.jsonl"])
 def test_mistakes_are_found_before_the_model_is_read(flags, monkeypatch):
     monkeypatch.setattr("model.load_model", lambda path: pytest.fail("the model was read"))
-    refused(lambda: hellaswag.main(flags.split()), "nowhere" if "nowhere" in flags else flags.split()[0])
+    refused(lambda: hellaswag.main(flags.split()), flags.split()[-1 if "nowhere" in flags else 0])

@@ -4,7 +4,6 @@ import errno
 import importlib
 import os
 import shlex
-import shutil
 
 import numpy as np
 import pytest
@@ -27,26 +26,23 @@ LN = "transformer.ln_f.weight"
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    """A folder with `data` and `log`, a run of 6 steps with checkpoints at 2, 4 and 6."""
-    folder = tmp_path_factory.mktemp("finished")
-    (folder / "data").mkdir()
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
     for name in ("val_000000", "train_000001"):
-        write_shard(folder / "data" / f"x_{name}.npy", np.arange(400, dtype=np.uint16) % 96)
-    helpers.train("--data", folder / "data", "--out", folder / "log", *TINY, "--max_steps", 6,
-                  "--checkpoint_every", 2, "--keep_checkpoints", "all")
+        write_shard(folder / f"x_{name}.npy", np.arange(400, dtype=np.uint16) % 96)
     return folder
 
 
 @pytest.fixture
-def log(finished, tmp_path):
-    """A copy of that run's folder."""
-    return shutil.copytree(finished / "log", tmp_path / "log")
+def train(data):
+    return lambda out, *flags: helpers.train("--data", data, "--out", out, *TINY, *flags)
 
 
 @pytest.fixture
-def train(finished):
-    return lambda out, *flags: helpers.train("--data", finished / "data", "--out", out, *TINY, *flags)
+def log(train, tmp_path):
+    """The folder of a run of 4 steps with checkpoints at 2 and 4."""
+    train(tmp_path / "log", "--max_steps", 4, "--checkpoint_every", 2, "--keep_checkpoints", "all")
+    return tmp_path / "log"
 
 
 def contents(folder):
@@ -57,17 +53,16 @@ def contents(folder):
 @pytest.mark.parametrize("kind, key", [("model", None), ("optimizers", "exp_avg"),
                                        ("optimizers", "exp_avg_sq")])
 def test_a_checkpoint_with_a_number_that_is_not_finite_is_refused_the_one_before_named(kind, key, log, train):
-    path, value = log / "checkpoint_000006.pt", torch.zeros(8)
+    path, value = log / "checkpoint_000004.pt", torch.zeros(8)
     content, value[2] = read_checkpoint(path), torch.inf if key == "exp_avg_sq" else torch.nan
     content[kind] = content[kind] | {LN: content[kind][LN] | {key: value} if key else value}
     replace_file(path, lambda file: torch.save(content, file))          # it is mapped into memory
     before = contents(log)
-    refused(lambda: train(log, "--max_steps", 8), "checkpoint_000006.pt", LN, "checkpoint_000004.pt")
+    refused(lambda: train(log, "--max_steps", 8), path.name, LN, "checkpoint_000002.pt")
     assert before == contents(log)
 
 
-@pytest.mark.parametrize("background", [False, True])
-@pytest.mark.parametrize("kind", ["model", "optimizers"])
+@pytest.mark.parametrize("kind, background", [("model", True), ("optimizers", True), ("model", False)])
 def test_what_is_not_finite_is_not_saved(kind, background, tmp_path):
     weights = {name: p.detach().clone() for name, p in make_model().named_parameters()}
     moments = {name: {"exp_avg_sq": torch.zeros_like(p)} for name, p in weights.items()}
@@ -90,8 +85,8 @@ def test_a_validation_loss_that_is_not_finite_ends_the_run_at_a_saved_step(log, 
 
 @pytest.mark.parametrize("recipe", ["gpt2", "speedrun", "frontier"])
 def test_torch_alone_reads_a_checkpoint_of_float32_with_the_moments_of_the_docs(recipe, train, tmp_path):
-    train(tmp_path, "--recipe", recipe, "--dtype", "bfloat16", "--max_steps", 3, "--checkpoint_every", 3)
-    checkpoint = torch.load(tmp_path / "checkpoint_000003.pt", weights_only=True)
+    train(tmp_path, "--recipe", recipe, "--dtype", "bfloat16", "--max_steps", 2, "--checkpoint_every", 2)
+    checkpoint = torch.load(tmp_path / "checkpoint_000002.pt", weights_only=True)
     weights, moments = checkpoint["model"], checkpoint["optimizers"]
     for name, state in moments.items():
         muon = recipe != "gpt2" and ".h." in name and weights[name].dim() == 2
@@ -104,40 +99,31 @@ def test_torch_alone_reads_a_checkpoint_of_float32_with_the_moments_of_the_docs(
 
 
 def test_another_runs_files_are_moved_by_their_names_and_nothing_else_is_touched(log, train):
-    (log / "loss.png").write_bytes(b"a picture of someone")
-    (log / "checkpoint_best.pt").write_bytes(b"a name that no run gives")
-    (log / "thesis").mkdir()
-    before, theirs = contents(log), {"checkpoint_best.pt", ".train_gpt2.lock"}
-    assert {"log.txt", "metrics.csv", "loss.png"} <= before.keys()
+    theirs = {"checkpoint_best.pt", "thesis.tmp", "checkpoint_1.pt.old.tmp", ".train_gpt2.lock"}
+    for name in ("loss.png", "checkpoint_best.pt", "thesis.tmp", "checkpoint_1.pt.old.tmp"):
+        (log / name).write_text("of someone")
+    before = contents(log)
+    assert {"log.txt", "metrics.csv", "checkpoint_000002.pt"} <= before.keys()
+    for name in ("checkpoint_000777.pt.123.tmp", "log.txt.tmp", "metrics.csv.9.tmp"):       # ours: removed
+        (log / name).write_text("half")
+    for name in ("thesis", "checkpoint_000009.pt.tmp"):
+        (log / name).mkdir()
     for number in (1, 2):
         train(log, "--max_steps", 1, "--checkpoint_every", 0, "--resume", "never")
         assert contents(log / "previous_1") == {name: x for name, x in before.items() if name not in theirs}
         assert {path.name for path in log.iterdir()} == theirs | {
-            "thesis", "log.txt", "metrics.csv", *(f"previous_{i}" for i in range(1, number + 1))}
+            "thesis", "checkpoint_000009.pt.tmp", "log.txt", "metrics.csv",
+            *(f"previous_{i}" for i in range(1, number + 1))}
+        assert all((log / name).read_bytes() == before[name] for name in theirs)
     assert contents(log / "previous_2").keys() == {"log.txt", "metrics.csv"}
-    assert (log / "checkpoint_best.pt").read_bytes() == before["checkpoint_best.pt"]
-
-
-def test_only_temporary_files_of_our_own_are_removed(train, tmp_path):
-    out, folders = tmp_path / "log", ("folder.tmp", "checkpoint_000009.pt.tmp")
-    theirs = [out / name for name in ("thesis.tmp", "log.txt.backup.tmp", "checkpoint_1.pt.old.tmp")]
-    ours = [out / name for name in ("checkpoint_000777.pt.123.tmp", "log.txt.tmp", "metrics.csv.9.tmp")]
-    for name in folders:
-        (out / name).mkdir(parents=True)
-    for path in theirs + ours:
-        path.write_text("x")
-    train(out, "--max_steps", 1, "--checkpoint_every", 0)
-    assert all(path.exists() for path in theirs) and not any(path.exists() for path in ours)
-    assert all((out / name).is_dir() for name in folders)
 
 
 @pytest.mark.parametrize("line, word", [
     ("train_gpt2 --out=", "--out"), ("train_gpt2 --data ''", "--data"), ("train_gpt2 --init ''", "--init"),
     ("train_gpt2 --resume ''", "--resume"), ("sample --model ''", "--model"),
-    ("hellaswag --model=", "--model"),
     ("hellaswag --data ''", "--data"), ("model export gpt2 ''", "folder"), ("model export '' x", "source"),
     ("fineweb --input a --out ''", "--out"), ("fineweb --input a '' --out x", "--input"),
-    ("bench ladder --json ''", "--json"), ("bench ladder --plot=", "--plot"), ("bench compare ''", "")])
+    ("bench ladder --json ''", "--json"), ("bench compare ''", "")])
 def test_an_empty_path_is_a_mistake(line, word, tmp_path, monkeypatch):
     """That of an unset variable of the shell: it would be the working directory."""
     monkeypatch.chdir(tmp_path)
@@ -146,7 +132,7 @@ def test_an_empty_path_is_a_mistake(line, word, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP, errno.EIO, errno.EROFS, errno.ENOSPC],
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP, errno.EIO, errno.ENOSPC],
                          ids=errno.errorcode.get)
 def test_a_file_system_without_fsync_will_do_and_a_failing_one_is_told(number, train, tmp_path, monkeypatch):
     def fsync(descriptor):

@@ -1,14 +1,13 @@
 """Every format that load_model reads gives transformers' logits. Exports are in test_export.py, damaged and
 hostile files in test_hostile.py."""
 import dataclasses
-import http.server
 import sys
-import threading
 
 import pytest
 import torch
 
-from helpers import ENV, llm_c_file, refused, script
+from helpers import llm_c_file, refused, script
+from hub import Hub
 from model import GPT, GPT2_SIZES, load_model
 from peers import (TINY, make_model, nanogpt_checkpoint, our_model, own_checkpoint, save, tokens,
                    transformers_model)
@@ -137,7 +136,7 @@ def test_a_runs_folder_is_its_newest_checkpoint_and_best_the_one_of_the_lowest_l
         same_weights(source, models[1_000_000])
     for source in (folder / "best", f"{folder}/best/", f"{folder}/../log/best", "best"):
         same_weights(source, models[999_999])
-    for metrics in ("", f"{HEADER}\n3,0,0,5,1.0,,,,\n", None):
+    for metrics in ("", f"{HEADER}\n3,0,0,5,1.0,,,,\n", f"{HEADER}\na note\n", None):
         (folder / "metrics.csv").unlink() if metrics is None else (folder / "metrics.csv").write_text(metrics)
         refused(lambda: load_model(folder / "best"), folder)
     load_model(folder)
@@ -159,63 +158,24 @@ def test_a_real_file_or_folder_called_best_wins(a_run, kind):
 # -----------------------------------------------------------------------------
 # the hub
 
-def test_the_hubs_names_without_an_owner_are_the_sizes():
-    assert OPENAI_NAMES == tuple(GPT2_SIZES)
-
-
-@pytest.mark.parametrize("name", ["gpt2-huge", "a/b/c", "x" * 300, "no such name", "../weights", "./gpt2",
-                                  ""])
-def test_what_cannot_be_a_models_name_is_not_looked_for_on_the_hub(name, monkeypatch):
-    import huggingface_hub
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *args, **how: pytest.fail("it was asked"))
-    refused(lambda: load_model(name), name)
-
-
-class StandInHub(http.server.BaseHTTPRequestHandler):
-    """Answers as the hub does: it has gpt2, the files of `folder`. nobody/model is not there, other/model has
-    no model.safetensors."""
-    folder = None
-
-    def do_HEAD(self):
-        owner, name = self.path.split("/")[1], self.path.rpartition("/")[2]
-        code = {"nobody": "RepoNotFound", "other": "EntryNotFound"}.get(owner)
-        self.send_response(404 if code else 200)
-        if code:
-            self.send_header("X-Error-Code", code)
-            return self.end_headers()
-        self.send_header("X-Repo-Commit", "0" * 40)
-        self.send_header("ETag", f'"{name}"')
-        self.send_header("Content-Length", str((self.folder / name).stat().st_size))
-        self.end_headers()
-
-    def do_GET(self):
-        self.do_HEAD()
-        if self.path.startswith("/openai-community/gpt2/"):
-            self.wfile.write((self.folder / self.path.rpartition("/")[2]).read_bytes())
-
-    def log_message(self, *args):
-        pass
-
-
 def test_gpt2_comes_from_the_hub_and_then_from_its_cache_and_what_is_not_there_is_refused(tmp_path):
-    StandInHub.folder, theirs = tmp_path / "gpt2's", transformers_model(vocab_size=50257)
-    theirs.save_pretrained(StandInHub.folder)
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), StandInHub) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        env = {name: value for name, value in ENV.items() if not name.lower().endswith("_proxy")}
-        env |= {"HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "cache"),
-                "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-                "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}"}
+    theirs = transformers_model(vocab_size=50257)
+    theirs.save_pretrained(tmp_path / "gpt2's")
+    with Hub() as hub:
+        hub.put("openai-community/gpt2", {p.name: p.read_bytes() for p in (tmp_path / "gpt2's").iterdir()})
+        hub.put("other/model", {"config.json": b"{}"})
+        env = hub.env | {"HF_HOME": str(tmp_path / "cache")}
         for out, changed in ("first", {}), ("from the cache", {"HF_ENDPOINT": "http://127.0.0.1:9"}):
             result = script("model.py", "export", "gpt2", tmp_path / out, env=env | changed)
             assert result.returncode == 0 and result.stderr == "", result.stderr
             same_weights(tmp_path / out, our_model(theirs))
         for name in ("nobody/model", "other/model"):
             refused(lambda name=name: script("model.py", "export", name, tmp_path / "hf", env=env), name)
-        server.shutdown()
     assert not (tmp_path / "hf").exists()
 
 
 def test_a_model_that_is_not_here_is_refused_offline():
-    for name in ("gpt2", "no/such-model"):
+    assert OPENAI_NAMES == tuple(GPT2_SIZES)
+    for name in ("gpt2", "no/such-model", "gpt2-huge", "a/b/c", "x" * 300, "no such name", "../weights", ""):
+        refused(lambda name=name: load_model(name), name)
         refused(lambda name=name: GPT.from_pretrained(name), name)
