@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 import types
-from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -71,15 +70,6 @@ def test_steps_and_kernels_are_measured_and_what_is_left_out_is_named(table):
     assert kernels.keys() == set(tables.ATTENTION) and "kernel" in kernels["cudnn"]["failed"]
     rates = steps.WORKERS["loader"](Setting(size="bin", recipe="shuffled", T=1024, steps=2))["rates"]
     assert len(rates) == 2 and min(rates) > 0, "one an epoch"
-
-
-@pytest.mark.parametrize(("device", "left_out"), [("cpu", 3), ("cuda:0", 2), ("mps", 6)])
-def test_a_rung_differs_from_the_one_before_in_what_its_name_says(device, left_out):
-    base = Setting(device=device, compile=device == "cuda:0")               # as the flags make it
-    rungs = list(tables.ladder_rungs(base).values())
-    settings = [asdict(s) for s in rungs if isinstance(s, Setting)]
-    assert {sum(a[key] != b[key] for key in a) for a, b in itertools.pairwise(settings)} == {1}
-    assert len(rungs) - len(settings) == left_out and settings[-1] | {"B": 16} == asdict(base)
 
 
 @pytest.mark.parametrize("recipe", ["speedrun", "frontier"])

@@ -131,18 +131,6 @@ def test_the_folder_comes_back_and_so_does_what_transformers_saves(exported, tmp
         refused(lambda: GPT.from_pretrained(folder), folder)
 
 
-@pytest.mark.parametrize("recipe", ["speedrun", "frontier"])
-def test_no_code_and_no_pickle_of_a_recipes_folder_is_read(recipe, tmp_path):
-    source, folder = tiny_checkpoint(tmp_path / "c.pt", recipe), tmp_path / "hf"
-    main(["export", source, str(folder)])
-    (folder / MODELING).write_text(f"open({str(tmp_path / 'CANARY')!r}, 'w')")
-    load_model(folder)
-    save(folder / "pytorch_model.bin", load_model(source).state_dict())
-    (folder / "model.safetensors").unlink()
-    refused(lambda: load_model(folder), folder)
-    assert not (tmp_path / "CANARY").exists()
-
-
 @settings(max_examples=40, deadline=None, derandomize=True, database=None)
 @given(st.sampled_from(["  two  spaces\n\n\tand tabs ", "naïve Ω 日本語 🙂 e\u0301 1234 don't",
                         (ROOT / "input.txt").read_text(encoding="utf-8")[:20_000]])

@@ -3,11 +3,10 @@ import functools
 import json
 import shlex
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from helpers import ENV, ROOT, cold, refused, script
+from helpers import ENV, ROOT, refused, script
 from hub import Hub, several
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -110,13 +109,6 @@ def test_a_text_of_200_tokens_is_divided_and_a_shorter_one_is_too_short(tmp_path
     Path("a.txt").write_text(" a" * 199)
     prepare("--input", "a.txt", "--out", "out")
     assert (lengths("out", "val"), lengths("out", "train")) == ([20], [180])
-
-
-def test_shakespeare_has_blocks_of_4096_tokens(gpt2, tmp_path, monkeypatch):
-    monkeypatch.setattr(runtime.text, "BLOCK", 1 << 20)
-    prepare("--input", ROOT / "input.txt", "--out", tmp_path)
-    stream = stream_of(gpt2, [(ROOT / "input.txt").read_text(encoding="utf-8")])
-    assert both(tmp_path) == in_blocks(stream, 10**8, 4096) and lengths(tmp_path, "val") == [32_768]
 
 
 def test_val_input_takes_whole_files_for_validation(gpt2, text):
@@ -293,12 +285,6 @@ def test_a_mistake_is_a_users_and_writes_nothing(line, said, mistakes, monkeypat
     assert {*mistakes.rglob("*")} == before
 
 
-def test_importing_loads_nothing_heavy():
-    heavy = {"torch", "datasets", "huggingface_hub", "tiktoken", "gigatoken", "pyarrow", "tqdm"}
-    result = cold("-c", f"import sys, fineweb\nprint({heavy} & {{*sys.modules}})", cwd=ROOT)
-    assert (result.returncode, result.stdout, result.stderr) == (0, "set()\n", "")
-
-
 # -----------------------------------------------------------------------------
 # --verify
 
@@ -358,14 +344,6 @@ def test_the_presets_have_the_sequences_that_the_last_line_counts_with():
             line = fineweb.next_command(Path("d"), [val, 1], [1, tokens])
             assert ("too short" in line) == (flags is None)
             assert flags is None or line.split("log/d")[1] == flags
-
-
-@pytest.mark.parametrize("out, name", [(".", "here"), ("..", "above"), ("a/..", "here"), ("/", "data")])
-def test_the_last_line_names_a_folder_for_the_run(out, name, tmp_path, monkeypatch):
-    (tmp_path / "above/here").mkdir(parents=True)
-    monkeypatch.chdir(tmp_path / "above/here")
-    line = fineweb.next_command(Path(out), [2000], [20_000])
-    assert shlex.split(line)[5:] == ["--data", str(Path(out)), "--out", f"log/{name}"]
 
 
 # -----------------------------------------------------------------------------
@@ -474,22 +452,6 @@ def test_a_hub_out_of_reach_is_a_failure_of_the_run_and_the_command_goes_on_late
     offline = hub.env | {"HF_HUB_OFFLINE": "1"}
     for run in several(tmp_path, offline, [*flags, "--out", "new"], ["--pretokenized", 1, "--out", "new"]):
         refused(lambda run=run: run, "fineweb.py: ", failed=True)
-
-
-@pytest.mark.parametrize("repo, name, split, folder", [
-    ("HuggingFaceFW/fineweb-edu", "sample-350BT", "train", "edu_fineweb350B"),
-    ("HuggingFaceFW/fineweb", "sample-10BT", "train", "fineweb10B"),
-    ("HuggingFaceFW/fineweb", "sample-10BT", "test", "fineweb-sample-10BT-test"),
-    ("roneneldan/TinyStories", None, "train", "TinyStories"),
-    ("a/b_p1of2", "../ü/c_train_000001.npy", "train", "b-p1of2-..-c-train-000001.npy"),
-    ("a/_", "_", "train", "hub")])
-def test_the_folder_has_the_datasets_name(repo, name, split, folder, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info",
-                        lambda *args, **kwargs: SimpleNamespace(sha="2" * 40))
-    args = fineweb.parse_args(["--dataset", repo, "--split", split, *(["--name", name] if name else [])])
-    found, prefix, _ = fineweb.hub_source(args)
-    assert args.out == folder and found["revision"] == "2" * 40 and "_" not in prefix
 
 
 def test_pretokenized_fetches_what_is_missing_even_after_a_kill_and_checks_it(tmp_path):

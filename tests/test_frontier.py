@@ -1,5 +1,4 @@
 """The frontier recipe: what it has beside speedrun's (test_speedrun.py), and several updates a step."""
-import dataclasses
 import math
 import re
 from types import SimpleNamespace as Config
@@ -8,12 +7,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import frontier
 from frontier import FrontierGPT, automatic, bigram_hash, muon_momentum, stems_of_tokens
-from helpers import logged, refused, run, train
-from model import load_model
+from helpers import logged, run, train
 from peers import make_model, tokens
 from runtime.shards import write_shard
 from runtime.tokenizer import EOT, tokenizer
@@ -68,14 +65,6 @@ def test_tokens_of_one_stem_share_a_row_and_all_else_has_its_own():
     assert (stems_of_tokens(256).numpy() == np.arange(256)).all()
 
 
-def test_an_absurd_vocabulary_is_refused_before_its_stems_are_made(tmp_path, monkeypatch):
-    model = make_model(cls=FrontierGPT)
-    torch.save({"model": model.state_dict(), "recipe": "frontier", "step": 0,
-                "model_config": dataclasses.asdict(model.config) | {"vocab_size": 2**23}}, tmp_path / "a.pt")
-    monkeypatch.setattr(frontier, "stems_of_tokens", lambda vocab_size: pytest.fail("made first"))
-    refused(lambda: load_model(tmp_path / "a.pt"), tmp_path / "a.pt", 2**23)
-
-
 def test_pairs_of_tokens_spread_over_the_rows():
     pairs = torch.cartesian_prod(torch.arange(200), torch.arange(200))
     rows = bigram_hash(pairs, 50304)[:, 1]
@@ -84,19 +73,6 @@ def test_pairs_of_tokens_spread_over_the_rows():
     assert counts.var() < 2 * counts.mean()
     assert torch.equal(bigram_hash(pairs[:, 1:], 50304)[:, 0], bigram_hash(
         F.pad(pairs[:, 1:], (1, 0), value=EOT), 50304)[:, 1])
-
-
-def test_samples_cast_the_head_once_and_not_for_each_token():
-    class Casts(TorchDispatchMode):
-        heads = 0
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            self.heads += func == torch.ops.aten._to_copy.default and args[0].shape == (96, 16)
-            return func(*args, **kwargs or {})
-    model = make_model(cls=FrontierGPT)
-    with Casts() as casts, torch.autocast("cpu", torch.bfloat16):
-        model.generate(tokens(1, 3), 5)
-    assert casts.heads == 1
 
 
 def test_with_a_window_no_token_sees_the_document_before():

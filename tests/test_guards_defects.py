@@ -28,6 +28,7 @@ def test_float16_without_one_finite_gradient_or_loss_ends_in_one_line(bad, steps
 
 def test_an_explicit_compile_that_cannot_compile_ends_in_one_line_before_it_trains(shards, tmp_path,
                                                                                    monkeypatch):
+    torch.compiler.reset()                      # of graphs that earlier tests have compiled
     compile = torch.compile
 
     def no_compiler(graph, inputs):

@@ -4,7 +4,6 @@ import functools
 import itertools
 import os
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -13,22 +12,16 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils._pytree import tree_leaves
 
-from helpers import ROOT, run, train
+from helpers import run, train
 from model import GPT
-from runtime.shards import write_shard
 
 QUIET = ["--n_layer", 2, "--n_head", 2, "--n_embd", 32, "--block_size", 32, "--vocab_size", 256,
          "--total_batch_size", 256, "--device", "cpu", "--hellaswag_every", 0, "--sample_every", 0]
 
 
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory):
-    """Shakespeare's bytes."""
-    folder = tmp_path_factory.mktemp("shards")
-    text = np.frombuffer((ROOT / "input.txt").read_bytes()[:9000], dtype=np.uint8).astype(np.uint16)
-    for name, part in (("val", text[:1000]), ("train", text[1000:])):
-        write_shard(folder / f"text_{name}_000000.npy", part)
-    return folder
+@pytest.fixture
+def shards(byte_data):
+    return byte_data
 
 
 @pytest.fixture

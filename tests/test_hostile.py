@@ -399,22 +399,6 @@ def test_whatever_bytes_are_damaged_there_is_a_good_result_or_a_users_error(form
     fuzz(format, put, change)
 
 
-STRANGE = [NONE, None, True, -1, 0, 3, 2**70, 1.5, math.nan, math.inf, "", "x" * 300, "\0", [], {}, [[]],
-           {"a": None}]
-TENSORS = [(), (1.5, 2), b"", b"abc", torch.zeros(3, 5), torch.zeros((), dtype=torch.int64), MATRIX.double(),
-           torch.zeros(1, 5).expand(7, 5), MATRIX + math.nan, torch.zeros(4).to_sparse(), MATRIX.to("meta"),
-           torch.zeros(5056, dtype=torch.uint8)]
-
-
-@pytest.mark.parametrize("format", [name for name, row in FORMATS.items() if row[0][-4:] in (
-    "a.pt", "json", "sonl")])
-def test_whatever_value_is_replaced_there_is_a_good_result_or_a_users_error(format, put):
-    def change(path, draw):
-        place = draw(st.sampled_from([*places(content_of(path))]))
-        change_value(path, place, draw(st.sampled_from(STRANGE + TENSORS * (path.suffix == ".pt"))))
-    fuzz(format, put, change)
-
-
 def test_a_flipped_bit_in_any_record_of_a_checkpoint_is_refused(put):
     good = (path := put("checkpoint")).read_bytes()
     with zipfile.ZipFile(path) as archive:

@@ -6,8 +6,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_gpt2
 from helpers import refused
@@ -16,7 +14,7 @@ from peers import LargestStorage, make_model, plain_gpt2, tokens
 from runtime.cli import UserError
 from runtime.device import choose_device, is_out_of_memory
 from runtime.kernels import Linear, attention, chunked_cross_entropy
-from runtime.language_model import generate_tokens, sample_token
+from runtime.language_model import sample_token
 from runtime.ranks import Process
 from runtime.tokenizer import EOT, VOCAB_SIZE, encode, tokenizer
 
@@ -110,20 +108,6 @@ def test_logits_loss_and_gradients_equal_a_plain_reference(kernel, gelu):
         assert (p.grad - expected).abs().max() < 1e-5 * max(1, expected.abs().max().item()), name
 
 
-def test_token_losses_are_the_loss_of_each_token_and_zero_where_ignored():
-    model, idx, targets = make_model(), tokens(3, 24), tokens(3, 24, seed=2)
-    targets[:, :20], targets[1], targets[2, -1] = -1, -1, 0
-    positions = (targets >= 0).flatten().nonzero().flatten()
-    losses = model.token_losses(idx, targets, positions)
-    every = F.cross_entropy(model(idx)[0].transpose(1, 2), targets, ignore_index=-1, reduction="none")
-    assert losses.dtype == torch.float32 and (losses[targets == -1] == 0).all()
-    torch.testing.assert_close(losses, every)
-    for more in (positions[:0], positions[:3], torch.tensor([0])):      # none, some again, one with target -1
-        torch.testing.assert_close(model.token_losses(idx, targets, torch.cat((positions, more))), losses)
-    without_data = [t.to("meta") for t in (idx, targets, positions)]    # there reading a value, a sync, fails
-    assert model.to("meta").token_losses(*without_data).shape == (3, 24)
-
-
 @pytest.mark.parametrize("chunk, vocab_size, softcap, scale", [
     (1, 50, 0.0, 1), (7, 50, 30.0, 7), (64, 50, 0.0, 70), (64, 50, 30.0, 70), (64, 150_000, 15.0, 1)])
 def test_the_chunked_loss_is_the_whole_one_with_its_gradients(chunk, vocab_size, softcap, scale):
@@ -168,23 +152,6 @@ def test_a_model_trains_the_same_with_the_chunked_loss_and_never_holds_all_logit
     for (name, p), q in zip(whole.named_parameters(), chunked.parameters(), strict=True):
         assert (p.grad - q.grad).norm() <= (0.03 if autocast else 1e-5) * p.grad.norm(), name
     assert seen.bytes < 4 * 32 * 640 * 2, "bytes of all logits in bfloat16"
-
-
-def test_the_chunked_loss_frees_the_logits_of_a_chunk_before_the_next():
-    logits = []
-
-    class Products(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            logits_next = func == torch.ops.aten.mm.default and args[1].shape == (8, 640)
-            assert not logits_next or all(storage.expired() for storage in logits)
-            result = func(*args, **kwargs or {})
-            if logits_next:
-                logits.append(StorageWeakRef(result.untyped_storage()))
-            return result
-    x, weight = torch.randn(48, 8), torch.randn(640, 8, requires_grad=True)
-    with Products():
-        chunked_cross_entropy(x, weight, torch.randint(0, 640, (48,)), 16, 0.0)
-    assert len(logits) == 3
 
 
 def test_in_float16_the_gradients_of_unlikely_tokens_survive_the_chunks():
@@ -451,21 +418,6 @@ def test_the_frequencies_are_the_softmax_over_the_k_likeliest(top_k, kept):
     drawn = sample_token(logits.repeat(n, 1), 2.0, top_k, torch.Generator().manual_seed(0)).flatten()
     expected = (logits[0] / 2).masked_fill(logits[0].argsort(descending=True).argsort() >= kept, -math.inf)
     torch.testing.assert_close(drawn.bincount(minlength=4) / n, expected.softmax(-1), atol=0.015, rtol=0)
-
-
-def test_steps_of_generation_are_generates_with_one_token_each_and_stop_where_the_caller_stops():
-    model, idx, forwards = make_model(), tokens(3, 5), []
-    before = torch.get_rng_state()
-    whole, other = (model.generate(idx, 15, 1.3, 20, torch.Generator().manual_seed(seed)) for seed in (4, 5))
-    assert not torch.equal(whole, other)
-    model.transformer.wte.register_forward_hook(
-        lambda module, args, out: forwards.append((out.size(1), torch.is_grad_enabled())))
-    steps = generate_tokens(model, idx, 15, 1.3, 20, torch.Generator().manual_seed(4))
-    for i, new in zip(range(7), steps, strict=False):
-        assert new.shape == (3, 1) and torch.equal(new, whole[:, 5 + i:6 + i])
-        assert torch.is_grad_enabled()                  # the caller's
-    assert forwards == [(5, False)] + [(1, False)] * 6  # the context's only once
-    assert torch.equal(before, torch.get_rng_state()), "the global ones"
 
 
 @pytest.mark.parametrize("temperature, top_k", [(0, 50), (1.0, 1), (1.0, 50), (3.0, None)])

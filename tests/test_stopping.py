@@ -7,8 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from helpers import (BYTES, ENV, HANG, ROOT, cold, hellaswag_file, logged, newest, run, same_end, site,
-                     striking, train)
+from helpers import (BYTES, ENV, HANG, ROOT, hellaswag_file, logged, newest, run, same_end, striking, train)
 
 from runtime.files import checkpoints
 from runtime.ranks import Process
@@ -146,20 +145,3 @@ def press_at_the_lock():
 def test_ctrl_c_before_the_first_step_is_one_line(byte_data, tmp_path):
     result = run("--data", byte_data, *BYTES, "--out", tmp_path, before=[press_at_the_lock], code=130)
     assert result.stderr.count("\n") == 1 and not checkpoints(tmp_path)
-
-
-# as Python takes down its modules
-IN_FINALIZATION = """
-import os, signal
-signal.signal(signal.SIGINT, signal.default_int_handler)
-class Module:
-    def __del__(self, write=os.write, press=signal.raise_signal, number=signal.SIGINT):
-        write(1, b"finalization\\n")
-        press(number)
-freed = Module()
-"""
-
-
-def test_ctrl_c_in_pythons_finalization_changes_no_exit_code(tmp_path):
-    result = cold(ROOT / "fineweb.py", "--bogus", env=site(tmp_path / "site", IN_FINALIZATION))
-    assert (result.returncode, result.stdout, result.stderr.count("\n")) == (2, "finalization\n", 1)

@@ -133,15 +133,6 @@ def test_every_kind_of_string_column_is_read_and_null_is_an_empty_document(kind,
     assert read(tmp_path / "a.parquet", "body") == [text or "" for text in texts]
 
 
-def test_half_a_kilobyte_that_repeats_a_long_text_is_read_in_little_memory(tmp_path):
-    text = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 500, pyarrow.int32()),
-                                               pyarrow.array(["x" * 10**6]))
-    pyarrow.parquet.write_table(pyarrow.table({"text": text}), tmp_path / "a.parquet", compression="zstd")
-    assert (tmp_path / "a.parquet").stat().st_size < 1000
-    with little_memory(300):
-        assert sum(map(len, read_rows(tmp_path / "a.parquet", "text", b"", ""))) == 500 * 10**6
-
-
 BAD = {                                           # file: its bytes, and what the error has to say
     "latin.txt": ("caf\xe9 ".encode("latin-1") * 50, "utf-8"), "utf16.txt": ("word " * 50).encode("utf-16"),
     "utf16le.txt": (("word " * 50).encode("utf-16-le"), "UTF-16"), "no.txt.gz": b"not packed",

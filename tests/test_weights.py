@@ -142,19 +142,6 @@ def test_a_runs_folder_is_its_newest_checkpoint_and_best_the_one_of_the_lowest_l
     load_model(folder)
 
 
-@pytest.mark.parametrize("kind", ["file", "folder", "run"])
-def test_a_real_file_or_folder_called_best_wins(a_run, kind):
-    folder, models = a_run
-    if kind == "file":
-        save(folder / "best", own_checkpoint(models[10]))
-    elif kind == "folder":
-        models[10].save_pretrained(folder / "best")
-    else:
-        (folder / "best").mkdir()
-        save(folder / "best" / "checkpoint_000010.pt", own_checkpoint(models[10]))
-    same_weights(folder / "best", models[10])
-
-
 # -----------------------------------------------------------------------------
 # the hub
 
