@@ -12,9 +12,7 @@ The timed step is the one that trains, train_gpt2.train_step. Each row is measur
 that none inherits another's memory or compiled code. All rows are measured in turn, --turns times, and a row
 shows the median: the speed of a shared machine changes within minutes.
 """
-import json
 import sys
-from dataclasses import asdict
 from datetime import date
 
 import torch
@@ -28,9 +26,8 @@ from benchmarks.steps import WORKERS
 from benchmarks.timing import run_worker
 from runtime.cli import run_command
 from runtime.device import device_name
-from runtime.files import replace_file
 
-# each prints its table: (flags, their Setting) -> its rows, for --json
+# each prints its table: (flags, their Setting) -> its rows
 TABLES = {"ladder": tables.ladder, "attention": tables.attention_table, "memory": tables.memory_table,
           "data": data_table, "peer": tables.peer_table, "recipes": recipes_table, "compare": compare_table}
 
@@ -42,16 +39,11 @@ def main(argv=None):
     if argv[:1] == ["work"]:
         return run_worker(WORKERS, argv[1])
     args, base = parse_args(argv, TABLES, __doc__)
-    about = {"table": args.table}
     if args.table != "compare":
         threads = f" ({torch.get_num_threads()} threads)" if base.device == "cpu" else ""
-        machine = f"{device_name(base.device)}{threads}, torch {torch.__version__}, {date.today()}"
-        about |= {"machine": machine, "setting": asdict(base), "turns": args.turns}
-        print(f"bench.py {args.table}: {machine}", flush=True)
-    rows = TABLES[args.table](args, base)
-    if args.json:
-        content = about | {"rows": rows}
-        replace_file(args.json, lambda file: file.write(json.dumps(content, indent=1).encode()))
+        print(f"bench.py {args.table}: {device_name(base.device)}{threads}, torch {torch.__version__}, "
+              f"{date.today()}", flush=True)
+    TABLES[args.table](args, base)
 
 
 if __name__ == "__main__":

@@ -69,9 +69,9 @@ def plot_runs(path: str, curves: list[Curve]) -> None:
         if len(loss):   # a run's first tenth is cut off: its fall would hide how the runs differ later
             shown += [np.interp(0.1 * tokens[-1], tokens, loss), loss.min()]
     for panel, label in zip(panels, ("tokens", f"{unit} of training"), strict=True):
-        margin = 0.05 * (max(shown) - min(shown)) + 1e-4 if shown else 0
-        panel.set(xlabel=label, xlim=(0, None),
-                  ylim=(min(shown) - margin, max(shown) + margin) if shown else None)
+        panel.set(xlabel=label, xlim=(0, None))
+        if shown:
+            panel.set_ylim(min(shown) - 0.05, max(shown) + 0.05)
         panel.grid(alpha=0.3)
     panels[0].set_ylabel("validation loss, nats a token")
     panels[0].xaxis.set_major_formatter(short_count)

@@ -12,9 +12,9 @@ from runtime.device import choose_device, choose_dtype
 from train_gpt2 import RECIPES
 
 # the tables to which a flag says something, where these are few
-ONLY = {"memory_gb": ["memory"], "no_ideas": ["recipes"], "only_ideas": ["recipes"],
+ONLY = {"no_ideas": ["recipes"], "only_ideas": ["recipes"],
         "plot": ["recipes", "compare"], "curve": ["compare"]}
-FILES = {"json": ".json", "plot": ".png", "curve": ".csv"}
+FILES = {"plot": ".png", "curve": ".csv"}
 
 
 def parse_args(argv: list[str], tables: dict, description: str) -> tuple[Namespace, Setting]:
@@ -35,10 +35,8 @@ def parse_args(argv: list[str], tables: dict, description: str) -> tuple[Namespa
     add("--turns", type=int, help="how often all is measured (2; 5 for data); for recipes: seeds (2)")
     add("--compile", action="store_true", default=None, help="torch.compile (default on CUDA only)")
     add("--no_compile", dest="compile", action="store_false", default=None)
-    add("--memory_gb", type=float, default=80, help="a GPU's, for memory (default 80)")
     add("--no_ideas", action="store_true", help="for recipes: no ablations")
     add("--only_ideas", action="store_true", help="for recipes: nothing but the ablations")
-    add("--json", metavar="FILE", help="save what was measured")
     add("--plot", metavar="FILE.png", help="for recipes and compare: a picture")
     add("--curve", metavar="FILE.csv", help="for compare: the mean of the runs, as a curve to compare with")
     check(args := parser.parse_args(argv), parser)
@@ -58,7 +56,7 @@ def check(args: Namespace, parser: FlagParser) -> None:
     its name must end as such files' do, so that nothing else is replaced by mistake."""
     for name, value in vars(args).items():
         tables = ONLY.get(name, () if args.table == "compare" else (args.table,))
-        if value != parser.get_default(name) and name not in ("table", "paths", "json") and (
+        if value != parser.get_default(name) and name not in ("table", "paths") and (
                 args.table not in tables):
             raise UserError(f"--{name} does not apply to bench.py {args.table}: leave it out")
         if type(value) in (int, float) and not 1 <= value < math.inf:           # True is no int here

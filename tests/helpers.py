@@ -53,6 +53,8 @@ def read_if_there(path):
 
 def _become(call, env, cwd, files, before):
     gc.freeze()                         # else a collection writes to, and so copies, all pages of the server
+    signal.signal(signal.SIGINT, signal.default_int_handler)   # ignored where the tests are a shell's `&`
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)                    # or under nohup
     os.environ.clear()
     os.environ.update(env)
     os.chdir(cwd)

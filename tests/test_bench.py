@@ -1,7 +1,6 @@
 """bench.py: its tables at a tiny size, what they compute, what they refuse."""
 import functools
 import itertools
-import json
 import runpy
 import shutil
 import subprocess
@@ -54,8 +53,12 @@ def table(monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
 
     def run(flags):
-        bench.main([*flags.split(), "--json", "rows.json"])
-        return capsys.readouterr().out, json.loads(Path("rows.json").read_text())["rows"]
+        rows, tables = [], bench.TABLES.items()
+        with monkeypatch.context() as patch:
+            patch.setattr(bench, "TABLES", {name: lambda *how, found=found: rows.extend(found(*how))
+                                            for name, found in tables})
+            bench.main(flags.split())
+        return capsys.readouterr().out, rows
     return run
 
 

@@ -123,7 +123,7 @@ def test_another_runs_files_are_moved_by_their_names_and_nothing_else_is_touched
     ("train_gpt2 --resume ''", "--resume"), ("sample --model ''", "--model"),
     ("hellaswag --data ''", "--data"), ("model export gpt2 ''", "folder"), ("model export '' x", "source"),
     ("fineweb --input a --out ''", "--out"), ("fineweb --input a '' --out x", "--input"),
-    ("bench ladder --json ''", "--json"), ("bench compare ''", "")])
+    ("bench recipes --plot ''", "--plot"), ("bench compare ''", "")])
 def test_an_empty_path_is_a_mistake(line, word, tmp_path, monkeypatch):
     """That of an unset variable of the shell: it would be the working directory."""
     monkeypatch.chdir(tmp_path)
