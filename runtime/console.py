@@ -207,8 +207,7 @@ def print_summary(run) -> int:
             f"peak memory {peak:.1f} GB")
     if process.stop:
         reason = process.received or "a signal"
-        then = "the same command resumes" if config.checkpoint_every else "not saved (--checkpoint_every 0)"
-        say(f"stopped by {reason} after {run.step} of {config.max_steps} steps: {then}")
+        say(f"stopped by {reason} after {run.step} of {config.max_steps} steps. {newest_of(config.out)}")
         return 0
     if config.overfit:
         passed = losses[-1] < 0.1

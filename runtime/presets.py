@@ -67,7 +67,7 @@ def read_flags(Config: type, recipes: dict[str, dict], description: str, argv: l
         f"--{flag}={value}" for flag, value in values.items()).replace("\n", r"$'\n'"), 94), " " * 6)
         for name, (what, values) in PRESETS.items())
     parser = FlagParser(prog="train_gpt2.py", usage="%(prog)s [flags]", description=description,
-                        epilog="\n".join(["presets:", *presets]))
+                        epilog="\n".join(["presets (max_lr and warmup_steps are gpt2's):", *presets]))
     for title, fields in groupby(dataclasses.fields(Config), lambda f: f.metadata["group"]):
         group = parser.add_argument_group(title)
         for f in fields:

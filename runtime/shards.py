@@ -77,7 +77,7 @@ def list_shards(folder: str | Path, split: str) -> list[Path]:
     paths = Path(folder).glob("*") if os.path.isdir(folder) else ()
     paths = sorted(path for path in paths if (m := SHARD_NAME.match(path.name)) and m[1] == split)
     if not paths:
-        raise UserError(f"there is no data in {folder}, no *_{split}_000000.npy or .bin: "
+        raise UserError(f"there is no data in {folder}, no *_{split}_*.npy or .bin: "
                         f"`python fineweb.py` makes edu_fineweb10B, with --pretokenized 9 it fetches "
                         f"fineweb10B, with --input YOUR_TEXT --out {folder} it makes shards of your own text")
     return paths
