@@ -103,7 +103,7 @@ def find_files(flag: str, patterns: list[str]) -> list[Path]:
         found = [pattern] if os.path.isfile(pattern) else sorted(glob.glob(every, recursive=True))
         ours = [Path(path) for path in found if kind_of(path) and os.path.isfile(path)]
         if not ours:
-            raise UserError(f"--{flag} {pattern}: no .txt, .md, .jsonl, .csv, .tsv, .parquet right there: check it")
+            raise UserError(f"--{flag} {pattern}: no .txt, .md, .jsonl, .csv, .tsv, .parquet there: check it")
         paths += ours
     return paths
 

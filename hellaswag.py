@@ -133,7 +133,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--model", default="gpt2",
                         help="checkpoint, run's folder, Hugging Face folder, or hub name (default gpt2)")
     parser.add_argument("--data", metavar="FILE.jsonl",
-                        help=f"examples (default: the validation split of {HUB_NAME}, from the hub)")
+                        help=f'a line each: {{"ctx": "...", "endings": ["...", 4 in all], "label": 0}} '
+                             f"(default: the validation split of {HUB_NAME}, from the hub)")
     parser.add_argument("--limit", type=int, help="number of examples, from the first (default: all)")
     parser.add_argument("--batch_size", type=int, default=32,
                         help="rows per forward, four per example (default 32)")

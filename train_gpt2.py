@@ -57,7 +57,7 @@ class Config:
     val_tokens: int = flag(10_485_760, DATA, "tokens per validation, the first of the val shards", above=0)
     hellaswag_data: str = flag("", DATA, "HellaSwag examples as .jsonl (default: from the Hugging Face hub)")
     recipe: str = flag("gpt2", MODEL, "model, optimizers and schedule", choices=list(MODELS), fixed=True)
-    init: str = flag("scratch", MODEL, "scratch, gpt2 ... gpt2-xl, a checkpoint, or a folder", fixed=True)
+    init: str = flag("scratch", MODEL, "scratch, gpt2, OWNER/NAME, a checkpoint, run or folder", fixed=True)
     n_layer: int = flag(12, MODEL, "blocks", above=0, fixed=True)
     n_head: int = flag(12, MODEL, "attention heads", above=0, fixed=True)
     n_embd: int = flag(768, MODEL, "width", above=0, fixed=True)

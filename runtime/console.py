@@ -18,8 +18,7 @@ from runtime.files import checkpoints, newest_of, read_text, readable, replace_f
 
 FORMATS = dict(step="d", tokens="d", seconds=".3f", train=".6f", val=".6f", hella=".6f", lr=".6g",
                norm=".4f", tokens_per_second=".6g")         # of metrics.csv's cells
-COLUMNS = tuple(FORMATS)
-HEADER = ",".join(COLUMNS)
+HEADER = ",".join(FORMATS)
 
 
 def clock(seconds: float) -> str:
@@ -41,13 +40,13 @@ def step_line(step: int, loss: float, norm: float, lr: float, dt: float, rate: f
 
 
 def read_metrics(path: str | Path, remedy: str = "remove it, or choose another --out") -> list[dict]:
-    """The complete rows of a metrics.csv: {column of COLUMNS: number, or None where the cell is empty}. A
+    """The complete rows of a metrics.csv: {column of FORMATS: number, or None where the cell is empty}. A
     crash can cut off the last one. UserError for a file of another kind."""
     with readable(path, remedy):
         header, *lines = read_text(path).rpartition("\n")[0].splitlines() or [""]
         if header != HEADER:
             raise ValueError("its first line does not name the columns of a run's metrics")
-        return [{name: (int if form == "d" else float)(cell) if cell or name in COLUMNS[:3] else None
+        return [{name: (int if form == "d" else float)(cell) if cell or name in ("step", "seconds") else None
                  for (name, form), cell in zip(FORMATS.items(), line.split(","), strict=True)}
                 for line in lines]
 
@@ -89,7 +88,7 @@ class Record:
     @property
     def seconds(self) -> float:
         """The time of the steps up to here."""
-        row = self.rows[-1] if self.rows else dict.fromkeys(COLUMNS, 0)
+        row = self.rows[-1] if self.rows else dict.fromkeys(FORMATS, 0)
         rate = row["tokens_per_second"] or 0
         return row["seconds"] + (self.tokens_per_step / rate if rate > 0 else 0)
 
@@ -97,7 +96,7 @@ class Record:
         """`kind`: train, val or hella. `more`: other cells of the row."""
         end = self.table.tell()
         if not self.rows or self.rows[-1]["step"] != step:
-            self.rows.append(dict.fromkeys(COLUMNS) | {
+            self.rows.append(dict.fromkeys(FORMATS) | {
                 "step": step, "tokens": step * self.tokens_per_step, "seconds": self.seconds})
         else:
             end -= len(row_line(self.rows[-1])) + 1                 # that row is rewritten
@@ -219,7 +218,8 @@ def print_summary(run) -> int:
     say(f"done: {run.step} steps; in {config.out}: log.txt, metrics.csv, loss.png"
         + (", checkpoints" if saved else ""))
     if best := run.record and lowest(run.record.rows, saved):
-        say(f"best checkpoint: {saved[best[1]]}, validation loss {best[0]:.4f}{in_bits(best[0], run.data)}")
+        first, bits = run.record.rows[0]["val"] or math.nan, in_bits(best[0], run.data)
+        say(f"best checkpoint: {saved[best[1]]}, validation loss {best[0]:.4f}{bits}, at first {first:.4f}")
     if saved:
         say(f"next: python sample.py --model {shlex.quote(config.out + '/best' * bool(best))}")
     return 0

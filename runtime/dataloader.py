@@ -106,7 +106,7 @@ def divide_update(config, updates: int, ranks: int, batch_size: int) -> tuple[in
     if rest or not rows:
         near = " or ".join(str(n * unit) for n in (rows, rows + 1) if n)
         raise UserError(f"--total_batch_size {total_batch_size} does not divide into sequences of {T} "
-                        f"tokens, {ranks} processes and {updates} updates a step: give {near}")
+                        f"tokens, {ranks} process(es), {updates} update(s) a step: give {near}")
     B = next(d for d in range(max(1, min(rows, batch_size)), 0, -1) if rows % d == 0)
     return B, rows // B
 

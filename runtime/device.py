@@ -176,8 +176,8 @@ def peak_memory(device: str) -> int:
         import resource
     except ImportError:                         # Windows
         return 0
-    # kilobytes, on macOS bytes
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    unit = 1 if sys.platform == "darwin" else 1024          # macOS gives bytes, Linux kilobytes
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def tune_malloc() -> None:

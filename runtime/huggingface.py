@@ -42,6 +42,8 @@ def from_huggingface(source, MODELS):
 def download_model(name: str) -> Path:
     """Folder of the hub's model `name`. UserError if there is no such model or no connection."""
     repo = f"openai-community/{name}" if name in OPENAI_NAMES else name
+    if name[:1] in "./~" or os.path.isdir(name.partition("/")[0]):
+        raise UserError(f"there is no file or folder {name}: check the path")
     from huggingface_hub import hf_hub_download
     for cached in (True, False):        # what is on this machine needs no connection
         try:

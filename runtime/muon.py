@@ -61,8 +61,7 @@ class Muon(torch.optim.Optimizer):
             updates = orthogonalize(torch.stack(mine), self.dtype)              # (share, rows, columns)
             if self.owner:
                 gathered = updates.new_empty(self.ranks * share, *params[0].shape)
-                # renamed in torch 2.13
-                gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+                gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor    # 2.13's
                 gather(gathered, updates.contiguous())
                 updates = gathered
             rows, columns = params[0].shape

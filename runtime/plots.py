@@ -7,7 +7,7 @@ from pathlib import Path
 from runtime.cli import brief_error, print_error
 from runtime.files import replace_file
 
-PATIENCE = 60.0         # seconds between two pictures of a run: one takes about a second
+PATIENCE = 60.0         # seconds between two pictures of a run
 # column of metrics.csv: (label of the y axis, of the curve, its style)
 EVALUATION = dict(color="#1f4e9c", marker="o", markersize=3)
 CURVES = {"train": ("loss, nats a token", "training loss", dict(color="#d9822b", linewidth=0.6)),

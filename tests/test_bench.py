@@ -19,7 +19,7 @@ from benchmarks.curves import Curve, read_curve
 from benchmarks.timing import GB, Setting
 from helpers import ROOT, forked, refused
 from runtime.cli import brief_error
-from runtime.console import COLUMNS
+from runtime.console import HEADER
 from runtime.presets import PRESETS
 from runtime.shards import write_shard
 
@@ -136,7 +136,7 @@ def write_metrics(out, losses, seconds=60.0, end="\n"):
     rows = [f"{step},{step}000,{step * seconds:.3f},9.5,{'' if step % 2 else losses[step // 2]},,,,"
             for step in range(2 * len(losses) - 1)]
     Path(out).mkdir()
-    Path(out, "metrics.csv").write_text("\n".join([",".join(COLUMNS), *rows]) + end)
+    Path(out, "metrics.csv").write_text("\n".join([HEADER, *rows]) + end)
 
 
 def test_compare_shows_what_each_run_needed_to_reach_the_others_and_a_curve(table):
