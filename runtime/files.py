@@ -93,8 +93,7 @@ def writable(path: str | Path, begun: bool = False):
         if not begun and not full:
             raise UserError(f"{path} cannot be written ({why}): choose another folder") from None
         raise RunError(f"cannot write {path} ({why}): {'make room' if full else 'make it writable'}, or "
-                       "choose another folder; earlier files are intact, and the same command resumes from "
-                       "them") from None
+                       "another folder; earlier files are intact: the same command resumes") from None
 
 
 @contextmanager
@@ -111,13 +110,14 @@ def readable(what: str | Path, remedy: str, errors: type | tuple = Exception,
 
 
 def lock_folder(out: str | Path):
-    """Creates a run's folder and locks it, against a second run there, for as long as what is returned lives:
-    the lock is the system's own, and ends with the process however that ends."""
+    """Creates a run's folder and locks it, as long as what is returned lives, and this process at most."""
     from filelock import FileLock, Timeout        # torch requires it
     lock = FileLock(Path(out) / ".train_gpt2.lock", timeout=LOCK_PATIENCE)
     with writable(out):
         try:
             return lock.acquire()
         except Timeout:
-            raise UserError(f"--out {out}: another run is writing there; wait for its end, or choose another "
-                            "folder") from None
+            raise UserError(f"--out {out}: another run is writing there: wait, or take another") from None
+        except OSError as error:
+            if error.errno != errno.ENOLCK:       # some network file systems have no locks
+                raise
