@@ -1,11 +1,10 @@
 """Measures the figures of the docs on this machine: one table a command. About how long on two CPU cores:
 
     python bench.py ladder          8 min   from float32 and naive attention to the step that trains
-    python bench.py attention       1 min   every attention kernel: time, memory, and error against float64
-    python bench.py memory          8 min   memory a sequence, and the largest micro-batches
-    python bench.py data [PATH]     5 min   the loader; fineweb.py against its parts, a clone of build-nanogpt
+    python bench.py attention       1 min   every attention kernel: time, and error against float64
+    python bench.py data [PATH]     5 min   the loader; fineweb.py, and that of a clone of build-nanogpt
     python bench.py peer PATH       4 min   our step and that of a clone of build-nanogpt, or of this project
-    python bench.py recipes DATA    hours   gpt2 and --recipe on a folder of shards, and ablations
+    python bench.py recipes DATA    hours   the recipes on a folder of shards, beside a clone of nanochat
     python bench.py compare OUT ... 5 s     runs of train_gpt2.py by their --out, and .csv files tokens,loss
 
 The timed step is the one that trains, train_gpt2.train_step. Each row is measured in a process of its own, so
@@ -28,8 +27,8 @@ from runtime.cli import run_command
 from runtime.device import device_name
 
 # each prints its table: (flags, their Setting) -> its rows
-TABLES = {"ladder": tables.ladder, "attention": tables.attention_table, "memory": tables.memory_table,
-          "data": data_table, "peer": tables.peer_table, "recipes": recipes_table, "compare": compare_table}
+TABLES = {"ladder": tables.ladder, "attention": tables.attention_table, "data": data_table,
+          "peer": tables.peer_table, "recipes": recipes_table, "compare": compare_table}
 
 
 def main(argv=None):

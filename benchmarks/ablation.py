@@ -1,4 +1,4 @@
-"""`bench.py recipes`: gpt2 and a faster recipe on the user's shards, and that recipe's ablations."""
+"""`bench.py recipes`: the recipes on the user's shards, nanochat beside them; a recipe's ideas."""
 import math
 import os
 import shutil
@@ -8,16 +8,17 @@ import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from tqdm import tqdm
 
-from benchmarks.compare import plot_runs, tokens_text
-from benchmarks.curves import Curve, read_curve
+from benchmarks.compare import Curve, plot_runs, read_curve
+from benchmarks.nanochat import Nanochat, bytes_a_token
 from benchmarks.steps import shape_of
 from benchmarks.timing import BENCH, print_table
 from runtime.cli import UserError
-from runtime.console import counted
+from train_gpt2 import RECIPES
 
 # {recipe: {idea: (a piece of the code, the piece without the idea, and so on)}}. To measure an idea, a copy
 # of the project with the other pieces is trained.
@@ -65,7 +66,9 @@ ABLATIONS = {
         "softcap of 15 (speedrun's 30 instead)": ("softcap = 15.0", "softcap = 30.0"),
     },
 }
-SHARES = {"speedrun": 3, "frontier": 10}            # steps of gpt2's run for one of the recipe's
+SHARES = {"speedrun": 3, "frontier": 10}            # these are also run in this part of the steps
+RATES = 1e-3, 2e-3, 4e-3                            # of the others, which warm up
+NEVER = dict.fromkeys(("hellaswag_every", "sample_every", "checkpoint_every"), 0)
 
 
 def ablated_source(recipe: str, idea: str) -> tuple[str, str]:
@@ -81,9 +84,9 @@ def ablated_source(recipe: str, idea: str) -> tuple[str, str]:
     return file, text
 
 
-def train(flags: dict, idea: str | None = None) -> Curve:
-    """A run of train_gpt2.py with `flags`, {name: value}, without `idea`. One that diverges has no losses
-    from there on. UserError with its message if it fails otherwise."""
+def train(flags: dict, idea: str = "", seed: int = 0) -> Curve:
+    """A run of train_gpt2.py with `flags`, {name: value}, without `idea`. The last loss of one that diverges
+    is nan. UserError with its message if it fails otherwise."""
     with tempfile.TemporaryDirectory() as folder:
         for path in BENCH.parent.glob("*.py"):
             shutil.copy(path, folder)
@@ -92,72 +95,76 @@ def train(flags: dict, idea: str | None = None) -> Curve:
         if idea:
             file, text = ablated_source(flags["recipe"], idea)
             Path(folder, file).write_text(text, encoding="utf-8")
-        given = flags | dict(hellaswag_every=0, sample_every=0, checkpoint_every=0, out=f"{folder}/log")
-        command = [sys.executable, f"{folder}/train_gpt2.py", *(f"--{name}={given[name]}" for name in given)]
-        one = {"OMP_NUM_THREADS": "1"} if flags["device"] == "cpu" else {}
-        done = subprocess.run(command, capture_output=True, text=True, env=os.environ | one)
+        command = [sys.executable, f"{folder}/train_gpt2.py", f"--seed={seed}", f"--out={folder}/log",
+                   *(f"--{name}={value}" for name, value in (NEVER | flags).items())]
+        done = subprocess.run(command, capture_output=True, text=True, env=os.environ | (
+            {"OMP_NUM_THREADS": "1"} if flags["device"] == "cpu" else {}))
         if done.returncode and "gradient norm" not in done.stderr:      # the message of a non-finite loss
             raise UserError(done.stderr.strip().split("\n")[-1])
-        return read_curve(f"{folder}/log")
+        curve = read_curve(f"{folder}/log")
+        return replace(curve, points=[*curve.points, *([(0, 0.0, math.nan)] if done.returncode else [])])
 
 
-def recipe_runs(args, base, recipe: str, steps: int, tokens: int) -> dict:
-    """{name: (flags of train_gpt2.py, idea or None)}: gpt2 at three rates, the recipe in as many steps, in
-    its share of them, and that without each idea."""
-    share = SHARES[recipe]
-    common = dict(data=args.path, block_size=base.T, total_batch_size=tokens, batch_size="auto",
-                  val_tokens=8 * tokens, val_every=steps // share // 2, max_steps=steps, device=base.device,
-                  dtype=base.dtype)
-    gpt2 = common | shape_of(replace(base, recipe="gpt2")) | dict(warmup_steps=steps // 15)
-    whole = common | shape_of(replace(base, recipe=recipe)) | dict(recipe=recipe)
-    short = whole | dict(max_steps=steps // share)
-    runs = {f"gpt2, --max_lr {rate}": (gpt2 | dict(max_lr=rate), None) for rate in (1e-3, 2e-3, 4e-3)}
-    runs[f"{recipe}, {steps} steps"] = whole, None
-    runs = ({} if args.only_ideas else runs) | {f"{recipe}, {steps // share} steps": (short, None)}
-    return runs | {f"without {idea}": (short, idea) for idea in ABLATIONS[recipe] if not args.no_ideas}
+def recipe_runs(args, base, steps: int, tokens: int, peer: Nanochat | None) -> dict:
+    """{(run, what sets it apart from others of this name): seed -> its Curve}: every recipe at each size;
+    with --ideas --recipe, and it without each of them."""
+    runs = {}
+    for size in args.size:
+        for recipe in [args.recipe] if args.ideas else RECIPES:
+            short = max(1, steps // SHARES.get(recipe, 1))
+            flags = dict(data=args.path, recipe=recipe, block_size=base.T, total_batch_size=tokens,
+                         val_tokens=64 * tokens, device=base.device, dtype=base.dtype,
+                         **shape_of(replace(base, recipe=recipe, size=size)))
+            for n in dict.fromkeys([short] if args.ideas else [steps, short]):
+                own, name = flags | dict(max_steps=n, val_every=n // 8 or 1), f"{recipe} {size}, {n} steps"
+                runs |= {(name, ""): partial(train, own)} if recipe in SHARES else {
+                    (name, f", --max_lr {rate}"): partial(
+                        train, own | dict(max_lr=rate, warmup_steps=n // 15)) for rate in RATES}
+                for idea in ABLATIONS[recipe] if args.ideas else ():
+                    runs[name, f", without {idea}"] = partial(train, own, idea)
+        for n in (2, 4, 8) if peer else ():
+            runs[f"nanochat {size}", f", {n} times its rates"] = partial(
+                peer.train, own | dict(max_steps=steps), n)
+    return runs
 
 
 def train_all(runs: dict, turns: int, at_once: int) -> dict:
-    """{name: [Curve of each seed]}."""
-    def job(seed, name):
-        curve = train(runs[name][0] | {"seed": seed}, runs[name][1])
-        tqdm.write(f"{name}, seed {seed}: {curve.points[-1][2]:.4f}")
-        return replace(curve, name=name)
-    jobs = [(seed, name) for seed in range(turns) for name in runs]
+    """{name: [Curve of each seed]}; nanochat draws its seed itself."""
+    jobs = [(key, seed) for seed in range(turns) for key in runs if not seed or "nanochat" not in key[0]]
+
+    def job(key, seed):
+        curve = replace(runs[key](seed=seed), name=key[0])
+        tqdm.write(f"{''.join(key)}, seed {seed}: {curve.points[-1][2]:.4f}")
+        return key, curve
     with ThreadPoolExecutor(at_once) as pool:
-        curves = list(tqdm(pool.map(job, *zip(*jobs, strict=True)), "trained", len(jobs), unit=" runs"))
-    return {name: curves[i::len(runs)] for i, name in enumerate(runs)}
+        found = list(tqdm(pool.map(job, *zip(*jobs, strict=True)), "trained", len(jobs), unit=" runs"))
+    return {key: [curve for of, curve in found if of == key] for key in runs}
 
 
 def recipes_table(args, base) -> list[dict]:
-    """gpt2 against --recipe, or speedrun, in a share of the steps, and that recipe's ablations."""
-    recipe = args.recipe if args.recipe in ABLATIONS else "speedrun"        # gpt2 is what it is compared with
-    share, steps, tokens = SHARES[recipe], args.steps or 300, (args.batch_size or 16) * base.T
-    if not args.path:
-        raise UserError("bench.py recipes needs a folder of shards: python fineweb.py --input ... --out DATA")
-    if steps % (2 * share):
-        raise UserError(f"--steps {steps}: give a multiple of {2 * share}; {recipe} takes 1/{share} of them")
-    runs = recipe_runs(args, base, recipe, steps, tokens)
-    at_once = os.cpu_count() if base.device == "cpu" else 1         # a thread each
-    curves, short = train_all(runs, args.turns, at_once), f"{recipe}, {steps // share} steps"
-
-    def losses(name, step):             # of each seed; nan after it has diverged
-        found = [{at: loss for at, _, loss in curve.points} for curve in curves[name]]
-        return [losses.get(step * tokens, math.nan) for losses in found]
-    last = {name: losses(name, flags["max_steps"]) for name, (flags, _) in runs.items()}
-    mean = {name: statistics.mean(found) for name, found in last.items()}
-    rows = [{"validation loss": name} | {
-        f"{tokens_text(n * tokens)} tokens": f"{statistics.mean(losses(name, n)):.3f}"
-        for n in (steps // share, steps) if n <= flags["max_steps"]} | {
-        "seeds differ by": f"{max(last[name]) - min(last[name]):.3f}",
-        **({"the idea brings": f"{mean[name] - mean[short]:+.3f}"} if idea else {})}
-        for name, (flags, idea) in runs.items()]
-    print(f"{base.size}, {tokens:,} tokens a step, means of {counted(args.turns, 'seed')}")
+    steps, tokens = args.steps or 300, (args.batch_size or 16) * base.T
+    if not args.path or args.ideas and args.recipe not in ABLATIONS:
+        raise UserError("bench.py recipes needs a folder of shards (fineweb.py --input ... --out DATA), "
+                        f"and with --ideas --recipe {' or '.join(ABLATIONS)}")
+    size = bytes_a_token(args.path, 64 * tokens)
+    with tempfile.TemporaryDirectory() as folder:
+        peer = Nanochat(args.nanochat, folder, args.path, base, 64 * tokens) if args.nanochat else None
+        runs = recipe_runs(args, base, steps, tokens, peer)
+        curves = train_all(runs, args.turns, os.cpu_count() if base.device == "cpu" else 1)   # a thread each
+    mean = {key: statistics.mean(curve.points[-1][2] for curve in found) for key, found in curves.items()}
+    rows = []
+    for (name, what), found in curves.items():
+        last, end = found[0].last, [curve.points[-1][2] for curve in found]
+        rows.append({"run": name + what, "MB of text": last["tokens"] * size / 1e6,
+                     "s a step": last["seconds"] / last["step"], "validation loss": f"{mean[name, what]:.3f}",
+                     "bits per byte": f"{mean[name, what] / math.log(2) / size:.4f}",
+                     "seeds differ by": f"{max(end) - min(end):.3f}"})
+        if args.ideas:
+            rows[-1]["the idea brings"] = f"{mean[name, what] - mean[name, '']:+.3f}"
+    print(f"{tokens:,} tokens a step, means of {args.turns} seed(s)")
     print_table(rows)
-    if gpt2 := [name for name in runs if name.startswith("gpt2,")]:
-        best = min(gpt2, key=lambda name: (math.isnan(mean[name]), mean[name]))
-        print(f"{short}: {mean[short]:.3f}; {best}, {steps} steps: {mean[best]:.3f}: "
-              f"{'reached' if mean[short] <= mean[best] else 'NOT reached'}")
-    if args.plot:           # the first seed's
-        plot_runs(args.plot, [seeds[0] for name, seeds in curves.items() if not runs[name][1]])
+    if args.plot:           # the first seed's, at the best rate
+        best = {key[0]: curves[key][0] for key in sorted(
+            curves, key=lambda key: (math.isnan(mean[key]), mean[key]), reverse=True)}
+        plot_runs(args.plot, [*best.values()], size)
     return rows

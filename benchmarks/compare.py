@@ -1,15 +1,68 @@
 """`bench.py compare`: the validation losses of several runs, against tokens and against time, beside curves
 from files."""
+import csv
 import math
+from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
-from benchmarks.curves import Curve, finite, read_curve, save_curve
 from benchmarks.timing import print_table
 from runtime.cli import UserError
-from runtime.console import clock
-from runtime.files import replace_file
+from runtime.console import clock, read_metrics
+from runtime.files import read_text, readable, replace_file
 from runtime.plots import new_figure, short_count
+
+
+@dataclass
+class Curve:
+    """A run's validations, and the last row of its metrics.csv: how far it has trained. One from a file has
+    neither steps nor seconds."""
+    name: str
+    last: dict
+    points: list[tuple[int, float, float]]          # (tokens, seconds, validation loss)
+    is_run: bool = True
+
+
+def finite(points: list[tuple]) -> list[tuple]:
+    return [point for point in points if math.isfinite(point[2])]
+
+
+def read_curve(source: str) -> Curve:
+    """From a run's --out folder, or a .csv file. UserError for a run without validations, or no curve."""
+    if source.lower().endswith(".csv") and not Path(source).is_dir():
+        with readable(source, "give a .csv with the columns tokens,loss, or the --out folder of a run",
+                      (OSError, ValueError, csv.Error)):
+            return parse_csv(source, read_text(source))
+    path = Path(source) / "metrics.csv"
+    if not path.exists():
+        raise UserError(f"{path} is not there: give the --out folder of a run that has begun")
+    rows = read_metrics(path, "give the --out folder of a run")
+    points = [(row["tokens"], row["seconds"], row["val"]) for row in rows if row["val"] is not None]
+    if not points:
+        raise UserError(f"{path} has no validation loss yet: wait for the first, or train with --val_every")
+    return Curve(source, rows[-1], points)
+
+
+def parse_csv(name: str, text: str) -> Curve:
+    """Rows of tokens,loss with growing tokens. A header may name the two, in any place among other columns. A
+    line that begins with # is a comment. ValueError for others."""
+    lines = [line for line in text.splitlines() if line.strip() and not line.startswith("#")] or [""]
+    header = ["tokens,loss" if lines[0].lstrip()[:1] in set("+-.0123456789") else lines.pop(0).lower()]
+    rows = [(-1, math.nan, 0.0)]
+    for number, row in enumerate(csv.DictReader(header + lines, skipinitialspace=True), 1):
+        try:
+            tokens, loss = float(row["tokens"]), float(row["loss"])
+        except (KeyError, TypeError, ValueError):
+            raise ValueError(f"its row {number} does not hold tokens and a loss") from None
+        if not (0 <= tokens < 1e18 and 0 < loss < 1e4):
+            raise ValueError(f"its row {number} holds {tokens:g} tokens and a loss of {loss:g}")
+        if tokens <= rows[-1][0]:
+            raise ValueError(f"its row {number} has no more tokens than the one before")
+        rows.append((int(tokens), math.nan, loss))
+    if not rows[1:]:
+        raise ValueError("it holds no loss")
+    return Curve(name, {"step": None, "tokens": rows[-1][0], "seconds": None}, rows[1:], False)
 
 
 def loss_text(loss: float | None) -> str:
@@ -22,7 +75,7 @@ def tokens_text(n: float | None) -> str:
 
 
 FORMATS = {"tokens": tokens_text, "at tokens": tokens_text, "time": clock, "difference": "{:+.4f}".format,
-           **dict.fromkeys(("final val loss", "lowest", "val loss", "the other's", "seeds"), loss_text)}
+           **dict.fromkeys(("final val loss", "lowest", "val loss", "the other's"), loss_text)}
 
 
 def tokens_to_reach(target: float, points: list[tuple]) -> float | None:
@@ -49,31 +102,33 @@ def pair_row(curve: Curve, other: Curve) -> dict:
     for tokens, _, loss in [at for at in finite(curve.points) if theirs[0][0] <= at[0] <= theirs[-1][0]][-1:]:
         there = np.interp(tokens, *np.array(theirs)[:, [0, 2]].T).item()
         row |= {"at tokens": tokens, "val loss": loss, "the other's": there, "difference": loss - there}
-        if other.spreads:
-            row["seeds"] = np.interp(tokens, [at for at, *_ in theirs], other.spreads).item()
     reached = tokens_to_reach(final, other.points)
     share = f" ({reached / own:.0%})" if reached is not None and own else ""
     return row | {"reached after": tokens_text(reached) + share}
 
 
-def plot_runs(path: str, curves: list[Curve]) -> None:
-    """Two panels: validation loss against tokens, and against the time of training."""
+def plot_runs(path: str, curves: list[Curve], bytes_a_token: float = 0) -> None:
+    """Two panels: validation loss against tokens, and against the time of training. With `bytes_a_token`, of
+    the validation text, bits per byte against bytes of text, which compares tokenizers, too."""
     longest = max(curve.last["seconds"] or 0 for curve in curves)
     unit, length = ("hours", 3600) if longest >= 2 * 3600 else ("minutes", 60)
     figure, shown = new_figure(figsize=(12, 4.5)), []
     panels = figure.subplots(1, 2, sharey=True)
     for curve in curves:
         tokens, seconds, loss = np.reshape(finite(curve.points), (-1, 3)).T
+        if bytes_a_token:
+            tokens, loss = tokens * bytes_a_token, loss / math.log(2) / bytes_a_token
         for panel, xs in zip(panels, (tokens, seconds / length), strict=True):
             panel.plot(xs, loss, marker="o", markersize=3, label=curve.name)
         if len(loss):   # a run's first tenth is cut off: its fall would hide how the runs differ later
             shown += [np.interp(0.1 * tokens[-1], tokens, loss), loss.min()]
-    for panel, label in zip(panels, ("tokens", f"{unit} of training"), strict=True):
+    for panel, label in zip(panels, (
+            "bytes of text" if bytes_a_token else "tokens", f"{unit} of training"), strict=True):
         panel.set(xlabel=label, xlim=(0, None))
         if shown:
             panel.set_ylim(min(shown) - 0.05, max(shown) + 0.05)
         panel.grid(alpha=0.3)
-    panels[0].set_ylabel("validation loss, nats a token")
+    panels[0].set_ylabel("bits per byte" if bytes_a_token else "validation loss, nats a token")
     panels[0].xaxis.set_major_formatter(short_count)
     panels[0].legend(fontsize=8)
     replace_file(path, lambda file: figure.savefig(file, format="png", dpi=130))
@@ -84,8 +139,6 @@ def compare_table(args, base) -> list[dict]:
     if not args.paths:
         raise UserError("bench.py compare needs the --out folders of runs: python bench.py compare log ...")
     curves = [read_curve(run) for run in dict.fromkeys(args.paths)]
-    if args.curve:
-        save_curve(args.curve, curves)
     rows, pairs = [curve_row(curve) for curve in curves], [
         pair_row(curve, other) for curve in curves for other in curves
         if curve is not other and (curve.is_run or other.is_run)]

@@ -1,4 +1,4 @@
-"""`bench.py data`: the loader's and the tokenizer's tokens a second."""
+"""`bench.py data`: the loader's tokens a second; fineweb.py, and the one of a clone of build-nanogpt."""
 import json
 import os
 import statistics
@@ -6,21 +6,22 @@ import subprocess
 import sys
 import tempfile
 import time
+import types
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from types import SimpleNamespace
 
 from benchmarks.timing import BENCH, measure, print_table, random_tokens, rows_of, take_turns
 from runtime.cli import UserError
 from runtime.dataloader import INPUT_TXT, TokenDataset, micro_batches, to_device
 from runtime.shards import open_shard, write_shard
-from runtime.tokenizer import VOCAB_SIZE
+from runtime.tokenizer import EOT, VOCAB_SIZE, token_bytes
 
 
 def measure_loader(s):
     """Tokens/s of micro_batches on one thread, a rate an epoch of four unequal shards, hashing included."""
-    config = SimpleNamespace(total_batch_size=s.B * s.T, sequence_length=s.T, updates_per_step=1, max_steps=1)
+    config = types.SimpleNamespace(total_batch_size=s.B * s.T, sequence_length=s.T, updates_per_step=1,
+                                   max_steps=1)
     with tempfile.TemporaryDirectory() as folder:
         shards = [Path(folder) / f"x_train_{i}.{s.size}" for i in range(4)]
         for i, path in enumerate(shards):
@@ -37,7 +38,6 @@ def measure_loader(s):
 
 COPIES = 47                     # of input.txt: 52 MB
 OURS, PEER = "fineweb.py", "build-nanogpt's pool"
-PARTS = "decoding alone", "gigatoken alone"       # benchmarks/data_drivers.py
 
 
 def write_texts(folder):
@@ -52,29 +52,49 @@ def write_texts(folder):
     return files, sum(len(text.encode()) for text in documents)
 
 
+def run_peer(text: str, repeats: str, out: str, folder: str) -> None:
+    """The fineweb.py of a clone of build-nanogpt in `folder`, unchanged, with a process a core, on so many
+    times the rows of the .parquet file `text`. Its tokenizer is tiktoken's GPT-2, from assets/ and not from
+    the network."""
+    import pyarrow.parquet
+    import tiktoken
+    from tiktoken_ext.openai_public import r50k_pat_str
+    encoder = tiktoken.Encoding("gpt2", explicit_n_vocab=EOT + 1, pat_str=r50k_pat_str,
+                                mergeable_ranks=token_bytes(), special_tokens={"<|endoftext|>": EOT})
+    tiktoken.get_encoding = lambda name: encoder
+    script = sys.modules["peer"] = types.ModuleType("peer")           # where its workers find `tokenize`
+    script.__file__ = str(Path(out) / "fineweb.py")       # its shards go beside it
+    rows = (row for _ in range(int(repeats))
+            for batch in pyarrow.parquet.ParquetFile(text).iter_batches() for row in batch.to_pylist())
+    sys.modules["datasets"] = types.SimpleNamespace(load_dataset=lambda *args, **kwargs: rows)
+    cores = os.cpu_count()
+    os.cpu_count = lambda: 2 * cores                      # it takes half of them
+    source = (Path(folder) / "fineweb.py").read_text(encoding="utf-8")
+    exec(compile(source, "build-nanogpt/fineweb.py", "exec"), script.__dict__)
+
+
 def time_fineweb(jobs, turns, peer=None):
-    """Whole processes, in turn. `jobs`: {name: (OURS, PEER or one of PARTS, format of the text, how often it
-    is read)}. `peer`: the folder of a clone of build-nanogpt. {name: {"seconds": [...] and "cpu": [...] (of
-    all its threads and processes), "tokens": of a run, "bytes": of its text}, or {"failed": reason}}."""
+    """Whole processes, in turn. `jobs`: {name: (OURS or PEER, format of the text, how often it is read)}.
+    `peer`: the folder of a clone of build-nanogpt. {name: {"seconds": [...] and "cpu": [...] (of all its
+    threads and processes), "tokens": of a run, "bytes": of its text}, or {"failed": reason}}."""
     with tempfile.TemporaryDirectory() as folder:
-        (files, size), home = write_texts(folder), BENCH.parent
+        files, size = write_texts(folder)
 
         def run(job):
             what, kind, repeats = job
             with tempfile.TemporaryDirectory(dir=folder) as out:
-                text, driver = str(files[kind]), "peer" if what == PEER else what.split()[0]
+                text = str(files[kind])
                 argv = [str(BENCH.with_name("fineweb.py")), "--out", out, "--input", *[text] * repeats]
-                if what != OURS:
-                    argv = ["-m", "benchmarks.data_drivers", driver, text, str(repeats), out, str(peer)]
+                if what == PEER:
+                    argv = ["-m", "benchmarks.data", text, str(repeats), out, str(peer)]
                 getattr(os, "sync", int)()        # of the run before
                 start, before = time.perf_counter(), os.times()
-                done = subprocess.run([sys.executable, *argv], cwd=home, text=True, capture_output=True)
+                done = subprocess.run([sys.executable, *argv], cwd=BENCH.parent, text=True,
+                                      capture_output=True)
                 seconds, cpu = time.perf_counter() - start, sum(os.times()[2:4]) - sum(before[2:4])
                 if done.returncode:
                     return {"failed": (done.stderr.strip() or "?").split("\n")[-1][:200]}
                 tokens = sum(len(open_shard(path)) for path in Path(out).rglob("*.npy"))
-                if what in PARTS:                 # without the start of the process
-                    seconds, cpu, tokens = json.loads(done.stdout)
                 return {"seconds": [seconds], "cpu": [cpu], "tokens": tokens, "bytes": size * repeats}
         return take_turns(run, jobs, turns, "timed fineweb.py", "runs")
 
@@ -92,7 +112,7 @@ def fineweb_rows(jobs, results):
 
 
 def data_table(args, base):
-    """The loader by file format and order; fineweb.py, its parts alone, and the peer."""
+    """The loader by file format and order; fineweb.py and the peer's."""
     if args.path and not (Path(args.path) / "fineweb.py").is_file():
         raise UserError(f"{args.path}/fineweb.py is not there: git clone build-nanogpt, and give its folder")
     results = measure({f"loader, one thread: .{kind} {order}":
@@ -101,11 +121,13 @@ def data_table(args, base):
                       args.turns)
     rows = rows_of("what", results, lambda _, r: {"million tokens/s": statistics.median(r["rates"]) / 1e6})
     print_table(rows)
-    jobs = {}
-    for repeats in [args.steps] if args.steps else (1, 8):            # 52 and 420 MB
-        for what, kind in ((OURS, "parquet"), (OURS, "jsonl"), *((part, "parquet") for part in PARTS),
-                           *([(PEER, "parquet")] if args.path else [])):
-            jobs[f"{what}, {COPIES * repeats} copies of input.txt, .{kind}"] = what, kind, repeats
+    whats = [(OURS, "parquet"), (OURS, "jsonl"), *([(PEER, "parquet")] if args.path else [])]
+    jobs = {f"{what}, {COPIES * repeats} copies of input.txt, .{kind}": (what, kind, repeats)
+            for repeats in ([args.steps] if args.steps else (1, 8)) for what, kind in whats}   # 52 and 420 MB
     peer = args.path and Path(args.path).resolve()
     print_table(more := fineweb_rows(jobs, time_fineweb(jobs, args.turns, peer)))
     return rows + more
+
+
+if __name__ == "__main__":
+    run_peer(*sys.argv[1:])

@@ -1,5 +1,4 @@
 """What is timed, each in a process of its own: a worker measures one Setting."""
-import os
 import statistics
 import sys
 import types
@@ -18,14 +17,12 @@ from runtime.device import peak_flops, peak_memory
 from runtime.kernels import attention
 from runtime.shards import write_shard
 
-SIZES = GPT2_SIZES | {"small": dict(n_layer=4, n_head=4, n_embd=256),       # for CPUs, and to try a command
-                      "tiny": dict(n_layer=4, n_head=2, n_embd=128)}
-
 
 def shape_of(s: Setting) -> dict:
-    """n_layer, n_head, n_embd. The modern recipes have heads of 128."""
-    modern, shape = "n_head" in train_gpt2.RECIPES[s.recipe].defaults, SIZES[s.size]
-    return shape | {"n_head": max(1, shape["n_embd"] // 128)} if modern else shape
+    """n_layer, n_embd, n_head of a size of GPT-2 or, say, '4x256'. The modern recipes have heads of 128."""
+    shape = GPT2_SIZES.get(s.size) or dict(zip(("n_layer", "n_embd"), map(int, s.size.split("x"))))  # noqa: B905
+    width = 128 if "n_head" in train_gpt2.RECIPES[s.recipe].defaults else 64
+    return shape | {"n_head": max(1, shape["n_embd"] // width)}
 
 
 def our_step(s: Setting):
@@ -73,7 +70,7 @@ def peers_step(s: Setting):
     torch.manual_seed(1337)
     torch.set_float32_matmul_precision("high")
     device_type = s.device.split(":")[0]
-    config = script.GPTConfig(vocab_size=s.vocab_size, block_size=s.T, **SIZES[s.size])
+    config = script.GPTConfig(vocab_size=s.vocab_size, block_size=s.T, **shape_of(replace(s, recipe="gpt2")))
     raw = script.GPT(config).to(s.device)
     model = torch.compile(raw) if s.compile else raw
     optimizer = raw.configure_optimizers(weight_decay=0.1, learning_rate=6e-4, device_type=device_type)
@@ -117,38 +114,21 @@ def attention_and_gradients(kernel, q, k, v, dy):
     return y.detach(), q.grad, k.grad, v.grad
 
 
-def memory_of(call, device: str) -> int | None:
-    """The most bytes that call() needs beyond those before it. None on a Mac, where nothing tells."""
-    linux, peak = Path("/proc/self/clear_refs"), peak_memory
-    if device.startswith("cuda"):
-        torch.cuda.reset_peak_memory_stats()
-        peak = torch.cuda.max_memory_allocated
-    elif device == "cpu" and os.access(linux, os.W_OK):
-        linux.write_text("5")                   # the peak starts anew
-    else:
-        return None
-    before = peak(device)
-    call()
-    return peak(device) - before
-
-
 def measure_attention(s: Setting) -> dict:
-    """Seconds and peak bytes of one layer's attention, forward and backward, and its errors against float64's
-    formula, |x - x64| / |x64|: of y, and the largest of dq, dk and dv."""
+    """Seconds of one layer's attention, forward and backward, and its errors against float64's formula,
+    |x - x64| / |x64|: of y, and the largest of dq, dk and dv."""
     device = train_gpt2.set_up_process(train_gpt2.Config(device=s.device)).device
     heads, dtype = shape_of(s)["n_head"], getattr(torch, s.dtype)
     shape = s.B, s.T, heads, shape_of(s)["n_embd"] // heads
     torch.manual_seed(0)
     tensors = [torch.randn(shape, device=device).to(dtype) for _ in range(4)]       # q, k, v, dy
-    memory = memory_of(lambda: attention_and_gradients(s.attention, *tensors), device)
     _, seconds = time_steps(lambda: attention_and_gradients(s.attention, *tensors), s)
 
     tensors = [t[:1] for t in tensors]
     actual = attention_and_gradients(s.attention, *tensors)
     exact = attention_and_gradients("naive", *(t.cpu().double() for t in tensors))      # Metal has no float64
     errors = [((a.cpu().double() - b).norm() / b.norm()).item() for a, b in zip(actual, exact, strict=True)]
-    return {"seconds": seconds, "memory": memory, "error_forward": errors[0],
-            "error_backward": max(errors[1:])}
+    return {"seconds": seconds, "error_forward": errors[0], "error_backward": max(errors[1:])}
 
 
 WORKERS = {"step": measure_step, "attention": measure_attention, "loader": measure_loader}

@@ -1,4 +1,4 @@
-"""The tables of `bench.py` about the step: ladder, attention, memory, peer."""
+"""The tables of `bench.py` about the step: ladder, attention, peer."""
 from dataclasses import replace
 from pathlib import Path
 
@@ -54,34 +54,11 @@ def ladder(args, base: Setting) -> list[dict]:
 def attention_table(args, base: Setting) -> list[dict]:
     settings = {kernel: replace(base, what="attention", attention=kernel) for kernel in ATTENTION}
     rows = rows_of("kernel", measure(settings, args.turns), lambda kernel, r: {
-        "forward + backward ms": median_ms(r), "memory MB": r["memory"] and r["memory"] / 1e6,
+        "forward + backward ms": median_ms(r),
         "error of y": f"{r['error_forward']:.1e}",
         "largest error of dq, dk, dv": f"{r['error_backward']:.1e}"})
     print(f"one layer of {base.size}, B = {base.B}, T = {base.T}, {base.dtype}; "
           "errors are |x - x64| / |x64| against float64")
-    print_table(rows)
-    return rows
-
-
-def memory_table(args, base: Setting) -> list[dict]:
-    """Peaks at B and 2 B give bytes a sequence, and these the largest micro-batches."""
-    B, base = base.B, replace(base, warmup=1, steps=1)
-    ways = {"textbook attention, all logits": replace(base, attention="naive", loss_chunk=0)} | {
-        f"attention auto, {logits} logits{', --recompute' * again}":
-        replace(base, loss_chunk=chunk, recompute=again)
-        for again in (False, True) for logits, chunk in (("all", 0), ("2,048 tokens'", 2048))}
-    results = measure({(way, n): replace(s, B=n) for n in (B, 2 * B) for way, s in ways.items()}, 1)
-
-    def cells(way, small):
-        large = results[way, 2 * B]
-        sequence = (large["memory"] - small["memory"]) / B          # bytes; none where both are noise
-        return {f"GB at {B}": small["memory"] / GB, f"at {2 * B}": large["memory"] / GB,
-                "MB a sequence": sequence / 1e6} | {
-            f"fit {g:g} GB": max(0, int(B + (g * GB - small["memory"]) / sequence)) if sequence > 0 else None
-            for g in (8, 12, 24, 80)}
-    failed = {way: r for (way, _), r in results.items() if "failed" in r}
-    rows = rows_of("a step with", {way: failed.get(way, results[way, B]) for way in ways}, cells)
-    print(f"sequences of {base.T} tokens that fit, by the peaks of {B}, {2 * B}; {base.size}, {base.dtype}")
     print_table(rows)
     return rows
 

@@ -1,6 +1,9 @@
 """bench.py: its tables at a tiny size, what they compute, what they refuse."""
+import ast
 import functools
 import itertools
+import math
+import os
 import runpy
 import shutil
 import subprocess
@@ -9,35 +12,43 @@ import types
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet
 import pytest
 import torch
 
 import bench
 import benchmarks.data as data_benchmark
-from benchmarks import ablation, steps, tables, timing
-from benchmarks.curves import Curve, read_curve
+from benchmarks import ablation, nanochat, steps, tables, timing
+from benchmarks.compare import Curve, read_curve
 from benchmarks.timing import GB, Setting
 from helpers import ROOT, forked, refused
 from runtime.cli import brief_error
 from runtime.console import HEADER
 from runtime.presets import PRESETS
 from runtime.shards import write_shard
+from runtime.tokenizer import EOT, encode
 
-TINY = " --device cpu --dtype float32 --size tiny --batch_size 1 --sequence_length 32 --steps 1 --turns 1"
+TINY = " --device cpu --dtype float32 --size 1x32 --batch_size 1 --sequence_length 32 --steps 1 --turns 1"
 
 
-def run_script(argv):
-    """The script argv[0], perhaps of a copy of the project."""
+def run_script(argv, cwd=".", env=None, **how):
+    """The script argv[0], perhaps of a copy of the project; after -m a module, after -c a program."""
     ours = {"runtime", "benchmarks", *(path.stem for path in ROOT.glob("*.py"))}
     for name in [name for name in sys.modules if name.partition(".")[0] in ours]:
         del sys.modules[name]
-    sys.path[:0], sys.argv = [str(Path(argv[0]).parent)], argv
-    runpy.run_path(argv[0], run_name="__main__")
+    os.chdir(cwd)
+    os.environ.update(env or {})
+    kind, sys.argv = argv[0], argv[argv[0] in ("-m", "-c"):]
+    sys.path[:0] = ["." if kind in ("-m", "-c") else str(Path(kind).parent)]
+    if kind == "-c":
+        exec(argv[1], {})
+    else:
+        (runpy.run_module if kind == "-m" else runpy.run_path)(sys.argv[0], run_name="__main__")
 
 
 # in place of the module subprocess: a fork has torch imported
 FORKING = types.SimpleNamespace(run=lambda argv, **how: subprocess.CompletedProcess(
-    argv, *forked(functools.partial(run_script, argv[1:]))[0]))
+    argv, *forked(functools.partial(run_script, argv[1:], **how))[0]))
 
 
 @pytest.fixture
@@ -49,7 +60,6 @@ def table(monkeypatch, capsys, tmp_path):
         except Exception as error:
             return {"failed": brief_error(error)}
     monkeypatch.setattr(timing, "run_in_subprocess", worker)
-    monkeypatch.setitem(steps.SIZES, "tiny", dict(n_layer=1, n_head=1, n_embd=32))
     monkeypatch.chdir(tmp_path)
 
     def run(flags):
@@ -78,7 +88,7 @@ def test_steps_and_kernels_are_measured_and_what_is_left_out_is_named(table):
 @pytest.mark.parametrize("recipe", ["speedrun", "frontier"])
 def test_the_timed_step_is_the_trainers_and_timed_to_its_end_on_a_mac(recipe, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    step, model = steps.our_step(Setting("step", "cpu", recipe, "tiny", 4, 16, "float32", attention="naive",
+    step, model = steps.our_step(Setting("step", "cpu", recipe, "2x64", 4, 16, "float32", attention="naive",
                                          recompute=True, loss_chunk=8))
     seen, wte = [], model.transformer.wte.weight
     monkeypatch.setattr(torch.mps, "synchronize", lambda: seen.append(wte.sum().item()))
@@ -103,27 +113,26 @@ print(json.dumps({"seconds": [B + os.path.getsize(calls)], "memory": 10 - os.pat
     assert (tmp_path / "bench.py.calls").read_text() == "123414"
 
 
-@pytest.mark.parametrize("name", ["ladder", "attention", "memory", "data", "peer ."])
+@pytest.mark.parametrize("name", ["ladder", "attention", "data", "peer ."])
 def test_a_table_says_which_of_its_lines_failed(name, table, monkeypatch):
     names = "warmup_seconds", "flops_per_token", "peak_flops", "error_forward", "error_backward"
     same, calls = {"seconds": [0.5], "rates": [1.0], **dict.fromkeys(names, 1.0)}, itertools.count()
     monkeypatch.setattr(data_benchmark, "time_fineweb", lambda jobs, turns, peer: dict.fromkeys(
         jobs, {"seconds": [1.0], "cpu": [1.0], "tokens": 10, "bytes": 42}))
     monkeypatch.setattr(timing, "run_in_subprocess", lambda s: {"failed": "no room"} if next(calls) == 1 else
-                        same | {"memory": (3 + s.B * (s.loss_chunk == 0) / 2) * GB})
+                        same | {"memory": GB})
     Path("train_gpt2.py").touch()
     shown, rows = table(f"{name} --device cpu --turns 1 --batch_size 2")
     assert shown.count(": no room") == 1 == [row.get("failed") for row in rows].count("no room")
-    if name == "memory":        # the largest micro-batch, extrapolated from two; none from what does not grow
-        assert (rows[0]["MB a sequence"], rows[0]["fit 8 GB"], rows[-1]["fit 8 GB"]) == (500, 10, None)
 
 
 @pytest.mark.parametrize(("flags", "word"), [
     ("lader", "lader"), ("--device cpu", "table"), ("recipes a b", "one path"), ("recipes", "fineweb.py"),
-    ("recipes a --steps 10", "--steps 10"), ("peer no --steps 0", "--steps 0"), ("data no", "no/fineweb.py"),
+    ("recipes a --ideas", "--recipe"), ("peer no --steps 0", "--steps 0"), ("data no", "no/fineweb.py"),
+    ("recipes a --size 4x0", "4x0"), ("ladder --size 1x64 2x64", "one size"), ("recipes a", "a"),
     ("peer no", "no/train_gpt2.py"), ("ladder --device tpu", "tpu"), ("compare a --no_compile", "--compile"),
-    ("compare a --plot a.md", ".png"), ("compare", "--out"), ("compare a --curve no/a.csv", "no/a.csv"),
-    ("compare 0.csv --curve a.csv", "a.csv"), ("compare a", "a/metrics.csv"),
+    ("compare a --plot a.md", ".png"), ("compare", "--out"), ("compare a --plot no/a.png", "no/a.png"),
+    ("compare a", "a/metrics.csv"),
     *((f"compare {i}.csv", word) for i, word in enumerate(("", "row 1", "row 2", "row 2", "5"), 1))])
 def test_a_mistake_is_one_line(flags, word, table):
     for i, text in enumerate(("1,2", "a,b", "tokens,x\n1,2", "1,2\n3", "1,2\n1,3")):
@@ -148,12 +157,11 @@ def test_compare_shows_what_each_run_needed_to_reach_the_others_and_a_curve(tabl
         ["slow", 6000, 6, 360, 4.0], ["fast", 4000, 4, 14400, 3.5], ["going", 2000, 2, 120, 6.0]]
     assert [row["reached after"] for row in rows[3:]] == [
         "3k (50%)", "-", "-", "-", "1.67k (83%)", "1.54k (77%)"]
-    assert Path("a.png").read_bytes()[:4] == b"\x89PNG" and table("compare slow fast --curve seeds.csv")
+    assert Path("a.png").read_bytes()[:4] == b"\x89PNG"
     Path("paper.csv").write_text('"Step","Loss", "Tokens"\n# a comment\n1, 7,1e3\r\n2,4.0,7000\r\n')
-    rows = table("compare going seeds.csv paper.csv")[1][3:]
-    assert [(*list(row.values())[:3], round(row["difference"], 4), row.get("seeds")) for row in rows] == [
-        ("going", "seeds.csv", 2000, 1.25, 0.5), ("going", "paper.csv", 2000, -0.5, None),
-        ("seeds.csv", "going", 2000, -1.25, None), ("paper.csv", "going", 1000, -1.5, None)]
+    rows = table("compare going paper.csv")[1][2:]
+    assert [(*list(row.values())[:3], round(row["difference"], 4)) for row in rows] == [
+        ("going", "paper.csv", 2000, -0.5), ("paper.csv", "going", 1000, -1.5)]
     curve, preset = read_curve(str(ROOT / "assets/shakespeare.csv")), PRESETS["shakespeare"][1]
     every = preset["val_every"] * preset["total_batch_size"]
     assert [at for at, *_ in curve.points] == [*range(0, curve.last["tokens"] + 1, every)], "docs/running.md"
@@ -168,7 +176,7 @@ GPT.configure_optimizers = lambda self, **how: master_process or torch.optim.Ada
 import tiktoken
 raise SystemExit("the script's own run began")
 """)
-    assert "seconds" in timing.run_in_subprocess(Setting(size="tiny", B=1, T=8, steps=1, peer=str(tmp_path)))
+    assert "seconds" in timing.run_in_subprocess(Setting(size="1x64", B=1, T=8, steps=1, peer=str(tmp_path)))
 
 
 @pytest.mark.parametrize("recipe", ablation.ABLATIONS)
@@ -195,18 +203,84 @@ def test_a_run_without_an_idea_is_a_real_one(tmp_path, monkeypatch):
     assert len(ablation.train(flags | dict(recipe="gpt2", max_lr=1e30)).points) < 3, "it really diverges"
 
 
-def test_recipes_are_compared_with_gpt2_at_its_best_rate_and_ideas_with_their_recipe(monkeypatch, table):
-    def train(flags, idea=None):
-        level = {0.001: 6.3, 0.002: 6.0}.get(flags.get("max_lr"), 5.9) + 0.2 * (idea == "softcap")
-        last = 0 if flags.get("max_lr") == 0.004 or idea == "QK-norm" else flags["max_steps"]   # they diverge
-        points = [(32 * i, i, level + 0.01 * flags["seed"]) for i in range(0, last + 1, flags["val_every"])]
-        return Curve("log", {"seconds": 9.0, "step": last}, points)
+PLAY = "To be, or not to be, that is the question:\n" * 20
+BYTES_A_TOKEN = len(PLAY) / len(encode(PLAY))
+
+
+@pytest.fixture
+def data(tmp_path):
+    """A folder of shards: PLAY ten times for training, once for validation."""
+    (tmp_path / "data").mkdir()
+    document = [EOT, *encode(PLAY)]
+    for name, tokens in (("val", document), ("train", 10 * document)):
+        write_shard(tmp_path / f"data/text_{name}_000000.npy", np.array(tokens, dtype=np.uint16))
+    return tmp_path / "data"
+
+
+def test_recipes_are_compared_at_equal_text_and_ideas_with_their_recipe(monkeypatch, table, data):
+    def train(flags, idea="", seed=0):
+        steps, level = flags["max_steps"], {0.001: 6.3, 0.002: 6.0}.get(flags.get("max_lr"), 5.9)
+        last = math.nan if flags.get("max_lr") == 0.004 or "QK" in idea else level + 0.2 * ("softcap" in idea)
+        return Curve("log", {"seconds": steps / 2, "step": steps, "tokens": 32 * steps},
+                     [(0, 0.0, 9.0), (32 * steps, steps / 2, last + 0.01 * seed)])
     monkeypatch.setattr(ablation, "train", train)
-    flags = "recipes DATA --device cpu --batch_size 2 --sequence_length 16 --turns 2 --steps"
-    shown, rows = table(f"{flags} 24 --plot r.png")
-    assert all(word in shown for word in ("5.905", "0.002, 24 steps: 6.005", ": reached", "saved r.png"))
-    assert sorted(row["the idea brings"] for row in rows[5:]) == ["+0.000"] * 10 + ["+0.200", "+nan"]
-    assert len(table(f"{flags} 40 --recipe frontier --only_ideas --no_ideas")[1]) == 1
+    flags = f"recipes {data} --device cpu --batch_size 2 --sequence_length 16 --turns 2 --steps"
+    shown, rows = table(f"{flags} 24 --plot r.png --size 1x64 2x128")
+    assert [len(rows), "saved r.png" in shown] == [2 * 7, True] and {row["s a step"] for row in rows} == {0.5}
+    at = {row["run"]: row for row in rows}
+    assert [at[f"gpt2 2x128, 24 steps, --max_lr {rate}"]["validation loss"] for rate in (0.002, 0.004)] == [
+        "6.005", "nan"]
+    assert at["frontier 1x64, 2 steps"]["MB of text"] == pytest.approx(64 * BYTES_A_TOKEN / 1e6)
+    assert at["speedrun 1x64, 8 steps"]["bits per byte"] == f"{5.905 / math.log(2) / BYTES_A_TOKEN:.4f}"
+    gains = [row["the idea brings"] for row in table(f"{flags} 40 --recipe speedrun --ideas")[1]]
+    assert sorted(gains) == ["+0.000"] * 11 + ["+0.200", "+nan"]
+
+
+CLONE = {       # a tokenizer of bytes, a model whose loss in bits is its checkpoint's step
+    "nanochat/tokenizer.py": """
+class get_tokenizer:
+    encode = lambda self, text: list(text.encode())
+    get_bos_token_id = lambda self: 256
+    decode_single_token_bytes = lambda self, token: bytes([token])
+""", "nanochat/checkpoint_manager.py": """
+import torch
+def load_model(source, device, phase, model_tag, step):
+    return lambda x, y, loss_reduction: torch.full((y.numel(),), step * 0.6931471805599453), None, None
+""", "scripts/tok_train.py": "", "scripts/base_train.py": """
+import os, pathlib, sys
+flags = dict(word.removeprefix("--").split("=") for word in sys.argv[1:])
+pathlib.Path(f"given_{flags['model-tag']}").write_text(repr(flags))
+for step in range(int(flags["num-iterations"])):
+    print(f"step {step:05d}/00000 (1%) | loss: 4.6 | lrm: 0.07 | dt: 500.00ms | tok/sec: 5,335 | eta: 0.0m")
+"""}
+
+
+def test_nanochat_trains_on_the_same_text_and_is_compared_in_our_tokens(monkeypatch, table, data, tmp_path):
+    for name, text in CLONE.items():
+        (tmp_path / "clone" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "clone" / name).write_text(text)
+    texts = {}
+
+    def run(argv, env, **how):
+        texts.update((path.name, pyarrow.parquet.read_table(path)["text"].to_pylist())
+                     for path in Path(env["NANOCHAT_BASE_DIR"], "base_data_climbmix").glob("*"))
+        return FORKING.run(argv, env={"NANOCHAT_BASE_DIR": env["NANOCHAT_BASE_DIR"]}, **how)
+    monkeypatch.setattr(nanochat, "subprocess", types.SimpleNamespace(run=run))
+    ours = Curve("", {"step": 1, "seconds": 1.0, "tokens": 1}, [(1, 1.0, 1.0)])
+    monkeypatch.setattr(ablation, "train", lambda *args, **how: ours)
+    rows = table(f"recipes {data} --device cpu --batch_size 2 --sequence_length 16 --turns 2 --steps 24 "
+                 f"--size 2x128 --nanochat {tmp_path}/clone")[1][-3:]
+    assert len(texts["0.parquet"]) == 10 and texts["0.parquet"][:1] == texts["1.parquet"] == [PLAY]
+    own = len(PLAY) / (len(PLAY) + 1)           # bytes a token
+    steps = round(24 * BYTES_A_TOKEN / own)
+    for row, multiple in zip(rows, (2, 4, 8), strict=True):
+        assert row == {"run": f"nanochat 2x128, {multiple} times its rates", "s a step": 0.5,
+                       "MB of text": pytest.approx(steps * 32 * own / 1e6), "bits per byte": f"{steps:.4f}",
+                       "validation loss": f"{steps * math.log(2) * BYTES_A_TOKEN:.3f}",
+                       "seeds differ by": "0.000"}
+        flags = ast.literal_eval((tmp_path / f"clone/given_2x128_{multiple}").read_text())
+        assert [flags[name] for name in ("embedding-lr", "depth", "aspect-ratio", "total-batch-size")] == [
+            str(multiple * 0.3), "2", "64", "32"]
 
 
 PEERS_FINEWEB = '''
@@ -239,10 +313,9 @@ def test_fineweb_py_and_a_clones_script_make_the_same_tokens_of_the_same_text(mo
         seen.append(sorted(token for path in Path(out).rglob("*.npy") for token in np.load(path).tolist()))
         rmtree(out, *args, **kwargs)
     monkeypatch.setattr(shutil, "rmtree", look)
-    jobs = {what: (what, "parquet", 2) for what in (data_benchmark.OURS, data_benchmark.PEER,
-                                                    *data_benchmark.PARTS)}
+    jobs = {what: (what, "parquet", 2) for what in (data_benchmark.OURS, data_benchmark.PEER)}
     results = data_benchmark.time_fineweb(jobs, 1, tmp_path)
-    assert seen[0] == seen[1] and {result.get("tokens") for result in results.values()} == {0, len(seen[0])}
+    assert seen[0] == seen[1] and {result.get("tokens") for result in results.values()} == {len(seen[0])}
     rows = data_benchmark.fineweb_rows(jobs, results)
     assert all(result["cpu"][0] > 0 for result in results.values())
-    assert [bool(row.get("against the pool")) for row in rows] == [True] * 4
+    assert [bool(row.get("against the pool")) for row in rows] == [True] * 2
