@@ -1,17 +1,14 @@
 """The modern recipes: their models against one plain reference, documents and windows, Muon, schedules."""
 import dataclasses
-import functools
 import math
-import os
 from types import SimpleNamespace as Config
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 
 import sample
-from helpers import ROOT, hellaswag_file, logged, on_ranks, refused, train
+from helpers import ROOT, hellaswag_file, logged, refused, train
 from model import MODELS, load_model
 from peers import make_model, tokens
 from runtime.kernels import attention, document_window_mask
@@ -153,50 +150,24 @@ def test_orthogonalize_gives_singular_values_near_one_and_keeps_the_directions(s
     assert (along - values.mean()).abs().max() < 0.6 and along.min() > 0.2
 
 
-def updates(muon, steps=6):
-    """Steps with the same gradients anywhere."""
-    for step in range(steps):
-        generator = torch.Generator().manual_seed(step)
-        for p in sorted((p for group in muon.param_groups for p in group["params"]), key=lambda p: p.place):
-            p.grad = torch.randn(p.shape, generator=generator)
-        muon.step()
-
-
 def matrices():
     generator, shapes = torch.Generator().manual_seed(0), [(16, 16), (32, 16), (16, 32), (16, 16), (16, 16)]
-    params = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
-    for place, p in enumerate(params):
-        p.place = place
-    return params
+    return [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
 
 
 def test_muon_is_torchs_muon_to_rounding():
     ours, theirs, start = matrices(), matrices(), matrices()
-    updates(Muon([(str(i), p) for i, p in enumerate(ours)], lr=0.02, weight_decay=0.1))
-    updates(torch.optim.Muon(theirs, lr=0.02, momentum=0.95, nesterov=True, weight_decay=0.1,
-                             adjust_lr_fn="original"))
+    muons = [Muon([(str(i), p) for i, p in enumerate(ours)], lr=0.02, weight_decay=0.1),
+             torch.optim.Muon(theirs, lr=0.02, momentum=0.95, nesterov=True, weight_decay=0.1,
+                              adjust_lr_fn="original")]
+    for _ in range(6):
+        for p, q in zip(ours, theirs, strict=True):
+            p.grad = torch.randn_like(p)
+            q.grad = p.grad.clone()
+        for muon in muons:
+            muon.step()
     for p, q, s in zip(ours, theirs, start, strict=True):
         assert (p - q).norm() < 0.03 * (q - s).norm()
-
-
-def muon_on_a_rank(out):
-    dist.init_process_group("gloo")
-    params = matrices()
-    updates(Muon([(str(i), p) for i, p in enumerate(params)], lr=0.1))
-    torch.save([p.detach() for p in params], f"{out}.{dist.get_rank()}")
-    dist.barrier()                  # a process that exits while another still sends would crash that one
-    os._exit(0)                     # without the interpreter's finalization, in which gloo can crash
-
-
-def test_shares_of_three_processes_make_the_updates_of_one(tmp_path):
-    """Of three matrices each has one, and of one matrix the first."""
-    alone = matrices()
-    updates(Muon([(str(i), p) for i, p in enumerate(alone)], lr=0.1))
-    found = on_ranks(*[functools.partial(muon_on_a_rank, tmp_path / "params")] * 3)
-    assert [code for code, _, _ in found] == [0] * 3, found
-    for rank in range(3):
-        for a, b in zip(alone, torch.load(tmp_path / f"params.{rank}"), strict=True):
-            torch.testing.assert_close(a.detach(), b, rtol=0, atol=2e-3)
 
 
 # -----------------------------------------------------------------------------
