@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from runtime.cli import UserError, safe_repr
+from runtime.cli import UserError
 from runtime.files import read_text, readable, remove_leftovers, replace_file, writable
 
 SHARD_NAME = re.compile(r"(?:^|.*_)(train|val)_\d+\.(npy|bin)$")
@@ -117,8 +117,8 @@ class ShardWriter:
             raise UserError(f"{out} already holds shards without a manifest.json: choose another --out")
         for key in settings if found else ():
             if (old := found.get(key)) != settings[key]:
-                raise UserError(f"{out} was begun with another {key} ({safe_repr(old)} instead of "
-                                f"{safe_repr(settings[key])}): give the same again, or choose another --out")
+                raise UserError(f"{out} was begun with another {key} ({json.dumps(old)[:80]} instead of "
+                                f"{json.dumps(settings[key])[:80]}): give the same, or choose another --out")
         self.manifest = {**settings, "complete": False, "shards": []} | (found or {})
         with readable(out / "manifest.json", "choose another --out"):
             for shard in self.manifest["shards"]:
