@@ -109,21 +109,21 @@ def pair_row(curve: Curve, other: Curve) -> dict:
 
 def plot_runs(path: str, curves: list[Curve], bytes_a_token: float = 0) -> None:
     """Two panels: validation loss against tokens, and against the time of training. With `bytes_a_token`, of
-    the validation text, bits per byte against bytes of text, which compares tokenizers, too."""
+    the validation text, one: bits per byte against bytes of text, which compares tokenizers, too."""
     longest = max(curve.last["seconds"] or 0 for curve in curves)
     unit, length = ("hours", 3600) if longest >= 2 * 3600 else ("minutes", 60)
-    figure, shown = new_figure(figsize=(12, 4.5)), []
-    panels = figure.subplots(1, 2, sharey=True)
+    labels = ["bytes of text"] if bytes_a_token else ["tokens", f"{unit} of training"]
+    figure, shown = new_figure(figsize=(1 + 5.5 * len(labels), 4.5)), []
+    panels = figure.subplots(1, len(labels), sharey=True, squeeze=False)[0]
     for curve in curves:
         tokens, seconds, loss = np.reshape(finite(curve.points), (-1, 3)).T
         if bytes_a_token:
             tokens, loss = tokens * bytes_a_token, loss / math.log(2) / bytes_a_token
-        for panel, xs in zip(panels, (tokens, seconds / length), strict=True):
+        for panel, xs in zip(panels, (tokens, seconds / length), strict=False):
             panel.plot(xs, loss, marker="o", markersize=3, label=curve.name)
         if len(loss):   # a run's first tenth is cut off: its fall would hide how the runs differ later
             shown += [np.interp(0.1 * tokens[-1], tokens, loss), loss.min()]
-    for panel, label in zip(panels, (
-            "bytes of text" if bytes_a_token else "tokens", f"{unit} of training"), strict=True):
+    for panel, label in zip(panels, labels, strict=True):
         panel.set(xlabel=label, xlim=(0, None))
         if shown:
             panel.set_ylim(min(shown) - 0.05, max(shown) + 0.05)
