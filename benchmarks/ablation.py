@@ -142,6 +142,7 @@ def train_all(runs: dict, turns: int, at_once: int) -> dict:
 
 
 def recipes_table(args, base) -> list[dict]:
+    """On the user's shards. MB of text and bits per byte compare tokenizers, too."""
     steps, tokens = args.steps or 300, (args.batch_size or 16) * base.T
     if not args.path or args.ideas and args.recipe not in ABLATIONS:
         raise UserError("bench.py recipes needs a folder of shards (fineweb.py --input ... --out DATA), "

@@ -7,8 +7,8 @@ from argparse import Namespace
 from pathlib import Path
 
 from benchmarks.timing import Setting
-from runtime.cli import FlagParser, UserError
 from model import GPT2_SIZES
+from runtime.cli import FlagParser, UserError
 from runtime.device import choose_device, choose_dtype
 from train_gpt2 import RECIPES
 
