@@ -60,7 +60,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     flag("--pretokenized", type=int, metavar="N", help="fetches N published training shards of 200 MB")
     flag("--out", help="output folder (default edu_fineweb10B, or --dataset's name; required with --input)")
     flag("--shard_size", type=int, help="tokens per shard (default 100000000)")
-    flag("--val_tokens", type=int, help="most tokens for validation (default shard_size)")
+    flag("--val_tokens", type=int, help="most for validation (default shard_size, or max_tokens / 10)")
     flag("--max_tokens", type=int, help="stop after so many, validation included (default: no limit)")
     flag("--workers", type=int, help="threads that encode (default: one a core)")
     flag("--verify", metavar="DIR", help="compares all shards of a folder with the sums in its manifest")

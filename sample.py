@@ -30,8 +30,8 @@ def parse_flags(argv):
     one = parser.add_mutually_exclusive_group()
     one.add_argument("--prompt", help="text to continue (default: none, a new document)")
     one.add_argument("--interactive", action="store_true",
-                     help="continue each line of stdin, an empty one with a new document, until Ctrl-D; "
-                          "Ctrl-C ends a continuation, and at the prompt the program")
+                     help="continue each line of stdin (an empty line: a new document) until Ctrl-D; "
+                          "Ctrl-C stops a continuation, or at the prompt quits")
     for name, (kind, default, _, _, help) in NUMBERS.items():
         parser.add_argument(f"--{name}", type=kind, default=default,
                             help=help + (f" (default {default})" if default else ""))

@@ -62,7 +62,7 @@ class Config:
     n_head: int = flag(12, MODEL, "attention heads", above=0, fixed=True)
     n_embd: int = flag(768, MODEL, "width", above=0, fixed=True)
     block_size: int = flag(1024, MODEL, "longest sequence, tokens", above=0, fixed=True)
-    vocab_size: int = flag(50304, MODEL, "50257, in multiples of 128", above=0, most=65536, fixed=True)
+    vocab_size: int = flag(50304, MODEL, "50304 is 50257, padded", above=0, most=65536, fixed=True)
     window: int = flag("auto", MODEL, "sliding window at the end of the run, tokens; auto: full attention",
                        word="auto", above=0, fixed=True, recipes=MODERN)
     total_batch_size: int = flag(524288, BATCH, "tokens per step, all ranks", above=0, fixed=True)
@@ -74,7 +74,7 @@ class Config:
     warmup_steps: int = flag(715, OPTIM, "steps of linear warmup; 715 are GPT-3's 375 million tokens")
     max_lr: float = flag(6e-4, OPTIM, "learning rate after the warmup", above=0)
     min_lr: float = flag("auto", OPTIM, "at the end; auto: max_lr / 10, frontier: by updates", word="auto")
-    cooldown: float = flag("auto", OPTIM, "fraction of the steps, the last, in which lr decays; auto: "
+    cooldown: float = flag("auto", OPTIM, "last fraction of the steps, in which lr decays; auto: "
                            "0.2856, frontier: by updates", word="auto", above=0, most=1, recipes=MODERN)
     weight_decay: float = flag(0.1, OPTIM, "of AdamW (matrices, embeddings) and Muon")
     grad_clip: float = flag(1.0, OPTIM, "largest gradient norm; inf: no clipping", above=0, most=math.inf)
@@ -84,7 +84,7 @@ class Config:
                       choices=["auto", "float32", "bfloat16", "float16"])
     tf32: bool = flag(True, SPEED, "use TF32 in float32 matrix products on CUDA")
     compile: bool = flag(None, SPEED, "torch.compile (default: on CUDA)", per_run=True)
-    attention: str = flag("auto", SPEED, "kernel; auto: SDPA's choice", choices=list(ATTENTION))
+    attention: str = flag("auto", SPEED, "kernel; auto: SDPA or the formula", choices=list(ATTENTION))
     recompute: bool = flag(False, SPEED, "recompute blocks in the backward, to save memory", per_run=True)
     shard_optimizer: bool = flag(False, SPEED, "each rank has a share of the moments (ZeRO 1)", per_run=True)
     val_every: int = flag(250, OUTPUT, "steps between validations; 0: never")

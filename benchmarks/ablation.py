@@ -66,7 +66,7 @@ ABLATIONS = {
         "softcap of 15 (speedrun's 30 instead)": ("softcap = 15.0", "softcap = 30.0"),
     },
 }
-SHARES = {"speedrun": 3, "frontier": 10}            # these are also run in this part of the steps
+SHARES = {"speedrun": 3, "frontier": 10}            # also run for 1/3 and 1/10 of the steps
 RATES = 1e-3, 2e-3, 4e-3                            # of the others, which warm up
 NEVER = dict.fromkeys(("hellaswag_every", "sample_every", "checkpoint_every"), 0)
 
@@ -107,7 +107,7 @@ def train(flags: dict, idea: str = "", seed: int = 0) -> Curve:
 
 def recipe_runs(args, base, steps: int, tokens: int, peer: Nanochat | None) -> dict:
     """{(run, what sets it apart from others of this name): seed -> its Curve}: every recipe at each size;
-    with --ideas --recipe, and it without each of them."""
+    with --ideas, --recipe with all of them and without each."""
     runs = {}
     for size in args.size:
         for recipe in [args.recipe] if args.ideas else RECIPES:
@@ -159,7 +159,7 @@ def recipes_table(args, base) -> list[dict]:
         rows.append({"run": name + what, "MB of text": last["tokens"] * size / 1e6,
                      "s a step": last["seconds"] / last["step"], "validation loss": f"{mean[name, what]:.3f}",
                      "bits per byte": f"{mean[name, what] / math.log(2) / size:.4f}",
-                     "seeds differ by": f"{max(end) - min(end):.3f}"})
+                     "seeds differ by": f"{max(end) - min(end):.3f}" if end[1:] else ""})
         if args.ideas:
             rows[-1]["the idea brings"] = f"{mean[name, what] - mean[name, '']:+.3f}"
     print(f"{tokens:,} tokens a step, means of {args.turns} seed(s)")

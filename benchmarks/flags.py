@@ -13,7 +13,8 @@ from runtime.device import choose_device, choose_dtype
 from train_gpt2 import RECIPES
 
 # the tables to which a flag says something, where these are few
-ONLY = {"ideas": ["recipes"], "nanochat": ["recipes"], "plot": ["recipes", "compare"]}
+ONLY = {"ideas": ["recipes"], "nanochat": ["recipes"], "plot": ["recipes", "compare"],
+        "compile": ["ladder", "peer"]}
 
 
 def parse_args(argv: list[str], tables: dict, description: str) -> tuple[Namespace, Setting]:
@@ -31,11 +32,11 @@ def parse_args(argv: list[str], tables: dict, description: str) -> tuple[Namespa
         "recipes: a step (default 16)")
     add("--sequence_length", type=int, help="tokens (default 1024; 256 on a CPU)")
     add("--steps", type=int, help="timed steps a turn (default 20 on CUDA, else 4); for recipes: steps "
-        "of a run (default 300); for data: times 52 MB of text (default 1, and 8)")
-    add("--turns", type=int, help="how often all is measured (2; 5 for data); for recipes: seeds (2)")
+        "of a run (default 300); for data: copies of 52 MB of text (1, and 8)")
+    add("--turns", type=int, help="times all is measured (2; 5 for data); for recipes: seeds (2)")
     add("--compile", action="store_true", default=None, help="torch.compile (default on CUDA only)")
     add("--no_compile", dest="compile", action="store_false", default=None)
-    add("--ideas", action="store_true", help="for recipes: --recipe without each of its ideas")
+    add("--ideas", action="store_true", help="for recipes: leave out each idea of --recipe alone")
     add("--nanochat", metavar="CLONE", help="for recipes: a clone of nanochat, to train on the same text")
     add("--plot", metavar="FILE.png", help="for recipes and compare: a picture")
     check(args := parser.parse_args(argv), parser)

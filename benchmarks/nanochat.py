@@ -17,8 +17,8 @@ from runtime.shards import list_shards, open_shard
 from runtime.tokenizer import EOT, token_bytes, token_lengths
 
 RATES = {"embedding": 0.3, "unembedding": 0.008, "matrix": 0.02, "scalar": 0.5}      # its defaults (92d63d4)
-# run in the clone: bytes a token of its tokenizer, then of each checkpoint of a run bits per byte of the
-# validation text: its documents in a row, T tokens at a time
+# run in the clone: its tokenizer's bytes per token, then for each checkpoint of a run bits per byte on the
+# validation text, its documents concatenated, T tokens at a time
 EVALUATE = """
 import json, math, sys, pyarrow.parquet, torch
 from nanochat.checkpoint_manager import load_model
@@ -43,7 +43,7 @@ print(json.dumps(found))
 
 
 def bytes_a_token(data: str, n: int) -> float:
-    """Of the first n validation targets of a folder of shards; <|endoftext|> has none."""
+    """Mean over the first n validation targets of a folder of shards; <|endoftext|> has 0."""
     return token_lengths()[read_tokens(data, "val", n + 1)[1:]].mean().item()
 
 

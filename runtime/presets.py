@@ -12,7 +12,7 @@ from runtime.tokenizer import VOCAB_SIZE
 
 # name: (what it gives and takes, {flag: value})
 PRESETS = {
-    # one epoch: in a second one the validation loss rises (docs/recipes.md). Warm-up and rate are gpt2's
+    # one epoch: in a second one the validation loss rises again. Warm-up and rate are for gpt2 only
     "shakespeare": ("a first run on input.txt: frontier, 35M parameters, 0.3M tokens; minutes on a CPU", dict(
         recipe="frontier", data="data/shakespeare", out="log/shakespeare", n_layer=4, n_head=2, n_embd=256,
         block_size=128, total_batch_size=2048, max_steps=150, warmup_steps=15, max_lr=2e-3, val_every=25,
@@ -67,7 +67,7 @@ def read_flags(Config: type, recipes: dict[str, dict], description: str, argv: l
         f"--{flag}={value}" for flag, value in values.items()).replace("\n", r"$'\n'"), 94), " " * 6)
         for name, (what, values) in PRESETS.items())
     parser = FlagParser(prog="train_gpt2.py", usage="%(prog)s [flags]", description=description,
-                        epilog="\n".join(["presets (max_lr and warmup_steps are gpt2's):", *presets]))
+                        epilog="\n".join(["presets (max_lr and warmup_steps for gpt2 only):", *presets]))
     for title, fields in groupby(dataclasses.fields(Config), lambda f: f.metadata["group"]):
         group = parser.add_argument_group(title)
         for f in fields:
