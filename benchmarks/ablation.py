@@ -144,9 +144,10 @@ def train_all(runs: dict, turns: int, at_once: int) -> dict:
 def recipes_table(args, base) -> list[dict]:
     """On the user's shards. MB of text and bits per byte compare tokenizers, too."""
     steps, tokens = args.steps or 300, (args.batch_size or 16) * base.T
-    if not args.path or args.ideas and args.recipe not in ABLATIONS:
-        raise UserError("bench.py recipes needs a folder of shards (fineweb.py --input ... --out DATA), "
-                        f"and with --ideas --recipe {' or '.join(ABLATIONS)}")
+    if not args.path:
+        raise UserError("bench.py recipes needs a folder of shards: python fineweb.py --input ... --out DATA")
+    if args.ideas != (args.recipe in ABLATIONS) or args.ideas and args.nanochat:
+        raise UserError(f"--ideas goes with --recipe {' or '.join(ABLATIONS)}, and without --nanochat")
     size = bytes_a_token(args.path, 64 * tokens)
     with tempfile.TemporaryDirectory() as folder:
         peer = Nanochat(args.nanochat, folder, args.path, base, 64 * tokens) if args.nanochat else None
@@ -155,13 +156,13 @@ def recipes_table(args, base) -> list[dict]:
     mean = {key: statistics.mean(curve.points[-1][2] for curve in found) for key, found in curves.items()}
     rows = []
     for (name, what), found in curves.items():
-        last, end = found[0].last, [curve.points[-1][2] for curve in found]
+        last, loss, end = found[0].last, mean[name, what], [curve.points[-1][2] for curve in found]
         rows.append({"run": name + what, "MB of text": last["tokens"] * size / 1e6,
-                     "s a step": last["seconds"] / last["step"], "validation loss": f"{mean[name, what]:.3f}",
-                     "bits per byte": f"{mean[name, what] / math.log(2) / size:.4f}",
+                     "s a step": last["seconds"] / max(1, last["step"]),     # 0: it diverged at once
+                     "validation loss": f"{loss:.3f}", "bits per byte": f"{loss / math.log(2) / size:.4f}",
                      "seeds differ by": f"{max(end) - min(end):.3f}" if end[1:] else ""})
         if args.ideas:
-            rows[-1]["the idea brings"] = f"{mean[name, what] - mean[name, '']:+.3f}"
+            rows[-1]["the idea brings"] = f"{loss - mean[name, '']:+.3f}"
     print(f"{tokens:,} tokens a step, means of {args.turns} seed(s)")
     print_table(rows)
     if args.plot:           # the first seed's, at the best rate

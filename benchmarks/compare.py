@@ -65,17 +65,13 @@ def parse_csv(name: str, text: str) -> Curve:
     return Curve(name, {"step": None, "tokens": rows[-1][0], "seconds": None}, rows[1:], False)
 
 
-def loss_text(loss: float | None) -> str:
-    return "not finite" if loss is None else f"{loss:.4f}"              # JSON has no nan
-
-
 def tokens_text(n: float | None) -> str:
     """'1.23M': three digits."""
     return "-" if n is None else short_count(float(f"{n:.3g}"))
 
 
 FORMATS = {"tokens": tokens_text, "at tokens": tokens_text, "time": clock, "difference": "{:+.4f}".format,
-           **dict.fromkeys(("final val loss", "lowest", "val loss", "the other's"), loss_text)}
+           **dict.fromkeys(("final val loss", "lowest", "val loss", "the other's"), "{:.4f}".format)}
 
 
 def tokens_to_reach(target: float, points: list[tuple]) -> float | None:
@@ -87,10 +83,10 @@ def tokens_to_reach(target: float, points: list[tuple]) -> float | None:
 
 
 def curve_row(curve: Curve) -> dict:
-    final, lowest = curve.points[-1][2], min((loss for *_, loss in finite(curve.points)), default=None)
+    lowest = min((loss for *_, loss in finite(curve.points)), default=math.nan)
     trained = {"steps": curve.last["step"], "time": curve.last["seconds"]} if curve.is_run else {}
     return {"run": curve.name, "tokens": curve.last["tokens"], **trained,
-            "final val loss": final if math.isfinite(final) else None, "lowest": lowest}
+            "final val loss": curve.points[-1][2], "lowest": lowest}
 
 
 def pair_row(curve: Curve, other: Curve) -> dict:

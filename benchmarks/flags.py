@@ -26,10 +26,8 @@ def parse_args(argv: list[str], tables: dict, description: str) -> tuple[Namespa
     add("--device", default="auto", help="auto, cuda, mps or cpu (default auto)")
     add("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])
     add("--recipe", default="gpt2", choices=list(RECIPES))
-    add("--size", nargs="+", help="gpt2 (124M), ... gpt2-xl, or as 4x256: 4 layers of width 256; for recipes "
-        "one or several (default gpt2; 4x256 for recipes)")
-    add("--batch_size", type=int, help="sequences a micro-step (default 16 on CUDA, else 4); for "
-        "recipes: a step (default 16)")
+    add("--size", nargs="+", help="GPT-2's, or layers x width (default gpt2; for recipes 4x256, or several)")
+    add("--batch_size", type=int, help="sequences a micro-step (16 on CUDA, else 4); recipes: a step (16)")
     add("--sequence_length", type=int, help="tokens (default 1024; 256 on a CPU)")
     add("--steps", type=int, help="timed steps a turn (default 20 on CUDA, else 4); for recipes: steps "
         "of a run (default 300); for data: copies of 52 MB of text (1, and 8)")

@@ -91,7 +91,7 @@ class Nanochat:
         N = round(flags["max_steps"] * self.ours / self.own)
         tag, every = f"{layers}x{width}_{multiple}", max(1, N // 8)
         given = {"device-type": self.s.device.split(":")[0], "depth": layers, "max-seq-len": self.s.T,
-                 "aspect-ratio": width // layers, "device-batch-size": min(8, tokens // self.s.T),
+                 "aspect-ratio": width // layers, "device-batch-size": math.gcd(8, tokens // self.s.T),
                  "total-batch-size": tokens, "num-iterations": N, "warmup-steps": N // 13, "model-tag": tag,
                  "save-every": every, "eval-every": -1, "core-metric-every": -1, "sample-every": -1,
                  **{f"{name}-lr": multiple * rate for name, rate in RATES.items()}}

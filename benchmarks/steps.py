@@ -31,7 +31,7 @@ def our_step(s: Setting):
     write_shard("data/x_train_000000.npy", random_tokens(20 * s.B * s.T + 1))
     never = dict.fromkeys(("val_every", "hellaswag_every", "sample_every", "checkpoint_every"), 0)
     same = {name: getattr(s, name) for name in ("recipe", "vocab_size", "device", "dtype", "tf32", "compile",
-                                                "attention", "recompute")}
+                                                "attention")}
     config = train_gpt2.Config(**train_gpt2.RECIPES[s.recipe].defaults | shape_of(s) | never | same | dict(
         data="data", out="out", total_batch_size=s.B * s.T, batch_size=s.B, block_size=s.T))
 

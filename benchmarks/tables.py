@@ -2,14 +2,14 @@
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.timing import GB, Setting, measure, median_ms, print_table, ratio, rows_of
+from benchmarks.timing import Setting, measure, median_ms, print_table, ratio, rows_of
 from runtime.kernels import ATTENTION
 from runtime.cli import UserError
 
 
 def step_cells(s: Setting, result: dict) -> dict:
     return {"ms a step": median_ms(result), "tokens/s": s.B * s.T / median_ms(result) * 1e3,
-            "peak GB": result["memory"] / GB, "start s": result["warmup_seconds"]}
+            "peak GB": result["memory"] / 1e9, "start s": result["warmup_seconds"]}
 
 
 def ladder_rungs(base: Setting) -> dict:
@@ -54,11 +54,9 @@ def ladder(args, base: Setting) -> list[dict]:
 def attention_table(args, base: Setting) -> list[dict]:
     settings = {kernel: replace(base, what="attention", attention=kernel) for kernel in ATTENTION}
     rows = rows_of("kernel", measure(settings, args.turns), lambda kernel, r: {
-        "forward + backward ms": median_ms(r),
-        "error of y": f"{r['error_forward']:.1e}",
+        "forward + backward ms": median_ms(r), "error of y": f"{r['error_forward']:.1e}",
         "largest error of dq, dk, dv": f"{r['error_backward']:.1e}"})
-    print(f"one layer of {base.size}, B = {base.B}, T = {base.T}, {base.dtype}; "
-          "errors are |x - x64| / |x64| against float64")
+    print(f"one layer of {base.size}, B = {base.B}, T = {base.T}, {base.dtype}; errors: |x - x64| / |x64|")
     print_table(rows)
     return rows
 

@@ -20,7 +20,6 @@ from runtime.device import is_out_of_memory
 from runtime.tokenizer import VOCAB_SIZE
 
 BENCH = Path(__file__).resolve().parent.parent / "bench.py"
-GB = 1e9
 
 
 @dataclass
@@ -37,7 +36,6 @@ class Setting:
     tf32: bool = True
     compile: bool = False
     attention: str = "auto"
-    recompute: bool = False
     vocab_size: int = 50304
     loss_chunk: int | None = None   # tokens whose logits are in memory at a time; 0: all; None: as trained
     fused: bool = True              # AdamW in one kernel
@@ -120,9 +118,8 @@ def take_turns(run, jobs: dict, turns: int, what: str = "measured", unit: str = 
 def measure(settings: dict, turns: int) -> dict:
     """{name: Setting, or a str: why it is left out} -> {name: what its worker measured, or {"failed": why}}.
     Turn by turn: the speed of a shared machine changes within minutes, and a ratio of medians much less."""
-    def run(s):
-        return {"failed": s} if isinstance(s, str) else run_in_subprocess(s)
-    return take_turns(run, settings, turns)
+    return take_turns(lambda s: {"failed": s} if isinstance(s, str) else run_in_subprocess(s),
+                      settings, turns)
 
 
 def median_ms(result: dict) -> float:

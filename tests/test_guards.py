@@ -239,12 +239,8 @@ def test_the_loops_hellaswag_is_acc_norm(tmp_path, capsys):
         assert found[2] == pytest.approx(printed["acc_norm"], abs=1e-6)
 
 
-# -----------------------------------------------------------------------------
-# defects that were found once
-
 @pytest.mark.parametrize("bad, steps", [("gradient", range(2, 200)), ("loss", range(1))])
 def test_float16_without_one_finite_gradient_or_loss_ends_in_one_line(bad, steps, shards, tmp_path):
-    """The scaler alone would skip every step to the end; a loss that is not finite is not its business."""
     def nan(module, inputs, output):
         if type(module).__name__ == "GPT" and bad == "loss":
             return output[0], output[1] * torch.nan
