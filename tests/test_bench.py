@@ -116,10 +116,10 @@ print(json.dumps({"seconds": [B + os.path.getsize(calls)], "memory": 10 - os.pat
 @pytest.mark.parametrize("name", ["ladder", "attention", "data", "peer ."])
 def test_a_table_says_which_of_its_lines_failed(name, table, monkeypatch):
     names = "warmup_seconds", "flops_per_token", "peak_flops", "error_forward", "error_backward", "memory"
-    same, n = {"seconds": [0.5], "rates": [1.0], **dict.fromkeys(names, 1.0)}, itertools.count()
+    good, n = {"seconds": [0.5], "rates": [1.0], **dict.fromkeys(names, 1.0)}, itertools.count()
     monkeypatch.setattr(data_benchmark, "time_fineweb", lambda jobs, turns, peer: dict.fromkeys(
         jobs, {"seconds": [1.0], "cpu": [1.0], "tokens": 10, "bytes": 42}))
-    monkeypatch.setattr(timing, "run_in_subprocess", lambda s: {"failed": "no room"} if next(n) == 1 else same)
+    monkeypatch.setattr(timing, "run_in_subprocess", lambda _: good if next(n) - 1 else {"failed": "no room"})
     Path("train_gpt2.py").touch()
     shown, rows = table(f"{name} --device cpu --turns 1 --batch_size 2")
     assert shown.count(": no room") == 1 == [row.get("failed") for row in rows].count("no room")
