@@ -1,8 +1,8 @@
 """The frontier recipe's model: what modded-nanogpt's records after November 2024 taught, and more.
 
 It keeps the ideas of SpeedrunGPT (record 10), but for the untied head. It adds the records' key offset, tied
-head, bigram table, several updates a step and lower softcap, and as new ideas rows for stems, the start of
-the shifted keys, an eps for the embedding, and shorter averages (docs/recipes.md).
+head, bigram table, several updates a step and lower softcap, and as new ideas rows for stems and forms, the
+start of the shifted keys, an eps for the embedding, and shorter averages (docs/recipes.md).
 """
 import contextlib
 import functools
@@ -24,25 +24,30 @@ ENDING = re.compile(r"(?<=...)(ings|ing|ies|ied|ers|er|ed|es|ly|s|e|y)\Z", re.DO
 
 
 @functools.cache
-def stems_of_tokens(vocab_size: int) -> Tensor:
-    """For each token the number of its stem, int64 (vocab_size,). A stem is the text in lower case, without
-    the white space around it and without one common English ending, if three characters remain: " Returns"
-    and "returning" have the stem "return". Bytes that are no text, white space, <|endoftext|> and padding
-    have one each, and so has every token of a vocabulary that is smaller than GPT-2's."""
-    names: list = list(range(vocab_size))               # of stems: a text, or else the token's id
+def parts_of_tokens(vocab_size: int) -> Tensor:
+    """Rows of each token's stem and form, int64 (2, vocab_size). The stem is the text in lower case, without
+    white space around it and without one common English ending, if three characters remain; the form is
+    what that leaves out, and whether it is a number: " Returns" has the stem of "returning" and the form of
+    " Words". White space, padding, <|endoftext|>, bytes that are no text, and all tokens of a vocabulary
+    smaller than GPT-2's have a stem each, and all of these but white space one form."""
+    parts: list = [(i, ()) for i in range(vocab_size)]
     for token, i in token_bytes().items() if vocab_size >= VOCAB_SIZE else ():
         with contextlib.suppress(UnicodeDecodeError):
-            names[i] = ENDING.sub("", token.decode().strip().lower()) or i
+            text = token.decode()
+            word = text.strip()
+            stem = ENDING.sub("", word.lower())
+            parts[i] = stem or i, (text[:1] == " ", word.islower(), word.isupper(), word.istitle(),
+                                   word.isdigit(), word.lower()[len(stem):])
     number: dict = {}
-    return torch.tensor([number.setdefault(name, len(number)) for name in names], device="cpu")
+    return torch.tensor([[number.setdefault(name, len(number)) for name in kind]
+                         for kind in zip(*parts, strict=True)], device="cpu")
 
 
 def bigram_hash(tokens: Tensor, rows: int) -> Tensor:
     """A row number for each token and the one before it: tokens int64 (B, T) -> (B, T); pairs may share a
     row. The first token of a sequence, and <|endoftext|>, which begins a document, count as following
     <|endoftext|>. The multipliers are those of modded-nanogpt's record 62."""
-    before = F.pad(tokens[:, :-1], (1, 0), value=EOT)
-    before = torch.where(tokens == EOT, EOT, before)
+    before = torch.where(tokens == EOT, EOT, F.pad(tokens[:, :-1], (1, 0), value=EOT))
     return (36313 * tokens ^ 27191 * before) % rows
 
 
@@ -92,60 +97,59 @@ class FrontierBlock(nn.Module):
 
 
 class FrontierGPT(ModernLanguageModel):
-    """180.3M parameters at GPT-2's size, of which the bigram table has 38.6M and that of the stems 18.1M; a
-    token reads one row of each."""
+    """180.4M parameters at GPT-2's size, of which the bigram table has 38.6M and that of the parts 18.2M."""
     recipe = "frontier"
     softcap = 15.0              # record 18
-    looked_up = "bigram", "stem"
+    looked_up = "bigram", "part"
 
     def __init__(self, config):
         super().__init__(config)
-        stems = stems_of_tokens(config.vocab_size)                              # (vocab_size,)
+        parts = parts_of_tokens(config.vocab_size)                              # (2, vocab_size)
         self.transformer = nn.ModuleDict(dict(
             wte=Embedding(config.vocab_size, config.n_embd),
             bigram=Embedding(config.vocab_size, config.n_embd),
-            stem=Embedding(int(stems.max()) + 1, config.n_embd),
+            part=Embedding(int(parts.max()) + 1, config.n_embd),
             h=nn.ModuleList(FrontierBlock(config, layer) for layer in range(config.n_layer)),
         ))
         self.lm_head = Linear(config.n_embd, config.vocab_size, bias=False, device="meta")
         self.lm_head.weight = self.transformer.wte.weight                       # arXiv:1608.05859
-        self.register_buffer("stems", stems.clone(), persistent=False)
+        self.register_buffer("parts", parts.clone(), persistent=False)
         if not self.transformer.wte.weight.is_meta:
             self.init_weights()
 
     @torch.no_grad()
     def init_weights(self):
-        """Output projections, bigram and stem table at zero; the embedding is the head too, hence small: the
+        """Output projections and all tables but the embedding at zero. That is the head too, hence small: the
         first loss is about ln(vocab_size) + 12.5 / n_embd. Where keys are shifted, their weights start as the
         queries': a token then attends to what followed the same token before, an induction head
         (arXiv:2209.11895) from the first step, by an initialisation like that of arXiv:2305.09828."""
         for name, p in self.named_parameters():
-            if name.endswith(("c_proj.weight", "bigram.weight", "stem.weight")):
+            if name.endswith(("c_proj.weight", "bigram.weight", "part.weight")):
                 p.zero_()
             elif name.endswith("wte.weight"):
                 # at each width its rate is 0.3 of this (max_lr 0.02), as speedrun's embedding's of its scale
                 p.normal_(0.0, 5 / self.config.n_embd)
-            elif name.endswith(("c_q.weight", "c_k.weight", "c_v.weight", "c_fc.weight")):
-                p.uniform_(-p.size(1)**-0.5, p.size(1)**-0.5)
             elif name.endswith("lambdas"):
                 p.copy_(torch.tensor([1.0, 0.0]))
             elif name.endswith("lamb"):
                 p.fill_(0.5)
             else:
-                raise AssertionError(f"no initialisation for {name}")
+                p.uniform_(-p.size(1)**-0.5, p.size(1)**-0.5)
         late = self.config.n_head // 2 * (self.config.n_embd // self.config.n_head)
         for block in self.transformer.h:
             block.attn.c_k.weight[late:] = block.attn.c_q.weight[late:]
 
+    def add_parts(self, rows: Tensor, parts: Tensor) -> Tensor:
+        """rows (..., C) of tokens plus those of parts (2, ...). In place, which saves time on a CPU."""
+        return functools.reduce(Tensor.add_, map(self.transformer.part, parts)).add_(rows)
+
     def head(self) -> Tensor:
-        """(vocab_size, C): each token's row plus its stem's, in place, which saves time on a CPU."""
-        return self.transformer.stem(self.stems).add_(self.lm_head.weight)
+        """(vocab_size, C): each token's row plus those of its parts."""
+        return self.add_parts(self.lm_head.weight, self.parts)
 
     def embed(self, tokens: Tensor, dtype: torch.dtype) -> Tensor:
-        """tokens (B, S) -> (B, S, C): each token's embedding (its own row plus its stem's), plus that of the
-        pair with the one before it (record 62)."""
-        x = self.transformer.wte(tokens) + self.transformer.stem(self.stems[tokens])
-        x = norm(x.to(dtype))
+        """tokens (B, S) -> (B, S, C): the same plus the row of the pair with the token before (record 62)."""
+        x = norm(self.add_parts(self.transformer.wte(tokens), self.parts[:, tokens]).to(dtype))
         pair = self.transformer.bigram(bigram_hash(tokens, self.transformer.bigram.num_embeddings))
         return norm(x + pair.to(dtype))
 
@@ -157,30 +161,28 @@ class FrontierGPT(ModernLanguageModel):
         begins = (tokens == EOT)[:, :, None, None]                              # (B, S, 1, 1)
         mask = self.window_mask(tokens, T, past)
         with torch.autocast(device, enabled=False):
-            # with a cache only the new tokens, and the one before them
-            x = x0 = self.embed(tokens[:, -T - 1:], dtype)[:, -T:]              # (B, T, C)
+            x = x0 = self.embed(tokens[:, -T - 1:], dtype)[:, -T:]      # (B, T, C); pairs need one more
             v1 = None
             for block in self.transformer.h:
                 x, v1 = self.run_block(block, x, v1, x0, rotary, begins, self.kernel, mask, past)
             return norm(x)
 
-    def configure_optimizers(self, max_lr: float, weight_decay: float, dtype: torch.dtype,
-                             tokens: int) -> list:
-        """[Adam, Muon]. Rates as SpeedrunGPT's, the embedding's and the stems' that of the head. The bigram
+    def configure_optimizers(self, max_lr: float, weight_decay: float, dtype, tokens: int) -> list:
+        """[Adam, Muon]. Rates as SpeedrunGPT's, the embedding's and the parts' that of the head. The bigram
         table's is a tenth of SpeedrunGPT's embedding's: most of its rows are seen only a few times.
 
         `tokens`: of a step. One occurrence of a token gives its row of the embedding a gradient of about
-        1 / tokens, or a multiple of that with several updates a step; eps is a tenth of 1 / tokens. The
-        gradient of a token that does not occur is about its probability, and always lowers it. Without this
-        eps Adam would turn even the smallest of them into a full step."""
+        1 / tokens, or a multiple with several updates a step; eps is a tenth of that. The gradient of a token
+        that does not occur is about its probability, and always lowers it: without eps Adam would turn even
+        the smallest of them into a full step."""
         params = dict(self.named_parameters())
-        wte, stem, bigram = ([(name, params.pop(name))] for name in (
-            "transformer.wte.weight", "transformer.stem.weight", "transformer.bigram.weight"))
+        wte, part, bigram = ((name, params.pop(name)) for name in (
+            f"transformer.{table}.weight" for table in ("wte", "part", "bigram")))
         matrices = [(n, p) for n, p in params.items() if n.startswith("transformer.h.") and p.dim() == 2]
         scalars = [(n, p) for n, p in params.items() if n not in dict(matrices)]
         adam = torch.optim.Adam([
-            {"params": wte + stem, "lr": 0.1 * max_lr * 768 / self.config.n_embd, "eps": 0.1 / tokens},
-            {"params": bigram, "lr": 1.5 * max_lr}, {"params": scalars, "lr": max_lr},
+            {"params": [wte, part], "lr": 0.1 * max_lr * 768 / self.config.n_embd, "eps": 0.1 / tokens},
+            {"params": [bigram], "lr": 1.5 * max_lr}, {"params": scalars, "lr": max_lr},
         ], betas=(0.7, 0.95), eps=1e-8, fused=not self.lm_head.weight.is_mps)
         return [adam, Muon(matrices, max_lr, weight_decay=weight_decay, dtype=dtype)]
 
@@ -195,11 +197,10 @@ def updates_of_run(steps: int, first: int) -> float:
 
 
 def automatic(config, ranks: int) -> dict:
-    """What 'auto' means in flags of a schedule, by the run's length: fits to docs/recipes.md's runs.
-    --updates_per_step, of the first third: a power of two, at most 4, by which the sequences of each of
-    `ranks` divide; the best batch of an update grows with the run's tokens D: 1,024 sqrt(D / 200,000).
-    --cooldown, --min_lr: record 10's 29% and 0 up to N = 110 updates, the later records' 60% and a tenth from
-    500, linear in log N between."""
+    """What 'auto' means in a schedule's flags (fits: docs/recipes.md). --updates_per_step in the first third:
+    a power of two, at most 4, by which the sequences of each of `ranks` divide; the best batch of an update
+    grows with the run's tokens D: 1,024 sqrt(D / 200,000). --cooldown, --min_lr: record 10's 29% and 0 up to
+    N = 110 updates, the later records' 60% and a tenth from 500, linear in log N between."""
     updates, cooldown, min_lr = config.updates_per_step, config.cooldown, config.min_lr
     if updates == "auto":
         best = 1024 * math.sqrt(config.max_steps * config.total_batch_size / 2e5)

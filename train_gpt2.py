@@ -210,7 +210,7 @@ def compile_model(model: LanguageModel) -> Callable:
 def wrap_model(model: Callable, device: str) -> DDP:
     """`model` inside DDP, which averages the ranks' gradients. The compiler splits its graph where a bucket
     ends: 170 MB a bucket are three graphs of 124M; torch's 25 MB are 14, which move 159 GB for 64 x 1024
-    tokens instead of 149. Buffers (window, stems) are the same on all ranks, and not sent."""
+    tokens instead of 149. Buffers (window, parts) are the same on all ranks, and not sent."""
     new, old = "forward_sync_buffers", "broadcast_buffers"              # new: from torch 2.13 on
     return DDP(model, device_ids=[device] if device.startswith("cuda") else None, bucket_cap_mb=170,
                gradient_as_bucket_view=True, **{new if new in signature(DDP).parameters else old: False})

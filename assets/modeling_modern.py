@@ -34,7 +34,7 @@ class SpeedrunConfig(PretrainedConfig):
 
 class FrontierConfig(SpeedrunConfig):
     model_type = "frontier"
-    n_stem: int = 23579             # rows of the table of stems
+    n_part: int = 23670             # rows of the table of parts
 
 
 def norm(x):
@@ -202,24 +202,25 @@ class SpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
 
 
 class FrontierForCausalLM(SpeedrunForCausalLM):
-    """A bigram table, and a head that is tied to the embedding; in both, tokens of one stem share a row."""
+    """A bigram table, and a head that is tied to the embedding; in both, tokens of one stem, and of one
+    form (a space before, capitals, ending), share a row."""
     config_class = FrontierConfig
     Block, softcap = FrontierBlock, 15.0
 
     def add_tables(self, config):
         self.transformer["bigram"] = nn.Embedding(config.padded_vocab_size, config.n_embd)
-        self.transformer["stem"] = nn.Embedding(config.n_stem, config.n_embd)
-        self.register_buffer("stems", torch.zeros(config.padded_vocab_size, dtype=torch.int64))
+        self.transformer["part"] = nn.Embedding(config.n_part, config.n_embd)
+        self.register_buffer("parts", torch.zeros((2, config.padded_vocab_size), dtype=torch.int64))
 
     def embed(self, tokens, begins, T):
-        """A token's row plus its stem's, and then that of the pair with the token before it. At the beginning
-        of a document or of the text that counts as <|endoftext|>."""
+        """A token's row plus those of its parts, and then that of the pair with the token before it. At the
+        beginning of a document or of the text that counts as <|endoftext|>."""
         before = F.pad(tokens[:, :-1], (1, 0)).masked_fill(begins, EOT)[:, -T:]
         tokens = tokens[:, -T:]
         pairs = (36313 * tokens ^ 27191 * before) % self.config.padded_vocab_size
-        x = norm(self.transformer.wte(tokens) + self.transformer.stem(self.stems[tokens]))
+        x = norm(self.transformer.wte(tokens) + self.transformer.part(self.parts[:, tokens]).sum(0))
         return norm(x + self.transformer.bigram(pairs))
 
     def head(self):
-        stems = self.transformer.stem(self.stems[:self.config.vocab_size])
-        return self.transformer.wte.weight[:self.config.vocab_size] + stems
+        rows = self.config.vocab_size
+        return self.transformer.wte.weight[:rows] + self.transformer.part(self.parts[:, :rows]).sum(0)

@@ -34,7 +34,7 @@ def from_huggingface(source, MODELS):
             recipe, config = "gpt2", config | gpt2_settings(config)
             weights = {name: t.t() if name.endswith(CONV1D) else t
                        for name, t in folder_weights(folder, pickles=True).items()}
-        weights.pop("stems", None)              # they follow from GPT-2's tokens
+        weights.pop("parts", None)              # they follow from GPT-2's tokens
         checkpoint = {"model": weights, "model_config": config, "recipe": recipe}
         return model_from_checkpoint(checkpoint, source, MODELS, "give another")
 
@@ -111,10 +111,10 @@ def export_modern(model):
                            "AutoModelForCausalLM": f"{MODELING[:-3]}.{name}ForCausalLM"},
               **dataclasses.asdict(model.config), "vocab_size": min(model.config.vocab_size, VOCAB_SIZE),
               "padded_vocab_size": model.config.vocab_size, "tie_word_embeddings": False}
-    if hasattr(model, "stems"):
+    if hasattr(model, "parts"):
         del weights[HEAD]                                                   # tied to wte
-        weights["stems"] = model.stems
-        config["n_stem"] = model.transformer.stem.num_embeddings
+        weights["parts"] = model.parts
+        config["n_part"] = model.transformer.part.num_embeddings
     return config, weights
 
 

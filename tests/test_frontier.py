@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import frontier
-from frontier import FrontierGPT, automatic, bigram_hash, muon_momentum, stems_of_tokens
+from frontier import FrontierGPT, automatic, bigram_hash, muon_momentum, parts_of_tokens
 from helpers import logged, run, train
 from peers import make_model, tokens
 from runtime.shards import write_shard
@@ -22,9 +22,9 @@ def test_gpt2s_size_has_180_million_parameters_and_starts_near_the_loss_of_knowi
     with torch.device("meta"):
         model = FrontierGPT(FrontierGPT.Config())
     blocks = 12 * 12 * 768**2 + 12 * 3
-    assert sum(p.numel() for p in model.parameters()) == (2 * 50304 + 23579) * 768 + blocks
+    assert sum(p.numel() for p in model.parameters()) == (2 * 50304 + 23579 + 91) * 768 + blocks
     assert model.lm_head.weight is model.transformer.wte.weight
-    # of the bigram and the stem table a token reads one row: no product
+    # of the tables of bigrams and of parts a token reads rows: no product
     assert model.flops_per_token(1024) == 6 * (50304 * 768 + blocks) + 12 * 12 * 768 * 1024
     for width in (64, 512):             # logits of variance 25 / width raise it by half of that
         torch.manual_seed(0)
@@ -48,8 +48,8 @@ def test_a_new_model_attends_to_what_followed_the_same_token(monkeypatch):
     assert seen[1].argmax() == 7 and seen[0].argmax() != 7
 
 
-def test_tokens_of_one_stem_share_a_row_and_all_else_has_its_own():
-    stems, text = stems_of_tokens(50304).numpy(), tokenizer().decode_single_token_bytes
+def test_tokens_of_one_stem_or_one_form_share_a_row():
+    (stems, forms), text = parts_of_tokens(50304).numpy(), tokenizer().decode_single_token_bytes
     token = tokenizer().encode_single_token
     assert stems.shape == (50304,) and sorted(set(stems)) == list(range(23579))
     same = [token(word) for word in ("return", " return", "Return", " Return", " returns", " returned",
@@ -62,7 +62,15 @@ def test_tokens_of_one_stem_share_a_row_and_all_else_has_its_own():
     counts = np.bincount(stems)[stems]
     spaces = [i for i in range(50256) if text(i).isspace()]
     assert len(spaces) == 7 and (counts[[*spaces, token(b"\xff"), *range(EOT, 50304)]] == 1).all()
-    assert (stems_of_tokens(256).numpy() == np.arange(256)).all()
+    assert sorted(set(forms)) == list(range(23579, 23579 + 91))
+    alike = (" Returns", " Words"), (" returned", " walked"), ("the", "ment"), (" 12", " 7"), (" US", " AM")
+    for words in alike:
+        assert len({forms[token(word)] for word in words}) == 1
+    apart = "the", " the", "The", " The", "THE", " returned", " returns", "12", " 12"
+    assert len({forms[token(word)] for word in apart}) == len(apart)
+    assert len({forms[i] for i in (token(b"\xff"), *range(EOT, 50304))}) == 1
+    small = parts_of_tokens(256).numpy()
+    assert (small[0] == np.arange(256)).all() and (small[1] == 256).all()
 
 
 def test_pairs_of_tokens_spread_over_the_rows():

@@ -156,13 +156,13 @@ def adam_and_muon(recipe, model, tokens):
     params = dict(model.named_parameters())
     matrices = [p for name, p in params.items() if ".h." in name and p.dim() == 2]
     scalars = [p for name, p in params.items() if p.dim() < 2]
-    table = {name: params.get(f"transformer.{name}.weight") for name in ("wte", "stem", "bigram")}
+    table = {name: params.get(f"transformer.{name}.weight") for name in ("wte", "part", "bigram")}
     head = 0.1 * LR * 768 / 32
     if recipe == "speedrun":
         groups = [{"params": [table["wte"]], "lr": 15 * LR},
                   {"params": [params["lm_head.weight"]], "lr": head}]
     else:
-        groups = [{"params": [table["wte"], table["stem"]], "lr": head, "eps": 0.1 / tokens},
+        groups = [{"params": [table["wte"], table["part"]], "lr": head, "eps": 0.1 / tokens},
                   {"params": [table["bigram"]], "lr": 1.5 * LR}]
     adam = torch.optim.Adam([*groups, {"params": scalars, "lr": LR}], eps=1e-8, foreach=False,
                             betas=(0.9 if recipe == "speedrun" else 0.7, 0.95))

@@ -25,9 +25,9 @@ def modern(recipe="speedrun", **shape):
     return make_model(cls=MODELS[recipe], spread=0.1, **dict(n_layer=3, n_embd=32) | shape)
 
 
-def plain_modern(w, heads, idx, softcap, stems=None):
-    """Record 10, or with `stems` (each token's row of the stem table) the frontier model, in float64, head by
-    head. w: name -> float64 tensor."""
+def plain_modern(w, heads, idx, softcap, parts=None):
+    """Record 10, or with `parts` (each token's rows of the table of parts) the frontier model, in float64,
+    head by head. w: name -> float64 tensor."""
     def rms(x):
         return x / (x.pow(2).mean(-1, keepdim=True) + torch.finfo(torch.float32).eps).sqrt()
 
@@ -41,11 +41,11 @@ def plain_modern(w, heads, idx, softcap, stems=None):
                 out[t, i + hs // 2] = b * math.cos(angle) - a * math.sin(angle)
         return out
     table, results = w["transformer.wte.weight"], []
-    if stems is not None:
-        table = table + w["transformer.stem.weight"][stems]
+    if parts is not None:
+        table = table + w["transformer.part.weight"][parts].sum(0)
     for row in idx.tolist():
         x, first_values = rms(table[row]), None
-        if stems is not None:           # each token and the one before it share a row of the bigram table
+        if parts is not None:           # each token and the one before it share a row of the bigram table
             pairs = [((36313 * token) ^ (27191 * (EOT if token == EOT else before))) % len(table)
                      for before, token in zip([EOT, *row], row, strict=False)]
             x = rms(x + w["transformer.bigram.weight"][pairs])
@@ -60,7 +60,7 @@ def plain_modern(w, heads, idx, softcap, stems=None):
             for head in range(heads):
                 q_h, k_h, v_h = (z.chunk(heads, -1)[head] for z in (q, k, v))
                 k_h = turn(rms(k_h))
-                if stems is not None and head >= heads // 2:    # the key before; none where a document begins
+                if parts is not None and head >= heads // 2:    # the key before; none where a document begins
                     k_h = torch.stack([0 * k_h[0] if t == 0 or row[t] == EOT else k_h[t - 1]
                                        for t in range(len(row))])
                 scores = turn(rms(q_h)) @ k_h.t() / math.sqrt(q_h.size(-1))
@@ -68,7 +68,7 @@ def plain_modern(w, heads, idx, softcap, stems=None):
                 ys.append(scores.masked_fill(later, -math.inf).softmax(-1) @ v_h)
             x = x + torch.cat(ys, -1) @ g["attn.c_proj.weight"].t()
             x = x + (rms(x) @ g["c_fc.weight"].t()).clamp(min=0).pow(2) @ g["c_proj.weight"].t()
-        head = w["lm_head.weight"] if stems is None else table
+        head = w["lm_head.weight"] if parts is None else table
         results.append(softcap * torch.tanh(rms(x) @ head.t() / softcap))
     return torch.stack(results)
 
@@ -81,7 +81,7 @@ def test_logits_loss_and_gradients_equal_a_plain_reference(recipe, heads):
     if recipe == "frontier":
         idx[0, 4] = idx[1, 0] = EOT
     weights = {name: p.detach().double().requires_grad_() for name, p in model.named_parameters()}
-    expected = plain_modern(weights, heads, idx, *(30,) if recipe == "speedrun" else (15, model.stems))
+    expected = plain_modern(weights, heads, idx, *(30,) if recipe == "speedrun" else (15, model.parts))
     torch.testing.assert_close(model(idx)[0].double(), expected, rtol=1e-4, atol=2e-4)
     loss = F.cross_entropy(expected.flatten(0, 1), targets.flatten(), ignore_index=-1)
     loss.backward()
@@ -175,7 +175,7 @@ def test_muon_is_torchs_muon_to_rounding():
 @pytest.mark.parametrize("recipe, more, expected", [
     ("speedrun", [], {"transformer.wte.weight": (0.3, 1e-8), "lm_head.weight": (0.004, 1e-8)}),
     ("frontier", [4096], {"transformer.wte.weight": (0.004, 0.1 / 4096), "transformer.bigram.weight": (
-        0.03, 1e-8), "transformer.stem.weight": (0.004, 0.1 / 4096)})])
+        0.03, 1e-8), "transformer.part.weight": (0.004, 0.1 / 4096)})])
 def test_every_parameter_is_in_one_group_and_matrices_of_blocks_in_muons(recipe, more, expected):
     model = modern(recipe, n_embd=384)          # half of GPT-2's width: there the head's rate is 0.002
     adam, muon = model.configure_optimizers(0.02, 0.0, torch.bfloat16, *more)
