@@ -30,8 +30,7 @@ def test_gpt2s_size_has_180_million_parameters_and_starts_near_the_loss_of_knowi
         torch.manual_seed(0)
         small = FrontierGPT(FrontierGPT.Config(24, 50304, 2, 2, width))
         idx = tokens(8, 25, vocab_size=50257)
-        loss = small(idx[:, :-1], idx[:, 1:])[1].item()
-        assert loss == pytest.approx(math.log(50304) + 12.5 / width, abs=0.15)
+        assert small(idx[:, :-1], idx[:, 1:])[1].item() == pytest.approx(math.log(50304) + 12.5 / width, abs=0.15)
 
 
 def test_a_new_model_attends_to_what_followed_the_same_token(monkeypatch):
@@ -50,27 +49,21 @@ def test_a_new_model_attends_to_what_followed_the_same_token(monkeypatch):
 
 def test_tokens_of_one_stem_or_one_form_share_a_row():
     (stems, forms), text = parts_of_tokens(50304).numpy(), tokenizer().decode_single_token_bytes
-    token = tokenizer().encode_single_token
-    assert stems.shape == (50304,) and sorted(set(stems)) == list(range(23579))
-    same = [token(word) for word in ("return", " return", "Return", " Return", " returns", " returned",
-                                     " returning", " Returns")]
-    assert len({stems[i] for i in same}) == 1
-    others = np.flatnonzero(stems == stems[same[0]])
-    assert {re.sub("(s|ed|ing)$", "", text(int(i)).decode().strip().lower()) for i in others} == {"return"}
-    for word, rest in ((" red", "r"), (" sing", "s")):      # three letters have to remain
-        assert stems[token(word)] != stems[token(rest)]
-    counts = np.bincount(stems)[stems]
-    spaces = [i for i in range(50256) if text(i).isspace()]
-    assert len(spaces) == 7 and (counts[[*spaces, token(b"\xff"), *range(EOT, 50304)]] == 1).all()
-    assert sorted(set(forms)) == list(range(23579, 23579 + 91))
-    alike = (" Returns", " Words"), (" returned", " walked"), ("the", "ment"), (" 12", " 7"), (" US", " AM")
-    for words in alike:
-        assert len({forms[token(word)] for word in words}) == 1
-    apart = "the", " the", "The", " The", "THE", " returned", " returns", "12", " 12"
-    assert len({forms[token(word)] for word in apart}) == len(apart)
-    assert len({forms[i] for i in (token(b"\xff"), *range(EOT, 50304))}) == 1
-    small = parts_of_tokens(256).numpy()
-    assert (small[0] == np.arange(256)).all() and (small[1] == 256).all()
+    assert sorted({*stems}) == [*range(23579)] and sorted({*forms}) == [*range(23579, 23670)]
+
+    def rows(numbers, *words):
+        return {numbers[tokenizer().encode_single_token(word)] for word in words}
+    words = "return", " return", "Return", " Return", " returns", " returned", " returning", " Returns"
+    assert len(rows(stems, *words)) == 1 and len(rows(forms, *words)) == 8
+    others = [text(int(i)).decode() for i in np.flatnonzero([*rows(stems, "return")] == stems)]
+    assert {re.sub("(s|ed|ing)$", "", word.strip().lower()) for word in others} == {"return"}
+    assert len(rows(stems, " red", "r")) == len(rows(stems, " sing", "s")) == 2     # three letters remain
+    for words in (" Returns", " Words"), ("the", "ment"), (" 12", " 7"), (" US", " AM"), (b"\xff", b"\xfe"):
+        assert len(rows(forms, *words)) == 1
+    assert len(rows(forms, "12", " 12", "THE", "The", b"\xff", "!")) == 6 and len(set(forms[EOT:])) == 1
+    alone = [*(i for i in range(EOT) if text(i).isspace()), *range(EOT, 50304)]
+    assert len(alone) == 7 + 48 and (np.bincount(stems)[stems[alone]] == 1).all()
+    assert parts_of_tokens(256).tolist() == [[*range(256)], [256] * 256]
 
 
 def test_pairs_of_tokens_spread_over_the_rows():
@@ -169,11 +162,10 @@ def alone(flags, tmp_path_factory):
 @pytest.mark.parametrize("processes, batch_size", [(2, 1), (4, 32), (1, 2)])
 def test_processes_and_micro_batches_change_only_the_rounding(processes, batch_size, flags, alone, tmp_path):
     """Of four updates in a step, two, and one."""
-    flags = [*flags, "--batch_size", batch_size, "--out", tmp_path / "log"]
+    flags, out = [*flags, "--batch_size", batch_size, "--out", tmp_path / "log"], tmp_path / "log"
     train(*flags) if processes == 1 else run(*flags, processes=processes)
-    expected, found = logged(alone), logged(tmp_path / "log")
+    expected, found, val = logged(alone), logged(out), logged(alone, "val")
     assert len(expected) == 9 and expected[0] < math.log(97)        # the mean over four updates
-    for step in range(2):           # Muon lifts the rounding some 500 times a step
+    for step in (0, 1):             # Muon lifts the rounding some 500 times a step
         assert found[step] == pytest.approx(expected[step], abs=2e-4)
-    val = logged(alone, "val")
-    assert logged(tmp_path / "log", "val")[9] == pytest.approx(val[9], abs=0.02) and val[9] < val[0] - 1
+    assert logged(out, "val")[9] == pytest.approx(val[9], abs=0.02) and val[9] < val[0] - 1
