@@ -26,11 +26,11 @@ def test_gpt2s_size_has_180_million_parameters_and_starts_near_the_loss_of_knowi
     assert model.lm_head.weight is model.transformer.wte.weight
     # of the tables of bigrams and of parts a token reads rows: no product
     assert model.flops_per_token(1024) == 6 * (50304 * 768 + blocks) + 12 * 12 * 768 * 1024
-    for width in (64, 512):             # logits of variance 25 / width raise it by half of that
+    for C in (64, 512):                 # logits of variance 25 / C raise it by half of that
         torch.manual_seed(0)
-        small = FrontierGPT(FrontierGPT.Config(24, 50304, 2, 2, width))
+        small = FrontierGPT(FrontierGPT.Config(24, 50304, 2, 2, C))
         idx = tokens(8, 25, vocab_size=50257)
-        assert small(idx[:, :-1], idx[:, 1:])[1].item() == pytest.approx(math.log(50304) + 12.5 / width, abs=0.15)
+        assert small(idx[:, :-1], idx[:, 1:])[1].item() == pytest.approx(math.log(50304) + 12.5 / C, abs=0.15)
 
 
 def test_a_new_model_attends_to_what_followed_the_same_token(monkeypatch):
