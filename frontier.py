@@ -148,7 +148,7 @@ class FrontierGPT(ModernLanguageModel):
         return self.add_parts(self.lm_head.weight, self.parts)
 
     def embed(self, tokens: Tensor, dtype: torch.dtype) -> Tensor:
-        """tokens (B, S) -> (B, S, C): the same plus the row of the pair with the token before (record 62)."""
+        """tokens (B, S) -> (B, S, C): their rows and parts, then the pair with the token before (record 62)."""
         x = norm(self.add_parts(self.transformer.wte(tokens), self.parts[:, tokens]).to(dtype))
         pair = self.transformer.bigram(bigram_hash(tokens, self.transformer.bigram.num_embeddings))
         return norm(x + pair.to(dtype))
@@ -172,7 +172,7 @@ class FrontierGPT(ModernLanguageModel):
         table's is a tenth of SpeedrunGPT's embedding's: most of its rows are seen only a few times.
 
         `tokens`: of a step. One occurrence of a token gives its row of the embedding a gradient of about
-        1 / tokens, or a multiple with several updates a step; eps is a tenth of that. The gradient of a token
+        1 / tokens (a multiple with several updates a step), of which eps is a tenth. The gradient of a token
         that does not occur is about its probability, and always lowers it: without eps Adam would turn even
         the smallest of them into a full step."""
         params = dict(self.named_parameters())
