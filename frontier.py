@@ -148,10 +148,10 @@ class FrontierGPT(ModernLanguageModel):
         return self.add_parts(self.lm_head.weight, self.parts)
 
     def embed(self, tokens: Tensor, dtype: torch.dtype) -> Tensor:
-        """tokens (B, S) -> (B, S, C): their rows and parts, then the pair with the token before (record 62)."""
+        """tokens (B, S) -> (B, S, C): rows and parts, then the row of the pair with the token before."""
         x = norm(self.add_parts(self.transformer.wte(tokens), self.parts[:, tokens]).to(dtype))
         pair = self.transformer.bigram(bigram_hash(tokens, self.transformer.bigram.num_embeddings))
-        return norm(x + pair.to(dtype))
+        return norm(x + pair.to(dtype))                                         # record 62
 
     def hidden(self, idx: Tensor, past: KVCache | None = None) -> Tensor:
         """Final hidden states (B, T, C) of idx (B, T), which follows the tokens in the KVCache `past`."""
