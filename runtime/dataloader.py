@@ -38,8 +38,10 @@ class TokenDataset:
 
     Shard i has (len_i - 1) // T sequences of T tokens (the last target needs one token more). Each comes
     once an epoch, in the files' order, or with `shuffle` permuted anew each epoch by the seed: the shards,
-    and the sequences within each. One shard is in memory at a time. UserError for too little text, and for a
-    shard that is damaged, has ids from `vocab_size` or 50257 on, or changes during the run."""
+    and the sequences within each. After the first epoch these begin at another token, too (a shard's end is
+    followed by its beginning), as pieces that never change are learnt by heart. One shard is in memory at a
+    time. UserError for too little text, and for a shard that is damaged, has ids from `vocab_size` or 50257
+    on, or changes during the run."""
 
     def __init__(self, shards: list[Path | np.ndarray], sequence_length: int, seed: int = 0,
                  shuffle: bool = False, vocab_size: int = VOCAB_SIZE):
@@ -62,9 +64,8 @@ class TokenDataset:
 
     def _checked(self, i, tokens):
         if (largest := tokens.max(initial=0)) >= self.end:
-            raise UserError(f"{self.names[i]} holds token {largest}, and the model's tokens end at "
-                            f"{self.end - 1}: it is damaged, or of another tokenizer than GPT-2's, or "
-                            f"--vocab_size is too small")
+            raise UserError(f"{self.names[i]} holds token {largest}, the model's end at {self.end - 1}: it "
+                            "is damaged, or of another tokenizer than GPT-2's, or --vocab_size is too small")
         return tokens
 
     def _sequences(self, epoch, i):
@@ -73,6 +74,7 @@ class TokenDataset:
         tokens = shard if isinstance(shard, np.ndarray) else read_shard(shard)
         if [len(tokens), digest(tokens)] != self.fingerprint[i][1:]:
             raise UserError(f"{self.names[i]} changed during the run: restore it, then run the same command")
+        tokens = np.roll(tokens, -self._order(self.T, epoch, i)[0]) if epoch else tokens
         rows = np.lib.stride_tricks.sliding_window_view(self._checked(i, tokens), self.T + 1)   # no copy
         return rows[::self.T], self._order(self.counts[i], epoch, i)
 
@@ -85,8 +87,7 @@ class TokenDataset:
             ends = np.cumsum(np.array(self.counts)[order])              # of their sequences, in the epoch
             slot = np.searchsorted(ends, position, side="right")
             rows, row_order = self._sequences(epoch, int(order[slot]))
-            left = ends[slot] - position                                # sequences of this shard
-            parts.append(rows[row_order[-left:][:count]])
+            parts.append(rows[row_order[position - ends[slot]:][:count]])       # those left of this shard
             first, count = first + len(parts[-1]), count - len(parts[-1])
         return np.concatenate(parts)
 
@@ -141,8 +142,7 @@ def read_ahead(batches: Iterator[np.ndarray], pin: bool) -> Iterator[torch.Tenso
 
 
 def to_device(rows, device: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of tokens (B, T+1) -> inputs x and targets y, int64 (B, T) each, on `device`. The copy of a pinned
-    tensor overlaps with a GPU's work."""
+    """Rows of tokens (B, T+1) -> inputs x and targets y, int64 (B, T) each, on `device`."""
     rows = torch.as_tensor(rows, dtype=torch.int32).to(device, non_blocking=True).long()
     return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
