@@ -25,6 +25,7 @@ from itertools import chain, groupby
 from pathlib import Path
 
 import numpy as np
+from tqdm import tqdm
 
 from runtime.cli import FlagParser, RunError, UserError, brief_error, run_command
 from runtime.files import NO_ROOM, writable
@@ -81,15 +82,16 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     args.shard_size, args.split = args.shard_size or 100_000_000, args.split or "train"
     args.text_field, args.format = args.text_field or "text", args.format or "npy"
     args.val_tokens = args.val_tokens or min(args.shard_size, -(-(args.max_tokens or 2**60) // 10))
-    # cores of this Slurm job or container, not of the machine
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    args.workers = args.workers or cores
+    cores = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))(0)   # of this Slurm job
+    args.workers = args.workers or len(cores)
     return args
 
 
 def local_source(args: argparse.Namespace) -> tuple[dict, str, Callable]:
     """(settings for the manifest, prefix of the shards, n -> (number, path, name) of the files from n on)."""
     sets = {flag: find_files(flag, getattr(args, flag) or ()) for flag in ("val_input", "input")}
+    for path in {*map(os.path.realpath, sets["input"])} & {*map(os.path.realpath, sets["val_input"])}:
+        raise UserError(f"{path} is both in --input and in --val_input: leave it out of one of them")
     files = [(path, f"--{flag} {path}") for flag, paths in sets.items() for path in paths]
     settings = {flag: [*map(describe, paths)] for flag, paths in sets.items()}
     return settings, "text", lambda first: ((n, *files[n]) for n in range(first, len(files)))
@@ -101,8 +103,7 @@ def find_files(flag: str, patterns: list[str]) -> list[Path]:
     for pattern in patterns:
         every = os.path.join(glob.escape(pattern), "*") if os.path.isdir(pattern) else pattern
         found = [pattern] if os.path.isfile(pattern) else sorted(glob.glob(every, recursive=True))
-        ours = [Path(path) for path in found if kind_of(path) and os.path.isfile(path)]
-        if not ours:
+        if not (ours := [Path(path) for path in found if kind_of(path) and os.path.isfile(path)]):
             raise UserError(f"--{flag} {pattern}: no .txt, .md, .jsonl, .csv, .tsv, .parquet there: check it")
         paths += ours
     return paths
@@ -174,7 +175,6 @@ def hub_files(settings: dict, folder: Path, first: int) -> Iterator[tuple[int, P
                                                       revision=revision, local_dir=folder))
             except BaseException as error:
                 future.set_exception(error)
-
         future = Future()                         # of a daemon, which ends with the process
         threading.Thread(target=fetch, daemon=True).start()
         return future
@@ -238,7 +238,6 @@ def cut(rows: Iterable, writer: ShardWriter) -> Iterator[tuple]:
 
 def write_shards(args: argparse.Namespace, settings: dict, prefix: str, files: Callable) -> None:
     """Tokenizes the files into shards, from where an earlier run of the command stopped."""
-    from tqdm import tqdm
     settings = {"version": 2, **settings, "tokenizer": {"name": "gpt2", **BPE_SHA256},
                 **{key: getattr(args, key) for key in sorted(TEXT_FLAGS - {"out", "workers"})}}
     writer = ShardWriter(Path(args.out), prefix, settings)
@@ -259,6 +258,8 @@ def write_shards(args: argparse.Namespace, settings: dict, prefix: str, files: C
             writer.manifest["block"] = blocks * min(VAL_BLOCK, there // VAL_BLOCKS)
         for (split, _), runs in groupby(cut(chain(first, rows), writer), lambda run: run[0]):
             write_step(writer, split, runs, bar)
+        if not writer.count("train"):
+            raise UserError("no text is left for training: give more, or more --max_tokens, in another --out")
         writer.record(writer.cursor, complete=True)
     shutil.rmtree(writer.out / ".download", ignore_errors=True)
 
@@ -297,12 +298,11 @@ def fetch_published(count: int, out: Path) -> None:
             write_manifest(out, {"pretokenized": PRETOKENIZED, "shards": shards})
             for name in missing:
                 hf_hub_download(PRETOKENIZED, name, repo_type="dataset", local_dir=out)
-        verify(out)
+    verify(out)
 
 
 def verify(folder: Path) -> None:
     """--verify: UserError names the shards that are not as the manifest in `folder` records them."""
-    from tqdm import tqdm
     sums = {path.name: "" for path in sorted(folder.glob("*")) if SHARD_NAME.match(path.name)}
     for shard in read_manifest(folder).get("shards", ()):
         sums[shard["file"]] = shard.get("sha256", "")

@@ -224,7 +224,8 @@ def set_up(flags: Config, explicit_flags: set[str], process: Process) -> Run | N
     config = complete(asked, model, process)
     check_complete(config, process)
     data = process.on_all_ranks(open_data, config)
-    process.require_same({f"the content of --data {config.data}": data.fingerprints()})
+    process.require_same({f"{split} shard {i} of --data": str(shard[1:])        # their names may differ
+                          for split, shards in data.fingerprints().items() for i, shard in enumerate(shards)})
 
     device, device_type = process.device, process.device.split(":")[0]
     torch.manual_seed(config.seed)

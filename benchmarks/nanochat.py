@@ -97,7 +97,8 @@ class Nanochat:
                  **{f"{name}-lr": multiple * rate for name, rate in RATES.items()}}
         words = [f"--{name}={value}" for name, value in given.items()]
         printed, steps = self.call("-m", "scripts.base_train", *words), [*range(every, N, every), N]
-        seconds = [0.0, *accumulate(float(ms) / 1e3 for ms in re.findall(r"\bdt: ([\d.]+)ms", printed))]
+        times = [float(ms) / 1e3 for ms in re.findall(r"\bdt: ([\d.]+)ms", printed)]
+        seconds = [0.0, *accumulate((times[1:2] or times) + times[1:])]     # the first step also compiles
         points = [(step * tokens * self.own / self.ours, seconds[step], bits * math.log(2) * self.ours)
                   for step, bits in zip(steps, self.evaluate(tag, steps)[1:], strict=True)]
         return Curve(tag, {"step": N, "tokens": points[-1][0], "seconds": seconds[-1]}, points)

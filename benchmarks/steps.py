@@ -79,7 +79,7 @@ def peers_step(s: Setting):
     def step():
         optimizer.zero_grad()
         x, y = tokens[:-1].view(s.B, s.T).to(s.device), tokens[1:].view(s.B, s.T).to(s.device)
-        with torch.autocast(device_type=device_type, dtype=torch.bfloat16):
+        with torch.autocast(device_type, getattr(torch, s.dtype), enabled=s.dtype != "float32"):
             _, loss = model(x, y)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(raw.parameters(), 1.0)

@@ -233,6 +233,8 @@ def open_output(run, path: Path | None) -> None:
     config, process = run.config, run.process
     if process.is_master:
         run.lock = lock_folder(config.out)
+        if config.resume == "auto" and choose_checkpoint(config) != path:       # saved while we set up
+            raise RunError(f"another run has just ended in {config.out}: give the same command again")
         move_aside(Path(config.out), path, run.step, process.print0)
         run.record = Record(config.out, run.step, config.total_batch_size, vars(config), config.wandb)
         done = next((row for row in run.record.rows if row["step"] == run.step), {})

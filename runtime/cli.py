@@ -41,10 +41,9 @@ class FlagParser(argparse.ArgumentParser):
         self.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
 
     def parse_args(self, args=None, namespace=None):
-        words = [re.sub("^--[^=]+", lambda name: "--" + name[0][2:].replace("-", "_"), word)
+        words = [re.sub(r"^--[\w-]+(?==|\Z)", lambda name: "--" + name[0][2:].replace("-", "_"), word)
                  for word in (sys.argv[1:] if args is None else args)]
-        # intermixed: `compare --plot FILE RUN RUN` too
-        args = self.parse_intermixed_args(words, namespace)
+        args = self.parse_intermixed_args(words, namespace)     # `compare --plot FILE RUN RUN`, too
         for name, value in vars(args).items():
             empty = "" in (value if isinstance(value, list) else [value])
             if empty and value != self.get_default(name) and name not in MAY_BE_EMPTY:

@@ -34,9 +34,8 @@ def counted(n: int, what: str) -> str:
 def step_line(step: int, loss: float, norm: float, lr: float, dt: float, rate: float, mfu: float | None,
               left: float) -> str:
     """The console's line of a step. `dt`, `left`: seconds; `rate`: tokens/s."""
-    line = (f"step {step:5d} | loss: {loss:.4f} | lr {lr:.2e} | norm: {norm:.2f} | dt: {dt * 1000:,.1f}ms | "
-            f"tok/sec: {rate:,.0f}")
-    return line + (f" | mfu {mfu:.0%}" if mfu else "") + f" | {clock(left)} left"
+    return (f"step {step:5d} | loss: {loss:.4f} | lr {lr:.2e} | norm: {norm:.2f} | dt: {dt * 1000:,.1f}ms | "
+            f"tok/sec: {rate:,.0f}{f' | mfu {mfu:.0%}' if mfu else ''} | {clock(left)} left")
 
 
 def read_metrics(path: str | Path, remedy: str = "remove it, or choose another --out") -> list[dict]:
@@ -128,14 +127,13 @@ def open_wandb(out: Path, config: dict, resumes: bool):
     path = out / "wandb_id"
     if not (resumes and path.exists()):
         replace_file(path, lambda file: file.write(uuid.uuid4().hex.encode()))
-    wandb.init(project="gpt2", name=out.name, config=config, id=read_text(path, 100), resume="allow")
+    with readable("Weights & Biases", "wandb login, or leave --wandb out", problem="cannot be started"):
+        wandb.init(project="gpt2", name=out.name, config=config, id=read_text(path, 100), resume="allow")
     return wandb
 
 
-# ----------------------------------------------------------------------------- of a train_gpt2.Run
-
 def print_header(run, path: Path | None) -> None:
-    """What will run; for --dry_run also how long, from one timed micro-step. `path`: of the checkpoint."""
+    """What `run` will do; for --dry_run also how long, by one timed micro-step. `path`: the checkpoint's."""
     c, process, say = run.config, run.process, run.process.print0
     ranks, updates, tokens = counted(process.world_size, "process"), c.updates_per_step, c.total_batch_size
     B, n = divide_update(c, updates, process.world_size, run.batch_size)
@@ -205,8 +203,8 @@ def print_summary(run) -> int:
         say(f"median step {dt * 1000:,.1f} ms, {config.total_batch_size / dt:,.0f} tokens/s, "
             f"peak memory {peak:.1f} GB")
     if process.stop:
-        reason = process.received or "a signal"
-        say(f"stopped by {reason} after {run.step} of {config.max_steps} steps. {newest_of(config.out)}")
+        say(f"stopped by {process.received or 'a signal'} after {run.step} of {config.max_steps} steps. "
+            + newest_of(config.out) * (not config.overfit))
         return 0
     if config.overfit:
         passed = losses[-1] < 0.1

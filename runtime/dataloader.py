@@ -39,9 +39,9 @@ class TokenDataset:
     Shard i has (len_i - 1) // T sequences of T tokens (the last target needs one token more). Each comes
     once an epoch, in the files' order, or with `shuffle` permuted anew each epoch by the seed: the shards,
     and the sequences within each. After the first epoch these begin at another token, too (a shard's end is
-    followed by its beginning), as pieces that never change are learnt by heart. One shard is in memory at a
-    time. UserError for too little text, and for a shard that is damaged, has ids from `vocab_size` or 50257
-    on, or changes during the run."""
+    followed by its beginning), as pieces that never change are learnt by heart. One shard is in memory, two
+    while the next is read, three after the first epoch. UserError for too little text, and for a shard that
+    is damaged, has ids from `vocab_size` or 50257 on, or changes during the run."""
 
     def __init__(self, shards: list[Path | np.ndarray], sequence_length: int, seed: int = 0,
                  shuffle: bool = False, vocab_size: int = VOCAB_SIZE):

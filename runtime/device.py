@@ -139,7 +139,7 @@ def choose_batch_size(run) -> int:
                                "--no_compile") from None
             raise
     while True:
-        B, _ = divide_update(config, updates, process.world_size, most)
+        B, _ = divide_update(config, updates, process.world_size, min(process.gather(most)))  # GPUs differ
         done = not tried or all(process.gather(process.on_all_ranks(fits, B)))
         torch.cuda.empty_cache()                # what the run allocates need not fit into a trial's blocks
         if done:

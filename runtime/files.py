@@ -71,7 +71,7 @@ def checkpoints(out: str | Path) -> list[tuple[int, Path]]:
 def newest_of(out: str | Path) -> str:
     """What the same command does next in `out`, for the last line of a run that failed."""
     found = checkpoints(out)
-    return (f"The same command resumes from {found[-1][1].name}" if found else
+    return (f"The same command resumes from {found[-1][1].name}, unless it has --resume" if found else
             "There is no checkpoint yet: the same command starts again")
 
 

@@ -35,10 +35,10 @@ PRESETS = {
         val_tokens=524288, val_every=25, hellaswag_every=0, sample_every=50, checkpoint_every=25,
         sample_prompt="\n", keep_checkpoints=1)),
 }
-# --overfit, the lecture's sanity run: 50 AdamW steps on one batch, at a constant rate. It writes nothing
+# --overfit, the lecture's sanity run: 50 steps on one batch, at a constant rate. It writes nothing
 OVERFIT = dict(vocab_size=50257, total_batch_size=4 * 32, sequence_length=32, shuffle=False, max_steps=50,
-               warmup_steps=0, max_lr=3e-4, min_lr=3e-4, val_every=0, hellaswag_every=0, sample_every=0,
-               checkpoint_every=0, updates_per_step=1, resume="never")
+               warmup_steps=0, val_every=0, hellaswag_every=0, sample_every=0, checkpoint_every=0,
+               updates_per_step=1, resume="never")
 
 
 def choose_defaults(given: dict, recipes: dict[str, dict]) -> dict:
@@ -47,7 +47,8 @@ def choose_defaults(given: dict, recipes: dict[str, dict]) -> dict:
     preset = PRESETS[given.get("preset", "gpt2")][1]
     recipe = recipes[given.get("recipe", preset.get("recipe", "gpt2"))]
     if given.get("overfit"):
-        return recipe | OVERFIT
+        rate = recipe.get("max_lr", 3e-4)           # AdamW's
+        return recipe | OVERFIT | {"max_lr": rate, "min_lr": given.get("max_lr", rate)}
     rates = {name: recipe[name] for name in ("max_lr", "min_lr", "warmup_steps") if name in recipe}
     return recipe | preset | rates
 
@@ -129,5 +130,5 @@ def check_complete(config, process) -> None:
     """UserError unless the ranks have the same completed config, and it can run here."""
     check_flags(dataclasses.replace(config, window=config.window or "auto"))
     process.require_same({f"--{name}": value for name, value in vars(config).items()
-                          if name not in ("data", "hellaswag_data", "init", "out", "device", "wandb")})
+                          if name not in ("data", "hellaswag_data", "out", "device", "wandb")})
     divide_update(config, config.updates_per_step, process.world_size, 1)

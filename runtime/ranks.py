@@ -22,7 +22,7 @@ class Process:
     rank: int = 0
     world_size: int = 1
     device: str = "cpu"
-    received: str = ""          # the first signal that asked this rank to stop
+    received: str = ""          # the last signal that asked this rank to stop
     agreed: bool = False        # of several ranks: whether all know that one was asked
 
     @property
@@ -87,11 +87,11 @@ class Process:
         """`error` on all ranks if one of the {name: value} differs between them."""
         first, *others = self.gather(values)
         for rank, other in enumerate(others, 1):
-            for name, value in other.items():
-                if value != first[name]:
+            for name in first | other:
+                if (here := other.get(name)) != (there := first.get(name)):
                     with said_once():
-                        raise error(f"process {rank}: {name} is {safe_repr(value)} here, and "
-                                    f"{safe_repr(first[name])} on process 0: {remedy}")
+                        raise error(f"process {rank}: {name} is {safe_repr(here)} here, and "
+                                    f"{safe_repr(there)} on process 0: {remedy}")
 
     def progress(self, what: str, items: Iterable) -> Iterable:
         """The items, with a bar of rank 0 on a terminal if they take longer than ten seconds."""
@@ -116,10 +116,10 @@ class Process:
         if {name, self.received} <= {"SIGINT", "SIGTERM"} and "TORCHELASTIC_RUN_ID" not in os.environ:
             os._exit(128 + number)
         try:                                    # not print: the signal may have interrupted one
-            os.write(2, f"{name}: stopping; what is done is saved\n".encode() * self.is_master)
+            os.write(2, f"{name}: stopping\n".encode() * self.is_master)
         except OSError:
             silence(sys.stderr)                 # the terminal has closed, and later output would fail
-        self.received = self.received or name
+        self.received = name
 
 
 def find_ranks(timeout: timedelta) -> tuple[dist.Store, int, int]:

@@ -64,8 +64,7 @@ def in_blocks(stream, most, block=None):
     return stream[chosen].tolist(), stream[~chosen].tolist()
 
 
-# -----------------------------------------------------------------------------
-# what the shards hold
+# ----------------------------------------------------------------------------- what the shards hold
 
 @pytest.mark.parametrize("shard_size, most, kind", [(97, None, "npy"), (1000, 333, "bin"),
                                                     (2500, 10**6, "npy"), (10**8, None, "bin"),
@@ -120,6 +119,8 @@ def test_val_input_takes_whole_files_for_validation(gpt2, text):
     assert {*lengths("out", "val")[:-1], *lengths("out", "train")[:-1]} == {500}
     Path("val/none.txt").touch()
     refuses("--input", text, "--val_input", "val/none.txt", "--out", "other", said="none for validation")
+    for flags in (["--input", "val/none.txt"], ["--input", "val/a.txt", "--max_tokens", 200]):
+        refuses(*flags, "--val_input", text, "--out", f"out {len(flags)}", said="for training")
 
 
 def test_files_folders_and_globs_are_read_in_order_and_other_kinds_left_alone(gpt2, tmp_path, monkeypatch):
@@ -155,8 +156,7 @@ def test_a_large_document_and_chinese_without_spaces(gpt2, tmp_path, monkeypatch
     assert tokens[:1 + len(one)].tolist() == [50256, *one] and tokens[-len(two):].tolist() == two
 
 
-# -----------------------------------------------------------------------------
-# kills
+# ----------------------------------------------------------------------------- kills
 
 @pytest.mark.parametrize("flags, ways", [
     ("--val_tokens 900", ("half", "after")), ("--val_tokens 700 --max_tokens 4000", ("after", "half")),
@@ -193,8 +193,7 @@ def test_what_is_complete_is_left_alone_and_only_leftovers_of_the_command_are_re
     assert before == {path: path.stat().st_mtime_ns for path in Path("out").iterdir()}
 
 
-# -----------------------------------------------------------------------------
-# what is refused
+# ----------------------------------------------------------------------------- what is refused
 
 def test_other_settings_or_another_text_are_refused_and_change_nothing(text):
     written(Path("b.jsonl"), DOCUMENTS)
@@ -277,7 +276,8 @@ GOOD = "--input good.txt"
     (f"{GOOD} --shard_size 0", "shard_size"), (f"{GOOD} --max_tokens 1e9", "max_tokens"),
     ("--workers 257", "workers"), ("--pretokenized 104", "103"), ("--pretokenized 9 --split y", "--sp"),
     ("--max_tokens 100 --val_tokens 100", "val_tokens"), ("--format csv", "format"), ("--part 0/2", "--part"),
-    (f"{GOOD} --val_input good.txt --val_tokens 5", "val_tokens")])
+    (f"{GOOD} --val_input good.txt --val_tokens 5", "val_tokens"),
+    (f"{GOOD} --val_input short.txt empty/../good.txt", "good.txt is both")])
 def test_a_mistake_is_a_users_and_writes_nothing(line, said, mistakes, monkeypatch):
     monkeypatch.chdir(mistakes)
     before, flags = {*mistakes.rglob("*")}, line.split()
@@ -285,8 +285,7 @@ def test_a_mistake_is_a_users_and_writes_nothing(line, said, mistakes, monkeypat
     assert {*mistakes.rglob("*")} == before
 
 
-# -----------------------------------------------------------------------------
-# --verify
+# ----------------------------------------------------------------------------- --verify
 
 def test_verify_names_every_shard_that_is_not_as_it_was_written(text, capsys):
     prepare("--input", text, "--out", "out", "--shard_size", 1500)
@@ -308,8 +307,7 @@ def test_verify_names_every_shard_that_is_not_as_it_was_written(text, capsys):
     refuses("--verify", "out", said="manifest")
 
 
-# -----------------------------------------------------------------------------
-# the last line
+# ----------------------------------------------------------------------------- the last line
 
 @pytest.mark.parametrize("tokens, flags", [(200, ["--block_size", "16"]), (700, ["--block_size", "64"])])
 def test_the_last_line_is_a_command_that_runs_as_printed(tokens, flags, tmp_path, monkeypatch, capsys):
@@ -346,8 +344,7 @@ def test_the_presets_have_the_sequences_that_the_last_line_counts_with():
             assert flags is None or line.split("log/d")[1] == flags
 
 
-# -----------------------------------------------------------------------------
-# the hub
+# ----------------------------------------------------------------------------- the hub
 
 TALES = [[f"Tale {i} of book {book}: " + "once upon a time. " * (1 + i % 7) for i in range(40)]
          for book in range(4)]
@@ -485,7 +482,8 @@ def test_pretokenized_fetches_what_is_missing_even_after_a_kill_and_checks_it(tm
         (out / "fineweb_train_000001.bin").write_bytes(bad)
         (tmp_path / "mine").mkdir()
         write_shard(tmp_path / "mine/x_train_000001.npy", np.arange(9, dtype=np.uint16))
-        damaged, other = several(tmp_path, hub.env, three, [*one, "--out", "mine"])
-    assert "000002" not in refused(lambda: damaged, "000001")
-    refused(lambda: other, "mine")
+        runs = several(tmp_path, hub.env, three, [*one, "--out", "mine"])
+        runs += several(tmp_path, hub.env, three)           # it has nothing to fetch
+    for run, name in zip(runs, ("000001", "mine", "000001"), strict=True):
+        assert "000002" not in refused(lambda run=run: run, name)
     assert [*contents(tmp_path / "mine")] == ["x_train_000001.npy"]

@@ -85,8 +85,7 @@ def test_with_a_window_no_token_sees_the_document_before():
     assert difference[9] > 0 and difference[10:].max() == 0
 
 
-# -----------------------------------------------------------------------------
-# several updates a step
+# ----------------------------------------------------------------------------- several updates a step
 
 @pytest.mark.parametrize("first, steps, expected", [
     (4, 9, [4, 4, 4, 2, 2, 2, 1, 1, 1]), (2, 6, [2, 2, 1, 1, 1, 1]), (1, 3, [1, 1, 1]),

@@ -81,8 +81,7 @@ def start(tmp_path_factory):
     return save_start(tmp_path_factory.mktemp("start") / "start.pt", model, "gpt2")
 
 
-# -----------------------------------------------------------------------------
-# one step: scale of the gradients, clipping, order of the tokens
+# ----------------------------- one step: scale of the gradients, clipping, order of the tokens
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_25_steps_equal_a_plain_loop_in_loss_and_norm_and_all_are_clipped(processes, shards, start, tmp_path):
@@ -131,8 +130,7 @@ def test_a_run_reads_the_permutation_of_its_seed(flags, seed, shards, start, tmp
     assert [losses[step] for step in range(35)] == pytest.approx(expected, abs=2e-5)
 
 
-# -----------------------------------------------------------------------------
-# the modern recipes
+# ----------------------------------------------------------------------------- the modern recipes
 
 STEPS, WINDOW, LR = 12, 192, 0.02
 

@@ -48,8 +48,7 @@ def test_linear_layers_compute_in_the_dtype_asked_for(recipe, dtype, hooked, sha
     assert seen == {(training, getattr(torch, dtype)) for training in (True, False)}
 
 
-# -----------------------------------------------------------------------------
-# float16
+# ----------------------------------------------------------------------------- float16
 
 def tensors(tree):
     return [x for x in tree_leaves(tree) if torch.is_tensor(x)]
@@ -90,8 +89,7 @@ def test_where_one_optimizers_gradient_overflows_neither_steps_and_a_resumed_run
     assert all(torch.equal(value, resumed["model"][name]) for name, value in states[4]["model"].items())
 
 
-# -----------------------------------------------------------------------------
-# DDP
+# ----------------------------------------------------------------------------- DDP
 
 def note_forwards_and_buckets(path):
     """From now on rank 0 notes each forward that is trained, and each bucket of gradients that is sent."""

@@ -43,8 +43,7 @@ def own_folder(tmp_path, monkeypatch):
     assert not Path("CANARY").exists(), "the file ran code"
 
 
-# -----------------------------------------------------------------------------
-# good files
+# ----------------------------------------------------------------------------- good files
 
 def small(recipe="gpt2"):
     torch.manual_seed(0)
@@ -140,8 +139,7 @@ def put(tmp_path_factory):
     return put
 
 
-# -----------------------------------------------------------------------------
-# what spoils them
+# ----------------------------------------------------------------------------- what spoils them
 
 def to(change):
     """The file's bytes become `change(bytes)`, or `change` itself."""

@@ -146,6 +146,8 @@ def test_wandb_is_given_the_events_and_knows_a_resumed_run_by_its_id(tmp_path, m
         Record(tmp_path, step, 100, {}, wandb=True).close()
     ids = [how["id"] for how in begun]
     assert ids[0] == ids[1] != ids[2] and (tmp_path / "wandb_id").read_text().strip() == ids[2]
+    monkeypatch.setattr("wandb.init", lambda **how: 1 / 0)              # no login, for one
+    refused(lambda: Record(tmp_path, 0, 100, {}, wandb=True), "wandb login", "ZeroDivisionError")
 
 
 def test_a_step_line_is_that_of_the_contract():

@@ -19,8 +19,7 @@ from runtime.ranks import Process
 from runtime.tokenizer import EOT, VOCAB_SIZE, encode, tokenizer
 
 
-# -----------------------------------------------------------------------------
-# shape and initial weights
+# ----------------------------------------------------------------------------- shape and initial weights
 
 @pytest.mark.parametrize("name, count", [("gpt2", 124_439_808), ("gpt2-medium", 354_823_168),
                                          ("gpt2-large", 774_030_080), ("gpt2-xl", 1_557_611_200)])
@@ -82,8 +81,7 @@ def test_no_parameter_is_drawn_twice_and_on_the_meta_device_none_is(recipe, monk
     assert not drawn
 
 
-# -----------------------------------------------------------------------------
-# forward, loss, gradients
+# ----------------------------------------------------------------------------- forward, loss, gradients
 
 @pytest.mark.parametrize("kernel, gelu", [("auto", "tanh"), ("auto", "none"), ("naive", "tanh"),
                                           ("math", "tanh")])
@@ -184,8 +182,7 @@ def test_flops_a_token_agree_with_torchs_own_count():
     assert model.flops_per_token(64) == pytest.approx(counter.get_total_flops() / idx.numel(), rel=0.01)
 
 
-# -----------------------------------------------------------------------------
-# attention and devices
+# ----------------------------------------------------------------------------- attention and devices
 
 @pytest.mark.parametrize("kernel", ["auto", "flash"])
 def test_attention_to_many_tokens_never_holds_a_score_for_each_pair(kernel):
@@ -363,8 +360,7 @@ def test_recomputed_blocks_have_the_same_gradients_bit_for_bit_and_keep_little(r
     assert 3 * 24 * 32 * 4 <= 2 * now < before, "what each of the three blocks begins with"
 
 
-# -----------------------------------------------------------------------------
-# optimizers
+# ----------------------------------------------------------------------------- optimizers
 
 def test_matrices_and_embeddings_decay_the_rest_does_not_and_every_parameter_is_optimised_once():
     model = make_model()
@@ -377,8 +373,7 @@ def test_matrices_and_embeddings_decay_the_rest_does_not_and_every_parameter_is_
         assert all(group["weight_decay"] == (0.1 if p.dim() >= 2 else 0.0) for p in group["params"])
 
 
-# -----------------------------------------------------------------------------
-# generation
+# ----------------------------------------------------------------------------- generation
 
 def sample_without_cache(model, idx, max_new_tokens, temperature, top_k, generator):
     """The plain way: a whole forward of the last block_size tokens for each new one."""

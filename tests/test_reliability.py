@@ -85,13 +85,15 @@ def test_torchrun_brings_a_run_back_of_which_a_rank_is_killed(byte_data, whole, 
 
 
 def test_two_machines_train_together(byte_data, whole, tmp_path):
-    """Two agents of torchrun over loopback, each with a process of its own; they meet at a store of ours."""
+    """Two agents of torchrun over loopback, each with a process of its own; they meet at a store of ours.
+    Each has its own copy of the data."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     options = ["--nnodes=2", "--nproc_per_node=1", "--rdzv_backend=c10d", "--rdzv_id=test",
                f"--rdzv_endpoint=127.0.0.1:{store.port}", "--rdzv_conf=is_host=0", "--local_addr=127.0.0.1"]
+    copy = shutil.copytree(byte_data, tmp_path / "copy")
     with ThreadPoolExecutor(2) as agents:
-        ends = list(agents.map(lambda _: torchrun("--data", byte_data, *BYTES, "--out", tmp_path / "log",
-                                                  options=options), range(2)))
+        ends = list(agents.map(lambda data: torchrun("--data", data, *BYTES, "--out", tmp_path / "log",
+                                                     options=options), (byte_data, copy)))
     assert [done.returncode for done in ends] == [0, 0], ends
     same_end(tmp_path / "log", whole(processes=2))
 
@@ -105,7 +107,7 @@ def unlike():
 
 
 @pytest.mark.parametrize("what, said", [
-    ("flags", "--batch_size"), ("hardware", "--dtype"), ("content", "--data"), ("data", "data"),
+    ("flags", "--batch_size"), ("hardware", "--dtype"), ("content", "train shard 1"), ("data", "data"),
     ("out", "share")])
 def test_machines_that_differ_are_told_so_once_before_the_first_step(what, said, byte_data, tmp_path):
     folders = [tmp_path / "first", tmp_path / "second"]
@@ -213,14 +215,22 @@ def test_the_same_data_in_another_folder_and_format_is_the_same_data(byte_data, 
     resumes("--data", tmp_path, "--out", whole())()
 
 
-def test_a_second_run_in_the_same_folder_is_refused(byte_data, tmp_path, monkeypatch):
+def test_a_second_run_in_the_same_folder_is_refused(byte_data, whole, tmp_path, monkeypatch):
     monkeypatch.setattr("runtime.files.LOCK_PATIENCE", 0.1)
     flags = ["--data", byte_data, *BYTES, "--out", tmp_path / "log", "--max_steps", 2]
     first = lock_folder(tmp_path / "log")
     refused(lambda: train(*flags), tmp_path / "log")
     assert [path.name for path in (tmp_path / "log").iterdir()] == [".train_gpt2.lock"]
     first.lock.release()
-    train(*flags)
+
+    def locked_after_a_save(out):           # by a run that ends while this one is set up
+        shutil.copy(checkpoints(whole())[0][1], out)
+        return lock_folder(out)
+    with monkeypatch.context() as patch:
+        patch.setattr("runtime.checkpoint.lock_folder", locked_after_a_save)
+        refused(lambda: train(*flags, "--max_steps", 40), tmp_path / "log", failed=True)
+    assert len(list((tmp_path / "log").iterdir())) == 2
+    train(*flags, "--max_steps", 40)
 
 
 def test_what_is_auto_is_decided_anew_on_a_resume_and_the_data_come_from_the_checkpoint(byte_data, tmp_path):

@@ -136,8 +136,7 @@ def test_an_odd_size_of_heads_is_refused(recipe):
     refused(lambda: modern(recipe, n_embd=9, n_head=3), "--n_embd 9", "--n_head 3")
 
 
-# -----------------------------------------------------------------------------
-# Muon
+# ----------------------------------------------------------------------------- Muon
 
 @pytest.mark.parametrize("shape", [(16, 16), (8, 32), (48, 12)])
 def test_orthogonalize_gives_singular_values_near_one_and_keeps_the_directions(shape):
@@ -169,8 +168,7 @@ def test_muon_is_torchs_muon_to_rounding():
         assert (p - q).norm() < 0.03 * (q - s).norm()
 
 
-# -----------------------------------------------------------------------------
-# the recipes
+# ----------------------------------------------------------------------------- the recipes
 
 @pytest.mark.parametrize("recipe, more, expected", [
     ("speedrun", [], {"transformer.wte.weight": (0.3, 1e-8), "lm_head.weight": (0.004, 1e-8)}),
@@ -218,8 +216,7 @@ def test_a_run_trains_evaluates_samples_and_is_sampled_from(recipe, more, tmp_pa
     refused(lambda: train("--recipe", "gpt2", "--data", tmp_path, "--out", out), f"--recipe {recipe}", "gpt2")
 
 
-# -----------------------------------------------------------------------------
-# documents and windows
+# ----------------------------------------------------------------------------- documents and windows
 
 def with_window(window, **shape):
     model = modern(window=window, vocab_size=50304, **shape)

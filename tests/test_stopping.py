@@ -85,7 +85,8 @@ def test_what_stops_between_two_evaluations_of_a_step_makes_the_second_alone(nam
 
 @pytest.mark.parametrize(("names", "torchrun", "code"), [
     (("SIGINT", "SIGINT"), False, 130), (("SIGTERM", "SIGTERM"), False, 143),
-    (("SIGUSR1", "SIGTERM"), False, 0), (("SIGTERM", "SIGTERM"), True, 0)])
+    (("SIGUSR1", "SIGTERM"), False, 0), (("SIGTERM", "SIGTERM"), True, 0),
+    (("SIGUSR1", "SIGTERM", "SIGTERM"), False, 143)])
 def test_a_second_signal_ends_at_once_but_not_after_slurms_warning_or_under_torchrun(names, torchrun, code,
                                                                                      byte_data, tmp_path):
     """torchrun passes each one on, and ends its ranks itself."""

@@ -72,8 +72,7 @@ def written(path, documents):
     return path
 
 
-# -----------------------------------------------------------------------------
-# readers
+# ----------------------------------------------------------------------------- readers
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.csv", "A.TSV",
                                   "a.csv.gz"])
@@ -181,8 +180,7 @@ def test_the_end_of_a_name_says_how_a_file_is_read(name, kind):
     assert kind_of(name) == kind
 
 
-# -----------------------------------------------------------------------------
-# the tokenizer
+# ----------------------------------------------------------------------------- the tokenizer
 
 @FAST
 @given(st.text(st.one_of(st.characters(), st.characters(categories=["Cs"]),

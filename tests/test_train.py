@@ -147,8 +147,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_in_one_line_and_is_not_saved(pro
         assert all(t.isfinite().all() for t in read_checkpoint(path)["model"].values())
 
 
-# -----------------------------------------------------------------------------
-# the sanity run, --dry_run, presets, schedule
+# ----------------------------- the sanity run, --dry_run, presets, schedule
 
 def test_overfit_is_the_same_batch_on_several_processes_and_writes_nothing(tmp_path):
     """The whole run is README's."""
@@ -163,6 +162,9 @@ def test_overfit_is_the_same_batch_on_several_processes_and_writes_nothing(tmp_p
     assert not list(tmp_path.iterdir())
     config, _ = parse_flags(["--overfit"])
     assert (config.n_layer, config.n_embd, config.max_steps, config.shuffle) == (12, 768, 50, False)
+    for flags, rate in (([], 3e-4), (["--recipe", "frontier"], 0.02), (["--max_lr", "0.1"], 0.1)):
+        config, _ = parse_flags(["--overfit", *flags])
+        assert config.max_lr == config.min_lr == rate, "that of the recipe, constant"
 
 
 def test_a_dry_run_tells_the_time_and_writes_nothing(shards, shown, tmp_path, monkeypatch):
@@ -194,8 +196,7 @@ def test_schedule_is_linear_then_cosine_and_never_leaves_its_bounds():
     assert warmup_cosine(0, Config(warmup_steps=0, max_lr=1.0, min_lr=0.1)) == 1.0
 
 
-# -----------------------------------------------------------------------------
-# memory and GPUs
+# ----------------------------------------------------------------------------- memory and GPUs
 
 @pytest.mark.parametrize("largest, flags, said", [
     (2, ["--compile"], None), (2, ["--compile", "--batch_size", 4], "--batch_size"),
@@ -217,6 +218,13 @@ def test_out_of_memory_halves_the_micro_batch_or_ends_the_run_in_one_line(larges
             assert "256 tokens a step = 2 x 32 x 4 micro-steps " in shown(*flags)
     finally:
         hook.remove()
+
+
+def test_ranks_with_different_memory_have_the_same_micro_batch(shards, shown, monkeypatch):
+    """Else they would read some sequences twice and others never. Another rank has room for 2 sequences."""
+    monkeypatch.setattr(train_gpt2.Process, "gather", lambda self, value: (
+        [value, 2] if type(value) is int else [value]))
+    assert "= 2 x 32 x 4 micro-steps x 1 process" in shown("--data", shards, *STEPS, *QUIET, "--dry_run")
 
 
 def test_cudas_allocator_leaves_large_blocks_whole_unless_the_user_has_set_it(monkeypatch):
@@ -261,8 +269,7 @@ def test_a_gpu_that_is_not_exactly_known_has_no_mfu_and_similar_names_are_told_a
     assert peak_flops("cpu") is None
 
 
-# -----------------------------------------------------------------------------
-# mistakes
+# ----------------------------------------------------------------------------- mistakes
 
 @pytest.mark.parametrize("flags", [
     "--n_head 5", "--batch_size 0", "--total_batch_size 250", "--sequence_length 64", "--max_lr -1",

@@ -107,8 +107,7 @@ def test_a_format_gives_transformers_logits_and_the_model_lives_on_without_its_f
     loaded(idx, idx)[1].backward()
 
 
-# -----------------------------------------------------------------------------
-# a run's folder
+# ----------------------------------------------------------------------------- a run's folder
 
 @pytest.fixture
 def a_run(tmp_path):
@@ -142,8 +141,7 @@ def test_a_runs_folder_is_its_newest_checkpoint_and_best_the_one_of_the_lowest_l
     load_model(folder)
 
 
-# -----------------------------------------------------------------------------
-# the hub
+# ----------------------------------------------------------------------------- the hub
 
 def test_gpt2_comes_from_the_hub_and_then_from_its_cache_and_what_is_not_there_is_refused(tmp_path):
     theirs = transformers_model(vocab_size=50257)
