@@ -44,7 +44,7 @@ BLOCK_SIZES = {"shakespeare": 128, "small": 256, "gpt2": 1024}
 TEXT_FLAGS = {"text_field", "out", "shard_size", "val_tokens", "max_tokens", "workers", "format"}
 ALLOWED = {"verify": {"verify"}, "pretokenized": {"pretokenized", "out"},   # flags that go with the first
            "input": {"input", "val_input", *TEXT_FLAGS}, "dataset": {"dataset", "name", "split", *TEXT_FLAGS}}
-MOST = {"shard_size": 2**40, "val_tokens": 2**40, "max_tokens": 2**60, "workers": 256, "pretokenized": 103}
+MOST = {"shard_size": 2**30, "val_tokens": 2**30, "max_tokens": 2**60, "workers": 256, "pretokenized": 103}
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:

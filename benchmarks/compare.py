@@ -116,7 +116,7 @@ def plot_runs(path: str, curves: list[Curve], bytes_a_token: float = 0) -> None:
         if bytes_a_token:
             tokens, loss = tokens * bytes_a_token, loss / math.log(2) / bytes_a_token
         for panel, xs in zip(panels, (tokens, seconds / length), strict=False):
-            panel.plot(xs, loss, marker="o", markersize=3, label=curve.name)
+            panel.plot(xs, loss, marker="o", markersize=3, label=" " + curve.name.replace("$", r"\$"))
         if len(loss):   # a run's first tenth is cut off: its fall would hide how the runs differ later
             shown += [np.interp(0.1 * tokens[-1], tokens, loss), loss.min()]
     for panel, label in zip(panels, labels, strict=True):

@@ -273,7 +273,7 @@ GOOD = "--input good.txt"
     (f"{GOOD} --out short.txt", "short.txt"), (f"{GOOD} --out short.txt/x", "short.txt"),
     ("--val_input good.txt", "--input"), ("--verify nowhere", "nowhere"), ("--name x", "--dataset"),
     (f"{GOOD} --name x", "--name"), (f"{GOOD} --dataset a/b", "--dataset"), ("--verify x --split y", "--sp"),
-    (f"{GOOD} --shard_size 0", "shard_size"), (f"{GOOD} --max_tokens 1e9", "max_tokens"),
+    (f"{GOOD} --shard_size 2147483648", "shard_size"), (f"{GOOD} --max_tokens 1e9", "max_tokens"),
     ("--workers 257", "workers"), ("--pretokenized 104", "103"), ("--pretokenized 9 --split y", "--sp"),
     ("--max_tokens 100 --val_tokens 100", "val_tokens"), ("--format csv", "format"), ("--part 0/2", "--part"),
     (f"{GOOD} --val_input good.txt --val_tokens 5", "val_tokens"),
