@@ -1,4 +1,4 @@
-"""The floors of the house: what imports what, how much there is, and that an import only defines."""
+"""The floors of the house: what imports what, and that an import only defines."""
 import ast
 import subprocess
 import sys
@@ -12,19 +12,6 @@ SCRIPTS = {name for name in SOURCES if "." not in name}
 MODULES = {name for name in SOURCES if not name.endswith(".__init__")}
 
 
-def in_package(package):
-    return {name for name in MODULES if name.startswith(f"{package}.")}
-
-
-def lines(names):
-    return sum(SOURCES[name].count("\n") for name in names)
-
-
-def lines_in(*patterns):
-    return sum(path.read_text(encoding="utf-8").count("\n") for pattern in patterns
-               for path in ROOT.glob(pattern) if path.is_file())
-
-
 def imports(name):
     """The modules of this project that a module imports, inside its functions too."""
     found = set()
@@ -34,15 +21,6 @@ def imports(name):
         elif isinstance(node, ast.ImportFrom):
             found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
     return found & MODULES
-
-
-def needed(*names):
-    """These modules and all of this project that they import, directly or not."""
-    found, new = set(), set(names)
-    while new:
-        found |= new
-        new = set().union(*map(imports, new)) - found
-    return found
 
 
 def test_imports_go_down_only():
@@ -64,22 +42,6 @@ def test_nothing_imports_in_a_circle():
         leaves = {name for name, used in remaining.items() if not used & remaining.keys()}
         assert leaves, f"a circle among {sorted(remaining)}"
         remaining = {name: used for name, used in remaining.items() if name not in leaves}
-
-
-def test_what_a_person_reads_stays_small():
-    """By `wc -l`, comments and docstrings included. Sums, so that no file is squeezed at another's cost."""
-    runtime, training = in_package("runtime"), needed("train_gpt2")
-    sums = {
-        "modules of runtime": (len(runtime), 17),
-        "runtime": (lines(runtime), 2650),
-        "the scripts": (lines(SCRIPTS), 1765),
-        "files that train_gpt2.py imports": (len(training), 21),
-        "what train_gpt2.py imports": (lines(training), 3750),
-        "scripts and runtime": (lines(SCRIPTS | runtime), 4400),
-        "benchmarks": (lines(in_package("benchmarks")), 1000),
-        "tests": (lines_in("tests/*.py"), 6000),
-        "the stand-in GPU": (lines_in("tests/null_gpu/*"), 900)}
-    assert not {what: (n, most) for what, (n, most) in sums.items() if n > most}
 
 
 @pytest.mark.parametrize("name", sorted(MODULES))
