@@ -9,6 +9,9 @@
 A shard is a 1-D array of uint16 GPT-2 tokens, each document preceded by <|endoftext|> (50256):
 `*_train_000001.npy`, `*_val_000000.npy`; or with --format bin the .bin of llm.c and modded-nanogpt.
 """
+# first, because it refuses an old Python in one line
+import runtime.cli  # noqa: F401
+
 import argparse
 import glob
 import os

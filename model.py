@@ -5,6 +5,9 @@
     model = load_model("log/checkpoint_000250.pt")      # or "log", its newest checkpoint, or "log/best"
     python model.py export log/checkpoint_019073.pt exported/   for transformers, lm-evaluation-harness, ...
 """
+# first, because it refuses an old Python in one line
+import runtime.cli  # noqa: F401
+
 import math
 import os
 from contextlib import suppress

@@ -3,13 +3,15 @@
     python sample.py --model log --prompt "Hello, I'm a language model,"
     python sample.py --model log --interactive          # a prompt, its continuation, the next prompt
 """
+# first, because it refuses an old Python in one line
+from runtime.cli import FlagParser, UserError, run_command
+
 import codecs
 import itertools
 import math
 import sys
 from collections.abc import Iterable, Iterator
 
-from runtime.cli import FlagParser, UserError, run_command
 from runtime.tokenizer import EOT, encode, tokenizer
 
 

@@ -4,7 +4,7 @@ import math
 import time
 from pathlib import Path
 
-from runtime.cli import brief_error, print_error
+from runtime.cli import brief_error, import_package, print_error
 from runtime.files import replace_file
 
 PATIENCE = 60.0         # seconds between two pictures of a run
@@ -17,8 +17,7 @@ CURVES = {"train": ("loss, nats a token", "training loss", dict(color="#d9822b",
 
 def new_figure(**how):
     logging.getLogger("matplotlib").setLevel(logging.ERROR)     # a HOME that cannot be written, a font cache
-    from matplotlib.figure import Figure
-    return Figure(**how, layout="constrained")
+    return import_package("matplotlib.figure").Figure(**how, layout="constrained")
 
 
 def short_count(n: float, _position=None) -> str:
