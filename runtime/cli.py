@@ -129,25 +129,31 @@ def import_package(name: str, pip_name: str | None = None):
 # ----------------------------------------------------------------------------- what is printed
 
 class Printer:
-    """A command's sys.stdout. What it cannot write is a PrintError, which tells that from a failed file."""
+    """A command's sys.stdout. What it cannot write is a PrintError, which tells that from a failed file, and
+    is remembered: argparse, for one, passes over it."""
 
     def __init__(self, stream):
         self.stream = stream
+        self.failure = None
 
     def __getattr__(self, name):
         return getattr(self.stream, name)
 
     def write(self, text):
-        try:
+        with self._failing():
             return self.stream.write(text)
-        except OSError as error:
-            raise PrintError(error.errno, error.strerror) from None
 
     def flush(self):
-        try:
+        with self._failing():
             self.stream.flush()
+
+    @contextmanager
+    def _failing(self):
+        try:
+            yield
         except OSError as error:
-            raise PrintError(error.errno, error.strerror) from None
+            self.failure = PrintError(error.errno, error.strerror)
+            raise self.failure from None
 
 
 def open_standard_streams() -> None:
@@ -164,6 +170,8 @@ def open_standard_streams() -> None:
 
 def silence(stream) -> None:
     """From now on what is printed there goes nowhere: it cannot be written."""
+    if isinstance(stream, Printer):
+        stream.failure = None
     with suppress(OSError, ValueError, AttributeError):         # not every stream has a descriptor
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, stream.fileno())
@@ -235,8 +243,7 @@ def run_command(main: Callable[[], int | None]) -> None:
     sys.stdout = Printer(stdout)
     command_is_running = True
     try:
-        code = exit_code(main)
-        code = flush_output(code)
+        code = finish_output(sys.stdout, exit_code(main))
     finally:
         command_is_running = False
         sys.stdout = stdout
@@ -261,8 +268,8 @@ def exit_code(main: Callable[[], int | None]) -> int:
     except KeyboardInterrupt:
         print_error("stopped by Ctrl-C")
         return 130
-    except PrintError as error:
-        return report_unprinted(error)
+    except PrintError:
+        return 1
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if not package or package in OURS:
@@ -281,27 +288,23 @@ def report(error: UserError | RunError) -> int:
     return 2 if isinstance(error, UserError) else 1
 
 
-def report_unprinted(error: PrintError) -> int:
-    """`... | head` that has read enough needs no line."""
-    if error.errno != errno.EPIPE:
-        print_error(f"what it prints cannot be written ({error.strerror}): make room, or send it elsewhere")
-    silence(sys.stdout)
-    return 1
-
-
 def report_bug() -> int:
     write_to_stderr(traceback.format_exc())
     return 1
 
 
-def flush_output(code: int) -> int:
+def finish_output(stdout: Printer, code: int) -> int:
     """Writes what is still in the buffers, so that Python's finalization finds nothing to complain about. The
-    exit code, which is not 0 where stdout has lost something."""
-    try:
-        sys.stdout.flush()
-    except PrintError as error:
-        code = code or report_unprinted(error)
-        silence(sys.stdout)
+    exit code, which is not 0 if something could not be printed."""
+    with suppress(PrintError):
+        stdout.flush()
+    failure = stdout.failure
+    if failure is not None:
+        silence(stdout)
+        code = code or 1
+        if failure.errno != errno.EPIPE:                # `... | head` has read enough
+            print_error(f"what it prints cannot be written ({failure.strerror}): make room, or send it "
+                        "elsewhere")
     write_to_stderr("")
     return code
 

@@ -1,11 +1,13 @@
 """The ranks of a run: printing, agreeing, and stopping on a signal."""
 import errno
+import itertools
 import os
 import signal
 import sys
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from concurrent.futures import Future
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -17,6 +19,7 @@ from runtime import cli
 from runtime.cli import RunError, UserError, print_error, refusal, safe_repr, said_once, silence
 
 STOPS = "SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1"        # SIGUSR1 is Slurm's warning
+GROUPS = itertools.count()      # of this process
 PATIENCE = 5.0              # seconds that processes may take to find each other before one says that it waits
 
 
@@ -190,33 +193,40 @@ class Process:
 
 def join_group(backend: str, launch: Launch, timeout: timedelta) -> None:
     """Makes torch's process group of several processes, which find each other as torchrun's do."""
-    waits = (f"process {launch.rank} waits for {launch.world_size - 1} other(s) at "
-             f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}, because WORLD_SIZE is "
-             f"{launch.world_size}: torchrun starts them; for one process alone: env -u WORLD_SIZE")
-    with said_after(PATIENCE, waits):
+    try:
+        store = find_others(launch, timeout)
+    except (ValueError, RuntimeError) as error:
+        raise UserError(f"WORLD_SIZE is set, and the other processes cannot be found ({error}): start by "
+                        "torchrun, or for one process alone by `env -u WORLD_SIZE`") from None
+    # The store still has the addresses of earlier ranks, after a restart by torchrun those of the dead ones
+    # (pytorch issue 135712), and in a process that calls main again those of its first group.
+    store = dist.PrefixStore(f"{launch.restarts}.{next(GROUPS)}", store)
+    dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size,
+                            timeout=timeout)
+
+
+def find_others(launch: Launch, timeout: timedelta) -> dist.Store:
+    """The store that all processes share, when all are there. Says what it waits for, if that takes long. By
+    a thread, because torch would answer no Ctrl-C before `timeout`."""
+    found = Future()
+
+    def search():
         try:
-            store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
-        except (ValueError, RuntimeError) as error:
-            raise UserError(f"WORLD_SIZE is set, and the other processes cannot be found ({error}): start by "
-                            "torchrun") from None
-        # after a restart torchrun's store still has the addresses of the dead ranks (pytorch issue 135712)
-        store = dist.PrefixStore(str(launch.restarts), store)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+            store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+            found.set_result(store)
+        except BaseException as error:
+            found.set_exception(error)
+
+    threading.Thread(target=search, daemon=True).start()
+    with suppress(TimeoutError):
+        return found.result(PATIENCE)
+    print_error(f"process {launch.rank} waits for {launch.world_size - 1} other(s) at "
+                f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}, as WORLD_SIZE is "
+                f"{launch.world_size}: torchrun starts them; for one process alone: env -u WORLD_SIZE")
+    return found.result()
 
 
 def leave_group() -> None:
     """Destroys the process group, but not at the end of a command: run_command says why."""
     if not cli.command_is_running:
         dist.destroy_process_group()
-
-
-@contextmanager
-def said_after(seconds: float, text: str):
-    """Prints `text` on stderr if what is inside takes longer."""
-    timer = threading.Timer(seconds, print_error, [text])
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
