@@ -1,5 +1,6 @@
 """Errors, flags and exit codes, the same for every command of this project."""
 import argparse
+import importlib
 import os
 import re
 import signal
@@ -116,3 +117,12 @@ def run_command(main: Callable[[], int | None]) -> None:
         sys.stdout.flush()
         os._exit(code)
     sys.exit(code)
+
+
+def import_package(name: str, pip_name: str | None = None):
+    """The module `name` of a package that not everybody has. UserError with its `pip install`, if it is not
+    installed."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError:
+        raise UserError(f"this needs the package {name}: pip install {pip_name or name}") from None
