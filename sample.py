@@ -53,7 +53,8 @@ def read_prompts() -> Iterator[str]:
     """The lines of stdin, on a terminal until Ctrl-D."""
     if sys.stdin is None:
         raise UserError("--interactive reads prompts from stdin, which is closed: give --prompt")
-    sys.stdin.reconfigure(errors="replace")
+    if hasattr(sys.stdin, "reconfigure"):       # a notebook's has none
+        sys.stdin.reconfigure(errors="replace")
     terminal = sys.stdin.isatty() and sys.stdout.isatty()
     try:
         while True:
