@@ -22,7 +22,7 @@ os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"
 # The files that take or wait long, the longest first: a worker gets a file at a time (--dist loadfile), so
 # that what its tests share is made once, and the short ones at the end fill the workers evenly.
 LONG = [f"test_{name}.py" for name in (
-    "reliability stopping train model hostile bench fineweb frontier hellaswag sharding speedrun "
+    "reliability stopping environment train model hostile bench fineweb frontier hellaswag sharding speedrun "
     "guards_steps sample text plots").split()]
 
 
