@@ -73,23 +73,24 @@ class FlagParser(argparse.ArgumentParser):
     def _plain_switches(self, words):
         """The words with a switch's True or False, which follow it after an equals sign or a space, replaced:
         `--compile=False` is --no_compile, and of a switch that has no such counterpart nothing is left."""
-        known = self._option_string_actions
         result = []
         for word in words:
             switch, _, value = word.partition("=")
             if word in ("True", "False") and result and self._is_switch(result[-1]):
                 switch, value = result.pop(), word
+            opposite = "--no_" + switch[2:]
             if not self._is_switch(switch) or value not in ("True", "False"):
                 result.append(word)
             elif value == "True":
                 result.append(switch)
-            elif (opposite := f"--no_{switch[2:]}") in known:
+            elif self._is_switch(opposite, False):
                 result.append(opposite)
         return result
 
-    def _is_switch(self, word):
+    def _is_switch(self, word, const=True):
+        """Whether this is a flag without a value, which means `const`."""
         action = self._option_string_actions.get(word)
-        return action is not None and action.nargs == 0 and action.const is True
+        return action is not None and action.nargs == 0 and action.const is const
 
     def _check_text(self, flag, name, text):
         """UserError for a text that no shell command can mean, or that could not be read again later."""
