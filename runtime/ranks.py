@@ -45,7 +45,7 @@ def read_launch() -> Launch:
     left in the environment."""
     job = os.environ.get("TORCHELASTIC_RUN_ID", "")
     by_torchrun = bool(job or os.environ.get("TORCHELASTIC_USE_AGENT_STORE"))
-    restarts = read_number("TORCHELASTIC_RESTART_COUNT", 0)
+    restarts = read_number("TORCHELASTIC_RESTART_COUNT", 0) if job else 0
     world_size = read_number("WORLD_SIZE", 1)
     if world_size == 1:
         return Launch(by_torchrun=by_torchrun, job=job, restarts=restarts)

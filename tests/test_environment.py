@@ -374,6 +374,16 @@ def test_a_process_alone_prints_its_mistakes_whatever_is_left_in_the_environment
     assert result.returncode == 0 and result.stdout.startswith("1 process on ")
 
 
+def test_a_restart_that_another_job_has_left_in_the_environment_resumes_nothing(byte_data, tmp_path,
+                                                                                monkeypatch, capsys):
+    flags = ["--data", byte_data, *BYTES, "--max_steps", 2, "--out", tmp_path]
+    train(*flags)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    capsys.readouterr()
+    train(*flags, "--resume", "never")
+    assert "resuming" not in capsys.readouterr().out and (tmp_path / "previous_1").is_dir()
+
+
 @pytest.mark.parametrize("left, word", [
     ("WORLD_SIZE=two", "WORLD_SIZE"), ("WORLD_SIZE=2 RANK=x", "RANK"),
     ("WORLD_SIZE=2 RANK=0 LOCAL_RANK=x", "LOCAL_RANK"),
@@ -410,7 +420,7 @@ def test_who_waits_for_other_processes_says_for_which_and_can_be_stopped(byte_da
         for rank, process in processes.items():
             ends = threading.Timer(HANG / 4, process.kill)              # if it never says anything
             ends.start()
-            line = process.stderr.readline()
+            line = next((line for line in process.stderr if "WORLD_SIZE" in line), "")
             ends.cancel()
             assert f"127.0.0.1:{ports[rank]}" in line and "WORLD_SIZE" in line and "process " + rank in line
         for process in processes.values():
@@ -418,7 +428,8 @@ def test_who_waits_for_other_processes_says_for_which_and_can_be_stopped(byte_da
             ends = threading.Timer(HANG / 4, process.kill)
             ends.start()
             with process:
-                assert (process.wait(), process.stderr.read().count("\n")) == (130, 1)
+                *_, last = process.stderr                   # torch may warn before it
+                assert process.wait() == 130 and "Ctrl-C" in last
             ends.cancel()
 
 
