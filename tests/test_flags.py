@@ -1,0 +1,644 @@
+"""What each flag of train_gpt2.py does: EFFECTS has a row for each field of Config, which fails where a flag
+is inert. And the flags' defaults, bounds and spellings. What a resume takes of them: test_resume.py."""
+import functools
+import itertools
+import math
+import os
+import sys
+import types
+from dataclasses import dataclass, fields
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+import train_gpt2
+from helpers import hellaswag_file, logged, refused, run, train
+from model import GPT, MODELS, GPTConfig, fresh_model, load_model
+from runtime.console import read_metrics
+from runtime.files import checkpoints
+from runtime.shards import write_shard
+from train_gpt2 import Config, parse_flags
+
+T, STEPS = 16, 3
+QUIET = ["--val_every", 0, "--hellaswag_every", 0, "--sample_every", 0, "--checkpoint_every", 0]
+TINY = ["--n_layer", 2, "--n_head", 2, "--n_embd", 16, "--block_size", T, "--vocab_size", 256, "--device",
+        "cpu", "--dtype", "float32", "--total_batch_size", 4 * T, "--max_steps", STEPS, "--warmup_steps", 0,
+        "--val_tokens", T]
+SPOKEN = ["--vocab_size", 50304, "--n_layer", 1]        # for what samples or is scored
+SAVED = ["--checkpoint_every", 1, "--keep_checkpoints", "all"]
+STILL = ["--max_lr", 1e-12, "--weight_decay", 0]        # leaves the weights alone
+
+
+@dataclass
+class Found:
+    """What came of a run."""
+    out: Path
+    text: str               # what it printed
+    forwards: list          # of the whole model: (whether it is trained, idx, targets or None)
+
+    def trained(self):
+        """idx (B, T) of each micro-step."""
+        return [idx for training, idx, _ in self.forwards if training]
+
+    def column(self, name):
+        rows = read_metrics(self.out / "metrics.csv")
+        return [row[name] for row in rows if row[name] is not None]
+
+    def saved(self, step=None):
+        found = dict(checkpoints(self.out))
+        return torch.load(found[step or max(found)], weights_only=True)
+
+    def files(self):
+        return {path.name for path in self.out.iterdir()} if self.out.exists() else set()
+
+
+@pytest.fixture
+def go(byte_data, tmp_path, capsys):
+    """go(*flags) trains, by default in a new folder."""
+    numbers = itertools.count()
+
+    def go(*flags, out=None, code=0, given=(*TINY, *QUIET)):
+        out, forwards = out or tmp_path / f"run{next(numbers)}", []
+
+        def watch(module, inputs):
+            if isinstance(module, tuple(MODELS.values())):
+                forwards.append((torch.is_grad_enabled(), *inputs, *[None] * (2 - len(inputs))))
+        capsys.readouterr()
+        hook = register_module_forward_pre_hook(watch)
+        try:
+            train("--data", byte_data, *given, "--out", out, *flags, code=code)
+        finally:
+            hook.remove()
+        return Found(out, capsys.readouterr().out, forwards)
+    go.data, go.folder = byte_data, tmp_path
+    return go
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+    """A checkpoint to start from, of weights larger than fresh ones."""
+    torch.manual_seed(3)
+    model = GPT(GPTConfig(T, 256, 2, 2, 16))
+    for p in model.parameters():
+        p.data += 0.1 * torch.randn_like(p)
+    path = tmp_path_factory.mktemp("start") / "start.pt"
+    torch.save({"model": model.state_dict(), "model_config": vars(model.config), "recipe": "gpt2"}, path)
+    return path
+
+
+EFFECTS = {}
+
+
+def effect(name):
+    """The row of a field: a function that is given what it asks for by name, `go`, `start`, `monkeypatch`."""
+    def add(check):
+        assert name not in EFFECTS
+        EFFECTS[name] = check
+        return check
+    return add
+
+
+def test_each_flag_has_a_row():
+    assert [*EFFECTS] == [field.name for field in fields(Config)]
+
+
+@pytest.mark.parametrize("name", EFFECTS)
+def test_a_flag_does_what_it_says(name, go, start, monkeypatch):
+    have = dict(go=go, start=start, monkeypatch=monkeypatch)
+    check = EFFECTS[name]
+    check(**{key: have[key] for key in check.__code__.co_varnames[:check.__code__.co_argcount]})
+
+
+# ----------------------------------------------------------------------------- start and data
+
+@effect("preset")
+def _(go):
+    text = go("--preset", "small", "--n_head", 1, "--n_embd", 16, "--sample_every", 0, "--vocab_size", 256,
+              "--batch_size", 2, "--dry_run", given=["--device", "cpu"]).text
+    for said in ("(6 layers, 1 head, width 16,", "16,384 tokens a step = 2 x 256 x 32 micro-steps",
+                 "2,000 steps", "max_lr 0.001 after 100 steps"):
+        assert said in text, said
+
+
+@effect("dry_run")
+def _(go):
+    dry, wet = go("--dry_run", *SAVED), go(*SAVED)
+    assert "about " in dry.text and "step     0" not in dry.text and not dry.out.exists()
+    assert "about " not in wet.text and "step     0" in wet.text and wet.out.exists()
+
+
+def sevens(folder):
+    """Data on which training makes the validation worse: sevens, and of validation nines."""
+    for split, token in (("train", 7), ("val", 9)):
+        write_shard(folder / f"x_{split}_000001.npy", np.full(2000, token, np.uint16))
+    return folder
+
+
+@effect("data")
+def _(go):
+    """The tokens of the folder, and no others."""
+    found = go("--data", sevens(go.folder), "--val_every", 1)
+    assert {(training, int(token)) for training, idx, _ in found.forwards for token in idx.unique()} == {
+        (True, 7), (False, 9)}
+
+
+@effect("overfit")
+def _(go):
+    found = go("--overfit", *STILL, code=1, given=["--n_layer", 1, "--n_head", 1, "--n_embd", 8, "--device",
+                                                   "cpu", "--dtype", "float32", "--max_steps", 3])
+    first, *others = found.trained()
+    assert first.shape == (4, 32) and len(others) == 2 and all(torch.equal(first, x) for x in others)
+    assert "FAILED" in found.text and not found.out.exists()
+
+
+@effect("shuffle")
+def _(go):
+    tokens = np.load(go.data / "text_train_000001.npy").astype(np.int64)
+    in_order = torch.from_numpy(tokens[:12 * T].reshape(12, T))
+    assert torch.equal(torch.cat(go("--no_shuffle").trained()), in_order)
+    for flags in ([], ["--no_shuffle", "--shuffle"]):
+        shuffled = torch.cat(go(*flags).trained())
+        assert shuffled.shape == in_order.shape and not torch.equal(shuffled, in_order)
+
+
+@effect("val_tokens")
+def _(go):
+    """The first sequences of the shard, each token once."""
+    tokens = torch.from_numpy(np.load(go.data / "text_val_000000.npy").astype(np.int64))
+    for given, count in ((1, 1), (5 * T, 5), (6 * T - 1, 5), (10**6, 2499 // T)):
+        found = go("--max_steps", 1, "--val_every", 2, "--val_tokens", given, "--batch_size", 4)
+        for begin in (0, -(-count // 4)):           # two validations
+            pairs = [(idx, y) for training, idx, y in found.forwards if not training]
+            x, y = map(torch.cat, zip(*pairs[begin:begin + -(-count // 4)], strict=True))
+            x, y = x[y[:, 0] >= 0], y[y[:, 0] >= 0]             # without what fills the last batch
+            assert torch.equal(x.flatten(), tokens[:count * T]), given
+            assert torch.equal(y.flatten(), tokens[1:count * T + 1]), given
+
+
+@effect("hellaswag_data")
+def _(go):
+    for n in (3, 5):
+        examples = hellaswag_file(go.folder / f"{n}.jsonl", n)
+        flags = [*SPOKEN, "--max_steps", 1, "--hellaswag_every", 2, "--hellaswag_data", examples]
+        assert f"/{n}=" in go(*flags).text
+
+
+# ----------------------------------------------------------------------------- model
+
+@effect("recipe")
+def _(go):
+    for recipe, cls in MODELS.items():
+        found = go("--recipe", recipe, *SAVED)
+        assert found.saved()["recipe"] == recipe and type(load_model(found.out)) is cls
+        assert f"\n{recipe}: " in found.text
+
+
+@effect("init")
+def _(go, start):
+    begun, weights = go("--init", start, *STILL, *SAVED), torch.load(start)["model"]
+    assert all(torch.allclose(begun.saved()["model"][name], weights[name], atol=1e-9) for name in weights)
+    fresh = go("--init", "scratch", *STILL, *SAVED).saved()["model"]
+    assert not any(torch.allclose(fresh[name], weights[name], atol=1e-3) for name in weights)
+
+
+def shape_flag(name, value, weight, shape):
+    """The row of a flag of the model's shape: of the saved config, and of a weight that it decides."""
+    def check(go):
+        saved = go(f"--{name}", value, "--sequence_length", T, *SAVED, "--max_steps", 1).saved()
+        assert saved["model_config"][name] == value and saved["config"][name] == value
+        assert tuple(saved["model"][weight].shape) == shape
+        assert saved["model"].keys() == expected_names(saved["model_config"]["n_layer"])
+    effect(name)(check)
+
+
+def expected_names(layers):
+    parts = [f"h.{i}.{part}" for i in range(layers)
+             for part in ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj")]
+    return {"transformer.wte.weight", "transformer.wpe.weight", "lm_head.weight",
+            *(f"transformer.{part}.{kind}" for part in (*parts, "ln_f") for kind in ("weight", "bias"))}
+
+
+shape_flag("n_layer", 3, "transformer.h.2.mlp.c_fc.weight", (64, 16))
+
+
+@effect("n_head")
+def _(go, monkeypatch):
+    """Other heads of the same weights: another attention, seen by its shape."""
+    shapes, attend = set(), F.scaled_dot_product_attention
+
+    def watch(q, k, v, **how):
+        shapes.add((q.size(1), q.size(3)))                      # nh, hs
+        return attend(q, k, v, **how)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", watch)
+    for heads in (1, 4):
+        shapes.clear()
+        found = go("--n_head", heads, "--max_steps", 1, *SAVED)
+        assert shapes == {(heads, 16 // heads)} and found.saved()["model_config"]["n_head"] == heads
+
+
+shape_flag("n_embd", 24, "transformer.wte.weight", (256, 24))
+shape_flag("block_size", 40, "transformer.wpe.weight", (40, 16))
+shape_flag("vocab_size", 300, "transformer.wte.weight", (300, 16))
+
+
+@effect("window")
+def _(go):
+    """With a window of w tokens a change of the first one reaches 2 (w - 1) tokens on through two layers."""
+    for window, reach in ((3, 4), (T, T - 1), ("auto", T - 1)):
+        found = go("--recipe", "speedrun", "--window", window, *SAVED)
+        model, idx = load_model(found.out), torch.arange(T)[None] + 20
+        assert model.config.window == (0 if window == "auto" else window)
+        assert ("window 3 " in found.text) == (window == 3)
+        with torch.no_grad():
+            a, b = (model.hidden(x)[0] for x in (idx, torch.cat((torch.tensor([[9]]), idx[:, 1:]), dim=1)))
+        assert ((a - b).abs().amax(1) > 0).nonzero().max() == reach, window
+
+
+# ----------------------------------------------------------------------------- batch
+
+@effect("total_batch_size")
+def _(go):
+    for sequences in (4, 6):
+        found = go("--total_batch_size", sequences * T)
+        assert torch.cat(found.trained()).shape == (sequences * STEPS, T)
+        assert found.column("tokens") == [step * sequences * T for step in range(STEPS)]
+
+
+@effect("batch_size")
+def _(go):
+    """At most so many sequences, and at the most 4,096 tokens on a CPU; a resume has its own."""
+    losses = []
+    for given, B in ((1, 1), (2, 2), (3, 2), (4, 4), (99, 4), ("auto", 4)):
+        found = go("--batch_size", given, *SAVED)
+        assert [idx.shape for idx in found.trained()] == [(B, T)] * (STEPS * 4 // B), given
+        assert f"= {B} x {T} x {4 // B} micro-step" in found.text
+        losses.append(found.column("train"))
+    assert all(loss == pytest.approx(losses[0], abs=1e-5) for loss in losses)
+    again = go("--batch_size", 1, "--max_steps", STEPS + 1, out=found.out)
+    assert [idx.shape for idx in again.trained()] == [(1, T)] * 4
+    large = go("--total_batch_size", 512 * T, "--max_steps", 1)
+    assert [idx.shape for idx in large.trained()] == [(4096 // T, T)] * 2
+
+
+@effect("sequence_length")
+def _(go):
+    for given, length in ((T // 2, T // 2), ("auto", T), (T, T)):
+        found = go("--sequence_length", given, "--val_every", 9, "--val_tokens", 64, "--no_shuffle")
+        assert {idx.size(1) for _, idx, _ in found.forwards} == {length}
+        assert torch.cat(found.trained()).numel() == STEPS * 4 * T
+        tokens = np.load(go.data / "text_train_000001.npy")[:STEPS * 4 * T]
+        assert np.array_equal(torch.cat(found.trained()).flatten(), tokens)
+
+
+@effect("updates_per_step")
+def _(go):
+    """Halved at a third and two thirds of the run: of 4, 4 + 2 + 1 updates."""
+    for given, updates in ((1, STEPS), (2, 2 + 1 + 1), (4, 4 + 2 + 1), ("auto", STEPS)):
+        found = go("--updates_per_step", given, *SAVED)
+        assert found.saved()["optimizers"]["transformer.wte.weight"]["step"] == updates
+        assert torch.cat(found.trained()).shape == (STEPS * 4, T)
+
+
+# ----------------------------------------------------------------------------- optimisation
+
+@effect("max_steps")
+def _(go):
+    for steps in (1, 4):
+        found = go("--max_steps", steps, "--val_every", 3)
+        assert len(found.trained()) == steps and list(logged(found.out)) == list(range(steps))
+        assert list(logged(found.out, "val")) == ([0, 1] if steps == 1 else [0, 3, 4])
+        assert f"done: {steps} steps" in found.text
+
+
+def rates(go, *flags):
+    return go("--max_steps", 4, "--max_lr", 1e-3, *flags).column("lr")
+
+
+def cosine(floor, *progress):
+    return pytest.approx([1e-3 * (floor + 0.5 * (1 - floor) * (1 + math.cos(math.pi * p))) for p in progress],
+                         rel=1e-4)
+
+
+@effect("warmup_steps")
+def _(go):
+    assert rates(go, "--warmup_steps", 0) == cosine(0.1, 0, 0.25, 0.5, 0.75)
+    assert rates(go, "--warmup_steps", 2) == [0.5e-3, *cosine(0.1, 0, 0, 0.5).expected[:1], *[
+        1e-3, pytest.approx(0.55e-3, rel=1e-4)]]
+    assert rates(go, "--recipe", "speedrun", "--warmup_steps", 2, "--cooldown", 0.25) == pytest.approx(
+        [0.5e-3, 1e-3, 1e-3, 1e-3])
+
+
+@effect("max_lr")
+def _(go, start):
+    """Adam's first step moves a weight by the rate."""
+    before = torch.load(start)["model"]
+    for rate in (1e-3, 0.02):
+        found = go("--init", start, "--max_lr", rate, "--weight_decay", 0, "--max_steps", 1, *SAVED)
+        after = found.saved()["model"]
+        assert found.column("lr") == [rate] and f"max_lr {rate:g} after 0 steps" in found.text
+        for name, p in before.items():
+            assert (after[name] - p).abs().max().item() == pytest.approx(rate, rel=0.02), name
+
+
+@effect("min_lr")
+def _(go):
+    for given, floor in ((0, 0), (5e-4, 0.5), (1e-3, 1), ("auto", 0.1)):
+        assert rates(go, "--min_lr", given) == cosine(floor, 0, 0.25, 0.5, 0.75), given
+    assert "min_lr 0.0001" in go("--max_lr", 1e-3, "--dry_run").text
+
+
+@effect("cooldown")
+def _(go):
+    """The last so many steps go linearly to min_lr."""
+    for given, expected in ((0.5, [1, 1, 1, 0.5]), (1, [1, 0.75, 0.5, 0.25]),
+                            ("auto", [1, 1, 1, 0.25 / 0.2856])):
+        found = rates(go, "--recipe", "speedrun", "--cooldown", given, "--min_lr", 0)
+        assert found == pytest.approx([1e-3 * x for x in expected], rel=1e-4), given
+    found = rates(go, "--recipe", "speedrun", "--cooldown", 0.5, "--min_lr", 5e-4)
+    assert found == pytest.approx([1e-3, 1e-3, 1e-3, 0.75e-3], rel=1e-4)
+
+
+@effect("weight_decay")
+def _(go, start):
+    """AdamW and Muon first shrink matrices by lr times that; gains and biases, and what Adam updates in the
+    modern recipes, have none."""
+    once = ["--max_lr", 0.01, "--max_steps", 1, *SAVED]
+    for recipe in ("gpt2", "speedrun"):         # frontier has several updates in a step
+        begun = go("--recipe", recipe, *STILL, "--max_steps", 1, *SAVED)
+        before = torch.load(start)["model"] if recipe == "gpt2" else begun.saved()["model"]
+        flags = ["--init", start if recipe == "gpt2" else begun.out, "--recipe", recipe, *once]
+        without, with_decay = (go(*flags, "--weight_decay", decay).saved()["model"] for decay in (0, 10))
+        for name, p in before.items():
+            decays = p.dim() == 2 and (recipe == "gpt2" or ".h." in name)
+            expected = without[name] - 0.01 * 10 * p * decays
+            assert torch.allclose(with_decay[name], expected, atol=1e-6), name
+
+
+@effect("grad_clip")
+def _(go):
+    """Adam's first moment is a tenth of the gradient; the norm that is shown is that before clipping."""
+    [whole] = go("--max_steps", 1).column("norm")
+    assert 0.1 < whole < 1e3
+    for clip, expected in ((0.01, 0.001), (1e3, 0.1 * whole), ("inf", 0.1 * whole)):
+        found = go("--grad_clip", clip, "--max_steps", 1, *SAVED)
+        moments = [state["exp_avg"].norm() for state in found.saved()["optimizers"].values()]
+        assert torch.stack(moments).norm().item() == pytest.approx(expected, rel=1e-3), clip
+        assert found.column("norm") == [whole]
+
+
+@effect("seed")
+def _(go):
+    """Of the initial weights and of the data's order."""
+    flags = [*STILL, "--max_steps", 1, *SAVED, "--seed"]
+    for recipe in MODELS:
+        (batch, weights), same, other = (
+            (found.trained()[0], found.saved()["model"]) for found in
+            (go("--recipe", recipe, *flags, seed) for seed in (5, 5, 6)))
+        assert torch.equal(same[0], batch) and not torch.equal(other[0], batch)
+        assert all(torch.equal(same[1][name], p) for name, p in weights.items())
+        drawn = {name for name, p in weights.items() if p.dim() == 2 and p.std() > 1e-6}
+        assert len(drawn) > 3 and not any(torch.equal(other[1][name], weights[name]) for name in drawn)
+    config, _ = parse_flags([str(flag) for flag in (*TINY, *QUIET, "--seed", 6)])
+    torch.manual_seed(6)
+    expected = fresh_model(config).state_dict()
+    found = go(*flags, 6).saved()["model"]
+    assert all(torch.allclose(found[name], p, atol=1e-9) for name, p in expected.items())
+
+
+# ----------------------------------------------------------------------------- speed
+
+@effect("device")
+def _(go):
+    assert " on cpu (" in go("--device", "cpu").text
+    refused(lambda: go("--device", "cuda:99"), "--device cuda:99", "cpu")
+
+
+@effect("dtype")
+def _(go, monkeypatch):
+    def products(*flags):
+        """dtypes of the linear layers' outputs."""
+        seen = set()
+
+        def watch(module, inputs, output):
+            if isinstance(module, torch.nn.Linear):
+                seen.add(output.dtype)
+        hook = register_module_forward_hook(watch)
+        try:
+            text = go(*flags, "--max_steps", 1, "--val_every", 1).text
+        finally:
+            hook.remove()
+        assert len(seen) == 1 and f"), {str(*seen).removeprefix('torch.')}, eager" in text
+        return {*seen}
+    for name in ("float32", "bfloat16", "float16"):
+        assert products("--dtype", name) == {getattr(torch, name)}
+    for native in (False, True):
+        for seen in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"):
+            monkeypatch.setattr(torch.cpu, seen, lambda native=native: native)
+        assert products("--dtype", "auto") == {torch.bfloat16 if native else torch.float32}
+
+
+@effect("tf32")
+def _(go, monkeypatch):
+    """Of a GPU, whose run ends here where the precision is set."""
+    class Set(Exception):
+        pass
+
+    def note(precision):
+        raise Set(precision)
+    monkeypatch.setattr(train_gpt2, "choose_device", lambda *args: "cuda:0")
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", note)
+    for flags, precision in (([], "high"), (["--tf32"], "high"), (["--no_tf32"], "highest")):
+        with pytest.raises(Set, match=f"^{precision}$"):
+            go(*flags)
+
+
+@effect("compile")
+def _(go, monkeypatch):
+    """Steps and validation go through what torch.compile returns, samples do not: their shapes change."""
+    compiled, forwards = [], []
+
+    def compile(model, **how):
+        compiled.append(how)
+        return lambda *args: (forwards.append(torch.is_grad_enabled()), model(*args))[1]
+    monkeypatch.setattr(torch, "compile", compile)
+    flags = ["--val_every", STEPS]
+    for off in ([], ["--compile", "--no_compile"]):
+        assert "eager" in go(*flags, *off).text and not compiled
+    found = go(*flags, "--compile")
+    assert "torch.compile" in found.text and len(compiled) == 1 and compiled[0]["dynamic"] is False
+    assert forwards[2:] == [False, *[True] * STEPS, False]              # after a trial of two
+    assert len(forwards) == len(found.forwards)
+    go(*SPOKEN, "--compile", "--sample_every", STEPS)
+    assert len(compiled) == 2 and len(forwards) == 2 * (2 + STEPS) + 2
+
+
+@effect("attention")
+def _(go, monkeypatch):
+    kernels, seen = ("math", "mem_efficient", "flash", "cudnn"), set()
+    attend, allowed = F.scaled_dot_product_attention, torch.nn.attention.sdpa_kernel
+
+    def watch(*args, **how):
+        seen.add(tuple(name for name in kernels if getattr(torch.backends.cuda, f"{name}_sdp_enabled")()))
+        with allowed([*torch.nn.attention.SDPBackend.__members__.values()][1:]):        # without ERROR
+            return attend(*args, **how)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", watch)
+    expected = {"math": {("math",)}, "efficient": {("mem_efficient",)}, "flash": {("flash",)},
+                "cudnn": {("cudnn",)}, "auto": {kernels}, "naive": set()}
+    for recipe, (name, found) in itertools.product(MODELS, expected.items()):
+        seen.clear()
+        text = go("--recipe", recipe, "--attention", name, "--max_steps", 1, "--val_every", 1).text
+        assert seen == found and f"attention {name}," in text, (recipe, name)
+
+
+@effect("recompute")
+def _(go):
+    """A block runs once more in each backward; losses stay as they are."""
+    for recipe in MODELS:
+        counts, losses = [], []
+        for flags in ([], ["--recompute"]):
+            blocks = []
+            hook = register_module_forward_pre_hook(lambda module, inputs, blocks=blocks: blocks.append(
+                torch.is_grad_enabled()) if type(module).__name__.endswith("Block") else None)
+            try:
+                found = go("--recipe", recipe, *flags, "--val_every", 9)
+            finally:
+                hook.remove()
+            counts.append((blocks.count(True), blocks.count(False)))
+            losses.append(found.column("train"))
+            n = 2 * len(found.trained())
+        assert counts == [(n, 4), (2 * n, 4)] and losses[0] == losses[1]
+
+
+def note_moments(folder):
+    """From now on each rank notes of how many numbers its optimizer has the moments."""
+    def note(optimizer, args, how):
+        held = sum(state["exp_avg_sq"].numel() for state in optimizer.state.values())
+        (folder / f"{os.environ['RANK']} {type(optimizer).__name__}").write_text(str(held))
+    register_optimizer_step_post_hook(note)
+
+
+@effect("shard_optimizer")
+def _(go):
+    """Two ranks: together one copy of the matrices' moments, about half on each; also after a resume."""
+    matrices = (256 + 16 + 2 * 12 * 16) * 16
+    whole = matrices + (2 * 13 + 2) * 16                # with gains and biases, which are on all
+    for steps in (1, 2):
+        run("--data", go.data, *TINY, *QUIET, *SAVED, "--shard_optimizer", "--max_steps", steps, "--out",
+            go.folder / "log", processes=2, before=[functools.partial(note_moments, go.folder)])
+        held = [int((go.folder / f"{rank} AdamW").read_text()) for rank in range(2)]
+        assert sum(held) == 2 * whole - matrices and max(held) < 0.6 * whole, held
+
+
+# ----------------------------------------------------------------------------- output
+
+def steps_of(text, words):
+    return [int(line.split()[1]) for line in text.splitlines() if words in line]
+
+
+@effect("val_every")
+def _(go):
+    for every, expected in ((0, []), (1, [0, 1, 2, 3, 4, 5]), (2, [0, 2, 4, 5]), (9, [0, 5])):
+        found = go("--max_steps", 5, "--val_every", every)
+        assert list(logged(found.out, "val")) == steps_of(found.text, "validation loss:") == expected
+
+
+@effect("hellaswag_every")
+def _(go):
+    examples = hellaswag_file(go.folder / "examples.jsonl", 2)
+    for every, expected in ((0, []), (2, [0, 2, 3])):
+        found = go(*SPOKEN, "--hellaswag_every", every, "--hellaswag_data", examples)
+        assert list(logged(found.out, "hella")) == steps_of(found.text, "HellaSwag accuracy:") == expected
+
+
+@effect("sample_every")
+def _(go):
+    """Not of the fresh weights, but of the last ones."""
+    for every, expected in ((0, []), (2, [2, 3])):
+        lines = go(*SPOKEN, "--sample_every", every).text.splitlines()
+        at = [i for i, line in enumerate(lines) if line.startswith("sample 0: ")]
+        shown = [int([line.split()[1] for line in lines[:i] if line.startswith("step ")][-1]) + 1 for i in at]
+        assert shown == expected and sum(line.startswith("sample ") for line in lines) == 4 * len(expected)
+
+
+@effect("sample_prompt")
+def _(go):
+    for given, begins in (([], "Hello, I'm a language model,"), (["--sample_prompt", "To be"], "To be")):
+        text = go(*SPOKEN, "--sample_every", 9, *given).text
+        assert [text.count(f"sample {i}: {begins}") for i in range(5)] == [1, 1, 1, 1, 0]
+
+
+@effect("checkpoint_every")
+def _(go):
+    for every, expected in ((0, []), (2, [2, 4, 5]), (9, [5])):
+        found = go("--max_steps", 5, "--checkpoint_every", every, "--keep_checkpoints", "all")
+        assert [step for step, _ in checkpoints(found.out)] == expected
+        assert [torch.load(path)["step"] for _, path in checkpoints(found.out)] == expected
+
+
+@effect("keep_checkpoints")
+def _(go):
+    """The newest, and the best one, here the first: the longer it is trained, the worse."""
+    flags = ["--data", sevens(go.folder), "--checkpoint_every", 1, "--max_steps", 6, "--max_lr", 0.01,
+             "--min_lr", 0.01]
+    for keep, newest in ((1, [6]), (3, [4, 5, 6]), ("all", [1, 2, 3, 4, 5, 6])):
+        for every in (0, 1):
+            found = go(*flags, "--keep_checkpoints", keep, "--val_every", every)
+            best = [1] if every and keep != "all" else []
+            assert [step for step, _ in checkpoints(found.out)] == best + newest
+    losses = logged(found.out, "val")
+    assert min(range(1, 7), key=losses.get) == 1
+
+
+@effect("out")
+def _(go, monkeypatch):
+    monkeypatch.chdir(go.folder)
+    train("--data", go.data, *TINY, *QUIET, "--checkpoint_every", 9)
+    other = go("--checkpoint_every", 9, out=Path("a/b c"))
+    assert {path.name for path in go.folder.iterdir()} == {"log", "a"}
+    for folder in (Path("log"), other.out):
+        assert {path.name for path in folder.iterdir()} - {".train_gpt2.lock"} == {
+            "log.txt", "metrics.csv", "checkpoint_000003.pt"}
+    assert f"in {other.out}" in other.text
+
+
+@effect("resume")
+def _(go):
+    begun = go(*SAVED)
+    assert "resuming" not in begun.text and len(begun.trained()) == STEPS
+    again = go(*SAVED, out=begun.out)
+    assert f"checkpoint_000003.pt at step {STEPS} of {STEPS}" in again.text and not again.trained()
+    for given in ("checkpoint_000001.pt", ""):
+        other = go("--resume", begun.out / given, *SAVED)
+        first = 1 if given else STEPS
+        assert f" at step {first} of {STEPS}" in other.text and len(other.trained()) == STEPS - first
+        assert list(logged(other.out)) == list(range(first, STEPS))
+    anew = go("--resume", "never", *SAVED, out=begun.out)
+    assert "resuming" not in anew.text and len(anew.trained()) == STEPS
+    assert (begun.out / "previous_1/checkpoint_000003.pt").exists()
+
+
+@effect("wandb")
+def _(go, monkeypatch):
+    begun, told = [], []
+    fake = types.ModuleType("wandb")
+    fake.__spec__ = ModuleSpec("wandb", None)
+    fake.init, fake.finish = lambda **how: begun.append(how), lambda: told.append("end")
+    fake.log = lambda values, step: told.append((step, *values))
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    go()
+    assert not begun and not told
+    found = go("--wandb", "--val_every", 9, "--max_lr", 0.25)
+    assert len(begun) == 1 and begun[0]["name"] == found.out.name
+    config = begun[0]["config"]
+    assert (config["n_layer"], config["max_lr"], config["min_lr"]) == (2, 0.25, 0.025), "the completed one"
+    trained = [(step, "train") for step in range(STEPS)]
+    assert [event[:2] for event in told] == [(0, "val"), *trained, (STEPS, "val"), "en"]
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    refused(lambda: go("--wandb"), "--wandb", "pip install wandb")
