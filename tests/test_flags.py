@@ -18,8 +18,10 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import train_gpt2
-from helpers import hellaswag_file, logged, refused, run, train
+from helpers import forked, hellaswag_file, logged, refused, run, train
 from model import GPT, MODELS, GPTConfig, fresh_model, load_model
+from peers import LargestStorage
+from runtime.cli import RunError, UserError, run_command
 from runtime.console import read_metrics
 from runtime.files import checkpoints
 from runtime.shards import write_shard
@@ -642,3 +644,208 @@ def _(go, monkeypatch):
     assert [event[:2] for event in told] == [(0, "val"), *trained, (STEPS, "val"), "en"]
     monkeypatch.setitem(sys.modules, "wandb", None)
     refused(lambda: go("--wandb"), "--wandb", "pip install wandb")
+
+
+# ----------------------------------------------------------------------------- not by a flag
+
+def test_on_a_cpu_the_loss_never_has_the_logits_of_a_whole_micro_batch_in_memory(go):
+    """Of 4,096 tokens; a compiler fuses them with the loss, and is given them all."""
+    flags = ["--total_batch_size", 4096, "--max_steps", 1, "--val_every", 1, "--val_tokens", 4096]
+    losses, largest = [], []
+    for more in ([], ["--compile"]):
+        with LargestStorage() as seen, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch, "compile", lambda model, **how: model)
+            found = go(*flags, *more)
+        losses.append(found.column("train") + found.column("val"))
+        largest.append(seen.bytes)
+    assert largest[0] < 4096 * 256 * 4 <= largest[1] and losses[0] == pytest.approx(losses[1], abs=1e-5)
+
+
+# ----------------------------------------------------------------------------- defaults
+
+DEFAULTS = dict(
+    preset="gpt2", dry_run=False, data="edu_fineweb10B", overfit=False, shuffle=True, val_tokens=10_485_760,
+    hellaswag_data="", recipe="gpt2", init="scratch", n_layer=12, n_head=12, n_embd=768, block_size=1024,
+    vocab_size=50304, window="auto", total_batch_size=524_288, batch_size="auto", sequence_length="auto",
+    updates_per_step="auto", max_steps=19_073, warmup_steps=715, max_lr=6e-4, min_lr="auto", cooldown="auto",
+    weight_decay=0.1, grad_clip=1.0, seed=1337, device="auto", dtype="auto", tf32=True, compile=None,
+    attention="auto", recompute=False, shard_optimizer=False, val_every=250, hellaswag_every=250,
+    sample_every=250, sample_prompt="Hello, I'm a language model,", checkpoint_every=250, keep_checkpoints=3,
+    out="log", resume="auto", wandb=False)
+MODERN = dict(n_head=6, warmup_steps=0, max_lr=0.02, weight_decay=0.0, grad_clip=math.inf)
+NO_EVALUATION = dict(val_every=0, hellaswag_every=0, sample_every=0, checkpoint_every=0)
+SHAKESPEARE = dict(
+    data="data/shakespeare", out="log/shakespeare", n_layer=4, n_head=2, n_embd=256, block_size=128,
+    total_batch_size=2048, max_steps=150, val_every=25, hellaswag_every=0, sample_every=75,
+    checkpoint_every=75, sample_prompt="\n")
+GIVEN = {           # flags: the defaults that they change
+    "": {},
+    "--preset gpt2": {},
+    "--recipe speedrun": dict(MODERN, max_steps=3242, min_lr=0.0),
+    "--recipe frontier": dict(MODERN, max_steps=2500),
+    "--preset shakespeare": SHAKESPEARE | dict(MODERN, n_head=2, recipe="frontier"),
+    # AdamW's rate and warmup, of its preset
+    "--preset shakespeare --recipe gpt2": SHAKESPEARE | dict(max_lr=2e-3, warmup_steps=15),
+    "--preset small": dict(
+        n_layer=6, n_head=6, n_embd=384, block_size=256, total_batch_size=16_384, max_steps=2000,
+        warmup_steps=100, max_lr=1e-3, val_tokens=524_288, val_every=200, hellaswag_every=0, sample_every=500,
+        sample_prompt="\n", checkpoint_every=200),
+    "--preset gpt2-medium": dict(n_layer=24, n_head=16, n_embd=1024, max_lr=3e-4),
+    "--preset gpt2-medium --recipe speedrun": MODERN | dict(
+        n_layer=24, n_head=16, n_embd=1024, max_steps=3242, min_lr=0.0),
+    "--preset gpt2-large": dict(n_layer=36, n_head=20, n_embd=1280, max_lr=2.5e-4),
+    "--preset gpt2-xl": dict(n_layer=48, n_head=25, n_embd=1600, max_lr=2e-4, total_batch_size=1_048_576,
+                             max_steps=9536, warmup_steps=358),
+    "--preset finetune": dict(
+        init="gpt2", out="log/finetune", total_batch_size=8192, max_steps=150, warmup_steps=15, max_lr=1e-4,
+        val_tokens=524_288, val_every=25, hellaswag_every=0, sample_every=50, checkpoint_every=25,
+        sample_prompt="\n", keep_checkpoints=1),
+    "--overfit": dict(
+        NO_EVALUATION, vocab_size=50257, total_batch_size=128, sequence_length=32, shuffle=False,
+        max_steps=50, warmup_steps=0, updates_per_step=1, resume="never", max_lr=3e-4, min_lr=3e-4),
+    "--overfit --recipe speedrun": dict(
+        MODERN, **NO_EVALUATION, vocab_size=50257, total_batch_size=128, sequence_length=32, shuffle=False,
+        max_steps=50, updates_per_step=1, resume="never", min_lr=0.02),
+}
+
+
+@pytest.mark.parametrize("flags", GIVEN)
+def test_the_defaults_are(flags):
+    """Each spelt out: a default that changes changes what a user's command does."""
+    config, given = parse_flags(flags.split())
+    words = flags.replace("--", "").split()
+    named = {"overfit": True} if words[:1] == ["overfit"] else {}
+    named |= {name: words[words.index(name) + 1] for name in ("preset", "recipe") if name in words}
+    assert vars(config) == DEFAULTS | GIVEN[flags] | named
+    assert {type(value) for value in vars(config).values()} <= {int, float, str, bool, type(None)}
+    assert given == {*named}
+
+
+def test_what_a_config_is_without_flags():
+    assert vars(Config()) == DEFAULTS
+
+
+# ----------------------------------------------------------------------------- what a flag takes
+
+WITH = {"window": ["--recipe", "speedrun"], "cooldown": ["--recipe", "speedrun"],
+        "n_embd": ["--n_head", 1], "n_head": ["--n_embd", 2**40], "min_lr": ["--max_lr", 1e38],
+        "vocab_size": ["--hellaswag_every", 0, "--sample_every", 0]}
+BLOCKS = ["--block_size", 2**40]
+
+
+def takes(name, value):
+    """Whether the flag is taken, and gives the value; a refusal names it."""
+    call = functools.partial(parse_flags, [str(word) for word in (*WITH.get(name, ()), *(
+        BLOCKS if name in ("window", "sequence_length") else ()), f"--{name}={value}")])
+    try:
+        config, given = call()
+    except UserError:
+        refused(call, f"--{name}", value)
+        return False
+    assert getattr(config, name) == value and name in given
+    return True
+
+
+FROM_0 = ("warmup_steps seed val_every hellaswag_every sample_every checkpoint_every "
+          "min_lr weight_decay").split()
+INTEGERS = ("val_tokens n_layer n_head n_embd block_size vocab_size window total_batch_size batch_size "
+            "sequence_length updates_per_step max_steps keep_checkpoints").split() + FROM_0[:6]
+LARGEST = {"vocab_size": 65536, "seed": 2**63 - 1, "cooldown": 1.0, "grad_clip": math.inf}
+FLOATS = "max_lr min_lr cooldown weight_decay grad_clip".split()
+
+
+@pytest.mark.parametrize("name", [*INTEGERS, *FLOATS])
+def test_a_number_has_bounds(name):
+    """Whole ones from 1 on, at most 2^40; others above 0, at most 1e38; with the exceptions of the tables."""
+    whole = name in INTEGERS
+    smallest, largest = (1, 2**40) if whole else (1e-30, 1e38)
+    smallest, largest = 0 if name in FROM_0 else smallest, LARGEST.get(name, largest)
+    good = [smallest, largest]
+    bad = [-1, *[0] * (name not in FROM_0), "nan", "-inf", "x", "1,000", *["inf"] * (largest != math.inf)]
+    bad += [largest + 1, "1.5", "1e3"] if whole else [largest * 1.01] * (largest != math.inf)
+    assert [value for value in good if not takes(name, value)] == [], "taken"
+    assert [value for value in bad if takes(name, value)] == [], "refused"
+    config, _ = parse_flags([*map(str, WITH.get(name, ())), f"--{name}=1"])
+    assert type(getattr(config, name)) is (int if whole else float)
+
+
+WORDS = dict(window="auto", batch_size="auto", sequence_length="auto", updates_per_step="auto", min_lr="auto",
+             cooldown="auto", keep_checkpoints="all")
+
+
+@pytest.mark.parametrize("name", [*INTEGERS, *FLOATS])
+def test_a_number_may_be_a_word_where_one_is_meant_and_nowhere_else(name):
+    assert [word for word in ("auto", "all", "none", "never") if takes(name, word)] == [
+        *filter(None, [WORDS.get(name)])]
+
+
+@pytest.mark.parametrize("name, values", {
+    "preset": "shakespeare small gpt2 gpt2-medium gpt2-large gpt2-xl finetune",
+    "recipe": "gpt2 speedrun frontier",
+    "dtype": "auto float32 bfloat16 float16", "attention": "auto naive math efficient flash cudnn"}.items())
+def test_a_choice_is_one_of(name, values):
+    assert all(takes(name, value) for value in values.split())
+    first, *_ = values.split()
+    assert not any(takes(name, value) for value in ("none", first.upper(), first[:-1]))
+
+
+@pytest.mark.parametrize("flags, named, good", [
+    ("--max_lr 1e-3 --min_lr 1.1e-3", "--min_lr --max_lr", "--max_lr 1e-3 --min_lr 1e-3"),
+    ("--n_embd 100 --n_head 7", "--n_embd --n_head", "--n_embd 98 --n_head 7"),
+    ("--sequence_length 1025", "--sequence_length --block_size", "--sequence_length 1024"),
+    ("--recipe frontier --window 1025", "--window --block_size", "--recipe frontier --window 1024"),
+    ("--window 16", "--window", "--recipe speedrun --window 16"),
+    ("--cooldown 0.5", "--cooldown", "--recipe frontier --cooldown 0.5"),
+    ("--vocab_size 50256", "--vocab_size --sample_every", "--vocab_size 50257"),
+    ("--vocab_size 50256 --sample_every 0", "--vocab_size",
+     "--vocab_size 50256 --sample_every 0 --hellaswag_every 0"),
+    ("--vocab_size 50256 --hellaswag_every 0", "--vocab_size", "--overfit"),
+    ("--updates_per_step 6", "--updates_per_step", "--updates_per_step 8"),
+    ("--overfit --preset small", "--overfit --preset", "--overfit --preset gpt2"),
+    ("--overfit --val_every 1", "--overfit --val_every", "--overfit --val_every 0")])
+def test_flags_that_contradict_each_other_are_refused(flags, named, good):
+    refused(lambda: parse_flags(flags.split()), *named.split())
+    parse_flags(good.split())
+
+
+@pytest.mark.parametrize("line, expected", [
+    ("--max-steps 7", dict(max_steps=7)), ("--max_steps=7", dict(max_steps=7)),
+    ("--max-steps=7 --max_steps 8", dict(max_steps=8)), ("--max_steps 1_000", dict(max_steps=1000)),
+    ("--out=a-b--c --data d-e", dict(out="a-b--c", data="d-e")), ("--sample-prompt=--to-be", dict(
+        sample_prompt="--to-be")), ("--no-shuffle", dict(shuffle=False)),
+    ("--no_tf32 --tf32", dict(tf32=True)), ("--tf32 --no-tf32", dict(tf32=False)),
+    ("--no_compile", dict(compile=False)), ("--compile", dict(compile=True)),
+    ("--recompute --shard-optimizer", dict(recompute=True, shard_optimizer=True)),
+    ("--min_lr 0", dict(min_lr=0.0)), ("--grad_clip inf", dict(grad_clip=math.inf))])
+def test_a_flag_is_taken_with_dashes_an_equals_sign_and_the_last_time(line, expected):
+    config, given = parse_flags(line.split())
+    assert vars(config) == DEFAULTS | expected and given == {*expected}
+
+
+@pytest.mark.parametrize("line", [
+    "--max_step 7", "--no_recompute", "--no_dry_run", "--Max_steps 7", "-n 3", "seven", "--max_steps",
+    "--shuffle no", "--data", "--no_data"])
+def test_what_is_no_flag_is_refused(line):
+    """Also an abbreviation: a later version might mean another flag by it."""
+    refused(lambda: parse_flags(line.split()), "--help")
+
+
+# ----------------------------------------------------------------------------- how a command ends
+
+def ends(how):
+    """For run_command: a command that ends by this error, or returns this."""
+    if isinstance(how, BaseException):
+        raise how
+    return how
+
+
+def test_the_exit_code_and_the_line_on_stderr_say_how_a_command_ended():
+    dirty = UserError("a\nb \x1b[31mc\u202e\0 d" + "e" * 50)
+    ways = [(None, 0, 0), (0, 0, 0), (3, 3, 0), (dirty, 2, 1), (RunError("it failed"), 1, 1), (
+        KeyboardInterrupt(), 130, 1), (BrokenPipeError(), 1, 0), (OSError("unforeseen"), 1, 2)]
+    found = forked(*[functools.partial(run_command, functools.partial(ends, how)) for how, _, _ in ways])
+    assert [code for code, _, _ in found] == [code for _, code, _ in ways]
+    lines = [stderr.splitlines() for _, _, stderr in found]
+    assert [min(len(said), 2) for said in lines] == [n for _, _, n in ways], lines
+    assert lines[3][0].endswith(f": a b ?[31mc?? d{'e' * 50}") and lines[4][0].endswith(": it failed")
+    assert "Ctrl-C" in lines[5][0] and "Traceback" in lines[7][0] and "unforeseen" in lines[7][-1]
