@@ -98,6 +98,7 @@ def read_run(config, explicit_flags: set[str], models: dict, path: Path) -> tupl
 
 def load_init(config, explicit_flags: set[str], process, models: dict, load_model: Callable):
     """The model of --init, None for scratch. UserError if another recipe's, or if a flag contradicts it."""
+    process.require_same({"--init": config.init})           # else one rank would wait for another's model
     if config.init == "scratch":
         return None
     model = process.rank0_first(load_model, config.init)
