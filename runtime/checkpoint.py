@@ -246,6 +246,9 @@ def open_output(run, path: Path | None) -> None:
 def outputs(run) -> ExitStack:
     """Around the loop: at its end, however it ends, what is being written is completed and closed."""
     stack = ExitStack()
+    if run.lock:
+        # not with `run`, which the error of a failed run keeps alive in a notebook
+        stack.callback(run.lock.lock.release)
     for close in (run.record.close, run.saver.finish) if run.record else ():
         stack.callback(close)                   # the last one first
     stack.callback(run.batches.close)
