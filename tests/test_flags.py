@@ -8,6 +8,7 @@ import sys
 import types
 from dataclasses import dataclass, fields
 from importlib.machinery import ModuleSpec
+from inspect import signature
 from pathlib import Path
 
 import numpy as np
@@ -98,7 +99,7 @@ EFFECTS = {}
 
 
 def effect(name):
-    """The row of a field: a function that is given what it asks for by name, `go`, `start`, `monkeypatch`."""
+    """The row of a field: a function that asks for fixtures as a test does."""
     def add(check):
         assert name not in EFFECTS
         EFFECTS[name] = check
@@ -111,10 +112,9 @@ def test_each_flag_has_a_row():
 
 
 @pytest.mark.parametrize("name", EFFECTS)
-def test_a_flag_does_what_it_says(name, go, start, monkeypatch):
-    have = dict(go=go, start=start, monkeypatch=monkeypatch)
+def test_a_flag_does_what_it_says(name, request):
     check = EFFECTS[name]
-    check(**{key: have[key] for key in check.__code__.co_varnames[:check.__code__.co_argcount]})
+    check(**{fixture: request.getfixturevalue(fixture) for fixture in signature(check).parameters})
 
 
 # ----------------------------------------------------------------------------- start and data
@@ -143,7 +143,7 @@ def worse_and_worse(folder):
     torch.manual_seed(0)
     model = GPT(GPTConfig(T, 256, 2, 2, 16))
     with torch.no_grad():
-        model.transformer.ln_f.bias.copy_(4 * model.transformer.wte.weight[9].sign())
+        model.transformer.ln_f.bias.copy_(12 * model.transformer.wte.weight[9].sign())
     torch.save({"model": model.state_dict(), "model_config": vars(model.config), "recipe": "gpt2"},
                folder / "start.pt")
     return ["--data", folder, "--init", folder / "start.pt", "--max_lr", 0.01, "--min_lr", 0.01]
@@ -452,19 +452,29 @@ def _(go, monkeypatch):
         assert products("--dtype", "auto") == {torch.bfloat16 if native else torch.float32}
 
 
-@effect("tf32")
-def _(go, monkeypatch):
-    """Of a GPU, whose run ends here where the precision is set."""
-    class Set(Exception):
-        pass
+class Reached(Exception):
+    """Where a run ends that is to go no further."""
 
-    def note(precision):
-        raise Set(precision)
+
+def reach(where):
+    raise Reached(where)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A run takes the CPU for a GPU, until it looks how much memory that has."""
     monkeypatch.setattr(train_gpt2, "choose_device", lambda *args: "cuda:0")
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(torch, "set_float32_matmul_precision", note)
+    monkeypatch.setattr(torch.nn.Module, "to", lambda module, device: module)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: reach("memory"))
+
+
+@effect("tf32")
+def _(go, gpu, monkeypatch):
+    """On a GPU."""
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", reach)
     for flags, precision in (([], "high"), (["--tf32"], "high"), (["--no_tf32"], "highest")):
-        with pytest.raises(Set, match=f"^{precision}$"):
+        with pytest.raises(Reached, match=f"^{precision}$"):
             go(*flags)
 
 
@@ -486,6 +496,14 @@ def _(go, monkeypatch):
     assert len(forwards) == len(found.forwards)
     go(*SPOKEN, "--compile", "--sample_every", STEPS)
     assert len(compiled) == 2 and len(forwards) == 2 * (2 + STEPS) + 2
+
+
+def test_on_a_gpu_a_model_is_compiled_unless_that_is_declined(go, gpu, monkeypatch):
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda precision: None)
+    monkeypatch.setattr(torch, "compile", lambda model, **how: reach("compiled"))
+    for flags, where in (([], "compiled"), (["--compile"], "compiled"), (["--no_compile"], "memory")):
+        with pytest.raises(Reached, match=f"^{where}$"):
+            go(*flags)
 
 
 @effect("attention")

@@ -5,6 +5,7 @@ import functools
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import types
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 import train_gpt2
 from helpers import ENV, command, forked, logged, on_ranks, refused, run, script, train
@@ -112,18 +114,21 @@ def config_of(out):
 
 
 def test_a_resume_takes_from_the_checkpoint_what_is_not_given_but_what_is_of_the_run(log, asked):
+    """A preset does not give it: its values are defaults."""
     at_first, defaults = config_of(log), vars(Config())
     assert {name: at_first[name] for name in asked} == asked
     assert all(asked[name] != defaults[name] for name in asked)
-    (log / "checkpoint_000003.pt").unlink()
-    train("--out", log)
-    resumed = config_of(log)
-    assert {name: resumed[name] for name in FIXED | KEPT} == asked
-    expected = {name: defaults[name] for name in PER_RUN - {"out"}} | {"out": str(log)}
-    assert {name: resumed[name] for name in PER_RUN} == expected
+    for preset in ({}, {"preset": "small"}):
+        (log / "checkpoint_000003.pt").unlink()
+        # those that are fixed are told apart from the preset's, which are refused
+        train("--out", log, *as_flags(preset), *as_flags({name: asked[name] for name in FIXED if preset}))
+        resumed = config_of(log)
+        assert {name: resumed[name] for name in FIXED | KEPT} == asked
+        expected = {name: defaults[name] for name in PER_RUN} | {"out": str(log)} | preset
+        assert {name: resumed[name] for name in PER_RUN} == expected
 
 
-def test_a_resume_takes_what_is_given_and_a_preset_gives_nothing_that_may_change(log, asked, byte_data):
+def test_a_resume_takes_what_is_given(log, asked, byte_data):
     other = dict(
         data=str(byte_data), val_tokens=40, hellaswag_data="others.jsonl", updates_per_step=1, max_steps=4,
         warmup_steps=2, max_lr=0.012, min_lr=0.002, cooldown=0.5, weight_decay=0.04, grad_clip=0.8,
@@ -473,6 +478,25 @@ def test_what_was_evaluated_and_saved_before_a_resume_is_not_again(go):
     assert (out / "checkpoint_000002.pt").stat().st_mtime_ns == time
     again = go(*flags, "--max_steps", 3, out=out)
     assert "validation loss: " not in again.text and not again.forwards and "saved" not in again.text
+
+
+def test_a_run_that_is_stopped_saves_unless_it_is_to_save_nothing(go):
+    """In the first of the two micro-steps of its second step, which is dropped."""
+    for every, saved in ((9, [1]), (0, [])):
+        forwards = []
+
+        def stop(module, inputs, forwards=forwards):
+            if type(module) is GPT:
+                forwards.append(module)
+                if len(forwards) == 3:
+                    os.kill(os.getpid(), signal.SIGTERM)
+        hook = register_module_forward_pre_hook(stop)
+        try:
+            found = go("--batch_size", 2, "--checkpoint_every", every)
+        finally:
+            hook.remove()
+        assert "stopped by SIGTERM after 1 of 3" in found.text and list(logged(found.out)) == [0]
+        assert [step for step, _ in checkpoints(found.out)] == saved
 
 
 # ----------------------------------------------------------------------------- the lock
