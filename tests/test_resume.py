@@ -120,8 +120,9 @@ def test_a_resume_takes_from_the_checkpoint_what_is_not_given_but_what_is_of_the
     assert all(asked[name] != defaults[name] for name in asked)
     for preset in ({}, {"preset": "small"}):
         (log / "checkpoint_000003.pt").unlink()
-        # those that are fixed are told apart from the preset's, which are refused
-        train("--out", log, *as_flags(preset), *as_flags({name: asked[name] for name in FIXED if preset}))
+        # the preset's values of what is fixed are refused, and so is sampling with this vocabulary
+        again = {name: asked[name] for name in (*FIXED, "sample_every", "hellaswag_every") if preset}
+        train("--out", log, *as_flags(preset), *as_flags(again))
         resumed = config_of(log)
         assert {name: resumed[name] for name in FIXED | KEPT} == asked
         expected = {name: defaults[name] for name in PER_RUN} | {"out": str(log)} | preset
