@@ -160,6 +160,7 @@ class Run:
     batches: Iterator = iter(())        # micro-batches, rows of tokens (B, T + 1)
     record: Record | None = None        # rank 0's metrics.csv and log.txt
     saver: checkpoints.Saver | None = None    # rank 0's
+    lock: object = None                 # rank 0's, on --out, where the file system has locks
     logged: tuple = ()                  # evaluations of the first step that a resumed run's record has
     pending: deque = field(default_factory=deque)       # steps whose numbers a GPU still computes
     losses: list = field(default_factory=list)          # of each step

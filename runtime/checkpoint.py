@@ -100,6 +100,7 @@ def read_run(config, explicit_flags: set[str], models: dict, path: Path) -> tupl
 
 def load_init(config, explicit_flags: set[str], process, models: dict, load_model: Callable):
     """The model of --init, None for scratch. UserError if another recipe's, or if a flag contradicts it."""
+    process.require_same({"--init": config.init})           # else one rank would wait for another's model
     if config.init == "scratch":
         return None
     model = process.rank0_first(load_model, config.init)
@@ -241,8 +242,10 @@ def open_output(run, path: Path | None) -> None:
     """On rank 0: locks --out, moves what is of another run out of the way, and opens the logs."""
     config, process = run.config, run.process
     if process.is_master:
-        if locked := lock_folder(config.out):           # None where the file system has no locks
-            process.at_end.callback(locked.lock.release)
+        run.lock = lock_folder(config.out)
+        if run.lock:                            # None where the file system has no locks
+            # not with `run`, which the error of a failed run keeps alive in a notebook
+            process.at_end.callback(run.lock.lock.release)
         if config.resume == "auto" and choose_checkpoint(config) != path:       # saved while we set up
             raise RunError(f"another run has just ended in {config.out}: give the same command again")
         move_aside(Path(config.out), path, run.step, process.print0)
