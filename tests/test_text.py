@@ -163,7 +163,17 @@ def test_a_column_that_is_no_text_is_refused(column, said, tmp_path):
     refused(lambda: read(path, "body"), path, "--text_field")
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.txt", "a.jsonl.gz"])
+def test_a_small_parquet_that_repeats_a_long_document_does_not_fill_the_memory(tmp_path):
+    column = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 800, pyarrow.int32()),
+                                                 pyarrow.array(["word " * 200_000]))
+    pyarrow.parquet.write_table(pyarrow.table({"text": column}), tmp_path / "a.parquet")
+    assert (tmp_path / "a.parquet").stat().st_size < 10**6
+    with little_memory(400):                                                    # of 800 MB
+        rows = read_rows(tmp_path / "a.parquet", Layout(), SEPARATOR, "a.parquet")
+        assert sum(map(len, rows)) == 800 * (10**6 + len(SEPARATOR))
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.txt", "a.jsonl.gz", "a.csv", "a.tsv.gz"])
 def test_a_line_without_an_end_does_not_fill_the_memory(name, tmp_path):
     with pyarrow.output_stream(str(tmp_path / name),
                                compression="gzip" if name.endswith("gz") else None) as file:
