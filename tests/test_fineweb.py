@@ -94,9 +94,9 @@ def test_defaults_are_those_of_the_help_and_the_last_lines_count_what_is_there(t
     before = contents("out")
     prepare("--input", tmp_path / "." / text.name, "--out", tmp_path / "out", "--workers", 3)       # the same
     assert contents("out") == before
-    prepare("--input", text, "--out", "tenth", "--max_tokens", 2010)
-    assert json.loads(Path("tenth/manifest.json").read_text())["val_tokens"] == 201
-    assert len(tokens_in("tenth", "val") + tokens_in("tenth", "train")) == 2010
+    prepare("--input", text, "--out", "a/new/folder", "--max_tokens", 2010)
+    assert json.loads(Path("a/new/folder/manifest.json").read_text())["val_tokens"] == 201
+    assert len(tokens_in("a/new/folder", "val") + tokens_in("a/new/folder", "train")) == 2010
 
 
 @pytest.mark.parametrize("flags, threads", [(["--workers", 4], 4), ([], 3)])
@@ -210,7 +210,8 @@ def test_a_runs_memory_does_not_grow_with_its_text_and_a_long_text_has_large_blo
 # ----------------------------------------------------------------------------- kills
 
 @pytest.mark.parametrize("flags, ways", [
-    ("--val_tokens 900", ("half", "after")), ("--val_tokens 700 --max_tokens 4000", ("after", "half")),
+    ("--val_tokens 900", ("half", "after")),
+    ("--val_tokens 700 --max_tokens 4000 --separator :", ("after", "half")),
     ("--val_input val.csv", ("half", "after"))])
 def test_wherever_it_is_killed_the_same_command_ends_with_the_same_bytes(flags, ways, text, tmp_path):
     """At each rename: the manifest's, then a step's of a training shard, one of validation, the manifest."""
@@ -467,7 +468,7 @@ def test_fineweb_is_the_default_and_its_first_tokens_are_for_validation(gpt2, tm
             **{f"sample/10BT/00{i}.parquet": file_of("a.parquet", TALES[i], tmp_path) for i in range(2)}})
         hub.put("HuggingFaceFW/fineweb", {
             "README.md": card(**{"sample-100BT": {"train": "a.json.gz"}, "default": {"train": "b.txt"}}),
-            "a.json.gz": gzip.compress(json.dumps({"text": " a" * 999}).encode()), "b.txt": b" b" * 999})
+            "a.json.gz": gzip.compress(json.dumps({"text": " a" * 999}).encode()), "b.txt": b" b|" * 999})
         (tmp_path / "edu_fineweb10B").mkdir()                 # of a run that failed before its first shard
         (tmp_path / "edu_fineweb10B/manifest.json").write_text(
             json.dumps({"dataset": "me/other", "revision": "0" * 40, "shards": []}))
@@ -476,10 +477,11 @@ def test_fineweb_is_the_default_and_its_first_tokens_are_for_validation(gpt2, tm
             ["--shard_size", 1000, "--val_tokens", 10**6, "--out", "x"],
             ["--dataset", "HuggingFaceFW/fineweb-edu", "--name", "sample-10BT", "--max_tokens", 2000, "--out",
              "y"], ["--dataset", "HuggingFaceFW/fineweb", "--name", "sample-100BT", "--val_tokens", 100],
-            ["--dataset", "HuggingFaceFW/fineweb", "--max_tokens", 500])
+            ["--dataset", "HuggingFaceFW/fineweb", "--max_tokens", 500, "--separator", "|"])
     for one, name in (hundred, "fineweb100B/fineweb"), (default, "fineweb/fineweb"):
         assert one.returncode == 0 and (tmp_path / f"{name}_train_000001.npy").exists(), one
     assert both(tmp_path / "fineweb100B")[0] == [50256] + [257] * 99            # " a"
+    assert both(tmp_path / "fineweb") == ([50256, 275] * 25, [50256, 275] * 225)        # " b"
     assert done.returncode == 0 and "next: python train_gpt2.py" in done.stdout, done
     stream, out = stream_of(gpt2, sum(TALES[:2], []))[:2500], tmp_path / "edu_fineweb10B"
     assert both(out) == (stream[:600], stream[600:])
@@ -496,16 +498,18 @@ def test_a_mistake_about_a_dataset_is_one_line_at_once(tmp_path):
                              "a.jsonl": good})
         hub.put("me/one", {"a.jsonl": good})
         hub.put("me/pictures", {"a.png": b"1"})
+        hub.put("me/array", {"a.json": b'[{"text": "a"}]'})
         hub.put("me/broken", {"a.parquet": b"no parquet at all"})
         hub.put("me/gated", {"README.md": b"", "a.jsonl": good})
         hub.answers = {"gated/resolve": (403, {"X-Error-Code": "GatedRepo"}), "datasets/me/wall": (403, {})}
         cases = {"me/nothing": "hf auth login", "me/wall": "hf auth login", "me/gated": "hf auth login",
                  "me/books": "'one', 'two'", "me/books --name no": "'one', 'two'",
                  "me/one --split no": "train", "me/one --text_field body": "--text_field",
+                 "me/one --separator x": "--separator", "me/array": "a.json line 1",
                  "me/pictures": "me/pictures", "me/broken": "a.parquet", "../x": "../x"}
         runs = several(tmp_path, hub.env, *(["--dataset", *case.split(), "--out", "out"] for case in cases))
     for run, said in zip(runs, cases.values(), strict=True):
-        refused(lambda run=run: run, "fineweb.py: ", said)
+        refused(lambda run=run: run, "fineweb.py: ", *(said.split() if "line" in said else [said]))
     assert not [*tmp_path.rglob("*.npy")]
 
 

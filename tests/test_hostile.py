@@ -419,3 +419,52 @@ def test_a_command_given_a_hostile_file_says_one_printable_line_and_exits_2(form
         shutil.copy(path, "x_val_000000.npy")
     line = refused(lambda: script(name, *flags.split()))
     assert line.startswith(f"{name}: ") and line.isprintable()
+
+
+# ----------------------------------------------------------------------------- there, but not to be read
+
+@pytest.mark.parametrize("name", ["../outside.safetensors", "/absolute", "sub/part.safetensors",
+                                  "../hf/part.safetensors"])
+def test_an_index_that_names_a_whole_file_outside_its_folder_is_refused(name, put):
+    path = put("model.safetensors.index.json")
+    name = os.path.abspath("outside.safetensors") if name == "/absolute" else name
+    os.mkdir("hf/sub")
+    for place in ("outside.safetensors", "hf/sub/part.safetensors"):
+        shutil.copy("hf/part.safetensors", place)
+    for names in ([name], ["part.safetensors", name]):
+        path.write_text(json.dumps({"weight_map": {f"t{i}": one for i, one in enumerate(names)}}))
+        refused(lambda: load_model("hf"), "hf", "outside")
+    path.write_text(json.dumps({"weight_map": {"t": "part.safetensors"}}))
+    load_model("hf")
+
+
+def test_a_file_that_the_hubs_cache_links_to_is_read(put):
+    """Its folders are links to files by their sums, elsewhere."""
+    put("model.safetensors.index.json")
+    os.rename("hf/part.safetensors", "blob")
+    os.symlink("../blob", "hf/part.safetensors")
+    load_model("hf")
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2])
+def test_a_packed_checkpoint_is_refused_though_it_is_whole(method, put):
+    """What is packed can be larger than the memory."""
+    path = put("checkpoint")
+    for behind in (b"", bytes(10**8))[:1 + (method == zipfile.ZIP_DEFLATED)]:
+        pickle_to(lambda pickled, behind=behind: pickled + behind, method)(path)
+        with little_memory(60):
+            refused(lambda: load_model("a.pt"), "a.pt")
+
+
+@pytest.mark.parametrize("recipe", ["gpt2", "frontier"])
+def test_code_that_a_folder_brings_is_never_run(recipe, put, monkeypatch):
+    put("frontier's config.json" if recipe == "frontier" else "config.json")
+    for name in ("modeling_modern.py", "modeling_evil.py", "__init__.py", "json.py", "safetensors.py"):
+        Path("hf", name).write_text(TOUCH)
+    config = json.loads(Path("hf/config.json").read_text())
+    auto_map = {"AutoConfig": "modeling_evil.Config", "AutoModelForCausalLM": "modeling_evil.Evil"}
+    Path("hf/config.json").write_text(json.dumps(config | {"auto_map": auto_map}))
+    if recipe == "frontier":
+        assert load_model("hf").recipe == recipe                                # by our own code
+    else:
+        refused(lambda: load_model("hf"), "hf", "auto_map")

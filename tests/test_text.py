@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 import runtime.text
 import runtime.tokenizer
 from runtime.text import Layout, kind_of, read_rows
-from runtime.tokenizer import EOT, Encoder, checked_asset, encode, token_bytes, tokenizer
+from runtime.tokenizer import EOT, Encoder, checked_asset, encode, token_bytes, token_lengths, tokenizer
 
 # the same examples in every run, and no look at the clock
 FAST = settings(max_examples=40, deadline=None, derandomize=True, database=None,
@@ -207,6 +207,7 @@ def test_the_tokenizer_has_gpt2s_vocabulary_and_is_built_once(gpt2):
     assert encoding is tokenizer() and encoding.n_vocab == 50257 and encoding.eot_token == EOT == 50256
     for one in (gpt2, encoding):
         assert [one.decode_single_token_bytes(i) for i in range(EOT)] == [*token_bytes()]
+    assert token_lengths().tolist() == [len(gpt2.decode_single_token_bytes(i)) for i in range(EOT)] + [0]
 
 
 @pytest.mark.parametrize("name", ["vocab.bpe", "encoder.json"])
