@@ -205,6 +205,13 @@ def test_a_runs_memory_does_not_grow_with_its_text_and_a_long_text_has_large_blo
         prepare("--input", tmp_path / "a.txt", "--out", tmp_path / "out", "--workers", 1)
     val, train = (open_shard(tmp_path / f"out/text_{name}.npy") for name in ("val_000000", "train_000001"))
     assert len(val) == (len(val) + len(train)) // 40_960 * 4096
+    path = tmp_path / "out/text_train_000001.npy"
+    with open(path, "r+b") as file:                           # its 38 MB are compared from end to end
+        file.seek(20_000_000)
+        byte = file.read(1)[0]
+        file.seek(20_000_000)
+        file.write(bytes([byte ^ 1]))
+    refuses("--verify", tmp_path / "out", said=path.name)
 
 
 # ----------------------------------------------------------------------------- kills

@@ -290,7 +290,8 @@ BAD = {
         "recipe": ["gpt9", ["gpt2"], NONE, HASHED], "model": [[1, 2], NONE, ENDLESS],
         "model_config": [[1], NONE, *CODE], ("model_config", "gelu"): ["swish", ["tanh"]],
         ("model_config", "n_head"): [3, 0, NONE], ("model_config", "n_embd"): [-4, "4", 4.0, 10**12],
-        ("model_config", "n_layer"): [True, 3, 0, 10**9, ENDLESS], ("model_config", "block_size"): [9, 2**23],
+        ("model_config", "n_layer"): [True, 3, 0, 20_000, 10**9, ENDLESS],
+        ("model_config", "block_size"): [9, 2**23],
         ("model_config", "vocab_size"): [95, 10**100],
         ("model", WPE): [NONE, 3, MATRIX[:7], MATRIX.long(), MATRIX.cfloat(), MATRIX.to_sparse(),
                          MATRIX.to("meta"), torch.zeros(1).expand(8, 4), MATRIX - math.inf, *CODE],
@@ -320,6 +321,8 @@ BAD = {
     "config.json": values({
         "model_type": ["llama", None, {}], "activation_function": ["relu", []], "n_inner": [32],
         "layer_norm_epsilon": [1e-6, "x" * 10**6], "scale_attn_weights": [False], "n_embd": [2**23, "4"],
+        "scale_attn_by_inverse_layer_idx": [True], "add_cross_attention": [True],
+        "tie_word_embeddings": [False],
         "auto_map": [{"AutoModelForCausalLM": "modeling_evil.Evil"}], "n_layer": [3, 10**9, -1, None],
         "n_head": [3, 2**24 - 1], "n_positions": [9], "vocab_size": [95, 10**12]}) | contents(
         b'{"model_type": ' + b"9" * 5000 + b"}"),
