@@ -92,7 +92,7 @@ def test_defaults_are_those_of_the_help_and_the_last_lines_count_what_is_there(t
     val, train = map(len, both("out"))
     assert printed[-2] == f"out: 2 shards complete, {val:,} tokens for validation and {train:,} for training"
     before = contents("out")
-    prepare("--input", tmp_path / "." / text.name, "--out", tmp_path / "out", "--workers", 3)       # the same
+    prepare("--input", text.name, "--out", tmp_path / "out", "--workers", 3)    # by another path the same
     assert contents("out") == before
     prepare("--input", text, "--out", "a/new/folder", "--max_tokens", 2010)
     assert json.loads(Path("a/new/folder/manifest.json").read_text())["val_tokens"] == 201
@@ -267,6 +267,11 @@ def test_other_settings_or_another_text_are_refused_and_change_nothing(text):
         written(text, DOCUMENTS[:at] + [DOCUMENTS[at].swapcase()] + DOCUMENTS[at:][1:])
         refuses(*flags, said="out input")
     assert contents("out") == want
+    for end in "ab":                              # of a long text, too
+        Path("long.txt").write_text("word " * 40_000 + end)
+        if end == "a":
+            prepare("--input", "long.txt", "--out", "long")
+    refuses("--input", "long.txt", "--out", "long", said="long input")
 
 
 @pytest.mark.parametrize("old, new", [
