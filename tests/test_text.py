@@ -179,7 +179,7 @@ def test_a_line_without_an_end_does_not_fill_the_memory(name, tmp_path):
                                compression="gzip" if name.endswith("gz") else None) as file:
         for _ in range(60):
             file.write(b"x" * 10**6)
-    with little_memory(150):
+    with little_memory(55):
         refused(lambda: read(tmp_path / name, MAX_DOCUMENT=10**7), name)
 
 
