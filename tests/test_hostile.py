@@ -412,6 +412,17 @@ def test_a_flipped_bit_in_any_record_of_a_checkpoint_is_refused(put):
     assert len(records) > 15
 
 
+def test_what_stands_before_a_checkpoint_is_not_read_in_its_place(put):
+    """One reader of zips counts from the beginning of the file, another from that of the archive: the sums of
+    one would say nothing about the other."""
+    good = (path := put("checkpoint")).read_bytes()
+    other = small()
+    other.transformer.wte.weight.data += 1
+    save(path, own_checkpoint(other) | {"extra": torch.zeros(777)})
+    path.write_bytes(path.read_bytes() + good)
+    refused(lambda: load_model("a.pt"), "a.pt")
+
+
 @pytest.mark.parametrize("format, how, name, flags", [
     ("x_train_000000.npy", f"{2**62} tokens", "train_gpt2.py", "--data . --out log"),
     ("HellaSwag", "label 8", "hellaswag.py", "--data a.jsonl"),
