@@ -236,16 +236,23 @@ def hub_files(args: argparse.Namespace, settings: dict, first: int) -> Iterator[
 
 
 def read_files(files: Iterable, layout: Layout, mark: bytes) -> Iterator[tuple[int, bytes]]:
-    """(number of a file, the next of its documents), as read_rows has them. Says once that a text has
-    <|endoftext|> in it, and that --separator was not given."""
-    said = bool(layout.separator)
+    """(number of a file, the next of its documents), as read_rows has them. Says so once if a .txt or .md has
+    <|endoftext|> in it and --separator was not given, or if that was given and divides none of them."""
+    told, first, most_documents = False, None, 0  # most_documents: in one .txt or .md
     for number, path, name in files:
+        first, documents = number if first is None else first, 0
         for row in read_rows(path, layout, mark, name):
-            if not said and kind_of(path) in TEXT_FILES and b"<|endoftext|>" in row:
-                print_error(f"{name} has <|endoftext|> in it, which is read as text like any other: if it "
-                            "stands between documents, give --separator '<|endoftext|>' in another --out")
-                said = True
+            if kind_of(path) in TEXT_FILES:
+                documents += row.count(mark)
+                most_documents = max(most_documents, documents)
+                if b"<|endoftext|>" in row and not layout.separator and not told:
+                    print_error(f"{name} has <|endoftext|> in it, which is read as text like any other: if "
+                                "documents stand between it, give --separator '<|endoftext|>', another --out")
+                    told = True
             yield number, row
+    # a run that was killed does not read the files before again
+    if layout.separator and most_documents == 1 and first == 0:
+        print_error(f"--separator {layout.separator!r} divides no .txt or .md: each was read as one document")
 
 
 def encoded(files: Iterable, layout: Layout, threads: int) -> Iterator[tuple[int, np.ndarray]]:

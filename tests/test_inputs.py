@@ -170,6 +170,14 @@ def test_endoftext_in_a_text_without_a_separator_is_told_once(gpt2, capsys):
     assert "b.txt" in line and "--separator" in line
 
 
+def test_a_separator_that_divides_no_file_is_told(gpt2, capsys):
+    Path("a.txt").write_text("One.\n\nTwo.\n")
+    assert documents(gpt2, "--input", "a.txt", "--separator", r"\n\n") == ["One.\n\nTwo."]
+    [line] = [line for line in capsys.readouterr().err.splitlines() if "--separator" in line]
+    documents(gpt2, "--input", "a.txt", "--separator", "\n\n", out="two")
+    assert "--separator" not in capsys.readouterr().err
+
+
 # ----------------------------------------------------------------------------- hidden files
 
 def test_hidden_files_are_no_input(gpt2):
@@ -279,7 +287,7 @@ def test_a_package_that_is_not_installed_is_named_with_its_installation(package,
     for name in ("val.parquet", "val.jsonl.zst"):
         Path(name).touch()
     monkeypatch.setitem(sys.modules, package + module, None)
-    refused(call, f"pip install {package}")
+    assert refused(call).endswith(f": pip install {package}")
     assert not Path("out").exists()
 
 

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 import runtime.text
 import runtime.tokenizer
 from runtime.text import Layout, kind_of, read_rows
-from runtime.tokenizer import EOT, Encoder, checked_asset, encode, token_bytes, tokenizer
+from runtime.tokenizer import EOT, Encoder, checked_asset, encode, token_bytes, token_lengths, tokenizer
 
 # the same examples in every run, and no look at the clock
 FAST = settings(max_examples=40, deadline=None, derandomize=True, database=None,
@@ -163,13 +163,23 @@ def test_a_column_that_is_no_text_is_refused(column, said, tmp_path):
     refused(lambda: read(path, "body"), path, "--text_field")
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.txt", "a.jsonl.gz"])
+def test_a_small_parquet_that_repeats_a_long_document_does_not_fill_the_memory(tmp_path):
+    column = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 800, pyarrow.int32()),
+                                                 pyarrow.array(["word " * 200_000]))
+    pyarrow.parquet.write_table(pyarrow.table({"text": column}), tmp_path / "a.parquet")
+    assert (tmp_path / "a.parquet").stat().st_size < 10**6
+    with little_memory(400):                                                    # of 800 MB
+        rows = read_rows(tmp_path / "a.parquet", Layout(), SEPARATOR, "a.parquet")
+        assert sum(map(len, rows)) == 800 * (10**6 + len(SEPARATOR))
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.txt", "a.jsonl.gz", "a.csv", "a.tsv.gz"])
 def test_a_line_without_an_end_does_not_fill_the_memory(name, tmp_path):
     with pyarrow.output_stream(str(tmp_path / name),
                                compression="gzip" if name.endswith("gz") else None) as file:
         for _ in range(60):
             file.write(b"x" * 10**6)
-    with little_memory(150):
+    with little_memory(55):
         refused(lambda: read(tmp_path / name, MAX_DOCUMENT=10**7), name)
 
 
@@ -197,6 +207,7 @@ def test_the_tokenizer_has_gpt2s_vocabulary_and_is_built_once(gpt2):
     assert encoding is tokenizer() and encoding.n_vocab == 50257 and encoding.eot_token == EOT == 50256
     for one in (gpt2, encoding):
         assert [one.decode_single_token_bytes(i) for i in range(EOT)] == [*token_bytes()]
+    assert token_lengths().tolist() == [len(gpt2.decode_single_token_bytes(i)) for i in range(EOT)] + [0]
 
 
 @pytest.mark.parametrize("name", ["vocab.bpe", "encoder.json"])
