@@ -2,6 +2,7 @@
 import functools
 import importlib.util
 import os
+import re
 import sys
 import tempfile
 from importlib.machinery import ModuleSpec
@@ -27,10 +28,12 @@ MISSING = {name for name in ("datasets", "gigatoken", "hypothesis", "matplotlib"
 
 
 def reason_to_skip(error):
-    """Which missing package has made this exception, in a few words; None for another one."""
+    """Which missing package has made this exception, in a few words; None for another one. What a process
+    of a test has printed may name it."""
     while error:
-        if isinstance(error, ImportError) and (error.name or "").partition(".")[0] in MISSING:
-            return f"needs the package {error.name.partition('.')[0]}"
+        for name in re.findall(r"No module named \\?'(\w+)", str(error)):
+            if name in MISSING:
+                return f"needs the package {name}"
         error = error.__cause__ or error.__context__
 
 

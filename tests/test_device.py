@@ -39,8 +39,9 @@ def trials(monkeypatch):
             if B * 1024 * a_token + others - WEIGHTS > free:
                 raise torch.OutOfMemoryError("CUDA out of memory")
             return 1.0
-        config = train_gpt2.Config(compile=True, sequence_length=1024, recompute=recompute, dtype="bfloat16",
-                                   total_batch_size=batch, updates_per_step=updates, **more)
+        how = dict(compile=True, sequence_length=1024, dtype="bfloat16") | more
+        config = train_gpt2.Config(recompute=recompute, total_batch_size=batch, updates_per_step=updates,
+                                   **how)
         weights = [torch.empty(WEIGHTS // 4, device="meta")]
         process = SimpleNamespace(device="cuda:0", world_size=1, gather=lambda value: [value],
                                   on_all_ranks=lambda call, *args: call(*args))
@@ -62,6 +63,11 @@ def trials(monkeypatch):
 def test_the_first_micro_batch_that_a_gpu_tries_is_the_largest_that_fits(card, how, expected, trials):
     """Each trial compiles for a minute or two. Of 512 sequences a step, GPT-2's at its defaults."""
     assert trials(card, **how) == (expected, expected[-1])
+
+
+def test_in_float32_a_sequence_takes_twice_as_much(trials):
+    assert trials("H100 80GB", dtype="float32", batch=2**24)[0][0] == 64
+    assert trials("H100 80GB", dtype="float16", batch=2**24)[0][0] == 128
 
 
 def test_no_card_has_a_larger_micro_batch_than_the_first_that_it_tries(trials):
