@@ -31,7 +31,7 @@ def reason_to_skip(error):
     """Which missing package has made this exception, in a few words; None for another one. What a process
     of a test has printed may name it."""
     while error:
-        for name in re.findall(r"No module named \\?'(\w+)", str(error)):
+        for name in re.findall(r"(?:No module named \\?'|pip install )(\w+)", str(error)):
             if name in MISSING:
                 return f"needs the package {name}"
         error = error.__cause__ or error.__context__
