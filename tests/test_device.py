@@ -21,31 +21,35 @@ QUIET = ["--val_every", 0, "--checkpoint_every", 0]
 
 CARDS = {"H100 80GB": 85_017_493_504, "A100 40GB": 42_405_855_232, "RTX 4090": 25_386_352_640,
          "T4": 15_642_329_088}
-CONTEXT, WEIGHTS = 600_000_000, 4 * 124_475_904
-# bytes a token of GPT-2 124M, and others, gradients and moments included, as counted on the stand-in
-COUNTED = {"": (325_500, 2_400_000_000), "recompute": (120_800, 2_210_000_000)}
+CONTEXT = 600_000_000
+# bytes of the weights, of a micro-step's token, and others, gradients and moments included, as counted on the
+# stand-in for 12 layers of width 768
+COUNTED = {"gpt2": (4 * 124_475_904, 325_500, 2_400_000_000),
+           "gpt2 recomputed": (4 * 124_475_904, 120_800, 2_210_000_000),
+           "speedrun": (4 * 162_201_636, 471_600, 3_020_000_000)}
 
 
 @pytest.fixture
 def trials(monkeypatch):
-    """trials(card, how) -> the micro-batches of GPT-2 124M that choose_batch_size tries on a card with so
-    much memory, where what was counted fits, and the one that it chooses."""
-    def trials(card, recompute=False, batch=524_288, updates=1, memory=None, **more):
-        a_token, others = COUNTED["recompute" if recompute else ""]
-        free, tried = (memory or CARDS[card]) - CONTEXT - WEIGHTS, []
+    """trials(what, memory) -> the micro-batches that choose_batch_size tries on a card with so much memory,
+    where what was counted fits, and the one that it chooses."""
+    def trials(what, memory, batch=524_288, updates=1, **more):
+        size, a_token, others = COUNTED[what]
+        free, tried = memory - CONTEXT - size, []
 
         def micro_step(run, B):
             tried.append(B)
-            if B * 1024 * a_token + others - WEIGHTS > free:
+            if B * 1024 * a_token + others - size > free:
                 raise torch.OutOfMemoryError("CUDA out of memory")
             return 1.0
         how = dict(compile=True, sequence_length=1024, dtype="bfloat16") | more
-        config = train_gpt2.Config(recompute=recompute, total_batch_size=batch, updates_per_step=updates,
-                                   **how)
-        weights = [torch.empty(WEIGHTS // 4, device="meta")]
+        config = train_gpt2.Config(recipe=what.split()[0], recompute="recomputed" in what,
+                                   total_batch_size=batch, updates_per_step=updates, **how)
+        weights = [torch.empty(size // 4, device="meta")]
         process = SimpleNamespace(device="cuda:0", world_size=1, gather=lambda value: [value],
                                   on_all_ranks=lambda call, *args: call(*args))
-        run = SimpleNamespace(config=config, process=process, step=0, optimizers=[torch.optim.SGD(weights)],
+        run = SimpleNamespace(config=config, process=process, step=0,
+                              optimizers=[SimpleNamespace(param_groups=[{"params": weights}])],
                               model=SimpleNamespace(parameters=lambda: iter(weights)))
         with monkeypatch.context() as patch:
             patch.setattr(device, "time_micro_step", micro_step)
@@ -56,41 +60,42 @@ def trials(monkeypatch):
     return trials
 
 
-@pytest.mark.parametrize("card, how, expected", [
-    ("H100 80GB", {}, [128]), ("A100 40GB", {}, [64]), ("RTX 4090", {}, [64]), ("T4", {}, [32]),
-    ("H100 80GB", {"recompute": True}, [512]), ("A100 40GB", {"recompute": True}, [256]),
-    ("T4", {"recompute": True}, [64])])
-def test_the_first_micro_batch_that_a_gpu_tries_is_the_largest_that_fits(card, how, expected, trials):
-    """Each trial compiles for a minute or two. Of 512 sequences a step, GPT-2's at its defaults."""
-    assert trials(card, **how) == (expected, expected[-1])
+@pytest.mark.parametrize("card, what, expected", [
+    ("H100 80GB", "gpt2", 128), ("A100 40GB", "gpt2", 64), ("RTX 4090", "gpt2", 64), ("T4", "gpt2", 32),
+    ("H100 80GB", "speedrun", 128), ("A100 40GB", "speedrun", 64), ("RTX 4090", "speedrun", 32),
+    ("H100 80GB", "gpt2 recomputed", 512), ("A100 40GB", "gpt2 recomputed", 256),
+    ("T4", "gpt2 recomputed", 64)])
+def test_the_first_micro_batch_that_a_gpu_tries_is_the_largest_that_fits(card, what, expected, trials):
+    """Each trial compiles for a minute or two. Of 512 sequences a step, as by default."""
+    assert trials(what, CARDS[card]) == ([expected], expected)
 
 
 def test_in_float32_a_sequence_takes_twice_as_much(trials):
-    assert trials("H100 80GB", dtype="float32", batch=2**24)[0][0] == 64
-    assert trials("H100 80GB", dtype="float16", batch=2**24)[0][0] == 128
+    for dtype, first in (("float32", 64), ("float16", 128)):
+        assert trials("gpt2", CARDS["H100 80GB"], dtype=dtype, batch=2**24)[0][0] == first
 
 
-def test_no_card_has_a_larger_micro_batch_than_the_first_that_it_tries(trials):
+@pytest.mark.parametrize("what", COUNTED)
+def test_no_card_has_a_larger_micro_batch_than_the_first_that_it_tries(what, trials):
     """Of 720,720 sequences a step, which all numbers up to 14 divide, and many others."""
-    for gigabytes in range(4, 200, 5):
-        for recompute in (False, True):
-            a_token, others = COUNTED["recompute" if recompute else ""]
-            room = (gigabytes * 10**9 - CONTEXT - others) // (a_token * 1024)
-            best = max(B for B in range(1, room + 1) if 720_720 % B == 0)
-            tried, chosen = trials(None, recompute, 720_720 * 1024, memory=gigabytes * 10**9)
-            assert chosen <= best <= tried[0] <= 1.5 * best, (gigabytes, recompute)
+    _, a_token, others = COUNTED[what]
+    for gigabytes in range(6, 200, 5):
+        room = (gigabytes * 10**9 - CONTEXT - others) // (a_token * 1024)
+        best = max(B for B in range(1, room + 1) if 720_720 % B == 0)
+        tried, chosen = trials(what, gigabytes * 10**9, batch=720_720 * 1024)
+        assert chosen <= best <= tried[0] <= 1.5 * best, gigabytes
 
 
 def test_a_micro_batch_that_does_not_fit_is_halved_and_a_given_one_is_not(trials):
-    assert trials(None, memory=30 * 10**9, n_layer=4) == ([128, 64], 64)
+    assert trials("gpt2", 30 * 10**9, n_layer=4) == ([128, 64], 64)
     with pytest.raises(torch.OutOfMemoryError):
-        trials("T4", batch_size=64)
-    assert trials("H100 80GB", batch_size=48) == ([32], 32)
+        trials("gpt2", CARDS["T4"], batch_size=64)
+    assert trials("gpt2", CARDS["H100 80GB"], batch_size=48) == ([32], 32)
 
 
 def test_all_updates_of_a_run_have_the_micro_batch_of_its_first(trials, tmp_path, byte_data, capsys):
     """Those of the later steps have more sequences, and could have a larger one: it would compile again."""
-    assert trials("H100 80GB", batch=192 * 1024, updates=4, recompute=True) == ([48], 48)
+    assert trials("gpt2 recomputed", CARDS["H100 80GB"], batch=192 * 1024, updates=4) == ([48], 48)
     seen = set()
 
     def look(module, inputs):

@@ -1,6 +1,6 @@
 """The values of a real GPU: what its owner runs first, `python -m pytest -m gpu`. On a CPU the same functions
-run at tiny sizes, so that they are known to work; what only a GPU has is skipped there. `-n 4 --dist worksteal`
-is faster; by default one process runs all of this file. Of the GPU's memory one needs 24 GB, the others 9.
+run at tiny sizes, so that they are known to work; what only a GPU has is skipped there. One process runs all
+of it by default; `-n 4 --dist worksteal` is faster: one needs 24 GB of the GPU's memory, the others 9.
 
 tests/null_gpu shows that these paths run at all, on a card that computes nothing."""
 import gc
