@@ -87,7 +87,7 @@ def test_no_card_has_a_larger_micro_batch_than_the_first_that_it_tries(what, tri
 
 
 def test_a_micro_batch_that_does_not_fit_is_halved_and_a_given_one_is_not(trials):
-    assert trials("gpt2", 30 * 10**9, n_layer=4) == ([128, 64], 64)
+    assert trials("gpt2", 30 * 10**9, n_layer=4, batch=720 * 1024) == ([144, 72], 72)
     with pytest.raises(torch.OutOfMemoryError):
         trials("gpt2", CARDS["T4"], batch_size=64)
     assert trials("gpt2", CARDS["H100 80GB"], batch_size=48) == ([32], 32)
