@@ -8,6 +8,7 @@ import re
 import runpy
 import subprocess
 import sys
+import threading
 import time
 import types
 from pathlib import Path
@@ -47,9 +48,14 @@ def run_script(argv, cwd=".", env=None, **how):
         (runpy.run_module if kind == "-m" else runpy.run_path)(sys.argv[0], run_name="__main__")
 
 
-# in place of the module subprocess: a fork has torch imported
-FORKING = types.SimpleNamespace(run=lambda argv, **how: subprocess.CompletedProcess(
-    argv, *forked(functools.partial(run_script, argv[1:], **how))[0]))
+def fork(argv, **how):
+    # multiprocessing loses the exit code of a process that two threads ask after
+    with ONE_AT_A_TIME:
+        return subprocess.CompletedProcess(argv, *forked(functools.partial(run_script, argv[1:], **how))[0])
+
+
+ONE_AT_A_TIME = threading.Lock()
+FORKING = types.SimpleNamespace(run=fork)       # in place of the module subprocess: a fork has torch imported
 
 
 @pytest.fixture
