@@ -15,7 +15,7 @@ import torch
 from torch.torch_version import TorchVersion
 
 from runtime.cli import RunError, UserError, brief_error
-from runtime.dataloader import divide_update, updates_of_step
+from runtime.dataloader import divide_update
 
 
 def choose_device(name: str = "auto", local_rank: int = 0) -> str:
@@ -106,24 +106,44 @@ def time_micro_step(run, B: int) -> float:
         run.model.zero_grad(set_to_none=True)
 
 
+def sequences_that_fit(run, moments: int) -> int:
+    """How many sequences a micro-step can have in a GPU's free memory beside the gradients and `moments`
+    bytes, as counted for compiled models. Never fewer than fit; eager ones take up to three times more."""
+    config = run.config
+    # Of a block the backward needs 12 vectors a token: the input, its norm, q, k, v, attention's output, the
+    # sum of it and the input, the norm of that, and the hidden layer, four times as wide, whose GELU is
+    # computed again
+    vectors = 12
+    if config.recipe != "gpt2":
+        vectors = 20            # counted with tests/null_gpu: 20.1 for speedrun, 20.4 for frontier
+    if config.recompute:
+        vectors = 1             # the input alone
+    # one row of logits a token, whose gradient takes their place
+    numbers = config.vocab_size + config.n_layer * vectors * config.n_embd
+    sequence = (4 if config.dtype == "float32" else 2) * numbers * config.sequence_length
+    gradients = sum(p.nbytes for p in run.model.parameters())
+    free, _ = torch.cuda.mem_get_info(run.process.device)
+    return max(1, (free - gradients - moments) // sequence)
+
+
 def choose_batch_size(run) -> int:
     """The most sequences of a micro-step: --batch_size; or as many as an update has, on a GPU halved as long
     as a trial is out of memory, on a CPU 4,096 tokens, of which more are no faster. A compiled model is
     compiled here, and --attention tried: where that fails, the run ends before its first step."""
     config, process = run.config, run.process
     auto, cuda = config.batch_size == "auto", process.device.startswith("cuda")
-    updates = updates_of_step(config.max_steps - 1, config)             # those with the most sequences
+    moments = sum(2 * p.nbytes for o in run.optimizers for g in o.param_groups for p in g["params"])
+    moments *= cuda and run.step == 0           # which the first step allocates
     most = config.batch_size
-    if auto and cuda:                           # the logits and their gradient alone take so much, in 16 bits
-        most = torch.cuda.mem_get_info(process.device)[0] // (4 * config.vocab_size * config.sequence_length)
+    if auto and cuda:
+        most = sequences_that_fit(run, moments)
     elif auto:
         most = max(1, 4096 // config.sequence_length)
-    moments = sum(2 * p.nbytes for o in run.optimizers for g in o.param_groups for p in g["params"])
     tried = config.compile or auto and cuda or config.attention not in ("auto", "naive")
 
     def fits(B):
-        try:                                    # with room for the moments, which the first step allocates
-            _room = torch.empty(moments * cuda * (run.step == 0), dtype=torch.uint8, device=process.device)
+        try:
+            _room = torch.empty(moments, dtype=torch.uint8, device=process.device)
             with warnings.catch_warnings(record=True, action="always") as reasons:      # torch's
                 return time_micro_step(run, B) > 0
         except Exception as error:              # the compiler, its backend and Triton raise many types
@@ -139,7 +159,10 @@ def choose_batch_size(run) -> int:
                                "--no_compile") from None
             raise
     while True:
-        B, _ = divide_update(config, updates, process.world_size, min(process.gather(most)))  # GPUs differ
+        # What divides an update of the first steps divides those of later steps, which have more sequences:
+        # every micro-batch of the run has the same shape, and nothing is compiled again
+        B, _ = divide_update(config, config.updates_per_step, process.world_size,
+                             min(process.gather(most)))         # GPUs differ
         done = not tried or all(process.gather(process.on_all_ranks(fits, B)))
         torch.cuda.empty_cache()                # what the run allocates need not fit into a trial's blocks
         if done:

@@ -4,21 +4,23 @@ import functools
 import itertools
 import math
 import os
+import re
 import runpy
 import subprocess
 import sys
+import threading
+import time
 import types
 from pathlib import Path
 
-import matplotlib.figure
 import numpy as np
-import pyarrow.parquet
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import bench
 import benchmarks.data as data_benchmark
-from benchmarks import ablation, nanochat, steps, tables, timing
+from benchmarks import ablation, flags, nanochat, steps, tables, timing
 from benchmarks.compare import Curve, read_curve
 from benchmarks.timing import Setting
 from helpers import ROOT, forked, refused
@@ -46,9 +48,14 @@ def run_script(argv, cwd=".", env=None, **how):
         (runpy.run_module if kind == "-m" else runpy.run_path)(sys.argv[0], run_name="__main__")
 
 
-# in place of the module subprocess: a fork has torch imported
-FORKING = types.SimpleNamespace(run=lambda argv, **how: subprocess.CompletedProcess(
-    argv, *forked(functools.partial(run_script, argv[1:], **how))[0]))
+def fork(argv, **how):
+    # multiprocessing loses the exit code of a process that two threads ask after
+    with ONE_AT_A_TIME:
+        return subprocess.CompletedProcess(argv, *forked(functools.partial(run_script, argv[1:], **how))[0])
+
+
+ONE_AT_A_TIME = threading.Lock()
+FORKING = types.SimpleNamespace(run=fork)       # in place of the module subprocess: a fork has torch imported
 
 
 @pytest.fixture
@@ -83,6 +90,199 @@ def test_steps_and_kernels_are_measured_and_what_is_left_out_is_named(table):
     assert kernels.keys() == set(tables.ATTENTION) and "kernel" in kernels["cudnn"]["failed"]
     rates = steps.WORKERS["loader"](Setting(size="bin", recipe="shuffled", T=1024, steps=2))["rates"]
     assert len(rates) == 2 and min(rates) > 0, "one an epoch"
+
+
+def changes(settings):
+    """What each setting has other than the one before it."""
+    return [{name: value for name, value in vars(b).items() if value != getattr(a, name)}
+            for a, b in itertools.pairwise(settings)]
+
+
+def test_a_rung_of_the_ladder_changes_what_it_is_called_after_and_no_more():
+    def rungs(**base):
+        found = tables.ladder_rungs(Setting(dtype="bfloat16", **base))
+        return [s for s in found.values() if isinstance(s, Setting)], [
+            name for name, s in found.items() if isinstance(s, Setting)]
+    plain = dict(dtype="float32", compile=False, attention="naive", vocab_size=50257, fused=False)
+    cpu, names = rungs(device="cpu", B=4)
+    assert vars(cpu[0]).items() >= (plain | dict(loss_chunk=0, tune_memory=False, B=4)).items()
+    assert changes(cpu) == [dict(dtype="bfloat16"), dict(attention="flash"), dict(vocab_size=50304),
+                            dict(fused=True), dict(tune_memory=True), dict(loss_chunk=None),
+                            dict(attention="auto")]
+    for name, word in zip(names[1:], ("bfloat16", "flash", "50304", "AdamW", "mallopt", "loss", "auto"),
+                          strict=True):
+        assert word in name
+    gpu, names = rungs(device="cuda:0", compile=True)
+    assert vars(gpu[0]).items() >= (plain | dict(tf32=False, B=16)).items()
+    assert changes(gpu) == [dict(tf32=True), dict(dtype="bfloat16"), dict(compile=True),
+                            dict(attention="flash"), dict(vocab_size=50304), dict(fused=True),
+                            dict(attention="auto"), dict(B=64)]
+    for name, word in zip(names[1:], ("TF32", "bfloat16", "compile", "flash", "50304", "AdamW", "auto", "64"),
+                          strict=True):
+        assert word in name
+
+
+def test_the_ladders_figures_follow_from_what_was_measured(table, monkeypatch):
+    n, asked = itertools.count(1), []
+
+    def measured(s):
+        asked.append(s)
+        if s.attention == "flash" and s.vocab_size == 50257:
+            return {"failed": "no kernel"}
+        seconds = 2 / next(n)
+        return {"seconds": [seconds, 9.0, seconds], "warmup_seconds": 7.0, "memory": 3_500_000_000,
+                "flops_per_token": s.vocab_size / 50257, "peak_flops": 4e3 if s.dtype == "bfloat16" else 2e3}
+    monkeypatch.setattr(timing, "run_in_subprocess", measured)
+    shown, rows = table("ladder --device cpu --dtype bfloat16 --batch_size 4 --sequence_length 100 --turns 1")
+    first, second, third = [row for row in rows if "failed" not in row][:3]
+    assert (first["ms a step"], first["tokens/s"], first["peak GB"], first["start s"]) == pytest.approx(
+        (2000, 200, 3.5, 7))
+    assert [(row["MFU"], row["gain"], row["in all"]) for row in (first, second, third)] == [
+        ("5.0%", "1.00x", "1.00x"), ("10.0%", "2.00x", "2.00x"), ("15.0%", "1.50x", "3.00x")]
+    assert "0.00 TFLOP/s" in shown and re.search(r"\| +2,000 \| +200 \| +3.50 \| +7.00 \|", shown)
+    assert {(s.device, s.B, s.T, s.what) for s in asked} == {("cpu", 4, 100, "step")}
+
+
+def test_time_against_ours_is_theirs_in_terms_of_ours(table, monkeypatch, tmp_path):
+    """And build-nanogpt as shipped is eager."""
+    Path("clone").mkdir()
+    Path("clone/train_gpt2.py").touch()
+
+    def measured(s):
+        assert s.peer in ("", str(tmp_path / "clone"))
+        seconds = (1.5 - 0.5 * s.compile) if s.peer else 0.5
+        return {"seconds": [seconds], "warmup_seconds": 1.0, "memory": 1e9, "peer": s.peer}
+    monkeypatch.setattr(timing, "run_in_subprocess", measured)
+    for more in ("", " --compile"):
+        rows = table(f"peer clone --device cpu --turns 1{more}")[1]
+        assert [(row["step"], row["time against ours"]) for row in rows] == [
+            ("ours", "1.00x"), ("build-nanogpt, as shipped", "3.00x"),
+            ("build-nanogpt, torch.compile", "2.00x")]
+
+
+def test_a_kernels_errors_are_those_of_its_output_and_of_its_worst_gradient(monkeypatch):
+    exact = steps.attention
+    monkeypatch.setattr(steps, "attention", lambda q, k, v, kernel: exact(
+        q, k, v if kernel == "naive" else v.detach() / 2 + v / 2, "naive"))
+    found = steps.WORKERS["attention"](Setting(what="attention", size="1x32", B=2, T=16, dtype="float32",
+                                               attention="math", steps=3, warmup=0))
+    assert found["error_forward"] < 1e-5 and found["error_backward"] == pytest.approx(0.5, abs=1e-4)
+    assert len(found["seconds"]) == 3
+
+
+def test_the_warm_up_is_not_in_the_times(monkeypatch):
+    clock, took = [5.0], iter((100.0, 30.0, 1.0, 2.0, 6.0))
+
+    def step():
+        clock[0] += next(took)
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    assert timing.time_steps(step, Setting(device="cpu", warmup=2, steps=3)) == (130, [1, 2, 6])
+
+
+def test_a_cpus_peak_is_the_rate_of_the_mlps_products(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    timed = []
+
+    def time_steps(step, s):
+        timed.append((step(), s))
+        return 7.0, [0.25, 0.5, 8.0]
+    monkeypatch.setattr(steps, "time_steps", time_steps)
+    s = Setting(size="1x32", B=2, T=8, dtype="float32", attention="naive")
+    found = steps.WORKERS["step"](s)
+    assert found["peak_flops"] == 2 * (2 * 8) * 32 * (4 * 32) / 0.5
+    assert (found["seconds"], found["warmup_seconds"]) == ([0.25, 0.5, 8.0], 7.0)
+    assert timed[1][0].shape == (16, 128) and timed[1][1].warmup > 0
+    # 6 a parameter but the positions', and attention's products: 12 layers * width * tokens
+    parameters = 50304 * 32 + 12 * 32 * 32 + 13 * 32 + 2 * 32
+    assert found["flops_per_token"] == pytest.approx(6 * parameters + 12 * 32 * 8, rel=0.01)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_the_timed_step_is_made_as_the_setting_says(kept, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    fused, tuned, shapes = [], [], []
+    monkeypatch.setattr(steps.train_gpt2, "tune_malloc", lambda: tuned.append(1))
+    hook = register_optimizer_step_pre_hook(
+        lambda optimizer, *how: fused.append(optimizer.param_groups[0]["fused"]))
+    try:
+        step, model = steps.our_step(Setting(size="1x32", B=2, T=8, dtype="float32", vocab_size=50257,
+                                             fused=kept, tune_memory=kept))
+        model.register_forward_pre_hook(lambda module, inputs: shapes.append(inputs[0].shape))
+        before = model.lm_head.weight.clone()
+        step()
+    finally:
+        hook.remove()
+    assert fused == [True if kept else None] and len(tuned) == kept and shapes == [(2, 8)]
+    assert model.config.vocab_size == 50257 and not torch.equal(before, model.lm_head.weight)
+
+
+@pytest.mark.parametrize("recipe, size, expected", [
+    ("gpt2", "gpt2", (12, 768, 12)), ("frontier", "gpt2", (12, 768, 6)), ("gpt2", "4x256", (4, 256, 4)),
+    ("speedrun", "4x256", (4, 256, 2)), ("speedrun", "2x64", (2, 64, 1)),
+    ("gpt2", "gpt2-xl", (48, 1600, 25))])
+def test_a_size_is_layers_times_width_with_the_recipes_heads(recipe, size, expected):
+    shape = steps.shape_of(Setting(recipe=recipe, size=size))
+    assert tuple(shape[name] for name in ("n_layer", "n_embd", "n_head")) == expected
+
+
+@pytest.mark.parametrize("argv, device, expected, turns", [
+    ("ladder", "cpu", dict(B=4, T=256, steps=4, warmup=2, compile=False, size="gpt2"), 2),
+    ("ladder", "cuda:0", dict(B=16, T=1024, steps=20, warmup=3, compile=True, recipe="gpt2"), 2),
+    ("ladder --no_compile", "cuda:0", dict(B=16, compile=False), 2),
+    ("peer x --compile", "mps", dict(B=4, T=1024, steps=4, compile=True), 2),
+    ("data", "cpu", {}, 5), ("recipes x", "cpu", dict(size="4x256"), 2),
+    ("ladder --batch_size 3 --sequence_length 5 --steps 7 --turns 1 --size 1x2 --recipe speedrun", "cpu",
+     dict(B=3, T=5, steps=7, size="1x2", recipe="speedrun"), 1)])
+def test_what_is_measured_without_flags(argv, device, expected, turns, monkeypatch):
+    monkeypatch.setattr(flags, "choose_device", lambda name: device)
+    monkeypatch.setattr(flags, "choose_dtype", lambda name, device: "bfloat16")
+    args, base = flags.parse_args(argv.split(), bench.TABLES, "")
+    assert vars(base).items() >= (expected | {"device": device, "dtype": "bfloat16"}).items()
+    assert args.turns == turns
+
+
+def test_a_tables_cells_are_short_and_a_missing_one_says_so(capsys):
+    timing.print_table([{"a": "x", "b": 99.994, "c": 1}, {"a": "yyy", "b": 1234567.0}, {"a": "z", "b": None},
+                        {"a": "w", "failed": "no room"}])
+    assert capsys.readouterr().out == """
+| a   |         b | c |
+| --- | --------- | - |
+| x   |     99.99 | 1 |
+| yyy | 1,234,567 |   |
+| z   |       n/a |   |
+not measured: w: no room
+
+"""
+
+
+def test_the_loaders_rate_is_tokens_a_second(monkeypatch):
+    clock = itertools.count()
+    monkeypatch.setattr(time, "perf_counter", lambda: float(next(clock)))
+    [rate] = steps.WORKERS["loader"](Setting(size="npy", recipe="in order", B=8, T=50_000, steps=1))["rates"]
+    # four shards of 4,000,000 tokens and some, of 80 sequences each, whose targets are a token further: 79 of
+    # the first, which has no further token
+    assert rate == (79 + 80 + 80 + 80) // 8 * 8 * 50_000
+
+
+def test_the_loaders_order_is_the_one_that_its_row_says(monkeypatch):
+    shuffled, rows = [], np.zeros((8, 17), np.uint16)
+    monkeypatch.setattr(data_benchmark, "TokenDataset", lambda shards, T, seed, shuffle, vocab_size: (
+        shuffled.append(shuffle) or types.SimpleNamespace(total=8, read=lambda first, count: rows)))
+    for order in ("shuffled", "in order"):
+        steps.WORKERS["loader"](Setting(size="npy", recipe=order, B=8, T=16, steps=1))
+    assert shuffled == [True, False]
+
+
+def test_fineweb_pys_figures_follow_from_what_was_measured():
+    jobs = {"ours": (data_benchmark.OURS, "parquet", 1), "ours, 8": (data_benchmark.OURS, "parquet", 8),
+            "pool": (data_benchmark.PEER, "parquet", 1)}
+    results = {"ours": {"seconds": [9.0, 1.0, 2.0], "cpu": [3.0, 5.0, 10.0], "bytes": 42_000_000},
+               "ours, 8": {"seconds": [7.0], "cpu": [1.0], "bytes": 42_000_000},
+               "pool": {"seconds": [8.0], "cpu": [1.0], "bytes": 42_000_000}}
+    ours, more, pool = data_benchmark.fineweb_rows(jobs, results)
+    assert ours == {"what": "ours", "s": 2.0, "slowest": 9.0, "CPU s": 5.0, "MB of text/s": 21.0,
+                    "against the pool": "4.00x"}
+    assert "against the pool" not in more and pool["against the pool"] == "1.00x"
 
 
 @pytest.mark.parametrize("recipe", ["speedrun", "frontier"])
@@ -141,6 +341,13 @@ def test_a_mistake_is_one_line(flags, word, table):
     refused(lambda: table(flags), word)
 
 
+def drawn(monkeypatch):
+    """The list of figures that are saved from now on, in place of their files."""
+    figure, figures = pytest.importorskip("matplotlib.figure"), []
+    monkeypatch.setattr(figure.Figure, "savefig", lambda *args, **how: figures.append(args[0]))
+    return figures
+
+
 def write_metrics(out, losses, seconds=60.0, end="\n"):
     """The metrics.csv of a run of 1,000 tokens a step that validated each second step, and at its end."""
     rows = [f"{step},{step}000,{step * seconds:.3f},9.5,{'' if step % 2 else losses[step // 2]},,,,"
@@ -166,6 +373,23 @@ def test_compare_shows_what_each_run_needed_to_reach_the_others_and_a_curve(tabl
     curve, preset = read_curve(str(ROOT / "assets/shakespeare.csv")), PRESETS["shakespeare"][1]
     every = preset["val_every"] * preset["total_batch_size"]
     assert [at for at, *_ in curve.points] == [*range(0, curve.last["tokens"] + 1, every)], "docs/running.md"
+
+
+def test_a_picture_of_runs_has_tokens_and_time_of_training(table, monkeypatch):
+    figures = drawn(monkeypatch)
+    write_metrics("slow", [11.0, 5.0, 4.0], seconds=900.0)
+    write_metrics("fast", [11.0, 4.0], seconds=600.0)
+    for runs, unit, seconds in (("slow fast", "minutes", 60), ("slow", "minutes", 60)):
+        table(f"compare --plot a.png {runs}")
+        tokens, times = figures.pop().axes
+        assert (tokens.get_xlabel(), times.get_xlabel()) == ("tokens", f"{unit} of training")
+        for panel, a_step in ((tokens, 1000), (times, 900 / seconds)):
+            assert panel.lines[0].get_xydata().tolist() == [[0, 11], [2 * a_step, 5], [4 * a_step, 4]]
+    write_metrics("days", [11.0, 5.0], seconds=36_000.0)
+    table("compare --plot a.png slow days")
+    times = figures.pop().axes[1]
+    assert times.get_xlabel() == "hours of training"
+    assert [line.get_xdata().tolist() for line in times.lines] == [[0, 0.5, 1], [0, 20]]
 
 
 def test_the_peers_definitions_run_and_nothing_after_them(monkeypatch, tmp_path):
@@ -205,6 +429,32 @@ def test_a_run_without_an_idea_is_a_real_one(tmp_path, monkeypatch):
     assert len(ablation.train(flags | dict(recipe="gpt2", max_lr=1e30)).points) < 3, "it really diverges"
 
 
+def test_a_run_of_a_recipe_is_given_its_seed_shape_and_schedule(monkeypatch, table, data):
+    """And the script a copy of the project, which has no idea left out."""
+    asked = []
+
+    def run(argv, env, **how):
+        flags = dict(word[2:].split("=", 1) for word in argv[2:])
+        asked.append(flags | {"threads": env.get("OMP_NUM_THREADS")})
+        source = Path(argv[1]).read_text(encoding="utf-8")
+        assert source == (ROOT / "train_gpt2.py").read_text(encoding="utf-8")
+        write_metrics(flags["out"], [5.0, 4.0])
+        return subprocess.CompletedProcess(argv, 0, "", "")
+    monkeypatch.setattr(ablation, "subprocess", types.SimpleNamespace(run=run))
+    table(f"recipes {data} --device cpu --dtype float32 --batch_size 2 --sequence_length 16 --turns 2 "
+          "--steps 60 --size 2x128")
+    assert [len([flags for flags in asked if flags["seed"] == seed]) for seed in "01"] == [7, 7]
+    same = dict(block_size=16, total_batch_size=32, val_tokens=64 * 32, device="cpu", dtype="float32",
+                n_layer=2, n_embd=128, hellaswag_every=0, sample_every=0, checkpoint_every=0, threads=1,
+                data=data)
+    assert all(flags.items() >= {(name, str(value)) for name, value in same.items()} for flags in asked)
+    runs = sorted((f["recipe"], f["n_head"], int(f["max_steps"]), int(f["val_every"]), f.get("max_lr"),
+                   f.get("warmup_steps")) for f in asked if f["seed"] == "1")
+    assert runs == [("frontier", "1", 6, 1, None, None), ("frontier", "1", 60, 7, None, None),
+                    *(("gpt2", "2", 60, 7, str(rate), "4") for rate in (0.001, 0.002, 0.004)),
+                    ("speedrun", "1", 20, 2, None, None), ("speedrun", "1", 60, 7, None, None)]
+
+
 PLAY = "To be, or not to be, that is the question:\n" * 20
 BYTES_A_TOKEN = 2 * len(PLAY) / (2 * len(encode(PLAY)) + 1)         # in validation, without the first token
 
@@ -227,8 +477,7 @@ def test_recipes_are_compared_at_equal_text_and_ideas_with_their_recipe(monkeypa
         last = {"seconds": n / 2, "step": n, "tokens": 32 * n}
         return Curve("log", last, [(0, 0.0, 9.0), (32 * n, 0.0, loss)])
     monkeypatch.setattr(ablation, "train", train)
-    figures = []
-    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", lambda *args, **how: figures.append(args[0]))
+    figures = drawn(monkeypatch)
     flags = f"recipes {data} --device cpu --batch_size 2 --sequence_length 16 --turns 2 --steps"
     rows = table(f"{flags} 24 --plot r.png --size 1x64 2x128")[1]
     assert len(rows) == 2 * 7 and {row["s a step"] for row in rows} == {0.5, 0.0}
@@ -236,6 +485,7 @@ def test_recipes_are_compared_at_equal_text_and_ideas_with_their_recipe(monkeypa
     assert len(ends) == 2 * 5 and ends["gpt2 2x128, 24 steps"] == pytest.approx(
         [24 * 32 * BYTES_A_TOKEN, 6.0 / math.log(2) / BYTES_A_TOKEN]), "at the best rate"
     at = {row["run"]: row for row in rows}
+    assert {row["seeds differ by"] for row in rows} == {"0.010", "nan"}
     assert [at[f"gpt2 2x128, 24 steps, --max_lr {rate}"]["validation loss"] for rate in (0.002, 0.004)] == [
         "6.005", "nan"]
     assert at["frontier 1x64, 2 steps"]["MB of text"] == pytest.approx(64 * BYTES_A_TOKEN / 1e6)
@@ -267,10 +517,10 @@ def test_nanochat_trains_on_the_same_text_and_is_compared_in_our_tokens(monkeypa
     for name, text in CLONE.items():
         (tmp_path / "clone" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "clone" / name).write_text(text)
-    texts = {}
+    texts, parquet = {}, pytest.importorskip("pyarrow.parquet")
 
     def run(argv, env, **how):
-        texts.update((path.name, pyarrow.parquet.read_table(path)["text"].to_pylist())
+        texts.update((path.name, parquet.read_table(path)["text"].to_pylist())
                      for path in Path(env["NANOCHAT_BASE_DIR"], "base_data_climbmix").glob("*"))
         return FORKING.run(argv, env={"NANOCHAT_BASE_DIR": env["NANOCHAT_BASE_DIR"]}, **how)
     monkeypatch.setattr(nanochat, "subprocess", types.SimpleNamespace(run=run))

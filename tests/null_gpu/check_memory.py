@@ -1,4 +1,5 @@
-"""Peak memory on an H100 at the published width, and bytes that a micro-step's graphs read and write."""
+"""Peak memory on an H100 at the published width, and bytes that a micro-step's graphs read and write; the
+micro-batch of a default run on several cards."""
 import pytest
 from standin import GiB, compiled_once, every
 
@@ -16,3 +17,12 @@ def check_a_micro_step(recipe, n_layer, batch_size, GB, outside, limit, play):
     compiled_once(report)
     assert all_bytes <= GB * 1e9 and outside_bytes <= outside * 1e9
     assert report.allocated <= limit * GiB
+
+
+@pytest.mark.parametrize("card, memory, sequences", [
+    ("H100", 85_017_493_504, 128), ("A100", 42_405_855_232, 64), ("RTX 4090", 25_386_352_640, 64),
+    ("T4", 15_642_329_088, 32)])
+def check_a_default_run_compiles_only_the_micro_batch_that_it_takes(card, memory, sequences, play):
+    report = play("--dry_run", NULL_GPU_CARD=card, NULL_GPU_BYTES=memory)
+    assert f" tokens a step = {sequences} x 1024 x {512 // sequences} micro-steps" in report.output
+    assert [graph["kind"] for graph in report.graphs] == ["forward", "backward"]
