@@ -8,9 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
-import types
 from dataclasses import fields, replace
-from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +25,7 @@ from peers import nanogpt_checkpoint, plain_gpt2, tokens
 from runtime.cli import RunError, UserError
 from runtime.files import checkpoints
 from runtime.shards import write_shard
-from test_flags import QUIET, SAVED, STILL, TINY, T, go, worse_and_worse      # noqa: F401, a fixture
+from test_flags import QUIET, SAVED, STILL, TINY, T, fake_wandb, go, worse_and_worse    # noqa: F401, a fixture
 from train_gpt2 import Config
 
 # What becomes of each flag on a resume.
@@ -58,11 +56,7 @@ def as_flags(values):
 
 @pytest.fixture
 def wandb(monkeypatch):
-    """A package that does nothing."""
-    fake = types.ModuleType("wandb")
-    fake.__spec__, fake.init = ModuleSpec("wandb", None), lambda **how: None
-    fake.log, fake.finish = lambda values, step: None, lambda: None
-    monkeypatch.setitem(sys.modules, "wandb", fake)
+    monkeypatch.setitem(sys.modules, "wandb", fake_wandb([], []))
 
 
 @pytest.fixture(autouse=True)
@@ -201,6 +195,7 @@ def main_on_this_rank(attempts, path):
     meet and make their process group only once."""
     begin, rank, said = dist.init_process_group, int(os.environ["RANK"]), []
     dist.init_process_group = lambda *args, **how: dist.is_initialized() or begin(*args, **how)
+    dist.destroy_process_group = lambda: None
     meet = functools.cache(lambda rendezvous: next(rendezvous("env://")))
     dist.rendezvous = lambda *args, rendezvous=dist.rendezvous, **how: iter([meet(rendezvous)])
     for flags in attempts:
@@ -243,9 +238,7 @@ def test_ranks_that_were_given_another_value_of_a_flag_are_refused(byte_data, tm
 
 
 def wandb_is_there():
-    fake = types.ModuleType("wandb")
-    fake.__spec__ = ModuleSpec("wandb", None)
-    sys.modules["wandb"] = fake
+    sys.modules["wandb"] = fake_wandb([], [])
 
 
 def test_ranks_may_be_given_other_names_of_what_their_machine_has(byte_data, tmp_path):
