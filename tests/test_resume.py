@@ -259,8 +259,8 @@ def goes_on_as(whole, go, step, *flags):
     """A run that goes on from the checkpoint of a step of another one, which has them all, logs the same
     losses and ends with the same weights and moments."""
     out, last = whole.out.with_name(f"{whole.out.name} from {step}"), max(dict(checkpoints(whole.out)))
-    found = go("--resume", whole.out / f"checkpoint_{step:06d}.pt", *flags, given=[], out=out,
-               data=config_of(whole.out)["data"])
+    found = go("--resume", whole.out / f"checkpoint_{step:06d}.pt", *flags, given=["--device", "cpu"],
+               out=out, data=config_of(whole.out)["data"])
     assert len(found.trained()) and f" at step {step} of " in found.text
     expected = {s: loss for s, loss in logged(whole.out).items() if s >= step}
     assert logged(out) == expected and max(expected) == last - 1
@@ -538,7 +538,7 @@ def test_the_lock_ends_with_the_run_and_not_with_the_process(go, monkeypatch):
     monkeypatch.setattr("runtime.files.LOCK_PATIENCE", 0.1)
     out, errors = go.folder / "log", []
     go(*SAVED, out=out)
-    script("train_gpt2.py", "--out", out, "--max_steps", 4).check_returncode()
+    script("train_gpt2.py", "--out", out, "--device", "cpu", "--max_steps", 4).check_returncode()
     monkeypatch.setattr(train_gpt2, "validation_loss", lambda run: float("nan"))
     for steps in (5, 6):
         try:
@@ -546,4 +546,4 @@ def test_the_lock_ends_with_the_run_and_not_with_the_process(go, monkeypatch):
         except RunError as error:
             errors.append(error)
     assert [str(error).split()[1] for error in errors] == ["5:", "6:"]
-    script("train_gpt2.py", "--out", out, "--max_steps", 7).check_returncode()
+    script("train_gpt2.py", "--out", out, "--device", "cpu", "--max_steps", 7).check_returncode()
