@@ -650,14 +650,19 @@ def _(go):
     assert (begun.out / "previous_1/checkpoint_000003.pt").exists()
 
 
+def fake_wandb(begun, told):
+    """The package: what begins a run and what is told are appended."""
+    fake = types.ModuleType("wandb")
+    fake.__spec__ = ModuleSpec("wandb", None, origin="wandb.py")
+    fake.init, fake.finish = lambda **how: begun.append(how), lambda: told.append("end")
+    fake.log = lambda values, step: told.append((step, *values))
+    return fake
+
+
 @effect("wandb")
 def _(go, monkeypatch):
     begun, told = [], []
-    fake = types.ModuleType("wandb")
-    fake.__spec__ = ModuleSpec("wandb", None)
-    fake.init, fake.finish = lambda **how: begun.append(how), lambda: told.append("end")
-    fake.log = lambda values, step: told.append((step, *values))
-    monkeypatch.setitem(sys.modules, "wandb", fake)
+    monkeypatch.setitem(sys.modules, "wandb", fake_wandb(begun, told))
     go()
     assert not begun and not told
     found = go("--wandb", "--val_every", 9, "--max_lr", 0.25)
@@ -667,7 +672,7 @@ def _(go, monkeypatch):
     trained = [(step, "train") for step in range(STEPS)]
     assert [event[:2] for event in told] == [(0, "val"), *trained, (STEPS, "val"), "en"]
     monkeypatch.setitem(sys.modules, "wandb", None)
-    refused(lambda: go("--wandb"), "--wandb", "pip install wandb")
+    refused(lambda: go("--wandb"), "pip install wandb")
 
 
 # ----------------------------------------------------------------------------- not by a flag
@@ -866,10 +871,10 @@ def ends(how):
 def test_the_exit_code_and_the_line_on_stderr_say_how_a_command_ended():
     dirty = UserError("a\nb \x1b[31mc\u202e\0 d" + "e" * 50)
     ways = [(None, 0, 0), (0, 0, 0), (3, 3, 0), (dirty, 2, 1), (RunError("it failed"), 1, 1), (
-        KeyboardInterrupt(), 130, 1), (BrokenPipeError(), 1, 0), (OSError("unforeseen"), 1, 2)]
+        KeyboardInterrupt(), 130, 1), (OSError("unforeseen"), 1, 2)]
     found = forked(*[functools.partial(run_command, functools.partial(ends, how)) for how, _, _ in ways])
     assert [code for code, _, _ in found] == [code for _, code, _ in ways]
     lines = [stderr.splitlines() for _, _, stderr in found]
     assert [min(len(said), 2) for said in lines] == [n for _, _, n in ways], lines
     assert lines[3][0].endswith(f": a b ?[31mc?? d{'e' * 50}") and lines[4][0].endswith(": it failed")
-    assert "Ctrl-C" in lines[5][0] and "Traceback" in lines[7][0] and "unforeseen" in lines[7][-1]
+    assert "Ctrl-C" in lines[5][0] and "Traceback" in lines[6][0] and "unforeseen" in lines[6][-1]

@@ -8,9 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
-import types
 from dataclasses import fields, replace
-from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +25,7 @@ from peers import nanogpt_checkpoint, plain_gpt2, tokens
 from runtime.cli import RunError, UserError
 from runtime.files import checkpoints
 from runtime.shards import write_shard
-from test_flags import QUIET, SAVED, STILL, TINY, T, go, worse_and_worse      # noqa: F401, a fixture
+from test_flags import QUIET, SAVED, STILL, TINY, T, fake_wandb, go, worse_and_worse    # noqa: F401, a fixture
 from train_gpt2 import Config
 
 # What becomes of each flag on a resume.
@@ -58,11 +56,7 @@ def as_flags(values):
 
 @pytest.fixture
 def wandb(monkeypatch):
-    """A package that does nothing."""
-    fake = types.ModuleType("wandb")
-    fake.__spec__, fake.init = ModuleSpec("wandb", None), lambda **how: None
-    fake.log, fake.finish = lambda values, step: None, lambda: None
-    monkeypatch.setitem(sys.modules, "wandb", fake)
+    monkeypatch.setitem(sys.modules, "wandb", fake_wandb([], []))
 
 
 @pytest.fixture(autouse=True)
@@ -201,6 +195,7 @@ def main_on_this_rank(attempts, path):
     meet and make their process group only once."""
     begin, rank, said = dist.init_process_group, int(os.environ["RANK"]), []
     dist.init_process_group = lambda *args, **how: dist.is_initialized() or begin(*args, **how)
+    dist.destroy_process_group = lambda: None
     meet = functools.cache(lambda rendezvous: next(rendezvous("env://")))
     dist.rendezvous = lambda *args, rendezvous=dist.rendezvous, **how: iter([meet(rendezvous)])
     for flags in attempts:
@@ -243,9 +238,7 @@ def test_ranks_that_were_given_another_value_of_a_flag_are_refused(byte_data, tm
 
 
 def wandb_is_there():
-    fake = types.ModuleType("wandb")
-    fake.__spec__ = ModuleSpec("wandb", None)
-    sys.modules["wandb"] = fake
+    sys.modules["wandb"] = fake_wandb([], [])
 
 
 def test_ranks_may_be_given_other_names_of_what_their_machine_has(byte_data, tmp_path):
@@ -266,8 +259,8 @@ def goes_on_as(whole, go, step, *flags):
     """A run that goes on from the checkpoint of a step of another one, which has them all, logs the same
     losses and ends with the same weights and moments."""
     out, last = whole.out.with_name(f"{whole.out.name} from {step}"), max(dict(checkpoints(whole.out)))
-    found = go("--resume", whole.out / f"checkpoint_{step:06d}.pt", *flags, given=[], out=out,
-               data=config_of(whole.out)["data"])
+    found = go("--resume", whole.out / f"checkpoint_{step:06d}.pt", *flags, given=["--device", "cpu"],
+               out=out, data=config_of(whole.out)["data"])
     assert len(found.trained()) and f" at step {step} of " in found.text
     expected = {s: loss for s, loss in logged(whole.out).items() if s >= step}
     assert logged(out) == expected and max(expected) == last - 1
@@ -545,7 +538,7 @@ def test_the_lock_ends_with_the_run_and_not_with_the_process(go, monkeypatch):
     monkeypatch.setattr("runtime.files.LOCK_PATIENCE", 0.1)
     out, errors = go.folder / "log", []
     go(*SAVED, out=out)
-    script("train_gpt2.py", "--out", out, "--max_steps", 4).check_returncode()
+    script("train_gpt2.py", "--out", out, "--device", "cpu", "--max_steps", 4).check_returncode()
     monkeypatch.setattr(train_gpt2, "validation_loss", lambda run: float("nan"))
     for steps in (5, 6):
         try:
@@ -553,4 +546,4 @@ def test_the_lock_ends_with_the_run_and_not_with_the_process(go, monkeypatch):
         except RunError as error:
             errors.append(error)
     assert [str(error).split()[1] for error in errors] == ["5:", "6:"]
-    script("train_gpt2.py", "--out", out, "--max_steps", 7).check_returncode()
+    script("train_gpt2.py", "--out", out, "--device", "cpu", "--max_steps", 7).check_returncode()
