@@ -254,15 +254,15 @@ def stop_here():
 
 @pytest.mark.parametrize("recipe", MODELS)
 def test_the_first_step_of_a_run_without_flags_has_these_optimizers(recipe, zeros, no_forward, tmp_path):
-    """At GPT-2's width, of which the head's rate is a function, with one layer of its twelve."""
+    """At GPT-2's width, of which the head's rate is a function, with two layers of its twelve."""
     with optimizers_seen(stop_here, at=1 if recipe == "gpt2" else 2) as steps, pytest.raises(Stopped):
-        train("--recipe", recipe, "--data", zeros, "--out", tmp_path, "--n_layer", 1, "--vocab_size", 256,
-              *QUIET, "--dtype", "float32", "--device", "cpu")
+        train("--recipe", recipe, "--data", zeros, "--out", tmp_path, "--n_layer", 2, "--vocab_size", 256,
+              "--batch_size", 512, *QUIET, "--dtype", "float32", "--device", "cpu")
     found = {}
     for is_muon, groups in steps:
         assert not found.keys() & groups.keys()
         found |= {name: group | {"is_muon": is_muon} for name, group in groups.items()}
-    config = MODELS[recipe].Config(1024, 256, 1, 12 if recipe == "gpt2" else 6, 768)
+    config = MODELS[recipe].Config(1024, 256, 2, 12 if recipe == "gpt2" else 6, 768)
     assert found.keys() == {name for name, _ in MODELS[recipe](config).named_parameters()}
     for name, group in found.items():
         [expected] = [expected for end, expected in FIRST[recipe] if name.endswith(end)]
@@ -271,27 +271,31 @@ def test_the_first_step_of_a_run_without_flags_has_these_optimizers(recipe, zero
             assert group[key] == (pytest.approx(value) if type(value) is float else value), (name, key)
 
 
-# {step: (learning rate, Muon's momentum)} of runs without flags
+# {step: (learning rate, Muon's momentum)} of runs without other flags
 SCHEDULES = {
-    "gpt2": {0: (8.3916084e-7, None), 714: (6e-4, None), 715: (6e-4, None), 9894: (3.3e-4, None),
+    "--recipe gpt2": {0: (8.3916084e-7, None), 714: (6e-4, None), 715: (6e-4, None), 9894: (3.3e-4, None),
              14_484: (1.39065e-4, None), 19_072: (6e-5, None)},
-    "speedrun": {0: (0.02, 0.85), 250: (0.02, 0.9000733), 500: (0.02, 0.95), 2316: (0.02, 0.95),
+    "--recipe speedrun": {0: (0.02, 0.85), 250: (0.02, 0.9000733), 500: (0.02, 0.95), 2316: (0.02, 0.95),
                  2779: (0.01000092, 0.95), 3241: (2.1600254e-5, 0.95)},
-    "frontier": {0: (0.02, 0.80), 192: (0.02, 0.8748052), 385: (0.02, 0.95), 1000: (0.02, 0.95),
-                 1750: (0.011, 0.95), 2250: (0.005, 0.95), 2375: (0.0035, 0.90), 2499: (0.002012, 0.8504)}}
+    "--recipe frontier": {
+        0: (0.02, 0.80), 192: (0.02, 0.8748052), 385: (0.02, 0.95), 1000: (0.02, 0.95), 1750: (0.011, 0.95),
+        2250: (0.005, 0.95), 2375: (0.0035, 0.90), 2499: (0.002012, 0.8504)},
+    "--preset shakespeare": {0: (0.02, 0.80), 11: (0.02, 0.8238095), 30: (0.02, 0.85), 88: (0.02, 0.85),
+                             119: (0.0104166, 0.85), 149: (0.00110022, 0.85)}}
 
 
 def interrupt():
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-@pytest.mark.parametrize("recipe", MODELS)
-def test_rate_and_momentum_of_a_run_without_flags_at_these_steps(recipe, zeros, no_forward, tmp_path):
+@pytest.mark.parametrize("given, schedule", SCHEDULES.items())
+def test_rate_and_momentum_at_these_steps_of_a_run_without_flags(given, schedule, zeros, no_forward,
+                                                                     tmp_path):
     """Each step is reached by a checkpoint that says so: the step decides all."""
-    flags = ["--recipe", recipe, "--data", zeros, "--out", tmp_path, "--n_layer", 1, "--n_embd", 48,
-             "--vocab_size", 256, *QUIET, "--checkpoint_every", 10**6, "--keep_checkpoints", 1,
-             "--dtype", "float32", "--device", "cpu"]
-    for step, (rate, momentum) in SCHEDULES[recipe].items():
+    flags = [*given.split(), "--data", zeros, "--out", tmp_path, "--n_layer", 1, "--n_embd", 48,
+             "--vocab_size", 256, "--batch_size", 512, *QUIET, "--checkpoint_every", 10**6,
+             "--keep_checkpoints", 1, "--dtype", "float32", "--device", "cpu"]
+    for step, (rate, momentum) in schedule.items():
         if step:
             [(_, path)] = checkpoints(tmp_path)
             checkpoint = torch.load(path) | {"step": step}

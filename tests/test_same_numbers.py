@@ -244,8 +244,8 @@ def test_samples_in_training_continue_the_prompt_and_leave_the_random_numbers_al
                                          ("start" * 40 + end, encode(end).tolist()))):  # keeps its end
         out = tmp_path / str(i)
         train(*flags, "--sample_prompt", prompt, "--out", out)
-        rows = load_model(out).generate(torch.tensor([begin] * 4), 32,
-                                        generator=torch.Generator().manual_seed(42))
+        rows = load_model(out).generate(torch.tensor([begin] * 4), 32, 1.0, 50,
+                                        torch.Generator().manual_seed(42))
         texts = [tokenizer().decode(row).removeprefix("<|endoftext|>") for row in rows.tolist()]
         expected = "".join(f"sample {i}: {text}\n" for i, text in enumerate(texts))
         shown = capsys.readouterr().out
