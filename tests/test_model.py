@@ -149,6 +149,35 @@ def test_a_model_trains_the_same_with_the_chunked_loss_and_never_holds_all_logit
     assert seen.bytes < 4 * 32 * 640 * 2, "bytes of all logits in bfloat16"
 
 
+def test_in_bfloat16_the_chunks_gradients_are_added_up_in_float32():
+    """128 chunks: sums that are rounded to 8 bits after each of them would be some percents off."""
+    torch.manual_seed(0)
+    x, weight, targets = torch.randn(1024, 8), torch.randn(40, 8), torch.randint(0, 40, (1024,))
+    gradients = []
+    for chunk in (8, 1024):
+        w = weight.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            chunked_cross_entropy(x.requires_grad_(), w, targets, chunk, 0.0).backward()
+        gradients.append(w.grad)
+    assert (gradients[0] - gradients[1]).norm() < 0.003 * gradients[1].norm()
+
+
+def test_small_activations_are_normed_with_gpt2s_eps():
+    """1e-5, beside a variance that is as small: published weights expect it."""
+    model, idx = make_model(), tokens(2, 24)
+    with torch.no_grad():
+        model.transformer.wte.weight *= 0.01
+        model.transformer.wpe.weight *= 0.01
+        for block in model.transformer.h:       # then ln_2 and ln_f have small inputs, too
+            block.attn.c_proj.weight *= 0.01
+            block.attn.c_proj.bias *= 0.01
+            block.mlp.c_proj.weight *= 0.01
+            block.mlp.c_proj.bias *= 0.01
+    expected = plain_gpt2({name: p.detach().double() for name, p in model.named_parameters()}, 2, idx)
+    found = model(idx)[0].double()
+    assert (found - expected).abs().max() < 1e-4 * expected.abs().max()
+
+
 def test_in_float16_the_gradients_of_unlikely_tokens_survive_the_chunks():
     """p / N is 1e-8 here, which float16 does not hold; the scaler's factor comes only in the backward."""
     torch.manual_seed(0)

@@ -85,17 +85,35 @@ def test_hellaswag_scores_large_logits_as_forward_does(recipe):
     assert 0 < plain_counts(scores, examples)[0] < 10
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("recipe", MODELS)
-def test_the_losses_of_tokens_are_those_of_forward(recipe):
+def test_the_losses_of_tokens_are_those_of_forward_and_computed_in_float32(recipe, dtype):
     model, idx, targets = confident(recipe, 20), tokens(3, 24), tokens(3, 24, seed=2)
     targets[:, ::3] = -1
     positions = (targets >= 0).flatten().nonzero().flatten()
-    with torch.no_grad():
+    with torch.no_grad(), torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
         losses = model.token_losses(idx, targets, positions)
-        logits, whole = model(idx)[0], model(idx, targets)[1]
+        logits, whole = model(idx)[0].float(), model(idx, targets)[1]
     plain = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="none")
     torch.testing.assert_close(losses.flatten(), plain, rtol=1e-4, atol=1e-4)
     assert whole.item() == pytest.approx(plain.sum().item() / len(positions), rel=1e-4)
+
+
+def test_probabilities_are_float32_in_bfloat16_too(monkeypatch):
+    """Of 50,257 numbers with 8 bits each the sum is off by percents."""
+    model, seen, draw = confident("gpt2", 1), [], torch.multinomial
+    monkeypatch.setattr(torch, "multinomial", lambda p, *args, **how: seen.append(p) or draw(p, *args, **how))
+    with torch.autocast("cpu", torch.bfloat16):
+        model.generate(tokens(2, 5), 3)
+    assert [p.dtype for p in seen] == [torch.float32] * 3
+    assert all((p.sum(-1) - 1).abs().max() < 1e-5 for p in seen)
+
+
+def test_by_default_a_token_is_one_of_the_50_likeliest_at_temperature_1():
+    model, idx = confident("gpt2", 1), tokens(4, 5)
+    found, same = (model.generate(idx, 19, *how, generator=torch.Generator().manual_seed(3))
+                   for how in ((), (1.0, 50)))
+    assert torch.equal(found, same)
 
 
 # ----------------------------------------------------------------------------- positions, caches, norms
@@ -202,17 +220,20 @@ def spoken(tmp_path_factory):
 
 @pytest.mark.parametrize("recipe", MODELS)
 def test_all_that_a_run_evaluates_is_computed_in_its_dtype(recipe, spoken, tmp_path, capsys):
-    seen = set()
+    """And without gradients, which only the steps need."""
+    seen = []
 
     def look(module, inputs, output):
         if isinstance(module, nn.Linear):
-            seen.add(output.dtype)
+            seen.append((torch.is_grad_enabled() and output.size(0) * output.size(1), output.dtype))
     hook = register_module_forward_hook(look)
     try:
         train(*spoken, "--recipe", recipe, "--dtype", "bfloat16", "--out", tmp_path)
     finally:
         hook.remove()
-    assert seen == {torch.bfloat16}
+    assert {dtype for _, dtype in seen} == {torch.bfloat16}
+    layers = 4 if recipe == "gpt2" else 6
+    assert 0 < sum(tokens for tokens, _ in seen) <= 2 * 256 * layers, "those of two steps"
     shown = capsys.readouterr().out
     assert "sample 3: " in shown
     assert list(logged(tmp_path, "hella")) == list(logged(tmp_path, "val")) == [0, 2]
@@ -223,6 +244,7 @@ def test_steps_and_validation_run_compiled_in_one_shape_each_and_nothing_else_do
     calls = []
 
     def compile(model, **how):
+        assert how["dynamic"] is False          # True, or torch's choice, would compile a slower graph
         def compiled(x, y):
             calls.append((torch.is_grad_enabled(), tuple(x.shape)))
             return model(x, y)
