@@ -118,7 +118,7 @@ def test_by_default_a_token_is_one_of_the_50_likeliest_at_temperature_1():
 
 # ----------------------------------------------------------------------------- positions, caches, norms
 
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-3), (torch.bfloat16, 0.1)])
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-4), (torch.bfloat16, 0.04)])
 @pytest.mark.parametrize("recipe", MODERN)
 def test_far_from_the_beginning_the_same_tokens_have_the_same_logits(recipe, dtype, tolerance):
     """Rotary positions are relative: with a window that two layers see 38 tokens through, a text of a period
@@ -140,11 +140,11 @@ def test_with_a_cache_each_token_is_the_likeliest_of_a_whole_forward_beyond_256_
     idx = tokens(2, 250)
     if recipe != "gpt2":                        # several documents, one of which begins with the last token
         idx[0, [3, 100, 101, 249]] = idx[1, [0, 200]] = EOT
-    found = model.generate(idx, 30, temperature=0)
+    found = model.generate(idx, 28, temperature=0)
     with torch.no_grad():
         logits = [model(found[:, :275])[0][:, 249:, :50257]]
-        logits += [model(found[:, n - 275:n])[0][:, -1:, :50257] for n in range(276, 280)]
-    logits = torch.cat(logits, dim=1)                                       # (2, 30, V)
+        logits += [model(found[:, n - 275:n])[0][:, -1:, :50257] for n in range(276, 278)]
+    logits = torch.cat(logits, dim=1)                                       # (2, 28, V)
     chosen = logits.gather(2, found[:, 250:, None])[..., 0]
     assert (chosen >= logits.amax(-1) - 1e-4).all()
     assert len({*found[:, 250:].flatten().tolist()}) > 1
@@ -162,7 +162,7 @@ def test_in_bfloat16_a_small_embedding_is_normed_as_in_float32(recipe):
         expected = model(idx)[0]
         with torch.autocast("cpu", torch.bfloat16):
             found = model(idx)[0]
-    assert (found - expected).norm() < 0.06 * expected.norm()
+    assert (found - expected).norm() < 0.03 * expected.norm()
 
 
 # ----------------------------------------------------------------------------- in a run
