@@ -155,6 +155,6 @@ def test_a_step_line_is_that_of_the_contract():
         "step     5 | loss: 6.0372 | lr 4.20e-06 | norm: 2.05 | dt: 93.1ms | tok/sec: 175,980 | "
         "1:23:20 left")
     assert step_line(19072, 3.2, 12.345, 6e-5, 12.34, 14_000_000.0, 0.412, 0).endswith(
-        "dt: 12,340.0ms | tok/sec: 14,000,000 | mfu 41% | 0:00:00 left")
+        "dt: 12340.0ms | tok/sec: 14,000,000 | mfu 41% | 0:00:00 left")
     assert [clock(s) for s in (0.3, 1e5, 1e99)] == ["0:00:00", "1 day, 3:46:40", "115740 days, 17:46:40"]
     assert [counted(n, "process") for n in (1, 8)] == ["1 process", "8 processes"]
