@@ -257,7 +257,7 @@ VAL = [9.0, 5.0, 6.0, 7.0, 8.0]             # the validation losses; steps 2 and
 
 @pytest.mark.parametrize("text, other", [(ASCII, CHINESE), (CHINESE, ASCII)], ids=["ASCII", "Chinese"])
 def test_bits_per_byte_are_those_of_the_texts_bytes_and_the_best_checkpoint_is_named(text, other, tmp_path):
-    """A document's beginning is predicted, too, and has no bytes. Of the shard six sequences are validated."""
+    """A document's beginning is predicted, and has no bytes. Of the shard six sequences are validated."""
     tokens, out, trained = encode(text)[:6 * T - 1], tmp_path / "a run", []
     known = tokenizer().decode_bytes(tokens.tolist())
     assert text.encode().startswith(known) and len(tokens) == 6 * T - 1
