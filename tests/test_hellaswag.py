@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.nn.modules.module import register_module_forward_hook
 
 import hellaswag
 from hellaswag import evaluate, load_examples, make_batches
@@ -140,6 +141,24 @@ def test_the_command_prints_counts_and_shares(model, scores, tmp_path, capsys):
     acc, acc_norm, _ = plain_counts(scores[:20], EXAMPLES[:20])
     assert (capsys.readouterr().out ==
             f"acc: {acc}/20={acc / 20:.4f}\nacc_norm: {acc_norm}/20={acc_norm / 20:.4f}\n")
+
+
+def test_the_commands_batches_and_dtype_are_those_of_its_flags(model, tmp_path):
+    """By default 32 rows in float32."""
+    path, data = save(tmp_path / "m.pt", own_checkpoint(model)), write_jsonl(tmp_path / "a.jsonl", EXAMPLES)
+
+    def rows_and_dtypes(*flags):
+        seen = []
+        hook = register_module_forward_hook(lambda module, inputs, output: seen.append(output)
+                                            if type(module).__name__ == "MLP" else None)
+        try:
+            hellaswag.main(["--model", str(path), "--data", str(data), "--device", "cpu", *flags])
+        finally:
+            hook.remove()
+        return max(len(x) for x in seen), {x.dtype for x in seen}
+    assert rows_and_dtypes("--limit", "9") == (32, {torch.float32})
+    assert rows_and_dtypes("--limit", "3", "--batch_size", "11") == (8, {torch.float32})
+    assert rows_and_dtypes("--limit", "3", "--dtype", "bfloat16") == (12, {torch.bfloat16})
 
 
 def test_without_a_network_it_ends_with_one_line(model, tmp_path):

@@ -59,6 +59,19 @@ def test_samples_are_those_of_generate_and_each_flag_reaches_it(text, how, path,
         assert shown(*flags, "--dtype", "bfloat16") == generated(path, text, **how)
 
 
+def test_the_defaults_are_four_samples_of_200_tokens_without_a_prompt(path, capsys):
+    sample.main(["--model", path, "--device", "cpu"])
+    assert capsys.readouterr().out == generated(path, "", 4, 200, 42, temperature=1.0, top_k=50)
+
+
+def test_top_k_0_samples_from_all_tokens_and_1_is_greedy(path, shown):
+    every = shown("--top_k", 0, "--temperature", 50)
+    assert every == generated(path, "", top_k=0, temperature=50) == generated(path, "", top_k=None,
+                                                                              temperature=50)
+    assert every != shown("--top_k", 50, "--temperature", 50)
+    assert shown("--top_k", 1) == shown("--temperature", 0)
+
+
 def steps_of(rows):
     """The rows (n, T) as generation yields them: T tensors (n, 1)."""
     return torch.tensor(rows).T[:, :, None]
@@ -116,6 +129,9 @@ def test_interactive_from_a_pipe(path, shown, monkeypatch):
         return shown("--interactive", "--max_new_tokens", 4, "--temperature", 0, *flags)
     assert continued("The\n\nnaïve\r\nno newline".encode() + b"\xff") == "".join(
         f"{greedy(path, text, 4)}\n" for text in ("The", "", "naïve", "no newline\ufffd"))
+    # the second prompt's numbers are not those of the first
+    first, second = continued(b"The\nThe\n", "--temperature", 1).splitlines()
+    assert first != second
     assert continued(b"The", "--num_samples", 2) == "".join(
         f"--- sample {i} of 2\nThe{greedy(path, 'The', 4)}\n" for i in (1, 2))
     monkeypatch.setattr(sys, "stdin", None)
