@@ -1,9 +1,12 @@
 """hellaswag.py: its counts against a plain scoring of one token at a time, its data, and the command. Bad
 files are in test_hostile.py."""
+import functools
 import json
 import math
+import os
 import random
 import sys
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +15,7 @@ from torch.nn.modules.module import register_module_forward_hook
 
 import hellaswag
 from hellaswag import evaluate, load_examples, make_batches
-from helpers import ROOT, refused, script
+from helpers import BYTES, ROOT, logged, refused, run, script
 from peers import make_model, own_checkpoint, save
 from runtime.tokenizer import encode
 
@@ -159,6 +162,28 @@ def test_the_commands_batches_and_dtype_are_those_of_its_flags(model, tmp_path):
     assert rows_and_dtypes("--limit", "9") == (32, {torch.float32})
     assert rows_and_dtypes("--limit", "3", "--batch_size", "11") == (8, {torch.float32})
     assert rows_and_dtypes("--limit", "3", "--dtype", "bfloat16") == (12, {torch.bfloat16})
+
+
+def hub_that_notes(path):
+    """The package datasets, whose examples take a while on rank 0: each rank notes when it has them."""
+    rank = os.environ["RANK"]
+
+    def load_dataset(*args, **how):
+        if rank == "0":
+            threading.Event().wait(0.3)         # if both begin at once, rank 1 is the first now
+        with open(path, "a") as file:
+            file.write(rank)
+        return EXAMPLES[:3]
+    sys.modules["datasets"] = SimpleNamespace(load_dataset=load_dataset)
+
+
+def test_rank_0_fetches_the_examples_before_the_others_look(byte_data, tmp_path):
+    """It fills the cache; else eight ranks would download at once."""
+    run("--data", byte_data, *BYTES, "--vocab_size", 50304, "--n_layer", 1, "--n_embd", 16, "--max_steps", 1,
+        "--val_every", 0, "--checkpoint_every", 0, "--hellaswag_every", 100, "--out", tmp_path / "log",
+        processes=2, before=[functools.partial(hub_that_notes, tmp_path / "order")])
+    assert (tmp_path / "order").read_text() == "01"
+    assert list(logged(tmp_path / "log", "hella")) == [0, 1]
 
 
 def test_without_a_network_it_ends_with_one_line(model, tmp_path):

@@ -1,4 +1,5 @@
 """What a run tells: the console's line, metrics.csv and log.txt, Weights & Biases."""
+import importlib.machinery
 import math
 import os
 import sys
@@ -6,7 +7,7 @@ import types
 
 import numpy as np
 import pytest
-from helpers import logged, refused, train
+from helpers import BYTES, logged, refused, train
 
 from runtime.console import HEADER, Record, clock, counted, lowest, read_metrics, step_line
 from runtime.shards import write_shard
@@ -148,6 +149,26 @@ def test_wandb_is_given_the_events_and_knows_a_resumed_run_by_its_id(tmp_path, m
     assert ids[0] == ids[1] != ids[2] and (tmp_path / "wandb_id").read_text().strip() == ids[2]
     monkeypatch.setattr("wandb.init", lambda **how: 1 / 0)              # no login, for one
     refused(lambda: Record(tmp_path, 0, 100, {}, wandb=True), "wandb login", "ZeroDivisionError")
+
+
+def test_a_run_with_wandb_tells_it_its_flags_and_each_of_its_numbers_and_others_tell_nothing(tmp_path,
+                                                                                              monkeypatch):
+    wandb, begun, told = types.ModuleType("wandb"), [], []
+    wandb.__spec__ = importlib.machinery.ModuleSpec("wandb", None)
+    wandb.init, wandb.finish = lambda **how: begun.append(how), lambda: told.append("end")
+    wandb.log = lambda values, step: told.extend((step, kind, values[kind]) for kind in ("val", "train")
+                                                 if kind in values)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    for split in ("val", "train"):
+        write_shard(tmp_path / f"text_{split}_000000.npy", np.arange(500, dtype=np.uint16) % 251)
+    flags = ["--data", tmp_path, *BYTES, "--n_layer", 1, "--n_embd", 16, "--max_steps", 2, "--val_every", 2]
+    train(*flags, "--out", tmp_path / "without")
+    assert not begun and not told
+    train(*flags, "--wandb", "--out", tmp_path / "with")
+    assert begun[0]["config"]["n_embd"] == 16 and begun[0]["name"] == "with"
+    lines = [line.split() for line in (tmp_path / "with/log.txt").read_text().splitlines()]
+    expected = [(int(step), kind, pytest.approx(float(value), abs=1e-6)) for step, kind, value in lines]
+    assert told == [*expected, "end"] and len(lines) == 4
 
 
 def test_a_step_line_is_that_of_the_contract():

@@ -95,7 +95,7 @@ FIRST, LAST = 24, 30                        # steps of the run before it is resu
 
 
 def seconds_of(step):
-    """What each step takes: the first of a process is far longer than the others, and later ones are short."""
+    """What each step takes: the first of a process is far longer than the others."""
     return 9.0 if step in (0, FIRST) else (2.0 if step < 14 else 0.5) + 0.25 * (step * 7 % 11)
 
 

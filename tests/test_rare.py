@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.nn.modules.module import register_module_forward_hook
 
 from helpers import BYTES, ENV, command, forked, logged, newest, refused, run, same_end, train
-from runtime.files import checkpoints, replace_file
+from runtime.files import checkpoints, replace_file, writable
 from test_printed import FLOPS, Clock, is_model, printed, replace_everywhere, step_lines, table, takes_time
 
 QUICK = [*BYTES, "--batch_size", 8, "--device", "cpu", "--val_every", 0]     # one micro-step a step
@@ -320,6 +320,42 @@ def test_a_file_system_without_locks_will_do_and_one_that_fails_is_told(number, 
     else:
         refused(lambda: train(*flags), tmp_path / "log", os.strerror(number))
         assert not (tmp_path / "log/log.txt").exists()
+
+
+def test_a_lock_that_a_killed_process_still_holds_is_waited_for(byte_data, tmp_path, monkeypatch):
+    fcntl, tries = pytest.importorskip("fcntl"), []
+    flock = fcntl.flock
+
+    def held_at_first(descriptor, how):
+        tries.append(how)
+        if len(tries) == 1:
+            raise BlockingIOError(errno.EWOULDBLOCK, "Resource temporarily unavailable")
+        flock(descriptor, how)
+    monkeypatch.setattr(fcntl, "flock", held_at_first)
+    train("--data", byte_data, *QUICK, "--max_steps", 1, "--out", tmp_path / "log")
+    assert newest(tmp_path / "log") == 1 and len(tries) > 1
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG], ids=errno.errorcode.get)
+def test_each_kind_of_a_full_disk_is_told_as_one_even_before_the_work_has_begun(number, tmp_path):
+    """Another folder on the same disk would not help, and the same command is right once there is room."""
+    def full(file):
+        raise OSError(number, os.strerror(number))
+
+    def write():
+        with writable(tmp_path):
+            replace_file(tmp_path / "a.bin", full)
+    refused(write, tmp_path / "a.bin", "make room", failed=True)
+    assert not os.listdir(tmp_path)
+
+
+def test_checkpoints_are_ordered_by_their_steps_beyond_a_million_too(tmp_path):
+    theirs = ["checkpoint_0000001.pt", "checkpoint_12345.pt", "checkpoint_000001.pt.tmp",
+              "checkpoint_best.pt", "a_checkpoint_000001.pt", "checkpoint_-00001.pt"]
+    for name in (*theirs, "checkpoint_1000000.pt", "checkpoint_999999.pt", "checkpoint_000250.pt"):
+        (tmp_path / name).touch()
+    assert [(step, path.name) for step, path in checkpoints(tmp_path)] == [
+        (step, f"checkpoint_{step:06d}.pt") for step in (250, 999_999, 1_000_000)]
 
 
 def test_a_file_is_on_the_disk_before_it_has_its_name_and_its_name_then(tmp_path, monkeypatch):

@@ -157,6 +157,23 @@ def test_ctrl_c_ends_a_continuation_and_at_the_prompt_the_program(path, monkeypa
     assert capsys.readouterr().out == f"> {greedy(path, 'The', 2)}\n" * 2 + "> \n"
 
 
+def test_text_reaches_a_pipe_as_its_tokens_come(path, monkeypatch, tmp_path):
+    """Not when a buffer of some kilobytes is full."""
+    sizes = []
+    with open(tmp_path / "shown", "w", encoding="utf-8") as file:
+        monkeypatch.setattr(sys, "stdout", file)
+        hook = register_module_forward_hook(lambda module, inputs, output: sizes.append(
+            os.fstat(file.fileno()).st_size) if type(module).__name__ == "Block" else None)
+        try:
+            sample.main(["--model", path, "--device", "cpu", "--num_samples", "1", "--max_new_tokens", "12",
+                         "--prompt", "The", "--temperature", "0"])
+        finally:
+            hook.remove()
+    heading, after = len("--- sample 1 of 1\nThe"), greedy(path, "The", 12).encode()
+    assert len(sizes) == 12 and sizes[0] == heading and sizes[-1] > heading + len(after) / 2
+    assert sizes == sorted(sizes) and len({*sizes}) > 4
+
+
 def close_the_pipe():
     """stdout's, whose reader has ended."""
     reader, writer = os.pipe()
