@@ -91,7 +91,7 @@ def step_lines(text):
 
 # ----------------------------------------------------------------------------- time
 
-FIRST, LAST = 24, 30                        # steps of the run before it is resumed, and in all
+FIRST, LAST = 32, 36                        # steps of the run before it is resumed, and in all
 
 
 def seconds_of(step):
@@ -169,7 +169,7 @@ def test_a_save_tells_its_own_time_and_its_file(timed):
     out, texts = timed
     saved = [re.findall(r"saved (\S+) in ([\d,.]+) s", text) for text in texts]
     assert saved == [[(f"{out}/checkpoint_{step:06d}.pt", "1000.0") for step in steps]
-                     for steps in ((8, 16, 24), (30,))]
+                     for steps in ((8, 16, 24, 32), (36,))]
 
 
 def test_tokens_that_are_not_gpt2s_have_no_bits_per_byte(timed):
@@ -179,7 +179,7 @@ def test_tokens_that_are_not_gpt2s_have_no_bits_per_byte(timed):
 
 @pytest.mark.parametrize("flags, last, left", [
     (["--out", "new"], 100, "0:03:20"), (["--out", "new", "--batch_size", 1], 100, "0:06:40"),
-    (["--out", "new", "--updates_per_step", 2], 100, "0:03:20"), ([], 100, "0:02:20"), ([], LAST, "0:00:00")],
+    (["--out", "new", "--updates_per_step", 2], 100, "0:03:20"), ([], 100, "0:02:08"), ([], LAST, "0:00:00")],
     ids=["new", "more micro-steps", "two updates", "resumed", "at its end"])
 def test_a_dry_run_tells_the_time_of_the_steps_that_are_left(flags, last, left, timed, byte_data, tmp_path,
                                                               monkeypatch):
@@ -195,6 +195,8 @@ def test_a_dry_run_tells_the_time_of_the_steps_that_are_left(flags, last, left, 
     line = next(line for line in text.splitlines() if " s a step" in line)
     assert re.search(r"[\d.]+", line)[0] == ("4" if "--batch_size" in flags else "2")
     assert re.search(r"\d+:\d\d:\d\d", line)[0] == left
+    B, n = (1, 8) if "--batch_size" in flags else (2, 4)
+    assert f"256 tokens a step = {B} x 32 x {n} micro-steps x 1 process" in text
     assert not list(tmp_path.iterdir())
 
 
