@@ -248,6 +248,14 @@ def test_the_header_counts_parameters_tokens_and_epochs(byte_data, tmp_path):
         assert said in text, said
 
 
+def test_a_cpus_micro_step_has_4096_tokens_unless_a_flag_says_less(byte_data, tmp_path):
+    for flags, product in (([], "128 x 32 x 2 micro"), (["--batch_size", 100], "64 x 32 x 4 micro"),
+                           (["--sequence_length", 16], "256 x 16 x 2 micro")):
+        text = printed("--data", byte_data, *BYTES, "--batch_size", "auto", "--total_batch_size", 8192,
+                       "--device", "cpu", "--out", tmp_path / "log", *flags, "--dry_run")
+        assert f"8,192 tokens a step = {product}" in text
+
+
 # ----------------------------------------------------------------------------- bits per byte, the best
 
 ASCII = "First Citizen: Before we proceed any further, hear me speak. All: Speak, speak! " * 60

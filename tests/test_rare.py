@@ -377,6 +377,22 @@ def test_a_file_is_on_the_disk_before_it_has_its_name_and_its_name_then(tmp_path
     assert events == [100, "name", "folder"] and os.listdir(tmp_path) == ["a.bin"]
 
 
+def test_a_checkpoint_is_written_when_the_log_of_its_steps_is_on_the_disk(byte_data, tmp_path, monkeypatch):
+    """After a loss of power a run that resumes would have a hole in its log."""
+    fsync, on_disk = os.fsync, []
+
+    def noted(descriptor):
+        name = os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}"))
+        on_disk.append((name, (tmp_path / "log.txt").read_text().count("\n")))
+        fsync(descriptor)
+    flags = ["--data", byte_data, *QUICK, "--max_steps", 4, "--checkpoint_every", 2, "--out", tmp_path]
+    train(*flags, "--max_steps", 1)                     # so that log.txt is there
+    monkeypatch.setattr(os, "fsync", noted)
+    train(*flags)
+    first = next(i for i, (name, _) in enumerate(on_disk) if name.startswith("checkpoint_000002"))
+    assert {("log.txt", 2), ("metrics.csv", 2)} <= {*on_disk[:first]}
+
+
 def test_a_file_system_that_knows_no_fsync_will_do(byte_data, tmp_path, monkeypatch):
     def fsync(descriptor):
         raise OSError(errno.ENOSYS, "Function not implemented")
