@@ -5,6 +5,7 @@ import json
 import math
 import os
 import random
+import re
 import sys
 import threading
 from types import SimpleNamespace
@@ -179,11 +180,15 @@ def hub_that_notes(path):
 
 def test_rank_0_fetches_the_examples_before_the_others_look(byte_data, tmp_path):
     """It fills the cache; else eight ranks would download at once."""
-    run("--data", byte_data, *BYTES, "--vocab_size", 50304, "--n_layer", 1, "--n_embd", 16, "--max_steps", 1,
-        "--val_every", 0, "--checkpoint_every", 0, "--hellaswag_every", 100, "--out", tmp_path / "log",
-        processes=2, before=[functools.partial(hub_that_notes, tmp_path / "order")])
+    text = run("--data", byte_data, *BYTES, "--vocab_size", 50304, "--n_layer", 1, "--n_embd", 16,
+               "--max_steps", 1, "--val_every", 0, "--checkpoint_every", 0, "--hellaswag_every", 100, "--out",
+               tmp_path / "log", processes=2,
+               before=[functools.partial(hub_that_notes, tmp_path / "order")]).stdout
     assert (tmp_path / "order").read_text() == "01"
-    assert list(logged(tmp_path / "log", "hella")) == [0, 1]
+    told = re.findall(r"accuracy: (\d+)/(\d+)=([\d.]+)", text)           # of both ranks' examples
+    assert [(n, share) for _, n, share in told] == [("3", f"{int(c) / 3:.4f}") for c, *_ in told]
+    assert logged(tmp_path / "log", "hella") == {step: pytest.approx(int(c) / 3, abs=1e-6)
+                                                 for step, (c, *_) in zip((0, 1), told, strict=True)}
 
 
 def test_without_a_network_it_ends_with_one_line(model, tmp_path):

@@ -153,6 +153,9 @@ def test_metrics_csv_counts_tokens_and_the_seconds_of_steps_over_a_resume(timed)
         assert row["seconds"] == pytest.approx(sum(map(seconds_of, range(step))), abs=0.02)
         if step < LAST:
             assert row["tokens_per_second"] == pytest.approx(256 / seconds_of(step), rel=1e-5)
+            progress = (step - 5) / ((FIRST if step < FIRST else LAST) - 5)
+            rate = (step + 1) / 5 if step < 5 else 0.1 + 0.9 * (1 + math.cos(math.pi * progress)) / 2
+            assert row["lr"] == pytest.approx(6e-4 * rate, rel=1e-4), "warm-up, then cosine to a tenth"
         assert (row["val"] is not None) == (step % 8 == 0 or step == LAST)
 
 

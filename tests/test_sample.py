@@ -1,6 +1,7 @@
 """sample.py: the stream of text, flags, prompts on pipes and terminals."""
 import io
 import os
+import re
 import signal
 import sys
 
@@ -60,8 +61,20 @@ def test_samples_are_those_of_generate_and_each_flag_reaches_it(text, how, path,
 
 
 def test_the_defaults_are_four_samples_of_200_tokens_without_a_prompt(path, capsys):
-    sample.main(["--model", path, "--device", "cpu"])
-    assert capsys.readouterr().out == generated(path, "", 4, 200, 42, temperature=1.0, top_k=50)
+    tokens = []
+    hook = register_module_forward_hook(lambda module, inputs, output: tokens.append(output)
+                                        if type(module).__name__ == "Block" else None)
+    try:
+        sample.main(["--model", path, "--device", "cpu"])
+    finally:
+        hook.remove()
+    assert len(tokens) == 200 and all(len(x) == 4 for x in tokens)
+    shown, heading = capsys.readouterr().out, re.compile(r"^--- sample \d of 4\n", re.M)
+    begins = generated(path, "", 4, 20, 42, temperature=1.0, top_k=50)
+    pairs = list(zip(heading.split(shown), heading.split(begins), strict=True))
+    assert len(pairs) == 5
+    for one, beginning in pairs:
+        assert one.startswith(beginning.removesuffix("\n").rstrip("\ufffd"))
 
 
 def test_top_k_0_samples_from_all_tokens_and_1_is_greedy(path, shown):
