@@ -82,6 +82,21 @@ def test_counts_are_those_of_a_plain_scoring_and_little_of_a_batch_is_padding(ba
     assert evaluate(model, batches, "cpu").tolist() == plain_counts(scores, EXAMPLES)
 
 
+def test_the_first_and_the_last_token_of_an_ending_count(model):
+    """Of endings that differ in nothing else the plain scoring's best is the right one."""
+    text = (ROOT / "input.txt").read_text()[:9000]
+    words = [word for word in text.split() if len(encode(" " + word)) == 1]
+    some = []
+    for i in range(12):
+        four, rest = sorted({*words[40 * i:40 * i + 30]})[:4], " ".join(words[40 * i + 30:40 * i + 34])
+        endings = [f"{word} {rest}" if i % 2 else f"{rest} {word}" for word in four]
+        some.append({"ctx": words[i], "endings": endings, "label": 0})
+    for example, (sums, means) in zip(some, plain_scores(model, some), strict=True):
+        assert sums.index(min(sums)) == means.index(min(means))
+        example["label"] = sums.index(min(sums))
+    assert evaluate(model, make_batches(some, 192), "cpu").tolist() == [12, 12, 12]
+
+
 @pytest.mark.parametrize("world_size", [2, 64])
 def test_counts_of_ranks_sum_to_those_of_one(world_size, model, scores):
     batches, seen = make_batches(EXAMPLES, 192, 16), []
@@ -174,7 +189,7 @@ def hub_that_notes(path):
             threading.Event().wait(0.3)         # if both begin at once, rank 1 is the first now
         with open(path, "a") as file:
             file.write(rank)
-        return EXAMPLES[:3]
+        return EXAMPLES[:9]             # two batches
     sys.modules["datasets"] = SimpleNamespace(load_dataset=load_dataset)
 
 
@@ -186,8 +201,8 @@ def test_rank_0_fetches_the_examples_before_the_others_look(byte_data, tmp_path)
                before=[functools.partial(hub_that_notes, tmp_path / "order")]).stdout
     assert (tmp_path / "order").read_text() == "01"
     told = re.findall(r"accuracy: (\d+)/(\d+)=([\d.]+)", text)           # of both ranks' examples
-    assert [(n, share) for _, n, share in told] == [("3", f"{int(c) / 3:.4f}") for c, *_ in told]
-    assert logged(tmp_path / "log", "hella") == {step: pytest.approx(int(c) / 3, abs=1e-6)
+    assert [(n, share) for _, n, share in told] == [("9", f"{int(c) / 9:.4f}") for c, *_ in told]
+    assert logged(tmp_path / "log", "hella") == {step: pytest.approx(int(c) / 9, abs=1e-6)
                                                  for step, (c, *_) in zip((0, 1), told, strict=True)}
 
 

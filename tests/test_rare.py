@@ -297,10 +297,13 @@ def test_ranks_that_are_restarted_do_not_meet_the_dead_ones(byte_data, tmp_path)
            "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "a"}
     call = command("train_gpt2.py", "--data", byte_data, *QUICK, "--batch_size", 4, "--max_steps", 2,
                    "--checkpoint_every", 0, "--out", tmp_path)
+    keys = [store.num_keys()]
     for count in ("0", "1"):
         ends = forked(call, call, envs=[env | {"TORCHELASTIC_RESTART_COUNT": count, "RANK": rank,
                                                "LOCAL_RANK": rank} for rank in "01"])
         assert [code for code, *_ in ends] == [0, 0], ends
+        keys.append(store.num_keys())
+    assert keys[0] < keys[1] < keys[2], "each start has keys of its own"
 
 
 # ----------------------------------------------------------------------------- file systems
