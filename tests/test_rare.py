@@ -331,12 +331,12 @@ def test_a_lock_that_a_killed_process_still_holds_is_waited_for(byte_data, tmp_p
 
     def held_at_first(descriptor, how):
         tries.append(how)
-        if len(tries) == 1:
+        if len(tries) < 4:                  # two come at once
             raise BlockingIOError(errno.EWOULDBLOCK, "Resource temporarily unavailable")
         flock(descriptor, how)
     monkeypatch.setattr(fcntl, "flock", held_at_first)
     train("--data", byte_data, *QUICK, "--max_steps", 1, "--out", tmp_path / "log")
-    assert newest(tmp_path / "log") == 1 and len(tries) > 1
+    assert newest(tmp_path / "log") == 1 and len(tries) > 3
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG], ids=errno.errorcode.get)
