@@ -35,7 +35,7 @@ def counted(n: int, what: str) -> str:
 def step_line(step: int, loss: float, norm: float, lr: float, dt: float, rate: float, mfu: float | None,
               left: float) -> str:
     """The console's line of a step. `dt`, `left`: seconds; `rate`: tokens/s."""
-    return (f"step {step:5d} | loss: {loss:.4f} | lr {lr:.2e} | norm: {norm:.2f} | dt: {dt * 1000:,.1f}ms | "
+    return (f"step {step:5d} | loss: {loss:.4f} | lr {lr:.2e} | norm: {norm:.2f} | dt: {dt * 1000:.1f}ms | "
             f"tok/sec: {rate:,.0f}{f' | mfu {mfu:.0%}' if mfu else ''} | {clock(left)} left")
 
 
