@@ -30,12 +30,13 @@ import speedrun
 from model import MODELS, fresh_model, load_model
 from runtime import checkpoint as checkpoints
 from runtime import plots
-from runtime.console import Record, in_bits, log_evaluation, log_steps, print_header, print_summary
+from runtime.console import (Record, in_bits, log_evaluation, log_steps, print_header, print_summary,
+                             what_resumes)
 from runtime.dataloader import (Data, divide_update, micro_batches, open_data, read_ahead, to_device,
                                 updates_of_step)
 from runtime.device import (choose_batch_size, choose_device, choose_dtype, fetch, oom_as_user_error,
                             tune_malloc)
-from runtime.files import newest_of, run_goes_on_later
+from runtime.files import run_goes_on_later
 from runtime.kernels import ATTENTION
 from runtime.language_model import LanguageModel
 from runtime.muon import broadcast_updates, shard_matrices, step_together
@@ -375,7 +376,7 @@ def evaluate(run: Run, due: Callable[[int], bool]) -> None:
             return
         if not math.isfinite(loss):
             with said_once(process.is_master):
-                raise RunError(f"step {step}: validation loss {loss}. {newest_of(config.out)}")
+                raise RunError(f"step {step}: validation loss {loss}. {what_resumes(run)}")
         log_evaluation(run, "val", loss, f"validation loss: {loss:.4f}{in_bits(loss, run.data)}")
     if run.hella and due(config.hellaswag_every) and "hella" not in logged:
         counts = hellaswag.evaluate(run.model, run.hella, process.device, run.autocast, process.rank,

@@ -164,6 +164,13 @@ def print_header(run, path: Path | None, change: str = "") -> None:
             "nothing was written, and the same command without --dry_run starts the run")
 
 
+def what_resumes(run) -> str:
+    """What the same command does next, when a checkpoint that is still being written is complete."""
+    if run.saver:
+        run.saver.finish()
+    return newest_of(run.config.out)
+
+
 def log_steps(run, keep: int = 0) -> None:
     """Prints and records the finished steps but the newest `keep`. RunError for a loss or gradient that is
     not finite; float16's scaler skips a step that overflows and lowers its scale, which is 65536 at first."""
@@ -178,7 +185,7 @@ def log_steps(run, keep: int = 0) -> None:
         if not math.isfinite(loss) or run.overflows > (25 if config.dtype == "float16" else 0):
             with said_once(process.is_master):
                 raise RunError(f"step {step} is not finite: loss {loss}, gradient norm {norm}: lower "
-                               f"--max_lr or lengthen --warmup_steps. {newest_of(config.out)}")
+                               f"--max_lr or lengthen --warmup_steps. {what_resumes(run)}")
         run.losses.append(loss)
         run.seconds.append(dt)
         rate, peak = config.total_batch_size / dt, peak_flops(process.device)

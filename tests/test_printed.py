@@ -11,13 +11,14 @@ import shlex
 import statistics
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch.nn.modules.module import register_module_forward_hook
 
-from helpers import BYTES, logged, run, train
+from helpers import BYTES, ROOT, logged, run, train
 from runtime.tokenizer import EOT, encode, tokenizer
 
 T, TOKENS = 32, 256                         # of BYTES: a sequence, a step
@@ -60,10 +61,9 @@ def takes_time(clock, training, evaluation=0.0):
 
 def replace_everywhere(put, name, value):
     """Puts `value` in the place of the function `name`, in whichever of our modules has it."""
-    ours = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    files = [*ROOT.glob("*.py"), *ROOT.glob("runtime/*.py")]
     holders = [module for module in list(sys.modules.values()) if hasattr(module, name)
-               and str(getattr(module, "__file__", None)).startswith(ours)
-               and "site-packages" not in module.__file__ and "tests" not in module.__file__]
+               and Path(getattr(module, "__file__", None) or "") in files]
     assert holders, f"nothing is called {name}"
     for module in holders:
         put(module, name, value)

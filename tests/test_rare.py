@@ -134,11 +134,25 @@ def test_a_stopped_gpu_run_has_logged_and_saved_its_last_step(gpu, hooked, byte_
     assert "SIGTERM after 5 of 40" in text
 
 
-def test_a_gpus_loss_that_is_not_finite_is_seen_before_the_save(gpu, hooked, byte_data, tmp_path):
-    """The gradient is finite, and so are the weights."""
-    hooked(training(lambda n, output: (None, output[1] + torch.tensor(torch.nan)) if n == 3 else None))
+def test_a_gpus_loss_that_is_not_finite_is_seen_before_the_save(gpu, hooked, byte_data, tmp_path,
+                                                                monkeypatch):
+    """The gradient is finite, and so are the weights. The save before is still being written then; the same
+    command resumes from it."""
+    seen, never = threading.Event(), threading.Event()
+
+    def slow(step, save, content, file):
+        assert seen.wait(20), "a save holds up the training"
+        never.wait(0.2)
+        save(content, file)
+    saves(monkeypatch, slow)
+
+    def not_finite(n, output):
+        if n == 3:
+            seen.set()
+            return None, output[1] + torch.tensor(torch.nan)
+    hooked(training(not_finite))
     refused(lambda: train("--data", byte_data, *QUICK, *gpu, "--checkpoint_every", 2, "--out", tmp_path),
-            "step 3", "nan", failed=True)
+            "step 3", "nan", "checkpoint_000002.pt", failed=True)
     assert [step for step, _ in checkpoints(tmp_path)] == [2] and list(logged(tmp_path)) == [0, 1, 2]
 
 
