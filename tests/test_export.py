@@ -178,6 +178,8 @@ def test_weights_of_any_dtype_are_exported_in_float32_and_logits_are_float32(tmp
     for recipe in MODELS:
         model = make_model(recipe).bfloat16()
         model.save_pretrained(tmp_path / recipe)
+        with safe_open(tmp_path / recipe / "model.safetensors", "pt") as file:
+            assert file.get_tensor("transformer.wte.weight").dtype == torch.float32
         again = dict(load_model(tmp_path / recipe).named_parameters())
         for name, p in model.float().named_parameters():
             assert torch.equal(p[:len(again[name])] if p.dim() else p, again[name]), name

@@ -246,21 +246,24 @@ def look_everywhere():
               partial(export, ["export", "open", "closed"])]
     for call in calls:
         refused(call, "closed", "Permission denied")
+    for pattern in ("unlisted", "unlisted/*.txt"):
+        refused(partial(prepare, "--input", pattern, "--out", "out"), "unlisted", "Permission denied")
+    prepare("--input", "unlisted/a.txt", "--out", "unlisted's")                 # a known name is enough
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="of Linux' capabilities")
 def test_a_folder_that_cannot_be_read_is_not_taken_for_an_empty_one(tmp_path):
     GPT(GPTConfig(block_size=8, n_layer=1, n_head=1, n_embd=4)).save_pretrained("open")
-    for folder in ("closed", "in/closed", "in/open"):
+    for folder in ("closed", "in/closed", "in/open", "unlisted"):
         Path(folder).mkdir(parents=True)
         Path(folder, "a.txt").write_text("word " * 300)
     write_shard("closed/x_train_000001.npy", np.zeros(300, dtype=np.uint16))
-    for folder in ("closed", "in/closed"):
-        os.chmod(folder, 0)
+    for folder, mode in (("closed", 0), ("in/closed", 0), ("unlisted", 0o311)):
+        os.chmod(folder, mode)
     try:
         [(code, out, err)] = forked(look_everywhere, cwds=[tmp_path], before=[without_rights])
     finally:
-        for folder in ("closed", "in/closed"):
+        for folder in ("closed", "in/closed", "unlisted"):
             os.chmod(folder, 0o700)
     assert code == 0, err
     assert not Path("out").exists() and not Path("log").exists()

@@ -162,10 +162,14 @@ def test_gpt2_comes_from_the_hub_and_then_from_its_cache_and_what_is_not_there_i
         hub.put("openai-community/gpt2", {p.name: p.read_bytes() for p in (tmp_path / "gpt2's").iterdir()})
         hub.put("other/model", {"config.json": b"{}"})
         env = hub.env | {"HF_HOME": str(tmp_path / "cache")}
-        for out, changed in ("first", {}), ("from the cache", {"HF_ENDPOINT": "http://127.0.0.1:9"}):
-            result = script("model.py", "export", "gpt2", tmp_path / out, env=env | changed)
+        answer, asked = hub.answer, []
+        hub.answer = lambda url, *how: asked.append(url.path) or answer(url, *how)
+        for out in ("first", "from the cache"):
+            result = script("model.py", "export", "gpt2", tmp_path / out, env=env)
             assert result.returncode == 0 and result.stderr == "", result.stderr
             same_weights(tmp_path / out, our_model(theirs))
+            assert any("/gpt2/resolve/" in path for path in asked) == (out == "first"), asked
+            asked.clear()
         for name in ("nobody/model", "other/model"):
             refused(lambda name=name: script("model.py", "export", name, tmp_path / "hf", env=env), name)
     assert not (tmp_path / "hf").exists()
