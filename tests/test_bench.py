@@ -131,7 +131,8 @@ def test_the_ladders_figures_follow_from_what_was_measured(table, monkeypatch):
             return {"failed": "no kernel"}
         seconds = 2 / next(n)
         return {"seconds": [seconds, 9.0, seconds], "warmup_seconds": 7.0, "memory": 3_500_000_000,
-                "flops_per_token": 1 + (s.vocab_size == 50304), "peak_flops": 4e3 if s.dtype == "bfloat16" else 2e3}
+                "flops_per_token": 1 + (s.vocab_size == 50304),
+                "peak_flops": 4e3 if s.dtype == "bfloat16" else 2e3}
     monkeypatch.setattr(timing, "run_in_subprocess", measured)
     shown, rows = table("ladder --device cpu --dtype bfloat16 --batch_size 4 --sequence_length 100 --turns 1")
     first, second, third = [row for row in rows if "failed" not in row][:3]
