@@ -11,6 +11,9 @@ The timed step is the one that trains, train_gpt2.train_step. Each row is measur
 that none inherits another's memory or compiled code. All rows are measured in turn, --turns times, and a row
 shows the median, as the speed of a shared machine changes within minutes; for recipes the mean of the seeds.
 """
+# first, because it refuses an old Python in one line
+from runtime.cli import run_command
+
 import sys
 from datetime import date
 
@@ -23,7 +26,6 @@ from benchmarks.data import data_table
 from benchmarks.flags import parse_args
 from benchmarks.steps import WORKERS
 from benchmarks.timing import run_worker
-from runtime.cli import run_command
 from runtime.device import device_name
 
 # each prints its table: (flags, their Setting) -> its rows

@@ -9,29 +9,34 @@
 A shard is a 1-D array of uint16 GPT-2 tokens, each document preceded by <|endoftext|> (50256):
 `*_train_000001.npy`, `*_val_000000.npy`; or with --format bin the .bin of llm.c and modded-nanogpt.
 """
+# first, because it refuses an old Python in one line
+import runtime.cli  # noqa: F401
+
 import argparse
 import glob
 import os
 import re
 import shlex
 import shutil
+import stat
 import tempfile
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from itertools import chain, groupby
 from pathlib import Path
 
 import numpy as np
 from tqdm import tqdm
 
-from runtime.cli import FlagParser, RunError, UserError, brief_error, run_command
+from runtime.cli import (FlagParser, RunError, UserError, brief_error, import_package, print_error,
+                         run_command)
 from runtime.files import NO_ROOM, writable
-from runtime.shards import (SHARD_NAME, ShardWriter, file_sha256, list_shards, open_shard, read_manifest,
+from runtime.shards import (ShardWriter, file_sha256, list_shards, open_shard, read_manifest, shard_names,
                             write_manifest)
-from runtime.text import describe, kind_of, read_rows
+from runtime.text import READERS, TEXT_FILES, Layout, describe, kind_of, read_rows
 from runtime.tokenizer import BPE_SHA256, Encoder
 
 # shuffled, so that their first tokens are for validation: prefix of the shards, folder
@@ -41,7 +46,8 @@ PRETOKENIZED = "kjj0/fineweb10B-gpt2"
 VAL_BLOCK, VAL_BLOCKS, LEAST = 4096, 40, 200      # tokens of a block; a text's least blocks, and tokens
 # --block_size of these presets. A table here, because to import runtime/presets.py may load torch
 BLOCK_SIZES = {"shakespeare": 128, "small": 256, "gpt2": 1024}
-TEXT_FLAGS = {"text_field", "out", "shard_size", "val_tokens", "max_tokens", "workers", "format"}
+TEXT_FLAGS = {"text_field", "separator", "tsv_quotes", "out", "shard_size", "val_tokens", "max_tokens",
+              "workers", "format"}
 ALLOWED = {"verify": {"verify"}, "pretokenized": {"pretokenized", "out"},   # flags that go with the first
            "input": {"input", "val_input", *TEXT_FLAGS}, "dataset": {"dataset", "name", "split", *TEXT_FLAGS}}
 MOST = {"shard_size": 2**30, "val_tokens": 2**30, "max_tokens": 2**60, "workers": 256, "pretokenized": 103}
@@ -55,9 +61,14 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     flag("--name", metavar="CONFIG", help="configuration of --dataset, where it has several")
     flag("--split", help="split of --dataset (default train)")
     flag("--input", nargs="+", action="extend", metavar="PATH", help="your own text: files, folders, globs: "
-         ".txt, .md (one document a file), .jsonl, .csv, .tsv, .parquet, also .txt.gz, .jsonl.zst ...")
+         ".txt, .md (one document a file), .jsonl, .ndjson, .json (one a line), .csv, .tsv, .parquet, also "
+         ".txt.gz, .jsonl.zst ...")
     flag("--val_input", nargs="+", action="extend", metavar="PATH", help="other files, for validation")
     flag("--text_field", metavar="NAME", help="column that holds the text (default text)")
+    flag("--separator", metavar="TEXT", help="what stands between the documents of a .txt or .md, as in "
+         "--separator '<|endoftext|>' (default: a file is one document)")
+    flag("--tsv_quotes", action="store_true", default=None,
+         help="cells of a .tsv may stand in quotation marks, as in a .csv (default: these are text)")
     flag("--pretokenized", type=int, metavar="N", help="fetches N published training shards of 200 MB")
     flag("--out", help="output folder (default edu_fineweb10B, or --dataset's name; required with --input)")
     flag("--shard_size", type=int, help="tokens per shard (default 100000000)")
@@ -81,6 +92,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         raise UserError("--val_tokens must be less than --max_tokens, and does not go with --val_input")
     args.shard_size, args.split = args.shard_size or 100_000_000, args.split or "train"
     args.text_field, args.format = args.text_field or "text", args.format or "npy"
+    args.separator, args.tsv_quotes = args.separator or "", bool(args.tsv_quotes)
     args.val_tokens = args.val_tokens or min(args.shard_size, -(-(args.max_tokens or 2**60) // 10))
     cores = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))(0)   # of this Slurm job
     args.workers = args.workers or len(cores)
@@ -93,20 +105,53 @@ def local_source(args: argparse.Namespace) -> tuple[dict, str, Callable]:
     for path in {*map(os.path.realpath, sets["input"])} & {*map(os.path.realpath, sets["val_input"])}:
         raise UserError(f"{path} is both in --input and in --val_input: leave it out of one of them")
     files = [(path, f"--{flag} {path}") for flag, paths in sets.items() for path in paths]
+    check_kinds(args, [path for path, _ in files])
     settings = {flag: [*map(describe, paths)] for flag, paths in sets.items()}
     return settings, "text", lambda first: ((n, *files[n]) for n in range(first, len(files)))
 
 
+def check_kinds(args: argparse.Namespace, files: list) -> None:
+    """UserError for a flag that is about a kind of file of which there is none."""
+    kinds = {*map(kind_of, files)}
+    if args.separator and not kinds & TEXT_FILES:
+        raise UserError("--separator is for .txt and .md files, and there are none: leave it out")
+    if args.tsv_quotes and ".tsv" not in kinds:
+        raise UserError("--tsv_quotes is for .tsv files, and there are none: leave it out")
+
+
 def find_files(flag: str, patterns: list[str]) -> list[Path]:
-    """The files of paths, folders and globs, in order. UserError for one without any of a known kind."""
+    """The files of paths, folders and globs, in order, without hidden ones. UserError for one without any of
+    a known kind, and for a folder that cannot be read."""
     paths = []
     for pattern in patterns:
-        every = os.path.join(glob.escape(pattern), "*") if os.path.isdir(pattern) else pattern
-        found = [pattern] if os.path.isfile(pattern) else sorted(glob.glob(every, recursive=True))
-        if not (ours := [Path(path) for path in found if kind_of(path) and os.path.isfile(path)]):
-            raise UserError(f"--{flag} {pattern}: no .txt, .md, .jsonl, .csv, .tsv, .parquet there: check it")
+        try:
+            found = list_files(pattern)
+        except OSError as error:
+            raise UserError(f"--{flag} {pattern}: {error.filename} cannot be read ({brief_error(error)}): "
+                            f"make it readable, or leave it out") from None
+        ours = [path for path in found if kind_of(path)]
+        if not ours:
+            raise UserError(f"--{flag} {pattern}: no {', '.join(READERS)} there: check it")
         paths += ours
     return paths
+
+
+def list_files(pattern: str) -> list[Path]:
+    """The sorted regular files that a path, folder or glob means. OSError if a folder on the way cannot be
+    read: glob.glob would take it for an empty one."""
+    with suppress(FileNotFoundError, NotADirectoryError):
+        if stat.S_ISREG(os.stat(pattern).st_mode):
+            return [Path(pattern)]
+    if os.path.isdir(pattern):
+        pattern = os.path.join(glob.escape(pattern), "*")
+    parts = Path(pattern).parts
+    for i, part in enumerate(parts):
+        through = os.path.join(*parts[:i], "**" if part == "**" else "") or "."
+        for folder in filter(os.path.isdir, glob.glob(through, recursive=True)):
+            os.stat(os.path.join(folder, "."))
+            if re.search(r"[*?[]", part):         # else the folder need not be listed
+                os.listdir(folder)
+    return [Path(path) for path in sorted(glob.glob(pattern, recursive=True)) if os.path.isfile(path)]
 
 
 def hub_source(args: argparse.Namespace) -> tuple[dict, str, Callable]:
@@ -121,18 +166,21 @@ def hub_source(args: argparse.Namespace) -> tuple[dict, str, Callable]:
     settings, found = {"dataset": repo, "name": name, "split": split}, read_manifest(Path(args.out))
     settings["revision"] = found.get("revision") if found.get("dataset") == repo else None
     if not settings["revision"]:
-        from huggingface_hub import HfApi
-        with hub_errors(f"--dataset {repo}"):
-            settings["revision"] = HfApi().dataset_info(repo, expand=["sha"]).sha
-    return settings, prefix, lambda first: hub_files(settings, Path(args.out) / ".download", first)
+        with hub_errors(f"--dataset {repo}") as hub:
+            settings["revision"] = hub.HfApi().dataset_info(repo, expand=["sha"]).sha
+    return settings, prefix, lambda first: hub_files(args, settings, first)
 
 
 @contextmanager
 def hub_errors(what: str):
-    """Around calls of the hub's libraries, whose errors come in many classes: they become ours."""
-    from huggingface_hub import errors
+    """Around calls of the hub's libraries, whose errors come in many classes: they become ours. Gives
+    huggingface_hub."""
+    hub, errors = import_package("huggingface_hub"), import_package("huggingface_hub.errors")
     try:
-        yield
+        yield hub
+    except ImportError as error:                  # what `datasets` needs for some datasets only
+        raise UserError(f"{what} needs a package that is not installed ({brief_error(error)}): pip install "
+                        f"{error.name or 'it'}") from None
     except Exception as error:
         if isinstance(error, UserError | RunError) or getattr(error, "errno", None) in NO_ROOM:
             raise                                 # a full disk: to `writable`
@@ -149,7 +197,7 @@ def hub_errors(what: str):
 
 def list_hub_files(dataset: str, name: str | None, split: str, revision: str) -> list[str]:
     """The paths of the files of a split, in the dataset."""
-    import datasets
+    datasets = import_package("datasets")
     # if the hub does not answer, `datasets` takes what its cache has: hence an empty one. And with hf:// it
     # never takes a local folder OWNER/NAME
     with hub_errors(f"--dataset {dataset}"), tempfile.TemporaryDirectory() as empty:
@@ -158,21 +206,22 @@ def list_hub_files(dataset: str, name: str | None, split: str, revision: str) ->
         files = [url.partition(f"@{revision}/")[2] for url in splits.get(split, ())]
         if not files or not all(map(kind_of, files)):
             raise ValueError(f"of its splits ({', '.join(map(str, splits))}) {split} has no files, or others "
-                             f"than .parquet, .jsonl, .csv, .tsv and .txt")
+                             f"than {', '.join(READERS)}")
         return files
 
 
-def hub_files(settings: dict, folder: Path, first: int) -> Iterator[tuple[int, Path, str]]:
-    """Files of a dataset, in `folder` while they are read; meanwhile the next one is fetched."""
-    from huggingface_hub import hf_hub_download
+def hub_files(args: argparse.Namespace, settings: dict, first: int) -> Iterator[tuple[int, Path, str]]:
+    """Files of a dataset, in OUT/.download while they are read; meanwhile the next one is fetched."""
+    folder = Path(args.out) / ".download"
     dataset, revision, files = settings["dataset"], settings["revision"], list_hub_files(**settings)
+    check_kinds(args, files)
 
     def begin(n):
         def fetch():
             try:
-                with writable(folder, begun=True), hub_errors(f"{dataset}: {files[n]}"):
-                    future.set_result(hf_hub_download(dataset, files[n], repo_type="dataset",
-                                                      revision=revision, local_dir=folder))
+                with writable(folder, begun=True), hub_errors(f"{dataset}: {files[n]}") as hub:
+                    future.set_result(hub.hf_hub_download(dataset, files[n], repo_type="dataset",
+                                                          revision=revision, local_dir=folder))
             except BaseException as error:
                 future.set_exception(error)
         future = Future()                         # of a daemon, which ends with the process
@@ -186,17 +235,36 @@ def hub_files(settings: dict, folder: Path, first: int) -> Iterator[tuple[int, P
         path.unlink()
 
 
-def encoded(files: Iterable, field: str, threads: int) -> Iterator[tuple[int, np.ndarray]]:
+def read_files(files: Iterable, layout: Layout, mark: bytes) -> Iterator[tuple[int, bytes]]:
+    """(number of a file, the next of its documents), as read_rows has them. Says so once if a .txt or .md has
+    <|endoftext|> in it and --separator was not given, or if that was given and divides none of them."""
+    told, first, most_documents = False, None, 0  # most_documents: in one .txt or .md
+    for number, path, name in files:
+        first, documents = number if first is None else first, 0
+        for row in read_rows(path, layout, mark, name):
+            if kind_of(path) in TEXT_FILES:
+                documents += row.count(mark)
+                most_documents = max(most_documents, documents)
+                if b"<|endoftext|>" in row and not layout.separator and not told:
+                    print_error(f"{name} has <|endoftext|> in it, which is read as text like any other: if "
+                                "documents stand between it, give --separator '<|endoftext|>', another --out")
+                    told = True
+            yield number, row
+    # a run that was killed does not read the files before again
+    if layout.separator and most_documents == 1 and first == 0:
+        print_error(f"--separator {layout.separator!r} divides no .txt or .md: each was read as one document")
+
+
+def encoded(files: Iterable, layout: Layout, threads: int) -> Iterator[tuple[int, np.ndarray]]:
     """(number of a file, the next of its tokens): of a megabyte of text, which threads encode ahead."""
     encoder, waiting, pool = Encoder(), deque(), ThreadPoolExecutor(threads)
     if not encoder.gigatoken:
         print("tiktoken does the work, slowly: gigatoken is not installed (pip install gigatoken)")
     try:
-        for number, path, name in files:
-            for row in read_rows(path, field, encoder.separator, name):
-                waiting.append((number, pool.submit(encoder.encode, row)))
-                if len(waiting) > 4 * threads:
-                    yield waiting[0][0], waiting.popleft()[1].result()
+        for number, row in read_files(files, layout, encoder.separator):
+            waiting.append((number, pool.submit(encoder.encode, row)))
+            if len(waiting) > 4 * threads:
+                yield waiting[0][0], waiting.popleft()[1].result()
         yield from ((number, future.result()) for number, future in waiting)
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
@@ -238,12 +306,13 @@ def cut(rows: Iterable, writer: ShardWriter) -> Iterator[tuple]:
 
 def write_shards(args: argparse.Namespace, settings: dict, prefix: str, files: Callable) -> None:
     """Tokenizes the files into shards, from where an earlier run of the command stopped."""
-    settings = {"version": 2, **settings, "tokenizer": {"name": "gpt2", **BPE_SHA256},
+    settings = {"version": 3, **settings, "tokenizer": {"name": "gpt2", **BPE_SHA256},
                 **{key: getattr(args, key) for key in sorted(TEXT_FLAGS - {"out", "workers"})}}
     writer = ShardWriter(Path(args.out), prefix, settings)
     if writer.manifest["complete"]:
         return
-    with (closing(encoded(files(writer.cursor[0]), args.text_field, args.workers)) as rows,
+    layout = Layout(args.text_field, args.separator, args.tsv_quotes)
+    with (closing(encoded(files(writer.cursor[0]), layout, args.workers)) as rows,
           tqdm(total=args.max_tokens, unit="tok", unit_scale=True, desc=args.out, disable=None) as bar):
         first, there = [], 0
         if not writer.manifest["shards"]:         # the blocks of a short text are smaller: look ahead
@@ -286,24 +355,23 @@ def write_step(writer: ShardWriter, split: str, runs: Iterable, bar) -> None:
 def fetch_published(count: int, out: Path) -> None:
     """--pretokenized: the validation and the first `count` training shards, as far as `out` lacks them."""
     names = [f"fineweb_{'train' if i else 'val'}_{i:06d}.bin" for i in range(count + 1)]
-    there = {path.name for path in out.glob("*") if SHARD_NAME.match(path.name)}
+    there = {*shard_names(out)}
     if there and read_manifest(out).get("pretokenized") != PRETOKENIZED:
         raise UserError(f"{out} holds shards of another source than {PRETOKENIZED}: choose another --out")
     if missing := [name for name in names if name not in there]:
-        from huggingface_hub import HfApi, hf_hub_download
-        with writable(out, begun=True), hub_errors(PRETOKENIZED):
-            infos = HfApi().get_paths_info(PRETOKENIZED, names, repo_type="dataset")
+        with writable(out, begun=True), hub_errors(PRETOKENIZED) as hub:
+            infos = hub.HfApi().get_paths_info(PRETOKENIZED, names, repo_type="dataset")
             out.mkdir(parents=True, exist_ok=True)
             shards = [{"file": info.path, "sha256": info.lfs.sha256} for info in infos]
             write_manifest(out, {"pretokenized": PRETOKENIZED, "shards": shards})
             for name in missing:
-                hf_hub_download(PRETOKENIZED, name, repo_type="dataset", local_dir=out)
+                hub.hf_hub_download(PRETOKENIZED, name, repo_type="dataset", local_dir=out)
     verify(out)
 
 
 def verify(folder: Path) -> None:
     """--verify: UserError names the shards that are not as the manifest in `folder` records them."""
-    sums = {path.name: "" for path in sorted(folder.glob("*")) if SHARD_NAME.match(path.name)}
+    sums = dict.fromkeys(shard_names(folder), "")
     for shard in read_manifest(folder).get("shards", ()):
         sums[shard["file"]] = shard.get("sha256", "")
     bad = [name for name in tqdm(sums, disable=None) if sums[name] and not (

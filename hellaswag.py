@@ -7,6 +7,9 @@ Completion style: the loss of an ending's tokens given the context, summed (acc)
 (acc_norm). GPT-2 124M: acc 0.2859, acc_norm 0.2955 in build-nanogpt; 0.2892 and 0.3114 in the
 Eleuther harness, multiple choice style.
 """
+# first, because it refuses an old Python in one line
+from runtime.cli import FlagParser, UserError, import_package, run_command
+
 import contextlib
 import json
 from collections.abc import Callable, Iterable
@@ -14,7 +17,6 @@ from pathlib import Path
 
 import numpy as np
 
-from runtime.cli import FlagParser, UserError, run_command
 from runtime.files import read_text, readable
 from runtime.tokenizer import encode
 
@@ -25,10 +27,10 @@ def load_examples(path: str | Path | None = None) -> list[dict]:
     """Dicts with `ctx`, `endings` (4 strings) and `label` (0-3): from the .jsonl file `path`, else the hub's
     validation split. Raises UserError if they cannot be read."""
     if path is None:
+        datasets = import_package("datasets")
         with readable(f"HellaSwag ({HUB_NAME})", "check the connection, or give a .jsonl file of its form",
                       problem="cannot be fetched from the Hugging Face hub"):
-            from datasets import load_dataset
-            rows = load_dataset(HUB_NAME, split="validation")
+            rows = datasets.load_dataset(HUB_NAME, split="validation")
         return [_checked(row, f"{HUB_NAME}, row {i}") for i, row in enumerate(rows)]
     examples = []
     with readable(f"HellaSwag's data {path}", "give a .jsonl file of HellaSwag's form"):
@@ -160,7 +162,8 @@ def main(argv: list[str] | None = None) -> None:
         autocast = torch.autocast(device.split(":")[0], getattr(torch, args.dtype),
                                   enabled=args.dtype != "float32")
         acc, acc_norm, n = evaluate(model, batches, device, autocast,
-                                    watched=lambda batches: tqdm(batches, "HellaSwag", delay=10))
+                                    watched=lambda batches: tqdm(batches, "HellaSwag", delay=10,
+                                                                  disable=None))
     print(f"acc: {acc}/{n}={acc / n:.4f}\nacc_norm: {acc_norm}/{n}={acc_norm / n:.4f}")
 
 

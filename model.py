@@ -5,6 +5,9 @@
     model = load_model("log/checkpoint_000250.pt")      # or "log", its newest checkpoint, or "log/best"
     python model.py export log/checkpoint_019073.pt exported/   for transformers, lm-evaluation-harness, ...
 """
+# first, because it refuses an old Python in one line
+import runtime.cli  # noqa: F401
+
 import math
 import os
 from contextlib import suppress
@@ -187,11 +190,13 @@ def check_tokens(model, source: str) -> None:
 
 def refuse_other_files(folder: Path) -> None:
     """UserError unless a folder is new, empty or an earlier export: holds nothing else, by the files' names,
-    and its config.json is ours."""
-    names, config = os.listdir(folder) if os.path.lexists(folder) else [], {}
+    and its config.json is ours. Hidden files, as .DS_Store of a Mac, do not count."""
+    names, config = set(), {}
+    if os.path.lexists(folder):
+        names = {name for name in os.listdir(folder) if not name.startswith(".")}
     with suppress(OSError, ValueError, RecursionError):
         config = read_json(folder / "config.json")
-    if others := {*names} - EXPORTED or (not EXPORTED_BY.items() <= config.items() and names):
+    if others := names - EXPORTED or (not EXPORTED_BY.items() <= config.items() and names):
         raise UserError(f"{folder} holds other files than an earlier export ({min(others)}): give a new or "
                         f"empty folder")
 

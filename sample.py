@@ -3,13 +3,15 @@
     python sample.py --model log --prompt "Hello, I'm a language model,"
     python sample.py --model log --interactive          # a prompt, its continuation, the next prompt
 """
+# first, because it refuses an old Python in one line
+from runtime.cli import FlagParser, UserError, run_command
+
 import codecs
 import itertools
 import math
 import sys
 from collections.abc import Iterable, Iterator
 
-from runtime.cli import FlagParser, UserError, run_command
 from runtime.tokenizer import EOT, encode, tokenizer
 
 
@@ -51,7 +53,8 @@ def read_prompts() -> Iterator[str]:
     """The lines of stdin, on a terminal until Ctrl-D."""
     if sys.stdin is None:
         raise UserError("--interactive reads prompts from stdin, which is closed: give --prompt")
-    sys.stdin.reconfigure(errors="replace")
+    if hasattr(sys.stdin, "reconfigure"):       # a notebook's has none
+        sys.stdin.reconfigure(errors="replace")
     terminal = sys.stdin.isatty() and sys.stdout.isatty()
     try:
         while True:

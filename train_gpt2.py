@@ -7,9 +7,11 @@
 
 Run the same command again to resume from the newest checkpoint in --out.
 """
+# first, because it refuses an old Python in one line
+from runtime.cli import RunError, flag, run_command, said_once
+
 import logging
 import math
-import os
 import time
 import warnings
 from collections import deque
@@ -28,18 +30,18 @@ import speedrun
 from model import MODELS, fresh_model, load_model
 from runtime import checkpoint as checkpoints
 from runtime import plots
-from runtime.cli import RunError, flag, run_command, said_once
-from runtime.console import Record, in_bits, log_evaluation, log_steps, print_header, print_summary
+from runtime.console import (Record, in_bits, log_evaluation, log_steps, print_header, print_summary,
+                             what_resumes)
 from runtime.dataloader import (Data, divide_update, micro_batches, open_data, read_ahead, to_device,
                                 updates_of_step)
 from runtime.device import (choose_batch_size, choose_device, choose_dtype, fetch, oom_as_user_error,
                             tune_malloc)
-from runtime.files import newest_of
+from runtime.files import run_goes_on_later
 from runtime.kernels import ATTENTION
 from runtime.language_model import LanguageModel
 from runtime.muon import broadcast_updates, shard_matrices, step_together
 from runtime.presets import PRESETS, check_complete, read_flags
-from runtime.ranks import Process, find_ranks
+from runtime.ranks import Process, join_group, leave_group, read_launch
 from runtime.tokenizer import EOT, encode, tokenizer
 
 START, DATA, MODEL, BATCH, OPTIM, SPEED, OUTPUT = "start data model batch optimisation speed output".split()
@@ -159,6 +161,7 @@ class Run:
     batches: Iterator = iter(())        # micro-batches, rows of tokens (B, T + 1)
     record: Record | None = None        # rank 0's metrics.csv and log.txt
     saver: checkpoints.Saver | None = None    # rank 0's
+    lock: object = None                 # rank 0's, on --out, where the file system has locks
     logged: tuple = ()                  # evaluations of the first step that a resumed run's record has
     pending: deque = field(default_factory=deque)       # steps whose numbers a GPU still computes
     losses: list = field(default_factory=list)          # of each step
@@ -169,19 +172,18 @@ class Run:
 
 def set_up_process(config: Config) -> Process:
     """This rank's device, TF32, and torchrun's process group if there is one: nccl on CUDA, else gloo."""
-    device = choose_device(config.device, int(os.environ.get("LOCAL_RANK", 0)))     # "cuda:3", "mps", "cpu"
+    launch = read_launch()
+    device = choose_device(config.device, launch.local_rank)                    # "cuda:3", "mps", "cpu"
     if device.startswith("cuda"):
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high" if config.tf32 else "highest")        # high: TF32
     elif device == "cpu":
         tune_malloc()
-    if os.environ.get("WORLD_SIZE", "1") == "1":
-        return Process(device=device)
-    timeout = timedelta(minutes=10)
-    store, rank, world_size = find_ranks(timeout)
-    dist.init_process_group("nccl" if device.startswith("cuda") else "gloo", store=store, rank=rank,
-                            world_size=world_size, timeout=timeout)
-    return Process(rank, world_size, device)
+    process = Process(launch.rank, launch.world_size, device, by_torchrun=launch.by_torchrun)
+    if process.world_size > 1:
+        join_group("nccl" if device.startswith("cuda") else "gloo", launch, timedelta(minutes=10))
+        process.at_end.callback(leave_group)
+    return process
 
 
 def complete(asked: Config, model: LanguageModel | None, process: Process) -> Config:
@@ -248,7 +250,7 @@ def set_up(flags: Config, explicit_flags: set[str], process: Process) -> Run | N
     if checkpoint:
         checkpoints.restore(run, checkpoint, path)                # moments, scaler, step
     run.batch_size = choose_batch_size(run)
-    print_header(run, path)
+    print_header(run, path, schedule_change(run, checkpoint) if checkpoint else "")
     if config.dry_run:
         return None
     run.hella = hellaswag.hellaswag_batches(config, explicit_flags, process)
@@ -259,6 +261,19 @@ def set_up(flags: Config, explicit_flags: set[str], process: Process) -> Run | N
                                            process.world_size), pin=device_type == "cuda")
     process.catch_signals()             # from here on SIGTERM, SIGINT, SIGHUP and SIGUSR1 ask to stop
     return run
+
+
+def schedule_change(run: Run, checkpoint: dict) -> str:
+    """For the header of a resumed run: what another --max_steps does to the learning rate, which depends on
+    the step's fraction of the run. '' where it is the same."""
+    before, step = checkpoint["config"]["max_steps"], run.step
+    if before == run.config.max_steps or step == 0:
+        return ""
+    earlier = complete(replace(run.asked, max_steps=before), run.model, run.process)
+    lr = RECIPES[run.config.recipe].lr
+    last, following = lr(step - 1, earlier) * earlier.max_lr, lr(step, run.config) * run.config.max_lr
+    return (f"; --max_steps was {before}, and another length moves the schedule: lr {last:.2e} in step "
+            f"{step - 1}, {following:.2e} in step {step}")
 
 
 # ----------------------------------------------------------------------------- a step
@@ -360,8 +375,8 @@ def evaluate(run: Run, due: Callable[[int], bool]) -> None:
         if process.stop:
             return
         if not math.isfinite(loss):
-            with said_once():
-                raise RunError(f"step {step}: validation loss {loss}. {newest_of(config.out)}")
+            with said_once(process.is_master):
+                raise RunError(f"step {step}: validation loss {loss}. {what_resumes(run)}")
         log_evaluation(run, "val", loss, f"validation loss: {loss:.4f}{in_bits(loss, run.data)}")
     if run.hella and due(config.hellaswag_every) and "hella" not in logged:
         counts = hellaswag.evaluate(run.model, run.hella, process.device, run.autocast, process.rank,
@@ -391,7 +406,7 @@ def save(run: Run) -> None:
             "model": checkpoints.host_copy(model.state_dict()), "model_config": asdict(model.config),
             "recipe": run.config.recipe, "config": asdict(run.asked), "step": run.step,
             "optimizers": optimizers, "scaler": run.scaler.state_dict(),
-            "data": run.data.fingerprints(), "job": os.environ.get("TORCHELASTIC_RUN_ID", "")}, run.record)
+            "data": run.data.fingerprints(), "job": read_launch().job}, run.record)
 
 
 def loop(run: Run) -> None:
@@ -432,16 +447,18 @@ def loop(run: Run) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    with said_once("LOCAL_RANK"):
+    """The command; in a notebook `main(["--preset", "shakespeare"])`, which leaves the process as it was."""
+    with said_once(read_launch().reports_mistakes):
         flags, explicit_flags = parse_flags(argv)
     process = set_up_process(flags)
-    with oom_as_user_error(lambda: f"{process.device} is out of memory: give a smaller --batch_size, "
-                                   "--recompute, --shard_optimizer (several GPUs), or a smaller model"):
-        with said_once():
+    with process.at_end, oom_as_user_error(
+            lambda: f"{process.device} is out of memory: give a smaller --batch_size, --recompute, "
+                    "--shard_optimizer (several GPUs), or a smaller model"):
+        with said_once(process.is_master):
             run = set_up(flags, explicit_flags, process)
         if not run:                                 # --dry_run
-            return 0
-        with checkpoints.outputs(run):
+            return int(process.silent)
+        with checkpoints.outputs(run), run_goes_on_later(run.config.out):
             loop(run)
         return print_summary(run)
 

@@ -18,6 +18,7 @@ from runtime.files import (checkpoints, lock_folder, newest_of, readable, remove
                            writable)
 from runtime.muon import state_keys
 from runtime.presets import PRESETS
+from runtime.ranks import read_launch
 from runtime.weights import find_checkpoint, model_from_checkpoint, read_checkpoint
 
 RUN_FILES = "log.txt", "metrics.csv", "loss.png", "wandb_id"       # beside the checkpoints
@@ -27,9 +28,10 @@ MODEL_SHAPE = "n_layer", "n_head", "n_embd", "block_size", "vocab_size"
 def choose_checkpoint(config) -> Path | None:
     """The checkpoint that --resume asks for, or None for a new run."""
     saved = [] if config.overfit else [path for _, path in checkpoints(config.out)]
+    launch = read_launch()
     # after a restart by torchrun --resume never or PATH, which the first attempt followed, means auto
-    if saved and (config.resume == "auto" or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-                  and read_checkpoint(saved[-1]).get("job") == os.environ.get("TORCHELASTIC_RUN_ID", "")):
+    if saved and (config.resume == "auto" or launch.restarts > 0
+                  and read_checkpoint(saved[-1]).get("job") == launch.job):
         return saved[-1]
     if config.resume in ("auto", "never"):
         return None
@@ -98,6 +100,7 @@ def read_run(config, explicit_flags: set[str], models: dict, path: Path) -> tupl
 
 def load_init(config, explicit_flags: set[str], process, models: dict, load_model: Callable):
     """The model of --init, None for scratch. UserError if another recipe's, or if a flag contradicts it."""
+    process.require_same({"--init": config.init})           # else one rank would wait for another's model
     if config.init == "scratch":
         return None
     model = process.rank0_first(load_model, config.init)
@@ -210,6 +213,13 @@ class Saver:
         if pending:
             pending.result()
 
+    def close(self) -> None:
+        """As finish, and ends the thread."""
+        try:
+            self.finish()
+        finally:
+            self.thread.shutdown()
+
 
 def move_aside(out: Path, path: Path | None, step: int, say: Callable[[str], None]) -> None:
     """Moves an earlier run's files, by their names, and nothing else from `out` to OUT/previous_N. Of the run
@@ -233,6 +243,9 @@ def open_output(run, path: Path | None) -> None:
     config, process = run.config, run.process
     if process.is_master:
         run.lock = lock_folder(config.out)
+        if run.lock:                            # None where the file system has no locks
+            # not with `run`, which the error of a failed run keeps alive in a notebook
+            process.at_end.callback(run.lock.lock.release)
         if config.resume == "auto" and choose_checkpoint(config) != path:       # saved while we set up
             raise RunError(f"another run has just ended in {config.out}: give the same command again")
         move_aside(Path(config.out), path, run.step, process.print0)
@@ -245,7 +258,7 @@ def open_output(run, path: Path | None) -> None:
 def outputs(run) -> ExitStack:
     """Around the loop: at its end, however it ends, what is being written is completed and closed."""
     stack = ExitStack()
-    for close in (run.record.close, run.saver.finish) if run.record else ():
+    for close in (run.record.close, run.saver.close) if run.record else ():
         stack.callback(close)                   # the last one first
     stack.callback(run.batches.close)
     return stack

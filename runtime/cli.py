@@ -1,9 +1,20 @@
 """Errors, flags and exit codes, the same for every command of this project."""
+import sys
+
+# Every script imports this module before all others, so that an old Python ends in one line instead of with a
+# traceback of whatever it lacks. Up to here the syntax must be one that it can read.
+if sys.version_info < (3, 11):  # noqa: UP036
+    print("this needs Python 3.11 or newer, and runs on {}.{}: start it with another Python".format(
+        *sys.version_info), file=sys.stderr)
+    raise SystemExit(2)
+
 import argparse
+import atexit
+import errno
+import importlib
 import os
 import re
 import signal
-import sys
 import traceback
 from collections.abc import Callable
 from contextlib import contextmanager, suppress
@@ -12,6 +23,8 @@ from pathlib import Path
 
 __version__ = "0.1.0"       # of the project; CHANGELOG.md says what changed
 MAY_BE_EMPTY = "prompt", "sample_prompt"
+NO_ROOM = errno.ENOSPC, errno.EDQUOT, errno.EFBIG
+OURS = "runtime", "benchmarks"              # packages of this project, which no pip installs
 
 
 class UserError(Exception):
@@ -22,19 +35,24 @@ class RunError(Exception):
     """The run itself failed (exit code 1)."""
 
 
+class PrintError(OSError):
+    """What a command prints cannot be written: the reader of its pipe has ended, or the disk is full."""
+
+
 @contextmanager
-def said_once(by: str = "RANK"):
-    """Inside, all ranks raise the same error: the one whose environment variable `by` is 0 prints it."""
+def said_once(here: bool):
+    """Inside, all ranks raise the same error: the one with `here` prints it."""
     try:
         yield
     except (UserError, RunError) as error:
-        error.said_by = by
+        error.printed_here = here
         raise
 
 
 class FlagParser(argparse.ArgumentParser):
     """argparse whose errors are UserErrors, whose flags are taken with dashes too (--max-steps) and cannot be
-    abbreviated, and whose texts, but for MAY_BE_EMPTY, cannot be empty, as an unset variable is."""
+    abbreviated, and whose switches may be written as in nanoGPT (--compile=False). A text is UTF-8, and but
+    for MAY_BE_EMPTY not empty, as an unset variable of the shell is."""
 
     def __init__(self, **kwargs):
         super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
@@ -43,28 +61,139 @@ class FlagParser(argparse.ArgumentParser):
     def parse_args(self, args=None, namespace=None):
         words = [re.sub(r"^--[\w-]+(?==|\Z)", lambda name: "--" + name[0][2:].replace("-", "_"), word)
                  for word in (sys.argv[1:] if args is None else args)]
+        words = self._plain_switches(words)
         args = self.parse_intermixed_args(words, namespace)     # `compare --plot FILE RUN RUN`, too
         for name, value in vars(args).items():
-            empty = "" in (value if isinstance(value, list) else [value])
-            if empty and value != self.get_default(name) and name not in MAY_BE_EMPTY:
-                flag = f"--{name}" if f"--{name}" in " ".join(words) else name
-                self.error(f"{flag} is empty: give a value (was a variable of the shell not set?)")
+            flag = f"--{name}" if f"--{name}" in " ".join(words) else name
+            for text in value if isinstance(value, list) else [value]:
+                if isinstance(text, str) and value != self.get_default(name):
+                    self._check_text(flag, name, text)
         return args
 
+    def _plain_switches(self, words):
+        """The words with a switch's True or False, which follow it after an equals sign or a space, replaced:
+        `--compile=False` is --no_compile, and of a switch that has no such counterpart nothing is left."""
+        result = []
+        for word in words:
+            switch, _, value = word.partition("=")
+            if word in ("True", "False") and result and self._is_switch(result[-1]):
+                switch, value = result.pop(), word
+            opposite = "--no_" + switch[2:]
+            if not self._is_switch(switch) or value not in ("True", "False"):
+                result.append(word)
+            elif value == "True":
+                result.append(switch)
+            elif self._is_switch(opposite, False):
+                result.append(opposite)
+        return result
+
+    def _is_switch(self, word, const=True):
+        """Whether this is a flag without a value, which means `const`."""
+        action = self._option_string_actions.get(word)
+        return action is not None and action.nargs == 0 and action.const is const
+
+    def _check_text(self, flag, name, text):
+        """UserError for a text that no shell command can mean, or that could not be read again later."""
+        if text == "" and name not in MAY_BE_EMPTY:
+            self.error(f"{flag} is empty: give a value (was a variable of the shell not set?)")
+        if "\0" in text and name not in MAY_BE_EMPTY:
+            self.error(f"{flag} {text!r} holds a NUL byte: give another")
+        # sys.argv holds bytes that are not UTF-8 as surrogates. A checkpoint, manifest or log with one could
+        # not be read again; the prompt of sample.py stands in none
+        if name != "prompt" and text != text.encode(errors="replace").decode():
+            self.error(f"{flag} {text!r} holds bytes that are not UTF-8: give a name without them")
+
     def error(self, message):
+        if re.search(r"unrecognized arguments: .*\.py\b", message):
+            message = (f"{message}: no file with settings is read here, as nanoGPT does: give them as flags, "
+                       "or a --preset")
         raise UserError(f"{message} (see {self.prog} --help)")
 
 
+def import_package(name: str, pip_name: str | None = None):
+    """The module `name`, of a package that is not needed by every command. UserError where it is missing."""
+    package = name.partition(".")[0]
+    missing = None
+    try:
+        module = importlib.import_module(name)
+        spec = getattr(module, "__spec__", None)
+        if spec is not None and spec.origin is None:        # a folder of that name, as wandb makes one
+            missing = package
+    except ModuleNotFoundError as error:
+        missing = (error.name or package).partition(".")[0]         # may be one that the package needs
+    if missing is None:
+        return module
+    pip_name = pip_name if pip_name and missing == package else missing
+    raise UserError(f"this needs the package {missing}: pip install {pip_name}")
+
+
+# ----------------------------------------------------------------------------- what is printed
+
+class Printer:
+    """A command's sys.stdout. What it cannot write is a PrintError, which tells that from a failed file, and
+    is remembered: argparse, for one, passes over it."""
+
+    def __init__(self, stream):
+        self.stream = stream
+        self.failure = None
+
+    def __getattr__(self, name):
+        return getattr(self.stream, name)
+
+    def write(self, text):
+        with self._failing():
+            return self.stream.write(text)
+
+    def flush(self):
+        with self._failing():
+            self.stream.flush()
+
+    @contextmanager
+    def _failing(self):
+        try:
+            yield
+        except OSError as error:
+            self.failure = PrintError(error.errno, error.strerror)
+            raise self.failure from None
+
+
+def open_standard_streams() -> None:
+    """Closed ones (`>&-`) become the null device. Otherwise the next file that is opened, a checkpoint say,
+    would have the number of stdout or stderr, and be written to by any library that prints."""
+    for descriptor in (0, 1, 2):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)              # takes the lowest number that is free
+    sys.stdout = sys.stdout or open(os.devnull, "w")
+    sys.stderr = sys.stderr or open(os.devnull, "w")
+
+
 def silence(stream) -> None:
-    """From now on what is printed there goes nowhere: its pipe or terminal is closed."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    """From now on what is printed there goes nowhere: it cannot be written."""
+    if isinstance(stream, Printer):
+        stream.failure = None
+    with suppress(OSError, ValueError, AttributeError):         # not every stream has a descriptor
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, stream.fileno())
+        os.close(null)
 
 
 def print_error(error: Exception | str) -> None:
     """One line on stderr, without control characters: a message may quote an untrusted file."""
     text = "".join(c if c.isprintable() else "?" for c in " ".join(str(error).split()))
-    with suppress(OSError):                       # the terminal is closed
-        print(f"{Path(sys.argv[0]).name}: {text}", file=sys.stderr, flush=True)
+    write_to_stderr(f"{Path(sys.argv[0]).name}: {text}\n")
+
+
+def write_to_stderr(text: str) -> None:
+    """Writes it, as far as anything can be written there."""
+    if sys.stderr is None:
+        return
+    try:
+        sys.stderr.write(text)
+        sys.stderr.flush()
+    except OSError:                             # the terminal is closed, or the disk is full
+        silence(sys.stderr)
 
 
 def safe_repr(value: object) -> str:
@@ -75,11 +204,21 @@ def safe_repr(value: object) -> str:
 
 def brief_error(error: Exception) -> str:
     """What an error says, in 200 characters: of an OSError the system's words, of a plain ValueError its text
-    (so our readers say what is wrong with a file), of any other its class and text."""
+    (so our readers say what is wrong with a file) and of our own errors, of any other its class and text."""
     text = str(error).split("WeightsUnpickler error:")[-1]        # torch says before it how to run the code
     text = " ".join(text.split())[:200]
-    return getattr(error, "strerror", None) or (
-        text if type(error) is ValueError else f"{type(error).__name__}: {text}")
+    ours = type(error) in (ValueError, UserError, RunError)
+    return getattr(error, "strerror", None) or (text if ours else f"{type(error).__name__}: {text}")
+
+
+def refusal(error: OSError) -> UserError | RunError | None:
+    """What the system refused about a path, as one line; None if `error` is about no path."""
+    if not isinstance(error.filename, str | bytes) or isinstance(error, PrintError):
+        return None
+    path = os.fsdecode(error.filename)
+    if error.errno in NO_ROOM:
+        return RunError(f"{path} cannot be written ({error.strerror}): make room")
+    return UserError(f"{path} cannot be used ({error.strerror}): check the path and its permissions")
 
 
 def flag(default, group, help, **metadata):
@@ -89,30 +228,93 @@ def flag(default, group, help, **metadata):
     return field(default=default, metadata={"group": group, "help": help, **metadata})
 
 
+# ----------------------------------------------------------------------------- a command
+
+command_is_running = False          # inside run_command, which ends several ranks in its own way
+
+
 def run_command(main: Callable[[], int | None]) -> None:
-    """Runs `main()` as a command: UserError -> one line and exit 2, RunError -> one line and exit 1, Ctrl-C
-    -> one line and exit 130."""
-    code = 0
+    """Runs `main()` as a command, and ends the process with its exit code: UserError -> one line and 2,
+    RunError -> one line and 1, Ctrl-C -> one line and 130, what cannot be printed -> one line and 1."""
+    global command_is_running
+    open_standard_streams()
+    stdout = sys.stdout
+    if hasattr(stdout, "reconfigure"):                  # a notebook's has none
+        stdout.reconfigure(errors="replace")            # not every terminal can print every sampled token
+    sys.stdout = Printer(stdout)
+    command_is_running = True
     try:
-        sys.stdout.reconfigure(errors="replace")    # not every terminal can print every sampled token
-        code = main() or 0
+        code = finish_output(sys.stdout, exit_code(main))
+    finally:
+        command_is_running = False
+        sys.stdout = stdout
+    # Several ranks end without finalization, and without destroying their process group: gloo's threads can
+    # abort the one (pytorch issue 190489), and the destructor of the other, which holds the GIL, waits for a
+    # thread that may wait for the GIL.
+    if in_process_group():
+        os._exit(code)
+    # Ctrl-C would change the exit code of a finalization. Not before that: a notebook (%run) goes on.
+    atexit.register(ignore_ctrl_c)
+    sys.exit(code)
+
+
+def exit_code(main: Callable[[], int | None]) -> int:
+    """Runs `main()`. Prints why it failed, if it did. The exit code."""
+    try:
+        return main() or 0
+    except SystemExit as error:                         # of --help and --version
+        return error.code or 0
     except (UserError, RunError) as error:
-        code = 2 if isinstance(error, UserError) else 1
-        if os.environ.get(getattr(error, "said_by", ""), "0") == "0":
-            print_error(error)
+        return report(error)
     except KeyboardInterrupt:
         print_error("stopped by Ctrl-C")
-        code = 130
-    except BrokenPipeError:                         # `... | head` closed the pipe: no traceback
-        silence(sys.stdout)
-        code = 1
+        return 130
+    except PrintError:
+        return 1
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if not package or package in OURS:
+            return report_bug()
+        return report(UserError(f"this needs the package {package}: pip install {package}"))
+    except OSError as error:
+        refused = refusal(error)
+        return report(refused) if refused else report_bug()
     except Exception:
-        traceback.print_exc()
-        code = 1
-    signal.signal(signal.SIGINT, signal.SIG_IGN)    # Python's finalization would end by it, code or no code
-    # No finalization of several ranks, and the process group is not destroyed: gloo's threads can abort it
-    # (pytorch issue 190489), and its destructor, with the GIL, waits for a thread that may wait for the GIL.
-    if os.environ.get("WORLD_SIZE", "1") != "1":
-        sys.stdout.flush()
-        os._exit(code)
-    sys.exit(code)
+        return report_bug()
+
+
+def report(error: UserError | RunError) -> int:
+    if getattr(error, "printed_here", True):
+        print_error(error)
+    return 2 if isinstance(error, UserError) else 1
+
+
+def report_bug() -> int:
+    write_to_stderr(traceback.format_exc())
+    return 1
+
+
+def finish_output(stdout: Printer, code: int) -> int:
+    """Writes what is still in the buffers, so that Python's finalization finds nothing to complain about. The
+    exit code, which is not 0 if something could not be printed."""
+    with suppress(PrintError):
+        stdout.flush()
+    failure = stdout.failure
+    if failure is not None:
+        silence(stdout)
+        code = code or 1
+        if failure.errno != errno.EPIPE:                # `... | head` has read enough
+            print_error(f"what it prints cannot be written ({failure.strerror}): make room, or send it "
+                        "elsewhere")
+    write_to_stderr("")
+    return code
+
+
+def in_process_group() -> bool:
+    """Whether this process is one of several ranks; without importing torch."""
+    distributed = sys.modules.get("torch.distributed")
+    return distributed is not None and distributed.is_available() and distributed.is_initialized()
+
+
+def ignore_ctrl_c() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -11,14 +11,15 @@ from pathlib import Path
 
 import torch
 
-from runtime.cli import RunError, said_once
+from runtime.cli import RunError, import_package, said_once
 from runtime.dataloader import divide_update
-from runtime.device import device_name, peak_flops, peak_memory, time_micro_step
+from runtime.device import device_name, least_cpu_seconds, peak_flops, peak_memory, time_micro_step
 from runtime.files import checkpoints, newest_of, read_text, readable, replace_file, sync, writable
 
 FORMATS = dict(step="d", tokens="d", seconds=".3f", train=".6f", val=".6f", hella=".6f", lr=".6g",
                norm=".4f", tokens_per_second=".6g")         # of metrics.csv's cells
 HEADER = ",".join(FORMATS)
+DAY = 24 * 60 * 60          # seconds
 
 
 def clock(seconds: float) -> str:
@@ -34,7 +35,7 @@ def counted(n: int, what: str) -> str:
 def step_line(step: int, loss: float, norm: float, lr: float, dt: float, rate: float, mfu: float | None,
               left: float) -> str:
     """The console's line of a step. `dt`, `left`: seconds; `rate`: tokens/s."""
-    return (f"step {step:5d} | loss: {loss:.4f} | lr {lr:.2e} | norm: {norm:.2f} | dt: {dt * 1000:,.1f}ms | "
+    return (f"step {step:5d} | loss: {loss:.4f} | lr {lr:.2e} | norm: {norm:.2f} | dt: {dt * 1000:.1f}ms | "
             f"tok/sec: {rate:,.0f}{f' | mfu {mfu:.0%}' if mfu else ''} | {clock(left)} left")
 
 
@@ -123,7 +124,7 @@ class Record:
 
 def open_wandb(out: Path, config: dict, resumes: bool):
     """The package wandb, with this run started, or resumed by the id in OUT/wandb_id."""
-    import wandb
+    wandb = import_package("wandb")
     path = out / "wandb_id"
     if not (resumes and path.exists()):
         replace_file(path, lambda file: file.write(uuid.uuid4().hex.encode()))
@@ -132,8 +133,9 @@ def open_wandb(out: Path, config: dict, resumes: bool):
     return wandb
 
 
-def print_header(run, path: Path | None) -> None:
-    """What `run` will do; for --dry_run also how long, by one timed micro-step. `path`: the checkpoint's."""
+def print_header(run, path: Path | None, change: str = "") -> None:
+    """What `run` will do; for --dry_run also how long, by one timed micro-step. `path`: the checkpoint's.
+    `change`: what is not as in the run that it resumes."""
     c, process, say = run.config, run.process, run.process.print0
     ranks, updates, tokens = counted(process.world_size, "process"), c.updates_per_step, c.total_batch_size
     B, n = divide_update(c, updates, process.world_size, run.batch_size)
@@ -151,11 +153,22 @@ def print_header(run, path: Path | None) -> None:
     say(", ".join(f"{what} {f'every {n:,} steps' if n else 'never'}" for what, n in every.items())
         + ("" if c.overfit else f", in {c.out}"))
     if path:
-        say(f"resuming from {path} at step {run.step} of {c.max_steps}")
+        say(f"resuming from {path} at step {run.step} of {c.max_steps}{change}")
+    flops = (c.max_steps - run.step) * tokens * run.model.flops_per_token(c.sequence_length)
+    if process.device == "cpu" and (least := least_cpu_seconds(flops, c.dtype, process.world_size)) > DAY:
+        say(f"without a GPU this takes more than {counted(math.floor(least / DAY), 'day')}: --preset "
+            "shakespeare is for a CPU and takes minutes, --dry_run tells how long this run takes")
     if c.dry_run:
         dt = time_micro_step(run, B) * n * updates
         say(f"about {dt:.3g} s a step, {clock(dt * (c.max_steps - run.step))} in all without evaluations; "
             "nothing was written, and the same command without --dry_run starts the run")
+
+
+def what_resumes(run) -> str:
+    """What the same command does next, when a checkpoint that is still being written is complete."""
+    if run.saver:
+        run.saver.finish()
+    return newest_of(run.config.out)
 
 
 def log_steps(run, keep: int = 0) -> None:
@@ -170,9 +183,9 @@ def log_steps(run, keep: int = 0) -> None:
         process.agreed |= stops > 0 and process.world_size > 1
         run.overflows = 0 if math.isfinite(norm) else run.overflows + 1
         if not math.isfinite(loss) or run.overflows > (25 if config.dtype == "float16" else 0):
-            with said_once():
+            with said_once(process.is_master):
                 raise RunError(f"step {step} is not finite: loss {loss}, gradient norm {norm}: lower "
-                               f"--max_lr or lengthen --warmup_steps. {newest_of(config.out)}")
+                               f"--max_lr or lengthen --warmup_steps. {what_resumes(run)}")
         run.losses.append(loss)
         run.seconds.append(dt)
         rate, peak = config.total_batch_size / dt, peak_flops(process.device)

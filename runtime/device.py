@@ -182,6 +182,17 @@ PEAK_TFLOPS = {
 }
 
 
+# FLOP/s of one core, more than any reaches in training: AVX-512 at 3 GHz has 1.9e11 in float32, and AMX comes
+# to a few 1e11 in the 16-bit matrix products of GPT-2
+CORE_FLOPS = {"float32": 2e11, "bfloat16": 1e12, "float16": 1e12}
+
+
+def least_cpu_seconds(flops: float, dtype: str, processes: int = 1) -> float:
+    """Seconds that so many FLOPs take at least on a CPU, with torch's threads in each process. For a warning:
+    it must not call a run slow that is not, and needs no measurement, which at 124M takes a minute."""
+    return flops / (CORE_FLOPS[dtype] * torch.get_num_threads() * processes)
+
+
 @functools.cache
 def peak_flops(device: str) -> float | None:
     """Peak FLOP/s of the device's 16-bit matrix units, or None if PEAK_TFLOPS does not list it."""

@@ -8,10 +8,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from runtime.cli import RunError, UserError, brief_error
+from runtime.cli import NO_ROOM, RunError, UserError, brief_error, refusal
 
 LOCK_PATIENCE = 5.0         # seconds: a killed process keeps its lock until its memory has been freed
-NO_ROOM = errno.ENOSPC, errno.EDQUOT, errno.EFBIG
 
 
 def replace_file(path: str | Path, write: Callable[[BinaryIO], object]) -> None:
@@ -63,14 +62,21 @@ def read_text(path: str | Path, most: int = 1 << 28, errors: str = "replace") ->
 
 
 def checkpoints(out: str | Path) -> list[tuple[int, Path]]:
-    """[(step, path)] of the checkpoints in `out`, oldest first. Each is complete (written atomically)."""
-    return sorted((int(m[1]), path) for path in Path(out).glob("checkpoint_*.pt")
-                  if (m := re.fullmatch(r"checkpoint_([0-9]{6}|[1-9][0-9]{6,})\.pt", path.name)))
+    """[(step, path)] of the checkpoints in `out`, oldest first, none without such a folder. Each is complete
+    (written atomically). OSError if the system refuses to tell: an unreadable folder is not an empty one."""
+    try:
+        names = os.listdir(out)
+    except FileNotFoundError:
+        return []
+    return sorted((int(m[1]), Path(out) / name) for name in names
+                  if (m := re.fullmatch(r"checkpoint_([0-9]{6}|[1-9][0-9]{6,})\.pt", name)))
 
 
 def newest_of(out: str | Path) -> str:
     """What the same command does next in `out`, for the last line of a run that failed."""
-    found = checkpoints(out)
+    found = []
+    with suppress(OSError):
+        found = checkpoints(out)
     return (f"The same command resumes from {found[-1][1].name}, unless it has --resume" if found else
             "There is no checkpoint yet: the same command starts again")
 
@@ -94,6 +100,18 @@ def writable(path: str | Path, begun: bool = False):
             raise UserError(f"{path} cannot be written ({why}): choose another folder") from None
         raise RunError(f"cannot write {path} ({why}): {'make room' if full else 'make it writable'}, or "
                        "another folder; earlier files are intact: the same command resumes") from None
+
+
+@contextmanager
+def run_goes_on_later(out: str | Path):
+    """Around a run's steps: what the system refuses about a path ends it with a RunError, because the work
+    has begun, and can be continued in `out`."""
+    try:
+        yield
+    except OSError as error:
+        if refused := refusal(error):
+            raise RunError(f"{refused}. {newest_of(out)}") from None
+        raise
 
 
 @contextmanager

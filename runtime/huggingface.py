@@ -4,12 +4,11 @@ import json
 import os
 from pathlib import Path
 
-from runtime.cli import UserError, brief_error, safe_repr
+from runtime.cli import UserError, brief_error, import_package, safe_repr
 from runtime.files import read_text, readable, replace_file
 from runtime.tokenizer import EOT, VOCAB_SIZE, checked_asset
-from runtime.weights import HEAD, WTE, load_pickle, model_from_checkpoint
+from runtime.weights import HEAD, OPENAI_NAMES, WTE, load_pickle, model_from_checkpoint, refuse_hiding
 
-OPENAI_NAMES = "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"            # accepted without their owner
 # what a GPT-2's config.json may leave out, but not say otherwise. auto_map is code of its own: never run here
 GPT2 = {"auto_map": None, "layer_norm_epsilon": 1e-5, "scale_attn_weights": True, "tie_word_embeddings": True,
         "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False}
@@ -24,7 +23,12 @@ CONV1D = "attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_p
 def from_huggingface(source, MODELS):
     """The model of a folder in the Hugging Face format or a name on the hub: a GPT-2, or what another recipe
     of `MODELS` exports. No code in it runs. UserError if it is neither."""
-    folder = Path(source) if os.path.isdir(source) else download_model(str(source))
+    if os.path.isdir(source):
+        folder = Path(source)
+        if not os.path.exists(folder / "config.json"):
+            refuse_hiding(source)
+    else:
+        folder = download_model(str(source))
     with readable(source, "give another", problem="is no GPT-2 or export of ours in the Hugging Face format"):
         config = read_json(folder / "config.json")
         recipe = config.get("model_type")
@@ -42,9 +46,13 @@ def from_huggingface(source, MODELS):
 def download_model(name: str) -> Path:
     """Folder of the hub's model `name`. UserError if there is no such model or no connection."""
     repo = f"openai-community/{name}" if name in OPENAI_NAMES else name
-    if name[:1] in "./~" or os.path.isdir(name.partition("/")[0]):
+    owner = name.partition("/")[0]
+    if name[:1] in "./~":
         raise UserError(f"there is no file or folder {name}: check the path")
-    from huggingface_hub import hf_hub_download
+    if os.path.isdir(owner):
+        raise UserError(f"there is no file or folder {name}: check the path (a model of this name on the hub "
+                        f"is hidden by the folder {os.path.abspath(owner)})")
+    hf_hub_download = import_package("huggingface_hub").hf_hub_download
     for cached in (True, False):        # what is on this machine needs no connection
         try:
             hf_hub_download(repo, "model.safetensors", local_files_only=cached)
@@ -76,7 +84,7 @@ def gpt2_settings(config):
 
 def folder_weights(folder, pickles=False):
     """The tensors of a folder: of safetensors, one file or several, else of pytorch_model.bin."""
-    from safetensors.torch import load_file
+    load_file = import_package("safetensors.torch", "safetensors").load_file
     names, index = ["model.safetensors"], folder / "model.safetensors.index.json"
     if not (folder / names[0]).is_file():
         if index.is_file():
@@ -120,7 +128,7 @@ def export_modern(model):
 
 def save_model(model, folder: str | Path) -> None:
     """LanguageModel.save_pretrained. Weights are stored as fp32."""
-    from safetensors.torch import save
+    save = import_package("safetensors.torch", "safetensors").save
     config, weights = (export_gpt2 if model.recipe == "gpt2" else export_modern)(model)
     eot = "<|endoftext|>"
     settings = {

@@ -4,7 +4,7 @@ import math
 import time
 from pathlib import Path
 
-from runtime.cli import brief_error, print_error
+from runtime.cli import UserError, brief_error, import_package, print_error
 from runtime.files import replace_file
 
 PATIENCE = 60.0         # seconds between two pictures of a run
@@ -17,8 +17,7 @@ CURVES = {"train": ("loss, nats a token", "training loss", dict(color="#d9822b",
 
 def new_figure(**how):
     logging.getLogger("matplotlib").setLevel(logging.ERROR)     # a HOME that cannot be written, a font cache
-    from matplotlib.figure import Figure
-    return Figure(**how, layout="constrained")
+    return import_package("matplotlib.figure").Figure(**how, layout="constrained")
 
 
 def short_count(n: float, _position=None) -> str:
@@ -51,11 +50,14 @@ def plot_run(rows: list[dict], path: Path, title: str) -> None:
 
 
 def draw(record, title: str, last: bool) -> None:
-    """OUT/loss.png of a Record, at most once in PATIENCE, and at the run's end; if that fails, a warning."""
-    if time.monotonic() < record.picture_due and not last:
+    """OUT/loss.png of a Record, at most once in PATIENCE, and at the run's end; if that fails, a warning, or
+    only one where matplotlib is not installed."""
+    if record.picture_due == math.inf or time.monotonic() < record.picture_due and not last:
         return
+    record.picture_due = time.monotonic() + PATIENCE
     try:
         plot_run(record.rows, record.out / "loss.png", title)
     except Exception as error:          # matplotlib raises all kinds
         print_error(f"warning: {record.out}/loss.png is not drawn ({brief_error(error)})")
-    record.picture_due = time.monotonic() + PATIENCE
+        if isinstance(error, UserError):
+            record.picture_due = math.inf

@@ -1,12 +1,11 @@
 """The flags of train_gpt2.py, read into its Config and checked; the defaults of recipes and --preset."""
 import argparse
 import dataclasses
-import importlib.util
 import textwrap
 from collections.abc import Callable, Collection
 from itertools import groupby
 
-from runtime.cli import FlagParser, UserError
+from runtime.cli import FlagParser, UserError, import_package
 from runtime.dataloader import divide_update
 from runtime.tokenizer import VOCAB_SIZE
 
@@ -102,7 +101,7 @@ def check_flags(config, explicit_flags: Collection[str] = ()) -> None:
         if f.type in (int, float) and value != meta.get("word") and not (
                 0 <= value <= most and value != above):
             least = "from 0 on" if above is None else "above 0"
-            raise UserError(f"--{f.name} {value}: give a number {least}, at most {most:g}")
+            raise UserError(f"--{f.name} {value}: give a number {least}, at most {most:g} ({meta['help']})")
         if f.name in explicit_flags and config.recipe not in meta.get("recipes", [config.recipe]):
             raise UserError(f"--{f.name} does not apply to --recipe {config.recipe}: leave it out")
     c, text = config, config.sample_every or config.hellaswag_every
@@ -115,11 +114,11 @@ def check_flags(config, explicit_flags: Collection[str] = ()) -> None:
             f"--updates_per_step {c.updates_per_step}: give a power of two":
                 c.updates_per_step != "auto" and c.updates_per_step.bit_count() != 1,
             "--overfit is a run of its own, without validation: leave --preset and --val_every out":
-                c.overfit and (c.preset != "gpt2" or c.val_every),
-            "--wandb needs the package wandb: pip install wandb, or leave the flag out":
-                c.wandb and not importlib.util.find_spec("wandb")}.items():
+                c.overfit and (c.preset != "gpt2" or c.val_every)}.items():
         if made:
             raise UserError(mistake)
+    if config.wandb:
+        import_package("wandb")
     for name, length in (("sequence_length", c.sequence_length), ("window", c.window)):
         if length != "auto" and length > c.block_size:
             raise UserError(f"--{name} {length} is longer than --block_size {c.block_size}: shorten the one "

@@ -13,7 +13,8 @@ import numpy as np
 from runtime.cli import UserError
 from runtime.files import read_text, readable, remove_leftovers, replace_file, writable
 
-SHARD_NAME = re.compile(r"(?:^|.*_)(train|val)_\d+\.(npy|bin)$")
+# not of a hidden file, as a Mac leaves one beside each that it copies to another disk: ._x_train_000001.npy
+SHARD_NAME = re.compile(r"(?!\.)(?:.*_)?(train|val)_\d+\.(npy|bin)$")
 BIN_MAGIC, BIN_VERSION, BIN_HEADER = 20240520, 1, 256     # llm.c, dev/data/data_common.py
 
 
@@ -70,12 +71,22 @@ def read_shard(path: str | Path) -> np.ndarray:
     return np.fromfile(path, dtype="<u2", count=len(tokens), offset=tokens.offset)
 
 
+def shard_names(folder: str | Path) -> list[str]:
+    """The sorted names of all shards in a folder, none if there is no such folder. UserError if it cannot be
+    read, or is a file."""
+    with readable(folder, "make it readable, or give another folder"):
+        try:
+            names = os.listdir(folder)
+        except FileNotFoundError:
+            names = []
+        except NotADirectoryError:
+            raise UserError(f"{folder} is a file: give the folder of the shards") from None
+    return sorted(name for name in names if SHARD_NAME.match(name))
+
+
 def list_shards(folder: str | Path, split: str) -> list[Path]:
     """Sorted paths of a folder's shards of `split`, 'train' or 'val'. Raises UserError if there is none."""
-    if os.path.exists(folder) and not os.path.isdir(folder):      # unlike Path's, these never raise
-        raise UserError(f"{folder} is a file: give the folder of the shards")
-    paths = Path(folder).glob("*") if os.path.isdir(folder) else ()
-    paths = sorted(path for path in paths if (m := SHARD_NAME.match(path.name)) and m[1] == split)
+    paths = [Path(folder, name) for name in shard_names(folder) if SHARD_NAME.match(name)[1] == split]
     if not paths:
         raise UserError(f"there is no data in {folder}, no *_{split}_*.npy or .bin: "
                         f"`python fineweb.py` makes edu_fineweb10B, with --pretokenized 9 it fetches "
@@ -85,9 +96,10 @@ def list_shards(folder: str | Path, split: str) -> list[Path]:
 
 def read_manifest(folder: Path) -> dict:
     """What a folder's manifest.json records, {} without one. UserError if it is damaged."""
-    if not (path := folder / "manifest.json").exists():
-        return {}
+    path = folder / "manifest.json"
     with readable(path, "restore it, or choose another --out"):
+        if not path.exists():
+            return {}
         found = json.loads(read_text(path, errors="strict"))
         if not all(SHARD_NAME.match(shard["file"]) and "/" not in shard["file"] for shard in found["shards"]):
             raise ValueError("a shard in it is none")
@@ -112,7 +124,7 @@ class ShardWriter:
         self.out, self.prefix, self.new = out, prefix, []
         self.cursor = 0, 0      # where the next shard begins: number of a file, tokens of that which are used
         # a manifest without any shard, of a run that failed before, binds nobody
-        found = read_manifest(out) if any(SHARD_NAME.match(path.name) for path in out.glob("*")) else None
+        found = read_manifest(out) if shard_names(out) else None
         if found == {}:
             raise UserError(f"{out} already holds shards without a manifest.json: choose another --out")
         for key in settings if found else ():

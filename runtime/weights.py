@@ -4,6 +4,7 @@ import math
 import mmap
 import os
 import re
+import stat
 import struct
 import warnings
 import zipfile
@@ -12,31 +13,54 @@ from types import SimpleNamespace
 
 import torch
 
-from runtime.cli import UserError, safe_repr
+from runtime.cli import UserError, brief_error, safe_repr
 from runtime.console import lowest, read_metrics
 from runtime.files import checkpoints, readable
 
 WTE, HEAD = "transformer.wte.weight", "lm_head.weight"
+OPENAI_NAMES = "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"            # on the hub, without their owner
 
 
 def find_checkpoint(source: str | Path) -> Path | None:
     """The file that `source` means: itself, of a run's folder OUT the newest checkpoint, of OUT/best the one
     of lowest validation loss. None for a Hugging Face folder or hub name. UserError for another folder."""
     path = Path(source)
+    refuse_unreadable(path)
     if os.path.isdir(path):             # Path.is_dir raises OSError for some names
         if os.path.exists(path / "config.json"):
             return None
         if found := checkpoints(path):
             return found[-1][1]
+        refuse_hiding(source)
         raise UserError(f"{source} is neither a run's folder (it has no checkpoint_*.pt) nor in the Hugging "
                         f"Face format (it has no config.json): give one of these, or a checkpoint's file")
     if path.name == "best" and os.path.isdir(path.parent) and not os.path.exists(path):
+        refuse_unreadable(path.parent)
         saved = dict(checkpoints(path.parent))
         remedy = f"give a checkpoint's file, or {path.parent} for its newest"
         if best := lowest(read_metrics(path.with_name("metrics.csv"), remedy), saved):
             return saved[best[1]]
         raise UserError(f"{path}: no checkpoint there has a validation loss in metrics.csv: {remedy}")
     return path if os.path.exists(path) or path.suffix in (".pt", ".pth", ".bin") else None
+
+
+def refuse_unreadable(path: Path) -> None:
+    """UserError if this user may not read the path. Other functions take such a folder for an empty one."""
+    try:
+        if stat.S_ISDIR(os.stat(path).st_mode):
+            os.listdir(path)
+    except PermissionError as error:
+        raise UserError(f"{path} cannot be read ({brief_error(error)}): make it readable, or give "
+                        f"another") from None
+    except (OSError, ValueError):       # it is not there, or is no name of a file at all
+        pass
+
+
+def refuse_hiding(source: str | Path) -> None:
+    """UserError if a folder, which is no model, has the name of one on the hub."""
+    if str(source) in OPENAI_NAMES:
+        raise UserError(f"the folder {os.path.abspath(source)} holds no model, and hides the hub's {source}: "
+                        f"rename it, or give openai-community/{source}")
 
 
 def read_checkpoint(path: str | Path, remedy: str = "check the path, or copy it again") -> dict:

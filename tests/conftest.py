@@ -5,9 +5,7 @@ import os
 import re
 import sys
 import tempfile
-from importlib.machinery import ModuleSpec
 from pathlib import Path
-from unittest.mock import MagicMock
 
 import pytest
 
@@ -65,16 +63,10 @@ def skipped_if_missing():
         raise
 
 
-if "hypothesis" in MISSING:         # in its place what skips its tests and takes all else that they say to it
-    hypothesis = sys.modules["hypothesis"] = MagicMock(__spec__=ModuleSpec("hypothesis", None))
-    sys.modules["hypothesis.strategies"] = hypothesis.strategies
-    hypothesis.given = lambda *args, **kwargs: pytest.mark.skip(reason="needs the package hypothesis")
-    hypothesis.settings = hypothesis.example = lambda *args, **kwargs: lambda test: test
-
 # The files that take or wait long, the longest first: a worker gets a file at a time (--dist loadfile), so
 # that what its tests share is made once, and the short ones at the end fill the workers evenly.
 LONG = [f"test_{name}.py" for name in (
-    "reliability stopping train model hostile bench fineweb frontier hellaswag sharding speedrun "
+    "reliability stopping environment train model hostile bench fineweb frontier hellaswag sharding speedrun "
     "guards_steps sample text plots").split()]
 
 

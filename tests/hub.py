@@ -134,14 +134,17 @@ def _several(runs, patches):
     """Forks them from this process, which has imported what they need, and has an encoder."""
     import fineweb
     import runtime.text
+    fetches = all("--pretokenized" in run for run in runs)            # and encodes nothing
     if "HF_ENDPOINT" in os.environ:
-        import datasets                                               # noqa: F401
+        if not fetches:
+            import datasets                                           # noqa: F401
         import huggingface_hub.utils._http as hub
         hub.time = SimpleNamespace(sleep=lambda seconds: None)        # before it tries again
-    encoder, runtime.text.BLOCK = fineweb.Encoder(), 900
-    vars(fineweb).update(patches, Encoder=lambda: encoder)
-    for path in Path().glob("*.jsonl"):                               # it asks of each letter once
-        encoder.encode(path.read_bytes())
+    if not fetches:
+        encoder, runtime.text.BLOCK = fineweb.Encoder(), 900
+        vars(fineweb).update(patches, Encoder=lambda: encoder)
+        for path in Path().glob("*.jsonl"):                           # it asks of each letter once
+            encoder.encode(path.read_bytes())
     import tqdm                                                       # noqa: F401
     os.fsync = lambda descriptor: None                                # a killed process's writes stay
     gc.freeze()                                                       # collections would copy all memory

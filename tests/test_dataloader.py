@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import runtime.dataloader
 from helpers import refused
-from runtime.dataloader import (DEPTH, TokenDataset, divide_update, micro_batches, read_ahead,
+from runtime.dataloader import (TokenDataset, divide_update, micro_batches, read_ahead,
                                 stable_permutation, to_device)
 from runtime.shards import list_shards, open_shard, read_shard, write_shard
 
@@ -162,21 +162,28 @@ def test_batches_read_ahead_have_targets_one_token_on(device, step):
     assert not readers()
 
 
-def test_reading_runs_ahead_of_the_training_loop():
-    """By DEPTH micro-batches, and no further: its end waits for what has been begun."""
+def test_reading_runs_eight_micro_batches_ahead_of_the_training_loop():
+    """To load the next shard takes about a second. And no further: its end waits for what has been begun."""
     seen, all_are_there = [], threading.Event()
 
     def batches():
         for rows in batches_of([np.arange(200, dtype=np.uint16)]):
             seen.append(rows)
-            if len(seen) > DEPTH:
+            if len(seen) > 8:
                 all_are_there.set()
             yield rows
     ahead = read_ahead(batches(), pin=False)
     next(ahead)
     assert all_are_there.wait(60)
     ahead.close()
-    assert len(seen) == DEPTH + 1
+    assert len(seen) == 9
+
+
+def test_for_a_gpu_batches_are_pinned_so_that_their_copy_waits_for_nothing(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda rows: rows + 1)
+    ahead = read_ahead(batches_of([np.arange(200, dtype=np.uint16)]), pin=True)
+    assert next(ahead).tolist() == (next(batches_of([np.arange(200, dtype=np.uint16)])) + 1).tolist()
+    ahead.close()
 
 
 def test_what_goes_wrong_on_the_reading_thread_is_raised_where_the_batch_is_asked_for():

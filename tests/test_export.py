@@ -1,6 +1,9 @@
 """The folders that the three recipes export, in transformers and back."""
+import errno
 import functools
 import json
+import os
+import shutil
 import sys
 
 import pytest
@@ -8,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors import safe_open
 
 from helpers import ROOT, refused
 from model import GPT, GPTConfig, MODELS, load_model, main
@@ -86,6 +90,10 @@ def test_transformers_has_our_logits_and_loss_without_the_padding(exported):
     loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), idx[:, 1:].flatten())
     torch.testing.assert_close(found.loss, loss)
     torch.testing.assert_close(theirs(idx, logits_to_keep=2).logits, found.logits[:, -2:])
+    padded, mask = F.pad(idx, (0, 6), value=11)[:, 6:], torch.ones_like(idx)    # at the end
+    mask[:, -6:] = 0
+    found = theirs(padded, attention_mask=mask).logits[:, :-6]
+    torch.testing.assert_close(found, model(padded[:, :-6])[0][..., :VOCAB_SIZE], atol=1e-4, rtol=0)
     past, parts = None, []                                  # several tokens after a cache, too
     for part in idx.split([9, 1, 17, 13], dim=1):
         part = theirs(part, past_key_values=past, use_cache=True)
@@ -129,6 +137,88 @@ def test_the_folder_comes_back_and_so_does_what_transformers_saves(exported, tmp
             assert torch.equal(p, had[:cut] if cut else had), name
     if type(model) is not GPT:
         refused(lambda: GPT.from_pretrained(folder), folder)
+
+
+def test_an_exports_settings_and_tensors_are_what_other_tools_expect(exported):
+    model, folder, theirs = exported
+    config, tokenizer = (json.loads((folder / f"{name}.json").read_text()) for name in (
+        "config", "tokenizer_config"))
+    name = type(model).__name__.removesuffix("GPT").capitalize()
+    want = {"vocab_size": 50257, "bos_token_id": EOT, "eos_token_id": EOT, "dtype": "float32",
+            "model_type": model.recipe}
+    if type(model) is GPT:
+        want |= {"architectures": ["GPT2LMHeadModel"], "n_positions": 40, "n_ctx": 40, "n_inner": None,
+                 "layer_norm_epsilon": 1e-5, "initializer_range": 0.02, "tie_word_embeddings": True,
+                 "embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0,
+                 "activation_function": {"tanh": "gelu_new", "none": "gelu"}[model.config.gelu]}
+    else:
+        want |= {"architectures": [f"{name}ForCausalLM"], "block_size": 40, "padded_vocab_size": 50304,
+                 "window": model.config.window, "tie_word_embeddings": False,
+                 "auto_map": {"AutoConfig": f"modeling_modern.{name}Config",
+                              "AutoModelForCausalLM": f"modeling_modern.{name}ForCausalLM"}}
+    assert {key: config.get(key) for key in want} == want
+    their = theirs.config
+    assert (their.num_hidden_layers, their.num_attention_heads, their.hidden_size,
+            their.max_position_embeddings, their.eos_token_id) == (2, 3, 24, 40, EOT)
+    assert theirs.get_input_embeddings() is theirs.transformer.wte
+    assert tokenizer == {"tokenizer_class": "GPT2Tokenizer", "model_max_length": 40,
+                         "add_prefix_space": False, "bos_token": "<|endoftext|>",
+                         "eos_token": "<|endoftext|>", "unk_token": "<|endoftext|>"}
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+        stored = {name: file.get_tensor(name) for name in file.keys()}          # noqa: SIM118
+    assert {t.dtype for name, t in stored.items() if name != "parts"} == {torch.float32}
+    assert ("lm_head.weight" in stored) == (model.recipe == "speedrun")
+    wte = model.transformer.wte.weight
+    assert torch.equal(stored["transformer.wte.weight"], wte[:50257] if type(model) is GPT else wte)
+
+
+def test_weights_of_any_dtype_are_exported_in_float32_and_logits_are_float32(tmp_path):
+    from transformers import AutoModelForCausalLM
+    for recipe in MODELS:
+        model = make_model(recipe).bfloat16()
+        model.save_pretrained(tmp_path / recipe)
+        again = dict(load_model(tmp_path / recipe).named_parameters())
+        for name, p in model.float().named_parameters():
+            assert torch.equal(p[:len(again[name])] if p.dim() else p, again[name]), name
+        if recipe != "gpt2":
+            theirs = AutoModelForCausalLM.from_pretrained(tmp_path / recipe, trust_remote_code=True,
+                                                          dtype=torch.bfloat16)
+            assert theirs(documents()).logits.dtype == torch.float32
+
+
+@pytest.mark.parametrize("recipe", ["speedrun", "frontier"])
+def test_in_bfloat16_late_positions_differ_as_in_float32(recipe, tmp_path):
+    """bfloat16 has 8 bits: from 256 on it does not tell a position from the next."""
+    from transformers import AutoModelForCausalLM
+    model = make_model(recipe, block_size=1024, n_layer=1, n_head=1, n_embd=32, vocab_size=50304)
+    model.save_pretrained(tmp_path)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True)
+    idx = documents(3, 1000)[1:2]
+    with torch.no_grad():
+        exact = theirs(idx, logits_to_keep=50).logits
+        rounded = theirs.bfloat16()(idx, logits_to_keep=50).logits
+    error = (rounded - exact).square().mean() / exact.square().mean()
+    assert error < 2.5e-4, error
+
+
+def test_an_export_that_fails_leaves_no_folder_that_is_read_as_a_model(tmp_path, monkeypatch):
+    source = tiny_checkpoint(tmp_path / "c.pt", "speedrun")
+    rename = os.replace
+    for last in range(6):
+        main(["export", tiny_checkpoint(tmp_path / "old.pt"), str(tmp_path / "hf")])
+        done = []
+
+        def full(*paths, last=last, done=done):
+            if len(done) == last:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            done.append(paths)
+            rename(*paths)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "replace", full)
+            refused(lambda: main(["export", source, str(tmp_path / "hf")]), failed=True)
+        assert not (tmp_path / "hf/config.json").exists()
+        shutil.rmtree(tmp_path / "hf")
 
 
 @settings(max_examples=40, deadline=None, derandomize=True, database=None)

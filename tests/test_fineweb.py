@@ -1,12 +1,15 @@
 """fineweb.py: text -> shards, their validation, kills, what is refused, the hub, the command that trains."""
 import functools
+import gzip
 import json
+import os
 import shlex
+import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import ENV, ROOT, refused, script
+from helpers import ENV, ROOT, little_memory, refused, script
 from hub import Hub, several
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -78,6 +81,42 @@ def test_shards_are_the_stream_and_every_tenth_block_is_for_validation(shard_siz
     names = sorted(contents("out"))
     assert names[:2] == ["manifest.json", f"text_train_000001.{kind}"] and f"text_val_000000.{kind}" in names
     assert len(names) == 1 + len(full) + 1 + len(lengths("out", "val"))
+
+
+def test_defaults_are_those_of_the_help_and_the_last_lines_count_what_is_there(text, tmp_path, capsys):
+    prepare("--input", text, "--out", "out")
+    found, printed = json.loads(Path("out/manifest.json").read_text()), capsys.readouterr().out.splitlines()
+    want = {"shard_size": 10**8, "val_tokens": 10**8, "max_tokens": None, "text_field": "text",
+            "format": "npy", "separator": "", "tsv_quotes": False, "complete": True}
+    assert {key: found[key] for key in want} == want and "workers" not in found
+    val, train = map(len, both("out"))
+    assert printed[-2] == f"out: 2 shards complete, {val:,} tokens for validation and {train:,} for training"
+    before = contents("out")
+    prepare("--input", text.name, "--out", tmp_path / "out", "--workers", 3)    # by another path the same
+    assert contents("out") == before
+    prepare("--input", text, "--out", "a/new/folder", "--max_tokens", 2010)
+    assert json.loads(Path("a/new/folder/manifest.json").read_text())["val_tokens"] == 201
+    assert len(tokens_in("a/new/folder", "val") + tokens_in("a/new/folder", "train")) == 2010
+
+
+@pytest.mark.parametrize("flags, threads", [(["--workers", 4], 4), ([], 3)])
+def test_so_many_threads_encode_as_workers_says_or_as_this_process_has_cores(flags, threads, text, encoder,
+                                                                            monkeypatch):
+    barrier, of_threads = threading.Barrier(threads), set()
+
+    class Watched:
+        gigatoken, separator = encoder.gigatoken, encoder.separator
+
+        def encode(self, row):
+            if threading.get_ident() not in of_threads:       # each waits until all of them have work
+                of_threads.add(threading.get_ident())
+                barrier.wait(20)
+            return encoder.encode(row)
+    monkeypatch.setattr(fineweb, "Encoder", Watched)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {1, 5, 6}, raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 7)
+    prepare("--input", text, "--out", "out", *flags)
+    assert len(of_threads) == threads
 
 
 @settings(FAST, max_examples=40)
@@ -156,10 +195,30 @@ def test_a_large_document_and_chinese_without_spaces(gpt2, tmp_path, monkeypatch
     assert tokens[:1 + len(one)].tolist() == [50256, *one] and tokens[-len(two):].tolist() == two
 
 
+def test_a_runs_memory_does_not_grow_with_its_text_and_a_long_text_has_large_blocks(tmp_path, monkeypatch):
+    monkeypatch.setattr(runtime.text, "BLOCK", 1 << 20)
+    line = "To be, or not to be: that is the question.\n" * 1000
+    with open(tmp_path / "a.txt", "w") as file:
+        for i in range(1500):                                                   # 65 MB
+            file.write(f"{i}\n{line}")
+    with little_memory(60):
+        prepare("--input", tmp_path / "a.txt", "--out", tmp_path / "out", "--workers", 1)
+    val, train = (open_shard(tmp_path / f"out/text_{name}.npy") for name in ("val_000000", "train_000001"))
+    assert len(val) == (len(val) + len(train)) // 40_960 * 4096
+    path = tmp_path / "out/text_train_000001.npy"
+    with open(path, "r+b") as file:                           # its 38 MB are compared from end to end
+        file.seek(20_000_000)
+        byte = file.read(1)[0]
+        file.seek(20_000_000)
+        file.write(bytes([byte ^ 1]))
+    refuses("--verify", tmp_path / "out", said=path.name)
+
+
 # ----------------------------------------------------------------------------- kills
 
 @pytest.mark.parametrize("flags, ways", [
-    ("--val_tokens 900", ("half", "after")), ("--val_tokens 700 --max_tokens 4000", ("after", "half")),
+    ("--val_tokens 900", ("half", "after")),
+    ("--val_tokens 700 --max_tokens 4000 --separator :", ("after", "half")),
     ("--val_input val.csv", ("half", "after"))])
 def test_wherever_it_is_killed_the_same_command_ends_with_the_same_bytes(flags, ways, text, tmp_path):
     """At each rename: the manifest's, then a step's of a training shard, one of validation, the manifest."""
@@ -208,14 +267,22 @@ def test_other_settings_or_another_text_are_refused_and_change_nothing(text):
         written(text, DOCUMENTS[:at] + [DOCUMENTS[at].swapcase()] + DOCUMENTS[at:][1:])
         refuses(*flags, said="out input")
     assert contents("out") == want
+    for end in "ab":                              # of a long text, too
+        Path("long.txt").write_text("word " * 40_000 + end)
+        if end == "a":
+            prepare("--input", "long.txt", "--out", "long")
+    refuses("--input", "long.txt", "--out", "long", said="long input")
 
 
 @pytest.mark.parametrize("old, new", [
     ('"cursor": [', '"cursor": [1,'), ('"block"', '"other"'), ('"tokens": 1500', '"tokens": 1'),
-    ("text_v", "../text_v"), ("text_v", "none_v"), ("}\n ]", "}"), (None, None)])
+    ("text_v", "../text_v"), ("text_v", "sub/text_v"), ("text_v", "none_v"), ("}\n ]", "}"), (None, None)])
 def test_a_damaged_manifest_or_another_folders_shards_are_refused(old, new, text):
     flags = ["--input", text, "--out", "out", "--shard_size", 1500]
     prepare(*flags)
+    Path("out/sub").mkdir()
+    for shard in list_shards("out", "val"):                   # its other place has the same
+        write_shard(f"out/sub/{shard.name}", open_shard(shard))
     path = Path("out/manifest.json")
     if old:
         assert old in (content := path.read_text())
@@ -274,7 +341,9 @@ GOOD = "--input good.txt"
     ("--val_input good.txt", "--input"), ("--verify nowhere", "nowhere"), ("--name x", "--dataset"),
     (f"{GOOD} --name x", "--name"), (f"{GOOD} --dataset a/b", "--dataset"), ("--verify x --split y", "--sp"),
     (f"{GOOD} --shard_size 2147483648", "shard_size"), (f"{GOOD} --max_tokens 1e9", "max_tokens"),
-    ("--workers 257", "workers"), ("--pretokenized 104", "103"), ("--pretokenized 9 --split y", "--sp"),
+    *[(f"{GOOD} --{name} 0", name) for name in ("shard_size", "max_tokens", "val_tokens", "workers")],
+    ("--workers 257", "workers"), ("--pretokenized 0", "pretokenized"),
+    ("--pretokenized 104", "103"), ("--pretokenized 9 --split y", "--sp"),
     ("--max_tokens 100 --val_tokens 100", "val_tokens"), ("--format csv", "format"), ("--part 0/2", "--part"),
     (f"{GOOD} --val_input good.txt --val_tokens 5", "val_tokens"),
     (f"{GOOD} --val_input short.txt empty/../good.txt", "good.txt is both")])
@@ -371,7 +440,14 @@ def test_a_killed_run_ends_with_the_files_of_the_revision_it_began_with(gpt2, tm
     readme = card(tales={"train": "tales/*", "test": "tales/1.jsonl"}, other={"train": "tales/1.jsonl"})
     flags = ["--dataset", "me/books", "--name", "tales", "--shard_size", 700, "--val_tokens", 300, "--out"]
     out, run = tmp_path / "out", [*flags, "out"]
+    at_once = []
     with Hub() as hub:
+        send = hub.file
+
+        def watched(*args):
+            at_once.append(len([*(out / ".download").glob("tales/*")]))
+            return send(*args)
+        hub.file = watched
         sha, _ = hub.put("me/books", {"README.md": readme} | books, {"README.md": readme})
         killed = several(tmp_path, hub.env, *([moment, *run] for moment in (
             (5, "half"), (3, "half", "rename"), (3, "half"), (4, "after"))))
@@ -388,9 +464,12 @@ def test_a_killed_run_ends_with_the_files_of_the_revision_it_began_with(gpt2, tm
         assert not (out / ".download").exists()
         assert both(out) == in_blocks(stream_of(gpt2, sum(TALES, [])), 300)
         hub.put("me/books", {"README.md": readme} | books)
-        other, whole = several(tmp_path, hub.env, [*run, "--split", "test"], [*flags, "whole"])
-        assert whole.returncode == 0 and contents(out) == contents(tmp_path / "whole")
+        other, whole, test = several(tmp_path, hub.env, [*run, "--split", "test"], flags[:-1],
+                                     [*flags[:-1], "--split", "test"])
+        assert whole.returncode == 0 and contents(out) == contents(tmp_path / "books-tales")
         refused(lambda: other, "out", "split")
+        assert both(tmp_path / "books-tales-test") == in_blocks(stream_of(gpt2, TALES[1]), 300), test
+    assert max(at_once) <= 2, "a file is removed before the next but one is fetched"
     prepare(*flags, out)                          # a complete folder needs no network
 
 
@@ -399,11 +478,22 @@ def test_fineweb_is_the_default_and_its_first_tokens_are_for_validation(gpt2, tm
         hub.put("HuggingFaceFW/fineweb-edu", {
             "README.md": card(**{"sample-10BT": {"train": "sample/10BT/*"}, "other": {"train": "x.txt"}}),
             **{f"sample/10BT/00{i}.parquet": file_of("a.parquet", TALES[i], tmp_path) for i in range(2)}})
-        done, all_val, named = several(
+        hub.put("HuggingFaceFW/fineweb", {
+            "README.md": card(**{"sample-100BT": {"train": "a.json.gz"}, "default": {"train": "b.txt"}}),
+            "a.json.gz": gzip.compress(json.dumps({"text": " a" * 999}).encode()), "b.txt": b" b|" * 999})
+        (tmp_path / "edu_fineweb10B").mkdir()                 # of a run that failed before its first shard
+        (tmp_path / "edu_fineweb10B/manifest.json").write_text(
+            json.dumps({"dataset": "me/other", "revision": "0" * 40, "shards": []}))
+        done, all_val, named, hundred, default = several(
             tmp_path, hub.env, ["--shard_size", 1000, "--max_tokens", 2500, "--val_tokens", 600],
             ["--shard_size", 1000, "--val_tokens", 10**6, "--out", "x"],
             ["--dataset", "HuggingFaceFW/fineweb-edu", "--name", "sample-10BT", "--max_tokens", 2000, "--out",
-             "y"])
+             "y"], ["--dataset", "HuggingFaceFW/fineweb", "--name", "sample-100BT", "--val_tokens", 100],
+            ["--dataset", "HuggingFaceFW/fineweb", "--max_tokens", 500, "--separator", "|"])
+    for one, name in (hundred, "fineweb100B/fineweb"), (default, "fineweb/fineweb"):
+        assert one.returncode == 0 and (tmp_path / f"{name}_train_000001.npy").exists(), one
+    assert both(tmp_path / "fineweb100B")[0] == [50256] + [257] * 99            # " a"
+    assert both(tmp_path / "fineweb") == ([50256, 275] * 25, [50256, 275] * 225)        # " b"
     assert done.returncode == 0 and "next: python train_gpt2.py" in done.stdout, done
     stream, out = stream_of(gpt2, sum(TALES[:2], []))[:2500], tmp_path / "edu_fineweb10B"
     assert both(out) == (stream[:600], stream[600:])
@@ -420,16 +510,18 @@ def test_a_mistake_about_a_dataset_is_one_line_at_once(tmp_path):
                              "a.jsonl": good})
         hub.put("me/one", {"a.jsonl": good})
         hub.put("me/pictures", {"a.png": b"1"})
+        hub.put("me/array", {"a.json": b'[{"text": "a"}]'})
         hub.put("me/broken", {"a.parquet": b"no parquet at all"})
         hub.put("me/gated", {"README.md": b"", "a.jsonl": good})
         hub.answers = {"gated/resolve": (403, {"X-Error-Code": "GatedRepo"}), "datasets/me/wall": (403, {})}
         cases = {"me/nothing": "hf auth login", "me/wall": "hf auth login", "me/gated": "hf auth login",
                  "me/books": "'one', 'two'", "me/books --name no": "'one', 'two'",
                  "me/one --split no": "train", "me/one --text_field body": "--text_field",
+                 "me/one --separator x": "--separator", "me/array": "a.json line 1",
                  "me/pictures": "me/pictures", "me/broken": "a.parquet", "../x": "../x"}
         runs = several(tmp_path, hub.env, *(["--dataset", *case.split(), "--out", "out"] for case in cases))
     for run, said in zip(runs, cases.values(), strict=True):
-        refused(lambda run=run: run, "fineweb.py: ", said)
+        refused(lambda run=run: run, "fineweb.py: ", *(said.split() if "line" in said else [said]))
     assert not [*tmp_path.rglob("*.npy")]
 
 

@@ -158,10 +158,13 @@ def alone(flags, tmp_path_factory):
     return out
 
 
-@pytest.mark.parametrize("processes, batch_size", [(2, 1), (4, 32), (1, 2)])
-def test_processes_and_micro_batches_change_only_the_rounding(processes, batch_size, flags, alone, tmp_path):
+@pytest.mark.parametrize("processes, batch_size, more", [(2, 1, []), (4, 32, ["--shard_optimizer"]),
+                                                         (1, 2, [])])
+def test_processes_and_micro_batches_change_only_the_rounding(processes, batch_size, more, flags, alone,
+                                                              tmp_path):
     """Of four updates in a step, two, and one."""
-    flags, out = [*flags, "--batch_size", batch_size, "--out", tmp_path / "log"], tmp_path / "log"
+    out = tmp_path / "log"
+    flags = [*flags, "--batch_size", batch_size, *more, "--out", out]
     train(*flags) if processes == 1 else run(*flags, processes=processes)
     expected, found, val = logged(alone), logged(out), logged(alone, "val")
     assert len(expected) == 9 and expected[0] < math.log(97)        # the mean over four updates

@@ -87,20 +87,31 @@ def start(tmp_path_factory):
 def test_25_steps_equal_a_plain_loop_in_loss_and_norm_and_all_are_clipped(processes, shards, start, tmp_path):
     """AdamW does not feel a constant factor of the gradient, a mean that is a sum, or a clipping at each
     step to the same norm; `norm` does, and clipping by a factor that changes."""
+    norms = equal_a_plain_loop(0.3, 25, shards, start, tmp_path, processes)
+    assert min(norms) > 0.3
+
+
+def test_gradients_below_the_largest_norm_are_left_alone_and_others_clipped_to_it(shards, start, tmp_path):
+    norms = equal_a_plain_loop(1.25, 25, shards, start, tmp_path)
+    assert 8 < sum(norm > 1.25 for norm in norms) < 20
+
+
+def equal_a_plain_loop(grad_clip, steps, shards, start, tmp_path, processes=1):
+    """Checks losses and norms of that many steps of AdamW and cosine. The norms before clipping."""
     flags = ["--data", shards, "--init", start, *TINY, *QUIET, "--batch_size", 2, "--no_shuffle",
-             "--grad_clip", 0.3, "--max_steps", 25, "--warmup_steps", 5, "--max_lr", 2e-3, "--min_lr", 2e-4,
-             "--weight_decay", 0.1, "--out", tmp_path / "log"]
+             "--grad_clip", grad_clip, "--max_steps", steps, "--warmup_steps", 5, "--max_lr", 2e-3,
+             "--min_lr", 2e-4, "--weight_decay", 0.1, "--out", tmp_path / "log"]
     train(*flags) if processes == 1 else run(*flags, processes=processes)
     losses, norms = logged(tmp_path / "log"), column(tmp_path / "log", "norm")
     model = load_model(start)
     groups = [{"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": 0.1},
               {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=1.0, betas=(0.9, 0.95), eps=1e-8, foreach=False)
-    for step, batch in enumerate(batches(torch.cat(sequences(shards)), 25)):
+    for step, batch in enumerate(batches(torch.cat(sequences(shards)), steps)):
         loss = F.cross_entropy(model(batch[:, :-1])[0].flatten(0, 1), batch[:, 1:].flatten())
         loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.3).item()
-        progress = (step - 5) / 20
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip).item()
+        progress = (step - 5) / (steps - 5)
         lr = 2e-3 * (step + 1) / 5 if step < 5 else 2e-4 + 0.5 * (1 + math.cos(math.pi * progress)) * 1.8e-3
         for group in optimizer.param_groups:
             group["lr"] = lr
@@ -108,8 +119,8 @@ def test_25_steps_equal_a_plain_loop_in_loss_and_norm_and_all_are_clipped(proces
         optimizer.zero_grad()
         assert losses[step] == pytest.approx(loss.item(), abs=2e-5), step
         assert norms[step] == pytest.approx(norm, rel=1e-3), step
-        assert norm > 0.3, "clipping is to be tested at every step"
-    assert len(losses) == len(norms) == 25
+    assert len(losses) == len(norms) == steps
+    return list(norms.values())
 
 
 @pytest.mark.parametrize("flags, seed", [([], 1337), (["--seed", 7], 7), (["--no_shuffle"], None)])

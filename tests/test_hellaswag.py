@@ -1,17 +1,22 @@
 """hellaswag.py: its counts against a plain scoring of one token at a time, its data, and the command. Bad
 files are in test_hostile.py."""
+import functools
 import json
 import math
+import os
 import random
+import re
 import sys
+import threading
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.nn.modules.module import register_module_forward_hook
 
 import hellaswag
 from hellaswag import evaluate, load_examples, make_batches
-from helpers import ROOT, refused, script
+from helpers import BYTES, ROOT, logged, refused, run, script
 from peers import make_model, own_checkpoint, save
 from runtime.tokenizer import encode
 
@@ -77,6 +82,21 @@ def test_counts_are_those_of_a_plain_scoring_and_little_of_a_batch_is_padding(ba
     assert evaluate(model, batches, "cpu").tolist() == plain_counts(scores, EXAMPLES)
 
 
+def test_the_first_and_the_last_token_of_an_ending_count(model):
+    """Of endings that differ in nothing else the plain scoring's best is the right one."""
+    text = (ROOT / "input.txt").read_text()[:9000]
+    words = [word for word in text.split() if len(encode(" " + word)) == 1]
+    some = []
+    for i in range(12):
+        four, rest = sorted({*words[40 * i:40 * i + 30]})[:4], " ".join(words[40 * i + 30:40 * i + 34])
+        endings = [f"{word} {rest}" if i % 2 else f"{rest} {word}" for word in four]
+        some.append({"ctx": words[i], "endings": endings, "label": 0})
+    for example, (sums, means) in zip(some, plain_scores(model, some), strict=True):
+        assert sums.index(min(sums)) == means.index(min(means))
+        example["label"] = sums.index(min(sums))
+    assert evaluate(model, make_batches(some, 192), "cpu").tolist() == [12, 12, 12]
+
+
 @pytest.mark.parametrize("world_size", [2, 64])
 def test_counts_of_ranks_sum_to_those_of_one(world_size, model, scores):
     batches, seen = make_batches(EXAMPLES, 192, 16), []
@@ -140,6 +160,50 @@ def test_the_command_prints_counts_and_shares(model, scores, tmp_path, capsys):
     acc, acc_norm, _ = plain_counts(scores[:20], EXAMPLES[:20])
     assert (capsys.readouterr().out ==
             f"acc: {acc}/20={acc / 20:.4f}\nacc_norm: {acc_norm}/20={acc_norm / 20:.4f}\n")
+
+
+def test_the_commands_batches_and_dtype_are_those_of_its_flags(model, tmp_path):
+    """By default 32 rows in float32."""
+    path, data = save(tmp_path / "m.pt", own_checkpoint(model)), write_jsonl(tmp_path / "a.jsonl", EXAMPLES)
+
+    def rows_and_dtypes(*flags):
+        seen = []
+        hook = register_module_forward_hook(lambda module, inputs, output: seen.append(output)
+                                            if type(module).__name__ == "MLP" else None)
+        try:
+            hellaswag.main(["--model", str(path), "--data", str(data), "--device", "cpu", *flags])
+        finally:
+            hook.remove()
+        return max(len(x) for x in seen), {x.dtype for x in seen}
+    assert rows_and_dtypes("--limit", "9") == (32, {torch.float32})
+    assert rows_and_dtypes("--limit", "3", "--batch_size", "11") == (8, {torch.float32})
+    assert rows_and_dtypes("--limit", "3", "--dtype", "bfloat16") == (12, {torch.bfloat16})
+
+
+def hub_that_notes(path):
+    """The package datasets, whose examples take a while on rank 0: each rank notes when it has them."""
+    rank = os.environ["RANK"]
+
+    def load_dataset(*args, **how):
+        if rank == "0":
+            threading.Event().wait(0.3)         # if both begin at once, rank 1 is the first now
+        with open(path, "a") as file:
+            file.write(rank)
+        return EXAMPLES[:9]             # two batches
+    sys.modules["datasets"] = SimpleNamespace(load_dataset=load_dataset)
+
+
+def test_rank_0_fetches_the_examples_before_the_others_look(byte_data, tmp_path):
+    """It fills the cache; else eight ranks would download at once."""
+    text = run("--data", byte_data, *BYTES, "--vocab_size", 50304, "--n_layer", 1, "--n_embd", 16,
+               "--max_steps", 1, "--val_every", 0, "--checkpoint_every", 0, "--hellaswag_every", 100, "--out",
+               tmp_path / "log", processes=2,
+               before=[functools.partial(hub_that_notes, tmp_path / "order")]).stdout
+    assert (tmp_path / "order").read_text() == "01"
+    told = re.findall(r"accuracy: (\d+)/(\d+)=([\d.]+)", text)           # of both ranks' examples
+    assert [(n, share) for _, n, share in told] == [("9", f"{int(c) / 9:.4f}") for c, *_ in told]
+    assert logged(tmp_path / "log", "hella") == {step: pytest.approx(int(c) / 9, abs=1e-6)
+                                                 for step, (c, *_) in zip((0, 1), told, strict=True)}
 
 
 def test_without_a_network_it_ends_with_one_line(model, tmp_path):

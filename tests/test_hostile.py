@@ -290,7 +290,8 @@ BAD = {
         "recipe": ["gpt9", ["gpt2"], NONE, HASHED], "model": [[1, 2], NONE, ENDLESS],
         "model_config": [[1], NONE, *CODE], ("model_config", "gelu"): ["swish", ["tanh"]],
         ("model_config", "n_head"): [3, 0, NONE], ("model_config", "n_embd"): [-4, "4", 4.0, 10**12],
-        ("model_config", "n_layer"): [True, 3, 0, 10**9, ENDLESS], ("model_config", "block_size"): [9, 2**23],
+        ("model_config", "n_layer"): [True, 3, 0, 20_000, 10**9, ENDLESS],
+        ("model_config", "block_size"): [9, 2**23],
         ("model_config", "vocab_size"): [95, 10**100],
         ("model", WPE): [NONE, 3, MATRIX[:7], MATRIX.long(), MATRIX.cfloat(), MATRIX.to_sparse(),
                          MATRIX.to("meta"), torch.zeros(1).expand(8, 4), MATRIX - math.inf, *CODE],
@@ -320,6 +321,8 @@ BAD = {
     "config.json": values({
         "model_type": ["llama", None, {}], "activation_function": ["relu", []], "n_inner": [32],
         "layer_norm_epsilon": [1e-6, "x" * 10**6], "scale_attn_weights": [False], "n_embd": [2**23, "4"],
+        "scale_attn_by_inverse_layer_idx": [True], "add_cross_attention": [True],
+        "tie_word_embeddings": [False],
         "auto_map": [{"AutoModelForCausalLM": "modeling_evil.Evil"}], "n_layer": [3, 10**9, -1, None],
         "n_head": [3, 2**24 - 1], "n_positions": [9], "vocab_size": [95, 10**12]}) | contents(
         b'{"model_type": ' + b"9" * 5000 + b"}"),
@@ -409,6 +412,17 @@ def test_a_flipped_bit_in_any_record_of_a_checkpoint_is_refused(put):
     assert len(records) > 15
 
 
+def test_what_stands_before_a_checkpoint_is_not_read_in_its_place(put):
+    """One reader of zips counts from the beginning of the file, another from that of the archive: the sums of
+    one would say nothing about the other."""
+    good = (path := put("checkpoint")).read_bytes()
+    other = small()
+    other.transformer.wte.weight.data += 1
+    save(path, own_checkpoint(other) | {"extra": torch.zeros(777)})
+    path.write_bytes(path.read_bytes() + good)
+    refused(lambda: load_model("a.pt"), "a.pt")
+
+
 @pytest.mark.parametrize("format, how, name, flags", [
     ("x_train_000000.npy", f"{2**62} tokens", "train_gpt2.py", "--data . --out log"),
     ("HellaSwag", "label 8", "hellaswag.py", "--data a.jsonl"),
@@ -419,3 +433,52 @@ def test_a_command_given_a_hostile_file_says_one_printable_line_and_exits_2(form
         shutil.copy(path, "x_val_000000.npy")
     line = refused(lambda: script(name, *flags.split()))
     assert line.startswith(f"{name}: ") and line.isprintable()
+
+
+# ----------------------------------------------------------------------------- there, but not to be read
+
+@pytest.mark.parametrize("name", ["../outside.safetensors", "/absolute", "sub/part.safetensors",
+                                  "../hf/part.safetensors"])
+def test_an_index_that_names_a_whole_file_outside_its_folder_is_refused(name, put):
+    path = put("model.safetensors.index.json")
+    name = os.path.abspath("outside.safetensors") if name == "/absolute" else name
+    os.mkdir("hf/sub")
+    for place in ("outside.safetensors", "hf/sub/part.safetensors"):
+        shutil.copy("hf/part.safetensors", place)
+    for names in ([name], ["part.safetensors", name]):
+        path.write_text(json.dumps({"weight_map": {f"t{i}": one for i, one in enumerate(names)}}))
+        refused(lambda: load_model("hf"), "hf", "outside")
+    path.write_text(json.dumps({"weight_map": {"t": "part.safetensors"}}))
+    load_model("hf")
+
+
+def test_a_file_that_the_hubs_cache_links_to_is_read(put):
+    """Its folders are links to files by their sums, elsewhere."""
+    put("model.safetensors.index.json")
+    os.rename("hf/part.safetensors", "blob")
+    os.symlink("../blob", "hf/part.safetensors")
+    load_model("hf")
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2])
+def test_a_packed_checkpoint_is_refused_though_it_is_whole(method, put):
+    """What is packed can be larger than the memory."""
+    path = put("checkpoint")
+    for behind in (b"", bytes(10**8))[:1 + (method == zipfile.ZIP_DEFLATED)]:
+        pickle_to(lambda pickled, behind=behind: pickled + behind, method)(path)
+        with little_memory(60):
+            refused(lambda: load_model("a.pt"), "a.pt")
+
+
+@pytest.mark.parametrize("recipe", ["gpt2", "frontier"])
+def test_code_that_a_folder_brings_is_never_run(recipe, put, monkeypatch):
+    put("frontier's config.json" if recipe == "frontier" else "config.json")
+    for name in ("modeling_modern.py", "modeling_evil.py", "__init__.py", "json.py", "safetensors.py"):
+        Path("hf", name).write_text(TOUCH)
+    config = json.loads(Path("hf/config.json").read_text())
+    auto_map = {"AutoConfig": "modeling_evil.Config", "AutoModelForCausalLM": "modeling_evil.Evil"}
+    Path("hf/config.json").write_text(json.dumps(config | {"auto_map": auto_map}))
+    if recipe == "frontier":
+        assert load_model("hf").recipe == recipe                                # by our own code
+    else:
+        refused(lambda: load_model("hf"), "hf", "auto_map")

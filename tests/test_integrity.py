@@ -100,10 +100,10 @@ def test_torch_alone_reads_a_checkpoint_of_float32_with_the_moments_of_the_docs(
 
 def test_another_runs_files_are_moved_by_their_names_and_nothing_else_is_touched(log, train):
     theirs = {"checkpoint_best.pt", "thesis.tmp", "checkpoint_1.pt.old.tmp", ".train_gpt2.lock"}
-    for name in ("loss.png", "checkpoint_best.pt", "thesis.tmp", "checkpoint_1.pt.old.tmp"):
+    for name in ("loss.png", "wandb_id", "checkpoint_best.pt", "thesis.tmp", "checkpoint_1.pt.old.tmp"):
         (log / name).write_text("of someone")
     before = contents(log)
-    assert {"log.txt", "metrics.csv", "checkpoint_000002.pt"} <= before.keys()
+    assert {"log.txt", "metrics.csv", "checkpoint_000002.pt", "wandb_id"} <= before.keys()
     for name in ("checkpoint_000777.pt.123.tmp", "log.txt.tmp", "metrics.csv.9.tmp"):       # ours: removed
         (log / name).write_text("half")
     for name in ("thesis", "checkpoint_000009.pt.tmp"):

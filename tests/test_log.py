@@ -1,4 +1,5 @@
 """What a run tells: the console's line, metrics.csv and log.txt, Weights & Biases."""
+import importlib.machinery
 import math
 import os
 import sys
@@ -6,7 +7,7 @@ import types
 
 import numpy as np
 import pytest
-from helpers import logged, refused, train
+from helpers import BYTES, logged, refused, train
 
 from runtime.console import HEADER, Record, clock, counted, lowest, read_metrics, step_line
 from runtime.shards import write_shard
@@ -150,11 +151,31 @@ def test_wandb_is_given_the_events_and_knows_a_resumed_run_by_its_id(tmp_path, m
     refused(lambda: Record(tmp_path, 0, 100, {}, wandb=True), "wandb login", "ZeroDivisionError")
 
 
+def test_a_run_with_wandb_tells_it_its_flags_and_each_of_its_numbers_and_others_tell_nothing(tmp_path,
+                                                                                              monkeypatch):
+    wandb, begun, told = types.ModuleType("wandb"), [], []
+    wandb.__spec__ = importlib.machinery.ModuleSpec("wandb", None)
+    wandb.init, wandb.finish = lambda **how: begun.append(how), lambda: told.append("end")
+    wandb.log = lambda values, step: told.extend((step, kind, values[kind]) for kind in ("val", "train")
+                                                 if kind in values)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    for split in ("val", "train"):
+        write_shard(tmp_path / f"text_{split}_000000.npy", np.arange(500, dtype=np.uint16) % 251)
+    flags = ["--data", tmp_path, *BYTES, "--n_layer", 1, "--n_embd", 16, "--max_steps", 2, "--val_every", 2]
+    train(*flags, "--out", tmp_path / "without")
+    assert not begun and not told
+    train(*flags, "--wandb", "--out", tmp_path / "with")
+    assert begun[0]["config"]["n_embd"] == 16 and begun[0]["name"] == "with"
+    lines = [line.split() for line in (tmp_path / "with/log.txt").read_text().splitlines()]
+    expected = [(int(step), kind, pytest.approx(float(value), abs=1e-6)) for step, kind, value in lines]
+    assert told == [*expected, "end"] and len(lines) == 4
+
+
 def test_a_step_line_is_that_of_the_contract():
     assert step_line(5, 6.0372, 2.05, 4.2e-6, 0.0931, 175_980, None, 5000) == (
         "step     5 | loss: 6.0372 | lr 4.20e-06 | norm: 2.05 | dt: 93.1ms | tok/sec: 175,980 | "
         "1:23:20 left")
     assert step_line(19072, 3.2, 12.345, 6e-5, 12.34, 14_000_000.0, 0.412, 0).endswith(
-        "dt: 12,340.0ms | tok/sec: 14,000,000 | mfu 41% | 0:00:00 left")
+        "dt: 12340.0ms | tok/sec: 14,000,000 | mfu 41% | 0:00:00 left")
     assert [clock(s) for s in (0.3, 1e5, 1e99)] == ["0:00:00", "1 day, 3:46:40", "115740 days, 17:46:40"]
     assert [counted(n, "process") for n in (1, 8)] == ["1 process", "8 processes"]

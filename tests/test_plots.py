@@ -1,12 +1,13 @@
 """OUT/loss.png: what is drawn in it, when, and that no run ends by it. The layout was looked at."""
 import math
 import sys
+import time
 import types
 
 import matplotlib.figure
 import numpy as np
 import pytest
-from helpers import ENV, run, train
+from helpers import ENV, logged, run, train
 
 from runtime import plots
 from runtime.console import Record
@@ -21,10 +22,22 @@ def rows(**columns):
                                        for kind in ("train", "val", "hella")} for step in steps]
 
 
-def test_losses_and_hellaswag_are_drawn_against_tokens(tmp_path, monkeypatch):
+@pytest.fixture
+def figures(monkeypatch):
+    """All that are saved from now on."""
     figures, savefig = [], matplotlib.figure.Figure.savefig
     monkeypatch.setattr(matplotlib.figure.Figure, "savefig",
                         lambda figure, file, **how: figures.append(figure) or savefig(figure, file, **how))
+    return figures
+
+
+def points(figure):
+    """{a curve's label: [(tokens, value)]}."""
+    return {line.get_label(): [tuple(point) for point in line.get_xydata().tolist()]
+            for panel in figure.axes for line in panel.lines}
+
+
+def test_losses_and_hellaswag_are_drawn_against_tokens(tmp_path, figures):
     plot_run(rows(train=[10.8, 9, 8, math.nan], val=[10.9, None, 7], hella=[0.25, None, None, 0.26]),
              tmp_path / "loss.png", "a title")
     assert (tmp_path / "loss.png").read_bytes()[:4] == b"\x89PNG"
@@ -32,6 +45,10 @@ def test_losses_and_hellaswag_are_drawn_against_tokens(tmp_path, monkeypatch):
     assert [line.get_xydata().tolist() for panel in (losses, hella) for line in panel.lines] == [
         [[0, 10.8], [100, 9], [200, 8]], [[0, 10.9], [200, 7]], [[0, 0.25], [300, 0.26]]]
     assert [line.get_label() for line in losses.lines] == ["training loss", "validation loss"]
+    assert "loss" in losses.get_ylabel() and "acc_norm" in hella.get_ylabel()
+    assert [losses.xaxis.get_major_formatter()(n) for n in (0, 999, 1000, 250e3, 1.2e6, 1e9, 10e9)] == [
+        "0", "999", "1k", "250k", "1.2M", "1B", "10B"]
+    assert figures[0].get_suptitle() == "a title"
     assert all((panel.get_xlim()[0], panel.get_xlabel()) == (0, "tokens") for panel in (losses, hella))
 
 
@@ -60,6 +77,20 @@ def flags(tmp_path):
             "--block_size", 16, "--vocab_size", 64, "--val_tokens", 64, "--total_batch_size", 64,
             "--max_steps", 2, "--val_every", 1, "--hellaswag_every", 0, "--sample_every", 0,
             "--checkpoint_every", 0, "--device", "cpu", "--dtype", "float32"]
+
+
+def test_the_picture_has_the_whole_run_at_its_end_and_after_a_resume(flags, figures, tmp_path, monkeypatch):
+    """It is drawn at the first evaluation, too, which has nothing of the training yet."""
+    monkeypatch.setattr(time, "monotonic", lambda: 5000.0)              # no minute is over
+    train(*flags, "--max_steps", 3, "--val_every", 2, "--checkpoint_every", 2)
+    train(*flags, "--max_steps", 5, "--val_every", 2)
+    assert len(figures) == 4, "at steps 0 and 3, and 4 and 5 of the resumed run"
+    for figure, steps in ((figures[1], 3), (figures[3], 5)):
+        found, losses = points(figure), [logged(tmp_path / "log", kind) for kind in ("train", "val")]
+        assert found["training loss"] == [(64 * step, losses[0][step]) for step in range(steps)]
+        assert found["validation loss"][-2:] == [(64 * step, losses[1][step]) for step in (steps - 1, steps)]
+    train(*flags, "--resume", "never", "--val_every", 0)
+    assert len(figures) == 4, "of a run without evaluations there is no picture"
 
 
 def test_rank_0_draws_the_picture_and_needs_no_home_for_it(flags, tmp_path):

@@ -1,6 +1,7 @@
 """sample.py: the stream of text, flags, prompts on pipes and terminals."""
 import io
 import os
+import re
 import signal
 import sys
 
@@ -57,6 +58,31 @@ def test_samples_are_those_of_generate_and_each_flag_reaches_it(text, how, path,
         assert shown(*flags) != generated(path, text, **{name: how[name] for name in how if name != but})
     with torch.autocast("cpu", torch.bfloat16):
         assert shown(*flags, "--dtype", "bfloat16") == generated(path, text, **how)
+
+
+def test_the_defaults_are_four_samples_of_200_tokens_without_a_prompt(path, capsys):
+    tokens = []
+    hook = register_module_forward_hook(lambda module, inputs, output: tokens.append(output)
+                                        if type(module).__name__ == "Block" else None)
+    try:
+        sample.main(["--model", path, "--device", "cpu"])
+    finally:
+        hook.remove()
+    assert len(tokens) == 200 and all(len(x) == 4 for x in tokens)
+    shown, heading = capsys.readouterr().out, re.compile(r"^--- sample \d of 4\n", re.M)
+    begins = generated(path, "", 4, 20, 42, temperature=1.0, top_k=50)
+    pairs = list(zip(heading.split(shown), heading.split(begins), strict=True))
+    assert len(pairs) == 5
+    for one, beginning in pairs:
+        assert one.startswith(beginning.removesuffix("\n").rstrip("\ufffd"))
+
+
+def test_top_k_0_samples_from_all_tokens_and_1_is_greedy(path, shown):
+    every = shown("--top_k", 0, "--temperature", 50)
+    assert every == generated(path, "", top_k=0, temperature=50) == generated(path, "", top_k=None,
+                                                                              temperature=50)
+    assert every != shown("--top_k", 50, "--temperature", 50)
+    assert shown("--top_k", 1) == shown("--temperature", 0)
 
 
 def steps_of(rows):
@@ -116,6 +142,9 @@ def test_interactive_from_a_pipe(path, shown, monkeypatch):
         return shown("--interactive", "--max_new_tokens", 4, "--temperature", 0, *flags)
     assert continued("The\n\nnaïve\r\nno newline".encode() + b"\xff") == "".join(
         f"{greedy(path, text, 4)}\n" for text in ("The", "", "naïve", "no newline\ufffd"))
+    # the second prompt's numbers are not those of the first
+    first, second = continued(b"The\nThe\n", "--temperature", 1).splitlines()
+    assert first != second
     assert continued(b"The", "--num_samples", 2) == "".join(
         f"--- sample {i} of 2\nThe{greedy(path, 'The', 4)}\n" for i in (1, 2))
     monkeypatch.setattr(sys, "stdin", None)
@@ -139,6 +168,23 @@ def test_ctrl_c_ends_a_continuation_and_at_the_prompt_the_program(path, monkeypa
         hook.remove()
         signal.signal(signal.SIGINT, handler)
     assert capsys.readouterr().out == f"> {greedy(path, 'The', 2)}\n" * 2 + "> \n"
+
+
+def test_text_reaches_a_pipe_as_its_tokens_come(path, monkeypatch, tmp_path):
+    """Not when a buffer of some kilobytes is full."""
+    sizes = []
+    with open(tmp_path / "shown", "w", encoding="utf-8") as file:
+        monkeypatch.setattr(sys, "stdout", file)
+        hook = register_module_forward_hook(lambda module, inputs, output: sizes.append(
+            os.fstat(file.fileno()).st_size) if type(module).__name__ == "Block" else None)
+        try:
+            sample.main(["--model", path, "--device", "cpu", "--num_samples", "1", "--max_new_tokens", "12",
+                         "--prompt", "The", "--temperature", "0"])
+        finally:
+            hook.remove()
+    heading, after = len("--- sample 1 of 1\nThe"), greedy(path, "The", 12).encode()
+    assert len(sizes) == 12 and sizes[0] == heading and sizes[-1] > heading + len(after) / 2
+    assert sizes == sorted(sizes) and len({*sizes}) > 4
 
 
 def close_the_pipe():

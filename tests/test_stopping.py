@@ -7,7 +7,8 @@ import subprocess
 import sys
 
 import pytest
-from helpers import (BYTES, ENV, HANG, ROOT, hellaswag_file, logged, newest, run, same_end, striking, train)
+from helpers import (BYTES, ENV, FORK, HANG, ROOT, command, hellaswag_file, logged, newest, run, same_end,
+                     striking, train)
 
 from runtime.files import checkpoints
 from runtime.ranks import Process
@@ -19,6 +20,7 @@ def test_a_signal_stops_one_process_within_its_step_and_the_resume_repeats_that(
     flags = ["--data", byte_data, *BYTES, "--out", tmp_path]
     result = run(*flags, before=striking("step 13", name, item=2))
     assert f"stopped by {name} after 13 of 40 steps" in result.stdout and result.stderr.count("\n") == 1
+    assert "checkpoint_000013.pt" in result.stdout.splitlines()[-1]
     assert newest(tmp_path) == 13 and max(logged(tmp_path)) == 12
     if name == "SIGTERM":
         run(*flags)
@@ -47,10 +49,10 @@ def test_whichever_look_at_the_flag_sees_a_signal_all_steps_are_saved(look, byte
 def test_a_signal_to_one_of_several_processes_stops_all_after_the_step(byte_data, whole, tmp_path):
     """The moments shared out at first, and not later; the run that nobody disturbs has them on each."""
     flags = ["--data", byte_data, *BYTES, "--out", tmp_path]
-    shown = run(*flags, "--shard_optimizer", processes=2, before=striking("step 13", "SIGINT", rank=1)).stdout
-    assert newest(tmp_path) == 14 and "after 14 of 40" in shown
-    run(*flags, processes=2, before=striking("step 25", "SIGTERM", item=1))
-    assert newest(tmp_path) == 26
+    told = run(*flags, "--shard_optimizer", processes=2, before=striking("step 13", "SIGINT", rank=1))
+    assert newest(tmp_path) == 14 and "after 14 of 40" in told.stdout and not told.stderr
+    told = run(*flags, processes=2, before=striking("step 25", "SIGTERM", item=1))
+    assert newest(tmp_path) == 26 and "SIGTERM" in told.stderr and told.stderr.count("\n") == 1
     run(*flags, processes=2)
     same_end(tmp_path, whole(processes=2))
 
@@ -98,14 +100,11 @@ def test_a_second_signal_ends_at_once_but_not_after_slurms_warning_or_under_torc
 
 # ----------------------------------------------------------------------------- terminals, pipes, Ctrl-C
 
-def started(*flags, **how):
-    return subprocess.Popen([sys.executable, ROOT / "train_gpt2.py", *map(str, flags)], env=ENV, **how)
-
-
 def test_a_pipe_that_closes_stops_the_run_which_saves_first(byte_data, tmp_path):
     """`| head` that has enough."""
-    process = started("--data", byte_data, *BYTES, "--max_steps", 10**6, "--out", tmp_path, text=True,
-                      stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    flags = ["--data", byte_data, *BYTES, "--val_every", 0, "--max_steps", 10**6, "--out", tmp_path]
+    process = subprocess.Popen([sys.executable, ROOT / "train_gpt2.py", *map(str, flags)], env=ENV, text=True,
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     next(line for line in process.stdout if line.startswith("step     3 |"))
     process.stdout.close()
     assert (process.wait(HANG), process.stderr.read()) == (0, "")
@@ -113,20 +112,32 @@ def test_a_pipe_that_closes_stops_the_run_which_saves_first(byte_data, tmp_path)
     process.stderr.close()
 
 
+def on_a_terminal(path, sighup, flags):
+    """What a forked process does: train_gpt2.py, whose output the terminal at `path` shows."""
+    for descriptor in (1, 2):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_NOCTTY), descriptor)
+    sys.stdout, sys.stderr = (open(descriptor, "w", buffering=1, closefd=False) for descriptor in (1, 2))
+    signal.signal(signal.SIGHUP, sighup)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    command("train_gpt2.py", *flags)()
+
+
 @pytest.mark.parametrize("nohup", [False, True])
 def test_a_closed_terminal_stops_a_run_which_saves_but_not_one_under_nohup(nohup, byte_data, tmp_path):
     screen, theirs = pty.openpty()
     told = signal.SIG_IGN if nohup else signal.SIG_DFL          # the tests may run under nohup themselves
-    steps = 40 if nohup else 10**6
-    process = started("--data", byte_data, *BYTES, "--max_steps", steps, "--out", tmp_path, stdout=theirs,
-                      stderr=theirs, preexec_fn=lambda: signal.signal(signal.SIGHUP, told))
-    os.close(theirs)
+    flags = ["--data", byte_data, *BYTES, "--val_every", 0, "--max_steps", 40 if nohup else 10**6, "--out",
+             tmp_path]
+    process = FORK.Process(target=on_a_terminal, args=(os.ttyname(theirs), told, flags))
+    process.start()
     with open(screen, "rb", buffering=0) as shown:
         seen = b""
         while b"step     3 |" not in seen:
             seen += shown.read(1000)
-    process.send_signal(signal.SIGHUP)
-    assert process.wait(HANG) == 0
+        os.close(theirs)
+    os.kill(process.pid, signal.SIGHUP)
+    process.join(HANG)
+    assert process.exitcode == 0
     assert newest(tmp_path) == 40 if nohup else newest(tmp_path) >= 3
 
 

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 
 import runtime.text
 import runtime.tokenizer
-from runtime.text import kind_of, read_rows
-from runtime.tokenizer import EOT, Encoder, checked_asset, encode, token_bytes, tokenizer
+from runtime.text import Layout, kind_of, read_rows
+from runtime.tokenizer import EOT, Encoder, checked_asset, encode, token_bytes, token_lengths, tokenizer
 
 # the same examples in every run, and no look at the clock
 FAST = settings(max_examples=40, deadline=None, derandomize=True, database=None,
@@ -40,16 +40,16 @@ def stream_of(gpt2, documents):
     return [token for text in documents for token in (50256, *gpt2.encode_ordinary(text))]
 
 
-def rows_of(path, field="text", **patches):
+def rows_of(path, field="text", separator="", tsv_quotes=False, **patches):
     with pytest.MonkeyPatch.context() as patch:
         for name, value in patches.items():
             patch.setattr(runtime.text, name, value)
-        return [*read_rows(Path(path), field, SEPARATOR, str(path))]
+        return [*read_rows(Path(path), Layout(field, separator, tsv_quotes), SEPARATOR, str(path))]
 
 
-def read(*args, **patches):
+def read(*args, **how):
     """The documents of a file."""
-    head, *documents = b"".join(rows_of(*args, **patches)).split(SEPARATOR)
+    head, *documents = b"".join(rows_of(*args, **how)).split(SEPARATOR)
     assert head == b""
     return [text.decode() for text in documents]
 
@@ -61,7 +61,7 @@ def written(path, documents):
         table = pyarrow.table({"id": range(len(documents)), "text": documents})
         pyarrow.parquet.write_table(table, path, row_group_size=40)
         return path
-    if ".jsonl" in path.suffixes:
+    if {".jsonl", ".json", ".ndjson"} & {*path.suffixes}:
         rows.writelines(json.dumps({"id": 1, "text": text}, ensure_ascii=False) + "\n" for text in documents)
     else:
         table = csv.writer(rows, delimiter="\t" if ".tsv" in path.suffixes else ",")
@@ -75,12 +75,12 @@ def written(path, documents):
 # ----------------------------------------------------------------------------- readers
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.csv", "A.TSV",
-                                  "a.csv.gz"])
+                                  "a.csv.gz", "c4-train.00000-of-01024.json.gz", "a.ndjson"])
 @pytest.mark.parametrize("block", [1, 500, 1 << 20])
 def test_a_reader_gives_the_documents_of_a_file_in_its_order(name, block, tmp_path):
     path = written(tmp_path / name.lower(), DOCUMENTS).rename(tmp_path / name)
-    assert read(path, BLOCK=block) == DOCUMENTS
-    rows = len(rows_of(path, BLOCK=block))
+    assert read(path, BLOCK=block, tsv_quotes=True) == DOCUMENTS
+    rows = len(rows_of(path, BLOCK=block, tsv_quotes=True))
     assert rows == len(DOCUMENTS) if block == 1 else rows > 10 if block == 500 else rows == 1
 
 
@@ -102,7 +102,7 @@ def test_a_long_text_comes_in_bounded_pieces_and_its_line_ends_stay(tmp_path):
     text = (ROOT / "input.txt").read_text(encoding="utf-8")[:200_000].replace("\n", "\r\n")
     (tmp_path / "a.md").write_bytes(text.encode())
     rows = rows_of(tmp_path / "a.md", BLOCK=10_000)
-    assert b"".join(rows) == SEPARATOR + text.encode() and max(map(len, rows)) < 20_000
+    assert b"".join(rows) == SEPARATOR + text.encode() and max(map(len, rows)) < 30_000
     (tmp_path / "a.md").write_text("one two three")                         # a cut between two blocks, too
     assert rows_of(tmp_path / "a.md", BLOCK=1) == [SEPARATOR + b"one", b" two", b" three"]
 
@@ -163,13 +163,23 @@ def test_a_column_that_is_no_text_is_refused(column, said, tmp_path):
     refused(lambda: read(path, "body"), path, "--text_field")
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.txt", "a.jsonl.gz"])
+def test_a_small_parquet_that_repeats_a_long_document_does_not_fill_the_memory(tmp_path):
+    column = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 800, pyarrow.int32()),
+                                                 pyarrow.array(["word " * 200_000]))
+    pyarrow.parquet.write_table(pyarrow.table({"text": column}), tmp_path / "a.parquet")
+    assert (tmp_path / "a.parquet").stat().st_size < 10**6
+    with little_memory(400):                                                    # of 800 MB
+        rows = read_rows(tmp_path / "a.parquet", Layout(), SEPARATOR, "a.parquet")
+        assert sum(map(len, rows)) == 800 * (10**6 + len(SEPARATOR))
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.txt", "a.jsonl.gz", "a.csv", "a.tsv.gz"])
 def test_a_line_without_an_end_does_not_fill_the_memory(name, tmp_path):
     with pyarrow.output_stream(str(tmp_path / name),
                                compression="gzip" if name.endswith("gz") else None) as file:
         for _ in range(60):
             file.write(b"x" * 10**6)
-    with little_memory(150):
+    with little_memory(55):
         refused(lambda: read(tmp_path / name, MAX_DOCUMENT=10**7), name)
 
 
@@ -197,6 +207,7 @@ def test_the_tokenizer_has_gpt2s_vocabulary_and_is_built_once(gpt2):
     assert encoding is tokenizer() and encoding.n_vocab == 50257 and encoding.eot_token == EOT == 50256
     for one in (gpt2, encoding):
         assert [one.decode_single_token_bytes(i) for i in range(EOT)] == [*token_bytes()]
+    assert token_lengths().tolist() == [len(gpt2.decode_single_token_bytes(i)) for i in range(EOT)] + [0]
 
 
 @pytest.mark.parametrize("name", ["vocab.bpe", "encoder.json"])

@@ -1,6 +1,7 @@
 """Every format that load_model reads gives transformers' logits. Exports are in test_export.py, damaged and
 hostile files in test_hostile.py."""
 import dataclasses
+import json
 import sys
 
 import pytest
@@ -107,6 +108,16 @@ def test_a_format_gives_transformers_logits_and_the_model_lives_on_without_its_f
     loaded(idx, idx)[1].backward()
 
 
+def test_what_an_old_config_leaves_out_is_as_in_gpt2(tmp_path):
+    model = make_model(block_size=1024)
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    kept = "model_type", "vocab_size", "n_layer", "n_head", "n_embd"
+    (tmp_path / "config.json").write_text(json.dumps({name: config[name] for name in kept}))
+    assert load_model(tmp_path).config == model.config
+    same_weights(tmp_path, model)
+
+
 # ----------------------------------------------------------------------------- a run's folder
 
 @pytest.fixture
@@ -119,7 +130,8 @@ def a_run(tmp_path):
     (folder / "metrics.csv").write_text(
         f"{HEADER}\n2,0,0,5,4.0,,,,\n3,0,0,5,1.0,,,,\n10,0,0,5,,,,,\n"
         "999999,0,0,5,3.0,,,,\n1000000,0,0,,3.5,,,,\n")
-    (folder / "checkpoint_2000000.pt.tmp").touch()
+    for name in ("checkpoint_2000000.pt.tmp", "._checkpoint_2000000.pt", ".checkpoint_2000000.pt"):
+        (folder / name).touch()
     (folder / "previous_1").mkdir()
     return folder, models
 
