@@ -364,6 +364,9 @@ def test_compare_shows_what_each_run_needed_to_reach_the_others_and_a_curve(tabl
     _, rows = table(f"compare --plot a.png {slow} fast going {slow}")
     assert [[*row.values()][:5] for row in rows[:3]] == [
         [slow, 6000, 6, 360, 4.0], ["fast", 4000, 4, 14400, 3.5], ["going", 2000, 2, 120, 6.0]]
+    write_metrics("worse", [11.0, 3.0, 4.0])
+    [row] = table("compare worse")[1]
+    assert (row["final val loss"], row["lowest"]) == (4.0, 3.0)
     assert [row["reached after"] for row in rows[3:]] == [
         "3k (50%)", "-", "-", "-", "1.67k (83%)", "1.54k (77%)"]
     assert Path("a.png").read_bytes()[:4] == b"\x89PNG"
