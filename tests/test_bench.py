@@ -131,14 +131,15 @@ def test_the_ladders_figures_follow_from_what_was_measured(table, monkeypatch):
             return {"failed": "no kernel"}
         seconds = 2 / next(n)
         return {"seconds": [seconds, 9.0, seconds], "warmup_seconds": 7.0, "memory": 3_500_000_000,
-                "flops_per_token": s.vocab_size / 50257, "peak_flops": 4e3 if s.dtype == "bfloat16" else 2e3}
+                "flops_per_token": 1 + (s.vocab_size == 50304),
+                "peak_flops": 4e3 if s.dtype == "bfloat16" else 2e3}
     monkeypatch.setattr(timing, "run_in_subprocess", measured)
     shown, rows = table("ladder --device cpu --dtype bfloat16 --batch_size 4 --sequence_length 100 --turns 1")
     first, second, third = [row for row in rows if "failed" not in row][:3]
     assert (first["ms a step"], first["tokens/s"], first["peak GB"], first["start s"]) == pytest.approx(
         (2000, 200, 3.5, 7))
     assert [(row["MFU"], row["gain"], row["in all"]) for row in (first, second, third)] == [
-        ("5.0%", "1.00x", "1.00x"), ("10.0%", "2.00x", "2.00x"), ("15.0%", "1.50x", "3.00x")]
+        ("5.0%", "1.00x", "1.00x"), ("10.0%", "2.00x", "2.00x"), ("30.0%", "1.50x", "3.00x")]
     assert "0.00 TFLOP/s" in shown and re.search(r"\| +2,000 \| +200 \| +3.50 \| +7.00 \|", shown)
     assert {(s.device, s.B, s.T, s.what) for s in asked} == {("cpu", 4, 100, "step")}
 
@@ -363,6 +364,9 @@ def test_compare_shows_what_each_run_needed_to_reach_the_others_and_a_curve(tabl
     _, rows = table(f"compare --plot a.png {slow} fast going {slow}")
     assert [[*row.values()][:5] for row in rows[:3]] == [
         [slow, 6000, 6, 360, 4.0], ["fast", 4000, 4, 14400, 3.5], ["going", 2000, 2, 120, 6.0]]
+    write_metrics("worse", [11.0, 3.0, 4.0])
+    [row] = table("compare worse")[1]
+    assert (row["final val loss"], row["lowest"]) == (4.0, 3.0)
     assert [row["reached after"] for row in rows[3:]] == [
         "3k (50%)", "-", "-", "-", "1.67k (83%)", "1.54k (77%)"]
     assert Path("a.png").read_bytes()[:4] == b"\x89PNG"
