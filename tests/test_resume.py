@@ -448,6 +448,7 @@ def test_what_is_moved_is_counted_and_goes_to_the_next_number_that_is_free(go):
     assert f"3 files of an earlier run in {out} are now in {out}/previous_3\n" in text
     names = {path.name for path in (out / "previous_3").iterdir()}
     assert names == {"checkpoint_000003.pt", "log.txt", "metrics.csv"}
+    assert list(logged(out)) == list(logged(out / "previous_3")) == [0, 1, 2], "the log goes on"
     text = go("--resume", "never", *QUIET, out=out).text
     assert f"5 files of an earlier run in {out} are now in {out}/previous_5\n" in text
     assert {path.name for path in out.iterdir()} == {
