@@ -154,7 +154,7 @@ def test_wandb_is_given_the_events_and_knows_a_resumed_run_by_its_id(tmp_path, m
 def test_a_run_with_wandb_tells_it_its_flags_and_each_of_its_numbers_and_others_tell_nothing(tmp_path,
                                                                                               monkeypatch):
     wandb, begun, told = types.ModuleType("wandb"), [], []
-    wandb.__spec__ = importlib.machinery.ModuleSpec("wandb", None)
+    wandb.__spec__ = importlib.machinery.ModuleSpec("wandb", None, origin="wandb/__init__.py")
     wandb.init, wandb.finish = lambda **how: begun.append(how), lambda: told.append("end")
     wandb.log = lambda values, step: told.extend((step, kind, values[kind]) for kind in ("val", "train")
                                                  if kind in values)
