@@ -1,6 +1,6 @@
 """Deliberate breaks of the code, one at a time, and which tests notice them:
 
-    python tests/breaks.py                  all of them: an hour on two cores
+    python tests/breaks.py                  all of them: some hours on two cores
     python tests/breaks.py ID ...           some of them
     python tests/breaks.py --quick          by the tests that a break names alone, and not by the whole suite
 
