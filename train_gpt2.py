@@ -41,7 +41,7 @@ from runtime.kernels import ATTENTION
 from runtime.language_model import LanguageModel
 from runtime.muon import broadcast_updates, shard_matrices, step_together
 from runtime.presets import PRESETS, check_complete, read_flags
-from runtime.ranks import Process, join_group, leave_group, read_launch
+from runtime.ranks import Process, leave_group, read_launch, shared_store
 from runtime.tokenizer import EOT, encode, tokenizer
 
 START, DATA, MODEL, BATCH, OPTIM, SPEED, OUTPUT = "start data model batch optimisation speed output".split()
@@ -181,7 +181,10 @@ def set_up_process(config: Config) -> Process:
         tune_malloc()
     process = Process(launch.rank, launch.world_size, device, by_torchrun=launch.by_torchrun)
     if process.world_size > 1:
-        join_group("nccl" if device.startswith("cuda") else "gloo", launch, timedelta(minutes=10))
+        timeout = timedelta(minutes=10)
+        store = shared_store(launch, timeout)
+        dist.init_process_group("nccl" if device.startswith("cuda") else "gloo", store=store,
+                                rank=process.rank, world_size=process.world_size, timeout=timeout)
         process.at_end.callback(leave_group)
     return process
 

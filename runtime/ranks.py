@@ -191,8 +191,9 @@ class Process:
         self.received = name
 
 
-def join_group(backend: str, launch: Launch, timeout: timedelta) -> None:
-    """Makes torch's process group of several processes, which find each other as torchrun's do."""
+def shared_store(launch: Launch, timeout: timedelta) -> dist.Store:
+    """The store by which several processes make their process group. UserError if they do not find each
+    other, as torchrun's do."""
     try:
         store = find_others(launch, timeout)
     except (ValueError, RuntimeError) as error:
@@ -200,9 +201,7 @@ def join_group(backend: str, launch: Launch, timeout: timedelta) -> None:
                         "torchrun, or for one process alone by `env -u WORLD_SIZE`") from None
     # The store still has the addresses of earlier ranks, after a restart by torchrun those of the dead ones
     # (pytorch issue 135712), and in a process that calls main again those of its first group.
-    store = dist.PrefixStore(f"{launch.restarts}.{next(GROUPS)}", store)
-    dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size,
-                            timeout=timeout)
+    return dist.PrefixStore(f"{launch.restarts}.{next(GROUPS)}", store)
 
 
 def find_others(launch: Launch, timeout: timedelta) -> dist.Store:
