@@ -10,7 +10,8 @@ A shard is a 1-D array of uint16 GPT-2 tokens, each document preceded by <|endof
 `*_train_000001.npy`, `*_val_000000.npy`; or with --format bin the .bin of llm.c and modded-nanogpt.
 """
 # first, because it refuses an old Python in one line
-import runtime.cli  # noqa: F401
+from runtime.cli import (FlagParser, RunError, UserError, brief_error, import_package, print_error,
+                         run_command)
 
 import argparse
 import glob
@@ -31,8 +32,6 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from runtime.cli import (FlagParser, RunError, UserError, brief_error, import_package, print_error,
-                         run_command)
 from runtime.files import NO_ROOM, writable
 from runtime.shards import (ShardWriter, file_sha256, list_shards, open_shard, read_manifest, shard_names,
                             write_manifest)

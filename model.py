@@ -6,7 +6,7 @@
     python model.py export log/checkpoint_019073.pt exported/   for transformers, lm-evaluation-harness, ...
 """
 # first, because it refuses an old Python in one line
-import runtime.cli  # noqa: F401
+from runtime.cli import FlagParser, UserError, run_command
 
 import math
 import os
@@ -21,7 +21,6 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from frontier import FrontierGPT
-from runtime.cli import FlagParser, UserError, run_command
 from runtime.files import writable
 from runtime.huggingface import EXPORTED, EXPORTED_BY, MODELING, from_huggingface, read_json
 from runtime.kernels import Embedding, Linear, by_formula, formula, matmul_dtype, sdpa

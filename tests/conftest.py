@@ -66,8 +66,8 @@ def skipped_if_missing():
 # The files that take or wait long, the longest first: a worker gets a file at a time (--dist loadfile), so
 # that what its tests share is made once, and the short ones at the end fill the workers evenly.
 LONG = [f"test_{name}.py" for name in (
-    "reliability stopping environment train model hostile bench fineweb frontier hellaswag sharding speedrun "
-    "guards_steps sample text plots").split()]
+    "reliability stopping environment resume flags train model hostile bench fineweb rare printed recipes "
+    "same_numbers frontier hellaswag device sharding speedrun guards_steps sample text plots").split()]
 
 
 @pytest.hookimpl(trylast=True)
