@@ -110,7 +110,7 @@ class FlagParser(argparse.ArgumentParser):
         raise UserError(f"{message} (see {self.prog} --help)")
 
 
-def import_package(name: str, pip_name: str | None = None):
+def import_package(name: str):
     """The module `name`, of a package that is not needed by every command. UserError where it is missing."""
     package = name.partition(".")[0]
     missing = None
@@ -123,8 +123,7 @@ def import_package(name: str, pip_name: str | None = None):
         missing = (error.name or package).partition(".")[0]         # may be one that the package needs
     if missing is None:
         return module
-    pip_name = pip_name if pip_name and missing == package else missing
-    raise UserError(f"this needs the package {missing}: pip install {pip_name}")
+    raise UserError(f"this needs the package {missing}: pip install {missing}")
 
 
 # ----------------------------------------------------------------------------- what is printed

@@ -84,7 +84,7 @@ def gpt2_settings(config):
 
 def folder_weights(folder, pickles=False):
     """The tensors of a folder: of safetensors, one file or several, else of pytorch_model.bin."""
-    load_file = import_package("safetensors.torch", "safetensors").load_file
+    load_file = import_package("safetensors.torch").load_file
     names, index = ["model.safetensors"], folder / "model.safetensors.index.json"
     if not (folder / names[0]).is_file():
         if index.is_file():
@@ -128,7 +128,7 @@ def export_modern(model):
 
 def save_model(model, folder: str | Path) -> None:
     """LanguageModel.save_pretrained. Weights are stored as fp32."""
-    save = import_package("safetensors.torch", "safetensors").save
+    save = import_package("safetensors.torch").save
     config, weights = (export_gpt2 if model.recipe == "gpt2" else export_modern)(model)
     eot = "<|endoftext|>"
     settings = {

@@ -1268,8 +1268,8 @@ BREAKS = [
             "c")]),
     Break("pip-name", "the printed pip install names a module that is no package",
           "tests/test_inputs.py::test_a_package_that_is_not_installed_is_named_with_its_installation",
-          [("runtime/cli.py", "pip_name = pip_name if pip_name and missing == package else missing",
-            "pip_name = missing")]),
+          [("runtime/cli.py", "the package {missing}: pip install {missing}",
+            "the package {missing}: pip install {name}")]),
     Break("stdout-none", "a closed stdout ends every command with an AttributeError",
           "tests/test_environment.py::test_a_command_does_its_work_with"
           "out_stdin_stdout_and_stderr_and_in_a_notebook",
