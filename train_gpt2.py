@@ -25,19 +25,20 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import frontier
 import hellaswag
 import speedrun
-from model import MODELS, fresh_model, load_model
+from model import ATTENTION
+from recipes import MODELS, fresh_model, load_model
 from runtime import checkpoint as checkpoints
 from runtime import plots
 from runtime.cli import RunError, flag, run_command, said_once
+from runtime.compiled import fuse_bias_gradients
 from runtime.console import Record, in_bits, log_evaluation, log_steps, print_header, print_summary
 from runtime.dataloader import (Data, divide_update, micro_batches, open_data, read_ahead, to_device,
                                 updates_of_step)
 from runtime.device import (choose_batch_size, choose_device, choose_dtype, fetch, oom_as_user_error,
                             tune_malloc)
 from runtime.files import newest_of
-from runtime.kernels import ATTENTION
 from runtime.language_model import LanguageModel
-from runtime.muon import broadcast_updates, shard_matrices, step_together
+from runtime.muon import SteppedTogether, broadcast_updates, shard_matrices
 from runtime.presets import PRESETS, check_complete, read_flags
 from runtime.ranks import Process, find_ranks
 from runtime.tokenizer import EOT, encode, tokenizer
@@ -110,7 +111,7 @@ def warmup_cosine(step: int, config: Config) -> float:
 
 @dataclass
 class Recipe:
-    """How a model is trained; its class is in model.MODELS. The loop asks for nothing else."""
+    """How a model is trained; its class is in recipes.MODELS. The loop asks for nothing else."""
     optimizers: Callable        # model, config -> list of optimizers; each group's `lr` is its largest
     lr: Callable                # step, config -> fraction of the largest
     momentum: Callable = None   # step, config -> Muon's
@@ -202,6 +203,7 @@ def compile_model(model: LanguageModel) -> Callable:
     """torch.compile of the model, which itself stays eager."""
     warnings.filterwarnings("ignore", ".* does not support bfloat16 compilation natively")
     logging.getLogger("torch._inductor.utils").setLevel(logging.ERROR)      # a T4's SMs: nothing is autotuned
+    fuse_bias_gradients(model)
     # values of more operations than this (default 30) are stored, not computed again where they are used: of
     # frontier's shifted keys: 1.5 of the 29 GB that a micro-step of 16 x 1024 tokens moved
     return torch.compile(model, dynamic=False, options={"realize_opcount_threshold": 64})
@@ -244,7 +246,7 @@ def set_up(flags: Config, explicit_flags: set[str], process: Process) -> Run | N
     wrapped = wrap_model(compiled, device) if process.world_size > 1 else compiled
 
     run = Run(asked, config, process, data, model, compiled, wrapped, optimizers,
-              step_together(optimizers, model.parameters()), owner, scaler, autocast)
+              SteppedTogether(optimizers, model.parameters()), owner, scaler, autocast)
     if checkpoint:
         checkpoints.restore(run, checkpoint, path)                # moments, scaler, step
     run.batch_size = choose_batch_size(run)
