@@ -67,10 +67,5 @@ def main(argv: list[str] | None = None) -> None:
           f"read it with from_pretrained({arguments})")
 
 
-def run_model_command() -> None:
-    """What `python model.py` does."""
-    run_command(main)
-
-
 if __name__ == "__main__":
     run_command(main)

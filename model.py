@@ -236,5 +236,11 @@ def load_model(source: str | Path) -> LanguageModel:
     return recipes.load_model(source)
 
 
+def main(argv: list[str] | None = None) -> None:
+    """`python model.py export SOURCE FOLDER`, which export.py does."""
+    importlib.import_module("export").main(argv)
+
+
 if __name__ == "__main__":
-    importlib.import_module("export").run_model_command()
+    from runtime.cli import run_command
+    run_command(main)

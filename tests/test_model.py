@@ -9,11 +9,13 @@ import torch.nn.functional as F
 
 import train_gpt2
 from helpers import refused
-from model import GPT, GPT2_SIZES, MODELS, GPTConfig
+from model import GPT, GPT2_SIZES, GPTConfig, attention
+from recipes import MODELS
 from peers import LargestStorage, make_model, plain_gpt2, tokens
 from runtime.cli import UserError
 from runtime.device import choose_device, is_out_of_memory
-from runtime.kernels import Linear, attention, chunked_cross_entropy
+from runtime.compiled import FusedLinear
+from runtime.kernels import chunked_cross_entropy
 from runtime.language_model import sample_token
 from runtime.ranks import Process
 from runtime.tokenizer import EOT, VOCAB_SIZE, encode, tokenizer
@@ -283,8 +285,8 @@ def test_memory_that_runs_out_is_recognised_in_every_form_and_nothing_else_is():
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_linear_is_torchs_and_sums_its_biass_gradient_in_fp32(dtype):
     torch.manual_seed(0)
-    ours, theirs, x = Linear(5, 7), torch.nn.Linear(5, 7), torch.randn(3, 800, 5)
-    ours.load_state_dict(theirs.state_dict())       # ours are not drawn
+    ours, theirs, x = FusedLinear(5, 7), torch.nn.Linear(5, 7), torch.randn(3, 800, 5)
+    ours.load_state_dict(theirs.state_dict())
     if dtype == torch.float64:
         ours, theirs, x = ours.double(), theirs.double(), x.double()
     found = []
