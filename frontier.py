@@ -14,12 +14,9 @@ import re
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch import Tensor
 
 import speedrun
-from runtime.kernels import matmul_dtype
-from runtime.language_model import Embedding, KVCache
-from runtime.muon import Muon
+from runtime.language_model import Embedding
 from runtime.tokenizer import EOT, VOCAB_SIZE, token_bytes
 from speedrun import CastedLinear, ModernLanguageModel, SpeedrunAttention, masked_attention, norm
 
@@ -48,7 +45,7 @@ def stem_and_form(text: str) -> tuple[str, tuple]:
 
 
 @functools.cache
-def parts_of_tokens(vocab_size: int) -> Tensor:
+def parts_of_tokens(vocab_size):
     """Which rows of the table of parts a token has: int64 (2, vocab_size), of its stem and its form."""
     # What is no text has a stem of its own, named by its number, and shares one form: padding,
     # <|endoftext|>, single bytes, and all tokens of a vocabulary that is not GPT-2's.
@@ -72,7 +69,7 @@ def parts_of_tokens(vocab_size: int) -> Tensor:
 
 # ----------------------------------------------------------------------------- pairs of tokens
 
-def bigram_hash(tokens: Tensor, rows: int) -> Tensor:
+def bigram_hash(tokens, rows):
     """A row of the bigram table for each token and the one before it: (B, T) -> (B, T), int64.
 
     Pairs may share a row. The first token of a sequence, and <|endoftext|>, which begins a document,
@@ -85,7 +82,7 @@ def bigram_hash(tokens: Tensor, rows: int) -> Tensor:
 
 # ----------------------------------------------------------------------------- shifted keys
 
-def shift_keys(k: Tensor, starts: Tensor) -> Tensor:
+def shift_keys(k, starts):
     """Moves the keys k (B, S, nh, hs) of the second half of the heads on by one position.
 
     A query that looks for a token then finds the one after it: what followed this token before. An
@@ -106,7 +103,7 @@ def shift_keys(k: Tensor, starts: Tensor) -> Tensor:
 class FrontierAttention(SpeedrunAttention):
     """SpeedrunAttention with shifted keys."""
 
-    def forward(self, x, v1, rotary, starts, kernel, mask, past=None):
+    def forward(self, x, v1, rotary, kernel, mask, past, starts):
         """x (B, T, C) -> (B, T, C), and v1: the values of the first block, None in that block."""
         q, k, v, v1 = self.queries_keys_values(x, v1, rotary, past)
         y = masked_attention(q, shift_keys(k, starts), v, kernel, mask)         # (B, T, nh, hs)
@@ -121,9 +118,9 @@ class FrontierBlock(nn.Module):
         self.c_proj = CastedLinear(4 * config.n_embd, config.n_embd)
         self.lambdas = nn.Parameter(torch.empty(2))
 
-    def forward(self, x, v1, x0, rotary, starts, kernel, mask, past=None):
+    def forward(self, x, v1, x0, *context):
         x = self.lambdas[0] * x + self.lambdas[1] * x0
-        y, v1 = self.attn(norm(x), v1, rotary, starts, kernel, mask, past)
+        y, v1 = self.attn(norm(x), v1, *context)
         x = x + y
         x = x + self.c_proj(F.relu(self.c_fc(norm(x))).square())
         return x, v1
@@ -132,11 +129,19 @@ class FrontierBlock(nn.Module):
 class FrontierGPT(ModernLanguageModel):
     """180.4M parameters at GPT-2's size: 38.6M in the bigram table, 18.2M in that of the parts."""
     recipe = "frontier"
-    softcap = 15.0                              # record 18
     lookup_tables = ("bigram", "part")
+    softcap = 15.0                              # record 18
+
+    # A new model computes its embedding and no more, without the rows that tokens share.
+    zero_at_start = ("c_proj.weight", "bigram.weight", "part.weight")
 
     def __init__(self, config):
         super().__init__(config)
+
+        # Small, as it is the head too: the first loss is about ln(vocab_size) + 12.5 / n_embd. At
+        # --max_lr 0.02 Adam's rate is 0.3 of it, which is also what speedrun's embedding has.
+        self.embedding_std = 5 / config.n_embd
+
         parts = parts_of_tokens(config.vocab_size)
         self.register_buffer("parts", parts.clone(), persistent=False)          # (2, vocab_size)
         self.transformer = nn.ModuleDict(dict(
@@ -154,104 +159,64 @@ class FrontierGPT(ModernLanguageModel):
 
     @torch.no_grad()
     def init_weights(self):
-        """Output projections and all tables but the embedding start at zero."""
-        for name, p in self.named_parameters():
-            if name.endswith(("c_proj.weight", "bigram.weight", "part.weight")):
-                p.zero_()
-            elif name.endswith("wte.weight"):
-                # Small, as it is the head too: the first loss is about ln(vocab_size) + 12.5 / n_embd.
-                # At --max_lr 0.02 Adam's rate is 0.3 of this, as for speedrun's embedding.
-                p.normal_(0.0, 5 / self.config.n_embd)
-            elif name.endswith("lambdas"):
-                p.copy_(torch.tensor([1.0, 0.0]))       # no shortcut from the embedding yet
-            elif name.endswith("lamb"):
-                p.fill_(0.5)
-            else:
-                bound = p.size(1)**-0.5
-                p.uniform_(-bound, bound)
-        self.init_shifted_keys()
+        """As speedrun's, but the weights of the shifted keys start as the queries'.
 
-    def init_shifted_keys(self):
-        """The weights of the shifted keys start as the queries'.
-
-        A token then looks for itself from the first step on, and so finds what followed it before: the
-        model need not discover that (an initialisation like that of arXiv:2305.09828).
+        A token then looks for itself from the first step on, and so finds what followed it before:
+        the model need not discover that (an initialisation like that of arXiv:2305.09828).
         """
+        super().init_weights()
         first = self.config.n_head // 2 * self.head_size
         for block in self.transformer.h:
             block.attn.c_k.weight[first:] = block.attn.c_q.weight[first:]
 
-    def add_parts(self, rows: Tensor, parts: Tensor) -> Tensor:
+    def add_parts(self, rows, parts):
         """rows (..., C) of tokens plus those of their parts (2, ...)."""
         stems, forms = parts
         total = self.transformer.part(stems)
         total.add_(self.transformer.part(forms))        # in place, which saves time on a CPU
         return total.add_(rows)
 
-    def head(self) -> Tensor:
+    def head(self):
         """(vocab_size, C): a token is predicted by the sum that embeds it."""
         return self.add_parts(self.lm_head.weight, self.parts)
 
-    def embed(self, tokens: Tensor, dtype: torch.dtype) -> Tensor:
-        """tokens (B, S) -> (B, S, C)."""
+    def embed(self, tokens, T, dtype):
+        # One token more than T, if there is one, because the first of T makes a pair with it.
+        tokens = tokens[:, -T - 1:]
         rows = self.add_parts(self.transformer.wte(tokens), self.parts[:, tokens])
         x = norm(rows.to(dtype))
 
         # Bigram table (record 62): a row for each pair of a token and the one before it, so that no
         # attention has to learn what mostly follows what.
         pairs = bigram_hash(tokens, self.transformer.bigram.num_embeddings)
-        return norm(x + self.transformer.bigram(pairs).to(dtype))
+        x = norm(x + self.transformer.bigram(pairs).to(dtype))
+        return x[:, -T:]
 
-    def hidden(self, idx: Tensor, past: KVCache | None = None) -> Tensor:
-        """Final hidden states (B, T, C) of idx (B, T), which follows the tokens in `past`."""
-        T = idx.size(1)
-        tokens = idx                                                            # (B, S)
-        if past is not None:
-            tokens = past.append("tokens", idx)
-
-        dtype = matmul_dtype(self.transformer.wte.weight)
-        rotary = self.rotary_tables(tokens.size(1), T, dtype, idx.device)
+    def context(self, tokens, T, dtype, past):
+        """What the attention of every block is given: also where documents start."""
         starts = (tokens == EOT)[:, :, None, None]                              # (B, S, 1, 1)
-        mask = self.window_mask(tokens, T, past)
+        return *super().context(tokens, T, dtype, past), starts
 
-        # All activations are in `dtype`. Autocast itself would compute norms and sums in float32.
-        with torch.autocast(idx.device.type, enabled=False):
-            # One token more than T, if there is one, because the first makes a pair with it.
-            x = self.embed(tokens[:, -T - 1:], dtype)[:, -T:]                   # (B, T, C)
-            x0, v1 = x, None
-            for block in self.transformer.h:
-                x, v1 = self.run_block(block, x, v1, x0, rotary, starts, self.kernel, mask, past)
-            return norm(x)
-
-    def configure_optimizers(
-        self, max_lr: float, weight_decay: float, dtype: torch.dtype, tokens: int
-    ) -> list:
-        """[Adam, Muon], for steps of that many `tokens`. `dtype`: of Muon's Newton-Schulz iteration."""
+    def configure_optimizers(self, max_lr, weight_decay, dtype, tokens):
+        """[Adam, Muon], for steps of that many `tokens`. `dtype` is that of Muon's iteration."""
         # The tied embedding and the parts learn at the rate of speedrun's head.
         head_lr = 0.1 * max_lr * 768 / self.config.n_embd
 
         # Every step lowers the logits of tokens that do not occur: their gradient is about their
-        # probability, tiny, and always of one sign, from which Adam would make full steps. With an eps of
-        # a tenth of what one occurrence gives, about 1 / tokens, only tokens that occur move.
+        # probability, tiny, and always of one sign, from which Adam would make full steps. With an
+        # eps of a tenth of what one occurrence gives, about 1 / tokens, they hardly move.
         head_eps = 0.1 / tokens
 
         # Most pairs occur a few times only: a tenth of the rate of speedrun's embedding.
         bigram_lr = 1.5 * max_lr
 
-        matrices, scalars = self.block_parameters()
-        wte = ("transformer.wte.weight", self.transformer.wte.weight)
-        part = ("transformer.part.weight", self.transformer.part.weight)
-        bigram = ("transformer.bigram.weight", self.transformer.bigram.weight)
+        head = self.named("transformer.wte.weight", "transformer.part.weight")
         groups = [
-            {"params": [wte, part], "lr": head_lr, "eps": head_eps},
-            {"params": [bigram], "lr": bigram_lr},
-            {"params": scalars, "lr": max_lr},
+            {"params": head, "lr": head_lr, "eps": head_eps},
+            {"params": self.named("transformer.bigram.weight"), "lr": bigram_lr},
         ]
         # Shorter averages than speedrun's, for shorter runs: beta1 of 0.7, and Muon's momentum below.
-        fused = not self.lm_head.weight.is_mps      # on a Mac it ignores what float16's scaler found
-        adam = torch.optim.Adam(groups, betas=(0.7, 0.95), eps=1e-8, fused=fused)
-        muon = Muon(matrices, max_lr, weight_decay=weight_decay, dtype=dtype)
-        return [adam, muon]
+        return self.adam_and_muon(groups, 0.7, max_lr, weight_decay, dtype)
 
 
 # ----------------------------------------------------------------------------- the recipe

@@ -22,12 +22,11 @@ from pathlib import Path
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from runtime.kernels import matmul_dtype
-from runtime.language_model import Embedding, KVCache, LanguageModel, Linear, head_size
+from runtime.language_model import Embedding, LanguageModel, Linear, head_size
 
 GPT2_SIZES = {
     "gpt2": dict(n_layer=12, n_head=12, n_embd=768),            # 124,439,808 parameters
@@ -57,10 +56,8 @@ class GPTConfig:
     gelu: str = "tanh"          # GPT-2's approximation; "none": the exact GELU, nanoGPT's
 
 
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, kernel: str = "auto", mask: Tensor | None = None
-) -> Tensor:
-    """softmax(q k^T / sqrt(hs)) v. q is (B, T, nh, hs), k and v are (B, S, nh, hs); returns q's shape.
+def attention(q, k, v, kernel="auto", mask=None):
+    """softmax(q k^T / sqrt(hs)) v. q is (B, T, nh, hs), k and v are (B, S, nh, hs).
 
     `mask`, bool (B, 1, T, S), says what each token sees. Without one a sequence is causal (T = S),
     and tokens that follow a cache (T < S) see everything. `kernel` is one of ATTENTION.
@@ -68,10 +65,11 @@ def attention(
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)           # (B, nh, T or S, hs)
     is_causal = mask is None and q.size(2) == k.size(2)
 
-    # On a CPU in bfloat16 the formula is faster than torch's kernels, as long as its (T, S) scores
-    # are few.
-    formula_is_faster = q.device.type == "cpu" and q.dtype == torch.bfloat16 and k.size(2) <= 512
-    if kernel == "naive" or (kernel == "auto" and formula_is_faster):
+    # On a CPU in bfloat16 the formula is faster than torch's kernels, if there are few scores.
+    if kernel == "auto" and q.device.type == "cpu" and q.dtype == torch.bfloat16 and k.size(2) <= 512:
+        kernel = "naive"
+
+    if kernel == "naive":
         y = attention_by_formula(q, k, v, is_causal, mask)
     elif kernel == "auto":
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal)
@@ -81,9 +79,7 @@ def attention(
     return y.transpose(1, 2)
 
 
-def attention_by_formula(
-    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, mask: Tensor | None
-) -> Tensor:
+def attention_by_formula(q, k, v, is_causal, mask):
     """Equation 1 of arXiv:1706.03762. q is (B, nh, T, hs), k and v are (B, nh, S, hs)."""
     T, hs = q.size(2), q.size(3)
     scores = (q / math.sqrt(hs)) @ k.transpose(-2, -1)                          # (B, nh, T, S)
@@ -191,7 +187,7 @@ class GPT(LanguageModel):
             else:
                 raise AssertionError(f"no initialisation for {name}")
 
-    def hidden(self, idx: Tensor, past: KVCache | None = None) -> Tensor:
+    def hidden(self, idx, past=None):
         """Final hidden states (B, T, C) of idx (B, T), which follows the tokens in `past`."""
         T, S = idx.size(1), idx.size(1)
         if past is not None:
@@ -209,9 +205,7 @@ class GPT(LanguageModel):
             x = self.run_block(block, x, self.kernel, past)
         return self.transformer.ln_f(x)
 
-    def configure_optimizers(
-        self, max_lr: float, weight_decay: float, betas=(0.9, 0.95), eps=1e-8
-    ) -> list:
+    def configure_optimizers(self, max_lr, weight_decay, betas=(0.9, 0.95), eps=1e-8):
         """[AdamW] (arXiv:1711.05101), with weight decay on matrices and embeddings alone."""
         params = list(self.named_parameters())
         decayed = [(name, p) for name, p in params if p.dim() >= 2]

@@ -12,12 +12,11 @@ from dataclasses import dataclass
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from model import attention
 from runtime.kernels import matmul_dtype
-from runtime.language_model import Embedding, KVCache, LanguageModel, Linear, head_size
+from runtime.language_model import Embedding, LanguageModel, Linear, head_size
 from runtime.muon import Muon
 from runtime.tokenizer import EOT
 
@@ -44,28 +43,26 @@ class CastedLinear(Linear):
         return F.linear(x, self.weight.to(x.dtype))
 
 
-def norm(x: Tensor) -> Tensor:
-    """RMSNorm without a gain (arXiv:1910.07467): x / sqrt(mean of squares) over the last dimension."""
+def norm(x):
+    """RMSNorm without a gain (arXiv:1910.07467): x / sqrt(mean of squares) of the last dimension."""
     return F.rms_norm(x, (x.size(-1),))
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate(x, cos, sin):
     """Rotary positions (arXiv:2104.09864): turns each pair (x_i, x_{i + hs/2}) by its angle.
 
-    x is (B, T, nh, hs); cos and sin, (T, 1, hs/2), come from ModernLanguageModel.rotary_tables.
+    x is (B, T, nh, hs); cos and sin, (T, 1, hs/2), come from rotary_tables below.
     """
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos + b * sin, b * cos - a * sin), dim=-1)
 
 
-def document_window_mask(
-    tokens: Tensor, T: int, window: Tensor, as_blocks: bool = False
-) -> Tensor | BlockMask:
+def document_window_mask(tokens, T, window, as_blocks=False):
     """What each of the last T of tokens (B, S) sees: itself and the `window` - 1 before it.
 
-    No token sees beyond its document, which <|endoftext|> begins. `window` is int64 (), a tensor, so that
-    another value needs no other compiled graph. Returns bool (B, 1, T, S); or, `as_blocks` and for T = S,
-    FlexAttention's BlockMask (arXiv:2412.05496), which skips empty blocks of 128 x 128 scores.
+    No token sees beyond its document, which <|endoftext|> begins. `window` is int64 (), a tensor, so
+    that another value needs no other compiled graph. Returns bool (B, 1, T, S); or, `as_blocks` and
+    for T = S, FlexAttention's BlockMask (arXiv:2412.05496), which skips empty blocks of scores.
     """
     B, S = tokens.size()
     device = tokens.device
@@ -83,9 +80,7 @@ def document_window_mask(
     return seen(b, None, q, k)
 
 
-def masked_attention(
-    q: Tensor, k: Tensor, v: Tensor, kernel: str, mask: Tensor | BlockMask | None
-) -> Tensor:
+def masked_attention(q, k, v, kernel, mask):
     """model.attention, or FlexAttention if `mask` is a BlockMask. q, k, v: (B, T or S, nh, hs)."""
     if not isinstance(mask, BlockMask):
         return attention(q, k, v, kernel, mask)
@@ -94,20 +89,48 @@ def masked_attention(
 
 
 class ModernLanguageModel(LanguageModel):
-    """What SpeedrunGPT and FrontierGPT share: rotary positions, the sliding window, Muon's matrices."""
+    """What SpeedrunGPT and FrontierGPT share: the way from tokens through the blocks.
+
+    A subclass has `transformer` with the blocks `h`, and `embed(tokens, T, dtype)`: what goes into
+    the first block, (B, T, C), for the last T of tokens (B, S).
+    """
     Config = SpeedrunConfig
+    zero_at_start = ()          # ends of the names of parameters that are zero in a new model
+    embedding_std = 1.0         # of the rows of a new embedding
 
     def __init__(self, config):
         super().__init__()
         self.config = config
         self.head_size = head_size(config, even=True)
+
         # The window of this step. Training lets it grow (window_schedule), up to config.window.
-        window = torch.tensor(config.window or config.block_size, device="cpu")
+        window = torch.tensor(config.window, device="cpu")
         self.register_buffer("window", window, persistent=False)
 
-    def rotary_tables(
-        self, S: int, T: int, dtype: torch.dtype, device: torch.device
-    ) -> tuple[Tensor, Tensor]:
+    def hidden(self, idx, past=None):
+        """Final hidden states (B, T, C) of idx (B, T), which follows the tokens in `past`."""
+        tokens = idx                                                            # (B, S)
+        if past is not None:
+            tokens = past.append("tokens", idx)
+        T = idx.size(1)
+        dtype = matmul_dtype(self.transformer.wte.weight)
+        context = self.context(tokens, T, dtype, past)
+
+        # All activations are in `dtype`. Autocast itself would compute norms and sums in float32.
+        with torch.autocast(idx.device.type, enabled=False):
+            x = self.embed(tokens, T, dtype)                                    # (B, T, C)
+            x0, v1 = x, None
+            for block in self.transformer.h:
+                x, v1 = self.run_block(block, x, v1, x0, *context)
+            return norm(x)
+
+    def context(self, tokens, T, dtype, past):
+        """What the attention of every block is given: rotary, kernel, mask, past."""
+        rotary = self.rotary_tables(tokens.size(1), T, dtype, tokens.device)
+        mask = self.window_mask(tokens, T, past)
+        return rotary, self.kernel, mask, past
+
+    def rotary_tables(self, S, T, dtype, device):
         """Cosines and sines (T, 1, hs/2) of the last T of S positions, for `rotate`."""
         hs = self.head_size
         positions = torch.arange(S - T, S, device=device)                       # (T,)
@@ -115,23 +138,50 @@ class ModernLanguageModel(LanguageModel):
         angles = torch.outer(positions, frequencies)[:, None]                   # (T, 1, hs/2)
         return angles.cos().to(dtype), angles.sin().to(dtype)
 
-    def window_mask(
-        self, tokens: Tensor, T: int, past: KVCache | None
-    ) -> Tensor | BlockMask | None:
+    def window_mask(self, tokens, T, past):
         """What the last T of tokens (B, S) see, for masked_attention; None without a window."""
         if not self.config.window:
             return None
-        # FlexAttention is fast in a compiled graph on CUDA alone, and its heads have at least size 16.
-        flex = self.kernel == "auto" and tokens.is_cuda and torch.compiler.is_compiling()
-        flex = flex and past is None and self.head_size >= 16
+        # FlexAttention is fast only in a compiled graph on CUDA, and its heads are 16 wide or more.
+        fast = [tokens.is_cuda, torch.compiler.is_compiling(), past is None, self.head_size >= 16]
+        flex = self.kernel == "auto" and all(fast)
         return document_window_mask(tokens, T, self.window, as_blocks=flex)
 
-    def block_parameters(self) -> tuple[list, list]:
-        """(matrices, scalars) of the blocks, as lists of (name, parameter): Muon's and Adam's."""
-        named = list(self.transformer.h.named_parameters(prefix="transformer.h"))
-        matrices = [(name, p) for name, p in named if p.dim() == 2]
-        scalars = [(name, p) for name, p in named if p.dim() < 2]
-        return matrices, scalars
+    @torch.no_grad()
+    def init_weights(self):
+        for name, p in self.named_parameters():
+            if name.endswith(self.zero_at_start):
+                p.zero_()
+            elif name.endswith("wte.weight"):
+                p.normal_(0.0, self.embedding_std)
+            elif name.endswith(("c_q.weight", "c_k.weight", "c_v.weight", "c_fc.weight")):
+                bound = p.size(1)**-0.5
+                p.uniform_(-bound, bound)
+            elif name.endswith("lambdas"):
+                p.copy_(torch.tensor([1.0, 0.0]))       # no shortcut from the embedding yet
+            elif name.endswith("lamb"):
+                p.fill_(0.5)
+            else:
+                raise AssertionError(f"no initialisation for {name}")
+
+    def named(self, *names):
+        """[(name, parameter)], as optimizers take them."""
+        return [(name, self.get_parameter(name)) for name in names]
+
+    def adam_and_muon(self, groups, beta1, max_lr, weight_decay, dtype):
+        """[Adam, Muon]: Muon for the matrices in the blocks, Adam for the scalars there and `groups`.
+
+        Muon alone has weight decay. `dtype` is that of its Newton-Schulz iteration.
+        """
+        blocks = list(self.transformer.h.named_parameters(prefix="transformer.h"))
+        matrices = [(name, p) for name, p in blocks if p.dim() == 2]
+        scalars = [(name, p) for name, p in blocks if p.dim() < 2]
+        groups = [*groups, {"params": scalars, "lr": max_lr}]
+
+        fused = not self.lm_head.weight.is_mps      # on a Mac it ignores what float16's scaler found
+        adam = torch.optim.Adam(groups, betas=(beta1, 0.95), eps=1e-8, fused=fused)
+        muon = Muon(matrices, max_lr, weight_decay=weight_decay, dtype=dtype)
+        return [adam, muon]
 
 
 # ----------------------------------------------------------------------------- the model
@@ -172,7 +222,7 @@ class SpeedrunAttention(nn.Module):
             v = past.append(f"v{self.layer}", v)
         return q, k, v, v1
 
-    def forward(self, x, v1, rotary, kernel, mask, past=None):
+    def forward(self, x, v1, rotary, kernel, mask, past):
         """x (B, T, C) -> (B, T, C), and v1: the values of the first block, None in that block."""
         q, k, v, v1 = self.queries_keys_values(x, v1, rotary, past)
         y = masked_attention(q, k, v, kernel, mask)                             # (B, T, nh, hs)
@@ -197,10 +247,10 @@ class SpeedrunBlock(nn.Module):
         self.mlp = SpeedrunMLP(config)
         self.lambdas = nn.Parameter(torch.empty(2))
 
-    def forward(self, x, v1, x0, rotary, kernel, mask, past=None):
+    def forward(self, x, v1, x0, *context):
         # Embedding shortcut: each block mixes the embedding x0 into its input, in a learned proportion.
         x = self.lambdas[0] * x + self.lambdas[1] * x0
-        y, v1 = self.attn(norm(x), v1, rotary, kernel, mask, past)
+        y, v1 = self.attn(norm(x), v1, *context)
         x = x + y
         x = x + self.mlp(norm(x))
         return x, v1
@@ -209,8 +259,14 @@ class SpeedrunBlock(nn.Module):
 class SpeedrunGPT(ModernLanguageModel):
     """Record 10: 162.2M parameters at GPT-2's size, because embedding and head are not tied."""
     recipe = "speedrun"
-    softcap = 30.0              # keeps logits in (-30, 30) (arXiv:2408.00118, section 2)
     lookup_tables = ("wte",)
+
+    # The logits stay in (-30, 30) (arXiv:2408.00118, section 2).
+    softcap = 30.0
+
+    # Output projections and head start at zero (arXiv:2203.03466), so that a new model computes its
+    # embedding and no more: the first loss is ln(vocab_size).
+    zero_at_start = ("c_proj.weight", "lm_head.weight")
 
     def __init__(self, config):
         super().__init__(config)
@@ -222,65 +278,18 @@ class SpeedrunGPT(ModernLanguageModel):
         if not self.transformer.wte.weight.is_meta:
             self.init_weights()
 
-    @torch.no_grad()
-    def init_weights(self):
-        """Output projections and head start at zero (arXiv:2203.03466): the first loss is ln(V)."""
-        for name, p in self.named_parameters():
-            if name.endswith(("c_proj.weight", "lm_head.weight")):
-                p.zero_()
-            elif name.endswith("wte.weight"):
-                p.normal_()
-            elif name.endswith(("c_q.weight", "c_k.weight", "c_v.weight", "c_fc.weight")):
-                bound = p.size(1)**-0.5
-                p.uniform_(-bound, bound)
-            elif name.endswith("lambdas"):
-                p.copy_(torch.tensor([1.0, 0.0]))       # no shortcut yet
-            elif name.endswith("lamb"):
-                p.fill_(0.5)
-            else:
-                raise AssertionError(f"no initialisation for {name}")
+    def embed(self, tokens, T, dtype):
+        return norm(self.transformer.wte(tokens[:, -T:]).to(dtype))
 
-    def hidden(self, idx: Tensor, past: KVCache | None = None) -> Tensor:
-        """Final hidden states (B, T, C) of idx (B, T), which follows the tokens in `past`."""
-        T = idx.size(1)
-        tokens = idx                                                            # (B, S)
-        if past is not None:
-            tokens = past.append("tokens", idx)
-
-        dtype = matmul_dtype(self.transformer.wte.weight)
-        rotary = self.rotary_tables(tokens.size(1), T, dtype, idx.device)
-        mask = self.window_mask(tokens, T, past)
-
-        # All activations are in `dtype`. Autocast itself would compute norms and sums in float32.
-        with torch.autocast(idx.device.type, enabled=False):
-            x = norm(self.transformer.wte(idx).to(dtype))                       # (B, T, C)
-            x0, v1 = x, None
-            for block in self.transformer.h:
-                x, v1 = self.run_block(block, x, v1, x0, rotary, self.kernel, mask, past)
-            return norm(x)
-
-    def configure_optimizers(
-        self, max_lr: float, weight_decay: float = 0.0, dtype: torch.dtype = torch.bfloat16
-    ) -> list:
-        """[Adam, Muon], with record 10's learning rates at GPT-2's width. Muon alone has weight decay.
-
-        `dtype` is that of Muon's Newton-Schulz iteration.
-        """
+    def configure_optimizers(self, max_lr, weight_decay=0.0, dtype=torch.bfloat16):
+        """[Adam, Muon], with record 10's learning rates at GPT-2's width."""
         # The narrower the model, the higher the head's rate (arXiv:2203.03466, table 3).
         head_lr = 0.1 * max_lr * 768 / self.config.n_embd
-
-        matrices, scalars = self.block_parameters()
-        wte = ("transformer.wte.weight", self.transformer.wte.weight)
-        head = ("lm_head.weight", self.lm_head.weight)
         groups = [
-            {"params": [wte], "lr": 15 * max_lr},
-            {"params": [head], "lr": head_lr},
-            {"params": scalars, "lr": max_lr},
+            {"params": self.named("transformer.wte.weight"), "lr": 15 * max_lr},
+            {"params": self.named("lm_head.weight"), "lr": head_lr},
         ]
-        fused = not self.lm_head.weight.is_mps      # on a Mac it ignores what float16's scaler found
-        adam = torch.optim.Adam(groups, betas=(0.9, 0.95), eps=1e-8, fused=fused)
-        muon = Muon(matrices, max_lr, weight_decay=weight_decay, dtype=dtype)
-        return [adam, muon]
+        return self.adam_and_muon(groups, 0.9, max_lr, weight_decay, dtype)
 
 
 # ----------------------------------------------------------------------------- the recipe

@@ -57,12 +57,12 @@ def from_huggingface(source: str | Path, models: dict):
         recipe = config.get("model_type")
         is_ours = isinstance(recipe, str) and recipe in models and recipe != "gpt2"
         if is_ours:
-            weights = read_safetensors(folder)
+            weights = read_weights(folder)
             weights.pop("parts", None)          # frontier's; they follow from GPT-2's tokens
             config["vocab_size"] = config["padded_vocab_size"]
         else:
             recipe, config = "gpt2", config | gpt2_settings(config)
-            weights = transpose(read_weights(folder))
+            weights = transpose(read_weights(folder, or_pickle=True))
         checkpoint = {"model": weights, "model_config": config, "recipe": recipe}
         return model_from_checkpoint(checkpoint, source, models, "give another")
 
@@ -114,24 +114,20 @@ def gpt2_settings(config: dict) -> dict:
     return {"block_size": config.get("n_positions", 1024), "gelu": ACTIVATIONS[activation]}
 
 
-def read_weights(folder: Path) -> dict:
-    """The tensors of a folder: of safetensors, else of pytorch_model.bin."""
-    has_safetensors = any((folder / name).is_file()
-                          for name in ("model.safetensors", "model.safetensors.index.json"))
-    pickled = folder / "pytorch_model.bin"
-    if pickled.is_file() and not has_safetensors:
-        return load_pickle(pickled)
-    return read_safetensors(folder)
+def read_weights(folder: Path, or_pickle: bool = False) -> dict:
+    """The tensors of model.safetensors, or of the several files that its index names.
 
-
-def read_safetensors(folder: Path) -> dict:
-    """The tensors of model.safetensors, or of the several files that its index names."""
+    Without these, and with `or_pickle`, those of pytorch_model.bin.
+    """
     from safetensors.torch import load_file
     index = folder / "model.safetensors.index.json"
+    pickled = folder / "pytorch_model.bin"
     if (folder / "model.safetensors").is_file():
         names = ["model.safetensors"]
     elif index.is_file():
         names = sorted(set(read_json(index)["weight_map"].values()))
+    elif or_pickle and pickled.is_file():
+        return load_pickle(pickled)
     else:
         raise ValueError("it has no model.safetensors")
 

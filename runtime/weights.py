@@ -36,23 +36,19 @@ def find_checkpoint(source: str | Path) -> Path | None:
     """
     path = Path(source)
     if os.path.isdir(path):             # Path.is_dir raises OSError for some names
-        return checkpoint_in_folder(path)
+        if os.path.exists(path / "config.json"):
+            return None
+        found = checkpoints(path)
+        if found:
+            return found[-1][1]
+        raise UserError(f"{source} is neither a run's folder (it has no checkpoint_*.pt) nor in the "
+                        "Hugging Face format (it has no config.json): give one of these, or a "
+                        "checkpoint's file")
     if path.name == "best" and os.path.isdir(path.parent) and not os.path.exists(path):
         return best_checkpoint(path)
     if os.path.exists(path) or path.suffix in (".pt", ".pth", ".bin"):
         return path
     return None
-
-
-def checkpoint_in_folder(folder: Path) -> Path | None:
-    if os.path.exists(folder / "config.json"):
-        return None                     # the Hugging Face format
-    found = checkpoints(folder)
-    if not found:
-        raise UserError(f"{folder} is neither a run's folder (it has no checkpoint_*.pt) nor in the "
-                        "Hugging Face format (it has no config.json): give one of these, or a "
-                        "checkpoint's file")
-    return found[-1][1]
 
 
 def best_checkpoint(path: Path) -> Path:
@@ -129,19 +125,18 @@ def load_llm_c(path: str | Path) -> dict | None:
     """
     with open(path, "rb") as file:
         start = file.read(32).ljust(32, b"\0")          # of a header of 256 int32
-    magic, version, T, V, n_layer, n_head, C, padded = struct.unpack("<8i", start)
+    magic, version, *sizes = struct.unpack("<8i", start)
     if magic != LLM_C:
         return None
 
-    dtype = LLM_C_DTYPES.get(version)
-    if dtype is None:
+    if version not in LLM_C_DTYPES:
         raise ValueError(f"its header has an unknown version (expected 3 or 5, found {version})")
-    sizes = T, V, n_layer, n_head, C, padded
+    T, V, n_layer, n_head, C, padded = sizes
     if min(sizes) < 1 or max(sizes) > LARGEST or n_layer > 1024 or V > padded:
-        raise ValueError(f"its header has impossible sizes: block_size {T}, vocab_size {V} padded to "
-                         f"{padded}, n_layer {n_layer}, n_head {n_head}, n_embd {C}")
+        raise ValueError(f"its header has impossible sizes: {sizes}")
 
     # There is no checksum in the file, but its size follows from its header.
+    dtype = LLM_C_DTYPES[version]
     shapes = llm_c_shapes(T, padded, n_layer, C)
     header = 1024 // dtype.itemsize
     counts = [header, *map(math.prod, shapes.values())]
