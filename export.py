@@ -31,8 +31,8 @@ def refuse_other_files(folder: Path) -> None:
     ours = EXPORTED_BY.items() <= config.items()
     if others or not ours:
         name = min(others or names)
-        raise UserError(f"{folder} holds other files than an earlier export ({name}): give a new or "
-                        "empty folder")
+        raise UserError(f"{folder} holds other files than an earlier export ({name}): give a new "
+                        "or empty folder")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -41,10 +41,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("command", choices=["export"],
                         help="write a model in the Hugging Face format")
     parser.add_argument("source", metavar="SOURCE",
-                        help="A checkpoint (also nanoGPT's, build-nanogpt's or llm.c's), a run's folder "
-                             "or FOLDER/best, a Hugging Face folder, or a hub name.")
+                        help="A checkpoint (also nanoGPT's, build-nanogpt's or llm.c's), a run's "
+                             "folder or FOLDER/best, a Hugging Face folder, or a hub name.")
     parser.add_argument("folder", metavar="FOLDER",
-                        help="A new or empty folder, or that of an earlier export, which is replaced.")
+                        help="A new or empty folder. An earlier export there is replaced.")
     args = parser.parse_args(argv)
 
     # All that can fail does so before the earlier export is removed.
@@ -63,8 +63,8 @@ def main(argv: list[str] | None = None) -> None:
     arguments = repr(os.path.abspath(folder))
     if (folder / MODELING).exists():
         arguments += ", trust_remote_code=True"
-    print(f"{folder} is in the Hugging Face format: transformers' AutoModelForCausalLM and AutoTokenizer "
-          f"read it with from_pretrained({arguments})")
+    print(f"{folder} is in the Hugging Face format: transformers' AutoModelForCausalLM and "
+          f"AutoTokenizer read it with from_pretrained({arguments})")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
 """The frontier recipe: what modded-nanogpt's records after November 2024 taught, and six new ideas.
 
-It keeps the ideas of speedrun.py (record 10) but for the untied head. From later records it has shifted
-keys, the tied head, the bigram table, several updates a step and the lower softcap. New are the rows for
-stems and forms, the start of the shifted keys, the eps of the embedding and the shorter averages. What
-each gains, measured by leaving it out, is in docs/recipes.md.
+It keeps the ideas of speedrun.py (record 10) but for the untied head. From later records it has
+shifted keys, the tied head, the bigram table, several updates a step and the lower softcap. New are
+the rows for stems and forms, the start of the shifted keys, the eps of the embedding and the
+shorter averages. What each gains, measured by leaving it out, is in docs/recipes.md.
 
-Shapes: B sequences, T tokens, S tokens with those in a cache, C = n_embd, nh heads of size hs = C / nh.
+Shapes: B sequences, T tokens, S tokens with those in a cache, C = n_embd, nh heads of size hs = C /
+nh.
 """
 import functools
 import math
@@ -21,10 +22,11 @@ from runtime.tokenizer import EOT, VOCAB_SIZE, token_bytes
 from speedrun import CastedLinear, ModernLanguageModel, SpeedrunAttention, masked_attention, norm
 
 
-# ----------------------------------------------------------------------------- stems and forms
-# "return", " Returns" and "returning" are three tokens of GPT-2, which would learn three times what they
-# have in common. Here a token's embedding is the sum of three rows: its own, that of its stem ("return")
-# and that of its form (" Returns" and " Words" share one). Stem and form are a token's parts.
+# ---------------------------------------------------------------------- stems and forms
+# "return", " Returns" and "returning" are three tokens of GPT-2, which would learn three times what
+# they have in common. Here a token's embedding is the sum of three rows: its own, that of its stem
+# ("return") and that of its form (" Returns" and " Words" share one). Stem and form are a token's
+# parts.
 
 ENDING = re.compile(r"(?<=...)(ings|ing|ies|ied|ers|er|ed|es|ly|s|e|y)\Z", re.DOTALL)
 
@@ -32,8 +34,8 @@ ENDING = re.compile(r"(?<=...)(ings|ing|ies|ied|ers|er|ed|es|ly|s|e|y)\Z", re.DO
 def stem_and_form(text: str) -> tuple[str, tuple]:
     """The parts of a token's text: what it is about, and all that the stem leaves out.
 
-    The stem is in lower case, without white space around it, and without one common English ending if
-    three characters remain.
+    The stem is in lower case, without white space around it, and without one common English ending
+    if three characters remain.
     """
     word = text.strip()
     lower = word.lower()
@@ -46,7 +48,7 @@ def stem_and_form(text: str) -> tuple[str, tuple]:
 
 @functools.cache
 def parts_of_tokens(vocab_size):
-    """Which rows of the table of parts a token has: int64 (2, vocab_size), of its stem and its form."""
+    """Rows of the table of parts: int64 (2, vocab_size), each token's stem and its form."""
     # What is no text has a stem of its own, named by its number, and shares one form: padding,
     # <|endoftext|>, single bytes, and all tokens of a vocabulary that is not GPT-2's.
     stems: list = list(range(vocab_size))
@@ -67,28 +69,29 @@ def parts_of_tokens(vocab_size):
     return torch.tensor(rows, device="cpu")
 
 
-# ----------------------------------------------------------------------------- pairs of tokens
+# ---------------------------------------------------------------------- pairs of tokens
 
 def bigram_hash(tokens, rows):
     """A row of the bigram table for each token and the one before it: (B, T) -> (B, T), int64.
 
-    Pairs may share a row. The first token of a sequence, and <|endoftext|>, which begins a document,
-    count as following <|endoftext|>. The two factors are those of modded-nanogpt's record 62.
+    Pairs may share a row. The first token of a sequence, and <|endoftext|>, which begins a
+    document, count as following <|endoftext|>. The two factors are those of modded-nanogpt's record
+    62.
     """
     before = F.pad(tokens[:, :-1], (1, 0), value=EOT)
     before = torch.where(tokens == EOT, EOT, before)
     return (36313 * tokens ^ 27191 * before) % rows
 
 
-# ----------------------------------------------------------------------------- shifted keys
+# ---------------------------------------------------------------------- shifted keys
 
 def shift_keys(k, starts):
     """Moves the keys k (B, S, nh, hs) of the second half of the heads on by one position.
 
     A query that looks for a token then finds the one after it: what followed this token before. An
-    ordinary attention needs two layers for that (an induction head, arXiv:2209.11895). Record 49 shifts
-    half of each head instead. `starts`, bool (B, S, 1, 1), says where documents start: there the key
-    before is another document's, and zero takes its place.
+    ordinary attention needs two layers for that (an induction head, arXiv:2209.11895). Record 49
+    shifts half of each head instead. `starts`, bool (B, S, 1, 1), says where documents start: there
+    the key before is another document's, and zero takes its place.
     """
     n_head = k.size(2)
     unshifted = n_head // 2                             # of three heads, one
@@ -98,7 +101,7 @@ def shift_keys(k, starts):
     return torch.cat((k, shifted), dim=2)
 
 
-# ----------------------------------------------------------------------------- the model
+# ---------------------------------------------------------------------- the model
 
 class FrontierAttention(SpeedrunAttention):
     """SpeedrunAttention with shifted keys."""
@@ -151,7 +154,8 @@ class FrontierGPT(ModernLanguageModel):
             h=nn.ModuleList(FrontierBlock(config, layer) for layer in range(config.n_layer)),
         ))
 
-        # Tied head (record 53): a token's row is trained where it is read and where it is predicted.
+        # Tied head (record 53): a token's row is trained where it is read and where it is
+        # predicted.
         self.lm_head = CastedLinear(config.n_embd, config.vocab_size, device="meta")
         self.lm_head.weight = self.transformer.wte.weight
         if not self.transformer.wte.weight.is_meta:
@@ -215,11 +219,12 @@ class FrontierGPT(ModernLanguageModel):
             {"params": head, "lr": head_lr, "eps": head_eps},
             {"params": self.named("transformer.bigram.weight"), "lr": bigram_lr},
         ]
-        # Shorter averages than speedrun's, for shorter runs: beta1 of 0.7, and Muon's momentum below.
+        # Shorter averages than speedrun's, for shorter runs: beta1 of 0.7, and Muon's momentum
+        # below.
         return self.adam_and_muon(groups, 0.7, max_lr, weight_decay, dtype)
 
 
-# ----------------------------------------------------------------------------- the recipe
+# ---------------------------------------------------------------------- the recipe
 # `config` is train_gpt2.Config. The fits behind the numbers are in docs/recipes.md.
 
 def optimizers(model: FrontierGPT, config) -> list:
@@ -228,7 +233,7 @@ def optimizers(model: FrontierGPT, config) -> list:
 
 
 def updates_of_run(steps: int, first: int) -> float:
-    """Optimizer updates of a run: `first` a step in its first third, then half, then a quarter of that.
+    """Optimizer updates of a run: `first` a step in its first third, then a half, then a quarter.
 
     train_gpt2.updates_of_step says so of each step.
     """
@@ -248,8 +253,8 @@ def automatic(config, ranks: int) -> dict:
     if updates == "auto":
         updates = automatic_updates(config, ranks)
 
-    # A long run decays as the later records do, over 60% of the steps to a tenth of the rate; a short
-    # one as record 10, over 29% of the steps to 0.
+    # A long run decays as the later records do, over 60% of the steps to a tenth of the rate; a
+    # short one as record 10, over 29% of the steps to 0.
     long = between(updates_of_run(config.max_steps, updates), 110, 500)
     values = {
         "updates_per_step": updates,
@@ -275,7 +280,7 @@ def automatic_updates(config, ranks: int) -> int:
 
 
 def muon_momentum(step: int, config) -> float:
-    """From 0.80 to 0.85 in runs of at most 1,000 updates; to the later records' 0.95 from 3,000 on."""
+    """From 0.80 to 0.85 in runs of up to 1,000 updates; to the later records' 0.95 from 3,000."""
     updates = updates_of_run(config.max_steps, config.updates_per_step)
     highest = 0.85 + 0.10 * between(updates, 1000, 3000)
     momentum = speedrun.muon_momentum(step, config, 0.80, highest)

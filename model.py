@@ -10,9 +10,9 @@
     _, loss = model(idx, targets)
     idx = model.generate(idx, max_new_tokens=50)
 
-Loss and sampling are in runtime/language_model.py, for all models of this project.
-Shapes in the comments: B sequences, T tokens, C = n_embd, nh heads of size hs = C / nh; S tokens with
-those in a cache.
+Loss and sampling are in runtime/language_model.py, for all models of this project. Shapes in the
+comments: B sequences, T tokens, C = n_embd, nh heads of size hs = C / nh; S tokens with those in a
+cache.
 """
 import importlib
 import math
@@ -49,7 +49,7 @@ ATTENTION = ("auto", "naive", *SDPA_KERNELS)
 @dataclass
 class GPTConfig:
     block_size: int = 1024      # longest sequence
-    vocab_size: int = 50257     # 50,000 merges + 256 bytes + <|endoftext|>; training pads it to 50304
+    vocab_size: int = 50257   # 50,000 merges + 256 bytes + <|endoftext|>; training pads it to 50304
     n_layer: int = 12
     n_head: int = 12
     n_embd: int = 768
@@ -62,12 +62,13 @@ def attention(q, k, v, kernel="auto", mask=None):
     `mask`, bool (B, 1, T, S), says what each token sees. Without one a sequence is causal (T = S),
     and tokens that follow a cache (T < S) see everything. `kernel` is one of ATTENTION.
     """
-    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)           # (B, nh, T or S, hs)
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)          # (B, nh, T or S, hs)
     is_causal = mask is None and q.size(2) == k.size(2)
 
     # On a CPU in bfloat16 the formula is faster than torch's kernels, if there are few scores.
-    if kernel == "auto" and q.device.type == "cpu" and q.dtype == torch.bfloat16 and k.size(2) <= 512:
-        kernel = "naive"
+    if kernel == "auto" and q.device.type == "cpu" and q.dtype == torch.bfloat16:
+        if k.size(2) <= 512:
+            kernel = "naive"
 
     if kernel == "naive":
         y = attention_by_formula(q, k, v, is_causal, mask)
@@ -127,7 +128,8 @@ class MLP(nn.Module):
     def forward(self, x):
         x = self.c_fc(x)                                                        # (B, T, 4 C)
 
-        # A compiled backward computes GELU again: that costs less than to keep its result in memory.
+        # A compiled backward computes GELU again: that costs less than to keep its result in
+        # memory.
         if torch.compiler.is_compiling():
             x = checkpoint(self.gelu, x, use_reentrant=False)
         else:
@@ -150,7 +152,7 @@ class Block(nn.Module):
 
 
 class GPT(LanguageModel):
-    """Pre-norm blocks, learned positions, GELU, biases everywhere, the head tied to the embedding."""
+    """Pre-norm blocks, learned positions, GELU, biases everywhere, a head tied to the embedding."""
     Config = GPTConfig
     recipe = "gpt2"
     lookup_tables = ("wpe",)
@@ -177,7 +179,7 @@ class GPT(LanguageModel):
         """normal(0, 0.02), biases 0, residual projections / sqrt(2 n_layer) (GPT-2 paper, 2.3)."""
         for name, p in self.named_parameters():
             if ".ln_" in name:
-                continue                        # nn.LayerNorm has set its gains to 1, its biases to 0
+                continue                      # nn.LayerNorm has set its gains to 1, its biases to 0
             if name.endswith(".bias"):
                 p.zero_()
             elif name.endswith("c_proj.weight"):
@@ -196,8 +198,9 @@ class GPT(LanguageModel):
         positions = torch.arange(S - T, S, device=idx.device)                   # (T,)
         x = self.transformer.wte(idx) + self.transformer.wpe(positions)         # (B, T, C)
 
-        # Where the matrix products are in bfloat16, so is the residual stream, as in llm.c: in float32
-        # it would be 14% of a step's memory traffic. Not in float16, whose largest number is 65504.
+        # Where the matrix products are in bfloat16, so is the residual stream, as in llm.c: in
+        # float32 it would be 14% of a step's memory traffic. Not in float16, whose largest number
+        # is 65504.
         if matmul_dtype(x) == torch.bfloat16:
             x = x.bfloat16()
 
@@ -214,7 +217,7 @@ class GPT(LanguageModel):
             {"params": decayed, "weight_decay": weight_decay},
             {"params": others, "weight_decay": 0.0},
         ]
-        fused = not self.lm_head.weight.is_mps      # on a Mac it ignores what float16's scaler found
+        fused = not self.lm_head.weight.is_mps     # on a Mac it ignores what float16's scaler found
         return [torch.optim.AdamW(groups, lr=max_lr, betas=betas, eps=eps, fused=fused)]
 
     @classmethod

@@ -15,7 +15,7 @@ MODELS = {"gpt2": GPT, "speedrun": SpeedrunGPT, "frontier": FrontierGPT}
 
 
 def fresh_model(config) -> LanguageModel:
-    """The model of config.recipe with fresh weights. `config` may have more fields than the model's."""
+    """The model of config.recipe with fresh weights. `config` may have more fields than it needs."""
     cls = MODELS[config.recipe]
     names = [f.name for f in fields(cls.Config) if hasattr(config, f.name)]
     try:
@@ -28,9 +28,9 @@ def fresh_model(config) -> LanguageModel:
 def load_model(source: str | Path) -> LanguageModel:
     """The model of `source`. UserError if it cannot be read.
 
-    A source is a checkpoint of this project, a run's folder OUT (its newest checkpoint) or OUT/best (the
-    one of the lowest validation loss); a folder in the Hugging Face format or a name on the hub;
-    nanoGPT's ckpt.pt, build-nanogpt's model_*.pt, or a model's .bin of llm.c.
+    A source is a checkpoint of this project, a run's folder OUT (its newest checkpoint) or OUT/best
+    (the one of the lowest validation loss); a folder in the Hugging Face format or a name on the
+    hub; nanoGPT's ckpt.pt, build-nanogpt's model_*.pt, or a model's .bin of llm.c.
     """
     path = find_checkpoint(source)
     if path is None:
@@ -42,5 +42,5 @@ def check_tokens(model: LanguageModel, source: str) -> None:
     """UserError unless `model`, read from `source`, has GPT-2's tokens."""
     size = model.config.vocab_size
     if size < VOCAB_SIZE:
-        raise UserError(f"{source} has a vocabulary of {size} tokens, not GPT-2's {VOCAB_SIZE}: give a "
-                        "model that was trained on those")
+        raise UserError(f"{source} has another vocabulary than GPT-2 (expected {VOCAB_SIZE} tokens, "
+                        f"found {size}): give a model that was trained on those")

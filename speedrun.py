@@ -1,10 +1,11 @@
 """The speedrun recipe: modded-nanogpt's record 10 (November 2024), written anew.
 
-Names in the state dict are the record's. Two things differ: the embedding stays in float32, and norm's
-eps is that of float32 (in the record's torch 2.5 that of bfloat16, 2^-7). What each idea gains, measured
-by leaving it out, is in docs/recipes.md. frontier.py builds on this file.
+Names in the state dict are the record's. Two things differ: the embedding stays in float32, and
+norm's eps is that of float32 (in the record's torch 2.5 that of bfloat16, 2^-7). What each idea
+gains, measured by leaving it out, is in docs/recipes.md. frontier.py builds on this file.
 
-Shapes: B sequences, T tokens, S tokens with those in a cache, C = n_embd, nh heads of size hs = C / nh.
+Shapes: B sequences, T tokens, S tokens with those in a cache, C = n_embd, nh heads of size hs = C /
+nh.
 """
 import math
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from runtime.muon import Muon
 from runtime.tokenizer import EOT
 
 
-# ----------------------------------------------------------------------------- pieces
+# ---------------------------------------------------------------------- pieces
 
 @dataclass
 class SpeedrunConfig:
@@ -30,7 +31,7 @@ class SpeedrunConfig:
     n_layer: int = 12
     n_head: int = 6             # heads of 128
     n_embd: int = 768
-    window: int = 0             # tokens a token attends to in its document, with itself; 0: all before
+    window: int = 0          # tokens a token attends to in its document, with itself; 0: all before
 
 
 class CastedLinear(Linear):
@@ -44,7 +45,7 @@ class CastedLinear(Linear):
 
 
 def norm(x):
-    """RMSNorm without a gain (arXiv:1910.07467): x / sqrt(mean of squares) of the last dimension."""
+    """RMSNorm without a gain (arXiv:1910.07467): x / sqrt(mean of x^2) over the last dimension."""
     return F.rms_norm(x, (x.size(-1),))
 
 
@@ -60,9 +61,9 @@ def rotate(x, cos, sin):
 def document_window_mask(tokens, T, window, as_blocks=False):
     """What each of the last T of tokens (B, S) sees: itself and the `window` - 1 before it.
 
-    No token sees beyond its document, which <|endoftext|> begins. `window` is int64 (), a tensor, so
-    that another value needs no other compiled graph. Returns bool (B, 1, T, S); or, `as_blocks` and
-    for T = S, FlexAttention's BlockMask (arXiv:2412.05496), which skips empty blocks of scores.
+    No token sees beyond its document, which <|endoftext|> begins. `window` is int64 (), a tensor,
+    so that another value needs no other compiled graph. Returns bool (B, 1, T, S); or, `as_blocks`
+    and for T = S, FlexAttention's BlockMask (arXiv:2412.05496), which skips empty blocks of scores.
     """
     B, S = tokens.size()
     device = tokens.device
@@ -169,7 +170,7 @@ class ModernLanguageModel(LanguageModel):
         return [(name, self.get_parameter(name)) for name in names]
 
     def adam_and_muon(self, groups, beta1, max_lr, weight_decay, dtype):
-        """[Adam, Muon]: Muon for the matrices in the blocks, Adam for the scalars there and `groups`.
+        """[Adam, Muon]: Muon for the matrices in the blocks, Adam for scalars there and `groups`.
 
         Muon alone has weight decay. `dtype` is that of its Newton-Schulz iteration.
         """
@@ -178,13 +179,13 @@ class ModernLanguageModel(LanguageModel):
         scalars = [(name, p) for name, p in blocks if p.dim() < 2]
         groups = [*groups, {"params": scalars, "lr": max_lr}]
 
-        fused = not self.lm_head.weight.is_mps      # on a Mac it ignores what float16's scaler found
+        fused = not self.lm_head.weight.is_mps     # on a Mac it ignores what float16's scaler found
         adam = torch.optim.Adam(groups, betas=(beta1, 0.95), eps=1e-8, fused=fused)
         muon = Muon(matrices, max_lr, weight_decay=weight_decay, dtype=dtype)
         return [adam, muon]
 
 
-# ----------------------------------------------------------------------------- the model
+# ---------------------------------------------------------------------- the model
 
 class SpeedrunAttention(nn.Module):
     def __init__(self, config, layer):
@@ -206,14 +207,14 @@ class SpeedrunAttention(nn.Module):
         k = self.c_k(x).view(heads)
         v = self.c_v(x).view(heads)
 
-        # Value residual (arXiv:2410.17897): each block mixes the values of the first block into its own,
-        # in a learned proportion, so that what a token is does not get lost on the way.
+        # Value residual (arXiv:2410.17897): each block mixes the values of the first block into its
+        # own, in a learned proportion, so that what a token is does not get lost on the way.
         if v1 is None:
             v1 = v
         v = (1 - self.lamb) * v + self.lamb * v1
 
-        # QK-norm (arXiv:2010.04245): queries and keys have length 1 but for sqrt(hs), so that no score
-        # can grow without limit. Then rotary positions.
+        # QK-norm (arXiv:2010.04245): queries and keys have length 1 but for sqrt(hs), so that no
+        # score can grow without limit. Then rotary positions.
         q = rotate(norm(q), *rotary)
         k = rotate(norm(k), *rotary)
 
@@ -248,7 +249,8 @@ class SpeedrunBlock(nn.Module):
         self.lambdas = nn.Parameter(torch.empty(2))
 
     def forward(self, x, v1, x0, *context):
-        # Embedding shortcut: each block mixes the embedding x0 into its input, in a learned proportion.
+        # Embedding shortcut: each block mixes the embedding x0 into its input, in a learned
+        # proportion.
         x = self.lambdas[0] * x + self.lambdas[1] * x0
         y, v1 = self.attn(norm(x), v1, *context)
         x = x + y
@@ -292,9 +294,9 @@ class SpeedrunGPT(ModernLanguageModel):
         return self.adam_and_muon(groups, 0.9, max_lr, weight_decay, dtype)
 
 
-# ----------------------------------------------------------------------------- the recipe
-# `config` is train_gpt2.Config. A schedule depends on the step and the config alone, so that a run that
-# resumes continues it exactly.
+# ---------------------------------------------------------------------- the recipe
+# `config` is train_gpt2.Config. A schedule depends on the step and the config alone, so that a run
+# that resumes continues it exactly.
 
 def trapezoid(step: int, config) -> float:
     """Fraction of max_lr at `step`: linear warmup, constant, then linear to min_lr.

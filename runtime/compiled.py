@@ -1,8 +1,8 @@
 """How a compiled training step reads and writes less memory: the gradient of a bias, fused.
 
-The models know nothing of it: they have plain linear layers, which fuse_bias_gradients replaces before
-torch.compile. On an H100 (counted on the stand-in of tests/null_gpu, GPT-2 124M, 64 x 1024 tokens) forward
-and backward then move 148.4 GB instead of 157.2.
+The models know nothing of it: they have plain linear layers, which fuse_bias_gradients replaces
+before torch.compile. On an H100 (counted on the stand-in of tests/null_gpu, GPT-2 124M, 64 x 1024
+tokens) forward and backward then move 148.4 GB instead of 157.2.
 """
 import torch
 import torch.nn as nn
@@ -14,9 +14,9 @@ from runtime.kernels import matmul_dtype
 class LinearFunction(torch.autograd.Function):
     """x W^T + b in autocast's dtype. x (B, T, in), weight (out, in), bias (out) -> (B, T, out).
 
-    The gradient of the bias is dy summed over T and then over B. The compiler fuses the first sum into
-    the kernel that makes dy, which is then not read once more. It is a float32 sum; autograd's own is
-    rounded to the dtype of dy.
+    The gradient of the bias is dy summed over T and then over B. The compiler fuses the first sum
+    into the kernel that makes dy, which is then not read once more. It is a float32 sum; autograd's
+    own is rounded to the dtype of dy.
     """
 
     @staticmethod
@@ -32,7 +32,8 @@ class LinearFunction(torch.autograd.Function):
         x, w = ctx.saved_tensors
         rows_of_dy, rows_of_x = dy.flatten(0, 1), x.flatten(0, 1)
 
-        # On CUDA the product's float32 sums become the gradient unrounded, which needs a compiled graph.
+        # On CUDA the product's float32 sums become the gradient unrounded, which needs a compiled
+        # graph.
         if torch.compiler.is_compiling() and dy.is_cuda and torch.version.cuda and dy.itemsize == 2:
             dw = torch.mm(rows_of_dy.t(), rows_of_x, out_dtype=torch.float32)   # (out, in)
         else:

@@ -1,4 +1,4 @@
-"""The Hugging Face format: reads folders and models of the hub, and writes folders for transformers."""
+"""The Hugging Face format: reads folders and models of the hub, writes folders for transformers."""
 import dataclasses
 import json
 import os
@@ -12,8 +12,8 @@ from runtime.weights import EMBEDDING, HEAD, load_pickle, model_from_checkpoint
 # These names of the hub are accepted without their owner.
 OPENAI_NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 
-# What a GPT-2's config.json may leave out, but not say otherwise. auto_map names code of the folder's
-# own, which never runs here.
+# What a GPT-2's config.json may leave out, but not say otherwise. auto_map names code of the
+# folder's own, which never runs here.
 GPT2_ONLY = {
     "auto_map": None,
     "layer_norm_epsilon": 1e-5,
@@ -29,22 +29,22 @@ ACTIVATIONS = {"gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu": "none"}
 # GPT-2's own code stores these weights as (in, out), nn.Linear as (out, in).
 TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 
-# What save_model writes. MODELING, in assets/, is transformers' code of the recipes it does not know;
-# it is written where it is needed.
+# What save_model writes. MODELING, in assets/, is transformers' code of the recipes it does not
+# know; it is written where it is needed.
 MODELING = "modeling_modern.py"
 EXPORTED = {
-    "config.json", "tokenizer_config.json", "vocab.json", "merges.txt", "model.safetensors", MODELING,
+    "config.json", "model.safetensors", "tokenizer_config.json", "vocab.json", "merges.txt", MODELING,
 }
 EXPORTED_BY = {"exported_by": "model.py of train-gpt2"}         # in config.json
 
 
-# ----------------------------------------------------------------------------- reading
+# ---------------------------------------------------------------------- reading
 
 def from_huggingface(source: str | Path, models: dict):
     """The model of a folder in the Hugging Face format, or of a name on the hub.
 
-    It may be a GPT-2, or what another recipe of `models`, {recipe: class}, exports. UserError if it is
-    neither.
+    It may be a GPT-2, or what another recipe of `models`, {recipe: class}, exports. UserError if it
+    is neither.
     """
     if os.path.isdir(source):
         folder = Path(source)
@@ -68,7 +68,7 @@ def from_huggingface(source: str | Path, models: dict):
 
 
 def download_model(name: str) -> Path:
-    """The folder of the hub's model `name`. UserError if it is not there, or there is no connection."""
+    """The folder of the hub's model `name`. UserError if it cannot be fetched."""
     if name[:1] in "./~" or os.path.isdir(name.partition("/")[0]):
         raise UserError(f"there is no file or folder {name}: check the path")
 
@@ -81,10 +81,11 @@ def download_model(name: str) -> Path:
             hf_hub_download(repo, "model.safetensors", local_files_only=cached)
             config = hf_hub_download(repo, "config.json", local_files_only=cached)
             return Path(config).parent
-        except Exception as error:              # network errors come in the classes of many libraries
+        except Exception as error:            # network errors come in the classes of many libraries
             why = brief_error(error)[:100]
-    raise UserError(f"{name} is no file or folder here, and cannot be fetched from the Hugging Face hub "
-                    f"({why}): check the name and the connection, or give the path of a checkpoint")
+    raise UserError(f"{name} is no file or folder here, and cannot be fetched from the Hugging "
+                    f"Face hub ({why}): check the name and the connection, or give the path of a "
+                    "checkpoint")
 
 
 def read_json(path: Path) -> dict:
@@ -96,12 +97,12 @@ def read_json(path: Path) -> dict:
 
 
 def gpt2_settings(config: dict) -> dict:
-    """What GPTConfig calls otherwise than a GPT-2's config.json. ValueError if it is another model's."""
+    """What GPTConfig calls otherwise than a GPT-2's config.json. ValueError for another model's."""
     for key, expected in {"model_type": "gpt2", **GPT2_ONLY}.items():
         found = config.get(key, GPT2_ONLY.get(key))
         if found != expected:
-            raise ValueError(f"its config.json has another {key} than GPT-2 (expected {expected}, found "
-                             f"{safe_repr(found)})")
+            raise ValueError(f"its config.json has another {key} than GPT-2 (expected {expected}, "
+                             f"found {safe_repr(found)})")
 
     activation = config.get("activation_function", "gelu_new")
     if activation not in ACTIVATIONS:
@@ -109,8 +110,8 @@ def gpt2_settings(config: dict) -> dict:
                          f"{', '.join(ACTIVATIONS)}, found {safe_repr(activation)})")
     inner, usual = config.get("n_inner"), 4 * config["n_embd"]
     if inner not in (None, usual):
-        raise ValueError(f"its config.json has another n_inner than GPT-2 (expected {safe_repr(usual)}, "
-                         f"found {safe_repr(inner)})")
+        raise ValueError("its config.json has another n_inner than GPT-2 (expected "
+                         f"{safe_repr(usual)}, found {safe_repr(inner)})")
     return {"block_size": config.get("n_positions", 1024), "gelu": ACTIVATIONS[activation]}
 
 
@@ -148,7 +149,7 @@ def transpose(weights: dict) -> dict:
     return turned
 
 
-# ----------------------------------------------------------------------------- writing
+# ---------------------------------------------------------------------- writing
 
 def export_gpt2(model) -> tuple[dict, dict]:
     """(config.json, tensors) of transformers' GPT2LMHeadModel, without the vocabulary's padding."""
@@ -200,7 +201,7 @@ def export_modern(model) -> tuple[dict, dict]:
 
     weights = model.state_dict()
     if model.recipe == "frontier":
-        del weights[HEAD]                                                       # tied to the embedding
+        del weights[HEAD]                                                    # tied to the embedding
         weights["parts"] = model.parts
         config["n_part"] = model.transformer.part.num_embeddings
     return config, weights
@@ -233,7 +234,9 @@ def save_model(model, folder: str | Path) -> None:
     }
     if "auto_map" in config:
         files[MODELING] = vocabulary.with_name(MODELING).read_bytes()
-    files["config.json"] = json.dumps(config, indent=2).encode()       # last: without it there is no model
+
+    # Last, because without it the folder is no model.
+    files["config.json"] = json.dumps(config, indent=2).encode()
 
     Path(folder).mkdir(parents=True, exist_ok=True)
     for name, data in files.items():

@@ -22,8 +22,9 @@ def cross_entropy_in_place(logits: Tensor, targets: Tensor, softcap: float = 0.0
     scored = (targets >= 0)[:, None]
     targets = targets.clamp(min=0)[:, None]
 
-    # torch's exp can take 8 times as long as exp2 on a CPU, its tanh 20 times (AMD EPYC). Hence z is
-    # in bits there: one unit of it stands for `unit` nats. CUDA would compile exp2 at its first call.
+    # torch's exp can take 8 times as long as exp2 on a CPU, its tanh 20 times (AMD EPYC). Hence z
+    # is in bits there: one unit of it stands for `unit` nats. CUDA would compile exp2 at its first
+    # call.
     if logits.device.type == "cpu":
         exp_, unit = torch.exp2_, math.log(2)
     else:
@@ -32,7 +33,7 @@ def cross_entropy_in_place(logits: Tensor, targets: Tensor, softcap: float = 0.0
     z = logits.float()                                                          # (n, V)
     if softcap:
         # c tanh(u) = 2 c sigmoid(2 u) - c, and the softmax cancels the last term.
-        assert softcap <= 38, "z is up to 2 softcap nats: beyond 38 the sum of 300,000 exps overflows"
+        assert softcap <= 38, "z reaches 2 softcap nats: beyond 38 a sum of 300,000 exps overflows"
         s = z.mul_(2 / softcap).sigmoid_()
         z = s * (2 * softcap / unit)
     else:
@@ -58,9 +59,9 @@ def cross_entropy_in_place(logits: Tensor, targets: Tensor, softcap: float = 0.0
 class ChunkedCrossEntropy(torch.autograd.Function):
     """Mean cross-entropy of x W^T in nats, with the logits of `chunk` tokens in memory at a time.
 
-    x (N, C), weight (V, C), targets int64 (N,), -1 ignored. The gradient of the logits needs nothing
-    of what follows the loss, so the forward already computes those of x and W while the logits are
-    in the cache, and the backward only scales them.
+    x (N, C), weight (V, C), targets int64 (N,), -1 ignored. The gradient of the logits needs
+    nothing of what follows the loss, so the forward already computes those of x and W while the
+    logits are in the cache, and the backward only scales them.
     """
 
     @staticmethod
@@ -68,7 +69,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         device = x.device.type
         dtype = matmul_dtype(x)
 
-        # On a CPU the loss takes a quarter of the time if the float32 logits of a few rows stay in cache.
+        # On a CPU the loss takes a quarter of the time if the float32 logits of a few rows stay in
+        # cache.
         tile = chunk
         if device == "cpu":
             tile = max(1, 400_000 // weight.size(0)) * torch.get_num_threads()
@@ -80,7 +82,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             dw = None
             scale = 1 / (targets >= 0).sum().clamp(min=1)
 
-            chunks = zip(x.to(dtype).split(chunk), dx.split(chunk), targets.split(chunk), strict=True)
+            x = x.to(dtype)
+            chunks = zip(x.split(chunk), dx.split(chunk), targets.split(chunk), strict=True)
             for x_i, dx_i, targets_i in chunks:
                 logits = x_i @ w.t()                                            # (chunk, V)
                 tiles = zip(logits.split(tile), targets_i.split(tile), strict=True)
@@ -98,7 +101,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
                 del logits, rows                # else the next chunk's are allocated beside them
 
             if with_gradient:
-                ctx.save_for_backward(dx, dw, scale)        # unscaled: in float16 dx / N would underflow
+                ctx.save_for_backward(dx, dw, scale)   # unscaled: in float16 dx / N would underflow
             return loss * scale
 
     @staticmethod

@@ -33,9 +33,9 @@ def head_size(config, even: bool = False) -> int:
     """Width of one attention head. ValueError if n_embd cannot be divided among n_head heads."""
     size, rest = divmod(config.n_embd, config.n_head)
     if rest:
-        raise ValueError(f"n_embd {config.n_embd} does not divide into n_head {config.n_head} heads")
+        raise ValueError(f"a width of {config.n_embd} does not divide into {config.n_head} heads")
     if even and size % 2 == 1:
-        raise ValueError(f"n_embd {config.n_embd} and n_head {config.n_head} give heads of size {size}, "
+        raise ValueError(f"a width of {config.n_embd} gives {config.n_head} heads of size {size}, "
                          "but rotary positions need an even size")
     return size
 
@@ -50,7 +50,7 @@ class KVCache:
         self.tensors = {}
 
     def append(self, name: str, new: Tensor) -> Tensor:
-        """Appends `new` (B, T, ...) to the tensor called `name`, and returns all of it (B, S, ...)."""
+        """Appends `new` (B, T, ...) to the tensor called `name`. Returns all of it (B, S, ...)."""
         if name in self.tensors:
             new = torch.cat((self.tensors[name], new), dim=1)
         self.tensors[name] = new
@@ -76,7 +76,8 @@ def generate_tokens(
 
     past = None
     for _ in range(max_new_tokens):
-        # Beyond block_size the context slides, every token's position changes, and no key can be kept.
+        # Beyond block_size the context slides, every token's position changes, and no key can be
+        # kept.
         if past is None or idx.size(1) > block_size:
             past = KVCache()
             x = model.hidden(idx[:, -block_size:], past)                        # (B, S, C)
@@ -95,7 +96,7 @@ def sample_token(
     top_k: int | None,
     generator: torch.Generator | None,
 ) -> Tensor:
-    """Samples one token a row: logits (B, vocab_size) -> int64 (B, 1). Overwrites padding's logits."""
+    """Samples a token of each row: logits (B, vocab_size) -> int64 (B, 1). Overwrites logits."""
     logits[:, VOCAB_SIZE:] = float("-inf")      # rows that pad the vocabulary stand for no token
 
     if temperature < 1e-5:      # greedy; so small a temperature would overflow the quotient below
@@ -113,12 +114,12 @@ def sample_token(
 class LanguageModel(nn.Module):
     """Loss and samples from a model's hidden states.
 
-    A subclass has `config`, `lm_head`, and `hidden(idx, past=None)`: the final hidden states (B, T, C)
-    of the tokens idx (B, T), which follow those in the KVCache `past`. It may override `head`.
+    A subclass has `config`, `lm_head`, and `hidden(idx, past=None)`: the final hidden states (B, T,
+    C) of the tokens idx (B, T), which follow those in the KVCache `past`. It may override `head`.
     """
     recipe = ""                 # the name of its recipe, which checkpoints and exports carry
     lookup_tables = ()          # embeddings of which rows are read, but that no matrix product uses
-    softcap = 0.0               # c: the logits are c tanh(z / c) of the head's output z; 0: they are z
+    softcap = 0.0            # c: the logits are c tanh(z / c) of the head's output z; 0: they are z
 
     # How to compute, not what: train_gpt2.py sets these.
     kernel = "auto"             # attention kernel, one of model.ATTENTION
@@ -130,7 +131,7 @@ class LanguageModel(nn.Module):
         return self.lm_head.weight
 
     def logits(self, x: Tensor, head: Tensor | None = None) -> Tensor:
-        """x (..., C) -> (..., vocab_size). `head` is what self.head() returned, if it is at hand."""
+        """x (..., C) -> (..., vocab_size). `head`: what self.head() returned, if it is at hand."""
         if head is None:
             head = self.head()
         z = F.linear(x, head)
@@ -199,7 +200,7 @@ class LanguageModel(nn.Module):
         return torch.cat((idx, *new), dim=1)
 
     def flops_per_token(self, sequence_length: int) -> int:
-        """FLOPs of forward and backward: 6 N + 12 n_layer n_embd T (arXiv:2204.02311, appendix B)."""
+        """FLOPs, forward and backward: 6 N + 12 n_layer n_embd T (arXiv:2204.02311, appendix B)."""
         # N: parameters in matrix products. A tied head is one of them, a looked-up table is not.
         N = sum(p.numel() for p in self.parameters())
         N -= sum(self.transformer[name].weight.numel() for name in self.lookup_tables)

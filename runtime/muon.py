@@ -16,8 +16,8 @@ MUON_STATE = ("momentum_buffer",)
 def orthogonalize(G: Tensor, dtype: torch.dtype = torch.bfloat16, steps: int = 5) -> Tensor:
     """The (semi-)orthogonal matrices nearest to G (n, rows, columns), approximately.
 
-    A quintic Newton-Schulz iteration in `dtype`, which leaves singular values roughly between 0.7 and
-    1.2: its coefficients increase the small ones as fast as possible.
+    A quintic Newton-Schulz iteration in `dtype`, which leaves singular values roughly between 0.7
+    and 1.2: its coefficients increase the small ones as fast as possible.
     """
     a, b, c = 3.4445, -4.7750, 2.0315
     X = G.to(dtype)
@@ -28,7 +28,7 @@ def orthogonalize(G: Tensor, dtype: torch.dtype = torch.bfloat16, steps: int = 5
     if is_tall:
         X = X.mT
 
-    for _ in range(steps):                      # three matrix products, each with its sum rounded once
+    for _ in range(steps):                   # three matrix products, each with its sum rounded once
         A = X @ X.mT
         B = torch.baddbmm(A, A, A, beta=b, alpha=c)                             # b A + c A A
         X = torch.baddbmm(X, B, X, beta=a)                                      # a X + B X
@@ -41,10 +41,10 @@ def orthogonalize(G: Tensor, dtype: torch.dtype = torch.bfloat16, steps: int = 5
 class Muon(torch.optim.Optimizer):
     """Orthogonalized Nesterov momentum for the matrices in the blocks.
 
-    `params` are (name, matrix) pairs. Matrices of one shape form a group and are orthogonalized as one
-    batch. Several ranks, which have the same averaged gradients, share out each batch: a rank holds the
-    momentum of its share, orthogonalizes that, and all gather the results. The learning rate is
-    multiplied by sqrt(max(1, rows / columns)).
+    `params` are (name, matrix) pairs. Matrices of one shape form a group and are orthogonalized as
+    one batch. Several ranks, which have the same averaged gradients, share out each batch: a rank
+    holds the momentum of its share, orthogonalizes that, and all gather the results. The learning
+    rate is multiplied by sqrt(max(1, rows / columns)).
     """
 
     def __init__(self, params, lr, momentum=0.95, weight_decay=0.0, dtype=torch.bfloat16):
@@ -71,7 +71,8 @@ class Muon(torch.optim.Optimizer):
     def step(self, closure=None):
         for group in self.param_groups:
             params = group["params"]
-            updates = orthogonalize(self.momentum_of_share(group), self.dtype)  # (share, rows, columns)
+            updates = self.momentum_of_share(group)         # (share, rows, columns)
+            updates = orthogonalize(updates, self.dtype)
             if self.owner:
                 updates = self.gather(updates)
 
@@ -83,7 +84,7 @@ class Muon(torch.optim.Optimizer):
             torch._foreach_add_(params, updates, alpha=-lr)
 
     def momentum_of_share(self, group) -> Tensor:
-        """Nesterov momentum (share, rows, columns) of this rank's matrices, zero where it has fewer."""
+        """Nesterov momentum (share, rows, columns) of this rank's matrices, and zeros if it has less."""
         share = self.share_of(group)
         params = group["params"]
         mine = params[self.rank * share:(self.rank + 1) * share]
@@ -115,8 +116,8 @@ class Muon(torch.optim.Optimizer):
 class SteppedTogether:
     """Several optimizers as the one that GradScaler unscales and steps.
 
-    If a gradient of any parameter overflows, none of them steps, on no rank. Hence `parameters` are all
-    of the model, also those that other ranks update.
+    If a gradient of any parameter overflows, none of them steps, on no rank. Hence `parameters` are
+    all of the model, also those that other ranks update.
     """
 
     def __init__(self, optimizers: list, parameters):
@@ -138,8 +139,8 @@ def state_keys(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
 def shard_matrices(optimizers: list, rank: int, world_size: int) -> dict[Tensor, int]:
     """Shares out the matrices of the optimizers that have no `owner`, and returns one for them.
 
-    The matrices of other ranks leave this rank's groups, and broadcast_updates sends them after each
-    step. Gains and biases, small but many, stay on all ranks.
+    The matrices of other ranks leave this rank's groups, and broadcast_updates sends them after
+    each step. Gains and biases, small but many, stay on all ranks.
     """
     groups = []
     for optimizer in optimizers:

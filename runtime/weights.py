@@ -1,7 +1,7 @@
 """Reads every format of a checkpoint: this project's, nanoGPT's, build-nanogpt's, llm.c's.
 
-A file may be damaged or made to do harm. No code in it runs, it takes no more memory than its size, and
-whatever is wrong with it becomes a UserError of one line.
+A file may be damaged or made to do harm. No code in it runs, it takes no more memory than its size,
+and whatever is wrong with it becomes a UserError of one line.
 """
 import dataclasses
 import math
@@ -23,10 +23,10 @@ from runtime.files import checkpoints, readable
 EMBEDDING, HEAD = "transformer.wte.weight", "lm_head.weight"
 LARGEST = 2**24 - 1             # of a size in a model's config
 LLM_C = 20240326                # the first number of a model's .bin
-LLM_C_DTYPES = {3: torch.float32, 5: torch.bfloat16}                    # by the version in its header
+LLM_C_DTYPES = {3: torch.float32, 5: torch.bfloat16}                  # by the version in its header
 
 
-# ----------------------------------------------------------------------------- which file
+# ---------------------------------------------------------------------- which file
 
 def find_checkpoint(source: str | Path) -> Path | None:
     """The checkpoint that `source` means; None if it means a Hugging Face folder or hub name.
@@ -41,9 +41,9 @@ def find_checkpoint(source: str | Path) -> Path | None:
         found = checkpoints(path)
         if found:
             return found[-1][1]
-        raise UserError(f"{source} is neither a run's folder (it has no checkpoint_*.pt) nor in the "
-                        "Hugging Face format (it has no config.json): give one of these, or a "
-                        "checkpoint's file")
+        raise UserError(f"{source} is neither a run's folder (it has no checkpoint_*.pt) nor in "
+                        "the Hugging Face format (it has no config.json): give one of these, or "
+                        "a checkpoint's file")
     if path.name == "best" and os.path.isdir(path.parent) and not os.path.exists(path):
         return best_checkpoint(path)
     if os.path.exists(path) or path.suffix in (".pt", ".pth", ".bin"):
@@ -57,11 +57,12 @@ def best_checkpoint(path: Path) -> Path:
     saved = dict(checkpoints(path.parent))
     best = lowest(read_metrics(path.with_name("metrics.csv"), remedy), saved)
     if best is None:
-        raise UserError(f"{path}: no checkpoint there has a validation loss in metrics.csv: {remedy}")
+        raise UserError(f"{path}: no checkpoint there has a validation loss in metrics.csv: "
+                        f"{remedy}")
     return saved[best[1]]
 
 
-# ----------------------------------------------------------------------------- reading a file
+# ---------------------------------------------------------------------- reading a file
 
 def read_checkpoint(path: str | Path, remedy: str = "check the path, or copy it again") -> dict:
     """The dict of a .pt file or of llm.c's .bin. UserError with `remedy` if it cannot be read."""
@@ -81,7 +82,7 @@ def load_pickle(path: str | Path):
     """What torch.save wrote, memory-mapped. Any error for a damaged or hostile file."""
     with open(path, "rb") as file:
         start = file.read(4)
-        is_zip = start == b"PK\x03\x04"                                         # torch.load's own test
+        is_zip = start == b"PK\x03\x04"                                      # torch.load's own test
         if is_zip:
             pickled = pickles_of_zip(file)
         elif start[:1] == b"\x80":
@@ -89,8 +90,8 @@ def load_pickle(path: str | Path):
         else:
             raise ValueError("its format is unknown: expected a zip, a pickle or a GPT-2 of llm.c")
 
-    # weights_only allows a pickle to call these two with arguments of its own, and so a few bytes of a
-    # file could fill the memory. No checkpoint needs them.
+    # weights_only allows a pickle to call these two with arguments of its own, and so a few bytes
+    # of a file could fill the memory. No checkpoint needs them.
     if re.search(rb"\nbytearray\n|_codecs\nencode\n", pickled):
         raise ValueError("its pickle makes raw bytes, which no checkpoint holds")
 
@@ -105,11 +106,12 @@ def pickles_of_zip(file) -> bytes:
     with zipfile.ZipFile(file) as archive:
         records = archive.infolist()
 
-        # torch.save does not compress, and begins with a record. What does otherwise could fill the memory.
+        # torch.save does not compress, and begins with a record. What does otherwise could fill the
+        # memory.
         compressed = any(r.compress_type != zipfile.ZIP_STORED for r in records)
         if compressed or records[0].header_offset != 0:
-            raise ValueError("its zip is not torch.save's: expected records that are not compressed, "
-                             "from the first byte on")
+            raise ValueError("its zip is not torch.save's: expected records that are not "
+                             "compressed, from the first byte on")
 
         damaged = archive.testzip()                     # by their CRC-32, which torch.load ignores
         if damaged:
@@ -120,8 +122,8 @@ def pickles_of_zip(file) -> bytes:
 def load_llm_c(path: str | Path) -> dict | None:
     """A model's .bin of llm.c (write_model in its train_gpt2.py) as a checkpoint's dict.
 
-    None for another file. It is memory-mapped. The rows that pad the vocabulary are left out: they are
-    zeros, which llm.c's softmax leaves out, too.
+    None for another file. It is memory-mapped. The rows that pad the vocabulary are left out: they
+    are zeros, which llm.c's softmax leaves out, too.
     """
     with open(path, "rb") as file:
         start = file.read(32).ljust(32, b"\0")          # of a header of 256 int32
@@ -142,7 +144,8 @@ def load_llm_c(path: str | Path) -> dict | None:
     counts = [header, *map(math.prod, shapes.values())]
     expected, found = sum(counts) * dtype.itemsize, os.path.getsize(path)
     if found != expected:
-        raise ValueError(f"its size is wrong (expected {expected:,} bytes by its header, found {found:,})")
+        raise ValueError(f"its size does not fit its header (expected {expected:,} bytes, "
+                         f"found {found:,})")
 
     _, *tensors = torch.from_file(str(path), size=sum(counts), dtype=dtype).split(counts)
     model = {}
@@ -157,7 +160,7 @@ def load_llm_c(path: str | Path) -> dict | None:
 
 
 def llm_c_shapes(T: int, V: int, n_layer: int, C: int) -> dict[str, tuple]:
-    """{name: shape} of the tensors in a .bin, in their order: one kind after the other of all layers."""
+    """{name: shape} of the tensors in a .bin, in their order: kind by kind, each of all layers."""
     shapes = {"wte.weight": (V, C), "wpe.weight": (T, C)}
     weights_of_layer = {
         "ln_1": (C,),
@@ -177,7 +180,7 @@ def llm_c_shapes(T: int, V: int, n_layer: int, C: int) -> dict[str, tuple]:
     return shapes
 
 
-# ----------------------------------------------------------------------------- from a dict to a model
+# ---------------------------------------------------------------------- from a dict to a model
 
 def model_from_checkpoint(
     checkpoint: dict, path: str | Path, models: dict, remedy: str = "give another checkpoint"
@@ -207,17 +210,17 @@ def model_from_checkpoint(
 
 
 def gpt2_in_our_names(state_dict: dict) -> dict:
-    """A GPT-2's state dict without a wrapper's prefixes or masks, and zeros for biases it has not."""
+    """A GPT-2's state dict without wrappers' prefixes and masks, with zeros for missing biases."""
     weights = {}
     for name, tensor in state_dict.items():
-        name = re.sub(r"^(_orig_mod\.|module\.)+", "", name)                    # torch.compile's, DDP's
+        name = re.sub(r"^(_orig_mod\.|module\.)+", "", name)                # torch.compile's, DDP's
         if not name.startswith(("transformer.", "lm_head.")):
             name = "transformer." + name                                        # the hub's gpt2
         is_mask = name.endswith((".attn.bias", ".attn.masked_bias"))
         if not is_mask:
             weights[name] = tensor
 
-    if not any(name.endswith(".bias") for name in weights):                     # nanoGPT's bias=False
+    if not any(name.endswith(".bias") for name in weights):                   # nanoGPT's bias=False
         weights |= zero_biases(weights)
     if HEAD in weights:
         weights.setdefault(EMBEDDING, weights[HEAD])                            # they are tied
@@ -235,7 +238,7 @@ def zero_biases(weights: dict) -> dict:
 
 
 def is_dense_float(tensor: object) -> bool:
-    """Whether each element is stored, as a float. An expanded tensor claims any shape, but stores one."""
+    """Whether each element is stored, as a float. An expanded tensor stores one for any shape."""
     if not torch.is_tensor(tensor) or tensor.layout != torch.strided:
         return False
     if tensor.device.type != "cpu" or not tensor.is_floating_point():
@@ -265,8 +268,8 @@ def check_sizes(config, state_dict: dict) -> None:
     Of these two a model makes lists, even on "meta", where its tensors take no memory.
     """
     if config.n_layer > len(state_dict):
-        raise ValueError(f"its config's n_layer is wrong (expected at most {len(state_dict)}, the number "
-                         f"of its tensors, found {config.n_layer})")
+        raise ValueError(f"its config's n_layer is wrong (expected at most {len(state_dict)}, the "
+                         f"number of its tensors, found {config.n_layer})")
     embedding = state_dict.get(EMBEDDING)
     if not is_dense_float(embedding):
         raise ValueError(f"its {EMBEDDING} is missing or not a plain tensor of floats")
@@ -291,7 +294,9 @@ def build_model(cls: type, config, state_dict: dict):
     tied = model.lm_head.weight is model.transformer.wte.weight
     if tied:
         state_dict = {HEAD: state_dict[EMBEDDING]} | state_dict
-    model.load_state_dict(state_dict, assign=True)      # names and shapes fit; the tensors are the file's
+    model.load_state_dict(state_dict, assign=True)
+
+    # Now names and shapes fit. The tensors are still the file's, of any dtype.
 
     for name, p in model.named_parameters():
         if not is_dense_float(p):
@@ -302,6 +307,6 @@ def build_model(cls: type, config, state_dict: dict):
 
     if tied:
         if not torch.equal(model.lm_head.weight, model.transformer.wte.weight):
-            raise ValueError("its head differs from its embedding, to which it is tied in this model")
+            raise ValueError("its head differs from its embedding, to which it should be tied")
         model.lm_head.weight = model.transformer.wte.weight
     return model
