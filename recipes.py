@@ -15,7 +15,7 @@ MODELS = {"gpt2": GPT, "speedrun": SpeedrunGPT, "frontier": FrontierGPT}
 
 
 def fresh_model(config) -> LanguageModel:
-    """The model of config.recipe with fresh weights. `config` may have more fields than it needs."""
+    """The model of config.recipe with fresh weights. `config` may have other fields, too."""
     cls = MODELS[config.recipe]
     names = [f.name for f in fields(cls.Config) if hasattr(config, f.name)]
     try:
@@ -42,5 +42,5 @@ def check_tokens(model: LanguageModel, source: str) -> None:
     """UserError unless `model`, read from `source`, has GPT-2's tokens."""
     size = model.config.vocab_size
     if size < VOCAB_SIZE:
-        raise UserError(f"{source} has another vocabulary than GPT-2 (expected {VOCAB_SIZE} tokens, "
+        raise UserError(f"{source} has another vocabulary than GPT-2 (expected {VOCAB_SIZE}, "
                         f"found {size}): give a model that was trained on those")

@@ -33,7 +33,8 @@ TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "ml
 # know; it is written where it is needed.
 MODELING = "modeling_modern.py"
 EXPORTED = {
-    "config.json", "model.safetensors", "tokenizer_config.json", "vocab.json", "merges.txt", MODELING,
+    "config.json", "model.safetensors",
+    "tokenizer_config.json", "vocab.json", "merges.txt", MODELING,
 }
 EXPORTED_BY = {"exported_by": "model.py of train-gpt2"}         # in config.json
 
