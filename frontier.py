@@ -5,8 +5,7 @@ shifted keys, the tied head, the bigram table, several updates a step and the lo
 the rows for stems and forms, the start of the shifted keys, the eps of the embedding and the
 shorter averages. What each gains, measured by leaving it out, is in docs/recipes.md.
 
-Shapes: B sequences, T tokens, S tokens with those in a cache, C = n_embd, nh heads of size hs = C /
-nh.
+Shapes: B sequences, T tokens, S with those in a cache, C = n_embd, nh heads of size hs = C / nh.
 """
 import functools
 import math
@@ -24,9 +23,8 @@ from speedrun import CastedLinear, ModernLanguageModel, SpeedrunAttention, maske
 
 # ---------------------------------------------------------------------- stems and forms
 # "return", " Returns" and "returning" are three tokens of GPT-2, which would learn three times what
-# they have in common. Here a token's embedding is the sum of three rows: its own, that of its stem
-# ("return") and that of its form (" Returns" and " Words" share one). Stem and form are a token's
-# parts.
+# they have in common. Here a token's embedding is the sum of three rows: its own, and those of its
+# parts, which are its stem ("return") and its form (" Returns" and " Words" share one).
 
 ENDING = re.compile(r"(?<=...)(ings|ing|ies|ied|ers|er|ed|es|ly|s|e|y)\Z", re.DOTALL)
 
@@ -75,8 +73,7 @@ def bigram_hash(tokens, rows):
     """A row of the bigram table for each token and the one before it: (B, T) -> (B, T), int64.
 
     Pairs may share a row. The first token of a sequence, and <|endoftext|>, which begins a
-    document, count as following <|endoftext|>. The two factors are those of modded-nanogpt's record
-    62.
+    document, count as following <|endoftext|>. The factors are record 62's.
     """
     before = F.pad(tokens[:, :-1], (1, 0), value=EOT)
     before = torch.where(tokens == EOT, EOT, before)
@@ -154,8 +151,7 @@ class FrontierGPT(ModernLanguageModel):
             h=nn.ModuleList(FrontierBlock(config, layer) for layer in range(config.n_layer)),
         ))
 
-        # Tied head (record 53): a token's row is trained where it is read and where it is
-        # predicted.
+        # Tied head (record 53): a token's row learns where it is read and where it is predicted.
         self.lm_head = CastedLinear(config.n_embd, config.vocab_size, device="meta")
         self.lm_head.weight = self.transformer.wte.weight
         if not self.transformer.wte.weight.is_meta:
@@ -219,8 +215,7 @@ class FrontierGPT(ModernLanguageModel):
             {"params": head, "lr": head_lr, "eps": head_eps},
             {"params": self.named("transformer.bigram.weight"), "lr": bigram_lr},
         ]
-        # Shorter averages than speedrun's, for shorter runs: beta1 of 0.7, and Muon's momentum
-        # below.
+        # Shorter averages than speedrun's, for shorter runs: beta1 of 0.7 (and muon_momentum).
         return self.adam_and_muon(groups, 0.7, max_lr, weight_decay, dtype)
 
 

@@ -49,6 +49,11 @@ def norm(x):
     return F.rms_norm(x, (x.size(-1),))
 
 
+def qk_norm(x):
+    """QK-norm (arXiv:2010.04245): queries and keys have length sqrt(hs), so no score explodes."""
+    return norm(x)
+
+
 def rotate(x, cos, sin):
     """Rotary positions (arXiv:2104.09864): turns each pair (x_i, x_{i + hs/2}) by its angle.
 
@@ -105,8 +110,10 @@ class ModernLanguageModel(LanguageModel):
         self.head_size = head_size(config, even=True)
 
         # The window of this step. Training lets it grow (window_schedule), up to config.window.
-        window = torch.tensor(config.window, device="cpu")
-        self.register_buffer("window", window, persistent=False)
+        window = config.window
+        if window == 0:
+            window = config.block_size
+        self.register_buffer("window", torch.tensor(window, device="cpu"), persistent=False)
 
     def hidden(self, idx, past=None):
         """Final hidden states (B, T, C) of idx (B, T), which follows the tokens in `past`."""
@@ -150,6 +157,7 @@ class ModernLanguageModel(LanguageModel):
 
     @torch.no_grad()
     def init_weights(self):
+        """Draws all weights. Scalars are named as in record 10."""
         for name, p in self.named_parameters():
             if name.endswith(self.zero_at_start):
                 p.zero_()
@@ -213,10 +221,8 @@ class SpeedrunAttention(nn.Module):
             v1 = v
         v = (1 - self.lamb) * v + self.lamb * v1
 
-        # QK-norm (arXiv:2010.04245): queries and keys have length 1 but for sqrt(hs), so that no
-        # score can grow without limit. Then rotary positions.
-        q = rotate(norm(q), *rotary)
-        k = rotate(norm(k), *rotary)
+        q = rotate(qk_norm(q), *rotary)
+        k = rotate(qk_norm(k), *rotary)
 
         if past is not None:
             k = past.append(f"k{self.layer}", k)
@@ -249,8 +255,7 @@ class SpeedrunBlock(nn.Module):
         self.lambdas = nn.Parameter(torch.empty(2))
 
     def forward(self, x, v1, x0, *context):
-        # Embedding shortcut: each block mixes the embedding x0 into its input, in a learned
-        # proportion.
+        # Embedding shortcut: each block mixes the embedding x0 into its input, by learned factors.
         x = self.lambdas[0] * x + self.lambdas[1] * x0
         y, v1 = self.attn(norm(x), v1, *context)
         x = x + y
