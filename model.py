@@ -10,9 +10,8 @@
     _, loss = model(idx, targets)
     idx = model.generate(idx, max_new_tokens=50)
 
-Loss and sampling are in runtime/language_model.py, for all models of this project. Shapes in the
-comments: B sequences, T tokens, C = n_embd, nh heads of size hs = C / nh; S tokens with those in a
-cache.
+Loss and sampling are in runtime/language_model.py, which all models of this project share.
+Shapes: B sequences, T tokens, S with those in a cache, C = n_embd, nh heads of size hs = C / nh.
 """
 import importlib
 import math

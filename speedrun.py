@@ -4,8 +4,7 @@ Names in the state dict are the record's. Two things differ: the embedding stays
 norm's eps is that of float32 (in the record's torch 2.5 that of bfloat16, 2^-7). What each idea
 gains, measured by leaving it out, is in docs/recipes.md. frontier.py builds on this file.
 
-Shapes: B sequences, T tokens, S tokens with those in a cache, C = n_embd, nh heads of size hs = C /
-nh.
+Shapes: B sequences, T tokens, S with those in a cache, C = n_embd, nh heads of size hs = C / nh.
 """
 import math
 from dataclasses import dataclass
