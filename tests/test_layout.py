@@ -78,12 +78,12 @@ def test_what_a_person_reads_stays_small():
     sums = {
         "modules of runtime": (len(runtime), 18),
         "runtime": (nodes(runtime), 17_500),
-        "the scripts": (nodes(SCRIPTS), 11_500),
+        "the scripts": (nodes(SCRIPTS), 12_000),
         "files that train_gpt2.py imports": (len(training), 23),
         "what train_gpt2.py imports": (nodes(training), 24_000),
         "what model.py needs": (lines({"model", "runtime.language_model", "runtime.kernels"}), 600),
         "benchmarks": (nodes(in_package("benchmarks")), 8_000),
-        "tests": (lines_in("tests/*.py"), 6000),
+        "tests": (lines_in("tests/*.py"), 6100),
         "the stand-in GPU": (lines_in("tests/null_gpu/*"), 900)}
     assert not {what: (n, most) for what, (n, most) in sums.items() if n > most}
 
