@@ -113,9 +113,10 @@ class FrontierAttention(SpeedrunAttention):
 class FrontierBlock(nn.Module):
     def __init__(self, config, layer):
         super().__init__()
+        C = config.n_embd
         self.attn = FrontierAttention(config, layer)
-        self.c_fc = CastedLinear(config.n_embd, 4 * config.n_embd)
-        self.c_proj = CastedLinear(4 * config.n_embd, config.n_embd)
+        self.c_fc = CastedLinear(C, 4 * C)
+        self.c_proj = CastedLinear(4 * C, C)
         self.lambdas = nn.Parameter(torch.empty(2))
 
     def forward(self, x, v1, x0, *context):
@@ -138,21 +139,22 @@ class FrontierGPT(ModernLanguageModel):
     def __init__(self, config):
         super().__init__(config)
 
-        # Small, as it is the head too: the first loss is about ln(vocab_size) + 12.5 / n_embd. At
-        # --max_lr 0.02 Adam's rate is 0.3 of it, which is also what speedrun's embedding has.
-        self.embedding_std = 5 / config.n_embd
-
-        parts = parts_of_tokens(config.vocab_size)
+        V, C = config.vocab_size, config.n_embd
+        parts = parts_of_tokens(V)
         self.register_buffer("parts", parts.clone(), persistent=False)          # (2, vocab_size)
-        self.transformer = nn.ModuleDict(dict(
-            wte=Embedding(config.vocab_size, config.n_embd),
-            bigram=Embedding(config.vocab_size, config.n_embd),
-            part=Embedding(int(parts.max()) + 1, config.n_embd),
-            h=nn.ModuleList(FrontierBlock(config, layer) for layer in range(config.n_layer)),
-        ))
+        blocks = [FrontierBlock(config, layer) for layer in range(config.n_layer)]
+        self.transformer = nn.ModuleDict({
+            "wte": Embedding(V, C),
+            "bigram": Embedding(V, C),
+            "part": Embedding(int(parts.max()) + 1, C),
+            "h": nn.ModuleList(blocks),
+        })
 
         # Tied head (record 53): a token's row learns where it is read and where it is predicted.
-        self.lm_head = CastedLinear(config.n_embd, config.vocab_size, device="meta")
+        # Its start is small, as it is the head too: the first loss is about ln(V) + 12.5 / C. At
+        # --max_lr 0.02 Adam's rate is 0.3 of it, which is also what speedrun's embedding has.
+        self.embedding_std = 5 / C
+        self.lm_head = CastedLinear(C, V, device="meta")
         self.lm_head.weight = self.transformer.wte.weight
         if not self.transformer.wte.weight.is_meta:
             self.init_weights()

@@ -48,7 +48,7 @@ ATTENTION = ("auto", "naive", *SDPA_KERNELS)
 @dataclass
 class GPTConfig:
     block_size: int = 1024      # longest sequence
-    vocab_size: int = 50257   # 50,000 merges + 256 bytes + <|endoftext|>; training pads it to 50304
+    vocab_size: int = 50257     # 50,000 merges, 256 bytes, <|endoftext|>; training pads to 50304
     n_layer: int = 12
     n_head: int = 12
     n_embd: int = 768
@@ -97,8 +97,9 @@ def attention_by_formula(q, k, v, is_causal, mask):
 class CausalSelfAttention(nn.Module):
     def __init__(self, config, layer):
         super().__init__()
-        self.c_attn = Linear(config.n_embd, 3 * config.n_embd)      # query, key, value of all heads
-        self.c_proj = Linear(config.n_embd, config.n_embd)
+        C = config.n_embd
+        self.c_attn = Linear(C, 3 * C)          # query, key, value of all heads
+        self.c_proj = Linear(C, C)
         self.n_head = config.n_head
         self.layer = layer
 
@@ -120,9 +121,10 @@ class CausalSelfAttention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, config):
         super().__init__()
-        self.c_fc = Linear(config.n_embd, 4 * config.n_embd)
+        C = config.n_embd
+        self.c_fc = Linear(C, 4 * C)
         self.gelu = nn.GELU(approximate=config.gelu)                            # arXiv:1606.08415
-        self.c_proj = Linear(4 * config.n_embd, config.n_embd)
+        self.c_proj = Linear(4 * C, C)
 
     def forward(self, x):
         x = self.c_fc(x)                                                        # (B, T, 4 C)
@@ -160,15 +162,17 @@ class GPT(LanguageModel):
         super().__init__()
         head_size(config)               # refuses heads that do not divide the width
         self.config = config
-        self.transformer = nn.ModuleDict(dict(
-            wte=Embedding(config.vocab_size, config.n_embd),
-            wpe=Embedding(config.block_size, config.n_embd),
-            h=nn.ModuleList(Block(config, layer) for layer in range(config.n_layer)),
-            ln_f=nn.LayerNorm(config.n_embd),
-        ))
+        V, C = config.vocab_size, config.n_embd
+        blocks = [Block(config, layer) for layer in range(config.n_layer)]
+        self.transformer = nn.ModuleDict({
+            "wte": Embedding(V, C),
+            "wpe": Embedding(config.block_size, C),
+            "h": nn.ModuleList(blocks),
+            "ln_f": nn.LayerNorm(C),
+        })
 
         # The head's weight is the embedding's (arXiv:1608.05859), so it needs no memory of its own.
-        self.lm_head = Linear(config.n_embd, config.vocab_size, bias=False, device="meta")
+        self.lm_head = Linear(C, V, bias=False, device="meta")
         self.lm_head.weight = self.transformer.wte.weight
         if not self.lm_head.weight.is_meta:
             self.init_weights()
@@ -178,7 +182,7 @@ class GPT(LanguageModel):
         """normal(0, 0.02), biases 0, residual projections / sqrt(2 n_layer) (GPT-2 paper, 2.3)."""
         for name, p in self.named_parameters():
             if ".ln_" in name:
-                continue                      # nn.LayerNorm has set its gains to 1, its biases to 0
+                continue                        # nn.LayerNorm has set gains to 1, biases to 0
             if name.endswith(".bias"):
                 p.zero_()
             elif name.endswith("c_proj.weight"):
@@ -198,8 +202,7 @@ class GPT(LanguageModel):
         x = self.transformer.wte(idx) + self.transformer.wpe(positions)         # (B, T, C)
 
         # Where the matrix products are in bfloat16, so is the residual stream, as in llm.c: in
-        # float32 it would be 14% of a step's memory traffic. Not in float16, whose largest number
-        # is 65504.
+        # float32 it is 14% of a step's memory traffic. Not so in float16, which ends at 65504.
         if matmul_dtype(x) == torch.bfloat16:
             x = x.bfloat16()
 
@@ -216,7 +219,8 @@ class GPT(LanguageModel):
             {"params": decayed, "weight_decay": weight_decay},
             {"params": others, "weight_decay": 0.0},
         ]
-        fused = not self.lm_head.weight.is_mps     # on a Mac it ignores what float16's scaler found
+        # The fused kernel of a Mac ignores the overflows that float16's scaler has found.
+        fused = not self.lm_head.weight.is_mps
         return [torch.optim.AdamW(groups, lr=max_lr, betas=betas, eps=eps, fused=fused)]
 
     @classmethod

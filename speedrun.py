@@ -150,9 +150,9 @@ class ModernLanguageModel(LanguageModel):
         if not self.config.window:
             return None
         # FlexAttention is fast only in a compiled graph on CUDA, and its heads are 16 wide or more.
-        fast = [tokens.is_cuda, torch.compiler.is_compiling(), past is None, self.head_size >= 16]
-        flex = self.kernel == "auto" and all(fast)
-        return document_window_mask(tokens, T, self.window, as_blocks=flex)
+        can_flex = tokens.is_cuda and torch.compiler.is_compiling() and self.head_size >= 16
+        as_blocks = can_flex and self.kernel == "auto" and past is None
+        return document_window_mask(tokens, T, self.window, as_blocks)
 
     @torch.no_grad()
     def init_weights(self):
@@ -186,7 +186,8 @@ class ModernLanguageModel(LanguageModel):
         scalars = [(name, p) for name, p in blocks if p.dim() < 2]
         groups = [*groups, {"params": scalars, "lr": max_lr}]
 
-        fused = not self.lm_head.weight.is_mps     # on a Mac it ignores what float16's scaler found
+        # The fused kernel of a Mac ignores the overflows that float16's scaler has found.
+        fused = not self.lm_head.weight.is_mps
         adam = torch.optim.Adam(groups, betas=(beta1, 0.95), eps=1e-8, fused=fused)
         muon = Muon(matrices, max_lr, weight_decay=weight_decay, dtype=dtype)
         return [adam, muon]
@@ -238,8 +239,9 @@ class SpeedrunAttention(nn.Module):
 class SpeedrunMLP(nn.Module):
     def __init__(self, config):
         super().__init__()
-        self.c_fc = CastedLinear(config.n_embd, 4 * config.n_embd)
-        self.c_proj = CastedLinear(4 * config.n_embd, config.n_embd)
+        C = config.n_embd
+        self.c_fc = CastedLinear(C, 4 * C)
+        self.c_proj = CastedLinear(4 * C, C)
 
     def forward(self, x):
         # ReLU squared (arXiv:2109.08668) instead of GELU.
@@ -276,11 +278,10 @@ class SpeedrunGPT(ModernLanguageModel):
 
     def __init__(self, config):
         super().__init__(config)
-        self.transformer = nn.ModuleDict(dict(
-            wte=Embedding(config.vocab_size, config.n_embd),
-            h=nn.ModuleList(SpeedrunBlock(config, layer) for layer in range(config.n_layer)),
-        ))
-        self.lm_head = CastedLinear(config.n_embd, config.vocab_size)
+        V, C = config.vocab_size, config.n_embd
+        blocks = [SpeedrunBlock(config, layer) for layer in range(config.n_layer)]
+        self.transformer = nn.ModuleDict({"wte": Embedding(V, C), "h": nn.ModuleList(blocks)})
+        self.lm_head = CastedLinear(C, V)
         if not self.transformer.wte.weight.is_meta:
             self.init_weights()
 

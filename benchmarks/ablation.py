@@ -49,7 +49,7 @@ def train(flags: dict, idea: str = "", seed: int = 0) -> Curve:
 
 
 def train_without(idea: str, argv: list[str]) -> int:
-    """`python bench.py train IDEA FLAGS`, which `train` starts: train_gpt2.py without an idea, or as it is."""
+    """`python bench.py train IDEA FLAGS`, which `train` starts: train_gpt2.py without that idea."""
     config, _ = train_gpt2.parse_flags(argv)
     if idea:
         ABLATIONS[config.recipe][idea](setattr)

@@ -1,6 +1,6 @@
 """The recipes without one of their ideas each, for `bench.py recipes --ideas`.
 
-An idea of a recipe is a function, an attribute of a class, a parameter or a setting. Here each has a
+An idea of a recipe is a function, an attribute of a class, a parameter or a setting. Each has a
 function that puts something else in its place, in the loaded modules: `put(owner, name, value)` is
 setattr, or a test's monkeypatch. So this file depends on names, not on the text of the code.
 """

@@ -84,7 +84,7 @@ class Muon(torch.optim.Optimizer):
             torch._foreach_add_(params, updates, alpha=-lr)
 
     def momentum_of_share(self, group) -> Tensor:
-        """Nesterov momentum of this rank's matrices (share, rows, columns), zeros if it has less."""
+        """Nesterov momentum (share, rows, columns) of this rank's matrices. Zeros fill it up."""
         share = self.share_of(group)
         params = group["params"]
         mine = params[self.rank * share:(self.rank + 1) * share]
