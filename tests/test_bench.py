@@ -203,7 +203,8 @@ def three_steps(recipe):
         assert sorted(map(id, updated)) == sorted(id(p) for p in model.parameters() if p.grad is not None)
         for optimizer in optimizers:
             optimizer.step()
-        found += [loss.item(), how.lr(9 * step, config), how.momentum(9 * step, config), config.updates_per_step]
+        found += [loss.item(), how.lr(9 * step, config), how.momentum(9 * step, config)]
+        found += [config.updates_per_step]
         found += [group.get(key) for group in groups for key in ("lr", "eps", "betas")]
     return found
 
