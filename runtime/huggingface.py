@@ -4,7 +4,7 @@ import json
 import os
 from pathlib import Path
 
-from runtime.cli import UserError, brief_error, safe_repr
+from runtime.cli import UserError, brief_error, unexpected
 from runtime.files import read_text, readable, replace_file
 from runtime.tokenizer import EOT, VOCAB_SIZE, checked_asset
 from runtime.weights import EMBEDDING, HEAD, load_pickle, model_from_checkpoint
@@ -92,8 +92,7 @@ def download_model(name: str) -> Path:
 def read_json(path: Path) -> dict:
     settings = json.loads(read_text(path, errors="strict"))
     if not isinstance(settings, dict):
-        raise ValueError(f"its {path.name} is wrong: expected a JSON object, found "
-                         f"{safe_repr(settings)}")
+        raise unexpected(f"its {path.name}", "a JSON object", settings)
     return settings
 
 
@@ -102,17 +101,15 @@ def gpt2_settings(config: dict) -> dict:
     for key, expected in {"model_type": "gpt2", **GPT2_ONLY}.items():
         found = config.get(key, GPT2_ONLY.get(key))
         if found != expected:
-            raise ValueError(f"its config.json has another {key} than GPT-2 (expected {expected}, "
-                             f"found {safe_repr(found)})")
+            raise unexpected(f"its config.json's {key}", expected, found)
 
     activation = config.get("activation_function", "gelu_new")
     if activation not in ACTIVATIONS:
-        raise ValueError(f"its config.json has an unknown activation_function (expected "
-                         f"{', '.join(ACTIVATIONS)}, found {safe_repr(activation)})")
+        known = " or ".join(ACTIVATIONS)
+        raise unexpected("its config.json's activation_function", known, activation)
     inner, usual = config.get("n_inner"), 4 * config["n_embd"]
     if inner not in (None, usual):
-        raise ValueError("its config.json has another n_inner than GPT-2 (expected "
-                         f"{safe_repr(usual)}, found {safe_repr(inner)})")
+        raise unexpected("its config.json's n_inner", usual, inner)
     return {"block_size": config.get("n_positions", 1024), "gelu": ACTIVATIONS[activation]}
 
 

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 import torch
 
-from runtime.cli import UserError, safe_repr
+from runtime.cli import UserError, unexpected
 from runtime.console import lowest, read_metrics
 from runtime.files import checkpoints, readable
 
@@ -73,8 +73,7 @@ def read_checkpoint(path: str | Path, remedy: str = "check the path, or copy it 
         if checkpoint is None:
             checkpoint = load_pickle(path)
         if not isinstance(checkpoint, dict):
-            kind = type(checkpoint).__name__
-            raise ValueError(f"its content is wrong: expected a checkpoint's dict, found a {kind}")
+            raise unexpected("its content", "a checkpoint's dict", checkpoint)
         return checkpoint
 
 
@@ -88,7 +87,7 @@ def load_pickle(path: str | Path):
         elif start[:1] == b"\x80":
             pickled = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         else:
-            raise ValueError("its format is unknown: expected a zip, a pickle or a GPT-2 of llm.c")
+            raise unexpected("its beginning", "that of a zip, pickle or .bin", start.hex())
 
     # weights_only allows a pickle to call these two with arguments of its own, and so a few bytes
     # of a file could fill the memory. No checkpoint needs them.
@@ -132,7 +131,7 @@ def load_llm_c(path: str | Path) -> dict | None:
         return None
 
     if version not in LLM_C_DTYPES:
-        raise ValueError(f"its header has an unknown version (expected 3 or 5, found {version})")
+        raise unexpected("its header's version", "3 or 5", version)
     T, V, n_layer, n_head, C, padded = sizes
     if min(sizes) < 1 or max(sizes) > LARGEST or n_layer > 1024 or V > padded:
         raise ValueError(f"its header has impossible sizes: {sizes}")
@@ -144,8 +143,7 @@ def load_llm_c(path: str | Path) -> dict | None:
     counts = [header, *map(math.prod, shapes.values())]
     expected, found = sum(counts) * dtype.itemsize, os.path.getsize(path)
     if found != expected:
-        raise ValueError(f"its size does not fit its header (expected {expected:,} bytes, "
-                         f"found {found:,})")
+        raise unexpected("its size in bytes", expected, found)
 
     _, *tensors = torch.from_file(str(path), size=sum(counts), dtype=dtype).split(counts)
     model = {}
@@ -199,8 +197,7 @@ def model_from_checkpoint(
             config = vars(checkpoint["config"]) | {"gelu": "tanh"}
 
         if not isinstance(recipe, str) or recipe not in models:
-            raise ValueError(f"its recipe is unknown (expected {' or '.join(models)}, found "
-                             f"{safe_repr(recipe)!r})")
+            raise unexpected("its recipe", " or ".join(models), recipe)
         cls = models[recipe]
         names = [f.name for f in dataclasses.fields(cls.Config)]
         config = cls.Config(**{name: config[name] for name in names})
@@ -258,8 +255,7 @@ def check_config(config) -> None:
             expected = f"a whole number from {least} to {LARGEST}"
             valid = type(value) is int and least <= value <= LARGEST
         if not valid:
-            raise ValueError(f"its config's {name} is wrong (expected {expected}, found "
-                             f"{safe_repr(value)})")
+            raise unexpected(f"its config's {name}", expected, value)
 
 
 def check_sizes(config, state_dict: dict) -> None:
@@ -268,15 +264,15 @@ def check_sizes(config, state_dict: dict) -> None:
     Of these two a model makes lists, even on "meta", where its tensors take no memory.
     """
     if config.n_layer > len(state_dict):
-        raise ValueError(f"its config's n_layer is wrong (expected at most {len(state_dict)}, the "
-                         f"number of its tensors, found {config.n_layer})")
+        most = f"at most its {len(state_dict)} tensors"
+        raise unexpected("its config's n_layer", most, config.n_layer)
     embedding = state_dict.get(EMBEDDING)
     if not is_dense_float(embedding):
         raise ValueError(f"its {EMBEDDING} is missing or not a plain tensor of floats")
-    rows = embedding.shape[:1]
-    if rows != (config.vocab_size,):
-        raise ValueError(f"its config's vocab_size is wrong (expected {list(rows)}, the rows of "
-                         f"{EMBEDDING}, found {config.vocab_size})")
+    rows = list(embedding.shape[:1])
+    if rows != [config.vocab_size]:
+        expected = f"{rows}, the rows of its embedding"
+        raise unexpected("its config's vocab_size", expected, config.vocab_size)
 
 
 @torch.no_grad()
