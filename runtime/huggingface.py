@@ -56,8 +56,8 @@ def from_huggingface(source: str | Path, models: dict):
     with readable(source, "give another", problem=problem):
         config = read_json(folder / "config.json")
         recipe = config.get("model_type")
-        is_ours = isinstance(recipe, str) and recipe in models and recipe != "gpt2"
-        if is_ours:
+        exported = [name for name in models if name != "gpt2"]
+        if recipe in exported:
             weights = read_weights(folder)
             weights.pop("parts", None)          # frontier's; they follow from GPT-2's tokens
             config["vocab_size"] = config["padded_vocab_size"]
