@@ -105,7 +105,7 @@ def pickles_of_zip(file) -> bytes:
     with zipfile.ZipFile(file) as archive:
         records = archive.infolist()
 
-        # torch.save compresses nothing, and begins with a record. Other files could fill the memory.
+        # torch.save compresses nothing, and begins with a record. Others could fill the memory.
         compressed = any(r.compress_type != zipfile.ZIP_STORED for r in records)
         if compressed or records[0].header_offset != 0:
             raise ValueError("its zip is not torch.save's: expected records that are not "
