@@ -20,7 +20,7 @@ from datetime import date
 import torch
 
 from benchmarks import tables
-from benchmarks.ablation import recipes_table
+from benchmarks.ablation import recipes_table, train_without
 from benchmarks.compare import compare_table
 from benchmarks.data import data_table
 from benchmarks.flags import parse_args
@@ -39,6 +39,8 @@ def main(argv=None):
         return print(__doc__ + "\nThe flags: python bench.py --help")
     if argv[:1] == ["work"]:
         return run_worker(WORKERS, argv[1])
+    if argv[:1] == ["train"]:
+        return train_without(argv[1], argv[2:])
     args, base = parse_args(argv, TABLES, __doc__)
     if args.table != "compare":
         threads = f" ({torch.get_num_threads()} threads)" if base.device == "cpu" else ""

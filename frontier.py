@@ -1,10 +1,12 @@
-"""The frontier recipe's model: what modded-nanogpt's records after November 2024 taught, and more.
+"""The frontier recipe: what modded-nanogpt's records after November 2024 taught, and six new ideas.
 
-It keeps the ideas of SpeedrunGPT (record 10), but for the untied head. It adds the records' key offset, tied
-head, bigram table, several updates a step and lower softcap, and as new ideas rows for stems and forms, the
-start of the shifted keys, an eps for the embedding, and shorter averages (docs/recipes.md).
+It keeps the ideas of speedrun.py (record 10) but for the untied head. From later records it has
+shifted keys, the tied head, the bigram table, several updates a step and the lower softcap. New are
+the rows for stems and forms, the start of the shifted keys, the eps of the embedding and the
+shorter averages. What each gains, measured by leaving it out, is in docs/recipes.md.
+
+Shapes: B sequences, T tokens, S with those in a cache, C = n_embd, nh heads of size hs = C / nh.
 """
-import contextlib
 import functools
 import math
 import re
@@ -12,209 +14,274 @@ import re
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch import Tensor
 
 import speedrun
-from runtime.kernels import Embedding, Linear, attention, matmul_dtype, norm
-from runtime.language_model import KVCache, ModernLanguageModel, rotate
-from runtime.muon import Muon
+from runtime.language_model import Embedding
 from runtime.tokenizer import EOT, VOCAB_SIZE, token_bytes
+from speedrun import CastedLinear, ModernLanguageModel, SpeedrunAttention, masked_attention, norm
+
+
+# ---------------------------------------------------------------------- stems and forms
+# "return", " Returns" and "returning" are three tokens of GPT-2, which would learn three times what
+# they have in common. Here a token's embedding is the sum of three rows: its own, and those of its
+# parts, which are its stem ("return") and its form (" Returns" and " Words" share one).
 
 ENDING = re.compile(r"(?<=...)(ings|ing|ies|ied|ers|er|ed|es|ly|s|e|y)\Z", re.DOTALL)
 
 
+def stem_and_form(text: str) -> tuple[str, tuple]:
+    """The parts of a token's text: what it is about, and all that the stem leaves out.
+
+    The stem is in lower case, without white space around it, and without one common English ending
+    if three characters remain.
+    """
+    word = text.strip()
+    lower = word.lower()
+    stem = ENDING.sub("", lower)
+    ending = lower[len(stem):]
+    case = word.islower(), word.isupper(), word.istitle()
+    form = text.startswith(" "), *case, word.isdigit(), ending
+    return stem, form
+
+
 @functools.cache
-def parts_of_tokens(vocab_size: int) -> Tensor:
-    """Rows of each token's stem and form, int64 (2, vocab_size). The stem is the text in lower case, without
-    white space around it and without one common English ending, if three characters remain; the form is
-    what that leaves out, and whether it is a number: " Returns" has the stem of "returning" and the form of
-    " Words". White space, padding, <|endoftext|>, bytes that are no text, and all tokens of a vocabulary
-    smaller than GPT-2's have a stem each, and all of these but white space one form."""
-    parts: list = [(i, ()) for i in range(vocab_size)]
-    for token, i in token_bytes().items() if vocab_size >= VOCAB_SIZE else ():
-        with contextlib.suppress(UnicodeDecodeError):
-            text = token.decode()
-            word = text.strip()
-            stem = ENDING.sub("", word.lower())
-            parts[i] = stem or i, (text[:1] == " ", word.islower(), word.isupper(), word.istitle(),
-                                   word.isdigit(), word.lower()[len(stem):])
-    number: dict = {}
-    return torch.tensor([[number.setdefault(name, len(number)) for name in kind]
-                         for kind in zip(*parts, strict=True)], device="cpu")
+def parts_of_tokens(vocab_size):
+    """Rows of the table of parts: int64 (2, vocab_size), each token's stem and its form."""
+    # What is no text has a stem of its own, named by its number, and shares one form: padding,
+    # <|endoftext|>, single bytes, and all tokens of a vocabulary that is not GPT-2's.
+    stems: list = list(range(vocab_size))
+    forms: list = [()] * vocab_size
+
+    if vocab_size >= VOCAB_SIZE:
+        for token, i in token_bytes().items():
+            try:
+                stem, forms[i] = stem_and_form(token.decode())
+            except UnicodeDecodeError:
+                continue
+            if stem:                            # white space keeps its own
+                stems[i] = stem
+
+    # The rows are numbered as the parts first occur, the stems before the forms.
+    row_of = {part: row for row, part in enumerate(dict.fromkeys(stems + forms))}
+    rows = [[row_of[part] for part in stems], [row_of[part] for part in forms]]
+    return torch.tensor(rows, device="cpu")
 
 
-def bigram_hash(tokens: Tensor, rows: int) -> Tensor:
-    """A row number for each token and the one before it: tokens int64 (B, T) -> (B, T); pairs may share a
-    row. The first token of a sequence, and <|endoftext|>, which begins a document, count as following
-    <|endoftext|>. The multipliers are those of modded-nanogpt's record 62."""
-    before = torch.where(tokens == EOT, EOT, F.pad(tokens[:, :-1], (1, 0), value=EOT))
+# ---------------------------------------------------------------------- pairs of tokens
+
+def bigram_hash(tokens, rows):
+    """A row of the bigram table for each token and the one before it: (B, T) -> (B, T), int64.
+
+    Pairs may share a row. The first token of a sequence, and <|endoftext|>, which begins a
+    document, count as following <|endoftext|>. The factors are record 62's.
+    """
+    before = F.pad(tokens[:, :-1], (1, 0), value=EOT)
+    before = torch.where(tokens == EOT, EOT, before)
     return (36313 * tokens ^ 27191 * before) % rows
 
 
-def offset_keys(k: Tensor, begins: Tensor) -> Tensor:
-    """Shifts the keys k (B, S, nh, hs) of the second half of the heads by one position, as record 49 does to
-    half of each head. begins (B, S, 1, 1) bool: where documents begin, whose shifted key is zero."""
-    n = k.size(2) // 2          # heads whose keys are not shifted: of an odd number the smaller half
-    k, late = k.split((n, k.size(2) - n), dim=2)        # 0.3 GB less than two slices, compiled
-    return torch.cat((k, F.pad(late[:, :-1], (0, 0, 0, 0, 1, 0)).masked_fill(begins, 0)), dim=2)
+# ---------------------------------------------------------------------- shifted keys
+
+def shift_keys(k, starts):
+    """Moves the keys k (B, S, nh, hs) of the second half of the heads on by one position.
+
+    A query that looks for a token then finds the one after it: what followed this token before. An
+    ordinary attention needs two layers for that (an induction head, arXiv:2209.11895). Record 49
+    shifts half of each head instead. `starts`, bool (B, S, 1, 1), says where documents start: there
+    the key before is another document's, and zero takes its place.
+    """
+    n_head = k.size(2)
+    unshifted = n_head // 2                             # of three heads, one
+    k, shifted = k.split((unshifted, n_head - unshifted), dim=2)
+    shifted = F.pad(shifted[:, :-1], (0, 0, 0, 0, 1, 0))
+    shifted = shifted.masked_fill(starts, 0)
+    return torch.cat((k, shifted), dim=2)
 
 
-class FrontierAttention(nn.Module):
-    def __init__(self, config, layer):
-        super().__init__()
-        C = config.n_embd
-        self.c_q, self.c_k, self.c_v, self.c_proj = (Linear(C, C, bias=False) for _ in range(4))
-        self.lamb = nn.Parameter(torch.empty(()))
-        self.n_head, self.layer = config.n_head, layer
+# ---------------------------------------------------------------------- the model
 
-    def forward(self, x, v1, rotary, begins, kernel, mask, past=None):
-        """x (B, T, C); v1 (B, T, nh, hs): the first block's values, None in that block -> (B, T, C), v1."""
-        B, T, C = x.size()
-        q, k, v = (linear(x).view(B, T, self.n_head, C // self.n_head)          # (B, T, nh, hs)
-                   for linear in (self.c_q, self.c_k, self.c_v))
-        v1 = v if v1 is None else v1
-        v = (1 - self.lamb) * v + self.lamb * v1
-        q, k = rotate(norm(q), *rotary), rotate(norm(k), *rotary)
-        if past:
-            k, v = past.add(f"k{self.layer}", k), past.add(f"v{self.layer}", v)     # (B, t + T, nh, hs)
-        y = attention(q, offset_keys(k, begins), v, kernel, mask)               # (B, T, nh, hs)
-        return self.c_proj(y.reshape(B, T, C)), v1
+class FrontierAttention(SpeedrunAttention):
+    """SpeedrunAttention with shifted keys."""
+
+    def forward(self, x, v1, rotary, kernel, mask, past, starts):
+        """x (B, T, C) -> (B, T, C), and v1: the values of the first block, None in that block."""
+        q, k, v, v1 = self.queries_keys_values(x, v1, rotary, past)
+        y = masked_attention(q, shift_keys(k, starts), v, kernel, mask)         # (B, T, nh, hs)
+        return self.c_proj(y.flatten(2)), v1
 
 
 class FrontierBlock(nn.Module):
     def __init__(self, config, layer):
         super().__init__()
+        C = config.n_embd
         self.attn = FrontierAttention(config, layer)
-        self.c_fc = Linear(config.n_embd, 4 * config.n_embd, bias=False)
-        self.c_proj = Linear(4 * config.n_embd, config.n_embd, bias=False)
+        self.c_fc = CastedLinear(C, 4 * C)
+        self.c_proj = CastedLinear(4 * C, C)
         self.lambdas = nn.Parameter(torch.empty(2))
 
-    def forward(self, x, v1, x0, rotary, begins, kernel, mask, past=None):
+    def forward(self, x, v1, x0, *context):
         x = self.lambdas[0] * x + self.lambdas[1] * x0
-        y, v1 = self.attn(norm(x), v1, rotary, begins, kernel, mask, past)
+        y, v1 = self.attn(norm(x), v1, *context)
         x = x + y
-        return x + self.c_proj(F.relu(self.c_fc(norm(x))).square()), v1
+        x = x + self.c_proj(F.relu(self.c_fc(norm(x))).square())
+        return x, v1
 
 
 class FrontierGPT(ModernLanguageModel):
-    """180.4M parameters at GPT-2's size, of which the bigram table has 38.6M and that of the parts 18.2M."""
+    """180.4M parameters at GPT-2's size: 38.6M in the bigram table, 18.2M in that of the parts."""
     recipe = "frontier"
-    softcap = 15.0              # record 18
-    looked_up = "bigram", "part"
+    lookup_tables = ("bigram", "part")
+    softcap = 15.0                              # record 18
+
+    # A new model computes its embedding and no more, without the rows that tokens share.
+    zero_at_start = ("c_proj.weight", "bigram.weight", "part.weight")
 
     def __init__(self, config):
         super().__init__(config)
-        parts = parts_of_tokens(config.vocab_size)                              # (2, vocab_size)
-        self.transformer = nn.ModuleDict(dict(
-            wte=Embedding(config.vocab_size, config.n_embd),
-            bigram=Embedding(config.vocab_size, config.n_embd),
-            part=Embedding(int(parts.max()) + 1, config.n_embd),
-            h=nn.ModuleList(FrontierBlock(config, layer) for layer in range(config.n_layer)),
-        ))
-        self.lm_head = Linear(config.n_embd, config.vocab_size, bias=False, device="meta")
-        self.lm_head.weight = self.transformer.wte.weight                       # arXiv:1608.05859
-        self.register_buffer("parts", parts.clone(), persistent=False)
+
+        V, C = config.vocab_size, config.n_embd
+        parts = parts_of_tokens(V)
+        self.register_buffer("parts", parts.clone(), persistent=False)          # (2, vocab_size)
+        blocks = [FrontierBlock(config, layer) for layer in range(config.n_layer)]
+        self.transformer = nn.ModuleDict({
+            "wte": Embedding(V, C),
+            "bigram": Embedding(V, C),
+            "part": Embedding(int(parts.max()) + 1, C),
+            "h": nn.ModuleList(blocks),
+        })
+
+        # Tied head (record 53): a token's row learns where it is read and where it is predicted.
+        # Its start is small, as it is the head too: the first loss is about ln(V) + 12.5 / C. At
+        # --max_lr 0.02 Adam's rate is 0.3 of it, which is also what speedrun's embedding has.
+        self.embedding_std = 5 / C
+        self.lm_head = CastedLinear(C, V, device="meta")
+        self.lm_head.weight = self.transformer.wte.weight
         if not self.transformer.wte.weight.is_meta:
             self.init_weights()
 
     @torch.no_grad()
     def init_weights(self):
-        """Output projections and all tables but the embedding at zero. That is the head too, hence small: the
-        first loss is about ln(vocab_size) + 12.5 / n_embd. Where keys are shifted, their weights start as the
-        queries': a token then attends to what followed the same token before, an induction head
-        (arXiv:2209.11895) from the first step, by an initialisation like that of arXiv:2305.09828."""
-        for name, p in self.named_parameters():
-            if name.endswith(("c_proj.weight", "bigram.weight", "part.weight")):
-                p.zero_()
-            elif name.endswith("wte.weight"):
-                # at each width its rate is 0.3 of this (max_lr 0.02), as speedrun's embedding's of its scale
-                p.normal_(0.0, 5 / self.config.n_embd)
-            elif name.endswith("lambdas"):
-                p.copy_(torch.tensor([1.0, 0.0]))
-            elif name.endswith("lamb"):
-                p.fill_(0.5)
-            else:
-                p.uniform_(-p.size(1)**-0.5, p.size(1)**-0.5)
-        late = self.config.n_head // 2 * (self.config.n_embd // self.config.n_head)
+        """As speedrun's, but the weights of the shifted keys start as the queries'.
+
+        A token then looks for itself from the first step on, and so finds what followed it before:
+        the model need not discover that (an initialisation like that of arXiv:2305.09828).
+        """
+        super().init_weights()
+        first = self.config.n_head // 2 * self.head_size
         for block in self.transformer.h:
-            block.attn.c_k.weight[late:] = block.attn.c_q.weight[late:]
+            block.attn.c_k.weight[first:] = block.attn.c_q.weight[first:]
 
-    def add_parts(self, rows: Tensor, parts: Tensor) -> Tensor:
-        """rows (..., C) of tokens plus those of parts (2, ...). In place, which saves time on a CPU."""
-        return functools.reduce(Tensor.add_, map(self.transformer.part, parts)).add_(rows)
+    def add_parts(self, rows, parts):
+        """rows (..., C) of tokens plus those of their parts (2, ...)."""
+        stems, forms = parts
+        total = self.transformer.part(stems)
+        total.add_(self.transformer.part(forms))        # in place, which saves time on a CPU
+        return total.add_(rows)
 
-    def head(self) -> Tensor:
-        """(vocab_size, C): each token's row plus those of its parts."""
+    def head(self):
+        """(vocab_size, C): a token is predicted by the sum that embeds it."""
         return self.add_parts(self.lm_head.weight, self.parts)
 
-    def embed(self, tokens: Tensor, dtype: torch.dtype) -> Tensor:
-        """tokens (B, S) -> (B, S, C): rows and parts, then the row of the pair with the token before."""
-        x = norm(self.add_parts(self.transformer.wte(tokens), self.parts[:, tokens]).to(dtype))
-        pair = self.transformer.bigram(bigram_hash(tokens, self.transformer.bigram.num_embeddings))
-        return norm(x + pair.to(dtype))                                         # record 62
+    def embed(self, tokens, T, dtype):
+        # One token more than T, if there is one, because the first of T makes a pair with it.
+        tokens = tokens[:, -T - 1:]
+        rows = self.add_parts(self.transformer.wte(tokens), self.parts[:, tokens])
+        x = norm(rows.to(dtype))
 
-    def hidden(self, idx: Tensor, past: KVCache | None = None) -> Tensor:
-        """Final hidden states (B, T, C) of idx (B, T), which follows the tokens in the KVCache `past`."""
-        device, dtype, T = idx.device.type, matmul_dtype(self.transformer.wte.weight), idx.size(1)
-        tokens = past.add("tokens", idx) if past else idx                       # (B, S)
-        rotary = self.rotary_tables(tokens.size(1), T, dtype, idx.device)
-        begins = (tokens == EOT)[:, :, None, None]                              # (B, S, 1, 1)
-        mask = self.window_mask(tokens, T, past)
-        with torch.autocast(device, enabled=False):
-            x = x0 = self.embed(tokens[:, -T - 1:], dtype)[:, -T:]      # (B, T, C); pairs need one more
-            v1 = None
-            for block in self.transformer.h:
-                x, v1 = self.run_block(block, x, v1, x0, rotary, begins, self.kernel, mask, past)
-            return norm(x)
+        # Bigram table (record 62): a row for each pair of a token and the one before it, so that no
+        # attention has to learn what mostly follows what.
+        pairs = bigram_hash(tokens, self.transformer.bigram.num_embeddings)
+        x = norm(x + self.transformer.bigram(pairs).to(dtype))
+        return x[:, -T:]
 
-    def configure_optimizers(self, max_lr: float, weight_decay: float, dtype, tokens: int) -> list:
-        """[Adam, Muon]. Rates as SpeedrunGPT's, the embedding's and the parts' that of the head. The bigram
-        table's is a tenth of SpeedrunGPT's embedding's: most of its rows are seen only a few times.
+    def context(self, tokens, T, dtype, past):
+        """What the attention of every block is given: also where documents start."""
+        starts = (tokens == EOT)[:, :, None, None]                              # (B, S, 1, 1)
+        return *super().context(tokens, T, dtype, past), starts
 
-        `tokens`: of a step. One occurrence of a token gives its row of the embedding a gradient of about
-        1 / tokens (a multiple with several updates a step), of which eps is a tenth. The gradient of a token
-        that does not occur is about its probability, and always lowers it: without eps Adam would turn even
-        the smallest of them into a full step."""
-        params = dict(self.named_parameters())
-        wte, part, bigram = ((name, params.pop(name)) for name in (
-            f"transformer.{table}.weight" for table in ("wte", "part", "bigram")))
-        matrices = [(n, p) for n, p in params.items() if n.startswith("transformer.h.") and p.dim() == 2]
-        scalars = [(n, p) for n, p in params.items() if n not in dict(matrices)]
-        adam = torch.optim.Adam([
-            {"params": [wte, part], "lr": 0.1 * max_lr * 768 / self.config.n_embd, "eps": 0.1 / tokens},
-            {"params": [bigram], "lr": 1.5 * max_lr}, {"params": scalars, "lr": max_lr},
-        ], betas=(0.7, 0.95), eps=1e-8, fused=not self.lm_head.weight.is_mps)
-        return [adam, Muon(matrices, max_lr, weight_decay=weight_decay, dtype=dtype)]
+    def configure_optimizers(self, max_lr, weight_decay, dtype, tokens):
+        """[Adam, Muon], for steps of that many `tokens`. `dtype` is that of Muon's iteration."""
+        # The tied embedding and the parts learn at the rate of speedrun's head.
+        head_lr = 0.1 * max_lr * 768 / self.config.n_embd
+
+        # Every step lowers the logits of tokens that do not occur: their gradient is about their
+        # probability, tiny, and always of one sign, from which Adam would make full steps. With an
+        # eps of a tenth of what one occurrence gives, about 1 / tokens, they hardly move.
+        head_eps = 0.1 / tokens
+
+        # Most pairs occur a few times only: a tenth of the rate of speedrun's embedding.
+        bigram_lr = 1.5 * max_lr
+
+        head = self.named("transformer.wte.weight", "transformer.part.weight")
+        groups = [
+            {"params": head, "lr": head_lr, "eps": head_eps},
+            {"params": self.named("transformer.bigram.weight"), "lr": bigram_lr},
+        ]
+        # Shorter averages than speedrun's, for shorter runs: beta1 of 0.7 (and muon_momentum).
+        return self.adam_and_muon(groups, 0.7, max_lr, weight_decay, dtype)
 
 
-def optimizers(model: FrontierGPT, c) -> list:
-    return model.configure_optimizers(c.max_lr, c.weight_decay, speedrun.muon_dtype(c), c.total_batch_size)
+# ---------------------------------------------------------------------- the recipe
+# `config` is train_gpt2.Config. The fits behind the numbers are in docs/recipes.md.
+
+def optimizers(model: FrontierGPT, config) -> list:
+    return model.configure_optimizers(
+        config.max_lr, config.weight_decay, speedrun.muon_dtype(config), config.total_batch_size)
 
 
 def updates_of_run(steps: int, first: int) -> float:
-    """N, optimizer updates of a run with `first` a step at first (train_gpt2.updates_of_step)."""
-    return steps * sum(max(1, first >> third) for third in range(3)) / 3
+    """Optimizer updates of a run: `first` a step in its first third, then a half, then a quarter.
+
+    train_gpt2.updates_of_step says so of each step.
+    """
+    in_thirds = [max(1, first // divisor) for divisor in (1, 2, 4)]
+    return steps * sum(in_thirds) / 3
+
+
+def between(updates: float, low: float, high: float) -> float:
+    """0 up to `low` updates, 1 from `high` on, and linear in their logarithm between."""
+    position = math.log(updates / low, high / low)
+    return min(1.0, max(0.0, position))
 
 
 def automatic(config, ranks: int) -> dict:
-    """What 'auto' means in a schedule's flags (fits: docs/recipes.md). --updates_per_step in the first third:
-    a power of two, at most 4, by which the sequences of each of `ranks` divide; the best batch of an update
-    grows with the run's tokens D: 1,024 sqrt(D / 200,000). --cooldown, --min_lr: record 10's 29% and 0 up to
-    N = 110 updates, the later records' 60% and a tenth from 500, linear in log N between."""
-    updates, cooldown, min_lr = config.updates_per_step, config.cooldown, config.min_lr
+    """What `auto` means in the flags of a schedule."""
+    updates = config.updates_per_step
     if updates == "auto":
-        best = 1024 * math.sqrt(config.max_steps * config.total_batch_size / 2e5)
-        updates = min(4, 2**round(math.log2(max(1, config.total_batch_size / best))))
-        updates = math.gcd(updates, config.total_batch_size // (config.sequence_length * ranks) or 1)
-    long = min(1.0, max(0.0, math.log(updates_of_run(config.max_steps, updates) / 110, 500 / 110)))
-    return {"updates_per_step": updates, "cooldown": 0.29 + 0.31 * long if cooldown == "auto" else cooldown,
-            "min_lr": 0.1 * long * config.max_lr if min_lr == "auto" else min_lr}
+        updates = automatic_updates(config, ranks)
+
+    # A long run decays as the later records do, over 60% of the steps to a tenth of the rate; a
+    # short one as record 10, over 29% of the steps to 0.
+    long = between(updates_of_run(config.max_steps, updates), 110, 500)
+    values = {
+        "updates_per_step": updates,
+        "cooldown": 0.29 + 0.31 * long,
+        "min_lr": 0.1 * long * config.max_lr,
+    }
+    return speedrun.keep_given(values, config)
+
+
+def automatic_updates(config, ranks: int) -> int:
+    """Updates a step in the first third of a run: 1, 2 or 4 (record 46)."""
+    # The best batch of one update grows with the tokens of the run.
+    tokens = config.max_steps * config.total_batch_size
+    best_batch = 1024 * math.sqrt(tokens / 2e5)
+    wanted = max(1, config.total_batch_size / best_batch)
+    updates = min(4, 2**round(math.log2(wanted)))
+
+    # Each rank needs a whole number of sequences in each update.
+    sequences = max(1, config.total_batch_size // (config.sequence_length * ranks))
+    while sequences % updates != 0:
+        updates //= 2
+    return updates
 
 
 def muon_momentum(step: int, config) -> float:
-    """From 0.80 to 0.85 in runs of N = 1,000 updates or fewer; from 3,000 on to the later records' 0.95, and
-    over the last tenth of the steps back to 0.85; between them linear in log N."""
-    N = updates_of_run(config.max_steps, config.updates_per_step)
-    last = 0.85 + 0.10 * min(1.0, max(0.0, math.log(N / 1000, 3)))
-    back = 0.85 + (last - 0.85) * min(1.0, (config.max_steps - step) / (0.1 * config.max_steps))
-    return min(speedrun.muon_momentum(step, config, 0.80, last), back)
+    """From 0.80 to 0.85 in runs of up to 1,000 updates; to the later records' 0.95 from 3,000."""
+    updates = updates_of_run(config.max_steps, config.updates_per_step)
+    highest = 0.85 + 0.10 * between(updates, 1000, 3000)
+    momentum = speedrun.muon_momentum(step, config, 0.80, highest)
+
+    # Over the last tenth of the steps it goes back to 0.85.
+    left = min(1.0, (config.max_steps - step) / (0.1 * config.max_steps))
+    return min(momentum, 0.85 + (highest - 0.85) * left)

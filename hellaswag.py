@@ -149,7 +149,7 @@ def main(argv: list[str] | None = None) -> None:
     import torch
     from tqdm import tqdm
 
-    from model import check_tokens, load_model
+    from recipes import check_tokens, load_model
     from runtime.device import choose_device, oom_as_user_error
     device = choose_device(args.device)
     examples = load_examples(args.data) if args.data else None      # before the model: errors show at once

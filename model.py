@@ -1,33 +1,33 @@
-"""GPT-2 as published (Radford et al. 2019): architecture, initialisation, optimizer; and loading any model.
+"""GPT-2 as published (Radford et al. 2019): architecture, initial weights, optimizer.
 
     from model import GPT, GPTConfig, load_model
-    model = GPT.from_pretrained("gpt2")         # or a folder in the Hugging Face format
-    model = load_model("log/checkpoint_000250.pt")      # or "log", its newest checkpoint, or "log/best"
-    python model.py export log/checkpoint_019073.pt exported/   for transformers, lm-evaluation-harness, ...
+
+    model = GPT(GPTConfig())                        # fresh weights
+    model = GPT.from_pretrained("gpt2")             # the published ones, or a folder
+    model = load_model("log/checkpoint_000250.pt")  # any model of this project or its peers
+
+    logits, _ = model(idx)                          # idx: int64 (B, T)
+    _, loss = model(idx, targets)
+    idx = model.generate(idx, max_new_tokens=50)
+
+Loss and sampling are in runtime/language_model.py, which all models of this project share.
+Shapes: B sequences, T tokens, S with those in a cache, C = n_embd, nh heads of size hs = C / nh.
 """
-# first, because it refuses an old Python in one line
-from runtime.cli import FlagParser, UserError, run_command
+# First, because it refuses an old Python in one line.
+from runtime.cli import run_command
 
 import math
-import os
-from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from frontier import FrontierGPT
-from runtime.files import writable
-from runtime.huggingface import EXPORTED, EXPORTED_BY, MODELING, from_huggingface, read_json
-from runtime.kernels import Embedding, Linear, by_formula, formula, matmul_dtype, sdpa
-from runtime.language_model import KVCache, LanguageModel
-from runtime.tokenizer import VOCAB_SIZE
-from runtime.weights import find_checkpoint, model_from_checkpoint, read_checkpoint
-from speedrun import SpeedrunGPT
+from runtime.kernels import matmul_dtype
+from runtime.language_model import Embedding, LanguageModel, Linear, head_size
 
 GPT2_SIZES = {
     "gpt2": dict(n_layer=12, n_head=12, n_embd=768),            # 124,439,808 parameters
@@ -36,23 +36,74 @@ GPT2_SIZES = {
     "gpt2-xl": dict(n_layer=48, n_head=25, n_embd=1600),        # 1,557,611,200
 }
 
+# The names that --attention takes. "auto" leaves the choice of a kernel to torch, "naive" is the
+# formula of the paper, and the others are one of torch's kernels each.
+SDPA_KERNELS = {
+    "math": SDPBackend.MATH,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+}
+ATTENTION = ("auto", "naive", *SDPA_KERNELS)
+
 
 @dataclass
 class GPTConfig:
     block_size: int = 1024      # longest sequence
-    vocab_size: int = 50257     # 50,000 merges + 256 bytes + <|endoftext|>; training pads it to 50304
+    vocab_size: int = 50257     # 50,000 merges, 256 bytes, <|endoftext|>; training pads to 50304
     n_layer: int = 12
     n_head: int = 12
     n_embd: int = 768
-    gelu: str = "tanh"          # GPT-2's approximation; "none": the exact GELU, which nanoGPT trains with
+    gelu: str = "tanh"          # GPT-2's approximation; "none": the exact GELU, nanoGPT's
+
+
+def attention(q, k, v, kernel="auto", mask=None):
+    """softmax(q k^T / sqrt(hs)) v. q is (B, T, nh, hs), k and v are (B, S, nh, hs).
+
+    `mask`, bool (B, 1, T, S), says what each token sees. Without one a sequence is causal (T = S),
+    and tokens that follow a cache (T < S) see everything. `kernel` is one of ATTENTION.
+    """
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)          # (B, nh, T or S, hs)
+    is_causal = mask is None and q.size(2) == k.size(2)
+
+    # On a CPU in bfloat16 the formula is faster than torch's kernels, if there are few scores.
+    if kernel == "auto" and q.device.type == "cpu" and q.dtype == torch.bfloat16:
+        if k.size(2) <= 512:
+            kernel = "naive"
+
+    if kernel == "naive":
+        y = attention_by_formula(q, k, v, is_causal, mask)
+    elif kernel == "auto":
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal)
+    else:
+        with sdpa_kernel(SDPA_KERNELS[kernel]):
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal)
+    return y.transpose(1, 2)
+
+
+def attention_by_formula(q, k, v, is_causal, mask):
+    """Equation 1 of arXiv:1706.03762. q is (B, nh, T, hs), k and v are (B, nh, S, hs)."""
+    T, hs = q.size(2), q.size(3)
+    scores = (q / math.sqrt(hs)) @ k.transpose(-2, -1)                          # (B, nh, T, S)
+
+    if is_causal:
+        later = torch.full((T, T), float("-inf"), dtype=q.dtype, device=q.device).triu(1)
+        scores = scores + later
+    elif mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+
+    weights = F.softmax(scores, dim=-1).to(v.dtype)
+    return weights @ v                                                          # (B, nh, T, hs)
 
 
 class CausalSelfAttention(nn.Module):
     def __init__(self, config, layer):
         super().__init__()
-        self.c_attn = Linear(config.n_embd, 3 * config.n_embd)          # query, key, value of all heads
-        self.c_proj = Linear(config.n_embd, config.n_embd)
-        self.n_head, self.layer = config.n_head, layer
+        C = config.n_embd
+        self.c_attn = Linear(C, 3 * C)          # query, key, value of all heads
+        self.c_proj = Linear(C, C)
+        self.n_head = config.n_head
+        self.layer = layer
 
     def forward(self, x, kernel="auto", past=None):
         B, T, C = x.size()
@@ -60,30 +111,33 @@ class CausalSelfAttention(nn.Module):
         q = q.view(B, T, self.n_head, C // self.n_head)                         # (B, T, nh, hs)
         k = k.view(B, T, self.n_head, C // self.n_head)
         v = v.view(B, T, self.n_head, C // self.n_head)
-        if past:
-            k, v = past.add(f"k{self.layer}", k), past.add(f"v{self.layer}", v)     # (B, t + T, nh, hs)
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))                        # (B, nh, T or t + T, hs)
-        is_causal = T == k.size(2)      # after the tokens of a cache the one new token sees them all
-        if by_formula(kernel, q, k):    # short sequences on a CPU in bfloat16
-            y = formula(q, k, v, is_causal)
-        else:
-            with sdpa(kernel):          # the kernel's name; 'auto': torch's choice
-                y = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
-        return self.c_proj(y.transpose(1, 2).reshape(B, T, C))                  # (B, T, C)
+
+        if past is not None:
+            k = past.append(f"k{self.layer}", k)                                # (B, S, nh, hs)
+            v = past.append(f"v{self.layer}", v)
+
+        y = attention(q, k, v, kernel)                                          # (B, T, nh, hs)
+        return self.c_proj(y.reshape(B, T, C))
 
 
 class MLP(nn.Module):
     def __init__(self, config):
         super().__init__()
-        self.c_fc = Linear(config.n_embd, 4 * config.n_embd)
-        self.c_proj = Linear(4 * config.n_embd, config.n_embd)
+        C = config.n_embd
+        self.c_fc = Linear(C, 4 * C)
         self.gelu = nn.GELU(approximate=config.gelu)                            # arXiv:1606.08415
+        self.c_proj = Linear(4 * C, C)
 
     def forward(self, x):
         x = self.c_fc(x)                                                        # (B, T, 4 C)
-        # a compiled backward computes GELU again instead of reading it: it is pointwise
-        again = torch.compiler.is_compiling()
-        return self.c_proj(checkpoint(self.gelu, x, use_reentrant=False) if again else self.gelu(x))
+
+        # A compiled backward computes GELU again instead of keeping its result: 22 GiB instead of
+        # 27 for 64 x 1024 tokens of 124M (stand-in H100), for 3% more memory traffic.
+        if torch.compiler.is_compiling():
+            x = checkpoint(self.gelu, x, use_reentrant=False)
+        else:
+            x = self.gelu(x)
+        return self.c_proj(x)
 
 
 class Block(nn.Module):
@@ -96,35 +150,41 @@ class Block(nn.Module):
 
     def forward(self, x, kernel="auto", past=None):
         x = x + self.attn(self.ln_1(x), kernel, past)
-        return x + self.mlp(self.ln_2(x))
+        x = x + self.mlp(self.ln_2(x))
+        return x
 
 
 class GPT(LanguageModel):
-    """GPT-2: pre-norm blocks, learned positions, tanh GELU, biases everywhere, head tied to wte."""
+    """Pre-norm blocks, learned positions, GELU, biases everywhere, a head tied to the embedding."""
     Config = GPTConfig
     recipe = "gpt2"
-    looked_up = ("wpe",)
+    lookup_tables = ("wpe",)
 
     def __init__(self, config):
         super().__init__()
+        head_size(config)               # refuses heads that do not divide the width
         self.config = config
-        self.transformer = nn.ModuleDict(dict(
-            wte=Embedding(config.vocab_size, config.n_embd),
-            wpe=Embedding(config.block_size, config.n_embd),
-            h=nn.ModuleList(Block(config, layer) for layer in range(config.n_layer)),
-            ln_f=nn.LayerNorm(config.n_embd),
-        ))
-        self.lm_head = Linear(config.n_embd, config.vocab_size, bias=False, device="meta")
-        self.lm_head.weight = self.transformer.wte.weight                       # arXiv:1608.05859
-        if not self.lm_head.weight.is_meta:     # there normal_ draws nothing, but imports torch's compiler
+        V, C = config.vocab_size, config.n_embd
+        blocks = [Block(config, layer) for layer in range(config.n_layer)]
+        self.transformer = nn.ModuleDict({
+            "wte": Embedding(V, C),
+            "wpe": Embedding(config.block_size, C),
+            "h": nn.ModuleList(blocks),
+            "ln_f": nn.LayerNorm(C),
+        })
+
+        # The head's weight is the embedding's (arXiv:1608.05859), so it needs no memory of its own.
+        self.lm_head = Linear(C, V, bias=False, device="meta")
+        self.lm_head.weight = self.transformer.wte.weight
+        if not self.lm_head.weight.is_meta:
             self.init_weights()
 
     @torch.no_grad()
     def init_weights(self):
-        """normal(0, 0.02), residual projections scaled by 1/sqrt(2 n_layer) (GPT-2 paper, section 2.3)."""
+        """normal(0, 0.02), biases 0, residual projections / sqrt(2 n_layer) (GPT-2 paper, 2.3)."""
         for name, p in self.named_parameters():
             if ".ln_" in name:
-                continue                        # nn.LayerNorm's own gains of 1 and biases of 0
+                continue                        # nn.LayerNorm has set gains to 1, biases to 0
             if name.endswith(".bias"):
                 p.zero_()
             elif name.endswith("c_proj.weight"):
@@ -134,94 +194,54 @@ class GPT(LanguageModel):
             else:
                 raise AssertionError(f"no initialisation for {name}")
 
-    def hidden(self, idx: Tensor, past: KVCache | None = None) -> Tensor:
-        """Final hidden states (B, T, C) of idx (B, T), which follows the tokens in the KVCache `past`."""
-        tokens = past.add("tokens", idx) if past else idx                       # (B, S)
-        pos = torch.arange(tokens.size(1) - idx.size(1), tokens.size(1), device=idx.device)     # (T,)
-        x = self.transformer.wte(idx) + self.transformer.wpe(pos)               # (B, T, C)
-        # The residual stream is bfloat16 where the matmuls are, as in llm.c and modded-nanogpt: in fp32 it is
-        # 14% of a step's memory traffic. LayerNorm still computes in fp32. Not float16: its maximum is 65504.
+    def hidden(self, idx, past=None):
+        """Final hidden states (B, T, C) of idx (B, T), which follows the tokens in `past`."""
+        T, S = idx.size(1), idx.size(1)
+        if past is not None:
+            S = past.append("tokens", idx).size(1)
+
+        positions = torch.arange(S - T, S, device=idx.device)                   # (T,)
+        x = self.transformer.wte(idx) + self.transformer.wpe(positions)         # (B, T, C)
+
+        # Where the matrix products are in bfloat16, so is the residual stream, as in llm.c: in
+        # float32 it is 14% of a step's memory traffic. Not so in float16, which ends at 65504.
         if matmul_dtype(x) == torch.bfloat16:
             x = x.bfloat16()
+
         for block in self.transformer.h:
             x = self.run_block(block, x, self.kernel, past)
         return self.transformer.ln_f(x)
 
-    def configure_optimizers(self, max_lr: float, weight_decay: float, betas=(0.9, 0.95), eps=1e-8) -> list:
-        """[AdamW] (arXiv:1711.05101) with weight decay on matrices and embeddings, not gains and biases."""
+    def configure_optimizers(self, max_lr, weight_decay, betas=(0.9, 0.95), eps=1e-8):
+        """[AdamW] (arXiv:1711.05101), with weight decay on matrices and embeddings alone."""
         params = list(self.named_parameters())
-        groups = [{"params": [(n, p) for n, p in params if p.dim() >= 2], "weight_decay": weight_decay},
-                  {"params": [(n, p) for n, p in params if p.dim() < 2], "weight_decay": 0.0}]
-        return [torch.optim.AdamW(groups, lr=max_lr, betas=betas, eps=eps,
-                                  fused=not self.lm_head.weight.is_mps)]      # there it ignores found_inf
+        decayed = [(name, p) for name, p in params if p.dim() >= 2]
+        others = [(name, p) for name, p in params if p.dim() < 2]               # biases and gains
+        groups = [
+            {"params": decayed, "weight_decay": weight_decay},
+            {"params": others, "weight_decay": 0.0},
+        ]
+        # The fused kernel of a Mac ignores the overflows that float16's scaler has found.
+        fused = not self.lm_head.weight.is_mps
+        return [torch.optim.AdamW(groups, lr=max_lr, betas=betas, eps=eps, fused=fused)]
 
     @classmethod
     def from_pretrained(cls, source: str | Path) -> "GPT":
-        """A name of GPT2_SIZES or of another GPT-2 on the Hugging Face hub, or a folder; else UserError."""
+        """A GPT-2 of the Hugging Face hub, as "gpt2-xl", or of a folder in its format."""
+        from runtime.huggingface import from_huggingface
         return from_huggingface(source, {"gpt2": GPT})
 
 
-MODELS = {"gpt2": GPT, "speedrun": SpeedrunGPT, "frontier": FrontierGPT}         # by recipe
-
-
-def fresh_model(config) -> LanguageModel:
-    """The model of config.recipe with fresh weights. `config` has the fields of the model's own, and more."""
-    cls = MODELS[config.recipe]
-    return cls(cls.Config(**{f.name: getattr(config, f.name) for f in fields(cls.Config)
-                             if hasattr(config, f.name)}))
-
-
 def load_model(source: str | Path) -> LanguageModel:
-    """A model from this project's checkpoint, a run's folder OUT (its newest checkpoint) or OUT/best (its
-    lowest validation loss), a Hugging Face folder or hub name, nanoGPT's ckpt.pt, build-nanogpt's
-    model_*.pt or llm.c's model .bin. Raises UserError for anything else."""
-    if path := find_checkpoint(source):
-        return model_from_checkpoint(read_checkpoint(path), path, MODELS)
-    return from_huggingface(source, MODELS)
-
-
-def check_tokens(model, source: str) -> None:
-    """UserError unless `model`, read from `source`, has GPT-2's tokens."""
-    if model.config.vocab_size < VOCAB_SIZE:
-        raise UserError(f"{source} has a vocabulary of {model.config.vocab_size}, and not GPT-2's "
-                        f"{VOCAB_SIZE} tokens: give a model that was trained on those")
-
-
-def refuse_other_files(folder: Path) -> None:
-    """UserError unless a folder is new, empty or an earlier export: holds nothing else, by the files' names,
-    and its config.json is ours. Hidden files, as .DS_Store of a Mac, do not count."""
-    names, config = set(), {}
-    if os.path.lexists(folder):
-        names = {name for name in os.listdir(folder) if not name.startswith(".")}
-    with suppress(OSError, ValueError, RecursionError):
-        config = read_json(folder / "config.json")
-    if others := names - EXPORTED or (not EXPORTED_BY.items() <= config.items() and names):
-        raise UserError(f"{folder} holds other files than an earlier export ({min(others)}): give a new or "
-                        f"empty folder")
+    """The model of a checkpoint, a run, a folder or a hub name: see recipes.load_model."""
+    import recipes                      # only now, because it imports this file
+    return recipes.load_model(source)
 
 
 def main(argv: list[str] | None = None) -> None:
-    """`python model.py export SOURCE FOLDER`. Replaces an earlier export, and no other files."""
-    parser = FlagParser(prog="model.py", description=__doc__)
-    parser.add_argument("command", choices=["export"], help="write a model in the Hugging Face format")
-    parser.add_argument("source", metavar="SOURCE",
-                        help="checkpoint (also nanoGPT's, build-nanogpt's or llm.c's), a run's folder or "
-                             "FOLDER/best, Hugging Face folder or hub name")
-    parser.add_argument("folder", metavar="FOLDER",
-                        help="new, empty, or of an earlier export, which is replaced")
-    args = parser.parse_args(argv)
-    folder = Path(args.folder)
-    with writable(folder):
-        refuse_other_files(folder)
-    model = load_model(args.source)
-    check_tokens(model, args.source)
-    with writable(folder):
-        for name in EXPORTED:                   # so that no mixture of two exports can be read as one
-            (folder / name).unlink(missing_ok=True)
-        model.save_pretrained(folder)
-    code = ", trust_remote_code=True" if (folder / MODELING).exists() else ""
-    print(f"{folder} is in the Hugging Face format: transformers' AutoModelForCausalLM and AutoTokenizer "
-          f"read it with from_pretrained({os.path.abspath(folder)!r}{code})")
+    """`python model.py export SOURCE FOLDER`, which export.py does."""
+    import export                       # only now, because it imports this file
+    export.main(argv)
 
 
 if __name__ == "__main__":

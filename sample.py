@@ -100,7 +100,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parse_flags(argv)
     import torch
 
-    from model import check_tokens, load_model
+    from recipes import check_tokens, load_model
     from runtime.device import choose_device, choose_dtype, oom_as_user_error
     device = choose_device(args.device)
     dtype = choose_dtype(args.dtype, device)

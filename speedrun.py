@@ -1,154 +1,338 @@
-"""The speedrun recipe's model, optimizers and schedule: modded-nanogpt's record 10 (November 2024), written
-anew, with its state-dict names. Unlike the record it keeps the embedding in float32, and norm's eps is that
-of float32 (in the record's torch 2.5 bfloat16's, 2^-7).
+"""The speedrun recipe: modded-nanogpt's record 10 (November 2024), written anew.
 
-The number in brackets beside an idea is its gain: validation loss without it minus with it, after 0.41
-million tokens, 4 layers of width 128, means of two seeds, which differ by up to 0.06 (bench.py recipes,
-2026-11-21). Some gains are within that noise.
+Names in the state dict are the record's. Two things differ: the embedding stays in float32, and
+norm's eps is that of float32 (in the record's torch 2.5 that of bfloat16, 2^-7). What each idea
+gains, measured by leaving it out, is in docs/recipes.md. frontier.py builds on this file.
+
+Shapes: B sequences, T tokens, S with those in a cache, C = n_embd, nh heads of size hs = C / nh.
 """
 import math
+from dataclasses import dataclass
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from runtime.kernels import Embedding, Linear, attention, matmul_dtype, norm
-from runtime.language_model import KVCache, ModernLanguageModel, rotate
+from model import attention
+from runtime.kernels import matmul_dtype
+from runtime.language_model import Embedding, LanguageModel, Linear, head_size
 from runtime.muon import Muon
+from runtime.tokenizer import EOT
 
 
-class SpeedrunAttention(nn.Module):
-    def __init__(self, config, layer):
-        super().__init__()
-        C = config.n_embd
-        self.c_q, self.c_k, self.c_v, self.c_proj = (Linear(C, C, bias=False) for _ in range(4))
-        self.lamb = nn.Parameter(torch.empty(()))
-        self.n_head, self.layer = config.n_head, layer
+# ---------------------------------------------------------------------- pieces
 
-    def forward(self, x, v1, rotary, kernel, mask, past=None):
-        """x (B, T, C); v1 (B, T, nh, hs): the first block's values, None in that block -> (B, T, C), v1."""
-        B, T, C = x.size()
-        q, k, v = (linear(x).view(B, T, self.n_head, C // self.n_head)          # (B, T, nh, hs)
-                   for linear in (self.c_q, self.c_k, self.c_v))
-        v1 = v if v1 is None else v1
-        v = (1 - self.lamb) * v + self.lamb * v1        # value residual (arXiv:2410.17897), learned [-0.007]
-        # QK-norm (arXiv:2010.04245) [+0.018], then rotary positions [+0.082]
-        q, k = rotate(norm(q), *rotary), rotate(norm(k), *rotary)
-        if past:
-            k, v = past.add(f"k{self.layer}", k), past.add(f"v{self.layer}", v)     # (B, t + T, nh, hs)
-        y = attention(q, k, v, kernel, mask)                                    # (B, T, nh, hs)
-        return self.c_proj(y.reshape(B, T, C)), v1
+@dataclass
+class SpeedrunConfig:
+    block_size: int = 1024      # longest sequence
+    vocab_size: int = 50304     # 50257, padded
+    n_layer: int = 12
+    n_head: int = 6             # heads of 128
+    n_embd: int = 768
+    window: int = 0          # tokens a token attends to in its document, with itself; 0: all before
 
 
-class SpeedrunMLP(nn.Module):
-    def __init__(self, config):
-        super().__init__()
-        self.c_fc = Linear(config.n_embd, 4 * config.n_embd, bias=False)
-        self.c_proj = Linear(4 * config.n_embd, config.n_embd, bias=False)
+class CastedLinear(Linear):
+    """A linear layer without bias, stored in float32, that computes in the dtype of its input."""
+
+    def __init__(self, n_in, n_out, **how):
+        super().__init__(n_in, n_out, bias=False, **how)
 
     def forward(self, x):
-        return self.c_proj(F.relu(self.c_fc(x)).square())           # ReLU squared (arXiv:2109.08668) [-0.003]
+        return F.linear(x, self.weight.to(x.dtype))
 
 
-class SpeedrunBlock(nn.Module):
-    def __init__(self, config, layer):
-        super().__init__()
-        self.attn, self.mlp = SpeedrunAttention(config, layer), SpeedrunMLP(config)
-        self.lambdas = nn.Parameter(torch.empty(2))
-
-    def forward(self, x, v1, x0, rotary, kernel, mask, past=None):
-        x = self.lambdas[0] * x + self.lambdas[1] * x0  # learned shortcut from the embedding [+0.011]
-        y, v1 = self.attn(norm(x), v1, rotary, kernel, mask, past)
-        x = x + y
-        return x + self.mlp(norm(x)), v1
+def norm(x):
+    """RMSNorm without a gain (arXiv:1910.07467): x / sqrt(mean of x^2) over the last dimension."""
+    return F.rms_norm(x, (x.size(-1),))
 
 
-class SpeedrunGPT(ModernLanguageModel):
-    """modded-nanogpt's record 10: 162.2M parameters at GPT-2's size, as embedding and head are not tied."""
-    recipe = "speedrun"
-    softcap = 30.0              # arXiv:2408.00118, section 2 [+0.004]
-    looked_up = ("wte",)
+def qk_norm(x):
+    """QK-norm (arXiv:2010.04245): queries and keys have length sqrt(hs), so no score explodes."""
+    return norm(x)
+
+
+def rotate(x, cos, sin):
+    """Rotary positions (arXiv:2104.09864): turns each pair (x_i, x_{i + hs/2}) by its angle.
+
+    x is (B, T, nh, hs); cos and sin, (T, 1, hs/2), come from rotary_tables below.
+    """
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos + b * sin, b * cos - a * sin), dim=-1)
+
+
+def document_window_mask(tokens, T, window, as_blocks=False):
+    """What each of the last T of tokens (B, S) sees: itself and the `window` - 1 before it.
+
+    No token sees beyond its document, which <|endoftext|> begins. `window` is int64 (), a tensor,
+    so that another value needs no other compiled graph. Returns bool (B, 1, T, S); or, `as_blocks`
+    and for T = S, FlexAttention's BlockMask (arXiv:2412.05496), which skips empty blocks of scores.
+    """
+    B, S = tokens.size()
+    device = tokens.device
+    document = (tokens == EOT).cumsum(1)                                        # (B, S)
+
+    def seen(b, h, q, k):
+        in_window = (k <= q) & (q - k < window)
+        return in_window & (document[b, q] == document[b, k])
+
+    if as_blocks:
+        return create_block_mask(seen, B, None, S, S, device=device)
+    b = torch.arange(B, device=device)[:, None, None, None]
+    q = torch.arange(S - T, S, device=device)[:, None]
+    k = torch.arange(S, device=device)[None, :]
+    return seen(b, None, q, k)
+
+
+def masked_attention(q, k, v, kernel, mask):
+    """model.attention, or FlexAttention if `mask` is a BlockMask. q, k, v: (B, T or S, nh, hs)."""
+    if not isinstance(mask, BlockMask):
+        return attention(q, k, v, kernel, mask)
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    return flex_attention(q, k, v, block_mask=mask).transpose(1, 2)
+
+
+class ModernLanguageModel(LanguageModel):
+    """What SpeedrunGPT and FrontierGPT share: the way from tokens through the blocks.
+
+    A subclass has `transformer` with the blocks `h`, and `embed(tokens, T, dtype)`: what goes into
+    the first block, (B, T, C), for the last T of tokens (B, S).
+    """
+    Config = SpeedrunConfig
+    zero_at_start = ()          # ends of the names of parameters that are zero in a new model
+    embedding_std = 1.0         # of the rows of a new embedding
 
     def __init__(self, config):
-        super().__init__(config)
-        self.transformer = nn.ModuleDict(dict(
-            wte=Embedding(config.vocab_size, config.n_embd),
-            h=nn.ModuleList(SpeedrunBlock(config, layer) for layer in range(config.n_layer)),
-        ))
-        self.lm_head = Linear(config.n_embd, config.vocab_size, bias=False)
-        if not self.transformer.wte.weight.is_meta:
-            self.init_weights()
+        super().__init__()
+        self.config = config
+        self.head_size = head_size(config, even=True)
+
+        # The window of this step. Training lets it grow (window_schedule), up to config.window.
+        window = config.window
+        if window == 0:
+            window = config.block_size
+        self.register_buffer("window", torch.tensor(window, device="cpu"), persistent=False)
+
+    def hidden(self, idx, past=None):
+        """Final hidden states (B, T, C) of idx (B, T), which follows the tokens in `past`."""
+        tokens = idx                                                            # (B, S)
+        if past is not None:
+            tokens = past.append("tokens", idx)
+        T = idx.size(1)
+        dtype = matmul_dtype(self.transformer.wte.weight)
+        context = self.context(tokens, T, dtype, past)
+
+        # All activations are in `dtype`. Autocast itself would compute norms and sums in float32.
+        with torch.autocast(idx.device.type, enabled=False):
+            x = self.embed(tokens, T, dtype)                                    # (B, T, C)
+            x0, v1 = x, None
+            for block in self.transformer.h:
+                x, v1 = self.run_block(block, x, v1, x0, *context)
+            return norm(x)
+
+    def context(self, tokens, T, dtype, past):
+        """What the attention of every block is given: rotary, kernel, mask, past."""
+        rotary = self.rotary_tables(tokens.size(1), T, dtype, tokens.device)
+        mask = self.window_mask(tokens, T, past)
+        return rotary, self.kernel, mask, past
+
+    def rotary_tables(self, S, T, dtype, device):
+        """Cosines and sines (T, 1, hs/2) of the last T of S positions, for `rotate`."""
+        hs = self.head_size
+        positions = torch.arange(S - T, S, device=device)                       # (T,)
+        frequencies = 10000.0 ** -(torch.arange(0, hs, 2, device=device) / hs)  # (hs/2,)
+        angles = torch.outer(positions, frequencies)[:, None]                   # (T, 1, hs/2)
+        return angles.cos().to(dtype), angles.sin().to(dtype)
+
+    def window_mask(self, tokens, T, past):
+        """What the last T of tokens (B, S) see, for masked_attention; None without a window."""
+        if not self.config.window:
+            return None
+        # FlexAttention is fast only in a compiled graph on CUDA, and its heads are 16 wide or more.
+        can_flex = tokens.is_cuda and torch.compiler.is_compiling() and self.head_size >= 16
+        as_blocks = can_flex and self.kernel == "auto" and past is None
+        return document_window_mask(tokens, T, self.window, as_blocks)
 
     @torch.no_grad()
     def init_weights(self):
-        """Output projections and head at zero (arXiv:2203.03466) [+0.009]: first loss ln(vocab_size)."""
+        """Draws all weights. Scalars are named as in record 10."""
         for name, p in self.named_parameters():
-            if name.endswith(("c_proj.weight", "lm_head.weight")):
+            if name.endswith(self.zero_at_start):
                 p.zero_()
             elif name.endswith("wte.weight"):
-                p.normal_()
+                p.normal_(0.0, self.embedding_std)
             elif name.endswith(("c_q.weight", "c_k.weight", "c_v.weight", "c_fc.weight")):
-                p.uniform_(-p.size(1)**-0.5, p.size(1)**-0.5)
+                bound = p.size(1)**-0.5
+                p.uniform_(-bound, bound)
             elif name.endswith("lambdas"):
-                p.copy_(torch.tensor([1.0, 0.0]))
+                p.copy_(torch.tensor([1.0, 0.0]))       # no shortcut from the embedding yet
             elif name.endswith("lamb"):
                 p.fill_(0.5)
             else:
                 raise AssertionError(f"no initialisation for {name}")
 
-    def hidden(self, idx: Tensor, past: KVCache | None = None) -> Tensor:
-        """As GPT's, all in autocast's dtype; autocast itself would cast norms and residuals to fp32."""
-        device, dtype, T = idx.device.type, matmul_dtype(self.transformer.wte.weight), idx.size(1)
-        tokens = past.add("tokens", idx) if past else idx                       # (B, S)
-        rotary = self.rotary_tables(tokens.size(1), T, dtype, idx.device)       # [+0.082]
-        mask = self.window_mask(tokens, T, past)
-        with torch.autocast(device, enabled=False):
-            x = x0 = norm(self.transformer.wte(idx).to(dtype))                  # (B, T, C) [the norm: +0.019]
-            v1 = None
-            for block in self.transformer.h:
-                x, v1 = self.run_block(block, x, v1, x0, rotary, self.kernel, mask, past)
-            return norm(x)
+    def named(self, *names):
+        """[(name, parameter)], as optimizers take them."""
+        return [(name, self.get_parameter(name)) for name in names]
 
-    def configure_optimizers(self, max_lr: float, weight_decay: float = 0.0, dtype=torch.bfloat16) -> list:
-        """[Adam, Muon] with record 10's learning rates at GPT-2's width: max_lr for Muon, 15 max_lr for the
-        embedding, 0.1 max_lr for the head. The head's goes with 1 / width (arXiv:2203.03466, table 3) [+0.437
-        at width 128]. Only Muon has weight decay; `dtype` is that of its Newton-Schulz iteration."""
-        params = dict(self.named_parameters())
-        head, wte = ([(name, params[name])] for name in ("lm_head.weight", "transformer.wte.weight"))
-        blocks = [(n, p) for n, p in params.items() if n.startswith("transformer.h.")]
-        adam = torch.optim.Adam([{"params": wte, "lr": 15 * max_lr},
-                                 {"params": head, "lr": 0.1 * max_lr * 768 / self.config.n_embd},
-                                 {"params": [(n, p) for n, p in blocks if p.dim() < 2], "lr": max_lr}],
-                                betas=(0.9, 0.95), eps=1e-8, fused=not self.lm_head.weight.is_mps)
-        return [adam, Muon([(n, p) for n, p in blocks if p.dim() == 2], max_lr, weight_decay=weight_decay,
-                           dtype=dtype)]
+    def adam_and_muon(self, groups, beta1, max_lr, weight_decay, dtype):
+        """[Adam, Muon]: Muon for the matrices in the blocks, Adam for scalars there and `groups`.
+
+        Muon alone has weight decay. `dtype` is that of its Newton-Schulz iteration.
+        """
+        blocks = list(self.transformer.h.named_parameters(prefix="transformer.h"))
+        matrices = [(name, p) for name, p in blocks if p.dim() == 2]
+        scalars = [(name, p) for name, p in blocks if p.dim() < 2]
+        groups = [*groups, {"params": scalars, "lr": max_lr}]
+
+        # The fused kernel of a Mac ignores the overflows that float16's scaler has found.
+        fused = not self.lm_head.weight.is_mps
+        adam = torch.optim.Adam(groups, betas=(beta1, 0.95), eps=1e-8, fused=fused)
+        muon = Muon(matrices, max_lr, weight_decay=weight_decay, dtype=dtype)
+        return [adam, muon]
 
 
-# `config`: train_gpt2.Config
+# ---------------------------------------------------------------------- the model
+
+class SpeedrunAttention(nn.Module):
+    def __init__(self, config, layer):
+        super().__init__()
+        C = config.n_embd
+        self.c_q = CastedLinear(C, C)
+        self.c_k = CastedLinear(C, C)
+        self.c_v = CastedLinear(C, C)
+        self.c_proj = CastedLinear(C, C)
+        self.lamb = nn.Parameter(torch.empty(()))       # share of the first block's values
+        self.n_head = config.n_head
+        self.layer = layer
+
+    def queries_keys_values(self, x, v1, rotary, past):
+        """x (B, T, C) -> q (B, T, nh, hs), k and v (B, S, nh, hs), v1 (B, T, nh, hs)."""
+        B, T, C = x.size()
+        heads = B, T, self.n_head, C // self.n_head
+        q = self.c_q(x).view(heads)
+        k = self.c_k(x).view(heads)
+        v = self.c_v(x).view(heads)
+
+        # Value residual (arXiv:2410.17897): each block mixes the values of the first block into its
+        # own, in a learned proportion, so that what a token is does not get lost on the way.
+        if v1 is None:
+            v1 = v
+        v = (1 - self.lamb) * v + self.lamb * v1
+
+        q = rotate(qk_norm(q), *rotary)
+        k = rotate(qk_norm(k), *rotary)
+
+        if past is not None:
+            k = past.append(f"k{self.layer}", k)
+            v = past.append(f"v{self.layer}", v)
+        return q, k, v, v1
+
+    def forward(self, x, v1, rotary, kernel, mask, past):
+        """x (B, T, C) -> (B, T, C), and v1: the values of the first block, None in that block."""
+        q, k, v, v1 = self.queries_keys_values(x, v1, rotary, past)
+        y = masked_attention(q, k, v, kernel, mask)                             # (B, T, nh, hs)
+        return self.c_proj(y.flatten(2)), v1
+
+
+class SpeedrunMLP(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        C = config.n_embd
+        self.c_fc = CastedLinear(C, 4 * C)
+        self.c_proj = CastedLinear(4 * C, C)
+
+    def forward(self, x):
+        # ReLU squared (arXiv:2109.08668) instead of GELU.
+        return self.c_proj(F.relu(self.c_fc(x)).square())
+
+
+class SpeedrunBlock(nn.Module):
+    def __init__(self, config, layer):
+        super().__init__()
+        self.attn = SpeedrunAttention(config, layer)
+        self.mlp = SpeedrunMLP(config)
+        self.lambdas = nn.Parameter(torch.empty(2))
+
+    def forward(self, x, v1, x0, *context):
+        # Embedding shortcut: each block mixes the embedding x0 into its input, by learned factors.
+        x = self.lambdas[0] * x + self.lambdas[1] * x0
+        y, v1 = self.attn(norm(x), v1, *context)
+        x = x + y
+        x = x + self.mlp(norm(x))
+        return x, v1
+
+
+class SpeedrunGPT(ModernLanguageModel):
+    """Record 10: 162.2M parameters at GPT-2's size, because embedding and head are not tied."""
+    recipe = "speedrun"
+    lookup_tables = ("wte",)
+
+    # The logits stay in (-30, 30) (arXiv:2408.00118, section 2).
+    softcap = 30.0
+
+    # Output projections and head start at zero (arXiv:2203.03466), so that a new model computes its
+    # embedding and no more: the first loss is ln(vocab_size).
+    zero_at_start = ("c_proj.weight", "lm_head.weight")
+
+    def __init__(self, config):
+        super().__init__(config)
+        V, C = config.vocab_size, config.n_embd
+        blocks = [SpeedrunBlock(config, layer) for layer in range(config.n_layer)]
+        self.transformer = nn.ModuleDict({"wte": Embedding(V, C), "h": nn.ModuleList(blocks)})
+        self.lm_head = CastedLinear(C, V)
+        if not self.transformer.wte.weight.is_meta:
+            self.init_weights()
+
+    def embed(self, tokens, T, dtype):
+        return norm(self.transformer.wte(tokens[:, -T:]).to(dtype))
+
+    def configure_optimizers(self, max_lr, weight_decay=0.0, dtype=torch.bfloat16):
+        """[Adam, Muon], with record 10's learning rates at GPT-2's width."""
+        # The narrower the model, the higher the head's rate (arXiv:2203.03466, table 3).
+        head_lr = 0.1 * max_lr * 768 / self.config.n_embd
+        groups = [
+            {"params": self.named("transformer.wte.weight"), "lr": 15 * max_lr},
+            {"params": self.named("lm_head.weight"), "lr": head_lr},
+        ]
+        return self.adam_and_muon(groups, 0.9, max_lr, weight_decay, dtype)
+
+
+# ---------------------------------------------------------------------- the recipe
+# `config` is train_gpt2.Config. A schedule depends on the step and the config alone, so that a run
+# that resumes continues it exactly.
 
 def trapezoid(step: int, config) -> float:
-    """Fraction of max_lr at `step`: linear warmup, constant, then linear to min_lr over the last
-    `cooldown` of the steps. The cosine instead costs 0.080."""
-    warm = min(1.0, (step + 1) / max(1, config.warmup_steps))
+    """Fraction of max_lr at `step`: linear warmup, constant, then linear to min_lr.
+
+    The last part takes `cooldown` of the steps.
+    """
+    warmup = min(1.0, (step + 1) / max(1, config.warmup_steps))
+
     floor = config.min_lr / config.max_lr
-    left = min(1.0, max(0, config.max_steps - step) / (config.cooldown * config.max_steps))
-    return min(warm, floor + (1.0 - floor) * left)
+    steps_left = max(0, config.max_steps - step)
+    left = min(1.0, steps_left / (config.cooldown * config.max_steps))
+    return min(warmup, floor + (1.0 - floor) * left)
 
 
 def muon_momentum(step: int, config, first: float = 0.85, last: float = 0.95) -> float:
-    """From `first` to `last` over the first 15.4% of the steps: 500 of record 10's 3,242 [+0.008]."""
-    return first + (last - first) * min(1.0, step / (0.154 * config.max_steps))
+    """From `first` to `last` over the first 15.4% of the steps: 500 of record 10's 3,242."""
+    done = min(1.0, step / (0.154 * config.max_steps))
+    return first + (last - first) * done
 
 
 def window_schedule(step: int, config) -> int:
-    """Sliding-window size at `step`: from 64 tokens to --window over the run, in steps of 64 (record 13)."""
-    return min(config.window, 64 * math.ceil(1 + (config.window / 64 - 1) * step / config.max_steps))
+    """The window grows from 64 tokens to --window over the run, in steps of 64 (record 13)."""
+    blocks = 1 + (config.window / 64 - 1) * step / config.max_steps
+    return min(config.window, 64 * math.ceil(blocks))
 
 
 def muon_dtype(config) -> torch.dtype:
-    """Of Muon's Newton-Schulz iteration."""
-    return torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
+    """Of Muon's Newton-Schulz iteration: bfloat16 is exact enough, float16 overflows."""
+    if config.dtype == "bfloat16":
+        return torch.bfloat16
+    return torch.float32
 
 
 def optimizers(model: SpeedrunGPT, config) -> list:
@@ -156,7 +340,16 @@ def optimizers(model: SpeedrunGPT, config) -> list:
 
 
 def automatic(config, ranks: int) -> dict:
-    """What `auto` means in a schedule's flags: record 10's cooldown of 926 in 3,242 steps."""
-    return {"updates_per_step": 1 if config.updates_per_step == "auto" else config.updates_per_step,
-            "cooldown": 0.2856 if config.cooldown == "auto" else config.cooldown,
-            "min_lr": config.max_lr / 10 if config.min_lr == "auto" else config.min_lr}
+    """What `auto` means in the flags of a schedule."""
+    values = {
+        "updates_per_step": 1,
+        "cooldown": 0.2856,                     # record 10's 926 of 3,242 steps
+        "min_lr": config.max_lr / 10,
+    }
+    return keep_given(values, config)
+
+
+def keep_given(values: dict, config) -> dict:
+    """`values`, {flag: its automatic value}, but for the flags that the user has given."""
+    given = {name: getattr(config, name) for name in values if getattr(config, name) != "auto"}
+    return values | given

@@ -27,7 +27,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import frontier
 import hellaswag
 import speedrun
-from model import MODELS, fresh_model, load_model
+from model import ATTENTION
+from recipes import MODELS, fresh_model, load_model
 from runtime import checkpoint as checkpoints
 from runtime import plots
 from runtime.console import (Record, in_bits, log_evaluation, log_steps, print_header, print_summary,
@@ -37,9 +38,8 @@ from runtime.dataloader import (Data, divide_update, micro_batches, open_data, r
 from runtime.device import (choose_batch_size, choose_device, choose_dtype, fetch, oom_as_user_error,
                             tune_malloc)
 from runtime.files import run_goes_on_later
-from runtime.kernels import ATTENTION
 from runtime.language_model import LanguageModel
-from runtime.muon import broadcast_updates, shard_matrices, step_together
+from runtime.muon import SteppedTogether, broadcast_updates, shard_matrices
 from runtime.presets import PRESETS, check_complete, read_flags
 from runtime.ranks import Process, leave_group, read_launch, shared_store
 from runtime.tokenizer import EOT, encode, tokenizer
@@ -112,7 +112,7 @@ def warmup_cosine(step: int, config: Config) -> float:
 
 @dataclass
 class Recipe:
-    """How a model is trained; its class is in model.MODELS. The loop asks for nothing else."""
+    """How a model is trained; its class is in recipes.MODELS. The loop asks for nothing else."""
     optimizers: Callable        # model, config -> list of optimizers; each group's `lr` is its largest
     lr: Callable                # step, config -> fraction of the largest
     momentum: Callable = None   # step, config -> Muon's
@@ -249,7 +249,7 @@ def set_up(flags: Config, explicit_flags: set[str], process: Process) -> Run | N
     wrapped = wrap_model(compiled, device) if process.world_size > 1 else compiled
 
     run = Run(asked, config, process, data, model, compiled, wrapped, optimizers,
-              step_together(optimizers, model.parameters()), owner, scaler, autocast)
+              SteppedTogether(optimizers, model.parameters()), owner, scaler, autocast)
     if checkpoint:
         checkpoints.restore(run, checkpoint, path)                # moments, scaler, step
     run.batch_size = choose_batch_size(run)

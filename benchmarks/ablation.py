@@ -1,7 +1,6 @@
 """`bench.py recipes`: the recipes on the user's shards, nanochat beside them; a recipe's ideas."""
 import math
 import os
-import shutil
 import statistics
 import subprocess
 import sys
@@ -9,99 +8,51 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 from tqdm import tqdm
 
+import train_gpt2
 from benchmarks.compare import Curve, plot_runs, read_curve
+from benchmarks.ideas import ABLATIONS
 from benchmarks.nanochat import Nanochat, bytes_a_token
 from benchmarks.steps import shape_of
 from benchmarks.timing import BENCH, print_table
 from runtime.cli import UserError
 from train_gpt2 import RECIPES
 
-# {recipe: {idea: (a piece of the code, the piece without the idea, and so on)}}. To measure an idea, a copy
-# of the project with the other pieces is trained.
-ABLATIONS = {
-    "speedrun": {
-        "rotary positions (none instead)": (
-            "angles.cos().to(dtype), angles.sin()", "(0 * angles).cos().to(dtype), (0 * angles).sin()"),
-        "QK-norm": ("rotate(norm(q), *rotary), rotate(norm(k), ", "rotate(q, *rotary), rotate(k, "),
-        "value residual": ("(1 - self.lamb) * v + self.lamb * v1", "v + 0 * self.lamb"),
-        "embedding shortcut x0": ("x + self.lambdas[1] * x0", "x"),
-        "ReLU squared (GELU instead)": ("F.relu(self.c_fc(x)).square()", "F.gelu(self.c_fc(x))"),
-        "projections and head start at zero (normal, 0.02)": ("p.zero_()", "p.normal_(0.0, 0.02)"),
-        "norm after the embedding": ("norm(self.transformer.wte(idx).to(dtype))",
-                                     "self.transformer.wte(idx).to(dtype)"),
-        "softcap": ("softcap = 30.0", "softcap = 0.0"),
-        "Muon (Adam at a tenth of its rate)": (
-            "from runtime.muon import Muon",
-            "def Muon(p, lr, **_): return torch.optim.Adam(p, 0.1 * lr, betas=(0.9, 0.95), fused=True)"),
-        "momentum warm-up": ("(last - first) * min(1.0, step / (0.154 * config.max_steps))", "last - first"),
-        "constant rate, then linear (cosine instead)": (
-            "min(1.0, max(0, config.max_steps - step) / (config.cooldown * config.max_steps))",
-            "0.5 * (1.0 + math.cos(math.pi * min(1.0, step / config.max_steps)))"),
-        "head's rate by width (0.002 instead)": ("0.1 * max_lr * 768 / self.config.n_embd", "0.1 * max_lr"),
-    },
-    "frontier": {
-        "several updates a step (one instead)": ("max_steps=2500", "max_steps=2500, updates_per_step=1"),
-        "late keys": ("offset_keys(k, begins)", "k", "c_q.weight[late:]", "c_k.weight[late:]"),
-        "start of the late keys as the queries": ("c_q.weight[late:]", "c_k.weight[late:]"),
-        "head tied to the embedding": (
-            "self.lm_head.weight = self.transformer.wte.weight ",
-            "self.lm_head.weight = nn.Parameter(torch.zeros_like(self.transformer.wte.weight)) ",
-            '"part.weight")', '"part.weight", "lm_head.weight")',
-            '"params": [wte, part]', '"params": [wte, part, ("lm_head.weight", params["lm_head.weight"])]',
-            "if n not in dict(matrices)", 'if n not in dict(matrices) and n != "lm_head.weight"',
-            "self.add_parts(self.lm_head.weight, self.parts)", "self.lm_head.weight"),
-        "eps of the embedding (1e-8 instead)": ("0.1 / tokens}", "1e-8}"),
-        "rows for stems": ("parts[i] = stem or i,", "parts[i] = (),"),
-        "rows for forms": ("(text[:1] == ", "() and (text[:1] == "),
-        "bigram table": ("pair.to(dtype)", "0 * pair.to(dtype)"),
-        "bigram table's rate (ten times as high instead)": ("1.5 * max_lr", "15 * max_lr"),
-        "Adam's beta1 of 0.7 (speedrun's 0.9 instead)": ("betas=(0.7,", "betas=(0.9,"),
-        "Muon's momentum of 0.80 to 0.85 (speedrun's 0.85 to 0.95 instead)": (
-            "step, config, 0.80, last), back", "step, config), 1"),
-        "softcap of 15 (speedrun's 30 instead)": ("softcap = 15.0", "softcap = 30.0"),
-    },
-}
 SHARES = {"speedrun": 3, "frontier": 10}            # also run for 1/3 and 1/10 of the steps
 RATES = 1e-3, 2e-3, 4e-3                            # of the others, which warm up
 NEVER = dict.fromkeys(("hellaswag_every", "sample_every", "checkpoint_every"), 0)
 
 
-def ablated_source(recipe: str, idea: str) -> tuple[str, str]:
-    """(file, its text without the idea). Each of the idea's pieces must occur in it exactly once."""
-    pieces = ABLATIONS[recipe][idea]
-    for file in (f"{recipe}.py", "runtime/language_model.py", "train_gpt2.py"):
-        text = (BENCH.parent / file).read_text(encoding="utf-8")
-        if pieces[0] in text:
-            break
-    for piece, other in zip(pieces[::2], pieces[1::2], strict=True):
-        assert text.count(piece) == 1, f"{idea}: {file} holds {piece!r} {text.count(piece)} times"
-        text = text.replace(piece, other)
-    return file, text
-
-
 def train(flags: dict, idea: str = "", seed: int = 0) -> Curve:
-    """A run of train_gpt2.py with `flags`, {name: value}, without `idea`. The last loss of one that diverges
-    is nan. UserError with its message if it fails otherwise."""
+    """A run of train_gpt2.py with `flags`, {name: value}, without `idea` of its recipe.
+
+    The last loss of a run that diverges is nan. UserError with its message if it fails otherwise.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        for path in BENCH.parent.glob("*.py"):
-            shutil.copy(path, folder)
-        for name in ("runtime", "assets"):
-            shutil.copytree(BENCH.with_name(name), Path(folder, name))
-        if idea:
-            file, text = ablated_source(flags["recipe"], idea)
-            Path(folder, file).write_text(text, encoding="utf-8")
-        command = [sys.executable, f"{folder}/train_gpt2.py", f"--seed={seed}", f"--out={folder}/log",
-                   *(f"--{name}={value}" for name, value in (NEVER | flags).items())]
-        done = subprocess.run(command, capture_output=True, text=True, env=os.environ | (
-            {"OMP_NUM_THREADS": "1"} if flags["device"] == "cpu" else {}))
-        if done.returncode and "gradient norm" not in done.stderr:      # the message of a non-finite loss
+        command = [sys.executable, str(BENCH), "train", idea, f"--seed={seed}", f"--out={folder}/log"]
+        command += [f"--{name}={value}" for name, value in (NEVER | flags).items()]
+        env = dict(os.environ)
+        if flags["device"] == "cpu":
+            env["OMP_NUM_THREADS"] = "1"
+        done = subprocess.run(command, capture_output=True, text=True, env=env)
+
+        diverged = "gradient norm" in done.stderr           # the message of a loss that is not finite
+        if done.returncode and not diverged:
             raise UserError(done.stderr.strip().split("\n")[-1])
         curve = read_curve(f"{folder}/log")
-        return replace(curve, points=[*curve.points, *([(0, 0.0, math.nan)] if done.returncode else [])])
+        if done.returncode:
+            curve = replace(curve, points=[*curve.points, (0, 0.0, math.nan)])
+        return curve
+
+
+def train_without(idea: str, argv: list[str]) -> int:
+    """`python bench.py train IDEA FLAGS`, which `train` starts: train_gpt2.py without that idea."""
+    config, _ = train_gpt2.parse_flags(argv)
+    if idea:
+        ABLATIONS[config.recipe][idea](setattr)
+    return train_gpt2.main(argv)
 
 
 def recipe_runs(args, base, steps: int, tokens: int, peer: Nanochat | None) -> dict:

@@ -12,9 +12,8 @@ import torch
 import train_gpt2
 from benchmarks.data import measure_loader
 from benchmarks.timing import Setting, random_tokens, time_steps
-from model import GPT2_SIZES
+from model import GPT2_SIZES, attention
 from runtime.device import peak_flops, peak_memory
-from runtime.kernels import attention
 from runtime.shards import write_shard
 
 

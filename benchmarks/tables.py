@@ -3,7 +3,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.timing import Setting, measure, median_ms, print_table, ratio, rows_of
-from runtime.kernels import ATTENTION
+from model import ATTENTION
 from runtime.cli import UserError
 
 

@@ -16,7 +16,7 @@ from runtime.cli import RunError, UserError, safe_repr
 from runtime.console import Record, lowest
 from runtime.files import (checkpoints, lock_folder, newest_of, readable, remove_leftovers, replace_file,
                            writable)
-from runtime.muon import state_keys
+from runtime.muon import ADAM_STATE, state_keys
 from runtime.presets import PRESETS
 from runtime.ranks import read_launch
 from runtime.weights import find_checkpoint, model_from_checkpoint, read_checkpoint
@@ -153,7 +153,7 @@ def gather_state(run) -> dict:
         state |= optimizer.state
     for name, p in run.model.named_parameters():
         holder, gathered[name] = owner.get(p, 0), {}
-        for key in keys.get(p, ("step", "exp_avg", "exp_avg_sq")):      # Adam's, where others hold them
+        for key in keys.get(p, ADAM_STATE):      # Adam's, where others hold them
             # of a parameter that was never updated, because float16 skipped every step, they are zero
             mine = rank == holder and p in state
             tensor = state[p][key] if mine else p.new_zeros(() if key == "step" else p.shape)

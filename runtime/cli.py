@@ -201,6 +201,11 @@ def safe_repr(value: object) -> str:
     return str(value)[:40] if isinstance(value, str | int | float | None) else f"a {type(value).__name__}"
 
 
+def unexpected(what: str, expected: object, found: object) -> ValueError:
+    """The error of a file that is not as it should be: "WHAT: expected X, found Y"."""
+    return ValueError(f"{what}: expected {safe_repr(expected)}, found {safe_repr(found)}")
+
+
 def brief_error(error: Exception) -> str:
     """What an error says, in 200 characters: of an OSError the system's words, of a plain ValueError its text
     (so our readers say what is wrong with a file) and of our own errors, of any other its class and text."""

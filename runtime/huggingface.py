@@ -1,149 +1,254 @@
-"""The Hugging Face format: folders and models of the hub in, `model.py export` out."""
+"""The Hugging Face format: reads folders and models of the hub, writes folders for transformers."""
 import dataclasses
 import json
 import os
 from pathlib import Path
 
-from runtime.cli import UserError, brief_error, import_package, safe_repr
+from runtime.cli import UserError, brief_error, import_package, unexpected
 from runtime.files import read_text, readable, replace_file
 from runtime.tokenizer import EOT, VOCAB_SIZE, checked_asset
-from runtime.weights import HEAD, OPENAI_NAMES, WTE, load_pickle, model_from_checkpoint, refuse_hiding
+from runtime.weights import (
+    EMBEDDING,
+    HEAD,
+    OPENAI_NAMES,
+    model_from_checkpoint,
+    refuse_hidden_name,
+)
 
-# what a GPT-2's config.json may leave out, but not say otherwise. auto_map is code of its own: never run here
-GPT2 = {"auto_map": None, "layer_norm_epsilon": 1e-5, "scale_attn_weights": True, "tie_word_embeddings": True,
-        "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False}
-MODELING = "modeling_modern.py"         # in assets/: transformers' code of the recipes that it does not know
-# what save_pretrained writes, MODELING only where it is needed, with EXPORTED_BY in its config.json
-EXPORTED = {"config.json", "tokenizer_config.json", "vocab.json", "merges.txt", "model.safetensors", MODELING}
-EXPORTED_BY = {"exported_by": "model.py of train-gpt2"}
-# GPT-2's own code stores these as (in, out), nn.Linear as (out, in)
-CONV1D = "attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight"
+# What a GPT-2's config.json may leave out, but not say otherwise. auto_map names code of the
+# folder's own, which never runs here.
+GPT2_ONLY = {
+    "auto_map": None,
+    "layer_norm_epsilon": 1e-5,
+    "scale_attn_weights": True,
+    "tie_word_embeddings": True,
+    "scale_attn_by_inverse_layer_idx": False,
+    "add_cross_attention": False,
+}
+
+# transformers' names of the two activations -> GPTConfig.gelu
+ACTIVATIONS = {"gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu": "none"}
+
+# GPT-2's own code stores these weights as (in, out), nn.Linear as (out, in).
+TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
+
+# What save_model writes. MODELING, in assets/, is transformers' code of the recipes it does not
+# know; it is written where it is needed.
+MODELING = "modeling_modern.py"
+EXPORTED = {
+    "config.json", "model.safetensors",
+    "tokenizer_config.json", "vocab.json", "merges.txt", MODELING,
+}
+EXPORTED_BY = {"exported_by": "model.py of train-gpt2"}         # in config.json
 
 
-def from_huggingface(source, MODELS):
-    """The model of a folder in the Hugging Face format or a name on the hub: a GPT-2, or what another recipe
-    of `MODELS` exports. No code in it runs. UserError if it is neither."""
+# ---------------------------------------------------------------------- reading
+
+def from_huggingface(source: str | Path, models: dict):
+    """The model of a folder in the Hugging Face format, or of a name on the hub.
+
+    It may be a GPT-2, or what another recipe of `models`, {recipe: class}, exports. UserError if it
+    is neither.
+    """
     if os.path.isdir(source):
         folder = Path(source)
         if not os.path.exists(folder / "config.json"):
-            refuse_hiding(source)
+            refuse_hidden_name(source)
     else:
         folder = download_model(str(source))
-    with readable(source, "give another", problem="is no GPT-2 or export of ours in the Hugging Face format"):
+
+    problem = "is no GPT-2 or export of ours in the Hugging Face format"
+    with readable(source, "give another", problem=problem):
         config = read_json(folder / "config.json")
         recipe = config.get("model_type")
-        if recipe in [*MODELS] and recipe != "gpt2":            # a list: the file's may be no name
-            weights, config["vocab_size"] = folder_weights(folder), config["padded_vocab_size"]
+        exported = [name for name in models if name != "gpt2"]
+        if recipe in exported:
+            weights = read_weights(folder)
+            weights.pop("parts", None)          # frontier's; they follow from GPT-2's tokens
+            config["vocab_size"] = config["padded_vocab_size"]
         else:
             recipe, config = "gpt2", config | gpt2_settings(config)
-            weights = {name: t.t() if name.endswith(CONV1D) else t
-                       for name, t in folder_weights(folder, pickles=True).items()}
-        weights.pop("parts", None)              # they follow from GPT-2's tokens
+            weights = transpose(read_weights(folder))
         checkpoint = {"model": weights, "model_config": config, "recipe": recipe}
-        return model_from_checkpoint(checkpoint, source, MODELS, "give another")
+        return model_from_checkpoint(checkpoint, source, models, "give another")
 
 
 def download_model(name: str) -> Path:
-    """Folder of the hub's model `name`. UserError if there is no such model or no connection."""
-    repo = f"openai-community/{name}" if name in OPENAI_NAMES else name
-    owner = name.partition("/")[0]
+    """The folder of the hub's model `name`. UserError if it cannot be fetched."""
     if name[:1] in "./~":
         raise UserError(f"there is no file or folder {name}: check the path")
+    owner = name.partition("/")[0]
     if os.path.isdir(owner):
-        raise UserError(f"there is no file or folder {name}: check the path (a model of this name on the hub "
-                        f"is hidden by the folder {os.path.abspath(owner)})")
+        raise UserError(f"there is no file or folder {name}: check the path (a model of this name "
+                        f"on the hub is hidden by the folder {os.path.abspath(owner)})")
+
     hf_hub_download = import_package("huggingface_hub").hf_hub_download
-    for cached in (True, False):        # what is on this machine needs no connection
+    repo = name
+    if name in OPENAI_NAMES:
+        repo = f"openai-community/{name}"
+    for cached in (True, False):                # what is on this machine needs no connection
         try:
             hf_hub_download(repo, "model.safetensors", local_files_only=cached)
-            return Path(hf_hub_download(repo, "config.json", local_files_only=cached)).parent
-        except Exception as error:                # network errors come in the classes of many libraries
+            config = hf_hub_download(repo, "config.json", local_files_only=cached)
+            return Path(config).parent
+        except Exception as error:            # network errors come in the classes of many libraries
             why = brief_error(error)[:100]
-    raise UserError(f"{name} is no file or folder here, and cannot be fetched from the Hugging Face hub "
-                    f"({why}): check the name and the connection, or give the path of a checkpoint")
+    raise UserError(f"{name} is no file or folder here, and cannot be fetched from the Hugging "
+                    f"Face hub ({why}): check the name and the connection, or give the path of a "
+                    "checkpoint")
 
 
-def read_json(path):
+def read_json(path: Path) -> dict:
     settings = json.loads(read_text(path, errors="strict"))
     if not isinstance(settings, dict):
-        raise ValueError(f"its {path.name} holds no settings")
+        raise unexpected(f"its {path.name}", "a JSON object", settings)
     return settings
 
 
-def gpt2_settings(config):
+def gpt2_settings(config: dict) -> dict:
     """What GPTConfig calls otherwise than a GPT-2's config.json. ValueError for another model's."""
-    for key, value in {"model_type": "gpt2", **GPT2}.items():
-        if (found := config.get(key, GPT2.get(key))) != value:
-            raise ValueError(f"its config.json says {key} = {safe_repr(found)} instead of {value}")
-    gelu = {"gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu": "none"}.get(
-        config.get("activation_function", "gelu_new"))
-    if gelu is None or config.get("n_inner") not in (None, 4 * config["n_embd"]):
-        raise ValueError("its config.json asks for another activation or n_inner than GPT-2's")
-    return {"block_size": config.get("n_positions", 1024), "gelu": gelu}
+    for key, expected in {"model_type": "gpt2", **GPT2_ONLY}.items():
+        found = config.get(key, GPT2_ONLY.get(key))
+        if found != expected:
+            raise unexpected(f"its config.json's {key}", expected, found)
+
+    activation = config.get("activation_function", "gelu_new")
+    if activation not in ACTIVATIONS:
+        known = " or ".join(ACTIVATIONS)
+        raise unexpected("its config.json's activation_function", known, activation)
+    inner, usual = config.get("n_inner"), 4 * config["n_embd"]
+    if inner not in (None, usual):
+        raise unexpected("its config.json's n_inner", usual, inner)
+    return {"block_size": config.get("n_positions", 1024), "gelu": ACTIVATIONS[activation]}
 
 
-def folder_weights(folder, pickles=False):
-    """The tensors of a folder: of safetensors, one file or several, else of pytorch_model.bin."""
+def read_weights(folder: Path) -> dict:
+    """The tensors of model.safetensors, or of the several files that its index names."""
     load_file = import_package("safetensors.torch").load_file
-    names, index = ["model.safetensors"], folder / "model.safetensors.index.json"
-    if not (folder / names[0]).is_file():
-        if index.is_file():
-            names = sorted(set(read_json(index)["weight_map"].values()))
-        elif pickles and (folder / "pytorch_model.bin").is_file():
-            return load_pickle(folder / "pytorch_model.bin")
-        else:
-            raise ValueError("it has no model.safetensors")
-    if any(Path(name).name != name for name in names):
-        raise ValueError("its index names a file outside the folder")
-    return {key: tensor for name in names for key, tensor in load_file(folder / name).items()}
+    index = folder / "model.safetensors.index.json"
+    if (folder / "model.safetensors").is_file():
+        names = ["model.safetensors"]
+    elif index.is_file():
+        names = sorted(set(read_json(index)["weight_map"].values()))
+    else:
+        raise ValueError("it has no model.safetensors")
+
+    weights = {}
+    for name in names:
+        if Path(name).name != name:
+            raise ValueError("its index names a file outside the folder")
+        weights |= load_file(folder / name)
+    return weights
 
 
-def export_gpt2(model):
-    """(config.json, tensors) of GPT2LMHeadModel: CONV1D transposed, the vocabulary's padding cut off."""
+def transpose(weights: dict) -> dict:
+    """From GPT-2's (in, out) to nn.Linear's (out, in), and back."""
+    turned = dict(weights)
+    for name, tensor in weights.items():
+        if name.endswith(TRANSPOSED):
+            turned[name] = tensor.t()
+    return turned
+
+
+# ---------------------------------------------------------------------- writing
+
+def export_gpt2(model) -> tuple[dict, dict]:
+    """(config.json, tensors) of transformers' GPT2LMHeadModel, without the vocabulary's padding."""
     c = model.config
     vocab_size = min(c.vocab_size, VOCAB_SIZE)
-    weights = {name: p.t() if name.endswith(CONV1D) else p for name, p in model.state_dict().items()}
-    weights[WTE] = weights.pop(HEAD)[:vocab_size]                               # they are tied
-    return {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "vocab_size": vocab_size,
-            "n_positions": c.block_size, "n_ctx": c.block_size, "n_embd": c.n_embd, "n_layer": c.n_layer,
-            "n_head": c.n_head, "n_inner": None, "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True,
-            "activation_function": "gelu_new" if c.gelu == "tanh" else "gelu",
-            "embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "initializer_range": 0.02}, weights
+    weights = transpose(model.state_dict())
+    weights[EMBEDDING] = weights.pop(HEAD)[:vocab_size]                         # they are tied
+    activation = "gelu_new" if c.gelu == "tanh" else "gelu"
+    config = {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "vocab_size": vocab_size,
+        "n_positions": c.block_size,
+        "n_ctx": c.block_size,
+        "n_embd": c.n_embd,
+        "n_layer": c.n_layer,
+        "n_head": c.n_head,
+        "n_inner": None,
+        "layer_norm_epsilon": 1e-5,
+        "tie_word_embeddings": True,
+        "activation_function": activation,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+        "resid_pdrop": 0.0,
+        "initializer_range": 0.02,
+    }
+    return config, weights
 
 
-def export_modern(model):
-    """The same for MODELING, with the padding: the rows of the bigram table are counted modulo its size."""
-    weights, name = model.state_dict(), model.recipe.capitalize()
-    config = {"architectures": [f"{name}ForCausalLM"], "model_type": model.recipe,
-              "auto_map": {"AutoConfig": f"{MODELING[:-3]}.{name}Config",
-                           "AutoModelForCausalLM": f"{MODELING[:-3]}.{name}ForCausalLM"},
-              **dataclasses.asdict(model.config), "vocab_size": min(model.config.vocab_size, VOCAB_SIZE),
-              "padded_vocab_size": model.config.vocab_size, "tie_word_embeddings": False}
-    if hasattr(model, "parts"):
-        del weights[HEAD]                                                   # tied to wte
+def export_modern(model) -> tuple[dict, dict]:
+    """(config.json, tensors) of a class in MODELING.
+
+    With the padding: the rows of the bigram table are counted modulo the padded vocabulary.
+    """
+    module = MODELING.removesuffix(".py")
+    name = model.recipe.capitalize()
+    config = {
+        "architectures": [f"{name}ForCausalLM"],
+        "model_type": model.recipe,
+        "auto_map": {
+            "AutoConfig": f"{module}.{name}Config",
+            "AutoModelForCausalLM": f"{module}.{name}ForCausalLM",
+        },
+        **dataclasses.asdict(model.config),
+        "vocab_size": min(model.config.vocab_size, VOCAB_SIZE),
+        "padded_vocab_size": model.config.vocab_size,
+        "tie_word_embeddings": False,
+    }
+
+    weights = model.state_dict()
+    if model.recipe == "frontier":
+        del weights[HEAD]                                                    # tied to the embedding
         weights["parts"] = model.parts
         config["n_part"] = model.transformer.part.num_embeddings
     return config, weights
 
 
 def save_model(model, folder: str | Path) -> None:
-    """LanguageModel.save_pretrained. Weights are stored as fp32."""
-    save = import_package("safetensors.torch").save
-    config, weights = (export_gpt2 if model.recipe == "gpt2" else export_modern)(model)
+    """LanguageModel.save_pretrained. Weights are stored as float32."""
+    if model.recipe == "gpt2":
+        config, weights = export_gpt2(model)
+    else:
+        config, weights = export_modern(model)
+    config |= {"bos_token_id": EOT, "eos_token_id": EOT, "dtype": "float32", **EXPORTED_BY}
+
     eot = "<|endoftext|>"
-    settings = {
-        "tokenizer_config.json": {
-            "tokenizer_class": "GPT2Tokenizer", "model_max_length": model.config.block_size,
-            "add_prefix_space": False, "bos_token": eot, "eos_token": eot, "unk_token": eot},
-        "config.json": config | {"bos_token_id": EOT, "eos_token_id": EOT, "dtype": "float32", **EXPORTED_BY}}
-    encoder, merges = checked_asset("encoder.json"), checked_asset("vocab.bpe")
-    weights = {name: (t.float() if t.is_floating_point() else t).detach().cpu().contiguous()
-               for name, t in weights.items()}
-    files = {"vocab.json": encoder.read_bytes(), "merges.txt": merges.read_bytes(),
-             "model.safetensors": save(weights, {"format": "pt"})}
+    tokenizer_config = {
+        "tokenizer_class": "GPT2Tokenizer",
+        "model_max_length": model.config.block_size,
+        "add_prefix_space": False,
+        "bos_token": eot,
+        "eos_token": eot,
+        "unk_token": eot,
+    }
+
+    vocabulary = checked_asset("encoder.json")
+    files = {
+        "vocab.json": vocabulary.read_bytes(),
+        "merges.txt": checked_asset("vocab.bpe").read_bytes(),
+        "model.safetensors": safetensors_of(weights),
+        "tokenizer_config.json": json.dumps(tokenizer_config, indent=2).encode(),
+    }
     if "auto_map" in config:
-        files[MODELING] = encoder.with_name(MODELING).read_bytes()
-    files |= {name: json.dumps(values, indent=2).encode() for name, values in settings.items()}
+        files[MODELING] = vocabulary.with_name(MODELING).read_bytes()
+
+    # Last, because without it the folder is no model.
+    files["config.json"] = json.dumps(config, indent=2).encode()
+
     Path(folder).mkdir(parents=True, exist_ok=True)
-    for name, data in files.items():            # config.json last: without it, the folder is no model
+    for name, data in files.items():
         replace_file(Path(folder) / name, lambda file, data=data: file.write(data))
+
+
+def safetensors_of(weights: dict) -> bytes:
+    save = import_package("safetensors.torch").save
+    stored = {}
+    for name, tensor in weights.items():
+        if tensor.is_floating_point():
+            tensor = tensor.float()
+        stored[name] = tensor.detach().cpu().contiguous()
+    return save(stored, {"format": "pt"})

@@ -19,6 +19,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import bench
+import frontier
 import benchmarks.data as data_benchmark
 from benchmarks import ablation, flags, nanochat, steps, tables, timing
 from benchmarks.compare import Curve, read_curve
@@ -409,17 +410,43 @@ raise SystemExit("the script's own run began")
     assert timing.run_in_subprocess(Setting(size="1x8", T=8, dtype="float32", peer=str(tmp_path)))["seconds"]
 
 
+def three_steps(recipe):
+    """Losses and all that the optimizers are told; each parameter with a gradient is updated once."""
+    config, _ = steps.train_gpt2.parse_flags(f"--recipe {recipe} --n_layer 2 --n_head 2 --n_embd 32 "
+                                             "--block_size 16 --dtype float32 --total_batch_size 4096 "
+                                             "--max_steps 30".split())
+    config.sequence_length, config.window = 16, 0
+    how, found = steps.train_gpt2.RECIPES[recipe], []
+    vars(config).update(how.automatic(config, 1))
+    frontier.parts_of_tokens.cache_clear()
+    torch.manual_seed(0)
+    model = steps.train_gpt2.fresh_model(config)
+    idx = torch.randint(50257, (2, 17), generator=torch.Generator().manual_seed(1))
+    optimizers = how.optimizers(model, config)
+    for step in range(3):
+        loss = model(idx[:, :-1], idx[:, 1:])[1]
+        loss.backward()
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        updated = [p for group in groups for p in group["params"]]
+        assert sorted(map(id, updated)) == sorted(id(p) for p in model.parameters() if p.grad is not None)
+        for optimizer in optimizers:
+            optimizer.step()
+        found += [loss.item(), how.lr(9 * step, config), how.momentum(9 * step, config)]
+        found += [config.updates_per_step]
+        found += [group.get(key) for group in groups for key in ("lr", "eps", "betas")]
+    return found
+
+
 @pytest.mark.parametrize("recipe", ablation.ABLATIONS)
-def test_each_idea_is_a_piece_of_the_code_without_which_the_model_trains(recipe):
-    for file, text in (ablation.ablated_source(recipe, idea) for idea in ablation.ABLATIONS[recipe]):
-        code, module = compile(text, file, "exec"), types.ModuleType("ablated")
-        if file == f"{recipe}.py":
-            exec(code, module.__dict__)
-            model = (GPT := getattr(module, f"{recipe.title()}GPT"))(GPT.Config(8, 97, 2, 2, 32))
-            optimizers = module.optimizers(model, steps.train_gpt2.Config(dtype="float32"))
-            model(torch.arange(8)[None], torch.arange(1, 9)[None])[1].backward()
-            updated = [p for o in optimizers for group in o.param_groups for p in group["params"]]
-            assert sorted(map(id, updated)) == sorted(id(p) for p in model.parameters() if p.grad is not None)
+def test_without_each_idea_the_recipe_trains_and_is_another_one(recipe, monkeypatch):
+    whole = three_steps(recipe)
+    assert three_steps(recipe) == whole
+    for idea, leave_out in ablation.ABLATIONS[recipe].items():
+        with monkeypatch.context() as patch:
+            leave_out(patch.setattr)
+            assert three_steps(recipe) != whole, idea
+    frontier.parts_of_tokens.cache_clear()
+    assert three_steps(recipe) == whole
 
 
 def test_a_run_without_an_idea_is_a_real_one(tmp_path, monkeypatch):

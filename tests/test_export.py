@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from helpers import ROOT, refused
-from model import GPT, GPTConfig, MODELS, load_model, main
+from export import main
+from model import GPT, GPTConfig
+from recipes import MODELS, load_model
 from peers import own_checkpoint, save, transformers_model
 from runtime.huggingface import EXPORTED, MODELING
 from runtime.tokenizer import EOT, VOCAB_SIZE, encode

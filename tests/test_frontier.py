@@ -42,7 +42,7 @@ def test_a_new_model_attends_to_what_followed_the_same_token(monkeypatch):
     def scores(q, k, v, kernel, mask):
         seen.extend(k[0, :21, head] @ q[0, 20, head] for head in range(2))
         return torch.zeros_like(q)
-    monkeypatch.setattr(frontier, "attention", scores)
+    monkeypatch.setattr(frontier, "masked_attention", scores)
     model(idx)
     assert seen[1].argmax() == 7 and seen[0].argmax() != 7
 

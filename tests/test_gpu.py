@@ -16,12 +16,13 @@ from torch._dynamo.utils import counters
 
 import train_gpt2
 from helpers import ROOT, logged, run, train
-from model import MODELS
+from model import ATTENTION, attention
+from recipes import MODELS
 from peers import make_model, tokens
 from runtime.files import checkpoints
-from runtime.kernels import ATTENTION, attention, document_window_mask
 from runtime.shards import write_shard
 from runtime.tokenizer import encode
+from speedrun import document_window_mask
 
 GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 RECIPES = ["gpt2", "speedrun", "frontier"]

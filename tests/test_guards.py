@@ -16,7 +16,8 @@ from torch.nn.modules.module import register_module_forward_hook
 import hellaswag
 import train_gpt2
 from helpers import ROOT, hellaswag_file, logged, refused, run, striking, train
-from model import GPT, GPTConfig, fresh_model, load_model
+from model import GPT, GPTConfig
+from recipes import fresh_model, load_model
 from runtime.dataloader import stable_permutation
 from runtime.files import checkpoints
 from runtime.shards import write_shard

@@ -23,7 +23,8 @@ from hypothesis import strategies as st
 
 from hellaswag import load_examples
 from helpers import little_memory, llm_c_file, refused, script, train
-from model import GPTConfig, MODELS, load_model
+from model import GPTConfig
+from recipes import MODELS, load_model
 from peers import nanogpt_checkpoint, own_checkpoint, save
 from runtime.cli import RunError, UserError
 from runtime.dataloader import TokenDataset

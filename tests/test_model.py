@@ -7,11 +7,12 @@ import torch
 import torch.nn.functional as F
 
 from helpers import refused
-from model import GPT, GPT2_SIZES, MODELS, GPTConfig
+from model import GPT, GPT2_SIZES, GPTConfig, attention
+from recipes import MODELS
 from peers import LargestStorage, make_model, plain_gpt2, tokens
 from runtime.cli import UserError
 from runtime.device import choose_device, is_out_of_memory
-from runtime.kernels import Linear, attention, chunked_cross_entropy
+from runtime.kernels import chunked_cross_entropy
 from runtime.language_model import sample_token
 from runtime.tokenizer import VOCAB_SIZE
 
@@ -288,30 +289,6 @@ def test_memory_that_runs_out_is_recognised_in_every_form_and_nothing_else_is():
                   RuntimeError("CUDA error: an illegal memory access"),
                   RuntimeError("out of resource: shared memory")):
         assert not is_out_of_memory(error), error
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_linear_is_torchs_and_sums_its_biass_gradient_in_fp32(dtype):
-    torch.manual_seed(0)
-    ours, theirs, x = Linear(5, 7), torch.nn.Linear(5, 7), torch.randn(3, 800, 5)
-    ours.load_state_dict(theirs.state_dict())       # ours are not drawn
-    if dtype == torch.float64:
-        ours, theirs, x = ours.double(), theirs.double(), x.double()
-    found = []
-    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
-        for linear in (ours, theirs):
-            x_i = x.clone().requires_grad_()
-            y = linear(x_i)
-            assert y.dtype == dtype
-            (y.float() + 1).square().sum().backward()
-            found.append((y.detach(), x_i.grad, linear.weight.grad, linear.bias.grad))
-            with torch.no_grad():
-                assert torch.equal(linear(x), y)
-    tolerances = (0, 1e-6, 1e-6, 1e-6 if dtype != torch.bfloat16 else 0.01)
-    for a, b, tolerance in zip(*found, tolerances, strict=True):
-        assert a.dtype == b.dtype and (a - b).norm() <= tolerance * b.norm()
-    exact = (2 * (found[0][0].float() + 1)).to(dtype).double().sum((0, 1))      # the same gradients, summed
-    assert (found[0][3] - exact).norm() <= 1e-5 * exact.norm(), "in bfloat16, torch's own sum is 1e-3 off"
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16])

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from helpers import (BYTES, command, die_in_write, limit_file_size, logged, newest, on_ranks, refused, run,
                      same_end, site, striking, torchrun, train)
 
-from model import load_model
+from recipes import load_model
 from runtime.checkpoint import Saver
 from runtime.cli import RunError
 from runtime.console import Record, read_metrics

@@ -11,7 +11,7 @@ from torch.nn.modules.module import register_module_forward_hook
 
 import sample
 from helpers import refused, script
-from model import load_model
+from recipes import load_model
 from peers import make_model, own_checkpoint, save
 from runtime.tokenizer import EOT, encode, tokenizer
 

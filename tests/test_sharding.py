@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from helpers import on_ranks
-from model import MODELS
+from recipes import MODELS
 from runtime.muon import broadcast_updates, shard_matrices
 
 

@@ -10,13 +10,13 @@ import torch.nn.functional as F
 import hellaswag
 import sample
 from helpers import ROOT, hellaswag_file, logged, refused, train
-from model import MODELS, load_model
+from recipes import MODELS, fresh_model, load_model
 from peers import make_model, tokens
-from runtime.kernels import attention, document_window_mask
 from runtime.muon import Muon, orthogonalize
 from runtime.shards import write_shard
 from runtime.tokenizer import EOT, encode
-from speedrun import SpeedrunGPT, muon_momentum, trapezoid, window_schedule
+from speedrun import (SpeedrunGPT, document_window_mask, masked_attention, muon_momentum, trapezoid,
+                      window_schedule)
 
 MODERN = ["speedrun", "frontier"]
 
@@ -134,7 +134,8 @@ def test_cached_generation_takes_the_likeliest_tokens_of_whole_forwards(recipe, 
 
 @pytest.mark.parametrize("recipe", MODERN)
 def test_an_odd_size_of_heads_is_refused(recipe):
-    refused(lambda: modern(recipe, n_embd=9, n_head=3), "--n_embd 9", "--n_head 3")
+    config = Config(recipe=recipe, block_size=24, vocab_size=96, n_layer=1, n_embd=9, n_head=3)
+    refused(lambda: fresh_model(config), "--n_embd 9", "--n_head 3", "even")
 
 
 # ----------------------------------------------------------------------------- Muon
@@ -273,9 +274,9 @@ def test_flex_attention_compiled_gives_what_sdpa_gives_and_a_new_window_compiles
 
     @torch.compile(dynamic=False, fullgraph=True, backend="aot_eager")
     def flex(window):
-        return attention(q, k, v, "auto", document_window_mask(idx, 256, window, as_blocks=True))
+        return masked_attention(q, k, v, "auto", document_window_mask(idx, 256, window, as_blocks=True))
     for window in map(torch.tensor, (64, 40)):
-        expected = attention(q, k, v, "auto", document_window_mask(idx, 256, window))
+        expected = masked_attention(q, k, v, "auto", document_window_mask(idx, 256, window))
         with torch._dynamo.config.patch(error_on_recompile=int(window) != 64):
             torch.testing.assert_close(flex(window), expected, rtol=1e-4, atol=1e-4)
 

@@ -12,7 +12,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 import train_gpt2
 from helpers import ROOT, cold, hellaswag_file, logged, refused, run, train
-from model import load_model
+from recipes import load_model
 from runtime.checkpoint import Saver
 from runtime.console import Record
 from runtime.device import choose_device, peak_flops

@@ -9,7 +9,8 @@ import torch
 
 from helpers import llm_c_file, refused, script
 from hub import Hub
-from model import GPT, GPT2_SIZES, load_model
+from model import GPT, GPT2_SIZES
+from recipes import load_model
 from peers import (TINY, make_model, nanogpt_checkpoint, our_model, own_checkpoint, save, tokens,
                    transformers_model)
 from runtime.console import HEADER
