@@ -4,7 +4,6 @@ A file may be damaged or made to do harm. No code in it runs, it takes no more m
 and whatever is wrong with it becomes a UserError of one line.
 """
 import dataclasses
-import math
 import mmap
 import os
 import re

@@ -49,7 +49,7 @@ def test_nothing_imports_in_a_circle():
 
 
 def test_gpt2_can_be_imported_without_what_loads_exports_or_trains_it():
-    """`import model` loads at most five of the project's files. A fresh process, because tests import more."""
+    """`import model` loads at most five files of the project. A process of its own, as tests import more."""
     code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import model; print(*sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=ENV)
     loaded = MODULES & set(result.stdout.split())
