@@ -13,7 +13,7 @@ from torch.nn.modules.module import register_module_forward_hook
 
 import hellaswag
 from helpers import ROOT, hellaswag_file, logged, train
-from model import MODELS, load_model
+from recipes import MODELS, load_model
 from peers import make_model, tokens
 from runtime.tokenizer import EOT, encode, tokenizer
 from test_guards import (QUIET, TINY, WINDOW, column, save_start, sequences,  # noqa: F401
