@@ -167,8 +167,8 @@ class FrontierGPT(ModernLanguageModel):
     def __init__(self, config):
         super().__init__(config)
         V, C = config.vocab_size, config.n_embd
-        parts = parts_of_tokens(V)
-        self.register_buffer("parts", parts.clone(), persistent=False)          # (2, V)
+        parts = parts_of_tokens(V).clone()      # all models share what the function returns
+        self.register_buffer("parts", parts, persistent=False)                  # (2, V)
         blocks = [FrontierBlock(config, layer) for layer in range(config.n_layer)]
         self.transformer = nn.ModuleDict({
             "wte": Embedding(V, C),

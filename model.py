@@ -39,8 +39,8 @@ GPT2_SIZES = {
     "gpt2-xl": dict(n_layer=48, n_head=25, n_embd=1600),        # 1,557,611,200
 }
 
-# The choices of --attention: torch chooses one of its kernels ("auto"), the formula of the paper
-# ("naive"), or one kernel of torch's.
+# The choices of --attention. With "auto" torch chooses one of its kernels, "naive" is the formula
+# of the paper, and the others are one kernel of torch's each.
 SDPA_KERNELS = {
     "math": SDPBackend.MATH,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
@@ -62,7 +62,7 @@ class GPTConfig:
     n_layer: int = 12
     n_head: int = 12
     n_embd: int = 768
-    gelu: str = "tanh"          # GPT-2's approximation of GELU; "none" is the exact one, nanoGPT's
+    gelu: str = "tanh"          # nn.GELU's `approximate`; "none" is the exact GELU, nanoGPT's
 
 
 # ---------------------------------------------------------------------- attention
@@ -70,14 +70,14 @@ class GPTConfig:
 def attention(q, k, v, kernel="auto", mask=None):
     """softmax(q k^T / sqrt(hs)) v: q (B, T, nh, hs), k and v (B, S, nh, hs) -> (B, T, nh, hs).
 
-    `mask`, bool (B, 1, T, S), is True where a token of T may look at one of S. Without a mask each
-    token sees itself and all before it. `kernel` is one of ATTENTION.
+    Each token sees itself and all before it, or where the `mask`, bool (B, 1, T, S), is True. GPT-2
+    needs no mask, speedrun.py does. `kernel` is one of ATTENTION.
     """
     # torch wants the heads before the tokens: (B, nh, T, hs) and (B, nh, S, hs).
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     T, S = q.size(2), k.size(2)
 
-    # Without a mask T is S, or T is 1: the newest token, which sees everything in the cache.
+    # If T is not S, there is a cache and T is 1: the newest token sees all others, without a mask.
     is_causal = mask is None and T == S
 
     # On a CPU in bfloat16 the formula is faster than torch's kernels, while there are few scores.
@@ -101,12 +101,13 @@ def attention_by_formula(q, k, v, is_causal, mask):
     scores = (q / math.sqrt(hs)) @ k.transpose(-2, -1)                          # (B, nh, T, S)
 
     if is_causal:
+        # -inf above the diagonal, where a key comes after the query.
         future = torch.full((T, T), float("-inf"), dtype=q.dtype, device=q.device).triu(1)
         scores = scores + future
     elif mask is not None:
         scores = scores.masked_fill(~mask, float("-inf"))
 
-    weights = F.softmax(scores, dim=-1).to(v.dtype)
+    weights = F.softmax(scores, dim=-1).to(v.dtype)         # autocast returns float32
     return weights @ v
 
 

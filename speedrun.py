@@ -40,8 +40,8 @@ class SpeedrunConfig:
 class CastedLinear(Linear):
     """A linear layer without bias, stored in float32, that computes in the dtype of its input."""
 
-    def __init__(self, n_in, n_out, **how):
-        super().__init__(n_in, n_out, bias=False, **how)
+    def __init__(self, n_in, n_out, device=None):
+        super().__init__(n_in, n_out, bias=False, device=device)
 
     def forward(self, x):
         return F.linear(x, self.weight.to(x.dtype))
@@ -94,9 +94,9 @@ def document_window_mask(tokens, T, window, as_blocks=False):
     if as_blocks:
         return create_block_mask(sees, B, None, S, S, device=device)
 
-    b = torch.arange(B, device=device)[:, None, None, None]
-    q = torch.arange(S - T, S, device=device)[:, None]
-    k = torch.arange(S, device=device)[None, :]
+    b = torch.arange(B, device=device)[:, None, None, None]                     # (B, 1, 1, 1)
+    q = torch.arange(S - T, S, device=device)[:, None]                          # (T, 1)
+    k = torch.arange(S, device=device)                                          # (S,)
     return sees(b, None, q, k)
 
 
@@ -125,10 +125,10 @@ class SpeedrunAttention(nn.Module):
     def queries_keys_values(self, x, v1, rotary, past):
         """x (B, T, C) -> q (B, T, nh, hs), k and v (B, S, nh, hs), v1 (B, T, nh, hs)."""
         B, T, C = x.size()
-        heads = (B, T, self.n_head, C // self.n_head)
-        q = self.c_q(x).view(heads)
-        k = self.c_k(x).view(heads)
-        v = self.c_v(x).view(heads)
+        shape = (B, T, self.n_head, C // self.n_head)                           # (B, T, nh, hs)
+        q = self.c_q(x).view(shape)
+        k = self.c_k(x).view(shape)
+        v = self.c_v(x).view(shape)
 
         # Value residual (arXiv:2410.17897): each block mixes the values of the first block into its
         # own, in a learned proportion, so that what a token is does not get lost on the way.
