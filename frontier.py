@@ -18,6 +18,7 @@ import speedrun
 from runtime.kernels import Embedding, Linear, attention, matmul_dtype, norm
 from runtime.language_model import KVCache, ModernLanguageModel, rotate
 from runtime.muon import Muon
+from runtime.recipe import Recipe
 from runtime.tokenizer import EOT, VOCAB_SIZE, token_bytes
 
 ENDING = re.compile(r"(?<=...)(ings|ing|ies|ied|ers|er|ed|es|ly|s|e|y)\Z", re.DOTALL)
@@ -171,8 +172,8 @@ class FrontierGPT(ModernLanguageModel):
         """[Adam, Muon]. Rates as SpeedrunGPT's, the embedding's and the parts' that of the head. The bigram
         table's is a tenth of SpeedrunGPT's embedding's: most of its rows are seen only a few times.
 
-        `tokens`: of a step. One occurrence of a token gives its row of the embedding a gradient of about
-        1 / tokens (a multiple with several updates a step), of which eps is a tenth. The gradient of a token
+        `tokens`: of the largest batch. One occurrence of a token gives its row of the embedding a gradient of
+        about 1 / tokens (a multiple in smaller batches), of which eps is a tenth. The gradient of a token
         that does not occur is about its probability, and always lowers it: without eps Adam would turn even
         the smallest of them into a full step."""
         params = dict(self.named_parameters())
@@ -187,34 +188,56 @@ class FrontierGPT(ModernLanguageModel):
         return [adam, Muon(matrices, max_lr, weight_decay=weight_decay, dtype=dtype)]
 
 
-def optimizers(model: FrontierGPT, c) -> list:
-    return model.configure_optimizers(c.max_lr, c.weight_decay, speedrun.muon_dtype(c), c.total_batch_size)
+def make_optimizers(model: FrontierGPT, config) -> list:
+    return model.configure_optimizers(config.max_lr, config.weight_decay, speedrun.muon_dtype(config),
+                                      config.total_batch_size)
 
 
-def updates_of_run(steps: int, first: int) -> float:
-    """N, optimizer updates of a run with `first` a step at first (train_gpt2.updates_of_step)."""
-    return steps * sum(max(1, first >> third) for third in range(3)) / 3
+def position_in_log(n: float, first: float, last: float) -> float:
+    """Where n lies between `first` (0) and `last` (1) in the logarithm; outside of them 0 or 1."""
+    position = math.log(n / first, last / first)
+    return min(1.0, max(0.0, position))
 
 
-def automatic(config, ranks: int) -> dict:
-    """What 'auto' means in a schedule's flags (fits: docs/recipes.md). --updates_per_step in the first third:
-    a power of two, at most 4, by which the sequences of each of `ranks` divide; the best batch of an update
-    grows with the run's tokens D: 1,024 sqrt(D / 200,000). --cooldown, --min_lr: record 10's 29% and 0 up to
-    N = 110 updates, the later records' 60% and a tenth from 500, linear in log N between."""
-    updates, cooldown, min_lr = config.updates_per_step, config.cooldown, config.min_lr
-    if updates == "auto":
-        best = 1024 * math.sqrt(config.max_steps * config.total_batch_size / 2e5)
-        updates = min(4, 2**round(math.log2(max(1, config.total_batch_size / best))))
-        updates = math.gcd(updates, config.total_batch_size // (config.sequence_length * ranks) or 1)
-    long = min(1.0, max(0.0, math.log(updates_of_run(config.max_steps, updates) / 110, 500 / 110)))
-    return {"updates_per_step": updates, "cooldown": 0.29 + 0.31 * long if cooldown == "auto" else cooldown,
-            "min_lr": 0.1 * long * config.max_lr if min_lr == "auto" else min_lr}
+def initial_batch_size(config, world_size: int) -> int:
+    """What --initial_batch_size auto means. The best first batch has 1,024 sqrt(D / 200,000) tokens, where D
+    are those of the run (fitted, docs/recipes.md). Of a quarter, a half and all of --total_batch_size this is
+    the nearest one, in the logarithm, whose sequences divide by the processes."""
+    total = config.total_batch_size
+    for divisor, mean_batch in ((4, total * 3 / 7), (2, total * 3 / 4)):    # the mean over the run's steps
+        best = 1024 * math.sqrt(config.max_steps * mean_batch / 200_000)
+        divides = total % (divisor * config.sequence_length * world_size) == 0
+        if divides and total / divisor >= best / math.sqrt(2):
+            return total // divisor
+    return total
 
 
-def muon_momentum(step: int, config) -> float:
-    """From 0.80 to 0.85 in runs of N = 1,000 updates or fewer; from 3,000 on to the later records' 0.95, and
-    over the last tenth of the steps back to 0.85; between them linear in log N."""
-    N = updates_of_run(config.max_steps, config.updates_per_step)
-    last = 0.85 + 0.10 * min(1.0, max(0.0, math.log(N / 1000, 3)))
-    back = 0.85 + (last - 0.85) * min(1.0, (config.max_steps - step) / (0.1 * config.max_steps))
-    return min(speedrun.muon_momentum(step, config, 0.80, last), back)
+def automatic(config, world_size: int) -> dict:
+    """What "auto" means here. --cooldown and --min_lr (fitted, docs/recipes.md): up to 110 steps record 10's
+    29% and 0, from 500 on the later records' 60% and a tenth."""
+    long = position_in_log(config.max_steps, 110, 500)
+    return {"initial_batch_size": initial_batch_size(config, world_size),
+            "cooldown": 0.29 + 0.31 * long,
+            "min_lr": 0.1 * long * config.max_lr}
+
+
+def muon_momentum(progress: float, config) -> float:
+    """From 0.80 to 0.85 in runs of up to 1,000 steps. From 3,000 steps on to the later records' 0.95, and
+    back to 0.85 over the last tenth of the run."""
+    peak = 0.85 + 0.10 * position_in_log(config.max_steps, 1000, 3000)
+    rising = speedrun.muon_momentum(progress, config, 0.80, peak)
+    falling = 0.85 + (peak - 0.85) * min(1.0, (1.0 - progress) / 0.1)
+    return min(rising, falling)
+
+
+# modded-nanogpt's records up to 2026, where they help at small sizes, and more (docs/recipes.md).
+RECIPE = Recipe(
+    make_optimizers,
+    lr_scale=speedrun.trapezoid,
+    momentum=muon_momentum,
+    window=speedrun.window_schedule,
+    defaults=dict(n_head=6, max_steps=5833, warmup_steps=0, max_lr=0.02, weight_decay=0.0,
+                  grad_clip=math.inf),
+    own_flags=("window", "cooldown"),
+    automatic=automatic,
+)
