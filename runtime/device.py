@@ -1,4 +1,4 @@
-"""Device, dtype, memory, the size of a micro-batch, and the peak FLOP/s of GPUs."""
+"""The device and its dtype, the micro-batch that fits into its memory, and the peak FLOP/s of GPUs."""
 import contextlib
 import ctypes
 import functools
@@ -12,40 +12,61 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
+from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.torch_version import TorchVersion
 
 from runtime.cli import RunError, UserError, brief_error
-from runtime.dataloader import divide_update, updates_of_step
+from runtime.recipe import divide_batch
 
 
 def choose_device(name: str = "auto", local_rank: int = 0) -> str:
-    """'cuda:N', 'mps' or 'cpu'; N is `local_rank` unless the name says it. For 'auto' the first of them that
-    is available. UserError for one that is not, or a GPU on which no kernel runs."""
-    if TorchVersion(torch.__version__) < (2, 10):       # mm(out_dtype=) would break a graph there
+    """'cuda:N', 'mps' or 'cpu'; N is `local_rank` unless the name says it. 'auto' is the first of them that is
+    available. UserError for one that is not, or a GPU on which no kernel runs."""
+    if TorchVersion(torch.__version__) < (2, 10):           # mm(out_dtype=) would break a graph there
         raise UserError(f"torch {torch.__version__} is too old: pip install 'torch>=2.10'")
-    if not os.environ.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}:
-        # CUDA's allocator, before its first use, should split no large block. Else gradients and moments are
-        # put into the free block of the last micro-step's logits, and the next needs another: GPT-2 124M at
-        # 200 x 1,024 tokens then does not fit in 80 GB, although it uses 69
-        os.environ["PYTORCH_ALLOC_CONF"] = "max_split_size_mb:2048"
-    with warnings.catch_warnings(action="ignore"):      # torch's; ours say the same in one line
+    configure_allocator()
+
+    with warnings.catch_warnings(action="ignore"):          # torch's; ours say the same in one line
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    there = [f"cuda:{i}" for i in range(gpus)] + ["mps"] * torch.backends.mps.is_available() + ["cpu"]
-    gpu = f"cuda:{local_rank}"
-    device = {"auto": gpu if gpus else there[0], "cuda": gpu}.get(name, name)
-    if device not in there:
+    available = [f"cuda:{i}" for i in range(gpus)]
+    if torch.backends.mps.is_available():
+        available.append("mps")
+    available.append("cpu")
+
+    device = name
+    if name == "cuda" or (name == "auto" and gpus > 0):
+        device = f"cuda:{local_rank}"
+    elif name == "auto":
+        device = available[0]
+
+    if device not in available:
         raise UserError(f"--device {device}: not available here, torch {torch.__version__} finds "
-                        f"{', '.join(there)}: use one of these, and at most as many processes as GPUs")
+                        f"{', '.join(available)}: use one of these, and at most as many processes as GPUs")
     if device.startswith("cuda"):
-        try:                                            # makes the GPU's context
-            torch.ones(2, device=device).sum().item()
-        except RuntimeError as error:                   # "no kernel image is available", for one
-            if not is_out_of_memory(error):             # whoever needs more says what to do
-                raise UserError(f"{device_name(device)} cannot run torch {torch.__version__}, which has code "
-                                f"for {', '.join(torch.cuda.get_arch_list())}: {brief_error(error)} (another "
-                                "build: https://pytorch.org/get-started/previous-versions; --device cpu does "
-                                "without the GPU)") from None
+        check_gpu(device)
     return device
+
+
+def configure_allocator() -> None:
+    """Tells CUDA's allocator, before its first use, to split no large block. Otherwise gradients and moments
+    are put into the free block of the last micro-step's logits, and the next one needs another: GPT-2 124M at
+    200 x 1,024 tokens then does not fit in 80 GB, although it uses 69."""
+    if "PYTORCH_ALLOC_CONF" in os.environ or "PYTORCH_CUDA_ALLOC_CONF" in os.environ:
+        return                                              # the user's own settings
+    os.environ["PYTORCH_ALLOC_CONF"] = "max_split_size_mb:2048"
+
+
+def check_gpu(device: str) -> None:
+    """UserError if this build of torch has no kernels for the GPU."""
+    try:
+        torch.ones(2, device=device).sum().item()
+    except RuntimeError as error:
+        if is_out_of_memory(error):
+            return                      # whoever needs more memory later says what to do
+        raise UserError(f"{device_name(device)} cannot run torch {torch.__version__}, which has code for "
+                        f"{', '.join(torch.cuda.get_arch_list())}: {brief_error(error)} (another build: "
+                        "https://pytorch.org/get-started/previous-versions; --device cpu does without the "
+                        "GPU)") from None
 
 
 def device_name(device: str) -> str:
@@ -58,21 +79,28 @@ def device_name(device: str) -> str:
 
 
 def choose_dtype(name: str, device: str) -> str:
-    """`name`; for 'auto' 'bfloat16' if the hardware has it, else 'float16' on CUDA, 'float32' elsewhere."""
+    """`name`; for 'auto' bfloat16 if the hardware has it, else float16 on CUDA and float32 elsewhere."""
     if name != "auto":
         return name
     if device.startswith("cuda"):
         return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
-    native = device == "cpu" and (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
-    return "bfloat16" if native else "float32"
+    if device == "cpu" and (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()):
+        return "bfloat16"
+    return "float32"
 
+
+# ----------------------------------------------------------------------------- memory
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether a GPU or the machine ran out of memory: a MemoryError, torch's own error, or a RuntimeError of
     CUDA, of one of its libraries or of the CPU allocator. A compiler's error quotes the one that it wraps."""
+    if isinstance(error, MemoryError):
+        return True
+    if not isinstance(error, RuntimeError):
+        return False
     words = r"\b(CUDA|HIP|MPS|NCCL)\b.{0,200}out of memory|_ALLOC_FAILED|DefaultCPUAllocator: |MemoryError"
-    return isinstance(error, MemoryError) or isinstance(error, RuntimeError) and bool(
-        re.search(words, f"{type(error).__name__}: {error}", re.I | re.S))
+    text = f"{type(error).__name__}: {error}"
+    return re.search(words, text, re.IGNORECASE | re.DOTALL) is not None
 
 
 @contextlib.contextmanager
@@ -86,66 +114,131 @@ def oom_as_user_error(advice: Callable[[], str]) -> Iterator[None]:
         raise
 
 
-def time_micro_step(run, B: int) -> float:
-    """Seconds of a forward and backward of B sequences: the second one's, since the first may compile.
-    Changes neither weights nor gradients."""
-    # two tensors, as in a step: for one that is both, torch.compile makes another graph
-    x, y = (torch.zeros(B, run.config.sequence_length, dtype=torch.int64, device=run.process.device)
-            for _ in range(2))
-    if run.process.world_size > 1:              # a rank that is out of memory leaves no other waiting
-        run.wrapped.require_backward_grad_sync = False
+def most_sequences(device: str, sequence_length: int, vocab_size: int) -> int:
+    """How many sequences of a micro-step are worth a try."""
+    if device.startswith("cuda"):
+        # The logits and their gradient alone take so much, in 16 bits.
+        free, _ = torch.cuda.mem_get_info(device)
+        most = free // (2 * 2 * vocab_size * sequence_length)
+    else:
+        most = 4096 // sequence_length                      # more tokens are no faster on a CPU
+    return max(1, most)
+
+
+def time_micro_step(model: torch.nn.Module, B: int, T: int, device: str, autocast,
+                    reserve_bytes: int = 0) -> float:
+    """Seconds of a forward and backward of B sequences: of the second one, since the first may compile.
+    Changes neither weights nor gradients. `reserve_bytes` of memory are in use meanwhile."""
+    reserved = torch.empty(reserve_bytes, dtype=torch.uint8, device=device)
+
+    # Two tensors, as in a step: for one that is both, torch.compile would make another graph.
+    x = torch.zeros(B, T, dtype=torch.int64, device=device)
+    y = torch.zeros(B, T, dtype=torch.int64, device=device)
+
+    if isinstance(model, DDP):
+        model.require_backward_grad_sync = False        # a rank that runs out of memory leaves none waiting
     try:
         for _ in range(2):
             began = time.perf_counter()
-            with run.autocast:
-                _, loss = run.wrapped(x, y)
+            with autocast:
+                _, loss = model(x, y)
             loss.backward()
-            next(run.model.parameters()).grad.sum().item()      # waits for a GPU
-        return time.perf_counter() - began
+            next(model.parameters()).grad.sum().item()          # waits for a GPU
+            seconds = time.perf_counter() - began
     finally:
-        run.model.zero_grad(set_to_none=True)
+        model.zero_grad(set_to_none=True)
+        del reserved
+    return seconds
 
 
-def choose_batch_size(run) -> int:
-    """The most sequences of a micro-step: --batch_size; or as many as an update has, on a GPU halved as long
-    as a trial is out of memory, on a CPU 4,096 tokens, of which more are no faster. A compiled model is
-    compiled here, and --attention tried: where that fails, the run ends before its first step."""
-    config, process = run.config, run.process
-    auto, cuda = config.batch_size == "auto", process.device.startswith("cuda")
-    updates = updates_of_step(config.max_steps - 1, config)             # those with the most sequences
+def choose_batch_size(config, sequences: int, may_shrink: bool, process, trial: Callable) -> int:
+    """How many sequences a micro-step has: at most --batch_size, and a divisor of a rank's share of a step's
+    `sequences`. With `may_shrink` it is halved until `trial(B)` fits into the memory of every rank.
+
+    What is compiled is compiled here, and the attention kernel tried: a run that cannot work ends before its
+    first step.
+    """
+    on_gpu = process.device.startswith("cuda")
+    needs_trial = config.compile or (may_shrink and on_gpu) or config.attention not in ("auto", "naive")
+
     most = config.batch_size
-    if auto and cuda:                           # the logits and their gradient alone take so much, in 16 bits
-        most = torch.cuda.mem_get_info(process.device)[0] // (4 * config.vocab_size * config.sequence_length)
-    elif auto:
-        most = max(1, 4096 // config.sequence_length)
-    moments = sum(2 * p.nbytes for o in run.optimizers for g in o.param_groups for p in g["params"])
-    tried = config.compile or auto and cuda or config.attention not in ("auto", "naive")
-
-    def fits(B):
-        try:                                    # with room for the moments, which the first step allocates
-            _room = torch.empty(moments * cuda * (run.step == 0), dtype=torch.uint8, device=process.device)
-            with warnings.catch_warnings(record=True, action="always") as reasons:      # torch's
-                return time_micro_step(run, B) > 0
-        except Exception as error:              # the compiler, its backend and Triton raise many types
-            if is_out_of_memory(error):
-                if auto and B > 1:
-                    return False
-            elif re.search("No (available kernel|viable backend)", str(error)):
-                why = "; ".join(str(w.message).split(" (Triggered")[0] for w in reasons) or brief_error(error)
-                raise UserError(f"--attention {config.attention} cannot run on {process.device} in "
-                                f"{config.dtype} ({why}): use --attention auto") from None
-            elif config.compile:
-                raise RunError(f"torch.compile does not work here ({brief_error(error)}): train without it, "
-                               "--no_compile") from None
-            raise
     while True:
-        B, _ = divide_update(config, updates, process.world_size, min(process.gather(most)))  # GPUs differ
-        done = not tried or all(process.gather(process.on_all_ranks(fits, B)))
-        torch.cuda.empty_cache()                # what the run allocates need not fit into a trial's blocks
-        if done:
+        # The GPUs of the ranks may differ in size, but not their micro-batches.
+        B, _ = divide_batch(sequences, process.world_size, min(process.gather(most)))
+        if not needs_trial:
+            return B
+
+        fits = process.on_all_ranks(fits_in_memory, trial, B, may_shrink, config, process.device)
+        torch.cuda.empty_cache()        # what the run allocates need not fit into the blocks of a trial
+        if all(process.gather(fits)):
             return B
         most = B // 2
 
+
+def fits_in_memory(trial: Callable, B: int, may_shrink: bool, config, device: str) -> bool:
+    """Whether `trial(B)` fits. Raises what else goes wrong in it, with a remedy where we know one."""
+    try:
+        with warnings.catch_warnings(record=True, action="always") as reasons:          # torch's
+            trial(B)
+        return True
+    except Exception as error:          # the compiler, its backend and Triton raise many types
+        if is_out_of_memory(error):
+            if may_shrink and B > 1:
+                return False
+            raise
+
+        if re.search("No (available kernel|viable backend)", str(error)):
+            why = "; ".join(str(w.message).split(" (Triggered")[0] for w in reasons) or brief_error(error)
+            raise UserError(f"--attention {config.attention} cannot run on {device} in {config.dtype} "
+                            f"({why}): use --attention auto") from None
+        if config.compile:
+            raise RunError(f"torch.compile does not work here ({brief_error(error)}): train without it, "
+                           "--no_compile") from None
+        raise
+
+
+def peak_memory(device: str) -> int:
+    """Peak bytes so far: reserved by torch on a GPU, resident of the whole process on a CPU."""
+    if device.startswith("cuda"):
+        return torch.cuda.max_memory_reserved(device)
+    try:
+        import resource
+    except ImportError:                                     # Windows
+        return 0
+    unit = 1 if sys.platform == "darwin" else 1024          # macOS gives bytes, Linux kilobytes
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def tune_malloc() -> None:
+    """Makes glibc keep large freed blocks. By default it returns them to the kernel, which zeroes them page
+    by page at the next step; on a CPU that costs more than any kernel here."""
+    if sys.platform != "linux":
+        return
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "mallopt"):                        # musl
+        return
+    # M_MMAP_MAX, M_TRIM_THRESHOLD, M_TOP_PAD
+    for parameter, value in ((-4, 0), (-1, -1), (-2, 1 << 28)):
+        libc.mallopt(parameter, value)
+
+
+def fetch(tensor: torch.Tensor) -> Callable[[], list]:
+    """Starts to copy a small tensor to the CPU. Returns a function that waits for the copy, but not for work
+    that a GPU is given later, and returns its numbers."""
+    if not tensor.is_cuda:
+        return tensor.tolist
+
+    copy = tensor.to("cpu", non_blocking=True)              # into pinned memory
+    copied = torch.cuda.Event()
+    copied.record()
+
+    def wait():
+        copied.synchronize()
+        return copy.tolist()
+    return wait
+
+
+# ----------------------------------------------------------------------------- peak FLOP/s
 
 # Dense 16-bit peaks in TFLOP/s with fp32 accumulation, from NVIDIA's data sheets, which give them with
 # sparsity (twice as much), GeForce's also with fp16 accumulation (twice again). A name must match as a whole:
@@ -165,35 +258,7 @@ def peak_flops(device: str) -> float | None:
     if not device.startswith("cuda"):
         return None
     name = re.sub(r"^(NVIDIA |Tesla |GeForce )+", "", torch.cuda.get_device_name(device))
-    return next((tflops * 1e12 for key, tflops in PEAK_TFLOPS.items() if re.fullmatch(key, name)), None)
-
-
-def peak_memory(device: str) -> int:
-    """Peak bytes so far: reserved by torch on a GPU, resident of the whole process on a CPU."""
-    if device.startswith("cuda"):
-        return torch.cuda.max_memory_reserved(device)
-    try:
-        import resource
-    except ImportError:                         # Windows
-        return 0
-    unit = 1 if sys.platform == "darwin" else 1024          # macOS gives bytes, Linux kilobytes
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-def tune_malloc() -> None:
-    """Makes glibc keep large freed blocks. By default it returns them to the kernel, which zeroes them page
-    by page at the next step; on a CPU that costs more than any kernel here."""
-    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):       # musl has none
-        # M_MMAP_MAX, M_TRIM_THRESHOLD, M_TOP_PAD
-        for parameter, value in ((-4, 0), (-1, -1), (-2, 1 << 28)):
-            libc.mallopt(parameter, value)
-
-
-def fetch(tensor: torch.Tensor) -> Callable[[], list]:
-    """Starts to copy a small tensor to the CPU. Returns a function that waits for it, and not for what is
-    queued later on a GPU, and returns its numbers."""
-    if not tensor.is_cuda:
-        return tensor.tolist
-    copy, done = tensor.to("cpu", non_blocking=True), torch.cuda.Event()        # into pinned memory
-    done.record()
-    return lambda: done.synchronize() or copy.tolist()
+    for pattern, tflops in PEAK_TFLOPS.items():
+        if re.fullmatch(pattern, name):
+            return tflops * 1e12
+    return None
