@@ -1,12 +1,12 @@
-"""Checkpoints: which one a run resumes from, what it decides and restores, how one is written."""
+"""Checkpoints: where a run starts, what it takes from a checkpoint, and how one is written."""
 import dataclasses
 import math
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -16,36 +16,134 @@ from runtime.cli import RunError, UserError, safe_repr
 from runtime.console import Record, lowest
 from runtime.files import (checkpoints, lock_folder, newest_of, readable, remove_leftovers, replace_file,
                            writable)
-from runtime.muon import state_keys
-from runtime.presets import PRESETS
+from runtime.muon import ADAM_KEYS, CombinedOptimizer, state_keys
 from runtime.weights import find_checkpoint, model_from_checkpoint, read_checkpoint
 
-RUN_FILES = "log.txt", "metrics.csv", "loss.png", "wandb_id"       # beside the checkpoints
+RUN_FILES = "log.txt", "metrics.csv", "loss.png", "wandb_id"        # beside the checkpoints
 MODEL_SHAPE = "n_layer", "n_head", "n_embd", "block_size", "vocab_size"
 
 
-def choose_checkpoint(config) -> Path | None:
+# ----------------------------------------------------------------------------- where a run starts
+
+@dataclass
+class Start:
+    """Where a run starts: with fresh weights, with those of --init, or where a checkpoint ended."""
+    model: torch.nn.Module | None = None        # None: fresh weights
+    shape: dict = field(default_factory=dict)   # {flag: value} of the shape of that model
+    path: Path | None = None                    # the checkpoint, None for a new run
+    checkpoint: dict | None = None              # what it holds
+    recorded: dict = field(default_factory=dict)        # {flag: value} of the run that wrote it
+    step: int = 0                               # steps done
+
+
+def find_start(flags, given: Collection[str], process, models: dict, load_model: Callable) -> Start:
+    """Where the run of these flags starts. `given`: the names of those on the command line. `models`: the
+    model class of each recipe."""
+    # Rank 0 decides: without a shared file system other machines may have another newest checkpoint.
+    path = process.from_master(process.on_all_ranks(choose_checkpoint, flags))
+    if path:
+        return process.on_all_ranks(start_from_checkpoint, path, flags, models)
+    if flags.init != "scratch":
+        model = process.rank0_first(load_model, flags.init)
+        check_init(flags, given, model, models)
+        return Start(model, model_shape(model))
+    return Start()
+
+
+def choose_checkpoint(flags) -> Path | None:
     """The checkpoint that --resume asks for, or None for a new run."""
-    saved = [] if config.overfit else [path for _, path in checkpoints(config.out)]
-    # after a restart by torchrun --resume never or PATH, which the first attempt followed, means auto
-    if saved and (config.resume == "auto" or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-                  and read_checkpoint(saved[-1]).get("job") == os.environ.get("TORCHELASTIC_RUN_ID", "")):
+    saved = [] if flags.overfit else [path for _, path in checkpoints(flags.out)]
+    if saved and (flags.resume == "auto" or restarted_by_torchrun(saved[-1])):
         return saved[-1]
-    if config.resume in ("auto", "never"):
+    if flags.resume in ("auto", "never"):
         return None
-    if path := find_checkpoint(config.resume):
-        return path
-    raise UserError(f"--resume {config.resume} is neither a checkpoint nor a run's folder: check the path, "
-                    "or start a new run from a model's weights by --init")
+
+    path = find_checkpoint(flags.resume)
+    if path is None:
+        raise UserError(f"--resume {flags.resume} is neither a checkpoint nor a run's folder: check the "
+                        "path, or start a new run from a model's weights by --init")
+    return path
+
+
+def restarted_by_torchrun(newest: Path) -> bool:
+    """Whether torchrun has restarted this job after it saved the checkpoint. The first attempt followed
+    --resume never or PATH; now the run goes on from where that came to."""
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+        return False
+    return read_checkpoint(newest).get("job") == os.environ.get("TORCHELASTIC_RUN_ID", "")
+
+
+def start_from_checkpoint(path: Path, flags, models: dict) -> Start:
+    hint = recovery_hint(path)
+    checkpoint = read_checkpoint(path, hint)
+    with state_of_run(path):
+        model = model_from_checkpoint(checkpoint, path, models, hint)
+        recorded = recorded_flags(checkpoint["config"], flags)
+        recorded.update(model_shape(model))
+        step = checkpoint["step"]
+        if recorded["recipe"] != checkpoint["recipe"]:
+            raise ValueError(f"its recipe is {safe_repr(checkpoint['recipe'])} and {recorded['recipe']}")
+        if type(step) is not int or step < 0:
+            raise ValueError(f"its step is {safe_repr(step)}")
+    return Start(model, model_shape(model), path, checkpoint, recorded, step)
+
+
+def recorded_flags(config: dict, flags) -> dict:
+    """The flags that a checkpoint recorded, but for those that every start chooses anew. ValueError for a
+    value of another type: the file may be damaged or hostile. Ranges are checked with all other flags."""
+    recorded = {}
+    for f in dataclasses.fields(flags):
+        if f.name not in config or f.metadata.get("per_run"):
+            continue
+        value = config[f.name]
+        is_word = "word" in f.metadata and value == f.metadata["word"]
+        is_value = type(value) is f.type and value in f.metadata.get("choices", [value])
+        if not is_word and not is_value:
+            raise ValueError(f"its config says {f.name} = {safe_repr(value)}")
+        recorded[f.name] = value
+    return recorded
+
+
+def check_resumed_flags(start: Start, config, wanted: dict) -> None:
+    """UserError if the command line or the preset want ({flag: value}) something else than what the run has
+    been trained with, and for a run that is beyond its end."""
+    for f in dataclasses.fields(config):
+        if f.name not in wanted or f.name not in start.recorded or not f.metadata.get("fixed"):
+            continue
+        recorded = start.recorded[f.name]
+        resolved = getattr(start.model.config, f.name, recorded)        # what "auto" came to, then
+        if wanted[f.name] not in (recorded, resolved):
+            raise UserError(f"{start.path} was trained with --{f.name} {recorded}, not {wanted[f.name]}: "
+                            "give the same, or start a new run with another --out")
+
+    if start.step > config.max_steps:
+        raise UserError(f"{start.path} is at step {start.step}, beyond --max_steps {config.max_steps}: give "
+                        "more steps, or --resume an earlier checkpoint")
+
+
+def check_init(flags, given: Collection[str], model, models: dict) -> None:
+    """UserError if the model of --init is another recipe's, or if a given flag contradicts its shape."""
+    if type(model) is not models[flags.recipe]:         # recipes may share a class
+        raise UserError(f"--recipe {flags.recipe} contradicts --init {flags.init}, whose model has "
+                        f"{model.recipe}: give that")
+    for name, value in model_shape(model).items():
+        if name in given and getattr(flags, name) != value:
+            raise UserError(f"--{name} {getattr(flags, name)} contradicts --init {flags.init}, whose model "
+                            f"has {value}: give that")
+
+
+def model_shape(model) -> dict:
+    return {name: getattr(model.config, name) for name in MODEL_SHAPE}
 
 
 def recovery_hint(path: Path) -> str:
     """What to do about a checkpoint that cannot be used."""
     if not path.exists():
         return "put --out on a file system that all machines share"
-    others = [p.name for _, p in checkpoints(path.parent) if p != path]
-    return (f"remove it, and the same command resumes from {others[-1]}" if others else
-            "start a new run with another --out")
+    others = [other.name for _, other in checkpoints(path.parent) if other != path]
+    if not others:
+        return "start a new run with another --out"
+    return f"remove it, and the same command resumes from {others[-1]}"
 
 
 def state_of_run(path: Path):
@@ -54,116 +152,94 @@ def state_of_run(path: Path):
                     problem="does not hold the state of a run of train_gpt2.py")
 
 
-def begin_or_resume(flags, explicit_flags: set[str], process, models: dict, load_model: Callable) -> tuple:
-    """(flags of the run, model or None, checkpoint or None, its path). A new run begins with fresh weights or
-    those of --init. A resumed one keeps its earlier flags unless they are given again."""
-    # rank 0 decides: without a shared file system other machines may have another newest checkpoint
-    path = process.gather(process.on_all_ranks(choose_checkpoint, flags))[0]
-    if path:
-        return process.on_all_ranks(read_run, flags, explicit_flags, models, path)
-    return flags, load_init(flags, explicit_flags, process, models, load_model), None, None
+# ----------------------------------------------------------------------------- what a run takes from it
+
+def check_same_data(start: Start, data, name: str) -> None:
+    """UserError if the run was trained on other shards than those of --data `name`, by their content."""
+    with state_of_run(start.path):
+        trained_on = [shard[1:] for shard in start.checkpoint["data"]["train"]]
+    if trained_on != [shard[1:] for shard in data.train.fingerprint]:
+        raise UserError(f"{start.path} was trained on other shards than {name} has: bring those back, or "
+                        f"start a new run from its weights by --init {start.path} --out ANOTHER")
 
 
-def read_run(config, explicit_flags: set[str], models: dict, path: Path) -> tuple:
-    """What begin_or_resume returns for a run that resumes from `path`. UserError for a flag, explicit or
-    preset, that may not change, and for a step beyond --max_steps."""
-    checkpoint, kept = read_checkpoint(path, recovery_hint(path)), {}
-    given = explicit_flags | PRESETS[config.preset][1].keys()
-    if config.init != "scratch":                # then the model's shape won over the preset's
-        given -= {*MODEL_SHAPE} - explicit_flags
-    with state_of_run(path):
-        step, before = checkpoint["step"], checkpoint["config"]
-        model = model_from_checkpoint(checkpoint, path, models, recovery_hint(path))
-        before = before | model_shape(model)
-        for f in dataclasses.fields(config):
-            if f.name in before and not f.metadata.get("per_run"):
-                had, now = before[f.name], getattr(config, f.name)
-                meta, recipe = f.metadata, before["recipe"]
-                if (type(had) is not f.type or had not in (meta.get("choices") or [had])
-                        or recipe not in meta.get("recipes", [recipe])) and had != meta.get("word", f.type):
-                    raise ValueError(f"its config says {f.name} = {safe_repr(had)}")
-                fits = had, getattr(model.config, f.name, had)
-                if f.name in given and f.metadata.get("fixed") and now not in fits:
-                    raise UserError(f"{path} was trained with --{f.name} {had}, not {now}: give the same, or "
-                                    "start a new run with another --out")
-                kept[f.name] = now if f.name in explicit_flags else had
-        asked = dataclasses.replace(config, **kept)
-        if asked.recipe != checkpoint["recipe"] or type(step) is not int or step < 0:
-            raise ValueError(f"its recipe is {asked.recipe}, its step {safe_repr(step)}")
-    if step > asked.max_steps:
-        raise UserError(f"{path} is at step {step}, beyond --max_steps {asked.max_steps}: give more steps, "
-                        "or --resume an earlier checkpoint")
-    return asked, model, checkpoint, path
+def saved_sequences(start: Start) -> int:
+    """How many sequences the run has been trained on."""
+    with state_of_run(start.path):
+        sequences = start.checkpoint["sequences"]
+        if type(sequences) is not int or not 0 <= sequences < 2**60:
+            raise ValueError(f"its sequences are {safe_repr(sequences)}")
+    return sequences
 
 
-def load_init(config, explicit_flags: set[str], process, models: dict, load_model: Callable):
-    """The model of --init, None for scratch. UserError if another recipe's, or if a flag contradicts it."""
-    if config.init == "scratch":
-        return None
-    model = process.rank0_first(load_model, config.init)
-    named = {cls: name for name, cls in models.items()} | {models[config.recipe]: config.recipe}
-    recipe = named[type(model)]                     # recipes may share a class
-    for name, value in (model_shape(model) | {"recipe": recipe}).items():
-        if getattr(config, name) != value and name in explicit_flags | {"recipe"}:
-            raise UserError(f"--{name} {getattr(config, name)} contradicts --init {config.init}, whose model "
-                            f"has {value}: give that")
-    if "window" in explicit_flags and hasattr(model.config, "window"):
-        model.config.window = 0 if config.window == "auto" else config.window       # any fits the weights
-    return model
+def restore_scaler(start: Start, scaler: torch.amp.GradScaler) -> None:
+    with state_of_run(start.path):
+        saved = start.checkpoint["scaler"]
+        if not scaler.is_enabled() or not saved:
+            return
+        scale, steps = float(saved["scale"]), int(saved["_growth_tracker"])
+        if not (0 < scale < math.inf and 0 <= steps < 2**31):
+            raise ValueError(f"its scale is {scale}, since {steps} steps")
+        scaler.load_state_dict(scaler.state_dict() | {"scale": scale, "_growth_tracker": steps})
 
 
-def model_shape(model) -> dict:
-    return {name: getattr(model.config, name) for name in MODEL_SHAPE} if model else {}
+def restore_optimizer(start: Start, optimizer: CombinedOptimizer) -> None:
+    """Loads the moments that this rank has."""
+    owners = optimizer.owners()
+    with state_of_run(start.path):
+        saved = start.checkpoint["optimizers"]
+        for part in optimizer.optimizers:
+            for group in part.param_groups:
+                for name, p in zip(group["param_names"], group["params"], strict=True):
+                    if owners.get(p, optimizer.rank) == optimizer.rank:
+                        part.state[p] = read_moments(saved[name], name, p, state_keys(part))
+            part.load_state_dict(part.state_dict())         # puts them on the device
 
 
-def restore(run, checkpoint: dict, path: Path) -> None:
-    """Step, scaler, and the moments that this rank holds; the model was built with the saved weights.
-    UserError if the run was trained on other shards; their names may change."""
-    run.step, rank, data = checkpoint["step"], run.process.rank, run.data.fingerprints()
-    with state_of_run(path):
-        if [shard[1:] for shard in checkpoint["data"]["train"]] != [shard[1:] for shard in data["train"]]:
-            raise UserError(f"{path} was trained on other shards than {run.config.data} has: bring those "
-                            f"back, or start a new run from its weights by --init {path} --out ANOTHER")
-        if run.scaler.is_enabled() and (saved := checkpoint["scaler"]):
-            scale, steps = float(saved["scale"]), int(saved["_growth_tracker"])
-            if not (0 < scale < math.inf and 0 <= steps < 2**31):
-                raise ValueError(f"its scale is {scale}, since {steps} steps")
-            run.scaler.load_state_dict(run.scaler.state_dict() | {"scale": scale, "_growth_tracker": steps})
-        for optimizer in run.optimizers:
-            owner, groups = getattr(optimizer, "owner", {}), optimizer.param_groups
-            for name, p in [pair for g in groups for pair in zip(g["param_names"], g["params"], strict=True)]:
-                for key in state_keys(optimizer) if owner.get(p, rank) == rank else ():
-                    value = checkpoint["optimizers"][name][key]
-                    if value.shape != (() if key == "step" else p.shape) or not value.isfinite().all():
-                        raise ValueError(f"its optimizer's {key} of {name} does not fit")
-                    optimizer.state[p][key] = value.clone()                 # out of the mapped file
-            optimizer.load_state_dict(optimizer.state_dict())               # puts them on the device
+def read_moments(saved: dict, name: str, p: torch.Tensor, keys: tuple[str, ...]) -> dict:
+    moments = {}
+    for key in keys:
+        shape = () if key == "step" else p.shape
+        if saved[key].shape != shape or not saved[key].isfinite().all():
+            raise ValueError(f"its optimizer's {key} of {name} does not fit")
+        moments[key] = saved[key].clone()                   # out of the memory-mapped file
+    return moments
 
 
-def gather_state(run) -> dict:
+# ----------------------------------------------------------------------------- what a checkpoint holds
+
+def gather_moments(model: torch.nn.Module, optimizer: CombinedOptimizer) -> dict:
     """{parameter's name: {key: tensor}} of all optimizers, complete on rank 0, in the CPU's memory. All ranks
-    call it: the moments of a parameter with an owner are on that rank alone."""
-    owner, keys, state, gathered, rank = dict(run.owner), {}, {}, {}, run.process.rank
-    for optimizer in run.optimizers:
-        owner |= getattr(optimizer, "owner", {})
-        keys |= {p: state_keys(optimizer) for group in optimizer.param_groups for p in group["params"]}
-        state |= optimizer.state
-    for name, p in run.model.named_parameters():
-        holder, gathered[name] = owner.get(p, 0), {}
-        for key in keys.get(p, ("step", "exp_avg", "exp_avg_sq")):      # Adam's, where others hold them
-            # of a parameter that was never updated, because float16 skipped every step, they are zero
-            mine = rank == holder and p in state
-            tensor = state[p][key] if mine else p.new_zeros(() if key == "step" else p.shape)
-            if holder != 0:
-                dist.broadcast(tensor, holder)
-            if rank == 0:
-                gathered[name][key] = tensor.to("cpu")
+    call it: the moments of a parameter that has an owner are on that rank alone."""
+    owners = optimizer.owners()
+    keys, state = {}, {}
+    for part in optimizer.optimizers:
+        state.update(part.state)
+        for group in part.param_groups:
+            keys.update(dict.fromkeys(group["params"], state_keys(part)))
+
+    gathered = {}
+    for name, p in model.named_parameters():
+        owner = owners.get(p, 0)
+        moments = {}
+        for key in keys.get(p, ADAM_KEYS):                  # those of Adam, where other ranks hold them
+            if optimizer.rank == owner and p in state:
+                tensor = state[p][key]
+            else:
+                # On the owner: float16 has skipped every step so far, and the moments would be zero.
+                tensor = p.new_zeros(() if key == "step" else p.shape)
+            if owner != 0:
+                dist.broadcast(tensor, owner)
+            if optimizer.rank == 0:
+                moments[key] = tensor.to("cpu")
+        gathered[name] = moments
     return gathered
 
 
 def weights_digest(model: torch.nn.Module) -> int:
     """A sum of the weights' bits: ranks that have drifted apart differ in it."""
-    return torch.stack([p.detach().view(torch.int32).sum() for p in model.parameters()]).sum().item()
+    sums = [p.detach().view(torch.int32).sum() for p in model.parameters()]
+    return torch.stack(sums).sum().item()
 
 
 def host_copy(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -177,32 +253,39 @@ class Saver:
     `background`: by a thread, while training continues; what it is given must then be copies."""
 
     def __init__(self, out: str, keep: int | str, background: bool, say: Callable[[str], None]):
-        self.out, self.keep, self.background, self.say = Path(out), keep, background, say
-        self.thread, self.pending = ThreadPoolExecutor(1, "checkpoint"), None
+        self.out = Path(out)
+        self.keep = keep
+        self.background = background
+        self.say = say
+        self.thread = ThreadPoolExecutor(1, "checkpoint")
+        self.pending = None             # the file that is being written
 
-    def write(self, content: dict, record) -> None:
+    def write(self, content: dict, record: Record) -> None:
         """`record` knows the best step, and is on the disk before a checkpoint that continues it. RunError if
         this or, with `background`, the file before could not be written, or a number is not finite."""
         self.finish()
         record.sync()
-        best = lowest(record.rows, dict(checkpoints(self.out)))      # (loss, step) or None
-        self.pending = self.thread.submit(self._write, content, best and best[1])
+        best = lowest(record.rows, dict(checkpoints(self.out)))
+        best_step = best[1] if best else None
+        self.pending = self.thread.submit(self._write, content, best_step)
         if not self.background:
             self.finish()
 
-    def _write(self, content, best):
-        began, path = time.perf_counter(), self.out / f"checkpoint_{content['step']:06d}.pt"
-        tensors = {f"{key} of {name}": t for name, state in content["optimizers"].items()
-                   for key, t in state.items()} | content["model"]
-        if bad := next((name for name, t in tensors.items() if not t.isfinite().all()), None):
-            raise RunError(f"after step {content['step']}, {bad} is not finite: {path.name} is not saved. "
-                           f"{newest_of(self.out)}; lower --max_lr if it happens again")
+    def _write(self, content, best_step):
+        began = time.perf_counter()
+        path = self.out / f"checkpoint_{content['step']:06d}.pt"
+        check_finite(content, path)
         with writable(self.out, begun=True):
             replace_file(path, lambda file: torch.save(content, file))
-            for step, old in checkpoints(self.out)[:-self.keep] if self.keep != "all" else []:
-                if step != best:
-                    old.unlink()
+            self._remove_old(best_step)
         self.say(f"saved {path} in {time.perf_counter() - began:.1f} s")
+
+    def _remove_old(self, best_step):
+        if self.keep == "all":
+            return
+        for step, path in checkpoints(self.out)[:-self.keep]:
+            if step != best_step:
+                path.unlink()
 
     def finish(self) -> None:
         """Waits until the file is there. Raises what its writing raised."""
@@ -211,41 +294,90 @@ class Saver:
             pending.result()
 
 
-def move_aside(out: Path, path: Path | None, step: int, say: Callable[[str], None]) -> None:
-    """Moves an earlier run's files, by their names, and nothing else from `out` to OUT/previous_N. Of the run
-    that resumes from `path` at `step` these are its later checkpoints, with copies of its logs."""
-    resumes = path is not None and path.resolve().parent == out.resolve()
-    saved = [p for s, p in checkpoints(out) if not resumes or s > step]
-    logs = [p for name in RUN_FILES if (p := out / name).is_file()]
+def check_finite(content: dict, path: Path) -> None:
+    tensors = dict(content["model"])
+    for name, moments in content["optimizers"].items():
+        for key, tensor in moments.items():
+            tensors[f"{key} of {name}"] = tensor
+
+    for name, tensor in tensors.items():
+        if not tensor.isfinite().all():
+            raise RunError(f"after step {content['step']}, {name} is not finite: {path.name} is not saved. "
+                           f"{newest_of(path.parent)}; lower --max_lr if it happens again")
+
+
+# ----------------------------------------------------------------------------- the folder --out
+
+class Output:
+    """The folder --out: its lock, metrics.csv and log.txt (`record`), and the checkpoints (`saver`). Only rank
+    0 has them, and not with --overfit; elsewhere `record` and `saver` are None.
+
+    As a context manager it completes and closes its files, however the run ends.
+    """
+
+    def __init__(self):
+        self.lock = None
+        self.record = None
+        self.saver = None
+
+    def open(self, config, start: Start, process, tokens_before: Callable[[int], int]) -> None:
+        """Locks the folder and moves what is of another run out of the way."""
+        if config.overfit or not process.is_master:
+            return
+        out = Path(config.out)
+        self.lock = lock_folder(out)
+        if config.resume == "auto" and choose_checkpoint(config) != start.path:
+            # It was saved while this run was set up.
+            raise RunError(f"another run has just ended in {out}: give the same command again")
+
+        move_aside(out, start, process.print0)
+        self.record = Record(out, start.step, tokens_before, vars(config), config.wandb)
+        on_gpu = process.device != "cpu"                # a thread can write while the GPU trains
+        self.saver = Saver(out, config.keep_checkpoints, on_gpu, process.print0)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        try:
+            if self.saver:
+                self.saver.finish()
+        finally:
+            if self.record:
+                self.record.close()
+
+
+def move_aside(out: Path, start: Start, say: Callable[[str], None]) -> None:
+    """Moves the files of an earlier run, by their names, and nothing else from `out` to OUT/previous_N. Of a
+    run that resumes these are its later checkpoints, with copies of its logs."""
     remove_leftovers(out, rf"checkpoint_\d+\.pt|{'|'.join(RUN_FILES)}")
-    if saved or logs and not resumes:
-        folder = next(p for n in range(1, 10**6) if not os.path.lexists(p := out / f"previous_{n}"))
-        folder.mkdir()
-        for p in saved:
-            shutil.move(p, folder)
-        for p in logs:
-            (shutil.copy if resumes else shutil.move)(p, folder)
-        say(f"{len(logs + saved)} files of an earlier run in {out} are now in {folder}")
+    resumes = start.path is not None and start.path.resolve().parent == out.resolve()
+    logs = [out / name for name in RUN_FILES if (out / name).is_file()]
+    if resumes:
+        saved = [path for step, path in checkpoints(out) if step > start.step]
+        needed = bool(saved)
+    else:
+        saved = [path for _, path in checkpoints(out)]
+        needed = bool(saved or logs)
+    if not needed:
+        return
+
+    folder = new_folder(out)
+    for path in saved:
+        shutil.move(path, folder)
+    for path in logs:
+        if resumes:
+            shutil.copy(path, folder)
+        else:
+            shutil.move(path, folder)
+    say(f"{len(logs + saved)} files of an earlier run in {out} are now in {folder}")
 
 
-def open_output(run, path: Path | None) -> None:
-    """On rank 0: locks --out, moves what is of another run out of the way, and opens the logs."""
-    config, process = run.config, run.process
-    if process.is_master:
-        run.lock = lock_folder(config.out)
-        if config.resume == "auto" and choose_checkpoint(config) != path:       # saved while we set up
-            raise RunError(f"another run has just ended in {config.out}: give the same command again")
-        move_aside(Path(config.out), path, run.step, process.print0)
-        run.record = Record(config.out, run.step, config.total_batch_size, vars(config), config.wandb)
-        done = next((row for row in run.record.rows if row["step"] == run.step), {})
-        run.logged = tuple(kind for kind in ("val", "hella") if done.get(kind) is not None)
-        run.saver = Saver(config.out, config.keep_checkpoints, process.device != "cpu", process.print0)
-
-
-def outputs(run) -> ExitStack:
-    """Around the loop: at its end, however it ends, what is being written is completed and closed."""
-    stack = ExitStack()
-    for close in (run.record.close, run.saver.finish) if run.record else ():
-        stack.callback(close)                   # the last one first
-    stack.callback(run.batches.close)
-    return stack
+def new_folder(out: Path) -> Path:
+    """Makes OUT/previous_N, with the first number that is free."""
+    number = 1
+    while os.path.lexists(out / f"previous_{number}"):
+        number += 1
+    folder = out / f"previous_{number}"
+    folder.mkdir()
+    return folder
