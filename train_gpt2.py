@@ -13,9 +13,11 @@ import os
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
+from functools import partial
 from inspect import signature
 
 import torch
@@ -26,424 +28,617 @@ import frontier
 import hellaswag
 import speedrun
 from model import MODELS, fresh_model, load_model
-from runtime import checkpoint as checkpoints
 from runtime import plots
+from runtime.checkpoint import (Output, Start, check_resumed_flags, check_same_data, find_start,
+                                gather_moments, host_copy, restore_optimizer, restore_scaler,
+                                saved_sequences, weights_digest)
 from runtime.cli import RunError, flag, run_command, said_once
-from runtime.console import Record, in_bits, log_evaluation, log_steps, print_header, print_summary
-from runtime.dataloader import (Data, divide_update, micro_batches, open_data, read_ahead, to_device,
-                                updates_of_step)
-from runtime.device import (choose_batch_size, choose_device, choose_dtype, fetch, oom_as_user_error,
-                            tune_malloc)
+from runtime.console import StepLog, in_bits, print_estimate, print_header, print_summary
+from runtime.dataloader import Data, TrainLoader, open_data, to_device
+from runtime.device import (choose_batch_size, choose_device, choose_dtype, fetch, most_sequences,
+                            oom_as_user_error, time_micro_step, tune_malloc)
 from runtime.files import newest_of
 from runtime.kernels import ATTENTION
 from runtime.language_model import LanguageModel
-from runtime.muon import broadcast_updates, shard_matrices, step_together
-from runtime.presets import PRESETS, check_complete, read_flags
-from runtime.ranks import Process, find_ranks
+from runtime.muon import CombinedOptimizer
+from runtime.presets import OVERFIT, PRESETS, RATES, check_flags, parse_flags
+from runtime.ranks import Process, StopRequested, find_ranks
+from runtime.recipe import BatchSchedule, Recipe, batch_schedule
 from runtime.tokenizer import EOT, encode, tokenizer
 
-START, DATA, MODEL, BATCH, OPTIM, SPEED, OUTPUT = "start data model batch optimisation speed output".split()
-MODERN = "speedrun", "frontier"             # recipes with a window and a cooldown
+# ----------------------------------------------------------------------------- the recipe of GPT-2
+
+def warmup_cosine(step: int, progress: float, config) -> float:
+    """Linear warmup, then a cosine that ends at min_lr with the run's tokens (arXiv:1608.03983)."""
+    if step < config.warmup_steps:
+        return (step + 1) / config.warmup_steps
+
+    warmup = min(1.0, config.warmup_steps / config.max_steps)
+    decay = (progress - warmup) / max(1e-9, 1.0 - warmup)
+    decay = min(1.0, max(0.0, decay))
+    min_scale = config.min_lr / config.max_lr
+    return min_scale + 0.5 * (1.0 + math.cos(math.pi * decay)) * (1.0 - min_scale)
+
+
+RECIPES = {
+    # GPT-3 Small's settings (Brown et al. 2020, arXiv:2005.14165, table 2.1 and appendix B).
+    "gpt2": Recipe(
+        lambda model, config: model.configure_optimizers(config.max_lr, config.weight_decay),
+        lr_scale=warmup_cosine,
+    ),
+    "speedrun": speedrun.RECIPE,
+    "frontier": frontier.RECIPE,
+}
+
+
+# ----------------------------------------------------------------------------- flags
+
+START, DATA, MODEL, BATCH = "start", "data", "model", "batch"
+OPTIM, SPEED, OUTPUT = "optimisation", "speed", "output"
 
 
 @dataclass
 class Config:
-    """The flags. On resume fixed ones cannot change, and per_run ones are not taken from the checkpoint."""
-    preset: str = flag("gpt2", START, "named defaults, see below", choices=list(PRESETS), per_run=True)
-    dry_run: bool = flag(False, START, "print what would run and how long; writes nothing", per_run=True)
-    data: str = flag("edu_fineweb10B", DATA, "folder of token shards")
-    overfit: bool = flag(False, DATA, "sanity run: overfit one batch of 4 x 32 tokens; writes nothing")
-    shuffle: bool = flag(True, DATA, "permute shards and sequences, by the seed and the epoch", fixed=True)
-    val_tokens: int = flag(10_485_760, DATA, "tokens per validation, the first of the val shards", above=0)
-    hellaswag_data: str = flag("", DATA, "HellaSwag examples as .jsonl (default: from the Hugging Face hub)")
-    recipe: str = flag("gpt2", MODEL, "model, optimizers and schedule", choices=list(MODELS), fixed=True)
-    init: str = flag("scratch", MODEL, "scratch, gpt2, OWNER/NAME, a checkpoint, run or folder", fixed=True)
-    n_layer: int = flag(12, MODEL, "blocks", above=0, fixed=True)
-    n_head: int = flag(12, MODEL, "attention heads", above=0, fixed=True)
-    n_embd: int = flag(768, MODEL, "width", above=0, fixed=True)
-    block_size: int = flag(1024, MODEL, "longest sequence, tokens", above=0, fixed=True)
-    vocab_size: int = flag(50304, MODEL, "50304 is 50257, padded", above=0, most=65536, fixed=True)
-    window: int = flag("auto", MODEL, "sliding window at the end of the run, tokens; auto: full attention",
-                       word="auto", above=0, fixed=True, recipes=MODERN)
-    total_batch_size: int = flag(524288, BATCH, "tokens per step, all ranks", above=0, fixed=True)
-    batch_size: int = flag("auto", BATCH, "most sequences a micro-step", word="auto", above=0, per_run=True)
-    sequence_length: int = flag("auto", BATCH, "tokens; auto: block_size", word="auto", above=0, fixed=True)
-    updates_per_step: int = flag("auto", BATCH, "optimizer updates a step, halved at 1/3 and 2/3 of the run; "
-                                 "auto: 1, frontier: by the run's tokens", word="auto", above=0)
-    max_steps: int = flag(19073, OPTIM, "optimizer steps; 19073 are one epoch of 10B tokens", above=0)
-    warmup_steps: int = flag(715, OPTIM, "steps of linear warmup; 715 are GPT-3's 375 million tokens")
-    max_lr: float = flag(6e-4, OPTIM, "learning rate after the warmup", above=0)
-    min_lr: float = flag("auto", OPTIM, "at the end; auto: max_lr / 10, frontier: by updates", word="auto")
-    cooldown: float = flag("auto", OPTIM, "last fraction of the steps, in which lr decays; auto: "
-                           "0.2856, frontier: by updates", word="auto", above=0, most=1, recipes=MODERN)
-    weight_decay: float = flag(0.1, OPTIM, "of AdamW (matrices, embeddings) and Muon")
-    grad_clip: float = flag(1.0, OPTIM, "largest gradient norm; inf: no clipping", above=0, most=math.inf)
-    seed: int = flag(1337, OPTIM, "random seed of initial weights and data order", most=2**63 - 1, fixed=True)
-    device: str = flag("auto", SPEED, "auto, cuda, mps or cpu", per_run=True)
-    dtype: str = flag("auto", SPEED, "of matrix products (autocast); auto: bfloat16 where supported",
+    """All flags. When a run resumes, `fixed` ones cannot change, and `per_run` ones are chosen anew: they are
+    not taken from the checkpoint. `word` may stand in place of a number."""
+    preset: str = flag("gpt2", START, "A named set of defaults, see below.", choices=list(PRESETS),
+                       per_run=True)
+    dry_run: bool = flag(False, START, "Print what would run and how long it takes, and write nothing.",
+                         per_run=True)
+
+    data: str = flag("edu_fineweb10B", DATA, "Folder of token shards.")
+    overfit: bool = flag(False, DATA, "Sanity run: overfit one batch of 4 x 32 tokens. Writes nothing.")
+    shuffle: bool = flag(True, DATA, "Permute shards and sequences anew in each epoch.", fixed=True)
+    val_tokens: int = flag(10_485_760, DATA, "Tokens of a validation: the first of the val shards.",
+                           above=0)
+    hellaswag_data: str = flag("", DATA, "HellaSwag examples as .jsonl. Default: from Hugging Face's hub.")
+
+    recipe: str = flag("gpt2", MODEL, "Model, optimizers and schedules.", choices=list(MODELS), fixed=True)
+    init: str = flag("scratch", MODEL, "Where the weights come from: scratch, gpt2, OWNER/NAME of the hub, "
+                     "a checkpoint, or a folder.", fixed=True)
+    n_layer: int = flag(12, MODEL, "Number of blocks.", above=0, fixed=True)
+    n_head: int = flag(12, MODEL, "Attention heads.", above=0, fixed=True)
+    n_embd: int = flag(768, MODEL, "Width of the model.", above=0, fixed=True)
+    block_size: int = flag(1024, MODEL, "Longest sequence, in tokens.", above=0, fixed=True)
+    vocab_size: int = flag(50304, MODEL, "Rows of the embedding. GPT-2's 50257 tokens are padded to 50304.",
+                           above=0, most=65536, fixed=True)
+    window: int = flag("auto", MODEL, "Tokens that attention looks back at the end of the run. 'auto': all.",
+                       word="auto", above=0, fixed=True)
+
+    total_batch_size: int = flag(524288, BATCH, "Tokens of an optimizer step, on all processes together.",
+                                 above=0, fixed=True)
+    initial_batch_size: int = flag("auto", BATCH, "Tokens of the first steps. The batch doubles after 1/3 "
+                                   "and 2/3 of the run's tokens. 'auto': --total_batch_size; for frontier "
+                                   "by the run's tokens.", word="auto", above=0)
+    batch_size: int = flag("auto", BATCH, "Most sequences of a micro-step. 'auto': what fits into memory.",
+                           word="auto", above=0, per_run=True)
+    sequence_length: int = flag("auto", BATCH, "Tokens of a sequence. 'auto': --block_size.", word="auto",
+                                above=0, fixed=True)
+
+    max_steps: int = flag(19073, OPTIM, "Optimizer steps. 19073 are one epoch of 10B tokens.", above=0)
+    warmup_steps: int = flag(715, OPTIM, "Steps of linear warmup. 715 are GPT-3's 375M tokens.")
+    max_lr: float = flag(6e-4, OPTIM, "Learning rate after the warmup.", above=0)
+    min_lr: float = flag("auto", OPTIM, "Learning rate at the end. 'auto': a tenth of --max_lr; for "
+                         "frontier by --max_steps.", word="auto")
+    cooldown: float = flag("auto", OPTIM, "Last part of the run, in which the learning rate falls. 'auto': "
+                           "0.2856; for frontier by --max_steps.", word="auto", above=0, most=1)
+    weight_decay: float = flag(0.1, OPTIM, "Weight decay of AdamW (matrices, embeddings) and of Muon.")
+    grad_clip: float = flag(1.0, OPTIM, "Largest norm of the gradient. 'inf' clips nothing.", above=0,
+                            most=math.inf)
+    seed: int = flag(1337, OPTIM, "Random seed of the fresh weights and of the data's order.",
+                     most=2**63 - 1, fixed=True)
+
+    device: str = flag("auto", SPEED, "auto, cuda, mps or cpu.", per_run=True)
+    dtype: str = flag("auto", SPEED, "Of matrix products (autocast). 'auto': bfloat16 where supported.",
                       choices=["auto", "float32", "bfloat16", "float16"])
-    tf32: bool = flag(True, SPEED, "use TF32 in float32 matrix products on CUDA")
-    compile: bool = flag(None, SPEED, "torch.compile (default: on CUDA)", per_run=True)
-    attention: str = flag("auto", SPEED, "kernel; auto: SDPA or the formula", choices=list(ATTENTION))
-    recompute: bool = flag(False, SPEED, "recompute blocks in the backward, to save memory", per_run=True)
-    shard_optimizer: bool = flag(False, SPEED, "each rank has a share of the moments (ZeRO 1)", per_run=True)
-    val_every: int = flag(250, OUTPUT, "steps between validations; 0: never")
-    hellaswag_every: int = flag(250, OUTPUT, "steps between HellaSwag evaluations; 0: never")
-    sample_every: int = flag(250, OUTPUT, "steps between samples of text; 0: never")
-    sample_prompt: str = flag("Hello, I'm a language model,", OUTPUT, "text that samples continue")
-    checkpoint_every: int = flag(250, OUTPUT, "steps between checkpoints; 0: never")
-    keep_checkpoints: int = flag(3, OUTPUT, "newest kept, beside the best one, or all", word="all", above=0)
-    out: str = flag("log", OUTPUT, "folder for log.txt and checkpoints", per_run=True)
-    resume: str = flag("auto", OUTPUT, "auto (newest in --out), never, or a checkpoint or run", per_run=True)
-    wandb: bool = flag(False, OUTPUT, "also log to Weights & Biases (pip install wandb)", per_run=True)
+    tf32: bool = flag(True, SPEED, "Use TF32 for float32 matrix products on CUDA.")
+    compile: bool = flag("auto", SPEED, "Use torch.compile. 'auto': on CUDA.", per_run=True)
+    attention: str = flag("auto", SPEED, "Attention kernel. 'auto': SDPA, or the formula where it is faster.",
+                          choices=list(ATTENTION))
+    recompute: bool = flag(False, SPEED, "Compute blocks again in the backward, to save memory.",
+                           per_run=True)
+    shard_optimizer: bool = flag(False, SPEED, "Give each rank a share of the moments (ZeRO stage 1).",
+                                 per_run=True)
+
+    val_every: int = flag(250, OUTPUT, "Steps between validations. 0: never.")
+    hellaswag_every: int = flag(250, OUTPUT, "Steps between HellaSwag evaluations. 0: never.")
+    sample_every: int = flag(250, OUTPUT, "Steps between samples of text. 0: never.")
+    sample_prompt: str = flag("Hello, I'm a language model,", OUTPUT, "Text that the samples continue.")
+    checkpoint_every: int = flag(250, OUTPUT, "Steps between checkpoints. 0: never.")
+    keep_checkpoints: int = flag(3, OUTPUT, "How many of the newest are kept, beside the best one, or 'all'.",
+                                 word="all", above=0)
+    out: str = flag("log", OUTPUT, "Folder for checkpoints and logs.", per_run=True)
+    resume: str = flag("auto", OUTPUT, "'auto' (the newest checkpoint in --out), 'never', a checkpoint, or a "
+                       "run's folder.", per_run=True)
+    wandb: bool = flag(False, OUTPUT, "Also log to Weights & Biases (pip install wandb).", per_run=True)
 
 
-def warmup_cosine(step: int, config: Config) -> float:
-    """Fraction of max_lr at `step`: linear warmup, then cosine to min_lr at max_steps (arXiv:1608.03983). As
-    every schedule a function of the step and the config alone, so that a resume continues it exactly."""
-    if step < config.warmup_steps:
-        return (step + 1) / config.warmup_steps
-    floor = config.min_lr / config.max_lr
-    progress = min(1.0, (step - config.warmup_steps) / max(1, config.max_steps - config.warmup_steps))
-    return floor + 0.5 * (1.0 + math.cos(math.pi * progress)) * (1.0 - floor)
+def merge_flags(given: dict, start: Start) -> Config:
+    """Sources 1 to 7 of `resolve_config`. `given`: {flag: value} of the command line. UserError for values
+    that no run can have."""
+    preset = PRESETS[given.get("preset", "gpt2")][1]
+    recipe_name = preset.get("recipe", "gpt2")
+    recipe_name = start.recorded.get("recipe", recipe_name)
+    recipe_name = given.get("recipe", recipe_name)
+    recipe = RECIPES[recipe_name]
+
+    values = dict(recipe.defaults)
+    for name, value in preset.items():
+        if name not in RATES or name not in recipe.defaults:
+            values[name] = value
+    if given.get("overfit"):
+        values = recipe.defaults | OVERFIT
+        values["max_lr"] = recipe.defaults.get("max_lr", OVERFIT["max_lr"])
+        values["min_lr"] = given.get("max_lr", values["max_lr"])        # a constant rate
+    values.update(start.recorded)
+    values.update(given)
+    values.update(start.shape)
+
+    config = Config(**values)
+    check_flags(config, given, RECIPES)
+    return config
 
 
-@dataclass
-class Recipe:
-    """How a model is trained; its class is in model.MODELS. The loop asks for nothing else."""
-    optimizers: Callable        # model, config -> list of optimizers; each group's `lr` is its largest
-    lr: Callable                # step, config -> fraction of the largest
-    momentum: Callable = None   # step, config -> Muon's
-    defaults: dict = field(default_factory=dict)        # of flags, where they differ from Config's
-    automatic: Callable = speedrun.automatic    # config, ranks -> what `auto` means in a schedule's flags
+def resolve_config(given: dict, start: Start, process: Process) -> tuple[Config, Config]:
+    """The value of every flag. Of these sources a later one wins:
+
+    1. the default in Config
+    2. the default of the recipe (Recipe.defaults)
+    3. the preset (PRESETS); but a recipe that has learning rates of its own keeps them
+    4. --overfit (OVERFIT)
+    5. the checkpoint of the run that resumes, except for flags that are `per_run`
+    6. the command line; with a run that resumes it cannot change flags that are `fixed`
+    7. the shape of the model that was loaded (--init); the command line must not contradict it
+    8. where there is still "auto": what the recipe says (Recipe.automatic), else the table below
+
+    Returns the flags after 7, which a checkpoint records, so that 8 is decided anew on a resume; and after 8,
+    which the run uses.
+    """
+    asked = merge_flags(given, start)
+    if start.path:
+        wanted = PRESETS[asked.preset][1] | given
+        if wanted.get("init", "scratch") != "scratch":
+            # The shape of the weights, and not the preset's, was that of the run from the beginning.
+            wanted = {name: value for name, value in wanted.items()
+                      if name in given or name not in start.shape}
+        check_resumed_flags(start, asked, wanted)
+
+    config = replace(asked)             # a copy
+    recipe = RECIPES[config.recipe]
+    window = 0                          # of attention: everything before
+    if recipe.window and start.model:
+        window = start.model.config.window
+    set_automatic(config, sequence_length=config.block_size, window=window,
+                  dtype=choose_dtype("auto", process.device),
+                  compile=process.device.startswith("cuda"))
+    set_automatic(config, **recipe.automatic(config, process.world_size))
+    set_automatic(config, initial_batch_size=config.total_batch_size, min_lr=config.max_lr / 10,
+                  batch_size=most_sequences(process.device, config.sequence_length, config.vocab_size))
+    return asked, config
 
 
-MODERN_DEFAULTS = dict(n_head=6, warmup_steps=0, max_lr=0.02, weight_decay=0.0, grad_clip=math.inf)
-RECIPES = {
-    # GPT-3 Small's settings (Brown et al. 2020, arXiv:2005.14165, table 2.1 and appendix B)
-    "gpt2": Recipe(lambda model, c: model.configure_optimizers(c.max_lr, c.weight_decay), warmup_cosine),
-    # modded-nanogpt's record 10: 3.28 on FineWeb's validation set in 7.8 minutes on 8 H100s
-    "speedrun": Recipe(speedrun.optimizers, speedrun.trapezoid, speedrun.muon_momentum,
-                       MODERN_DEFAULTS | dict(max_steps=3242, min_lr=0.0)),
-    # modded-nanogpt's records up to 2026, where they help at small sizes, and more (docs/recipes.md)
-    "frontier": Recipe(frontier.optimizers, speedrun.trapezoid, frontier.muon_momentum,
-                       MODERN_DEFAULTS | dict(max_steps=2500), frontier.automatic),
-}
-
-
-def parse_flags(argv: list[str] | None = None) -> tuple[Config, set[str]]:
-    """(Config, names of the fields given as flags). UserError for values that no run can have."""
-    return read_flags(Config, {name: recipe.defaults for name, recipe in RECIPES.items()}, __doc__, argv)
+def set_automatic(config: Config, **values) -> None:
+    """Gives the flags that are still "auto" these values."""
+    for name, value in values.items():
+        if getattr(config, name) == "auto":
+            setattr(config, name, value)
 
 
 # ----------------------------------------------------------------------------- set-up
 
-@dataclass
-class Run:
-    """What the loop works with."""
-    asked: Config                       # the flags: what a checkpoint records
-    config: Config                      # the same with all that was `auto` decided
-    process: Process
-    data: Data
-    model: LanguageModel                # samples and HellaSwag use it as it is, because their shapes change
-    compiled: Callable                  # for validation: the same weights, compiled
-    wrapped: Callable                   # for training: that inside DDP, if there are several ranks
-    optimizers: list
-    all_optimizers: object              # as one, for the scaler
-    owner: dict                         # {parameter: the rank that updates it}, with --shard_optimizer
-    scaler: torch.amp.GradScaler
-    autocast: torch.autocast
-    step: int = 0                       # steps done
-    batch_size: int = 1                 # most sequences a micro-step
-    hella: list = ()                    # batches of HellaSwag
-    batches: Iterator = iter(())        # micro-batches, rows of tokens (B, T + 1)
-    record: Record | None = None        # rank 0's metrics.csv and log.txt
-    saver: checkpoints.Saver | None = None    # rank 0's
-    logged: tuple = ()                  # evaluations of the first step that a resumed run's record has
-    pending: deque = field(default_factory=deque)       # steps whose numbers a GPU still computes
-    losses: list = field(default_factory=list)          # of each step
-    seconds: list = field(default_factory=list)         # of each step
-    clock: float = 0.0                  # time at which the step before was logged
-    overflows: int = 0                  # consecutive steps that float16 has skipped
-
-
-def set_up_process(config: Config) -> Process:
-    """This rank's device, TF32, and torchrun's process group if there is one: nccl on CUDA, else gloo."""
-    device = choose_device(config.device, int(os.environ.get("LOCAL_RANK", 0)))     # "cuda:3", "mps", "cpu"
+def start_process(device_name: str) -> Process:
+    """This process's device, and torchrun's process group if there is one: nccl on CUDA, else gloo."""
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    device = choose_device(device_name, local_rank)             # "cuda:3", "mps" or "cpu"
     if device.startswith("cuda"):
         torch.cuda.set_device(device)
-        torch.set_float32_matmul_precision("high" if config.tf32 else "highest")        # high: TF32
     elif device == "cpu":
         tune_malloc()
     if os.environ.get("WORLD_SIZE", "1") == "1":
         return Process(device=device)
+
     timeout = timedelta(minutes=10)
     store, rank, world_size = find_ranks(timeout)
-    dist.init_process_group("nccl" if device.startswith("cuda") else "gloo", store=store, rank=rank,
-                            world_size=world_size, timeout=timeout)
+    backend = "nccl" if device.startswith("cuda") else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     return Process(rank, world_size, device)
 
 
-def complete(asked: Config, model: LanguageModel | None, process: Process) -> Config:
-    """`asked` with all that is `auto` decided: by the model that was loaded, the device, the recipe."""
-    config = replace(asked, **checkpoints.model_shape(model))
+def check_ranks_agree(asked: Config, config: Config, process: Process) -> None:
+    """UserError if the flags of the processes differ, or what their hardware made of "auto"."""
+    values = vars(config) | {"batch_size": asked.batch_size}    # "auto" may find another on each GPU
+    for name in ("data", "hellaswag_data", "out", "device", "wandb"):
+        del values[name]
+    process.require_same({f"--{name}": value for name, value in values.items()})
 
-    def auto(name, decided):
-        return decided if getattr(config, name) == "auto" else getattr(config, name)
-    config = replace(
-        config, window=auto("window", getattr(model and model.config, "window", 0)),
-        sequence_length=auto("sequence_length", config.block_size),
-        dtype=choose_dtype(config.dtype, process.device),
-        compile=process.device.startswith("cuda") if config.compile is None else config.compile)
-    return replace(config, **RECIPES[config.recipe].automatic(config, process.world_size))
+
+def open_same_data(config: Config, process: Process) -> Data:
+    """The data of the run. UserError if the processes have different ones; only their names may differ."""
+    data = process.on_all_ranks(open_data, config)
+    contents = {}
+    for split, shards in data.fingerprints().items():
+        for i, (_, *content) in enumerate(shards):
+            contents[f"{split} shard {i} of --data"] = str(content)
+    process.require_same(contents)
+    return data
+
+
+def make_model(config: Config, start: Start, device: str) -> LanguageModel:
+    """The model of --init, of the checkpoint, or a fresh one, on the device."""
+    torch.manual_seed(config.seed)
+    model = start.model
+    if model is None:
+        model = fresh_model(config)
+    if RECIPES[config.recipe].window:
+        model.config.window = config.window             # any window fits the weights
+
+    model.kernel = config.attention
+    model.recompute = config.recompute
+    if device == "cpu" and not config.compile:
+        # A CPU's cache has no room for all logits. A compiler fuses them with the loss.
+        model.loss_chunk = 2048
+    return model.to(device)
 
 
 def compile_model(model: LanguageModel) -> Callable:
     """torch.compile of the model, which itself stays eager."""
     warnings.filterwarnings("ignore", ".* does not support bfloat16 compilation natively")
-    logging.getLogger("torch._inductor.utils").setLevel(logging.ERROR)      # a T4's SMs: nothing is autotuned
-    # values of more operations than this (default 30) are stored, not computed again where they are used: of
-    # frontier's shifted keys: 1.5 of the 29 GB that a micro-step of 16 x 1024 tokens moved
+    # On a T4: "not enough SMs to use max_autotune_gemm mode", though nothing is autotuned.
+    logging.getLogger("torch._inductor.utils").setLevel(logging.ERROR)
+
+    # The compiler computes a small value again wherever it is used, and stores those that take more than 30
+    # operations. Frontier's shifted keys take more, but are used several times: with 64 a micro-step of
+    # 16 x 1024 tokens moves 1.5 GB less of 29.
     return torch.compile(model, dynamic=False, options={"realize_opcount_threshold": 64})
 
 
-def wrap_model(model: Callable, device: str) -> DDP:
-    """`model` inside DDP, which averages the ranks' gradients. The compiler splits its graph where a bucket
-    ends: 170 MB a bucket are three graphs of 124M; torch's 25 MB are 14, which move 159 GB for 64 x 1024
-    tokens instead of 149. Buffers (window, parts) are the same on all ranks, and not sent."""
-    new, old = "forward_sync_buffers", "broadcast_buffers"              # new: from torch 2.13 on
-    return DDP(model, device_ids=[device] if device.startswith("cuda") else None, bucket_cap_mb=170,
-               gradient_as_bucket_view=True, **{new if new in signature(DDP).parameters else old: False})
+def wrap_ddp(model: Callable, device: str) -> DDP:
+    """The model inside DDP, which averages the gradients of all ranks."""
+    # The compiler splits its graph where a bucket of gradients ends. Torch's buckets of 25 MB make 14 graphs of
+    # the 124M, which move 159 GB for 64 x 1024 tokens; those of 170 MB make three, which move 149.
+    options = dict(bucket_cap_mb=170, gradient_as_bucket_view=True)
+    if device.startswith("cuda"):
+        options["device_ids"] = [device]
 
-
-def set_up(flags: Config, explicit_flags: set[str], process: Process) -> Run | None:
-    """From flags to a Run; None after --dry_run. Nothing is written before everything has been checked."""
-    # of a run that resumes: its flags, model, checkpoint; of a new one the model of --init, None for scratch
-    asked, model, checkpoint, path = checkpoints.begin_or_resume(flags, explicit_flags, process, MODELS,
-                                                                 load_model)
-    config = complete(asked, model, process)
-    check_complete(config, process)
-    data = process.on_all_ranks(open_data, config)
-    process.require_same({f"{split} shard {i} of --data": str(shard[1:])        # their names may differ
-                          for split, shards in data.fingerprints().items() for i, shard in enumerate(shards)})
-
-    device, device_type = process.device, process.device.split(":")[0]
-    torch.manual_seed(config.seed)
-    model = (model or fresh_model(config)).to(device)
-    model.kernel, model.recompute = config.attention, config.recompute
-    # a CPU's cache has no room for all logits; a compiler fuses them with the loss
-    model.loss_chunk = 2048 if device == "cpu" and not config.compile else 0
-    optimizers = RECIPES[config.recipe].optimizers(model, config)
-    optimised = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
-    assert sorted(map(id, optimised)) == sorted(map(id, model.parameters())), "each parameter exactly once"
-    sharded = config.shard_optimizer and process.world_size > 1
-    owner = shard_matrices(optimizers, process.rank, process.world_size) if sharded else {}
-    scaler = torch.amp.GradScaler(device_type, enabled=config.dtype == "float16")
-    autocast = torch.autocast(device_type, getattr(torch, config.dtype), enabled=config.dtype != "float32")
-    compiled = compile_model(model) if config.compile else model
-    wrapped = wrap_model(compiled, device) if process.world_size > 1 else compiled
-
-    run = Run(asked, config, process, data, model, compiled, wrapped, optimizers,
-              step_together(optimizers, model.parameters()), owner, scaler, autocast)
-    if checkpoint:
-        checkpoints.restore(run, checkpoint, path)                # moments, scaler, step
-    run.batch_size = choose_batch_size(run)
-    print_header(run, path)
-    if config.dry_run:
-        return None
-    run.hella = hellaswag.hellaswag_batches(config, explicit_flags, process)
-    if not config.overfit:
-        process.on_all_ranks(checkpoints.open_output, run, path)
-        run.logged = process.gather(run.logged)[0]
-    run.batches = read_ahead(micro_batches(data.train, config, run.batch_size, run.step, process.rank,
-                                           process.world_size), pin=device_type == "cuda")
-    process.catch_signals()             # from here on SIGTERM, SIGINT, SIGHUP and SIGUSR1 ask to stop
-    return run
+    # Buffers (the window, the parts of tokens) are the same on all ranks.
+    if "forward_sync_buffers" in signature(DDP).parameters:             # from torch 2.13 on
+        options["forward_sync_buffers"] = False
+    else:
+        options["broadcast_buffers"] = False
+    return DDP(model, **options)
 
 
 # ----------------------------------------------------------------------------- a step
 
-def set_schedule(run: Run) -> float:
-    """Sets every group's learning rate, Muon's momentum and the window of this step. Returns the rate."""
-    config, recipe = run.config, RECIPES[run.config.recipe]
-    fraction = recipe.lr(run.step, config)
-    for optimizer in run.optimizers:
-        for group in optimizer.param_groups:
-            group["lr"] = group.setdefault("max_lr", group["lr"]) * fraction
-            if recipe.momentum and "momentum" in group:         # Muon's
-                group["momentum"] = recipe.momentum(run.step, config)
+def set_schedules(step: int, config: Config, schedule: BatchSchedule, model: LanguageModel,
+                  optimizer: CombinedOptimizer) -> float:
+    """Sets learning rates, Muon's momentum and the window of this step. Returns the learning rate."""
+    recipe = RECIPES[config.recipe]
+    progress = schedule.progress(step)
+
+    scale = recipe.lr_scale(step, progress, config)
+    for group in optimizer.groups():
+        group["lr"] = group["initial_lr"] * scale
+        if recipe.momentum and "momentum" in group:             # Muon's
+            group["momentum"] = recipe.momentum(progress, config)
     if config.window:
-        run.model.window.fill_(speedrun.window_schedule(run.step, config))
-    return fraction * config.max_lr
+        model.window.fill_(recipe.window(progress, config))
+    return config.max_lr * scale
 
 
-def train_step(run: Run) -> torch.Tensor | None:
-    """One step: in each of its updates gradients are summed over micro-batches and averaged over the ranks.
-    Waits for no GPU, but float16's scaler once an update. Returns float32 (3,), the same on all ranks: mean
-    loss, largest norm before clipping, ranks asked to stop. None if a single process was asked to before the
-    step's first update: the step is then dropped."""
-    config, process, results = run.config, run.process, []
-    updates = updates_of_step(run.step, config)
-    _, micro_steps = divide_update(config, updates, process.world_size, run.batch_size)
-    for update in range(updates):
-        loss_sum = torch.zeros((), device=process.device)
-        for micro_step in process.progress(f"step {run.step}", range(micro_steps)):
-            if process.stop and update == 0:            # later, the weights have changed
-                return None
-            x, y = to_device(next(run.batches), process.device)                 # (B, T) each
-            if process.world_size > 1:      # DDP sends the gradients with an update's last micro-step alone
-                run.wrapped.require_backward_grad_sync = micro_step == micro_steps - 1    # before its forward
-            with run.autocast:
-                _, loss = run.wrapped(x, y)
-            loss = loss / micro_steps
-            loss_sum += loss.detach()
-            run.scaler.scale(loss).backward()
-        results.append(update_weights(run, loss_sum))
-        # DDP's gradients are views of its buckets: the first of several micro-steps, which accumulate without
-        # DDP, would allocate freed ones again beside them
-        run.model.zero_grad(set_to_none=process.world_size == 1 or micro_steps == 1)
-    losses, norms, stops = torch.stack(results).unbind(1)
-    return torch.stack((losses.mean(), norms.max(), stops.max()))
+def train_step(step: int, config: Config, process: Process, train_loader: TrainLoader, model: Callable,
+               optimizer: CombinedOptimizer, scaler: torch.amp.GradScaler,
+               autocast: torch.autocast) -> torch.Tensor:
+    """One optimizer step: gradients are summed over micro-steps and averaged over the ranks. Waits for no GPU,
+    but float16's scaler does. Returns, the same on all ranks, float32 (3,): the mean loss, the norm of the
+    gradient before clipping, and how many ranks vote to stop."""
+    micro_steps = train_loader.micro_steps(step)
+    loss_accum = torch.zeros((), device=process.device)
+    for micro_step in process.watch(f"step {step}", range(micro_steps)):
+        x, y = train_loader.next_batch()                        # (B, T) each
+        if process.world_size > 1:
+            # DDP sends the gradients along with the last micro-step alone.
+            model.require_backward_grad_sync = micro_step == micro_steps - 1
+        with autocast:
+            _, loss = model(x, y)
+        loss = loss / micro_steps
+        loss_accum += loss.detach()
+        scaler.scale(loss).backward()
 
-
-def update_weights(run: Run, loss: torch.Tensor) -> torch.Tensor:
-    """One optimizer update. `loss`: this rank's. Returns what train_step does."""
-    config, process, scaler = run.config, run.process, run.scaler
-    sums = torch.stack((loss, torch.full_like(loss, bool(process.received))))
+    # Every rank adds its loss, and a 1 if a signal has asked it to stop.
+    vote = torch.full_like(loss_accum, process.asked_to_stop)
+    sums = torch.stack((loss_accum, vote))
     if process.world_size > 1:
         dist.all_reduce(sums)
-    scaler.unscale_(run.all_optimizers)
-    parameters = list(run.model.parameters())
+    mean_loss, votes = sums[0] / process.world_size, sums[1]
+
+    scaler.unscale_(optimizer)
+    parameters = list(model.parameters())
     norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
     if config.grad_clip < math.inf:
         torch.nn.utils.clip_grads_with_norm_(parameters, config.grad_clip, norm)
-    scaler.step(run.all_optimizers)     # with float16 no optimizer steps if a gradient has overflowed
+    scaler.step(optimizer)              # does nothing if a gradient of float16 has overflowed
     scaler.update()
-    if run.owner:                       # --shard_optimizer: each rank has updated its own parameters
-        broadcast_updates(run.owner)
-    return torch.stack((sums[0] / process.world_size, norm, sums[1]))
 
+    # DDP's gradients are views of its buckets. Several micro-steps accumulate the first ones without DDP: in
+    # tensors that were freed they would need memory beside the buckets.
+    model.zero_grad(set_to_none=process.world_size == 1 or micro_steps == 1)
+    return torch.stack((mean_loss, norm, votes))
+
+
+# ----------------------------------------------------------------------------- evaluation
 
 @torch.no_grad()
-def validation_loss(run: Run) -> float:
-    """Mean loss (nats) of the first `data.val_count` sequences, the same on any number of ranks. All batches
-    have one shape, the last padded with ignored targets: a model compiles once."""
-    count, B, process = run.data.val_count, run.batch_size, run.process
-    loss_sum, rows_seen = torch.zeros((), device=process.device), 0
-    for first in process.until_stop("validation", range(process.rank * B, count, process.world_size * B)):
+def validation_loss(model: Callable, data: Data, batch_size: int, process: Process,
+                    autocast: torch.autocast) -> float:
+    """Mean loss (nats) of the first `data.val_count` sequences, the same on any number of ranks."""
+    B, count = batch_size, data.val_count
+    loss_sum = torch.zeros((), device=process.device)
+    rows_seen = 0
+    firsts = range(process.rank * B, count, process.world_size * B)
+    for first in process.watch("validation", firsts):
+        # All batches have one shape, so that a model compiles once: the last one has ignored targets.
+        x, y = to_device(data.val.read(first, B), process.device)       # (B, T) each
         rows = min(B, count - first)
-        x, y = to_device(run.data.val.read(first, B), process.device)           # (B, T) each
         y[rows:] = -1
-        with run.autocast:
-            loss_sum += run.compiled(x, y)[1] * rows
+        with autocast:
+            _, loss = model(x, y)
+        loss_sum += loss * rows
         rows_seen += rows
+
     loss_sum, rows_seen = process.sum(loss_sum.item(), rows_seen)
     return loss_sum / max(1, rows_seen)
 
 
-def print_samples(run: Run, num_samples: int = 4, max_new_tokens: int = 32) -> None:
-    generator = torch.Generator(run.process.device).manual_seed(42)     # training's own does not advance
-    prompt = encode(run.config.sample_prompt).tolist()[-run.config.block_size:] or [EOT]
-    idx = torch.tensor([prompt] * num_samples, device=run.process.device)       # (num_samples, T)
-    with run.autocast:
-        idx = run.model.generate(idx, max_new_tokens, generator=generator)
+def hellaswag_score(model: LanguageModel, batches: list, process: Process,
+                    autocast: torch.autocast) -> tuple[int, int]:
+    """(examples answered rightly by acc_norm, all examples)."""
+    watched = partial(process.watch, "HellaSwag")
+    counts = hellaswag.evaluate(model, batches, process.device, autocast, process.rank, process.world_size,
+                                watched)
+    _, correct, n = process.sum(*counts.tolist())
+    return int(correct), int(n)
+
+
+def print_samples(model: LanguageModel, prompt: str, process: Process, autocast: torch.autocast,
+                  num_samples: int = 4, max_new_tokens: int = 32) -> None:
+    # A generator of its own, so that the random numbers of training do not advance.
+    generator = torch.Generator(process.device).manual_seed(42)
+    tokens = encode(prompt).tolist()[-model.config.block_size:] or [EOT]
+    idx = torch.tensor([tokens] * num_samples, device=process.device)   # (num_samples, T)
+    with autocast:
+        idx = model.generate(idx, max_new_tokens, generator=generator)
     for i, row in enumerate(idx.tolist()):
-        run.process.print0(f"sample {i}: {tokenizer().decode(row).removeprefix('<|endoftext|>')}")
+        text = tokenizer().decode(row).removeprefix("<|endoftext|>")
+        process.print0(f"sample {i}: {text}")
 
 
-def evaluate(run: Run, due: Callable[[int], bool]) -> None:
-    """Validation loss, HellaSwag and samples where due, except those that a resumed run's record has. After a
-    signal nothing is recorded: the run that resumes evaluates."""
-    config, process, step, logged = run.config, run.process, run.step, run.logged
-    if due(config.val_every) and "val" not in logged:
-        loss = validation_loss(run)
-        if process.stop:
+@dataclass
+class Evaluator:
+    """Validation loss, HellaSwag and samples, where they are due."""
+    config: Config
+    process: Process
+    data: Data
+    hellaswag_batches: list
+    model: LanguageModel        # HellaSwag and samples are of many shapes: they are not compiled
+    compiled_model: Callable
+    autocast: torch.autocast
+    batch_size: int
+    log: StepLog
+
+    def run(self, step: int) -> None:
+        """StopRequested after a signal to a single process: the run that resumes evaluates instead."""
+        config, process, log = self.config, self.process, self.log
+        due = partial(is_due, step, config.max_steps)
+        if not (due(config.val_every) or due(config.hellaswag_every) or due(config.sample_every)):
             return
-        if not math.isfinite(loss):
-            with said_once():
-                raise RunError(f"step {step}: validation loss {loss}. {newest_of(config.out)}")
-        log_evaluation(run, "val", loss, f"validation loss: {loss:.4f}{in_bits(loss, run.data)}")
-    if run.hella and due(config.hellaswag_every) and "hella" not in logged:
-        counts = hellaswag.evaluate(run.model, run.hella, process.device, run.autocast, process.rank,
-                                    process.world_size, lambda items: process.until_stop("HellaSwag", items))
-        _, correct, n = map(int, process.sum(*counts.tolist()))         # by acc, by acc_norm, examples
-        if process.stop:
+
+        # A run that resumes at this step may have evaluated before it ended.
+        done = process.from_master(log.record.evaluated(step) if log.record else set())
+
+        if due(config.val_every) and "val" not in done:
+            loss = validation_loss(self.compiled_model, self.data, self.batch_size, process, self.autocast)
+            if not math.isfinite(loss):
+                with said_once():
+                    raise RunError(f"step {step}: validation loss {loss}. {newest_of(config.out)}")
+            log.evaluation(step, "val", loss, f"validation loss: {loss:.4f}{in_bits(loss, self.data)}")
+
+        if due(config.hellaswag_every) and self.hellaswag_batches and "hella" not in done:
+            correct, n = hellaswag_score(self.model, self.hellaswag_batches, process, self.autocast)
+            accuracy = correct / n
+            log.evaluation(step, "hella", accuracy, f"HellaSwag accuracy: {correct}/{n}={accuracy:.4f}")
+
+        if due(config.sample_every) and step > 0 and not done and process.is_master:
+            print_samples(self.model, config.sample_prompt, process, self.autocast)
+
+        if log.record and (due(config.val_every) or due(config.hellaswag_every)):
+            title = f"{config.recipe}, {config.n_layer} layers of width {config.n_embd}"
+            plots.draw(log.record, title, last=step == config.max_steps)
+
+
+def is_due(step: int, max_steps: int, period: int) -> bool:
+    """Every `period` steps, and at the end; never if it is 0."""
+    return period > 0 and (step % period == 0 or step == max_steps)
+
+
+# ----------------------------------------------------------------------------- checkpoints
+
+@dataclass
+class Checkpointer:
+    """Writes OUT/checkpoint_STEP.pt."""
+    asked: Config               # the flags before "auto" was decided
+    process: Process
+    data: Data
+    schedule: BatchSchedule
+    model: LanguageModel
+    optimizer: CombinedOptimizer
+    scaler: torch.amp.GradScaler
+    output: Output
+    last_step: int              # of the newest checkpoint
+
+    def save(self, step: int) -> None:
+        if step == self.last_step or not self.asked.checkpoint_every:
             return
-        log_evaluation(run, "hella", correct / n, f"HellaSwag accuracy: {correct}/{n}={correct / n:.4f}")
-    if due(config.sample_every) and step > 0 and process.is_master and not logged:
-        print_samples(run)
-    run.logged = ()
-    if run.record and (due(config.val_every) or due(config.hellaswag_every)):
-        plots.draw(run.record, f"{config.recipe}, {config.n_layer} layers of width {config.n_embd}",
-                   last=step == config.max_steps)
+        self.process.require_same({"the weights' sum of bits": weights_digest(self.model)},
+                                  "the ranks have drifted apart; resume from the checkpoint before", RunError)
+        moments = gather_moments(self.model, self.optimizer)    # of all ranks
+        if self.process.is_master:
+            self.output.saver.write({
+                "model": host_copy(self.model.state_dict()),
+                "model_config": asdict(self.model.config),
+                "recipe": self.asked.recipe,
+                "config": asdict(self.asked),
+                "step": step,
+                "sequences": self.schedule.sequences_before(step),
+                "optimizers": moments,
+                "scaler": self.scaler.state_dict(),
+                "data": self.data.fingerprints(),
+                "job": os.environ.get("TORCHELASTIC_RUN_ID", ""),
+            }, self.output.record)
+        self.last_step = step
 
 
 # ----------------------------------------------------------------------------- the loop
 
-def save(run: Run) -> None:
-    """OUT/checkpoint_STEP.pt: weights, the optimizers' moments, step, the flags as they were given."""
-    model, process = run.model, run.process
-    process.require_same({"the weights' sum of bits": checkpoints.weights_digest(model)},
-                         "the ranks have drifted apart; resume from the checkpoint before", RunError)
-    optimizers = checkpoints.gather_state(run)                      # each rank has some of the moments
-    if process.is_master:
-        run.saver.write({
-            "model": checkpoints.host_copy(model.state_dict()), "model_config": asdict(model.config),
-            "recipe": run.config.recipe, "config": asdict(run.asked), "step": run.step,
-            "optimizers": optimizers, "scaler": run.scaler.state_dict(),
-            "data": run.data.fingerprints(), "job": os.environ.get("TORCHELASTIC_RUN_ID", "")}, run.record)
+@dataclass
+class LaunchedStep:
+    """A step whose numbers a GPU may still compute."""
+    step: int
+    numbers: Callable           # waits for them: [loss, norm, votes to stop]
+    lr: float
+    began: float
 
 
-def loop(run: Run) -> None:
-    """Save, evaluate, train, log, until max_steps or a signal."""
-    config, process, last_saved = run.config, run.process, run.step
+def train(start_step: int, config: Config, process: Process, schedule: BatchSchedule,
+          train_loader: TrainLoader, model: LanguageModel, train_model: Callable,
+          optimizer: CombinedOptimizer, scaler: torch.amp.GradScaler, autocast: torch.autocast,
+          evaluator: Evaluator, checkpointer: Checkpointer, log: StepLog) -> tuple[int, bool]:
+    """Trains until max_steps or a signal. Returns the steps done, and whether a signal ended the run."""
     periods = config.val_every, config.hellaswag_every, config.sample_every, config.checkpoint_every
-
-    def due(every):
-        return every and (run.step % every == 0 or run.step == config.max_steps)
+    on_gpu = process.device.startswith("cuda")
+    step = start_step
+    launched = deque()                  # steps that are not logged yet
+    overflows = 0                       # steps in a row that float16 has skipped
+    stopped = False
 
     while True:
-        stop = process.stop                         # read once: a signal may come at any moment
-        if stop or run.step == config.max_steps or any(map(due, periods)):
-            log_steps(run)                          # also ends the run if a loss or gradient is not finite
-        # save: first, so that a kill during the evaluation loses nothing
-        if config.checkpoint_every and run.step > last_saved and (stop or due(config.checkpoint_every)):
-            save(run)
-            last_saved = run.step
-        if stop:
-            break
-        # evaluate, with this step's window
-        lr = set_schedule(run)
-        evaluate(run, due)
-        if process.stop:
-            continue                                # a signal came meanwhile: save, then leave
-        if run.step == config.max_steps:
-            break
-        # train
-        if not run.pending:
-            run.clock = time.perf_counter()
-        numbers = train_step(run)
-        if numbers is None:
-            continue                                # a signal came meanwhile, and the step is dropped
-        run.step += 1
-        # log: this step, on a GPU the one before, so that the GPU never waits for the CPU
-        run.pending.append((run.step - 1, fetch(numbers), lr))
-        log_steps(run, keep=1 if process.device.startswith("cuda") else 0)
+        something_due = any(is_due(step, config.max_steps, period) for period in periods)
+
+        # Log the finished steps. On a GPU the CPU is one step ahead, so that the GPU never waits, unless
+        # something is due: then the weights have to be known to be good.
+        keep = 1 if on_gpu and not something_due and not stopped else 0
+        while len(launched) > keep:
+            done = launched.popleft()
+            loss, norm, votes = done.numbers()
+            overflows = 0 if math.isfinite(norm) else overflows + 1
+            check_finite(done.step, loss, norm, overflows, config)
+            log.step(done.step, loss, norm, done.lr, done.began)
+            stopped = stopped or votes > 0
+
+        # Save before the evaluation, so that a kill during it loses nothing.
+        if stopped or is_due(step, config.max_steps, config.checkpoint_every):
+            checkpointer.save(step)
+        if stopped:
+            return step, True
+
+        # Evaluate and train. A single process leaves here at once when a signal comes.
+        try:
+            lr = set_schedules(step, config, schedule, model, optimizer)
+            evaluator.run(step)
+            if step == config.max_steps:
+                return step, False
+            began = time.perf_counter()
+            numbers = train_step(step, config, process, train_loader, train_model, optimizer, scaler, autocast)
+        except StopRequested:
+            stopped = True
+            continue
+        launched.append(LaunchedStep(step, fetch(numbers), lr, began))
+        step += 1
+
+
+def check_finite(step: int, loss: float, norm: float, overflows: int, config: Config) -> None:
+    """RunError if the loss or the gradient is not finite. The scaler of float16 begins at 65536, skips steps
+    whose gradient overflows, and halves its scale: some are usual."""
+    most = 25 if config.dtype == "float16" else 0
+    if math.isfinite(loss) and overflows <= most:
+        return
+    with said_once():
+        raise RunError(f"step {step} is not finite: loss {loss}, gradient norm {norm}: lower --max_lr or "
+                       f"lengthen --warmup_steps. {newest_of(config.out)}")
 
 
 def main(argv: list[str] | None = None) -> int:
+    # The command line, and what it means for a new run.
     with said_once("LOCAL_RANK"):
-        flags, explicit_flags = parse_flags(argv)
-    process = set_up_process(flags)
-    with oom_as_user_error(lambda: f"{process.device} is out of memory: give a smaller --batch_size, "
-                                   "--recompute, --shard_optimizer (several GPUs), or a smaller model"):
-        with said_once():
-            run = set_up(flags, explicit_flags, process)
-        if not run:                                 # --dry_run
+        given = parse_flags(Config, RECIPES, __doc__, argv)             # {flag: value}
+        flags = merge_flags(given, Start())
+    process = start_process(flags.device)
+    device, device_type = process.device, process.device.split(":")[0]
+    memory_errors = partial(
+        oom_as_user_error, lambda: f"{device} is out of memory: give a smaller --batch_size, --recompute, "
+                                   "--shard_optimizer (several GPUs), or a smaller model")
+
+    with memory_errors(), said_once():
+        # Where the run starts, and the values of all flags.
+        start = find_start(flags, given, process, MODELS, load_model)
+        asked, config = resolve_config(given, start, process)
+        check_ranks_agree(asked, config, process)
+        torch.set_float32_matmul_precision("high" if config.tf32 else "highest")        # high: TF32
+
+        # Data.
+        schedule = batch_schedule(config, process.world_size)
+        data = open_same_data(config, process)
+        if start.path:
+            check_same_data(start, data, config.data)
+            schedule.resume(start.step, saved_sequences(start))
+
+        def tokens_before(step):
+            return schedule.sequences_before(step) * config.sequence_length
+
+        # Model and optimizers.
+        model = make_model(config, start, device)
+        optimizers = RECIPES[config.recipe].make_optimizers(model, config)
+        optimizer = CombinedOptimizer(model, optimizers, config.shard_optimizer, process.rank,
+                                      process.world_size)
+        scaler = torch.amp.GradScaler(device_type, enabled=config.dtype == "float16")
+        autocast = torch.autocast(device_type, getattr(torch, config.dtype),
+                                  enabled=config.dtype != "float32")
+        if start.path:
+            restore_optimizer(start, optimizer)
+            restore_scaler(start, scaler)
+
+        # The same weights three times: eager, compiled, and for training inside DDP.
+        compiled_model = compile_model(model) if config.compile else model
+        train_model = wrap_ddp(compiled_model, device) if process.world_size > 1 else compiled_model
+
+        # A trial of a micro-step, to find its size and for --dry_run.
+        moments = optimizer.state_bytes if device_type == "cuda" and start.step == 0 else 0
+        trial = partial(time_micro_step, train_model, config.sequence_length, device, autocast, moments)
+        batch_size = choose_batch_size(config, schedule.sequences(config.max_steps),
+                                       asked.batch_size == "auto", process, trial)
+        print_header(config, process, data, model, schedule, batch_size, start)
+        if config.dry_run:
+            seconds_per_token = trial(batch_size) / (batch_size * config.sequence_length)
+            print_estimate(config, process, schedule, start.step, seconds_per_token)
             return 0
-        with checkpoints.outputs(run):
-            loop(run)
-        return print_summary(run)
+
+        # From here on something is written, and signals ask the run to stop.
+        hellaswag_batches = hellaswag.hellaswag_batches(config, given.keys(), process)
+        output = Output()
+        process.on_all_ranks(output.open, config, start, process, tokens_before)
+        process.catch_signals()
+
+    train_loader = TrainLoader(data.train, schedule, batch_size, start.step, process)
+    with memory_errors(), output, closing(train_loader):
+        log = StepLog(process, output.record, tokens_before, config.max_steps,
+                      model.flops_per_token(config.sequence_length))
+        evaluator = Evaluator(config, process, data, hellaswag_batches, model, compiled_model, autocast,
+                              batch_size, log)
+        checkpointer = Checkpointer(asked, process, data, schedule, model, optimizer, scaler, output,
+                                    start.step)
+        step, stopped = train(start.step, config, process, schedule, train_loader, model, train_model,
+                              optimizer, scaler, autocast, evaluator, checkpointer, log)
+    return print_summary(config, process, data, log, step, stopped)
 
 
 if __name__ == "__main__":

@@ -161,6 +161,31 @@ def to_device(rows, device: str) -> tuple[torch.Tensor, torch.Tensor]:
     return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
 
+class TrainLoader:
+    """The training batches of this rank, from `first_step` on."""
+
+    def __init__(self, dataset: TokenDataset, schedule: BatchSchedule, batch_size: int, first_step: int,
+                 process):
+        self.schedule = schedule
+        self.batch_size = batch_size
+        self.process = process
+        batches = micro_batches(dataset, schedule, batch_size, first_step, process.rank, process.world_size)
+        self.batches = read_ahead(batches, pin=process.device.startswith("cuda"))
+
+    def micro_steps(self, step: int) -> int:
+        """How many micro-batches the step has."""
+        sequences = self.schedule.sequences(step)
+        _, micro_steps = divide_batch(sequences, self.process.world_size, self.batch_size)
+        return micro_steps
+
+    def next_batch(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Inputs x and targets y of the next micro-batch, (B, T) each, on the device."""
+        return to_device(next(self.batches), self.process.device)
+
+    def close(self) -> None:
+        self.batches.close()
+
+
 @dataclass(frozen=True)
 class Data:
     """What a run reads."""

@@ -125,8 +125,8 @@ def most_sequences(device: str, sequence_length: int, vocab_size: int) -> int:
     return max(1, most)
 
 
-def time_micro_step(model: torch.nn.Module, B: int, T: int, device: str, autocast,
-                    reserve_bytes: int = 0) -> float:
+def time_micro_step(model: torch.nn.Module, T: int, device: str, autocast, reserve_bytes: int,
+                    B: int) -> float:
     """Seconds of a forward and backward of B sequences: of the second one, since the first may compile.
     Changes neither weights nor gradients. `reserve_bytes` of memory are in use meanwhile."""
     reserved = torch.empty(reserve_bytes, dtype=torch.uint8, device=device)

@@ -139,18 +139,21 @@ def strike(what, *names, item=0, nth=1, rank=0, restart="0"):
     signals `names` before it takes the micro-batch (or batch of an evaluation) number `item` of the `nth`
     time that it begins `what`: "step 13", "validation", "HellaSwag"."""
     from runtime.ranks import Process
-    progress, seen = Process.progress, []
+    watch, seen = Process.watch, []
 
     def watched(process, label, items):
         here = label == what and process.rank == rank and (
             os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == restart)
         seen.extend([label] * here)
-        for i, one in enumerate(progress(process, label, items)):
-            if here and len(seen) == nth and i == item:
-                for name in names:
-                    os.kill(os.getpid(), signal.Signals[name])
-            yield one
-    Process.progress = watched
+
+        def struck():
+            for i, one in enumerate(items):
+                if here and len(seen) == nth and i == item:
+                    for name in names:
+                        os.kill(os.getpid(), signal.Signals[name])
+                yield one
+        return watch(process, label, struck())
+    Process.watch = watched
 
 
 def striking(what, *names, **how):
