@@ -18,7 +18,7 @@ import speedrun
 from runtime.kernels import Embedding, Linear, attention, matmul_dtype, norm
 from runtime.language_model import KVCache, ModernLanguageModel, rotate
 from runtime.muon import Muon
-from runtime.recipe import Recipe
+from runtime.recipe import BatchSchedule, Recipe
 from runtime.tokenizer import EOT, VOCAB_SIZE, token_bytes
 
 ENDING = re.compile(r"(?<=...)(ings|ing|ies|ied|ers|er|ed|es|ly|s|e|y)\Z", re.DOTALL)
@@ -201,15 +201,18 @@ def position_in_log(n: float, first: float, last: float) -> float:
 
 def initial_batch_size(config, world_size: int) -> int:
     """What --initial_batch_size auto means. The best first batch has 1,024 sqrt(D / 200,000) tokens, where D
-    are those of the run (fitted, docs/recipes.md). Of a quarter, a half and all of --total_batch_size this is
-    the nearest one, in the logarithm, whose sequences divide by the processes."""
-    total = config.total_batch_size
-    for divisor, mean_batch in ((4, total * 3 / 7), (2, total * 3 / 4)):    # the mean over the run's steps
-        best = 1024 * math.sqrt(config.max_steps * mean_batch / 200_000)
-        divides = total % (divisor * config.sequence_length * world_size) == 0
-        if divides and total / divisor >= best / math.sqrt(2):
-            return total // divisor
-    return total
+    are those of the run (fitted, docs/recipes.md). Of all, a half and a quarter of --total_batch_size this is
+    the first one that is close to it, or that cannot be halved further for so many processes."""
+    total, max_steps = config.total_batch_size, config.max_steps
+    divisor = 1
+    while divisor < 4:
+        schedule = BatchSchedule(total // divisor, total, max_steps)            # in tokens
+        best = 1024 * math.sqrt(schedule.sequences_before(max_steps) / 200_000)
+        can_halve = total % (2 * divisor * config.sequence_length * world_size) == 0
+        if total / divisor < best * math.sqrt(2) or not can_halve:
+            break
+        divisor *= 2
+    return total // divisor
 
 
 def automatic(config, world_size: int) -> dict:

@@ -142,7 +142,7 @@ def trapezoid(step: int, progress: float, config) -> float:
     cosine instead costs 0.080."""
     warmup = min(1.0, (step + 1) / max(1, config.warmup_steps))
     min_scale = config.min_lr / config.max_lr
-    decay = min(1.0, (1.0 - progress) / config.cooldown)
+    decay = min(1.0, max(0.0, 1.0 - progress) / config.cooldown)
     return min(warmup, min_scale + (1.0 - min_scale) * decay)
 
 

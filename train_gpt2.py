@@ -583,7 +583,8 @@ def main(argv: list[str] | None = None) -> int:
         start = find_start(flags, given, process, MODELS, load_model)
         asked, config = resolve_config(given, start, process)
         check_ranks_agree(asked, config, process)
-        torch.set_float32_matmul_precision("high" if config.tf32 else "highest")        # high: TF32
+        if device_type == "cuda" and config.tf32:
+            torch.set_float32_matmul_precision("high")          # TF32
 
         # Data.
         schedule = batch_schedule(config, process.world_size)

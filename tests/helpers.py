@@ -173,6 +173,14 @@ def train(*flags, code=0):
                 signal.signal(number, handler)
 
 
+def parse_flags(argv):
+    """(Config, names of the flags) of a command line that begins a new run."""
+    import train_gpt2
+    from runtime import presets
+    given = presets.parse_flags(train_gpt2.Config, train_gpt2.RECIPES, "", argv)
+    return train_gpt2.merge_flags(given, train_gpt2.Start()), set(given)
+
+
 def refused(call, *words, failed=False):
     """The line with which `call()` refuses: a UserError (a RunError: `failed`), or of a command's result exit
     code 2 (1). It is one line, and has the `words`: the path or flag that it is about."""

@@ -188,7 +188,7 @@ def test_each_idea_is_a_piece_of_the_code_without_which_the_model_trains(recipe)
         if file == f"{recipe}.py":
             exec(code, module.__dict__)
             model = (GPT := getattr(module, f"{recipe.title()}GPT"))(GPT.Config(8, 97, 2, 2, 32))
-            optimizers = module.optimizers(model, steps.train_gpt2.Config(dtype="float32"))
+            optimizers = module.make_optimizers(model, steps.train_gpt2.Config(dtype="float32"))
             model(torch.arange(8)[None], torch.arange(1, 9)[None])[1].backward()
             updated = [p for o in optimizers for group in o.param_groups for p in group["params"]]
             assert sorted(map(id, updated)) == sorted(id(p) for p in model.parameters() if p.grad is not None)

@@ -68,12 +68,13 @@ def test_compiled_steps_equal_eager_ones(device, recipe, dtype, shards, tmp_path
     monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
     step, seen = train_gpt2.train_step, []
 
-    def strict(run):
-        seen.append(run.step)
+    def strict(number, *args):
+        seen.append(number)
         with torch.compiler.set_stance("default" if len(seen) < 2 else "fail_on_recompile"):
-            return step(run)
-    # with several updates a step frontier has three graphs, one a phase
-    how = flags(shards, device, recipe=recipe, dtype=dtype, updates_per_step=1)
+            return step(number, *args)
+    # a batch that grows has three graphs, one a size
+    how = flags(shards, device, recipe=recipe, dtype=dtype,
+                initial_batch_size=SIZES[device]["total_batch_size"])
     eager = losses(tmp_path / "eager", *how, "--no_compile")
     monkeypatch.setattr(train_gpt2, "train_step", strict)
     compiled = losses(tmp_path / "compiled", *how, "--compile")
@@ -114,11 +115,11 @@ def test_killed_and_resumed_it_ends_alike(device, recipe, shards, tmp_path):
 def test_a_step_never_waits_for_the_gpu(device, recipe, compiled, shards, tmp_path, monkeypatch):
     step, seen = train_gpt2.train_step, []
 
-    def strict(run):
-        seen.append(run.step)
+    def strict(number, *args):
+        seen.append(number)
         torch.cuda.set_sync_debug_mode("error" if len(seen) > 2 else "default")     # the first may compile
         try:
-            return step(run)
+            return step(number, *args)
         finally:
             torch.cuda.set_sync_debug_mode("default")
     monkeypatch.setattr(train_gpt2, "train_step", strict)
@@ -142,7 +143,7 @@ def test_a_step_of_64_sequences_of_1024_tokens_fits_where_it_was_counted(device,
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_two_gpus_train_as_one(recipe, shards, tmp_path):
-    """Five updates; at a save the digests of the ranks' weights are compared."""
+    """Five steps; at a save the digests of the ranks' weights are compared."""
     how = flags(shards, "cuda", recipe=recipe, max_steps=5, checkpoint_every=5)
     one = losses(tmp_path / "one", *how, "--no_compile")
     for more in ("--no_compile", "--compile", "--shard_optimizer"):

@@ -427,14 +427,12 @@ def test_padding_ids_are_never_sampled_however_likely(temperature, top_k):
 
 
 def test_samples_in_training_continue_the_prompt_and_leave_the_random_numbers_alone(capsys):
-    model, run = make_model(vocab_size=50304, n_layer=1), SimpleNamespace(process=Process())
-    run.model, run.autocast = model, torch.autocast("cpu", enabled=False)
+    model, autocast = make_model(vocab_size=50304, n_layer=1), torch.autocast("cpu", enabled=False)
     before, end = torch.get_rng_state(), " a b c d e f g h i j k l m n o p q r s t u v w x"
     assert len(encode(end)) == 24
     for prompt, start in (("Hello, I'm", encode("Hello, I'm").tolist()), ("", [EOT]),
                           ("start" * 40 + end, encode(end).tolist())):         # a long one keeps its end
-        run.config = train_gpt2.Config(sample_prompt=prompt, block_size=24)
-        train_gpt2.print_samples(run, 3, 5)
+        train_gpt2.print_samples(model, prompt, Process(), autocast, 3, 5)
         rows = model.generate(torch.tensor([start] * 3), 5, generator=torch.Generator().manual_seed(42))
         texts = [tokenizer().decode(row).removeprefix("<|endoftext|>") for row in rows.tolist()]
         assert capsys.readouterr().out == "".join(f"sample {i}: {text}\n" for i, text in enumerate(texts))

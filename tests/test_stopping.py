@@ -25,19 +25,10 @@ def test_a_signal_stops_one_process_within_its_step_and_the_resume_repeats_that(
         same_end(tmp_path, whole())
 
 
-def test_after_the_first_update_of_several_the_step_is_finished(byte_data, tmp_path):
-    """The weights have changed: the step cannot be dropped."""
-    flags = ["--data", byte_data, *BYTES, "--updates_per_step", 4, "--max_steps", 8, "--out"]
-    run(*flags, tmp_path / "whole")
-    assert "after 3 of 8" in run(*flags, tmp_path / "log", before=striking("step 2", "SIGTERM", nth=2)).stdout
-    run(*flags, tmp_path / "log")
-    same_end(tmp_path / "log", tmp_path / "whole", 8)
-
-
 @pytest.mark.parametrize("look", range(1, 22))
 def test_whichever_look_at_the_flag_sees_a_signal_all_steps_are_saved(look, byte_data, tmp_path, monkeypatch):
     looks = iter(range(1, 10**6))
-    monkeypatch.setattr(Process, "stop", property(lambda process: next(looks) >= look))
+    monkeypatch.setattr(Process, "asked_to_stop", property(lambda process: next(looks) >= look))
     train("--data", byte_data, *BYTES, "--batch_size", 4, "--max_steps", 4, "--val_every", 2,
           "--checkpoint_every", 3, "--out", tmp_path)
     steps = list(logged(tmp_path))

@@ -10,7 +10,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 import train_gpt2
-from helpers import ROOT, cold, hellaswag_file, logged, refused, run, train
+from helpers import ROOT, cold, hellaswag_file, logged, parse_flags, refused, run, train
 from model import load_model
 from runtime.checkpoint import Saver
 from runtime.console import Record
@@ -20,7 +20,7 @@ from runtime.presets import PRESETS
 from runtime.shards import write_shard
 from runtime.weights import read_checkpoint
 from test_guards import QUIET, TINY, shards, start       # noqa: F401, fixtures
-from train_gpt2 import Config, parse_flags, warmup_cosine
+from train_gpt2 import Config, warmup_cosine
 
 STEPS = [*TINY, "--hellaswag_every", 0, "--max_steps", 12, "--warmup_steps", 5]
 # what samples or is scored needs GPT-2's vocabulary
@@ -91,7 +91,7 @@ def test_validation_is_the_mean_over_its_tokens(processes, shards, start, tmp_pa
 
 
 def test_the_best_checkpoint_stays_beside_the_newest(tmp_path):
-    saver, record = Saver(tmp_path, 1, False, lambda line: None), Record(tmp_path, 0, 100)
+    saver, record = Saver(tmp_path, 1, False, lambda line: None), Record(tmp_path, 0, (100).__mul__)
     for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0), (4, None), (5, 2.5)):
         saver.write({"step": step, "model": {}, "optimizers": {}}, record)
         if loss:
@@ -191,9 +191,12 @@ def test_a_preset_is_defaults_that_flags_override():
 
 def test_schedule_is_linear_then_cosine_and_never_leaves_its_bounds():
     config = Config(max_steps=100, warmup_steps=10, max_lr=1.0, min_lr=0.1)
-    assert [warmup_cosine(step, config) for step in (0, 9, 10, 55, 100, 10_000)] == pytest.approx(
-        [0.1, 1.0, 1.0, 0.55, 0.1, 0.1])
-    assert warmup_cosine(0, Config(warmup_steps=0, max_lr=1.0, min_lr=0.1)) == 1.0
+    assert [warmup_cosine(step, step / 100, config) for step in (0, 9, 10, 55, 100, 10_000)] == (
+        pytest.approx([0.1, 1.0, 1.0, 0.55, 0.1, 0.1]))
+    assert warmup_cosine(0, 0.0, Config(warmup_steps=0, max_lr=1.0, min_lr=0.1)) == 1.0
+    for warmup in (100, 200):                   # a run that is all warmup, or ends in it
+        config = Config(max_steps=100, warmup_steps=warmup, max_lr=1.0, min_lr=0.1)
+        assert warmup_cosine(99, 0.99, config) == 100 / warmup
 
 
 # ----------------------------------------------------------------------------- memory and GPUs
@@ -274,7 +277,7 @@ def test_a_gpu_that_is_not_exactly_known_has_no_mfu_and_similar_names_are_told_a
 @pytest.mark.parametrize("flags", [
     "--n_head 5", "--batch_size 0", "--total_batch_size 250", "--sequence_length 64", "--max_lr -1",
     "--max_steps many", "--max_steps 1e5", "--weight_decay nan", "--grad_clip nan", "--n_layer 0",
-    "--updates_per_step 3", "--bogus", "--max_step 3", "--out=", "--data nowhere", "--data .",
+    "--initial_batch_size 96", "--bogus", "--max_step 3", "--out=", "--data nowhere", "--data .",
     "--init nowhere.pt", "--resume nowhere.pt", "--n_layer 3 --init START", "--recipe speedrun --init START",
     "--device tpu", "--dtype int8", "--recipe gpt5", "--vocab_size 70000",
     "--sample_every 1", "--window 16", "--window 64 --recipe speedrun", "--overfit --preset small",
@@ -306,8 +309,9 @@ def test_help_names_every_flag_with_its_default(capsys):
         train_gpt2.main(["--help"])
     text = capsys.readouterr().out
     assert not ended.value.code
+    words = " ".join(text.split())
     for name in Config.__dataclass_fields__:
         assert re.search(rf"\n  --{name}[ ,\n]", text), name
-    assert "(default 524288)" in text and "(default )" not in text
-    assert re.search(r"--n_head INT .*\(default 12; speedrun: 6; frontier: 6\)", text)
+    assert "(default 524288)" in words and "(default )" not in words
+    assert "--n_head INT Attention heads. (default 12; speedrun: 6; frontier: 6)" in words
     assert re.findall(r"\n  (--no_\w+)", text) == ["--no_shuffle", "--no_tf32", "--no_compile"]
