@@ -244,6 +244,11 @@ def start_process(device_name: str) -> Process:
     return Process(rank, world_size, device)
 
 
+def use_tf32(config: Config, device: str) -> None:
+    if device.startswith("cuda"):
+        torch.set_float32_matmul_precision("high" if config.tf32 else "highest")        # high: TF32
+
+
 def check_ranks_agree(asked: Config, config: Config, process: Process) -> None:
     """UserError if the flags of the processes differ, or what their hardware made of "auto"."""
     values = vars(config) | {"batch_size": asked.batch_size}    # "auto" may find another on each GPU
@@ -278,6 +283,14 @@ def make_model(config: Config, start: Start, device: str) -> LanguageModel:
         # A CPU's cache has no room for all logits. A compiler fuses them with the loss.
         model.loss_chunk = 2048
     return model.to(device)
+
+
+def mixed_precision(config: Config, device: str) -> tuple[torch.amp.GradScaler, torch.autocast]:
+    """The scaler of float16's gradients, and the autocast to config.dtype."""
+    device_type = device.split(":")[0]
+    scaler = torch.amp.GradScaler(device_type, enabled=config.dtype == "float16")
+    dtype = getattr(torch, config.dtype)
+    return scaler, torch.autocast(device_type, dtype, enabled=config.dtype != "float32")
 
 
 def compile_model(model: LanguageModel) -> Callable:
@@ -573,7 +586,7 @@ def main(argv: list[str] | None = None) -> int:
         given = parse_flags(Config, RECIPES, __doc__, argv)             # {flag: value}
         flags = merge_flags(given, Start())
     process = start_process(flags.device)
-    device, device_type = process.device, process.device.split(":")[0]
+    device = process.device
     memory_errors = partial(
         oom_as_user_error, lambda: f"{device} is out of memory: give a smaller --batch_size, --recompute, "
                                    "--shard_optimizer (several GPUs), or a smaller model")
@@ -583,8 +596,7 @@ def main(argv: list[str] | None = None) -> int:
         start = find_start(flags, given, process, MODELS, load_model)
         asked, config = resolve_config(given, start, process)
         check_ranks_agree(asked, config, process)
-        if device_type == "cuda" and config.tf32:
-            torch.set_float32_matmul_precision("high")          # TF32
+        use_tf32(config, device)
 
         # Data.
         schedule = batch_schedule(config, process.world_size)
@@ -601,9 +613,7 @@ def main(argv: list[str] | None = None) -> int:
         optimizers = RECIPES[config.recipe].make_optimizers(model, config)
         optimizer = CombinedOptimizer(model, optimizers, config.shard_optimizer, process.rank,
                                       process.world_size)
-        scaler = torch.amp.GradScaler(device_type, enabled=config.dtype == "float16")
-        autocast = torch.autocast(device_type, getattr(torch, config.dtype),
-                                  enabled=config.dtype != "float32")
+        scaler, autocast = mixed_precision(config, device)
         if start.path:
             restore_optimizer(start, optimizer)
             restore_scaler(start, scaler)
@@ -613,7 +623,7 @@ def main(argv: list[str] | None = None) -> int:
         train_model = wrap_ddp(compiled_model, device) if process.world_size > 1 else compiled_model
 
         # A trial of a micro-step, to find its size and for --dry_run.
-        moments = optimizer.state_bytes if device_type == "cuda" and start.step == 0 else 0
+        moments = optimizer.state_bytes if device.startswith("cuda") and start.step == 0 else 0
         trial = partial(time_micro_step, train_model, config.sequence_length, device, autocast, moments)
         batch_size = choose_batch_size(config, schedule.sequences(config.max_steps),
                                        asked.batch_size == "auto", process, trial)

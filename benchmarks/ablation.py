@@ -37,14 +37,14 @@ ABLATIONS = {
         "Muon (Adam at a tenth of its rate)": (
             "from runtime.muon import Muon",
             "def Muon(p, lr, **_): return torch.optim.Adam(p, 0.1 * lr, betas=(0.9, 0.95), fused=True)"),
-        "momentum warm-up": ("(last - first) * min(1.0, step / (0.154 * config.max_steps))", "last - first"),
+        "momentum warm-up": ("(last - first) * min(1.0, progress / 0.154)", "last - first"),
         "constant rate, then linear (cosine instead)": (
-            "min(1.0, max(0, config.max_steps - step) / (config.cooldown * config.max_steps))",
-            "0.5 * (1.0 + math.cos(math.pi * min(1.0, step / config.max_steps)))"),
+            "min(1.0, max(0.0, 1.0 - progress) / config.cooldown)",
+            "0.5 * (1.0 + math.cos(math.pi * min(1.0, progress)))"),
         "head's rate by width (0.002 instead)": ("0.1 * max_lr * 768 / self.config.n_embd", "0.1 * max_lr"),
     },
     "frontier": {
-        "several updates a step (one instead)": ("max_steps=2500", "max_steps=2500, updates_per_step=1"),
+        "a batch that grows (constant instead)": ("while divisor < 4:", "while divisor < 1:"),
         "late keys": ("offset_keys(k, begins)", "k", "c_q.weight[late:]", "c_k.weight[late:]"),
         "start of the late keys as the queries": ("c_q.weight[late:]", "c_k.weight[late:]"),
         "head tied to the embedding": (
@@ -61,7 +61,7 @@ ABLATIONS = {
         "bigram table's rate (ten times as high instead)": ("1.5 * max_lr", "15 * max_lr"),
         "Adam's beta1 of 0.7 (speedrun's 0.9 instead)": ("betas=(0.7,", "betas=(0.9,"),
         "Muon's momentum of 0.80 to 0.85 (speedrun's 0.85 to 0.95 instead)": (
-            "step, config, 0.80, last), back", "step, config), 1"),
+            "config, 0.80, peak)", "config)", "min(rising, falling)", "rising"),
         "softcap of 15 (speedrun's 30 instead)": ("softcap = 15.0", "softcap = 30.0"),
     },
 }

@@ -1,4 +1,5 @@
 """What is timed, each in a process of its own: a worker measures one Setting."""
+import itertools
 import statistics
 import sys
 import types
@@ -32,29 +33,33 @@ def our_step(s: Setting):
     never = dict.fromkeys(("val_every", "hellaswag_every", "sample_every", "checkpoint_every"), 0)
     same = {name: getattr(s, name) for name in ("recipe", "vocab_size", "device", "dtype", "tf32", "compile",
                                                 "attention")}
-    config = train_gpt2.Config(**train_gpt2.RECIPES[s.recipe].defaults | shape_of(s) | never | same | dict(
-        data="data", out="out", total_batch_size=s.B * s.T, batch_size=s.B, block_size=s.T))
+    given = never | same | shape_of(s) | dict(data="data", out="out", total_batch_size=s.B * s.T, batch_size=s.B,
+                                              initial_batch_size=s.B * s.T, block_size=s.T)
+    with patch.multiple(train_gpt2, **({} if s.tune_memory else {"tune_malloc": lambda: None})):
+        process = train_gpt2.start_process(s.device)
+    _, config = train_gpt2.resolve_config(given, train_gpt2.Start(), process)
+    train_gpt2.use_tf32(config, process.device)
 
-    def chosen_here(run):
-        """Instead of the trial of a micro-batch: what a setting changes and no flag does, before anything is
-        compiled."""
-        if s.loss_chunk is not None:
-            run.model.loss_chunk = s.loss_chunk
-        for group in (group for optimizer in run.optimizers for group in optimizer.param_groups):
-            if not s.fused and "fused" in group:
+    model = train_gpt2.make_model(config, train_gpt2.Start(), process.device)
+    if s.loss_chunk is not None:
+        model.loss_chunk = s.loss_chunk
+    optimizers = train_gpt2.RECIPES[s.recipe].make_optimizers(model, config)
+    optimizer = train_gpt2.CombinedOptimizer(model, optimizers)
+    if not s.fused:
+        for group in optimizer.groups():
+            if "fused" in group:
                 group["fused"] = None           # torch's default for the device
-        return s.B
-    replaced = {"choose_batch_size": chosen_here} | ({} if s.tune_memory else {"tune_malloc": lambda: None})
-    with patch.multiple(train_gpt2, **replaced):
-        process = train_gpt2.set_up_process(config)
-        process.catch_signals = lambda: None    # a signal ends a benchmark at once
-        run = train_gpt2.set_up(config, set(), process)
+    scaler, autocast = train_gpt2.mixed_precision(config, process.device)
+    train_model = train_gpt2.compile_model(model) if config.compile else model
+    schedule = train_gpt2.batch_schedule(config, 1)
+    loader = train_gpt2.TrainLoader(train_gpt2.open_data(config).train, schedule, s.B, 0, process)
+    numbers = itertools.count()
 
     def step():
-        train_gpt2.set_schedule(run)
-        train_gpt2.train_step(run)
-        run.step += 1
-    return step, run.model
+        n = next(numbers)
+        train_gpt2.set_schedules(n, config, schedule, model, optimizer)
+        train_gpt2.train_step(n, config, process, loader, train_model, optimizer, scaler, autocast)
+    return step, model
 
 
 def peers_step(s: Setting):
@@ -117,7 +122,8 @@ def attention_and_gradients(kernel, q, k, v, dy):
 def measure_attention(s: Setting) -> dict:
     """Seconds of one layer's attention, forward and backward, and its errors against float64's formula,
     |x - x64| / |x64|: of y, and the largest of dq, dk and dv."""
-    device = train_gpt2.set_up_process(train_gpt2.Config(device=s.device)).device
+    device = train_gpt2.start_process(s.device).device
+    train_gpt2.use_tf32(train_gpt2.Config(), device)
     heads, dtype = shape_of(s)["n_head"], getattr(torch, s.dtype)
     shape = s.B, s.T, heads, shape_of(s)["n_embd"] // heads
     torch.manual_seed(0)

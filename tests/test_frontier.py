@@ -95,7 +95,7 @@ def run_of(batch, T, steps, ranks=1, **more):
 
 # the steps are those of as many tokens as the recipe's fits were made with: 0.2M, 0.6M, 2M
 @pytest.mark.parametrize("batch, T, steps, ranks, expected", [
-    (4096, 128, 112, 1, 4), (4096, 256, 195, 1, 2), (4096, 256, 488, 1, 1), (2048, 128, 112, 1, 4),
+    (4096, 128, 112, 1, 4), (4096, 256, 195, 1, 2), (4096, 256, 488, 1, 1), (2048, 128, 112, 1, 2),
     (524288, 1024, 4083, 8, 4), (524288, 1024, 2, 1, 4),                                # never more
     (4096, 4096, 48, 1, 1), (4096, 2048, 64, 1, 2), (3072, 1024, 48, 1, 1),
     # at each size every rank has a sequence, and all as many
