@@ -175,7 +175,7 @@ def merge_flags(given: dict, start: Start) -> Config:
     values.update(start.shape)
 
     config = Config(**values)
-    check_flags(config, given, RECIPES)
+    check_flags(config, RECIPES, start.path)
     return config
 
 

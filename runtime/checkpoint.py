@@ -158,9 +158,9 @@ def check_same_data(start: Start, data, name: str) -> None:
     """UserError if the run was trained on other shards than those of --data `name`, by their content."""
     with state_of_run(start.path):
         trained_on = [shard[1:] for shard in start.checkpoint["data"]["train"]]
-    if trained_on != [shard[1:] for shard in data.train.fingerprint]:
-        raise UserError(f"{start.path} was trained on other shards than {name} has: bring those back, or "
-                        f"start a new run from its weights by --init {start.path} --out ANOTHER")
+        if trained_on != [shard[1:] for shard in data.train.fingerprint]:
+            raise UserError(f"{start.path} was trained on other shards than {name} has: bring those back, or "
+                            f"start a new run from its weights by --init {start.path} --out ANOTHER")
 
 
 def saved_sequences(start: Start) -> int:

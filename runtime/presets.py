@@ -3,8 +3,9 @@ import argparse
 import dataclasses
 import importlib.util
 import textwrap
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from itertools import groupby
+from pathlib import Path
 
 from runtime.cli import FlagParser, UserError
 from runtime.recipe import Recipe
@@ -121,12 +122,12 @@ def describe_presets() -> str:
 
 # ----------------------------------------------------------------------------- mistakes
 
-def check_flags(config, given: Collection[str], recipes: dict[str, Recipe]) -> None:
-    """UserError for values that no run can have. `given`: the names of the flags on the command line."""
+def check_flags(config, recipes: dict[str, Recipe], checkpoint: Path | None) -> None:
+    """UserError for values that no run can have. `checkpoint`: where some of them may come from."""
     for f in dataclasses.fields(config):
         if f.type in (int, float):
             check_range(f, getattr(config, f.name))
-    check_recipe_flags(config, given, recipes)
+    check_recipe_flags(config, recipes, checkpoint)
     check_model_flags(config)
 
     if config.min_lr != "auto" and config.min_lr > config.max_lr:
@@ -153,12 +154,13 @@ def check_range(f: dataclasses.Field, value) -> None:
         raise UserError(f"--{f.name} {value}: give a number {least}, at most {most:g}")
 
 
-def check_recipe_flags(config, given: Collection[str], recipes: dict[str, Recipe]) -> None:
+def check_recipe_flags(config, recipes: dict[str, Recipe], checkpoint: Path | None) -> None:
     """Some flags are for some recipes only."""
     for recipe in recipes.values():
         for name in recipe.own_flags:
-            if name in given and name not in recipes[config.recipe].own_flags:
-                raise UserError(f"--{name} does not apply to --recipe {config.recipe}: leave it out")
+            if name not in recipes[config.recipe].own_flags and getattr(config, name) != "auto":
+                source = f"{checkpoint}: " if checkpoint else ""
+                raise UserError(f"{source}--{name} does not apply to --recipe {config.recipe}: leave it out")
 
 
 def check_model_flags(config) -> None:
