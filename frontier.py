@@ -206,8 +206,8 @@ def initial_batch_size(config, world_size: int) -> int:
     total, max_steps = config.total_batch_size, config.max_steps
     divisor = 1
     while divisor < 4:
-        schedule = BatchSchedule(total // divisor, total, max_steps)            # in tokens
-        best = 1024 * math.sqrt(schedule.sequences_before(max_steps) / 200_000)
+        tokens = BatchSchedule(total // divisor, total, max_steps).tokens_before(max_steps)
+        best = 1024 * math.sqrt(tokens / 200_000)
         can_halve = total % (2 * divisor * config.sequence_length * world_size) == 0
         if total / divisor < best * math.sqrt(2) or not can_halve:
             break
@@ -239,8 +239,8 @@ RECIPE = Recipe(
     lr_scale=speedrun.trapezoid,
     momentum=muon_momentum,
     window=speedrun.window_schedule,
-    defaults=dict(n_head=6, max_steps=5833, warmup_steps=0, max_lr=0.02, weight_decay=0.0,
-                  grad_clip=math.inf),
+    defaults=dict(n_head=6, max_steps=5833, weight_decay=0.0, grad_clip=math.inf),
+    rates=dict(max_lr=0.02, warmup_steps=0),
     own_flags=("window", "cooldown"),
     automatic=automatic,
 )

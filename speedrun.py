@@ -163,8 +163,8 @@ RECIPE = Recipe(
     lr_scale=trapezoid,
     momentum=muon_momentum,
     window=window_schedule,
-    defaults=dict(n_head=6, max_steps=3242, warmup_steps=0, max_lr=0.02, min_lr=0.0, weight_decay=0.0,
-                  grad_clip=math.inf),
+    defaults=dict(n_head=6, max_steps=3242, weight_decay=0.0, grad_clip=math.inf),
+    rates=dict(max_lr=0.02, min_lr=0.0, warmup_steps=0),
     own_flags=("window", "cooldown"),
     automatic=lambda config, world_size: {"cooldown": 0.2856},      # 926 of the record's 3,242 steps
 )

@@ -29,9 +29,8 @@ import hellaswag
 import speedrun
 from model import MODELS, fresh_model, load_model
 from runtime import plots
-from runtime.checkpoint import (Output, Start, check_resumed_flags, check_same_data, find_start,
-                                gather_moments, host_copy, restore_optimizer, restore_scaler,
-                                saved_sequences, weights_digest)
+from runtime.checkpoint import (Output, Start, check_resumed_flags, find_start, gather_moments, host_copy,
+                                restore, weights_digest)
 from runtime.cli import RunError, flag, run_command, said_once
 from runtime.console import StepLog, in_bits, print_estimate, print_header, print_summary
 from runtime.dataloader import Data, TrainLoader, open_data, to_device
@@ -41,7 +40,7 @@ from runtime.files import newest_of
 from runtime.kernels import ATTENTION
 from runtime.language_model import LanguageModel
 from runtime.muon import CombinedOptimizer
-from runtime.presets import OVERFIT, PRESETS, RATES, check_flags, parse_flags
+from runtime.presets import OVERFIT, PRESETS, check_flags, parse_flags
 from runtime.ranks import Process, StopRequested, find_ranks
 from runtime.recipe import BatchSchedule, Recipe, batch_schedule
 from runtime.tokenizer import EOT, encode, tokenizer
@@ -157,18 +156,12 @@ def merge_flags(given: dict, start: Start) -> Config:
     """Sources 1 to 7 of `resolve_config`. `given`: {flag: value} of the command line. UserError for values
     that no run can have."""
     preset = PRESETS[given.get("preset", "gpt2")][1]
-    recipe_name = preset.get("recipe", "gpt2")
-    recipe_name = start.recorded.get("recipe", recipe_name)
-    recipe_name = given.get("recipe", recipe_name)
-    recipe = RECIPES[recipe_name]
-
-    values = dict(recipe.defaults)
-    for name, value in preset.items():
-        if name not in RATES or name not in recipe.defaults:
-            values[name] = value
     if given.get("overfit"):
-        values = recipe.defaults | OVERFIT
-        values["max_lr"] = recipe.defaults.get("max_lr", OVERFIT["max_lr"])
+        preset = OVERFIT
+    recipe = RECIPES[(preset | start.recorded | given).get("recipe", "gpt2")]
+
+    values = recipe.defaults | preset | recipe.rates
+    if given.get("overfit"):
         values["min_lr"] = given.get("max_lr", values["max_lr"])        # a constant rate
     values.update(start.recorded)
     values.update(given)
@@ -183,9 +176,9 @@ def resolve_config(given: dict, start: Start, process: Process) -> tuple[Config,
     """The value of every flag. Of these sources a later one wins:
 
     1. the default in Config
-    2. the default of the recipe (Recipe.defaults)
-    3. the preset (PRESETS); but a recipe that has learning rates of its own keeps them
-    4. --overfit (OVERFIT)
+    2. the recipe's default (Recipe.defaults)
+    3. the preset, or --overfit, which is a run of its own
+    4. the recipe's learning rates (Recipe.rates), where it has any: those of presets are for AdamW
     5. the checkpoint of the run that resumes, except for flags that are `per_run`
     6. the command line; with a run that resumes it cannot change flags that are `fixed`
     7. the shape of the model that was loaded (--init); the command line must not contradict it
@@ -447,7 +440,7 @@ class Evaluator:
             return
 
         # A run that resumes at this step may have evaluated before it ended.
-        done = process.from_master(log.record.evaluated(step) if log.record else set())
+        done = process.from_master(log.evaluated(step))
 
         if due(config.val_every) and "val" not in done:
             loss = validation_loss(self.compiled_model, self.data, self.batch_size, process, self.autocast)
@@ -502,7 +495,7 @@ class Checkpointer:
                 "recipe": self.asked.recipe,
                 "config": asdict(self.asked),
                 "step": step,
-                "sequences": self.schedule.sequences_before(step),
+                "tokens": self.schedule.tokens_before(step),
                 "optimizers": moments,
                 "scaler": self.scaler.state_dict(),
                 "data": self.data.fingerprints(),
@@ -601,12 +594,6 @@ def main(argv: list[str] | None = None) -> int:
         # Data.
         schedule = batch_schedule(config, process.world_size)
         data = open_same_data(config, process)
-        if start.path:
-            check_same_data(start, data, config.data)
-            schedule.resume(start.step, saved_sequences(start))
-
-        def tokens_before(step):
-            return schedule.sequences_before(step) * config.sequence_length
 
         # Model and optimizers.
         model = make_model(config, start, device)
@@ -615,8 +602,7 @@ def main(argv: list[str] | None = None) -> int:
                                       process.world_size)
         scaler, autocast = mixed_precision(config, device)
         if start.path:
-            restore_optimizer(start, optimizer)
-            restore_scaler(start, scaler)
+            restore(start, config.data, data, schedule, optimizer, scaler)
 
         # The same weights three times: eager, compiled, and for training inside DDP.
         compiled_model = compile_model(model) if config.compile else model
@@ -625,24 +611,22 @@ def main(argv: list[str] | None = None) -> int:
         # A trial of a micro-step, to find its size and for --dry_run.
         moments = optimizer.state_bytes if device.startswith("cuda") and start.step == 0 else 0
         trial = partial(time_micro_step, train_model, config.sequence_length, device, autocast, moments)
-        batch_size = choose_batch_size(config, schedule.sequences(config.max_steps),
-                                       asked.batch_size == "auto", process, trial)
+        batch_size = choose_batch_size(config, asked.batch_size == "auto", process, trial)
         print_header(config, process, data, model, schedule, batch_size, start)
         if config.dry_run:
-            seconds_per_token = trial(batch_size) / (batch_size * config.sequence_length)
-            print_estimate(config, process, schedule, start.step, seconds_per_token)
+            tokens = batch_size * config.sequence_length * process.world_size
+            print_estimate(config, process, schedule.tokens_left(start.step), tokens / trial(batch_size))
             return 0
 
         # From here on something is written, and signals ask the run to stop.
         hellaswag_batches = hellaswag.hellaswag_batches(config, given.keys(), process)
         output = Output()
-        process.on_all_ranks(output.open, config, start, process, tokens_before)
+        process.on_all_ranks(output.open, config, start, process, schedule.tokens_before)
         process.catch_signals()
 
     train_loader = TrainLoader(data.train, schedule, batch_size, start.step, process)
     with memory_errors(), output, closing(train_loader):
-        log = StepLog(process, output.record, tokens_before, config.max_steps,
-                      model.flops_per_token(config.sequence_length))
+        log = StepLog(process, output.record, schedule, model.flops_per_token(config.sequence_length))
         evaluator = Evaluator(config, process, data, hellaswag_batches, model, compiled_model, autocast,
                               batch_size, log)
         checkpointer = Checkpointer(asked, process, data, schedule, model, optimizer, scaler, output,

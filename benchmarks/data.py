@@ -26,7 +26,7 @@ def measure_loader(s):
         for i, path in enumerate(shards):
             write_shard(path, random_tokens(4_000_000 + 1013 * i))
         dataset = TokenDataset(shards, s.T, 1337, s.recipe == "shuffled", VOCAB_SIZE)
-        batches, rates = micro_batches(dataset, BatchSchedule(s.B, s.B, max_steps=1), s.B), []
+        batches, rates = micro_batches(dataset, BatchSchedule(s.B * s.T, s.B * s.T, 1), s.B), []
         for _ in range(s.steps):
             start, steps = time.perf_counter(), dataset.total // s.B
             for rows in islice(batches, steps):

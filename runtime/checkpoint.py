@@ -17,6 +17,7 @@ from runtime.console import Record, lowest
 from runtime.files import (checkpoints, lock_folder, newest_of, readable, remove_leftovers, replace_file,
                            writable)
 from runtime.muon import ADAM_KEYS, CombinedOptimizer, state_keys
+from runtime.recipe import BatchSchedule
 from runtime.weights import find_checkpoint, model_from_checkpoint, read_checkpoint
 
 RUN_FILES = "log.txt", "metrics.csv", "loss.png", "wandb_id"        # beside the checkpoints
@@ -80,12 +81,12 @@ def start_from_checkpoint(path: Path, flags, models: dict) -> Start:
         model = model_from_checkpoint(checkpoint, path, models, hint)
         recorded = recorded_flags(checkpoint["config"], flags)
         recorded.update(model_shape(model))
-        step = checkpoint["step"]
         if recorded["recipe"] != checkpoint["recipe"]:
             raise ValueError(f"its recipe is {safe_repr(checkpoint['recipe'])} and {recorded['recipe']}")
-        if type(step) is not int or step < 0:
-            raise ValueError(f"its step is {safe_repr(step)}")
-    return Start(model, model_shape(model), path, checkpoint, recorded, step)
+        for name in ("step", "tokens"):
+            if type(checkpoint[name]) is not int or not 0 <= checkpoint[name] < 2**60:
+                raise ValueError(f"its {name} is {safe_repr(checkpoint[name])}")
+    return Start(model, model_shape(model), path, checkpoint, recorded, checkpoint["step"])
 
 
 def recorded_flags(config: dict, flags) -> dict:
@@ -96,11 +97,11 @@ def recorded_flags(config: dict, flags) -> dict:
         if f.name not in config or f.metadata.get("per_run"):
             continue
         value = config[f.name]
-        is_word = "word" in f.metadata and value == f.metadata["word"]
-        is_value = type(value) is f.type and value in f.metadata.get("choices", [value])
-        if not is_word and not is_value:
-            raise ValueError(f"its config says {f.name} = {safe_repr(value)}")
         recorded[f.name] = value
+        if isinstance(value, str) and value == f.metadata.get("word"):
+            continue
+        if type(value) is not f.type or value not in f.metadata.get("choices", [value]):
+            raise ValueError(f"its config says {f.name} = {safe_repr(value)}")
     return recorded
 
 
@@ -154,46 +155,33 @@ def state_of_run(path: Path):
 
 # ----------------------------------------------------------------------------- what a run takes from it
 
-def check_same_data(start: Start, data, name: str) -> None:
-    """UserError if the run was trained on other shards than those of --data `name`, by their content."""
+def restore(start: Start, name: str, data, schedule: BatchSchedule, optimizer: CombinedOptimizer,
+            scaler: torch.amp.GradScaler) -> None:
+    """Loads everything but the weights: the position in the data, the moments that this rank has, the scale of
+    float16. UserError if the run was trained on other shards than those of --data `name`, by their content."""
+    checkpoint = start.checkpoint
     with state_of_run(start.path):
-        trained_on = [shard[1:] for shard in start.checkpoint["data"]["train"]]
+        trained_on = [shard[1:] for shard in checkpoint["data"]["train"]]
         if trained_on != [shard[1:] for shard in data.train.fingerprint]:
             raise UserError(f"{start.path} was trained on other shards than {name} has: bring those back, or "
                             f"start a new run from its weights by --init {start.path} --out ANOTHER")
+        schedule.resume(start.step, checkpoint["tokens"])
 
-
-def saved_sequences(start: Start) -> int:
-    """How many sequences the run has been trained on."""
-    with state_of_run(start.path):
-        sequences = start.checkpoint["sequences"]
-        if type(sequences) is not int or not 0 <= sequences < 2**60:
-            raise ValueError(f"its sequences are {safe_repr(sequences)}")
-    return sequences
-
-
-def restore_scaler(start: Start, scaler: torch.amp.GradScaler) -> None:
-    with state_of_run(start.path):
-        saved = start.checkpoint["scaler"]
-        if not scaler.is_enabled() or not saved:
-            return
-        scale, steps = float(saved["scale"]), int(saved["_growth_tracker"])
-        if not (0 < scale < math.inf and 0 <= steps < 2**31):
-            raise ValueError(f"its scale is {scale}, since {steps} steps")
-        scaler.load_state_dict(scaler.state_dict() | {"scale": scale, "_growth_tracker": steps})
-
-
-def restore_optimizer(start: Start, optimizer: CombinedOptimizer) -> None:
-    """Loads the moments that this rank has."""
-    owners = optimizer.owners()
-    with state_of_run(start.path):
-        saved = start.checkpoint["optimizers"]
+        owners = optimizer.owners()
         for part in optimizer.optimizers:
             for group in part.param_groups:
                 for name, p in zip(group["param_names"], group["params"], strict=True):
                     if owners.get(p, optimizer.rank) == optimizer.rank:
-                        part.state[p] = read_moments(saved[name], name, p, state_keys(part))
+                        saved = checkpoint["optimizers"][name]
+                        part.state[p] = read_moments(saved, name, p, state_keys(part))
             part.load_state_dict(part.state_dict())         # puts them on the device
+
+        if scaler.is_enabled() and checkpoint["scaler"]:
+            scale = float(checkpoint["scaler"]["scale"])
+            steps = int(checkpoint["scaler"]["_growth_tracker"])
+            if not (0 < scale < math.inf and 0 <= steps < 2**31):
+                raise ValueError(f"its scale is {scale}, since {steps} steps")
+            scaler.load_state_dict(scaler.state_dict() | {"scale": scale, "_growth_tracker": steps})
 
 
 def read_moments(saved: dict, name: str, p: torch.Tensor, keys: tuple[str, ...]) -> dict:

@@ -13,7 +13,7 @@ import torch
 
 from runtime.device import device_name, peak_flops, peak_memory
 from runtime.files import checkpoints, newest_of, read_text, readable, replace_file, sync, writable
-from runtime.recipe import divide_batch
+from runtime.recipe import BatchSchedule, divide_batch
 
 # The columns of metrics.csv, and how their numbers are written.
 FORMATS = dict(step="d", tokens="d", seconds=".3f", train=".6f", val=".6f", hella=".6f", lr=".6g",
@@ -129,12 +129,6 @@ class Record:
         tokens = self.tokens_before(last["step"] + 1) - self.tokens_before(last["step"])
         return last["seconds"] + tokens / rate
 
-    def evaluated(self, step: int) -> set[str]:
-        """The evaluations of this step that are recorded: of "val" and "hella"."""
-        if not self.rows or self.rows[-1]["step"] != step:
-            return set()
-        return {kind for kind in ("val", "hella") if self.rows[-1][kind] is not None}
-
     def add(self, step: int, kind: str, value: float, **more: float) -> None:
         """`kind`: train, val or hella. `more`: other cells of the row."""
         end = self.table.tell()
@@ -198,18 +192,13 @@ class StepLog:
     """Prints and records steps and evaluations, and does nothing else. `record`: None where nothing is
     written. `flops_per_token`: forward and backward."""
 
-    def __init__(self, process, record: Record | None, tokens_before: Callable[[int], int], max_steps: int,
-                 flops_per_token: int):
+    def __init__(self, process, record: Record | None, schedule: BatchSchedule, flops_per_token: int):
         self.process = process
         self.record = record
-        self.tokens_before = tokens_before
-        self.max_steps = max_steps
+        self.schedule = schedule
         self.flops_per_token = flops_per_token
-
-        self.losses = []
-        self.seconds = []               # of each step
-        self.rates = []                 # tokens/s of each step
-        self.last_time = 0.0            # when the step before was logged
+        self.losses, self.seconds, self.rates = [], [], []      # of each step; rates: tokens/s
+        self.last_time = 0.0                                    # when the step before was logged
 
     def step(self, step: int, loss: float, norm: float, lr: float, began: float) -> None:
         """`began`: time.perf_counter() at the beginning of the step. On a GPU it may begin before the numbers
@@ -217,15 +206,14 @@ class StepLog:
         now = time.perf_counter()
         dt = now - max(began, self.last_time)
         self.last_time = now
-        rate = (self.tokens_before(step + 1) - self.tokens_before(step)) / dt
+        rate = self.schedule.tokens(step) / dt
         self.losses.append(loss)
         self.seconds.append(dt)
         self.rates.append(rate)
 
-        tokens_left = self.tokens_before(self.max_steps) - self.tokens_before(step + 1)
-        seconds_left = tokens_left / statistics.median(self.rates[-20:])
-        line = step_line(step, loss, norm, lr, dt, rate, self.mfu(rate), seconds_left)
-        self.process.print0(line)
+        tokens_left = self.schedule.tokens_left(step + 1)
+        left = tokens_left / statistics.median(self.rates[-20:])
+        self.process.print0(step_line(step, loss, norm, lr, dt, rate, self.mfu(rate), left))
         if self.record:
             self.record.add(step, "train", loss, norm=norm, lr=lr, tokens_per_second=rate)
 
@@ -240,6 +228,13 @@ class StepLog:
         self.process.print0(f"step {step:5d} | {text}")
         if self.record:
             self.record.add(step, kind, value)
+
+    def evaluated(self, step: int) -> set[str]:
+        """The evaluations of this step that are recorded: of "val" and "hella"."""
+        if self.record is None or not self.record.rows:
+            return set()
+        last = self.record.rows[-1]
+        return {kind for kind in ("val", "hella") if last["step"] == step and last[kind] is not None}
 
 
 # ----------------------------------------------------------------------------- before and after them
@@ -257,15 +252,15 @@ def print_header(config, process, data, model, schedule, batch_size: int, start)
     say(f"{c.recipe}: {num_params:,} parameters ({counted(c.n_layer, 'layer')}, {counted(c.n_head, 'head')}, "
         f"width {c.n_embd}, vocabulary {c.vocab_size}{window})")
 
-    B, micro_steps = divide_batch(schedule.sequences(c.max_steps), process.world_size, batch_size)
+    B, micro_steps = divide_batch(c.total_batch_size // c.sequence_length, process.world_size, batch_size)
     growth = ""
     if c.initial_batch_size < c.total_batch_size:
         growth = f", {c.initial_batch_size:,} at first"
-    sequences = schedule.sequences_before(c.max_steps)
-    epochs = sequences / data.train.total
+    tokens = schedule.tokens_before(c.max_steps)
+    epochs = tokens / c.sequence_length / data.train.total
     say(f"{c.total_batch_size:,} tokens a step = {B} x {c.sequence_length} x "
         f"{counted(micro_steps, 'micro-step')} x {processes}{growth}; {c.max_steps:,} steps = "
-        f"{sequences * c.sequence_length:,} tokens = {epochs:,.2f} epochs; max_lr {c.max_lr:g} after "
+        f"{tokens:,} tokens = {epochs:,.2f} epochs; max_lr {c.max_lr:g} after "
         f"{counted(c.warmup_steps, 'step')}, min_lr {c.min_lr:g}")
 
     periods = {"validation": c.val_every, "HellaSwag": c.hellaswag_every, "checkpoint": c.checkpoint_every}
@@ -278,13 +273,10 @@ def print_header(config, process, data, model, schedule, batch_size: int, start)
         say(f"resuming from {start.path} at step {start.step} of {c.max_steps}")
 
 
-def print_estimate(config, process, schedule, start_step: int, seconds_per_token: float) -> None:
-    """How long the run will take, for --dry_run. `seconds_per_token`: of a rank."""
-    tokens = schedule.sequences_before(config.max_steps) - schedule.sequences_before(start_step)
-    tokens *= config.sequence_length
-    per_rank = seconds_per_token / process.world_size
+def print_estimate(config, process, tokens_left: int, rate: float) -> None:
+    """How long the run will take, for --dry_run, at `rate` tokens/s of all ranks."""
     process.print0(
-        f"about {config.total_batch_size * per_rank:.3g} s a step, {clock(tokens * per_rank)} in all without "
+        f"about {config.total_batch_size / rate:.3g} s a step, {clock(tokens_left / rate)} in all without "
         "evaluations; nothing was written, and the same command without --dry_run starts the run")
 
 

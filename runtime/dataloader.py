@@ -131,10 +131,11 @@ def micro_batches(dataset: TokenDataset, schedule: BatchSchedule, batch_size: in
     """Yields the micro-batches of a rank from `first_step` on, indefinitely: uint16 (B, T+1), the last target
     included. The ranks take turns: of every B world_size sequences of a step, rank r has the B from r B on."""
     for step in itertools.count(first_step):
-        B, micro_steps = divide_batch(schedule.sequences(step), world_size, batch_size)
+        B, micro_steps = divide_batch(schedule.tokens(step) // dataset.T, world_size, batch_size)
+        first = schedule.tokens_before(step) // dataset.T
         for micro_step in range(micro_steps):
             turn = micro_step * world_size + rank
-            yield dataset.read(schedule.sequences_before(step) + turn * B, B)
+            yield dataset.read(first + turn * B, B)
 
 
 def read_ahead(batches: Iterator[np.ndarray], pin: bool) -> Iterator[torch.Tensor]:
@@ -166,6 +167,7 @@ class TrainLoader:
 
     def __init__(self, dataset: TokenDataset, schedule: BatchSchedule, batch_size: int, first_step: int,
                  process):
+        self.dataset = dataset
         self.schedule = schedule
         self.batch_size = batch_size
         self.process = process
@@ -174,7 +176,7 @@ class TrainLoader:
 
     def micro_steps(self, step: int) -> int:
         """How many micro-batches the step has."""
-        sequences = self.schedule.sequences(step)
+        sequences = self.schedule.tokens(step) // self.dataset.T
         _, micro_steps = divide_batch(sequences, self.process.world_size, self.batch_size)
         return micro_steps
 

@@ -151,21 +151,21 @@ def time_micro_step(model: torch.nn.Module, T: int, device: str, autocast, reser
     return seconds
 
 
-def choose_batch_size(config, sequences: int, may_shrink: bool, process, trial: Callable) -> int:
-    """How many sequences a micro-step has: at most --batch_size, and a divisor of a rank's share of a step's
-    `sequences`. With `may_shrink` it is halved until `trial(B)` fits into the memory of every rank.
+def choose_batch_size(config, may_shrink: bool, process, trial: Callable) -> int:
+    """How many sequences a micro-step has: at most --batch_size, and a divisor of a rank's share of a step.
+    With `may_shrink` it is halved until `trial(B)` fits into the memory of every rank.
 
     What is compiled is compiled here, and the attention kernel tried: a run that cannot work ends before its
     first step.
     """
+    sequences = config.total_batch_size // config.sequence_length
     on_gpu = process.device.startswith("cuda")
-    needs_trial = config.compile or (may_shrink and on_gpu) or config.attention not in ("auto", "naive")
-
+    trusted = config.attention in ("auto", "naive") and not config.compile
     most = config.batch_size
     while True:
         # The GPUs of the ranks may differ in size, but not their micro-batches.
         B, _ = divide_batch(sequences, process.world_size, min(process.gather(most)))
-        if not needs_trial:
+        if trusted and not (on_gpu and may_shrink):
             return B
 
         fits = process.on_all_ranks(fits_in_memory, trial, B, may_shrink, config, process.device)

@@ -43,9 +43,6 @@ PRESETS = {
         sample_every=50, sample_prompt="\n", checkpoint_every=25, keep_checkpoints=1)),
 }
 
-# A preset's values of these are chosen for AdamW: a recipe with values of its own keeps them.
-RATES = "max_lr", "min_lr", "warmup_steps"
-
 # --overfit is the lecture's sanity run: 50 steps on one batch, at a constant rate. It writes nothing.
 OVERFIT = dict(
     vocab_size=50257, total_batch_size=4 * 32, initial_batch_size=4 * 32, sequence_length=32, shuffle=False,
@@ -104,7 +101,7 @@ def help_text(f: dataclasses.Field, recipes: dict[str, Recipe]) -> str:
 
     defaults = [f"default {'on' if f.default is True else f.default}"]
     for name, recipe in recipes.items():
-        own = recipe.defaults.get(f.name, f.default)
+        own = (recipe.defaults | recipe.rates).get(f.name, f.default)
         if own != f.default:
             defaults.append(f"{name}: {own}")
     return f"{f.metadata['help']} ({'; '.join(defaults)})"

@@ -32,9 +32,9 @@ def loaders(draw):
     return shards, T, draw(st.integers(0, 2**40)), draw(st.booleans())
 
 
-def steps_of(sequences, growth=1, steps=10**9):
+def steps_of(tokens, growth=1, steps=10**9):
     """The schedule of a run; its first batch is `growth` times as small."""
-    return BatchSchedule(sequences // growth, sequences, steps)
+    return BatchSchedule(tokens // growth, tokens, steps)
 
 
 @FAST
@@ -58,11 +58,11 @@ def test_every_sequence_comes_exactly_once_an_epoch_wherever_the_reading_begins(
 @given(loaders(), st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.integers(0, 40), st.data())
 def test_a_steps_global_batch_is_the_same_for_any_processes_and_micro_batch(loader, B, ranks, micro_steps,
                                                                             step, data):
-    N = B * ranks * micro_steps
+    N, T = B * ranks * micro_steps, loader[1]
     want = TokenDataset(*loader).read(step * N, N)
     divisors = [(b, w) for b in range(1, N + 1) for w in range(1, N + 1) if N % (b * w) == 0]
     for b, w in ((B, ranks), data.draw(st.sampled_from(divisors))):
-        each = [micro_batches(TokenDataset(*loader), steps_of(N), b, step, rank, w) for rank in range(w)]
+        each = [micro_batches(TokenDataset(*loader), steps_of(N * T), b, step, rank, w) for rank in range(w)]
         rows = [next(batches) for _ in range(N // b // w) for batches in each]
         assert np.concatenate(rows).tolist() == want.tolist()
 
@@ -78,20 +78,20 @@ def test_a_batch_is_divided_into_the_largest_micro_batches():
     (4, 14, [4] * 8 + [8] * 4 + [16] * 2), (4, 10, [4] * 6 + [8] * 3 + [16]), (4, 1, [4]), (2, 3, [8, 8, 16])])
 def test_the_batch_doubles_after_each_third_of_the_tokens_until_it_is_whole(growth, steps, sizes):
     schedule = steps_of(16, growth, steps)
-    assert [schedule.sequences(step) for step in range(steps)] == sizes
-    assert schedule.sequences(steps) == schedule.sequences(steps + 99) == 16
-    before = [schedule.sequences_before(step) for step in range(steps + 1)]
+    assert [schedule.tokens(step) for step in range(steps)] == sizes
+    assert schedule.tokens(steps) == schedule.tokens(steps + 99) == 16
+    before = [schedule.tokens_before(step) for step in range(steps + 1)]
     assert before == [sum(sizes[:step]) for step in range(steps + 1)]
-    assert schedule.sequences_before(steps + 2) == sum(sizes) + 32
+    assert schedule.tokens_before(steps + 2) == sum(sizes) + 32
     assert [schedule.progress(step) for step in (0, steps)] == [0, 1]
 
 
 def test_a_run_goes_on_where_it_was_in_the_data_when_its_schedule_changes():
     dataset = TokenDataset([np.arange(2000, dtype=np.uint16)], 5, 1, True)
-    done, longer = steps_of(16, 4, 7), steps_of(16, 4, 21)
-    longer.resume(5, done.sequences_before(5))
-    assert longer.sequences_before(5) == done.sequences_before(5) == 4 * 4 + 8
-    assert longer.sequences(5) == 4
+    done, longer = steps_of(80, 4, 7), steps_of(80, 4, 21)
+    longer.resume(5, done.tokens_before(5))
+    assert longer.tokens_before(5) == done.tokens_before(5) == 5 * (4 * 4 + 8)
+    assert longer.tokens(5) == 5 * 4 and longer.tokens_left(5) == longer.tokens_before(21) - 5 * 24
     want = dataset.read(24, 30).tolist()
     rows = itertools.chain.from_iterable(batch.tolist() for batch in micro_batches(dataset, longer, 8, 5))
     assert list(itertools.islice(rows, 30)) == want
@@ -101,7 +101,7 @@ def test_all_sequences_come_in_order_however_the_batch_grows():
     dataset = TokenDataset([np.arange(2000, dtype=np.uint16)], 5, 1, True)
     want = dataset.read(0, 3 * 48).tolist()
     for growth, steps in ((1, 3), (4, 10**9), (4, 3)):
-        batches = micro_batches(dataset, steps_of(48, growth, steps), 8)
+        batches = micro_batches(dataset, steps_of(5 * 48, growth, steps), 8)
         rows = itertools.chain.from_iterable(batch.tolist() for batch in batches)
         assert list(itertools.islice(rows, len(want))) == want
 
@@ -166,7 +166,7 @@ def readers():
 
 def batches_of(shards, step=0):
     """Three micro-batches a step, of 2 sequences of 5 tokens."""
-    return micro_batches(TokenDataset(shards, 5, 1, True, vocab_size=50257), steps_of(2 * 3), 2, step)
+    return micro_batches(TokenDataset(shards, 5, 1, True, vocab_size=50257), steps_of(5 * 2 * 3), 2, step)
 
 
 @pytest.mark.parametrize("device, step", [("cpu", 0), ("cpu", 17), pytest.param(
@@ -205,7 +205,7 @@ def test_what_goes_wrong_on_the_reading_thread_is_raised_where_the_batch_is_aske
     shards = [np.arange(60, dtype=np.uint16), np.full(60, 50, dtype=np.uint16)]
     dataset = TokenDataset(shards, 5, vocab_size=50257)
     shards[1][:] = 60
-    ahead = read_ahead(micro_batches(dataset, steps_of(2), 2), pin=False)
+    ahead = read_ahead(micro_batches(dataset, steps_of(10), 2), pin=False)
     for _ in range(5):
         next(ahead)
     refused(lambda: [next(ahead) for _ in range(3)], "the text", "changed")

@@ -104,7 +104,7 @@ def test_the_first_batch_follows_from_the_runs_tokens_and_the_ranks(batch, T, st
     config = run_of(batch, T, steps, ranks)
     assert config.initial_batch_size == batch // expected
     schedule = batch_schedule(config, ranks)
-    assert all(schedule.sequences(step) % ranks == 0 for step in range(steps))
+    assert all(schedule.tokens(step) % (T * ranks) == 0 for step in range(steps))
 
 
 def test_a_batch_that_does_not_divide_is_refused():

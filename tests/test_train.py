@@ -179,7 +179,7 @@ def test_a_dry_run_tells_the_time_and_writes_nothing(shards, shown, tmp_path, mo
 def test_a_preset_is_defaults_that_flags_override():
     for name, (_, values) in PRESETS.items():
         config, given = parse_flags(["--preset", name])
-        rates = {"max_lr", "min_lr", "warmup_steps"} & train_gpt2.RECIPES[config.recipe].defaults.keys()
+        rates = {"max_lr", "min_lr", "warmup_steps"} & train_gpt2.RECIPES[config.recipe].rates.keys()
         assert given == {"preset"}
         assert all(getattr(config, key) == value for key, value in values.items() if key not in rates), name
     config, _ = parse_flags("--preset small --n-layer 3 --recipe=speedrun --max_steps 1_000".split())
