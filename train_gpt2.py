@@ -598,18 +598,17 @@ def main(argv: list[str] | None = None) -> int:
         # Model and optimizers.
         model = make_model(config, start, device)
         optimizers = RECIPES[config.recipe].make_optimizers(model, config)
-        optimizer = CombinedOptimizer(model, optimizers, config.shard_optimizer, process.rank,
-                                      process.world_size)
+        optimizer = CombinedOptimizer(model, optimizers, process, config.shard_optimizer)
         scaler, autocast = mixed_precision(config, device)
         if start.path:
-            restore(start, config.data, data, schedule, optimizer, scaler)
+            restore(start, config.data, data, schedule, model, optimizer, scaler)
 
         # The same weights three times: eager, compiled, and for training inside DDP.
         compiled_model = compile_model(model) if config.compile else model
         train_model = wrap_ddp(compiled_model, device) if process.world_size > 1 else compiled_model
 
         # A trial of a micro-step, to find its size and for --dry_run.
-        moments = optimizer.state_bytes if device.startswith("cuda") and start.step == 0 else 0
+        moments = optimizer.state_bytes() if device.startswith("cuda") and start.step == 0 else 0
         trial = partial(time_micro_step, train_model, config.sequence_length, device, autocast, moments)
         batch_size = choose_batch_size(config, asked.batch_size == "auto", process, trial)
         print_header(config, process, data, model, schedule, batch_size, start)

@@ -45,7 +45,7 @@ def our_step(s: Setting):
     if s.loss_chunk is not None:
         model.loss_chunk = s.loss_chunk
     optimizers = train_gpt2.RECIPES[s.recipe].make_optimizers(model, config)
-    optimizer = train_gpt2.CombinedOptimizer(model, optimizers)
+    optimizer = train_gpt2.CombinedOptimizer(model, optimizers, process)
     if not s.fused:
         for group in optimizer.groups():
             if "fused" in group:

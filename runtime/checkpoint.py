@@ -16,7 +16,7 @@ from runtime.cli import RunError, UserError, safe_repr
 from runtime.console import Record, lowest
 from runtime.files import (checkpoints, lock_folder, newest_of, readable, remove_leftovers, replace_file,
                            writable)
-from runtime.muon import ADAM_KEYS, CombinedOptimizer, state_keys
+from runtime.muon import CombinedOptimizer, state_keys
 from runtime.recipe import BatchSchedule
 from runtime.weights import find_checkpoint, model_from_checkpoint, read_checkpoint
 
@@ -155,25 +155,23 @@ def state_of_run(path: Path):
 
 # ----------------------------------------------------------------------------- what a run takes from it
 
-def restore(start: Start, name: str, data, schedule: BatchSchedule, optimizer: CombinedOptimizer,
-            scaler: torch.amp.GradScaler) -> None:
+def restore(start: Start, data_name: str, data, schedule: BatchSchedule, model: torch.nn.Module,
+            optimizer: CombinedOptimizer, scaler: torch.amp.GradScaler) -> None:
     """Loads everything but the weights: the position in the data, the moments that this rank has, the scale of
-    float16. UserError if the run was trained on other shards than those of --data `name`, by their content."""
+    float16. UserError if the run was trained on other shards than those of --data, by their content."""
     checkpoint = start.checkpoint
     with state_of_run(start.path):
         trained_on = [shard[1:] for shard in checkpoint["data"]["train"]]
         if trained_on != [shard[1:] for shard in data.train.fingerprint]:
-            raise UserError(f"{start.path} was trained on other shards than {name} has: bring those back, or "
-                            f"start a new run from its weights by --init {start.path} --out ANOTHER")
+            raise UserError(f"{start.path} was trained on other shards than {data_name} has: bring those "
+                            f"back, or start a new run from its weights by --init {start.path} --out ANOTHER")
         schedule.resume(start.step, checkpoint["tokens"])
 
-        owners = optimizer.owners()
+        for name, p in model.named_parameters():
+            if optimizer.holds(p):
+                part = optimizer.part_of[p]
+                part.state[p] = read_moments(checkpoint["optimizers"][name], name, p, state_keys(part))
         for part in optimizer.optimizers:
-            for group in part.param_groups:
-                for name, p in zip(group["param_names"], group["params"], strict=True):
-                    if owners.get(p, optimizer.rank) == optimizer.rank:
-                        saved = checkpoint["optimizers"][name]
-                        part.state[p] = read_moments(saved, name, p, state_keys(part))
             part.load_state_dict(part.state_dict())         # puts them on the device
 
         if scaler.is_enabled() and checkpoint["scaler"]:
@@ -187,11 +185,16 @@ def restore(start: Start, name: str, data, schedule: BatchSchedule, optimizer: C
 def read_moments(saved: dict, name: str, p: torch.Tensor, keys: tuple[str, ...]) -> dict:
     moments = {}
     for key in keys:
-        shape = () if key == "step" else p.shape
-        if saved[key].shape != shape or not saved[key].isfinite().all():
+        if saved[key].shape != moment_shape(key, p) or not saved[key].isfinite().all():
             raise ValueError(f"its optimizer's {key} of {name} does not fit")
         moments[key] = saved[key].clone()                   # out of the memory-mapped file
     return moments
+
+
+def moment_shape(key: str, p: torch.Tensor) -> torch.Size:
+    if key == "step":
+        return torch.Size()             # a single number
+    return p.shape
 
 
 # ----------------------------------------------------------------------------- what a checkpoint holds
@@ -199,28 +202,21 @@ def read_moments(saved: dict, name: str, p: torch.Tensor, keys: tuple[str, ...])
 def gather_moments(model: torch.nn.Module, optimizer: CombinedOptimizer) -> dict:
     """{parameter's name: {key: tensor}} of all optimizers, complete on rank 0, in the CPU's memory. All ranks
     call it: the moments of a parameter that has an owner are on that rank alone."""
-    owners = optimizer.owners()
-    keys, state = {}, {}
-    for part in optimizer.optimizers:
-        state.update(part.state)
-        for group in part.param_groups:
-            keys.update(dict.fromkeys(group["params"], state_keys(part)))
-
     gathered = {}
     for name, p in model.named_parameters():
-        owner = owners.get(p, 0)
-        moments = {}
-        for key in keys.get(p, ADAM_KEYS):                  # those of Adam, where other ranks hold them
-            if optimizer.rank == owner and p in state:
-                tensor = state[p][key]
+        part = optimizer.part_of[p]
+        owner = optimizer.owner.get(p, 0)
+        gathered[name] = {}
+        for key in state_keys(part):
+            if optimizer.rank == owner and p in part.state:
+                tensor = part.state[p][key]
             else:
-                # On the owner: float16 has skipped every step so far, and the moments would be zero.
-                tensor = p.new_zeros(() if key == "step" else p.shape)
+                # A place for what the owner sends. On the owner itself: float16 has skipped all steps so far.
+                tensor = p.new_zeros(moment_shape(key, p))
             if owner != 0:
                 dist.broadcast(tensor, owner)
             if optimizer.rank == 0:
-                moments[key] = tensor.to("cpu")
-        gathered[name] = moments
+                gathered[name][key] = tensor.to("cpu")
     return gathered
 
 

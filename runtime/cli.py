@@ -41,18 +41,25 @@ class FlagParser(argparse.ArgumentParser):
         self.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
 
     def parse_args(self, args=None, namespace=None):
-        words = [re.sub(r"^--[\w-]+(?==|\Z)", lambda name: "--" + name[0][2:].replace("-", "_"), word)
-                 for word in (sys.argv[1:] if args is None else args)]
-        args = self.parse_intermixed_args(words, namespace)     # `compare --plot FILE RUN RUN`, too
-        for name, value in vars(args).items():
-            empty = "" in (value if isinstance(value, list) else [value])
-            if empty and value != self.get_default(name) and name not in MAY_BE_EMPTY:
-                flag = f"--{name}" if f"--{name}" in " ".join(words) else name
-                self.error(f"{flag} is empty: give a value (was a variable of the shell not set?)")
-        return args
+        if args is None:
+            args = sys.argv[1:]
+        words = [re.sub(r"^--[\w-]+(?==|\Z)", with_underscores, word) for word in args]
+        found = self.parse_intermixed_args(words, namespace)        # `compare --plot FILE RUN RUN`, too
+        for name, value in vars(found).items():
+            values = value if isinstance(value, list) else [value]
+            if "" not in values or value == self.get_default(name) or name in MAY_BE_EMPTY:
+                continue
+            flag = f"--{name}" if f"--{name}" in " ".join(words) else name
+            self.error(f"{flag} is empty: give a value (was a variable of the shell not set?)")
+        return found
 
     def error(self, message):
         raise UserError(f"{message} (see {self.prog} --help)")
+
+
+def with_underscores(name: re.Match) -> str:
+    """--max-steps -> --max_steps."""
+    return "--" + name[0][2:].replace("-", "_")
 
 
 def silence(stream) -> None:
@@ -62,30 +69,42 @@ def silence(stream) -> None:
 
 def print_error(error: Exception | str) -> None:
     """One line on stderr, without control characters: a message may quote an untrusted file."""
-    text = "".join(c if c.isprintable() else "?" for c in " ".join(str(error).split()))
-    with suppress(OSError):                       # the terminal is closed
+    line = " ".join(str(error).split())
+    text = "".join(c if c.isprintable() else "?" for c in line)
+    with suppress(OSError):                         # the terminal is closed
         print(f"{Path(sys.argv[0]).name}: {text}", file=sys.stderr, flush=True)
 
 
 def safe_repr(value: object) -> str:
     """A value from an untrusted file, for a message. Of a container only the type: str() of a nested one may
     never end."""
-    return str(value)[:40] if isinstance(value, str | int | float | None) else f"a {type(value).__name__}"
+    if isinstance(value, str | int | float | None):
+        return str(value)[:40]
+    return f"a {type(value).__name__}"
 
 
 def brief_error(error: Exception) -> str:
-    """What an error says, in 200 characters: of an OSError the system's words, of a plain ValueError its text
-    (so our readers say what is wrong with a file), of any other its class and text."""
-    text = str(error).split("WeightsUnpickler error:")[-1]        # torch says before it how to run the code
+    """What an error says, in 200 characters. Of an OSError these are the system's words. A plain ValueError is
+    one of ours, which say what is wrong with a file; of any other error the class is told, too."""
+    if getattr(error, "strerror", None):
+        return error.strerror
+    text = str(error).split("WeightsUnpickler error:")[-1]      # torch says before it how to run the code
     text = " ".join(text.split())[:200]
-    return getattr(error, "strerror", None) or (
-        text if type(error) is ValueError else f"{type(error).__name__}: {text}")
+    if type(error) is ValueError:
+        return text
+    return f"{type(error).__name__}: {text}"
 
 
 def flag(default, group, help, **metadata):
-    """A field of a Config dataclass that is also a flag. `metadata`: `word` (taken in place of a number, as
-    "auto"), `choices`, `above` (0: not 0 itself), `most` (if not 2^40; of a float 1e38), `fixed` (cannot
-    change on resume), `per_run` (not taken from a checkpoint), `recipes` (those that it is for)."""
+    """A field of a Config dataclass that is also a flag. `metadata`:
+
+    word: what may stand in place of a number, as "auto"
+    choices: the only values
+    above: 0 if the value cannot be 0 itself
+    most: the largest value, if it is not 2^40, or of a float 1e38
+    fixed: it cannot change when a run resumes
+    per_run: it is not taken from the checkpoint
+    """
     return field(default=default, metadata={"group": group, "help": help, **metadata})
 
 
@@ -98,7 +117,9 @@ def run_command(main: Callable[[], int | None]) -> None:
         code = main() or 0
     except (UserError, RunError) as error:
         code = 2 if isinstance(error, UserError) else 1
-        if os.environ.get(getattr(error, "said_by", ""), "0") == "0":
+        # If all ranks raise the same, one of them says it (`said_once`).
+        rank = os.environ.get(getattr(error, "said_by", ""), "0")
+        if rank == "0":
             print_error(error)
     except KeyboardInterrupt:
         print_error("stopped by Ctrl-C")
@@ -109,9 +130,13 @@ def run_command(main: Callable[[], int | None]) -> None:
     except Exception:
         traceback.print_exc()
         code = 1
-    signal.signal(signal.SIGINT, signal.SIG_IGN)    # Python's finalization would end by it, code or no code
-    # No finalization of several ranks, and the process group is not destroyed: gloo's threads can abort it
-    # (pytorch issue 190489), and its destructor, with the GIL, waits for a thread that may wait for the GIL.
+
+    # A Ctrl-C during Python's finalization would change the exit code.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    # Several ranks end without finalization, and the process group is not destroyed: gloo's threads can abort
+    # it (pytorch issue 190489), and its destructor holds the GIL while it waits for a thread that may wait for
+    # the GIL.
     if os.environ.get("WORLD_SIZE", "1") != "1":
         sys.stdout.flush()
         os._exit(code)

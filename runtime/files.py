@@ -64,15 +64,21 @@ def read_text(path: str | Path, most: int = 1 << 28, errors: str = "replace") ->
 
 def checkpoints(out: str | Path) -> list[tuple[int, Path]]:
     """[(step, path)] of the checkpoints in `out`, oldest first. Each is complete (written atomically)."""
-    return sorted((int(m[1]), path) for path in Path(out).glob("checkpoint_*.pt")
-                  if (m := re.fullmatch(r"checkpoint_([0-9]{6}|[1-9][0-9]{6,})\.pt", path.name)))
+    found = []
+    for path in Path(out).glob("checkpoint_*.pt"):
+        match = re.fullmatch(r"checkpoint_([0-9]{6}|[1-9][0-9]{6,})\.pt", path.name)
+        if match:
+            found.append((int(match[1]), path))
+    return sorted(found)
 
 
 def newest_of(out: str | Path) -> str:
     """What the same command does next in `out`, for the last line of a run that failed."""
     found = checkpoints(out)
-    return (f"The same command resumes from {found[-1][1].name}, unless it has --resume" if found else
-            "There is no checkpoint yet: the same command starts again")
+    if not found:
+        return "There is no checkpoint yet: the same command starts again"
+    _, newest = found[-1]
+    return f"The same command resumes from {newest.name}, unless it has --resume"
 
 
 @contextmanager
@@ -82,18 +88,27 @@ def writable(path: str | Path, begun: bool = False):
     `begun`: there are earlier files to resume from."""
     try:
         yield
-    except (OSError, RuntimeError, RunError) as error:          # of torch.save and of replace_file
-        cause = error
-        while cause and not isinstance(cause, OSError):
-            cause = cause.__cause__ or cause.__context__
-        full = cause and cause.errno in NO_ROOM
-        if not cause or isinstance(error, RunError) and (begun or full):        # which names the file
+    except (OSError, RuntimeError, RunError) as error:
+        cause = os_error_behind(error)
+        if cause is None:
             raise
+        full = cause.errno in NO_ROOM
+        if isinstance(error, RunError) and (begun or full):
+            raise                                   # replace_file has named the file already
+
         why = brief_error(cause)
         if not begun and not full:
             raise UserError(f"{path} cannot be written ({why}): choose another folder") from None
-        raise RunError(f"cannot write {path} ({why}): {'make room' if full else 'make it writable'}, or "
-                       "another folder; earlier files are intact: the same command resumes") from None
+        remedy = "make room" if full else "make it writable"
+        raise RunError(f"cannot write {path} ({why}): {remedy}, or another folder; earlier files are intact: "
+                       "the same command resumes") from None
+
+
+def os_error_behind(error: BaseException | None) -> OSError | None:
+    """torch.save raises an error of its own while it handles the OSError of the file."""
+    while error is not None and not isinstance(error, OSError):
+        error = error.__cause__ or error.__context__
+    return error
 
 
 @contextmanager
@@ -111,7 +126,8 @@ def readable(what: str | Path, remedy: str, errors: type | tuple = Exception,
 
 def lock_folder(out: str | Path):
     """Creates a run's folder and locks it, as long as what is returned lives, and this process at most."""
-    from filelock import FileLock, Timeout        # torch requires it
+    from filelock import FileLock, Timeout          # torch requires it
+
     lock = FileLock(Path(out) / ".train_gpt2.lock", timeout=LOCK_PATIENCE)
     with writable(out):
         try:

@@ -109,39 +109,36 @@ def state_keys(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
     """The names of the tensors that an optimizer of ours has for each parameter."""
     if isinstance(optimizer, Muon):
         return ("momentum_buffer",)
-    return ADAM_KEYS
-
-
-ADAM_KEYS = "step", "exp_avg", "exp_avg_sq"
+    return "step", "exp_avg", "exp_avg_sq"
 
 
 class CombinedOptimizer:
     """The optimizers of a model as one, which GradScaler can unscale and step: if a gradient of any of them
-    overflows, none of them steps, on no rank.
+    overflows, none of them steps, on no rank. With `shard` each rank keeps its share of the moments."""
 
-    With `shard` each rank keeps the moments of its share of the matrices; `rank` of `world_size` ranks.
-    """
-
-    def __init__(self, model: torch.nn.Module, optimizers: list, shard: bool = False, rank: int = 0,
-                 world_size: int = 1):
+    def __init__(self, model: torch.nn.Module, optimizers: list, process, shard: bool = False):
         self.optimizers = optimizers
-        self.rank = rank
-        self.sharded = {}               # {parameter: the rank that updates it}, of --shard_optimizer
-
-        named = dict(model.named_parameters())
-        found = [name for group in self.groups() for name in group["param_names"]]
-        assert sorted(found) == sorted(named), "every parameter has exactly one optimizer"
-
-        # The scaler unscales the gradients of all parameters, also of those that other ranks update.
-        self.param_groups = [{"params": list(named.values())}]
-
+        self.rank = process.rank
         for group in self.groups():
             group["initial_lr"] = group["lr"]
-        if shard and world_size > 1:
-            self.sharded = shard_matrices(optimizers, rank, world_size)
 
-        # Two moments a parameter, at most, of those that this rank has.
-        self.state_bytes = sum(2 * p.nbytes for group in self.groups() for p in group["params"])
+        self.part_of = {}               # {parameter: its optimizer}
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                self.part_of.update(dict.fromkeys(group["params"], optimizer))
+        assert set(self.part_of) == set(model.parameters()), "every parameter has an optimizer"
+        # For the scaler, which unscales all gradients, also of parameters that other ranks update.
+        self.param_groups = [{"params": list(model.parameters())}]
+
+        self.sharded = {}               # {parameter: the rank that updates it}, of --shard_optimizer
+        if shard and process.world_size > 1:
+            self.sharded = shard_matrices(optimizers, process.rank, process.world_size)
+
+        # Which rank has the moments of a parameter, if not every rank has them.
+        self.owner = dict(self.sharded)
+        for optimizer in optimizers:
+            if isinstance(optimizer, Muon):
+                self.owner.update(optimizer.owner)
 
     def groups(self) -> list[dict]:
         """The parameter groups of all optimizers; a schedule sets their "lr" by their "initial_lr"."""
@@ -152,13 +149,13 @@ class CombinedOptimizer:
             optimizer.step()
         broadcast_updates(self.sharded)
 
-    def owners(self) -> dict[Tensor, int]:
-        """{parameter: the rank that has its moments}, of those that not every rank has."""
-        owners = dict(self.sharded)
-        for optimizer in self.optimizers:
-            if isinstance(optimizer, Muon):
-                owners.update(optimizer.owner)
-        return owners
+    def holds(self, p: Tensor) -> bool:
+        """Whether this rank has the moments of the parameter."""
+        return self.owner.get(p, self.rank) == self.rank
+
+    def state_bytes(self) -> int:
+        """The most that the moments of this rank take: two of each parameter."""
+        return sum(2 * p.nbytes for p in self.part_of if self.holds(p))
 
 
 def shard_matrices(optimizers: list, rank: int, world_size: int) -> dict[Tensor, int]:
