@@ -338,6 +338,7 @@ def train_step(step: int, config: Config, process: Process, train_loader: TrainL
     """One optimizer step: gradients are summed over micro-steps and averaged over the ranks. Waits for no GPU,
     but float16's scaler does. Returns, the same on all ranks, float32 (3,): the mean loss, the norm of the
     gradient before clipping, and how many ranks vote to stop."""
+    # Forward and backward of this rank's share of the batch.
     micro_steps = train_loader.micro_steps(step)
     loss_accum = torch.zeros((), device=process.device)
     for micro_step in process.watch(f"step {step}", range(micro_steps)):
@@ -351,13 +352,14 @@ def train_step(step: int, config: Config, process: Process, train_loader: TrainL
         loss_accum += loss.detach()
         scaler.scale(loss).backward()
 
-    # Every rank adds its loss, and a 1 if a signal has asked it to stop.
+    # The ranks add their losses, and with them their votes: 1 if a signal has asked this one to stop.
     vote = torch.full_like(loss_accum, process.asked_to_stop)
     sums = torch.stack((loss_accum, vote))
     if process.world_size > 1:
         dist.all_reduce(sums)
     mean_loss, votes = sums[0] / process.world_size, sums[1]
 
+    # Clip and update. DDP has averaged the gradients: all ranks do the same.
     scaler.unscale_(optimizer)
     parameters = list(model.parameters())
     norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
@@ -472,7 +474,7 @@ def is_due(step: int, max_steps: int, period: int) -> bool:
 @dataclass
 class Checkpointer:
     """Writes OUT/checkpoint_STEP.pt."""
-    asked: Config               # the flags before "auto" was decided
+    asked: Config               # the flags; what is "auto" is decided anew by the run that resumes
     process: Process
     data: Data
     schedule: BatchSchedule
@@ -483,13 +485,15 @@ class Checkpointer:
     last_step: int              # of the newest checkpoint
 
     def save(self, step: int) -> None:
-        if step == self.last_step or not self.asked.checkpoint_every:
+        if step == self.last_step or self.asked.overfit or not self.asked.checkpoint_every:
             return
+        self.last_step = step
         self.process.require_same({"the weights' sum of bits": weights_digest(self.model)},
                                   "the ranks have drifted apart; resume from the checkpoint before", RunError)
-        moments = gather_moments(self.model, self.optimizer)    # of all ranks
+
+        moments = gather_moments(self.model, self.optimizer)    # some of them are on other ranks
         if self.process.is_master:
-            self.output.saver.write({
+            checkpoint = {
                 "model": host_copy(self.model.state_dict()),
                 "model_config": asdict(self.model.config),
                 "recipe": self.asked.recipe,
@@ -500,8 +504,8 @@ class Checkpointer:
                 "scaler": self.scaler.state_dict(),
                 "data": self.data.fingerprints(),
                 "job": os.environ.get("TORCHELASTIC_RUN_ID", ""),
-            }, self.output.record)
-        self.last_step = step
+            }
+            self.output.saver.write(checkpoint, self.output.record)
 
 
 # ----------------------------------------------------------------------------- the loop
@@ -522,32 +526,35 @@ def train(start_step: int, config: Config, process: Process, schedule: BatchSche
     """Trains until max_steps or a signal. Returns the steps done, and whether a signal ended the run."""
     periods = config.val_every, config.hellaswag_every, config.sample_every, config.checkpoint_every
     on_gpu = process.device.startswith("cuda")
-    step = start_step
-    launched = deque()                  # steps that are not logged yet
+
+    step = start_step                   # steps done
+    launched = deque()                  # those of them that are not logged yet
     overflows = 0                       # steps in a row that float16 has skipped
     stopped = False
 
     while True:
         something_due = any(is_due(step, config.max_steps, period) for period in periods)
 
-        # Log the finished steps. On a GPU the CPU is one step ahead, so that the GPU never waits, unless
-        # something is due: then the weights have to be known to be good.
-        keep = 1 if on_gpu and not something_due and not stopped else 0
-        while len(launched) > keep:
+        # Log the finished steps. A GPU still computes the last one while the CPU launches the next, so that it
+        # never waits; but before anything is saved or evaluated, all numbers have to be known to be finite.
+        ahead = 1 if on_gpu and not something_due else 0
+        while len(launched) > ahead or (launched and stopped):
             done = launched.popleft()
             loss, norm, votes = done.numbers()
             overflows = 0 if math.isfinite(norm) else overflows + 1
             check_finite(done.step, loss, norm, overflows, config)
             log.step(done.step, loss, norm, done.lr, done.began)
-            stopped = stopped or votes > 0
+            if votes > 0:
+                stopped = True
 
-        # Save before the evaluation, so that a kill during it loses nothing.
+        # Save: before the evaluation, so that a kill during it loses nothing.
         if stopped or is_due(step, config.max_steps, config.checkpoint_every):
             checkpointer.save(step)
         if stopped:
             return step, True
 
-        # Evaluate and train. A single process leaves here at once when a signal comes.
+        # Evaluate and train. A single process leaves at once when a signal comes: the step is dropped, and the
+        # run that resumes repeats it. Several processes finish it, because they vote with its loss.
         try:
             lr = set_schedules(step, config, schedule, model, optimizer)
             evaluator.run(step)
@@ -558,6 +565,7 @@ def train(start_step: int, config: Config, process: Process, schedule: BatchSche
         except StopRequested:
             stopped = True
             continue
+
         launched.append(LaunchedStep(step, fetch(numbers), lr, began))
         step += 1
 
@@ -573,29 +581,31 @@ def check_finite(step: int, loss: float, norm: float, overflows: int, config: Co
                        f"lengthen --warmup_steps. {newest_of(config.out)}")
 
 
+def memory_errors(device: str):
+    """Around what may need more memory than there is."""
+    return oom_as_user_error(lambda: f"{device} is out of memory: give a smaller --batch_size, --recompute, "
+                                     "--shard_optimizer (several GPUs), or a smaller model")
+
+
 def main(argv: list[str] | None = None) -> int:
-    # The command line, and what it means for a new run.
+    # The command line, {flag: value}, and what it means for a new run.
     with said_once("LOCAL_RANK"):
-        given = parse_flags(Config, RECIPES, __doc__, argv)             # {flag: value}
+        given = parse_flags(Config, RECIPES, __doc__, argv)
         flags = merge_flags(given, Start())
     process = start_process(flags.device)
     device = process.device
-    memory_errors = partial(
-        oom_as_user_error, lambda: f"{device} is out of memory: give a smaller --batch_size, --recompute, "
-                                   "--shard_optimizer (several GPUs), or a smaller model")
 
-    with memory_errors(), said_once():
+    # All processes find the same mistakes until the training begins: one of them says it.
+    with memory_errors(device), said_once():
         # Where the run starts, and the values of all flags.
         start = find_start(flags, given, process, MODELS, load_model)
         asked, config = resolve_config(given, start, process)
         check_ranks_agree(asked, config, process)
         use_tf32(config, device)
 
-        # Data.
+        # The data, the model, its optimizers.
         schedule = batch_schedule(config, process.world_size)
         data = open_same_data(config, process)
-
-        # Model and optimizers.
         model = make_model(config, start, device)
         optimizers = RECIPES[config.recipe].make_optimizers(model, config)
         optimizer = CombinedOptimizer(model, optimizers, process, config.shard_optimizer)
@@ -603,11 +613,11 @@ def main(argv: list[str] | None = None) -> int:
         if start.path:
             restore(start, config.data, data, schedule, model, optimizer, scaler)
 
-        # The same weights three times: eager, compiled, and for training inside DDP.
+        # The same weights: as they are, compiled, and for training inside DDP.
         compiled_model = compile_model(model) if config.compile else model
         train_model = wrap_ddp(compiled_model, device) if process.world_size > 1 else compiled_model
 
-        # A trial of a micro-step, to find its size and for --dry_run.
+        # How large a micro-batch fits: a trial tells.
         moments = optimizer.state_bytes() if device.startswith("cuda") and start.step == 0 else 0
         trial = partial(time_micro_step, train_model, config.sequence_length, device, autocast, moments)
         batch_size = choose_batch_size(config, asked.batch_size == "auto", process, trial)
@@ -624,7 +634,7 @@ def main(argv: list[str] | None = None) -> int:
         process.catch_signals()
 
     train_loader = TrainLoader(data.train, schedule, batch_size, start.step, process)
-    with memory_errors(), output, closing(train_loader):
+    with memory_errors(device), output, closing(train_loader):
         log = StepLog(process, output.record, schedule, model.flops_per_token(config.sequence_length))
         evaluator = Evaluator(config, process, data, hellaswag_batches, model, compiled_model, autocast,
                               batch_size, log)

@@ -248,20 +248,21 @@ def print_header(config, process, data, model, schedule, batch_size: int, start)
         f"attention {c.attention}, torch {torch.__version__}")
 
     num_params = sum(p.numel() for p in model.parameters())
-    window = f", window {c.window} inside documents" if c.window else ""
-    say(f"{c.recipe}: {num_params:,} parameters ({counted(c.n_layer, 'layer')}, {counted(c.n_head, 'head')}, "
-        f"width {c.n_embd}, vocabulary {c.vocab_size}{window})")
+    shape = [counted(c.n_layer, "layer"), counted(c.n_head, "head"), f"width {c.n_embd}",
+             f"vocabulary {c.vocab_size}"]
+    if c.window:
+        shape.append(f"window {c.window} inside documents")
+    say(f"{c.recipe}: {num_params:,} parameters ({', '.join(shape)})")
 
     B, micro_steps = divide_batch(c.total_batch_size // c.sequence_length, process.world_size, batch_size)
-    growth = ""
+    batch = f"{B} x {c.sequence_length} x {counted(micro_steps, 'micro-step')} x {processes}"
     if c.initial_batch_size < c.total_batch_size:
-        growth = f", {c.initial_batch_size:,} at first"
+        batch += f", {c.initial_batch_size:,} at first"
     tokens = schedule.tokens_before(c.max_steps)
     epochs = tokens / c.sequence_length / data.train.total
-    say(f"{c.total_batch_size:,} tokens a step = {B} x {c.sequence_length} x "
-        f"{counted(micro_steps, 'micro-step')} x {processes}{growth}; {c.max_steps:,} steps = "
-        f"{tokens:,} tokens = {epochs:,.2f} epochs; max_lr {c.max_lr:g} after "
-        f"{counted(c.warmup_steps, 'step')}, min_lr {c.min_lr:g}")
+    rates = f"max_lr {c.max_lr:g} after {counted(c.warmup_steps, 'step')}, min_lr {c.min_lr:g}"
+    say(f"{c.total_batch_size:,} tokens a step = {batch}; {c.max_steps:,} steps = {tokens:,} tokens = "
+        f"{epochs:,.2f} epochs; {rates}")
 
     periods = {"validation": c.val_every, "HellaSwag": c.hellaswag_every, "checkpoint": c.checkpoint_every}
     plans = [f"{what} every {n:,} steps" if n else f"{what} never" for what, n in periods.items()]
@@ -292,9 +293,9 @@ def print_summary(config, process, data, log: StepLog, step: int, stopped: bool)
     """Prints how the run ended and where everything is. Returns its exit code."""
     say = process.print0
     if log.seconds:
-        say(f"median step {statistics.median(log.seconds) * 1000:,.1f} ms, "
-            f"{statistics.median(log.rates):,.0f} tokens/s, "
-            f"peak memory {peak_memory(process.device) / 1e9:.1f} GB")
+        dt, rate = statistics.median(log.seconds), statistics.median(log.rates)
+        memory = peak_memory(process.device)
+        say(f"median step {dt * 1000:,.1f} ms, {rate:,.0f} tokens/s, peak memory {memory / 1e9:.1f} GB")
 
     if stopped:
         hint = "" if config.overfit else newest_of(config.out)
