@@ -533,7 +533,8 @@ def train(start_step: int, config: Config, process: Process, schedule: BatchSche
     stopped = False
 
     while True:
-        something_due = any(is_due(step, config.max_steps, period) for period in periods)
+        finished = step == config.max_steps
+        something_due = finished or any(is_due(step, config.max_steps, period) for period in periods)
 
         # Log the finished steps. A GPU still computes the last one while the CPU launches the next, so that it
         # never waits; but before anything is saved or evaluated, all numbers have to be known to be finite.
@@ -558,7 +559,7 @@ def train(start_step: int, config: Config, process: Process, schedule: BatchSche
         try:
             lr = set_schedules(step, config, schedule, model, optimizer)
             evaluator.run(step)
-            if step == config.max_steps:
+            if finished:
                 return step, False
             began = time.perf_counter()
             numbers = train_step(step, config, process, train_loader, train_model, optimizer, scaler, autocast)
