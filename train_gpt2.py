@@ -1,9 +1,9 @@
 """Trains GPT-2 (124M) from scratch, on one process or many:
 
-    python train_gpt2.py --overfit                              sanity run: overfit one batch
-    python train_gpt2.py --preset shakespeare --dry_run         what a run would do, and how long it takes
-    python train_gpt2.py                                        FineWeb-Edu (made by `python fineweb.py`)
-    torchrun --standalone --nproc_per_node=8 train_gpt2.py      the same on 8 GPUs
+    python train_gpt2.py --overfit                          sanity run: overfit one batch
+    python train_gpt2.py --preset shakespeare --dry_run     what a run would do, and how long it takes
+    python train_gpt2.py                                    FineWeb-Edu (of `python fineweb.py`)
+    torchrun --standalone --nproc_per_node=8 train_gpt2.py  the same on 8 GPUs
 
 Run the same command again to resume from the newest checkpoint in --out.
 """
@@ -29,8 +29,8 @@ import hellaswag
 import speedrun
 from model import MODELS, fresh_model, load_model
 from runtime import plots
-from runtime.checkpoint import (Output, Start, check_resumed_flags, find_start, gather_moments, host_copy,
-                                restore, weights_digest)
+from runtime.checkpoint import (Output, Start, check_resumed_flags, find_start, gather_moments,
+                                host_copy, restore, weights_digest)
 from runtime.cli import RunError, flag, run_command, said_once
 from runtime.console import StepLog, in_bits, print_estimate, print_header, print_summary
 from runtime.dataloader import Data, TrainLoader, open_data, to_device
@@ -78,83 +78,101 @@ OPTIM, SPEED, OUTPUT = "optimisation", "speed", "output"
 
 @dataclass
 class Config:
-    """All flags. When a run resumes, `fixed` ones cannot change, and `per_run` ones are chosen anew: they are
-    not taken from the checkpoint. `word` may stand in place of a number."""
+    """All flags. When a run resumes, `fixed` ones cannot change, and `per_run` ones are chosen
+    anew: they are not taken from the checkpoint. `word` may stand in place of a number."""
     preset: str = flag("gpt2", START, "A named set of defaults, see below.", choices=list(PRESETS),
                        per_run=True)
-    dry_run: bool = flag(False, START, "Print what would run and how long it takes, and write nothing.",
+    dry_run: bool = flag(False, START,
+                         "Print what would run and how long it takes, and write nothing.",
                          per_run=True)
 
     data: str = flag("edu_fineweb10B", DATA, "Folder of token shards.")
-    overfit: bool = flag(False, DATA, "Sanity run: overfit one batch of 4 x 32 tokens. Writes nothing.")
+    overfit: bool = flag(False, DATA,
+                         "Sanity run: overfit one batch of 4 x 32 tokens. Writes nothing.")
     shuffle: bool = flag(True, DATA, "Permute shards and sequences anew in each epoch.", fixed=True)
     val_tokens: int = flag(10_485_760, DATA, "Tokens of a validation: the first of the val shards.",
                            above=0)
-    hellaswag_data: str = flag("", DATA, "HellaSwag examples as .jsonl. Default: from Hugging Face's hub.")
+    hellaswag_data: str = flag("", DATA,
+                               "HellaSwag examples as .jsonl. Default: from Hugging Face's hub.")
 
-    recipe: str = flag("gpt2", MODEL, "Model, optimizers and schedules.", choices=list(MODELS), fixed=True)
-    init: str = flag("scratch", MODEL, "Where the weights come from: scratch, gpt2, OWNER/NAME of the hub, "
-                     "a checkpoint, or a folder.", fixed=True)
+    recipe: str = flag("gpt2", MODEL, "Model, optimizers and schedules.", choices=list(MODELS),
+                       fixed=True)
+    init: str = flag("scratch", MODEL, "Where the weights come from: scratch, gpt2, OWNER/NAME of "
+                     "the hub, a checkpoint, or a folder.", fixed=True)
     n_layer: int = flag(12, MODEL, "Number of blocks.", above=0, fixed=True)
     n_head: int = flag(12, MODEL, "Attention heads.", above=0, fixed=True)
     n_embd: int = flag(768, MODEL, "Width of the model.", above=0, fixed=True)
     block_size: int = flag(1024, MODEL, "Longest sequence, in tokens.", above=0, fixed=True)
-    vocab_size: int = flag(50304, MODEL, "Rows of the embedding. GPT-2's 50257 tokens are padded to 50304.",
+    vocab_size: int = flag(50304, MODEL,
+                           "Rows of the embedding. GPT-2's 50257 tokens are padded to 50304.",
                            above=0, most=65536, fixed=True)
-    window: int = flag("auto", MODEL, "Tokens that attention looks back at the end of the run. 'auto': all.",
+    window: int = flag("auto", MODEL,
+                       "Tokens that attention looks back at the end of the run. 'auto': all.",
                        word="auto", above=0, fixed=True)
 
-    total_batch_size: int = flag(524288, BATCH, "Tokens of an optimizer step, on all processes together.",
-                                 above=0, fixed=True)
-    initial_batch_size: int = flag("auto", BATCH, "Tokens of the first steps. The batch doubles after 1/3 "
-                                   "and 2/3 of the run's tokens. 'auto': --total_batch_size; for frontier "
-                                   "by the run's tokens.", word="auto", above=0)
-    batch_size: int = flag("auto", BATCH, "Most sequences of a micro-step. 'auto': what fits into memory.",
+    total_batch_size: int = flag(524288, BATCH,
+                                 "Tokens of an optimizer step, on all processes together.", above=0,
+                                 fixed=True)
+    initial_batch_size: int = flag("auto", BATCH, "Tokens of the first steps. The batch doubles "
+                                   "after 1/3 and 2/3 of the run's tokens. 'auto': "
+                                   "--total_batch_size; for frontier by the run's tokens.",
+                                   word="auto", above=0)
+    batch_size: int = flag("auto", BATCH,
+                           "Most sequences of a micro-step. 'auto': what fits into memory.",
                            word="auto", above=0, per_run=True)
-    sequence_length: int = flag("auto", BATCH, "Tokens of a sequence. 'auto': --block_size.", word="auto",
-                                above=0, fixed=True)
+    sequence_length: int = flag("auto", BATCH, "Tokens of a sequence. 'auto': --block_size.",
+                                word="auto", above=0, fixed=True)
 
-    max_steps: int = flag(19073, OPTIM, "Optimizer steps. 19073 are one epoch of 10B tokens.", above=0)
+    max_steps: int = flag(19073, OPTIM, "Optimizer steps. 19073 are one epoch of 10B tokens.",
+                          above=0)
     warmup_steps: int = flag(715, OPTIM, "Steps of linear warmup. 715 are GPT-3's 375M tokens.")
     max_lr: float = flag(6e-4, OPTIM, "Learning rate after the warmup.", above=0)
-    min_lr: float = flag("auto", OPTIM, "Learning rate at the end. 'auto': a tenth of --max_lr; for "
-                         "frontier by --max_steps.", word="auto")
-    cooldown: float = flag("auto", OPTIM, "Last part of the run, in which the learning rate falls. 'auto': "
-                           "0.2856; for frontier by --max_steps.", word="auto", above=0, most=1)
-    weight_decay: float = flag(0.1, OPTIM, "Weight decay of AdamW (matrices, embeddings) and of Muon.")
-    grad_clip: float = flag(1.0, OPTIM, "Largest norm of the gradient. 'inf' clips nothing.", above=0,
-                            most=math.inf)
+    min_lr: float = flag("auto", OPTIM, "Learning rate at the end. 'auto': a tenth of --max_lr; "
+                         "for frontier by --max_steps.", word="auto")
+    cooldown: float = flag("auto", OPTIM, "Last part of the run, in which the learning rate "
+                           "falls. 'auto': 0.2856; for frontier by --max_steps.", word="auto",
+                           above=0, most=1)
+    weight_decay: float = flag(0.1, OPTIM,
+                               "Weight decay of AdamW (matrices, embeddings) and of Muon.")
+    grad_clip: float = flag(1.0, OPTIM, "Largest norm of the gradient. 'inf' clips nothing.",
+                            above=0, most=math.inf)
     seed: int = flag(1337, OPTIM, "Random seed of the fresh weights and of the data's order.",
                      most=2**63 - 1, fixed=True)
 
     device: str = flag("auto", SPEED, "auto, cuda, mps or cpu.", per_run=True)
-    dtype: str = flag("auto", SPEED, "Of matrix products (autocast). 'auto': bfloat16 where supported.",
+    dtype: str = flag("auto", SPEED,
+                      "Of matrix products (autocast). 'auto': bfloat16 where supported.",
                       choices=["auto", "float32", "bfloat16", "float16"])
     tf32: bool = flag(True, SPEED, "Use TF32 for float32 matrix products on CUDA.")
     compile: bool = flag("auto", SPEED, "Use torch.compile. 'auto': on CUDA.", per_run=True)
-    attention: str = flag("auto", SPEED, "Attention kernel. 'auto': SDPA, or the formula where it is faster.",
+    attention: str = flag("auto", SPEED,
+                          "Attention kernel. 'auto': SDPA, or the formula where it is faster.",
                           choices=list(ATTENTION))
     recompute: bool = flag(False, SPEED, "Compute blocks again in the backward, to save memory.",
                            per_run=True)
-    shard_optimizer: bool = flag(False, SPEED, "Give each rank a share of the moments (ZeRO stage 1).",
+    shard_optimizer: bool = flag(False, SPEED,
+                                 "Give each rank a share of the moments (ZeRO stage 1).",
                                  per_run=True)
 
     val_every: int = flag(250, OUTPUT, "Steps between validations. 0: never.")
     hellaswag_every: int = flag(250, OUTPUT, "Steps between HellaSwag evaluations. 0: never.")
     sample_every: int = flag(250, OUTPUT, "Steps between samples of text. 0: never.")
-    sample_prompt: str = flag("Hello, I'm a language model,", OUTPUT, "Text that the samples continue.")
+    sample_prompt: str = flag("Hello, I'm a language model,", OUTPUT,
+                              "Text that the samples continue.")
     checkpoint_every: int = flag(250, OUTPUT, "Steps between checkpoints. 0: never.")
-    keep_checkpoints: int = flag(3, OUTPUT, "How many of the newest are kept, beside the best one, or 'all'.",
+    keep_checkpoints: int = flag(3, OUTPUT,
+                                 "How many of the newest are kept, beside the best one, or 'all'.",
                                  word="all", above=0)
     out: str = flag("log", OUTPUT, "Folder for checkpoints and logs.", per_run=True)
-    resume: str = flag("auto", OUTPUT, "'auto' (the newest checkpoint in --out), 'never', a checkpoint, or a "
-                       "run's folder.", per_run=True)
-    wandb: bool = flag(False, OUTPUT, "Also log to Weights & Biases (pip install wandb).", per_run=True)
+    resume: str = flag("auto", OUTPUT, "'auto' (the newest checkpoint in --out), 'never', a "
+                       "checkpoint, or a run's folder.", per_run=True)
+    wandb: bool = flag(False, OUTPUT, "Also log to Weights & Biases (pip install wandb).",
+                       per_run=True)
 
 
 def merge_flags(given: dict, start: Start) -> Config:
-    """Sources 1 to 7 of `resolve_config`. `given`: {flag: value} of the command line. UserError for values
-    that no run can have."""
+    """Sources 1 to 7 of `resolve_config`. `given`: {flag: value} of the command line. UserError for
+    values that no run can have."""
     preset = PRESETS[given.get("preset", "gpt2")][1]
     if given.get("overfit"):
         preset = OVERFIT
@@ -184,14 +202,15 @@ def resolve_config(given: dict, start: Start, process: Process) -> tuple[Config,
     7. the shape of the model that was loaded (--init); the command line must not contradict it
     8. where there is still "auto": what the recipe says (Recipe.automatic), else the table below
 
-    Returns the flags after 7, which a checkpoint records, so that 8 is decided anew on a resume; and after 8,
-    which the run uses.
+    Returns the flags after 7, which a checkpoint records, so that 8 is decided anew on a resume;
+    and after 8, which the run uses.
     """
     asked = merge_flags(given, start)
     if start.path:
         wanted = PRESETS[asked.preset][1] | given
         if wanted.get("init", "scratch") != "scratch":
-            # The shape of the weights, and not the preset's, was that of the run from the beginning.
+            # The shape of the weights, and not the preset's, was that of the run from the
+            # beginning.
             wanted = {name: value for name, value in wanted.items()
                       if name in given or name not in start.shape}
         check_resumed_flags(start, asked, wanted)
@@ -206,7 +225,8 @@ def resolve_config(given: dict, start: Start, process: Process) -> tuple[Config,
                   compile=process.device.startswith("cuda"))
     set_automatic(config, **recipe.automatic(config, process.world_size))
     set_automatic(config, initial_batch_size=config.total_batch_size, min_lr=config.max_lr / 10,
-                  batch_size=most_sequences(process.device, config.sequence_length, config.vocab_size))
+                  batch_size=most_sequences(process.device, config.sequence_length,
+                                            config.vocab_size))
     return asked, config
 
 
@@ -220,7 +240,8 @@ def set_automatic(config: Config, **values) -> None:
 # ----------------------------------------------------------------------------- set-up
 
 def start_process(device_name: str) -> Process:
-    """This process's device, and torchrun's process group if there is one: nccl on CUDA, else gloo."""
+    """This process's device, and torchrun's process group if there is one: nccl on CUDA, else
+    gloo."""
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     device = choose_device(device_name, local_rank)             # "cuda:3", "mps" or "cpu"
     if device.startswith("cuda"):
@@ -244,14 +265,16 @@ def use_tf32(config: Config, device: str) -> None:
 
 def check_ranks_agree(asked: Config, config: Config, process: Process) -> None:
     """UserError if the flags of the processes differ, or what their hardware made of "auto"."""
-    values = vars(config) | {"batch_size": asked.batch_size}    # "auto" may find another on each GPU
+    # Each GPU may find another --batch_size auto; the smallest will be taken.
+    values = vars(config) | {"batch_size": asked.batch_size}
     for name in ("data", "hellaswag_data", "out", "device", "wandb"):
         del values[name]
     process.require_same({f"--{name}": value for name, value in values.items()})
 
 
 def open_same_data(config: Config, process: Process) -> Data:
-    """The data of the run. UserError if the processes have different ones; only their names may differ."""
+    """The data of the run. UserError if the processes have different ones; only their names may
+    differ."""
     data = process.on_all_ranks(open_data, config)
     contents = {}
     for split, shards in data.fingerprints().items():
@@ -292,16 +315,17 @@ def compile_model(model: LanguageModel) -> Callable:
     # On a T4: "not enough SMs to use max_autotune_gemm mode", though nothing is autotuned.
     logging.getLogger("torch._inductor.utils").setLevel(logging.ERROR)
 
-    # The compiler computes a small value again wherever it is used, and stores those that take more than 30
-    # operations. Frontier's shifted keys take more, but are used several times: with 64 a micro-step of
-    # 16 x 1024 tokens moves 1.5 GB less of 29.
+    # The compiler computes a small value again wherever it is used, and stores those that take more
+    # than 30 operations. Frontier's shifted keys take more, but are used several times: with 64 a
+    # micro-step of 16 x 1024 tokens moves 1.5 GB less of 29.
     return torch.compile(model, dynamic=False, options={"realize_opcount_threshold": 64})
 
 
 def wrap_ddp(model: Callable, device: str) -> DDP:
     """The model inside DDP, which averages the gradients of all ranks."""
-    # The compiler splits its graph where a bucket of gradients ends. Torch's buckets of 25 MB make 14 graphs of
-    # the 124M, which move 159 GB for 64 x 1024 tokens; those of 170 MB make three, which move 149.
+    # The compiler splits its graph where a bucket of gradients ends. Torch's buckets of 25 MB make
+    # 14 graphs of the 124M, which move 159 GB for 64 x 1024 tokens; those of 170 MB make three,
+    # which move 149.
     options = dict(bucket_cap_mb=170, gradient_as_bucket_view=True)
     if device.startswith("cuda"):
         options["device_ids"] = [device]
@@ -318,7 +342,8 @@ def wrap_ddp(model: Callable, device: str) -> DDP:
 
 def set_schedules(step: int, config: Config, schedule: BatchSchedule, model: LanguageModel,
                   optimizer: CombinedOptimizer) -> float:
-    """Sets learning rates, Muon's momentum and the window of this step. Returns the learning rate."""
+    """Sets learning rates, Muon's momentum and the window of this step. Returns the learning
+    rate."""
     recipe = RECIPES[config.recipe]
     progress = schedule.progress(step)
 
@@ -332,12 +357,12 @@ def set_schedules(step: int, config: Config, schedule: BatchSchedule, model: Lan
     return config.max_lr * scale
 
 
-def train_step(step: int, config: Config, process: Process, train_loader: TrainLoader, model: Callable,
-               optimizer: CombinedOptimizer, scaler: torch.amp.GradScaler,
+def train_step(step: int, config: Config, process: Process, train_loader: TrainLoader,
+               model: Callable, optimizer: CombinedOptimizer, scaler: torch.amp.GradScaler,
                autocast: torch.autocast) -> torch.Tensor:
-    """One optimizer step: gradients are summed over micro-steps and averaged over the ranks. Waits for no GPU,
-    but float16's scaler does. Returns, the same on all ranks, float32 (3,): the mean loss, the norm of the
-    gradient before clipping, and how many ranks vote to stop."""
+    """One optimizer step: gradients are summed over micro-steps and averaged over the ranks. Waits
+    for no GPU, but float16's scaler does. Returns, the same on all ranks, float32 (3,): the mean
+    loss, the norm of the gradient before clipping, and how many ranks vote to stop."""
     # Forward and backward of this rank's share of the batch.
     micro_steps = train_loader.micro_steps(step)
     loss_accum = torch.zeros((), device=process.device)
@@ -352,7 +377,8 @@ def train_step(step: int, config: Config, process: Process, train_loader: TrainL
         loss_accum += loss.detach()
         scaler.scale(loss).backward()
 
-    # The ranks add their losses, and with them their votes: 1 if a signal has asked this one to stop.
+    # The ranks add their losses, and with them their votes: 1 if a signal has asked this one to
+    # stop.
     vote = torch.full_like(loss_accum, process.asked_to_stop)
     sums = torch.stack((loss_accum, vote))
     if process.world_size > 1:
@@ -368,8 +394,8 @@ def train_step(step: int, config: Config, process: Process, train_loader: TrainL
     scaler.step(optimizer)              # does nothing if a gradient of float16 has overflowed
     scaler.update()
 
-    # DDP's gradients are views of its buckets. Several micro-steps accumulate the first ones without DDP: in
-    # tensors that were freed they would need memory beside the buckets.
+    # DDP's gradients are views of its buckets. Several micro-steps accumulate the first ones
+    # without DDP: in tensors that were freed they would need memory beside the buckets.
     model.zero_grad(set_to_none=process.world_size == 1 or micro_steps == 1)
     return torch.stack((mean_loss, norm, votes))
 
@@ -385,7 +411,8 @@ def validation_loss(model: Callable, data: Data, batch_size: int, process: Proce
     rows_seen = 0
     firsts = range(process.rank * B, count, process.world_size * B)
     for first in process.watch("validation", firsts):
-        # All batches have one shape, so that a model compiles once: the last one has ignored targets.
+        # All batches have one shape, so that a model compiles once: the last one has ignored
+        # targets.
         x, y = to_device(data.val.read(first, B), process.device)       # (B, T) each
         rows = min(B, count - first)
         y[rows:] = -1
@@ -402,8 +429,8 @@ def hellaswag_score(model: LanguageModel, batches: list, process: Process,
                     autocast: torch.autocast) -> tuple[int, int]:
     """(examples answered rightly by acc_norm, all examples)."""
     watched = partial(process.watch, "HellaSwag")
-    counts = hellaswag.evaluate(model, batches, process.device, autocast, process.rank, process.world_size,
-                                watched)
+    counts = hellaswag.evaluate(model, batches, process.device, autocast, process.rank,
+                                process.world_size, watched)
     _, correct, n = process.sum(*counts.tolist())
     return int(correct), int(n)
 
@@ -435,7 +462,8 @@ class Evaluator:
     log: StepLog
 
     def run(self, step: int) -> None:
-        """StopRequested after a signal to a single process: the run that resumes evaluates instead."""
+        """StopRequested after a signal to a single process: the run that resumes evaluates
+        instead."""
         config, process, log = self.config, self.process, self.log
         due = partial(is_due, step, config.max_steps)
         if not (due(config.val_every) or due(config.hellaswag_every) or due(config.sample_every)):
@@ -445,16 +473,19 @@ class Evaluator:
         done = process.from_master(log.evaluated(step))
 
         if due(config.val_every) and "val" not in done:
-            loss = validation_loss(self.compiled_model, self.data, self.batch_size, process, self.autocast)
+            loss = validation_loss(self.compiled_model, self.data, self.batch_size, process,
+                                   self.autocast)
             if not math.isfinite(loss):
                 with said_once():
                     raise RunError(f"step {step}: validation loss {loss}. {newest_of(config.out)}")
-            log.evaluation(step, "val", loss, f"validation loss: {loss:.4f}{in_bits(loss, self.data)}")
+            text = f"validation loss: {loss:.4f}{in_bits(loss, self.data)}"
+            log.evaluation(step, "val", loss, text)
 
         if due(config.hellaswag_every) and self.hellaswag_batches and "hella" not in done:
             correct, n = hellaswag_score(self.model, self.hellaswag_batches, process, self.autocast)
             accuracy = correct / n
-            log.evaluation(step, "hella", accuracy, f"HellaSwag accuracy: {correct}/{n}={accuracy:.4f}")
+            text = f"HellaSwag accuracy: {correct}/{n}={accuracy:.4f}"
+            log.evaluation(step, "hella", accuracy, text)
 
         if due(config.sample_every) and step > 0 and not done and process.is_master:
             print_samples(self.model, config.sample_prompt, process, self.autocast)
@@ -488,8 +519,9 @@ class Checkpointer:
         if step == self.last_step or self.asked.overfit or not self.asked.checkpoint_every:
             return
         self.last_step = step
-        self.process.require_same({"the weights' sum of bits": weights_digest(self.model)},
-                                  "the ranks have drifted apart; resume from the checkpoint before", RunError)
+        self.process.require_same(
+            {"the weights' sum of bits": weights_digest(self.model)},
+            "the ranks have drifted apart; resume from the checkpoint before", RunError)
 
         moments = gather_moments(self.model, self.optimizer)    # some of them are on other ranks
         if self.process.is_master:
@@ -523,7 +555,8 @@ def train(start_step: int, config: Config, process: Process, schedule: BatchSche
           train_loader: TrainLoader, model: LanguageModel, train_model: Callable,
           optimizer: CombinedOptimizer, scaler: torch.amp.GradScaler, autocast: torch.autocast,
           evaluator: Evaluator, checkpointer: Checkpointer, log: StepLog) -> tuple[int, bool]:
-    """Trains until max_steps or a signal. Returns the steps done, and whether a signal ended the run."""
+    """Trains until max_steps or a signal. Returns the steps done, and whether a signal ended the
+    run."""
     periods = config.val_every, config.hellaswag_every, config.sample_every, config.checkpoint_every
     on_gpu = process.device.startswith("cuda")
 
@@ -534,11 +567,12 @@ def train(start_step: int, config: Config, process: Process, schedule: BatchSche
 
     while True:
         finished = step == config.max_steps
-        something_due = finished or any(is_due(step, config.max_steps, period) for period in periods)
+        due = [is_due(step, config.max_steps, period) for period in periods]
 
-        # Log the finished steps. A GPU still computes the last one while the CPU launches the next, so that it
-        # never waits; but before anything is saved or evaluated, all numbers have to be known to be finite.
-        ahead = 1 if on_gpu and not something_due else 0
+        # Log the finished steps. A GPU still computes the last one while the CPU launches the next,
+        # so that it never waits; but before anything is saved or evaluated, all numbers have to be
+        # known to be finite.
+        ahead = 1 if on_gpu and not finished and not any(due) else 0
         while len(launched) > ahead or (launched and stopped):
             done = launched.popleft()
             loss, norm, votes = done.numbers()
@@ -554,15 +588,17 @@ def train(start_step: int, config: Config, process: Process, schedule: BatchSche
         if stopped:
             return step, True
 
-        # Evaluate and train. A single process leaves at once when a signal comes: the step is dropped, and the
-        # run that resumes repeats it. Several processes finish it, because they vote with its loss.
+        # Evaluate and train. A single process leaves at once when a signal comes: the step is
+        # dropped, and the run that resumes repeats it. Several processes finish it, because they
+        # vote with its loss.
         try:
             lr = set_schedules(step, config, schedule, model, optimizer)
             evaluator.run(step)
             if finished:
                 return step, False
             began = time.perf_counter()
-            numbers = train_step(step, config, process, train_loader, train_model, optimizer, scaler, autocast)
+            numbers = train_step(step, config, process, train_loader, train_model, optimizer,
+                                 scaler, autocast)
         except StopRequested:
             stopped = True
             continue
@@ -572,20 +608,21 @@ def train(start_step: int, config: Config, process: Process, schedule: BatchSche
 
 
 def check_finite(step: int, loss: float, norm: float, overflows: int, config: Config) -> None:
-    """RunError if the loss or the gradient is not finite. The scaler of float16 begins at 65536, skips steps
-    whose gradient overflows, and halves its scale: some are usual."""
+    """RunError if the loss or the gradient is not finite. The scaler of float16 begins at 65536,
+    skips steps whose gradient overflows, and halves its scale: some are usual."""
     most = 25 if config.dtype == "float16" else 0
     if math.isfinite(loss) and overflows <= most:
         return
     with said_once():
-        raise RunError(f"step {step} is not finite: loss {loss}, gradient norm {norm}: lower --max_lr or "
-                       f"lengthen --warmup_steps. {newest_of(config.out)}")
+        raise RunError(f"step {step} is not finite: loss {loss}, gradient norm {norm}: lower "
+                       f"--max_lr or lengthen --warmup_steps. {newest_of(config.out)}")
 
 
 def memory_errors(device: str):
     """Around what may need more memory than there is."""
-    return oom_as_user_error(lambda: f"{device} is out of memory: give a smaller --batch_size, --recompute, "
-                                     "--shard_optimizer (several GPUs), or a smaller model")
+    return oom_as_user_error(lambda: f"{device} is out of memory: give a smaller --batch_size, "
+                                     "--recompute, --shard_optimizer (several GPUs), or a smaller "
+                                     "model")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -620,12 +657,13 @@ def main(argv: list[str] | None = None) -> int:
 
         # How large a micro-batch fits: a trial tells.
         moments = optimizer.state_bytes() if device.startswith("cuda") and start.step == 0 else 0
-        trial = partial(time_micro_step, train_model, config.sequence_length, device, autocast, moments)
+        trial = partial(time_micro_step, train_model, config.sequence_length, device, autocast,
+                        moments)
         batch_size = choose_batch_size(config, asked.batch_size == "auto", process, trial)
         print_header(config, process, data, model, schedule, batch_size, start)
         if config.dry_run:
-            tokens = batch_size * config.sequence_length * process.world_size
-            print_estimate(config, process, schedule.tokens_left(start.step), tokens / trial(batch_size))
+            rate = batch_size * config.sequence_length * process.world_size / trial(batch_size)
+            print_estimate(config, process, schedule.tokens_left(start.step), rate)
             return 0
 
         # From here on something is written, and signals ask the run to stop.
@@ -636,13 +674,14 @@ def main(argv: list[str] | None = None) -> int:
 
     train_loader = TrainLoader(data.train, schedule, batch_size, start.step, process)
     with memory_errors(device), output, closing(train_loader):
-        log = StepLog(process, output.record, schedule, model.flops_per_token(config.sequence_length))
-        evaluator = Evaluator(config, process, data, hellaswag_batches, model, compiled_model, autocast,
-                              batch_size, log)
-        checkpointer = Checkpointer(asked, process, data, schedule, model, optimizer, scaler, output,
-                                    start.step)
-        step, stopped = train(start.step, config, process, schedule, train_loader, model, train_model,
-                              optimizer, scaler, autocast, evaluator, checkpointer, log)
+        log = StepLog(process, output.record, schedule,
+                      model.flops_per_token(config.sequence_length))
+        evaluator = Evaluator(config, process, data, hellaswag_batches, model, compiled_model,
+                              autocast, batch_size, log)
+        checkpointer = Checkpointer(asked, process, data, schedule, model, optimizer, scaler,
+                                    output, start.step)
+        step, stopped = train(start.step, config, process, schedule, train_loader, model,
+                              train_model, optimizer, scaler, autocast, evaluator, checkpointer, log)
     return print_summary(config, process, data, log, step, stopped)
 
 

@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from runtime.cli import RunError, UserError, safe_repr
 from runtime.console import Record, lowest
-from runtime.files import (checkpoints, lock_folder, newest_of, readable, remove_leftovers, replace_file,
-                           writable)
+from runtime.files import (checkpoints, lock_folder, newest_of, readable, remove_leftovers,
+                           replace_file, writable)
 from runtime.muon import CombinedOptimizer, state_keys
 from runtime.recipe import BatchSchedule
 from runtime.weights import find_checkpoint, model_from_checkpoint, read_checkpoint
@@ -38,9 +38,10 @@ class Start:
 
 
 def find_start(flags, given: Collection[str], process, models: dict, load_model: Callable) -> Start:
-    """Where the run of these flags starts. `given`: the names of those on the command line. `models`: the
-    model class of each recipe."""
-    # Rank 0 decides: without a shared file system other machines may have another newest checkpoint.
+    """Where the run of these flags starts. `given`: the names of those on the command line.
+    `models`: the model class of each recipe."""
+    # Rank 0 decides: without a shared file system other machines may have another newest
+    # checkpoint.
     path = process.from_master(process.on_all_ranks(choose_checkpoint, flags))
     if path:
         return process.on_all_ranks(start_from_checkpoint, path, flags, models)
@@ -67,8 +68,8 @@ def choose_checkpoint(flags) -> Path | None:
 
 
 def restarted_by_torchrun(newest: Path) -> bool:
-    """Whether torchrun has restarted this job after it saved the checkpoint. The first attempt followed
-    --resume never or PATH; now the run goes on from where that came to."""
+    """Whether torchrun has restarted this job after it saved the checkpoint. The first attempt
+    followed --resume never or PATH; now the run goes on from where that came to."""
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         return False
     return read_checkpoint(newest).get("job") == os.environ.get("TORCHELASTIC_RUN_ID", "")
@@ -90,8 +91,9 @@ def start_from_checkpoint(path: Path, flags, models: dict) -> Start:
 
 
 def recorded_flags(config: dict, flags) -> dict:
-    """The flags that a checkpoint recorded, but for those that every start chooses anew. ValueError for a
-    value of another type: the file may be damaged or hostile. Ranges are checked with all other flags."""
+    """The flags that a checkpoint recorded, but for those that every start chooses anew. ValueError
+    for a value of another type: the file may be damaged or hostile. Ranges are checked with all
+    other flags."""
     recorded = {}
     for f in dataclasses.fields(flags):
         if f.name not in config or f.metadata.get("per_run"):
@@ -106,8 +108,8 @@ def recorded_flags(config: dict, flags) -> dict:
 
 
 def check_resumed_flags(start: Start, config, wanted: dict) -> None:
-    """UserError if the command line or the preset want ({flag: value}) something else than what the run has
-    been trained with, and for a run that is beyond its end."""
+    """UserError if the command line or the preset want ({flag: value}) something else than what the
+    run has been trained with, and for a run that is beyond its end."""
     for f in dataclasses.fields(config):
         if f.name not in wanted or f.name not in start.recorded or not f.metadata.get("fixed"):
             continue
@@ -123,7 +125,8 @@ def check_resumed_flags(start: Start, config, wanted: dict) -> None:
 
 
 def check_init(flags, given: Collection[str], model, models: dict) -> None:
-    """UserError if the model of --init is another recipe's, or if a given flag contradicts its shape."""
+    """UserError if the model of --init is another recipe's, or if a given flag contradicts its
+    shape."""
     if type(model) is not models[flags.recipe]:         # recipes may share a class
         raise UserError(f"--recipe {flags.recipe} contradicts --init {flags.init}, whose model has "
                         f"{model.recipe}: give that")
@@ -153,24 +156,27 @@ def state_of_run(path: Path):
                     problem="does not hold the state of a run of train_gpt2.py")
 
 
-# ----------------------------------------------------------------------------- what a run takes from it
+# ----------------------------------------------------------------------- what a run takes from it
 
 def restore(start: Start, data_name: str, data, schedule: BatchSchedule, model: torch.nn.Module,
             optimizer: CombinedOptimizer, scaler: torch.amp.GradScaler) -> None:
-    """Loads everything but the weights: the position in the data, the moments that this rank has, the scale of
-    float16. UserError if the run was trained on other shards than those of --data, by their content."""
+    """Loads everything but the weights: the position in the data, the moments that this rank has,
+    the scale of float16. UserError if the run was trained on other shards than those of --data, by
+    their content."""
     checkpoint = start.checkpoint
     with state_of_run(start.path):
         trained_on = [shard[1:] for shard in checkpoint["data"]["train"]]
         if trained_on != [shard[1:] for shard in data.train.fingerprint]:
-            raise UserError(f"{start.path} was trained on other shards than {data_name} has: bring those "
-                            f"back, or start a new run from its weights by --init {start.path} --out ANOTHER")
+            raise UserError(f"{start.path} was trained on other shards than {data_name} has: bring "
+                            "those back, or start a new run from its weights by --init "
+                            f"{start.path} --out ANOTHER")
         schedule.resume(start.step, checkpoint["tokens"])
 
         for name, p in model.named_parameters():
             if optimizer.holds(p):
                 part = optimizer.part_of[p]
-                part.state[p] = read_moments(checkpoint["optimizers"][name], name, p, state_keys(part))
+                saved = checkpoint["optimizers"][name]
+                part.state[p] = read_moments(saved, name, p, state_keys(part))
         for part in optimizer.optimizers:
             part.load_state_dict(part.state_dict())         # puts them on the device
 
@@ -197,11 +203,11 @@ def moment_shape(key: str, p: torch.Tensor) -> torch.Size:
     return p.shape
 
 
-# ----------------------------------------------------------------------------- what a checkpoint holds
+# ----------------------------------------------------------------------- what a checkpoint holds
 
 def gather_moments(model: torch.nn.Module, optimizer: CombinedOptimizer) -> dict:
-    """{parameter's name: {key: tensor}} of all optimizers, complete on rank 0, in the CPU's memory. All ranks
-    call it: the moments of a parameter that has an owner are on that rank alone."""
+    """{parameter's name: {key: tensor}} of all optimizers, complete on rank 0, in the CPU's memory.
+    All ranks call it: the moments of a parameter that has an owner are on that rank alone."""
     gathered = {}
     for name, p in model.named_parameters():
         part = optimizer.part_of[p]
@@ -211,7 +217,8 @@ def gather_moments(model: torch.nn.Module, optimizer: CombinedOptimizer) -> dict
             if optimizer.rank == owner and p in part.state:
                 tensor = part.state[p][key]
             else:
-                # A place for what the owner sends. On the owner itself: float16 has skipped all steps so far.
+                # A place for what the owner sends. On the owner itself: float16 has skipped all
+                # steps so far.
                 tensor = p.new_zeros(moment_shape(key, p))
             if owner != 0:
                 dist.broadcast(tensor, owner)
@@ -233,8 +240,9 @@ def host_copy(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 class Saver:
-    """Writes OUT/checkpoint_STEP.pt atomically, and keeps the newest `keep` (a number or "all") and the best.
-    `background`: by a thread, while training continues; what it is given must then be copies."""
+    """Writes OUT/checkpoint_STEP.pt atomically, and keeps the newest `keep` (a number or "all") and
+    the best. `background`: by a thread, while training continues; what it is given must then be
+    copies."""
 
     def __init__(self, out: str, keep: int | str, background: bool, say: Callable[[str], None]):
         self.out = Path(out)
@@ -245,8 +253,9 @@ class Saver:
         self.pending = None             # the file that is being written
 
     def write(self, content: dict, record: Record) -> None:
-        """`record` knows the best step, and is on the disk before a checkpoint that continues it. RunError if
-        this or, with `background`, the file before could not be written, or a number is not finite."""
+        """`record` knows the best step, and is on the disk before a checkpoint that continues it.
+        RunError if this or, with `background`, the file before could not be written, or a number is
+        not finite."""
         self.finish()
         record.sync()
         best = lowest(record.rows, dict(checkpoints(self.out)))
@@ -293,8 +302,9 @@ def check_finite(content: dict, path: Path) -> None:
 # ----------------------------------------------------------------------------- the folder --out
 
 class Output:
-    """The folder --out: its lock, metrics.csv and log.txt (`record`), and the checkpoints (`saver`). Only rank
-    0 has them, and not with --overfit; elsewhere `record` and `saver` are None.
+    """The folder --out: its lock, metrics.csv and log.txt (`record`), and the checkpoints
+    (`saver`). Only rank 0 has them, and not with --overfit; elsewhere `record` and `saver` are
+    None.
 
     As a context manager it completes and closes its files, however the run ends.
     """
@@ -332,8 +342,9 @@ class Output:
 
 
 def move_aside(out: Path, start: Start, say: Callable[[str], None]) -> None:
-    """Moves the files of an earlier run, by their names, and nothing else from `out` to OUT/previous_N. Of a
-    run that resumes these are its later checkpoints, with copies of its logs."""
+    """Moves the files of an earlier run, by their names, and nothing else from `out` to
+    OUT/previous_N. Of a run that resumes these are its later checkpoints, with copies of its
+    logs."""
     remove_leftovers(out, rf"checkpoint_\d+\.pt|{'|'.join(RUN_FILES)}")
     resumes = start.path is not None and start.path.resolve().parent == out.resolve()
     logs = [out / name for name in RUN_FILES if (out / name).is_file()]

@@ -24,7 +24,8 @@ class RunError(Exception):
 
 @contextmanager
 def said_once(by: str = "RANK"):
-    """Inside, all ranks raise the same error: the one whose environment variable `by` is 0 prints it."""
+    """Inside, all ranks raise the same error: the one whose environment variable `by` is 0 prints
+    it."""
     try:
         yield
     except (UserError, RunError) as error:
@@ -33,8 +34,9 @@ def said_once(by: str = "RANK"):
 
 
 class FlagParser(argparse.ArgumentParser):
-    """argparse whose errors are UserErrors, whose flags are taken with dashes too (--max-steps) and cannot be
-    abbreviated, and whose texts, but for MAY_BE_EMPTY, cannot be empty, as an unset variable is."""
+    """argparse whose errors are UserErrors, whose flags are taken with dashes too (--max-steps) and
+    cannot be abbreviated, and whose texts, but for MAY_BE_EMPTY, cannot be empty, as an unset
+    variable is."""
 
     def __init__(self, **kwargs):
         super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
@@ -76,16 +78,17 @@ def print_error(error: Exception | str) -> None:
 
 
 def safe_repr(value: object) -> str:
-    """A value from an untrusted file, for a message. Of a container only the type: str() of a nested one may
-    never end."""
+    """A value from an untrusted file, for a message. Of a container only the type: str() of a
+    nested one may never end."""
     if isinstance(value, str | int | float | None):
         return str(value)[:40]
     return f"a {type(value).__name__}"
 
 
 def brief_error(error: Exception) -> str:
-    """What an error says, in 200 characters. Of an OSError these are the system's words. A plain ValueError is
-    one of ours, which say what is wrong with a file; of any other error the class is told, too."""
+    """What an error says, in 200 characters. Of an OSError these are the system's words. A plain
+    ValueError is one of ours, which say what is wrong with a file; of any other error the class is
+    told, too."""
     if getattr(error, "strerror", None):
         return error.strerror
     text = str(error).split("WeightsUnpickler error:")[-1]      # torch says before it how to run the code
@@ -109,8 +112,8 @@ def flag(default, group, help, **metadata):
 
 
 def run_command(main: Callable[[], int | None]) -> None:
-    """Runs `main()` as a command: UserError -> one line and exit 2, RunError -> one line and exit 1, Ctrl-C
-    -> one line and exit 130."""
+    """Runs `main()` as a command: UserError -> one line and exit 2, RunError -> one line and exit
+    1, Ctrl-C -> one line and exit 130."""
     code = 0
     try:
         sys.stdout.reconfigure(errors="replace")    # not every terminal can print every sampled token
@@ -134,9 +137,9 @@ def run_command(main: Callable[[], int | None]) -> None:
     # A Ctrl-C during Python's finalization would change the exit code.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
-    # Several ranks end without finalization, and the process group is not destroyed: gloo's threads can abort
-    # it (pytorch issue 190489), and its destructor holds the GIL while it waits for a thread that may wait for
-    # the GIL.
+    # Several ranks end without finalization, and the process group is not destroyed: gloo's threads
+    # can abort it (pytorch issue 190489), and its destructor holds the GIL while it waits for a
+    # thread that may wait for the GIL.
     if os.environ.get("WORLD_SIZE", "1") != "1":
         sys.stdout.flush()
         os._exit(code)

@@ -34,11 +34,11 @@ def counted(n: int, what: str) -> str:
     return f"{n:,} {what}{plural}"
 
 
-# ----------------------------------------------------------------------------- metrics.csv and log.txt
+# ----------------------------------------------------------------------- metrics.csv and log.txt
 
 def read_metrics(path: str | Path, remedy: str = "remove it, or choose another --out") -> list[dict]:
-    """The complete rows of a metrics.csv: {column of FORMATS: number, or None where the cell is empty}. A
-    crash can cut off the last one. UserError for a file of another kind."""
+    """The complete rows of a metrics.csv: {column of FORMATS: number, or None where the cell is
+    empty}. A crash can cut off the last one. UserError for a file of another kind."""
     with readable(path, remedy):
         complete, _, _ = read_text(path).rpartition("\n")
         header, *lines = complete.splitlines() or [""]
@@ -65,7 +65,8 @@ def row_line(row: dict) -> str:
 
 
 def lowest(rows: list[dict], steps: Collection[int] | None = None) -> tuple[float, int] | None:
-    """(validation loss, step) of the lowest one, the earliest of equals; of `steps` alone, if given."""
+    """(validation loss, step) of the lowest one, the earliest of equals; of `steps` alone, if
+    given."""
     found = []
     for row in rows:
         if row["val"] is None or not math.isfinite(row["val"]):
@@ -76,11 +77,13 @@ def lowest(rows: list[dict], steps: Collection[int] | None = None) -> tuple[floa
 
 
 class Record:
-    """OUT/metrics.csv, a row a step: a resume, the best checkpoint and the picture read it. Beside it
-    OUT/log.txt, a line an event, and Weights & Biases, if asked for. In a step val and hella precede train.
+    """OUT/metrics.csv, a row a step: a resume, the best checkpoint and the picture read it. Beside
+    it OUT/log.txt, a line an event, and Weights & Biases, if asked for. In a step val and hella
+    precede train.
 
-    A run that resumes at `step` cuts off the rows after it, and keeps the evaluations of `step` itself.
-    `tokens_before` tells how many tokens a run has seen before a step. UserError if metrics.csv is damaged.
+    A run that resumes at `step` cuts off the rows after it, and keeps the evaluations of `step`
+    itself. `tokens_before` tells how many tokens a run has seen before a step. UserError if
+    metrics.csv is damaged.
     """
 
     def __init__(self, out: str | Path, step: int, tokens_before: Callable[[int], int],
@@ -189,8 +192,8 @@ def step_line(step: int, loss: float, norm: float, lr: float, dt: float, rate: f
 
 
 class StepLog:
-    """Prints and records steps and evaluations, and does nothing else. `record`: None where nothing is
-    written. `flops_per_token`: forward and backward."""
+    """Prints and records steps and evaluations, and does nothing else. `record`: None where nothing
+    is written. `flops_per_token`: forward and backward."""
 
     def __init__(self, process, record: Record | None, schedule: BatchSchedule, flops_per_token: int):
         self.process = process
@@ -201,8 +204,8 @@ class StepLog:
         self.last_time = 0.0                                    # when the step before was logged
 
     def step(self, step: int, loss: float, norm: float, lr: float, began: float) -> None:
-        """`began`: time.perf_counter() at the beginning of the step. On a GPU it may begin before the numbers
-        of the step before are there; then its time counts from that moment on."""
+        """`began`: time.perf_counter() at the beginning of the step. On a GPU it may begin before
+        the numbers of the step before are there; then its time counts from that moment on."""
         now = time.perf_counter()
         dt = now - max(began, self.last_time)
         self.last_time = now
@@ -237,7 +240,7 @@ class StepLog:
         return {kind for kind in ("val", "hella") if last["step"] == step and last[kind] is not None}
 
 
-# ----------------------------------------------------------------------------- before and after them
+# ----------------------------------------------------------------------- before and after them
 
 def print_header(config, process, data, model, schedule, batch_size: int, start) -> None:
     """What the run will do."""
@@ -254,7 +257,8 @@ def print_header(config, process, data, model, schedule, batch_size: int, start)
         shape.append(f"window {c.window} inside documents")
     say(f"{c.recipe}: {num_params:,} parameters ({', '.join(shape)})")
 
-    B, micro_steps = divide_batch(c.total_batch_size // c.sequence_length, process.world_size, batch_size)
+    sequences = c.total_batch_size // c.sequence_length
+    B, micro_steps = divide_batch(sequences, process.world_size, batch_size)
     batch = f"{B} x {c.sequence_length} x {counted(micro_steps, 'micro-step')} x {processes}"
     if c.initial_batch_size < c.total_batch_size:
         batch += f", {c.initial_batch_size:,} at first"
@@ -264,7 +268,8 @@ def print_header(config, process, data, model, schedule, batch_size: int, start)
     say(f"{c.total_batch_size:,} tokens a step = {batch}; {c.max_steps:,} steps = {tokens:,} tokens = "
         f"{epochs:,.2f} epochs; {rates}")
 
-    periods = {"validation": c.val_every, "HellaSwag": c.hellaswag_every, "checkpoint": c.checkpoint_every}
+    periods = {"validation": c.val_every, "HellaSwag": c.hellaswag_every,
+               "checkpoint": c.checkpoint_every}
     plans = [f"{what} every {n:,} steps" if n else f"{what} never" for what, n in periods.items()]
     if not c.overfit:
         plans.append(f"in {c.out}")

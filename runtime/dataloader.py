@@ -1,7 +1,7 @@
 """Shards -> micro-batches.
 
-The tokens of a step are a pure function of the shards, the seed, the step and the batch schedule: the same for
-any number of ranks, any micro-batch and after any resume.
+The tokens of a step are a pure function of the shards, the seed, the step and the batch schedule:
+the same for any number of ranks, any micro-batch and after any resume.
 """
 import hashlib
 import itertools
@@ -27,14 +27,15 @@ DEPTH = 8               # micro-batches read ahead: loading the next shard takes
 
 
 def stable_permutation(n: int, *key: int) -> np.ndarray:
-    """A permutation of range(n) that depends on `key` alone, in every release of NumPy: Generator.permutation
-    may change (NEP 19), the raw stream of Philox may not."""
+    """A permutation of range(n) that depends on `key` alone, in every release of NumPy:
+    Generator.permutation may change (NEP 19), the raw stream of Philox may not."""
     generator = np.random.Philox(np.random.SeedSequence(key))
     return np.argsort(generator.random_raw(n), kind="stable")
 
 
 def digest(tokens: np.ndarray) -> str:
-    """16 hexadecimal digits of the SHA-256 of the first and the last 65,536 tokens: they tell shards apart."""
+    """16 hexadecimal digits of the SHA-256 of the first and the last 65,536 tokens: they tell
+    shards apart."""
     ends = np.concatenate((tokens[:65536], tokens[-65536:]))
     return hashlib.sha256(ends).hexdigest()[:16]
 
@@ -42,13 +43,15 @@ def digest(tokens: np.ndarray) -> str:
 class TokenDataset:
     """The sequences of a list of shards (paths, or 1-D uint16 arrays), numbered across epochs.
 
-    Shard i has (len_i - 1) // T sequences of T tokens; the last target needs one token more. Every sequence
-    comes once an epoch. Without `shuffle` they come in the order of the files. With it the shards, and the
-    sequences of every shard, are permuted anew in each epoch, by the seed. From the second epoch on the
-    sequences also begin at other tokens, because pieces that never change are learnt by heart.
+    Shard i has (len_i - 1) // T sequences of T tokens; the last target needs one token more. Every
+    sequence comes once an epoch. Without `shuffle` they come in the order of the files. With it the
+    shards, and the sequences of every shard, are permuted anew in each epoch, by the seed. From the
+    second epoch on the sequences also begin at other tokens, because pieces that never change are
+    learnt by heart.
 
-    One shard is in memory, two while the next one is read, three after the first epoch. UserError for too
-    little text, and for a shard that is damaged, changes during the run, or has ids that the model lacks.
+    One shard is in memory, two while the next one is read, three after the first epoch. UserError
+    for too little text, and for a shard that is damaged, changes during the run, or has ids that
+    the model lacks.
     """
 
     def __init__(self, shards: list[Path | np.ndarray], sequence_length: int, seed: int = 0,
@@ -107,7 +110,8 @@ class TokenDataset:
         return windows[::self.T], self._order(self.counts[i], epoch, i)
 
     def read(self, first: int, count: int) -> np.ndarray:
-        """Sequences number `first` to `first + count - 1`, each with its last target: uint16 (count, T+1)."""
+        """Sequences number `first` to `first + count - 1`, each with its last target: uint16
+        (count, T+1)."""
         parts = []
         while count > 0:
             # In which epoch, and where in it, is the first one?
@@ -128,8 +132,9 @@ class TokenDataset:
 
 def micro_batches(dataset: TokenDataset, schedule: BatchSchedule, batch_size: int, first_step: int = 0,
                   rank: int = 0, world_size: int = 1) -> Iterator[np.ndarray]:
-    """Yields the micro-batches of a rank from `first_step` on, indefinitely: uint16 (B, T+1), the last target
-    included. The ranks take turns: of every B world_size sequences of a step, rank r has the B from r B on."""
+    """Yields the micro-batches of a rank from `first_step` on, indefinitely: uint16 (B, T+1), the
+    last target included. The ranks take turns: of every B world_size sequences of a step, rank r
+    has the B from r B on."""
     for step in itertools.count(first_step):
         B, micro_steps = divide_batch(schedule.tokens(step) // dataset.T, world_size, batch_size)
         first = schedule.tokens_before(step) // dataset.T
@@ -139,8 +144,8 @@ def micro_batches(dataset: TokenDataset, schedule: BatchSchedule, batch_size: in
 
 
 def read_ahead(batches: Iterator[np.ndarray], pin: bool) -> Iterator[torch.Tensor]:
-    """The same batches as int32 tensors, made by a thread that is DEPTH of them ahead. With `pin` in pinned
-    memory, so that copying to a GPU overlaps with its work."""
+    """The same batches as int32 tensors, made by a thread that is DEPTH of them ahead. With `pin`
+    in pinned memory, so that copying to a GPU overlaps with its work."""
     def load():
         rows = torch.from_numpy(next(batches).astype(np.int32))
         return rows.pin_memory() if pin else rows
@@ -204,8 +209,8 @@ class Data:
 
     @cached_property
     def bits_per_byte(self) -> float:
-        """What a validation loss of one nat a token is in bits per byte of the text: a measure that does not
-        depend on the tokenizer. nan where the tokens are not GPT-2's."""
+        """What a validation loss of one nat a token is in bits per byte of the text: a measure that
+        does not depend on the tokenizer. nan where the tokens are not GPT-2's."""
         if not self.val or self.val.end < VOCAB_SIZE:
             return math.nan
         targets = self.val.read(0, self.val_count)[:, 1:]

@@ -1,4 +1,5 @@
-"""The device and its dtype, the micro-batch that fits into its memory, and the peak FLOP/s of GPUs."""
+"""The device and its dtype, the micro-batch that fits into its memory, and the peak FLOP/s of
+GPUs."""
 import contextlib
 import ctypes
 import functools
@@ -20,8 +21,8 @@ from runtime.recipe import divide_batch
 
 
 def choose_device(name: str = "auto", local_rank: int = 0) -> str:
-    """'cuda:N', 'mps' or 'cpu'; N is `local_rank` unless the name says it. 'auto' is the first of them that is
-    available. UserError for one that is not, or a GPU on which no kernel runs."""
+    """'cuda:N', 'mps' or 'cpu'; N is `local_rank` unless the name says it. 'auto' is the first of
+    them that is available. UserError for one that is not, or a GPU on which no kernel runs."""
     if TorchVersion(torch.__version__) < (2, 10):           # mm(out_dtype=) would break a graph there
         raise UserError(f"torch {torch.__version__} is too old: pip install 'torch>=2.10'")
     configure_allocator()
@@ -48,9 +49,9 @@ def choose_device(name: str = "auto", local_rank: int = 0) -> str:
 
 
 def configure_allocator() -> None:
-    """Tells CUDA's allocator, before its first use, to split no large block. Otherwise gradients and moments
-    are put into the free block of the last micro-step's logits, and the next one needs another: GPT-2 124M at
-    200 x 1,024 tokens then does not fit in 80 GB, although it uses 69."""
+    """Tells CUDA's allocator, before its first use, to split no large block. Otherwise gradients
+    and moments are put into the free block of the last micro-step's logits, and the next one needs
+    another: GPT-2 124M at 200 x 1,024 tokens then does not fit in 80 GB, although it uses 69."""
     if "PYTORCH_ALLOC_CONF" in os.environ or "PYTORCH_CUDA_ALLOC_CONF" in os.environ:
         return                                              # the user's own settings
     os.environ["PYTORCH_ALLOC_CONF"] = "max_split_size_mb:2048"
@@ -79,7 +80,8 @@ def device_name(device: str) -> str:
 
 
 def choose_dtype(name: str, device: str) -> str:
-    """`name`; for 'auto' bfloat16 if the hardware has it, else float16 on CUDA and float32 elsewhere."""
+    """`name`; for 'auto' bfloat16 if the hardware has it, else float16 on CUDA and float32
+    elsewhere."""
     if name != "auto":
         return name
     if device.startswith("cuda"):
@@ -92,8 +94,9 @@ def choose_dtype(name: str, device: str) -> str:
 # ----------------------------------------------------------------------------- memory
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a GPU or the machine ran out of memory: a MemoryError, torch's own error, or a RuntimeError of
-    CUDA, of one of its libraries or of the CPU allocator. A compiler's error quotes the one that it wraps."""
+    """Whether a GPU or the machine ran out of memory: a MemoryError, torch's own error, or a
+    RuntimeError of CUDA, of one of its libraries or of the CPU allocator. A compiler's error quotes
+    the one that it wraps."""
     if isinstance(error, MemoryError):
         return True
     if not isinstance(error, RuntimeError):
@@ -127,8 +130,9 @@ def most_sequences(device: str, sequence_length: int, vocab_size: int) -> int:
 
 def time_micro_step(model: torch.nn.Module, T: int, device: str, autocast, reserve_bytes: int,
                     B: int) -> float:
-    """Seconds of a forward and backward of B sequences: of the second one, since the first may compile.
-    Changes neither weights nor gradients. `reserve_bytes` of memory are in use meanwhile."""
+    """Seconds of a forward and backward of B sequences: of the second one, since the first may
+    compile. Changes neither weights nor gradients. `reserve_bytes` of memory are in use
+    meanwhile."""
     reserved = torch.empty(reserve_bytes, dtype=torch.uint8, device=device)
 
     # Two tensors, as in a step: for one that is both, torch.compile would make another graph.
@@ -152,11 +156,11 @@ def time_micro_step(model: torch.nn.Module, T: int, device: str, autocast, reser
 
 
 def choose_batch_size(config, may_shrink: bool, process, trial: Callable) -> int:
-    """How many sequences a micro-step has: at most --batch_size, and a divisor of a rank's share of a step.
-    With `may_shrink` it is halved until `trial(B)` fits into the memory of every rank.
+    """How many sequences a micro-step has: at most --batch_size, and a divisor of a rank's share of
+    a step. With `may_shrink` it is halved until `trial(B)` fits into the memory of every rank.
 
-    What is compiled is compiled here, and the attention kernel tried: a run that cannot work ends before its
-    first step.
+    What is compiled is compiled here, and the attention kernel tried: a run that cannot work ends
+    before its first step.
     """
     sequences = config.total_batch_size // config.sequence_length
     on_gpu = process.device.startswith("cuda")
@@ -176,7 +180,8 @@ def choose_batch_size(config, may_shrink: bool, process, trial: Callable) -> int
 
 
 def fits_in_memory(trial: Callable, B: int, may_shrink: bool, config, device: str) -> bool:
-    """Whether `trial(B)` fits. Raises what else goes wrong in it, with a remedy where we know one."""
+    """Whether `trial(B)` fits. Raises what else goes wrong in it, with a remedy where we know
+    one."""
     try:
         with warnings.catch_warnings(record=True, action="always") as reasons:          # torch's
             trial(B)
@@ -210,8 +215,8 @@ def peak_memory(device: str) -> int:
 
 
 def tune_malloc() -> None:
-    """Makes glibc keep large freed blocks. By default it returns them to the kernel, which zeroes them page
-    by page at the next step; on a CPU that costs more than any kernel here."""
+    """Makes glibc keep large freed blocks. By default it returns them to the kernel, which zeroes
+    them page by page at the next step; on a CPU that costs more than any kernel here."""
     if sys.platform != "linux":
         return
     libc = ctypes.CDLL(None)
@@ -223,8 +228,8 @@ def tune_malloc() -> None:
 
 
 def fetch(tensor: torch.Tensor) -> Callable[[], list]:
-    """Starts to copy a small tensor to the CPU. Returns a function that waits for the copy, but not for work
-    that a GPU is given later, and returns its numbers."""
+    """Starts to copy a small tensor to the CPU. Returns a function that waits for the copy, but not
+    for work that a GPU is given later, and returns its numbers."""
     if not tensor.is_cuda:
         return tensor.tolist
 
@@ -240,9 +245,9 @@ def fetch(tensor: torch.Tensor) -> Callable[[], list]:
 
 # ----------------------------------------------------------------------------- peak FLOP/s
 
-# Dense 16-bit peaks in TFLOP/s with fp32 accumulation, from NVIDIA's data sheets, which give them with
-# sparsity (twice as much), GeForce's also with fp16 accumulation (twice again). A name must match as a whole:
-# a suffix (Ti, D, Laptop GPU, a MIG slice) means another chip or clock.
+# Dense 16-bit peaks in TFLOP/s with fp32 accumulation, from NVIDIA's data sheets, which give them
+# with sparsity (twice as much), GeForce's also with fp16 accumulation (twice again). A name must
+# match as a whole: a suffix (Ti, D, Laptop GPU, a MIG slice) means another chip or clock.
 PEAK_TFLOPS = {
     "GB200": 2500, "B200": 2250, "H200|H100 80GB HBM3|H800|GH200 (480|120)GB": 989.4,
     "(H200|H100) NVL": 835.5, "H100 PCIe": 756, "A100(-SXM4|-PCIE)?[- ](40|80)GB( PCIe)?": 312,

@@ -45,15 +45,17 @@ def sync(descriptor: int) -> None:
 
 
 def remove_leftovers(folder: str | Path, names: str) -> None:
-    """Removes what killed processes left of replace_file in `folder`, of files whose name matches `names`."""
+    """Removes what killed processes left of replace_file in `folder`, of files whose name matches
+    `names`."""
     for path in Path(folder).iterdir():
         if re.fullmatch(rf"({names})(\.\d+)?\.tmp", path.name) and path.is_file():
             path.unlink()
 
 
 def read_text(path: str | Path, most: int = 1 << 28, errors: str = "replace") -> str:
-    """The text of a regular file, UTF-8. OSError or ValueError for anything else: a device or a pipe may have
-    no end, and more than `most` bytes are no file of ours. `errors`: of bytes.decode."""
+    """The text of a regular file, UTF-8. OSError or ValueError for anything else: a device or a
+    pipe may have no end, and more than `most` bytes are no file of ours. `errors`: of
+    bytes.decode."""
     found = os.stat(path)
     if not stat.S_ISREG(found.st_mode):
         raise ValueError("it is not a regular file")
@@ -63,7 +65,8 @@ def read_text(path: str | Path, most: int = 1 << 28, errors: str = "replace") ->
 
 
 def checkpoints(out: str | Path) -> list[tuple[int, Path]]:
-    """[(step, path)] of the checkpoints in `out`, oldest first. Each is complete (written atomically)."""
+    """[(step, path)] of the checkpoints in `out`, oldest first. Each is complete (written
+    atomically)."""
     found = []
     for path in Path(out).glob("checkpoint_*.pt"):
         match = re.fullmatch(r"checkpoint_([0-9]{6}|[1-9][0-9]{6,})\.pt", path.name)
@@ -83,9 +86,9 @@ def newest_of(out: str | Path) -> str:
 
 @contextmanager
 def writable(path: str | Path, begun: bool = False):
-    """Around writes to a file or folder: an OSError becomes one line with cause and remedy. A UserError,
-    because another folder should have been given; but a RunError if the disk is full, or if the work has
-    `begun`: there are earlier files to resume from."""
+    """Around writes to a file or folder: an OSError becomes one line with cause and remedy. A
+    UserError, because another folder should have been given; but a RunError if the disk is full, or
+    if the work has `begun`: there are earlier files to resume from."""
     try:
         yield
     except (OSError, RuntimeError, RunError) as error:
@@ -114,8 +117,9 @@ def os_error_behind(error: BaseException | None) -> OSError | None:
 @contextmanager
 def readable(what: str | Path, remedy: str, errors: type | tuple = Exception,
              problem: str = "cannot be read"):
-    """Around the reading of a file that may be damaged or hostile: any of `errors`, a ValueError of ours
-    included, becomes the UserError "`what` `problem` (cause): `remedy`". Our own errors pass through."""
+    """Around the reading of a file that may be damaged or hostile: any of `errors`, a ValueError of
+    ours included, becomes the UserError "`what` `problem` (cause): `remedy`". Our own errors pass
+    through."""
     try:
         yield
     except (UserError, RunError):
@@ -125,7 +129,8 @@ def readable(what: str | Path, remedy: str, errors: type | tuple = Exception,
 
 
 def lock_folder(out: str | Path):
-    """Creates a run's folder and locks it, as long as what is returned lives, and this process at most."""
+    """Creates a run's folder and locks it, as long as what is returned lives, and this process at
+    most."""
     from filelock import FileLock, Timeout          # torch requires it
 
     lock = FileLock(Path(out) / ".train_gpt2.lock", timeout=LOCK_PATIENCE)

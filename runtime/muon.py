@@ -2,8 +2,9 @@
 
 Muon: momentum, orthogonalized (Keller Jordan 2024, kellerjordan.github.io/posts/muon).
 
-Shared-out state is stage 1 of ZeRO (arXiv:1910.02054). `owner`, {parameter: rank}, names the one rank that has
-the moments of a parameter. Muon always has owners; --shard_optimizer gives the other optimizers some.
+Shared-out state is stage 1 of ZeRO (arXiv:1910.02054). `owner`, {parameter: rank}, names the one
+rank that has the moments of a parameter. Muon always has owners; --shard_optimizer gives the other
+optimizers some.
 """
 import torch
 import torch.distributed as dist
@@ -11,9 +12,9 @@ from torch import Tensor
 
 
 def orthogonalize(G: Tensor, dtype: torch.dtype = torch.bfloat16, steps: int = 5) -> Tensor:
-    """Approximates the (semi-)orthogonal matrices nearest to G (n, rows, columns), singular values roughly
-    between 0.7 and 1.2, by a quintic Newton-Schulz iteration in `dtype`. Its coefficients increase small
-    singular values as fast as possible (Keller Jordan 2024)."""
+    """Approximates the (semi-)orthogonal matrices nearest to G (n, rows, columns), singular values
+    roughly between 0.7 and 1.2, by a quintic Newton-Schulz iteration in `dtype`. Its coefficients
+    increase small singular values as fast as possible (Keller Jordan 2024)."""
     a, b, c = 3.4445, -4.7750, 2.0315
     X = G.to(dtype)
     X = X / (X.norm(dim=(-2, -1), keepdim=True) + 1e-7)
@@ -31,12 +32,13 @@ def orthogonalize(G: Tensor, dtype: torch.dtype = torch.bfloat16, steps: int = 5
 
 
 class Muon(torch.optim.Optimizer):
-    """Orthogonalized Nesterov momentum for the matrices in the blocks [+0.142 against Adam; see speedrun.py].
+    """Orthogonalized Nesterov momentum for the matrices in the blocks [+0.142 against Adam; see
+    speedrun.py].
 
-    `params`: (name, parameter) pairs, all matrices. Matrices of one shape form a group and are orthogonalized
-    as one batch. With several processes, which have the same averaged gradients, each orthogonalizes its
-    share of a batch, of which it alone holds the momentum, and the updates are gathered. The learning rate is
-    multiplied by sqrt(max(1, rows / columns)).
+    `params`: (name, parameter) pairs, all matrices. Matrices of one shape form a group and are
+    orthogonalized as one batch. With several processes, which have the same averaged gradients,
+    each orthogonalizes its share of a batch, of which it alone holds the momentum, and the updates
+    are gathered. The learning rate is multiplied by sqrt(max(1, rows / columns)).
     """
 
     def __init__(self, params, lr, momentum=0.95, weight_decay=0.0, dtype=torch.bfloat16):
@@ -113,8 +115,9 @@ def state_keys(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
 
 
 class CombinedOptimizer:
-    """The optimizers of a model as one, which GradScaler can unscale and step: if a gradient of any of them
-    overflows, none of them steps, on no rank. With `shard` each rank keeps its share of the moments."""
+    """The optimizers of a model as one, which GradScaler can unscale and step: if a gradient of any
+    of them overflows, none of them steps, on no rank. With `shard` each rank keeps its share of the
+    moments."""
 
     def __init__(self, model: torch.nn.Module, optimizers: list, process, shard: bool = False):
         self.optimizers = optimizers
@@ -141,7 +144,8 @@ class CombinedOptimizer:
                 self.owner.update(optimizer.owner)
 
     def groups(self) -> list[dict]:
-        """The parameter groups of all optimizers; a schedule sets their "lr" by their "initial_lr"."""
+        """The parameter groups of all optimizers; a schedule sets their "lr" by their
+        "initial_lr"."""
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     def step(self) -> None:
@@ -159,9 +163,10 @@ class CombinedOptimizer:
 
 
 def shard_matrices(optimizers: list, rank: int, world_size: int) -> dict[Tensor, int]:
-    """Shares out the matrices of all optimizers but Muon: the largest first, each to the rank that has the
-    least. Those of other ranks leave this one's groups; broadcast_updates sends them after each step. Gains
-    and biases, small but many, stay on all ranks. Returns {parameter: rank}, the same on all ranks."""
+    """Shares out the matrices of all optimizers but Muon: the largest first, each to the rank that
+    has the least. Those of other ranks leave this one's groups; broadcast_updates sends them after
+    each step. Gains and biases, small but many, stay on all ranks. Returns {parameter: rank}, the
+    same on all ranks."""
     groups = []
     for optimizer in optimizers:
         if not isinstance(optimizer, Muon):
@@ -183,8 +188,8 @@ def shard_matrices(optimizers: list, rank: int, world_size: int) -> dict[Tensor,
 
 
 def broadcast_updates(owner: dict[Tensor, int]) -> None:
-    """Each rank sends its matrices to the others. All are under way before the first is waited for; on a GPU
-    only its stream waits."""
+    """Each rank sends its matrices to the others. All are under way before the first is waited for;
+    on a GPU only its stream waits."""
     pending = [dist.broadcast(p.detach(), rank, async_op=True) for p, rank in owner.items()]
     for work in pending:
         work.wait()

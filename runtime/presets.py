@@ -13,8 +13,8 @@ from runtime.tokenizer import VOCAB_SIZE
 
 # name: (what it is for, {flag: value})
 PRESETS = {
-    # One epoch of the text: in a second one the validation loss rises again. The warm-up and the rate are
-    # those of gpt2, if --recipe gpt2 is given; frontier has its own.
+    # One epoch of the text: in a second one the validation loss rises again. The warm-up and the
+    # rate are those of gpt2, if --recipe gpt2 is given; frontier has its own.
     "shakespeare": ("a first run on input.txt: frontier, 35M parameters, 0.3M tokens; minutes on a CPU", dict(
         recipe="frontier", data="data/shakespeare", out="log/shakespeare",
         n_layer=4, n_head=2, n_embd=256, block_size=128,
@@ -26,8 +26,8 @@ PRESETS = {
         val_tokens=524288, val_every=200, hellaswag_every=0,
         sample_every=500, sample_prompt="\n", checkpoint_every=200)),
 
-    # GPT-3's learning rates and batches (Brown et al. 2020, arXiv:2005.14165, table 2.1). With XL's batch of
-    # 1M tokens half as many steps make the same 10 billion tokens.
+    # GPT-3's learning rates and batches (Brown et al. 2020, arXiv:2005.14165, table 2.1). With XL's
+    # batch of 1M tokens half as many steps make the same 10 billion tokens.
     "gpt2": ("the defaults: GPT-2 124M, 10B tokens; this and larger ones are for GPUs", {}),
     "gpt2-medium": ("350M parameters, 10B tokens", dict(n_layer=24, n_head=16, n_embd=1024, max_lr=3e-4)),
     "gpt2-large": ("774M parameters, 10B tokens", dict(n_layer=36, n_head=20, n_embd=1280, max_lr=2.5e-4)),
@@ -43,7 +43,8 @@ PRESETS = {
         sample_every=50, sample_prompt="\n", checkpoint_every=25, keep_checkpoints=1)),
 }
 
-# --overfit is the lecture's sanity run: 50 steps on one batch, at a constant rate. It writes nothing.
+# --overfit is the lecture's sanity run: 50 steps on one batch, at a constant rate. It writes
+# nothing.
 OVERFIT = dict(
     vocab_size=50257, total_batch_size=4 * 32, initial_batch_size=4 * 32, sequence_length=32, shuffle=False,
     max_steps=50, warmup_steps=0, max_lr=3e-4, resume="never",
@@ -54,7 +55,8 @@ OVERFIT = dict(
 
 def parse_flags(Config: type, recipes: dict[str, Recipe], description: str,
                 argv: list[str] | None) -> dict:
-    """{name: value} of the flags that stand on the command line. Every field of Config is a flag."""
+    """{name: value} of the flags that stand on the command line. Every field of Config is a
+    flag."""
     parser = FlagParser(prog="train_gpt2.py", usage="%(prog)s [flags]", description=description,
                         epilog=describe_presets())
     for title, fields in groupby(dataclasses.fields(Config), lambda f: f.metadata["group"]):
@@ -81,7 +83,8 @@ def add_flag(group, f: dataclasses.Field, recipes: dict[str, Recipe]) -> None:
 
 
 def value_parser(kind: type, word: str | None) -> Callable:
-    """A function that argparse calls: text -> a value of this kind, or the word that may stand instead."""
+    """A function that argparse calls: text -> a value of this kind, or the word that may stand
+    instead."""
     def parse(text):
         if text == word:
             return word

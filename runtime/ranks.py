@@ -22,7 +22,8 @@ class StopRequested(Exception):
 
 @dataclass
 class Process:
-    """One rank of world_size, with a device of its own. Rank 0, the master process, prints and saves."""
+    """One rank of world_size, with a device of its own. Rank 0, the master process, prints and
+    saves."""
     rank: int = 0
     world_size: int = 1
     device: str = "cpu"
@@ -42,8 +43,8 @@ class Process:
         try:
             print(*args, flush=True)
         except OSError as error:
-            # EPIPE: the reader of our pipe has ended. EIO: the terminal is closed; it also sends SIGHUP, which
-            # a run under nohup ignores, and so it goes on without output.
+            # EPIPE: the reader of our pipe has ended. EIO: the terminal is closed; it also sends
+            # SIGHUP, which a run under nohup ignores, and so it goes on without output.
             if error.errno not in (errno.EPIPE, errno.EIO):
                 raise
             silence(sys.stdout)
@@ -75,8 +76,8 @@ class Process:
         return self.gather(value)[0]
 
     def on_all_ranks(self, function, *args):
-        """function(*args) on every rank. A UserError or RunError on any rank is raised on all of them, so that
-        none waits for one that has ended."""
+        """function(*args) on every rank. A UserError or RunError on any rank is raised on all of
+        them, so that none waits for one that has ended."""
         result = failure = None
         try:
             result = function(*args)
@@ -123,8 +124,8 @@ class Process:
     def watch(self, what: str, items: Iterable) -> Iterator:
         """Yields the items. Rank 0 shows a bar on a terminal if they take longer than ten seconds.
 
-        A single process stops here, in the middle of its work, when a signal comes: StopRequested. Several
-        have to stop at the same place, so they vote with the loss of every step instead.
+        A single process stops here, in the middle of its work, when a signal comes: StopRequested.
+        Several have to stop at the same place, so they vote with the loss of every step instead.
         """
         hidden = None if self.is_master else True           # None: hidden unless it is a terminal
         for item in tqdm(items, what, delay=10, leave=False, disable=hidden):
@@ -143,8 +144,8 @@ class Process:
     def on_signal(self, number, frame) -> None:
         name = signal.Signals(number).name
 
-        # A second Ctrl-C or SIGTERM ends the process at once. torchrun, which passes on every signal that it
-        # receives, ends its processes itself.
+        # A second Ctrl-C or SIGTERM ends the process at once. torchrun, which passes on every
+        # signal that it receives, ends its processes itself.
         urgent = "SIGINT", "SIGTERM"
         if name in urgent and self.received in urgent and "TORCHELASTIC_RUN_ID" not in os.environ:
             os._exit(128 + number)
@@ -166,6 +167,7 @@ def find_ranks(timeout: timedelta) -> tuple[dist.Store, int, int]:
         raise UserError(f"WORLD_SIZE is set, and the other processes cannot be found ({error}): start by "
                         "torchrun") from None
 
-    # After a restart torchrun's store still has the addresses of the dead ranks (pytorch issue 135712).
+    # After a restart torchrun's store still has the addresses of the dead ranks (pytorch issue
+    # 135712).
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(restart, store), rank, world_size

@@ -7,10 +7,12 @@ from runtime.cli import UserError
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a model is trained: everything in which the training of one recipe differs from another's.
+    """How a model is trained: everything in which the training of one recipe differs from
+    another's.
 
-    `config` is train_gpt2.Config, and `progress` the share of the run's tokens that came before a step, from 0
-    to 1. Schedules are functions of these alone, so a resumed run continues them exactly.
+    `config` is train_gpt2.Config, and `progress` the share of the run's tokens that came before a
+    step, from 0 to 1. Schedules are functions of these alone, so a resumed run continues them
+    exactly.
     """
     make_optimizers: Callable           # (model, config) -> list of optimizers with their largest rates
     lr_scale: Callable                  # (step, progress, config) -> factor of every learning rate
@@ -25,9 +27,9 @@ class Recipe:
 class BatchSchedule:
     """How many tokens each optimizer step has, and how many came before it.
 
-    Training begins with batches of `initial` tokens: all of the `final` ones, a half or a quarter. They double
-    after one and two thirds of the run's tokens until they are `final`. Everything is in closed form, so that
-    a run that resumes needs no state of the data loader.
+    Training begins with batches of `initial` tokens: all of the `final` ones, a half or a quarter.
+    They double after one and two thirds of the run's tokens until they are `final`. Everything is
+    in closed form, so that a run that resumes needs no state of the data loader.
     """
 
     def __init__(self, initial: int, final: int, max_steps: int):
@@ -45,8 +47,9 @@ class BatchSchedule:
             size = final // divisor
 
     def resume(self, step: int, tokens: int) -> None:
-        """Lets `step` begin after so many tokens, to which training came according to the checkpoint. They are
-        others than planned if --max_steps or the first batch have changed since."""
+        """Lets `step` begin after so many tokens, to which training came according to the
+        checkpoint. They are others than planned if --max_steps or the first batch have changed
+        since."""
         self.shift += tokens - self.tokens_before(step)
 
     def tokens(self, step: int) -> int:
@@ -54,7 +57,8 @@ class BatchSchedule:
 
     def tokens_before(self, step: int) -> int:
         """The tokens of all earlier steps; of step max_steps those of the whole run."""
-        return self.shift + sum(added * max(0, step - first_step) for first_step, added in self.additions)
+        planned = sum(added * max(0, step - first_step) for first_step, added in self.additions)
+        return self.shift + planned
 
     def tokens_left(self, step: int) -> int:
         return self.tokens_before(self.max_steps) - self.tokens_before(step)
@@ -65,8 +69,8 @@ class BatchSchedule:
 
 
 def batch_schedule(config, world_size: int) -> BatchSchedule:
-    """The schedule of --initial_batch_size, --total_batch_size and --max_steps. UserError if the steps do not
-    divide into sequences, as many for every process."""
+    """The schedule of --initial_batch_size, --total_batch_size and --max_steps. UserError if the
+    steps do not divide into sequences, as many for every process."""
     initial, final, T = config.initial_batch_size, config.total_batch_size, config.sequence_length
     if final not in (initial, 2 * initial, 4 * initial):
         raise UserError(f"--initial_batch_size {initial}: give --total_batch_size ({final}), "
@@ -83,8 +87,8 @@ def batch_schedule(config, world_size: int) -> BatchSchedule:
 
 
 def divide_batch(sequences: int, world_size: int, batch_size: int) -> tuple[int, int]:
-    """(B, n): each process computes its share of a step's sequences as n micro-batches of B sequences. B is
-    the largest divisor of the share that is at most `batch_size`."""
+    """(B, n): each process computes its share of a step's sequences as n micro-batches of B
+    sequences. B is the largest divisor of the share that is at most `batch_size`."""
     share = sequences // world_size
     B = min(batch_size, share)
     while share % B != 0:
