@@ -33,8 +33,9 @@ def our_step(s: Setting):
     never = dict.fromkeys(("val_every", "hellaswag_every", "sample_every", "checkpoint_every"), 0)
     same = {name: getattr(s, name) for name in ("recipe", "vocab_size", "device", "dtype", "tf32", "compile",
                                                 "attention")}
-    given = never | same | shape_of(s) | dict(data="data", out="out", total_batch_size=s.B * s.T, batch_size=s.B,
-                                              initial_batch_size=s.B * s.T, block_size=s.T)
+    given = never | same | shape_of(s) | dict(
+        data="data", out="out", total_batch_size=s.B * s.T, initial_batch_size=s.B * s.T, batch_size=s.B,
+        block_size=s.T)
     keep = train_gpt2.tune_malloc if s.tune_memory else lambda: None
     with patch.object(train_gpt2, "tune_malloc", keep):
         process = train_gpt2.start_process(s.device)

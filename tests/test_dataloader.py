@@ -75,7 +75,8 @@ def test_a_batch_is_divided_into_the_largest_micro_batches():
 
 @pytest.mark.parametrize("growth, steps, sizes", [
     (1, 5, [16] * 5), (2, 8, [8] * 4 + [16] * 4), (4, 7, [4] * 4 + [8] * 2 + [16]),
-    (4, 14, [4] * 8 + [8] * 4 + [16] * 2), (4, 10, [4] * 6 + [8] * 3 + [16]), (4, 1, [4]), (2, 3, [8, 8, 16])])
+    (4, 14, [4] * 8 + [8] * 4 + [16] * 2), (4, 10, [4] * 6 + [8] * 3 + [16]), (4, 1, [4]),
+    (2, 3, [8, 8, 16])])
 def test_the_batch_doubles_after_each_third_of_the_tokens_until_it_is_whole(growth, steps, sizes):
     schedule = steps_of(16, growth, steps)
     assert [schedule.tokens(step) for step in range(steps)] == sizes

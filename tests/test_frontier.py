@@ -117,7 +117,8 @@ def test_a_batch_that_does_not_divide_is_refused():
                 "--initial_batch_size")
 
 
-@pytest.mark.parametrize("steps, last", [(112, 0.85), (1000, 0.85), (1732, 0.90),    # half-way in the logarithm
+@pytest.mark.parametrize("steps, last", [(112, 0.85), (1000, 0.85),
+                                         (1732, 0.90),          # half-way in the logarithm
                                          (3000, 0.95), (5833, 0.95)])
 def test_the_momentum_follows_from_the_runs_steps(steps, last):
     config = Config(max_steps=steps)
@@ -145,8 +146,8 @@ def flags(tmp_path_factory):
     for name, n in (("val", 400), ("train", 3000)):         # n^2 mod 97 after (n - 1)^2: a pair tells it
         write_shard(folder / f"text_{name}_000000.npy", (torch.arange(n)**2 % 97).numpy().astype("uint16"))
     return ["--recipe", "frontier", "--n_layer", 2, "--n_head", 2, "--n_embd", 32, "--block_size", 16,
-            "--vocab_size", 97, "--total_batch_size", 512, "--max_steps", 21, "--val_every", 21, "--val_tokens",
-            320, "--sample_every", 0, "--hellaswag_every", 0, "--checkpoint_every", 21, "--dtype", "float32",
+            "--vocab_size", 97, "--total_batch_size", 512, "--max_steps", 21, "--val_every", 21,
+            "--val_tokens", 320, "--sample_every", 0, "--hellaswag_every", 0, "--checkpoint_every", 21, "--dtype", "float32",
             "--data", folder]
 
 

@@ -1,6 +1,5 @@
 """model.py: GPT-2 against plain references, memory, devices, compiled graphs, generation."""
 import math
-from types import SimpleNamespace
 
 import numpy as np
 import pytest

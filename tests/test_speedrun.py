@@ -194,7 +194,8 @@ def test_the_schedule_is_constant_and_then_linear_to_its_floor():
     assert rate(2316 + 463) == pytest.approx(0.5)
     assert rate(3242) == rate(9999) == 0.0
     floor = Config(max_steps=100, warmup_steps=10, max_lr=1.0, min_lr=0.1, cooldown=0.5)
-    assert [trapezoid(step, step / 100, floor) for step in (0, 9, 75, 100)] == pytest.approx([0.1, 1, 0.55, 0.1])
+    assert [trapezoid(step, step / 100, floor) for step in (0, 9, 75, 100)] == (
+        pytest.approx([0.1, 1, 0.55, 0.1]))
     assert [muon_momentum(step / 3242, config) for step in (0, 250, 500, 3242)] == pytest.approx(
         [0.85, 0.90, 0.95, 0.95], abs=2e-4)
 
