@@ -147,8 +147,8 @@ def flags(tmp_path_factory):
         write_shard(folder / f"text_{name}_000000.npy", (torch.arange(n)**2 % 97).numpy().astype("uint16"))
     return ["--recipe", "frontier", "--n_layer", 2, "--n_head", 2, "--n_embd", 32, "--block_size", 16,
             "--vocab_size", 97, "--total_batch_size", 512, "--max_steps", 21, "--val_every", 21,
-            "--val_tokens", 320, "--sample_every", 0, "--hellaswag_every", 0, "--checkpoint_every", 21, "--dtype", "float32",
-            "--data", folder]
+            "--val_tokens", 320, "--sample_every", 0, "--hellaswag_every", 0, "--checkpoint_every", 21,
+            "--dtype", "float32", "--data", folder]
 
 
 @pytest.fixture(scope="module")
