@@ -171,8 +171,7 @@ class Config:
 
 
 def merge_flags(given: dict, start: Start) -> Config:
-    """Sources 1 to 7 of `resolve_config`. `given`: {flag: value} of the command line. UserError for
-    values that no run can have."""
+    """Sources 1 to 7 of `resolve_config`. `given`: {flag: value} of the command line."""
     preset = PRESETS[given.get("preset", "gpt2")][1]
     if given.get("overfit"):
         preset = OVERFIT
@@ -184,10 +183,7 @@ def merge_flags(given: dict, start: Start) -> Config:
     values.update(start.recorded)
     values.update(given)
     values.update(start.shape)
-
-    config = Config(**values)
-    check_flags(config, RECIPES, start.path)
-    return config
+    return Config(**values)
 
 
 def resolve_config(given: dict, start: Start, process: Process) -> tuple[Config, Config]:
@@ -214,6 +210,7 @@ def resolve_config(given: dict, start: Start, process: Process) -> tuple[Config,
             wanted = {name: value for name, value in wanted.items()
                       if name in given or name not in start.shape}
         check_resumed_flags(start, asked, wanted)
+    check_flags(asked, RECIPES, start.path)
 
     config = replace(asked)             # a copy
     recipe = RECIPES[config.recipe]
@@ -630,6 +627,7 @@ def main(argv: list[str] | None = None) -> int:
     with said_once("LOCAL_RANK"):
         given = parse_flags(Config, RECIPES, __doc__, argv)
         flags = merge_flags(given, Start())
+        check_flags(flags, RECIPES, None)
     process = start_process(flags.device)
     device = process.device
 

@@ -178,7 +178,9 @@ def parse_flags(argv):
     import train_gpt2
     from runtime import presets
     given = presets.parse_flags(train_gpt2.Config, train_gpt2.RECIPES, "", argv)
-    return train_gpt2.merge_flags(given, train_gpt2.Start()), set(given)
+    flags = train_gpt2.merge_flags(given, train_gpt2.Start())
+    presets.check_flags(flags, train_gpt2.RECIPES, None)
+    return flags, set(given)
 
 
 def refused(call, *words, failed=False):
