@@ -23,17 +23,17 @@ SPEEDRUN, FRONTIER = RECIPES["speedrun"], RECIPES["frontier"]
 
 def change_model(put, recipe, change):
     """`change(model)` is called with each fresh model, before there are optimizers for it."""
-    make = recipe.optimizers
+    make = recipe.make_optimizers
 
     def optimizers(model, config):
         change(model)
         return make(model, config)
-    put(recipe, "optimizers", optimizers)
+    put(recipe, "make_optimizers", optimizers)
 
 
 def change_group(put, recipe, name, change):
     """`change(group, config)` is called with Adam's group that has the parameter `name`."""
-    make = recipe.optimizers
+    make = recipe.make_optimizers
 
     def optimizers(model, config):
         adam, muon = make(model, config)
@@ -41,7 +41,7 @@ def change_group(put, recipe, name, change):
             if name in group["param_names"]:
                 change(group, config)
         return [adam, muon]
-    put(recipe, "optimizers", optimizers)
+    put(recipe, "make_optimizers", optimizers)
 
 
 @torch.no_grad()
@@ -102,15 +102,14 @@ def adam_instead_of_muon(put):
 
 
 def constant_momentum(put):
-    put(SPEEDRUN, "momentum", lambda step, config: 0.95)
+    put(SPEEDRUN, "momentum", lambda progress, config: 0.95)
 
 
 def cosine(put):
-    def fraction(step, config):
-        floor = config.min_lr / config.max_lr
-        done = min(1.0, step / config.max_steps)
-        return floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * done))
-    put(SPEEDRUN, "lr", fraction)
+    def scale(step, progress, config):
+        min_scale = config.min_lr / config.max_lr
+        return min_scale + (1.0 - min_scale) * 0.5 * (1.0 + math.cos(math.pi * progress))
+    put(SPEEDRUN, "lr_scale", scale)
 
 
 def one_rate_at_all_widths(put):
@@ -121,8 +120,8 @@ def one_rate_at_all_widths(put):
 
 # ---------------------------------------------------------------------- frontier
 
-def one_update(put):
-    put(FRONTIER, "defaults", FRONTIER.defaults | {"updates_per_step": 1})
+def constant_batch(put):
+    put(FRONTIER, "batch_divisors", lambda config: (1, 1, 1))
 
 
 def no_shifted_keys(put):
@@ -201,7 +200,7 @@ ABLATIONS = {
         "head's rate by width (0.002 instead)": one_rate_at_all_widths,
     },
     "frontier": {
-        "several updates a step (one instead)": one_update,
+        "batch that grows (constant instead)": constant_batch,
         "shifted keys": no_shifted_keys,
         "start of the shifted keys as the queries": keys_start_anywhere,
         "head tied to the embedding": untied_head,

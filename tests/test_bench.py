@@ -27,7 +27,7 @@ from benchmarks.timing import Setting
 from helpers import ROOT, forked, refused
 from runtime.cli import brief_error
 from runtime.console import HEADER
-from runtime.presets import PRESETS
+from recipes import PRESETS
 from runtime.shards import write_shard
 from runtime.tokenizer import EOT, encode
 

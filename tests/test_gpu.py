@@ -149,11 +149,11 @@ def test_killed_and_resumed_it_ends_alike(device, recipe, shards, tmp_path):
 def test_a_step_never_waits_for_the_gpu(device, recipe, compiled, shards, tmp_path, monkeypatch):
     step, seen = train_gpt2.train_step, []
 
-    def strict(run):
-        seen.append(run.step)
+    def strict(number, *args):
+        seen.append(number)
         torch.cuda.set_sync_debug_mode("error" if len(seen) > 2 else "default")     # the first may compile
         try:
-            return step(run)
+            return step(number, *args)
         finally:
             torch.cuda.set_sync_debug_mode("default")
     monkeypatch.setattr(train_gpt2, "train_step", strict)
@@ -176,7 +176,7 @@ def test_a_step_of_64_sequences_of_1024_tokens_fits_where_it_was_counted(device,
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_two_gpus_train_as_one(recipe, shards, tmp_path):
-    """Five updates; at a save the digests of the ranks' weights are compared."""
+    """Five steps; at a save the digests of the ranks' weights are compared."""
     how = flags(shards, "cuda", recipe=recipe, max_steps=5, checkpoint_every=5)
     one = losses(tmp_path / "one", *how, "--no_compile")
     for more in ("--no_compile", "--compile", "--shard_optimizer"):

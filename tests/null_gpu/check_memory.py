@@ -10,7 +10,7 @@ from standin import GiB, compiled_once, every
     ("speedrun", 2, 16, 19.6, 10.9, 4.2), ("frontier", 2, 16, 21.9, 13.2, 4.5)])
 def check_a_micro_step(recipe, n_layer, batch_size, GB, outside, limit, play):
     report = play("--recipe", recipe, "--n_layer", n_layer, "--batch_size", batch_size, "--total_batch_size",
-                  batch_size * 2048, "--updates_per_step", 1, "--max_steps", 5, *every(0))
+                  batch_size * 2048, "--initial_batch_size", batch_size * 2048, "--max_steps", 5, *every(0))
     all_bytes, outside_bytes = report.bytes_of_training("bytes"), report.bytes_of_training("outside")
     print(f"{recipe}: {all_bytes / 1e9:.2f} GB, {outside_bytes / 1e9:.2f} outside; "
           f"{report.allocated / GiB:.2f} GiB; {report.launches()} launches")
