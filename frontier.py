@@ -232,19 +232,18 @@ def make_optimizers(model: FrontierGPT, config) -> list:
 
 
 def batch_divisors(config) -> tuple[int, int, int]:
-    """The batch doubles after 1/3 and 2/3 of the run's tokens, if the run is short enough (record 46).
+    """The first batch is all, a half or a quarter of --total_batch_size, and then grows (record 46).
 
-    The best first batch grows with the run's tokens D: 1024 sqrt(D / 200,000) tokens. Of a quarter,
-    a half and all of --total_batch_size the first one wins that is near it or above.
+    The best first batch grows with the run's tokens D: it has sqrt(5 D) tokens. The batch is halved
+    as long as it is more than sqrt(2) times larger than that.
     """
-    for divisors in ((4, 2, 1), (2, 1, 1)):
+    for divisors in ((1, 1, 1), (2, 1, 1)):
         schedule = BatchSchedule(config.total_batch_size, config.max_steps, divisors)
-        first_batch = schedule.tokens(0)
-        best = 1024 * math.sqrt(schedule.tokens_before(config.max_steps) / 200_000)
-        has_whole_sequences = config.total_batch_size % (divisors[0] * config.sequence_length) == 0
-        if has_whole_sequences and first_batch >= best / math.sqrt(2):
+        best = math.sqrt(5 * schedule.tokens_before(config.max_steps))
+        can_be_halved = schedule.tokens(0) % (2 * config.sequence_length) == 0
+        if schedule.tokens(0) < math.sqrt(2) * best or not can_be_halved:
             return divisors
-    return (1, 1, 1)
+    return (4, 2, 1)
 
 
 def position_in_log(n: float, low: float, high: float) -> float:

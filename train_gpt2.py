@@ -220,7 +220,7 @@ def resolve_config(given: dict, start: Start, process: Process) -> tuple[Config,
     config = replace(asked)             # a copy
     recipe = RECIPES[config.recipe]
     window = 0                          # of attention: it looks back at all tokens
-    if recipe.window and start.model:
+    if recipe.window and start.model and (start.path or "window" not in given):
         window = start.model.config.window
     set_automatic(config, sequence_length=config.block_size, window=window)
     set_automatic(config, **recipe.automatic(config))
@@ -229,10 +229,9 @@ def resolve_config(given: dict, start: Start, process: Process) -> tuple[Config,
     # More than 4,096 tokens of a micro-step are no faster on a CPU. A GPU's memory sets the limit
     # later, by a trial (choose_micro_batch).
     most_sequences = max(1, 4096 // config.sequence_length)
-    on_gpu = process.device.startswith("cuda")
-    if on_gpu:
+    if process.on_gpu:
         most_sequences = config.total_batch_size // config.sequence_length
-    set_automatic(config, compile=on_gpu, batch_size=most_sequences)
+    set_automatic(config, compile=process.on_gpu, batch_size=most_sequences)
     return asked, config
 
 
@@ -266,7 +265,7 @@ def start_process(device_name: str) -> Process:
 
     process = Process(launch.rank, launch.world_size, device, launch.by_torchrun)
     if process.world_size > 1:
-        backend = "nccl" if device.startswith("cuda") else "gloo"
+        backend = "nccl" if process.on_gpu else "gloo"
         timeout = timedelta(minutes=10)
         dist.init_process_group(
             backend,
@@ -281,8 +280,8 @@ def start_process(device_name: str) -> Process:
     return process
 
 
-def use_tf32(config: Config, device: str) -> None:
-    if device.startswith("cuda"):
+def use_tf32(config: Config, process: Process) -> None:
+    if process.on_gpu:
         precision = "high" if config.tf32 else "highest"        # "high" is TF32
         torch.set_float32_matmul_precision(precision)
 
@@ -335,7 +334,7 @@ def make_train_state(config: Config, start: Start, process: Process) -> TrainSta
         compiled_model = compile_model(model)
     ddp_model = compiled_model
     if process.world_size > 1:
-        ddp_model = wrap_ddp(compiled_model, device)
+        ddp_model = wrap_ddp(compiled_model, process)
     return TrainState(model, compiled_model, ddp_model, optimizer, scaler, autocast)
 
 
@@ -366,11 +365,11 @@ def compile_model(model: LanguageModel) -> Callable:
     return torch.compile(model, dynamic=False)
 
 
-def wrap_ddp(model: Callable, device: str) -> DDP:
+def wrap_ddp(model: Callable, process: Process) -> DDP:
     """The model inside DDP, which averages the gradients of all ranks."""
     options = {"gradient_as_bucket_view": True}         # no second copy of the gradients
-    if device.startswith("cuda"):
-        options["device_ids"] = [device]
+    if process.on_gpu:
+        options["device_ids"] = [process.device]
 
     # Buffers (the window, frontier's tables of tokens) are the same on all ranks anyway.
     if "forward_sync_buffers" in signature(DDP).parameters:             # from torch 2.13 on
@@ -391,14 +390,13 @@ def choose_micro_batch(
     """B, the sequences of a micro-batch, and the trial: seconds of a micro-step of B sequences."""
     limit, moments = config.batch_size, 0
     may_shrink = asked.batch_size == "auto"
-    if process.device.startswith("cuda"):
+    if process.on_gpu:
         if start.step == 0:
             moments = state.optimizer.state_bytes()     # which the first step will allocate
         if may_shrink:
             limit = sequences_that_fit(config, state.model, process.device, moments)
 
-    trial = partial(time_micro_step, state.ddp_model, config.sequence_length, process.device,
-                    state.autocast, moments)
+    trial = partial(time_micro_step, state, config.sequence_length, process.device, moments)
     return choose_batch_size(config, may_shrink, limit, schedule, process, trial), trial
 
 
@@ -617,27 +615,22 @@ class LaunchedStep:
     began: float                # seconds of time.perf_counter()
 
 
-def train(
-    step: int,
-    config: Config,
-    process: Process,
-    data: Data,
-    loader: TrainLoader,
-    state: TrainState,
-    log: StepLog,
-    output: Output,
-) -> tuple[int, bool]:
-    """Save, evaluate, train, log, until max_steps or a signal.
+# How a run stops. A signal only leaves a note in `process`; the work goes on.
+# - A single process looks at the note before each micro-step and each batch of an evaluation, and
+#   raises StopRequested. What it was doing is dropped, and done again by the run that resumes.
+# - Several ranks must leave at the same place. They add their votes in each train_step, and read the
+#   sum when they log that step: all of them stop after the same one.
+# Either way `stopped` becomes True, the run saves at the top of the loop, and ends with exit code 0.
+# A second Ctrl-C or SIGTERM ends the process at once (Process.on_signal).
 
-    `step`: steps done before. Returns the steps done, and whether a signal ended the run.
+def train(
+    step: int, config: Config, process: Process, data: Data, loader: TrainLoader,
+    state: TrainState, log: StepLog, output: Output,
+) -> tuple[int, bool]:
+    """Save, evaluate, train, log, until max_steps or a signal. `step`: steps done before.
+
+    Returns the steps done, and whether a signal ended the run.
     """
-    # How a run stops. A signal only leaves a note in `process`; the work goes on.
-    # - A single process looks at the note before each micro-step and each batch of an evaluation:
-    #   StopRequested. What it was doing is dropped, and done again by the run that resumes.
-    # - Several ranks must leave at the same place. They add their votes in each train_step, and read
-    #   the sum when they log that step: all of them stop after the same one.
-    # Either way `stopped` becomes True, the run saves at the top of the loop, and ends with exit
-    # code 0. A second Ctrl-C or SIGTERM ends the process at once (Process.on_signal).
     stopped = False
     last_saved = step
     launched = deque()                  # steps that are not logged yet, the oldest first
@@ -679,7 +672,7 @@ def train(
 
 def steps_in_flight(step: int, config: Config, process: Process, stopped: bool) -> int:
     """How many launched steps may be left without a look at their numbers."""
-    if not process.device.startswith("cuda"):
+    if not process.on_gpu:
         return 0
 
     # A GPU computes one step while the CPU launches the next, so that it never waits for the CPU.
@@ -735,7 +728,7 @@ def main(argv: list[str] | None = None) -> int:
             start = find_start(flags, given, process, MODELS, load_model)
             asked, config = resolve_config(given, start, process)
             check_ranks_agree(asked, config, process)
-            use_tf32(config, process.device)
+            use_tf32(config, process)
 
             # The data, and the model with all that trains it.
             schedule = make_batch_schedule(RECIPES[config.recipe], config, process.world_size)

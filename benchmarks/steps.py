@@ -39,7 +39,7 @@ def our_step(s: Setting):
     with patch.object(train_gpt2, "tune_malloc", tune_malloc):
         process = train_gpt2.start_process(s.device)
     _, config = train_gpt2.resolve_config(given, train_gpt2.Start(), process)
-    train_gpt2.use_tf32(config, process.device)
+    train_gpt2.use_tf32(config, process)
 
     # What a setting changes and no flag does, before anything is compiled.
     make_model = train_gpt2.make_model
@@ -127,8 +127,9 @@ def attention_and_gradients(kernel, q, k, v, dy):
 def measure_attention(s: Setting) -> dict:
     """Seconds of one layer's attention, forward and backward, and its errors against float64's formula,
     |x - x64| / |x64|: of y, and the largest of dq, dk and dv."""
-    device = train_gpt2.start_process(s.device).device
-    train_gpt2.use_tf32(train_gpt2.Config(), device)
+    process = train_gpt2.start_process(s.device)
+    train_gpt2.use_tf32(train_gpt2.Config(), process)
+    device = process.device
     heads, dtype = shape_of(s)["n_head"], getattr(torch, s.dtype)
     shape = s.B, s.T, heads, shape_of(s)["n_embd"] // heads
     torch.manual_seed(0)

@@ -253,7 +253,7 @@ class StepLog:
         self.record = record
         self.schedule = schedule
         self.flops_per_token = flops_per_token
-        self.losses, self.seconds, self.rates = [], [], []      # of each step; rates: tokens/s
+        self.losses, self.seconds, self.seconds_per_token = [], [], []          # of each step
         self.last_time = 0.0                                    # when the step before was logged
 
     def step(self, step: int, loss: float, norm: float, lr: float, began: float) -> None:
@@ -267,10 +267,10 @@ class StepLog:
         rate = self.schedule.tokens(step) / dt
         self.losses.append(loss)
         self.seconds.append(dt)
-        self.rates.append(rate)
+        self.seconds_per_token.append(1 / rate)
 
         tokens_left = self.schedule.tokens_left(step + 1)
-        left = tokens_left / statistics.median(self.rates[-20:])
+        left = tokens_left * statistics.median(self.seconds_per_token[-20:])
         self.process.print0(step_line(step, loss, norm, lr, dt, rate, self.mfu(rate), left))
         if self.record:
             self.record.add(step, "train", loss, norm=norm, lr=lr, tokens_per_second=rate)
@@ -381,7 +381,7 @@ def print_summary(config, process, data, log: StepLog, output, step: int, stoppe
     """Prints how the run ended and where everything is. Returns its exit code."""
     say = process.print0
     if log.seconds:
-        dt, rate = statistics.median(log.seconds), statistics.median(log.rates)
+        dt, rate = statistics.median(log.seconds), 1 / statistics.median(log.seconds_per_token)
         memory = peak_memory(process.device)
         say(f"median step {dt * 1000:,.1f} ms, {rate:,.0f} tokens/s, "
             f"peak memory {memory / 1e9:.1f} GB")

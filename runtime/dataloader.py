@@ -195,7 +195,7 @@ class TrainLoader:
 
         batches = micro_batches(
             dataset, schedule, B, first_step, process.rank, process.world_size)
-        self.batches = read_ahead(batches, pin=process.device.startswith("cuda"))
+        self.batches = read_ahead(batches, pin=process.on_gpu)
 
     def micro_steps(self, step: int) -> int:
         """How many micro-batches each rank computes in this step."""

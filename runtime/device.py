@@ -153,12 +153,11 @@ def sequences_that_fit(config, model: torch.nn.Module, device: str, moments: int
     return max(1, (free - gradients - moments) // bytes_of_sequence)
 
 
-def time_micro_step(
-    model: torch.nn.Module, T: int, device: str, autocast, moments: int, B: int
-) -> float:
-    """Seconds of a forward and backward of B sequences of T tokens, after a first one that may compile.
+def time_micro_step(state, T: int, device: str, moments: int, B: int) -> float:
+    """Seconds of a forward and backward of B sequences of T tokens, after a first that may compile.
 
-    Changes neither weights nor gradients. `moments` bytes of memory are in use meanwhile.
+    `state`: train_gpt2.TrainState, of which neither weights nor gradients change. `moments` bytes
+    of memory are in use meanwhile.
     """
     reserved = torch.empty(moments, dtype=torch.uint8, device=device)
 
@@ -166,19 +165,19 @@ def time_micro_step(
     x = torch.zeros(B, T, dtype=torch.int64, device=device)
     y = torch.zeros(B, T, dtype=torch.int64, device=device)
 
-    if isinstance(model, DDP):
+    if isinstance(state.ddp_model, DDP):
         # A rank that runs out of memory must not leave the others waiting for its gradients.
-        model.require_backward_grad_sync = False
+        state.ddp_model.require_backward_grad_sync = False
     try:
         for _ in range(2):
             began = time.perf_counter()
-            with autocast:
-                _, loss = model(x, y)
+            with state.autocast:
+                _, loss = state.ddp_model(x, y)
             loss.backward()
-            next(model.parameters()).grad.sum().item()          # waits for a GPU
+            next(state.model.parameters()).grad.sum().item()    # waits for a GPU
             seconds = time.perf_counter() - began
     finally:
-        model.zero_grad(set_to_none=True)
+        state.model.zero_grad(set_to_none=True)
         del reserved
     return seconds
 
@@ -195,12 +194,11 @@ def choose_batch_size(
     # Later steps have as many sequences as the first one, or a multiple: every micro-batch of the
     # run has the same shape, and nothing is compiled twice.
     share = schedule.tokens(0) // config.sequence_length // process.world_size
-    on_gpu = process.device.startswith("cuda")
     needs_no_trial = config.attention in ("auto", "naive") and not config.compile
     while True:
         # The GPUs of the ranks may differ in size, but not their micro-batches.
         B = largest_divisor(share, min(process.gather(limit)))
-        if needs_no_trial and not (on_gpu and may_shrink):
+        if needs_no_trial and not (process.on_gpu and may_shrink):
             return B
 
         fits = process.on_all_ranks(fits_in_memory, trial, B, may_shrink, config, process.device)

@@ -38,7 +38,13 @@ def parse_flags(
         group = parser.add_argument_group(title)
         for f in fields:
             add_flag(group, f, recipes)
-    return vars(parser.parse_args(argv))
+    given = vars(parser.parse_args(argv))
+
+    # A number that no run can have is a mistake before the ranks meet. check_flags finds the others.
+    for f in dataclasses.fields(Config):
+        if f.name in given:
+            check_range(f, given[f.name])
+    return given
 
 
 def add_flag(group, f: dataclasses.Field, recipes: dict[str, Recipe]) -> None:
@@ -106,8 +112,7 @@ def describe_presets(presets: dict[str, Preset], recipes: dict[str, Recipe]) -> 
 def check_flags(config, recipes: dict[str, Recipe], checkpoint: Path | None) -> None:
     """UserError for values that no run can have. `checkpoint`: where some of them may come from."""
     for f in dataclasses.fields(config):
-        if f.type in (int, float):
-            check_range(f, getattr(config, f.name))
+        check_range(f, getattr(config, f.name))
     check_recipe_flags(config, recipes, checkpoint)
     check_model_flags(config)
 
@@ -124,7 +129,7 @@ def check_flags(config, recipes: dict[str, Recipe], checkpoint: Path | None) -> 
 
 
 def check_range(f: dataclasses.Field, value) -> None:
-    if value == f.metadata.get("word"):
+    if f.type not in (int, float) or value == f.metadata.get("word"):
         return
 
     largest = f.metadata.get("most", 2**40 if f.type is int else 1e38)

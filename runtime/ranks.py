@@ -109,6 +109,10 @@ class Process:
         return self.rank == 0
 
     @property
+    def on_gpu(self) -> bool:
+        return self.device.startswith("cuda")
+
+    @property
     def asked_to_stop(self) -> bool:
         return bool(self.received)
 
@@ -135,7 +139,7 @@ class Process:
             return list(values)
         # gloo sums on the CPU, nccl on a GPU.
         device = "cpu"
-        if self.device.startswith("cuda"):
+        if self.on_gpu:
             device = self.device
         total = torch.tensor(values, dtype=torch.float64, device=device)
         dist.all_reduce(total)

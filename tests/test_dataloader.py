@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 import runtime.dataloader
 from helpers import refused
-from runtime.dataloader import (DEPTH, TokenDataset, micro_batches, read_ahead, stable_permutation,
-                                to_device)
-from runtime.recipe import BatchSchedule, divide_batch
+from runtime.dataloader import TokenDataset, micro_batches, read_ahead, stable_permutation, to_device
+from runtime.device import largest_divisor
+from runtime.recipe import BatchSchedule
 from runtime.shards import list_shards, open_shard, read_shard, write_shard
 
 # the same examples in every run, and no look at the clock
@@ -34,7 +34,7 @@ def loaders(draw):
 
 def steps_of(tokens, growth=1, steps=10**9):
     """The schedule of a run; its first batch is `growth` times as small."""
-    return BatchSchedule(tokens // growth, tokens, steps)
+    return BatchSchedule(tokens, steps, {1: (1, 1, 1), 2: (2, 1, 1), 4: (4, 2, 1)}[growth])
 
 
 @FAST
@@ -67,10 +67,9 @@ def test_a_steps_global_batch_is_the_same_for_any_processes_and_micro_batch(load
         assert np.concatenate(rows).tolist() == want.tolist()
 
 
-def test_a_batch_is_divided_into_the_largest_micro_batches():
-    assert [divide_batch(48, ranks, most) for ranks, most in ((1, 48), (1, 20), (2, 99), (3, 1))] == [
-        (48, 1), (16, 3), (24, 1), (1, 16)]
-    assert divide_batch(12, 2, 4) == (3, 2)
+def test_a_share_of_a_step_is_divided_into_the_largest_micro_batches():
+    found = [largest_divisor(share, most) for share, most in ((48, 48), (48, 20), (24, 99), (16, 1), (6, 4))]
+    assert found == [48, 16, 24, 1, 3]
 
 
 @pytest.mark.parametrize("growth, steps, sizes", [
@@ -94,7 +93,7 @@ def test_a_run_goes_on_where_it_was_in_the_data_when_its_schedule_changes():
     assert longer.tokens_before(5) == done.tokens_before(5) == 5 * (4 * 4 + 8)
     assert longer.tokens(5) == 5 * 4 and longer.tokens_left(5) == longer.tokens_before(21) - 5 * 24
     want = dataset.read(24, 30).tolist()
-    rows = itertools.chain.from_iterable(batch.tolist() for batch in micro_batches(dataset, longer, 8, 5))
+    rows = itertools.chain.from_iterable(batch.tolist() for batch in micro_batches(dataset, longer, 2, 5))
     assert list(itertools.islice(rows, 30)) == want
 
 
@@ -102,7 +101,7 @@ def test_all_sequences_come_in_order_however_the_batch_grows():
     dataset = TokenDataset([np.arange(2000, dtype=np.uint16)], 5, 1, True)
     want = dataset.read(0, 3 * 48).tolist()
     for growth, steps in ((1, 3), (4, 10**9), (4, 3)):
-        batches = micro_batches(dataset, steps_of(5 * 48, growth, steps), 8)
+        batches = micro_batches(dataset, steps_of(5 * 48, growth, steps), 4)
         rows = itertools.chain.from_iterable(batch.tolist() for batch in batches)
         assert list(itertools.islice(rows, len(want))) == want
 

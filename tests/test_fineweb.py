@@ -395,7 +395,7 @@ def test_the_last_line_names_the_preset_for_so_many_training_tokens():
     for preset, tokens in (("shakespeare", 8_199_999), ("small", 8_200_000), ("small", 10**9 - 1),
                            ("gpt2", 10**9)):
         assert f"--preset {preset} " in fineweb.next_command(Path("d"), [10**5], [tokens - 1, 1])
-        values = PRESETS[preset][1]
+        values = PRESETS[preset].flags
         if preset == "small":
             assert 4 * tokens >= values["total_batch_size"] * values["max_steps"], "at most four epochs"
 

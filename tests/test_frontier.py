@@ -9,13 +9,14 @@ import torch
 import torch.nn.functional as F
 
 import frontier
+import speedrun
 from frontier import FrontierGPT, automatic, bigram_hash, muon_momentum, parts_of_tokens
 from helpers import logged, refused, run, train
 from peers import make_model, tokens
 from runtime.shards import write_shard
 from runtime.tokenizer import EOT, tokenizer
 from speedrun import trapezoid
-from runtime.recipe import batch_schedule
+from runtime.recipe import make_batch_schedule
 
 
 def test_gpt2s_size_has_180_million_parameters_and_starts_near_the_loss_of_knowing_nothing():
@@ -87,34 +88,45 @@ def test_with_a_window_no_token_sees_the_document_before():
 
 # ----------------------------------------------------------------------------- a batch that grows
 
-def run_of(batch, T, steps, ranks=1, **more):
+def run_of(batch, T, steps, **more):
     """A run's config with its automatic values, those that are given excepted."""
     config = Config(total_batch_size=batch, sequence_length=T, max_steps=steps, warmup_steps=0, max_lr=0.02)
-    return Config(**vars(config) | automatic(config, ranks) | more)
+    return Config(**vars(config) | automatic(config) | more)
 
 
 # the steps are those of as many tokens as the recipe's fits were made with: 0.2M, 0.6M, 2M
-@pytest.mark.parametrize("batch, T, steps, ranks, expected", [
-    (4096, 128, 112, 1, 4), (4096, 256, 195, 1, 2), (4096, 256, 488, 1, 1), (2048, 128, 112, 1, 2),
-    (524288, 1024, 4083, 8, 4), (524288, 1024, 2, 1, 4),                                # never more
-    (4096, 4096, 48, 1, 1), (4096, 2048, 64, 1, 2), (3072, 1024, 48, 1, 1),
-    # at each size every rank has a sequence, and all as many
-    (16384, 1024, 64, 8, 2), (16384, 1024, 48, 16, 1), (524288, 1024, 2333, 256, 2), (12288, 1024, 48, 4, 1)])
-def test_the_first_batch_follows_from_the_runs_tokens_and_the_ranks(batch, T, steps, ranks, expected):
-    config = run_of(batch, T, steps, ranks)
-    assert config.initial_batch_size == batch // expected
-    schedule = batch_schedule(config, ranks)
-    assert all(schedule.tokens(step) % (T * ranks) == 0 for step in range(steps))
+@pytest.mark.parametrize("batch, T, steps, expected", [
+    (4096, 128, 112, 4), (4096, 256, 195, 2), (4096, 256, 488, 1), (2048, 128, 112, 2),
+    (2048, 128, 200, 2),                                        # --preset shakespeare
+    (524288, 1024, 5833, 4), (524288, 1024, 2, 4),              # never more
+    (4096, 4096, 48, 1), (4096, 2048, 64, 2), (3072, 1024, 48, 1)])         # whole sequences
+def test_the_first_batch_follows_from_the_runs_tokens(batch, T, steps, expected):
+    schedule = make_batch_schedule(frontier.RECIPE, run_of(batch, T, steps), 1)
+    assert schedule.tokens(0) == batch // expected
+    assert all(schedule.tokens(step) % T == 0 for step in range(steps))
+    third = schedule.tokens_before(steps) / 3                   # of the tokens: then it doubles
+    sizes = [schedule.tokens(step) for step in range(steps)]
+    for size in {batch // 4, batch // 2} & set(sizes):
+        assert sizes.count(size) * size == pytest.approx(third, abs=2 * batch)
+
+
+@pytest.mark.parametrize("recipe", [frontier.RECIPE, speedrun.RECIPE])
+def test_the_schedule_knows_nothing_of_the_ranks_and_is_refused_where_they_cannot_share_a_step(recipe):
+    config = run_of(16384, 1024, 64)                            # 16 sequences; frontier begins with 4
+    alone = make_batch_schedule(recipe, config, 1)
+    for ranks in (2, 4):
+        shared = make_batch_schedule(recipe, config, ranks)
+        assert shared.stages == alone.stages
+    first = alone.tokens(0) // 1024
+    refused(lambda: make_batch_schedule(recipe, config, 2 * first), "--total_batch_size 16384", "32768")
 
 
 def test_a_batch_that_does_not_divide_is_refused():
-    assert " 240 or 270" in refused(lambda: batch_schedule(
-        run_of(252, 5, 9, initial_batch_size=126), 3), "--total_batch_size 252")
-    assert refused(lambda: batch_schedule(run_of(10, 5, 9, initial_batch_size=10), 4),
-                   "--total_batch_size 10").endswith(" 20")
-    for initial in (5, 15, 30, 80):
-        refused(lambda: batch_schedule(run_of(40, 5, 9, initial_batch_size=initial), 1),  # noqa: B023
-                "--initial_batch_size")
+    for batch, ranks, nearest in ((252, 3, " 240 or 255"), (10, 4, " 20")):
+        config = run_of(batch, 5, 9)
+        said = refused(lambda: make_batch_schedule(speedrun.RECIPE, config, ranks),     # noqa: B023
+                       f"--total_batch_size {batch}")
+        assert said.endswith(nearest)
 
 
 @pytest.mark.parametrize("steps, last", [(112, 0.85), (1000, 0.85),

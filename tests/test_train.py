@@ -11,7 +11,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 import train_gpt2
-from helpers import ROOT, cold, hellaswag_file, logged, refused, run, train
+from helpers import ROOT, cold, hellaswag_file, logged, parse_flags, refused, run, train
 from recipes import load_model
 from runtime.checkpoint import Saver
 from runtime.console import Record
@@ -208,18 +208,19 @@ def test_overfit_is_the_same_batch_on_several_processes_and_writes_nothing(tmp_p
 def test_a_dry_run_tells_the_time_and_writes_nothing(shards, shown, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     text = shown("--data", shards, *STEPS, *QUIET, "--dry_run")
-    for said in ("2 layers", "256 tokens a step = 8 x 32 x 1 micro-step x 1 process", "12 steps",
-                 "0.34 epochs", " s a step"):
+    for said in ("2 layers", "256 tokens per step = 8 x 32 x 1 micro-step x 1 process", "12 steps",
+                 "0.34 epochs", " s per step"):
         assert said in text, said
     assert "step     0" not in text and not list(tmp_path.iterdir())
 
 
 def test_a_preset_is_defaults_that_flags_override():
-    for name, (_, values) in PRESETS.items():
+    for name, preset in PRESETS.items():
         config, given = parse_flags(["--preset", name])
         rates = {"max_lr", "min_lr", "warmup_steps"} & train_gpt2.RECIPES[config.recipe].rates.keys()
         assert given == {"preset"}
-        assert all(getattr(config, key) == value for key, value in values.items() if key not in rates), name
+        assert all(getattr(config, key) == value for key, value in preset.flags.items()
+                   if key not in rates), name
     config, _ = parse_flags("--preset small --n-layer 3 --recipe=speedrun --max_steps 1_000".split())
     assert (config.n_layer, config.n_embd, config.max_steps) == (3, 384, 1000), "dashes are taken too"
     assert (config.max_lr, config.warmup_steps) == (0.02, 0), "a preset's are for AdamW"
@@ -256,7 +257,7 @@ def test_out_of_memory_halves_the_micro_batch_or_ends_the_run_in_one_line(larges
         if said:
             refused(lambda: train(*flags), "cpu is out of memory", said)
         else:
-            assert "256 tokens a step = 2 x 32 x 4 micro-steps " in shown(*flags)
+            assert "256 tokens per step = 2 x 32 x 4 micro-steps " in shown(*flags)
     finally:
         hook.remove()
 
@@ -286,7 +287,7 @@ def test_cudas_allocator_leaves_large_blocks_whole_unless_the_user_has_set_it(mo
 def test_auto_batch_size_on_a_gpu_fits_and_changes_no_loss(shards, start, shown, tmp_path):
     flags = ["--data", shards, "--init", start, *STEPS, *QUIET, "--no_compile", "--no_tf32", "--out"]
     train(*flags, tmp_path / "cpu")
-    assert "256 tokens a step = 8 x 32 x 1 micro-step " in shown(*flags, tmp_path / "cuda", "--device",
+    assert "256 tokens per step = 8 x 32 x 1 micro-step " in shown(*flags, tmp_path / "cuda", "--device",
                                                                    "cuda")
     assert logged(tmp_path / "cuda") == pytest.approx(logged(tmp_path / "cpu"), abs=1e-3)
 
@@ -351,5 +352,5 @@ def test_help_names_every_flag_with_its_default(capsys):
     for name in Config.__dataclass_fields__:
         assert re.search(rf"\n  --{name}[ ,\n]", text), name
     assert "(default 524288)" in words and "(default )" not in words
-    assert "--n_head INT Attention heads. (default 12; speedrun: 6; frontier: 6)" in words
+    assert "--n_head INT Number of attention heads. (default 12; speedrun: 6; frontier: 6)" in words
     assert re.findall(r"\n  (--no_\w+)", text) == ["--no_shuffle", "--no_tf32", "--no_compile"]
