@@ -180,6 +180,7 @@ def lock_folder(out: str | Path):
             raise UserError(f"--out {out}: another run is writing there: wait, or take another "
                             "folder") from None
         except OSError as error:
-            if error.errno == errno.ENOLCK:     # some network file systems
+            # Some network file systems have no locks.
+            if error.errno == errno.ENOLCK:
                 return None
             raise

@@ -16,7 +16,8 @@ import types
 
 import pytest
 import torch
-from helpers import (BYTES, ENV, HANG, ROOT, cold, command, hellaswag_file, logged, newest, on_ranks, parse_flags, refused,
+from helpers import (BYTES, ENV, HANG, ROOT, cold, command, hellaswag_file, logged, newest, on_ranks,
+                     parse_flags, refused,
                      run, same_end, script, site, strike, striking, train)
 from peers import make_model
 
