@@ -206,7 +206,8 @@ BREAKS = [
             "state.scaler.unscale_(state.optimizer); state.scaler.step(state.optimizer)")]),
     Break("window-after-evaluation", "a model is validated with the window of the step before",
           "tests/test_same_numbers.py::test_a_step_is_trained_and_validated_with_its_own_window",
-          [("train_gpt2.py", "lr = set_schedules(step, config, loader.schedule, state) evaluate(step, config, "
+          [("train_gpt2.py",
+            "lr = set_schedules(step, config, loader.schedule, state) evaluate(step, config, "
             "process, data, loader.B, state, log, output)",
             "evaluate(step, config, process, data, loader.B, state, log, output)\n            "
             "lr = set_schedules(step, config, loader.schedule, state)")]),
