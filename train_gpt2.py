@@ -186,13 +186,13 @@ def merge_flags(given: dict, start: Start) -> Config:
         preset = OVERFIT
     recipe = RECIPES[(preset | start.recorded | given).get("recipe", "gpt2")]
 
-    values = recipe.defaults | preset | recipe.rates
+    values = recipe.defaults | preset | recipe.rates                    # 2, 3, 4
     if given.get("overfit"):
         values["min_lr"] = given.get("max_lr", values["max_lr"])        # a constant rate
-    values.update(start.recorded)
-    values.update(given)
-    values.update(start.shape)
-    return Config(**values)
+    values.update(start.recorded)                                       # 5
+    values.update(given)                                                # 6
+    values.update(start.shape)                                          # 7
+    return Config(**values)                                             # 1, for all others
 
 
 def resolve_config(given: dict, start: Start, process: Process) -> tuple[Config, Config]:
@@ -318,6 +318,7 @@ class TrainState:
 
 
 def make_train_state(config: Config, start: Start, process: Process) -> TrainState:
+    """Model, optimizers, autocast, torch.compile and DDP, in this order."""
     device = process.device
     model = make_model(config, start, device)
     optimizers = RECIPES[config.recipe].make_optimizers(model, config)
@@ -328,7 +329,7 @@ def make_train_state(config: Config, start: Start, process: Process) -> TrainSta
     dtype = getattr(torch, config.dtype)
     autocast = torch.autocast(device_type, dtype, enabled=config.dtype != "float32")
 
-    # Compiled first, then in DDP: DDP's hooks wait for gradients, not for modules.
+    # DDP wraps the compiled model, as in nanoGPT.
     compiled_model = model
     if config.compile:
         compiled_model = compile_model(model)
@@ -518,7 +519,9 @@ def print_samples(
 ) -> None:
     # A generator of its own, so that the random numbers of training do not advance.
     generator = torch.Generator(process.device).manual_seed(42)
-    tokens = encode(config.sample_prompt).tolist()[-config.block_size:] or [EOT]
+    tokens = encode(config.sample_prompt).tolist()[-config.block_size:]
+    if not tokens:
+        tokens = [EOT]
     idx = torch.tensor([tokens] * num_samples, device=process.device)       # (num_samples, T)
     with state.autocast:
         idx = state.model.generate(idx, max_new_tokens, generator=generator)
@@ -664,10 +667,13 @@ def train(
         while len(launched) > steps_in_flight(step, config, process, stopped):
             done = launched.popleft()
             loss, norm, votes = done.numbers()
-            overflows = overflows + 1 if not math.isfinite(norm) else 0
+            overflows += 1
+            if math.isfinite(norm):
+                overflows = 0
             check_finite(done.step, loss, norm, overflows, config, process, output)
             log.step(done.step, loss, norm, done.lr, done.began)
-            stopped = stopped or votes > 0
+            if votes > 0:
+                stopped = True
 
 
 def steps_in_flight(step: int, config: Config, process: Process, stopped: bool) -> int:
