@@ -65,7 +65,10 @@ from runtime.tokenizer import EOT, encode, tokenizer
 # ----------------------------------------------------------------------------- the recipe of GPT-2
 
 def warmup_cosine(step: int, progress: float, config) -> float:
-    """Factor of the learning rate: linear warmup, then a cosine to min_lr (arXiv:1608.03983)."""
+    """GPT-2's Recipe.lr_scale: linear warmup, then a cosine to min_lr (arXiv:1608.03983).
+
+    It needs no `progress`, because all steps of this recipe have the same number of tokens.
+    """
     if step < config.warmup_steps:
         return (step + 1) / config.warmup_steps
 
@@ -75,7 +78,8 @@ def warmup_cosine(step: int, progress: float, config) -> float:
 
 
 RECIPES = {
-    # GPT-3 Small's settings (Brown et al. 2020, arXiv:2005.14165, table 2.1 and appendix B).
+    # The defaults of Config, and AdamW's settings in model.py, are those of GPT-3 Small (Brown et al.
+    # 2020, arXiv:2005.14165, table 2.1 and appendix B).
     "gpt2": Recipe(
         make_optimizers=lambda model, config: model.configure_optimizers(
             config.max_lr, config.weight_decay),
@@ -106,14 +110,15 @@ class Config:
                          "Sanity run: overfit one batch of 4 x 32 tokens. Writes nothing.")
     shuffle: bool = flag(True, DATA, "Permute shards and sequences anew in each epoch.", fixed=True)
     val_tokens: int = flag(10_485_760, DATA,
-                           "Tokens of a validation: the first of the val shards.", above=0)
+                           "How many tokens a validation reads, from the beginning of the val "
+                           "shards.", above=0)
     hellaswag_data: str = flag("", DATA,
                                "HellaSwag examples as .jsonl. Default: from Hugging Face's hub.")
 
-    recipe: str = flag("gpt2", MODEL, "Model, optimizers and schedules.", choices=list(MODELS),
+    recipe: str = flag("gpt2", MODEL, "Model, optimizers and schedules.", choices=list(RECIPES),
                        fixed=True)
-    init: str = flag("scratch", MODEL, "Where the weights come from: scratch, gpt2, OWNER/NAME of "
-                     "the hub, a checkpoint, or a folder.", fixed=True)
+    init: str = flag("scratch", MODEL, "Where the weights come from: scratch, gpt2, OWNER/NAME on "
+                     "Hugging Face's hub, a checkpoint, or a folder.", fixed=True)
     n_layer: int = flag(12, MODEL, "Number of blocks.", above=0, fixed=True)
     n_head: int = flag(12, MODEL, "Number of attention heads.", above=0, fixed=True)
     n_embd: int = flag(768, MODEL, "Width of the model.", above=0, fixed=True)
@@ -127,8 +132,8 @@ class Config:
     total_batch_size: int = flag(524288, BATCH,
                                  "Tokens of an optimizer step, on all processes together.",
                                  above=0, fixed=True)
-    batch_size: int = flag("auto", BATCH, "Sequences of a micro-step, at most. 'auto': as many as "
-                           "fit into memory.", word="auto", above=0, per_run=True)
+    batch_size: int = flag("auto", BATCH, "The most sequences that one process computes at once. "
+                           "'auto': as many as fit into memory.", word="auto", above=0, per_run=True)
     sequence_length: int = flag("auto", BATCH, "Tokens of a sequence. 'auto': --block_size.",
                                 word="auto", above=0, fixed=True)
 
@@ -138,8 +143,9 @@ class Config:
     max_lr: float = flag(6e-4, OPTIM, "Learning rate after the warmup.", above=0)
     min_lr: float = flag("auto", OPTIM, "Learning rate at the end. 'auto': a tenth of --max_lr; "
                          "frontier derives it from --max_steps.", word="auto")
-    cooldown: float = flag("auto", OPTIM, "The last part of the run, in which the learning rate "
-                           "falls. 'auto': 0.2856; frontier derives it from --max_steps.",
+    cooldown: float = flag("auto", OPTIM, "Share of the run, at its end, over which the learning rate "
+                           "falls (speedrun and frontier). 'auto': 0.2856; frontier derives it "
+                           "from --max_steps.",
                            word="auto", above=0, most=1)
     weight_decay: float = flag(0.1, OPTIM,
                                "Weight decay of AdamW (on matrices and embeddings) and of Muon.")
@@ -150,7 +156,8 @@ class Config:
 
     device: str = flag("auto", SPEED, "auto, cuda, mps or cpu.", per_run=True)
     dtype: str = flag("auto", SPEED,
-                      "Of matrix products (autocast). 'auto': bfloat16 where the hardware has it.",
+                      "Number format of matrix products (autocast). 'auto': bfloat16 where the "
+                      "hardware has it.",
                       choices=["auto", "float32", "bfloat16", "float16"])
     tf32: bool = flag(True, SPEED, "Use TF32 for float32 matrix products on CUDA.")
     compile: bool = flag("auto", SPEED, "Use torch.compile. 'auto': on CUDA.", per_run=True)
@@ -161,7 +168,8 @@ class Config:
                            "Compute the blocks again in the backward, to save memory.",
                            per_run=True)
     shard_optimizer: bool = flag(False, SPEED,
-                                 "Give each rank a share of the moments (ZeRO stage 1).",
+                                 "Share the optimizers' state out among the processes (ZeRO "
+                                 "stage 1), to save memory.",
                                  per_run=True)
 
     val_every: int = flag(250, OUTPUT, "Steps between validations. 0: never.")
@@ -177,6 +185,52 @@ class Config:
                        "checkpoint, or a run's folder.", per_run=True)
     wandb: bool = flag(False, OUTPUT, "Also log to Weights & Biases (pip install wandb).",
                        per_run=True)
+
+
+def resolve_config(given: dict, start: Start, process: Process) -> tuple[Config, Config]:
+    """The value of every flag. `given`, {flag: value}, is the command line.
+
+    Of these sources a later one wins:
+
+    1. the default in Config
+    2. the recipe's default (Recipe.defaults)
+    3. the preset, or --overfit, which is a run of its own
+    4. the recipe's learning rates (Recipe.rates): those of the presets are for AdamW
+    5. a resumed run's checkpoint, except for flags that are `per_run`
+    6. the command line
+    7. the shape of the model that was loaded
+    8. where there is still "auto": the recipe (Recipe.automatic), and the values below
+
+    UserError if the command line or the preset asks a resumed run for another value of a flag that
+    is `fixed`, or a model that was loaded for another shape.
+
+    Returns two Configs: `flags`, after 7, which checkpoints record, so that a resume decides anew
+    what "auto" means; and `config`, after 8, which the run uses.
+    """
+    flags = merge_flags(given, start)
+    if start.path:
+        check_resumed_flags(start, flags, wanted_flags(given, start, flags))
+    check_flags(flags, RECIPES, start.path)
+
+    config = replace(flags)             # a copy
+    recipe = RECIPES[config.recipe]
+
+    # A model that was loaded keeps its window, but --window auto gives the model of --init none.
+    window = 0                          # attention looks back at all tokens
+    keeps_window = start.path or "window" not in given
+    if recipe.window and start.model and keeps_window:
+        window = start.model.config.window
+    set_automatic(config, sequence_length=config.block_size, window=window)
+    set_automatic(config, **recipe.automatic(config))
+    set_automatic(config, min_lr=config.max_lr / 10, dtype=choose_dtype("auto", process.device))
+
+    # Micro-steps of more than 4,096 tokens are no faster on a CPU, and were never tried on a Mac. On a
+    # GPU the limit is its memory, which a trial will tell (choose_micro_batch).
+    most_sequences = max(1, 4096 // config.sequence_length)
+    if process.on_gpu:
+        most_sequences = config.total_batch_size // config.sequence_length
+    set_automatic(config, compile=process.on_gpu, batch_size=most_sequences)
+    return flags, config
 
 
 def merge_flags(given: dict, start: Start) -> Config:
@@ -195,51 +249,11 @@ def merge_flags(given: dict, start: Start) -> Config:
     return Config(**values)                                             # 1, for all others
 
 
-def resolve_config(given: dict, start: Start, process: Process) -> tuple[Config, Config]:
-    """The value of every flag. `given`, {flag: value}, is the command line.
-
-    Of these sources a later one wins:
-
-    1. the default in Config
-    2. the recipe's default (Recipe.defaults)
-    3. the preset, or --overfit, which is a run of its own
-    4. the recipe's learning rates (Recipe.rates): those of the presets are for AdamW
-    5. a resumed run's checkpoint, except for flags that are `per_run`
-    6. the command line; on a resume it cannot change flags that are `fixed`
-    7. the shape of the model that was loaded, which the command line must not contradict
-    8. for what is still "auto": the recipe (Recipe.automatic), then the values below
-
-    Returns the flags after 7, which checkpoints record, so that a resume decides 8 anew; and the
-    flags after 8, which the run uses.
-    """
-    asked = merge_flags(given, start)
-    if start.path:
-        check_resumed_flags(start, asked, wanted_flags(given, start, asked))
-    check_flags(asked, RECIPES, start.path)
-
-    config = replace(asked)             # a copy
-    recipe = RECIPES[config.recipe]
-    window = 0                          # of attention: it looks back at all tokens
-    if recipe.window and start.model and (start.path or "window" not in given):
-        window = start.model.config.window
-    set_automatic(config, sequence_length=config.block_size, window=window)
-    set_automatic(config, **recipe.automatic(config))
-    set_automatic(config, min_lr=config.max_lr / 10, dtype=choose_dtype("auto", process.device))
-
-    # More than 4,096 tokens of a micro-step are no faster on a CPU. A GPU's memory sets the limit
-    # later, by a trial (choose_micro_batch).
-    most_sequences = max(1, 4096 // config.sequence_length)
-    if process.on_gpu:
-        most_sequences = config.total_batch_size // config.sequence_length
-    set_automatic(config, compile=process.on_gpu, batch_size=most_sequences)
-    return asked, config
-
-
-def wanted_flags(given: dict, start: Start, asked: Config) -> dict:
-    """{flag: value} of the command line and its preset, for a run that resumes."""
-    wanted = PRESETS[asked.preset].flags | given
+def wanted_flags(given: dict, start: Start, flags: Config) -> dict:
+    """{flag: value}: what this command asks for, to compare with the `fixed` flags of a checkpoint."""
+    wanted = PRESETS[flags.preset].flags | given
     if wanted.get("init", "scratch") != "scratch":
-        # The run began with the shape of the model that --init loaded, and not with the preset's.
+        # --init loaded a model when the run began: the run has that model's shape, not the preset's.
         for name in start.shape.keys() - given.keys():
             wanted.pop(name, None)
     return wanted
@@ -266,7 +280,7 @@ def start_process(device_name: str) -> Process:
     process = Process(launch.rank, launch.world_size, device, launch.by_torchrun)
     if process.world_size > 1:
         backend = "nccl" if process.on_gpu else "gloo"
-        timeout = timedelta(minutes=10)
+        timeout = timedelta(minutes=10)         # of a rank that waits for one which compiles, say
         dist.init_process_group(
             backend,
             store=shared_store(launch, timeout),
@@ -286,10 +300,10 @@ def use_tf32(config: Config, process: Process) -> None:
         torch.set_float32_matmul_precision(precision)
 
 
-def check_ranks_agree(asked: Config, config: Config, process: Process) -> None:
+def check_ranks_agree(flags: Config, config: Config, process: Process) -> None:
     """UserError if the flags of the ranks differ, or what their hardware made of "auto"."""
     # Each GPU may find another --batch_size auto; the smallest will be taken.
-    values = vars(config) | {"batch_size": asked.batch_size}
+    values = vars(config) | {"batch_size": flags.batch_size}
     for name in ("data", "hellaswag_data", "out", "device", "wandb"):
         del values[name]
     process.require_same({f"--{name}": value for name, value in values.items()})
@@ -381,7 +395,7 @@ def wrap_ddp(model: Callable, process: Process) -> DDP:
 
 
 def choose_micro_batch(
-    asked: Config,
+    flags: Config,
     config: Config,
     start: Start,
     schedule: BatchSchedule,
@@ -390,7 +404,7 @@ def choose_micro_batch(
 ) -> tuple[int, Callable]:
     """B, the sequences of a micro-batch, and the trial: seconds of a micro-step of B sequences."""
     limit, moments = config.batch_size, 0
-    may_shrink = asked.batch_size == "auto"
+    may_shrink = flags.batch_size == "auto"
     if process.on_gpu:
         if start.step == 0:
             moments = state.optimizer.state_bytes()     # which the first step will allocate
@@ -402,20 +416,24 @@ def choose_micro_batch(
 
 
 def schedule_change(
-    given: dict, start: Start, config: Config, schedule: BatchSchedule, process: Process
+    start: Start, config: Config, schedule: BatchSchedule, process: Process
 ) -> str:
     """For the header of a resumed run: what another --max_steps does to the learning rate."""
-    max_steps, step = start.recorded.get("max_steps"), start.step
-    if max_steps in (None, config.max_steps) or step == 0:
+    step = start.step
+    if step == 0:
         return ""
-    _, earlier = resolve_config(given | {"max_steps": max_steps}, start, process)
+    _, earlier = resolve_config({}, start, process)     # no command line: as the checkpoint says
+    if earlier.max_steps == config.max_steps:
+        return ""
     recipe = RECIPES[config.recipe]
-    progress = make_batch_schedule(recipe, earlier, process.world_size).progress(step - 1)
+    earlier_schedule = make_batch_schedule(recipe, earlier, process.world_size)
+    earlier_schedule.resume(step, start.checkpoint["tokens"])
 
-    last = earlier.max_lr * recipe.lr_scale(step - 1, progress, earlier)
-    following = config.max_lr * recipe.lr_scale(step, schedule.progress(step), config)
-    return (f"; --max_steps was {max_steps}, and another length moves the schedule: lr {last:.2e} in "
-            f"step {step - 1}, {following:.2e} in step {step}")
+    progress = earlier_schedule.progress(step - 1)
+    last_lr = earlier.max_lr * recipe.lr_scale(step - 1, progress, earlier)
+    next_lr = config.max_lr * recipe.lr_scale(step, schedule.progress(step), config)
+    return (f"; --max_steps was {earlier.max_steps}, and another length moves the schedule: "
+            f"lr {last_lr:.2e} in step {step - 1}, {next_lr:.2e} in step {step}")
 
 
 # ----------------------------------------------------------------------------- a step
@@ -423,13 +441,16 @@ def schedule_change(
 def set_schedules(
     step: int, config: Config, schedule: BatchSchedule, state: TrainState
 ) -> float:
-    """Sets learning rates, Muon's momentum and the window of this step. Returns the learning rate."""
+    """Sets learning rates, Muon's momentum and the window of this step.
+
+    Returns the learning rate that the log shows, which begins at --max_lr.
+    """
     recipe = RECIPES[config.recipe]
     progress = schedule.progress(step)
 
     scale = recipe.lr_scale(step, progress, config)
     for group in state.optimizer.groups():
-        group["lr"] = group["initial_lr"] * scale
+        group["lr"] = group["initial_lr"] * scale               # CombinedOptimizer noted initial_lr
         if recipe.momentum and "momentum" in group:             # Muon's
             group["momentum"] = recipe.momentum(progress, config)
     if config.window:
@@ -442,8 +463,9 @@ def train_step(
 ) -> torch.Tensor:
     """One optimizer step: gradients are summed over micro-steps and averaged over the ranks.
 
-    Waits for no GPU, but for float16's scaler. Returns, the same on all ranks, float32 (3,): the
-    mean loss, the norm of the gradient before clipping, and how many ranks vote to stop.
+    The CPU does not wait for the GPU here, except with float16, in scaler.step. Returns a float32
+    tensor (3,), the same on all ranks: the mean loss, the norm of the gradient before clipping, and
+    how many ranks vote to stop.
     """
     # Forward and backward of this rank's share of the batch.
     micro_steps = loader.micro_steps(step)
@@ -451,8 +473,8 @@ def train_step(
     for micro_step in process.watch(f"step {step}", range(micro_steps)):
         x, y = loader.next_batch()                              # (B, T) each
         if process.world_size > 1:
-            # DDP sends the gradients along with the last micro-step alone. It reads this already
-            # in the forward.
+            # DDP averages the gradients during the backward of the last micro-step only. This is
+            # set before the forward, because DDP reads it there.
             state.ddp_model.require_backward_grad_sync = micro_step == micro_steps - 1
         with state.autocast:
             _, loss = state.ddp_model(x, y)
@@ -476,8 +498,8 @@ def train_step(
     state.scaler.step(state.optimizer)      # does nothing if a float16 gradient has overflowed
     state.scaler.update()
 
-    # DDP's gradients are views of its buckets. Several micro-steps accumulate the first ones outside
-    # of DDP: in tensors that had been freed they would need memory beside the buckets.
+    # With DDP the gradients are views of its buckets. If they were set to None, the micro-steps
+    # before the last one would accumulate into new tensors, beside the buckets.
     state.model.zero_grad(set_to_none=process.world_size == 1 or micro_steps == 1)
     return torch.stack((mean_loss, norm, votes))
 
@@ -506,12 +528,12 @@ def validation_loss(data: Data, B: int, process: Process, state: TrainState) -> 
 
 
 def hellaswag_score(data: Data, process: Process, state: TrainState) -> tuple[int, int]:
-    """(examples answered rightly by acc_norm, all examples)."""
+    """(examples answered rightly by the mean loss of a token, which is acc_norm; all examples)."""
     watched = partial(process.watch, "HellaSwag")
     counts = hellaswag.evaluate(state.model, data.hellaswag, process.device, state.autocast,
                                 process.rank, process.world_size, watched)
-    _, correct, n = process.sum(*counts.tolist())
-    return int(correct), int(n)
+    _correct_by_sum, correct_by_mean, n = process.sum(*counts.tolist())
+    return int(correct_by_mean), int(n)
 
 
 def print_samples(
@@ -554,7 +576,8 @@ def evaluate(
         loss = validation_loss(data, B, process, state)
         if not math.isfinite(loss):
             with printed_by(process.is_master):
-                raise RunError(f"step {step}: validation loss {loss}. {output.what_resumes()}")
+                raise RunError(f"step {step}: the validation loss is {loss}: lower --max_lr. "
+                               f"{output.what_resumes()}")
         log.evaluation(step, "val", loss, f"validation loss: {loss:.4f}{in_bits(loss, data)}")
 
     if hellaswag_is_due and data.hellaswag and "hella" not in done:
@@ -562,7 +585,7 @@ def evaluate(
         accuracy = correct / n
         log.evaluation(step, "hella", accuracy, f"HellaSwag accuracy: {correct}/{n}={accuracy:.4f}")
 
-    if samples_are_due and step > 0 and not done and process.is_master:
+    if samples_are_due and step > 0 and process.is_master:
         print_samples(config, process, state)
 
     if log.record and (val_is_due or hellaswag_is_due):
@@ -595,14 +618,14 @@ def save(
         checkpoint = {
             "model": host_copy(state.model.state_dict()),
             "model_config": asdict(state.model.config),
-            "recipe": output.asked.recipe,
-            "config": asdict(output.asked),
+            "recipe": output.flags.recipe,
+            "config": asdict(output.flags),
             "step": step,
             "tokens": schedule.tokens_before(step),
             "optimizers": moments,
             "scaler": state.scaler.state_dict(),
             "data": data.fingerprints(),
-            "job": read_launch().job,           # by which a restart by torchrun knows its checkpoints
+            "job": read_launch().job,           # torchrun restarts a job from its own checkpoints
         }
         output.saver.write(checkpoint, output.record)
 
@@ -611,20 +634,21 @@ def save(
 
 @dataclass
 class LaunchedStep:
-    """A step whose numbers a GPU may still compute."""
+    """A step that has been launched. A GPU may still be computing its numbers."""
     step: int
     numbers: Callable           # waits for them: [loss, norm, votes to stop]
     lr: float
     began: float                # seconds of time.perf_counter()
 
 
-# How a run stops. A signal only leaves a note in `process`; the work goes on.
+# How a run stops. A signal (SIGTERM, Ctrl-C, ...) only leaves a note in `process`; the work goes on.
 # - A single process looks at the note before each micro-step and each batch of an evaluation, and
-#   raises StopRequested. What it was doing is dropped, and done again by the run that resumes.
-# - Several ranks must leave at the same place. They add their votes in each train_step, and read the
-#   sum when they log that step: all of them stop after the same one.
-# Either way `stopped` becomes True, the run saves at the top of the loop, and ends with exit code 0.
-# A second Ctrl-C or SIGTERM ends the process at once (Process.on_signal).
+#   raises StopRequested. The step or the evaluation is dropped; the run that resumes repeats it.
+# - Several ranks must stop at the same place. They vote in each train_step, and read the sum of the
+#   votes when they log that step. So all finish what they are doing, and stop after the same step.
+# Then `stopped` is True: the run saves at the top of the loop, unless --checkpoint_every is 0, and
+# ends with exit code 0. A signal loses nothing. A SIGKILL or a crash loses the steps since the newest
+# complete checkpoint; the run that resumes repeats them with the same tokens.
 
 def train(
     step: int, config: Config, process: Process, data: Data, loader: TrainLoader,
@@ -637,10 +661,10 @@ def train(
     stopped = False
     last_saved = step
     launched = deque()                  # steps that are not logged yet, the oldest first
-    overflows = 0                       # the newest steps in a row that float16 has skipped
+    overflows = 0                       # the newest steps in a row whose gradient was not finite
 
     while True:
-        # Save. It comes first, so that a kill during the evaluation loses nothing.
+        # Save. It comes before the evaluation, so that a kill during the evaluation loses nothing.
         may_save = config.checkpoint_every > 0 and step > last_saved
         if may_save and (stopped or is_due(step, config, config.checkpoint_every)):
             save(step, process, data, loader.schedule, state, output)
@@ -677,7 +701,7 @@ def train(
 
 
 def steps_in_flight(step: int, config: Config, process: Process, stopped: bool) -> int:
-    """How many launched steps may be left without a look at their numbers."""
+    """How many launched steps may stay unlogged for now."""
     if not process.on_gpu:
         return 0
 
@@ -701,15 +725,15 @@ def check_finite(
     output: Output,
 ) -> None:
     """RunError if the loss or the gradient is not finite: the weights are not worth saving."""
-    # The scaler of float16 begins at 65536, skips steps whose gradient overflows, and halves its
-    # scale: some overflows in a row are usual.
+    # float16's scaler begins at 65536, skips a step whose gradient overflows, and halves its scale.
+    # So some overflows in a row are usual, but 25 would bring the scale below 1/256.
     allowed = 0
     if config.dtype == "float16":
         allowed = 25
     if math.isfinite(loss) and overflows <= allowed:
         return
     with printed_by(process.is_master):
-        raise RunError(f"step {step} is not finite: loss {loss}, gradient norm {norm}: lower "
+        raise RunError(f"step {step} is not finite (loss {loss}, gradient norm {norm}): lower "
                        f"--max_lr or lengthen --warmup_steps. {output.what_resumes()}")
 
 
@@ -727,16 +751,19 @@ def main(argv: list[str] | None = None) -> int:
     process = start_process(given.get("device", "auto"))
 
     with process.at_end, memory_errors(process.device):
-        # Until training begins, all ranks find the same mistakes: rank 0 prints them.
+        # Until training begins, a mistake on one rank is an error on all: rank 0 prints it.
         with printed_by(process.is_master):
-            # Where the run begins, and the values of all flags.
+            # Where the run begins: --out, --resume and --init say where to look.
             flags = merge_flags(given, Start())
             start = find_start(flags, given, process, MODELS, load_model)
-            asked, config = resolve_config(given, start, process)
-            check_ranks_agree(asked, config, process)
+
+            # The values of all flags.
+            flags, config = process.on_all_ranks(resolve_config, given, start, process)
+            check_ranks_agree(flags, config, process)
             use_tf32(config, process)
 
-            # The data, and the model with all that trains it.
+            # The data, and the model with all that trains it. The model of a checkpoint is in
+            # `start`; restore takes the optimizers' moments and the place in the data from there.
             schedule = make_batch_schedule(RECIPES[config.recipe], config, process.world_size)
             data = open_same_data(config, process)
             state = make_train_state(config, start, process)
@@ -744,17 +771,17 @@ def main(argv: list[str] | None = None) -> int:
                 restore(start, config.data, data, schedule, state.optimizer, state.scaler)
 
             # The micro-batch that fits into memory; what is compiled is compiled here.
-            B, trial = choose_micro_batch(asked, config, start, schedule, state, process)
-            change = schedule_change(given, start, config, schedule, process)
+            B, trial = choose_micro_batch(flags, config, start, schedule, state, process)
+            change = schedule_change(start, config, schedule, process)
             print_header(config, process, data, state.model, schedule, B, start, change)
             if config.dry_run:
                 rate = B * config.sequence_length * process.world_size / trial(B)
                 print_estimate(config, process, schedule.tokens_left(start.step), rate)
-                return int(process.silent)
+                return int(process.silent)          # 1 if stdout could not be written
 
             # From here on something is written, and a signal asks the run to stop.
             data.hellaswag = hellaswag.hellaswag_batches(config, given.keys(), process)
-            output = Output(asked)
+            output = Output(flags)
             process.on_all_ranks(output.open, config, start, process, schedule.tokens_before)
             process.catch_signals()
 

@@ -62,7 +62,7 @@ def find_start(
     process.require_same({"--init": flags.init})
     if flags.init != "scratch":
         model = process.rank0_first(load_model, flags.init)
-        check_init(flags, given, model, models)
+        process.on_all_ranks(check_init, flags, given, model, models)
         return Start(model, model_shape(model))
     return Start()
 
@@ -357,9 +357,9 @@ class Output:
     context manager it completes and closes its files, however the run ends.
     """
 
-    def __init__(self, asked):
-        self.asked = asked              # the flags that checkpoints record
-        self.out = Path(asked.out)
+    def __init__(self, flags):
+        self.flags = flags              # which checkpoints record
+        self.out = Path(flags.out)
         self.record = None
         self.saver = None
 

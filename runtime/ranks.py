@@ -101,7 +101,7 @@ class Process:
     received: str = ""          # the last signal that asked this process to stop
     silent: bool = False        # whether stdout cannot be written any more
 
-    # Undoes what the run has changed in this process, which in a notebook goes on.
+    # Undoes what must not outlast the run in a notebook: signal handlers, the lock, the group.
     at_end: ExitStack = field(default_factory=ExitStack)
 
     @property
