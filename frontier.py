@@ -21,6 +21,7 @@ import torch.nn.functional as F
 
 import speedrun
 from runtime.language_model import Embedding
+from runtime.recipe import BatchSchedule, Recipe
 from runtime.tokenizer import EOT, VOCAB_SIZE, token_bytes
 from speedrun import CastedLinear, ModernLanguageModel, SpeedrunAttention, masked_attention, norm
 
@@ -251,66 +252,62 @@ class FrontierGPT(ModernLanguageModel):
 
 
 # ---------------------------------------------------------------------- the recipe
-# `config` is train_gpt2.Config. The fits behind the numbers are in docs/recipes.md.
+# `config` is train_gpt2.Config; `progress` is the share of the run's tokens before a step, 0 to 1.
+# The fits behind the numbers are in docs/recipes.md.
 
-def optimizers(model: FrontierGPT, config) -> list:
+def make_optimizers(model: FrontierGPT, config) -> list:
     return model.configure_optimizers(
         config.max_lr, config.weight_decay, speedrun.muon_dtype(config), config.total_batch_size)
 
 
-def updates_of_run(steps: int, first: int) -> float:
-    """Optimizer updates of a run: `first` a step in its first third, then a half, then a quarter.
+def batch_divisors(config) -> tuple[int, int, int]:
+    """The first batch is all, a half or a quarter of --total_batch_size, and then grows (record 46).
 
-    train_gpt2.updates_of_step says so of each step.
+    The best first batch grows with the run's tokens D: it has sqrt(5 D) tokens. The batch is halved
+    as long as it is more than sqrt(2) times larger than that.
     """
-    in_thirds = [max(1, first // divisor) for divisor in (1, 2, 4)]
-    return steps * sum(in_thirds) / 3
+    for divisors in ((1, 1, 1), (2, 1, 1)):
+        schedule = BatchSchedule(config.total_batch_size, config.max_steps, divisors)
+        best = math.sqrt(5 * schedule.tokens_before(config.max_steps))
+        can_be_halved = schedule.tokens(0) % (2 * config.sequence_length) == 0
+        if schedule.tokens(0) < math.sqrt(2) * best or not can_be_halved:
+            return divisors
+    return (4, 2, 1)
 
 
-def between(updates: float, low: float, high: float) -> float:
-    """0 up to `low` updates, 1 from `high` on, and linear in their logarithm between."""
-    position = math.log(updates / low, high / low)
+def position_in_log(n: float, low: float, high: float) -> float:
+    """0 up to `low`, 1 from `high` on, and between them linear in the logarithm of n."""
+    position = math.log(n / low, high / low)
     return min(1.0, max(0.0, position))
 
 
-def automatic(config, ranks: int) -> dict:
-    """What `auto` means in the flags of a schedule."""
-    updates = config.updates_per_step
-    if updates == "auto":
-        updates = automatic_updates(config, ranks)
-
-    # A long run decays as the later records do, over 60% of the steps to a tenth of the rate; a
-    # short one as record 10, over 29% of the steps to 0.
-    long = between(updates_of_run(config.max_steps, updates), 110, 500)
-    values = {
-        "updates_per_step": updates,
-        "cooldown": 0.29 + 0.31 * long,
-        "min_lr": 0.1 * long * config.max_lr,
-    }
-    return speedrun.keep_given(values, config)
+def automatic(config) -> dict:
+    """What "auto" means in --cooldown and --min_lr."""
+    # A long run decays as the later records do, over 60% of its tokens to a tenth of the rate; a
+    # short one as record 10 does, over 29% to 0.
+    length = position_in_log(config.max_steps, 110, 500)
+    return {"cooldown": 0.29 + 0.31 * length, "min_lr": 0.1 * length * config.max_lr}
 
 
-def automatic_updates(config, ranks: int) -> int:
-    """Updates a step in the first third of a run: 1, 2 or 4 (record 46)."""
-    # The best batch of one update grows with the tokens of the run.
-    tokens = config.max_steps * config.total_batch_size
-    best_batch = 1024 * math.sqrt(tokens / 2e5)
-    wanted = max(1, config.total_batch_size / best_batch)
-    updates = min(4, 2**round(math.log2(wanted)))
+def muon_momentum(progress: float, config) -> float:
+    """From 0.80 to 0.85 in runs of up to 1,000 steps; to the later records' 0.95 from 3,000 on."""
+    highest = 0.85 + 0.10 * position_in_log(config.max_steps, 1000, 3000)
+    rising = speedrun.muon_momentum(progress, config, 0.80, highest)
 
-    # Each rank needs a whole number of sequences in each update.
-    sequences = max(1, config.total_batch_size // (config.sequence_length * ranks))
-    while sequences % updates != 0:
-        updates //= 2
-    return updates
+    # Over the last tenth of the run it goes back to 0.85.
+    falling = 0.85 + (highest - 0.85) * min(1.0, (1.0 - progress) / 0.1)
+    return min(rising, falling)
 
 
-def muon_momentum(step: int, config) -> float:
-    """From 0.80 to 0.85 in runs of up to 1,000 updates; to the later records' 0.95 from 3,000."""
-    updates = updates_of_run(config.max_steps, config.updates_per_step)
-    highest = 0.85 + 0.10 * between(updates, 1000, 3000)
-    momentum = speedrun.muon_momentum(step, config, 0.80, highest)
-
-    # Over the last tenth of the steps it goes back to 0.85.
-    left = min(1.0, (config.max_steps - step) / (0.1 * config.max_steps))
-    return min(momentum, 0.85 + (highest - 0.85) * left)
+# modded-nanogpt's records up to 2026, where they help at small sizes, and more (docs/recipes.md).
+RECIPE = Recipe(
+    make_optimizers,
+    lr_scale=speedrun.trapezoid,
+    momentum=muon_momentum,
+    window=speedrun.window_schedule,
+    batch_divisors=batch_divisors,
+    defaults=dict(n_head=6, max_steps=5833, weight_decay=0.0, grad_clip=math.inf),
+    rates=dict(max_lr=0.02, warmup_steps=0),
+    own_flags=("window", "cooldown"),
+    automatic=automatic,
+)

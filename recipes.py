@@ -1,10 +1,11 @@
-"""The model of each recipe, and where a model comes from: new weights, or those of a file."""
+"""The recipes' models, and where a model comes from: new weights, or a file. The presets."""
 from dataclasses import fields
 from pathlib import Path
 
 from frontier import FrontierGPT
-from model import GPT
+from model import GPT, GPT2_SIZES
 from runtime.cli import UserError
+from runtime.flags import Preset
 from runtime.huggingface import from_huggingface
 from runtime.language_model import LanguageModel
 from runtime.tokenizer import VOCAB_SIZE
@@ -16,6 +17,69 @@ MODELS = {
     "speedrun": SpeedrunGPT,
     "frontier": FrontierGPT,
 }
+
+PRESETS = {
+    # One epoch of the text: in a second one the validation loss rises again.
+    "shakespeare": Preset(
+        "a first run on input.txt: frontier, 35M parameters, 0.3M tokens; minutes on a CPU",
+        dict(
+            recipe="frontier", data="data/shakespeare", out="log/shakespeare",
+            n_layer=4, n_head=2, n_embd=256, block_size=128,
+            total_batch_size=2048, max_steps=200, warmup_steps=15, max_lr=2e-3,
+            val_every=25, hellaswag_every=0, sample_every=100, sample_prompt="\n",
+            checkpoint_every=100,
+        ),
+    ),
+    "small": Preset(
+        "30M parameters, 33M tokens; an evening on a CPU, minutes on a GPU",
+        dict(
+            n_layer=6, n_head=6, n_embd=384, block_size=256,
+            total_batch_size=16384, max_steps=2000, warmup_steps=100, max_lr=1e-3,
+            val_tokens=524288, val_every=200, hellaswag_every=0,
+            sample_every=500, sample_prompt="\n", checkpoint_every=200,
+        ),
+    ),
+
+    # GPT-3's learning rates and batches (Brown et al. 2020, arXiv:2005.14165, table 2.1). With XL's
+    # batch of 1M tokens half as many steps make the same 10 billion tokens.
+    "gpt2": Preset(
+        "the defaults: GPT-2 124M, 10B tokens; this and larger ones are for GPUs",
+        {},
+    ),
+    "gpt2-medium": Preset(
+        "350M parameters, 10B tokens",
+        dict(**GPT2_SIZES["gpt2-medium"], max_lr=3e-4),
+    ),
+    "gpt2-large": Preset(
+        "774M parameters, 10B tokens",
+        dict(**GPT2_SIZES["gpt2-large"], max_lr=2.5e-4),
+    ),
+    "gpt2-xl": Preset(
+        "1.6B parameters, 10B tokens",
+        dict(
+            **GPT2_SIZES["gpt2-xl"],
+            total_batch_size=1048576, max_steps=9536, warmup_steps=358, max_lr=2e-4,
+        ),
+    ),
+
+    # Measured in docs/finetuning.md.
+    "finetune": Preset(
+        "from weights (--init) to your own text: 1.2M tokens, the best checkpoint kept",
+        dict(
+            init="gpt2", out="log/finetune",
+            total_batch_size=8192, max_steps=150, warmup_steps=15, max_lr=1e-4,
+            val_tokens=524288, val_every=25, hellaswag_every=0,
+            sample_every=50, sample_prompt="\n", checkpoint_every=25, keep_checkpoints=1,
+        ),
+    ),
+}
+
+# --overfit is the lecture's sanity run: 50 steps on one batch, at a constant rate. It writes nothing.
+OVERFIT = dict(
+    vocab_size=50257, total_batch_size=4 * 32, sequence_length=32, shuffle=False,
+    max_steps=50, warmup_steps=0, max_lr=3e-4, resume="never",
+    val_every=0, hellaswag_every=0, sample_every=0, checkpoint_every=0,
+)
 
 
 def fresh_model(config) -> LanguageModel:

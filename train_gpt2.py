@@ -1,23 +1,25 @@
 """Trains GPT-2 (124M) from scratch, on one process or many:
 
-    python train_gpt2.py --overfit                              sanity run: overfit one batch
-    python train_gpt2.py --preset shakespeare --dry_run         what a run would do, and how long it takes
-    python train_gpt2.py                                        FineWeb-Edu (made by `python fineweb.py`)
-    torchrun --standalone --nproc_per_node=8 train_gpt2.py      the same on 8 GPUs
+    python train_gpt2.py --overfit                          sanity run: overfit one batch
+    python train_gpt2.py --preset shakespeare --dry_run     what a run would do, and how long it takes
+    python train_gpt2.py                                    FineWeb-Edu (of `python fineweb.py`)
+    torchrun --standalone --nproc_per_node=8 train_gpt2.py  the same on 8 GPUs
 
 Run the same command again to resume from the newest checkpoint in --out.
 """
-# first, because it refuses an old Python in one line
-from runtime.cli import RunError, flag, run_command, said_once
+# First, because it refuses an old Python in one line.
+from runtime.cli import RunError, flag, printed_by, run_command
 
 import logging
 import math
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
+from functools import partial
 from inspect import signature
 
 import torch
@@ -28,442 +30,767 @@ import frontier
 import hellaswag
 import speedrun
 from model import ATTENTION
-from recipes import MODELS, fresh_model, load_model
-from runtime import checkpoint as checkpoints
+from recipes import MODELS, OVERFIT, PRESETS, fresh_model, load_model
 from runtime import plots
-from runtime.console import (Record, in_bits, log_evaluation, log_steps, print_header, print_summary,
-                             what_resumes)
-from runtime.dataloader import (Data, divide_update, micro_batches, open_data, read_ahead, to_device,
-                                updates_of_step)
-from runtime.device import (choose_batch_size, choose_device, choose_dtype, fetch, oom_as_user_error,
-                            tune_malloc)
-from runtime.files import run_goes_on_later
+from runtime.checkpoint import (
+    Output,
+    Start,
+    check_resumed_flags,
+    find_start,
+    gather_moments,
+    host_copy,
+    restore,
+    weights_digest,
+)
+from runtime.console import StepLog, in_bits, print_estimate, print_header, print_summary
+from runtime.dataloader import Data, TrainLoader, open_data, to_device
+from runtime.device import (
+    choose_batch_size,
+    choose_device,
+    choose_dtype,
+    copy_later,
+    oom_as_user_error,
+    sequences_that_fit,
+    time_micro_step,
+    tune_malloc,
+)
+from runtime.files import run_can_continue
+from runtime.flags import check_flags, parse_flags
 from runtime.language_model import LanguageModel
-from runtime.muon import SteppedTogether, broadcast_updates, shard_matrices
-from runtime.presets import PRESETS, check_complete, read_flags
-from runtime.ranks import Process, leave_group, read_launch, shared_store
+from runtime.optimizers import CombinedOptimizer
+from runtime.ranks import Process, StopRequested, leave_group, read_launch, shared_store
+from runtime.recipe import BatchSchedule, Recipe, make_batch_schedule
 from runtime.tokenizer import EOT, encode, tokenizer
 
-START, DATA, MODEL, BATCH, OPTIM, SPEED, OUTPUT = "start data model batch optimisation speed output".split()
-MODERN = "speedrun", "frontier"             # recipes with a window and a cooldown
+# ----------------------------------------------------------------------------- the recipe of GPT-2
+
+def warmup_cosine(step: int, progress: float, config) -> float:
+    """GPT-2's Recipe.lr_scale: linear warmup, then a cosine to min_lr (arXiv:1608.03983).
+
+    It needs no `progress`, because all steps of this recipe have the same number of tokens.
+    """
+    if step < config.warmup_steps:
+        return (step + 1) / config.warmup_steps
+
+    decay = (step - config.warmup_steps) / max(1, config.max_steps - config.warmup_steps)
+    min_scale = config.min_lr / config.max_lr
+    return min_scale + 0.5 * (1.0 + math.cos(math.pi * min(1.0, decay))) * (1.0 - min_scale)
+
+
+RECIPES = {
+    # The defaults of Config, and AdamW's settings in model.py, are those of GPT-3 Small (Brown et al.
+    # 2020, arXiv:2005.14165, table 2.1 and appendix B).
+    "gpt2": Recipe(
+        make_optimizers=lambda model, config: model.configure_optimizers(
+            config.max_lr, config.weight_decay),
+        lr_scale=warmup_cosine,
+    ),
+    "speedrun": speedrun.RECIPE,
+    "frontier": frontier.RECIPE,
+}
+
+
+# ----------------------------------------------------------------------------- flags
+
+START, DATA, MODEL, BATCH = "start", "data", "model", "batch"
+OPTIM, SPEED, OUTPUT = "optimisation", "speed", "output"
 
 
 @dataclass
 class Config:
-    """The flags. On resume fixed ones cannot change, and per_run ones are not taken from the checkpoint."""
-    preset: str = flag("gpt2", START, "named defaults, see below", choices=list(PRESETS), per_run=True)
-    dry_run: bool = flag(False, START, "print what would run and how long; writes nothing", per_run=True)
-    data: str = flag("edu_fineweb10B", DATA, "folder of token shards")
-    overfit: bool = flag(False, DATA, "sanity run: overfit one batch of 4 x 32 tokens; writes nothing")
-    shuffle: bool = flag(True, DATA, "permute shards and sequences, by the seed and the epoch", fixed=True)
-    val_tokens: int = flag(10_485_760, DATA, "tokens per validation, the first of the val shards", above=0)
-    hellaswag_data: str = flag("", DATA, "HellaSwag examples as .jsonl (default: from the Hugging Face hub)")
-    recipe: str = flag("gpt2", MODEL, "model, optimizers and schedule", choices=list(MODELS), fixed=True)
-    init: str = flag("scratch", MODEL, "scratch, gpt2, OWNER/NAME, a checkpoint, run or folder", fixed=True)
-    n_layer: int = flag(12, MODEL, "blocks", above=0, fixed=True)
-    n_head: int = flag(12, MODEL, "attention heads", above=0, fixed=True)
-    n_embd: int = flag(768, MODEL, "width", above=0, fixed=True)
-    block_size: int = flag(1024, MODEL, "longest sequence, tokens", above=0, fixed=True)
-    vocab_size: int = flag(50304, MODEL, "50304 is 50257, padded", above=0, most=65536, fixed=True)
-    window: int = flag("auto", MODEL, "sliding window at the end of the run, tokens; auto: full attention",
-                       word="auto", above=0, fixed=True, recipes=MODERN)
-    total_batch_size: int = flag(524288, BATCH, "tokens per step, all ranks", above=0, fixed=True)
-    batch_size: int = flag("auto", BATCH, "most sequences a micro-step", word="auto", above=0, per_run=True)
-    sequence_length: int = flag("auto", BATCH, "tokens; auto: block_size", word="auto", above=0, fixed=True)
-    updates_per_step: int = flag("auto", BATCH, "optimizer updates a step, halved at 1/3 and 2/3 of the run; "
-                                 "auto: 1, frontier: by the run's tokens", word="auto", above=0)
-    max_steps: int = flag(19073, OPTIM, "optimizer steps; 19073 are one epoch of 10B tokens", above=0)
-    warmup_steps: int = flag(715, OPTIM, "steps of linear warmup; 715 are GPT-3's 375 million tokens")
-    max_lr: float = flag(6e-4, OPTIM, "learning rate after the warmup", above=0)
-    min_lr: float = flag("auto", OPTIM, "at the end; auto: max_lr / 10, frontier: by updates", word="auto")
-    cooldown: float = flag("auto", OPTIM, "last fraction of the steps, in which lr decays; auto: "
-                           "0.2856, frontier: by updates", word="auto", above=0, most=1, recipes=MODERN)
-    weight_decay: float = flag(0.1, OPTIM, "of AdamW (matrices, embeddings) and Muon")
-    grad_clip: float = flag(1.0, OPTIM, "largest gradient norm; inf: no clipping", above=0, most=math.inf)
-    seed: int = flag(1337, OPTIM, "random seed of initial weights and data order", most=2**63 - 1, fixed=True)
-    device: str = flag("auto", SPEED, "auto, cuda, mps or cpu", per_run=True)
-    dtype: str = flag("auto", SPEED, "of matrix products (autocast); auto: bfloat16 where supported",
+    """All flags. runtime.cli.flag explains `fixed`, `per_run` and the other settings."""
+    preset: str = flag("gpt2", START, "A named set of defaults, see below.",
+                       choices=list(PRESETS), per_run=True)
+    dry_run: bool = flag(False, START,
+                         "Print what would run and how long it takes, and write nothing.",
+                         per_run=True)
+
+    data: str = flag("edu_fineweb10B", DATA, "Folder of token shards.")
+    overfit: bool = flag(False, DATA,
+                         "Sanity run: overfit one batch of 4 x 32 tokens. Writes nothing.")
+    shuffle: bool = flag(True, DATA, "Permute shards and sequences anew in each epoch.", fixed=True)
+    val_tokens: int = flag(10_485_760, DATA,
+                           "How many tokens a validation reads, from the beginning of the val "
+                           "shards.", above=0)
+    hellaswag_data: str = flag("", DATA,
+                               "HellaSwag examples as .jsonl. Default: from Hugging Face's hub.")
+
+    recipe: str = flag("gpt2", MODEL, "Model, optimizers and schedules.", choices=list(RECIPES),
+                       fixed=True)
+    init: str = flag("scratch", MODEL, "Where the weights come from: scratch, gpt2, OWNER/NAME on "
+                     "Hugging Face's hub, a checkpoint, or a folder.", fixed=True)
+    n_layer: int = flag(12, MODEL, "Number of blocks.", above=0, fixed=True)
+    n_head: int = flag(12, MODEL, "Number of attention heads.", above=0, fixed=True)
+    n_embd: int = flag(768, MODEL, "Width of the model.", above=0, fixed=True)
+    block_size: int = flag(1024, MODEL, "Longest sequence, in tokens.", above=0, fixed=True)
+    vocab_size: int = flag(50304, MODEL,
+                           "Rows of the embedding. GPT-2's 50257 tokens are padded to 50304.",
+                           above=0, most=65536, fixed=True)
+    window: int = flag("auto", MODEL, "How many tokens attention looks back at the end of the run. "
+                       "'auto': all.", word="auto", above=0, fixed=True)
+
+    total_batch_size: int = flag(524288, BATCH,
+                                 "Tokens of an optimizer step, on all processes together.",
+                                 above=0, fixed=True)
+    batch_size: int = flag("auto", BATCH, "The most sequences that one process computes at once. "
+                           "'auto': as many as fit into memory.", word="auto", above=0, per_run=True)
+    sequence_length: int = flag("auto", BATCH, "Tokens of a sequence. 'auto': --block_size.",
+                                word="auto", above=0, fixed=True)
+
+    max_steps: int = flag(19073, OPTIM,
+                          "Optimizer steps of the run. 19073 are one epoch of 10B tokens.", above=0)
+    warmup_steps: int = flag(715, OPTIM, "Steps of linear warmup. 715 are GPT-3's 375M tokens.")
+    max_lr: float = flag(6e-4, OPTIM, "Learning rate after the warmup.", above=0)
+    min_lr: float = flag("auto", OPTIM, "Learning rate at the end. 'auto': a tenth of --max_lr; "
+                         "frontier derives it from --max_steps.", word="auto")
+    cooldown: float = flag("auto", OPTIM, "Share of the run, at its end, over which the learning rate "
+                           "falls (speedrun and frontier). 'auto': 0.2856; frontier derives it "
+                           "from --max_steps.",
+                           word="auto", above=0, most=1)
+    weight_decay: float = flag(0.1, OPTIM,
+                               "Weight decay of AdamW (on matrices and embeddings) and of Muon.")
+    grad_clip: float = flag(1.0, OPTIM, "Largest norm of the gradient. 'inf' clips nothing.",
+                            above=0, most=math.inf)
+    seed: int = flag(1337, OPTIM, "Random seed of the fresh weights and of the data's order.",
+                     most=2**63 - 1, fixed=True)
+
+    device: str = flag("auto", SPEED, "auto, cuda, mps or cpu.", per_run=True)
+    dtype: str = flag("auto", SPEED,
+                      "Number format of matrix products (autocast). 'auto': bfloat16 where the "
+                      "hardware has it.",
                       choices=["auto", "float32", "bfloat16", "float16"])
-    tf32: bool = flag(True, SPEED, "use TF32 in float32 matrix products on CUDA")
-    compile: bool = flag(None, SPEED, "torch.compile (default: on CUDA)", per_run=True)
-    attention: str = flag("auto", SPEED, "kernel; auto: SDPA or the formula", choices=list(ATTENTION))
-    recompute: bool = flag(False, SPEED, "recompute blocks in the backward, to save memory", per_run=True)
-    shard_optimizer: bool = flag(False, SPEED, "each rank has a share of the moments (ZeRO 1)", per_run=True)
-    val_every: int = flag(250, OUTPUT, "steps between validations; 0: never")
-    hellaswag_every: int = flag(250, OUTPUT, "steps between HellaSwag evaluations; 0: never")
-    sample_every: int = flag(250, OUTPUT, "steps between samples of text; 0: never")
-    sample_prompt: str = flag("Hello, I'm a language model,", OUTPUT, "text that samples continue")
-    checkpoint_every: int = flag(250, OUTPUT, "steps between checkpoints; 0: never")
-    keep_checkpoints: int = flag(3, OUTPUT, "newest kept, beside the best one, or all", word="all", above=0)
-    out: str = flag("log", OUTPUT, "folder for log.txt and checkpoints", per_run=True)
-    resume: str = flag("auto", OUTPUT, "auto (newest in --out), never, or a checkpoint or run", per_run=True)
-    wandb: bool = flag(False, OUTPUT, "also log to Weights & Biases (pip install wandb)", per_run=True)
+    tf32: bool = flag(True, SPEED, "Use TF32 for float32 matrix products on CUDA.")
+    compile: bool = flag("auto", SPEED, "Use torch.compile. 'auto': on CUDA.", per_run=True)
+    attention: str = flag("auto", SPEED,
+                          "Attention kernel. 'auto': SDPA, or the formula where that is faster.",
+                          choices=list(ATTENTION))
+    recompute: bool = flag(False, SPEED,
+                           "Compute the blocks again in the backward, to save memory.",
+                           per_run=True)
+    shard_optimizer: bool = flag(False, SPEED,
+                                 "Share the optimizers' state out among the processes (ZeRO "
+                                 "stage 1), to save memory.",
+                                 per_run=True)
+
+    val_every: int = flag(250, OUTPUT, "Steps between validations. 0: never.")
+    hellaswag_every: int = flag(250, OUTPUT, "Steps between HellaSwag evaluations. 0: never.")
+    sample_every: int = flag(250, OUTPUT, "Steps between samples of text. 0: never.")
+    sample_prompt: str = flag("Hello, I'm a language model,", OUTPUT,
+                              "Text that the samples continue.")
+    checkpoint_every: int = flag(250, OUTPUT, "Steps between checkpoints. 0: never.")
+    keep_checkpoints: int = flag(3, OUTPUT, "How many of the newest checkpoints are kept, beside "
+                                 "the best one, or 'all'.", word="all", above=0)
+    out: str = flag("log", OUTPUT, "Folder for checkpoints and logs.", per_run=True)
+    resume: str = flag("auto", OUTPUT, "'auto' (the newest checkpoint in --out), 'never', a "
+                       "checkpoint, or a run's folder.", per_run=True)
+    wandb: bool = flag(False, OUTPUT, "Also log to Weights & Biases (pip install wandb).",
+                       per_run=True)
 
 
-def warmup_cosine(step: int, config: Config) -> float:
-    """Fraction of max_lr at `step`: linear warmup, then cosine to min_lr at max_steps (arXiv:1608.03983). As
-    every schedule a function of the step and the config alone, so that a resume continues it exactly."""
-    if step < config.warmup_steps:
-        return (step + 1) / config.warmup_steps
-    floor = config.min_lr / config.max_lr
-    progress = min(1.0, (step - config.warmup_steps) / max(1, config.max_steps - config.warmup_steps))
-    return floor + 0.5 * (1.0 + math.cos(math.pi * progress)) * (1.0 - floor)
+def resolve_config(given: dict, start: Start, process: Process) -> tuple[Config, Config]:
+    """The value of every flag. `given`, {flag: value}, is the command line.
+
+    Of these sources a later one wins:
+
+    1. the default in Config
+    2. the recipe's default (Recipe.defaults)
+    3. the preset, or --overfit, which is a run of its own
+    4. the recipe's learning rates (Recipe.rates): those of the presets are for AdamW
+    5. a resumed run's checkpoint, except for flags that are `per_run`
+    6. the command line
+    7. the shape of the model that was loaded
+    8. where there is still "auto": the recipe (Recipe.automatic), and the values below
+
+    UserError if the command line or the preset asks a resumed run for another value of a flag that
+    is `fixed`, or a model that was loaded for another shape.
+
+    Returns two Configs: `flags`, after 7, which checkpoints record, so that a resume decides anew
+    what "auto" means; and `config`, after 8, which the run uses.
+    """
+    flags = merge_flags(given, start)
+    if start.path:
+        check_resumed_flags(start, flags, wanted_flags(given, start, flags))
+    check_flags(flags, RECIPES, start.path)
+
+    config = replace(flags)             # a copy
+    recipe = RECIPES[config.recipe]
+
+    # A model that was loaded keeps its window, but --window auto gives the model of --init none.
+    window = 0                          # attention looks back at all tokens
+    keeps_window = start.path or "window" not in given
+    if recipe.window and start.model and keeps_window:
+        window = start.model.config.window
+    set_automatic(config, sequence_length=config.block_size, window=window)
+    set_automatic(config, **recipe.automatic(config))
+    set_automatic(config, min_lr=config.max_lr / 10, dtype=choose_dtype("auto", process.device))
+
+    # Micro-steps of more than 4,096 tokens are no faster on a CPU, and were never tried on a Mac. On a
+    # GPU the limit is its memory, which a trial will tell (choose_micro_batch).
+    most_sequences = max(1, 4096 // config.sequence_length)
+    if process.on_gpu:
+        most_sequences = config.total_batch_size // config.sequence_length
+    set_automatic(config, compile=process.on_gpu, batch_size=most_sequences)
+    return flags, config
 
 
-@dataclass
-class Recipe:
-    """How a model is trained; its class is in recipes.MODELS. The loop asks for nothing else."""
-    optimizers: Callable        # model, config -> list of optimizers; each group's `lr` is its largest
-    lr: Callable                # step, config -> fraction of the largest
-    momentum: Callable = None   # step, config -> Muon's
-    defaults: dict = field(default_factory=dict)        # of flags, where they differ from Config's
-    automatic: Callable = speedrun.automatic    # config, ranks -> what `auto` means in a schedule's flags
+def merge_flags(given: dict, start: Start) -> Config:
+    """Sources 1 to 7 of resolve_config, where some flags are still "auto"."""
+    preset = PRESETS[given.get("preset", "gpt2")].flags
+    if given.get("overfit"):
+        preset = OVERFIT
+    recipe = RECIPES[(preset | start.recorded | given).get("recipe", "gpt2")]
+
+    values = recipe.defaults | preset | recipe.rates                    # 2, 3, 4
+    if given.get("overfit"):
+        values["min_lr"] = given.get("max_lr", values["max_lr"])        # a constant rate
+    values.update(start.recorded)                                       # 5
+    values.update(given)                                                # 6
+    values.update(start.shape)                                          # 7
+    return Config(**values)                                             # 1, for all others
 
 
-MODERN_DEFAULTS = dict(n_head=6, warmup_steps=0, max_lr=0.02, weight_decay=0.0, grad_clip=math.inf)
-RECIPES = {
-    # GPT-3 Small's settings (Brown et al. 2020, arXiv:2005.14165, table 2.1 and appendix B)
-    "gpt2": Recipe(lambda model, c: model.configure_optimizers(c.max_lr, c.weight_decay), warmup_cosine),
-    # modded-nanogpt's record 10: 3.28 on FineWeb's validation set in 7.8 minutes on 8 H100s
-    "speedrun": Recipe(speedrun.optimizers, speedrun.trapezoid, speedrun.muon_momentum,
-                       MODERN_DEFAULTS | dict(max_steps=3242, min_lr=0.0)),
-    # modded-nanogpt's records up to 2026, where they help at small sizes, and more (docs/recipes.md)
-    "frontier": Recipe(frontier.optimizers, speedrun.trapezoid, frontier.muon_momentum,
-                       MODERN_DEFAULTS | dict(max_steps=2500), frontier.automatic),
-}
+def wanted_flags(given: dict, start: Start, flags: Config) -> dict:
+    """{flag: value}: what this command asks for, to compare with the `fixed` flags of a checkpoint."""
+    wanted = PRESETS[flags.preset].flags | given
+    if wanted.get("init", "scratch") != "scratch":
+        # --init loaded a model when the run began: the run has that model's shape, not the preset's.
+        for name in start.shape.keys() - given.keys():
+            wanted.pop(name, None)
+    return wanted
 
 
-def parse_flags(argv: list[str] | None = None) -> tuple[Config, set[str]]:
-    """(Config, names of the fields given as flags). UserError for values that no run can have."""
-    return read_flags(Config, {name: recipe.defaults for name, recipe in RECIPES.items()}, __doc__, argv)
+def set_automatic(config: Config, **values) -> None:
+    """Gives the flags that are still "auto" these values."""
+    for name, value in values.items():
+        if getattr(config, name) == "auto":
+            setattr(config, name, value)
 
 
 # ----------------------------------------------------------------------------- set-up
 
-@dataclass
-class Run:
-    """What the loop works with."""
-    asked: Config                       # the flags: what a checkpoint records
-    config: Config                      # the same with all that was `auto` decided
-    process: Process
-    data: Data
-    model: LanguageModel                # samples and HellaSwag use it as it is, because their shapes change
-    compiled: Callable                  # for validation: the same weights, compiled
-    wrapped: Callable                   # for training: that inside DDP, if there are several ranks
-    optimizers: list
-    all_optimizers: object              # as one, for the scaler
-    owner: dict                         # {parameter: the rank that updates it}, with --shard_optimizer
-    scaler: torch.amp.GradScaler
-    autocast: torch.autocast
-    step: int = 0                       # steps done
-    batch_size: int = 1                 # most sequences a micro-step
-    hella: list = ()                    # batches of HellaSwag
-    batches: Iterator = iter(())        # micro-batches, rows of tokens (B, T + 1)
-    record: Record | None = None        # rank 0's metrics.csv and log.txt
-    saver: checkpoints.Saver | None = None    # rank 0's
-    lock: object = None                 # rank 0's, on --out, where the file system has locks
-    logged: tuple = ()                  # evaluations of the first step that a resumed run's record has
-    pending: deque = field(default_factory=deque)       # steps whose numbers a GPU still computes
-    losses: list = field(default_factory=list)          # of each step
-    seconds: list = field(default_factory=list)         # of each step
-    clock: float = 0.0                  # time at which the step before was logged
-    overflows: int = 0                  # consecutive steps that float16 has skipped
-
-
-def set_up_process(config: Config) -> Process:
-    """This rank's device, TF32, and torchrun's process group if there is one: nccl on CUDA, else gloo."""
+def start_process(device_name: str) -> Process:
+    """This process's device, and torchrun's process group if there is one."""
     launch = read_launch()
-    device = choose_device(config.device, launch.local_rank)                    # "cuda:3", "mps", "cpu"
+    device = choose_device(device_name, launch.local_rank)      # "cuda:3", "mps" or "cpu"
     if device.startswith("cuda"):
         torch.cuda.set_device(device)
-        torch.set_float32_matmul_precision("high" if config.tf32 else "highest")        # high: TF32
     elif device == "cpu":
         tune_malloc()
-    process = Process(launch.rank, launch.world_size, device, by_torchrun=launch.by_torchrun)
+
+    process = Process(launch.rank, launch.world_size, device, launch.by_torchrun)
     if process.world_size > 1:
-        timeout = timedelta(minutes=10)
-        store = shared_store(launch, timeout)
-        dist.init_process_group("nccl" if device.startswith("cuda") else "gloo", store=store,
-                                rank=process.rank, world_size=process.world_size, timeout=timeout)
+        backend = "nccl" if process.on_gpu else "gloo"
+        timeout = timedelta(minutes=10)         # of a rank that waits for one which compiles, say
+        dist.init_process_group(
+            backend,
+            store=shared_store(launch, timeout),
+            rank=process.rank,
+            world_size=process.world_size,
+            timeout=timeout,
+        )
+        # In a notebook the group is destroyed at the end. A command leaves that to the end of the
+        # process, because the destructor can hang (runtime.cli.run_command says why).
         process.at_end.callback(leave_group)
     return process
 
 
-def complete(asked: Config, model: LanguageModel | None, process: Process) -> Config:
-    """`asked` with all that is `auto` decided: by the model that was loaded, the device, the recipe."""
-    config = replace(asked, **checkpoints.model_shape(model))
+def use_tf32(config: Config, process: Process) -> None:
+    if process.on_gpu:
+        precision = "high" if config.tf32 else "highest"        # "high" is TF32
+        torch.set_float32_matmul_precision(precision)
 
-    def auto(name, decided):
-        return decided if getattr(config, name) == "auto" else getattr(config, name)
-    config = replace(
-        config, window=auto("window", getattr(model and model.config, "window", 0)),
-        sequence_length=auto("sequence_length", config.block_size),
-        dtype=choose_dtype(config.dtype, process.device),
-        compile=process.device.startswith("cuda") if config.compile is None else config.compile)
-    return replace(config, **RECIPES[config.recipe].automatic(config, process.world_size))
+
+def check_ranks_agree(flags: Config, config: Config, process: Process) -> None:
+    """UserError if the flags of the ranks differ, or what their hardware made of "auto"."""
+    # Each GPU may find another --batch_size auto; the smallest will be taken.
+    values = vars(config) | {"batch_size": flags.batch_size}
+    for name in ("data", "hellaswag_data", "out", "device", "wandb"):
+        del values[name]
+    process.require_same({f"--{name}": value for name, value in values.items()})
+
+
+def open_same_data(config: Config, process: Process) -> Data:
+    """The data of the run. UserError if the ranks have different data; names of files may differ."""
+    data = process.on_all_ranks(open_data, config)
+    contents = {}
+    for split, shards in data.fingerprints().items():
+        for i, (_, *content) in enumerate(shards):
+            contents[f"{split} shard {i} of --data"] = str(content)
+    process.require_same(contents)
+    return data
+
+
+@dataclass
+class TrainState:
+    """The model and all that trains it. The three models are one: they share their weights."""
+    model: LanguageModel                # eager, for HellaSwag and samples, which have many shapes
+    compiled_model: Callable            # for validation, which has one shape
+    ddp_model: Callable                 # for training: averages the gradients of all ranks
+    optimizer: CombinedOptimizer
+    scaler: torch.amp.GradScaler        # of float16's gradients; of other dtypes it does nothing
+    autocast: torch.autocast            # matrix products in config.dtype, inside `with`
+
+
+def make_train_state(config: Config, start: Start, process: Process) -> TrainState:
+    """Model, optimizers, autocast, torch.compile and DDP, in this order."""
+    device = process.device
+    model = make_model(config, start, device)
+    optimizers = RECIPES[config.recipe].make_optimizers(model, config)
+    optimizer = CombinedOptimizer(model, optimizers, process, config.shard_optimizer)
+
+    device_type = device.split(":")[0]
+    scaler = torch.amp.GradScaler(device_type, enabled=config.dtype == "float16")
+    dtype = getattr(torch, config.dtype)
+    autocast = torch.autocast(device_type, dtype, enabled=config.dtype != "float32")
+
+    # DDP wraps the compiled model, as in nanoGPT.
+    compiled_model = model
+    if config.compile:
+        compiled_model = compile_model(model)
+    ddp_model = compiled_model
+    if process.world_size > 1:
+        ddp_model = wrap_ddp(compiled_model, process)
+    return TrainState(model, compiled_model, ddp_model, optimizer, scaler, autocast)
+
+
+def make_model(config: Config, start: Start, device: str) -> LanguageModel:
+    """The model of --init, of the checkpoint, or a fresh one, on the device."""
+    # All ranks have the same seed, so they draw the same weights. No model has dropout: nothing
+    # else is random in training, and there is no need for model.train() and model.eval().
+    torch.manual_seed(config.seed)
+    model = start.model
+    if model is None:
+        model = fresh_model(config)
+    if RECIPES[config.recipe].window:
+        model.config.window = config.window             # any window fits the weights
+
+    model.kernel = config.attention
+    model.recompute = config.recompute
+    if device == "cpu" and not config.compile:
+        # A CPU's cache has no room for all logits. A compiler fuses them with the loss.
+        model.loss_chunk = 2048
+    return model.to(device)
 
 
 def compile_model(model: LanguageModel) -> Callable:
     """torch.compile of the model, which itself stays eager."""
     warnings.filterwarnings("ignore", ".* does not support bfloat16 compilation natively")
-    logging.getLogger("torch._inductor.utils").setLevel(logging.ERROR)      # a T4's SMs: nothing is autotuned
-    # values of more operations than this (default 30) are stored, not computed again where they are used: of
-    # frontier's shifted keys: 1.5 of the 29 GB that a micro-step of 16 x 1024 tokens moved
-    return torch.compile(model, dynamic=False, options={"realize_opcount_threshold": 64})
+    # On a T4: "not enough SMs to use max_autotune_gemm mode", though nothing is autotuned.
+    logging.getLogger("torch._inductor.utils").setLevel(logging.ERROR)
+    return torch.compile(model, dynamic=False)
 
 
-def wrap_model(model: Callable, device: str) -> DDP:
-    """`model` inside DDP, which averages the ranks' gradients. The compiler splits its graph where a bucket
-    ends: 170 MB a bucket are three graphs of 124M; torch's 25 MB are 14, which move 159 GB for 64 x 1024
-    tokens instead of 149. Buffers (window, parts) are the same on all ranks, and not sent."""
-    new, old = "forward_sync_buffers", "broadcast_buffers"              # new: from torch 2.13 on
-    return DDP(model, device_ids=[device] if device.startswith("cuda") else None, bucket_cap_mb=170,
-               gradient_as_bucket_view=True, **{new if new in signature(DDP).parameters else old: False})
+def wrap_ddp(model: Callable, process: Process) -> DDP:
+    """The model inside DDP, which averages the gradients of all ranks."""
+    options = {"gradient_as_bucket_view": True}         # no second copy of the gradients
+    if process.on_gpu:
+        options["device_ids"] = [process.device]
+
+    # Buffers (the window, frontier's tables of tokens) are the same on all ranks anyway.
+    if "forward_sync_buffers" in signature(DDP).parameters:             # from torch 2.13 on
+        options["forward_sync_buffers"] = False
+    else:
+        options["broadcast_buffers"] = False
+    return DDP(model, **options)
 
 
-def set_up(flags: Config, explicit_flags: set[str], process: Process) -> Run | None:
-    """From flags to a Run; None after --dry_run. Nothing is written before everything has been checked."""
-    # of a run that resumes: its flags, model, checkpoint; of a new one the model of --init, None for scratch
-    asked, model, checkpoint, path = checkpoints.begin_or_resume(flags, explicit_flags, process, MODELS,
-                                                                 load_model)
-    config = complete(asked, model, process)
-    check_complete(config, process)
-    data = process.on_all_ranks(open_data, config)
-    process.require_same({f"{split} shard {i} of --data": str(shard[1:])        # their names may differ
-                          for split, shards in data.fingerprints().items() for i, shard in enumerate(shards)})
+def choose_micro_batch(
+    flags: Config,
+    config: Config,
+    start: Start,
+    schedule: BatchSchedule,
+    state: TrainState,
+    process: Process,
+) -> tuple[int, Callable]:
+    """B, the sequences of a micro-batch, and the trial: seconds of a micro-step of B sequences."""
+    limit, moments = config.batch_size, 0
+    may_shrink = flags.batch_size == "auto"
+    if process.on_gpu:
+        if start.step == 0:
+            moments = state.optimizer.state_bytes()     # which the first step will allocate
+        if may_shrink:
+            limit = sequences_that_fit(config, state.model, process.device, moments)
 
-    device, device_type = process.device, process.device.split(":")[0]
-    torch.manual_seed(config.seed)
-    model = (model or fresh_model(config)).to(device)
-    model.kernel, model.recompute = config.attention, config.recompute
-    # a CPU's cache has no room for all logits; a compiler fuses them with the loss
-    model.loss_chunk = 2048 if device == "cpu" and not config.compile else 0
-    optimizers = RECIPES[config.recipe].optimizers(model, config)
-    optimised = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
-    assert sorted(map(id, optimised)) == sorted(map(id, model.parameters())), "each parameter exactly once"
-    sharded = config.shard_optimizer and process.world_size > 1
-    owner = shard_matrices(optimizers, process.rank, process.world_size) if sharded else {}
-    scaler = torch.amp.GradScaler(device_type, enabled=config.dtype == "float16")
-    autocast = torch.autocast(device_type, getattr(torch, config.dtype), enabled=config.dtype != "float32")
-    compiled = compile_model(model) if config.compile else model
-    wrapped = wrap_model(compiled, device) if process.world_size > 1 else compiled
-
-    run = Run(asked, config, process, data, model, compiled, wrapped, optimizers,
-              SteppedTogether(optimizers, model.parameters()), owner, scaler, autocast)
-    if checkpoint:
-        checkpoints.restore(run, checkpoint, path)                # moments, scaler, step
-    run.batch_size = choose_batch_size(run)
-    print_header(run, path, schedule_change(run, checkpoint) if checkpoint else "")
-    if config.dry_run:
-        return None
-    run.hella = hellaswag.hellaswag_batches(config, explicit_flags, process)
-    if not config.overfit:
-        process.on_all_ranks(checkpoints.open_output, run, path)
-        run.logged = process.gather(run.logged)[0]
-    run.batches = read_ahead(micro_batches(data.train, config, run.batch_size, run.step, process.rank,
-                                           process.world_size), pin=device_type == "cuda")
-    process.catch_signals()             # from here on SIGTERM, SIGINT, SIGHUP and SIGUSR1 ask to stop
-    return run
+    trial = partial(time_micro_step, state, config.sequence_length, process.device, moments)
+    return choose_batch_size(config, may_shrink, limit, schedule, process, trial), trial
 
 
-def schedule_change(run: Run, checkpoint: dict) -> str:
-    """For the header of a resumed run: what another --max_steps does to the learning rate, which depends on
-    the step's fraction of the run. '' where it is the same."""
-    before, step = checkpoint["config"]["max_steps"], run.step
-    if before == run.config.max_steps or step == 0:
+def schedule_change(
+    start: Start, config: Config, schedule: BatchSchedule, process: Process
+) -> str:
+    """For the header of a resumed run: what another --max_steps does to the learning rate."""
+    step = start.step
+    if step == 0:
         return ""
-    earlier = complete(replace(run.asked, max_steps=before), run.model, run.process)
-    lr = RECIPES[run.config.recipe].lr
-    last, following = lr(step - 1, earlier) * earlier.max_lr, lr(step, run.config) * run.config.max_lr
-    return (f"; --max_steps was {before}, and another length moves the schedule: lr {last:.2e} in step "
-            f"{step - 1}, {following:.2e} in step {step}")
+    _, earlier = resolve_config({}, start, process)     # no command line: as the checkpoint says
+    if earlier.max_steps == config.max_steps:
+        return ""
+    recipe = RECIPES[config.recipe]
+    earlier_schedule = make_batch_schedule(recipe, earlier, process.world_size)
+    earlier_schedule.resume(step, start.checkpoint["tokens"])
+
+    progress = earlier_schedule.progress(step - 1)
+    last_lr = earlier.max_lr * recipe.lr_scale(step - 1, progress, earlier)
+    next_lr = config.max_lr * recipe.lr_scale(step, schedule.progress(step), config)
+    return (f"; --max_steps was {earlier.max_steps}, and another length moves the schedule: "
+            f"lr {last_lr:.2e} in step {step - 1}, {next_lr:.2e} in step {step}")
 
 
 # ----------------------------------------------------------------------------- a step
 
-def set_schedule(run: Run) -> float:
-    """Sets every group's learning rate, Muon's momentum and the window of this step. Returns the rate."""
-    config, recipe = run.config, RECIPES[run.config.recipe]
-    fraction = recipe.lr(run.step, config)
-    for optimizer in run.optimizers:
-        for group in optimizer.param_groups:
-            group["lr"] = group.setdefault("max_lr", group["lr"]) * fraction
-            if recipe.momentum and "momentum" in group:         # Muon's
-                group["momentum"] = recipe.momentum(run.step, config)
+def set_schedules(
+    step: int, config: Config, schedule: BatchSchedule, state: TrainState
+) -> float:
+    """Sets learning rates, Muon's momentum and the window of this step.
+
+    Returns the learning rate that the log shows, which begins at --max_lr.
+    """
+    recipe = RECIPES[config.recipe]
+    progress = schedule.progress(step)
+
+    scale = recipe.lr_scale(step, progress, config)
+    for group in state.optimizer.groups():
+        group["lr"] = group["initial_lr"] * scale               # CombinedOptimizer noted initial_lr
+        if recipe.momentum and "momentum" in group:             # Muon's
+            group["momentum"] = recipe.momentum(progress, config)
     if config.window:
-        run.model.window.fill_(speedrun.window_schedule(run.step, config))
-    return fraction * config.max_lr
+        state.model.window.fill_(recipe.window(progress, config))
+    return config.max_lr * scale
 
 
-def train_step(run: Run) -> torch.Tensor | None:
-    """One step: in each of its updates gradients are summed over micro-batches and averaged over the ranks.
-    Waits for no GPU, but float16's scaler once an update. Returns float32 (3,), the same on all ranks: mean
-    loss, largest norm before clipping, ranks asked to stop. None if a single process was asked to before the
-    step's first update: the step is then dropped."""
-    config, process, results = run.config, run.process, []
-    updates = updates_of_step(run.step, config)
-    _, micro_steps = divide_update(config, updates, process.world_size, run.batch_size)
-    for update in range(updates):
-        loss_sum = torch.zeros((), device=process.device)
-        for micro_step in process.progress(f"step {run.step}", range(micro_steps)):
-            if process.stop and update == 0:            # later, the weights have changed
-                return None
-            x, y = to_device(next(run.batches), process.device)                 # (B, T) each
-            if process.world_size > 1:      # DDP sends the gradients with an update's last micro-step alone
-                run.wrapped.require_backward_grad_sync = micro_step == micro_steps - 1    # before its forward
-            with run.autocast:
-                _, loss = run.wrapped(x, y)
-            loss = loss / micro_steps
-            loss_sum += loss.detach()
-            run.scaler.scale(loss).backward()
-        results.append(update_weights(run, loss_sum))
-        # DDP's gradients are views of its buckets: the first of several micro-steps, which accumulate without
-        # DDP, would allocate freed ones again beside them
-        run.model.zero_grad(set_to_none=process.world_size == 1 or micro_steps == 1)
-    losses, norms, stops = torch.stack(results).unbind(1)
-    return torch.stack((losses.mean(), norms.max(), stops.max()))
+def train_step(
+    step: int, config: Config, process: Process, loader: TrainLoader, state: TrainState
+) -> torch.Tensor:
+    """One optimizer step: gradients are summed over micro-steps and averaged over the ranks.
 
+    The CPU does not wait for the GPU here, except with float16, in scaler.step. Returns a float32
+    tensor (3,), the same on all ranks: the mean loss, the norm of the gradient before clipping, and
+    how many ranks vote to stop.
+    """
+    # Forward and backward of this rank's share of the batch.
+    micro_steps = loader.micro_steps(step)
+    loss_accum = torch.zeros((), device=process.device)
+    for micro_step in process.watch(f"step {step}", range(micro_steps)):
+        x, y = loader.next_batch()                              # (B, T) each
+        if process.world_size > 1:
+            # DDP averages the gradients during the backward of the last micro-step only. This is
+            # set before the forward, because DDP reads it there.
+            state.ddp_model.require_backward_grad_sync = micro_step == micro_steps - 1
+        with state.autocast:
+            _, loss = state.ddp_model(x, y)
+        loss = loss / micro_steps
+        loss_accum += loss.detach()
+        state.scaler.scale(loss).backward()
 
-def update_weights(run: Run, loss: torch.Tensor) -> torch.Tensor:
-    """One optimizer update. `loss`: this rank's. Returns what train_step does."""
-    config, process, scaler = run.config, run.process, run.scaler
-    sums = torch.stack((loss, torch.full_like(loss, bool(process.received))))
+    # The ranks add their losses, and with them their votes: 1 if a signal came to this one.
+    vote = torch.full_like(loss_accum, process.asked_to_stop)
+    sums = torch.stack((loss_accum, vote))
     if process.world_size > 1:
         dist.all_reduce(sums)
-    scaler.unscale_(run.all_optimizers)
-    parameters = list(run.model.parameters())
+    mean_loss, votes = sums[0] / process.world_size, sums[1]
+
+    # Clip and update. DDP has averaged the gradients, so all ranks do the same.
+    state.scaler.unscale_(state.optimizer)
+    parameters = list(state.model.parameters())
     norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
     if config.grad_clip < math.inf:
         torch.nn.utils.clip_grads_with_norm_(parameters, config.grad_clip, norm)
-    scaler.step(run.all_optimizers)     # with float16 no optimizer steps if a gradient has overflowed
-    scaler.update()
-    if run.owner:                       # --shard_optimizer: each rank has updated its own parameters
-        broadcast_updates(run.owner)
-    return torch.stack((sums[0] / process.world_size, norm, sums[1]))
+    state.scaler.step(state.optimizer)      # does nothing if a float16 gradient has overflowed
+    state.scaler.update()
 
+    # With DDP the gradients are views of its buckets. If they were set to None, the micro-steps
+    # before the last one would accumulate into new tensors, beside the buckets.
+    state.model.zero_grad(set_to_none=process.world_size == 1 or micro_steps == 1)
+    return torch.stack((mean_loss, norm, votes))
+
+
+# ----------------------------------------------------------------------------- evaluation
 
 @torch.no_grad()
-def validation_loss(run: Run) -> float:
-    """Mean loss (nats) of the first `data.val_count` sequences, the same on any number of ranks. All batches
-    have one shape, the last padded with ignored targets: a model compiles once."""
-    count, B, process = run.data.val_count, run.batch_size, run.process
-    loss_sum, rows_seen = torch.zeros((), device=process.device), 0
-    for first in process.until_stop("validation", range(process.rank * B, count, process.world_size * B)):
-        rows = min(B, count - first)
-        x, y = to_device(run.data.val.read(first, B), process.device)           # (B, T) each
+def validation_loss(data: Data, B: int, process: Process, state: TrainState) -> float:
+    """Mean loss (nats) of the first `data.val_count` sequences, the same on any number of ranks."""
+    loss_sum = torch.zeros((), device=process.device)
+    rows_seen = 0
+    firsts = range(process.rank * B, data.val_count, process.world_size * B)
+    for first in process.watch("validation", firsts):
+        # All batches have one shape, so that the model compiles once: in the last one the targets
+        # of the rows beyond the end are ignored.
+        x, y = to_device(data.val.read(first, B), process.device)           # (B, T) each
+        rows = min(B, data.val_count - first)
         y[rows:] = -1
-        with run.autocast:
-            loss_sum += run.compiled(x, y)[1] * rows
+        with state.autocast:
+            _, loss = state.compiled_model(x, y)
+        loss_sum += loss * rows
         rows_seen += rows
+
     loss_sum, rows_seen = process.sum(loss_sum.item(), rows_seen)
     return loss_sum / max(1, rows_seen)
 
 
-def print_samples(run: Run, num_samples: int = 4, max_new_tokens: int = 32) -> None:
-    generator = torch.Generator(run.process.device).manual_seed(42)     # training's own does not advance
-    prompt = encode(run.config.sample_prompt).tolist()[-run.config.block_size:] or [EOT]
-    idx = torch.tensor([prompt] * num_samples, device=run.process.device)       # (num_samples, T)
-    with run.autocast:
-        idx = run.model.generate(idx, max_new_tokens, generator=generator)
+def hellaswag_score(data: Data, process: Process, state: TrainState) -> tuple[int, int]:
+    """(examples answered rightly by the mean loss of a token, which is acc_norm; all examples)."""
+    watched = partial(process.watch, "HellaSwag")
+    counts = hellaswag.evaluate(state.model, data.hellaswag, process.device, state.autocast,
+                                process.rank, process.world_size, watched)
+    _correct_by_sum, correct_by_mean, n = process.sum(*counts.tolist())
+    return int(correct_by_mean), int(n)
+
+
+def print_samples(
+    config: Config, process: Process, state: TrainState, num_samples=4, max_new_tokens=32
+) -> None:
+    # A generator of its own, so that the random numbers of training do not advance.
+    generator = torch.Generator(process.device).manual_seed(42)
+    tokens = encode(config.sample_prompt).tolist()[-config.block_size:]
+    if not tokens:
+        tokens = [EOT]
+    idx = torch.tensor([tokens] * num_samples, device=process.device)       # (num_samples, T)
+    with state.autocast:
+        idx = state.model.generate(idx, max_new_tokens, generator=generator)
     for i, row in enumerate(idx.tolist()):
-        run.process.print0(f"sample {i}: {tokenizer().decode(row).removeprefix('<|endoftext|>')}")
+        text = tokenizer().decode(row).removeprefix("<|endoftext|>")
+        process.print0(f"sample {i}: {text}")
 
 
-def evaluate(run: Run, due: Callable[[int], bool]) -> None:
-    """Validation loss, HellaSwag and samples where due, except those that a resumed run's record has. After a
-    signal nothing is recorded: the run that resumes evaluates."""
-    config, process, step, logged = run.config, run.process, run.step, run.logged
-    if due(config.val_every) and "val" not in logged:
-        loss = validation_loss(run)
-        if process.stop:
-            return
+def evaluate(
+    step: int,
+    config: Config,
+    process: Process,
+    data: Data,
+    B: int,
+    state: TrainState,
+    log: StepLog,
+    output: Output,
+) -> None:
+    """Validation loss, HellaSwag and samples, where they are due."""
+    val_is_due = is_due(step, config, config.val_every)
+    hellaswag_is_due = is_due(step, config, config.hellaswag_every)
+    samples_are_due = is_due(step, config, config.sample_every)
+    if not (val_is_due or hellaswag_is_due or samples_are_due):
+        return
+
+    # A run that resumes at this step may have evaluated before it ended.
+    done = process.from_master(log.evaluated(step))
+
+    if val_is_due and "val" not in done:
+        loss = validation_loss(data, B, process, state)
         if not math.isfinite(loss):
-            with said_once(process.is_master):
-                raise RunError(f"step {step}: validation loss {loss}. {what_resumes(run)}")
-        log_evaluation(run, "val", loss, f"validation loss: {loss:.4f}{in_bits(loss, run.data)}")
-    if run.hella and due(config.hellaswag_every) and "hella" not in logged:
-        counts = hellaswag.evaluate(run.model, run.hella, process.device, run.autocast, process.rank,
-                                    process.world_size, lambda items: process.until_stop("HellaSwag", items))
-        _, correct, n = map(int, process.sum(*counts.tolist()))         # by acc, by acc_norm, examples
-        if process.stop:
-            return
-        log_evaluation(run, "hella", correct / n, f"HellaSwag accuracy: {correct}/{n}={correct / n:.4f}")
-    if due(config.sample_every) and step > 0 and process.is_master and not logged:
-        print_samples(run)
-    run.logged = ()
-    if run.record and (due(config.val_every) or due(config.hellaswag_every)):
-        plots.draw(run.record, f"{config.recipe}, {config.n_layer} layers of width {config.n_embd}",
-                   last=step == config.max_steps)
+            with printed_by(process.is_master):
+                raise RunError(f"step {step}: the validation loss is {loss}: lower --max_lr. "
+                               f"{output.what_resumes()}")
+        log.evaluation(step, "val", loss, f"validation loss: {loss:.4f}{in_bits(loss, data)}")
+
+    if hellaswag_is_due and data.hellaswag and "hella" not in done:
+        correct, n = hellaswag_score(data, process, state)
+        accuracy = correct / n
+        log.evaluation(step, "hella", accuracy, f"HellaSwag accuracy: {correct}/{n}={accuracy:.4f}")
+
+    if samples_are_due and step > 0 and process.is_master:
+        print_samples(config, process, state)
+
+    if log.record and (val_is_due or hellaswag_is_due):
+        title = f"{config.recipe}, {config.n_layer} layers of width {config.n_embd}"
+        plots.draw(log.record, title, last=step == config.max_steps)
+
+
+def is_due(step: int, config: Config, period: int) -> bool:
+    """Every `period` steps, and at the end of the run; never if the period is 0."""
+    return period > 0 and (step % period == 0 or step == config.max_steps)
+
+
+# ----------------------------------------------------------------------------- checkpoints
+
+def save(
+    step: int,
+    process: Process,
+    data: Data,
+    schedule: BatchSchedule,
+    state: TrainState,
+    output: Output,
+) -> None:
+    """Writes OUT/checkpoint_STEP.pt, on a GPU in the background."""
+    process.require_same(
+        {"the weights' sum of bits": weights_digest(state.model)},
+        "the ranks have drifted apart; resume from the checkpoint before", RunError)
+
+    moments = gather_moments(state.model, state.optimizer)      # some of them are on other ranks
+    if process.is_master:
+        checkpoint = {
+            "model": host_copy(state.model.state_dict()),
+            "model_config": asdict(state.model.config),
+            "recipe": output.flags.recipe,
+            "config": asdict(output.flags),
+            "step": step,
+            "tokens": schedule.tokens_before(step),
+            "optimizers": moments,
+            "scaler": state.scaler.state_dict(),
+            "data": data.fingerprints(),
+            "job": read_launch().job,           # torchrun restarts a job from its own checkpoints
+        }
+        output.saver.write(checkpoint, output.record)
 
 
 # ----------------------------------------------------------------------------- the loop
 
-def save(run: Run) -> None:
-    """OUT/checkpoint_STEP.pt: weights, the optimizers' moments, step, the flags as they were given."""
-    model, process = run.model, run.process
-    process.require_same({"the weights' sum of bits": checkpoints.weights_digest(model)},
-                         "the ranks have drifted apart; resume from the checkpoint before", RunError)
-    optimizers = checkpoints.gather_state(run)                      # each rank has some of the moments
-    if process.is_master:
-        run.saver.write({
-            "model": checkpoints.host_copy(model.state_dict()), "model_config": asdict(model.config),
-            "recipe": run.config.recipe, "config": asdict(run.asked), "step": run.step,
-            "optimizers": optimizers, "scaler": run.scaler.state_dict(),
-            "data": run.data.fingerprints(), "job": read_launch().job}, run.record)
+@dataclass
+class LaunchedStep:
+    """A step that has been launched. A GPU may still be computing its numbers."""
+    step: int
+    numbers: Callable           # waits for them: [loss, norm, votes to stop]
+    lr: float
+    began: float                # seconds of time.perf_counter()
 
 
-def loop(run: Run) -> None:
-    """Save, evaluate, train, log, until max_steps or a signal."""
-    config, process, last_saved = run.config, run.process, run.step
-    periods = config.val_every, config.hellaswag_every, config.sample_every, config.checkpoint_every
+# How a run stops. A signal (SIGTERM, Ctrl-C, ...) only leaves a note in `process`; the work goes on.
+# - A single process looks at the note before each micro-step and each batch of an evaluation, and
+#   raises StopRequested. The step or the evaluation is dropped; the run that resumes repeats it.
+# - Several ranks must stop at the same place. They vote in each train_step, and read the sum of the
+#   votes when they log that step. So all finish what they are doing, and stop after the same step.
+# Then `stopped` is True: the run saves at the top of the loop, unless --checkpoint_every is 0, and
+# ends with exit code 0. A signal loses nothing. A SIGKILL or a crash loses the steps since the newest
+# complete checkpoint; the run that resumes repeats them with the same tokens.
 
-    def due(every):
-        return every and (run.step % every == 0 or run.step == config.max_steps)
+def train(
+    step: int, config: Config, process: Process, data: Data, loader: TrainLoader,
+    state: TrainState, log: StepLog, output: Output,
+) -> tuple[int, bool]:
+    """Save, evaluate, train, log, until max_steps or a signal. `step`: steps done before.
+
+    Returns the steps done, and whether a signal ended the run.
+    """
+    stopped = False
+    last_saved = step
+    launched = deque()                  # steps that are not logged yet, the oldest first
+    overflows = 0                       # the newest steps in a row whose gradient was not finite
 
     while True:
-        stop = process.stop                         # read once: a signal may come at any moment
-        if stop or run.step == config.max_steps or any(map(due, periods)):
-            log_steps(run)                          # also ends the run if a loss or gradient is not finite
-        # save: first, so that a kill during the evaluation loses nothing
-        if config.checkpoint_every and run.step > last_saved and (stop or due(config.checkpoint_every)):
-            save(run)
-            last_saved = run.step
-        if stop:
-            break
-        # evaluate, with this step's window
-        lr = set_schedule(run)
-        evaluate(run, due)
-        if process.stop:
-            continue                                # a signal came meanwhile: save, then leave
-        if run.step == config.max_steps:
-            break
-        # train
-        if not run.pending:
-            run.clock = time.perf_counter()
-        numbers = train_step(run)
-        if numbers is None:
-            continue                                # a signal came meanwhile, and the step is dropped
-        run.step += 1
-        # log: this step, on a GPU the one before, so that the GPU never waits for the CPU
-        run.pending.append((run.step - 1, fetch(numbers), lr))
-        log_steps(run, keep=1 if process.device.startswith("cuda") else 0)
+        # Save. It comes before the evaluation, so that a kill during the evaluation loses nothing.
+        may_save = config.checkpoint_every > 0 and step > last_saved
+        if may_save and (stopped or is_due(step, config, config.checkpoint_every)):
+            save(step, process, data, loader.schedule, state, output)
+            last_saved = step
+        if stopped:
+            return step, True
+
+        try:
+            # Evaluate, with the window of this step.
+            lr = set_schedules(step, config, loader.schedule, state)
+            evaluate(step, config, process, data, loader.B, state, log, output)
+            if step == config.max_steps:
+                return step, False
+
+            # Train.
+            began = time.perf_counter()
+            numbers = train_step(step, config, process, loader, state)
+            launched.append(LaunchedStep(step, copy_later(numbers), lr, began))
+            step += 1
+        except StopRequested:
+            stopped = True
+
+        # Log, and check the loss before anything can be saved or evaluated.
+        while len(launched) > steps_in_flight(step, config, process, stopped):
+            done = launched.popleft()
+            loss, norm, votes = done.numbers()
+            overflows += 1
+            if math.isfinite(norm):
+                overflows = 0
+            check_finite(done.step, loss, norm, overflows, config, process, output)
+            log.step(done.step, loss, norm, done.lr, done.began)
+            if votes > 0:
+                stopped = True
+
+
+def steps_in_flight(step: int, config: Config, process: Process, stopped: bool) -> int:
+    """How many launched steps may stay unlogged for now."""
+    if not process.on_gpu:
+        return 0
+
+    # A GPU computes one step while the CPU launches the next, so that it never waits for the CPU.
+    # But before an evaluation or a checkpoint, and at the end, all numbers have to be known.
+    periods = (config.val_every, config.hellaswag_every, config.sample_every,
+               config.checkpoint_every)
+    something_is_due = any(is_due(step, config, period) for period in periods)
+    if stopped or step == config.max_steps or something_is_due:
+        return 0
+    return 1
+
+
+def check_finite(
+    step: int,
+    loss: float,
+    norm: float,
+    overflows: int,
+    config: Config,
+    process: Process,
+    output: Output,
+) -> None:
+    """RunError if the loss or the gradient is not finite: the weights are not worth saving."""
+    # float16's scaler begins at 65536, skips a step whose gradient overflows, and halves its scale.
+    # So some overflows in a row are usual, but 25 would bring the scale below 1/256.
+    allowed = 0
+    if config.dtype == "float16":
+        allowed = 25
+    if math.isfinite(loss) and overflows <= allowed:
+        return
+    with printed_by(process.is_master):
+        raise RunError(f"step {step} is not finite (loss {loss}, gradient norm {norm}): lower "
+                       f"--max_lr or lengthen --warmup_steps. {output.what_resumes()}")
+
+
+def memory_errors(device: str):
+    """Around what may need more memory than there is."""
+    return oom_as_user_error(lambda: f"{device} is out of memory: give a smaller --batch_size, "
+                                     "--recompute, --shard_optimizer (several GPUs), or a smaller "
+                                     "model")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command; in a notebook `main(["--preset", "shakespeare"])`, which leaves the process as it was."""
-    with said_once(read_launch().reports_mistakes):
-        flags, explicit_flags = parse_flags(argv)
-    process = set_up_process(flags)
-    with process.at_end, oom_as_user_error(
-            lambda: f"{process.device} is out of memory: give a smaller --batch_size, --recompute, "
-                    "--shard_optimizer (several GPUs), or a smaller model"):
-        with said_once(process.is_master):
-            run = set_up(flags, explicit_flags, process)
-        if not run:                                 # --dry_run
-            return int(process.silent)
-        with checkpoints.outputs(run), run_goes_on_later(run.config.out):
-            loop(run)
-        return print_summary(run)
+    """The command; in a notebook main(["--preset", "shakespeare"]). Returns the exit code."""
+    with printed_by(read_launch().reports_mistakes):
+        given = parse_flags(Config, RECIPES, PRESETS, __doc__, argv)
+    process = start_process(given.get("device", "auto"))
+
+    with process.at_end, memory_errors(process.device):
+        # Until training begins, a mistake on one rank is an error on all: rank 0 prints it.
+        with printed_by(process.is_master):
+            # Where the run begins: --out, --resume and --init say where to look.
+            flags = merge_flags(given, Start())
+            start = find_start(flags, given, process, MODELS, load_model)
+
+            # The values of all flags.
+            flags, config = process.on_all_ranks(resolve_config, given, start, process)
+            check_ranks_agree(flags, config, process)
+            use_tf32(config, process)
+
+            # The data, and the model with all that trains it. The model of a checkpoint is in
+            # `start`; restore takes the optimizers' moments and the place in the data from there.
+            schedule = make_batch_schedule(RECIPES[config.recipe], config, process.world_size)
+            data = open_same_data(config, process)
+            state = make_train_state(config, start, process)
+            if start.path:
+                restore(start, config.data, data, schedule, state.optimizer, state.scaler)
+
+            # The micro-batch that fits into memory; what is compiled is compiled here.
+            B, trial = choose_micro_batch(flags, config, start, schedule, state, process)
+            change = schedule_change(start, config, schedule, process)
+            print_header(config, process, data, state.model, schedule, B, start, change)
+            if config.dry_run:
+                rate = B * config.sequence_length * process.world_size / trial(B)
+                print_estimate(config, process, schedule.tokens_left(start.step), rate)
+                return int(process.silent)          # 1 if stdout could not be written
+
+            # From here on something is written, and a signal asks the run to stop.
+            data.hellaswag = hellaswag.hellaswag_batches(config, given.keys(), process)
+            output = Output(flags)
+            process.on_all_ranks(output.open, config, start, process, schedule.tokens_before)
+            process.catch_signals()
+
+        loader = TrainLoader(data.train, schedule, B, start.step, process)
+        with output, run_can_continue(config.out), closing(loader):
+            flops_per_token = state.model.flops_per_token(config.sequence_length)
+            log = StepLog(process, output.record, schedule, flops_per_token)
+            step, stopped = train(start.step, config, process, data, loader, state, log, output)
+        return print_summary(config, process, data, log, output, step, stopped)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from benchmarks.nanochat import Nanochat, bytes_a_token
 from benchmarks.steps import shape_of
 from benchmarks.timing import BENCH, Setting, print_table
 from runtime.cli import UserError
+from runtime.flags import parse_flags
 from train_gpt2 import RECIPES
 
 # These recipes also train for a part of the steps: 1/3 and 1/10.
@@ -60,9 +61,9 @@ def train(flags: dict, idea: str = "", seed: int = 0) -> Curve:
 
 def train_without(idea: str, argv: list[str]) -> int:
     """`python bench.py train IDEA FLAGS`, which `train` starts: train_gpt2.py without that idea."""
-    config, _ = train_gpt2.parse_flags(argv)
+    given = parse_flags(train_gpt2.Config, RECIPES, train_gpt2.PRESETS, "", argv)
     if idea:
-        leave_out = ABLATIONS[config.recipe][idea]
+        leave_out = ABLATIONS[given["recipe"]][idea]
         leave_out(setattr)
     return train_gpt2.main(argv)
 

@@ -14,20 +14,19 @@ from pathlib import Path
 from benchmarks.timing import BENCH, measure, print_table, random_tokens, rows_of, take_turns
 from runtime.cli import UserError
 from runtime.dataloader import INPUT_TXT, TokenDataset, micro_batches, to_device
+from runtime.recipe import BatchSchedule
 from runtime.shards import open_shard, write_shard
 from runtime.tokenizer import EOT, VOCAB_SIZE, token_bytes
 
 
 def measure_loader(s):
     """Tokens/s of micro_batches on one thread, a rate an epoch of four unequal shards, hashing included."""
-    config = types.SimpleNamespace(total_batch_size=s.B * s.T, sequence_length=s.T, updates_per_step=1,
-                                   max_steps=1)
     with tempfile.TemporaryDirectory() as folder:
         shards = [Path(folder) / f"x_train_{i}.{s.size}" for i in range(4)]
         for i, path in enumerate(shards):
             write_shard(path, random_tokens(4_000_000 + 1013 * i))
         dataset = TokenDataset(shards, s.T, 1337, s.recipe == "shuffled", VOCAB_SIZE)
-        batches, rates = micro_batches(dataset, config, s.B), []
+        batches, rates = micro_batches(dataset, BatchSchedule(s.B * s.T, 1), s.B), []
         for _ in range(s.steps):
             start, steps = time.perf_counter(), dataset.total // s.B
             for rows in islice(batches, steps):

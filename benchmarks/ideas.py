@@ -25,18 +25,18 @@ FRONTIER = RECIPES["frontier"]
 
 def change_model(put, recipe, change):
     """Has `change(model)` called with each new model, before its optimizers are made."""
-    make = recipe.optimizers
+    make = recipe.make_optimizers
 
     def changed_optimizers(model, config):
         change(model)
         return make(model, config)
 
-    put(recipe, "optimizers", changed_optimizers)
+    put(recipe, "make_optimizers", changed_optimizers)
 
 
 def change_group(put, recipe, name, change):
     """Has `change(group, config)` called with that group of Adam's which has the parameter."""
-    make = recipe.optimizers
+    make = recipe.make_optimizers
 
     def changed_optimizers(model, config):
         adam, muon = make(model, config)
@@ -45,7 +45,7 @@ def change_group(put, recipe, name, change):
                 change(group, config)
         return [adam, muon]
 
-    put(recipe, "optimizers", changed_optimizers)
+    put(recipe, "make_optimizers", changed_optimizers)
 
 
 @torch.no_grad()
@@ -110,16 +110,15 @@ def adam_instead_of_muon(put):
 
 
 def constant_momentum(put):
-    put(SPEEDRUN, "momentum", lambda step, config: 0.95)
+    put(SPEEDRUN, "momentum", lambda progress, config: 0.95)
 
 
 def cosine(put):
-    def fraction(step, config):
-        floor = config.min_lr / config.max_lr
-        progress = min(1.0, step / config.max_steps)
-        return floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * progress))
+    def scale(step, progress, config):
+        min_scale = config.min_lr / config.max_lr
+        return min_scale + (1.0 - min_scale) * 0.5 * (1.0 + math.cos(math.pi * progress))
 
-    put(SPEEDRUN, "lr", fraction)
+    put(SPEEDRUN, "lr_scale", scale)
 
 
 def one_rate_at_all_widths(put):
@@ -132,8 +131,8 @@ def one_rate_at_all_widths(put):
 
 # ---------------------------------------------------------------------- frontier
 
-def one_update(put):
-    put(FRONTIER, "defaults", FRONTIER.defaults | {"updates_per_step": 1})
+def constant_batch(put):
+    put(FRONTIER, "batch_divisors", lambda config: (1, 1, 1))
 
 
 def no_shifted_keys(put):
@@ -234,7 +233,7 @@ ABLATIONS = {
         "head's rate by width (0.002 instead)": one_rate_at_all_widths,
     },
     "frontier": {
-        "several updates a step (one instead)": one_update,
+        "batch that grows (constant instead)": constant_batch,
         "shifted keys": no_shifted_keys,
         "start of the shifted keys as the queries": ordinary_start,
         "head tied to the embedding": untied_head,

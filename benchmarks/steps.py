@@ -1,4 +1,5 @@
 """What is timed, each in a process of its own: a worker measures one Setting."""
+import itertools
 import statistics
 import sys
 import types
@@ -14,6 +15,7 @@ from benchmarks.data import measure_loader
 from benchmarks.timing import Setting, random_tokens, time_steps
 from model import GPT2_SIZES, attention
 from runtime.device import peak_flops, peak_memory
+from runtime.recipe import BatchSchedule
 from runtime.shards import write_shard
 
 
@@ -31,29 +33,38 @@ def our_step(s: Setting):
     never = dict.fromkeys(("val_every", "hellaswag_every", "sample_every", "checkpoint_every"), 0)
     same = {name: getattr(s, name) for name in ("recipe", "vocab_size", "device", "dtype", "tf32", "compile",
                                                 "attention")}
-    config = train_gpt2.Config(**train_gpt2.RECIPES[s.recipe].defaults | shape_of(s) | never | same | dict(
-        data="data", out="out", total_batch_size=s.B * s.T, batch_size=s.B, block_size=s.T))
+    given = never | same | shape_of(s) | dict(
+        data="data", out="out", total_batch_size=s.B * s.T, batch_size=s.B, block_size=s.T)
+    tune_malloc = train_gpt2.tune_malloc if s.tune_memory else lambda: None
+    with patch.object(train_gpt2, "tune_malloc", tune_malloc):
+        process = train_gpt2.start_process(s.device)
+    _, config = train_gpt2.resolve_config(given, train_gpt2.Start(), process)
+    train_gpt2.use_tf32(config, process)
 
-    def chosen_here(run):
-        """Instead of the trial of a micro-batch: what a setting changes and no flag does, before anything is
-        compiled."""
+    # What a setting changes and no flag does, before anything is compiled.
+    make_model = train_gpt2.make_model
+
+    def changed_model(*args):
+        model = make_model(*args)
         if s.loss_chunk is not None:
-            run.model.loss_chunk = s.loss_chunk
-        for group in (group for optimizer in run.optimizers for group in optimizer.param_groups):
-            if not s.fused and "fused" in group:
-                group["fused"] = None           # torch's default for the device
-        return s.B
-    replaced = {"choose_batch_size": chosen_here} | ({} if s.tune_memory else {"tune_malloc": lambda: None})
-    with patch.multiple(train_gpt2, **replaced):
-        process = train_gpt2.set_up_process(config)
-        process.catch_signals = lambda: None    # a signal ends a benchmark at once
-        run = train_gpt2.set_up(config, set(), process)
+            model.loss_chunk = s.loss_chunk
+        return model
+    with patch.object(train_gpt2, "make_model", changed_model):
+        state = train_gpt2.make_train_state(config, train_gpt2.Start(), process)
+    for group in state.optimizer.groups():
+        if not s.fused and "fused" in group:
+            group["fused"] = None           # torch's default for the device
+
+    # Every step has B x T tokens, also of a recipe whose batch grows over the run.
+    schedule = BatchSchedule(config.total_batch_size, config.max_steps)
+    loader = train_gpt2.TrainLoader(train_gpt2.open_data(config).train, schedule, s.B, 0, process)
+    numbers = itertools.count()
 
     def step():
-        train_gpt2.set_schedule(run)
-        train_gpt2.train_step(run)
-        run.step += 1
-    return step, run.model
+        number = next(numbers)
+        train_gpt2.set_schedules(number, config, schedule, state)
+        train_gpt2.train_step(number, config, process, loader, state)
+    return step, state.model
 
 
 def peers_step(s: Setting):
@@ -116,7 +127,9 @@ def attention_and_gradients(kernel, q, k, v, dy):
 def measure_attention(s: Setting) -> dict:
     """Seconds of one layer's attention, forward and backward, and its errors against float64's formula,
     |x - x64| / |x64|: of y, and the largest of dq, dk and dv."""
-    device = train_gpt2.set_up_process(train_gpt2.Config(device=s.device)).device
+    process = train_gpt2.start_process(s.device)
+    train_gpt2.use_tf32(train_gpt2.Config(), process)
+    device = process.device
     heads, dtype = shape_of(s)["n_head"], getattr(torch, s.dtype)
     shape = s.B, s.T, heads, shape_of(s)["n_embd"] // heads
     torch.manual_seed(0)

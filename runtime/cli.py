@@ -1,8 +1,8 @@
 """Errors, flags and exit codes, the same for every command of this project."""
 import sys
 
-# Every script imports this module before all others, so that an old Python ends in one line instead of with a
-# traceback of whatever it lacks. Up to here the syntax must be one that it can read.
+# Every script imports this module before all others, so that an old Python ends in one line instead
+# of with a traceback of whatever it lacks. Up to here the syntax must be one that it can read.
 if sys.version_info < (3, 11):  # noqa: UP036
     print("this needs Python 3.11 or newer, and runs on {}.{}: start it with another Python".format(
         *sys.version_info), file=sys.stderr)
@@ -22,9 +22,9 @@ from dataclasses import field
 from pathlib import Path
 
 __version__ = "0.1.0"       # of the project; CHANGELOG.md says what changed
-MAY_BE_EMPTY = "prompt", "sample_prompt"
-NO_ROOM = errno.ENOSPC, errno.EDQUOT, errno.EFBIG
-OURS = "runtime", "benchmarks"              # packages of this project, which no pip installs
+MAY_BE_EMPTY = ("prompt", "sample_prompt")
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+OUR_PACKAGES = ("runtime", "benchmarks")        # which no pip installs
 
 
 class UserError(Exception):
@@ -40,44 +40,66 @@ class PrintError(OSError):
 
 
 @contextmanager
-def said_once(here: bool):
-    """Inside, all ranks raise the same error: the one with `here` prints it."""
+def printed_by(this_rank: bool):
+    """Around code in which all ranks raise the same error: the one with `this_rank` prints it."""
     try:
         yield
     except (UserError, RunError) as error:
-        error.printed_here = here
+        error.printed_here = this_rank
         raise
 
 
+# ----------------------------------------------------------------------------- flags
+
 class FlagParser(argparse.ArgumentParser):
-    """argparse whose errors are UserErrors, whose flags are taken with dashes too (--max-steps) and cannot be
-    abbreviated, and whose switches may be written as in nanoGPT (--compile=False). A text is UTF-8, and but
-    for MAY_BE_EMPTY not empty, as an unset variable of the shell is."""
+    """argparse with the rules of this project.
+
+    - Its errors are UserErrors.
+    - Flags may be written with dashes (--max-steps), but not abbreviated.
+    - Switches may be written as in nanoGPT (--compile=False).
+    - Texts are UTF-8, and but for MAY_BE_EMPTY not empty, as an unset variable of the shell is.
+    """
 
     def __init__(self, **kwargs):
-        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
+        super().__init__(
+            allow_abbrev=False,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            **kwargs,
+        )
         self.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
 
     def parse_args(self, args=None, namespace=None):
-        words = [re.sub(r"^--[\w-]+(?==|\Z)", lambda name: "--" + name[0][2:].replace("-", "_"), word)
-                 for word in (sys.argv[1:] if args is None else args)]
+        if args is None:
+            args = sys.argv[1:]
+        words = [re.sub(r"^--[\w-]+(?==|\Z)", with_underscores, word) for word in args]
         words = self._plain_switches(words)
-        args = self.parse_intermixed_args(words, namespace)     # `compare --plot FILE RUN RUN`, too
-        for name, value in vars(args).items():
-            flag = f"--{name}" if f"--{name}" in " ".join(words) else name
-            for text in value if isinstance(value, list) else [value]:
-                if isinstance(text, str) and value != self.get_default(name):
+
+        # Intermixed, because bench.py's commands take words after their flags.
+        found = self.parse_intermixed_args(words, namespace)
+        for name, value in vars(found).items():
+            if value == self.get_default(name):
+                continue
+            flag = name
+            if f"--{name}" in " ".join(words):
+                flag = f"--{name}"
+            texts = value if isinstance(value, list) else [value]
+            for text in texts:
+                if isinstance(text, str):
                     self._check_text(flag, name, text)
-        return args
+        return found
 
     def _plain_switches(self, words):
-        """The words with a switch's True or False, which follow it after an equals sign or a space, replaced:
-        `--compile=False` is --no_compile, and of a switch that has no such counterpart nothing is left."""
+        """The words with each switch's True or False replaced, after "=" or as a word of its own.
+
+        `--compile=False` becomes --no_compile. Of a switch without such a counterpart, False leaves
+        nothing.
+        """
         result = []
         for word in words:
             switch, _, value = word.partition("=")
             if word in ("True", "False") and result and self._is_switch(result[-1]):
                 switch, value = result.pop(), word
+
             opposite = "--no_" + switch[2:]
             if not self._is_switch(switch) or value not in ("True", "False"):
                 result.append(word)
@@ -98,20 +120,25 @@ class FlagParser(argparse.ArgumentParser):
             self.error(f"{flag} is empty: give a value (was a variable of the shell not set?)")
         if "\0" in text and name not in MAY_BE_EMPTY:
             self.error(f"{flag} {text!r} holds a NUL byte: give another")
-        # sys.argv holds bytes that are not UTF-8 as surrogates. A checkpoint, manifest or log with one could
-        # not be read again; the prompt of sample.py stands in none
+        # sys.argv holds bytes that are not UTF-8 as surrogates. A checkpoint, manifest or log with
+        # one could not be read again. The prompt of sample.py stands in none of these.
         if name != "prompt" and text != text.encode(errors="replace").decode():
             self.error(f"{flag} {text!r} holds bytes that are not UTF-8: give a name without them")
 
     def error(self, message):
         if re.search(r"unrecognized arguments: .*\.py\b", message):
-            message = (f"{message}: no file with settings is read here, as nanoGPT does: give them as flags, "
-                       "or a --preset")
+            message = (f"{message}: no file with settings is read here, as nanoGPT does: give them "
+                       "as flags, or a --preset")
         raise UserError(f"{message} (see {self.prog} --help)")
 
 
+def with_underscores(name: re.Match) -> str:
+    """--max-steps -> --max_steps."""
+    return "--" + name[0][2:].replace("-", "_")
+
+
 def import_package(name: str):
-    """The module `name`, of a package that is not needed by every command. UserError where it is missing."""
+    """The module `name`, of a package that not every command needs. UserError if it is missing."""
     package = name.partition(".")[0]
     missing = None
     try:
@@ -129,8 +156,10 @@ def import_package(name: str):
 # ----------------------------------------------------------------------------- what is printed
 
 class Printer:
-    """A command's sys.stdout. What it cannot write is a PrintError, which tells that from a failed file, and
-    is remembered: argparse, for one, passes over it."""
+    """A command's sys.stdout. What it cannot write is a PrintError, unlike the errors of a file.
+
+    The error is remembered, because argparse, for one, passes over it.
+    """
 
     def __init__(self, stream):
         self.stream = stream
@@ -157,8 +186,11 @@ class Printer:
 
 
 def open_standard_streams() -> None:
-    """Closed ones (`>&-`) become the null device. Otherwise the next file that is opened, a checkpoint say,
-    would have the number of stdout or stderr, and be written to by any library that prints."""
+    """Makes closed streams (`>&-`) the null device.
+
+    Otherwise the next file that is opened, a checkpoint say, would have the number of stdout or
+    stderr, and any library that prints would write into it.
+    """
     for descriptor in (0, 1, 2):
         try:
             os.fstat(descriptor)
@@ -196,9 +228,10 @@ def write_to_stderr(text: str) -> None:
 
 
 def safe_repr(value: object) -> str:
-    """A value from an untrusted file, for a message. Of a container only the type: str() of a nested one may
-    never end."""
-    return str(value)[:40] if isinstance(value, str | int | float | None) else f"a {type(value).__name__}"
+    """A value from an untrusted file, for a message."""
+    if isinstance(value, str | int | float | None):
+        return str(value)[:40]
+    return f"a {type(value).__name__}"          # str() of a nested container may never end
 
 
 def unexpected(what: str, expected: object, found: object) -> ValueError:
@@ -207,12 +240,17 @@ def unexpected(what: str, expected: object, found: object) -> ValueError:
 
 
 def brief_error(error: Exception) -> str:
-    """What an error says, in 200 characters: of an OSError the system's words, of a plain ValueError its text
-    (so our readers say what is wrong with a file) and of our own errors, of any other its class and text."""
-    text = str(error).split("WeightsUnpickler error:")[-1]        # torch says before it how to run the code
+    """What an error says, in 200 characters."""
+    if getattr(error, "strerror", None):
+        return error.strerror                   # an OSError's: the words of the system
+
+    text = str(error).split("WeightsUnpickler error:")[-1]      # before it torch says how to run code
     text = " ".join(text.split())[:200]
-    ours = type(error) in (ValueError, UserError, RunError)
-    return getattr(error, "strerror", None) or (text if ours else f"{type(error).__name__}: {text}")
+
+    # A plain ValueError is one of ours: it says what is wrong with a file.
+    if type(error) in (ValueError, UserError, RunError):
+        return text
+    return f"{type(error).__name__}: {text}"
 
 
 def refusal(error: OSError) -> UserError | RunError | None:
@@ -226,9 +264,15 @@ def refusal(error: OSError) -> UserError | RunError | None:
 
 
 def flag(default, group, help, **metadata):
-    """A field of a Config dataclass that is also a flag. `metadata`: `word` (taken in place of a number, as
-    "auto"), `choices`, `above` (0: not 0 itself), `most` (if not 2^40; of a float 1e38), `fixed` (cannot
-    change on resume), `per_run` (not taken from a checkpoint), `recipes` (those that it is for)."""
+    """A field of a Config dataclass that is also a flag. `metadata`:
+
+    word: what may stand in place of a number, as "auto"
+    choices: the only values
+    above: 0 if the value cannot be 0 itself
+    most: the largest value, if it is not 2^40, or 1e38 of a float
+    fixed: the value cannot change when a run resumes
+    per_run: the value is not taken from the checkpoint
+    """
     return field(default=default, metadata={"group": group, "help": help, **metadata})
 
 
@@ -238,8 +282,11 @@ command_is_running = False          # inside run_command, which ends several ran
 
 
 def run_command(main: Callable[[], int | None]) -> None:
-    """Runs `main()` as a command, and ends the process with its exit code: UserError -> one line and 2,
-    RunError -> one line and 1, Ctrl-C -> one line and 130, what cannot be printed -> one line and 1."""
+    """Runs `main()` as a command, and ends the process with its exit code.
+
+    A UserError becomes one line and 2, a RunError one line and 1, Ctrl-C one line and 130, and what
+    cannot be printed one line and 1.
+    """
     global command_is_running
     open_standard_streams()
     stdout = sys.stdout
@@ -252,12 +299,15 @@ def run_command(main: Callable[[], int | None]) -> None:
     finally:
         command_is_running = False
         sys.stdout = stdout
-    # Several ranks end without finalization, and without destroying their process group: gloo's threads can
-    # abort the one (pytorch issue 190489), and the destructor of the other, which holds the GIL, waits for a
-    # thread that may wait for the GIL.
+
+    # Several ranks end without Python's finalization, which gloo's threads can abort (pytorch issue
+    # 190489). They do not destroy their process group either: its destructor holds the GIL while it
+    # waits for a thread that may wait for the GIL.
     if in_process_group():
         os._exit(code)
-    # Ctrl-C would change the exit code of a finalization. Not before that: a notebook (%run) goes on.
+
+    # From the end of Python on, Ctrl-C would only change the exit code. Not from now on: a notebook,
+    # which runs a script by %run, goes on.
     atexit.register(ignore_ctrl_c)
     sys.exit(code)
 
@@ -277,20 +327,25 @@ def exit_code(main: Callable[[], int | None]) -> int:
         return 1
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
-        if not package or package in OURS:
+        if not package or package in OUR_PACKAGES:
             return report_bug()
         return report(UserError(f"this needs the package {package}: pip install {package}"))
     except OSError as error:
         refused = refusal(error)
-        return report(refused) if refused else report_bug()
+        if refused is None:
+            return report_bug()
+        return report(refused)
     except Exception:
         return report_bug()
 
 
 def report(error: UserError | RunError) -> int:
+    """Prints the error, unless another rank does. The exit code."""
     if getattr(error, "printed_here", True):
         print_error(error)
-    return 2 if isinstance(error, UserError) else 1
+    if isinstance(error, UserError):
+        return 2
+    return 1
 
 
 def report_bug() -> int:
@@ -299,8 +354,10 @@ def report_bug() -> int:
 
 
 def finish_output(stdout: Printer, code: int) -> int:
-    """Writes what is still in the buffers, so that Python's finalization finds nothing to complain about. The
-    exit code, which is not 0 if something could not be printed."""
+    """Writes what is still in the buffers, so that Python's finalization has nothing to complain of.
+
+    Returns the exit code, which is not 0 if something could not be printed.
+    """
     with suppress(PrintError):
         stdout.flush()
     failure = stdout.failure
@@ -308,8 +365,8 @@ def finish_output(stdout: Printer, code: int) -> int:
         silence(stdout)
         code = code or 1
         if failure.errno != errno.EPIPE:                # `... | head` has read enough
-            print_error(f"what it prints cannot be written ({failure.strerror}): make room, or send it "
-                        "elsewhere")
+            print_error(f"what it prints cannot be written ({failure.strerror}): make room, or send "
+                        "it elsewhere")
     write_to_stderr("")
     return code
 

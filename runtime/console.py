@@ -4,21 +4,32 @@ import shlex
 import statistics
 import time
 import uuid
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 
-from runtime.cli import RunError, import_package, said_once
-from runtime.dataloader import divide_update
-from runtime.device import device_name, least_cpu_seconds, peak_flops, peak_memory, time_micro_step
-from runtime.files import checkpoints, newest_of, read_text, readable, replace_file, sync, writable
+from runtime.cli import import_package
+from runtime.device import device_name, least_cpu_seconds, peak_flops, peak_memory
+from runtime.files import checkpoints, read_text, readable, replace_file, sync, writable
+from runtime.recipe import BatchSchedule
 
-FORMATS = dict(step="d", tokens="d", seconds=".3f", train=".6f", val=".6f", hella=".6f", lr=".6g",
-               norm=".4f", tokens_per_second=".6g")         # of metrics.csv's cells
+# The columns of metrics.csv, and how their numbers are written.
+FORMATS = {
+    "step": "d",
+    "tokens": "d",
+    "seconds": ".3f",
+    "train": ".6f",
+    "val": ".6f",
+    "hella": ".6f",
+    "lr": ".6g",
+    "norm": ".4f",
+    "tokens_per_second": ".6g",
+}
 HEADER = ",".join(FORMATS)
+
 DAY = 24 * 60 * 60          # seconds
 
 
@@ -29,80 +40,143 @@ def clock(seconds: float) -> str:
 
 def counted(n: int, what: str) -> str:
     """'1 step', '2 steps', '8 processes'."""
-    return f"{n:,} {what}" + ("" if n == 1 else "es" if what.endswith("s") else "s")
+    if n == 1:
+        return f"1 {what}"
+    plural = "es" if what.endswith("s") else "s"
+    return f"{n:,} {what}{plural}"
 
 
-def step_line(step: int, loss: float, norm: float, lr: float, dt: float, rate: float, mfu: float | None,
-              left: float) -> str:
-    """The console's line of a step. `dt`, `left`: seconds; `rate`: tokens/s."""
-    return (f"step {step:5d} | loss: {loss:.4f} | lr {lr:.2e} | norm: {norm:.2f} | dt: {dt * 1000:.1f}ms | "
-            f"tok/sec: {rate:,.0f}{f' | mfu {mfu:.0%}' if mfu else ''} | {clock(left)} left")
+# ----------------------------------------------------------------------- metrics.csv and log.txt
 
+def read_metrics(
+    path: str | Path, remedy: str = "remove it, or choose another --out"
+) -> list[dict]:
+    """The complete rows of a metrics.csv, each {column: number, or None where the cell is empty}.
 
-def read_metrics(path: str | Path, remedy: str = "remove it, or choose another --out") -> list[dict]:
-    """The complete rows of a metrics.csv: {column of FORMATS: number, or None where the cell is empty}. A
-    crash can cut off the last one. UserError for a file of another kind."""
+    UserError with `remedy` for a file of another kind.
+    """
     with readable(path, remedy):
-        header, *lines = read_text(path).rpartition("\n")[0].splitlines() or [""]
+        complete, _, _ = read_text(path).rpartition("\n")       # a crash can cut off the last line
+        header, *lines = complete.splitlines() or [""]
         if header != HEADER:
             raise ValueError("its first line does not name the columns of a run's metrics")
-        return [{name: (int if form == "d" else float)(cell) if cell or name in ("step", "seconds") else None
-                 for (name, form), cell in zip(FORMATS.items(), line.split(","), strict=True)}
-                for line in lines]
+        return [read_row(line) for line in lines]
 
 
-def lowest(rows: list[dict], steps: Collection[int] | None = None) -> tuple[float, int] | None:
-    """(validation loss, step) of the lowest one, the earliest of equals; of `steps` alone, if given."""
-    return min(((row["val"], row["step"]) for row in rows if row["val"] is not None
-                and math.isfinite(row["val"]) and (steps is None or row["step"] in steps)), default=None)
+def read_row(line: str) -> dict:
+    row = {}
+    for (name, form), cell in zip(FORMATS.items(), line.split(","), strict=True):
+        if cell == "" and name not in ("step", "seconds"):
+            row[name] = None
+        elif form == "d":
+            row[name] = int(cell)
+        else:
+            row[name] = float(cell)
+    return row
 
 
 def row_line(row: dict) -> str:
-    return ",".join("" if row[name] is None else format(row[name], form) for name, form in FORMATS.items())
+    cells = []
+    for name, form in FORMATS.items():
+        cell = ""
+        if row[name] is not None:
+            cell = format(row[name], form)
+        cells.append(cell)
+    return ",".join(cells)
+
+
+def lowest(rows: list[dict], steps: Collection[int] | None = None) -> tuple[float, int] | None:
+    """(validation loss, step) of the lowest loss, the earliest of equal ones. None if there is none.
+
+    With `steps` only these are looked at.
+    """
+    found = []
+    for row in rows:
+        if row["val"] is None or not math.isfinite(row["val"]):
+            continue
+        if steps is None or row["step"] in steps:
+            found.append((row["val"], row["step"]))
+    return min(found, default=None)
 
 
 class Record:
-    """OUT/metrics.csv, a row a step: a resume, the best checkpoint and the picture read it. Beside it
-    OUT/log.txt, a line an event, and Weights & Biases, if asked for. In a step val and hella precede train.
-    A run that resumes at `step` cuts off the rows after it, and keeps the evaluations of `step` itself.
-    UserError if metrics.csv is damaged."""
+    """OUT/metrics.csv, OUT/log.txt and Weights & Biases: what a run has measured.
 
-    def __init__(self, out: str | Path, step: int, tokens_per_step: int, config: dict | None = None,
-                 wandb: bool = False):
-        self.out, self.tokens_per_step, self.wandb, self.rows = Path(out), tokens_per_step, None, []
-        self.picture_due = 0.0                  # of OUT/loss.png
-        if step and (self.out / "metrics.csv").exists():
-            self.rows = [row for row in read_metrics(self.out / "metrics.csv") if row["step"] <= step]
+    metrics.csv has one row for each step; a resume, the best checkpoint and the picture read it.
+    log.txt has one line for each event. Of one step, val and hella come before train.
+
+    A run that resumes at `step` cuts off the rows after it, and keeps the evaluations of `step`
+    itself. `tokens_before` tells how many tokens a run has seen before a step. UserError if
+    metrics.csv is damaged.
+    """
+
+    def __init__(
+        self,
+        out: str | Path,
+        step: int,
+        tokens_before: Callable[[int], int],
+        config: dict | None = None,
+        wandb: bool = False,
+    ):
+        self.out = Path(out)
+        self.tokens_before = tokens_before
+        self.picture_due = 0.0                  # when plots.draw may make the next OUT/loss.png
+
+        self.rows = []
+        if step > 0 and (self.out / "metrics.csv").exists():
+            rows = read_metrics(self.out / "metrics.csv")
+            self.rows = [row for row in rows if row["step"] <= step]
         if self.rows and self.rows[-1]["step"] == step:
-            self.rows[-1] |= dict.fromkeys(("train", "lr", "norm", "tokens_per_second"))
-        texts = {"metrics.csv": [HEADER, *map(row_line, self.rows)],
-                 "log.txt": [f"{row['step']} {kind} {row[kind]:.6f}" for row in self.rows
-                             for kind in ("val", "hella", "train") if row[kind] is not None]}
-        for name, lines in texts.items():
-            text = "".join(f"{line}\n" for line in lines).encode()
-            replace_file(self.out / name, lambda file, text=text: file.write(text))
-        self.table, self.events = (open(self.out / name, "a", newline="\n") for name in texts)
+            # This step will be trained again.
+            self.rows[-1].update(train=None, lr=None, norm=None, tokens_per_second=None)
+
+        self.table = self._rewrite("metrics.csv", [HEADER, *map(row_line, self.rows)])
+        self.events = self._rewrite("log.txt", self._event_lines())
+
+        self.wandb = None
         if wandb:
             self.wandb = open_wandb(self.out.resolve(), config, resumes=step > 0)
 
+    def _event_lines(self):
+        lines = []
+        for row in self.rows:
+            for kind in ("val", "hella", "train"):
+                if row[kind] is not None:
+                    lines.append(f"{row['step']} {kind} {row[kind]:.6f}")
+        return lines
+
+    def _rewrite(self, name, lines):
+        text = "".join(f"{line}\n" for line in lines)
+        replace_file(self.out / name, lambda file: file.write(text.encode()))
+        return open(self.out / name, "a", newline="\n")
+
     @property
     def seconds(self) -> float:
-        """The time of the steps up to here."""
-        row = self.rows[-1] if self.rows else dict.fromkeys(FORMATS, 0)
-        rate = row["tokens_per_second"] or 0
-        return row["seconds"] + (self.tokens_per_step / rate if rate > 0 else 0)
+        """The time of all steps so far."""
+        if not self.rows:
+            return 0.0
+        last = self.rows[-1]
+        rate = last["tokens_per_second"] or 0.0
+        if not rate > 0:
+            return last["seconds"]
+        tokens = self.tokens_before(last["step"] + 1) - self.tokens_before(last["step"])
+        return last["seconds"] + tokens / rate
 
     def add(self, step: int, kind: str, value: float, **more: float) -> None:
         """`kind`: train, val or hella. `more`: other cells of the row."""
         end = self.table.tell()
-        if not self.rows or self.rows[-1]["step"] != step:
-            self.rows.append(dict.fromkeys(FORMATS) | {
-                "step": step, "tokens": step * self.tokens_per_step, "seconds": self.seconds})
+        if self.rows and self.rows[-1]["step"] == step:
+            end -= len(row_line(self.rows[-1])) + 1             # rewrite this row
         else:
-            end -= len(row_line(self.rows[-1])) + 1                 # that row is rewritten
-        self.rows[-1] |= {kind: round(value, 6), **more}            # as it will be read
+            row = dict.fromkeys(FORMATS)
+            row.update(step=step, tokens=self.tokens_before(step), seconds=self.seconds)
+            self.rows.append(row)
+        self.rows[-1].update(more)
+        self.rows[-1][kind] = round(value, 6)                   # as it will be read again
+
         with writable(self.out, begun=True):
-            self.table.truncate(end)            # what is killed here leaves a row out, never a mixture of two
+            # A kill between these lines leaves the row out, but never makes a mixture of two.
+            self.table.truncate(end)
             print(row_line(self.rows[-1]), file=self.table, flush=True)
             print(f"{step} {kind} {value:.6f}", file=self.events, flush=True)
         if self.wandb:
@@ -111,8 +185,8 @@ class Record:
     def sync(self) -> None:
         """Before a checkpoint is written: a loss of power must not leave one beyond its record."""
         with writable(self.out, begun=True):
-            for file in (self.table, self.events):
-                sync(file.fileno())
+            sync(self.table.fileno())
+            sync(self.events.fileno())
 
     def close(self) -> None:
         for file in (self.table, self.events):
@@ -126,111 +200,231 @@ def open_wandb(out: Path, config: dict, resumes: bool):
     """The package wandb, with this run started, or resumed by the id in OUT/wandb_id."""
     wandb = import_package("wandb")
     path = out / "wandb_id"
-    if not (resumes and path.exists()):
+    if not resumes or not path.exists():
         replace_file(path, lambda file: file.write(uuid.uuid4().hex.encode()))
-    with readable("Weights & Biases", "wandb login, or leave --wandb out", problem="cannot be started"):
-        wandb.init(project="gpt2", name=out.name, config=config, id=read_text(path, 100), resume="allow")
+    with readable("Weights & Biases", "wandb login, or leave --wandb out", problem="cannot start"):
+        wandb.init(
+            project="gpt2",
+            name=out.name,
+            config=config,
+            id=read_text(path, 100),
+            resume="allow",
+        )
     return wandb
 
 
-def print_header(run, path: Path | None, change: str = "") -> None:
-    """What `run` will do; for --dry_run also how long, by one timed micro-step. `path`: the checkpoint's.
-    `change`: what is not as in the run that it resumes."""
-    c, process, say = run.config, run.process, run.process.print0
-    ranks, updates, tokens = counted(process.world_size, "process"), c.updates_per_step, c.total_batch_size
-    B, n = divide_update(c, updates, process.world_size, run.batch_size)
-    epochs = c.max_steps * tokens / (run.data.train.total * c.sequence_length)
-    every = {"validation": c.val_every, "HellaSwag": c.hellaswag_every, "checkpoint": c.checkpoint_every}
-    say(f"{ranks} on {process.device} ({device_name(process.device)}), {c.dtype}, "
-        f"{'torch.compile' if c.compile else 'eager'}, attention {c.attention}, torch {torch.__version__}")
-    say(f"{c.recipe}: {sum(p.numel() for p in run.model.parameters()):,} parameters "
-        f"({counted(c.n_layer, 'layer')}, {counted(c.n_head, 'head')}, width {c.n_embd}, "
-        f"vocabulary {c.vocab_size}{f', window {c.window} inside documents' if c.window else ''})")
-    say(f"{tokens:,} tokens a step = {B} x {c.sequence_length} x {counted(n * updates, 'micro-step')} x "
-        f"{ranks}{f' in {updates} updates at first' if updates > 1 else ''}; {c.max_steps:,} steps = "
-        f"{c.max_steps * tokens:,} tokens = {epochs:,.2f} epochs; max_lr {c.max_lr:g} after "
-        f"{counted(c.warmup_steps, 'step')}, min_lr {c.min_lr:g}")
-    say(", ".join(f"{what} {f'every {n:,} steps' if n else 'never'}" for what, n in every.items())
-        + ("" if c.overfit else f", in {c.out}"))
-    if path:
-        say(f"resuming from {path} at step {run.step} of {c.max_steps}{change}")
-    flops = (c.max_steps - run.step) * tokens * run.model.flops_per_token(c.sequence_length)
-    if process.device == "cpu" and (least := least_cpu_seconds(flops, c.dtype, process.world_size)) > DAY:
-        say(f"without a GPU this takes more than {counted(math.floor(least / DAY), 'day')}: --preset "
-            "shakespeare is for a CPU and takes minutes, --dry_run tells how long this run takes")
-    if c.dry_run:
-        dt = time_micro_step(run, B) * n * updates
-        say(f"about {dt:.3g} s a step, {clock(dt * (c.max_steps - run.step))} in all without evaluations; "
-            "nothing was written, and the same command without --dry_run starts the run")
+# ----------------------------------------------------------------------------- the steps
+
+def step_line(
+    step: int,
+    loss: float,
+    norm: float,
+    lr: float,
+    dt: float,
+    rate: float,
+    mfu: float | None,
+    left: float,
+) -> str:
+    """The console's line of a step. `dt` and `left` are seconds, `rate` is tokens per second."""
+    parts = [
+        f"step {step:5d}",
+        f"loss: {loss:.4f}",
+        f"lr {lr:.2e}",
+        f"norm: {norm:.2f}",
+        f"dt: {dt * 1000:.1f}ms",
+        f"tok/sec: {rate:,.0f}",
+    ]
+    if mfu:
+        parts.append(f"mfu {mfu:.0%}")
+    parts.append(f"{clock(left)} left")
+    return " | ".join(parts)
 
 
-def what_resumes(run) -> str:
-    """What the same command does next, when a checkpoint that is still being written is complete."""
-    if run.saver:
-        run.saver.finish()
-    return newest_of(run.config.out)
+class StepLog:
+    """Prints and records steps and evaluations, and does nothing else.
 
+    `record` is None where nothing is written. `flops_per_token`: forward and backward.
+    """
 
-def log_steps(run, keep: int = 0) -> None:
-    """Prints and records the finished steps but the newest `keep`. RunError for a loss or gradient that is
-    not finite; float16's scaler skips a step that overflows and lowers its scale, which is 65536 at first."""
-    config, process = run.config, run.process
-    while len(run.pending) > keep:
-        step, numbers, lr = run.pending.popleft()
-        loss, norm, stops = numbers()                   # on a GPU this waits for that step
+    def __init__(
+        self, process, record: Record | None, schedule: BatchSchedule, flops_per_token: int
+    ):
+        self.process = process
+        self.record = record
+        self.schedule = schedule
+        self.flops_per_token = flops_per_token
+        self.losses, self.seconds, self.seconds_per_token = [], [], []          # of each step
+        self.last_time = 0.0                                    # when the step before was logged
+
+    def step(self, step: int, loss: float, norm: float, lr: float, began: float) -> None:
+        """`began`: time.perf_counter() at the beginning of the step."""
+        # A GPU's step is launched before the step before it is done. Its time counts from that
+        # moment on.
         now = time.perf_counter()
-        dt, run.clock = now - run.clock, now
-        process.agreed |= stops > 0 and process.world_size > 1
-        run.overflows = 0 if math.isfinite(norm) else run.overflows + 1
-        if not math.isfinite(loss) or run.overflows > (25 if config.dtype == "float16" else 0):
-            with said_once(process.is_master):
-                raise RunError(f"step {step} is not finite: loss {loss}, gradient norm {norm}: lower "
-                               f"--max_lr or lengthen --warmup_steps. {what_resumes(run)}")
-        run.losses.append(loss)
-        run.seconds.append(dt)
-        rate, peak = config.total_batch_size / dt, peak_flops(process.device)
-        mfu = peak and rate * run.model.flops_per_token(config.sequence_length) / process.world_size / peak
-        left = statistics.median(run.seconds[-20:]) * (config.max_steps - 1 - step)
-        process.print0(step_line(step, loss, norm, lr, dt, rate, mfu, left))
-        if run.record:
-            run.record.add(step, "train", loss, norm=norm, lr=lr, tokens_per_second=rate)
+        dt = now - max(began, self.last_time)
+        self.last_time = now
+
+        rate = self.schedule.tokens(step) / dt
+        self.losses.append(loss)
+        self.seconds.append(dt)
+        self.seconds_per_token.append(1 / rate)
+
+        tokens_left = self.schedule.tokens_left(step + 1)
+        left = tokens_left * statistics.median(self.seconds_per_token[-20:])
+        self.process.print0(step_line(step, loss, norm, lr, dt, rate, self.mfu(rate), left))
+        if self.record:
+            self.record.add(step, "train", loss, norm=norm, lr=lr, tokens_per_second=rate)
+
+    def mfu(self, rate: float) -> float | None:
+        """Model FLOPs utilisation: the share of the GPUs' peak; None if the peak is not known."""
+        peak = peak_flops(self.process.device)
+        if peak is None:
+            return None
+        return rate * self.flops_per_token / self.process.world_size / peak
+
+    def evaluation(self, step: int, kind: str, value: float, text: str) -> None:
+        self.process.print0(f"step {step:5d} | {text}")
+        if self.record:
+            self.record.add(step, kind, value)
+
+    def evaluated(self, step: int) -> set[str]:
+        """The evaluations of this step that are recorded already: "val", "hella", both or none."""
+        if self.record is None or not self.record.rows:
+            return set()
+        last = self.record.rows[-1]
+        if last["step"] != step:
+            return set()
+        return {kind for kind in ("val", "hella") if last[kind] is not None}
 
 
-def log_evaluation(run, kind: str, value: float, text: str) -> None:
-    run.process.print0(f"step {run.step:5d} | {text}")
-    if run.record:
-        run.record.add(run.step, kind, value)
+# ----------------------------------------------------------------------- before and after them
+
+def print_header(
+    config, process, data, model, schedule: BatchSchedule, B: int, start, change: str
+) -> None:
+    """What the run will do. `B`: sequences of a micro-batch. `change`: see schedule_change."""
+    c, say = config, process.print0
+    processes = counted(process.world_size, "process")
+    how = "torch.compile" if c.compile else "eager"
+    say(f"{processes} on {process.device} ({device_name(process.device)}), {c.dtype}, {how}, "
+        f"attention {c.attention}, torch {torch.__version__}")
+
+    num_params = sum(p.numel() for p in model.parameters())
+    shape = [
+        counted(c.n_layer, "layer"),
+        counted(c.n_head, "head"),
+        f"width {c.n_embd}",
+        f"vocabulary {c.vocab_size}",
+    ]
+    if c.window:
+        shape.append(f"window {c.window} inside documents")
+    say(f"{c.recipe}: {num_params:,} parameters ({', '.join(shape)})")
+
+    first_batch, last_batch = schedule.tokens(0), schedule.tokens(c.max_steps - 1)
+    micro_steps = last_batch // (B * c.sequence_length * process.world_size)
+    batch = f"{B} x {c.sequence_length} x {counted(micro_steps, 'micro-step')} x {processes}"
+    if first_batch < last_batch:
+        batch += f", {first_batch:,} at first"
+    tokens = schedule.tokens_before(c.max_steps)
+    epochs = tokens / c.sequence_length / data.train.total
+    rates = f"max_lr {c.max_lr:g} after {counted(c.warmup_steps, 'step')}, min_lr {c.min_lr:g}"
+    say(f"{last_batch:,} tokens per step = {batch}; {c.max_steps:,} steps = {tokens:,} tokens = "
+        f"{epochs:,.2f} epochs; {rates}")
+
+    say(", ".join(plans(c)))
+    if start.path:
+        say(f"resuming from {start.path} at step {start.step} of {c.max_steps}{change}")
+
+    flops = schedule.tokens_left(start.step) * model.flops_per_token(c.sequence_length)
+    least = least_cpu_seconds(flops, c.dtype, process.world_size)
+    if process.device == "cpu" and least > DAY:
+        say(f"without a GPU this takes more than {counted(math.floor(least / DAY), 'day')}: "
+            "--preset shakespeare is for a CPU and takes minutes, --dry_run tells how long this run "
+            "takes")
+
+
+def plans(config) -> list[str]:
+    """When the run does what, and where it writes."""
+    periods = {
+        "validation": config.val_every,
+        "HellaSwag": config.hellaswag_every,
+        "checkpoint": config.checkpoint_every,
+    }
+    found = []
+    for what, period in periods.items():
+        when = "never"
+        if period:
+            when = f"every {period:,} steps"
+        found.append(f"{what} {when}")
+    if not config.overfit:
+        found.append(f"in {config.out}")
+    return found
+
+
+def print_estimate(config, process, tokens_left: int, rate: float) -> None:
+    """How long the run will take, for --dry_run, at `rate` tokens per second of all ranks."""
+    process.print0(
+        f"about {config.total_batch_size / rate:.3g} s per step, {clock(tokens_left / rate)} in all "
+        "without evaluations; nothing was written, and the same command without --dry_run starts "
+        "the run")
 
 
 def in_bits(loss: float, data) -> str:
     """' (1.6543 bits per byte)' for a validation loss; '' where the tokens are not GPT-2's."""
     bits = loss * data.bits_per_byte
-    return f" ({bits:.4f} bits per byte)" if math.isfinite(bits) else ""
+    if not math.isfinite(bits):
+        return ""
+    return f" ({bits:.4f} bits per byte)"
 
 
-def print_summary(run) -> int:
+def print_summary(config, process, data, log: StepLog, output, step: int, stopped: bool) -> int:
     """Prints how the run ended and where everything is. Returns its exit code."""
-    config, process, say, losses = run.config, run.process, run.process.print0, run.losses
-    if run.seconds:
-        dt, peak = statistics.median(run.seconds), peak_memory(process.device) / 1e9
-        say(f"median step {dt * 1000:,.1f} ms, {config.total_batch_size / dt:,.0f} tokens/s, "
-            f"peak memory {peak:.1f} GB")
-    if process.stop:
-        say(f"stopped by {process.received or 'a signal'} after {run.step} of {config.max_steps} steps. "
-            + newest_of(config.out) * (not config.overfit))
+    say = process.print0
+    if log.seconds:
+        dt, rate = statistics.median(log.seconds), 1 / statistics.median(log.seconds_per_token)
+        memory = peak_memory(process.device)
+        say(f"median step {dt * 1000:,.1f} ms, {rate:,.0f} tokens/s, "
+            f"peak memory {memory / 1e9:.1f} GB")
+
+    if stopped:
+        hint = ""
+        if not config.overfit:
+            hint = output.what_resumes()
+        cause = process.received or "a signal"
+        say(f"stopped by {cause} after {step} of {config.max_steps} steps. {hint}")
         return 0
     if config.overfit:
-        passed = losses[-1] < 0.1
-        say(f"overfit one batch: loss {losses[0]:.4f} -> {losses[-1]:.4f} in {len(losses)} steps: "
-            + ("PASSED\nnext: python fineweb.py --input input.txt --out data/shakespeare" if passed else
-               "FAILED (under 0.1 is expected)"))
-        return 0 if passed else 1
+        return print_overfit(say, log.losses)
+
     saved = dict(checkpoints(config.out))
-    say(f"done: {run.step} steps; in {config.out}: log.txt, metrics.csv, loss.png"
-        + (", checkpoints" if saved else ""))
-    if best := run.record and lowest(run.record.rows, saved):
-        first, bits = run.record.rows[0]["val"] or math.nan, in_bits(best[0], run.data)
-        say(f"best checkpoint: {saved[best[1]]}, validation loss {best[0]:.4f}{bits}, at first {first:.4f}")
+    files = "log.txt, metrics.csv, loss.png"
     if saved:
-        say(f"next: python sample.py --model {shlex.quote(config.out + '/best' * bool(best))}")
+        files += ", checkpoints"
+    say(f"done: {step} steps; in {config.out}: {files}")
+    if saved and log.record:
+        print_best(config, data, log.record.rows, saved, say)
     return 0
+
+
+def print_best(config, data, rows: list[dict], saved: dict[int, Path], say: Callable) -> None:
+    """The best checkpoint of `saved`, {step: path}, and the command that samples from it."""
+    best = lowest(rows, saved)
+    model = config.out
+    if best:
+        loss, step = best
+        first_loss = rows[0]["val"] or math.nan
+        say(f"best checkpoint: {saved[step]}, validation loss {loss:.4f}{in_bits(loss, data)}, "
+            f"at first {first_loss:.4f}")
+        model += "/best"
+    say(f"next: python sample.py --model {shlex.quote(model)}")
+
+
+def print_overfit(say: Callable, losses: list[float]) -> int:
+    """The verdict of --overfit. Returns the exit code."""
+    passed = losses[-1] < 0.1
+    verdict = "FAILED (under 0.1 is expected)"
+    if passed:
+        verdict = "PASSED\nnext: python fineweb.py --input input.txt --out data/shakespeare"
+    say(f"overfit one batch: loss {losses[0]:.4f} -> {losses[-1]:.4f} in {len(losses)} steps: "
+        f"{verdict}")
+    return 0 if passed else 1

@@ -1,12 +1,15 @@
-"""Shards -> micro-batches. The tokens of a step are a pure function of (shards, seed, step, total_batch_size,
-sequence_length): the same for any number of ranks, micro-batch and resume, without a state to save."""
+"""Shards -> micro-batches.
+
+The tokens of a step are a pure function of the shards, the seed, the step and the batch schedule:
+the same for any number of ranks, any micro-batch and after any resume.
+"""
 import hashlib
 import itertools
 import math
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
 
@@ -15,122 +18,155 @@ import torch
 
 from runtime.cli import UserError
 from runtime.files import readable
+from runtime.recipe import BatchSchedule
 from runtime.shards import list_shards, open_shard, read_shard
 from runtime.tokenizer import VOCAB_SIZE, encode, token_lengths
 
 INPUT_TXT = Path(__file__).resolve().parent.parent / "input.txt"
-DEPTH = 8                   # micro-batches read ahead: loading the next shard takes about a second
+DEPTH = 8               # micro-batches read ahead: loading the next shard takes about a second
 
 
 def stable_permutation(n: int, *key: int) -> np.ndarray:
-    """A permutation of range(n) by `key` alone, in every release of NumPy: Generator.permutation may change
-    (NEP 19), the raw stream of Philox may not."""
-    return np.argsort(np.random.Philox(np.random.SeedSequence(key)).random_raw(n), kind="stable")
+    """A permutation of range(n) that depends on `key` alone, in every release of NumPy."""
+    # Generator.permutation may change between releases (NEP 19), the raw stream of Philox may not.
+    generator = np.random.Philox(np.random.SeedSequence(key))
+    return np.argsort(generator.random_raw(n), kind="stable")
 
 
 def digest(tokens: np.ndarray) -> str:
-    """16 hexadecimal digits of the SHA-256 of the first and the last 65,536 tokens; tells shards apart."""
-    return hashlib.sha256(np.concatenate((tokens[:1 << 16], tokens[-(1 << 16):]))).hexdigest()[:16]
+    """16 hexadecimal digits that tell shards apart: SHA-256 of their first and last 65,536 tokens."""
+    ends = np.concatenate((tokens[:65536], tokens[-65536:]))
+    return hashlib.sha256(ends).hexdigest()[:16]
 
 
 class TokenDataset:
-    """The sequences of a list of shards (paths, or 1-D uint16 arrays), numbered across epochs.
+    """The sequences of a list of shards, numbered across epochs: every sequence comes once an epoch.
 
-    Shard i has (len_i - 1) // T sequences of T tokens (the last target needs one token more). Each comes
-    once an epoch, in the files' order, or with `shuffle` permuted anew each epoch by the seed: the shards,
-    and the sequences within each. After the first epoch these begin at another token, too (a shard's end is
-    followed by its beginning), as pieces that never change are learnt by heart. One shard is in memory, two
-    while the next is read, three after the first epoch. UserError for too little text, and for a shard that
-    is damaged, has ids from `vocab_size` or 50257 on, or changes during the run."""
+    A shard is a path or a 1-D uint16 array. Shard i has (len_i - 1) // T sequences of T tokens; the
+    last target needs one token more. Without `shuffle` the sequences come in the order of the files.
+    With it, each epoch permutes the shards, and the sequences of every shard, by the seed.
 
-    def __init__(self, shards: list[Path | np.ndarray], sequence_length: int, seed: int = 0,
-                 shuffle: bool = False, vocab_size: int = VOCAB_SIZE):
-        self.shards, self.T, self.end = list(shards), sequence_length, min(vocab_size, VOCAB_SIZE)
-        self.names = ["the text" if isinstance(shard, np.ndarray) else str(shard) for shard in self.shards]
+    One shard is in memory, two while the next one is read, three after the first epoch. UserError
+    for too little text, and for a shard that is damaged, changes during the run, or has ids that
+    the model lacks.
+    """
+
+    def __init__(
+        self,
+        shards: list[Path | np.ndarray],
+        sequence_length: int,
+        seed: int = 0,
+        shuffle: bool = False,
+        vocab_size: int = VOCAB_SIZE,
+    ):
+        self.shards = list(shards)
+        self.T = sequence_length
+        self.seed = seed
+        self.shuffle = shuffle
+        self.end = min(vocab_size, VOCAB_SIZE)          # the first id that must not occur
+
+        self.names = []
+        for shard in self.shards:
+            self.names.append("the text" if isinstance(shard, np.ndarray) else str(shard))
         self.fingerprint = [self._fingerprint(i) for i in range(len(self.shards))]
+
         self.counts = [(length - 1) // self.T for _, length, _ in self.fingerprint]
         self.total = sum(self.counts)
         if self.total == 0:
-            raise UserError(f"{self.names[0]}: too few tokens for one sequence of {self.T} and its target: "
-                            "give more text or a smaller --sequence_length")
-        self._order = lambda n, *key: stable_permutation(n, seed, *key) if shuffle else np.arange(n)
-        self._sequences = lru_cache(1)(self._sequences)         # of the shard that is being read
+            raise UserError(f"{self.names[0]}: too few tokens for one sequence of {self.T} and its "
+                            "target: give more text or a smaller --sequence_length")
+
+        # Keeps the shard that is being read.
+        self._sequences = lru_cache(1)(self._sequences)
 
     def _fingerprint(self, i):
         """[name, number of tokens, digest] of shard i."""
-        tokens = self.shards[i] if isinstance(self.shards[i], np.ndarray) else open_shard(self.shards[i])
-        self._checked(i, tokens[:1 << 20])                      # all of them when they are read
+        shard = self.shards[i]
+        tokens = shard if isinstance(shard, np.ndarray) else open_shard(shard)
+        self._check_ids(i, tokens[:1 << 20])            # all of them are checked when they are read
         return [Path(self.names[i]).name, len(tokens), digest(tokens)]
 
-    def _checked(self, i, tokens):
-        if (largest := tokens.max(initial=0)) >= self.end:
-            raise UserError(f"{self.names[i]} holds token {largest}, the model's end at {self.end - 1}: it "
-                            "is damaged, or of another tokenizer than GPT-2's, or --vocab_size is too small")
-        return tokens
+    def _check_ids(self, i, tokens):
+        largest = tokens.max(initial=0)
+        if largest >= self.end:
+            raise UserError(f"{self.names[i]} holds token {largest}, the model's end at "
+                            f"{self.end - 1}: it is damaged, or of another tokenizer than GPT-2's, "
+                            "or --vocab_size is too small")
+
+    def _order(self, n, *key):
+        if not self.shuffle:
+            return np.arange(n)
+        return stable_permutation(n, self.seed, *key)
 
     def _sequences(self, epoch, i):
-        """Reads shard i: its sequences as rows (count_i, T+1), and their order in an epoch."""
+        """Reads shard i: its sequences as rows (count_i, T+1), and their order in this epoch."""
         shard = self.shards[i]
         tokens = shard if isinstance(shard, np.ndarray) else read_shard(shard)
         if [len(tokens), digest(tokens)] != self.fingerprint[i][1:]:
-            raise UserError(f"{self.names[i]} changed during the run: restore it, then run the same command")
-        tokens = np.roll(tokens, -self._order(self.T, epoch, i)[0]) if epoch else tokens
-        rows = np.lib.stride_tricks.sliding_window_view(self._checked(i, tokens), self.T + 1)   # no copy
-        return rows[::self.T], self._order(self.counts[i], epoch, i)
+            raise UserError(f"{self.names[i]} changed during the run: restore it, then run the same "
+                            "command")
+        self._check_ids(i, tokens)
+
+        if epoch > 0:
+            # The model would learn pieces by heart that are the same in every epoch. So sequences
+            # begin at other tokens now; the shard's end is followed by its beginning.
+            first_token = self._order(self.T, epoch, i)[0]
+            tokens = np.roll(tokens, -first_token)
+        windows = np.lib.stride_tricks.sliding_window_view(tokens, self.T + 1)      # copies nothing
+        return windows[::self.T], self._order(self.counts[i], epoch, i)
 
     def read(self, first: int, count: int) -> np.ndarray:
-        """Sequences number `first` to `first + count - 1`, each with its last target: uint16 (count, T+1)."""
+        """Sequences number `first` to `first + count - 1`: uint16 (count, T+1).
+
+        Each row has T inputs and, one token later, T targets.
+        """
         parts = []
-        while count:
+        while count > 0:
+            # In which epoch, and where in it, is the first one?
             epoch, position = divmod(first, self.total)
-            order = self._order(len(self.shards), epoch)                # of the shards
-            ends = np.cumsum(np.array(self.counts)[order])              # of their sequences, in the epoch
+            shard_order = self._order(len(self.shards), epoch)
+            ends = np.cumsum(np.array(self.counts)[shard_order])
             slot = np.searchsorted(ends, position, side="right")
-            rows, row_order = self._sequences(epoch, int(order[slot]))
-            parts.append(rows[row_order[position - ends[slot]:][:count]])       # those left of this shard
-            first, count = first + len(parts[-1]), count - len(parts[-1])
+
+            # Take what this shard has left of the epoch.
+            rows, row_order = self._sequences(epoch, int(shard_order[slot]))
+            left = row_order[position - ends[slot]:]
+            part = rows[left[:count]]
+            parts.append(part)
+            first += len(part)
+            count -= len(part)
         return np.concatenate(parts)
 
 
-def updates_of_step(step: int, config) -> int:
-    """Optimizer updates of a step: --updates_per_step, half as many after a third of the steps, a quarter
-    after two, but at least one. So the batch of an update grows over the run, as in record 46."""
-    return max(1, config.updates_per_step >> min(2, 3 * step // config.max_steps))
+def micro_batches(
+    dataset: TokenDataset,
+    schedule: BatchSchedule,
+    B: int,
+    first_step: int = 0,
+    rank: int = 0,
+    world_size: int = 1,
+) -> Iterator[np.ndarray]:
+    """Yields a rank's micro-batches of `first_step` and all later steps: uint16 (B, T+1)."""
+    for step in itertools.count(first_step):
+        first = schedule.tokens_before(step) // dataset.T
+        end = first + schedule.tokens(step) // dataset.T
 
-
-def divide_update(config, updates: int, ranks: int, batch_size: int) -> tuple[int, int]:
-    """(B, n): each rank's sequences of one of a step's equal `updates`, as n micro-batches of B sequences, at
-    most `batch_size`. UserError if they do not divide."""
-    total_batch_size, T = config.total_batch_size, config.sequence_length
-    unit = T * updates * ranks
-    rows, rest = divmod(total_batch_size, unit)
-    if rest or not rows:
-        near = " or ".join(str(n * unit) for n in (rows, rows + 1) if n)
-        raise UserError(f"--total_batch_size {total_batch_size} does not divide into sequences of {T} "
-                        f"tokens, {ranks} process(es), {updates} update(s) a step: give {near}")
-    B = next(d for d in range(max(1, min(rows, batch_size)), 0, -1) if rows % d == 0)
-    return B, rows // B
-
-
-def micro_batches(dataset: TokenDataset, config, batch_size: int, step: int = 0, rank: int = 0,
-                  ranks: int = 1) -> Iterator[np.ndarray]:
-    """Yields a rank's micro-batches of at most batch_size sequences from `step` on, indefinitely: uint16 (B,
-    T+1), the last target included. Step s has the sequences [s N, (s + 1) N) of the dataset, where N =
-    total_batch_size / T; of its m-th micro-batches rank r has the B from number s N + (m ranks + r) B on."""
-    N = config.total_batch_size // config.sequence_length
-    for s in itertools.count(step):
-        updates = updates_of_step(s, config)
-        B, n = divide_update(config, updates, ranks, batch_size)
-        for m in range(updates * n):
-            yield dataset.read(s * N + (m * ranks + rank) * B, B)
+        # The ranks take turns: of every B world_size sequences, rank r has the B from r B on.
+        for turn in range(first + rank * B, end, world_size * B):
+            yield dataset.read(turn, B)
 
 
 def read_ahead(batches: Iterator[np.ndarray], pin: bool) -> Iterator[torch.Tensor]:
-    """The same as int32 tensors, made by a thread that is DEPTH ahead; pinned, so that their copy to a GPU
-    overlaps with its work."""
+    """The same batches as int32 tensors, made by a thread that is DEPTH of them ahead.
+
+    With `pin` they are in pinned memory, so that copying them to a GPU overlaps with its work.
+    """
     def load():
         rows = torch.from_numpy(next(batches).astype(np.int32))
-        return rows.pin_memory() if pin else rows
+        if pin:
+            rows = rows.pin_memory()
+        return rows
+
     pool = ThreadPoolExecutor(1, "read ahead")
     try:
         ahead = deque(pool.submit(load) for _ in range(DEPTH))
@@ -143,42 +179,83 @@ def read_ahead(batches: Iterator[np.ndarray], pin: bool) -> Iterator[torch.Tenso
 
 def to_device(rows, device: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows of tokens (B, T+1) -> inputs x and targets y, int64 (B, T) each, on `device`."""
-    rows = torch.as_tensor(rows, dtype=torch.int32).to(device, non_blocking=True).long()
+    rows = torch.as_tensor(rows, dtype=torch.int32)
+    rows = rows.to(device, non_blocking=True).long()
     return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
 
-@dataclass(frozen=True)
+class TrainLoader:
+    """The micro-batches of this rank, B sequences each, from `first_step` on."""
+
+    def __init__(self, dataset: TokenDataset, schedule: BatchSchedule, B: int, first_step: int, process):
+        self.schedule = schedule
+        self.B = B
+        self.device = process.device
+        self.tokens_of_micro_step = B * dataset.T * process.world_size          # of all ranks
+
+        batches = micro_batches(
+            dataset, schedule, B, first_step, process.rank, process.world_size)
+        self.batches = read_ahead(batches, pin=process.on_gpu)
+
+    def micro_steps(self, step: int) -> int:
+        """How many micro-batches each rank computes in this step."""
+        return self.schedule.tokens(step) // self.tokens_of_micro_step
+
+    def next_batch(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Inputs x and targets y of the next micro-batch, int64 (B, T) each, on the device."""
+        return to_device(next(self.batches), self.device)
+
+    def close(self) -> None:
+        self.batches.close()
+
+
+@dataclass
 class Data:
     """What a run reads."""
     train: TokenDataset
-    val: TokenDataset | None
-    val_count: int              # sequences of one validation, the first of `val`
+    val: TokenDataset | None = None
+    val_count: int = 0          # sequences of one validation, the first ones of `val`
+    hellaswag: list = field(default_factory=list)       # batches of its examples
 
     def fingerprints(self) -> dict[str, list]:
         """{split: [name, tokens, digest] of each shard}."""
-        return {"train": self.train.fingerprint} | ({"val": self.val.fingerprint} if self.val else {})
+        fingerprints = {"train": self.train.fingerprint}
+        if self.val:
+            fingerprints["val"] = self.val.fingerprint
+        return fingerprints
 
     @cached_property
     def bits_per_byte(self) -> float:
-        """Of a loss of one nat a token, over the bytes of the validation targets (<|endoftext|> has none). It
-        compares tokenizers and texts. nan where tokens are not GPT-2's."""
+        """What a validation loss of one nat per token is in bits per byte of the text.
+
+        Bits per byte can be compared between tokenizers. nan if the tokens are not GPT-2's.
+        """
         if not self.val or self.val.end < VOCAB_SIZE:
             return math.nan
         targets = self.val.read(0, self.val_count)[:, 1:]
-        return targets.size / (math.log(2) * max(1, token_lengths()[targets].sum().item()))
+        num_bytes = token_lengths()[targets].sum().item()       # <|endoftext|> has none
+        return targets.size / (math.log(2) * max(1, num_bytes))
 
 
 def open_data(config) -> Data:
-    """What a completed train_gpt2.Config reads: one batch of input.txt, or the shards of --data."""
+    """The data of a run: the shards of --data, or with --overfit one batch of input.txt."""
     T, vocab_size = config.sequence_length, config.vocab_size
     if config.overfit:
-        with readable(INPUT_TXT, "restore it with `git checkout -- input.txt`"):
-            text = INPUT_TXT.read_text(encoding="utf-8")
-        need = config.total_batch_size + 1
-        tokens = encode(text[:20 * need])[:need]        # one epoch is one batch: 4 sequences of 32 tokens
-        return Data(TokenDataset([tokens], T, vocab_size=vocab_size), None, 0)
-    train = TokenDataset(list_shards(config.data, "train"), T, config.seed, config.shuffle, vocab_size)
+        return Data(TokenDataset([overfit_tokens(config.total_batch_size)], T, vocab_size=vocab_size))
+
+    train_shards = list_shards(config.data, "train")
+    train = TokenDataset(train_shards, T, config.seed, config.shuffle, vocab_size)
     if not config.val_every:
-        return Data(train, None, 0)
+        return Data(train)
+
     val = TokenDataset(list_shards(config.data, "val"), T, vocab_size=vocab_size)
-    return Data(train, val, min(val.total, max(1, config.val_tokens // T)))
+    val_count = max(1, config.val_tokens // T)
+    return Data(train, val, min(val.total, val_count))
+
+
+def overfit_tokens(batch_tokens: int) -> np.ndarray:
+    """The beginning of input.txt: so many tokens that an epoch is one batch."""
+    with readable(INPUT_TXT, "restore it with `git checkout -- input.txt`"):
+        text = INPUT_TXT.read_text(encoding="utf-8")
+    count = batch_tokens + 1                    # the last target is one more
+    return encode(text[:20 * count])[:count]

@@ -14,8 +14,11 @@ LOCK_PATIENCE = 5.0         # seconds: a killed process keeps its lock until its
 
 
 def replace_file(path: str | Path, write: Callable[[BinaryIO], object]) -> None:
-    """Writes a file atomically: `write(file)` fills a temporary file, PATH.PID.tmp, then fsync and
-    os.replace. Raises RunError where the disk is full or the folder cannot be written."""
+    """Writes a file atomically: it is complete or absent, even after a loss of power.
+
+    `write(file)` fills the temporary file PATH.PID.tmp. RunError if the disk is full, or if the
+    folder cannot be written.
+    """
     path = Path(path)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
@@ -44,81 +47,116 @@ def sync(descriptor: int) -> None:
 
 
 def remove_leftovers(folder: str | Path, names: str) -> None:
-    """Removes what killed processes left of replace_file in `folder`, of files whose name matches `names`."""
+    """Removes temporary files of replace_file, of `names` (a regex), that killed processes left."""
     for path in Path(folder).iterdir():
         if re.fullmatch(rf"({names})(\.\d+)?\.tmp", path.name) and path.is_file():
             path.unlink()
 
 
 def read_text(path: str | Path, most: int = 1 << 28, errors: str = "replace") -> str:
-    """The text of a regular file, UTF-8. OSError or ValueError for anything else: a device or a pipe may have
-    no end, and more than `most` bytes are no file of ours. `errors`: of bytes.decode."""
+    """The UTF-8 text of a regular file of at most `most` bytes. `errors` is that of bytes.decode.
+
+    OSError or ValueError for anything else: a device or a pipe may have no end.
+    """
     found = os.stat(path)
     if not stat.S_ISREG(found.st_mode):
         raise ValueError("it is not a regular file")
     if found.st_size > most:
-        raise ValueError(f"it has {found.st_size / 1e6:,.0f} MB, and at most {most / 1e6:,.0f} are read")
+        raise ValueError(f"it has {found.st_size / 1e6:,.0f} MB, and at most {most / 1e6:,.0f} are "
+                         "read")
     return Path(path).read_bytes().decode("utf-8-sig", errors=errors)
 
 
 def checkpoints(out: str | Path) -> list[tuple[int, Path]]:
-    """[(step, path)] of the checkpoints in `out`, oldest first, none without such a folder. Each is complete
-    (written atomically). OSError if the system refuses to tell: an unreadable folder is not an empty one."""
+    """[(step, path)] of the checkpoints in `out`, oldest first. Each of these files is complete.
+
+    An absent folder has none. OSError if the folder cannot be read: it may hold some.
+    """
     try:
         names = os.listdir(out)
     except FileNotFoundError:
         return []
-    return sorted((int(m[1]), Path(out) / name) for name in names
-                  if (m := re.fullmatch(r"checkpoint_([0-9]{6}|[1-9][0-9]{6,})\.pt", name)))
+
+    found = []
+    for name in names:
+        match = re.fullmatch(r"checkpoint_([0-9]{6}|[1-9][0-9]{6,})\.pt", name)
+        if match:
+            found.append((int(match[1]), Path(out) / name))
+    return sorted(found)
 
 
-def newest_of(out: str | Path) -> str:
+def what_resumes(out: str | Path) -> str:
     """What the same command does next in `out`, for the last line of a run that failed."""
     found = []
     with suppress(OSError):
         found = checkpoints(out)
-    return (f"The same command resumes from {found[-1][1].name}, unless it has --resume" if found else
-            "There is no checkpoint yet: the same command starts again")
+    if not found:
+        return "There is no checkpoint yet: the same command starts again"
+    _, newest = found[-1]
+    return f"The same command resumes from {newest.name}, unless it has --resume"
 
 
 @contextmanager
 def writable(path: str | Path, begun: bool = False):
-    """Around writes to a file or folder: an OSError becomes one line with cause and remedy. A UserError,
-    because another folder should have been given; but a RunError if the disk is full, or if the work has
-    `begun`: there are earlier files to resume from."""
+    """Around writes to a file or folder: turns an OSError into one line with cause and remedy.
+
+    It becomes a UserError, because another folder should have been given. It becomes a RunError if
+    the disk is full, or if the work has `begun`: then there are earlier files to resume from.
+    """
     try:
         yield
-    except (OSError, RuntimeError, RunError) as error:          # of torch.save and of replace_file
-        cause = error
-        while cause and not isinstance(cause, OSError):
-            cause = cause.__cause__ or cause.__context__
-        full = cause and cause.errno in NO_ROOM
-        if not cause or isinstance(error, RunError) and (begun or full):        # which names the file
+    except (OSError, RuntimeError, RunError) as error:
+        cause = os_error_behind(error)
+        if cause is None:
             raise
+        is_full = cause.errno in NO_ROOM
+        if isinstance(error, RunError) and (begun or is_full):
+            raise                               # replace_file has named the file already
+
         why = brief_error(cause)
-        if not begun and not full:
+        if not begun and not is_full:
             raise UserError(f"{path} cannot be written ({why}): choose another folder") from None
-        raise RunError(f"cannot write {path} ({why}): {'make room' if full else 'make it writable'}, or "
-                       "another folder; earlier files are intact: the same command resumes") from None
+        remedy = "make it writable"
+        if is_full:
+            remedy = "make room"
+        raise RunError(f"cannot write {path} ({why}): {remedy}, or choose another folder; earlier "
+                       "files are intact: the same command resumes") from None
+
+
+def os_error_behind(error: BaseException | None) -> OSError | None:
+    """torch.save raises an error of its own while it handles the OSError of the file."""
+    while error is not None and not isinstance(error, OSError):
+        error = error.__cause__ or error.__context__
+    return error
 
 
 @contextmanager
-def run_goes_on_later(out: str | Path):
-    """Around a run's steps: what the system refuses about a path ends it with a RunError, because the work
-    has begun, and can be continued in `out`."""
+def run_can_continue(out: str | Path):
+    """Around a run's steps: turns what the system refuses about a path into a RunError.
+
+    Its message says how the run in `out` is continued.
+    """
     try:
         yield
     except OSError as error:
-        if refused := refusal(error):
-            raise RunError(f"{refused}. {newest_of(out)}") from None
-        raise
+        refused = refusal(error)
+        if refused is None:
+            raise
+        raise RunError(f"{refused}. {what_resumes(out)}") from None
 
 
 @contextmanager
-def readable(what: str | Path, remedy: str, errors: type | tuple = Exception,
-             problem: str = "cannot be read"):
-    """Around the reading of a file that may be damaged or hostile: any of `errors`, a ValueError of ours
-    included, becomes the UserError "`what` `problem` (cause): `remedy`". Our own errors pass through."""
+def readable(
+    what: str | Path,
+    remedy: str,
+    errors: type | tuple = Exception,
+    problem: str = "cannot be read",
+):
+    """Around the reading of a file that may be damaged or hostile.
+
+    Any of `errors`, also a ValueError that our reader raises, becomes the UserError "`what`
+    `problem` (cause): `remedy`". A UserError or RunError passes through.
+    """
     try:
         yield
     except (UserError, RunError):
@@ -128,14 +166,21 @@ def readable(what: str | Path, remedy: str, errors: type | tuple = Exception,
 
 
 def lock_folder(out: str | Path):
-    """Creates a run's folder and locks it, as long as what is returned lives, and this process at most."""
-    from filelock import FileLock, Timeout        # torch requires it
+    """Creates a run's folder and locks it, until the lock is released or this process ends.
+
+    UserError if another run has the lock. None if the file system has no locks.
+    """
+    from filelock import FileLock, Timeout          # torch requires it
+
     lock = FileLock(Path(out) / ".train_gpt2.lock", timeout=LOCK_PATIENCE)
     with writable(out):
         try:
             return lock.acquire()
         except Timeout:
-            raise UserError(f"--out {out}: another run is writing there: wait, or take another") from None
+            raise UserError(f"--out {out}: another run is writing there: wait, or take another "
+                            "folder") from None
         except OSError as error:
-            if error.errno != errno.ENOLCK:       # some network file systems have no locks
-                raise
+            # Some network file systems have no locks.
+            if error.errno == errno.ENOLCK:
+                return None
+            raise

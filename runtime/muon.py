@@ -1,16 +1,7 @@
-"""Muon: momentum, orthogonalized (Keller Jordan 2024, kellerjordan.github.io/posts/muon).
-
-Also optimizer state that the ranks share out (stage 1 of ZeRO, arXiv:1910.02054). `owner` is a dict
-{parameter: rank} that names the one rank which holds a parameter's moments. Muon makes its own;
---shard_optimizer makes one for the other optimizers.
-"""
+"""Muon: momentum, orthogonalized (Keller Jordan 2024, kellerjordan.github.io/posts/muon)."""
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-# The tensors that an optimizer keeps for each parameter. A checkpoint has them by these names.
-ADAM_STATE = ("step", "exp_avg", "exp_avg_sq")
-MUON_STATE = ("momentum_buffer",)
 
 
 def orthogonalize(G: Tensor, dtype: torch.dtype = torch.bfloat16, steps: int = 5) -> Tensor:
@@ -126,61 +117,3 @@ class Muon(torch.optim.Optimizer):
         else:
             dist.all_gather_into_tensor(gathered, updates.contiguous())
         return gathered
-
-
-class SteppedTogether:
-    """Several optimizers as the one that GradScaler unscales and steps.
-
-    If a gradient of any parameter overflows, none of them steps, on no rank. Hence `parameters` are
-    all of the model, also those that other ranks update.
-    """
-
-    def __init__(self, optimizers: list, parameters):
-        self.optimizers = optimizers
-        self.param_groups = [{"params": list(parameters)}]
-
-    def step(self):
-        for optimizer in self.optimizers:
-            optimizer.step()
-
-
-def state_keys(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
-    """Names of the tensors that an optimizer of ours has for a parameter."""
-    if isinstance(optimizer, Muon):
-        return MUON_STATE
-    return ADAM_STATE
-
-
-def shard_matrices(optimizers: list, rank: int, world_size: int) -> dict[Tensor, int]:
-    """Shares out the matrices of the optimizers that have no `owner`, and returns one for them.
-
-    The matrices of other ranks leave this rank's groups, and broadcast_updates sends them after
-    each step. Gains and biases, small but many, stay on all ranks.
-    """
-    groups = []
-    for optimizer in optimizers:
-        if not hasattr(optimizer, "owner"):
-            groups += optimizer.param_groups
-
-    # The largest first, each to the rank that has the least so far: the same on all ranks.
-    matrices = [p for group in groups for p in group["params"] if p.dim() >= 2]
-    matrices.sort(key=Tensor.numel, reverse=True)
-    owner, load = {}, [0] * world_size
-    for p in matrices:
-        owner[p] = load.index(min(load))
-        load[owner[p]] += p.numel()
-
-    for group in groups:
-        named = zip(group["param_names"], group["params"], strict=True)
-        mine = [(name, p) for name, p in named if owner.get(p, rank) == rank]
-        group["param_names"] = [name for name, _ in mine]
-        group["params"] = [p for _, p in mine]
-    return owner
-
-
-def broadcast_updates(owner: dict[Tensor, int]) -> None:
-    """Each rank sends its matrices to the others."""
-    # All are under way before the first is waited for. On a GPU only its stream waits.
-    under_way = [dist.broadcast(p.detach(), rank, async_op=True) for p, rank in owner.items()]
-    for work in under_way:
-        work.wait()

@@ -1,4 +1,4 @@
-"""The ranks of a run: printing, agreeing, and stopping on a signal."""
+"""The ranks (processes) of a run: how they find each other, print, agree, and learn of a signal."""
 import errno
 import itertools
 import os
@@ -16,12 +16,26 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from runtime import cli
-from runtime.cli import RunError, UserError, print_error, refusal, safe_repr, said_once, silence
+from runtime.cli import (
+    RunError,
+    UserError,
+    print_error,
+    printed_by,
+    refusal,
+    safe_repr,
+    silence,
+)
 
-STOPS = "SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1"        # SIGUSR1 is Slurm's warning
-GROUPS = itertools.count()      # of this process
-PATIENCE = 5.0              # seconds that processes may take to find each other before one says that it waits
+STOP_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1")      # SIGUSR1 is Slurm's warning
+GROUP_NUMBERS = itertools.count()       # one for each process group of this process
+PATIENCE = 5.0          # seconds in which processes find each other before one says that it waits
 
+
+class StopRequested(Exception):
+    """A signal has asked this single process to stop. The loop catches it, saves and ends."""
+
+
+# ----------------------------------------------------------------------------- torchrun's environment
 
 @dataclass(frozen=True)
 class Launch:
@@ -35,49 +49,59 @@ class Launch:
 
     @property
     def reports_mistakes(self) -> bool:
-        """Whether this process prints a mistake in the flags, which all processes of the job make. Without
-        torchrun nobody knows whether there are others, whatever has been left in the environment."""
+        """Whether this process prints a mistake in the flags, which all processes of the job make."""
+        # Without torchrun nobody knows whether there are others, whatever is left in the environment.
         return self.local_rank == 0 or not self.by_torchrun
 
 
 def read_launch() -> Launch:
-    """UserError for a number that is none. One process alone has rank 0, whatever RANK and LOCAL_RANK are
-    left in the environment."""
+    """This process's Launch. UserError if a number in the environment is none."""
     job = os.environ.get("TORCHELASTIC_RUN_ID", "")
     by_torchrun = bool(job or os.environ.get("TORCHELASTIC_USE_AGENT_STORE"))
-    restarts = read_number("TORCHELASTIC_RESTART_COUNT", 0) if job else 0
+    restarts = 0
+    if job:
+        restarts = read_number("TORCHELASTIC_RESTART_COUNT", 0)
+
+    # A single process has rank 0, whatever RANK and LOCAL_RANK are left in the environment.
     world_size = read_number("WORLD_SIZE", 1)
     if world_size == 1:
         return Launch(by_torchrun=by_torchrun, job=job, restarts=restarts)
+
     rank = read_number("RANK", None)
     local_rank = read_number("LOCAL_RANK", 0)
-    if world_size < 1 or rank is None or not 0 <= rank < world_size or local_rank < 0:
-        raise UserError(f"the environment has WORLD_SIZE={world_size}, RANK={rank}, LOCAL_RANK={local_rank}: "
-                        "start by torchrun, which sets them, or for one process alone by `env -u WORLD_SIZE`")
+    is_valid = rank is not None and 0 <= rank < world_size and local_rank >= 0
+    if not is_valid:
+        raise UserError(f"the environment has WORLD_SIZE={world_size}, RANK={rank}, "
+                        f"LOCAL_RANK={local_rank}: start by torchrun, which sets them, or for one "
+                        "process alone by `env -u WORLD_SIZE`")
     return Launch(rank, local_rank, world_size, by_torchrun, job, restarts)
 
 
 def read_number(name: str, default: int | None) -> int | None:
     """The environment variable `name`; `default` if it is not set, or empty."""
-    text = os.environ.get(name) or default
+    text = os.environ.get(name, "")
+    if text == "":
+        return default
     try:
-        return text if text is None else int(text)
+        return int(text)
     except ValueError:
-        raise UserError(f"the environment variable {name} is {text!r}: it must be a number, as torchrun sets "
-                        f"it, or be unset (`env -u {name}`)") from None
+        raise UserError(f"the environment variable {name} is {text!r}: it must be a number, as "
+                        f"torchrun sets it, or be unset (`env -u {name}`)") from None
 
+
+# ----------------------------------------------------------------------------- a rank
 
 @dataclass
 class Process:
-    """One rank among world_size, one device each. Rank 0, the master process, prints, logs and saves."""
+    """One rank of world_size, with a device of its own. Rank 0, the master process, prints and saves."""
     rank: int = 0
     world_size: int = 1
     device: str = "cpu"
-    received: str = ""          # the last signal that asked this rank to stop
-    agreed: bool = False        # of several ranks: whether all know that one was asked
-    by_torchrun: bool = False   # also with one process
+    by_torchrun: bool = False   # torchrun can start a single process, too
+    received: str = ""          # the last signal that asked this process to stop
     silent: bool = False        # whether stdout cannot be written any more
-    # undoes what the run has changed in this process, which in a notebook goes on
+
+    # Undoes what must not outlast the run in a notebook: signal handlers, the lock, the group.
     at_end: ExitStack = field(default_factory=ExitStack)
 
     @property
@@ -85,9 +109,12 @@ class Process:
         return self.rank == 0
 
     @property
-    def stop(self) -> bool:
-        """Whether to stop now: alone as soon as a signal came, with others once all know it."""
-        return self.agreed or self.world_size == 1 and bool(self.received)
+    def on_gpu(self) -> bool:
+        return self.device.startswith("cuda")
+
+    @property
+    def asked_to_stop(self) -> bool:
+        return bool(self.received)
 
     def print0(self, *args) -> None:
         """Prints on rank 0. A run does not end because it cannot print: its record is in --out."""
@@ -98,33 +125,43 @@ class Process:
         except OSError as error:
             self.silent = True
             silence(sys.stdout)
-            if error.errno == errno.EPIPE:      # the reader of the pipe has ended
+            if error.errno == errno.EPIPE:          # the reader of the pipe has ended
                 self.received = self.received or "a closed pipe"
-            elif error.errno != errno.EIO:      # a closed terminal also sends SIGHUP, which a run may ignore
-                print_error(f"nothing more is printed ({error.strerror}): the run goes on, and its record is "
-                            "in --out")
+            elif error.errno != errno.EIO:          # EIO: a closed terminal, which sends SIGHUP, too
+                print_error(f"nothing more is printed ({error.strerror}): the run goes on, and its "
+                            "record is in --out")
+
+    # ------------------------------------------------------------------------- agreeing
 
     def sum(self, *values: float) -> list[float]:
-        """Each value summed over all ranks (gloo has no AVG: divide afterwards). The ranks also agree here
-        whether to stop."""
+        """Each value summed over all ranks."""
         if self.world_size == 1:
             return list(values)
-        device = self.device if self.device.startswith("cuda") else "cpu"
-        total = torch.tensor([*values, bool(self.received)], dtype=torch.float64, device=device)
+        # gloo sums on the CPU, nccl on a GPU.
+        device = "cpu"
+        if self.on_gpu:
+            device = self.device
+        total = torch.tensor(values, dtype=torch.float64, device=device)
         dist.all_reduce(total)
-        *sums, asked = total.tolist()
-        self.agreed = self.agreed or asked > 0
-        return sums
+        return total.tolist()
 
     def gather(self, value) -> list:
-        """[the value of each rank]."""
+        """The value of every rank, in their order."""
         values = [value] * self.world_size
         if self.world_size > 1:
             dist.all_gather_object(values, value)
         return values
 
+    def from_master(self, value):
+        """Rank 0's value, on all ranks."""
+        return self.gather(value)[0]
+
     def on_all_ranks(self, function, *args):
-        """function(*args) on every rank. A UserError or RunError on any rank is raised on all."""
+        """function(*args) on every rank.
+
+        A UserError or RunError on any rank, or what the system refuses about a path there, is
+        raised on all of them, so that none waits for one that has ended.
+        """
         result = failure = None
         try:
             result = function(*args)
@@ -134,79 +171,116 @@ class Process:
             failure = refusal(error)
             if failure is None:
                 raise
+
         for rank, error in enumerate(self.gather(failure)):
-            if error:
-                with said_once(self.is_master):
-                    raise type(error)(f"process {rank}: {error}" if rank else str(error))
+            if error is None:
+                continue
+            message = str(error)
+            if rank > 0:
+                message = f"process {rank}: {message}"
+            with printed_by(self.is_master):
+                raise type(error)(message)
         return result
 
     def rank0_first(self, function, *args):
-        """function(*args) on rank 0 first, which fills caches, then on the others."""
-        result = self.on_all_ranks(lambda: function(*args) if self.is_master else None)
-        return self.on_all_ranks(lambda: result if self.is_master else function(*args))
+        """function(*args) on rank 0, which fills caches on the disk, and then on the others."""
+        def nothing(*args):
+            return None
 
-    def require_same(self, values: dict, remedy: str = "give every machine the same",
-                     error: type = UserError) -> None:
-        """`error` on all ranks if one of the {name: value} differs between them."""
-        first, *others = self.gather(values)
-        for rank, other in enumerate(others, 1):
-            for name in first | other:
-                if (here := other.get(name)) != (there := first.get(name)):
-                    with said_once(self.is_master):
-                        raise error(f"process {rank}: {name} is {safe_repr(here)} here, and "
-                                    f"{safe_repr(there)} on process 0: {remedy}")
+        if self.is_master:
+            result = self.on_all_ranks(function, *args)
+            self.on_all_ranks(nothing)
+        else:
+            self.on_all_ranks(nothing)
+            result = self.on_all_ranks(function, *args)
+        return result
 
-    def progress(self, what: str, items: Iterable) -> Iterable:
-        """The items, with a bar of rank 0 on a terminal if they take longer than ten seconds."""
-        hidden = not self.is_master or sys.stderr is None
-        return tqdm(items, what, delay=10, leave=False, disable=True if hidden else None)
+    def require_same(
+        self,
+        values: dict,
+        remedy: str = "give every machine the same",
+        error: type = UserError,
+    ) -> None:
+        """Raises `error` on all ranks if one of the {name: value} differs between them."""
+        values_of_ranks = self.gather(values)
+        of_master = values_of_ranks[0]
+        for rank, of_rank in enumerate(values_of_ranks):
+            for name in of_master | of_rank:
+                found, expected = of_rank.get(name), of_master.get(name)
+                if found != expected:
+                    with printed_by(self.is_master):
+                        raise error(f"process {rank}: {name} is {safe_repr(found)} here, and "
+                                    f"{safe_repr(expected)} on process 0: {remedy}")
 
-    def until_stop(self, what: str, items: Iterable) -> Iterator:
-        """Yields the items, with progress shown, until a signal stops this one process."""
-        for item in self.progress(what, items):
-            if self.stop:
-                return
+    # ------------------------------------------------------------------------- stopping
+
+    def watch(self, what: str, items: Iterable) -> Iterator:
+        """Yields the items. Rank 0 shows a bar on a terminal if they take longer than ten seconds.
+
+        StopRequested in a single process as soon as a signal has come. Several ranks have to stop at
+        the same place: they agree once in each step, in train_gpt2.train_step.
+        """
+        hidden = None                               # None: hidden unless stderr is a terminal
+        if not self.is_master or sys.stderr is None:
+            hidden = True
+        for item in tqdm(items, what, delay=10, leave=False, disable=hidden):
+            if self.world_size == 1 and self.asked_to_stop:
+                raise StopRequested
             yield item
 
     def catch_signals(self) -> None:
-        """Until at_end a signal of STOPS asks to stop, and interrupts nothing. A second SIGINT or SIGTERM
-        ends the process at once, but not under torchrun, which passes them on and ends the ranks itself."""
+        """Until `at_end`, a signal of STOP_SIGNALS interrupts nothing: it is noted in `received`."""
         if threading.current_thread() is not threading.main_thread():
-            return                                                  # Python allows handlers there alone
-        for number in [getattr(signal, name) for name in STOPS if hasattr(signal, name)]:   # Windows has two
-            before = signal.getsignal(number)
-            if before != signal.SIG_IGN:                            # ignored, as nohup leaves SIGHUP
-                signal.signal(number, self._handle)
-                # None is a handler of another language, which Python cannot put back
-                self.at_end.callback(signal.signal, number, signal.SIG_DFL if before is None else before)
+            return                                  # Python allows handlers in that thread alone
 
-    def _handle(self, number, frame):
+        for name in STOP_SIGNALS:
+            number = getattr(signal, name, None)    # Windows has only two of them
+            if number is None or signal.getsignal(number) == signal.SIG_IGN:
+                continue                            # nohup lets SIGHUP be ignored
+            before = signal.signal(number, self.on_signal)
+            if before is None:                      # a handler in C, which Python cannot restore
+                before = signal.SIG_DFL
+            self.at_end.callback(signal.signal, number, before)
+
+    def on_signal(self, number, frame) -> None:
         name = signal.Signals(number).name
-        if {name, self.received} <= {"SIGINT", "SIGTERM"} and not self.by_torchrun:
-            os._exit(128 + number)
-        try:                                    # not print: the signal may have interrupted one
-            os.write(2, f"{name}: stopping\n".encode() * self.is_master)
-        except OSError:
-            silence(sys.stderr)                 # the terminal has closed, and later output would fail
-        self.received = name
 
+        # A second Ctrl-C or SIGTERM ends the process at once. But torchrun passes on every signal
+        # that it receives, and ends its processes itself.
+        urgent = ("SIGINT", "SIGTERM")
+        if name in urgent and self.received in urgent and not self.by_torchrun:
+            os._exit(128 + number)
+
+        self.received = name
+        if self.is_master:
+            try:
+                # Not print: the signal may have interrupted one.
+                os.write(2, f"{name}: stopping\n".encode())
+            except OSError:
+                silence(sys.stderr)                 # the terminal is closed: later output would fail
+
+
+# ----------------------------------------------------------------------------- the process group
 
 def shared_store(launch: Launch, timeout: timedelta) -> dist.Store:
-    """The store by which several processes make their process group. UserError if they do not find each
-    other, as torchrun's do."""
+    """The store by which several processes make their process group.
+
+    UserError if they do not find each other.
+    """
     try:
         store = find_others(launch, timeout)
     except (ValueError, RuntimeError) as error:
-        raise UserError(f"WORLD_SIZE is set, and the other processes cannot be found ({error}): start by "
-                        "torchrun, or for one process alone by `env -u WORLD_SIZE`") from None
-    # The store still has the addresses of earlier ranks, after a restart by torchrun those of the dead ones
-    # (pytorch issue 135712), and in a process that calls main again those of its first group.
-    return dist.PrefixStore(f"{launch.restarts}.{next(GROUPS)}", store)
+        raise UserError(f"WORLD_SIZE is set, and the other processes cannot be found ({error}): "
+                        "start by torchrun, or for one process alone by `env -u WORLD_SIZE`") from None
+
+    # The store still has the addresses of earlier ranks: after a restart by torchrun those of the
+    # dead ones (pytorch issue 135712), and in a process that calls main again those of its first
+    # group. Hence each group has names of its own in the store.
+    return dist.PrefixStore(f"{launch.restarts}.{next(GROUP_NUMBERS)}", store)
 
 
 def find_others(launch: Launch, timeout: timedelta) -> dist.Store:
-    """The store that all processes share, when all are there. Says what it waits for, if that takes long. By
-    a thread, because torch would answer no Ctrl-C before `timeout`."""
+    """The store that all processes share, when all are there. Prints what it waits for, if long."""
     found = Future()
 
     def search():
@@ -216,12 +290,15 @@ def find_others(launch: Launch, timeout: timedelta) -> dist.Store:
         except BaseException as error:
             found.set_exception(error)
 
+    # A thread searches, because torch would answer no Ctrl-C before `timeout`.
     threading.Thread(target=search, daemon=True).start()
     with suppress(TimeoutError):
         return found.result(PATIENCE)
+
+    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     print_error(f"process {launch.rank} waits for {launch.world_size - 1} other(s) at "
-                f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}, as WORLD_SIZE is "
-                f"{launch.world_size}: torchrun starts them; for one process alone: env -u WORLD_SIZE")
+                f"{address}:{port}, as WORLD_SIZE is {launch.world_size}: torchrun starts them; for "
+                "one process alone: env -u WORLD_SIZE")
     return found.result()
 
 

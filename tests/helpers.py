@@ -138,18 +138,21 @@ def strike(what, *names, item=0, nth=1, rank=0, restart="0"):
     signals `names` before it takes the micro-batch (or batch of an evaluation) number `item` of the `nth`
     time that it begins `what`: "step 13", "validation", "HellaSwag"."""
     from runtime.ranks import Process
-    progress, seen = Process.progress, []
+    watch, seen = Process.watch, []
 
     def watched(process, label, items):
         here = label == what and process.rank == rank and (
             os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == restart)
         seen.extend([label] * here)
-        for i, one in enumerate(progress(process, label, items)):
-            if here and len(seen) == nth and i == item:
-                for name in names:
-                    os.kill(os.getpid(), signal.Signals[name])
-            yield one
-    Process.progress = watched
+
+        def struck():
+            for i, one in enumerate(items):
+                if here and len(seen) == nth and i == item:
+                    for name in names:
+                        os.kill(os.getpid(), signal.Signals[name])
+                yield one
+        return watch(process, label, struck())
+    Process.watch = watched
 
 
 def striking(what, *names, **how):
@@ -167,6 +170,16 @@ def train(*flags, code=0):
         for number, handler in handlers.items():
             if signal.getsignal(number) != handler:
                 signal.signal(number, handler)
+
+
+def parse_flags(argv):
+    """(Config, names of the flags) of a command line that begins a new run."""
+    import train_gpt2
+    given = train_gpt2.parse_flags(
+        train_gpt2.Config, train_gpt2.RECIPES, train_gpt2.PRESETS, "", argv)
+    flags = train_gpt2.merge_flags(given, train_gpt2.Start())
+    train_gpt2.check_flags(flags, train_gpt2.RECIPES, None)
+    return flags, set(given)
 
 
 def refused(call, *words, failed=False):

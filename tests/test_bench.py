@@ -24,10 +24,10 @@ import benchmarks.data as data_benchmark
 from benchmarks import ablation, flags, nanochat, steps, tables, timing
 from benchmarks.compare import Curve, read_curve
 from benchmarks.timing import Setting
-from helpers import ROOT, forked, refused
+from helpers import ROOT, forked, parse_flags, refused
 from runtime.cli import brief_error
 from runtime.console import HEADER
-from runtime.presets import PRESETS
+from recipes import PRESETS
 from runtime.shards import write_shard
 from runtime.tokenizer import EOT, encode
 
@@ -269,7 +269,7 @@ def test_the_loaders_rate_is_tokens_a_second(monkeypatch):
 def test_the_loaders_order_is_the_one_that_its_row_says(monkeypatch):
     shuffled, rows = [], np.zeros((8, 17), np.uint16)
     monkeypatch.setattr(data_benchmark, "TokenDataset", lambda shards, T, seed, shuffle, vocab_size: (
-        shuffled.append(shuffle) or types.SimpleNamespace(total=8, read=lambda first, count: rows)))
+        shuffled.append(shuffle) or types.SimpleNamespace(total=8, T=16, read=lambda first, count: rows)))
     for order in ("shuffled", "in order"):
         steps.WORKERS["loader"](Setting(size="npy", recipe=order, B=8, T=16, steps=1))
     assert shuffled == [True, False]
@@ -375,7 +375,7 @@ def test_compare_shows_what_each_run_needed_to_reach_the_others_and_a_curve(tabl
     rows = table("compare going paper.csv")[1][2:]
     assert [(*list(row.values())[:3], round(row["difference"], 4)) for row in rows] == [
         ("going", "paper.csv", 2000, -0.5), ("paper.csv", "going", 1000, -1.5)]
-    curve, preset = read_curve(str(ROOT / "assets/shakespeare.csv")), PRESETS["shakespeare"][1]
+    curve, preset = read_curve(str(ROOT / "assets/shakespeare.csv")), PRESETS["shakespeare"].flags
     every = preset["val_every"] * preset["total_batch_size"]
     assert [at for at, *_ in curve.points] == [*range(0, curve.last["tokens"] + 1, every)], "docs/running.md"
 
@@ -412,17 +412,16 @@ raise SystemExit("the script's own run began")
 
 def three_steps(recipe):
     """Losses and all that the optimizers are told; each parameter with a gradient is updated once."""
-    config, _ = steps.train_gpt2.parse_flags(f"--recipe {recipe} --n_layer 2 --n_head 2 --n_embd 32 "
-                                             "--block_size 16 --dtype float32 --total_batch_size 4096 "
-                                             "--max_steps 30".split())
+    config, _ = parse_flags(f"--recipe {recipe} --n_layer 2 --n_head 2 --n_embd 32 --block_size 16 --dtype "
+                            "float32 --total_batch_size 4096 --max_steps 30".split())
     config.sequence_length, config.window = 16, 0
     how, found = steps.train_gpt2.RECIPES[recipe], []
-    vars(config).update(how.automatic(config, 1))
+    vars(config).update(how.automatic(config))
     frontier.parts_of_tokens.cache_clear()
     torch.manual_seed(0)
     model = steps.train_gpt2.fresh_model(config)
     idx = torch.randint(50257, (2, 17), generator=torch.Generator().manual_seed(1))
-    optimizers = how.optimizers(model, config)
+    optimizers = how.make_optimizers(model, config)
     for step in range(3):
         loss = model(idx[:, :-1], idx[:, 1:])[1]
         loss.backward()
@@ -431,8 +430,8 @@ def three_steps(recipe):
         assert sorted(map(id, updated)) == sorted(id(p) for p in model.parameters() if p.grad is not None)
         for optimizer in optimizers:
             optimizer.step()
-        found += [loss.item(), how.lr(9 * step, config), how.momentum(9 * step, config)]
-        found += [config.updates_per_step]
+        found += [loss.item(), how.lr_scale(9 * step, 0.3 * step, config), how.momentum(0.3 * step, config)]
+        found += [how.batch_divisors(config)]
         found += [group.get(key) for group in groups for key in ("lr", "eps", "betas")]
     return found
 

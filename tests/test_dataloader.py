@@ -2,7 +2,6 @@
 import itertools
 import threading
 import tracemalloc
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,8 +11,9 @@ from hypothesis import strategies as st
 
 import runtime.dataloader
 from helpers import refused
-from runtime.dataloader import (TokenDataset, divide_update, micro_batches, read_ahead,
-                                stable_permutation, to_device)
+from runtime.dataloader import TokenDataset, micro_batches, read_ahead, stable_permutation, to_device
+from runtime.device import largest_divisor
+from runtime.recipe import BatchSchedule
 from runtime.shards import list_shards, open_shard, read_shard, write_shard
 
 # the same examples in every run, and no look at the clock
@@ -32,10 +32,9 @@ def loaders(draw):
     return shards, T, draw(st.integers(0, 2**40)), draw(st.booleans())
 
 
-def config(tokens, T, updates=1, steps=10**9):
-    """What the loader needs of train_gpt2.Config."""
-    return SimpleNamespace(total_batch_size=tokens, sequence_length=T, updates_per_step=updates,
-                           max_steps=steps)
+def steps_of(tokens, growth=1, steps=10**9):
+    """The schedule of a run; its first batch is `growth` times as small."""
+    return BatchSchedule(tokens, steps, {1: (1, 1, 1), 2: (2, 1, 1), 4: (4, 2, 1)}[growth])
 
 
 @FAST
@@ -63,23 +62,46 @@ def test_a_steps_global_batch_is_the_same_for_any_processes_and_micro_batch(load
     want = TokenDataset(*loader).read(step * N, N)
     divisors = [(b, w) for b in range(1, N + 1) for w in range(1, N + 1) if N % (b * w) == 0]
     for b, w in ((B, ranks), data.draw(st.sampled_from(divisors))):
-        each = [micro_batches(TokenDataset(*loader), config(N * T, T), b, step, rank, w) for rank in range(w)]
+        each = [micro_batches(TokenDataset(*loader), steps_of(N * T), b, step, rank, w) for rank in range(w)]
         rows = [next(batches) for _ in range(N // b // w) for batches in each]
         assert np.concatenate(rows).tolist() == want.tolist()
 
 
-def test_an_update_has_the_largest_micro_batch_that_divides_it():
-    """And a step of several updates has the tokens of one of one."""
-    c = config(240, 5)
-    assert [divide_update(c, 1, ranks, most) for ranks, most in ((1, 48), (1, 20), (2, 99), (3, 1))] == [
-        (48, 1), (16, 3), (24, 1), (1, 16)]
-    assert divide_update(c, 4, 2, 4) == (3, 2)
-    assert " 240 or 270" in refused(lambda: divide_update(config(250, 5), 3, 2, 8), "--total_batch_size 250")
-    assert refused(lambda: divide_update(config(10, 5), 1, 4, 8), "--total_batch_size 10").endswith(" 20")
+def test_a_share_of_a_step_is_divided_into_the_largest_micro_batches():
+    found = [largest_divisor(share, most) for share, most in ((48, 48), (48, 20), (24, 99), (16, 1), (6, 4))]
+    assert found == [48, 16, 24, 1, 3]
+
+
+@pytest.mark.parametrize("growth, steps, sizes", [
+    (1, 5, [16] * 5), (2, 8, [8] * 4 + [16] * 4), (4, 7, [4] * 4 + [8] * 2 + [16]),
+    (4, 14, [4] * 8 + [8] * 4 + [16] * 2), (4, 10, [4] * 6 + [8] * 3 + [16]), (4, 1, [4]),
+    (2, 3, [8, 8, 16])])
+def test_the_batch_doubles_after_each_third_of_the_tokens_until_it_is_whole(growth, steps, sizes):
+    schedule = steps_of(16, growth, steps)
+    assert [schedule.tokens(step) for step in range(steps)] == sizes
+    assert schedule.tokens(steps) == schedule.tokens(steps + 99) == 16
+    before = [schedule.tokens_before(step) for step in range(steps + 1)]
+    assert before == [sum(sizes[:step]) for step in range(steps + 1)]
+    assert schedule.tokens_before(steps + 2) == sum(sizes) + 32
+    assert [schedule.progress(step) for step in (0, steps)] == [0, 1]
+
+
+def test_a_run_goes_on_where_it_was_in_the_data_when_its_schedule_changes():
+    dataset = TokenDataset([np.arange(2000, dtype=np.uint16)], 5, 1, True)
+    done, longer = steps_of(80, 4, 7), steps_of(80, 4, 21)
+    longer.resume(5, done.tokens_before(5))
+    assert longer.tokens_before(5) == done.tokens_before(5) == 5 * (4 * 4 + 8)
+    assert longer.tokens(5) == 5 * 4 and longer.tokens_left(5) == longer.tokens_before(21) - 5 * 24
+    want = dataset.read(24, 30).tolist()
+    rows = itertools.chain.from_iterable(batch.tolist() for batch in micro_batches(dataset, longer, 2, 5))
+    assert list(itertools.islice(rows, 30)) == want
+
+
+def test_all_sequences_come_in_order_however_the_batch_grows():
     dataset = TokenDataset([np.arange(2000, dtype=np.uint16)], 5, 1, True)
     want = dataset.read(0, 3 * 48).tolist()
-    for updates, steps in ((1, 3), (4, 10**9), (4, 3)):
-        batches = micro_batches(dataset, config(240, 5, updates, steps), 8)
+    for growth, steps in ((1, 3), (4, 10**9), (4, 3)):
+        batches = micro_batches(dataset, steps_of(5 * 48, growth, steps), 4)
         rows = itertools.chain.from_iterable(batch.tolist() for batch in batches)
         assert list(itertools.islice(rows, len(want))) == want
 
@@ -144,7 +166,7 @@ def readers():
 
 def batches_of(shards, step=0):
     """Three micro-batches a step, of 2 sequences of 5 tokens."""
-    return micro_batches(TokenDataset(shards, 5, 1, True, vocab_size=50257), config(5 * 2 * 3, 5), 2, step)
+    return micro_batches(TokenDataset(shards, 5, 1, True, vocab_size=50257), steps_of(5 * 2 * 3), 2, step)
 
 
 @pytest.mark.parametrize("device, step", [("cpu", 0), ("cpu", 17), pytest.param(
@@ -190,7 +212,7 @@ def test_what_goes_wrong_on_the_reading_thread_is_raised_where_the_batch_is_aske
     shards = [np.arange(60, dtype=np.uint16), np.full(60, 50, dtype=np.uint16)]
     dataset = TokenDataset(shards, 5, vocab_size=50257)
     shards[1][:] = 60
-    ahead = read_ahead(micro_batches(dataset, config(10, 5), 2), pin=False)
+    ahead = read_ahead(micro_batches(dataset, steps_of(10), 2), pin=False)
     for _ in range(5):
         next(ahead)
     refused(lambda: [next(ahead) for _ in range(3)], "the text", "changed")

@@ -3,6 +3,7 @@ import functools
 import re
 import sys
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,9 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 import train_gpt2
 from helpers import BYTES, command, forked, logged, on_ranks, train
 from runtime import device
+from runtime.checkpoint import Start
 from runtime.device import choose_dtype, device_name, peak_memory
+from runtime.recipe import BatchSchedule
 
 QUIET = ["--val_every", 0, "--checkpoint_every", 0]
 
@@ -33,30 +36,32 @@ COUNTED = {"gpt2": (4 * 124_475_904, 325_500, 2_400_000_000),
 def trials(monkeypatch):
     """trials(what, memory) -> the micro-batches that choose_batch_size tries on a card with so much memory,
     where what was counted fits, and the one that it chooses."""
-    def trials(what, memory, batch=524_288, updates=1, **more):
+    def trials(what, memory, batch=524_288, divisors=(1, 1, 1), **more):
         size, a_token, others = COUNTED[what]
         free, tried = memory - CONTEXT - size, []
 
-        def micro_step(run, B):
+        def micro_step(state, T, device, moments, B):
             tried.append(B)
             if B * 1024 * a_token + others - size > free:
                 raise torch.OutOfMemoryError("CUDA out of memory")
             return 1.0
         how = dict(compile=True, sequence_length=1024, dtype="bfloat16") | more
-        config = train_gpt2.Config(recipe=what.split()[0], recompute="recomputed" in what,
-                                   total_batch_size=batch, updates_per_step=updates, **how)
+        asked = train_gpt2.Config(recipe=what.split()[0], recompute="recomputed" in what,
+                                  total_batch_size=batch, **how)
+        config = replace(asked, batch_size=more.get("batch_size", batch // 1024))
         weights = [torch.empty(size // 4, device="meta")]
         process = SimpleNamespace(device="cuda:0", world_size=1, gather=lambda value: [value],
-                                  on_all_ranks=lambda call, *args: call(*args))
-        run = SimpleNamespace(config=config, process=process, step=0,
-                              optimizers=[SimpleNamespace(param_groups=[{"params": weights}])],
-                              model=SimpleNamespace(parameters=lambda: iter(weights)))
+                                  on_all_ranks=lambda call, *args: call(*args), on_gpu=True)
+        state = SimpleNamespace(ddp_model=None, autocast=None,
+                                optimizer=SimpleNamespace(state_bytes=lambda: 2 * size),
+                                model=SimpleNamespace(parameters=lambda: iter(weights)))
+        schedule = BatchSchedule(batch, 100, divisors)
         with monkeypatch.context() as patch:
-            patch.setattr(device, "time_micro_step", micro_step)
-            patch.setattr(torch, "empty", lambda *args, **how: None)
+            patch.setattr(train_gpt2, "time_micro_step", micro_step)
             patch.setattr(torch.cuda, "mem_get_info", lambda *device: (free, None))
             patch.setattr(torch.cuda, "empty_cache", lambda: None)
-            return tried, device.choose_batch_size(run)
+            chosen, _ = train_gpt2.choose_micro_batch(asked, config, Start(), schedule, state, process)
+            return tried, chosen
     return trials
 
 
@@ -93,9 +98,9 @@ def test_a_micro_batch_that_does_not_fit_is_halved_and_a_given_one_is_not(trials
     assert trials("gpt2", CARDS["H100 80GB"], batch_size=48) == ([32], 32)
 
 
-def test_all_updates_of_a_run_have_the_micro_batch_of_its_first(trials, tmp_path, byte_data, capsys):
+def test_all_steps_of_a_run_have_the_micro_batch_of_its_first(trials, tmp_path, byte_data, capsys):
     """Those of the later steps have more sequences, and could have a larger one: it would compile again."""
-    assert trials("gpt2 recomputed", CARDS["H100 80GB"], batch=192 * 1024, updates=4) == ([48], 48)
+    assert trials("gpt2 recomputed", CARDS["H100 80GB"], batch=192 * 1024, divisors=(4, 2, 1)) == ([48], 48)
     seen = set()
 
     def look(module, inputs):
@@ -103,8 +108,8 @@ def test_all_updates_of_a_run_have_the_micro_batch_of_its_first(trials, tmp_path
             seen.add(inputs[0].shape)
     hook = register_module_forward_pre_hook(look)
     try:
-        train("--data", byte_data, *BYTES, *QUIET, "--recipe", "frontier", "--updates_per_step", 4,
-              "--total_batch_size", 768, "--batch_size", 8, "--max_steps", 3, "--out", tmp_path)
+        train("--data", byte_data, *BYTES, *QUIET, "--recipe", "frontier",
+              "--total_batch_size", 768, "--batch_size", 8, "--max_steps", 7, "--out", tmp_path)
     finally:
         hook.remove()
     assert seen == {(6, 32)} and "24 x" not in capsys.readouterr().out
@@ -133,7 +138,7 @@ def test_the_time_of_a_dry_run_leaves_out_the_first_micro_step_which_may_compile
     finally:
         hook.remove()
     # 40 steps of 4 micro-batches
-    assert "about 10 s a step, 0:06:40 in all" in capsys.readouterr().out
+    assert "about 10 s per step, 0:06:40 in all" in capsys.readouterr().out
 
 
 def test_a_trial_leaves_no_gradients_behind(byte_data, tmp_path, monkeypatch):

@@ -16,7 +16,8 @@ import types
 
 import pytest
 import torch
-from helpers import (BYTES, ENV, HANG, ROOT, cold, command, hellaswag_file, logged, newest, on_ranks, refused,
+from helpers import (BYTES, ENV, HANG, ROOT, cold, command, hellaswag_file, logged, newest, on_ranks,
+                     parse_flags, refused,
                      run, same_end, script, site, strike, striking, train)
 from peers import make_model
 
@@ -379,7 +380,7 @@ def test_a_process_alone_prints_its_mistakes_whatever_is_left_in_the_environment
                                                                                  in_process, monkeypatch):
     for pair in left.split():
         monkeypatch.setenv(*pair.split("="))
-    refused(lambda: in_process("train_gpt2.py", "--n_head", 5), "--n_head 5")
+    refused(lambda: in_process("train_gpt2.py", "--n_head", 0), "--n_head 0")
     refused(lambda: in_process("train_gpt2.py", "--data", "nowhere"), "nowhere")
     result = in_process("train_gpt2.py", *BYTES, "--data", byte_data, "--dry_run", "--out", tmp_path / "log")
     assert result.returncode == 0 and result.stdout.startswith("1 process on ")
@@ -410,9 +411,9 @@ def test_variables_that_no_torchrun_has_set_are_named(left, word, in_process, mo
 def test_without_torchrun_every_process_prints_its_own_mistakes(in_process, monkeypatch):
     for pair in "WORLD_SIZE=2 RANK=1 LOCAL_RANK=1".split():
         monkeypatch.setenv(*pair.split("="))
-    refused(lambda: in_process("train_gpt2.py", "--n_head", 5), "--n_head 5")
+    refused(lambda: in_process("train_gpt2.py", "--n_head", 0), "--n_head 0")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
-    result = in_process("train_gpt2.py", "--n_head", 5)
+    result = in_process("train_gpt2.py", "--n_head", 0)
     assert (result.returncode, result.stderr) == (2, ""), "process 0 of this machine prints it"
 
 
@@ -480,7 +481,8 @@ def test_what_a_resumed_run_still_has_to_do_counts_for_that_day(byte_data, tmp_p
     train(*flags, "--max_steps", 10)
     path = tmp_path / "checkpoint_000010.pt"
     content = torch.load(path, weights_only=True)
-    torch.save(content | {"step": day // 2}, path)
+    content["config"]["max_steps"] = day
+    torch.save(content | {"step": day // 2, "tokens": day // 2 * 256}, path)
     capsys.readouterr()
     for steps in 1.4, 1.6:
         train(*flags, "--dry_run", "--max_steps", round(steps * day))
@@ -499,7 +501,7 @@ def test_what_a_resumed_run_still_has_to_do_counts_for_that_day(byte_data, tmp_p
     ("--recompute False --seed 5", "recompute", False), ("--dry-run=True", "dry_run", True),
     ("--wandb=False", "wandb", False), ("--dtype=bfloat16", "dtype", "bfloat16")])
 def test_a_switch_takes_true_or_false_as_in_nanogpt(words, name, value):
-    config, given = train_gpt2.parse_flags(words.split())
+    config, given = parse_flags(words.split())
     assert getattr(config, name) is value or getattr(config, name) == value != bool(value)
     assert config.seed == (5 if "seed" in words else 1337)
     assert given - {"seed"} == ({name} if value or f"no_{name}" in words or name in (
@@ -517,7 +519,7 @@ def test_other_values_of_a_switch_and_a_text_that_reads_false_are_what_they_were
 
 
 def test_what_nanogpt_means_by_grad_clip_0_and_a_file_with_settings_is_said(in_process):
-    refused(lambda: in_process("train_gpt2.py", "--grad_clip", 0), "--grad_clip", "inf", "no clipping")
+    refused(lambda: in_process("train_gpt2.py", "--grad_clip", 0), "--grad_clip", "inf", "clips nothing")
     refused(lambda: in_process("train_gpt2.py", "config/train_gpt2.py", "--max_steps", 5),
             "config/train_gpt2.py", "nanoGPT", "--preset")
     assert "nanoGPT" not in refused(lambda: in_process("train_gpt2.py", "config"), "config")
@@ -671,7 +673,7 @@ def test_main_in_a_notebook_leaves_the_process_as_it_was_however_it_ends(unusual
     same_end(tmp_path / "b", whole())
 
 
-def interrupted(run):
+def interrupted(*args):
     raise KeyboardInterrupt
 
 
@@ -679,7 +681,7 @@ def test_signals_reach_a_run_in_a_notebook_and_later_the_notebook(unusual_handle
                                                                   monkeypatch):
     flags = ["--data", byte_data, *BYTES, "--out", tmp_path]
     with monkeypatch.context() as patch:
-        patch.setattr(Process, "progress", Process.progress)        # put back at the end
+        patch.setattr(Process, "watch", Process.watch)        # put back at the end
         strike("step 7", "SIGTERM")
         train_gpt2.main([str(flag) for flag in flags])
     assert newest(tmp_path) == 7

@@ -17,7 +17,7 @@ from test_text import DOCUMENTS, FAST, stream_of, written
 
 import fineweb
 import runtime.text
-from runtime.presets import PRESETS
+from recipes import PRESETS
 from runtime.shards import list_shards, open_shard, write_shard
 
 
@@ -395,14 +395,14 @@ def test_the_last_line_names_the_preset_for_so_many_training_tokens():
     for preset, tokens in (("shakespeare", 8_199_999), ("small", 8_200_000), ("small", 10**9 - 1),
                            ("gpt2", 10**9)):
         assert f"--preset {preset} " in fineweb.next_command(Path("d"), [10**5], [tokens - 1, 1])
-        values = PRESETS[preset][1]
+        values = PRESETS[preset].flags
         if preset == "small":
             assert 4 * tokens >= values["total_batch_size"] * values["max_steps"], "at most four epochs"
 
 
 def test_the_presets_have_the_sequences_that_the_last_line_counts_with():
     """A power of two that divides the batch; and a shard of that and one token has room for one."""
-    from train_gpt2 import parse_flags
+    from helpers import parse_flags
     for preset, tokens in (("shakespeare", 10**6), ("small", 10**8), ("gpt2", 10**9)):
         config = parse_flags(["--preset", preset])[0]
         T = config.block_size

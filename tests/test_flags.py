@@ -19,14 +19,15 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import train_gpt2
-from helpers import forked, hellaswag_file, logged, refused, run, train
-from model import GPT, MODELS, GPTConfig, fresh_model, load_model
+from helpers import forked, hellaswag_file, logged, parse_flags, refused, run, train
+from model import GPT, GPTConfig
+from recipes import MODELS, fresh_model, load_model
 from peers import LargestStorage
 from runtime.cli import RunError, UserError, run_command
 from runtime.console import read_metrics
 from runtime.files import checkpoints
 from runtime.shards import write_shard
-from train_gpt2 import Config, parse_flags
+from train_gpt2 import Config
 
 T, STEPS = 16, 3
 QUIET = ["--val_every", 0, "--hellaswag_every", 0, "--sample_every", 0, "--checkpoint_every", 0]
@@ -123,7 +124,7 @@ def test_a_flag_does_what_it_says(name, request):
 def _(go):
     text = go("--preset", "small", "--n_head", 1, "--n_embd", 16, "--sample_every", 0, "--vocab_size", 256,
               "--batch_size", 2, "--dry_run", given=["--device", "cpu"]).text
-    for said in ("(6 layers, 1 head, width 16,", "16,384 tokens a step = 2 x 256 x 32 micro-steps",
+    for said in ("(6 layers, 1 head, width 16,", "16,384 tokens per step = 2 x 256 x 32 micro-steps",
                  "2,000 steps", "max_lr 0.001 after 100 steps"):
         assert said in text, said
 
@@ -303,15 +304,6 @@ def _(go):
         assert torch.cat(found.trained()).numel() == STEPS * 4 * T
         tokens = np.load(go.data / "text_train_000001.npy")[:STEPS * 4 * T]
         assert np.array_equal(torch.cat(found.trained()).flatten(), tokens)
-
-
-@effect("updates_per_step")
-def _(go):
-    """Halved at a third and two thirds of the run: of 4, 4 + 2 + 1 updates."""
-    for given, updates in ((1, STEPS), (2, 2 + 1 + 1), (4, 4 + 2 + 1), ("auto", STEPS)):
-        found = go("--updates_per_step", given, *SAVED)
-        assert found.saved()["optimizers"]["transformer.wte.weight"]["step"] == updates
-        assert torch.cat(found.trained()).shape == (STEPS * 4, T)
 
 
 # ----------------------------------------------------------------------------- optimisation
@@ -696,8 +688,8 @@ DEFAULTS = dict(
     preset="gpt2", dry_run=False, data="edu_fineweb10B", overfit=False, shuffle=True, val_tokens=10_485_760,
     hellaswag_data="", recipe="gpt2", init="scratch", n_layer=12, n_head=12, n_embd=768, block_size=1024,
     vocab_size=50304, window="auto", total_batch_size=524_288, batch_size="auto", sequence_length="auto",
-    updates_per_step="auto", max_steps=19_073, warmup_steps=715, max_lr=6e-4, min_lr="auto", cooldown="auto",
-    weight_decay=0.1, grad_clip=1.0, seed=1337, device="auto", dtype="auto", tf32=True, compile=None,
+    max_steps=19_073, warmup_steps=715, max_lr=6e-4, min_lr="auto", cooldown="auto",
+    weight_decay=0.1, grad_clip=1.0, seed=1337, device="auto", dtype="auto", tf32=True, compile="auto",
     attention="auto", recompute=False, shard_optimizer=False, val_every=250, hellaswag_every=250,
     sample_every=250, sample_prompt="Hello, I'm a language model,", checkpoint_every=250, keep_checkpoints=3,
     out="log", resume="auto", wandb=False)
@@ -705,13 +697,13 @@ MODERN = dict(n_head=6, warmup_steps=0, max_lr=0.02, weight_decay=0.0, grad_clip
 NO_EVALUATION = dict(val_every=0, hellaswag_every=0, sample_every=0, checkpoint_every=0)
 SHAKESPEARE = dict(
     data="data/shakespeare", out="log/shakespeare", n_layer=4, n_head=2, n_embd=256, block_size=128,
-    total_batch_size=2048, max_steps=150, val_every=25, hellaswag_every=0, sample_every=75,
-    checkpoint_every=75, sample_prompt="\n")
+    total_batch_size=2048, max_steps=200, val_every=25, hellaswag_every=0, sample_every=100,
+    checkpoint_every=100, sample_prompt="\n")
 GIVEN = {           # flags: the defaults that they change
     "": {},
     "--preset gpt2": {},
     "--recipe speedrun": dict(MODERN, max_steps=3242, min_lr=0.0),
-    "--recipe frontier": dict(MODERN, max_steps=2500),
+    "--recipe frontier": dict(MODERN, max_steps=5833),
     "--preset shakespeare": SHAKESPEARE | dict(MODERN, n_head=2, recipe="frontier"),
     # AdamW's rate and warmup, of its preset
     "--preset shakespeare --recipe gpt2": SHAKESPEARE | dict(max_lr=2e-3, warmup_steps=15),
@@ -731,10 +723,10 @@ GIVEN = {           # flags: the defaults that they change
         sample_prompt="\n", keep_checkpoints=1),
     "--overfit": dict(
         NO_EVALUATION, vocab_size=50257, total_batch_size=128, sequence_length=32, shuffle=False,
-        max_steps=50, warmup_steps=0, updates_per_step=1, resume="never", max_lr=3e-4, min_lr=3e-4),
+        max_steps=50, warmup_steps=0, resume="never", max_lr=3e-4, min_lr=3e-4),
     "--overfit --recipe speedrun": dict(
         MODERN, **NO_EVALUATION, vocab_size=50257, total_batch_size=128, sequence_length=32, shuffle=False,
-        max_steps=50, updates_per_step=1, resume="never", min_lr=0.02),
+        max_steps=50, resume="never", min_lr=0.02),
 }
 
 
@@ -778,7 +770,7 @@ def takes(name, value):
 FROM_0 = ("warmup_steps seed val_every hellaswag_every sample_every checkpoint_every "
           "min_lr weight_decay").split()
 INTEGERS = ("val_tokens n_layer n_head n_embd block_size vocab_size window total_batch_size batch_size "
-            "sequence_length updates_per_step max_steps keep_checkpoints").split() + FROM_0[:6]
+            "sequence_length max_steps keep_checkpoints").split() + FROM_0[:6]
 LARGEST = {"vocab_size": 65536, "seed": 2**63 - 1, "cooldown": 1.0, "grad_clip": math.inf}
 FLOATS = "max_lr min_lr cooldown weight_decay grad_clip".split()
 
@@ -798,7 +790,7 @@ def test_a_number_has_bounds(name):
     assert type(getattr(config, name)) is (int if whole else float)
 
 
-WORDS = dict(window="auto", batch_size="auto", sequence_length="auto", updates_per_step="auto", min_lr="auto",
+WORDS = dict(window="auto", batch_size="auto", sequence_length="auto", min_lr="auto",
              cooldown="auto", keep_checkpoints="all")
 
 
@@ -829,7 +821,6 @@ def test_a_choice_is_one_of(name, values):
     ("--vocab_size 50256 --sample_every 0", "--vocab_size",
      "--vocab_size 50256 --sample_every 0 --hellaswag_every 0"),
     ("--vocab_size 50256 --hellaswag_every 0", "--vocab_size", "--overfit"),
-    ("--updates_per_step 6", "--updates_per_step", "--updates_per_step 8"),
     ("--overfit --preset small", "--overfit --preset", "--overfit --preset gpt2"),
     ("--overfit --val_every 1", "--overfit --val_every", "--overfit --val_every 0")])
 def test_flags_that_contradict_each_other_are_refused(flags, named, good):

@@ -1,4 +1,4 @@
-"""The frontier recipe: what it has beside speedrun's (test_speedrun.py), and several updates a step."""
+"""The frontier recipe: what it has beside speedrun's (test_speedrun.py), and a batch that grows."""
 import math
 import re
 from types import SimpleNamespace as Config
@@ -9,13 +9,14 @@ import torch
 import torch.nn.functional as F
 
 import frontier
+import speedrun
 from frontier import FrontierGPT, automatic, bigram_hash, muon_momentum, parts_of_tokens
-from helpers import logged, run, train
+from helpers import logged, refused, run, train
 from peers import make_model, tokens
 from runtime.shards import write_shard
 from runtime.tokenizer import EOT, tokenizer
 from speedrun import trapezoid
-from train_gpt2 import updates_of_step
+from runtime.recipe import make_batch_schedule
 
 
 def test_gpt2s_size_has_180_million_parameters_and_starts_near_the_loss_of_knowing_nothing():
@@ -85,59 +86,70 @@ def test_with_a_window_no_token_sees_the_document_before():
     assert difference[9] > 0 and difference[10:].max() == 0
 
 
-# ----------------------------------------------------------------------------- several updates a step
+# ----------------------------------------------------------------------------- a batch that grows
 
-@pytest.mark.parametrize("first, steps, expected", [
-    (4, 9, [4, 4, 4, 2, 2, 2, 1, 1, 1]), (2, 6, [2, 2, 1, 1, 1, 1]), (1, 3, [1, 1, 1]),
-    (16, 4, [16, 16, 8, 4]), (4, 1, [4])])
-def test_the_updates_of_a_step_are_halved_after_each_third(first, steps, expected):
-    config = Config(max_steps=steps, updates_per_step=first)
-    assert [updates_of_step(step, config) for step in range(steps)] == expected
-    assert updates_of_step(steps, config) == updates_of_step(steps + 9, config) == max(1, first // 4)
+def run_of(batch, T, steps, **more):
+    """A run's config with its automatic values, those that are given excepted."""
+    config = Config(total_batch_size=batch, sequence_length=T, max_steps=steps, warmup_steps=0, max_lr=0.02)
+    return Config(**vars(config) | automatic(config) | more)
 
 
-def run_of(batch, T, steps, ranks=1, **more):
-    """A run's config with its automatic values."""
-    config = Config(**dict(total_batch_size=batch, sequence_length=T, max_steps=steps, warmup_steps=0,
-                           max_lr=0.02, min_lr="auto", cooldown="auto", updates_per_step="auto") | more)
-    return Config(**vars(config) | automatic(config, ranks))
+# the steps are those of as many tokens as the recipe's fits were made with: 0.2M, 0.6M, 2M
+@pytest.mark.parametrize("batch, T, steps, expected", [
+    (4096, 128, 112, 4), (4096, 256, 195, 2), (4096, 256, 488, 1), (2048, 128, 112, 2),
+    (2048, 128, 200, 2),                                        # --preset shakespeare
+    (524288, 1024, 5833, 4), (524288, 1024, 2, 4),              # never more
+    (4096, 4096, 48, 1), (4096, 2048, 64, 2), (3072, 1024, 48, 1)])         # whole sequences
+def test_the_first_batch_follows_from_the_runs_tokens(batch, T, steps, expected):
+    schedule = make_batch_schedule(frontier.RECIPE, run_of(batch, T, steps), 1)
+    assert schedule.tokens(0) == batch // expected
+    assert all(schedule.tokens(step) % T == 0 for step in range(steps))
+    third = schedule.tokens_before(steps) / 3                   # of the tokens: then it doubles
+    sizes = [schedule.tokens(step) for step in range(steps)]
+    for size in {batch // 4, batch // 2} & set(sizes):
+        assert sizes.count(size) * size == pytest.approx(third, abs=2 * batch)
 
 
-@pytest.mark.parametrize("batch, T, steps, ranks, expected", [
-    (4096, 128, 48, 1, 4), (4096, 256, 146, 1, 2), (4096, 256, 488, 1, 1), (2048, 128, 48, 1, 4),
-    (524288, 1024, 1750, 8, 4), (524288, 1024, 1, 1, 4),                                # never more
-    (4096, 4096, 48, 1, 1), (4096, 2048, 48, 1, 2), (3072, 1024, 48, 1, 1),
-    # of each update every rank has a sequence, and all as many
-    (16384, 1024, 48, 8, 2), (16384, 1024, 48, 16, 1), (524288, 1024, 1750, 256, 2), (12288, 1024, 48, 4, 1)])
-def test_the_updates_of_a_step_follow_from_the_runs_tokens_and_the_ranks(batch, T, steps, ranks, expected):
-    assert run_of(batch, T, steps, ranks).updates_per_step == expected
-    assert batch % (T * ranks * expected) == 0
-    assert run_of(batch, T, steps, ranks, updates_per_step=16).updates_per_step == 16
+@pytest.mark.parametrize("recipe", [frontier.RECIPE, speedrun.RECIPE])
+def test_the_schedule_knows_nothing_of_the_ranks_and_is_refused_where_they_cannot_share_a_step(recipe):
+    config = run_of(16384, 1024, 64)                            # 16 sequences; frontier begins with 4
+    alone = make_batch_schedule(recipe, config, 1)
+    for ranks in (2, 4):
+        shared = make_batch_schedule(recipe, config, ranks)
+        assert shared.stages == alone.stages
+    first = alone.tokens(0) // 1024
+    refused(lambda: make_batch_schedule(recipe, config, 2 * first), "--total_batch_size 16384", "32768")
 
 
-@pytest.mark.parametrize("steps, first, last", [
-    (48, 4, 0.85), (1000, 1, 0.85),                     # 112 and 1,000 updates
-    (1732, 1, 0.90), (742, 4, 0.90),                    # 1,732: half-way in the logarithm
-    (3000, 1, 0.95), (2500, 4, 0.95)])
-def test_the_momentum_follows_from_the_runs_updates(steps, first, last):
-    config = Config(max_steps=steps, updates_per_step=first)
-    momentum = [muon_momentum(step, config) for step in range(steps + 1)]
+def test_a_batch_that_does_not_divide_is_refused():
+    for batch, ranks, nearest in ((252, 3, " 240 or 255"), (10, 4, " 20")):
+        config = run_of(batch, 5, 9)
+        said = refused(lambda: make_batch_schedule(speedrun.RECIPE, config, ranks),     # noqa: B023
+                       f"--total_batch_size {batch}")
+        assert said.endswith(nearest)
+
+
+@pytest.mark.parametrize("steps, last", [(112, 0.85), (1000, 0.85),
+                                         (1732, 0.90),          # half-way in the logarithm
+                                         (3000, 0.95), (5833, 0.95)])
+def test_the_momentum_follows_from_the_runs_steps(steps, last):
+    config = Config(max_steps=steps)
+    momentum = [muon_momentum(percent / 100, config) for percent in range(101)]
     assert momentum[0] == 0.80 and max(momentum) == pytest.approx(last, abs=1e-3)
-    assert momentum[steps // 4] == momentum[steps // 2] == max(momentum)
-    assert momentum[-1] == pytest.approx(0.85) and momentum[-1 - steps // 20] <= (0.85 + last) / 2 + 1e-3
+    assert momentum[25] == momentum[50] == max(momentum)
+    assert momentum[100] == pytest.approx(0.85) and momentum[95] <= (0.85 + last) / 2 + 1e-3
 
 
 @pytest.mark.parametrize("batch, T, steps, more, expected", [
-    (4096, 128, 12, {}, (0.29, 0)), (4096, 128, 48, {}, (0.294, 0.1 * 0.0119)),         # 28 and 112 updates
-    (4096, 256, 195, {}, (0.466, 0.1 * 0.568)),                                         # 260
-    (4096, 256, 1953, {}, (0.6, 0.1)), (4096, 128, 48, {"updates_per_step": 1}, (0.29, 0)),
+    (4096, 128, 28, {}, (0.29, 0)), (4096, 128, 112, {}, (0.294, 0.1 * 0.0119)),
+    (4096, 256, 260, {}, (0.466, 0.1 * 0.568)), (4096, 256, 1953, {}, (0.6, 0.1)),
     (4096, 256, 1953, {"cooldown": 0.1}, (0.1, 0.1)), (4096, 256, 1953, {"min_lr": 0.01}, (0.6, 0.5)),
     (4096, 256, 1953, {"min_lr": 0.0}, (0.6, 0))])
-def test_cooldown_and_floor_follow_from_the_runs_updates(batch, T, steps, more, expected):
+def test_cooldown_and_floor_follow_from_the_runs_steps(batch, T, steps, more, expected):
     config = run_of(batch, T, steps, **more)
     assert (config.cooldown, config.min_lr / config.max_lr) == pytest.approx(expected, abs=1e-3)
-    assert trapezoid(steps, config) == pytest.approx(expected[1], abs=1e-3) and trapezoid(0, config) == 1
-    assert trapezoid(round((1 - expected[0]) * steps) - 1, config) == 1
+    assert trapezoid(steps, 1.0, config) == pytest.approx(expected[1], abs=1e-3)
+    assert trapezoid(0, 0.0, config) == 1 == trapezoid(9, 0.999 - expected[0], config)
 
 
 @pytest.fixture(scope="module")
@@ -146,9 +158,9 @@ def flags(tmp_path_factory):
     for name, n in (("val", 400), ("train", 3000)):         # n^2 mod 97 after (n - 1)^2: a pair tells it
         write_shard(folder / f"text_{name}_000000.npy", (torch.arange(n)**2 % 97).numpy().astype("uint16"))
     return ["--recipe", "frontier", "--n_layer", 2, "--n_head", 2, "--n_embd", 32, "--block_size", 16,
-            "--vocab_size", 97, "--total_batch_size", 512, "--max_steps", 9, "--val_every", 9, "--val_tokens",
-            320, "--sample_every", 0, "--hellaswag_every", 0, "--checkpoint_every", 9, "--dtype", "float32",
-            "--data", folder]
+            "--vocab_size", 97, "--total_batch_size", 512, "--max_steps", 21, "--val_every", 21,
+            "--val_tokens", 320, "--sample_every", 0, "--hellaswag_every", 0, "--checkpoint_every", 21,
+            "--dtype", "float32", "--data", folder]
 
 
 @pytest.fixture(scope="module")
@@ -167,7 +179,7 @@ def test_processes_and_micro_batches_change_only_the_rounding(processes, batch_s
     flags = [*flags, "--batch_size", batch_size, *more, "--out", out]
     train(*flags) if processes == 1 else run(*flags, processes=processes)
     expected, found, val = logged(alone), logged(out), logged(alone, "val")
-    assert len(expected) == 9 and expected[0] < math.log(97)        # the mean over four updates
-    for step in (0, 1):             # Muon lifts the rounding some 500 times a step
+    assert len(expected) == 21
+    for step in range(8):           # Muon lifts the rounding some 500 times a step
         assert found[step] == pytest.approx(expected[step], abs=2e-4)
-    assert logged(out, "val")[9] == pytest.approx(val[9], abs=0.02) and val[9] < val[0] - 1
+    assert logged(out, "val")[21] == pytest.approx(val[21], abs=0.02) and val[21] < val[0] - 1

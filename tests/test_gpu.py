@@ -60,7 +60,7 @@ def compiler(device, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
     if device == "cpu":
         compile, backend = torch.compile, "aot_eager_decomp_partition"
-        monkeypatch.setattr(torch, "compile", lambda model, dynamic, options: compile(
+        monkeypatch.setattr(torch, "compile", lambda model, dynamic: compile(
             model, dynamic=dynamic, backend=backend))
 
 
@@ -99,14 +99,13 @@ needs_compiler = pytest.mark.skipif(not shutil.which(os.environ.get("CXX", "g++"
 @needs_compiler
 @each(dtype=DTYPES, recipe=RECIPES, cpu=3)
 def test_compiled_steps_equal_eager_ones(device, recipe, dtype, shards, compiler, tmp_path, monkeypatch):
-    """One graph is compiled, before the first step: also where a step has several updates, and later fewer
-    of more sequences each (frontier)."""
+    """One graph is compiled, before the first step: also where the batch grows (frontier)."""
     step, seen = train_gpt2.train_step, []
 
-    def strict(run):
-        seen.append(run.step)
+    def strict(number, *args):
+        seen.append(number)
         with torch.compiler.set_stance("fail_on_recompile"):
-            return step(run)
+            return step(number, *args)
     how = flags(shards, device, recipe=recipe, dtype=dtype)
     eager = losses(tmp_path / "eager", *how, "--no_compile")
     monkeypatch.setattr(train_gpt2, "train_step", strict)
@@ -149,11 +148,11 @@ def test_killed_and_resumed_it_ends_alike(device, recipe, shards, tmp_path):
 def test_a_step_never_waits_for_the_gpu(device, recipe, compiled, shards, tmp_path, monkeypatch):
     step, seen = train_gpt2.train_step, []
 
-    def strict(run):
-        seen.append(run.step)
+    def strict(number, *args):
+        seen.append(number)
         torch.cuda.set_sync_debug_mode("error" if len(seen) > 2 else "default")     # the first may compile
         try:
-            return step(run)
+            return step(number, *args)
         finally:
             torch.cuda.set_sync_debug_mode("default")
     monkeypatch.setattr(train_gpt2, "train_step", strict)
@@ -176,7 +175,7 @@ def test_a_step_of_64_sequences_of_1024_tokens_fits_where_it_was_counted(device,
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_two_gpus_train_as_one(recipe, shards, tmp_path):
-    """Five updates; at a save the digests of the ranks' weights are compared."""
+    """Five steps; at a save the digests of the ranks' weights are compared."""
     how = flags(shards, "cuda", recipe=recipe, max_steps=5, checkpoint_every=5)
     one = losses(tmp_path / "one", *how, "--no_compile")
     for more in ("--no_compile", "--compile", "--shard_optimizer"):

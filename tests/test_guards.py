@@ -190,12 +190,12 @@ def set_momentum(muon, momentum):
 def test_12_steps_of_a_modern_recipe_equal_a_plain_loop_with_torchs_adam_and_muon(recipe, shards, tmp_path,
                                                                                   monkeypatch):
     """With the schedules of learning rate and momentum, a window that grows from 64 to 192 tokens, weight
-    decay, and for frontier two updates in each of the first four steps."""
+    decay, and for frontier a batch that grows from one sequence to four."""
     models = {window: modern_model(recipe, window) for window in (64, 128, 192)}
-    model, first_updates = models[WINDOW], 1 if recipe == "speedrun" else 2
+    model, sizes = models[WINDOW], [4] * STEPS if recipe == "speedrun" else [1] * 7 + [2] * 3 + [4] * 2
     init = save_start(tmp_path / "start.pt", model, recipe)
     train("--data", shards, "--init", init, "--recipe", recipe, *TINY, *QUIET, "--block_size", WINDOW,
-          "--window", WINDOW, "--no_shuffle", "--updates_per_step", first_updates, "--batch_size", 2,
+          "--window", WINDOW, "--no_shuffle", "--batch_size", 2,
           "--total_batch_size", 4 * WINDOW, "--max_lr", LR, "--min_lr", 0.1 * LR, "--cooldown", 0.5,
           "--warmup_steps", 2, "--weight_decay", 0.05, "--max_steps", STEPS, "--checkpoint_every", STEPS,
           "--out", tmp_path / "log")
@@ -204,25 +204,26 @@ def test_12_steps_of_a_modern_recipe_equal_a_plain_loop_with_torchs_adam_and_muo
     largest = {id(group): group["lr"] for optimizer in (adam, muon) for group in optimizer.param_groups}
     # torch's Muon iterates in bfloat16, the run in float32
     monkeypatch.setattr(torch.Tensor, "bfloat16", lambda tensor: tensor)
-    for step, batch in enumerate(batches(torch.cat(sequences(shards, WINDOW)), STEPS, 4)):
-        rate = min((step + 1) / 2, 0.1 + 0.9 * min(1, (STEPS - step) / (0.5 * STEPS)))
+    rows = torch.cat(sequences(shards, WINDOW))
+    for step, size in enumerate(sizes):
+        first = sum(sizes[:step])
+        progress, batch = first / sum(sizes), torch.stack([rows[i % len(rows)]
+                                                           for i in range(first, first + size)])
+        rate = min((step + 1) / 2, 0.1 + 0.9 * min(1, (1 - progress) / 0.5))
         lowest, highest = (0.85, 0.95) if recipe == "speedrun" else (0.80, 0.85)
-        set_momentum(muon, lowest + (highest - lowest) * min(1, step / (0.154 * STEPS)))
+        set_momentum(muon, lowest + (highest - lowest) * min(1, progress / 0.154))
         for group in (*adam.param_groups, *muon.param_groups):
             group["lr"] = largest[id(group)] * rate
-        window = min(WINDOW, 64 * math.ceil(1 + (WINDOW / 64 - 1) * step / STEPS))
-        updates, found = first_updates if step < 4 else 1, []
-        for part in batch.chunk(updates):
-            loss = functional_call(models[window], dict(model.named_parameters()),
-                                   (part[:, :-1], part[:, 1:]))[1]
-            loss.backward()
-            norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
-            found.append((loss.item(), norm.item()))
-            adam.step()
-            muon.step()
-            model.zero_grad()
-        assert losses[step] == pytest.approx(sum(loss for loss, _ in found) / updates, abs=1e-5), step
-        assert norms[step] == pytest.approx(max(norm for _, norm in found), rel=2e-3, abs=1e-4), step
+        window = min(WINDOW, 64 * math.ceil(1 + (WINDOW / 64 - 1) * progress))
+        loss = functional_call(models[window], dict(model.named_parameters()),
+                               (batch[:, :-1], batch[:, 1:]))[1]
+        loss.backward()
+        norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+        adam.step()
+        muon.step()
+        model.zero_grad()
+        assert losses[step] == pytest.approx(loss.item(), abs=1e-5), step
+        assert norms[step] == pytest.approx(norm.item(), rel=2e-3, abs=1e-4), step
         assert lrs[step] == pytest.approx(LR * rate, rel=1e-5)
     weights = load_model(tmp_path / "log").state_dict()
     before = torch.load(init)["model"]

@@ -66,7 +66,7 @@ def test_a_checkpoint_with_a_number_that_is_not_finite_is_refused_the_one_before
 def test_what_is_not_finite_is_not_saved(kind, background, tmp_path):
     weights = {name: p.detach().clone() for name, p in make_model().named_parameters()}
     moments = {name: {"exp_avg_sq": torch.zeros_like(p)} for name, p in weights.items()}
-    saver, record = Saver(tmp_path, 1, background, print), Record(tmp_path, 0, 32)
+    saver, record = Saver(tmp_path, 1, background, print), Record(tmp_path, 0, (32).__mul__)
 
     def save(step):
         saver.write({"model": weights, "optimizers": moments, "step": step}, record)
@@ -78,7 +78,7 @@ def test_what_is_not_finite_is_not_saved(kind, background, tmp_path):
 
 
 def test_a_validation_loss_that_is_not_finite_ends_the_run_at_a_saved_step(log, train, monkeypatch):
-    monkeypatch.setattr(train_gpt2, "validation_loss", lambda run: float("nan"))
+    monkeypatch.setattr(train_gpt2, "validation_loss", lambda *args: float("nan"))
     refused(lambda: train(log, "--max_steps", 8, "--val_every", 8), "nan", "checkpoint_000008.pt",
             failed=True)
 

@@ -15,7 +15,7 @@ from runtime.shards import write_shard
 
 def record(out, steps, first=0, **how):
     """The Record of steps `first` to `steps` of a run that validates at each even one."""
-    it = Record(out, first, 100, **how)
+    it = Record(out, first, (100).__mul__, **how)
     for step in range(first, steps):
         if step % 2 == 0 and not (it.rows and it.rows[-1]["step"] == step):
             it.add(step, "val", 5.0 - step / 8)
@@ -81,10 +81,10 @@ def test_a_resume_cuts_what_happens_again_and_ends_with_the_same_bytes(killed, t
 
 def test_of_the_row_of_the_first_step_only_evaluations_stay_and_step_0_begins_empty(tmp_path):
     record(tmp_path, 4)
-    Record(tmp_path, 2, 100)
+    Record(tmp_path, 2, (100).__mul__)
     assert texts(tmp_path)[0].endswith(",50\n2,200,4.000,,4.750000,0.270000,,,\n")
     assert texts(tmp_path)[1].endswith("1 train 3.666667\n2 val 4.750000\n2 hella 0.270000\n")
-    Record(tmp_path, 0, 100)
+    Record(tmp_path, 0, (100).__mul__)
     assert texts(tmp_path) == (f"{HEADER}\n", "")
 
 
@@ -95,11 +95,11 @@ def test_a_kill_while_a_row_is_completed_leaves_it_out(tmp_path):
     it.table.write = lambda line: table.write(line[:-9]) and table.flush() or 1 / 0
     with pytest.raises(ZeroDivisionError):
         it.add(2, "train", 4.0, lr=0.1)
-    assert [row["step"] for row in Record(tmp_path, 2, 100).rows] == [0, 1]
+    assert [row["step"] for row in Record(tmp_path, 2, (100).__mul__).rows] == [0, 1]
 
 
 def test_the_best_is_the_lowest_validation_loss_and_the_earliest_of_equals(tmp_path):
-    it = Record(tmp_path, 0, 100)
+    it = Record(tmp_path, 0, (100).__mul__)
     assert lowest(it.rows) is None
     for step, loss in enumerate((5.0, 4.0, math.nan, 4.0, 4.5, -math.inf)):
         it.add(step, "val", loss)
@@ -116,20 +116,20 @@ def test_the_best_is_the_lowest_validation_loss_and_the_earliest_of_equals(tmp_p
 def test_a_damaged_or_foreign_metrics_csv_is_a_users_mistake_that_names_it(text, tmp_path):
     path = tmp_path / "metrics.csv"
     path.mkdir() if text is None else path.write_text(text)
-    refused(lambda: Record(tmp_path, 3, 100), path)
+    refused(lambda: Record(tmp_path, 3, (100).__mul__), path)
     assert text is None or path.read_text() == text, "nothing was cut"
 
 
 def test_a_full_disk_is_exit_1_in_one_line_and_closing_raises_nothing(tmp_path):
     resource = pytest.importorskip("resource")                  # not on Windows
-    it, (before, most) = Record(tmp_path, 0, 100), resource.getrlimit(resource.RLIMIT_FSIZE)
+    it, (before, most) = Record(tmp_path, 0, (100).__mul__), resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (500, most))
     try:
         refused(lambda: [it.add(step, "train", 4.0, norm=1.0) for step in range(99)], tmp_path, failed=True)
         it.close()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (before, most))
-    steps = [row["step"] for row in Record(tmp_path, 99, 100).rows]
+    steps = [row["step"] for row in Record(tmp_path, 99, (100).__mul__).rows]
     assert steps == list(range(len(steps))) and 5 < len(steps) < 25
 
 
@@ -144,11 +144,11 @@ def test_wandb_is_given_the_events_and_knows_a_resumed_run_by_its_id(tmp_path, m
     assert told == [(0, {"val": 5.0}), (0, {"hella": 0.25}),
                     (0, dict(train=4.0, norm=1.5, lr=0.1 / 3, tokens_per_second=50.0)), "end"]
     for step in (1, 0):                         # the same run, and another in the same folder
-        Record(tmp_path, step, 100, {}, wandb=True).close()
+        Record(tmp_path, step, (100).__mul__, {}, wandb=True).close()
     ids = [how["id"] for how in begun]
     assert ids[0] == ids[1] != ids[2] and (tmp_path / "wandb_id").read_text().strip() == ids[2]
     monkeypatch.setattr("wandb.init", lambda **how: 1 / 0)              # no login, for one
-    refused(lambda: Record(tmp_path, 0, 100, {}, wandb=True), "wandb login", "ZeroDivisionError")
+    refused(lambda: Record(tmp_path, 0, (100).__mul__, {}, wandb=True), "wandb login", "ZeroDivisionError")
 
 
 def test_a_run_with_wandb_tells_it_its_flags_and_each_of_its_numbers_and_others_tell_nothing(tmp_path,

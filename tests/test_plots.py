@@ -61,7 +61,7 @@ def test_a_record_with_hardly_anything_in_it_is_drawn_or_left(columns, tmp_path)
 
 
 def test_a_picture_is_drawn_at_most_once_a_minute_and_at_the_end(tmp_path, monkeypatch):
-    drawn, now, record = [], [1000.0], Record(tmp_path, 0, 100)
+    drawn, now, record = [], [1000.0], Record(tmp_path, 0, (100).__mul__)
     monkeypatch.setattr(plots, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(plots, "plot_run", lambda rows, path, title: drawn.append((now[0], path)))
     for now[0] in (1000.0, 1030.0, 1059.0, 1061.0, 1100.0):

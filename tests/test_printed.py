@@ -182,8 +182,7 @@ def test_tokens_that_are_not_gpt2s_have_no_bits_per_byte(timed):
 
 @pytest.mark.parametrize("flags, last, left", [
     (["--out", "new"], 100, "0:03:20"), (["--out", "new", "--batch_size", 1], 100, "0:06:40"),
-    (["--out", "new", "--updates_per_step", 2], 100, "0:03:20"), ([], 100, "0:02:08"), ([], LAST, "0:00:00")],
-    ids=["new", "more micro-steps", "two updates", "resumed", "at its end"])
+    ([], 100, "0:02:08"), ([], LAST, "0:00:00")], ids=["new", "more micro-steps", "resumed", "at its end"])
 def test_a_dry_run_tells_the_time_of_the_steps_that_are_left(flags, last, left, timed, byte_data, tmp_path,
                                                               monkeypatch):
     """By the second of two micro-steps: the first may compile."""
@@ -195,12 +194,25 @@ def test_a_dry_run_tells_the_time_of_the_steps_that_are_left(flags, last, left, 
                        "--max_steps", last, "--dry_run")
     finally:
         hook.remove()
-    line = next(line for line in text.splitlines() if " s a step" in line)
+    line = next(line for line in text.splitlines() if " s per step" in line)
     assert re.search(r"[\d.]+", line)[0] == ("4" if "--batch_size" in flags else "2")
     assert re.search(r"\d+:\d\d:\d\d", line)[0] == left
     B, n = (1, 8) if "--batch_size" in flags else (2, 4)
-    assert f"256 tokens a step = {B} x 32 x {n} micro-steps x 1 process" in text
+    assert f"256 tokens per step = {B} x 32 x {n} micro-steps x 1 process" in text
     assert not list(tmp_path.iterdir())
+
+
+def test_a_dry_run_of_a_batch_that_grows_counts_the_tokens_of_each_step(byte_data, tmp_path, monkeypatch):
+    """Seven steps: four of 512 tokens, two of 1,024 and one of 2,048. 64 tokens take half a second."""
+    clock = Clock().install(monkeypatch.setattr)
+    hook = takes_time(clock, lambda n: 0.5 if n % 2 else COMPILING)
+    try:
+        text = printed("--data", byte_data, *BYTES, "--recipe", "frontier", "--total_batch_size", 2048,
+                       "--batch_size", 2, "--max_steps", 7, "--out", tmp_path / "log", "--dry_run")
+    finally:
+        hook.remove()
+    assert "about 16 s per step, 0:00:48 in all" in text
+    assert "512 at first" in text and "7 steps = 6,144 tokens" in text
 
 
 # ----------------------------------------------------------------------------- ranks
@@ -225,7 +237,7 @@ def test_two_ranks_one_without_memory_halve_together_and_count_all_their_tokens(
     text = run("--data", byte_data, *BYTES, "--batch_size", "auto", "--attention", "math", "--max_steps", 3,
                "--val_every", 0, "--checkpoint_every", 0, "--out", tmp_path, processes=2,
                before=[slow_ranks]).stdout
-    assert "256 tokens a step = 2 x 32 x 2 micro-steps x 2 processes" in text
+    assert "256 tokens per step = 2 x 32 x 2 micro-steps x 2 processes" in text
     mfu = 512 * FLOPS / 2 / 1e8
     assert 0.5 < mfu < 0.7
     lines = step_lines(text)
@@ -244,7 +256,7 @@ def test_the_header_counts_parameters_tokens_and_epochs(byte_data, tmp_path):
                    "--checkpoint_every", 11, "--out", tmp_path / "log", "--dry_run")
     assert f"{PARAMETERS:,} parameters" in text
     for said in ("gpt2: ", "2 layers", "2 heads", "width 32", "vocabulary 256", "1 process on cpu", "float32",
-                 "eager", "256 tokens a step = 2 x 32 x 4 micro-steps x 1 process", "37 steps",
+                 "eager", "256 tokens per step = 2 x 32 x 4 micro-steps x 1 process", "37 steps",
                  f"{37 * 256:,} tokens", f"{37 * 256 / 32 / (109 + 47 + 140):.2f} epochs",
                  "max_lr 0.003 after 6 steps", "min_lr 2e-05", "validation every 21 steps",
                  "HellaSwag never", "checkpoint every 11 steps", f"in {tmp_path}/log", torch.__version__):
@@ -256,7 +268,7 @@ def test_a_cpus_micro_step_has_4096_tokens_unless_a_flag_says_less(byte_data, tm
                            (["--sequence_length", 16], "256 x 16 x 2 micro")):
         text = printed("--data", byte_data, *BYTES, "--batch_size", "auto", "--total_batch_size", 8192,
                        "--device", "cpu", "--out", tmp_path / "log", *flags, "--dry_run")
-        assert f"8,192 tokens a step = {product}" in text
+        assert f"8,192 tokens per step = {product}" in text
 
 
 # ----------------------------------------------------------------------------- bits per byte, the best

@@ -73,6 +73,7 @@ def gpu(monkeypatch):
     """Runs in this process go the ways of a GPU, which is an A100 with 80 GB, on the CPU."""
     replace_everywhere(monkeypatch.setattr, "choose_device", lambda *args: LikeAGpu("cpu"))
     monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda precision: None)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
     for name, value in dict(set_device=None, empty_cache=None, get_device_name="NVIDIA A100-SXM4-80GB",
                             max_memory_reserved=12_288_000_000, mem_get_info=(7e10, 8e10)).items():
         monkeypatch.setattr(torch.cuda, name, lambda *args, value=value: value)
@@ -85,8 +86,8 @@ class Timeline:
     def __init__(self, clock, seconds):
         self.clock, self.seconds, self.free, self.begun, self.answered = clock, seconds, 0.0, 0, []
 
-    def fetch(self, tensor):
-        """As runtime.device.fetch: the numbers of the step that was begun last, once it is done."""
+    def copy_later(self, tensor):
+        """As runtime.device.copy_later: the numbers of the step that was begun last, once it is done."""
         step, numbers = self.begun, tensor.tolist()
         self.free = done = max(self.free, self.clock.now) + self.seconds(step)
         self.begun += 1
@@ -104,7 +105,7 @@ def test_a_gpus_steps_are_logged_one_step_later_but_all_before_a_save_and_an_eva
     clock, events = Clock().install(monkeypatch.setattr), []
     base = 256 * FLOPS / 0.8 / 312e12               # seconds of a step at 80% of the peak
     device = Timeline(clock, lambda step: base * (1 + step % 3))
-    replace_everywhere(monkeypatch.setattr, "fetch", device.fetch)
+    replace_everywhere(monkeypatch.setattr, "copy_later", device.copy_later)
     hooked(lambda *_: events.append((torch.is_grad_enabled(), len(device.answered))))
     waits = takes_time(clock, lambda n: 0.0, evaluation=100.0)
     saves(monkeypatch, lambda step, save, content, file: events.append((step, len(device.answered)))
@@ -270,7 +271,7 @@ def test_each_line_reaches_a_pipe_as_soon_as_its_step_has_ended(byte_data, tmp_p
     run("--data", byte_data, *QUICK, "--max_steps", 4, "--checkpoint_every", 0, "--out", tmp_path / "log",
         before=[functools.partial(reads_its_own_pipe, tmp_path / "came")])
     header, *steps = json.loads((tmp_path / "came").read_text())
-    assert "256 tokens a step" in header and "step " not in header.splitlines()[-1]
+    assert "256 tokens per step" in header and "step " not in header.splitlines()[-1]
     assert [text[:12] for text in steps] == ["step     0 |", "step     1 |", "step     2 |"]
     assert all(text.count("\n") == 1 and text.endswith("\n") for text in steps)
 

@@ -14,9 +14,9 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-import train_gpt2
-from helpers import logged, train
-from model import GPT2_SIZES, MODELS
+from helpers import logged, parse_flags, train
+from model import GPT2_SIZES
+from recipes import MODELS
 from runtime.files import checkpoints
 from runtime.shards import write_shard
 from test_guards import QUIET, TINY, column
@@ -27,20 +27,20 @@ FLAGS = {                   # gpt2's, which --preset and --recipe change
     "preset": "gpt2", "dry_run": False, "data": "edu_fineweb10B", "overfit": False, "shuffle": True,
     "val_tokens": 10_485_760, "hellaswag_data": "", "recipe": "gpt2", "init": "scratch", "n_layer": 12,
     "n_head": 12, "n_embd": 768, "block_size": 1024, "vocab_size": 50304, "window": "auto",
-    "total_batch_size": 524_288, "batch_size": "auto", "sequence_length": "auto", "updates_per_step": "auto",
+    "total_batch_size": 524_288, "batch_size": "auto", "sequence_length": "auto",
     "max_steps": 19_073, "warmup_steps": 715, "max_lr": 6e-4, "min_lr": "auto", "cooldown": "auto",
     "weight_decay": 0.1, "grad_clip": 1.0, "seed": 1337, "device": "auto", "dtype": "auto", "tf32": True,
-    "compile": None, "attention": "auto", "recompute": False, "shard_optimizer": False, "val_every": 250,
+    "compile": "auto", "attention": "auto", "recompute": False, "shard_optimizer": False, "val_every": 250,
     "hellaswag_every": 250, "sample_every": 250, "sample_prompt": "Hello, I'm a language model,",
     "checkpoint_every": 250, "keep_checkpoints": 3, "out": "log", "resume": "auto", "wandb": False}
 MODERN = {"n_head": 6, "warmup_steps": 0, "max_lr": 0.02, "weight_decay": 0.0, "grad_clip": math.inf}
 SPEEDRUN = {"recipe": "speedrun", **MODERN, "max_steps": 3242, "min_lr": 0.0}
-FRONTIER = {"recipe": "frontier", **MODERN, "max_steps": 2500}
+FRONTIER = {"recipe": "frontier", **MODERN, "max_steps": 5833}
 PRESETS = {
     "shakespeare": FRONTIER | {
         "data": "data/shakespeare", "out": "log/shakespeare", "n_layer": 4, "n_head": 2, "n_embd": 256,
-        "block_size": 128, "total_batch_size": 2048, "max_steps": 150, "val_every": 25, "hellaswag_every": 0,
-        "sample_every": 75, "checkpoint_every": 75, "sample_prompt": "\n"},
+        "block_size": 128, "total_batch_size": 2048, "max_steps": 200, "val_every": 25, "hellaswag_every": 0,
+        "sample_every": 100, "checkpoint_every": 100, "sample_prompt": "\n"},
     "small": {
         "n_layer": 6, "n_head": 6, "n_embd": 384, "block_size": 256, "total_batch_size": 16_384,
         "max_steps": 2000, "warmup_steps": 100, "max_lr": 1e-3, "val_tokens": 524_288, "val_every": 200,
@@ -56,7 +56,7 @@ PRESETS = {
         "checkpoint_every": 25, "sample_prompt": "\n", "keep_checkpoints": 1}}
 OVERFIT = {"overfit": True, "vocab_size": 50257, "total_batch_size": 128, "sequence_length": 32,
            "shuffle": False, "max_steps": 50, "warmup_steps": 0, "val_every": 0, "hellaswag_every": 0,
-           "sample_every": 0, "checkpoint_every": 0, "updates_per_step": 1, "resume": "never"}
+           "sample_every": 0, "checkpoint_every": 0, "resume": "never"}
 
 
 @pytest.mark.parametrize("flags, expected", [
@@ -67,11 +67,11 @@ OVERFIT = {"overfit": True, "vocab_size": 50257, "total_batch_size": 128, "seque
         "max_lr": 0.02, "warmup_steps": 0, "min_lr": 0.0}),
     ("--preset shakespeare --recipe gpt2", {
         name: value for name, value in PRESETS["shakespeare"].items() if name not in FRONTIER} | {
-            "n_head": 2, "max_steps": 150, "max_lr": 2e-3, "warmup_steps": 15}),
+            "n_head": 2, "max_steps": 200, "max_lr": 2e-3, "warmup_steps": 15}),
     ("--overfit", OVERFIT | {"max_lr": 3e-4, "min_lr": 3e-4}),
     ("--overfit --recipe speedrun", SPEEDRUN | OVERFIT | {"max_lr": 0.02, "min_lr": 0.02})])
 def test_every_flags_default_is_this(flags, expected):
-    config, _ = train_gpt2.parse_flags(flags.split())
+    config, _ = parse_flags(flags.split())
     words = flags.split()
     named = dict(zip((word.lstrip("-") for word in words[::2]), words[1::2], strict=False))
     assert dataclasses.asdict(config) == FLAGS | expected | {
@@ -278,10 +278,21 @@ SCHEDULES = {
     "--recipe speedrun": {0: (0.02, 0.85), 250: (0.02, 0.9000733), 500: (0.02, 0.95), 2316: (0.02, 0.95),
                  2779: (0.01000092, 0.95), 3241: (2.1600254e-5, 0.95)},
     "--recipe frontier": {
-        0: (0.02, 0.80), 192: (0.02, 0.8748052), 385: (0.02, 0.95), 1000: (0.02, 0.95), 1750: (0.011, 0.95),
-        2250: (0.005, 0.95), 2375: (0.0035, 0.90), 2499: (0.002012, 0.8504)},
-    "--preset shakespeare": {0: (0.02, 0.80), 11: (0.02, 0.8238095), 30: (0.02, 0.85), 88: (0.02, 0.85),
-                             119: (0.0104166, 0.85), 149: (0.00110022, 0.85)}}
+        0: (0.02, 0.80), 768: (0.02, 0.8748127), 1540: (0.02, 0.95), 3500: (0.02, 0.95),
+        4999: (0.012003, 0.95), 5583: (0.0050003, 0.95), 5708: (0.00350015, 0.900005),
+        5832: (0.002012001, 0.85040004)},
+    "--preset shakespeare": {0: (0.02, 0.80), 22: (0.02, 0.8238095), 60: (0.02, 0.85), 138: (0.02, 0.85),
+                             169: (0.0104166, 0.85), 199: (0.00110022, 0.85)}}
+# {flags: [(first step, tokens of a step)]}: of frontier's first two thirds a quarter and a half
+STAGES = {
+    "--recipe frontier": [(0, 131_072), (3333, 262_144), (5000, 524_288)],
+    "--preset shakespeare": [(0, 1024), (100, 2048)]}
+
+
+def tokens_before(step, stages):
+    ends = [first for first, _ in stages[1:]] + [step]
+    return sum(tokens * max(0, min(step, end) - first)
+               for (first, tokens), end in zip(stages, ends, strict=True))
 
 
 def interrupt():
@@ -298,7 +309,8 @@ def test_rate_and_momentum_at_these_steps_of_a_run_without_flags(given, schedule
     for step, (rate, momentum) in schedule.items():
         if step:
             [(_, path)] = checkpoints(tmp_path)
-            checkpoint = torch.load(path) | {"step": step}
+            done = tokens_before(step, STAGES.get(given, [(0, 524_288)]))
+            checkpoint = torch.load(path) | {"step": step, "tokens": done}
             path.unlink()
             torch.save(checkpoint, tmp_path / f"checkpoint_{step:06d}.pt")
         with optimizers_seen(interrupt, at=1) as seen:      # the step is completed and saved

@@ -167,7 +167,7 @@ def test_a_disk_that_is_full_while_a_checkpoint_is_written_costs_nothing_but_tha
 
 def test_what_goes_wrong_in_the_background_is_raised_at_the_next_look(tmp_path):
     saver = Saver(tmp_path / "missing", 1, True, lambda line: None)
-    saver.write({"step": 1, "model": {}, "optimizers": {}}, Record(tmp_path, 0, 100))
+    saver.write({"step": 1, "model": {}, "optimizers": {}}, Record(tmp_path, 0, (100).__mul__))
     refused(saver.finish, "missing", failed=True)
 
 

@@ -19,7 +19,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 import train_gpt2
 from helpers import ENV, command, forked, logged, on_ranks, refused, run, script, train
-from model import GPT, MODELS, GPTConfig, fresh_model, load_model
+from model import GPT, GPTConfig
+from recipes import MODELS, fresh_model, load_model
 from peers import TINY as SHAPE
 from peers import nanogpt_checkpoint, plain_gpt2, tokens
 from runtime.cli import RunError, UserError
@@ -32,7 +33,7 @@ from train_gpt2 import Config
 FIXED = set("shuffle recipe init n_layer n_head n_embd block_size vocab_size window total_batch_size "
             "sequence_length seed".split())
 PER_RUN = set("preset dry_run batch_size device compile recompute shard_optimizer out resume wandb".split())
-KEPT = set("data val_tokens hellaswag_data updates_per_step max_steps warmup_steps max_lr min_lr cooldown "
+KEPT = set("data val_tokens hellaswag_data max_steps warmup_steps max_lr min_lr cooldown "
            "weight_decay grad_clip dtype tf32 attention val_every hellaswag_every sample_every sample_prompt "
            "checkpoint_every keep_checkpoints".split())
 
@@ -83,7 +84,7 @@ def asked(byte_data, tmp_path_factory):
         init=str(save_start(folder / "start.pt", **shape)), sequence_length=12, total_batch_size=96,
         data=str(shutil.copytree(byte_data, folder / "data")), shuffle=False, val_tokens=33,
         hellaswag_data="examples.jsonl",
-        seed=5, updates_per_step=2, max_steps=3, warmup_steps=1, max_lr=0.011, min_lr=0.001, cooldown=0.4,
+        seed=5, max_steps=3, warmup_steps=1, max_lr=0.011, min_lr=0.001, cooldown=0.4,
         weight_decay=0.03, grad_clip=0.7, dtype="bfloat16", tf32=False, attention="naive", val_every=3,
         hellaswag_every=0, sample_every=0, sample_prompt="To be", checkpoint_every=1, keep_checkpoints="all")
 
@@ -125,7 +126,7 @@ def test_a_resume_takes_from_the_checkpoint_what_is_not_given_but_what_is_of_the
 
 def test_a_resume_takes_what_is_given(log, asked, byte_data):
     other = dict(
-        data=str(byte_data), val_tokens=40, hellaswag_data="others.jsonl", updates_per_step=1, max_steps=4,
+        data=str(byte_data), val_tokens=40, hellaswag_data="others.jsonl", max_steps=4,
         warmup_steps=2, max_lr=0.012, min_lr=0.002, cooldown=0.5, weight_decay=0.04, grad_clip=0.8,
         dtype="float32", tf32=True, attention="math", val_every=4, sample_prompt="Or not", checkpoint_every=4,
         keep_checkpoints=2)
@@ -180,7 +181,7 @@ def test_what_auto_has_become_may_be_spelt_out_on_a_resume(recipe, go):
 UNLIKE = dict(
     preset="small", dry_run=True, shuffle=False, val_tokens=99, recipe="speedrun", n_layer=3,
     n_head=1, n_embd=32, block_size=32, vocab_size=300, total_batch_size=16 * T, batch_size=1,
-    sequence_length=T // 2, updates_per_step=2, max_steps=9, warmup_steps=1, max_lr=1e-5, min_lr=1e-5,
+    sequence_length=T // 2, max_steps=9, warmup_steps=1, max_lr=1e-5, min_lr=1e-5,
     weight_decay=0.2, grad_clip=0.5, seed=6, dtype="bfloat16", tf32=False, compile=True, attention="math",
     recompute=True, shard_optimizer=True, val_every=7, sample_prompt="Or not", checkpoint_every=7,
     keep_checkpoints=7, resume="never",
@@ -282,7 +283,7 @@ LONG = ["--block_size", 192, "--total_batch_size", 192, "--batch_size", 1]
 @pytest.mark.parametrize("recipe", ["speedrun", "frontier"])
 def test_a_window_is_in_the_checkpoint_and_a_resume_goes_on_with_it(recipe, go, tmp_path):
     """One that was given, and one that came with the model of --init: both grow over the run."""
-    flags = [*SAVED, *LONG, "--recipe", recipe, "--max_steps", 4, "--updates_per_step", 1, "--n_layer", 1]
+    flags = [*SAVED, *LONG, "--recipe", recipe, "--max_steps", 4, "--n_layer", 1]
     begun = go(*flags, "--window", 192)
     first = goes_on_as(begun, go, 2)
     assert first["model_config"]["window"] == 192 and first["config"]["window"] == 192
@@ -499,14 +500,14 @@ def test_a_run_that_is_stopped_saves_unless_it_is_to_save_nothing(go):
 def first_run(flags, reached, go_on):
     """A run that stands still in its second step, from when it is seen there until it is let go on."""
     from runtime.ranks import Process
-    progress = Process.progress
+    watch = Process.watch
 
     def watched(process, label, items):
         if label == "step 1":
             os.close(os.open(reached, os.O_WRONLY))     # opens when the other run does
             os.close(os.open(go_on, os.O_RDONLY))
-        return progress(process, label, items)
-    Process.progress = watched
+        return watch(process, label, items)
+    Process.watch = watched
     command("train_gpt2.py", *flags)()
 
 
@@ -540,7 +541,7 @@ def test_the_lock_ends_with_the_run_and_not_with_the_process(go, monkeypatch):
     out, errors = go.folder / "log", []
     go(*SAVED, out=out)
     script("train_gpt2.py", "--out", out, "--device", "cpu", "--max_steps", 4).check_returncode()
-    monkeypatch.setattr(train_gpt2, "validation_loss", lambda run: float("nan"))
+    monkeypatch.setattr(train_gpt2, "validation_loss", lambda *args: float("nan"))
     for steps in (5, 6):
         try:
             go("--max_steps", steps, "--val_every", steps, out=out)

@@ -185,24 +185,27 @@ def test_float16_with_its_scaler_has_the_losses_norms_and_weights_of_float32(sha
 
 @pytest.mark.parametrize("recipe", MODERN)
 def test_a_step_is_trained_and_validated_with_its_own_window(recipe, shards, tmp_path):
-    """Of 64, 128 and 192 tokens in four steps, whose rate leaves the weights alone."""
+    """Of 64, 128 and 192 tokens in four steps, whose rate leaves the weights alone. It grows with the share
+    of the run's tokens that came before: frontier's steps have 1, 1, 2 and 4 sequences."""
+    sizes, windows = {"speedrun": ([4, 4, 4, 4], (64, 128, 128, 192, 192)),
+                      "frontier": ([1, 1, 2, 4], (64, 128, 128, 128, 192))}[recipe]
     models = {window: make_model(cls=MODELS[recipe], block_size=WINDOW, vocab_size=256, n_embd=32,
                                  window=window) for window in (64, 128, 192)}
     [path] = shards.glob("*_val_*")
     rows = torch.from_numpy(np.load(path).astype(np.int64))
     train("--data", shards, "--init", save_start(tmp_path / "start.pt", models[192], recipe), "--recipe",
           recipe, *TINY, *QUIET, "--block_size", WINDOW, "--window", WINDOW, "--no_shuffle",
-          "--updates_per_step", 1, "--total_batch_size", 4 * WINDOW, "--max_steps", 4, "--max_lr", 1e-12,
+          "--total_batch_size", 4 * WINDOW, "--max_steps", 4, "--max_lr", 1e-12,
           "--cooldown", 0.5, "--val_every", 1, "--val_tokens", 5 * WINDOW, "--out", tmp_path / "log")
     rows = torch.stack([rows[i:i + WINDOW + 1] for i in range(0, 5 * WINDOW, WINDOW)])
     train_rows = torch.cat(sequences(shards, WINDOW))
     with torch.no_grad():
-        for step, window in enumerate((64, 128, 128, 192, 192)):
+        for step, window in enumerate(windows):
             expected = {w: model(rows[:, :-1], rows[:, 1:])[1].item() for w, model in models.items()}
             assert min(abs(expected[64] - expected[128]), abs(expected[128] - expected[192])) > 3e-4
             assert logged(tmp_path / "log", "val")[step] == pytest.approx(expected[window], abs=1e-5), step
             if step < 4:
-                batch = train_rows[4 * step:4 * step + 4]
+                batch = train_rows[sum(sizes[:step]):sum(sizes[:step + 1])]
                 loss = models[window](batch[:, :-1], batch[:, 1:])[1].item()
                 assert logged(tmp_path / "log")[step] == pytest.approx(loss, abs=1e-5), step
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from helpers import on_ranks
 from recipes import MODELS
-from runtime.muon import broadcast_updates, shard_matrices
+from runtime.optimizers import broadcast_updates, shard_matrices
 
 
 def three_steps(recipe, sharded, out):

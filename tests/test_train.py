@@ -11,18 +11,18 @@ import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 import train_gpt2
-from helpers import ROOT, cold, hellaswag_file, logged, refused, run, train
+from helpers import ROOT, cold, hellaswag_file, logged, parse_flags, refused, run, train
 from recipes import load_model
 from runtime.checkpoint import Saver
 from runtime.console import Record
 from runtime.device import choose_device, peak_flops
 from runtime.files import checkpoints
-from runtime.presets import PRESETS
+from recipes import PRESETS
 from runtime.shards import write_shard
 from runtime.tokenizer import EOT, encode, tokenizer
 from runtime.weights import read_checkpoint
 from test_guards import QUIET, TINY, shards, start       # noqa: F401, fixtures
-from train_gpt2 import Config, parse_flags, warmup_cosine
+from train_gpt2 import Config, warmup_cosine
 
 STEPS = [*TINY, "--hellaswag_every", 0, "--max_steps", 12, "--warmup_steps", 5]
 # what samples or is scored needs GPT-2's vocabulary
@@ -116,7 +116,7 @@ def test_validation_is_the_mean_over_its_tokens(processes, shards, start, tmp_pa
 
 
 def test_the_best_checkpoint_stays_beside_the_newest(tmp_path):
-    saver, record = Saver(tmp_path, 1, False, lambda line: None), Record(tmp_path, 0, 100)
+    saver, record = Saver(tmp_path, 1, False, lambda line: None), Record(tmp_path, 0, (100).__mul__)
     for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0), (4, None), (5, 2.5)):
         saver.write({"step": step, "model": {}, "optimizers": {}}, record)
         if loss:
@@ -208,18 +208,19 @@ def test_overfit_is_the_same_batch_on_several_processes_and_writes_nothing(tmp_p
 def test_a_dry_run_tells_the_time_and_writes_nothing(shards, shown, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     text = shown("--data", shards, *STEPS, *QUIET, "--dry_run")
-    for said in ("2 layers", "256 tokens a step = 8 x 32 x 1 micro-step x 1 process", "12 steps",
-                 "0.34 epochs", " s a step"):
+    for said in ("2 layers", "256 tokens per step = 8 x 32 x 1 micro-step x 1 process", "12 steps",
+                 "0.34 epochs", " s per step"):
         assert said in text, said
     assert "step     0" not in text and not list(tmp_path.iterdir())
 
 
 def test_a_preset_is_defaults_that_flags_override():
-    for name, (_, values) in PRESETS.items():
+    for name, preset in PRESETS.items():
         config, given = parse_flags(["--preset", name])
-        rates = {"max_lr", "min_lr", "warmup_steps"} & train_gpt2.RECIPES[config.recipe].defaults.keys()
+        rates = {"max_lr", "min_lr", "warmup_steps"} & train_gpt2.RECIPES[config.recipe].rates.keys()
         assert given == {"preset"}
-        assert all(getattr(config, key) == value for key, value in values.items() if key not in rates), name
+        assert all(getattr(config, key) == value for key, value in preset.flags.items()
+                   if key not in rates), name
     config, _ = parse_flags("--preset small --n-layer 3 --recipe=speedrun --max_steps 1_000".split())
     assert (config.n_layer, config.n_embd, config.max_steps) == (3, 384, 1000), "dashes are taken too"
     assert (config.max_lr, config.warmup_steps) == (0.02, 0), "a preset's are for AdamW"
@@ -229,9 +230,12 @@ def test_a_preset_is_defaults_that_flags_override():
 
 def test_schedule_is_linear_then_cosine_and_never_leaves_its_bounds():
     config = Config(max_steps=100, warmup_steps=10, max_lr=1.0, min_lr=0.1)
-    assert [warmup_cosine(step, config) for step in (0, 9, 10, 55, 100, 10_000)] == pytest.approx(
-        [0.1, 1.0, 1.0, 0.55, 0.1, 0.1])
-    assert warmup_cosine(0, Config(warmup_steps=0, max_lr=1.0, min_lr=0.1)) == 1.0
+    assert [warmup_cosine(step, step / 100, config) for step in (0, 9, 10, 55, 100, 10_000)] == (
+        pytest.approx([0.1, 1.0, 1.0, 0.55, 0.1, 0.1]))
+    assert warmup_cosine(0, 0.0, Config(warmup_steps=0, max_lr=1.0, min_lr=0.1)) == 1.0
+    for warmup in (100, 200):                   # a run that is all warmup, or ends in it
+        config = Config(max_steps=100, warmup_steps=warmup, max_lr=1.0, min_lr=0.1)
+        assert warmup_cosine(99, 0.99, config) == 100 / warmup
 
 
 # ----------------------------------------------------------------------------- memory and GPUs
@@ -253,7 +257,7 @@ def test_out_of_memory_halves_the_micro_batch_or_ends_the_run_in_one_line(larges
         if said:
             refused(lambda: train(*flags), "cpu is out of memory", said)
         else:
-            assert "256 tokens a step = 2 x 32 x 4 micro-steps " in shown(*flags)
+            assert "256 tokens per step = 2 x 32 x 4 micro-steps " in shown(*flags)
     finally:
         hook.remove()
 
@@ -283,7 +287,7 @@ def test_cudas_allocator_leaves_large_blocks_whole_unless_the_user_has_set_it(mo
 def test_auto_batch_size_on_a_gpu_fits_and_changes_no_loss(shards, start, shown, tmp_path):
     flags = ["--data", shards, "--init", start, *STEPS, *QUIET, "--no_compile", "--no_tf32", "--out"]
     train(*flags, tmp_path / "cpu")
-    assert "256 tokens a step = 8 x 32 x 1 micro-step " in shown(*flags, tmp_path / "cuda", "--device",
+    assert "256 tokens per step = 8 x 32 x 1 micro-step " in shown(*flags, tmp_path / "cuda", "--device",
                                                                    "cuda")
     assert logged(tmp_path / "cuda") == pytest.approx(logged(tmp_path / "cpu"), abs=1e-3)
 
@@ -312,7 +316,7 @@ def test_a_gpu_that_is_not_exactly_known_has_no_mfu_and_similar_names_are_told_a
 @pytest.mark.parametrize("flags", [
     "--n_head 5", "--batch_size 0", "--total_batch_size 250", "--sequence_length 64", "--max_lr -1",
     "--max_steps many", "--max_steps 1e5", "--weight_decay nan", "--grad_clip nan", "--n_layer 0",
-    "--updates_per_step 3", "--bogus", "--max_step 3", "--out=", "--data nowhere", "--data .",
+    "--initial_batch_size 96", "--bogus", "--max_step 3", "--out=", "--data nowhere", "--data .",
     "--init nowhere.pt", "--resume nowhere.pt", "--n_layer 3 --init START", "--recipe speedrun --init START",
     "--device tpu", "--dtype int8", "--recipe gpt5", "--vocab_size 70000",
     "--sample_every 1", "--window 16", "--window 64 --recipe speedrun", "--overfit --preset small",
@@ -344,8 +348,9 @@ def test_help_names_every_flag_with_its_default(capsys):
         train_gpt2.main(["--help"])
     text = capsys.readouterr().out
     assert not ended.value.code
+    words = " ".join(text.split())
     for name in Config.__dataclass_fields__:
         assert re.search(rf"\n  --{name}[ ,\n]", text), name
-    assert "(default 524288)" in text and "(default )" not in text
-    assert re.search(r"--n_head INT .*\(default 12; speedrun: 6; frontier: 6\)", text)
+    assert "(default 524288)" in words and "(default )" not in words
+    assert "--n_head INT Number of attention heads. (default 12; speedrun: 6; frontier: 6)" in words
     assert re.findall(r"\n  (--no_\w+)", text) == ["--no_shuffle", "--no_tf32", "--no_compile"]

@@ -1,0 +1,172 @@
+"""The flags of train_gpt2.py: how the command line is read, and which values no run can have."""
+import argparse
+import dataclasses
+import textwrap
+from collections.abc import Callable
+from itertools import groupby
+from pathlib import Path
+
+from runtime.cli import FlagParser, UserError, import_package
+from runtime.recipe import Recipe
+from runtime.tokenizer import VOCAB_SIZE
+
+
+@dataclasses.dataclass(frozen=True)
+class Preset:
+    """A named set of defaults."""
+    purpose: str            # for --help
+    flags: dict             # {flag: value}
+
+
+# ----------------------------------------------------------------------------- the command line
+
+def parse_flags(
+    Config: type,
+    recipes: dict[str, Recipe],
+    presets: dict[str, Preset],
+    description: str,
+    argv: list[str] | None,
+) -> dict:
+    """{name: value} of the flags on the command line. Every field of Config is a flag."""
+    parser = FlagParser(
+        prog="train_gpt2.py",
+        usage="%(prog)s [flags]",
+        description=description,
+        epilog=describe_presets(presets, recipes),
+    )
+    for title, fields in groupby(dataclasses.fields(Config), lambda f: f.metadata["group"]):
+        group = parser.add_argument_group(title)
+        for f in fields:
+            add_flag(group, f, recipes)
+    given = vars(parser.parse_args(argv))
+
+    # A number that no run can have is a mistake before the ranks meet. check_flags finds the others.
+    for f in dataclasses.fields(Config):
+        if f.name in given:
+            check_range(f, given[f.name])
+    return given
+
+
+def add_flag(group, f: dataclasses.Field, recipes: dict[str, Recipe]) -> None:
+    # SUPPRESS leaves a flag that was not given out of the result.
+    options = dict(default=argparse.SUPPRESS, help=help_text(f, recipes))
+
+    if f.type is bool:
+        group.add_argument(f"--{f.name}", action="store_true", **options)
+        if f.default is not False:
+            options["help"] = f"without --{f.name}"
+            group.add_argument(f"--no_{f.name}", dest=f.name, action="store_false", **options)
+    elif "choices" in f.metadata:
+        group.add_argument(f"--{f.name}", choices=f.metadata["choices"], **options)
+    else:
+        parse = value_parser(f.type, f.metadata.get("word"))
+        group.add_argument(f"--{f.name}", type=parse, metavar=parse.__name__.upper(), **options)
+
+
+def value_parser(kind: type, word: str | None) -> Callable:
+    """A function that argparse calls: text -> a value of this kind, or `word` as it is."""
+    def parse(text):
+        if text == word:
+            return word
+        return kind(text)
+
+    # argparse shows the function's name in the help and in its errors.
+    parse.__name__ = kind.__name__
+    if word:
+        parse.__name__ = f"{word}|{kind.__name__}"
+    return parse
+
+
+def help_text(f: dataclasses.Field, recipes: dict[str, Recipe]) -> str:
+    """What the flag is, its default, and the recipes that have another."""
+    if f.default in (False, ""):
+        return f.metadata["help"]
+
+    default = f.default
+    if default is True:
+        default = "on"
+    defaults = [f"default {default}"]
+    for name, recipe in recipes.items():
+        own = (recipe.defaults | recipe.rates).get(f.name, f.default)
+        if own != f.default:
+            defaults.append(f"{name}: {own}")
+    return f"{f.metadata['help']} ({'; '.join(defaults)})"
+
+
+def describe_presets(presets: dict[str, Preset], recipes: dict[str, Recipe]) -> str:
+    """The presets' part of --help, without the values that a preset's recipe overrides."""
+    lines = ["presets:"]
+    for name, preset in presets.items():
+        overridden = {}
+        if "recipe" in preset.flags:
+            overridden = recipes[preset.flags["recipe"]].rates
+        words = [f"--{flag}={value}" for flag, value in preset.flags.items() if flag not in overridden]
+        text = " ".join(words).replace("\n", r"$'\n'")         # as one types it into a shell
+        lines.append(f"  {name}: {preset.purpose}")
+        lines.append(textwrap.indent(textwrap.fill(text, 94), " " * 6))
+    return "\n".join(lines)
+
+
+# ----------------------------------------------------------------------------- mistakes
+
+def check_flags(config, recipes: dict[str, Recipe], checkpoint: Path | None) -> None:
+    """UserError for values that no run can have. `checkpoint`: where some of them may come from."""
+    for f in dataclasses.fields(config):
+        check_range(f, getattr(config, f.name))
+    check_recipe_flags(config, recipes, checkpoint)
+    check_model_flags(config)
+
+    if config.min_lr != "auto" and config.min_lr > config.max_lr:
+        raise UserError(f"--min_lr {config.min_lr} is above --max_lr {config.max_lr}: give at most "
+                        "that")
+
+    if config.overfit and (config.preset != "gpt2" or config.val_every):
+        raise UserError("--overfit is a run of its own, without validation: leave --preset and "
+                        "--val_every out")
+
+    if config.wandb:
+        import_package("wandb")         # UserError if it is missing
+
+
+def check_range(f: dataclasses.Field, value) -> None:
+    if f.type not in (int, float) or value == f.metadata.get("word"):
+        return
+
+    largest = f.metadata.get("most", 2**40 if f.type is int else 1e38)
+    if f.metadata.get("above") == 0:
+        smallest, is_valid = "above 0", 0 < value <= largest
+    else:
+        smallest, is_valid = "from 0 on", 0 <= value <= largest
+    if not is_valid:
+        raise UserError(f"--{f.name} {value}: give a number {smallest}, at most {largest:g} "
+                        f"({f.metadata['help']})")
+
+
+def check_recipe_flags(config, recipes: dict[str, Recipe], checkpoint: Path | None) -> None:
+    """Some flags are for some recipes only."""
+    own_flags = recipes[config.recipe].own_flags
+    for recipe in recipes.values():
+        for name in recipe.own_flags:
+            if name in own_flags or getattr(config, name) == "auto":
+                continue
+            source = ""
+            if checkpoint:
+                source = f"{checkpoint}: "
+            raise UserError(f"{source}--{name} does not apply to --recipe {config.recipe}: leave it "
+                            "out")
+
+
+def check_model_flags(config) -> None:
+    if config.n_embd % config.n_head != 0:
+        raise UserError(f"--n_embd {config.n_embd} must be divisible by --n_head {config.n_head}")
+
+    if config.vocab_size < VOCAB_SIZE and (config.sample_every or config.hellaswag_every):
+        raise UserError(f"--vocab_size {config.vocab_size} is smaller than GPT-2's {VOCAB_SIZE}, "
+                        "which samples and HellaSwag need: give --sample_every 0 "
+                        "--hellaswag_every 0")
+
+    for name in ("sequence_length", "window"):
+        length = getattr(config, name)
+        if length != "auto" and length > config.block_size:
+            raise UserError(f"--{name} {length} is longer than --block_size {config.block_size}: "
+                            "shorten the one or raise the other")

@@ -1,0 +1,110 @@
+"""The optimizers of a model as one, and optimizer state that the ranks share out.
+
+Shared-out state is stage 1 of ZeRO (arXiv:1910.02054): `owner`, {parameter: rank}, names the one
+rank that has the moments of a parameter. Muon always has owners; --shard_optimizer gives owners to
+the matrices of the other optimizers.
+"""
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from runtime.muon import Muon
+
+# The tensors that an optimizer keeps for each parameter. A checkpoint has them by these names.
+ADAM_STATE = ("step", "exp_avg", "exp_avg_sq")
+MUON_STATE = ("momentum_buffer",)
+
+
+def state_keys(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
+    """The names of the tensors that an optimizer has for each of its parameters."""
+    if isinstance(optimizer, Muon):
+        return MUON_STATE
+    return ADAM_STATE
+
+
+class CombinedOptimizer:
+    """All optimizers of a model as one, which GradScaler can unscale and step.
+
+    If a gradient of any parameter overflows, no optimizer steps, on no rank. With `shard` each rank
+    keeps the moments of its share of the matrices.
+    """
+
+    def __init__(self, model: torch.nn.Module, optimizers: list, process, shard: bool = False):
+        self.optimizers = optimizers
+        self.rank = process.rank
+        for group in self.groups():
+            group["initial_lr"] = group["lr"]           # the schedule multiplies it
+
+        self.optimizer_of = {}                          # {parameter: the optimizer that updates it}
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                for p in group["params"]:
+                    assert p not in self.optimizer_of, "a parameter has two optimizers"
+                    self.optimizer_of[p] = optimizer
+        assert set(self.optimizer_of) == set(model.parameters()), "a parameter has no optimizer"
+
+        # GradScaler unscales the gradients of these: of all parameters, because an overflow has to
+        # be seen also where another rank updates the parameter.
+        self.param_groups = [{"params": list(model.parameters())}]
+
+        self.sharded = {}                               # {parameter: the rank that updates it}
+        if shard and process.world_size > 1:
+            self.sharded = shard_matrices(optimizers, process.rank, process.world_size)
+
+        # Which rank has the moments of a parameter, if not every rank has them.
+        self.owner = dict(self.sharded)
+        for optimizer in optimizers:
+            if isinstance(optimizer, Muon):
+                self.owner.update(optimizer.owner)
+
+    def groups(self) -> list[dict]:
+        """The parameter groups of all optimizers."""
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
+    def step(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+        broadcast_updates(self.sharded)
+
+    def holds(self, p: Tensor) -> bool:
+        """Whether this rank has the moments of the parameter."""
+        return self.owner.get(p, self.rank) == self.rank
+
+    def state_bytes(self) -> int:
+        """The most memory that the moments of this rank take: two tensors for each parameter."""
+        return sum(2 * p.nbytes for p in self.optimizer_of if self.holds(p))
+
+
+def shard_matrices(optimizers: list, rank: int, world_size: int) -> dict[Tensor, int]:
+    """Gives each matrix of the optimizers to one rank. Returns {matrix: rank}, equal on all ranks.
+
+    The matrices of other ranks leave the groups of this rank's optimizers; broadcast_updates sends
+    them after each step. Gains and biases, small but many, stay on all ranks.
+    """
+    groups = []
+    for optimizer in optimizers:
+        if not isinstance(optimizer, Muon):             # Muon shares its matrices out by itself
+            groups += optimizer.param_groups
+
+    # The largest first, each to the rank that has the fewest numbers so far.
+    matrices = [p for group in groups for p in group["params"] if p.dim() >= 2]
+    matrices.sort(key=Tensor.numel, reverse=True)
+    owner, load = {}, [0] * world_size
+    for p in matrices:
+        owner[p] = load.index(min(load))
+        load[owner[p]] += p.numel()
+
+    for group in groups:
+        named = zip(group["param_names"], group["params"], strict=True)
+        mine = [(name, p) for name, p in named if owner.get(p, rank) == rank]
+        group["param_names"] = [name for name, _ in mine]
+        group["params"] = [p for _, p in mine]
+    return owner
+
+
+def broadcast_updates(owner: dict[Tensor, int]) -> None:
+    """Each rank sends its matrices to the others."""
+    # All are under way before the first is waited for. On a GPU only its stream waits.
+    under_way = [dist.broadcast(p.detach(), rank, async_op=True) for p, rank in owner.items()]
+    for work in under_way:
+        work.wait()
