@@ -50,7 +50,7 @@ from runtime.device import (
     choose_dtype,
     copy_later,
     oom_as_user_error,
-    sequences_that_fit,
+    most_sequences_that_fit,
     time_micro_step,
     tune_malloc,
 )
@@ -409,7 +409,7 @@ def choose_micro_batch(
         if start.step == 0:
             moments = state.optimizer.state_bytes()     # which the first step will allocate
         if may_shrink:
-            limit = sequences_that_fit(config, state.model, process.device, moments)
+            limit = most_sequences_that_fit(config, state.model, process.device, moments)
 
     trial = partial(time_micro_step, state, config.sequence_length, process.device, moments)
     return choose_batch_size(config, may_shrink, limit, schedule, process, trial), trial
