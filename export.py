@@ -1,4 +1,4 @@
-"""Writes a model in the Hugging Face format, for transformers, lm-evaluation-harness and others.
+"""Writes a model in the Hugging Face format, for transformers, lm-evaluation-harness and others:
 
     python model.py export log/best exported
     python model.py export log/checkpoint_019073.pt exported
@@ -6,7 +6,7 @@
 import os
 from pathlib import Path
 
-# First, because it refuses an old Python in one line.
+# This import is the first of ours, because it refuses an old Python in one line.
 from runtime.cli import FlagParser, UserError, run_command
 
 from recipes import check_tokens, load_model
@@ -15,27 +15,29 @@ from runtime.huggingface import EXPORTED, EXPORTED_BY, MODELING, read_json
 
 
 def refuse_other_files(folder: Path) -> None:
-    """UserError unless a folder is new, empty or an earlier export, which main() may replace.
-
-    An earlier export has no files but those that we write, and a config.json that says it is ours.
-    Hidden files, such as a Mac's .DS_Store, do not count.
-    """
+    """UserError unless `folder` is new, empty or an earlier export, which main() may replace."""
     if not os.path.lexists(folder):
         return
+
+    # Hidden files, such as a Mac's .DS_Store, do not count.
     names = {name for name in os.listdir(folder) if not name.startswith(".")}
     if not names:
         return
 
+    # An earlier export has no other files than those that save_pretrained writes.
+    other_names = names - EXPORTED
+    if other_names:
+        raise UserError(f"{folder} holds other files than an earlier export ({min(other_names)}): "
+                        "give a new or empty folder")
+
+    # Its config.json says that it is ours.
     try:
         config = read_json(folder / "config.json")
     except (OSError, ValueError, RecursionError):
         config = {}
-    others = names - EXPORTED
-    ours = EXPORTED_BY.items() <= config.items()
-    if others or not ours:
-        name = min(others or names)
-        raise UserError(f"{folder} holds other files than an earlier export ({name}): give a new "
-                        "or empty folder")
+    if not EXPORTED_BY.items() <= config.items():
+        raise UserError(f"{folder} holds another model's files ({min(names)}): give a new or empty "
+                        "folder")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -45,12 +47,13 @@ def main(argv: list[str] | None = None) -> None:
                         help="write a model in the Hugging Face format")
     parser.add_argument("source", metavar="SOURCE",
                         help="A checkpoint (also nanoGPT's or build-nanogpt's), a run's "
-                             "folder or FOLDER/best, a Hugging Face folder, or a hub name.")
+                             "folder OUT or OUT/best, a Hugging Face folder, or a hub name.")
     parser.add_argument("folder", metavar="FOLDER",
                         help="A new or empty folder. An earlier export there is replaced.")
     args = parser.parse_args(argv)
 
-    # All that can fail does so before the earlier export is removed.
+    # What can fail comes before the earlier export is removed. `writable` turns what the system
+    # refuses into a UserError that names the folder.
     folder = Path(args.folder)
     with writable(folder):
         refuse_other_files(folder)
@@ -58,7 +61,7 @@ def main(argv: list[str] | None = None) -> None:
     check_tokens(model, args.source)
 
     with writable(folder):
-        # First the old files go, so that no mixture of two exports can be read as one.
+        # All old files go before a new one comes: a mixture of two exports could be read as one.
         for name in EXPORTED:
             (folder / name).unlink(missing_ok=True)
         model.save_pretrained(folder)

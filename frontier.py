@@ -1,11 +1,15 @@
 """The frontier recipe: what modded-nanogpt's records after November 2024 taught, and six new ideas.
 
-It keeps the ideas of speedrun.py (record 10) but for the untied head. From later records it has
-shifted keys, the tied head, the bigram table, several updates a step and the lower softcap. New are
-the rows for stems and forms, the start of the shifted keys, the eps of the embedding and the
-shorter averages. What each gains, measured by leaving it out, is in docs/recipes.md.
+It is speedrun.py (record 10) with a tied head, and
 
-Shapes: B sequences, T tokens, S with those in a cache, C = n_embd, nh heads of size hs = C / nh.
+    from later records    shifted keys, the bigram table, a lower softcap, a batch that grows
+    new here              rows for stems and forms, the start of the shifted keys, the eps of the
+                          embedding, shorter averages in Adam and in Muon
+
+docs/recipes.md says what each gains, measured by leaving it out.
+
+Shapes: B sequences, T tokens, C = n_embd, nh heads of size hs = C / nh. S is T plus the tokens that
+are already in the cache; in training S = T.
 """
 import functools
 import math
@@ -22,84 +26,103 @@ from runtime.tokenizer import EOT, VOCAB_SIZE, token_bytes
 from speedrun import CastedLinear, ModernLanguageModel, SpeedrunAttention, masked_attention, norm
 
 
-# ---------------------------------------------------------------------- stems and forms
-# "return", " Returns" and "returning" are three tokens of GPT-2, which would learn three times what
-# they have in common. Here a token's embedding is the sum of three rows: its own, and those of its
-# parts, which are its stem ("return") and its form (" Returns" and " Words" share one).
+# ---------------------------------------------------------------------- rows for stems and forms
+# "return", " Returns" and "returning" are three tokens of GPT-2, and an ordinary embedding learns
+# three times what they have in common. Here a token's embedding is the sum of three rows: its own,
+# that of its stem, and that of its form, both of which it shares with other tokens. The stem of
+# " Returns" is "return"; its form, "a space, a capital, -s", is that of " Words".
 
+# One common English ending, if at least three characters stand before it.
 ENDING = re.compile(r"(?<=...)(ings|ing|ies|ied|ers|er|ed|es|ly|s|e|y)\Z", re.DOTALL)
 
 
 def stem_and_form(text: str) -> tuple[str, tuple]:
-    """The parts of a token's text: what it is about, and all that the stem leaves out.
-
-    The stem is in lower case, without white space around it, and without one common English ending
-    if three characters remain.
-    """
+    """The stem of a token's text, and its form: all that the stem leaves out."""
     word = text.strip()
     lower = word.lower()
     stem = ENDING.sub("", lower)
     ending = lower[len(stem):]
-    case = word.islower(), word.isupper(), word.istitle()
-    form = text.startswith(" "), *case, word.isdigit(), ending
+
+    form = (
+        text.startswith(" "),
+        word.islower(),
+        word.isupper(),
+        word.istitle(),
+        word.isdigit(),
+        ending,
+    )
     return stem, form
 
 
 @functools.cache
-def parts_of_tokens(vocab_size):
-    """Rows of the table of parts: int64 (2, vocab_size), each token's stem and its form."""
-    # What is no text has a stem of its own, named by its number, and shares one form: padding,
-    # <|endoftext|>, single bytes, and all tokens of a vocabulary that is not GPT-2's.
+def parts_of_tokens(vocab_size: int) -> torch.Tensor:
+    """The rows of each token's stem and form in the table of parts: int64 (2, vocab_size)."""
+    # What is no text has a stem of its own, which is its id here, and the empty form: padding,
+    # <|endoftext|>, single bytes, and every token of a vocabulary that is not GPT-2's.
     stems: list = list(range(vocab_size))
     forms: list = [()] * vocab_size
 
     if vocab_size >= VOCAB_SIZE:
         for token, i in token_bytes().items():
             try:
-                stem, forms[i] = stem_and_form(token.decode())
+                text = token.decode()
             except UnicodeDecodeError:
                 continue
-            if stem:                            # white space keeps its own
+            stem, forms[i] = stem_and_form(text)
+            if stem:                            # that of white space is empty: it keeps its own
                 stems[i] = stem
 
-    # The rows are numbered as the parts first occur, the stems before the forms.
-    row_of = {part: row for row, part in enumerate(dict.fromkeys(stems + forms))}
-    rows = [[row_of[part] for part in stems], [row_of[part] for part in forms]]
+    # Stems (texts and ids) and forms (tuples) are numbered as they first occur, stems first.
+    parts = dict.fromkeys(stems + forms)
+    row_of = {part: row for row, part in enumerate(parts)}
+    rows = [
+        [row_of[stem] for stem in stems],
+        [row_of[form] for form in forms],
+    ]
     return torch.tensor(rows, device="cpu")
 
 
-# ---------------------------------------------------------------------- pairs of tokens
+# ---------------------------------------------------------------------- the bigram table
+# Record 62: each pair of a token and the one before it has a row, which is added to the embedding.
+# So no attention has to learn what mostly follows what.
 
 def bigram_hash(tokens, rows):
-    """A row of the bigram table for each token and the one before it: (B, T) -> (B, T), int64.
-
-    Pairs may share a row. The first token of a sequence, and <|endoftext|>, which begins a
-    document, count as following <|endoftext|>. The factors are record 62's.
-    """
+    """The row, of that many `rows`, of each pair: tokens (B, T) -> int64 (B, T)."""
+    # The first token of a sequence counts as following <|endoftext|>. So does <|endoftext|> itself:
+    # it begins a document, and what stands before it belongs to another one.
     before = F.pad(tokens[:, :-1], (1, 0), value=EOT)
     before = torch.where(tokens == EOT, EOT, before)
+
+    # There are more pairs than rows, so that some share one. The factors are the record's.
     return (36313 * tokens ^ 27191 * before) % rows
 
 
 # ---------------------------------------------------------------------- shifted keys
+# In half of the heads each token has the key of the token before it. A query that looks for a token
+# then finds the one after it: what followed this token earlier in the text. An ordinary attention
+# needs two layers for that (an induction head, arXiv:2209.11895). Record 49 shifts half of the
+# numbers of each head instead.
+
+def first_shifted_head(n_head: int) -> int:
+    """The heads from this one on have shifted keys: half of them, or one more than the others."""
+    return n_head // 2
+
 
 def shift_keys(k, starts):
-    """Moves the keys k (B, S, nh, hs) of the second half of the heads on by one position.
+    """Shifts the keys k (B, S, nh, hs) of half of the heads by one position.
 
-    A query that looks for a token then finds the one after it: what followed this token before. An
-    ordinary attention needs two layers for that (an induction head, arXiv:2209.11895). Record 49
-    shifts half of each head instead. `starts`, bool (B, S, 1, 1), says where documents start: there
-    the key before is another document's, and zero takes its place.
+    `starts`, bool (B, S, 1, 1), says which tokens start a document.
     """
     n_head = k.size(2)
-    unshifted = n_head // 2                             # of three heads, one
-    k, shifted = k.split((unshifted, n_head - unshifted), dim=2)
+    first = first_shifted_head(n_head)
+    k, shifted = k.split((first, n_head - first), dim=2)
+
+    # The key before is another document's where a document starts, and does not exist where the
+    # sequence starts. Zero takes its place in both.
     shifted = F.pad(shifted[:, :-1], (0, 0, 0, 0, 1, 0))
     shifted = shifted.masked_fill(starts, 0)
     return torch.cat((k, shifted), dim=2)
 
-
-# ---------------------------------------------------------------------- the model
 
 class FrontierAttention(SpeedrunAttention):
     """SpeedrunAttention with shifted keys."""
@@ -107,11 +130,16 @@ class FrontierAttention(SpeedrunAttention):
     def forward(self, x, v1, rotary, kernel, mask, past, starts):
         """x (B, T, C) -> (B, T, C), and v1: the values of the first block, None in that block."""
         q, k, v, v1 = self.queries_keys_values(x, v1, rotary, past)
-        y = masked_attention(q, shift_keys(k, starts), v, kernel, mask)         # (B, T, nh, hs)
+        k = shift_keys(k, starts)
+        y = masked_attention(q, k, v, kernel, mask)                             # (B, T, nh, hs)
         return self.c_proj(y.flatten(2)), v1
 
 
+# ---------------------------------------------------------------------- the model
+
 class FrontierBlock(nn.Module):
+    """SpeedrunBlock with FrontierAttention."""
+
     def __init__(self, config, layer):
         super().__init__()
         C = config.n_embd
@@ -120,9 +148,9 @@ class FrontierBlock(nn.Module):
         self.c_proj = CastedLinear(4 * C, C)
         self.lambdas = nn.Parameter(torch.empty(2))
 
-    def forward(self, x, v1, x0, *context):
+    def forward(self, x, v1, x0, *attention_inputs):
         x = self.lambdas[0] * x + self.lambdas[1] * x0
-        y, v1 = self.attn(norm(x), v1, *context)
+        y, v1 = self.attn(norm(x), v1, *attention_inputs)
         x = x + y
         x = x + self.c_proj(F.relu(self.c_fc(norm(x))).square())
         return x, v1
@@ -134,15 +162,14 @@ class FrontierGPT(ModernLanguageModel):
     lookup_tables = ("bigram", "part")
     softcap = 15.0                              # record 18
 
-    # A new model computes its embedding and no more, without the rows that tokens share.
+    # As in speedrun the blocks of a new model add nothing. Nor do the tables of shared rows.
     zero_at_start = ("c_proj.weight", "bigram.weight", "part.weight")
 
     def __init__(self, config):
         super().__init__(config)
-
         V, C = config.vocab_size, config.n_embd
-        parts = parts_of_tokens(V)
-        self.register_buffer("parts", parts.clone(), persistent=False)          # (2, vocab_size)
+        parts = parts_of_tokens(V).clone()      # all models share what the function returns
+        self.register_buffer("parts", parts, persistent=False)                  # (2, V)
         blocks = [FrontierBlock(config, layer) for layer in range(config.n_layer)]
         self.transformer = nn.ModuleDict({
             "wte": Embedding(V, C),
@@ -152,65 +179,65 @@ class FrontierGPT(ModernLanguageModel):
         })
 
         # Tied head (record 53): a token's row learns where it is read and where it is predicted.
-        # Its start is small, as it is the head too: the first loss is about ln(V) + 12.5 / C. At
-        # --max_lr 0.02 Adam's rate is 0.3 of it, which is also what speedrun's embedding has.
-        self.embedding_std = 5 / C
         self.lm_head = CastedLinear(C, V, device="meta")
         self.lm_head.weight = self.transformer.wte.weight
-        if not self.transformer.wte.weight.is_meta:
+
+        # What enters the head has mean square 1. So each of the first logits has the variance
+        # C (5 / C)^2 = 25 / C, and the first loss is about ln(V) + 12.5 / C. At --max_lr 0.02 the
+        # learning rate, head_lr below, is 1.5 / C: 0.3 of this standard deviation. For speedrun's
+        # embedding it is 0.3 of 1.
+        self.embedding_std = 5 / C
+        if not self.transformer.wte.weight.is_meta:     # model.py says why
             self.init_weights()
 
     @torch.no_grad()
     def init_weights(self):
-        """As speedrun's, but the weights of the shifted keys start as the queries'.
-
-        A token then looks for itself from the first step on, and so finds what followed it before:
-        the model need not discover that (an initialisation like that of arXiv:2305.09828).
-        """
+        """As speedrun's, but for the weights of the shifted keys: they are those of the queries."""
+        # From the first step on a token then looks for itself, and so finds what followed it
+        # earlier: the model need not discover that (in the spirit of arXiv:2305.09828).
         super().init_weights()
-        first = self.config.n_head // 2 * self.head_size
+        first = first_shifted_head(self.config.n_head) * self.head_size
         for block in self.transformer.h:
             block.attn.c_k.weight[first:] = block.attn.c_q.weight[first:]
 
     def add_parts(self, rows, parts):
-        """rows (..., C) of tokens plus those of their parts (2, ...)."""
+        """rows (..., C) of tokens, plus those of their parts, int64 (2, ...)."""
         stems, forms = parts
         total = self.transformer.part(stems)
         total.add_(self.transformer.part(forms))        # in place, which saves time on a CPU
         return total.add_(rows)
 
     def head(self):
-        """(vocab_size, C): a token is predicted by the sum that embeds it."""
+        """(vocab_size, C): a token is predicted by the same sum of rows that embeds it."""
         return self.add_parts(self.lm_head.weight, self.parts)
 
     def embed(self, tokens, T, dtype):
-        # One token more than T, if there is one, because the first of T makes a pair with it.
+        # The last T tokens and the one before them, if there is one: the first pair needs it.
         tokens = tokens[:, -T - 1:]
         rows = self.add_parts(self.transformer.wte(tokens), self.parts[:, tokens])
         x = norm(rows.to(dtype))
 
-        # Bigram table (record 62): a row for each pair of a token and the one before it, so that no
-        # attention has to learn what mostly follows what.
         pairs = bigram_hash(tokens, self.transformer.bigram.num_embeddings)
         x = norm(x + self.transformer.bigram(pairs).to(dtype))
         return x[:, -T:]
 
-    def context(self, tokens, T, dtype, past):
-        """What the attention of every block is given: also where documents start."""
+    def attention_inputs(self, tokens, T, dtype, past):
+        """Those of speedrun, and where documents start, for the shifted keys."""
         starts = (tokens == EOT)[:, :, None, None]                              # (B, S, 1, 1)
-        return *super().context(tokens, T, dtype, past), starts
+        return *super().attention_inputs(tokens, T, dtype, past), starts
 
     def configure_optimizers(self, max_lr, weight_decay, dtype, tokens):
-        """[Adam, Muon], for steps of that many `tokens`. `dtype` is that of Muon's iteration."""
-        # The tied embedding and the parts learn at the rate of speedrun's head.
+        """[Adam, Muon] for updates by that many `tokens`. `dtype` is that of Muon's iteration."""
+        # The tied embedding and the parts have the learning rate of speedrun's head.
         head_lr = 0.1 * max_lr * 768 / self.config.n_embd
 
-        # Every step lowers the logits of tokens that do not occur: their gradient is about their
-        # probability, tiny, and always of one sign, from which Adam would make full steps. With an
-        # eps of a tenth of what one occurrence gives, about 1 / tokens, they hardly move.
+        # A token that does not occur in a batch gets a gradient, too: its probability, tiny but of
+        # the same sign in each batch, which Adam would scale up to a full step. One occurrence is
+        # a gradient of about 1 / tokens. With an eps of a tenth of that, steps by tiny gradients
+        # are tiny.
         head_eps = 0.1 / tokens
 
-        # Most pairs occur a few times only: a tenth of the rate of speedrun's embedding.
+        # A tenth of the rate of speedrun's embedding, because most pairs occur a few times only.
         bigram_lr = 1.5 * max_lr
 
         head = self.named("transformer.wte.weight", "transformer.part.weight")
@@ -218,7 +245,9 @@ class FrontierGPT(ModernLanguageModel):
             {"params": head, "lr": head_lr, "eps": head_eps},
             {"params": self.named("transformer.bigram.weight"), "lr": bigram_lr},
         ]
-        # Shorter averages than speedrun's, for shorter runs: beta1 of 0.7 (and muon_momentum).
+
+        # A beta1 of 0.7 averages over fewer updates than speedrun's 0.9, which short runs need.
+        # muon_momentum is lower for the same reason.
         return self.adam_and_muon(groups, 0.7, max_lr, weight_decay, dtype)
 
 

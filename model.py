@@ -2,18 +2,21 @@
 
     from model import GPT, GPTConfig, load_model
 
-    model = GPT(GPTConfig())                        # fresh weights
-    model = GPT.from_pretrained("gpt2")             # the published ones, or a folder
+    model = GPT(GPTConfig())                        # new weights
+    model = GPT.from_pretrained("gpt2")             # the published weights, or those of a folder
     model = load_model("log/checkpoint_000250.pt")  # any model of this project or its peers
 
     logits, _ = model(idx)                          # idx: int64 (B, T)
     _, loss = model(idx, targets)
     idx = model.generate(idx, max_new_tokens=50)
 
-Loss and sampling are in runtime/language_model.py, which all models of this project share.
-Shapes: B sequences, T tokens, S with those in a cache, C = n_embd, nh heads of size hs = C / nh.
+The parent class LanguageModel, in runtime/language_model.py, has `forward` with the loss, and
+`generate`: they are the same for all models of this project.
+
+Shapes: B sequences, T tokens, C = n_embd, nh heads of size hs = C / nh. S is T plus the tokens that
+are already in the cache; in training S = T.
 """
-# First, because it refuses an old Python in one line.
+# This import is the first one, because it refuses an old Python in one line.
 from runtime.cli import run_command
 
 import math
@@ -36,8 +39,8 @@ GPT2_SIZES = {
     "gpt2-xl": dict(n_layer=48, n_head=25, n_embd=1600),        # 1,557,611,200
 }
 
-# The names that --attention takes. "auto" leaves the choice of a kernel to torch, "naive" is the
-# formula of the paper, and the others are one of torch's kernels each.
+# The choices of --attention. With "auto" torch chooses one of its kernels, "naive" is the formula
+# of the paper, and the others are one kernel of torch's each.
 SDPA_KERNELS = {
     "math": SDPBackend.MATH,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
@@ -50,26 +53,37 @@ ATTENTION = ("auto", "naive", *SDPA_KERNELS)
 @dataclass
 class GPTConfig:
     block_size: int = 1024      # longest sequence
-    vocab_size: int = 50257     # 50,000 merges, 256 bytes, <|endoftext|>; training pads to 50304
+
+    # 50,000 merges, 256 bytes and <|endoftext|>. train_gpt2.py pads them to 50304, a multiple of
+    # 128, because GPUs multiply matrices of such sizes faster. The 47 ids more are never a target,
+    # and never sampled.
+    vocab_size: int = 50257
+
     n_layer: int = 12
     n_head: int = 12
     n_embd: int = 768
-    gelu: str = "tanh"          # GPT-2's approximation; "none": the exact GELU, nanoGPT's
+    gelu: str = "tanh"          # nn.GELU's `approximate`; "none" is the exact GELU, nanoGPT's
 
+
+# ---------------------------------------------------------------------- attention
 
 def attention(q, k, v, kernel="auto", mask=None):
-    """softmax(q k^T / sqrt(hs)) v. q is (B, T, nh, hs), k and v are (B, S, nh, hs).
+    """softmax(q k^T / sqrt(hs)) v: q (B, T, nh, hs), k and v (B, S, nh, hs) -> (B, T, nh, hs).
 
-    `mask`, bool (B, 1, T, S), says what each token sees. Without one a sequence is causal (T = S),
-    and tokens that follow a cache (T < S) see everything. `kernel` is one of ATTENTION.
+    Each token sees itself and all before it, or where the `mask`, bool (B, 1, T, S), is True. GPT-2
+    needs no mask, speedrun.py does. `kernel` is one of ATTENTION.
     """
-    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)          # (B, nh, T or S, hs)
-    is_causal = mask is None and q.size(2) == k.size(2)
+    # torch wants the heads before the tokens: (B, nh, T, hs) and (B, nh, S, hs).
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    T, S = q.size(2), k.size(2)
 
-    # On a CPU in bfloat16 the formula is faster than torch's kernels, if there are few scores.
-    if kernel == "auto" and q.device.type == "cpu" and q.dtype == torch.bfloat16:
-        if k.size(2) <= 512:
-            kernel = "naive"
+    # If T is not S, there is a cache and T is 1: the newest token sees all others, without a mask.
+    is_causal = mask is None and T == S
+
+    # On a CPU in bfloat16 the formula is faster than torch's kernels, while there are few scores.
+    on_cpu_in_bfloat16 = q.device.type == "cpu" and q.dtype == torch.bfloat16
+    if kernel == "auto" and on_cpu_in_bfloat16 and S <= 512:
+        kernel = "naive"
 
     if kernel == "naive":
         y = attention_by_formula(q, k, v, is_causal, mask)
@@ -82,19 +96,24 @@ def attention(q, k, v, kernel="auto", mask=None):
 
 
 def attention_by_formula(q, k, v, is_causal, mask):
-    """Equation 1 of arXiv:1706.03762. q is (B, nh, T, hs), k and v are (B, nh, S, hs)."""
+    """Equation 1 of arXiv:1706.03762: q (B, nh, T, hs), k and v (B, nh, S, hs) -> (B, nh, T, hs)"""
     T, hs = q.size(2), q.size(3)
     scores = (q / math.sqrt(hs)) @ k.transpose(-2, -1)                          # (B, nh, T, S)
 
     if is_causal:
-        later = torch.full((T, T), float("-inf"), dtype=q.dtype, device=q.device).triu(1)
-        scores = scores + later
+        # -inf above the diagonal, where a key comes after the query.
+        future = torch.full((T, T), float("-inf"), dtype=q.dtype, device=q.device).triu(1)
+        scores = scores + future
     elif mask is not None:
         scores = scores.masked_fill(~mask, float("-inf"))
 
-    weights = F.softmax(scores, dim=-1).to(v.dtype)
-    return weights @ v                                                          # (B, nh, T, hs)
+    weights = F.softmax(scores, dim=-1).to(v.dtype)         # autocast returns float32
+    return weights @ v
 
+
+# ---------------------------------------------------------------------- the model
+# Linear and Embedding are torch's, but draw no random numbers when they are made: GPT.init_weights
+# draws all weights, each once.
 
 class CausalSelfAttention(nn.Module):
     def __init__(self, config, layer):
@@ -103,15 +122,17 @@ class CausalSelfAttention(nn.Module):
         self.c_attn = Linear(C, 3 * C)          # query, key, value of all heads
         self.c_proj = Linear(C, C)
         self.n_head = config.n_head
-        self.layer = layer
+        self.layer = layer                      # the number of the block, from 0 on
 
     def forward(self, x, kernel="auto", past=None):
         B, T, C = x.size()
-        q, k, v = self.c_attn(x).split(C, dim=2)
-        q = q.view(B, T, self.n_head, C // self.n_head)                         # (B, T, nh, hs)
-        k = k.view(B, T, self.n_head, C // self.n_head)
-        v = v.view(B, T, self.n_head, C // self.n_head)
+        hs = C // self.n_head
+        q, k, v = self.c_attn(x).split(C, dim=2)                                # 3 times (B, T, C)
+        q = q.view(B, T, self.n_head, hs)                                       # (B, T, nh, hs)
+        k = k.view(B, T, self.n_head, hs)
+        v = v.view(B, T, self.n_head, hs)
 
+        # Only generation has a cache, `past`: it keeps the keys and values of earlier tokens.
         if past is not None:
             k = past.append(f"k{self.layer}", k)                                # (B, S, nh, hs)
             v = past.append(f"v{self.layer}", v)
@@ -131,8 +152,8 @@ class MLP(nn.Module):
     def forward(self, x):
         x = self.c_fc(x)                                                        # (B, T, 4 C)
 
-        # A compiled backward computes GELU again instead of keeping its result: 22 GiB instead of
-        # 27 for 64 x 1024 tokens of 124M (stand-in H100), for 3% more memory traffic.
+        # In a compiled model the backward computes GELU again, so that its result need not be kept:
+        # 64 x 1024 tokens of 124M take 22 GiB instead of 27, for 3% more memory traffic.
         if torch.compiler.is_compiling():
             x = checkpoint(self.gelu, x, use_reentrant=False)
         else:
@@ -155,14 +176,19 @@ class Block(nn.Module):
 
 
 class GPT(LanguageModel):
-    """Pre-norm blocks, learned positions, GELU, biases everywhere, a head tied to the embedding."""
+    """Pre-norm blocks, learned positions, GELU, biases everywhere, a head tied to the embedding.
+
+    There is no dropout. So a model in training computes the same as in evaluation, and nothing in
+    this project calls model.train() or model.eval().
+    """
+    # What LanguageModel and the code that saves a model ask of each class.
     Config = GPTConfig
     recipe = "gpt2"
-    lookup_tables = ("wpe",)
+    lookup_tables = ("wpe",)            # has no part in a matrix product (for the count of FLOPs)
 
     def __init__(self, config):
         super().__init__()
-        head_size(config)               # refuses heads that do not divide the width
+        head_size(config)               # ValueError if n_embd is not divisible by n_head
         self.config = config
         V, C = config.vocab_size, config.n_embd
         blocks = [Block(config, layer) for layer in range(config.n_layer)]
@@ -173,38 +199,48 @@ class GPT(LanguageModel):
             "ln_f": nn.LayerNorm(C),
         })
 
-        # The head's weight is the embedding's (arXiv:1608.05859), so it needs no memory of its own.
+        # The head's weight is the embedding's (arXiv:1608.05859). Made on the "meta" device, the
+        # layer allocates none of its own.
         self.lm_head = Linear(C, V, bias=False, device="meta")
         self.lm_head.weight = self.transformer.wte.weight
-        if not self.lm_head.weight.is_meta:
+
+        # The reader of checkpoints makes the whole model on "meta", and then loads its weights.
+        if not self.transformer.wte.weight.is_meta:
             self.init_weights()
 
     @torch.no_grad()
     def init_weights(self):
-        """normal(0, 0.02), biases 0, residual projections / sqrt(2 n_layer) (GPT-2 paper, 2.3)."""
+        """Draws all weights as GPT-2 does."""
+        # Each block adds the results of two projections, c_proj, to the residual stream. Their
+        # standard deviation is smaller, so that the stream does not grow with the number of blocks
+        # (GPT-2's paper, section 2.3).
+        projection_std = 0.02 / math.sqrt(2 * self.config.n_layer)
+
         for name, p in self.named_parameters():
             if ".ln_" in name:
-                continue                        # nn.LayerNorm has set gains to 1, biases to 0
-            if name.endswith(".bias"):
+                continue            # nn.LayerNorm itself has set its gains to 1, its biases to 0
+            elif name.endswith(".bias"):
                 p.zero_()
             elif name.endswith("c_proj.weight"):
-                p.normal_(0.0, 0.02 / math.sqrt(2 * self.config.n_layer))
+                p.normal_(0.0, projection_std)
             elif name.endswith(("wte.weight", "wpe.weight", "c_attn.weight", "c_fc.weight")):
                 p.normal_(0.0, 0.02)
             else:
                 raise AssertionError(f"no initialisation for {name}")
 
     def hidden(self, idx, past=None):
-        """Final hidden states (B, T, C) of idx (B, T), which follows the tokens in `past`."""
-        T, S = idx.size(1), idx.size(1)
+        """Final hidden states (B, T, C) of the tokens idx (B, T), which follow those in `past`."""
+        B, T = idx.size()
+        S = T
         if past is not None:
             S = past.append("tokens", idx).size(1)
 
         positions = torch.arange(S - T, S, device=idx.device)                   # (T,)
         x = self.transformer.wte(idx) + self.transformer.wpe(positions)         # (B, T, C)
 
-        # Where the matrix products are in bfloat16, so is the residual stream, as in llm.c: in
-        # float32 it is 14% of a step's memory traffic. Not so in float16, which ends at 65504.
+        # If autocast computes matrix products in bfloat16, the residual stream is in bfloat16, too,
+        # as in llm.c: in float32 it would be 14% of a step's memory traffic. In float16 it could
+        # overflow, as the largest number there is 65504.
         if matmul_dtype(x) == torch.bfloat16:
             x = x.bfloat16()
 
@@ -213,34 +249,40 @@ class GPT(LanguageModel):
         return self.transformer.ln_f(x)
 
     def configure_optimizers(self, max_lr, weight_decay, betas=(0.9, 0.95), eps=1e-8):
-        """[AdamW] (arXiv:1711.05101), with weight decay on matrices and embeddings alone."""
+        """[AdamW] (arXiv:1711.05101)"""
+        # Matrices and embeddings decay. Biases and the gains of LayerNorm do not.
         params = list(self.named_parameters())
         decayed = [(name, p) for name, p in params if p.dim() >= 2]
-        others = [(name, p) for name, p in params if p.dim() < 2]               # biases and gains
+        others = [(name, p) for name, p in params if p.dim() < 2]
         groups = [
             {"params": decayed, "weight_decay": weight_decay},
             {"params": others, "weight_decay": 0.0},
         ]
-        # The fused kernel of a Mac ignores the overflows that float16's scaler has found.
+
+        # "Fused" updates all parameters in one kernel. On a Mac ("mps") that kernel would also make
+        # those steps that float16's GradScaler skips because a gradient overflowed.
         fused = not self.lm_head.weight.is_mps
         return [torch.optim.AdamW(groups, lr=max_lr, betas=betas, eps=eps, fused=fused)]
 
     @classmethod
     def from_pretrained(cls, source: str | Path) -> "GPT":
-        """A GPT-2 of the Hugging Face hub, as "gpt2-xl", or of a folder in its format."""
+        """A GPT-2 of the Hugging Face hub, such as "gpt2-xl", or of a folder in its format."""
         from runtime.huggingface import from_huggingface
         return from_huggingface(source, {"gpt2": GPT})
 
 
+# ---------------------------------------------------------------------- reading and exporting
+# The modules that do this import this file. So they are imported only where they are called.
+
 def load_model(source: str | Path) -> LanguageModel:
     """The model of a checkpoint, a run, a folder or a hub name: see recipes.load_model."""
-    import recipes                      # only now, because it imports this file
+    import recipes
     return recipes.load_model(source)
 
 
 def main(argv: list[str] | None = None) -> None:
-    """`python model.py export SOURCE FOLDER`, which export.py does."""
-    import export                       # only now, because it imports this file
+    """`python model.py export SOURCE FOLDER`: see export.py."""
+    import export
     export.main(argv)
 
 

@@ -1,7 +1,4 @@
-"""The recipes' models and the presets: which there are, and how a model comes to be.
-
-A model is made with fresh weights, or read from a file.
-"""
+"""The recipes' models, and where a model comes from: new weights, or a file. The presets."""
 from dataclasses import fields
 from pathlib import Path
 
@@ -15,7 +12,11 @@ from runtime.tokenizer import VOCAB_SIZE
 from runtime.weights import find_checkpoint, model_from_checkpoint, read_checkpoint
 from speedrun import SpeedrunGPT
 
-MODELS = {"gpt2": GPT, "speedrun": SpeedrunGPT, "frontier": FrontierGPT}
+MODELS = {
+    "gpt2": GPT,
+    "speedrun": SpeedrunGPT,
+    "frontier": FrontierGPT,
+}
 
 PRESETS = {
     # One epoch of the text: in a second one the validation loss rises again.
@@ -82,22 +83,28 @@ OVERFIT = dict(
 
 
 def fresh_model(config) -> LanguageModel:
-    """The model of config.recipe with fresh weights. `config` may have other fields, too."""
+    """The model of config.recipe with new weights. `config` may have other fields, too."""
     cls = MODELS[config.recipe]
+
+    # GPTConfig has the field `gelu`, which is no flag: its default holds.
     names = [f.name for f in fields(cls.Config) if hasattr(config, f.name)]
+    shape = {name: getattr(config, name) for name in names}
+
     try:
-        return cls(cls.Config(**{name: getattr(config, name) for name in names}))
+        return cls(cls.Config(**shape))
     except ValueError as error:
-        raise UserError(f"--n_embd {config.n_embd} --n_head {config.n_head}: {error}. Give another "
-                        "number of heads") from None
+        raise UserError(f"--n_embd {config.n_embd} --n_head {config.n_head}: {error}: give another "
+                        "--n_head") from None
 
 
 def load_model(source: str | Path) -> LanguageModel:
     """The model of `source`. UserError if it cannot be read.
 
-    A source is a checkpoint of this project, a run's folder OUT (its newest checkpoint) or OUT/best
-    (the one of the lowest validation loss); a folder in the Hugging Face format or a name on the
-    hub; nanoGPT's ckpt.pt or build-nanogpt's model_*.pt.
+    A source is one of
+    - a checkpoint of this project, of nanoGPT (ckpt.pt) or of build-nanogpt (model_*.pt)
+    - OUT, the folder of a run, which means its newest checkpoint
+    - OUT/best, which means the checkpoint of the lowest validation loss there
+    - a folder in the Hugging Face format, or a name on the hub
     """
     path = find_checkpoint(source)
     if path is None:
@@ -106,8 +113,8 @@ def load_model(source: str | Path) -> LanguageModel:
 
 
 def check_tokens(model: LanguageModel, source: str) -> None:
-    """UserError unless `model`, read from `source`, has GPT-2's tokens."""
+    """UserError unless `model`, read from `source`, has a vocabulary that can be GPT-2's."""
     size = model.config.vocab_size
     if size < VOCAB_SIZE:
-        raise UserError(f"{source} has another vocabulary than GPT-2 (expected {VOCAB_SIZE}, "
-                        f"found {size}): give a model that was trained on those")
+        raise UserError(f"{source} has a vocabulary of {size} tokens (expected GPT-2's "
+                        f"{VOCAB_SIZE}): give a model that was trained on GPT-2's tokens")

@@ -1,10 +1,12 @@
 """The speedrun recipe: modded-nanogpt's record 10 (November 2024), written anew.
 
-Names in the state dict are the record's. Two things differ: the embedding stays in float32, and
-norm's eps is that of float32 (in the record's torch 2.5 that of bfloat16, 2^-7). What each idea
-gains, measured by leaving it out, is in docs/recipes.md. frontier.py builds on this file.
+The names in the state dict are the record's. Two things differ from it: the embedding stays in
+float32, and the eps of norm() is float32's (the record's, in torch 2.5, was bfloat16's: 2^-7).
+docs/recipes.md says what each idea gains, measured by leaving it out. frontier.py builds on this
+file.
 
-Shapes: B sequences, T tokens, S with those in a cache, C = n_embd, nh heads of size hs = C / nh.
+Shapes: B sequences, T tokens, C = n_embd, nh heads of size hs = C / nh. S is T plus the tokens that
+are already in the cache; in training S = T.
 """
 import math
 from dataclasses import dataclass
@@ -22,8 +24,6 @@ from runtime.recipe import Recipe
 from runtime.tokenizer import EOT
 
 
-# ---------------------------------------------------------------------- pieces
-
 @dataclass
 class SpeedrunConfig:
     block_size: int = 1024      # longest sequence
@@ -31,14 +31,18 @@ class SpeedrunConfig:
     n_layer: int = 12
     n_head: int = 6             # heads of 128
     n_embd: int = 768
-    window: int = 0          # tokens a token attends to in its document, with itself; 0: all before
 
+    # A token sees the `window` last tokens of its document, itself included. 0: all before it.
+    window: int = 0
+
+
+# ---------------------------------------------------------------------- pieces of a block
 
 class CastedLinear(Linear):
     """A linear layer without bias, stored in float32, that computes in the dtype of its input."""
 
-    def __init__(self, n_in, n_out, **how):
-        super().__init__(n_in, n_out, bias=False, **how)
+    def __init__(self, n_in, n_out, device=None):
+        super().__init__(n_in, n_out, bias=False, device=device)
 
     def forward(self, x):
         return F.linear(x, self.weight.to(x.dtype))
@@ -57,144 +61,55 @@ def qk_norm(x):
 def rotate(x, cos, sin):
     """Rotary positions (arXiv:2104.09864): turns each pair (x_i, x_{i + hs/2}) by its angle.
 
-    x is (B, T, nh, hs); cos and sin, (T, 1, hs/2), come from rotary_tables below.
+    x is (B, T, nh, hs); cos and sin, (T, 1, hs/2), come from rotary_tables.
     """
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos + b * sin, b * cos - a * sin), dim=-1)
 
 
-def document_window_mask(tokens, T, window, as_blocks=False):
-    """What each of the last T of tokens (B, S) sees: itself and the `window` - 1 before it.
+def rotary_tables(S, T, hs, dtype, device):
+    """Cosines and sines (T, 1, hs/2) of the last T of S positions, for `rotate`."""
+    positions = torch.arange(S - T, S, device=device)                           # (T,)
+    frequencies = 10000.0 ** -(torch.arange(0, hs, 2, device=device) / hs)      # (hs/2,)
+    angles = torch.outer(positions, frequencies)[:, None]                       # (T, 1, hs/2)
+    return angles.cos().to(dtype), angles.sin().to(dtype)
 
-    No token sees beyond its document, which <|endoftext|> begins. `window` is int64 (), a tensor,
-    so that another value needs no other compiled graph. Returns bool (B, 1, T, S); or, `as_blocks`
-    and for T = S, FlexAttention's BlockMask (arXiv:2412.05496), which skips empty blocks of scores.
+
+def document_window_mask(tokens, T, window, as_blocks=False):
+    """Which of the tokens (B, S) the last T of them see: bool (B, 1, T, S).
+
+    Each sees itself and the `window` - 1 tokens before it, but none of an earlier document. With
+    `as_blocks`, and T = S, the result is FlexAttention's BlockMask (arXiv:2412.05496) instead, with
+    which blocks of scores that nothing sees are not computed.
     """
     B, S = tokens.size()
     device = tokens.device
-    document = (tokens == EOT).cumsum(1)                                        # (B, S)
+    document = (tokens == EOT).cumsum(1)        # (B, S): a number for each; EOT is its first token
 
-    def seen(b, h, q, k):
+    # Whether the token at position q of sequence b sees the one at position k. FlexAttention calls
+    # it with a head, too, of which nothing depends here.
+    def sees(b, head, q, k):
         in_window = (k <= q) & (q - k < window)
         return in_window & (document[b, q] == document[b, k])
 
     if as_blocks:
-        return create_block_mask(seen, B, None, S, S, device=device)
-    b = torch.arange(B, device=device)[:, None, None, None]
-    q = torch.arange(S - T, S, device=device)[:, None]
-    k = torch.arange(S, device=device)[None, :]
-    return seen(b, None, q, k)
+        return create_block_mask(sees, B, None, S, S, device=device)
+
+    b = torch.arange(B, device=device)[:, None, None, None]                     # (B, 1, 1, 1)
+    q = torch.arange(S - T, S, device=device)[:, None]                          # (T, 1)
+    k = torch.arange(S, device=device)                                          # (S,)
+    return sees(b, None, q, k)
 
 
 def masked_attention(q, k, v, kernel, mask):
     """model.attention, or FlexAttention if `mask` is a BlockMask. q, k, v: (B, T or S, nh, hs)."""
     if not isinstance(mask, BlockMask):
         return attention(q, k, v, kernel, mask)
-    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)           # (B, nh, T, hs)
     return flex_attention(q, k, v, block_mask=mask).transpose(1, 2)
 
 
-class ModernLanguageModel(LanguageModel):
-    """What SpeedrunGPT and FrontierGPT share: the way from tokens through the blocks.
-
-    A subclass has `transformer` with the blocks `h`, and `embed(tokens, T, dtype)`: what goes into
-    the first block, (B, T, C), for the last T of tokens (B, S).
-    """
-    Config = SpeedrunConfig
-    zero_at_start = ()          # ends of the names of parameters that are zero in a new model
-    embedding_std = 1.0         # of the rows of a new embedding
-
-    def __init__(self, config):
-        super().__init__()
-        self.config = config
-        self.head_size = head_size(config, even=True)
-
-        # The window of this step. Training lets it grow (window_schedule), up to config.window.
-        window = config.window
-        if window == 0:
-            window = config.block_size
-        self.register_buffer("window", torch.tensor(window, device="cpu"), persistent=False)
-
-    def hidden(self, idx, past=None):
-        """Final hidden states (B, T, C) of idx (B, T), which follows the tokens in `past`."""
-        tokens = idx                                                            # (B, S)
-        if past is not None:
-            tokens = past.append("tokens", idx)
-        T = idx.size(1)
-        dtype = matmul_dtype(self.transformer.wte.weight)
-        context = self.context(tokens, T, dtype, past)
-
-        # All activations are in `dtype`. Autocast itself would compute norms and sums in float32.
-        with torch.autocast(idx.device.type, enabled=False):
-            x = self.embed(tokens, T, dtype)                                    # (B, T, C)
-            x0, v1 = x, None
-            for block in self.transformer.h:
-                x, v1 = self.run_block(block, x, v1, x0, *context)
-            return norm(x)
-
-    def context(self, tokens, T, dtype, past):
-        """What the attention of every block is given: rotary, kernel, mask, past."""
-        rotary = self.rotary_tables(tokens.size(1), T, dtype, tokens.device)
-        mask = self.window_mask(tokens, T, past)
-        return rotary, self.kernel, mask, past
-
-    def rotary_tables(self, S, T, dtype, device):
-        """Cosines and sines (T, 1, hs/2) of the last T of S positions, for `rotate`."""
-        hs = self.head_size
-        positions = torch.arange(S - T, S, device=device)                       # (T,)
-        frequencies = 10000.0 ** -(torch.arange(0, hs, 2, device=device) / hs)  # (hs/2,)
-        angles = torch.outer(positions, frequencies)[:, None]                   # (T, 1, hs/2)
-        return angles.cos().to(dtype), angles.sin().to(dtype)
-
-    def window_mask(self, tokens, T, past):
-        """What the last T of tokens (B, S) see, for masked_attention; None without a window."""
-        if not self.config.window:
-            return None
-        # FlexAttention is fast only in a compiled graph on CUDA, and its heads are 16 wide or more.
-        can_flex = tokens.is_cuda and torch.compiler.is_compiling() and self.head_size >= 16
-        as_blocks = can_flex and self.kernel == "auto" and past is None
-        return document_window_mask(tokens, T, self.window, as_blocks)
-
-    @torch.no_grad()
-    def init_weights(self):
-        """Draws all weights. Scalars are named as in record 10."""
-        for name, p in self.named_parameters():
-            if name.endswith(self.zero_at_start):
-                p.zero_()
-            elif name.endswith("wte.weight"):
-                p.normal_(0.0, self.embedding_std)
-            elif name.endswith(("c_q.weight", "c_k.weight", "c_v.weight", "c_fc.weight")):
-                bound = p.size(1)**-0.5
-                p.uniform_(-bound, bound)
-            elif name.endswith("lambdas"):
-                p.copy_(torch.tensor([1.0, 0.0]))       # no shortcut from the embedding yet
-            elif name.endswith("lamb"):
-                p.fill_(0.5)
-            else:
-                raise AssertionError(f"no initialisation for {name}")
-
-    def named(self, *names):
-        """[(name, parameter)], as optimizers take them."""
-        return [(name, self.get_parameter(name)) for name in names]
-
-    def adam_and_muon(self, groups, beta1, max_lr, weight_decay, dtype):
-        """[Adam, Muon]: Muon for the matrices in the blocks, Adam for scalars there and `groups`.
-
-        Muon alone has weight decay. `dtype` is that of its Newton-Schulz iteration.
-        """
-        blocks = list(self.transformer.h.named_parameters(prefix="transformer.h"))
-        matrices = [(name, p) for name, p in blocks if p.dim() == 2]
-        scalars = [(name, p) for name, p in blocks if p.dim() < 2]
-        groups = [*groups, {"params": scalars, "lr": max_lr}]
-
-        # The fused kernel of a Mac ignores the overflows that float16's scaler has found.
-        fused = not self.lm_head.weight.is_mps
-        adam = torch.optim.Adam(groups, betas=(beta1, 0.95), eps=1e-8, fused=fused)
-        muon = Muon(matrices, max_lr, weight_decay=weight_decay, dtype=dtype)
-        return [adam, muon]
-
-
-# ---------------------------------------------------------------------- the model
+# ---------------------------------------------------------------------- blocks
 
 class SpeedrunAttention(nn.Module):
     def __init__(self, config, layer):
@@ -204,17 +119,17 @@ class SpeedrunAttention(nn.Module):
         self.c_k = CastedLinear(C, C)
         self.c_v = CastedLinear(C, C)
         self.c_proj = CastedLinear(C, C)
-        self.lamb = nn.Parameter(torch.empty(()))       # share of the first block's values
+        self.lamb = nn.Parameter(torch.empty(()))       # lambda, the share of the first values
         self.n_head = config.n_head
-        self.layer = layer
+        self.layer = layer                              # the number of the block, from 0 on
 
     def queries_keys_values(self, x, v1, rotary, past):
         """x (B, T, C) -> q (B, T, nh, hs), k and v (B, S, nh, hs), v1 (B, T, nh, hs)."""
         B, T, C = x.size()
-        heads = B, T, self.n_head, C // self.n_head
-        q = self.c_q(x).view(heads)
-        k = self.c_k(x).view(heads)
-        v = self.c_v(x).view(heads)
+        shape = (B, T, self.n_head, C // self.n_head)                           # (B, T, nh, hs)
+        q = self.c_q(x).view(shape)
+        k = self.c_k(x).view(shape)
+        v = self.c_v(x).view(shape)
 
         # Value residual (arXiv:2410.17897): each block mixes the values of the first block into its
         # own, in a learned proportion, so that what a token is does not get lost on the way.
@@ -256,13 +171,121 @@ class SpeedrunBlock(nn.Module):
         self.mlp = SpeedrunMLP(config)
         self.lambdas = nn.Parameter(torch.empty(2))
 
-    def forward(self, x, v1, x0, *context):
+    def forward(self, x, v1, x0, *attention_inputs):
         # Embedding shortcut: each block mixes the embedding x0 into its input, by learned factors.
         x = self.lambdas[0] * x + self.lambdas[1] * x0
-        y, v1 = self.attn(norm(x), v1, *context)
+        y, v1 = self.attn(norm(x), v1, *attention_inputs)
         x = x + y
         x = x + self.mlp(norm(x))
         return x, v1
+
+
+# ---------------------------------------------------------------------- models
+
+class ModernLanguageModel(LanguageModel):
+    """What SpeedrunGPT and FrontierGPT share: the way from tokens through the blocks.
+
+    A subclass has `transformer`, with the blocks in `transformer.h`, and embed(tokens, T, dtype):
+    the input of the first block, (B, T, C), for the last T of the tokens (B, S).
+    """
+    Config = SpeedrunConfig
+    zero_at_start = ()          # how the names of parameters end that are zero in a new model
+    embedding_std = 1.0         # of the rows of a new embedding
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.head_size = head_size(config, even=True)
+
+        # The window of the current step. Training lets it grow up to config.window, see
+        # window_schedule. As a tensor, because a compiled graph then serves all its values; on the
+        # CPU, because it has a value also where the weights are on "meta".
+        window = config.window
+        if window == 0:
+            window = config.block_size
+        self.register_buffer("window", torch.tensor(window, device="cpu"), persistent=False)
+
+    def hidden(self, idx, past=None):
+        """Final hidden states (B, T, C) of the tokens idx (B, T), which follow those in `past`."""
+        T = idx.size(1)
+        tokens = idx                                                            # (B, S)
+        if past is not None:
+            tokens = past.append("tokens", idx)
+        dtype = matmul_dtype(self.transformer.wte.weight)
+        attention_inputs = self.attention_inputs(tokens, T, dtype, past)
+
+        # All activations are in `dtype`. Autocast itself would compute norms and sums in float32.
+        with torch.autocast(idx.device.type, enabled=False):
+            x = self.embed(tokens, T, dtype)                                    # (B, T, C)
+            x0 = x
+            v1 = None
+            for block in self.transformer.h:
+                x, v1 = self.run_block(block, x, v1, x0, *attention_inputs)
+            return norm(x)
+
+    def attention_inputs(self, tokens, T, dtype, past):
+        """What every block gives its attention beside x and v1: rotary, kernel, mask, past."""
+        rotary = rotary_tables(tokens.size(1), T, self.head_size, dtype, tokens.device)
+        mask = self.window_mask(tokens, T, past)
+        return rotary, self.kernel, mask, past
+
+    def window_mask(self, tokens, T, past):
+        """The mask of the last T of the tokens (B, S), for masked_attention. None: no window."""
+        if not self.config.window:
+            return None
+
+        # FlexAttention is fast only in a compiled graph on CUDA, with heads of 16 or more.
+        can_flex = tokens.is_cuda and torch.compiler.is_compiling() and self.head_size >= 16
+        as_blocks = can_flex and self.kernel == "auto" and past is None
+        return document_window_mask(tokens, T, self.window, as_blocks)
+
+    @torch.no_grad()
+    def init_weights(self):
+        """Draws all weights. Scalars have record 10's names."""
+        for name, p in self.named_parameters():
+            if name.endswith(self.zero_at_start):
+                p.zero_()
+            elif name.endswith("wte.weight"):
+                p.normal_(0.0, self.embedding_std)
+            elif name.endswith(("c_q.weight", "c_k.weight", "c_v.weight", "c_fc.weight")):
+                bound = p.size(1)**-0.5
+                p.uniform_(-bound, bound)
+            elif name.endswith("lambdas"):
+                p.copy_(torch.tensor([1.0, 0.0]))       # no shortcut from the embedding yet
+            elif name.endswith("lamb"):
+                p.fill_(0.5)
+            else:
+                raise AssertionError(f"no initialisation for {name}")
+
+    def named(self, *names):
+        """[(name, parameter)], as optimizers take them."""
+        return [(name, self.get_parameter(name)) for name in names]
+
+    def adam_and_muon(self, groups, beta1, max_lr, weight_decay, dtype):
+        """[Adam, Muon]: Adam has `groups`, which are all parameters outside the blocks.
+
+        Of those in the blocks, Muon has the matrices, Adam the scalars. `dtype` is that of Muon's
+        iteration. Only Muon has weight decay.
+        """
+        in_blocks = list(self.transformer.h.named_parameters(prefix="transformer.h"))
+        matrices = [(name, p) for name, p in in_blocks if p.dim() == 2]
+        scalars = [(name, p) for name, p in in_blocks if p.dim() < 2]
+
+        fused = not self.lm_head.weight.is_mps          # model.py says why
+        adam = torch.optim.Adam(
+            [*groups, {"params": scalars, "lr": max_lr}],
+            betas=(beta1, 0.95),
+            eps=1e-8,
+            fused=fused,
+        )
+        muon = Muon(matrices, max_lr, weight_decay=weight_decay, dtype=dtype)
+        return [adam, muon]
+
+    def flops_per_token(self, sequence_length):
+        """LanguageModel's, of a token that sees no more than the window at the end of a run."""
+        if self.config.window:
+            sequence_length = min(sequence_length, self.config.window)
+        return super().flops_per_token(sequence_length)
 
 
 class SpeedrunGPT(ModernLanguageModel):
@@ -273,17 +296,20 @@ class SpeedrunGPT(ModernLanguageModel):
     # The logits stay in (-30, 30) (arXiv:2408.00118, section 2).
     softcap = 30.0
 
-    # Output projections and head start at zero (arXiv:2203.03466), so that a new model computes its
-    # embedding and no more: the first loss is ln(vocab_size).
+    # Output projections and head start at zero (arXiv:2203.03466). So the blocks of a new model add
+    # nothing to the embedding, and its first loss is ln(vocab_size).
     zero_at_start = ("c_proj.weight", "lm_head.weight")
 
     def __init__(self, config):
         super().__init__(config)
         V, C = config.vocab_size, config.n_embd
         blocks = [SpeedrunBlock(config, layer) for layer in range(config.n_layer)]
-        self.transformer = nn.ModuleDict({"wte": Embedding(V, C), "h": nn.ModuleList(blocks)})
+        self.transformer = nn.ModuleDict({
+            "wte": Embedding(V, C),
+            "h": nn.ModuleList(blocks),
+        })
         self.lm_head = CastedLinear(C, V)
-        if not self.transformer.wte.weight.is_meta:
+        if not self.transformer.wte.weight.is_meta:     # model.py says why
             self.init_weights()
 
     def embed(self, tokens, T, dtype):

@@ -1,8 +1,9 @@
 """The recipes without one of their ideas each, for `bench.py recipes --ideas`.
 
-An idea of a recipe is a function, an attribute of a class, a parameter or a setting. Each has a
-function that puts something else in its place, in the loaded modules: `put(owner, name, value)` is
-setattr, or a test's monkeypatch. So this file depends on names, not on the text of the code.
+An idea of a recipe is a function, an attribute of a class, a parameter or a setting. Here is a
+function for each idea that puts something else in its place, in the modules that are loaded. It is
+given `put(owner, name, value)`: setattr, or the setattr of a test's monkeypatch. So this file
+depends on names in the recipes, and not on the text of their code.
 """
 import math
 
@@ -16,42 +17,45 @@ from frontier import FrontierGPT
 from speedrun import ModernLanguageModel, SpeedrunGPT, SpeedrunMLP
 from train_gpt2 import RECIPES
 
-SPEEDRUN, FRONTIER = RECIPES["speedrun"], RECIPES["frontier"]
+SPEEDRUN = RECIPES["speedrun"]
+FRONTIER = RECIPES["frontier"]
 
 
-# ---------------------------------------------------------------------- ways to change something
+# ---------------------------------------------------------------------- what several of them need
 
 def change_model(put, recipe, change):
-    """`change(model)` is called with each fresh model, before there are optimizers for it."""
+    """Has `change(model)` called with each new model, before its optimizers are made."""
     make = recipe.make_optimizers
 
-    def optimizers(model, config):
+    def changed_optimizers(model, config):
         change(model)
         return make(model, config)
-    put(recipe, "make_optimizers", optimizers)
+
+    put(recipe, "make_optimizers", changed_optimizers)
 
 
 def change_group(put, recipe, name, change):
-    """`change(group, config)` is called with Adam's group that has the parameter `name`."""
+    """Has `change(group, config)` called with that group of Adam's which has the parameter."""
     make = recipe.make_optimizers
 
-    def optimizers(model, config):
+    def changed_optimizers(model, config):
         adam, muon = make(model, config)
         for group in adam.param_groups:
             if name in group["param_names"]:
                 change(group, config)
         return [adam, muon]
-    put(recipe, "make_optimizers", optimizers)
+
+    put(recipe, "make_optimizers", changed_optimizers)
 
 
 @torch.no_grad()
-def hold(model, name, trained):
-    """Parameters whose name ends so stay zero, but for the elements whose `trained` is 1."""
-    for full_name, p in model.named_parameters():
-        if full_name.endswith(name):
-            trained_here = torch.tensor(trained, device=p.device)
-            p.mul_(trained_here)
-            p.register_hook(lambda gradient, factor=trained_here: gradient * factor)
+def keep_zero(model, name_ends, learns=0.0):
+    """Parameters whose name ends so stay zero, but for elements of which `learns` is 1."""
+    for name, p in model.named_parameters():
+        if name.endswith(name_ends):
+            factor = torch.tensor(learns, device=p.device)
+            p.mul_(factor)
+            p.register_hook(lambda gradient, factor=factor: gradient * factor)
 
 
 # ---------------------------------------------------------------------- speedrun
@@ -65,11 +69,12 @@ def no_qk_norm(put):
 
 
 def no_value_residual(put):
-    change_model(put, SPEEDRUN, lambda model: hold(model, "lamb", 0.0))
+    change_model(put, SPEEDRUN, lambda model: keep_zero(model, "lamb"))
 
 
 def no_shortcut(put):
-    change_model(put, SPEEDRUN, lambda model: hold(model, "lambdas", [1.0, 0.0]))
+    # lambdas[0], the factor of the residual stream, still learns.
+    change_model(put, SPEEDRUN, lambda model: keep_zero(model, "lambdas", learns=[1.0, 0.0]))
 
 
 def gelu(put):
@@ -82,12 +87,14 @@ def random_start(put):
         for name, p in model.named_parameters():
             if name.endswith(model.zero_at_start):
                 p.normal_(0.0, 0.02)
+
     change_model(put, SPEEDRUN, draw)
 
 
 def no_norm_of_embedding(put):
     def embed(self, tokens, T, dtype):
         return self.transformer.wte(tokens[:, -T:]).to(dtype)
+
     put(SpeedrunGPT, "embed", embed)
 
 
@@ -98,6 +105,7 @@ def no_softcap(put):
 def adam_instead_of_muon(put):
     def adam(params, lr, **others):
         return torch.optim.Adam(params, 0.1 * lr, betas=(0.9, 0.95), fused=True)
+
     put(speedrun, "Muon", adam)
 
 
@@ -109,12 +117,15 @@ def cosine(put):
     def scale(step, progress, config):
         min_scale = config.min_lr / config.max_lr
         return min_scale + (1.0 - min_scale) * 0.5 * (1.0 + math.cos(math.pi * progress))
+
     put(SPEEDRUN, "lr_scale", scale)
 
 
 def one_rate_at_all_widths(put):
+    # Without the factor 768 / n_embd.
     def change(group, config):
         group["lr"] = 0.1 * config.max_lr
+
     change_group(put, SPEEDRUN, "lm_head.weight", change)
 
 
@@ -125,55 +136,76 @@ def constant_batch(put):
 
 
 def no_shifted_keys(put):
+    # Without them their start makes no sense either.
     put(frontier, "shift_keys", lambda k, starts: k)
-    keys_start_anywhere(put)
+    ordinary_start(put)
 
 
-def keys_start_anywhere(put):
+def ordinary_start(put):
     put(FrontierGPT, "init_weights", ModernLanguageModel.init_weights)
 
 
 def untied_head(put):
+    # The new head starts at zero, as speedrun's, and is in the embedding's group of Adam's.
     def untie(model):
         model.lm_head.weight = nn.Parameter(torch.zeros_like(model.transformer.wte.weight))
         model.head = lambda: model.lm_head.weight
-        model.named = lambda *names: untied_names(model, names)
+        model.named = lambda *names: named_with_head(model, names)
 
-    def untied_names(model, names):
+    def named_with_head(model, names):
         if "transformer.wte.weight" in names:
-            names = *names, "lm_head.weight"
+            names = (*names, "lm_head.weight")
         return FrontierGPT.named(model, *names)
+
     change_model(put, FRONTIER, untie)
 
 
 def usual_eps(put):
-    change_group(put, FRONTIER, "transformer.wte.weight",
-                 lambda group, config: group.update(eps=1e-8))
+    def change(group, config):
+        group["eps"] = 1e-8
+
+    change_group(put, FRONTIER, "transformer.wte.weight", change)
 
 
 def no_stems(put):
-    stem_and_form = frontier.stem_and_form
-    put(frontier, "stem_and_form", lambda text: ("the same of all", stem_and_form(text)[1]))
+    # All tokens share one row instead.
+    original = frontier.stem_and_form
+
+    def same_stem(text):
+        stem, form = original(text)
+        return "the same of all", form
+
+    put(frontier, "stem_and_form", same_stem)
 
 
 def no_forms(put):
-    stem_and_form = frontier.stem_and_form
-    put(frontier, "stem_and_form", lambda text: (stem_and_form(text)[0], ()))
+    original = frontier.stem_and_form
+
+    def same_form(text):
+        stem, form = original(text)
+        return stem, ()
+
+    put(frontier, "stem_and_form", same_form)
 
 
 def no_bigram_table(put):
-    change_model(put, FRONTIER, lambda model: hold(model, "bigram.weight", 0.0))
+    change_model(put, FRONTIER, lambda model: keep_zero(model, "bigram.weight"))
 
 
 def speedruns_bigram_rate(put):
     def change(group, config):
         group["lr"] = 15 * config.max_lr
+
     change_group(put, FRONTIER, "transformer.bigram.weight", change)
 
 
 def speedruns_beta1(put):
+    def change(group, config):
+        group["betas"] = (0.9, 0.95)
+
+    # One parameter of each of Adam's three groups.
     for name in ("transformer.wte.weight", "transformer.bigram.weight", "transformer.h.0.lambdas"):
-        change_group(put, FRONTIER, name, lambda group, config: group.update(betas=(0.9, 0.95)))
+        change_group(put, FRONTIER, name, change)
 
 
 def speedruns_momentum(put):
@@ -184,6 +216,7 @@ def speedruns_softcap(put):
     put(FrontierGPT, "softcap", 30.0)
 
 
+# {recipe: {what the table calls an idea: the function that leaves it out}}
 ABLATIONS = {
     "speedrun": {
         "rotary positions (none instead)": no_rotary,
@@ -202,7 +235,7 @@ ABLATIONS = {
     "frontier": {
         "batch that grows (constant instead)": constant_batch,
         "shifted keys": no_shifted_keys,
-        "start of the shifted keys as the queries": keys_start_anywhere,
+        "start of the shifted keys as the queries": ordinary_start,
         "head tied to the embedding": untied_head,
         "eps of the embedding (1e-8 instead)": usual_eps,
         "rows for stems": no_stems,

@@ -15,9 +15,9 @@ from runtime.weights import (
     refuse_hidden_name,
 )
 
-# What a GPT-2's config.json may leave out, but not say otherwise. auto_map names code of the
-# folder's own, which never runs here.
-GPT2_ONLY = {
+# Settings of a GPT-2's config.json that have one value here: a file may leave them out, but may not
+# have another. (auto_map would name code in the folder, which never runs here.)
+FIXED_SETTINGS = {
     "auto_map": None,
     "layer_norm_epsilon": 1e-5,
     "scale_attn_weights": True,
@@ -26,20 +26,35 @@ GPT2_ONLY = {
     "add_cross_attention": False,
 }
 
-# transformers' names of the two activations -> GPTConfig.gelu
-ACTIVATIONS = {"gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu": "none"}
+# Names of the two kinds of GELU in config.json, and what GPTConfig.gelu calls them.
+ACTIVATIONS = {
+    "gelu_new": "tanh",
+    "gelu_pytorch_tanh": "tanh",
+    "gelu": "none",
+}
 
-# GPT-2's own code stores these weights as (in, out), nn.Linear as (out, in).
-TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
+# The hub's GPT-2 stores these weights as (in, out), nn.Linear as (out, in).
+TRANSPOSED = (
+    "attn.c_attn.weight",
+    "attn.c_proj.weight",
+    "mlp.c_fc.weight",
+    "mlp.c_proj.weight",
+)
 
-# What save_model writes. MODELING, in assets/, is transformers' code of the recipes it does not
-# know; it is written where it is needed.
+# The files that save_model writes. The last one is our code of speedrun and frontier for
+# transformers, which has none. Only their folders have it.
 MODELING = "modeling_modern.py"
 EXPORTED = {
-    "config.json", "model.safetensors",
-    "tokenizer_config.json", "vocab.json", "merges.txt", MODELING,
+    "config.json",
+    "model.safetensors",
+    "tokenizer_config.json",
+    "vocab.json",
+    "merges.txt",
+    MODELING,
 }
-EXPORTED_BY = {"exported_by": "model.py of train-gpt2"}         # in config.json
+
+# What config.json says in a folder that save_model has written.
+EXPORTED_BY = {"exported_by": "model.py of train-gpt2"}
 
 
 # ---------------------------------------------------------------------- reading
@@ -47,8 +62,8 @@ EXPORTED_BY = {"exported_by": "model.py of train-gpt2"}         # in config.json
 def from_huggingface(source: str | Path, models: dict):
     """The model of a folder in the Hugging Face format, or of a name on the hub.
 
-    It may be a GPT-2, or what another recipe of `models`, {recipe: class}, exports. UserError if it
-    is neither.
+    It may be a GPT-2, or an export of another recipe in `models`, which is {recipe: class}.
+    UserError if it is neither.
     """
     if os.path.isdir(source):
         folder = Path(source)
@@ -57,48 +72,58 @@ def from_huggingface(source: str | Path, models: dict):
     else:
         folder = download_model(str(source))
 
+    # `readable` turns any error in here into a UserError that names the source.
     problem = "is no GPT-2 or export of ours in the Hugging Face format"
     with readable(source, "give another", problem=problem):
         config = read_json(folder / "config.json")
         recipe = config.get("model_type")
-        exported = [name for name in models if name != "gpt2"]
-        if recipe in exported:
-            weights = read_weights(folder)
-            weights.pop("parts", None)          # frontier's; they follow from GPT-2's tokens
+        modern_recipes = [name for name in models if name != "gpt2"]
+        if recipe in modern_recipes:
             config["vocab_size"] = config["padded_vocab_size"]
+            weights = read_weights(folder)
+            weights.pop("parts", None)          # frontier.py computes this table itself
         else:
-            recipe, config = "gpt2", config | gpt2_settings(config)
+            recipe = "gpt2"
+            config |= gpt2_settings(config)
             weights = transpose(read_weights(folder))
+
         checkpoint = {"model": weights, "model_config": config, "recipe": recipe}
         return model_from_checkpoint(checkpoint, source, models, "give another")
 
 
 def download_model(name: str) -> Path:
-    """The folder of the hub's model `name`. UserError if it cannot be fetched."""
+    """The folder with the hub's model `name`. UserError if it cannot be fetched."""
+    # A name that can only be a path, or an empty one.
     if name[:1] in "./~":
         raise UserError(f"there is no file or folder {name}: check the path")
+
+    # OWNER/NAME where there is a folder OWNER: it is more likely that a path was meant.
     owner = name.partition("/")[0]
     if os.path.isdir(owner):
         raise UserError(f"there is no file or folder {name}: check the path (a model of this name "
-                        f"on the hub is hidden by the folder {os.path.abspath(owner)})")
+                        f"on the hub would be hidden by the folder {os.path.abspath(owner)})")
 
     hf_hub_download = import_package("huggingface_hub").hf_hub_download
     repo = name
     if name in OPENAI_NAMES:
         repo = f"openai-community/{name}"
-    for cached in (True, False):                # what is on this machine needs no connection
+
+    # First without a connection, from the hub's cache on this machine.
+    for cached in (True, False):
         try:
             hf_hub_download(repo, "model.safetensors", local_files_only=cached)
             config = hf_hub_download(repo, "config.json", local_files_only=cached)
             return Path(config).parent
-        except Exception as error:            # network errors come in the classes of many libraries
+        except Exception as error:      # of the network's errors each library has its own classes
             why = brief_error(error)[:100]
+
     raise UserError(f"{name} is no file or folder here, and cannot be fetched from the Hugging "
                     f"Face hub ({why}): check the name and the connection, or give the path of a "
                     "checkpoint")
 
 
 def read_json(path: Path) -> dict:
+    """The object in a JSON file. ValueError or OSError if there is none."""
     settings = json.loads(read_text(path, errors="strict"))
     if not isinstance(settings, dict):
         raise unexpected(f"its {path.name}", "a JSON object", settings)
@@ -106,9 +131,13 @@ def read_json(path: Path) -> dict:
 
 
 def gpt2_settings(config: dict) -> dict:
-    """What GPTConfig calls otherwise than a GPT-2's config.json. ValueError for another model's."""
-    for key, expected in {"model_type": "gpt2", **GPT2_ONLY}.items():
-        found = config.get(key, GPT2_ONLY.get(key))
+    """GPTConfig's fields that a GPT-2's config.json names otherwise: {name: value}.
+
+    ValueError if the file is another model's, or a GPT-2's that model.GPT cannot compute.
+    """
+    required = {"model_type": "gpt2"} | FIXED_SETTINGS
+    for key, expected in required.items():
+        found = config.get(key, FIXED_SETTINGS.get(key))
         if found != expected:
             raise unexpected(f"its config.json's {key}", expected, found)
 
@@ -116,14 +145,20 @@ def gpt2_settings(config: dict) -> dict:
     if activation not in ACTIVATIONS:
         known = " or ".join(ACTIVATIONS)
         raise unexpected("its config.json's activation_function", known, activation)
-    inner, usual = config.get("n_inner"), 4 * config["n_embd"]
-    if inner not in (None, usual):
-        raise unexpected("its config.json's n_inner", usual, inner)
-    return {"block_size": config.get("n_positions", 1024), "gelu": ACTIVATIONS[activation]}
+
+    n_inner = config.get("n_inner")
+    expected = 4 * config["n_embd"]
+    if n_inner not in (None, expected):
+        raise unexpected("its config.json's n_inner", expected, n_inner)
+
+    return {
+        "block_size": config.get("n_positions", 1024),
+        "gelu": ACTIVATIONS[activation],
+    }
 
 
 def read_weights(folder: Path) -> dict:
-    """The tensors of model.safetensors, or of the several files that its index names."""
+    """The tensors of model.safetensors, or of several files, which an index names: {name: it}."""
     load_file = import_package("safetensors.torch").load_file
     index = folder / "model.safetensors.index.json"
     if (folder / "model.safetensors").is_file():
@@ -142,23 +177,29 @@ def read_weights(folder: Path) -> dict:
 
 
 def transpose(weights: dict) -> dict:
-    """From GPT-2's (in, out) to nn.Linear's (out, in), and back."""
-    turned = dict(weights)
+    """The weights, from the hub's (in, out) to nn.Linear's (out, in), or back."""
+    result = dict(weights)
     for name, tensor in weights.items():
         if name.endswith(TRANSPOSED):
-            turned[name] = tensor.t()
-    return turned
+            result[name] = tensor.t()
+    return result
 
 
 # ---------------------------------------------------------------------- writing
 
 def export_gpt2(model) -> tuple[dict, dict]:
-    """(config.json, tensors) of transformers' GPT2LMHeadModel, without the vocabulary's padding."""
+    """What transformers' GPT2LMHeadModel reads: (config.json, {name: tensor})."""
     c = model.config
+
+    # Without the rows that pad the vocabulary. The head is tied to the embedding, and not stored.
     vocab_size = min(c.vocab_size, VOCAB_SIZE)
     weights = transpose(model.state_dict())
-    weights[EMBEDDING] = weights.pop(HEAD)[:vocab_size]                         # they are tied
-    activation = "gelu_new" if c.gelu == "tanh" else "gelu"
+    del weights[HEAD]
+    weights[EMBEDDING] = weights[EMBEDDING][:vocab_size]
+
+    activation = "gelu"
+    if c.gelu == "tanh":
+        activation = "gelu_new"
     config = {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
@@ -181,12 +222,11 @@ def export_gpt2(model) -> tuple[dict, dict]:
 
 
 def export_modern(model) -> tuple[dict, dict]:
-    """(config.json, tensors) of a class in MODELING.
-
-    With the padding: the rows of the bigram table are counted modulo the padded vocabulary.
-    """
+    """What a class in assets/modeling_modern.py reads: (config.json, {name: tensor})."""
     module = MODELING.removesuffix(".py")
     name = model.recipe.capitalize()
+
+    # The rows that pad the vocabulary stay: frontier's bigram_hash depends on their number.
     config = {
         "architectures": [f"{name}ForCausalLM"],
         "model_type": model.recipe,
@@ -202,19 +242,20 @@ def export_modern(model) -> tuple[dict, dict]:
 
     weights = model.state_dict()
     if model.recipe == "frontier":
-        del weights[HEAD]                                                    # tied to the embedding
-        weights["parts"] = model.parts
+        del weights[HEAD]                       # tied to the embedding
+        weights["parts"] = model.parts          # MODELING has no tokenizer to compute it
         config["n_part"] = model.transformer.part.num_embeddings
     return config, weights
 
 
 def save_model(model, folder: str | Path) -> None:
-    """LanguageModel.save_pretrained. Weights are stored as float32."""
+    """LanguageModel.save_pretrained: writes the EXPORTED files, weights as float32."""
     if model.recipe == "gpt2":
         config, weights = export_gpt2(model)
     else:
         config, weights = export_modern(model)
-    config |= {"bos_token_id": EOT, "eos_token_id": EOT, "dtype": "float32", **EXPORTED_BY}
+    config |= {"bos_token_id": EOT, "eos_token_id": EOT, "dtype": "float32"}
+    config |= EXPORTED_BY
 
     eot = "<|endoftext|>"
     tokenizer_config = {
@@ -236,7 +277,7 @@ def save_model(model, folder: str | Path) -> None:
     if "auto_map" in config:
         files[MODELING] = vocabulary.with_name(MODELING).read_bytes()
 
-    # Last, because without it the folder is no model.
+    # config.json is written last: without it, after a crash, the folder is no model.
     files["config.json"] = json.dumps(config, indent=2).encode()
 
     Path(folder).mkdir(parents=True, exist_ok=True)
@@ -245,6 +286,7 @@ def save_model(model, folder: str | Path) -> None:
 
 
 def safetensors_of(weights: dict) -> bytes:
+    """The content of a .safetensors file, with floats as float32."""
     save = import_package("safetensors.torch").save
     stored = {}
     for name, tensor in weights.items():

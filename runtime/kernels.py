@@ -1,8 +1,17 @@
-"""The cross-entropy in chunks: a head of 50,000 tokens without all of its logits in memory."""
+"""The loss on a CPU: cross-entropy without all logits in memory at a time.
+
+The logits of a step are its largest tensor: 50,304 for each token. Here those of `chunk` tokens are
+computed, turned into loss and gradients, and forgotten, before the next are. Compiled models and
+GPUs use F.cross_entropy instead.
+
+Shapes: N tokens in all, n of them at a time, C = n_embd, V = vocab_size.
+"""
 import math
 
 import torch
 from torch import Tensor
+
+LN2 = math.log(2)
 
 
 def matmul_dtype(x: Tensor) -> torch.dtype:
@@ -13,108 +22,130 @@ def matmul_dtype(x: Tensor) -> torch.dtype:
     return x.dtype
 
 
+# ---------------------------------------------------------------------- some tokens
+# A token's loss with the logits z_1 ... z_V and the target t is
+#
+#     loss = ln(sum_j exp(z_j)) - z_t,        and so      d loss / d z_j = p_j - [j = t]
+#
+# where p_j = exp(z_j) / sum_k exp(z_k) and [j = t] is 1 for the target, 0 otherwise. Both change
+# nothing if a constant is added to all z_j.
+#
+# With a softcap c, z = c tanh(u) for the head's output y and u = y / c. In terms of the sigmoid
+# s = sigmoid(2 u) that is
+#
+#     c tanh(u) = 2 c s - c,                  and         d z / d y = 1 - tanh(u)^2 = 4 s (1 - s)
+#
+# of which the constant -c can be left out.
+
 def cross_entropy_in_place(logits: Tensor, targets: Tensor, softcap: float = 0.0) -> Tensor:
-    """Sum of the cross-entropies (nats) of logits (n, V), which become its gradient.
+    """Sum of the losses (nats) of the head's output, `logits` (n, V), for targets (n,).
 
-    targets (n,) of -1 are ignored. With `softcap` c the logits count as c tanh(logits / c). In
-    place, so that fewer tensors compete for the CPU's cache.
+    Overwrites `logits` with the gradient of that sum. Targets of -1 are ignored.
     """
-    scored = (targets >= 0)[:, None]
-    targets = targets.clamp(min=0)[:, None]
+    is_scored = (targets >= 0)[:, None]                                         # (n, 1)
+    targets = targets.clamp(min=0)[:, None]                                     # (n, 1)
 
-    # torch's exp can take 8 times as long as exp2 on a CPU, its tanh 20 times (AMD EPYC). Hence z
-    # is in bits there: one unit of it stands for `unit` nats. CUDA would compile exp2 at its first
-    # call.
-    if logits.device.type == "cpu":
-        exp_, unit = torch.exp2_, math.log(2)
-    else:
-        exp_, unit = torch.exp_, 1.0
-
-    z = logits.float()                                                          # (n, V)
+    # On a CPU (AMD EPYC) torch's exp can take 8 times as long as its exp2, and its tanh 20 times.
+    # So tanh is written with sigmoid, as above, and exp(z) as exp2(z / ln 2): from here on `z` is
+    # the z above, divided by ln 2. Functions that end in _ work in place, so that fewer tensors
+    # compete for the CPU's cache.
+    z = logits.float()
     if softcap:
-        # c tanh(u) = 2 c sigmoid(2 u) - c, and the softmax cancels the last term.
-        assert softcap <= 38, "z reaches 2 softcap nats: beyond 38 a sum of 300,000 exps overflows"
+        # These z lie between 0 and 2 softcap / ln 2. No maximum has to be subtracted from them.
+        assert softcap <= 38, "beyond 38 the sum of 300,000 exp(2 softcap) overflows float32"
         s = z.mul_(2 / softcap).sigmoid_()
-        z = s * (2 * softcap / unit)
+        z = s * (2 * softcap / LN2)
     else:
-        z = z.mul_(1 / unit)
-        z = z.sub_(z.amax(dim=1, keepdim=True))
+        z = z.mul_(1 / LN2)
+        z = z.sub_(z.amax(dim=1, keepdim=True))         # the largest is 0, so that no exp overflows
 
-    of_target = z.gather(1, targets)
-    p = exp_(z)
-    total = p.sum(dim=1, keepdim=True)
-    loss = ((total.log() - of_target * unit) * scored).sum()
+    z_of_target = z.gather(1, targets)                                          # (n, 1)
+    exps = torch.exp2_(z)                                                       # (n, V)
+    total = exps.sum(dim=1, keepdim=True)                                       # (n, 1)
+    losses = total.log() - z_of_target * LN2
+    loss = (losses * is_scored).sum()
 
-    # The gradient is p / total - onehot(target), by the chain rule times 1 - tanh^2 = 4 s (1 - s).
-    factor = scored * 1.0
+    # The gradient is (p_j - [j = t]) factor, and with a softcap times s (1 - s).
+    factor = is_scored * 1.0
     if softcap:
-        factor = scored * 4.0
-    p.mul_(factor / total).scatter_add_(1, targets, -factor)
+        factor = is_scored * 4.0
+    gradient = exps.mul_(factor / total)
+    gradient.scatter_add_(1, targets, -factor)
     if softcap:
-        torch.ops.aten.sigmoid_backward.grad_input(p, s, grad_input=p)          # p s (1 - s)
-    logits.copy_(p)
+        torch.ops.aten.sigmoid_backward.grad_input(gradient, s, grad_input=gradient)
+
+    logits.copy_(gradient)
     return loss
 
 
-class ChunkedCrossEntropy(torch.autograd.Function):
-    """Mean cross-entropy of x W^T in nats, with the logits of `chunk` tokens in memory at a time.
+# ---------------------------------------------------------------------- all tokens
+# The loss is the last thing that a step computes: what its backward is given is a single number g,
+# 1 or float16's scale. So the forward already knows the gradients but for that number. It computes
+# those of x and W while it has the logits, of which they are matrix products:
+#
+#     logits = x W^T,         d loss / d x = G W,         d loss / d W = G^T x
+#
+# where G (n, V), the gradient of the logits, takes the place of the logits. The backward multiplies
+# both by g. Autograd would keep all logits from the forward to the backward instead.
 
-    x (N, C), weight (V, C), targets int64 (N,), -1 ignored. The gradient of the logits needs
-    nothing of what follows the loss, so the forward already computes those of x and W while the
-    logits are in the cache, and the backward only scales them.
+class ChunkedCrossEntropy(torch.autograd.Function):
+    """Mean cross-entropy (nats) of the logits x W^T, with `chunk` tokens' logits in memory.
+
+    x (N, C), weight (V, C), targets int64 (N,), of which -1 is ignored.
     """
 
     @staticmethod
-    def forward(ctx, x, weight, targets, chunk, softcap, with_gradient):
-        device = x.device.type
+    def forward(ctx, x, weight, targets, chunk, softcap, needs_gradient):
         dtype = matmul_dtype(x)
 
-        # On a CPU the loss takes a quarter of the time if the float32 logits of a few rows stay in
-        # cache.
-        tile = chunk
-        if device == "cpu":
-            tile = max(1, 400_000 // weight.size(0)) * torch.get_num_threads()
+        # The loss takes a quarter of the time if it is computed for a few rows at a time, whose
+        # float32 logits stay in the cache of each core: here 1.6 MB of them.
+        tile = max(1, 400_000 // weight.size(0)) * torch.get_num_threads()
 
-        with torch.autocast(device, enabled=False):
-            w = weight.to(dtype)
+        with torch.autocast(x.device.type, enabled=False):
             loss = torch.zeros((), device=x.device)
             dx = torch.empty_like(x)
             dw = None
-            scale = 1 / (targets >= 0).sum().clamp(min=1)
-
+            w = weight.to(dtype)
             x = x.to(dtype)
+
             chunks = zip(x.split(chunk), dx.split(chunk), targets.split(chunk), strict=True)
             for x_i, dx_i, targets_i in chunks:
-                logits = x_i @ w.t()                                            # (chunk, V)
+                logits = x_i @ w.t()                                            # (n, V)
                 tiles = zip(logits.split(tile), targets_i.split(tile), strict=True)
                 for rows, targets_of_rows in tiles:
                     loss += cross_entropy_in_place(rows, targets_of_rows, softcap)
 
-                # The logits are their gradient now.
-                if with_gradient:
-                    dx_i.copy_(logits @ w)
-                    dw_i = logits.t() @ x_i                                     # (V, C)
+                if needs_gradient:
+                    gradient = logits           # cross_entropy_in_place has overwritten them
+                    dx_i.copy_(gradient @ w)
+                    dw_i = gradient.t() @ x_i                                   # (V, C)
                     if dw is None:
                         dw = dw_i.to(weight.dtype)
                     else:
                         dw.add_(dw_i)
-                del logits, rows                # else the next chunk's are allocated beside them
+                    del gradient
+                del logits, rows        # otherwise they would be kept until the next are allocated
 
-            if with_gradient:
-                ctx.save_for_backward(dx, dw, scale)   # unscaled: in float16 dx / N would underflow
+            # The mean is taken last: dx and dw are still those of the sum, because the gradients of
+            # the mean, divided by N, could be too small for float16.
+            scale = 1 / (targets >= 0).sum().clamp(min=1)
+            if needs_gradient:
+                ctx.save_for_backward(dx, dw, scale)
             return loss * scale
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, gradient):
+    def backward(ctx, g):
         dx, dw, scale = ctx.saved_tensors
-        factor = gradient * scale
-        # In place, for dw is not needed again: autograd refuses a second backward.
+        factor = g * scale
+        # dw is overwritten, as nothing needs it again: autograd refuses a second backward.
         return dx * factor, dw.mul_(factor), None, None, None, None
 
 
 def chunked_cross_entropy(
     x: Tensor, weight: Tensor, targets: Tensor, chunk: int, softcap: float
 ) -> Tensor:
-    """ChunkedCrossEntropy, for eager mode: a compiler would compute all chunks' products first."""
-    return ChunkedCrossEntropy.apply(x, weight, targets, chunk, softcap, torch.is_grad_enabled())
+    """ChunkedCrossEntropy, with gradients where torch computes gradients."""
+    needs_gradient = torch.is_grad_enabled()
+    return ChunkedCrossEntropy.apply(x, weight, targets, chunk, softcap, needs_gradient)

@@ -1,6 +1,7 @@
-"""What all models have in common: the loss, and sampling from what the model predicts.
+"""What all models have in common: the loss, and generation from what the model predicts.
 
-Shapes: B sequences, T tokens, C = n_embd, nh heads of size hs = C / nh.
+Shapes: B sequences, T tokens, C = n_embd, nh heads of size hs = C / nh. S is T plus the tokens that
+are already in the cache.
 """
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,35 +16,41 @@ from runtime.kernels import chunked_cross_entropy, matmul_dtype
 from runtime.tokenizer import VOCAB_SIZE
 
 
+# ---------------------------------------------------------------------- layers
+
 class Linear(nn.Linear):
-    """nn.Linear that draws no weights: the model's init_weights draws each of them once."""
+    """nn.Linear without random weights: init_weights of the model draws them."""
 
     def reset_parameters(self):
         pass
 
 
 class Embedding(nn.Embedding):
-    """nn.Embedding that draws no rows: the model's init_weights does."""
+    """nn.Embedding without random rows: init_weights of the model draws them."""
 
     def reset_parameters(self):
         pass
 
 
 def head_size(config, even: bool = False) -> int:
-    """Width of one attention head. ValueError if n_embd cannot be divided among n_head heads."""
-    size, rest = divmod(config.n_embd, config.n_head)
-    if rest:
-        raise ValueError(f"a width of {config.n_embd} does not divide into {config.n_head} heads")
-    if even and size % 2 == 1:
-        raise ValueError(f"a width of {config.n_embd} gives {config.n_head} heads of size {size}, "
-                         "but rotary positions need an even size")
-    return size
+    """hs, the width of one attention head. ValueError if it is no whole number, or not `even`."""
+    C, nh = config.n_embd, config.n_head
+    if C % nh != 0:
+        raise ValueError(f"n_embd {C} must be divisible by n_head {nh}")
 
+    hs = C // nh
+    if even and hs % 2 != 0:
+        raise ValueError(f"n_embd {C} / n_head {nh} = {hs} must be even, because rotary positions "
+                         "turn pairs of numbers")
+    return hs
+
+
+# ---------------------------------------------------------------------- generation
 
 class KVCache:
     """The tokens so far (B, S), and the keys and values that each layer has computed for them.
 
-    Generation appends the whole context at once, then one token at a time.
+    Generation appends the whole context at once, and then one token at a time.
     """
 
     def __init__(self):
@@ -59,26 +66,29 @@ class KVCache:
 
 @torch.no_grad()
 def generate_tokens(
-    model,
+    model: "LanguageModel",
     idx: Tensor,
     max_new_tokens: int,
     temperature: float = 1.0,
     top_k: int | None = 50,
     generator: torch.Generator | None = None,
 ) -> Iterator[Tensor]:
-    """LanguageModel.generate step by step: yields the next token of each row, int64 (B, 1).
+    """Yields the new tokens of LanguageModel.generate one by one, int64 (B, 1) each.
 
     The caller may stop after any of them.
     """
     block_size = model.config.block_size
+
+    # The head is cast to autocast's dtype once. Autocast would do it for each token, because it
+    # remembers the casts of parameters only, and a head may be a sum of several.
     head = model.head()
-    head = head.to(matmul_dtype(head))      # cast once: autocast keeps only the casts of parameters
+    head = head.to(matmul_dtype(head))
 
     past = None
     for _ in range(max_new_tokens):
-        # Beyond block_size the context slides, every token's position changes, and no key can be
-        # kept.
         if past is None or idx.size(1) > block_size:
+            # Beyond block_size the context is the last block_size tokens. The position of each
+            # changes with every new token, so that no key of the cache can be used again.
             past = KVCache()
             x = model.hidden(idx[:, -block_size:], past)                        # (B, S, C)
         else:
@@ -97,41 +107,45 @@ def sample_token(
     generator: torch.Generator | None,
 ) -> Tensor:
     """Samples a token of each row: logits (B, vocab_size) -> int64 (B, 1). Overwrites logits."""
-    logits[:, VOCAB_SIZE:] = float("-inf")      # rows that pad the vocabulary stand for no token
+    # The ids that pad the vocabulary stand for no token.
+    logits[:, VOCAB_SIZE:] = float("-inf")
 
-    if temperature < 1e-5:      # greedy; so small a temperature would overflow the quotient below
+    # Temperature 0 takes the likeliest token. So do others near 0, by which logits would overflow.
+    if temperature < 1e-5:
         return logits.argmax(dim=-1, keepdim=True)
     logits = logits / temperature
 
     if top_k:
-        likeliest = logits.topk(min(top_k, logits.size(-1))).values
+        likeliest = logits.topk(min(top_k, logits.size(-1))).values             # (B, top_k)
         logits = logits.masked_fill(logits < likeliest[:, -1:], float("-inf"))
 
     probabilities = F.softmax(logits, dim=-1)
     return torch.multinomial(probabilities, num_samples=1, generator=generator)
 
 
+# ---------------------------------------------------------------------- the parent of all models
+
 class LanguageModel(nn.Module):
-    """Loss and samples from a model's hidden states.
+    """Loss and generation from a model's hidden states.
 
     A subclass has `config`, `lm_head`, and `hidden(idx, past=None)`: the final hidden states (B, T,
-    C) of the tokens idx (B, T), which follow those in the KVCache `past`. It may override `head`.
+    C) of the tokens idx (B, T), which follow those in the KVCache `past`.
     """
-    recipe = ""                 # the name of its recipe, which checkpoints and exports carry
-    lookup_tables = ()          # embeddings of which rows are read, but that no matrix product uses
-    softcap = 0.0            # c: the logits are c tanh(z / c) of the head's output z; 0: they are z
+    recipe = ""             # the name of its recipe, which checkpoints and exports carry
+    lookup_tables = ()      # names of the embeddings of which no matrix product makes use
+    softcap = 0.0           # c: the logits are c tanh(z / c) of the head's output z; 0: they are z
 
-    # How to compute, not what: train_gpt2.py sets these.
-    kernel = "auto"             # attention kernel, one of model.ATTENTION
-    loss_chunk = 0              # tokens whose logits are in memory at a time in training; 0: all
-    recompute = False           # compute each block again in the backward, to keep less in memory
+    # How to compute, which changes no result but by rounding. train_gpt2.py sets these.
+    kernel = "auto"         # attention's, one of model.ATTENTION
+    loss_chunk = 0          # tokens of which training has the logits in memory at a time; 0: all
+    recompute = False       # compute each block again in the backward, to keep less in memory
 
     def head(self) -> Tensor:
         """The matrix (vocab_size, C) that turns hidden states into logits."""
         return self.lm_head.weight
 
     def logits(self, x: Tensor, head: Tensor | None = None) -> Tensor:
-        """x (..., C) -> (..., vocab_size). `head`: what self.head() returned, if it is at hand."""
+        """x (..., C) -> (..., vocab_size). `head` is what self.head() returns, if it is known."""
         if head is None:
             head = self.head()
         z = F.linear(x, head)
@@ -142,10 +156,9 @@ class LanguageModel(nn.Module):
     def forward(
         self, idx: Tensor, targets: Tensor | None = None
     ) -> tuple[Tensor | None, Tensor | None]:
-        """(logits, None) without targets; with targets (None, mean cross-entropy in nats).
+        """(logits, None) without targets; (None, loss) with them: mean cross-entropy in nats.
 
-        idx and targets are int64 (B, T); a target of -1 is ignored. With targets no logits are
-        returned, so that torch.compile can fuse them with the loss.
+        idx and targets are int64 (B, T), logits (B, T, vocab_size). A target of -1 is ignored.
         """
         T, block_size = idx.size(1), self.config.block_size
         if T > block_size:
@@ -155,7 +168,10 @@ class LanguageModel(nn.Module):
         if targets is None:
             return self.logits(x), None
 
-        x, targets = x.flatten(0, 1), targets.flatten()                         # (B T, C), (B T)
+        # The logits are not returned beside the loss: so the chunks below need not keep them, and
+        # torch.compile can compute the loss without storing them in float32.
+        x = x.flatten(0, 1)                                                     # (B T, C)
+        targets = targets.flatten()                                             # (B T)
         if self.loss_chunk:
             loss = chunked_cross_entropy(x, self.head(), targets, self.loss_chunk, self.softcap)
         else:
@@ -163,25 +179,26 @@ class LanguageModel(nn.Module):
         return None, loss
 
     def run_block(self, block: nn.Module, *args):
-        """block(*args); with `recompute` the backward computes it again (arXiv:1604.06174)."""
+        """block(*args). With `recompute` the backward computes it again (arXiv:1604.06174)."""
         if self.recompute and torch.is_grad_enabled():
-            # The blocks draw no random numbers, so there is no state of a generator to restore.
+            # No block draws random numbers. So no generator's state has to be kept for it.
             return checkpoint(block, *args, use_reentrant=False, preserve_rng_state=False)
         return block(*args)
 
     def token_losses(self, idx: Tensor, targets: Tensor, positions: Tensor) -> Tensor:
-        """Cross-entropy of each token, float32 (B, T), and 0 where the target is -1.
+        """Cross-entropy (nats) of each token, float32 (B, T), and 0 where the target is -1.
 
-        Logits are computed only at `positions`, int64 (n,): indices into the B T tokens, with every
-        target >= 0 among them. The caller finds them, because here the CPU would wait for the GPU.
+        `positions`, int64 (n,), are the indices of the targets >= 0 among all B T. Logits are
+        computed only there. The caller finds the positions on the CPU: found here, on a GPU, the
+        CPU would have to wait for their number.
         """
         x = self.hidden(idx).flatten(0, 1)[positions]                           # (n, C)
-        logits = self.logits(x).float()
-        targets = targets.flatten()[positions]
+        logits = self.logits(x).float()                                         # (n, vocab_size)
+        targets = targets.flatten()[positions]                                  # (n,)
         losses = F.cross_entropy(logits, targets, ignore_index=-1, reduction="none")
 
-        everywhere = torch.zeros(idx.numel(), device=idx.device)
-        return everywhere.scatter(0, positions, losses).view_as(idx)
+        zeros = torch.zeros(idx.numel(), device=idx.device)
+        return zeros.scatter(0, positions, losses).view_as(idx)
 
     def generate(
         self,
@@ -193,23 +210,21 @@ class LanguageModel(nn.Module):
     ) -> Tensor:
         """Continues idx (B, T) by max_new_tokens sampled tokens -> (B, T + max_new_tokens).
 
-        `temperature` 0 takes the likeliest token; `top_k` None or 0 samples from all. Beyond
-        block_size each token needs a forward pass of the whole context.
+        `temperature` 0 takes the likeliest token. `top_k` None or 0 samples from all tokens. Beyond
+        block_size each token takes a forward pass of the whole context.
         """
         new = generate_tokens(self, idx, max_new_tokens, temperature, top_k, generator)
         return torch.cat((idx, *new), dim=1)
 
     def flops_per_token(self, sequence_length: int) -> int:
-        """FLOPs, forward and backward: 6 N + 12 n_layer n_embd T (arXiv:2204.02311, appendix B)."""
-        # N: parameters in matrix products. A tied head is one of them, a looked-up table is not.
+        """FLOPs of a token, forward and backward: 6 N + 12 n_layer n_embd T.
+
+        (arXiv:2204.02311, appendix B.) T is how many tokens a token attends to.
+        """
+        # N counts the parameters in matrix products: a tied head is one, a looked-up table is not.
         N = sum(p.numel() for p in self.parameters())
         N -= sum(self.transformer[name].weight.numel() for name in self.lookup_tables)
-
-        # T: tokens that each token attends to, no more than the window at the end of the run.
         T = sequence_length
-        window = getattr(self.config, "window", 0)
-        if window:
-            T = min(T, window)
         return 6 * N + 12 * self.config.n_layer * self.config.n_embd * T
 
     def save_pretrained(self, folder: str | Path) -> None:

@@ -1,7 +1,7 @@
-"""Reads every format of a checkpoint: this project's, nanoGPT's, build-nanogpt's.
+"""From a checkpoint's file to a model: this project's, nanoGPT's, build-nanogpt's.
 
-A file may be damaged or made to do harm. No code in it runs, it takes no more memory than its size,
-and whatever is wrong with it becomes a UserError of one line.
+A file may be damaged, or made to do harm. No code in it runs, it takes no more memory than its size
+on the disk, and whatever is wrong with it becomes a UserError of one line.
 """
 import dataclasses
 import mmap
@@ -19,66 +19,74 @@ from runtime.cli import UserError, brief_error, unexpected
 from runtime.console import lowest, read_metrics
 from runtime.files import checkpoints, readable
 
-EMBEDDING, HEAD = "transformer.wte.weight", "lm_head.weight"
-LARGEST = 2**24 - 1             # of a size in a model's config
+EMBEDDING = "transformer.wte.weight"
+HEAD = "lm_head.weight"
+LARGEST_SIZE = 2**24 - 1        # of the numbers in a model's config
 
-# These names of the hub are accepted without their owner.
+# The models on the hub whose owner, openai-community, can be left out.
 OPENAI_NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 
 
-# ---------------------------------------------------------------------- which file
+# ---------------------------------------------------------------------- which file is meant
 
 def find_checkpoint(source: str | Path) -> Path | None:
-    """The checkpoint that `source` means; None if it means a Hugging Face folder or hub name.
+    """The file that `source` means, or None if it means a Hugging Face folder or a hub name.
 
     A file means itself, a run's folder OUT its newest checkpoint, OUT/best the one of the lowest
-    validation loss. UserError for another folder.
+    validation loss. UserError for any other folder.
     """
     path = Path(source)
     refuse_unreadable(path)
-    if os.path.isdir(path):             # Path.is_dir raises OSError for some names
+
+    # os.path here, because the methods of Path raise OSError for some names.
+    if os.path.isdir(path):
         if os.path.exists(path / "config.json"):
             return None
         found = checkpoints(path)
         if found:
-            return found[-1][1]
+            step, newest = found[-1]
+            return newest
         refuse_hidden_name(source)
         raise UserError(f"{source} is neither a run's folder (it has no checkpoint_*.pt) nor in "
                         "the Hugging Face format (it has no config.json): give one of these, or "
                         "a checkpoint's file")
+
     if path.name == "best" and os.path.isdir(path.parent) and not os.path.exists(path):
         refuse_unreadable(path.parent)
-        return best_checkpoint(path)
+        return best_checkpoint(path.parent)
+
     if os.path.exists(path) or path.suffix in (".pt", ".pth"):
         return path
     return None
 
 
-def best_checkpoint(path: Path) -> Path:
-    """Of OUT/best the checkpoint in OUT with the lowest validation loss."""
-    remedy = f"give a checkpoint's file, or {path.parent} for its newest"
-    saved = dict(checkpoints(path.parent))
-    best = lowest(read_metrics(path.with_name("metrics.csv"), remedy), saved)
+def best_checkpoint(out: Path) -> Path:
+    """The checkpoint in a run's folder with the lowest validation loss, by its metrics.csv."""
+    remedy = f"give a checkpoint's file, or {out} for its newest"
+    saved = dict(checkpoints(out))                                              # {step: path}
+    best = lowest(read_metrics(out / "metrics.csv", remedy), saved)
     if best is None:
-        raise UserError(f"{path}: no checkpoint there has a validation loss in metrics.csv: "
-                        f"{remedy}")
-    return saved[best[1]]
+        raise UserError(f"{out / 'best'}: no checkpoint in {out} has a validation loss in "
+                        f"metrics.csv: {remedy}")
+    loss, step = best
+    return saved[step]
 
 
 def refuse_unreadable(path: Path) -> None:
-    """UserError for a folder that this user may not list: it would be taken for an empty one."""
+    """UserError for a folder that this user may not list."""
+    # The functions that look for a file in it would take it for an empty folder.
     try:
         if stat.S_ISDIR(os.stat(path).st_mode):
             os.listdir(path)
     except PermissionError as error:
         raise UserError(f"{path} cannot be read ({brief_error(error)}): make it readable, or give "
                         "another") from None
-    except (OSError, ValueError):       # nothing is there, or no file can have this name
-        pass
+    except (OSError, ValueError):
+        pass                            # nothing has this name, or nothing can have it
 
 
 def refuse_hidden_name(source: str | Path) -> None:
-    """UserError if a local folder, which holds no model, has the name of a model on the hub."""
+    """UserError if `source`, a local folder without a model, has the name of one on the hub."""
     if str(source) in OPENAI_NAMES:
         raise UserError(f"the folder {os.path.abspath(source)} holds no model, and hides the hub's "
                         f"{source}: rename it, or give openai-community/{source}")
@@ -88,9 +96,10 @@ def refuse_hidden_name(source: str | Path) -> None:
 
 def read_checkpoint(path: str | Path, remedy: str = "check the path, or copy it again") -> dict:
     """The dict that a .pt file holds. UserError with `remedy` if it cannot be read."""
+    # `readable` turns any error in here into a UserError that names the file.
     with readable(path, remedy, problem="cannot be read as a checkpoint"):
         if not os.path.isfile(path):
-            raise ValueError("no regular file is there")
+            raise ValueError("it does not exist, or is no regular file")
         checkpoint = load_pickle(path)
         if not isinstance(checkpoint, dict):
             raise unexpected("its content", "a checkpoint's dict", checkpoint)
@@ -98,10 +107,11 @@ def read_checkpoint(path: str | Path, remedy: str = "check the path, or copy it 
 
 
 def load_pickle(path: str | Path):
-    """What torch.save wrote, memory-mapped. Any error for a damaged or hostile file."""
+    """What torch.save wrote. Any error if the file is damaged or hostile."""
+    # torch.save writes a zip with a pickle in it; long ago, and on request, it wrote a pickle.
     with open(path, "rb") as file:
         start = file.read(4)
-        is_zip = start == b"PK\x03\x04"                                      # torch.load's own test
+        is_zip = start == b"PK\x03\x04"
         if is_zip:
             pickled = pickles_of_zip(file)
         elif start[:1] == b"\x80":
@@ -109,31 +119,37 @@ def load_pickle(path: str | Path):
         else:
             raise unexpected("its beginning", "that of a zip or a pickle", start.hex())
 
-    # weights_only allows a pickle to call these two with arguments of its own, and so a few bytes
-    # of a file could fill the memory. No checkpoint needs them.
+    # weights_only=True below still lets a pickle call these two functions with any arguments, and
+    # so a few bytes in a file could fill the memory. No checkpoint needs them.
     if re.search(rb"\nbytearray\n|_codecs\nencode\n", pickled):
         raise ValueError("its pickle makes raw bytes, which no checkpoint holds")
 
-    # build-nanogpt's config is an instance of its script's own class. Here any record will do.
-    its_config = torch.serialization.safe_globals([(SimpleNamespace, "__main__.GPTConfig")])
-    with warnings.catch_warnings(action="ignore"), its_config:
+    # build-nanogpt pickles an instance of GPTConfig, a class of its own script. Here it becomes a
+    # plain record with the same attributes.
+    allowed = torch.serialization.safe_globals([(SimpleNamespace, "__main__.GPTConfig")])
+    with warnings.catch_warnings(action="ignore"), allowed:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
 
 
 def pickles_of_zip(file) -> bytes:
-    """The pickles in a checkpoint's zip. ValueError if it is not as torch.save writes it."""
+    """The pickles in a checkpoint's zip. ValueError if torch.save has not written it so."""
     with zipfile.ZipFile(file) as archive:
         records = archive.infolist()
 
-        # torch.save compresses nothing, and begins with a record. Others could fill the memory.
-        compressed = any(r.compress_type != zipfile.ZIP_STORED for r in records)
-        if compressed or records[0].header_offset != 0:
-            raise ValueError("its zip is not torch.save's: expected records that are not "
-                             "compressed, from the first byte on")
+        # torch.save compresses nothing. A compressed record could be larger than the memory.
+        if any(r.compress_type != zipfile.ZIP_STORED for r in records):
+            raise ValueError("its zip is compressed, which torch.save's is not")
 
-        damaged = archive.testzip()                     # by their CRC-32, which torch.load ignores
+        # Something before the first record would make torch and zipfile read different archives,
+        # and what is checked here would not be what is loaded.
+        if records[0].header_offset != 0:
+            raise ValueError("its zip does not start at the first byte, as torch.save's does")
+
+        # Each record has a CRC-32, which torch.load ignores.
+        damaged = archive.testzip()
         if damaged:
             raise ValueError(f"its record {damaged[:80]} is damaged: bits of it have changed")
+
         return b"".join(archive.read(r) for r in records if r.filename.endswith("data.pkl"))
 
 
@@ -147,12 +163,14 @@ def model_from_checkpoint(
     `models` is {recipe: class}. UserError with `path` and `remedy` if it cannot be built.
     """
     with readable(path, remedy, problem="is not a model's checkpoint that this project reads"):
-        recipe, weights = "gpt2", checkpoint["model"]
-        if "model_config" in checkpoint:                                        # this project's
-            recipe, config = checkpoint["recipe"], checkpoint["model_config"]
-        elif "model_args" in checkpoint:                                        # nanoGPT's
+        weights = checkpoint["model"]
+        recipe = "gpt2"
+        if "model_config" in checkpoint:                # this project's
+            recipe = checkpoint["recipe"]
+            config = checkpoint["model_config"]
+        elif "model_args" in checkpoint:                # nanoGPT's
             config = checkpoint["model_args"] | {"gelu": "none"}
-        else:                                                                   # build-nanogpt's
+        else:                                           # build-nanogpt's
             config = vars(checkpoint["config"]) | {"gelu": "tanh"}
 
         if not isinstance(recipe, str) or recipe not in models:
@@ -160,26 +178,35 @@ def model_from_checkpoint(
         cls = models[recipe]
         names = [f.name for f in dataclasses.fields(cls.Config)]
         config = cls.Config(**{name: config[name] for name in names})
+
         if recipe == "gpt2":
             weights = gpt2_in_our_names(weights)
         return build_model(cls, config, weights)
 
 
 def gpt2_in_our_names(state_dict: dict) -> dict:
-    """A GPT-2's state dict without wrappers' prefixes and masks, with zeros for missing biases."""
+    """A GPT-2's state dict of any project, with the names and tensors of model.GPT's."""
     weights = {}
     for name, tensor in state_dict.items():
-        name = re.sub(r"^(_orig_mod\.|module\.)+", "", name)                # torch.compile's, DDP's
+        # Prefixes that torch.compile and DDP have put before the names.
+        name = re.sub(r"^(_orig_mod\.|module\.)+", "", name)
+
+        # OpenAI's weights on the hub have no such prefix.
         if not name.startswith(("transformer.", "lm_head.")):
-            name = "transformer." + name                                        # the hub's gpt2
+            name = "transformer." + name
+
+        # The causal mask, which older code stored in each layer.
         is_mask = name.endswith((".attn.bias", ".attn.masked_bias"))
         if not is_mask:
             weights[name] = tensor
 
-    if not any(name.endswith(".bias") for name in weights):                   # nanoGPT's bias=False
+    # nanoGPT's bias=False
+    if not any(name.endswith(".bias") for name in weights):
         weights |= zero_biases(weights)
+
+    # Embedding and head are tied: a file may have one of them only.
     if HEAD in weights:
-        weights.setdefault(EMBEDDING, weights[HEAD])                            # they are tied
+        weights.setdefault(EMBEDDING, weights[HEAD])
     return weights
 
 
@@ -194,11 +221,13 @@ def zero_biases(weights: dict) -> dict:
 
 
 def is_dense_float(tensor: object) -> bool:
-    """Whether each element is stored, as a float. An expanded tensor stores one for any shape."""
+    """Whether `tensor` is an ordinary tensor of floats, of which each element is stored."""
     if not torch.is_tensor(tensor) or tensor.layout != torch.strided:
         return False
     if tensor.device.type != "cpu" or not tensor.is_floating_point():
         return False
+
+    # A tensor that was expanded claims any number of elements, but stores one.
     size = tensor.numel() * tensor.element_size()
     return 0 < size <= tensor.untyped_storage().nbytes()
 
@@ -210,49 +239,52 @@ def check_config(config) -> None:
             expected = "tanh or none"
             valid = value in ("tanh", "none")
         else:
-            least = 0 if name == "window" else 1
-            expected = f"a whole number from {least} to {LARGEST}"
-            valid = type(value) is int and least <= value <= LARGEST
+            least = 1
+            if name == "window":
+                least = 0               # no window
+            expected = f"a whole number from {least} to {LARGEST_SIZE}"
+            valid = type(value) is int and least <= value <= LARGEST_SIZE
         if not valid:
             raise unexpected(f"its config's {name}", expected, value)
 
 
 def check_sizes(config, state_dict: dict) -> None:
-    """ValueError if the config claims more layers or tokens than there are weights.
-
-    Of these two a model makes lists, even on "meta", where its tensors take no memory.
-    """
+    """ValueError if the config claims more layers or tokens than there are weights."""
+    # Even on "meta", where tensors take no memory, a model makes a list of its layers, and
+    # frontier's a table of its tokens.
     if config.n_layer > len(state_dict):
-        most = f"at most its {len(state_dict)} tensors"
-        raise unexpected("its config's n_layer", most, config.n_layer)
+        expected = f"at most the number of its tensors, {len(state_dict)}"
+        raise unexpected("its config's n_layer", expected, config.n_layer)
+
     embedding = state_dict.get(EMBEDDING)
     if not is_dense_float(embedding):
         raise ValueError(f"its {EMBEDDING} is missing or not a plain tensor of floats")
-    rows = list(embedding.shape[:1])
-    if rows != [config.vocab_size]:
-        expected = f"{rows}, the rows of its embedding"
-        raise unexpected("its config's vocab_size", expected, config.vocab_size)
+    shape = list(embedding.shape)
+    if shape[:1] != [config.vocab_size]:
+        raise ValueError(f"its config's vocab_size is {config.vocab_size}, but its embedding has "
+                         f"the shape {shape}")
 
 
 @torch.no_grad()
 def build_model(cls: type, config, state_dict: dict):
     """A `cls(config)` with the weights of `state_dict`, as float32.
 
-    ValueError or torch's own error if they do not fit, before anything of the config's size is
-    allocated.
+    ValueError, or an error of torch's, if they do not fit.
     """
     check_config(config)
     check_sizes(config, state_dict)
-    with torch.device("meta"):
-        model = cls(config)                             # refuses heads that do not divide the width
 
-    tied = model.lm_head.weight is model.transformer.wte.weight
-    if tied:
+    # On "meta" a model has names and shapes, but allocates nothing, whatever its config claims. It
+    # also refuses an n_embd that is not divisible by n_head.
+    with torch.device("meta"):
+        model = cls(config)
+
+    is_tied = model.lm_head.weight is model.transformer.wte.weight
+    if is_tied:
         state_dict = {HEAD: state_dict[EMBEDDING]} | state_dict
     model.load_state_dict(state_dict, assign=True)
 
-    # Now names and shapes fit. The tensors are still the file's, of any dtype.
-
+    # Now all names and shapes are right. The tensors are still the file's own, of any dtype.
     for name, p in model.named_parameters():
         if not is_dense_float(p):
             raise ValueError(f"its {name} is not a plain tensor of floats")
@@ -260,8 +292,8 @@ def build_model(cls: type, config, state_dict: dict):
             raise ValueError(f"its {name} is damaged: it holds numbers that are not finite")
         p.data = torch.empty(p.shape, dtype=torch.float32).copy_(p)
 
-    if tied:
+    if is_tied:
         if not torch.equal(model.lm_head.weight, model.transformer.wte.weight):
-            raise ValueError("its head differs from its embedding, to which it should be tied")
+            raise ValueError("its head differs from its embedding (expected the same weights)")
         model.lm_head.weight = model.transformer.wte.weight
     return model

@@ -11,7 +11,6 @@ import json
 import multiprocessing
 import os
 import signal
-import struct
 import subprocess
 import sys
 import tempfile
@@ -228,29 +227,6 @@ def little_memory(megabytes=150):
         return
     yield
     assert most() - before < megabytes, f"{most() - before} MB"
-
-
-LAYER = ("ln_1.weight", "ln_1.bias", "attn.c_attn.weight", "attn.c_attn.bias", "attn.c_proj.weight",
-         "attn.c_proj.bias", "ln_2.weight", "ln_2.bias", "mlp.c_fc.weight", "mlp.c_fc.bias",
-         "mlp.c_proj.weight", "mlp.c_proj.bias")
-
-
-def llm_c_file(path, model, version=5, padding=47, pad=0.0, **header):
-    """Writes a GPT as llm.c does, in bfloat16 (version 5) or float32 (3), `padding` rows of `pad` behind its
-    vocabulary. `header`: other numbers in place of the right ones."""
-    import torch
-    c, dtype = model.config, torch.float32 if version == 3 else torch.bfloat16
-    shape = {name: getattr(c, name) for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd")}
-    numbers = {"magic": 20240326, "version": version, **shape, "padded": c.vocab_size + padding} | header
-    weights = {name.removeprefix("transformer."): p for name, p in model.state_dict().items()}
-    names = ["wte.weight", "wpe.weight", *(f"h.{i}.{name}" for name in LAYER for i in range(c.n_layer)),
-             "ln_f.weight", "ln_f.bias"]
-    weights["wte.weight"] = torch.cat((weights["wte.weight"], torch.full((padding, c.n_embd), pad)))
-    with open(path, "wb") as file:
-        file.write(struct.pack("<8i", *numbers.values()) + bytes(1024 - 32))
-        for name in names:
-            file.write(weights[name].to(dtype).contiguous().view(torch.uint8).numpy().tobytes())
-    return path
 
 
 def limit_file_size(size):

@@ -214,5 +214,5 @@ def test_without_a_network_it_ends_with_one_line(model, tmp_path):
 @pytest.mark.parametrize("flags", ["--bogus", "--limit 0", "--batch_size 3", "--dtype int8", "--device tpu",
                                    "--data nowhere.jsonl"])
 def test_mistakes_are_found_before_the_model_is_read(flags, monkeypatch):
-    monkeypatch.setattr("model.load_model", lambda path: pytest.fail("the model was read"))
+    monkeypatch.setattr("recipes.load_model", lambda path: pytest.fail("the model was read"))
     refused(lambda: hellaswag.main(flags.split()), flags.split()[-1 if "nowhere" in flags else 0])

@@ -22,7 +22,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hellaswag import load_examples
-from helpers import little_memory, llm_c_file, refused, script, train
+from helpers import little_memory, refused, script, train
 from model import GPTConfig
 from recipes import MODELS, load_model
 from peers import nanogpt_checkpoint, own_checkpoint, save
@@ -62,11 +62,7 @@ def nanogpt():
 
 def folder(name="model.safetensors", recipe="gpt2"):
     small(recipe).save_pretrained("hf")
-    if name == "pytorch_model.bin":
-        from safetensors.torch import load_file
-        save("hf/pytorch_model.bin", load_file("hf/model.safetensors"))
-        os.unlink("hf/model.safetensors")
-    elif name != "model.safetensors":
+    if name != "model.safetensors":
         os.rename("hf/model.safetensors", "hf/part.safetensors")
         Path("hf/model.safetensors.index.json").write_text('{"weight_map": {"t": "part.safetensors"}}')
 
@@ -106,9 +102,8 @@ FORMATS = {                             # the file, what writes it, what reads i
     "checkpoint": ("a.pt", checkpoint, load_model, "a.pt"),
     "legacy": ("a.pt", partial(checkpoint, _use_new_zipfile_serialization=False), load_model, "a.pt"),
     "nanoGPT": ("ckpt.pt", nanogpt, load_model, "ckpt.pt"),
-    "llm.c": ("a.bin", lambda: llm_c_file("a.bin", small()), load_model, "a.bin"),
     **{name: (f"hf/{name}", partial(folder, name), load_model, "hf") for name in (
-        "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin")},
+        "model.safetensors", "model.safetensors.index.json")},
     "config.json": ("hf/config.json", folder, load_model, "hf"),
     "frontier's config.json": ("hf/config.json", partial(folder, recipe="frontier"), load_model, "hf"),
     "resumed gpt2": ("a.pt", partial(run, "gpt2"), resume, "a.pt"),
@@ -312,13 +307,6 @@ BAD = {
         ("optimizers", WPE, "exp_avg"): [ENDLESS, MATRIX[:7], MATRIX + math.nan, NONE],
         ("optimizers", LN, "step"): [torch.zeros(4), 3], ("data", "train", 0, 1): [torch.zeros(2), 10**5000],
         ("scaler", "scale"): ["x", math.nan, -1.0], ("scaler", "_growth_tracker"): [math.inf, -1]}),
-    "pytorch_model.bin": PACKED | values({WTE: [MATRIX + math.nan, *CODE]}),
-    "llm.c": NAN | int32((0, 20240520), (1, 1), (2, -1), (3, 144), (4, 1025), (5, 3), (6, 2**24 - 1)) | {
-        "a byte too long": to(lambda data: data + b"\0"), "no weights": to(lambda data: data[:1024]),
-        "zeros at its end": to(lambda data: data[:-64] + bytes(64)),
-        "8 GB of zeros": partial(sparse, start=struct.pack(
-            "<8i", 20240326, 5, 16, 96, 1, 1, 1024, 2**22), size=(
-            1024 + 2 * ((2**22 + 16 + 2) * 1024 + 12 * 1024**2 + 13 * 1024)))},
     "config.json": values({
         "model_type": ["llama", None, {}], "activation_function": ["relu", []], "n_inner": [32],
         "layer_norm_epsilon": [1e-6, "x" * 10**6], "scale_attn_weights": [False], "n_embd": [2**23, "4"],

@@ -205,7 +205,7 @@ def test_a_closed_pipe_ends_it_quietly(path):
     "--seed -1", f"--seed {2**64}", "--bogus", "--device tpu", "--device ", "--dtype int8",
     "--interactive --prompt a"])
 def test_mistakes_are_found_before_the_model_is_read(flags, monkeypatch):
-    monkeypatch.setattr("model.load_model", lambda path: pytest.fail("the model was read"))
+    monkeypatch.setattr("recipes.load_model", lambda path: pytest.fail("the model was read"))
     refused(lambda: sample.main(flags.split(" ")), flags.split(" ")[0])
 
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from helpers import llm_c_file, refused, script
+from helpers import refused, script
 from hub import Hub
 from model import GPT, GPT2_SIZES
 from recipes import load_model
@@ -42,23 +42,12 @@ def build_nanogpt(ours, theirs, folder):
         return save(folder / "model_05000.pt", checkpoint)
 
 
-def llm_c(version):
-    return lambda ours, theirs, folder: llm_c_file(folder / "gpt2_124M.bin", ours, version, padding=32,
-                                                   pad=1e30)
-
-
 def folder_of_transformers(**how):
     def write(ours, theirs, folder):
         theirs.save_pretrained(folder / "model.pt", **how)              # a folder, whatever its name
         assert len([*folder.glob("*/*.safetensors")]) > 2 or not how
         return folder / "model.pt"
     return write
-
-
-def one_bin(ours, theirs, folder):
-    theirs.config.save_pretrained(folder)
-    save(folder / "pytorch_model.bin", theirs.state_dict())
-    return folder
 
 
 def without_prefix(ours, theirs, folder):
@@ -79,12 +68,11 @@ FORMATS = {                             # what writes it -> what load_model is g
     "nanoGPT, compiled, in DDP": (nanogpt("module._orig_mod."), "gelu"),
     "nanoGPT, in DDP, compiled": (nanogpt("_orig_mod.module."), "gelu"),
     "build-nanogpt": (build_nanogpt, "gelu_new"),
-    "llm.c, float32": (llm_c(3), "gelu_new"), "llm.c, bfloat16": (llm_c(5), "gelu_new"),
     "a folder": (folder_of_transformers(), "gelu_pytorch_tanh"),
     "a folder, exact GELU": (folder_of_transformers(), "gelu"),
     "a folder, float16": (folder_of_transformers(), "gelu_new"),
     "a sharded folder": (folder_of_transformers(max_shard_size="8KB"), "gelu_new"),
-    "pytorch_model.bin": (one_bin, "gelu_new"), "the hub's old names": (without_prefix, "gelu_new"),
+    "the hub's old names": (without_prefix, "gelu_new"),
 }
 
 
