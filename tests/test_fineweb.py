@@ -489,7 +489,7 @@ def test_a_killed_run_ends_with_the_files_of_the_revision_it_began_with(gpt2, tm
         hub.file = watched
         sha, _ = hub.put("me/books", {"README.md": readme} | books, {"README.md": readme})
         killed = several(tmp_path, hub.env, *([moment, *run] for moment in (
-            (5, "half"), (3, "half", "rename"), (3, "half"), (4, "after"))))
+            (5, "half"), (2, "half", "rename"), (3, "half"), (4, "after"))))
         first = json.loads((out / "manifest.json").read_text())
         assert [one.returncode for one in killed] == [-9] * 4
         assert first["revision"] == sha and not first["complete"] and first["shards"]
