@@ -19,6 +19,7 @@ import argparse
 import os
 import shlex
 import shutil
+import tempfile
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -55,8 +56,9 @@ COMBINED_WITH = {
     "input": {"val_input", *TEXT_FLAGS},
     "dataset": {"name", "split", *TEXT_FLAGS},
 }
+UNLIMITED = 2**60
 LARGEST = {
-    "shard_size": 2**30, "val_tokens": 2**30, "max_tokens": 2**60, "workers": 256, "pretokenized": 103}
+    "shard_size": 2**30, "val_tokens": 2**30, "max_tokens": UNLIMITED, "workers": 256, "pretokenized": 103}
 DEFAULTS = {
     "split": "train", "text_field": "text", "separator": "", "tsv_quotes": False, "encoder": "auto",
     "shard_size": 100_000_000, "format": "npy"}
@@ -196,6 +198,46 @@ def encode_files(files: Iterable, layout: Layout, encoder: Encoder, threads: int
 
 # ----------------------------------------------------------------------------- tokens -> shards
 
+class TokenStream:
+    """The tokens of a text from a cursor on, which is (the number of a file, how many of its tokens are done).
+
+    `rows` are those of encode_files, from the beginning of that file on."""
+
+    def __init__(self, rows: Iterator[tuple[int, np.ndarray]], cursor: tuple[int, int], progress: tqdm):
+        self.rows = rows
+        self.cursor = cursor
+        self.progress = progress
+        self.skip = cursor[1]                     # tokens that an earlier run has written
+        self.waiting = np.empty(0, dtype=np.uint16)         # the rest of a row
+
+    def next_file(self) -> int | None:
+        """The number of the file that has the next token; None at the end of the text."""
+        while len(self.waiting) == 0:
+            row = next(self.rows, None)
+            if row is None:
+                return None
+            file, tokens = row
+            if file != self.cursor[0]:
+                self.cursor = (file, 0)
+                self.skip = 0
+            self.waiting = tokens[self.skip:]
+            self.skip = max(0, self.skip - len(tokens))
+        return self.cursor[0]
+
+    def take(self, count: int, end_file: int) -> Iterator[np.ndarray]:
+        """Yields the next `count` tokens in parts; fewer where the files before number `end_file` end."""
+        while count > 0:
+            file = self.next_file()
+            if file is None or file >= end_file:
+                return
+            part = self.waiting[:count]
+            self.waiting = self.waiting[len(part):]
+            self.cursor = (file, self.cursor[1] + len(part))
+            count -= len(part)
+            self.progress.update(len(part))
+            yield part
+
+
 def write_shards(args: argparse.Namespace, source: LocalFiles | HubDataset, layout: Layout, out: Path
                  ) -> None:
     """Tokenizes the text of `source` into the shards of `out`, from where an earlier run of the command was
@@ -210,27 +252,21 @@ def write_shards(args: argparse.Namespace, source: LocalFiles | HubDataset, layo
     encoder = Encoder(args.encoder)
     if encoder.gigatoken is None and args.encoder == "auto":
         print("tiktoken encodes, slowly, because gigatoken is not installed: pip install gigatoken")
-    # An earlier run has written the text up to the cursor: `done` tokens of this file.
-    first, done = writer.cursor
-    files = source.files(first)
+    first_file, _ = writer.cursor
+    files = source.files(first_file)
     with (closing(encode_files(files, layout, encoder, args.workers)) as rows,
           tqdm(total=args.max_tokens, initial=sum(writer.tokens.values()), unit="tok", unit_scale=True,
                desc=str(out), disable=None) as progress):
-        chosen_rows = choose_validation(writer, rows)
-        for file, tokens in chosen_rows:
-            skipped = min(done, len(tokens))
-            done -= skipped
-            tokens = tokens[skipped:]
-            tokens = tokens[:tokens_left(writer)]
-
-            validation = validation_left(writer, file)
-            if validation < len(tokens) and validation + writer.tokens["val"] == 0:
-                raise UserError("no text is there for validation: give files with text as --val_input")
-            writer.add("val", file, tokens[:validation])
-            writer.add("train", file, tokens[validation:])
-            progress.update(len(tokens))
-            if tokens_left(writer) == 0:
+        rows = choose_validation(writer, rows)
+        stream = TokenStream(rows, writer.cursor, progress)
+        while True:
+            file = stream.next_file()
+            if file is None or tokens_left(writer) == 0:
                 break
+            split, count, end_file = next_shard(writer, file)
+            if split == "train" and writer.tokens["val"] == 0:
+                raise UserError("--val_input has no text for validation: give files that have some")
+            writer.write(split, stream, stream.take(count, end_file))
         writer.finish()
     shutil.rmtree(out / ".download", ignore_errors=True)
 
@@ -239,25 +275,27 @@ def tokens_left(writer: ShardWriter) -> int:
     """How many more tokens --max_tokens allows."""
     limit = writer.manifest["max_tokens"]
     if limit is None:
-        limit = LARGEST["max_tokens"]
+        limit = UNLIMITED
     return limit - sum(writer.tokens.values())
 
 
-def validation_left(writer: ShardWriter, file: int) -> int:
-    """How many of the next tokens, which are of this file, are for validation. This is the whole rule: the
-    files of --val_input, or the first `validation` tokens of the text."""
+def next_shard(writer: ShardWriter, file: int) -> tuple[str, int, int]:
+    """(split, number of tokens, number of the file before which it ends) of the shard that begins with a token
+    of `file`. This is the whole rule: validation has the files of --val_input, or without that flag the first
+    `validation` tokens of the text, and training has the others."""
     val_files = len(writer.manifest.get("val_input", []))
-    if val_files:
-        return LARGEST["max_tokens"] if file < val_files else 0
-    return writer.manifest["validation"] - writer.tokens["val"]
+    count = min(writer.manifest["shard_size"], tokens_left(writer))
+    if file < val_files:
+        return "val", count, val_files
+    missing = writer.manifest["validation"] - writer.tokens["val"]
+    if missing > 0:
+        return "val", min(count, missing), UNLIMITED
+    return "train", count, UNLIMITED
 
 
 def choose_validation(writer: ShardWriter, rows: Iterator[tuple[int, np.ndarray]]
                       ) -> Iterator[tuple[int, np.ndarray]]:
-    """Sets the number of validation tokens in the manifest, if no earlier run did. Returns all `rows`.
-
-    To know a tenth of the text, as much of it is read first as a tenth can be counted of: 100 million tokens,
-    200 MB of memory."""
+    """Sets the number of validation tokens in the manifest, if no earlier run did. Returns all `rows`."""
     settings = writer.manifest
     if settings["validation"] is not None:
         return rows
@@ -267,32 +305,44 @@ def choose_validation(writer: ShardWriter, rows: Iterator[tuple[int, np.ndarray]
     if settings["val_tokens"] is not None:
         settings["validation"] = settings["val_tokens"]
         return rows
-    if settings.get("dataset") in FINEWEB:
+    if settings.get("dataset") in FINEWEB:        # the first shard, as in build-nanogpt
         settings["validation"] = settings["shard_size"]
         if settings["max_tokens"] is not None:
             settings["validation"] = min(settings["shard_size"], max(1, settings["max_tokens"] // 10))
         return rows
 
-    enough = min(10 * MOST_VALIDATION, tokens_left(writer))
-    beginning = deque()
-    count = 0
-    for file, tokens in rows:
-        beginning.append((file, tokens))
-        count += len(tokens)
-        if count >= enough:
-            break
-    count = min(count, enough)
+    # To know a tenth of the text, its tokens are counted, as many as the tenth can be a tenth of.
+    most = min(10 * MOST_VALIDATION, tokens_left(writer))
+    count, rows = look_ahead(rows, most)
     if count < LEAST_TEXT:
         raise UserError(f"the text has only {count} tokens (at least {LEAST_TEXT} are needed): give more text")
     settings["validation"] = count // 10
-    return one_after_the_other(beginning, rows)
+    return rows
 
 
-def one_after_the_other(beginning: deque, rows: Iterator) -> Iterator:
-    """The rows of `beginning`, which are given up one by one to free their memory, and then the others."""
-    while beginning:
-        yield beginning.popleft()
-    yield from rows
+def look_ahead(rows: Iterator[tuple[int, np.ndarray]], most: int
+               ) -> tuple[int, Iterator[tuple[int, np.ndarray]]]:
+    """(how many tokens the rows have, but `most` at most, and all of the rows). Those that have been counted
+    are in a temporary file meanwhile: 200 MB at most, which would be too much of the memory."""
+    spool = tempfile.TemporaryFile()
+    lengths = []                # (number of the file, tokens) of each row in the spool
+    count = 0
+    with writable(tempfile.gettempdir(), begun=True):
+        for file, tokens in rows:
+            spool.write(tokens)
+            lengths.append((file, len(tokens)))
+            count += len(tokens)
+            if count >= most:
+                break
+        spool.seek(0)
+
+    def all_rows():
+        with spool:
+            for file, length in lengths:
+                yield file, np.frombuffer(spool.read(2 * length), dtype=np.uint16)
+        yield from rows
+
+    return min(count, most), all_rows()
 
 
 # ----------------------------------------------------------------------------- --pretokenized, --verify

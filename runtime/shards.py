@@ -5,6 +5,8 @@ import json
 import os
 import re
 import warnings
+from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -19,21 +21,30 @@ BIN_VERSION = 1
 BIN_HEADER = 256                # int32 numbers: magic, version, number of tokens, zeros
 
 
-def write_shard(path: str | Path, *parts: np.ndarray) -> int:
-    """Writes tokens, all `parts` of them (1-D uint16), atomically as a .npy or .bin, by the suffix of `path`.
-    Returns how many. RunError where the disk is full."""
-    length = sum(len(part) for part in parts)
+def write_shard(path: str | Path, *parts: np.ndarray, further: Iterable[np.ndarray] = ()) -> int:
+    """Writes tokens, all `parts` of them and the `further` ones as they come (1-D uint16), atomically as a .npy
+    or .bin, by the suffix of `path`. Returns how many. RunError where the disk is full."""
+    length = 0
+    is_bin = Path(path).suffix == ".bin"
 
     def write(file):
-        if Path(path).suffix == ".bin":
+        nonlocal length
+        # The header has the number of tokens, which is known at the end: room is left for it. NumPy fills
+        # its header up to 128 bytes.
+        start = 4 * BIN_HEADER if is_bin else 128
+        file.seek(start)
+        # Not np.save: on a full disk it can lose the last bytes of a file without an error.
+        for part in chain(parts, further):
+            file.write(np.ascontiguousarray(part, dtype="<u2"))
+            length += len(part)
+        file.seek(0)
+        if is_bin:
             numbers = [BIN_MAGIC, BIN_VERSION, length] + [0] * (BIN_HEADER - 3)
             file.write(np.array(numbers, dtype="<i4"))
         else:
             header = {"descr": "<u2", "fortran_order": False, "shape": (length,)}
             np.lib.format.write_array_header_1_0(file, header)
-        # Not np.save: on a full disk it can lose the last bytes of a file without an error.
-        for part in parts:
-            file.write(np.ascontiguousarray(part, dtype="<u2"))
+        assert file.tell() == start
 
     replace_file(path, write)
     return length
@@ -130,29 +141,28 @@ def write_manifest(folder: Path, manifest: dict) -> None:
 
 
 class ShardWriter:
-    """Cuts a text's tokens into shards of `shard_size` tokens, first those of 'val', then those of 'train'.
-    The last shard of a split may be shorter.
+    """Writes the shards of a folder, each atomically, and the manifest, by which a killed run goes on.
 
-    The folder's manifest has the `settings`, which determine every byte of the shards, the number of tokens
+    The manifest has the `settings`, which determine every byte of the shards, the number of tokens
     `validation` that fineweb.py has chosen by them, and for each shard its tokens, its SHA-256 and its cursor:
-    (the number of a file of the text, how many tokens of that file are done) at the end of the shard. A run
-    that was killed is continued at the cursor of the last shard that the manifest lists; a shard behind it is
-    made again. UserError if the folder has shards of other settings."""
+    (the number of a file of the text, how many tokens of that file are done) at the end of the shard. UserError
+    if the folder has shards of other settings."""
 
     def __init__(self, out: Path, prefix: str, settings: dict):
         self.out = out
         self.prefix = prefix
         self.manifest = {**settings, "validation": None, "complete": False, "shards": []}
-        self.cursor = (0, 0)
-        self.tokens = {"val": 0, "train": 0}      # of each split: written, or waiting in `parts`
-        self.split = "val"                        # of the shard that is being filled
-        self.parts = []                           # its tokens so far
+        self.cursor = (0, 0)                      # where the next shard begins
+        self.tokens = {"val": 0, "train": 0}      # in the shards of each split
         # A manifest without a shard is of a run that failed early, and binds nobody.
         if shard_names(out):
             self.manifest = self.manifest_to_continue(settings)
         for shard in self.manifest["shards"]:
-            self.tokens[shard["split"]] += shard["tokens"]
-            self.cursor = tuple(shard["cursor"])
+            self.count(shard)
+
+    def count(self, shard: dict) -> None:
+        self.tokens[shard["split"]] += shard["tokens"]
+        self.cursor = tuple(shard["cursor"])
 
     def manifest_to_continue(self, settings: dict) -> dict:
         """The manifest of the shards in the folder. UserError unless it has these settings and is whole."""
@@ -181,42 +191,23 @@ class ShardWriter:
                     raise ValueError(f"{shard['file']} is not the shard that it describes")
         return found
 
-    def add(self, split: str, file: int, tokens: np.ndarray) -> None:
-        """Takes the next tokens of the text, of its file number `file`, into the shards of `split`."""
-        if len(tokens) and split != self.split:
-            self.write_waiting()                  # the last shard of validation
-            self.split = split
-        while len(tokens):
-            room = self.manifest["shard_size"] - sum(map(len, self.parts))
-            part = tokens[:room]
-            tokens = tokens[room:]
-
-            self.parts.append(part)
-            self.tokens[split] += len(part)
-            if file != self.cursor[0]:
-                self.cursor = (file, 0)
-            self.cursor = (file, self.cursor[1] + len(part))
-            if len(part) == room:
-                self.write_waiting()
-
-    def write_waiting(self) -> None:
-        """Writes the shard that is being filled, and then the manifest that lists it."""
-        if not self.parts:
-            return
+    def write(self, split: str, stream, parts: Iterable[np.ndarray]) -> None:
+        """Writes `parts` of the tokens of a TokenStream as the next shard of a split, and then the manifest
+        that lists it. If a kill comes between the two, the shard is made again."""
         listed = self.manifest["shards"]
-        number = sum(shard["split"] == self.split for shard in listed)
-        if self.split == "train":                 # as in build-nanogpt, whose shard 0 is validation
+        number = sum(shard["split"] == split for shard in listed)
+        if split == "train":                      # as in build-nanogpt, whose shard 0 is validation
             number += 1
-        path = self.out / f"{self.prefix}_{self.split}_{number:06d}.{self.manifest['format']}"
+        path = self.out / f"{self.prefix}_{split}_{number:06d}.{self.manifest['format']}"
 
         with writable(self.out):
             self.out.mkdir(parents=True, exist_ok=True)
         if not listed:                            # else, after a kill, the first shard would have no manifest
             write_manifest(self.out, self.manifest)
-        length = write_shard(path, *self.parts)
-        self.parts = []
-        listed.append({"file": path.name, "split": self.split, "tokens": length,
-                       "sha256": file_sha256(path), "cursor": self.cursor})
+        length = write_shard(path, further=parts)
+        listed.append({"file": path.name, "split": split, "tokens": length, "sha256": file_sha256(path),
+                       "cursor": stream.cursor})
+        self.count(listed[-1])
         self.write_manifest()
 
     def write_manifest(self) -> None:
@@ -230,7 +221,6 @@ class ShardWriter:
         if not self.tokens["train"]:
             raise UserError("no text is left for training: give more text, fewer --val_tokens or more "
                             "--max_tokens, in another --out")
-        self.write_waiting()
         self.manifest["complete"] = True
         self.write_manifest()
 

@@ -165,6 +165,8 @@ class HubDataset:
         disk at most."""
         names = self.list_names()
         check_layout(self.layout, names)
+        for name in names[:first]:                # a killed run may have left one
+            (self.folder / name).unlink(missing_ok=True)
         upcoming = None
         for number in range(first, len(names)):
             if upcoming is None:

@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 import shlex
+import tempfile
 import threading
 from pathlib import Path
 
@@ -89,24 +90,25 @@ def test_a_tenth_is_for_validation_but_no_more_than_a_limit_and_that_is_looked_a
     shard is written; and its tenth does not depend on what is behind it."""
     assert fineweb.MOST_VALIDATION == 10_000_000
     monkeypatch.setattr(fineweb, "MOST_VALIDATION", 100)
-    stream, written_after = stream_of(gpt2, DOCUMENTS), []
-    add = ShardWriter.add
-
-    def watched(writer, split, file, tokens):
-        written_after.append(fed[0])
-        add(writer, split, file, tokens)
-    fed = [0]
-    monkeypatch.setattr(ShardWriter, "add", watched)
-    rows = fineweb.encode_files
+    stream, fed, fed_before = stream_of(gpt2, DOCUMENTS), [0], []
+    encode_files, write = fineweb.encode_files, ShardWriter.write
 
     def counted(*args):
-        for file, tokens in rows(*args):
+        for file, tokens in encode_files(*args):
             fed[0] += len(tokens)
             yield file, tokens
+
+    def watched(*args):
+        fed_before.append(fed[0])
+        write(*args)
     monkeypatch.setattr(fineweb, "encode_files", counted)
+    monkeypatch.setattr(ShardWriter, "write", watched)
     prepare("--input", text, "--out", "out")
     assert both("out") == divided(stream, 100)
-    assert 1000 <= written_after[0] < 2000 < len(stream)
+    assert 1000 <= fed_before[0] < 2000 < len(stream)
+    fed[0] = 0
+    prepare("--input", text, "--out", "told", "--val_tokens", 50)
+    assert fed_before[2] < 900, "only a tenth has to be counted first"
     for limit, validation in ((999, 99), (1000, 100), (1001, 100), (5000, 100)):
         prepare("--input", text, "--out", f"{limit}", "--max_tokens", limit)
         assert both(f"{limit}") == divided(stream[:limit], validation)
@@ -176,8 +178,8 @@ def test_a_text_of_200_tokens_is_divided_and_a_shorter_one_is_too_short(tmp_path
     monkeypatch.chdir(tmp_path)
     Path("a.txt").write_text(" a" * 198)
     refuses("--input", "a.txt", "--out", "out", said="199 tokens")
-    refuses("--input", "a.txt", "--val_tokens", 199, "--out", "out", said="--val_tokens")
     assert not Path("out").exists()
+    refuses("--input", "a.txt", "--val_tokens", 199, "--out", "none", said="--val_tokens")
     Path("a.txt").write_text(" a" * 199)
     prepare("--input", "a.txt", "--out", "out")
     assert (lengths("out", "val"), lengths("out", "train")) == ([20], [180])
@@ -229,21 +231,18 @@ def test_a_large_document_and_chinese_without_spaces(gpt2, tmp_path, monkeypatch
     assert tokens[:len(one)].tolist() == one and tokens[-len(two):].tolist() == two
 
 
-def test_a_runs_memory_is_that_of_a_shard_and_does_not_grow_with_the_text(tmp_path, monkeypatch):
+def test_a_runs_memory_does_not_grow_with_its_text(tmp_path, monkeypatch):
     monkeypatch.setattr(runtime.text, "BLOCK", 1 << 20)
     line = "To be, or not to be: that is the question.\n" * 1000
     with open(tmp_path / "a.txt", "w") as file:
         for i in range(1500):                                                   # 65 MB, 39 MB of tokens
             file.write(f"{i}\n{line}")
-    flags = ["--input", tmp_path / "a.txt", "--workers", 1, "--out"]
     with little_memory(36):
-        prepare(*flags, tmp_path / "many", "--val_tokens", 9, "--shard_size", 2_000_000)
-    monkeypatch.setattr(fineweb, "MOST_VALIDATION", 1_000_000)                  # what is looked at is freed
-    with little_memory(60):
-        prepare(*flags, tmp_path / "out", "--shard_size", 13_000_000)
-    assert lengths(tmp_path / "out", "val") == [1_000_000]
+        prepare("--input", tmp_path / "a.txt", "--out", tmp_path / "out", "--workers", 1)
+    val, train = lengths(tmp_path / "out", "val"), lengths(tmp_path / "out", "train")
+    assert val == [(val[0] + train[0]) // 10] and train[0] > 15_000_000
     path = tmp_path / "out/text_train_000001.npy"
-    with open(path, "r+b") as file:                           # its 26 MB are compared from end to end
+    with open(path, "r+b") as file:                           # its 35 MB are compared from end to end
         file.seek(20_000_000)
         byte = file.read(1)[0]
         file.seek(20_000_000)
@@ -347,13 +346,15 @@ def test_text_that_cannot_be_read_leaves_whole_shards_that_the_manifest_lists(te
     prepare("--input", text, "--out", "new", "--shard_size", 3000)
 
 
-@pytest.mark.parametrize("size, said", [(100, "manifest.json"), (5000, "text_train_000001.npy")])
-def test_a_full_disk_is_one_line_and_the_same_command_goes_on(size, said, text, tmp_path):
+@pytest.mark.parametrize("size, more, said", [
+    (100, "--val_tokens 500", "manifest.json"), (5000, "--val_tokens 500", "text_train_000001.npy"),
+    (100, "", tempfile.gettempdir()), (15_000, "", tempfile.gettempdir())])
+def test_a_full_disk_is_one_line_and_the_same_command_goes_on(size, more, said, text, tmp_path):
     resource = pytest.importorskip("resource")
-    flags = ["--input", text, "--shard_size", 4000, "--out"]
+    flags = ["--input", text, "--shard_size", 4000, *more.split(), "--out"]
     full = functools.partial(resource.setrlimit, resource.RLIMIT_FSIZE, (size, size))
     refused(lambda: script("fineweb.py", *flags, "out", before=[full]), "fineweb.py: ", said, failed=True)
-    assert not [path for path in Path("out").iterdir() if path.suffix == ".tmp"]
+    assert not [path for path in Path().glob("out/*") if path.suffix == ".tmp"]
     for out in ("out", "whole"):
         prepare(*flags, out)
     assert contents("out") == contents("whole")
