@@ -1,6 +1,6 @@
 """HellaSwag (Zellers et al. 2019, arXiv:1905.07830): which of four endings has the lowest loss?
 
-    python hellaswag.py --model gpt2                           the 10,042 validation examples, from the hub
+    python hellaswag.py --model gpt2                    the 10,042 validation examples, from the hub
     python hellaswag.py --model log/checkpoint_019073.pt --data my_examples.jsonl --limit 200
 
 Completion style: the loss of an ending's tokens given the context, summed (acc) or averaged
@@ -26,8 +26,8 @@ HUB_NAME = "Rowan/hellaswag"
 # ----------------------------------------------------------------------------- examples
 
 def load_examples(path: str | Path | None = None) -> list[dict]:
-    """Dicts with `ctx`, `endings` (4 strings) and `label` (0-3): from the .jsonl file `path`, or without one
-    the hub's validation split. UserError if they cannot be read."""
+    """Dicts with `ctx`, `endings` (4 strings) and `label` (0-3): from the .jsonl file `path`, or
+    without one the hub's validation split. UserError if they cannot be read."""
     if path is None:
         return load_examples_of_the_hub()
     with readable(f"HellaSwag's data {path}", "give a .jsonl file of HellaSwag's form"):
@@ -48,20 +48,23 @@ def load_examples(path: str | Path | None = None) -> list[dict]:
 
 def load_examples_of_the_hub() -> list[dict]:
     datasets = import_package("datasets")
-    with readable(f"HellaSwag ({HUB_NAME})", "check the connection, or give a .jsonl file of its form",
+    with readable(f"HellaSwag "
+                  f"({HUB_NAME})", "check the connection, or give a .jsonl file of its form",
                   problem="cannot be fetched from the Hugging Face hub"):
         rows = datasets.load_dataset(HUB_NAME, split="validation")
     return [check_example(row, f"{HUB_NAME}, row {i}") for i, row in enumerate(rows)]
 
 
 def check_example(row: dict, where: str) -> dict:
-    """The three fields of `row` that are used. UserError, with `where` the row is, if one is wrong."""
-    problem = UserError(f"{where}: not a HellaSwag example (ctx: a string, endings: four strings, label: 0 to "
-                        f"3): repair or remove it")
+    """The three fields of `row` that are used. UserError, with `where` the row is, if one is
+    wrong."""
+    problem = UserError(f"{where}: not a HellaSwag example (ctx: a string, endings: four "
+                        f"strings, label: 0 to 3): repair or remove it")
     try:
         ctx = row["ctx"]
         endings = row["endings"]
-        label = int(str(row["label"]))            # the hub has "1", other files 1, and 1.5 is a mistake
+        # The hub has "1", other files have 1, and 1.5 is a mistake.
+        label = int(str(row["label"]))
     except (KeyError, TypeError, ValueError):
         raise problem from None
     if not isinstance(endings, list) or len(endings) != 4:
@@ -76,8 +79,8 @@ def check_example(row: dict, where: str) -> dict:
 # ----------------------------------------------------------------------------- batches
 
 def render_example(example: dict) -> list[tuple[np.ndarray, int]]:
-    """The four rows of an example, a pair for each ending: the tokens of context + " " + ending (1-D uint16),
-    and how many of them are the ending's."""
+    """The four rows of an example, a pair for each ending: the tokens of context + " " + ending
+    (1-D uint16), and how many of them are the ending's."""
     ctx = encode(example["ctx"])
     rows = []
     for text in example["endings"]:
@@ -88,8 +91,9 @@ def render_example(example: dict) -> list[tuple[np.ndarray, int]]:
 
 def make_batches(examples: list[dict], block_size: int, batch_size: int = 32
                  ) -> list[tuple[np.ndarray, ...]]:
-    """Batches of at most batch_size rows, of examples sorted by length. So little of a batch is padding, and
-    what does not fit into memory fails in the first one. A row longer than block_size loses its beginning.
+    """Batches of at most batch_size rows, of examples sorted by length. So little of a batch is
+    padding, and what does not fit into memory fails in the first one. A row longer than
+    block_size loses its beginning.
 
     Returns a list of (idx, targets, positions, labels), all int64, for n examples each:
     idx, targets: (4 n, T), four rows an example; targets are -1 outside the endings.
@@ -129,11 +133,13 @@ def make_batch(rendered: list[tuple[list, int]], block_size: int) -> tuple[np.nd
 
 # ----------------------------------------------------------------------------- evaluation
 
-def evaluate(model, batches: list[tuple[np.ndarray, ...]], device: str, autocast=None, rank: int = 0,
-             world_size: int = 1, watched: Callable[[list], Iterable] = iter) -> np.ndarray:
-    """int64 (3,): how many examples have the right ending by summed loss (acc), by mean loss (acc_norm), and
-    how many there are, of this rank's share of `batches`. They are to be summed over the ranks.
-    `watched(batches)` yields the batches: it may show progress, and end early after a signal."""
+def evaluate(model, batches: list[tuple[np.ndarray, ...]], device: str, autocast=None,
+             rank: int = 0, world_size: int = 1,
+             watched: Callable[[list], Iterable] = iter) -> np.ndarray:
+    """int64 (3,): how many examples have the right ending by summed loss (acc), by mean loss
+    (acc_norm), and how many there are, of this rank's share of `batches`. They are to be summed
+    over the ranks. `watched(batches)` yields the batches: it may show progress, and end early
+    after a signal."""
     import torch
     # The counts stay on the device: reading one would wait for all of its work.
     counts = torch.zeros(3, dtype=torch.int64, device=device)
@@ -150,9 +156,10 @@ def evaluate(model, batches: list[tuple[np.ndarray, ...]], device: str, autocast
     with torch.no_grad(), autocast:
         for batch in watched(batches[rank::world_size]):
             idx, targets, positions, labels = map(move, batch)
-            losses = model.token_losses(idx, targets, positions)     # (4 n, T), 0 outside the endings
-            sums = losses.sum(dim=1).view(-1, 4)                     # (n, 4)
-            lengths = (targets >= 0).sum(dim=1).view(-1, 4)          # (n, 4), in tokens
+            # (4 n, T), 0 outside the endings
+            losses = model.token_losses(idx, targets, positions)
+            sums = losses.sum(dim=1).view(-1, 4)                # (n, 4)
+            lengths = (targets >= 0).sum(dim=1).view(-1, 4)     # (n, 4), in tokens
             means = sums / lengths
             counts[0] += (sums.argmin(1) == labels).sum()
             counts[1] += (means.argmin(1) == labels).sum()
@@ -161,8 +168,9 @@ def evaluate(model, batches: list[tuple[np.ndarray, ...]], device: str, autocast
 
 
 def hellaswag_batches(config, explicit_flags: set[str], process) -> list[tuple]:
-    """The batches of a training run, [] without HellaSwag. Rank 0 fetches the examples, before the first step.
-    If it cannot, that is a UserError where a flag asked for HellaSwag, and else a warning."""
+    """The batches of a training run, [] without HellaSwag. Rank 0 fetches the examples, before
+    the first step. If it cannot, that is a UserError where a flag asked for HellaSwag, and else a
+    warning."""
     if not config.hellaswag_every:
         return []
     path = config.hellaswag_data
@@ -175,6 +183,8 @@ def hellaswag_batches(config, explicit_flags: set[str], process) -> list[tuple]:
             raise UserError(f"{error} (or --hellaswag_every 0)") from None
         process.print0(f"warning: continuing without HellaSwag. {error}")
         return []
+
+    # A GPU has room for more rows than most CPUs.
     batch_size = 32
     if process.device.startswith("cuda"):
         batch_size = 128
@@ -186,11 +196,13 @@ def hellaswag_batches(config, explicit_flags: set[str], process) -> list[tuple]:
 def parse_args(argv: list[str] | None):
     parser = FlagParser(prog="hellaswag.py", description=__doc__)
     parser.add_argument("--model", default="gpt2",
-                        help="checkpoint, run's folder, Hugging Face folder, or hub name (default gpt2)")
+                        help="checkpoint, run's folder, Hugging Face folder, or hub name "
+                             "(default gpt2)")
     parser.add_argument("--data", metavar="FILE.jsonl",
-                        help=f'a line each: {{"ctx": "...", "endings": ["...", 4 in all], "label": 0}} '
+                        help='a line each: {"ctx": "...", "endings": ["...", 4 in all], "label": 0} '
                              f"(default: the validation split of {HUB_NAME}, from the hub)")
-    parser.add_argument("--limit", type=int, help="number of examples, from the first on (default: all)")
+    parser.add_argument("--limit", type=int, help="number of examples, from the first on "
+                                                  "(default: all)")
     parser.add_argument("--batch_size", type=int, default=32,
                         help="rows of a forward pass, four for each example (default 32)")
     parser.add_argument("--device", default="auto", help="auto, cuda, mps or cpu (default auto)")
@@ -198,8 +210,8 @@ def parse_args(argv: list[str] | None):
                         help="autocast's dtype (default float32)")
     args = parser.parse_args(argv)
     if args.batch_size < 4:
-        raise UserError(f"--batch_size {args.batch_size} is too small for the four rows of an example: give at "
-                        f"least 4")
+        raise UserError(f"--batch_size {args.batch_size} is too small for the four rows of an "
+                        f"example: give at least 4")
     if args.limit is not None and args.limit < 1:
         raise UserError(f"--limit {args.limit} leaves no example: give at least 1")
     return args
@@ -215,7 +227,8 @@ def main(argv: list[str] | None = None) -> None:
     from runtime.device import choose_device, oom_as_user_error
     device = choose_device(args.device)
     examples = None
-    if args.data:                       # before the model, so that a mistake in the file shows at once
+    # Before the model, so that a mistake in the file shows at once.
+    if args.data:
         examples = load_examples(args.data)
 
     def out_of_memory():

@@ -1,7 +1,7 @@
 """Text from a checkpoint.
 
     python sample.py --model log --prompt "Hello, I'm a language model,"
-    python sample.py --model log --interactive          # a prompt, its continuation, the next prompt
+    python sample.py --model log --interactive      # a prompt, its continuation, the next prompt
 """
 # first, because it refuses an old Python in one line
 from runtime.cli import FlagParser, UserError, run_command
@@ -17,30 +17,35 @@ from runtime.tokenizer import EOT, encode, tokenizer
 
 NUMBERS = {         # flag: type, default, least, most, help
     "num_samples": (int, None, 1, 1000, "number of samples (default 4, with --interactive 1)"),
-    "max_new_tokens": (int, 200, 1, math.inf, "tokens of a sample, fewer where its document ends before"),
+    "max_new_tokens": (int, 200, 1, math.inf, "tokens of a sample, fewer where its document "
+                                              "ends before"),
     "temperature": (float, 1.0, 0, 1000, "above 1 more varied, below less; 0 for greedy decoding"),
     "top_k": (int, 50, 0, math.inf, "sample from the k most likely tokens; 0: from all"),
-    "seed": (int, 42, 0, 2**63 - 1, "the same seed and flags give the same text on the same machine"),
+    "seed": (int, 42, 0, 2**63 - 1, "the same seed and flags give the same text on the same "
+                                    "machine"),
 }
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = FlagParser(prog="sample.py", description=__doc__)
     parser.add_argument("--model", default="gpt2",
-                        help="checkpoint, run's folder (its newest checkpoint) or FOLDER/best (its lowest "
-                             "validation loss), Hugging Face folder or hub name (default gpt2)")
+                        help="checkpoint, run's folder (its newest checkpoint) or FOLDER/best "
+                             "(its lowest validation loss), Hugging Face folder or hub name "
+                             "(default gpt2)")
     one = parser.add_mutually_exclusive_group()
     one.add_argument("--prompt", help="text to continue (default: none, a new document)")
     one.add_argument("--interactive", action="store_true",
-                     help="continue each line of stdin (an empty line: a new document) until Ctrl-D; "
-                          "Ctrl-C stops a continuation, or at the prompt quits")
+                     help="continue each line of stdin (an empty line: a new document) until "
+                          "Ctrl-D; Ctrl-C stops a continuation, or at the prompt quits")
     for name, (kind, default, _, _, help) in NUMBERS.items():
         if default is not None:
             help += f" (default {default})"
         parser.add_argument(f"--{name}", type=kind, default=default, help=help)
     parser.add_argument("--device", default="auto", help="auto, cuda, mps or cpu (default auto)")
-    parser.add_argument("--dtype", default="float32", choices=["auto", "float32", "bfloat16", "float16"],
-                        help="autocast's dtype; auto: bfloat16 where the hardware has it (default float32)")
+    parser.add_argument("--dtype", default="float32",
+                        choices=["auto", "float32", "bfloat16", "float16"],
+                        help="autocast's dtype; auto: bfloat16 where the hardware has it "
+                             "(default float32)")
     args = parser.parse_args(argv)
 
     if args.num_samples is None:
@@ -58,13 +63,16 @@ def read_prompts() -> Iterator[str]:
     """The lines of stdin, on a terminal until Ctrl-D."""
     if sys.stdin is None:
         raise UserError("--interactive reads prompts from stdin, which is closed: give --prompt")
-    if hasattr(sys.stdin, "reconfigure"):         # a notebook's has none
+    # A notebook's stdin has no such method.
+    if hasattr(sys.stdin, "reconfigure"):
         sys.stdin.reconfigure(errors="replace")
     question = ""
     at_end = ""
     if sys.stdin.isatty() and sys.stdout.isatty():
         question = "> "
-        at_end = "\n"                             # what comes next begins a line
+        # Behind ^D or ^C, so that what comes next begins a line.
+        at_end = "\n"
+
     while True:
         try:
             line = input(question)
@@ -77,12 +85,13 @@ def read_prompts() -> Iterator[str]:
         yield line
 
 
-def stream_text(steps: Iterable, prompt: list[int], num_samples: int, titles: bool = True) -> Iterator[str]:
-    """The text of the samples, one after the other, each from its `prompt` to the end of its document, in
-    pieces, which come as soon as their tokens do.
+def stream_text(steps: Iterable, prompt: list[int], num_samples: int, titles: bool = True
+                ) -> Iterator[str]:
+    """The text of the samples, one after the other, each from its `prompt` to the end of its
+    document, in pieces, which come as soon as their tokens do.
 
-    `steps` yields the next tokens of all samples at once, (num_samples, 1). No more of them are taken than are
-    shown."""
+    `steps` yields the next tokens of all samples at once, (num_samples, 1). No more of them are
+    taken than are shown."""
     bytes_of = tokenizer().decode_single_token_bytes
     ids_of_steps = (step.flatten().tolist() for step in steps)
     # tee keeps what the first sample has taken, for those after it.
@@ -100,7 +109,8 @@ def stream_text(steps: Iterable, prompt: list[int], num_samples: int, titles: bo
         yield decoder.decode(b"", final=True) + "\n"
 
 
-def continuations(args: argparse.Namespace, model, device: str, generator, text: str) -> Iterator[str]:
+def continuations(args: argparse.Namespace, model, device: str, generator, text: str
+                  ) -> Iterator[str]:
     """The samples that continue `text`, as stream_text yields them."""
     import torch
 
@@ -108,16 +118,21 @@ def continuations(args: argparse.Namespace, model, device: str, generator, text:
     prompt = encode(text).tolist()
     block_size = model.config.block_size
     if len(prompt) > block_size:
-        print(f"of the prompt's {len(prompt):,} tokens only the last {block_size:,} are used, which is the "
-              f"model's context", file=sys.stderr)
+        print(f"of the prompt's {len(prompt):,} tokens only the last {block_size:,} are used, "
+              f"which is the model's context", file=sys.stderr)
     start = prompt[-block_size:]
+    # <|endoftext|> begins a new document.
     if not start:
-        start = [EOT]                             # a new document
-    idx = torch.tensor([start] * args.num_samples, dtype=torch.int64, device=device)      # (num_samples, T)
-    steps = generate_tokens(model, idx, args.max_new_tokens, args.temperature, args.top_k, generator)
+        start = [EOT]
 
+    # (num_samples, T)
+    idx = torch.tensor([start] * args.num_samples, dtype=torch.int64, device=device)
+    steps = generate_tokens(
+        model, idx, args.max_new_tokens, args.temperature, args.top_k, generator)
+
+    # The prompt of a single continuation stands right above it.
     if args.interactive and args.num_samples == 1:
-        return stream_text(steps, [], 1, titles=False)      # the prompt stands right above it
+        return stream_text(steps, [], 1, titles=False)
     return stream_text(steps, prompt, args.num_samples)
 
 
@@ -130,10 +145,16 @@ def main(argv: list[str] | None = None) -> None:
     from runtime.device import choose_device, choose_dtype, oom_as_user_error
     device = choose_device(args.device)
     dtype = choose_dtype(args.dtype, device)
-    autocast = torch.autocast(device.split(":")[0], getattr(torch, dtype), enabled=dtype != "float32")
-    prompts = [args.prompt if args.prompt is not None else ""]
+    autocast = torch.autocast(
+        device.split(":")[0], getattr(torch, dtype), enabled=dtype != "float32")
+
     if args.interactive:
         prompts = read_prompts()
+    elif args.prompt is not None:
+        prompts = [args.prompt]
+    else:
+        prompts = [""]
+
     with oom_as_user_error(lambda: f"{device} is out of memory: give a smaller --num_samples"):
         model = load_model(args.model).to(device)
         check_tokens(model, args.model)
@@ -147,7 +168,8 @@ def main(argv: list[str] | None = None) -> None:
             except KeyboardInterrupt:
                 if not args.interactive:
                     raise
-                print()                           # Ctrl-C ends this continuation, and the next prompt comes
+                # Ctrl-C has ended this continuation, and the next prompt comes.
+                print()
 
 
 if __name__ == "__main__":

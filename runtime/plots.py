@@ -1,4 +1,5 @@
-"""OUT/loss.png, drawn from the rows of metrics.csv; and what the pictures of bench.py share with it."""
+"""OUT/loss.png, drawn from the rows of metrics.csv; and what the pictures of bench.py share with
+it."""
 import logging
 import math
 import time
@@ -24,7 +25,8 @@ def new_figure(**how):
 
 
 def short_count(n: float, _position=None) -> str:
-    """A number of tokens, as beside a tick: '250k', '1.2M', '10B'. matplotlib gives the tick's position, too."""
+    """A number of tokens, as beside a tick: '250k', '1.2M', '10B'. matplotlib gives the tick's
+    position, too."""
     for unit, least in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if abs(n) >= least:
             return f"{n / least:g}{unit}"
@@ -42,8 +44,8 @@ def finite_points(rows: list[dict], column: str) -> list[tuple[float, float]]:
 
 
 def plot_run(rows: list[dict], path: Path, title: str) -> None:
-    """Draws the losses and HellaSwag in the rows of a metrics.csv against tokens, into the .png `path`. Draws
-    nothing if there is no number among them."""
+    """Draws the losses and HellaSwag in the rows of a metrics.csv against tokens, into the .png
+    `path`. Draws nothing if there is no number among them."""
     # Curves with the same label of the y axis share a panel: {label: {column: points}}.
     panels = {}
     for column, (label, _, _) in CURVES.items():
@@ -61,6 +63,7 @@ def plot_run(rows: list[dict], path: Path, title: str) -> None:
             _, name, style = CURVES[column]
             tokens, values = zip(*points, strict=True)
             panel.plot(tokens, values, label=name, **style)
+
         panel.set_xlim(left=0)
         panel.xaxis.set_major_formatter(short_count)
         panel.grid(alpha=0.3)
@@ -69,16 +72,18 @@ def plot_run(rows: list[dict], path: Path, title: str) -> None:
 
 
 def draw(record, title: str, last: bool) -> None:
-    """Draws OUT/loss.png of a Record, at most once in PATIENCE, and at the run's end (`last`). If that fails,
-    it is a warning; where matplotlib is not installed, only one in the run."""
+    """Draws OUT/loss.png of a Record, at most once in PATIENCE, and at the run's end (`last`). If
+    that fails, it is a warning; where matplotlib is not installed, only one in the run."""
     never_again = record.picture_due == math.inf
     too_early = time.monotonic() < record.picture_due
     if never_again or too_early and not last:
         return
+
     record.picture_due = time.monotonic() + PATIENCE
     try:
         plot_run(record.rows, record.out / "loss.png", title)
-    except Exception as error:          # matplotlib raises all kinds, and no run should end by a picture
+    except Exception as error:
+        # matplotlib raises all kinds of errors, and no run should end by a picture.
         print_error(f"warning: {record.out}/loss.png is not drawn ({brief_error(error)})")
         if isinstance(error, UserError):
             record.picture_due = math.inf

@@ -1,7 +1,8 @@
 """Files of text -> documents, in UTF-8.
 
-Memory stays small, whatever the size of a file: about a megabyte of it is read at a time. A reader here takes
-the path of a file and yields pairs: (whether a document begins, its text or the next piece of its text).
+Memory stays small, whatever the size of a file: about a megabyte of it is read at a time. A
+reader here takes
+the path of a file and yields pairs: (whether a document begins, its text or the next piece of it).
 """
 import csv
 import io
@@ -18,8 +19,9 @@ from runtime.cli import import_package, safe_repr
 from runtime.files import readable
 from runtime.tokenizer import LAST_CUT, replace_surrogates
 
-BLOCK = 1 << 20                 # bytes, or characters of a .txt, that are read, and then encoded, at once
-MAX_DOCUMENT = 10**9            # characters in memory: a small .gz or .zst can unpack to one endless line
+BLOCK = 1 << 20                 # bytes, or characters of a .txt, that are read and encoded at once
+# Characters of a document in memory. A small .gz or .zst can unpack to one endless line.
+MAX_DOCUMENT = 10**9
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 Pieces = Iterator[tuple[bool, bytes | memoryview]]
 
@@ -40,6 +42,7 @@ def open_bytes(path: Path) -> io.BufferedReader:
     else:
         stream = io.FileIO(path)
     file = io.BufferedReader(stream, BLOCK)
+    # The byte-order mark of UTF-8, which Windows likes to write, is no part of the text.
     if file.peek(3)[:3] == b"\xef\xbb\xbf":
         file.read(3)
     return file
@@ -48,8 +51,9 @@ def open_bytes(path: Path) -> io.BufferedReader:
 # ----------------------------------------------------------------------------- .txt, .md
 
 def read_text_file(path: Path, layout: Layout) -> Pieces:
-    """The documents of a .txt or .md. A long one comes in pieces of about a BLOCK, cut where LAST_CUT allows,
-    so that the pieces have the tokens of the whole. ValueError for a gigabyte without such a place."""
+    """The documents of a .txt or .md. A long one comes in pieces of about a BLOCK, cut where
+    LAST_CUT allows, so that the pieces have the tokens of the whole. ValueError for a gigabyte
+    without such a place."""
     begins = True               # whether the next piece is the first one of its document
     parts = []                  # the document's text since the last cut
     with io.TextIOWrapper(open_bytes(path), encoding="utf-8", newline="\n") as file:
@@ -88,7 +92,8 @@ def text_blocks(file: io.TextIOWrapper) -> Iterator[str]:
 
 
 def split_documents(blocks: Iterable[str], separator: str) -> Iterator[tuple[str, bool]]:
-    """(the next text of a document, whether the document ends behind it), of the text in `blocks`."""
+    """(the next text of a document, whether the document ends behind it), of the text in
+    `blocks`."""
     rest = ""
     for block in blocks:
         rest += block
@@ -105,8 +110,10 @@ def split_documents(blocks: Iterable[str], separator: str) -> Iterator[tuple[str
 
 
 def last_cut(parts: list[str]) -> int | None:
-    """The last index in the last of `parts` at which their joined text can be cut; None if there is none."""
-    # The text can be cut between two parts, too. Then the character before the cut is in the part before.
+    """The last index in the last of `parts` at which their joined text can be cut; None if there
+    is none."""
+    # The text can be cut between two parts, too. Then the character before the cut is in the part
+    # before.
     before = ""
     if len(parts) > 1:
         before = parts[-2][-1:]
@@ -117,8 +124,9 @@ def last_cut(parts: list[str]) -> int | None:
 
 
 def without_line_ends(piece: str, begins: bool, ends: bool) -> str:
-    """A piece of a document between separators. Line ends beside a separator belong to the layout, so they
-    are left out where the document `begins` or `ends` with the piece. White space alone is no document."""
+    """A piece of a document between separators. Line ends beside a separator belong to the
+    layout, so they are left out where the document `begins` or `ends` with the piece. White space
+    alone is no document."""
     if begins:
         piece = piece.lstrip("\r\n")
     if ends:
@@ -131,7 +139,8 @@ def without_line_ends(piece: str, begins: bool, ends: bool) -> str:
 # ----------------------------------------------------------------------------- .jsonl
 
 def read_jsonl(path: Path, layout: Layout) -> Pieces:
-    """A document a line. Python's json is as fast as pyarrow's, and an error of it can be told by its line."""
+    """A document a line. Python's json is as fast as pyarrow's, and an error of it can be told by
+    its line."""
     with open_bytes(path) as file:
         for number, line in numbered_lines(file):
             if not line.isspace():
@@ -150,9 +159,11 @@ def numbered_lines(file: io.BufferedReader) -> Iterator[tuple[int, bytes]]:
 
 
 def text_of_json(line: bytes, where: str, field: str) -> bytes:
-    """The text of a line of JSON; null is an empty one. ValueError, with `where` the line is, for no text."""
+    """The text of a line of JSON; null is an empty one. ValueError, with `where` the line is, for
+    no text."""
     if line.lstrip()[:1] == b"[":
-        raise ValueError(f"{where} begins a JSON array: write one object a line, as `jq -c '.[]'` does")
+        raise ValueError(f"{where} begins a JSON array: write one object a line, as `jq -c "
+                         f"'.[]'` does")
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
@@ -171,11 +182,13 @@ def text_of_json(line: bytes, where: str, field: str) -> bytes:
     try:
         return text.encode()
     except UnicodeEncodeError:
+        # JSON can escape half of a character, which UTF-8 does not have.
         return replace_surrogates(text).encode()
 
 
 def missing_field(field: str, names: Iterable[str]) -> str:
-    """The end of a message: which field is missing, the first ones that there are, and what to do."""
+    """The end of a message: which field is missing, the first ones that there are, and what to
+    do."""
     found = ", ".join(safe_repr(name)[:20] for name in [*names][:4])
     return f"{safe_repr(field)[:20]}: give --text_field one of its names ({found})"
 
@@ -189,7 +202,8 @@ def read_csv(path: Path, layout: Layout) -> Pieces:
     if kind_of(path) == ".tsv":
         delimiter = "\t"
         if not layout.tsv_quotes:
-            quoting = csv.QUOTE_NONE              # a quotation mark is text like any other
+            # A quotation mark is text like any other.
+            quoting = csv.QUOTE_NONE
     csv.field_size_limit(MAX_DOCUMENT)
 
     header = None
@@ -204,11 +218,13 @@ def read_csv(path: Path, layout: Layout) -> Pieces:
                         f"line {number} has no column {missing_field(layout.text_field, header)}")
                 column = header.index(layout.text_field)
                 continue
+
             if len(row) != len(header):
                 hint = ""
                 if quoting == csv.QUOTE_NONE and '"' in "".join(row):
                     hint = ": --tsv_quotes is for quoted cells"
-                raise ValueError(f"line {number} has {len(row)} cells, and the first row has {len(header)}"
+                raise ValueError(f"line {number} has {len(row)} cells, and the first row has "
+                                 f"{len(header)}"
                                  + hint)
             yield True, row[column].encode()
 
@@ -249,20 +265,22 @@ def read_parquet(path: Path, layout: Layout) -> Pieces:
     """A document a row, as a view of pyarrow's memory; null is an empty one."""
     pyarrow = import_package("pyarrow")
     parquet = import_package("pyarrow.parquet")
-    # Without its default pre_buffer=True reading takes half of the CPU time, as fewer pages are touched.
+    # Without its default pre_buffer=True reading takes half of the CPU time, as fewer pages are
+    # touched.
     with parquet.ParquetFile(path, pre_buffer=False, buffer_size=BLOCK) as file:
         names = file.schema_arrow.names
         if layout.text_field not in names:
             raise ValueError(f"it has no column {missing_field(layout.text_field, names)}")
-        # Only 64 rows at a time: in a dictionary-encoded column half a kilobyte of file can stand for many
-        # copies of a huge document.
+        # Only 64 rows at a time: in a dictionary-encoded column half a kilobyte of file can stand
+        # for many copies of a huge document.
         batches = file.iter_batches(batch_size=64, columns=[layout.text_field], use_threads=False)
         for batch in batches:
             yield from column_texts(pyarrow, batch.column(0), layout.text_field)
 
 
 def column_texts(pyarrow, rows, field: str) -> Pieces:
-    """The documents in some rows of the column `field`. ValueError if they are not text in UTF-8."""
+    """The documents in some rows of the column `field`. ValueError if they are not text in
+    UTF-8."""
     if pyarrow.types.is_dictionary(rows.type):
         rows = rows.dictionary_decode()
     if rows.type not in (pyarrow.string(), pyarrow.large_string(), pyarrow.string_view()):
@@ -270,10 +288,11 @@ def column_texts(pyarrow, rows, field: str) -> Pieces:
     rows = rows.cast(pyarrow.large_string())
     if rows.null_count:
         rows = rows.fill_null("")
-    rows.validate(full=True)                      # that all of it is UTF-8
+    # A .parquet may claim to hold text and hold other bytes. This looks whether all of it is UTF-8.
+    rows.validate(full=True)
 
-    # Arrow has the texts of all rows in one buffer, and in another the len(rows) + 1 places where they begin
-    # and end in it.
+    # Arrow has the texts of all rows in one buffer, and in another the len(rows) + 1 places where
+    # they begin and end in it.
     _, offsets, text = rows.buffers()
     offsets = np.frombuffer(offsets, np.int64)[rows.offset:]
     offsets = offsets[:len(rows) + 1].tolist()
@@ -294,22 +313,23 @@ TEXT_FILES = {kind for kind, reader in READERS.items() if reader == read_text_fi
 
 
 def kind_of(path: str | Path) -> str:
-    """The suffix that says how a file is read, in lower case: .txt of a.TXT and of a.txt.gz. Empty for a file
-    that no reader takes."""
+    """The suffix that says how a file is read, in lower case: .txt of a.TXT and of a.txt.gz.
+    Empty for a file that no reader takes."""
     suffixes = [suffix.lower() for suffix in Path(path).suffixes]
     compressed = bool(suffixes) and suffixes[-1] in COMPRESSIONS
     if compressed:
         suffixes.pop()
     if not suffixes or suffixes[-1] not in READERS:
         return ""
-    if compressed and suffixes[-1] == ".parquet":           # which pyarrow reads from a plain file only
+    # Of a .parquet pyarrow reads the end first, which a compressed file does not give away.
+    if compressed and suffixes[-1] == ".parquet":
         return ""
     return suffixes[-1]
 
 
 def read_rows(path: Path, layout: Layout, mark: bytes, name: str) -> Iterator[bytes]:
-    """The documents of a file with `mark` before each, joined to rows of about a BLOCK of bytes. UserError,
-    which calls the file `name`, if it cannot be read."""
+    """The documents of a file with `mark` before each, joined to rows of about a BLOCK of bytes.
+    UserError, which calls the file `name`, if it cannot be read."""
     reader = READERS[kind_of(path)]
     parts = []
     size = 0
@@ -320,7 +340,8 @@ def read_rows(path: Path, layout: Layout, mark: bytes, name: str) -> Iterator[by
             if begins:
                 parts.append(mark)
             parts.append(text)
-            size += len(text) + 1                 # one for the document: many empty ones fill a row, too
+            # One more for each document, so that many empty ones fill a row, too.
+            size += len(text) + 1
             if size >= BLOCK:
                 yield b"".join(parts)
                 parts = []

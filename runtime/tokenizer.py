@@ -1,7 +1,8 @@
-"""GPT-2's byte-level BPE (Radford et al. 2019, section 2.2), from the two files in assets/, without a network.
+"""GPT-2's byte-level BPE (Radford et al. 2019, section 2.2), from the two files in assets/,
+without a network.
 
-tiktoken is the reference. gigatoken encodes large texts, some 30 times as fast, and is compared with it.
-"""
+tiktoken is the reference. gigatoken encodes large texts, some 30 times as fast, and is compared
+with it. """
 import functools
 import hashlib
 import json
@@ -22,27 +23,30 @@ BPE_SHA256 = {
 }
 SAMPLE_BYTES = 1000             # of each row, which tiktoken encodes, too
 
-# Matches a text up to the last place where it can be cut without changing a token: behind a character that is
-# no white space, and before a space or a line end. GPT-2's pattern always begins a new piece there, and
-# decides nothing before it by what comes after it.
+# Matches a text up to the last place where it can be cut without changing a token: behind a
+# character that is no white space, and before a space or a line end. GPT-2's pattern always
+# begins a new piece there, and decides nothing before it by what comes after it.
 LAST_CUT = re.compile(r".*\S(?=[ \n\r])", re.DOTALL)
 
 
 def checked_asset(name: str) -> Path:
-    """The path of one of GPT-2's two BPE files in assets/. UserError if its SHA-256 is not BPE_SHA256's."""
+    """The path of one of GPT-2's two BPE files in assets/. UserError if its SHA-256 is not
+    BPE_SHA256's."""
     path = ASSETS / name
     if path.is_file():
         sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
         if sha256 == BPE_SHA256[name]:
             return path
-    raise UserError(f"{path} is missing or is not GPT-2's file: restore it with `git checkout -- assets`")
+    raise UserError(f"{path} is missing or is not GPT-2's file: restore it with `git checkout -- "
+                    f"assets`")
 
 
 @functools.cache
 def token_bytes() -> dict[bytes, int]:
     """{bytes of a token: its id}, in the order of the ids, for all tokens but <|endoftext|>."""
-    # encoder.json writes every byte as one printable character. A byte that is printable in Latin-1 is
-    # written as itself. The other 68 are written, in their order, as the code points from 256 on.
+    # encoder.json writes every byte as one printable character. A byte that is printable in
+    # Latin-1 is written as itself. The other 68 are written, in their order, as the code points
+    # from 256 on.
     byte_of = {}
     unprintable = 0
     for byte in range(256):
@@ -67,8 +71,8 @@ def token_lengths() -> np.ndarray:
 
 @functools.cache
 def tokenizer():
-    """GPT-2's tokenizer as a tiktoken Encoding. Its tokens are those of `tiktoken.get_encoding("gpt2")`, which
-    would download the two files."""
+    """GPT-2's tokenizer as a tiktoken Encoding. Its tokens are those of
+    `tiktoken.get_encoding("gpt2")`, which would download the two files."""
     import tiktoken
     from tiktoken_ext.openai_public import r50k_pat_str       # GPT-2's pattern
     return tiktoken.Encoding(
@@ -84,25 +88,26 @@ def encode(text: str) -> np.ndarray:
     except UnicodeEncodeError:
         return encode(replace_surrogates(text))
     except ValueError:                            # tiktoken's regular expression runs out of stack
-        raise UserError("a document has too long a run of white space for tiktoken: shorten it") from None
+        raise UserError("a document has too long a run of white space for tiktoken: shorten "
+                        "it") from None
     return tokens.astype(np.uint16)
 
 
 def replace_surrogates(text: str) -> str:
-    """`text` with U+FFFD for each surrogate that has lost its other half, as tiktoken has it. UTF-8 has none,
-    but an escape in JSON can make one."""
+    """`text` with U+FFFD for each surrogate that has lost its other half, as tiktoken has it.
+    UTF-8 has none, but an escape in JSON can make one."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 class Encoder:
     """Rows of documents -> tokens, on any number of threads.
 
-    A row is text in UTF-8, with `separator` before each document in it, which becomes <|endoftext|>. The
-    separator is drawn at random, so that no text holds it: `<|endoftext|>` in a text stays text. A row that
-    does not begin with it continues a document.
+    A row is text in UTF-8, with `separator` before each document in it, which becomes
+    <|endoftext|>. The separator is drawn at random, so that no text holds it: `<|endoftext|>` in
+    a text stays text. A row that does not begin with it continues a document.
 
-    `name` is "gigatoken", "tiktoken", or "auto": gigatoken where it is installed, else tiktoken. UserError if
-    the asked one is not installed."""
+    `name` is "gigatoken", "tiktoken", or "auto": gigatoken where it is installed, else tiktoken.
+    UserError if the asked one is not installed."""
 
     def __init__(self, name: str = "auto"):
         self.separator = f"<|{secrets.token_hex(16)}|>".encode()
@@ -113,24 +118,27 @@ class Encoder:
             from gigatoken.gigatoken_rs import load_hf_json
         except ImportError:
             if name == "gigatoken":
-                raise UserError("--encoder gigatoken needs that package: pip install gigatoken") from None
+                raise UserError("--encoder gigatoken needs that package: pip install "
+                                "gigatoken") from None
             return
         self.gigatoken = load_hf_json(json.dumps(self._as_tokenizer_json()))
 
     def _as_tokenizer_json(self) -> dict:
-        """GPT-2's tokenizer as Hugging Face's tokenizer.json has it, as far as gigatoken reads that file."""
+        """GPT-2's tokenizer as Hugging Face's tokenizer.json has it, as far as gigatoken reads
+        that file."""
         vocabulary = checked_asset("encoder.json").read_text(encoding="utf-8")
         merges = checked_asset("vocab.bpe").read_text(encoding="utf-8")
         return {
             "added_tokens": [{"id": EOT, "content": self.separator.decode(), "special": True}],
             "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True},
             # The first line of vocab.bpe names its version.
-            "model": {"type": "BPE", "vocab": json.loads(vocabulary), "merges": merges.splitlines()[1:]},
+            "model": {
+                "type": "BPE", "vocab": json.loads(vocabulary), "merges": merges.splitlines()[1:]},
         }
 
     def encode(self, row: bytes) -> np.ndarray:
-        """The tokens of a row, 1-D uint16. RunError if gigatoken's are not tiktoken's, as far as they are
-        compared; UserError as of `encode`, where tiktoken does the work."""
+        """The tokens of a row, 1-D uint16. RunError if gigatoken's are not tiktoken's, as far as
+        they are compared; UserError as of `encode`, where tiktoken does the work."""
         if self.gigatoken is None:
             return self._by_tiktoken(row)
         tokens = self._by_gigatoken(row)
@@ -139,8 +147,9 @@ class Encoder:
 
     def _by_gigatoken(self, row: bytes) -> np.ndarray:
         from gigatoken.gigatoken_rs import BytesSource, PadTruncate
-        # Of gigatoken's methods this one neither holds the GIL nor imports another package. The threads are
-        # ours, so it works on the one that calls it.
+
+        # Of gigatoken's methods this one neither holds the GIL nor imports another package. The
+        # threads are ours, so it works on the one that calls it.
         padded, lengths = self.gigatoken.encode_batch_padded(
             BytesSource(row), PadTruncate(0), parallel=False)
         return padded[0, :lengths[0]].astype(np.uint16)
@@ -157,19 +166,24 @@ class Encoder:
         """RunError if the tokens of the row's first SAMPLE_BYTES are not those of tiktoken."""
         sample = row
         if len(row) > SAMPLE_BYTES:
+            # The bytes may end inside a character or a separator, but not before the last cut.
             cut = LAST_CUT.match(row[:SAMPLE_BYTES].decode(errors="ignore"))
             if cut is None:
                 return
             sample = cut[0].encode()
         expected = self._by_tiktoken(sample)
+
+        # Of a longer row only the tokens of the sample are compared, and of a short one all.
         if len(row) > len(sample):
             tokens = tokens[:len(expected)]
         if np.array_equal(tokens, expected):
             return
 
+        # Where they differ, for the message.
         at = 0
         while at < min(len(tokens), len(expected)) and tokens[at] == expected[at]:
             at += 1
         text = tokenizer().decode(expected[max(0, at - 2):at + 3].tolist())
-        raise RunError(f"gigatoken's tokens differ from tiktoken's at {text!r}: pip install the version of it "
-                       "in requirements.txt, or give --encoder tiktoken, which is slower")
+        raise RunError(f"gigatoken's tokens differ from tiktoken's at {text!r}: pip install the "
+                       f"version of it in requirements.txt, or give --encoder tiktoken, which is "
+                       f"slower")

@@ -12,7 +12,6 @@ import re
 import signal
 import subprocess
 import threading
-from pathlib import Path
 from types import SimpleNamespace
 from urllib.parse import parse_qs, unquote, urlsplit
 
