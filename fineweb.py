@@ -63,8 +63,8 @@ LARGEST = {
     "shard_size": 2**30, "val_tokens": 2**30, "max_tokens": UNLIMITED, "workers": 256,
     "pretokenized": 103}
 DEFAULTS = {
-    "val_input": [], "split": "train", "text_field": "text", "separator": "", "tsv_quotes": False, "encoder": "auto",
-    "shard_size": 100_000_000, "format": "npy"}
+    "val_input": [], "split": "train", "text_field": "text", "separator": "", "tsv_quotes": False,
+    "shard_size": 100_000_000, "format": "npy", "encoder": "auto"}
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import ENV, ROOT, little_memory, refused, script
+from helpers import ENV, ROOT, little_memory, refused, script, train
 from hub import Hub, several
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -331,6 +331,35 @@ def test_a_damaged_manifest_or_another_folders_shards_are_refused(old, new, text
     assert contents("out") == want
 
 
+def test_a_manifest_of_an_earlier_version_is_refused_and_its_shards_are_trained_on_as_before(text, capsys):
+    flags = ["--input", text, "--out", "out", "--shard_size", 1500]
+    prepare(*flags)
+    path = Path("out/manifest.json")
+    found = json.loads(path.read_text())
+    del found["validation"]
+    for complete in (True, False):
+        path.write_text(json.dumps(found | {"version": 3, "block": 183, "complete": complete}))
+        want = contents("out")
+        refuses(*flags, said="out 3 4 choose another --out")
+        assert contents("out") == want
+    capsys.readouterr()
+    prepare("--verify", "out")
+    assert "as they were written" in capsys.readouterr().out
+    train(*"--data out --out log --n_layer 1 --n_head 1 --n_embd 4 --block_size 8 --total_batch_size 16 "
+          "--max_steps 1 --device cpu --sample_every 0 --hellaswag_every 0 --val_tokens 8".split())
+
+
+@pytest.mark.parametrize("flags, name", [("", "auto"), ("--encoder tiktoken", "tiktoken"),
+                                         ("--encoder gigatoken", "gigatoken")])
+def test_the_encoder_is_the_one_that_is_asked_for(flags, name, text, encoder, monkeypatch):
+    """And another one may continue a folder: their tokens are the same."""
+    asked = []
+    monkeypatch.setattr(fineweb, "Encoder", lambda name: asked.append(name) or encoder)
+    prepare("--input", text, "--out", "out", *flags.split())
+    assert asked == [name]
+    prepare("--input", text, "--out", "out", "--encoder", "tiktoken")
+
+
 def test_text_that_cannot_be_read_leaves_whole_shards_that_the_manifest_lists(text):
     """And none if it comes early: then the folder is not bound to that text."""
     Path("late.txt").write_bytes("café".encode("latin-1") * 50)
@@ -510,6 +539,26 @@ def test_a_killed_run_ends_with_the_files_of_the_revision_it_began_with(gpt2, tm
         assert both(tmp_path / "books-tales-test") == divided(stream_of(gpt2, TALES[1]), 300), test
     assert max(at_once) <= 2, "a file is removed before the next but one is fetched"
     prepare(*flags, out)                          # a complete folder needs no network
+
+
+def test_downloads_that_a_kill_has_left_are_removed(tmp_path):
+    """But for the two files that are read and fetched next."""
+    left, seen = tmp_path / "one/.download", []
+    left.mkdir(parents=True)
+    for name in ("1.jsonl", "2.jsonl", "3.jsonl"):
+        (left / name).write_text("half")
+    with Hub() as hub:
+        hub.put("me/one", {f"{i}.jsonl": file_of("a.jsonl", TALES[i], tmp_path) for i in range(4)})
+        send = hub.file
+
+        def watched(sha, data, span):
+            if data is not None:
+                seen.append({path.name for path in left.glob("*.jsonl")})
+            return send(sha, data, span)
+        hub.file = watched
+        done, = several(tmp_path, hub.env, ["--dataset", "me/one"])
+    assert done.returncode == 0 and seen and all(len(names) <= 2 for names in seen), seen
+    assert seen[0] <= {"0.jsonl", "1.jsonl"}
 
 
 def test_fineweb_is_the_default_and_its_first_tokens_are_for_validation(gpt2, tmp_path):
