@@ -3,365 +3,412 @@
     python fineweb.py                                   FineWeb-Edu, sample-10BT -> edu_fineweb10B/
     python fineweb.py --input input.txt --out data/shakespeare      any text of your own
     python fineweb.py --dataset roneneldan/TinyStories  any text dataset of the Hugging Face hub
-    python fineweb.py --pretokenized 9                  FineWeb's published tokens, 9 x 100M -> fineweb10B/
-    python fineweb.py --verify edu_fineweb10B           are all shards of a folder as they were written?
+    python fineweb.py --pretokenized 9          FineWeb's published tokens, 9 x 100M -> fineweb10B/
+    python fineweb.py --verify edu_fineweb10B   are all shards of a folder as they were written?
 
 A shard is a 1-D array of uint16 GPT-2 tokens, each document preceded by <|endoftext|> (50256):
 `*_train_000001.npy`, `*_val_000000.npy`; or with --format bin the .bin of llm.c and modded-nanogpt.
-"""
+
+Validation is the beginning of the text: a tenth of it, at most 10 million tokens; of FineWeb,
+which is shuffled, the first shard. A run that was killed is continued by the same command. """
 # first, because it refuses an old Python in one line
-from runtime.cli import (FlagParser, RunError, UserError, brief_error, import_package, print_error,
-                         run_command)
+from runtime.cli import FlagParser, UserError, print_error, run_command
 
 import argparse
-import glob
 import os
-import re
 import shlex
 import shutil
-import stat
 import tempfile
-import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, contextmanager, suppress
-from itertools import chain, groupby
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 from tqdm import tqdm
 
-from runtime.files import NO_ROOM, writable
-from runtime.shards import (ShardWriter, file_sha256, list_shards, open_shard, read_manifest, shard_names,
-                            write_manifest)
-from runtime.text import READERS, TEXT_FILES, Layout, describe, kind_of, read_rows
+from runtime.files import writable
+from runtime.shards import (
+    ShardWriter, file_sha256, list_shards, open_shard, read_manifest, shard_names, write_manifest)
+from runtime.sources import FINEWEB, FINEWEB_EDU, HubDataset, LocalFiles, hub_errors, hub_names
+from runtime.text import TEXT_FILES, Layout, kind_of, read_rows
 from runtime.tokenizer import BPE_SHA256, Encoder
 
-# shuffled, so that their first tokens are for validation: prefix of the shards, folder
-FINEWEB = {"HuggingFaceFW/fineweb-edu": ("edufineweb", "edu_fineweb"),
-           "HuggingFaceFW/fineweb": ("fineweb", "fineweb")}
+MANIFEST_VERSION = 4            # of the manifest, and of the rule for validation
+MOST_VALIDATION = 10_000_000    # tokens, if no flag says otherwise
+LEAST_TEXT = 200                # tokens of which a tenth is worth anything
+TEMPORARY = "a temporary file"  # for messages
 PRETOKENIZED = "kjj0/fineweb10B-gpt2"
-VAL_BLOCK, VAL_BLOCKS, LEAST = 4096, 40, 200      # tokens of a block; a text's least blocks, and tokens
-# --block_size of these presets. A table here, because to import runtime/presets.py may load torch
+# --block_size of these presets. A table here, because to import runtime/presets.py may load torch.
 BLOCK_SIZES = {"shakespeare": 128, "small": 256, "gpt2": 1024}
-TEXT_FLAGS = {"text_field", "separator", "tsv_quotes", "out", "shard_size", "val_tokens", "max_tokens",
-              "workers", "format"}
-ALLOWED = {"verify": {"verify"}, "pretokenized": {"pretokenized", "out"},   # flags that go with the first
-           "input": {"input", "val_input", *TEXT_FLAGS}, "dataset": {"dataset", "name", "split", *TEXT_FLAGS}}
-MOST = {"shard_size": 2**30, "val_tokens": 2**30, "max_tokens": 2**60, "workers": 256, "pretokenized": 103}
+
+
+# ----------------------------------------------------------------------------- flags
+
+# The flags that determine the bytes of the shards, beside the text itself: the manifest records
+# them.
+RECORDED = [
+    "text_field", "separator", "tsv_quotes", "shard_size", "val_tokens", "max_tokens", "format"]
+TEXT_FLAGS = {*RECORDED, "out", "workers", "encoder"}
+# Which flags can be combined with each of these: they say what the command is to do.
+COMBINED_WITH = {
+    "verify": set(),
+    "pretokenized": {"out"},
+    "input": {"val_input", *TEXT_FLAGS},
+    "dataset": {"name", "split", *TEXT_FLAGS},
+}
+UNLIMITED = 2**60               # tokens, or files: more than there are
+LARGEST = {
+    "shard_size": 2**30, "val_tokens": 2**30, "max_tokens": UNLIMITED, "workers": 256,
+    "pretokenized": 103}
+DEFAULTS = {
+    "val_input": [], "split": "train", "text_field": "text", "separator": "", "tsv_quotes": False,
+    "shard_size": 100_000_000, "format": "npy", "encoder": "auto"}
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """The flags. UserError for those that do not go together, and for numbers out of range."""
-    parser = FlagParser(prog="fineweb.py", description=__doc__)
-    flag = parser.add_argument
-    flag("--dataset", metavar="OWNER/NAME", help="text dataset of the Hugging Face hub (default FineWeb-Edu)")
-    flag("--name", metavar="CONFIG", help="configuration of --dataset, where it has several")
-    flag("--split", help="split of --dataset (default train)")
-    flag("--input", nargs="+", action="extend", metavar="PATH", help="your own text: files, folders, globs: "
-         ".txt, .md (one document a file), .jsonl, .ndjson, .json (one a line), .csv, .tsv, .parquet, also "
-         ".txt.gz, .jsonl.zst ...")
-    flag("--val_input", nargs="+", action="extend", metavar="PATH", help="other files, for validation")
-    flag("--text_field", metavar="NAME", help="column that holds the text (default text)")
-    flag("--separator", metavar="TEXT", help="what stands between the documents of a .txt or .md, as in "
-         "--separator '<|endoftext|>' (default: a file is one document)")
-    flag("--tsv_quotes", action="store_true", default=None,
-         help="cells of a .tsv may stand in quotation marks, as in a .csv (default: these are text)")
-    flag("--pretokenized", type=int, metavar="N", help="fetches N published training shards of 200 MB")
-    flag("--out", help="output folder (default edu_fineweb10B, or --dataset's name; required with --input)")
-    flag("--shard_size", type=int, help="tokens per shard (default 100000000)")
-    flag("--val_tokens", type=int, help="most for validation (default shard_size, or max_tokens / 10)")
-    flag("--max_tokens", type=int, help="stop after so many, validation included (default: no limit)")
-    flag("--workers", type=int, help="threads that encode (default: one a core)")
-    flag("--verify", metavar="DIR", help="compares all shards of a folder with the sums in its manifest")
-    flag("--format", choices=["npy", "bin"], help="NumPy's files or llm.c's (default npy)")
-    args = parser.parse_args(argv)
+    # Until the combinations are checked, None tells a flag that was not given.
+    args = make_parser().parse_args(argv)
     given = {name for name, value in vars(args).items() if value is not None}
-    source = next((name for name in ALLOWED if name in given), None)
-    for name in sorted(given - (ALLOWED[source] if source else TEXT_FLAGS)):
-        raise UserError(f"--{name} cannot be combined with --{source}: leave one of them out" if source else
-                        f"--{name} needs --{'input' if name == 'val_input' else 'dataset'}: give it")
-    for name in sorted(given & MOST.keys()):
-        if not 1 <= getattr(args, name) <= MOST[name]:
-            raise UserError(f"--{name} {getattr(args, name)}: give 1 to {MOST[name]}")
+    check_combination(given)
+
+    for name in sorted(given & LARGEST.keys()):
+        value = getattr(args, name)
+        if not 1 <= value <= LARGEST[name]:
+            raise UserError(f"--{name} {value} is out of range: give 1 to {LARGEST[name]}")
     if args.input and not args.out:
         raise UserError("--input needs --out: give the output folder of the shards")
-    if (args.val_tokens or 0) >= (args.max_tokens or 2**60) or args.val_tokens and args.val_input:
-        raise UserError("--val_tokens must be less than --max_tokens, and does not go with --val_input")
-    args.shard_size, args.split = args.shard_size or 100_000_000, args.split or "train"
-    args.text_field, args.format = args.text_field or "text", args.format or "npy"
-    args.separator, args.tsv_quotes = args.separator or "", bool(args.tsv_quotes)
-    args.val_tokens = args.val_tokens or min(args.shard_size, -(-(args.max_tokens or 2**60) // 10))
-    cores = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))(0)   # of this Slurm job
-    args.workers = args.workers or len(cores)
+    if args.val_tokens and args.val_input:
+        raise UserError("--val_tokens cannot be combined with --val_input: leave one of them out")
+    if args.val_tokens and args.max_tokens and args.val_tokens >= args.max_tokens:
+        raise UserError(f"--val_tokens {args.val_tokens} must be less than --max_tokens "
+                        f"{args.max_tokens}, which counts them, too: give fewer")
+
+    for name, value in DEFAULTS.items():
+        if name not in given:
+            setattr(args, name, value)
+    if args.workers is None:
+        args.workers = available_cores()
+    if not given & {"input", "dataset", "pretokenized", "verify"}:
+        args.dataset = FINEWEB_EDU
+        args.name = "sample-10BT"
+    if args.out is None and args.pretokenized:
+        args.out = "fineweb10B"
+    elif args.out is None and args.dataset:
+        _, args.out = hub_names(args.dataset, args.name, args.split)
     return args
 
 
-def local_source(args: argparse.Namespace) -> tuple[dict, str, Callable]:
-    """(settings for the manifest, prefix of the shards, n -> (number, path, name) of the files from n on)."""
-    sets = {flag: find_files(flag, getattr(args, flag) or ()) for flag in ("val_input", "input")}
-    for path in {*map(os.path.realpath, sets["input"])} & {*map(os.path.realpath, sets["val_input"])}:
-        raise UserError(f"{path} is both in --input and in --val_input: leave it out of one of them")
-    files = [(path, f"--{flag} {path}") for flag, paths in sets.items() for path in paths]
-    check_kinds(args, [path for path, _ in files])
-    settings = {flag: [*map(describe, paths)] for flag, paths in sets.items()}
-    return settings, "text", lambda first: ((n, *files[n]) for n in range(first, len(files)))
+def make_parser() -> FlagParser:
+    parser = FlagParser(prog="fineweb.py", description=__doc__)
+
+    def flag(name, help, **how):
+        parser.add_argument(name, help=help, **how)
+
+    flag("--dataset", "text dataset of the Hugging Face hub (default "
+                      "FineWeb-Edu)", metavar="OWNER/NAME")
+    flag("--name", "configuration of --dataset, where it has several", metavar="CONFIG")
+    flag("--split", "split of --dataset (default train)")
+    flag("--input", "your own text: files, folders and globs of .txt or .md (a file is a "
+                    "document), .jsonl, .ndjson or .json (a line is one), .csv, .tsv or "
+                    ".parquet (a row is one), also .txt.gz, .jsonl.zst and so "
+                    "on", nargs="+", action="extend", metavar="PATH")
+    flag("--val_input", "other files, which are for validation in place of the beginning of "
+                        "--input",
+         nargs="+", action="extend", metavar="PATH")
+    flag("--text_field", "column or field that holds the text (default text)", metavar="NAME")
+    flag("--separator", "what stands between the documents of a .txt or .md, as in --separator "
+         "'<|endoftext|>' (default: a file is one document)", metavar="TEXT")
+    flag("--tsv_quotes", "cells of a .tsv may stand in quotation marks, as in a .csv (default: "
+                         "a quotation mark is text)", action="store_true", default=None)
+    flag("--pretokenized", "fetch the first N published training shards, of 200 MB each", type=int,
+         metavar="N")
+    flag("--out", "output folder (default edu_fineweb10B, or --dataset's name; required with "
+                  "--input)")
+    flag("--shard_size", "tokens of a shard (default 100000000)", type=int)
+    flag("--val_tokens", "how many tokens from the beginning of the text are for validation "
+                         "(default: a tenth, at most 10000000; of FineWeb the first "
+                         "shard)", type=int)
+    flag("--max_tokens", "stop after so many tokens, validation included (default: no "
+                         "limit)", type=int)
+    flag("--workers", "threads that encode (default: one for each core)", type=int)
+    flag("--encoder", "who encodes: auto is gigatoken where it is installed, else tiktoken, "
+                      "which is the reference and much slower (default "
+                      "auto)", choices=["auto", "gigatoken", "tiktoken"])
+    flag("--format", "NumPy's files or llm.c's (default npy)", choices=["npy", "bin"])
+    flag("--verify", "compare all shards of a folder with the SHA-256 in its "
+                     "manifest", metavar="DIR")
+    return parser
 
 
-def check_kinds(args: argparse.Namespace, files: list) -> None:
-    """UserError for a flag that is about a kind of file of which there is none."""
-    kinds = {*map(kind_of, files)}
-    if args.separator and not kinds & TEXT_FILES:
-        raise UserError("--separator is for .txt and .md files, and there are none: leave it out")
-    if args.tsv_quotes and ".tsv" not in kinds:
-        raise UserError("--tsv_quotes is for .tsv files, and there are none: leave it out")
+def check_combination(given: set[str]) -> None:
+    """UserError for a given flag that does nothing beside the others."""
+    for main_flag, others in COMBINED_WITH.items():
+        if main_flag in given:
+            # The first of them says what the command is to do, and all other flags belong to it.
+            for name in sorted(given - others - {main_flag}):
+                raise UserError(f"--{name} cannot be combined with --{main_flag}: leave one of "
+                                f"them out")
+            return
+    # Without any of them the text is FineWeb-Edu.
+    for name in sorted(given - TEXT_FLAGS):
+        needed = "--dataset"
+        if name == "val_input":
+            needed = "--input"
+        raise UserError(f"--{name} needs {needed}: give that, too")
 
 
-def find_files(flag: str, patterns: list[str]) -> list[Path]:
-    """The files of paths, folders and globs, in order, without hidden ones. UserError for one without any of
-    a known kind, and for a folder that cannot be read."""
-    paths = []
-    for pattern in patterns:
-        try:
-            found = list_files(pattern)
-        except OSError as error:
-            raise UserError(f"--{flag} {pattern}: {error.filename} cannot be read ({brief_error(error)}): "
-                            f"make it readable, or leave it out") from None
-        ours = [path for path in found if kind_of(path)]
-        if not ours:
-            raise UserError(f"--{flag} {pattern}: no {', '.join(READERS)} there: check it")
-        paths += ours
-    return paths
+def available_cores() -> int:
+    """The cores that this process may use: in a Slurm job fewer than the machine has."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    cores = os.cpu_count()
+    return cores if cores else 1
 
 
-def list_files(pattern: str) -> list[Path]:
-    """The sorted regular files that a path, folder or glob means. OSError if a folder on the way cannot be
-    read: glob.glob would take it for an empty one."""
-    with suppress(FileNotFoundError, NotADirectoryError):
-        if stat.S_ISREG(os.stat(pattern).st_mode):
-            return [Path(pattern)]
-    if os.path.isdir(pattern):
-        pattern = os.path.join(glob.escape(pattern), "*")
-    parts = Path(pattern).parts
-    for i, part in enumerate(parts):
-        through = os.path.join(*parts[:i], "**" if part == "**" else "") or "."
-        for folder in filter(os.path.isdir, glob.glob(through, recursive=True)):
-            os.stat(os.path.join(folder, "."))
-            if re.search(r"[*?[]", part):         # else the folder need not be listed
-                os.listdir(folder)
-    return [Path(path) for path in sorted(glob.glob(pattern, recursive=True)) if os.path.isfile(path)]
+# ----------------------------------------------------------------------------- text -> tokens
+
+# What goes from the encoders to the shards: (the number of a file, the next of its tokens).
+Rows = Iterator[tuple[int, np.ndarray]]
 
 
-def hub_source(args: argparse.Namespace) -> tuple[dict, str, Callable]:
-    """As local_source, of --dataset, at the revision that a manifest in --out records, or the newest."""
-    repo, split = args.dataset or "HuggingFaceFW/fineweb-edu", args.split
-    name = args.name if args.dataset else "sample-10BT"
-    words = "-".join(filter(None, [repo.rpartition("/")[2], name, split if split != "train" else ""]))
-    prefix = folder = re.sub(r"[^A-Za-z0-9.]+", "-", words)[:100].strip("-.") or "hub"        # no underscores
-    if repo in FINEWEB and split == "train" and (sample := re.fullmatch(r"sample-(\d+B)T", name or "")):
-        prefix, folder = FINEWEB[repo][0], FINEWEB[repo][1] + sample[1]
-    args.out = args.out or folder
-    settings, found = {"dataset": repo, "name": name, "split": split}, read_manifest(Path(args.out))
-    settings["revision"] = found.get("revision") if found.get("dataset") == repo else None
-    if not settings["revision"]:
-        with hub_errors(f"--dataset {repo}") as hub:
-            settings["revision"] = hub.HfApi().dataset_info(repo, expand=["sha"]).sha
-    return settings, prefix, lambda first: hub_files(args, settings, first)
+def read_documents(files: Iterable, layout: Layout, mark: bytes) -> Iterator[tuple[int, bytes]]:
+    """(the number of a file, a row of its documents) of all `files`, as read_rows has them.
 
-
-@contextmanager
-def hub_errors(what: str):
-    """Around calls of the hub's libraries, whose errors come in many classes: they become ours. Gives
-    huggingface_hub."""
-    hub, errors = import_package("huggingface_hub"), import_package("huggingface_hub.errors")
-    try:
-        yield hub
-    except ImportError as error:                  # what `datasets` needs for some datasets only
-        raise UserError(f"{what} needs a package that is not installed ({brief_error(error)}): pip install "
-                        f"{error.name or 'it'}") from None
-    except Exception as error:
-        if isinstance(error, UserError | RunError) or getattr(error, "errno", None) in NO_ROOM:
-            raise                                 # a full disk: to `writable`
-        brief, status = brief_error(error), getattr(getattr(error, "response", None), "status_code", None)
-        # no such dataset, --name or --split (`brief` lists those that there are), or one that needs code
-        ours = isinstance(error, ValueError | FileNotFoundError | errors.RepositoryNotFoundError)
-        if status in (401, 403, 404) or "scripts" in brief or ours and not isinstance(
-                error, errors.LocalEntryNotFoundError | errors.BadRequestError):
-            raise UserError(f"{what} cannot be read ({brief}): check its name, --name and --split; if it is "
-                            f"private or gated, accept its terms there, and `hf auth login`") from None
-        raise RunError(f"{what} cannot be fetched from the Hugging Face hub ({brief}): run the same command "
-                       f"again with a network, or give your own text with --input") from None
-
-
-def list_hub_files(dataset: str, name: str | None, split: str, revision: str) -> list[str]:
-    """The paths of the files of a split, in the dataset."""
-    datasets = import_package("datasets")
-    # if the hub does not answer, `datasets` takes what its cache has: hence an empty one. And with hf:// it
-    # never takes a local folder OWNER/NAME
-    with hub_errors(f"--dataset {dataset}"), tempfile.TemporaryDirectory() as empty:
-        splits = datasets.load_dataset_builder(f"hf://datasets/{dataset}", name, cache_dir=empty,
-                                               revision=revision).config.data_files or {}
-        files = [url.partition(f"@{revision}/")[2] for url in splits.get(split, ())]
-        if not files or not all(map(kind_of, files)):
-            raise ValueError(f"of its splits ({', '.join(map(str, splits))}) {split} has no files, or others "
-                             f"than {', '.join(READERS)}")
-        return files
-
-
-def hub_files(args: argparse.Namespace, settings: dict, first: int) -> Iterator[tuple[int, Path, str]]:
-    """Files of a dataset, in OUT/.download while they are read; meanwhile the next one is fetched."""
-    folder = Path(args.out) / ".download"
-    dataset, revision, files = settings["dataset"], settings["revision"], list_hub_files(**settings)
-    check_kinds(args, files)
-
-    def begin(n):
-        def fetch():
-            try:
-                with writable(folder, begun=True), hub_errors(f"{dataset}: {files[n]}") as hub:
-                    future.set_result(hub.hf_hub_download(dataset, files[n], repo_type="dataset",
-                                                          revision=revision, local_dir=folder))
-            except BaseException as error:
-                future.set_exception(error)
-        future = Future()                         # of a daemon, which ends with the process
-        threading.Thread(target=fetch, daemon=True).start()
-        return future
-
-    future = begin(first) if first < len(files) else None
-    for n in range(first, len(files)):
-        path, future = Path(future.result()), begin(n + 1) if n + 1 < len(files) else None
-        yield n, path, f"{dataset}: {files[n]}"
-        path.unlink()
-
-
-def read_files(files: Iterable, layout: Layout, mark: bytes) -> Iterator[tuple[int, bytes]]:
-    """(number of a file, the next of its documents), as read_rows has them. Says so once if a .txt or .md has
-    <|endoftext|> in it and --separator was not given, or if that was given and divides none of them."""
-    told, first, most_documents = False, None, 0  # most_documents: in one .txt or .md
+    A line on stderr tells once of a .txt or .md with <|endoftext|> in it, if --separator is not
+    given; and of a --separator that divides none of them."""
+    told = False                # whether the line about <|endoftext|> has been printed
+    first = None                # the number of the first file
+    most_documents = 0          # in one .txt or .md
     for number, path, name in files:
-        first, documents = number if first is None else first, 0
+        if first is None:
+            first = number
+
+        documents = 0           # that have begun in this file
         for row in read_rows(path, layout, mark, name):
             if kind_of(path) in TEXT_FILES:
                 documents += row.count(mark)
                 most_documents = max(most_documents, documents)
                 if b"<|endoftext|>" in row and not layout.separator and not told:
-                    print_error(f"{name} has <|endoftext|> in it, which is read as text like any other: if "
-                                "documents stand between it, give --separator '<|endoftext|>', another --out")
                     told = True
+                    print_error(f"{name} has <|endoftext|> in it, which is read as text like any "
+                                f"other: if documents stand between it, give --separator "
+                                f"'<|endoftext|>' and another --out")
             yield number, row
-    # a run that was killed does not read the files before again
+
+    # A run that continues after a kill does not see all files, and so cannot tell.
     if layout.separator and most_documents == 1 and first == 0:
-        print_error(f"--separator {layout.separator!r} divides no .txt or .md: each was read as one document")
+        print_error(f"--separator {layout.separator!r} is found in no .txt or .md: each was read "
+                    f"as one document")
 
 
-def encoded(files: Iterable, layout: Layout, threads: int) -> Iterator[tuple[int, np.ndarray]]:
-    """(number of a file, the next of its tokens): of a megabyte of text, which threads encode ahead."""
-    encoder, waiting, pool = Encoder(), deque(), ThreadPoolExecutor(threads)
-    if not encoder.gigatoken:
-        print("tiktoken does the work, slowly: gigatoken is not installed (pip install gigatoken)")
+def encode_files(files: Iterable, layout: Layout, encoder: Encoder, threads: int) -> Rows:
+    """(the number of a file, the next of its tokens, 1-D uint16): about a megabyte of text at a
+    time, in the order of the text. Threads encode some rows ahead."""
+    rows = read_documents(files, layout, encoder.separator)
+    waiting = deque()           # of (number, future tokens)
+    pool = ThreadPoolExecutor(threads)
+
     try:
-        for number, row in read_files(files, layout, encoder.separator):
+        for number, row in rows:
             waiting.append((number, pool.submit(encoder.encode, row)))
+            # The reader is faster than the encoders: more rows would only fill the memory.
             if len(waiting) > 4 * threads:
-                yield waiting[0][0], waiting.popleft()[1].result()
-        yield from ((number, future.result()) for number, future in waiting)
+                oldest, future = waiting.popleft()
+                yield oldest, future.result()
+
+        while waiting:
+            oldest, future = waiting.popleft()
+            yield oldest, future.result()
     finally:
+        # Where the run ends early, nobody waits for what the threads still do.
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-def next_split(settings: dict, file: int, val: int, train: int) -> tuple[tuple[str, int], str, int]:
-    """Where the next token belongs: (step, split, for how many tokens that holds), by the tokens that the
-    splits have. The shards of a step, (split, number), are written together."""
-    size, block, most = (settings[key] for key in ("shard_size", "block", "val_tokens"))
-    step, rest = ("train", train // size), size - train % size
-    if file < len(settings.get("val_input", ())):
-        return ("val", val // size), "val", size - val % size
-    if settings.get("dataset") in FINEWEB and val < most:
-        return ("val", 0), "val", most - val
-    if not block:
-        return step, "train", rest
-    at = (val + train) % (10 * block)
-    if at >= 9 * block and val < most:            # with the training tokens before it
-        return ("train", (train - 1) // size), "val", min(10 * block - at, most - val)
-    return step, "train", min(rest, (9 if at < 9 * block else 10) * block - at)
+# ----------------------------------------------------------------------------- tokens -> shards
+
+class TokenStream:
+    """The tokens of a text from a cursor on, which is (the number of a file, how many of its
+    tokens are done).
+
+    `rows` are those of encode_files, from the beginning of that file on."""
+
+    def __init__(self, rows: Rows, cursor: tuple[int, int], progress: tqdm):
+        self.rows = rows
+        self.cursor = cursor
+        self.progress = progress
+        self.skip = cursor[1]                     # tokens that an earlier run has written
+        self.waiting = np.empty(0, dtype=np.uint16)         # the rest of a row
+
+    def next_file(self) -> int | None:
+        """The number of the file that has the next token; None at the end of the text."""
+        while len(self.waiting) == 0:
+            row = next(self.rows, None)
+            if row is None:
+                return None
+            file, tokens = row
+            if file != self.cursor[0]:
+                self.cursor = (file, 0)
+                self.skip = 0
+
+            self.waiting = tokens[self.skip:]
+            self.skip = max(0, self.skip - len(tokens))
+        return self.cursor[0]
+
+    def take(self, count: int, end_file: int) -> Iterator[np.ndarray]:
+        """Yields the next `count` tokens in parts; fewer if the files before number `end_file`
+        have no more."""
+        while count > 0:
+            file = self.next_file()
+            if file is None or file >= end_file:
+                return
+
+            part = self.waiting[:count]
+            self.waiting = self.waiting[len(part):]
+            count -= len(part)
+            self.cursor = (file, self.cursor[1] + len(part))
+            self.progress.update(len(part))
+            yield part
 
 
-def cut(rows: Iterable, writer: ShardWriter) -> Iterator[tuple]:
-    """The tokens, cut where another step or split begins: (step, split, tokens, cursor after them)."""
-    val, train, most = writer.count("val"), writer.count("train"), writer.manifest["max_tokens"] or 2**60
-    (file, skip), at = writer.cursor, 0
-    for number, tokens in rows:
-        file, at = number, (at if number == file else 0) + min(skip, len(tokens))
-        tokens, skip = tokens[skip:], max(0, skip - len(tokens))
-        while len(tokens) and val + train < most:
-            step, split, n = next_split(writer.manifest, file, val, train)
-            part = tokens[:min(n, most - val - train)]
-            tokens, at = tokens[len(part):], at + len(part)
-            val, train = (val + len(part), train) if split == "val" else (val, train + len(part))
-            yield step, split, part, (file, at)
-        if val + train == most:
-            return
-
-
-def write_shards(args: argparse.Namespace, settings: dict, prefix: str, files: Callable) -> None:
-    """Tokenizes the files into shards, from where an earlier run of the command stopped."""
-    settings = {"version": 3, **settings, "tokenizer": {"name": "gpt2", **BPE_SHA256},
-                **{key: getattr(args, key) for key in sorted(TEXT_FLAGS - {"out", "workers"})}}
-    writer = ShardWriter(Path(args.out), prefix, settings)
+def write_shards(args: argparse.Namespace, source, layout: Layout, out: Path) -> None:
+    """Tokenizes the text of `source` into the shards of `out`, from where an earlier run of the
+    command was stopped. UserError for a text that is too short to be divided, and as of
+    ShardWriter."""
+    recorded = {name: getattr(args, name) for name in RECORDED}
+    tokenizer = {"name": "gpt2", **BPE_SHA256}
+    settings = {"version": MANIFEST_VERSION, **source.settings, "tokenizer": tokenizer, **recorded}
+    writer = ShardWriter(out, source.prefix, settings)
     if writer.manifest["complete"]:
         return
-    layout = Layout(args.text_field, args.separator, args.tsv_quotes)
-    with (closing(encoded(files(writer.cursor[0]), layout, args.workers)) as rows,
-          tqdm(total=args.max_tokens, unit="tok", unit_scale=True, desc=args.out, disable=None) as bar):
-        first, there = [], 0
-        if not writer.manifest["shards"]:         # the blocks of a short text are smaller: look ahead
-            while there < VAL_BLOCK * VAL_BLOCKS and (row := next(rows, None)):
-                first.append(row)
-                there += len(row[1])
-            there = min(there, args.max_tokens or there)
-            val_files = len(settings.get("val_input", ()))
-            if there < LEAST or val_files and first[0][0] >= val_files:
-                raise UserError(f"only {there} tokens of text, or none for validation: give more text")
-            blocks = not val_files and settings.get("dataset") not in FINEWEB
-            writer.manifest["block"] = blocks * min(VAL_BLOCK, there // VAL_BLOCKS)
-        for (split, _), runs in groupby(cut(chain(first, rows), writer), lambda run: run[0]):
-            write_step(writer, split, runs, bar)
-        if not writer.count("train"):
-            raise UserError("no text is left for training: give more, or more --max_tokens, in another --out")
-        writer.record(writer.cursor, complete=True)
-    shutil.rmtree(writer.out / ".download", ignore_errors=True)
+
+    encoder = Encoder(args.encoder)
+    if encoder.gigatoken is None and args.encoder == "auto":
+        print("tiktoken encodes, slowly, because gigatoken is not installed: pip install gigatoken")
+    progress = tqdm(total=args.max_tokens, initial=sum(writer.tokens.values()), unit="tok",
+                    unit_scale=True, desc=str(out), disable=None)
+
+    # Files before the one of the cursor are done, and are not even fetched.
+    first_file, _ = writer.cursor
+    files = source.files(first_file)
+    with progress, closing(encode_files(files, layout, encoder, args.workers)) as rows:
+        rows = choose_validation(writer, rows)
+        stream = TokenStream(rows, writer.cursor, progress)
+        while True:
+            file = stream.next_file()
+            if file is None or tokens_left(writer) == 0:
+                break
+
+            # One shard a turn. If the run is killed meanwhile, the next one begins with this shard.
+            split, count, end_file = next_shard(writer, file)
+            if split == "train" and writer.tokens["val"] == 0:
+                raise UserError("--val_input has no text for validation: give files that have some")
+            writer.write(split, stream, stream.take(count, end_file))
+        writer.finish()
+    shutil.rmtree(out / ".download", ignore_errors=True)
 
 
-def write_step(writer: ShardWriter, split: str, runs: Iterable, bar) -> None:
-    """Writes a shard of `split`, and if validation has blocks between its tokens, a shard of those."""
-    blocks, cursors = [], []
+def tokens_left(writer: ShardWriter) -> int:
+    """How many more tokens --max_tokens allows."""
+    limit = writer.manifest["max_tokens"]
+    if limit is None:
+        limit = UNLIMITED
+    return limit - sum(writer.tokens.values())
 
-    def tokens():
-        for _, kind, part, cursor in runs:
-            bar.update(len(part))
-            cursors[:] = [cursor]
-            if kind == split:
-                yield part
-            else:
-                blocks.append(part.copy())        # a view would keep its whole megabyte of text
 
-    writer.write(split, tokens())
-    if blocks:
-        writer.write("val", blocks)
-    writer.record(cursors[0])
+def next_shard(writer: ShardWriter, file: int) -> tuple[str, int, int]:
+    """(split, number of tokens, number of the file before which it ends) of the shard that begins
+    with a token of `file`. This is the whole rule: validation has the files of --val_input, or
+    without that flag the first `validation` tokens of the text, and training has the others."""
+    val_files = len(writer.manifest.get("val_input", []))
+    count = min(writer.manifest["shard_size"], tokens_left(writer))
+    if file < val_files:
+        return "val", count, val_files
+    missing = writer.manifest["validation"] - writer.tokens["val"]
+    if missing > 0:
+        return "val", min(count, missing), UNLIMITED
+    return "train", count, UNLIMITED
 
+
+def choose_validation(writer: ShardWriter, rows: Rows) -> Rows:
+    """Sets the number of validation tokens in the manifest, if no earlier run did. Returns all
+    `rows`."""
+    settings = writer.manifest
+    if settings["validation"] is not None:
+        return rows
+    # Whole files are for validation, and so nothing of the others.
+    if settings.get("val_input"):
+        settings["validation"] = 0
+        return rows
+    if settings["val_tokens"] is not None:
+        settings["validation"] = settings["val_tokens"]
+        return rows
+    # Of FineWeb it is the first shard, as in build-nanogpt.
+    if settings.get("dataset") in FINEWEB:
+        settings["validation"] = settings["shard_size"]
+        if settings["max_tokens"] is not None:
+            tenth = max(1, settings["max_tokens"] // 10)
+            settings["validation"] = min(settings["shard_size"], tenth)
+        return rows
+
+    # To know a tenth of the text, its tokens are counted, as many as the tenth can be a tenth of.
+    most = min(10 * MOST_VALIDATION, tokens_left(writer))
+    count, rows = look_ahead(rows, most)
+    if count < LEAST_TEXT:
+        raise UserError(f"the text has only {count} tokens (at least {LEAST_TEXT} are needed): "
+                        f"give more text")
+    settings["validation"] = count // 10
+    return rows
+
+
+def look_ahead(rows: Rows, most: int) -> tuple[int, Rows]:
+    """(how many tokens the rows have, but `most` at most, and all of the rows). Those that have
+    been counted are in a temporary file meanwhile: 200 MB at most, which would be too much of the
+    memory."""
+    with writable(TEMPORARY, begun=True):
+        spool = tempfile.TemporaryFile()
+    lengths = []                # (number of the file, tokens) of each row in the spool
+    count = 0
+    for file, tokens in rows:
+        with writable(TEMPORARY, begun=True):
+            spool.write(tokens)
+            spool.flush()
+        lengths.append((file, len(tokens)))
+        count += len(tokens)
+        if count >= most:
+            break
+
+    def all_rows():
+        with spool:
+            spool.seek(0)
+            for file, length in lengths:
+                yield file, np.frombuffer(spool.read(2 * length), dtype=np.uint16)
+        yield from rows
+
+    return min(count, most), all_rows()
+
+
+# ---------------------------------------------------------------------------- published shards
 
 def fetch_published(count: int, out: Path) -> None:
-    """--pretokenized: the validation and the first `count` training shards, as far as `out` lacks them."""
-    names = [f"fineweb_{'train' if i else 'val'}_{i:06d}.bin" for i in range(count + 1)]
-    there = {*shard_names(out)}
-    if there and read_manifest(out).get("pretokenized") != PRETOKENIZED:
-        raise UserError(f"{out} holds shards of another source than {PRETOKENIZED}: choose another --out")
-    if missing := [name for name in names if name not in there]:
+    """--pretokenized: fetches those shards that `out` lacks, the one for validation and the first
+    `count` for training, and verifies them all."""
+    names = ["fineweb_val_000000.bin"]
+    names += [f"fineweb_train_{i:06d}.bin" for i in range(1, count + 1)]
+    present = set(shard_names(out))
+    if present and read_manifest(out).get("pretokenized") != PRETOKENIZED:
+        raise UserError(f"{out} holds shards of another source than {PRETOKENIZED}: choose "
+                        f"another --out")
+
+    missing = [name for name in names if name not in present]
+    if missing:
         with writable(out, begun=True), hub_errors(PRETOKENIZED) as hub:
             infos = hub.HfApi().get_paths_info(PRETOKENIZED, names, repo_type="dataset")
-            out.mkdir(parents=True, exist_ok=True)
             shards = [{"file": info.path, "sha256": info.lfs.sha256} for info in infos]
+            out.mkdir(parents=True, exist_ok=True)
+            # The manifest comes first, so that after a kill the shards are known as these.
             write_manifest(out, {"pretokenized": PRETOKENIZED, "shards": shards})
             for name in missing:
                 hub.hf_hub_download(PRETOKENIZED, name, repo_type="dataset", local_dir=out)
@@ -369,48 +416,92 @@ def fetch_published(count: int, out: Path) -> None:
 
 
 def verify(folder: Path) -> None:
-    """--verify: UserError names the shards that are not as the manifest in `folder` records them."""
-    sums = dict.fromkeys(shard_names(folder), "")
-    for shard in read_manifest(folder).get("shards", ()):
-        sums[shard["file"]] = shard.get("sha256", "")
-    bad = [name for name in tqdm(sums, disable=None) if sums[name] and not (
-        (folder / name).is_file() and file_sha256(folder / name) == sums[name])]
-    unknown = [name for name in sums if not sums[name]]
-    if bad or len(unknown) == len(sums):
-        raise UserError(f"{folder}: " + (f"{len(bad)} of {len(sums)} shards are damaged or missing, "
-                        f"{', '.join(bad)}: restore them, or remove the rest and make them again" if bad else
-                        "no manifest.json there has the SHA-256 of a shard: check the path"))
-    print(f"{folder}: {len(sums) - len(unknown)} shards are as they were written"
-          + (f"; not checked, in no manifest: {', '.join(unknown)}" if unknown else ""))
+    """--verify: UserError names the shards that are not as the manifest in `folder` records
+    them."""
+    recorded = {}               # {name of a shard: its SHA-256}
+    for shard in read_manifest(folder).get("shards", []):
+        if shard.get("sha256"):
+            recorded[shard["file"]] = shard["sha256"]
+    if not recorded:
+        raise UserError(f"{folder} has no manifest.json with the SHA-256 of a shard: check the "
+                        f"path")
 
+    bad = []
+    for name, sha256 in tqdm(recorded.items(), disable=None):
+        path = folder / name
+        if not path.is_file() or file_sha256(path) != sha256:
+            bad.append(name)
+
+    if bad:
+        raise UserError(f"{folder}: {len(bad)} of {len(recorded)} shards are damaged or missing, "
+                        f"{', '.join(bad)}: restore them, or remove the folder and make it again")
+    unknown = [name for name in shard_names(folder) if name not in recorded]
+    line = f"{folder}: {len(recorded)} shards are as they were written"
+    if unknown:
+        line += f"; not checked, because the manifest does not list them: {', '.join(unknown)}"
+    print(line)
+
+
+# ----------------------------------------------------------------------------- the command
 
 def next_command(out: Path, val: list[int], train: list[int]) -> str:
     """The command that trains on shards of so many tokens, as a shell reads it."""
-    # small has 33M tokens, and over less than a quarter of that it would make more than 4 epochs
-    preset = "shakespeare" if sum(train) < 8_200_000 else "small" if sum(train) < 1_000_000_000 else "gpt2"
-    # the longest power of two for which both splits have a shard with room for it and its target
-    T = min(BLOCK_SIZES[preset], 1 << (min(max(val), max(train)) - 1).bit_length() >> 1)
-    if T < 16:
-        return f"{out}: the shards are too short to train on: make longer ones of more text, in another --out"
-    data, log = shlex.quote(str(out)), shlex.quote(f"log/{out.resolve().name or 'data'}")
-    return (f"next: python train_gpt2.py --preset {preset} --data {data} --out {log}"
-            + (f" --block_size {T}" if T < BLOCK_SIZES[preset] else ""))
+    # `small` trains on 33M tokens: with less than a quarter of that a text would be read over
+    # four times.
+    if sum(train) < 8_200_000:
+        preset = "shakespeare"
+    elif sum(train) < 1_000_000_000:
+        preset = "small"
+    else:
+        preset = "gpt2"
+
+    # A sequence and its last target must fit into a shard of either split. Batches divide by
+    # powers of two.
+    longest = min(max(val), max(train)) - 1
+    block_size = BLOCK_SIZES[preset]
+    while block_size > longest:
+        block_size //= 2
+    # Below this a model learns letters at best.
+    if block_size < 16:
+        return (f"{out}: the shards are too short to train on: make longer ones of more text, in "
+                f"another --out")
+    data = shlex.quote(str(out))
+    log = f"log/{out.resolve().name}"
+    if log == "log/":           # of shards in the root folder
+        log = "log/data"
+    log = shlex.quote(log)
+    command = f"next: python train_gpt2.py --preset {preset} --data {data} --out {log}"
+    if block_size < BLOCK_SIZES[preset]:
+        command += f" --block_size {block_size}"
+    return command
+
+
+def print_summary(out: Path) -> None:
+    """What the folder has, and the command that comes next."""
+    val = [len(open_shard(path)) for path in list_shards(out, "val")]
+    train = [len(open_shard(path)) for path in list_shards(out, "train")]
+    print(f"{out}: {len(val) + len(train)} shards complete, {sum(val):,} tokens for validation and "
+          f"{sum(train):,} for training")
+    print(next_command(out, val, train))
 
 
 def main(argv: list[str] | None = None) -> None:
-    """The command."""
     args = parse_args(argv)
     if args.verify is not None:
-        return verify(Path(args.verify))
-    if args.pretokenized is not None:
-        args.out = args.out or "fineweb10B"
-        fetch_published(args.pretokenized, Path(args.out))
-    else:
-        write_shards(args, *(local_source(args) if args.input else hub_source(args)))
+        verify(Path(args.verify))
+        return
+
     out = Path(args.out)
-    val, train = ([len(open_shard(path)) for path in list_shards(out, split)] for split in ("val", "train"))
-    print(f"{out}: {len(val) + len(train)} shards complete, {sum(val):,} tokens for validation and "
-          f"{sum(train):,} for training\n{next_command(out, val, train)}")
+    layout = Layout(args.text_field, args.separator, args.tsv_quotes)
+    if args.pretokenized is not None:
+        fetch_published(args.pretokenized, out)
+    elif args.input is not None:
+        source = LocalFiles(args.input, args.val_input, layout)
+        write_shards(args, source, layout, out)
+    else:
+        source = HubDataset(args.dataset, args.name, args.split, layout, out)
+        write_shards(args, source, layout, out)
+    print_summary(out)
 
 
 if __name__ == "__main__":

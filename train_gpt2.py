@@ -50,7 +50,7 @@ from runtime.device import (
     choose_dtype,
     copy_later,
     oom_as_user_error,
-    sequences_that_fit,
+    most_sequences_that_fit,
     time_micro_step,
     tune_malloc,
 )
@@ -409,7 +409,7 @@ def choose_micro_batch(
         if start.step == 0:
             moments = state.optimizer.state_bytes()     # which the first step will allocate
         if may_shrink:
-            limit = sequences_that_fit(config, state.model, process.device, moments)
+            limit = most_sequences_that_fit(config, state.model, process.device, moments)
 
     trial = partial(time_micro_step, state, config.sequence_length, process.device, moments)
     return choose_batch_size(config, may_shrink, limit, schedule, process, trial), trial
@@ -654,10 +654,7 @@ def train(
     step: int, config: Config, process: Process, data: Data, loader: TrainLoader,
     state: TrainState, log: StepLog, output: Output,
 ) -> tuple[int, bool]:
-    """Save, evaluate, train, log, until max_steps or a signal. `step`: steps done before.
-
-    Returns the steps done, and whether a signal ended the run.
-    """
+    """Trains from `step` on. Returns the steps done, and whether a signal ended the run."""
     stopped = False
     last_saved = step
     launched = deque()                  # steps that are not logged yet, the oldest first
@@ -753,11 +750,9 @@ def main(argv: list[str] | None = None) -> int:
     with process.at_end, memory_errors(process.device):
         # Until training begins, a mistake on one rank is an error on all: rank 0 prints it.
         with printed_by(process.is_master):
-            # Where the run begins: --out, --resume and --init say where to look.
+            # Where the run begins (--out, --resume and --init say where to look), and all flags.
             flags = merge_flags(given, Start())
             start = find_start(flags, given, process, MODELS, load_model)
-
-            # The values of all flags.
             flags, config = process.on_all_ranks(resolve_config, given, start, process)
             check_ranks_agree(flags, config, process)
             use_tf32(config, process)

@@ -29,6 +29,7 @@ from runtime.recipe import BatchSchedule
 from runtime.weights import find_checkpoint, model_from_checkpoint, read_checkpoint
 
 RUN_FILES = ("log.txt", "metrics.csv", "loss.png", "wandb_id")      # beside the checkpoints
+LARGEST_COUNT = 2**60           # of steps or tokens
 MODEL_SHAPE = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")
 
 
@@ -37,11 +38,11 @@ MODEL_SHAPE = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")
 @dataclass
 class Start:
     """Where a run begins: with fresh weights, with those of --init, or where a checkpoint ended."""
-    model: torch.nn.Module | None = None        # None: fresh weights
-    shape: dict = field(default_factory=dict)   # {flag: value} of the shape of that model
-    path: Path | None = None                    # of the checkpoint; None for a new run
-    checkpoint: dict | None = None              # what it holds
-    recorded: dict = field(default_factory=dict)        # {flag: value} of the run that wrote it
+    model: torch.nn.Module | None = None        # of --init or the checkpoint; None: fresh weights
+    shape: dict = field(default_factory=dict)   # {flag: value}: the model's shape
+    path: Path | None = None                    # the checkpoint's; None: a new run
+    checkpoint: dict | None = None              # the checkpoint's content
+    recorded: dict = field(default_factory=dict)        # {flag: value} in the checkpoint
     step: int = 0                               # steps done
 
 
@@ -53,12 +54,13 @@ def find_start(
     `given`: the names of the flags on the command line. `models`: {recipe: class}. `load_model`
     reads the model of --init.
     """
-    # Rank 0 decides: without a shared file system other machines may have another newest checkpoint.
+    # All ranks look, so that an error on one is raised on all. Rank 0 decides: without a shared file
+    # system other machines may have other checkpoints.
     path = process.from_master(process.on_all_ranks(choose_checkpoint, flags))
     if path:
         return process.on_all_ranks(start_from_checkpoint, path, flags, models)
 
-    # With another --init one rank would wait for a model that the others do not load.
+    # If --init differed, some ranks would wait in rank0_first for others that never come.
     process.require_same({"--init": flags.init})
     if flags.init != "scratch":
         model = process.rank0_first(load_model, flags.init)
@@ -69,11 +71,11 @@ def find_start(
 
 def choose_checkpoint(flags) -> Path | None:
     """The checkpoint that --resume asks for; None for a new run."""
-    saved = []
+    saved_paths = []
     if not flags.overfit:
-        saved = [path for _, path in checkpoints(flags.out)]
-    if saved and (flags.resume == "auto" or restarted_by_torchrun(saved[-1])):
-        return saved[-1]
+        saved_paths = [path for _, path in checkpoints(flags.out)]
+    if saved_paths and (flags.resume == "auto" or restarted_by_torchrun(saved_paths[-1])):
+        return saved_paths[-1]
     if flags.resume in ("auto", "never"):
         return None
 
@@ -87,18 +89,18 @@ def choose_checkpoint(flags) -> Path | None:
 def restarted_by_torchrun(newest: Path) -> bool:
     """Whether torchrun has restarted this job since the job saved the checkpoint `newest`.
 
-    The first attempt followed --resume never or PATH. A restart goes on from where that one came to.
+    Only a job's first attempt follows --resume never or PATH: a restart continues its own work.
     """
     launch = read_launch()
     if launch.restarts == 0:
         return False
-    return read_checkpoint(newest).get("job") == launch.job
+    return read_checkpoint(newest, recovery_hint(newest)).get("job") == launch.job
 
 
 def start_from_checkpoint(path: Path, flags, models: dict) -> Start:
     hint = recovery_hint(path)
     checkpoint = read_checkpoint(path, hint)
-    with state_of_run(path):
+    with reading_run_state(path):
         model = model_from_checkpoint(checkpoint, path, models, hint)
         recorded = recorded_flags(checkpoint["config"], flags)
         recorded.update(model_shape(model))
@@ -106,8 +108,8 @@ def start_from_checkpoint(path: Path, flags, models: dict) -> Start:
             raise unexpected("its recipe", recorded["recipe"], checkpoint["recipe"])
         for name in ("step", "tokens"):
             value = checkpoint[name]
-            if type(value) is not int or not 0 <= value < 2**60:
-                raise unexpected(f"its {name}", "a number from 0 to 2^60", value)
+            if type(value) is not int or not 0 <= value <= LARGEST_COUNT:
+                raise unexpected(f"its {name}", f"a number from 0 to {LARGEST_COUNT}", value)
     return Start(model, model_shape(model), path, checkpoint, recorded, checkpoint["step"])
 
 
@@ -125,8 +127,8 @@ def recorded_flags(config: dict, flags) -> dict:
         recorded[f.name] = value
         if isinstance(value, str) and value == f.metadata.get("word"):
             continue
-        choices = f.metadata.get("choices", [value])
-        if type(value) is not f.type or value not in choices:
+        choices = f.metadata.get("choices")
+        if type(value) is not f.type or (choices and value not in choices):
             raise unexpected(f"its --{f.name}", f"a {f.type.__name__} that the flag takes", value)
     return recorded
 
@@ -139,8 +141,9 @@ def check_resumed_flags(start: Start, config, wanted: dict) -> None:
     for f in dataclasses.fields(config):
         if f.name not in wanted or f.name not in start.recorded or not f.metadata.get("fixed"):
             continue
+        # What the run's "auto" resolved to, given as a number, is no change either.
         recorded = start.recorded[f.name]
-        resolved = getattr(start.model.config, f.name, recorded)        # what "auto" came to, then
+        resolved = getattr(start.model.config, f.name, recorded)
         if wanted[f.name] not in (recorded, resolved):
             raise UserError(f"{start.path} was trained with --{f.name} {recorded}, not "
                             f"{wanted[f.name]}: give the same, or start a new run with another --out")
@@ -168,16 +171,19 @@ def model_shape(model) -> dict:
 
 def recovery_hint(path: Path) -> str:
     """What to do about a checkpoint that cannot be used."""
-    if not path.exists():
+    if not path.exists():       # on this machine; rank 0 chose the path
         return "put --out on a file system that all machines share"
     others = [other.name for _, other in checkpoints(path.parent) if other != path]
     if not others:
         return "start a new run with another --out"
-    return f"remove it, and the same command resumes from {others[-1]}"
+    return f"remove it and resume from {others[-1]}"
 
 
-def state_of_run(path: Path):
-    """Around what takes values out of a checkpoint: it may be another project's, or damaged."""
+def reading_run_state(path: Path):
+    """Around code that takes values out of a checkpoint: its errors become one UserError.
+
+    The checkpoint may be damaged, or of another project.
+    """
     return readable(path, f"{recovery_hint(path)}, or begin with its weights by --init {path}",
                     problem="does not hold the state of a run of train_gpt2.py")
 
@@ -197,9 +203,9 @@ def restore(
     UserError if the run was trained on other shards than those of --data, by their content.
     """
     checkpoint = start.checkpoint
-    with state_of_run(start.path):
-        trained_on = [shard[1:] for shard in checkpoint["data"]["train"]]       # without the names
-        if trained_on != [shard[1:] for shard in data.train.fingerprint]:
+    with reading_run_state(start.path):
+        trained_on = contents_of(checkpoint["data"]["train"])
+        if trained_on != contents_of(data.train.fingerprint):
             raise UserError(f"{start.path} was trained on other shards than {data_name} has: bring "
                             "those back, or start a new run from its weights by --init "
                             f"{start.path} --out ANOTHER")
@@ -207,26 +213,35 @@ def restore(
 
         for name, p in start.model.named_parameters():
             if optimizer.holds(p):
-                part = optimizer.optimizer_of[p]
+                own_optimizer = optimizer.optimizer_of[p]
                 saved = checkpoint["optimizers"][name]
-                part.state[p] = read_moments(saved, name, p, state_keys(part))
-        for part in optimizer.optimizers:
-            part.load_state_dict(part.state_dict())             # puts the moments on the device
+                own_optimizer.state[p] = read_moments(saved, name, p, state_keys(own_optimizer))
+        for one in optimizer.optimizers:
+            one.load_state_dict(one.state_dict())               # puts the moments on the device
 
         if scaler.is_enabled() and checkpoint["scaler"]:
             scale = float(checkpoint["scaler"]["scale"])
             steps = int(checkpoint["scaler"]["_growth_tracker"])
             if not (0 < scale < math.inf and 0 <= steps < 2**31):
-                raise ValueError(f"its scale of float16 is {scale}, since {steps} steps")
+                raise ValueError(f"its scale of float16: expected a number above 0, found {scale} "
+                                 f"after {steps} steps")
             state = {"scale": scale, "_growth_tracker": steps}
             scaler.load_state_dict(scaler.state_dict() | state)
+
+
+def contents_of(fingerprint: list) -> list:
+    """[(tokens, digest)] of the shards, without their names, which may change."""
+    return [(length, digest) for _, length, digest in fingerprint]
 
 
 def read_moments(saved: dict, name: str, p: torch.Tensor, keys: tuple[str, ...]) -> dict:
     moments = {}
     for key in keys:
-        if saved[key].shape != moment_shape(key, p) or not saved[key].isfinite().all():
-            raise ValueError(f"its optimizer's {key} of {name} has another shape, or is not finite")
+        if saved[key].shape != moment_shape(key, p):
+            raise unexpected(f"the shape of its {key} of {name}", str(tuple(moment_shape(key, p))),
+                             str(tuple(saved[key].shape)))
+        if not saved[key].isfinite().all():
+            raise ValueError(f"its {key} of {name} is not finite")
         moments[key] = saved[key].clone()                       # out of the memory-mapped file
     return moments
 
@@ -246,12 +261,12 @@ def gather_moments(model: torch.nn.Module, optimizer: CombinedOptimizer) -> dict
     """
     gathered = {}
     for name, p in model.named_parameters():
-        part = optimizer.optimizer_of[p]
-        owner = optimizer.owner.get(p, 0)
+        own_optimizer = optimizer.optimizer_of[p]
+        owner = optimizer.owner.get(p, 0)       # without an owner all ranks have the same moments
         gathered[name] = {}
-        for key in state_keys(part):
-            if optimizer.rank == owner and p in part.state:
-                tensor = part.state[p][key]
+        for key in state_keys(own_optimizer):
+            if optimizer.rank == owner and p in own_optimizer.state:
+                tensor = own_optimizer.state[p][key]
             else:
                 # Room for what the owner sends. On the owner itself there are no moments yet if
                 # float16 has skipped every step so far.
@@ -270,7 +285,10 @@ def weights_digest(model: torch.nn.Module) -> int:
 
 
 def host_copy(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors on the CPU, those that share memory (embedding and head) once."""
+    """The tensors in the CPU's memory, without a copy if they are there already.
+
+    Tensors that share memory (embedding and head) stay one.
+    """
     copies = {t.data_ptr(): t.to("cpu") for t in tensors.values()}
     return {name: copies[t.data_ptr()] for name, t in tensors.items()}
 
@@ -278,8 +296,8 @@ def host_copy(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 class Saver:
     """Writes OUT/checkpoint_STEP.pt atomically, and keeps the newest `keep` of them and the best.
 
-    `keep` is a number or "all". With `background` a thread writes while training continues; what it
-    is given must then be copies.
+    `keep` is a number or "all". With `background` a thread writes while training continues: the
+    tensors it is given must be copies.
     """
 
     def __init__(self, out: Path, keep: int | str, background: bool, say: Callable[[str], None]):
@@ -287,22 +305,26 @@ class Saver:
         self.keep = keep
         self.background = background
         self.say = say
-        self.thread = ThreadPoolExecutor(1, "checkpoint")
-        self.pending = None             # the file that is being written
+        self.executor = ThreadPoolExecutor(1, "checkpoint")
+        self.pending = None             # the Future of the checkpoint that is being written
 
     def write(self, content: dict, record: Record) -> None:
-        """Begins to write a checkpoint. RunError if a number in it is not finite, or it cannot be written.
+        """Writes a checkpoint, with `background` in a thread.
 
-        With `background` the next call, or finish, raises that error. `record` knows the best step,
-        and is on the disk before a checkpoint that continues it.
+        RunError if a tensor is not finite, or if the file cannot be written. The thread's error is
+        raised by the next call, or by finish.
         """
         self.finish()
+
+        # After a loss of power no checkpoint may be newer than the record that it continues.
         record.sync()
+
+        # The best step is the best one of those that have a file.
         best = lowest(record.rows, dict(checkpoints(self.out)))
         best_step = None
         if best:
             _, best_step = best
-        self.pending = self.thread.submit(self._write, content, best_step)
+        self.pending = self.executor.submit(self._write, content, best_step)
         if not self.background:
             self.finish()
 
@@ -332,7 +354,7 @@ class Saver:
         try:
             self.finish()
         finally:
-            self.thread.shutdown()
+            self.executor.shutdown()
 
 
 def refuse_non_finite(content: dict, path: Path) -> None:
@@ -364,13 +386,13 @@ class Output:
         self.saver = None
 
     def open(self, config, start: Start, process, tokens_before: Callable[[int], int]) -> None:
-        """Locks the folder and moves what is of another run out of the way."""
+        """Locks the folder, moves an earlier run's files aside, and opens `record` and `saver`."""
         if config.overfit or not process.is_master:
             return
         lock = lock_folder(self.out)
         if lock:
-            # Not at __exit__: the files of a failed run must be closed before another run begins.
-            process.at_end.callback(lock.lock.release)
+            # `at_end` closes after __exit__ has closed the files: the next run finds them whole.
+            process.at_end.callback(lock.release)
         if config.resume == "auto" and choose_checkpoint(config) != start.path:
             # The other run saved it while this one was set up.
             raise RunError(f"another run has just ended in {self.out}: give the same command again")
@@ -399,31 +421,28 @@ class Output:
 
 
 def move_aside(out: Path, start: Start, say: Callable[[str], None]) -> None:
-    """Moves the files of an earlier run from `out` to OUT/previous_N: by their names, nothing else.
+    """Moves an earlier run's checkpoints and RUN_FILES to OUT/previous_N, and no other files.
 
-    Of a run that resumes these are its checkpoints after start.step, with copies of its logs.
+    On a resume it moves the checkpoints after start.step, and copies the logs beside them.
     """
     remove_leftovers(out, rf"checkpoint_\d+\.pt|{'|'.join(RUN_FILES)}")
     resumes = start.path is not None and start.path.resolve().parent == out.resolve()
     logs = [out / name for name in RUN_FILES if (out / name).is_file()]
+    old_checkpoints = [path for _, path in checkpoints(out)]
     if resumes:
-        saved = [path for step, path in checkpoints(out) if step > start.step]
-        needed = bool(saved)
-    else:
-        saved = [path for _, path in checkpoints(out)]
-        needed = bool(saved or logs)
-    if not needed:
+        old_checkpoints = [path for step, path in checkpoints(out) if step > start.step]
+    if not old_checkpoints and (resumes or not logs):
         return
 
     folder = new_folder(out)
-    for path in saved:
+    for path in old_checkpoints:
         shutil.move(path, folder)
     for path in logs:
         if resumes:
             shutil.copy(path, folder)
         else:
             shutil.move(path, folder)
-    say(f"{len(logs + saved)} files of an earlier run in {out} are now in {folder}")
+    say(f"{len(logs + old_checkpoints)} files of an earlier run in {out} are now in {folder}")
 
 
 def new_folder(out: Path) -> Path:

@@ -2,7 +2,7 @@
 import sys
 
 # Every script imports this module before all others, so that an old Python ends in one line instead
-# of with a traceback of whatever it lacks. Up to here the syntax must be one that it can read.
+# of with a traceback of whatever it lacks. An old Python has to be able to compile this whole file.
 if sys.version_info < (3, 11):  # noqa: UP036
     print("this needs Python 3.11 or newer, and runs on {}.{}: start it with another Python".format(
         *sys.version_info), file=sys.stderr)
@@ -22,7 +22,7 @@ from dataclasses import field
 from pathlib import Path
 
 __version__ = "0.1.0"       # of the project; CHANGELOG.md says what changed
-MAY_BE_EMPTY = ("prompt", "sample_prompt")
+FREE_TEXTS = ("prompt", "sample_prompt")        # flags whose text may be anything
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 OUR_PACKAGES = ("runtime", "benchmarks")        # which no pip installs
 
@@ -57,7 +57,7 @@ class FlagParser(argparse.ArgumentParser):
     - Its errors are UserErrors.
     - Flags may be written with dashes (--max-steps), but not abbreviated.
     - Switches may be written as in nanoGPT (--compile=False).
-    - Texts are UTF-8, and but for MAY_BE_EMPTY not empty, as an unset variable of the shell is.
+    - Texts are UTF-8 and not empty, as an unset variable of the shell is, except FREE_TEXTS.
     """
 
     def __init__(self, **kwargs):
@@ -89,10 +89,9 @@ class FlagParser(argparse.ArgumentParser):
         return found
 
     def _plain_switches(self, words):
-        """The words with each switch's True or False replaced, after "=" or as a word of its own.
+        """Rewrites `--compile=False` and `--compile False` as --no_compile, and True as --compile.
 
-        `--compile=False` becomes --no_compile. Of a switch without such a counterpart, False leaves
-        nothing.
+        A switch that has no such counterpart is dropped with its False: it is off by default.
         """
         result = []
         for word in words:
@@ -115,10 +114,10 @@ class FlagParser(argparse.ArgumentParser):
         return action is not None and action.nargs == 0 and action.const is const
 
     def _check_text(self, flag, name, text):
-        """UserError for a text that no shell command can mean, or that could not be read again later."""
-        if text == "" and name not in MAY_BE_EMPTY:
+        """UserError for an empty text, a NUL byte, or bytes that are not UTF-8."""
+        if text == "" and name not in FREE_TEXTS:
             self.error(f"{flag} is empty: give a value (was a variable of the shell not set?)")
-        if "\0" in text and name not in MAY_BE_EMPTY:
+        if "\0" in text and name not in FREE_TEXTS:
             self.error(f"{flag} {text!r} holds a NUL byte: give another")
         # sys.argv holds bytes that are not UTF-8 as surrogates. A checkpoint, manifest or log with
         # one could not be read again. The prompt of sample.py stands in none of these.
@@ -127,8 +126,8 @@ class FlagParser(argparse.ArgumentParser):
 
     def error(self, message):
         if re.search(r"unrecognized arguments: .*\.py\b", message):
-            message = (f"{message}: no file with settings is read here, as nanoGPT does: give them "
-                       "as flags, or a --preset")
+            message = (f"{message}: unlike nanoGPT, this reads no file with settings: give them as "
+                       "flags, or a --preset")
         raise UserError(f"{message} (see {self.prog} --help)")
 
 
@@ -156,9 +155,9 @@ def import_package(name: str):
 # ----------------------------------------------------------------------------- what is printed
 
 class Printer:
-    """A command's sys.stdout. What it cannot write is a PrintError, unlike the errors of a file.
+    """A command's sys.stdout. Its errors become PrintErrors, unlike those of a file.
 
-    The error is remembered, because argparse, for one, passes over it.
+    It keeps the last one, because argparse, for one, passes over it.
     """
 
     def __init__(self, stream):
@@ -169,15 +168,15 @@ class Printer:
         return getattr(self.stream, name)
 
     def write(self, text):
-        with self._failing():
+        with self._as_print_error():
             return self.stream.write(text)
 
     def flush(self):
-        with self._failing():
+        with self._as_print_error():
             self.stream.flush()
 
     @contextmanager
-    def _failing(self):
+    def _as_print_error(self):
         try:
             yield
         except OSError as error:
@@ -201,7 +200,7 @@ def open_standard_streams() -> None:
 
 
 def silence(stream) -> None:
-    """From now on what is printed there goes nowhere: it cannot be written."""
+    """Sends what is printed to `stream` from now on to the null device."""
     if isinstance(stream, Printer):
         stream.failure = None
     with suppress(OSError, ValueError, AttributeError):         # not every stream has a descriptor
@@ -244,7 +243,8 @@ def brief_error(error: Exception) -> str:
     if getattr(error, "strerror", None):
         return error.strerror                   # an OSError's: the words of the system
 
-    text = str(error).split("WeightsUnpickler error:")[-1]      # before it torch says how to run code
+    # Before these words torch says how to load the file unsafely.
+    text = str(error).split("WeightsUnpickler error:")[-1]
     text = " ".join(text.split())[:200]
 
     # A plain ValueError is one of ours: it says what is wrong with a file.
@@ -306,8 +306,8 @@ def run_command(main: Callable[[], int | None]) -> None:
     if in_process_group():
         os._exit(code)
 
-    # From the end of Python on, Ctrl-C would only change the exit code. Not from now on: a notebook,
-    # which runs a script by %run, goes on.
+    # During Python's exit Ctrl-C would only change the exit code. It is not ignored before that,
+    # because a notebook that runs a script by %run goes on.
     atexit.register(ignore_ctrl_c)
     sys.exit(code)
 
@@ -323,7 +323,7 @@ def exit_code(main: Callable[[], int | None]) -> int:
     except KeyboardInterrupt:
         print_error("stopped by Ctrl-C")
         return 130
-    except PrintError:
+    except PrintError:                                  # finish_output tells it
         return 1
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
@@ -367,7 +367,7 @@ def finish_output(stdout: Printer, code: int) -> int:
         if failure.errno != errno.EPIPE:                # `... | head` has read enough
             print_error(f"what it prints cannot be written ({failure.strerror}): make room, or send "
                         "it elsewhere")
-    write_to_stderr("")
+    write_to_stderr("")                                 # flushes
     return code
 
 

@@ -31,11 +31,13 @@ FORMATS = {
 HEADER = ",".join(FORMATS)
 
 DAY = 24 * 60 * 60          # seconds
+RECENT_STEPS = 20           # whose median speed tells the time left
+OVERFIT_LOSS = 0.1          # below this, --overfit has passed
 
 
 def clock(seconds: float) -> str:
     """'0:05:00', '2 days, 1:00:00'."""
-    return str(timedelta(seconds=min(round(seconds), 10**10)))
+    return str(timedelta(seconds=min(round(seconds), 10**10)))          # timedelta holds no more
 
 
 def counted(n: int, what: str) -> str:
@@ -59,14 +61,14 @@ def read_metrics(
         complete, _, _ = read_text(path).rpartition("\n")       # a crash can cut off the last line
         header, *lines = complete.splitlines() or [""]
         if header != HEADER:
-            raise ValueError("its first line does not name the columns of a run's metrics")
+            raise ValueError(f"its first line: expected {HEADER}, found {header[:80]!r}")
         return [read_row(line) for line in lines]
 
 
 def read_row(line: str) -> dict:
     row = {}
     for (name, form), cell in zip(FORMATS.items(), line.split(","), strict=True):
-        if cell == "" and name not in ("step", "seconds"):
+        if cell == "" and name not in ("step", "tokens", "seconds"):
             row[name] = None
         elif form == "d":
             row[name] = int(cell)
@@ -88,22 +90,22 @@ def row_line(row: dict) -> str:
 def lowest(rows: list[dict], steps: Collection[int] | None = None) -> tuple[float, int] | None:
     """(validation loss, step) of the lowest loss, the earliest of equal ones. None if there is none.
 
-    With `steps` only these are looked at.
+    With `steps`, only the rows of these steps count.
     """
-    found = []
+    losses = []
     for row in rows:
         if row["val"] is None or not math.isfinite(row["val"]):
             continue
         if steps is None or row["step"] in steps:
-            found.append((row["val"], row["step"]))
-    return min(found, default=None)
+            losses.append((row["val"], row["step"]))
+    return min(losses, default=None)
 
 
 class Record:
     """OUT/metrics.csv, OUT/log.txt and Weights & Biases: what a run has measured.
 
     metrics.csv has one row for each step; a resume, the best checkpoint and the picture read it.
-    log.txt has one line for each event. Of one step, val and hella come before train.
+    log.txt has one line for each event. The evaluations of a step come before its training.
 
     A run that resumes at `step` cuts off the rows after it, and keeps the evaluations of `step`
     itself. `tokens_before` tells how many tokens a run has seen before a step. UserError if
@@ -153,6 +155,8 @@ class Record:
     @property
     def seconds(self) -> float:
         """The time of all steps so far."""
+        # The `seconds` of a row are those before its step. The step itself follows from its rate, if
+        # it was trained.
         if not self.rows:
             return 0.0
         last = self.rows[-1]
@@ -163,7 +167,10 @@ class Record:
         return last["seconds"] + tokens / rate
 
     def add(self, step: int, kind: str, value: float, **more: float) -> None:
-        """`kind`: train, val or hella. `more`: other cells of the row."""
+        """Records `value` of `kind` (train, val or hella) in the row of `step`.
+
+        `more`: other cells of that row.
+        """
         end = self.table.tell()
         if self.rows and self.rows[-1]["step"] == step:
             end -= len(row_line(self.rows[-1])) + 1             # rewrite this row
@@ -175,7 +182,7 @@ class Record:
         self.rows[-1][kind] = round(value, 6)                   # as it will be read again
 
         with writable(self.out, begun=True):
-            # A kill between these lines leaves the row out, but never makes a mixture of two.
+            # After a kill between truncate and print the row is missing, but never half of it.
             self.table.truncate(end)
             print(row_line(self.rows[-1]), file=self.table, flush=True)
             print(f"{step} {kind} {value:.6f}", file=self.events, flush=True)
@@ -183,7 +190,7 @@ class Record:
             self.wandb.log({kind: value, **more}, step=step)
 
     def sync(self) -> None:
-        """Before a checkpoint is written: a loss of power must not leave one beyond its record."""
+        """Forces both files to the disk."""
         with writable(self.out, begun=True):
             sync(self.table.fileno())
             sync(self.events.fileno())
@@ -241,7 +248,7 @@ def step_line(
 
 
 class StepLog:
-    """Prints and records steps and evaluations, and does nothing else.
+    """Prints and records steps and evaluations, with the time that they take.
 
     `record` is None where nothing is written. `flops_per_token`: forward and backward.
     """
@@ -258,19 +265,20 @@ class StepLog:
 
     def step(self, step: int, loss: float, norm: float, lr: float, began: float) -> None:
         """`began`: time.perf_counter() at the beginning of the step."""
-        # A GPU's step is launched before the step before it is done. Its time counts from that
-        # moment on.
+        # On a GPU a step is launched while the one before it runs: then its time counts from the
+        # end of that one.
         now = time.perf_counter()
         dt = now - max(began, self.last_time)
         self.last_time = now
 
-        rate = self.schedule.tokens(step) / dt
+        tokens = self.schedule.tokens(step)
+        rate = tokens / dt
         self.losses.append(loss)
         self.seconds.append(dt)
-        self.seconds_per_token.append(1 / rate)
+        self.seconds_per_token.append(dt / tokens)
 
         tokens_left = self.schedule.tokens_left(step + 1)
-        left = tokens_left * statistics.median(self.seconds_per_token[-20:])
+        left = tokens_left * statistics.median(self.seconds_per_token[-RECENT_STEPS:])
         self.process.print0(step_line(step, loss, norm, lr, dt, rate, self.mfu(rate), left))
         if self.record:
             self.record.add(step, "train", loss, norm=norm, lr=lr, tokens_per_second=rate)
@@ -283,12 +291,16 @@ class StepLog:
         return rate * self.flops_per_token / self.process.world_size / peak
 
     def evaluation(self, step: int, kind: str, value: float, text: str) -> None:
+        """Prints `text`, and records `value` as this step's `kind` (val or hella)."""
         self.process.print0(f"step {step:5d} | {text}")
         if self.record:
             self.record.add(step, kind, value)
 
     def evaluated(self, step: int) -> set[str]:
-        """The evaluations of this step that are recorded already: "val", "hella", both or none."""
+        """The evaluations of this step that are recorded already: "val", "hella", both or none.
+
+        A run that resumes does not repeat them.
+        """
         if self.record is None or not self.record.rows:
             return set()
         last = self.record.rows[-1]
@@ -297,12 +309,15 @@ class StepLog:
         return {kind for kind in ("val", "hella") if last[kind] is not None}
 
 
-# ----------------------------------------------------------------------- before and after them
+# ----------------------------------------------------------------------- header and summary
 
 def print_header(
     config, process, data, model, schedule: BatchSchedule, B: int, start, change: str
 ) -> None:
-    """What the run will do. `B`: sequences of a micro-batch. `change`: see schedule_change."""
+    """What the run will do.
+
+    `B`: sequences of a micro-batch. `change`: text that ends the line of a run that resumes.
+    """
     c, say = config, process.print0
     processes = counted(process.world_size, "process")
     how = "torch.compile" if c.compile else "eager"
@@ -344,21 +359,21 @@ def print_header(
 
 
 def plans(config) -> list[str]:
-    """When the run does what, and where it writes."""
+    """When the run evaluates and saves, and where it writes."""
     periods = {
         "validation": config.val_every,
         "HellaSwag": config.hellaswag_every,
         "checkpoint": config.checkpoint_every,
     }
-    found = []
+    texts = []
     for what, period in periods.items():
         when = "never"
         if period:
             when = f"every {period:,} steps"
-        found.append(f"{what} {when}")
+        texts.append(f"{what} {when}")
     if not config.overfit:
-        found.append(f"in {config.out}")
-    return found
+        texts.append(f"in {config.out}")
+    return texts
 
 
 def print_estimate(config, process, tokens_left: int, rate: float) -> None:
@@ -390,7 +405,9 @@ def print_summary(config, process, data, log: StepLog, output, step: int, stoppe
         hint = ""
         if not config.overfit:
             hint = output.what_resumes()
-        cause = process.received or "a signal"
+        cause = process.received
+        if not cause:
+            cause = "a signal"                  # another rank received it
         say(f"stopped by {cause} after {step} of {config.max_steps} steps. {hint}")
         return 0
     if config.overfit:
@@ -412,19 +429,24 @@ def print_best(config, data, rows: list[dict], saved: dict[int, Path], say: Call
     model = config.out
     if best:
         loss, step = best
-        first_loss = rows[0]["val"] or math.nan
-        say(f"best checkpoint: {saved[step]}, validation loss {loss:.4f}{in_bits(loss, data)}, "
-            f"at first {first_loss:.4f}")
+        first_loss = rows[0]["val"]
+        at_first = ""
+        if first_loss is not None:
+            at_first = f", at first {first_loss:.4f}"
+        say(f"best checkpoint: {saved[step]}, validation loss {loss:.4f}{in_bits(loss, data)}"
+            f"{at_first}")
         model += "/best"
     say(f"next: python sample.py --model {shlex.quote(model)}")
 
 
 def print_overfit(say: Callable, losses: list[float]) -> int:
     """The verdict of --overfit. Returns the exit code."""
-    passed = losses[-1] < 0.1
-    verdict = "FAILED (under 0.1 is expected)"
+    passed = losses[-1] < OVERFIT_LOSS
+    verdict = f"FAILED (under {OVERFIT_LOSS} is expected)"
     if passed:
         verdict = "PASSED\nnext: python fineweb.py --input input.txt --out data/shakespeare"
     say(f"overfit one batch: loss {losses[0]:.4f} -> {losses[-1]:.4f} in {len(losses)} steps: "
         f"{verdict}")
-    return 0 if passed else 1
+    if passed:
+        return 0
+    return 1

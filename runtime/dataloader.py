@@ -24,6 +24,9 @@ from runtime.tokenizer import VOCAB_SIZE, encode, token_lengths
 
 INPUT_TXT = Path(__file__).resolve().parent.parent / "input.txt"
 DEPTH = 8               # micro-batches read ahead: loading the next shard takes about a second
+DIGEST_TOKENS = 65_536  # of each end of a shard
+SAMPLE_TOKENS = 1 << 20
+CHARACTERS_PER_TOKEN = 20       # more than any English text needs
 
 
 def stable_permutation(n: int, *key: int) -> np.ndarray:
@@ -34,8 +37,8 @@ def stable_permutation(n: int, *key: int) -> np.ndarray:
 
 
 def digest(tokens: np.ndarray) -> str:
-    """16 hexadecimal digits that tell shards apart: SHA-256 of their first and last 65,536 tokens."""
-    ends = np.concatenate((tokens[:65536], tokens[-65536:]))
+    """16 hexadecimal digits that tell shards apart: of the SHA-256 of their two ends."""
+    ends = np.concatenate((tokens[:DIGEST_TOKENS], tokens[-DIGEST_TOKENS:]))
     return hashlib.sha256(ends).hexdigest()[:16]
 
 
@@ -46,9 +49,9 @@ class TokenDataset:
     last target needs one token more. Without `shuffle` the sequences come in the order of the files.
     With it, each epoch permutes the shards, and the sequences of every shard, by the seed.
 
-    One shard is in memory, two while the next one is read, three after the first epoch. UserError
-    for too little text, and for a shard that is damaged, changes during the run, or has ids that
-    the model lacks.
+    One shard is in memory. While the next one is read there are two, and from the second epoch on
+    three, because np.roll copies. UserError for too little text, and for a shard that is damaged,
+    has ids that the model lacks, or changes its length or ends during the run.
     """
 
     def __init__(
@@ -63,34 +66,35 @@ class TokenDataset:
         self.T = sequence_length
         self.seed = seed
         self.shuffle = shuffle
-        self.end = min(vocab_size, VOCAB_SIZE)          # the first id that must not occur
+        self.vocab_end = min(vocab_size, VOCAB_SIZE)    # the first id that must not occur
 
         self.names = []
         for shard in self.shards:
             self.names.append("the text" if isinstance(shard, np.ndarray) else str(shard))
         self.fingerprint = [self._fingerprint(i) for i in range(len(self.shards))]
 
+        # How many sequences each shard has, and all of them.
         self.counts = [(length - 1) // self.T for _, length, _ in self.fingerprint]
         self.total = sum(self.counts)
         if self.total == 0:
             raise UserError(f"{self.names[0]}: too few tokens for one sequence of {self.T} and its "
                             "target: give more text or a smaller --sequence_length")
 
-        # Keeps the shard that is being read.
+        # A micro-batch takes only a few rows: keep the shard that is being read.
         self._sequences = lru_cache(1)(self._sequences)
 
     def _fingerprint(self, i):
         """[name, number of tokens, digest] of shard i."""
         shard = self.shards[i]
         tokens = shard if isinstance(shard, np.ndarray) else open_shard(shard)
-        self._check_ids(i, tokens[:1 << 20])            # all of them are checked when they are read
+        self._check_ids(i, tokens[:SAMPLE_TOKENS])      # _sequences checks all of them
         return [Path(self.names[i]).name, len(tokens), digest(tokens)]
 
     def _check_ids(self, i, tokens):
         largest = tokens.max(initial=0)
-        if largest >= self.end:
+        if largest >= self.vocab_end:
             raise UserError(f"{self.names[i]} holds token {largest}, the model's end at "
-                            f"{self.end - 1}: it is damaged, or of another tokenizer than GPT-2's, "
+                            f"{self.vocab_end - 1}: it is damaged, or of another tokenizer than GPT-2's, "
                             "or --vocab_size is too small")
 
     def _order(self, n, *key):
@@ -108,10 +112,10 @@ class TokenDataset:
         self._check_ids(i, tokens)
 
         if epoch > 0:
-            # The model would learn pieces by heart that are the same in every epoch. So sequences
-            # begin at other tokens now; the shard's end is followed by its beginning.
-            first_token = self._order(self.T, epoch, i)[0]
-            tokens = np.roll(tokens, -first_token)
+            # Later epochs cut the shard at other tokens, so that the model does not learn fixed
+            # pieces by heart. The shard's end is followed by its beginning.
+            offset = self._order(self.T, epoch, i)[0]
+            tokens = np.roll(tokens, -offset)
         windows = np.lib.stride_tricks.sliding_window_view(tokens, self.T + 1)      # copies nothing
         return windows[::self.T], self._order(self.counts[i], epoch, i)
 
@@ -122,16 +126,17 @@ class TokenDataset:
         """
         parts = []
         while count > 0:
-            # In which epoch, and where in it, is the first one?
+            # Locate the sequence `first`: its epoch, its shard, its row there.
             epoch, position = divmod(first, self.total)
             shard_order = self._order(len(self.shards), epoch)
             ends = np.cumsum(np.array(self.counts)[shard_order])
             slot = np.searchsorted(ends, position, side="right")
+            shard = int(shard_order[slot])
+            first_row = position - (ends[slot] - self.counts[shard])
 
-            # Take what this shard has left of the epoch.
-            rows, row_order = self._sequences(epoch, int(shard_order[slot]))
-            left = row_order[position - ends[slot]:]
-            part = rows[left[:count]]
+            # Take rows from there to the shard's end, at most `count`.
+            rows, row_order = self._sequences(epoch, shard)
+            part = rows[row_order[first_row:][:count]]
             parts.append(part)
             first += len(part)
             count -= len(part)
@@ -151,9 +156,9 @@ def micro_batches(
         first = schedule.tokens_before(step) // dataset.T
         end = first + schedule.tokens(step) // dataset.T
 
-        # The ranks take turns: of every B world_size sequences, rank r has the B from r B on.
-        for turn in range(first + rank * B, end, world_size * B):
-            yield dataset.read(turn, B)
+        # The ranks take turns: of each B world_size sequences, rank r has the B from number r B on.
+        for first_row in range(first + rank * B, end, world_size * B):
+            yield dataset.read(first_row, B)
 
 
 def read_ahead(batches: Iterator[np.ndarray], pin: bool) -> Iterator[torch.Tensor]:
@@ -215,7 +220,7 @@ class Data:
     train: TokenDataset
     val: TokenDataset | None = None
     val_count: int = 0          # sequences of one validation, the first ones of `val`
-    hellaswag: list = field(default_factory=list)       # batches of its examples
+    hellaswag: list = field(default_factory=list)       # batches of HellaSwag's examples
 
     def fingerprints(self) -> dict[str, list]:
         """{split: [name, tokens, digest] of each shard}."""
@@ -226,11 +231,11 @@ class Data:
 
     @cached_property
     def bits_per_byte(self) -> float:
-        """What a validation loss of one nat per token is in bits per byte of the text.
+        """The factor from a validation loss in nats per token to bits per byte of the text.
 
         Bits per byte can be compared between tokenizers. nan if the tokens are not GPT-2's.
         """
-        if not self.val or self.val.end < VOCAB_SIZE:
+        if not self.val or self.val.vocab_end < VOCAB_SIZE:
             return math.nan
         targets = self.val.read(0, self.val_count)[:, 1:]
         num_bytes = token_lengths()[targets].sum().item()       # <|endoftext|> has none
@@ -258,4 +263,4 @@ def overfit_tokens(batch_tokens: int) -> np.ndarray:
     with readable(INPUT_TXT, "restore it with `git checkout -- input.txt`"):
         text = INPUT_TXT.read_text(encoding="utf-8")
     count = batch_tokens + 1                    # the last target is one more
-    return encode(text[:20 * count])[:count]
+    return encode(text[:CHARACTERS_PER_TOKEN * count])[:count]

@@ -22,25 +22,25 @@ from runtime.recipe import BatchSchedule
 def choose_device(name: str = "auto", local_rank: int = 0) -> str:
     """'cuda:N', 'mps' or 'cpu'; N is `local_rank` unless the name says it.
 
-    'auto' is the first of them that is available. UserError for a device that is not available, or
-    a GPU on which no kernel runs.
+    'auto' is the first of them that is available. UserError for a device that is not available, a
+    GPU on which no kernel runs, or an old torch. Sets up CUDA's allocator, if nobody has.
     """
     if TorchVersion(torch.__version__) < (2, 10):           # older ones were never tried
         raise UserError(f"torch {torch.__version__} is too old: pip install 'torch>=2.10'")
     configure_allocator()
 
-    with warnings.catch_warnings(action="ignore"):          # torch's; ours say the same in one line
+    with warnings.catch_warnings(action="ignore"):          # the error below says the same
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     available = [f"cuda:{i}" for i in range(gpus)]
     if torch.backends.mps.is_available():
         available.append("mps")
     available.append("cpu")
 
+    if name == "auto":
+        name = "cuda" if gpus > 0 else available[0]
     device = name
-    if name == "cuda" or (name == "auto" and gpus > 0):
+    if name == "cuda":
         device = f"cuda:{local_rank}"
-    elif name == "auto":
-        device = available[0]
 
     if device not in available:
         raise UserError(f"--device {device}: not available here, torch {torch.__version__} finds "
@@ -67,7 +67,7 @@ def check_gpu(device: str) -> None:
         torch.ones(2, device=device).sum().item()
     except RuntimeError as error:
         if is_out_of_memory(error):
-            return                      # whoever needs more memory later says what to do
+            return                      # it has kernels; the first micro-batch tells what to do
         raise UserError(f"{device_name(device)} cannot run torch {torch.__version__}, which has code "
                         f"for {', '.join(torch.cuda.get_arch_list())}: {brief_error(error)} (another "
                         "build: https://pytorch.org/get-started/previous-versions; --device cpu does "
@@ -128,15 +128,15 @@ def oom_as_user_error(advice: Callable[[], str]) -> Iterator[None]:
         raise
 
 
-def sequences_that_fit(config, model: torch.nn.Module, device: str, moments: int) -> int:
-    """How many sequences of a micro-step fit into a GPU's free memory, as counted for compiled models.
+def most_sequences_that_fit(config, model: torch.nn.Module, device: str, moments: int) -> int:
+    """An upper bound of the sequences of a micro-step that fit into a GPU's free memory.
 
-    `moments`: bytes that the optimizers will allocate. Never fewer than fit; an eager model takes
-    up to three times more memory.
+    It was counted for compiled models; an eager model takes up to three times more memory.
+    `moments`: bytes that the optimizers will allocate.
     """
-    # For its backward a block keeps 12 vectors of width n_embd per token: its input, the norm of it,
-    # q, k, v, the output of attention, the sum of it and the input, the norm of that, and the hidden
-    # layer, which is four times as wide and whose GELU is computed again.
+    # For its backward a block keeps these vectors of width n_embd for each token: its input, the
+    # first norm, q, k, v, the output of attention, the residual stream, the second norm; and 4 of the
+    # hidden layer, whose GELU is computed again.
     vectors = 12
     if config.recipe != "gpt2":
         vectors = 20            # counted with tests/null_gpu: 20.1 for speedrun, 20.4 for frontier
@@ -156,8 +156,8 @@ def sequences_that_fit(config, model: torch.nn.Module, device: str, moments: int
 def time_micro_step(state, T: int, device: str, moments: int, B: int) -> float:
     """Seconds of a forward and backward of B sequences of T tokens, after a first that may compile.
 
-    `state`: train_gpt2.TrainState, of which neither weights nor gradients change. `moments` bytes
-    of memory are in use meanwhile.
+    `state`: train_gpt2.TrainState. Its weights do not change; its gradients are removed. `moments`
+    bytes of memory are in use meanwhile.
     """
     reserved = torch.empty(moments, dtype=torch.uint8, device=device)
 
@@ -167,6 +167,7 @@ def time_micro_step(state, T: int, device: str, moments: int, B: int) -> float:
 
     if isinstance(state.ddp_model, DDP):
         # A rank that runs out of memory must not leave the others waiting for its gradients.
+        # train_step sets this anew for each micro-step.
         state.ddp_model.require_backward_grad_sync = False
     try:
         for _ in range(2):
@@ -194,16 +195,19 @@ def choose_batch_size(
     # Later steps have as many sequences as the first one, or a multiple: every micro-batch of the
     # run has the same shape, and nothing is compiled twice.
     share = schedule.tokens(0) // config.sequence_length // process.world_size
-    needs_no_trial = config.attention in ("auto", "naive") and not config.compile
+    has_pinned_kernel = config.attention not in ("auto", "naive")
+    needs_trial = config.compile or has_pinned_kernel or (process.on_gpu and may_shrink)
+
+    # The GPUs of the ranks may differ in size, but not their micro-batches.
+    limit = min(process.gather(limit))
     while True:
-        # The GPUs of the ranks may differ in size, but not their micro-batches.
-        B = largest_divisor(share, min(process.gather(limit)))
-        if needs_no_trial and not (process.on_gpu and may_shrink):
+        B = largest_divisor(share, limit)
+        if not needs_trial:
             return B
 
-        fits = process.on_all_ranks(fits_in_memory, trial, B, may_shrink, config, process.device)
+        fits_here = process.on_all_ranks(fits_in_memory, trial, B, may_shrink, config, process.device)
         torch.cuda.empty_cache()        # what the run allocates need not fit into a trial's blocks
-        if all(process.gather(fits)):
+        if all(process.gather(fits_here)):
             return B
         limit = B // 2
 
@@ -219,7 +223,8 @@ def largest_divisor(n: int, limit: int) -> int:
 def fits_in_memory(trial: Callable, B: int, may_shrink: bool, config, device: str) -> bool:
     """Whether `trial(B)` fits. Any other failure of it is raised, with a remedy if we know one."""
     try:
-        with warnings.catch_warnings(record=True, action="always") as reasons:          # torch's
+        # If there is no kernel for attention, torch says in warnings why.
+        with warnings.catch_warnings(record=True, action="always") as torch_warnings:
             trial(B)
         return True
     except Exception as error:          # the compiler, its backend and Triton raise many types
@@ -229,7 +234,7 @@ def fits_in_memory(trial: Callable, B: int, may_shrink: bool, config, device: st
             raise
 
         if re.search("No (available kernel|viable backend)", str(error)):
-            why = "; ".join(str(w.message).split(" (Triggered")[0] for w in reasons)
+            why = "; ".join(str(w.message).split(" (Triggered")[0] for w in torch_warnings)
             if why == "":
                 why = brief_error(error)
             raise UserError(f"--attention {config.attention} cannot run on {device} in "
@@ -261,7 +266,7 @@ def tune_malloc() -> None:
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "mallopt"):                        # musl
         return
-    # M_MMAP_MAX, M_TRIM_THRESHOLD, M_TOP_PAD
+    # M_MMAP_MAX 0: no mmap. M_TRIM_THRESHOLD -1: never trim. M_TOP_PAD: grow by 256 MB.
     for parameter, value in ((-4, 0), (-1, -1), (-2, 1 << 28)):
         libc.mallopt(parameter, value)
 
@@ -269,7 +274,8 @@ def tune_malloc() -> None:
 def copy_later(tensor: torch.Tensor) -> Callable[[], list]:
     """Starts to copy a small tensor to the CPU. Returns a function that returns its numbers.
 
-    That function waits for the copy, but not for work that the GPU has been given since.
+    That function waits for the copy, but not for work that the GPU has been given since. A tensor on
+    the CPU is not copied.
     """
     if not tensor.is_cuda:
         return tensor.tolist
@@ -286,9 +292,9 @@ def copy_later(tensor: torch.Tensor) -> Callable[[], list]:
 
 # ----------------------------------------------------------------------------- how fast devices are
 
-# Dense 16-bit peaks in TFLOP/s with fp32 accumulation, from NVIDIA's data sheets. These give them
-# with sparsity (twice as much), and GeForce's with fp16 accumulation, too (twice again). A name must
-# match as a whole: a suffix (Ti, D, Laptop GPU, a MIG slice) means another chip or clock.
+# Dense 16-bit TFLOP/s with fp32 accumulation. NVIDIA's data sheets give twice as much (sparsity), and
+# those of GeForce four times as much (fp16 accumulation, too). A name must match as a whole: a suffix
+# (Ti, D, Laptop GPU, a MIG slice) means another chip or clock.
 PEAK_TFLOPS = {
     "GB200": 2500,
     "B200": 2250,
@@ -332,7 +338,7 @@ def peak_flops(device: str) -> float | None:
 
 
 def least_cpu_seconds(flops: float, dtype: str, processes: int = 1) -> float:
-    """Seconds that so many FLOPs take at least on a CPU, with torch's threads in each process."""
+    """A lower bound of the seconds that `flops` take on a CPU, with torch's threads in each process."""
     # This is for a warning: it must not call a run slow that is not, and must need no measurement,
     # which would take a minute at 124M.
     return flops / (CORE_FLOPS[dtype] * torch.get_num_threads() * processes)

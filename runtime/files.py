@@ -30,8 +30,10 @@ def replace_file(path: str | Path, write: Callable[[BinaryIO], object]) -> None:
             os.replace(temporary, path)
             if os.name != "nt":
                 folder = os.open(path.parent, os.O_RDONLY)
-                sync(folder)                      # makes the rename durable
-                os.close(folder)
+                try:
+                    sync(folder)                    # makes the rename durable
+                finally:
+                    os.close(folder)
     finally:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
@@ -47,23 +49,25 @@ def sync(descriptor: int) -> None:
 
 
 def remove_leftovers(folder: str | Path, names: str) -> None:
-    """Removes temporary files of replace_file, of `names` (a regex), that killed processes left."""
+    """Removes temporary files that killed calls of replace_file left, for files that match `names`.
+
+    `names` is a regular expression.
+    """
     for path in Path(folder).iterdir():
         if re.fullmatch(rf"({names})(\.\d+)?\.tmp", path.name) and path.is_file():
             path.unlink()
 
 
-def read_text(path: str | Path, most: int = 1 << 28, errors: str = "replace") -> str:
-    """The UTF-8 text of a regular file of at most `most` bytes. `errors` is that of bytes.decode.
+def read_text(path: str | Path, max_bytes: int = 1 << 28, errors: str = "replace") -> str:
+    """The UTF-8 text of a regular file of at most `max_bytes`. `errors` is that of bytes.decode.
 
     OSError or ValueError for anything else: a device or a pipe may have no end.
     """
-    found = os.stat(path)
-    if not stat.S_ISREG(found.st_mode):
+    info = os.stat(path)
+    if not stat.S_ISREG(info.st_mode):
         raise ValueError("it is not a regular file")
-    if found.st_size > most:
-        raise ValueError(f"it has {found.st_size / 1e6:,.0f} MB, and at most {most / 1e6:,.0f} are "
-                         "read")
+    if info.st_size > max_bytes:
+        raise ValueError(f"it has {info.st_size:,} bytes, expected at most {max_bytes:,}")
     return Path(path).read_bytes().decode("utf-8-sig", errors=errors)
 
 
@@ -77,22 +81,22 @@ def checkpoints(out: str | Path) -> list[tuple[int, Path]]:
     except FileNotFoundError:
         return []
 
-    found = []
+    numbered = []
     for name in names:
         match = re.fullmatch(r"checkpoint_([0-9]{6}|[1-9][0-9]{6,})\.pt", name)
         if match:
-            found.append((int(match[1]), Path(out) / name))
-    return sorted(found)
+            numbered.append((int(match[1]), Path(out) / name))
+    return sorted(numbered)
 
 
 def what_resumes(out: str | Path) -> str:
     """What the same command does next in `out`, for the last line of a run that failed."""
-    found = []
+    saved = []
     with suppress(OSError):
-        found = checkpoints(out)
-    if not found:
+        saved = checkpoints(out)
+    if not saved:
         return "There is no checkpoint yet: the same command starts again"
-    _, newest = found[-1]
+    _, newest = saved[-1]
     return f"The same command resumes from {newest.name}, unless it has --resume"
 
 
@@ -100,8 +104,8 @@ def what_resumes(out: str | Path) -> str:
 def writable(path: str | Path, begun: bool = False):
     """Around writes to a file or folder: turns an OSError into one line with cause and remedy.
 
-    It becomes a UserError, because another folder should have been given. It becomes a RunError if
-    the disk is full, or if the work has `begun`: then there are earlier files to resume from.
+    Before the work has `begun` it becomes a UserError: choose another folder. Afterwards, and if the
+    disk is full, it becomes a RunError: what was written before is there to resume from.
     """
     try:
         yield
@@ -175,7 +179,8 @@ def lock_folder(out: str | Path):
     lock = FileLock(Path(out) / ".train_gpt2.lock", timeout=LOCK_PATIENCE)
     with writable(out):
         try:
-            return lock.acquire()
+            lock.acquire()                          # makes the folder, too
+            return lock
         except Timeout:
             raise UserError(f"--out {out}: another run is writing there: wait, or take another "
                             "folder") from None

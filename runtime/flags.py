@@ -40,7 +40,7 @@ def parse_flags(
             add_flag(group, f, recipes)
     given = vars(parser.parse_args(argv))
 
-    # A number that no run can have is a mistake before the ranks meet. check_flags finds the others.
+    # A number that no run can have is told before the ranks meet. check_flags finds other mistakes.
     for f in dataclasses.fields(Config):
         if f.name in given:
             check_range(f, given[f.name])
@@ -79,7 +79,7 @@ def value_parser(kind: type, word: str | None) -> Callable:
 
 def help_text(f: dataclasses.Field, recipes: dict[str, Recipe]) -> str:
     """What the flag is, its default, and the recipes that have another."""
-    if f.default in (False, ""):
+    if f.default is False or f.default == "":
         return f.metadata["help"]
 
     default = f.default
@@ -110,17 +110,21 @@ def describe_presets(presets: dict[str, Preset], recipes: dict[str, Recipe]) -> 
 # ----------------------------------------------------------------------------- mistakes
 
 def check_flags(config, recipes: dict[str, Recipe], checkpoint: Path | None) -> None:
-    """UserError for values that no run can have. `checkpoint`: where some of them may come from."""
+    """UserError for values that no run can have.
+
+    `checkpoint`: the file that supplied the flags which were not given; None for a new run.
+    """
     for f in dataclasses.fields(config):
         check_range(f, getattr(config, f.name))
     check_recipe_flags(config, recipes, checkpoint)
     check_model_flags(config)
 
     if config.min_lr != "auto" and config.min_lr > config.max_lr:
-        raise UserError(f"--min_lr {config.min_lr} is above --max_lr {config.max_lr}: give at most "
-                        "that")
+        raise UserError(f"--min_lr {config.min_lr} is above --max_lr {config.max_lr}: give "
+                        f"{config.max_lr} or less")
 
-    if config.overfit and (config.preset != "gpt2" or config.val_every):
+    has_preset = config.preset != "gpt2"
+    if config.overfit and (has_preset or config.val_every):
         raise UserError("--overfit is a run of its own, without validation: leave --preset and "
                         "--val_every out")
 
@@ -143,7 +147,7 @@ def check_range(f: dataclasses.Field, value) -> None:
 
 
 def check_recipe_flags(config, recipes: dict[str, Recipe], checkpoint: Path | None) -> None:
-    """Some flags are for some recipes only."""
+    """UserError for a flag that another recipe has, but not this one."""
     own_flags = recipes[config.recipe].own_flags
     for recipe in recipes.values():
         for name in recipe.own_flags:

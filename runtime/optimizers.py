@@ -25,7 +25,7 @@ def state_keys(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
 class CombinedOptimizer:
     """All optimizers of a model as one, which GradScaler can unscale and step.
 
-    If a gradient of any parameter overflows, no optimizer steps, on no rank. With `shard` each rank
+    If any gradient overflows, all optimizers skip the step, on all ranks. With `shard` each rank
     keeps the moments of its share of the matrices.
     """
 
@@ -43,15 +43,15 @@ class CombinedOptimizer:
                     self.optimizer_of[p] = optimizer
         assert set(self.optimizer_of) == set(model.parameters()), "a parameter has no optimizer"
 
-        # GradScaler unscales the gradients of these: of all parameters, because an overflow has to
-        # be seen also where another rank updates the parameter.
+        # GradScaler looks for overflows in the gradients of these. They are all parameters, also
+        # those that another rank updates: if one rank skips the step, all have to.
         self.param_groups = [{"params": list(model.parameters())}]
 
-        self.sharded = {}                               # {parameter: the rank that updates it}
+        self.sharded = {}                   # {matrix: the rank that updates it and sends it}
         if shard and process.world_size > 1:
             self.sharded = shard_matrices(optimizers, process.rank, process.world_size)
 
-        # Which rank has the moments of a parameter, if not every rank has them.
+        # {parameter: the only rank that has its moments}, also of Muon, which sends its own updates.
         self.owner = dict(self.sharded)
         for optimizer in optimizers:
             if isinstance(optimizer, Muon):
@@ -76,17 +76,17 @@ class CombinedOptimizer:
 
 
 def shard_matrices(optimizers: list, rank: int, world_size: int) -> dict[Tensor, int]:
-    """Gives each matrix of the optimizers to one rank. Returns {matrix: rank}, equal on all ranks.
+    """Gives each matrix to one rank, and removes those of other ranks from the optimizers' groups.
 
-    The matrices of other ranks leave the groups of this rank's optimizers; broadcast_updates sends
-    them after each step. Gains and biases, small but many, stay on all ranks.
+    Returns {matrix: rank}, equal on all ranks: broadcast_updates sends the matrices after a step.
+    Gains and biases, small but many, stay on all ranks.
     """
     groups = []
     for optimizer in optimizers:
         if not isinstance(optimizer, Muon):             # Muon shares its matrices out by itself
             groups += optimizer.param_groups
 
-    # The largest first, each to the rank that has the fewest numbers so far.
+    # The largest first, each to the rank that has the fewest elements so far.
     matrices = [p for group in groups for p in group["params"] if p.dim() >= 2]
     matrices.sort(key=Tensor.numel, reverse=True)
     owner, load = {}, [0] * world_size
@@ -104,7 +104,7 @@ def shard_matrices(optimizers: list, rank: int, world_size: int) -> dict[Tensor,
 
 def broadcast_updates(owner: dict[Tensor, int]) -> None:
     """Each rank sends its matrices to the others."""
-    # All are under way before the first is waited for. On a GPU only its stream waits.
+    # All begin before the first is waited for. On a GPU its stream waits then, not the CPU.
     under_way = [dist.broadcast(p.detach(), rank, async_op=True) for p, rank in owner.items()]
     for work in under_way:
         work.wait()

@@ -1,4 +1,5 @@
-"""OUT/loss.png, drawn from the rows of metrics.csv; and what bench.py's pictures share."""
+"""OUT/loss.png, drawn from the rows of metrics.csv; and what the pictures of bench.py share with
+it."""
 import logging
 import math
 import time
@@ -8,56 +9,81 @@ from runtime.cli import UserError, brief_error, import_package, print_error
 from runtime.files import replace_file
 
 PATIENCE = 60.0         # seconds between two pictures of a run
-# column of metrics.csv: (label of the y axis, of the curve, its style)
 EVALUATION = dict(color="#1f4e9c", marker="o", markersize=3)
-CURVES = {"train": ("loss, nats a token", "training loss", dict(color="#d9822b", linewidth=0.6)),
-          "val": ("loss, nats a token", "validation loss", EVALUATION),
-          "hella": ("HellaSwag accuracy (acc_norm)", "HellaSwag, acc_norm", EVALUATION)}
+# column of metrics.csv: (label of the y axis, name of the curve, its style)
+CURVES = {
+    "train": ("loss, nats a token", "training loss", dict(color="#d9822b", linewidth=0.6)),
+    "val": ("loss, nats a token", "validation loss", EVALUATION),
+    "hella": ("HellaSwag accuracy (acc_norm)", "HellaSwag, acc_norm", EVALUATION),
+}
 
 
 def new_figure(**how):
-    logging.getLogger("matplotlib").setLevel(logging.ERROR)     # a HOME that cannot be written, a font cache
+    # It would warn of a HOME that cannot be written to, and that it makes a cache of the fonts.
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)
     return import_package("matplotlib.figure").Figure(**how, layout="constrained")
 
 
 def short_count(n: float, _position=None) -> str:
-    """'250k', '1.2M', '10B': a number of tokens, at a tick."""
+    """A number of tokens, as beside a tick: '250k', '1.2M', '10B'. matplotlib gives the tick's
+    position, too."""
     for unit, least in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if abs(n) >= least:
             return f"{n / least:g}{unit}"
     return f"{n:g}"
 
 
+def finite_points(rows: list[dict], column: str) -> list[tuple[float, float]]:
+    """[(tokens, value)] of a column, where there is a value that can be drawn."""
+    points = []
+    for row in rows:
+        value = row[column]
+        if value is not None and math.isfinite(value):
+            points.append((row["tokens"], value))
+    return points
+
+
 def plot_run(rows: list[dict], path: Path, title: str) -> None:
-    """Draws losses and HellaSwag of the rows of a metrics.csv against tokens; nothing without a number."""
-    panels = {}                                                     # {label of the y axis: {column: points}}
-    for kind, (label, *_) in CURVES.items():
-        if points := [(row["tokens"], row[kind]) for row in rows
-                      if row[kind] is not None and math.isfinite(row[kind])]:
-            panels.setdefault(label, {})[kind] = points
+    """Draws the losses and HellaSwag in the rows of a metrics.csv against tokens, into the .png
+    `path`. Draws nothing if there is no number among them."""
+    # Curves with the same label of the y axis share a panel: {label: {column: points}}.
+    panels = {}
+    for column, (label, _, _) in CURVES.items():
+        points = finite_points(rows, column)
+        if points:
+            panels.setdefault(label, {})[column] = points
+    if not panels:
+        return
+
     figure = new_figure(figsize=(6 * len(panels) + 1, 4.5))
     figure.suptitle(title, fontsize=9)
     for i, (label, curves) in enumerate(panels.items(), 1):
         panel = figure.add_subplot(1, len(panels), i, xlabel="tokens", ylabel=label)
-        for kind, points in curves.items():
-            panel.plot(*zip(*points, strict=True), label=CURVES[kind][1], **CURVES[kind][2])
+        for column, points in curves.items():
+            _, name, style = CURVES[column]
+            tokens, values = zip(*points, strict=True)
+            panel.plot(tokens, values, label=name, **style)
+
         panel.set_xlim(left=0)
         panel.xaxis.set_major_formatter(short_count)
         panel.grid(alpha=0.3)
         panel.legend(fontsize=8)
-    if panels:
-        replace_file(path, lambda file: figure.savefig(file, format="png", dpi=130))
+    replace_file(path, lambda file: figure.savefig(file, format="png", dpi=130))
 
 
 def draw(record, title: str, last: bool) -> None:
-    """OUT/loss.png of a Record, at most once in PATIENCE, and at the run's end; if that fails, a warning, or
-    only one where matplotlib is not installed."""
-    if record.picture_due == math.inf or time.monotonic() < record.picture_due and not last:
+    """Draws OUT/loss.png of a Record, at most once in PATIENCE, and at the run's end (`last`). If
+    that fails, it is a warning; where matplotlib is not installed, only one in the run."""
+    never_again = record.picture_due == math.inf
+    too_early = time.monotonic() < record.picture_due
+    if never_again or too_early and not last:
         return
+
     record.picture_due = time.monotonic() + PATIENCE
     try:
         plot_run(record.rows, record.out / "loss.png", title)
-    except Exception as error:          # matplotlib raises all kinds
+    except Exception as error:
+        # matplotlib raises all kinds of errors, and no run should end by a picture.
         print_error(f"warning: {record.out}/loss.png is not drawn ({brief_error(error)})")
         if isinstance(error, UserError):
             record.picture_due = math.inf

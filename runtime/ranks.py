@@ -28,7 +28,7 @@ from runtime.cli import (
 
 STOP_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1")      # SIGUSR1 is Slurm's warning
 GROUP_NUMBERS = itertools.count()       # one for each process group of this process
-PATIENCE = 5.0          # seconds in which processes find each other before one says that it waits
+PATIENCE = 5.0          # seconds of waiting for the other processes before one prints that it waits
 
 
 class StopRequested(Exception):
@@ -50,12 +50,12 @@ class Launch:
     @property
     def reports_mistakes(self) -> bool:
         """Whether this process prints a mistake in the flags, which all processes of the job make."""
-        # Without torchrun nobody knows whether there are others, whatever is left in the environment.
+        # Without torchrun LOCAL_RANK may be left over from another job: this may be the only process.
         return self.local_rank == 0 or not self.by_torchrun
 
 
 def read_launch() -> Launch:
-    """This process's Launch. UserError if a number in the environment is none."""
+    """This process's Launch. UserError if the environment has text in place of a number."""
     job = os.environ.get("TORCHELASTIC_RUN_ID", "")
     by_torchrun = bool(job or os.environ.get("TORCHELASTIC_USE_AGENT_STORE"))
     restarts = 0
@@ -98,7 +98,7 @@ class Process:
     world_size: int = 1
     device: str = "cpu"
     by_torchrun: bool = False   # torchrun can start a single process, too
-    received: str = ""          # the last signal that asked this process to stop
+    received: str = ""          # the last signal that asked this process to stop, or "a closed pipe"
     silent: bool = False        # whether stdout cannot be written any more
 
     # Undoes what must not outlast the run in a notebook: signal handlers, the lock, the group.
@@ -117,7 +117,10 @@ class Process:
         return bool(self.received)
 
     def print0(self, *args) -> None:
-        """Prints on rank 0. A run does not end because it cannot print: its record is in --out."""
+        """Prints on rank 0. If the reader of a pipe has ended, the run stops as by a signal.
+
+        With any other error it goes on in silence: its record is in --out.
+        """
         if self.silent or not self.is_master:
             return
         try:
@@ -159,8 +162,8 @@ class Process:
     def on_all_ranks(self, function, *args):
         """function(*args) on every rank.
 
-        A UserError or RunError on any rank, or what the system refuses about a path there, is
-        raised on all of them, so that none waits for one that has ended.
+        A UserError, a RunError or a refused path on one rank is raised on all, so that none waits for
+        a rank that has ended.
         """
         result = failure = None
         try:
@@ -184,7 +187,7 @@ class Process:
 
     def rank0_first(self, function, *args):
         """function(*args) on rank 0, which fills caches on the disk, and then on the others."""
-        def nothing(*args):
+        def nothing():
             return None
 
         if self.is_master:
@@ -229,7 +232,7 @@ class Process:
             yield item
 
     def catch_signals(self) -> None:
-        """Until `at_end`, a signal of STOP_SIGNALS interrupts nothing: it is noted in `received`."""
+        """Until `at_end` closes, a signal of STOP_SIGNALS is only noted in `received`."""
         if threading.current_thread() is not threading.main_thread():
             return                                  # Python allows handlers in that thread alone
 
@@ -245,8 +248,8 @@ class Process:
     def on_signal(self, number, frame) -> None:
         name = signal.Signals(number).name
 
-        # A second Ctrl-C or SIGTERM ends the process at once. But torchrun passes on every signal
-        # that it receives, and ends its processes itself.
+        # A second Ctrl-C or SIGTERM ends the process at once. Not under torchrun, which passes on the
+        # terminal's Ctrl-C, so that it comes twice, and which ends its processes itself.
         urgent = ("SIGINT", "SIGTERM")
         if name in urgent and self.received in urgent and not self.by_torchrun:
             os._exit(128 + number)
@@ -268,19 +271,21 @@ def shared_store(launch: Launch, timeout: timedelta) -> dist.Store:
     UserError if they do not find each other.
     """
     try:
-        store = find_others(launch, timeout)
+        store = wait_for_store(launch, timeout)
     except (ValueError, RuntimeError) as error:
         raise UserError(f"WORLD_SIZE is set, and the other processes cannot be found ({error}): "
                         "start by torchrun, or for one process alone by `env -u WORLD_SIZE`") from None
 
-    # The store still has the addresses of earlier ranks: after a restart by torchrun those of the
-    # dead ones (pytorch issue 135712), and in a process that calls main again those of its first
-    # group. Hence each group has names of its own in the store.
+    # The store outlives a group: after a restart (pytorch issue 135712), or in a second main() of a
+    # notebook, ranks would read the addresses of the earlier group. So each has its own prefix.
     return dist.PrefixStore(f"{launch.restarts}.{next(GROUP_NUMBERS)}", store)
 
 
-def find_others(launch: Launch, timeout: timedelta) -> dist.Store:
-    """The store that all processes share, when all are there. Prints what it waits for, if long."""
+def wait_for_store(launch: Launch, timeout: timedelta) -> dist.Store:
+    """The store that all processes share, when all are there.
+
+    After PATIENCE seconds it prints what it waits for.
+    """
     found = Future()
 
     def search():

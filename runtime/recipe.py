@@ -1,4 +1,5 @@
 """What a recipe is, and how many tokens each step of a run has."""
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -9,10 +10,11 @@ from runtime.cli import UserError
 class Recipe:
     """How a model is trained: everything in which the training of one recipe differs from another's.
 
-    `config` is train_gpt2.Config, and `progress` is the share of the run's tokens that came before a
-    step, from 0 to 1. Schedules depend on these alone, so a run that resumes continues them exactly.
+    `config` is train_gpt2.Config. `progress` is the share of the run's tokens that came before a
+    step, from 0 to 1. Schedules keep no state of their own: a resumed run continues them exactly.
     """
-    # (model, config) -> a list of optimizers. Each of their groups has its largest learning rate.
+    # (model, config) -> a list of optimizers of named parameters. The "lr" of each group is its
+    # largest one.
     make_optimizers: Callable
 
     # (step, progress, config) -> the factor by which every learning rate is multiplied.
@@ -27,12 +29,12 @@ class Recipe:
     # (config) -> the batch schedule's divisors; see BatchSchedule.
     batch_divisors: Callable = lambda config: (1, 1, 1)
 
-    # Defaults of flags, where they differ from Config's. `rates` are those that a preset does not
-    # change: the learning rates of the presets are for AdamW.
+    # {flag: value} where this recipe's default is not that of Config. `rates` also win over a preset,
+    # whose learning rates are for AdamW.
     defaults: dict = field(default_factory=dict)
     rates: dict = field(default_factory=dict)
 
-    # Flags that belong to this recipe, and to others that name them, too.
+    # Flags that are taken only with the recipes that list them here.
     own_flags: tuple[str, ...] = ()
 
     # (config) -> {flag: value}: what "auto" means in this recipe.
@@ -43,8 +45,8 @@ class BatchSchedule:
     """How many tokens each step has, and how many came before it.
 
     The run's tokens have three thirds. With `divisors` (a, b, c) the steps of the first third have
-    total_batch_size / a tokens, those of the second / b, those of the last / c. Both numbers have a
-    closed form: the tokens of a step follow from its number alone, after any resume.
+    total_batch_size / a tokens, those of the second third / b, and those of the last / c. Everything
+    is computed from the number of a step: a run that resumes needs no count of its own.
     """
 
     def __init__(self, total_batch_size: int, max_steps: int, divisors: tuple = (1, 1, 1)):
@@ -78,26 +80,24 @@ class BatchSchedule:
         return self.tokens_before(step) / self.tokens_before(self.max_steps)
 
     def resume(self, step: int, tokens: int) -> None:
-        """Makes `step` begin after `tokens` tokens, which a checkpoint says the run has seen.
-
-        The schedule alone would say something else if --max_steps has changed since: the thirds
-        then have other steps.
-        """
+        """Makes `step` begin after `tokens` tokens: so many the run has seen by its checkpoint."""
+        # With another --max_steps than before, the thirds have other steps. The offset keeps the
+        # place in the data.
         self.offset += tokens - self.tokens_before(step)
 
 
 def make_batch_schedule(recipe: Recipe, config, world_size: int) -> BatchSchedule:
     """The schedule of a run. UserError if the processes cannot share each step equally."""
     divisors = recipe.batch_divisors(config)
-    unit = config.sequence_length * world_size * max(divisors)
+    unit = config.sequence_length * world_size * math.lcm(*divisors)
     total = config.total_batch_size
     if total % unit != 0:
         smaller = total // unit * unit
         nearest = f"{smaller} or {smaller + unit}" if smaller else f"{unit}"
-        growth = ""
+        remark = ""
         if max(divisors) > 1:
-            growth = f" (the first steps have 1/{max(divisors)} of it)"
+            remark = f" (the first steps have 1/{max(divisors)} of it)"
         raise UserError(f"--total_batch_size {total} must be a multiple of {unit}: sequences of "
                         f"{config.sequence_length} tokens for each of {world_size} process(es)"
-                        f"{growth}. Give {nearest}")
+                        f"{remark}. Give {nearest}")
     return BatchSchedule(total, config.max_steps, divisors)

@@ -1,4 +1,5 @@
-"""Token shards: 1-D uint16 in .npy, or in the .bin of llm.c and modded-nanogpt."""
+"""Token shards: files of 1-D uint16 tokens, as .npy, or as the .bin of llm.c and modded-nanogpt.
+And the manifest of a folder of shards, by which fineweb.py goes on after a kill."""
 import hashlib
 import json
 import os
@@ -13,67 +14,91 @@ import numpy as np
 from runtime.cli import UserError
 from runtime.files import read_text, readable, remove_leftovers, replace_file, writable
 
-# not of a hidden file, as a Mac leaves one beside each that it copies to another disk: ._x_train_000001.npy
+# Not a hidden file: a Mac leaves one beside each file that it copies to another disk,
+# ._x_train_000001.npy.
 SHARD_NAME = re.compile(r"(?!\.)(?:.*_)?(train|val)_\d+\.(npy|bin)$")
-BIN_MAGIC, BIN_VERSION, BIN_HEADER = 20240520, 1, 256     # llm.c, dev/data/data_common.py
+BIN_MAGIC = 20240520            # llm.c, dev/data/data_common.py
+BIN_VERSION = 1
+BIN_HEADER = 256                # int32 numbers: magic, version, number of tokens, zeros
 
 
 def write_shard(path: str | Path, *parts: np.ndarray, further: Iterable[np.ndarray] = ()) -> int:
-    """Writes 1-D uint16 tokens, all `parts` of them and `further` ones as they come, atomically as .npy or
-    .bin, by the suffix of `path`. Their number."""
+    """Writes tokens, all `parts` of them and the `further` ones as they come (1-D uint16),
+    atomically as a .npy or .bin, by the suffix of `path`. Returns how many. RunError where the
+    disk is full."""
+    length = 0
+    is_bin = Path(path).suffix == ".bin"
+
     def write(file):
-        nonlocal n
+        nonlocal length
+        # The header has the number of tokens, which is known at the end: room is left for it.
+        # NumPy fills its header up to 128 bytes.
+        start = 4 * BIN_HEADER if is_bin else 128
         file.seek(start)
-        # not np.save: on a full disk it can lose a file's last bytes without an error
+
+        # Not np.save: on a full disk it can lose the last bytes of a file without an error.
         for part in chain(parts, further):
-            n += file.write(np.ascontiguousarray(part, dtype="<u2")) // 2
+            file.write(np.ascontiguousarray(part, dtype="<u2"))
+            length += len(part)
+
         file.seek(0)
-        if Path(path).suffix == ".bin":
-            file.write(np.array([BIN_MAGIC, BIN_VERSION, n] + [0] * (BIN_HEADER - 3), dtype="<i4"))
+        if is_bin:
+            numbers = [BIN_MAGIC, BIN_VERSION, length] + [0] * (BIN_HEADER - 3)
+            file.write(np.array(numbers, dtype="<i4"))
         else:
-            head = {"descr": "<u2", "fortran_order": False, "shape": (n,)}
-            np.lib.format.write_array_header_1_0(file, head)
+            header = {"descr": "<u2", "fortran_order": False, "shape": (length,)}
+            np.lib.format.write_array_header_1_0(file, header)
         assert file.tell() == start
 
-    n, start = 0, 4 * BIN_HEADER if Path(path).suffix == ".bin" else 128          # as NumPy fills it up
     replace_file(path, write)
-    return n
+    return length
 
 
 def open_shard(path: str | Path) -> np.memmap:
-    """Tokens of a .npy or .bin shard as a read-only memory map, 1-D uint16. Raises UserError if the file is
-    missing, truncated or not a shard; nothing in it is ever unpickled."""
+    """The tokens of a .npy or .bin shard, 1-D uint16, as a read-only map of the file. UserError
+    if the file is missing, truncated or no shard. Nothing in it is ever unpickled."""
     path = Path(path)
-    # an unusual header makes numpy warn: the error is enough
+    # NumPy warns about an unusual header, but the error is enough.
     with readable(path, "copy it or make it again"), warnings.catch_warnings(action="ignore"):
-        if not path.is_file():                    # opening a named pipe would block forever
+        # To open a named pipe would wait forever.
+        if not path.is_file():
             raise ValueError("no regular file is there")
-        # not np.load: it takes a file that is no .npy for a pickle or an archive
-        tokens = _open_bin(path) if path.suffix == ".bin" else np.lib.format.open_memmap(path, mode="r")
+
+        if path.suffix == ".bin":
+            tokens = open_bin(path)
+        else:
+            # Not np.load, which takes what is no .npy for a pickle or an archive.
+            tokens = np.lib.format.open_memmap(path, mode="r")
+
         if tokens.dtype != np.uint16 or tokens.ndim != 1 or len(tokens) == 0:
-            raise ValueError(f"a shard is 1-D uint16 tokens, it holds {tokens.dtype} {tokens.shape}")
+            raise ValueError(f"a shard is 1-D uint16 tokens, it holds {tokens.dtype} "
+                             f"{tokens.shape}")
         if path.stat().st_size != tokens.offset + tokens.nbytes:
-            raise ValueError(f"its size is not that of the {len(tokens):,} tokens its header states")
+            raise ValueError(f"its size is not that of the {len(tokens):,} tokens its header "
+                             f"states")
         return tokens
 
 
-def _open_bin(path):
+def open_bin(path: Path) -> np.memmap:
+    """The tokens of a .bin. ValueError if it has another header than llm.c's."""
     header = np.fromfile(path, dtype="<i4", count=BIN_HEADER)
     if len(header) < BIN_HEADER or (header[0], header[1]) != (BIN_MAGIC, BIN_VERSION):
-        raise ValueError(f"it does not start with llm.c's header: magic {BIN_MAGIC}, version {BIN_VERSION}")
+        raise ValueError(f"it does not start with llm.c's header: magic {BIN_MAGIC}, version "
+                         f"{BIN_VERSION}")
     return np.memmap(path, dtype="<u2", mode="r", offset=4 * BIN_HEADER, shape=(int(header[2]),))
 
 
 def read_shard(path: str | Path) -> np.ndarray:
-    """Tokens of a shard in memory, 1-D uint16. Not copied from the memory map: if the file is truncated
-    meanwhile, that kills the process (SIGBUS), while a read returns fewer tokens."""
+    """The tokens of a shard in memory, 1-D uint16. They are read, not copied from the map of
+    open_shard: if the file is truncated meanwhile, the map would kill the process (SIGBUS), and a
+    read returns less."""
     tokens = open_shard(path)
     return np.fromfile(path, dtype="<u2", count=len(tokens), offset=tokens.offset)
 
 
 def shard_names(folder: str | Path) -> list[str]:
-    """The sorted names of all shards in a folder, none if there is no such folder. UserError if it cannot be
-    read, or is a file."""
+    """The sorted names of all shards in a folder; none if there is no such folder. UserError if
+    it cannot be read, or is a file."""
     with readable(folder, "make it readable, or give another folder"):
         try:
             names = os.listdir(folder)
@@ -84,30 +109,21 @@ def shard_names(folder: str | Path) -> list[str]:
     return sorted(name for name in names if SHARD_NAME.match(name))
 
 
+def split_of(name: str) -> str:
+    """The split of a shard by its name: 'train' or 'val'."""
+    return SHARD_NAME.match(name)[1]
+
+
 def list_shards(folder: str | Path, split: str) -> list[Path]:
-    """Sorted paths of a folder's shards of `split`, 'train' or 'val'. Raises UserError if there is none."""
-    paths = [Path(folder, name) for name in shard_names(folder) if SHARD_NAME.match(name)[1] == split]
+    """The sorted paths of a folder's shards of a split, 'train' or 'val'. UserError if there are
+    none."""
+    paths = [Path(folder, name) for name in shard_names(folder) if split_of(name) == split]
     if not paths:
-        raise UserError(f"there is no data in {folder}, no *_{split}_*.npy or .bin: "
-                        f"`python fineweb.py` makes edu_fineweb10B, with --pretokenized 9 it fetches "
-                        f"fineweb10B, with --input YOUR_TEXT --out {folder} it makes shards of your own text")
+        raise UserError(
+            f"there is no data in {folder}, no *_{split}_*.npy or .bin: `python fineweb.py` "
+            f"makes edu_fineweb10B, with --pretokenized 9 it fetches fineweb10B, with --input "
+            f"YOUR_TEXT --out {folder} it makes shards of your own text")
     return paths
-
-
-def read_manifest(folder: Path) -> dict:
-    """What a folder's manifest.json records, {} without one. UserError if it is damaged."""
-    path = folder / "manifest.json"
-    with readable(path, "restore it, or choose another --out"):
-        if not path.exists():
-            return {}
-        found = json.loads(read_text(path, errors="strict"))
-        if not all(SHARD_NAME.match(shard["file"]) and "/" not in shard["file"] for shard in found["shards"]):
-            raise ValueError("a shard in it is none")
-        return found
-
-
-def write_manifest(folder: Path, manifest: dict) -> None:
-    replace_file(folder / "manifest.json", lambda file: file.write(json.dumps(manifest, indent=1).encode()))
 
 
 def file_sha256(path: str | Path) -> str:
@@ -115,50 +131,125 @@ def file_sha256(path: str | Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+# ------------------------------------------------------------ the manifest of a folder
+
+def read_manifest(folder: Path) -> dict:
+    """What a folder's manifest.json records, {} without one. UserError if it is damaged."""
+    path = folder / "manifest.json"
+    with readable(path, "restore it, or choose another --out"):
+        if not path.exists():
+            return {}
+        manifest = json.loads(read_text(path, errors="strict"))
+        for shard in manifest["shards"]:
+            name = shard["file"]
+            if "/" in name or not SHARD_NAME.match(name):
+                raise ValueError("it lists a file that is no shard of this folder")
+        return manifest
+
+
+def write_manifest(folder: Path, manifest: dict) -> None:
+    data = json.dumps(manifest, indent=1).encode()
+    replace_file(folder / "manifest.json", lambda file: file.write(data))
+
+
 class ShardWriter:
-    """Writes the shards of a folder, each atomically, and manifest.json, by which a killed run goes on: the
-    `settings`, which determine every byte, and of each shard its tokens, its SHA-256 and the cursor, where in
-    the text the next one begins. UserError if the folder has shards of other settings."""
+    """Writes the shards of a folder, each atomically, and the manifest, by which a killed run
+    goes on.
+
+    The manifest has the `settings`, which determine every byte of the shards, the number of
+    tokens `validation` that fineweb.py has chosen by them, and for each shard its tokens, its
+    SHA-256 and its cursor: (the number of a file of the text, how many tokens of that file are
+    done) at the end of the shard. UserError if the folder has shards of other settings."""
 
     def __init__(self, out: Path, prefix: str, settings: dict):
-        self.out, self.prefix, self.new = out, prefix, []
-        self.cursor = 0, 0      # where the next shard begins: number of a file, tokens of that which are used
-        # a manifest without any shard, of a run that failed before, binds nobody
-        found = read_manifest(out) if shard_names(out) else None
-        if found == {}:
-            raise UserError(f"{out} already holds shards without a manifest.json: choose another --out")
-        for key in settings if found else ():
-            if (old := found.get(key)) != settings[key]:
-                raise UserError(f"{out} was begun with another {key} ({json.dumps(old)[:80]} instead of "
-                                f"{json.dumps(settings[key])[:80]}): give the same, or choose another --out")
-        self.manifest = {**settings, "complete": False, "shards": []} | (found or {})
-        with readable(out / "manifest.json", "choose another --out"):
-            for shard in self.manifest["shards"]:
-                numbers = shard["tokens"], *shard["cursor"], self.manifest["block"]
-                if [type(n) for n in numbers] != [int] * 4 or min(numbers) < 0 or (
-                        (shard["split"], shard["tokens"]) != (SHARD_NAME.match(shard["file"])[1],
-                                                              len(open_shard(out / shard["file"])))):
+        self.out = out
+        self.prefix = prefix
+        self.manifest = {**settings, "validation": None, "complete": False, "shards": []}
+        self.cursor = (0, 0)                      # where the next shard begins
+        self.tokens = {"val": 0, "train": 0}      # in the shards of each split
+        # A manifest without a shard is of a run that failed early, and binds nobody.
+        if shard_names(out):
+            self.manifest = self.manifest_to_continue(settings)
+        for shard in self.manifest["shards"]:
+            self.count(shard)
+
+    def count(self, shard: dict) -> None:
+        self.tokens[shard["split"]] += shard["tokens"]
+        self.cursor = tuple(shard["cursor"])
+
+    def manifest_to_continue(self, settings: dict) -> dict:
+        """The manifest of the shards in the folder. UserError unless it has these settings and is
+        whole."""
+        found = read_manifest(self.out)
+        if not found:
+            raise UserError(f"{self.out} already holds shards without a manifest.json: choose "
+                            f"another --out")
+        if found.get("version") != settings["version"]:
+            raise UserError(
+                f"{self.out} was made by another version of fineweb.py (its manifest is of "
+                f"version {found.get('version')}, expected {settings['version']}): it can be "
+                f"trained on, but not continued: choose another --out")
+        for key, value in settings.items():
+            if found.get(key) != value:
+                raise UserError(
+                    f"{self.out} was begun with another {key} ({json.dumps(found.get(key))[:80]} "
+                    f"instead of {json.dumps(value)[:80]}): give the same, or choose another "
+                    f"--out")
+
+        with readable(self.out / "manifest.json", "choose another --out"):
+            check_count(found["validation"], "validation")
+            for shard in found["shards"]:
+                file, done = shard["cursor"]
+                for number in (file, done, shard["tokens"]):
+                    check_count(number, shard["file"])
+                length = len(open_shard(self.out / shard["file"]))
+                if shard["tokens"] != length or shard["split"] != split_of(shard["file"]):
                     raise ValueError(f"{shard['file']} is not the shard that it describes")
-                self.cursor = tuple(shard["cursor"])
+        return found
 
-    def count(self, split: str) -> int:
-        """Tokens of the shards of a split."""
-        return sum(shard["tokens"] for shard in self.manifest["shards"] if shard["split"] == split)
-
-    def write(self, split: str, parts: Iterable[np.ndarray]) -> None:
-        """Writes the next shard of a split."""
-        number = sum(shard["split"] == split for shard in self.manifest["shards"]) + (split == "train")
+    def write(self, split: str, stream, parts: Iterable[np.ndarray]) -> None:
+        """Writes `parts` of the tokens of a TokenStream as the next shard of a split, and then
+        the manifest that lists it. If a kill comes between the two, the shard is made again."""
+        listed = self.manifest["shards"]
+        number = sum(shard["split"] == split for shard in listed)
+        # As in build-nanogpt, whose shard 0 is validation.
+        if split == "train":
+            number += 1
         path = self.out / f"{self.prefix}_{split}_{number:06d}.{self.manifest['format']}"
+
         with writable(self.out):
             self.out.mkdir(parents=True, exist_ok=True)
-        if not self.manifest["shards"]:           # without it the first shard would not be ours
+        # Without it the first shard would be a stranger's, if a kill comes before its own manifest.
+        if not listed:
             write_manifest(self.out, self.manifest)
-        self.new.append({"file": path.name, "split": split, "tokens": write_shard(path, further=parts),
-                         "sha256": file_sha256(path)})
+        length = write_shard(path, further=parts)
+        listed.append({
+            "file": path.name,
+            "split": split,
+            "tokens": length,
+            "sha256": file_sha256(path),
+            "cursor": stream.cursor,
+        })
+        self.count(listed[-1])
+        self.write_manifest()
 
-    def record(self, cursor: tuple[int, int], complete: bool = False) -> None:
-        """Records the shards that were written: the manifest gets all of them or none."""
-        self.manifest["shards"] += [shard | {"cursor": cursor} for shard in self.new]
-        self.manifest["complete"], self.new, self.cursor = complete, [], cursor
-        remove_leftovers(self.out, rf"{re.escape(self.prefix)}_(train|val)_\d+\.(npy|bin)|manifest\.json")
+    def write_manifest(self) -> None:
+        """Writes the manifest, and removes what killed runs of the command have left
+        half-written."""
+        leftovers = rf"{re.escape(self.prefix)}_(train|val)_\d+\.(npy|bin)|manifest\.json"
+        remove_leftovers(self.out, leftovers)
         write_manifest(self.out, self.manifest)
+
+    def finish(self) -> None:
+        """After the last token. UserError if there was none for training."""
+        if not self.tokens["train"]:
+            raise UserError("no text is left for training: give more text, fewer --val_tokens "
+                            "or more --max_tokens, in another --out")
+        self.manifest["complete"] = True
+        self.write_manifest()
+
+
+def check_count(number: object, what: str) -> None:
+    """ValueError unless `number`, of a manifest, counts something."""
+    if type(number) is not int or number < 0:
+        raise ValueError(f"of {what} it has {number!r} where a number belongs")

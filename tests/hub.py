@@ -12,7 +12,6 @@ import re
 import signal
 import subprocess
 import threading
-from pathlib import Path
 from types import SimpleNamespace
 from urllib.parse import parse_qs, unquote, urlsplit
 
@@ -120,17 +119,17 @@ class Hub:
         return [*map(entry, sorted(names))]
 
 
-def several(folder, env, *runs, **patches):
+def several(folder, env, *runs):
     """fineweb.py with the flags of each run, one after the other, in `folder`: their results. A run that
-    begins with a tuple kills itself: the arguments of `die`. `patches`: other constants of its."""
+    begins with a tuple kills itself: the arguments of `die`."""
     call = functools.partial(_several, [[*map(lambda x: x if isinstance(x, tuple) else str(x), run)]
-                                        for run in runs], patches)
+                                        for run in runs])
     [(code, out, err)] = helpers.forked(call, envs=[env], cwds=[folder])
     assert code == 0, err
     return [subprocess.CompletedProcess("fineweb.py", *json.loads(line)) for line in out.splitlines()]
 
 
-def _several(runs, patches):
+def _several(runs):
     """Forks them from this process, which has imported what they need, and has an encoder."""
     import fineweb
     import runtime.text
@@ -142,9 +141,7 @@ def _several(runs, patches):
         hub.time = SimpleNamespace(sleep=lambda seconds: None)        # before it tries again
     if not fetches:
         encoder, runtime.text.BLOCK = fineweb.Encoder(), 900
-        vars(fineweb).update(patches, Encoder=lambda: encoder)
-        for path in Path().glob("*.jsonl"):                           # it asks of each letter once
-            encoder.encode(path.read_bytes())
+        fineweb.Encoder = lambda name: encoder
     import tqdm                                                       # noqa: F401
     os.fsync = lambda descriptor: None                                # a killed process's writes stay
     gc.freeze()                                                       # collections would copy all memory

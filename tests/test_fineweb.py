@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import ENV, ROOT, little_memory, refused, script
+from helpers import ENV, ROOT, little_memory, refused, script, train
 from hub import Hub, several
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,13 +18,13 @@ from test_text import DOCUMENTS, FAST, stream_of, written
 import fineweb
 import runtime.text
 from recipes import PRESETS
-from runtime.shards import list_shards, open_shard, write_shard
+from runtime.shards import ShardWriter, list_shards, open_shard, write_shard
 
 
 @pytest.fixture(autouse=True)
 def one_encoder(encoder, monkeypatch):
     """Made once for all runs in this process. And rows of a few documents, as if the texts were long."""
-    monkeypatch.setattr(fineweb, "Encoder", lambda: encoder)
+    monkeypatch.setattr(fineweb, "Encoder", lambda name: encoder)
     monkeypatch.setattr(runtime.text, "BLOCK", 900)
 
 
@@ -59,44 +59,74 @@ def contents(folder):
     return {path.name: path.read_bytes() for path in Path(folder).iterdir() if path.is_file()}
 
 
-def in_blocks(stream, most, block=None):
-    """(validation, training): every tenth block is for validation, until that has `most` tokens."""
-    block, stream = block or min(4096, len(stream) // 40), np.array(stream)
-    chosen = np.arange(len(stream)) // block % 10 == 9
-    chosen &= np.cumsum(chosen) <= most
-    return stream[chosen].tolist(), stream[~chosen].tolist()
+def divided(stream, validation=None):
+    """(validation, training) of a text's tokens: a tenth from its beginning, or so many."""
+    validation = len(stream) // 10 if validation is None else validation
+    return stream[:validation], stream[validation:]
 
 
 # ----------------------------------------------------------------------------- what the shards hold
 
-@pytest.mark.parametrize("shard_size, most, kind", [(97, None, "npy"), (1000, 333, "bin"),
-                                                    (2500, 10**6, "npy"), (10**8, None, "bin"),
-                                                    (10**8, 7, "npy")])
-def test_shards_are_the_stream_and_every_tenth_block_is_for_validation(shard_size, most, kind, gpt2, text):
+@pytest.mark.parametrize("shard_size, validation, kind", [
+    (97, None, "npy"), (1000, 333, "bin"), (2500, 2500, "npy"), (10**8, None, "bin"), (10**8, 7, "npy"),
+    (300, 1001, "npy")])
+def test_shards_are_the_text_in_its_order_and_its_beginning_is_for_validation(shard_size, validation, kind,
+                                                                              gpt2, text):
     prepare("--input", text, "--out", "out", "--shard_size", shard_size, "--workers", 3, "--format", kind,
-            *(["--val_tokens", most] if most else []))
-    assert both("out") == in_blocks(stream_of(gpt2, DOCUMENTS), most or shard_size)
-    *full, last = lengths("out", "train")
-    assert {*full} <= {shard_size} and last <= shard_size
+            *(["--val_tokens", validation] if validation else []))
+    assert both("out") == divided(stream_of(gpt2, DOCUMENTS), validation)
+    for split in ("val", "train"):
+        *full, last = lengths("out", split)
+        assert {*full} <= {shard_size} and last <= shard_size
     names = sorted(contents("out"))
     assert names[:2] == ["manifest.json", f"text_train_000001.{kind}"] and f"text_val_000000.{kind}" in names
-    assert len(names) == 1 + len(full) + 1 + len(lengths("out", "val"))
+    assert len(names) == 1 + len(lengths("out", "val")) + len(lengths("out", "train"))
+
+
+def test_a_tenth_is_for_validation_but_no_more_than_a_limit_and_that_is_looked_at_first(gpt2, text,
+                                                                                       monkeypatch):
+    """The limit is 10 million tokens. Of a long text no more is read than ten times that before the first
+    shard is written; and its tenth does not depend on what is behind it."""
+    assert fineweb.MOST_VALIDATION == 10_000_000
+    monkeypatch.setattr(fineweb, "MOST_VALIDATION", 100)
+    stream, fed, fed_before = stream_of(gpt2, DOCUMENTS), [0], []
+    encode_files, write = fineweb.encode_files, ShardWriter.write
+
+    def counted(*args):
+        for file, tokens in encode_files(*args):
+            fed[0] += len(tokens)
+            yield file, tokens
+
+    def watched(*args):
+        fed_before.append(fed[0])
+        write(*args)
+    monkeypatch.setattr(fineweb, "encode_files", counted)
+    monkeypatch.setattr(ShardWriter, "write", watched)
+    prepare("--input", text, "--out", "out")
+    assert both("out") == divided(stream, 100)
+    assert 1000 <= fed_before[0] < 2000 < len(stream)
+    fed[0] = 0
+    prepare("--input", text, "--out", "told", "--val_tokens", 50)
+    assert fed_before[2] < 900, "only a tenth has to be counted first"
+    for limit, validation in ((999, 99), (1000, 100), (1001, 100), (5000, 100)):
+        prepare("--input", text, "--out", f"{limit}", "--max_tokens", limit)
+        assert both(f"{limit}") == divided(stream[:limit], validation)
 
 
 def test_defaults_are_those_of_the_help_and_the_last_lines_count_what_is_there(text, tmp_path, capsys):
     prepare("--input", text, "--out", "out")
     found, printed = json.loads(Path("out/manifest.json").read_text()), capsys.readouterr().out.splitlines()
-    want = {"shard_size": 10**8, "val_tokens": 10**8, "max_tokens": None, "text_field": "text",
+    want = {"version": 4, "shard_size": 10**8, "val_tokens": None, "max_tokens": None, "text_field": "text",
             "format": "npy", "separator": "", "tsv_quotes": False, "complete": True}
-    assert {key: found[key] for key in want} == want and "workers" not in found
+    assert {key: found[key] for key in want} == want and not {"workers", "encoder"} & {*found}
     val, train = map(len, both("out"))
+    assert found["validation"] == val == (val + train) // 10
     assert printed[-2] == f"out: 2 shards complete, {val:,} tokens for validation and {train:,} for training"
     before = contents("out")
     prepare("--input", text.name, "--out", tmp_path / "out", "--workers", 3)    # by another path the same
     assert contents("out") == before
     prepare("--input", text, "--out", "a/new/folder", "--max_tokens", 2010)
-    assert json.loads(Path("a/new/folder/manifest.json").read_text())["val_tokens"] == 201
-    assert len(tokens_in("a/new/folder", "val") + tokens_in("a/new/folder", "train")) == 2010
+    assert [*map(len, both("a/new/folder"))] == [201, 1809]
 
 
 @pytest.mark.parametrize("flags, threads", [(["--workers", 4], 4), ([], 3)])
@@ -106,6 +136,9 @@ def test_so_many_threads_encode_as_workers_says_or_as_this_process_has_cores(fla
 
     class Watched:
         gigatoken, separator = encoder.gigatoken, encoder.separator
+
+        def __init__(self, name):
+            pass
 
         def encode(self, row):
             if threading.get_ident() not in of_threads:       # each waits until all of them have work
@@ -121,22 +154,23 @@ def test_so_many_threads_encode_as_workers_says_or_as_this_process_has_cores(fla
 
 @settings(FAST, max_examples=40)
 @given(st.data())
-def test_wherever_shards_blocks_files_and_rows_end_no_token_is_lost(gpt2, tmp_path_factory, data):
+def test_wherever_shards_validation_files_and_rows_end_no_token_is_lost(gpt2, tmp_path_factory, data):
     some = st.lists(st.sampled_from(DOCUMENTS[4:60]), max_size=12)
     files = data.draw(st.lists(some, min_size=1, max_size=3))
     folder = tmp_path_factory.mktemp("any")
     stream = stream_of(gpt2, sum(files, []))
     limit = data.draw(st.integers(200, 3000))
-    size, most = data.draw(st.integers(1, 700)) + len(stream) // 40, data.draw(st.integers(1, 199))
+    size = data.draw(st.integers(1, 700)) + len(stream) // 40
+    validation = data.draw(st.none() | st.integers(1, 199))
     paths = [written(folder / f"{i}.{kind}", texts) for i, (texts, kind) in
              enumerate(zip(files, ("jsonl", "parquet", "csv"), strict=False))]
-    flags = ["--input", *paths, "--out", folder / "out", "--shard_size", size, "--val_tokens", most,
-             "--max_tokens", limit]
-    if min(len(stream), limit) < 200:
-        refuses(*flags, said="tokens")
+    flags = ["--input", *paths, "--out", folder / "out", "--shard_size", size, "--max_tokens", limit,
+             *(["--val_tokens", validation] if validation else [])]
+    if len(stream) <= (validation or 199):
+        refuses(*flags, said="training" if validation else "tokens")
         return
     prepare(*flags)
-    assert both(folder / "out") == in_blocks(stream[:limit], most)
+    assert both(folder / "out") == divided(stream[:limit], validation)
 
 
 def test_a_text_of_200_tokens_is_divided_and_a_shorter_one_is_too_short(tmp_path, monkeypatch):
@@ -144,6 +178,7 @@ def test_a_text_of_200_tokens_is_divided_and_a_shorter_one_is_too_short(tmp_path
     Path("a.txt").write_text(" a" * 198)
     refuses("--input", "a.txt", "--out", "out", said="199 tokens")
     assert not Path("out").exists()
+    refuses("--input", "a.txt", "--val_tokens", 199, "--out", "none", said="--val_tokens")
     Path("a.txt").write_text(" a" * 199)
     prepare("--input", "a.txt", "--out", "out")
     assert (lengths("out", "val"), lengths("out", "train")) == ([20], [180])
@@ -157,7 +192,7 @@ def test_val_input_takes_whole_files_for_validation(gpt2, text):
     assert both("out") == (stream_of(gpt2, ["one\n\ntwo", *DOCUMENTS[:20]]), stream_of(gpt2, DOCUMENTS))
     assert {*lengths("out", "val")[:-1], *lengths("out", "train")[:-1]} == {500}
     Path("val/none.txt").touch()
-    refuses("--input", text, "--val_input", "val/none.txt", "--out", "other", said="none for validation")
+    refuses("--input", text, "--val_input", "val/none.txt", "--out", "other", said="for validation")
     for flags in (["--input", "val/none.txt"], ["--input", "val/a.txt", "--max_tokens", 200]):
         refuses(*flags, "--val_input", text, "--out", f"out {len(flags)}", said="for training")
 
@@ -174,13 +209,13 @@ def test_files_folders_and_globs_are_read_in_order_and_other_kinds_left_alone(gp
     want = stream_of(gpt2, [*DOCUMENTS[50:100], *DOCUMENTS[:50], *DOCUMENTS[100:150], "upper case"])
     for i, flags in enumerate((["in"], ["in/*"], ["in/a*", "in/b.jsonl", "--input", "in/[cd]*"])):
         prepare("--input", *flags, "--out", f"{i}", "--val_tokens", 1)
-        assert both(f"{i}") == in_blocks(want, 1)
+        assert both(f"{i}") == divided(want, 1)
     end = stream_of(gpt2, ["deep", "no"])
     prepare("--input", "in/**", "--out", "all", "--val_tokens", 1)
     assert tokens_in("all", "train")[-len(end):] == end
     Path("in/deep/f.jsonl").write_text('{"body": "deeper"}\n' * 99)
     prepare("--input", "in/deep/f.jsonl", "--text_field", "body", "--out", "body")
-    assert both("body") == in_blocks(stream_of(gpt2, ["deeper"] * 99), 99)
+    assert both("body") == divided(stream_of(gpt2, ["deeper"] * 99))
 
 
 def test_a_large_document_and_chinese_without_spaces(gpt2, tmp_path, monkeypatch):
@@ -192,21 +227,21 @@ def test_a_large_document_and_chinese_without_spaces(gpt2, tmp_path, monkeypatch
     tokens = open_shard(tmp_path / "out/text_train_000001.npy")
     one, two = gpt2.encode_ordinary(line), gpt2.encode_ordinary(chinese)
     assert len(tokens) + 1 == 2 + len(one) * 400_000 + len(two) * 100_000
-    assert tokens[:1 + len(one)].tolist() == [50256, *one] and tokens[-len(two):].tolist() == two
+    assert tokens[:len(one)].tolist() == one and tokens[-len(two):].tolist() == two
 
 
-def test_a_runs_memory_does_not_grow_with_its_text_and_a_long_text_has_large_blocks(tmp_path, monkeypatch):
+def test_a_runs_memory_does_not_grow_with_its_text(tmp_path, monkeypatch):
     monkeypatch.setattr(runtime.text, "BLOCK", 1 << 20)
     line = "To be, or not to be: that is the question.\n" * 1000
     with open(tmp_path / "a.txt", "w") as file:
-        for i in range(1500):                                                   # 65 MB
+        for i in range(1500):                                                   # 65 MB, 39 MB of tokens
             file.write(f"{i}\n{line}")
-    with little_memory(60):
+    with little_memory(36):
         prepare("--input", tmp_path / "a.txt", "--out", tmp_path / "out", "--workers", 1)
-    val, train = (open_shard(tmp_path / f"out/text_{name}.npy") for name in ("val_000000", "train_000001"))
-    assert len(val) == (len(val) + len(train)) // 40_960 * 4096
+    val, train = lengths(tmp_path / "out", "val"), lengths(tmp_path / "out", "train")
+    assert val == [(val[0] + train[0]) // 10] and train[0] > 15_000_000
     path = tmp_path / "out/text_train_000001.npy"
-    with open(path, "r+b") as file:                           # its 38 MB are compared from end to end
+    with open(path, "r+b") as file:                           # its 35 MB are compared from end to end
         file.seek(20_000_000)
         byte = file.read(1)[0]
         file.seek(20_000_000)
@@ -217,17 +252,17 @@ def test_a_runs_memory_does_not_grow_with_its_text_and_a_long_text_has_large_blo
 # ----------------------------------------------------------------------------- kills
 
 @pytest.mark.parametrize("flags, ways", [
-    ("--val_tokens 900", ("half", "after")),
+    ("--val_tokens 1600", ("half", "after")),
     ("--val_tokens 700 --max_tokens 4000 --separator :", ("after", "half")),
-    ("--val_input val.csv", ("half", "after"))])
+    ("--val_input val.csv", ("half", "after")), ("", ("after", "half"))])
 def test_wherever_it_is_killed_the_same_command_ends_with_the_same_bytes(flags, ways, text, tmp_path):
-    """At each rename: the manifest's, then a step's of a training shard, one of validation, the manifest."""
+    """At each rename: the manifest's, then in turn those of a shard and of the manifest that lists it."""
     (tmp_path / "b.txt").write_text((ROOT / "input.txt").read_text(encoding="utf-8")[:5000])
     written(tmp_path / "c.parquet", DOCUMENTS[:90])
     written(Path("val.csv"), DOCUMENTS[:40])
     flags = ["--input", "b.txt", "a.jsonl", "c.parquet", *flags.split(), "--shard_size", 1500]
     prepare(*flags, "--out", "whole")
-    assert len(contents("whole")) > 5 and {*lengths("whole", "train")[:-1]} == {1500}
+    assert len(contents("whole")) > 4 and {*lengths("whole", "train")[:-1]} == {1500}
     kills = [[(n, ways[n % 2]), *flags, "--out", f"out{n}"] for n in range(1, 9)]
     kills += [[moment, *flags, "--out", "again"] for moment in ((4, "after"), (2, "half"), (3, "half"))]
     ends = [kill[1:] for kill in kills[:-2]]
@@ -247,7 +282,7 @@ def test_what_is_complete_is_left_alone_and_only_leftovers_of_the_command_are_re
     prepare("--input", text, "--out", "out")
     assert {*others} < {*contents("out")} and not {*ours} & {*contents("out")}
     before = {path: path.stat().st_mtime_ns for path in Path("out").iterdir()}
-    monkeypatch.setattr(fineweb, "encoded", None)
+    monkeypatch.setattr(fineweb, "encode_files", None)
     prepare("--input", text, "--out", "out", "--workers", 3)
     assert before == {path: path.stat().st_mtime_ns for path in Path("out").iterdir()}
 
@@ -262,6 +297,7 @@ def test_other_settings_or_another_text_are_refused_and_change_nothing(text):
     for name, value in (("shard_size", 2001), ("text_field", "id"), ("format", "bin"), ("max_tokens", 4000),
                         ("input", "b.jsonl"), ("val_tokens", 501)):
         refuses(*flags, f"--{name}", value, said=f"out {name}")
+    refuses(*flags[:2], *flags[4:], said="out val_tokens")                       # a tenth is another number
     refuses(*flags[:2], *flags[4:], "--val_input", "b.jsonl", said="out input")
     for at in (0, -1):                            # the same name and size
         written(text, DOCUMENTS[:at] + [DOCUMENTS[at].swapcase()] + DOCUMENTS[at:][1:])
@@ -275,7 +311,8 @@ def test_other_settings_or_another_text_are_refused_and_change_nothing(text):
 
 
 @pytest.mark.parametrize("old, new", [
-    ('"cursor": [', '"cursor": [1,'), ('"block"', '"other"'), ('"tokens": 1500', '"tokens": 1'),
+    ('"cursor": [', '"cursor": [1,'), ('"cursor": [', '"cursor": [-'), ('"validation"', '"other"'),
+    ('"tokens": 1500', '"tokens": 1'), ('"split": "val"', '"split": "train"'),
     ("text_v", "../text_v"), ("text_v", "sub/text_v"), ("text_v", "none_v"), ("}\n ]", "}"), (None, None)])
 def test_a_damaged_manifest_or_another_folders_shards_are_refused(old, new, text):
     flags = ["--input", text, "--out", "out", "--shard_size", 1500]
@@ -294,11 +331,40 @@ def test_a_damaged_manifest_or_another_folders_shards_are_refused(old, new, text
     assert contents("out") == want
 
 
-def test_text_that_cannot_be_read_leaves_whole_shards_that_the_manifest_lists(text, monkeypatch):
+def test_a_manifest_of_an_earlier_version_is_refused_and_its_shards_are_trained_on_as_before(text, capsys):
+    flags = ["--input", text, "--out", "out", "--shard_size", 1500]
+    prepare(*flags)
+    path = Path("out/manifest.json")
+    found = json.loads(path.read_text())
+    del found["validation"]
+    for complete in (True, False):
+        path.write_text(json.dumps(found | {"version": 3, "block": 183, "complete": complete}))
+        want = contents("out")
+        refuses(*flags, said="out 3 4 choose another --out")
+        assert contents("out") == want
+    capsys.readouterr()
+    prepare("--verify", "out")
+    assert "as they were written" in capsys.readouterr().out
+    train(*"--data out --out log --n_layer 1 --n_head 1 --n_embd 4 --block_size 8 --total_batch_size 16 "
+          "--max_steps 1 --device cpu --sample_every 0 --hellaswag_every 0 --val_tokens 8".split())
+
+
+@pytest.mark.parametrize("flags, name", [("", "auto"), ("--encoder tiktoken", "tiktoken"),
+                                         ("--encoder gigatoken", "gigatoken")])
+def test_the_encoder_is_the_one_that_is_asked_for(flags, name, text, encoder, monkeypatch):
+    """And another one may continue a folder: their tokens are the same."""
+    asked = []
+    monkeypatch.setattr(fineweb, "Encoder", lambda name: asked.append(name) or encoder)
+    prepare("--input", text, "--out", "out", *flags.split())
+    assert asked == [name]
+    prepare("--input", text, "--out", "out", "--encoder", "tiktoken")
+
+
+def test_text_that_cannot_be_read_leaves_whole_shards_that_the_manifest_lists(text):
     """And none if it comes early: then the folder is not bound to that text."""
-    monkeypatch.setattr(fineweb, "VAL_BLOCK", 20)             # less is looked at before a shard is begun
     Path("late.txt").write_bytes("café".encode("latin-1") * 50)
-    refuses("--input", text, "late.txt", "--shard_size", 900, "--workers", 1, "--out", "out", said="late.txt")
+    refuses("--input", text, "late.txt", "--shard_size", 900, "--workers", 1, "--val_tokens", 500, "--out",
+            "out", said="late.txt")
     shards = json.loads(Path("out/manifest.json").read_text())["shards"]
     assert {shard["file"] for shard in shards} == {path.name for path in Path("out").glob("*.npy")}
     assert len(shards) > 4
@@ -308,13 +374,15 @@ def test_text_that_cannot_be_read_leaves_whole_shards_that_the_manifest_lists(te
     prepare("--input", text, "--out", "new", "--shard_size", 3000)
 
 
-@pytest.mark.parametrize("size, said", [(100, "manifest.json"), (5000, "text_train_000001.npy")])
-def test_a_full_disk_is_one_line_and_the_same_command_goes_on(size, said, text, tmp_path):
+@pytest.mark.parametrize("size, more, said", [
+    (100, "--val_tokens 500", "manifest.json"), (5000, "--val_tokens 500", "text_train_000001.npy"),
+    (100, "", "temporary file"), (12_000, "", "temporary file")])
+def test_a_full_disk_is_one_line_and_the_same_command_goes_on(size, more, said, text, tmp_path):
     resource = pytest.importorskip("resource")
-    flags = ["--input", text, "--shard_size", 4000, "--out"]
+    flags = ["--input", text, "--shard_size", 4000, *more.split(), "--out"]
     full = functools.partial(resource.setrlimit, resource.RLIMIT_FSIZE, (size, size))
     refused(lambda: script("fineweb.py", *flags, "out", before=[full]), "fineweb.py: ", said, failed=True)
-    assert not [path for path in Path("out").iterdir() if path.suffix in (".npy", ".tmp")]
+    assert not [path for path in Path().glob("out/*") if path.suffix == ".tmp"]
     for out in ("out", "whole"):
         prepare(*flags, out)
     assert contents("out") == contents("whole")
@@ -450,7 +518,7 @@ def test_a_killed_run_ends_with_the_files_of_the_revision_it_began_with(gpt2, tm
         hub.file = watched
         sha, _ = hub.put("me/books", {"README.md": readme} | books, {"README.md": readme})
         killed = several(tmp_path, hub.env, *([moment, *run] for moment in (
-            (5, "half"), (3, "half", "rename"), (3, "half"), (4, "after"))))
+            (5, "half"), (2, "half", "rename"), (3, "half"), (4, "after"))))
         first = json.loads((out / "manifest.json").read_text())
         assert [one.returncode for one in killed] == [-9] * 4
         assert first["revision"] == sha and not first["complete"] and first["shards"]
@@ -462,15 +530,35 @@ def test_a_killed_run_ends_with_the_files_of_the_revision_it_began_with(gpt2, tm
         assert begun > 0 and not any(f"resolve/{sha}/{name}" in path for path in hub.asked
                                      for name in names[:begun])           # those are done
         assert not (out / ".download").exists()
-        assert both(out) == in_blocks(stream_of(gpt2, sum(TALES, [])), 300)
+        assert both(out) == divided(stream_of(gpt2, sum(TALES, [])), 300)
         hub.put("me/books", {"README.md": readme} | books)
         other, whole, test = several(tmp_path, hub.env, [*run, "--split", "test"], flags[:-1],
                                      [*flags[:-1], "--split", "test"])
         assert whole.returncode == 0 and contents(out) == contents(tmp_path / "books-tales")
         refused(lambda: other, "out", "split")
-        assert both(tmp_path / "books-tales-test") == in_blocks(stream_of(gpt2, TALES[1]), 300), test
+        assert both(tmp_path / "books-tales-test") == divided(stream_of(gpt2, TALES[1]), 300), test
     assert max(at_once) <= 2, "a file is removed before the next but one is fetched"
     prepare(*flags, out)                          # a complete folder needs no network
+
+
+def test_downloads_that_a_kill_has_left_are_removed(tmp_path):
+    """But for the two files that are read and fetched next."""
+    left, seen = tmp_path / "one/.download", []
+    left.mkdir(parents=True)
+    for name in ("1.jsonl", "2.jsonl", "3.jsonl"):
+        (left / name).write_text("half")
+    with Hub() as hub:
+        hub.put("me/one", {f"{i}.jsonl": file_of("a.jsonl", TALES[i], tmp_path) for i in range(4)})
+        send = hub.file
+
+        def watched(sha, data, span):
+            if data is not None:
+                seen.append({path.name for path in left.glob("*.jsonl")})
+            return send(sha, data, span)
+        hub.file = watched
+        done, = several(tmp_path, hub.env, ["--dataset", "me/one"])
+    assert done.returncode == 0 and seen and all(len(names) <= 2 for names in seen), seen
+    assert seen[0] <= {"0.jsonl", "1.jsonl"}
 
 
 def test_fineweb_is_the_default_and_its_first_tokens_are_for_validation(gpt2, tmp_path):
@@ -530,10 +618,10 @@ def test_a_hub_out_of_reach_is_a_failure_of_the_run_and_the_command_goes_on_late
         hub.put("me/one", {f"{i}.jsonl": file_of("a.jsonl", 9 * TALES[i], tmp_path) for i in range(3)})
         hub.answers = {"resolve/.*/2.jsonl": (500, {})}
         flags = ["--dataset", "me/one", "--shard_size", 900, "--val_tokens", 100]
-        failed, = several(tmp_path, hub.env, flags, VAL_BLOCK=20)
+        failed, = several(tmp_path, hub.env, flags)
         assert json.loads((tmp_path / "one/manifest.json").read_text())["shards"]
         hub.answers.clear()
-        done = several(tmp_path, hub.env, flags, [*flags, "--out", "whole"], VAL_BLOCK=20)
+        done = several(tmp_path, hub.env, flags, [*flags, "--out", "whole"])
     failed.stderr = failed.stderr[failed.stderr.index("fineweb.py: "):]         # the library tells each try
     refused(lambda: failed, "2.jsonl", failed=True)
     assert [run.returncode for run in done] == [0, 0], done

@@ -27,7 +27,7 @@ THREE_ROWS = b'1\t"I went home.\n2\tIt rained.\n3\tThen I slept."\n'
 @pytest.fixture(autouse=True)
 def one_encoder(encoder, monkeypatch, tmp_path):
     """Made once for all runs in this process; each test has a folder of its own."""
-    monkeypatch.setattr(fineweb, "Encoder", lambda: encoder)
+    monkeypatch.setattr(fineweb, "Encoder", lambda name: encoder)
     monkeypatch.chdir(tmp_path)
     Path("val.txt").write_text("word " * 300)
 

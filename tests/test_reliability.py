@@ -221,7 +221,7 @@ def test_a_second_run_in_the_same_folder_is_refused(byte_data, whole, tmp_path, 
     first = lock_folder(tmp_path / "log")
     refused(lambda: train(*flags), tmp_path / "log")
     assert [path.name for path in (tmp_path / "log").iterdir()] == [".train_gpt2.lock"]
-    first.lock.release()
+    first.release()
 
     def locked_after_a_save(out):           # by a run that ends while this one is set up
         shutil.copy(checkpoints(whole())[0][1], out)
