@@ -68,7 +68,8 @@ def parts_of_tokens(vocab_size: int) -> torch.Tensor:
                 text = token.decode()
             except UnicodeDecodeError:
                 continue
-            stem, forms[i] = stem_and_form(text)
+            stem, form = stem_and_form(text)
+            forms[i] = form
             if stem:                            # that of white space is empty: it keeps its own
                 stems[i] = stem
 
@@ -104,7 +105,7 @@ def bigram_hash(tokens, rows):
 # numbers of each head instead.
 
 def first_shifted_head(n_head: int) -> int:
-    """The heads from this one on have shifted keys: half of them, or one more than the others."""
+    """The heads from this one on have shifted keys: half of all heads, rounded up."""
     return n_head // 2
 
 

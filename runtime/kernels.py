@@ -2,7 +2,7 @@
 
 The logits of a step are its largest tensor: 50,304 for each token. Here those of `chunk` tokens are
 computed, turned into loss and gradients, and forgotten, before the next are. Compiled models and
-GPUs use F.cross_entropy instead.
+GPUs use F.cross_entropy instead. Beside it stands matmul_dtype, which all models use, too.
 
 Shapes: N tokens in all, n of them at a time, C = n_embd, V = vocab_size.
 """

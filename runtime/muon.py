@@ -89,7 +89,7 @@ class Muon(torch.optim.Optimizer):
         first = self.rank * share
         own_params = params[first:first + share]
 
-        # torch._foreach functions take one launch for all matrices.
+        # Functions of torch._foreach, which torch documents, take one launch for all matrices.
         momentum = []
         if own_params:
             buffers = [self.momentum_buffer(p) for p in own_params]
