@@ -963,8 +963,8 @@ BREAKS = [
     Break("old-manifest", "a folder of an earlier version is continued with another rule for validation",
           "tests/test_fineweb.py::test_a_manifest_of_an_earlier_version_is_refused_and_its_shards_are_tra"
           "ined_on_as_before",
-          [("runtime/shards.py", 'if found.get("version") != settings["version"]:',
-            'if not found.get("version"):'),
+          [("runtime/shards.py", 'if found["version"] != settings["version"]:',
+            'if not found["version"]:'),
            ("runtime/shards.py", "for key, value in settings.items(): if found.get(key) != value",
             'for key, value in settings.items():\n            if key != "version" and found.get(key) != '
             'value'),
