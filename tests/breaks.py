@@ -771,8 +771,8 @@ BREAKS = [
             "return os.cpu_count()")]),
     Break("zero-is-default", "--shard_size 0, --max_tokens 0 mean their defaults, silently",
           "tests/test_fineweb.py::test_a_mistake_is_a_users_and_writes_nothing",
-          [("fineweb.py", "if not 1 <= value <= LARGEST[name]",
-            "if not 0 <= value <= LARGEST[name]")]),
+          [("fineweb.py", "for name, value in vars(args).items() if value is not None}",
+            "for name, value in vars(args).items() if value}")]),
     Break("name-of-other-dataset", "--dataset X without --name reads X's configuration sample-10BT",
           "tests/test_fineweb.py::test_a_hub_out_of_reach_is_a_failure_of_the_run_and_the_command_goes_on"
           "_later",
