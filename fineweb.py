@@ -10,7 +10,8 @@ A shard is a 1-D array of uint16 GPT-2 tokens, each document preceded by <|endof
 `*_train_000001.npy`, `*_val_000000.npy`; or with --format bin the .bin of llm.c and modded-nanogpt.
 
 Validation is the beginning of the text: a tenth of it, at most 10 million tokens; of FineWeb,
-which is shuffled, the first shard. A run that was killed is continued by the same command. """
+which is shuffled, the first shard. A run that was killed is continued by the same command.
+"""
 # first, because it refuses an old Python in one line
 from runtime.cli import FlagParser, UserError, print_error, run_command
 

@@ -3,7 +3,8 @@
 Both classes have the same three members: `settings`, which the manifest records and which tell
 this text from every other one; `prefix`, with which the names of its shards begin; and
 `files(first)`, which yields (number, path, name for messages) of the files of text from number
-`first` on. """
+`first` on.
+"""
 import glob
 import hashlib
 import os
@@ -184,8 +185,10 @@ class HubDataset:
         check_layout(self.layout, names)
 
         # A killed run may have left others than the two that are read and fetched now.
-        for name in names[:first] + names[first + 2:]:
-            (self.folder / name).unlink(missing_ok=True)
+        for path in self.folder.glob("**/*"):
+            name = path.relative_to(self.folder).as_posix()
+            if kind_of(path) and name not in names[first:first + 2]:
+                path.unlink()
 
         upcoming = None
         for number in range(first, len(names)):

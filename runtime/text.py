@@ -1,8 +1,8 @@
 """Files of text -> documents, in UTF-8.
 
 Memory stays small, whatever the size of a file: about a megabyte of it is read at a time. A
-reader here takes
-the path of a file and yields pairs: (whether a document begins, its text or the next piece of it).
+reader here takes the path of a file and yields pairs: (whether a document begins, its text or
+the next piece of it).
 """
 import csv
 import io
