@@ -10,7 +10,8 @@ A shard is a 1-D array of uint16 GPT-2 tokens, each document preceded by <|endof
 `*_train_000001.npy`, `*_val_000000.npy`; or with --format bin the .bin of llm.c and modded-nanogpt.
 
 Validation is the beginning of the text: a tenth of it, at most 10 million tokens; of FineWeb,
-which is shuffled, the first shard. A run that was killed is continued by the same command. """
+which is shuffled, the first shard. A run that was killed is continued by the same command.
+"""
 # first, because it refuses an old Python in one line
 from runtime.cli import FlagParser, UserError, print_error, run_command
 
@@ -78,6 +79,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         value = getattr(args, name)
         if not 1 <= value <= LARGEST[name]:
             raise UserError(f"--{name} {value} is out of range: give 1 to {LARGEST[name]}")
+    # A folder named after the text would be a guess, and may exist.
     if args.input and not args.out:
         raise UserError("--input needs --out: give the output folder of the shards")
     if args.val_tokens and args.val_input:
@@ -86,6 +88,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         raise UserError(f"--val_tokens {args.val_tokens} must be less than --max_tokens "
                         f"{args.max_tokens}, which counts them, too: give fewer")
 
+    # Now the others get their defaults.
     for name, value in DEFAULTS.items():
         if name not in given:
             setattr(args, name, value)
@@ -107,39 +110,41 @@ def make_parser() -> FlagParser:
     def flag(name, help, **how):
         parser.add_argument(name, help=help, **how)
 
-    flag("--dataset", "text dataset of the Hugging Face hub (default "
-                      "FineWeb-Edu)", metavar="OWNER/NAME")
+    flag("--dataset", "text dataset of the Hugging Face hub (default FineWeb-Edu)",
+         metavar="OWNER/NAME")
     flag("--name", "configuration of --dataset, where it has several", metavar="CONFIG")
     flag("--split", "split of --dataset (default train)")
-    flag("--input", "your own text: files, folders and globs of .txt or .md (a file is a "
-                    "document), .jsonl, .ndjson or .json (a line is one), .csv, .tsv or "
-                    ".parquet (a row is one), also .txt.gz, .jsonl.zst and so "
-                    "on", nargs="+", action="extend", metavar="PATH")
-    flag("--val_input", "other files, which are for validation in place of the beginning of "
-                        "--input",
+    flag("--input",
+         "your own text: files, folders and globs of .txt or .md (a file is a document), .jsonl, "
+         ".ndjson or .json (a line is one), .csv, .tsv or .parquet (a row is one), also .txt.gz, "
+         ".jsonl.zst and so on", nargs="+", action="extend", metavar="PATH")
+    flag("--val_input",
+         "other files, which are for validation in place of the beginning of --input",
          nargs="+", action="extend", metavar="PATH")
     flag("--text_field", "column or field that holds the text (default text)", metavar="NAME")
-    flag("--separator", "what stands between the documents of a .txt or .md, as in --separator "
+    flag("--separator",
+         "what stands between the documents of a .txt or .md, as in --separator "
          "'<|endoftext|>' (default: a file is one document)", metavar="TEXT")
-    flag("--tsv_quotes", "cells of a .tsv may stand in quotation marks, as in a .csv (default: "
-                         "a quotation mark is text)", action="store_true", default=None)
-    flag("--pretokenized", "fetch the first N published training shards, of 200 MB each", type=int,
-         metavar="N")
+    flag("--tsv_quotes",
+         "cells of a .tsv may stand in quotation marks, as in a .csv (default: a quotation mark "
+         "is text)", action="store_true", default=None)
+    flag("--pretokenized", "fetch the first N published training shards, of 200 MB each",
+         type=int, metavar="N")
     flag("--out", "output folder (default edu_fineweb10B, or --dataset's name; required with "
-                  "--input)")
+         "--input)")
     flag("--shard_size", "tokens of a shard (default 100000000)", type=int)
-    flag("--val_tokens", "how many tokens from the beginning of the text are for validation "
-                         "(default: a tenth, at most 10000000; of FineWeb the first "
-                         "shard)", type=int)
-    flag("--max_tokens", "stop after so many tokens, validation included (default: no "
-                         "limit)", type=int)
+    flag("--val_tokens",
+         "how many tokens from the beginning of the text are for validation (default: a tenth, "
+         "at most 10000000; of FineWeb the first shard)", type=int)
+    flag("--max_tokens", "stop after so many tokens, validation included (default: no limit)",
+         type=int)
     flag("--workers", "threads that encode (default: one for each core)", type=int)
-    flag("--encoder", "who encodes: auto is gigatoken where it is installed, else tiktoken, "
-                      "which is the reference and much slower (default "
-                      "auto)", choices=["auto", "gigatoken", "tiktoken"])
+    flag("--encoder",
+         "what encodes: auto is gigatoken where it is installed, else tiktoken, which is the "
+         "reference and much slower (default auto)", choices=["auto", "gigatoken", "tiktoken"])
     flag("--format", "NumPy's files or llm.c's (default npy)", choices=["npy", "bin"])
-    flag("--verify", "compare all shards of a folder with the SHA-256 in its "
-                     "manifest", metavar="DIR")
+    flag("--verify", "compare all shards of a folder with the SHA-256 in its manifest",
+         metavar="DIR")
     return parser
 
 
@@ -152,6 +157,7 @@ def check_combination(given: set[str]) -> None:
                 raise UserError(f"--{name} cannot be combined with --{main_flag}: leave one of "
                                 f"them out")
             return
+
     # Without any of them the text is FineWeb-Edu.
     for name in sorted(given - TEXT_FLAGS):
         needed = "--dataset"
@@ -214,6 +220,7 @@ def encode_files(files: Iterable, layout: Layout, encoder: Encoder, threads: int
     try:
         for number, row in rows:
             waiting.append((number, pool.submit(encoder.encode, row)))
+
             # The reader is faster than the encoders: more rows would only fill the memory.
             if len(waiting) > 4 * threads:
                 oldest, future = waiting.popleft()
@@ -249,6 +256,8 @@ class TokenStream:
             if row is None:
                 return None
             file, tokens = row
+
+            # Tokens are counted anew in each file.
             if file != self.cursor[0]:
                 self.cursor = (file, 0)
                 self.skip = 0
@@ -338,6 +347,7 @@ def choose_validation(writer: ShardWriter, rows: Rows) -> Rows:
     settings = writer.manifest
     if settings["validation"] is not None:
         return rows
+
     # Whole files are for validation, and so nothing of the others.
     if settings.get("val_input"):
         settings["validation"] = 0
@@ -345,6 +355,7 @@ def choose_validation(writer: ShardWriter, rows: Rows) -> Rows:
     if settings["val_tokens"] is not None:
         settings["validation"] = settings["val_tokens"]
         return rows
+
     # Of FineWeb it is the first shard, as in build-nanogpt.
     if settings.get("dataset") in FINEWEB:
         settings["validation"] = settings["shard_size"]
@@ -408,6 +419,7 @@ def fetch_published(count: int, out: Path) -> None:
             infos = hub.HfApi().get_paths_info(PRETOKENIZED, names, repo_type="dataset")
             shards = [{"file": info.path, "sha256": info.lfs.sha256} for info in infos]
             out.mkdir(parents=True, exist_ok=True)
+
             # The manifest comes first, so that after a kill the shards are known as these.
             write_manifest(out, {"pretokenized": PRETOKENIZED, "shards": shards})
             for name in missing:
@@ -435,6 +447,7 @@ def verify(folder: Path) -> None:
     if bad:
         raise UserError(f"{folder}: {len(bad)} of {len(recorded)} shards are damaged or missing, "
                         f"{', '.join(bad)}: restore them, or remove the folder and make it again")
+    # Shards that were put there by hand, say, are no mistake.
     unknown = [name for name in shard_names(folder) if name not in recorded]
     line = f"{folder}: {len(recorded)} shards are as they were written"
     if unknown:
@@ -461,6 +474,7 @@ def next_command(out: Path, val: list[int], train: list[int]) -> str:
     block_size = BLOCK_SIZES[preset]
     while block_size > longest:
         block_size //= 2
+
     # Below this a model learns letters at best.
     if block_size < 16:
         return (f"{out}: the shards are too short to train on: make longer ones of more text, in "

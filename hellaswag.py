@@ -34,6 +34,7 @@ def load_examples(path: str | Path | None = None) -> list[dict]:
         text = read_text(path, errors="strict")
 
     examples = []
+
     # Not str.splitlines, which also cuts at U+2028 and other characters that JSON may hold.
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
@@ -63,6 +64,7 @@ def check_example(row: dict, where: str) -> dict:
     try:
         ctx = row["ctx"]
         endings = row["endings"]
+
         # The hub has "1", other files have 1, and 1.5 is a mistake.
         label = int(str(row["label"]))
     except (KeyError, TypeError, ValueError):
@@ -102,6 +104,8 @@ def make_batches(examples: list[dict], block_size: int, batch_size: int = 32
     """
     rendered = [(render_example(example), example["label"]) for example in examples]
     rendered.sort(key=longest_row, reverse=True)
+
+    # The four rows of an example stay in one batch.
     n = max(1, batch_size // 4)
     return [make_batch(rendered[i:i + n], block_size) for i in range(0, len(rendered), n)]
 
@@ -117,12 +121,15 @@ def make_batch(rendered: list[tuple[list, int]], block_size: int) -> tuple[np.nd
     for four, _ in rendered:
         for row, length in four:
             rows.append((row[-(block_size + 1):], length))
+
+    # Endings of one token without a context have nothing to be predicted from, and T is still 1.
     T = max(1, *(len(row) - 1 for row, _ in rows))
     idx = np.zeros((len(rows), T), dtype=np.int64)
     targets = np.full((len(rows), T), -1, dtype=np.int64)
 
     for j, (row, length) in enumerate(rows):
         end = len(row) - 1
+
         # Of a row that has no context the first token cannot be predicted: nothing is before it.
         first = max(0, end - length)
         idx[j, :end] = row[:-1]
@@ -141,6 +148,7 @@ def evaluate(model, batches: list[tuple[np.ndarray, ...]], device: str, autocast
     over the ranks. `watched(batches)` yields the batches: it may show progress, and end early
     after a signal."""
     import torch
+
     # The counts stay on the device: reading one would wait for all of its work.
     counts = torch.zeros(3, dtype=torch.int64, device=device)
 
@@ -152,10 +160,12 @@ def evaluate(model, batches: list[tuple[np.ndarray, ...]], device: str, autocast
 
     if autocast is None:
         autocast = contextlib.nullcontext()
+
     # autocast is around the whole loop, so that it converts the weights only once.
     with torch.no_grad(), autocast:
         for batch in watched(batches[rank::world_size]):
             idx, targets, positions, labels = map(move, batch)
+
             # (4 n, T), 0 outside the endings
             losses = model.token_losses(idx, targets, positions)
             sums = losses.sum(dim=1).view(-1, 4)                # (n, 4)
@@ -199,7 +209,7 @@ def parse_args(argv: list[str] | None):
                         help="checkpoint, run's folder, Hugging Face folder, or hub name "
                              "(default gpt2)")
     parser.add_argument("--data", metavar="FILE.jsonl",
-                        help='a line each: {"ctx": "...", "endings": ["...", 4 in all], "label": 0} '
+                        help='a line each: {"ctx": "...", "endings": [four strings], "label": 0} '
                              f"(default: the validation split of {HUB_NAME}, from the hub)")
     parser.add_argument("--limit", type=int, help="number of examples, from the first on "
                                                   "(default: all)")
@@ -219,6 +229,7 @@ def parse_args(argv: list[str] | None):
 
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
+
     # Only now, because torch takes seconds to import.
     import torch
     from tqdm import tqdm
@@ -227,6 +238,7 @@ def main(argv: list[str] | None = None) -> None:
     from runtime.device import choose_device, oom_as_user_error
     device = choose_device(args.device)
     examples = None
+
     # Before the model, so that a mistake in the file shows at once.
     if args.data:
         examples = load_examples(args.data)

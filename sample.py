@@ -63,6 +63,7 @@ def read_prompts() -> Iterator[str]:
     """The lines of stdin, on a terminal until Ctrl-D."""
     if sys.stdin is None:
         raise UserError("--interactive reads prompts from stdin, which is closed: give --prompt")
+
     # A notebook's stdin has no such method.
     if hasattr(sys.stdin, "reconfigure"):
         sys.stdin.reconfigure(errors="replace")
@@ -70,6 +71,7 @@ def read_prompts() -> Iterator[str]:
     at_end = ""
     if sys.stdin.isatty() and sys.stdout.isatty():
         question = "> "
+
         # Behind ^D or ^C, so that what comes next begins a line.
         at_end = "\n"
 
@@ -94,6 +96,7 @@ def stream_text(steps: Iterable, prompt: list[int], num_samples: int, titles: bo
     taken than are shown."""
     bytes_of = tokenizer().decode_single_token_bytes
     ids_of_steps = (step.flatten().tolist() for step in steps)
+
     # tee keeps what the first sample has taken, for those after it.
     copies = itertools.tee(ids_of_steps, num_samples)
     for i, ids_of_steps in enumerate(copies):
@@ -121,6 +124,7 @@ def continuations(args: argparse.Namespace, model, device: str, generator, text:
         print(f"of the prompt's {len(prompt):,} tokens only the last {block_size:,} are used, "
               f"which is the model's context", file=sys.stderr)
     start = prompt[-block_size:]
+
     # <|endoftext|> begins a new document.
     if not start:
         start = [EOT]
@@ -138,6 +142,7 @@ def continuations(args: argparse.Namespace, model, device: str, generator, text:
 
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
+
     # Only now, because torch takes seconds to import.
     import torch
 
@@ -158,6 +163,7 @@ def main(argv: list[str] | None = None) -> None:
     with oom_as_user_error(lambda: f"{device} is out of memory: give a smaller --num_samples"):
         model = load_model(args.model).to(device)
         check_tokens(model, args.model)
+
         # One generator for all prompts: the same prompt twice has two continuations.
         generator = torch.Generator(device=device).manual_seed(args.seed)
         for text in prompts:
@@ -168,6 +174,7 @@ def main(argv: list[str] | None = None) -> None:
             except KeyboardInterrupt:
                 if not args.interactive:
                     raise
+
                 # Ctrl-C has ended this continuation, and the next prompt comes.
                 print()
 

@@ -55,6 +55,7 @@ def plot_run(rows: list[dict], path: Path, title: str) -> None:
     if not panels:
         return
 
+    # The y axes differ, so each panel has its own, side by side.
     figure = new_figure(figsize=(6 * len(panels) + 1, 4.5))
     figure.suptitle(title, fontsize=9)
     for i, (label, curves) in enumerate(panels.items(), 1):
@@ -65,6 +66,8 @@ def plot_run(rows: list[dict], path: Path, title: str) -> None:
             panel.plot(tokens, values, label=name, **style)
 
         panel.set_xlim(left=0)
+
+        # 10B is easier to read than 1e10.
         panel.xaxis.set_major_formatter(short_count)
         panel.grid(alpha=0.3)
         panel.legend(fontsize=8)

@@ -31,6 +31,7 @@ def write_shard(path: str | Path, *parts: np.ndarray, further: Iterable[np.ndarr
 
     def write(file):
         nonlocal length
+
         # The header has the number of tokens, which is known at the end: room is left for it.
         # NumPy fills its header up to 128 bytes.
         start = 4 * BIN_HEADER if is_bin else 128
@@ -58,6 +59,7 @@ def open_shard(path: str | Path) -> np.memmap:
     """The tokens of a .npy or .bin shard, 1-D uint16, as a read-only map of the file. UserError
     if the file is missing, truncated or no shard. Nothing in it is ever unpickled."""
     path = Path(path)
+
     # NumPy warns about an unusual header, but the error is enough.
     with readable(path, "copy it or make it again"), warnings.catch_warnings(action="ignore"):
         # To open a named pipe would wait forever.
@@ -81,6 +83,7 @@ def open_shard(path: str | Path) -> np.memmap:
 
 def open_bin(path: Path) -> np.memmap:
     """The tokens of a .bin. ValueError if it has another header than llm.c's."""
+    # A file that is too short gives fewer numbers than are asked for.
     header = np.fromfile(path, dtype="<i4", count=BIN_HEADER)
     if len(header) < BIN_HEADER or (header[0], header[1]) != (BIN_MAGIC, BIN_VERSION):
         raise ValueError(f"it does not start with llm.c's header: magic {BIN_MAGIC}, version "
@@ -142,6 +145,8 @@ def read_manifest(folder: Path) -> dict:
         manifest = json.loads(read_text(path, errors="strict"))
         for shard in manifest["shards"]:
             name = shard["file"]
+
+            # A name with a slash would make --verify read files elsewhere.
             if "/" in name or not SHARD_NAME.match(name):
                 raise ValueError("it lists a file that is no shard of this folder")
         return manifest
@@ -167,13 +172,17 @@ class ShardWriter:
         self.manifest = {**settings, "validation": None, "complete": False, "shards": []}
         self.cursor = (0, 0)                      # where the next shard begins
         self.tokens = {"val": 0, "train": 0}      # in the shards of each split
+
         # A manifest without a shard is of a run that failed early, and binds nobody.
         if shard_names(out):
             self.manifest = self.manifest_to_continue(settings)
-        for shard in self.manifest["shards"]:
-            self.count(shard)
 
-    def count(self, shard: dict) -> None:
+        # Of a new folder there are none.
+        for shard in self.manifest["shards"]:
+            self.go_behind(shard)
+
+    def go_behind(self, shard: dict) -> None:
+        """The next shard begins where this one of the manifest ends."""
         self.tokens[shard["split"]] += shard["tokens"]
         self.cursor = tuple(shard["cursor"])
 
@@ -184,11 +193,13 @@ class ShardWriter:
         if not found:
             raise UserError(f"{self.out} already holds shards without a manifest.json: choose "
                             f"another --out")
-        if found.get("version") != settings["version"]:
+        if "version" not in found:                # of --pretokenized
+            raise UserError(f"{self.out} holds shards of another source: choose another --out")
+        if found["version"] != settings["version"]:
             raise UserError(
                 f"{self.out} was made by another version of fineweb.py (its manifest is of "
-                f"version {found.get('version')}, expected {settings['version']}): it can be "
-                f"trained on, but not continued: choose another --out")
+                f"version {found['version']}, expected {settings['version']}): train on it as it "
+                f"is, or choose another --out")
         for key, value in settings.items():
             if found.get(key) != value:
                 raise UserError(
@@ -202,6 +213,8 @@ class ShardWriter:
                 file, done = shard["cursor"]
                 for number in (file, done, shard["tokens"]):
                     check_count(number, shard["file"])
+
+                # Its bytes are compared by --verify only: that takes minutes for 10 billion tokens.
                 length = len(open_shard(self.out / shard["file"]))
                 if shard["tokens"] != length or shard["split"] != split_of(shard["file"]):
                     raise ValueError(f"{shard['file']} is not the shard that it describes")
@@ -212,13 +225,16 @@ class ShardWriter:
         the manifest that lists it. If a kill comes between the two, the shard is made again."""
         listed = self.manifest["shards"]
         number = sum(shard["split"] == split for shard in listed)
+
         # As in build-nanogpt, whose shard 0 is validation.
         if split == "train":
             number += 1
         path = self.out / f"{self.prefix}_{split}_{number:06d}.{self.manifest['format']}"
 
+        # Made only now, so that a mistake that is found before leaves no folder.
         with writable(self.out):
             self.out.mkdir(parents=True, exist_ok=True)
+
         # Without it the first shard would be a stranger's, if a kill comes before its own manifest.
         if not listed:
             write_manifest(self.out, self.manifest)
@@ -230,7 +246,7 @@ class ShardWriter:
             "sha256": file_sha256(path),
             "cursor": stream.cursor,
         })
-        self.count(listed[-1])
+        self.go_behind(listed[-1])
         self.write_manifest()
 
     def write_manifest(self) -> None:

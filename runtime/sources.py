@@ -3,7 +3,8 @@
 Both classes have the same three members: `settings`, which the manifest records and which tell
 this text from every other one; `prefix`, with which the names of its shards begin; and
 `files(first)`, which yields (number, path, name for messages) of the files of text from number
-`first` on. """
+`first` on.
+"""
 import glob
 import hashlib
 import os
@@ -100,6 +101,7 @@ def list_files(pattern: str) -> list[Path]:
     if os.path.isdir(pattern):
         pattern = os.path.join(glob.escape(pattern), "*")
     check_readable(pattern)
+
     # Sorted, because a disk has an order of its own, and the shards should be the same anywhere.
     paths = sorted(glob.glob(pattern, recursive=True))
     return [Path(path) for path in paths if os.path.isfile(path)]
@@ -118,6 +120,7 @@ def check_readable(pattern: str) -> None:
         for folder in glob.glob(folders, recursive=True):
             if os.path.isdir(folder):
                 os.stat(os.path.join(folder, "."))
+
                 # Behind a part without these signs the folder need not be listed.
                 if re.search(r"[*?[]", part):
                     os.listdir(folder)
@@ -148,6 +151,7 @@ def hub_names(dataset: str, name: str | None, split: str) -> tuple[str, str]:
         words.append(name)
     if split != "train":
         words.append(split)
+
     # No underscores: what follows the last ones in a shard's name are its split and number.
     joined = re.sub(r"[^A-Za-z0-9.]+", "-", "-".join(words))[:100].strip("-.")
     if not joined:
@@ -179,9 +183,12 @@ class HubDataset:
         are on the disk at most."""
         names = self.list_names()
         check_layout(self.layout, names)
+
         # A killed run may have left others than the two that are read and fetched now.
-        for name in names[:first] + names[first + 2:]:
-            (self.folder / name).unlink(missing_ok=True)
+        for path in self.folder.glob("**/*"):
+            name = path.relative_to(self.folder).as_posix()
+            if kind_of(path) and name not in names[first:first + 2]:
+                path.unlink()
 
         upcoming = None
         for number in range(first, len(names)):
@@ -199,6 +206,7 @@ class HubDataset:
         """The paths in the dataset of the files of the split."""
         datasets = import_package("datasets")
         dataset, name, split, revision = self.settings.values()
+
         # Where the hub does not answer, `datasets` would take what its cache has: hence an empty
         # cache. And without hf:// it would take a local folder OWNER/NAME.
         with hub_errors(f"--dataset {dataset}"), tempfile.TemporaryDirectory() as empty:
@@ -272,9 +280,11 @@ def is_users_mistake(error: Exception, why: str) -> bool:
     status = getattr(getattr(error, "response", None), "status_code", None)
     if status in (401, 403, 404):
         return True
+
     # `datasets` says so of a dataset that is made by code of its own, which is never run.
     if "scripts" in why:
         return True
+
     # These are derived from those below, but mean that there was no answer.
     if isinstance(error, errors.LocalEntryNotFoundError | errors.BadRequestError):
         return False

@@ -1,8 +1,8 @@
 """Files of text -> documents, in UTF-8.
 
 Memory stays small, whatever the size of a file: about a megabyte of it is read at a time. A
-reader here takes
-the path of a file and yields pairs: (whether a document begins, its text or the next piece of it).
+reader here takes the path of a file and yields pairs: (whether a document begins, its text or
+the next piece of it).
 """
 import csv
 import io
@@ -42,6 +42,7 @@ def open_bytes(path: Path) -> io.BufferedReader:
     else:
         stream = io.FileIO(path)
     file = io.BufferedReader(stream, BLOCK)
+
     # The byte-order mark of UTF-8, which Windows likes to write, is no part of the text.
     if file.peek(3)[:3] == b"\xef\xbb\xbf":
         file.read(3)
@@ -85,6 +86,7 @@ def text_blocks(file: io.TextIOWrapper) -> Iterator[str]:
         block = file.read(BLOCK)
         if not block:
             return
+
         # UTF-16 of plain English is valid UTF-8, too: each other character of it is NUL.
         if block.count("\0") > len(block) // 10:
             raise ValueError("it is UTF-16")
@@ -101,6 +103,7 @@ def split_documents(blocks: Iterable[str], separator: str) -> Iterator[tuple[str
             *ended, rest = rest.split(separator)
             for text in ended:
                 yield text, True
+
         # A separator may begin in the last characters of this block, and end in the next one.
         decided = len(rest) - max(0, len(separator) - 1)
         if decided > 0:
@@ -265,12 +268,14 @@ def read_parquet(path: Path, layout: Layout) -> Pieces:
     """A document a row, as a view of pyarrow's memory; null is an empty one."""
     pyarrow = import_package("pyarrow")
     parquet = import_package("pyarrow.parquet")
+
     # Without its default pre_buffer=True reading takes half of the CPU time, as fewer pages are
     # touched.
     with parquet.ParquetFile(path, pre_buffer=False, buffer_size=BLOCK) as file:
         names = file.schema_arrow.names
         if layout.text_field not in names:
             raise ValueError(f"it has no column {missing_field(layout.text_field, names)}")
+
         # Only 64 rows at a time: in a dictionary-encoded column half a kilobyte of file can stand
         # for many copies of a huge document.
         batches = file.iter_batches(batch_size=64, columns=[layout.text_field], use_threads=False)
@@ -288,6 +293,7 @@ def column_texts(pyarrow, rows, field: str) -> Pieces:
     rows = rows.cast(pyarrow.large_string())
     if rows.null_count:
         rows = rows.fill_null("")
+
     # A .parquet may claim to hold text and hold other bytes. This looks whether all of it is UTF-8.
     rows.validate(full=True)
 
@@ -321,6 +327,7 @@ def kind_of(path: str | Path) -> str:
         suffixes.pop()
     if not suffixes or suffixes[-1] not in READERS:
         return ""
+
     # Of a .parquet pyarrow reads the end first, which a compressed file does not give away.
     if compressed and suffixes[-1] == ".parquet":
         return ""
@@ -333,6 +340,7 @@ def read_rows(path: Path, layout: Layout, mark: bytes, name: str) -> Iterator[by
     reader = READERS[kind_of(path)]
     parts = []
     size = 0
+
     # pyarrow's errors are derived from these.
     errors = (OSError, ValueError, NotImplementedError)
     with readable(name, "repair it (as UTF-8 text), or leave it out", errors):
@@ -340,6 +348,7 @@ def read_rows(path: Path, layout: Layout, mark: bytes, name: str) -> Iterator[by
             if begins:
                 parts.append(mark)
             parts.append(text)
+
             # One more for each document, so that many empty ones fill a row, too.
             size += len(text) + 1
             if size >= BLOCK:

@@ -2,7 +2,8 @@
 without a network.
 
 tiktoken is the reference. gigatoken encodes large texts, some 30 times as fast, and is compared
-with it. """
+with it.
+"""
 import functools
 import hashlib
 import json

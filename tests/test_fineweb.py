@@ -296,8 +296,8 @@ def test_other_settings_or_another_text_are_refused_and_change_nothing(text):
     want = contents("out")
     for name, value in (("shard_size", 2001), ("text_field", "id"), ("format", "bin"), ("max_tokens", 4000),
                         ("input", "b.jsonl"), ("val_tokens", 501)):
-        refuses(*flags, f"--{name}", value, said=f"out {name}")
-    refuses(*flags[:2], *flags[4:], said="out val_tokens")                       # a tenth is another number
+        refuses(*flags, f"--{name}", value, said=f"out begun {name}")
+    refuses(*flags[:2], *flags[4:], said="out begun val_tokens")     # a tenth is another number
     refuses(*flags[:2], *flags[4:], "--val_input", "b.jsonl", said="out input")
     for at in (0, -1):                            # the same name and size
         written(text, DOCUMENTS[:at] + [DOCUMENTS[at].swapcase()] + DOCUMENTS[at:][1:])
@@ -572,12 +572,13 @@ def test_fineweb_is_the_default_and_its_first_tokens_are_for_validation(gpt2, tm
         (tmp_path / "edu_fineweb10B").mkdir()                 # of a run that failed before its first shard
         (tmp_path / "edu_fineweb10B/manifest.json").write_text(
             json.dumps({"dataset": "me/other", "revision": "0" * 40, "shards": []}))
-        done, all_val, named, hundred, default = several(
+        done, all_val, named, hundred, default, first_shard = several(
             tmp_path, hub.env, ["--shard_size", 1000, "--max_tokens", 2500, "--val_tokens", 600],
             ["--shard_size", 1000, "--val_tokens", 10**6, "--out", "x"],
             ["--dataset", "HuggingFaceFW/fineweb-edu", "--name", "sample-10BT", "--max_tokens", 2000, "--out",
              "y"], ["--dataset", "HuggingFaceFW/fineweb", "--name", "sample-100BT", "--val_tokens", 100],
-            ["--dataset", "HuggingFaceFW/fineweb", "--max_tokens", 500, "--separator", "|"])
+            ["--dataset", "HuggingFaceFW/fineweb", "--max_tokens", 500, "--separator", "|"],
+            ["--shard_size", 700, "--out", "z"])
     for one, name in (hundred, "fineweb100B/fineweb"), (default, "fineweb/fineweb"):
         assert one.returncode == 0 and (tmp_path / f"{name}_train_000001.npy").exists(), one
     assert both(tmp_path / "fineweb100B")[0] == [50256] + [257] * 99            # " a"
@@ -587,7 +588,9 @@ def test_fineweb_is_the_default_and_its_first_tokens_are_for_validation(gpt2, tm
     assert both(out) == (stream[:600], stream[600:])
     assert {*contents(out)} == {"manifest.json", *(
         f"edufineweb_{name}.npy" for name in ("val_000000", "train_000001", "train_000002"))}
-    refused(lambda: all_val, "x")
+    refused(lambda: all_val, "--val_tokens")
+    assert first_shard.returncode == 0
+    assert both(tmp_path / "z") == divided(stream_of(gpt2, sum(TALES[:2], [])), 700)
     assert named.returncode == 0 and lengths(tmp_path / "y", "val") == [200]
 
 
