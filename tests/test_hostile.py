@@ -291,6 +291,7 @@ BAD = {
         ("model_config", "vocab_size"): [95, 10**100],
         ("model", WPE): [NONE, 3, MATRIX[:7], MATRIX.long(), MATRIX.cfloat(), MATRIX.to_sparse(),
                          MATRIX.to("meta"), torch.zeros(1).expand(8, 4), MATRIX - math.inf, *CODE],
+        ("model", LN): [torch.tensor([1.0, 1.0, number, 1.0]) for number in (math.nan, math.inf, -math.inf)],
         ("model", "lm_head.weight"): [torch.zeros(96, 4)], ("model", "transformer.extra"): [torch.zeros(3)],
         ("model", 7): [torch.zeros(3)], ("model", "\x1b]0;owned\x07\x1b[2J\u202e\r\n\x85"): [0]}) | {
         "a storage of 40 GB": pickle_to(extra(10**10)), "a storage below zero": pickle_to(extra(-777)),
