@@ -1,4 +1,4 @@
-"""GPT-2 as published (Radford et al. 2019): architecture, initial weights, optimizer.
+"""GPT-2 (Radford et al. 2019): architecture and initial weights; AdamW as for GPT-3.
 
     from model import GPT, GPTConfig, load_model
 
@@ -7,7 +7,7 @@
     model = load_model("log/checkpoint_000250.pt")  # any model of this project or its peers
 
     logits, _ = model(idx)                          # idx: int64 (B, T)
-    _, loss = model(idx, targets)
+    _, loss = model(idx, targets)                   # a target of -1 is ignored
     idx = model.generate(idx, max_new_tokens=50)
 
 The parent class LanguageModel, in runtime/language_model.py, has `forward` with the loss, and
@@ -55,8 +55,8 @@ class GPTConfig:
     block_size: int = 1024      # longest sequence
 
     # 50,000 merges, 256 bytes and <|endoftext|>. train_gpt2.py pads them to 50304, a multiple of
-    # 128, because GPUs multiply matrices of such sizes faster. The 47 ids more are never a target,
-    # and never sampled.
+    # 128, because GPUs multiply matrices of such sizes faster. The 47 ids more are in the softmax,
+    # but never a target, and sample_token never draws them.
     vocab_size: int = 50257
 
     n_layer: int = 12
@@ -70,8 +70,8 @@ class GPTConfig:
 def attention(q, k, v, kernel="auto", mask=None):
     """softmax(q k^T / sqrt(hs)) v: q (B, T, nh, hs), k and v (B, S, nh, hs) -> (B, T, nh, hs).
 
-    Each token sees itself and all before it, or where the `mask`, bool (B, 1, T, S), is True. GPT-2
-    needs no mask, speedrun.py does. `kernel` is one of ATTENTION.
+    Each token sees itself and all before it. A `mask`, bool (B, 1, T, S), replaces this rule: it is
+    True where a token sees another. GPT-2 needs none, speedrun.py does. `kernel` is one of ATTENTION.
     """
     # torch wants the heads before the tokens: (B, nh, T, hs) and (B, nh, S, hs).
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
@@ -153,7 +153,7 @@ class MLP(nn.Module):
         x = self.c_fc(x)                                                        # (B, T, 4 C)
 
         # In a compiled model the backward computes GELU again, so that its result need not be kept:
-        # 64 x 1024 tokens of 124M take 22 GiB instead of 27, for 3% more memory traffic.
+        # at 124M, 64 x 1024 tokens take 22 GiB instead of 27, for 3% more memory traffic.
         if torch.compiler.is_compiling():
             x = checkpoint(self.gelu, x, use_reentrant=False)
         else:
@@ -210,7 +210,7 @@ class GPT(LanguageModel):
 
     @torch.no_grad()
     def init_weights(self):
-        """Draws all weights as GPT-2 does."""
+        """Draws all weights as nanoGPT does. OpenAI's code draws wpe with a deviation of 0.01."""
         # Each block adds the results of two projections, c_proj, to the residual stream. Their
         # standard deviation is smaller, so that the stream does not grow with the number of blocks
         # (GPT-2's paper, section 2.3).
@@ -238,12 +238,14 @@ class GPT(LanguageModel):
         positions = torch.arange(S - T, S, device=idx.device)                   # (T,)
         x = self.transformer.wte(idx) + self.transformer.wpe(positions)         # (B, T, C)
 
-        # If autocast computes matrix products in bfloat16, the residual stream is in bfloat16, too,
-        # as in llm.c: in float32 it would be 14% of a step's memory traffic. In float16 it could
-        # overflow, as the largest number there is 65504.
+        # Under bfloat16 autocast the residual stream is bfloat16, too, as in llm.c: in float32 it
+        # would be 14% of a step's memory traffic. Under float16 autocast it stays in float32,
+        # because numbers above 65504 would overflow.
         if matmul_dtype(x) == torch.bfloat16:
             x = x.bfloat16()
 
+        # LanguageModel has `kernel`, one of ATTENTION, and run_block: block(...), which --recompute
+        # computes again in the backward.
         for block in self.transformer.h:
             x = self.run_block(block, x, self.kernel, past)
         return self.transformer.ln_f(x)
@@ -259,8 +261,8 @@ class GPT(LanguageModel):
             {"params": others, "weight_decay": 0.0},
         ]
 
-        # "Fused" updates all parameters in one kernel. On a Mac ("mps") that kernel would also make
-        # those steps that float16's GradScaler skips because a gradient overflowed.
+        # "Fused" updates all parameters in one kernel. Not on a Mac ("mps"): if GradScaler drives
+        # this AdamW directly, that kernel does not skip the steps whose gradient overflowed.
         fused = not self.lm_head.weight.is_mps
         return [torch.optim.AdamW(groups, lr=max_lr, betas=betas, eps=eps, fused=fused)]
 

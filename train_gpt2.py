@@ -78,8 +78,8 @@ def warmup_cosine(step: int, progress: float, config) -> float:
 
 
 RECIPES = {
-    # The defaults of Config, and AdamW's settings in model.py, are those of GPT-3 Small (Brown et al.
-    # 2020, arXiv:2005.14165, table 2.1 and appendix B).
+    # Config's defaults for the optimizer, and AdamW's settings in model.py, are those of GPT-3 Small
+    # (Brown et al. 2020, arXiv:2005.14165, table 2.1 and appendix B).
     "gpt2": Recipe(
         make_optimizers=lambda model, config: model.configure_optimizers(
             config.max_lr, config.weight_decay),
@@ -179,7 +179,7 @@ class Config:
                               "Text that the samples continue.")
     checkpoint_every: int = flag(250, OUTPUT, "Steps between checkpoints. 0: never.")
     keep_checkpoints: int = flag(3, OUTPUT, "How many of the newest checkpoints are kept, beside "
-                                 "the best one, or 'all'.", word="all", above=0)
+                                 "the one of the lowest validation loss, or 'all'.", word="all", above=0)
     out: str = flag("log", OUTPUT, "Folder for checkpoints and logs.", per_run=True)
     resume: str = flag("auto", OUTPUT, "'auto' (the newest checkpoint in --out), 'never', a "
                        "checkpoint, or a run's folder.", per_run=True)
@@ -201,8 +201,9 @@ def resolve_config(given: dict, start: Start, process: Process) -> tuple[Config,
     7. the shape of the model that was loaded
     8. where there is still "auto": the recipe (Recipe.automatic), and the values below
 
-    UserError if the command line or the preset asks a resumed run for another value of a flag that
-    is `fixed`, or a model that was loaded for another shape.
+    On a resume a preset sets only `per_run` flags. UserError if the command line or the preset wants
+    another value of a `fixed` flag than the resumed run has, or another shape than the model that
+    was loaded.
 
     Returns two Configs: `flags`, after 7, which checkpoints record, so that a resume decides anew
     what "auto" means; and `config`, after 8, which the run uses.
@@ -215,11 +216,10 @@ def resolve_config(given: dict, start: Start, process: Process) -> tuple[Config,
     config = replace(flags)             # a copy
     recipe = RECIPES[config.recipe]
 
-    # A model that was loaded keeps its window, but --window auto gives the model of --init none.
-    window = 0                          # attention looks back at all tokens
-    keeps_window = start.path or "window" not in given
-    if recipe.window and start.model and keeps_window:
-        window = start.model.config.window
+    # "auto" keeps the window of a model that was loaded. But if --window auto was typed, the model of
+    # --init gets none: its attention looks back at all tokens.
+    keeps_window = recipe.window and start.model and (start.path or "window" not in given)
+    window = start.model.config.window if keeps_window else 0
     set_automatic(config, sequence_length=config.block_size, window=window)
     set_automatic(config, **recipe.automatic(config))
     set_automatic(config, min_lr=config.max_lr / 10, dtype=choose_dtype("auto", process.device))
@@ -403,15 +403,15 @@ def choose_micro_batch(
     process: Process,
 ) -> tuple[int, Callable]:
     """B, the sequences of a micro-batch, and the trial: seconds of a micro-step of B sequences."""
-    limit, moments = config.batch_size, 0
+    limit, moment_bytes = config.batch_size, 0
     may_shrink = flags.batch_size == "auto"
     if process.on_gpu:
         if start.step == 0:
-            moments = state.optimizer.state_bytes()     # which the first step will allocate
+            moment_bytes = state.optimizer.state_bytes()        # the first step will allocate them
         if may_shrink:
-            limit = most_sequences_that_fit(config, state.model, process.device, moments)
+            limit = most_sequences_that_fit(config, state.model, process.device, moment_bytes)
 
-    trial = partial(time_micro_step, state, config.sequence_length, process.device, moments)
+    trial = partial(time_micro_step, state, config.sequence_length, process.device, moment_bytes)
     return choose_batch_size(config, may_shrink, limit, schedule, process, trial), trial
 
 
@@ -443,7 +443,7 @@ def set_schedules(
 ) -> float:
     """Sets learning rates, Muon's momentum and the window of this step.
 
-    Returns the learning rate that the log shows, which begins at --max_lr.
+    Returns the learning rate for the log: --max_lr times the schedule's factor.
     """
     recipe = RECIPES[config.recipe]
     progress = schedule.progress(step)
@@ -495,7 +495,8 @@ def train_step(
     norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
     if config.grad_clip < math.inf:
         torch.nn.utils.clip_grads_with_norm_(parameters, config.grad_clip, norm)
-    state.scaler.step(state.optimizer)      # does nothing if a float16 gradient has overflowed
+    # Skipped if a float16 gradient has overflowed. Muon and --shard_optimizer send updates here.
+    state.scaler.step(state.optimizer)
     state.scaler.update()
 
     # With DDP the gradients are views of its buckets. If they were set to None, the micro-steps
@@ -645,10 +646,12 @@ class LaunchedStep:
 # - A single process looks at the note before each micro-step and each batch of an evaluation, and
 #   raises StopRequested. The step or the evaluation is dropped; the run that resumes repeats it.
 # - Several ranks must stop at the same place. They vote in each train_step, and read the sum of the
-#   votes when they log that step. So all finish what they are doing, and stop after the same step.
-# Then `stopped` is True: the run saves at the top of the loop, unless --checkpoint_every is 0, and
-# ends with exit code 0. A signal loses nothing. A SIGKILL or a crash loses the steps since the newest
-# complete checkpoint; the run that resumes repeats them with the same tokens.
+#   votes when they log that step, on GPUs after the next one is launched. So they finish an
+#   evaluation and one or two steps first, and all stop after the same step.
+# Then `stopped` is True: the run saves at the top of the loop (not with --checkpoint_every 0) and ends
+# with exit code 0. No finished step is lost. A SIGKILL or a crash loses the steps since the newest
+# complete checkpoint, and the run that resumes repeats them with the same tokens. torchrun kills its
+# ranks 30 s after a SIGTERM, unless --shutdown_timeout gives them more time.
 
 def train(
     step: int, config: Config, process: Process, data: Data, loader: TrainLoader,
@@ -723,7 +726,7 @@ def check_finite(
 ) -> None:
     """RunError if the loss or the gradient is not finite: the weights are not worth saving."""
     # float16's scaler begins at 65536, skips a step whose gradient overflows, and halves its scale.
-    # So some overflows in a row are usual, but 25 would bring the scale below 1/256.
+    # So some overflows in a row are usual. After 25 the scale is 1/512, and one more is an error.
     allowed = 0
     if config.dtype == "float16":
         allowed = 25
@@ -765,7 +768,7 @@ def main(argv: list[str] | None = None) -> int:
             if start.path:
                 restore(start, config.data, data, schedule, state.optimizer, state.scaler)
 
-            # The micro-batch that fits into memory; what is compiled is compiled here.
+            # The micro-batch that fits into memory. The training step is compiled here.
             B, trial = choose_micro_batch(flags, config, start, schedule, state, process)
             change = schedule_change(start, config, schedule, process)
             print_header(config, process, data, state.model, schedule, B, start, change)

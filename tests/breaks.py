@@ -1608,8 +1608,8 @@ BREAKS = [
     # ----------------------------------------------------------------------------- runtime/device.py
     Break("batch-size-most", "--batch_size N above the default is cut",
           "tests/test_flags.py -k batch_size",
-          [("train_gpt2.py", "limit, moments = config.batch_size, 0",
-            "limit, moments = min(2, config.batch_size), 0")]),
+          [("train_gpt2.py", "limit, moment_bytes = config.batch_size, 0",
+            "limit, moment_bytes = min(2, config.batch_size), 0")]),
     Break("bf16-not-chosen", "--dtype auto is float32 on a CPU that has bfloat16",
           "tests/test_flags.py -k dtype",
           [("runtime/device.py", 'if device == "cpu" and cpu_has_bfloat16(): return "bfloat16"',
