@@ -311,8 +311,8 @@ def test_other_settings_or_another_text_are_refused_and_change_nothing(text):
 
 
 @pytest.mark.parametrize("old, new", [
-    ('"cursor": [', '"cursor": [1,'), ('"cursor": [\n    0,', '"cursor": [\n    -1,'), ('"validation"', '"other"'),
-    ('"tokens": 1500', '"tokens": 1'), ('"split": "val"', '"split": "train"'),
+    ('"cursor": [', '"cursor": [1,'), ('"cursor": [\n    0,', '"cursor": [\n    -1,'),
+    ('"validation"', '"other"'), ('"tokens": 1500', '"tokens": 1'), ('"split": "val"', '"split": "train"'),
     ("text_v", "../text_v"), ("text_v", "sub/text_v"), ("text_v", "none_v"), ("}\n ]", "}"), (None, None)])
 def test_a_damaged_manifest_or_another_folders_shards_are_refused(old, new, text):
     flags = ["--input", text, "--out", "out", "--shard_size", 1500]
