@@ -67,7 +67,7 @@ def check_example(row: dict, where: str) -> dict:
 
         # The hub has "1", other files have 1, and 1.5 is a mistake.
         label = int(str(row["label"]))
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, RecursionError):
         raise problem from None
     if not isinstance(endings, list) or len(endings) != 4:
         raise problem

@@ -115,6 +115,7 @@ class Encoder:
         self.gigatoken = None                     # where it is None, tiktoken does the work
         if name == "tiktoken":
             return
+
         try:
             from gigatoken.gigatoken_rs import load_hf_json
         except ImportError:
@@ -122,6 +123,7 @@ class Encoder:
                 raise UserError("--encoder gigatoken needs that package: pip install "
                                 "gigatoken") from None
             return
+
         self.gigatoken = load_hf_json(json.dumps(self._as_tokenizer_json()))
 
     def _as_tokenizer_json(self) -> dict:
@@ -142,6 +144,7 @@ class Encoder:
         they are compared; UserError as of `encode`, where tiktoken does the work."""
         if self.gigatoken is None:
             return self._by_tiktoken(row)
+
         tokens = self._by_gigatoken(row)
         self._compare_sample(row, tokens)
         return tokens
@@ -157,6 +160,7 @@ class Encoder:
 
     def _by_tiktoken(self, row: bytes) -> np.ndarray:
         continued, *documents = row.split(self.separator)
+
         parts = [encode(continued.decode())]
         for document in documents:
             parts.append(np.array([EOT], dtype=np.uint16))
@@ -172,6 +176,7 @@ class Encoder:
             if cut is None:
                 return
             sample = cut[0].encode()
+
         expected = self._by_tiktoken(sample)
 
         # Of a longer row only the tokens of the sample are compared, and of a short one all.

@@ -311,8 +311,8 @@ def test_other_settings_or_another_text_are_refused_and_change_nothing(text):
 
 
 @pytest.mark.parametrize("old, new", [
-    ('"cursor": [', '"cursor": [1,'), ('"cursor": [', '"cursor": [-'), ('"validation"', '"other"'),
-    ('"tokens": 1500', '"tokens": 1'), ('"split": "val"', '"split": "train"'),
+    ('"cursor": [', '"cursor": [1,'), ('"cursor": [\n    0,', '"cursor": [\n    -1,'),
+    ('"validation"', '"other"'), ('"tokens": 1500', '"tokens": 1'), ('"split": "val"', '"split": "train"'),
     ("text_v", "../text_v"), ("text_v", "sub/text_v"), ("text_v", "none_v"), ("}\n ]", "}"), (None, None)])
 def test_a_damaged_manifest_or_another_folders_shards_are_refused(old, new, text):
     flags = ["--input", text, "--out", "out", "--shard_size", 1500]
@@ -369,8 +369,10 @@ def test_text_that_cannot_be_read_leaves_whole_shards_that_the_manifest_lists(te
     assert {shard["file"] for shard in shards} == {path.name for path in Path("out").glob("*.npy")}
     assert len(shards) > 4
     Path("early.jsonl").write_bytes(text.read_bytes() + b"{}\n")
-    refuses("--input", "early.jsonl", "--out", "new", said="early.jsonl --text_field")
-    assert not [*Path("new").glob("*.npy")]
+    refuses("--input", "early.jsonl", "--out", "none", said="early.jsonl --text_field")
+    assert not Path("none").exists()
+    refuses("--input", "early.jsonl", "--out", "new", "--val_tokens", 9000, said="early.jsonl")
+    assert [*contents("new")] == ["manifest.json"]
     prepare("--input", text, "--out", "new", "--shard_size", 3000)
 
 
