@@ -1679,7 +1679,7 @@ BREAKS = [
           [("runtime/device.py", "limit = B // 2",
             "limit = B - 1")]),
     Break("gpu-shape-of-last", "frontier compiles again at a third and two thirds of the run",
-          "tests/test_device.py::test_all_updates_of_a_run_have_the_micro_batch_of_its_first",
+          "tests/test_device.py::test_all_steps_of_a_run_have_the_micro_batch_of_its_first",
           [("runtime/device.py", "share = schedule.tokens(0) //",
             "share = schedule.tokens(schedule.max_steps) //")]),
     Break("gpu-given-halved", "a --batch_size that does not fit is lowered in silence",
