@@ -175,6 +175,18 @@ def test_what_auto_has_become_may_be_spelt_out_on_a_resume(recipe, go):
     assert not go("--recipe", recipe, "--sequence_length", "auto", out=found.out).trained()
 
 
+@pytest.mark.parametrize("recipe", ["gpt2", "speedrun"])
+def test_what_a_flag_contradicts_is_the_runs_flags_and_not_the_defaults(recipe, go):
+    """--cooldown, which speedrun has and the default recipe has not, given alone when the run resumes."""
+    begun = go(*SAVED, "--recipe", recipe)
+    again = functools.partial(go, "--cooldown", 0.9, "--max_steps", 4, out=begun.out,
+                              given=["--device", "cpu"])
+    if recipe == "gpt2":
+        refused(again, "--cooldown", "--recipe gpt2")
+    else:
+        assert again().trained() and begun.saved()["recipe"] == "speedrun"
+
+
 # ----------------------------------------------------------------------------- ranks that were given others
 
 # {flag: what rank 1 is given}, rank 0 the value of `usual`
@@ -231,6 +243,7 @@ def test_ranks_that_were_given_another_value_of_a_flag_are_refused(byte_data, tm
         save_start(path, recipe="gpt2", n_layer=2, n_head=2, n_embd=16, block_size=T, vocab_size=256)
     attempts["init"] = [*usual, "--init", starts[0]], [*usual, "--init", starts[1]]
     attempts["init "] = usual, [*usual, "--init", starts[1]]
+    attempts["n_head "] = usual, [*usual, "--n_head", 3]        # which is a mistake even alone
     assert {name.strip() for name in attempts} | MAY_DIFFER == {field.name for field in fields(Config)}
     found = on_two_ranks([*attempts.values()], tmp_path / "said")
     for name, (first, second) in zip(attempts, found, strict=True):
