@@ -49,16 +49,19 @@ def load_examples(path: str | Path | None = None) -> list[dict]:
 
 def load_examples_of_the_hub() -> list[dict]:
     datasets = import_package("datasets")
-    with readable(f"HellaSwag "
-                  f"({HUB_NAME})", "check the connection, or give a .jsonl file of its form",
-                  problem="cannot be fetched from the Hugging Face hub"):
+    with readable(
+        f"HellaSwag ({HUB_NAME})",
+        "check the connection, or give a .jsonl file of its form",
+        problem="cannot be fetched from the Hugging Face hub",
+    ):
         rows = datasets.load_dataset(HUB_NAME, split="validation")
     return [check_example(row, f"{HUB_NAME}, row {i}") for i, row in enumerate(rows)]
 
 
 def check_example(row: dict, where: str) -> dict:
-    """The three fields of `row` that are used. UserError, with `where` the row is, if one is
-    wrong."""
+    """The three fields of `row` that are used. UserError if one of them is wrong; `where` names the
+    row in its message.
+    """
     problem = UserError(f"{where}: not a HellaSwag example (ctx: a string, endings: four "
                         f"strings, label: 0 to 3): repair or remove it")
     try:
@@ -93,9 +96,9 @@ def render_example(example: dict) -> list[tuple[np.ndarray, int]]:
 
 def make_batches(examples: list[dict], block_size: int, batch_size: int = 32
                  ) -> list[tuple[np.ndarray, ...]]:
-    """Batches of at most batch_size rows, of examples sorted by length. So little of a batch is
-    padding, and what does not fit into memory fails in the first one. A row longer than
-    block_size loses its beginning.
+    """Batches of at most batch_size rows. Examples are sorted, the longest first: a batch holds little
+    padding, and if memory runs out, it does so in the first one. A row longer than block_size loses
+    its beginning.
 
     Returns a list of (idx, targets, positions, labels), all int64, for n examples each:
     idx, targets: (4 n, T), four rows an example; targets are -1 outside the endings.
@@ -143,10 +146,12 @@ def make_batch(rendered: list[tuple[list, int]], block_size: int) -> tuple[np.nd
 def evaluate(model, batches: list[tuple[np.ndarray, ...]], device: str, autocast=None,
              rank: int = 0, world_size: int = 1,
              watched: Callable[[list], Iterable] = iter) -> np.ndarray:
-    """int64 (3,): how many examples have the right ending by summed loss (acc), by mean loss
-    (acc_norm), and how many there are, of this rank's share of `batches`. They are to be summed
-    over the ranks. `watched(batches)` yields the batches: it may show progress, and end early
-    after a signal."""
+    """int64 (3,), counted over this rank's share of `batches`: examples whose right ending wins by
+    summed loss (acc), by mean loss (acc_norm), and all examples.
+
+    The caller sums them over the ranks. `watched(batches)` yields the batches: it may show progress,
+    and raise after a signal.
+    """
     import torch
 
     # The counts stay on the device: reading one would wait for all of its work.

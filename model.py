@@ -55,8 +55,8 @@ class GPTConfig:
     block_size: int = 1024      # longest sequence
 
     # 50,000 merges, 256 bytes and <|endoftext|>. train_gpt2.py pads them to 50304, a multiple of
-    # 128, because GPUs multiply matrices of such sizes faster. The 47 ids more are in the softmax,
-    # but never a target, and sample_token never draws them.
+    # 128, because GPUs multiply matrices of such sizes faster. The 47 padding ids are in the
+    # softmax, but never a target, and sample_token never draws them.
     vocab_size: int = 50257
 
     n_layer: int = 12
@@ -199,8 +199,8 @@ class GPT(LanguageModel):
             "ln_f": nn.LayerNorm(C),
         })
 
-        # The head's weight is the embedding's (arXiv:1608.05859). Made on the "meta" device, the
-        # layer allocates none of its own.
+        # The head's weight is the embedding's (arXiv:1608.05859). The layer is made on "meta", so
+        # that its own weight, which is replaced at once, takes no memory.
         self.lm_head = Linear(C, V, bias=False, device="meta")
         self.lm_head.weight = self.transformer.wte.weight
 
@@ -244,8 +244,8 @@ class GPT(LanguageModel):
         if matmul_dtype(x) == torch.bfloat16:
             x = x.bfloat16()
 
-        # LanguageModel has `kernel`, one of ATTENTION, and run_block: block(...), which --recompute
-        # computes again in the backward.
+        # self.kernel and self.run_block come from LanguageModel. run_block calls the block; with
+        # --recompute the backward computes it again.
         for block in self.transformer.h:
             x = self.run_block(block, x, self.kernel, past)
         return self.transformer.ln_f(x)
@@ -253,6 +253,7 @@ class GPT(LanguageModel):
     def configure_optimizers(self, max_lr, weight_decay, betas=(0.9, 0.95), eps=1e-8):
         """[AdamW] (arXiv:1711.05101)"""
         # Matrices and embeddings decay. Biases and the gains of LayerNorm do not.
+        # In pairs with their names, which torch keeps in each group's "param_names".
         params = list(self.named_parameters())
         decayed = [(name, p) for name, p in params if p.dim() >= 2]
         others = [(name, p) for name, p in params if p.dim() < 2]
@@ -261,8 +262,9 @@ class GPT(LanguageModel):
             {"params": others, "weight_decay": 0.0},
         ]
 
-        # "Fused" updates all parameters in one kernel. Not on a Mac ("mps"): if GradScaler drives
-        # this AdamW directly, that kernel does not skip the steps whose gradient overflowed.
+        # "Fused" updates all parameters in one kernel. Not on a Mac ("mps"): there it would not skip
+        # overflowed steps if GradScaler drove this AdamW itself. In train_gpt2.py CombinedOptimizer
+        # stands between them, but another caller may have none.
         fused = not self.lm_head.weight.is_mps
         return [torch.optim.AdamW(groups, lr=max_lr, betas=betas, eps=eps, fused=fused)]
 

@@ -72,7 +72,7 @@ def read_prompts() -> Iterator[str]:
     if sys.stdin.isatty() and sys.stdout.isatty():
         question = "> "
 
-        # Behind ^D or ^C, so that what comes next begins a line.
+        # Printed after ^D or ^C, so that the next output begins a line.
         at_end = "\n"
 
     while True:
@@ -92,20 +92,21 @@ def stream_text(steps: Iterable, prompt: list[int], num_samples: int, titles: bo
     """The text of the samples, one after the other, each from its `prompt` to the end of its
     document, in pieces, which come as soon as their tokens do.
 
-    `steps` yields the next tokens of all samples at once, (num_samples, 1). No more of them are
-    taken than are shown."""
+    `steps` yields the next tokens of all samples at once, (num_samples, 1). It is advanced only as
+    far as what is shown needs.
+    """
     bytes_of = tokenizer().decode_single_token_bytes
     ids_of_steps = (step.flatten().tolist() for step in steps)
 
     # tee keeps what the first sample has taken, for those after it.
     copies = itertools.tee(ids_of_steps, num_samples)
-    for i, ids_of_steps in enumerate(copies):
+    for i, own_copy in enumerate(copies):
         # A character may span several tokens. The decoder keeps its beginning until it is complete.
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         if titles:
             yield f"--- sample {i + 1} of {num_samples}\n"
         yield decoder.decode(b"".join(bytes_of(token) for token in prompt))
-        for ids in ids_of_steps:
+        for ids in own_copy:
             if ids[i] == EOT:
                 break
             yield decoder.decode(bytes_of(ids[i]))
@@ -134,7 +135,7 @@ def continuations(args: argparse.Namespace, model, device: str, generator, text:
     steps = generate_tokens(
         model, idx, args.max_new_tokens, args.temperature, args.top_k, generator)
 
-    # The prompt of a single continuation stands right above it.
+    # A single continuation follows the line that was just typed: the prompt is not printed again.
     if args.interactive and args.num_samples == 1:
         return stream_text(steps, [], 1, titles=False)
     return stream_text(steps, prompt, args.num_samples)

@@ -211,13 +211,13 @@ def resolve_config(given: dict, start: Start, process: Process) -> tuple[Config,
     flags = merge_flags(given, start)
     if start.path:
         check_resumed_flags(start, flags, wanted_flags(given, start, flags))
-    check_flags(flags, RECIPES, start.path)
+    check_flags(flags, RECIPES, start)
 
     config = replace(flags)             # a copy
     recipe = RECIPES[config.recipe]
 
-    # "auto" keeps the window of a model that was loaded. But if --window auto was typed, the model of
-    # --init gets none: its attention looks back at all tokens.
+    # A resumed run keeps its window, and so does the model of --init. A new model gets 0: it looks
+    # back at all tokens. So does the model of --init, if "--window auto" was typed.
     keeps_window = recipe.window and start.model and (start.path or "window" not in given)
     window = start.model.config.window if keeps_window else 0
     set_automatic(config, sequence_length=config.block_size, window=window)
@@ -253,7 +253,8 @@ def wanted_flags(given: dict, start: Start, flags: Config) -> dict:
     """{flag: value}: what this command asks for, to compare with the `fixed` flags of a checkpoint."""
     wanted = PRESETS[flags.preset].flags | given
     if wanted.get("init", "scratch") != "scratch":
-        # --init loaded a model when the run began: the run has that model's shape, not the preset's.
+        # A run that began from --init has the shape of that model. The shape in a preset, which
+        # --init overrode then, is no contradiction now; a typed one is.
         for name in start.shape.keys() - given.keys():
             wanted.pop(name, None)
     return wanted
@@ -402,7 +403,7 @@ def choose_micro_batch(
     state: TrainState,
     process: Process,
 ) -> tuple[int, Callable]:
-    """B, the sequences of a micro-batch, and the trial: seconds of a micro-step of B sequences."""
+    """B, the sequences of a micro-batch; and trial(B), the seconds of a micro-step of B of them."""
     limit, moment_bytes = config.batch_size, 0
     may_shrink = flags.batch_size == "auto"
     if process.on_gpu:
@@ -540,7 +541,7 @@ def hellaswag_score(data: Data, process: Process, state: TrainState) -> tuple[in
 def print_samples(
     config: Config, process: Process, state: TrainState, num_samples=4, max_new_tokens=32
 ) -> None:
-    # A generator of its own, so that the random numbers of training do not advance.
+    # The same seed each time, so that samples of different steps differ by the weights alone.
     generator = torch.Generator(process.device).manual_seed(42)
     tokens = encode(config.sample_prompt).tolist()[-config.block_size:]
     if not tokens:
@@ -645,10 +646,10 @@ class LaunchedStep:
 # How a run stops. A signal (SIGTERM, Ctrl-C, ...) only leaves a note in `process`; the work goes on.
 # - A single process looks at the note before each micro-step and each batch of an evaluation, and
 #   raises StopRequested. The step or the evaluation is dropped; the run that resumes repeats it.
-# - Several ranks must stop at the same place. They vote in each train_step, and read the sum of the
-#   votes when they log that step, on GPUs after the next one is launched. So they finish an
-#   evaluation and one or two steps first, and all stop after the same step.
-# Then `stopped` is True: the run saves at the top of the loop (not with --checkpoint_every 0) and ends
+# - Several ranks must stop after the same step. They add up their votes in each train_step, and read
+#   the sum when they log that step: on a CPU at once, on a GPU after the next one is launched. So
+#   they finish an evaluation first, and up to two steps on CPUs, four on GPUs.
+# Either sets `stopped`: the run saves at the top of the loop (not with --checkpoint_every 0) and ends
 # with exit code 0. No finished step is lost. A SIGKILL or a crash loses the steps since the newest
 # complete checkpoint, and the run that resumes repeats them with the same tokens. torchrun kills its
 # ranks 30 s after a SIGTERM, unless --shutdown_timeout gives them more time.
@@ -665,7 +666,7 @@ def train(
 
     while True:
         # Save. It comes before the evaluation, so that a kill during the evaluation loses nothing.
-        may_save = config.checkpoint_every > 0 and step > last_saved
+        may_save = config.checkpoint_every > 0 and not config.overfit and step > last_saved
         if may_save and (stopped or is_due(step, config, config.checkpoint_every)):
             save(step, process, data, loader.schedule, state, output)
             last_saved = step

@@ -414,10 +414,10 @@ def print_summary(config, process, data, log: StepLog, output, step: int, stoppe
         return print_overfit(say, log.losses)
 
     saved = dict(checkpoints(config.out))
-    files = "log.txt, metrics.csv, loss.png"
+    files = [name for name in ("log.txt", "metrics.csv", "loss.png") if (output.out / name).exists()]
     if saved:
-        files += ", checkpoints"
-    say(f"done: {step} steps; in {config.out}: {files}")
+        files.append("checkpoints")
+    say(f"done: {step} steps; in {config.out}: {', '.join(files)}")
     if saved and log.record:
         print_best(config, data, log.record.rows, saved, say)
     return 0

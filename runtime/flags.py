@@ -4,7 +4,6 @@ import dataclasses
 import textwrap
 from collections.abc import Callable
 from itertools import groupby
-from pathlib import Path
 
 from runtime.cli import FlagParser, UserError, import_package
 from runtime.recipe import Recipe
@@ -40,7 +39,7 @@ def parse_flags(
             add_flag(group, f, recipes)
     given = vars(parser.parse_args(argv))
 
-    # A number that no run can have is told before the ranks meet. check_flags finds other mistakes.
+    # Numbers out of range are reported before the ranks meet. check_flags finds other mistakes.
     for f in dataclasses.fields(Config):
         if f.name in given:
             check_range(f, given[f.name])
@@ -109,14 +108,11 @@ def describe_presets(presets: dict[str, Preset], recipes: dict[str, Recipe]) -> 
 
 # ----------------------------------------------------------------------------- mistakes
 
-def check_flags(config, recipes: dict[str, Recipe], checkpoint: Path | None) -> None:
-    """UserError for values that no run can have.
-
-    `checkpoint`: the file that supplied the flags which were not given; None for a new run.
-    """
+def check_flags(config, recipes: dict[str, Recipe], start) -> None:
+    """UserError for values that no run can have. `start`: runtime.checkpoint.Start."""
     for f in dataclasses.fields(config):
         check_range(f, getattr(config, f.name))
-    check_recipe_flags(config, recipes, checkpoint)
+    check_recipe_flags(config, recipes, start)
     check_model_flags(config)
 
     if config.min_lr != "auto" and config.min_lr > config.max_lr:
@@ -124,9 +120,10 @@ def check_flags(config, recipes: dict[str, Recipe], checkpoint: Path | None) -> 
                         f"{config.max_lr} or less")
 
     has_preset = config.preset != "gpt2"
-    if config.overfit and (has_preset or config.val_every):
-        raise UserError("--overfit is a run of its own, without validation: leave --preset and "
-                        "--val_every out")
+    resumes = config.resume != "never"
+    if config.overfit and (has_preset or resumes or config.val_every):
+        raise UserError("--overfit is a run of its own, without validation: leave --preset, "
+                        "--resume and --val_every out")
 
     if config.wandb:
         import_package("wandb")         # UserError if it is missing
@@ -138,15 +135,17 @@ def check_range(f: dataclasses.Field, value) -> None:
 
     largest = f.metadata.get("most", 2**40 if f.type is int else 1e38)
     if f.metadata.get("above") == 0:
-        smallest, is_valid = "above 0", 0 < value <= largest
+        allowed = "above 0"
+        is_valid = 0 < value <= largest
     else:
-        smallest, is_valid = "from 0 on", 0 <= value <= largest
+        allowed = "from 0 on"
+        is_valid = 0 <= value <= largest
     if not is_valid:
-        raise UserError(f"--{f.name} {value}: give a number {smallest}, at most {largest:g} "
+        raise UserError(f"--{f.name} {value}: give a number {allowed}, at most {largest:g} "
                         f"({f.metadata['help']})")
 
 
-def check_recipe_flags(config, recipes: dict[str, Recipe], checkpoint: Path | None) -> None:
+def check_recipe_flags(config, recipes: dict[str, Recipe], start) -> None:
     """UserError for a flag that another recipe has, but not this one."""
     own_flags = recipes[config.recipe].own_flags
     for recipe in recipes.values():
@@ -154,8 +153,8 @@ def check_recipe_flags(config, recipes: dict[str, Recipe], checkpoint: Path | No
             if name in own_flags or getattr(config, name) == "auto":
                 continue
             source = ""
-            if checkpoint:
-                source = f"{checkpoint}: "
+            if start.recorded.get(name) == getattr(config, name):
+                source = f"{start.path}: "
             raise UserError(f"{source}--{name} does not apply to --recipe {config.recipe}: leave it "
                             "out")
 

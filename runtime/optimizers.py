@@ -1,8 +1,8 @@
 """The optimizers of a model as one, and optimizer state that the ranks share out.
 
 Shared-out state is stage 1 of ZeRO (arXiv:1910.02054): `owner`, {parameter: rank}, names the one
-rank that has the moments of a parameter. Muon always has owners; --shard_optimizer gives owners to
-the matrices of the other optimizers.
+rank that has the moments of a parameter. On several ranks Muon has owners in any case;
+--shard_optimizer gives owners to the matrices of the other optimizers.
 """
 import torch
 import torch.distributed as dist
@@ -104,7 +104,7 @@ def shard_matrices(optimizers: list, rank: int, world_size: int) -> dict[Tensor,
 
 def broadcast_updates(owner: dict[Tensor, int]) -> None:
     """Each rank sends its matrices to the others."""
-    # All begin before the first is waited for. On a GPU its stream waits then, not the CPU.
+    # Start all, then wait for each. On a GPU wait() blocks only the stream, not the CPU.
     under_way = [dist.broadcast(p.detach(), rank, async_op=True) for p, rank in owner.items()]
     for work in under_way:
         work.wait()

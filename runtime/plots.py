@@ -19,7 +19,7 @@ CURVES = {
 
 
 def new_figure(**how):
-    # It would warn of a HOME that cannot be written to, and that it makes a cache of the fonts.
+    # matplotlib warns of a HOME that it cannot write to, and says when it caches the fonts.
     logging.getLogger("matplotlib").setLevel(logging.ERROR)
     return import_package("matplotlib.figure").Figure(**how, layout="constrained")
 
@@ -55,7 +55,7 @@ def plot_run(rows: list[dict], path: Path, title: str) -> None:
     if not panels:
         return
 
-    # The y axes differ, so each panel has its own, side by side.
+    # Losses and accuracies have different scales: one panel for each, side by side.
     figure = new_figure(figsize=(6 * len(panels) + 1, 4.5))
     figure.suptitle(title, fontsize=9)
     for i, (label, curves) in enumerate(panels.items(), 1):
@@ -75,11 +75,13 @@ def plot_run(rows: list[dict], path: Path, title: str) -> None:
 
 
 def draw(record, title: str, last: bool) -> None:
-    """Draws OUT/loss.png of a Record, at most once in PATIENCE, and at the run's end (`last`). If
-    that fails, it is a warning; where matplotlib is not installed, only one in the run."""
+    """Draws OUT/loss.png of a Record, at most once in PATIENCE seconds, and at the end (`last`).
+
+    A failure is a warning. Without matplotlib it warns once, and does not try again.
+    """
     never_again = record.picture_due == math.inf
     too_early = time.monotonic() < record.picture_due
-    if never_again or too_early and not last:
+    if never_again or (too_early and not last):
         return
 
     record.picture_due = time.monotonic() + PATIENCE

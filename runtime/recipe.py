@@ -13,8 +13,8 @@ class Recipe:
     `config` is train_gpt2.Config. `progress` is the share of the run's tokens that came before a
     step, from 0 to 1. Schedules keep no state of their own: a resumed run continues them exactly.
     """
-    # (model, config) -> a list of optimizers of named parameters. The "lr" of each group is its
-    # largest one.
+    # (model, config) -> a list of optimizers, made of (name, parameter) pairs. The "lr" of each group
+    # is its peak, which lr_scale multiplies.
     make_optimizers: Callable
 
     # (step, progress, config) -> the factor by which every learning rate is multiplied.
@@ -44,9 +44,10 @@ class Recipe:
 class BatchSchedule:
     """How many tokens each step has, and how many came before it.
 
-    The run's tokens have three thirds. With `divisors` (a, b, c) the steps of the first third have
-    total_batch_size / a tokens, those of the second third / b, and those of the last / c. Everything
-    is computed from the number of a step: a run that resumes needs no count of its own.
+    The run's tokens are cut into three equal parts. With `divisors` (a, b, c) a step of the first part
+    has total_batch_size / a tokens, of the second / b, of the third / c. The run has max_steps in any
+    case, so larger divisors mean fewer tokens in all. Everything is computed from the number of a
+    step: a run that resumes needs no count of its own.
     """
 
     def __init__(self, total_batch_size: int, max_steps: int, divisors: tuple = (1, 1, 1)):
@@ -80,7 +81,7 @@ class BatchSchedule:
         return self.tokens_before(step) / self.tokens_before(self.max_steps)
 
     def resume(self, step: int, tokens: int) -> None:
-        """Makes `step` begin after `tokens` tokens: so many the run has seen by its checkpoint."""
+        """Shifts the count so that `step` begins after `tokens`, as the checkpoint recorded."""
         # With another --max_steps than before, the thirds have other steps. The offset keeps the
         # place in the data.
         self.offset += tokens - self.tokens_before(step)

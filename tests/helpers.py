@@ -178,7 +178,7 @@ def parse_flags(argv):
     given = train_gpt2.parse_flags(
         train_gpt2.Config, train_gpt2.RECIPES, train_gpt2.PRESETS, "", argv)
     flags = train_gpt2.merge_flags(given, train_gpt2.Start())
-    train_gpt2.check_flags(flags, train_gpt2.RECIPES, None)
+    train_gpt2.check_flags(flags, train_gpt2.RECIPES, train_gpt2.Start())
     return flags, set(given)
 
 
