@@ -11,7 +11,14 @@ from runtime.cli import FlagParser, UserError, run_command
 
 from recipes import check_tokens, load_model
 from runtime.files import writable
-from runtime.huggingface import EXPORTED, EXPORTED_BY, MODELING, read_json
+from runtime.huggingface import (
+    EXPORTED,
+    EXPORTED_BY,
+    MODELING,
+    export_files,
+    read_json,
+    write_export,
+)
 
 
 def refuse_other_files(folder: Path) -> None:
@@ -40,6 +47,11 @@ def refuse_other_files(folder: Path) -> None:
                         "folder")
 
 
+def remove_export(folder: Path) -> None:
+    for name in EXPORTED:
+        (folder / name).unlink(missing_ok=True)
+
+
 def main(argv: list[str] | None = None) -> None:
     """`python model.py export SOURCE FOLDER`."""
     parser = FlagParser(prog="model.py", description=__doc__)
@@ -59,12 +71,17 @@ def main(argv: list[str] | None = None) -> None:
         refuse_other_files(folder)
     model = load_model(args.source)
     check_tokens(model, args.source)
+    files = export_files(model)
 
+    # All old files go before a new one comes: a mixture of two exports could be read as one. After a
+    # failure the new ones go, too: then the same command can be given again.
     with writable(folder):
-        # All old files go before a new one comes: a mixture of two exports could be read as one.
-        for name in EXPORTED:
-            (folder / name).unlink(missing_ok=True)
-        model.save_pretrained(folder)
+        remove_export(folder)
+        try:
+            write_export(files, folder)
+        except BaseException:
+            remove_export(folder)
+            raise
 
     arguments = repr(os.path.abspath(folder))
     if (folder / MODELING).exists():

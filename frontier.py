@@ -37,7 +37,7 @@ ENDING = re.compile(r"(?<=...)(ings|ing|ies|ied|ers|er|ed|es|ly|s|e|y)\Z", re.DO
 
 
 def stem_and_form(text: str) -> tuple[str, tuple]:
-    """The stem of a token's text, and its form: all that the stem leaves out."""
+    """The stem of a token's text, and its form: leading space, capitals, digits, ending."""
     word = text.strip()
     lower = word.lower()
     stem = ENDING.sub("", lower)
@@ -56,9 +56,9 @@ def stem_and_form(text: str) -> tuple[str, tuple]:
 
 @functools.cache
 def parts_of_tokens(vocab_size: int) -> torch.Tensor:
-    """The rows of each token's stem and form in the table of parts: int64 (2, vocab_size)."""
-    # What is no text has a stem of its own, which is its id here, and the empty form: padding,
-    # <|endoftext|>, single bytes, and every token of a vocabulary that is not GPT-2's.
+    """The indices of each token's stem and form in the table of parts: int64 (2, vocab_size)."""
+    # Whatever is not UTF-8 text keeps a stem of its own, numbered by its id, and the empty form:
+    # padding, <|endoftext|>, parts of characters, and every token of another vocabulary.
     stems: list = list(range(vocab_size))
     forms: list = [()] * vocab_size
 
@@ -99,10 +99,10 @@ def bigram_hash(tokens, rows):
 
 
 # ---------------------------------------------------------------------- shifted keys
-# In half of the heads each token has the key of the token before it. A query that looks for a token
-# then finds the one after it: what followed this token earlier in the text. An ordinary attention
-# needs two layers for that (an induction head, arXiv:2209.11895). Record 49 shifts half of the
-# numbers of each head instead.
+# In half of the heads position i holds the key of token i - 1, but its own value. So a query that
+# matches an earlier occurrence of its token reads the value of what followed there. An ordinary
+# attention needs two layers for that (an induction head, arXiv:2209.11895). Record 49 shifts half of
+# the numbers of each head instead.
 
 def first_shifted_head(n_head: int) -> int:
     """The heads from this one on have shifted keys: half of all heads, rounded up."""
@@ -179,12 +179,13 @@ class FrontierGPT(ModernLanguageModel):
             "h": nn.ModuleList(blocks),
         })
 
-        # Tied head (record 53): a token's row learns where it is read and where it is predicted.
+        # Tied head (record 53): a token's row learns both where it is read and where it is predicted.
         self.lm_head = CastedLinear(C, V, device="meta")
         self.lm_head.weight = self.transformer.wte.weight
 
-        # What enters the head has mean square 1. So each of the first logits has the variance
-        # C (5 / C)^2 = 25 / C, and the first loss is about ln(V) + 12.5 / C. At --max_lr 0.02 the
+        # What enters the head has mean square 1. So the first logits have the variance
+        # C (5 / C)^2 = 25 / C, but for the input token's own, which is 5 before the softcap. The
+        # first loss is about ln(V) + 12.5 / C. At --max_lr 0.02 the
         # learning rate, head_lr below, is 1.5 / C: 0.3 of this standard deviation. For speedrun's
         # embedding it is 0.3 of 1.
         self.embedding_std = 5 / C
@@ -202,7 +203,10 @@ class FrontierGPT(ModernLanguageModel):
             block.attn.c_k.weight[first:] = block.attn.c_q.weight[first:]
 
     def add_parts(self, rows, parts):
-        """rows (..., C) of tokens, plus those of their parts, int64 (2, ...)."""
+        """The sum of the tokens' own vectors `rows` (..., C) and those of their stems and forms.
+
+        `parts`, int64 (2, ...), are the indices that parts_of_tokens has for these tokens.
+        """
         stems, forms = parts
         total = self.transformer.part(stems)
         total.add_(self.transformer.part(forms))        # in place, which saves time on a CPU
@@ -228,7 +232,7 @@ class FrontierGPT(ModernLanguageModel):
         return *super().attention_inputs(tokens, T, dtype, past), starts
 
     def configure_optimizers(self, max_lr, weight_decay, dtype, tokens):
-        """[Adam, Muon] for updates by that many `tokens`. `dtype` is that of Muon's iteration."""
+        """[Adam, Muon]. `tokens`: those of the largest batch. `dtype`: of Muon's iteration."""
         # The tied embedding and the parts have the learning rate of speedrun's head.
         head_lr = 0.1 * max_lr * 768 / self.config.n_embd
 
@@ -262,16 +266,16 @@ def make_optimizers(model: FrontierGPT, config) -> list:
 
 
 def batch_divisors(config) -> tuple[int, int, int]:
-    """The first batch is all, a half or a quarter of --total_batch_size, and then grows (record 46).
+    """Divisors of --total_batch_size in the three thirds of a run (record 46); see BatchSchedule.
 
-    The best first batch grows with the run's tokens D: it has sqrt(5 D) tokens. The batch is halved
-    as long as it is more than sqrt(2) times larger than that.
+    A run of D tokens begins best with batches of sqrt(5 D) tokens. So the first batch is halved, at
+    most twice, while it is sqrt(2) times that or more.
     """
     for divisors in ((1, 1, 1), (2, 1, 1)):
         schedule = BatchSchedule(config.total_batch_size, config.max_steps, divisors)
-        best = math.sqrt(5 * schedule.tokens_before(config.max_steps))
+        best_first_batch = math.sqrt(5 * schedule.tokens_before(config.max_steps))
         can_be_halved = schedule.tokens(0) % (2 * config.sequence_length) == 0
-        if schedule.tokens(0) < math.sqrt(2) * best or not can_be_halved:
+        if schedule.tokens(0) < math.sqrt(2) * best_first_batch or not can_be_halved:
             return divisors
     return (4, 2, 1)
 
@@ -301,6 +305,7 @@ def muon_momentum(progress: float, config) -> float:
 
 
 # modded-nanogpt's records up to 2026, where they help at small sizes, and more (docs/recipes.md).
+# 5,833 steps are 1.31B tokens, an estimate: record 10's, less what the later records save.
 RECIPE = Recipe(
     make_optimizers,
     lr_scale=speedrun.trapezoid,

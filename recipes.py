@@ -19,7 +19,8 @@ MODELS = {
 }
 
 PRESETS = {
-    # One epoch of the text: in a second one the validation loss rises again.
+    # 200 steps are one epoch, 0.3M tokens: the first 100 have half the batch (frontier's
+    # batch_divisors). In a second epoch the validation loss rises again.
     "shakespeare": Preset(
         "a first run on input.txt: frontier, 35M parameters, 0.3M tokens; minutes on a CPU",
         dict(
@@ -74,7 +75,8 @@ PRESETS = {
     ),
 }
 
-# --overfit is the lecture's sanity run: 50 steps on one batch, at a constant rate. It writes nothing.
+# --overfit is the lecture's sanity run: 50 steps on one batch. merge_flags in train_gpt2.py sets min_lr
+# to max_lr, so the rate is constant. The run writes no files.
 OVERFIT = dict(
     vocab_size=50257, total_batch_size=4 * 32, sequence_length=32, shuffle=False,
     max_steps=50, warmup_steps=0, max_lr=3e-4, resume="never",

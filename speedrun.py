@@ -1,7 +1,9 @@
 """The speedrun recipe: modded-nanogpt's record 10 (November 2024), written anew.
 
-The names in the state dict are the record's. Two things differ from it: the embedding stays in
-float32, and the eps of norm() is float32's (the record's, in torch 2.5, was bfloat16's: 2^-7).
+The names in the state dict are the record's. Three things differ from it: the embedding stays in
+float32; the eps of norm() is float32's (the record's, in torch 2.5, was bfloat16's: 2^-7); and
+--window, off by default, comes from records 12 and 13.
+
 docs/recipes.md says what each idea gains, measured by leaving it out. frontier.py builds on this
 file.
 
@@ -55,6 +57,7 @@ def norm(x):
 
 def qk_norm(x):
     """QK-norm (arXiv:2010.04245): queries and keys have length sqrt(hs), so no score explodes."""
+    # A function of its own, so that benchmarks/ideas.py can leave it out without norm().
     return norm(x)
 
 
@@ -86,8 +89,8 @@ def document_window_mask(tokens, T, window, as_blocks=False):
     device = tokens.device
     document = (tokens == EOT).cumsum(1)        # (B, S): a number for each; EOT is its first token
 
-    # Whether the token at position q of sequence b sees the one at position k. FlexAttention calls
-    # it with a head, too, of which nothing depends here.
+    # Whether the token at position q of sequence b sees the one at position k. FlexAttention also
+    # passes a head, which makes no difference here.
     def sees(b, head, q, k):
         in_window = (k <= q) & (q - k < window)
         return in_window & (document[b, q] == document[b, k])

@@ -250,6 +250,17 @@ def export_modern(model) -> tuple[dict, dict]:
 
 def save_model(model, folder: str | Path) -> None:
     """LanguageModel.save_pretrained: writes the EXPORTED files, weights as float32."""
+    write_export(export_files(model), Path(folder))
+
+
+def write_export(files: dict[str, bytes], folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        replace_file(folder / name, lambda file, content=content: file.write(content))
+
+
+def export_files(model) -> dict[str, bytes]:
+    """{name: content} of the EXPORTED files, in the order in which they are to be written."""
     if model.recipe == "gpt2":
         config, weights = export_gpt2(model)
     else:
@@ -279,10 +290,7 @@ def save_model(model, folder: str | Path) -> None:
 
     # config.json is written last: without it, after a crash, the folder is no model.
     files["config.json"] = json.dumps(config, indent=2).encode()
-
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    for name, data in files.items():
-        replace_file(Path(folder) / name, lambda file, data=data: file.write(data))
+    return files
 
 
 def safetensors_of(weights: dict) -> bytes:

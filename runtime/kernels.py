@@ -2,7 +2,8 @@
 
 The logits of a step are its largest tensor: 50,304 for each token. Here those of `chunk` tokens are
 computed, turned into loss and gradients, and forgotten, before the next are. Compiled models and
-GPUs use F.cross_entropy instead. Beside it stands matmul_dtype, which all models use, too.
+GPUs use F.cross_entropy instead. The file also holds matmul_dtype, which has nothing to do with the
+loss: all models use it.
 
 Shapes: N tokens in all, n of them at a time, C = n_embd, V = vocab_size.
 """
@@ -22,13 +23,13 @@ def matmul_dtype(x: Tensor) -> torch.dtype:
     return x.dtype
 
 
-# ---------------------------------------------------------------------- some tokens
+# ---------------------------------------------------------------------- the loss of some tokens
 # A token's loss with the logits z_1 ... z_V and the target t is
 #
 #     loss = ln(sum_j exp(z_j)) - z_t,        and so      d loss / d z_j = p_j - [j = t]
 #
-# where p_j = exp(z_j) / sum_k exp(z_k) and [j = t] is 1 for the target, 0 otherwise. Both change
-# nothing if a constant is added to all z_j.
+# where p_j = exp(z_j) / sum_k exp(z_k) and [j = t] is 1 for the target, 0 otherwise. Adding one
+# constant to all z_j changes neither.
 #
 # With a softcap c, z = c tanh(u) for the head's output y and u = y / c. In terms of the sigmoid
 # s = sigmoid(2 u) that is
@@ -38,20 +39,21 @@ def matmul_dtype(x: Tensor) -> torch.dtype:
 # of which the constant -c can be left out.
 
 def cross_entropy_in_place(logits: Tensor, targets: Tensor, softcap: float = 0.0) -> Tensor:
-    """Sum of the losses (nats) of the head's output, `logits` (n, V), for targets (n,).
+    """Sum of the losses (nats) for the head's output `logits` (n, V), before the softcap.
 
-    Overwrites `logits` with the gradient of that sum. Targets of -1 are ignored.
+    targets (n,); -1 is ignored. Overwrites `logits` with the gradient of the sum.
     """
     is_scored = (targets >= 0)[:, None]                                         # (n, 1)
     targets = targets.clamp(min=0)[:, None]                                     # (n, 1)
 
     # On a CPU (AMD EPYC) torch's exp can take 8 times as long as its exp2, and its tanh 20 times.
-    # So tanh is written with sigmoid, as above, and exp(z) as exp2(z / ln 2): from here on `z` is
-    # the z above, divided by ln 2. Functions that end in _ work in place, so that fewer tensors
-    # compete for the CPU's cache.
+    # So tanh is written with sigmoid, as above, and exp(z) as exp2(z / ln 2). `z` starts as y; after
+    # the `if` it is the z above, divided by ln 2. Functions that end in _ work in place, so that
+    # fewer tensors compete for the CPU's cache.
     z = logits.float()
     if softcap:
-        # These z lie between 0 and 2 softcap / ln 2. No maximum has to be subtracted from them.
+        # These z lie between 0 and 2 softcap / ln 2. No maximum has to be subtracted from them:
+        # 300,000 is more than any vocabulary here, and 300,000 exp(76) is below float32's limit.
         assert softcap <= 38, "beyond 38 the sum of 300,000 exp(2 softcap) overflows float32"
         s = z.mul_(2 / softcap).sigmoid_()
         z = s * (2 * softcap / LN2)

@@ -79,8 +79,8 @@ def generate_tokens(
     """
     block_size = model.config.block_size
 
-    # The head is cast to autocast's dtype once. Autocast would do it for each token, because it
-    # remembers the casts of parameters only, and a head may be a sum of several.
+    # The head is cast to autocast's dtype once. Autocast keeps only the casts of parameters, and
+    # frontier's head is a sum of rows: it would be cast again for each token.
     head = model.head()
     head = head.to(matmul_dtype(head))
 
@@ -110,7 +110,8 @@ def sample_token(
     # The ids that pad the vocabulary stand for no token.
     logits[:, VOCAB_SIZE:] = float("-inf")
 
-    # Temperature 0 takes the likeliest token. So do others near 0, by which logits would overflow.
+    # Temperature 0 takes the likeliest token. So does one below 1e-5: divided by a far smaller one,
+    # logits would overflow float32.
     if temperature < 1e-5:
         return logits.argmax(dim=-1, keepdim=True)
     logits = logits / temperature
@@ -133,7 +134,7 @@ class LanguageModel(nn.Module):
     """
     recipe = ""             # the name of its recipe, which checkpoints and exports carry
     lookup_tables = ()      # names of the embeddings of which no matrix product makes use
-    softcap = 0.0           # c: the logits are c tanh(z / c) of the head's output z; 0: they are z
+    softcap = 0.0           # c: the logits are c tanh(y / c) of the head's output y; 0: they are y
 
     # How to compute, which changes no result but by rounding. train_gpt2.py sets these.
     kernel = "auto"         # attention's, one of model.ATTENTION
@@ -148,10 +149,10 @@ class LanguageModel(nn.Module):
         """x (..., C) -> (..., vocab_size). `head` is what self.head() returns, if it is known."""
         if head is None:
             head = self.head()
-        z = F.linear(x, head)
+        y = F.linear(x, head)
         if self.softcap:
-            z = self.softcap * torch.tanh(z.float() / self.softcap)
-        return z
+            y = self.softcap * torch.tanh(y.float() / self.softcap)
+        return y
 
     def forward(
         self, idx: Tensor, targets: Tensor | None = None
@@ -189,13 +190,13 @@ class LanguageModel(nn.Module):
         """Cross-entropy (nats) of each token, float32 (B, T), and 0 where the target is -1.
 
         `positions`, int64 (n,), are the indices of the targets >= 0 among all B T. Logits are
-        computed only there. The caller finds the positions on the CPU: found here, on a GPU, the
-        CPU would have to wait for their number.
+        computed only there. The caller finds the positions on the CPU, because torch.nonzero on a
+        GPU would make the CPU wait for their number.
         """
         x = self.hidden(idx).flatten(0, 1)[positions]                           # (n, C)
         logits = self.logits(x).float()                                         # (n, vocab_size)
         targets = targets.flatten()[positions]                                  # (n,)
-        losses = F.cross_entropy(logits, targets, ignore_index=-1, reduction="none")
+        losses = F.cross_entropy(logits, targets, reduction="none")
 
         zeros = torch.zeros(idx.numel(), device=idx.device)
         return zeros.scatter(0, positions, losses).view_as(idx)

@@ -14,7 +14,7 @@ def orthogonalize(G: Tensor, dtype: torch.dtype = torch.bfloat16, steps: int = 5
     # as possible.
     a, b, c = 3.4445, -4.7750, 2.0315
 
-    # The iteration needs singular values of at most 1: none is larger than the norm.
+    # The iteration needs singular values of at most 1. None is larger than the Frobenius norm.
     X = G.to(dtype)
     X = X / (X.norm(dim=(-2, -1), keepdim=True) + 1e-7)
 
@@ -38,8 +38,8 @@ class Muon(torch.optim.Optimizer):
     """Orthogonalized Nesterov momentum for the matrices in the blocks: `params` [(name, matrix)].
 
     Matrices of one shape form a group, and are orthogonalized as one batch. If there are several
-    ranks, each has the same gradients, but only a share of every group: it holds the momentum of
-    these matrices and orthogonalizes it. Then all ranks gather the results.
+    ranks, all have the same gradients. Each rank keeps the momentum of its share of every group, and
+    orthogonalizes that share. Then all ranks gather the updates.
     """
 
     def __init__(self, params, lr, momentum=0.95, weight_decay=0.0, dtype=torch.bfloat16):
@@ -62,7 +62,7 @@ class Muon(torch.optim.Optimizer):
                     self.owner[p] = i // share
 
     def share_of(self, group) -> int:
-        """How many of a group's matrices a rank has: the same number on all but the last ranks."""
+        """How many matrices of a group a rank has room for. On the last ranks some may be missing."""
         return -(-len(group["params"]) // self.ranks)           # rounded up
 
     @torch.no_grad()
@@ -75,7 +75,7 @@ class Muon(torch.optim.Optimizer):
                 updates = self.gather(updates)                  # (ranks * share, rows, columns)
             updates = updates[:len(params)].to(params[0].dtype)
 
-            # Weight decay is by the learning rate itself, the update by that for the shape.
+            # The learning rate itself is that of the decay. The update's is larger for a tall matrix.
             if group["weight_decay"]:
                 torch._foreach_mul_(params, 1.0 - group["lr"] * group["weight_decay"])
             rows, columns = params[0].shape
@@ -83,7 +83,7 @@ class Muon(torch.optim.Optimizer):
             torch._foreach_add_(params, list(updates), alpha=-lr)
 
     def momentum_of_share(self, group) -> Tensor:
-        """Nesterov momentum (share, rows, columns) of this rank's matrices. Zeros fill it up."""
+        """Nesterov momentum (share, rows, columns) of this rank's matrices; missing ones are 0."""
         share = self.share_of(group)
         params = group["params"]
         first = self.rank * share

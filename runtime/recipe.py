@@ -89,6 +89,7 @@ class BatchSchedule:
 
 def make_batch_schedule(recipe: Recipe, config, world_size: int) -> BatchSchedule:
     """The schedule of a run. UserError if the processes cannot share each step equally."""
+    # The number of processes changes nothing in the schedule: they all see the same tokens in a step.
     divisors = recipe.batch_divisors(config)
     unit = config.sequence_length * world_size * math.lcm(*divisors)
     total = config.total_batch_size

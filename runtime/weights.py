@@ -21,7 +21,7 @@ from runtime.files import checkpoints, readable
 
 EMBEDDING = "transformer.wte.weight"
 HEAD = "lm_head.weight"
-LARGEST_SIZE = 2**24 - 1        # of the numbers in a model's config
+LARGEST_SIZE = 2**24 - 1        # of the numbers in a config: larger ones could only be hostile
 
 # The models on the hub whose owner, openai-community, can be left out.
 OPENAI_NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
@@ -74,7 +74,7 @@ def best_checkpoint(out: Path) -> Path:
 
 def refuse_unreadable(path: Path) -> None:
     """UserError for a folder that this user may not list."""
-    # The functions that look for a file in it would take it for an empty folder.
+    # Otherwise isdir, exists and checkpoints() would make an unreadable folder look empty.
     try:
         if stat.S_ISDIR(os.stat(path).st_mode):
             os.listdir(path)
@@ -119,8 +119,8 @@ def load_pickle(path: str | Path):
         else:
             raise unexpected("its beginning", "that of a zip or a pickle", start.hex())
 
-    # weights_only=True below still lets a pickle call these two functions with any arguments, and
-    # so a few bytes in a file could fill the memory. No checkpoint needs them.
+    # weights_only=True below still lets a pickle call bytearray and _codecs.encode with any
+    # arguments, and so a few bytes in a file could fill the memory. No checkpoint needs them.
     if re.search(rb"\nbytearray\n|_codecs\nencode\n", pickled):
         raise ValueError("its pickle makes raw bytes, which no checkpoint holds")
 
@@ -132,7 +132,7 @@ def load_pickle(path: str | Path):
 
 
 def pickles_of_zip(file) -> bytes:
-    """The pickles in a checkpoint's zip. ValueError if torch.save has not written it so."""
+    """The pickles in a checkpoint's zip. ValueError if it is compressed, prefixed or damaged."""
     with zipfile.ZipFile(file) as archive:
         records = archive.infolist()
 
@@ -150,7 +150,11 @@ def pickles_of_zip(file) -> bytes:
         if damaged:
             raise ValueError(f"its record {damaged[:80]} is damaged: bits of it have changed")
 
-        return b"".join(archive.read(r) for r in records if r.filename.endswith("data.pkl"))
+        return b"".join(archive.read(r) for r in records if is_pickle(r.filename))
+
+
+def is_pickle(name: str) -> bool:
+    return name.lower().endswith("data.pkl")            # torch.load finds DATA.PKL, too
 
 
 # ---------------------------------------------------------------------- from a dict to a model
@@ -214,8 +218,8 @@ def zero_biases(weights: dict) -> dict:
     """A bias for each weight of the blocks and the last norm."""
     biases = {}
     for name, weight in weights.items():
-        has_bias = ".h." in name or ".ln_f." in name
-        if has_bias and is_dense_float(weight) and weight.dim() > 0:
+        needs_bias = ".h." in name or ".ln_f." in name
+        if needs_bias and is_dense_float(weight) and weight.dim() > 0:
             biases[name.removesuffix("weight") + "bias"] = torch.zeros(weight.size(0))
     return biases
 
@@ -265,6 +269,22 @@ def check_sizes(config, state_dict: dict) -> None:
                          f"the shape {shape}")
 
 
+def check_shared_memory(model, is_tied: bool) -> None:
+    """ValueError if several tensors of the file are one, but for a tied head.
+
+    Each would get memory of its own, and so a small file could fill the memory.
+    """
+    storages, needed = {}, 0
+    for name, p in model.named_parameters():
+        if is_tied and name == HEAD:
+            continue
+        storage = p.untyped_storage()
+        storages[storage.data_ptr()] = storage.nbytes()
+        needed += p.numel() * p.element_size()
+    if needed > sum(storages.values()):
+        raise ValueError("several of its tensors are one and the same")
+
+
 @torch.no_grad()
 def build_model(cls: type, config, state_dict: dict):
     """A `cls(config)` with the weights of `state_dict`, as float32.
@@ -285,6 +305,7 @@ def build_model(cls: type, config, state_dict: dict):
     model.load_state_dict(state_dict, assign=True)
 
     # Now all names and shapes are right. The tensors are still the file's own, of any dtype.
+    check_shared_memory(model, is_tied)
     for name, p in model.named_parameters():
         if not is_dense_float(p):
             raise ValueError(f"its {name} is not a plain tensor of floats")

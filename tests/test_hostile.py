@@ -207,6 +207,25 @@ def pickle_to(change, method=zipfile.ZIP_STORED):
     return repack
 
 
+def pickle_in_capitals(path):
+    """torch.load finds its pickle under such a name, too."""
+    with zipfile.ZipFile(path) as old, zipfile.ZipFile("new", "w") as new:
+        for name in old.namelist():
+            if name.endswith("data.pkl"):
+                new.writestr(name.replace("data.pkl", "DATA.PKL"), GIGABYTE)
+            else:
+                new.writestr(name, old.read(name))
+    os.replace("new", path)
+
+
+def one_tensor_for_two(path):
+    """With many of them, a small file would need much memory."""
+    content = content_of(path)
+    first, second = [name for name in content["model"] if ".ln_" in name and name.endswith(".weight")][:2]
+    content["model"][second] = content["model"][first]
+    save(path, content)
+
+
 class Call:
     """Pickled as a call of `function`."""
 
@@ -295,6 +314,7 @@ BAD = {
         ("model", "lm_head.weight"): [torch.zeros(96, 4)], ("model", "transformer.extra"): [torch.zeros(3)],
         ("model", 7): [torch.zeros(3)], ("model", "\x1b]0;owned\x07\x1b[2J\u202e\r\n\x85"): [0]}) | {
         "a storage of 40 GB": pickle_to(extra(10**10)), "a storage below zero": pickle_to(extra(-777)),
+        "a pickle in capitals": pickle_in_capitals, "one tensor for two": one_tensor_for_two,
         "a record of 1.6 GB": to(lambda data: data.replace(struct.pack("<II", 3108, 3108),
                                                            b"\0\0\0\x5f" * 2))},
     "legacy": values({"extra": CODE}) | contents(pickle.dumps(CODE[0]), GIGABYTE) | {
