@@ -222,6 +222,13 @@ def test_an_export_that_fails_leaves_no_folder_that_is_read_as_a_model(tmp_path,
             refused(lambda: main(["export", source, str(tmp_path / "hf")]), failed=True)
         assert not list((tmp_path / "hf").iterdir()), "the same command can be given again"
 
+    # a kill cannot clean up: without config.json, which comes last, what it leaves is no model
+    written = []
+    monkeypatch.setattr(os, "replace", lambda *paths: (written.append(os.path.basename(paths[1])),
+                                                       rename(*paths)))
+    main(["export", source, str(tmp_path / "hf")])
+    assert written[-1] == "config.json"
+
 
 @settings(max_examples=40, deadline=None, derandomize=True, database=None)
 @given(st.sampled_from(["  two  spaces\n\n\tand tabs ", "naïve Ω 日本語 🙂 e\u0301 1234 don't",
