@@ -12,6 +12,7 @@ import re
 import stat
 import tempfile
 import threading
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
@@ -190,15 +191,11 @@ class HubDataset:
             if kind_of(path) and name not in names[first:first + 2]:
                 path.unlink()
 
-        upcoming = None
+        downloads = deque()     # of this file and the next one
         for number in range(first, len(names)):
-            if upcoming is None:
-                upcoming = self.start_download(names[number])
-            path = Path(upcoming.result())
-
-            upcoming = None
-            if number + 1 < len(names):
-                upcoming = self.start_download(names[number + 1])
+            for name in names[number + len(downloads):number + 2]:
+                downloads.append(self.start_download(name))
+            path = Path(downloads.popleft().result())
             yield number, path, f"{self.settings['dataset']}: {names[number]}"
             path.unlink()
 
