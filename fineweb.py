@@ -248,7 +248,8 @@ class Shards:
         self.seen = self.written
         file, done = self.cursor
         self.starts = {file: self.written - done}           # {number of a file: its first place}
-        self.waiting = tempfile.TemporaryFile()
+        with writable(TEMPORARY, begun=True):
+            self.waiting = tempfile.TemporaryFile()
 
     def add(self, file: int, tokens: np.ndarray) -> None:
         """Takes the next tokens of the text, which are in this file, up to --max_tokens."""
@@ -395,11 +396,10 @@ def write_shards(args: argparse.Namespace, source, layout: Layout, out: Path) ->
     files = source.files(first)
     with progress, closing(encode_files(files, layout, encoder, args.workers)) as chunks:
         for file, tokens in chunks:
-            # The tokens that an earlier run has written. The others continue where it stopped.
-            if file == first:
-                done = min(skip, len(tokens))
-                skip -= done
-                tokens = tokens[done:]
+            # An earlier run has written the first tokens of this file.
+            done = min(skip, len(tokens))
+            skip -= done
+            tokens = tokens[done:]
             progress.update(len(tokens))
             shards.add(file, tokens)
             if shards.seen == args.max_tokens:
