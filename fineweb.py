@@ -265,7 +265,7 @@ class Shards:
 
     def count_validation(self, at_end: bool) -> int | None:
         """How many tokens, from the beginning of the text, are for validation. None as long as
-        that is not known. This is the whole rule."""
+        that is not known. This is the whole rule; parse_args sets --val_tokens for FineWeb."""
         settings = self.manifest
         if settings["validation"] is not None:              # as an earlier turn or run has it
             return settings["validation"]
@@ -437,10 +437,9 @@ def fetch_published(count: int, out: Path) -> None:
 def verify(folder: Path) -> None:
     """--verify: UserError names the shards that are not as the manifest in `folder` records
     them."""
-    recorded = {}               # {name of a shard: its SHA-256}
-    for shard in read_manifest(folder).get("shards", []):
-        if shard.get("sha256"):
-            recorded[shard["file"]] = shard["sha256"]
+    # {name of a shard: its SHA-256}
+    recorded = {shard["file"]: shard["sha256"] for shard in read_manifest(folder).get("shards", [])
+                if shard.get("sha256")}
     if not recorded:
         raise UserError(f"{folder} has no manifest.json with the SHA-256 of a shard: check the "
                         f"path")
@@ -513,11 +512,11 @@ def main(argv: list[str] | None = None) -> None:
     layout = Layout(args.text_field, args.separator, args.tsv_quotes)
     if args.pretokenized is not None:
         fetch_published(args.pretokenized, out)
-    elif args.input is not None:
-        source = LocalFiles(args.input, args.val_input, layout)
-        write_shards(args, source, layout, out)
     else:
-        source = HubDataset(args.dataset, args.name, args.split, layout, out)
+        if args.input is not None:
+            source = LocalFiles(args.input, args.val_input, layout)
+        else:
+            source = HubDataset(args.dataset, args.name, args.split, layout, out)
         write_shards(args, source, layout, out)
     print_summary(out)
 

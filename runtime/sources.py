@@ -24,12 +24,8 @@ from runtime.shards import read_manifest
 from runtime.text import READERS, TEXT_FILES, Layout, kind_of
 
 FINEWEB_EDU = "HuggingFaceFW/fineweb-edu"
-# Prefix of the shards and folder of FineWeb's samples, as in build-nanogpt: sample-10BT is
-# edu_fineweb10B.
-FINEWEB = {
-    FINEWEB_EDU: ("edufineweb", "edu_fineweb"),
-    "HuggingFaceFW/fineweb": ("fineweb", "fineweb"),
-}
+# Where the folders of FineWeb's samples begin, as in build-nanogpt: sample-10BT is edu_fineweb10B.
+FINEWEB = {FINEWEB_EDU: "edu_fineweb", "HuggingFaceFW/fineweb": "fineweb"}
 DESCRIBED_BYTES = 1 << 16       # of each end of a file, by which it is told from another one
 KINDS = ", ".join(READERS)
 
@@ -145,8 +141,8 @@ def hub_names(dataset: str, name: str | None, split: str) -> tuple[str, str]:
     if dataset in FINEWEB and split == "train" and name:
         sample = re.fullmatch(r"sample-(\d+B)T", name)
         if sample:
-            prefix, folder = FINEWEB[dataset]
-            return prefix, folder + sample[1]
+            folder = FINEWEB[dataset]
+            return folder.replace("_", ""), folder + sample[1]
     words = [dataset.rpartition("/")[2]]
     if name:
         words.append(name)

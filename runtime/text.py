@@ -178,8 +178,8 @@ def read_csv(path: Path, layout: Layout) -> Pieces:
 
 
 def csv_lines(file: io.BufferedReader) -> Iterator[str]:
-    """The lines of a file of text, which end with \\n, \\r\\n, or the \\r of old Macs. ValueError names
-    the one that cannot be read."""
+    """The lines of a file of text, also those of old Macs, which end with a carriage return.
+    ValueError names the one that cannot be read."""
     # What is not UTF-8 becomes surrogates, which a line can be asked for.
     text = io.TextIOWrapper(file, encoding="utf-8", errors="surrogateescape", newline="")
     for number, line in enumerate(iter(partial(text.readline, MAX_DOCUMENT), ""), 1):

@@ -191,6 +191,7 @@ def test_val_input_takes_whole_files_for_validation(gpt2, text):
     prepare("--input", text, "--val_input", "val/a.txt", "val/*.csv", "--out", "out", "--shard_size", 500)
     assert both("out") == (stream_of(gpt2, ["one\n\ntwo", *DOCUMENTS[:20]]), stream_of(gpt2, DOCUMENTS))
     assert {*lengths("out", "val")[:-1], *lengths("out", "train")[:-1]} == {500}
+    assert json.loads(Path("out/manifest.json").read_text())["validation"] == sum(lengths("out", "val"))
     Path("val/none.txt").touch()
     refuses("--input", text, "--val_input", "val/none.txt", "--out", "other", said="for validation")
     for flags in (["--input", "val/none.txt"], ["--input", "val/a.txt", "--max_tokens", 200]):
