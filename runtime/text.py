@@ -76,16 +76,18 @@ def text_pieces(file: io.TextIOWrapper, separator: str) -> Iterator[tuple[str, b
         if block.count("\0") > len(block) // 10:
             raise ValueError("it is UTF-16")
 
+        # Before `start` there is no separator and no place for a cut: earlier turns have looked.
+        start = max(0, len(text) - len(separator) - 1)
         text += block
-        if separator:
+        if separator and text.find(separator, start) >= 0:
             *ended, text = text.split(separator)
+            start = 0
             for document in ended:
                 yield document, begins, True
                 begins = True
 
-        # A separator may begin in the last characters. Before the last two blocks there is no
-        # place for a cut: it would have been found before.
-        cut = LAST_CUT.match(text, max(0, len(text) - 2 * BLOCK), len(text) - len(separator))
+        # A separator may begin in the last characters.
+        cut = LAST_CUT.match(text, start, len(text) - len(separator))
         if cut:
             yield text[:cut.end()], begins, False
             text = text[cut.end():]
@@ -113,17 +115,17 @@ def text_of_json(line: bytes, where: str, field: str) -> bytes:
         row = json.loads(line)
     except (ValueError, RecursionError):
         row = None
-    text = row
-    if isinstance(row, dict):
-        if field not in row:
-            raise ValueError(f"{where} has no {missing_field(field, row)}")
-        text = row[field]
-        if text is None:
-            return b""
+    if not isinstance(row, dict):
+        raise ValueError(f"{where} is no JSON object: write one object a line, as `jq -c '.[]'` "
+                         f"does with an array")
+    if field not in row:
+        raise ValueError(f"{where} has no {missing_field(field, row)}")
 
-    if not isinstance(row, dict) or not isinstance(text, str):
-        raise ValueError(f"{where} is no JSON object with a text as {safe_repr(field)}: write one "
-                         f"object a line, as `jq -c '.[]'` does with an array")
+    text = row[field]
+    if text is None:
+        return b""
+    if not isinstance(text, str):
+        raise ValueError(f"{where} has no text as {safe_repr(field)}, but {safe_repr(text)}")
     try:
         return text.encode()
     except UnicodeEncodeError:
