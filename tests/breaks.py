@@ -2575,7 +2575,7 @@ BREAKS = [
     Break("json-array-unknown", "a JSON array is refused without what to do",
           "tests/test_inputs.py::test_what_is_refused_in_a_table_or_in_json_names_its_line",
           [("runtime/text.py", "write one object a line, as `jq -c '.[]'` \" f\"does with an array",
-            "expected one")]),
+            "it is wrong")]),
     Break("other-names-of-json", "C4's and Dolma's .json.gz are no input",
           "tests/test_inputs.py::test_json_lines_are_read_whatever_their_usual_name",
           [("runtime/text.py", '".json": read_jsonl,',

@@ -77,9 +77,9 @@ def test_a_tsv_has_no_quotes_unless_a_flag_says_so(gpt2):
     ("a.jsonl", b'\n{"text": "a"}\n{"body": "b", "id": 1}\n', "line 3 --text_field body id"),
     ("a.jsonl", b'{"text": "a"}\n{"text": {"b": 1}}\n', "line 2"), ("a.jsonl", b'"text"\n', "line 1"),
     ("a.jsonl", b'{"text": "a"}{"text": "b"}\n', "line 1"), ("a.jsonl", b'{"text": "\xe9"}', "line 1"),
-    ("a.json", b'[{"text": "a"},\n {"text": "b"}]\n', "line 1 one object a line"),
-    ("a.json", b' [\n{"text": "a"}\n]\n', "line 1 one object a line"),
-    ("a.json", b'{"text": "a"}\n["text"]\n', "line 2 one object a line"),
+    ("a.json", b'[{"text": "a"},\n {"text": "b"}]\n', "line 1 one object a line jq"),
+    ("a.json", b' [\n{"text": "a"}\n]\n', "line 1 one object a line jq"),
+    ("a.json", b'{"text": "a"}\n["text"]\n', "line 2 one object a line jq"),
     ("a.json", b'{\n  "text": "a"\n}\n', "line 1")])
 def test_what_is_refused_in_a_table_or_in_json_names_its_line(name, data, said):
     Path(name).write_bytes(data)
