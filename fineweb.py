@@ -17,11 +17,12 @@ from runtime.cli import FlagParser, UserError, print_error, run_command
 
 import argparse
 import os
+import re
 import shlex
 import shutil
 import tempfile
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -29,11 +30,12 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from runtime.files import writable
+from runtime.files import remove_leftovers, writable
 from runtime.shards import (
-    ShardWriter, file_sha256, list_shards, open_shard, read_manifest, shard_names, write_manifest)
+    file_sha256, list_shards, manifest_to_continue, open_shard, read_manifest, shard_names,
+    write_manifest, write_parts)
 from runtime.sources import FINEWEB, FINEWEB_EDU, HubDataset, LocalFiles, hub_errors, hub_names
-from runtime.text import TEXT_FILES, Layout, kind_of, read_rows
+from runtime.text import TEXT_FILES, Layout, kind_of, read_chunks
 from runtime.tokenizer import BPE_SHA256, Encoder
 
 MANIFEST_VERSION = 4            # of the manifest, and of the rule for validation
@@ -52,33 +54,31 @@ BLOCK_SIZES = {"shakespeare": 128, "small": 256, "gpt2": 1024}
 RECORDED = [
     "text_field", "separator", "tsv_quotes", "shard_size", "val_tokens", "max_tokens", "format"]
 TEXT_FLAGS = {*RECORDED, "out", "workers", "encoder"}
-# Which flags can be combined with each of these: they say what the command is to do.
+# The first of these that is given says what the command is to do, with which others.
 COMBINED_WITH = {
     "verify": set(),
     "pretokenized": {"out"},
     "input": {"val_input", *TEXT_FLAGS},
     "dataset": {"name", "split", *TEXT_FLAGS},
 }
-UNLIMITED = 2**60               # tokens, or files: more than there are
-LARGEST = {
-    "shard_size": 2**30, "val_tokens": 2**30, "max_tokens": UNLIMITED, "workers": 256,
-    "pretokenized": 103}
 DEFAULTS = {
-    "val_input": [], "split": "train", "text_field": "text", "separator": "", "tsv_quotes": False,
-    "shard_size": 100_000_000, "format": "npy", "encoder": "auto"}
+    "verify": None, "pretokenized": None, "input": None, "dataset": None, "out": None,
+    "val_input": [], "name": None, "split": "train", "text_field": "text", "separator": "",
+    "tsv_quotes": False, "shard_size": 100_000_000, "val_tokens": None, "max_tokens": None,
+    "format": "npy", "workers": None, "encoder": "auto"}
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """The flags. UserError for those that do not go together, and for numbers out of range."""
-    # Until the combinations are checked, None tells a flag that was not given.
-    args = make_parser().parse_args(argv)
-    given = {name for name, value in vars(args).items() if value is not None}
-    check_combination(given)
+    given = vars(make_parser().parse_args(argv))
+    check_combination(given.keys())
+    args = argparse.Namespace(**{**DEFAULTS, **given})
+    if not given.keys() & COMBINED_WITH.keys():
+        args.dataset = FINEWEB_EDU
+        args.name = "sample-10BT"
+    if args.workers is None:
+        args.workers = available_cores()
 
-    for name in sorted(given & LARGEST.keys()):
-        value = getattr(args, name)
-        if not 1 <= value <= LARGEST[name]:
-            raise UserError(f"--{name} {value} is out of range: give 1 to {LARGEST[name]}")
     # A folder named after the text would be a guess, and may exist.
     if args.input and not args.out:
         raise UserError("--input needs --out: give the output folder of the shards")
@@ -88,15 +88,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         raise UserError(f"--val_tokens {args.val_tokens} must be less than --max_tokens "
                         f"{args.max_tokens}, which counts them, too: give fewer")
 
-    # Now the others get their defaults.
-    for name, value in DEFAULTS.items():
-        if name not in given:
-            setattr(args, name, value)
-    if args.workers is None:
-        args.workers = available_cores()
-    if not given & {"input", "dataset", "pretokenized", "verify"}:
-        args.dataset = FINEWEB_EDU
-        args.name = "sample-10BT"
+    # Of FineWeb, which is shuffled, validation is the first shard, as in build-nanogpt.
+    if args.dataset in FINEWEB and args.val_tokens is None:
+        args.val_tokens = args.shard_size
+        if args.max_tokens is not None:
+            args.val_tokens = min(args.shard_size, max(1, args.max_tokens // 10))
     if args.out is None and args.pretokenized:
         args.out = "fineweb10B"
     elif args.out is None and args.dataset:
@@ -105,7 +101,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def make_parser() -> FlagParser:
-    parser = FlagParser(prog="fineweb.py", description=__doc__)
+    # A flag that is not given is no attribute of the result.
+    parser = FlagParser(prog="fineweb.py", description=__doc__, argument_default=argparse.SUPPRESS)
 
     def flag(name, help, **how):
         parser.add_argument(name, help=help, **how)
@@ -127,18 +124,18 @@ def make_parser() -> FlagParser:
          "'<|endoftext|>' (default: a file is one document)", metavar="TEXT")
     flag("--tsv_quotes",
          "cells of a .tsv may stand in quotation marks, as in a .csv (default: a quotation mark "
-         "is text)", action="store_true", default=None)
+         "is text)", action="store_true", default=argparse.SUPPRESS)
     flag("--pretokenized", "fetch the first N published training shards, of 200 MB each",
-         type=int, metavar="N")
+         type=positive(103), metavar="N")
     flag("--out", "output folder (default edu_fineweb10B, or --dataset's name; required with "
          "--input)")
-    flag("--shard_size", "tokens of a shard (default 100000000)", type=int)
+    flag("--shard_size", "tokens of a shard (default 100000000)", type=positive(2**30))
     flag("--val_tokens",
          "how many tokens from the beginning of the text are for validation (default: a tenth, "
-         "at most 10000000; of FineWeb the first shard)", type=int)
+         "at most 10000000; of FineWeb the first shard)", type=positive(2**30))
     flag("--max_tokens", "stop after so many tokens, validation included (default: no limit)",
-         type=int)
-    flag("--workers", "threads that encode (default: one for each core)", type=int)
+         type=positive(2**60))
+    flag("--workers", "threads that encode (default: one for each core)", type=positive(256))
     flag("--encoder",
          "what encodes: auto is gigatoken where it is installed, else tiktoken, which is the "
          "reference and much slower (default auto)", choices=["auto", "gigatoken", "tiktoken"])
@@ -148,11 +145,19 @@ def make_parser() -> FlagParser:
     return parser
 
 
-def check_combination(given: set[str]) -> None:
+def positive(most: int) -> Callable[[str], int]:
+    """The type of a flag that takes 1 to `most`."""
+    def number(text):
+        if not 1 <= int(text) <= most:
+            raise argparse.ArgumentTypeError(f"{text} is out of range: give 1 to {most}")
+        return int(text)
+    return number
+
+
+def check_combination(given: Set[str]) -> None:
     """UserError for a given flag that does nothing beside the others."""
     for main_flag, others in COMBINED_WITH.items():
         if main_flag in given:
-            # The first of them says what the command is to do, and all other flags belong to it.
             for name in sorted(given - others - {main_flag}):
                 raise UserError(f"--{name} cannot be combined with --{main_flag}: leave one of "
                                 f"them out")
@@ -160,9 +165,7 @@ def check_combination(given: set[str]) -> None:
 
     # Without any of them the text is FineWeb-Edu.
     for name in sorted(given - TEXT_FLAGS):
-        needed = "--dataset"
-        if name == "val_input":
-            needed = "--input"
+        needed = "--input" if name == "val_input" else "--dataset"
         raise UserError(f"--{name} needs {needed}: give that, too")
 
 
@@ -170,61 +173,43 @@ def available_cores() -> int:
     """The cores that this process may use: in a Slurm job fewer than the machine has."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
-    cores = os.cpu_count()
-    return cores if cores else 1
+    return os.cpu_count()
 
 
 # ----------------------------------------------------------------------------- text -> tokens
 
-# What goes from the encoders to the shards: (the number of a file, the next of its tokens).
-Rows = Iterator[tuple[int, np.ndarray]]
-
-
-def read_documents(files: Iterable, layout: Layout, mark: bytes) -> Iterator[tuple[int, bytes]]:
-    """(the number of a file, a row of its documents) of all `files`, as read_rows has them.
-
-    A line on stderr tells once of a .txt or .md with <|endoftext|> in it, if --separator is not
-    given; and of a --separator that divides none of them."""
-    told = False                # whether the line about <|endoftext|> has been printed
-    first = None                # the number of the first file
-    most_documents = 0          # in one .txt or .md
-    for number, path, name in files:
-        if first is None:
-            first = number
-
-        documents = 0           # that have begun in this file
-        for row in read_rows(path, layout, mark, name):
-            if kind_of(path) in TEXT_FILES:
-                documents += row.count(mark)
-                most_documents = max(most_documents, documents)
-                if b"<|endoftext|>" in row and not layout.separator and not told:
-                    told = True
-                    print_error(f"{name} has <|endoftext|> in it, which is read as text like any "
-                                f"other: if documents stand between it, give --separator "
-                                f"'<|endoftext|>' and another --out")
-            yield number, row
-
-    # A run that continues after a kill does not see all files, and so cannot tell.
-    if layout.separator and most_documents == 1 and first == 0:
-        print_error(f"--separator {layout.separator!r} is found in no .txt or .md: each was read "
-                    f"as one document")
-
-
-def encode_files(files: Iterable, layout: Layout, encoder: Encoder, threads: int) -> Rows:
-    """(the number of a file, the next of its tokens, 1-D uint16): about a megabyte of text at a
-    time, in the order of the text. Threads encode some rows ahead."""
-    rows = read_documents(files, layout, encoder.separator)
+def encode_files(
+    files: Iterable, layout: Layout, encoder: Encoder, threads: int,
+) -> Iterator[tuple[int, np.ndarray]]:
+    """(the number of a file, the next chunk of its tokens, 1-D uint16), in the order of the text.
+    A chunk is about a megabyte of text. Threads encode some of them ahead."""
     waiting = deque()           # of (number, future tokens)
     pool = ThreadPoolExecutor(threads)
+    told = False                # whether a line about <|endoftext|> has been printed
+    first = None                # the number of the first file
+    most_documents = 0          # in one .txt or .md
 
     try:
-        for number, row in rows:
-            waiting.append((number, pool.submit(encoder.encode, row)))
+        for number, path, name in files:
+            if first is None:
+                first = number
 
-            # The reader is faster than the encoders: more rows would only fill the memory.
-            if len(waiting) > 4 * threads:
-                oldest, future = waiting.popleft()
-                yield oldest, future.result()
+            documents = 0
+            for chunk in read_chunks(path, layout, encoder.mark, name):
+                if kind_of(path) in TEXT_FILES:
+                    documents += chunk.count(encoder.mark)
+                    most_documents = max(most_documents, documents)
+                    if b"<|endoftext|>" in chunk and not layout.separator and not told:
+                        told = True
+                        print_error(f"{name} has <|endoftext|> in it, which is read as text like "
+                                    f"any other: if documents stand between it, give --separator "
+                                    f"'<|endoftext|>' and another --out")
+                waiting.append((number, pool.submit(encoder.encode, chunk)))
+
+                # The reader is faster than the encoders: more chunks would only fill the memory.
+                if len(waiting) > 4 * threads:
+                    oldest, future = waiting.popleft()
+                    yield oldest, future.result()
 
         while waiting:
             oldest, future = waiting.popleft()
@@ -233,172 +218,194 @@ def encode_files(files: Iterable, layout: Layout, encoder: Encoder, threads: int
         # Where the run ends early, nobody waits for what the threads still do.
         pool.shutdown(wait=False, cancel_futures=True)
 
+    # A run that continues after a kill does not see all files, and so cannot tell.
+    if layout.separator and most_documents == 1 and first == 0:
+        print_error(f"--separator {layout.separator!r} is found in no .txt or .md: each was read "
+                    f"as one document")
+
 
 # ----------------------------------------------------------------------------- tokens -> shards
 
-class TokenStream:
-    """The tokens of a text from a cursor on, which is (the number of a file, how many of its
-    tokens are done).
+class Shards:
+    """The shards of a folder, which are written as the tokens of the text are added.
 
-    `rows` are those of encode_files, from the beginning of that file on."""
+    A place in the text is the number of tokens before it. The tokens before `written` are in
+    shards, and those from there to `seen` wait in a temporary file, because a shard of them would
+    be too much of the memory. A shard is written when its last token is there, and after it the
+    manifest that lists it, with the cursor at its end: (the number of a file, how many of its
+    tokens are done). There a run that goes on after a kill begins to read."""
 
-    def __init__(self, rows: Rows, cursor: tuple[int, int], progress: tqdm):
-        self.rows = rows
-        self.cursor = cursor
-        self.progress = progress
-        self.skip = cursor[1]                     # tokens that an earlier run has written
-        self.waiting = np.empty(0, dtype=np.uint16)         # the rest of a row
+    def __init__(self, out: Path, prefix: str, settings: dict):
+        self.out = out
+        self.prefix = prefix
+        self.manifest = manifest_to_continue(out, settings)
+        self.cursor = (0, 0)
+        self.written = 0
+        for shard in self.manifest["shards"]:
+            self.cursor = tuple(shard["cursor"])
+            self.written += shard["tokens"]
 
-    def next_file(self) -> int | None:
-        """The number of the file that has the next token; None at the end of the text."""
-        while len(self.waiting) == 0:
-            row = next(self.rows, None)
-            if row is None:
-                return None
-            file, tokens = row
+        self.seen = self.written
+        file, done = self.cursor
+        self.starts = {file: self.written - done}           # {number of a file: its first place}
+        with writable(TEMPORARY, begun=True):
+            self.waiting = tempfile.TemporaryFile()
 
-            # Tokens are counted anew in each file.
-            if file != self.cursor[0]:
-                self.cursor = (file, 0)
-                self.skip = 0
+    def add(self, file: int, tokens: np.ndarray) -> None:
+        """Takes the next tokens of the text, which are in this file, up to --max_tokens."""
+        if self.manifest["max_tokens"] is not None:
+            tokens = tokens[:self.manifest["max_tokens"] - self.seen]
+        self.starts.setdefault(file, self.seen)
+        self.seen += len(tokens)
+        with writable(TEMPORARY, begun=True):
+            self.waiting.seek(0, os.SEEK_END)
+            self.waiting.write(tokens)
+            self.waiting.flush()
+        self.write_ready(at_end=False)
 
-            self.waiting = tokens[self.skip:]
-            self.skip = max(0, self.skip - len(tokens))
-        return self.cursor[0]
+    def count_validation(self, at_end: bool) -> int | None:
+        """How many tokens, from the beginning of the text, are for validation. None as long as
+        that is not known. This is the whole rule; parse_args sets --val_tokens for FineWeb."""
+        settings = self.manifest
+        if settings["validation"] is not None:              # as an earlier turn or run has it
+            return settings["validation"]
+        if settings["val_tokens"] is not None:
+            return settings["val_tokens"]
 
-    def take(self, count: int, end_file: int) -> Iterator[np.ndarray]:
-        """Yields the next `count` tokens in parts; fewer if the files before number `end_file`
-        have no more."""
+        # The files of --val_input come first, and end where the others begin.
+        val_files = len(settings.get("val_input", []))
+        if val_files:
+            for file, start in self.starts.items():
+                if file >= val_files:
+                    return start
+            return self.seen if at_end else None
+
+        # A tenth of the text. Of a long one the limit is known before its end.
+        if not at_end and self.seen < 10 * MOST_VALIDATION:
+            return None
+        if self.seen < LEAST_TEXT:
+            raise UserError(f"the text has only {self.seen} tokens (at least {LEAST_TEXT} are "
+                            f"needed): give more text")
+        return min(self.seen // 10, MOST_VALIDATION)
+
+    def write_ready(self, at_end: bool) -> None:
+        """Writes the shards that are whole, and at the end of the text the others, too."""
+        validation = self.count_validation(at_end)
+        if validation is None:
+            return
+        if validation == 0:
+            raise UserError("--val_input has no text for validation: give files that have some")
+        if at_end and self.seen <= validation:
+            raise UserError("no text is left for training: give more text, fewer --val_tokens "
+                            "or more --max_tokens, in another --out")
+        self.manifest["validation"] = validation
+
+        before = self.written
+        self.waiting.seek(0)
+        while self.written < self.seen:
+            split = "train"
+            end = self.written + self.manifest["shard_size"]
+            if self.written < validation:
+                split = "val"
+                end = min(end, validation)
+            if end > self.seen and not at_end:
+                break
+            self.write(split, min(end, self.seen) - self.written)
+
+        # What is not written yet waits in a new file, so that it does not grow with the text.
+        if self.written > before:
+            with writable(TEMPORARY, begun=True):
+                rest = tempfile.TemporaryFile()
+                shutil.copyfileobj(self.waiting, rest)
+                rest.flush()
+            self.waiting.close()
+            self.waiting = rest
+
+    def write(self, split: str, count: int) -> None:
+        """Writes the next `count` tokens as a shard, and then the manifest. If a kill comes
+        between the two, the shard is made again."""
+        shards = self.manifest["shards"]
+        number = sum(shard["split"] == split for shard in shards)
+
+        # As in build-nanogpt, whose shard 0 is validation.
+        if split == "train":
+            number += 1
+        path = self.out / f"{self.prefix}_{split}_{number:06d}.{self.manifest['format']}"
+
+        # Made only now, so that a mistake that is found before leaves no folder.
+        with writable(self.out):
+            self.out.mkdir(parents=True, exist_ok=True)
+
+        # Without it the first shard would be a stranger's, if a kill comes before its own manifest.
+        if not shards:
+            write_manifest(self.out, self.manifest)
+        write_parts(path, count, self.take(count))
+        self.written += count
+
+        # The file that has the last of these tokens, whether the next one has been seen or not.
+        file = max(file for file, start in self.starts.items() if start < self.written)
+        shards.append({
+            "file": path.name,
+            "split": split,
+            "tokens": count,
+            "sha256": file_sha256(path),
+            "cursor": (file, self.written - self.starts[file]),
+        })
+        self.write_manifest()
+
+    def take(self, count: int) -> Iterator[np.ndarray]:
+        """Yields the next `count` of the waiting tokens in parts, of 2 MB at most."""
         while count > 0:
-            file = self.next_file()
-            if file is None or file >= end_file:
-                return
-
-            part = self.waiting[:count]
-            self.waiting = self.waiting[len(part):]
+            part = np.frombuffer(self.waiting.read(2 * min(count, 1 << 20)), dtype=np.uint16)
             count -= len(part)
-            self.cursor = (file, self.cursor[1] + len(part))
-            self.progress.update(len(part))
             yield part
+
+    def write_manifest(self) -> None:
+        """Writes the manifest, and removes what killed runs of the command have left
+        half-written."""
+        leftovers = rf"{re.escape(self.prefix)}_(train|val)_\d+\.(npy|bin)|manifest\.json"
+        remove_leftovers(self.out, leftovers)
+        write_manifest(self.out, self.manifest)
+
+    def finish(self) -> None:
+        """After the last token."""
+        self.write_ready(at_end=True)
+        self.manifest["complete"] = True
+        self.write_manifest()
 
 
 def write_shards(args: argparse.Namespace, source, layout: Layout, out: Path) -> None:
-    """Tokenizes the text of `source` into the shards of `out`, from where an earlier run of the
-    command was stopped. UserError for a text that is too short to be divided, and as of
-    ShardWriter."""
+    """Writes the shards of the text of `source`, from where an earlier run of the command was
+    stopped. UserError for other settings than that run's, and for a text that is too short to be
+    divided."""
     recorded = {name: getattr(args, name) for name in RECORDED}
     tokenizer = {"name": "gpt2", **BPE_SHA256}
     settings = {"version": MANIFEST_VERSION, **source.settings, "tokenizer": tokenizer, **recorded}
-    writer = ShardWriter(out, source.prefix, settings)
-    if writer.manifest["complete"]:
+    shards = Shards(out, source.prefix, settings)
+    if shards.manifest["complete"]:
         return
 
     encoder = Encoder(args.encoder)
     if encoder.gigatoken is None and args.encoder == "auto":
         print("tiktoken encodes, slowly, because gigatoken is not installed: pip install gigatoken")
-    progress = tqdm(total=args.max_tokens, initial=sum(writer.tokens.values()), unit="tok",
-                    unit_scale=True, desc=str(out), disable=None)
+    progress = tqdm(total=args.max_tokens, initial=shards.seen, unit="tok", unit_scale=True,
+                    desc=str(out), disable=None)
 
-    # Files before the one of the cursor are done, and are not even fetched.
-    first_file, _ = writer.cursor
-    files = source.files(first_file)
-    with progress, closing(encode_files(files, layout, encoder, args.workers)) as rows:
-        rows = choose_validation(writer, rows)
-        stream = TokenStream(rows, writer.cursor, progress)
-        while True:
-            file = stream.next_file()
-            if file is None or tokens_left(writer) == 0:
+    # The files before this one are done, and are not even fetched.
+    first, skip = shards.cursor
+    files = source.files(first)
+    with progress, closing(encode_files(files, layout, encoder, args.workers)) as chunks:
+        for file, tokens in chunks:
+            # An earlier run has written the first tokens of this file.
+            done = min(skip, len(tokens))
+            skip -= done
+            tokens = tokens[done:]
+            progress.update(len(tokens))
+            shards.add(file, tokens)
+            if shards.seen == args.max_tokens:
                 break
-
-            # One shard a turn. If the run is killed meanwhile, the next one begins with this shard.
-            split, count, end_file = next_shard(writer, file)
-            if split == "train" and writer.tokens["val"] == 0:
-                raise UserError("--val_input has no text for validation: give files that have some")
-            writer.write(split, stream, stream.take(count, end_file))
-        writer.finish()
+    shards.finish()
     shutil.rmtree(out / ".download", ignore_errors=True)
-
-
-def tokens_left(writer: ShardWriter) -> int:
-    """How many more tokens --max_tokens allows."""
-    limit = writer.manifest["max_tokens"]
-    if limit is None:
-        limit = UNLIMITED
-    return limit - sum(writer.tokens.values())
-
-
-def next_shard(writer: ShardWriter, file: int) -> tuple[str, int, int]:
-    """(split, number of tokens, number of the file before which it ends) of the shard that begins
-    with a token of `file`. This is the whole rule: validation has the files of --val_input, or
-    without that flag the first `validation` tokens of the text, and training has the others."""
-    val_files = len(writer.manifest.get("val_input", []))
-    count = min(writer.manifest["shard_size"], tokens_left(writer))
-    if file < val_files:
-        return "val", count, val_files
-    missing = writer.manifest["validation"] - writer.tokens["val"]
-    if missing > 0:
-        return "val", min(count, missing), UNLIMITED
-    return "train", count, UNLIMITED
-
-
-def choose_validation(writer: ShardWriter, rows: Rows) -> Rows:
-    """Sets the number of validation tokens in the manifest, if no earlier run did. Returns all
-    `rows`."""
-    settings = writer.manifest
-    if settings["validation"] is not None:
-        return rows
-
-    # Whole files are for validation, and so nothing of the others.
-    if settings.get("val_input"):
-        settings["validation"] = 0
-        return rows
-    if settings["val_tokens"] is not None:
-        settings["validation"] = settings["val_tokens"]
-        return rows
-
-    # Of FineWeb it is the first shard, as in build-nanogpt.
-    if settings.get("dataset") in FINEWEB:
-        settings["validation"] = settings["shard_size"]
-        if settings["max_tokens"] is not None:
-            tenth = max(1, settings["max_tokens"] // 10)
-            settings["validation"] = min(settings["shard_size"], tenth)
-        return rows
-
-    # To know a tenth of the text, its tokens are counted, as many as the tenth can be a tenth of.
-    most = min(10 * MOST_VALIDATION, tokens_left(writer))
-    count, rows = look_ahead(rows, most)
-    if count < LEAST_TEXT:
-        raise UserError(f"the text has only {count} tokens (at least {LEAST_TEXT} are needed): "
-                        f"give more text")
-    settings["validation"] = count // 10
-    return rows
-
-
-def look_ahead(rows: Rows, most: int) -> tuple[int, Rows]:
-    """(how many tokens the rows have, but `most` at most, and all of the rows). Those that have
-    been counted are in a temporary file meanwhile: 200 MB at most, which would be too much of the
-    memory."""
-    with writable(TEMPORARY, begun=True):
-        spool = tempfile.TemporaryFile()
-    lengths = []                # (number of the file, tokens) of each row in the spool
-    count = 0
-    for file, tokens in rows:
-        with writable(TEMPORARY, begun=True):
-            spool.write(tokens)
-            spool.flush()
-        lengths.append((file, len(tokens)))
-        count += len(tokens)
-        if count >= most:
-            break
-
-    def all_rows():
-        with spool:
-            spool.seek(0)
-            for file, length in lengths:
-                yield file, np.frombuffer(spool.read(2 * length), dtype=np.uint16)
-        yield from rows
-
-    return min(count, most), all_rows()
 
 
 # ---------------------------------------------------------------------------- published shards
@@ -430,10 +437,9 @@ def fetch_published(count: int, out: Path) -> None:
 def verify(folder: Path) -> None:
     """--verify: UserError names the shards that are not as the manifest in `folder` records
     them."""
-    recorded = {}               # {name of a shard: its SHA-256}
-    for shard in read_manifest(folder).get("shards", []):
-        if shard.get("sha256"):
-            recorded[shard["file"]] = shard["sha256"]
+    # {name of a shard: its SHA-256}
+    recorded = {shard["file"]: shard["sha256"] for shard in read_manifest(folder).get("shards", [])
+                if shard.get("sha256")}
     if not recorded:
         raise UserError(f"{folder} has no manifest.json with the SHA-256 of a shard: check the "
                         f"path")
@@ -480,10 +486,7 @@ def next_command(out: Path, val: list[int], train: list[int]) -> str:
         return (f"{out}: the shards are too short to train on: make longer ones of more text, in "
                 f"another --out")
     data = shlex.quote(str(out))
-    log = f"log/{out.resolve().name}"
-    if log == "log/":           # of shards in the root folder
-        log = "log/data"
-    log = shlex.quote(log)
+    log = shlex.quote(f"log/{out.resolve().name}")
     command = f"next: python train_gpt2.py --preset {preset} --data {data} --out {log}"
     if block_size < BLOCK_SIZES[preset]:
         command += f" --block_size {block_size}"
@@ -509,11 +512,11 @@ def main(argv: list[str] | None = None) -> None:
     layout = Layout(args.text_field, args.separator, args.tsv_quotes)
     if args.pretokenized is not None:
         fetch_published(args.pretokenized, out)
-    elif args.input is not None:
-        source = LocalFiles(args.input, args.val_input, layout)
-        write_shards(args, source, layout, out)
     else:
-        source = HubDataset(args.dataset, args.name, args.split, layout, out)
+        if args.input is not None:
+            source = LocalFiles(args.input, args.val_input, layout)
+        else:
+            source = HubDataset(args.dataset, args.name, args.split, layout, out)
         write_shards(args, source, layout, out)
     print_summary(out)
 

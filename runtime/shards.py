@@ -6,13 +6,13 @@ import os
 import re
 import warnings
 from collections.abc import Iterable
-from itertools import chain
+from operator import index
 from pathlib import Path
 
 import numpy as np
 
 from runtime.cli import UserError
-from runtime.files import read_text, readable, remove_leftovers, replace_file, writable
+from runtime.files import read_text, readable, replace_file
 
 # Not a hidden file: a Mac leaves one beside each file that it copies to another disk,
 # ._x_train_000001.npy.
@@ -22,37 +22,27 @@ BIN_VERSION = 1
 BIN_HEADER = 256                # int32 numbers: magic, version, number of tokens, zeros
 
 
-def write_shard(path: str | Path, *parts: np.ndarray, further: Iterable[np.ndarray] = ()) -> int:
-    """Writes tokens, all `parts` of them and the `further` ones as they come (1-D uint16),
-    atomically as a .npy or .bin, by the suffix of `path`. Returns how many. RunError where the
-    disk is full."""
-    length = 0
-    is_bin = Path(path).suffix == ".bin"
+def write_shard(path: str | Path, tokens: np.ndarray) -> None:
+    """Writes tokens (1-D uint16) atomically as a .npy or .bin, by the suffix of `path`. RunError
+    where the disk is full."""
+    write_parts(path, len(tokens), [tokens])
 
+
+def write_parts(path: str | Path, length: int, parts: Iterable[np.ndarray]) -> None:
+    """As write_shard, of `length` tokens that come in parts."""
     def write(file):
-        nonlocal length
-
-        # The header has the number of tokens, which is known at the end: room is left for it.
-        # NumPy fills its header up to 128 bytes.
-        start = 4 * BIN_HEADER if is_bin else 128
-        file.seek(start)
-
-        # Not np.save: on a full disk it can lose the last bytes of a file without an error.
-        for part in chain(parts, further):
-            file.write(np.ascontiguousarray(part, dtype="<u2"))
-            length += len(part)
-
-        file.seek(0)
-        if is_bin:
+        if Path(path).suffix == ".bin":
             numbers = [BIN_MAGIC, BIN_VERSION, length] + [0] * (BIN_HEADER - 3)
             file.write(np.array(numbers, dtype="<i4"))
         else:
             header = {"descr": "<u2", "fortran_order": False, "shape": (length,)}
             np.lib.format.write_array_header_1_0(file, header)
-        assert file.tell() == start
+
+        # Not np.save: on a full disk it can lose the last bytes of a file without an error.
+        for part in parts:
+            file.write(np.ascontiguousarray(part, dtype="<u2"))
 
     replace_file(path, write)
-    return length
 
 
 def open_shard(path: str | Path) -> np.memmap:
@@ -157,115 +147,39 @@ def write_manifest(folder: Path, manifest: dict) -> None:
     replace_file(folder / "manifest.json", lambda file: file.write(data))
 
 
-class ShardWriter:
-    """Writes the shards of a folder, each atomically, and the manifest, by which a killed run
-    goes on.
+def manifest_to_continue(folder: Path, settings: dict) -> dict:
+    """The manifest of the shards in `folder`; a new one with the `settings` if there are none.
+    UserError unless the shards were made with these settings, and the manifest is whole."""
+    # A manifest without a shard is of a run that failed early, and binds nobody.
+    if not shard_names(folder):
+        return {**settings, "validation": None, "complete": False, "shards": []}
 
-    The manifest has the `settings`, which determine every byte of the shards, the number of
-    tokens `validation` that fineweb.py has chosen by them, and for each shard its tokens, its
-    SHA-256 and its cursor: (the number of a file of the text, how many tokens of that file are
-    done) at the end of the shard. UserError if the folder has shards of other settings."""
-
-    def __init__(self, out: Path, prefix: str, settings: dict):
-        self.out = out
-        self.prefix = prefix
-        self.manifest = {**settings, "validation": None, "complete": False, "shards": []}
-        self.cursor = (0, 0)                      # where the next shard begins
-        self.tokens = {"val": 0, "train": 0}      # in the shards of each split
-
-        # A manifest without a shard is of a run that failed early, and binds nobody.
-        if shard_names(out):
-            self.manifest = self.manifest_to_continue(settings)
-
-        # Of a new folder there are none.
-        for shard in self.manifest["shards"]:
-            self.go_behind(shard)
-
-    def go_behind(self, shard: dict) -> None:
-        """The next shard begins where this one of the manifest ends."""
-        self.tokens[shard["split"]] += shard["tokens"]
-        self.cursor = tuple(shard["cursor"])
-
-    def manifest_to_continue(self, settings: dict) -> dict:
-        """The manifest of the shards in the folder. UserError unless it has these settings and is
-        whole."""
-        found = read_manifest(self.out)
-        if not found:
-            raise UserError(f"{self.out} already holds shards without a manifest.json: choose "
-                            f"another --out")
-        if "version" not in found:                # of --pretokenized
-            raise UserError(f"{self.out} holds shards of another source: choose another --out")
-        if found["version"] != settings["version"]:
+    found = read_manifest(folder)
+    version = found.get("version")                # there is none in a manifest of --pretokenized
+    if version != settings["version"]:
+        raise UserError(
+            f"{folder} has shards of another source or version of fineweb.py (its manifest.json "
+            f"has version {version}, expected {settings['version']}): train on them as they are, "
+            f"or choose another --out")
+    for key, value in settings.items():
+        if found.get(key) != value:
             raise UserError(
-                f"{self.out} was made by another version of fineweb.py (its manifest is of "
-                f"version {found['version']}, expected {settings['version']}): train on it as it "
-                f"is, or choose another --out")
-        for key, value in settings.items():
-            if found.get(key) != value:
-                raise UserError(
-                    f"{self.out} was begun with another {key} ({json.dumps(found.get(key))[:80]} "
-                    f"instead of {json.dumps(value)[:80]}): give the same, or choose another "
-                    f"--out")
+                f"{folder} was begun with another {key} ({json.dumps(found.get(key))[:80]} instead "
+                f"of {json.dumps(value)[:80]}): give the same, or choose another --out")
 
-        with readable(self.out / "manifest.json", "choose another --out"):
-            check_count(found["validation"], "validation")
-            for shard in found["shards"]:
-                file, done = shard["cursor"]
-                for number in (file, done, shard["tokens"]):
-                    check_count(number, shard["file"])
+    # A key that is missing, or has another type, is damage, too.
+    with readable(folder / "manifest.json", "choose another --out"):
+        counts = []
+        if found["validation"] is not None:
+            counts.append(found["validation"])
+        for shard in found["shards"]:
+            file, done = shard["cursor"]
+            counts += [file, done]
 
-                # Its bytes are compared by --verify only: that takes minutes for 10 billion tokens.
-                length = len(open_shard(self.out / shard["file"]))
-                if shard["tokens"] != length or shard["split"] != split_of(shard["file"]):
-                    raise ValueError(f"{shard['file']} is not the shard that it describes")
-        return found
-
-    def write(self, split: str, stream, parts: Iterable[np.ndarray]) -> None:
-        """Writes `parts` of the tokens of a TokenStream as the next shard of a split, and then
-        the manifest that lists it. If a kill comes between the two, the shard is made again."""
-        listed = self.manifest["shards"]
-        number = sum(shard["split"] == split for shard in listed)
-
-        # As in build-nanogpt, whose shard 0 is validation.
-        if split == "train":
-            number += 1
-        path = self.out / f"{self.prefix}_{split}_{number:06d}.{self.manifest['format']}"
-
-        # Made only now, so that a mistake that is found before leaves no folder.
-        with writable(self.out):
-            self.out.mkdir(parents=True, exist_ok=True)
-
-        # Without it the first shard would be a stranger's, if a kill comes before its own manifest.
-        if not listed:
-            write_manifest(self.out, self.manifest)
-        length = write_shard(path, further=parts)
-        listed.append({
-            "file": path.name,
-            "split": split,
-            "tokens": length,
-            "sha256": file_sha256(path),
-            "cursor": stream.cursor,
-        })
-        self.go_behind(listed[-1])
-        self.write_manifest()
-
-    def write_manifest(self) -> None:
-        """Writes the manifest, and removes what killed runs of the command have left
-        half-written."""
-        leftovers = rf"{re.escape(self.prefix)}_(train|val)_\d+\.(npy|bin)|manifest\.json"
-        remove_leftovers(self.out, leftovers)
-        write_manifest(self.out, self.manifest)
-
-    def finish(self) -> None:
-        """After the last token. UserError if there was none for training."""
-        if not self.tokens["train"]:
-            raise UserError("no text is left for training: give more text, fewer --val_tokens "
-                            "or more --max_tokens, in another --out")
-        self.manifest["complete"] = True
-        self.write_manifest()
-
-
-def check_count(number: object, what: str) -> None:
-    """ValueError unless `number`, of a manifest, counts something."""
-    if type(number) is not int or number < 0:
-        raise ValueError(f"of {what} it has {number!r} where a number belongs")
+            # Its bytes are compared by --verify only: that takes minutes for 10 billion tokens.
+            length = len(open_shard(folder / shard["file"]))
+            if shard["tokens"] != length or shard["split"] != split_of(shard["file"]):
+                raise ValueError(f"{shard['file']} is not the shard that it describes")
+        if any(index(count) < 0 for count in counts):
+            raise ValueError("a number in it is less than 0")
+    return found

@@ -12,6 +12,7 @@ import re
 import stat
 import tempfile
 import threading
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
@@ -23,12 +24,8 @@ from runtime.shards import read_manifest
 from runtime.text import READERS, TEXT_FILES, Layout, kind_of
 
 FINEWEB_EDU = "HuggingFaceFW/fineweb-edu"
-# Prefix of the shards and folder of FineWeb's samples, as in build-nanogpt: sample-10BT is
-# edu_fineweb10B.
-FINEWEB = {
-    FINEWEB_EDU: ("edufineweb", "edu_fineweb"),
-    "HuggingFaceFW/fineweb": ("fineweb", "fineweb"),
-}
+# Where the folders of FineWeb's samples begin, as in build-nanogpt: sample-10BT is edu_fineweb10B.
+FINEWEB = {FINEWEB_EDU: "edu_fineweb", "HuggingFaceFW/fineweb": "fineweb"}
 DESCRIBED_BYTES = 1 << 16       # of each end of a file, by which it is told from another one
 KINDS = ", ".join(READERS)
 
@@ -144,8 +141,8 @@ def hub_names(dataset: str, name: str | None, split: str) -> tuple[str, str]:
     if dataset in FINEWEB and split == "train" and name:
         sample = re.fullmatch(r"sample-(\d+B)T", name)
         if sample:
-            prefix, folder = FINEWEB[dataset]
-            return prefix, folder + sample[1]
+            folder = FINEWEB[dataset]
+            return folder.replace("_", ""), folder + sample[1]
     words = [dataset.rpartition("/")[2]]
     if name:
         words.append(name)
@@ -190,15 +187,11 @@ class HubDataset:
             if kind_of(path) and name not in names[first:first + 2]:
                 path.unlink()
 
-        upcoming = None
+        downloads = deque()     # of this file and the next one
         for number in range(first, len(names)):
-            if upcoming is None:
-                upcoming = self.start_download(names[number])
-            path = Path(upcoming.result())
-
-            upcoming = None
-            if number + 1 < len(names):
-                upcoming = self.start_download(names[number + 1])
+            for name in names[number + len(downloads):number + 2]:
+                downloads.append(self.start_download(name))
+            path = Path(downloads.popleft().result())
             yield number, path, f"{self.settings['dataset']}: {names[number]}"
             path.unlink()
 

@@ -7,6 +7,7 @@ with it.
 import functools
 import hashlib
 import json
+import os
 import re
 import secrets
 from pathlib import Path
@@ -22,7 +23,7 @@ BPE_SHA256 = {
     "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
     "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
 }
-SAMPLE_BYTES = 1000             # of each row, which tiktoken encodes, too
+SAMPLE_BYTES = 1000             # of each chunk, which tiktoken encodes, too
 
 # Matches a text up to the last place where it can be cut without changing a token: behind a
 # character that is no white space, and before a space or a line end. GPT-2's pattern always
@@ -101,17 +102,17 @@ def replace_surrogates(text: str) -> str:
 
 
 class Encoder:
-    """Rows of documents -> tokens, on any number of threads.
+    """Chunks of documents -> tokens, on any number of threads.
 
-    A row is text in UTF-8, with `separator` before each document in it, which becomes
-    <|endoftext|>. The separator is drawn at random, so that no text holds it: `<|endoftext|>` in
-    a text stays text. A row that does not begin with it continues a document.
+    A chunk is text in UTF-8, with `mark` before each document in it, which becomes
+    <|endoftext|>. The mark is drawn at random, so that no text holds it: `<|endoftext|>` in
+    a text stays text. A chunk that does not begin with it continues a document.
 
     `name` is "gigatoken", "tiktoken", or "auto": gigatoken where it is installed, else tiktoken.
     UserError if the asked one is not installed."""
 
     def __init__(self, name: str = "auto"):
-        self.separator = f"<|{secrets.token_hex(16)}|>".encode()
+        self.mark = f"<|{secrets.token_hex(16)}|>".encode()
         self.gigatoken = None                     # where it is None, tiktoken does the work
         if name == "tiktoken":
             return
@@ -132,34 +133,34 @@ class Encoder:
         vocabulary = checked_asset("encoder.json").read_text(encoding="utf-8")
         merges = checked_asset("vocab.bpe").read_text(encoding="utf-8")
         return {
-            "added_tokens": [{"id": EOT, "content": self.separator.decode(), "special": True}],
+            "added_tokens": [{"id": EOT, "content": self.mark.decode(), "special": True}],
             "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True},
             # The first line of vocab.bpe names its version.
             "model": {
                 "type": "BPE", "vocab": json.loads(vocabulary), "merges": merges.splitlines()[1:]},
         }
 
-    def encode(self, row: bytes) -> np.ndarray:
-        """The tokens of a row, 1-D uint16. RunError if gigatoken's are not tiktoken's, as far as
+    def encode(self, chunk: bytes) -> np.ndarray:
+        """The tokens of a chunk, 1-D uint16. RunError if gigatoken's are not tiktoken's, as far as
         they are compared; UserError as of `encode`, where tiktoken does the work."""
         if self.gigatoken is None:
-            return self._by_tiktoken(row)
+            return self._by_tiktoken(chunk)
 
-        tokens = self._by_gigatoken(row)
-        self._compare_sample(row, tokens)
+        tokens = self._by_gigatoken(chunk)
+        self._compare_sample(chunk, tokens)
         return tokens
 
-    def _by_gigatoken(self, row: bytes) -> np.ndarray:
+    def _by_gigatoken(self, chunk: bytes) -> np.ndarray:
         from gigatoken.gigatoken_rs import BytesSource, PadTruncate
 
         # Of gigatoken's methods this one neither holds the GIL nor imports another package. The
         # threads are ours, so it works on the one that calls it.
         padded, lengths = self.gigatoken.encode_batch_padded(
-            BytesSource(row), PadTruncate(0), parallel=False)
+            BytesSource(chunk), PadTruncate(0), parallel=False)
         return padded[0, :lengths[0]].astype(np.uint16)
 
-    def _by_tiktoken(self, row: bytes) -> np.ndarray:
-        continued, *documents = row.split(self.separator)
+    def _by_tiktoken(self, chunk: bytes) -> np.ndarray:
+        continued, *documents = chunk.split(self.mark)
 
         parts = [encode(continued.decode())]
         for document in documents:
@@ -167,28 +168,25 @@ class Encoder:
             parts.append(encode(document.decode()))
         return np.concatenate(parts)
 
-    def _compare_sample(self, row: bytes, tokens: np.ndarray) -> None:
-        """RunError if the tokens of the row's first SAMPLE_BYTES are not those of tiktoken."""
-        sample = row
-        if len(row) > SAMPLE_BYTES:
-            # The bytes may end inside a character or a separator, but not before the last cut.
-            cut = LAST_CUT.match(row[:SAMPLE_BYTES].decode(errors="ignore"))
+    def _compare_sample(self, chunk: bytes, tokens: np.ndarray) -> None:
+        """RunError if the tokens of the chunk's first SAMPLE_BYTES are not those of tiktoken."""
+        sample = chunk
+        if len(chunk) > SAMPLE_BYTES:
+            # The bytes may end inside a character or a mark, but not before the last cut.
+            cut = LAST_CUT.match(chunk[:SAMPLE_BYTES].decode(errors="ignore"))
             if cut is None:
                 return
             sample = cut[0].encode()
 
         expected = self._by_tiktoken(sample)
 
-        # Of a longer row only the tokens of the sample are compared, and of a short one all.
-        if len(row) > len(sample):
+        # Of a longer chunk only the tokens of the sample are compared, and of a short one all.
+        if len(chunk) > len(sample):
             tokens = tokens[:len(expected)]
         if np.array_equal(tokens, expected):
             return
 
-        # Where they differ, for the message.
-        at = 0
-        while at < min(len(tokens), len(expected)) and tokens[at] == expected[at]:
-            at += 1
+        at = len(os.path.commonprefix([tokens.tolist(), expected.tolist()]))
         text = tokenizer().decode(expected[max(0, at - 2):at + 3].tolist())
         raise RunError(f"gigatoken's tokens differ from tiktoken's at {text!r}: pip install the "
                        f"version of it in requirements.txt, or give --encoder tiktoken, which is "

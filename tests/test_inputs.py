@@ -77,9 +77,9 @@ def test_a_tsv_has_no_quotes_unless_a_flag_says_so(gpt2):
     ("a.jsonl", b'\n{"text": "a"}\n{"body": "b", "id": 1}\n', "line 3 --text_field body id"),
     ("a.jsonl", b'{"text": "a"}\n{"text": {"b": 1}}\n', "line 2"), ("a.jsonl", b'"text"\n', "line 1"),
     ("a.jsonl", b'{"text": "a"}{"text": "b"}\n', "line 1"), ("a.jsonl", b'{"text": "\xe9"}', "line 1"),
-    ("a.json", b'[{"text": "a"},\n {"text": "b"}]\n', "line 1 one object a line"),
-    ("a.json", b' [\n{"text": "a"}\n]\n', "line 1 one object a line"),
-    ("a.json", b'{"text": "a"}\n["text"]\n', "line 2 one object a line"),
+    ("a.json", b'[{"text": "a"},\n {"text": "b"}]\n', "line 1 one object a line jq"),
+    ("a.json", b' [\n{"text": "a"}\n]\n', "line 1 one object a line jq"),
+    ("a.json", b'{"text": "a"}\n["text"]\n', "line 2 one object a line jq"),
     ("a.json", b'{\n  "text": "a"\n}\n', "line 1")])
 def test_what_is_refused_in_a_table_or_in_json_names_its_line(name, data, said):
     Path(name).write_bytes(data)
@@ -148,8 +148,9 @@ def test_a_separator_may_lie_across_any_two_blocks_of_a_large_file(gpt2):
 
 @FAST
 @given(st.lists(st.sampled_from([EOT, "<|", "|>", "<|endof", "\n", "\r\n", " ", "a", "bc ", "é中", "'s"])),
-       st.integers(3, 30), st.sampled_from([EOT, "\n\n", "a", "aba"]))
+       st.integers(3, 30), st.sampled_from([EOT, "\n\n", "a", "aba", "bc \n"]))
 @example(["a"] * 9 + [EOT] + ["b"], 8, EOT)
+@example(["a", "bc ", "\n"] * 9, 4, "bc \n")
 @example(["\n"] * 5 + ["a"] + ["\n"] * 5, 3, "\n\n")
 def test_wherever_blocks_end_the_documents_between_separators_are_the_same(parts, block, separator):
     text = "".join(parts)

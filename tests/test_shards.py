@@ -9,14 +9,14 @@ from test_text import FAST
 
 from runtime.cli import UserError
 from runtime.dataloader import TokenDataset, digest
-from runtime.shards import list_shards, open_shard, read_shard, write_shard
+from runtime.shards import list_shards, open_shard, read_shard, write_parts, write_shard
 
 
 def test_a_shard_is_written_as_its_tokens_come_in_either_format(tmp_path):
     parts = [np.arange(n, dtype=np.uint16)[::step] for n, step in ((5, 1), (1, 1), (0, 1), (900, 3))]
     for name in ("a_val_000000.npy", "a_val_000000.bin"):
-        count = write_shard(tmp_path / name, *parts[:2], further=iter(parts[2:]))
-        assert count == 5 + 1 + 300 and read_shard(tmp_path / name).tolist() == np.concatenate(parts).tolist()
+        write_parts(tmp_path / name, 5 + 1 + 300, iter(parts))
+        assert read_shard(tmp_path / name).tolist() == np.concatenate(parts).tolist()
     assert np.load(tmp_path / "a_val_000000.npy").dtype == np.uint16
     data = (tmp_path / "a_val_000000.bin").read_bytes()           # llm.c's
     assert np.frombuffer(data[:1024], "<i4").tolist() == [20240520, 1, 306] + [0] * 253

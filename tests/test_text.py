@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 import runtime.text
 import runtime.tokenizer
 from runtime.cli import RunError
-from runtime.text import Layout, kind_of, read_rows
+from runtime.text import Layout, kind_of, read_chunks
 from runtime.tokenizer import EOT, Encoder, checked_asset, encode, token_bytes, token_lengths, tokenizer
 
 # the same examples in every run, and no look at the clock
@@ -45,7 +45,7 @@ def rows_of(path, field="text", separator="", tsv_quotes=False, **patches):
     with pytest.MonkeyPatch.context() as patch:
         for name, value in patches.items():
             patch.setattr(runtime.text, name, value)
-        return [*read_rows(Path(path), Layout(field, separator, tsv_quotes), SEPARATOR, str(path))]
+        return [*read_chunks(Path(path), Layout(field, separator, tsv_quotes), SEPARATOR, str(path))]
 
 
 def read(*args, **how):
@@ -170,7 +170,7 @@ def test_a_small_parquet_that_repeats_a_long_document_does_not_fill_the_memory(t
     pyarrow.parquet.write_table(pyarrow.table({"text": column}), tmp_path / "a.parquet")
     assert (tmp_path / "a.parquet").stat().st_size < 10**6
     with little_memory(400):                                                    # of 800 MB
-        rows = read_rows(tmp_path / "a.parquet", Layout(), SEPARATOR, "a.parquet")
+        rows = read_chunks(tmp_path / "a.parquet", Layout(), SEPARATOR, "a.parquet")
         assert sum(map(len, rows)) == 800 * (10**6 + len(SEPARATOR))
 
 
@@ -225,11 +225,11 @@ def test_a_changed_or_missing_asset_is_refused(name, tmp_path, monkeypatch):
 def test_a_run_of_white_space_too_long_for_tiktoken_is_a_users_mistake_and_none_for_gigatoken(encoder):
     pytest.importorskip("gigatoken")
     refused(lambda: encode(" " * 1_000_000 + "a"), "white space")
-    tokens = encoder.encode(encoder.separator + b" " * 1_000_000 + b"a")
+    tokens = encoder.encode(encoder.mark + b" " * 1_000_000 + b"a")
     assert tokenizer().decode(tokens[1:].tolist()) == " " * 1_000_000 + "a"
 
 def row_of(encoder, documents):
-    return b"".join(encoder.separator + text.encode() for text in documents)
+    return b"".join(encoder.mark + text.encode() for text in documents)
 
 
 def is_known(character):
@@ -284,8 +284,8 @@ def test_long_runs_have_tiktokens_tokens(unit, gpt2, encoder):
 
 
 def test_no_text_holds_the_separator_and_each_process_has_its_own(encoder, gpt2):
-    assert Encoder().separator != encoder.separator
-    other = Encoder().separator.decode()
+    assert Encoder().mark != encoder.mark
+    other = Encoder().mark.decode()
     assert encoder.encode(row_of(encoder, [other])).tolist() == stream_of(gpt2, [other])
 
 
