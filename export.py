@@ -10,7 +10,7 @@ from pathlib import Path
 from runtime.cli import FlagParser, UserError, run_command
 
 from recipes import check_tokens, load_model
-from runtime.files import writable
+from runtime.files import writing
 from runtime.huggingface import (
     EXPORTED,
     EXPORTED_BY,
@@ -64,10 +64,10 @@ def main(argv: list[str] | None = None) -> None:
                         help="A new or empty folder. An earlier export there is replaced.")
     args = parser.parse_args(argv)
 
-    # What can fail comes before the earlier export is removed. `writable` turns what the system
+    # What can fail comes before the earlier export is removed. `writing` turns what the system
     # refuses into a UserError that names the folder.
     folder = Path(args.folder)
-    with writable(folder):
+    with writing(folder):
         refuse_other_files(folder)
     model = load_model(args.source)
     check_tokens(model, args.source)
@@ -75,7 +75,7 @@ def main(argv: list[str] | None = None) -> None:
 
     # All old files go before a new one comes: a mixture of two exports could be read as one. After a
     # failure the new ones go, too: then the same command can be given again.
-    with writable(folder):
+    with writing(folder):
         remove_export(folder)
         try:
             write_export(files, folder)

@@ -30,7 +30,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from runtime.files import remove_leftovers, writable
+from runtime.files import remove_leftovers, writing
 from runtime.shards import (
     file_sha256, list_shards, manifest_to_continue, open_shard, read_manifest, shard_names,
     write_manifest, write_parts)
@@ -248,7 +248,7 @@ class Shards:
         self.seen = self.written
         file, done = self.cursor
         self.starts = {file: self.written - done}           # {number of a file: its first place}
-        with writable(TEMPORARY, begun=True):
+        with writing(TEMPORARY, begun=True):
             self.waiting = tempfile.TemporaryFile()
 
     def add(self, file: int, tokens: np.ndarray) -> None:
@@ -257,7 +257,7 @@ class Shards:
             tokens = tokens[:self.manifest["max_tokens"] - self.seen]
         self.starts.setdefault(file, self.seen)
         self.seen += len(tokens)
-        with writable(TEMPORARY, begun=True):
+        with writing(TEMPORARY, begun=True):
             self.waiting.seek(0, os.SEEK_END)
             self.waiting.write(tokens)
             self.waiting.flush()
@@ -314,7 +314,7 @@ class Shards:
 
         # What is not written yet waits in a new file, so that it does not grow with the text.
         if self.written > before:
-            with writable(TEMPORARY, begun=True):
+            with writing(TEMPORARY, begun=True):
                 rest = tempfile.TemporaryFile()
                 shutil.copyfileobj(self.waiting, rest)
                 rest.flush()
@@ -333,7 +333,7 @@ class Shards:
         path = self.out / f"{self.prefix}_{split}_{number:06d}.{self.manifest['format']}"
 
         # Made only now, so that a mistake that is found before leaves no folder.
-        with writable(self.out):
+        with writing(self.out):
             self.out.mkdir(parents=True, exist_ok=True)
 
         # Without it the first shard would be a stranger's, if a kill comes before its own manifest.
@@ -422,7 +422,7 @@ def fetch_published(count: int, out: Path) -> None:
 
     missing = [name for name in names if name not in present]
     if missing:
-        with writable(out, begun=True), hub_errors(PRETOKENIZED) as hub:
+        with writing(out, begun=True), hub_errors(PRETOKENIZED) as hub:
             infos = hub.HfApi().get_paths_info(PRETOKENIZED, names, repo_type="dataset")
             shards = [{"file": info.path, "sha256": info.lfs.sha256} for info in infos]
             out.mkdir(parents=True, exist_ok=True)

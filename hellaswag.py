@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from runtime.files import read_text, readable
+from runtime.files import read_text, reading
 from runtime.tokenizer import encode
 
 HUB_NAME = "Rowan/hellaswag"
@@ -30,7 +30,7 @@ def load_examples(path: str | Path | None = None) -> list[dict]:
     without one the hub's validation split. UserError if they cannot be read."""
     if path is None:
         return load_examples_of_the_hub()
-    with readable(f"HellaSwag's data {path}", "give a .jsonl file of HellaSwag's form"):
+    with reading(f"HellaSwag's data {path}", "give a .jsonl file of HellaSwag's form"):
         text = read_text(path, errors="strict")
 
     examples = []
@@ -39,7 +39,7 @@ def load_examples(path: str | Path | None = None) -> list[dict]:
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             where = f"{path}, line {number}"
-            with readable(where, "repair or remove the line"):
+            with reading(where, "repair or remove the line"):
                 row = json.loads(line)
             examples.append(check_example(row, where))
     if not examples:
@@ -49,7 +49,7 @@ def load_examples(path: str | Path | None = None) -> list[dict]:
 
 def load_examples_of_the_hub() -> list[dict]:
     datasets = import_package("datasets")
-    with readable(
+    with reading(
         f"HellaSwag ({HUB_NAME})",
         "check the connection, or give a .jsonl file of its form",
         problem="cannot be fetched from the Hugging Face hub",

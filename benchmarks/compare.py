@@ -10,7 +10,7 @@ import numpy as np
 from benchmarks.timing import print_table
 from runtime.cli import UserError
 from runtime.console import clock, read_metrics
-from runtime.files import read_text, readable, replace_file
+from runtime.files import read_text, reading, replace_file
 from runtime.plots import new_figure, short_count
 
 
@@ -31,7 +31,7 @@ def finite(points: list[tuple]) -> list[tuple]:
 def read_curve(source: str) -> Curve:
     """From a run's --out folder, or a .csv file. UserError for a run without validations, or no curve."""
     if source.lower().endswith(".csv") and not Path(source).is_dir():
-        with readable(source, "give a .csv with the columns tokens,loss, or the --out folder of a run",
+        with reading(source, "give a .csv with the columns tokens,loss, or the --out folder of a run",
                       (OSError, ValueError, csv.Error)):
             return parse_csv(source, read_text(source))
     path = Path(source) / "metrics.csv"

@@ -17,11 +17,11 @@ from runtime.console import Record, lowest
 from runtime.files import (
     checkpoints,
     lock_folder,
-    readable,
+    reading,
     remove_leftovers,
     replace_file,
     what_resumes,
-    writable,
+    writing,
 )
 from runtime.optimizers import CombinedOptimizer, state_keys
 from runtime.ranks import read_launch
@@ -184,7 +184,7 @@ def reading_run_state(path: Path):
 
     The checkpoint may be damaged, or of another project.
     """
-    return readable(path, f"{recovery_hint(path)}, or begin with its weights by --init {path}",
+    return reading(path, f"{recovery_hint(path)}, or begin with its weights by --init {path}",
                     problem="does not hold the state of a run of train_gpt2.py")
 
 
@@ -332,7 +332,7 @@ class Saver:
         began = time.perf_counter()
         path = self.out / f"checkpoint_{content['step']:06d}.pt"
         refuse_non_finite(content, path)
-        with writable(self.out, begun=True):
+        with writing(self.out, begun=True):
             replace_file(path, lambda file: torch.save(content, file))
             self._remove_old(best_step)
         self.say(f"saved {path} in {time.perf_counter() - began:.1f} s")

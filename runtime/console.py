@@ -13,7 +13,7 @@ import torch
 
 from runtime.cli import import_package
 from runtime.device import device_name, least_cpu_seconds, peak_flops, peak_memory
-from runtime.files import checkpoints, read_text, readable, replace_file, sync, writable
+from runtime.files import checkpoints, read_text, reading, replace_file, sync, writing
 from runtime.recipe import BatchSchedule
 
 # The columns of metrics.csv, and how their numbers are written.
@@ -57,7 +57,7 @@ def read_metrics(
 
     UserError with `remedy` for a file of another kind.
     """
-    with readable(path, remedy):
+    with reading(path, remedy):
         complete, _, _ = read_text(path).rpartition("\n")       # a crash can cut off the last line
         header, *lines = complete.splitlines() or [""]
         if header != HEADER:
@@ -181,7 +181,7 @@ class Record:
         self.rows[-1].update(more)
         self.rows[-1][kind] = round(value, 6)                   # as it will be read again
 
-        with writable(self.out, begun=True):
+        with writing(self.out, begun=True):
             # After a kill between truncate and print the row is missing, but never half of it.
             self.table.truncate(end)
             print(row_line(self.rows[-1]), file=self.table, flush=True)
@@ -191,7 +191,7 @@ class Record:
 
     def sync(self) -> None:
         """Forces both files to the disk."""
-        with writable(self.out, begun=True):
+        with writing(self.out, begun=True):
             sync(self.table.fileno())
             sync(self.events.fileno())
 
@@ -209,7 +209,7 @@ def open_wandb(out: Path, config: dict, resumes: bool):
     path = out / "wandb_id"
     if not resumes or not path.exists():
         replace_file(path, lambda file: file.write(uuid.uuid4().hex.encode()))
-    with readable("Weights & Biases", "wandb login, or leave --wandb out", problem="cannot start"):
+    with reading("Weights & Biases", "wandb login, or leave --wandb out", problem="cannot start"):
         wandb.init(
             project="gpt2",
             name=out.name,

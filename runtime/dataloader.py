@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from runtime.cli import UserError
-from runtime.files import readable
+from runtime.files import reading
 from runtime.recipe import BatchSchedule
 from runtime.shards import list_shards, open_shard, read_shard
 from runtime.tokenizer import VOCAB_SIZE, encode, token_lengths
@@ -260,7 +260,7 @@ def open_data(config) -> Data:
 
 def overfit_tokens(batch_tokens: int) -> np.ndarray:
     """The beginning of input.txt: so many tokens that an epoch is one batch."""
-    with readable(INPUT_TXT, "restore it with `git checkout -- input.txt`"):
+    with reading(INPUT_TXT, "restore it with `git checkout -- input.txt`"):
         text = INPUT_TXT.read_text(encoding="utf-8")
     count = batch_tokens + 1                    # the last target is one more
     return encode(text[:CHARACTERS_PER_TOKEN * count])[:count]

@@ -22,7 +22,7 @@ def replace_file(path: str | Path, write: Callable[[BinaryIO], object]) -> None:
     path = Path(path)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
-        with writable(path, begun=True):
+        with writing(path, begun=True):
             with open(temporary, "wb") as file:
                 write(file)
                 file.flush()
@@ -101,7 +101,7 @@ def what_resumes(out: str | Path) -> str:
 
 
 @contextmanager
-def writable(path: str | Path, begun: bool = False):
+def writing(path: str | Path, begun: bool = False):
     """Around writes to a file or folder: turns an OSError into one line with cause and remedy.
 
     Before the work has `begun` it becomes a UserError: choose another folder. Afterwards, and if the
@@ -150,7 +150,7 @@ def run_can_continue(out: str | Path):
 
 
 @contextmanager
-def readable(
+def reading(
     what: str | Path,
     remedy: str,
     errors: type | tuple = Exception,
@@ -177,7 +177,7 @@ def lock_folder(out: str | Path):
     from filelock import FileLock, Timeout          # torch requires it
 
     lock = FileLock(Path(out) / ".train_gpt2.lock", timeout=LOCK_PATIENCE)
-    with writable(out):
+    with writing(out):
         try:
             lock.acquire()                          # makes the folder, too
             return lock

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 from runtime.cli import UserError, brief_error, import_package, unexpected
-from runtime.files import read_text, readable, replace_file
+from runtime.files import read_text, reading, replace_file
 from runtime.tokenizer import EOT, VOCAB_SIZE, checked_asset
 from runtime.weights import (
     EMBEDDING,
@@ -72,9 +72,9 @@ def from_huggingface(source: str | Path, models: dict):
     else:
         folder = download_model(str(source))
 
-    # `readable` turns any error in here into a UserError that names the source.
+    # `reading` turns any error in here into a UserError that names the source.
     problem = "is no GPT-2 or export of ours in the Hugging Face format"
-    with readable(source, "give another", problem=problem):
+    with reading(source, "give another", problem=problem):
         config = read_json(folder / "config.json")
         recipe = config.get("model_type")
         modern_recipes = [name for name in models if name != "gpt2"]

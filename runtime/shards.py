@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from runtime.cli import UserError
-from runtime.files import read_text, readable, replace_file
+from runtime.files import read_text, reading, replace_file
 
 # Not a hidden file: a Mac leaves one beside each file that it copies to another disk,
 # ._x_train_000001.npy.
@@ -51,7 +51,7 @@ def open_shard(path: str | Path) -> np.memmap:
     path = Path(path)
 
     # NumPy warns about an unusual header, but the error is enough.
-    with readable(path, "copy it or make it again"), warnings.catch_warnings(action="ignore"):
+    with reading(path, "copy it or make it again"), warnings.catch_warnings(action="ignore"):
         # To open a named pipe would wait forever.
         if not path.is_file():
             raise ValueError("no regular file is there")
@@ -92,7 +92,7 @@ def read_shard(path: str | Path) -> np.ndarray:
 def shard_names(folder: str | Path) -> list[str]:
     """The sorted names of all shards in a folder; none if there is no such folder. UserError if
     it cannot be read, or is a file."""
-    with readable(folder, "make it readable, or give another folder"):
+    with reading(folder, "make it readable, or give another folder"):
         try:
             names = os.listdir(folder)
         except FileNotFoundError:
@@ -129,7 +129,7 @@ def file_sha256(path: str | Path) -> str:
 def read_manifest(folder: Path) -> dict:
     """What a folder's manifest.json records, {} without one. UserError if it is damaged."""
     path = folder / "manifest.json"
-    with readable(path, "restore it, or choose another --out"):
+    with reading(path, "restore it, or choose another --out"):
         if not path.exists():
             return {}
         manifest = json.loads(read_text(path, errors="strict"))
@@ -168,7 +168,7 @@ def manifest_to_continue(folder: Path, settings: dict) -> dict:
                 f"of {json.dumps(value)[:80]}): give the same, or choose another --out")
 
     # A key that is missing, or has another type, is damage, too.
-    with readable(folder / "manifest.json", "choose another --out"):
+    with reading(folder / "manifest.json", "choose another --out"):
         counts = []
         if found["validation"] is not None:
             counts.append(found["validation"])

@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from runtime.cli import NO_ROOM, RunError, UserError, brief_error, import_package
-from runtime.files import readable, writable
+from runtime.files import reading, writing
 from runtime.shards import read_manifest
 from runtime.text import READERS, TEXT_FILES, Layout, kind_of
 
@@ -126,7 +126,7 @@ def check_readable(pattern: str) -> None:
 def describe(path: Path) -> dict:
     """What the manifest says of a file: the SHA-256 of its ends tells it from others of its name
     and size."""
-    with readable(path, "make it readable, or leave it out"), open(path, "rb") as file:
+    with reading(path, "make it readable, or leave it out"), open(path, "rb") as file:
         size = path.stat().st_size
         sha256 = hashlib.sha256(file.read(DESCRIBED_BYTES))
         file.seek(max(0, size - DESCRIBED_BYTES))
@@ -223,7 +223,7 @@ class HubDataset:
 
         def fetch():
             try:
-                with writable(self.folder, begun=True), hub_errors(f"{dataset}: {name}") as hub:
+                with writing(self.folder, begun=True), hub_errors(f"{dataset}: {name}") as hub:
                     path = hub.hf_hub_download(
                         dataset, name, repo_type="dataset", revision=self.settings["revision"],
                         local_dir=self.folder)

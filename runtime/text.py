@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from runtime.cli import import_package, safe_repr
-from runtime.files import readable
+from runtime.files import reading
 from runtime.tokenizer import LAST_CUT, replace_surrogates
 
 BLOCK = 1 << 20                 # bytes, or characters of a .txt, that are read and encoded at once
@@ -276,7 +276,7 @@ def read_chunks(path: Path, layout: Layout, mark: bytes, name: str) -> Iterator[
 
     # pyarrow's errors are derived from these.
     errors = (OSError, ValueError, NotImplementedError)
-    with readable(name, "repair it (as UTF-8 text), or leave it out", errors):
+    with reading(name, "repair it (as UTF-8 text), or leave it out", errors):
         for begins, text in reader(path, layout):
             if begins:
                 parts.append(mark)

@@ -17,7 +17,7 @@ import torch
 
 from runtime.cli import UserError, brief_error, unexpected
 from runtime.console import lowest, read_metrics
-from runtime.files import checkpoints, readable
+from runtime.files import checkpoints, reading
 
 EMBEDDING = "transformer.wte.weight"
 HEAD = "lm_head.weight"
@@ -96,8 +96,8 @@ def refuse_hidden_name(source: str | Path) -> None:
 
 def read_checkpoint(path: str | Path, remedy: str = "check the path, or copy it again") -> dict:
     """The dict that a .pt file holds. UserError with `remedy` if it cannot be read."""
-    # `readable` turns any error in here into a UserError that names the file.
-    with readable(path, remedy, problem="cannot be read as a checkpoint"):
+    # `reading` turns any error in here into a UserError that names the file.
+    with reading(path, remedy, problem="cannot be read as a checkpoint"):
         if not os.path.isfile(path):
             raise ValueError("it does not exist, or is no regular file")
         checkpoint = load_pickle(path)
@@ -166,7 +166,7 @@ def model_from_checkpoint(
 
     `models` is {recipe: class}. UserError with `path` and `remedy` if it cannot be built.
     """
-    with readable(path, remedy, problem="is not a model's checkpoint that this project reads"):
+    with reading(path, remedy, problem="is not a model's checkpoint that this project reads"):
         weights = checkpoint["model"]
         recipe = "gpt2"
         if "model_config" in checkpoint:                # this project's

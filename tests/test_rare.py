@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.nn.modules.module import register_module_forward_hook
 
 from helpers import BYTES, ENV, command, forked, logged, newest, refused, run, same_end, train
-from runtime.files import checkpoints, replace_file, writable
+from runtime.files import checkpoints, replace_file, writing
 from test_printed import FLOPS, Clock, is_model, printed, replace_everywhere, step_lines, table, takes_time
 
 QUICK = [*BYTES, "--batch_size", 8, "--device", "cpu", "--val_every", 0]     # one micro-step a step
@@ -361,7 +361,7 @@ def test_each_kind_of_a_full_disk_is_told_as_one_even_before_the_work_has_begun(
         raise OSError(number, os.strerror(number))
 
     def write():
-        with writable(tmp_path):
+        with writing(tmp_path):
             replace_file(tmp_path / "a.bin", full)
     refused(write, tmp_path / "a.bin", "make room", failed=True)
     assert not os.listdir(tmp_path)
