@@ -9,8 +9,9 @@
 A shard is a 1-D array of uint16 GPT-2 tokens, each document preceded by <|endoftext|> (50256):
 `*_train_000001.npy`, `*_val_000000.npy`; or with --format bin the .bin of llm.c and modded-nanogpt.
 
-Validation is the beginning of the text: a tenth of it, at most 10 million tokens; of FineWeb,
-which is shuffled, the first shard. A run that was killed is continued by the same command.
+Validation is the beginning of the text: a tenth of it, at most 10 million tokens. Of FineWeb, which
+is shuffled, it is the first shard, or a tenth of --max_tokens if that is less. --val_tokens and
+--val_input say otherwise. A run that was killed is continued by the same command.
 """
 # first, because it refuses an old Python in one line
 from runtime.cli import FlagParser, UserError, print_error, run_command
@@ -218,7 +219,7 @@ def encode_files(
         # Where the run ends early, nobody waits for what the threads still do.
         pool.shutdown(wait=False, cancel_futures=True)
 
-    # A run that continues after a kill does not see all files, and so cannot tell.
+    # A run that begins at a later file does not see them all, and so cannot tell.
     if layout.separator and most_documents == 1 and first == 0:
         print_error(f"--separator {layout.separator!r} is found in no .txt or .md: each was read "
                     f"as one document")
@@ -233,7 +234,8 @@ class Shards:
     shards, and those from there to `seen` wait in a temporary file, because a shard of them would
     be too much of the memory. A shard is written when its last token is there, and after it the
     manifest that lists it, with the cursor at its end: (the number of a file, how many of its
-    tokens are done). There a run that goes on after a kill begins to read."""
+    tokens are done). A run that goes on after a kill reads that file from its beginning, and drops
+    those tokens."""
 
     def __init__(self, out: Path, prefix: str, settings: dict):
         self.out = out
@@ -247,9 +249,16 @@ class Shards:
 
         self.seen = self.written
         file, done = self.cursor
-        self.starts = {file: self.written - done}           # {number of a file: its first place}
+        self.starts = {file: self.written - done}       # {number of a file: place of its first token}
         with writing(TEMPORARY, begun=True):
-            self.waiting = tempfile.TemporaryFile()
+            self.waiting = self.new_temporary()
+
+    def new_temporary(self):
+        """A temporary file without a name, on the disk of `out`: there is room for the shards."""
+        folder = self.out.absolute()
+        while not folder.is_dir():
+            folder = folder.parent
+        return tempfile.TemporaryFile(dir=folder)
 
     def add(self, file: int, tokens: np.ndarray) -> None:
         """Takes the next tokens of the text, which are in this file, up to --max_tokens."""
@@ -267,7 +276,7 @@ class Shards:
         """How many tokens, from the beginning of the text, are for validation. None as long as
         that is not known. This is the whole rule; parse_args sets --val_tokens for FineWeb."""
         settings = self.manifest
-        if settings["validation"] is not None:              # as an earlier turn or run has it
+        if settings["validation"] is not None:              # decided by an earlier call or run
             return settings["validation"]
         if settings["val_tokens"] is not None:
             return settings["val_tokens"]
@@ -312,10 +321,10 @@ class Shards:
                 break
             self.write(split, min(end, self.seen) - self.written)
 
-        # What is not written yet waits in a new file, so that it does not grow with the text.
+        # The rest moves to a new file, or the temporary file would grow as long as the text.
         if self.written > before:
             with writing(TEMPORARY, begun=True):
-                rest = tempfile.TemporaryFile()
+                rest = self.new_temporary()
                 shutil.copyfileobj(self.waiting, rest)
                 rest.flush()
             self.waiting.close()
@@ -336,13 +345,17 @@ class Shards:
         with writing(self.out):
             self.out.mkdir(parents=True, exist_ok=True)
 
-        # Without it the first shard would be a stranger's, if a kill comes before its own manifest.
+        # What killed runs of the command have left half-written would take room.
+        leftovers = rf"{re.escape(self.prefix)}_(train|val)_\d+\.(npy|bin)|manifest\.json"
+        remove_leftovers(self.out, leftovers)
+
+        # A kill after the first shard, without this manifest, would make it a stranger's.
         if not shards:
             write_manifest(self.out, self.manifest)
         write_parts(path, count, self.take(count))
         self.written += count
 
-        # The file that has the last of these tokens, whether the next one has been seen or not.
+        # The file of the last written token. A file that starts at `written` is still to be read.
         file = max(file for file, start in self.starts.items() if start < self.written)
         shards.append({
             "file": path.name,
@@ -351,7 +364,7 @@ class Shards:
             "sha256": file_sha256(path),
             "cursor": (file, self.written - self.starts[file]),
         })
-        self.write_manifest()
+        write_manifest(self.out, self.manifest)
 
     def take(self, count: int) -> Iterator[np.ndarray]:
         """Yields the next `count` of the waiting tokens in parts, of 2 MB at most."""
@@ -360,18 +373,11 @@ class Shards:
             count -= len(part)
             yield part
 
-    def write_manifest(self) -> None:
-        """Writes the manifest, and removes what killed runs of the command have left
-        half-written."""
-        leftovers = rf"{re.escape(self.prefix)}_(train|val)_\d+\.(npy|bin)|manifest\.json"
-        remove_leftovers(self.out, leftovers)
-        write_manifest(self.out, self.manifest)
-
     def finish(self) -> None:
         """After the last token."""
         self.write_ready(at_end=True)
         self.manifest["complete"] = True
-        self.write_manifest()
+        write_manifest(self.out, self.manifest)
 
 
 def write_shards(args: argparse.Namespace, source, layout: Layout, out: Path) -> None:
@@ -397,6 +403,9 @@ def write_shards(args: argparse.Namespace, source, layout: Layout, out: Path) ->
     with progress, closing(encode_files(files, layout, encoder, args.workers)) as chunks:
         for file, tokens in chunks:
             # An earlier run has written the first tokens of this file.
+            if file != first and skip > 0:
+                raise UserError(f"file {first + 1} of the text has changed since {out} was begun: "
+                                f"it is shorter now. Restore it, or choose another --out")
             done = min(skip, len(tokens))
             skip -= done
             tokens = tokens[done:]
@@ -405,7 +414,7 @@ def write_shards(args: argparse.Namespace, source, layout: Layout, out: Path) ->
             if shards.seen == args.max_tokens:
                 break
     shards.finish()
-    shutil.rmtree(out / ".download", ignore_errors=True)
+    source.clean_up()
 
 
 # ---------------------------------------------------------------------------- published shards
@@ -514,7 +523,7 @@ def main(argv: list[str] | None = None) -> None:
         fetch_published(args.pretokenized, out)
     else:
         if args.input is not None:
-            source = LocalFiles(args.input, args.val_input, layout)
+            source = LocalFiles(args.input, args.val_input, layout, out)
         else:
             source = HubDataset(args.dataset, args.name, args.split, layout, out)
         write_shards(args, source, layout, out)

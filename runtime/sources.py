@@ -9,6 +9,7 @@ import glob
 import hashlib
 import os
 import re
+import shutil
 import stat
 import tempfile
 import threading
@@ -47,9 +48,9 @@ class LocalFiles:
     """The files of --val_input, and after them those of --input."""
     prefix = "text"
 
-    def __init__(self, inputs: list[str], val_inputs: list[str], layout: Layout):
-        val_paths = find_files("val_input", val_inputs)
-        train_paths = find_files("input", inputs)
+    def __init__(self, inputs: list[str], val_inputs: list[str], layout: Layout, out: Path):
+        val_paths = find_files("val_input", val_inputs, out)
+        train_paths = find_files("input", inputs, out)
         twice = {os.path.realpath(path) for path in val_paths} & {
             os.path.realpath(path) for path in train_paths}
         if twice:
@@ -69,14 +70,23 @@ class LocalFiles:
             if number >= first:
                 yield number, path, name
 
+    def clean_up(self) -> None:
+        """Nothing: the files are the user's."""
 
-def find_files(flag: str, patterns: list[str]) -> list[Path]:
+
+def find_files(flag: str, patterns: list[str], out: Path) -> list[Path]:
     """The files of paths, folders and globs, in order, without hidden ones. UserError for one of
     them without any file of a known kind, and for a folder that cannot be read."""
+    # A .json like others, where the shards are made beside their text.
+    manifest = os.path.realpath(out / "manifest.json")
+
+    def is_text(path):
+        return kind_of(path) and os.path.realpath(path) != manifest
+
     paths = []
     for pattern in patterns:
         try:
-            found = [path for path in list_files(pattern) if kind_of(path)]
+            found = [path for path in list_files(pattern) if is_text(path)]
         except OSError as error:
             raise UserError(f"--{flag} {pattern}: {error.filename} cannot be read "
                             f"({brief_error(error)}): make it readable, or leave it "
@@ -184,7 +194,7 @@ class HubDataset:
         # A killed run may have left others than the two that are read and fetched now.
         for path in self.folder.glob("**/*"):
             name = path.relative_to(self.folder).as_posix()
-            if kind_of(path) and name not in names[first:first + 2]:
+            if path.is_file() and kind_of(path) and name not in names[first:first + 2]:
                 path.unlink()
 
         downloads = deque()     # of this file and the next one
@@ -194,6 +204,10 @@ class HubDataset:
             path = Path(downloads.popleft().result())
             yield number, path, f"{self.settings['dataset']}: {names[number]}"
             path.unlink()
+
+    def clean_up(self) -> None:
+        """Removes what is left of the downloads, when all shards are written."""
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     def list_names(self) -> list[str]:
         """The paths in the dataset of the files of the split."""

@@ -27,6 +27,7 @@ from benchmarks.timing import Setting
 from helpers import ROOT, forked, parse_flags, refused
 from runtime.cli import brief_error
 from runtime.console import HEADER
+from runtime.recipe import make_batch_schedule
 from recipes import PRESETS
 from runtime.shards import write_shard
 from runtime.tokenizer import EOT, encode
@@ -376,8 +377,11 @@ def test_compare_shows_what_each_run_needed_to_reach_the_others_and_a_curve(tabl
     assert [(*list(row.values())[:3], round(row["difference"], 4)) for row in rows] == [
         ("going", "paper.csv", 2000, -0.5), ("paper.csv", "going", 1000, -1.5)]
     curve, preset = read_curve(str(ROOT / "assets/shakespeare.csv")), PRESETS["shakespeare"].flags
-    every = preset["val_every"] * preset["total_batch_size"]
-    assert [at for at, *_ in curve.points] == [*range(0, curve.last["tokens"] + 1, every)], "docs/running.md"
+    config, _ = parse_flags(["--preset", "shakespeare"])
+    config.sequence_length = config.block_size
+    schedule = make_batch_schedule(frontier.RECIPE, config, 1)
+    steps_of_val = range(0, preset["max_steps"] + 1, preset["val_every"])
+    assert [at for at, *_ in curve.points] == [*map(schedule.tokens_before, steps_of_val)], "docs/running.md"
 
 
 def test_a_picture_of_runs_has_tokens_and_time_of_training(table, monkeypatch):

@@ -219,6 +219,15 @@ def test_files_folders_and_globs_are_read_in_order_and_other_kinds_left_alone(gp
     assert both("body") == divided(stream_of(gpt2, ["deeper"] * 99))
 
 
+def test_shards_may_be_made_in_the_folder_of_their_text(tmp_path, capsys):
+    """Given again, the command finds them complete: its manifest.json is not read as text."""
+    (tmp_path / "a.txt").write_text("some words and others. " * 500)
+    for _ in range(2):
+        fineweb.main(["--input", str(tmp_path), "--out", str(tmp_path)])
+        assert "2 shards complete" in capsys.readouterr().out
+
+
+
 def test_a_large_document_and_chinese_without_spaces(gpt2, tmp_path, monkeypatch):
     monkeypatch.setattr(runtime.text, "BLOCK", 1 << 20)
     line, chinese = "To be, or not to be: that is the question 🙂.\r\n", "春眠不覺曉處處聞啼鳥"
@@ -237,6 +246,8 @@ def test_a_runs_memory_does_not_grow_with_its_text(tmp_path, monkeypatch):
     with open(tmp_path / "a.txt", "w") as file:
         for i in range(1500):                                                   # 65 MB, 39 MB of tokens
             file.write(f"{i}\n{line}")
+    (tmp_path / "b.txt").write_text(line * 30)              # first what every run needs: the encoder's tables
+    prepare("--input", tmp_path / "b.txt", "--out", tmp_path / "first", "--workers", 1)
     with little_memory(36):
         prepare("--input", tmp_path / "a.txt", "--out", tmp_path / "out", "--workers", 1)
     val, train = lengths(tmp_path / "out", "val"), lengths(tmp_path / "out", "train")
