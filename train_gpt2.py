@@ -218,8 +218,9 @@ def resolve_config(given: dict, start: Start, process: Process) -> tuple[Config,
 
     # A resumed run keeps its window, and so does the model of --init. A new model gets 0: it looks
     # back at all tokens. So does the model of --init, if "--window auto" was typed.
-    keeps_window = recipe.window and start.model and (start.path or "window" not in given)
-    window = start.model.config.window if keeps_window else 0
+    window = 0
+    if recipe.window and start.model and (start.path or "window" not in given):
+        window = start.model.config.window
     set_automatic(config, sequence_length=config.block_size, window=window)
     set_automatic(config, **recipe.automatic(config))
     set_automatic(config, min_lr=config.max_lr / 10, dtype=choose_dtype("auto", process.device))

@@ -1147,6 +1147,13 @@ BREAKS = [
           [("train_gpt2.py", "values.update(given)",
             "values.update({name: value for name, value in given.items()\n                   i"
             "f name != 'max_lr' or not start.path})")]),
+    Break("overfit-saves", "--overfit --checkpoint_every 10 ends in a traceback",
+          "tests/test_train.py -k overfit",
+          [("train_gpt2.py", "and not config.overfit and step > last_saved",
+            "and step > last_saved")]),
+    Break("files-of-others", "a run that made no picture says that it did",
+          "tests/test_printed.py -k files_that_are_there",
+          [("runtime/console.py", "if (output.out / name).exists()]", "]")]),
     Break("flags-of-a-new-run", "a flag of the run's recipe is refused when it is given alone on a resume",
           "tests/test_resume.py -k contradicts",
           [("train_gpt2.py", "check_flags(flags, RECIPES, start)",

@@ -202,6 +202,13 @@ def test_a_dry_run_tells_the_time_of_the_steps_that_are_left(flags, last, left, 
     assert not list(tmp_path.iterdir())
 
 
+def test_the_summary_names_the_files_that_are_there(byte_data, tmp_path):
+    """Without an evaluation there is no picture."""
+    text = printed("--data", byte_data, *BYTES, "--max_steps", 1, "--val_every", 0, "--checkpoint_every", 0,
+                   "--out", tmp_path)
+    assert "metrics.csv" in text and "loss.png" not in text and "checkpoints" not in text.split("done:")[1]
+
+
 def test_a_dry_run_of_a_batch_that_grows_counts_the_tokens_of_each_step(byte_data, tmp_path, monkeypatch):
     """Seven steps: four of 512 tokens, two of 1,024 and one of 2,048. 64 tokens take half a second."""
     clock = Clock().install(monkeypatch.setattr)

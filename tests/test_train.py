@@ -190,7 +190,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_in_one_line_and_is_not_saved(pro
 def test_overfit_is_the_same_batch_on_several_processes_and_writes_nothing(tmp_path):
     """The whole run is README's."""
     small = ["--overfit", "--n_layer", 1, "--n_head", 2, "--n_embd", 64, "--max_lr", 0.006, "--min_lr", 0.006,
-             "--dtype", "float32", "--max_steps", 4]
+             "--dtype", "float32", "--max_steps", 4, "--checkpoint_every", 2]
     one, two = (run(*small, processes=n, cwd=tmp_path, code=1) for n in (1, 2))
     assert "in 4 steps: FAILED" in one.stdout and "2 x 32 x 1 micro-step x 2 processes" in two.stdout
     # of Python's; torch has some about networks
@@ -316,7 +316,7 @@ def test_a_gpu_that_is_not_exactly_known_has_no_mfu_and_similar_names_are_told_a
 @pytest.mark.parametrize("flags", [
     "--n_head 5", "--batch_size 0", "--total_batch_size 250", "--sequence_length 64", "--max_lr -1",
     "--max_steps many", "--max_steps 1e5", "--weight_decay nan", "--grad_clip nan", "--n_layer 0",
-    "--initial_batch_size 96", "--bogus", "--max_step 3", "--out=", "--data nowhere", "--data .",
+    "--bogus", "--max_step 3", "--out=", "--data nowhere", "--data .",
     "--init nowhere.pt", "--resume nowhere.pt", "--n_layer 3 --init START", "--recipe speedrun --init START",
     "--device tpu", "--dtype int8", "--recipe gpt5", "--vocab_size 70000",
     "--sample_every 1", "--window 16", "--window 64 --recipe speedrun", "--overfit --preset small",
