@@ -94,6 +94,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         args.val_tokens = args.shard_size
         if args.max_tokens is not None:
             args.val_tokens = min(args.shard_size, max(1, args.max_tokens // 10))
+    by_flag = args.val_tokens or args.val_input
+    if args.max_tokens and args.max_tokens < LEAST_TEXT and not by_flag:
+        raise UserError(f"--max_tokens {args.max_tokens} is too little to divide (at least "
+                        f"{LEAST_TEXT}): give more, or --val_tokens")
     if args.out is None and args.pretokenized:
         args.out = "fineweb10B"
     elif args.out is None and args.dataset:
@@ -394,11 +398,11 @@ def write_shards(args: argparse.Namespace, source, layout: Layout, out: Path) ->
     encoder = Encoder(args.encoder)
     if encoder.gigatoken is None and args.encoder == "auto":
         print("tiktoken encodes, slowly, because gigatoken is not installed: pip install gigatoken")
-    progress = tqdm(total=args.max_tokens, initial=shards.seen, unit="tok", unit_scale=True,
-                    desc=str(out), disable=None)
 
     # The files before this one are done, and are not even fetched.
     first, skip = shards.cursor
+    progress = tqdm(total=args.max_tokens, initial=shards.starts[first], unit="tok",
+                    unit_scale=True, desc=str(out), disable=None)
     files = source.files(first)
     with progress, closing(encode_files(files, layout, encoder, args.workers)) as chunks:
         for file, tokens in chunks:
@@ -408,9 +412,8 @@ def write_shards(args: argparse.Namespace, source, layout: Layout, out: Path) ->
                                 f"it is shorter now. Restore it, or choose another --out")
             done = min(skip, len(tokens))
             skip -= done
-            tokens = tokens[done:]
             progress.update(len(tokens))
-            shards.add(file, tokens)
+            shards.add(file, tokens[done:])
             if shards.seen == args.max_tokens:
                 break
     shards.finish()
@@ -440,31 +443,37 @@ def fetch_published(count: int, out: Path) -> None:
             write_manifest(out, {"pretokenized": PRETOKENIZED, "shards": shards})
             for name in missing:
                 hub.hf_hub_download(PRETOKENIZED, name, repo_type="dataset", local_dir=out)
-    verify(out)
+    verify(out, names)
 
 
-def verify(folder: Path) -> None:
+def verify(folder: Path, names: list[str] | None = None) -> None:
     """--verify: UserError names the shards that are not as the manifest in `folder` records
-    them."""
+    them. `names` are those to look at; None: all that it records."""
+    manifest = read_manifest(folder)
     # {name of a shard: its SHA-256}
-    recorded = {shard["file"]: shard["sha256"] for shard in read_manifest(folder).get("shards", [])
+    recorded = {shard["file"]: shard["sha256"] for shard in manifest.get("shards", [])
                 if shard.get("sha256")}
     if not recorded:
         raise UserError(f"{folder} has no manifest.json with the SHA-256 of a shard: check the "
                         f"path")
+    if names is None:
+        names = list(recorded)
 
     bad = []
-    for name, sha256 in tqdm(recorded.items(), disable=None):
+    for name in tqdm(names, disable=None):
         path = folder / name
-        if not path.is_file() or file_sha256(path) != sha256:
+        if not path.is_file() or file_sha256(path) != recorded.get(name):
             bad.append(name)
 
     if bad:
-        raise UserError(f"{folder}: {len(bad)} of {len(recorded)} shards are damaged or missing, "
+        raise UserError(f"{folder}: {len(bad)} of {len(names)} shards are damaged or missing, "
                         f"{', '.join(bad)}: restore them, or remove the folder and make it again")
+    line = f"{folder}: {len(names)} shards are as they were written"
+    if manifest.get("complete") is False:
+        line += "; the rest of the text is not written yet: run the command that made them again"
+
     # Shards that were put there by hand, say, are no mistake.
     unknown = [name for name in shard_names(folder) if name not in recorded]
-    line = f"{folder}: {len(recorded)} shards are as they were written"
     if unknown:
         line += f"; not checked, because the manifest does not list them: {', '.join(unknown)}"
     print(line)

@@ -75,8 +75,8 @@ class LocalFiles:
 
 
 def find_files(flag: str, patterns: list[str], out: Path) -> list[Path]:
-    """The files of paths, folders and globs, in order, without hidden ones. UserError for one of
-    them without any file of a known kind, and for a folder that cannot be read."""
+    """The files of paths, folders and globs, in order, each once, without hidden ones. UserError
+    for one of them without any file of a known kind, and for a folder that cannot be read."""
     # A .json like others, where the shards are made beside their text.
     manifest = os.path.realpath(out / "manifest.json")
 
@@ -95,7 +95,12 @@ def find_files(flag: str, patterns: list[str], out: Path) -> list[Path]:
             raise UserError(f"--{flag} {pattern}: there is no file of a known kind ({KINDS}): "
                             f"check the path")
         paths += found
-    return paths
+
+    # A file that two of the patterns name is read once: the first time.
+    first_path = {}             # {its real path: as it was found}
+    for path in paths:
+        first_path.setdefault(os.path.realpath(path), path)
+    return list(first_path.values())
 
 
 def list_files(pattern: str) -> list[Path]:

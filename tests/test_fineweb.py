@@ -208,7 +208,7 @@ def test_files_folders_and_globs_are_read_in_order_and_other_kinds_left_alone(gp
         Path("in", name).write_text("deep")
     Path("in/deep/f.jsonl").write_text('{"text": "no", "body": "deeper"}\n')
     want = stream_of(gpt2, [*DOCUMENTS[50:100], *DOCUMENTS[:50], *DOCUMENTS[100:150], "upper case"])
-    for i, flags in enumerate((["in"], ["in/*"], ["in/a*", "in/b.jsonl", "--input", "in/[cd]*"])):
+    for i, flags in enumerate((["in"], ["in/*"], ["in/a*", "in/b.jsonl", "--input", "in/[cd]*", "in/a*"])):
         prepare("--input", *flags, "--out", f"{i}", "--val_tokens", 1)
         assert both(f"{i}") == divided(want, 1)
     end = stream_of(gpt2, ["deep", "no"])
@@ -283,6 +283,30 @@ def test_wherever_it_is_killed_the_same_command_ends_with_the_same_bytes(flags, 
     assert {run.stderr for run in runs} == {""}
     for *_, out in ends:
         assert contents(out) == contents("whole"), out
+
+
+def test_the_progress_bar_of_a_continued_run_counts_what_is_read_again_from_the_beginning_of_a_file(
+        text, monkeypatch, tmp_path):
+    bars = []
+
+    class Bar(fineweb.tqdm):
+        def __init__(self, **flags):
+            super().__init__(**flags)
+            self.counted = [self.initial]
+            bars.append(self.counted)
+
+        def update(self, n=1):
+            self.counted.append(n)
+
+    for name in ("b.jsonl", "c.jsonl"):
+        written(Path(name), DOCUMENTS)
+    flags = ["--input", text, "b.jsonl", "c.jsonl", "--shard_size", 1500, "--out", "out"]
+    assert several(tmp_path, ENV, [(16, "after"), *flags])[0].returncode == -9
+    file, _ = json.loads(Path("out/manifest.json").read_text())["shards"][-1]["cursor"]
+    monkeypatch.setattr(fineweb, "tqdm", Bar)
+    prepare(*flags)
+    length = sum(map(len, both("out")))
+    assert file == 1 and bars[0][0] == length // 3 and sum(bars[0]) == length
 
 
 def test_what_is_complete_is_left_alone_and_only_leftovers_of_the_command_are_removed(text, monkeypatch):
@@ -426,7 +450,7 @@ GOOD = "--input good.txt"
     *[(f"{GOOD} --{name} 0", name) for name in ("shard_size", "max_tokens", "val_tokens", "workers")],
     ("--workers 257", "workers"), ("--pretokenized 0", "pretokenized"),
     ("--pretokenized 104", "103"), ("--pretokenized 9 --split y", "--sp"),
-    ("--max_tokens 100 --val_tokens 100", "val_tokens"), ("--format csv", "format"), ("--part 0/2", "--part"),
+    ("--max_tokens 100 --val_tokens 100", "val_tokens"), (f"{GOOD} --max_tokens 199", "--max_tokens 199"), ("--format csv", "format"), ("--part 0/2", "--part"),
     (f"{GOOD} --val_input good.txt --val_tokens 5", "val_tokens"),
     (f"{GOOD} --val_input short.txt empty/../good.txt", "good.txt is both")])
 def test_a_mistake_is_a_users_and_writes_nothing(line, said, mistakes, monkeypatch):
@@ -443,10 +467,16 @@ def test_verify_names_every_shard_that_is_not_as_it_was_written(text, capsys):
     capsys.readouterr()
     prepare("--verify", "out")
     assert f"{len(lengths('out', 'val') + lengths('out', 'train'))} shards" in capsys.readouterr().out
+    manifest = json.loads(Path("out/manifest.json").read_text())
+    Path("out/manifest.json").write_text(json.dumps(manifest | {"complete": False}))
+    prepare("--verify", "out")
+    assert "not written yet" in capsys.readouterr().out
+    Path("out/manifest.json").write_text(json.dumps(manifest))
     shards = [path.name for path in list_shards("out", "train")]
     write_shard("out/mine_train_000001.npy", np.arange(9, dtype=np.uint16))
     prepare("--verify", "out")
-    assert "mine_train_000001.npy" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "mine_train_000001.npy" in printed and "not written yet" not in printed
     for name, damage in zip(shards, (lambda data: data[:20] + bytes([data[20] ^ 1]) + data[21:],
                                      lambda data: data[:-9] + bytes([data[-9] ^ 1]) + data[-8:],
                                      lambda data: data[:-2]), strict=False):
@@ -673,6 +703,9 @@ def test_pretokenized_fetches_what_is_missing_even_after_a_kill_and_checks_it(tm
         for run in several(tmp_path, hub.env, two, three):
             assert run.returncode == 0 and "shards complete" in run.stdout, run
         assert fetched() == 1 and {name: (out / name).read_bytes() for name in files} == files
+        (out / "fineweb_train_000003.bin").unlink()
+        fewer, again = [several(tmp_path, hub.env, flags)[0] for flags in (two, three)]
+        assert fewer.returncode == again.returncode == 0 and fetched() == 1, (fewer, again)
         (out / "fineweb_train_000002.bin").unlink()
         bad = bytearray(files["fineweb_train_000001.bin"])
         bad[-1] ^= 1
