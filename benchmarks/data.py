@@ -82,10 +82,13 @@ def time_fineweb(jobs, turns, peer=None):
         def run(job):
             what, kind, repeats = job
             with tempfile.TemporaryDirectory(dir=folder) as out:
-                text = str(files[kind])
-                argv = [str(BENCH.with_name("fineweb.py")), "--out", out, "--input", *[text] * repeats]
+                argv = [str(BENCH.with_name("fineweb.py")), "--out", out, "--input"]
+                for i in range(repeats):
+                    # A hard link, because fineweb.py reads a file once, however often it is named.
+                    os.link(files[kind], Path(out) / f"{i}.{kind}")
+                    argv.append(f"{out}/{i}.{kind}")
                 if what == PEER:
-                    argv = ["-m", "benchmarks.data", text, str(repeats), out, str(peer)]
+                    argv = ["-m", "benchmarks.data", str(files[kind]), str(repeats), out, str(peer)]
                 getattr(os, "sync", int)()        # of the run before
                 start, before = time.perf_counter(), os.times()
                 done = subprocess.run([sys.executable, *argv], cwd=BENCH.parent, text=True,
@@ -102,7 +105,7 @@ def fineweb_rows(jobs, results):
     def cells(name, r):
         median, (*_, repeats) = statistics.median(r["seconds"]), jobs[name]
         row = {"s": median, "slowest": max(r["seconds"]), "CPU s": statistics.median(r["cpu"]),
-               "MB of text/s": r["bytes"] / median / 1e6}
+               "million tokens": r["tokens"] / 1e6, "MB of text/s": r["bytes"] / median / 1e6}
         for other, (what, *_, times) in jobs.items():
             if what == PEER and times == repeats and "seconds" in results[other]:
                 row["against the pool"] = f"{statistics.median(results[other]['seconds']) / median:.2f}x"

@@ -279,12 +279,12 @@ def test_the_loaders_order_is_the_one_that_its_row_says(monkeypatch):
 def test_fineweb_pys_figures_follow_from_what_was_measured():
     jobs = {"ours": (data_benchmark.OURS, "parquet", 1), "ours, 8": (data_benchmark.OURS, "parquet", 8),
             "pool": (data_benchmark.PEER, "parquet", 1)}
-    results = {"ours": {"seconds": [9.0, 1.0, 2.0], "cpu": [3.0, 5.0, 10.0], "bytes": 42_000_000},
-               "ours, 8": {"seconds": [7.0], "cpu": [1.0], "bytes": 42_000_000},
-               "pool": {"seconds": [8.0], "cpu": [1.0], "bytes": 42_000_000}}
+    results = {"ours": {"seconds": [9.0, 1.0, 2.0], "cpu": [3.0, 5.0, 10.0], "bytes": 42_000_000, "tokens": 9_000_000},
+               "ours, 8": {"seconds": [7.0], "cpu": [1.0], "bytes": 42_000_000, "tokens": 9_000_000},
+               "pool": {"seconds": [8.0], "cpu": [1.0], "bytes": 42_000_000, "tokens": 9_000_000}}
     ours, more, pool = data_benchmark.fineweb_rows(jobs, results)
-    assert ours == {"what": "ours", "s": 2.0, "slowest": 9.0, "CPU s": 5.0, "MB of text/s": 21.0,
-                    "against the pool": "4.00x"}
+    assert ours == {"what": "ours", "s": 2.0, "slowest": 9.0, "CPU s": 5.0, "million tokens": 9.0,
+                    "MB of text/s": 21.0, "against the pool": "4.00x"}
     assert "against the pool" not in more and pool["against the pool"] == "1.00x"
 
 

@@ -292,7 +292,7 @@ def test_the_progress_bar_of_a_continued_run_counts_what_is_read_again_from_the_
     class Bar(fineweb.tqdm):
         def __init__(self, **flags):
             super().__init__(**flags)
-            self.counted = [self.initial]
+            self.counted = [flags.get("initial", 0)]
             bars.append(self.counted)
 
         def update(self, n=1):
