@@ -20,7 +20,7 @@ def test_the_commands_that_need_no_network_run(tmp_path):
     lines = [line.partition(" #")[0].strip() for block in blocks("bash") for line in block.splitlines()]
     commands = [command for line in lines for command in line.split(" && ") if command.startswith("python ")]
     here = [c for c in commands if "pytest" not in c and c != "python fineweb.py"]
-    assert len(here) == 4
+    assert len(here) == 5
     for command in here:
         small = " ".join(flags for word, flags in SMALL.items() if word in command)
         done = script(*shlex.split(command)[1:], *small.split(), cwd=tmp_path)
