@@ -31,13 +31,13 @@ def finite(points: list[tuple]) -> list[tuple]:
 def read_curve(source: str) -> Curve:
     """From a run's --out folder, or a .csv file. UserError for a run without validations, or no curve."""
     if source.lower().endswith(".csv") and not Path(source).is_dir():
-        with reading(source, "give a .csv with the columns tokens,loss, or the --out folder of a run",
+        with reading(source, "choose a .csv with the columns tokens,loss, or the --out folder of a run",
                       (OSError, ValueError, csv.Error)):
             return parse_csv(source, read_text(source))
     path = Path(source) / "metrics.csv"
     if not path.exists():
-        raise UserError(f"{path} is not there: give the --out folder of a run that has begun")
-    rows = read_metrics(path, "give the --out folder of a run")
+        raise UserError(f"{path} does not exist: choose the --out folder of a run that has begun")
+    rows = read_metrics(path, "choose the --out folder of a run")
     points = [(row["tokens"], row["seconds"], row["val"]) for row in rows if row["val"] is not None]
     if not points:
         raise UserError(f"{path} has no validation loss yet: wait for the first, or train with --val_every")
@@ -124,7 +124,7 @@ def plot_runs(path: str, curves: list[Curve], bytes_a_token: float = 0) -> None:
         if shown:
             panel.set_ylim(min(shown) - 0.05, max(shown) + 0.05)
         panel.grid(alpha=0.3)
-    panels[0].set_ylabel("bits per byte" if bytes_a_token else "validation loss, nats a token")
+    panels[0].set_ylabel("bits per byte" if bytes_a_token else "validation loss, nats per token")
     panels[0].xaxis.set_major_formatter(short_count)
     panels[0].legend(fontsize=8)
     replace_file(path, lambda file: figure.savefig(file, format="png", dpi=130))
@@ -133,14 +133,16 @@ def plot_runs(path: str, curves: list[Curve], bytes_a_token: float = 0) -> None:
 
 def compare_table(args, base) -> list[dict]:
     if not args.paths:
-        raise UserError("bench.py compare needs the --out folders of runs: python bench.py compare log ...")
+        raise UserError("bench.py compare needs --out folders of runs: name them, as in `python bench.py "
+                        "compare log/a log/b`")
     curves = [read_curve(run) for run in dict.fromkeys(args.paths)]
     rows, pairs = [curve_row(curve) for curve in curves], [
         pair_row(curve, other) for curve in curves for other in curves
         if curve is not other and (curve.is_run or other.is_run)]
     print_table(rows, FORMATS)
     if pairs:
-        print("at the newest validation that both reach; reached after: the final val loss, by the other")
+        print("each pair at the newest validation that both reached; 'reached after' is when the other run "
+              "had this run's final val loss")
         print_table(pairs, FORMATS)
     if args.plot:
         plot_runs(args.plot, curves)

@@ -1,4 +1,4 @@
-"""`bench.py data`: the loader's tokens a second; fineweb.py, and the one of a clone of build-nanogpt."""
+"""`bench.py data`: the loader's tokens per second; fineweb.py, and the one of a clone of build-nanogpt."""
 import json
 import os
 import statistics
@@ -113,7 +113,7 @@ def fineweb_rows(jobs, results):
 def data_table(args, base):
     """The loader by file format and order; fineweb.py and the peer's."""
     if args.path and not (Path(args.path) / "fineweb.py").is_file():
-        raise UserError(f"{args.path}/fineweb.py is not there: git clone build-nanogpt, and give its folder")
+        raise UserError(f"{args.path}/fineweb.py does not exist: git clone build-nanogpt, and name it")
     results = measure({f"loader, one thread: .{kind} {order}":
                        replace(base, what="loader", size=kind, recipe=order, B=16, T=1024, steps=3)
                        for kind, order in (("npy", "shuffled"), ("npy", "in order"), ("bin", "shuffled"))},
