@@ -327,7 +327,8 @@ class Shards:
         if validation is None:
             return
         if validation == 0:
-            raise UserError("the files of --val_input have no text for validation: choose others")
+            raise UserError("the files of --val_input have no text for validation: choose other "
+                            "files")
         if at_end and self.seen <= validation:
             raise UserError("no text is left for training: add more text, lower --val_tokens or "
                             "raise --max_tokens, and choose another --out")

@@ -101,7 +101,7 @@ def make_batches(examples: list[dict], block_size: int, batch_size: int = 32
     its beginning.
 
     Returns a list of (idx, targets, positions, labels), all int64, for n examples each:
-    idx, targets: (4 n, T), four rows an example; targets are -1 outside the endings.
+    idx, targets: (4 n, T), four rows for each example; targets are -1 outside the endings.
     positions: (P,), the indices into the flat targets (4 n T) of those >= 0.
     labels: (n,)
     """

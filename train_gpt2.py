@@ -746,8 +746,9 @@ def check_finite(
     if math.isfinite(loss) and overflows <= allowed:
         return
     with printed_by(process.is_master):
-        raise RunError(f"step {step} is not finite (loss {loss}, gradient norm {norm}): lower "
-                       f"--max_lr or raise --warmup_steps. {output.what_resumes()}")
+        raise RunError(f"the loss or the gradient of step {step} is not finite (loss {loss}, "
+                       f"gradient norm {norm}): lower --max_lr or raise --warmup_steps. "
+                       f"{output.what_resumes()}")
 
 
 def memory_errors(device: str):

@@ -177,7 +177,7 @@ def recovery_hint(path: Path) -> str:
     others = [other.name for _, other in checkpoints(path.parent) if other != path]
     if not others:
         return "start a new run with another --out"
-    return f"remove the file, to resume from {others[-1]}"
+    return f"remove the file to resume from {others[-1]}"
 
 
 def reading_run_state(path: Path):

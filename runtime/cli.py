@@ -116,7 +116,7 @@ class FlagParser(argparse.ArgumentParser):
     def _check_text(self, flag, name, text):
         """UserError for an empty text, a NUL byte, or bytes that are not UTF-8."""
         if text == "" and name not in FREE_TEXTS:
-            self.error(f"{flag} is empty: choose a value, or set the shell variable in its place")
+            self.error(f"{flag} is empty: choose a value (is a variable of the shell unset?)")
         if "\0" in text and name not in FREE_TEXTS:
             self.error(f"{flag} {text!r} contains a NUL byte: choose another value")
         # sys.argv holds bytes that are not UTF-8 as surrogates. A checkpoint, manifest or log with
@@ -126,8 +126,8 @@ class FlagParser(argparse.ArgumentParser):
 
     def error(self, message):
         if re.search(r"unrecognized arguments: .*\.py\b", message):
-            message = (f"{message}, and configuration files, unlike in nanoGPT, are not supported: "
-                       "use flags or a --preset instead")
+            message = (f"{message} (nanoGPT's configuration files are not supported): use flags "
+                       "or a --preset instead")
         raise UserError(f"{message} (see {self.prog} --help)")
 
 

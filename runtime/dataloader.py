@@ -43,7 +43,7 @@ def digest(tokens: np.ndarray) -> str:
 
 
 class TokenDataset:
-    """The sequences of a list of shards, numbered across epochs: every sequence comes once an epoch.
+    """The sequences of a list of shards, numbered across epochs: each comes once per epoch.
 
     A shard is a path or a 1-D uint16 array. Shard i has (len_i - 1) // T sequences of T tokens; the
     last target needs one token more. Without `shuffle` the sequences come in the order of the files.

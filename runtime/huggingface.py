@@ -102,7 +102,7 @@ def download_model(name: str) -> Path:
     owner = name.partition("/")[0]
     if os.path.isdir(owner):
         raise UserError(f"{name} does not exist: check the path, or, for a model on the hub, "
-                        f"rename the folder {os.path.abspath(owner)}, which hides its name")
+                        f"rename the folder {os.path.abspath(owner)}, which hides that model")
 
     hf_hub_download = import_package("huggingface_hub").hf_hub_download
     repo = name

@@ -72,7 +72,7 @@ def read_launch() -> Launch:
     is_valid = rank is not None and 0 <= rank < world_size and local_rank >= 0
     if not is_valid:
         raise UserError(f"the environment variables WORLD_SIZE={world_size}, RANK={rank} and "
-                        f"LOCAL_RANK={local_rank} contradict each other: start several processes "
+                        f"LOCAL_RANK={local_rank} do not fit together: start several processes "
                         "with torchrun, which sets all three, or one with `env -u WORLD_SIZE`")
     return Launch(rank, local_rank, world_size, by_torchrun, job, restarts)
 
@@ -303,9 +303,9 @@ def wait_for_store(launch: Launch, timeout: timedelta) -> dist.Store:
         return found.result(PATIENCE)
 
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
-    print_error(f"process {launch.rank} is waiting at {address}:{port} for {launch.world_size - 1} "
-                f"other(s), because WORLD_SIZE is {launch.world_size}: start several processes with "
-                "torchrun, or one with `env -u WORLD_SIZE`")
+    print_error(f"process {launch.rank} is waiting at {address}:{port} for "
+                f"{launch.world_size - 1} other(s), because WORLD_SIZE is {launch.world_size}: "
+                "start several processes with torchrun, or one with `env -u WORLD_SIZE`")
     return found.result()
 
 

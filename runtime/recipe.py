@@ -96,9 +96,9 @@ def make_batch_schedule(recipe: Recipe, config, world_size: int) -> BatchSchedul
     if total % unit != 0:
         smaller = total // unit * unit
         nearest = f"{smaller} or {smaller + unit}" if smaller else f"{unit}"
-        reason = f"sequences of {config.sequence_length} tokens on {world_size} process(es)"
+        reason = f"{config.sequence_length} tokens per sequence x {world_size} process(es)"
         if max(divisors) > 1:
-            reason += f", whose first steps have 1/{max(divisors)} of the batch"
+            reason += f" x {math.lcm(*divisors)}, because the first steps have a smaller batch"
         raise UserError(f"--total_batch_size {total} must be a multiple of {unit} ({reason}): "
                         f"choose {nearest}")
     return BatchSchedule(total, config.max_steps, divisors)

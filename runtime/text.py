@@ -103,8 +103,8 @@ def text_pieces(file: io.TextIOWrapper, separator: str) -> Iterator[tuple[str, b
 # ----------------------------------------------------------------------------- .jsonl
 
 def read_jsonl(path: Path, layout: Layout) -> Pieces:
-    """A document a line. Python's json is as fast as pyarrow's, and an error of it can be told by
-    its line."""
+    """Each line is a document. Python's json is as fast as pyarrow's, and its errors can name the
+    line."""
     with open_bytes(path) as file:
         for number, line in enumerate(iter(partial(file.readline, MAX_DOCUMENT), b""), 1):
             if not line.isspace():
@@ -145,7 +145,7 @@ def missing_field(field: str, names: Iterable[str]) -> str:
 # ----------------------------------------------------------------------------- .csv, .tsv
 
 def read_csv(path: Path, layout: Layout) -> Pieces:
-    """A document a row of a .csv or .tsv, whose first row names the columns."""
+    """Each row of a .csv or .tsv is a document. The first row names the columns."""
     delimiter = ","
     quoting = csv.QUOTE_MINIMAL
     hint = ""
@@ -199,7 +199,7 @@ def csv_lines(file: io.BufferedReader) -> Iterator[str]:
 # ----------------------------------------------------------------------------- .parquet
 
 def read_parquet(path: Path, layout: Layout) -> Pieces:
-    """A document a row, as a view of pyarrow's memory; null is an empty one."""
+    """Each row is a document, a view of pyarrow's memory; null is an empty one."""
     pyarrow = import_package("pyarrow")
     parquet = import_package("pyarrow.parquet")
 

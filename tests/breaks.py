@@ -2346,8 +2346,8 @@ BREAKS = [
     Break("waits-for-too-few", "the line that a run waits counts the others wrongly",
           "tests/test_environment.py::test_who_waits_for_other_processe"
           "s_says_for_which_and_can_be_stopped",
-          [("runtime/ranks.py", "for {launch.world_size - 1} ",
-            "for {launch.world_size} ")]),
+          [("runtime/ranks.py", "{launch.world_size - 1} other",
+            "{launch.world_size} other")]),
     Break("ctrl-c-while-waiting", "Ctrl-C is not answered while a rank waits for the others",
           "tests/test_environment.py::test_who_waits_for_other_processe"
           "s_says_for_which_and_can_be_stopped",
