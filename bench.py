@@ -1,15 +1,16 @@
-"""Benchmarks of this machine, one table a command. About how long they take on two CPU cores:
+"""Benchmarks of this machine, one table per command, and how long each takes on two CPU cores:
 
-    python bench.py ladder          8 min   from float32 and naive attention to the step that trains
-    python bench.py attention       1 min   every attention kernel: time, and error against float64
-    python bench.py data [PATH]     5 min   the loader; fineweb.py, and that of a clone of build-nanogpt
-    python bench.py peer PATH       4 min   our step and that of a clone of build-nanogpt, or of this project
-    python bench.py recipes DATA    hours   the recipes on a folder of shards (and --nanochat)
-    python bench.py compare OUT ... 5 s     runs of train_gpt2.py by their --out, and .csv files tokens,loss
+    python bench.py ladder          8 min   a training step, made faster one optimisation at a time
+    python bench.py attention       1 min   the time and the error of every attention kernel
+    python bench.py data [PATH]     5 min   the dataloader, and fineweb.py (beside build-nanogpt's in PATH)
+    python bench.py peer PATH       4 min   our step beside that of build-nanogpt, or of another version
+    python bench.py recipes DATA    hours   the recipes (and nanochat), trained on a folder of shards
+    python bench.py compare OUT ... 5 s     the losses of runs (--out folders) and of .csv curves
 
-The timed step is the one that trains, train_gpt2.train_step. Each row is measured in a process of its own, so
-that none inherits another's memory or compiled code. All rows are measured in turn, --turns times, and a row
-shows the median, as the speed of a shared machine changes within minutes; for recipes the mean of the seeds.
+The timed step is the one that trains, train_gpt2.train_step. Each row is measured in a process of its
+own, so that no row inherits memory or compiled code from another. The rows are measured in turn,
+--turns times, because the speed of a shared machine changes within minutes. A row shows the median, or
+for recipes the mean of the seeds.
 """
 # first, because it refuses an old Python in one line
 from runtime.cli import run_command

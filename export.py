@@ -34,8 +34,8 @@ def refuse_other_files(folder: Path) -> None:
     # An earlier export has no other files than those that save_pretrained writes.
     other_names = names - EXPORTED
     if other_names:
-        raise UserError(f"{folder} holds other files than an earlier export ({min(other_names)}): "
-                        "give a new or empty folder")
+        raise UserError(f"{folder} has files that are not of an earlier export "
+                        f"({min(other_names)}): choose a new or empty folder")
 
     # Its config.json says that it is ours.
     try:
@@ -43,8 +43,8 @@ def refuse_other_files(folder: Path) -> None:
     except (OSError, ValueError, RecursionError):
         config = {}
     if not EXPORTED_BY.items() <= config.items():
-        raise UserError(f"{folder} holds another model's files ({min(names)}): give a new or empty "
-                        "folder")
+        raise UserError(f"{folder} has the files of another model ({min(names)}): choose a new or "
+                        "empty folder")
 
 
 def remove_export(folder: Path) -> None:
@@ -56,12 +56,14 @@ def main(argv: list[str] | None = None) -> None:
     """`python model.py export SOURCE FOLDER`."""
     parser = FlagParser(prog="model.py", description=__doc__)
     parser.add_argument("command", choices=["export"],
-                        help="write a model in the Hugging Face format")
+                        help="Write a model in the Hugging Face format.")
     parser.add_argument("source", metavar="SOURCE",
-                        help="A checkpoint (also nanoGPT's or build-nanogpt's), a run's "
-                             "folder OUT or OUT/best, a Hugging Face folder, or a hub name.")
+                        help="A checkpoint (of this project, nanoGPT or build-nanogpt), the "
+                             "folder of a run (its newest checkpoint), FOLDER/best (the "
+                             "checkpoint with the lowest validation loss), a folder in the "
+                             "Hugging Face format, or a name on the Hugging Face hub.")
     parser.add_argument("folder", metavar="FOLDER",
-                        help="A new or empty folder. An earlier export there is replaced.")
+                        help="A new or empty folder, or an earlier export, which is replaced.")
     args = parser.parse_args(argv)
 
     # What can fail comes before the earlier export is removed. `writing` turns what the system
@@ -86,8 +88,8 @@ def main(argv: list[str] | None = None) -> None:
     arguments = repr(os.path.abspath(folder))
     if (folder / MODELING).exists():
         arguments += ", trust_remote_code=True"
-    print(f"{folder} is in the Hugging Face format: transformers' AutoModelForCausalLM and "
-          f"AutoTokenizer read it with from_pretrained({arguments})")
+    print(f"{folder} is in the Hugging Face format: read it with transformers' "
+          f"AutoModelForCausalLM and AutoTokenizer by from_pretrained({arguments})")
 
 
 if __name__ == "__main__":

@@ -1,17 +1,17 @@
-"""Text -> token shards, or FineWeb's published tokens.
+"""Turns text into token shards, or fetches FineWeb's published tokens.
 
     python fineweb.py                                   FineWeb-Edu, sample-10BT -> edu_fineweb10B/
-    python fineweb.py --input input.txt --out data/shakespeare      any text of your own
-    python fineweb.py --dataset roneneldan/TinyStories  any text dataset of the Hugging Face hub
+    python fineweb.py --input input.txt --out data/shakespeare      your own text
+    python fineweb.py --dataset roneneldan/TinyStories  a text dataset on the Hugging Face hub
     python fineweb.py --pretokenized 9          FineWeb's published tokens, 9 x 100M -> fineweb10B/
-    python fineweb.py --verify edu_fineweb10B   are all shards of a folder as they were written?
+    python fineweb.py --verify edu_fineweb10B   check the shards of a folder by their SHA-256
 
 A shard is a 1-D array of uint16 GPT-2 tokens, each document preceded by <|endoftext|> (50256):
 `*_train_000001.npy`, `*_val_000000.npy`; or with --format bin the .bin of llm.c and modded-nanogpt.
 
-Validation is the beginning of the text: a tenth of it, at most 10 million tokens. Of FineWeb, which
-is shuffled, it is the first shard, or a tenth of --max_tokens if that is less. --val_tokens and
---val_input say otherwise. A run that was killed is continued by the same command.
+The validation text is the first tenth of the text, and at most 10 million tokens. For FineWeb,
+which is shuffled, the validation text is the first shard, or a tenth of --max_tokens if a tenth is
+less. --val_tokens and --val_input choose another one. After a kill the same command continues.
 """
 # first, because it refuses an old Python in one line
 from runtime.cli import FlagParser, UserError, print_error, run_command
@@ -82,12 +82,13 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
     # A folder named after the text would be a guess, and may exist.
     if args.input and not args.out:
-        raise UserError("--input needs --out: give the output folder of the shards")
+        raise UserError("--input needs --out: choose an output folder for the shards")
     if args.val_tokens and args.val_input:
         raise UserError("--val_tokens cannot be combined with --val_input: leave one of them out")
     if args.val_tokens and args.max_tokens and args.val_tokens >= args.max_tokens:
         raise UserError(f"--val_tokens {args.val_tokens} must be less than --max_tokens "
-                        f"{args.max_tokens}, which counts them, too: give fewer")
+                        f"{args.max_tokens}, which includes validation: lower --val_tokens or "
+                        f"raise --max_tokens")
 
     # Of FineWeb, which is shuffled, validation is the first shard, as in build-nanogpt.
     if args.dataset in FINEWEB and args.val_tokens is None:
@@ -96,8 +97,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
             args.val_tokens = min(args.shard_size, max(1, args.max_tokens // 10))
     by_flag = args.val_tokens or args.val_input
     if args.max_tokens and args.max_tokens < LEAST_TEXT and not by_flag:
-        raise UserError(f"--max_tokens {args.max_tokens} is too little to divide (at least "
-                        f"{LEAST_TEXT}): give more, or --val_tokens")
+        raise UserError(f"--max_tokens {args.max_tokens} is too few for training and validation "
+                        f"(expected at least {LEAST_TEXT}): raise --max_tokens, or add "
+                        f"--val_tokens")
     if args.out is None and args.pretokenized:
         args.out = "fineweb10B"
     elif args.out is None and args.dataset:
@@ -112,49 +114,67 @@ def make_parser() -> FlagParser:
     def flag(name, help, **how):
         parser.add_argument(name, help=help, **how)
 
-    flag("--dataset", "text dataset of the Hugging Face hub (default FineWeb-Edu)",
-         metavar="OWNER/NAME")
-    flag("--name", "configuration of --dataset, where it has several", metavar="CONFIG")
-    flag("--split", "split of --dataset (default train)")
-    flag("--input",
-         "your own text: files, folders and globs of .txt or .md (a file is a document), .jsonl, "
-         ".ndjson or .json (a line is one), .csv, .tsv or .parquet (a row is one), also .txt.gz, "
-         ".jsonl.zst and so on", nargs="+", action="extend", metavar="PATH")
-    flag("--val_input",
-         "other files, which are for validation in place of the beginning of --input",
-         nargs="+", action="extend", metavar="PATH")
-    flag("--text_field", "column or field that holds the text (default text)", metavar="NAME")
-    flag("--separator",
-         "what stands between the documents of a .txt or .md, as in --separator "
-         "'<|endoftext|>' (default: a file is one document)", metavar="TEXT")
-    flag("--tsv_quotes",
-         "cells of a .tsv may stand in quotation marks, as in a .csv (default: a quotation mark "
-         "is text)", action="store_true", default=argparse.SUPPRESS)
-    flag("--pretokenized", "fetch the first N published training shards, of 200 MB each",
-         type=positive(103), metavar="N")
-    flag("--out", "output folder (default edu_fineweb10B, or --dataset's name; required with "
-         "--input)")
-    flag("--shard_size", "tokens of a shard (default 100000000)", type=positive(2**30))
-    flag("--val_tokens",
-         "how many tokens from the beginning of the text are for validation (default: a tenth, "
-         "at most 10000000; of FineWeb the first shard)", type=positive(2**30))
-    flag("--max_tokens", "stop after so many tokens, validation included (default: no limit)",
-         type=positive(2**60))
-    flag("--workers", "threads that encode (default: one for each core)", type=positive(256))
-    flag("--encoder",
-         "what encodes: auto is gigatoken where it is installed, else tiktoken, which is the "
-         "reference and much slower (default auto)", choices=["auto", "gigatoken", "tiktoken"])
-    flag("--format", "NumPy's files or llm.c's (default npy)", choices=["npy", "bin"])
-    flag("--verify", "compare all shards of a folder with the SHA-256 in its manifest",
+    add_input_flags(flag)
+    add_output_flags(flag)
+    flag("--verify", "Compare all shards of a folder with the SHA-256 in its manifest.",
          metavar="DIR")
     return parser
+
+
+def add_input_flags(flag: Callable) -> None:
+    flag("--dataset", "A text dataset on the Hugging Face hub (default FineWeb-Edu).",
+         metavar="OWNER/NAME")
+    flag("--name", "The configuration of --dataset, where the dataset has several.",
+         metavar="CONFIG")
+    flag("--split", "The split of --dataset (default train).")
+    flag("--input",
+         "Your own text: files, folders and globs. Each .txt or .md is a document, as is each line "
+         "of a .jsonl, .ndjson or .json, and each row of a .csv, .tsv or .parquet. All but the "
+         ".parquet may be compressed (.gz, .zst).", nargs="+", action="extend", metavar="PATH")
+    flag("--val_input",
+         "Other files, which are for validation in place of the beginning of --input.",
+         nargs="+", action="extend", metavar="PATH")
+    flag("--text_field", "The column or field that holds the text (default text).",
+         metavar="NAME")
+    flag("--separator",
+         "The text between the documents of a .txt or .md, as in --separator '<|endoftext|>' "
+         "(default: each file is one document).", metavar="TEXT")
+    flag("--tsv_quotes",
+         "Read the quotation marks of a .tsv as those of a .csv (default: as text).",
+         action="store_true", default=argparse.SUPPRESS)
+    flag("--pretokenized",
+         "Fetch the first N published training shards of FineWeb, of 200 MB each.",
+         type=positive(103), metavar="N")
+
+
+def add_output_flags(flag: Callable) -> None:
+    flag("--out", "The output folder (default edu_fineweb10B, fineweb10B with --pretokenized, or "
+         "a name after --dataset; required with --input).")
+    flag("--shard_size", "The number of tokens in a shard (default 100000000).",
+         type=positive(2**30))
+    flag("--val_tokens",
+         "How many tokens from the beginning of the text are for validation (default: a tenth of "
+         "the text, at most 10000000; for FineWeb one shard, at most a tenth of --max_tokens).",
+         type=positive(2**30))
+    flag("--max_tokens",
+         "Stop after this number of tokens, validation included (default: no limit).",
+         type=positive(2**60))
+    flag("--workers", "The number of threads that encode (default: one per core).",
+         type=positive(256))
+    flag("--encoder",
+         "The program that encodes. 'auto' means gigatoken where it is installed, else tiktoken, "
+         "which is the reference and much slower (default auto).",
+         choices=["auto", "gigatoken", "tiktoken"])
+    flag("--format", "The format of the shards: NumPy's .npy or llm.c's .bin (default npy).",
+         choices=["npy", "bin"])
 
 
 def positive(most: int) -> Callable[[str], int]:
     """The type of a flag that takes 1 to `most`."""
     def number(text):
         if not 1 <= int(text) <= most:
-            raise argparse.ArgumentTypeError(f"{text} is out of range: give 1 to {most}")
+            raise argparse.ArgumentTypeError(
+                f"{text} is out of range: choose a number from 1 to {most}")
         return int(text)
     return number
 
@@ -171,7 +191,7 @@ def check_combination(given: Set[str]) -> None:
     # Without any of them the text is FineWeb-Edu.
     for name in sorted(given - TEXT_FLAGS):
         needed = "--input" if name == "val_input" else "--dataset"
-        raise UserError(f"--{name} needs {needed}: give that, too")
+        raise UserError(f"--{name} needs {needed}: add {needed}, or leave --{name} out")
 
 
 def available_cores() -> int:
@@ -206,9 +226,9 @@ def encode_files(
                     most_documents = max(most_documents, documents)
                     if b"<|endoftext|>" in chunk and not layout.separator and not told:
                         told = True
-                        print_error(f"{name} has <|endoftext|> in it, which is read as text like "
-                                    f"any other: if documents stand between it, give --separator "
-                                    f"'<|endoftext|>' and another --out")
+                        print_error(f"{name} contains <|endoftext|>, which is read as ordinary "
+                                    f"text: if <|endoftext|> separates documents, add --separator "
+                                    f"'<|endoftext|>' and choose another --out")
                 waiting.append((number, pool.submit(encoder.encode, chunk)))
 
                 # The reader is faster than the encoders: more chunks would only fill the memory.
@@ -225,8 +245,8 @@ def encode_files(
 
     # A run that begins at a later file does not see them all, and so cannot tell.
     if layout.separator and most_documents == 1 and first == 0:
-        print_error(f"--separator {layout.separator!r} is found in no .txt or .md: each was read "
-                    f"as one document")
+        print_error(f"--separator {layout.separator!r} occurs in no .txt or .md, so each file was "
+                    f"read as one document: check --separator")
 
 
 # ----------------------------------------------------------------------------- tokens -> shards
@@ -297,8 +317,8 @@ class Shards:
         if not at_end and self.seen < 10 * MOST_VALIDATION:
             return None
         if self.seen < LEAST_TEXT:
-            raise UserError(f"the text has only {self.seen} tokens (at least {LEAST_TEXT} are "
-                            f"needed): give more text")
+            raise UserError(f"the text has only {self.seen} tokens (expected at least "
+                            f"{LEAST_TEXT}): add more text")
         return min(self.seen // 10, MOST_VALIDATION)
 
     def write_ready(self, at_end: bool) -> None:
@@ -307,10 +327,11 @@ class Shards:
         if validation is None:
             return
         if validation == 0:
-            raise UserError("--val_input has no text for validation: give files that have some")
+            raise UserError("the files of --val_input have no text for validation: choose other "
+                            "files")
         if at_end and self.seen <= validation:
-            raise UserError("no text is left for training: give more text, fewer --val_tokens "
-                            "or more --max_tokens, in another --out")
+            raise UserError("no text is left for training: add more text, lower --val_tokens or "
+                            "raise --max_tokens, and choose another --out")
         self.manifest["validation"] = validation
 
         before = self.written
@@ -397,7 +418,8 @@ def write_shards(args: argparse.Namespace, source, layout: Layout, out: Path) ->
 
     encoder = Encoder(args.encoder)
     if encoder.gigatoken is None and args.encoder == "auto":
-        print("tiktoken encodes, slowly, because gigatoken is not installed: pip install gigatoken")
+        print("encoding slowly with tiktoken, because gigatoken is not installed: pip install "
+              "gigatoken")
 
     # The files before this one are done, and are not even fetched.
     first, skip = shards.cursor
@@ -408,8 +430,8 @@ def write_shards(args: argparse.Namespace, source, layout: Layout, out: Path) ->
         for file, tokens in chunks:
             # An earlier run has written the first tokens of this file.
             if file != first and skip > 0:
-                raise UserError(f"file {first + 1} of the text has changed since {out} was begun: "
-                                f"it is shorter now. Restore it, or choose another --out")
+                raise UserError(f"file {first + 1} of the text is shorter than when {out} was "
+                                f"begun: restore the file, or choose another --out")
             done = min(skip, len(tokens))
             skip -= done
             progress.update(len(tokens))
@@ -429,8 +451,8 @@ def fetch_published(count: int, out: Path) -> None:
     names += [f"fineweb_train_{i:06d}.bin" for i in range(1, count + 1)]
     present = set(shard_names(out))
     if present and read_manifest(out).get("pretokenized") != PRETOKENIZED:
-        raise UserError(f"{out} holds shards of another source than {PRETOKENIZED}: choose "
-                        f"another --out")
+        raise UserError(f"{out} has shards of another source than {PRETOKENIZED}: choose another "
+                        f"--out")
 
     missing = [name for name in names if name not in present]
     if missing:
@@ -454,7 +476,7 @@ def verify(folder: Path, names: list[str] | None = None) -> None:
     recorded = {shard["file"]: shard["sha256"] for shard in manifest.get("shards", [])
                 if shard.get("sha256")}
     if not recorded:
-        raise UserError(f"{folder} has no manifest.json with the SHA-256 of a shard: check the "
+        raise UserError(f"{folder} has no manifest.json with the SHA-256 of its shards: check the "
                         f"path")
     if names is None:
         names = list(recorded)
@@ -466,16 +488,17 @@ def verify(folder: Path, names: list[str] | None = None) -> None:
             bad.append(name)
 
     if bad:
-        raise UserError(f"{folder}: {len(bad)} of {len(names)} shards are damaged or missing, "
-                        f"{', '.join(bad)}: restore them, or remove the folder and make it again")
-    line = f"{folder}: {len(names)} shards are as they were written"
+        raise UserError(f"{folder} has {len(bad)} damaged or missing shards out of {len(names)} "
+                        f"({', '.join(bad)}): restore them, or remove the folder and make all "
+                        f"shards again")
+    line = f"{folder}: all {len(names)} shards match the manifest"
     if manifest.get("complete") is False:
-        line += "; the rest of the text is not written yet: run the command that made them again"
+        line += "; the rest of the text is not written yet: run the same fineweb.py command again"
 
     # Shards that were put there by hand, say, are no mistake.
     unknown = [name for name in shard_names(folder) if name not in recorded]
     if unknown:
-        line += f"; not checked, because the manifest does not list them: {', '.join(unknown)}"
+        line += f"; shards that the manifest does not list were not checked: {', '.join(unknown)}"
     print(line)
 
 
@@ -501,8 +524,8 @@ def next_command(out: Path, val: list[int], train: list[int]) -> str:
 
     # Below this a model learns letters at best.
     if block_size < 16:
-        return (f"{out}: the shards are too short to train on: make longer ones of more text, in "
-                f"another --out")
+        return (f"the shards in {out} are too short to train on: make longer ones from more text, "
+                f"in another --out")
     data = shlex.quote(str(out))
     log = shlex.quote(f"log/{out.resolve().name}")
     command = f"next: python train_gpt2.py --preset {preset} --data {data} --out {log}"

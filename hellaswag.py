@@ -30,7 +30,7 @@ def load_examples(path: str | Path | None = None) -> list[dict]:
     without one the hub's validation split. UserError if they cannot be read."""
     if path is None:
         return load_examples_of_the_hub()
-    with reading(f"HellaSwag's data {path}", "give a .jsonl file of HellaSwag's form"):
+    with reading(f"HellaSwag's data {path}", "choose a .jsonl file of HellaSwag examples"):
         text = read_text(path, errors="strict")
 
     examples = []
@@ -39,11 +39,11 @@ def load_examples(path: str | Path | None = None) -> list[dict]:
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             where = f"{path}, line {number}"
-            with reading(where, "repair or remove the line"):
+            with reading(where, "repair or remove this line"):
                 row = json.loads(line)
             examples.append(check_example(row, where))
     if not examples:
-        raise UserError(f"{path} holds no example: give a .jsonl file of HellaSwag's form")
+        raise UserError(f"{path} has no example: choose a .jsonl file of HellaSwag examples")
     return examples
 
 
@@ -51,7 +51,7 @@ def load_examples_of_the_hub() -> list[dict]:
     datasets = import_package("datasets")
     with reading(
         f"HellaSwag ({HUB_NAME})",
-        "check the connection, or give a .jsonl file of its form",
+        "check the connection, or use a .jsonl file of HellaSwag examples",
         problem="cannot be fetched from the Hugging Face hub",
     ):
         rows = datasets.load_dataset(HUB_NAME, split="validation")
@@ -62,8 +62,8 @@ def check_example(row: dict, where: str) -> dict:
     """The three fields of `row` that are used. UserError if one of them is wrong; `where` names the
     row in its message.
     """
-    problem = UserError(f"{where}: not a HellaSwag example (ctx: a string, endings: four "
-                        f"strings, label: 0 to 3): repair or remove it")
+    problem = UserError(f"{where} is not a HellaSwag example (expected ctx, a string; endings, "
+                        f"four strings; label, 0 to 3): repair or remove the example")
     try:
         ctx = row["ctx"]
         endings = row["endings"]
@@ -101,7 +101,7 @@ def make_batches(examples: list[dict], block_size: int, batch_size: int = 32
     its beginning.
 
     Returns a list of (idx, targets, positions, labels), all int64, for n examples each:
-    idx, targets: (4 n, T), four rows an example; targets are -1 outside the endings.
+    idx, targets: (4 n, T), four rows for each example; targets are -1 outside the endings.
     positions: (P,), the indices into the flat targets (4 n T) of those >= 0.
     labels: (n,)
     """
@@ -195,8 +195,8 @@ def hellaswag_batches(config, explicit_flags: set[str], process) -> list[tuple]:
         examples = process.rank0_first(load_examples, path)
     except UserError as error:
         if explicit_flags & {"hellaswag_every", "hellaswag_data"}:
-            raise UserError(f"{error} (or --hellaswag_every 0)") from None
-        process.print0(f"warning: continuing without HellaSwag. {error}")
+            raise UserError(f"{error}, or turn HellaSwag off with --hellaswag_every 0") from None
+        process.print0(f"warning: continuing without HellaSwag, because {error}")
         return []
 
     # A GPU has room for more rows than most CPUs.
@@ -211,24 +211,32 @@ def hellaswag_batches(config, explicit_flags: set[str], process) -> list[tuple]:
 def parse_args(argv: list[str] | None):
     parser = FlagParser(prog="hellaswag.py", description=__doc__)
     parser.add_argument("--model", default="gpt2",
-                        help="checkpoint, run's folder, Hugging Face folder, or hub name "
-                             "(default gpt2)")
+                        help="A checkpoint, the folder of a run (its newest checkpoint), "
+                             "FOLDER/best (the checkpoint with the lowest validation loss), a "
+                             "folder in the Hugging Face format, or a name on the Hugging Face "
+                             "hub (default gpt2).")
     parser.add_argument("--data", metavar="FILE.jsonl",
-                        help='a line each: {"ctx": "...", "endings": [four strings], "label": 0} '
-                             f"(default: the validation split of {HUB_NAME}, from the hub)")
-    parser.add_argument("--limit", type=int, help="number of examples, from the first on "
-                                                  "(default: all)")
+                        help='A file of examples, each a line {"ctx": "...", "endings": [four '
+                             'strings], "label": 0} (default: the validation split of '
+                             f"{HUB_NAME} on the Hugging Face hub).")
+    parser.add_argument("--limit", type=int,
+                        help="Use only this number of examples, from the beginning (default: all "
+                             "of them).")
     parser.add_argument("--batch_size", type=int, default=32,
-                        help="rows of a forward pass, four for each example (default 32)")
-    parser.add_argument("--device", default="auto", help="auto, cuda, mps or cpu (default auto)")
+                        help="The number of rows in a forward pass, four for each example "
+                             "(default 32).")
+    parser.add_argument("--device", default="auto",
+                        help="The device: cuda, mps or cpu. 'auto' means the first of these that "
+                             "is available (default auto).")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"],
-                        help="autocast's dtype (default float32)")
+                        help="The number format of matrix products, by autocast (default "
+                             "float32).")
     args = parser.parse_args(argv)
     if args.batch_size < 4:
         raise UserError(f"--batch_size {args.batch_size} is too small for the four rows of an "
-                        f"example: give at least 4")
+                        f"example: choose at least 4")
     if args.limit is not None and args.limit < 1:
-        raise UserError(f"--limit {args.limit} leaves no example: give at least 1")
+        raise UserError(f"--limit {args.limit} leaves no example: choose at least 1")
     return args
 
 
@@ -249,7 +257,7 @@ def main(argv: list[str] | None = None) -> None:
         examples = load_examples(args.data)
 
     def out_of_memory():
-        return f"{device} is out of memory: give a smaller --batch_size, or another --device"
+        return f"{device} is out of memory: lower --batch_size, or choose another --device"
 
     with oom_as_user_error(out_of_memory):
         model = load_model(args.model).to(device)

@@ -20,9 +20,10 @@ MODELS = {
 
 PRESETS = {
     # 200 steps are one epoch, 0.3M tokens: the first 100 have half the batch (frontier's
-    # batch_divisors). In a second epoch the validation loss rises again.
+    # batch_divisors). In a second epoch the validation loss rises again. The warmup and max_lr are
+    # for --recipe gpt2: frontier's own (Recipe.rates) win over those of a preset.
     "shakespeare": Preset(
-        "a first run on input.txt: frontier, 35M parameters, 0.3M tokens; minutes on a CPU",
+        "Trains 35M parameters on 0.3M tokens of input.txt: minutes on a CPU.",
         dict(
             recipe="frontier", data="data/shakespeare", out="log/shakespeare",
             n_layer=4, n_head=2, n_embd=256, block_size=128,
@@ -32,7 +33,7 @@ PRESETS = {
         ),
     ),
     "small": Preset(
-        "30M parameters, 33M tokens; an evening on a CPU, minutes on a GPU",
+        "Trains 30M parameters on 33M tokens: an evening on a CPU, minutes on a GPU.",
         dict(
             n_layer=6, n_head=6, n_embd=384, block_size=256,
             total_batch_size=16384, max_steps=2000, warmup_steps=100, max_lr=1e-3,
@@ -44,19 +45,19 @@ PRESETS = {
     # GPT-3's learning rates and batches (Brown et al. 2020, arXiv:2005.14165, table 2.1). With XL's
     # batch of 1M tokens half as many steps make the same 10 billion tokens.
     "gpt2": Preset(
-        "the defaults: GPT-2 124M, 10B tokens; this and larger ones are for GPUs",
+        "Trains GPT-2 (124M) on 10B tokens, by the defaults: for GPUs.",
         {},
     ),
     "gpt2-medium": Preset(
-        "350M parameters, 10B tokens",
+        "Trains 355M parameters on 10B tokens: for GPUs.",
         dict(**GPT2_SIZES["gpt2-medium"], max_lr=3e-4),
     ),
     "gpt2-large": Preset(
-        "774M parameters, 10B tokens",
+        "Trains 774M parameters on 10B tokens: for GPUs.",
         dict(**GPT2_SIZES["gpt2-large"], max_lr=2.5e-4),
     ),
     "gpt2-xl": Preset(
-        "1.6B parameters, 10B tokens",
+        "Trains 1.6B parameters on 10B tokens: for GPUs.",
         dict(
             **GPT2_SIZES["gpt2-xl"],
             total_batch_size=1048576, max_steps=9536, warmup_steps=358, max_lr=2e-4,
@@ -65,7 +66,7 @@ PRESETS = {
 
     # Measured in docs/finetuning.md.
     "finetune": Preset(
-        "from weights (--init) to your own text: 1.2M tokens, the best checkpoint kept",
+        "Finetunes the weights of --init on 1.2M tokens of your own text.",
         dict(
             init="gpt2", out="log/finetune",
             total_batch_size=8192, max_steps=150, warmup_steps=15, max_lr=1e-4,
@@ -95,8 +96,8 @@ def fresh_model(config) -> LanguageModel:
     try:
         return cls(cls.Config(**shape))
     except ValueError as error:
-        raise UserError(f"--n_embd {config.n_embd} --n_head {config.n_head}: {error}: give another "
-                        "--n_head") from None
+        raise UserError(f"--n_embd {config.n_embd} and --n_head {config.n_head} do not fit "
+                        f"together ({error}): choose another --n_head") from None
 
 
 def load_model(source: str | Path) -> LanguageModel:
@@ -119,4 +120,4 @@ def check_tokens(model: LanguageModel, source: str) -> None:
     size = model.config.vocab_size
     if size < VOCAB_SIZE:
         raise UserError(f"{source} has a vocabulary of {size} tokens (expected GPT-2's "
-                        f"{VOCAB_SIZE}): give a model that was trained on GPT-2's tokens")
+                        f"{VOCAB_SIZE}): choose a model that was trained on GPT-2's tokens")

@@ -1,4 +1,4 @@
-"""Text from a checkpoint.
+"""Samples text from a model.
 
     python sample.py --model log --prompt "Hello, I'm a language model,"
     python sample.py --model log --interactive      # a prompt, its continuation, the next prompt
@@ -16,36 +16,42 @@ from collections.abc import Iterable, Iterator
 from runtime.tokenizer import EOT, encode, tokenizer
 
 NUMBERS = {         # flag: type, default, least, most, help
-    "num_samples": (int, None, 1, 1000, "number of samples (default 4, with --interactive 1)"),
-    "max_new_tokens": (int, 200, 1, math.inf, "tokens of a sample, fewer where its document "
-                                              "ends before"),
-    "temperature": (float, 1.0, 0, 1000, "above 1 more varied, below less; 0 for greedy decoding"),
-    "top_k": (int, 50, 0, math.inf, "sample from the k most likely tokens; 0: from all"),
-    "seed": (int, 42, 0, 2**63 - 1, "the same seed and flags give the same text on the same "
-                                    "machine"),
+    "num_samples": (int, None, 1, 1000, "The number of samples (default 4, or 1 with "
+                                        "--interactive)."),
+    "max_new_tokens": (int, 200, 1, math.inf, "The most tokens in a sample, which may be shorter "
+                                              "because its document ends."),
+    "temperature": (float, 1.0, 0, 1000, "Higher temperatures make the text more varied, and 0 "
+                                         "always takes the most likely token."),
+    "top_k": (int, 50, 0, math.inf, "Sample from the k most likely tokens, or from all if k is "
+                                    "0."),
+    "seed": (int, 42, 0, 2**63 - 1, "The random seed: the same flags give the same text on the "
+                                    "same machine."),
 }
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = FlagParser(prog="sample.py", description=__doc__)
     parser.add_argument("--model", default="gpt2",
-                        help="checkpoint, run's folder (its newest checkpoint) or FOLDER/best "
-                             "(its lowest validation loss), Hugging Face folder or hub name "
-                             "(default gpt2)")
+                        help="A checkpoint, the folder of a run (its newest checkpoint), "
+                             "FOLDER/best (the checkpoint with the lowest validation loss), a "
+                             "folder in the Hugging Face format, or a name on the Hugging Face "
+                             "hub (default gpt2).")
     one = parser.add_mutually_exclusive_group()
-    one.add_argument("--prompt", help="text to continue (default: none, a new document)")
+    one.add_argument("--prompt", help="The text to continue (default: a new document).")
     one.add_argument("--interactive", action="store_true",
-                     help="continue each line of stdin (an empty line: a new document) until "
-                          "Ctrl-D; Ctrl-C stops a continuation, or at the prompt quits")
+                     help="Continue each line of stdin, until Ctrl-D. An empty line begins a new "
+                          "document. Ctrl-C stops a continuation, and quits at the prompt.")
     for name, (kind, default, _, _, help) in NUMBERS.items():
         if default is not None:
-            help += f" (default {default})"
+            help = f"{help[:-1]} (default {default})."
         parser.add_argument(f"--{name}", type=kind, default=default, help=help)
-    parser.add_argument("--device", default="auto", help="auto, cuda, mps or cpu (default auto)")
+    parser.add_argument("--device", default="auto",
+                        help="The device: cuda, mps or cpu. 'auto' means the first of these that "
+                             "is available (default auto).")
     parser.add_argument("--dtype", default="float32",
                         choices=["auto", "float32", "bfloat16", "float16"],
-                        help="autocast's dtype; auto: bfloat16 where the hardware has it "
-                             "(default float32)")
+                        help="The number format of matrix products (autocast). 'auto' means "
+                             "bfloat16 where the hardware has it (default float32).")
     args = parser.parse_args(argv)
 
     if args.num_samples is None:
@@ -55,14 +61,15 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     for name, (_, _, least, most, _) in NUMBERS.items():
         value = getattr(args, name)
         if not least <= value <= most:
-            raise UserError(f"--{name} {value} is out of range: give {least} to {most}")
+            raise UserError(f"--{name} {value} is out of range: choose a number from {least} to "
+                            f"{most}")
     return args
 
 
 def read_prompts() -> Iterator[str]:
     """The lines of stdin, on a terminal until Ctrl-D."""
     if sys.stdin is None:
-        raise UserError("--interactive reads prompts from stdin, which is closed: give --prompt")
+        raise UserError("--interactive reads prompts from stdin, which is closed: use --prompt")
 
     # A notebook's stdin has no such method.
     if hasattr(sys.stdin, "reconfigure"):
@@ -122,8 +129,8 @@ def continuations(args: argparse.Namespace, model, device: str, generator, text:
     prompt = encode(text).tolist()
     block_size = model.config.block_size
     if len(prompt) > block_size:
-        print(f"of the prompt's {len(prompt):,} tokens only the last {block_size:,} are used, "
-              f"which is the model's context", file=sys.stderr)
+        print(f"the prompt has {len(prompt):,} tokens, but only the last {block_size:,} fit into "
+              f"the model's context and are used", file=sys.stderr)
     start = prompt[-block_size:]
 
     # <|endoftext|> begins a new document.
@@ -161,7 +168,7 @@ def main(argv: list[str] | None = None) -> None:
     else:
         prompts = [""]
 
-    with oom_as_user_error(lambda: f"{device} is out of memory: give a smaller --num_samples"):
+    with oom_as_user_error(lambda: f"{device} is out of memory: lower --num_samples"):
         model = load_model(args.model).to(device)
         check_tokens(model, args.model)
 

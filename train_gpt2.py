@@ -1,8 +1,8 @@
 """Trains GPT-2 (124M) from scratch, on one process or many:
 
-    python train_gpt2.py --overfit                          sanity run: overfit one batch
-    python train_gpt2.py --preset shakespeare --dry_run     what a run would do, and how long it takes
-    python train_gpt2.py                                    FineWeb-Edu (of `python fineweb.py`)
+    python train_gpt2.py --overfit                          a sanity check: overfit one batch
+    python train_gpt2.py --preset shakespeare --dry_run     what a run would do, and for how long
+    python train_gpt2.py                                    on the shards of `python fineweb.py`
     torchrun --standalone --nproc_per_node=8 train_gpt2.py  the same on 8 GPUs
 
 Run the same command again to resume from the newest checkpoint in --out.
@@ -99,90 +99,101 @@ OPTIM, SPEED, OUTPUT = "optimisation", "speed", "output"
 @dataclass
 class Config:
     """All flags. runtime.cli.flag explains `fixed`, `per_run` and the other settings."""
-    preset: str = flag("gpt2", START, "A named set of defaults, see below.",
+    preset: str = flag("gpt2", START, "A named set of defaults. The presets are listed below.",
                        choices=list(PRESETS), per_run=True)
-    dry_run: bool = flag(False, START,
-                         "Print what would run and how long it takes, and write nothing.",
-                         per_run=True)
+    dry_run: bool = flag(False, START, "Print what the run would do and how long it would take, "
+                         "and write nothing.", per_run=True)
 
-    data: str = flag("edu_fineweb10B", DATA, "Folder of token shards.")
-    overfit: bool = flag(False, DATA,
-                         "Sanity run: overfit one batch of 4 x 32 tokens. Writes nothing.")
-    shuffle: bool = flag(True, DATA, "Permute shards and sequences anew in each epoch.", fixed=True)
-    val_tokens: int = flag(10_485_760, DATA,
-                           "How many tokens a validation reads, from the beginning of the val "
-                           "shards.", above=0)
-    hellaswag_data: str = flag("", DATA,
-                               "HellaSwag examples as .jsonl. Default: from Hugging Face's hub.")
+    data: str = flag("edu_fineweb10B", DATA, "The folder of the token shards.")
+    overfit: bool = flag(False, DATA, "Overfit one batch of 4 x 32 tokens as a sanity check, and "
+                         "write nothing.")
+    shuffle: bool = flag(True, DATA, "Shuffle the shards and their sequences anew in each epoch.",
+                         fixed=True)
+    val_tokens: int = flag(10_485_760, DATA, "The number of tokens in a validation, from the "
+                           "beginning of the validation shards.", above=0)
+    hellaswag_data: str = flag("", DATA, "The HellaSwag examples, a .jsonl file. By default they "
+                               "are downloaded from the Hugging Face hub.")
 
-    recipe: str = flag("gpt2", MODEL, "Model, optimizers and schedules.", choices=list(RECIPES),
-                       fixed=True)
-    init: str = flag("scratch", MODEL, "Where the weights come from: scratch, gpt2, OWNER/NAME on "
-                     "Hugging Face's hub, a checkpoint, or a folder.", fixed=True)
-    n_layer: int = flag(12, MODEL, "Number of blocks.", above=0, fixed=True)
-    n_head: int = flag(12, MODEL, "Number of attention heads.", above=0, fixed=True)
-    n_embd: int = flag(768, MODEL, "Width of the model.", above=0, fixed=True)
-    block_size: int = flag(1024, MODEL, "Longest sequence, in tokens.", above=0, fixed=True)
-    vocab_size: int = flag(50304, MODEL,
-                           "Rows of the embedding. GPT-2's 50257 tokens are padded to 50304.",
+    recipe: str = flag("gpt2", MODEL, "The model, optimizers and schedules.",
+                       choices=list(RECIPES), fixed=True)
+    init: str = flag("scratch", MODEL, "Where the initial weights come from: 'scratch' (random), "
+                     "gpt2 or another model on the Hugging Face hub (OWNER/NAME), a checkpoint, "
+                     "or the folder of a run or of an exported model.", fixed=True)
+    n_layer: int = flag(12, MODEL, "The number of blocks.", above=0, fixed=True)
+    n_head: int = flag(12, MODEL, "The number of attention heads in each block.",
+                       above=0, fixed=True)
+    n_embd: int = flag(768, MODEL, "The width of the model.", above=0, fixed=True)
+    block_size: int = flag(1024, MODEL, "The length in tokens of the longest sequence that the "
+                           "model can take.", above=0, fixed=True)
+    vocab_size: int = flag(50304, MODEL, "The number of rows in the embedding. The default is "
+                           "GPT-2's 50257 tokens, padded to a multiple of 128.",
                            above=0, most=65536, fixed=True)
-    window: int = flag("auto", MODEL, "How many tokens attention looks back at the end of the run. "
-                       "'auto': all.", word="auto", above=0, fixed=True)
+    window: int = flag("auto", MODEL, "The number of tokens that a token attends to at the end of "
+                       "the run, itself included, all in its own document (speedrun and "
+                       "frontier). 'auto' means no limit in a new model, and the window of the "
+                       "loaded model otherwise.", word="auto", above=0, fixed=True)
 
-    total_batch_size: int = flag(524288, BATCH,
-                                 "Tokens of an optimizer step, on all processes together.",
-                                 above=0, fixed=True)
-    batch_size: int = flag("auto", BATCH, "The most sequences that one process computes at once. "
-                           "'auto': as many as fit into memory.", word="auto", above=0, per_run=True)
-    sequence_length: int = flag("auto", BATCH, "Tokens of a sequence. 'auto': --block_size.",
-                                word="auto", above=0, fixed=True)
+    total_batch_size: int = flag(524288, BATCH, "The number of tokens per optimizer step, over all "
+                                 "processes.", above=0, fixed=True)
+    batch_size: int = flag("auto", BATCH, "The most sequences that one process computes at once "
+                           "(its micro-batch). 'auto' means as many as fit into a GPU's memory, "
+                           "and at most 4096 tokens without a GPU.",
+                           word="auto", above=0, per_run=True)
+    sequence_length: int = flag("auto", BATCH, "The number of tokens in a sequence. 'auto' means "
+                                "--block_size.", word="auto", above=0, fixed=True)
 
-    max_steps: int = flag(19073, OPTIM,
-                          "Optimizer steps of the run. 19073 are one epoch of 10B tokens.", above=0)
-    warmup_steps: int = flag(715, OPTIM, "Steps of linear warmup. 715 are GPT-3's 375M tokens.")
-    max_lr: float = flag(6e-4, OPTIM, "Learning rate after the warmup.", above=0)
-    min_lr: float = flag("auto", OPTIM, "Learning rate at the end. 'auto': a tenth of --max_lr; "
-                         "frontier derives it from --max_steps.", word="auto")
-    cooldown: float = flag("auto", OPTIM, "Share of the run, at its end, over which the learning rate "
-                           "falls (speedrun and frontier). 'auto': 0.2856; frontier derives it "
-                           "from --max_steps.",
+    max_steps: int = flag(19073, OPTIM, "The number of optimizer steps in the run. 19073 steps of "
+                          "the default batch are one epoch of 10 billion tokens.", above=0)
+    warmup_steps: int = flag(715, OPTIM, "The number of steps of linear warmup. 715 steps of the "
+                             "default batch are GPT-3's 375 million tokens.")
+    max_lr: float = flag(6e-4, OPTIM, "The learning rate after the warmup, which in speedrun and "
+                         "frontier is Muon's.", above=0)
+    min_lr: float = flag("auto", OPTIM, "The learning rate at the end of the run. 'auto' means a "
+                         "tenth of --max_lr, or in frontier a value that depends on --max_steps.",
+                         word="auto")
+    cooldown: float = flag("auto", OPTIM, "The share of the run, at its end, over which the "
+                           "learning rate falls (speedrun and frontier). 'auto' means 0.2856 in "
+                           "speedrun, and in frontier a value that depends on --max_steps.",
                            word="auto", above=0, most=1)
-    weight_decay: float = flag(0.1, OPTIM,
-                               "Weight decay of AdamW (on matrices and embeddings) and of Muon.")
-    grad_clip: float = flag(1.0, OPTIM, "Largest norm of the gradient. 'inf' clips nothing.",
+    weight_decay: float = flag(0.1, OPTIM, "The weight decay of AdamW (on matrices and "
+                               "embeddings) or of Muon.")
+    grad_clip: float = flag(1.0, OPTIM, "The largest norm of the gradient: a larger gradient is "
+                            "scaled down to this norm. 'inf' turns clipping off.",
                             above=0, most=math.inf)
-    seed: int = flag(1337, OPTIM, "Random seed of the fresh weights and of the data's order.",
+    seed: int = flag(1337, OPTIM, "The random seed of new weights and of the order of the data.",
                      most=2**63 - 1, fixed=True)
 
-    device: str = flag("auto", SPEED, "auto, cuda, mps or cpu.", per_run=True)
-    dtype: str = flag("auto", SPEED,
-                      "Number format of matrix products (autocast). 'auto': bfloat16 where the "
-                      "hardware has it.",
-                      choices=["auto", "float32", "bfloat16", "float16"])
+    device: str = flag("auto", SPEED, "The device to train on: cuda, mps or cpu. 'auto' means the "
+                       "first of these that is available.", per_run=True)
+    dtype: str = flag("auto", SPEED, "The number format of matrix products (autocast). 'auto' "
+                      "means bfloat16 where the hardware has it, else float16 on CUDA and float32 "
+                      "elsewhere.", choices=["auto", "float32", "bfloat16", "float16"])
     tf32: bool = flag(True, SPEED, "Use TF32 for float32 matrix products on CUDA.")
-    compile: bool = flag("auto", SPEED, "Use torch.compile. 'auto': on CUDA.", per_run=True)
-    attention: str = flag("auto", SPEED,
-                          "Attention kernel. 'auto': SDPA, or the formula where that is faster.",
+    compile: bool = flag("auto", SPEED, "Compile the model with torch.compile. 'auto' means only "
+                         "on CUDA.", per_run=True)
+    attention: str = flag("auto", SPEED, "The kernel that computes attention. 'auto' lets torch "
+                          "choose, and takes 'naive' (the plain formula) where naive is faster.",
                           choices=list(ATTENTION))
-    recompute: bool = flag(False, SPEED,
-                           "Compute the blocks again in the backward, to save memory.",
-                           per_run=True)
-    shard_optimizer: bool = flag(False, SPEED,
-                                 "Share the optimizers' state out among the processes (ZeRO "
-                                 "stage 1), to save memory.",
-                                 per_run=True)
+    recompute: bool = flag(False, SPEED, "Compute the blocks again in the backward pass, to save "
+                           "memory (activation checkpointing).", per_run=True)
+    shard_optimizer: bool = flag(False, SPEED, "Divide the optimizers' state among the processes, "
+                                 "to save memory (ZeRO stage 1).", per_run=True)
 
-    val_every: int = flag(250, OUTPUT, "Steps between validations. 0: never.")
-    hellaswag_every: int = flag(250, OUTPUT, "Steps between HellaSwag evaluations. 0: never.")
-    sample_every: int = flag(250, OUTPUT, "Steps between samples of text. 0: never.")
+    val_every: int = flag(250, OUTPUT, "The number of steps between validations; 0 turns them off.")
+    hellaswag_every: int = flag(250, OUTPUT, "The number of steps between HellaSwag evaluations; "
+                                "0 turns them off.")
+    sample_every: int = flag(250, OUTPUT, "The number of steps between samples of text; 0 turns "
+                             "them off.")
     sample_prompt: str = flag("Hello, I'm a language model,", OUTPUT,
-                              "Text that the samples continue.")
-    checkpoint_every: int = flag(250, OUTPUT, "Steps between checkpoints. 0: never.")
-    keep_checkpoints: int = flag(3, OUTPUT, "How many of the newest checkpoints are kept, beside "
-                                 "the one of the lowest validation loss, or 'all'.", word="all", above=0)
-    out: str = flag("log", OUTPUT, "Folder for checkpoints and logs.", per_run=True)
-    resume: str = flag("auto", OUTPUT, "'auto' (the newest checkpoint in --out), 'never', a "
-                       "checkpoint, or a run's folder.", per_run=True)
+                              "The text that the samples continue.")
+    checkpoint_every: int = flag(250, OUTPUT, "The number of steps between checkpoints; 0 turns "
+                                 "them off.")
+    keep_checkpoints: int = flag(3, OUTPUT, "How many of the newest checkpoints to keep, beside "
+                                 "the one with the lowest validation loss, or 'all'.",
+                                 word="all", above=0)
+    out: str = flag("log", OUTPUT, "The folder for checkpoints and logs.", per_run=True)
+    resume: str = flag("auto", OUTPUT, "What to resume: 'auto' (the newest checkpoint in --out), "
+                       "'never', a checkpoint, or the folder of another run.", per_run=True)
     wandb: bool = flag(False, OUTPUT, "Also log to Weights & Biases (pip install wandb).",
                        per_run=True)
 
@@ -318,7 +329,7 @@ def open_same_data(config: Config, process: Process) -> Data:
     for split, shards in data.fingerprints().items():
         for i, (_, *content) in enumerate(shards):
             contents[f"{split} shard {i} of --data"] = str(content)
-    process.require_same(contents)
+    process.require_same(contents, "copy the same shards to every machine")
     return data
 
 
@@ -434,7 +445,7 @@ def schedule_change(
     progress = earlier_schedule.progress(step - 1)
     last_lr = earlier.max_lr * recipe.lr_scale(step - 1, progress, earlier)
     next_lr = config.max_lr * recipe.lr_scale(step, schedule.progress(step), config)
-    return (f"; --max_steps was {earlier.max_steps}, and another length moves the schedule: "
+    return (f"; --max_steps was {earlier.max_steps}, so the schedule has moved: "
             f"lr {last_lr:.2e} in step {step - 1}, {next_lr:.2e} in step {step}")
 
 
@@ -579,7 +590,7 @@ def evaluate(
         loss = validation_loss(data, B, process, state)
         if not math.isfinite(loss):
             with printed_by(process.is_master):
-                raise RunError(f"step {step}: the validation loss is {loss}: lower --max_lr. "
+                raise RunError(f"the validation loss at step {step} is {loss}: lower --max_lr. "
                                f"{output.what_resumes()}")
         log.evaluation(step, "val", loss, f"validation loss: {loss:.4f}{in_bits(loss, data)}")
 
@@ -613,8 +624,8 @@ def save(
 ) -> None:
     """Writes OUT/checkpoint_STEP.pt, on a GPU in the background."""
     process.require_same(
-        {"the weights' sum of bits": weights_digest(state.model)},
-        "the ranks have drifted apart; resume from the checkpoint before", RunError)
+        {"the checksum of the weights": weights_digest(state.model)},
+        "resume from the previous checkpoint, because the processes have drifted apart", RunError)
 
     moments = gather_moments(state.model, state.optimizer)      # some of them are on other ranks
     if process.is_master:
@@ -735,15 +746,16 @@ def check_finite(
     if math.isfinite(loss) and overflows <= allowed:
         return
     with printed_by(process.is_master):
-        raise RunError(f"step {step} is not finite (loss {loss}, gradient norm {norm}): lower "
-                       f"--max_lr or lengthen --warmup_steps. {output.what_resumes()}")
+        raise RunError(f"the loss or the gradient of step {step} is not finite (loss {loss}, "
+                       f"gradient norm {norm}): lower --max_lr or raise --warmup_steps. "
+                       f"{output.what_resumes()}")
 
 
 def memory_errors(device: str):
     """Around what may need more memory than there is."""
-    return oom_as_user_error(lambda: f"{device} is out of memory: give a smaller --batch_size, "
-                                     "--recompute, --shard_optimizer (several GPUs), or a smaller "
-                                     "model")
+    return oom_as_user_error(lambda: f"{device} is out of memory: lower --batch_size, add "
+                                     "--recompute or (with several GPUs) --shard_optimizer, or "
+                                     "train a smaller model")
 
 
 def main(argv: list[str] | None = None) -> int:

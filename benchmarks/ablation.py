@@ -73,7 +73,7 @@ def train_without(idea: str, argv: list[str]) -> int:
 # others of this name, as its learning rate. It may train several times, with other seeds.
 
 def flags_of(s: Setting, data: str, tokens: int, max_steps: int) -> dict:
-    """The flags of train_gpt2.py for a run with that many tokens a step."""
+    """The flags of train_gpt2.py for a run with that many tokens per step."""
     return dict(
         data=data,
         recipe=s.recipe,
@@ -174,7 +174,7 @@ def row_of(key: tuple, curves: list[Curve], loss: float, bytes_per_token: float)
     return {
         "run": name + variant,
         "MB of text": last["tokens"] * bytes_per_token / 1e6,
-        "s a step": last["seconds"] / max(1, last["step"]),             # 0: it diverged at once
+        "s per step": last["seconds"] / max(1, last["step"]),             # 0: it diverged at once
         "validation loss": f"{loss:.3f}",
         "bits per byte": f"{loss / math.log(2) / bytes_per_token:.4f}",
         "seeds differ by": spread,
@@ -196,11 +196,11 @@ def recipes_table(args, base: Setting) -> list[dict]:
     sequences = args.batch_size or 16
     tokens = sequences * base.T
     if not args.path:
-        raise UserError("bench.py recipes needs a folder of shards: python fineweb.py --input ... "
-                        "--out DATA")
+        raise UserError("bench.py recipes needs a folder of shards: make DATA with `python "
+                        "fineweb.py --input YOUR_TEXT --out DATA`, and name it")
     if args.ideas != (args.recipe in ABLATIONS) or args.ideas and args.nanochat:
-        raise UserError(f"--ideas goes with --recipe {' or '.join(ABLATIONS)}, and without "
-                        "--nanochat")
+        raise UserError("--ideas and --recipe do not fit together: use --ideas with --recipe "
+                        f"{' or '.join(ABLATIONS)}, and without --nanochat")
 
     at_once = 1
     if base.device == "cpu":
@@ -222,7 +222,7 @@ def recipes_table(args, base: Setting) -> list[dict]:
             row["the idea brings"] = f"{means[key] - means[name, '']:+.3f}"
         rows.append(row)
 
-    print(f"{tokens:,} tokens a step, means of {args.turns} seed(s)")
+    print(f"{tokens:,} tokens per step, means of {args.turns} seed(s)")
     print_table(rows)
     if args.plot:
         plot_runs(args.plot, best_of_each_name(curves, means), bytes_per_token)

@@ -31,13 +31,13 @@ def finite(points: list[tuple]) -> list[tuple]:
 def read_curve(source: str) -> Curve:
     """From a run's --out folder, or a .csv file. UserError for a run without validations, or no curve."""
     if source.lower().endswith(".csv") and not Path(source).is_dir():
-        with reading(source, "give a .csv with the columns tokens,loss, or the --out folder of a run",
+        with reading(source, "choose a .csv with the columns tokens,loss, or the --out folder of a run",
                       (OSError, ValueError, csv.Error)):
             return parse_csv(source, read_text(source))
     path = Path(source) / "metrics.csv"
     if not path.exists():
-        raise UserError(f"{path} is not there: give the --out folder of a run that has begun")
-    rows = read_metrics(path, "give the --out folder of a run")
+        raise UserError(f"{path} does not exist: choose the --out folder of a run that has begun")
+    rows = read_metrics(path, "choose the --out folder of a run")
     points = [(row["tokens"], row["seconds"], row["val"]) for row in rows if row["val"] is not None]
     if not points:
         raise UserError(f"{path} has no validation loss yet: wait for the first, or train with --val_every")
@@ -103,28 +103,53 @@ def pair_row(curve: Curve, other: Curve) -> dict:
     return row | {"reached after": tokens_text(reached) + share}
 
 
-def plot_runs(path: str, curves: list[Curve], bytes_a_token: float = 0) -> None:
-    """Two panels: validation loss against tokens, and against the time of training. With `bytes_a_token`, of
-    the validation text, one: bits per byte against bytes of text, which compares tokenizers, too."""
+def plot_runs(path: str, curves: list[Curve], bytes_per_token: float = 0) -> None:
+    """Two panels: validation loss against tokens, and against the time of training. With the bytes of text
+    per token, one panel: bits per byte against bytes of text, which compares tokenizers, too.
+
+    A dashed line is the final loss of the first curve: where another curve meets it, one can read how many
+    tokens and how much time that one needed. A curve is called as the last folder of its path.
+    """
     longest = max(curve.last["seconds"] or 0 for curve in curves)
-    unit, length = ("hours", 3600) if longest >= 2 * 3600 else ("minutes", 60)
-    labels = ["bytes of text"] if bytes_a_token else ["tokens", f"{unit} of training"]
-    figure, shown = new_figure(figsize=(1 + 5.5 * len(labels), 4.5)), []
-    panels = figure.subplots(1, len(labels), sharey=True, squeeze=False)[0]
+    unit, length = "minutes", 60
+    if longest >= 2 * 3600:
+        unit, length = "hours", 3600
+    x_labels = ["tokens of training", f"{unit} of training"]
+    y_label = "validation loss, nats per token"
+    if bytes_per_token:
+        x_labels = ["bytes of text"]
+        y_label = "bits per byte of validation text"
+
+    figure = new_figure(figsize=(1 + 5.5 * len(x_labels), 4.5))
+    panels = figure.subplots(1, len(x_labels), sharey=True, squeeze=False)[0]
+    highest, lowest = -math.inf, math.inf           # what the panels show of the losses
     for curve in curves:
         tokens, seconds, loss = np.reshape(finite(curve.points), (-1, 3)).T
-        if bytes_a_token:
-            tokens, loss = tokens * bytes_a_token, loss / math.log(2) / bytes_a_token
+        if bytes_per_token:
+            tokens = tokens * bytes_per_token
+            loss = loss / math.log(2) / bytes_per_token
+
+        # A name must not be read as TeX, nor hide its curve by a leading underscore.
+        name = " " + Path(curve.name).name.replace("$", r"\$")
         for panel, xs in zip(panels, (tokens, seconds / length), strict=False):
-            panel.plot(xs, loss, marker="o", markersize=3, label=" " + curve.name.replace("$", r"\$"))
-        if len(loss):   # a run's first tenth is cut off: its fall would hide how the runs differ later
-            shown += [np.interp(0.1 * tokens[-1], tokens, loss), loss.min()]
-    for panel, label in zip(panels, labels, strict=True):
-        panel.set(xlabel=label, xlim=(0, None))
-        if shown:
-            panel.set_ylim(min(shown) - 0.05, max(shown) + 0.05)
+            panel.plot(xs, loss, marker="o", markersize=3, label=name)
+        if len(loss) == 0:
+            continue
+
+        # The first tenth of a run is cut off: its fall would hide how the runs differ later.
+        highest = max(highest, np.interp(0.1 * tokens[-1], tokens, loss), loss.min())
+        lowest = min(lowest, loss.min())
+        if curve is curves[0] and len(curves) > 1:
+            for panel in panels:
+                panel.axhline(loss[-1], color="grey", linestyle="--", linewidth=0.8, zorder=0,
+                              label=f"{name} at its end: {loss[-1]:.2f}")
+
+    for panel, x_label in zip(panels, x_labels, strict=True):
+        panel.set(xlabel=x_label, xlim=(0, None))
+        if lowest <= highest:
+            panel.set_ylim(lowest - 0.05, highest + 0.05)
         panel.grid(alpha=0.3)
-    panels[0].set_ylabel("bits per byte" if bytes_a_token else "validation loss, nats a token")
+    panels[0].set_ylabel(y_label)
     panels[0].xaxis.set_major_formatter(short_count)
     panels[0].legend(fontsize=8)
     replace_file(path, lambda file: figure.savefig(file, format="png", dpi=130))
@@ -133,14 +158,16 @@ def plot_runs(path: str, curves: list[Curve], bytes_a_token: float = 0) -> None:
 
 def compare_table(args, base) -> list[dict]:
     if not args.paths:
-        raise UserError("bench.py compare needs the --out folders of runs: python bench.py compare log ...")
+        raise UserError("bench.py compare needs --out folders of runs: name them, as in `python bench.py "
+                        "compare log/a log/b`")
     curves = [read_curve(run) for run in dict.fromkeys(args.paths)]
     rows, pairs = [curve_row(curve) for curve in curves], [
         pair_row(curve, other) for curve in curves for other in curves
         if curve is not other and (curve.is_run or other.is_run)]
     print_table(rows, FORMATS)
     if pairs:
-        print("at the newest validation that both reach; reached after: the final val loss, by the other")
+        print("each pair at the newest validation that both reached; 'reached after' is when the other run "
+              "had this run's final val loss")
         print_table(pairs, FORMATS)
     if args.plot:
         plot_runs(args.plot, curves)

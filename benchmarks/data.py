@@ -1,4 +1,4 @@
-"""`bench.py data`: the loader's tokens a second; fineweb.py, and the one of a clone of build-nanogpt."""
+"""`bench.py data`: the loader's tokens per second; fineweb.py, and the one of a clone of build-nanogpt."""
 import json
 import os
 import statistics
@@ -20,7 +20,7 @@ from runtime.tokenizer import EOT, VOCAB_SIZE, token_bytes
 
 
 def measure_loader(s):
-    """Tokens/s of micro_batches on one thread, a rate an epoch of four unequal shards, hashing included."""
+    """Tokens/s of micro_batches on one thread, a rate per epoch of four unequal shards, hashing included."""
     with tempfile.TemporaryDirectory() as folder:
         shards = [Path(folder) / f"x_train_{i}.{s.size}" for i in range(4)]
         for i, path in enumerate(shards):
@@ -52,7 +52,7 @@ def write_texts(folder):
 
 
 def run_peer(text: str, repeats: str, out: str, folder: str) -> None:
-    """The fineweb.py of a clone of build-nanogpt in `folder`, unchanged, with a process a core, on so many
+    """The fineweb.py of a clone of build-nanogpt in `folder`, unchanged, with a process per core, on so many
     times the rows of the .parquet file `text`. Its tokenizer is tiktoken's GPT-2, from assets/ and not from
     the network."""
     import pyarrow.parquet
@@ -116,7 +116,7 @@ def fineweb_rows(jobs, results):
 def data_table(args, base):
     """The loader by file format and order; fineweb.py and the peer's."""
     if args.path and not (Path(args.path) / "fineweb.py").is_file():
-        raise UserError(f"{args.path}/fineweb.py is not there: git clone build-nanogpt, and give its folder")
+        raise UserError(f"{args.path}/fineweb.py does not exist: git clone build-nanogpt, and name it")
     results = measure({f"loader, one thread: .{kind} {order}":
                        replace(base, what="loader", size=kind, recipe=order, B=16, T=1024, steps=3)
                        for kind, order in (("npy", "shuffled"), ("npy", "in order"), ("bin", "shuffled"))},

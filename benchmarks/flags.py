@@ -21,22 +21,29 @@ def parse_args(argv: list[str], tables: dict, description: str) -> tuple[Namespa
     """The flags, and the setting that they name, which a table varies. UserError for flags that cannot be."""
     parser = FlagParser(prog="bench.py", description=description)
     add = parser.add_argument
-    add("table", choices=list(tables), metavar="table", help="one of those above")
-    add("paths", nargs="*", metavar="path", help="what the table says above")
-    add("--device", default="auto", help="auto, cuda, mps or cpu (default auto)")
-    add("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])
-    add("--recipe", default="gpt2", choices=list(RECIPES))
-    add("--size", nargs="+", help="GPT-2's, or layers x width (default gpt2; for recipes 4x256, or several)")
-    add("--batch_size", type=int, help="sequences a micro-step (16 on CUDA, else 4); recipes: a step (16)")
-    add("--sequence_length", type=int, help="tokens (default 1024; 256 on a CPU)")
-    add("--steps", type=int, help="timed steps a turn (default 20 on CUDA, else 4); for recipes: steps "
-        "of a run (default 300); for data: copies of 52 MB of text (1, and 8)")
-    add("--turns", type=int, help="times all is measured (2; 5 for data); for recipes: seeds (2)")
-    add("--compile", action="store_true", default=None, help="torch.compile (default on CUDA only)")
-    add("--no_compile", dest="compile", action="store_false", default=None)
-    add("--ideas", action="store_true", help="for recipes: leave out each idea of --recipe alone")
-    add("--nanochat", metavar="CLONE", help="for recipes: a clone of nanochat, to train on the same text")
-    add("--plot", metavar="FILE.png", help="for recipes and compare: a picture")
+    add("table", choices=list(tables), metavar="table", help="One of the tables above.")
+    add("paths", nargs="*", metavar="path", help="The PATH, DATA or OUT of the table.")
+    add("--device", default="auto", help="The device: cuda, mps or cpu. 'auto' means the first of these that "
+        "is available (default auto).")
+    add("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"],
+        help="The number format of matrix products. 'auto' means bfloat16 where the "
+        "hardware has it (default auto).")
+    add("--recipe", default="gpt2", choices=list(RECIPES), help="The recipe (default gpt2).")
+    add("--size", nargs="+", help="A size of GPT-2, or layers x width (default gpt2, or 4x256 for recipes, "
+        "which takes several sizes).")
+    add("--batch_size", type=int, help="The number of sequences in a micro-batch (default 16 on CUDA, else "
+        "4), or for recipes in a batch (default 16).")
+    add("--sequence_length", type=int, help="The number of tokens in a sequence (default 1024, or 256 on a "
+        "CPU).")
+    add("--steps", type=int, help="The number of timed steps per turn (default 20 on CUDA, else 4), for "
+        "recipes of steps per run (default 300), for data of copies of 52 MB of text (default 1, then 8).")
+    add("--turns", type=int, help="How many times everything is measured (default 2, or 5 for data), or "
+        "for recipes the number of seeds (default 2).")
+    add("--compile", action="store_true", default=None, help="Use torch.compile (default: only on CUDA).")
+    add("--no_compile", dest="compile", action="store_false", default=None, help="Turn --compile off.")
+    add("--ideas", action="store_true", help="Train --recipe without each of its ideas in turn (recipes).")
+    add("--nanochat", metavar="CLONE", help="Also train nanochat, from its clone, on this text (recipes).")
+    add("--plot", metavar="FILE.png", help="Draw the curves (recipes and compare).")
     check(args := parser.parse_args(argv), parser)
     args.size = args.size or ["4x256" if args.table == "recipes" else "gpt2"]
     args.path = args.paths[0] if args.paths else None
@@ -56,17 +63,18 @@ def check(args: Namespace, parser: FlagParser) -> None:
         tables = ONLY.get(name, () if args.table == "compare" else (args.table,))
         if value != parser.get_default(name) and name not in ("table", "paths") and (
                 args.table not in tables):
-            raise UserError(f"--{name} does not apply to bench.py {args.table}: leave it out")
+            raise UserError(f"--{name} does not apply to bench.py {args.table}: leave the flag out")
         if type(value) in (int, float) and not 1 <= value < math.inf:           # True is no int here
-            raise UserError(f"--{name} {value}: must be at least 1")
+            raise UserError(f"--{name} {value} is out of range: choose at least 1")
     if args.plot and (Path(args.plot).suffix != ".png" or Path(args.plot).is_dir()
                       or not os.access(Path(args.plot).absolute().parent, os.W_OK | os.X_OK)):
-        raise UserError(f"--plot {args.plot}: give a file .png in a folder that can be written")
+        raise UserError(f"--plot {args.plot} is not a .png in a writable folder: choose another path")
     for size in args.size or ():
         if size not in GPT2_SIZES and not re.fullmatch(r"[1-9]\d*x[1-9]\d*", size):
-            raise UserError(f"--size {size}: give {', '.join(GPT2_SIZES)}, or layers x width, as 4x256")
+            raise UserError(f"--size {size} is unknown: choose {', '.join(GPT2_SIZES)}, or layers x width, "
+                            "such as 4x256")
     for what, given, table in (("path", args.paths, "compare"), ("size", args.size, "recipes")):
         if args.table != table and len(given or ()) > 1:
-            raise UserError(f"bench.py {args.table} takes one {what}, not {len(given)}")
+            raise UserError(f"bench.py {args.table} takes one {what}, not {len(given)}: drop the rest")
     if args.plot and not importlib.util.find_spec("matplotlib"):
-        raise UserError("--plot needs the package matplotlib: pip install matplotlib, or leave the flag out")
+        raise UserError("--plot needs the package matplotlib, which is missing: pip install matplotlib")

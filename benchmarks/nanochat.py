@@ -62,7 +62,8 @@ class Nanochat:
         self.env = os.environ | {"NANOCHAT_BASE_DIR": folder, "NANOCHAT_DTYPE": s.dtype} | (
             {"OMP_NUM_THREADS": "1"} if s.device == "cpu" else {})
         if not Path(clone, "scripts/base_train.py").is_file():
-            raise UserError(f"{clone}/scripts/base_train.py is not there: git clone nanochat from GitHub")
+            raise UserError(f"{clone}/scripts/base_train.py does not exist: git clone nanochat, and name its "
+                            "folder")
         self.text.mkdir()
         bytes_of = [*token_bytes(), b""]
         for name, split, most in (("0", "train", None), ("1", "val", val_tokens + 1)):  # the last: validation

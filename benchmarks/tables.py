@@ -8,7 +8,7 @@ from runtime.cli import UserError
 
 
 def step_cells(s: Setting, result: dict) -> dict:
-    return {"ms a step": median_ms(result), "tokens/s": s.B * s.T / median_ms(result) * 1e3,
+    return {"ms per step": median_ms(result), "tokens/s": s.B * s.T / median_ms(result) * 1e3,
             "peak GB": result["memory"] / 1e9, "start s": result["warmup_seconds"]}
 
 
@@ -20,11 +20,11 @@ def ladder_rungs(base: Setting) -> dict:
                 tune_memory=kind != "cpu")
     rungs = {"float32, textbook attention, vocabulary 50257, eager, plain AdamW": s}
     for name, change, why_not in [
-            ("TF32", dict(tf32=True), kind != "cuda" and "a format of NVIDIA's GPUs"),
+            ("TF32", dict(tf32=True), kind != "cuda" and "only NVIDIA's GPUs have this format"),
             (f"{base.dtype} autocast", dict(dtype=base.dtype),
-             base.dtype == "float32" and "no 16-bit products in this hardware, or --dtype float32"),
-            ("torch.compile", dict(compile=True), not base.compile and "by --compile only"),
-            ("SDPA's flash attention", dict(attention="flash"), kind == "mps" and "Metal has one of its own"),
+             base.dtype == "float32" and "the hardware has no 16-bit products, or --dtype is float32"),
+            ("torch.compile", dict(compile=True), not base.compile and "only with --compile"),
+            ("SDPA's flash attention", dict(attention="flash"), kind == "mps" and "Metal has its own"),
             ("vocabulary 50304", dict(vocab_size=50304), False),
             ("fused AdamW", dict(fused=True), False),
             ("freed memory kept (mallopt)", dict(tune_memory=True), kind != "cpu" and "for CPUs"),
@@ -47,7 +47,8 @@ def ladder(args, base: Setting) -> list[dict]:
         row["gain"] = ratio(row["tokens/s"], before["tokens/s"])
         row["in all"] = ratio(row["tokens/s"], measured[0]["tokens/s"])
     print_table(rows)
-    print(f"MFU: of {peak / 1e12:.2f} TFLOP/s (data sheet, or the MLP's products); a gain below 1.1x: noise?")
+    print(f"MFU is the share of {peak / 1e12:.2f} TFLOP/s (from the data sheet, or measured on the MLP's "
+          "products); a gain below 1.1x may be noise")
     return rows
 
 
@@ -56,7 +57,7 @@ def attention_table(args, base: Setting) -> list[dict]:
     rows = rows_of("kernel", measure(settings, args.turns), lambda kernel, r: {
         "forward + backward ms": median_ms(r), "error of y": f"{r['error_forward']:.1e}",
         "largest error of dq, dk, dv": f"{r['error_backward']:.1e}"})
-    print(f"one layer of {base.size}, B = {base.B}, T = {base.T}, {base.dtype}; errors: |x - x64| / |x64|")
+    print(f"one layer of {base.size}, B = {base.B}, T = {base.T}, {base.dtype}; errors are |x - x64| / |x64|")
     print_table(rows)
     return rows
 
@@ -65,7 +66,7 @@ def peer_table(args, base: Setting) -> list[dict]:
     """Our step and that of build-nanogpt; or of another checkout of this project, by its own bench.py."""
     script = Path(args.path or "build-nanogpt") / "train_gpt2.py"
     if not script.is_file():
-        raise UserError(f"{script} is not there: git clone build-nanogpt from GitHub, and give its folder")
+        raise UserError(f"{script} does not exist: git clone build-nanogpt from GitHub, and name its folder")
     peer = replace(base, peer=str(script.parent.resolve()))
     settings = {"ours": base} | (
         {str(script.parent): peer} if script.with_name("bench.py").exists() else

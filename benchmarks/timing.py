@@ -30,7 +30,7 @@ class Setting:
     device: str = "cpu"
     recipe: str = "gpt2"
     size: str = "gpt2"
-    B: int = 16                     # sequences a micro-step
+    B: int = 16                     # sequences in a micro-batch
     T: int = 1024
     dtype: str = "bfloat16"
     tf32: bool = True

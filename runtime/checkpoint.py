@@ -82,7 +82,7 @@ def choose_checkpoint(flags) -> Path | None:
     path = find_checkpoint(flags.resume)
     if path is None:
         raise UserError(f"--resume {flags.resume} is neither a checkpoint nor a run's folder: check "
-                        "the path, or start a new run from a model's weights by --init")
+                        "the path, or start a new run from a model's weights with --init")
     return path
 
 
@@ -129,7 +129,7 @@ def recorded_flags(config: dict, flags) -> dict:
             continue
         choices = f.metadata.get("choices")
         if type(value) is not f.type or (choices and value not in choices):
-            raise unexpected(f"its --{f.name}", f"a {f.type.__name__} that the flag takes", value)
+            raise unexpected(f"its --{f.name}", f"a valid {f.type.__name__}", value)
     return recorded
 
 
@@ -146,23 +146,24 @@ def check_resumed_flags(start: Start, config, wanted: dict) -> None:
         resolved = getattr(start.model.config, f.name, recorded)
         if wanted[f.name] not in (recorded, resolved):
             raise UserError(f"{start.path} was trained with --{f.name} {recorded}, not "
-                            f"{wanted[f.name]}: give the same, or start a new run with another --out")
+                            f"{wanted[f.name]}: set --{f.name} to {recorded}, or start a new run "
+                            "with another --out")
 
     if start.step > config.max_steps:
         raise UserError(f"{start.path} is at step {start.step}, beyond --max_steps "
-                        f"{config.max_steps}: give more steps, or --resume an earlier checkpoint")
+                        f"{config.max_steps}: raise --max_steps, or --resume an earlier checkpoint")
 
 
 def check_init(flags, given: Collection[str], model, models: dict) -> None:
     """UserError if the model of --init is another recipe's, or if a given flag contradicts its shape."""
     if type(model) is not models[flags.recipe]:
         raise UserError(f"--recipe {flags.recipe} contradicts --init {flags.init}, whose model has "
-                        f"the recipe {model.recipe}: give --recipe {model.recipe}")
+                        f"the recipe {model.recipe}: use --recipe {model.recipe}")
     for name, value in model_shape(model).items():
         wanted = getattr(flags, name)
         if name in given and wanted != value:
             raise UserError(f"--{name} {wanted} contradicts --init {flags.init}, whose model has "
-                            f"{value}: give --{name} {value}, or leave the flag out")
+                            f"{value}: use --{name} {value}, or leave the flag out")
 
 
 def model_shape(model) -> dict:
@@ -176,7 +177,7 @@ def recovery_hint(path: Path) -> str:
     others = [other.name for _, other in checkpoints(path.parent) if other != path]
     if not others:
         return "start a new run with another --out"
-    return f"remove it and resume from {others[-1]}"
+    return f"remove the file to resume from {others[-1]}"
 
 
 def reading_run_state(path: Path):
@@ -184,7 +185,7 @@ def reading_run_state(path: Path):
 
     The checkpoint may be damaged, or of another project.
     """
-    return reading(path, f"{recovery_hint(path)}, or begin with its weights by --init {path}",
+    return reading(path, f"{recovery_hint(path)}, or train from its weights with --init {path}",
                     problem="does not hold the state of a run of train_gpt2.py")
 
 
@@ -206,8 +207,8 @@ def restore(
     with reading_run_state(start.path):
         trained_on = contents_of(checkpoint["data"]["train"])
         if trained_on != contents_of(data.train.fingerprint):
-            raise UserError(f"{start.path} was trained on other shards than {data_name} has: bring "
-                            "those back, or start a new run from its weights by --init "
+            raise UserError(f"{start.path} was trained on other shards than those in {data_name}: "
+                            "restore the shards, or start a new run from its weights with --init "
                             f"{start.path} --out ANOTHER")
         schedule.resume(start.step, checkpoint["tokens"])
 
@@ -223,8 +224,8 @@ def restore(
             scale = float(checkpoint["scaler"]["scale"])
             steps = int(checkpoint["scaler"]["_growth_tracker"])
             if not (0 < scale < math.inf and 0 <= steps < 2**31):
-                raise ValueError(f"its scale of float16: expected a number above 0, found {scale} "
-                                 f"after {steps} steps")
+                raise ValueError(f"its loss scale of float16: expected a number above 0, found "
+                                 f"{scale} after {steps} steps")
             state = {"scale": scale, "_growth_tracker": steps}
             scaler.load_state_dict(scaler.state_dict() | state)
 
@@ -366,8 +367,9 @@ def refuse_non_finite(content: dict, path: Path) -> None:
 
     for name, tensor in tensors.items():
         if not tensor.isfinite().all():
-            raise RunError(f"after step {content['step']}, {name} is not finite: {path.name} is not "
-                           f"saved. {what_resumes(path.parent)}; lower --max_lr if it happens again")
+            raise RunError(f"{name} is not finite after step {content['step']}, so {path.name} was "
+                           "not saved: lower --max_lr if this happens again. "
+                           f"{what_resumes(path.parent)}")
 
 
 # ----------------------------------------------------------------------------- the folder --out
@@ -395,7 +397,7 @@ class Output:
             process.at_end.callback(lock.release)
         if config.resume == "auto" and choose_checkpoint(config) != start.path:
             # The other run saved it while this one was set up.
-            raise RunError(f"another run has just ended in {self.out}: give the same command again")
+            raise RunError(f"another run has just ended in {self.out}: run the same command again")
 
         move_aside(self.out, start, process.print0)
         self.record = Record(self.out, start.step, tokens_before, vars(config), config.wandb)

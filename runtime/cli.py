@@ -4,7 +4,7 @@ import sys
 # Every script imports this module before all others, so that an old Python ends in one line instead
 # of with a traceback of whatever it lacks. An old Python has to be able to compile this whole file.
 if sys.version_info < (3, 11):  # noqa: UP036
-    print("this needs Python 3.11 or newer, and runs on {}.{}: start it with another Python".format(
+    print("this project needs Python 3.11 or newer, found {}.{}: use a newer Python".format(
         *sys.version_info), file=sys.stderr)
     raise SystemExit(2)
 
@@ -116,18 +116,18 @@ class FlagParser(argparse.ArgumentParser):
     def _check_text(self, flag, name, text):
         """UserError for an empty text, a NUL byte, or bytes that are not UTF-8."""
         if text == "" and name not in FREE_TEXTS:
-            self.error(f"{flag} is empty: give a value (was a variable of the shell not set?)")
+            self.error(f"{flag} is empty: choose a value (is a variable of the shell unset?)")
         if "\0" in text and name not in FREE_TEXTS:
-            self.error(f"{flag} {text!r} holds a NUL byte: give another")
+            self.error(f"{flag} {text!r} contains a NUL byte: choose another value")
         # sys.argv holds bytes that are not UTF-8 as surrogates. A checkpoint, manifest or log with
         # one could not be read again. The prompt of sample.py stands in none of these.
         if name != "prompt" and text != text.encode(errors="replace").decode():
-            self.error(f"{flag} {text!r} holds bytes that are not UTF-8: give a name without them")
+            self.error(f"{flag} {text!r} contains bytes that are not UTF-8: choose another value")
 
     def error(self, message):
         if re.search(r"unrecognized arguments: .*\.py\b", message):
-            message = (f"{message}: unlike nanoGPT, this reads no file with settings: give them as "
-                       "flags, or a --preset")
+            message = (f"{message} (nanoGPT's configuration files are not supported): use flags "
+                       "or a --preset instead")
         raise UserError(f"{message} (see {self.prog} --help)")
 
 
@@ -149,7 +149,7 @@ def import_package(name: str):
         missing = (error.name or package).partition(".")[0]         # may be one that the package needs
     if missing is None:
         return module
-    raise UserError(f"this needs the package {missing}: pip install {missing}")
+    raise UserError(f"the package {missing} is not installed: pip install {missing}")
 
 
 # ----------------------------------------------------------------------------- what is printed
@@ -259,7 +259,7 @@ def refusal(error: OSError) -> UserError | RunError | None:
         return None
     path = os.fsdecode(error.filename)
     if error.errno in NO_ROOM:
-        return RunError(f"{path} cannot be written ({error.strerror}): make room")
+        return RunError(f"{path} cannot be written ({error.strerror}): make room on the disk")
     return UserError(f"{path} cannot be used ({error.strerror}): check the path and its permissions")
 
 
@@ -329,7 +329,7 @@ def exit_code(main: Callable[[], int | None]) -> int:
         package = (error.name or "").partition(".")[0]
         if not package or package in OUR_PACKAGES:
             return report_bug()
-        return report(UserError(f"this needs the package {package}: pip install {package}"))
+        return report(UserError(f"the package {package} is not installed: pip install {package}"))
     except OSError as error:
         refused = refusal(error)
         if refused is None:
@@ -365,8 +365,8 @@ def finish_output(stdout: Printer, code: int) -> int:
         silence(stdout)
         code = code or 1
         if failure.errno != errno.EPIPE:                # `... | head` has read enough
-            print_error(f"what it prints cannot be written ({failure.strerror}): make room, or send "
-                        "it elsewhere")
+            print_error(f"the output cannot be printed ({failure.strerror}): make room on the "
+                        "disk, or redirect the output elsewhere")
     write_to_stderr("")                                 # flushes
     return code
 

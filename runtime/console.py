@@ -51,7 +51,7 @@ def counted(n: int, what: str) -> str:
 # ----------------------------------------------------------------------- metrics.csv and log.txt
 
 def read_metrics(
-    path: str | Path, remedy: str = "remove it, or choose another --out"
+    path: str | Path, remedy: str = "remove the file, or choose another --out"
 ) -> list[dict]:
     """The complete rows of a metrics.csv, each {column: number, or None where the cell is empty}.
 
@@ -209,7 +209,8 @@ def open_wandb(out: Path, config: dict, resumes: bool):
     path = out / "wandb_id"
     if not resumes or not path.exists():
         replace_file(path, lambda file: file.write(uuid.uuid4().hex.encode()))
-    with reading("Weights & Biases", "wandb login, or leave --wandb out", problem="cannot start"):
+    remedy = "run `wandb login`, or leave --wandb out"
+    with reading("Weights & Biases", remedy, problem="cannot start"):
         wandb.init(
             project="gpt2",
             name=out.name,
@@ -353,9 +354,8 @@ def print_header(
     flops = schedule.tokens_left(start.step) * model.flops_per_token(c.sequence_length)
     least = least_cpu_seconds(flops, c.dtype, process.world_size)
     if process.device == "cpu" and least > DAY:
-        say(f"without a GPU this takes more than {counted(math.floor(least / DAY), 'day')}: "
-            "--preset shakespeare is for a CPU and takes minutes, --dry_run tells how long this run "
-            "takes")
+        say(f"without a GPU this run takes more than {counted(math.floor(least / DAY), 'day')}: "
+            "try --preset shakespeare, which takes minutes on a CPU, or --dry_run for an estimate")
 
 
 def plans(config) -> list[str]:
@@ -372,7 +372,7 @@ def plans(config) -> list[str]:
             when = f"every {period:,} steps"
         texts.append(f"{what} {when}")
     if not config.overfit:
-        texts.append(f"in {config.out}")
+        texts.append(f"output in {config.out}")
     return texts
 
 
@@ -417,7 +417,7 @@ def print_summary(config, process, data, log: StepLog, output, step: int, stoppe
     files = [name for name in ("log.txt", "metrics.csv", "loss.png") if (output.out / name).exists()]
     if saved:
         files.append("checkpoints")
-    say(f"done: {step} steps; in {config.out}: {', '.join(files)}")
+    say(f"done: {step} steps; {config.out} has {', '.join(files)}")
     if saved and log.record:
         print_best(config, data, log.record.rows, saved, say)
     return 0
@@ -432,7 +432,7 @@ def print_best(config, data, rows: list[dict], saved: dict[int, Path], say: Call
         first_loss = rows[0]["val"]
         at_first = ""
         if first_loss is not None:
-            at_first = f", at first {first_loss:.4f}"
+            at_first = f", {first_loss:.4f} at step {rows[0]['step']}"
         say(f"best checkpoint: {saved[step]}, validation loss {loss:.4f}{in_bits(loss, data)}"
             f"{at_first}")
         model += "/best"
@@ -442,7 +442,7 @@ def print_best(config, data, rows: list[dict], saved: dict[int, Path], say: Call
 def print_overfit(say: Callable, losses: list[float]) -> int:
     """The verdict of --overfit. Returns the exit code."""
     passed = losses[-1] < OVERFIT_LOSS
-    verdict = f"FAILED (under {OVERFIT_LOSS} is expected)"
+    verdict = f"FAILED (expected a loss below {OVERFIT_LOSS})"
     if passed:
         verdict = "PASSED\nnext: python fineweb.py --input input.txt --out data/shakespeare"
     say(f"overfit one batch: loss {losses[0]:.4f} -> {losses[-1]:.4f} in {len(losses)} steps: "

@@ -43,7 +43,7 @@ def digest(tokens: np.ndarray) -> str:
 
 
 class TokenDataset:
-    """The sequences of a list of shards, numbered across epochs: every sequence comes once an epoch.
+    """The sequences of a list of shards, numbered across epochs: each comes once per epoch.
 
     A shard is a path or a 1-D uint16 array. Shard i has (len_i - 1) // T sequences of T tokens; the
     last target needs one token more. Without `shuffle` the sequences come in the order of the files.
@@ -77,8 +77,9 @@ class TokenDataset:
         self.counts = [(length - 1) // self.T for _, length, _ in self.fingerprint]
         self.total = sum(self.counts)
         if self.total == 0:
-            raise UserError(f"{self.names[0]}: too few tokens for one sequence of {self.T} and its "
-                            "target: give more text or a smaller --sequence_length")
+            raise UserError(f"{self.names[0]} has too few tokens (found {self.fingerprint[0][1]}, "
+                            f"expected at least {self.T + 1} for a sequence and its last target): "
+                            "make shards of more text, or lower --sequence_length")
 
         # A micro-batch takes only a few rows: keep the shard that is being read.
         self._sequences = lru_cache(1)(self._sequences)
@@ -93,9 +94,9 @@ class TokenDataset:
     def _check_ids(self, i, tokens):
         largest = tokens.max(initial=0)
         if largest >= self.vocab_end:
-            raise UserError(f"{self.names[i]} holds token {largest}, the model's end at "
-                            f"{self.vocab_end - 1}: it is damaged, or of another tokenizer than GPT-2's, "
-                            "or --vocab_size is too small")
+            raise UserError(f"{self.names[i]} contains token {largest}, but the model's largest "
+                            f"token is {self.vocab_end - 1}: make the shard again with GPT-2's "
+                            "tokenizer, or raise --vocab_size")
 
     def _order(self, n, *key):
         if not self.shuffle:
@@ -107,8 +108,8 @@ class TokenDataset:
         shard = self.shards[i]
         tokens = shard if isinstance(shard, np.ndarray) else read_shard(shard)
         if [len(tokens), digest(tokens)] != self.fingerprint[i][1:]:
-            raise UserError(f"{self.names[i]} changed during the run: restore it, then run the same "
-                            "command")
+            raise UserError(f"{self.names[i]} changed during the run: restore the file, then run "
+                            "the same command again")
         self._check_ids(i, tokens)
 
         if epoch > 0:
@@ -260,7 +261,7 @@ def open_data(config) -> Data:
 
 def overfit_tokens(batch_tokens: int) -> np.ndarray:
     """The beginning of input.txt: so many tokens that an epoch is one batch."""
-    with reading(INPUT_TXT, "restore it with `git checkout -- input.txt`"):
+    with reading(INPUT_TXT, "restore the file with `git checkout -- input.txt`"):
         text = INPUT_TXT.read_text(encoding="utf-8")
     count = batch_tokens + 1                    # the last target is one more
     return encode(text[:CHARACTERS_PER_TOKEN * count])[:count]

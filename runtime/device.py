@@ -26,7 +26,8 @@ def choose_device(name: str = "auto", local_rank: int = 0) -> str:
     GPU on which no kernel runs, or an old torch. Sets up CUDA's allocator, if nobody has.
     """
     if TorchVersion(torch.__version__) < (2, 10):           # older ones were never tried
-        raise UserError(f"torch {torch.__version__} is too old: pip install 'torch>=2.10'")
+        raise UserError(f"torch {torch.__version__} is too old (expected 2.10 or newer): pip "
+                        "install 'torch>=2.10'")
     configure_allocator()
 
     with warnings.catch_warnings(action="ignore"):          # the error below says the same
@@ -43,9 +44,9 @@ def choose_device(name: str = "auto", local_rank: int = 0) -> str:
         device = f"cuda:{local_rank}"
 
     if device not in available:
-        raise UserError(f"--device {device}: not available here, torch {torch.__version__} finds "
-                        f"{', '.join(available)}: use one of these, and at most as many processes "
-                        "as GPUs")
+        raise UserError(f"--device {device} is not available (torch {torch.__version__} finds "
+                        f"{', '.join(available)}): choose one of these, and start at most as many "
+                        "processes as GPUs")
     if device.startswith("cuda"):
         check_gpu(device)
     return device
@@ -68,10 +69,11 @@ def check_gpu(device: str) -> None:
     except RuntimeError as error:
         if is_out_of_memory(error):
             return                      # it has kernels; the first micro-batch tells what to do
-        raise UserError(f"{device_name(device)} cannot run torch {torch.__version__}, which has code "
-                        f"for {', '.join(torch.cuda.get_arch_list())}: {brief_error(error)} (another "
-                        "build: https://pytorch.org/get-started/previous-versions; --device cpu does "
-                        "without the GPU)") from None
+        built_for = ", ".join(torch.cuda.get_arch_list())
+        raise UserError(f"torch {torch.__version__}, which is built for {built_for}, cannot run on "
+                        f"{device_name(device)} ({brief_error(error)}): install another build, see "
+                        "https://pytorch.org/get-started/previous-versions, or use --device cpu"
+                        ) from None
 
 
 def device_name(device: str) -> str:
@@ -240,8 +242,8 @@ def fits_in_memory(trial: Callable, B: int, may_shrink: bool, config, device: st
             raise UserError(f"--attention {config.attention} cannot run on {device} in "
                             f"{config.dtype} ({why}): use --attention auto") from None
         if config.compile:
-            raise RunError(f"torch.compile does not work here ({brief_error(error)}): train without "
-                           "it, --no_compile") from None
+            raise RunError(f"torch.compile fails on this machine ({brief_error(error)}): train "
+                           "with --no_compile") from None
         raise
 
 

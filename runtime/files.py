@@ -67,7 +67,7 @@ def read_text(path: str | Path, max_bytes: int = 1 << 28, errors: str = "replace
     if not stat.S_ISREG(info.st_mode):
         raise ValueError("it is not a regular file")
     if info.st_size > max_bytes:
-        raise ValueError(f"it has {info.st_size:,} bytes, expected at most {max_bytes:,}")
+        raise ValueError(f"expected at most {max_bytes:,} bytes, found {info.st_size:,}")
     return Path(path).read_bytes().decode("utf-8-sig", errors=errors)
 
 
@@ -95,9 +95,9 @@ def what_resumes(out: str | Path) -> str:
     with suppress(OSError):
         saved = checkpoints(out)
     if not saved:
-        return "There is no checkpoint yet: the same command starts again"
+        return "No checkpoint has been saved yet: the same command starts from the beginning"
     _, newest = saved[-1]
-    return f"The same command resumes from {newest.name}, unless it has --resume"
+    return f"The same command, without --resume, resumes from {newest.name}"
 
 
 @contextmanager
@@ -120,11 +120,11 @@ def writing(path: str | Path, begun: bool = False):
         why = brief_error(cause)
         if not begun and not is_full:
             raise UserError(f"{path} cannot be written ({why}): choose another folder") from None
-        remedy = "make it writable"
+        remedy = "make the folder writable"
         if is_full:
-            remedy = "make room"
-        raise RunError(f"cannot write {path} ({why}): {remedy}, or choose another folder; earlier "
-                       "files are intact: the same command resumes") from None
+            remedy = "make room on the disk"
+        raise RunError(f"{path} cannot be written ({why}): {remedy}, or choose another folder. "
+                       "Earlier files are intact, and the same command resumes") from None
 
 
 def os_error_behind(error: BaseException | None) -> OSError | None:
@@ -182,8 +182,8 @@ def lock_folder(out: str | Path):
             lock.acquire()                          # makes the folder, too
             return lock
         except Timeout:
-            raise UserError(f"--out {out}: another run is writing there: wait, or take another "
-                            "folder") from None
+            raise UserError(f"--out {out} is in use by another run: wait for the end of that run, "
+                            "or choose another --out") from None
         except OSError as error:
             # Some network file systems have no locks.
             if error.errno == errno.ENOLCK:

@@ -53,7 +53,7 @@ def add_flag(group, f: dataclasses.Field, recipes: dict[str, Recipe]) -> None:
     if f.type is bool:
         group.add_argument(f"--{f.name}", action="store_true", **options)
         if f.default is not False:
-            options["help"] = f"without --{f.name}"
+            options["help"] = f"Turn --{f.name} off."
             group.add_argument(f"--no_{f.name}", dest=f.name, action="store_false", **options)
     elif "choices" in f.metadata:
         group.add_argument(f"--{f.name}", choices=f.metadata["choices"], **options)
@@ -94,16 +94,29 @@ def help_text(f: dataclasses.Field, recipes: dict[str, Recipe]) -> str:
 
 def describe_presets(presets: dict[str, Preset], recipes: dict[str, Recipe]) -> str:
     """The presets' part of --help, without the values that a preset's recipe overrides."""
-    lines = ["presets:"]
+    lines = [
+        "presets:",
+        "  Flags on the command line override a preset. So do the learning rates of some recipes:",
+    ]
+    for name, recipe in recipes.items():
+        if recipe.rates:
+            lines.append(wrapped_flags({"recipe": name} | recipe.rates))
+
     for name, preset in presets.items():
         overridden = {}
         if "recipe" in preset.flags:
             overridden = recipes[preset.flags["recipe"]].rates
-        words = [f"--{flag}={value}" for flag, value in preset.flags.items() if flag not in overridden]
-        text = " ".join(words).replace("\n", r"$'\n'")         # as one types it into a shell
         lines.append(f"  {name}: {preset.purpose}")
-        lines.append(textwrap.indent(textwrap.fill(text, 94), " " * 6))
+        shown = {flag: value for flag, value in preset.flags.items() if flag not in overridden}
+        if shown:
+            lines.append(wrapped_flags(shown))
     return "\n".join(lines)
+
+
+def wrapped_flags(values: dict) -> str:
+    """{flag: value} as one types them into a shell, in indented lines."""
+    text = " ".join(f"--{flag}={value}" for flag, value in values.items())
+    return textwrap.indent(textwrap.fill(text.replace("\n", r"$'\n'"), 94), " " * 6)
 
 
 # ----------------------------------------------------------------------------- mistakes
@@ -116,14 +129,14 @@ def check_flags(config, recipes: dict[str, Recipe], start) -> None:
     check_model_flags(config)
 
     if config.min_lr != "auto" and config.min_lr > config.max_lr:
-        raise UserError(f"--min_lr {config.min_lr} is above --max_lr {config.max_lr}: give "
-                        f"{config.max_lr} or less")
+        raise UserError(f"--min_lr {config.min_lr} must not be above --max_lr {config.max_lr}: "
+                        "lower --min_lr or raise --max_lr")
 
     has_preset = config.preset != "gpt2"
     resumes = config.resume != "never"
     if config.overfit and (has_preset or resumes or config.val_every):
-        raise UserError("--overfit is a run of its own, without validation: leave --preset, "
-                        "--resume and --val_every out")
+        raise UserError("--overfit cannot be combined with --preset, --resume or --val_every: "
+                        "leave them out")
 
     if config.wandb:
         import_package("wandb")         # UserError if it is missing
@@ -135,14 +148,14 @@ def check_range(f: dataclasses.Field, value) -> None:
 
     largest = f.metadata.get("most", 2**40 if f.type is int else 1e38)
     if f.metadata.get("above") == 0:
-        allowed = "above 0"
+        allowed = f"above 0 and at most {largest}"
         is_valid = 0 < value <= largest
     else:
-        allowed = "from 0 on"
+        allowed = f"from 0 to {largest}"
         is_valid = 0 <= value <= largest
     if not is_valid:
-        raise UserError(f"--{f.name} {value}: give a number {allowed}, at most {largest:g} "
-                        f"({f.metadata['help']})")
+        raise UserError(f"--{f.name} {value} is out of range: choose a number {allowed} "
+                        f"(--help says: {f.metadata['help']})")
 
 
 def check_recipe_flags(config, recipes: dict[str, Recipe], start) -> None:
@@ -152,24 +165,25 @@ def check_recipe_flags(config, recipes: dict[str, Recipe], start) -> None:
         for name in recipe.own_flags:
             if name in own_flags or getattr(config, name) == "auto":
                 continue
-            source = ""
-            if start.recorded.get(name) == getattr(config, name):
-                source = f"{start.path}: "
-            raise UserError(f"{source}--{name} does not apply to --recipe {config.recipe}: leave it "
-                            "out")
+            problem = f"--{name} does not apply to --recipe {config.recipe}"
+            if start.recorded.get(name) == getattr(config, name):       # the file was edited
+                raise UserError(f"{start.path} records a --{name}, but {problem}: start a new run "
+                                "with another --out")
+            raise UserError(f"{problem}: leave the flag out")
 
 
 def check_model_flags(config) -> None:
     if config.n_embd % config.n_head != 0:
-        raise UserError(f"--n_embd {config.n_embd} must be divisible by --n_head {config.n_head}")
+        raise UserError(f"--n_embd {config.n_embd} must be divisible by --n_head {config.n_head}: "
+                        "choose another --n_head")
 
     if config.vocab_size < VOCAB_SIZE and (config.sample_every or config.hellaswag_every):
-        raise UserError(f"--vocab_size {config.vocab_size} is smaller than GPT-2's {VOCAB_SIZE}, "
-                        "which samples and HellaSwag need: give --sample_every 0 "
-                        "--hellaswag_every 0")
+        raise UserError(f"--vocab_size {config.vocab_size} must be at least {VOCAB_SIZE} (GPT-2's "
+                        "tokens) for samples and HellaSwag: raise --vocab_size, or turn both off "
+                        "with --sample_every 0 --hellaswag_every 0")
 
     for name in ("sequence_length", "window"):
         length = getattr(config, name)
         if length != "auto" and length > config.block_size:
-            raise UserError(f"--{name} {length} is longer than --block_size {config.block_size}: "
-                            "shorten the one or raise the other")
+            raise UserError(f"--{name} {length} must not be above --block_size "
+                            f"{config.block_size}: lower --{name} or raise --block_size")

@@ -73,8 +73,9 @@ def from_huggingface(source: str | Path, models: dict):
         folder = download_model(str(source))
 
     # `reading` turns any error in here into a UserError that names the source.
-    problem = "is no GPT-2 or export of ours in the Hugging Face format"
-    with reading(source, "give another", problem=problem):
+    problem = "is neither a GPT-2 nor an export of this project in the Hugging Face format"
+    remedy = "choose another model"
+    with reading(source, remedy, problem=problem):
         config = read_json(folder / "config.json")
         recipe = config.get("model_type")
         modern_recipes = [name for name in models if name != "gpt2"]
@@ -88,20 +89,20 @@ def from_huggingface(source: str | Path, models: dict):
             weights = transpose(read_weights(folder))
 
         checkpoint = {"model": weights, "model_config": config, "recipe": recipe}
-        return model_from_checkpoint(checkpoint, source, models, "give another")
+        return model_from_checkpoint(checkpoint, source, models, remedy)
 
 
 def download_model(name: str) -> Path:
     """The folder with the hub's model `name`. UserError if it cannot be fetched."""
     # A name that can only be a path, or an empty one.
     if name[:1] in "./~":
-        raise UserError(f"there is no file or folder {name}: check the path")
+        raise UserError(f"{name} does not exist: check the path")
 
     # OWNER/NAME where there is a folder OWNER: it is more likely that a path was meant.
     owner = name.partition("/")[0]
     if os.path.isdir(owner):
-        raise UserError(f"there is no file or folder {name}: check the path (a model of this name "
-                        f"on the hub would be hidden by the folder {os.path.abspath(owner)})")
+        raise UserError(f"{name} does not exist: check the path, or, for a model on the hub, "
+                        f"rename the folder {os.path.abspath(owner)}, which hides that model")
 
     hf_hub_download = import_package("huggingface_hub").hf_hub_download
     repo = name
@@ -117,9 +118,9 @@ def download_model(name: str) -> Path:
         except Exception as error:      # of the network's errors each library has its own classes
             why = brief_error(error)[:100]
 
-    raise UserError(f"{name} is no file or folder here, and cannot be fetched from the Hugging "
-                    f"Face hub ({why}): check the name and the connection, or give the path of a "
-                    "checkpoint")
+    raise UserError(f"{name} is neither a file nor a folder, and cannot be fetched from the "
+                    f"Hugging Face hub ({why}): check the name and the connection, or use the path "
+                    "of a checkpoint")
 
 
 def read_json(path: Path) -> dict:

@@ -40,8 +40,8 @@ def head_size(config, even: bool = False) -> int:
 
     hs = C // nh
     if even and hs % 2 != 0:
-        raise ValueError(f"n_embd {C} / n_head {nh} = {hs} must be even, because rotary positions "
-                         "turn pairs of numbers")
+        raise ValueError(f"n_embd {C} / n_head {nh} = {hs} must be even, because rotary embeddings "
+                         "rotate pairs of numbers")
     return hs
 
 
@@ -163,7 +163,7 @@ class LanguageModel(nn.Module):
         """
         T, block_size = idx.size(1), self.config.block_size
         if T > block_size:
-            raise ValueError(f"{T} tokens are longer than block_size {block_size}")
+            raise ValueError(f"a sequence of {T} tokens is longer than block_size {block_size}")
 
         x = self.hidden(idx)                                                    # (B, T, C)
         if targets is None:

@@ -12,8 +12,8 @@ PATIENCE = 60.0         # seconds between two pictures of a run
 EVALUATION = dict(color="#1f4e9c", marker="o", markersize=3)
 # column of metrics.csv: (label of the y axis, name of the curve, its style)
 CURVES = {
-    "train": ("loss, nats a token", "training loss", dict(color="#d9822b", linewidth=0.6)),
-    "val": ("loss, nats a token", "validation loss", EVALUATION),
+    "train": ("loss, nats per token", "training loss", dict(color="#d9822b", linewidth=0.6)),
+    "val": ("loss, nats per token", "validation loss", EVALUATION),
     "hella": ("HellaSwag accuracy (acc_norm)", "HellaSwag, acc_norm", EVALUATION),
 }
 
@@ -89,6 +89,6 @@ def draw(record, title: str, last: bool) -> None:
         plot_run(record.rows, record.out / "loss.png", title)
     except Exception as error:
         # matplotlib raises all kinds of errors, and no run should end by a picture.
-        print_error(f"warning: {record.out}/loss.png is not drawn ({brief_error(error)})")
+        print_error(f"warning: {record.out}/loss.png was not drawn ({brief_error(error)})")
         if isinstance(error, UserError):
             record.picture_due = math.inf

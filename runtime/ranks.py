@@ -71,9 +71,9 @@ def read_launch() -> Launch:
     local_rank = read_number("LOCAL_RANK", 0)
     is_valid = rank is not None and 0 <= rank < world_size and local_rank >= 0
     if not is_valid:
-        raise UserError(f"the environment has WORLD_SIZE={world_size}, RANK={rank}, "
-                        f"LOCAL_RANK={local_rank}: start by torchrun, which sets them, or for one "
-                        "process alone by `env -u WORLD_SIZE`")
+        raise UserError(f"the environment variables WORLD_SIZE={world_size}, RANK={rank} and "
+                        f"LOCAL_RANK={local_rank} do not fit together: start several processes "
+                        "with torchrun, which sets all three, or one with `env -u WORLD_SIZE`")
     return Launch(rank, local_rank, world_size, by_torchrun, job, restarts)
 
 
@@ -85,8 +85,9 @@ def read_number(name: str, default: int | None) -> int | None:
     try:
         return int(text)
     except ValueError:
-        raise UserError(f"the environment variable {name} is {text!r}: it must be a number, as "
-                        f"torchrun sets it, or be unset (`env -u {name}`)") from None
+        raise UserError(f"the environment variable {name} is {text!r}, expected a number: start "
+                        "several processes with torchrun, which sets the variable, or one with "
+                        f"`env -u {name}`") from None
 
 
 # ----------------------------------------------------------------------------- a rank
@@ -131,8 +132,8 @@ class Process:
             if error.errno == errno.EPIPE:          # the reader of the pipe has ended
                 self.received = self.received or "a closed pipe"
             elif error.errno != errno.EIO:          # EIO: a closed terminal, which sends SIGHUP, too
-                print_error(f"nothing more is printed ({error.strerror}): the run goes on, and its "
-                            "record is in --out")
+                print_error(f"the output can no longer be printed ({error.strerror}): the run goes "
+                            "on, and its record is in --out")
 
     # ------------------------------------------------------------------------- agreeing
 
@@ -201,7 +202,7 @@ class Process:
     def require_same(
         self,
         values: dict,
-        remedy: str = "give every machine the same",
+        remedy: str = "use the same on every machine",
         error: type = UserError,
     ) -> None:
         """Raises `error` on all ranks if one of the {name: value} differs between them."""
@@ -212,7 +213,7 @@ class Process:
                 found, expected = of_rank.get(name), of_master.get(name)
                 if found != expected:
                     with printed_by(self.is_master):
-                        raise error(f"process {rank}: {name} is {safe_repr(found)} here, and "
+                        raise error(f"process {rank}: {name} is {safe_repr(found)}, but "
                                     f"{safe_repr(expected)} on process 0: {remedy}")
 
     # ------------------------------------------------------------------------- stopping
@@ -273,8 +274,9 @@ def shared_store(launch: Launch, timeout: timedelta) -> dist.Store:
     try:
         store = wait_for_store(launch, timeout)
     except (ValueError, RuntimeError) as error:
-        raise UserError(f"WORLD_SIZE is set, and the other processes cannot be found ({error}): "
-                        "start by torchrun, or for one process alone by `env -u WORLD_SIZE`") from None
+        raise UserError(f"WORLD_SIZE is {launch.world_size}, but the other processes cannot be "
+                        f"found ({error}): start several processes with torchrun, or one with "
+                        "`env -u WORLD_SIZE`") from None
 
     # The store outlives a group: after a restart (pytorch issue 135712), or in a second main() of a
     # notebook, ranks would read the addresses of the earlier group. So each has its own prefix.
@@ -301,9 +303,9 @@ def wait_for_store(launch: Launch, timeout: timedelta) -> dist.Store:
         return found.result(PATIENCE)
 
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
-    print_error(f"process {launch.rank} waits for {launch.world_size - 1} other(s) at "
-                f"{address}:{port}, as WORLD_SIZE is {launch.world_size}: torchrun starts them; for "
-                "one process alone: env -u WORLD_SIZE")
+    print_error(f"process {launch.rank} is waiting at {address}:{port} for "
+                f"{launch.world_size - 1} other(s), because WORLD_SIZE is {launch.world_size}: "
+                "start several processes with torchrun, or one with `env -u WORLD_SIZE`")
     return found.result()
 
 

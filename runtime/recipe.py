@@ -96,10 +96,9 @@ def make_batch_schedule(recipe: Recipe, config, world_size: int) -> BatchSchedul
     if total % unit != 0:
         smaller = total // unit * unit
         nearest = f"{smaller} or {smaller + unit}" if smaller else f"{unit}"
-        remark = ""
+        reason = f"{config.sequence_length} tokens per sequence x {world_size} process(es)"
         if max(divisors) > 1:
-            remark = f" (the first steps have 1/{max(divisors)} of it)"
-        raise UserError(f"--total_batch_size {total} must be a multiple of {unit}: sequences of "
-                        f"{config.sequence_length} tokens for each of {world_size} process(es)"
-                        f"{remark}. Give {nearest}")
+            reason += f" x {math.lcm(*divisors)}, because the first steps have a smaller batch"
+        raise UserError(f"--total_batch_size {total} must be a multiple of {unit} ({reason}): "
+                        f"choose {nearest}")
     return BatchSchedule(total, config.max_steps, divisors)

@@ -51,10 +51,10 @@ def open_shard(path: str | Path) -> np.memmap:
     path = Path(path)
 
     # NumPy warns about an unusual header, but the error is enough.
-    with reading(path, "copy it or make it again"), warnings.catch_warnings(action="ignore"):
+    with reading(path, "copy or make the shard again"), warnings.catch_warnings(action="ignore"):
         # To open a named pipe would wait forever.
         if not path.is_file():
-            raise ValueError("no regular file is there")
+            raise ValueError("it does not exist, or is not a regular file")
 
         if path.suffix == ".bin":
             tokens = open_bin(path)
@@ -63,11 +63,9 @@ def open_shard(path: str | Path) -> np.memmap:
             tokens = np.lib.format.open_memmap(path, mode="r")
 
         if tokens.dtype != np.uint16 or tokens.ndim != 1 or len(tokens) == 0:
-            raise ValueError(f"a shard is 1-D uint16 tokens, it holds {tokens.dtype} "
-                             f"{tokens.shape}")
+            raise ValueError(f"expected 1-D uint16 tokens, found {tokens.dtype} {tokens.shape}")
         if path.stat().st_size != tokens.offset + tokens.nbytes:
-            raise ValueError(f"its size is not that of the {len(tokens):,} tokens its header "
-                             f"states")
+            raise ValueError(f"its size does not match the {len(tokens):,} tokens of its header")
         return tokens
 
 
@@ -76,8 +74,8 @@ def open_bin(path: Path) -> np.memmap:
     # A file that is too short gives fewer numbers than are asked for.
     header = np.fromfile(path, dtype="<i4", count=BIN_HEADER)
     if len(header) < BIN_HEADER or (header[0], header[1]) != (BIN_MAGIC, BIN_VERSION):
-        raise ValueError(f"it does not start with llm.c's header: magic {BIN_MAGIC}, version "
-                         f"{BIN_VERSION}")
+        raise ValueError(f"it does not start with llm.c's header, which has magic {BIN_MAGIC} and "
+                         f"version {BIN_VERSION}")
     return np.memmap(path, dtype="<u2", mode="r", offset=4 * BIN_HEADER, shape=(int(header[2]),))
 
 
@@ -92,13 +90,14 @@ def read_shard(path: str | Path) -> np.ndarray:
 def shard_names(folder: str | Path) -> list[str]:
     """The sorted names of all shards in a folder; none if there is no such folder. UserError if
     it cannot be read, or is a file."""
-    with reading(folder, "make it readable, or give another folder"):
+    with reading(folder, "make the folder readable, or choose another"):
         try:
             names = os.listdir(folder)
         except FileNotFoundError:
             names = []
         except NotADirectoryError:
-            raise UserError(f"{folder} is a file: give the folder of the shards") from None
+            raise UserError(f"{folder} is a file (expected a folder): choose the folder of the "
+                            f"shards") from None
     return sorted(name for name in names if SHARD_NAME.match(name))
 
 
@@ -113,9 +112,9 @@ def list_shards(folder: str | Path, split: str) -> list[Path]:
     paths = [Path(folder, name) for name in shard_names(folder) if split_of(name) == split]
     if not paths:
         raise UserError(
-            f"there is no data in {folder}, no *_{split}_*.npy or .bin: `python fineweb.py` "
-            f"makes edu_fineweb10B, with --pretokenized 9 it fetches fineweb10B, with --input "
-            f"YOUR_TEXT --out {folder} it makes shards of your own text")
+            f"{folder} has no shards *_{split}_*.npy or *_{split}_*.bin: make edu_fineweb10B with "
+            f"`python fineweb.py`, fetch fineweb10B with `python fineweb.py --pretokenized 9`, or "
+            f"use your own text with `python fineweb.py --input YOUR_TEXT --out {folder}`")
     return paths
 
 
@@ -129,7 +128,7 @@ def file_sha256(path: str | Path) -> str:
 def read_manifest(folder: Path) -> dict:
     """What a folder's manifest.json records, {} without one. UserError if it is damaged."""
     path = folder / "manifest.json"
-    with reading(path, "restore it, or choose another --out"):
+    with reading(path, "restore the file, or choose another --out"):
         if not path.exists():
             return {}
         manifest = json.loads(read_text(path, errors="strict"))
@@ -138,7 +137,7 @@ def read_manifest(folder: Path) -> dict:
 
             # A name with a slash would make --verify read files elsewhere.
             if "/" in name or not SHARD_NAME.match(name):
-                raise ValueError("it lists a file that is no shard of this folder")
+                raise ValueError("it lists a file that is not a shard of this folder")
         return manifest
 
 
@@ -158,14 +157,14 @@ def manifest_to_continue(folder: Path, settings: dict) -> dict:
     version = found.get("version")                # there is none in a manifest of --pretokenized
     if version != settings["version"]:
         raise UserError(
-            f"{folder} has shards of another source or version of fineweb.py (its manifest.json "
-            f"has version {version}, expected {settings['version']}): train on them as they are, "
-            f"or choose another --out")
+            f"{folder} has shards of another source or version of fineweb.py (manifest.json has "
+            f"version {version}, expected {settings['version']}): train on these shards as they "
+            f"are, or choose another --out")
     for key, value in settings.items():
         if found.get(key) != value:
             raise UserError(
-                f"{folder} was begun with another {key} ({json.dumps(found.get(key))[:80]} instead "
-                f"of {json.dumps(value)[:80]}): give the same, or choose another --out")
+                f"{folder} was begun with another {key} ({json.dumps(found.get(key))[:80]}, not "
+                f"{json.dumps(value)[:80]}): use the same {key}, or choose another --out")
 
     # A key that is missing, or has another type, is damage, too.
     with reading(folder / "manifest.json", "choose another --out"):
@@ -179,7 +178,7 @@ def manifest_to_continue(folder: Path, settings: dict) -> dict:
             # Its bytes are compared by --verify only: that takes minutes for 10 billion tokens.
             length = len(open_shard(folder / shard["file"]))
             if shard["tokens"] != length or shard["split"] != split_of(shard["file"]):
-                raise ValueError(f"{shard['file']} is not the shard that it describes")
+                raise ValueError(f"its entry of {shard['file']} does not match that file")
         if any(index(count) < 0 for count in counts):
-            raise ValueError("a number in it is less than 0")
+            raise ValueError("its cursors have a number below 0")
     return found

@@ -37,9 +37,11 @@ def check_layout(layout: Layout, files: list) -> None:
     """UserError for a flag that is about a kind of file of which `files` has none."""
     kinds = {kind_of(file) for file in files}
     if layout.separator and not kinds & TEXT_FILES:
-        raise UserError("--separator is for .txt and .md files, and there are none: leave it out")
+        raise UserError("--separator applies to .txt and .md files, but the input has none: leave "
+                        "the flag out")
     if layout.tsv_quotes and ".tsv" not in kinds:
-        raise UserError("--tsv_quotes is for .tsv files, and there are none: leave it out")
+        raise UserError("--tsv_quotes applies to .tsv files, but the input has none: leave the "
+                        "flag out")
 
 
 # ----------------------------------------------------------------------------- files
@@ -54,8 +56,8 @@ class LocalFiles:
         twice = {os.path.realpath(path) for path in val_paths} & {
             os.path.realpath(path) for path in train_paths}
         if twice:
-            raise UserError(f"{min(twice)} is both in --input and in --val_input: leave it out "
-                            f"of one of them")
+            raise UserError(f"{min(twice)} is both in --input and in --val_input: leave the file "
+                            f"out of one of them")
 
         self.paths = [(path, f"--val_input {path}") for path in val_paths]
         self.paths += [(path, f"--input {path}") for path in train_paths]
@@ -88,12 +90,12 @@ def find_files(flag: str, patterns: list[str], out: Path) -> list[Path]:
         try:
             found = [path for path in list_files(pattern) if is_text(path)]
         except OSError as error:
-            raise UserError(f"--{flag} {pattern}: {error.filename} cannot be read "
-                            f"({brief_error(error)}): make it readable, or leave it "
+            raise UserError(f"{error.filename}, in --{flag} {pattern}, cannot be read "
+                            f"({brief_error(error)}): make the folder readable, or leave it "
                             f"out") from None
         if not found:
-            raise UserError(f"--{flag} {pattern}: there is no file of a known kind ({KINDS}): "
-                            f"check the path")
+            raise UserError(f"--{flag} {pattern} matches no file of a known kind ({KINDS}): check "
+                            f"the path")
         paths += found
 
     # A file that two of the patterns name is read once: the first time.
@@ -141,7 +143,7 @@ def check_readable(pattern: str) -> None:
 def describe(path: Path) -> dict:
     """What the manifest says of a file: the SHA-256 of its ends tells it from others of its name
     and size."""
-    with reading(path, "make it readable, or leave it out"), open(path, "rb") as file:
+    with reading(path, "make the file readable, or leave it out"), open(path, "rb") as file:
         size = path.stat().st_size
         sha256 = hashlib.sha256(file.read(DESCRIBED_BYTES))
         file.seek(max(0, size - DESCRIBED_BYTES))
@@ -231,8 +233,8 @@ class HubDataset:
             # hf://datasets/OWNER/NAME@REVISION/path/in/the/dataset
             names = [url.partition(f"@{revision}/")[2] for url in splits.get(split, ())]
             if not names or not all(kind_of(name) for name in names):
-                raise ValueError(f"of its splits ({', '.join(map(str, splits))}) {split} has no "
-                                 f"files, or others than {KINDS}")
+                raise ValueError(f"its split {split} has no files, or files of other kinds than "
+                                 f"{KINDS}; its splits are {', '.join(map(str, splits))}")
             return names
 
     def start_download(self, name: str) -> Future:
@@ -268,7 +270,7 @@ def hub_errors(what: str):
         raise
     except ImportError as error:
         # `datasets` needs some packages for some datasets only.
-        package = error.name if error.name else "it"
+        package = error.name if error.name else "PACKAGE"
         raise UserError(f"{what} needs a package that is not installed ({brief_error(error)}): "
                         f"pip install {package}") from None
     except Exception as error:
@@ -278,10 +280,10 @@ def hub_errors(what: str):
         why = brief_error(error)
         if is_users_mistake(error, why):
             raise UserError(f"{what} cannot be read ({why}): check its name, --name and --split; "
-                            f"if it is private or gated, accept its terms there, and `hf auth "
-                            f"login`") from None
-        raise RunError(f"{what} cannot be fetched from the Hugging Face hub ({why}): run the "
-                       f"same command again with a network, or give your own text with "
+                            f"for a private or gated dataset accept its terms on the hub, and run "
+                            f"`hf auth login`") from None
+        raise RunError(f"{what} cannot be fetched from the Hugging Face hub ({why}): check the "
+                       f"network and run the same command again, or use your own text with "
                        f"--input") from None
 
 

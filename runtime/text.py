@@ -77,7 +77,7 @@ def text_pieces(file: io.TextIOWrapper, separator: str) -> Iterator[tuple[str, b
     for block in iter(partial(file.read, BLOCK), ""):
         # UTF-16 of plain English is valid UTF-8, too: each other character of it is NUL.
         if block.count("\0") > len(block) // 10:
-            raise ValueError("it is UTF-16")
+            raise ValueError("it is UTF-16, expected UTF-8")
 
         # Before `start` there is no separator and no place for a cut: earlier turns have looked.
         start = max(0, len(text) - len(separator) - 1)
@@ -103,8 +103,8 @@ def text_pieces(file: io.TextIOWrapper, separator: str) -> Iterator[tuple[str, b
 # ----------------------------------------------------------------------------- .jsonl
 
 def read_jsonl(path: Path, layout: Layout) -> Pieces:
-    """A document a line. Python's json is as fast as pyarrow's, and an error of it can be told by
-    its line."""
+    """Each line is a document. Python's json is as fast as pyarrow's, and its errors can name the
+    line."""
     with open_bytes(path) as file:
         for number, line in enumerate(iter(partial(file.readline, MAX_DOCUMENT), b""), 1):
             if not line.isspace():
@@ -119,16 +119,16 @@ def text_of_json(line: bytes, where: str, field: str) -> bytes:
     except (ValueError, RecursionError):
         row = None
     if not isinstance(row, dict):
-        raise ValueError(f"{where} is no JSON object: write one object a line, as `jq -c '.[]'` "
-                         f"does with an array")
+        raise ValueError(f"{where} is not a JSON object; write one object per line, as `jq -c "
+                         f"'.[]'` does with an array")
     if field not in row:
-        raise ValueError(f"{where} has no {missing_field(field, row)}")
+        raise ValueError(f"{where} has no field {missing_field(field, row)}")
 
     text = row[field]
     if text is None:
         return b""
     if not isinstance(text, str):
-        raise ValueError(f"{where} has no text as {safe_repr(field)}, but {safe_repr(text)}")
+        raise ValueError(f"field {safe_repr(field)} of {where} is not text: {safe_repr(text)}")
     try:
         return text.encode()
     except UnicodeEncodeError:
@@ -137,16 +137,15 @@ def text_of_json(line: bytes, where: str, field: str) -> bytes:
 
 
 def missing_field(field: str, names: Iterable[str]) -> str:
-    """The end of a message: which field is missing, the first ones that there are, and what to
-    do."""
+    """The end of a message: the missing field, and the first of those that could be meant."""
     found = ", ".join(safe_repr(name)[:20] for name in [*names][:4])
-    return f"{safe_repr(field)[:20]}: give --text_field one of its names ({found})"
+    return f"{safe_repr(field)[:20]}; set --text_field to one of these: {found}"
 
 
 # ----------------------------------------------------------------------------- .csv, .tsv
 
 def read_csv(path: Path, layout: Layout) -> Pieces:
-    """A document a row of a .csv or .tsv, whose first row names the columns."""
+    """Each row of a .csv or .tsv is a document. The first row names the columns."""
     delimiter = ","
     quoting = csv.QUOTE_MINIMAL
     hint = ""
@@ -155,7 +154,7 @@ def read_csv(path: Path, layout: Layout) -> Pieces:
         if not layout.tsv_quotes:
             # A quotation mark is text like any other.
             quoting = csv.QUOTE_NONE
-            hint = " (--tsv_quotes is for quoted cells)"
+            hint = "; add --tsv_quotes if cells are quoted"
     csv.field_size_limit(MAX_DOCUMENT)
 
     header = None
@@ -177,7 +176,7 @@ def read_csv(path: Path, layout: Layout) -> Pieces:
                         f"line {number} has no column {missing_field(layout.text_field, header)}")
             elif row:
                 if len(row) != len(header):
-                    raise ValueError(f"line {number} has {len(row)} cells, and the first row has "
+                    raise ValueError(f"line {number} has {len(row)} cells, but the first row has "
                                      f"{len(header)}{hint}")
                 yield True, row[header.index(layout.text_field)].encode()
 
@@ -189,7 +188,7 @@ def csv_lines(file: io.BufferedReader) -> Iterator[str]:
     text = io.TextIOWrapper(file, encoding="utf-8", errors="surrogateescape", newline="")
     for number, line in enumerate(iter(partial(text.readline, MAX_DOCUMENT), ""), 1):
         if len(line) == MAX_DOCUMENT:
-            raise ValueError(f"line {number} has a gigabyte without an end")
+            raise ValueError(f"line {number} is longer than a gigabyte")
         try:
             line.encode()
         except UnicodeEncodeError:
@@ -200,7 +199,7 @@ def csv_lines(file: io.BufferedReader) -> Iterator[str]:
 # ----------------------------------------------------------------------------- .parquet
 
 def read_parquet(path: Path, layout: Layout) -> Pieces:
-    """A document a row, as a view of pyarrow's memory; null is an empty one."""
+    """Each row is a document, a view of pyarrow's memory; null is an empty one."""
     pyarrow = import_package("pyarrow")
     parquet = import_package("pyarrow.parquet")
 
@@ -276,7 +275,7 @@ def read_chunks(path: Path, layout: Layout, mark: bytes, name: str) -> Iterator[
 
     # pyarrow's errors are derived from these.
     errors = (OSError, ValueError, NotImplementedError)
-    with reading(name, "repair it (as UTF-8 text), or leave it out", errors):
+    with reading(name, "repair the file (as UTF-8 text), or leave it out", errors):
         for begins, text in reader(path, layout):
             if begins:
                 parts.append(mark)

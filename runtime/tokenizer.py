@@ -39,8 +39,8 @@ def checked_asset(name: str) -> Path:
         sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
         if sha256 == BPE_SHA256[name]:
             return path
-    raise UserError(f"{path} is missing or is not GPT-2's file: restore it with `git checkout -- "
-                    f"assets`")
+    raise UserError(f"{path} is missing or is not GPT-2's file: restore the file with "
+                    f"`git checkout -- assets`")
 
 
 @functools.cache
@@ -90,8 +90,8 @@ def encode(text: str) -> np.ndarray:
     except UnicodeEncodeError:
         return encode(replace_surrogates(text))
     except ValueError:                            # tiktoken's regular expression runs out of stack
-        raise UserError("a document has too long a run of white space for tiktoken: shorten "
-                        "it") from None
+        raise UserError("a document has a run of white space that is too long for tiktoken: "
+                        "shorten the run") from None
     return tokens.astype(np.uint16)
 
 
@@ -121,8 +121,8 @@ class Encoder:
             from gigatoken.gigatoken_rs import load_hf_json
         except ImportError:
             if name == "gigatoken":
-                raise UserError("--encoder gigatoken needs that package: pip install "
-                                "gigatoken") from None
+                raise UserError("--encoder gigatoken needs the package gigatoken, which is not "
+                                "installed: pip install gigatoken") from None
             return
 
         self.gigatoken = load_hf_json(json.dumps(self._as_tokenizer_json()))
@@ -188,6 +188,6 @@ class Encoder:
 
         at = len(os.path.commonprefix([tokens.tolist(), expected.tolist()]))
         text = tokenizer().decode(expected[max(0, at - 2):at + 3].tolist())
-        raise RunError(f"gigatoken's tokens differ from tiktoken's at {text!r}: pip install the "
-                       f"version of it in requirements.txt, or give --encoder tiktoken, which is "
-                       f"slower")
+        raise RunError(f"gigatoken's tokens differ from tiktoken's at {text!r}: install the "
+                       f"version of gigatoken in requirements.txt, or use --encoder tiktoken, "
+                       f"which is slower")

@@ -48,7 +48,7 @@ def find_checkpoint(source: str | Path) -> Path | None:
             return newest
         refuse_hidden_name(source)
         raise UserError(f"{source} is neither a run's folder (it has no checkpoint_*.pt) nor in "
-                        "the Hugging Face format (it has no config.json): give one of these, or "
+                        "the Hugging Face format (it has no config.json): choose one of these, or "
                         "a checkpoint's file")
 
     if path.name == "best" and os.path.isdir(path.parent) and not os.path.exists(path):
@@ -62,12 +62,12 @@ def find_checkpoint(source: str | Path) -> Path | None:
 
 def best_checkpoint(out: Path) -> Path:
     """The checkpoint in a run's folder with the lowest validation loss, by its metrics.csv."""
-    remedy = f"give a checkpoint's file, or {out} for its newest"
+    remedy = f"use a checkpoint's file, or {out} for the newest checkpoint"
     saved = dict(checkpoints(out))                                              # {step: path}
     best = lowest(read_metrics(out / "metrics.csv", remedy), saved)
     if best is None:
-        raise UserError(f"{out / 'best'}: no checkpoint in {out} has a validation loss in "
-                        f"metrics.csv: {remedy}")
+        raise UserError(f"{out / 'best'} is not known, because no checkpoint in {out} has a "
+                        f"validation loss in metrics.csv: {remedy}")
     loss, step = best
     return saved[step]
 
@@ -79,8 +79,8 @@ def refuse_unreadable(path: Path) -> None:
         if stat.S_ISDIR(os.stat(path).st_mode):
             os.listdir(path)
     except PermissionError as error:
-        raise UserError(f"{path} cannot be read ({brief_error(error)}): make it readable, or give "
-                        "another") from None
+        raise UserError(f"{path} cannot be read ({brief_error(error)}): make the folder readable, "
+                        "or choose another") from None
     except (OSError, ValueError):
         pass                            # nothing has this name, or nothing can have it
 
@@ -88,18 +88,20 @@ def refuse_unreadable(path: Path) -> None:
 def refuse_hidden_name(source: str | Path) -> None:
     """UserError if `source`, a local folder without a model, has the name of one on the hub."""
     if str(source) in OPENAI_NAMES:
-        raise UserError(f"the folder {os.path.abspath(source)} holds no model, and hides the hub's "
-                        f"{source}: rename it, or give openai-community/{source}")
+        raise UserError(f"the folder {os.path.abspath(source)} contains no model, but hides the "
+                        f"hub's {source}: rename the folder, or use openai-community/{source}")
 
 
 # ---------------------------------------------------------------------- reading a file
 
-def read_checkpoint(path: str | Path, remedy: str = "check the path, or copy it again") -> dict:
+def read_checkpoint(
+    path: str | Path, remedy: str = "check the path, or copy the file again"
+) -> dict:
     """The dict that a .pt file holds. UserError with `remedy` if it cannot be read."""
     # `reading` turns any error in here into a UserError that names the file.
     with reading(path, remedy, problem="cannot be read as a checkpoint"):
         if not os.path.isfile(path):
-            raise ValueError("it does not exist, or is no regular file")
+            raise ValueError("it does not exist, or is not a regular file")
         checkpoint = load_pickle(path)
         if not isinstance(checkpoint, dict):
             raise unexpected("its content", "a checkpoint's dict", checkpoint)
@@ -117,12 +119,12 @@ def load_pickle(path: str | Path):
         elif start[:1] == b"\x80":
             pickled = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         else:
-            raise unexpected("its beginning", "that of a zip or a pickle", start.hex())
+            raise unexpected("its first bytes", "those of a zip or a pickle", start.hex())
 
     # weights_only=True below still lets a pickle call bytearray and _codecs.encode with any
     # arguments, and so a few bytes in a file could fill the memory. No checkpoint needs them.
     if re.search(rb"\nbytearray\n|_codecs\nencode\n", pickled):
-        raise ValueError("its pickle makes raw bytes, which no checkpoint holds")
+        raise ValueError("its pickle makes raw bytes, which no checkpoint needs")
 
     # build-nanogpt pickles an instance of GPTConfig, a class of its own script. Here it becomes a
     # plain record with the same attributes.
@@ -138,17 +140,17 @@ def pickles_of_zip(file) -> bytes:
 
         # torch.save compresses nothing. A compressed record could be larger than the memory.
         if any(r.compress_type != zipfile.ZIP_STORED for r in records):
-            raise ValueError("its zip is compressed, which torch.save's is not")
+            raise ValueError("its zip is compressed, unlike torch.save's")
 
         # Something before the first record would make torch and zipfile read different archives,
         # and what is checked here would not be what is loaded.
         if records[0].header_offset != 0:
-            raise ValueError("its zip does not start at the first byte, as torch.save's does")
+            raise ValueError("its zip does not start at the first byte, unlike torch.save's")
 
         # Each record has a CRC-32, which torch.load ignores.
         damaged = archive.testzip()
         if damaged:
-            raise ValueError(f"its record {damaged[:80]} is damaged: bits of it have changed")
+            raise ValueError(f"its record {damaged[:80]} is damaged and has another CRC-32")
 
         return b"".join(archive.read(r) for r in records if is_pickle(r.filename))
 
@@ -160,13 +162,13 @@ def is_pickle(name: str) -> bool:
 # ---------------------------------------------------------------------- from a dict to a model
 
 def model_from_checkpoint(
-    checkpoint: dict, path: str | Path, models: dict, remedy: str = "give another checkpoint"
+    checkpoint: dict, path: str | Path, models: dict, remedy: str = "choose another checkpoint"
 ):
     """The model of a checkpoint's dict: ours, nanoGPT's or build-nanogpt's.
 
     `models` is {recipe: class}. UserError with `path` and `remedy` if it cannot be built.
     """
-    with reading(path, remedy, problem="is not a model's checkpoint that this project reads"):
+    with reading(path, remedy, problem="is not a model that this project can read"):
         weights = checkpoint["model"]
         recipe = "gpt2"
         if "model_config" in checkpoint:                # this project's
@@ -282,7 +284,7 @@ def check_shared_memory(model, is_tied: bool) -> None:
         storages[storage.data_ptr()] = storage.nbytes()
         needed += p.numel() * p.element_size()
     if needed > sum(storages.values()):
-        raise ValueError("several of its tensors are one and the same")
+        raise ValueError("several of its tensors share memory")
 
 
 @torch.no_grad()
@@ -310,7 +312,7 @@ def build_model(cls: type, config, state_dict: dict):
         if not is_dense_float(p):
             raise ValueError(f"its {name} is not a plain tensor of floats")
         if not p.isfinite().all():
-            raise ValueError(f"its {name} is damaged: it holds numbers that are not finite")
+            raise ValueError(f"its {name} contains numbers that are not finite")
         p.data = torch.empty(p.shape, dtype=torch.float32).copy_(p)
 
     if is_tied:

@@ -85,7 +85,7 @@ def test_steps_and_kernels_are_measured_and_what_is_left_out_is_named(table):
     shown, rows = table("ladder" + TINY)
     measured = [row for row in rows if "failed" not in row]
     assert (len(measured), shown.count("\n| "), shown.count("\nnot measured: ")) == (7, 9, 4)
-    assert all(row["ms a step"] > 0 and row["peak GB"] > 0.1 and row["MFU"] > "0.0%" for row in measured)
+    assert all(row["ms per step"] > 0 and row["peak GB"] > 0.1 and row["MFU"] > "0.0%" for row in measured)
     assert measured[0]["in all"] == "1.00x" and all(f"py {key} " in bench.__doc__ for key in bench.TABLES)
     kernels = {row["kernel"]: row for row in table("attention" + TINY)[1]}
     assert all(0 < float(kernels[name]["error of y"]) < 1e-5 for name in ("auto", "naive", "math"))
@@ -138,7 +138,7 @@ def test_the_ladders_figures_follow_from_what_was_measured(table, monkeypatch):
     monkeypatch.setattr(timing, "run_in_subprocess", measured)
     shown, rows = table("ladder --device cpu --dtype bfloat16 --batch_size 4 --sequence_length 100 --turns 1")
     first, second, third = [row for row in rows if "failed" not in row][:3]
-    assert (first["ms a step"], first["tokens/s"], first["peak GB"], first["start s"]) == pytest.approx(
+    assert (first["ms per step"], first["tokens/s"], first["peak GB"], first["start s"]) == pytest.approx(
         (2000, 200, 3.5, 7))
     assert [(row["MFU"], row["gain"], row["in all"]) for row in (first, second, third)] == [
         ("5.0%", "1.00x", "1.00x"), ("10.0%", "2.00x", "2.00x"), ("30.0%", "1.50x", "3.00x")]
@@ -391,14 +391,16 @@ def test_a_picture_of_runs_has_tokens_and_time_of_training(table, monkeypatch):
     for runs, unit, seconds in (("slow fast", "minutes", 60), ("slow", "minutes", 60)):
         table(f"compare --plot a.png {runs}")
         tokens, times = figures.pop().axes
-        assert (tokens.get_xlabel(), times.get_xlabel()) == ("tokens", f"{unit} of training")
+        assert (tokens.get_xlabel(), times.get_xlabel()) == ("tokens of training", f"{unit} of training")
         for panel, a_step in ((tokens, 1000), (times, 900 / seconds)):
             assert panel.lines[0].get_xydata().tolist() == [[0, 11], [2 * a_step, 5], [4 * a_step, 4]]
     write_metrics("days", [11.0, 5.0], seconds=36_000.0)
     table("compare --plot a.png slow days")
     times = figures.pop().axes[1]
     assert times.get_xlabel() == "hours of training"
-    assert [line.get_xdata().tolist() for line in times.lines] == [[0, 0.5, 1], [0, 20]]
+    slow, line, days = times.lines
+    assert (slow.get_xdata().tolist(), days.get_xdata().tolist()) == ([0, 0.5, 1], [0, 20])
+    assert [*line.get_ydata()] == [4, 4] and "slow" in line.get_label()
 
 
 def test_the_peers_definitions_run_and_nothing_after_them(monkeypatch, tmp_path):
@@ -513,7 +515,7 @@ def test_recipes_are_compared_at_equal_text_and_ideas_with_their_recipe(monkeypa
     figures = drawn(monkeypatch)
     flags = f"recipes {data} --device cpu --batch_size 2 --sequence_length 16 --turns 2 --steps"
     rows = table(f"{flags} 24 --plot r.png --size 1x64 2x128")[1]
-    assert len(rows) == 2 * 7 and {row["s a step"] for row in rows} == {0.5, 0.0}
+    assert len(rows) == 2 * 7 and {row["s per step"] for row in rows} == {0.5, 0.0}
     ends = {line.get_label().strip(): line.get_xydata()[-1].tolist() for line in figures[0].axes[0].lines}
     assert len(ends) == 2 * 5 and ends["gpt2 2x128, 24 steps"] == pytest.approx(
         [24 * 32 * BYTES_A_TOKEN, 6.0 / math.log(2) / BYTES_A_TOKEN]), "at the best rate"
@@ -565,7 +567,7 @@ def test_nanochat_trains_on_the_same_text_and_is_compared_in_our_tokens(monkeypa
     own = len(PLAY) / (len(PLAY) + 1)           # bytes a token
     steps = round(24 * BYTES_A_TOKEN / own)
     for row, multiple in zip(rows, (2, 4, 8), strict=True):
-        assert row == {"run": f"nanochat 2x128, {multiple} times its rates", "s a step": 0.5,
+        assert row == {"run": f"nanochat 2x128, {multiple} times its rates", "s per step": 0.5,
                        "MB of text": pytest.approx(steps * 32 * own / 1e6), "bits per byte": f"{steps:.4f}",
                        "validation loss": f"{steps * math.log(2) * BYTES_A_TOKEN:.3f}",
                        "seeds differ by": ""}

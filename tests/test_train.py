@@ -352,5 +352,6 @@ def test_help_names_every_flag_with_its_default(capsys):
     for name in Config.__dataclass_fields__:
         assert re.search(rf"\n  --{name}[ ,\n]", text), name
     assert "(default 524288)" in words and "(default )" not in words
-    assert "--n_head INT Number of attention heads. (default 12; speedrun: 6; frontier: 6)" in words
+    assert "--n_head INT The number of attention heads in each block. (default 12; speedrun: 6; " \
+        "frontier: 6)" in words
     assert re.findall(r"\n  (--no_\w+)", text) == ["--no_shuffle", "--no_tf32", "--no_compile"]

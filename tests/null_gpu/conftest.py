@@ -1,4 +1,4 @@
-"""Real processes of train_gpt2.py on the stand-in GPU, for the checks in this folder; `check` runs them."""
+"""Real processes of train_gpt2.py on the simulated GPU, for the checks in this folder; `check` runs them."""
 import json
 import os
 import subprocess

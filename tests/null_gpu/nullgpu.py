@@ -1,4 +1,4 @@
-"""Import before torch: then `cuda` is a stand-in GPU (null_gpu.cpp, built by `setup`).
+"""Import before torch: then `cuda` is a simulated GPU (null_gpu.cpp, built by `setup`).
 
 torch's CUDA build checks, compiles, allocates and launches as on a real GPU. The kernels compute nothing.
 """

@@ -1,4 +1,4 @@
-"""Runs a script on the stand-in GPU, and reports afterwards what it asked of the GPU:
+"""Runs a script on the simulated GPU, and reports afterwards what it asked of the GPU:
 
     PY=$(tests/null_gpu/setup)
     $PY tests/null_gpu/run.py train_gpt2.py --data DIR --batch_size 64 --max_steps 6 --hellaswag_every 0
