@@ -103,17 +103,27 @@ def pair_row(curve: Curve, other: Curve) -> dict:
     return row | {"reached after": tokens_text(reached) + share}
 
 
+def label_of(curve: Curve) -> str:
+    # A name must not be read as TeX, nor hide its curve by a leading underscore.
+    return " " + curve.name.replace("$", r"\$")
+
+
+def time_unit(curves: list[Curve]) -> tuple[str, int]:
+    """The unit in which the longest run is read best, and its seconds."""
+    longest = max(curve.last["seconds"] or 0 for curve in curves)
+    if longest >= 2 * 3600:
+        return "hours", 3600
+    return "minutes", 60
+
+
 def plot_runs(path: str, curves: list[Curve], bytes_per_token: float = 0) -> None:
     """Two panels: validation loss against tokens, and against the time of training. With the bytes of text
     per token, one panel: bits per byte against bytes of text, which compares tokenizers, too.
 
     A dashed line is the final loss of the first curve: where another curve meets it, one can read how many
-    tokens and how much time that one needed. A curve is called as the last folder of its path.
+    tokens and how much time that one needed.
     """
-    longest = max(curve.last["seconds"] or 0 for curve in curves)
-    unit, length = "minutes", 60
-    if longest >= 2 * 3600:
-        unit, length = "hours", 3600
+    unit, length = time_unit(curves)
     x_labels = ["tokens of training", f"{unit} of training"]
     y_label = "validation loss, nats per token"
     if bytes_per_token:
@@ -129,20 +139,17 @@ def plot_runs(path: str, curves: list[Curve], bytes_per_token: float = 0) -> Non
             tokens = tokens * bytes_per_token
             loss = loss / math.log(2) / bytes_per_token
 
-        # A name must not be read as TeX, nor hide its curve by a leading underscore.
-        name = " " + Path(curve.name).name.replace("$", r"\$")
+        name = label_of(curve)
         for panel, xs in zip(panels, (tokens, seconds / length), strict=False):
             panel.plot(xs, loss, marker="o", markersize=3, label=name)
-        if len(loss) == 0:
-            continue
-
-        # The first tenth of a run is cut off: its fall would hide how the runs differ later.
-        highest = max(highest, np.interp(0.1 * tokens[-1], tokens, loss), loss.min())
-        lowest = min(lowest, loss.min())
-        if curve is curves[0] and len(curves) > 1:
-            for panel in panels:
+            if curve is curves[0] and len(loss):
                 panel.axhline(loss[-1], color="grey", linestyle="--", linewidth=0.8, zorder=0,
                               label=f"{name} at its end: {loss[-1]:.2f}")
+
+        # The first tenth of a run is cut off: its fall would hide how the runs differ later.
+        if len(loss):
+            highest = max(highest, np.interp(0.1 * tokens[-1], tokens, loss), loss.min())
+            lowest = min(lowest, loss.min())
 
     for panel, x_label in zip(panels, x_labels, strict=True):
         panel.set(xlabel=x_label, xlim=(0, None))
