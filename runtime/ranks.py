@@ -28,6 +28,7 @@ from runtime.cli import (
 
 STOP_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1")      # SIGUSR1 is Slurm's warning
 GROUP_NUMBERS = itertools.count()       # one for each process group of this process
+LEFT_GROUPS = []        # the process groups that leave_group has destroyed
 PATIENCE = 5.0          # seconds of waiting for the other processes before one prints that it waits
 
 
@@ -312,4 +313,8 @@ def wait_for_store(launch: Launch, timeout: timedelta) -> dist.Store:
 def leave_group() -> None:
     """Destroys the process group, but not at the end of a command: run_command says why."""
     if not cli.command_is_running:
+        # The destructor of a group holds Python's lock while it waits for gloo's threads, one of
+        # which may need the lock to drop the tensors of the last transfer. Neither would ever go on.
+        # So a group stays in memory, and its destructor runs at the end of the process at most.
+        LEFT_GROUPS.append(dist.group.WORLD)
         dist.destroy_process_group()
