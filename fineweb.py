@@ -45,7 +45,7 @@ LEAST_TEXT = 200                # tokens of which a tenth is worth anything
 TEMPORARY = "a temporary file"  # for messages
 PRETOKENIZED = "kjj0/fineweb10B-gpt2"
 # --block_size of these presets. A table here, because to import recipes.py would load torch.
-BLOCK_SIZES = {"shakespeare": 128, "small": 256, "gpt2": 1024}
+BLOCK_SIZES = {"shakespeare": 1024, "small": 256, "gpt2": 1024}
 
 
 # ----------------------------------------------------------------------------- flags

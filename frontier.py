@@ -1,10 +1,11 @@
-"""The frontier recipe: what modded-nanogpt's records after November 2024 taught, and six new ideas.
+"""The frontier recipe: what modded-nanogpt's records after November 2024 taught, and our own ideas.
 
 It is speedrun.py (record 10) with a tied head, and
 
     from later records    shifted keys, the bigram table, a lower softcap, a batch that grows
     new here              rows for stems and forms, the start of the shifted keys, the eps of the
-                          embedding, shorter averages in Adam and in Muon
+                          embedding
+    tuned for short runs  Adam's beta1, Muon's momentum, the rate of the bigram table
 
 docs/recipes.md says what each gains, measured by leaving it out.
 
@@ -258,7 +259,7 @@ class FrontierGPT(ModernLanguageModel):
 
 # ---------------------------------------------------------------------- the recipe
 # `config` is train_gpt2.Config; `progress` is the share of the run's tokens before a step, 0 to 1.
-# The fits behind the numbers are in docs/recipes.md.
+# The measurements behind the numbers are in docs/lab-notes.md.
 
 def make_optimizers(model: FrontierGPT, config) -> list:
     return model.configure_optimizers(

@@ -696,8 +696,8 @@ DEFAULTS = dict(
 MODERN = dict(n_head=6, warmup_steps=0, max_lr=0.02, weight_decay=0.0, grad_clip=math.inf)
 NO_EVALUATION = dict(val_every=0, hellaswag_every=0, sample_every=0, checkpoint_every=0)
 SHAKESPEARE = dict(
-    data="data/shakespeare", out="log/shakespeare", n_layer=4, n_head=2, n_embd=256, block_size=128,
-    total_batch_size=2048, max_steps=200, val_every=25, hellaswag_every=0, sample_every=100,
+    data="data/shakespeare", out="log/shakespeare", n_layer=4, n_head=2, n_embd=256, block_size=1024,
+    total_batch_size=2048, max_steps=200, val_every=50, hellaswag_every=0, sample_every=100,
     checkpoint_every=100, sample_prompt="\n")
 GIVEN = {           # flags: the defaults that they change
     "": {},

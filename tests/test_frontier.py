@@ -97,7 +97,7 @@ def run_of(batch, T, steps, **more):
 # the steps are those of as many tokens as the recipe's fits were made with: 0.2M, 0.6M, 2M
 @pytest.mark.parametrize("batch, T, steps, expected", [
     (4096, 128, 112, 4), (4096, 256, 195, 2), (4096, 256, 488, 1), (2048, 128, 112, 2),
-    (2048, 128, 200, 2),                                        # --preset shakespeare
+    (2048, 1024, 200, 2),                                       # --preset shakespeare
     (524288, 1024, 5833, 4), (524288, 1024, 2, 4),              # never more
     (4096, 4096, 48, 1), (4096, 2048, 64, 2), (3072, 1024, 48, 1)])         # whole sequences
 def test_the_first_batch_follows_from_the_runs_tokens(batch, T, steps, expected):

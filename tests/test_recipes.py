@@ -39,7 +39,7 @@ FRONTIER = {"recipe": "frontier", **MODERN, "max_steps": 5833}
 PRESETS = {
     "shakespeare": FRONTIER | {
         "data": "data/shakespeare", "out": "log/shakespeare", "n_layer": 4, "n_head": 2, "n_embd": 256,
-        "block_size": 128, "total_batch_size": 2048, "max_steps": 200, "val_every": 25, "hellaswag_every": 0,
+        "block_size": 1024, "total_batch_size": 2048, "max_steps": 200, "val_every": 50, "hellaswag_every": 0,
         "sample_every": 100, "checkpoint_every": 100, "sample_prompt": "\n"},
     "small": {
         "n_layer": 6, "n_head": 6, "n_embd": 384, "block_size": 256, "total_batch_size": 16_384,
