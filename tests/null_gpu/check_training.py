@@ -65,8 +65,8 @@ TINY = [*SMALL, "--n_layer", 1, "--batch_size", 4, "--total_batch_size", 4096, "
 
 @pytest.mark.parametrize("card, flags, code, said", [
     ("T4", [], 0, r"\(Tesla T4\), float16, torch.compile.*\ndone: 2 steps"),
-    ("T4", ["--dtype", "bfloat16"], 1, r"train_gpt2.py: torch.compile does not work here .*--no_compile\n"),
-    ("V100", [], 2, r"train_gpt2.py: Tesla V100-SXM2-16GB cannot run torch .*no kernel image .*\n")])
+    ("T4", ["--dtype", "bfloat16"], 1, r"train_gpt2.py: torch.compile .*--no_compile\n"),
+    ("V100", [], 2, r"train_gpt2.py: torch .* Tesla V100-SXM2-16GB .*no kernel image .*\n")])
 def check_cards(card, flags, code, said, play):
     """A card without bfloat16, and one that torch's build for CUDA 13 has no code for."""
     output = play(*TINY, *flags, code=code, NULL_GPU_CARD=card).output
