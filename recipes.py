@@ -34,7 +34,7 @@ PRESETS = {
         ),
     ),
     "small": Preset(
-        "Trains 30M parameters on 33M tokens: an evening on a CPU, minutes on a GPU.",
+        "Trains 30M parameters on 33M tokens: a night on a CPU.",
         dict(
             n_layer=6, n_head=6, n_embd=384, block_size=256,
             total_batch_size=16384, max_steps=2000, warmup_steps=100, max_lr=1e-3,
