@@ -23,6 +23,7 @@ import frontier
 import benchmarks.data as data_benchmark
 from benchmarks import ablation, flags, nanochat, steps, tables, timing
 from benchmarks.compare import Curve, read_curve
+from benchmarks.data import OURS, POOL, Job
 from benchmarks.timing import Setting
 from helpers import ROOT, forked, parse_flags, refused
 from runtime.cli import brief_error
@@ -277,8 +278,8 @@ def test_the_loaders_order_is_the_one_that_its_row_says(monkeypatch):
 
 
 def test_fineweb_pys_figures_follow_from_what_was_measured():
-    jobs = {"ours": (data_benchmark.OURS, "parquet", 1), "ours, 8": (data_benchmark.OURS, "parquet", 8),
-            "pool": (data_benchmark.PEER, "parquet", 1)}
+    jobs = {"ours": Job(OURS, "parquet", 1), "ours, 8": Job(OURS, "parquet", 8),
+            "pool": Job(POOL, "parquet", 1)}
     text = {"bytes": 42_000_000, "tokens": 9_000_000}
     results = {"ours": {"seconds": [9.0, 1.0, 2.0], "cpu": [3.0, 5.0, 10.0]} | text,
                "ours, 8": {"seconds": [7.0], "cpu": [1.0]} | text,
@@ -321,7 +322,7 @@ print(json.dumps({"seconds": [B + os.path.getsize(calls)], "memory": 10 - os.pat
 def test_a_table_says_which_of_its_lines_failed(name, table, monkeypatch):
     names = "warmup_seconds", "flops_per_token", "peak_flops", "error_forward", "error_backward", "memory"
     good, n = {"seconds": [0.5], "rates": [1.0], **dict.fromkeys(names, 1.0)}, itertools.count()
-    monkeypatch.setattr(data_benchmark, "time_fineweb", lambda jobs, turns, peer: dict.fromkeys(
+    monkeypatch.setattr(data_benchmark, "time_fineweb", lambda jobs, turns, clone: dict.fromkeys(
         jobs, {"seconds": [1.0], "cpu": [1.0], "tokens": 10, "bytes": 42}))
     monkeypatch.setattr(timing, "run_in_subprocess", lambda _: good if next(n) - 1 else {"failed": "no room"})
     Path("train_gpt2.py").touch()
@@ -596,8 +597,8 @@ def test_fineweb_py_and_a_clones_script_make_as_many_tokens_of_the_same_text(mon
     (tmp_path / "fineweb.py").write_text(PEERS_FINEWEB)
     (tmp_path / "input.txt").write_text("To be, or not to be.\n\n" * 40)
     monkeypatch.setattr(data_benchmark, "INPUT_TXT", tmp_path / "input.txt")
-    jobs = {what: (what, "parquet", 2) for what in (data_benchmark.OURS, data_benchmark.PEER)}
+    jobs = {program: Job(program, "parquet", 2) for program in (OURS, POOL)}
     results = data_benchmark.time_fineweb(jobs, 1, tmp_path)
-    ours, peers = (results[what] for what in jobs)
+    ours, peers = results[OURS], results[POOL]
     assert ours["tokens"] == peers["tokens"] > 1000 and min(*ours["cpu"], *peers["cpu"]) > 0
     assert all(row["against the pool"] for row in data_benchmark.fineweb_rows(jobs, results))
