@@ -146,7 +146,8 @@ def ordinary_start(put):
 
 
 def untied_head(put):
-    # The new head starts at zero, as speedrun's, and is in the embedding's group of Adam's.
+    # The new head is speedrun's: it starts at zero, and has no rows for stems and forms. It is in
+    # the embedding's group of Adam's.
     def untie(model):
         model.lm_head.weight = nn.Parameter(torch.zeros_like(model.transformer.wte.weight))
         model.head = lambda: model.lm_head.weight

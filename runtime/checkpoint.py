@@ -444,7 +444,12 @@ def move_aside(out: Path, start: Start, say: Callable[[str], None]) -> None:
             shutil.copy(path, folder)
         else:
             shutil.move(path, folder)
-    say(f"{len(logs + old_checkpoints)} files of an earlier run in {out} are now in {folder}")
+
+    count = len(logs) + len(old_checkpoints)
+    if count == 1:
+        say(f"1 file of an earlier run in {out} is now in {folder}")
+    else:
+        say(f"{count} files of an earlier run in {out} are now in {folder}")
 
 
 def new_folder(out: Path) -> Path:

@@ -468,6 +468,9 @@ def test_what_is_moved_is_counted_and_goes_to_the_next_number_that_is_free(go):
     assert f"5 files of an earlier run in {out} are now in {out}/previous_5\n" in text
     assert {path.name for path in out.iterdir()} == {
         ".train_gpt2.lock", "log.txt", "metrics.csv", *(f"previous_{i}" for i in range(1, 6))}
+    (out / "metrics.csv").unlink()
+    text = go("--resume", "never", *QUIET, out=out).text
+    assert f"1 file of an earlier run in {out} is now in {out}/previous_6\n" in text
 
 
 def test_more_steps_than_max_steps_are_refused_and_as_many_are_none_to_do(go):
