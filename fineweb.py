@@ -25,13 +25,13 @@ import tempfile
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Set
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
 from tqdm import tqdm
 
-from runtime.files import remove_leftovers, writing
+from runtime.files import lock_folder, remove_leftovers, writing
 from runtime.shards import (
     file_sha256, list_shards, manifest_to_continue, open_shard, read_manifest, shard_names,
     write_manifest, write_parts)
@@ -43,6 +43,7 @@ MANIFEST_VERSION = 4            # of the manifest, and of the rule for validatio
 MOST_VALIDATION = 10_000_000    # tokens, if no flag says otherwise
 LEAST_TEXT = 200                # tokens of which a tenth is worth anything
 TEMPORARY = "a temporary file"  # for messages
+LOCK = ".fineweb.lock"
 PRETOKENIZED = "kjj0/fineweb10B-gpt2"
 # --block_size of these presets. A table here, because to import recipes.py would load torch.
 BLOCK_SIZES = {"shakespeare": 1024, "small": 256, "gpt2": 1024}
@@ -366,10 +367,6 @@ class Shards:
             number += 1
         path = self.out / f"{self.prefix}_{split}_{number:06d}.{self.manifest['format']}"
 
-        # Made only now, so that a mistake that is found before leaves no folder.
-        with writing(self.out):
-            self.out.mkdir(parents=True, exist_ok=True)
-
         # What killed runs of the command have left half-written would take room.
         leftovers = rf"{re.escape(self.prefix)}_(train|val)_\d+\.(npy|bin)|manifest\.json"
         remove_leftovers(self.out, leftovers)
@@ -459,7 +456,6 @@ def fetch_published(count: int, out: Path) -> None:
         with writing(out, begun=True), hub_errors(PRETOKENIZED) as hub:
             infos = hub.HfApi().get_paths_info(PRETOKENIZED, names, repo_type="dataset")
             shards = [{"file": info.path, "sha256": info.lfs.sha256} for info in infos]
-            out.mkdir(parents=True, exist_ok=True)
 
             # The manifest comes first, so that after a kill the shards are known as these.
             write_manifest(out, {"pretokenized": PRETOKENIZED, "shards": shards})
@@ -503,6 +499,30 @@ def verify(folder: Path, names: list[str] | None = None) -> None:
 
 
 # ----------------------------------------------------------------------------- the command
+
+@contextmanager
+def locked(out: Path) -> Iterator[None]:
+    """Around all that reads the manifest in `out` and writes shards. UserError if another call of
+    this command is at work there. Without a shard a folder that is made here does not stay."""
+    # Of a folder that cannot be written, complete shards may still be read.
+    if out.is_dir() and not os.access(out, os.W_OK):
+        yield
+        return
+
+    new_folders = [folder for folder in (out, *out.parents) if not folder.exists()]
+    lock = lock_folder(out, LOCK)
+    try:
+        yield
+    finally:
+        # The file goes while it is locked. A call that waits for the lock then makes a new one.
+        with suppress(OSError):
+            (out / LOCK).unlink()
+        if lock:
+            lock.release()
+        with suppress(OSError):                 # not empty
+            for folder in new_folders:
+                folder.rmdir()
+
 
 def next_command(out: Path, val: list[int], train: list[int]) -> str:
     """The command that trains on shards of so many tokens, as a shell reads it."""
@@ -552,13 +572,15 @@ def main(argv: list[str] | None = None) -> None:
     out = Path(args.out)
     layout = Layout(args.text_field, args.separator, args.tsv_quotes)
     if args.pretokenized is not None:
-        fetch_published(args.pretokenized, out)
+        with locked(out):
+            fetch_published(args.pretokenized, out)
     else:
         if args.input is not None:
             source = LocalFiles(args.input, args.val_input, layout, out)
         else:
             source = HubDataset(args.dataset, args.name, args.split, layout, out)
-        write_shards(args, source, layout, out)
+        with locked(out):
+            write_shards(args, source, layout, out)
     print_summary(out)
 
 

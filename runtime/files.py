@@ -169,14 +169,15 @@ def reading(
         raise UserError(f"{what} {problem} ({brief_error(error)}): {remedy}") from None
 
 
-def lock_folder(out: str | Path):
-    """Creates a run's folder and locks it, until the lock is released or this process ends.
+def lock_folder(out: str | Path, name: str = ".train_gpt2.lock"):
+    """Creates the folder and locks it by the file `name`, until the lock is released or this process
+    ends.
 
     UserError if another run has the lock. None if the file system has no locks.
     """
     from filelock import FileLock, Timeout          # torch requires it
 
-    lock = FileLock(Path(out) / ".train_gpt2.lock", timeout=LOCK_PATIENCE)
+    lock = FileLock(Path(out) / name, timeout=LOCK_PATIENCE)
     with writing(out):
         try:
             lock.acquire()                          # makes the folder, too
