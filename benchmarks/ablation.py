@@ -299,6 +299,6 @@ def recipes_table(args, base: Setting) -> list[dict]:
     print(f"at most {tokens:,} tokens per step (the first steps of frontier have fewer); means of the "
           "seeds; all in GPT-2's tokens")
     print_table(rows)
-    if args.plot:
+    if args.plot and curves:
         plot_runs(args.plot, best_of_each_name(curves, means), bytes_per_token)
     return rows

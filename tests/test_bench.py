@@ -613,7 +613,7 @@ def test_a_run_that_is_not_possible_is_refused_before_any_has_trained(flags, wor
 CHILD = """
 import sys, threading
 with open(sys.argv[1], "wb", 0) as fifo:
-    threading.Event().wait(30)
+    threading.Event().wait(15)
     fifo.write(b"nobody has ended it")
 """
 
