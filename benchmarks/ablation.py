@@ -296,8 +296,8 @@ def recipes_table(args, base: Setting) -> list[dict]:
 
     means = {key: statistics.mean(final_losses(of_key)) for key, of_key in curves.items()}
     rows = rows_of_runs(runs, curves, failed, means, bytes_per_token, args.ideas)
-    print(f"at most {tokens:,} tokens per step (the first steps of frontier have fewer); means of the "
-          "seeds; all in GPT-2's tokens")
+    print(f"a row is the mean of its seeds; a step has at most {tokens:,} tokens (frontier's first ones "
+          "have fewer); nanochat's tokens are counted as GPT-2's")
     print_table(rows)
     if args.plot and curves:
         plot_runs(args.plot, best_of_each_name(curves, means), bytes_per_token)
