@@ -25,7 +25,7 @@ from benchmarks.ablation import recipes_table, train_without
 from benchmarks.compare import compare_table
 from benchmarks.data import data_table
 from benchmarks.flags import parse_args
-from benchmarks.processes import signals_as_errors
+from benchmarks.processes import CHILDREN, signals_as_errors
 from benchmarks.steps import WORKERS
 from benchmarks.timing import run_worker
 from runtime.device import device_name
@@ -61,7 +61,7 @@ def main(argv: list[str] | None = None) -> int | None:
             threads = f" ({torch.get_num_threads()} threads)"
         print(f"bench.py {args.table}: {device_name(base.device)}{threads}, torch {torch.__version__}, "
               f"{date.today()}", flush=True)
-    with signals_as_errors():
+    with signals_as_errors(), CHILDREN:
         TABLES[args.table](args, base)
 
 

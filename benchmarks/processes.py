@@ -46,7 +46,8 @@ class Children:
                 process.kill()
                 raise
             finally:
-                self.running.discard(process)
+                with self.lock:
+                    self.running.discard(process)
         self.check()
         return subprocess.CompletedProcess(command, process.returncode, output, errors)
 
