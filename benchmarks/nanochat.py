@@ -114,21 +114,21 @@ class Nanochat:
             table = pyarrow.table({"text": texts_of(read_tokens(data, split, count))})
             pyarrow.parquet.write_table(table, self.text / f"{name}.parquet", row_group_size=100)
 
-        self.call("-m", "scripts.tok_train", "--vocab-size=8192")
+        self.call("tokenizer", "-m", "scripts.tok_train", "--vocab-size=8192")
         self.our_bytes = bytes_a_token(data, val_tokens)                # per token
         self.own_bytes = self.evaluate("", [])[0]
 
-    def call(self, *words: str) -> str:
-        """What Python prints with these arguments, in the clone. UserError if it fails."""
+    def call(self, what: str, *words: str) -> str:
+        """What Python prints with these arguments, in the clone. UserError if `what` they do fails."""
         done = run_process([sys.executable, *words], cwd=self.clone, env=self.env)
         if done.returncode != 0:
-            raise UserError(f"nanochat's {words[1][:40].strip()}: {why_it_failed(done)}")
+            raise UserError(f"nanochat's {what} failed: {why_it_failed(done)}")
         return done.stdout
 
     def evaluate(self, tag: str, steps: list[int]) -> list[float]:
         """The bytes per token of its tokenizer, and the bits per byte of a run's checkpoints."""
         words = [f"{self.text}/1.parquet", self.s.device, str(self.s.T), tag, *map(str, steps)]
-        return json.loads(self.call("-c", EVALUATE, *words).splitlines()[-1])
+        return json.loads(self.call("evaluation", "-c", EVALUATE, *words).splitlines()[-1])
 
     def train(self, flags: dict, size: str, multiple: int, seed: int = 0) -> Curve:
         """A run at `multiple` of its rates, with depth, batch and bytes of text of our `flags`.
@@ -158,7 +158,7 @@ class Nanochat:
         for name, rate in RATES.items():
             options[f"{name}-lr"] = multiple * rate
         words = [f"--{name}={value}" for name, value in options.items()]
-        printed = self.call("-m", "scripts.base_train", *words)
+        printed = self.call("training", "-m", "scripts.base_train", *words)
 
         seconds = seconds_before_steps(printed, steps)
         saved = [*range(save_every, steps, save_every), steps]
