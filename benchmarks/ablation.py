@@ -104,15 +104,16 @@ def flags_of(s: Setting, data: str, tokens: int, max_steps: int) -> dict:
 def check_run(name: str, flags: dict) -> None:
     """UserError if train_gpt2.py would refuse the flags of this run."""
     try:
-        _, config = train_gpt2.resolve_config(flags, train_gpt2.Start(), Process(device=flags["device"]))
+        process = Process(device=flags["device"])
+        _, config = train_gpt2.resolve_config(flags, train_gpt2.Start(), process)
         make_batch_schedule(RECIPES[config.recipe], config, world_size=1)
         with torch.device("meta"):              # without memory
             fresh_model(config)
     except UserError as error:
         # What follows the colon is a remedy, by flags that bench.py does not have.
         reason = str(error).split(": ")[0]
-        raise UserError(f"{name}: this run is not possible ({reason}): choose another --size, --batch_size "
-                        "or --sequence_length") from None
+        raise UserError(f"{name}: this run is not possible ({reason}): choose another --size, "
+                        "--batch_size or --sequence_length") from None
 
 
 def lengths(recipe: str, steps: int, ideas: bool) -> list[int]:
@@ -269,7 +270,8 @@ def check_args(args) -> None:
         raise UserError("bench.py recipes needs a folder of shards: make DATA with `python "
                         "fineweb.py --input YOUR_TEXT --out DATA`, and name it")
     if args.ideas and args.recipe not in ABLATIONS:
-        raise UserError(f"--ideas needs a recipe that has some: add --recipe {' or '.join(ABLATIONS)}")
+        raise UserError("--ideas needs a recipe that has some: add --recipe "
+                        f"{' or '.join(ABLATIONS)}")
     if args.ideas and args.nanochat:
         raise UserError("--ideas trains one recipe alone: leave out --nanochat")
     if args.recipe != "gpt2" and not args.ideas:
@@ -296,8 +298,8 @@ def recipes_table(args, base: Setting) -> list[dict]:
 
     means = {key: statistics.mean(final_losses(of_key)) for key, of_key in curves.items()}
     rows = rows_of_runs(runs, curves, failed, means, bytes_per_token, args.ideas)
-    print(f"a row is the mean of its seeds; a step has at most {tokens:,} tokens (frontier's first ones "
-          "have fewer); nanochat's tokens are counted as GPT-2's")
+    print(f"a row is the mean of its seeds; a step has at most {tokens:,} tokens (frontier's first "
+          "ones have fewer); nanochat's tokens are counted as GPT-2's")
     print_table(rows)
     if args.plot and curves:
         plot_runs(args.plot, best_of_each_name(curves, means), bytes_per_token)

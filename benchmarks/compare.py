@@ -30,7 +30,7 @@ def finite(points: list[tuple]) -> list[tuple]:
 # ---------------------------------------------------------------------- where curves come from
 
 def read_curve(source: str) -> Curve:
-    """From a run's --out folder, or a .csv file. UserError for a run without validations, or no curve."""
+    """From a run's --out folder, or a .csv file. UserError if there is no validation in it."""
     if source.lower().endswith(".csv") and not Path(source).is_dir():
         remedy = "choose a .csv with the columns tokens,loss, or the --out folder of a run"
         with reading(source, remedy, (OSError, ValueError, csv.Error)):
@@ -45,7 +45,8 @@ def read_curve(source: str) -> Curve:
         if row["val"] is not None:
             points.append((row["tokens"], row["seconds"], row["val"]))
     if not points:
-        raise UserError(f"{path} has no validation loss yet: wait for the first, or train with --val_every")
+        raise UserError(f"{path} has no validation loss yet: wait for the first, or train with "
+                        "--val_every")
     return Curve(source, rows[-1], points)
 
 
@@ -160,8 +161,8 @@ def pair_row(curve: Curve, other: Curve) -> dict:
 def compare_table(args, base) -> list[dict]:
     """Prints and returns the rows of the runs, and of each pair of them."""
     if not args.paths:
-        raise UserError("bench.py compare needs --out folders of runs: name them, as in `python bench.py "
-                        "compare log/a log/b`")
+        raise UserError("bench.py compare needs --out folders of runs: name them, as in `python "
+                        "bench.py compare log/a log/b`")
     curves = [read_curve(path) for path in dict.fromkeys(args.paths)]
     rows = [curve_row(curve) for curve in curves]
     print_table(rows, FORMATS)
@@ -172,8 +173,8 @@ def compare_table(args, base) -> list[dict]:
             if curve is not other and (curve.is_run or other.is_run):
                 pairs.append(pair_row(curve, other))
     if pairs:
-        print("each pair at the newest validation that both reached; 'reached after' is when the other run "
-              "had this run's final val loss")
+        print("each pair at the newest validation that both reached; 'reached after' is when the "
+              "other run had this run's final val loss")
         print_table(pairs, FORMATS)
 
     if args.plot:
@@ -197,11 +198,11 @@ def time_unit(curves: list[Curve]) -> tuple[str, int]:
 
 
 def plot_runs(path: str, curves: list[Curve], bytes_per_token: float = 0) -> None:
-    """Two panels: validation loss against tokens, and against the time of training. With the bytes of text
-    per token, one panel: bits per byte against bytes of text, which compares tokenizers, too.
+    """Two panels: validation loss against tokens, and against the time of training. With the bytes
+    of text per token, one panel: bits per byte against bytes of text, which compares tokenizers, too.
 
-    A dashed line is the final loss of the first curve: where another curve meets it, one can read how many
-    tokens and how much time that one needed.
+    A dashed line is the final loss of the first curve: where another curve meets it, one can read
+    how many tokens and how much time that one needed.
     """
     unit, length = time_unit(curves)
     x_labels = ["tokens of training", f"{unit} of training"]

@@ -36,33 +36,40 @@ def make_parser(tables: dict, description: str) -> FlagParser:
     add = parser.add_argument
     add("table", choices=list(tables), metavar="table", help="One of the tables above.")
     add("paths", nargs="*", metavar="path", help="The PATH, DATA or OUT of the table.")
-    add("--device", default="auto", help="The device: cuda, mps or cpu. 'auto' means the first of these that "
-        "is available (default auto).")
+    add("--device", default="auto", help="The device: cuda, mps or cpu. 'auto' means the first of "
+        "these that is available (default auto).")
     add("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"],
-        help="The number format of matrix products. 'auto' means bfloat16 where the "
-        "hardware has it (default auto).")
+        help="The number format of matrix products. 'auto' means bfloat16 where the hardware has "
+        "it (default auto).")
     add("--recipe", default="gpt2", choices=list(RECIPES), help="The recipe (default gpt2).")
-    add("--size", nargs="+", help="A size of GPT-2, or layers x width (default gpt2, or 4x256 for recipes, "
-        "which takes several sizes).")
-    add("--batch_size", type=int, help="The number of sequences in a micro-batch (default 16 on CUDA, else "
-        "4), or for recipes in a batch (default 16).")
-    add("--sequence_length", type=int, help="The number of tokens in a sequence (default 1024, or 256 on a "
-        "CPU).")
-    add("--steps", type=int, help="The number of timed steps per turn (default 20 on CUDA, else 4, and 50 "
-        "for attention), for recipes of steps per run (default 300), for data of copies of 52 MB of text "
-        "(default 1, then 8).")
-    add("--turns", type=int, help="How many times everything is measured (default 2, or 5 for data), or "
-        "for recipes the number of seeds (default 2).")
-    add("--compile", action="store_true", default=None, help="Use torch.compile (default: only on CUDA).")
-    add("--no_compile", dest="compile", action="store_false", default=None, help="Turn --compile off.")
-    add("--ideas", action="store_true", help="Train --recipe without each of its ideas in turn (recipes).")
-    add("--nanochat", metavar="CLONE", help="Also train nanochat, from its clone, on this text (recipes).")
+    add("--size", nargs="+", help="A size of GPT-2, or layers x width (default gpt2, or 4x256 for "
+        "recipes, which takes several sizes).")
+    add("--batch_size", type=int, help="The number of sequences in a micro-batch (default 16 on "
+        "CUDA, else 4), or for recipes in a batch (default 16).")
+    add("--sequence_length", type=int, help="The number of tokens in a sequence (default 1024, or "
+        "256 on a CPU).")
+    add("--steps", type=int, help="The number of timed steps per turn (default 20 on CUDA, else 4; "
+        "for attention 50), for recipes of steps per run (default 300), for data of copies of 52 MB "
+        "of text (default 1, then 8).")
+    add("--turns", type=int, help="How many times everything is measured (default 2, or 5 for "
+        "data), or for recipes the number of seeds (default 2).")
+    add("--compile", action="store_true", default=None,
+        help="Use torch.compile (default: only on CUDA).")
+    add("--no_compile", dest="compile", action="store_false", default=None,
+        help="Turn --compile off.")
+    add("--ideas", action="store_true",
+        help="Train --recipe without each of its ideas in turn (recipes).")
+    add("--nanochat", metavar="CLONE",
+        help="Also train nanochat, from its clone, on this text (recipes).")
     add("--plot", metavar="FILE.png", help="Draw the curves (recipes and compare).")
     return parser
 
 
 def parse_args(argv: list[str], tables: dict, description: str) -> tuple[Namespace, Setting]:
-    """The flags, and the setting that they name, which a table varies. UserError for flags that cannot be."""
+    """The flags, and the setting that they name, which a table varies.
+
+    UserError for flags that cannot be.
+    """
     parser = make_parser(tables, description)
     args = parser.parse_args(argv)
     check_flags(args, parser)
@@ -70,18 +77,21 @@ def parse_args(argv: list[str], tables: dict, description: str) -> tuple[Namespa
     check_sizes(args)
     check_plot(args.plot)
 
-    if not args.size:
-        args.size = ["4x256"] if args.table == "recipes" else ["gpt2"]
-    if not args.turns:
-        args.turns = 5 if args.table == "data" else 2
+    default_size, default_turns = "gpt2", 2
+    if args.table == "recipes":
+        default_size = "4x256"
+    if args.table == "data":
+        default_turns = 5
+    args.size = args.size or [default_size]
+    args.turns = args.turns or default_turns
     args.path = None
     if args.paths:
         args.path = args.paths[0]
 
     device = "cpu"
     if args.table not in ON_THE_CPU:
-        # For our training choose_device sets a variable of CUDA's allocator. The processes that train
-        # set it again themselves; a peer's gets the environment of the user.
+        # choose_device sets a variable of CUDA's allocator, for our training. The processes that
+        # train set it again themselves; a peer's gets the environment of the user.
         with patch.dict(os.environ):
             device = choose_device(args.device)
     return args, default_setting(args, device)
@@ -108,7 +118,7 @@ def default_setting(args: Namespace, device: str) -> Setting:
         s.warmup = 3
         s.steps = 20
     if args.table == "attention":
-        s.steps = 50                    # one layer takes some milliseconds: a median needs more of them
+        s.steps = 50                    # one layer takes milliseconds: a median needs more of them
 
     if args.batch_size:
         s.B = args.batch_size
@@ -146,8 +156,8 @@ def check_sizes(args: Namespace) -> None:
     sizes = args.size or []
     for size in sizes:
         if size not in GPT2_SIZES and not re.fullmatch(r"[1-9]\d*x[1-9]\d*", size):
-            raise UserError(f"--size {size} is unknown: choose {', '.join(GPT2_SIZES)}, or layers x width, "
-                            "such as 4x256")
+            raise UserError(f"--size {size} is unknown: choose {', '.join(GPT2_SIZES)}, or layers x "
+                            "width, such as 4x256")
     if args.table != "recipes" and len(sizes) > 1:
         raise UserError(f"bench.py {args.table} takes one size, not {len(sizes)}: drop the rest")
 
@@ -160,4 +170,5 @@ def check_plot(path: str | None) -> None:
     if plot.suffix != ".png" or plot.is_dir() or not can_write:
         raise UserError(f"--plot {path} is not a .png in a writable folder: choose another path")
     if not importlib.util.find_spec("matplotlib"):
-        raise UserError("--plot needs the package matplotlib, which is missing: pip install matplotlib")
+        raise UserError("--plot needs the package matplotlib, which is missing: pip install "
+                        "matplotlib")

@@ -97,8 +97,8 @@ class Nanochat:
 
     def __init__(self, clone: str, folder: str, data: str, s: Setting, val_tokens: int):
         if not Path(clone, "scripts/base_train.py").is_file():
-            raise UserError(f"{clone}/scripts/base_train.py does not exist: git clone nanochat, and name its "
-                            "folder")
+            raise UserError(f"{clone}/scripts/base_train.py does not exist: git clone nanochat, and "
+                            "name its folder")
         import pyarrow.parquet
 
         self.clone = clone

@@ -1,4 +1,4 @@
-"""The processes that bench.py starts: how each one runs, why it failed, and that all end with bench.py."""
+"""The processes that bench.py starts: how they run, why one failed, and that all end with bench.py."""
 import signal
 import subprocess
 import threading

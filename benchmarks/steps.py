@@ -39,7 +39,10 @@ def shape_of(s: Setting) -> dict:
 # ---------------------------------------------------------------------- our step
 
 def our_step(s: Setting) -> tuple[Callable, torch.nn.Module]:
-    """(a function that does one step as train_gpt2.py does it, the model). Writes into the current folder."""
+    """(a function that does one step as train_gpt2.py does it, the model).
+
+    Writes into the current folder.
+    """
     Path("data").mkdir(exist_ok=True)
     write_shard("data/x_train_000000.npy", random_tokens(20 * s.B * s.T + 1))
     process = start_process(s)
@@ -171,7 +174,7 @@ def product_rate(s: Setting) -> float:
 
 
 def measure_step(s: Setting) -> dict:
-    """Seconds of each step and of the warm-up, peak memory in bytes; of ours what MFU is computed from."""
+    """Seconds of each step and of the warm-up; peak memory in bytes; of ours also what MFU needs."""
     if s.peer:
         step, model = peers_step(s)
     else:
@@ -209,7 +212,8 @@ def measure_attention(s: Setting) -> dict:
     shape = (s.B, s.T, heads, model_shape["n_embd"] // heads)
     dtype = getattr(torch, s.dtype)
     torch.manual_seed(0)
-    tensors = [torch.randn(shape, device=process.device).to(dtype) for _ in range(4)]       # q, k, v, dy
+    # q, k, v and dy
+    tensors = [torch.randn(shape, device=process.device).to(dtype) for _ in range(4)]
     _, seconds = time_steps(lambda: attention_and_gradients(s.attention, *tensors), s)
 
     # On the CPU, because Metal has no float64; one sequence is enough.

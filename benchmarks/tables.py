@@ -132,8 +132,8 @@ def ladder(args, base: Setting) -> list[dict]:
         before = row
 
     print_table(rows)
-    print(f"MFU is the share of {peak / 1e12:.2f} TFLOP/s (from the data sheet, or measured on the MLP's "
-          "products); a gain below 1.1x may be noise")
+    print(f"MFU is the share of {peak / 1e12:.2f} TFLOP/s (from the data sheet, or measured on the "
+          "MLP's products); a gain below 1.1x may be noise")
     return rows
 
 
@@ -160,10 +160,11 @@ def attention_table(args, base: Setting) -> list[dict]:
 # ---------------------------------------------------------------------- peer
 
 def peer_table(args, base: Setting) -> list[dict]:
-    """Our step and that of build-nanogpt; or of another checkout of this project, by its own bench.py."""
+    """Our step and that of build-nanogpt, or of another checkout of this project, by its bench.py."""
     script = Path(args.path or "build-nanogpt") / "train_gpt2.py"
     if not script.is_file():
-        raise UserError(f"{script} does not exist: git clone build-nanogpt from GitHub, and name its folder")
+        raise UserError(f"{script} does not exist: git clone build-nanogpt from GitHub, and name its "
+                        "folder")
 
     peer = replace(base, peer=str(script.parent.resolve()))
     settings = {"ours": base}

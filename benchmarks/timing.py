@@ -41,18 +41,19 @@ class Setting:
     compile: bool = False
     attention: str = "auto"
     vocab_size: int = 50304
-    loss_chunk: int | None = None   # tokens whose logits are in memory at a time; 0: all; None: as trained
+    loss_chunk: int | None = None   # tokens whose logits are in memory; 0: all; None: as trained
     fused: bool = True              # AdamW in one kernel
     tune_memory: bool = True        # glibc keeps freed memory
     warmup: int = 2
     steps: int = 10
-    peer: str = ""                  # folder of another train_gpt2.py: build-nanogpt's, or one with a bench.py
+    peer: str = ""                  # folder of build-nanogpt, or of a checkout that has a bench.py
 
 
 # ---------------------------------------------------------------------- in the process that measures
 
 def time_steps(step: Callable, s: Setting) -> tuple[float, list[float]]:
-    """Calls step(). Seconds of the first s.warmup calls, which may compile; of each of the next s.steps."""
+    """Calls step(). Returns the seconds of the first s.warmup calls together, which may compile, and
+    of each of the next s.steps."""
     kind = s.device.split(":")[0]
     wait = getattr(torch, kind).synchronize         # on a CPU it does nothing
 
@@ -123,7 +124,10 @@ def run_in_subprocess(s: Setting) -> dict:
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         # torch.compile keeps what it compiles. In a folder of their own all processes have to
         # compile, so that "start s" does not depend on what ran before.
-        caches = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_CACHE_DIR": f"{folder}/triton"}
+        caches = {
+            "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor",
+            "TRITON_CACHE_DIR": f"{folder}/triton",
+        }
         command = [sys.executable, str(bench), "work", json.dumps(changed)]
         done = run_process(command, cwd=folder, env=os.environ | caches)
 
@@ -185,7 +189,8 @@ def ratio(a: float | None, b: float | None) -> str:
 
 
 def rows_of(column: str, results: dict, cells: Callable) -> list[dict]:
-    """A row for each of {name: result}: its name in `column`, and `cells(name, result)` or why it failed."""
+    """A row for each of {name: result}: its name in `column`, and cells(name, result), a dict; or
+    why it failed."""
     rows = []
     for name, result in results.items():
         row = {column: name}
@@ -208,7 +213,7 @@ def cell_text(value) -> str:
 
 
 def print_table(rows: list[dict], formats: dict | None = None) -> None:
-    """Prints rows, {column: value}, as a table in Markdown, and below it those that failed, with the reason.
+    """Prints rows, {column: value}, as a table in Markdown; below it those that failed, and why.
 
     `formats`: {column: value -> text}, where that is not cell_text.
     """
