@@ -392,7 +392,8 @@ def test_a_table_says_which_of_its_lines_failed(flags, table, monkeypatch):
     ("compare a --plot a.md", ".png"), ("compare", "--out"), ("compare a --plot no/a.png", "no/a.png"),
     ("compare a", "a/metrics.csv"),
     *((f"compare {i}.csv", word) for i, word in enumerate(("", "row 1", "row 2", "row 2", "5"), 1))])
-def test_a_mistake_is_one_line(flags, word, table):
+def test_a_mistake_is_one_line(flags, word, table, monkeypatch):
+    monkeypatch.setattr(steps, "WORKERS", {})           # what is not refused measures nothing
     for i, text in enumerate(("1,2", "a,b", "tokens,x\n1,2", "1,2\n3", "1,2\n1,3")):
         Path(f"{i}.csv").write_text(text)
     refused(lambda: table(flags), word)
