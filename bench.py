@@ -9,10 +9,10 @@
 
 The timed step is the one that trains, train_gpt2.train_step. Each row is measured in a process of its
 own, so that no row inherits memory or compiled code from another. The rows are measured in turn,
---turns times, because the speed of a shared machine changes within minutes. A row shows the median, or
-for recipes the mean of the seeds.
+--turns times, because the speed of a shared machine changes within minutes. A row shows the median of
+its times, the largest peak of its memory and its longest start, or for recipes the mean of the seeds.
 """
-# first, because it refuses an old Python in one line
+# First, because it refuses an old Python in one line.
 from runtime.cli import run_command
 
 import sys
@@ -25,29 +25,44 @@ from benchmarks.ablation import recipes_table, train_without
 from benchmarks.compare import compare_table
 from benchmarks.data import data_table
 from benchmarks.flags import parse_args
+from benchmarks.processes import CHILDREN, signals_as_errors
 from benchmarks.steps import WORKERS
 from benchmarks.timing import run_worker
 from runtime.device import device_name
 
-# each prints its table: (flags, their Setting) -> its rows
-TABLES = {"ladder": tables.ladder, "attention": tables.attention_table, "data": data_table,
-          "peer": tables.peer_table, "recipes": recipes_table, "compare": compare_table}
+# Each prints its table: (flags, their Setting) -> its rows.
+TABLES = {
+    "ladder": tables.ladder,
+    "attention": tables.attention_table,
+    "data": data_table,
+    "peer": tables.peer_table,
+    "recipes": recipes_table,
+    "compare": compare_table,
+}
 
 
-def main(argv=None):
-    argv = sys.argv[1:] if argv is None else argv
+def main(argv: list[str] | None = None) -> int | None:
+    if argv is None:
+        argv = sys.argv[1:]
     if not argv:
-        return print(__doc__ + "\nThe flags: python bench.py --help")
-    if argv[:1] == ["work"]:
+        print(__doc__ + "\nThe flags: python bench.py --help")
+        return None
+
+    # Two commands that are not for users: the tables start them, each in a process of its own.
+    if argv[0] == "work":
         return run_worker(WORKERS, argv[1])
-    if argv[:1] == ["train"]:
+    if argv[0] == "train":
         return train_without(argv[1], argv[2:])
+
     args, base = parse_args(argv, TABLES, __doc__)
     if args.table != "compare":
-        threads = f" ({torch.get_num_threads()} threads)" if base.device == "cpu" else ""
+        threads = ""
+        if base.device == "cpu":
+            threads = f" ({torch.get_num_threads()} threads)"
         print(f"bench.py {args.table}: {device_name(base.device)}{threads}, torch {torch.__version__}, "
               f"{date.today()}", flush=True)
-    TABLES[args.table](args, base)
+    with signals_as_errors(), CHILDREN:
+        TABLES[args.table](args, base)
 
 
 if __name__ == "__main__":

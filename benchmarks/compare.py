@@ -1,5 +1,5 @@
-"""`bench.py compare`: the validation losses of several runs, against tokens and against time, beside curves
-from files."""
+"""`bench.py compare`: the validation losses of several runs, against tokens and against time, beside
+curves from files."""
 import csv
 import math
 from dataclasses import dataclass
@@ -16,10 +16,9 @@ from runtime.plots import new_figure, short_count
 
 @dataclass
 class Curve:
-    """A run's validations, and the last row of its metrics.csv: how far it has trained. One from a file has
-    neither steps nor seconds."""
+    """The validations of a run, or of a curve in a file, which has neither steps nor seconds."""
     name: str
-    last: dict
+    last: dict              # "step", "tokens" and "seconds": how far it has trained
     points: list[tuple[int, float, float]]          # (tokens, seconds, validation loss)
     is_run: bool = True
 
@@ -28,80 +27,162 @@ def finite(points: list[tuple]) -> list[tuple]:
     return [point for point in points if math.isfinite(point[2])]
 
 
+# ---------------------------------------------------------------------- where curves come from
+
 def read_curve(source: str) -> Curve:
-    """From a run's --out folder, or a .csv file. UserError for a run without validations, or no curve."""
+    """From a run's --out folder, or a .csv file. UserError if there is no validation in it."""
     if source.lower().endswith(".csv") and not Path(source).is_dir():
-        with reading(source, "choose a .csv with the columns tokens,loss, or the --out folder of a run",
-                      (OSError, ValueError, csv.Error)):
+        remedy = "choose a .csv with the columns tokens,loss, or the --out folder of a run"
+        with reading(source, remedy, (OSError, ValueError, csv.Error)):
             return parse_csv(source, read_text(source))
+
     path = Path(source) / "metrics.csv"
     if not path.exists():
         raise UserError(f"{path} does not exist: choose the --out folder of a run that has begun")
     rows = read_metrics(path, "choose the --out folder of a run")
-    points = [(row["tokens"], row["seconds"], row["val"]) for row in rows if row["val"] is not None]
+    points = []
+    for row in rows:
+        if row["val"] is not None:
+            points.append((row["tokens"], row["seconds"], row["val"]))
     if not points:
-        raise UserError(f"{path} has no validation loss yet: wait for the first, or train with --val_every")
+        raise UserError(f"{path} has no validation loss yet: wait for the first, or train with "
+                        "--val_every")
     return Curve(source, rows[-1], points)
 
 
 def parse_csv(name: str, text: str) -> Curve:
-    """Rows of tokens,loss with growing tokens. A header may name the two, in any place among other columns. A
-    line that begins with # is a comment. ValueError for others."""
-    lines = [line for line in text.splitlines() if line.strip() and not line.startswith("#")] or [""]
-    header = ["tokens,loss" if lines[0].lstrip()[:1] in set("+-.0123456789") else lines.pop(0).lower()]
-    rows = [(-1, math.nan, 0.0)]
-    for number, row in enumerate(csv.DictReader(header + lines, skipinitialspace=True), 1):
+    """Rows of tokens,loss with growing tokens. ValueError for others.
+
+    A header may name the two, in any place among other columns. A line that begins with # is a
+    comment.
+    """
+    lines = []
+    for line in text.splitlines():
+        if line.strip() and not line.startswith("#"):
+            lines.append(line)
+
+    header = "tokens,loss"
+    if lines and lines[0].lstrip()[0] not in "+-.0123456789":
+        header = lines.pop(0).lower()
+
+    points = []
+    tokens_before = -1
+    for number, row in enumerate(csv.DictReader([header, *lines], skipinitialspace=True), 1):
         try:
             tokens, loss = float(row["tokens"]), float(row["loss"])
         except (KeyError, TypeError, ValueError):
             raise ValueError(f"its row {number} does not hold tokens and a loss") from None
         if not (0 <= tokens < 1e18 and 0 < loss < 1e4):
             raise ValueError(f"its row {number} holds {tokens:g} tokens and a loss of {loss:g}")
-        if tokens <= rows[-1][0]:
+        if tokens <= tokens_before:
             raise ValueError(f"its row {number} has no more tokens than the one before")
-        rows.append((int(tokens), math.nan, loss))
-    if not rows[1:]:
+        tokens_before = int(tokens)
+        points.append((tokens_before, math.nan, loss))
+    if not points:
         raise ValueError("it holds no loss")
-    return Curve(name, {"step": None, "tokens": rows[-1][0], "seconds": None}, rows[1:], False)
+    last = {"step": None, "tokens": tokens_before, "seconds": None}
+    return Curve(name, last, points, is_run=False)
 
+
+# ---------------------------------------------------------------------- the tables
 
 def tokens_text(n: float | None) -> str:
     """'1.23M': three digits."""
-    return "-" if n is None else short_count(float(f"{n:.3g}"))
+    if n is None:
+        return "-"
+    return short_count(float(f"{n:.3g}"))
 
 
-FORMATS = {"tokens": tokens_text, "at tokens": tokens_text, "time": clock, "difference": "{:+.4f}".format,
-           **dict.fromkeys(("final val loss", "lowest", "val loss", "the other's"), "{:.4f}".format)}
+FORMATS = {
+    "tokens": tokens_text,
+    "at tokens": tokens_text,
+    "time": clock,
+    "final val loss": "{:.4f}".format,
+    "lowest": "{:.4f}".format,
+    "val loss": "{:.4f}".format,
+    "the other's": "{:.4f}".format,
+    "difference": "{:+.4f}".format,
+}
 
 
 def tokens_to_reach(target: float, points: list[tuple]) -> float | None:
     """After how many tokens the loss was first at `target`, linear between validations. None: never."""
-    points = finite(points)
-    for (before, _, higher), (tokens, _, loss) in zip(points[:1] + points, points, strict=False):
+    before = None
+    for point in finite(points):
+        tokens, _, loss = point
         if loss <= target:
-            return np.interp(target, (loss, higher), (tokens, before)).item()
+            if before is None:              # already at the first validation
+                return float(tokens)
+            tokens_before, _, higher = before
+            return np.interp(target, (loss, higher), (tokens, tokens_before)).item()
+        before = point
+    return None
 
 
 def curve_row(curve: Curve) -> dict:
-    lowest = min((loss for *_, loss in finite(curve.points)), default=math.nan)
-    trained = {"steps": curve.last["step"], "time": curve.last["seconds"]} if curve.is_run else {}
-    return {"run": curve.name, "tokens": curve.last["tokens"], **trained,
-            "final val loss": curve.points[-1][2], "lowest": lowest}
+    row = {"run": curve.name, "tokens": curve.last["tokens"]}
+    if curve.is_run:
+        row["steps"] = curve.last["step"]
+        row["time"] = curve.last["seconds"]
+    row["final val loss"] = curve.points[-1][2]
+    row["lowest"] = min((loss for *_, loss in finite(curve.points)), default=math.nan)
+    return row
 
 
 def pair_row(curve: Curve, other: Curve) -> dict:
-    """How a curve stands to another: at its newest validation that the other reaches, the difference of their
-    losses; and after how many tokens the other had its final loss. Linear between validations."""
-    row = {"run": curve.name, "against": other.name}
-    own, _, final = curve.points[-1]
-    theirs = finite(other.points) or [(math.inf, 0.0, math.inf)]
-    for tokens, _, loss in [at for at in finite(curve.points) if theirs[0][0] <= at[0] <= theirs[-1][0]][-1:]:
-        there = np.interp(tokens, *np.array(theirs)[:, [0, 2]].T).item()
-        row |= {"at tokens": tokens, "val loss": loss, "the other's": there, "difference": loss - there}
-    reached = tokens_to_reach(final, other.points)
-    share = f" ({reached / own:.0%})" if reached is not None and own else ""
-    return row | {"reached after": tokens_text(reached) + share}
+    """How a curve stands to another.
 
+    At its newest validation that the other reaches: the difference of their losses. And after how
+    many tokens the other had its final loss. Linear between validations.
+    """
+    row = {"run": curve.name, "against": other.name}
+    other_points = finite(other.points)
+    common = []
+    if other_points:
+        first, last = other_points[0][0], other_points[-1][0]
+        common = [point for point in finite(curve.points) if first <= point[0] <= last]
+    if common:
+        tokens, _, loss = common[-1]
+        other_tokens, _, other_losses = zip(*other_points, strict=True)
+        other_loss = np.interp(tokens, other_tokens, other_losses).item()
+        row["at tokens"] = tokens
+        row["val loss"] = loss
+        row["the other's"] = other_loss
+        row["difference"] = loss - other_loss
+
+    own_tokens, _, final_loss = curve.points[-1]
+    reached = tokens_to_reach(final_loss, other.points)
+    row["reached after"] = tokens_text(reached)
+    if reached is not None and own_tokens > 0:
+        row["reached after"] += f" ({reached / own_tokens:.0%})"
+    return row
+
+
+def compare_table(args, base) -> list[dict]:
+    """Prints and returns the rows of the runs, and of each pair of them."""
+    if not args.paths:
+        raise UserError("bench.py compare needs --out folders of runs: name them, as in `python "
+                        "bench.py compare log/a log/b`")
+    curves = [read_curve(path) for path in dict.fromkeys(args.paths)]
+    rows = [curve_row(curve) for curve in curves]
+    print_table(rows, FORMATS)
+
+    pairs = []
+    for curve in curves:
+        for other in curves:
+            if curve is not other and (curve.is_run or other.is_run):
+                pairs.append(pair_row(curve, other))
+    if pairs:
+        print("each pair at the newest validation that both reached; 'reached after' is when the "
+              "other run had this run's final val loss")
+        print_table(pairs, FORMATS)
+
+    if args.plot:
+        plot_runs(args.plot, curves)
+    return rows + pairs
+
+
+# ---------------------------------------------------------------------- the picture
 
 def label_of(curve: Curve) -> str:
     # A name must not be read as TeX, nor hide its curve by a leading underscore.
@@ -117,11 +198,11 @@ def time_unit(curves: list[Curve]) -> tuple[str, int]:
 
 
 def plot_runs(path: str, curves: list[Curve], bytes_per_token: float = 0) -> None:
-    """Two panels: validation loss against tokens, and against the time of training. With the bytes of text
-    per token, one panel: bits per byte against bytes of text, which compares tokenizers, too.
+    """Two panels: validation loss against tokens, and against the time of training. With the bytes
+    of text per token, one panel: bits per byte against bytes of text, which compares tokenizers, too.
 
-    A dashed line is the final loss of the first curve: where another curve meets it, one can read how many
-    tokens and how much time that one needed.
+    A dashed line is the final loss of the first curve: where another curve meets it, one can read
+    how many tokens and how much time that one needed.
     """
     unit, length = time_unit(curves)
     x_labels = ["tokens of training", f"{unit} of training"]
@@ -161,21 +242,3 @@ def plot_runs(path: str, curves: list[Curve], bytes_per_token: float = 0) -> Non
     panels[0].legend(fontsize=8)
     replace_file(path, lambda file: figure.savefig(file, format="png", dpi=130))
     print(f"saved {path}")
-
-
-def compare_table(args, base) -> list[dict]:
-    if not args.paths:
-        raise UserError("bench.py compare needs --out folders of runs: name them, as in `python bench.py "
-                        "compare log/a log/b`")
-    curves = [read_curve(run) for run in dict.fromkeys(args.paths)]
-    rows, pairs = [curve_row(curve) for curve in curves], [
-        pair_row(curve, other) for curve in curves for other in curves
-        if curve is not other and (curve.is_run or other.is_run)]
-    print_table(rows, FORMATS)
-    if pairs:
-        print("each pair at the newest validation that both reached; 'reached after' is when the other run "
-              "had this run's final val loss")
-        print_table(pairs, FORMATS)
-    if args.plot:
-        plot_runs(args.plot, curves)
-    return rows + pairs

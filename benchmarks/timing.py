@@ -1,12 +1,12 @@
-"""What the tables share: a Setting says what one line is measured with, `measure` measures several in turn,
-each in a process of its own, and `print_table` prints what was found."""
+"""What the tables share: a Setting says what one row is measured with, `measure` measures several in
+turn, each in a process of its own, and `print_table` prints what was found."""
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from benchmarks.processes import run_process, why_it_failed
 from runtime.cli import UserError, brief_error
 from runtime.device import is_out_of_memory
 from runtime.tokenizer import VOCAB_SIZE
@@ -24,8 +25,11 @@ BENCH = Path(__file__).resolve().parent.parent / "bench.py"
 
 @dataclass
 class Setting:
-    """What one line of a table is measured with. `bench.py work` of another checkout is sent the fields that
-    differ from these defaults: a name or a default that changes cannot be measured there."""
+    """What one row of a table is measured with.
+
+    `bench.py work` of another checkout is sent the fields that differ from these defaults: if a name
+    or a default changes, that checkout can no longer be measured.
+    """
     what: str = "step"              # a key of steps.WORKERS
     device: str = "cpu"
     recipe: str = "gpt2"
@@ -37,38 +41,48 @@ class Setting:
     compile: bool = False
     attention: str = "auto"
     vocab_size: int = 50304
-    loss_chunk: int | None = None   # tokens whose logits are in memory at a time; 0: all; None: as trained
+    loss_chunk: int | None = None   # tokens whose logits are in memory; 0: all; None: as trained
     fused: bool = True              # AdamW in one kernel
     tune_memory: bool = True        # glibc keeps freed memory
     warmup: int = 2
     steps: int = 10
-    peer: str = ""                  # folder of another train_gpt2.py: build-nanogpt's, or one with a bench.py
+    peer: str = ""                  # folder of build-nanogpt, or of a checkout that has a bench.py
 
 
-def time_steps(step, s: Setting) -> tuple[float, list[float]]:
-    """(seconds of the first s.warmup calls, which may compile; seconds of each of the next s.steps)."""
+# ---------------------------------------------------------------------- in the process that measures
+
+def time_steps(step: Callable, s: Setting) -> tuple[float, list[float]]:
+    """Calls step(). Returns the seconds of the first s.warmup calls together, which may compile, and
+    of each of the next s.steps."""
     kind = s.device.split(":")[0]
-    wait = getattr(torch, kind).synchronize         # on a CPU nothing
-
-    def now():
-        if kind == "cuda":          # the GPU's clock: it never waits for the CPU between steps
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            return event
-        wait()                      # on a Mac, as training does after each step there
-        return time.perf_counter()
+    wait = getattr(torch, kind).synchronize         # on a CPU it does nothing
 
     began = time.perf_counter()
     for _ in range(s.warmup):
         step()
     wait()
     warmup_seconds = time.perf_counter() - began
-    times = [now()]
+
+    if kind == "cuda":
+        return warmup_seconds, time_on_gpu(step, s.steps)
+
+    times = [time.perf_counter()]
     for _ in range(s.steps):
         step()
-        times.append(now())
-    wait()
-    return warmup_seconds, [a.elapsed_time(b) / 1e3 if kind == "cuda" else b - a for a, b in pairwise(times)]
+        wait()                      # on a Mac, as training does after each step there
+        times.append(time.perf_counter())
+    return warmup_seconds, [after - before for before, after in pairwise(times)]
+
+
+def time_on_gpu(step: Callable, steps: int) -> list[float]:
+    """Seconds of each call of step(), by the GPU's clock: it never waits for the CPU between steps."""
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+    events[0].record()
+    for event in events[1:]:
+        step()
+        event.record()
+    torch.cuda.synchronize()
+    return [before.elapsed_time(after) / 1e3 for before, after in pairwise(events)]
 
 
 def random_tokens(n: int) -> np.ndarray:
@@ -81,80 +95,154 @@ def run_worker(workers: dict, setting: str) -> None:
     try:
         result = workers[s.what](s)
     except Exception as error:
-        result = {"failed": "out of memory" if is_out_of_memory(error) else
-                  str(error)[:200] if isinstance(error, UserError) else brief_error(error)}
+        reason = brief_error(error)
+        if is_out_of_memory(error):
+            reason = "out of memory"
+        elif isinstance(error, UserError):
+            reason = str(error)[:200]
+        result = {"failed": reason}
     print(json.dumps(result), flush=True)
-    os._exit(0)                     # does not wait for the loader's thread
+    os._exit(0)                     # without waiting for the thread of the loader
 
+
+# ---------------------------------------------------------------------- in the process of the table
 
 def run_in_subprocess(s: Setting) -> dict:
     """What the worker of `s` finds in a new process, or {"failed": reason}."""
     bench = BENCH
-    if s.peer and (theirs := Path(s.peer) / "bench.py").exists():
-        bench, s = theirs, replace(s, peer="")
-    changed = {name: value for name, value in asdict(s).items() if value != getattr(Setting, name)}
-    with tempfile.TemporaryDirectory() as folder:
-        done = subprocess.run([sys.executable, str(bench), "work", json.dumps(changed)], capture_output=True,
-                              text=True, cwd=folder)
+    if s.peer:
+        peers_bench = Path(s.peer) / "bench.py"
+        if peers_bench.exists():
+            bench = peers_bench
+            s = replace(s, peer="")
+
+    changed = {}
+    for name, value in asdict(s).items():
+        if value != getattr(Setting, name):
+            changed[name] = value
+
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        # torch.compile keeps what it compiles. In a folder of their own all processes have to
+        # compile, so that "start s" does not depend on what ran before.
+        caches = {
+            "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor",
+            "TRITON_CACHE_DIR": f"{folder}/triton",
+        }
+        command = [sys.executable, str(bench), "work", json.dumps(changed)]
+        done = run_process(command, cwd=folder, env=os.environ | caches)
+
     for line in done.stdout.splitlines():
-        if line.startswith('{"'):
+        if line.startswith('{"'):           # the script of a peer may print other lines
             return json.loads(line)
-    killed = "out of memory" if done.returncode == -9 else f"exit code {done.returncode}"    # by the kernel
-    return {"failed": done.stderr.strip().split("\n")[-1][:200] or killed}
+    return {"failed": why_it_failed(done)}
 
 
-def take_turns(run, jobs: dict, turns: int, what: str = "measured", unit: str = "settings") -> dict:
-    """{name: job} -> {name: what run(job) measured}, dicts, over `turns`. Lists are joined, of numbers the
-    largest is kept. A job that returned {"failed": reason} is not run again."""
+def take_turns(
+    run: Callable, jobs: dict, turns: int, what: str = "measured", unit: str = "settings"
+) -> dict:
+    """{name: job} -> {name: what run(job) measured, a dict}, over `turns`.
+
+    Lists of all turns are joined, and of numbers the largest is kept. A job that returned
+    {"failed": reason} is not run again. `what` and `unit` are for the progress bar.
+    """
     results = {name: {} for name in jobs}
     for name, job in tqdm(turns * list(jobs.items()), what, unit=f" {unit}", delay=10):
         result = results[name]
-        for key, new in ({} if "failed" in result else run(job)).items():
-            old = result.get(key)
-            result[key] = new if old is None else old + new if isinstance(new, list) else max(old, new)
+        if "failed" in result:
+            continue
+        for key, value in run(job).items():
+            if key not in result:
+                result[key] = value
+            elif isinstance(value, list):
+                result[key] = result[key] + value
+            else:
+                result[key] = max(result[key], value)
     return results
 
 
-def measure(settings: dict, turns: int) -> dict:
-    """{name: Setting, or a str: why it is left out} -> {name: what its worker measured, or {"failed": why}}.
-    Turn by turn: the speed of a shared machine changes within minutes, and a ratio of medians much less."""
-    return take_turns(lambda s: {"failed": s} if isinstance(s, str) else run_in_subprocess(s),
-                      settings, turns)
+def measure_once(s: Setting | str) -> dict:
+    """What the worker of a setting finds; {"failed": s} for a str, which says why it is left out."""
+    if isinstance(s, str):
+        return {"failed": s}
+    return run_in_subprocess(s)
 
+
+def measure(settings: dict, turns: int) -> dict:
+    """{name: Setting, or a str} -> {name: what measure_once found in all turns}.
+
+    Turn by turn, because the speed of a shared machine changes within minutes, and then that of all
+    settings does.
+    """
+    return take_turns(measure_once, settings, turns)
+
+
+# ---------------------------------------------------------------------- the table
 
 def median_ms(result: dict) -> float:
     return statistics.median(result["seconds"]) * 1e3
 
 
 def ratio(a: float | None, b: float | None) -> str:
-    return f"{a / b:.2f}x" if a and b else "n/a"
+    if not a or not b:
+        return "n/a"
+    return f"{a / b:.2f}x"
 
 
-def rows_of(column: str, results: dict, cells) -> list[dict]:
-    """A row for each of {name: result}: its name and `cells(name, result)`, or why it failed."""
-    return [{column: name} | ({"failed": r["failed"]} if "failed" in r else cells(name, r))
-            for name, r in results.items()]
+def rows_of(column: str, results: dict, cells: Callable) -> list[dict]:
+    """A row for each of {name: result}: its name in `column`, and cells(name, result), a dict; or
+    why it failed."""
+    rows = []
+    for name, result in results.items():
+        row = {column: name}
+        if "failed" in result:
+            row["failed"] = result["failed"]
+        else:
+            row.update(cells(name, result))
+        rows.append(row)
+    return rows
 
 
 def cell_text(value) -> str:
-    if isinstance(value, str | None):
-        return "n/a" if value is None else value
-    return f"{value:.2f}" if isinstance(value, float) and abs(value) < 100 else f"{value:,.0f}"
+    if value is None:
+        return "n/a"
+    if isinstance(value, str):
+        return value
+    if isinstance(value, float) and abs(value) < 100:
+        return f"{value:.2f}"
+    return f"{value:,.0f}"
 
 
 def print_table(rows: list[dict], formats: dict | None = None) -> None:
-    """A table in Markdown of rows, {column: value}, and below it those that failed, each with its reason.
-    `formats`: {column: value -> text}, where that is not cell_text."""
+    """Prints rows, {column: value}, as a table in Markdown; below it those that failed, and why.
+
+    `formats`: {column: value -> text}, where that is not cell_text.
+    """
+    if formats is None:
+        formats = {}
     shown = [row for row in rows if "failed" not in row]
     columns = list(dict.fromkeys(name for row in shown for name in row))
-    lines = [columns, *([(formats or {}).get(name, cell_text)(row[name]) if name in row else ""
-                         for name in columns] for row in shown)]
+
+    lines = [columns]
+    for row in shown:
+        line = []
+        for name in columns:
+            cell = ""
+            if name in row:
+                as_text = formats.get(name, cell_text)
+                cell = as_text(row[name])
+            line.append(cell)
+        lines.append(line)
+
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     lines.insert(1, ["-" * width for width in widths])
     print()
-    for first, *others in lines if shown else ():
-        print(f"| {' | '.join([first.ljust(widths[0]), *map(str.rjust, others, widths[1:])])} |")
+    if shown:
+        for name, *numbers in lines:
+            cells = [name.ljust(widths[0])]
+            cells += [number.rjust(width) for number, width in zip(numbers, widths[1:], strict=True)]
+            print(f"| {' | '.join(cells)} |")
     for row in rows:
         if "failed" in row:
-            print(f"not measured: {next(iter(row.values()))}: {row['failed'][:120]}")
+            name = next(iter(row.values()))
+            print(f"not measured: {name}: {row['failed'][:120]}")
     print(flush=True)

@@ -6,6 +6,7 @@ import math
 import os
 import re
 import runpy
+import signal
 import subprocess
 import sys
 import threading
@@ -26,7 +27,7 @@ from benchmarks.compare import Curve, read_curve
 from benchmarks.data import OURS, POOL, Job
 from benchmarks.timing import Setting
 from helpers import ROOT, forked, parse_flags, refused
-from runtime.cli import brief_error
+from runtime.cli import UserError, brief_error
 from runtime.console import HEADER
 from runtime.recipe import make_batch_schedule
 from recipes import PRESETS
@@ -52,13 +53,13 @@ def run_script(argv, cwd=".", env=None, **how):
 
 
 def fork(argv, **how):
+    """processes.run_process, by a fork of a process that has torch imported."""
     # multiprocessing loses the exit code of a process that two threads ask after
     with ONE_AT_A_TIME:
         return subprocess.CompletedProcess(argv, *forked(functools.partial(run_script, argv[1:], **how))[0])
 
 
 ONE_AT_A_TIME = threading.Lock()
-FORKING = types.SimpleNamespace(run=fork)       # in place of the module subprocess: a fork has torch imported
 
 
 @pytest.fixture
@@ -101,28 +102,60 @@ def changes(settings):
             for a, b in itertools.pairwise(settings)]
 
 
-def test_a_rung_of_the_ladder_changes_what_it_is_called_after_and_no_more():
-    def rungs(**base):
-        found = tables.ladder_rungs(Setting(dtype="bfloat16", **base))
-        return [s for s in found.values() if isinstance(s, Setting)], [
-            name for name, s in found.items() if isinstance(s, Setting)]
-    plain = dict(dtype="float32", compile=False, attention="naive", vocab_size=50257, fused=False)
-    cpu, names = rungs(device="cpu", B=4)
-    assert vars(cpu[0]).items() >= (plain | dict(loss_chunk=0, tune_memory=False, B=4)).items()
+def climb(monkeypatch, cannot_run=lambda s: False, turns=1, **base):
+    """The names of the rungs that the ladder measures, and the settings in the order of the processes."""
+    asked = []
+
+    def measured(s):
+        asked.append(s)
+        if cannot_run(s):
+            return {"failed": "no kernel"}
+        return {"seconds": [1.0], "warmup_seconds": 1.0, "memory": 1, "flops_per_token": 1, "peak_flops": 1}
+    monkeypatch.setattr(timing, "run_in_subprocess", measured)
+    rows = tables.ladder(types.SimpleNamespace(turns=turns), Setting(**base))
+    return [row["rung"] for row in rows if "failed" not in row], asked
+
+
+PLAIN = dict(dtype="float32", compile=False, attention="naive", vocab_size=50257, fused=False)
+
+
+def test_a_rung_of_the_ladder_changes_what_it_is_called_after_and_no_more(monkeypatch):
+    names, cpu = climb(monkeypatch, device="cpu", B=4)
+    assert vars(cpu[0]).items() >= (PLAIN | dict(loss_chunk=0, tune_memory=False, B=4)).items()
     assert changes(cpu) == [dict(dtype="bfloat16"), dict(attention="flash"), dict(vocab_size=50304),
                             dict(fused=True), dict(tune_memory=True), dict(loss_chunk=None),
                             dict(attention="auto")]
     for name, word in zip(names[1:], ("bfloat16", "flash", "50304", "AdamW", "mallopt", "loss", "auto"),
                           strict=True):
         assert word in name
-    gpu, names = rungs(device="cuda:0", compile=True)
-    assert vars(gpu[0]).items() >= (plain | dict(tf32=False, B=16)).items()
+    names, gpu = climb(monkeypatch, device="cuda:0", compile=True)
+    assert vars(gpu[0]).items() >= (PLAIN | dict(tf32=False, B=16)).items()
     assert changes(gpu) == [dict(tf32=True), dict(dtype="bfloat16"), dict(compile=True),
                             dict(attention="flash"), dict(vocab_size=50304), dict(fused=True),
                             dict(attention="auto"), dict(B=64)]
     for name, word in zip(names[1:], ("TF32", "bfloat16", "compile", "flash", "50304", "AdamW", "auto", "64"),
                           strict=True):
         assert word in name
+
+
+def test_a_compiled_models_loss_has_no_rung_because_it_has_no_tiles(monkeypatch):
+    _, cpu = climb(monkeypatch, device="cpu", compile=True)
+    assert changes(cpu) == [dict(dtype="bfloat16"), dict(compile=True), dict(attention="flash"),
+                            dict(vocab_size=50304), dict(fused=True), dict(tune_memory=True),
+                            dict(attention="auto")]
+
+
+def test_a_rung_stands_on_the_last_one_that_can_run(monkeypatch):
+    def cannot_run(s):
+        return s.dtype == "bfloat16" or s.attention == "flash"
+    names, asked = climb(monkeypatch, cannot_run, turns=2, device="cuda:0", compile=True)
+    assert [name for name in names if "flash" in name or "bfloat16" in name] == []
+    able = [s for s in asked if not cannot_run(s)]
+    first, second = able[:len(names)], able[len(names):]
+    assert first == second and len(asked) == 2 * len(names) + 2, "what fails is tried once"
+    assert vars(first[0]).items() >= PLAIN.items()
+    assert changes(first) == [dict(tf32=True), dict(compile=True), dict(vocab_size=50304), dict(fused=True),
+                              dict(attention="auto"), dict(B=64)]
 
 
 def test_the_ladders_figures_follow_from_what_was_measured(table, monkeypatch):
@@ -148,12 +181,14 @@ def test_the_ladders_figures_follow_from_what_was_measured(table, monkeypatch):
 
 
 def test_time_against_ours_is_theirs_in_terms_of_ours(table, monkeypatch, tmp_path):
-    """And build-nanogpt as shipped is eager."""
+    """And build-nanogpt as shipped is eager, in an environment without our settings of the allocator."""
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
     Path("clone").mkdir()
     Path("clone/train_gpt2.py").touch()
 
     def measured(s):
-        assert s.peer in ("", str(tmp_path / "clone"))
+        assert s.peer in ("", str(tmp_path / "clone")) and "PYTORCH_ALLOC_CONF" not in os.environ
         seconds = (1.5 - 0.5 * s.compile) if s.peer else 0.5
         return {"seconds": [seconds], "warmup_seconds": 1.0, "memory": 1e9, "peer": s.peer}
     monkeypatch.setattr(timing, "run_in_subprocess", measured)
@@ -234,14 +269,16 @@ def test_a_size_is_layers_times_width_with_the_recipes_heads(recipe, size, expec
     ("ladder", "cuda:0", dict(B=16, T=1024, steps=20, warmup=3, compile=True, recipe="gpt2"), 2),
     ("ladder --no_compile", "cuda:0", dict(B=16, compile=False), 2),
     ("peer x --compile", "mps", dict(B=4, T=1024, steps=4, compile=True), 2),
-    ("data", "cpu", {}, 5), ("recipes x", "cpu", dict(size="4x256"), 2),
+    ("data", "cpu", {}, 5), ("data", "cuda:0", dict(device="cpu"), 5),
+    ("attention", "cpu", dict(B=4, T=256, steps=50), 2), ("attention --steps 3", "cpu", dict(steps=3), 2),
+    ("attention", "cuda:0", dict(B=16, T=1024, steps=50), 2), ("recipes x", "cpu", dict(size="4x256"), 2),
     ("ladder --batch_size 3 --sequence_length 5 --steps 7 --turns 1 --size 1x2 --recipe speedrun", "cpu",
      dict(B=3, T=5, steps=7, size="1x2", recipe="speedrun"), 1)])
 def test_what_is_measured_without_flags(argv, device, expected, turns, monkeypatch):
     monkeypatch.setattr(flags, "choose_device", lambda name: device)
     monkeypatch.setattr(flags, "choose_dtype", lambda name, device: "bfloat16")
     args, base = flags.parse_args(argv.split(), bench.TABLES, "")
-    assert vars(base).items() >= (expected | {"device": device, "dtype": "bfloat16"}).items()
+    assert vars(base).items() >= ({"device": device, "dtype": "bfloat16"} | expected).items()
     assert args.turns == turns
 
 
@@ -307,32 +344,48 @@ def test_settings_are_measured_in_turn_each_by_a_process_that_may_fail(monkeypat
 import json, os, sys
 B, calls = json.loads(sys.argv[2])["B"], __file__ + ".calls"
 open(calls, "a").write(str(B))
-B == 2 and os.kill(os.getpid(), 9) or B == 3 and sys.exit("broken")
-print(json.dumps({"seconds": [B + os.path.getsize(calls)], "memory": 10 - os.path.getsize(calls)}))
+if B == 2:
+    print("a warning", file=sys.stderr, flush=True)
+    os.kill(os.getpid(), 9)
+if B == 3:
+    sys.exit("broken")
+print(json.dumps({"seconds": [B + os.path.getsize(calls)], "memory": 10 - os.path.getsize(calls),
+                  "caches": [os.environ["TORCHINDUCTOR_CACHE_DIR"], os.environ["TRITON_CACHE_DIR"]]}))
 """)
     monkeypatch.setattr(timing, "BENCH", tmp_path / "bench.py")
     settings = {B: Setting(B=B) for B in (1, 2, 3)} | {4: Setting(B=4, peer=str(tmp_path)), 5: "left out"}
-    assert timing.measure(settings, 2) == {
-        1: {"seconds": [2, 6], "memory": 9}, 2: {"failed": "out of memory"}, 3: {"failed": "broken"},
-        4: {"seconds": [8, 10], "memory": 6}, 5: {"failed": "left out"}}
+    found = timing.measure(settings, 2)
+    caches = found[1].pop("caches") + found[4].pop("caches")
+    assert len(set(caches)) == 2 * 4, "no process finds what another one has compiled"
+    killed = found.pop(2)["failed"]
+    assert "SIGKILL" in killed and "warning" not in killed
+    assert found == {1: {"seconds": [2, 6], "memory": 9}, 3: {"failed": "broken"},
+                     4: {"seconds": [8, 10], "memory": 6}, 5: {"failed": "left out"}}
     assert (tmp_path / "bench.py.calls").read_text() == "123414"
 
 
-@pytest.mark.parametrize("name", ["ladder", "attention", "data", "peer ."])
-def test_a_table_says_which_of_its_lines_failed(name, table, monkeypatch):
+@pytest.mark.parametrize("flags", ["ladder --device cpu --batch_size 2", "attention --device cpu", "data",
+                                   "peer . --device cpu"])
+def test_a_table_says_which_of_its_lines_failed(flags, table, monkeypatch):
     names = "warmup_seconds", "flops_per_token", "peak_flops", "error_forward", "error_backward", "memory"
     good, n = {"seconds": [0.5], "rates": [1.0], **dict.fromkeys(names, 1.0)}, itertools.count()
     monkeypatch.setattr(data_benchmark, "time_fineweb", lambda jobs, turns, clone: dict.fromkeys(
         jobs, {"seconds": [1.0], "cpu": [1.0], "tokens": 10, "bytes": 42}))
     monkeypatch.setattr(timing, "run_in_subprocess", lambda _: good if next(n) - 1 else {"failed": "no room"})
     Path("train_gpt2.py").touch()
-    shown, rows = table(f"{name} --device cpu --turns 1 --batch_size 2")
+    shown, rows = table(f"{flags} --turns 1")
     assert shown.count(": no room") == 1 == [row.get("failed") for row in rows].count("no room")
 
 
 @pytest.mark.parametrize(("flags", "word"), [
     ("lader", "lader"), ("--device cpu", "table"), ("recipes a b", "one path"), ("recipes", "fineweb.py"),
     ("recipes a --ideas", "--recipe"), ("recipes a --recipe frontier", "--ideas"),
+    ("recipes a --compile", "--compile"), ("ladder a", "no path"), ("attention a", "no path"),
+    ("attention --compile", "--compile"), ("peer a b", "one path"), ("data a b", "one path"),
+    ("ladder --plot a.png", "--plot"),
+    *((f"data --{name} {value}", f"--{name}") for name, value in (
+        ("device", "cpu"), ("dtype", "float32"), ("recipe", "frontier"), ("size", "1x2"), ("batch_size", 2),
+        ("sequence_length", 8))),
     ("recipes a --ideas --recipe frontier --nanochat b", "--nanochat"),
     ("peer no --steps 0", "--steps 0"), ("data no", "no/fineweb.py"),
     ("recipes a --size 4x0", "4x0"), ("ladder --size 1x64 2x64", "one size"), ("recipes a", "a"),
@@ -340,7 +393,8 @@ def test_a_table_says_which_of_its_lines_failed(name, table, monkeypatch):
     ("compare a --plot a.md", ".png"), ("compare", "--out"), ("compare a --plot no/a.png", "no/a.png"),
     ("compare a", "a/metrics.csv"),
     *((f"compare {i}.csv", word) for i, word in enumerate(("", "row 1", "row 2", "row 2", "5"), 1))])
-def test_a_mistake_is_one_line(flags, word, table):
+def test_a_mistake_is_one_line(flags, word, table, monkeypatch):
+    monkeypatch.setattr(steps, "WORKERS", {})           # what is not refused measures nothing
     for i, text in enumerate(("1,2", "a,b", "tokens,x\n1,2", "1,2\n3", "1,2\n1,3")):
         Path(f"{i}.csv").write_text(text)
     refused(lambda: table(flags), word)
@@ -406,7 +460,7 @@ def test_a_picture_of_runs_has_tokens_and_time_of_training(table, monkeypatch):
 
 
 def test_the_peers_definitions_run_and_nothing_after_them(monkeypatch, tmp_path):
-    monkeypatch.setattr(timing, "subprocess", FORKING)
+    monkeypatch.setattr(timing, "run_process", fork)
     (tmp_path / "train_gpt2.py").write_text("""
 from hellaswag import render_example, iterate_examples
 from model import GPT, GPTConfig, torch
@@ -457,27 +511,35 @@ def test_without_each_idea_the_recipe_trains_and_is_another_one(recipe, monkeypa
 
 
 def test_a_run_without_an_idea_is_a_real_one(tmp_path, monkeypatch):
-    monkeypatch.setattr(ablation, "subprocess", FORKING)
+    monkeypatch.setattr(ablation, "run_process", fork)
     for name in ("val", "train"):
         write_shard(tmp_path / f"text_{name}_000000.npy", np.arange(4000, dtype=np.uint16) ** 2 % 50)
     flags = dict(data=tmp_path, recipe="speedrun", n_layer=1, n_head=1, n_embd=16, vocab_size=64, val_every=2,
                  total_batch_size=64, block_size=16, max_steps=4, val_tokens=9, device="cpu", dtype="float32")
     whole, ablated = ([loss for *_, loss in ablation.train(flags, idea).points] for idea in (None, "softcap"))
     assert [whole[0], ablated[0]] == pytest.approx([np.log(64)] * 2, abs=1e-5) and whole[2] != ablated[2]
-    assert len(ablation.train(flags | dict(recipe="gpt2", max_lr=1e30)).points) < 3, "it really diverges"
+    for val_every, points in ((2, 2), (1, 2)):      # what is not finite: step 1's gradient, its validation
+        diverged = ablation.train(flags | dict(recipe="gpt2", max_lr=1e30, val_every=val_every))
+        losses = [loss for *_, loss in diverged.points]
+        assert len(losses) == points and math.isfinite(losses[0]) and math.isnan(losses[-1])
+
+
+def trained(monkeypatch, asked, steps=None):
+    """Runs of recipes seem to train, to the end or for `steps`. Their flags are appended to `asked`."""
+    def run(argv, env):
+        assert argv[1:4] == [str(ROOT / "bench.py"), "train", ""]
+        flags = dict(word[2:].split("=", 1) for word in argv[4:])
+        asked.append(flags | {"threads": env.get("OMP_NUM_THREADS")})
+        done = int(flags["max_steps"]) if steps is None else steps
+        write_metrics(flags["out"], [5.0] + [4.0] * (done // 2))
+        return subprocess.CompletedProcess(argv, 0, "", "")
+    monkeypatch.setattr(ablation, "run_process", run)
 
 
 def test_a_run_of_a_recipe_is_given_its_seed_shape_and_schedule(monkeypatch, table, data):
     """And no idea is left out of it."""
     asked = []
-
-    def run(argv, env, **how):
-        assert argv[1:4] == [str(ROOT / "bench.py"), "train", ""]
-        flags = dict(word[2:].split("=", 1) for word in argv[4:])
-        asked.append(flags | {"threads": env.get("OMP_NUM_THREADS")})
-        write_metrics(flags["out"], [5.0, 4.0])
-        return subprocess.CompletedProcess(argv, 0, "", "")
-    monkeypatch.setattr(ablation, "subprocess", types.SimpleNamespace(run=run))
+    trained(monkeypatch, asked)
     table(f"recipes {data} --device cpu --dtype float32 --batch_size 2 --sequence_length 16 --turns 2 "
           "--steps 60 --size 2x128")
     assert [len([flags for flags in asked if flags["seed"] == seed]) for seed in "01"] == [7, 7]
@@ -490,6 +552,12 @@ def test_a_run_of_a_recipe_is_given_its_seed_shape_and_schedule(monkeypatch, tab
     assert runs == [("frontier", "1", 6, 1, None, None), ("frontier", "1", 60, 7, None, None),
                     *(("gpt2", "2", 60, 7, str(rate), "4") for rate in (0.001, 0.002, 0.004)),
                     ("speedrun", "1", 20, 2, None, None), ("speedrun", "1", 60, 7, None, None)]
+
+
+def test_a_run_that_a_signal_ends_is_not_taken_for_a_whole_one(monkeypatch):
+    trained(monkeypatch, [], steps=40)
+    refused(lambda: ablation.train({"device": "cpu", "max_steps": 60}), "40", "60")
+    assert ablation.train({"device": "cpu", "max_steps": 40}).last["step"] == 40
 
 
 PLAY = "To be, or not to be, that is the question:\n" * 20
@@ -506,18 +574,90 @@ def data(tmp_path):
     return tmp_path / "data"
 
 
+def test_a_run_that_fails_is_a_row_and_the_others_go_on(monkeypatch, table, data):
+    asked = []
+
+    def train(flags, idea="", seed=0):
+        asked.append(flags["recipe"])
+        if flags["recipe"] == failing:
+            raise UserError("no room")
+        return Curve("log", {"seconds": 1.0, "step": 3, "tokens": 96}, [(0, 0.0, 9.0), (96, 1.0, 5.0)])
+    monkeypatch.setattr(ablation, "train", train)
+    drawn(monkeypatch)
+    failing = "speedrun"
+    flags = (f"recipes {data} --device cpu --batch_size 2 --sequence_length 16 --size 1x64 --steps 60 "
+             "--turns 2")
+    shown, rows = table(f"{flags} --plot r.png")
+    failed = [row for row in rows if "failed" in row]
+    assert [row["failed"] for row in failed] == ["no room"] * 2 and len(rows) == 7
+    assert all("speedrun" in row["run"] for row in failed) and shown.count("not measured: ") == 2
+    assert asked.count("speedrun") <= 2 * 2 and asked.count("frontier") == 2 * 2
+
+    failing = ""
+    whole = iter([True])
+
+    def train_but_the_whole(flags, idea="", seed=0):
+        if not idea and next(whole):
+            raise UserError("no room")
+        return train(flags)
+    monkeypatch.setattr(ablation, "train", train_but_the_whole)
+    rows = table(f"{flags.replace('--turns 2', '--turns 1')} --ideas --recipe speedrun")[1]
+    assert "failed" in rows[0] and {row["the idea brings"] for row in rows[1:]} == {None}
+
+
+@pytest.mark.parametrize("flags, word", [("--size 2x64 4x200", "4x200"), ("--size 2x65", "speedrun 2x65"),
+                                         ("--batch_size 2 --steps 3", "frontier 4x256")])
+def test_a_run_that_is_not_possible_is_refused_before_any_has_trained(flags, word, monkeypatch, table, data):
+    monkeypatch.setattr(ablation, "train", lambda *args, **how: pytest.fail("it trains"))
+    refused(lambda: table(f"recipes {data} --device cpu --batch_size 4 --steps 60 {flags}"), word)
+
+
+CHILD = """
+import sys, threading
+with open(sys.argv[1], "wb", 0) as fifo:
+    threading.Event().wait(15)
+    fifo.write(b"nobody has ended it")
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no FIFOs")
+def test_a_signal_ends_bench_py_and_all_that_it_has_started(monkeypatch, table, data, tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    ends = []                       # where the last child has ended, what it had written
+
+    def when_they_run():
+        with open(tmp_path / "fifo", "rb") as fifo:
+            os.kill(os.getpid(), signal.SIGTERM)
+            ends.append(fifo.read())
+    watch = threading.Thread(target=when_they_run)
+    watch.start()
+    monkeypatch.setattr(ablation, "available_cores", lambda: 1)
+    monkeypatch.setattr(ablation, "train", lambda flags, idea="", seed=0: ablation.run_process(
+        [sys.executable, "-c", CHILD, str(tmp_path / "fifo")]))
+    before = signal.signal(signal.SIGTERM, lambda *how: pytest.fail("bench.py does not catch it"))
+    try:
+        refused(lambda: table(f"recipes {data} --device cpu --batch_size 2 --sequence_length 16 --size 1x64"),
+                "SIGTERM", failed=True)
+        watch.join()
+        assert ends == [b""]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def test_recipes_are_compared_at_equal_text_and_ideas_with_their_recipe(monkeypatch, table, data):
     def train(flags, idea="", seed=0):
         loss = {0.001: 6.3, 0.002: 6.0}.get(flags.get("max_lr"), 5.9) + 0.2 * ("softcap" in idea)
         fails = flags.get("max_lr") == 0.004 or "QK" in idea        # it diverges in its first step
         n, loss = (0, math.nan) if fails else (flags["max_steps"], loss + 0.01 * seed)
-        last = {"seconds": n / 2, "step": n, "tokens": 32 * n}
+        last = {"seconds": n * (0.5 + seed), "step": n, "tokens": 32 * n}
         return Curve("log", last, [(0, 0.0, 9.0), (32 * n, 0.0, loss)])
     monkeypatch.setattr(ablation, "train", train)
     figures = drawn(monkeypatch)
     flags = f"recipes {data} --device cpu --batch_size 2 --sequence_length 16 --turns 2 --steps"
     rows = table(f"{flags} 24 --plot r.png --size 1x64 2x128")[1]
-    assert len(rows) == 2 * 7 and {row["s per step"] for row in rows} == {0.5, 0.0}
+    # 2 x 32 tokens in 0.5 + 1.5 seconds, where it did not diverge at once
+    assert len(rows) == 2 * 7 and {row["tokens/s"] for row in rows} == {32.0, None}
+    assert {row["seeds"] for row in rows} == {2}
     lines = [line for line in figures[0].axes[0].lines if "at its end" not in line.get_label()]
     ends = {line.get_label().strip(): line.get_xydata()[-1].tolist() for line in lines}
     assert len(ends) == 2 * 5 and ends["gpt2 2x128, 24 steps"] == pytest.approx(
@@ -532,7 +672,7 @@ def test_recipes_are_compared_at_equal_text_and_ideas_with_their_recipe(monkeypa
     assert sorted(gains) == ["+0.000"] * 11 + ["+0.200", "+nan"]
 
 
-CLONE = {       # a tokenizer of bytes, a model whose loss in bits is its checkpoint's step
+CLONE = {       # a tokenizer of bytes, a model whose loss in bits is its checkpoint's step, or 500 for a BOS
     "nanochat/tokenizer.py": """
 class get_tokenizer:
     encode = lambda self, text: list(text.encode())
@@ -541,7 +681,10 @@ class get_tokenizer:
 """, "nanochat/checkpoint_manager.py": """
 import torch
 def load_model(source, device, phase, model_tag, step):
-    return lambda x, y, loss_reduction: torch.full((y.numel(),), step * 0.6931471805599453), None, None
+    def bits(x, y, loss_reduction):
+        assert loss_reduction == "none"
+        return torch.where(y == 256, 500.0, step).view(-1) * 0.6931471805599453
+    return bits, None, None
 """, "scripts/tok_train.py": "", "scripts/base_train.py": """
 import os, pathlib, sys
 flags = dict(word.removeprefix("--").split("=") for word in sys.argv[1:])
@@ -557,11 +700,11 @@ def test_nanochat_trains_on_the_same_text_and_is_compared_in_our_tokens(monkeypa
         (tmp_path / "clone" / name).write_text(text)
     texts, parquet = {}, pytest.importorskip("pyarrow.parquet")
 
-    def run(argv, env, **how):
+    def run(argv, env, cwd):
         texts.update((path.name, parquet.read_table(path)["text"].to_pylist())
                      for path in Path(env["NANOCHAT_BASE_DIR"], "base_data_climbmix").glob("*"))
-        return FORKING.run(argv, env={"NANOCHAT_BASE_DIR": env["NANOCHAT_BASE_DIR"]}, **how)
-    monkeypatch.setattr(nanochat, "subprocess", types.SimpleNamespace(run=run))
+        return fork(argv, env={"NANOCHAT_BASE_DIR": env["NANOCHAT_BASE_DIR"]}, cwd=cwd)
+    monkeypatch.setattr(nanochat, "run_process", run)
     ours = Curve("", {"step": 1, "seconds": 1.0, "tokens": 1}, [(1, 1.0, 1.0)])
     monkeypatch.setattr(ablation, "train", lambda *args, **how: ours)
     rows = table(f"recipes {data} --device cpu --batch_size 2 --sequence_length 16 --turns 2 --steps 24 "
@@ -569,14 +712,26 @@ def test_nanochat_trains_on_the_same_text_and_is_compared_in_our_tokens(monkeypa
     assert len(texts["0.parquet"]) == 10 and texts["0.parquet"][:2] == texts["1.parquet"] == [PLAY] * 2
     own = len(PLAY) / (len(PLAY) + 1)           # bytes a token
     steps = round(24 * BYTES_A_TOKEN / own)
+    targets = (2 * len(PLAY) + 1) // 16 * 16            # in whole sequences; one is the BOS between the two
+    bits = steps + 500 / (targets - 1)
     for row, multiple in zip(rows, (2, 4, 8), strict=True):
-        assert row == {"run": f"nanochat 2x128, {multiple} times its rates", "s per step": 0.5,
-                       "MB of text": pytest.approx(steps * 32 * own / 1e6), "bits per byte": f"{steps:.4f}",
-                       "validation loss": f"{steps * math.log(2) * BYTES_A_TOKEN:.3f}",
+        assert row == {"run": f"nanochat 2x128, {multiple} times its rates", "seeds": 1,
+                       "tokens/s": pytest.approx(32 * own / BYTES_A_TOKEN / 0.5),
+                       "MB of text": pytest.approx(steps * 32 * own / 1e6), "bits per byte": f"{bits:.4f}",
+                       "validation loss": f"{bits * math.log(2) * BYTES_A_TOKEN:.3f}",
                        "seeds differ by": ""}
         flags = ast.literal_eval((tmp_path / f"clone/given_2x128_{multiple}").read_text())
         assert [flags[name] for name in ("embedding-lr", "depth", "aspect-ratio", "total-batch-size")] == [
             str(multiple * 0.3), "2", "64", "32"]
+
+
+def test_nanochats_rows_tell_its_width_and_no_two_runs_share_their_checkpoints():
+    args = types.SimpleNamespace(path="data", size=["gpt2", "12x768", "4x200"])
+    peer = types.SimpleNamespace(train=lambda flags, size, multiple, seed=0: (size, multiple))
+    runs = ablation.nanochat_runs(args, Setting(T=16), 3, 32, peer)
+    assert len({run() for run in runs.values()}) == len(runs) == 3 * len(ablation.NANOCHAT_RATES)
+    assert {name for name, variant in runs if "768" in name or "256" in name} == {
+        "nanochat 12x768", "nanochat 4x200 (its width is 256)"}
 
 
 PEERS_FINEWEB = '''
