@@ -343,9 +343,8 @@ def print_header(
         batch += f", {first_batch:,} at first"
     tokens = schedule.tokens_before(c.max_steps)
     epochs = tokens / c.sequence_length / data.train.total
-    rates = f"max_lr {c.max_lr:g} after {counted(c.warmup_steps, 'step')}, min_lr {c.min_lr:g}"
     say(f"{last_batch:,} tokens per step = {batch}; {c.max_steps:,} steps = {tokens:,} tokens = "
-        f"{epochs:,.2f} epochs; {rates}")
+        f"{epochs:,.2f} epochs; {learning_rates(c)}")
 
     say(", ".join(plans(c)))
     if start.path:
@@ -356,6 +355,14 @@ def print_header(
     if process.device == "cpu" and least > DAY:
         say(f"without a GPU this run takes more than {counted(math.floor(least / DAY), 'day')}: "
             "try --preset shakespeare, which takes minutes on a CPU, or --dry_run for an estimate")
+
+
+def learning_rates(config) -> str:
+    """The largest learning rate, when the warm-up reaches it, and the last one."""
+    warmup = counted(config.warmup_steps, "step")
+    if config.warmup_steps > config.max_steps:
+        warmup += " (more than the run has)"
+    return f"max_lr {config.max_lr:g} after {warmup}, min_lr {config.min_lr:g}"
 
 
 def plans(config) -> list[str]:
@@ -433,6 +440,8 @@ def print_best(config, data, rows: list[dict], saved: dict[int, Path], say: Call
         at_first = ""
         if first_loss is not None:
             at_first = f", {first_loss:.4f} at step {rows[0]['step']}"
+            if first_loss < loss:
+                at_first += "; training has raised the loss: lower --max_lr"
         say(f"best checkpoint: {saved[step]}, validation loss {loss:.4f}{in_bits(loss, data)}"
             f"{at_first}")
         model += "/best"

@@ -94,9 +94,11 @@ class TokenDataset:
     def _check_ids(self, i, tokens):
         largest = tokens.max(initial=0)
         if largest >= self.vocab_end:
+            remedy = "make the shard again with GPT-2's tokenizer"
+            if self.vocab_end < VOCAB_SIZE:
+                remedy += ", or raise --vocab_size"
             raise UserError(f"{self.names[i]} contains token {largest}, but the model's largest "
-                            f"token is {self.vocab_end - 1}: make the shard again with GPT-2's "
-                            "tokenizer, or raise --vocab_size")
+                            f"token is {self.vocab_end - 1}: {remedy}")
 
     def _order(self, n, *key):
         if not self.shuffle:

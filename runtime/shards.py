@@ -146,6 +146,24 @@ def write_manifest(folder: Path, manifest: dict) -> None:
     replace_file(folder / "manifest.json", lambda file: file.write(data))
 
 
+def difference(found, wanted) -> str:
+    """What differs between two values of a setting, for a message."""
+    if isinstance(found, list) and isinstance(wanted, list):
+        # The entries of text files are dicts.
+        for entry in wanted:
+            if entry not in found:
+                return f"{entry['name']} is new, or has changed"
+        return f"{len(found)} files, not {len(wanted)}, or in another order"
+
+    words = []
+    for value in (found, wanted):
+        if value is None:
+            words.append("the default")
+        else:
+            words.append(json.dumps(value)[:80])
+    return f"{words[0]}, not {words[1]}"
+
+
 def manifest_to_continue(folder: Path, settings: dict) -> dict:
     """The manifest of the shards in `folder`; a new one with the `settings` if there are none.
     UserError unless the shards were made with these settings, and the manifest is whole."""
@@ -162,9 +180,9 @@ def manifest_to_continue(folder: Path, settings: dict) -> dict:
             f"are, or choose another --out")
     for key, value in settings.items():
         if found.get(key) != value:
-            raise UserError(
-                f"{folder} was begun with another {key} ({json.dumps(found.get(key))[:80]}, not "
-                f"{json.dumps(value)[:80]}): use the same {key}, or choose another --out")
+            raise UserError(f"{folder} was begun with another {key} "
+                            f"({difference(found.get(key), value)}): use the same {key}, or "
+                            "choose another --out")
 
     # A key that is missing, or has another type, is damage, too.
     with reading(folder / "manifest.json", "choose another --out"):

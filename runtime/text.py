@@ -4,6 +4,7 @@ Memory stays small, whatever the size of a file: about a megabyte of it is read 
 reader here takes the path of a file and yields pairs: (whether a document begins, its text or
 the next piece of it).
 """
+import codecs
 import csv
 import io
 import json
@@ -74,10 +75,7 @@ def text_pieces(file: io.TextIOWrapper, separator: str) -> Iterator[tuple[str, b
     the tokens of the whole. ValueError for a gigabyte without such a place."""
     text = ""
     begins = True
-    for block in iter(partial(file.read, BLOCK), ""):
-        # UTF-16 of plain English is valid UTF-8, too: each other character of it is NUL.
-        if block.count("\0") > len(block) // 10:
-            raise ValueError("it is UTF-16, expected UTF-8")
+    for block in iter(partial(read_utf8, file), ""):
 
         # Before `start` there is no separator and no place for a cut: earlier turns have looked.
         start = max(0, len(text) - len(separator) - 1)
@@ -98,6 +96,21 @@ def text_pieces(file: io.TextIOWrapper, separator: str) -> Iterator[tuple[str, b
         elif len(text) > MAX_DOCUMENT:
             raise ValueError("it has a gigabyte without the end of a word")
     yield text, begins, True
+
+
+def read_utf8(file: io.TextIOWrapper) -> str:
+    """The next BLOCK characters, "" at the end. ValueError for UTF-16, which Windows writes."""
+    try:
+        block = file.read(BLOCK)
+    except UnicodeDecodeError as error:
+        if error.start == 0 and error.object.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+            raise ValueError("it is UTF-16, expected UTF-8") from None
+        raise
+
+    # Without that mark, UTF-16 of plain English is valid UTF-8: each other character is NUL.
+    if block.count("\0") > len(block) // 10:
+        raise ValueError("it is UTF-16, expected UTF-8")
+    return block
 
 
 # ----------------------------------------------------------------------------- .jsonl

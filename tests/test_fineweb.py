@@ -261,6 +261,35 @@ def test_a_runs_memory_does_not_grow_with_its_text(tmp_path, monkeypatch):
     refuses("--verify", tmp_path / "out", said=path.name)
 
 
+# ----------------------------------------------------------------------------- two at once
+
+def test_a_second_call_in_a_folder_is_refused_as_long_as_the_first_is_at_work(text, monkeypatch):
+    monkeypatch.setattr("runtime.files.LOCK_PATIENCE", 0.1)
+    written(Path("b.jsonl"), DOCUMENTS[:90])
+    write, said = fineweb.Shards.write, []
+
+    def meanwhile(*args):
+        if not said:                            # before the first shard, and after it
+            said.append(refuses("--input", "b.jsonl", "--out", "a/out", said="--out a/out"))
+        write(*args)
+        if len(said) == 1:
+            said.append(refuses("--pretokenized", 1, "--out", "a/out", said="--out a/out"))
+    monkeypatch.setattr(fineweb.Shards, "write", meanwhile)
+    prepare("--input", text, "--out", "a/out")
+    assert len(said) == 2 and said[0] == said[1]
+    assert {path.name for path in Path("a/out").iterdir()} == {
+        "manifest.json", "text_train_000001.npy", "text_val_000000.npy"}
+
+
+def test_folders_made_for_a_text_that_is_too_short_do_not_stay(text):
+    written(Path("b.jsonl"), DOCUMENTS[:1])
+    Path("a").mkdir()
+    refuses("--input", "b.jsonl", "--out", "a/new/folder", said="text")
+    assert list(Path("a").iterdir()) == []
+    refuses("--input", "b.jsonl", "--out", "a", said="text")
+    assert list(Path("a").iterdir()) == []
+
+
 # ----------------------------------------------------------------------------- kills
 
 @pytest.mark.parametrize("flags, ways", [
@@ -333,11 +362,12 @@ def test_other_settings_or_another_text_are_refused_and_change_nothing(text):
     for name, value in (("shard_size", 2001), ("text_field", "id"), ("format", "bin"), ("max_tokens", 4000),
                         ("input", "b.jsonl"), ("val_tokens", 501)):
         refuses(*flags, f"--{name}", value, said=f"out begun {name}")
-    refuses(*flags[:2], *flags[4:], said="out begun val_tokens")     # a tenth is another number
-    refuses(*flags[:2], *flags[4:], "--val_input", "b.jsonl", said="out input")
+    refuses(*flags[:2], *flags[4:], said="out begun val_tokens 500")         # a tenth is another number
+    refuses(*flags[:2], *flags[4:], "--val_input", "b.jsonl", said="out begun val_input b.jsonl")
+    refuses(*flags[:1], "b.jsonl", *flags[1:], said="out begun input b.jsonl")
     for at in (0, -1):                            # the same name and size
         written(text, DOCUMENTS[:at] + [DOCUMENTS[at].swapcase()] + DOCUMENTS[at:][1:])
-        refuses(*flags, said="out input")
+        refuses(*flags, said=f"out begun input {text.name}")
     assert contents("out") == want
     for end in "ab":                              # of a long text, too
         Path("long.txt").write_text("word " * 40_000 + end)

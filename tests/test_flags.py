@@ -125,8 +125,13 @@ def _(go):
     text = go("--preset", "small", "--n_head", 1, "--n_embd", 16, "--sample_every", 0, "--vocab_size", 256,
               "--batch_size", 2, "--dry_run", given=["--device", "cpu"]).text
     for said in ("(6 layers, 1 head, width 16,", "16,384 tokens per step = 2 x 256 x 32 micro-steps",
-                 "2,000 steps", "max_lr 0.001 after 100 steps"):
+                 "2,000 steps", "max_lr 0.001 after 100 steps,"):
         assert said in text, said
+
+
+@pytest.mark.parametrize("steps, said", [(5, "after 5 steps,"), (4, "after 5 steps (")])
+def test_a_warm_up_longer_than_the_run_is_told(go, steps, said):
+    assert said in go("--warmup_steps", 5, "--max_steps", steps, "--dry_run").text
 
 
 @effect("dry_run")

@@ -361,7 +361,9 @@ def test_the_best_step_may_have_no_checkpoint(go):
             refused(lambda found=found: load_model(found.out / "best"), found.out)
             continue
         path = found.out / f"checkpoint_{saved[0]:06d}.pt"
-        assert lines[0].endswith(f"{path}, validation loss {losses[saved[0]]:.4f}, {losses[0]:.4f} at step 0")
+        both = f"{losses[saved[0]]:.4f}, {losses[0]:.4f}"
+        _, worse = lines[0].split(f"{path}, validation loss {both} at step 0")
+        assert "--max_lr" in worse
         assert lines[1].endswith(f"--model {found.out}/best")
         weights = load_model(found.out / "best").state_dict()
         assert all(torch.equal(weights[name], p) for name, p in torch.load(path)["model"].items())

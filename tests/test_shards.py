@@ -59,7 +59,8 @@ def test_ids_that_the_model_does_not_have_are_refused(vocab_size, last):
     """The vocabulary's padding is none of its ids."""
     tokens = np.array([1, 2, last], dtype=np.uint16)
     TokenDataset([tokens], 2, vocab_size=vocab_size)
-    refused(lambda: TokenDataset([tokens + 1], 2, vocab_size=vocab_size), last + 1, last)
+    said = refused(lambda: TokenDataset([tokens + 1], 2, vocab_size=vocab_size), last + 1, last)
+    assert ("--vocab_size" in said) == (vocab_size < 50257), "more rows do not make more of GPT-2's tokens"
 
 
 def test_an_id_behind_what_is_looked_at_first_is_found_when_the_shard_is_read(tmp_path):

@@ -134,7 +134,8 @@ def test_every_kind_of_string_column_is_read_and_null_is_an_empty_document(kind,
 
 
 BAD = {                                           # file: its bytes, and what the error has to say
-    "latin.txt": ("caf\xe9 ".encode("latin-1") * 50, "utf-8"), "utf16.txt": ("word " * 50).encode("utf-16"),
+    "latin.txt": ("caf\xe9 ".encode("latin-1") * 50, "utf-8"),
+    "utf16.txt": (("word " * 50).encode("utf-16"), "UTF-16"),
     "utf16le.txt": (("word " * 50).encode("utf-16-le"), "UTF-16"), "no.txt.gz": b"not packed",
     "latin.jsonl": (b'{"text": "a"}\n{"text": "\xe9"}', "line 2"), "latin.csv": b"text\n\xe9\n",
     "half.jsonl": (b'{"text": "a"}\n\n{"text": "cut o', "line 3"), "list.jsonl": (b"[1]\n", "line 1"),
