@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 import train_gpt2
 from benchmarks.compare import Curve, plot_runs, read_curve
-from benchmarks.ideas import ABLATIONS
+from benchmarks.ideas import ABLATIONS, CONSTANT_BATCH
 from benchmarks.nanochat import Nanochat, bytes_a_token, rounded_width
 from benchmarks.processes import CHILDREN, run_process, why_it_failed
 from benchmarks.steps import shape_of
@@ -24,7 +24,7 @@ from recipes import fresh_model
 from runtime.cli import UserError
 from runtime.flags import parse_flags
 from runtime.ranks import Process
-from runtime.recipe import make_batch_schedule
+from runtime.recipe import BatchSchedule, make_batch_schedule
 from train_gpt2 import RECIPES
 
 # These recipes also train for a part of the steps: 1/3 and 1/10.
@@ -101,12 +101,26 @@ def flags_of(s: Setting, data: str, tokens: int, max_steps: int) -> dict:
     )
 
 
+def config_and_schedule(flags: dict) -> tuple[train_gpt2.Config, BatchSchedule]:
+    """What train_gpt2.py makes of these flags."""
+    process = Process(device=flags["device"])
+    _, config = train_gpt2.resolve_config(flags, train_gpt2.Start(), process)
+    return config, make_batch_schedule(RECIPES[config.recipe], config, world_size=1)
+
+
+def flags_without(idea: str, flags: dict) -> dict:
+    """The flags of a run without that idea, which has as many tokens as the run with it."""
+    if idea != CONSTANT_BATCH:
+        return flags
+    _, schedule = config_and_schedule(flags)
+    tokens = schedule.tokens_before(flags["max_steps"])
+    return flags | {"max_steps": max(1, round(tokens / flags["total_batch_size"]))}
+
+
 def check_run(name: str, flags: dict) -> None:
     """UserError if train_gpt2.py would refuse the flags of this run."""
     try:
-        process = Process(device=flags["device"])
-        _, config = train_gpt2.resolve_config(flags, train_gpt2.Start(), process)
-        make_batch_schedule(RECIPES[config.recipe], config, world_size=1)
+        config, _ = config_and_schedule(flags)
         with torch.device("meta"):              # without memory
             fresh_model(config)
     except UserError as error:
@@ -150,7 +164,8 @@ def recipe_runs(args, base: Setting, steps: int, tokens: int) -> dict[tuple, Cal
                         runs[name, f", --max_lr {rate}"] = partial(train, flags | {"max_lr": rate})
                 if args.ideas:
                     for idea in ABLATIONS[recipe]:
-                        runs[name, f", without {idea}"] = partial(train, flags, idea)
+                        changed = flags_without(idea, flags)
+                        runs[name, f", without {idea}"] = partial(train, changed, idea)
     return runs
 
 

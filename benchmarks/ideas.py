@@ -217,6 +217,9 @@ def speedruns_softcap(put):
     put(FrontierGPT, "softcap", 30.0)
 
 
+# Without this idea the same steps would have more tokens; ablation.py gives the run fewer steps.
+CONSTANT_BATCH = "batch that grows (constant instead)"
+
 # {recipe: {what the table calls an idea: the function that leaves it out}}
 ABLATIONS = {
     "speedrun": {
@@ -234,7 +237,7 @@ ABLATIONS = {
         "head's rate by width (0.002 instead)": one_rate_at_all_widths,
     },
     "frontier": {
-        "batch that grows (constant instead)": constant_batch,
+        CONSTANT_BATCH: constant_batch,
         "shifted keys": no_shifted_keys,
         "start of the shifted keys as the queries": ordinary_start,
         "head tied to the embedding": untied_head,

@@ -755,7 +755,7 @@ BREAKS = [
             "speedrun.muon_momentum(progress, config, 0.85, highest)")]),
 
     # ----------------------------------------------------------------------------- fineweb.py
-    Break("vocab-remedy", "more rows in the embedding are said to help against tokens that GPT-2 does not have",
+    Break("vocab-remedy", "a larger --vocab_size is said to help against tokens that GPT-2 does not have",
           "tests/test_shards.py -k ids_that_the_model",
           [("runtime/dataloader.py", "if self.vocab_end < VOCAB_SIZE:",
             "if self.vocab_end < 65536:")]),
@@ -783,7 +783,7 @@ BREAKS = [
           "tests/test_fineweb.py -k second_call",
           [("fineweb.py", "with locked(out): write_shards(args, source, layout, out)",
             "with locked(out): pass\n        write_shards(args, source, layout, out)")]),
-    Break("text-lock-published", "published shards are fetched into a folder in which another call is at work",
+    Break("text-lock-published", "published shards are fetched into a folder where another call is at work",
           "tests/test_fineweb.py -k second_call",
           [("fineweb.py", "with locked(out): fetch_published(args.pretokenized, out)",
             "out.mkdir(parents=True, exist_ok=True)\n        fetch_published(args.pretokenized, out)")]),
@@ -2890,6 +2890,10 @@ BREAKS = [
           "tests/test_bench.py::test_a_run_of_a_recipe_is_given_its_seed_shape_and_schedule",
           [("benchmarks/ablation.py", 'flags | {"max_lr": rate}',
             'flags | {"max_lr": RATES[0]}')]),
+    Break("recipes-more-tokens", "without the batch that grows a run has twice the text",
+          "tests/test_bench.py -k same_number_of_tokens",
+          [("benchmarks/ablation.py", "if idea != CONSTANT_BATCH:",
+            "if True:")]),
     Break("recipes-one-fails", "a run that fails discards all others, which trained for hours",
           "tests/test_bench.py::test_a_run_that_fails_is_a_row_and_the_others_go_on",
           [("benchmarks/ablation.py", "except UserError as error: failed[key]",

@@ -672,6 +672,20 @@ def test_recipes_are_compared_at_equal_text_and_ideas_with_their_recipe(monkeypa
     assert sorted(gains) == ["+0.000"] * 11 + ["+0.200", "+nan"]
 
 
+def test_an_idea_about_the_batch_is_left_out_at_the_same_number_of_tokens(monkeypatch, table, data):
+    steps = {}
+
+    def train(flags, idea="", seed=0):
+        steps[idea] = flags["max_steps"]
+        return Curve("log", {"seconds": 1.0, "step": 1, "tokens": 1}, [(1, 0.0, 5.0)])
+    monkeypatch.setattr(ablation, "train", train)
+    table(f"recipes {data} --device cpu --batch_size 64 --sequence_length 16 --turns 1 --steps 280 "
+          "--recipe frontier --ideas --size 1x64")
+    # thirds of 4, 2 and 1: 16 steps of 256 tokens, 8 of 512, 4 of 1024
+    assert steps.pop("batch that grows (constant instead)") == 3 * 4
+    assert len(steps) > 8 and {*steps.values()} == {28}
+
+
 CLONE = {       # a tokenizer of bytes, a model whose loss in bits is its checkpoint's step, or 500 for a BOS
     "nanochat/tokenizer.py": """
 class get_tokenizer:
