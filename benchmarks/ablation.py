@@ -317,5 +317,5 @@ def recipes_table(args, base: Setting) -> list[dict]:
           "ones have fewer); nanochat's tokens are counted as GPT-2's")
     print_table(rows)
     if args.plot and curves:
-        plot_runs(args.plot, best_of_each_name(curves, means), bytes_per_token)
+        plot_runs(args.plot, best_of_each_name(curves, means), args.title, bytes_per_token)
     return rows

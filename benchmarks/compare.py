@@ -178,15 +178,19 @@ def compare_table(args, base) -> list[dict]:
         print_table(pairs, FORMATS)
 
     if args.plot:
-        plot_runs(args.plot, curves)
+        plot_runs(args.plot, curves, args.title)
     return rows + pairs
 
 
 # ---------------------------------------------------------------------- the picture
 
+def not_tex(text: str) -> str:
+    return text.replace("$", r"\$")
+
+
 def label_of(curve: Curve) -> str:
-    # A name must not be read as TeX, nor hide its curve by a leading underscore.
-    return " " + curve.name.replace("$", r"\$")
+    # A leading underscore would hide the curve from the legend.
+    return " " + not_tex(curve.name)
 
 
 def time_unit(curves: list[Curve]) -> tuple[str, int]:
@@ -197,7 +201,13 @@ def time_unit(curves: list[Curve]) -> tuple[str, int]:
     return "minutes", 60
 
 
-def plot_runs(path: str, curves: list[Curve], bytes_per_token: float = 0) -> None:
+def draw_level(panel, loss: float, label: str) -> None:
+    panel.axhline(loss, color="grey", linestyle="--", linewidth=0.8, zorder=0, label=label)
+
+
+def plot_runs(
+    path: str, curves: list[Curve], title: str | None, bytes_per_token: float = 0
+) -> None:
     """Two panels: validation loss against tokens, and against the time of training. With the bytes
     of text per token, one panel: bits per byte against bytes of text, which compares tokenizers, too.
 
@@ -212,6 +222,8 @@ def plot_runs(path: str, curves: list[Curve], bytes_per_token: float = 0) -> Non
         y_label = "bits per byte of validation text"
 
     figure = new_figure(figsize=(1 + 5.5 * len(x_labels), 4.5))
+    if title:
+        figure.suptitle(not_tex(title))
     panels = figure.subplots(1, len(x_labels), sharey=True, squeeze=False)[0]
     highest, lowest = -math.inf, math.inf           # what the panels show of the losses
     for curve in curves:
@@ -220,12 +232,10 @@ def plot_runs(path: str, curves: list[Curve], bytes_per_token: float = 0) -> Non
             tokens = tokens * bytes_per_token
             loss = loss / math.log(2) / bytes_per_token
 
-        name = label_of(curve)
         for panel, xs in zip(panels, (tokens, seconds / length), strict=False):
-            panel.plot(xs, loss, marker="o", markersize=3, label=name)
+            panel.plot(xs, loss, marker="o", markersize=3, label=label_of(curve))
             if curve is curves[0] and len(loss):
-                panel.axhline(loss[-1], color="grey", linestyle="--", linewidth=0.8, zorder=0,
-                              label=f"{name} at its end: {loss[-1]:.2f}")
+                draw_level(panel, loss[-1], f"{label_of(curve)} at its end: {loss[-1]:.2f}")
 
         # The first tenth of a run is cut off: its fall would hide how the runs differ later.
         if len(loss):

@@ -20,8 +20,8 @@ FLAGS = {
     "attention": OF_A_STEP,
     "data": ("steps", "turns"),
     "peer": (*OF_A_STEP, "compile"),
-    "recipes": (*OF_A_STEP, "ideas", "nanochat", "plot"),
-    "compare": ("plot",),
+    "recipes": (*OF_A_STEP, "ideas", "nanochat", "plot", "title"),
+    "compare": ("plot", "title"),
 }
 
 # How many paths each table takes at most.
@@ -62,6 +62,7 @@ def make_parser(tables: dict, description: str) -> FlagParser:
     add("--nanochat", metavar="CLONE",
         help="Also train nanochat, from its clone, on this text (recipes).")
     add("--plot", metavar="FILE.png", help="Draw the curves (recipes and compare).")
+    add("--title", metavar="TEXT", help="The title of the picture that --plot draws.")
     return parser
 
 
@@ -76,6 +77,8 @@ def parse_args(argv: list[str], tables: dict, description: str) -> tuple[Namespa
     check_paths(args)
     check_sizes(args)
     check_plot(args.plot)
+    if args.title and not args.plot:
+        raise UserError("--title is for the picture: add --plot FILE.png, or leave out --title")
 
     default_size, default_turns = "gpt2", 2
     if args.table == "recipes":

@@ -2946,10 +2946,14 @@ BREAKS = [
           [("benchmarks/compare.py", "(tokens, seconds / length)",
             "(seconds / length, tokens)")]),
 
+    Break("plot-title", "--title is not in the picture",
+          "tests/test_bench.py::test_a_picture_of_runs_has_tokens_and_time_of_training",
+          [("benchmarks/compare.py", "if title:",
+            "if False:")]),
     Break("plot-baseline", "the dashed line is not at the final loss of the first run",
           "tests/test_bench.py::test_a_picture_of_runs_has_tokens_and_time_of_training",
-          [("benchmarks/compare.py", "panel.axhline(loss[-1]",
-            "panel.axhline(loss[0]")]),
+          [("benchmarks/compare.py", "draw_level(panel, loss[-1],",
+            "draw_level(panel, loss[0],")]),
 
     # ----------------------------------------------------------------------------- benchmarks/data.py
     Break("bench-loader-rate", "the loader seems sixteen times slower",

@@ -382,7 +382,7 @@ def test_a_table_says_which_of_its_lines_failed(flags, table, monkeypatch):
     ("recipes a --ideas", "--recipe"), ("recipes a --recipe frontier", "--ideas"),
     ("recipes a --compile", "--compile"), ("ladder a", "no path"), ("attention a", "no path"),
     ("attention --compile", "--compile"), ("peer a b", "one path"), ("data a b", "one path"),
-    ("ladder --plot a.png", "--plot"),
+    ("ladder --plot a.png", "--plot"), ("compare a --title b", "--plot"),
     *((f"data --{name} {value}", f"--{name}") for name, value in (
         ("device", "cpu"), ("dtype", "float32"), ("recipe", "frontier"), ("size", "1x2"), ("batch_size", 2),
         ("sequence_length", 8))),
@@ -419,7 +419,7 @@ def test_compare_shows_what_each_run_needed_to_reach_the_others_and_a_curve(tabl
     write_metrics(slow := "slow$^{$", [11.0, 5.0, float("nan"), 4.0])
     write_metrics("fast", [11.0, 4.5, 3.5], seconds=3600.0)
     write_metrics("going", [11.0, 6.0], end="\n3,3000,180.0,9.5,3.")       # still in progress, or crashed
-    _, rows = table(f"compare --plot a.png {slow} fast going {slow}")
+    _, rows = table(f"compare --plot a.png --title 4_layers,_$5$ {slow} fast going {slow}")
     assert [[*row.values()][:5] for row in rows[:3]] == [
         [slow, 6000, 6, 360, 4.0], ["fast", 4000, 4, 14400, 3.5], ["going", 2000, 2, 120, 6.0]]
     write_metrics("worse", [11.0, 3.0, 4.0])
@@ -445,8 +445,10 @@ def test_a_picture_of_runs_has_tokens_and_time_of_training(table, monkeypatch):
     write_metrics("slow", [11.0, 5.0, 4.0], seconds=900.0)
     write_metrics("fast", [11.0, 4.0], seconds=600.0)
     for runs, unit, seconds in (("slow fast", "minutes", 60), ("slow", "minutes", 60)):
-        table(f"compare --plot a.png {runs}")
-        tokens, times = figures.pop().axes
+        table(f"compare --plot a.png --title {runs.replace(' ', '_')} {runs}")
+        figure = figures.pop()
+        tokens, times = figure.axes
+        assert figure.get_suptitle() == runs.replace(" ", "_")
         assert (tokens.get_xlabel(), times.get_xlabel()) == ("tokens of training", f"{unit} of training")
         for panel, a_step in ((tokens, 1000), (times, 900 / seconds)):
             assert panel.lines[0].get_xydata().tolist() == [[0, 11], [2 * a_step, 5], [4 * a_step, 4]]
