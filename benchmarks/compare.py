@@ -205,9 +205,7 @@ def draw_level(panel, loss: float, label: str) -> None:
     panel.axhline(loss, color="grey", linestyle="--", linewidth=0.8, zorder=0, label=label)
 
 
-def plot_runs(
-    path: str, curves: list[Curve], title: str | None, bytes_per_token: float = 0
-) -> None:
+def plot_runs(path: str, curves: list[Curve], title: str | None, bytes_per_token=0.0) -> None:
     """Two panels: validation loss against tokens, and against the time of training. With the bytes
     of text per token, one panel: bits per byte against bytes of text, which compares tokenizers, too.
 
