@@ -99,7 +99,7 @@ def run_of(batch, T, steps, **more):
     (4096, 128, 112, 4), (4096, 256, 195, 2), (4096, 256, 488, 1), (2048, 128, 112, 2),
     (2048, 1024, 200, 2),                                       # --preset shakespeare
     (524288, 1024, 5833, 4), (524288, 1024, 2, 4),              # never more
-    (4096, 4096, 48, 1), (4096, 2048, 64, 2), (3072, 1024, 48, 1)])         # whole sequences
+    (4096, 4096, 48, 1), (4096, 2048, 64, 2), (3072, 1024, 48, 1), (2048, 1024, 1, 1)])     # whole sequences
 def test_the_first_batch_follows_from_the_runs_tokens(batch, T, steps, expected):
     schedule = make_batch_schedule(frontier.RECIPE, run_of(batch, T, steps), 1)
     assert schedule.tokens(0) == batch // expected
