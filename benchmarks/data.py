@@ -2,7 +2,6 @@
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -10,6 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
+from benchmarks.processes import run_process, why_it_failed
 from benchmarks.timing import (
     BENCH, Setting, measure, print_table, random_tokens, rows_of, take_turns)
 from fineweb import available_cores
@@ -130,13 +130,12 @@ def run_job(job: Job, text: Path, text_bytes: int, folder: str, clone: Path | No
 
         cpu_before = children_cpu_seconds()
         start = time.perf_counter()
-        done = subprocess.run(command, cwd=BENCH.parent, text=True, capture_output=True)
+        done = run_process(command, cwd=BENCH.parent)
         seconds = time.perf_counter() - start
         cpu_seconds = children_cpu_seconds() - cpu_before
 
         if done.returncode != 0:
-            reason = done.stderr.strip() or f"exit code {done.returncode}"
-            return {"failed": reason.split("\n")[-1][:200]}
+            return {"failed": why_it_failed(done)}
         tokens = sum(len(open_shard(path)) for path in Path(out).rglob("*.npy"))
     return {
         "seconds": [seconds],
