@@ -22,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 import bench
 import frontier
 import benchmarks.data as data_benchmark
-from benchmarks import ablation, flags, nanochat, steps, tables, timing
+from benchmarks import ablation, flags, nanochat, processes, steps, tables, timing
 from benchmarks.compare import Curve, read_curve
 from benchmarks.data import OURS, POOL, Job
 from benchmarks.timing import Setting
@@ -769,7 +769,8 @@ def test_fineweb_py_and_a_clones_script_make_as_many_tokens_of_the_same_text(mon
     (tmp_path / "input.txt").write_text("To be, or not to be.\n\n" * 40)
     monkeypatch.setattr(data_benchmark, "INPUT_TXT", tmp_path / "input.txt")
     jobs = {program: Job(program, "parquet", 2) for program in (OURS, POOL)}
-    results = data_benchmark.time_fineweb(jobs, 1, tmp_path)
+    with processes.CHILDREN:                    # as bench.main does
+        results = data_benchmark.time_fineweb(jobs, 1, tmp_path)
     ours, peers = results[OURS], results[POOL]
     assert ours["tokens"] == peers["tokens"] > 1000 and min(*ours["cpu"], *peers["cpu"]) > 0
     assert all(row["against the pool"] for row in data_benchmark.fineweb_rows(jobs, results))
