@@ -502,8 +502,8 @@ def verify(folder: Path, names: list[str] | None = None) -> None:
 
 @contextmanager
 def locked(out: Path) -> Iterator[None]:
-    """Around all that reads the manifest in `out` and writes shards. UserError if another call of
-    this command is at work there. Without a shard a folder that is made here does not stay."""
+    """Around the work on the shards in `out`. UserError if another call of this command is at work
+    there. The folder is made for the lock, and goes again if nothing was written into it."""
     # Of a folder that cannot be written, complete shards may still be read.
     if out.is_dir() and not os.access(out, os.W_OK):
         yield

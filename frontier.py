@@ -275,8 +275,8 @@ def batch_divisors(config) -> tuple[int, int, int]:
     for divisors in ((1, 1, 1), (2, 1, 1)):
         schedule = BatchSchedule(config.total_batch_size, config.max_steps, divisors)
         best_first_batch = math.sqrt(5 * schedule.tokens_before(config.max_steps))
-        halved = 2 * divisors[0]
-        can_be_halved = config.total_batch_size % (halved * config.sequence_length) == 0
+        next_divisor = 2 * divisors[0]
+        can_be_halved = config.total_batch_size % (next_divisor * config.sequence_length) == 0
         if schedule.tokens(0) < math.sqrt(2) * best_first_batch or not can_be_halved:
             return divisors
     return (4, 2, 1)

@@ -76,7 +76,6 @@ def text_pieces(file: io.TextIOWrapper, separator: str) -> Iterator[tuple[str, b
     text = ""
     begins = True
     for block in iter(partial(read_utf8, file), ""):
-
         # Before `start` there is no separator and no place for a cut: earlier turns have looked.
         start = max(0, len(text) - len(separator) - 1)
         text += block
