@@ -12,7 +12,6 @@ from runtime.cli import RunError, flag, printed_by, run_command
 
 import logging
 import math
-import time
 import warnings
 from collections import deque
 from collections.abc import Callable
@@ -42,15 +41,25 @@ from runtime.checkpoint import (
     restore,
     weights_digest,
 )
-from runtime.console import StepLog, in_bits, print_estimate, print_header, print_summary
+from runtime.console import (
+    StepLog,
+    in_bits,
+    print_batch,
+    print_estimate,
+    print_header,
+    print_summary,
+)
 from runtime.dataloader import Data, TrainLoader, open_data, to_device
 from runtime.device import (
     choose_batch_size,
     choose_device,
     choose_dtype,
+    compiling_pays,
     copy_later,
-    oom_as_user_error,
+    mark_time,
     most_sequences_that_fit,
+    oom_as_user_error,
+    seconds_between,
     time_micro_step,
     tune_malloc,
 )
@@ -137,7 +146,7 @@ class Config:
                                  "processes.", above=0, fixed=True)
     batch_size: int = flag("auto", BATCH, "The most sequences that one process computes at once "
                            "(its micro-batch). 'auto' means as many as fit into a GPU's memory, "
-                           "and at most 4096 tokens without a GPU.",
+                           "and at most 65536 tokens, or 4096 without a GPU.",
                            word="auto", above=0, per_run=True)
     sequence_length: int = flag("auto", BATCH, "The number of tokens in a sequence. 'auto' means "
                                 "--block_size.", word="auto", above=0, fixed=True)
@@ -169,8 +178,9 @@ class Config:
                       "means bfloat16 where the hardware has it, else float16 on CUDA and float32 "
                       "elsewhere.", choices=["auto", "float32", "bfloat16", "float16"])
     tf32: bool = flag(True, SPEED, "Use TF32 for float32 matrix products on CUDA.")
-    compile: bool = flag("auto", SPEED, "Compile the model with torch.compile. 'auto' means only "
-                         "on CUDA.", per_run=True)
+    compile: bool = flag("auto", SPEED, "Compile the model with torch.compile. 'auto' means on "
+                         "CUDA, if the run is long enough to win back the time of compiling.",
+                         per_run=True)
     attention: str = flag("auto", SPEED, "The kernel that computes attention. 'auto' lets torch "
                           "choose, and takes 'naive' (the plain formula) where naive is faster.",
                           choices=list(ATTENTION))
@@ -236,12 +246,12 @@ def resolve_config(given: dict, start: Start, process: Process) -> tuple[Config,
     set_automatic(config, **recipe.automatic(config))
     set_automatic(config, min_lr=config.max_lr / 10, dtype=choose_dtype("auto", process.device))
 
-    # Micro-steps of more than 4,096 tokens are no faster on a CPU, and were never tried on a Mac. On a
-    # GPU the limit is its memory, which a trial will tell (choose_micro_batch).
-    most_sequences = max(1, 4096 // config.sequence_length)
+    # Micro-steps of more tokens are no faster, on an H200 and on CPUs (docs/speed.md). On a GPU a trial
+    # will tell whether so many fit into its memory (choose_micro_batch).
+    most_tokens = 4096
     if process.on_gpu:
-        most_sequences = config.total_batch_size // config.sequence_length
-    set_automatic(config, compile=process.on_gpu, batch_size=most_sequences)
+        most_tokens = 65536
+    set_automatic(config, batch_size=max(1, most_tokens // config.sequence_length))
     return flags, config
 
 
@@ -344,10 +354,20 @@ class TrainState:
     autocast: torch.autocast            # matrix products in config.dtype, inside `with`
 
 
-def make_train_state(config: Config, start: Start, process: Process) -> TrainState:
-    """Model, optimizers, autocast, torch.compile and DDP, in this order."""
+def choose_compile(
+    config: Config, model: LanguageModel, tokens_left: int, process: Process
+) -> None:
+    """Decides --compile auto, and says so where one would wonder."""
+    flops = tokens_left / process.world_size * model.flops_per_token(config.sequence_length)
+    pays = process.on_gpu and process.from_master(compiling_pays(flops, process.device))
+    if process.on_gpu and not pays and config.compile == "auto":
+        process.print0("eager, because the run is too short for torch.compile to pay")
+    set_automatic(config, compile=pays)
+
+
+def make_train_state(config: Config, model: LanguageModel, process: Process) -> TrainState:
+    """The optimizers, autocast, torch.compile and DDP, in this order."""
     device = process.device
-    model = make_model(config, start, device)
     optimizers = RECIPES[config.recipe].make_optimizers(model, config)
     optimizer = CombinedOptimizer(model, optimizers, process, config.shard_optimizer)
 
@@ -379,7 +399,7 @@ def make_model(config: Config, start: Start, device: str) -> LanguageModel:
 
     model.kernel = config.attention
     model.recompute = config.recompute
-    if device == "cpu" and not config.compile:
+    if device == "cpu" and config.compile is not True:
         # A CPU's cache has no room for all logits. A compiler fuses them with the loss.
         model.loss_chunk = 2048
     return model.to(device)
@@ -416,15 +436,18 @@ def choose_micro_batch(
     process: Process,
 ) -> tuple[int, Callable]:
     """B, the sequences of a micro-batch; and trial(B), the seconds of a micro-step of B of them."""
-    limit, moment_bytes = config.batch_size, 0
+    limit, reserved = config.batch_size, 0
     may_shrink = flags.batch_size == "auto"
-    if process.on_gpu:
-        if start.step == 0:
-            moment_bytes = state.optimizer.state_bytes()        # the first step will allocate them
-        if may_shrink:
-            limit = most_sequences_that_fit(config, state.model, process.device, moment_bytes)
+    if process.on_gpu and start.step == 0:
+        reserved = state.optimizer.state_bytes()        # the first step will allocate the moments
+    if process.on_gpu and may_shrink:
+        # Some memory stays free, because later steps leave gaps between what they allocate.
+        free_bytes, _ = torch.cuda.mem_get_info(process.device)
+        reserved += free_bytes // 20
+        fitting = most_sequences_that_fit(config, state.model, process.device, reserved)
+        limit = min(limit, fitting)
 
-    trial = partial(time_micro_step, state, config.sequence_length, process.device, moment_bytes)
+    trial = partial(time_micro_step, state, config.sequence_length, process.device, reserved)
     return choose_batch_size(config, may_shrink, limit, schedule, process, trial), trial
 
 
@@ -520,11 +543,14 @@ def train_step(
 
 # ----------------------------------------------------------------------------- evaluation
 
-@torch.no_grad()
 def validation_loss(data: Data, B: int, process: Process, state: TrainState) -> float:
     """Mean loss (nats) of the first `data.val_count` sequences, the same on any number of ranks."""
     loss_sum = torch.zeros((), device=process.device)
     rows_seen = 0
+
+    # A compiled model runs in the graph of training, which computes what a backward would need. For
+    # torch.no_grad() torch would compile a second graph, and that takes longer than it saves.
+    is_compiled = state.compiled_model is not state.model
     firsts = range(process.rank * B, data.val_count, process.world_size * B)
     for first in process.watch("validation", firsts):
         # All batches have one shape, so that the model compiles once: in the last one the targets
@@ -532,10 +558,11 @@ def validation_loss(data: Data, B: int, process: Process, state: TrainState) -> 
         x, y = to_device(data.val.read(first, B), process.device)           # (B, T) each
         rows = min(B, data.val_count - first)
         y[rows:] = -1
-        with state.autocast:
+        with torch.set_grad_enabled(is_compiled), state.autocast:
             _, loss = state.compiled_model(x, y)
-        loss_sum += loss * rows
+        loss_sum += loss.detach() * rows
         rows_seen += rows
+        del loss            # and with it what a backward would need, before the next batch
 
     loss_sum, rows_seen = process.sum(loss_sum.item(), rows_seen)
     return loss_sum / max(1, rows_seen)
@@ -652,7 +679,8 @@ class LaunchedStep:
     step: int
     numbers: Callable           # waits for them: [loss, norm, votes to stop]
     lr: float
-    began: float                # seconds of time.perf_counter()
+    began: object               # two moments of mark_time: a GPU has its own clock, because the CPU
+    ended: object               # reads the numbers of a step late
 
 
 # How a run stops. A signal (SIGTERM, Ctrl-C, ...) only leaves a note in `process`; the work goes on.
@@ -674,6 +702,7 @@ def train(
     stopped = False
     last_saved = step
     launched = deque()                  # steps that are not logged yet, the oldest first
+    ended = None                        # when the step before ended, if nothing has come between
     overflows = 0                       # the newest steps in a row whose gradient was not finite
 
     while True:
@@ -692,10 +721,13 @@ def train(
             if step == config.max_steps:
                 return step, False
 
-            # Train.
-            began = time.perf_counter()
-            numbers = train_step(step, config, process, loader, state)
-            launched.append(LaunchedStep(step, copy_later(numbers), lr, began))
+            # Train. A step begins where the step before ended, unless something came between.
+            began = ended
+            if began is None or something_is_due(step, config):
+                began = mark_time(process.device)
+            numbers = copy_later(train_step(step, config, process, loader, state))
+            ended = mark_time(process.device)
+            launched.append(LaunchedStep(step, numbers, lr, began, ended))
             step += 1
         except StopRequested:
             stopped = True
@@ -708,7 +740,8 @@ def train(
             if math.isfinite(norm):
                 overflows = 0
             check_finite(done.step, loss, norm, overflows, config, process, output)
-            log.step(done.step, loss, norm, done.lr, done.began)
+            dt = seconds_between(done.began, done.ended)
+            log.step(done.step, loss, norm, done.lr, dt)
             if votes > 0:
                 stopped = True
 
@@ -720,12 +753,16 @@ def steps_in_flight(step: int, config: Config, process: Process, stopped: bool) 
 
     # A GPU computes one step while the CPU launches the next, so that it never waits for the CPU.
     # But before an evaluation or a checkpoint, and at the end, all numbers have to be known.
-    periods = (config.val_every, config.hellaswag_every, config.sample_every,
-               config.checkpoint_every)
-    something_is_due = any(is_due(step, config, period) for period in periods)
-    if stopped or step == config.max_steps or something_is_due:
+    if stopped or step == config.max_steps or something_is_due(step, config):
         return 0
     return 1
+
+
+def something_is_due(step: int, config: Config) -> bool:
+    """Whether an evaluation or a checkpoint comes before this step."""
+    periods = (config.val_every, config.hellaswag_every, config.sample_every,
+               config.checkpoint_every)
+    return any(is_due(step, config, period) for period in periods)
 
 
 def check_finite(
@@ -778,14 +815,17 @@ def main(argv: list[str] | None = None) -> int:
             # `start`; restore takes the optimizers' moments and the place in the data from there.
             schedule = make_batch_schedule(RECIPES[config.recipe], config, process.world_size)
             data = open_same_data(config, process)
-            state = make_train_state(config, start, process)
+            model = make_model(config, start, process.device)
+            choose_compile(config, model, schedule.tokens_left(start.step), process)
+            state = make_train_state(config, model, process)
             if start.path:
                 restore(start, config.data, data, schedule, state.optimizer, state.scaler)
+            change = schedule_change(start, config, schedule, process)
+            print_header(config, process, data, model, schedule, start, change)
 
             # The micro-batch that fits into memory. The training step is compiled here.
             B, trial = choose_micro_batch(flags, config, start, schedule, state, process)
-            change = schedule_change(start, config, schedule, process)
-            print_header(config, process, data, state.model, schedule, B, start, change)
+            print_batch(config, process, schedule, B)
             if config.dry_run:
                 rate = B * config.sequence_length * process.world_size / trial(B)
                 print_estimate(config, process, schedule.tokens_left(start.step), rate)

@@ -2,7 +2,6 @@
 import math
 import shlex
 import statistics
-import time
 import uuid
 from collections.abc import Callable, Collection
 from contextlib import suppress
@@ -231,7 +230,7 @@ def step_line(
     dt: float,
     rate: float,
     mfu: float | None,
-    left: float,
+    left: float | None,
 ) -> str:
     """The console's line of a step. `dt` and `left` are seconds, `rate` is tokens per second."""
     parts = [
@@ -244,7 +243,8 @@ def step_line(
     ]
     if mfu:
         parts.append(f"mfu {mfu:.0%}")
-    parts.append(f"{clock(left)} left")
+    if left is not None:
+        parts.append(f"{clock(left)} left")
     return " | ".join(parts)
 
 
@@ -262,27 +262,29 @@ class StepLog:
         self.schedule = schedule
         self.flops_per_token = flops_per_token
         self.losses, self.seconds, self.seconds_per_token = [], [], []          # of each step
-        self.last_time = 0.0                                    # when the step before was logged
 
-    def step(self, step: int, loss: float, norm: float, lr: float, began: float) -> None:
-        """`began`: time.perf_counter() at the beginning of the step."""
-        # On a GPU a step is launched while the one before it runs: then its time counts from the
-        # end of that one.
-        now = time.perf_counter()
-        dt = now - max(began, self.last_time)
-        self.last_time = now
-
+    def step(self, step: int, loss: float, norm: float, lr: float, dt: float) -> None:
+        """`dt`: the seconds that the step took."""
         tokens = self.schedule.tokens(step)
         rate = tokens / dt
         self.losses.append(loss)
         self.seconds.append(dt)
         self.seconds_per_token.append(dt / tokens)
 
-        tokens_left = self.schedule.tokens_left(step + 1)
-        left = tokens_left * statistics.median(self.seconds_per_token[-RECENT_STEPS:])
+        # The first step tells nothing about the others: it may still compile and allocate.
+        left = None
+        recent = self.seconds_per_token[1:][-RECENT_STEPS:]
+        if recent:
+            left = self.schedule.tokens_left(step + 1) * statistics.median(recent)
         self.process.print0(step_line(step, loss, norm, lr, dt, rate, self.mfu(rate), left))
         if self.record:
             self.record.add(step, "train", loss, norm=norm, lr=lr, tokens_per_second=rate)
+
+    def medians(self) -> tuple[float, float]:
+        """(seconds of a step, tokens per second), without the first step if there are others."""
+        first = min(1, len(self.seconds) - 1)
+        seconds_per_token = statistics.median(self.seconds_per_token[first:])
+        return statistics.median(self.seconds[first:]), 1 / seconds_per_token
 
     def mfu(self, rate: float) -> float | None:
         """Model FLOPs utilisation: the share of the GPUs' peak; None if the peak is not known."""
@@ -313,11 +315,11 @@ class StepLog:
 # ----------------------------------------------------------------------- header and summary
 
 def print_header(
-    config, process, data, model, schedule: BatchSchedule, B: int, start, change: str
+    config, process, data, model, schedule: BatchSchedule, start, change: str
 ) -> None:
     """What the run will do.
 
-    `B`: sequences of a micro-batch. `change`: text that ends the line of a run that resumes.
+    `change`: text that ends the line of a run that resumes.
     """
     c, say = config, process.print0
     processes = counted(process.world_size, "process")
@@ -336,15 +338,9 @@ def print_header(
         shape.append(f"window {c.window} inside documents")
     say(f"{c.recipe}: {num_params:,} parameters ({', '.join(shape)})")
 
-    first_batch, last_batch = schedule.tokens(0), schedule.tokens(c.max_steps - 1)
-    micro_steps = last_batch // (B * c.sequence_length * process.world_size)
-    batch = f"{B} x {c.sequence_length} x {counted(micro_steps, 'micro-step')} x {processes}"
-    if first_batch < last_batch:
-        batch += f", {first_batch:,} at first"
     tokens = schedule.tokens_before(c.max_steps)
     epochs = tokens / c.sequence_length / data.train.total
-    say(f"{last_batch:,} tokens per step = {batch}; {c.max_steps:,} steps = {tokens:,} tokens = "
-        f"{epochs:,.2f} epochs; {learning_rates(c)}")
+    say(f"{c.max_steps:,} steps = {tokens:,} tokens = {epochs:,.2f} epochs; {learning_rates(c)}")
 
     say(", ".join(plans(c)))
     if start.path:
@@ -355,6 +351,20 @@ def print_header(
     if process.device == "cpu" and least > DAY:
         say(f"without a GPU this run takes more than {counted(math.floor(least / DAY), 'day')}: "
             "try --preset shakespeare, which takes minutes on a CPU, or --dry_run for an estimate")
+    if c.compile:
+        say("compiling the model, which takes about a minute ...")
+
+
+def print_batch(config, process, schedule: BatchSchedule, B: int) -> None:
+    """How a step is divided into micro-batches of B sequences."""
+    first_batch, last_batch = schedule.tokens(0), schedule.tokens(config.max_steps - 1)
+    micro_steps = last_batch // (B * config.sequence_length * process.world_size)
+    at_first = ""
+    if first_batch < last_batch:
+        at_first = f", {first_batch:,} at first"
+    process.print0(f"{last_batch:,} tokens per step = {B} x {config.sequence_length} x "
+                   f"{counted(micro_steps, 'micro-step')} x "
+                   f"{counted(process.world_size, 'process')}{at_first}")
 
 
 def learning_rates(config) -> str:
@@ -403,7 +413,7 @@ def print_summary(config, process, data, log: StepLog, output, step: int, stoppe
     """Prints how the run ended and where everything is. Returns its exit code."""
     say = process.print0
     if log.seconds:
-        dt, rate = statistics.median(log.seconds), 1 / statistics.median(log.seconds_per_token)
+        dt, rate = log.medians()
         memory = peak_memory(process.device)
         say(f"median step {dt * 1000:,.1f} ms, {rate:,.0f} tokens/s, "
             f"peak memory {memory / 1e9:.1f} GB")

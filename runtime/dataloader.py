@@ -189,7 +189,12 @@ def to_device(rows, device: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows of tokens (B, T+1) -> inputs x and targets y, int64 (B, T) each, on `device`."""
     rows = torch.as_tensor(rows, dtype=torch.int32)
     rows = rows.to(device, non_blocking=True).long()
-    return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+
+    # Not contiguous(): it would return a single row as it is, with the stride of T+1 tokens, for which
+    # torch.compile would compile the model again.
+    x = rows[:, :-1].clone(memory_format=torch.contiguous_format)
+    y = rows[:, 1:].clone(memory_format=torch.contiguous_format)
+    return x, y
 
 
 class TrainLoader:

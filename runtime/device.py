@@ -130,18 +130,18 @@ def oom_as_user_error(advice: Callable[[], str]) -> Iterator[None]:
         raise
 
 
-def most_sequences_that_fit(config, model: torch.nn.Module, device: str, moments: int) -> int:
+def most_sequences_that_fit(config, model: torch.nn.Module, device: str, reserved: int) -> int:
     """An upper bound of the sequences of a micro-step that fit into a GPU's free memory.
 
     It was counted for compiled models; an eager model takes up to three times more memory.
-    `moments`: bytes that the optimizers will allocate.
+    `reserved`: bytes that have to stay free.
     """
     # For its backward a block keeps these vectors of width n_embd for each token: its input, the
     # first norm, q, k, v, the output of attention, the residual stream, the second norm; and 4 of the
-    # hidden layer, whose GELU is computed again.
-    vectors = 12
+    # hidden layer, whose GELU is computed again. The rest are sums of the norms and of attention.
+    vectors = 12.2
     if config.recipe != "gpt2":
-        vectors = 20            # counted with tests/null_gpu: 20.1 for speedrun, 20.4 for frontier
+        vectors = 20.1          # counted with tests/null_gpu for speedrun; frontier's are 20.4
     if config.recompute:
         vectors = 1             # the input alone
 
@@ -150,18 +150,22 @@ def most_sequences_that_fit(config, model: torch.nn.Module, device: str, moments
     itemsize = 4 if config.dtype == "float32" else 2
     bytes_of_sequence = itemsize * numbers * config.sequence_length
 
-    gradients = sum(p.nbytes for p in model.parameters())
+    # Beside the sequences: the gradients, autocast's 16-bit copies of the weights, and work space of
+    # cuBLAS and of attention.
+    others = sum(p.nbytes for p in model.parameters()) + 100_000_000
+    if itemsize == 2:
+        others += sum(2 * p.numel() for p in model.parameters())
     free, _ = torch.cuda.mem_get_info(device)
-    return max(1, (free - gradients - moments) // bytes_of_sequence)
+    return max(1, int((free - others - reserved) / bytes_of_sequence))
 
 
-def time_micro_step(state, T: int, device: str, moments: int, B: int) -> float:
+def time_micro_step(state, T: int, device: str, reserved: int, B: int) -> float:
     """Seconds of a forward and backward of B sequences of T tokens, after a first that may compile.
 
-    `state`: train_gpt2.TrainState. Its weights do not change; its gradients are removed. `moments`
+    `state`: train_gpt2.TrainState. Its weights do not change; its gradients are removed. `reserved`
     bytes of memory are in use meanwhile.
     """
-    reserved = torch.empty(moments, dtype=torch.uint8, device=device)
+    block = torch.empty(reserved, dtype=torch.uint8, device=device)
 
     # Two tensors, as in a step: for one that is both, torch.compile would make another graph.
     x = torch.zeros(B, T, dtype=torch.int64, device=device)
@@ -181,7 +185,7 @@ def time_micro_step(state, T: int, device: str, moments: int, B: int) -> float:
             seconds = time.perf_counter() - began
     finally:
         state.model.zero_grad(set_to_none=True)
-        del reserved
+        del block
     return seconds
 
 
@@ -280,7 +284,8 @@ def copy_later(tensor: torch.Tensor) -> Callable[[], list]:
     the CPU is not copied.
     """
     if not tensor.is_cuda:
-        return tensor.tolist
+        numbers = tensor.tolist()           # on a Mac this waits for its GPU
+        return lambda: numbers
 
     copy = tensor.to("cpu", non_blocking=True)              # into pinned memory
     copied = torch.cuda.Event()
@@ -293,6 +298,34 @@ def copy_later(tensor: torch.Tensor) -> Callable[[], list]:
 
 
 # ----------------------------------------------------------------------------- how fast devices are
+
+def mark_time(device: str) -> "torch.cuda.Event | float":
+    """A moment in the device's work, for seconds_between.
+
+    A GPU comes to it when it has done all that it was given before, whenever the CPU asks for it.
+    """
+    if device.startswith("cuda"):
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+    return time.perf_counter()
+
+
+def seconds_between(first, last) -> float:
+    """The seconds between two moments of mark_time. Waits until the GPU has come to the last one."""
+    if isinstance(first, float):
+        return last - first
+    last.synchronize()
+    return first.elapsed_time(last) / 1000
+
+
+def compiling_pays(flops: float, device: str) -> bool:
+    """Whether a run of so many FLOPs is long enough to win back the time of torch.compile."""
+    # Compiling takes about half a minute. A run that needs fewer FLOPs than the GPU does in
+    # COMPILE_SECONDS at its peak has ended by then, although eager models reach a tenth of the peak.
+    peak = peak_flops(device) or USUAL_PEAK
+    return flops > COMPILE_SECONDS * peak
+
 
 # Dense 16-bit TFLOP/s with fp32 accumulation. NVIDIA's data sheets give twice as much (sparsity), and
 # those of GeForce four times as much (fp16 accumulation, too). A name must match as a whole: a suffix
@@ -321,6 +354,9 @@ PEAK_TFLOPS = {
     "RTX 4080": 97.5,
     "RTX 3090": 71,
 }
+
+USUAL_PEAK = 100e12         # FLOP/s, of a GPU that PEAK_TFLOPS does not list
+COMPILE_SECONDS = 5.0       # see compiling_pays
 
 # FLOP/s of one core, more than any reaches in training: AVX-512 at 3 GHz has 1.9e11 in float32, and
 # AMX comes to a few 1e11 in the 16-bit matrix products of GPT-2.

@@ -22,7 +22,6 @@ from peers import make_model, tokens
 from runtime.files import checkpoints
 from runtime.shards import write_shard
 from runtime.tokenizer import encode
-from speedrun import document_window_mask
 
 GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 RECIPES = ["gpt2", "speedrun", "frontier"]
@@ -100,18 +99,23 @@ needs_compiler = pytest.mark.skipif(not shutil.which(os.environ.get("CXX", "g++"
 @each(dtype=DTYPES, recipe=RECIPES, cpu=3)
 def test_compiled_steps_equal_eager_ones(device, recipe, dtype, shards, compiler, tmp_path, monkeypatch):
     """One graph is compiled, before the first step: also where the batch grows (frontier)."""
+    # Steps amplify rounding. So compiled losses may differ from eager ones by a few times as much as
+    # those of other micro-batches do, which are rounded otherwise.
     step, seen = train_gpt2.train_step, []
 
     def strict(number, *args):
         seen.append(number)
         with torch.compiler.set_stance("fail_on_recompile"):
             return step(number, *args)
-    how = flags(shards, device, recipe=recipe, dtype=dtype)
+    how = [*flags(shards, device, recipe=recipe, dtype=dtype), "--no_tf32"]
     eager = losses(tmp_path / "eager", *how, "--no_compile")
+    other = losses(tmp_path / "other", *how, "--no_compile", "--batch_size", 2)
+    rounding = max(abs(a - b) for a, b in zip(eager, other, strict=True))
     monkeypatch.setattr(train_gpt2, "train_step", strict)
     compiled = losses(tmp_path / "compiled", *how, "--compile")
     assert graphs() == 1 and len(seen) == len(eager)
-    assert compiled == pytest.approx(eager, abs=2e-3 if dtype == "float32" else 3e-2)
+    tolerance = 3 * rounding + (1e-3 if dtype == "float32" else 3e-2)
+    assert compiled == pytest.approx(eager, abs=tolerance)
     assert eager[-1] < eager[0] - 0.05
 
 
@@ -185,10 +189,12 @@ def test_two_gpus_train_as_one(recipe, shards, tmp_path):
 
 @each()
 def test_float16_trains_as_float32(device, shards, tmp_path):
-    how = flags(shards, device, recipe="speedrun", max_steps=5)
+    # At a tenth of its rate: at the full one Muon's steps amplify the rounding of float16.
+    how = flags(shards, device, recipe="speedrun", max_steps=5, max_lr=0.002)
     exact = losses(tmp_path / "float32", *how, "--no_compile")
     half = losses(tmp_path / "float16", *how, "--no_compile", "--dtype", "float16")
-    assert half == pytest.approx(exact, abs=0.05)
+    assert half == pytest.approx(exact, abs=0.02)
+    assert half[-1] < half[0] - 0.05
 
 
 @each(kernel=ATTENTION)
@@ -202,6 +208,8 @@ def test_attention_kernels_are_the_formula_of_float64_forward_and_backward(devic
             y = attention(q, k, v, kernel)
         except RuntimeError as error:
             assert "No available kernel" in str(error) or "No viable backend" in str(error), error
+            if T == 1:
+                continue                # cuDNN's does not take single tokens
             pytest.skip(f"{device} has no kernel {kernel!r}")
         y.backward(upstream)
         Q, K, V = (t.detach().cpu().double().requires_grad_() for t in (q, k, v))
@@ -211,26 +219,3 @@ def test_attention_kernels_are_the_formula_of_float64_forward_and_backward(devic
         Y.backward(upstream.cpu().double())
         for ours, expected in ((y, Y), (q.grad, Q.grad), (k.grad, K.grad), (v.grad, V.grad)):
             torch.testing.assert_close(ours.cpu().double(), expected, atol=tolerance, rtol=tolerance)
-
-
-@each(cpu=0)
-def test_flex_attention_trains_as_sdpa_does(device):
-    """A window inside documents; a new window compiles nothing again."""
-    model = MODELS["speedrun"](MODELS["speedrun"].Config(256, 50304, 2, 2, 64, window=64)).to(device)
-    torch.manual_seed(0)
-    idx = torch.where(torch.rand(2, 256) < 0.02, 50256, torch.randint(50256, (2, 256))).to(device)
-    compiled = torch.compile(model, dynamic=False)
-    mask = document_window_mask(idx, 256, model.window)
-    assert mask.shape == (2, 1, 256, 256) and not mask.all()
-    for i, window in enumerate((64, 40)):
-        gradients = []
-        for kernel, call in (("math", model), ("auto", compiled)):
-            model.window.fill_(window)
-            model.kernel = kernel
-            model.zero_grad()
-            with torch.compiler.set_stance("fail_on_recompile" if i and call is compiled else "default"):
-                call(idx, idx)[1].backward()
-            gradients.append([p.grad for p in model.parameters()])
-        assert graphs() == 1
-        for a, b in zip(*gradients, strict=True):
-            assert (a - b).norm() <= 1e-3 * a.norm() + 1e-9

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import threading
+import time
 
 import pytest
 import torch
@@ -72,6 +73,7 @@ class LikeAGpu(str):
 def gpu(monkeypatch):
     """Runs in this process go the ways of a GPU, which is an A100 with 80 GB, on the CPU."""
     replace_everywhere(monkeypatch.setattr, "choose_device", lambda *args: LikeAGpu("cpu"))
+    replace_everywhere(monkeypatch.setattr, "mark_time", lambda device: time.perf_counter())
     monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda precision: None)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
     for name, value in dict(set_device=None, empty_cache=None, get_device_name="NVIDIA A100-SXM4-80GB",
@@ -85,6 +87,10 @@ class Timeline:
 
     def __init__(self, clock, seconds):
         self.clock, self.seconds, self.free, self.begun, self.answered = clock, seconds, 0.0, 0, []
+
+    def mark_time(self, device):
+        """As runtime.device.mark_time: when all that the device was given is done."""
+        return max(self.free, self.clock.now)
 
     def copy_later(self, tensor):
         """As runtime.device.copy_later: the numbers of the step that was begun last, once it is done."""
@@ -106,6 +112,7 @@ def test_a_gpus_steps_are_logged_one_step_later_but_all_before_a_save_and_an_eva
     base = 256 * FLOPS / 0.8 / 312e12               # seconds of a step at 80% of the peak
     device = Timeline(clock, lambda step: base * (1 + step % 3))
     replace_everywhere(monkeypatch.setattr, "copy_later", device.copy_later)
+    replace_everywhere(monkeypatch.setattr, "mark_time", device.mark_time)
     hooked(lambda *_: events.append((torch.is_grad_enabled(), len(device.answered))))
     waits = takes_time(clock, lambda n: 0.0, evaluation=100.0)
     saves(monkeypatch, lambda step, save, content, file: events.append((step, len(device.answered)))
@@ -271,7 +278,7 @@ def test_each_line_reaches_a_pipe_as_soon_as_its_step_has_ended(byte_data, tmp_p
     run("--data", byte_data, *QUICK, "--max_steps", 4, "--checkpoint_every", 0, "--out", tmp_path / "log",
         before=[functools.partial(reads_its_own_pipe, tmp_path / "came")])
     header, *steps = json.loads((tmp_path / "came").read_text())
-    assert "256 tokens per step" in header and "step " not in header.splitlines()[-1]
+    assert "256 tokens per step" in header and "loss" not in header.splitlines()[-1]
     assert [text[:12] for text in steps] == ["step     0 |", "step     1 |", "step     2 |"]
     assert all(text.count("\n") == 1 and text.endswith("\n") for text in steps)
 

@@ -2,17 +2,18 @@
 import re
 
 import pytest
-from standin import SMALL, compiled_once, every, nothing_waits
+from standin import SMALL, compiled_once, every, nothing_waits, rotary_tables_are_constants
 
 STEPS = 12      # evaluates, samples and saves at the first and the last only
 WAYS = {
-    "gpt2": [],
-    "gpt2, eager": ["--no_compile"],
-    "gpt2 in float16": ["--dtype", "float16", "--no_compile"],
-    "gpt2, recomputed": ["--recompute", "--val_every", 0],
-    "speedrun, window": ["--recipe", "speedrun", "--window", 128],
+    "gpt2": ["--compile"],
+    "gpt2, eager": [],                  # so short a run is not compiled
+    "gpt2 in float16": ["--dtype", "float16"],
+    "gpt2, recomputed": ["--recompute", "--compile"],
+    "gpt2, single sequences": ["--batch_size", 1, "--total_batch_size", 1024, "--compile"],
+    "speedrun": ["--recipe", "speedrun", "--compile"],
     # 16 sequences in each of the first steps, then 32 and 64: the micro-batch stays the same
-    "frontier": ["--recipe", "frontier", "--batch_size", 64],
+    "frontier": ["--recipe", "frontier", "--batch_size", 64, "--compile"],
 }
 
 
@@ -23,20 +24,23 @@ def check_one_gpu(way, play):
     for text in ("HellaSwag accuracy", "sample 3", f"saved log/checkpoint_0000{STEPS}.pt"):
         assert text in report.output
     assert "warning" not in report.output
-    assert bool(report.graphs) == ("--no_compile" not in flags)
+    assert bool(report.graphs) == ("--compile" in flags)
     compiled_once(report)
+    assert len(report.graphs) == 2 * ("--compile" in flags)
+    if "--compile" in flags:
+        rotary_tables_are_constants(report)
     assert len(report.steps) == STEPS
     # the first steps pin memory for their numbers; and frontier's where its batch grows, at steps 7 and 10
     for first, last in [(4, 7), (9, 10)] if way == "frontier" else [(4, STEPS)]:
         nothing_waits(report, first, last, but="scaler.step" if "float16" in way else None)
-    if way == "speedrun, window":
+    if way == "speedrun":
         again = play(*flags, "--max_steps", STEPS + 2, "--no_compile")
         assert f"log/checkpoint_0000{STEPS}.pt at step {STEPS} of" in again.output and len(again.steps) == 2
 
 
-@pytest.mark.parametrize("flags", [["--recipe", "gpt2"],
-                                   ["--recipe", "speedrun", "--shard_optimizer", "--no_compile"],
-                                   ["--recipe", "frontier", "--total_batch_size", 32768, "--val_every", 0]])
+@pytest.mark.parametrize("flags", [["--recipe", "gpt2", "--compile"],
+                                   ["--recipe", "speedrun", "--shard_optimizer"],
+                                   ["--recipe", "frontier", "--total_batch_size", 32768, "--compile"]])
 def check_two_gpus(flags, play):
     """NCCL transfers nothing, but ranks with unequal calls hang. Of the micro-steps of a step the last one
     alone sends the gradients, each byte once: two micro-steps, but frontier has 2, 4 and 8."""
@@ -64,8 +68,8 @@ TINY = [*SMALL, "--n_layer", 1, "--batch_size", 4, "--total_batch_size", 4096, "
 
 
 @pytest.mark.parametrize("card, flags, code, said", [
-    ("T4", [], 0, r"\(Tesla T4\), float16, torch.compile.*\ndone: 2 steps"),
-    ("T4", ["--dtype", "bfloat16"], 1, r"train_gpt2.py: torch.compile .*--no_compile\n"),
+    ("T4", ["--compile"], 0, r"\(Tesla T4\), float16, torch.compile.*\ndone: 2 steps"),
+    ("T4", ["--compile", "--dtype", "bfloat16"], 1, r"train_gpt2.py: torch.compile .*--no_compile\n"),
     ("V100", [], 2, r"train_gpt2.py: torch .* Tesla V100-SXM2-16GB .*no kernel image .*\n")])
 def check_cards(card, flags, code, said, play):
     """A card without bfloat16, and one that torch's build for CUDA 13 has no code for."""

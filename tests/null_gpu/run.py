@@ -64,6 +64,7 @@ class Recorder(logging.Handler):
         self.graphs.append(dict(step=len(self.steps), kind=kind, bytes=sum(size for _, size in sizes),
                                 outside=sum(size for library, size in sizes if not library),
                                 launches=len(re.findall(r"^\s+triton_\w+\.run\(", code, re.M)),
+                                functions=sorted(set(re.findall(r"\b(?:libdevice|tl_math)\.(\w+)\(", code))),
                                 products=len(re.findall(r"extern_kernels\.\w+\(", code))))
 
     def step(self, optimizer, args, kwargs):

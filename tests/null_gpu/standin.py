@@ -37,10 +37,20 @@ class Report:
 
 
 def compiled_once(report):
-    """No graph breaks, and nothing compiles after the first step and evaluation."""
+    """Without graph breaks, and before the first step. Validation runs in training's graph, too. (DDP divides
+    the graph into several, so that it can send gradients during the backward.)"""
     assert not report.breaks
+    kinds = [graph["kind"] for graph in report.graphs]
+    assert kinds.count("forward") == kinds.count("backward") == len(kinds) / 2
     assert not [graph for graph in report.graphs if graph["step"]], "compiled after the first step"
     assert not [what for step, what in report.recompilations if step]
+
+
+def rotary_tables_are_constants(report):
+    """No kernel computes the tables of the rotary embedding anew."""
+    assert report.graphs
+    for graph in report.graphs:
+        assert not {"sin", "cos", "pow"} & set(graph["functions"])
 
 
 def nothing_waits(report, first, last, but=None):
