@@ -266,10 +266,10 @@ PROFILED_STEPS = 3
 
 # {kind of kernel: what its name holds}. The first kind that fits counts. On a GPU these are names of
 # kernels, on a CPU of torch's operators. A Triton kernel is named after all operators that the compiler
-# fused into it: one with the loss in it counts as loss, and one that only casts as a cast. The products
-# by which Muon makes a matrix orthogonal are matrix products.
+# fused into it: one with the loss in it, or with the tanh of its softcap, counts as loss, and one that
+# only casts as a cast. The products by which Muon makes a matrix orthogonal are matrix products.
 KINDS = {
-    "loss": r"log_?softmax|nll_?loss|logsumexp|cross_?entropy",
+    "loss": r"log_?softmax|nll_?loss|logsumexp|cross_?entropy|tanh",
     "attention": r"^(?!triton_).*(sdpa|flash|fmha|scaled_dot_product|softmax)",
     "optimizer": r"multi_tensor|adam|_foreach|newton",
     "matrix products": r"gemm|gemv|cutlass|nvjet|xmma|cublas|split_?k|triton_tem_|"
@@ -278,7 +278,7 @@ KINDS = {
                         r"aten::(copy_|_to_copy|to|clone|contiguous|cat|fill_|zero_)$|"
                         r"fused(_+(to_copy|copy|clone|t|transpose|permute|view|unsafe_view|expand))+_\d+$",
     "elementwise and norms": r"^triton_|elementwise|norm|reduce_kernel|gelu|relu|"
-                             r"aten::(add|sub|mul|div|pow|neg|rsqrt|tanh|sum|mean)",
+                             r"aten::(add|sub|mul|div|pow|neg|rsqrt|sum|mean)",
     "other": "",
 }
 
@@ -987,6 +987,178 @@ def plot_curves(path: str, curves: list[Curve], title: str) -> None:
     print(f"saved {path}")
 
 
+# ----------------------------------------------------------------------------- bench.py recipes
+
+# {recipe: {an idea: what train_gpt2.py runs with in its place}}. Each function puts something else in
+# the place of one name, in a process of its own: see train_without.
+
+def no_rotary_positions():
+    speedrun.rotate = lambda x, cos, sin: x
+
+
+def no_qk_norm():
+    speedrun.qk_norm = lambda x: x
+
+
+def no_norm_of_embedding():
+    speedrun.SpeedrunGPT.embed = lambda self, tokens, T, dtype: (
+        self.transformer.wte(tokens[:, -T:]).to(dtype))
+
+
+def gelu():
+    speedrun.SpeedrunMLP.forward = lambda self, x: self.c_proj(F.gelu(self.c_fc(x)))
+
+
+def no_softcap():
+    speedrun.SpeedrunGPT.softcap = 0.0
+
+
+def adam():
+    speedrun.Muon = lambda params, lr, **others: torch.optim.Adam(
+        params, 0.1 * lr, betas=(0.9, 0.95), fused=True)
+
+
+def constant_momentum():
+    speedrun.RECIPE.momentum = lambda progress, config: 0.95
+
+
+def cosine():
+    def lr_scale(step, progress, config):
+        lowest = config.min_lr / config.max_lr
+        return lowest + (1.0 - lowest) * 0.5 * (1.0 + math.cos(math.pi * progress))
+    speedrun.RECIPE.lr_scale = lr_scale
+
+
+def ordinary_start():
+    frontier.FrontierGPT.init_weights = speedrun.ModernLanguageModel.init_weights
+
+
+def no_shifted_keys():
+    frontier.shift_keys = lambda k, starts: k
+    ordinary_start()                    # without them their start makes no sense either
+
+
+def no_stems():
+    original = frontier.stem_and_form
+    frontier.stem_and_form = lambda text: ("the same of all", original(text)[1])
+
+
+def no_forms():
+    original = frontier.stem_and_form
+    frontier.stem_and_form = lambda text: (original(text)[0], ())
+
+
+def speedruns_momentum():
+    frontier.RECIPE.momentum = speedrun.muon_momentum
+
+
+def speedruns_softcap():
+    frontier.FrontierGPT.softcap = 30.0
+
+
+IDEAS = {
+    "speedrun": {
+        "rotary positions": no_rotary_positions,
+        "QK-norm": no_qk_norm,
+        "norm after the embedding": no_norm_of_embedding,
+        "ReLU squared (GELU instead)": gelu,
+        "softcap": no_softcap,
+        "Muon (Adam at a tenth of its rate)": adam,
+        "momentum warm-up": constant_momentum,
+        "constant rate, then linear (cosine instead)": cosine,
+    },
+    "frontier": {
+        "shifted keys": no_shifted_keys,
+        "start of the shifted keys as the queries": ordinary_start,
+        "rows for stems": no_stems,
+        "rows for forms": no_forms,
+        "Muon's momentum of 0.80 to 0.85 (speedrun's instead)": speedruns_momentum,
+        "softcap of 15 (30 instead)": speedruns_softcap,
+    },
+}
+
+
+def train_without(recipe: str, idea: str, argv: list[str]) -> int:
+    """`python bench.py without RECIPE IDEA FLAGS`: train_gpt2.py with something else for that idea."""
+    IDEAS[recipe][idea]()
+    return train_gpt2.main(["--recipe", recipe, *argv])
+
+
+def commands_of_runs(args) -> dict[str, list[str]]:
+    """{what the table calls a run: its command, without seed and folder}."""
+    recipes = list(train_gpt2.RECIPES)
+    if args.recipe:
+        recipes = [args.recipe]
+
+    commands = {}
+    for recipe in recipes:
+        shape = shape_of(Setting(recipe=recipe, size=args.size))
+        tokens = args.batch_size * args.sequence_length
+        flags = dict(
+            data=args.path, block_size=args.sequence_length, total_batch_size=tokens,
+            max_steps=args.steps, val_every=max(1, args.steps // 8), val_tokens=64 * tokens,
+            hellaswag_every=0, sample_every=0, checkpoint_every=0, **shape)
+        if not train_gpt2.RECIPES[recipe].rates:
+            # Config's are for GPT-2's size. This rate was the best of three at 4x256.
+            flags.update(max_lr=2e-3, warmup_steps=args.steps // 15)
+
+        words = [f"--{name}={value}" for name, value in flags.items()]
+        commands[recipe] = [sys.executable, str(ROOT / "train_gpt2.py"), f"--recipe={recipe}", *words]
+        if args.ideas:
+            for idea in IDEAS[recipe]:
+                without = [sys.executable, str(ROOT / "bench.py"), "without", recipe, idea]
+                commands[f"{recipe} without {idea}"] = [*without, *words]
+    return commands
+
+
+def recipes_table(args) -> None:
+    if args.ideas and args.recipe not in IDEAS:
+        raise UserError(f"--ideas needs a recipe that has some: add --recipe {' or '.join(IDEAS)}")
+
+    commands = commands_of_runs(args)
+    curves = {name: [] for name in commands}
+    for seed, (name, command) in itertools.product(range(args.turns), commands.items()):
+        out = Path(args.out) / re.sub(r"\W+", "_", f"{name} {seed}")
+        done = subprocess.run(
+            [*command, f"--seed={seed}", f"--out={out}"], capture_output=True, text=True)
+        if done.returncode != 0:
+            print_error(f"{name}, seed {seed}: {why_it_failed(done)}")
+            continue
+        [curve] = read_curves(str(out))
+        curves[name].append(replace(curve, name=name))
+        print(f"{name}, seed {seed}: {curve.losses[-1]:.4f}", flush=True)
+
+    print_table(rows_of_runs(curves))
+    print(f"the losses of each run: python bench.py compare {args.out}/*")
+    drawn = [of_name[0] for of_name in curves.values() if of_name]
+    if args.plot and drawn:
+        plot_curves(args.plot, drawn, args.title)
+
+
+def rows_of_runs(curves: dict[str, list[Curve]]) -> list[dict]:
+    """A row for each {name: its curve for every seed}: the mean, also against that of the first row."""
+    rows = []
+    first_mean = None
+    for name, of_name in curves.items():
+        if not of_name:
+            rows.append({"run": name, "failed": "it ended with the error above"})
+            continue
+        losses = [curve.losses[-1] for curve in of_name]
+        mean = statistics.mean(losses)
+        if first_mean is None:
+            first_mean = mean
+        rows.append({
+            "run": name,
+            "seeds": len(losses),
+            "tokens": of_name[0].tokens[-1],
+            "s": statistics.mean(curve.seconds[-1] for curve in of_name),
+            "validation loss": f"{mean:.3f}",
+            "seeds differ by": f"{max(losses) - min(losses):.3f}",
+            "against the first": f"{mean - first_mean:+.3f}",
+        })
+    return rows
+
+
 # ----------------------------------------------------------------------------- flags
 
 def at_least_one(text: str) -> int:
@@ -1047,9 +1219,29 @@ def make_parser(command: str) -> FlagParser:
     if command == "compare":
         add("paths", nargs="+", help="The --out folders of runs, and .csv files with the columns "
             "tokens and loss.")
+    if command == "recipes":
+        add_flags_of_recipes(add)
+    if command in ("compare", "recipes"):
         add("--plot", type=png_file, metavar="FILE.png", help="Draw the curves.")
         add("--title", default="", help="The title of the picture.")
     return parser
+
+
+def add_flags_of_recipes(add: Callable) -> None:
+    add("path", help="A folder of shards, made by `python fineweb.py --input YOUR_TEXT --out DATA`.")
+    add("--recipe", choices=list(train_gpt2.RECIPES), help="Only this recipe (default: each).")
+    add("--ideas", action="store_true", help="Also train --recipe without each of its ideas.")
+    add("--size", default="4x256", type=model_size, help="A size of GPT-2, or layers x width "
+        "(default 4x256).")
+    add("--steps", type=at_least_one, default=300, help="The number of steps (default 300).")
+    add("--batch_size", type=at_least_one, default=16, help="The number of sequences in a step "
+        "(default 16; frontier's first steps have fewer).")
+    add("--sequence_length", type=at_least_one, default=256, help="The number of tokens in a sequence "
+        "(default 256).")
+    add("--turns", type=at_least_one, default=2, help="How many times each run trains, with another "
+        "seed each time (default 2).")
+    add("--out", default="log/recipes", help="The folder of the runs, one folder each (default "
+        "log/recipes).")
 
 
 def setting_of(args) -> Setting:
@@ -1097,20 +1289,23 @@ COMMANDS = {
     "profile": profile,
     "peer": peer_table,
     "data": data_table,
+    "recipes": recipes_table,
     "compare": compare,
 }
 
 
-def main(argv: list[str] | None = None) -> None:
+def main(argv: list[str] | None = None) -> int | None:
     if argv is None:
         argv = sys.argv[1:]
     if not argv or argv[0].startswith("-"):
         FlagParser(prog="bench.py", description=__doc__).parse_args(argv or ["--help"])
 
     command, *words = argv
-    # Each row is measured by a process of its own, which this starts. It is not for users.
+    # Two commands that are not for users: the tables start them, each in a process of its own.
     if command == "work":
         return work(words[0])
+    if command == "without":
+        return train_without(*words[:2], words[2:])
     if command not in COMMANDS:
         raise UserError(f"bench.py has no command {command}: choose {', '.join(COMMANDS)}")
     args = make_parser(command).parse_args(words)
