@@ -126,9 +126,10 @@ def our_step(s: Setting) -> tuple[Callable, torch.nn.Module]:
     process = train_gpt2.start_process(s.device)
     _, config = train_gpt2.resolve_config(flags, train_gpt2.Start(), process)
     train_gpt2.use_tf32(config, process)
-    state = train_gpt2.make_train_state(config, train_gpt2.Start(), process)
+    model = train_gpt2.make_model(config, train_gpt2.Start(), process.device)
     if not s.loss_in_tiles:
-        state.model.loss_chunk = 0
+        model.loss_chunk = 0
+    state = train_gpt2.make_train_state(config, model, process)
     for group in state.optimizer.groups():
         if not s.fused and "fused" in group:
             group["fused"] = None           # torch's default for the device
