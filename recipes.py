@@ -81,7 +81,7 @@ PRESETS = {
 # to max_lr, so the rate is constant. The run writes no files.
 OVERFIT = dict(
     vocab_size=50257, total_batch_size=4 * 32, sequence_length=32, shuffle=False,
-    max_steps=50, warmup_steps=0, max_lr=3e-4, resume="never",
+    max_steps=50, warmup_steps=0, max_lr=3e-4,
     val_every=0, hellaswag_every=0, sample_every=0, checkpoint_every=0,
 )
 

@@ -7,9 +7,6 @@
 
 Run the same command again to resume from the newest checkpoint in --out.
 """
-# First, because it refuses an old Python in one line.
-from runtime.cli import RunError, flag, printed_by, run_command
-
 import logging
 import math
 import warnings
@@ -18,8 +15,6 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
-from functools import partial
-from inspect import signature
 
 import torch
 import torch.distributed as dist
@@ -27,47 +22,16 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import frontier
 import hellaswag
+import recipes
 import speedrun
-from model import ATTENTION
-from recipes import MODELS, OVERFIT, PRESETS, fresh_model, load_model
-from runtime import plots
-from runtime.checkpoint import (
-    Output,
-    Start,
-    check_resumed_flags,
-    find_start,
-    gather_moments,
-    host_copy,
-    restore,
-    weights_digest,
-)
-from runtime.console import (
-    StepLog,
-    in_bits,
-    print_batch,
-    print_estimate,
-    print_header,
-    print_summary,
-)
-from runtime.dataloader import Data, TrainLoader, open_data, to_device
-from runtime.device import (
-    choose_batch_size,
-    choose_device,
-    choose_dtype,
-    compiling_pays,
-    copy_later,
-    mark_time,
-    most_sequences_that_fit,
-    oom_as_user_error,
-    seconds_between,
-    time_micro_step,
-    tune_malloc,
-)
-from runtime.files import run_can_continue
-from runtime.flags import check_flags, parse_flags
-from runtime.language_model import LanguageModel
+from model import ATTENTION, LanguageModel
+from runtime import checkpoint, console, dataloader, device, ranks
+from runtime.cli import RunError, flag, run_command
+from runtime.dataloader import Data
+from runtime.flags import FlagTable, check_ranks_agree, set_automatic
 from runtime.optimizers import CombinedOptimizer
-from runtime.ranks import Process, StopRequested, leave_group, read_launch, shared_store
+from runtime.output import Output
+from runtime.ranks import Process
 from runtime.recipe import BatchSchedule, Recipe, make_batch_schedule
 from runtime.tokenizer import EOT, encode, tokenizer
 
@@ -109,7 +73,7 @@ OPTIM, SPEED, OUTPUT = "optimisation", "speed", "output"
 class Config:
     """All flags. runtime.cli.flag explains `fixed`, `per_run` and the other settings."""
     preset: str = flag("gpt2", START, "A named set of defaults. The presets are listed below.",
-                       choices=list(PRESETS), per_run=True)
+                       choices=list(recipes.PRESETS), per_run=True)
     dry_run: bool = flag(False, START, "Print what the run would do and how long it would take, "
                          "and write nothing.", per_run=True)
 
@@ -137,10 +101,6 @@ class Config:
     vocab_size: int = flag(50304, MODEL, "The number of rows in the embedding. The default is "
                            "GPT-2's 50257 tokens, padded to a multiple of 128.",
                            above=0, most=65536, fixed=True)
-    window: int = flag("auto", MODEL, "The number of tokens that a token attends to at the end of "
-                       "the run, itself included, all in its own document (speedrun and "
-                       "frontier). 'auto' means no limit in a new model, and the window of the "
-                       "loaded model otherwise.", word="auto", above=0, fixed=True)
 
     total_batch_size: int = flag(524288, BATCH, "The number of tokens per optimizer step, over all "
                                  "processes.", above=0, fixed=True)
@@ -202,52 +162,37 @@ class Config:
                                  "the one with the lowest validation loss, or 'all'.",
                                  word="all", above=0)
     out: str = flag("log", OUTPUT, "The folder for checkpoints and logs.", per_run=True)
-    resume: str = flag("auto", OUTPUT, "What to resume: 'auto' (the newest checkpoint in --out), "
-                       "'never', a checkpoint, or the folder of another run.", per_run=True)
+    resume: str = flag("auto", OUTPUT, "The checkpoint, or the folder of a run, from which the run "
+                       "begins if --out has no checkpoint yet. 'auto' means a new run. Where --out "
+                       "has checkpoints, the newest is continued.", per_run=True)
     wandb: bool = flag(False, OUTPUT, "Also log to Weights & Biases (pip install wandb).",
                        per_run=True)
 
 
-def resolve_config(given: dict, start: Start, process: Process) -> tuple[Config, Config]:
+FLAGS = FlagTable(Config, RECIPES, recipes.PRESETS, recipes.OVERFIT)
+
+
+def resolve_config(given: dict, start: checkpoint.Start, process: Process) -> tuple[Config, Config]:
     """The value of every flag. `given`, {flag: value}, is the command line.
 
-    Of these sources a later one wins:
-
-    1. the default in Config
-    2. the recipe's default (Recipe.defaults)
-    3. the preset, or --overfit, which is a run of its own
-    4. the recipe's learning rates (Recipe.rates): those of the presets are for AdamW
-    5. a resumed run's checkpoint, except for flags that are `per_run`
-    6. the command line
-    7. the shape of the model that was loaded
-    8. where there is still "auto": the recipe (Recipe.automatic), and the values below
-
-    On a resume a preset sets only `per_run` flags. UserError if the command line or the preset wants
-    another value of a `fixed` flag than the resumed run has, or another shape than the model that
-    was loaded.
-
-    Returns two Configs: `flags`, after 7, which checkpoints record, so that a resume decides anew
-    what "auto" means; and `config`, after 8, which the run uses.
+    Returns two Configs: `flags`, of FlagTable.merge, in which some are "auto"; and `config`, which the
+    run uses. Checkpoints record `flags`, so that a resume decides anew what "auto" means. On a resume
+    a preset sets only `per_run` flags. UserError if the command line or the preset wants another
+    value of a `fixed` flag than the resumed run has, or another shape than the loaded model has.
     """
-    flags = merge_flags(given, start)
+    flags = FLAGS.merge(given, start)
     if start.path:
-        check_resumed_flags(start, flags, wanted_flags(given, start, flags))
-    check_flags(flags, RECIPES, start)
+        checkpoint.check_resumed_flags(start, flags, FLAGS.wanted(given, start, flags))
+    FLAGS.check(flags, start)
 
     config = replace(flags)             # a copy
-    recipe = RECIPES[config.recipe]
-
-    # A resumed run keeps its window, and so does the model of --init. A new model gets 0: it looks
-    # back at all tokens. So does the model of --init, if "--window auto" was typed.
-    window = 0
-    if recipe.window and start.model and (start.path or "window" not in given):
-        window = start.model.config.window
-    set_automatic(config, sequence_length=config.block_size, window=window)
-    set_automatic(config, **recipe.automatic(config))
-    set_automatic(config, min_lr=config.max_lr / 10, dtype=choose_dtype("auto", process.device))
+    set_automatic(config, sequence_length=config.block_size)
+    set_automatic(config, **RECIPES[config.recipe].automatic(config))
+    set_automatic(config, min_lr=config.max_lr / 10)
+    config.dtype = device.choose_dtype(config.dtype, process.device)
 
     # Micro-steps of more tokens are no faster, on an H200 and on CPUs (docs/speed.md). On a GPU a trial
-    # will tell whether so many fit into its memory (choose_micro_batch).
+    # will tell whether so many fit into its memory. --compile auto is decided when the model is there.
     most_tokens = 4096
     if process.on_gpu:
         most_tokens = 65536
@@ -255,65 +200,22 @@ def resolve_config(given: dict, start: Start, process: Process) -> tuple[Config,
     return flags, config
 
 
-def merge_flags(given: dict, start: Start) -> Config:
-    """Sources 1 to 7 of resolve_config, where some flags are still "auto"."""
-    preset = PRESETS[given.get("preset", "gpt2")].flags
-    if given.get("overfit"):
-        preset = OVERFIT
-    recipe = RECIPES[(preset | start.recorded | given).get("recipe", "gpt2")]
-
-    values = recipe.defaults | preset | recipe.rates                    # 2, 3, 4
-    if given.get("overfit"):
-        values["min_lr"] = given.get("max_lr", values["max_lr"])        # a constant rate
-    values.update(start.recorded)                                       # 5
-    values.update(given)                                                # 6
-    values.update(start.shape)                                          # 7
-    return Config(**values)                                             # 1, for all others
-
-
-def wanted_flags(given: dict, start: Start, flags: Config) -> dict:
-    """{flag: value}: what this command asks for, to compare with the `fixed` flags of a checkpoint."""
-    wanted = PRESETS[flags.preset].flags | given
-    if wanted.get("init", "scratch") != "scratch":
-        # A run that began from --init has the shape of that model. The shape in a preset, which
-        # --init overrode then, is no contradiction now; a typed one is.
-        for name in start.shape.keys() - given.keys():
-            wanted.pop(name, None)
-    return wanted
-
-
-def set_automatic(config: Config, **values) -> None:
-    """Gives the flags that are still "auto" these values."""
-    for name, value in values.items():
-        if getattr(config, name) == "auto":
-            setattr(config, name, value)
-
-
 # ----------------------------------------------------------------------------- set-up
 
 def start_process(device_name: str) -> Process:
     """This process's device, and torchrun's process group if there is one."""
-    launch = read_launch()
-    device = choose_device(device_name, launch.local_rank)      # "cuda:3", "mps" or "cpu"
-    if device.startswith("cuda"):
-        torch.cuda.set_device(device)
-    elif device == "cpu":
-        tune_malloc()
+    process = ranks.read_process()
+    process.device = device.choose_device(device_name, process.local_rank)      # "cuda:3", "mps", "cpu"
+    if process.on_gpu:
+        torch.cuda.set_device(process.device)
+    elif process.device == "cpu":
+        device.tune_malloc()
 
-    process = Process(launch.rank, launch.world_size, device, launch.by_torchrun)
     if process.world_size > 1:
+        ranks.say_who_is_missing(process)
         backend = "nccl" if process.on_gpu else "gloo"
-        timeout = timedelta(minutes=10)         # of a rank that waits for one which compiles, say
-        dist.init_process_group(
-            backend,
-            store=shared_store(launch, timeout),
-            rank=process.rank,
-            world_size=process.world_size,
-            timeout=timeout,
-        )
-        # In a notebook the group is destroyed at the end. A command leaves that to the end of the
-        # process, because the destructor can hang (runtime.cli.run_command says why).
-        process.at_end.callback(leave_group)
+        # A rank waits for another one for so long, for one that compiles, say.
+        dist.init_process_group(backend, timeout=timedelta(minutes=10))
     return process
 
 
@@ -321,26 +223,6 @@ def use_tf32(config: Config, process: Process) -> None:
     if process.on_gpu:
         precision = "high" if config.tf32 else "highest"        # "high" is TF32
         torch.set_float32_matmul_precision(precision)
-
-
-def check_ranks_agree(flags: Config, config: Config, process: Process) -> None:
-    """UserError if the flags of the ranks differ, or what their hardware made of "auto"."""
-    # Each GPU may find another --batch_size auto; the smallest will be taken.
-    values = vars(config) | {"batch_size": flags.batch_size}
-    for name in ("data", "hellaswag_data", "out", "device", "wandb"):
-        del values[name]
-    process.require_same({f"--{name}": value for name, value in values.items()})
-
-
-def open_same_data(config: Config, process: Process) -> Data:
-    """The data of the run. UserError if the ranks have different data; names of files may differ."""
-    data = process.on_all_ranks(open_data, config)
-    contents = {}
-    for split, shards in data.fingerprints().items():
-        for i, (_, *content) in enumerate(shards):
-            contents[f"{split} shard {i} of --data"] = str(content)
-    process.require_same(contents, "copy the same shards to every machine")
-    return data
 
 
 @dataclass
@@ -354,24 +236,29 @@ class TrainState:
     autocast: torch.autocast            # matrix products in config.dtype, inside `with`
 
 
-def choose_compile(
-    config: Config, model: LanguageModel, tokens_left: int, process: Process
-) -> None:
-    """Decides --compile auto, and says so where one would wonder."""
-    flops = tokens_left / process.world_size * model.flops_per_token(config.sequence_length)
-    pays = process.on_gpu and process.from_master(compiling_pays(flops, process.device))
-    if process.on_gpu and not pays and config.compile == "auto":
-        process.print0("eager, because the run is too short for torch.compile to pay")
-    set_automatic(config, compile=pays)
+def make_model(config: Config, start: checkpoint.Start, device_name: str) -> LanguageModel:
+    """The model of --init, of the checkpoint, or a fresh one, on the device."""
+    # All ranks have the same seed, so they draw the same weights. No model has dropout: nothing
+    # else is random in training, and there is no need for model.train() and model.eval().
+    torch.manual_seed(config.seed)
+    model = start.model
+    if model is None:
+        model = recipes.fresh_model(config)
+
+    model.kernel = config.attention
+    model.recompute = config.recompute
+    if device_name == "cpu" and config.compile is not True:
+        # A CPU's cache has no room for all logits. A compiler fuses them with the loss.
+        model.loss_chunk = 2048
+    return model.to(device_name)
 
 
 def make_train_state(config: Config, model: LanguageModel, process: Process) -> TrainState:
     """The optimizers, autocast, torch.compile and DDP, in this order."""
-    device = process.device
     optimizers = RECIPES[config.recipe].make_optimizers(model, config)
     optimizer = CombinedOptimizer(model, optimizers, process, config.shard_optimizer)
 
-    device_type = device.split(":")[0]
+    device_type = process.device.split(":")[0]
     scaler = torch.amp.GradScaler(device_type, enabled=config.dtype == "float16")
     dtype = getattr(torch, config.dtype)
     autocast = torch.autocast(device_type, dtype, enabled=config.dtype != "float32")
@@ -382,27 +269,8 @@ def make_train_state(config: Config, model: LanguageModel, process: Process) -> 
         compiled_model = compile_model(model)
     ddp_model = compiled_model
     if process.world_size > 1:
-        ddp_model = wrap_ddp(compiled_model, process)
+        ddp_model = DDP(compiled_model, **ranks.ddp_options(process))
     return TrainState(model, compiled_model, ddp_model, optimizer, scaler, autocast)
-
-
-def make_model(config: Config, start: Start, device: str) -> LanguageModel:
-    """The model of --init, of the checkpoint, or a fresh one, on the device."""
-    # All ranks have the same seed, so they draw the same weights. No model has dropout: nothing
-    # else is random in training, and there is no need for model.train() and model.eval().
-    torch.manual_seed(config.seed)
-    model = start.model
-    if model is None:
-        model = fresh_model(config)
-    if RECIPES[config.recipe].window:
-        model.config.window = config.window             # any window fits the weights
-
-    model.kernel = config.attention
-    model.recompute = config.recompute
-    if device == "cpu" and config.compile is not True:
-        # A CPU's cache has no room for all logits. A compiler fuses them with the loss.
-        model.loss_chunk = 2048
-    return model.to(device)
 
 
 def compile_model(model: LanguageModel) -> Callable:
@@ -413,71 +281,12 @@ def compile_model(model: LanguageModel) -> Callable:
     return torch.compile(model, dynamic=False)
 
 
-def wrap_ddp(model: Callable, process: Process) -> DDP:
-    """The model inside DDP, which averages the gradients of all ranks."""
-    options = {"gradient_as_bucket_view": True}         # no second copy of the gradients
-    if process.on_gpu:
-        options["device_ids"] = [process.device]
-
-    # Buffers (the window, frontier's tables of tokens) are the same on all ranks anyway.
-    if "forward_sync_buffers" in signature(DDP).parameters:             # from torch 2.13 on
-        options["forward_sync_buffers"] = False
-    else:
-        options["broadcast_buffers"] = False
-    return DDP(model, **options)
-
-
-def choose_micro_batch(
-    flags: Config,
-    config: Config,
-    start: Start,
-    schedule: BatchSchedule,
-    state: TrainState,
-    process: Process,
-) -> tuple[int, Callable]:
-    """B, the sequences of a micro-batch; and trial(B), the seconds of a micro-step of B of them."""
-    limit, reserved = config.batch_size, 0
-    may_shrink = flags.batch_size == "auto"
-    if process.on_gpu and start.step == 0:
-        reserved = state.optimizer.state_bytes()        # the first step will allocate the moments
-    if process.on_gpu and may_shrink:
-        # Some memory stays free, because later steps leave gaps between what they allocate.
-        free_bytes, _ = torch.cuda.mem_get_info(process.device)
-        reserved += free_bytes // 20
-        fitting = most_sequences_that_fit(config, state.model, process.device, reserved)
-        limit = min(limit, fitting)
-
-    trial = partial(time_micro_step, state, config.sequence_length, process.device, reserved)
-    return choose_batch_size(config, may_shrink, limit, schedule, process, trial), trial
-
-
-def schedule_change(
-    start: Start, config: Config, schedule: BatchSchedule, process: Process
-) -> str:
-    """For the header of a resumed run: what another --max_steps does to the learning rate."""
-    step = start.step
-    if step == 0:
-        return ""
-    _, earlier = resolve_config({}, start, process)     # no command line: as the checkpoint says
-    if earlier.max_steps == config.max_steps:
-        return ""
-    recipe = RECIPES[config.recipe]
-    earlier_schedule = make_batch_schedule(recipe, earlier, process.world_size)
-    earlier_schedule.resume(step, start.checkpoint["tokens"])
-
-    progress = earlier_schedule.progress(step - 1)
-    last_lr = earlier.max_lr * recipe.lr_scale(step - 1, progress, earlier)
-    next_lr = config.max_lr * recipe.lr_scale(step, schedule.progress(step), config)
-    return (f"; --max_steps was {earlier.max_steps}, so the schedule has moved: "
-            f"lr {last_lr:.2e} in step {step - 1}, {next_lr:.2e} in step {step}")
-
-
 # ----------------------------------------------------------------------------- a step
 
 def set_schedules(
     step: int, config: Config, schedule: BatchSchedule, state: TrainState
 ) -> float:
-    """Sets learning rates, Muon's momentum and the window of this step.
+    """Sets the learning rates and Muon's momentum of this step.
 
     Returns the learning rate for the log: --max_lr times the schedule's factor.
     """
@@ -489,24 +298,24 @@ def set_schedules(
         group["lr"] = group["initial_lr"] * scale               # CombinedOptimizer noted initial_lr
         if recipe.momentum and "momentum" in group:             # Muon's
             group["momentum"] = recipe.momentum(progress, config)
-    if config.window:
-        state.model.window.fill_(recipe.window(progress, config))
     return config.max_lr * scale
 
 
 def train_step(
-    step: int, config: Config, process: Process, loader: TrainLoader, state: TrainState
-) -> torch.Tensor:
+    step: int, config: Config, process: Process, loader: dataloader.TrainLoader, state: TrainState
+) -> torch.Tensor | None:
     """One optimizer step: gradients are summed over micro-steps and averaged over the ranks.
 
     The CPU does not wait for the GPU here, except with float16, in scaler.step. Returns a float32
     tensor (3,), the same on all ranks: the mean loss, the norm of the gradient before clipping, and
-    how many ranks vote to stop.
+    how many ranks vote to stop. None if a signal has ended a single process's step before its update.
     """
     # Forward and backward of this rank's share of the batch.
     micro_steps = loader.micro_steps(step)
     loss_accum = torch.zeros((), device=process.device)
-    for micro_step in process.watch(f"step {step}", range(micro_steps)):
+    for micro_step in process.progress(f"step {step}", range(micro_steps)):
+        if process.stop_requested():
+            return None
         x, y = loader.next_batch()                              # (B, T) each
         if process.world_size > 1:
             # DDP averages the gradients during the backward of the last micro-step only. This is
@@ -519,7 +328,7 @@ def train_step(
         state.scaler.scale(loss).backward()
 
     # The ranks add their losses, and with them their votes: 1 if a signal came to this one.
-    vote = torch.full_like(loss_accum, process.asked_to_stop)
+    vote = torch.full_like(loss_accum, process.received != "")
     sums = torch.stack((loss_accum, vote))
     if process.world_size > 1:
         dist.all_reduce(sums)
@@ -543,8 +352,9 @@ def train_step(
 
 # ----------------------------------------------------------------------------- evaluation
 
-def validation_loss(data: Data, B: int, process: Process, state: TrainState) -> float:
+def validation_loss(data: Data, process: Process, state: TrainState) -> float:
     """Mean loss (nats) of the first `data.val_count` sequences, the same on any number of ranks."""
+    B = data.loader.B
     loss_sum = torch.zeros((), device=process.device)
     rows_seen = 0
 
@@ -552,10 +362,12 @@ def validation_loss(data: Data, B: int, process: Process, state: TrainState) -> 
     # torch.no_grad() torch would compile a second graph, and that takes longer than it saves.
     is_compiled = state.compiled_model is not state.model
     firsts = range(process.rank * B, data.val_count, process.world_size * B)
-    for first in process.watch("validation", firsts):
+    for first in process.progress("validation", firsts):
+        if process.stop_requested():
+            break
         # All batches have one shape, so that the model compiles once: in the last one the targets
         # of the rows beyond the end are ignored.
-        x, y = to_device(data.val.read(first, B), process.device)           # (B, T) each
+        x, y = dataloader.to_device(data.val.read(first, B), process.device)            # (B, T) each
         rows = min(B, data.val_count - first)
         y[rows:] = -1
         with torch.set_grad_enabled(is_compiled), state.autocast:
@@ -570,9 +382,14 @@ def validation_loss(data: Data, B: int, process: Process, state: TrainState) -> 
 
 def hellaswag_score(data: Data, process: Process, state: TrainState) -> tuple[int, int]:
     """(examples answered rightly by the mean loss of a token, which is acc_norm; all examples)."""
-    watched = partial(process.watch, "HellaSwag")
+    def until_stopped(batches):
+        for batch in process.progress("HellaSwag", batches):
+            if process.stop_requested():
+                break
+            yield batch
+
     counts = hellaswag.evaluate(state.model, data.hellaswag, process.device, state.autocast,
-                                process.rank, process.world_size, watched)
+                                process.rank, process.world_size, until_stopped)
     _correct_by_sum, correct_by_mean, n = process.sum(*counts.tolist())
     return int(correct_by_mean), int(n)
 
@@ -594,44 +411,40 @@ def print_samples(
 
 
 def evaluate(
-    step: int,
-    config: Config,
-    process: Process,
-    data: Data,
-    B: int,
-    state: TrainState,
-    log: StepLog,
-    output: Output,
+    step: int, config: Config, process: Process, data: Data, state: TrainState, log: console.StepLog
 ) -> None:
-    """Validation loss, HellaSwag and samples, where they are due."""
+    """Validation loss, HellaSwag and samples, where they are due. A signal ends it early."""
     val_is_due = is_due(step, config, config.val_every)
-    hellaswag_is_due = is_due(step, config, config.hellaswag_every)
-    samples_are_due = is_due(step, config, config.sample_every)
+    hellaswag_is_due = is_due(step, config, config.hellaswag_every) and data.hellaswag
+    samples_are_due = is_due(step, config, config.sample_every) and step > 0
     if not (val_is_due or hellaswag_is_due or samples_are_due):
         return
 
     # A run that resumes at this step may have evaluated before it ended.
-    done = process.from_master(log.evaluated(step))
+    done = process.from_master(log.output.evaluated(step))
 
     if val_is_due and "val" not in done:
-        loss = validation_loss(data, B, process, state)
+        loss = validation_loss(data, process, state)
+        if process.stop_requested():
+            return
         if not math.isfinite(loss):
-            with printed_by(process.is_master):
-                raise RunError(f"the validation loss at step {step} is {loss}: lower --max_lr. "
-                               f"{output.what_resumes()}")
-        log.evaluation(step, "val", loss, f"validation loss: {loss:.4f}{in_bits(loss, data)}")
+            raise process.shared(RunError(f"the validation loss at step {step} is {loss}: lower "
+                                          "--max_lr"))
+        text = f"validation loss: {loss:.4f}{console.in_bits(loss, data)}"
+        log.evaluation(step, "val", loss, text)
 
-    if hellaswag_is_due and data.hellaswag and "hella" not in done:
+    if hellaswag_is_due and "hella" not in done:
         correct, n = hellaswag_score(data, process, state)
-        accuracy = correct / n
-        log.evaluation(step, "hella", accuracy, f"HellaSwag accuracy: {correct}/{n}={accuracy:.4f}")
+        if process.stop_requested():
+            return
+        text = f"HellaSwag accuracy: {correct}/{n}={correct / n:.4f}"
+        log.evaluation(step, "hella", correct / n, text)
 
-    if samples_are_due and step > 0 and process.is_master:
+    if samples_are_due and process.is_master:
         print_samples(config, process, state)
 
-    if log.record and (val_is_due or hellaswag_is_due):
-        title = f"{config.recipe}, {config.n_layer} layers of width {config.n_embd}"
-        plots.draw(log.record, title, last=step == config.max_steps)
+    title = f"{config.recipe}, {config.n_layer} layers of width {config.n_embd}"
+    log.output.draw(title, last=step == config.max_steps)
 
 
 def is_due(step: int, config: Config, period: int) -> bool:
@@ -641,34 +454,26 @@ def is_due(step: int, config: Config, period: int) -> bool:
 
 # ----------------------------------------------------------------------------- checkpoints
 
-def save(
-    step: int,
-    process: Process,
-    data: Data,
-    schedule: BatchSchedule,
-    state: TrainState,
-    output: Output,
-) -> None:
+def save(step: int, process: Process, data: Data, state: TrainState, output: Output) -> None:
     """Writes OUT/checkpoint_STEP.pt, on a GPU in the background."""
     process.require_same(
-        {"the checksum of the weights": weights_digest(state.model)},
-        "resume from the previous checkpoint, because the processes have drifted apart", RunError)
+        {"the checksum of the weights": checkpoint.weights_digest(state.model)},
+        "the processes have drifted apart since the last checkpoint", RunError)
 
-    moments = gather_moments(state.model, state.optimizer)      # some of them are on other ranks
+    # Some of the optimizers' state is on other ranks.
+    optimizer_state = checkpoint.gather_state(state.model, state.optimizer, process)
     if process.is_master:
-        checkpoint = {
-            "model": host_copy(state.model.state_dict()),
+        output.save({
+            "model": checkpoint.host_copy(state.model.state_dict()),
             "model_config": asdict(state.model.config),
             "recipe": output.flags.recipe,
             "config": asdict(output.flags),
             "step": step,
-            "tokens": schedule.tokens_before(step),
-            "optimizers": moments,
+            "tokens": data.loader.schedule.tokens_before(step),
+            "optimizers": optimizer_state,
             "scaler": state.scaler.state_dict(),
             "data": data.fingerprints(),
-            "job": read_launch().job,           # torchrun restarts a job from its own checkpoints
-        }
-        output.saver.write(checkpoint, output.record)
+        })
 
 
 # ----------------------------------------------------------------------------- the loop
@@ -679,13 +484,13 @@ class LaunchedStep:
     step: int
     numbers: Callable           # waits for them: [loss, norm, votes to stop]
     lr: float
-    began: object               # two moments of mark_time: a GPU has its own clock, because the CPU
-    ended: object               # reads the numbers of a step late
+    began: object               # two moments of device.mark_time: a GPU has its own clock, because the
+    ended: object               # CPU reads the numbers of a step late
 
 
 # How a run stops. A signal (SIGTERM, Ctrl-C, ...) only leaves a note in `process`; the work goes on.
-# - A single process looks at the note before each micro-step and each batch of an evaluation, and
-#   raises StopRequested. The step or the evaluation is dropped; the run that resumes repeats it.
+# - A single process looks at the note before each micro-step and each batch of an evaluation. The
+#   step or the evaluation is dropped; the run that resumes repeats it.
 # - Several ranks must stop after the same step. They add up their votes in each train_step, and read
 #   the sum when they log that step: on a CPU at once, on a GPU after the next one is launched. So
 #   they finish an evaluation first, and up to two steps on CPUs, four on GPUs.
@@ -695,42 +500,42 @@ class LaunchedStep:
 # ranks 30 s after a SIGTERM, unless --shutdown_timeout gives them more time.
 
 def train(
-    step: int, config: Config, process: Process, data: Data, loader: TrainLoader,
-    state: TrainState, log: StepLog, output: Output,
+    step: int, config: Config, process: Process, data: Data, state: TrainState, log: console.StepLog
 ) -> tuple[int, bool]:
     """Trains from `step` on. Returns the steps done, and whether a signal ended the run."""
     stopped = False
     last_saved = step
     launched = deque()                  # steps that are not logged yet, the oldest first
-    ended = None                        # when the step before ended, if nothing has come between
+    ended = None                        # when the step before ended
     overflows = 0                       # the newest steps in a row whose gradient was not finite
 
     while True:
         # Save. It comes before the evaluation, so that a kill during the evaluation loses nothing.
         may_save = config.checkpoint_every > 0 and not config.overfit and step > last_saved
         if may_save and (stopped or is_due(step, config, config.checkpoint_every)):
-            save(step, process, data, loader.schedule, state, output)
+            save(step, process, data, state, log.output)
             last_saved = step
         if stopped:
             return step, True
 
-        try:
-            # Evaluate, with the window of this step.
-            lr = set_schedules(step, config, loader.schedule, state)
-            evaluate(step, config, process, data, loader.B, state, log, output)
-            if step == config.max_steps:
-                return step, False
+        # Evaluate.
+        lr = set_schedules(step, config, data.loader.schedule, state)
+        evaluate(step, config, process, data, state, log)
+        if step == config.max_steps:
+            return step, False
 
-            # Train. A step begins where the step before ended, unless something came between.
-            began = ended
-            if began is None or something_is_due(step, config):
-                began = mark_time(process.device)
-            numbers = copy_later(train_step(step, config, process, loader, state))
-            ended = mark_time(process.device)
+        # Train. A step begins where the step before ended, unless something came between.
+        began = ended
+        if began is None or something_is_due(step, config):
+            began = device.mark_time(process.device)
+        numbers = train_step(step, config, process, data.loader, state)
+        if numbers is None:             # a signal: the step is dropped
+            stopped = True
+        else:
+            numbers = device.copy_later(numbers)
+            ended = device.mark_time(process.device)
             launched.append(LaunchedStep(step, numbers, lr, began, ended))
             step += 1
-        except StopRequested:
-            stopped = True
 
         # Log, and check the loss before anything can be saved or evaluated.
         while len(launched) > steps_in_flight(step, config, process, stopped):
@@ -739,8 +544,8 @@ def train(
             overflows += 1
             if math.isfinite(norm):
                 overflows = 0
-            check_finite(done.step, loss, norm, overflows, config, process, output)
-            dt = seconds_between(done.began, done.ended)
+            check_finite(done.step, loss, norm, overflows, config, process)
+            dt = device.seconds_between(done.began, done.ended)
             log.step(done.step, loss, norm, done.lr, dt)
             if votes > 0:
                 stopped = True
@@ -766,13 +571,7 @@ def something_is_due(step: int, config: Config) -> bool:
 
 
 def check_finite(
-    step: int,
-    loss: float,
-    norm: float,
-    overflows: int,
-    config: Config,
-    process: Process,
-    output: Output,
+    step: int, loss: float, norm: float, overflows: int, config: Config, process: Process
 ) -> None:
     """RunError if the loss or the gradient is not finite: the weights are not worth saving."""
     # float16's scaler begins at 65536, skips a step whose gradient overflows, and halves its scale.
@@ -782,67 +581,58 @@ def check_finite(
         allowed = 25
     if math.isfinite(loss) and overflows <= allowed:
         return
-    with printed_by(process.is_master):
-        raise RunError(f"the loss or the gradient of step {step} is not finite (loss {loss}, "
-                       f"gradient norm {norm}): lower --max_lr or raise --warmup_steps. "
-                       f"{output.what_resumes()}")
-
-
-def memory_errors(device: str):
-    """Around what may need more memory than there is."""
-    return oom_as_user_error(lambda: f"{device} is out of memory: lower --batch_size, add "
-                                     "--recompute or (with several GPUs) --shard_optimizer, or "
-                                     "train a smaller model")
+    raise process.shared(RunError(
+        f"the loss or the gradient of step {step} is not finite (loss {loss}, gradient norm {norm}): "
+        "lower --max_lr or raise --warmup_steps"))
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command; in a notebook main(["--preset", "shakespeare"]). Returns the exit code."""
-    with printed_by(read_launch().reports_mistakes):
-        given = parse_flags(Config, RECIPES, PRESETS, __doc__, argv)
+    """The command. Returns the exit code."""
+    given = FLAGS.parse(__doc__, argv)
     process = start_process(given.get("device", "auto"))
+    with device.memory_errors(process.device):
+        # Where the run begins (--out, --resume and --init say where to look), and all flags.
+        start = checkpoint.find_start(
+            FLAGS.merge(given, checkpoint.Start()), given, process, recipes.MODELS, recipes.load_model)
+        flags, config = process.on_all_ranks(resolve_config, given, start, process)
+        check_ranks_agree(flags, config, process)
+        use_tf32(config, process)
 
-    with process.at_end, memory_errors(process.device):
-        # Until training begins, a mistake on one rank is an error on all: rank 0 prints it.
-        with printed_by(process.is_master):
-            # Where the run begins (--out, --resume and --init say where to look), and all flags.
-            flags = merge_flags(given, Start())
-            start = find_start(flags, given, process, MODELS, load_model)
-            flags, config = process.on_all_ranks(resolve_config, given, start, process)
-            check_ranks_agree(flags, config, process)
-            use_tf32(config, process)
+        # The data, and the model with all that trains it. The model of a checkpoint is in `start`;
+        # restore takes the optimizers' state and the place in the data from there.
+        schedule = process.on_all_ranks(
+            make_batch_schedule, RECIPES[config.recipe], config, process.world_size)
+        data = dataloader.open_same_data(config, process)
+        model = process.on_all_ranks(make_model, config, start, process.device)
+        device.choose_compile(config, model, schedule.tokens_left(start.step), process)
+        state = make_train_state(config, model, process)
+        console.print_header(config, process, data, model, schedule)
+        if start.path:
+            process.on_all_ranks(
+                checkpoint.restore, start, data, schedule, state.optimizer, state.scaler)
+            lr = set_schedules(start.step, config, schedule, state)
+            console.print_resume(config, process, start, lr)
 
-            # The data, and the model with all that trains it. The model of a checkpoint is in
-            # `start`; restore takes the optimizers' moments and the place in the data from there.
-            schedule = make_batch_schedule(RECIPES[config.recipe], config, process.world_size)
-            data = open_same_data(config, process)
-            model = make_model(config, start, process.device)
-            choose_compile(config, model, schedule.tokens_left(start.step), process)
-            state = make_train_state(config, model, process)
-            if start.path:
-                restore(start, config.data, data, schedule, state.optimizer, state.scaler)
-            change = schedule_change(start, config, schedule, process)
-            print_header(config, process, data, model, schedule, start, change)
+        # The micro-batch that fits into memory. The training step is compiled here.
+        B, trial = device.choose_micro_batch(flags, config, start, schedule, state, process)
+        console.print_batch(config, process, schedule, B)
+        if config.dry_run:
+            rate = B * config.sequence_length * process.world_size / trial(B)
+            console.print_estimate(config, process, schedule.tokens_left(start.step), rate)
+            return 0
 
-            # The micro-batch that fits into memory. The training step is compiled here.
-            B, trial = choose_micro_batch(flags, config, start, schedule, state, process)
-            print_batch(config, process, schedule, B)
-            if config.dry_run:
-                rate = B * config.sequence_length * process.world_size / trial(B)
-                print_estimate(config, process, schedule.tokens_left(start.step), rate)
-                return int(process.silent)          # 1 if stdout could not be written
+        # From here on something is written, and a signal asks the run to stop.
+        data.hellaswag = hellaswag.hellaswag_batches(config, given.keys(), process)
+        output = Output(flags)
+        process.on_all_ranks(output.open, config, start, process, schedule.tokens_before)
+        process.catch_signals()
 
-            # From here on something is written, and a signal asks the run to stop.
-            data.hellaswag = hellaswag.hellaswag_batches(config, given.keys(), process)
-            output = Output(flags)
-            process.on_all_ranks(output.open, config, start, process, schedule.tokens_before)
-            process.catch_signals()
-
-        loader = TrainLoader(data.train, schedule, B, start.step, process)
-        with output, run_can_continue(config.out), closing(loader):
-            flops_per_token = state.model.flops_per_token(config.sequence_length)
-            log = StepLog(process, output.record, schedule, flops_per_token)
-            step, stopped = train(start.step, config, process, data, loader, state, log, output)
-        return print_summary(config, process, data, log, output, step, stopped)
+        data.loader = dataloader.TrainLoader(data.train, schedule, B, start.step, process)
+        log = console.StepLog(
+            process, output, schedule, model.flops_per_token(config.sequence_length))
+        with output, closing(data.loader):
+            step, stopped = train(start.step, config, process, data, state, log)
+        return console.print_summary(config, process, data, log, step, stopped)
 
 
 if __name__ == "__main__":

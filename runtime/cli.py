@@ -1,30 +1,15 @@
 """Errors, flags and exit codes, the same for every command of this project."""
-import sys
-
-# Every script imports this module before all others, so that an old Python ends in one line instead
-# of with a traceback of whatever it lacks. An old Python has to be able to compile this whole file.
-if sys.version_info < (3, 11):  # noqa: UP036
-    print("this project needs Python 3.11 or newer, found {}.{}: use a newer Python".format(
-        *sys.version_info), file=sys.stderr)
-    raise SystemExit(2)
-
 import argparse
-import atexit
 import errno
-import importlib
 import os
 import re
-import signal
-import traceback
+import sys
 from collections.abc import Callable
-from contextlib import contextmanager, suppress
 from dataclasses import field
 from pathlib import Path
 
 __version__ = "0.1.0"       # of the project; CHANGELOG.md says what changed
-FREE_TEXTS = ("prompt", "sample_prompt")        # flags whose text may be anything
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-OUR_PACKAGES = ("runtime", "benchmarks")        # which no pip installs
 
 
 class UserError(Exception):
@@ -35,21 +20,20 @@ class RunError(Exception):
     """The run itself failed (exit code 1)."""
 
 
-class PrintError(OSError):
-    """What a command prints cannot be written: the reader of its pipe has ended, or the disk is full."""
-
-
-@contextmanager
-def printed_by(this_rank: bool):
-    """Around code in which all ranks raise the same error: the one with `this_rank` prints it."""
-    try:
-        yield
-    except (UserError, RunError) as error:
-        error.printed_here = this_rank
-        raise
-
-
 # ----------------------------------------------------------------------------- flags
+
+def flag(default, group, help, **metadata):
+    """A field of a Config dataclass that is also a flag. `metadata`:
+
+    word: what may stand in place of a number, as "auto"
+    choices: the only values
+    above: 0 if the value cannot be 0 itself
+    most: the largest value, if it is not 2^40, or 1e38 of a float
+    fixed: the value cannot change when a run resumes
+    per_run: the value is not taken from the checkpoint
+    """
+    return field(default=default, metadata={"group": group, "help": help, **metadata})
+
 
 class FlagParser(argparse.ArgumentParser):
     """argparse with the rules of this project.
@@ -57,7 +41,6 @@ class FlagParser(argparse.ArgumentParser):
     - Its errors are UserErrors.
     - Flags may be written with dashes (--max-steps), but not abbreviated.
     - Switches may be written as in nanoGPT (--compile=False).
-    - Texts are UTF-8 and not empty, as an unset variable of the shell is, except FREE_TEXTS.
     """
 
     def __init__(self, **kwargs):
@@ -72,21 +55,7 @@ class FlagParser(argparse.ArgumentParser):
         if args is None:
             args = sys.argv[1:]
         words = [re.sub(r"^--[\w-]+(?==|\Z)", with_underscores, word) for word in args]
-        words = self._plain_switches(words)
-
-        # Intermixed, because bench.py's commands take words after their flags.
-        found = self.parse_intermixed_args(words, namespace)
-        for name, value in vars(found).items():
-            if value == self.get_default(name):
-                continue
-            flag = name
-            if f"--{name}" in " ".join(words):
-                flag = f"--{name}"
-            texts = value if isinstance(value, list) else [value]
-            for text in texts:
-                if isinstance(text, str):
-                    self._check_text(flag, name, text)
-        return found
+        return super().parse_args(self._plain_switches(words), namespace)
 
     def _plain_switches(self, words):
         """Rewrites `--compile=False` and `--compile False` as --no_compile, and True as --compile.
@@ -113,17 +82,6 @@ class FlagParser(argparse.ArgumentParser):
         action = self._option_string_actions.get(word)
         return action is not None and action.nargs == 0 and action.const is const
 
-    def _check_text(self, flag, name, text):
-        """UserError for an empty text, a NUL byte, or bytes that are not UTF-8."""
-        if text == "" and name not in FREE_TEXTS:
-            self.error(f"{flag} is empty: choose a value (is a variable of the shell unset?)")
-        if "\0" in text and name not in FREE_TEXTS:
-            self.error(f"{flag} {text!r} contains a NUL byte: choose another value")
-        # sys.argv holds bytes that are not UTF-8 as surrogates. A checkpoint, manifest or log with
-        # one could not be read again. The prompt of sample.py stands in none of these.
-        if name != "prompt" and text != text.encode(errors="replace").decode():
-            self.error(f"{flag} {text!r} contains bytes that are not UTF-8: choose another value")
-
     def error(self, message):
         if re.search(r"unrecognized arguments: .*\.py\b", message):
             message = (f"{message} (nanoGPT's configuration files are not supported): use flags "
@@ -136,94 +94,12 @@ def with_underscores(name: re.Match) -> str:
     return "--" + name[0][2:].replace("-", "_")
 
 
-def import_package(name: str):
-    """The module `name`, of a package that not every command needs. UserError if it is missing."""
-    package = name.partition(".")[0]
-    missing = None
-    try:
-        module = importlib.import_module(name)
-        spec = getattr(module, "__spec__", None)
-        if spec is not None and spec.origin is None:        # a folder of that name, as wandb makes one
-            missing = package
-    except ModuleNotFoundError as error:
-        missing = (error.name or package).partition(".")[0]         # may be one that the package needs
-    if missing is None:
-        return module
-    raise UserError(f"the package {missing} is not installed: pip install {missing}")
-
-
-# ----------------------------------------------------------------------------- what is printed
-
-class Printer:
-    """A command's sys.stdout. Its errors become PrintErrors, unlike those of a file.
-
-    It keeps the last one, because argparse, for one, passes over it.
-    """
-
-    def __init__(self, stream):
-        self.stream = stream
-        self.failure = None
-
-    def __getattr__(self, name):
-        return getattr(self.stream, name)
-
-    def write(self, text):
-        with self._as_print_error():
-            return self.stream.write(text)
-
-    def flush(self):
-        with self._as_print_error():
-            self.stream.flush()
-
-    @contextmanager
-    def _as_print_error(self):
-        try:
-            yield
-        except OSError as error:
-            self.failure = PrintError(error.errno, error.strerror)
-            raise self.failure from None
-
-
-def open_standard_streams() -> None:
-    """Makes closed streams (`>&-`) the null device.
-
-    Otherwise the next file that is opened, a checkpoint say, would have the number of stdout or
-    stderr, and any library that prints would write into it.
-    """
-    for descriptor in (0, 1, 2):
-        try:
-            os.fstat(descriptor)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)              # takes the lowest number that is free
-    sys.stdout = sys.stdout or open(os.devnull, "w")
-    sys.stderr = sys.stderr or open(os.devnull, "w")
-
-
-def silence(stream) -> None:
-    """Sends what is printed to `stream` from now on to the null device."""
-    if isinstance(stream, Printer):
-        stream.failure = None
-    with suppress(OSError, ValueError, AttributeError):         # not every stream has a descriptor
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, stream.fileno())
-        os.close(null)
-
+# ----------------------------------------------------------------------------- messages
 
 def print_error(error: Exception | str) -> None:
     """One line on stderr, without control characters: a message may quote an untrusted file."""
     text = "".join(c if c.isprintable() else "?" for c in " ".join(str(error).split()))
-    write_to_stderr(f"{Path(sys.argv[0]).name}: {text}\n")
-
-
-def write_to_stderr(text: str) -> None:
-    """Writes it, as far as anything can be written there."""
-    if sys.stderr is None:
-        return
-    try:
-        sys.stderr.write(text)
-        sys.stderr.flush()
-    except OSError:                             # the terminal is closed, or the disk is full
-        silence(sys.stderr)
+    print(f"{Path(sys.argv[0]).name}: {text}", file=sys.stderr, flush=True)
 
 
 def safe_repr(value: object) -> str:
@@ -253,129 +129,77 @@ def brief_error(error: Exception) -> str:
     return f"{type(error).__name__}: {text}"
 
 
-def refusal(error: OSError) -> UserError | RunError | None:
-    """What the system refused about a path, as one line; None if `error` is about no path."""
-    if not isinstance(error.filename, str | bytes) or isinstance(error, PrintError):
-        return None
-    path = os.fsdecode(error.filename)
-    if error.errno in NO_ROOM:
-        return RunError(f"{path} cannot be written ({error.strerror}): make room on the disk")
-    return UserError(f"{path} cannot be used ({error.strerror}): check the path and its permissions")
-
-
-def flag(default, group, help, **metadata):
-    """A field of a Config dataclass that is also a flag. `metadata`:
-
-    word: what may stand in place of a number, as "auto"
-    choices: the only values
-    above: 0 if the value cannot be 0 itself
-    most: the largest value, if it is not 2^40, or 1e38 of a float
-    fixed: the value cannot change when a run resumes
-    per_run: the value is not taken from the checkpoint
-    """
-    return field(default=default, metadata={"group": group, "help": help, **metadata})
-
-
 # ----------------------------------------------------------------------------- a command
-
-command_is_running = False          # inside run_command, which ends several ranks in its own way
-
 
 def run_command(main: Callable[[], int | None]) -> None:
     """Runs `main()` as a command, and ends the process with its exit code.
 
-    A UserError becomes one line and 2, a RunError one line and 1, Ctrl-C one line and 130, and what
-    cannot be printed one line and 1.
+    What the user or the system did wrong becomes one line on stderr. Its exit code is 2 for a mistake
+    of the user's, 1 for a run that failed, and 130 for Ctrl-C. Anything else is a bug, with a
+    traceback.
     """
-    global command_is_running
-    open_standard_streams()
-    stdout = sys.stdout
-    if hasattr(stdout, "reconfigure"):                  # a notebook's has none
-        stdout.reconfigure(errors="replace")            # not every terminal can print every sampled token
-    sys.stdout = Printer(stdout)
-    command_is_running = True
+    use_null_device_for_closed_streams()
+    sys.stdout.reconfigure(errors="replace")    # not every terminal can print every sampled token
     try:
-        code = finish_output(sys.stdout, exit_code(main))
-    finally:
-        command_is_running = False
-        sys.stdout = stdout
+        code = main() or 0
+        sys.stdout.flush()
+    except SystemExit as error:                 # of --help, and of Process.shared
+        code = error.code or 0
+    except (UserError, RunError) as error:
+        print_error(own_mistake(error))
+        code = exit_code(error)
+    except KeyboardInterrupt:
+        print_error("stopped by Ctrl-C")
+        code = 130
+    except ModuleNotFoundError as error:
+        print_error(f"{error}: pip install {error.name}")
+        code = 2
+    except OSError as error:
+        code = 2
+        if error.filename is None or error.errno in NO_ROOM:
+            code = 1
+        if not isinstance(error, BrokenPipeError):              # `... | head` has read enough
+            print_error(own_mistake(error))
+        if error.filename is None:                              # stdout takes no more
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
     # Several ranks end without Python's finalization, which gloo's threads can abort (pytorch issue
-    # 190489). They do not destroy their process group either: its destructor holds the GIL while it
-    # waits for a thread that may wait for the GIL.
-    if in_process_group():
+    # 190489), and without the destructor of the process group, which can wait for ever.
+    if several_ranks():
+        sys.stdout.flush()
         os._exit(code)
-
-    # During Python's exit Ctrl-C would only change the exit code. It is not ignored before that,
-    # because a notebook that runs a script by %run goes on.
-    atexit.register(ignore_ctrl_c)
     sys.exit(code)
 
 
-def exit_code(main: Callable[[], int | None]) -> int:
-    """Runs `main()`. Prints why it failed, if it did. The exit code."""
-    try:
-        return main() or 0
-    except SystemExit as error:                         # of --help and --version
-        return error.code or 0
-    except (UserError, RunError) as error:
-        return report(error)
-    except KeyboardInterrupt:
-        print_error("stopped by Ctrl-C")
-        return 130
-    except PrintError:                                  # finish_output tells it
-        return 1
-    except ModuleNotFoundError as error:
-        package = (error.name or "").partition(".")[0]
-        if not package or package in OUR_PACKAGES:
-            return report_bug()
-        return report(UserError(f"the package {package} is not installed: pip install {package}"))
-    except OSError as error:
-        refused = refusal(error)
-        if refused is None:
-            return report_bug()
-        return report(refused)
-    except Exception:
-        return report_bug()
+def use_null_device_for_closed_streams() -> None:
+    """A stream that was closed (`>&-`) is the null device: the next file would get its number."""
+    descriptor = 0
+    while descriptor <= 2:
+        descriptor = os.open(os.devnull, os.O_RDWR)         # the lowest number that is free
+    os.close(descriptor)
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w")
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")
 
 
-def report(error: UserError | RunError) -> int:
-    """Prints the error, unless another rank does. The exit code."""
-    if getattr(error, "printed_here", True):
-        print_error(error)
+def exit_code(error: UserError | RunError) -> int:
     if isinstance(error, UserError):
         return 2
     return 1
 
 
-def report_bug() -> int:
-    write_to_stderr(traceback.format_exc())
-    return 1
+def several_ranks() -> bool:
+    """Whether torchrun has started several processes. A RANK that is left in a shell says nothing."""
+    return os.environ.get("WORLD_SIZE", "1") not in ("", "1")
 
 
-def finish_output(stdout: Printer, code: int) -> int:
-    """Writes what is still in the buffers, so that Python's finalization has nothing to complain of.
-
-    Returns the exit code, which is not 0 if something could not be printed.
-    """
-    with suppress(PrintError):
-        stdout.flush()
-    failure = stdout.failure
-    if failure is not None:
-        silence(stdout)
-        code = code or 1
-        if failure.errno != errno.EPIPE:                # `... | head` has read enough
-            print_error(f"the output cannot be printed ({failure.strerror}): make room on the "
-                        "disk, or redirect the output elsewhere")
-    write_to_stderr("")                                 # flushes
-    return code
+def is_rank_0() -> bool:
+    return not several_ranks() or os.environ.get("RANK", "0") == "0"
 
 
-def in_process_group() -> bool:
-    """Whether this process is one of several ranks; without importing torch."""
-    distributed = sys.modules.get("torch.distributed")
-    return distributed is not None and distributed.is_available() and distributed.is_initialized()
-
-
-def ignore_ctrl_c() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def own_mistake(error: Exception) -> str:
+    """The message of an error that only this rank has, with its rank."""
+    if is_rank_0():
+        return str(error)
+    return f"process {os.environ['RANK']}: {error}"

@@ -229,6 +229,7 @@ class Data:
     val: TokenDataset | None = None
     val_count: int = 0          # sequences of one validation, the first ones of `val`
     hellaswag: list = field(default_factory=list)       # batches of HellaSwag's examples
+    loader: "TrainLoader | None" = None                 # micro-batches of `train`
 
     def fingerprints(self) -> dict[str, list]:
         """{split: [name, tokens, digest] of each shard}."""
@@ -264,6 +265,17 @@ def open_data(config) -> Data:
     val = TokenDataset(list_shards(config.data, "val"), T, vocab_size=vocab_size)
     val_count = max(1, config.val_tokens // T)
     return Data(train, val, min(val.total, val_count))
+
+
+def open_same_data(config, process) -> Data:
+    """open_data. UserError if the ranks have different data; names of files may differ."""
+    data = process.on_all_ranks(open_data, config)
+    contents = {}
+    for split, shards in data.fingerprints().items():
+        for i, (_, *content) in enumerate(shards):
+            contents[f"{split} shard {i} of --data"] = str(content)
+    process.require_same(contents, "copy the same shards to every machine")
+    return data
 
 
 def overfit_tokens(batch_tokens: int) -> np.ndarray:

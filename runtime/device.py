@@ -9,11 +9,11 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.torch_version import TorchVersion
 
 from runtime.cli import RunError, UserError, brief_error
 from runtime.recipe import BatchSchedule
@@ -22,12 +22,9 @@ from runtime.recipe import BatchSchedule
 def choose_device(name: str = "auto", local_rank: int = 0) -> str:
     """'cuda:N', 'mps' or 'cpu'; N is `local_rank` unless the name says it.
 
-    'auto' is the first of them that is available. UserError for a device that is not available, a
-    GPU on which no kernel runs, or an old torch. Sets up CUDA's allocator, if nobody has.
+    'auto' is the first of them that is available. UserError for a device that is not available, or a
+    GPU on which no kernel runs. Sets up CUDA's allocator, if nobody has.
     """
-    if TorchVersion(torch.__version__) < (2, 10):           # older ones were never tried
-        raise UserError(f"torch {torch.__version__} is too old (expected 2.10 or newer): pip "
-                        "install 'torch>=2.10'")
     configure_allocator()
 
     with warnings.catch_warnings(action="ignore"):          # the error below says the same
@@ -130,6 +127,13 @@ def oom_as_user_error(advice: Callable[[], str]) -> Iterator[None]:
         raise
 
 
+def memory_errors(device: str):
+    """Around what may need more memory than there is."""
+    return oom_as_user_error(lambda: f"{device} is out of memory: lower --batch_size, add "
+                                     "--recompute or (with several GPUs) --shard_optimizer, or "
+                                     "train a smaller model")
+
+
 def most_sequences_that_fit(config, model: torch.nn.Module, device: str, reserved: int) -> int:
     """An upper bound of the sequences of a micro-step that fit into a GPU's free memory.
 
@@ -189,14 +193,35 @@ def time_micro_step(state, T: int, device: str, reserved: int, B: int) -> float:
     return seconds
 
 
+def choose_micro_batch(
+    flags, config, start, schedule: BatchSchedule, state, process
+) -> tuple[int, Callable]:
+    """B, the sequences of a micro-batch; and trial(B), the seconds of a micro-step of B of them.
+
+    `flags` are as asked, `config` as resolved. What is compiled is compiled here, and the attention
+    kernel tried: a run that cannot work ends before its first step.
+    """
+    limit, reserved = config.batch_size, 0
+    may_shrink = flags.batch_size == "auto"
+    if process.on_gpu and start.step == 0:
+        reserved = state.optimizer.state_bytes()        # the first step will allocate the moments
+    if process.on_gpu and may_shrink:
+        # Some memory stays free, because later steps leave gaps between what they allocate.
+        free_bytes, _ = torch.cuda.mem_get_info(process.device)
+        reserved += free_bytes // 20
+        fitting = most_sequences_that_fit(config, state.model, process.device, reserved)
+        limit = min(limit, fitting)
+
+    trial = partial(time_micro_step, state, config.sequence_length, process.device, reserved)
+    return choose_batch_size(config, may_shrink, limit, schedule, process, trial), trial
+
+
 def choose_batch_size(
     config, may_shrink: bool, limit: int, schedule: BatchSchedule, process, trial: Callable
 ) -> int:
     """B, the sequences of every micro-batch: at most `limit`, and a divisor of each step's share.
 
-    With `may_shrink` it is halved until `trial(B)` fits into the memory of every rank. What is
-    compiled is compiled here, and the attention kernel tried: a run that cannot work ends before
-    its first step.
+    With `may_shrink` it is halved until `trial(B)` fits into the memory of every rank.
     """
     # Later steps have as many sequences as the first one, or a multiple: every micro-batch of the
     # run has the same shape, and nothing is compiled twice.
@@ -317,6 +342,16 @@ def seconds_between(first, last) -> float:
         return last - first
     last.synchronize()
     return first.elapsed_time(last) / 1000
+
+
+def choose_compile(config, model: torch.nn.Module, tokens_left: int, process) -> None:
+    """Decides --compile auto, and says so where one would wonder."""
+    if config.compile != "auto":
+        return
+    flops = tokens_left / process.world_size * model.flops_per_token(config.sequence_length)
+    config.compile = process.on_gpu and process.from_master(compiling_pays(flops, process.device))
+    if process.on_gpu and not config.compile:
+        process.print0("eager, because the run is too short for torch.compile to pay")
 
 
 def compiling_pays(flops: float, device: str) -> bool:

@@ -1,11 +1,12 @@
-"""The flags of train_gpt2.py: how the command line is read, and which values no run can have."""
+"""The flags of train_gpt2.py: how the command line is read, which of several sources wins, and which
+values no run can have."""
 import argparse
 import dataclasses
 import textwrap
 from collections.abc import Callable
 from itertools import groupby
 
-from runtime.cli import FlagParser, UserError, import_package
+from runtime.cli import FlagParser, UserError, is_rank_0
 from runtime.recipe import Recipe
 from runtime.tokenizer import VOCAB_SIZE
 
@@ -17,34 +18,111 @@ class Preset:
     flags: dict             # {flag: value}
 
 
+@dataclasses.dataclass(frozen=True)
+class FlagTable:
+    """All that gives a flag its value, but for the command line and a checkpoint."""
+    Config: type                        # a dataclass: each of its fields is a flag
+    recipes: dict[str, Recipe]
+    presets: dict[str, Preset]
+    overfit: dict                       # {flag: value} of --overfit, which is a run of its own
+
+    def parse(self, description: str, argv: list[str] | None) -> dict:
+        """{name: value} of the flags on the command line."""
+        parser = FlagParser(
+            prog="train_gpt2.py",
+            usage="%(prog)s [flags]",
+            description=description,
+            epilog=describe_presets(self.presets, self.recipes),
+        )
+        for title, fields in groupby(dataclasses.fields(self.Config), lambda f: f.metadata["group"]):
+            group = parser.add_argument_group(title)
+            for f in fields:
+                add_flag(group, f, self.recipes)
+        # torch.distributed.launch and deepspeed add it; the environment says the same.
+        parser.add_argument("--local_rank", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+
+        try:
+            given = vars(parser.parse_args(argv))
+            given.pop("local_rank", None)
+            for f in dataclasses.fields(self.Config):
+                if f.name in given:
+                    check_range(f, given[f.name])
+        except UserError:
+            # All ranks have this command line: rank 0 prints what is wrong with it.
+            if not is_rank_0():
+                raise SystemExit(2) from None
+            raise
+        return given
+
+    def merge(self, given: dict, start):
+        """A Config in which some flags are still "auto". Of these sources a later one wins:
+
+        1. the default in Config
+        2. the recipe's default (Recipe.defaults)
+        3. the preset, or --overfit, which is a run of its own
+        4. the recipe's learning rates (Recipe.rates): those of the presets are for AdamW
+        5. a resumed run's checkpoint, except for flags that are `per_run`
+        6. the command line: `given`, {flag: value}
+        7. the shape of the model that was loaded
+        """
+        preset = self.presets[given.get("preset", "gpt2")].flags
+        if given.get("overfit"):
+            preset = self.overfit
+        recipe = self.recipes[(preset | start.recorded | given).get("recipe", "gpt2")]
+
+        values = recipe.defaults | preset | recipe.rates                    # 2, 3, 4
+        if given.get("overfit"):
+            values["min_lr"] = given.get("max_lr", values["max_lr"])        # a constant rate
+        values.update(start.recorded)                                       # 5
+        values.update(given)                                                # 6
+        values.update(start.shape)                                          # 7
+        return self.Config(**values)                                        # 1, for all others
+
+    def wanted(self, given: dict, start, flags) -> dict:
+        """{flag: value}: what this command asks for, to compare with a checkpoint's `fixed` flags."""
+        wanted = self.presets[flags.preset].flags | given
+        if wanted.get("init", "scratch") != "scratch":
+            # A run that began from --init has the shape of that model. The shape in a preset, which
+            # --init overrode then, is no contradiction now; a typed one is.
+            for name in start.shape.keys() - given.keys():
+                wanted.pop(name, None)
+        return wanted
+
+    def check(self, config, start) -> None:
+        """UserError for values that no run can have. `start`: runtime.checkpoint.Start."""
+        for f in dataclasses.fields(config):
+            check_range(f, getattr(config, f.name))
+        check_recipe_flags(config, self.recipes, start)
+        check_model_flags(config)
+
+        if config.min_lr != "auto" and config.min_lr > config.max_lr:
+            raise UserError(f"--min_lr {config.min_lr} must not be above --max_lr {config.max_lr}: "
+                            "lower --min_lr or raise --max_lr")
+
+        has_preset = config.preset != "gpt2"
+        resumes = config.resume != "auto"
+        if config.overfit and (has_preset or resumes or config.val_every):
+            raise UserError("--overfit cannot be combined with --preset, --resume or --val_every: "
+                            "leave them out")
+
+
+def set_automatic(config, **values) -> None:
+    """Gives the flags that are still "auto" these values."""
+    for name, value in values.items():
+        if getattr(config, name) == "auto":
+            setattr(config, name, value)
+
+
+def check_ranks_agree(flags, config, process) -> None:
+    """UserError if the flags of the ranks differ, or what their hardware made of "auto"."""
+    # Each GPU may find another --batch_size auto; the smallest will be taken.
+    values = vars(config) | {"batch_size": flags.batch_size}
+    for name in ("data", "hellaswag_data", "out", "device", "wandb"):
+        del values[name]
+    process.require_same({f"--{name}": value for name, value in values.items()})
+
+
 # ----------------------------------------------------------------------------- the command line
-
-def parse_flags(
-    Config: type,
-    recipes: dict[str, Recipe],
-    presets: dict[str, Preset],
-    description: str,
-    argv: list[str] | None,
-) -> dict:
-    """{name: value} of the flags on the command line. Every field of Config is a flag."""
-    parser = FlagParser(
-        prog="train_gpt2.py",
-        usage="%(prog)s [flags]",
-        description=description,
-        epilog=describe_presets(presets, recipes),
-    )
-    for title, fields in groupby(dataclasses.fields(Config), lambda f: f.metadata["group"]):
-        group = parser.add_argument_group(title)
-        for f in fields:
-            add_flag(group, f, recipes)
-    given = vars(parser.parse_args(argv))
-
-    # Numbers out of range are reported before the ranks meet. check_flags finds other mistakes.
-    for f in dataclasses.fields(Config):
-        if f.name in given:
-            check_range(f, given[f.name])
-    return given
-
 
 def add_flag(group, f: dataclasses.Field, recipes: dict[str, Recipe]) -> None:
     # SUPPRESS leaves a flag that was not given out of the result.
@@ -121,27 +199,6 @@ def wrapped_flags(values: dict) -> str:
 
 # ----------------------------------------------------------------------------- mistakes
 
-def check_flags(config, recipes: dict[str, Recipe], start) -> None:
-    """UserError for values that no run can have. `start`: runtime.checkpoint.Start."""
-    for f in dataclasses.fields(config):
-        check_range(f, getattr(config, f.name))
-    check_recipe_flags(config, recipes, start)
-    check_model_flags(config)
-
-    if config.min_lr != "auto" and config.min_lr > config.max_lr:
-        raise UserError(f"--min_lr {config.min_lr} must not be above --max_lr {config.max_lr}: "
-                        "lower --min_lr or raise --max_lr")
-
-    has_preset = config.preset != "gpt2"
-    resumes = config.resume != "never"
-    if config.overfit and (has_preset or resumes or config.val_every):
-        raise UserError("--overfit cannot be combined with --preset, --resume or --val_every: "
-                        "leave them out")
-
-    if config.wandb:
-        import_package("wandb")         # UserError if it is missing
-
-
 def check_range(f: dataclasses.Field, value) -> None:
     if f.type not in (int, float) or value == f.metadata.get("word"):
         return
@@ -182,8 +239,7 @@ def check_model_flags(config) -> None:
                         "tokens) for samples and HellaSwag: raise --vocab_size, or turn both off "
                         "with --sample_every 0 --hellaswag_every 0")
 
-    for name in ("sequence_length", "window"):
-        length = getattr(config, name)
-        if length != "auto" and length > config.block_size:
-            raise UserError(f"--{name} {length} must not be above --block_size "
-                            f"{config.block_size}: lower --{name} or raise --block_size")
+    length = config.sequence_length
+    if length != "auto" and length > config.block_size:
+        raise UserError(f"--sequence_length {length} must not be above --block_size "
+                        f"{config.block_size}: lower --sequence_length or raise --block_size")

@@ -10,17 +10,6 @@ from torch import Tensor
 
 from runtime.muon import Muon
 
-# The tensors that an optimizer keeps for each parameter. A checkpoint has them by these names.
-ADAM_STATE = ("step", "exp_avg", "exp_avg_sq")
-MUON_STATE = ("momentum_buffer",)
-
-
-def state_keys(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
-    """The names of the tensors that an optimizer has for each of its parameters."""
-    if isinstance(optimizer, Muon):
-        return MUON_STATE
-    return ADAM_STATE
-
 
 class CombinedOptimizer:
     """All optimizers of a model as one, which GradScaler can unscale and step.

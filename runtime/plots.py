@@ -5,7 +5,7 @@ import math
 import time
 from pathlib import Path
 
-from runtime.cli import UserError, brief_error, import_package, print_error
+from runtime.cli import brief_error, print_error
 from runtime.files import replace_file
 
 PATIENCE = 60.0         # seconds between two pictures of a run
@@ -19,9 +19,11 @@ CURVES = {
 
 
 def new_figure(**how):
+    from matplotlib.figure import Figure
+
     # matplotlib warns of a HOME that it cannot write to, and says when it caches the fonts.
     logging.getLogger("matplotlib").setLevel(logging.ERROR)
-    return import_package("matplotlib.figure").Figure(**how, layout="constrained")
+    return Figure(**how, layout="constrained")
 
 
 def short_count(n: float, _position=None) -> str:
@@ -74,21 +76,21 @@ def plot_run(rows: list[dict], path: Path, title: str) -> None:
     replace_file(path, lambda file: figure.savefig(file, format="png", dpi=130))
 
 
-def draw(record, title: str, last: bool) -> None:
-    """Draws OUT/loss.png of a Record, at most once in PATIENCE seconds, and at the end (`last`).
+def draw(output, title: str, last: bool) -> None:
+    """Draws OUT/loss.png of an Output, at most once in PATIENCE seconds, and at the end (`last`).
 
     A failure is a warning. Without matplotlib it warns once, and does not try again.
     """
-    never_again = record.picture_due == math.inf
-    too_early = time.monotonic() < record.picture_due
+    never_again = output.picture_due == math.inf
+    too_early = time.monotonic() < output.picture_due
     if never_again or (too_early and not last):
         return
 
-    record.picture_due = time.monotonic() + PATIENCE
+    output.picture_due = time.monotonic() + PATIENCE
     try:
-        plot_run(record.rows, record.out / "loss.png", title)
+        plot_run(output.rows, output.out / "loss.png", title)
     except Exception as error:
         # matplotlib raises all kinds of errors, and no run should end by a picture.
-        print_error(f"warning: {record.out}/loss.png was not drawn ({brief_error(error)})")
-        if isinstance(error, UserError):
-            record.picture_due = math.inf
+        print_error(f"warning: {output.out}/loss.png was not drawn ({brief_error(error)})")
+        if isinstance(error, ModuleNotFoundError):
+            output.picture_due = math.inf

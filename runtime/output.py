@@ -1,0 +1,250 @@
+"""The folder --out of a run: metrics.csv, checkpoints, loss.png; and Weights & Biases."""
+import os
+import time
+import uuid
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from runtime import plots
+from runtime.checkpoint import Start, choose_checkpoint, is_finite
+from runtime.cli import RunError, UserError
+from runtime.files import (
+    checkpoints,
+    lock_folder,
+    read_text,
+    remove_leftovers,
+    replace_file,
+    sync,
+    what_resumes,
+)
+from runtime.metrics import FORMATS, HEADER, lowest, read_metrics, row_line
+
+# What a run writes beside its checkpoints.
+RUN_FILES = ("metrics.csv", "loss.png", "wandb_id")
+
+
+class Output:
+    """What a run writes. Only rank 0 writes, and not with --overfit: elsewhere the methods do nothing.
+
+    metrics.csv has one row for each step; a resume, the best checkpoint and the picture read it. As a
+    context manager an Output completes and closes its files, however the run ends.
+    """
+
+    def __init__(self, flags):
+        self.flags = flags              # which checkpoints record
+        self.out = Path(flags.out)
+        self.rows = []                  # of metrics.csv
+        self.table = None               # metrics.csv, open for writing; None: nothing is written
+        self.lock = None
+        self.wandb = None
+        self.picture_due = 0.0          # when plots.draw may make the next loss.png
+
+        self.executor = ThreadPoolExecutor(1, "checkpoint")
+        self.pending = None             # the Future of the checkpoint that is being written
+
+    def open(self, config, start: Start, process, tokens_before: Callable[[int], int]) -> None:
+        """Locks the folder, and opens metrics.csv where the run begins or continues.
+
+        `tokens_before` tells how many tokens a run has seen before a step. UserError if metrics.csv
+        is damaged.
+        """
+        self.tokens_before = tokens_before
+        self.in_background = process.device != "cpu"    # a thread can write while the GPU trains
+        self.say = process.print0
+        if config.overfit or not process.is_master:
+            return
+
+        self.lock = lock_folder(self.out)
+        if choose_checkpoint(config) != start.path:
+            # The other run saved it while this one was set up.
+            raise RunError(f"another run has just ended in {self.out}: run the same command again")
+        remove_leftovers(self.out, rf"checkpoint_\d+\.pt|{'|'.join(RUN_FILES)}")
+        if not checkpoints(self.out):
+            keep_aside(self.out, self.say)
+
+        self.rows = rows_before(self.out / "metrics.csv", start.step)
+        text = "".join(f"{line}\n" for line in [HEADER, *map(row_line, self.rows)])
+        replace_file(self.out / "metrics.csv", lambda file: file.write(text.encode()))
+        self.table = open(self.out / "metrics.csv", "a", newline="\n")
+        if config.wandb:
+            self.wandb = open_wandb(self.out.resolve(), vars(config), resumes=start.step > 0)
+
+    # ------------------------------------------------------------------------- metrics.csv
+
+    @property
+    def seconds(self) -> float:
+        """The time of all steps so far."""
+        # The `seconds` of a row are those before its step. The step itself follows from its rate, if
+        # it was trained.
+        if not self.rows:
+            return 0.0
+        last = self.rows[-1]
+        rate = last["tokens_per_second"]
+        if rate is None:
+            return last["seconds"]
+        tokens = self.tokens_before(last["step"] + 1) - self.tokens_before(last["step"])
+        return last["seconds"] + tokens / rate
+
+    def add(self, step: int, kind: str, value: float, **more: float) -> None:
+        """Records `value` of `kind` (train, val or hella) in the row of `step`.
+
+        `more`: other cells of that row. The evaluations of a step come before its training.
+        """
+        if self.table is None:
+            return
+        end = self.table.tell()
+        if self.rows and self.rows[-1]["step"] == step:
+            end -= len(row_line(self.rows[-1])) + 1             # rewrite this row
+        else:
+            row = dict.fromkeys(FORMATS)
+            row.update(step=step, tokens=self.tokens_before(step), seconds=self.seconds)
+            self.rows.append(row)
+        self.rows[-1].update(more)
+        self.rows[-1][kind] = round(value, 6)                   # as it will be read again
+
+        # After a kill between truncate and print the row is missing, but never half of it.
+        self.table.truncate(end)
+        print(row_line(self.rows[-1]), file=self.table, flush=True)
+        if self.wandb:
+            self.wandb.log({kind: value, **more}, step=step)
+
+    def evaluated(self, step: int) -> set[str]:
+        """The evaluations of this step that are recorded already: "val", "hella", both or none.
+
+        A run that resumes does not repeat them.
+        """
+        if not self.rows or self.rows[-1]["step"] != step:
+            return set()
+        return {kind for kind in ("val", "hella") if self.rows[-1][kind] is not None}
+
+    def draw(self, title: str, last: bool) -> None:
+        """Draws loss.png; with `last` in any case."""
+        if self.table:
+            plots.draw(self, title, last)
+
+    # ------------------------------------------------------------------------- checkpoints
+
+    def save(self, content: dict) -> None:
+        """Writes OUT/checkpoint_STEP.pt atomically, and keeps the newest ones and the best.
+
+        On a GPU a thread writes while training continues: the tensors have to be copies. Its error is
+        raised by the next call, or by finish_save. RunError if a tensor is not finite.
+        """
+        self.finish_save()
+
+        # After a loss of power no checkpoint may be newer than the record that it continues.
+        sync(self.table.fileno())
+
+        # The best step is the best one of those that have a file.
+        best = lowest(self.rows, dict(checkpoints(self.out)))
+        best_step = None
+        if best:
+            _, best_step = best
+        self.pending = self.executor.submit(self._write, content, best_step)
+        if not self.in_background:
+            self.finish_save()
+
+    def _write(self, content, best_step):
+        began = time.perf_counter()
+        path = self.out / f"checkpoint_{content['step']:06d}.pt"
+        refuse_non_finite(content, path)
+        replace_file(path, lambda file: torch.save(content, file))
+
+        keep = self.flags.keep_checkpoints
+        if keep != "all":
+            for step, old in checkpoints(self.out)[:-keep]:
+                if step != best_step:
+                    old.unlink()
+        self.say(f"saved {path} in {time.perf_counter() - began:.1f} s")
+
+    def finish_save(self) -> None:
+        """Waits until the checkpoint is there. Raises what its writing raised."""
+        pending, self.pending = self.pending, None
+        if pending:
+            pending.result()
+
+    def what_resumes(self) -> str:
+        """What the same command does next, after the checkpoint that is being written is complete."""
+        self.finish_save()
+        return what_resumes(self.out)
+
+    # ------------------------------------------------------------------------- the end
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, traceback):
+        try:
+            self.finish_save()
+        finally:
+            self.executor.shutdown()
+            for file in (self.table, self.lock):
+                if file:
+                    file.close()
+            if self.wandb:
+                self.wandb.finish()
+
+        # What ends a run gets a sentence about how it goes on.
+        if isinstance(error, UserError | RunError | OSError) and not self.flags.overfit:
+            cause = RunError
+            if isinstance(error, UserError):
+                cause = UserError
+            raise cause(f"{error}. {what_resumes(self.out)}") from None
+
+
+def rows_before(path: Path, step: int) -> list[dict]:
+    """The rows of a metrics.csv that a run keeps if it resumes at `step`."""
+    if step == 0 or not path.exists():
+        return []
+    rows = [row for row in read_metrics(path) if row["step"] <= step]
+    if rows and rows[-1]["step"] == step:
+        # Its evaluations stay; the step itself will be trained again.
+        rows[-1].update(train=None, lr=None, norm=None, tokens_per_second=None)
+    return rows
+
+
+def keep_aside(out: Path, say: Callable[[str], None]) -> None:
+    """Gives the files of a run that left no checkpoint in `out` another name."""
+    left = [out / name for name in RUN_FILES if (out / name).exists()]
+    if not left:
+        return
+
+    number = 1
+    while any(numbered(path, number).exists() for path in left):
+        number += 1
+    for path in left:
+        os.rename(path, numbered(path, number))
+    say(f"{out} has no checkpoint: {left[0].name} of an earlier run is now "
+        f"{numbered(left[0], number).name}")
+
+
+def numbered(path: Path, number: int) -> Path:
+    """metrics.csv -> metrics_1.csv."""
+    return path.with_stem(f"{path.stem}_{number}")
+
+
+def refuse_non_finite(content: dict, path: Path) -> None:
+    """RunError if a weight or a moment is not finite: such a checkpoint would replace good ones."""
+    values = dict(content["model"])
+    for name, state in content["optimizers"].items():
+        for key, value in state.items():
+            values[f"{key} of {name}"] = value
+
+    for name, value in values.items():
+        if not is_finite(value):
+            raise RunError(f"{name} is not finite after step {content['step']}, so {path.name} was "
+                           "not saved: lower --max_lr if this happens again")
+
+
+def open_wandb(out: Path, config: dict, resumes: bool):
+    """The package wandb, with this run started, or resumed by the id in OUT/wandb_id."""
+    import wandb
+
+    path = out / "wandb_id"
+    if not resumes or not path.exists():
+        replace_file(path, lambda file: file.write(uuid.uuid4().hex.encode()))
+    wandb.init(name=out.name, config=config, id=read_text(path), resume="allow")
+    return wandb
