@@ -21,7 +21,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import speedrun
-from runtime.language_model import Embedding
+from model import Embedding
 from runtime.recipe import BatchSchedule, Recipe
 from runtime.tokenizer import EOT, VOCAB_SIZE, token_bytes
 from speedrun import CastedLinear, ModernLanguageModel, SpeedrunAttention, masked_attention, norm
@@ -102,8 +102,8 @@ def bigram_hash(tokens, rows):
 # ---------------------------------------------------------------------- shifted keys
 # In half of the heads position i holds the key of token i - 1, but its own value. So a query that
 # matches an earlier occurrence of its token reads the value of what followed there. An ordinary
-# attention needs two layers for that (an induction head, arXiv:2209.11895). Record 49 shifts half of
-# the numbers of each head instead.
+# attention needs two layers for that (an induction head, arXiv:2209.11895). Record 49 shifts half
+# of the numbers of each head instead.
 
 def first_shifted_head(n_head: int) -> int:
     """The heads from this one on have shifted keys: half of all heads, rounded up."""
@@ -180,7 +180,7 @@ class FrontierGPT(ModernLanguageModel):
             "h": nn.ModuleList(blocks),
         })
 
-        # Tied head (record 53): a token's row learns both where it is read and where it is predicted.
+        # Tied head (record 53): a token's row learns where it is read and where it is predicted.
         self.lm_head = CastedLinear(C, V, device="meta")
         self.lm_head.weight = self.transformer.wte.weight
 

@@ -125,7 +125,6 @@ def continuations(args: argparse.Namespace, model, device: str, generator, text:
     """The samples that continue `text`, as stream_text yields them."""
     import torch
 
-    from runtime.language_model import generate_tokens
     prompt = encode(text).tolist()
     block_size = model.config.block_size
     if len(prompt) > block_size:
@@ -139,8 +138,8 @@ def continuations(args: argparse.Namespace, model, device: str, generator, text:
 
     # (num_samples, T)
     idx = torch.tensor([start] * args.num_samples, dtype=torch.int64, device=device)
-    steps = generate_tokens(
-        model, idx, args.max_new_tokens, args.temperature, args.top_k, generator)
+    steps = model.generate_tokens(
+        idx, args.max_new_tokens, args.temperature, args.top_k, generator)
 
     # A single continuation follows the line that was just typed: the prompt is not printed again.
     if args.interactive and args.num_samples == 1:

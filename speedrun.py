@@ -18,9 +18,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from model import attention
+from model import Embedding, LanguageModel, Linear, attention, head_size
 from runtime.kernels import matmul_dtype
-from runtime.language_model import Embedding, LanguageModel, Linear, head_size
 from runtime.muon import Muon
 from runtime.recipe import Recipe
 from runtime.tokenizer import EOT

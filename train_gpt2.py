@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import frontier
 import hellaswag
 import speedrun
-from model import ATTENTION
+from model import ATTENTION, LanguageModel
 from recipes import MODELS, OVERFIT, PRESETS, fresh_model, load_model
 from runtime import plots
 from runtime.checkpoint import (
@@ -56,7 +56,6 @@ from runtime.device import (
 )
 from runtime.files import run_can_continue
 from runtime.flags import check_flags, parse_flags
-from runtime.language_model import LanguageModel
 from runtime.optimizers import CombinedOptimizer
 from runtime.ranks import Process, StopRequested, leave_group, read_launch, shared_store
 from runtime.recipe import BatchSchedule, Recipe, make_batch_schedule

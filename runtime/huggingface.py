@@ -53,9 +53,6 @@ EXPORTED = {
     MODELING,
 }
 
-# What config.json says in a folder that save_model has written.
-EXPORTED_BY = {"exported_by": "model.py of train-gpt2"}
-
 
 # ---------------------------------------------------------------------- reading
 
@@ -251,10 +248,9 @@ def export_modern(model) -> tuple[dict, dict]:
 
 def save_model(model, folder: str | Path) -> None:
     """LanguageModel.save_pretrained: writes the EXPORTED files, weights as float32."""
-    write_export(export_files(model), Path(folder))
+    files = export_files(model)
 
-
-def write_export(files: dict[str, bytes], folder: Path) -> None:
+    folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
         replace_file(folder / name, lambda file, content=content: file.write(content))
@@ -267,7 +263,6 @@ def export_files(model) -> dict[str, bytes]:
     else:
         config, weights = export_modern(model)
     config |= {"bos_token_id": EOT, "eos_token_id": EOT, "dtype": "float32"}
-    config |= EXPORTED_BY
 
     eot = "<|endoftext|>"
     tokenizer_config = {

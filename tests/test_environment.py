@@ -114,7 +114,7 @@ COMMANDS = {
     "sample.py": ["--model", "MODEL", "--max_new_tokens", 2, "--device", "cpu"],
     "hellaswag.py": ["--model", "MODEL", "--data", "h.jsonl", "--limit", 2, "--device", "cpu"],
     "fineweb.py": ["--verify", "SHARDS"],
-    "model.py": ["export", "MODEL", "exported"],
+    "export.py": ["MODEL", "exported"],
     "bench.py": ["compare", "curve.csv", "curve.csv"],
 }
 
@@ -133,7 +133,7 @@ def test_a_command_does_its_work_without_stdin_stdout_and_stderr_and_in_a_notebo
     for hook in closed, notebooks_streams:
         result = script(name, *flags_of(name), before=[hook])
         assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
-        if name == "model.py":
+        if name == "export.py":
             assert (here / "exported/model.safetensors").exists()
 
 
@@ -252,7 +252,7 @@ PATHS = ["train_gpt2.py --data DATA --out PATH", "train_gpt2.py --data PATH --ou
          "fineweb.py --input PATH --out OUT", "fineweb.py --input PATH.txt --out OUT",
          "fineweb.py --input TEXT --out PATH", "fineweb.py --input TEXT --val_input PATH --out OUT",
          "fineweb.py --verify PATH", "fineweb.py --pretokenized 1 --out PATH",
-         "model.py export MODEL PATH", "model.py export PATH OUT",
+         "export.py MODEL PATH", "export.py PATH OUT",
          "bench.py compare PATH", "bench.py compare PATH.csv", "bench.py compare CURVE CURVE --plot PATH.png"]
 
 

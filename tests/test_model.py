@@ -7,13 +7,12 @@ import torch
 import torch.nn.functional as F
 
 from helpers import refused
-from model import GPT, GPT2_SIZES, GPTConfig, attention
+from model import GPT, GPT2_SIZES, GPTConfig, attention, sample_token
 from recipes import MODELS
 from peers import LargestStorage, make_model, plain_gpt2, tokens
 from runtime.cli import UserError
 from runtime.device import choose_device, is_out_of_memory
 from runtime.kernels import chunked_cross_entropy
-from runtime.language_model import sample_token
 from runtime.tokenizer import VOCAB_SIZE
 
 

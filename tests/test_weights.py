@@ -154,13 +154,13 @@ def test_gpt2_comes_from_the_hub_and_then_from_its_cache_and_what_is_not_there_i
         answer, asked = hub.answer, []
         hub.answer = lambda url, *how: asked.append(url.path) or answer(url, *how)
         for out in ("first", "from the cache"):
-            result = script("model.py", "export", "gpt2", tmp_path / out, env=env)
+            result = script("export.py", "gpt2", tmp_path / out, env=env)
             assert result.returncode == 0 and result.stderr == "", result.stderr
             same_weights(tmp_path / out, our_model(theirs))
             assert any("/gpt2/resolve/" in path for path in asked) == (out == "first"), asked
             asked.clear()
         for name in ("nobody/model", "other/model"):
-            refused(lambda name=name: script("model.py", "export", name, tmp_path / "hf", env=env), name)
+            refused(lambda name=name: script("export.py", name, tmp_path / "hf", env=env), name)
     assert not (tmp_path / "hf").exists()
 
 
