@@ -21,10 +21,10 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import speedrun
-from model import Embedding
+from model import Embedding, attention
 from runtime.recipe import BatchSchedule, Recipe
 from runtime.tokenizer import EOT, VOCAB_SIZE, token_bytes
-from speedrun import CastedLinear, ModernLanguageModel, SpeedrunAttention, masked_attention, norm
+from speedrun import CastedLinear, ModernLanguageModel, SpeedrunAttention, norm
 
 
 # ---------------------------------------------------------------------- rows for stems and forms
@@ -129,11 +129,11 @@ def shift_keys(k, starts):
 class FrontierAttention(SpeedrunAttention):
     """SpeedrunAttention with shifted keys."""
 
-    def forward(self, x, v1, rotary, kernel, mask, past, starts):
+    def forward(self, x, v1, rotary, kernel, past, starts):
         """x (B, T, C) -> (B, T, C), and v1: the values of the first block, None in that block."""
         q, k, v, v1 = self.queries_keys_values(x, v1, rotary, past)
         k = shift_keys(k, starts)
-        y = masked_attention(q, k, v, kernel, mask)                             # (B, T, nh, hs)
+        y = attention(q, k, v, kernel)                                          # (B, T, nh, hs)
         return self.c_proj(y.flatten(2)), v1
 
 
@@ -312,10 +312,9 @@ RECIPE = Recipe(
     make_optimizers,
     lr_scale=speedrun.trapezoid,
     momentum=muon_momentum,
-    window=speedrun.window_schedule,
     batch_divisors=batch_divisors,
     defaults=dict(n_head=6, max_steps=5833, weight_decay=0.0, grad_clip=math.inf),
     rates=dict(max_lr=0.02, warmup_steps=0),
-    own_flags=("window", "cooldown"),
+    own_flags=("cooldown",),
     automatic=automatic,
 )

@@ -98,18 +98,17 @@ def head_size(config, even: bool = False) -> int:
 
 # ---------------------------------------------------------------------- attention
 
-def attention(q, k, v, kernel="auto", mask=None):
+def attention(q, k, v, kernel="auto"):
     """softmax(q k^T / sqrt(hs)) v: q (B, T, nh, hs), k and v (B, S, nh, hs) -> (B, T, nh, hs).
 
-    Each token sees itself and all before it. A `mask`, bool (B, 1, T, S), replaces this rule: it is
-    True where a token sees another. GPT-2 needs none, speedrun.py does. `kernel`: one of ATTENTION.
+    Each token sees itself and all before it. `kernel` is one of ATTENTION.
     """
     # torch wants the heads before the tokens: (B, nh, T, hs) and (B, nh, S, hs).
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     T, S = q.size(2), k.size(2)
 
     # If T is not S, there is a cache and T is 1: the newest token sees all others, without a mask.
-    is_causal = mask is None and T == S
+    is_causal = T == S
 
     # On a CPU in bfloat16 the formula is faster than torch's kernels, while there are few scores.
     on_cpu_in_bfloat16 = q.device.type == "cpu" and q.dtype == torch.bfloat16
@@ -117,16 +116,16 @@ def attention(q, k, v, kernel="auto", mask=None):
         kernel = "naive"
 
     if kernel == "naive":
-        y = attention_by_formula(q, k, v, is_causal, mask)
+        y = attention_by_formula(q, k, v, is_causal)
     elif kernel == "auto":
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
     else:
         with sdpa_kernel(SDPA_KERNELS[kernel]):
-            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal)
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
     return y.transpose(1, 2)
 
 
-def attention_by_formula(q, k, v, is_causal, mask):
+def attention_by_formula(q, k, v, is_causal):
     """Equation 1 of arXiv:1706.03762: q (B, nh, T, hs), k and v (B, nh, S, hs) -> (B, nh, T, hs)"""
     T, hs = q.size(2), q.size(3)
     scores = (q / math.sqrt(hs)) @ k.transpose(-2, -1)                          # (B, nh, T, S)
@@ -135,8 +134,6 @@ def attention_by_formula(q, k, v, is_causal, mask):
         # -inf above the diagonal, where a key comes after the query.
         future = torch.full((T, T), float("-inf"), dtype=q.dtype, device=q.device).triu(1)
         scores = scores + future
-    elif mask is not None:
-        scores = scores.masked_fill(~mask, float("-inf"))
 
     weights = F.softmax(scores, dim=-1).to(v.dtype)         # autocast returns float32
     return weights @ v

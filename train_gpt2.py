@@ -127,10 +127,6 @@ class Config:
     vocab_size: int = flag(50304, MODEL, "The number of rows in the embedding. The default is "
                            "GPT-2's 50257 tokens, padded to a multiple of 128.",
                            above=0, most=65536, fixed=True)
-    window: int = flag("auto", MODEL, "The number of tokens that a token attends to at the end of "
-                       "the run, itself included, all in its own document (speedrun and "
-                       "frontier). 'auto' means no limit in a new model, and the window of the "
-                       "loaded model otherwise.", word="auto", above=0, fixed=True)
 
     total_batch_size: int = flag(524288, BATCH, "The number of tokens per optimizer step, over all "
                                  "processes.", above=0, fixed=True)
@@ -226,12 +222,7 @@ def resolve_config(given: dict, start: Start, process: Process) -> tuple[Config,
     config = replace(flags)             # a copy
     recipe = RECIPES[config.recipe]
 
-    # A resumed run keeps its window, and so does the model of --init. A new model gets 0: it looks
-    # back at all tokens. So does the model of --init, if "--window auto" was typed.
-    window = 0
-    if recipe.window and start.model and (start.path or "window" not in given):
-        window = start.model.config.window
-    set_automatic(config, sequence_length=config.block_size, window=window)
+    set_automatic(config, sequence_length=config.block_size)
     set_automatic(config, **recipe.automatic(config))
     set_automatic(config, min_lr=config.max_lr / 10, dtype=choose_dtype("auto", process.device))
 
@@ -373,8 +364,6 @@ def make_model(config: Config, start: Start, device: str) -> LanguageModel:
     model = start.model
     if model is None:
         model = fresh_model(config)
-    if RECIPES[config.recipe].window:
-        model.config.window = config.window             # any window fits the weights
 
     model.kernel = config.attention
     model.recompute = config.recompute
@@ -398,7 +387,7 @@ def wrap_ddp(model: Callable, process: Process) -> DDP:
     if process.on_gpu:
         options["device_ids"] = [process.device]
 
-    # Buffers (the window, frontier's tables of tokens) are the same on all ranks anyway.
+    # Buffers (frontier's tables of tokens) are the same on all ranks anyway.
     if "forward_sync_buffers" in signature(DDP).parameters:             # from torch 2.13 on
         options["forward_sync_buffers"] = False
     else:
@@ -453,7 +442,7 @@ def schedule_change(
 def set_schedules(
     step: int, config: Config, schedule: BatchSchedule, state: TrainState
 ) -> float:
-    """Sets learning rates, Muon's momentum and the window of this step.
+    """Sets the learning rates and Muon's momentum of this step.
 
     Returns the learning rate for the log: --max_lr times the schedule's factor.
     """
@@ -465,8 +454,6 @@ def set_schedules(
         group["lr"] = group["initial_lr"] * scale               # CombinedOptimizer noted initial_lr
         if recipe.momentum and "momentum" in group:             # Muon's
             group["momentum"] = recipe.momentum(progress, config)
-    if config.window:
-        state.model.window.fill_(recipe.window(progress, config))
     return config.max_lr * scale
 
 
@@ -685,7 +672,7 @@ def train(
             return step, True
 
         try:
-            # Evaluate, with the window of this step.
+            # Evaluate.
             lr = set_schedules(step, config, loader.schedule, state)
             evaluate(step, config, process, data, loader.B, state, log, output)
             if step == config.max_steps:

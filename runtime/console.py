@@ -332,8 +332,6 @@ def print_header(
         f"width {c.n_embd}",
         f"vocabulary {c.vocab_size}",
     ]
-    if c.window:
-        shape.append(f"window {c.window} inside documents")
     say(f"{c.recipe}: {num_params:,} parameters ({', '.join(shape)})")
 
     first_batch, last_batch = schedule.tokens(0), schedule.tokens(c.max_steps - 1)

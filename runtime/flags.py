@@ -182,8 +182,7 @@ def check_model_flags(config) -> None:
                         "tokens) for samples and HellaSwag: raise --vocab_size, or turn both off "
                         "with --sample_every 0 --hellaswag_every 0")
 
-    for name in ("sequence_length", "window"):
-        length = getattr(config, name)
-        if length != "auto" and length > config.block_size:
-            raise UserError(f"--{name} {length} must not be above --block_size "
-                            f"{config.block_size}: lower --{name} or raise --block_size")
+    length = config.sequence_length
+    if length != "auto" and length > config.block_size:
+        raise UserError(f"--sequence_length {length} must not be above --block_size "
+                        f"{config.block_size}: lower --sequence_length or raise --block_size")

@@ -245,11 +245,8 @@ def check_config(config) -> None:
             expected = "tanh or none"
             valid = value in ("tanh", "none")
         else:
-            least = 1
-            if name == "window":
-                least = 0               # no window
-            expected = f"a whole number from {least} to {LARGEST_SIZE}"
-            valid = type(value) is int and least <= value <= LARGEST_SIZE
+            expected = f"a whole number from 1 to {LARGEST_SIZE}"
+            valid = type(value) is int and 1 <= value <= LARGEST_SIZE
         if not valid:
             raise unexpected(f"its config's {name}", expected, value)
 

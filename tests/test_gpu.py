@@ -22,7 +22,6 @@ from peers import make_model, tokens
 from runtime.files import checkpoints
 from runtime.shards import write_shard
 from runtime.tokenizer import encode
-from speedrun import document_window_mask
 
 GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 RECIPES = ["gpt2", "speedrun", "frontier"]
@@ -211,26 +210,3 @@ def test_attention_kernels_are_the_formula_of_float64_forward_and_backward(devic
         Y.backward(upstream.cpu().double())
         for ours, expected in ((y, Y), (q.grad, Q.grad), (k.grad, K.grad), (v.grad, V.grad)):
             torch.testing.assert_close(ours.cpu().double(), expected, atol=tolerance, rtol=tolerance)
-
-
-@each(cpu=0)
-def test_flex_attention_trains_as_sdpa_does(device):
-    """A window inside documents; a new window compiles nothing again."""
-    model = MODELS["speedrun"](MODELS["speedrun"].Config(256, 50304, 2, 2, 64, window=64)).to(device)
-    torch.manual_seed(0)
-    idx = torch.where(torch.rand(2, 256) < 0.02, 50256, torch.randint(50256, (2, 256))).to(device)
-    compiled = torch.compile(model, dynamic=False)
-    mask = document_window_mask(idx, 256, model.window)
-    assert mask.shape == (2, 1, 256, 256) and not mask.all()
-    for i, window in enumerate((64, 40)):
-        gradients = []
-        for kernel, call in (("math", model), ("auto", compiled)):
-            model.window.fill_(window)
-            model.kernel = kernel
-            model.zero_grad()
-            with torch.compiler.set_stance("fail_on_recompile" if i and call is compiled else "default"):
-                call(idx, idx)[1].backward()
-            gradients.append([p.grad for p in model.parameters()])
-        assert graphs() == 1
-        for a, b in zip(*gradients, strict=True):
-            assert (a - b).norm() <= 1e-3 * a.norm() + 1e-9

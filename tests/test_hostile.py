@@ -72,8 +72,7 @@ def run(recipe):
     os.mkdir("data")
     for i, split in enumerate(("val", "train")):
         write_shard(f"data/x_{split}_{i:06d}.npy", np.arange(400, dtype=np.uint16) % 96)
-    window = "--window 4" * (recipe != "gpt2")
-    train(*f"--data data --out log --n_layer 1 --n_head 1 --n_embd 4 --block_size 8 --vocab_size 96 {window} "
+    train(*f"--data data --out log --n_layer 1 --n_head 1 --n_embd 4 --block_size 8 --vocab_size 96 "
           f"--recipe {recipe} --dtype float16 --device cpu --max_steps 2 --total_batch_size 32 "
           "--val_tokens 8 --warmup_steps 1 --sample_every 0 --hellaswag_every 0".split())
     os.rename("log/checkpoint_000002.pt", "a.pt")
@@ -323,7 +322,7 @@ BAD = {
         ("model", WTE): [torch.zeros(min(1, *size)).expand(size) for size in ((2**22, 2**22), (2**40, 0))]}),
     "resumed gpt2": values({
         ("config", "max_lr"): [None, "1"], ("config", "dtype"): ["load", None], ("config", "seed"): [1.5],
-        ("config", "data"): [None, "x" * 300, "\0"], ("config", "window"): [3], "recipe": ["frontier"],
+        ("config", "data"): [None, "x" * 300, "\0"], "recipe": ["frontier"],
         "step": [ENDLESS, 10**400, 2**41, -1, 1.0, NONE], "optimizers": [{}, NONE],
         ("optimizers", WPE, "exp_avg"): [ENDLESS, MATRIX[:7], MATRIX + math.nan, NONE],
         ("optimizers", LN, "step"): [torch.zeros(4), 3], ("data", "train", 0, 1): [torch.zeros(2), 10**5000],

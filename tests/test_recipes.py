@@ -26,7 +26,7 @@ from test_guards import QUIET, TINY, column
 FLAGS = {                   # gpt2's, which --preset and --recipe change
     "preset": "gpt2", "dry_run": False, "data": "edu_fineweb10B", "overfit": False, "shuffle": True,
     "val_tokens": 10_485_760, "hellaswag_data": "", "recipe": "gpt2", "init": "scratch", "n_layer": 12,
-    "n_head": 12, "n_embd": 768, "block_size": 1024, "vocab_size": 50304, "window": "auto",
+    "n_head": 12, "n_embd": 768, "block_size": 1024, "vocab_size": 50304,
     "total_batch_size": 524_288, "batch_size": "auto", "sequence_length": "auto",
     "max_steps": 19_073, "warmup_steps": 715, "max_lr": 6e-4, "min_lr": "auto", "cooldown": "auto",
     "weight_decay": 0.1, "grad_clip": 1.0, "seed": 1337, "device": "auto", "dtype": "auto", "tf32": True,
@@ -83,7 +83,7 @@ def test_the_models_own_defaults_are_gpt2s_size(recipe):
     shape = {"block_size": 1024, "vocab_size": 50304, "n_layer": 12, "n_embd": 768}
     assert vars(MODELS[recipe].Config()) == shape | (
         {"vocab_size": 50257, "n_head": 12, "gelu": "tanh"} if recipe == "gpt2"
-        else {"n_head": 6, "window": 0})
+        else {"n_head": 6})
 
 
 def test_the_published_sizes_have_heads_of_64():
@@ -94,17 +94,16 @@ def test_the_published_sizes_have_heads_of_64():
         ("gpt2-xl", 48, 25, 1600))}
 
 
-@pytest.mark.parametrize("recipe, window, T, parameters, flops", [
-    ("gpt2", None, 1024, 124_475_904, 855_383_040), ("gpt2", None, 256, 124_475_904, 770_448_384),
-    ("speedrun", 0, 1024, 162_201_636, 854_655_192), ("speedrun", 256, 1024, 162_201_636, 769_720_536),
-    ("frontier", 0, 1024, 180_380_196, 854_655_192), ("frontier", 256, 512, 180_380_196, 769_720_536)])
-def test_parameters_and_flops_a_token_at_gpt2s_size(recipe, window, T, parameters, flops):
+@pytest.mark.parametrize("recipe, T, parameters, flops", [
+    ("gpt2", 1024, 124_475_904, 855_383_040), ("gpt2", 256, 124_475_904, 770_448_384),
+    ("speedrun", 1024, 162_201_636, 854_655_192), ("speedrun", 256, 162_201_636, 769_720_536),
+    ("frontier", 1024, 180_380_196, 854_655_192), ("frontier", 256, 180_380_196, 769_720_536)])
+def test_parameters_and_flops_a_token_at_gpt2s_size(recipe, T, parameters, flops):
     """6 for each weight that a token is multiplied by, and 12 for each layer, channel and token seen. gpt2:
     123,689,472 weights without positions; speedrun and frontier: 50,304 x 768 of the head, 84,934,656 in the
     blocks and 36 scalars."""
-    shape = {"vocab_size": 50304} | ({} if window is None else {"window": window})
     with torch.device("meta"):
-        model = MODELS[recipe](MODELS[recipe].Config(**shape))
+        model = MODELS[recipe](MODELS[recipe].Config(vocab_size=50304))
     assert sum(p.numel() for p in model.parameters()) == parameters
     assert model.flops_per_token(T) == flops
 

@@ -1,4 +1,4 @@
-"""The modern recipes: their models against one plain reference, documents and windows, Muon, schedules."""
+"""The modern recipes: their models against one plain reference, Muon, schedules."""
 import dataclasses
 import math
 from types import SimpleNamespace as Config
@@ -15,8 +15,7 @@ from peers import make_model, tokens
 from runtime.muon import Muon, orthogonalize
 from runtime.shards import write_shard
 from runtime.tokenizer import EOT, encode
-from speedrun import (SpeedrunGPT, document_window_mask, masked_attention, muon_momentum, trapezoid,
-                      window_schedule)
+from speedrun import SpeedrunGPT, muon_momentum, trapezoid
 
 MODERN = ["speedrun", "frontier"]
 
@@ -118,11 +117,10 @@ def test_the_published_size_has_162_million_parameters_and_starts_at_the_loss_of
     assert small(tokens(2, 24), tokens(2, 24))[1].item() == pytest.approx(math.log(97), abs=1e-5)
 
 
-@pytest.mark.parametrize("window", [0, 6])
 @pytest.mark.parametrize("recipe", MODERN)
-def test_cached_generation_takes_the_likeliest_tokens_of_whole_forwards(recipe, window, tmp_path):
+def test_cached_generation_takes_the_likeliest_tokens_of_whole_forwards(recipe, tmp_path):
     """Beyond block_size, too, where the context slides; of a model that comes back from its checkpoint."""
-    model, idx = modern(recipe, window=window, n_layer=2, vocab_size=50304), tokens(2, 5)
+    model, idx = modern(recipe, n_layer=2, vocab_size=50304), tokens(2, 5)
     idx[0, 1] = idx[1, 3] = EOT
     torch.save({"model": model.state_dict(), "model_config": dataclasses.asdict(model.config),
                 "recipe": recipe}, tmp_path / "c.pt")
@@ -204,12 +202,12 @@ def test_the_schedule_is_constant_and_then_linear_to_its_floor():
 
 @pytest.mark.parametrize("recipe, dtype", [("speedrun", "float32"), ("frontier", "bfloat16")])
 def test_a_run_trains_evaluates_samples_and_is_sampled_from(recipe, dtype, tmp_path, capsys):
-    """The same loop, checkpoints and commands as for gpt2, on GPT-2's tokens, with a window."""
+    """The same loop, checkpoints and commands as for gpt2, on GPT-2's tokens."""
     text, out = encode((ROOT / "input.txt").read_text()[:30_000]), tmp_path / "log"
     for name, part in (("val", text[:1000]), ("train", text[1000:])):
         write_shard(tmp_path / f"text_{name}_000000.npy", part)
     train("--recipe", recipe, "--data", tmp_path, "--out", out, "--n_layer", 2, "--n_head", 2, "--n_embd", 32,
-          "--block_size", 32, "--window", 16, "--total_batch_size", 512, "--max_steps", 9, "--val_every", 9,
+          "--block_size", 32, "--total_batch_size", 512, "--max_steps", 9, "--val_every", 9,
           "--val_tokens", 900, "--sample_every", 9, "--hellaswag_every", 9, "--hellaswag_data",
           hellaswag_file(tmp_path / "h.jsonl"), "--checkpoint_every", 9, "--dtype", dtype)
     val = logged(out, "val")
@@ -220,81 +218,3 @@ def test_a_run_trains_evaluates_samples_and_is_sampled_from(recipe, dtype, tmp_p
     sample.main(["--model", str(out), "--num_samples", "1", "--max_new_tokens", "4", "--prompt", "Now say"])
     assert "Now say" in capsys.readouterr().out
     refused(lambda: train("--recipe", "gpt2", "--data", tmp_path, "--out", out), f"--recipe {recipe}", "gpt2")
-
-
-# ----------------------------------------------------------------------------- documents and windows
-
-def with_window(window, **shape):
-    model = modern(window=window, vocab_size=50304, **shape)
-    idx = tokens(2, model.config.block_size, vocab_size=50)
-    idx[idx == 7] = EOT                         # documents of 50 tokens
-    return model, idx
-
-
-def test_a_mask_is_the_past_of_the_same_document_inside_the_window():
-    idx = torch.tensor([[5, 5, EOT, 5, 5, 5, 5, EOT], [EOT, 5, 5, 5, 5, 5, 5, 5]])
-    mask = document_window_mask(idx, 8, torch.tensor(3))
-    for b in range(2):
-        for q in range(8):
-            for k in range(8):
-                same_document = not (idx[b, k + 1:q + 1] == EOT).any()
-                assert mask[b, 0, q, k] == (k <= q < k + 3 and same_document), (b, q, k)
-    assert torch.equal(document_window_mask(idx, 2, torch.tensor(3)), mask[:, :, 6:])
-
-
-@pytest.mark.parametrize("kernel", ["naive", "math", "auto"])
-def test_every_kernel_computes_the_same_with_documents_and_a_window(kernel):
-    """A token's logits depend only on its document's last tokens: 3 layers see 3 (window - 1) tokens back."""
-    model, idx = with_window(20, block_size=160)
-    model.kernel = kernel
-    with torch.no_grad():
-        found = model(idx)[0]
-        for b, t in ((0, 159), (1, 159), (0, 77), (1, 40)):
-            starts = (idx[b, :t + 1] == EOT).nonzero().flatten().tolist()
-            begin = max((starts or [0])[-1], t - 3 * 19)
-            alone = model(idx[b:b + 1, begin:t + 1])[0]
-            torch.testing.assert_close(found[b, t], alone[0, -1], rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("had", [0, 8])
-def test_a_window_can_be_given_to_any_weights_and_as_long_as_the_sequence_it_changes_nothing(had):
-    model, idx, found = modern(window=had), tokens(2, 24), {}
-    for window, filled in ((0, None), (24, None), (16, None), (24, 16)):
-        again = SpeedrunGPT(dataclasses.replace(model.config, window=window))
-        again.load_state_dict(model.state_dict())
-        if filled:
-            again.window.fill_(filled)          # as the loop does before each step
-        found[window, filled] = again(idx)[0]
-    torch.testing.assert_close(found[24, None], found[0, None], rtol=1e-5, atol=1e-5)
-    assert torch.equal(found[16, None], found[24, 16])
-    assert (found[16, None] - found[0, None]).abs().max() > 1e-3
-
-
-def test_flex_attention_compiled_gives_what_sdpa_gives_and_a_new_window_compiles_nothing_anew():
-    """Without Inductor's C++, which is torch's and takes most of the time."""
-    _, idx = with_window(64, block_size=256)
-    q, k, v = torch.randn(3, 2, 256, 2, 16)
-
-    @torch.compile(dynamic=False, fullgraph=True, backend="aot_eager")
-    def flex(window):
-        return masked_attention(q, k, v, "auto", document_window_mask(idx, 256, window, as_blocks=True))
-    for window in map(torch.tensor, (64, 40)):
-        expected = masked_attention(q, k, v, "auto", document_window_mask(idx, 256, window))
-        with torch._dynamo.config.patch(error_on_recompile=int(window) != 64):
-            torch.testing.assert_close(flex(window), expected, rtol=1e-4, atol=1e-4)
-
-
-def test_flops_count_no_more_attention_than_the_window():
-    flops = [modern(window=window, block_size=512).flops_per_token(T)
-             for window, T in ((0, 512), (64, 512), (64, 32))]
-    plain = [modern(block_size=512).flops_per_token(T) for T in (512, 64, 32)]
-    assert flops == plain and plain[0] > plain[1] > plain[2]
-
-
-def test_the_window_grows_over_the_run_to_its_full_length():
-    config = Config(window=1792)
-    spans = [window_schedule(step / 1000, config) for step in range(1001)]
-    assert (spans[0], spans[1], spans[500], spans[1000]) == (64, 128, 960, 1792)
-    assert spans == sorted(spans) and {w % 64 for w in spans} == {0}
-    assert [window_schedule(step / 10, Config(window=w))
-            for step, w in ((0, 40), (10, 40), (10, 100))] == [40, 40, 100]
