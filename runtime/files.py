@@ -159,11 +159,12 @@ def reading(
     """Around the reading of a file that may be damaged or hostile.
 
     Any of `errors`, also a ValueError that our reader raises, becomes the UserError "`what`
-    `problem` (cause): `remedy`". A UserError or RunError passes through.
+    `problem` (cause): `remedy`". A UserError or RunError passes through, and so does a missing
+    package, of which run_command has more to say.
     """
     try:
         yield
-    except (UserError, RunError):
+    except (UserError, RunError, ModuleNotFoundError):
         raise
     except errors as error:
         raise UserError(f"{what} {problem} ({brief_error(error)}): {remedy}") from None

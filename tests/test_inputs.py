@@ -16,9 +16,6 @@ from hypothesis import strategies as st
 from test_text import FAST, read
 
 import fineweb
-from export import main as export
-from model import GPT, GPTConfig
-from recipes import load_model
 from runtime.shards import list_shards, open_shard, write_shard
 
 EOT = "<|endoftext|>"
@@ -225,17 +222,13 @@ def without_rights():
 
 def look_everywhere():
     """Every folder here is refused as one that cannot be read, and none is taken for an empty one."""
-    from sample import main as sample
     calls = [partial(prepare, "--input", pattern, "--out", "out") for pattern in (
         "closed", "closed/*", "closed/a.txt", "in/**", "in/*/a.txt", "in/closed/**")]
     calls += [partial(prepare, "--input", "val.txt", "--val_input", "in/**", "--out", "out"),
               partial(prepare, "--input", "val.txt", "--out", "closed"),
               partial(prepare, "--verify", "closed"),
               partial(prepare, "--pretokenized", 1, "--out", "closed"),
-              partial(train, "--data", "closed", "--out", "log"), partial(load_model, "closed"),
-              partial(load_model, "closed/log"), partial(load_model, "closed/best"),
-              partial(GPT.from_pretrained, "closed"), partial(sample, ["--model", "closed"]),
-              partial(export, ["open", "closed"])]
+              partial(train, "--data", "closed", "--out", "log")]
     for call in calls:
         refused(call, "closed", "Permission denied")
     for pattern in ("unlisted", "unlisted/*.txt"):
@@ -245,7 +238,6 @@ def look_everywhere():
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="of Linux' capabilities")
 def test_a_folder_that_cannot_be_read_is_not_taken_for_an_empty_one(tmp_path):
-    GPT(GPTConfig(block_size=8, n_layer=1, n_head=1, n_embd=4)).save_pretrained("open")
     for folder in ("closed", "in/closed", "in/open", "unlisted"):
         Path(folder).mkdir(parents=True)
         Path(folder, "a.txt").write_text("word " * 300)
@@ -266,17 +258,10 @@ def test_a_folder_that_cannot_be_read_is_not_taken_for_an_empty_one(tmp_path):
 @pytest.mark.parametrize("package, module, call", [
     ("huggingface_hub", "", partial(prepare, "--out", "out")),
     ("huggingface_hub", "", partial(prepare, "--pretokenized", 1)),
-    ("huggingface_hub", "", partial(load_model, "gpt2")),
     ("datasets", "", partial(prepare, "--dataset", "me/books", "--out", "begun")),
     ("pyarrow", "", partial(prepare, "--input", "val.parquet", "--out", "out")),
-    ("pyarrow", "", partial(prepare, "--input", "val.jsonl.zst", "--out", "out")),
-    ("safetensors", ".torch", partial(load_model, "exported")),
-    ("safetensors", ".torch", partial(export, ["exported/a.pt", "new"]))])
+    ("pyarrow", "", partial(prepare, "--input", "val.jsonl.zst", "--out", "out"))])
 def test_a_package_that_is_not_installed_is_named_with_its_installation(package, module, call, monkeypatch):
-    from peers import make_model, own_checkpoint, save
-    model = make_model(vocab_size=50257, n_layer=1, n_head=1, n_embd=4)
-    model.save_pretrained("exported")
-    save("exported/a.pt", own_checkpoint(model))
     Path("begun").mkdir()
     Path("begun/manifest.json").write_text(json.dumps({"dataset": "me/books", "revision": "1", "shards": []}))
     for name in ("val.parquet", "val.jsonl.zst"):
