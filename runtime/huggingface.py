@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from runtime.cli import UserError, brief_error, unexpected
-from runtime.files import read_text, reading, replace_file
+from runtime.files import reading, replace_file
 from runtime.tokenizer import EOT, VOCAB_SIZE, checked_asset
 from runtime.weights import EMBEDDING, HEAD, model_from_checkpoint
 
@@ -106,7 +106,7 @@ def download_model(name: str) -> Path:
 
 def read_json(path: Path) -> dict:
     """The object in a JSON file. ValueError or OSError if there is none."""
-    settings = json.loads(read_text(path, errors="strict"))
+    settings = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(settings, dict):
         raise unexpected(f"its {path.name}", "a JSON object", settings)
     return settings
