@@ -14,7 +14,7 @@ from runtime.cli import FlagParser, UserError, run_command
 from runtime.tokenizer import EOT, encode, tokenizer
 
 
-def parse_args(argv: list[str] | None) -> argparse.Namespace:
+def make_parser() -> FlagParser:
     parser = FlagParser(prog="sample.py", description=__doc__)
     parser.add_argument("--model", default="gpt2",
                         help="A checkpoint, the folder of a run (its newest checkpoint), "
@@ -48,8 +48,11 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
                         choices=["auto", "float32", "bfloat16", "float16"],
                         help="The number format of matrix products (autocast). 'auto' means "
                              "bfloat16 where the hardware has it (default float32).")
-    args = parser.parse_args(argv)
+    return parser
 
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    args = make_parser().parse_args(argv)
     if args.num_samples is None:
         args.num_samples = 4
         if args.interactive:
