@@ -23,12 +23,10 @@ def make_model(seed=0, spread=0.2, cls=GPT, **config):
 
 
 class LargestStorage(TorchDispatchMode):
-    """Inside this context: bytes of the largest tensor, and the number of operations."""
+    """Bytes of the largest tensor that is there inside this context."""
     bytes = 0
-    operations = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.operations += 1
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if torch.is_tensor(tensor) and tensor.device.type != "meta":
