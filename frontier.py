@@ -21,10 +21,10 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import speedrun
-from runtime.language_model import Embedding
+from model import Embedding, attention
 from runtime.recipe import BatchSchedule, Recipe
 from runtime.tokenizer import EOT, VOCAB_SIZE, token_bytes
-from speedrun import CastedLinear, ModernLanguageModel, SpeedrunAttention, masked_attention, norm
+from speedrun import CastedLinear, ModernLanguageModel, SpeedrunAttention, norm
 
 
 # ---------------------------------------------------------------------- rows for stems and forms
@@ -102,8 +102,8 @@ def bigram_hash(tokens, rows):
 # ---------------------------------------------------------------------- shifted keys
 # In half of the heads position i holds the key of token i - 1, but its own value. So a query that
 # matches an earlier occurrence of its token reads the value of what followed there. An ordinary
-# attention needs two layers for that (an induction head, arXiv:2209.11895). Record 49 shifts half of
-# the numbers of each head instead.
+# attention needs two layers for that (an induction head, arXiv:2209.11895). Record 49 shifts half
+# of the numbers of each head instead.
 
 def first_shifted_head(n_head: int) -> int:
     """The heads from this one on have shifted keys: half of all heads, rounded up."""
@@ -129,11 +129,11 @@ def shift_keys(k, starts):
 class FrontierAttention(SpeedrunAttention):
     """SpeedrunAttention with shifted keys."""
 
-    def forward(self, x, v1, rotary, kernel, mask, past, starts):
+    def forward(self, x, v1, rotary, kernel, past, starts):
         """x (B, T, C) -> (B, T, C), and v1: the values of the first block, None in that block."""
         q, k, v, v1 = self.queries_keys_values(x, v1, rotary, past)
         k = shift_keys(k, starts)
-        y = masked_attention(q, k, v, kernel, mask)                             # (B, T, nh, hs)
+        y = attention(q, k, v, kernel)                                          # (B, T, nh, hs)
         return self.c_proj(y.flatten(2)), v1
 
 
@@ -180,7 +180,7 @@ class FrontierGPT(ModernLanguageModel):
             "h": nn.ModuleList(blocks),
         })
 
-        # Tied head (record 53): a token's row learns both where it is read and where it is predicted.
+        # Tied head (record 53): a token's row learns where it is read and where it is predicted.
         self.lm_head = CastedLinear(C, V, device="meta")
         self.lm_head.weight = self.transformer.wte.weight
 
@@ -312,10 +312,9 @@ RECIPE = Recipe(
     make_optimizers,
     lr_scale=speedrun.trapezoid,
     momentum=muon_momentum,
-    window=speedrun.window_schedule,
     batch_divisors=batch_divisors,
     defaults=dict(n_head=6, max_steps=5833, weight_decay=0.0, grad_clip=math.inf),
     rates=dict(max_lr=0.02, warmup_steps=0),
-    own_flags=("window", "cooldown"),
+    own_flags=("cooldown",),
     automatic=automatic,
 )

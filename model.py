@@ -1,6 +1,7 @@
-"""GPT-2 (Radford et al. 2019): architecture and initial weights; AdamW as for GPT-3.
+"""GPT-2 (Radford et al. 2019): architecture, loss, generation, and AdamW as for GPT-3.
 
-    from model import GPT, GPTConfig, load_model
+    from model import GPT, GPTConfig
+    from recipes import load_model
 
     model = GPT(GPTConfig())                        # new weights
     model = GPT.from_pretrained("gpt2")             # the published weights, or those of a folder
@@ -10,27 +11,26 @@
     _, loss = model(idx, targets)                   # a target of -1 is ignored
     idx = model.generate(idx, max_new_tokens=50)
 
-The parent class LanguageModel, in runtime/language_model.py, has `forward` with the loss, and
-`generate`: they are the same for all models of this project.
+The file goes from the parts to the whole: layers, attention, blocks, then LanguageModel, which has
+what all models of this project share (loss and generation), and last GPT, which is one of them.
 
 Shapes: B sequences, T tokens, C = n_embd, nh heads of size hs = C / nh. S is T plus the tokens that
 are already in the cache; in training S = T.
 """
-# This import is the first one, because it refuses an old Python in one line.
-from runtime.cli import run_command
-
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from runtime.kernels import matmul_dtype
-from runtime.language_model import Embedding, LanguageModel, Linear, head_size
+from runtime.kernels import chunked_cross_entropy, matmul_dtype
+from runtime.tokenizer import VOCAB_SIZE
 
 GPT2_SIZES = {
     "gpt2": dict(n_layer=12, n_head=12, n_embd=768),            # 124,439,808 parameters
@@ -65,20 +65,50 @@ class GPTConfig:
     gelu: str = "tanh"          # nn.GELU's `approximate`; "none" is the exact GELU, nanoGPT's
 
 
+# ---------------------------------------------------------------------- layers
+# They are torch's, but draw no random numbers when they are made: init_weights of a model draws all
+# its weights, each once.
+
+class Linear(nn.Linear):
+    """nn.Linear without random weights."""
+
+    def reset_parameters(self):
+        pass
+
+
+class Embedding(nn.Embedding):
+    """nn.Embedding without random rows."""
+
+    def reset_parameters(self):
+        pass
+
+
+def head_size(config, even: bool = False) -> int:
+    """hs, the width of one attention head. ValueError if it is no whole number, or not `even`."""
+    C, nh = config.n_embd, config.n_head
+    if C % nh != 0:
+        raise ValueError(f"n_embd {C} must be divisible by n_head {nh}")
+
+    hs = C // nh
+    if even and hs % 2 != 0:
+        raise ValueError(f"n_embd {C} / n_head {nh} = {hs} must be even, because rotary embeddings "
+                         "rotate pairs of numbers")
+    return hs
+
+
 # ---------------------------------------------------------------------- attention
 
-def attention(q, k, v, kernel="auto", mask=None):
+def attention(q, k, v, kernel="auto"):
     """softmax(q k^T / sqrt(hs)) v: q (B, T, nh, hs), k and v (B, S, nh, hs) -> (B, T, nh, hs).
 
-    Each token sees itself and all before it. A `mask`, bool (B, 1, T, S), replaces this rule: it is
-    True where a token sees another. GPT-2 needs none, speedrun.py does. `kernel` is one of ATTENTION.
+    Each token sees itself and all before it. `kernel` is one of ATTENTION.
     """
     # torch wants the heads before the tokens: (B, nh, T, hs) and (B, nh, S, hs).
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     T, S = q.size(2), k.size(2)
 
     # If T is not S, there is a cache and T is 1: the newest token sees all others, without a mask.
-    is_causal = mask is None and T == S
+    is_causal = T == S
 
     # On a CPU in bfloat16 the formula is faster than torch's kernels, while there are few scores.
     on_cpu_in_bfloat16 = q.device.type == "cpu" and q.dtype == torch.bfloat16
@@ -86,16 +116,16 @@ def attention(q, k, v, kernel="auto", mask=None):
         kernel = "naive"
 
     if kernel == "naive":
-        y = attention_by_formula(q, k, v, is_causal, mask)
+        y = attention_by_formula(q, k, v, is_causal)
     elif kernel == "auto":
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
     else:
         with sdpa_kernel(SDPA_KERNELS[kernel]):
-            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal)
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
     return y.transpose(1, 2)
 
 
-def attention_by_formula(q, k, v, is_causal, mask):
+def attention_by_formula(q, k, v, is_causal):
     """Equation 1 of arXiv:1706.03762: q (B, nh, T, hs), k and v (B, nh, S, hs) -> (B, nh, T, hs)"""
     T, hs = q.size(2), q.size(3)
     scores = (q / math.sqrt(hs)) @ k.transpose(-2, -1)                          # (B, nh, T, S)
@@ -104,16 +134,10 @@ def attention_by_formula(q, k, v, is_causal, mask):
         # -inf above the diagonal, where a key comes after the query.
         future = torch.full((T, T), float("-inf"), dtype=q.dtype, device=q.device).triu(1)
         scores = scores + future
-    elif mask is not None:
-        scores = scores.masked_fill(~mask, float("-inf"))
 
     weights = F.softmax(scores, dim=-1).to(v.dtype)         # autocast returns float32
     return weights @ v
 
-
-# ---------------------------------------------------------------------- the model
-# Linear and Embedding are torch's, but draw no random numbers when they are made: GPT.init_weights
-# draws all weights, each once.
 
 class CausalSelfAttention(nn.Module):
     def __init__(self, config, layer):
@@ -132,7 +156,7 @@ class CausalSelfAttention(nn.Module):
         k = k.view(B, T, self.n_head, hs)
         v = v.view(B, T, self.n_head, hs)
 
-        # Only generation has a cache, `past`: it keeps the keys and values of earlier tokens.
+        # Only generation has a cache, `past`, a KVCache (below): the keys and values so far.
         if past is not None:
             k = past.append(f"k{self.layer}", k)                                # (B, S, nh, hs)
             v = past.append(f"v{self.layer}", v)
@@ -140,6 +164,8 @@ class CausalSelfAttention(nn.Module):
         y = attention(q, k, v, kernel)                                          # (B, T, nh, hs)
         return self.c_proj(y.reshape(B, T, C))
 
+
+# ---------------------------------------------------------------------- blocks
 
 class MLP(nn.Module):
     def __init__(self, config):
@@ -174,6 +200,197 @@ class Block(nn.Module):
         x = x + self.mlp(self.ln_2(x))
         return x
 
+
+# ---------------------------------------------------------------------- generation
+
+class KVCache:
+    """The tokens so far (B, S), and the keys and values that each layer has computed for them.
+
+    Generation appends the whole context at once, and then one token at a time.
+    """
+
+    def __init__(self):
+        self.tensors = {}
+
+    def append(self, name: str, new: Tensor) -> Tensor:
+        """Appends `new` (B, T, ...) to the tensor called `name`. Returns all of it (B, S, ...)."""
+        if name in self.tensors:
+            new = torch.cat((self.tensors[name], new), dim=1)
+        self.tensors[name] = new
+        return new
+
+
+def sample_token(
+    logits: Tensor,
+    temperature: float,
+    top_k: int | None,
+    generator: torch.Generator | None,
+) -> Tensor:
+    """Samples a token of each row: logits (B, vocab_size) -> int64 (B, 1). Overwrites logits."""
+    # The ids that pad the vocabulary stand for no token.
+    logits[:, VOCAB_SIZE:] = float("-inf")
+
+    # Temperature 0 takes the likeliest token. So does one below 1e-5: divided by a far smaller one,
+    # logits would overflow float32.
+    if temperature < 1e-5:
+        return logits.argmax(dim=-1, keepdim=True)
+    logits = logits / temperature
+
+    if top_k:
+        likeliest = logits.topk(min(top_k, logits.size(-1))).values             # (B, top_k)
+        logits = logits.masked_fill(logits < likeliest[:, -1:], float("-inf"))
+
+    probabilities = F.softmax(logits, dim=-1)
+    return torch.multinomial(probabilities, num_samples=1, generator=generator)
+
+
+# ---------------------------------------------------------------------- what all models share
+
+class LanguageModel(nn.Module):
+    """Loss and generation from a model's hidden states.
+
+    A subclass has `config`, `lm_head`, and `hidden(idx, past=None)`: the final hidden states (B, T,
+    C) of the tokens idx (B, T), which follow those in the KVCache `past`.
+    """
+    recipe = ""             # the name of its recipe, which checkpoints and exports carry
+    lookup_tables = ()      # names of the embeddings of which no matrix product makes use
+    softcap = 0.0           # c: the logits are c tanh(y / c) of the head's output y; 0: they are y
+
+    # How to compute, which changes no result but by rounding. train_gpt2.py sets these.
+    kernel = "auto"         # attention's, one of ATTENTION
+    loss_chunk = 0          # tokens of which training has the logits in memory at a time; 0: all
+    recompute = False       # compute each block again in the backward, to keep less in memory
+
+    def head(self) -> Tensor:
+        """The matrix (vocab_size, C) that turns hidden states into logits."""
+        return self.lm_head.weight
+
+    def logits(self, x: Tensor, head: Tensor | None = None) -> Tensor:
+        """x (..., C) -> (..., vocab_size). `head` is what self.head() returns, if it is known."""
+        if head is None:
+            head = self.head()
+        y = F.linear(x, head)
+        if self.softcap:
+            y = self.softcap * torch.tanh(y.float() / self.softcap)
+        return y
+
+    def forward(
+        self, idx: Tensor, targets: Tensor | None = None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """(logits, None) without targets; (None, loss) with them: mean cross-entropy in nats.
+
+        idx and targets are int64 (B, T), logits (B, T, vocab_size). A target of -1 is ignored.
+        """
+        T, block_size = idx.size(1), self.config.block_size
+        if T > block_size:
+            raise ValueError(f"a sequence of {T} tokens is longer than block_size {block_size}")
+
+        x = self.hidden(idx)                                                    # (B, T, C)
+        if targets is None:
+            return self.logits(x), None
+
+        # The logits are not returned beside the loss: so the chunks below need not keep them, and
+        # torch.compile can compute the loss without storing them in float32.
+        x = x.flatten(0, 1)                                                     # (B T, C)
+        targets = targets.flatten()                                             # (B T)
+        if self.loss_chunk:
+            loss = chunked_cross_entropy(x, self.head(), targets, self.loss_chunk, self.softcap)
+        else:
+            loss = F.cross_entropy(self.logits(x).float(), targets, ignore_index=-1)
+        return None, loss
+
+    def run_block(self, block: nn.Module, *args):
+        """block(*args). With `recompute` the backward computes it again (arXiv:1604.06174)."""
+        if self.recompute and torch.is_grad_enabled():
+            # No block draws random numbers. So no generator's state has to be kept for it.
+            return checkpoint(block, *args, use_reentrant=False, preserve_rng_state=False)
+        return block(*args)
+
+    def token_losses(self, idx: Tensor, targets: Tensor, positions: Tensor) -> Tensor:
+        """Cross-entropy (nats) of each token, float32 (B, T), and 0 where the target is -1.
+
+        `positions`, int64 (n,), are the indices of the targets >= 0 among all B T. Logits are
+        computed only there. The caller finds the positions on the CPU, because torch.nonzero on a
+        GPU would make the CPU wait for their number.
+        """
+        x = self.hidden(idx).flatten(0, 1)[positions]                           # (n, C)
+        logits = self.logits(x).float()                                         # (n, vocab_size)
+        targets = targets.flatten()[positions]                                  # (n,)
+        losses = F.cross_entropy(logits, targets, reduction="none")
+
+        zeros = torch.zeros(idx.numel(), device=idx.device)
+        return zeros.scatter(0, positions, losses).view_as(idx)
+
+    def generate(
+        self,
+        idx: Tensor,
+        max_new_tokens: int,
+        temperature: float = 1.0,
+        top_k: int | None = 50,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """Continues idx (B, T) by max_new_tokens sampled tokens -> (B, T + max_new_tokens).
+
+        `temperature` 0 takes the likeliest token. `top_k` None or 0 samples from all tokens. Beyond
+        block_size each token takes a forward pass of the whole context.
+        """
+        new = self.generate_tokens(idx, max_new_tokens, temperature, top_k, generator)
+        return torch.cat((idx, *new), dim=1)
+
+    @torch.no_grad()
+    def generate_tokens(
+        self,
+        idx: Tensor,
+        max_new_tokens: int,
+        temperature: float = 1.0,
+        top_k: int | None = 50,
+        generator: torch.Generator | None = None,
+    ) -> Iterator[Tensor]:
+        """Yields the new tokens of `generate` one by one, int64 (B, 1) each.
+
+        The caller may stop after any of them.
+        """
+        block_size = self.config.block_size
+
+        # The head is cast to autocast's dtype once. Autocast keeps only the casts of parameters,
+        # and frontier's head is a sum of rows: it would be cast again for each token.
+        head = self.head()
+        head = head.to(matmul_dtype(head))
+
+        past = None
+        for _ in range(max_new_tokens):
+            if past is None or idx.size(1) > block_size:
+                # Beyond block_size the context is the last block_size tokens. The position of each
+                # changes with every new token, so that no key of the cache can be used again.
+                past = KVCache()
+                x = self.hidden(idx[:, -block_size:], past)                     # (B, S, C)
+            else:
+                x = self.hidden(idx[:, -1:], past)                              # (B, 1, C)
+
+            logits = self.logits(x[:, -1], head).float()                        # (B, vocab_size)
+            new = sample_token(logits, temperature, top_k, generator)           # (B, 1)
+            idx = torch.cat((idx, new), dim=1)
+            yield new
+
+    def flops_per_token(self, sequence_length: int) -> int:
+        """FLOPs of a token, forward and backward: 6 N + 12 n_layer n_embd T.
+
+        (arXiv:2204.02311, appendix B.) T is how many tokens a token attends to.
+        """
+        # N counts the parameters in matrix products: a tied head is one, a looked-up table is not.
+        N = sum(p.numel() for p in self.parameters())
+        N -= sum(self.transformer[name].weight.numel() for name in self.lookup_tables)
+        T = sequence_length
+        return 6 * N + 12 * self.config.n_layer * self.config.n_embd * T
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Writes the model and its tokenizer in the Hugging Face format, for transformers."""
+        from runtime.huggingface import save_model
+
+        save_model(self, folder)
+
+
+# ---------------------------------------------------------------------- GPT-2
 
 class GPT(LanguageModel):
     """Pre-norm blocks, learned positions, GELU, biases everywhere, a head tied to the embedding.
@@ -244,8 +461,8 @@ class GPT(LanguageModel):
         if matmul_dtype(x) == torch.bfloat16:
             x = x.bfloat16()
 
-        # self.kernel and self.run_block come from LanguageModel. run_block calls the block; with
-        # --recompute the backward computes it again.
+        # run_block (of LanguageModel) calls the block; with --recompute the backward computes it
+        # again.
         for block in self.transformer.h:
             x = self.run_block(block, x, self.kernel, past)
         return self.transformer.ln_f(x)
@@ -262,33 +479,16 @@ class GPT(LanguageModel):
             {"params": others, "weight_decay": 0.0},
         ]
 
-        # "Fused" updates all parameters in one kernel. Not on a Mac ("mps"): there it would not skip
-        # overflowed steps if GradScaler drove this AdamW itself. In train_gpt2.py CombinedOptimizer
-        # stands between them, but another caller may have none.
+        # "Fused" updates all parameters in one kernel. Not on a Mac ("mps"): there it would not
+        # skip overflowed steps if GradScaler drove this AdamW itself, as a caller may let it. (In
+        # train_gpt2.py CombinedOptimizer stands between them.)
         fused = not self.lm_head.weight.is_mps
         return [torch.optim.AdamW(groups, lr=max_lr, betas=betas, eps=eps, fused=fused)]
 
     @classmethod
     def from_pretrained(cls, source: str | Path) -> "GPT":
         """A GPT-2 of the Hugging Face hub, such as "gpt2-xl", or of a folder in its format."""
+        # Imported here, so that `import model` alone stays small; save_pretrained does so, too.
         from runtime.huggingface import from_huggingface
+
         return from_huggingface(source, {"gpt2": GPT})
-
-
-# ---------------------------------------------------------------------- reading and exporting
-# The modules that do this import this file. So they are imported only where they are called.
-
-def load_model(source: str | Path) -> LanguageModel:
-    """The model of a checkpoint, a run, a folder or a hub name: see recipes.load_model."""
-    import recipes
-    return recipes.load_model(source)
-
-
-def main(argv: list[str] | None = None) -> None:
-    """`python model.py export SOURCE FOLDER`: see export.py."""
-    import export
-    export.main(argv)
-
-
-if __name__ == "__main__":
-    run_command(main)

@@ -3,11 +3,10 @@ from dataclasses import fields
 from pathlib import Path
 
 from frontier import FrontierGPT
-from model import GPT, GPT2_SIZES
+from model import GPT, GPT2_SIZES, LanguageModel
 from runtime.cli import UserError
 from runtime.flags import Preset
 from runtime.huggingface import from_huggingface
-from runtime.language_model import LanguageModel
 from runtime.tokenizer import VOCAB_SIZE
 from runtime.weights import find_checkpoint, model_from_checkpoint, read_checkpoint
 from speedrun import SpeedrunGPT
@@ -77,8 +76,8 @@ PRESETS = {
     ),
 }
 
-# --overfit is the lecture's sanity run: 50 steps on one batch. merge_flags in train_gpt2.py sets min_lr
-# to max_lr, so the rate is constant. The run writes no files.
+# --overfit is the lecture's sanity run: 50 steps on one batch. merge_flags sets min_lr to max_lr,
+# so the rate is constant. The run writes no files.
 OVERFIT = dict(
     vocab_size=50257, total_batch_size=4 * 32, sequence_length=32, shuffle=False,
     max_steps=50, warmup_steps=0, max_lr=3e-4,

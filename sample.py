@@ -3,9 +3,6 @@
     python sample.py --model log --prompt "Hello, I'm a language model,"
     python sample.py --model log --interactive      # a prompt, its continuation, the next prompt
 """
-# first, because it refuses an old Python in one line
-from runtime.cli import FlagParser, UserError, run_command
-
 import argparse
 import codecs
 import itertools
@@ -13,38 +10,37 @@ import math
 import sys
 from collections.abc import Iterable, Iterator
 
+from runtime.cli import FlagParser, UserError, run_command
 from runtime.tokenizer import EOT, encode, tokenizer
 
-NUMBERS = {         # flag: type, default, least, most, help
-    "num_samples": (int, None, 1, 1000, "The number of samples (default 4, or 1 with "
-                                        "--interactive)."),
-    "max_new_tokens": (int, 200, 1, math.inf, "The most tokens in a sample, which may be shorter "
-                                              "because its document ends."),
-    "temperature": (float, 1.0, 0, 1000, "Higher temperatures make the text more varied, and 0 "
-                                         "always takes the most likely token."),
-    "top_k": (int, 50, 0, math.inf, "Sample from the k most likely tokens, or from all if k is "
-                                    "0."),
-    "seed": (int, 42, 0, 2**63 - 1, "The random seed: the same flags give the same text on the "
-                                    "same machine."),
-}
 
-
-def parse_args(argv: list[str] | None) -> argparse.Namespace:
+def make_parser() -> FlagParser:
     parser = FlagParser(prog="sample.py", description=__doc__)
     parser.add_argument("--model", default="gpt2",
                         help="A checkpoint, the folder of a run (its newest checkpoint), "
                              "FOLDER/best (the checkpoint with the lowest validation loss), a "
                              "folder in the Hugging Face format, or a name on the Hugging Face "
                              "hub (default gpt2).")
-    one = parser.add_mutually_exclusive_group()
-    one.add_argument("--prompt", help="The text to continue (default: a new document).")
-    one.add_argument("--interactive", action="store_true",
-                     help="Continue each line of stdin, until Ctrl-D. An empty line begins a new "
-                          "document. Ctrl-C stops a continuation, and quits at the prompt.")
-    for name, (kind, default, _, _, help) in NUMBERS.items():
-        if default is not None:
-            help = f"{help[:-1]} (default {default})."
-        parser.add_argument(f"--{name}", type=kind, default=default, help=help)
+    start = parser.add_mutually_exclusive_group()
+    start.add_argument("--prompt", default="",
+                       help="The text to continue (default: a new document).")
+    start.add_argument("--interactive", action="store_true",
+                       help="Continue each line of stdin, until Ctrl-D. An empty line begins a "
+                            "new document. Ctrl-C stops a continuation, and quits at the prompt.")
+    parser.add_argument("--num_samples", type=int,
+                        help="The number of samples (default 4, or 1 with --interactive).")
+    parser.add_argument("--max_new_tokens", type=int, default=200,
+                        help="The most tokens in a sample, which may be shorter because its "
+                             "document ends (default 200).")
+    parser.add_argument("--temperature", type=float, default=1.0,
+                        help="Higher temperatures make the text more varied, and 0 always takes "
+                             "the most likely token (default 1.0).")
+    parser.add_argument("--top_k", type=int, default=50,
+                        help="Sample from the k most likely tokens, or from all if k is 0 "
+                             "(default 50).")
+    parser.add_argument("--seed", type=int, default=42,
+                        help="The random seed: the same flags give the same text on the same "
+                             "machine (default 42).")
     parser.add_argument("--device", default="auto",
                         help="The device: cuda, mps or cpu. 'auto' means the first of these that "
                              "is available (default auto).")
@@ -52,35 +48,37 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
                         choices=["auto", "float32", "bfloat16", "float16"],
                         help="The number format of matrix products (autocast). 'auto' means "
                              "bfloat16 where the hardware has it (default float32).")
-    args = parser.parse_args(argv)
+    return parser
 
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    args = make_parser().parse_args(argv)
     if args.num_samples is None:
         args.num_samples = 4
         if args.interactive:
             args.num_samples = 1
-    for name, (_, _, least, most, _) in NUMBERS.items():
-        value = getattr(args, name)
-        if not least <= value <= most:
-            raise UserError(f"--{name} {value} is out of range: choose a number from {least} to "
-                            f"{most}")
+
+    check_range("--num_samples", args.num_samples, 1, 1000)
+    check_range("--max_new_tokens", args.max_new_tokens, 1, math.inf)
+    check_range("--temperature", args.temperature, 0, 1000)
+    check_range("--top_k", args.top_k, 0, math.inf)
+    check_range("--seed", args.seed, 0, 2**63 - 1)
     return args
+
+
+def check_range(flag: str, value: float, least: float, most: float) -> None:
+    if not least <= value <= most:
+        raise UserError(f"{flag} {value} is out of range: choose a number from {least} to {most}")
 
 
 def read_prompts() -> Iterator[str]:
     """The lines of stdin, on a terminal until Ctrl-D."""
-    if sys.stdin is None:
-        raise UserError("--interactive reads prompts from stdin, which is closed: use --prompt")
-
-    # A notebook's stdin has no such method.
-    if hasattr(sys.stdin, "reconfigure"):
-        sys.stdin.reconfigure(errors="replace")
+    sys.stdin.reconfigure(errors="replace")     # whatever bytes a pipe may bring
     question = ""
     at_end = ""
     if sys.stdin.isatty() and sys.stdout.isatty():
         question = "> "
-
-        # Printed after ^D or ^C, so that the next output begins a line.
-        at_end = "\n"
+        at_end = "\n"           # after ^D or ^C, so that the next output begins a line
 
     while True:
         try:
@@ -125,7 +123,6 @@ def continuations(args: argparse.Namespace, model, device: str, generator, text:
     """The samples that continue `text`, as stream_text yields them."""
     import torch
 
-    from runtime.language_model import generate_tokens
     prompt = encode(text).tolist()
     block_size = model.config.block_size
     if len(prompt) > block_size:
@@ -139,8 +136,8 @@ def continuations(args: argparse.Namespace, model, device: str, generator, text:
 
     # (num_samples, T)
     idx = torch.tensor([start] * args.num_samples, dtype=torch.int64, device=device)
-    steps = generate_tokens(
-        model, idx, args.max_new_tokens, args.temperature, args.top_k, generator)
+    steps = model.generate_tokens(
+        idx, args.max_new_tokens, args.temperature, args.top_k, generator)
 
     # A single continuation follows the line that was just typed: the prompt is not printed again.
     if args.interactive and args.num_samples == 1:
@@ -161,12 +158,9 @@ def main(argv: list[str] | None = None) -> None:
     autocast = torch.autocast(
         device.split(":")[0], getattr(torch, dtype), enabled=dtype != "float32")
 
+    prompts = [args.prompt]
     if args.interactive:
         prompts = read_prompts()
-    elif args.prompt is not None:
-        prompts = [args.prompt]
-    else:
-        prompts = [""]
 
     with oom_as_user_error(lambda: f"{device} is out of memory: lower --num_samples"):
         model = load_model(args.model).to(device)

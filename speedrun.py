@@ -1,8 +1,7 @@
 """The speedrun recipe: modded-nanogpt's record 10 (November 2024), written anew.
 
-The names in the state dict are the record's. Three things differ from it: the embedding stays in
-float32; the eps of norm() is float32's (the record's, in torch 2.5, was bfloat16's: 2^-7); and
---window, off by default, comes from records 12 and 13.
+The names in the state dict are the record's. Two things differ from it: the embedding stays in
+float32, and the eps of norm() is float32's (the record's, in torch 2.5, was bfloat16's: 2^-7).
 
 docs/recipes.md says what each idea gains, measured by leaving it out. frontier.py builds on this
 file.
@@ -16,14 +15,11 @@ from dataclasses import dataclass
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from model import attention
+from model import Embedding, LanguageModel, Linear, attention, head_size
 from runtime.kernels import matmul_dtype
-from runtime.language_model import Embedding, LanguageModel, Linear, head_size
 from runtime.muon import Muon
 from runtime.recipe import Recipe
-from runtime.tokenizer import EOT
 
 
 @dataclass
@@ -33,9 +29,6 @@ class SpeedrunConfig:
     n_layer: int = 12
     n_head: int = 6             # heads of 128
     n_embd: int = 768
-
-    # A token sees the `window` last tokens of its document, itself included. 0: all before it.
-    window: int = 0
 
 
 # ---------------------------------------------------------------------- pieces of a block
@@ -57,7 +50,7 @@ def norm(x):
 
 def qk_norm(x):
     """QK-norm (arXiv:2010.04245): queries and keys have length sqrt(hs), so no score explodes."""
-    # A function of its own, so that benchmarks/ideas.py can leave it out without norm().
+    # A function of its own, so that bench.py can leave it out without norm().
     return norm(x)
 
 
@@ -79,40 +72,6 @@ def rotary_tables(S, T, hs, dtype, device):
     frequencies = 10000.0 ** -(torch.arange(0, hs, 2, device=device) / hs)      # (hs/2,)
     angles = torch.outer(positions, frequencies)[:, None]                       # (T, 1, hs/2)
     return angles.cos().to(dtype), angles.sin().to(dtype)
-
-
-def document_window_mask(tokens, T, window, as_blocks=False):
-    """Which of the tokens (B, S) the last T of them see: bool (B, 1, T, S).
-
-    Each sees itself and the `window` - 1 tokens before it, but none of an earlier document. With
-    `as_blocks`, and T = S, the result is FlexAttention's BlockMask (arXiv:2412.05496) instead, with
-    which blocks of scores that nothing sees are not computed.
-    """
-    B, S = tokens.size()
-    device = tokens.device
-    document = (tokens == EOT).cumsum(1)        # (B, S): a number for each; EOT is its first token
-
-    # Whether the token at position q of sequence b sees the one at position k. FlexAttention also
-    # passes a head, which makes no difference here.
-    def sees(b, head, q, k):
-        in_window = (k <= q) & (q - k < window)
-        return in_window & (document[b, q] == document[b, k])
-
-    if as_blocks:
-        return create_block_mask(sees, B, None, S, S, device=device)
-
-    b = torch.arange(B, device=device)[:, None, None, None]                     # (B, 1, 1, 1)
-    q = torch.arange(S - T, S, device=device)[:, None]                          # (T, 1)
-    k = torch.arange(S, device=device)                                          # (S,)
-    return sees(b, None, q, k)
-
-
-def masked_attention(q, k, v, kernel, mask):
-    """model.attention, or FlexAttention if `mask` is a BlockMask. q, k, v: (B, T or S, nh, hs)."""
-    if not isinstance(mask, BlockMask):
-        return attention(q, k, v, kernel, mask)
-    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)           # (B, nh, T, hs)
-    return flex_attention(q, k, v, block_mask=mask).transpose(1, 2)
 
 
 # ---------------------------------------------------------------------- blocks
@@ -151,10 +110,10 @@ class SpeedrunAttention(nn.Module):
             v = past.append(f"v{self.layer}", v)
         return q, k, v, v1
 
-    def forward(self, x, v1, rotary, kernel, mask, past):
+    def forward(self, x, v1, rotary, kernel, past):
         """x (B, T, C) -> (B, T, C), and v1: the values of the first block, None in that block."""
         q, k, v, v1 = self.queries_keys_values(x, v1, rotary, past)
-        y = masked_attention(q, k, v, kernel, mask)                             # (B, T, nh, hs)
+        y = attention(q, k, v, kernel)                                          # (B, T, nh, hs)
         return self.c_proj(y.flatten(2)), v1
 
 
@@ -203,14 +162,6 @@ class ModernLanguageModel(LanguageModel):
         self.config = config
         self.head_size = head_size(config, even=True)
 
-        # The window of the current step. Training lets it grow up to config.window, see
-        # window_schedule. As a tensor, because a compiled graph then serves all its values; on the
-        # CPU, because it has a value also where the weights are on "meta".
-        window = config.window
-        if window == 0:
-            window = config.block_size
-        self.register_buffer("window", torch.tensor(window, device="cpu"), persistent=False)
-
     def hidden(self, idx, past=None):
         """Final hidden states (B, T, C) of the tokens idx (B, T), which follow those in `past`."""
         T = idx.size(1)
@@ -230,20 +181,9 @@ class ModernLanguageModel(LanguageModel):
             return norm(x)
 
     def attention_inputs(self, tokens, T, dtype, past):
-        """What every block gives its attention beside x and v1: rotary, kernel, mask, past."""
+        """What every block gives its attention beside x and v1: rotary, kernel, past."""
         rotary = rotary_tables(tokens.size(1), T, self.head_size, dtype, tokens.device)
-        mask = self.window_mask(tokens, T, past)
-        return rotary, self.kernel, mask, past
-
-    def window_mask(self, tokens, T, past):
-        """The mask of the last T of the tokens (B, S), for masked_attention. None: no window."""
-        if not self.config.window:
-            return None
-
-        # FlexAttention is fast only in a compiled graph on CUDA, with heads of 16 or more.
-        can_flex = tokens.is_cuda and torch.compiler.is_compiling() and self.head_size >= 16
-        as_blocks = can_flex and self.kernel == "auto" and past is None
-        return document_window_mask(tokens, T, self.window, as_blocks)
+        return rotary, self.kernel, past
 
     @torch.no_grad()
     def init_weights(self):
@@ -286,12 +226,6 @@ class ModernLanguageModel(LanguageModel):
         )
         muon = Muon(matrices, max_lr, weight_decay=weight_decay, dtype=dtype)
         return [adam, muon]
-
-    def flops_per_token(self, sequence_length):
-        """LanguageModel's, of a token that sees no more than the window at the end of a run."""
-        if self.config.window:
-            sequence_length = min(sequence_length, self.config.window)
-        return super().flops_per_token(sequence_length)
 
 
 class SpeedrunGPT(ModernLanguageModel):
@@ -363,20 +297,13 @@ def muon_momentum(progress: float, config, first: float = 0.85, last: float = 0.
     return first + (last - first) * min(1.0, progress / 0.154)
 
 
-def window_schedule(progress: float, config) -> int:
-    """The window grows from 64 tokens to --window over the run, in steps of 64 (record 13)."""
-    blocks = 1 + (config.window / 64 - 1) * progress
-    return min(config.window, 64 * math.ceil(blocks))
-
-
 # modded-nanogpt's record 10: 3.28 on FineWeb's validation set in 7.8 minutes on 8 H100s.
 RECIPE = Recipe(
     make_optimizers,
     lr_scale=trapezoid,
     momentum=muon_momentum,
-    window=window_schedule,
     defaults=dict(n_head=6, max_steps=3242, weight_decay=0.0, grad_clip=math.inf),
     rates=dict(max_lr=0.02, min_lr=0.0, warmup_steps=0),
-    own_flags=("window", "cooldown"),
+    own_flags=("cooldown",),
     automatic=lambda config: {"cooldown": 0.2856},      # record 10's 926 of 3,242 steps
 )

@@ -35,9 +35,6 @@ class SpeedrunConfig(PretrainedConfig):
     n_head: int = 6
     n_embd: int = 768
 
-    # A token sees the `window` last tokens of its document, itself included. 0: all before it.
-    window: int = 0
-
     bos_token_id: int = EOT
     eos_token_id: int = EOT
     tie_word_embeddings: bool = False
@@ -229,7 +226,7 @@ class SpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
         x0 = x
         v1 = None
         rotary = self.rotary_tables(tokens, T, x.dtype)
-        mask = self.mask(starts, not_padding, T)
+        mask = self.mask(not_padding, T)
         for block in self.transformer.h:
             x, v1 = block(x, v1, x0, rotary, starts, mask, past)
 
@@ -263,18 +260,11 @@ class SpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
         angles = torch.outer(positions, frequencies)
         return angles.cos().to(dtype), angles.sin().to(dtype)
 
-    def mask(self, starts, not_padding, T):
+    def mask(self, not_padding, T):
         """Which tokens the last T of S see, bool (B, 1, T, S)."""
-        k = torch.arange(starts.size(1), device=starts.device)                  # (S,)
+        k = torch.arange(not_padding.size(1), device=not_padding.device)        # (S,)
         q = k[-T:, None]                                                        # (T, 1)
         sees = (k <= q) & (not_padding[:, None] != 0)                           # (B, T, S)
-
-        # With a window only what is in it, and in the same document.
-        if self.config.window:
-            document = starts.cumsum(1)                                         # (B, S)
-            in_window = q - k < self.config.window
-            in_document = document[:, -T:, None] == document[:, None]
-            sees = sees & in_window & in_document
 
         # Padding sees itself: of a token that sees nothing, attention would be nan.
         return (sees | (k == q))[:, None]

@@ -70,11 +70,12 @@ def reading(
     """Around code that takes apart what a file holds, which may be damaged.
 
     Any of `errors`, also a ValueError that our reader raises, becomes the UserError "`what`
-    `problem` (cause): `remedy`". What the system says of a file by its name passes through.
+    `problem` (cause): `remedy`". What the system says of a file by its name, and what Python says of a
+    missing package, passes through.
     """
     try:
         yield
-    except (UserError, RunError):
+    except (UserError, RunError, ModuleNotFoundError):
         raise
     except errors as error:
         if isinstance(error, OSError) and error.filename is not None:

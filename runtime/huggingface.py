@@ -1,19 +1,15 @@
 """The Hugging Face format: reads folders and models of the hub, writes folders for transformers."""
 import dataclasses
 import json
-import os
 from pathlib import Path
 
-from runtime.cli import UserError, brief_error, import_package, unexpected
-from runtime.files import read_text, reading, replace_file
+from runtime.cli import UserError, brief_error, unexpected
+from runtime.files import reading, replace_file
 from runtime.tokenizer import EOT, VOCAB_SIZE, checked_asset
-from runtime.weights import (
-    EMBEDDING,
-    HEAD,
-    OPENAI_NAMES,
-    model_from_checkpoint,
-    refuse_hidden_name,
-)
+from runtime.weights import EMBEDDING, HEAD, model_from_checkpoint
+
+# The models on the hub whose owner, openai-community, can be left out.
+OPENAI_NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 
 # Settings of a GPT-2's config.json that have one value here: a file may leave them out, but may not
 # have another. (auto_map would name code in the folder, which never runs here.)
@@ -53,9 +49,6 @@ EXPORTED = {
     MODELING,
 }
 
-# What config.json says in a folder that save_model has written.
-EXPORTED_BY = {"exported_by": "model.py of train-gpt2"}
-
 
 # ---------------------------------------------------------------------- reading
 
@@ -65,11 +58,8 @@ def from_huggingface(source: str | Path, models: dict):
     It may be a GPT-2, or an export of another recipe in `models`, which is {recipe: class}.
     UserError if it is neither.
     """
-    if os.path.isdir(source):
-        folder = Path(source)
-        if not os.path.exists(folder / "config.json"):
-            refuse_hidden_name(source)
-    else:
+    folder = Path(source)
+    if not folder.is_dir():
         folder = download_model(str(source))
 
     # `reading` turns any error in here into a UserError that names the source.
@@ -94,17 +84,8 @@ def from_huggingface(source: str | Path, models: dict):
 
 def download_model(name: str) -> Path:
     """The folder with the hub's model `name`. UserError if it cannot be fetched."""
-    # A name that can only be a path, or an empty one.
-    if name[:1] in "./~":
-        raise UserError(f"{name} does not exist: check the path")
+    from huggingface_hub import hf_hub_download
 
-    # OWNER/NAME where there is a folder OWNER: it is more likely that a path was meant.
-    owner = name.partition("/")[0]
-    if os.path.isdir(owner):
-        raise UserError(f"{name} does not exist: check the path, or, for a model on the hub, "
-                        f"rename the folder {os.path.abspath(owner)}, which hides that model")
-
-    hf_hub_download = import_package("huggingface_hub").hf_hub_download
     repo = name
     if name in OPENAI_NAMES:
         repo = f"openai-community/{name}"
@@ -125,7 +106,7 @@ def download_model(name: str) -> Path:
 
 def read_json(path: Path) -> dict:
     """The object in a JSON file. ValueError or OSError if there is none."""
-    settings = json.loads(read_text(path, errors="strict"))
+    settings = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(settings, dict):
         raise unexpected(f"its {path.name}", "a JSON object", settings)
     return settings
@@ -160,7 +141,8 @@ def gpt2_settings(config: dict) -> dict:
 
 def read_weights(folder: Path) -> dict:
     """The tensors of model.safetensors, or of several files, which an index names: {name: it}."""
-    load_file = import_package("safetensors.torch").load_file
+    from safetensors.torch import load_file
+
     index = folder / "model.safetensors.index.json"
     if (folder / "model.safetensors").is_file():
         names = ["model.safetensors"]
@@ -171,8 +153,6 @@ def read_weights(folder: Path) -> dict:
 
     weights = {}
     for name in names:
-        if Path(name).name != name:
-            raise ValueError("its index names a file outside the folder")
         weights |= load_file(folder / name)
     return weights
 
@@ -251,10 +231,9 @@ def export_modern(model) -> tuple[dict, dict]:
 
 def save_model(model, folder: str | Path) -> None:
     """LanguageModel.save_pretrained: writes the EXPORTED files, weights as float32."""
-    write_export(export_files(model), Path(folder))
+    files = export_files(model)
 
-
-def write_export(files: dict[str, bytes], folder: Path) -> None:
+    folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
         replace_file(folder / name, lambda file, content=content: file.write(content))
@@ -267,7 +246,6 @@ def export_files(model) -> dict[str, bytes]:
     else:
         config, weights = export_modern(model)
     config |= {"bos_token_id": EOT, "eos_token_id": EOT, "dtype": "float32"}
-    config |= EXPORTED_BY
 
     eot = "<|endoftext|>"
     tokenizer_config = {
@@ -296,7 +274,8 @@ def export_files(model) -> dict[str, bytes]:
 
 def safetensors_of(weights: dict) -> bytes:
     """The content of a .safetensors file, with floats as float32."""
-    save = import_package("safetensors.torch").save
+    from safetensors.torch import save
+
     stored = {}
     for name, tensor in weights.items():
         if tensor.is_floating_point():

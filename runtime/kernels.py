@@ -2,8 +2,9 @@
 
 The logits of a step are its largest tensor: 50,304 for each token. Here those of `chunk` tokens are
 computed, turned into loss and gradients, and forgotten, before the next are. Compiled models and
-GPUs use F.cross_entropy instead. The file also holds matmul_dtype, which has nothing to do with the
-loss: all models use it.
+GPUs use F.cross_entropy instead.
+
+matmul_dtype stands here, too, because both this loss and all models need it.
 
 Shapes: N tokens in all, n of them at a time, C = n_embd, V = vocab_size.
 """

@@ -23,9 +23,6 @@ class Recipe:
     # (progress, config) -> the momentum of Muon.
     momentum: Callable | None = None
 
-    # (progress, config) -> how many tokens attention looks back. None: the recipe has no window.
-    window: Callable | None = None
-
     # (config) -> the batch schedule's divisors; see BatchSchedule.
     batch_divisors: Callable = lambda config: (1, 1, 1)
 

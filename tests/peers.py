@@ -1,11 +1,13 @@
-"""Small models for the tests, a plain GPT-2 and transformers' to compare with, and checkpoints of them."""
+"""Small models for the tests, plain ones to compare with, transformers', and checkpoints."""
 import dataclasses
 import math
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from model import GPT, GPTConfig
+from runtime.tokenizer import EOT
 
 TINY = dict(block_size=24, vocab_size=96, n_layer=2, n_head=2, n_embd=16)
 
@@ -21,63 +23,203 @@ def make_model(seed=0, spread=0.2, cls=GPT, **config):
 
 
 class LargestStorage(TorchDispatchMode):
-    """Bytes of the largest tensor that is allocated inside this context, and the number of operations."""
-    bytes = operations = 0
+    """Bytes of the largest tensor that is there inside this context."""
+    bytes = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.operations += 1
-        out = func(*args, **(kwargs or {}))
-        for t in out if isinstance(out, tuple | list) else [out]:
-            if torch.is_tensor(t) and t.device.type != "meta":
-                self.bytes = max(self.bytes, t.untyped_storage().nbytes())
-        return out
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if torch.is_tensor(tensor) and tensor.device.type != "meta":
+                self.bytes = max(self.bytes, tensor.untyped_storage().nbytes())
+        return result
 
 
 def tokens(B, T, vocab_size=96, seed=1):
     return torch.randint(vocab_size, (B, T), generator=torch.Generator().manual_seed(seed))
 
 
+# ----------------------------------------------------------------------- gpt2
+
+def plain_linear(weights, name, x):
+    y = torch.einsum("bti,oi->bto", x, weights[name + ".weight"])
+    return y + weights.get(name + ".bias", 0)
+
+
+def plain_layer_norm(weights, name, x):
+    x = x - x.mean(-1, keepdim=True)
+    x = x / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt()
+    return x * weights[name + ".weight"] + weights.get(name + ".bias", 0)
+
+
+def plain_gelu(x, kind):
+    if kind == "none":
+        return 0.5 * x * (1 + torch.erf(x / math.sqrt(2)))
+    return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
 def plain_gpt2(weights, n_head, idx, gelu="tanh"):
-    """GPT-2 from its published description: a dict of tensors and einsums, no module. Biases are optional."""
-    def norm(x, name):
-        x = x - x.mean(-1, keepdim=True)
-        x = x / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt()
-        return x * weights[name + ".weight"] + weights.get(name + ".bias", 0)
-
-    def linear(x, name):
-        return torch.einsum("bti,oi->bto", x, weights[name + ".weight"]) + weights.get(name + ".bias", 0)
-
-    def activation(x):
-        if gelu == "none":
-            return 0.5 * x * (1 + torch.erf(x / math.sqrt(2)))
-        return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
-
+    """GPT-2 from its published description: a dict of tensors and einsums. Biases are optional."""
     B, T = idx.shape
+    future = torch.full((T, T), -math.inf).triu(1)
     x = weights["transformer.wte.weight"][idx] + weights["transformer.wpe.weight"][:T]
+
     layer = 0
     while f"transformer.h.{layer}.ln_1.weight" in weights:
         block = f"transformer.h.{layer}."
-        q, k, v = (part.reshape(B, T, n_head, -1) for part in
-                   linear(norm(x, block + "ln_1"), block + "attn.c_attn").chunk(3, dim=-1))
-        scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / math.sqrt(q.shape[-1])
-        scores = scores + torch.full((T, T), -math.inf).triu(1)
+        normed = plain_layer_norm(weights, block + "ln_1", x)
+        qkv = plain_linear(weights, block + "attn.c_attn", normed)
+        q, k, v = (part.reshape(B, T, n_head, -1) for part in qkv.chunk(3, dim=-1))
+        scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / math.sqrt(q.shape[-1]) + future
         y = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v).reshape(B, T, -1)
-        x = x + linear(y, block + "attn.c_proj")
-        x = x + linear(activation(linear(norm(x, block + "ln_2"), block + "mlp.c_fc")), block + "mlp.c_proj")
-        layer += 1
-    return torch.einsum("bti,vi->btv", norm(x, "transformer.ln_f"), weights["transformer.wte.weight"])
+        x = x + plain_linear(weights, block + "attn.c_proj", y)
 
+        normed = plain_layer_norm(weights, block + "ln_2", x)
+        hidden = plain_gelu(plain_linear(weights, block + "mlp.c_fc", normed), gelu)
+        x = x + plain_linear(weights, block + "mlp.c_proj", hidden)
+        layer += 1
+
+    x = plain_layer_norm(weights, "transformer.ln_f", x)
+    return torch.einsum("bti,vi->btv", x, weights["transformer.wte.weight"])
+
+
+# ----------------------------------------------------------------------- speedrun and frontier
+
+def rms_norm(x):
+    eps = torch.finfo(torch.float32).eps
+    return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt()
+
+
+def turn(x):
+    """Rotary positions: x (T, hs), whose pair (x_i, x_{i + hs/2}) turns by t / 10000^(2i / hs)."""
+    T, hs = x.shape
+    turned = torch.empty_like(x)
+    for t in range(T):
+        for i in range(hs // 2):
+            angle = t / 10000 ** (2 * i / hs)
+            a, b = x[t, i], x[t, i + hs // 2]
+            turned[t, i] = a * math.cos(angle) + b * math.sin(angle)
+            turned[t, i + hs // 2] = b * math.cos(angle) - a * math.sin(angle)
+    return turned
+
+
+def shift_by_one(k, row):
+    """Each token has the key of the one before it, and zero where a document or the row begins."""
+    shifted = torch.zeros_like(k)
+    for t in range(1, len(row)):
+        if row[t] != EOT:
+            shifted[t] = k[t - 1]
+    return shifted
+
+
+def plain_head(q, k, v):
+    """Causal attention of one head: q, k, v (T, hs)."""
+    T, hs = q.shape
+    later = torch.ones(T, T).triu(1).bool()
+    scores = (q @ k.t() / math.sqrt(hs)).masked_fill(later, -math.inf)
+    return scores.softmax(-1) @ v
+
+
+def plain_embedding(weights, row, parts):
+    """(table, x): the vectors of all tokens, and what the first block gets for this row."""
+    table = weights["transformer.wte.weight"]
+    if parts is None:
+        return table, rms_norm(table[row])
+
+    # frontier adds the rows of stem and form, and those of each pair of neighbours.
+    table = table + weights["transformer.part.weight"][parts].sum(0)
+    pairs = []
+    for t, token in enumerate(row):
+        before = EOT
+        if t > 0 and token != EOT:
+            before = row[t - 1]
+        pairs.append((36313 * token ^ 27191 * before) % len(table))
+    x = rms_norm(table[row])
+    return table, rms_norm(x + weights["transformer.bigram.weight"][pairs])
+
+
+def plain_modern(weights, n_head, idx, softcap, parts=None):
+    """The logits of speedrun, or with `parts` (the rows of each token's stem and form) of frontier.
+
+    Token by token and head by head. weights: {name: tensor}. idx (B, T) -> (B, T, vocab_size)
+    """
+    rows = [plain_modern_row(weights, n_head, row, softcap, parts) for row in idx.tolist()]
+    return torch.stack(rows)
+
+
+def plain_modern_row(weights, n_head, row, softcap, parts):
+    """The logits (T, vocab_size) of one row of tokens."""
+    has_shifted_keys = parts is not None
+    table, x = plain_embedding(weights, row, parts)
+    x0, first_v = x, None
+    layer = 0
+    while f"transformer.h.{layer}.lambdas" in weights:
+        w = weights_of_block(weights, layer)
+        x = w["lambdas"][0] * x + w["lambdas"][1] * x0
+        y, first_v = plain_modern_attention(w, rms_norm(x), first_v, n_head, row, has_shifted_keys)
+        x = x + y
+        hidden = (rms_norm(x) @ w["c_fc.weight"].t()).clamp(min=0).pow(2)
+        x = x + hidden @ w["c_proj.weight"].t()
+        layer += 1
+
+    head = table
+    if parts is None:
+        head = weights["lm_head.weight"]
+    return softcap * torch.tanh(rms_norm(x) @ head.t() / softcap)
+
+
+def weights_of_block(weights, layer):
+    """Without the prefix of the block, and of its MLP, which frontier's blocks do not have."""
+    prefix = f"transformer.h.{layer}."
+    found = {}
+    for name, weight in weights.items():
+        if name.startswith(prefix):
+            found[name.removeprefix(prefix).removeprefix("mlp.")] = weight
+    return found
+
+
+def plain_modern_attention(w, x, first_v, n_head, row, has_shifted_keys):
+    """(T, C) of x (T, C), and the values of the first block."""
+    q = x @ w["attn.c_q.weight"].t()
+    k = x @ w["attn.c_k.weight"].t()
+    v = x @ w["attn.c_v.weight"].t()
+    if first_v is None:
+        first_v = v
+    v = (1 - w["attn.lamb"]) * v + w["attn.lamb"] * first_v
+
+    results = []
+    of_heads = zip(q.chunk(n_head, -1), k.chunk(n_head, -1), v.chunk(n_head, -1), strict=True)
+    for head, (q_h, k_h, v_h) in enumerate(of_heads):
+        q_h = turn(rms_norm(q_h))
+        k_h = turn(rms_norm(k_h))
+        if has_shifted_keys and head >= n_head // 2:
+            k_h = shift_by_one(k_h, row)
+        results.append(plain_head(q_h, k_h, v_h))
+    return torch.cat(results, -1) @ w["attn.c_proj.weight"].t(), first_v
+
+
+# ----------------------------------------------------------------------- files
 
 def own_checkpoint(model):
-    return {"model": model.state_dict(), "model_config": dataclasses.asdict(model.config), "recipe": "gpt2",
-            "config": {}, "step": 3, "optimizers": {},
-            "rng": {"torch": torch.get_rng_state()}}
+    return {
+        "model": model.state_dict(),
+        "model_config": dataclasses.asdict(model.config),
+        "recipe": "gpt2",
+        "config": {},
+        "step": 3,
+        "optimizers": {},
+        "rng": {"torch": torch.get_rng_state()},
+    }
 
 
 def nanogpt_checkpoint(weights, bias=True, **args):
-    return {"model": weights, "optimizer": {"state": {}, "param_groups": []}, "iter_num": 5,
-            "best_val_loss": torch.tensor(2.5), "model_args": {**TINY, "dropout": 0.0, "bias": bias, **args},
-            "config": {"out_dir": "out", "dtype": "bfloat16"}}
+    return {
+        "model": weights,
+        "model_args": {**TINY, "dropout": 0.0, "bias": bias, **args},
+        "optimizer": {"state": {}, "param_groups": []},
+        "iter_num": 5,
+        "best_val_loss": torch.tensor(2.5),
+        "config": {"out_dir": "out", "dtype": "bfloat16"},
+    }
 
 
 def save(path, checkpoint, **how):
@@ -88,9 +230,11 @@ def save(path, checkpoint, **how):
 def transformers_model(activation="gelu_new", vocab_size=96):
     """A small GPT-2 of transformers, every parameter far from its initial value."""
     from transformers import GPT2Config, GPT2LMHeadModel
+
     torch.manual_seed(0)
-    theirs = GPT2LMHeadModel(GPT2Config(vocab_size=vocab_size, n_positions=24, n_layer=2, n_head=2, n_embd=16,
-                                        activation_function=activation))
+    theirs = GPT2LMHeadModel(GPT2Config(
+        vocab_size=vocab_size, n_positions=24, n_layer=2, n_head=2, n_embd=16,
+        activation_function=activation))
     with torch.no_grad():
         for p in theirs.parameters():
             p.add_(torch.randn_like(p), alpha=0.2)
@@ -99,8 +243,14 @@ def transformers_model(activation="gelu_new", vocab_size=96):
 
 def our_model(theirs):
     """A GPT with the weights of transformers' model, whose Conv1D stores (in, out)."""
-    gelu = "none" if theirs.config.activation_function == "gelu" else "tanh"
+    gelu = "tanh"
+    if theirs.config.activation_function == "gelu":
+        gelu = "none"
     ours = GPT(GPTConfig(**TINY | {"vocab_size": theirs.config.vocab_size}, gelu=gelu))
-    ours.load_state_dict({name: p.t() if ".c_" in name and p.dim() == 2 else p
-                          for name, p in theirs.state_dict().items()})
+
+    weights = theirs.state_dict()
+    for name, p in weights.items():
+        if ".c_" in name and p.dim() == 2:
+            weights[name] = p.t()
+    ours.load_state_dict(weights)
     return ours

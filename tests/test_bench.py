@@ -478,7 +478,7 @@ def three_steps(recipe):
     """Losses and all that the optimizers are told; each parameter with a gradient is updated once."""
     config, _ = parse_flags(f"--recipe {recipe} --n_layer 2 --n_head 2 --n_embd 32 --block_size 16 --dtype "
                             "float32 --total_batch_size 4096 --max_steps 30".split())
-    config.sequence_length, config.window = 16, 0
+    config.sequence_length = 16
     how, found = steps.train_gpt2.RECIPES[recipe], []
     vars(config).update(how.automatic(config))
     frontier.parts_of_tokens.cache_clear()

@@ -262,19 +262,6 @@ shape_flag("block_size", 40, "transformer.wpe.weight", (40, 16))
 shape_flag("vocab_size", 300, "transformer.wte.weight", (300, 16))
 
 
-@effect("window")
-def _(go):
-    """With a window of w tokens a change of the first one reaches 2 (w - 1) tokens on through two layers."""
-    for window, reach in ((3, 4), (T, T - 1), ("auto", T - 1)):
-        found = go("--recipe", "speedrun", "--window", window, *SAVED)
-        model, idx = load_model(found.out), torch.arange(T)[None] + 20
-        assert model.config.window == (0 if window == "auto" else window)
-        assert ("window 3 " in found.text) == (window == 3)
-        with torch.no_grad():
-            a, b = (model.hidden(x)[0] for x in (idx, torch.cat((torch.tensor([[9]]), idx[:, 1:]), dim=1)))
-        assert ((a - b).abs().amax(1) > 0).nonzero().max() == reach, window
-
-
 # ----------------------------------------------------------------------------- batch
 
 @effect("total_batch_size")
@@ -692,7 +679,7 @@ def test_on_a_cpu_the_loss_never_has_the_logits_of_a_whole_micro_batch_in_memory
 DEFAULTS = dict(
     preset="gpt2", dry_run=False, data="edu_fineweb10B", overfit=False, shuffle=True, val_tokens=10_485_760,
     hellaswag_data="", recipe="gpt2", init="scratch", n_layer=12, n_head=12, n_embd=768, block_size=1024,
-    vocab_size=50304, window="auto", total_batch_size=524_288, batch_size="auto", sequence_length="auto",
+    vocab_size=50304, total_batch_size=524_288, batch_size="auto", sequence_length="auto",
     max_steps=19_073, warmup_steps=715, max_lr=6e-4, min_lr="auto", cooldown="auto",
     weight_decay=0.1, grad_clip=1.0, seed=1337, device="auto", dtype="auto", tf32=True, compile="auto",
     attention="auto", recompute=False, shard_optimizer=False, val_every=250, hellaswag_every=250,
@@ -753,7 +740,7 @@ def test_what_a_config_is_without_flags():
 
 # ----------------------------------------------------------------------------- what a flag takes
 
-WITH = {"window": ["--recipe", "speedrun"], "cooldown": ["--recipe", "speedrun"],
+WITH = {"cooldown": ["--recipe", "speedrun"],
         "n_embd": ["--n_head", 1], "n_head": ["--n_embd", 2**40], "min_lr": ["--max_lr", 1e38],
         "vocab_size": ["--hellaswag_every", 0, "--sample_every", 0]}
 BLOCKS = ["--block_size", 2**40]
@@ -762,7 +749,7 @@ BLOCKS = ["--block_size", 2**40]
 def takes(name, value):
     """Whether the flag is taken, and gives the value; a refusal names it."""
     call = functools.partial(parse_flags, [str(word) for word in (*WITH.get(name, ()), *(
-        BLOCKS if name in ("window", "sequence_length") else ()), f"--{name}={value}")])
+        BLOCKS if name == "sequence_length" else ()), f"--{name}={value}")])
     try:
         config, given = call()
     except UserError:
@@ -774,7 +761,7 @@ def takes(name, value):
 
 FROM_0 = ("warmup_steps seed val_every hellaswag_every sample_every checkpoint_every "
           "min_lr weight_decay").split()
-INTEGERS = ("val_tokens n_layer n_head n_embd block_size vocab_size window total_batch_size batch_size "
+INTEGERS = ("val_tokens n_layer n_head n_embd block_size vocab_size total_batch_size batch_size "
             "sequence_length max_steps keep_checkpoints").split() + FROM_0[:6]
 LARGEST = {"vocab_size": 65536, "seed": 2**63 - 1, "cooldown": 1.0, "grad_clip": math.inf}
 FLOATS = "max_lr min_lr cooldown weight_decay grad_clip".split()
@@ -795,7 +782,7 @@ def test_a_number_has_bounds(name):
     assert type(getattr(config, name)) is (int if whole else float)
 
 
-WORDS = dict(window="auto", batch_size="auto", sequence_length="auto", min_lr="auto",
+WORDS = dict(batch_size="auto", sequence_length="auto", min_lr="auto",
              cooldown="auto", keep_checkpoints="all")
 
 
@@ -819,8 +806,6 @@ def test_a_choice_is_one_of(name, values):
     ("--max_lr 1e-3 --min_lr 1.1e-3", "--min_lr --max_lr", "--max_lr 1e-3 --min_lr 1e-3"),
     ("--n_embd 100 --n_head 7", "--n_embd --n_head", "--n_embd 98 --n_head 7"),
     ("--sequence_length 1025", "--sequence_length --block_size", "--sequence_length 1024"),
-    ("--recipe frontier --window 1025", "--window --block_size", "--recipe frontier --window 1024"),
-    ("--window 16", "--window", "--recipe speedrun --window 16"),
     ("--cooldown 0.5", "--cooldown", "--recipe frontier --cooldown 0.5"),
     ("--vocab_size 50256", "--vocab_size --sample_every", "--vocab_size 50257"),
     ("--vocab_size 50256 --sample_every 0", "--vocab_size",

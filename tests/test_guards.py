@@ -9,7 +9,6 @@ import re
 import numpy as np
 import pytest
 import torch
-from torch.func import functional_call
 from torch.nn import functional as F
 from torch.nn.modules.module import register_module_forward_hook
 
@@ -144,14 +143,14 @@ def test_a_run_reads_the_permutation_of_its_seed(flags, seed, shards, start, tmp
 
 # ----------------------------------------------------------------------------- the modern recipes
 
-STEPS, WINDOW, LR = 12, 192, 0.02
+STEPS, LONG, LR = 12, 192, 0.02
 
 
-def modern_model(recipe, window):
+def modern_model(recipe):
     """Fresh, but for what begins at zero: with it most gradients would be zero at first."""
     torch.manual_seed(5)
-    model = fresh_model(train_gpt2.Config(recipe=recipe, n_layer=2, n_head=2, n_embd=32, block_size=WINDOW,
-                                          vocab_size=256, window=window))
+    model = fresh_model(train_gpt2.Config(recipe=recipe, n_layer=2, n_head=2, n_embd=32, block_size=LONG,
+                                          vocab_size=256))
     for p in model.parameters():
         if not p.any():
             torch.nn.init.normal_(p, std=0.1)
@@ -189,22 +188,20 @@ def set_momentum(muon, momentum):
 @pytest.mark.parametrize("recipe", ["speedrun", "frontier"])
 def test_12_steps_of_a_modern_recipe_equal_a_plain_loop_with_torchs_adam_and_muon(recipe, shards, tmp_path,
                                                                                   monkeypatch):
-    """With the schedules of learning rate and momentum, a window that grows from 64 to 192 tokens, weight
-    decay, and for frontier a batch that grows from one sequence to four."""
-    models = {window: modern_model(recipe, window) for window in (64, 128, 192)}
-    model, sizes = models[WINDOW], [4] * STEPS if recipe == "speedrun" else [1] * 7 + [2] * 3 + [4] * 2
+    """With the schedules of learning rate and momentum, weight decay, and for frontier a batch that grows."""
+    model, sizes = modern_model(recipe), [4] * STEPS if recipe == "speedrun" else [1] * 7 + [2] * 3 + [4] * 2
     init = save_start(tmp_path / "start.pt", model, recipe)
-    train("--data", shards, "--init", init, "--recipe", recipe, *TINY, *QUIET, "--block_size", WINDOW,
-          "--window", WINDOW, "--no_shuffle", "--batch_size", 2,
-          "--total_batch_size", 4 * WINDOW, "--max_lr", LR, "--min_lr", 0.1 * LR, "--cooldown", 0.5,
+    train("--data", shards, "--init", init, "--recipe", recipe, *TINY, *QUIET, "--block_size", LONG,
+          "--no_shuffle", "--batch_size", 2,
+          "--total_batch_size", 4 * LONG, "--max_lr", LR, "--min_lr", 0.1 * LR, "--cooldown", 0.5,
           "--warmup_steps", 2, "--weight_decay", 0.05, "--max_steps", STEPS, "--checkpoint_every", STEPS,
           "--out", tmp_path / "log")
     losses, norms, lrs = (column(tmp_path / "log", name) for name in ("train", "norm", "lr"))
-    adam, muon = adam_and_muon(recipe, model, 4 * WINDOW)
+    adam, muon = adam_and_muon(recipe, model, 4 * LONG)
     largest = {id(group): group["lr"] for optimizer in (adam, muon) for group in optimizer.param_groups}
     # torch's Muon iterates in bfloat16, the run in float32
     monkeypatch.setattr(torch.Tensor, "bfloat16", lambda tensor: tensor)
-    rows = torch.cat(sequences(shards, WINDOW))
+    rows = torch.cat(sequences(shards, LONG))
     for step, size in enumerate(sizes):
         first = sum(sizes[:step])
         progress, batch = first / sum(sizes), torch.stack([rows[i % len(rows)]
@@ -214,9 +211,7 @@ def test_12_steps_of_a_modern_recipe_equal_a_plain_loop_with_torchs_adam_and_muo
         set_momentum(muon, lowest + (highest - lowest) * min(1, progress / 0.154))
         for group in (*adam.param_groups, *muon.param_groups):
             group["lr"] = largest[id(group)] * rate
-        window = min(WINDOW, 64 * math.ceil(1 + (WINDOW / 64 - 1) * progress))
-        loss = functional_call(models[window], dict(model.named_parameters()),
-                               (batch[:, :-1], batch[:, 1:]))[1]
+        loss = model(batch[:, :-1], batch[:, 1:])[1]
         loss.backward()
         norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
         adam.step()

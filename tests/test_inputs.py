@@ -10,14 +10,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import forked, refused, script, train
+from helpers import forked, refused, train
 from hypothesis import example, given
 from hypothesis import strategies as st
 from test_text import FAST, read
 
 import fineweb
-from model import GPT, GPTConfig, load_model
-from model import main as export
 from runtime.shards import list_shards, open_shard, write_shard
 
 EOT = "<|endoftext|>"
@@ -212,16 +210,6 @@ def test_hidden_files_beside_shards_are_none(tmp_path, capsys):
     assert names == sorted(path.name for path in Path("out").iterdir() if path.name[0] != ".")
 
 
-def test_hidden_files_do_not_keep_an_export_from_its_folder_and_stay_there():
-    GPT(GPTConfig(block_size=8, n_layer=1, n_head=1, n_embd=4)).save_pretrained("one")
-    Path("two").mkdir()
-    for folder in ("one", "two"):
-        Path(folder, ".DS_Store").write_text("Finder's")
-    for source, folder in (("one", "two"), ("two", "one")):
-        export(["export", source, folder])
-        assert Path(folder, ".DS_Store").read_text() == "Finder's" and load_model(folder)
-
-
 # ----------------------------------------------------------------------------- unreadable folders
 
 def without_rights():
@@ -234,17 +222,13 @@ def without_rights():
 
 def look_everywhere():
     """Every folder here is refused as one that cannot be read, and none is taken for an empty one."""
-    from sample import main as sample
     calls = [partial(prepare, "--input", pattern, "--out", "out") for pattern in (
         "closed", "closed/*", "closed/a.txt", "in/**", "in/*/a.txt", "in/closed/**")]
     calls += [partial(prepare, "--input", "val.txt", "--val_input", "in/**", "--out", "out"),
               partial(prepare, "--input", "val.txt", "--out", "closed"),
               partial(prepare, "--verify", "closed"),
               partial(prepare, "--pretokenized", 1, "--out", "closed"),
-              partial(train, "--data", "closed", "--out", "log"), partial(load_model, "closed"),
-              partial(load_model, "closed/log"), partial(load_model, "closed/best"),
-              partial(GPT.from_pretrained, "closed"), partial(sample, ["--model", "closed"]),
-              partial(export, ["export", "open", "closed"])]
+              partial(train, "--data", "closed", "--out", "log")]
     for call in calls:
         refused(call, "closed", "Permission denied")
     for pattern in ("unlisted", "unlisted/*.txt"):
@@ -254,7 +238,6 @@ def look_everywhere():
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="of Linux' capabilities")
 def test_a_folder_that_cannot_be_read_is_not_taken_for_an_empty_one(tmp_path):
-    GPT(GPTConfig(block_size=8, n_layer=1, n_head=1, n_embd=4)).save_pretrained("open")
     for folder in ("closed", "in/closed", "in/open", "unlisted"):
         Path(folder).mkdir(parents=True)
         Path(folder, "a.txt").write_text("word " * 300)
@@ -275,17 +258,10 @@ def test_a_folder_that_cannot_be_read_is_not_taken_for_an_empty_one(tmp_path):
 @pytest.mark.parametrize("package, module, call", [
     ("huggingface_hub", "", partial(prepare, "--out", "out")),
     ("huggingface_hub", "", partial(prepare, "--pretokenized", 1)),
-    ("huggingface_hub", "", partial(load_model, "gpt2")),
     ("datasets", "", partial(prepare, "--dataset", "me/books", "--out", "begun")),
     ("pyarrow", "", partial(prepare, "--input", "val.parquet", "--out", "out")),
-    ("pyarrow", "", partial(prepare, "--input", "val.jsonl.zst", "--out", "out")),
-    ("safetensors", ".torch", partial(load_model, "exported")),
-    ("safetensors", ".torch", partial(export, ["export", "exported/a.pt", "new"]))])
+    ("pyarrow", "", partial(prepare, "--input", "val.jsonl.zst", "--out", "out"))])
 def test_a_package_that_is_not_installed_is_named_with_its_installation(package, module, call, monkeypatch):
-    from peers import make_model, own_checkpoint, save
-    model = make_model(vocab_size=50257, n_layer=1, n_head=1, n_embd=4)
-    model.save_pretrained("exported")
-    save("exported/a.pt", own_checkpoint(model))
     Path("begun").mkdir()
     Path("begun/manifest.json").write_text(json.dumps({"dataset": "me/books", "revision": "1", "shards": []}))
     for name in ("val.parquet", "val.jsonl.zst"):
@@ -300,12 +276,3 @@ def test_plain_text_needs_no_optional_package(gpt2, monkeypatch):
         monkeypatch.setitem(sys.modules, name, None)
     Path("a.jsonl").write_text('{"text": "a"}\n')
     assert documents(gpt2, "--input", "a.jsonl") == ["a"]
-
-
-def test_a_folder_that_hides_a_name_of_the_hub_is_told():
-    Path("gpt2/drafts").mkdir(parents=True)
-    for read_it in (load_model, GPT.from_pretrained):
-        refused(lambda read_it=read_it: read_it("gpt2"), Path("gpt2").absolute(), "openai-community/gpt2")
-    refused(lambda: load_model("gpt2/weights"), "gpt2/weights", Path("gpt2").absolute())
-    assert "hub" not in refused(lambda: load_model("gpt2/drafts"), "gpt2/drafts")
-    refused(lambda: script("model.py", "export", "gpt2", "new"), "model.py: ", "openai-community/gpt2")

@@ -121,7 +121,7 @@ def test_another_runs_files_are_moved_by_their_names_and_nothing_else_is_touched
 @pytest.mark.parametrize("line, word", [
     ("train_gpt2 --out=", "--out"), ("train_gpt2 --data ''", "--data"), ("train_gpt2 --init ''", "--init"),
     ("train_gpt2 --resume ''", "--resume"), ("sample --model ''", "--model"),
-    ("hellaswag --data ''", "--data"), ("model export gpt2 ''", "folder"), ("model export '' x", "source"),
+    ("hellaswag --data ''", "--data"), ("export gpt2 ''", "folder"), ("export '' x", "source"),
     ("fineweb --input a --out ''", "--out"), ("fineweb --input a '' --out x", "--input"),
     ("bench recipes --plot ''", "--plot"), ("bench compare ''", "")])
 def test_an_empty_path_is_a_mistake(line, word, tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""The floors of the house: what imports what, and that an import only defines."""
+"""What imports what, how long a function is, and that an import only defines."""
 import ast
 import subprocess
 import sys
@@ -6,77 +6,89 @@ import sys
 import pytest
 from helpers import ENV, ROOT
 
-SOURCES = {".".join(path.relative_to(ROOT).with_suffix("").parts): path.read_text(encoding="utf-8")
-           for path in (*ROOT.glob("*.py"), *ROOT.glob("[br]*/*.py"))}
-SCRIPTS = {name for name in SOURCES if "." not in name}
-MODULES = {name for name in SOURCES if not name.endswith(".__init__")}
 
-# model.py's load_model and its command `export`, which import these inside a function: GPT-2 itself needs
-# neither of them.
-DOORS = {"model": {"recipes", "export"}}
+def module_name(path):
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts)
+
+
+FILES = [*ROOT.glob("*.py"), *ROOT.glob("runtime/*.py")]
+TREES = {module_name(path): ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
+MODULES = {name for name in TREES if not name.endswith("__init__")}
 
 
 def imports(name):
-    """The modules of this project that a module imports, inside its functions too."""
+    """The modules of this project that a module imports, inside its functions, too."""
     found = set()
-    for node in ast.walk(ast.parse(SOURCES[name])):
+    for node in ast.walk(TREES[name]):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+            # `from runtime import plots` imports a module, `from model import GPT` a class of one.
+            found.add(node.module)
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
     return found & MODULES
 
 
-def test_imports_go_down_only():
-    """Scripts import the packages; benchmarks import all but bench.py, and only it imports them."""
-    assert len(SCRIPTS) >= 6 and len(SOURCES) > 20
-    packages = {"runtime": {"runtime"}, "benchmarks": {"benchmarks", "runtime", *SCRIPTS} - {"bench"}}
-    for name in SOURCES.keys() - SCRIPTS:
-        package = name.partition(".")[0]
-        assert {found.partition(".")[0] for found in imports(name)} <= packages[package], name
-        assert not name.endswith("__init__") or SOURCES[name] == ""
-    for name in SCRIPTS:
-        assert not {"benchmarks", "bench"} & {found.partition(".")[0] for found in imports(name)} or (
-            name == "bench"), name
+def run_python(code, **options):
+    """A process of its own, because this one has imported more."""
+    code = f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n{code}"
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=ENV, **options)
+
+
+def test_runtime_imports_no_script():
+    modules_of_runtime = {name for name in MODULES if name.startswith("runtime.")}
+    assert len(modules_of_runtime) > 10
+    for name in modules_of_runtime:
+        assert imports(name) <= modules_of_runtime, name
+
+
+def test_nothing_imports_bench():
+    for name in MODULES:
+        assert "bench" not in imports(name), name
 
 
 def test_nothing_imports_in_a_circle():
-    remaining = {name: imports(name) - DOORS.get(name, set()) for name in MODULES}
+    remaining = {name: imports(name) for name in MODULES}
     while remaining:
         leaves = {name for name, used in remaining.items() if not used & remaining.keys()}
         assert leaves, f"a circle among {sorted(remaining)}"
-        remaining = {name: used for name, used in remaining.items() if name not in leaves}
+        for name in leaves:
+            del remaining[name]
 
 
-def test_gpt2_can_be_imported_without_what_loads_exports_or_trains_it():
-    """`import model` loads at most five files of the project. A process of its own, as tests import more."""
-    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import model; print(*sys.modules)"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=ENV)
+def test_the_model_needs_at_most_five_files_and_not_the_recipes():
+    result = run_python("import model\nprint(*sys.modules)")
     loaded = MODULES & set(result.stdout.split())
-    assert "model" in loaded and len(loaded) <= 5, result.stderr or loaded
+    assert "model" in loaded, result.stderr
+    assert len(loaded) <= 5, loaded
+    assert not imports("model") & {"recipes", "export"}
 
 
 @pytest.mark.parametrize("name", sorted(MODULES))
 def test_a_function_fits_on_a_screen(name):
-    for node in ast.walk(ast.parse(SOURCES[name])):
+    for node in ast.walk(TREES[name]):
         if isinstance(node, ast.FunctionDef):
             assert node.end_lineno - node.lineno < 45, node.name
 
 
-def test_an_import_only_defines(tmp_path):
-    """It prints, writes and downloads nothing, and what is optional is imported where it is used."""
-    code = f"""
-import importlib, socket, sys
-sys.path.insert(0, {str(ROOT)!r})
+IMPORT_EVERYTHING = """
+import importlib, socket
+
 def refuse(*args, **kwargs):
     raise AssertionError(args)
+
 socket.getaddrinfo = refuse
-for name in {sorted(MODULES)!r}:
+optional = {"matplotlib", "wandb", "datasets", "transformers", "pyarrow", "gigatoken"}
+for name in NAMES:
     importlib.import_module(name)
-    late = {{"matplotlib", "wandb", "datasets", "transformers", "pyarrow", "gigatoken"}} & sys.modules.keys()
-    assert not late, (name, late)
+    assert not optional & sys.modules.keys(), name
 """
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path,
-                            env=ENV)
+
+
+def test_an_import_only_defines(tmp_path):
+    """It prints, writes and downloads nothing, and imports no optional package."""
+    code = IMPORT_EVERYTHING.replace("NAMES", repr(sorted(MODULES)))
+    result = run_python(code, cwd=tmp_path)
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
     assert not list(tmp_path.iterdir())

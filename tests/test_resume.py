@@ -31,7 +31,7 @@ from test_flags import QUIET, SAVED, STILL, TINY, T, fake_wandb, go, worse_and_w
 from train_gpt2 import Config
 
 # What becomes of each flag on a resume.
-FIXED = set("shuffle recipe init n_layer n_head n_embd block_size vocab_size window total_batch_size "
+FIXED = set("shuffle recipe init n_layer n_head n_embd block_size vocab_size total_batch_size "
             "sequence_length seed".split())
 PER_RUN = set("preset dry_run batch_size device compile recompute shard_optimizer out resume wandb".split())
 KEPT = set("data val_tokens hellaswag_data max_steps warmup_steps max_lr min_lr cooldown "
@@ -80,7 +80,7 @@ def save_start(path, moved=False, **shape):
 def asked(byte_data, tmp_path_factory):
     """Flags, each with another value than its default: what is fixed or kept, and what is of the run."""
     folder = tmp_path_factory.mktemp("asked")
-    shape = dict(recipe="speedrun", n_layer=2, n_head=2, n_embd=16, block_size=16, vocab_size=256, window=12)
+    shape = dict(recipe="speedrun", n_layer=2, n_head=2, n_embd=16, block_size=16, vocab_size=256)
     return shape | dict(
         init=str(save_start(folder / "start.pt", **shape)), sequence_length=12, total_batch_size=96,
         data=str(shutil.copytree(byte_data, folder / "data")), shuffle=False, val_tokens=33,
@@ -143,10 +143,10 @@ def test_a_resume_takes_what_is_given(log, asked, byte_data):
 
 
 OTHERS = dict(shuffle=True, recipe="frontier", init="scratch", n_layer=3, n_head=4, n_embd=32, block_size=24,
-              vocab_size=300, window=11, total_batch_size=192, sequence_length=8, seed=6)
+              vocab_size=300, total_batch_size=192, sequence_length=8, seed=6)
 
 # a flag is first looked at beside the defaults of those that are not given
-NEEDS = dict(n_embd=dict(n_head=2), window=dict(recipe="speedrun"),
+NEEDS = dict(n_embd=dict(n_head=2),
              vocab_size=dict(sample_every=0, hellaswag_every=0))
 
 
@@ -167,12 +167,9 @@ def test_a_resume_with_another_value_of_what_is_fixed_is_refused_and_with_the_sa
 
 @pytest.mark.parametrize("recipe", ["gpt2", "speedrun"])
 def test_what_auto_has_become_may_be_spelt_out_on_a_resume(recipe, go):
-    """A window of 0 cannot be given; sequence_length and window are those of the model or its block_size."""
     found = go(*SAVED, "--recipe", recipe)
     refused(lambda: go("--recipe", recipe, "--sequence_length", T // 2, out=found.out), "--sequence_length")
     refused(lambda: go("--recipe", recipe, "--n_layer", 1, out=found.out), "--n_layer")
-    if recipe == "speedrun":
-        refused(lambda: go("--recipe", recipe, "--window", T, out=found.out), "--window")
     assert not go("--recipe", recipe, "--sequence_length", "auto", out=found.out).trained()
 
 
@@ -198,8 +195,8 @@ UNLIKE = dict(
     weight_decay=0.2, grad_clip=0.5, seed=6, dtype="bfloat16", tf32=False, compile=True, attention="math",
     recompute=True, shard_optimizer=True, val_every=7, sample_prompt="Or not", checkpoint_every=7,
     keep_checkpoints=7, resume="never",
-    window=8, cooldown=0.5, overfit=True, hellaswag_every=3, sample_every=3)
-WITH = dict(window=["--recipe", "speedrun"], cooldown=["--recipe", "speedrun"], overfit=["--block_size", 32],
+    cooldown=0.5, overfit=True, hellaswag_every=3, sample_every=3)
+WITH = dict(cooldown=["--recipe", "speedrun"], overfit=["--block_size", 32],
             hellaswag_every=["--vocab_size", 50304], sample_every=["--vocab_size", 50304])
 MAY_DIFFER = {"data", "hellaswag_data", "out", "device", "wandb"}
 
@@ -289,41 +286,6 @@ def goes_on_as(whole, go, step, *flags):
     kept = "model_config", "recipe", "data", "scaler", "step", "job"
     assert {name: a[name] for name in kept} == {name: b[name] for name in kept}
     return a
-
-
-LONG = ["--block_size", 192, "--total_batch_size", 192, "--batch_size", 1]
-
-
-@pytest.mark.parametrize("recipe", ["speedrun", "frontier"])
-def test_a_window_is_in_the_checkpoint_and_a_resume_goes_on_with_it(recipe, go, tmp_path):
-    """One that was given, and one that came with the model of --init: both grow over the run."""
-    flags = [*SAVED, *LONG, "--recipe", recipe, "--max_steps", 4, "--n_layer", 1]
-    begun = go(*flags, "--window", 192)
-    first = goes_on_as(begun, go, 2)
-    assert first["model_config"]["window"] == 192 and first["config"]["window"] == 192
-    again = go(*flags, "--init", begun.out)
-    second = goes_on_as(again, go, 2)
-    assert second["model_config"]["window"] == 192 and second["config"]["window"] == "auto"
-    for saved in (begun, again):
-        assert load_model(saved.out).config.window == 192 and "window 192 " in saved.text
-
-
-@pytest.mark.parametrize("given", [[], ["--window", 128], ["--window", "auto"]])
-def test_init_of_a_model_with_a_window_trains_with_the_schedule_of_its_window(given, go, tmp_path):
-    """64 tokens at first; another window may be given to the weights, and by the word no window."""
-    shape = dict(recipe="speedrun", n_layer=2, n_head=2, n_embd=16, block_size=192, vocab_size=256)
-    init = save_start(tmp_path / "start.pt", **shape, window=192, moved=True)
-    found = go(*SAVED, *LONG, *STILL, "--init", init, "--recipe", "speedrun", "--max_steps", 2, *given)
-    last = {(): 192, (128,): 128, ("auto",): 0}[(*given[1:],)]
-    windows = [64, 128] if last else [0, 0]     # of 64 more a step, in two steps
-    weights = torch.load(init)["model"]
-    for step, window in enumerate(windows):
-        model = fresh_model(replace(Config(), **shape, window=window))
-        model.load_state_dict(weights)
-        _, idx, targets = found.forwards[step]
-        assert logged(found.out)[step] == pytest.approx(model(idx, targets)[1].item(), abs=2e-6), step
-    assert load_model(found.out).config.window == last
-    assert len({model(idx, targets)[1].item() for _ in range(2)}) == 1
 
 
 def test_the_exact_gelu_of_a_nanogpt_stays_that_of_the_runs_that_begin_with_it(go, tmp_path):

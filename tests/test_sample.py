@@ -1,18 +1,18 @@
-"""sample.py: the stream of text, flags, prompts on pipes and terminals."""
+"""sample.py: the stream of text, flags, prompts from pipes and terminals."""
 import io
 import os
-import re
 import signal
 import sys
 
 import pytest
 import torch
+from helpers import script
+from peers import make_model, own_checkpoint, save
 from torch.nn.modules.module import register_module_forward_hook
 
 import sample
-from helpers import refused, script
 from recipes import load_model
-from peers import make_model, own_checkpoint, save
+from runtime.cli import UserError
 from runtime.tokenizer import EOT, encode, tokenizer
 
 
@@ -24,192 +24,271 @@ def path(tmp_path_factory):
 
 @pytest.fixture
 def shown(path, capsys):
-    """What sample.py with these flags prints, 20 tokens a sample; nothing on stderr."""
+    """shown(flags): what sample.py prints with them, 20 tokens a sample; nothing on stderr."""
     def shown(*flags):
-        sample.main(["--model", path, "--device", "cpu", "--max_new_tokens", "20", *map(str, flags)])
-        out, err = capsys.readouterr()
-        assert err == ""
-        return out
+        flags = [str(flag) for flag in flags]
+        sample.main(["--model", path, "--device", "cpu", "--max_new_tokens", "20", *flags])
+        output, errors = capsys.readouterr()
+        assert errors == ""
+        return output
     return shown
 
 
-def plain_output(prompt, rows):
-    """What the command prints if it prints only at its end."""
-    rows = [row[:row.index(EOT)] if EOT in row else row for row in rows]
-    return "".join(f"--- sample {i} of {len(rows)}\n{tokenizer().decode(prompt + row)}\n"
-                   for i, row in enumerate(rows, 1))
+@pytest.fixture
+def after_each_block():
+    """after_each_block(call): calls it whenever the only block of the model has computed."""
+    handles = []
+
+    def register(call):
+        def hook(module, inputs, output):
+            if type(module).__name__ == "Block":
+                call(output)
+        handles.append(register_module_forward_hook(hook))
+
+    yield register
+    for handle in handles:
+        handle.remove()
 
 
 def generated(path, text, num_samples=4, max_new_tokens=20, seed=42, **how):
-    """What `generate` gives for the prompt, as the command prints it."""
+    """What the command has to print for a prompt, by model.generate."""
     prompt = encode(text).tolist()
-    start, generator = torch.tensor([prompt or [EOT]] * num_samples), torch.Generator().manual_seed(seed)
-    rows = load_model(path).generate(start, max_new_tokens, generator=generator, **how)[:, start.size(1):]
-    return plain_output(prompt, rows.tolist())
+    idx = torch.tensor([prompt or [EOT]] * num_samples)
+    generator = torch.Generator().manual_seed(seed)
+    rows = load_model(path).generate(idx, max_new_tokens, generator=generator, **how)
+
+    printed = ""
+    for number, row in enumerate(rows.tolist(), start=1):
+        new = row[idx.size(1):]
+        if EOT in new:
+            new = new[:new.index(EOT)]
+        printed += f"--- sample {number} of {num_samples}\n{tokenizer().decode(prompt + new)}\n"
+    return printed
 
 
-@pytest.mark.parametrize(("text", "how"), [
-    ("Hello, I'm — a model,", {}), ("", {}), ("a<|endoftext|>b", {}), (" a" * 16, {"top_k": 2}),
-    ("-- well-known", {"top_k": 9, "temperature": 0.7, "seed": 5, "num_samples": 2, "max_new_tokens": 12})])
-def test_samples_are_those_of_generate_and_each_flag_reaches_it(text, how, path, shown):
-    flags = ["--prompt", text, *(word for name in how for word in (f"--{name}", how[name]))]
-    assert shown(*flags) == generated(path, text, **how)
-    for but in how:                             # each of them matters
-        assert shown(*flags) != generated(path, text, **{name: how[name] for name in how if name != but})
+def likeliest(path, text, n):
+    """The text of the n likeliest tokens after `text`."""
+    idx = torch.tensor([encode(text).tolist() or [EOT]])
+    row = load_model(path).generate(idx, n, temperature=0)[0]
+    return tokenizer().decode(row[-n:].tolist())
+
+
+# ----------------------------------------------------------------------- samples and flags
+
+@pytest.mark.parametrize("text", [
+    "Hello, I'm — a model,", "", "a<|endoftext|>b", " a" * 16, "-- well-known"])
+def test_samples_are_those_of_generate(text, path, shown):
+    assert shown("--prompt", text) == generated(path, text)
+
+
+@pytest.mark.parametrize("name, value", [
+    ("num_samples", 2),
+    ("max_new_tokens", 12),
+    ("temperature", 0.7),
+    ("top_k", 2),
+    ("seed", 5),
+])
+def test_each_flag_reaches_generate(name, value, path, shown):
+    found = shown("--prompt", "The", f"--{name}", value)
+    assert found == generated(path, "The", **{name: value})
+    assert found != generated(path, "The")
+
+
+def test_dtype_is_that_of_autocast(path, shown):
+    found = shown("--prompt", "The", "--temperature", 0, "--dtype", "bfloat16")
     with torch.autocast("cpu", torch.bfloat16):
-        assert shown(*flags, "--dtype", "bfloat16") == generated(path, text, **how)
+        assert found == generated(path, "The", temperature=0)
 
 
-def test_the_defaults_are_four_samples_of_200_tokens_without_a_prompt(path, capsys):
-    tokens = []
-    hook = register_module_forward_hook(lambda module, inputs, output: tokens.append(output)
-                                        if type(module).__name__ == "Block" else None)
-    try:
-        sample.main(["--model", path, "--device", "cpu"])
-    finally:
-        hook.remove()
-    assert len(tokens) == 200 and all(len(x) == 4 for x in tokens)
-    shown, heading = capsys.readouterr().out, re.compile(r"^--- sample \d of 4\n", re.M)
-    begins = generated(path, "", 4, 20, 42, temperature=1.0, top_k=50)
-    pairs = list(zip(heading.split(shown), heading.split(begins), strict=True))
-    assert len(pairs) == 5
-    for one, beginning in pairs:
-        assert one.startswith(beginning.removesuffix("\n").rstrip("\ufffd"))
+def test_top_k_0_samples_from_all_tokens(path, shown):
+    found = shown("--top_k", 0, "--temperature", 50)
+    assert found == generated(path, "", top_k=None, temperature=50)
+    assert found != shown("--top_k", 50, "--temperature", 50)
 
 
-def test_top_k_0_samples_from_all_tokens_and_1_is_greedy(path, shown):
-    every = shown("--top_k", 0, "--temperature", 50)
-    assert every == generated(path, "", top_k=0, temperature=50) == generated(path, "", top_k=None,
-                                                                              temperature=50)
-    assert every != shown("--top_k", 50, "--temperature", 50)
-    assert shown("--top_k", 1) == shown("--temperature", 0)
+def test_the_defaults_are_four_samples_of_200_tokens(path, after_each_block, capsys):
+    sizes = []
+    after_each_block(lambda output: sizes.append(len(output)))
 
+    sample.main(["--model", path, "--device", "cpu"])
+
+    assert sizes == [4] * 200
+    assert capsys.readouterr().out == generated(path, "", 4, 200)
+
+
+def test_of_a_prompt_longer_than_the_context_the_end_is_used(path, capsys):
+    flags = ["--device", "cpu", "--temperature", "0", "--max_new_tokens", "3"]
+    sample.main(["--model", path, "--prompt", " a" * 16 + " To be", *flags])
+    output, errors = capsys.readouterr()
+    assert output.endswith(" To be" + likeliest(path, " a" * 14 + " To be", 3) + "\n")
+    assert "18 tokens" in errors
+    assert errors.count("\n") == 1
+
+
+@pytest.mark.parametrize("flags", [
+    "--num_samples 0",
+    "--num_samples 2.5",
+    "--num_samples 1001",
+    "--max_new_tokens -3",
+    "--max_new_tokens many",
+    "--temperature -1",
+    "--temperature nan",
+    "--temperature inf",
+    "--top_k -1",
+    "--seed -1",
+    f"--seed {2**64}",
+    "--bogus",
+    "--device tpu",
+    "--dtype int8",
+    "--interactive --prompt a",
+])
+def test_mistakes_are_found_before_the_model_is_read(flags, monkeypatch):
+    monkeypatch.setattr("recipes.load_model", lambda path: pytest.fail("the model was read"))
+    words = flags.split()
+    with pytest.raises(UserError, match=words[0]):
+        sample.main(words)
+
+
+def test_a_model_of_other_tokens_is_refused(tmp_path, capsys):
+    path = save(tmp_path / "a.pt", own_checkpoint(make_model()))
+    with pytest.raises(UserError, match="a.pt"):
+        sample.main(["--model", str(path)])
+    assert capsys.readouterr().out == ""
+
+
+# ----------------------------------------------------------------------- the stream of text
 
 def steps_of(rows):
     """The rows (n, T) as generation yields them: T tensors (n, 1)."""
     return torch.tensor(rows).T[:, :, None]
 
 
-BROKEN = [token for token in range(50256) if "\ufffd" in tokenizer().decode([token])]
 def test_each_token_is_shown_when_it_comes_but_no_part_of_a_character():
-    row, shown = encode("naïve 日本語 🙂🙃!").tolist(), ""
-    assert any(token in BROKEN for token in row)
+    row = encode("naïve 日本語 🙂🙃!").tolist()
+    shown = ""
 
     def steps():
         for taken, step in enumerate(steps_of([row])):
-            # all that is complete of the tokens before this one has been shown
+            # All that is complete of the tokens before this one has been shown.
             assert shown == tokenizer().decode_bytes(row[:taken]).decode(errors="ignore")
             yield step
+
     for piece in sample.stream_text(steps(), [], 1, titles=False):
         shown += piece
     assert shown == tokenizer().decode(row) + "\n"
 
 
-def test_samples_come_one_after_the_other_and_nothing_is_generated_after_the_last():
+def test_samples_come_one_after_the_other_and_end_with_their_documents():
     a, b, c = encode("a b c").tolist()
-    taken, found = [], {}
-    steps = (taken.append(step) or step for step in steps_of([[a, EOT, c, c, c], [EOT, b, b, b, b],
-                                                              [b, c, a, EOT, a]]))
-    for piece in sample.stream_text(steps, [a], 3):
-        found[len(taken)] = found.get(len(taken), "") + piece
-    assert found == {0: "--- sample 1 of 3\na", 1: "a", 2: "\n--- sample 2 of 3\na\n--- sample 3 of 3\na b c",
-                     3: "a", 4: "\n"}
+    rows = [[a, EOT, c], [EOT, b, b], [b, c, EOT]]
+    pieces = sample.stream_text(steps_of(rows), [a], 3)
+    assert "".join(pieces) == (
+        "--- sample 1 of 3\naa\n--- sample 2 of 3\na\n--- sample 3 of 3\na b c\n")
 
 
-def test_of_a_prompt_longer_than_the_context_the_end_is_used(path, capsys):
-    sample.main(["--model", path, "--prompt", " a" * 16 + " To be", "--device", "cpu", "--temperature", "0",
-                 "--max_new_tokens", "3"])
-    out, err = capsys.readouterr()
-    assert "18" in err and err.count("\n") == 1
-    assert out.replace("\n a a", "\n") == generated(path, " a" * 14 + " To be", 4, 3, temperature=0)
+def test_no_more_tokens_are_generated_than_are_shown():
+    a, b, c = encode("a b c").tolist()
+    taken = []
+
+    def steps():
+        for step in steps_of([[a, EOT, c, c, c], [b, c, EOT, a, a]]):
+            taken.append(step)
+            yield step
+
+    list(sample.stream_text(steps(), [], 2))
+    assert len(taken) == 3
 
 
-def stdin(monkeypatch, content, terminal=False):
-    file = io.TextIOWrapper(io.BytesIO(content), encoding="utf-8")
-    file.isatty = lambda: terminal
-    monkeypatch.setattr(sys, "stdin", file)
-    return file
-
-
-def greedy(path, text, n):
-    row = load_model(path).generate(torch.tensor([encode(text).tolist() or [EOT]]), n, temperature=0)[0]
-    return tokenizer().decode(row[-n:].tolist())
-
-
-def test_interactive_from_a_pipe(path, shown, monkeypatch):
-    def continued(content, *flags):
-        stdin(monkeypatch, content)
-        return shown("--interactive", "--max_new_tokens", 4, "--temperature", 0, *flags)
-    assert continued("The\n\nnaïve\r\nno newline".encode() + b"\xff") == "".join(
-        f"{greedy(path, text, 4)}\n" for text in ("The", "", "naïve", "no newline\ufffd"))
-    # the second prompt's numbers are not those of the first
-    first, second = continued(b"The\nThe\n", "--temperature", 1).splitlines()
-    assert first != second
-    assert continued(b"The", "--num_samples", 2) == "".join(
-        f"--- sample {i} of 2\nThe{greedy(path, 'The', 4)}\n" for i in (1, 2))
-    monkeypatch.setattr(sys, "stdin", None)
-    refused(lambda: sample.main(["--model", path, "--interactive"]), "--interactive")
-
-
-def test_ctrl_c_ends_a_continuation_and_at_the_prompt_the_program(path, monkeypatch, capsys):
-    file, blocks = stdin(monkeypatch, b"The\nThe\n", terminal=True), []
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    handler, readline = signal.signal(signal.SIGINT, signal.default_int_handler), file.readline
-    file.readline = lambda *size: readline(*size) or signal.raise_signal(signal.SIGINT)
-
-    def ctrl_c(module, inputs, output):
-        if type(module).__name__ == "Block" and (blocks.append(module) or len(blocks) % 3 == 0):
-            signal.raise_signal(signal.SIGINT)
-    hook = register_module_forward_hook(ctrl_c)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            sample.main(["--model", path, "--interactive", "--device", "cpu", "--temperature", "0"])
-    finally:
-        hook.remove()
-        signal.signal(signal.SIGINT, handler)
-    assert capsys.readouterr().out == f"> {greedy(path, 'The', 2)}\n" * 2 + "> \n"
-
-
-def test_text_reaches_a_pipe_as_its_tokens_come(path, monkeypatch, tmp_path):
+def test_text_reaches_a_pipe_as_its_tokens_come(path, after_each_block, monkeypatch, tmp_path):
     """Not when a buffer of some kilobytes is full."""
     sizes = []
+    flags = ["--num_samples", "1", "--max_new_tokens", "12", "--prompt", "The", "--device", "cpu"]
     with open(tmp_path / "shown", "w", encoding="utf-8") as file:
         monkeypatch.setattr(sys, "stdout", file)
-        hook = register_module_forward_hook(lambda module, inputs, output: sizes.append(
-            os.fstat(file.fileno()).st_size) if type(module).__name__ == "Block" else None)
-        try:
-            sample.main(["--model", path, "--device", "cpu", "--num_samples", "1", "--max_new_tokens", "12",
-                         "--prompt", "The", "--temperature", "0"])
-        finally:
-            hook.remove()
-    heading, after = len("--- sample 1 of 1\nThe"), greedy(path, "The", 12).encode()
-    assert len(sizes) == 12 and sizes[0] == heading and sizes[-1] > heading + len(after) / 2
-    assert sizes == sorted(sizes) and len({*sizes}) > 4
+        after_each_block(lambda output: sizes.append(os.fstat(file.fileno()).st_size))
+        sample.main(["--model", path, "--temperature", "0", *flags])
+
+    assert len(sizes) == 12
+    assert sizes[0] == len("--- sample 1 of 1\nThe")
+    assert sizes == sorted(sizes)
+    assert len(set(sizes)) > 4
 
 
 def close_the_pipe():
-    """stdout's, whose reader has ended."""
+    """stdout becomes a pipe whose reader has ended."""
     reader, writer = os.pipe()
     os.close(reader)
     sys.stdout = open(writer, "w", encoding="utf-8")
 
 
 def test_a_closed_pipe_ends_it_quietly(path):
-    done = script("sample.py", "--model", path, "--max_new_tokens", 1_000_000, before=[close_the_pipe])
-    assert (done.returncode, done.stderr) == (1, "")
+    flags = ["--model", path, "--max_new_tokens", 1_000_000]
+    result = script("sample.py", *flags, before=[close_the_pipe])
+    assert result.stderr == ""
 
 
-@pytest.mark.parametrize("flags", [
-    "--num_samples 0", "--num_samples 2.5", "--num_samples 100000000000000", "--max_new_tokens -3",
-    "--max_new_tokens many", "--temperature -1", "--temperature nan", "--temperature inf", "--top_k -1",
-    "--seed -1", f"--seed {2**64}", "--bogus", "--device tpu", "--device ", "--dtype int8",
-    "--interactive --prompt a"])
-def test_mistakes_are_found_before_the_model_is_read(flags, monkeypatch):
-    monkeypatch.setattr("recipes.load_model", lambda path: pytest.fail("the model was read"))
-    refused(lambda: sample.main(flags.split(" ")), flags.split(" ")[0])
+# ----------------------------------------------------------------------- --interactive
+
+def put_on_stdin(monkeypatch, content, terminal=False):
+    file = io.TextIOWrapper(io.BytesIO(content), encoding="utf-8")
+    file.isatty = lambda: terminal
+    monkeypatch.setattr(sys, "stdin", file)
+    return file
 
 
-def test_another_vocabulary_is_refused(tmp_path, capsys):
-    path = save(tmp_path / "a.pt", own_checkpoint(make_model()))
-    refused(lambda: sample.main(["--model", str(path)]), "a.pt")
-    assert capsys.readouterr().out == ""
+INTERACTIVE = ["--interactive", "--max_new_tokens", 4, "--temperature", 0]
+
+
+def test_each_line_of_a_pipe_is_continued(path, shown, monkeypatch):
+    put_on_stdin(monkeypatch, "The\n\nnaïve\r\nno newline".encode() + b"\xff")
+    found = shown(*INTERACTIVE)
+    prompts = ["The", "", "naïve", "no newline\ufffd"]
+    assert found == "".join(f"{likeliest(path, prompt, 4)}\n" for prompt in prompts)
+
+
+def test_the_same_prompt_twice_has_two_continuations(shown, monkeypatch):
+    put_on_stdin(monkeypatch, b"The\nThe\n")
+    first, second = shown("--interactive", "--max_new_tokens", 4).splitlines()
+    assert first != second
+
+
+def test_several_samples_of_a_line_have_titles_and_the_prompt(path, shown, monkeypatch):
+    put_on_stdin(monkeypatch, b"The")
+    text = "The" + likeliest(path, "The", 4)
+    assert shown(*INTERACTIVE, "--num_samples", 2) == (
+        f"--- sample 1 of 2\n{text}\n--- sample 2 of 2\n{text}\n")
+
+
+@pytest.fixture
+def ctrl_c_raises():
+    """As in a terminal; where the tests are a shell's `&`, the signal is ignored."""
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, handler)
+
+
+def test_ctrl_c_ends_a_continuation_and_at_the_prompt_the_program(
+        path, after_each_block, ctrl_c_raises, monkeypatch, capsys):
+    file = put_on_stdin(monkeypatch, b"The\nThe\n", terminal=True)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    readline = file.readline
+    blocks = []
+
+    def line_or_ctrl_c(*size):
+        line = readline(*size)
+        if not line:
+            signal.raise_signal(signal.SIGINT)
+        return line
+
+    def ctrl_c_at_every_third_token(output):
+        blocks.append(output)
+        if len(blocks) % 3 == 0:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(file, "readline", line_or_ctrl_c)
+    after_each_block(ctrl_c_at_every_third_token)
+    with pytest.raises(KeyboardInterrupt):
+        sample.main(["--model", path, "--interactive", "--device", "cpu", "--temperature", "0"])
+
+    continued = f"> {likeliest(path, 'The', 2)}\n"
+    assert capsys.readouterr().out == continued * 2 + "> \n"

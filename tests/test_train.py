@@ -319,7 +319,7 @@ def test_a_gpu_that_is_not_exactly_known_has_no_mfu_and_similar_names_are_told_a
     "--bogus", "--max_step 3", "--out=", "--data nowhere", "--data .",
     "--init nowhere.pt", "--resume nowhere.pt", "--n_layer 3 --init START", "--recipe speedrun --init START",
     "--device tpu", "--dtype int8", "--recipe gpt5", "--vocab_size 70000",
-    "--sample_every 1", "--window 16", "--window 64 --recipe speedrun", "--overfit --preset small",
+    "--sample_every 1", "--overfit --preset small",
     "--min_lr 1", "--attention cudnn"])
 def test_a_mistake_names_its_flag_before_anything_is_written(flags, shards, start, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

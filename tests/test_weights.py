@@ -1,171 +1,303 @@
-"""Every format that load_model reads gives transformers' logits. Exports are in test_export.py, damaged and
-hostile files in test_hostile.py."""
+"""Every format that load_model reads: the model has transformers' logits. (Damaged files:
+test_hostile.py. Our own exports: test_export.py.)"""
 import dataclasses
 import json
 import sys
 
 import pytest
 import torch
-
-from helpers import refused, script
+from helpers import script
 from hub import Hub
+from peers import (
+    TINY,
+    make_model,
+    nanogpt_checkpoint,
+    our_model,
+    own_checkpoint,
+    save,
+    tokens,
+    transformers_model,
+)
+
 from model import GPT, GPT2_SIZES
 from recipes import load_model
-from peers import (TINY, make_model, nanogpt_checkpoint, our_model, own_checkpoint, save, tokens,
-                   transformers_model)
+from runtime.cli import UserError
 from runtime.console import HEADER
 from runtime.huggingface import OPENAI_NAMES
 
-MASKS = {f"h.{i}.attn.bias": torch.ones(24, 24).tril()[None, None] for i in range(2)}       # of old
+# The causal masks, which older code stored beside the weights.
+MASKS = {f"h.{layer}.attn.bias": torch.ones(24, 24).tril()[None, None] for layer in range(2)}
 
 
-def own(ours, theirs, folder):
-    return save(folder / "checkpoint_000003.pt", own_checkpoint(ours))
-
-
-def nanogpt(prefix="", bias=True, masks=False, **how):
-    def write(ours, theirs, folder):
-        weights = {name: p for name, p in ours.state_dict().items() if bias or not name.endswith(".bias")}
-        weights |= {f"transformer.{name}": mask for name, mask in MASKS.items()} if masks else {}
-        weights = {prefix + name: p for name, p in weights.items()}
-        return save(folder / "ckpt.pt", nanogpt_checkpoint(weights, bias, gelu="tanh"), **how)
-    return write
-
-
-def build_nanogpt(ours, theirs, folder):
-    """Its config is an instance of the script's own class."""
-    config = dataclasses.make_dataclass("GPTConfig", TINY)
-    config.__module__ = "__main__"
-    checkpoint = {"model": ours.state_dict(), "config": config(**TINY), "step": 5000, "val_loss": 3.1}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys.modules["__main__"], "GPTConfig", config, raising=False)
-        return save(folder / "model_05000.pt", checkpoint)
-
-
-def folder_of_transformers(**how):
-    def write(ours, theirs, folder):
-        theirs.save_pretrained(folder / "model.pt", **how)              # a folder, whatever its name
-        assert len([*folder.glob("*/*.safetensors")]) > 2 or not how
-        return folder / "model.pt"
-    return write
-
-
-def without_prefix(ours, theirs, folder):
-    """As the hub's own gpt2 is: no `transformer.`, no head, and the masks."""
-    from safetensors.torch import save_file
-    theirs.config.save_pretrained(folder)
-    weights = {name: p.clone() for name, p in theirs.transformer.state_dict().items()}
-    save_file(weights | {name: mask.byte() for name, mask in MASKS.items()}, folder / "model.safetensors")
-    return folder
-
-
-FORMATS = {                             # what writes it -> what load_model is given; transformers' activation
-    "this project": (own, "gelu_new"), "this project, exact GELU": (own, "gelu"),
-    "nanoGPT": (nanogpt(), "gelu"),
-    "nanoGPT, a legacy file with masks": (nanogpt(masks=True, _use_new_zipfile_serialization=False), "gelu"),
-    "nanoGPT without biases": (nanogpt(bias=False), "gelu"),
-    "nanoGPT without biases, compiled": (nanogpt("_orig_mod.", False, masks=True), "gelu"),
-    "nanoGPT, compiled, in DDP": (nanogpt("module._orig_mod."), "gelu"),
-    "nanoGPT, in DDP, compiled": (nanogpt("_orig_mod.module."), "gelu"),
-    "build-nanogpt": (build_nanogpt, "gelu_new"),
-    "a folder": (folder_of_transformers(), "gelu_pytorch_tanh"),
-    "a folder, exact GELU": (folder_of_transformers(), "gelu"),
-    "a folder, float16": (folder_of_transformers(), "gelu_new"),
-    "a sharded folder": (folder_of_transformers(max_shard_size="8KB"), "gelu_new"),
-    "the hub's old names": (without_prefix, "gelu_new"),
-}
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_a_format_gives_transformers_logits_and_the_model_lives_on_without_its_file(name, tmp_path):
-    write, activation = FORMATS[name]
-    theirs, idx = transformers_model(activation), tokens(3, 24)
-    rounded = getattr(torch, name.rpartition(", ")[2], None) or torch.float32
+def without_biases(theirs):
+    """transformers' model with biases of 0, which is what a nanoGPT with bias=False computes."""
     with torch.no_grad():
-        for p_name, p in theirs.named_parameters():
-            p.copy_(p.to(rounded)).mul_("without biases" not in name or not p_name.endswith(".bias"))
-    ours, logits = our_model(theirs), theirs(idx).logits
-    loaded = load_model(str(write(ours, theirs.to(rounded), tmp_path)))
-    for path in tmp_path.rglob("*"):
-        if path.is_file():
-            path.write_bytes(bytes(path.stat().st_size))
-    assert loaded.config == ours.config and loaded.lm_head.weight is loaded.transformer.wte.weight
-    torch.testing.assert_close(loaded(idx)[0], logits, atol=1e-4, rtol=0)
-    for p_name, p in loaded.state_dict(keep_vars=True).items():
-        assert torch.equal(p, ours.state_dict()[p_name]), p_name
-        assert p.requires_grad and p.dtype == torch.float32 and p.is_contiguous(), p_name
+        for name, p in theirs.named_parameters():
+            if name.endswith(".bias"):
+                p.zero_()
+    return theirs
+
+
+def assert_loads_as(theirs, source):
+    """load_model(source) is the model `theirs` of transformers, in float32 and ready to train."""
+    loaded = load_model(source)
+
+    idx = tokens(3, 24)
+    torch.testing.assert_close(loaded(idx)[0], theirs(idx).logits, atol=1e-4, rtol=0)
+    assert loaded.config == our_model(theirs).config
+    assert loaded.lm_head.weight is loaded.transformer.wte.weight
+    for name, p in our_model(theirs).named_parameters():
+        assert torch.equal(loaded.get_parameter(name), p), name
+
     loaded(idx, idx)[1].backward()
+    for name, p in loaded.named_parameters():
+        assert p.dtype == torch.float32, name
+        assert p.is_contiguous(), name
+        assert p.grad is not None, name
+
+
+def assert_same_weights(model, expected):
+    for name, p in expected.named_parameters():
+        assert torch.equal(model.get_parameter(name), p), name
+
+
+# ----------------------------------------------------------------------- checkpoints
+
+@pytest.mark.parametrize("activation", ["gelu_new", "gelu"])
+def test_a_checkpoint_of_this_project(activation, tmp_path):
+    theirs = transformers_model(activation)
+    path = save(tmp_path / "checkpoint_000003.pt", own_checkpoint(our_model(theirs)))
+    assert_loads_as(theirs, path)
+
+
+@pytest.mark.parametrize("prefix", ["", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
+def test_nanogpts_ckpt_compiled_or_in_ddp(prefix, tmp_path):
+    theirs = transformers_model("gelu")
+    weights = {prefix + name: p for name, p in our_model(theirs).state_dict().items()}
+    path = save(tmp_path / "ckpt.pt", nanogpt_checkpoint(weights))
+    assert_loads_as(theirs, path)
+
+
+def test_nanogpts_ckpt_without_biases(tmp_path):
+    theirs = without_biases(transformers_model("gelu"))
+    weights = our_model(theirs).state_dict()
+    weights = {name: p for name, p in weights.items() if not name.endswith(".bias")}
+    path = save(tmp_path / "ckpt.pt", nanogpt_checkpoint(weights, bias=False))
+    assert_loads_as(theirs, path)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_nanogpts_ckpt_with_the_masks_of_old(bias, tmp_path):
+    theirs = without_biases(transformers_model("gelu"))
+    weights = our_model(theirs).state_dict()
+    if not bias:
+        weights = {name: p for name, p in weights.items() if not name.endswith(".bias")}
+    weights |= {f"transformer.{name}": mask for name, mask in MASKS.items()}
+    path = save(tmp_path / "ckpt.pt", nanogpt_checkpoint(weights, bias))
+    assert_loads_as(theirs, path)
+
+
+def test_build_nanogpts_checkpoint_whose_config_is_a_class_of_its_script(tmp_path, monkeypatch):
+    theirs = transformers_model("gelu_new")
+    config_class = dataclasses.make_dataclass("GPTConfig", TINY)
+    config_class.__module__ = "__main__"
+    monkeypatch.setattr(sys.modules["__main__"], "GPTConfig", config_class, raising=False)
+
+    path = save(tmp_path / "model_05000.pt", {
+        "model": our_model(theirs).state_dict(),
+        "config": config_class(**TINY),
+        "step": 5000,
+        "val_loss": 3.1,
+    })
+
+    assert_loads_as(theirs, path)
+
+
+def test_a_loaded_model_needs_its_file_no_longer(tmp_path):
+    model = make_model()
+    path = save(tmp_path / "checkpoint.pt", own_checkpoint(model))
+    loaded = load_model(path)
+    path.write_bytes(bytes(path.stat().st_size))
+    assert_same_weights(loaded, model)
+
+
+# ----------------------------------------------------------------------- Hugging Face folders
+
+@pytest.mark.parametrize("activation", ["gelu_new", "gelu_pytorch_tanh", "gelu"])
+def test_a_folder_of_transformers(activation, tmp_path):
+    theirs = transformers_model(activation)
+    theirs.save_pretrained(tmp_path / "model.pt")           # a folder, whatever its name
+    assert_loads_as(theirs, tmp_path / "model.pt")
+
+
+def test_a_folder_in_float16(tmp_path):
+    theirs = transformers_model().half()
+    theirs.save_pretrained(tmp_path)
+    assert_loads_as(theirs.float(), tmp_path)
+
+
+def test_a_folder_of_several_files(tmp_path):
+    theirs = transformers_model()
+    theirs.save_pretrained(tmp_path, max_shard_size="8KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    assert_loads_as(theirs, tmp_path)
+
+
+def test_the_names_of_the_hubs_own_gpt2_which_have_no_prefix_and_no_head(tmp_path):
+    from safetensors.torch import save_file
+    theirs = transformers_model()
+    theirs.config.save_pretrained(tmp_path)
+    weights = {name: p.clone() for name, p in theirs.transformer.state_dict().items()}
+    weights |= {name: mask.byte() for name, mask in MASKS.items()}
+    save_file(weights, tmp_path / "model.safetensors")
+    assert_loads_as(theirs, tmp_path)
+
+
+def test_a_file_that_the_hubs_cache_links_to(tmp_path):
+    theirs = transformers_model()
+    theirs.save_pretrained(tmp_path / "snapshot")
+    (tmp_path / "snapshot" / "model.safetensors").rename(tmp_path / "blob")
+    (tmp_path / "snapshot" / "model.safetensors").symlink_to("../blob")
+    assert_loads_as(theirs, tmp_path / "snapshot")
 
 
 def test_what_an_old_config_leaves_out_is_as_in_gpt2(tmp_path):
     model = make_model(block_size=1024)
     model.save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    kept = "model_type", "vocab_size", "n_layer", "n_head", "n_embd"
-    (tmp_path / "config.json").write_text(json.dumps({name: config[name] for name in kept}))
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+
+    names = ("model_type", "vocab_size", "n_layer", "n_head", "n_embd")
+    path.write_text(json.dumps({name: config[name] for name in names}))
+
     assert load_model(tmp_path).config == model.config
-    same_weights(tmp_path, model)
 
 
-# ----------------------------------------------------------------------------- a run's folder
+@pytest.mark.parametrize("key, value", [
+    ("model_type", "llama"),
+    ("activation_function", "relu"),
+    ("n_inner", 32),
+    ("layer_norm_epsilon", 1e-6),
+    ("scale_attn_weights", False),
+    ("scale_attn_by_inverse_layer_idx", True),
+    ("add_cross_attention", True),
+    ("tie_word_embeddings", False),
+    ("auto_map", {"AutoModelForCausalLM": "modeling_other.Other"}),
+])
+def test_a_gpt2_that_our_code_does_not_compute_is_refused(key, value, tmp_path):
+    make_model().save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
+    with pytest.raises(UserError, match=key):
+        load_model(tmp_path)
+
+
+# ----------------------------------------------------------------------- a run's folder
 
 @pytest.fixture
 def a_run(tmp_path):
-    """A run's folder and the models of its checkpoints by step; of these the last but one was the best."""
-    folder, models = tmp_path / "log", {step: make_model(seed=step) for step in (2, 10, 999_999, 1_000_000)}
-    folder.mkdir()
-    for step, model in models.items():          # in order of their names the newest is not the last
-        save(folder / f"checkpoint_{step:06d}.pt", own_checkpoint(model))
-    (folder / "metrics.csv").write_text(
-        f"{HEADER}\n2,0,0,5,4.0,,,,\n3,0,0,5,1.0,,,,\n10,0,0,5,,,,,\n"
-        "999999,0,0,5,3.0,,,,\n1000000,0,0,,3.5,,,,\n")
-    for name in ("checkpoint_2000000.pt.tmp", "._checkpoint_2000000.pt", ".checkpoint_2000000.pt"):
-        (folder / name).touch()
-    (folder / "previous_1").mkdir()
-    return folder, models
+    """A run's folder, and its models by step. Step 10 had no validation, 999,999 the best one."""
+    models = {step: make_model(seed=step) for step in (2, 10, 999_999, 1_000_000)}
+    for step, model in models.items():
+        save(tmp_path / f"checkpoint_{step:06d}.pt", own_checkpoint(model))
+
+    rows = [
+        "2,0,0,5,4.0,,,,",
+        "3,0,0,5,1.0,,,,",              # has no checkpoint any more
+        "10,0,0,5,,,,,",
+        "999999,0,0,5,3.0,,,,",
+        "1000000,0,0,,3.5,,,,",
+    ]
+    (tmp_path / "metrics.csv").write_text("\n".join([HEADER, *rows]) + "\n")
+    return tmp_path, models
 
 
-def same_weights(source, model):
-    assert all(map(torch.equal, load_model(source).parameters(), model.parameters()))
-
-
-def test_a_runs_folder_is_its_newest_checkpoint_and_best_the_one_of_the_lowest_loss(a_run, monkeypatch):
+def test_a_runs_folder_means_its_newest_checkpoint(a_run):
     folder, models = a_run
+    (folder / "checkpoint_2000000.pt.tmp").touch()
+    (folder / "._checkpoint_2000000.pt").touch()
+    assert_same_weights(load_model(folder), models[1_000_000])
+    assert_same_weights(load_model(f"{folder}/"), models[1_000_000])
+
+
+def test_best_means_the_checkpoint_of_the_lowest_validation_loss(a_run, monkeypatch):
+    folder, models = a_run
+    assert_same_weights(load_model(folder / "best"), models[999_999])
+    assert_same_weights(load_model(f"{folder}/best/"), models[999_999])
     monkeypatch.chdir(folder)
-    for source in (folder, f"{folder}/", "."):
-        same_weights(source, models[1_000_000])
-    for source in (folder / "best", f"{folder}/best/", f"{folder}/../log/best", "best"):
-        same_weights(source, models[999_999])
-    for metrics in ("", f"{HEADER}\n3,0,0,5,1.0,,,,\n", f"{HEADER}\na note\n", None):
-        (folder / "metrics.csv").unlink() if metrics is None else (folder / "metrics.csv").write_text(metrics)
-        refused(lambda: load_model(folder / "best"), folder)
-    load_model(folder)
+    assert_same_weights(load_model("best"), models[999_999])
 
 
-# ----------------------------------------------------------------------------- the hub
+@pytest.mark.parametrize("metrics", ["", f"{HEADER}\n3,0,0,5,1.0,,,,\n", f"{HEADER}\na note\n"])
+def test_without_a_validated_checkpoint_there_is_no_best(metrics, a_run):
+    folder, models = a_run
+    (folder / "metrics.csv").write_text(metrics)
+    with pytest.raises(UserError, match="best|metrics.csv"):
+        load_model(folder / "best")
+    assert_same_weights(load_model(folder), models[1_000_000])
 
-def test_gpt2_comes_from_the_hub_and_then_from_its_cache_and_what_is_not_there_is_refused(tmp_path):
+
+def test_a_folder_without_a_model_is_refused(tmp_path):
+    (tmp_path / "notes.txt").write_text("no model")
+    with pytest.raises(UserError, match="checkpoint_"):
+        load_model(tmp_path)
+
+
+# ----------------------------------------------------------------------- the hub
+
+def test_gpt2_comes_from_the_hub_and_then_from_its_cache(tmp_path):
     theirs = transformers_model(vocab_size=50257)
-    theirs.save_pretrained(tmp_path / "gpt2's")
+    theirs.save_pretrained(tmp_path / "published")
+    files = {path.name: path.read_bytes() for path in (tmp_path / "published").iterdir()}
+
     with Hub() as hub:
-        hub.put("openai-community/gpt2", {p.name: p.read_bytes() for p in (tmp_path / "gpt2's").iterdir()})
-        hub.put("other/model", {"config.json": b"{}"})
+        hub.put("openai-community/gpt2", files)
         env = hub.env | {"HF_HOME": str(tmp_path / "cache")}
-        answer, asked = hub.answer, []
-        hub.answer = lambda url, *how: asked.append(url.path) or answer(url, *how)
-        for out in ("first", "from the cache"):
-            result = script("model.py", "export", "gpt2", tmp_path / out, env=env)
-            assert result.returncode == 0 and result.stderr == "", result.stderr
-            same_weights(tmp_path / out, our_model(theirs))
-            assert any("/gpt2/resolve/" in path for path in asked) == (out == "first"), asked
-            asked.clear()
-        for name in ("nobody/model", "other/model"):
-            refused(lambda name=name: script("model.py", "export", name, tmp_path / "hf", env=env), name)
-    assert not (tmp_path / "hf").exists()
+        first = script("export.py", "gpt2", tmp_path / "first", env=env)
+        asked_at_first = list(hub.asked)
+        hub.asked.clear()
+        second = script("export.py", "gpt2", tmp_path / "second", env=env)
+
+    assert first.returncode == 0, first.stderr
+    assert second.returncode == 0, second.stderr
+    assert any("/gpt2/resolve/" in path for path in asked_at_first)
+    assert not any("/gpt2/" in path for path in hub.asked)
+    assert_same_weights(load_model(tmp_path / "first"), our_model(theirs))
+    assert_same_weights(load_model(tmp_path / "second"), our_model(theirs))
 
 
-def test_a_model_that_is_not_here_is_refused_offline():
+def test_a_model_that_the_hub_does_not_have_is_refused(tmp_path):
+    with Hub() as hub:
+        env = hub.env | {"HF_HOME": str(tmp_path / "cache")}
+        result = script("export.py", "nobody/model", tmp_path / "exported", env=env)
+    assert result.returncode == 2
+    assert "nobody/model" in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert not (tmp_path / "exported").exists()
+
+
+@pytest.mark.parametrize("name", ["gpt2", "no/such-model", "a/b/c", "no such name", "../weights"])
+def test_a_model_that_is_not_here_is_refused_offline(name):
+    with pytest.raises(UserError, match=name):
+        load_model(name)
+    with pytest.raises(UserError, match=name):
+        GPT.from_pretrained(name)
+
+
+def test_the_names_of_openais_models_are_those_of_the_sizes():
     assert OPENAI_NAMES == tuple(GPT2_SIZES)
-    for name in ("gpt2", "no/such-model", "gpt2-huge", "a/b/c", "x" * 300, "no such name", "../weights", ""):
-        refused(lambda name=name: load_model(name), name)
-        refused(lambda name=name: GPT.from_pretrained(name), name)
+
+
+# ----------------------------------------------------------------------- packages
+
+@pytest.mark.parametrize("module, source", [
+    ("huggingface_hub", "gpt2"),
+    ("safetensors.torch", "exported"),
+])
+def test_a_missing_package_is_not_taken_for_a_bad_model(module, source, tmp_path, monkeypatch):
+    """run_command names the package."""
+    monkeypatch.chdir(tmp_path)
+    make_model().save_pretrained("exported")
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ModuleNotFoundError, match=module):
+        load_model(source)

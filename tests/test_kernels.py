@@ -1,0 +1,116 @@
+"""runtime/kernels.py: the loss in chunks equals F.cross_entropy, with its gradients."""
+import pytest
+import torch
+import torch.nn.functional as F
+from peers import LargestStorage
+
+from model import GPT, GPTConfig
+from runtime.kernels import chunked_cross_entropy
+
+
+def plain_loss(x, weight, targets, softcap):
+    logits = x @ weight.t()
+    if softcap:
+        logits = softcap * torch.tanh(logits / softcap)
+    return F.cross_entropy(logits, targets, ignore_index=-1)
+
+
+@pytest.mark.parametrize("chunk, vocab_size, softcap, scale", [
+    (1, 50, 0.0, 1),
+    (7, 50, 30.0, 7),
+    (64, 50, 0.0, 70),          # exp of these logits would overflow
+    (64, 50, 30.0, 70),
+    (64, 150_000, 15.0, 1),     # the cache's tiles are smaller than the chunk: 2 rows a thread
+])
+def test_the_chunked_loss_is_the_whole_one_with_its_gradients(chunk, vocab_size, softcap, scale):
+    torch.manual_seed(0)
+    x = (scale * torch.randn(19, 8).double()).requires_grad_()
+    weight = torch.randn(vocab_size, 8).double().requires_grad_()
+    targets = torch.randint(0, vocab_size, (19,))
+    targets[::5] = -1
+
+    # Three times, because the backward must pass on what comes after the loss.
+    whole = 3 * plain_loss(x, weight, targets, softcap)
+    chunked = 3 * chunked_cross_entropy(x, weight, targets, chunk, softcap)
+
+    # The loss and the probabilities are float32 inside.
+    assert chunked.item() == pytest.approx(whole.item(), rel=1e-5)
+    expected = torch.autograd.grad(whole, (x, weight))
+    found = torch.autograd.grad(chunked, (x, weight))
+    for gradient, expected_gradient in zip(found, expected, strict=True):
+        error = (gradient - expected_gradient).norm()
+        assert error <= 1e-5 * expected_gradient.norm()
+
+
+@pytest.mark.parametrize("dtype, loss_tolerance, tolerance", [
+    (torch.float32, 2e-6, 1e-5), (torch.bfloat16, 2e-3, 0.03)])
+def test_a_model_trains_the_same_with_it(dtype, loss_tolerance, tolerance):
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(block_size=32, vocab_size=640, n_layer=2, n_head=2, n_embd=32))
+    idx, targets = torch.randint(0, 640, (4, 32)), torch.randint(0, 640, (4, 32))
+    targets[0, :9] = -1
+
+    losses, gradients = [], []
+    for chunk in (0, 16):
+        model.loss_chunk = chunk
+        model.zero_grad()
+        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+            _, loss = model(idx, targets)
+        loss.backward()
+        losses.append(loss.item())
+        gradients.append([p.grad.clone() for p in model.parameters()])
+
+    assert losses[1] == pytest.approx(losses[0], abs=loss_tolerance)
+    for whole, chunked in zip(*gradients, strict=True):
+        assert (chunked - whole).norm() <= tolerance * whole.norm()
+
+
+def test_no_tensor_has_the_logits_of_all_tokens():
+    model = GPT(GPTConfig(block_size=32, vocab_size=640, n_layer=2, n_head=2, n_embd=32))
+    model.loss_chunk = 16
+    idx = torch.randint(0, 640, (4, 32))
+    with LargestStorage() as seen:
+        model(idx, idx)
+    assert seen.bytes < idx.numel() * 640 * 2, "bytes of all logits in bfloat16"
+
+
+def test_the_loss_is_the_same_without_gradients():
+    model = GPT(GPTConfig(block_size=32, vocab_size=640, n_layer=2, n_head=2, n_embd=32))
+    model.loss_chunk = 16
+    idx = torch.randint(0, 640, (4, 32))
+    _, loss = model(idx, idx)
+    with torch.no_grad():
+        assert model(idx, idx)[1].item() == loss.item()
+
+
+def test_in_bfloat16_the_chunks_gradients_are_added_up_in_float32():
+    """Sums that are rounded to 8 bits after each of 128 chunks would be some percents off."""
+    torch.manual_seed(0)
+    x, targets = torch.randn(1024, 8), torch.randint(0, 40, (1024,))
+    weight = torch.randn(40, 8).requires_grad_()
+
+    gradients = []
+    for chunk in (8, 1024):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = chunked_cross_entropy(x, weight, targets, chunk, 0.0)
+        gradients += torch.autograd.grad(loss, weight)
+
+    in_chunks, at_once = gradients
+    assert (in_chunks - at_once).norm() < 0.003 * at_once.norm()
+
+
+def test_in_float16_the_gradients_of_unlikely_tokens_survive_the_chunks():
+    """p / N is 1e-8 here, which float16 does not hold; the scale comes only in the backward."""
+    torch.manual_seed(0)
+    x = torch.randn(4096, 8).requires_grad_()
+    weight = (0.1 * torch.randn(20_000, 8)).requires_grad_()
+    targets = torch.randint(0, 20_000, (4096,))
+
+    gradients = []
+    for autocast in (False, True):
+        with torch.autocast("cpu", torch.float16, enabled=autocast):
+            loss = chunked_cross_entropy(x, weight, targets, 1024, 0.0)
+        gradients.append(torch.autograd.grad(65536.0 * loss, (x, weight)))
+
+    for exact, rounded in zip(*gradients, strict=True):
+        assert (rounded - exact).norm() < 0.01 * exact.norm()

@@ -1,0 +1,44 @@
+"""runtime/muon.py: orthogonal updates, and torch's own Muon."""
+import pytest
+import torch
+
+from runtime.muon import Muon, orthogonalize
+
+
+@pytest.mark.parametrize("shape", [(16, 16), (8, 32), (48, 12)])
+def test_orthogonalize_gives_singular_values_near_one_and_keeps_the_directions(shape):
+    G = torch.randn(3, *shape, generator=torch.Generator().manual_seed(0))
+    U, _, V = torch.linalg.svd(G, full_matrices=False)
+
+    X = orthogonalize(G).float()
+
+    assert X.shape == G.shape
+    values = torch.linalg.svdvals(X)
+    assert values.min() > 0.3
+    assert values.max() < 1.3
+    along = torch.einsum("bij,bjk,bki->bi", U.mT, X, V.mT)          # the diagonal of U^T X V
+    assert along.min() > 0.2
+    assert (along - values.mean()).abs().max() < 0.6
+
+
+def matrices():
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(16, 16), (32, 16), (16, 32), (16, 16), (16, 16)]
+    return [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
+
+
+def test_six_steps_are_those_of_torchs_muon_to_rounding():
+    start, ours, theirs = matrices(), matrices(), matrices()
+    names_and_matrices = [(f"matrix {i}", p) for i, p in enumerate(ours)]
+    our_muon = Muon(names_and_matrices, lr=0.02, weight_decay=0.1)
+    their_muon = torch.optim.Muon(theirs, lr=0.02, weight_decay=0.1, adjust_lr_fn="original")
+
+    for _ in range(6):
+        for p, q in zip(ours, theirs, strict=True):
+            p.grad = torch.randn_like(p)
+            q.grad = p.grad.clone()
+        our_muon.step()
+        their_muon.step()
+
+    for p, q, s in zip(ours, theirs, start, strict=True):
+        assert (p - q).norm() < 0.03 * (q - s).norm()
