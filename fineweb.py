@@ -13,25 +13,21 @@ The validation text is the first tenth of the text, and at most 10 million token
 which is shuffled, the validation text is the first shard, or a tenth of --max_tokens if a tenth is
 less. --val_tokens and --val_input choose another one. After a kill the same command continues.
 """
-# first, because it refuses an old Python in one line
-from runtime.cli import FlagParser, UserError, print_error, run_command
-
 import argparse
 import os
 import re
 import shlex
-import shutil
-import tempfile
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Set
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import numpy as np
 from tqdm import tqdm
 
-from runtime.files import lock_folder, remove_leftovers, writing
+from runtime.cli import FlagParser, UserError, print_error, run_command
+from runtime.files import lock_folder, remove_leftovers
 from runtime.shards import (
     file_sha256, list_shards, manifest_to_continue, open_shard, read_manifest, shard_names,
     write_manifest, write_parts)
@@ -42,7 +38,6 @@ from runtime.tokenizer import BPE_SHA256, Encoder
 MANIFEST_VERSION = 4            # of the manifest, and of the rule for validation
 MOST_VALIDATION = 10_000_000    # tokens, if no flag says otherwise
 LEAST_TEXT = 200                # tokens of which a tenth is worth anything
-TEMPORARY = "a temporary file"  # for messages
 LOCK = ".fineweb.lock"
 PRETOKENIZED = "kjj0/fineweb10B-gpt2"
 # --block_size of these presets. A table here, because to import recipes.py would load torch.
@@ -53,8 +48,7 @@ BLOCK_SIZES = {"shakespeare": 1024, "small": 256, "gpt2": 1024}
 
 # The flags that determine the bytes of the shards, beside the text itself: the manifest records
 # them.
-RECORDED = [
-    "text_field", "separator", "tsv_quotes", "shard_size", "val_tokens", "max_tokens", "format"]
+RECORDED = ["text_field", "separator", "shard_size", "val_tokens", "max_tokens", "format"]
 TEXT_FLAGS = {*RECORDED, "out", "workers", "encoder"}
 # The first of these that is given says what the command is to do, with which others.
 COMBINED_WITH = {
@@ -66,8 +60,8 @@ COMBINED_WITH = {
 DEFAULTS = {
     "verify": None, "pretokenized": None, "input": None, "dataset": None, "out": None,
     "val_input": [], "name": None, "split": "train", "text_field": "text", "separator": "",
-    "tsv_quotes": False, "shard_size": 100_000_000, "val_tokens": None, "max_tokens": None,
-    "format": "npy", "workers": None, "encoder": "auto"}
+    "shard_size": 100_000_000, "val_tokens": None, "max_tokens": None, "format": "npy",
+    "workers": None, "encoder": "auto"}
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -130,7 +124,7 @@ def add_input_flags(flag: Callable) -> None:
     flag("--split", "The split of --dataset (default train).")
     flag("--input",
          "Your own text: files, folders and globs. Each .txt or .md is a document, as is each line "
-         "of a .jsonl, .ndjson or .json, and each row of a .csv, .tsv or .parquet. All but the "
+         "of a .jsonl, .ndjson or .json, and each row of a .csv or .parquet. All but the "
          ".parquet may be compressed (.gz, .zst).", nargs="+", action="extend", metavar="PATH")
     flag("--val_input",
          "Other files, which are for validation in place of the beginning of --input.",
@@ -140,9 +134,6 @@ def add_input_flags(flag: Callable) -> None:
     flag("--separator",
          "The text between the documents of a .txt or .md, as in --separator '<|endoftext|>' "
          "(default: each file is one document).", metavar="TEXT")
-    flag("--tsv_quotes",
-         "Read the quotation marks of a .tsv as those of a .csv (default: as text).",
-         action="store_true", default=argparse.SUPPRESS)
     flag("--pretokenized",
          "Fetch the first N published training shards of FineWeb, of 200 MB each.",
          type=positive(103), metavar="N")
@@ -256,8 +247,8 @@ class Shards:
     """The shards of a folder, which are written as the tokens of the text are added.
 
     A place in the text is the number of tokens before it. The tokens before `written` are in
-    shards, and those from there to `seen` wait in a temporary file, because a shard of them would
-    be too much of the memory. A shard is written when its last token is there, and after it the
+    shards, and those from there to `seen` wait in the memory: a shard at most, and at first ten
+    times MOST_VALIDATION. A shard is written when its last token is there, and after it the
     manifest that lists it, with the cursor at its end: (the number of a file, how many of its
     tokens are done). A run that goes on after a kill reads that file from its beginning, and drops
     those tokens."""
@@ -275,15 +266,7 @@ class Shards:
         self.seen = self.written
         file, done = self.cursor
         self.starts = {file: self.written - done}       # {number of a file: place of its first token}
-        with writing(TEMPORARY, begun=True):
-            self.waiting = self.new_temporary()
-
-    def new_temporary(self):
-        """A temporary file without a name, on the disk of `out`: there is room for the shards."""
-        folder = self.out.absolute()
-        while not folder.is_dir():
-            folder = folder.parent
-        return tempfile.TemporaryFile(dir=folder)
+        self.waiting = deque()                          # of arrays of tokens, 1-D uint16
 
     def add(self, file: int, tokens: np.ndarray) -> None:
         """Takes the next tokens of the text, which are in this file, up to --max_tokens."""
@@ -291,10 +274,7 @@ class Shards:
             tokens = tokens[:self.manifest["max_tokens"] - self.seen]
         self.starts.setdefault(file, self.seen)
         self.seen += len(tokens)
-        with writing(TEMPORARY, begun=True):
-            self.waiting.seek(0, os.SEEK_END)
-            self.waiting.write(tokens)
-            self.waiting.flush()
+        self.waiting.append(tokens)
         self.write_ready(at_end=False)
 
     def count_validation(self, at_end: bool) -> int | None:
@@ -335,8 +315,6 @@ class Shards:
                             "raise --max_tokens, and choose another --out")
         self.manifest["validation"] = validation
 
-        before = self.written
-        self.waiting.seek(0)
         while self.written < self.seen:
             split = "train"
             end = self.written + self.manifest["shard_size"]
@@ -346,15 +324,6 @@ class Shards:
             if end > self.seen and not at_end:
                 break
             self.write(split, min(end, self.seen) - self.written)
-
-        # The rest moves to a new file, or the temporary file would grow as long as the text.
-        if self.written > before:
-            with writing(TEMPORARY, begun=True):
-                rest = self.new_temporary()
-                shutil.copyfileobj(self.waiting, rest)
-                rest.flush()
-            self.waiting.close()
-            self.waiting = rest
 
     def write(self, split: str, count: int) -> None:
         """Writes the next `count` tokens as a shard, and then the manifest. If a kill comes
@@ -389,9 +358,12 @@ class Shards:
         write_manifest(self.out, self.manifest)
 
     def take(self, count: int) -> Iterator[np.ndarray]:
-        """Yields the next `count` of the waiting tokens in parts, of 2 MB at most."""
+        """Yields the first `count` of the waiting tokens in parts, and forgets them."""
         while count > 0:
-            part = np.frombuffer(self.waiting.read(2 * min(count, 1 << 20)), dtype=np.uint16)
+            part = self.waiting.popleft()
+            if len(part) > count:
+                self.waiting.appendleft(part[count:])
+                part = part[:count]
             count -= len(part)
             yield part
 
@@ -453,7 +425,7 @@ def fetch_published(count: int, out: Path) -> None:
 
     missing = [name for name in names if name not in present]
     if missing:
-        with writing(out, begun=True), hub_errors(PRETOKENIZED) as hub:
+        with hub_errors(PRETOKENIZED) as hub:
             infos = hub.HfApi().get_paths_info(PRETOKENIZED, names, repo_type="dataset")
             shards = [{"file": info.path, "sha256": info.lfs.sha256} for info in infos]
 
@@ -503,25 +475,14 @@ def verify(folder: Path, names: list[str] | None = None) -> None:
 @contextmanager
 def locked(out: Path) -> Iterator[None]:
     """Around the work on the shards in `out`. UserError if another call of this command is at work
-    there. The folder is made for the lock, and goes again if nothing was written into it."""
-    # Of a folder that cannot be written, complete shards may still be read.
-    if out.is_dir() and not os.access(out, os.W_OK):
-        yield
-        return
-
-    new_folders = [folder for folder in (out, *out.parents) if not folder.exists()]
+    there. The folder is made for the lock, whose hidden file stays in it."""
     lock = lock_folder(out, LOCK)
     try:
         yield
     finally:
-        # The file goes while it is locked. A call that waits for the lock then makes a new one.
-        with suppress(OSError):
-            (out / LOCK).unlink()
+        # None on a file system that has no locks.
         if lock:
             lock.release()
-        with suppress(OSError):                 # not empty
-            for folder in new_folders:
-                folder.rmdir()
 
 
 def next_command(out: Path, val: list[int], train: list[int]) -> str:
@@ -570,7 +531,7 @@ def main(argv: list[str] | None = None) -> None:
         return
 
     out = Path(args.out)
-    layout = Layout(args.text_field, args.separator, args.tsv_quotes)
+    layout = Layout(args.text_field, args.separator)
     if args.pretokenized is not None:
         with locked(out):
             fetch_published(args.pretokenized, out)

@@ -543,9 +543,8 @@ def validation_loss(data: Data, B: int, process: Process, state: TrainState) -> 
 
 def hellaswag_score(data: Data, process: Process, state: TrainState) -> tuple[int, int]:
     """(examples answered rightly by the mean loss of a token, which is acc_norm; all examples)."""
-    watched = partial(process.watch, "HellaSwag")
-    counts = hellaswag.evaluate(state.model, data.hellaswag, process.device, state.autocast,
-                                process.rank, process.world_size, watched)
+    batches = process.watch("HellaSwag", data.hellaswag[process.rank::process.world_size])
+    counts = hellaswag.evaluate(state.model, batches, process.device, state.autocast)
     _correct_by_sum, correct_by_mean, n = process.sum(*counts.tolist())
     return int(correct_by_mean), int(n)
 

@@ -4,7 +4,6 @@ import hashlib
 import json
 import os
 import re
-import warnings
 from collections.abc import Iterable
 from operator import index
 from pathlib import Path
@@ -23,8 +22,7 @@ BIN_HEADER = 256                # int32 numbers: magic, version, number of token
 
 
 def write_shard(path: str | Path, tokens: np.ndarray) -> None:
-    """Writes tokens (1-D uint16) atomically as a .npy or .bin, by the suffix of `path`. RunError
-    where the disk is full."""
+    """Writes tokens (1-D uint16) atomically as a .npy or .bin, by the suffix of `path`."""
     write_parts(path, len(tokens), [tokens])
 
 
@@ -47,15 +45,9 @@ def write_parts(path: str | Path, length: int, parts: Iterable[np.ndarray]) -> N
 
 def open_shard(path: str | Path) -> np.memmap:
     """The tokens of a .npy or .bin shard, 1-D uint16, as a read-only map of the file. UserError
-    if the file is missing, truncated or no shard. Nothing in it is ever unpickled."""
+    if it is truncated or no shard. Nothing in it is ever unpickled."""
     path = Path(path)
-
-    # NumPy warns about an unusual header, but the error is enough.
-    with reading(path, "copy or make the shard again"), warnings.catch_warnings(action="ignore"):
-        # To open a named pipe would wait forever.
-        if not path.is_file():
-            raise ValueError("it does not exist, or is not a regular file")
-
+    with reading(path, "copy or make the shard again"):
         if path.suffix == ".bin":
             tokens = open_bin(path)
         else:
@@ -88,17 +80,10 @@ def read_shard(path: str | Path) -> np.ndarray:
 
 
 def shard_names(folder: str | Path) -> list[str]:
-    """The sorted names of all shards in a folder; none if there is no such folder. UserError if
-    it cannot be read, or is a file."""
-    with reading(folder, "make the folder readable, or choose another"):
-        try:
-            names = os.listdir(folder)
-        except FileNotFoundError:
-            names = []
-        except NotADirectoryError:
-            raise UserError(f"{folder} is a file (expected a folder): choose the folder of the "
-                            f"shards") from None
-    return sorted(name for name in names if SHARD_NAME.match(name))
+    """The sorted names of all shards in a folder; none if there is no such folder."""
+    if not os.path.lexists(folder):
+        return []
+    return sorted(name for name in os.listdir(folder) if SHARD_NAME.match(name))
 
 
 def split_of(name: str) -> str:

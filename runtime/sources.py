@@ -10,17 +10,15 @@ import hashlib
 import os
 import re
 import shutil
-import stat
 import tempfile
 import threading
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
-from runtime.cli import NO_ROOM, RunError, UserError, brief_error, import_package
-from runtime.files import reading, writing
+from runtime.cli import RunError, UserError, brief_error
 from runtime.shards import read_manifest
 from runtime.text import READERS, TEXT_FILES, Layout, kind_of
 
@@ -39,9 +37,6 @@ def check_layout(layout: Layout, files: list) -> None:
     if layout.separator and not kinds & TEXT_FILES:
         raise UserError("--separator applies to .txt and .md files, but the input has none: leave "
                         "the flag out")
-    if layout.tsv_quotes and ".tsv" not in kinds:
-        raise UserError("--tsv_quotes applies to .tsv files, but the input has none: leave the "
-                        "flag out")
 
 
 # ----------------------------------------------------------------------------- files
@@ -78,72 +73,41 @@ class LocalFiles:
 
 def find_files(flag: str, patterns: list[str], out: Path) -> list[Path]:
     """The files of paths, folders and globs, in order, each once, without hidden ones. UserError
-    for one of them without any file of a known kind, and for a folder that cannot be read."""
+    for one of them without any file of a known kind."""
     # A .json like others, where the shards are made beside their text.
     manifest = os.path.realpath(out / "manifest.json")
 
-    def is_text(path):
-        return kind_of(path) and os.path.realpath(path) != manifest
-
-    paths = []
+    first_path = {}             # {real path of a file: as it was found first}
     for pattern in patterns:
-        try:
-            found = [path for path in list_files(pattern) if is_text(path)]
-        except OSError as error:
-            raise UserError(f"{error.filename}, in --{flag} {pattern}, cannot be read "
-                            f"({brief_error(error)}): make the folder readable, or leave it "
-                            f"out") from None
+        found = [path for path in list_files(pattern)
+                 if kind_of(path) and os.path.realpath(path) != manifest]
         if not found:
             raise UserError(f"--{flag} {pattern} matches no file of a known kind ({KINDS}): check "
                             f"the path")
-        paths += found
-
-    # A file that two of the patterns name is read once: the first time.
-    first_path = {}             # {its real path: as it was found}
-    for path in paths:
-        first_path.setdefault(os.path.realpath(path), path)
+        for path in found:
+            first_path.setdefault(os.path.realpath(path), path)
     return list(first_path.values())
 
 
 def list_files(pattern: str) -> list[Path]:
-    """The sorted regular files that a path, folder or glob means. OSError for a folder that
-    cannot be read."""
+    """The sorted files that a path, folder or glob means."""
     # A path is taken as it is, though its name may look like a glob: notes[1].txt.
-    with suppress(FileNotFoundError, NotADirectoryError):
-        if stat.S_ISREG(os.stat(pattern).st_mode):
-            return [Path(pattern)]
+    if os.path.isfile(pattern):
+        return [Path(pattern)]
     if os.path.isdir(pattern):
-        pattern = os.path.join(glob.escape(pattern), "*")
-    check_readable(pattern)
+        names = os.listdir(pattern)
+        paths = [os.path.join(pattern, name) for name in names if not name.startswith(".")]
+    else:
+        paths = glob.glob(pattern, recursive=True)
 
     # Sorted, because a disk has an order of its own, and the shards should be the same anywhere.
-    paths = sorted(glob.glob(pattern, recursive=True))
-    return [Path(path) for path in paths if os.path.isfile(path)]
-
-
-def check_readable(pattern: str) -> None:
-    """OSError for a folder on the way of a glob that cannot be read: glob.glob takes it for an
-    empty one."""
-    parts = Path(pattern).parts
-    for i, part in enumerate(parts):
-        before = list(parts[:i])
-        if part == "**":
-            # It stands for the folders at any depth.
-            before.append("**")
-        folders = os.path.join(*before, "") if before else "."
-        for folder in glob.glob(folders, recursive=True):
-            if os.path.isdir(folder):
-                os.stat(os.path.join(folder, "."))
-
-                # Behind a part without these signs the folder need not be listed.
-                if re.search(r"[*?[]", part):
-                    os.listdir(folder)
+    return [Path(path) for path in sorted(paths) if os.path.isfile(path)]
 
 
 def describe(path: Path) -> dict:
     """What the manifest says of a file: the SHA-256 of its ends tells it from others of its name
     and size."""
-    with reading(path, "make the file readable, or leave it out"), open(path, "rb") as file:
+    with open(path, "rb") as file:
         size = path.stat().st_size
         sha256 = hashlib.sha256(file.read(DESCRIBED_BYTES))
         file.seek(max(0, size - DESCRIBED_BYTES))
@@ -218,7 +182,8 @@ class HubDataset:
 
     def list_names(self) -> list[str]:
         """The paths in the dataset of the files of the split."""
-        datasets = import_package("datasets")
+        import datasets
+
         dataset, name, split, revision = self.settings.values()
 
         # Where the hub does not answer, `datasets` would take what its cache has: hence an empty
@@ -244,7 +209,7 @@ class HubDataset:
 
         def fetch():
             try:
-                with writing(self.folder, begun=True), hub_errors(f"{dataset}: {name}") as hub:
+                with hub_errors(f"{dataset}: {name}") as hub:
                     path = hub.hf_hub_download(
                         dataset, name, repo_type="dataset", revision=self.settings["revision"],
                         local_dir=self.folder)
@@ -263,19 +228,15 @@ def hub_errors(what: str):
     """Around calls of the hub's libraries, with huggingface_hub as its value. Their errors, which
     come in many classes, become one line about `what`: a UserError where another command helps,
     else a RunError."""
-    hub = import_package("huggingface_hub")
+    import huggingface_hub
+
     try:
-        yield hub
-    except (UserError, RunError):
+        yield huggingface_hub
+    except (UserError, RunError, ModuleNotFoundError):
         raise
-    except ImportError as error:
-        # `datasets` needs some packages for some datasets only.
-        package = error.name if error.name else "PACKAGE"
-        raise UserError(f"{what} needs a package that is not installed ({brief_error(error)}): "
-                        f"pip install {package}") from None
     except Exception as error:
-        if getattr(error, "errno", None) in NO_ROOM:
-            # A full disk is no fault of the hub's.
+        if getattr(error, "filename", None):
+            # A full disk, say, is no fault of the hub's.
             raise
         why = brief_error(error)
         if is_users_mistake(error, why):
@@ -290,7 +251,8 @@ def hub_errors(what: str):
 def is_users_mistake(error: Exception, why: str) -> bool:
     """Whether the hub has answered that there is no such dataset, --name or --split (`why` lists
     those that there are), or none that may be read; and not that it cannot be reached."""
-    errors = import_package("huggingface_hub.errors")
+    from huggingface_hub import errors
+
     status = getattr(getattr(error, "response", None), "status_code", None)
     if status in (401, 403, 404):
         return True

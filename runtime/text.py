@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from runtime.cli import import_package, safe_repr
+from runtime.cli import safe_repr
 from runtime.files import reading
 from runtime.tokenizer import LAST_CUT, replace_surrogates
 
@@ -30,17 +30,18 @@ Pieces = Iterator[tuple[bool, bytes | memoryview]]
 
 @dataclass(frozen=True)
 class Layout:
-    """Where documents stand in a file: the flags --text_field, --separator and --tsv_quotes."""
+    """Where documents stand in a file: the flags --text_field and --separator."""
     text_field: str = "text"
     separator: str = ""         # between the documents of a .txt; empty: the file is one document
-    tsv_quotes: bool = False
 
 
 def open_bytes(path: Path) -> io.BufferedReader:
     """A binary file behind its byte-order mark, decompressed if its name ends in .gz or .zst."""
     compression = COMPRESSIONS.get(path.suffix.lower())
     if compression:
-        stream = import_package("pyarrow").input_stream(str(path), compression=compression)
+        import pyarrow
+
+        stream = pyarrow.input_stream(str(path), compression=compression)
     else:
         stream = io.FileIO(path)
     file = io.BufferedReader(stream, BLOCK)
@@ -154,24 +155,15 @@ def missing_field(field: str, names: Iterable[str]) -> str:
     return f"{safe_repr(field)[:20]}; set --text_field to one of these: {found}"
 
 
-# ----------------------------------------------------------------------------- .csv, .tsv
+# ----------------------------------------------------------------------------- .csv
 
 def read_csv(path: Path, layout: Layout) -> Pieces:
-    """Each row of a .csv or .tsv is a document. The first row names the columns."""
-    delimiter = ","
-    quoting = csv.QUOTE_MINIMAL
-    hint = ""
-    if kind_of(path) == ".tsv":
-        delimiter = "\t"
-        if not layout.tsv_quotes:
-            # A quotation mark is text like any other.
-            quoting = csv.QUOTE_NONE
-            hint = "; add --tsv_quotes if cells are quoted"
+    """Each row is a document. The first row names the columns."""
     csv.field_size_limit(MAX_DOCUMENT)
 
     header = None
     with open_bytes(path) as file:
-        rows = csv.reader(csv_lines(file), delimiter=delimiter, quoting=quoting, strict=True)
+        rows = csv.reader(csv_lines(file), strict=True)
         while True:
             number = rows.line_num + 1
             try:
@@ -189,7 +181,7 @@ def read_csv(path: Path, layout: Layout) -> Pieces:
             elif row:
                 if len(row) != len(header):
                     raise ValueError(f"line {number} has {len(row)} cells, but the first row has "
-                                     f"{len(header)}{hint}")
+                                     f"{len(header)}")
                 yield True, row[header.index(layout.text_field)].encode()
 
 
@@ -212,12 +204,12 @@ def csv_lines(file: io.BufferedReader) -> Iterator[str]:
 
 def read_parquet(path: Path, layout: Layout) -> Pieces:
     """Each row is a document, a view of pyarrow's memory; null is an empty one."""
-    pyarrow = import_package("pyarrow")
-    parquet = import_package("pyarrow.parquet")
+    import pyarrow
+    import pyarrow.parquet
 
     # Without its default pre_buffer=True reading takes half of the CPU time, as fewer pages are
     # touched.
-    with parquet.ParquetFile(path, pre_buffer=False, buffer_size=BLOCK) as file:
+    with pyarrow.parquet.ParquetFile(path, pre_buffer=False, buffer_size=BLOCK) as file:
         names = file.schema_arrow.names
         if layout.text_field not in names:
             raise ValueError(f"it has no column {missing_field(layout.text_field, names)}")
@@ -258,7 +250,7 @@ def column_texts(pyarrow, rows, field: str) -> Pieces:
 READERS = {
     ".txt": read_text_file, ".text": read_text_file, ".md": read_text_file,
     ".jsonl": read_jsonl, ".ndjson": read_jsonl, ".json": read_jsonl,
-    ".csv": read_csv, ".tsv": read_csv,
+    ".csv": read_csv,
     ".parquet": read_parquet,
 }
 SUFFIXES = re.compile(r".*?[^/](\.\w+)(\.gz|\.zst)?", re.DOTALL)

@@ -48,20 +48,14 @@ def token_bytes() -> dict[bytes, int]:
     """{bytes of a token: its id}, in the order of the ids, for all tokens but <|endoftext|>."""
     # encoder.json writes every byte as one printable character. A byte that is printable in
     # Latin-1 is written as itself. The other 68 are written, in their order, as the code points
-    # from 256 on.
-    byte_of = {}
-    unprintable = 0
-    for byte in range(256):
-        character = chr(byte)
-        if character == " " or not character.isprintable():
-            character = chr(256 + unprintable)
-            unprintable += 1
-        byte_of[character] = byte
+    # from 256 on: this table takes them back.
+    unprintable = [byte for byte in range(256) if byte == 32 or not chr(byte).isprintable()]
+    table = {256 + i: byte for i, byte in enumerate(unprintable)}
 
     # The ids are in the order of the merges, so that they are the ranks that tiktoken asks for.
     ids = json.loads(checked_asset("encoder.json").read_text(encoding="utf-8"))
     del ids["<|endoftext|>"]
-    return {bytes(byte_of[character] for character in token): id for token, id in ids.items()}
+    return {token.translate(table).encode("latin-1"): id for token, id in ids.items()}
 
 
 @functools.cache
@@ -108,8 +102,7 @@ class Encoder:
     <|endoftext|>. The mark is drawn at random, so that no text holds it: `<|endoftext|>` in
     a text stays text. A chunk that does not begin with it continues a document.
 
-    `name` is "gigatoken", "tiktoken", or "auto": gigatoken where it is installed, else tiktoken.
-    UserError if the asked one is not installed."""
+    `name` is "gigatoken", "tiktoken", or "auto": gigatoken where it is installed, else tiktoken."""
 
     def __init__(self, name: str = "auto"):
         self.mark = f"<|{secrets.token_hex(16)}|>".encode()
@@ -121,8 +114,7 @@ class Encoder:
             from gigatoken.gigatoken_rs import load_hf_json
         except ImportError:
             if name == "gigatoken":
-                raise UserError("--encoder gigatoken needs the package gigatoken, which is not "
-                                "installed: pip install gigatoken") from None
+                raise
             return
 
         self.gigatoken = load_hf_json(json.dumps(self._as_tokenizer_json()))

@@ -41,11 +41,11 @@ def stream_of(gpt2, documents):
     return [token for text in documents for token in (50256, *gpt2.encode_ordinary(text))]
 
 
-def rows_of(path, field="text", separator="", tsv_quotes=False, **patches):
+def rows_of(path, field="text", separator="", **patches):
     with pytest.MonkeyPatch.context() as patch:
         for name, value in patches.items():
             patch.setattr(runtime.text, name, value)
-        return [*read_chunks(Path(path), Layout(field, separator, tsv_quotes), SEPARATOR, str(path))]
+        return [*read_chunks(Path(path), Layout(field, separator), SEPARATOR, str(path))]
 
 
 def read(*args, **how):
@@ -65,7 +65,7 @@ def written(path, documents):
     if {".jsonl", ".json", ".ndjson"} & {*path.suffixes}:
         rows.writelines(json.dumps({"id": 1, "text": text}, ensure_ascii=False) + "\n" for text in documents)
     else:
-        table = csv.writer(rows, delimiter="\t" if ".tsv" in path.suffixes else ",")
+        table = csv.writer(rows)
         table.writerows([["text", "id"], *([text, 1] for text in documents)])
     packed = {".gz": "gzip", ".zst": "zstd"}.get(path.suffix)
     with pyarrow.output_stream(str(path), compression=packed) as file:
@@ -75,13 +75,13 @@ def written(path, documents):
 
 # ----------------------------------------------------------------------------- readers
 
-@pytest.mark.parametrize("name", ["a.parquet", "a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.csv", "A.TSV",
+@pytest.mark.parametrize("name", ["a.parquet", "a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "A.CSV",
                                   "a.csv.gz", "c4-train.00000-of-01024.json.gz", "a.ndjson"])
 @pytest.mark.parametrize("block", [1, 500, 1 << 20])
 def test_a_reader_gives_the_documents_of_a_file_in_its_order(name, block, tmp_path):
     path = written(tmp_path / name.lower(), DOCUMENTS).rename(tmp_path / name)
-    assert read(path, BLOCK=block, tsv_quotes=True) == DOCUMENTS
-    rows = len(rows_of(path, BLOCK=block, tsv_quotes=True))
+    assert read(path, BLOCK=block) == DOCUMENTS
+    rows = len(rows_of(path, BLOCK=block))
     assert rows == len(DOCUMENTS) if block == 1 else rows > 10 if block == 500 else rows == 1
 
 
@@ -175,7 +175,7 @@ def test_a_small_parquet_that_repeats_a_long_document_does_not_fill_the_memory(t
         assert sum(map(len, rows)) == 800 * (10**6 + len(SEPARATOR))
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.txt", "a.jsonl.gz", "a.csv", "a.tsv.gz"])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.txt", "a.jsonl.gz", "a.csv"])
 def test_a_line_without_an_end_does_not_fill_the_memory(name, tmp_path):
     with pyarrow.output_stream(str(tmp_path / name),
                                compression="gzip" if name.endswith("gz") else None) as file:
@@ -333,4 +333,5 @@ def test_tiktoken_does_the_work_without_gigatoken_or_where_it_is_asked_for(gpt2,
     for encoder in (asked, Encoder()):
         assert encoder.gigatoken is None
         assert encoder.encode(row_of(encoder, DOCUMENTS)).tolist() == stream_of(gpt2, DOCUMENTS)
-    refused(lambda: Encoder("gigatoken"), "pip install gigatoken")
+    with pytest.raises(ModuleNotFoundError):
+        Encoder("gigatoken")
