@@ -26,16 +26,16 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from runtime.cli import FlagParser, UserError, print_error, run_command
+from runtime.cli import FlagParser, UserError, run_command
 from runtime.files import lock_folder, remove_leftovers
 from runtime.shards import (
     file_sha256, list_shards, manifest_to_continue, open_shard, read_manifest, shard_names,
     write_manifest, write_parts)
 from runtime.sources import FINEWEB, FINEWEB_EDU, HubDataset, LocalFiles, hub_errors, hub_names
-from runtime.text import TEXT_FILES, Layout, kind_of, read_chunks
+from runtime.text import Layout, TextReader
 from runtime.tokenizer import BPE_SHA256, Encoder
 
-MANIFEST_VERSION = 4            # of the manifest, and of the rule for validation
+MANIFEST_VERSION = 5            # of the manifest, and of the rule for validation
 MOST_VALIDATION = 10_000_000    # tokens, if no flag says otherwise
 LEAST_TEXT = 200                # tokens of which a tenth is worth anything
 LOCK = ".fineweb.lock"
@@ -54,22 +54,18 @@ TEXT_FLAGS = {*RECORDED, "out", "workers", "encoder"}
 COMBINED_WITH = {
     "verify": set(),
     "pretokenized": {"out"},
-    "input": {"val_input", *TEXT_FLAGS},
+    "input": {"val_input", "split", *TEXT_FLAGS},
     "dataset": {"name", "split", *TEXT_FLAGS},
 }
-DEFAULTS = {
-    "verify": None, "pretokenized": None, "input": None, "dataset": None, "out": None,
-    "val_input": [], "name": None, "split": "train", "text_field": "text", "separator": "",
-    "shard_size": 100_000_000, "val_tokens": None, "max_tokens": None, "format": "npy",
-    "workers": None, "encoder": "auto"}
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """The flags. UserError for those that do not go together, and for numbers out of range."""
-    given = vars(make_parser().parse_args(argv))
-    check_combination(given.keys())
-    args = argparse.Namespace(**{**DEFAULTS, **given})
-    if not given.keys() & COMBINED_WITH.keys():
+    parser = make_parser()
+    args = parser.parse_args(argv)
+    given = {name for name, value in vars(args).items() if value != parser.get_default(name)}
+    check_combination(given)
+    if not given & COMBINED_WITH.keys():
         args.dataset = FINEWEB_EDU
         args.name = "sample-10BT"
     if args.workers is None:
@@ -90,11 +86,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         args.val_tokens = args.shard_size
         if args.max_tokens is not None:
             args.val_tokens = min(args.shard_size, max(1, args.max_tokens // 10))
-    by_flag = args.val_tokens or args.val_input
-    if args.max_tokens and args.max_tokens < LEAST_TEXT and not by_flag:
-        raise UserError(f"--max_tokens {args.max_tokens} is too few for training and validation "
-                        f"(expected at least {LEAST_TEXT}): raise --max_tokens, or add "
-                        f"--val_tokens")
     if args.out is None and args.pretokenized:
         args.out = "fineweb10B"
     elif args.out is None and args.dataset:
@@ -103,8 +94,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def make_parser() -> FlagParser:
-    # A flag that is not given is no attribute of the result.
-    parser = FlagParser(prog="fineweb.py", description=__doc__, argument_default=argparse.SUPPRESS)
+    parser = FlagParser(prog="fineweb.py", description=__doc__)
 
     def flag(name, help, **how):
         parser.add_argument(name, help=help, **how)
@@ -121,19 +111,21 @@ def add_input_flags(flag: Callable) -> None:
          metavar="OWNER/NAME")
     flag("--name", "The configuration of --dataset, where the dataset has several.",
          metavar="CONFIG")
-    flag("--split", "The split of --dataset (default train).")
+    flag("--split", "The split of --dataset, or of a folder that save_to_disk has written (default "
+         "train).", default="train")
     flag("--input",
          "Your own text: files, folders and globs. Each .txt or .md is a document, as is each line "
-         "of a .jsonl, .ndjson or .json, and each row of a .csv or .parquet. All but the "
-         ".parquet may be compressed (.gz, .zst).", nargs="+", action="extend", metavar="PATH")
+         "of a .jsonl, .ndjson or .json, and each row of a .csv, .parquet or .arrow. All but the "
+         "last two may be compressed (.gz, .zst, .bz2).",
+         nargs="+", action="extend", metavar="PATH")
     flag("--val_input",
          "Other files, which are for validation in place of the beginning of --input.",
-         nargs="+", action="extend", metavar="PATH")
+         nargs="+", action="extend", metavar="PATH", default=[])
     flag("--text_field", "The column or field that holds the text (default text).",
-         metavar="NAME")
+         metavar="NAME", default="text")
     flag("--separator",
          "The text between the documents of a .txt or .md, as in --separator '<|endoftext|>' "
-         "(default: each file is one document).", metavar="TEXT")
+         "(default: each file is one document).", metavar="TEXT", default="")
     flag("--pretokenized",
          "Fetch the first N published training shards of FineWeb, of 200 MB each.",
          type=positive(103), metavar="N")
@@ -143,7 +135,7 @@ def add_output_flags(flag: Callable) -> None:
     flag("--out", "The output folder (default edu_fineweb10B, fineweb10B with --pretokenized, or "
          "a name after --dataset; required with --input).")
     flag("--shard_size", "The number of tokens in a shard (default 100000000).",
-         type=positive(2**30))
+         type=positive(2**30), default=100_000_000)
     flag("--val_tokens",
          "How many tokens from the beginning of the text are for validation (default: a tenth of "
          "the text, at most 10000000; for FineWeb one shard, at most a tenth of --max_tokens).",
@@ -156,9 +148,9 @@ def add_output_flags(flag: Callable) -> None:
     flag("--encoder",
          "The program that encodes. 'auto' means gigatoken where it is installed, else tiktoken, "
          "which is the reference and much slower (default auto).",
-         choices=["auto", "gigatoken", "tiktoken"])
+         choices=["auto", "gigatoken", "tiktoken"], default="auto")
     flag("--format", "The format of the shards: NumPy's .npy or llm.c's .bin (default npy).",
-         choices=["npy", "bin"])
+         choices=["npy", "bin"], default="npy")
 
 
 def positive(most: int) -> Callable[[str], int]:
@@ -196,31 +188,15 @@ def available_cores() -> int:
 # ----------------------------------------------------------------------------- text -> tokens
 
 def encode_files(
-    files: Iterable, layout: Layout, encoder: Encoder, threads: int,
+    files: Iterable, reader: TextReader, encoder: Encoder, threads: int,
 ) -> Iterator[tuple[int, np.ndarray]]:
     """(the number of a file, the next chunk of its tokens, 1-D uint16), in the order of the text.
     A chunk is about a megabyte of text. Threads encode some of them ahead."""
     waiting = deque()           # of (number, future tokens)
     pool = ThreadPoolExecutor(threads)
-    told = False                # whether a line about <|endoftext|> has been printed
-    first = None                # the number of the first file
-    most_documents = 0          # in one .txt or .md
-
     try:
         for number, path, name in files:
-            if first is None:
-                first = number
-
-            documents = 0
-            for chunk in read_chunks(path, layout, encoder.mark, name):
-                if kind_of(path) in TEXT_FILES:
-                    documents += chunk.count(encoder.mark)
-                    most_documents = max(most_documents, documents)
-                    if b"<|endoftext|>" in chunk and not layout.separator and not told:
-                        told = True
-                        print_error(f"{name} contains <|endoftext|>, which is read as ordinary "
-                                    f"text: if <|endoftext|> separates documents, add --separator "
-                                    f"'<|endoftext|>' and choose another --out")
+            for chunk in reader.read_chunks(path, name):
                 waiting.append((number, pool.submit(encoder.encode, chunk)))
 
                 # The reader is faster than the encoders: more chunks would only fill the memory.
@@ -234,11 +210,7 @@ def encode_files(
     finally:
         # Where the run ends early, nobody waits for what the threads still do.
         pool.shutdown(wait=False, cancel_futures=True)
-
-    # A run that begins at a later file does not see them all, and so cannot tell.
-    if layout.separator and most_documents == 1 and first == 0:
-        print_error(f"--separator {layout.separator!r} occurs in no .txt or .md, so each file was "
-                    f"read as one document: check --separator")
+    reader.tell_of_separator()
 
 
 # ----------------------------------------------------------------------------- tokens -> shards
@@ -299,7 +271,7 @@ class Shards:
             return None
         if self.seen < LEAST_TEXT:
             raise UserError(f"the text has only {self.seen} tokens (expected at least "
-                            f"{LEAST_TEXT}): add more text")
+                            f"{LEAST_TEXT}): add more text, or raise --max_tokens")
         return min(self.seen // 10, MOST_VALIDATION)
 
     def write_ready(self, at_end: bool) -> None:
@@ -374,16 +346,16 @@ class Shards:
         write_manifest(self.out, self.manifest)
 
 
-def write_shards(args: argparse.Namespace, source, layout: Layout, out: Path) -> None:
+def write_shards(args: argparse.Namespace, source, out: Path) -> int:
     """Writes the shards of the text of `source`, from where an earlier run of the command was
-    stopped. UserError for other settings than that run's, and for a text that is too short to be
-    divided."""
+    stopped. Returns how many rows without text it has left out. UserError for other settings than
+    that run's, and for a text that is too short to be divided."""
     recorded = {name: getattr(args, name) for name in RECORDED}
     tokenizer = {"name": "gpt2", **BPE_SHA256}
     settings = {"version": MANIFEST_VERSION, **source.settings, "tokenizer": tokenizer, **recorded}
     shards = Shards(out, source.prefix, settings)
     if shards.manifest["complete"]:
-        return
+        return 0
 
     encoder = Encoder(args.encoder)
     if encoder.gigatoken is None and args.encoder == "auto":
@@ -394,8 +366,9 @@ def write_shards(args: argparse.Namespace, source, layout: Layout, out: Path) ->
     first, skip = shards.cursor
     progress = tqdm(total=args.max_tokens, initial=shards.starts[first], unit="tok",
                     unit_scale=True, desc=str(out), disable=None)
-    files = source.files(first)
-    with progress, closing(encode_files(files, layout, encoder, args.workers)) as chunks:
+    reader = TextReader(Layout(args.text_field, args.separator), encoder.mark)
+    chunks = encode_files(source.files(first), reader, encoder, args.workers)
+    with progress, closing(chunks):
         for file, tokens in chunks:
             # An earlier run has written the first tokens of this file.
             if file != first and skip > 0:
@@ -409,6 +382,7 @@ def write_shards(args: argparse.Namespace, source, layout: Layout, out: Path) ->
                 break
     shards.finish()
     source.clean_up()
+    return reader.empty_rows
 
 
 # ---------------------------------------------------------------------------- published shards
@@ -515,12 +489,16 @@ def next_command(out: Path, val: list[int], train: list[int]) -> str:
     return command
 
 
-def print_summary(out: Path) -> None:
-    """What the folder has, and the command that comes next."""
+def print_summary(out: Path, empty_rows: int) -> None:
+    """What the folder has, how many rows without text this call has left out, and the command that
+    comes next."""
     val = [len(open_shard(path)) for path in list_shards(out, "val")]
     train = [len(open_shard(path)) for path in list_shards(out, "train")]
-    print(f"{out}: {len(val) + len(train)} shards complete, {sum(val):,} tokens for validation and "
-          f"{sum(train):,} for training")
+    line = (f"{out}: {len(val) + len(train)} shards complete, {sum(val):,} tokens for validation "
+            f"and {sum(train):,} for training")
+    if empty_rows:
+        line += f"; {empty_rows:,} rows without text were left out"
+    print(line)
     print(next_command(out, val, train))
 
 
@@ -531,18 +509,18 @@ def main(argv: list[str] | None = None) -> None:
         return
 
     out = Path(args.out)
-    layout = Layout(args.text_field, args.separator)
+    empty_rows = 0
     if args.pretokenized is not None:
         with locked(out):
             fetch_published(args.pretokenized, out)
     else:
         if args.input is not None:
-            source = LocalFiles(args.input, args.val_input, layout, out)
+            source = LocalFiles(args, out)
         else:
-            source = HubDataset(args.dataset, args.name, args.split, layout, out)
+            source = HubDataset(args.dataset, args.name, args.split, out)
         with locked(out):
-            write_shards(args, source, layout, out)
-    print_summary(out)
+            empty_rows = write_shards(args, source, out)
+    print_summary(out, empty_rows)
 
 
 if __name__ == "__main__":

@@ -330,6 +330,8 @@ def open_same_data(config: Config, process: Process) -> Data:
         for i, (_, *content) in enumerate(shards):
             contents[f"{split} shard {i} of --data"] = str(content)
     process.require_same(contents, "copy the same shards to every machine")
+    if data.warning:
+        process.print0(data.warning)
     return data
 
 

@@ -19,7 +19,7 @@ import torch
 from runtime.cli import UserError
 from runtime.files import reading
 from runtime.recipe import BatchSchedule
-from runtime.shards import list_shards, open_shard, read_shard
+from runtime.shards import list_shards, open_shard, read_shard, unfinished
 from runtime.tokenizer import VOCAB_SIZE, encode, token_lengths
 
 INPUT_TXT = Path(__file__).resolve().parent.parent / "input.txt"
@@ -224,6 +224,7 @@ class Data:
     val: TokenDataset | None = None
     val_count: int = 0          # sequences of one validation, the first ones of `val`
     hellaswag: list = field(default_factory=list)       # batches of HellaSwag's examples
+    warning: str = ""           # a line about shards that fineweb.py has not finished
 
     def fingerprints(self) -> dict[str, list]:
         """{split: [name, tokens, digest] of each shard}."""
@@ -253,12 +254,13 @@ def open_data(config) -> Data:
 
     train_shards = list_shards(config.data, "train")
     train = TokenDataset(train_shards, T, config.seed, config.shuffle, vocab_size)
+    warning = unfinished(config.data)
     if not config.val_every:
-        return Data(train)
+        return Data(train, warning=warning)
 
     val = TokenDataset(list_shards(config.data, "val"), T, vocab_size=vocab_size)
     val_count = max(1, config.val_tokens // T)
-    return Data(train, val, min(val.total, val_count))
+    return Data(train, val, min(val.total, val_count), warning=warning)
 
 
 def overfit_tokens(batch_tokens: int) -> np.ndarray:

@@ -10,6 +10,7 @@ import json
 import os
 import re
 import secrets
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -67,8 +68,13 @@ def token_lengths() -> np.ndarray:
 
 @functools.cache
 def tokenizer():
-    """GPT-2's tokenizer as a tiktoken Encoding. Its tokens are those of
-    `tiktoken.get_encoding("gpt2")`, which would download the two files."""
+    """GPT-2's tokenizer as a tiktoken Encoding, made once."""
+    return new_encoding()
+
+
+def new_encoding():
+    """A tiktoken Encoding with the tokens of `tiktoken.get_encoding("gpt2")`, which would download
+    the two files."""
     import tiktoken
     from tiktoken_ext.openai_public import r50k_pat_str       # GPT-2's pattern
     return tiktoken.Encoding(
@@ -76,13 +82,16 @@ def tokenizer():
         special_tokens={"<|endoftext|>": EOT})
 
 
-def encode(text: str) -> np.ndarray:
-    """GPT-2's tokens of `text`, 1-D uint16. `<|endoftext|>` in it is ordinary text.
-    UserError for a run of white space that is too long for tiktoken."""
+def encode(text: str, encoding=None) -> np.ndarray:
+    """GPT-2's tokens of `text`, 1-D uint16, by a tiktoken Encoding (None: by `tokenizer()`).
+    `<|endoftext|>` in it is ordinary text. UserError for a run of white space that is too long for
+    tiktoken."""
+    if encoding is None:
+        encoding = tokenizer()
     try:
-        tokens = tokenizer().encode_to_numpy(text, disallowed_special=())
+        tokens = encoding.encode_to_numpy(text, disallowed_special=())
     except UnicodeEncodeError:
-        return encode(replace_surrogates(text))
+        return encode(replace_surrogates(text), encoding)
     except ValueError:                            # tiktoken's regular expression runs out of stack
         raise UserError("a document has a run of white space that is too long for tiktoken: "
                         "shorten the run") from None
@@ -107,6 +116,7 @@ class Encoder:
     def __init__(self, name: str = "auto"):
         self.mark = f"<|{secrets.token_hex(16)}|>".encode()
         self.gigatoken = None                     # where it is None, tiktoken does the work
+        self.thread = threading.local()           # has the Encoding of a thread
         if name == "tiktoken":
             return
 
@@ -152,12 +162,19 @@ class Encoder:
         return padded[0, :lengths[0]].astype(np.uint16)
 
     def _by_tiktoken(self, chunk: bytes) -> np.ndarray:
-        continued, *documents = chunk.split(self.mark)
+        # Threads that share an Encoding wait for each other, which matters where it does all the
+        # work: then each has its own.
+        encoding = tokenizer()
+        if self.gigatoken is None:
+            if not hasattr(self.thread, "encoding"):
+                self.thread.encoding = new_encoding()
+            encoding = self.thread.encoding
 
-        parts = [encode(continued.decode())]
+        continued, *documents = chunk.split(self.mark)
+        parts = [encode(continued.decode(), encoding)]
         for document in documents:
             parts.append(np.array([EOT], dtype=np.uint16))
-            parts.append(encode(document.decode()))
+            parts.append(encode(document.decode(), encoding))
         return np.concatenate(parts)
 
     def _compare_sample(self, chunk: bytes, tokens: np.ndarray) -> None:
