@@ -13,36 +13,31 @@ The validation text is the first tenth of the text, and at most 10 million token
 which is shuffled, the validation text is the first shard, or a tenth of --max_tokens if a tenth is
 less. --val_tokens and --val_input choose another one. After a kill the same command continues.
 """
-# first, because it refuses an old Python in one line
-from runtime.cli import FlagParser, UserError, print_error, run_command
-
 import argparse
 import os
 import re
 import shlex
-import shutil
-import tempfile
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Set
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import numpy as np
 from tqdm import tqdm
 
-from runtime.files import lock_folder, remove_leftovers, writing
+from runtime.cli import FlagParser, UserError, run_command
+from runtime.files import lock_folder, remove_leftovers
 from runtime.shards import (
     file_sha256, list_shards, manifest_to_continue, open_shard, read_manifest, shard_names,
     write_manifest, write_parts)
 from runtime.sources import FINEWEB, FINEWEB_EDU, HubDataset, LocalFiles, hub_errors, hub_names
-from runtime.text import TEXT_FILES, Layout, kind_of, read_chunks
+from runtime.text import Layout, TextReader
 from runtime.tokenizer import BPE_SHA256, Encoder
 
-MANIFEST_VERSION = 4            # of the manifest, and of the rule for validation
+MANIFEST_VERSION = 5            # of the manifest, and of the rule for validation
 MOST_VALIDATION = 10_000_000    # tokens, if no flag says otherwise
 LEAST_TEXT = 200                # tokens of which a tenth is worth anything
-TEMPORARY = "a temporary file"  # for messages
 LOCK = ".fineweb.lock"
 PRETOKENIZED = "kjj0/fineweb10B-gpt2"
 # --block_size of these presets. A table here, because to import recipes.py would load torch.
@@ -53,29 +48,24 @@ BLOCK_SIZES = {"shakespeare": 1024, "small": 256, "gpt2": 1024}
 
 # The flags that determine the bytes of the shards, beside the text itself: the manifest records
 # them.
-RECORDED = [
-    "text_field", "separator", "tsv_quotes", "shard_size", "val_tokens", "max_tokens", "format"]
+RECORDED = ["text_field", "separator", "shard_size", "val_tokens", "max_tokens", "format"]
 TEXT_FLAGS = {*RECORDED, "out", "workers", "encoder"}
 # The first of these that is given says what the command is to do, with which others.
 COMBINED_WITH = {
     "verify": set(),
     "pretokenized": {"out"},
-    "input": {"val_input", *TEXT_FLAGS},
+    "input": {"val_input", "split", *TEXT_FLAGS},
     "dataset": {"name", "split", *TEXT_FLAGS},
 }
-DEFAULTS = {
-    "verify": None, "pretokenized": None, "input": None, "dataset": None, "out": None,
-    "val_input": [], "name": None, "split": "train", "text_field": "text", "separator": "",
-    "tsv_quotes": False, "shard_size": 100_000_000, "val_tokens": None, "max_tokens": None,
-    "format": "npy", "workers": None, "encoder": "auto"}
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """The flags. UserError for those that do not go together, and for numbers out of range."""
-    given = vars(make_parser().parse_args(argv))
-    check_combination(given.keys())
-    args = argparse.Namespace(**{**DEFAULTS, **given})
-    if not given.keys() & COMBINED_WITH.keys():
+    parser = make_parser()
+    args = parser.parse_args(argv)
+    given = {name for name, value in vars(args).items() if value != parser.get_default(name)}
+    check_combination(given)
+    if not given & COMBINED_WITH.keys():
         args.dataset = FINEWEB_EDU
         args.name = "sample-10BT"
     if args.workers is None:
@@ -96,11 +86,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         args.val_tokens = args.shard_size
         if args.max_tokens is not None:
             args.val_tokens = min(args.shard_size, max(1, args.max_tokens // 10))
-    by_flag = args.val_tokens or args.val_input
-    if args.max_tokens and args.max_tokens < LEAST_TEXT and not by_flag:
-        raise UserError(f"--max_tokens {args.max_tokens} is too few for training and validation "
-                        f"(expected at least {LEAST_TEXT}): raise --max_tokens, or add "
-                        f"--val_tokens")
     if args.out is None and args.pretokenized:
         args.out = "fineweb10B"
     elif args.out is None and args.dataset:
@@ -109,8 +94,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def make_parser() -> FlagParser:
-    # A flag that is not given is no attribute of the result.
-    parser = FlagParser(prog="fineweb.py", description=__doc__, argument_default=argparse.SUPPRESS)
+    parser = FlagParser(prog="fineweb.py", description=__doc__)
 
     def flag(name, help, **how):
         parser.add_argument(name, help=help, **how)
@@ -127,22 +111,21 @@ def add_input_flags(flag: Callable) -> None:
          metavar="OWNER/NAME")
     flag("--name", "The configuration of --dataset, where the dataset has several.",
          metavar="CONFIG")
-    flag("--split", "The split of --dataset (default train).")
+    flag("--split", "The split of --dataset, or of a folder that save_to_disk has written (default "
+         "train).", default="train")
     flag("--input",
          "Your own text: files, folders and globs. Each .txt or .md is a document, as is each line "
-         "of a .jsonl, .ndjson or .json, and each row of a .csv, .tsv or .parquet. All but the "
-         ".parquet may be compressed (.gz, .zst).", nargs="+", action="extend", metavar="PATH")
+         "of a .jsonl, .ndjson or .json, and each row of a .csv, .parquet or .arrow. All but the "
+         "last two may be compressed (.gz, .zst, .bz2).",
+         nargs="+", action="extend", metavar="PATH")
     flag("--val_input",
          "Other files, which are for validation in place of the beginning of --input.",
-         nargs="+", action="extend", metavar="PATH")
+         nargs="+", action="extend", metavar="PATH", default=[])
     flag("--text_field", "The column or field that holds the text (default text).",
-         metavar="NAME")
+         metavar="NAME", default="text")
     flag("--separator",
          "The text between the documents of a .txt or .md, as in --separator '<|endoftext|>' "
-         "(default: each file is one document).", metavar="TEXT")
-    flag("--tsv_quotes",
-         "Read the quotation marks of a .tsv as those of a .csv (default: as text).",
-         action="store_true", default=argparse.SUPPRESS)
+         "(default: each file is one document).", metavar="TEXT", default="")
     flag("--pretokenized",
          "Fetch the first N published training shards of FineWeb, of 200 MB each.",
          type=positive(103), metavar="N")
@@ -152,7 +135,7 @@ def add_output_flags(flag: Callable) -> None:
     flag("--out", "The output folder (default edu_fineweb10B, fineweb10B with --pretokenized, or "
          "a name after --dataset; required with --input).")
     flag("--shard_size", "The number of tokens in a shard (default 100000000).",
-         type=positive(2**30))
+         type=positive(2**30), default=100_000_000)
     flag("--val_tokens",
          "How many tokens from the beginning of the text are for validation (default: a tenth of "
          "the text, at most 10000000; for FineWeb one shard, at most a tenth of --max_tokens).",
@@ -165,9 +148,9 @@ def add_output_flags(flag: Callable) -> None:
     flag("--encoder",
          "The program that encodes. 'auto' means gigatoken where it is installed, else tiktoken, "
          "which is the reference and much slower (default auto).",
-         choices=["auto", "gigatoken", "tiktoken"])
+         choices=["auto", "gigatoken", "tiktoken"], default="auto")
     flag("--format", "The format of the shards: NumPy's .npy or llm.c's .bin (default npy).",
-         choices=["npy", "bin"])
+         choices=["npy", "bin"], default="npy")
 
 
 def positive(most: int) -> Callable[[str], int]:
@@ -205,31 +188,15 @@ def available_cores() -> int:
 # ----------------------------------------------------------------------------- text -> tokens
 
 def encode_files(
-    files: Iterable, layout: Layout, encoder: Encoder, threads: int,
+    files: Iterable, reader: TextReader, encoder: Encoder, threads: int,
 ) -> Iterator[tuple[int, np.ndarray]]:
     """(the number of a file, the next chunk of its tokens, 1-D uint16), in the order of the text.
     A chunk is about a megabyte of text. Threads encode some of them ahead."""
     waiting = deque()           # of (number, future tokens)
     pool = ThreadPoolExecutor(threads)
-    told = False                # whether a line about <|endoftext|> has been printed
-    first = None                # the number of the first file
-    most_documents = 0          # in one .txt or .md
-
     try:
         for number, path, name in files:
-            if first is None:
-                first = number
-
-            documents = 0
-            for chunk in read_chunks(path, layout, encoder.mark, name):
-                if kind_of(path) in TEXT_FILES:
-                    documents += chunk.count(encoder.mark)
-                    most_documents = max(most_documents, documents)
-                    if b"<|endoftext|>" in chunk and not layout.separator and not told:
-                        told = True
-                        print_error(f"{name} contains <|endoftext|>, which is read as ordinary "
-                                    f"text: if <|endoftext|> separates documents, add --separator "
-                                    f"'<|endoftext|>' and choose another --out")
+            for chunk in reader.read_chunks(path, name):
                 waiting.append((number, pool.submit(encoder.encode, chunk)))
 
                 # The reader is faster than the encoders: more chunks would only fill the memory.
@@ -243,11 +210,7 @@ def encode_files(
     finally:
         # Where the run ends early, nobody waits for what the threads still do.
         pool.shutdown(wait=False, cancel_futures=True)
-
-    # A run that begins at a later file does not see them all, and so cannot tell.
-    if layout.separator and most_documents == 1 and first == 0:
-        print_error(f"--separator {layout.separator!r} occurs in no .txt or .md, so each file was "
-                    f"read as one document: check --separator")
+    reader.tell_of_separator()
 
 
 # ----------------------------------------------------------------------------- tokens -> shards
@@ -256,8 +219,8 @@ class Shards:
     """The shards of a folder, which are written as the tokens of the text are added.
 
     A place in the text is the number of tokens before it. The tokens before `written` are in
-    shards, and those from there to `seen` wait in a temporary file, because a shard of them would
-    be too much of the memory. A shard is written when its last token is there, and after it the
+    shards, and those from there to `seen` wait in the memory: a shard at most, and at first ten
+    times MOST_VALIDATION. A shard is written when its last token is there, and after it the
     manifest that lists it, with the cursor at its end: (the number of a file, how many of its
     tokens are done). A run that goes on after a kill reads that file from its beginning, and drops
     those tokens."""
@@ -275,15 +238,7 @@ class Shards:
         self.seen = self.written
         file, done = self.cursor
         self.starts = {file: self.written - done}       # {number of a file: place of its first token}
-        with writing(TEMPORARY, begun=True):
-            self.waiting = self.new_temporary()
-
-    def new_temporary(self):
-        """A temporary file without a name, on the disk of `out`: there is room for the shards."""
-        folder = self.out.absolute()
-        while not folder.is_dir():
-            folder = folder.parent
-        return tempfile.TemporaryFile(dir=folder)
+        self.waiting = deque()                          # of arrays of tokens, 1-D uint16
 
     def add(self, file: int, tokens: np.ndarray) -> None:
         """Takes the next tokens of the text, which are in this file, up to --max_tokens."""
@@ -291,10 +246,7 @@ class Shards:
             tokens = tokens[:self.manifest["max_tokens"] - self.seen]
         self.starts.setdefault(file, self.seen)
         self.seen += len(tokens)
-        with writing(TEMPORARY, begun=True):
-            self.waiting.seek(0, os.SEEK_END)
-            self.waiting.write(tokens)
-            self.waiting.flush()
+        self.waiting.append(tokens)
         self.write_ready(at_end=False)
 
     def count_validation(self, at_end: bool) -> int | None:
@@ -319,7 +271,7 @@ class Shards:
             return None
         if self.seen < LEAST_TEXT:
             raise UserError(f"the text has only {self.seen} tokens (expected at least "
-                            f"{LEAST_TEXT}): add more text")
+                            f"{LEAST_TEXT}): add more text, or raise --max_tokens")
         return min(self.seen // 10, MOST_VALIDATION)
 
     def write_ready(self, at_end: bool) -> None:
@@ -335,8 +287,6 @@ class Shards:
                             "raise --max_tokens, and choose another --out")
         self.manifest["validation"] = validation
 
-        before = self.written
-        self.waiting.seek(0)
         while self.written < self.seen:
             split = "train"
             end = self.written + self.manifest["shard_size"]
@@ -346,15 +296,6 @@ class Shards:
             if end > self.seen and not at_end:
                 break
             self.write(split, min(end, self.seen) - self.written)
-
-        # The rest moves to a new file, or the temporary file would grow as long as the text.
-        if self.written > before:
-            with writing(TEMPORARY, begun=True):
-                rest = self.new_temporary()
-                shutil.copyfileobj(self.waiting, rest)
-                rest.flush()
-            self.waiting.close()
-            self.waiting = rest
 
     def write(self, split: str, count: int) -> None:
         """Writes the next `count` tokens as a shard, and then the manifest. If a kill comes
@@ -389,9 +330,12 @@ class Shards:
         write_manifest(self.out, self.manifest)
 
     def take(self, count: int) -> Iterator[np.ndarray]:
-        """Yields the next `count` of the waiting tokens in parts, of 2 MB at most."""
+        """Yields the first `count` of the waiting tokens in parts, and forgets them."""
         while count > 0:
-            part = np.frombuffer(self.waiting.read(2 * min(count, 1 << 20)), dtype=np.uint16)
+            part = self.waiting.popleft()
+            if len(part) > count:
+                self.waiting.appendleft(part[count:])
+                part = part[:count]
             count -= len(part)
             yield part
 
@@ -402,16 +346,16 @@ class Shards:
         write_manifest(self.out, self.manifest)
 
 
-def write_shards(args: argparse.Namespace, source, layout: Layout, out: Path) -> None:
+def write_shards(args: argparse.Namespace, source, out: Path) -> int:
     """Writes the shards of the text of `source`, from where an earlier run of the command was
-    stopped. UserError for other settings than that run's, and for a text that is too short to be
-    divided."""
+    stopped. Returns how many rows without text it has left out. UserError for other settings than
+    that run's, and for a text that is too short to be divided."""
     recorded = {name: getattr(args, name) for name in RECORDED}
     tokenizer = {"name": "gpt2", **BPE_SHA256}
     settings = {"version": MANIFEST_VERSION, **source.settings, "tokenizer": tokenizer, **recorded}
     shards = Shards(out, source.prefix, settings)
     if shards.manifest["complete"]:
-        return
+        return 0
 
     encoder = Encoder(args.encoder)
     if encoder.gigatoken is None and args.encoder == "auto":
@@ -422,8 +366,9 @@ def write_shards(args: argparse.Namespace, source, layout: Layout, out: Path) ->
     first, skip = shards.cursor
     progress = tqdm(total=args.max_tokens, initial=shards.starts[first], unit="tok",
                     unit_scale=True, desc=str(out), disable=None)
-    files = source.files(first)
-    with progress, closing(encode_files(files, layout, encoder, args.workers)) as chunks:
+    reader = TextReader(Layout(args.text_field, args.separator), encoder.mark)
+    chunks = encode_files(source.files(first), reader, encoder, args.workers)
+    with progress, closing(chunks):
         for file, tokens in chunks:
             # An earlier run has written the first tokens of this file.
             if file != first and skip > 0:
@@ -437,6 +382,7 @@ def write_shards(args: argparse.Namespace, source, layout: Layout, out: Path) ->
                 break
     shards.finish()
     source.clean_up()
+    return reader.empty_rows
 
 
 # ---------------------------------------------------------------------------- published shards
@@ -453,7 +399,7 @@ def fetch_published(count: int, out: Path) -> None:
 
     missing = [name for name in names if name not in present]
     if missing:
-        with writing(out, begun=True), hub_errors(PRETOKENIZED) as hub:
+        with hub_errors(PRETOKENIZED) as hub:
             infos = hub.HfApi().get_paths_info(PRETOKENIZED, names, repo_type="dataset")
             shards = [{"file": info.path, "sha256": info.lfs.sha256} for info in infos]
 
@@ -503,25 +449,14 @@ def verify(folder: Path, names: list[str] | None = None) -> None:
 @contextmanager
 def locked(out: Path) -> Iterator[None]:
     """Around the work on the shards in `out`. UserError if another call of this command is at work
-    there. The folder is made for the lock, and goes again if nothing was written into it."""
-    # Of a folder that cannot be written, complete shards may still be read.
-    if out.is_dir() and not os.access(out, os.W_OK):
-        yield
-        return
-
-    new_folders = [folder for folder in (out, *out.parents) if not folder.exists()]
+    there. The folder is made for the lock, whose hidden file stays in it."""
     lock = lock_folder(out, LOCK)
     try:
         yield
     finally:
-        # The file goes while it is locked. A call that waits for the lock then makes a new one.
-        with suppress(OSError):
-            (out / LOCK).unlink()
+        # None on a file system that has no locks.
         if lock:
             lock.release()
-        with suppress(OSError):                 # not empty
-            for folder in new_folders:
-                folder.rmdir()
 
 
 def next_command(out: Path, val: list[int], train: list[int]) -> str:
@@ -554,12 +489,16 @@ def next_command(out: Path, val: list[int], train: list[int]) -> str:
     return command
 
 
-def print_summary(out: Path) -> None:
-    """What the folder has, and the command that comes next."""
+def print_summary(out: Path, empty_rows: int) -> None:
+    """What the folder has, how many rows without text this call has left out, and the command that
+    comes next."""
     val = [len(open_shard(path)) for path in list_shards(out, "val")]
     train = [len(open_shard(path)) for path in list_shards(out, "train")]
-    print(f"{out}: {len(val) + len(train)} shards complete, {sum(val):,} tokens for validation and "
-          f"{sum(train):,} for training")
+    line = (f"{out}: {len(val) + len(train)} shards complete, {sum(val):,} tokens for validation "
+            f"and {sum(train):,} for training")
+    if empty_rows:
+        line += f"; {empty_rows:,} rows without text were left out"
+    print(line)
     print(next_command(out, val, train))
 
 
@@ -570,18 +509,18 @@ def main(argv: list[str] | None = None) -> None:
         return
 
     out = Path(args.out)
-    layout = Layout(args.text_field, args.separator, args.tsv_quotes)
+    empty_rows = 0
     if args.pretokenized is not None:
         with locked(out):
             fetch_published(args.pretokenized, out)
     else:
         if args.input is not None:
-            source = LocalFiles(args.input, args.val_input, layout, out)
+            source = LocalFiles(args, out)
         else:
-            source = HubDataset(args.dataset, args.name, args.split, layout, out)
+            source = HubDataset(args.dataset, args.name, args.split, out)
         with locked(out):
-            write_shards(args, source, layout, out)
-    print_summary(out)
+            empty_rows = write_shards(args, source, out)
+    print_summary(out, empty_rows)
 
 
 if __name__ == "__main__":

@@ -7,16 +7,14 @@ Completion style: the loss of an ending's tokens given the context, summed (acc)
 (acc_norm). GPT-2 124M: acc 0.2859, acc_norm 0.2955 in build-nanogpt; 0.2892 and 0.3114 in the
 Eleuther harness, multiple choice style.
 """
-# first, because it refuses an old Python in one line
-from runtime.cli import FlagParser, UserError, import_package, run_command
-
 import contextlib
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 
+from runtime.cli import FlagParser, UserError, run_command
 from runtime.files import read_text, reading
 from runtime.tokenizer import encode
 
@@ -48,7 +46,8 @@ def load_examples(path: str | Path | None = None) -> list[dict]:
 
 
 def load_examples_of_the_hub() -> list[dict]:
-    datasets = import_package("datasets")
+    import datasets
+
     with reading(
         f"HellaSwag ({HUB_NAME})",
         "check the connection, or use a .jsonl file of HellaSwag examples",
@@ -59,9 +58,8 @@ def load_examples_of_the_hub() -> list[dict]:
 
 
 def check_example(row: dict, where: str) -> dict:
-    """The three fields of `row` that are used. UserError if one of them is wrong; `where` names the
-    row in its message.
-    """
+    """The three fields of `row` that are used. UserError, with `where` the row stands, if one of
+    them is wrong."""
     problem = UserError(f"{where} is not a HellaSwag example (expected ctx, a string; endings, "
                         f"four strings; label, 0 to 3): repair or remove the example")
     try:
@@ -94,11 +92,12 @@ def render_example(example: dict) -> list[tuple[np.ndarray, int]]:
     return rows
 
 
-def make_batches(examples: list[dict], block_size: int, batch_size: int = 32
-                 ) -> list[tuple[np.ndarray, ...]]:
-    """Batches of at most batch_size rows. Examples are sorted, the longest first: a batch holds little
-    padding, and if memory runs out, it does so in the first one. A row longer than block_size loses
-    its beginning.
+def make_batches(
+    examples: list[dict], block_size: int, batch_size: int = 32,
+) -> list[tuple[np.ndarray, ...]]:
+    """Batches of at most batch_size rows. Examples are sorted, the longest first: a batch holds
+    little padding, and if memory runs out, it does so in the first one. A row longer than
+    block_size loses its beginning.
 
     Returns a list of (idx, targets, positions, labels), all int64, for n examples each:
     idx, targets: (4 n, T), four rows for each example; targets are -1 outside the endings.
@@ -143,15 +142,11 @@ def make_batch(rendered: list[tuple[list, int]], block_size: int) -> tuple[np.nd
 
 # ----------------------------------------------------------------------------- evaluation
 
-def evaluate(model, batches: list[tuple[np.ndarray, ...]], device: str, autocast=None,
-             rank: int = 0, world_size: int = 1,
-             watched: Callable[[list], Iterable] = iter) -> np.ndarray:
-    """int64 (3,), counted over this rank's share of `batches`: examples whose right ending wins by
-    summed loss (acc), by mean loss (acc_norm), and all examples.
-
-    The caller sums them over the ranks. `watched(batches)` yields the batches: it may show progress,
-    and raise after a signal.
-    """
+def evaluate(
+    model, batches: Iterable[tuple[np.ndarray, ...]], device: str, autocast=None,
+) -> np.ndarray:
+    """int64 (3,), counted over `batches`: examples whose right ending wins by summed loss (acc),
+    by mean loss (acc_norm), and all examples. Ranks have batches of their own, and sum them."""
     import torch
 
     # The counts stay on the device: reading one would wait for all of its work.
@@ -168,7 +163,7 @@ def evaluate(model, batches: list[tuple[np.ndarray, ...]], device: str, autocast
 
     # autocast is around the whole loop, so that it converts the weights only once.
     with torch.no_grad(), autocast:
-        for batch in watched(batches[rank::world_size]):
+        for batch in batches:
             idx, targets, positions, labels = map(move, batch)
 
             # (4 n, T), 0 outside the endings
@@ -268,9 +263,8 @@ def main(argv: list[str] | None = None) -> None:
         batches = make_batches(examples, model.config.block_size, args.batch_size)
         autocast = torch.autocast(device.split(":")[0], getattr(torch, args.dtype),
                                   enabled=args.dtype != "float32")
-        acc, acc_norm, n = evaluate(
-            model, batches, device, autocast,
-            watched=lambda batches: tqdm(batches, "HellaSwag", delay=10, disable=None))
+        watched = tqdm(batches, "HellaSwag", delay=10, disable=None)
+        acc, acc_norm, n = evaluate(model, watched, device, autocast)
     print(f"acc: {acc}/{n}={acc / n:.4f}")
     print(f"acc_norm: {acc_norm}/{n}={acc_norm / n:.4f}")
 

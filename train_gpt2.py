@@ -382,14 +382,14 @@ def validation_loss(data: Data, process: Process, state: TrainState) -> float:
 
 def hellaswag_score(data: Data, process: Process, state: TrainState) -> tuple[int, int]:
     """(examples answered rightly by the mean loss of a token, which is acc_norm; all examples)."""
-    def until_stopped(batches):
-        for batch in process.progress("HellaSwag", batches):
+    def own_batches():
+        own = data.hellaswag[process.rank::process.world_size]
+        for batch in process.progress("HellaSwag", own):
             if process.stop_requested():
                 break
             yield batch
 
-    counts = hellaswag.evaluate(state.model, data.hellaswag, process.device, state.autocast,
-                                process.rank, process.world_size, until_stopped)
+    counts = hellaswag.evaluate(state.model, own_batches(), process.device, state.autocast)
     _correct_by_sum, correct_by_mean, n = process.sum(*counts.tolist())
     return int(correct_by_mean), int(n)
 

@@ -19,7 +19,7 @@ import torch
 from runtime.cli import UserError
 from runtime.files import reading
 from runtime.recipe import BatchSchedule
-from runtime.shards import list_shards, open_shard, read_shard
+from runtime.shards import list_shards, open_shard, read_shard, unfinished
 from runtime.tokenizer import VOCAB_SIZE, encode, token_lengths
 
 INPUT_TXT = Path(__file__).resolve().parent.parent / "input.txt"
@@ -275,6 +275,10 @@ def open_same_data(config, process) -> Data:
         for i, (_, *content) in enumerate(shards):
             contents[f"{split} shard {i} of --data"] = str(content)
     process.require_same(contents, "copy the same shards to every machine")
+
+    warning = unfinished(config.data)
+    if warning and not config.overfit:
+        process.print0(warning)
     return data
 
 

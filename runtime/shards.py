@@ -4,27 +4,26 @@ import hashlib
 import json
 import os
 import re
-import warnings
 from collections.abc import Iterable
-from operator import index
 from pathlib import Path
 
 import numpy as np
 
 from runtime.cli import UserError
 from runtime.files import read_text, reading, replace_file
+from runtime.kinds import first_bytes_tell
 
 # Not a hidden file: a Mac leaves one beside each file that it copies to another disk,
-# ._x_train_000001.npy.
-SHARD_NAME = re.compile(r"(?!\.)(?:.*_)?(train|val)_\d+\.(npy|bin)$")
+# ._x_train_000001.npy. And nanoGPT's two files.
+SHARD_NAME = re.compile(r"(?!\.)(?:(?:.*_)?(train|val)_\d+\.(?:npy|bin)|(train|val)\.bin)$")
+NANOGPT = ("train.bin", "val.bin")          # uint16 tokens without a header
 BIN_MAGIC = 20240520            # llm.c, dev/data/data_common.py
 BIN_VERSION = 1
 BIN_HEADER = 256                # int32 numbers: magic, version, number of tokens, zeros
 
 
 def write_shard(path: str | Path, tokens: np.ndarray) -> None:
-    """Writes tokens (1-D uint16) atomically as a .npy or .bin, by the suffix of `path`. RunError
-    where the disk is full."""
+    """Writes tokens (1-D uint16) atomically as a .npy or .bin, by the suffix of `path`."""
     write_parts(path, len(tokens), [tokens])
 
 
@@ -47,16 +46,12 @@ def write_parts(path: str | Path, length: int, parts: Iterable[np.ndarray]) -> N
 
 def open_shard(path: str | Path) -> np.memmap:
     """The tokens of a .npy or .bin shard, 1-D uint16, as a read-only map of the file. UserError
-    if the file is missing, truncated or no shard. Nothing in it is ever unpickled."""
+    if it is truncated or no shard. Nothing in it is ever unpickled."""
     path = Path(path)
-
-    # NumPy warns about an unusual header, but the error is enough.
-    with reading(path, "copy or make the shard again"), warnings.catch_warnings(action="ignore"):
-        # To open a named pipe would wait forever.
-        if not path.is_file():
-            raise ValueError("it does not exist, or is not a regular file")
-
-        if path.suffix == ".bin":
+    with reading(path, "copy or make the shard again"), first_bytes_tell(path):
+        if path.name in NANOGPT:
+            tokens = np.memmap(path, dtype="<u2", mode="r")
+        elif path.suffix == ".bin":
             tokens = open_bin(path)
         else:
             # Not np.load, which takes what is no .npy for a pickle or an archive.
@@ -88,22 +83,16 @@ def read_shard(path: str | Path) -> np.ndarray:
 
 
 def shard_names(folder: str | Path) -> list[str]:
-    """The sorted names of all shards in a folder; none if there is no such folder. UserError if
-    it cannot be read, or is a file."""
-    with reading(folder, "make the folder readable, or choose another"):
-        try:
-            names = os.listdir(folder)
-        except FileNotFoundError:
-            names = []
-        except NotADirectoryError:
-            raise UserError(f"{folder} is a file (expected a folder): choose the folder of the "
-                            f"shards") from None
-    return sorted(name for name in names if SHARD_NAME.match(name))
+    """The sorted names of all shards in a folder; none if there is no such folder."""
+    if not os.path.lexists(folder):
+        return []
+    return sorted(name for name in os.listdir(folder) if SHARD_NAME.match(name))
 
 
 def split_of(name: str) -> str:
     """The split of a shard by its name: 'train' or 'val'."""
-    return SHARD_NAME.match(name)[1]
+    of_shard, of_nanogpt = SHARD_NAME.match(name).groups()
+    return of_shard if of_shard else of_nanogpt
 
 
 def list_shards(folder: str | Path, split: str) -> list[Path]:
@@ -131,14 +120,19 @@ def read_manifest(folder: Path) -> dict:
     with reading(path, "restore the file, or choose another --out"):
         if not path.exists():
             return {}
-        manifest = json.loads(read_text(path, errors="strict"))
-        for shard in manifest["shards"]:
-            name = shard["file"]
+        return json.loads(read_text(path, errors="strict"))
 
-            # A name with a slash would make --verify read files elsewhere.
-            if "/" in name or not SHARD_NAME.match(name):
-                raise ValueError("it lists a file that is not a shard of this folder")
-        return manifest
+
+def unfinished(folder: str | Path) -> str:
+    """A line about shards to which fineweb.py was still to add others, else an empty text."""
+    try:
+        complete = read_manifest(Path(folder)).get("complete", True)
+    except (UserError, AttributeError):
+        return ""               # it is the manifest of another program
+    if complete:
+        return ""
+    return (f"warning: {folder} has only a part of its text, because fineweb.py was interrupted: "
+            f"run the same fineweb.py command again, which adds the rest")
 
 
 def write_manifest(folder: Path, manifest: dict) -> None:
@@ -154,14 +148,7 @@ def difference(found, wanted) -> str:
             if entry not in found:
                 return f"{entry['name']} is new, or has changed"
         return f"{len(found)} files, not {len(wanted)}, or in another order"
-
-    words = []
-    for value in (found, wanted):
-        if value is None:
-            words.append("the default")
-        else:
-            words.append(json.dumps(value)[:80])
-    return f"{words[0]}, not {words[1]}"
+    return f"{json.dumps(found)[:80]}, not {json.dumps(wanted)[:80]}"
 
 
 def manifest_to_continue(folder: Path, settings: dict) -> dict:
@@ -171,32 +158,18 @@ def manifest_to_continue(folder: Path, settings: dict) -> dict:
     if not shard_names(folder):
         return {**settings, "validation": None, "complete": False, "shards": []}
 
+    # The version comes first: of the manifest of another command it is null.
     found = read_manifest(folder)
-    version = found.get("version")                # there is none in a manifest of --pretokenized
-    if version != settings["version"]:
-        raise UserError(
-            f"{folder} has shards of another source or version of fineweb.py (manifest.json has "
-            f"version {version}, expected {settings['version']}): train on these shards as they "
-            f"are, or choose another --out")
     for key, value in settings.items():
         if found.get(key) != value:
             raise UserError(f"{folder} was begun with another {key} "
-                            f"({difference(found.get(key), value)}): use the same {key}, or "
-                            "choose another --out")
+                            f"({difference(found.get(key), value)}): use the same {key}, choose "
+                            f"another --out, or train on these shards as they are")
 
-    # A key that is missing, or has another type, is damage, too.
     with reading(folder / "manifest.json", "choose another --out"):
-        counts = []
-        if found["validation"] is not None:
-            counts.append(found["validation"])
         for shard in found["shards"]:
-            file, done = shard["cursor"]
-            counts += [file, done]
-
             # Its bytes are compared by --verify only: that takes minutes for 10 billion tokens.
             length = len(open_shard(folder / shard["file"]))
-            if shard["tokens"] != length or shard["split"] != split_of(shard["file"]):
+            if shard["tokens"] != length or len(shard["cursor"]) != 2:
                 raise ValueError(f"its entry of {shard['file']} does not match that file")
-        if any(index(count) < 0 for count in counts):
-            raise ValueError("its cursors have a number below 0")
     return found

@@ -10,38 +10,28 @@ import hashlib
 import os
 import re
 import shutil
-import stat
 import tempfile
 import threading
-from collections import deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
-from runtime.cli import NO_ROOM, RunError, UserError, brief_error, import_package
-from runtime.files import reading, writing
-from runtime.shards import read_manifest
-from runtime.text import READERS, TEXT_FILES, Layout, kind_of
+from runtime.cli import RunError, UserError, brief_error, print_error
+from runtime.shards import SHARD_NAME, read_manifest
+from runtime.text import READERS, TABLES, TEXT_FILES, kind_of
 
 FINEWEB_EDU = "HuggingFaceFW/fineweb-edu"
 # Where the folders of FineWeb's samples begin, as in build-nanogpt: sample-10BT is edu_fineweb10B.
 FINEWEB = {FINEWEB_EDU: "edu_fineweb", "HuggingFaceFW/fineweb": "fineweb"}
 DESCRIBED_BYTES = 1 << 16       # of each end of a file, by which it is told from another one
 KINDS = ", ".join(READERS)
+# Beside these the .txt and .md are about the data, and beside the others the .json are, too.
+DATA = {*TABLES, ".jsonl", ".jsonlines", ".ndjson", ".csv"}
+WITH_INDEX = {*TABLES, ".mds", ".bin"}
 
 Files = Iterator[tuple[int, Path, str]]
-
-
-def check_layout(layout: Layout, files: list) -> None:
-    """UserError for a flag that is about a kind of file of which `files` has none."""
-    kinds = {kind_of(file) for file in files}
-    if layout.separator and not kinds & TEXT_FILES:
-        raise UserError("--separator applies to .txt and .md files, but the input has none: leave "
-                        "the flag out")
-    if layout.tsv_quotes and ".tsv" not in kinds:
-        raise UserError("--tsv_quotes applies to .tsv files, but the input has none: leave the "
-                        "flag out")
 
 
 # ----------------------------------------------------------------------------- files
@@ -50,9 +40,9 @@ class LocalFiles:
     """The files of --val_input, and after them those of --input."""
     prefix = "text"
 
-    def __init__(self, inputs: list[str], val_inputs: list[str], layout: Layout, out: Path):
-        val_paths = find_files("val_input", val_inputs, out)
-        train_paths = find_files("input", inputs, out)
+    def __init__(self, args, out: Path):
+        val_paths = find_files("val_input", args.val_input, args.split, out)
+        train_paths = find_files("input", args.input, args.split, out)
         twice = {os.path.realpath(path) for path in val_paths} & {
             os.path.realpath(path) for path in train_paths}
         if twice:
@@ -61,7 +51,6 @@ class LocalFiles:
 
         self.paths = [(path, f"--val_input {path}") for path in val_paths]
         self.paths += [(path, f"--input {path}") for path in train_paths]
-        check_layout(layout, [path for path, _ in self.paths])
         self.settings = {
             "val_input": [describe(path) for path in val_paths],
             "input": [describe(path) for path in train_paths],
@@ -76,74 +65,120 @@ class LocalFiles:
         """Nothing: the files are the user's."""
 
 
-def find_files(flag: str, patterns: list[str], out: Path) -> list[Path]:
-    """The files of paths, folders and globs, in order, each once, without hidden ones. UserError
-    for one of them without any file of a known kind, and for a folder that cannot be read."""
-    # A .json like others, where the shards are made beside their text.
+def find_files(flag: str, patterns: list[str], split: str, out: Path) -> list[Path]:
+    """The files of text that paths, folders and globs mean, in order, each once. UserError for one
+    of them without any."""
+    # Shards may be made in the folder of their text, and have a .json beside them.
     manifest = os.path.realpath(out / "manifest.json")
 
-    def is_text(path):
-        return kind_of(path) and os.path.realpath(path) != manifest
-
-    paths = []
+    first_path = {}             # {real path of a file: as it was found first}
     for pattern in patterns:
-        try:
-            found = [path for path in list_files(pattern) if is_text(path)]
-        except OSError as error:
-            raise UserError(f"{error.filename}, in --{flag} {pattern}, cannot be read "
-                            f"({brief_error(error)}): make the folder readable, or leave it "
-                            f"out") from None
-        if not found:
-            raise UserError(f"--{flag} {pattern} matches no file of a known kind ({KINDS}): check "
-                            f"the path")
-        paths += found
-
-    # A file that two of the patterns name is read once: the first time.
-    first_path = {}             # {its real path: as it was found}
-    for path in paths:
-        first_path.setdefault(os.path.realpath(path), path)
+        meant, matched = list_files(pattern, split)
+        matched = [path for path in matched if os.path.realpath(path) != manifest
+                   and not SHARD_NAME.match(path.name)]
+        texts = choose_texts(meant, matched)
+        tell_unread(f"--{flag} {pattern}", texts, set(matched).difference(texts))
+        for path in texts:
+            first_path.setdefault(os.path.realpath(path), path)
     return list(first_path.values())
 
 
-def list_files(pattern: str) -> list[Path]:
-    """The sorted regular files that a path, folder or glob means. OSError for a folder that
-    cannot be read."""
-    # A path is taken as it is, though its name may look like a glob: notes[1].txt.
-    with suppress(FileNotFoundError, NotADirectoryError):
-        if stat.S_ISREG(os.stat(pattern).st_mode):
-            return [Path(pattern)]
-    if os.path.isdir(pattern):
-        pattern = os.path.join(glob.escape(pattern), "*")
-    check_readable(pattern)
+def list_files(pattern: str, split: str) -> tuple[set[Path], list[Path]]:
+    """(the files that a path, folder or glob means, sorted: these and all others below what it
+    matches), without hidden ones."""
+    matches = [pattern]
+    if os.path.isdir(pattern) and not kind_of(pattern):
+        # What the save_to_disk of `datasets` has written of several splits.
+        if os.path.isfile(os.path.join(pattern, "dataset_dict.json")):
+            pattern = os.path.join(pattern, split)
+        names = os.listdir(pattern)
+        matches = [os.path.join(pattern, name) for name in names if not name.startswith(".")]
+    elif not os.path.exists(pattern):
+        # A path is taken as it is, though its name may look like a glob: notes[1].txt.
+        matches = glob.glob(pattern, recursive=True)
+
+    meant = set()
+    matched = set()
+    for match in matches:
+        files = list(files_below(match))
+        matched.update(files)
+
+        # Spark and Dask write a folder a.parquet, which stands for the files in it.
+        if os.path.isfile(match) or kind_of(match):
+            meant.update(files)
 
     # Sorted, because a disk has an order of its own, and the shards should be the same anywhere.
-    paths = sorted(glob.glob(pattern, recursive=True))
-    return [Path(path) for path in paths if os.path.isfile(path)]
+    return meant, sorted(matched, key=str)
 
 
-def check_readable(pattern: str) -> None:
-    """OSError for a folder on the way of a glob that cannot be read: glob.glob takes it for an
-    empty one."""
-    parts = Path(pattern).parts
-    for i, part in enumerate(parts):
-        before = list(parts[:i])
-        if part == "**":
-            # It stands for the folders at any depth.
-            before.append("**")
-        folders = os.path.join(*before, "") if before else "."
-        for folder in glob.glob(folders, recursive=True):
-            if os.path.isdir(folder):
-                os.stat(os.path.join(folder, "."))
+def files_below(path: str) -> Iterator[Path]:
+    """A file itself, or all files in a folder and its subfolders. OSError for a folder that cannot
+    be read."""
+    if not os.path.isdir(path):
+        yield Path(path)
+        return
 
-                # Behind a part without these signs the folder need not be listed.
-                if re.search(r"[*?[]", part):
-                    os.listdir(folder)
+    def fail(error):
+        raise error
+
+    for folder, subfolders, names in os.walk(path, onerror=fail):
+        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
+        for name in names:
+            if not name.startswith("."):
+                yield Path(folder, name)
+
+
+def choose_texts(meant: set[Path], matched: list[Path]) -> list[Path]:
+    """The files of text among `meant`."""
+    kinds_below = defaultdict(set)          # {folder: the endings of the files in it and below}
+    for path in matched:
+        for folder in path.parents:
+            kinds_below[folder].update({kind_of(path), path.suffix})
+
+    texts = []
+    for path in matched:
+        if path in meant and path.is_file() and kind_of(path):
+            if not is_about_data(path, kinds_below[path.parent]):
+                texts.append(path)
+    return texts
+
+
+def is_about_data(path: Path, kinds_beside: set[str]) -> bool:
+    """Whether a file is no text, but says something of the data beside it: the README.md of a
+    dataset, the index.json of MDS, what `datasets` keeps in its cache."""
+    kind = kind_of(path)
+    if kind in TEXT_FILES:
+        return not kinds_beside.isdisjoint(DATA)
+    if kind == ".json":
+        return not kinds_beside.isdisjoint(WITH_INDEX)
+    return kind == ".arrow" and path.name.startswith("cache-")
+
+
+def tell_unread(what: str, texts: list[Path], unread: set[Path]) -> None:
+    """One line about the files that the flag `what` matches and that are not read. UserError if
+    there is no text beside them."""
+    line = ""
+    if unread:
+        endings = Counter(path.suffix if path.suffix else "without an ending" for path in unread)
+        counts = ", ".join(f"{count} {ending}" for ending, count in sorted(endings.items()))
+        folder = os.path.commonpath([path.parent.absolute() for path in unread])
+        line = f"; not read: {counts} in {os.path.relpath(folder)}"
+        if any(kind_of(path) for path in unread):
+            line += ("; give 'FOLDER/**' for the files of subfolders, and name a .txt, .md or "
+                     ".json that is text although it lies beside data")
+        if ".tsv" in endings:
+            line += ("; of a .tsv make .csv, JSON lines or Parquet, with pandas, duckdb or "
+                     "PostgreSQL's COPY ... (FORMAT csv, HEADER)")
+    if not texts:
+        raise UserError(f"{what} matches no file of a known kind ({KINDS}): check the path{line}")
+    if unread:
+        print_error(f"{what}{line}")
 
 
 def describe(path: Path) -> dict:
     """What the manifest says of a file: the SHA-256 of its ends tells it from others of its name
     and size."""
-    with reading(path, "make the file readable, or leave it out"), open(path, "rb") as file:
+    with open(path, "rb") as file:
         size = path.stat().st_size
         sha256 = hashlib.sha256(file.read(DESCRIBED_BYTES))
         file.seek(max(0, size - DESCRIBED_BYTES))
@@ -177,9 +212,8 @@ class HubDataset:
     """A split of a dataset, at the revision that the manifest in `out` records, or else at the
     newest one."""
 
-    def __init__(self, dataset: str, name: str | None, split: str, layout: Layout, out: Path):
+    def __init__(self, dataset: str, name: str | None, split: str, out: Path):
         self.prefix, _ = hub_names(dataset, name, split)
-        self.layout = layout
         self.folder = out / ".download"           # of the files while they are read
 
         # A run that continues reads the revision that it began with.
@@ -196,13 +230,6 @@ class HubDataset:
         """As one file is read, the next one is fetched, and the one before has been removed: two
         are on the disk at most."""
         names = self.list_names()
-        check_layout(self.layout, names)
-
-        # A killed run may have left others than the two that are read and fetched now.
-        for path in self.folder.glob("**/*"):
-            name = path.relative_to(self.folder).as_posix()
-            if path.is_file() and kind_of(path) and name not in names[first:first + 2]:
-                path.unlink()
 
         downloads = deque()     # of this file and the next one
         for number in range(first, len(names)):
@@ -218,7 +245,8 @@ class HubDataset:
 
     def list_names(self) -> list[str]:
         """The paths in the dataset of the files of the split."""
-        datasets = import_package("datasets")
+        import datasets
+
         dataset, name, split, revision = self.settings.values()
 
         # Where the hub does not answer, `datasets` would take what its cache has: hence an empty
@@ -244,7 +272,7 @@ class HubDataset:
 
         def fetch():
             try:
-                with writing(self.folder, begun=True), hub_errors(f"{dataset}: {name}") as hub:
+                with hub_errors(f"{dataset}: {name}") as hub:
                     path = hub.hf_hub_download(
                         dataset, name, repo_type="dataset", revision=self.settings["revision"],
                         local_dir=self.folder)
@@ -263,43 +291,29 @@ def hub_errors(what: str):
     """Around calls of the hub's libraries, with huggingface_hub as its value. Their errors, which
     come in many classes, become one line about `what`: a UserError where another command helps,
     else a RunError."""
-    hub = import_package("huggingface_hub")
+    import huggingface_hub
+    from huggingface_hub.errors import BadRequestError, LocalEntryNotFoundError
+
     try:
-        yield hub
-    except (UserError, RunError):
+        yield huggingface_hub
+    except (UserError, RunError, ModuleNotFoundError):
         raise
-    except ImportError as error:
-        # `datasets` needs some packages for some datasets only.
-        package = error.name if error.name else "PACKAGE"
-        raise UserError(f"{what} needs a package that is not installed ({brief_error(error)}): "
-                        f"pip install {package}") from None
     except Exception as error:
-        if getattr(error, "errno", None) in NO_ROOM:
-            # A full disk is no fault of the hub's.
+        # A full disk, say, is no fault of the hub's.
+        if getattr(error, "filename", None):
             raise
         why = brief_error(error)
-        if is_users_mistake(error, why):
+        refused = getattr(getattr(error, "response", None), "status_code", None) in (401, 403, 404)
+
+        # `datasets` lists the configurations and splits that there are, or says that the dataset
+        # is made by scripts, which are never run.
+        explained = isinstance(error, ValueError | FileNotFoundError) or "scripts" in why
+        if isinstance(error, BadRequestError | LocalEntryNotFoundError):
+            explained = False
+        if refused or explained:
             raise UserError(f"{what} cannot be read ({why}): check its name, --name and --split; "
                             f"for a private or gated dataset accept its terms on the hub, and run "
                             f"`hf auth login`") from None
         raise RunError(f"{what} cannot be fetched from the Hugging Face hub ({why}): check the "
                        f"network and run the same command again, or use your own text with "
                        f"--input") from None
-
-
-def is_users_mistake(error: Exception, why: str) -> bool:
-    """Whether the hub has answered that there is no such dataset, --name or --split (`why` lists
-    those that there are), or none that may be read; and not that it cannot be reached."""
-    errors = import_package("huggingface_hub.errors")
-    status = getattr(getattr(error, "response", None), "status_code", None)
-    if status in (401, 403, 404):
-        return True
-
-    # `datasets` says so of a dataset that is made by code of its own, which is never run.
-    if "scripts" in why:
-        return True
-
-    # These are derived from those below, but mean that there was no answer.
-    if isinstance(error, errors.LocalEntryNotFoundError | errors.BadRequestError):
-        return False
-    return isinstance(error, ValueError | FileNotFoundError | errors.RepositoryNotFoundError)

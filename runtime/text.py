@@ -11,43 +11,50 @@ import json
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 
-from runtime.cli import import_package, safe_repr
-from runtime.files import reading
+from runtime.cli import UserError, brief_error, print_error, safe_repr
+from runtime.kinds import LFS_POINTER, kind_by_first_bytes
 from runtime.tokenizer import LAST_CUT, replace_surrogates
 
-BLOCK = 1 << 20                 # bytes, or characters of a .txt, that are read and encoded at once
-# Characters of a document in memory. A small .gz or .zst can unpack to one endless line.
-MAX_DOCUMENT = 10**9
-COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
+BLOCK = 1 << 20                 # bytes that are read and encoded at once
+COMPRESSIONS = {".gz": "gzip", ".gzip": "gzip", ".zst": "zstd", ".zstd": "zstd", ".bz2": "bz2"}
+# A carriage return inside a line of a .csv. UTF-8 has no such character, so that no text has it.
+LONE_RETURN = "\udc0d"
+ESCAPES = r"\N for null, \n for a line end, or a backslash before each line end"
 Pieces = Iterator[tuple[bool, bytes | memoryview]]
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where documents stand in a file: the flags --text_field, --separator and --tsv_quotes."""
+    """Where documents stand in a file: the flags --text_field and --separator."""
     text_field: str = "text"
     separator: str = ""         # between the documents of a .txt; empty: the file is one document
-    tsv_quotes: bool = False
 
 
 def open_bytes(path: Path) -> io.BufferedReader:
-    """A binary file behind its byte-order mark, decompressed if its name ends in .gz or .zst."""
+    """A binary file, decompressed if its name says so. ValueError if its beginning shows that it
+    is no text."""
     compression = COMPRESSIONS.get(path.suffix.lower())
     if compression:
-        stream = import_package("pyarrow").input_stream(str(path), compression=compression)
+        import pyarrow
+
+        # pyarrow takes it for an empty text, but it is a download that has failed.
+        if path.stat().st_size == 0:
+            raise ValueError(f"it has 0 bytes, which is no {compression} file")
+        stream = pyarrow.input_stream(str(path), compression=compression)
     else:
         stream = io.FileIO(path)
     file = io.BufferedReader(stream, BLOCK)
 
-    # The byte-order mark of UTF-8, which Windows likes to write, is no part of the text.
-    if file.peek(3)[:3] == b"\xef\xbb\xbf":
-        file.read(3)
+    head = file.peek(512)
+    if head.startswith(LFS_POINTER):
+        raise ValueError("it is a pointer of git-lfs")
+    if head[257:262] == b"ustar":
+        raise ValueError("it is a tar archive; unpack it with `tar -xf`")
     return file
 
 
@@ -56,8 +63,8 @@ def open_bytes(path: Path) -> io.BufferedReader:
 def read_text_file(path: Path, layout: Layout) -> Pieces:
     """The documents of a .txt or .md. Line ends beside a separator belong to the layout, so they
     are left out, and white space alone between two of them is no document."""
-    with io.TextIOWrapper(open_bytes(path), encoding="utf-8", newline="\n") as file:
-        for text, begins, ends in text_pieces(file, layout.separator):
+    with open_bytes(path) as file:
+        for text, begins, ends in text_pieces(decoded(file), layout.separator):
             if layout.separator:
                 if begins:
                     text = text.lstrip("\r\n")
@@ -69,13 +76,13 @@ def read_text_file(path: Path, layout: Layout) -> Pieces:
                 yield begins, text.encode()
 
 
-def text_pieces(file: io.TextIOWrapper, separator: str) -> Iterator[tuple[str, bool, bool]]:
+def text_pieces(blocks: Iterable[str], separator: str) -> Iterator[tuple[str, bool, bool]]:
     """(the next text, whether a document begins with it, whether one ends with it). A long
     document comes in pieces of about a BLOCK, cut where LAST_CUT allows, so that the pieces have
-    the tokens of the whole. ValueError for a gigabyte without such a place."""
+    the tokens of the whole."""
     text = ""
     begins = True
-    for block in iter(partial(read_utf8, file), ""):
+    for block in blocks:
         # Before `start` there is no separator and no place for a cut: earlier turns have looked.
         start = max(0, len(text) - len(separator) - 1)
         text += block
@@ -92,24 +99,34 @@ def text_pieces(file: io.TextIOWrapper, separator: str) -> Iterator[tuple[str, b
             yield text[:cut.end()], begins, False
             text = text[cut.end():]
             begins = False
-        elif len(text) > MAX_DOCUMENT:
-            raise ValueError("it has a gigabyte without the end of a word")
     yield text, begins, True
 
 
-def read_utf8(file: io.TextIOWrapper) -> str:
-    """The next BLOCK characters, "" at the end. ValueError for UTF-16, which Windows writes."""
-    try:
+def decoded(file: io.BufferedReader) -> Iterator[str]:
+    """The characters of a file of UTF-8 in blocks. ValueError for other bytes, with their place
+    in the (decompressed) file, and for UTF-16."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    place = 0                   # of the next block
+    while True:
+        # The decoder keeps the bytes of a character that the block before has cut.
+        kept, _ = decoder.getstate()
         block = file.read(BLOCK)
-    except UnicodeDecodeError as error:
-        if error.start == 0 and error.object.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-            raise ValueError("it is UTF-16, expected UTF-8") from None
-        raise
+        try:
+            text = decoder.decode(block, final=not block)
+        except UnicodeDecodeError as error:
+            raise ValueError(f"byte {place - len(kept) + error.start} is not UTF-8") from None
 
-    # Without that mark, UTF-16 of plain English is valid UTF-8: each other character is NUL.
-    if block.count("\0") > len(block) // 10:
-        raise ValueError("it is UTF-16, expected UTF-8")
-    return block
+        # UTF-16 of plain English is valid UTF-8, in which each other character is NUL.
+        if text.count("\0") > len(text) // 10:
+            raise ValueError("it is UTF-16, expected UTF-8")
+
+        # The byte-order mark, which Windows likes to write, is no part of the text.
+        if place == 0:
+            text = text.removeprefix("\ufeff")
+        yield text
+        if not block:
+            return
+        place += len(block)
 
 
 # ----------------------------------------------------------------------------- .jsonl
@@ -117,30 +134,34 @@ def read_utf8(file: io.TextIOWrapper) -> str:
 def read_jsonl(path: Path, layout: Layout) -> Pieces:
     """Each line is a document. Python's json is as fast as pyarrow's, and its errors can name the
     line."""
+    seen = False                # whether a line has had the field
     with open_bytes(path) as file:
-        for number, line in enumerate(iter(partial(file.readline, MAX_DOCUMENT), b""), 1):
-            if not line.isspace():
-                yield True, text_of_json(line, f"line {number}", layout.text_field)
+        for number, line in enumerate(file, 1):
+            if line.isspace():
+                continue
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError):
+                row = None
+            if not isinstance(row, dict):
+                raise ValueError(
+                    f"line {number} is not a JSON object (one a line is expected: `jq -c .` writes "
+                    f"objects so, and `jq -c '.[]'` those of an array)")
+
+            # Spark and BigQuery leave out a field that is null.
+            if layout.text_field not in row and not seen:
+                raise ValueError(f"line {number} has no field {among(layout.text_field, row)}: set "
+                                 f"--text_field to one of these")
+            seen = True
+            yield True, encode_json(row.get(layout.text_field), f"line {number}")
 
 
-def text_of_json(line: bytes, where: str, field: str) -> bytes:
-    """The text of a line of JSON; null is an empty one. ValueError, with `where` the line is, for
-    no text."""
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        row = None
-    if not isinstance(row, dict):
-        raise ValueError(f"{where} is not a JSON object; write one object per line, as `jq -c "
-                         f"'.[]'` does with an array")
-    if field not in row:
-        raise ValueError(f"{where} has no field {missing_field(field, row)}")
-
-    text = row[field]
+def encode_json(text: str | None, where: str) -> bytes:
+    """The bytes of a field of JSON; null is an empty text."""
     if text is None:
         return b""
     if not isinstance(text, str):
-        raise ValueError(f"field {safe_repr(field)} of {where} is not text: {safe_repr(text)}")
+        raise ValueError(f"the field of {where} is not text: {safe_repr(text)}")
     try:
         return text.encode()
     except UnicodeEncodeError:
@@ -148,36 +169,28 @@ def text_of_json(line: bytes, where: str, field: str) -> bytes:
         return replace_surrogates(text).encode()
 
 
-def missing_field(field: str, names: Iterable[str]) -> str:
-    """The end of a message: the missing field, and the first of those that could be meant."""
-    found = ", ".join(safe_repr(name)[:20] for name in [*names][:4])
-    return f"{safe_repr(field)[:20]}; set --text_field to one of these: {found}"
+def among(field: str, names: Iterable[str]) -> str:
+    """A missing field and the first of those that could be meant, for a message."""
+    found = ", ".join(repr(name[:20]) for name in [*names][:4])
+    return f"{field!r} among {found}"
 
 
-# ----------------------------------------------------------------------------- .csv, .tsv
+# ----------------------------------------------------------------------------- .csv
 
 def read_csv(path: Path, layout: Layout) -> Pieces:
-    """Each row of a .csv or .tsv is a document. The first row names the columns."""
-    delimiter = ","
-    quoting = csv.QUOTE_MINIMAL
-    hint = ""
-    if kind_of(path) == ".tsv":
-        delimiter = "\t"
-        if not layout.tsv_quotes:
-            # A quotation mark is text like any other.
-            quoting = csv.QUOTE_NONE
-            hint = "; add --tsv_quotes if cells are quoted"
-    csv.field_size_limit(MAX_DOCUMENT)
-
+    """Each row is a document. The first row names the columns."""
+    csv.field_size_limit(2**31 - 1)
     header = None
     with open_bytes(path) as file:
-        rows = csv.reader(csv_lines(file), delimiter=delimiter, quoting=quoting, strict=True)
+        check_first_line(file.peek(BLOCK), layout.text_field)
+        rows = csv.reader(csv_lines(file), strict=True)
         while True:
             number = rows.line_num + 1
             try:
                 row = next(rows, None)
             except csv.Error as error:
-                raise ValueError(f"line {number}: {error}") from None
+                raise ValueError(f"line {number}: {error}; a quotation mark in a quoted cell is "
+                                 f"doubled, not behind a backslash") from None
             if row is None:
                 return
 
@@ -185,62 +198,112 @@ def read_csv(path: Path, layout: Layout) -> Pieces:
                 header = row
                 if layout.text_field not in header:
                     raise ValueError(
-                        f"line {number} has no column {missing_field(layout.text_field, header)}")
+                        f"line {number} has no column {among(layout.text_field, header)}: does "
+                        f"this line name the columns? If so, set --text_field to one of these, "
+                        f"else write a line of names before it")
             elif row:
                 if len(row) != len(header):
                     raise ValueError(f"line {number} has {len(row)} cells, but the first row has "
-                                     f"{len(header)}{hint}")
-                yield True, row[header.index(layout.text_field)].encode()
+                                     f"{len(header)}")
+                text = row[header.index(layout.text_field)]
+                yield True, text.replace(LONE_RETURN, "\r").encode()
+
+
+def check_first_line(head: bytes, field: str) -> None:
+    """ValueError for columns that are divided by other signs than commas."""
+    first_line = re.split(rb"[\r\n]", head, maxsplit=1)[0].decode("utf-8-sig", errors="replace")
+    if first_line.startswith("sep="):
+        raise ValueError("line 1 is Excel's, which names the sign between columns: remove the "
+                         "line, and divide the columns by commas")
+    names = first_line.replace('"', "").split(";")
+    if len(names) > 1 and field in names:
+        raise ValueError("its columns are divided by semicolons: write it with commas")
 
 
 def csv_lines(file: io.BufferedReader) -> Iterator[str]:
-    """The lines of a file of text, also those of old Macs, which end with a carriage return.
-    ValueError names the one that cannot be read."""
+    """The lines of a .csv: they end as the first one does. ValueError names the one that is not
+    UTF-8."""
+    # Old Macs end a line with a carriage return alone. Elsewhere it is a part of the text, which
+    # the csv module would take for a line end.
+    first_end = re.search(rb"\r\n?|\n", file.peek(BLOCK))
+    newline = "\n"
+    if first_end and first_end[0] == b"\r":
+        newline = "\r"
+
     # What is not UTF-8 becomes surrogates, which a line can be asked for.
-    text = io.TextIOWrapper(file, encoding="utf-8", errors="surrogateescape", newline="")
-    for number, line in enumerate(iter(partial(text.readline, MAX_DOCUMENT), ""), 1):
-        if len(line) == MAX_DOCUMENT:
-            raise ValueError(f"line {number} is longer than a gigabyte")
+    text = io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline=newline)
+    for number, line in enumerate(text, 1):
         try:
             line.encode()
         except UnicodeEncodeError:
             raise ValueError(f"line {number} is not UTF-8") from None
+        if newline == "\n" and "\r" in line:
+            line = re.sub(r"\r(?!\n|\Z)", LONE_RETURN, line)
         yield line
 
 
-# ----------------------------------------------------------------------------- .parquet
+# ----------------------------------------------------------------------------- .parquet, .arrow
 
 def read_parquet(path: Path, layout: Layout) -> Pieces:
     """Each row is a document, a view of pyarrow's memory; null is an empty one."""
-    pyarrow = import_package("pyarrow")
-    parquet = import_package("pyarrow.parquet")
+    import pyarrow.parquet
 
     # Without its default pre_buffer=True reading takes half of the CPU time, as fewer pages are
-    # touched.
-    with parquet.ParquetFile(path, pre_buffer=False, buffer_size=BLOCK) as file:
-        names = file.schema_arrow.names
-        if layout.text_field not in names:
-            raise ValueError(f"it has no column {missing_field(layout.text_field, names)}")
+    # touched. The CRC of a page, which Spark writes, is compared only where one asks for it.
+    with pyarrow.parquet.ParquetFile(
+        path, pre_buffer=False, buffer_size=BLOCK, page_checksum_verification=True,
+    ) as file:
+        check_column(file.schema_arrow.names, layout.text_field)
 
         # Only 64 rows at a time: in a dictionary-encoded column half a kilobyte of file can stand
         # for many copies of a huge document.
         batches = file.iter_batches(batch_size=64, columns=[layout.text_field], use_threads=False)
         for batch in batches:
-            yield from column_texts(pyarrow, batch.column(0), layout.text_field)
+            yield from column_texts(batch.column(0), layout.text_field)
 
 
-def column_texts(pyarrow, rows, field: str) -> Pieces:
-    """The documents in some rows of the column `field`. ValueError if they are not text in
-    UTF-8."""
+def read_arrow(path: Path, layout: Layout) -> Pieces:
+    """As read_parquet, of both formats that Arrow has: that of files, which polars and pandas
+    (Feather) write, and the stream, which `datasets` writes."""
+    import pyarrow
+
+    with pyarrow.OSFile(str(path)) as file:
+        if file.read(6) == b"ARROW1":
+            reader = pyarrow.ipc.open_file(file)
+            batches = map(reader.get_batch, range(reader.num_record_batches))
+        else:
+            file.seek(0)
+            reader = pyarrow.ipc.open_stream(file)
+            batches = reader
+        check_column(reader.schema.names, layout.text_field)
+
+        for batch in batches:
+            column = batch.column(layout.text_field)
+            for start in range(0, len(column), 64):
+                yield from column_texts(column.slice(start, 64), layout.text_field)
+
+
+def check_column(names: list[str], field: str) -> None:
+    if field not in names:
+        raise ValueError(f"it has no column {among(field, names)}: set --text_field to one of "
+                         f"these")
+
+
+def column_texts(rows, field: str) -> Pieces:
+    """The documents in some rows, a pyarrow.Array, of the column `field`. ValueError if they are
+    not text in UTF-8."""
+    import pyarrow
+
     if pyarrow.types.is_dictionary(rows.type):
         rows = rows.dictionary_decode()
-    if rows.type not in (pyarrow.string(), pyarrow.large_string(), pyarrow.string_view()):
-        raise ValueError(f"its column {safe_repr(field)} holds {rows.type}, which is not text")
+    texts = (pyarrow.string(), pyarrow.large_string(), pyarrow.string_view(), pyarrow.null())
+    if rows.type not in texts:
+        raise ValueError(f"its column {field!r} holds {rows.type}, which is not text")
     rows = rows.cast(pyarrow.large_string())
     if rows.null_count:
         rows = rows.fill_null("")
 
-    # A .parquet may claim to hold text and hold other bytes. This looks whether all of it is UTF-8.
+    # A file may claim to hold text and hold other bytes. This looks whether all of it is UTF-8.
     rows.validate(full=True)
 
     # Arrow has the texts of all rows in one buffer, and in another the len(rows) + 1 places where
@@ -257,12 +320,12 @@ def column_texts(pyarrow, rows, field: str) -> Pieces:
 
 READERS = {
     ".txt": read_text_file, ".text": read_text_file, ".md": read_text_file,
-    ".jsonl": read_jsonl, ".ndjson": read_jsonl, ".json": read_jsonl,
-    ".csv": read_csv, ".tsv": read_csv,
-    ".parquet": read_parquet,
+    ".jsonl": read_jsonl, ".jsonlines": read_jsonl, ".ndjson": read_jsonl, ".json": read_jsonl,
+    ".csv": read_csv, ".parquet": read_parquet, ".arrow": read_arrow,
 }
-SUFFIXES = re.compile(r".*?[^/](\.\w+)(\.gz|\.zst)?", re.DOTALL)
-TEXT_FILES = {kind for kind, reader in READERS.items() if reader == read_text_file}
+SUFFIXES = re.compile(r".*?[^/](\.\w+)(\.gz|\.gzip|\.zst|\.zstd|\.bz2)?", re.DOTALL)
+TEXT_FILES = {".txt", ".text", ".md"}
+TABLES = {".parquet", ".arrow"}
 
 
 def kind_of(path: str | Path) -> str:
@@ -272,32 +335,108 @@ def kind_of(path: str | Path) -> str:
     if match is None or match[1] not in READERS:
         return ""
 
-    # Of a .parquet pyarrow reads the end first, which a compressed file does not give away.
-    if match[1] == ".parquet" and match[2]:
+    # Of these pyarrow may read the end first, which a compressed file does not give away.
+    if match[1] in TABLES and match[2]:
         return ""
     return match[1]
 
 
-def read_chunks(path: Path, layout: Layout, mark: bytes, name: str) -> Iterator[bytes]:
-    """The documents of a file with `mark` before each, joined to chunks of about a BLOCK of
-    bytes. UserError, which calls the file `name`, if it cannot be read."""
-    reader = READERS[kind_of(path)]
-    parts = []
-    size = 0
+class TextReader:
+    """Reads files, and tells what a user should know of their texts. `mark` stands before each
+    document. `empty_rows` counts the rows without text, which are no documents."""
 
-    # pyarrow's errors are derived from these.
-    errors = (OSError, ValueError, NotImplementedError)
-    with reading(name, "repair the file (as UTF-8 text), or leave it out", errors):
-        for begins, text in reader(path, layout):
+    def __init__(self, layout: Layout, mark: bytes):
+        self.layout = layout
+        self.mark = mark
+        self.empty_rows = 0
+        self.most_documents = 0         # in one .txt or .md
+        self.told = False               # of <|endoftext|> in a text
+
+    def read_chunks(self, path: Path, name: str) -> Iterator[bytes]:
+        """The documents of a file with `mark` before each, joined to chunks of about a BLOCK of
+        bytes. UserError, which calls the file `name`, if it cannot be read."""
+        parts = []
+        size = 0
+        for begins, text in self.read_documents(path, name):
             if begins:
-                parts.append(mark)
+                parts.append(self.mark)
+                size += len(self.mark)
             parts.append(text)
-
-            # One more for each document, so that many empty ones fill a chunk, too.
-            size += len(text) + 1
+            size += len(text)
             if size >= BLOCK:
                 yield b"".join(parts)
                 parts = []
                 size = 0
         if parts:
             yield b"".join(parts)
+
+    def read_documents(self, path: Path, name: str) -> Pieces:
+        """The pieces of the documents that are not empty."""
+        kind = kind_of(path)
+        documents = 0
+        nulls = 0
+        line_ends = 0               # that are not behind a backslash
+        escapes = 0                 # of line ends
+        try:
+            for begins, text in READERS[kind](path, self.layout):
+                if not text:
+                    self.empty_rows += 1
+                    continue
+                documents += begins
+                if kind in TEXT_FILES:
+                    self.tell_of_endoftext(text, name)
+                elif kind not in TABLES:
+                    behind_backslash = text.count(b"\\\n")
+                    nulls += text == rb"\N"
+                    line_ends += text.count(b"\n") - behind_backslash
+                    escapes += text.count(rb"\n") + behind_backslash
+                yield begins, text
+        except (OSError, ValueError, NotImplementedError) as error:
+            # pyarrow's errors are derived from these. The system's name the path.
+            if getattr(error, "filename", None):
+                raise
+            raise UserError(f"{name} {why_unreadable(path, error)}") from None
+
+        if kind in TEXT_FILES:
+            self.most_documents = max(self.most_documents, documents)
+        if nulls > 0 or (escapes > 0 and line_ends == 0):
+            print_error(f"{name} seems to have a database's escapes ({ESCAPES}), which are read "
+                        f"as text: export it with `FORMAT csv, HEADER`, or JSON with `psql -At`")
+
+    def tell_of_endoftext(self, text: bytes, name: str) -> None:
+        if b"<|endoftext|>" in text and not self.layout.separator and not self.told:
+            self.told = True
+            print_error(f"{name} contains <|endoftext|>, which is read as ordinary text: if "
+                        f"<|endoftext|> separates documents, add --separator '<|endoftext|>' and "
+                        f"choose another --out")
+
+    def tell_of_separator(self) -> None:
+        """After all files: whether --separator has divided none of them."""
+        if self.layout.separator and self.most_documents <= 1:
+            print_error(f"--separator {self.layout.separator!r} occurs in no .txt or .md that was "
+                        f"read, so it divides nothing: check --separator")
+
+
+def why_unreadable(path: Path, error: Exception) -> str:
+    """What to say of a file of text that a reader has failed with."""
+    kind = kind_by_first_bytes(path)
+    if kind:
+        return f"is {kind}"
+
+    # Behind a bit that has flipped come other letters, whose error comes before the checksum.
+    if path.suffix.lower() in COMPRESSIONS and isinstance(error, ValueError):
+        try:
+            with open_bytes(path) as file:
+                while file.read(BLOCK):
+                    pass
+        except (OSError, ValueError) as damage:
+            error = damage
+
+    if "too much memory" in str(error):
+        return "needs a window of more than 128 MiB: decompress it with `zstd -d --long=31`"
+    with open(path, "rb") as file:
+        file.seek(max(0, path.stat().st_size - 8))
+        if COMPRESSIONS.get(path.suffix.lower()) == "gzip" and file.read() == bytes(8):
+            return "has zeros behind its last member: gunzip it"
+    return (f"cannot be read ({brief_error(error)}): repair the file (as UTF-8 text), or leave it "
+            f"out")

@@ -10,6 +10,7 @@ import json
 import os
 import re
 import secrets
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -48,20 +49,14 @@ def token_bytes() -> dict[bytes, int]:
     """{bytes of a token: its id}, in the order of the ids, for all tokens but <|endoftext|>."""
     # encoder.json writes every byte as one printable character. A byte that is printable in
     # Latin-1 is written as itself. The other 68 are written, in their order, as the code points
-    # from 256 on.
-    byte_of = {}
-    unprintable = 0
-    for byte in range(256):
-        character = chr(byte)
-        if character == " " or not character.isprintable():
-            character = chr(256 + unprintable)
-            unprintable += 1
-        byte_of[character] = byte
+    # from 256 on: this table takes them back.
+    unprintable = [byte for byte in range(256) if byte == 32 or not chr(byte).isprintable()]
+    table = {256 + i: byte for i, byte in enumerate(unprintable)}
 
     # The ids are in the order of the merges, so that they are the ranks that tiktoken asks for.
     ids = json.loads(checked_asset("encoder.json").read_text(encoding="utf-8"))
     del ids["<|endoftext|>"]
-    return {bytes(byte_of[character] for character in token): id for token, id in ids.items()}
+    return {token.translate(table).encode("latin-1"): id for token, id in ids.items()}
 
 
 @functools.cache
@@ -73,8 +68,13 @@ def token_lengths() -> np.ndarray:
 
 @functools.cache
 def tokenizer():
-    """GPT-2's tokenizer as a tiktoken Encoding. Its tokens are those of
-    `tiktoken.get_encoding("gpt2")`, which would download the two files."""
+    """GPT-2's tokenizer as a tiktoken Encoding, made once."""
+    return new_encoding()
+
+
+def new_encoding():
+    """A tiktoken Encoding with the tokens of `tiktoken.get_encoding("gpt2")`, which would download
+    the two files."""
     import tiktoken
     from tiktoken_ext.openai_public import r50k_pat_str       # GPT-2's pattern
     return tiktoken.Encoding(
@@ -82,13 +82,16 @@ def tokenizer():
         special_tokens={"<|endoftext|>": EOT})
 
 
-def encode(text: str) -> np.ndarray:
-    """GPT-2's tokens of `text`, 1-D uint16. `<|endoftext|>` in it is ordinary text.
-    UserError for a run of white space that is too long for tiktoken."""
+def encode(text: str, encoding=None) -> np.ndarray:
+    """GPT-2's tokens of `text`, 1-D uint16, by a tiktoken Encoding (None: by `tokenizer()`).
+    `<|endoftext|>` in it is ordinary text. UserError for a run of white space that is too long for
+    tiktoken."""
+    if encoding is None:
+        encoding = tokenizer()
     try:
-        tokens = tokenizer().encode_to_numpy(text, disallowed_special=())
+        tokens = encoding.encode_to_numpy(text, disallowed_special=())
     except UnicodeEncodeError:
-        return encode(replace_surrogates(text))
+        return encode(replace_surrogates(text), encoding)
     except ValueError:                            # tiktoken's regular expression runs out of stack
         raise UserError("a document has a run of white space that is too long for tiktoken: "
                         "shorten the run") from None
@@ -108,12 +111,12 @@ class Encoder:
     <|endoftext|>. The mark is drawn at random, so that no text holds it: `<|endoftext|>` in
     a text stays text. A chunk that does not begin with it continues a document.
 
-    `name` is "gigatoken", "tiktoken", or "auto": gigatoken where it is installed, else tiktoken.
-    UserError if the asked one is not installed."""
+    `name` is "gigatoken", "tiktoken", or "auto": gigatoken where it is installed, else tiktoken."""
 
     def __init__(self, name: str = "auto"):
         self.mark = f"<|{secrets.token_hex(16)}|>".encode()
         self.gigatoken = None                     # where it is None, tiktoken does the work
+        self.thread = threading.local()           # has the Encoding of a thread
         if name == "tiktoken":
             return
 
@@ -121,8 +124,7 @@ class Encoder:
             from gigatoken.gigatoken_rs import load_hf_json
         except ImportError:
             if name == "gigatoken":
-                raise UserError("--encoder gigatoken needs the package gigatoken, which is not "
-                                "installed: pip install gigatoken") from None
+                raise
             return
 
         self.gigatoken = load_hf_json(json.dumps(self._as_tokenizer_json()))
@@ -160,12 +162,19 @@ class Encoder:
         return padded[0, :lengths[0]].astype(np.uint16)
 
     def _by_tiktoken(self, chunk: bytes) -> np.ndarray:
-        continued, *documents = chunk.split(self.mark)
+        # Threads that share an Encoding wait for each other, which matters where it does all the
+        # work: then each has its own.
+        encoding = tokenizer()
+        if self.gigatoken is None:
+            if not hasattr(self.thread, "encoding"):
+                self.thread.encoding = new_encoding()
+            encoding = self.thread.encoding
 
-        parts = [encode(continued.decode())]
+        continued, *documents = chunk.split(self.mark)
+        parts = [encode(continued.decode(), encoding)]
         for document in documents:
             parts.append(np.array([EOT], dtype=np.uint16))
-            parts.append(encode(document.decode()))
+            parts.append(encode(document.decode(), encoding))
         return np.concatenate(parts)
 
     def _compare_sample(self, chunk: bytes, tokens: np.ndarray) -> None:

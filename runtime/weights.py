@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import torch
 
 from runtime.cli import UserError, unexpected
-from runtime.console import lowest, read_metrics
+from runtime.metrics import lowest, read_metrics
 from runtime.files import checkpoints, reading
 
 EMBEDDING = "transformer.wte.weight"

@@ -269,7 +269,7 @@ def same_end(out, whole, step=40):
     in the folder."""
     import torch
 
-    from runtime.console import read_metrics
+    from runtime.metrics import read_metrics
     from runtime.weights import read_checkpoint
     assert (out / "log.txt").read_bytes() == (whole / "log.txt").read_bytes()
     rows = [[{k: v for k, v in row.items() if k not in ("seconds", "tokens_per_second")}

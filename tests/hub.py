@@ -1,59 +1,74 @@
-"""A stand-in of the Hugging Face hub on 127.0.0.1, for huggingface_hub and datasets as they are; and runs of
-fineweb.py, which may kill themselves."""
+"""A stand-in of the Hugging Face hub on 127.0.0.1, for huggingface_hub and datasets as they are."""
 import contextlib
-import functools
-import gc
 import hashlib
 import http.server
 import json
-import multiprocessing
-import os
 import re
-import signal
-import subprocess
 import threading
-from types import SimpleNamespace
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import helpers
 
+PATH = re.compile(
+    r"(?:/api)?(?:/datasets)?/(?P<repo>[\w-]+/[\w-]+)"
+    r"(?:/(?P<kind>revision|tree|paths-info|resolve)/(?P<revision>[^/]+))?/?(?P<name>.*)")
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    """Asks `hub`, which a subclass has, for the answers."""
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self):
+        sent = self.rfile.read(int(self.headers.get("Content-Length", 0))).decode()
+        url = urlsplit(self.path)
+        if self.command == "GET":
+            self.hub.asked.append(self.path)
+
+        status, headers, body = self.hub.answer(url, sent)
+        part = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
+        if status == 200 and part:
+            status = 206
+            end = int(part[2]) + 1 if part[2] else len(body)
+            body = body[int(part[1]):end]
+
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(body)))
+        with contextlib.suppress(ConnectionError):            # the process was killed
+            self.end_headers()
+            if self.command != "HEAD":
+                self.wfile.write(body)
+
+    do_HEAD = do_GET
+    do_POST = do_GET
+
+    def log_message(self, *args):
+        pass
+
 
 class Hub:
-    """`repos`: {OWNER/NAME: SHA-1s of its commits}; the first is `main` until somebody has asked for it, then
-    the next is. `asked`: paths that were asked for. `answers`: {regular expression of a path: (status,
-    headers)} that are given instead. As a context it serves, with `env` for a process that is to use it."""
+    """A context, in which the hub serves.
+
+    `repos`: {OWNER/NAME: the SHA-1s of its commits}. The first one is `main` until somebody has
+    asked for it, and then the next one is.
+    `asked`: the paths that were asked for.
+    `answers`: {regular expression of a path: (status, headers)}, which are given instead.
+    `env`: the environment of a process that is to use this hub."""
 
     def __init__(self):
-        self.repos, self.asked, self.answers, self.commits = {}, [], {}, {}
+        self.repos = {}
+        self.commits = {}           # {SHA-1: {path: bytes}}
+        self.asked = []
+        self.answers = {}
 
     def __enter__(self):
-        hub = self
-
-        class Handler(http.server.BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def do_GET(self):
-                sent = self.rfile.read(int(self.headers.get("Content-Length") or 0)).decode()
-                hub.asked += [self.path] * (self.command == "GET")
-                status, headers, body = hub.answer(urlsplit(self.path), sent, self.headers.get("Range"))
-                self.send_response(status)
-                for name, value in (headers | {"Content-Length": len(body)}).items():
-                    self.send_header(name, str(value))
-                with contextlib.suppress(ConnectionError):            # the process was killed
-                    self.end_headers()
-                    if self.command != "HEAD":
-                        self.wfile.write(body)
-
-            do_HEAD = do_POST = do_GET
-
-            def log_message(self, *args):
-                pass
-
-        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        handler = type("HandlerOfHub", (Handler,), {"hub": self})
+        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
-        self.env = {name: value for name, value in helpers.ENV.items() if name != "HF_HUB_OFFLINE"} | {
-            "HF_ENDPOINT": f"http://127.0.0.1:{self.server.server_port}", "NO_PROXY": "127.0.0.1",
-            "no_proxy": "127.0.0.1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+        self.env = {**helpers.ENV, "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1",
+                    "HF_ENDPOINT": f"http://127.0.0.1:{self.server.server_port}",
+                    "HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_OFFLINE": "0"}
         return self
 
     def __exit__(self, *error):
@@ -61,109 +76,80 @@ class Hub:
         self.server.server_close()
 
     def put(self, repo, *commits):
-        """Returns the SHA-1s of these commits, each {path: bytes}."""
-        shas = [hashlib.sha1(repr((repo, sorted(files.items()))).encode()).hexdigest() for files in commits]
-        self.commits |= dict(zip(shas, commits, strict=True))
-        self.repos[repo] = [*shas]
-        return shas
+        """Gives a repository these commits, each {path: bytes}. Returns their SHA-1s."""
+        self.repos[repo] = []
+        for files in commits:
+            sha = hashlib.sha1(repr((repo, sorted(files.items()))).encode()).hexdigest()
+            self.repos[repo].append(sha)
+            self.commits[sha] = files
+        return list(self.repos[repo])
 
-    def answer(self, url, sent, span):
-        """(status, headers, body)."""
+    def answer(self, url, sent):
+        """(status, headers, body) of a request. `sent` is the body that came with it."""
         path = unquote(url.path)
         for pattern, (status, headers) in self.answers.items():
             if re.search(pattern, path):
                 return status, headers, b""
-        kinds = "(revision|tree|paths-info|resolve)"
-        found = re.fullmatch(rf"(?:/api)?(?:/datasets)?/([\w-]+/[\w-]+)(?:/{kinds}/([^/]+))?/?(.*)", path)
-        if not found or found[1] not in self.repos:
+
+        found = PATH.fullmatch(path)
+        if found is None or found["repo"] not in self.repos:
             return 401, {"X-Error-Code": "RepoNotFound"}, b""
-        (repo, kind, revision, name), shas = found.groups(), self.repos[found[1]]
-        sha = shas[0] if revision in (None, "main") else revision
-        if revision is None and len(shas) > 1:
-            shas.pop(0)
+        sha = self.commit(found["repo"], found["revision"])
         if sha not in self.commits:
             return 404, {"X-Error-Code": "RevisionNotFound"}, b""
-        files, value = self.commits[sha], {"id": repo, "sha": sha}
-        if kind == "resolve":
-            return self.file(sha, files.get(name), span)
-        if kind in ("tree", "paths-info"):
-            value = self.listed(kind, name, files, sent, parse_qs(url.query))
-        if value == [] and kind == "tree":
-            return 404, {"X-Error-Code": "EntryNotFound"}, b""
-        return 200, {"Content-Type": "application/json"}, json.dumps(value).encode()
+        files = self.commits[sha]
 
-    def file(self, sha, data, span):
+        if found["kind"] == "resolve":
+            return self.file(sha, files.get(found["name"]))
+        if found["kind"] == "paths-info":
+            asked = parse_qs(sent).get("paths", [])
+            if sent.startswith("{"):
+                asked = json.loads(sent)["paths"]
+            return self.listing(files, [name for name in asked if name in files])
+        if found["kind"] == "tree":
+            names = self.tree(files, found["name"], "recursive=true" in url.query.lower())
+            if not names:
+                return 404, {"X-Error-Code": "EntryNotFound"}, b""
+            return self.listing(files, names)
+        body = json.dumps({"id": found["repo"], "sha": sha}).encode()
+        return 200, {"Content-Type": "application/json"}, body
+
+    def commit(self, repo, revision):
+        """The SHA-1 of a revision. To ask for none is to ask for what is newest now."""
+        commits = self.repos[repo]
+        sha = revision
+        if revision in (None, "main"):
+            sha = commits[0]
+        if revision is None and len(commits) > 1:
+            commits.pop(0)
+        return sha
+
+    def file(self, sha, data):
         if data is None:
             return 404, {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": sha}, b""
-        headers = {"X-Repo-Commit": sha, "ETag": f'"{hashlib.sha256(data).hexdigest()}"'}
-        if not (span := re.fullmatch(r"bytes=(\d+)-(\d*)", span or "")):
-            return 200, headers, data
-        return 206, headers, data[int(span[1]):int(span[2] or len(data)) + 1]
+        etag = hashlib.sha256(data).hexdigest()
+        return 200, {"X-Repo-Commit": sha, "ETag": f'"{etag}"'}, data
 
-    def listed(self, kind, folder, files, sent, query):
-        """Files and folders in `folder`, or those that are asked for by name."""
-        inside = folder + "/" if folder else ""
-        names = {name for name in files if name.startswith(inside)}
-        names |= {name[:slash.start()] for name in names for slash in re.finditer("/", name)
-                  if slash.start() > len(inside)}
-        if kind == "paths-info":
-            names &= set(json.loads(sent)["paths"] if sent[:1] == "{" else parse_qs(sent)["paths"])
-        elif query.get("recursive", [""])[0] != "true":
-            names = {name for name in names if "/" not in name[len(inside):]}
+    def tree(self, files, folder, recursive):
+        """The names of the files and folders in `folder`."""
+        prefix = f"{folder}/" if folder else ""
+        names = set()
+        for name in files:
+            if name.startswith(prefix):
+                parts = name.removeprefix(prefix).split("/")
+                for depth in range(1, len(parts) + 1):
+                    names.add(prefix + "/".join(parts[:depth]))
+        if not recursive:
+            names = {name for name in names if "/" not in name.removeprefix(prefix)}
+        return sorted(names)
 
-        def entry(name):
+    def listing(self, files, names):
+        entries = []
+        for name in names:
             data = files.get(name, b"")
-            lfs = {"oid": hashlib.sha256(data).hexdigest(), "size": len(data), "pointerSize": 130}
-            return {"type": "file" if name in files else "directory", "path": name, "oid": "0" * 40,
-                    "size": len(data), "lfs": lfs}
-        return [*map(entry, sorted(names))]
-
-
-def several(folder, env, *runs):
-    """fineweb.py with the flags of each run, one after the other, in `folder`: their results. A run that
-    begins with a tuple kills itself: the arguments of `die`."""
-    call = functools.partial(_several, [[*map(lambda x: x if isinstance(x, tuple) else str(x), run)]
-                                        for run in runs])
-    [(code, out, err)] = helpers.forked(call, envs=[env], cwds=[folder])
-    assert code == 0, err
-    return [subprocess.CompletedProcess("fineweb.py", *json.loads(line)) for line in out.splitlines()]
-
-
-def _several(runs):
-    """Forks them from this process, which has imported what they need, and has an encoder."""
-    import fineweb
-    import runtime.text
-    fetches = all("--pretokenized" in run for run in runs)            # and encodes nothing
-    if "HF_ENDPOINT" in os.environ:
-        if not fetches:
-            import datasets                                           # noqa: F401
-        import huggingface_hub.utils._http as hub
-        hub.time = SimpleNamespace(sleep=lambda seconds: None)        # before it tries again
-    if not fetches:
-        encoder, runtime.text.BLOCK = fineweb.Encoder(), 900
-        fineweb.Encoder = lambda name: encoder
-    import tqdm                                                       # noqa: F401
-    os.fsync = lambda descriptor: None                                # a killed process's writes stay
-    gc.freeze()                                                       # collections would copy all memory
-    helpers.FORK = multiprocessing.get_context("fork")
-    for moment, *flags in ([None, *run] if isinstance(run[0], str) else run for run in runs):
-        result = helpers.script("fineweb.py", *flags, env=dict(os.environ),
-                                before=[functools.partial(die, *moment)] if moment else [])
-        print(json.dumps([result.returncode, result.stdout, result.stderr]))
-
-
-def die(nth, how, kind="replace"):
-    """The process kills itself at its rename number `nth`: "after" it, or with "half" of the file written.
-    `kind`: fineweb.py renames by os.replace, the hub's library by os.rename."""
-    rename, calls = getattr(os, kind), []
-
-    def dying(*paths):
-        calls.append(paths)
-        if len(calls) == nth:
-            if how == "after":
-                rename(*paths)
-            else:
-                os.truncate(paths[0], os.path.getsize(paths[0]) // 2)
-            os.kill(os.getpid(), signal.SIGKILL)
-        rename(*paths)
-    setattr(os, kind, dying)
+            kind = "file" if name in files else "directory"
+            sha256 = hashlib.sha256(data).hexdigest()
+            lfs = {"oid": sha256, "size": len(data), "pointerSize": 130}
+            entries.append({"type": kind, "path": name, "oid": "0" * 40, "size": len(data),
+                            "lfs": lfs})
+        return 200, {"Content-Type": "application/json"}, json.dumps(entries).encode()

@@ -28,7 +28,7 @@ from benchmarks.data import OURS, POOL, Job
 from benchmarks.timing import Setting
 from helpers import ROOT, forked, parse_flags, refused
 from runtime.cli import UserError, brief_error
-from runtime.console import HEADER
+from runtime.metrics import HEADER
 from runtime.recipe import make_batch_schedule
 from recipes import PRESETS
 from runtime.shards import write_shard

@@ -24,7 +24,7 @@ from peers import make_model
 import train_gpt2
 from runtime import plots
 from runtime.cli import RunError, UserError
-from runtime.console import read_metrics
+from runtime.metrics import read_metrics
 from runtime.ranks import Process
 from runtime.tokenizer import tokenizer
 

@@ -24,7 +24,7 @@ from model import GPT, GPTConfig
 from recipes import MODELS, fresh_model, load_model
 from peers import LargestStorage
 from runtime.cli import RunError, UserError, run_command
-from runtime.console import read_metrics
+from runtime.metrics import read_metrics
 from runtime.files import checkpoints
 from runtime.shards import write_shard
 from train_gpt2 import Config

@@ -1,218 +1,336 @@
-"""hellaswag.py: its counts against a plain scoring of one token at a time, its data, and the command. Bad
-files are in test_hostile.py."""
-import functools
+"""hellaswag.py: its counts against a plain scoring of one token at a time, its data, the command."""
 import json
 import math
-import os
 import random
-import re
+import subprocess
 import sys
-import threading
 from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers import ENV, ROOT
 from torch.nn.modules.module import register_module_forward_hook
 
 import hellaswag
-from hellaswag import evaluate, load_examples, make_batches
-from helpers import BYTES, ROOT, logged, refused, run, script
-from peers import make_model, own_checkpoint, save
+from hellaswag import evaluate, hellaswag_batches, load_examples, make_batches
+from model import GPT, GPTConfig
+from runtime.cli import UserError
 from runtime.tokenizer import encode
 
-def make_examples(n, seed=0):
+WORDS = (ROOT / "input.txt").read_text(encoding="utf-8").split()[:30_000]
+
+
+def phrase(rng, longest):
+    start = rng.randrange(29_000)
+    return " ".join(WORDS[start:start + rng.randint(1, longest)])
+
+
+def make_examples(n):
     """Examples of very different lengths, cut from Shakespeare."""
-    rng = random.Random(seed)
-    words = (ROOT / "input.txt").read_text(encoding="utf-8").split()[:30_000]
-
-    def phrase(longest):
-        start, length = rng.randrange(29_000), rng.randint(1, longest)
-        return " ".join(words[start:start + length])
-    return [{"ctx": phrase(25), "endings": [phrase(12) for _ in range(4)], "label": rng.randrange(4)}
-            for _ in range(n)]
+    rng = random.Random(0)
+    examples = []
+    for _ in range(n):
+        endings = [phrase(rng, 12) for _ in range(4)]
+        examples.append({"ctx": phrase(rng, 25), "endings": endings, "label": rng.randrange(4)})
+    return examples
 
 
-N, EXAMPLES = 30, make_examples(30)
-
-
-@torch.no_grad()
-def plain_scores(model, examples):
-    """[(summed losses, mean losses)] of the four endings, one row and one token's loss at a time."""
-    def losses(ctx, ending):
-        ctx, end = encode(ctx).tolist(), encode(" " + ending).tolist()
-        row = (ctx + end)[-(model.config.block_size + 1):]
-        first = max(1, len(row) - len(end))                 # the row's first token has nothing before it
-        logits = model(torch.tensor([row[:-1]]))[0][0, first - 1:].double()
-        return [(row_logits.exp().sum().log() - row_logits[token]).item()
-                for row_logits, token in zip(logits, row[first:], strict=True)]
-    found = [[losses(e["ctx"], ending) for ending in e["endings"]] for e in examples]
-    return [([*map(math.fsum, four)], [math.fsum(one) / len(one) for one in four]) for four in found]
-
-
-def plain_counts(scores, examples):
-    hits = [[kind.index(min(kind)) == example["label"] for kind in pair]
-            for pair, example in zip(scores, examples, strict=True)]
-    return [*map(sum, zip(*hits, strict=True)), len(examples)]
+EXAMPLES = make_examples(30)
 
 
 @pytest.fixture(scope="module")
 def model():
-    return make_model(block_size=192, vocab_size=50304)
+    torch.manual_seed(1)
+    config = GPTConfig(block_size=192, vocab_size=50304, n_layer=2, n_head=2, n_embd=32)
+    model = GPT(config).eval()
+
+    # Far from uniform, so that no two endings are near a tie.
+    for parameter in model.parameters():
+        parameter.data.mul_(4)
+    return model
+
+
+@torch.no_grad()
+def plain_losses(model, ctx, ending):
+    """The loss of each token of an ending, one after the other."""
+    row = encode(ctx).tolist() + encode(" " + ending).tolist()
+    row = row[-(model.config.block_size + 1):]
+    first = max(1, len(row) - len(encode(" " + ending)))    # nothing is before the row's first token
+
+    losses = []
+    for at in range(first, len(row)):
+        logits, _ = model(torch.tensor([row[:at]]))
+        log_probabilities = logits[0, -1].double().log_softmax(dim=0)
+        losses.append(-log_probabilities[row[at]].item())
+    return losses
+
+
+def plain_counts(model, examples):
+    """[right by the sum, right by the mean, examples]."""
+    acc = 0
+    acc_norm = 0
+    for example in examples:
+        endings = [plain_losses(model, example["ctx"], ending) for ending in example["endings"]]
+        sums = [math.fsum(losses) for losses in endings]
+        means = [math.fsum(losses) / len(losses) for losses in endings]
+        acc += sums.index(min(sums)) == example["label"]
+        acc_norm += means.index(min(means)) == example["label"]
+    return [acc, acc_norm, len(examples)]
 
 
 @pytest.fixture(scope="module")
-def scores(model):
-    scores = plain_scores(model, EXAMPLES)
-    for losses in (losses for pair in scores for losses in pair):       # no near ties
-        best, second = sorted(losses)[:2]
-        assert second - best > 1e-4
-    acc, acc_norm, _ = plain_counts(scores, EXAMPLES)
-    assert acc != acc_norm and 2 < acc < N / 2
-    return scores
+def expected(model):
+    counts = plain_counts(model, EXAMPLES)
+    assert counts[0] != counts[1], "the two counts have to be told apart"
+    return counts
 
+
+# ------------------------------------------------------------------------- counts
 
 @pytest.mark.parametrize("batch_size", [7, 32])
-def test_counts_are_those_of_a_plain_scoring_and_little_of_a_batch_is_padding(batch_size, model, scores):
+def test_counts_are_those_of_a_plain_scoring(batch_size, model, expected):
     batches = make_batches(EXAMPLES, 192, batch_size)
-    sizes = [idx.size for idx, *_ in batches]
+    assert evaluate(model, batches, "cpu").tolist() == expected
     assert all(len(idx) <= batch_size for idx, *_ in batches)
-    rows = sum(len(encode(e["ctx"])) + len(encode(" " + ending)) - 1 for e in EXAMPLES
-               for ending in e["endings"])
-    assert sum(sizes) < 1.5 * rows and max(sizes) == sizes[0]           # what needs most memory fails first
-    assert evaluate(model, batches, "cpu").tolist() == plain_counts(scores, EXAMPLES)
 
 
-def test_the_first_and_the_last_token_of_an_ending_count(model):
-    """Of endings that differ in nothing else the plain scoring's best is the right one."""
-    text = (ROOT / "input.txt").read_text()[:9000]
-    words = [word for word in text.split() if len(encode(" " + word)) == 1]
-    some = []
-    for i in range(12):
-        four, rest = sorted({*words[40 * i:40 * i + 30]})[:4], " ".join(words[40 * i + 30:40 * i + 34])
-        endings = [f"{word} {rest}" if i % 2 else f"{rest} {word}" for word in four]
-        some.append({"ctx": words[i], "endings": endings, "label": 0})
-    for example, (sums, means) in zip(some, plain_scores(model, some), strict=True):
-        assert sums.index(min(sums)) == means.index(min(means))
-        example["label"] = sums.index(min(sums))
-    assert evaluate(model, make_batches(some, 192), "cpu").tolist() == [12, 12, 12]
+def test_batches_hold_little_padding_and_the_largest_comes_first():
+    batches = make_batches(EXAMPLES, 192, 32)
+    sizes = [idx.size for idx, *_ in batches]
+
+    tokens = 0
+    for example in EXAMPLES:
+        for ending in example["endings"]:
+            tokens += len(encode(example["ctx"])) + len(encode(" " + ending)) - 1
+
+    assert sum(sizes) < 1.5 * tokens
+    assert max(sizes) == sizes[0]
 
 
-@pytest.mark.parametrize("world_size", [2, 64])
-def test_counts_of_ranks_sum_to_those_of_one(world_size, model, scores):
-    batches, seen = make_batches(EXAMPLES, 192, 16), []
-    parts = [evaluate(model, batches, "cpu", None, rank, world_size,
-                      lambda of: seen.append(len(of)) or of) for rank in range(world_size)]
-    assert sum(parts).tolist() == plain_counts(scores, EXAMPLES) and max(part[2] for part in parts) < N
-    assert sum(seen) == len(batches) and evaluate(model, batches, "cpu", watched=lambda of: of[:1])[2] == 4
+def test_counts_of_ranks_sum_to_those_of_one(model, expected):
+    batches = make_batches(EXAMPLES, 192, 16)
+    parts = [evaluate(model, batches[rank::3], "cpu") for rank in range(3)]
+    assert sum(parts).tolist() == expected
+
+
+def test_a_rank_without_a_batch_counts_nothing(model):
+    assert evaluate(model, [], "cpu").tolist() == [0, 0, 0]
+
+
+def endings_that_differ_in_one_word(i, at_the_end):
+    words = [word for word in WORDS[:3000] if len(encode(" " + word)) == 1]
+    four = sorted(set(words[40 * i:40 * i + 30]))[:4]
+    rest = " ".join(words[40 * i + 30:40 * i + 34])
+    if at_the_end:
+        return {"ctx": words[i], "endings": [f"{rest} {word}" for word in four], "label": 0}
+    return {"ctx": words[i], "endings": [f"{word} {rest}" for word in four], "label": 0}
+
+
+@pytest.mark.parametrize("at_the_end", [False, True])
+def test_the_first_and_the_last_token_of_an_ending_count(at_the_end, model):
+    examples = [endings_that_differ_in_one_word(i, at_the_end) for i in range(6)]
+    for example in examples:
+        losses = []
+        for ending in example["endings"]:
+            losses.append(math.fsum(plain_losses(model, example["ctx"], ending)))
+        example["label"] = losses.index(min(losses))
+
+    assert evaluate(model, make_batches(examples, 192), "cpu").tolist() == [6, 6, 6]
 
 
 def test_rows_longer_than_block_size_lose_their_beginning():
-    short = make_model(block_size=12, vocab_size=50304, n_layer=1)
-    assert any(len(encode(" " + ending)) > 13 for e in EXAMPLES for ending in e["endings"])  # an ending alone
-    batches = make_batches(EXAMPLES, 12, 32)
+    torch.manual_seed(2)
+    config = GPTConfig(block_size=12, vocab_size=50304, n_layer=1, n_head=2, n_embd=32)
+    short = GPT(config).eval()
+    batches = make_batches(EXAMPLES, 12)
+
     assert max(idx.shape[1] for idx, *_ in batches) == 12
-    assert evaluate(short, batches, "cpu").tolist() == plain_counts(plain_scores(short, EXAMPLES), EXAMPLES)
+    assert evaluate(short, batches, "cpu").tolist() == plain_counts(short, EXAMPLES)
 
 
-def test_without_context(model):
-    some = [{"ctx": "", "endings": ["a b", "b c", "d e f", "g h"], "label": 1}]
-    counts = evaluate(model, make_batches(some, 192), "cpu").tolist()
-    assert counts == plain_counts(plain_scores(model, some), some)
-    some[0]["endings"] = ["a", "b", "c", "d"]                           # nothing to score, yet no crash
-    assert evaluate(model, make_batches(some, 192), "cpu")[2] == 1
+def test_an_example_may_have_no_context(model):
+    example = {"ctx": "", "endings": ["a b", "b c", "d e f", "g h"], "label": 1}
+    counts = evaluate(model, make_batches([example], 192), "cpu").tolist()
+    assert counts == plain_counts(model, [example])
 
 
-def test_no_gradients_and_no_random_numbers_but_autocast(model):
-    before, seen = torch.get_rng_state(), []
-    hook = model.transformer.ln_f.register_forward_hook(lambda *_: seen.append(
-        (torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"))))
-    evaluate(model, make_batches(EXAMPLES[:8], 192), "cpu", torch.autocast("cpu", torch.bfloat16))
+def test_endings_of_one_token_without_a_context_have_no_loss_and_are_counted(model):
+    example = {"ctx": "", "endings": ["a", "b", "c", "d"], "label": 1}
+    assert evaluate(model, make_batches([example], 192), "cpu")[2] == 1
+
+
+def test_there_are_no_gradients_and_no_random_numbers_but_autocast(model):
+    seen = []
+    hook = model.transformer.ln_f.register_forward_hook(
+        lambda *_: seen.append((torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"))))
+    before = torch.get_rng_state()
+
+    autocast = torch.autocast("cpu", torch.bfloat16)
+    evaluate(model, make_batches(EXAMPLES[:8], 192), "cpu", autocast)
     hook.remove()
-    assert seen == [(False, True)] and torch.equal(before, torch.get_rng_state())
+
+    assert seen == [(False, True)]
+    assert torch.equal(before, torch.get_rng_state())
 
 
-def write_jsonl(path, rows, start=""):
-    path.write_text(start + "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), "utf-8")
+# ------------------------------------------------------------------------- examples
+
+def write_jsonl(path, rows):
+    lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
+    path.write_text("".join(lines), encoding="utf-8")
     return path
 
 
-def test_a_file_of_examples_and_a_line_of_it_that_is_broken(tmp_path):
-    rows = [{"ctx": "a\u2028b\x85c", "endings": ["\x0b", "b", "c\u2029", "ü"], "label": 2}, *make_examples(5)]
-    written = [{**row, "label": str(row["label"]), "ind": 3, "split": "val"} for row in rows]
-    assert load_examples(write_jsonl(tmp_path / "a.jsonl", written, "\ufeff\n")) == rows
-    path = write_jsonl(tmp_path / "a.jsonl", [*rows[1:3], {}], "\n")
-    refused(lambda: load_examples(path), f"{path}, line 4")
+def test_a_file_of_examples_is_read_whatever_else_its_lines_hold(tmp_path):
+    examples = [{"ctx": "a\u2028b\x85c", "endings": ["\x0b", "b", "c\u2029", "ü"], "label": 2}]
+    examples += EXAMPLES[:5]
+    rows = [{**example, "label": str(example["label"]), "ind": 3} for example in examples]
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+
+    path.write_text("\ufeff\n" + path.read_text(encoding="utf-8"), encoding="utf-8")
+    assert load_examples(path) == examples
 
 
-def test_rows_of_the_hub(monkeypatch):
-    rows, asked = make_examples(3), []
-    hub = [{**row, "label": str(row["label"]), "source_id": "x"} for row in rows]
-    datasets = SimpleNamespace(load_dataset=lambda *args, **how: asked.append((args, how)) or hub)
-    monkeypatch.setitem(sys.modules, "datasets", datasets)
-    assert load_examples() == rows and asked == [(("Rowan/hellaswag",), {"split": "validation"})]
-    hub[1]["label"] = ""
-    refused(load_examples, "Rowan/hellaswag", "row 1")
+@pytest.mark.parametrize("changes", [
+    {"label": 4}, {"label": 1.5}, {"label": None}, {"endings": ["a", "b", "c"]},
+    {"endings": [1, 2, 3, 4]}, {"ctx": None}])
+def test_a_line_that_is_no_example_is_named(changes, tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [EXAMPLES[0], {**EXAMPLES[1], **changes}])
+    with pytest.raises(UserError, match="a.jsonl, line 2"):
+        load_examples(path)
 
 
-def test_the_command_prints_counts_and_shares(model, scores, tmp_path, capsys):
-    path, data = save(tmp_path / "m.pt", own_checkpoint(model)), write_jsonl(tmp_path / "a.jsonl", EXAMPLES)
-    hellaswag.main(["--model", str(path), "--data", str(data), "--limit", "20", "--device", "cpu"])
-    acc, acc_norm, _ = plain_counts(scores[:20], EXAMPLES[:20])
-    assert (capsys.readouterr().out ==
-            f"acc: {acc}/20={acc / 20:.4f}\nacc_norm: {acc_norm}/20={acc_norm / 20:.4f}\n")
+def test_a_line_that_is_no_json_is_named(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", EXAMPLES[:1])
+    path.write_text(path.read_text() + "{ ctx\n")
+    with pytest.raises(UserError, match="a.jsonl, line 2"):
+        load_examples(path)
 
 
-def test_the_commands_batches_and_dtype_are_those_of_its_flags(model, tmp_path):
-    """By default 32 rows in float32."""
-    path, data = save(tmp_path / "m.pt", own_checkpoint(model)), write_jsonl(tmp_path / "a.jsonl", EXAMPLES)
-
-    def rows_and_dtypes(*flags):
-        seen = []
-        hook = register_module_forward_hook(lambda module, inputs, output: seen.append(output)
-                                            if type(module).__name__ == "MLP" else None)
-        try:
-            hellaswag.main(["--model", str(path), "--data", str(data), "--device", "cpu", *flags])
-        finally:
-            hook.remove()
-        return max(len(x) for x in seen), {x.dtype for x in seen}
-    assert rows_and_dtypes("--limit", "9") == (32, {torch.float32})
-    assert rows_and_dtypes("--limit", "3", "--batch_size", "11") == (8, {torch.float32})
-    assert rows_and_dtypes("--limit", "3", "--dtype", "bfloat16") == (12, {torch.bfloat16})
+def hub_with(rows, asked):
+    """The package `datasets`, which notes what it is asked for."""
+    def load_dataset(name, split):
+        asked.append((name, split))
+        return rows
+    return SimpleNamespace(load_dataset=load_dataset)
 
 
-def hub_that_notes(path):
-    """The package datasets, whose examples take a while on rank 0: each rank notes when it has them."""
-    rank = os.environ["RANK"]
+def test_examples_of_the_hub_are_the_validation_split(monkeypatch):
+    asked = []
+    rows = [{**example, "label": str(example["label"]), "source_id": "x"} for example in EXAMPLES]
+    monkeypatch.setitem(sys.modules, "datasets", hub_with(rows, asked))
 
-    def load_dataset(*args, **how):
-        if rank == "0":
-            threading.Event().wait(0.3)         # if both begin at once, rank 1 is the first now
-        with open(path, "a") as file:
-            file.write(rank)
-        return EXAMPLES[:9]             # two batches
-    sys.modules["datasets"] = SimpleNamespace(load_dataset=load_dataset)
+    assert load_examples() == EXAMPLES
+    assert asked == [("Rowan/hellaswag", "validation")]
 
 
-def test_rank_0_fetches_the_examples_before_the_others_look(byte_data, tmp_path):
-    """It fills the cache; else eight ranks would download at once."""
-    text = run("--data", byte_data, *BYTES, "--vocab_size", 50304, "--n_layer", 1, "--n_embd", 16,
-               "--max_steps", 1, "--val_every", 0, "--checkpoint_every", 0, "--hellaswag_every", 100, "--out",
-               tmp_path / "log", processes=2,
-               before=[functools.partial(hub_that_notes, tmp_path / "order")]).stdout
-    assert (tmp_path / "order").read_text() == "01"
-    told = re.findall(r"accuracy: (\d+)/(\d+)=([\d.]+)", text)           # of both ranks' examples
-    assert [(n, share) for _, n, share in told] == [("9", f"{int(c) / 9:.4f}") for c, *_ in told]
-    assert logged(tmp_path / "log", "hella") == {step: pytest.approx(int(c) / 9, abs=1e-6)
-                                                 for step, (c, *_) in zip((0, 1), told, strict=True)}
+def test_a_row_of_the_hub_without_a_label_is_named(monkeypatch):
+    rows = [EXAMPLES[0], {**EXAMPLES[1], "label": ""}]          # as in the test split
+    monkeypatch.setitem(sys.modules, "datasets", hub_with(rows, []))
+    with pytest.raises(UserError, match="row 1"):
+        load_examples()
 
 
-def test_without_a_network_it_ends_with_one_line(model, tmp_path):
-    path = save(tmp_path / "model.pt", own_checkpoint(model))
-    refused(lambda: script("hellaswag.py", "--model", path), "hellaswag.py: ", "Rowan/hellaswag")
+# ------------------------------------------------------------------------- in a training run
+
+class OneProcess:
+    """A training run's process, as far as hellaswag_batches uses it."""
+    device = "cpu"
+
+    def __init__(self):
+        self.first = []             # what rank 0 did before the other ranks
+        self.printed = []
+
+    def rank0_first(self, function, *args):
+        self.first.append(function)
+        return function(*args)
+
+    def print0(self, line):
+        self.printed.append(line)
 
 
-@pytest.mark.parametrize("flags", ["--bogus", "--limit 0", "--batch_size 3", "--dtype int8", "--device tpu",
-                                   "--data nowhere.jsonl"])
-def test_mistakes_are_found_before_the_model_is_read(flags, monkeypatch):
+def config_of(**changes):
+    return SimpleNamespace(
+        **{"hellaswag_every": 250, "hellaswag_data": "", "block_size": 64, **changes})
+
+
+def test_a_run_reads_its_file_of_examples_on_rank_0_first(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", EXAMPLES)
+    process = OneProcess()
+
+    batches = hellaswag_batches(config_of(hellaswag_data=str(path)), set(), process)
+
+    assert process.first == [load_examples]
+    assert sum(len(labels) for *_, labels in batches) == 30
+
+
+def test_a_run_without_hellaswag_reads_nothing():
+    process = OneProcess()
+    assert hellaswag_batches(config_of(hellaswag_every=0), set(), process) == []
+    assert process.first == []
+
+
+def test_examples_that_cannot_be_had_are_a_warning_unless_a_flag_asked_for_them(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text("no example\n")
+    config = config_of(hellaswag_data=str(path))
+    process = OneProcess()
+
+    assert hellaswag_batches(config, set(), process) == []
+    assert len(process.printed) == 1
+
+    with pytest.raises(UserError, match="--hellaswag_every 0"):
+        hellaswag_batches(config, {"hellaswag_data"}, process)
+
+
+# ------------------------------------------------------------------------- the command
+
+@pytest.fixture(scope="module")
+def files(model, tmp_path_factory):
+    """--model and --data of the command."""
+    folder = tmp_path_factory.mktemp("command")
+    model.save_pretrained(folder / "model")
+    data = write_jsonl(folder / "examples.jsonl", EXAMPLES)
+    return ["--model", str(folder / "model"), "--data", str(data), "--device", "cpu"]
+
+
+def test_the_command_prints_counts_and_shares(files, model, capsys):
+    hellaswag.main([*files, "--limit", "20"])
+    acc, acc_norm, _ = plain_counts(model, EXAMPLES[:20])
+    assert capsys.readouterr().out.splitlines() == [
+        f"acc: {acc}/20={acc / 20:.4f}", f"acc_norm: {acc_norm}/20={acc_norm / 20:.4f}"]
+
+
+@pytest.mark.parametrize("flags, rows, dtype", [
+    (["--limit", "9"], 32, torch.float32),
+    (["--limit", "3", "--batch_size", "11"], 8, torch.float32),
+    (["--limit", "3", "--dtype", "bfloat16"], 12, torch.bfloat16)])
+def test_the_commands_batches_and_dtype_are_those_of_its_flags(flags, rows, dtype, files):
+    seen = []
+
+    def note(module, inputs, output):
+        if type(module).__name__ == "MLP":
+            seen.append(output)
+
+    hook = register_module_forward_hook(note)
+    hellaswag.main([*files, *flags])
+    hook.remove()
+
+    assert max(len(output) for output in seen) == rows
+    assert {output.dtype for output in seen} == {dtype}
+
+
+@pytest.mark.parametrize("flags", [
+    ["--limit", "0"], ["--batch_size", "3"], ["--dtype", "int8"], ["--device", "tpu"], ["--bogus"]])
+def test_a_mistake_is_found_before_the_model_is_read(flags, monkeypatch):
     monkeypatch.setattr("recipes.load_model", lambda path: pytest.fail("the model was read"))
-    refused(lambda: hellaswag.main(flags.split()), flags.split()[-1 if "nowhere" in flags else 0])
+    with pytest.raises(UserError, match=flags[0]):
+        hellaswag.main(flags)
+
+
+def test_without_a_network_it_ends_with_one_line(files):
+    command = [sys.executable, ROOT / "hellaswag.py", *files[:2]]
+    done = subprocess.run(command, capture_output=True, text=True, env=ENV)
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1
+    assert "Rowan/hellaswag" in done.stderr

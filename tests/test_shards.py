@@ -1,98 +1,181 @@
-"""Shards on disk: what is written, what is no data, and a shard that changes under a run. Damaged and hostile
-ones are in test_hostile.py."""
+"""runtime/shards.py: what is written, what is read, and what is no shard."""
+import json
+
 import numpy as np
 import pytest
-from helpers import refused
-from hypothesis import given
-from hypothesis import strategies as st
-from test_text import FAST
 
 from runtime.cli import UserError
-from runtime.dataloader import TokenDataset, digest
-from runtime.shards import list_shards, open_shard, read_shard, write_parts, write_shard
+from runtime.dataloader import open_data
+from runtime.shards import (
+    list_shards, open_shard, read_shard, shard_names, unfinished, write_parts, write_shard)
+
+TOKENS = np.arange(100, dtype=np.uint16)
 
 
-def test_a_shard_is_written_as_its_tokens_come_in_either_format(tmp_path):
-    parts = [np.arange(n, dtype=np.uint16)[::step] for n, step in ((5, 1), (1, 1), (0, 1), (900, 3))]
-    for name in ("a_val_000000.npy", "a_val_000000.bin"):
-        write_parts(tmp_path / name, 5 + 1 + 300, iter(parts))
-        assert read_shard(tmp_path / name).tolist() == np.concatenate(parts).tolist()
-    assert np.load(tmp_path / "a_val_000000.npy").dtype == np.uint16
-    data = (tmp_path / "a_val_000000.bin").read_bytes()           # llm.c's
-    assert np.frombuffer(data[:1024], "<i4").tolist() == [20240520, 1, 306] + [0] * 253
-    assert np.frombuffer(data[1024:], "<u2").tolist() == np.concatenate(parts).tolist()
+# ------------------------------------------------------------------------- our own and the peers'
+
+@pytest.mark.parametrize("name", ["a_val_000000.npy", "a_val_000000.bin"])
+def test_a_shard_is_written_as_its_tokens_come_in_either_format(name, tmp_path):
+    parts = [TOKENS[:5], TOKENS[5:6], TOKENS[6:6], TOKENS[6::3]]
+    expected = np.concatenate(parts)
+    write_parts(tmp_path / name, len(expected), iter(parts))
+    assert open_shard(tmp_path / name).tolist() == expected.tolist()
+    assert read_shard(tmp_path / name).tolist() == expected.tolist()
 
 
-@pytest.mark.filterwarnings("ignore")         # numpy evaluates what is left of the header
-@FAST
-@given(st.sampled_from(["npy", "bin"]), st.integers(0, 127), st.binary(min_size=1, max_size=6))
-def test_any_damage_to_a_header_is_a_users_mistake_or_none(tmp_path, kind, at, junk):
-    path = tmp_path / f"x_train_000000.{kind}"
-    write_shard(path, np.arange(100, dtype=np.uint16))
-    data = path.read_bytes()
-    path.write_bytes(data[:at] + junk + data[at + len(junk):])
-    try:
-        assert open_shard(path).dtype == np.uint16
-    except UserError:
-        pass
+def test_a_npy_is_numpys(tmp_path):
+    write_shard(tmp_path / "a_val_000000.npy", TOKENS)
+    found = np.load(tmp_path / "a_val_000000.npy")
+    assert found.dtype == np.uint16
+    assert found.tolist() == TOKENS.tolist()
 
 
-def test_the_shards_of_a_split_are_listed_in_order_and_a_folder_without_any_is_refused(tmp_path):
+def test_a_bin_is_llm_cs(tmp_path):
+    write_shard(tmp_path / "a_val_000000.bin", TOKENS)
+    data = (tmp_path / "a_val_000000.bin").read_bytes()
+    assert np.frombuffer(data[:1024], "<i4").tolist() == [20240520, 1, 100] + [0] * 253
+    assert np.frombuffer(data[1024:], "<u2").tolist() == TOKENS.tolist()
+
+
+def write_nanogpt(folder):
+    """The two files of nanoGPT's prepare.py."""
+    TOKENS.tofile(folder / "train.bin")
+    TOKENS[:20].tofile(folder / "val.bin")
+
+
+def test_nanogpts_two_files_are_the_shards_of_their_folder(tmp_path):
+    write_nanogpt(tmp_path)
+    for split, tokens in (("train", TOKENS), ("val", TOKENS[:20])):
+        [path] = list_shards(tmp_path, split)
+        assert open_shard(path).tolist() == tokens.tolist()
+        assert read_shard(path).tolist() == tokens.tolist()
+
+
+class Config:
+    """What open_data reads of a training run's flags."""
+    overfit = False
+    seed = 1
+    shuffle = True
+    sequence_length = 9
+    val_every = 1
+    val_tokens = 18
+    vocab_size = 50304
+
+    def __init__(self, data):
+        self.data = data
+
+
+def test_nanogpts_two_files_are_trained_on(tmp_path):
+    write_nanogpt(tmp_path)
+    data = open_data(Config(tmp_path))
+    assert data.train.total == 11
+    assert data.val.read(0, 1).tolist() == [TOKENS[:10].tolist()]
+
+
+def test_a_token_of_nanogpts_files_above_the_vocabulary_is_refused(tmp_path):
+    write_nanogpt(tmp_path)
+    np.array([50257] * 30, dtype=np.uint16).tofile(tmp_path / "train.bin")
+    with pytest.raises(UserError, match="train.bin.*50257"):
+        open_data(Config(tmp_path))
+
+
+# ------------------------------------------------------------------------- names
+
+def test_the_shards_of_a_split_are_listed_in_order(tmp_path):
     names = ["b_train_000002.npy", "a_train_000003.bin", "train_000001.npy", "b_val_000000.npy"]
-    for name in (*names, "train.npy", "b_train_000001.npy.tmp", "b_train_x.npy", "btrain_000001.npy"):
+    others = ["train.npy", "b_train_000001.npy.tmp", "b_train_x.npy", "btrain_000001.npy",
+              "my_train.bin", "notes_train.txt"]
+    for name in names + others:
         (tmp_path / name).touch()
-    found = [path.name for path in list_shards(tmp_path, "train")]
-    assert found == sorted(names[:3]) and [path.name for path in list_shards(tmp_path, "val")] == names[3:]
-    for folder in (tmp_path / "missing", tmp_path / names[0]):
-        refused(lambda folder=folder: list_shards(folder, "train"), folder)
-    (tmp_path / names[3]).unlink()
-    refused(lambda: list_shards(tmp_path, "val"), tmp_path, "python fineweb.py")
+    assert [path.name for path in list_shards(tmp_path, "train")] == sorted(names[:3])
+    assert [path.name for path in list_shards(tmp_path, "val")] == names[3:]
 
 
-def test_too_little_text_is_refused(tmp_path):
-    refused(lambda: TokenDataset([np.arange(8, dtype=np.uint16)] * 3, 8), "--sequence_length")
-    assert TokenDataset([np.arange(9, dtype=np.uint16)], 8).total == 1
+@pytest.mark.parametrize("name", [
+    "._x_train_000001.npy", "._train.bin", ".x_train_000001.npy", "._x_train_000001.bin"])
+def test_hidden_files_are_no_shards(name, tmp_path):
+    # A Mac leaves one beside each file that it copies to another disk.
+    (tmp_path / name).write_bytes(b"\0\5\x16\7" * 20)
+    assert shard_names(tmp_path) == []
 
 
-@pytest.mark.parametrize("vocab_size, last", [(50257, 50256), (50304, 50256), (256, 255)])
-def test_ids_that_the_model_does_not_have_are_refused(vocab_size, last):
-    """The vocabulary's padding is none of its ids."""
-    tokens = np.array([1, 2, last], dtype=np.uint16)
-    TokenDataset([tokens], 2, vocab_size=vocab_size)
-    said = refused(lambda: TokenDataset([tokens + 1], 2, vocab_size=vocab_size), last + 1, last)
-    assert ("--vocab_size" in said) == (vocab_size < 50257), "more rows do not make more of GPT-2's tokens"
+@pytest.mark.parametrize("name", ["missing", "empty"])
+def test_a_folder_without_shards_is_refused_with_the_ways_to_make_some(name, tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="python fineweb.py"):
+        list_shards(tmp_path / name, "train")
 
 
-def test_an_id_behind_what_is_looked_at_first_is_found_when_the_shard_is_read(tmp_path):
-    tokens = np.zeros(1_100_000, dtype=np.uint16)
-    tokens[1_090_000] = 50300
-    write_shard(tmp_path / "x_train_000001.npy", tokens)
-    windows = TokenDataset(list_shards(tmp_path, "train"), 1024, vocab_size=50257)
-    refused(lambda: windows.read(0, 1), "x_train_000001.npy", 50300)
+# ------------------------------------------------------------------------- damage
+
+@pytest.mark.parametrize("name", ["x_train_000001.npy", "x_train_000001.bin"])
+@pytest.mark.parametrize("length", [0, 5, 60, -2])
+def test_a_shard_that_is_cut_off_is_refused(name, length, tmp_path):
+    path = tmp_path / name
+    write_shard(path, TOKENS)
+    path.write_bytes(path.read_bytes()[:length])
+    with pytest.raises(UserError, match=name):
+        open_shard(path)
 
 
-@pytest.mark.parametrize("kind", ["npy", "bin"])
-@pytest.mark.parametrize("change", [(1, 101), (0, 50), (0, 101), None, "gone"], ids=str)
-def test_a_shard_that_changes_under_the_run_is_noticed_when_it_is_read(change, kind, tmp_path):
-    path = tmp_path / f"x_train_000001.{kind}"
-    write_shard(path, np.arange(100, dtype=np.uint16))
-    windows = TokenDataset([path], 5)
-    if change is None:
-        path.write_bytes(path.read_bytes()[:-7])
-    elif change == "gone":
-        path.unlink()
-    else:                                         # another token, shorter, longer
-        write_shard(path, np.arange(*change, dtype=np.uint16))
-    refused(lambda: windows.read(0, 1), path)
+def test_a_bin_of_nanogpt_with_half_a_token_is_refused(tmp_path):
+    (tmp_path / "train.bin").write_bytes(b"\1\0\2")
+    with pytest.raises(UserError, match="train.bin"):
+        open_shard(tmp_path / "train.bin")
 
 
-@pytest.mark.parametrize("n", [1, 100, 70_000, 1 << 20])
-def test_a_digest_tells_shards_apart_by_their_ends_and_by_the_length_of_short_ones(n):
-    """The first and the last 65,536 tokens."""
-    tokens = np.arange(n + 1, dtype=np.uint16)
-    seen = {digest(tokens), digest(tokens[:-1])}
-    for at in {0, min(n, 65_535), max(0, n - 65_535), n}:
-        changed = tokens.copy()
-        changed[at] ^= 1
-        seen.add(digest(changed))
-    assert len(seen) == 2 + len({0, min(n, 65_535), max(0, n - 65_535), n})
+@pytest.mark.parametrize("array", [
+    np.zeros(5, np.int32), np.zeros((5, 2), np.uint16), np.zeros(0, np.uint16), np.zeros(5)])
+def test_an_array_that_is_no_tokens_is_refused(array, tmp_path):
+    np.save(tmp_path / "x_train_000001.npy", array)
+    with pytest.raises(UserError, match="x_train_000001.npy"):
+        open_shard(tmp_path / "x_train_000001.npy")
+
+
+def test_objects_in_a_npy_are_not_loaded(tmp_path):
+    np.save(tmp_path / "x_train_000001.npy", np.array([{"a": 1}]), allow_pickle=True)
+    with pytest.raises(UserError, match="x_train_000001.npy"):
+        open_shard(tmp_path / "x_train_000001.npy")
+
+
+@pytest.mark.parametrize("data, word", [
+    (b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
+    (b"\x1f\x8b and more", "gunzip"), (TOKENS.tobytes(), "OLMo")])
+def test_a_file_of_another_kind_is_told_by_its_first_bytes(data, word, tmp_path):
+    (tmp_path / "x_train_000001.npy").write_bytes(data)
+    with pytest.raises(UserError, match=word):
+        open_shard(tmp_path / "x_train_000001.npy")
+
+
+def test_a_shard_that_is_gone_is_an_error_that_names_it(tmp_path):
+    with pytest.raises((FileNotFoundError, UserError), match="x_train_000001.npy"):
+        open_shard(tmp_path / "x_train_000001.npy")
+
+
+# ------------------------------------------------------------------------- an unfinished folder
+
+def write_folder(folder, **manifest):
+    """Shards of both splits, and a manifest of these values."""
+    write_shard(folder / "x_train_000001.npy", TOKENS)
+    write_shard(folder / "x_val_000000.npy", TOKENS)
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+def test_training_on_an_unfinished_folder_has_a_warning(tmp_path):
+    write_folder(tmp_path, complete=False, shards=[])
+    warning = open_data(Config(tmp_path)).warning
+    assert str(tmp_path) in warning
+    assert "fineweb.py" in warning
+
+
+@pytest.mark.parametrize("manifest", [
+    {"complete": True, "shards": []}, {"pretokenized": "kjj0/fineweb10B-gpt2", "shards": []}, {}])
+def test_a_finished_folder_or_another_programs_manifest_has_no_warning(manifest, tmp_path):
+    write_folder(tmp_path, **manifest)
+    assert open_data(Config(tmp_path)).warning == ""
+
+
+@pytest.mark.parametrize("text", ["", "[1]", "{"])
+def test_a_manifest_that_is_none_of_ours_has_no_warning(text, tmp_path):
+    (tmp_path / "manifest.json").write_text(text)
+    assert unfinished(tmp_path) == ""

@@ -1,336 +1,492 @@
-"""Text -> tokens: the readers of files, and the encoder, whose reference is tiktoken."""
+"""runtime/text.py: the documents in each kind of file, and what is refused or told."""
+import bz2
 import csv
 import gzip
-import io
 import json
-import random
-import shutil
-import sys
-import unicodedata
-from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from helpers import ROOT, little_memory, refused
+from helpers import ROOT
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from texts import DOCUMENTS, write_documents
 
 import runtime.text
-import runtime.tokenizer
-from runtime.cli import RunError
-from runtime.text import Layout, kind_of, read_chunks
-from runtime.tokenizer import EOT, Encoder, checked_asset, encode, token_bytes, token_lengths, tokenizer
+from runtime.cli import UserError
+from runtime.text import Layout, TextReader, kind_of
 
-# the same examples in every run, and no look at the clock
+# The same examples in every run, and no look at the clock.
 FAST = settings(max_examples=40, deadline=None, derandomize=True, database=None,
                 suppress_health_check=list(HealthCheck))
-SPACES = " \n\r\t\v\f\x1c\x1f\x85\xa0\u1680\u2003\u2028\u3000"    # white space to Rust, to Python, or to both
-# documents as they come: short, long, empty, with the special token's name, other scripts, odd white space
-DOCUMENTS = ["Hello, world.", "", "<|endoftext|>", " \n\n\t x  y", "naïve café 中文 🙂 \u200b", "a" * 300,
-             "word " * 400, "def f(x):\r\n    return x\r\n", "", "ࢎ's and 𐤀's", "తెలుగు's",
-             "春眠不覺曉、處處聞啼鳥。\n" * 20, "👩‍👩‍👧 🇨🇭 fun\u3000\u3000 " * 9,
-             *[f"Document {i}: " + "it's 1 of many. " * (i % 13) for i in range(150)]]
-SEPARATOR = b"<separator>"
+MARK = b"<mark>"
+EOT = "<|endoftext|>"
 
 
-def stream_of(gpt2, documents):
-    """build-nanogpt's tokens: 50256 and those of the text, document by document."""
-    return [token for text in documents for token in (50256, *gpt2.encode_ordinary(text))]
-
-
-def rows_of(path, field="text", separator="", tsv_quotes=False, **patches):
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in patches.items():
-            patch.setattr(runtime.text, name, value)
-        return [*read_chunks(Path(path), Layout(field, separator, tsv_quotes), SEPARATOR, str(path))]
-
-
-def read(*args, **how):
+def read(path, **layout):
     """The documents of a file."""
-    head, *documents = b"".join(rows_of(*args, **how)).split(SEPARATOR)
-    assert head == b""
-    return [text.decode() for text in documents]
+    reader = TextReader(Layout(**layout), MARK)
+    before, *documents = b"".join(reader.read_chunks(path, str(path))).split(MARK)
+    assert before == b""
+    return [document.decode() for document in documents]
 
 
-def written(path, documents):
-    """Writes `documents` in the format that the name asks for."""
-    path, rows = Path(path), io.StringIO(newline="")
-    if path.suffix == ".parquet":
-        table = pyarrow.table({"id": range(len(documents)), "text": documents})
-        pyarrow.parquet.write_table(table, path, row_group_size=40)
-        return path
-    if {".jsonl", ".json", ".ndjson"} & {*path.suffixes}:
-        rows.writelines(json.dumps({"id": 1, "text": text}, ensure_ascii=False) + "\n" for text in documents)
-    else:
-        table = csv.writer(rows, delimiter="\t" if ".tsv" in path.suffixes else ",")
-        table.writerows([["text", "id"], *([text, 1] for text in documents)])
-    packed = {".gz": "gzip", ".zst": "zstd"}.get(path.suffix)
-    with pyarrow.output_stream(str(path), compression=packed) as file:
-        file.write(rows.getvalue().encode())
-    return path
+def read_bytes(folder, name, data, **layout):
+    """The documents of a file with this name and these bytes."""
+    path = folder / name
+    path.write_bytes(data)
+    return read(path, **layout)
 
 
-# ----------------------------------------------------------------------------- readers
+def refusal(folder, name, data, **layout):
+    """The line that refuses a file with this name and these bytes."""
+    with pytest.raises(UserError) as error:
+        read_bytes(folder, name, data, **layout)
+    line = str(error.value)
+    assert name in line
+    return line
 
-@pytest.mark.parametrize("name", ["a.parquet", "a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.csv", "A.TSV",
-                                  "a.csv.gz", "c4-train.00000-of-01024.json.gz", "a.ndjson"])
+
+# ------------------------------------------------------------------------- every kind
+
+@pytest.mark.parametrize("name", [
+    "a.parquet", "a.jsonl", "a.jsonl.gz", "a.csv", "c4-train.00000-of-01024.json.gz", "a.ndjson"])
 @pytest.mark.parametrize("block", [1, 500, 1 << 20])
-def test_a_reader_gives_the_documents_of_a_file_in_its_order(name, block, tmp_path):
-    path = written(tmp_path / name.lower(), DOCUMENTS).rename(tmp_path / name)
-    assert read(path, BLOCK=block, tsv_quotes=True) == DOCUMENTS
-    rows = len(rows_of(path, BLOCK=block, tsv_quotes=True))
-    assert rows == len(DOCUMENTS) if block == 1 else rows > 10 if block == 500 else rows == 1
+def test_a_reader_gives_the_documents_of_a_file_in_their_order(name, block, tmp_path, monkeypatch):
+    monkeypatch.setattr(runtime.text, "BLOCK", block)
+    path = write_documents(tmp_path / name, DOCUMENTS)
+    assert read(path) == DOCUMENTS
 
 
-@FAST
-@given(st.lists(st.one_of(st.sampled_from(["\n\n", "\n\n\n", " ", "    ", "\r\n", "a", "'s", "1.", "é中",
-                                           *SPACES]), st.characters(codec="utf-8"))), st.integers(1, 8))
-@example(["a\n\n b\r\n\r\nc \n d\n\n"], 1)
-@example(["a\x1c b\x85 c\u3000 d"], 2)
-def test_the_pieces_of_a_txt_file_have_the_tokens_of_the_whole(gpt2, tmp_path, parts, block):
-    text = "".join(parts).removeprefix("\ufeff").replace("\0", "")
-    (tmp_path / "a.txt").write_bytes(text.encode())
-    rows = rows_of(tmp_path / "a.txt", BLOCK=block)
-    assert b"".join(rows) == (SEPARATOR + text.encode() if text else b"")
-    tokens = [token for row in rows for token in gpt2.encode_ordinary(row.removeprefix(SEPARATOR).decode())]
-    assert tokens == gpt2.encode_ordinary(text)
+@pytest.mark.parametrize("name", ["a.jsonl", "a.JSONL", "a.jsonlines", "a.ndjson", "a.json"])
+def test_json_lines_are_read_by_each_of_their_names(name, tmp_path):
+    assert read_bytes(tmp_path, name, b'{"text": "a"}\n{"text": "b"}\n') == ["a", "b"]
 
 
-def test_a_long_text_comes_in_bounded_pieces_and_its_line_ends_stay(tmp_path):
-    text = (ROOT / "input.txt").read_text(encoding="utf-8")[:200_000].replace("\n", "\r\n")
-    (tmp_path / "a.md").write_bytes(text.encode())
-    rows = rows_of(tmp_path / "a.md", BLOCK=10_000)
-    assert b"".join(rows) == SEPARATOR + text.encode() and max(map(len, rows)) < 30_000
-    (tmp_path / "a.md").write_text("one two three")                         # a cut between two blocks, too
-    assert rows_of(tmp_path / "a.md", BLOCK=1) == [SEPARATOR + b"one", b" two", b" three"]
+@pytest.mark.parametrize("ending", [".gz", ".gzip", ".GZ"])
+def test_gzip_is_read_by_each_of_its_names_and_with_several_members(ending, tmp_path):
+    data = gzip.compress(b"one\n") + gzip.compress(b"two\n")
+    assert read_bytes(tmp_path, "a.txt" + ending, data) == ["one\ntwo\n"]
 
 
-@pytest.mark.parametrize("name, data, documents", [
-    ("a.txt", b"", []), ("a.jsonl", b"\n \r\n", []), ("a.csv", b"", []), ("a.csv", b"text\n\n", []),
-    ("a.jsonl", b'\n{"text": "a"}\r\n  \n{"text": null}\n{"text": "b\\r"}', ["a", "", "b\r"]),
-    ("a.csv", b'id,text\r\n1,"a, ""b""\r\nc"\r\n\r\n2,\r\n', ['a, "b"\r\nc', ""]),
-    ("a.jsonl", rb'''{"text": "\ud800 x"}
-{"text": "\ud83d\ude42"}''', ["\ufffd x", "🙂"]),                        # a lone surrogate, and a pair
-    ("a.txt.gz", gzip.compress(b"one\r\n", mtime=0) + gzip.compress(b"two", mtime=0), ["one\r\ntwo"]),
-    ("a.txt", b"\xef\xbb\xbfwords", ["words"]), ("a.jsonl", b'\xef\xbb\xbf{"text": "words"}', ["words"]),
-    ("a.csv", b"\xef\xbb\xbftext\nwords\n", ["words"]),
-    ("a.csv.gz", gzip.compress(b"\xef\xbb\xbftext\nwords\n", mtime=0), ["words"])])
-def test_what_a_file_holds_and_empty_lines_and_byte_order_marks_are_no_text(name, data, documents, tmp_path):
-    (tmp_path / name).write_bytes(data)
-    assert read(tmp_path / name) == documents
+@pytest.mark.parametrize("ending", [".zst", ".zstd"])
+def test_zstd_is_read_by_each_of_its_names_and_with_several_frames(ending, tmp_path):
+    frames = [pyarrow.compress(text, "zstd", asbytes=True) for text in (b"one\n", b"two\n")]
+    assert read_bytes(tmp_path, "a.txt" + ending, b"".join(frames)) == ["one\ntwo\n"]
 
 
-@pytest.mark.parametrize("kind", [pyarrow.large_string(), pyarrow.string_view(),
-                                  pyarrow.dictionary(pyarrow.int32(), pyarrow.string())], ids=str)
-def test_every_kind_of_string_column_is_read_and_null_is_an_empty_document(kind, tmp_path):
-    texts = ["", "é", "word " * 40, None] * 50
-    column = pyarrow.array(texts)
-    column = column.dictionary_encode() if "dict" in str(kind) else column.cast(kind)
-    pyarrow.parquet.write_table(pyarrow.table({"body": column}), tmp_path / "a.parquet", row_group_size=70)
-    assert read(tmp_path / "a.parquet", "body") == [text or "" for text in texts]
+def test_bzip2_is_read_with_several_streams(tmp_path):
+    data = bz2.compress(b"one\n") + bz2.compress(b"two\n")
+    assert read_bytes(tmp_path, "a.txt.bz2", data) == ["one\ntwo\n"]
 
 
-BAD = {                                           # file: its bytes, and what the error has to say
-    "latin.txt": ("caf\xe9 ".encode("latin-1") * 50, "utf-8"),
-    "utf16.txt": (("word " * 50).encode("utf-16"), "UTF-16"),
-    "utf16le.txt": (("word " * 50).encode("utf-16-le"), "UTF-16"), "no.txt.gz": b"not packed",
-    "latin.jsonl": (b'{"text": "a"}\n{"text": "\xe9"}', "line 2"), "latin.csv": b"text\n\xe9\n",
-    "half.jsonl": (b'{"text": "a"}\n\n{"text": "cut o', "line 3"), "list.jsonl": (b"[1]\n", "line 1"),
-    "number.jsonl": (b'{"text": "a"}\n{"text": 0}\n', "line 2"), "deep.jsonl": (b"[" * 100_000, "line 1"),
-    "other.jsonl": (b'{"text": "a"}\n{"body": "b"}\n', "--text_field"), "none.jsonl": (b"{}", "--text_field"),
-    "other.csv": (b"id,body\n1,a\n", "--text_field"), "few.csv": (b"id,text\n1,a\n2\n", "line 3"),
-    "many.csv": (b"id,text\n1,Hello, world\n", "line 2"), "open.csv": b'id,text\n1,"never closed\n',
-    "cut.jsonl.gz": gzip.compress(json.dumps({"text": str([*range(9999)])}).encode())[:-200],
-    "no.jsonl.zst": b"not packed", "no.parquet": b"not parquet", "empty.parquet": b""}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_a_file_that_cannot_be_read_is_named_with_the_cause(name, tmp_path):
-    data, said = BAD[name] if isinstance(BAD[name], tuple) else (BAD[name], "")
-    (tmp_path / name).write_bytes(data)
-    refused(lambda: read(tmp_path / name), name, said)
-
-
-@pytest.mark.parametrize("column, said", [
-    (pyarrow.array([1, 2]), "int64"), (pyarrow.array([b"a", b"b"]), "binary"),
-    (pyarrow.array([None, None], pyarrow.null()), "null"),
-    (pyarrow.Array.from_buffers(pyarrow.string(), 1, [None, pyarrow.py_buffer(np.array([0, 2], np.int32)),
-                                                      pyarrow.py_buffer(b"\xe9a")]), "UTF")])
-def test_a_column_that_is_no_text_is_refused(column, said, tmp_path):
-    pyarrow.parquet.write_table(pyarrow.table({"text": column}), path := tmp_path / "a.parquet")
-    refused(lambda: read(path), path, said)
-    refused(lambda: read(path, "body"), path, "--text_field")
-
-
-def test_a_small_parquet_that_repeats_a_long_document_does_not_fill_the_memory(tmp_path):
-    column = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 800, pyarrow.int32()),
-                                                 pyarrow.array(["word " * 200_000]))
-    pyarrow.parquet.write_table(pyarrow.table({"text": column}), tmp_path / "a.parquet")
-    assert (tmp_path / "a.parquet").stat().st_size < 10**6
-    with little_memory(400):                                                    # of 800 MB
-        rows = read_chunks(tmp_path / "a.parquet", Layout(), SEPARATOR, "a.parquet")
-        assert sum(map(len, rows)) == 800 * (10**6 + len(SEPARATOR))
-
-
-@pytest.mark.parametrize("name", ["a.jsonl", "a.txt", "a.jsonl.gz", "a.csv", "a.tsv.gz"])
-def test_a_line_without_an_end_does_not_fill_the_memory(name, tmp_path):
-    with pyarrow.output_stream(str(tmp_path / name),
-                               compression="gzip" if name.endswith("gz") else None) as file:
-        for _ in range(60):
-            file.write(b"x" * 10**6)
-    with little_memory(55):
-        refused(lambda: read(tmp_path / name, MAX_DOCUMENT=10**7), name)
-
-
-@pytest.mark.parametrize("name, kind", [("a.TXT", ".txt"), ("b/c.d.jsonl.ZST", ".jsonl"), ("x.md", ".md"),
-                                        ("a.parquet", ".parquet"), ("a.parquet.gz", ""), ("a.gz", ""),
-                                        (".txt", ""), ("a.txt.bak", "")])
+@pytest.mark.parametrize("name, kind", [
+    ("a.TXT", ".txt"), ("b/c.d.jsonl.ZST", ".jsonl"), ("x.md", ".md"), ("a.parquet", ".parquet"),
+    ("a.arrow", ".arrow"), ("a.parquet.gz", ""), ("a.arrow.gz", ""), ("a.gz", ""), (".txt", ""),
+    ("a.txt.bak", ""), ("a.tsv", "")])
 def test_the_end_of_a_name_says_how_a_file_is_read(name, kind):
     assert kind_of(name) == kind
 
 
-# ----------------------------------------------------------------------------- the tokenizer
+@pytest.mark.parametrize("name, data", [
+    ("a.jsonl", b'{"text": ""}\n{"text": "a"}\n{"text": null}\n'),
+    ("a.csv", b'id,text\n1,\n2,a\n3,""\n')])
+def test_a_row_without_text_is_no_document_and_is_counted(name, data, tmp_path):
+    path = tmp_path / name
+    path.write_bytes(data)
+    reader = TextReader(Layout(), MARK)
 
-@FAST
-@given(st.text(st.one_of(st.characters(), st.characters(categories=["Cs"]),
-                         st.sampled_from(SPACES + "'sdtlvre 09"))))
-@example("<|endoftext|> and <|endoftext|>")
-@example("\ud800 a lone surrogate, and a pair: \ud83d\ude42")
-def test_tokens_equal_tiktokens_own_gpt2(gpt2, text):
-    tokens = encode(text)
-    assert tokens.dtype == np.uint16 and tokens.tolist() == gpt2.encode_ordinary(text)
-
-
-def test_the_tokenizer_has_gpt2s_vocabulary_and_is_built_once(gpt2):
-    encoding = tokenizer()
-    assert encoding is tokenizer() and encoding.n_vocab == 50257 and encoding.eot_token == EOT == 50256
-    for one in (gpt2, encoding):
-        assert [one.decode_single_token_bytes(i) for i in range(EOT)] == [*token_bytes()]
-    assert token_lengths().tolist() == [len(gpt2.decode_single_token_bytes(i)) for i in range(EOT)] + [0]
+    assert list(reader.read_chunks(path, name)) == [MARK + b"a"]
+    assert reader.empty_rows == 2
 
 
-@pytest.mark.parametrize("name", ["vocab.bpe", "encoder.json"])
-def test_a_changed_or_missing_asset_is_refused(name, tmp_path, monkeypatch):
-    pytest.importorskip("gigatoken")
-    path = shutil.copytree(ROOT / "assets", tmp_path / "assets") / name
-    monkeypatch.setattr(runtime.tokenizer, "ASSETS", path.parent)
-    for damage in (lambda: path.write_bytes(path.read_bytes() + b" "), path.unlink):
-        damage()
-        for read_it in (lambda: checked_asset(name), Encoder):
-            refused(read_it, path)
+@pytest.mark.parametrize("name, data", [
+    ("a.txt", b"words"), ("a.jsonl", b'{"text": "words"}'), ("a.csv", b"text\nwords\n")])
+def test_a_byte_order_mark_is_no_text(name, data, tmp_path):
+    mark = b"\xef\xbb\xbf"
+    assert read_bytes(tmp_path, name, mark + data) == ["words"]
+    assert read_bytes(tmp_path, name + ".gz", gzip.compress(mark + data)) == ["words"]
 
 
-def test_a_run_of_white_space_too_long_for_tiktoken_is_a_users_mistake_and_none_for_gigatoken(encoder):
-    pytest.importorskip("gigatoken")
-    refused(lambda: encode(" " * 1_000_000 + "a"), "white space")
-    tokens = encoder.encode(encoder.mark + b" " * 1_000_000 + b"a")
-    assert tokenizer().decode(tokens[1:].tolist()) == " " * 1_000_000 + "a"
-
-def row_of(encoder, documents):
-    return b"".join(encoder.mark + text.encode() for text in documents)
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.csv"])
+def test_an_empty_file_has_no_documents(name, tmp_path):
+    assert read_bytes(tmp_path, name, b"") == []
 
 
-def is_known(character):
-    """Whether Python's Unicode, of version 16 at most, has it. gigatoken knows the letters of Unicode 17, and
-    tiktoken does not."""
-    return unicodedata.category(character) != "Cn"
+# ------------------------------------------------------------------------- .txt
+
+def test_a_text_is_one_document_with_its_line_ends(tmp_path, monkeypatch):
+    monkeypatch.setattr(runtime.text, "BLOCK", 10_000)
+    text = (ROOT / "input.txt").read_text(encoding="utf-8")[:200_000].replace("\n", "\r\n")
+    assert read_bytes(tmp_path, "a.md", text.encode()) == [text]
 
 
-def test_every_code_point_has_tiktokens_tokens_before_a_contraction_and_beside_letters(gpt2):
-    """Of the planes that Unicode uses; of the long stretches of Hangul and Chinese some."""
-    codes = [chr(c) for c in (*range(0x3400), *range(0x3400, 0xa000, 41), *range(0xa000, 0xac00),
-                              *range(0xac00, 0xd7b0, 41), *range(0xf900, 0x17000),
-                              *range(0x17000, 0x18000, 41), *range(0x18000, 0x20000),
-                              *range(0x20000, 0x34000, 41)) if is_known(chr(c))]
-    assert len(codes) > 30_000
-    documents = ["".join(f"{c}'s{c} 1{c}{c}" for c in codes[i:i + 512]) for i in range(0, len(codes), 512)]
-    random.Random(0).shuffle(documents)
-    encoder = Encoder()
-    for i in range(0, len(documents), 3):
-        tokens = encoder.encode(row_of(encoder, documents[i:i + 3]))
-        assert tokens.dtype == np.uint16 and tokens.tolist() == stream_of(gpt2, documents[i:i + 3]), i
+def test_a_long_text_comes_in_pieces_that_are_cut_between_words(tmp_path, monkeypatch):
+    monkeypatch.setattr(runtime.text, "BLOCK", 1)
+    (tmp_path / "a.txt").write_text("one two three")
+    reader = TextReader(Layout(), MARK)
+    chunks = list(reader.read_chunks(tmp_path / "a.txt", "a.txt"))
+    assert b"".join(chunks) == MARK + b"one two three"
+    assert chunks[-2:] == [b" two", b" three"]
 
 
-def test_letters_that_are_new_in_unicode_17_end_the_run_or_have_tiktokens_tokens(gpt2, encoder):
-    for text in ("\u088f's", "\U00010940's", "\U00033479's"):
-        row = row_of(encoder, [text])
-        try:
-            assert encoder.encode(row).tolist() == stream_of(gpt2, [text])
-        except RunError as error:
-            assert "--encoder tiktoken" in str(error)
-        reference = Encoder("tiktoken")
-        assert reference.encode(row_of(reference, [text])).tolist() == stream_of(gpt2, [text])
-
-
-PIECES = st.sampled_from([*"aZ09 \n\r\t'é中🙂²½\u0301\u200b\u200d\ufeff\x00\x1c\x85ࢎ", "'s",
-                          "'ll", "'RE", "  ", "<|endoftext|>", "<|endof", "it's", " word", "<|", "|>"])
+SPACES = " \n\r\t\v\f\x1c\x1f\x85\xa0\u1680\u2003\u2028\u3000"
+PIECES = st.sampled_from(["\n\n", " ", "    ", "\r\n", "a", "'s", "1.", "é中", *SPACES])
 
 
 @FAST
-@given(st.lists(st.lists(PIECES | st.characters(codec="utf-8").filter(is_known), max_size=12).map("".join),
-                max_size=8))
-def test_any_documents_have_tiktokens_tokens(gpt2, encoder, texts):
-    assert encoder.encode(row_of(encoder, texts)).tolist() == stream_of(gpt2, texts)
-    text = "".join(texts)                         # a row that continues a document
-    assert encoder.encode(text.encode()).tolist() == gpt2.encode_ordinary(text)
+@given(st.lists(PIECES | st.characters(codec="utf-8", exclude_characters="\0\ufeff<")),
+       st.integers(3, 8))
+@example(["a\n\n b\r\n\r\nc \n d\n\n"], 3)
+@example(["a\x1c b\x85 c\u3000 d"], 3)
+def test_the_pieces_of_a_text_have_the_tokens_of_the_whole(gpt2, tmp_path, parts, block):
+    text = "".join(parts)
+    (tmp_path / "a.txt").write_bytes(text.encode())
+    reader = TextReader(Layout(), MARK)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runtime.text, "BLOCK", block)
+        chunks = list(reader.read_chunks(tmp_path / "a.txt", "a.txt"))
+
+    tokens = []
+    for chunk in chunks:
+        tokens.extend(gpt2.encode_ordinary(chunk.removeprefix(MARK).decode()))
+    assert tokens == gpt2.encode_ordinary(text)
 
 
-@pytest.mark.parametrize("unit", [" ", "\n", "a", "é", "'", "1", "ab ", "\u0301", "🙂", "中"])
-def test_long_runs_have_tiktokens_tokens(unit, gpt2, encoder):
-    texts = [unit * 9000, "b" + unit * 3001 + "c", ""]
-    assert encoder.encode(row_of(encoder, texts)).tolist() == stream_of(gpt2, texts)
+STORIES = ["One day,\n  a cat.\n\nIt slept.", " Two", "Three \u2028"]
 
 
-def test_no_text_holds_the_separator_and_each_process_has_its_own(encoder, gpt2):
-    assert Encoder().mark != encoder.mark
-    other = Encoder().mark.decode()
-    assert encoder.encode(row_of(encoder, [other])).tolist() == stream_of(gpt2, [other])
+@pytest.mark.parametrize("text", [
+    f"\n{EOT}\n".join(STORIES) + "\n", EOT.join(STORIES), f"{EOT}\n".join(["", *STORIES, ""]),
+    f"\r\n\r\n{EOT}\r\n\r\n".join([*STORIES, ""]),
+    f"\n{EOT}\n \t\n{EOT}{EOT}\n".join(["", *STORIES, "\n\n"])])
+@pytest.mark.parametrize("block", [3, 1 << 20])
+def test_documents_stand_between_separators_and_line_ends_there_are_layout(
+        text, block, tmp_path, monkeypatch):
+    monkeypatch.setattr(runtime.text, "BLOCK", block)
+    assert read_bytes(tmp_path, "a.txt", text.encode(), separator=EOT) == STORIES
 
 
-def test_tokens_that_are_not_tiktokens_end_the_run(gpt2, encoder, monkeypatch):
-    """In the first kilobyte of a row, a megabyte of text: the others are a matter of trust."""
-    pytest.importorskip("gigatoken")
-    right, wrong_at = encoder.gigatoken, [0, 0]             # the first token that is wrong, and how many are
+@FAST
+@given(st.lists(st.sampled_from([EOT, "<|", "|>", "<|endof", "\n", "\r\n", " ", "a", "bc ", "é"])),
+       st.integers(3, 30), st.sampled_from([EOT, "\n\n", "a", "aba", "bc \n"]))
+@example(["a"] * 9 + [EOT] + ["b"], 8, EOT)
+@example(["a", "bc ", "\n"] * 9, 4, "bc \n")
+def test_wherever_blocks_end_the_documents_are_the_same(tmp_path, parts, block, separator):
+    text = "".join(parts)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runtime.text, "BLOCK", block)
+        documents = read_bytes(tmp_path, "a.txt", text.encode(), separator=separator)
 
-    def wrong(*args, **kwargs):
-        tokens, lengths = right.encode_batch_padded(*args, **kwargs)
-        at, count = wrong_at
-        tokens[0, at:at + count] ^= 1
-        return tokens, lengths
-    monkeypatch.setattr(encoder, "gigatoken", SimpleNamespace(encode_batch_padded=wrong))
-    for text, places in (("one two three four", (0, 1, 3)), ("word " * 10_000, (0, 1, 100, 180))):
-        for row in (row_of(encoder, [text]), text.encode(), row_of(encoder, ["", text])):
-            wrong_at[:] = 0, 0
-            tokens = encoder.encode(row)
-            for at in places:
-                wrong_at[:] = at, 1
-                line = refused(lambda row=row: encoder.encode(row), "differ", "--encoder tiktoken",
-                               "requirements.txt", failed=True)
-                near = [token for token in tokens[max(0, at - 1):at + 2].tolist() if token < 50256]
-                assert gpt2.decode(near) in line.replace("<|endoftext|>", "")
-    wrong_at[:] = 1000, 9000
-    assert encoder.encode(row_of(encoder, ["word " * 10_000])).tolist()[:1000] == [
-        50256, *gpt2.encode_ordinary("word " * 10_000)[:999]]
+    expected = [part.strip("\r\n") for part in text.split(separator) if part.strip()]
+    assert documents == expected
 
 
-def test_a_token_too_many_or_too_few_at_the_end_of_a_short_row_ends_the_run(encoder, monkeypatch):
-    pytest.importorskip("gigatoken")
-    right, row = encoder.gigatoken, row_of(encoder, ["one two three"])
-    for length in (3, 5):
-        def wrong(*args, length=length, **kwargs):
-            tokens, _ = right.encode_batch_padded(*args, **kwargs)
-            return np.concatenate((tokens, tokens), axis=1), [length]
-        monkeypatch.setattr(encoder, "gigatoken", SimpleNamespace(encode_batch_padded=wrong))
-        refused(lambda: encoder.encode(row), "differ", failed=True)
+def test_a_separator_does_not_divide_json(tmp_path):
+    data = json.dumps({"text": f"a{EOT}\n"}).encode()
+    assert read_bytes(tmp_path, "a.jsonl", data, separator=EOT) == [f"a{EOT}\n"]
 
 
-def test_tiktoken_does_the_work_without_gigatoken_or_where_it_is_asked_for(gpt2, monkeypatch):
-    asked = Encoder("tiktoken")
-    monkeypatch.setitem(sys.modules, "gigatoken.gigatoken_rs", None)
-    for encoder in (asked, Encoder()):
-        assert encoder.gigatoken is None
-        assert encoder.encode(row_of(encoder, DOCUMENTS)).tolist() == stream_of(gpt2, DOCUMENTS)
-    refused(lambda: Encoder("gigatoken"), "pip install gigatoken")
+def test_endoftext_in_a_text_without_a_separator_is_told_once(tmp_path, capsys):
+    reader = TextReader(Layout(), MARK)
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text(f"One.\n{EOT}\nTwo.\n")
+        list(reader.read_chunks(tmp_path / name, name))
+
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == 1
+    assert "a.txt" in told[0] and "--separator" in told[0]
+
+
+def test_a_separator_that_divides_no_file_is_told(tmp_path, capsys):
+    reader = TextReader(Layout(separator="=="), MARK)
+    for text, told in (("One.\nTwo.", True), ("One. == Two.", False)):
+        (tmp_path / "a.txt").write_text(text)
+        list(reader.read_chunks(tmp_path / "a.txt", "a.txt"))
+        reader.tell_of_separator()
+        assert ("--separator" in capsys.readouterr().err) == told
+
+
+@pytest.mark.parametrize("before", [0, 1, 500, 1 << 20])
+@pytest.mark.parametrize("ending", ["", ".gz"])
+def test_a_byte_that_is_not_utf8_is_named_with_its_place_in_the_file(before, ending, tmp_path):
+    data = b"\xef\xbb\xbf" + b"a" * before + b"\xe9 b"
+    if ending:
+        data = gzip.compress(data)
+    assert f"byte {before + 3} " in refusal(tmp_path, f"latin.txt{ending}", data)
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be"])
+def test_utf16_is_named(encoding, tmp_path):
+    assert "UTF-16" in refusal(tmp_path, "a.txt", ("word " * 50).encode(encoding))
+
+
+# ------------------------------------------------------------------------- JSON lines
+
+def test_json_has_text_null_and_halves_of_characters(tmp_path):
+    data = rb'''
+{"text": "a"}
+   {"text": null}
+{"text": "b\r"}
+{"text": "\ud800 x"}
+{"text": "\ud83d\ude42"}'''
+    assert read_bytes(tmp_path, "a.jsonl", data) == ["a", "b\r", "\ufffd x", "🙂"]
+
+
+def test_a_json_field_may_be_missing_once_a_line_has_had_it(tmp_path):
+    data = b'{"body": "a", "id": 1}\n{"id": 2}\n{"body": "b"}\n'
+    assert read_bytes(tmp_path, "a.jsonl", data, text_field="body") == ["a", "b"]
+
+
+@pytest.mark.parametrize("line", [
+    b'{"text": "cut o', b"[1]", b'"text"', b'{"text": "a"}{"text": "b"}', b'{"text": "\xe9"}',
+    b'{"text": 0}', b'{"text": {"b": 1}}', b"{"])
+def test_a_line_that_has_no_text_is_named(line, tmp_path):
+    assert "line 3" in refusal(tmp_path, "a.jsonl", b'{"text": "a"}\n\n' + line + b"\n")
+
+
+def test_the_fields_of_json_are_shown_where_the_first_line_lacks_the_text(tmp_path):
+    line = refusal(tmp_path, "a.jsonl", b'{"body": "b", " id": 1}\n')
+    assert "line 1" in line and "--text_field" in line
+    assert "'body'" in line and "' id'" in line
+
+
+@pytest.mark.parametrize("data", [b'{\n  "text": "a"\n}\n', b'[{"text": "a"},\n {"text": "b"}]\n'])
+def test_json_that_is_not_in_lines_is_refused_with_the_way_to_make_it_so(data, tmp_path):
+    assert "jq -c" in refusal(tmp_path, "a.json", data)
+
+
+# ------------------------------------------------------------------------- .csv
+
+def test_cells_of_a_csv_may_be_quoted_and_hold_line_ends(tmp_path):
+    data = b'id,text\r\n1,"a, ""b""\r\nc"\r\n\r\n2,d\r\n'
+    assert read_bytes(tmp_path, "a.csv", data) == ['a, "b"\r\nc', "d"]
+
+
+def test_a_lone_carriage_return_in_a_cell_does_not_split_the_document(tmp_path):
+    # pandas on Python 3.11 writes it without quotes.
+    path = tmp_path / "a.csv"
+    documents = ["a\rb", "\rc", "quoted, \r too", "d\r\r e"]
+    with open(path, "w", newline="") as file:
+        rows = csv.writer(file, lineterminator="\n", quoting=csv.QUOTE_NONE, escapechar="~")
+        rows.writerow(["text"])
+        rows.writerows([[documents[0]], [documents[1]]])
+        file.write(f'"{documents[2]}"\n{documents[3]}\n')
+    assert read(path) == documents
+
+
+def test_the_line_ends_of_old_macs_are_read_and_those_in_quotes_stay(tmp_path):
+    data = b'id,text\r1,one\r2,"two\rthree"\r\r3,four'
+    assert read_bytes(tmp_path, "a.csv", data) == ["one", "two\rthree", "four"]
+
+
+@pytest.mark.parametrize("data, number", [
+    (b'id,text\n1,a\n2,"b\nc" d\n', 3), (b'id,text\n\n1,a\n2,"never closed\n\n', 4),
+    (b'id,text\n1,"a\nb"\n2,c,d\n', 4), (b'text\n"a\nb\n\xe9"\n', 4), (b"id,text\n1,a\n2\n", 3),
+    (b"id,text\n1,Hello, world\n", 2)])
+def test_a_row_of_a_csv_that_cannot_be_read_is_named_by_its_line(data, number, tmp_path):
+    assert f"line {number}" in refusal(tmp_path, "a.csv", data)
+
+
+def test_a_csv_without_a_header_is_refused_and_the_first_row_is_shown(tmp_path):
+    line = refusal(tmp_path, "a.csv", b'1,"a document"\n2,another\n')
+    assert "line 1" in line and "'a document'" in line
+    assert "--text_field" in line and "?" in line
+
+
+def test_columns_that_semicolons_divide_are_named(tmp_path):
+    assert "semicolons" in refusal(tmp_path, "a.csv", b"id;text\n1;a\n")
+    assert "semicolons" in refusal(tmp_path, "a.csv", b'"id";"text"\n"1";"a"\n')
+
+
+@pytest.mark.parametrize("data", [b"sep=,\nid,text\n1,a\n", b"\xef\xbb\xbfsep=;\r\nid;text\r\n"])
+def test_excels_line_that_names_the_sign_between_columns_is_named(data, tmp_path):
+    assert "Excel" in refusal(tmp_path, "a.csv", data)
+
+
+def test_a_quotation_mark_behind_a_backslash_is_named(tmp_path):
+    assert "backslash" in refusal(tmp_path, "a.csv", b'text\n"a \\"quoted\\" word"\n')
+
+
+# ------------------------------------------------------------------------- escapes of databases
+
+MARIADB = b'text\n"one\\\ntwo"\n"C:\\\\dir"\n\\N\n'
+POSTGRESQL = json.dumps({"text": "one\\ntwo"}).encode() + b"\n"
+
+
+@pytest.mark.parametrize("name, data, documents", [
+    ("a.csv", MARIADB, ["one\\\ntwo", "C:\\\\dir", "\\N"]),
+    ("a.csv", b'text\n"one\\\ntwo"\n', ["one\\\ntwo"]),
+    ("a.csv", b"text\none\n\\N\n", ["one", "\\N"]),
+    ("a.jsonl", POSTGRESQL, ["one\\ntwo"])])
+def test_the_escapes_of_a_database_are_told_and_stay_in_the_text(
+        name, data, documents, tmp_path, capsys):
+    assert read_bytes(tmp_path, name, data) == documents
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == 1
+    assert name in told[0] and "FORMAT csv, HEADER" in told[0]
+
+
+@pytest.mark.parametrize("name, data", [
+    ("a.csv", b'text\n"one\ntwo\\\nthree"\n'),
+    ("a.csv", b"text\nplain\n"),
+    ("a.jsonl", POSTGRESQL + b'{"text": "a real\\nline end"}\n')])
+def test_a_text_with_plain_line_ends_is_not_taken_for_a_databases(name, data, tmp_path, capsys):
+    read_bytes(tmp_path, name, data)
+    assert capsys.readouterr().err == ""
+
+
+# ------------------------------------------------------------------------- .parquet, .arrow
+
+KINDS = [pyarrow.string(), pyarrow.large_string(), pyarrow.string_view(),
+         pyarrow.dictionary(pyarrow.int32(), pyarrow.string())]
+
+
+def column_of(kind, texts):
+    if pyarrow.types.is_dictionary(kind):
+        return pyarrow.array(texts).dictionary_encode()
+    return pyarrow.array(texts).cast(kind)
+
+
+def write_arrow_file(table, path):
+    with pyarrow.ipc.new_file(str(path), table.schema) as writer:
+        writer.write_table(table, max_chunksize=70)
+
+
+def write_arrow_stream(table, path):
+    with pyarrow.ipc.new_stream(str(path), table.schema) as writer:
+        writer.write_table(table, max_chunksize=70)
+
+
+def write_parquet(table, path):
+    pyarrow.parquet.write_table(table, path, row_group_size=70)
+
+
+TABLES = [("a.parquet", write_parquet), ("file.arrow", write_arrow_file),
+          ("stream.arrow", write_arrow_stream)]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("name, write", TABLES)
+def test_every_kind_of_string_column_is_read(kind, name, write, tmp_path):
+    texts = ["", "é", "word " * 40, None] * 50
+    table = pyarrow.table({"id": range(200), "body": column_of(kind, texts)})
+    write(table, tmp_path / name)
+    assert read(tmp_path / name, text_field="body") == ["é", "word " * 40] * 50
+
+
+@pytest.mark.parametrize("name, write", TABLES)
+def test_a_column_of_nulls_has_no_text(name, write, tmp_path):
+    table = pyarrow.table({"text": pyarrow.nulls(3)})
+    write(table, tmp_path / name)
+    reader = TextReader(Layout(), MARK)
+    assert list(reader.read_chunks(tmp_path / name, name)) == []
+    assert reader.empty_rows == 3
+
+
+NOT_UTF8 = pyarrow.Array.from_buffers(
+    pyarrow.string(), 1,
+    [None, pyarrow.py_buffer(np.array([0, 2], np.int32)), pyarrow.py_buffer(b"\xe9a")])
+
+
+@pytest.mark.parametrize("column", [pyarrow.array([1, 2]), pyarrow.array([b"a", b"b"]), NOT_UTF8])
+@pytest.mark.parametrize("name, write", TABLES)
+def test_a_column_that_is_no_text_is_refused(column, name, write, tmp_path):
+    write(pyarrow.table({"text": column}), tmp_path / name)
+    with pytest.raises(UserError, match=name):
+        read(tmp_path / name)
+
+
+@pytest.mark.parametrize("name, write", TABLES)
+def test_a_missing_column_is_refused_and_the_others_are_shown(name, write, tmp_path):
+    write(pyarrow.table({"body ": ["a"]}), tmp_path / name)
+    with pytest.raises(UserError, match="'body '.*--text_field"):
+        read(tmp_path / name)
+
+
+def test_a_flipped_bit_in_a_parquet_page_with_a_crc_is_refused(tmp_path):
+    # Spark writes the CRC. Without compression the bit changes a letter, and nothing else.
+    table = pyarrow.table({"text": ["The letter is here: e."] * 3})
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(table, path, compression="none", use_dictionary=False,
+                                write_page_checksum=True, write_statistics=False)
+    assert read(path) == ["The letter is here: e."] * 3
+
+    data = path.read_bytes()
+    place = data.index(b"here: e.") + 6
+    path.write_bytes(data[:place] + b"a" + data[place + 1:])
+    with pytest.raises(UserError, match="a.parquet"):
+        read(path)
+
+
+@pytest.mark.parametrize("name, write", TABLES)
+def test_a_table_that_is_cut_off_is_refused(name, write, tmp_path):
+    write(pyarrow.table({"text": ["word " * 40] * 50}), tmp_path / name)
+    data = (tmp_path / name).read_bytes()
+    assert refusal(tmp_path, name, data[:-500])
+
+
+# ------------------------------------------------------------------------- files that are damaged
+
+@pytest.mark.parametrize("name", [
+    "a.txt.gz", "a.jsonl.zst", "a.txt.bz2", "a.jsonl.gzip", "a.parquet", "a.arrow"])
+def test_a_file_of_0_bytes_that_is_to_be_compressed_or_a_table_is_refused(name, tmp_path):
+    assert refusal(tmp_path, name, b"")
+
+
+def compressed_lines(ending):
+    lines = [json.dumps({"text": f"line {number}"}) + "\n" for number in range(5000)]
+    data = "".join(lines).encode()
+    if ending == ".zst":
+        return pyarrow.compress(data, "zstd", asbytes=True)
+    if ending == ".bz2":
+        return bz2.compress(data)
+    return gzip.compress(data)
+
+
+@pytest.mark.parametrize("ending", [".gz", ".zst", ".bz2"])
+@pytest.mark.parametrize("cut", [1, 9, 2000])
+def test_a_compressed_file_that_is_cut_off_is_refused(ending, cut, tmp_path):
+    assert refusal(tmp_path, "a.jsonl" + ending, compressed_lines(ending)[:-cut])
+
+
+def test_a_checksum_that_fails_is_told_before_the_json_behind_a_flipped_bit(tmp_path):
+    # Stored, not compressed, so that the bit changes one sign of the JSON.
+    data = gzip.compress(b'{"text": "a"}\n' * 9, compresslevel=0)
+    place = data.index(b'"text"')
+    line = refusal(tmp_path, "a.jsonl.gz", data[:place] + b"'" + data[place + 1:])
+    assert "JSON" not in line and "incorrect data check" in line
+
+
+def test_zeros_behind_the_last_gzip_member_are_named(tmp_path):
+    assert "gunzip" in refusal(tmp_path, "a.txt.gz", gzip.compress(b"words") + bytes(512))
+
+
+def test_a_zstd_window_that_is_too_large_is_named(tmp_path):
+    # A frame of one raw block of five bytes, which asks for a window of 2^28 bytes.
+    block_header = (5 << 3 | 1).to_bytes(3, "little")
+    frame = b"\x28\xb5\x2f\xfd" + b"\x00" + bytes([18 << 3]) + block_header + b"words"
+    assert "--long=31" in refusal(tmp_path, "a.txt.zst", frame)
+
+
+def test_a_tar_archive_is_no_text(tmp_path):
+    header = b"a.txt".ljust(257, b"\0") + b"ustar\x0000" + bytes(247)
+    data = gzip.compress(header + b"words".ljust(512, b"\0") + bytes(1024))
+    assert "tar" in refusal(tmp_path, "a.txt.gz", data)
+
+
+@pytest.mark.parametrize("name, data, word", [
+    ("a.jsonl", gzip.compress(b'{"text": "a"}'), "gunzip"),
+    ("a.txt", pyarrow.compress(b"words", "zstd", asbytes=True), "zst"),
+    ("a.csv", b"PAR1 and more", "Parquet"),
+    ("a.parquet", b"version https://git-lfs.github.com/spec/v1\noid", "git lfs pull"),
+    ("a.txt", b"version https://git-lfs.github.com/spec/v1\noid", "git lfs pull"),
+    ("a.parquet", b"PK\x03\x04 and more", "zip")])
+def test_a_file_of_another_kind_than_its_name_says_is_named(name, data, word, tmp_path):
+    assert word in refusal(tmp_path, name, data)
+
+
+def test_a_file_that_is_gone_is_told_by_the_system(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        read(tmp_path / "a.txt")

@@ -22,7 +22,7 @@ from peers import (
 from model import GPT, GPT2_SIZES
 from recipes import load_model
 from runtime.cli import UserError
-from runtime.console import HEADER
+from runtime.metrics import HEADER
 from runtime.huggingface import OPENAI_NAMES
 
 # The causal masks, which older code stored beside the weights.

@@ -1,0 +1,209 @@
+"""runtime/sources.py: which files paths, folders and globs mean, and what is told of the others."""
+import json
+import os
+from pathlib import Path
+
+import pyarrow
+import pytest
+
+from runtime.cli import UserError
+from runtime.sources import describe, find_files
+from texts import DOCUMENTS
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """Each test has a working directory of its own."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def write(*names):
+    """Files with these names, whose text is their name."""
+    for name in names:
+        path = Path(name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(name)
+
+
+def found(*patterns, split="train"):
+    """The names of the files that are read."""
+    return [str(path) for path in find_files("input", list(patterns), split, Path("out"))]
+
+
+def refusal(*patterns, split="train"):
+    with pytest.raises(UserError) as error:
+        found(*patterns, split=split)
+    return str(error.value)
+
+
+# ------------------------------------------------------------------------- what is meant
+
+def test_files_of_a_folder_are_read_in_order_and_subfolders_by_a_glob():
+    write("in/b.jsonl", "in/a.csv.gz", "in/deep/c.jsonl", "in/deep/er/d.parquet")
+    assert found("in") == ["in/a.csv.gz", "in/b.jsonl"]
+    assert found("in/*") == ["in/a.csv.gz", "in/b.jsonl"]
+    assert found("in/**") == [
+        "in/a.csv.gz", "in/b.jsonl", "in/deep/c.jsonl", "in/deep/er/d.parquet"]
+
+
+def test_paths_are_read_in_the_order_in_which_they_are_given_and_each_once():
+    write("in/a.txt", "in/b.txt", "in/c.txt")
+    assert found("in/c.txt", "in/*", "in/a.txt") == ["in/c.txt", "in/a.txt", "in/b.txt"]
+
+
+def test_a_file_behind_a_link_is_read_once():
+    write("a.txt")
+    os.symlink("a.txt", "b.txt")
+    assert found("*.txt") == ["a.txt"]
+
+
+def test_a_path_is_taken_as_it_is_though_it_looks_like_a_glob():
+    write("notes[1].txt", "notes1.txt")
+    assert found("notes[1].txt") == ["notes[1].txt"]
+
+
+def test_hidden_files_and_folders_are_not_read():
+    write("in/a.txt", "in/._a.txt", "in/.hidden.jsonl", "in/.git/x.txt")
+    for pattern in ("in", "in/*", "in/**", "*/*.txt"):
+        assert found(pattern) == ["in/a.txt"]
+
+
+def test_shards_may_be_made_in_the_folder_of_their_text(capsys):
+    write("out/a.txt", "out/b.json", "out/manifest.json", "out/text_train_000001.bin")
+    assert found("out") == ["out/a.txt", "out/b.json"]
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("pattern", ["missing.txt", "no*.csv", "empty", "a.pdf"])
+def test_what_has_no_text_is_refused(pattern):
+    write("a.pdf")
+    Path("empty").mkdir()
+    assert f"--input {pattern}" in refusal(pattern)
+
+
+def test_a_tsv_is_refused_with_the_ways_to_another_format():
+    write("a.tsv")
+    line = refusal("a.tsv")
+    assert ".tsv" in line and "FORMAT csv, HEADER" in line
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_a_folder_that_cannot_be_read_is_told_by_the_system():
+    write("in/a.txt", "in/closed/b.txt")
+    os.chmod("in/closed", 0)
+    with pytest.raises(PermissionError):
+        found("in")
+
+
+# ------------------------------------------------------------------------- what is not read
+
+def test_files_of_other_kinds_are_counted_by_their_endings(capsys):
+    write("in/a.jsonl", "in/b.pdf", "in/c.pdf", "in/d.tsv", "in/LICENSE")
+    assert found("in") == ["in/a.jsonl"]
+    [line] = capsys.readouterr().err.splitlines()
+    assert "2 .pdf" in line and "1 .tsv" in line and "1 without an ending" in line
+    assert "in in" in line
+
+
+def test_files_of_subfolders_are_told_with_the_glob_that_takes_them(capsys):
+    write("in/a.jsonl", "in/deep/b.jsonl")
+    assert found("in") == ["in/a.jsonl"]
+    [line] = capsys.readouterr().err.splitlines()
+    assert "1 .jsonl" in line and "/**" in line and "in/deep" in line
+
+
+def test_a_link_to_nowhere_is_told(capsys):
+    write("in/a.txt")
+    os.symlink("nowhere", "in/b.txt")
+    assert found("in") == ["in/a.txt"]
+    assert "1 .txt" in capsys.readouterr().err
+
+
+def test_nothing_is_told_where_all_is_read(capsys):
+    write("in/a.txt", "in/b.md")
+    assert found("in") == ["in/a.txt", "in/b.md"]
+    assert capsys.readouterr().err == ""
+
+
+def test_a_clone_of_a_dataset_is_not_taken_for_its_readme(capsys):
+    write("clone/README.md", "clone/data/a.parquet", "clone/data/b.parquet")
+    assert "/**" in refusal("clone")
+    assert found("clone/**") == ["clone/data/a.parquet", "clone/data/b.parquet"]
+    assert "1 .md" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("data", ["a.parquet", "a.jsonl.gz", "a.csv", "a.arrow"])
+def test_beside_data_texts_are_about_the_data(data):
+    write(f"in/{data}", "in/README.md", "in/notes.txt", "other/b.txt")
+    assert found("in") == [f"in/{data}"]
+    assert found("*/*") == [f"in/{data}", "other/b.txt"]
+    assert found("in/*.txt") == ["in/notes.txt"], "which are named"
+
+
+@pytest.mark.parametrize("data", ["shard.00000.mds", "chunk-0-0.bin", "a.parquet"])
+def test_an_index_beside_binary_data_is_no_text(data):
+    write(f"in/{data}", "in/index.json", "in/deep/c.json")
+    assert "in/index.json" not in found("in/**")
+
+
+def test_json_beside_other_json_lines_is_text():
+    write("in/a.json", "in/b.jsonl")
+    assert found("in") == ["in/a.json", "in/b.jsonl"]
+
+
+# ------------------------------------------------------------------------- folders that are files
+
+def test_a_folder_named_as_a_file_is_read_as_the_files_in_it(capsys):
+    # Spark writes it so, with partitions and a mark of its success.
+    write("in/a.parquet/lang=de/part-0.parquet", "in/a.parquet/lang=en/part-1.parquet",
+          "in/a.parquet/_SUCCESS", "in/b.parquet")
+    files = ["in/a.parquet/lang=de/part-0.parquet", "in/a.parquet/lang=en/part-1.parquet",
+             "in/b.parquet"]
+    assert found("in/*.parquet") == files
+    assert found("in") == files
+    assert found("in/**") == files
+    assert found("in/a.parquet") == files[:2]
+    assert "without an ending" in capsys.readouterr().err
+
+
+def save_to_disk(folder):
+    """What `datasets` writes of one split."""
+    table = pyarrow.table({"text": DOCUMENTS})
+    Path(folder).mkdir(parents=True)
+    with pyarrow.ipc.new_stream(f"{folder}/data-00000-of-00001.arrow", table.schema) as writer:
+        writer.write_table(table)
+    write(f"{folder}/dataset_info.json", f"{folder}/state.json")
+
+
+def test_a_saved_dataset_is_its_arrow_files(capsys):
+    save_to_disk("saved")
+    write("saved/cache-0123456789abcdef.arrow")
+    assert found("saved") == ["saved/data-00000-of-00001.arrow"]
+    assert "1 .arrow, 2 .json" in capsys.readouterr().err
+
+
+def test_of_a_saved_dataset_of_several_splits_the_split_is_read():
+    save_to_disk("saved/train")
+    save_to_disk("saved/test")
+    write("saved/dataset_dict.json")
+    assert found("saved") == ["saved/train/data-00000-of-00001.arrow"]
+    assert found("saved", split="test") == ["saved/test/data-00000-of-00001.arrow"]
+    with pytest.raises(FileNotFoundError):
+        found("saved", split="validation")
+
+
+# ------------------------------------------------------------------------- what the manifest records
+
+@pytest.mark.parametrize("size", [10, 300_000])
+def test_a_file_is_told_from_another_one_by_its_name_size_and_ends(size):
+    Path("a.txt").write_bytes(bytes(size))
+    Path("copy").mkdir()
+    Path("copy/a.txt").write_bytes(bytes(size))
+    assert describe(Path("a.txt")) == describe(Path("copy/a.txt"))
+
+    described = [json.dumps(describe(Path("a.txt")))]
+    for changed in (b"\1" + bytes(size - 1), bytes(size - 1) + b"\1", bytes(size + 1)):
+        Path("a.txt").write_bytes(changed)
+        described.append(json.dumps(describe(Path("a.txt"))))
+    assert len(set(described)) == 4
