@@ -869,21 +869,24 @@ def compare(args) -> None:
 
 
 def plot_curves(path: str, curves: list[Curve], title: str) -> None:
-    """Two panels: validation loss against tokens, and against the time of training.
+    """Validation loss against tokens, and beside it against the time of training, if it is known.
 
     A dashed line is the final loss of the first curve: where another curve meets it, one can read
     how many tokens and how much time that one needed.
     """
-    figure = new_figure(figsize=(12, 4.5))
-    figure.suptitle(title)
-    panels = figure.subplots(1, 2, sharey=True)
-    for curve in curves:
-        minutes = np.array(curve.seconds) / 60
-        for panel, xs in zip(panels, (curve.tokens, minutes), strict=True):
-            panel.plot(xs, curve.losses, marker="o", markersize=3, label=curve.name)
+    # What stands on the x axis of each panel. The .csv file of a curve may have no times.
+    x_axes = {"tokens": [curve.tokens for curve in curves]}
+    minutes = [np.array(curve.seconds) / 60 for curve in curves]
+    if np.isfinite(np.concatenate(minutes)).any():
+        x_axes["minutes"] = minutes
 
+    figure = new_figure(figsize=(6 * len(x_axes), 4.5))
+    figure.suptitle(title)
+    panels = figure.subplots(1, len(x_axes), sharey=True, squeeze=False)[0]
     end = curves[0].losses[-1]
-    for panel, x_label in zip(panels, ("tokens", "minutes"), strict=True):
+    for panel, (x_label, xs_of_curves) in zip(panels, x_axes.items(), strict=True):
+        for curve, xs in zip(curves, xs_of_curves, strict=True):
+            panel.plot(xs, curve.losses, marker="o", markersize=3, label=curve.name)
         panel.axhline(end, color="grey", linestyle="--", linewidth=0.8, zorder=0,
                       label=f"{curves[0].name} at its end: {end:.2f}")
         panel.set(xlabel=f"{x_label} of training", xlim=(0, None))
