@@ -177,6 +177,8 @@ def use_null_device_for_closed_streams() -> None:
     while descriptor <= 2:
         descriptor = os.open(os.devnull, os.O_RDWR)         # the lowest number that is free
     os.close(descriptor)
+    if sys.stdin is None:
+        sys.stdin = open(os.devnull)
     if sys.stdout is None:
         sys.stdout = open(os.devnull, "w")
     if sys.stderr is None:

@@ -138,9 +138,9 @@ def strike(what, *names, item=0, nth=1, rank=0, restart="0"):
     signals `names` before it takes the micro-batch (or batch of an evaluation) number `item` of the `nth`
     time that it begins `what`: "step 13", "validation", "HellaSwag"."""
     from runtime.ranks import Process
-    watch, seen = Process.watch, []
+    progress, seen = Process.progress, []
 
-    def watched(process, label, items):
+    def struck_progress(process, label, items):
         here = label == what and process.rank == rank and (
             os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == restart)
         seen.extend([label] * here)
@@ -151,8 +151,8 @@ def strike(what, *names, item=0, nth=1, rank=0, restart="0"):
                     for name in names:
                         os.kill(os.getpid(), signal.Signals[name])
                 yield one
-        return watch(process, label, struck())
-    Process.watch = watched
+        return progress(process, label, struck())
+    Process.progress = struck_progress
 
 
 def striking(what, *names, **how):
@@ -174,11 +174,11 @@ def train(*flags, code=0):
 
 def parse_flags(argv):
     """(Config, names of the flags) of a command line that begins a new run."""
-    import train_gpt2
-    given = train_gpt2.parse_flags(
-        train_gpt2.Config, train_gpt2.RECIPES, train_gpt2.PRESETS, "", argv)
-    flags = train_gpt2.merge_flags(given, train_gpt2.Start())
-    train_gpt2.check_flags(flags, train_gpt2.RECIPES, train_gpt2.Start())
+    from runtime.checkpoint import Start
+    from train_gpt2 import FLAGS
+    given = FLAGS.parse("", argv)
+    flags = FLAGS.merge(given, Start())
+    FLAGS.check(flags, Start())
     return flags, set(given)
 
 
@@ -199,8 +199,10 @@ def refused(call, *words, failed=False):
 
 
 def logged(out, kind="train"):
-    rows = [line.split() for line in (Path(out) / "log.txt").read_text().splitlines()]
-    return {int(step): float(value) for step, k, value in rows if k == kind}
+    """{step: value} of a column of metrics.csv."""
+    from runtime.metrics import read_metrics
+    rows = read_metrics(Path(out) / "metrics.csv")
+    return {row["step"]: row[kind] for row in rows if row[kind] is not None}
 
 
 def hellaswag_file(path, n=12):
@@ -265,13 +267,11 @@ def newest(out):
 
 
 def same_end(out, whole, step=40):
-    """The log byte for byte, metrics.csv but for its times, weights and moments bit for bit, and nothing else
-    in the folder."""
+    """metrics.csv but for its times, weights and moments bit for bit, and nothing else in the folder."""
     import torch
 
     from runtime.metrics import read_metrics
     from runtime.weights import read_checkpoint
-    assert (out / "log.txt").read_bytes() == (whole / "log.txt").read_bytes()
     rows = [[{k: v for k, v in row.items() if k not in ("seconds", "tokens_per_second")}
              for row in read_metrics(folder / "metrics.csv")] for folder in (out, whole)]
     assert rows[0] == rows[1] and len(rows[0]) == step + 1
