@@ -4,6 +4,7 @@ import time
 import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -151,7 +152,13 @@ class Output:
         began = time.perf_counter()
         path = self.out / f"checkpoint_{content['step']:06d}.pt"
         refuse_non_finite(content, path)
-        replace_file(path, lambda file: torch.save(content, file))
+        try:
+            replace_file(path, lambda file: torch.save(content, file))
+        except RuntimeError as error:
+            # torch.save raises it while it handles what the system said: that the disk is full.
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
 
         keep = self.flags.keep_checkpoints
         if keep != "all":
@@ -183,16 +190,19 @@ class Output:
             self.executor.shutdown()
             for file in (self.table, self.lock):
                 if file:
-                    file.close()
+                    with suppress(OSError):         # a full disk, which the error says
+                        file.close()
             if self.wandb:
                 self.wandb.finish()
 
         # What ends a run gets a sentence about how it goes on.
         if isinstance(error, UserError | RunError | OSError) and not self.flags.overfit:
-            cause = RunError
+            text = f"{error}. {what_resumes(self.out)}"
             if isinstance(error, UserError):
-                cause = UserError
-            raise cause(f"{error}. {what_resumes(self.out)}") from None
+                raise UserError(text) from None
+            if isinstance(error, OSError) and error.filename is None:
+                text = f"{self.out} cannot be written: {text}"
+            raise RunError(text) from None
 
 
 def rows_before(path: Path, step: int) -> list[dict]:
