@@ -42,9 +42,10 @@ import frontier
 import speedrun
 import train_gpt2
 from model import ATTENTION, GPT2_SIZES, attention
+from runtime.checkpoint import Start
 from runtime.cli import FlagParser, RunError, UserError, brief_error, print_error, run_command
 from runtime.console import clock
-from runtime.dataloader import INPUT_TXT, TokenDataset, micro_batches
+from runtime.dataloader import INPUT_TXT, TokenDataset, TrainLoader, micro_batches, open_data
 from runtime.device import (
     choose_device,
     choose_dtype,
@@ -233,11 +234,11 @@ def our_step(s: Setting) -> tuple[Callable, torch.nn.Module]:
         checkpoint_every=0, **shape_of(s.recipe, s.size))
 
     if not s.tune_malloc:
-        train_gpt2.tune_malloc = lambda: None
+        train_gpt2.device.tune_malloc = lambda: None
     process = train_gpt2.start_process(s.device)
-    _, config = train_gpt2.resolve_config(flags, train_gpt2.Start(), process)
+    _, config = train_gpt2.resolve_config(flags, Start(), process)
     train_gpt2.use_tf32(config, process)
-    model = train_gpt2.make_model(config, train_gpt2.Start(), process.device)
+    model = train_gpt2.make_model(config, Start(), process.device)
     if not s.loss_in_tiles:
         model.loss_chunk = 0
     state = train_gpt2.make_train_state(config, model, process)
@@ -247,8 +248,8 @@ def our_step(s: Setting) -> tuple[Callable, torch.nn.Module]:
 
     # Every step has B x T tokens, also of a recipe whose batch grows over the run.
     schedule = BatchSchedule(config.total_batch_size, config.max_steps)
-    data = train_gpt2.open_data(config)
-    loader = train_gpt2.TrainLoader(data.train, schedule, s.B, 0, process)
+    data = open_data(config)
+    loader = TrainLoader(data.train, schedule, s.B, 0, process)
     numbers = itertools.count()
 
     def step():
