@@ -193,11 +193,12 @@ def test_a_text_of_200_tokens_is_divided_and_a_shorter_one_is_too_short():
 
 
 @pytest.mark.parametrize("flags", [
-    ["--input", "a.txt", "--val_tokens", 500], ["--input", "none.txt", "--val_input", "a.txt"]])
+    ["--input", "a.txt", "--val_tokens", 500], ["--input", "a.txt", "--val_tokens", 9,
+     "--max_tokens", 9], ["--input", "none.txt", "--val_input", "a.txt"]])
 def test_a_text_of_which_nothing_is_left_for_training_is_refused(flags):
     Path("a.txt").write_text(" a" * 400)
     Path("none.txt").touch()
-    assert "training" in refusal(*flags, "--out", "out")
+    assert "--val_tokens" in refusal(*flags, "--out", "out")
 
 
 def test_val_input_without_text_is_refused(text):
@@ -324,13 +325,13 @@ def test_the_encoder_is_the_one_that_is_asked_for(flags, name, text, encoder, mo
 
 @pytest.mark.parametrize("line, named", [
     ("--input missing.txt --out out", "missing.txt"), ("--input a.txt", "--out"),
-    ("--val_input a.txt", "--input"), ("--name x", "--dataset"), ("--verify nowhere", "nowhere"),
+    ("--val_input a.txt", "--val_input"), ("--verify nowhere", "nowhere"),
     ("--input a.txt --name x --out out", "--name"), ("--verify x --split y", "--split"),
     ("--input a.txt --dataset a/b --out out", "--dataset"), ("--pretokenized 9 --split y", "--sp"),
     ("--shard_size 2147483648", "--shard_size"), ("--max_tokens 1e9", "--max_tokens"),
     ("--shard_size 0", "--shard_size"), ("--max_tokens 0", "--max_tokens"), ("--workers 0", "--w"),
     ("--val_tokens 0", "--val_tokens"), ("--workers 257", "--workers"), ("--pretokenized 0", "--p"),
-    ("--pretokenized 104", "103"), ("--max_tokens 100 --val_tokens 100", "--val_tokens"),
+    ("--pretokenized 104", "103"),
     ("--format csv", "--format"), ("--tsv_quotes", "--tsv_quotes"), ("--part 0/2", "--part"),
     ("--input a.txt --val_input a.txt --val_tokens 5 --out out", "--val_tokens"),
     ("--input a.txt --val_input b.txt ../*/a.txt --out out", "a.txt is both")])
@@ -499,7 +500,7 @@ def test_verify_tells_shards_that_were_not_written_yet_or_are_not_listed(text, c
 
     prepare("--verify", "out")
     line = capsys.readouterr().out.splitlines()[-1]
-    assert "not written" in line
+    assert "fineweb.py" in line
     assert "mine_train_000001.npy" in line
 
 
