@@ -40,7 +40,6 @@ from runtime.tokenizer import BPE_SHA256, Encoder
 MANIFEST_VERSION = 5            # of the manifest, and of the rule for validation
 MOST_VALIDATION = 10_000_000    # tokens, if no flag says otherwise
 LEAST_TEXT = 200                # tokens of which a tenth is worth anything
-LOCK = ".fineweb.lock"
 PRETOKENIZED = "kjj0/fineweb10B-gpt2"
 # --block_size of these presets. A table here, because to import recipes.py would load torch.
 BLOCK_SIZES = {"shakespeare": 1024, "small": 256, "gpt2": 1024}
@@ -164,10 +163,10 @@ def positive(most: int) -> Callable[[str], int]:
 
 def check_combination(given: Set[str]) -> None:
     """UserError for a given flag that does nothing beside the others."""
+    # Without any of them the text is a dataset: FineWeb-Edu.
     main_flag = next((flag for flag in COMBINED_WITH if flag in given), "dataset")
     for name in sorted(given - COMBINED_WITH[main_flag] - {main_flag}):
-        raise UserError(f"--{name} does not go with --{main_flag} (the default is --dataset): leave "
-                        f"one of them out")
+        raise UserError(f"--{name} does not go with --{main_flag}: leave one of them out")
 
 
 def available_cores() -> int:
@@ -228,7 +227,7 @@ class Shards:
 
         self.seen = self.written
         file, done = self.cursor
-        self.starts = {file: self.written - done}       # {number of a file: place of its first token}
+        self.starts = {file: self.written - done}   # {number of a file: place of its first token}
         self.waiting = deque()                          # of arrays of tokens, 1-D uint16
 
     def add(self, file: int, tokens: np.ndarray) -> None:
@@ -400,11 +399,9 @@ def verify(folder: Path, names: list[str] | None = None) -> None:
     them. `names` are those to look at; None: all that it records."""
     manifest = read_manifest(folder)
     # {name of a shard: its SHA-256}
-    recorded = {shard["file"]: shard["sha256"] for shard in manifest.get("shards", [])
-                if shard.get("sha256")}
+    recorded = {shard["file"]: shard["sha256"] for shard in manifest.get("shards", [])}
     if not recorded:
-        raise UserError(f"{folder} has no manifest.json with the SHA-256 of its shards: check the "
-                        f"path")
+        raise UserError(f"{folder} has no manifest.json with SHA-256 of shards: check the path")
     if names is None:
         names = list(recorded)
 
@@ -435,7 +432,7 @@ def verify(folder: Path, names: list[str] | None = None) -> None:
 def locked(out: Path) -> Iterator[None]:
     """Around the work on the shards in `out`. UserError if another call of this command is at work
     there. The folder is made for the lock, whose hidden file stays in it."""
-    lock = lock_folder(out, LOCK)
+    lock = lock_folder(out, ".fineweb.lock")
     try:
         yield
     finally:
@@ -456,9 +453,8 @@ def next_command(out: Path, val: list[int], train: list[int]) -> str:
         preset = "gpt2"
 
     # A sequence and its last target must fit into a shard of either split. Batches divide by
-    # powers of two.
+    # powers of two: this is the largest one that fits.
     longest = min(max(val), max(train)) - 1
-    # The largest power of two in `longest`.
     block_size = min(BLOCK_SIZES[preset], 1 << longest.bit_length() >> 1)
 
     # Below this a model learns letters at best.
@@ -474,8 +470,7 @@ def next_command(out: Path, val: list[int], train: list[int]) -> str:
 
 
 def print_summary(out: Path, empty_rows: int) -> None:
-    """What the folder has, how many rows without text this call has left out, and the command that
-    comes next."""
+    """What the folder has, what this call has left out, and the command that comes next."""
     val = [len(open_shard(path)) for path in list_shards(out, "val")]
     train = [len(open_shard(path)) for path in list_shards(out, "train")]
     line = (f"{out}: {len(val) + len(train)} shards complete, {sum(val):,} tokens for validation "

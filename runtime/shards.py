@@ -95,9 +95,9 @@ def list_shards(folder: str | Path, split: str) -> list[Path]:
     names = [name for name in shard_names(folder) if split in SHARD_NAME.match(name).groups()]
     if not names:
         raise UserError(
-            f"{folder} has no shards *_{split}_*.npy or *_{split}_*.bin: make edu_fineweb10B with "
-            f"`python fineweb.py`, fetch fineweb10B with `python fineweb.py --pretokenized 9`, or "
-            f"use your own text with `python fineweb.py --input YOUR_TEXT --out {folder}`")
+            f"{folder} has no shards *_{split}_*.npy or .bin: make edu_fineweb10B with `python "
+            f"fineweb.py`, or fineweb10B with `--pretokenized 9`, or shards of your own text with "
+            f"`--input YOUR_TEXT --out {folder}`")
     return [Path(folder, name) for name in names]
 
 

@@ -158,11 +158,10 @@ def tell_unread(what: str, texts: list[Path], unread: set[Path]) -> None:
         folder = os.path.commonpath([path.parent.absolute() for path in unread])
         line = f"; not read: {counts} in {os.path.relpath(folder)}"
         if any(kind_of(path) for path in unread):
-            line += ("; give 'FOLDER/**' for the files of subfolders, and name a .txt, .md or "
-                     ".json that is text although it lies beside data")
+            line += "; 'FOLDER/**' takes subfolders, and name a .txt or .json that lies beside data"
         if ".tsv" in endings:
-            line += ("; of a .tsv make .csv, JSON lines or Parquet (pandas, duckdb, or PostgreSQL's "
-                     "COPY ... (FORMAT csv, HEADER))")
+            line += ("; of a .tsv make .csv, JSON lines or Parquet (pandas, duckdb, or COPY ... "
+                     "(FORMAT csv, HEADER))")
     if not texts:
         raise UserError(f"{what} matches no file of a known kind ({KINDS}): check the path{line}")
     if unread:
@@ -290,5 +289,4 @@ def hub_errors(what: str):
                             f"for a private or gated dataset accept its terms on the hub, and run "
                             f"`hf auth login`") from None
         raise RunError(f"{what} cannot be fetched from the Hugging Face hub ({why}): check the "
-                       f"network and run the same command again, or use your own text with "
-                       f"--input") from None
+                       f"network and run the same command again") from None

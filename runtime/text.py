@@ -186,9 +186,8 @@ def read_csv(path: Path, field: str) -> Pieces:
                     header = row
                     if field not in header:
                         raise ValueError(
-                            f"line {number} has no column {among(field, header)}: does "
-                            f"this line name the columns? If so, set --text_field to one of these, "
-                            f"else write a line of names before it")
+                            f"line {number} has no column {among(field, header)}: does it name the "
+                            f"columns? Set --text_field to one of them, or add a line of names")
                 elif row:
                     if len(row) != len(header):
                         raise ValueError(f"line {number} has {len(row)} cells, but the first row "
@@ -378,9 +377,8 @@ class TextReader:
                 documents += begins
                 if kind in TEXT_FILES and not flag and b"<|endoftext|>" in text:
                     self.tell_once(
-                        f"{name} contains <|endoftext|>, which is read as ordinary text: if it "
-                        f"separates documents, add --separator '<|endoftext|>' and choose another "
-                        f"--out")
+                        f"{name} contains <|endoftext|>, which is read as text: if it separates "
+                        f"documents, add --separator '<|endoftext|>' and choose another --out")
                 if kind in WITH_ESCAPES:
                     behind_backslash = text.count(b"\\\n")
                     nulls += text == rb"\N"

@@ -82,9 +82,8 @@ def new_encoding():
 
 
 def encode(text: str, encoding=None) -> np.ndarray:
-    """GPT-2's tokens of `text`, 1-D uint16, by a tiktoken Encoding (None: by `tokenizer()`).
-    `<|endoftext|>` in it is ordinary text. UserError for a run of white space that is too long for
-    tiktoken."""
+    """GPT-2's tokens of `text`, 1-D uint16, by a tiktoken Encoding (None: by `tokenizer()`), where
+    `<|endoftext|>` is ordinary text. UserError for white space that is too long for tiktoken."""
     if encoding is None:
         encoding = tokenizer()
     try:

@@ -310,7 +310,8 @@ def test_so_many_threads_encode_as_workers_says_or_as_this_process_has_cores(
 
 
 @pytest.mark.parametrize("flags, name", [
-    ([], "auto"), (["--encoder", "tiktoken"], "tiktoken"), (["--encoder", "gigatoken"], "gigatoken")])
+    ([], "auto"), (["--encoder", "tiktoken"], "tiktoken"),
+    (["--encoder", "gigatoken"], "gigatoken")])
 def test_the_encoder_is_the_one_that_is_asked_for(flags, name, text, encoder, monkeypatch):
     asked = []
 
@@ -459,7 +460,8 @@ def test_a_text_that_has_changed_is_refused(at, text):
 
 
 @pytest.mark.parametrize("old, new", [
-    ('"cursor"', '"other"'), ('"tokens": 1500', '"tokens": 1'), ("text_v", "none_v"), ("}\n ]", "}")])
+    ('"cursor"', '"other"'), ('"tokens": 1500', '"tokens": 1'), ("text_v", "none_v"),
+    ("}\n ]", "}")])
 def test_a_damaged_manifest_is_refused_and_nothing_changes(old, new, text):
     flags = ["--input", text, "--out", "out", "--shard_size", 1500]
     prepare(*flags)

@@ -1,4 +1,4 @@
-"""hellaswag.py: its counts against a plain scoring of one token at a time, its data, the command."""
+"""hellaswag.py: its counts against a plain scoring of token after token, its data, the command."""
 import json
 import math
 import random
@@ -55,7 +55,9 @@ def plain_losses(model, ctx, ending):
     """The loss of each token of an ending, one after the other."""
     row = encode(ctx).tolist() + encode(" " + ending).tolist()
     row = row[-(model.config.block_size + 1):]
-    first = max(1, len(row) - len(encode(" " + ending)))    # nothing is before the row's first token
+
+    # Nothing is before the row's first token.
+    first = max(1, len(row) - len(encode(" " + ending)))
 
     losses = []
     for at in range(first, len(row)):

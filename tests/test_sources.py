@@ -193,7 +193,7 @@ def test_of_a_saved_dataset_of_several_splits_the_split_is_read():
         found("saved", split="validation")
 
 
-# ------------------------------------------------------------------------- what the manifest records
+# ------------------------------------------------------------------------- the manifest
 
 @pytest.mark.parametrize("size", [10, 300_000])
 def test_a_file_is_told_from_another_one_by_its_name_size_and_ends(size):
