@@ -47,8 +47,7 @@ BLOCK_SIZES = {"shakespeare": 1024, "small": 256, "gpt2": 1024}
 
 # ----------------------------------------------------------------------------- flags
 
-# The flags that determine the bytes of the shards, beside the text itself: the manifest records
-# them.
+# These flags determine the bytes of the shards, beside the text, and the manifest records them.
 RECORDED = ["text_field", "separator", "shard_size", "val_tokens", "max_tokens", "format"]
 TEXT_FLAGS = {*RECORDED, "out", "workers", "encoder"}
 # The first of these that is given says what the command is to do, with which others.

@@ -144,9 +144,8 @@ def read_jsonl(path: Path, field: str) -> Pieces:
                     f"objects so, and `jq -c '.[]'` those of an array)")
 
             # Spark and BigQuery leave out a field that is null.
-            if field not in row and not seen:
-                raise ValueError(f"line {number} has no field {among(field, row)}: set "
-                                 f"--text_field to one of these")
+            if not seen:
+                check_field(field, row, f"line {number}")
             seen = True
             yield True, encode_json(row.get(field), f"line {number}")
 
@@ -164,10 +163,11 @@ def encode_json(text: str | None, where: str) -> bytes:
         return replace_surrogates(text).encode()
 
 
-def among(field: str, names: Iterable[str]) -> str:
-    """A missing field and the first of those that could be meant, for a message."""
-    found = ", ".join(repr(name[:20]) for name in [*names][:4])
-    return f"{field!r} among {found}"
+def check_field(field: str, names: Iterable[str], where: str) -> None:
+    """ValueError if `where`, a part of a file, has no field or column of this name."""
+    if field not in names:
+        found = ", ".join(repr(name[:20]) for name in [*names][:4])
+        raise ValueError(f"{where} has no {field!r} among {found}; set --text_field to one of these")
 
 
 # ----------------------------------------------------------------------------- .csv
@@ -184,10 +184,8 @@ def read_csv(path: Path, field: str) -> Pieces:
             for row in rows:
                 if row and header is None:
                     header = row
-                    if field not in header:
-                        raise ValueError(
-                            f"line {number} has no column {among(field, header)}: does it name the "
-                            f"columns? Set --text_field to one of them, or add a line of names")
+                    check_field(field, header, f"line {number} (does it name the columns? If not, "
+                                               f"add a line that does)")
                 elif row:
                     if len(row) != len(header):
                         raise ValueError(f"line {number} has {len(row)} cells, but the first row "
@@ -242,7 +240,7 @@ def read_parquet(path: Path, field: str) -> Pieces:
     with pyarrow.parquet.ParquetFile(
         path, pre_buffer=False, buffer_size=BLOCK, page_checksum_verification=True,
     ) as file:
-        check_column(file.schema_arrow.names, field)
+        check_field(field, file.schema_arrow.names, "it")
 
         # Only 64 rows at a time: in a dictionary-encoded column half a kilobyte of file can stand
         # for many copies of a huge document.
@@ -264,18 +262,12 @@ def read_arrow(path: Path, field: str) -> Pieces:
             file.seek(0)
             reader = pyarrow.ipc.open_stream(file)
             batches = reader
-        check_column(reader.schema.names, field)
+        check_field(field, reader.schema.names, "it")
 
         for batch in batches:
             column = batch.column(field)
             for start in range(0, len(column), 64):
                 yield from column_texts(column.slice(start, 64), field)
-
-
-def check_column(names: list[str], field: str) -> None:
-    if field not in names:
-        raise ValueError(f"it has no column {among(field, names)}: set --text_field to one of "
-                         f"these")
 
 
 def column_texts(rows, field: str) -> Pieces:

@@ -126,6 +126,7 @@ class Encoder:
             return
 
         self.gigatoken = load_hf_json(json.dumps(self._as_tokenizer_json()))
+        tokenizer()             # with which it is compared: later each thread would make one
 
     def _as_tokenizer_json(self) -> dict:
         """GPT-2's tokenizer as Hugging Face's tokenizer.json has it, as far as gigatoken reads

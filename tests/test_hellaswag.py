@@ -233,6 +233,12 @@ def test_a_row_of_the_hub_without_a_label_is_named(monkeypatch):
         load_examples()
 
 
+def test_a_missing_package_is_a_users_mistake_without_which_a_run_goes_on(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(UserError, match="pip install datasets"):
+        load_examples()
+
+
 # ------------------------------------------------------------------------- in a training run
 
 class OneProcess:

@@ -29,7 +29,6 @@ from peers import nanogpt_checkpoint, own_checkpoint, save
 from runtime.cli import RunError, UserError
 from runtime.dataloader import TokenDataset
 from runtime.shards import write_shard
-from test_text import read, written
 
 FUZZ = settings(deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 WPE, WTE, LN = "transformer.wpe.weight", "transformer.wte.weight", "transformer.ln_f.weight"
@@ -113,8 +112,6 @@ FORMATS = {                             # the file, what writes it, what reads i
     "HellaSwag": ("a.jsonl", lambda: Path("a.jsonl").write_text(json.dumps(EXAMPLE)), read_examples,
                   "a.jsonl"),
 }
-TEXTS = {name: (name, partial(written, name, ["some words. " * 9] * 9), read, name)
-         for name in ("t.jsonl.zst", "t.csv", "t.parquet")}
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +120,7 @@ def put(tmp_path_factory):
     kept = {}
 
     def put(format):
-        path, write, read_it, source = (FORMATS | TEXTS)[format]
+        path, write, read_it, source = FORMATS[format]
         if format not in kept:
             write()
             kept[format] = shutil.copytree(".", tmp_path_factory.mktemp("kept"), dirs_exist_ok=True)
@@ -389,7 +386,7 @@ def damage(draw, content):
 
 
 def fuzz(format, put, change):
-    *_, read_it, source = (FORMATS | TEXTS)[format]
+    *_, read_it, source = FORMATS[format]
 
     @settings(FUZZ, max_examples=10 if "resumed" in format else 40)
     @given(data=st.data())
@@ -400,7 +397,7 @@ def fuzz(format, put, change):
     check()
 
 
-@pytest.mark.parametrize("format", FORMATS | TEXTS)
+@pytest.mark.parametrize("format", FORMATS)
 def test_whatever_bytes_are_damaged_there_is_a_good_result_or_a_users_error(format, put):
     def change(path, draw):
         if zipfile.is_zipfile(path) and draw(st.booleans()):            # else the sums give most of it away

@@ -486,6 +486,19 @@ def test_a_file_of_another_kind_than_its_name_says_is_named(name, data, word, tm
     assert word in refusal(tmp_path, name, data)
 
 
+@FAST
+@given(st.sampled_from(["a.jsonl", "a.jsonl.gz", "a.csv", "a.parquet", "a.txt"]), st.data())
+def test_whatever_byte_of_a_file_is_another_it_is_read_or_refused(tmp_path, name, data):
+    path = write_documents(tmp_path / name, DOCUMENTS[:20])
+    changed = bytearray(path.read_bytes())
+    changed[data.draw(st.integers(0, len(changed) - 1))] = data.draw(st.integers(0, 255))
+    path.write_bytes(changed)
+    try:
+        read(path)
+    except UserError as error:
+        assert name in str(error)
+
+
 def test_a_file_that_is_gone_is_told_by_the_system(tmp_path):
     with pytest.raises(FileNotFoundError):
         read(tmp_path / "a.txt")
