@@ -9,6 +9,7 @@ import csv
 import io
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -25,7 +26,7 @@ COMPRESSIONS = {".gz": "gzip", ".gzip": "gzip", ".zst": "zstd", ".zstd": "zstd",
 PROGRAMS = {"gzip": "gunzip", "zstd": "zstd -d --long=31", "bz2": "bunzip2"}
 # A carriage return inside a line of a .csv. UTF-8 has no such character, so that no text has it.
 LONE_RETURN = "\udc0d"
-ESCAPES = r"\N for null, \n for a line end, or a backslash before each line end"
+ESCAPES = r"\N for null, \n for a line end, a backslash before each line end or quotation mark"
 Pieces = Iterator[tuple[bool, bytes | memoryview]]
 
 
@@ -358,9 +359,8 @@ class TextReader:
         if kind in TEXT_FILES:
             flag = self.separator
         documents = 0
-        nulls = 0
-        line_ends = 0               # that are not behind a backslash
-        escapes = 0                 # of line ends
+        escaped = Counter()         # {sign: how often it is behind a backslash}
+        plain = Counter()           # {sign: how often it is not}
         try:
             for begins, text in READERS[kind](path, flag):
                 if not text:
@@ -372,10 +372,12 @@ class TextReader:
                         f"{name} contains <|endoftext|>, which is read as text: if it separates "
                         f"documents, add --separator '<|endoftext|>' and choose another --out")
                 if kind in WITH_ESCAPES:
-                    behind_backslash = text.count(b"\\\n")
-                    nulls += text == rb"\N"
-                    line_ends += text.count(b"\n") - behind_backslash
-                    escapes += text.count(rb"\n") + behind_backslash
+                    escaped["null"] += text == rb"\N"
+                    escaped[b"\n"] += text.count(rb"\n")
+                    for sign in (b"\n", b'"'):
+                        count = text.count(b"\\" + sign)
+                        escaped[sign] += count
+                        plain[sign] += text.count(sign) - count
                 yield begins, text
         except (OSError, ValueError, NotImplementedError) as error:
             # pyarrow's errors are derived from these. The system's name the path.
@@ -385,7 +387,7 @@ class TextReader:
 
         if kind in TEXT_FILES and flag and documents == 1:
             self.tell_once(f"{name} is read as one document: check --separator {flag!r}")
-        if nulls > 0 or (escapes > 0 and line_ends == 0):
+        if any(escaped[sign] > 0 and plain[sign] == 0 for sign in escaped):
             print_error(f"{name} seems to have a database's escapes ({ESCAPES}), which are read "
                         f"as text: export it with `FORMAT csv, HEADER`, or JSON with `psql -At`")
 

@@ -318,6 +318,7 @@ POSTGRESQL = json.dumps({"text": "one\\ntwo"}).encode() + b"\n"
     ("a.csv", MARIADB, ["one\\\ntwo", "C:\\\\dir", "\\N"]),
     ("a.csv", b'text\n"one\\\ntwo"\n', ["one\\\ntwo"]),
     ("a.csv", b"text\none\n\\N\n", ["one", "\\N"]),
+    ("a.csv", b'text\na \\"quoted\\" word\n', ['a \\"quoted\\" word']),
     ("a.jsonl", POSTGRESQL, ["one\\ntwo"])])
 def test_the_escapes_of_a_database_are_told_and_stay_in_the_text(
         name, data, documents, tmp_path, capsys):
@@ -330,6 +331,7 @@ def test_the_escapes_of_a_database_are_told_and_stay_in_the_text(
 @pytest.mark.parametrize("name, data", [
     ("a.csv", b'text\n"one\ntwo\\\nthree"\n'),
     ("a.csv", b"text\nplain\n"),
+    ("a.jsonl", rb'{"text": "plain \"quotes\" and \\\"others\\\""}'),
     ("a.jsonl", POSTGRESQL + b'{"text": "a real\\nline end"}\n')])
 def test_a_text_with_plain_line_ends_is_not_taken_for_a_databases(name, data, tmp_path, capsys):
     read_bytes(tmp_path, name, data)
