@@ -45,10 +45,10 @@ def open_bytes(path: Path) -> io.BufferedReader:
         stream = io.FileIO(path)
     file = io.BufferedReader(stream, BLOCK)
 
+    # A tar would be read as text, and so would a pointer of git-lfs, which its first bytes tell.
     head = file.peek(512)
-    if head.startswith(LFS_POINTER):
-        raise ValueError("it is a pointer of git-lfs")
-    if head[257:262] == b"ustar":
+    if head.startswith(LFS_POINTER) or head[257:262] == b"ustar":
+        file.close()
         raise ValueError("it is a tar archive; unpack it with `tar -xf`")
     return file
 
@@ -219,15 +219,17 @@ def csv_lines(file: io.BufferedReader) -> Iterator[str]:
         newline = "\r"
 
     # What is not UTF-8 becomes surrogates, which a line can be asked for.
-    text = io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline=newline)
-    for number, line in enumerate(text, 1):
-        try:
-            line.encode()
-        except UnicodeEncodeError:
-            raise ValueError(f"line {number} is not UTF-8") from None
-        if newline == "\n" and "\r" in line:
-            line = re.sub(r"\r(?!\n|\Z)", LONE_RETURN, line)
-        yield line
+    with io.TextIOWrapper(
+        file, encoding="utf-8-sig", errors="surrogateescape", newline=newline,
+    ) as text:
+        for number, line in enumerate(text, 1):
+            try:
+                line.encode()
+            except UnicodeEncodeError:
+                raise ValueError(f"line {number} is not UTF-8") from None
+            if newline == "\n" and "\r" in line:
+                line = re.sub(r"\r(?!\n|\Z)", LONE_RETURN, line)
+            yield line
 
 
 # ----------------------------------------------------------------------------- .parquet, .arrow

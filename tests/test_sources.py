@@ -88,12 +88,19 @@ def test_a_tsv_is_refused_with_the_ways_to_another_format():
     assert ".tsv" in line and "FORMAT csv, HEADER" in line
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_a_folder_that_cannot_be_read_is_told_by_the_system():
+@pytest.mark.parametrize("pattern", ["in", "in/*", "in/**"])
+def test_a_folder_that_cannot_be_read_is_told_by_the_system(pattern, monkeypatch):
     write("in/a.txt", "in/closed/b.txt")
-    os.chmod("in/closed", 0)
-    with pytest.raises(PermissionError):
-        found("in")
+    scandir = os.scandir
+
+    def refusing(path):
+        if "closed" in str(path):
+            raise PermissionError(13, "Permission denied", path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refusing)
+    with pytest.raises(PermissionError, match="closed"):
+        found(pattern)
 
 
 # ------------------------------------------------------------------------- what is not read
