@@ -545,6 +545,18 @@ def test_the_last_line_is_a_command_that_runs_as_printed(length, block_size, fol
     assert done.returncode == 0, done.stderr
 
 
+def test_training_on_an_unfinished_folder_says_how_to_finish_it(text):
+    killed = run("--input", text, "--shard_size", 1500, "--out", "out", kill="5 after")
+    assert killed.returncode == -9
+
+    small = "--n_layer 1 --n_head 1 --n_embd 16 --block_size 16 --device cpu --dry_run"
+    done = subprocess.run([sys.executable, ROOT / "train_gpt2.py", "--data", "out", *small.split()],
+                          capture_output=True, text=True, env=ENV)
+    assert done.returncode == 0, done.stderr
+    [line] = [line for line in done.stdout.splitlines() if line.startswith("warning")]
+    assert "fineweb.py" in line
+
+
 @pytest.mark.parametrize("preset, count", [
     ("shakespeare", 8_199_999), ("small", 8_200_000), ("small", 10**9 - 1), ("gpt2", 10**9)])
 def test_the_last_line_names_the_preset_for_so_many_training_tokens(preset, count):
