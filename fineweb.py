@@ -17,6 +17,7 @@ import argparse
 import os
 import re
 import shlex
+import shutil
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Set
 from concurrent.futures import ThreadPoolExecutor
@@ -30,15 +31,15 @@ from runtime.cli import FlagParser, UserError, run_command
 from runtime.files import lock_folder, remove_leftovers
 from runtime.shards import (
     file_sha256, list_shards, manifest_to_continue, open_shard, read_manifest, shard_names,
-    write_manifest, write_parts)
-from runtime.sources import FINEWEB, FINEWEB_EDU, HubDataset, LocalFiles, hub_errors, hub_names
-from runtime.text import Layout, TextReader
+    unfinished, write_manifest, write_parts)
+from runtime.sources import (
+    DOWNLOAD, FINEWEB, FINEWEB_EDU, HubDataset, LocalFiles, hub_errors, hub_names)
+from runtime.text import TextReader
 from runtime.tokenizer import BPE_SHA256, Encoder
 
 MANIFEST_VERSION = 5            # of the manifest, and of the rule for validation
 MOST_VALIDATION = 10_000_000    # tokens, if no flag says otherwise
 LEAST_TEXT = 200                # tokens of which a tenth is worth anything
-LOCK = ".fineweb.lock"
 PRETOKENIZED = "kjj0/fineweb10B-gpt2"
 # --block_size of these presets. A table here, because to import recipes.py would load torch.
 BLOCK_SIZES = {"shakespeare": 1024, "small": 256, "gpt2": 1024}
@@ -46,8 +47,7 @@ BLOCK_SIZES = {"shakespeare": 1024, "small": 256, "gpt2": 1024}
 
 # ----------------------------------------------------------------------------- flags
 
-# The flags that determine the bytes of the shards, beside the text itself: the manifest records
-# them.
+# These flags determine the bytes of the shards, beside the text, and the manifest records them.
 RECORDED = ["text_field", "separator", "shard_size", "val_tokens", "max_tokens", "format"]
 TEXT_FLAGS = {*RECORDED, "out", "workers", "encoder"}
 # The first of these that is given says what the command is to do, with which others.
@@ -67,7 +67,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     check_combination(given)
     if not given & COMBINED_WITH.keys():
         args.dataset = FINEWEB_EDU
-        args.name = "sample-10BT"
+        if args.name is None:
+            args.name = "sample-10BT"
     if args.workers is None:
         args.workers = available_cores()
 
@@ -76,10 +77,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         raise UserError("--input needs --out: choose an output folder for the shards")
     if args.val_tokens and args.val_input:
         raise UserError("--val_tokens cannot be combined with --val_input: leave one of them out")
-    if args.val_tokens and args.max_tokens and args.val_tokens >= args.max_tokens:
-        raise UserError(f"--val_tokens {args.val_tokens} must be less than --max_tokens "
-                        f"{args.max_tokens}, which includes validation: lower --val_tokens or "
-                        f"raise --max_tokens")
 
     # Of FineWeb, which is shuffled, validation is the first shard, as in build-nanogpt.
     if args.dataset in FINEWEB and args.val_tokens is None:
@@ -165,17 +162,10 @@ def positive(most: int) -> Callable[[str], int]:
 
 def check_combination(given: Set[str]) -> None:
     """UserError for a given flag that does nothing beside the others."""
-    for main_flag, others in COMBINED_WITH.items():
-        if main_flag in given:
-            for name in sorted(given - others - {main_flag}):
-                raise UserError(f"--{name} cannot be combined with --{main_flag}: leave one of "
-                                f"them out")
-            return
-
-    # Without any of them the text is FineWeb-Edu.
-    for name in sorted(given - TEXT_FLAGS):
-        needed = "--input" if name == "val_input" else "--dataset"
-        raise UserError(f"--{name} needs {needed}: add {needed}, or leave --{name} out")
+    # Without any of them the text is a dataset: FineWeb-Edu.
+    main_flag = next((flag for flag in COMBINED_WITH if flag in given), "dataset")
+    for name in sorted(given - COMBINED_WITH[main_flag] - {main_flag}):
+        raise UserError(f"--{name} does not go with --{main_flag}: leave one of them out")
 
 
 def available_cores() -> int:
@@ -210,7 +200,6 @@ def encode_files(
     finally:
         # Where the run ends early, nobody waits for what the threads still do.
         pool.shutdown(wait=False, cancel_futures=True)
-    reader.tell_of_separator()
 
 
 # ----------------------------------------------------------------------------- tokens -> shards
@@ -237,7 +226,7 @@ class Shards:
 
         self.seen = self.written
         file, done = self.cursor
-        self.starts = {file: self.written - done}       # {number of a file: place of its first token}
+        self.starts = {file: self.written - done}   # {number of a file: place of its first token}
         self.waiting = deque()                          # of arrays of tokens, 1-D uint16
 
     def add(self, file: int, tokens: np.ndarray) -> None:
@@ -270,8 +259,7 @@ class Shards:
         if not at_end and self.seen < 10 * MOST_VALIDATION:
             return None
         if self.seen < LEAST_TEXT:
-            raise UserError(f"the text has only {self.seen} tokens (expected at least "
-                            f"{LEAST_TEXT}): add more text, or raise --max_tokens")
+            return 0
         return min(self.seen // 10, MOST_VALIDATION)
 
     def write_ready(self, at_end: bool) -> None:
@@ -279,12 +267,10 @@ class Shards:
         validation = self.count_validation(at_end)
         if validation is None:
             return
-        if validation == 0:
-            raise UserError("the files of --val_input have no text for validation: choose other "
-                            "files")
-        if at_end and self.seen <= validation:
-            raise UserError("no text is left for training: add more text, lower --val_tokens or "
-                            "raise --max_tokens, and choose another --out")
+        if validation == 0 or (at_end and self.seen <= validation):
+            raise UserError(f"{self.seen} tokens are not enough for training and validation: add "
+                            f"text to --input or --val_input, lower --val_tokens or raise "
+                            f"--max_tokens, and choose another --out")
         self.manifest["validation"] = validation
 
         while self.written < self.seen:
@@ -366,14 +352,11 @@ def write_shards(args: argparse.Namespace, source, out: Path) -> int:
     first, skip = shards.cursor
     progress = tqdm(total=args.max_tokens, initial=shards.starts[first], unit="tok",
                     unit_scale=True, desc=str(out), disable=None)
-    reader = TextReader(Layout(args.text_field, args.separator), encoder.mark)
+    reader = TextReader(args.text_field, args.separator, encoder.mark)
     chunks = encode_files(source.files(first), reader, encoder, args.workers)
     with progress, closing(chunks):
         for file, tokens in chunks:
-            # An earlier run has written the first tokens of this file.
-            if file != first and skip > 0:
-                raise UserError(f"file {first + 1} of the text is shorter than when {out} was "
-                                f"begun: restore the file, or choose another --out")
+            # An earlier run has written the first tokens of its file.
             done = min(skip, len(tokens))
             skip -= done
             progress.update(len(tokens))
@@ -381,7 +364,7 @@ def write_shards(args: argparse.Namespace, source, out: Path) -> int:
             if shards.seen == args.max_tokens:
                 break
     shards.finish()
-    source.clean_up()
+    shutil.rmtree(out / DOWNLOAD, ignore_errors=True)
     return reader.empty_rows
 
 
@@ -415,11 +398,9 @@ def verify(folder: Path, names: list[str] | None = None) -> None:
     them. `names` are those to look at; None: all that it records."""
     manifest = read_manifest(folder)
     # {name of a shard: its SHA-256}
-    recorded = {shard["file"]: shard["sha256"] for shard in manifest.get("shards", [])
-                if shard.get("sha256")}
+    recorded = {shard["file"]: shard["sha256"] for shard in manifest.get("shards", [])}
     if not recorded:
-        raise UserError(f"{folder} has no manifest.json with the SHA-256 of its shards: check the "
-                        f"path")
+        raise UserError(f"{folder} has no manifest.json with SHA-256 of shards: check the path")
     if names is None:
         names = list(recorded)
 
@@ -434,8 +415,8 @@ def verify(folder: Path, names: list[str] | None = None) -> None:
                         f"({', '.join(bad)}): restore them, or remove the folder and make all "
                         f"shards again")
     line = f"{folder}: all {len(names)} shards match the manifest"
-    if manifest.get("complete") is False:
-        line += "; the rest of the text is not written yet: run the same fineweb.py command again"
+    if unfinished(folder):
+        line += f"; {unfinished(folder)}"
 
     # Shards that were put there by hand, say, are no mistake.
     unknown = [name for name in shard_names(folder) if name not in recorded]
@@ -450,7 +431,7 @@ def verify(folder: Path, names: list[str] | None = None) -> None:
 def locked(out: Path) -> Iterator[None]:
     """Around the work on the shards in `out`. UserError if another call of this command is at work
     there. The folder is made for the lock, whose hidden file stays in it."""
-    lock = lock_folder(out, LOCK)
+    lock = lock_folder(out, ".fineweb.lock")
     try:
         yield
     finally:
@@ -471,11 +452,9 @@ def next_command(out: Path, val: list[int], train: list[int]) -> str:
         preset = "gpt2"
 
     # A sequence and its last target must fit into a shard of either split. Batches divide by
-    # powers of two.
+    # powers of two: this is the largest one that fits.
     longest = min(max(val), max(train)) - 1
-    block_size = BLOCK_SIZES[preset]
-    while block_size > longest:
-        block_size //= 2
+    block_size = min(BLOCK_SIZES[preset], 1 << longest.bit_length() >> 1)
 
     # Below this a model learns letters at best.
     if block_size < 16:
@@ -490,8 +469,7 @@ def next_command(out: Path, val: list[int], train: list[int]) -> str:
 
 
 def print_summary(out: Path, empty_rows: int) -> None:
-    """What the folder has, how many rows without text this call has left out, and the command that
-    comes next."""
+    """What the folder has, what this call has left out, and the command that comes next."""
     val = [len(open_shard(path)) for path in list_shards(out, "val")]
     train = [len(open_shard(path)) for path in list_shards(out, "train")]
     line = (f"{out}: {len(val) + len(train)} shards complete, {sum(val):,} tokens for validation "

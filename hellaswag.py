@@ -46,7 +46,11 @@ def load_examples(path: str | Path | None = None) -> list[dict]:
 
 
 def load_examples_of_the_hub() -> list[dict]:
-    import datasets
+    # A training run goes on without HellaSwag, if no flag has asked for it.
+    try:
+        import datasets
+    except ModuleNotFoundError:
+        raise UserError("the package datasets is not installed: pip install datasets") from None
 
     with reading(
         f"HellaSwag ({HUB_NAME})",

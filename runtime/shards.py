@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import re
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -48,7 +49,10 @@ def open_shard(path: str | Path) -> np.memmap:
     """The tokens of a .npy or .bin shard, 1-D uint16, as a read-only map of the file. UserError
     if it is truncated or no shard. Nothing in it is ever unpickled."""
     path = Path(path)
-    with reading(path, "copy or make the shard again"), first_bytes_tell(path):
+
+    # NumPy warns about an unusual header, but the error is enough.
+    with (reading(path, "copy or make the shard again"), first_bytes_tell(path),
+          warnings.catch_warnings(action="ignore")):
         if path.name in NANOGPT:
             tokens = np.memmap(path, dtype="<u2", mode="r")
         elif path.suffix == ".bin":
@@ -89,22 +93,16 @@ def shard_names(folder: str | Path) -> list[str]:
     return sorted(name for name in os.listdir(folder) if SHARD_NAME.match(name))
 
 
-def split_of(name: str) -> str:
-    """The split of a shard by its name: 'train' or 'val'."""
-    of_shard, of_nanogpt = SHARD_NAME.match(name).groups()
-    return of_shard if of_shard else of_nanogpt
-
-
 def list_shards(folder: str | Path, split: str) -> list[Path]:
     """The sorted paths of a folder's shards of a split, 'train' or 'val'. UserError if there are
     none."""
-    paths = [Path(folder, name) for name in shard_names(folder) if split_of(name) == split]
-    if not paths:
+    names = [name for name in shard_names(folder) if split in SHARD_NAME.match(name).groups()]
+    if not names:
         raise UserError(
-            f"{folder} has no shards *_{split}_*.npy or *_{split}_*.bin: make edu_fineweb10B with "
-            f"`python fineweb.py`, fetch fineweb10B with `python fineweb.py --pretokenized 9`, or "
-            f"use your own text with `python fineweb.py --input YOUR_TEXT --out {folder}`")
-    return paths
+            f"{folder} has no shards *_{split}_*.npy or .bin: make edu_fineweb10B with `python "
+            f"fineweb.py`, or fineweb10B with `--pretokenized 9`, or shards of your own text with "
+            f"`--input YOUR_TEXT --out {folder}`")
+    return [Path(folder, name) for name in names]
 
 
 def file_sha256(path: str | Path) -> str:

@@ -9,13 +9,11 @@ import glob
 import hashlib
 import os
 import re
-import shutil
 import tempfile
-import threading
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
 from runtime.cli import RunError, UserError, brief_error, print_error
@@ -25,13 +23,12 @@ from runtime.text import READERS, TABLES, TEXT_FILES, kind_of
 FINEWEB_EDU = "HuggingFaceFW/fineweb-edu"
 # Where the folders of FineWeb's samples begin, as in build-nanogpt: sample-10BT is edu_fineweb10B.
 FINEWEB = {FINEWEB_EDU: "edu_fineweb", "HuggingFaceFW/fineweb": "fineweb"}
+DOWNLOAD = ".download"          # the folder, in --out, of files while they are read
 DESCRIBED_BYTES = 1 << 16       # of each end of a file, by which it is told from another one
 KINDS = ", ".join(READERS)
 # Beside these the .txt and .md are about the data, and beside the others the .json are, too.
 DATA = {*TABLES, ".jsonl", ".jsonlines", ".ndjson", ".csv"}
 WITH_INDEX = {*TABLES, ".mds", ".bin"}
-
-Files = Iterator[tuple[int, Path, str]]
 
 
 # ----------------------------------------------------------------------------- files
@@ -56,13 +53,10 @@ class LocalFiles:
             "input": [describe(path) for path in train_paths],
         }
 
-    def files(self, first: int) -> Files:
+    def files(self, first: int) -> Iterator[tuple[int, Path, str]]:
         for number, (path, name) in enumerate(self.paths):
             if number >= first:
                 yield number, path, name
-
-    def clean_up(self) -> None:
-        """Nothing: the files are the user's."""
 
 
 def find_files(flag: str, patterns: list[str], split: str, out: Path) -> list[Path]:
@@ -164,11 +158,10 @@ def tell_unread(what: str, texts: list[Path], unread: set[Path]) -> None:
         folder = os.path.commonpath([path.parent.absolute() for path in unread])
         line = f"; not read: {counts} in {os.path.relpath(folder)}"
         if any(kind_of(path) for path in unread):
-            line += ("; give 'FOLDER/**' for the files of subfolders, and name a .txt, .md or "
-                     ".json that is text although it lies beside data")
+            line += "; 'FOLDER/**' takes subfolders, and name a .txt or .json that lies beside data"
         if ".tsv" in endings:
-            line += ("; of a .tsv make .csv, JSON lines or Parquet, with pandas, duckdb or "
-                     "PostgreSQL's COPY ... (FORMAT csv, HEADER)")
+            line += ("; of a .tsv make .csv, JSON lines or Parquet (pandas, duckdb, or COPY ... "
+                     "(FORMAT csv, HEADER))")
     if not texts:
         raise UserError(f"{what} matches no file of a known kind ({KINDS}): check the path{line}")
     if unread:
@@ -203,8 +196,6 @@ def hub_names(dataset: str, name: str | None, split: str) -> tuple[str, str]:
 
     # No underscores: what follows the last ones in a shard's name are its split and number.
     joined = re.sub(r"[^A-Za-z0-9.]+", "-", "-".join(words))[:100].strip("-.")
-    if not joined:
-        joined = "hub"
     return joined, joined
 
 
@@ -214,7 +205,7 @@ class HubDataset:
 
     def __init__(self, dataset: str, name: str | None, split: str, out: Path):
         self.prefix, _ = hub_names(dataset, name, split)
-        self.folder = out / ".download"           # of the files while they are read
+        self.folder = out / DOWNLOAD
 
         # A run that continues reads the revision that it began with.
         found = read_manifest(out)
@@ -226,22 +217,20 @@ class HubDataset:
                 revision = hub.HfApi().dataset_info(dataset, expand=["sha"]).sha
         self.settings = {"dataset": dataset, "name": name, "split": split, "revision": revision}
 
-    def files(self, first: int) -> Files:
+    def files(self, first: int) -> Iterator[tuple[int, Path, str]]:
         """As one file is read, the next one is fetched, and the one before has been removed: two
         are on the disk at most."""
         names = self.list_names()
 
-        downloads = deque()     # of this file and the next one
-        for number in range(first, len(names)):
-            for name in names[number + len(downloads):number + 2]:
-                downloads.append(self.start_download(name))
-            path = Path(downloads.popleft().result())
-            yield number, path, f"{self.settings['dataset']}: {names[number]}"
-            path.unlink()
-
-    def clean_up(self) -> None:
-        """Removes what is left of the downloads, when all shards are written."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+        # Not concurrent.futures, for whose thread a stopped process would wait.
+        with ThreadPool(1) as pool:
+            following = pool.apply_async(self.download, [names[first]])
+            for number in range(first, len(names)):
+                path = Path(following.get())
+                if number + 1 < len(names):
+                    following = pool.apply_async(self.download, [names[number + 1]])
+                yield number, path, f"{self.settings['dataset']}: {names[number]}"
+                path.unlink()
 
     def list_names(self) -> list[str]:
         """The paths in the dataset of the files of the split."""
@@ -255,8 +244,6 @@ class HubDataset:
             builder = datasets.load_dataset_builder(
                 f"hf://datasets/{dataset}", name, cache_dir=empty, revision=revision)
             splits = builder.config.data_files
-            if splits is None:
-                splits = {}
 
             # hf://datasets/OWNER/NAME@REVISION/path/in/the/dataset
             names = [url.partition(f"@{revision}/")[2] for url in splits.get(split, ())]
@@ -265,25 +252,12 @@ class HubDataset:
                                  f"{KINDS}; its splits are {', '.join(map(str, splits))}")
             return names
 
-    def start_download(self, name: str) -> Future:
-        """Begins to fetch a file of the dataset. The result is its path on the disk."""
-        dataset = self.settings["dataset"]
-        future = Future()
-
-        def fetch():
-            try:
-                with hub_errors(f"{dataset}: {name}") as hub:
-                    path = hub.hf_hub_download(
-                        dataset, name, repo_type="dataset", revision=self.settings["revision"],
-                        local_dir=self.folder)
-                    future.set_result(path)
-            except BaseException as error:
-                future.set_exception(error)
-
-        # A daemon ends with the process. A pool's thread would keep a stopped run until its file
-        # is fetched.
-        threading.Thread(target=fetch, daemon=True).start()
-        return future
+    def download(self, name: str) -> str:
+        """Fetches a file of the dataset. Returns its path on the disk."""
+        dataset, _, _, revision = self.settings.values()
+        with hub_errors(f"{dataset}: {name}") as hub:
+            return hub.hf_hub_download(
+                dataset, name, repo_type="dataset", revision=revision, local_dir=self.folder)
 
 
 @contextmanager
@@ -315,5 +289,4 @@ def hub_errors(what: str):
                             f"for a private or gated dataset accept its terms on the hub, and run "
                             f"`hf auth login`") from None
         raise RunError(f"{what} cannot be fetched from the Hugging Face hub ({why}): check the "
-                       f"network and run the same command again, or use your own text with "
-                       f"--input") from None
+                       f"network and run the same command again") from None

@@ -1,16 +1,16 @@
 """Files of text -> documents, in UTF-8.
 
 Memory stays small, whatever the size of a file: about a megabyte of it is read at a time. A
-reader here takes the path of a file and yields pairs: (whether a document begins, its text or
-the next piece of it).
+reader here takes the path of a file and the flag --text_field, or of plain text --separator. It
+yields pairs: (whether a document begins, its text or the next piece of it).
 """
 import codecs
 import csv
 import io
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
@@ -22,17 +22,12 @@ from runtime.tokenizer import LAST_CUT, replace_surrogates
 
 BLOCK = 1 << 20                 # bytes that are read and encoded at once
 COMPRESSIONS = {".gz": "gzip", ".gzip": "gzip", ".zst": "zstd", ".zstd": "zstd", ".bz2": "bz2"}
+# They read more than pyarrow: windows above 128 MiB, and zeros behind the end.
+PROGRAMS = {"gzip": "gunzip", "zstd": "zstd -d --long=31", "bz2": "bunzip2"}
 # A carriage return inside a line of a .csv. UTF-8 has no such character, so that no text has it.
 LONE_RETURN = "\udc0d"
-ESCAPES = r"\N for null, \n for a line end, or a backslash before each line end"
+ESCAPES = r"\N for null, \n for a line end, a backslash before each line end or quotation mark"
 Pieces = Iterator[tuple[bool, bytes | memoryview]]
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Where documents stand in a file: the flags --text_field and --separator."""
-    text_field: str = "text"
-    separator: str = ""         # between the documents of a .txt; empty: the file is one document
 
 
 def open_bytes(path: Path) -> io.BufferedReader:
@@ -50,22 +45,23 @@ def open_bytes(path: Path) -> io.BufferedReader:
         stream = io.FileIO(path)
     file = io.BufferedReader(stream, BLOCK)
 
+    # A tar would be read as text, and so would a pointer of git-lfs, which its first bytes tell.
     head = file.peek(512)
-    if head.startswith(LFS_POINTER):
-        raise ValueError("it is a pointer of git-lfs")
-    if head[257:262] == b"ustar":
+    if head.startswith(LFS_POINTER) or head[257:262] == b"ustar":
+        file.close()
         raise ValueError("it is a tar archive; unpack it with `tar -xf`")
     return file
 
 
 # ----------------------------------------------------------------------------- .txt, .md
 
-def read_text_file(path: Path, layout: Layout) -> Pieces:
-    """The documents of a .txt or .md. Line ends beside a separator belong to the layout, so they
-    are left out, and white space alone between two of them is no document."""
+def read_text_file(path: Path, separator: str) -> Pieces:
+    """The documents of a .txt or .md, or without a separator the whole as one. Line ends beside a
+    separator belong to the layout, so they are left out, and white space alone between two of them
+    is no document."""
     with open_bytes(path) as file:
-        for text, begins, ends in text_pieces(decoded(file), layout.separator):
-            if layout.separator:
+        for text, begins, ends in text_pieces(decoded(file), separator):
+            if separator:
                 if begins:
                     text = text.lstrip("\r\n")
                 if ends:
@@ -131,7 +127,7 @@ def decoded(file: io.BufferedReader) -> Iterator[str]:
 
 # ----------------------------------------------------------------------------- .jsonl
 
-def read_jsonl(path: Path, layout: Layout) -> Pieces:
+def read_jsonl(path: Path, field: str) -> Pieces:
     """Each line is a document. Python's json is as fast as pyarrow's, and its errors can name the
     line."""
     seen = False                # whether a line has had the field
@@ -149,11 +145,10 @@ def read_jsonl(path: Path, layout: Layout) -> Pieces:
                     f"objects so, and `jq -c '.[]'` those of an array)")
 
             # Spark and BigQuery leave out a field that is null.
-            if layout.text_field not in row and not seen:
-                raise ValueError(f"line {number} has no field {among(layout.text_field, row)}: set "
-                                 f"--text_field to one of these")
+            if not seen:
+                check_field(field, row, f"line {number}")
             seen = True
-            yield True, encode_json(row.get(layout.text_field), f"line {number}")
+            yield True, encode_json(row.get(field), f"line {number}")
 
 
 def encode_json(text: str | None, where: str) -> bytes:
@@ -169,55 +164,48 @@ def encode_json(text: str | None, where: str) -> bytes:
         return replace_surrogates(text).encode()
 
 
-def among(field: str, names: Iterable[str]) -> str:
-    """A missing field and the first of those that could be meant, for a message."""
-    found = ", ".join(repr(name[:20]) for name in [*names][:4])
-    return f"{field!r} among {found}"
+def check_field(field: str, names: Iterable[str], where: str) -> None:
+    """ValueError if `where`, a part of a file, has no field or column of this name."""
+    if field not in names:
+        found = ", ".join(repr(name[:20]) for name in [*names][:4])
+        raise ValueError(f"{where} has no {field!r} among {found}; set --text_field to one of these")
 
 
 # ----------------------------------------------------------------------------- .csv
 
-def read_csv(path: Path, layout: Layout) -> Pieces:
+def read_csv(path: Path, field: str) -> Pieces:
     """Each row is a document. The first row names the columns."""
     csv.field_size_limit(2**31 - 1)
     header = None
+    number = 1                  # of the line with which the next row begins
     with open_bytes(path) as file:
-        check_first_line(file.peek(BLOCK), layout.text_field)
+        check_first_line(file.peek(BLOCK), field)
         rows = csv.reader(csv_lines(file), strict=True)
-        while True:
-            number = rows.line_num + 1
-            try:
-                row = next(rows, None)
-            except csv.Error as error:
-                raise ValueError(f"line {number}: {error}; a quotation mark in a quoted cell is "
-                                 f"doubled, not behind a backslash") from None
-            if row is None:
-                return
-
-            if header is None and row:
-                header = row
-                if layout.text_field not in header:
-                    raise ValueError(
-                        f"line {number} has no column {among(layout.text_field, header)}: does "
-                        f"this line name the columns? If so, set --text_field to one of these, "
-                        f"else write a line of names before it")
-            elif row:
-                if len(row) != len(header):
-                    raise ValueError(f"line {number} has {len(row)} cells, but the first row has "
-                                     f"{len(header)}")
-                text = row[header.index(layout.text_field)]
-                yield True, text.replace(LONE_RETURN, "\r").encode()
+        try:
+            for row in rows:
+                if row and header is None:
+                    header = row
+                    check_field(field, header, f"line {number} (does it name the columns? If not, "
+                                               f"add a line that does)")
+                elif row:
+                    if len(row) != len(header):
+                        raise ValueError(f"line {number} has {len(row)} cells, but the first row "
+                                         f"has {len(header)}")
+                    text = row[header.index(field)]
+                    yield True, text.replace(LONE_RETURN, "\r").encode()
+                number = rows.line_num + 1
+        except csv.Error as error:
+            raise ValueError(f"line {number}: {error}; a quotation mark in a quoted cell is "
+                             f"doubled, not behind a backslash") from None
 
 
 def check_first_line(head: bytes, field: str) -> None:
-    """ValueError for columns that are divided by other signs than commas."""
+    """ValueError for columns that are divided by semicolons, as Excel does in many countries."""
     first_line = re.split(rb"[\r\n]", head, maxsplit=1)[0].decode("utf-8-sig", errors="replace")
-    if first_line.startswith("sep="):
-        raise ValueError("line 1 is Excel's, which names the sign between columns: remove the "
-                         "line, and divide the columns by commas")
     names = first_line.replace('"', "").split(";")
-    if len(names) > 1 and field in names:
-        raise ValueError("its columns are divided by semicolons: write it with commas")
+    if first_line.startswith("sep=") or (len(names) > 1 and field in names):
+        raise ValueError("it is Excel's, with semicolons between the columns or a first line sep=: "
+                         "write commas, and no such line")
 
 
 def csv_lines(file: io.BufferedReader) -> Iterator[str]:
@@ -231,20 +219,22 @@ def csv_lines(file: io.BufferedReader) -> Iterator[str]:
         newline = "\r"
 
     # What is not UTF-8 becomes surrogates, which a line can be asked for.
-    text = io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline=newline)
-    for number, line in enumerate(text, 1):
-        try:
-            line.encode()
-        except UnicodeEncodeError:
-            raise ValueError(f"line {number} is not UTF-8") from None
-        if newline == "\n" and "\r" in line:
-            line = re.sub(r"\r(?!\n|\Z)", LONE_RETURN, line)
-        yield line
+    with io.TextIOWrapper(
+        file, encoding="utf-8-sig", errors="surrogateescape", newline=newline,
+    ) as text:
+        for number, line in enumerate(text, 1):
+            try:
+                line.encode()
+            except UnicodeEncodeError:
+                raise ValueError(f"line {number} is not UTF-8") from None
+            if newline == "\n" and "\r" in line:
+                line = re.sub(r"\r(?!\n|\Z)", LONE_RETURN, line)
+            yield line
 
 
 # ----------------------------------------------------------------------------- .parquet, .arrow
 
-def read_parquet(path: Path, layout: Layout) -> Pieces:
+def read_parquet(path: Path, field: str) -> Pieces:
     """Each row is a document, a view of pyarrow's memory; null is an empty one."""
     import pyarrow.parquet
 
@@ -253,16 +243,16 @@ def read_parquet(path: Path, layout: Layout) -> Pieces:
     with pyarrow.parquet.ParquetFile(
         path, pre_buffer=False, buffer_size=BLOCK, page_checksum_verification=True,
     ) as file:
-        check_column(file.schema_arrow.names, layout.text_field)
+        check_field(field, file.schema_arrow.names, "it")
 
         # Only 64 rows at a time: in a dictionary-encoded column half a kilobyte of file can stand
         # for many copies of a huge document.
-        batches = file.iter_batches(batch_size=64, columns=[layout.text_field], use_threads=False)
+        batches = file.iter_batches(batch_size=64, columns=[field], use_threads=False)
         for batch in batches:
-            yield from column_texts(batch.column(0), layout.text_field)
+            yield from column_texts(batch.column(0), field)
 
 
-def read_arrow(path: Path, layout: Layout) -> Pieces:
+def read_arrow(path: Path, field: str) -> Pieces:
     """As read_parquet, of both formats that Arrow has: that of files, which polars and pandas
     (Feather) write, and the stream, which `datasets` writes."""
     import pyarrow
@@ -275,18 +265,12 @@ def read_arrow(path: Path, layout: Layout) -> Pieces:
             file.seek(0)
             reader = pyarrow.ipc.open_stream(file)
             batches = reader
-        check_column(reader.schema.names, layout.text_field)
+        check_field(field, reader.schema.names, "it")
 
         for batch in batches:
-            column = batch.column(layout.text_field)
+            column = batch.column(field)
             for start in range(0, len(column), 64):
-                yield from column_texts(column.slice(start, 64), layout.text_field)
-
-
-def check_column(names: list[str], field: str) -> None:
-    if field not in names:
-        raise ValueError(f"it has no column {among(field, names)}: set --text_field to one of "
-                         f"these")
+                yield from column_texts(column.slice(start, 64), field)
 
 
 def column_texts(rows, field: str) -> Pieces:
@@ -323,34 +307,34 @@ READERS = {
     ".jsonl": read_jsonl, ".jsonlines": read_jsonl, ".ndjson": read_jsonl, ".json": read_jsonl,
     ".csv": read_csv, ".parquet": read_parquet, ".arrow": read_arrow,
 }
-SUFFIXES = re.compile(r".*?[^/](\.\w+)(\.gz|\.gzip|\.zst|\.zstd|\.bz2)?", re.DOTALL)
 TEXT_FILES = {".txt", ".text", ".md"}
 TABLES = {".parquet", ".arrow"}
+WITH_ESCAPES = READERS.keys() - TEXT_FILES - TABLES     # if a database has written them
 
 
 def kind_of(path: str | Path) -> str:
     """The suffix that says how a file is read, in lower case: .txt of a.TXT and of a.txt.gz.
     Empty for a file that no reader takes."""
-    match = SUFFIXES.fullmatch(str(path).lower())
-    if match is None or match[1] not in READERS:
-        return ""
+    path = Path(str(path).lower())
 
-    # Of these pyarrow may read the end first, which a compressed file does not give away.
-    if match[1] in TABLES and match[2]:
-        return ""
-    return match[1]
+    # Of tables pyarrow may read the end first, which a compressed file does not give away.
+    if path.suffix in COMPRESSIONS and Path(path.stem).suffix not in TABLES:
+        path = Path(path.stem)
+    if path.suffix in READERS:
+        return path.suffix
+    return ""
 
 
 class TextReader:
-    """Reads files, and tells what a user should know of their texts. `mark` stands before each
-    document. `empty_rows` counts the rows without text, which are no documents."""
+    """Reads files, as the two flags say, and tells what a user should know of their texts. `mark`
+    stands before each document. `empty_rows` counts the rows without text: no documents."""
 
-    def __init__(self, layout: Layout, mark: bytes):
-        self.layout = layout
+    def __init__(self, text_field: str, separator: str, mark: bytes):
+        self.text_field = text_field
+        self.separator = separator
         self.mark = mark
         self.empty_rows = 0
-        self.most_documents = 0         # in one .txt or .md
-        self.told = False               # of <|endoftext|> in a text
+        self.told = False               # of <|endoftext|> or --separator
 
     def read_chunks(self, path: Path, name: str) -> Iterator[bytes]:
         """The documents of a file with `mark` before each, joined to chunks of about a BLOCK of
@@ -373,23 +357,29 @@ class TextReader:
     def read_documents(self, path: Path, name: str) -> Pieces:
         """The pieces of the documents that are not empty."""
         kind = kind_of(path)
+        flag = self.text_field
+        if kind in TEXT_FILES:
+            flag = self.separator
         documents = 0
-        nulls = 0
-        line_ends = 0               # that are not behind a backslash
-        escapes = 0                 # of line ends
+        escaped = Counter()         # {sign: how often it is behind a backslash}
+        plain = Counter()           # {sign: how often it is not}
         try:
-            for begins, text in READERS[kind](path, self.layout):
+            for begins, text in READERS[kind](path, flag):
                 if not text:
                     self.empty_rows += 1
                     continue
                 documents += begins
-                if kind in TEXT_FILES:
-                    self.tell_of_endoftext(text, name)
-                elif kind not in TABLES:
-                    behind_backslash = text.count(b"\\\n")
-                    nulls += text == rb"\N"
-                    line_ends += text.count(b"\n") - behind_backslash
-                    escapes += text.count(rb"\n") + behind_backslash
+                if kind in TEXT_FILES and not flag and b"<|endoftext|>" in text:
+                    self.tell_once(
+                        f"{name} contains <|endoftext|>, which is read as text: if it separates "
+                        f"documents, add --separator '<|endoftext|>' and choose another --out")
+                if kind in WITH_ESCAPES:
+                    escaped["null"] += text == rb"\N"
+                    escaped[b"\n"] += text.count(rb"\n")
+                    for sign in (b"\n", b'"'):
+                        count = text.count(b"\\" + sign)
+                        escaped[sign] += count
+                        plain[sign] += text.count(sign) - count
                 yield begins, text
         except (OSError, ValueError, NotImplementedError) as error:
             # pyarrow's errors are derived from these. The system's name the path.
@@ -397,24 +387,16 @@ class TextReader:
                 raise
             raise UserError(f"{name} {why_unreadable(path, error)}") from None
 
-        if kind in TEXT_FILES:
-            self.most_documents = max(self.most_documents, documents)
-        if nulls > 0 or (escapes > 0 and line_ends == 0):
+        if kind in TEXT_FILES and flag and documents == 1:
+            self.tell_once(f"{name} is read as one document: check --separator {flag!r}")
+        if any(escaped[sign] > 0 and plain[sign] == 0 for sign in escaped):
             print_error(f"{name} seems to have a database's escapes ({ESCAPES}), which are read "
                         f"as text: export it with `FORMAT csv, HEADER`, or JSON with `psql -At`")
 
-    def tell_of_endoftext(self, text: bytes, name: str) -> None:
-        if b"<|endoftext|>" in text and not self.layout.separator and not self.told:
+    def tell_once(self, line: str) -> None:
+        if not self.told:
             self.told = True
-            print_error(f"{name} contains <|endoftext|>, which is read as ordinary text: if "
-                        f"<|endoftext|> separates documents, add --separator '<|endoftext|>' and "
-                        f"choose another --out")
-
-    def tell_of_separator(self) -> None:
-        """After all files: whether --separator has divided none of them."""
-        if self.layout.separator and self.most_documents <= 1:
-            print_error(f"--separator {self.layout.separator!r} occurs in no .txt or .md that was "
-                        f"read, so it divides nothing: check --separator")
+            print_error(line)
 
 
 def why_unreadable(path: Path, error: Exception) -> str:
@@ -424,7 +406,8 @@ def why_unreadable(path: Path, error: Exception) -> str:
         return f"is {kind}"
 
     # Behind a bit that has flipped come other letters, whose error comes before the checksum.
-    if path.suffix.lower() in COMPRESSIONS and isinstance(error, ValueError):
+    compression = COMPRESSIONS.get(path.suffix.lower())
+    if compression and isinstance(error, ValueError):
         try:
             with open_bytes(path) as file:
                 while file.read(BLOCK):
@@ -432,11 +415,7 @@ def why_unreadable(path: Path, error: Exception) -> str:
         except (OSError, ValueError) as damage:
             error = damage
 
-    if "too much memory" in str(error):
-        return "needs a window of more than 128 MiB: decompress it with `zstd -d --long=31`"
-    with open(path, "rb") as file:
-        file.seek(max(0, path.stat().st_size - 8))
-        if COMPRESSIONS.get(path.suffix.lower()) == "gzip" and file.read() == bytes(8):
-            return "has zeros behind its last member: gunzip it"
-    return (f"cannot be read ({brief_error(error)}): repair the file (as UTF-8 text), or leave it "
-            f"out")
+    remedy = "repair the file (as UTF-8 text), or leave it out"
+    if compression and isinstance(error, OSError):
+        remedy = f"try `{PROGRAMS[compression]}`, or fetch the file again"
+    return f"cannot be read ({brief_error(error)}): {remedy}"

@@ -7,7 +7,6 @@ with it.
 import functools
 import hashlib
 import json
-import os
 import re
 import secrets
 import threading
@@ -83,9 +82,8 @@ def new_encoding():
 
 
 def encode(text: str, encoding=None) -> np.ndarray:
-    """GPT-2's tokens of `text`, 1-D uint16, by a tiktoken Encoding (None: by `tokenizer()`).
-    `<|endoftext|>` in it is ordinary text. UserError for a run of white space that is too long for
-    tiktoken."""
+    """GPT-2's tokens of `text`, 1-D uint16, by a tiktoken Encoding (None: by `tokenizer()`), where
+    `<|endoftext|>` is ordinary text. UserError for white space that is too long for tiktoken."""
     if encoding is None:
         encoding = tokenizer()
     try:
@@ -128,6 +126,7 @@ class Encoder:
             return
 
         self.gigatoken = load_hf_json(json.dumps(self._as_tokenizer_json()))
+        tokenizer()             # with which it is compared: later each thread would make one
 
     def _as_tokenizer_json(self) -> dict:
         """GPT-2's tokenizer as Hugging Face's tokenizer.json has it, as far as gigatoken reads
@@ -195,8 +194,6 @@ class Encoder:
         if np.array_equal(tokens, expected):
             return
 
-        at = len(os.path.commonprefix([tokens.tolist(), expected.tolist()]))
-        text = tokenizer().decode(expected[max(0, at - 2):at + 3].tolist())
-        raise RunError(f"gigatoken's tokens differ from tiktoken's at {text!r}: install the "
-                       f"version of gigatoken in requirements.txt, or use --encoder tiktoken, "
-                       f"which is slower")
+        raise RunError(f"gigatoken's tokens differ from tiktoken's in a text that begins with "
+                       f"{sample[:80].decode(errors='ignore')!r}: install the version of gigatoken "
+                       f"in requirements.txt, or use --encoder tiktoken, which is slower")

@@ -2,8 +2,8 @@
 
     python tests/run_fineweb.py MOMENT FLAGS...
 
-MOMENT is "never", or as "3 half": at the renaming number 3 of a file that is complete, half of which
-is cut off first; or "3 after": behind that renaming.
+MOMENT is "never", or as "3 half": at the renaming number 3 of a file that is complete, half of
+which is cut off first; or "3 after": behind that renaming.
 """
 import os
 import signal

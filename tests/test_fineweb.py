@@ -193,11 +193,12 @@ def test_a_text_of_200_tokens_is_divided_and_a_shorter_one_is_too_short():
 
 
 @pytest.mark.parametrize("flags", [
-    ["--input", "a.txt", "--val_tokens", 500], ["--input", "none.txt", "--val_input", "a.txt"]])
+    ["--input", "a.txt", "--val_tokens", 500], ["--input", "a.txt", "--val_tokens", 9,
+     "--max_tokens", 9], ["--input", "none.txt", "--val_input", "a.txt"]])
 def test_a_text_of_which_nothing_is_left_for_training_is_refused(flags):
     Path("a.txt").write_text(" a" * 400)
     Path("none.txt").touch()
-    assert "training" in refusal(*flags, "--out", "out")
+    assert "--val_tokens" in refusal(*flags, "--out", "out")
 
 
 def test_val_input_without_text_is_refused(text):
@@ -309,7 +310,8 @@ def test_so_many_threads_encode_as_workers_says_or_as_this_process_has_cores(
 
 
 @pytest.mark.parametrize("flags, name", [
-    ([], "auto"), (["--encoder", "tiktoken"], "tiktoken"), (["--encoder", "gigatoken"], "gigatoken")])
+    ([], "auto"), (["--encoder", "tiktoken"], "tiktoken"),
+    (["--encoder", "gigatoken"], "gigatoken")])
 def test_the_encoder_is_the_one_that_is_asked_for(flags, name, text, encoder, monkeypatch):
     asked = []
 
@@ -324,13 +326,13 @@ def test_the_encoder_is_the_one_that_is_asked_for(flags, name, text, encoder, mo
 
 @pytest.mark.parametrize("line, named", [
     ("--input missing.txt --out out", "missing.txt"), ("--input a.txt", "--out"),
-    ("--val_input a.txt", "--input"), ("--name x", "--dataset"), ("--verify nowhere", "nowhere"),
+    ("--val_input a.txt", "--val_input"), ("--verify nowhere", "nowhere"),
     ("--input a.txt --name x --out out", "--name"), ("--verify x --split y", "--split"),
     ("--input a.txt --dataset a/b --out out", "--dataset"), ("--pretokenized 9 --split y", "--sp"),
     ("--shard_size 2147483648", "--shard_size"), ("--max_tokens 1e9", "--max_tokens"),
     ("--shard_size 0", "--shard_size"), ("--max_tokens 0", "--max_tokens"), ("--workers 0", "--w"),
     ("--val_tokens 0", "--val_tokens"), ("--workers 257", "--workers"), ("--pretokenized 0", "--p"),
-    ("--pretokenized 104", "103"), ("--max_tokens 100 --val_tokens 100", "--val_tokens"),
+    ("--pretokenized 104", "103"),
     ("--format csv", "--format"), ("--tsv_quotes", "--tsv_quotes"), ("--part 0/2", "--part"),
     ("--input a.txt --val_input a.txt --val_tokens 5 --out out", "--val_tokens"),
     ("--input a.txt --val_input b.txt ../*/a.txt --out out", "a.txt is both")])
@@ -458,7 +460,8 @@ def test_a_text_that_has_changed_is_refused(at, text):
 
 
 @pytest.mark.parametrize("old, new", [
-    ('"cursor"', '"other"'), ('"tokens": 1500', '"tokens": 1'), ("text_v", "none_v"), ("}\n ]", "}")])
+    ('"cursor"', '"other"'), ('"tokens": 1500', '"tokens": 1'), ("text_v", "none_v"),
+    ("}\n ]", "}")])
 def test_a_damaged_manifest_is_refused_and_nothing_changes(old, new, text):
     flags = ["--input", text, "--out", "out", "--shard_size", 1500]
     prepare(*flags)
@@ -499,7 +502,7 @@ def test_verify_tells_shards_that_were_not_written_yet_or_are_not_listed(text, c
 
     prepare("--verify", "out")
     line = capsys.readouterr().out.splitlines()[-1]
-    assert "not written" in line
+    assert "fineweb.py" in line
     assert "mine_train_000001.npy" in line
 
 
@@ -540,6 +543,18 @@ def test_the_last_line_is_a_command_that_runs_as_printed(length, block_size, fol
     done = subprocess.run([sys.executable, script, *command[1:], *small.split()],
                           capture_output=True, text=True, env=ENV)
     assert done.returncode == 0, done.stderr
+
+
+def test_training_on_an_unfinished_folder_says_how_to_finish_it(text):
+    killed = run("--input", text, "--shard_size", 1500, "--out", "out", kill="5 after")
+    assert killed.returncode == -9
+
+    small = "--n_layer 1 --n_head 1 --n_embd 16 --block_size 16 --device cpu --dry_run"
+    done = subprocess.run([sys.executable, ROOT / "train_gpt2.py", "--data", "out", *small.split()],
+                          capture_output=True, text=True, env=ENV)
+    assert done.returncode == 0, done.stderr
+    [line] = [line for line in done.stdout.splitlines() if line.startswith("warning")]
+    assert "fineweb.py" in line
 
 
 @pytest.mark.parametrize("preset, count", [

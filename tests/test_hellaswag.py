@@ -1,4 +1,4 @@
-"""hellaswag.py: its counts against a plain scoring of one token at a time, its data, the command."""
+"""hellaswag.py: its counts against a plain scoring of token after token, its data, the command."""
 import json
 import math
 import random
@@ -55,7 +55,9 @@ def plain_losses(model, ctx, ending):
     """The loss of each token of an ending, one after the other."""
     row = encode(ctx).tolist() + encode(" " + ending).tolist()
     row = row[-(model.config.block_size + 1):]
-    first = max(1, len(row) - len(encode(" " + ending)))    # nothing is before the row's first token
+
+    # Nothing is before the row's first token.
+    first = max(1, len(row) - len(encode(" " + ending)))
 
     losses = []
     for at in range(first, len(row)):
@@ -228,6 +230,12 @@ def test_a_row_of_the_hub_without_a_label_is_named(monkeypatch):
     rows = [EXAMPLES[0], {**EXAMPLES[1], "label": ""}]          # as in the test split
     monkeypatch.setitem(sys.modules, "datasets", hub_with(rows, []))
     with pytest.raises(UserError, match="row 1"):
+        load_examples()
+
+
+def test_a_missing_package_is_a_users_mistake_without_which_a_run_goes_on(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(UserError, match="pip install datasets"):
         load_examples()
 
 

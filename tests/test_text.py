@@ -15,7 +15,7 @@ from texts import DOCUMENTS, write_documents
 
 import runtime.text
 from runtime.cli import UserError
-from runtime.text import Layout, TextReader, kind_of
+from runtime.text import TextReader, kind_of
 
 # The same examples in every run, and no look at the clock.
 FAST = settings(max_examples=40, deadline=None, derandomize=True, database=None,
@@ -24,25 +24,25 @@ MARK = b"<mark>"
 EOT = "<|endoftext|>"
 
 
-def read(path, **layout):
+def read(path, text_field="text", separator=""):
     """The documents of a file."""
-    reader = TextReader(Layout(**layout), MARK)
+    reader = TextReader(text_field, separator, MARK)
     before, *documents = b"".join(reader.read_chunks(path, str(path))).split(MARK)
     assert before == b""
     return [document.decode() for document in documents]
 
 
-def read_bytes(folder, name, data, **layout):
+def read_bytes(folder, name, data, **flags):
     """The documents of a file with this name and these bytes."""
     path = folder / name
     path.write_bytes(data)
-    return read(path, **layout)
+    return read(path, **flags)
 
 
-def refusal(folder, name, data, **layout):
+def refusal(folder, name, data, **flags):
     """The line that refuses a file with this name and these bytes."""
     with pytest.raises(UserError) as error:
-        read_bytes(folder, name, data, **layout)
+        read_bytes(folder, name, data, **flags)
     line = str(error.value)
     assert name in line
     return line
@@ -95,7 +95,7 @@ def test_the_end_of_a_name_says_how_a_file_is_read(name, kind):
 def test_a_row_without_text_is_no_document_and_is_counted(name, data, tmp_path):
     path = tmp_path / name
     path.write_bytes(data)
-    reader = TextReader(Layout(), MARK)
+    reader = TextReader("text", "", MARK)
 
     assert list(reader.read_chunks(path, name)) == [MARK + b"a"]
     assert reader.empty_rows == 2
@@ -125,7 +125,7 @@ def test_a_text_is_one_document_with_its_line_ends(tmp_path, monkeypatch):
 def test_a_long_text_comes_in_pieces_that_are_cut_between_words(tmp_path, monkeypatch):
     monkeypatch.setattr(runtime.text, "BLOCK", 1)
     (tmp_path / "a.txt").write_text("one two three")
-    reader = TextReader(Layout(), MARK)
+    reader = TextReader("text", "", MARK)
     chunks = list(reader.read_chunks(tmp_path / "a.txt", "a.txt"))
     assert b"".join(chunks) == MARK + b"one two three"
     assert chunks[-2:] == [b" two", b" three"]
@@ -143,7 +143,7 @@ PIECES = st.sampled_from(["\n\n", " ", "    ", "\r\n", "a", "'s", "1.", "é中",
 def test_the_pieces_of_a_text_have_the_tokens_of_the_whole(gpt2, tmp_path, parts, block):
     text = "".join(parts)
     (tmp_path / "a.txt").write_bytes(text.encode())
-    reader = TextReader(Layout(), MARK)
+    reader = TextReader("text", "", MARK)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runtime.text, "BLOCK", block)
         chunks = list(reader.read_chunks(tmp_path / "a.txt", "a.txt"))
@@ -189,7 +189,7 @@ def test_a_separator_does_not_divide_json(tmp_path):
 
 
 def test_endoftext_in_a_text_without_a_separator_is_told_once(tmp_path, capsys):
-    reader = TextReader(Layout(), MARK)
+    reader = TextReader("text", "", MARK)
     for name in ("a.txt", "b.txt"):
         (tmp_path / name).write_text(f"One.\n{EOT}\nTwo.\n")
         list(reader.read_chunks(tmp_path / name, name))
@@ -199,13 +199,12 @@ def test_endoftext_in_a_text_without_a_separator_is_told_once(tmp_path, capsys):
     assert "a.txt" in told[0] and "--separator" in told[0]
 
 
-def test_a_separator_that_divides_no_file_is_told(tmp_path, capsys):
-    reader = TextReader(Layout(separator="=="), MARK)
-    for text, told in (("One.\nTwo.", True), ("One. == Two.", False)):
-        (tmp_path / "a.txt").write_text(text)
-        list(reader.read_chunks(tmp_path / "a.txt", "a.txt"))
-        reader.tell_of_separator()
-        assert ("--separator" in capsys.readouterr().err) == told
+def test_a_separator_that_does_not_divide_a_file_is_told(tmp_path, capsys):
+    read_bytes(tmp_path, "a.txt", b"One. == Two.", separator="==")
+    assert capsys.readouterr().err == ""
+
+    read_bytes(tmp_path, "a.txt", b"One. Two.", separator="==")
+    assert "--separator" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("before", [0, 1, 500, 1 << 20])
@@ -319,6 +318,7 @@ POSTGRESQL = json.dumps({"text": "one\\ntwo"}).encode() + b"\n"
     ("a.csv", MARIADB, ["one\\\ntwo", "C:\\\\dir", "\\N"]),
     ("a.csv", b'text\n"one\\\ntwo"\n', ["one\\\ntwo"]),
     ("a.csv", b"text\none\n\\N\n", ["one", "\\N"]),
+    ("a.csv", b'text\na \\"quoted\\" word\n', ['a \\"quoted\\" word']),
     ("a.jsonl", POSTGRESQL, ["one\\ntwo"])])
 def test_the_escapes_of_a_database_are_told_and_stay_in_the_text(
         name, data, documents, tmp_path, capsys):
@@ -331,6 +331,7 @@ def test_the_escapes_of_a_database_are_told_and_stay_in_the_text(
 @pytest.mark.parametrize("name, data", [
     ("a.csv", b'text\n"one\ntwo\\\nthree"\n'),
     ("a.csv", b"text\nplain\n"),
+    ("a.jsonl", rb'{"text": "plain \"quotes\" and \\\"others\\\""}'),
     ("a.jsonl", POSTGRESQL + b'{"text": "a real\\nline end"}\n')])
 def test_a_text_with_plain_line_ends_is_not_taken_for_a_databases(name, data, tmp_path, capsys):
     read_bytes(tmp_path, name, data)
@@ -380,7 +381,7 @@ def test_every_kind_of_string_column_is_read(kind, name, write, tmp_path):
 def test_a_column_of_nulls_has_no_text(name, write, tmp_path):
     table = pyarrow.table({"text": pyarrow.nulls(3)})
     write(table, tmp_path / name)
-    reader = TextReader(Layout(), MARK)
+    reader = TextReader("text", "", MARK)
     assert list(reader.read_chunks(tmp_path / name, name)) == []
     assert reader.empty_rows == 3
 
@@ -485,6 +486,19 @@ def test_a_tar_archive_is_no_text(tmp_path):
     ("a.parquet", b"PK\x03\x04 and more", "zip")])
 def test_a_file_of_another_kind_than_its_name_says_is_named(name, data, word, tmp_path):
     assert word in refusal(tmp_path, name, data)
+
+
+@FAST
+@given(st.sampled_from(["a.jsonl", "a.jsonl.gz", "a.csv", "a.parquet", "a.txt"]), st.data())
+def test_whatever_byte_of_a_file_is_another_it_is_read_or_refused(tmp_path, name, data):
+    path = write_documents(tmp_path / name, DOCUMENTS[:20])
+    changed = bytearray(path.read_bytes())
+    changed[data.draw(st.integers(0, len(changed) - 1))] = data.draw(st.integers(0, 255))
+    path.write_bytes(changed)
+    try:
+        read(path)
+    except UserError as error:
+        assert name in str(error)
 
 
 def test_a_file_that_is_gone_is_told_by_the_system(tmp_path):
