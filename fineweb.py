@@ -442,9 +442,8 @@ def locked(out: Path) -> Iterator[None]:
 
 def next_command(out: Path, val: list[int], train: list[int]) -> str:
     """The command that trains on shards of so many tokens, as a shell reads it."""
-    # `small` trains on 33M tokens: with less than a quarter of that a text would be read over
-    # four times.
-    if sum(train) < 8_200_000:
+    # `small` trains on 33M tokens: with fewer it would read a text more than once.
+    if sum(train) < 32_768_000:
         preset = "shakespeare"
     elif sum(train) < 1_000_000_000:
         preset = "small"

@@ -180,7 +180,7 @@ class FrontierGPT(ModernLanguageModel):
             "h": nn.ModuleList(blocks),
         })
 
-        # Tied head (record 53): a token's row learns where it is read and where it is predicted.
+        # Tied head (record 51): a token's row learns where it is read and where it is predicted.
         self.lm_head = CastedLinear(C, V, device="meta")
         self.lm_head.weight = self.transformer.wte.weight
 

@@ -32,6 +32,11 @@ def replace_file(path: str | Path, write: Callable[[BinaryIO], object]) -> None:
                 sync(folder)                    # makes the rename durable
             finally:
                 os.close(folder)
+    except OSError as error:
+        # What a full disk says of a write names no file.
+        if error.filename is None:
+            error.filename = str(path)
+        raise
     finally:
         temporary.unlink(missing_ok=True)
 

@@ -15,6 +15,7 @@ import torch
 from runtime.cli import UserError, unexpected
 from runtime.metrics import lowest, read_metrics
 from runtime.files import checkpoints, reading
+from runtime.kinds import first_bytes_tell
 
 EMBEDDING = "transformer.wte.weight"
 HEAD = "lm_head.weight"
@@ -66,7 +67,8 @@ def read_checkpoint(
 ) -> dict:
     """The dict that a .pt file holds. UserError with `remedy` if it cannot be read."""
     # `reading` turns any error in here into a UserError that names the file.
-    with reading(path, remedy, problem="cannot be read as a checkpoint"):
+    with (reading(path, remedy, problem="cannot be read as a checkpoint"),
+          first_bytes_tell(path)):
         check_zip(path)
 
         # weights_only=True runs no code of the file. build-nanogpt pickles an instance of
