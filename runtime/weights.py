@@ -13,9 +13,9 @@ from types import SimpleNamespace
 import torch
 
 from runtime.cli import UserError, unexpected
-from runtime.metrics import lowest, read_metrics
 from runtime.files import checkpoints, reading
 from runtime.kinds import first_bytes_tell
+from runtime.metrics import lowest, read_metrics
 
 EMBEDDING = "transformer.wte.weight"
 HEAD = "lm_head.weight"
