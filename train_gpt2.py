@@ -327,12 +327,7 @@ def train_step(
         loss_accum += loss.detach()
         state.scaler.scale(loss).backward()
 
-    # The ranks add their losses, and with them their votes: 1 if a signal came to this one.
-    vote = torch.full_like(loss_accum, process.received != "")
-    sums = torch.stack((loss_accum, vote))
-    if process.world_size > 1:
-        dist.all_reduce(sums)
-    mean_loss, votes = sums[0] / process.world_size, sums[1]
+    mean_loss, votes = over_all_ranks(loss_accum, process)
 
     # Clip and update. DDP has averaged the gradients, so all ranks do the same.
     state.scaler.unscale_(state.optimizer)
@@ -348,6 +343,15 @@ def train_step(
     # before the last one would accumulate into new tensors, beside the buckets.
     state.model.zero_grad(set_to_none=process.world_size == 1 or micro_steps == 1)
     return torch.stack((mean_loss, norm, votes))
+
+
+def over_all_ranks(loss: torch.Tensor, process: Process) -> tuple[torch.Tensor, torch.Tensor]:
+    """The mean of the ranks' losses, and how many ranks vote to stop."""
+    vote = torch.full_like(loss, process.received != "")        # 1 if a signal came to this one
+    sums = torch.stack((loss, vote))
+    if process.world_size > 1:
+        dist.all_reduce(sums)
+    return sums[0] / process.world_size, sums[1]
 
 
 # ----------------------------------------------------------------------------- evaluation
