@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib import import_module
 
 import pytest
-from helpers import BYTES, ENV, ROOT, hellaswag_file
+from helpers import BYTES, ENV, ROOT, hellaswag_file, train
 from peers import make_model
 
 from runtime import cli
@@ -240,6 +240,11 @@ def test_a_configuration_file_of_nanogpt_is_told_as_one(parser):
     assert "nanoGPT" not in str(error.value)
 
 
+def test_what_nanogpt_means_by_a_grad_clip_of_0_is_said():
+    with pytest.raises(UserError, match="--grad_clip.*'inf' turns clipping off"):
+        train("--grad_clip", 0)
+
+
 def test_each_command_tells_its_version(parser, capsys):
     with pytest.raises(SystemExit) as ended:
         parser.parse_args(["--version"])
@@ -376,6 +381,8 @@ def test_a_path_that_the_system_refuses_is_one_line_and_nothing_is_written(
     assert str(tmp_path) in stderr
     assert stderr.count("\n") == 1
     assert not list((tmp_path / "here").iterdir())
+    if kind == "private":
+        assert "Permission denied" in stderr
 
 
 def test_a_run_whose_folder_cannot_be_read_does_not_begin_anew(run_script, tmp_path):

@@ -1,5 +1,4 @@
 """runtime/ranks.py: what is printed, what ranks agree on, and how torchrun is understood."""
-import functools
 import json
 import os
 import signal
@@ -7,6 +6,7 @@ import sys
 from inspect import signature
 
 import pytest
+import torch
 from helpers import BYTES, logged, on_ranks, train
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -338,9 +338,12 @@ def test_ranks_that_torchrun_has_started_wait_in_silence(environment, capsys):
 
 
 def test_the_line_comes_before_the_wait(environment, monkeypatch, capsys):
+    def wait(*args, **options):
+        raise TimeoutError("nobody came")
+
     environment("WORLD_SIZE=2 RANK=0 MASTER_ADDR=10.0.0.7 MASTER_PORT=29500")
-    wait = functools.partial(fail, TimeoutError("nobody came"))
-    monkeypatch.setattr(train_gpt2.dist, "init_process_group", lambda *args, **options: wait())
+    for name in ("init_process_group", "rendezvous"):
+        monkeypatch.setattr(torch.distributed, name, wait)
 
     with pytest.raises(TimeoutError):
         train_gpt2.start_process("cpu")
