@@ -327,12 +327,7 @@ def train_step(
         loss_accum += loss.detach()
         state.scaler.scale(loss).backward()
 
-    # The ranks add their losses, and with them their votes: 1 if a signal came to this one.
-    vote = torch.full_like(loss_accum, process.received != "")
-    sums = torch.stack((loss_accum, vote))
-    if process.world_size > 1:
-        dist.all_reduce(sums)
-    mean_loss, votes = sums[0] / process.world_size, sums[1]
+    mean_loss, votes = over_all_ranks(loss_accum, process)
 
     # Clip and update. DDP has averaged the gradients, so all ranks do the same.
     state.scaler.unscale_(state.optimizer)
@@ -348,6 +343,15 @@ def train_step(
     # before the last one would accumulate into new tensors, beside the buckets.
     state.model.zero_grad(set_to_none=process.world_size == 1 or micro_steps == 1)
     return torch.stack((mean_loss, norm, votes))
+
+
+def over_all_ranks(loss: torch.Tensor, process: Process) -> tuple[torch.Tensor, torch.Tensor]:
+    """The mean of the ranks' losses, and how many ranks vote to stop."""
+    vote = torch.full_like(loss, process.received != "")        # 1 if a signal came to this one
+    sums = torch.stack((loss, vote))
+    if process.world_size > 1:
+        dist.all_reduce(sums)
+    return sums[0] / process.world_size, sums[1]
 
 
 # ----------------------------------------------------------------------------- evaluation
@@ -487,6 +491,9 @@ class LaunchedStep:
     began: object               # two moments of device.mark_time: a GPU has its own clock, because the
     ended: object               # CPU reads the numbers of a step late
 
+    def seconds(self) -> float:
+        return device.seconds_between(self.began, self.ended)
+
 
 # How a run stops. A signal (SIGTERM, Ctrl-C, ...) only leaves a note in `process`; the work goes on.
 # - A single process looks at the note before each micro-step and each batch of an evaluation. The
@@ -524,10 +531,8 @@ def train(
         if step == config.max_steps:
             return step, False
 
-        # Train. A step begins where the step before ended, unless something came between.
-        began = ended
-        if began is None or something_is_due(step, config):
-            began = device.mark_time(process.device)
+        # Train.
+        began = beginning(step, ended, config, process)
         numbers = train_step(step, config, process, data.loader, state)
         if numbers is None:             # a signal: the step is dropped
             stopped = True
@@ -541,14 +546,18 @@ def train(
         while len(launched) > steps_in_flight(step, config, process, stopped):
             done = launched.popleft()
             loss, norm, votes = done.numbers()
-            overflows += 1
-            if math.isfinite(norm):
-                overflows = 0
+            overflows = 0 if math.isfinite(norm) else overflows + 1
             check_finite(done.step, loss, norm, overflows, config, process)
-            dt = device.seconds_between(done.began, done.ended)
-            log.step(done.step, loss, norm, done.lr, dt)
+            log.step(done.step, loss, norm, done.lr, done.seconds())
             if votes > 0:
                 stopped = True
+
+
+def beginning(step: int, ended, config: Config, process: Process):
+    """The moment when a step begins: where the step before `ended`, unless something came between."""
+    if ended is None or something_is_due(step, config):
+        return device.mark_time(process.device)
+    return ended
 
 
 def steps_in_flight(step: int, config: Config, process: Process, stopped: bool) -> int:
@@ -586,6 +595,17 @@ def check_finite(
         "lower --max_lr or raise --warmup_steps"))
 
 
+def resume(
+    start: checkpoint.Start, config: Config, process: Process, data: Data, schedule: BatchSchedule,
+    state: TrainState,
+) -> None:
+    """Loads the state of the optimizers and the place in the data, and says where the run resumes."""
+    process.on_all_ranks(
+        checkpoint.restore, start, data, schedule, state.optimizer, state.scaler)
+    lr = set_schedules(start.step, config, schedule, state)
+    console.print_resume(config, process, start, lr)
+
+
 def main(argv: list[str] | None = None) -> int:
     """The command. Returns the exit code."""
     given = FLAGS.parse(__doc__, argv)
@@ -608,10 +628,7 @@ def main(argv: list[str] | None = None) -> int:
         state = make_train_state(config, model, process)
         console.print_header(config, process, data, model, schedule)
         if start.path:
-            process.on_all_ranks(
-                checkpoint.restore, start, data, schedule, state.optimizer, state.scaler)
-            lr = set_schedules(start.step, config, schedule, state)
-            console.print_resume(config, process, start, lr)
+            resume(start, config, process, data, schedule, state)
 
         # The micro-batch that fits into memory. The training step is compiled here.
         B, trial = device.choose_micro_batch(flags, config, start, schedule, state, process)

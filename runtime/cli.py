@@ -99,7 +99,15 @@ def with_underscores(name: re.Match) -> str:
 def print_error(error: Exception | str) -> None:
     """One line on stderr, without control characters: a message may quote an untrusted file."""
     text = "".join(c if c.isprintable() else "?" for c in " ".join(str(error).split()))
-    print(f"{Path(sys.argv[0]).name}: {text}", file=sys.stderr, flush=True)
+    try:
+        print(f"{Path(sys.argv[0]).name}: {text}", file=sys.stderr, flush=True)
+    except OSError:
+        discard(sys.stderr)                     # a warning must not end a run because a disk is full
+
+
+def discard(stream) -> None:
+    """From now on what is printed to the stream goes nowhere, like what is still in its buffer."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def safe_repr(value: object) -> str:
@@ -141,10 +149,8 @@ def run_command(main: Callable[[], int | None]) -> None:
     use_null_device_for_closed_streams()
     sys.stdout.reconfigure(errors="replace")    # not every terminal can print every sampled token
     try:
-        code = main() or 0
+        code = returned_code(main)
         sys.stdout.flush()
-    except SystemExit as error:                 # of --help, and of Process.shared
-        code = error.code or 0
     except (UserError, RunError) as error:
         print_error(own_mistake(error))
         code = exit_code(error)
@@ -161,7 +167,7 @@ def run_command(main: Callable[[], int | None]) -> None:
         if not isinstance(error, BrokenPipeError):              # `... | head` has read enough
             print_error(own_mistake(error))
         if error.filename is None:                              # stdout takes no more
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            discard(sys.stdout)
 
     # Several ranks end without Python's finalization, which gloo's threads can abort (pytorch issue
     # 190489), and without the destructor of the process group, which can wait for ever.
@@ -183,6 +189,13 @@ def use_null_device_for_closed_streams() -> None:
         sys.stdout = open(os.devnull, "w")
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w")
+
+
+def returned_code(main: Callable[[], int | None]) -> int:
+    try:
+        return main() or 0
+    except SystemExit as error:                 # of --help, and of Process.shared
+        return error.code or 0
 
 
 def exit_code(error: UserError | RunError) -> int:

@@ -19,10 +19,11 @@ CURVES = {
 
 
 def new_figure(**how):
+    # While it is imported, matplotlib warns of a HOME that it cannot write to, and says that it caches
+    # the fonts.
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)
     from matplotlib.figure import Figure
 
-    # matplotlib warns of a HOME that it cannot write to, and says when it caches the fonts.
-    logging.getLogger("matplotlib").setLevel(logging.ERROR)
     return Figure(**how, layout="constrained")
 
 

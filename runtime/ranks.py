@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 from tqdm import tqdm
 
-from runtime.cli import RunError, UserError, exit_code, print_error, safe_repr
+from runtime.cli import RunError, UserError, discard, exit_code, print_error, safe_repr
 
 STOP_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1")      # SIGUSR1 is Slurm's warning
 
@@ -40,8 +40,7 @@ class Process:
         try:
             print(*args, flush=True)
         except OSError:
-            # Its record is in --out. What is still in the buffer goes nowhere, like all later prints.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            discard(sys.stdout)                     # the run's record is in --out
 
     # ------------------------------------------------------------------------- agreeing
 

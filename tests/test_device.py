@@ -1,232 +1,836 @@
-"""runtime/device.py: what is chosen for a device, and what is asked of it (its refusals: test_model.py)."""
-import functools
-import re
+"""runtime/device.py: the device and its dtype, what fits into its memory, how fast devices are."""
+import os
+import platform
 import sys
-import time
-from dataclasses import replace
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from helpers import BYTES, command, forked, on_ranks, train
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 import train_gpt2
-from helpers import BYTES, command, forked, logged, on_ranks, train
+from model import GPT, GPTConfig
 from runtime import device
 from runtime.checkpoint import Start
-from runtime.device import choose_dtype, device_name, peak_memory
+from runtime.cli import RunError, UserError
+from runtime.device import (
+    choose_compile,
+    choose_device,
+    choose_dtype,
+    choose_micro_batch,
+    compiling_pays,
+    copy_later,
+    cpu_has_bfloat16,
+    device_name,
+    fits_in_memory,
+    is_out_of_memory,
+    least_cpu_seconds,
+    mark_time,
+    memory_errors,
+    peak_flops,
+    peak_memory,
+    seconds_between,
+    time_micro_step,
+    tune_malloc,
+)
+from runtime.ranks import Process
 from runtime.recipe import BatchSchedule
 
-QUIET = ["--val_every", 0, "--checkpoint_every", 0]
-
-
-# ----------------------------------------------------------------------------- the size of a micro-batch
-
-CARDS = {"H100 80GB": 85_017_493_504, "A100 40GB": 42_405_855_232, "RTX 4090": 25_386_352_640,
-         "T4": 15_642_329_088}
-CONTEXT = 600_000_000
-# bytes of the weights, of a micro-step's token, and others, gradients and moments included, as counted on the
-# stand-in for 12 layers of width 768
-COUNTED = {"gpt2": (4 * 124_475_904, 325_500, 2_400_000_000),
-           "gpt2 recomputed": (4 * 124_475_904, 120_800, 2_210_000_000),
-           "speedrun": (4 * 162_201_636, 471_600, 3_020_000_000)}
+# ----------------------------------------------------------------------- which device
 
 
 @pytest.fixture
-def trials(monkeypatch):
-    """trials(what, memory) -> the micro-batches that choose_batch_size tries on a card with so much memory,
-    where what was counted fits, and the one that it chooses."""
-    def trials(what, memory, batch=524_288, divisors=(1, 1, 1), most=64, **more):
-        size, a_token, others = COUNTED[what]
-        free, tried = memory - CONTEXT - size, []
+def torch_with_gpus(monkeypatch):
+    """torch_with_gpus(n, error): from now on torch finds n GPUs, whose kernels raise the error."""
+    def patch(n, error=None):
+        make_ones = torch.ones
 
-        def micro_step(state, T, device, reserved, B):
-            tried.append(B)
-            spare = reserved - 2 * size         # beside the moments
-            if B * 1024 * a_token + others - size + spare > free:
-                raise torch.OutOfMemoryError("CUDA out of memory")
-            return 1.0
-        how = dict(compile=True, sequence_length=1024, dtype="bfloat16") | more
-        asked = train_gpt2.Config(recipe=what.split()[0], recompute="recomputed" in what,
-                                  total_batch_size=batch, **how)
-        config = replace(asked, batch_size=more.get("batch_size", most))
-        weights = [torch.empty(size // 4, device="meta")]
-        process = SimpleNamespace(device="cuda:0", world_size=1, gather=lambda value: [value],
-                                  on_all_ranks=lambda call, *args: call(*args), on_gpu=True)
-        state = SimpleNamespace(ddp_model=None, autocast=None,
-                                optimizer=SimpleNamespace(state_bytes=lambda: 2 * size),
-                                model=SimpleNamespace(parameters=lambda: iter(weights)))
-        schedule = BatchSchedule(batch, 100, divisors)
-        with monkeypatch.context() as patch:
-            patch.setattr(train_gpt2, "time_micro_step", micro_step)
-            patch.setattr(torch.cuda, "mem_get_info", lambda *device: (free, None))
-            patch.setattr(torch.cuda, "empty_cache", lambda: None)
-            chosen, _ = train_gpt2.choose_micro_batch(asked, config, Start(), schedule, state, process)
-            return tried, chosen
-    return trials
+        def ones(size, device):
+            if error is not None:
+                raise error
+            return make_ones(size)
+
+        monkeypatch.setattr(torch, "ones", ones)
+        monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: n > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: n)
+        monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_90"])
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
+    return patch
 
 
-@pytest.mark.parametrize("card, what, expected", [
-    ("H100 80GB", "gpt2", 64), ("A100 40GB", "gpt2", 64), ("RTX 4090", "gpt2", 32),
-    ("H100 80GB", "speedrun", 64), ("A100 40GB", "speedrun", 64), ("RTX 4090", "speedrun", 32),
-    ("T4", "gpt2 recomputed", 64)])
-def test_the_first_micro_batch_that_a_gpu_tries_is_the_largest_that_fits(card, what, expected, trials):
-    """Each trial compiles for a minute. Of 512 sequences a step and 64 at once, as by default."""
-    assert trials(what, CARDS[card]) == ([expected], expected)
+def test_without_a_gpu_auto_is_the_cpu(torch_with_gpus):
+    torch_with_gpus(0)
+    assert choose_device("auto") == "cpu"
+    assert choose_device("auto", 1) == "cpu"
 
 
-def test_in_float32_a_sequence_takes_twice_as_much(trials):
-    for dtype, first in (("float32", 64), ("float16", 128)):
-        found = trials("gpt2", CARDS["H100 80GB"], dtype=dtype, batch=2**24, most=512)
-        assert found[0][0] == first
+@pytest.mark.parametrize("name, rank, device", [
+    ("auto", 0, "cuda:0"),
+    ("auto", 1, "cuda:1"),
+    ("cuda", 1, "cuda:1"),
+    ("cuda:0", 1, "cuda:0"),
+    ("cpu", 1, "cpu"),
+])
+def test_each_rank_has_its_own_gpu_unless_one_is_named(name, rank, device, torch_with_gpus):
+    torch_with_gpus(2)
+    assert choose_device(name, rank) == device
 
 
-@pytest.mark.parametrize("what", COUNTED)
-def test_no_card_has_a_larger_micro_batch_than_the_first_that_it_tries(what, trials):
-    """Of 720,720 sequences a step, which all numbers up to 14 divide, and many others."""
-    _, a_token, others = COUNTED[what]
-    for gigabytes in range(6, 200, 5):
-        weights = COUNTED[what][0]
-        free = 0.95 * (gigabytes * 10**9 - CONTEXT - weights)           # 5% stay free
-        room = int(free + weights - others) // (a_token * 1024)
-        best = max(B for B in range(1, room + 1) if 720_720 % B == 0)
-        tried, chosen = trials(what, gigabytes * 10**9, batch=720_720 * 1024, most=720_720)
-        assert chosen <= best <= tried[0] <= 1.5 * best, gigabytes
+def test_a_rank_without_a_gpu_of_its_own_is_refused(torch_with_gpus):
+    torch_with_gpus(2)
+    with pytest.raises(UserError, match="--device cuda:2"):
+        choose_device("cuda", 2)
 
 
-def test_a_micro_batch_that_does_not_fit_is_halved_and_a_given_one_is_not(trials):
-    assert trials("gpt2", 30 * 10**9, n_layer=4, batch=720 * 1024, most=720) == ([120, 60], 60)
-    with pytest.raises(torch.OutOfMemoryError):
-        trials("gpt2", CARDS["T4"], batch_size=64)
-    assert trials("gpt2", CARDS["H100 80GB"], batch_size=48) == ([32], 32)
+@pytest.mark.parametrize("name", ["tpu", "cpu:x", "cuda:2", "cuda:x", "mps:0:0"])
+def test_a_device_that_is_not_there_is_refused_with_those_that_are(name, torch_with_gpus):
+    torch_with_gpus(2)
+    with pytest.raises(UserError, match=f"--device {name}.*cuda:0.*cuda:1.*cpu"):
+        choose_device(name)
 
 
-def test_all_steps_of_a_run_have_the_micro_batch_of_its_first(trials, tmp_path, byte_data, capsys):
-    """Those of the later steps have more sequences, and could have a larger one: it would compile again."""
-    found = trials("gpt2 recomputed", CARDS["H100 80GB"], batch=192 * 1024, divisors=(4, 2, 1))
-    assert found == ([48], 48)
-    seen = set()
-
-    def look(module, inputs):
-        if type(module).__name__ == "FrontierGPT":
-            seen.add(inputs[0].shape)
-    hook = register_module_forward_pre_hook(look)
-    try:
-        train("--data", byte_data, *BYTES, *QUIET, "--recipe", "frontier",
-              "--total_batch_size", 768, "--batch_size", 8, "--max_steps", 7, "--out", tmp_path)
-    finally:
-        hook.remove()
-    assert seen == {(6, 32)} and "24 x" not in capsys.readouterr().out
+@pytest.mark.parametrize("message, said", [
+    ("CUDA error: no kernel image is available\nCUDA kernel errors", "no kernel image"),
+    ("CUDA error: CUDA-capable device(s) is/are busy or unavailable", "busy"),
+])
+def test_a_gpu_that_runs_no_kernel_of_this_torch_is_refused(message, said, torch_with_gpus):
+    torch_with_gpus(1, RuntimeError(message))
+    with pytest.raises(UserError, match=said) as raised:
+        choose_device("auto")
+    assert "Some GPU" in str(raised.value)
+    assert "--device cpu" in str(raised.value)
+    assert choose_device("cpu") == "cpu"
 
 
-def test_on_a_cpu_a_micro_batch_has_4096_tokens(byte_data, capsys):
-    """More are no faster, and take more memory."""
-    train("--data", byte_data, *BYTES, "--batch_size", "auto", "--total_batch_size", 32 * 512, "--dry_run")
-    assert " = 128 x 32 x 4 micro-steps " in capsys.readouterr().out
+@pytest.mark.parametrize("error", [
+    RuntimeError("CUDA error: out of memory"),
+    torch.OutOfMemoryError("CUDA"),
+])
+def test_a_gpu_whose_memory_is_full_is_a_device_all_the_same(error, torch_with_gpus):
+    torch_with_gpus(1, error)
+    assert choose_device("auto") == "cuda:0"
 
 
-# ----------------------------------------------------------------------------- a timed micro-step
+# ----------------------------------------------------------------------- out of memory
 
-def test_the_time_of_a_dry_run_leaves_out_the_first_micro_step_which_may_compile(byte_data, capsys,
-                                                                                monkeypatch):
-    clock, forwards = [0.0], []
-
-    def count(module, *args):
-        if type(module).__name__ == "GPT":
-            clock[0] += 2.5 if forwards else 100.0
-            forwards.append(module)
-    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
-    hook = register_module_forward_hook(count)
-    try:
-        train("--data", byte_data, *BYTES, "--dry_run")
-    finally:
-        hook.remove()
-    # 40 steps of 4 micro-batches
-    assert "about 10 s per step, 0:06:40 in all" in capsys.readouterr().out
+@pytest.mark.parametrize("message", [
+    "CUDA error: out of memory\nCUDA kernel errors might ...",
+    "Triton Error [CUDA]: out of memory",
+    "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when",
+    "MPS backend out of memory (MPS allocated: 8 GB, other allocations: ...",
+    "NCCL error in: a.cpp:77, unhandled cuda error\nCuda failure 2 'out of memory'",
+])
+def test_what_each_library_says_when_memory_runs_out_is_recognised(message):
+    assert is_out_of_memory(RuntimeError(message))
 
 
-def test_a_trial_leaves_no_gradients_behind(byte_data, tmp_path, monkeypatch):
-    monkeypatch.setattr(torch, "compile", lambda model, **how: model)
-    for name, more in (("plain", []), ("tried", ["--compile"]), ("kernel", ["--attention", "math"])):
-        train("--data", byte_data, *BYTES, *QUIET, "--max_steps", 3, "--warmup_steps", 0, "--max_lr", 0.01,
-              *more, "--out", tmp_path / name)
-    for name in ("tried", "kernel"):
-        assert logged(tmp_path / name) == pytest.approx(logged(tmp_path / "plain"), abs=1e-5)
+@pytest.mark.parametrize("error", [
+    RuntimeError("CUDA error: an illegal memory access"),
+    RuntimeError("out of resource: shared memory"),
+    UserError("CUDA is out of memory"),
+    OSError(12, "Cannot allocate memory"),
+    ValueError("x"),
+])
+def test_other_errors_are_not_taken_for_it(error):
+    assert not is_out_of_memory(error)
 
 
-def out_of_memory_on_rank_1():
-    """A forward of more than two sequences, on the second of two ranks."""
-    def memory(module, inputs):
-        if type(module).__name__ == "GPT" and len(inputs[0]) > 2 and torch.distributed.get_rank() == 1:
+def test_a_tensor_and_an_array_that_are_too_large_are_recognised():
+    with pytest.raises(RuntimeError) as of_torch:
+        torch.empty(2**50, dtype=torch.uint8)
+    with pytest.raises(MemoryError) as of_numpy:
+        np.empty(2**50, dtype=np.uint8)
+    assert is_out_of_memory(of_torch.value)
+    assert is_out_of_memory(of_numpy.value)
+
+
+@pytest.mark.parametrize("cause, expected", [
+    (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), True),
+    (MemoryError("x"), True),
+    (ValueError("x"), False),
+])
+def test_it_is_recognised_inside_an_error_of_the_compiler(cause, expected):
+    def backend(graph, inputs):
+        raise cause
+
+    compiled = torch.compile(torch.sin, backend=backend)
+    with pytest.raises(Exception) as raised:        # noqa: B017, torch has several classes for it
+        compiled(torch.zeros(3))
+    assert is_out_of_memory(raised.value) == expected
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError()])
+def test_a_run_that_is_out_of_memory_is_told_what_takes_less(error):
+    with pytest.raises(UserError, match="cuda:1.*--batch_size") as raised:
+        with memory_errors("cuda:1"):
+            raise error
+    for flag in ("--recompute", "--shard_optimizer"):
+        assert flag in str(raised.value)
+
+
+def test_another_error_is_not_told_as_one_of_memory():
+    with pytest.raises(KeyError):
+        with memory_errors("cpu"):
+            raise KeyError("a bug")
+
+
+def test_memory_that_runs_out_in_a_step_ends_the_run_in_one_line(byte_data, tmp_path):
+    def out_of_memory(module, inputs):
+        if isinstance(module, GPT):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-    torch.compile = lambda model, **how: model
-    register_module_forward_pre_hook(memory)
+
+    hook = register_module_forward_pre_hook(out_of_memory)
+    try:
+        with pytest.raises(UserError, match="out of memory.*--batch_size"):
+            train("--data", byte_data, *BYTES, "--val_every", 0, "--out", tmp_path)
+    finally:
+        hook.remove()
 
 
-def test_of_two_ranks_one_that_is_out_of_memory_in_its_trial_leaves_the_other_not_waiting(byte_data,
-                                                                                         tmp_path):
-    flags = ["--data", byte_data, *BYTES, *QUIET, "--max_steps", 2, "--batch_size", "auto", "--compile",
-             "--out", tmp_path]
-    (code, out, err), (other, *_) = on_ranks(*[command("train_gpt2.py", *flags)] * 2,
-                                             before=[out_of_memory_on_rank_1])
-    assert code == other == 0, err
-    assert " = 2 x 32 x 2 micro-steps x 2 processes" in out
+# ----------------------------------------------------------------------- CUDA's allocator
+
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
-# ----------------------------------------------------------------------------- dtype, name, memory
-
-@pytest.mark.parametrize("at, native, emulated, avx, amx, expected", [
-    ("cuda:0", True, True, False, False, "bfloat16"), ("cuda:1", False, True, True, True, "float16"),
-    ("cpu", False, False, True, False, "bfloat16"), ("cpu", False, False, False, True, "bfloat16"),
-    ("cpu", True, True, False, False, "float32"), ("mps", True, True, True, True, "float32")],
-    ids=["Ampere", "Turing, which emulates bfloat16", "AVX512-BF16", "AMX", "an older CPU", "a Mac"])
-def test_auto_is_bfloat16_where_the_hardware_has_it(at, native, emulated, avx, amx, expected, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported",
-                        lambda including_emulation=True: emulated if including_emulation else native)
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx)
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
-    assert choose_dtype("auto", at) == expected
-    assert [choose_dtype(name, at) for name in ("float32", "float16")] == ["float32", "float16"]
+@pytest.fixture
+def no_allocator_settings(monkeypatch):
+    for name in ALLOCATOR_VARIABLES:
+        monkeypatch.setenv(name, "")            # so that it is undone at the end
+        monkeypatch.delenv(name)
 
 
-def test_a_device_is_named_by_its_model(monkeypatch):
+def test_cudas_allocator_leaves_large_blocks_whole(no_allocator_settings):
+    choose_device("cpu")
+    assert os.environ["PYTORCH_ALLOC_CONF"] == "max_split_size_mb:2048"
+
+
+@pytest.mark.parametrize("name", ALLOCATOR_VARIABLES)
+def test_the_users_own_settings_of_the_allocator_stay(name, no_allocator_settings, monkeypatch):
+    monkeypatch.setenv(name, "backend:native")
+    choose_device("cpu")
+    found = {name: os.environ[name] for name in ALLOCATOR_VARIABLES if name in os.environ}
+    assert found == {name: "backend:native"}
+
+
+# ----------------------------------------------------------------------- dtype, name, memory
+
+@pytest.mark.parametrize("device, has_bfloat16, emulates_it, expected", [
+    ("cuda:0", True, True, "bfloat16"),
+    ("cuda:1", False, True, "float16"),         # a T4, many times slower in bfloat16
+    ("cpu", True, False, "bfloat16"),
+    ("cpu", False, True, "float32"),
+    ("mps", True, True, "float32"),
+])
+def test_auto_is_bfloat16_where_the_hardware_has_it(
+    device, has_bfloat16, emulates_it, expected, monkeypatch
+):
+    def is_bf16_supported(including_emulation=True):
+        return has_bfloat16 or (including_emulation and emulates_it)
+
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", is_bf16_supported)
+    monkeypatch.setattr("runtime.device.cpu_has_bfloat16", lambda: has_bfloat16)
+
+    assert choose_dtype("auto", device) == expected
+    assert choose_dtype("float32", device) == "float32"
+    assert choose_dtype("float16", device) == "float16"
+
+
+@pytest.mark.parametrize("avx, amx", [(True, False), (False, True), (True, True), (False, False)])
+def test_a_cpu_has_bfloat16_by_avx_or_by_amx(avx, amx, monkeypatch):
+    cpu = SimpleNamespace(
+        _is_avx512_bf16_supported=lambda: avx,
+        _is_amx_tile_supported=lambda: amx,
+    )
+    monkeypatch.setattr(torch, "cpu", cpu)
+    assert cpu_has_bfloat16() == (avx or amx)
+
+
+def test_a_gpu_is_named_by_its_model(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"card {device[5:]}")
     assert device_name("cuda:3") == "card 3"
-    monkeypatch.setattr(device, "Path", lambda path: SimpleNamespace(
-        read_text=lambda: "vendor_id\t: X\nmodel\t\t: 1\nmodel name\t: Some CPU @ 2 GHz\nstepping\t: 3\n"))
-    assert device_name("cpu") == "Some CPU @ 2 GHz"
+
+
+@pytest.mark.parametrize("cpuinfo, name", [
+    ("vendor_id\t: X\nmodel\t\t: 1\nmodel name\t: Some CPU @ 2 GHz\nstepping\t: 3\n",
+     "Some CPU @ 2 GHz"),
+    ("processor\t: 0\nBogoMIPS\t: 50\n", platform.machine()),       # Linux on ARM
+])
+def test_a_cpu_is_named_by_its_model_where_linux_tells_it(cpuinfo, name, monkeypatch):
+    monkeypatch.setattr(Path, "read_text", lambda path: cpuinfo)
+    assert device_name("cpu") == name
+
+
+def test_elsewhere_a_cpu_is_named_by_its_architecture(monkeypatch):
+    def read_text(path):
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+    assert device_name("cpu") == platform.machine()
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows does not tell it")
-@pytest.mark.parametrize("platform, unit", [("linux", 1024), ("darwin", 1)])
-def test_the_peak_of_memory_is_in_bytes_on_each_system_and_on_a_gpu_what_torch_has_reserved(platform, unit,
-                                                                                           monkeypatch):
+@pytest.mark.parametrize("system, unit", [("linux", 1024), ("darwin", 1)])
+def test_the_peak_of_memory_is_in_bytes_on_each_system(system, unit, monkeypatch):
     import resource
-    monkeypatch.setattr(sys, "platform", platform)
-    monkeypatch.setattr(resource, "getrusage", lambda who: SimpleNamespace(
-        ru_maxrss=who == resource.RUSAGE_SELF and 777))
+
+    def getrusage(who):
+        assert who == resource.RUSAGE_SELF
+        return SimpleNamespace(ru_maxrss=777)
+
+    monkeypatch.setattr(sys, "platform", system)
+    monkeypatch.setattr(resource, "getrusage", getrusage)
     assert peak_memory("cpu") == 777 * unit
+
+
+def test_the_peak_of_a_gpu_is_what_torch_has_reserved(monkeypatch):
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: int(device[5:]))
     assert peak_memory("cuda:5") == 5
 
 
-def faults_of_large_tensors(*flags):
-    """After a run in this process: page faults of four tensors of 384 MB that are made and freed in turn.
-    Smaller ones fit into the 256 MB that the heap grows by at least."""
+def count_faults_of_large_tensors():
+    """Prints the page faults of each of six tensors of 384 MB that are made and freed in turn.
+
+    Smaller ones fit into the 256 MB by which the heap grows at least.
+    """
     import resource
-    train(*flags)
-    for i in range(6):
-        if i == 2:
-            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+    tune_malloc()
+    for _ in range(6):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         torch.full((96 * 2**20,), 1.0)
-    print("faults:", resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+        print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's")
-def test_a_run_on_a_cpu_keeps_the_memory_that_it_frees(byte_data, tmp_path):
-    """Each page that is given back to Linux costs a fault when it is used again: here 393,216, with huge
-    pages 768. Where the memory is kept there is none."""
-    run = functools.partial(faults_of_large_tensors, "--data", byte_data, *BYTES, *QUIET, "--max_steps", 1,
-                            "--out", tmp_path)
-    [(code, out, err)] = forked(run)
-    assert code == 0 and int(re.search(r"faults: (\d+)", out)[1]) < 50, err or out
+def test_a_process_on_a_cpu_keeps_the_memory_that_it_frees():
+    """Each page that is given back to Linux costs a fault when it is used again.
+
+    A tensor has 98,304 pages, or 192 huge ones. When the heap has grown, one needs no new page.
+    """
+    [(code, stdout, stderr)] = forked(count_faults_of_large_tensors)
+    assert code == 0, stderr
+    assert min(int(line) for line in stdout.splitlines()) < 50
+
+
+@pytest.mark.parametrize("name, expected", [("cpu", ["tuned"]), ("cuda", [])])
+def test_only_a_run_on_a_cpu_tunes_malloc(name, expected, monkeypatch, torch_with_gpus):
+    tuned = []
+    torch_with_gpus(1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(device, "tune_malloc", lambda: tuned.append("tuned"))
+    train_gpt2.start_process(name)
+    assert tuned == expected
+
+
+# ----------------------------------------------------------------------- the micro-batch of a GPU
+
+@dataclass
+class Counted:
+    """What training takes, as counted on the stand-in for a GPU. 12 layers of width 768."""
+    weights: int                # bytes
+    token: int                  # bytes of a token of a micro-step
+    others: int                 # bytes of the weights, gradients, moments and copies
+
+
+COUNTED = {
+    "gpt2": Counted(4 * 124_475_904, 325_500, 2_400_000_000),
+    "gpt2 --recompute": Counted(4 * 124_475_904, 120_800, 2_210_000_000),
+    "speedrun": Counted(4 * 162_201_636, 471_600, 3_020_000_000),
+}
+CARDS = {
+    "H100 80GB": 85_017_493_504,
+    "A100 40GB": 42_405_855_232,
+    "RTX 4090": 25_386_352_640,
+    "T4": 15_642_329_088,
+}
+CUDA_CONTEXT = 600_000_000      # bytes
+
+
+class Card:
+    """A GPU on which what was counted fits. `tried` are the micro-batches of its trials."""
+
+    def __init__(self, what, memory, monkeypatch):
+        self.counted = COUNTED[what]
+        self.free = memory - CUDA_CONTEXT - self.counted.weights
+        self.flags = train_gpt2.Config(
+            recipe=what.split()[0],
+            recompute="--recompute" in what,
+            dtype="bfloat16",
+            compile=True,
+            sequence_length=1024,
+        )
+        self.tried = []
+        self.reserved = None
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *device: (self.free, None))
+        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+        monkeypatch.setattr(device, "time_micro_step", self.time_micro_step)
+
+    def time_micro_step(self, state, T, device, reserved, B):
+        self.tried.append(B)
+        self.reserved = reserved
+        spare = reserved - 2 * self.counted.weights             # beside the moments
+        needed = B * T * self.counted.token + self.counted.others - self.counted.weights
+        if needed + spare > self.free:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return 1.0
+
+    def choose(self, most=64, batch=512, divisors=(1, 1, 1), step=0):
+        """The micro-batch, of `batch` sequences a step of which `most` are asked for at once."""
+        if self.flags.batch_size != "auto":
+            most = self.flags.batch_size
+        config = SimpleNamespace(**vars(self.flags) | {"batch_size": most})
+        schedule = BatchSchedule(1024 * batch, 100, divisors)
+        weights = torch.empty(self.counted.weights // 4, device="meta")
+        state = SimpleNamespace(
+            model=SimpleNamespace(parameters=lambda: [weights]),
+            optimizer=SimpleNamespace(state_bytes=lambda: 2 * self.counted.weights),
+        )
+        B, _ = choose_micro_batch(
+            self.flags, config, Start(step=step), schedule, state, Process(device="cuda:0"))
+        return B
+
+
+@pytest.mark.parametrize("name, what, expected", [
+    ("H100 80GB", "gpt2", 64),
+    ("A100 40GB", "gpt2", 64),
+    ("RTX 4090", "gpt2", 32),
+    ("H100 80GB", "speedrun", 64),
+    ("A100 40GB", "speedrun", 64),
+    ("RTX 4090", "speedrun", 32),
+    ("T4", "gpt2 --recompute", 64),
+])
+def test_the_first_micro_batch_that_a_gpu_tries_is_the_largest_that_fits(
+    name, what, expected, monkeypatch
+):
+    """Each trial compiles for a minute."""
+    card = Card(what, CARDS[name], monkeypatch)
+    assert card.choose() == expected
+    assert card.tried == [expected]
+
+
+@pytest.mark.parametrize("what", COUNTED)
+def test_no_card_has_room_for_more_than_the_first_micro_batch_that_it_tries(what, monkeypatch):
+    """Of 720,720 sequences a step, which all numbers up to 16 divide."""
+    for gigabytes in range(6, 200, 5):
+        card = Card(what, gigabytes * 10**9, monkeypatch)
+        free = 0.95 * card.free                     # 5% stay free
+        room = int(free + card.counted.weights - card.counted.others)
+        most = room // (1024 * card.counted.token)
+        largest = max(B for B in range(1, most + 1) if 720_720 % B == 0)
+
+        chosen = card.choose(most=720_720, batch=720_720)
+
+        assert chosen <= largest <= card.tried[0] <= 1.5 * largest, gigabytes
+
+
+@pytest.mark.parametrize("dtype, first", [("float32", 64), ("float16", 128)])
+def test_in_float32_a_sequence_takes_twice_as_much(dtype, first, monkeypatch):
+    card = Card("gpt2", CARDS["H100 80GB"], monkeypatch)
+    card.flags.dtype = dtype
+    card.choose(most=512, batch=2**14)
+    assert card.tried[0] == first
+
+
+def test_a_micro_batch_that_does_not_fit_is_halved(monkeypatch):
+    card = Card("gpt2", 30 * 10**9, monkeypatch)
+    card.flags.n_layer = 4                  # of which more should fit than was counted
+    assert card.choose(most=720, batch=720) == 60
+    assert card.tried == [120, 60]
+
+
+def test_a_given_batch_size_is_not_halved(monkeypatch):
+    card = Card("gpt2", CARDS["T4"], monkeypatch)
+    card.flags.batch_size = 64
+    with pytest.raises(torch.OutOfMemoryError):
+        card.choose()
+
+
+def test_a_micro_batch_divides_the_step(monkeypatch):
+    card = Card("gpt2", CARDS["H100 80GB"], monkeypatch)
+    card.flags.batch_size = 48
+    assert card.choose() == 32
+    assert card.tried == [32]
+
+
+def test_all_steps_have_the_micro_batch_of_the_first_which_is_the_smallest(monkeypatch):
+    """Those of later steps have more sequences. Another shape would compile again."""
+    card = Card("gpt2 --recompute", CARDS["H100 80GB"], monkeypatch)
+    assert card.choose(batch=192, divisors=(4, 2, 1)) == 48
+
+
+def test_a_trial_leaves_room_for_the_moments_which_a_resumed_run_has_already(monkeypatch):
+    card = Card("gpt2", CARDS["H100 80GB"], monkeypatch)
+    card.flags.batch_size = 32
+
+    card.choose(step=0)
+    assert card.reserved == 2 * card.counted.weights
+    card.choose(step=5)
+    assert card.reserved == 0
+
+
+def test_auto_leaves_a_twentieth_of_the_memory_free(monkeypatch):
+    card = Card("gpt2", CARDS["H100 80GB"], monkeypatch)
+    card.choose(step=5)
+    assert card.reserved == card.free // 20
+
+
+# ----------------------------------------------------------------------- the micro-batch of a CPU
+
+@pytest.fixture
+def chosen_on_cpu(monkeypatch):
+    """chosen_on_cpu(limit, process, flag=value) -> (B, the trials) of 24 sequences a step."""
+    def choose(limit, process, **more):
+        tried = []
+        monkeypatch.setattr(
+            device, "time_micro_step", lambda state, T, device, reserved, B: tried.append(B))
+        settings = {"batch_size": limit, "sequence_length": 8, "attention": "auto"}
+        config = SimpleNamespace(**{"compile": False} | settings | more)
+        flags = SimpleNamespace(batch_size="auto")
+        B, _ = choose_micro_batch(
+            flags, config, Start(), BatchSchedule(24 * 8, 10), None, process)
+        return B, tried
+    return choose
+
+
+@pytest.mark.parametrize("limit, B", [(1, 1), (7, 6), (8, 8), (24, 24), (100, 24)])
+def test_a_cpu_takes_the_largest_divisor_without_a_trial(limit, B, chosen_on_cpu):
+    assert chosen_on_cpu(limit, Process()) == (B, [])
+
+
+@pytest.mark.parametrize("more", [{"compile": True}, {"attention": "math"}])
+def test_what_may_fail_is_tried_on_a_cpu_too(more, chosen_on_cpu):
+    assert chosen_on_cpu(8, Process(), **more) == (8, [8])
+
+
+def test_the_smallest_limit_of_the_ranks_counts_for_all(chosen_on_cpu):
+    """Otherwise they would read some sequences twice and others never."""
+    class OneOfTwo(Process):
+        def gather(self, value):
+            return [value, 3]
+
+    assert chosen_on_cpu(12, OneOfTwo(world_size=2)) == (3, [])
+
+
+@pytest.mark.parametrize("flags, product", [
+    ([], "128 x 32 x 2 micro-steps"),
+    (["--batch_size", 100], "64 x 32 x 4 micro-steps"),
+    (["--sequence_length", 16], "256 x 16 x 2 micro-steps"),
+])
+def test_on_a_cpu_a_micro_batch_has_4096_tokens(flags, product, byte_data, tmp_path, capsys):
+    """More are no faster, and take more memory."""
+    train("--data", byte_data, *BYTES, "--device", "cpu", "--batch_size", "auto", "--dry_run",
+          "--total_batch_size", 8192, "--out", tmp_path, *flags)
+    assert f"8,192 tokens per step = {product}" in capsys.readouterr().out
+
+
+# ----------------------------------------------------------------------- a trial
+
+@pytest.fixture
+def state():
+    """What a trial needs of a TrainState, with a tiny model."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(block_size=8, vocab_size=16, n_layer=1, n_head=1, n_embd=8))
+    autocast = torch.autocast("cpu", torch.bfloat16, enabled=False)
+    return SimpleNamespace(model=model, ddp_model=model, autocast=autocast)
+
+
+def test_a_trial_tells_the_time_of_its_second_micro_step(state, monkeypatch):
+    """The first one may compile."""
+    clock = SimpleNamespace(now=0.0, shapes=[])
+
+    def compute(module, inputs):
+        clock.now += 2.5 if clock.shapes else 100.0
+        clock.shapes.append(inputs[0].shape)
+
+    monkeypatch.setattr(device.time, "perf_counter", lambda: clock.now)
+    state.model.register_forward_pre_hook(compute)
+
+    assert time_micro_step(state, 8, "cpu", 0, 3) == 2.5
+    assert clock.shapes == [(3, 8), (3, 8)]
+
+
+def test_a_trial_leaves_no_gradients_and_the_weights_as_they_were(state):
+    before = [p.clone() for p in state.model.parameters()]
+    time_micro_step(state, 8, "cpu", 0, 3)
+    for p, old in zip(state.model.parameters(), before, strict=True):
+        assert p.grad is None
+        assert torch.equal(p, old)
+
+
+def test_a_trial_that_fails_leaves_no_gradients(state):
+    def fail(gradient):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    state.model.transformer.wte.weight.register_hook(fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        time_micro_step(state, 8, "cpu", 0, 3)
+    assert all(p.grad is None for p in state.model.parameters())
+
+
+def test_the_reserved_memory_is_in_use_during_a_trial(state):
+    with pytest.raises(RuntimeError) as error:
+        time_micro_step(state, 8, "cpu", 2**50, 3)
+    assert is_out_of_memory(error.value)
+
+
+def out_of_memory_on_rank_1():
+    """From now on a forward of more than two sequences fails on the second of two ranks."""
+    def check_memory(module, inputs):
+        if isinstance(module, GPT) and len(inputs[0]) > 2 and os.environ["RANK"] == "1":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    register_module_forward_pre_hook(check_memory)
+
+
+def test_a_rank_whose_trial_is_out_of_memory_halves_for_all_and_lets_none_wait(byte_data, tmp_path):
+    call = command(
+        "train_gpt2.py", "--data", byte_data, *BYTES, "--batch_size", "auto", "--attention", "math",
+        "--max_steps", 1, "--val_every", 0, "--checkpoint_every", 0, "--out", tmp_path)
+
+    of_rank_0, of_rank_1 = on_ranks(call, call, before=[out_of_memory_on_rank_1])
+
+    assert of_rank_0[0] == of_rank_1[0] == 0, of_rank_0
+    assert "= 2 x 32 x 2 micro-steps x 2 processes" in of_rank_0[1]
+    assert of_rank_1[1] == ""
+
+
+# ----------------------------------------------------------------------- a trial that fails
+
+CONFIG = SimpleNamespace(attention="flash", dtype="float32", compile=True)
+
+
+def trial_that_raises(error):
+    def trial(B):
+        raise error
+    return trial
+
+
+def test_a_trial_that_is_out_of_memory_is_told_unless_no_smaller_one_is_left():
+    trial = trial_that_raises(torch.OutOfMemoryError("CUDA out of memory"))
+    assert fits_in_memory(trial, 2, True, CONFIG, "cuda:0") is False
+    for B, may_shrink in ((1, True), (2, False)):
+        with pytest.raises(torch.OutOfMemoryError):
+            fits_in_memory(trial, B, may_shrink, CONFIG, "cuda:0")
+
+
+def test_a_trial_without_a_kernel_names_the_flag_and_what_torch_says():
+    def trial(B):
+        warnings.warn("Flash attention needs 16 bits (Triggered internally at a.cpp)", stacklevel=1)
+        raise RuntimeError("No available kernel. Aborting execution.")
+
+    with pytest.raises(UserError, match="--attention flash.*--attention auto") as error:
+        fits_in_memory(trial, 2, True, CONFIG, "cpu")
+    assert "needs 16 bits" in str(error.value)
+    assert "Triggered" not in str(error.value)
+
+
+def test_a_trial_that_cannot_compile_names_the_flag_that_trains_without():
+    trial = trial_that_raises(OSError("no C compiler found"))
+    with pytest.raises(RunError, match="no C compiler found.*--no_compile"):
+        fits_in_memory(trial, 2, True, CONFIG, "cpu")
+
+
+def test_a_bug_in_an_eager_trial_is_raised_as_it_is():
+    eager = SimpleNamespace(attention="math", dtype="float32", compile=False)
+    with pytest.raises(ValueError, match="a bug"):
+        fits_in_memory(trial_that_raises(ValueError("a bug")), 2, True, eager, "cpu")
+
+
+# ----------------------------------------------------------------------- a clock of the device
+
+class Event:
+    """As torch.cuda.Event, of a GPU whose work is done when someone waits for it."""
+    now = 0.0                   # milliseconds
+
+    def __init__(self, enable_timing=False):
+        self.enable_timing = enable_timing
+        self.at = None
+        self.is_done = False
+
+    def record(self):
+        self.at = Event.now
+
+    def synchronize(self):
+        assert self.at is not None, "it was not recorded"
+        self.is_done = True
+
+    def elapsed_time(self, other):
+        assert self.enable_timing and other.enable_timing
+        assert other.is_done, "nobody has waited for the GPU"
+        return other.at - self.at
+
+
+def test_the_time_between_two_moments_of_a_gpu_is_its_own_and_in_seconds(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(Event, "now", 1000.0)
+    first = mark_time("cuda:0")
+    Event.now = 3500.0
+    last = mark_time("cuda:0")
+    assert seconds_between(first, last) == 2.5
+
+
+def test_the_time_between_two_moments_of_a_cpu_is_that_of_pythons_clock(monkeypatch):
+    moments = [7.0, 9.5]
+    monkeypatch.setattr(device.time, "perf_counter", lambda: moments.pop(0))
+    first = mark_time("cpu")
+    last = mark_time("cpu")
+    assert seconds_between(first, last) == 2.5
+
+
+class TensorOnGpu:
+    """A tensor whose copy on the CPU has its numbers only when an event after the copy has come."""
+    is_cuda = True
+
+    def __init__(self, numbers, monkeypatch):
+        self.numbers = torch.tensor(numbers)
+        self.copy = torch.zeros(len(numbers))
+        self.copy_has_begun = False
+        tensor = self
+
+        class EventOfCopy(Event):
+            def synchronize(self):
+                super().synchronize()
+                tensor.copy.copy_(tensor.numbers)
+
+            def record(self):
+                assert tensor.copy_has_begun, "the event is before the copy"
+                super().record()
+
+        monkeypatch.setattr(torch.cuda, "Event", EventOfCopy)
+
+    def to(self, device, non_blocking):
+        assert (device, non_blocking) == ("cpu", True)
+        self.copy_has_begun = True
+        return self.copy
+
+
+def test_the_numbers_of_a_gpu_are_read_when_its_copy_has_come(monkeypatch):
+    tensor = TensorOnGpu([1.0, 2.0], monkeypatch)
+    numbers = copy_later(tensor)
+    assert tensor.copy.tolist() == [0, 0], "it has waited at once"
+    assert numbers() == [1, 2]
+
+
+def test_the_numbers_of_a_cpu_are_those_at_the_time_of_the_call():
+    tensor = torch.tensor([1.0, 2.0])
+    numbers = copy_later(tensor)
+    tensor.zero_()
+    assert numbers() == [1, 2]
+
+
+# ----------------------------------------------------------------------- how fast devices are
+
+PEAKS = {
+    "NVIDIA H200": 989.4,
+    "NVIDIA H200 NVL": 835.5,
+    "NVIDIA H100 80GB HBM3": 989.4,
+    "NVIDIA H100 PCIe": 756,
+    "NVIDIA GB200": 2500,
+    "NVIDIA B200": 2250,
+    "NVIDIA A100-SXM4-80GB": 312,
+    "A100-SXM4-40GB": 312,
+    "NVIDIA A100 80GB PCIe": 312,
+    "NVIDIA A10": 125,
+    "NVIDIA A10G": 70,
+    "NVIDIA L4": 121,
+    "Tesla T4": 65,
+    "Tesla V100-SXM2-16GB": 125,
+    "NVIDIA GeForce RTX 4090": 165.2,
+    "NVIDIA GeForce RTX 4090 D": 147.1,
+}
+
+
+@pytest.fixture
+def gpu_name(monkeypatch):
+    """gpu_name(text): from now on GPU 0 has this name."""
+    def rename(name):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+        peak_flops.cache_clear()
+    yield rename
+    peak_flops.cache_clear()
+
+
+@pytest.mark.parametrize("name", PEAKS)
+def test_the_peak_of_a_known_gpu_is_that_of_its_data_sheet(name, gpu_name):
+    gpu_name(name)
+    assert peak_flops("cuda:0") == PEAKS[name] * 1e12
+
+
+@pytest.mark.parametrize("name", [
+    "Some GPU 9000",
+    "NVIDIA GeForce RTX 4090 Laptop GPU",
+    "NVIDIA GeForce RTX 3090 Ti",
+    "NVIDIA RTX 6000 Ada Generation Laptop GPU",
+    "NVIDIA A100-SXM4-40GB MIG 1g.5gb",
+    "NVIDIA H20-3e",
+    "NVIDIA A100-SXM-64GB",
+    "NVIDIA B200 NVL",
+    "NVIDIA L4 2",
+])
+def test_a_gpu_that_is_not_exactly_known_has_no_peak(name, gpu_name):
+    gpu_name(name)
+    assert peak_flops("cuda:0") is None
+
+
+def test_a_cpu_has_no_peak():
+    assert peak_flops("cpu") is None
+
+
+@pytest.mark.parametrize("name, peak", [("NVIDIA A100-SXM4-80GB", 312e12), ("Some GPU", 100e12)])
+def test_compiling_pays_for_runs_of_more_than_five_seconds_at_the_peak(name, peak, gpu_name):
+    gpu_name(name)
+    assert not compiling_pays(4.9 * peak, "cuda:0")
+    assert compiling_pays(5.1 * peak, "cuda:0")
+
+
+def compile_chosen(compile, process, seconds):
+    """What --compile becomes in a run of so many seconds at the peak of an A100, on each rank."""
+    config = SimpleNamespace(compile=compile, sequence_length=1024)
+    model = SimpleNamespace(flops_per_token=lambda T: T * 10**6)
+    tokens_left = int(seconds * 312e12 * process.world_size / (1024 * 10**6))
+    choose_compile(config, model, tokens_left, process)
+    return config.compile
+
+
+class TwoRanks(Process):
+    def __init__(self, device):
+        super().__init__(world_size=2, device=device)
+
+    def gather(self, value):
+        return [value, value]
+
+
+@pytest.mark.parametrize("seconds, expected", [(4.5, False), (5.5, True)])
+@pytest.mark.parametrize("make_process", [Process, TwoRanks])
+def test_on_a_gpu_a_long_run_is_compiled_and_a_short_one_says_why_not(
+    seconds, expected, make_process, gpu_name, capsys
+):
+    gpu_name("NVIDIA A100-SXM4-80GB")
+    process = make_process(device="cuda:0")
+    assert compile_chosen("auto", process, seconds) is expected
+    assert ("too short" in capsys.readouterr().out) == (not expected)
+
+
+def test_on_a_cpu_no_run_is_compiled_and_none_says_so(capsys):
+    assert compile_chosen("auto", Process(device="cpu"), 1e9) is False
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("compile", [True, False])
+def test_what_the_user_says_about_compiling_counts(compile, gpu_name):
+    gpu_name("NVIDIA A100-SXM4-80GB")
+    assert compile_chosen(compile, Process(device="cuda:0"), 0.1) is compile
+    assert compile_chosen(compile, Process(device="cuda:0"), 1e9) is compile
+
+
+@pytest.mark.parametrize("dtype, flops", [("float32", 2e11), ("bfloat16", 1e12), ("float16", 1e12)])
+def test_a_cpu_needs_at_least_the_time_of_all_its_cores(dtype, flops, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    assert least_cpu_seconds(600 * flops, dtype) == pytest.approx(150)
+    assert least_cpu_seconds(600 * flops, dtype, processes=3) == pytest.approx(50)

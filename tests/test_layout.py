@@ -29,11 +29,37 @@ def imports(name):
     return found & MODULES
 
 
-def run_python(code, **options):
-    """A process of its own, because this one has imported more."""
-    code = f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n{code}"
-    return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=ENV, **options)
+IMPORT_EVERYTHING = """
+import importlib, socket, sys
+
+def refuse(*args, **kwargs):
+    raise AssertionError(args)
+
+socket.getaddrinfo = refuse
+root, *names = sys.argv[1:]
+sys.path.insert(0, root)
+optional = {"matplotlib", "wandb", "datasets", "transformers", "pyarrow", "gigatoken"}
+
+importlib.import_module("model")
+with open("../loaded_by_model", "w") as file:
+    print(*sys.modules, file=file)
+for name in names:
+    importlib.import_module(name)
+    assert not optional & sys.modules.keys(), name
+"""
+
+
+@pytest.fixture(scope="module")
+def imported(tmp_path_factory):
+    """A process that has imported everything, in a folder of its own, beside `loaded_by_model`.
+
+    (its result, the folder). The process of the tests has imported more.
+    """
+    folder = tmp_path_factory.mktemp("imported") / "empty"
+    folder.mkdir()
+    command = [sys.executable, "-c", IMPORT_EVERYTHING, ROOT, *sorted(MODULES)]
+    result = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=ENV)
+    return result, folder
 
 
 def test_runtime_imports_no_script():
@@ -57,10 +83,13 @@ def test_nothing_imports_in_a_circle():
             del remaining[name]
 
 
-def test_the_model_needs_at_most_five_files_and_not_the_recipes():
-    result = run_python("import model\nprint(*sys.modules)")
-    loaded = MODULES & set(result.stdout.split())
-    assert "model" in loaded, result.stderr
+def test_the_model_needs_at_most_five_files_and_not_the_recipes(imported):
+    result, folder = imported
+    assert result.returncode == 0, result.stderr
+
+    loaded = MODULES & set((folder.parent / "loaded_by_model").read_text().split())
+
+    assert "model" in loaded
     assert len(loaded) <= 5, loaded
     assert not imports("model") & {"recipes", "export"}
 
@@ -72,23 +101,8 @@ def test_a_function_fits_on_a_screen(name):
             assert node.end_lineno - node.lineno < 45, node.name
 
 
-IMPORT_EVERYTHING = """
-import importlib, socket
-
-def refuse(*args, **kwargs):
-    raise AssertionError(args)
-
-socket.getaddrinfo = refuse
-optional = {"matplotlib", "wandb", "datasets", "transformers", "pyarrow", "gigatoken"}
-for name in NAMES:
-    importlib.import_module(name)
-    assert not optional & sys.modules.keys(), name
-"""
-
-
-def test_an_import_only_defines(tmp_path):
+def test_an_import_only_defines(imported):
     """It prints, writes and downloads nothing, and imports no optional package."""
-    code = IMPORT_EVERYTHING.replace("NAMES", repr(sorted(MODULES)))
-    result = run_python(code, cwd=tmp_path)
+    result, folder = imported
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
-    assert not list(tmp_path.iterdir())
+    assert not list(folder.iterdir())

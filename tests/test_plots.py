@@ -1,109 +1,217 @@
-"""OUT/loss.png: what is drawn in it, when, and that no run ends by it. The layout was looked at."""
+"""runtime/plots.py: what is drawn into OUT/loss.png, when, and that no run ends by it."""
 import math
 import sys
-import time
-import types
+from types import SimpleNamespace
 
 import matplotlib.figure
-import numpy as np
 import pytest
-from helpers import ENV, logged, run, train
+from helpers import BYTES, ENV, ROOT, cold, logged, train
 
 from runtime import plots
-from runtime.console import Record
-from runtime.plots import plot_run
-from runtime.shards import write_shard
+from runtime.plots import draw, plot_run, short_count
 
 
-def rows(**columns):
-    """Rows of a metrics.csv: a column's numbers at steps of 100 tokens."""
-    steps = range(max(map(len, columns.values()), default=0))
-    return [dict(tokens=100 * step) | {kind: dict(enumerate(columns.get(kind, ()))).get(step)
-                                       for kind in ("train", "val", "hella")} for step in steps]
+def make_rows(train=(), val=(), hella=()):
+    """Rows of a metrics.csv with these numbers, at steps of 100 tokens."""
+    rows = []
+    for step in range(max(len(train), len(val), len(hella))):
+        row = {"tokens": 100 * step, "train": None, "val": None, "hella": None}
+        for kind, numbers in (("train", train), ("val", val), ("hella", hella)):
+            if step < len(numbers):
+                row[kind] = numbers[step]
+        rows.append(row)
+    return rows
 
 
 @pytest.fixture
 def figures(monkeypatch):
-    """All that are saved from now on."""
-    figures, savefig = [], matplotlib.figure.Figure.savefig
-    monkeypatch.setattr(matplotlib.figure.Figure, "savefig",
-                        lambda figure, file, **how: figures.append(figure) or savefig(figure, file, **how))
-    return figures
+    """A list of the figures that are saved from now on."""
+    saved = []
+    savefig = matplotlib.figure.Figure.savefig
+
+    def noted_savefig(figure, file, **options):
+        saved.append(figure)
+        savefig(figure, file, **options)
+
+    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", noted_savefig)
+    return saved
 
 
 def points(figure):
-    """{a curve's label: [(tokens, value)]}."""
-    return {line.get_label(): [tuple(point) for point in line.get_xydata().tolist()]
-            for panel in figure.axes for line in panel.lines}
+    """{label of a curve: [[tokens, value]]}."""
+    found = {}
+    for panel in figure.axes:
+        for line in panel.lines:
+            found[line.get_label()] = line.get_xydata().tolist()
+    return found
 
+
+# ----------------------------------------------------------------------- what is drawn
 
 def test_losses_and_hellaswag_are_drawn_against_tokens(tmp_path, figures):
-    plot_run(rows(train=[10.8, 9, 8, math.nan], val=[10.9, None, 7], hella=[0.25, None, None, 0.26]),
-             tmp_path / "loss.png", "a title")
+    losses = [10.8, 9, 8, math.nan]
+    rows = make_rows(train=losses, val=[10.9, None, 7], hella=[0.25, None, None, 0.26])
+
+    plot_run(rows, tmp_path / "loss.png", "a title")
+
     assert (tmp_path / "loss.png").read_bytes()[:4] == b"\x89PNG"
-    losses, hella = figures[0].axes
-    assert [line.get_xydata().tolist() for panel in (losses, hella) for line in panel.lines] == [
-        [[0, 10.8], [100, 9], [200, 8]], [[0, 10.9], [200, 7]], [[0, 0.25], [300, 0.26]]]
-    assert [line.get_label() for line in losses.lines] == ["training loss", "validation loss"]
-    assert "loss" in losses.get_ylabel() and "acc_norm" in hella.get_ylabel()
-    assert [losses.xaxis.get_major_formatter()(n) for n in (0, 999, 1000, 250e3, 1.2e6, 1e9, 10e9)] == [
-        "0", "999", "1k", "250k", "1.2M", "1B", "10B"]
+    assert points(figures[0]) == {
+        "training loss": [[0, 10.8], [100, 9], [200, 8]],
+        "validation loss": [[0, 10.9], [200, 7]],
+        "HellaSwag, acc_norm": [[0, 0.25], [300, 0.26]],
+    }
     assert figures[0].get_suptitle() == "a title"
-    assert all((panel.get_xlim()[0], panel.get_xlabel()) == (0, "tokens") for panel in (losses, hella))
+
+
+def test_losses_share_a_panel_and_both_axes_say_what_they_are(tmp_path, figures):
+    plot_run(make_rows(train=[10.8], val=[10.9], hella=[0.25]), tmp_path / "loss.png", "")
+
+    losses, hellaswag = figures[0].axes
+    assert len(losses.lines) == 2
+    assert "loss" in losses.get_ylabel()
+    assert "acc_norm" in hellaswag.get_ylabel()
+    for panel in (losses, hellaswag):
+        assert panel.get_xlabel() == "tokens"
+        assert panel.get_xlim()[0] == 0
+        assert panel.xaxis.get_major_formatter()(10e9) == "10B"
+
+
+@pytest.mark.parametrize("n, text", [
+    (0, "0"),
+    (999, "999"),
+    (1000, "1k"),
+    (250e3, "250k"),
+    (1.2e6, "1.2M"),
+    (1e9, "1B"),
+    (10e9, "10B"),
+])
+def test_tokens_are_told_in_thousands_millions_and_billions(n, text):
+    assert short_count(n) == text
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("columns", [{}, dict(val=[5.0]), dict(hella=[0.0], val=[math.inf]),
-                                     dict(val=[math.nan])], ids=str)
-def test_a_record_with_hardly_anything_in_it_is_drawn_or_left(columns, tmp_path):
-    plot_run(rows(**columns), tmp_path / "loss.png", "")
-    assert (tmp_path / "loss.png").exists() == any(map(math.isfinite, sum(columns.values(), [])))
+@pytest.mark.parametrize("columns", [{"val": [5.0]}, {"hella": [0.0], "val": [math.inf]}], ids=str)
+def test_a_record_with_one_number_is_drawn(columns, tmp_path):
+    plot_run(make_rows(**columns), tmp_path / "loss.png", "")
+    assert (tmp_path / "loss.png").exists()
 
 
-def test_a_picture_is_drawn_at_most_once_a_minute_and_at_the_end(tmp_path, monkeypatch):
-    drawn, now, record = [], [1000.0], Record(tmp_path, 0, (100).__mul__)
-    monkeypatch.setattr(plots, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr(plots, "plot_run", lambda rows, path, title: drawn.append((now[0], path)))
-    for now[0] in (1000.0, 1030.0, 1059.0, 1061.0, 1100.0):
-        plots.draw(record, "", last=now[0] == 1100)
-    assert drawn == [(at, tmp_path / "loss.png") for at in (1000.0, 1061.0, 1100.0)]
+@pytest.mark.parametrize("columns", [{}, {"val": [math.nan]}, {"train": [None]}], ids=str)
+def test_a_record_without_numbers_is_not_drawn(columns, tmp_path):
+    plot_run(make_rows(**columns), tmp_path / "loss.png", "")
+    assert not (tmp_path / "loss.png").exists()
+
+
+# ----------------------------------------------------------------------- when it is drawn
+
+@pytest.fixture
+def output(tmp_path):
+    """An Output, as far as a picture needs one."""
+    return SimpleNamespace(out=tmp_path, rows=make_rows(val=[5.0]), picture_due=0.0)
 
 
 @pytest.fixture
-def flags(tmp_path):
-    for kind in ("train", "val"):
-        write_shard(tmp_path / f"text_{kind}_000000.npy", np.arange(999, dtype=np.uint16) % 64)
-    return ["--data", tmp_path, "--out", tmp_path / "log", "--n_layer", 1, "--n_head", 1, "--n_embd", 16,
-            "--block_size", 16, "--vocab_size", 64, "--val_tokens", 64, "--total_batch_size", 64,
-            "--max_steps", 2, "--val_every", 1, "--hellaswag_every", 0, "--sample_every", 0,
-            "--checkpoint_every", 0, "--device", "cpu", "--dtype", "float32"]
+def now(monkeypatch):
+    """A clock: `now.time` is what it shows."""
+    clock = SimpleNamespace(time=1000.0)
+    monkeypatch.setattr(plots.time, "monotonic", lambda: clock.time)
+    return clock
 
 
-def test_the_picture_has_the_whole_run_at_its_end_and_after_a_resume(flags, figures, tmp_path, monkeypatch):
-    """It is drawn at the first evaluation, too, which has nothing of the training yet."""
-    monkeypatch.setattr(time, "monotonic", lambda: 5000.0)              # no minute is over
-    train(*flags, "--max_steps", 3, "--val_every", 2, "--checkpoint_every", 2)
-    train(*flags, "--max_steps", 5, "--val_every", 2)
-    assert len(figures) == 4, "at steps 0 and 3, and 4 and 5 of the resumed run"
-    for figure, steps in ((figures[1], 3), (figures[3], 5)):
-        found, losses = points(figure), [logged(tmp_path / "log", kind) for kind in ("train", "val")]
-        assert found["training loss"] == [(64 * step, losses[0][step]) for step in range(steps)]
-        assert found["validation loss"][-2:] == [(64 * step, losses[1][step]) for step in (steps - 1, steps)]
-    train(*flags, "--resume", "never", "--val_every", 0)
-    assert len(figures) == 4, "of a run without evaluations there is no picture"
+def test_a_picture_is_drawn_at_most_once_a_minute_and_at_the_end(output, now, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(plots, "plot_run", lambda rows, path, title: drawn.append((now.time, path)))
+
+    for seconds in (1000.0, 1030.0, 1059.0, 1061.0):
+        now.time = seconds
+        draw(output, "", last=False)
+    now.time = 1100.0
+    draw(output, "", last=True)
+
+    path = output.out / "loss.png"
+    assert drawn == [(1000.0, path), (1061.0, path), (1100.0, path)]
 
 
-def test_rank_0_draws_the_picture_and_needs_no_home_for_it(flags, tmp_path):
-    """A file: not even root can make a folder in it."""
-    (tmp_path / "home").touch()
-    env = {k: v for k, v in ENV.items() if k not in ("MPLCONFIGDIR", "XDG_CONFIG_HOME", "XDG_CACHE_HOME")}
-    done = run(*flags, processes=2, env=env | {"DRAW": "1", "HOME": str(tmp_path / "home")})
-    assert (tmp_path / "log/loss.png").read_bytes()[:4] == b"\x89PNG" and not done.stderr
+def test_a_picture_that_fails_is_a_warning_and_is_tried_again(output, now, monkeypatch, capsys):
+    failures = []
+
+    def fail(rows, path, title):
+        failures.append(path)
+        raise OverflowError("too many ticks")
+
+    monkeypatch.setattr(plots, "plot_run", fail)
+    for seconds in (1000.0, 1061.0):
+        now.time = seconds
+        draw(output, "", last=False)
+
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == len(failures) == 2
+    for line in lines:
+        assert "warning" in line
+        assert f"{output.out}/loss.png" in line
+        assert "too many ticks" in line
 
 
-def test_where_matplotlib_fails_a_run_warns_and_goes_on(flags, tmp_path, monkeypatch, capsys):
+def test_without_matplotlib_it_is_one_warning_that_names_the_package(
+    output, now, monkeypatch, capsys
+):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    train(*flags)
-    out, err = capsys.readouterr()
-    assert "done: 2 steps" in out and not (tmp_path / "log/loss.png").exists()
-    assert all("warning" in line and f"{tmp_path}/log/loss.png" in line for line in err.splitlines()) and err
+    draw(output, "", last=False)
+    now.time = 1061.0
+    draw(output, "", last=False)
+    draw(output, "", last=True)
+
+    [line] = capsys.readouterr().err.splitlines()
+    assert "matplotlib" in line
+
+
+# ----------------------------------------------------------------------- of a run
+
+def test_the_last_picture_has_the_whole_run_after_a_resume_too(
+    byte_data, tmp_path, figures, now
+):
+    flags = ["--data", byte_data, *BYTES, "--n_layer", 1, "--val_every", 2, "--out", tmp_path]
+    train(*flags, "--max_steps", 3, "--checkpoint_every", 2)
+    train(*flags, "--max_steps", 5)
+
+    assert len(figures) == 4, "at steps 0 and 3, and at 4 and 5 of the resumed run"
+    for figure, steps in ((figures[1], 3), (figures[3], 5)):
+        curves = points(figure)
+        losses = logged(tmp_path)
+        assert curves["training loss"] == [[256 * step, losses[step]] for step in range(steps)]
+        assert curves["validation loss"][-1] == [256 * steps, logged(tmp_path, "val")[steps]]
+
+
+def test_a_run_without_evaluations_has_no_picture(byte_data, tmp_path, figures):
+    train("--data", byte_data, *BYTES, "--max_steps", 2, "--val_every", 0, "--out", tmp_path)
+    assert figures == []
+
+
+def test_a_run_goes_on_without_matplotlib(byte_data, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    train("--data", byte_data, *BYTES, "--max_steps", 2, "--val_every", 1, "--out", tmp_path)
+    stdout, stderr = capsys.readouterr()
+    assert "done: 2 steps" in stdout
+    assert stderr.count("\n") == 1
+
+
+DRAW = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from runtime.plots import plot_run
+plot_run([{"tokens": 0, "train": 5.0, "val": None, "hella": None}], Path(sys.argv[2]), "")
+"""
+
+
+def test_a_picture_needs_no_home_and_says_nothing(tmp_path):
+    home = tmp_path / "home"
+    home.touch()                        # a file: not even root can make a folder in it
+    env = ENV | {"HOME": str(home)}
+    for name in ("MPLCONFIGDIR", "XDG_CONFIG_HOME", "XDG_CACHE_HOME"):
+        env.pop(name, None)
+
+    result = cold("-c", DRAW, ROOT, tmp_path / "loss.png", env=env)
+
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+    assert (tmp_path / "loss.png").exists()

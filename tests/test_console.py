@@ -1,0 +1,391 @@
+"""runtime/console.py: the line of a step, the header and the summary, against known values."""
+import math
+import re
+import shlex
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers import BYTES, train
+
+from model import GPT, GPTConfig
+from runtime import console
+from runtime.console import StepLog, clock, counted
+from runtime.device import peak_flops
+from runtime.metrics import FORMATS, HEADER, row_line
+from runtime.ranks import Process
+from runtime.recipe import BatchSchedule
+from train_gpt2 import Config
+
+
+class Record:
+    """What a StepLog writes to: it keeps what it is given."""
+
+    def __init__(self):
+        self.added = []
+        self.rows = []
+
+    def add(self, step, kind, value, **more):
+        self.added.append((step, kind, value, more))
+
+    def what_resumes(self):
+        return "resumes from the newest"
+
+
+def make_log(process=None, schedule=None, flops_per_token=10**6):
+    """The StepLog of 100 steps of 1,000 tokens."""
+    if process is None:
+        process = Process()
+    if schedule is None:
+        schedule = BatchSchedule(1000, 100)
+    return StepLog(process, Record(), schedule, flops_per_token)
+
+
+@pytest.mark.parametrize("seconds, text", [
+    (0.3, "0:00:00"),
+    (299.6, "0:05:00"),
+    (1e5, "1 day, 3:46:40"),
+    (1e99, "115740 days, 17:46:40"),
+])
+def test_a_duration_is_written_as_a_clock_shows_it(seconds, text):
+    assert clock(seconds) == text
+
+
+def test_what_is_counted_is_in_the_plural_where_there_are_more():
+    assert counted(1, "process") == "1 process"
+    assert counted(8, "process") == "8 processes"
+    assert counted(2000, "step") == "2,000 steps"
+
+
+# ----------------------------------------------------------------------- the line of a step
+
+def test_a_step_has_the_line_of_build_nanogpt_and_is_recorded(capsys):
+    log = make_log(schedule=BatchSchedule(16384, 6))
+    log.step(5, 6.03724, 2.049, 4.2e-6, 0.0931)
+
+    assert capsys.readouterr().out == (
+        "step     5 | loss: 6.0372 | lr 4.20e-06 | norm: 2.05 | dt: 93.1ms | tok/sec: 175,983\n")
+    [(step, kind, loss, more)] = log.output.added
+    assert (step, kind, loss) == (5, "train", 6.03724)
+    assert more == {"norm": 2.049, "lr": 4.2e-6, "tokens_per_second": 16384 / 0.0931}
+
+
+def test_a_slow_step_has_no_comma_in_its_milliseconds(capsys):
+    make_log().step(19072, 3.2, 12.345, 6e-5, 12.34)
+    assert "| dt: 12340.0ms |" in capsys.readouterr().out
+
+
+def lines_of_steps(log, seconds, capsys):
+    """The lines of steps that take these seconds."""
+    for step, dt in enumerate(seconds):
+        log.step(step, 4.0, 1.0, 1e-3, dt)
+    return capsys.readouterr().out.splitlines()
+
+
+def test_the_time_left_follows_the_median_of_the_last_twenty_steps_without_the_first(capsys):
+    seconds = [900.0, 2.0, 4.0, 3.0] + [5.0] * 10 + [7.0] * 15
+    lines = lines_of_steps(make_log(), seconds, capsys)
+
+    assert not lines[0].endswith("left"), "the first step may have compiled"
+    assert lines[1].endswith(f"| {clock(98 * 2.0)} left")
+    assert lines[3].endswith(f"| {clock(96 * 3.0)} left")
+    assert lines[13].endswith(f"| {clock(86 * 5.0)} left")
+    assert lines[28].endswith(f"| {clock(71 * 7.0)} left")
+
+
+def test_the_time_left_counts_tokens_where_the_batch_grows(capsys):
+    # Four steps of 512 tokens, two of 1,024 and one of 2,048. After three of them 4,608 are left.
+    log = make_log(schedule=BatchSchedule(2048, 7, (4, 2, 1)))
+    lines = lines_of_steps(log, [4.0, 4.0, 4.0], capsys)
+    assert lines[2].endswith(f"| {clock(4608 / 128)} left")
+    assert "tok/sec: 128 |" in lines[2]
+
+
+def test_the_last_step_leaves_no_time(capsys):
+    lines = lines_of_steps(make_log(schedule=BatchSchedule(1000, 3)), [9.0, 5.0, 5.0], capsys)
+    assert lines[-1].endswith("| 0:00:00 left")
+
+
+@pytest.mark.parametrize("world_size, share", [(1, "80%"), (2, "40%")])
+def test_mfu_is_the_share_of_all_gpus_peak(world_size, share, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100-SXM4-80GB")
+    peak_flops.cache_clear()
+    process = Process(device="cuda:0", world_size=world_size)
+    flops_per_token = 0.8 * 312e12 / 1000
+
+    make_log(process, flops_per_token=flops_per_token).step(0, 4.0, 1.0, 1e-3, 1.0)
+    peak_flops.cache_clear()
+
+    line = capsys.readouterr().out
+    assert line.endswith(f"| mfu {share}\n")
+    assert "tok/sec: 1,000 |" in line, "of all GPUs"
+
+
+def test_other_ranks_print_nothing(capsys):
+    log = make_log(Process(rank=1, world_size=2))
+    log.step(0, 4.0, 1.0, 1e-3, 1.0)
+    log.evaluation(0, "val", 5.0, "validation loss: 5.0000")
+    assert capsys.readouterr().out == ""
+
+
+def test_an_evaluation_is_printed_and_recorded(capsys):
+    log = make_log()
+    log.evaluation(250, "val", 4.5, "validation loss: 4.5000")
+    assert capsys.readouterr().out == "step   250 | validation loss: 4.5000\n"
+    assert log.output.added == [(250, "val", 4.5, {})]
+
+
+# ----------------------------------------------------------------------- the header
+
+SHAPE = {"block_size": 32, "vocab_size": 256, "n_layer": 2, "n_head": 2, "n_embd": 32}
+# The embedding, the positions, two blocks, the last norm.
+PARAMETERS = 256 * 32 + 32 * 32 + 2 * (12 * 32**2 + 13 * 32) + 2 * 32
+# Of a token, forward and backward: the positions are only looked up.
+FLOPS = 6 * (PARAMETERS - 32 * 32) + 12 * 2 * 32 * 32
+
+
+def make_config(**more):
+    """The flags of a run, after "auto" has been decided."""
+    automatic = {"sequence_length": 32, "min_lr": 2e-5, "dtype": "float32", "compile": False}
+    return Config(**SHAPE | automatic | {"total_batch_size": 256} | more)
+
+
+def print_header(config, process=None):
+    """Of a run with 500 sequences of data."""
+    if process is None:
+        process = Process()
+    data = SimpleNamespace(train=SimpleNamespace(total=500))
+    schedule = BatchSchedule(config.total_batch_size, config.max_steps)
+    console.print_header(config, process, data, GPT(GPTConfig(**SHAPE)), schedule)
+
+
+@pytest.mark.parametrize("word", [
+    "1 process on cpu (",
+    "float32, eager, attention auto",
+    f"torch {torch.__version__}",
+    f"gpt2: {PARAMETERS:,} parameters (2 layers, 2 heads, width 32, vocabulary 256)",
+    f"37 steps = {37 * 256:,} tokens = {37 * 256 / 32 / 500:.2f} epochs",
+    "max_lr 0.003 after 6 steps, min_lr 2e-05",
+    "validation every 21 steps",
+    "HellaSwag never",
+    "checkpoint every 1,100 steps",
+    "output in a/log",
+])
+def test_the_header_counts_parameters_tokens_and_epochs_and_says_what_is_planned(word, capsys):
+    print_header(make_config(
+        max_steps=37, max_lr=3e-3, warmup_steps=6, val_every=21, hellaswag_every=0,
+        checkpoint_every=1100, out="a/log"))
+    assert word in capsys.readouterr().out
+
+
+def test_a_compiled_run_says_that_it_takes_a_while_and_overfit_writes_nothing(capsys):
+    print_header(make_config(compile=True, overfit=True, out="a/log"), Process(world_size=2))
+    text = capsys.readouterr().out
+    assert "2 processes on cpu" in text
+    assert "torch.compile, attention" in text
+    assert "compiling the model" in text
+    assert "a/log" not in text
+
+
+@pytest.mark.parametrize("max_steps, said", [(5, "after 5 steps,"), (4, "after 5 steps (more")])
+def test_a_warm_up_longer_than_the_run_is_told(max_steps, said, capsys):
+    print_header(make_config(warmup_steps=5, max_steps=max_steps))
+    assert said in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("dtype, flops", [("float32", 2e11), ("bfloat16", 1e12)])
+@pytest.mark.parametrize("days, said", [
+    (0.98, None),
+    (1.02, "more than 1 day:"),
+    (2.98, "more than 2 days:"),
+    (250.5, "more than 250 days:"),
+])
+def test_a_run_of_more_than_a_day_on_a_cpu_says_so(days, said, dtype, flops, monkeypatch, capsys):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    steps_of_a_day = 24 * 60 * 60 * 2 * flops / (256 * FLOPS)
+
+    print_header(make_config(dtype=dtype, max_steps=round(days * steps_of_a_day)))
+
+    lines = [line for line in capsys.readouterr().out.splitlines() if "without a GPU" in line]
+    if said is None:
+        assert lines == []
+    else:
+        [line] = lines
+        for word in (said, "--preset shakespeare", "--dry_run"):
+            assert word in line
+
+
+def test_several_processes_share_the_work_of_a_day(monkeypatch, capsys):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    steps_of_a_day = 24 * 60 * 60 * 2e11 / (256 * FLOPS)
+    config = make_config(max_steps=round(3.5 * steps_of_a_day))
+    print_header(config, Process(world_size=3))
+    assert "more than 1 day:" in capsys.readouterr().out
+
+
+def test_a_gpu_is_not_warned_of_days(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
+    print_header(make_config(max_steps=2**40), Process(device="cuda:0"))
+    assert "without a GPU" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("divisors, world_size, text", [
+    ((1, 1, 1), 1, "2,048 tokens per step = 4 x 32 x 16 micro-steps x 1 process\n"),
+    ((1, 1, 1), 2, "2,048 tokens per step = 4 x 32 x 8 micro-steps x 2 processes\n"),
+    ((4, 2, 1), 1, "2,048 tokens per step = 4 x 32 x 16 micro-steps x 1 process, 512 at first\n"),
+])
+def test_the_product_of_the_batch_is_the_tokens_of_a_step(divisors, world_size, text, capsys):
+    schedule = BatchSchedule(2048, 7, divisors)
+    process = Process(world_size=world_size)
+    console.print_batch(make_config(max_steps=7), process, schedule, 4)
+    assert capsys.readouterr().out == text
+
+
+def test_an_estimate_has_the_time_of_a_step_and_of_all_that_are_left(capsys):
+    console.print_estimate(make_config(), Process(), 6144, 128.0)
+    text = capsys.readouterr().out
+    assert "about 2 s per step, 0:00:48 in all" in text
+    assert "--dry_run" in text
+
+
+@pytest.mark.parametrize("has_metrics", [True, False])
+def test_a_resumed_run_shows_the_rates_of_the_last_step_and_of_the_next_one(
+    has_metrics, tmp_path, capsys
+):
+    """Where a run is made longer, its rate rises again."""
+    if has_metrics:
+        row = dict.fromkeys(FORMATS) | {"tokens": 0, "seconds": 0.0}
+        rows = [row | {"step": 8, "lr": 3e-4}, row | {"step": 9, "lr": 1e-4}, row | {"step": 10}]
+        lines = [HEADER, *map(row_line, rows), ""]
+        (tmp_path / "metrics.csv").write_text("\n".join(lines))
+    path = tmp_path / "checkpoint_000010.pt"
+
+    start = SimpleNamespace(path=path, step=10)
+    console.print_resume(make_config(max_steps=20), Process(), start, 5e-4)
+
+    text = capsys.readouterr().out
+    assert text.startswith(f"resuming from {path} at step 10 of 20: ")
+    assert text.endswith("lr 5.00e-04 in step 10\n")
+    assert ("lr 1.00e-04 in step 9, " in text) == has_metrics
+
+
+def test_a_run_that_is_made_longer_shows_its_rates(byte_data, tmp_path, capsys):
+    flags = ["--data", byte_data, *BYTES, "--val_every", 0, "--out", tmp_path]
+    train(*flags, "--max_steps", 10)
+    capsys.readouterr()
+    train(*flags, "--max_steps", 20, "--dry_run")
+
+    [line] = re.findall("resuming.*", capsys.readouterr().out)
+    rate_9 = 6e-5 + 0.5 * (1 + math.cos(math.pi * 4 / 5)) * 5.4e-4      # of ten steps
+    rate_10 = 6e-5 + 0.5 * (1 + math.cos(math.pi * 5 / 15)) * 5.4e-4    # of twenty
+    assert f"lr {rate_9:.2e} in step 9, lr {rate_10:.2e} in step 10" in line
+
+
+# ----------------------------------------------------------------------- the summary
+
+@pytest.fixture
+def summary(tmp_path, capsys):
+    """summary(seconds of steps, {step: validation loss}) -> (exit code, what is printed).
+
+    The run's folder is `a run`. Steps in `saved` have a checkpoint.
+    """
+    out = tmp_path / "a run"
+    out.mkdir()
+
+    def summarise(seconds=(1.0,), losses=None, saved=(), stopped=False, process=None, **flags):
+        log = make_log()
+        lines_of_steps(log, seconds, capsys)
+        for step, loss in (losses or {}).items():
+            log.output.rows.append({"step": step, "val": loss})
+        for step in saved:
+            (out / f"checkpoint_{step:06d}.pt").touch()
+        if process is None:
+            process = Process()
+        data = SimpleNamespace(bits_per_byte=0.25)
+        config = make_config(max_steps=100, out=str(out), **flags)
+        code = console.print_summary(config, process, data, log, len(seconds), stopped)
+        return code, capsys.readouterr().out
+    return summarise
+
+
+def test_the_summary_has_the_median_step_without_the_first_and_the_peak_of_memory(
+    summary, monkeypatch
+):
+    monkeypatch.setattr(console, "peak_memory", lambda device: 12_288_000_000)
+    code, text = summary([900.0, 2.0, 3.0, 4.0, 90.0, 3.0])
+    assert code == 0
+    assert "median step 3,000.0 ms, 333 tokens/s, peak memory 12.3 GB" in text
+    assert "done: 6 steps" in text
+
+
+def test_a_run_of_one_step_has_the_time_of_that(summary):
+    assert "median step 2,000.0 ms, 500 tokens/s" in summary([2.0])[1]
+
+
+def test_a_run_that_was_done_already_has_no_time(summary):
+    assert "median" not in summary([])[1]
+
+
+@pytest.mark.parametrize("names", [[], ["metrics.csv"], ["metrics.csv", "loss.png"]])
+def test_the_summary_names_the_files_that_are_there(names, summary, tmp_path):
+    for name in names:
+        (tmp_path / "a run" / name).touch()
+    text = summary()[1]
+    for name in ("metrics.csv", "loss.png"):
+        assert (name in text) == (name in names)
+    assert "checkpoints" not in text
+
+
+def test_the_best_checkpoint_is_the_one_with_the_lowest_loss_of_those_that_are_there(summary):
+    losses = {0: 9.0, 1: 5.0, 2: 6.0, 4: 8.0}
+    text = summary(losses=losses, saved=[2, 4])[1]
+
+    [line] = re.findall("best checkpoint.*", text)
+    assert "a run/checkpoint_000002.pt," in line
+    assert "validation loss 6.0000 (1.5000 bits per byte), 9.0000 at step 0" in line
+    assert "--max_lr" not in line
+    assert "checkpoints" in text
+
+
+def test_training_that_has_only_raised_the_loss_is_told(summary):
+    text = summary(losses={0: 5.0, 1: 6.0, 2: 7.0}, saved=[1, 2])[1]
+    assert "training has raised the loss: lower --max_lr" in text
+
+
+@pytest.mark.parametrize("losses, folder", [({0: 5.0, 2: 4.0}, "a run/best"), ({}, "a run")])
+def test_the_next_command_samples_from_the_best_weights(losses, folder, summary, tmp_path):
+    text = summary(losses=losses, saved=[2])[1]
+    words = shlex.split(text.splitlines()[-1])
+    assert words[-3:] == ["sample.py", "--model", f"{tmp_path}/{folder}"]
+
+
+def test_a_run_without_checkpoints_has_none_to_sample_from(summary):
+    assert "sample.py" not in summary()[1]
+
+
+@pytest.mark.parametrize("received, cause", [("SIGUSR1", "SIGUSR1"), ("", "a signal")])
+def test_a_stopped_run_says_by_what_and_how_it_goes_on(received, cause, summary):
+    process = Process(received=received)
+    code, text = summary([1.0, 1.0], stopped=True, process=process)
+    assert code == 0
+    assert f"stopped by {cause} after 2 of 100 steps. resumes from the newest" in text
+    assert "done" not in text
+
+
+def test_a_stopped_sanity_run_resumes_from_nothing(summary):
+    text = summary(stopped=True, overfit=True)[1]
+    assert "stopped by" in text
+    assert "resumes" not in text
+
+
+@pytest.mark.parametrize("last, code, verdict", [(0.11, 1, "FAILED"), (0.09, 0, "PASSED")])
+def test_the_sanity_run_passes_below_a_tenth(last, code, verdict, capsys):
+    assert console.print_overfit(Process(), [10.9, 3.0, last]) == code
+    text = capsys.readouterr().out
+    assert f"10.9000 -> {last:.4f} in 3 steps" in text
+    assert verdict in text
+
+
+@pytest.mark.parametrize("bits_per_byte, text", [(0.25, " (1.0000 bits per byte)"), (math.nan, "")])
+def test_bits_per_byte_are_told_where_they_are_known(bits_per_byte, text):
+    assert console.in_bits(4.0, SimpleNamespace(bits_per_byte=bits_per_byte)) == text

@@ -1,0 +1,366 @@
+"""runtime/ranks.py: what is printed, what ranks agree on, and how torchrun is understood."""
+import json
+import os
+import signal
+import sys
+from inspect import signature
+
+import pytest
+import torch
+from helpers import BYTES, logged, on_ranks, train
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import train_gpt2
+from runtime import ranks
+from runtime.cli import RunError, UserError, exit_code
+from runtime.ranks import Process, ddp_options, read_process, say_who_is_missing
+
+VARIABLES = (
+    "WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
+
+
+class OneOfTwo(Process):
+    """One of two ranks that knows beforehand what the other one says."""
+
+    def __init__(self, rank, *answers):
+        super().__init__(rank=rank, world_size=2)
+        self.answers = list(answers)        # of the other rank, to each question
+
+    def gather(self, value):
+        values = [value, self.answers.pop(0)]
+        if self.rank == 1:
+            values.reverse()
+        return values
+
+
+def add(a, b):
+    return a + b
+
+
+def fail(error):
+    raise error
+
+
+# ----------------------------------------------------------------------- printing
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_only_rank_0_prints(world_size, capsys):
+    Process(rank=0, world_size=world_size).print0("a line")
+    Process(rank=1, world_size=world_size).print0("another")
+    assert capsys.readouterr().out == "a line\n"
+
+
+def test_a_line_reaches_a_pipe_at_once(monkeypatch):
+    reader, writer = os.pipe()
+    with open(reader) as pipe, open(writer, "w") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        Process().print0("step 0")
+        assert pipe.readline() == "step 0\n"
+
+
+@pytest.fixture(params=["on a full disk", "a pipe that nobody reads"])
+def console(request, monkeypatch):
+    """sys.stdout takes nothing."""
+    if request.param == "on a full disk":
+        if not os.path.exists("/dev/full"):
+            pytest.skip("has no /dev/full")
+        stdout = open("/dev/full", "w")
+    else:
+        reader, writer = os.pipe()
+        os.close(reader)
+        stdout = open(writer, "w")
+    monkeypatch.setattr(sys, "stdout", stdout)
+    yield stdout
+    stdout.close()
+
+
+def test_a_run_whose_console_takes_nothing_goes_on(console, byte_data, tmp_path):
+    train("--data", byte_data, *BYTES, "--max_steps", 3, "--out", tmp_path)
+    assert list(logged(tmp_path)) == [0, 1, 2]
+
+
+# ----------------------------------------------------------------------- agreeing
+
+def test_a_process_alone_agrees_with_itself():
+    process = Process()
+    assert process.sum(1, 2.5) == [1, 2.5]
+    assert process.gather("a") == ["a"]
+    assert process.from_master("a") == "a"
+    assert process.on_all_ranks(add, 1, 2) == 3
+    assert process.rank0_first(add, 1, 2) == 3
+    process.require_same({"--seed": 1})
+
+
+def say_what_ranks_agree_on():
+    """Prints, on each rank, what the methods of Process return."""
+    process = train_gpt2.start_process("cpu")
+    own = process.rank + 1
+    found = {
+        "sum": process.sum(own, 10 * own),
+        "gather": process.gather(f"rank {process.rank}"),
+        "from_master": process.from_master(own),
+        "on_all_ranks": process.on_all_ranks(add, own, 100),
+        "rank0_first": process.rank0_first(add, own, 100),
+    }
+    print(json.dumps(found))
+
+
+def test_two_ranks_add_up_and_hear_each_other():
+    results = on_ranks(say_what_ranks_agree_on, say_what_ranks_agree_on)
+
+    for rank, (code, stdout, stderr) in enumerate(results):
+        assert code == 0, stderr
+        assert json.loads(stdout) == {
+            "sum": [3, 30],
+            "gather": ["rank 0", "rank 1"],
+            "from_master": 1,
+            "on_all_ranks": 101 + rank,
+            "rank0_first": 101 + rank,
+        }
+
+
+@pytest.mark.parametrize("error", [UserError("wrong"), RunError("failed")], ids=repr)
+def test_a_mistake_of_rank_0_is_printed_as_it_is(error):
+    with pytest.raises(type(error), match=f"^{error}$"):
+        OneOfTwo(0, None).on_all_ranks(fail, error)
+
+
+@pytest.mark.parametrize("error", [UserError("wrong"), RunError("failed")], ids=repr)
+def test_a_mistake_of_another_rank_is_printed_by_rank_0_and_names_the_rank(error):
+    with pytest.raises(type(error), match=f"^process 1: {error}$"):
+        OneOfTwo(0, error).on_all_ranks(add, 1, 2)
+
+
+@pytest.mark.parametrize("own, others", [
+    (UserError("wrong"), UserError("wrong")),
+    (UserError("wrong"), None),
+    (RunError("failed"), None),
+])
+def test_other_ranks_end_in_silence_with_the_same_exit_code(own, others, capsys):
+    with pytest.raises(SystemExit) as ended:
+        OneOfTwo(1, others).on_all_ranks(fail, own)
+    assert ended.value.code == exit_code(own)
+    assert capsys.readouterr().err == ""
+
+
+def test_other_ranks_end_with_a_mistake_that_rank_0_has():
+    with pytest.raises(SystemExit) as ended:
+        OneOfTwo(1, UserError("wrong")).on_all_ranks(add, 1, 2)
+    assert ended.value.code == 2
+
+
+def test_what_the_system_refuses_to_one_rank_ends_all():
+    with pytest.raises(UserError, match="private"):
+        OneOfTwo(0, None).on_all_ranks(fail, PermissionError(13, "Permission denied", "private"))
+
+
+def test_rank_0_fills_the_caches_before_the_others_look():
+    calls = []
+
+    class Noting(OneOfTwo):
+        def gather(self, value):
+            calls.append("all ranks have come here")
+            return super().gather(value)
+
+    Noting(0, None, None).rank0_first(calls.append, "rank 0 works")
+    Noting(1, None, None).rank0_first(calls.append, "rank 1 works")
+
+    assert calls == [
+        "rank 0 works", "all ranks have come here", "all ranks have come here",
+        "all ranks have come here", "rank 1 works", "all ranks have come here"]
+
+
+def test_values_that_differ_between_ranks_are_named_on_rank_0(capsys):
+    with pytest.raises(UserError) as error:
+        OneOfTwo(0, {"--seed": 2, "--tf32": True}).require_same({"--seed": 1, "--tf32": True})
+    for word in ("process 1", "--seed", "2", "1 on process 0"):
+        assert word in str(error.value)
+    assert "--tf32" not in str(error.value)
+
+    with pytest.raises(SystemExit) as ended:
+        OneOfTwo(1, {"--seed": 1}).require_same({"--seed": 2})
+    assert ended.value.code == 2
+
+
+@pytest.mark.parametrize("of_master, of_other", [({"a": 1}, {}), ({}, {"a": 1})])
+def test_a_value_that_one_rank_lacks_differs(of_master, of_other):
+    with pytest.raises(RunError, match="a is.*drifted"):
+        OneOfTwo(0, of_other).require_same(of_master, "drifted", RunError)
+
+
+def test_values_that_are_the_same_pass():
+    OneOfTwo(0, {"--seed": 1}).require_same({"--seed": 1})
+
+
+# ----------------------------------------------------------------------- signals
+
+@pytest.fixture
+def handlers():
+    """The signal handlers are put back after the test."""
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+    before = {number: signal.getsignal(number) for number in numbers}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("name", ranks.STOP_SIGNALS)
+def test_a_signal_leaves_a_note_and_one_line(name, handlers, capfd):
+    process = Process()
+    process.catch_signals()
+    assert not process.stop_requested()
+
+    signal.raise_signal(signal.Signals[name])
+
+    assert process.received == name
+    assert process.stop_requested()
+    assert capfd.readouterr().err == f"{name}: stopping\n"
+
+
+def test_one_of_several_ranks_does_not_stop_by_itself_and_rank_0_alone_says_so(handlers, capfd):
+    process = Process(rank=1, world_size=2)
+    process.catch_signals()
+    signal.raise_signal(signal.SIGTERM)
+    signal.raise_signal(signal.SIGTERM)         # torchrun passes it on a second time
+    assert process.received == "SIGTERM"
+    assert not process.stop_requested()
+    assert capfd.readouterr().err == ""
+
+
+def test_a_signal_that_is_ignored_stays_so(handlers):
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)            # by nohup
+    Process().catch_signals()
+    assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_bar_passes_on_what_it_counts(rank):
+    assert list(Process(rank=rank).progress("validation", range(5))) == [0, 1, 2, 3, 4]
+
+
+# ----------------------------------------------------------------------- torchrun's variables
+
+@pytest.fixture
+def environment(monkeypatch):
+    """environment("RANK=1 ...") sets torchrun's variables, and removes the others."""
+    def set_variables(text):
+        for name in VARIABLES:
+            monkeypatch.delenv(name, raising=False)
+        for pair in text.split():
+            monkeypatch.setenv(*pair.split("="))
+    return set_variables
+
+
+@pytest.mark.parametrize("left", [
+    "",
+    "RANK=1",
+    "RANK=1 LOCAL_RANK=1",
+    "RANK=x",
+    "WORLD_SIZE= RANK=1",
+    "WORLD_SIZE=1 RANK=3 LOCAL_RANK=3",
+])
+def test_a_process_alone_is_rank_0_whatever_another_job_has_left(left, environment):
+    environment(left)
+    assert read_process() == Process(rank=0, local_rank=0, world_size=1)
+
+
+@pytest.mark.parametrize("left", ["RANK=1", "RANK=1 LOCAL_RANK=1", "WORLD_SIZE= LOCAL_RANK=1"])
+def test_a_rank_left_in_a_shell_silences_nothing(
+    left, environment, byte_data, tmp_path, capsys
+):
+    environment(left)
+    train("--data", byte_data, *BYTES, "--max_steps", 1, "--out", tmp_path)
+    assert "1 process on " in capsys.readouterr().out
+
+    with pytest.raises(UserError, match="--bogus"):
+        train("--bogus")
+
+
+def test_torchruns_variables_are_a_rank(environment):
+    environment("WORLD_SIZE=16 RANK=9 LOCAL_RANK=1")
+    assert read_process() == Process(rank=9, local_rank=1, world_size=16)
+    environment("WORLD_SIZE=2 RANK=1")
+    assert read_process() == Process(rank=1, local_rank=0, world_size=2)
+
+
+@pytest.mark.parametrize("left, name", [
+    ("WORLD_SIZE=two", "WORLD_SIZE"),
+    ("WORLD_SIZE=0", "WORLD_SIZE"),
+    ("WORLD_SIZE=-1 RANK=0", "WORLD_SIZE"),
+    ("WORLD_SIZE=2", "RANK"),
+    ("WORLD_SIZE=2 RANK=x", "RANK"),
+    ("WORLD_SIZE=2 RANK=2", "RANK"),
+    ("WORLD_SIZE=2 RANK=-1", "RANK"),
+    ("WORLD_SIZE=2 RANK=0 LOCAL_RANK=x", "LOCAL_RANK"),
+    ("WORLD_SIZE=2 RANK=0 LOCAL_RANK=-1", "LOCAL_RANK"),
+])
+def test_variables_that_no_torchrun_has_set_are_named(left, name, environment):
+    environment(left)
+    with pytest.raises(UserError, match=f"{name}.*torchrun"):
+        read_process()
+
+
+def test_a_mistake_in_the_flags_is_printed_by_rank_0_alone(environment, capsys):
+    environment("WORLD_SIZE=2 RANK=0 LOCAL_RANK=0 TORCHELASTIC_RUN_ID=a")
+    with pytest.raises(UserError, match="--n_head 0"):
+        train("--n_head", 0)
+
+    environment("WORLD_SIZE=2 RANK=1 LOCAL_RANK=1 TORCHELASTIC_RUN_ID=a")
+    with pytest.raises(SystemExit) as ended:
+        train("--n_head", 0)
+
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("flags", [
+    ["--local_rank", "1"], ["--local-rank", "1"], ["--local_rank=1"], ["--local-rank=1"]])
+def test_a_rank_among_the_flags_is_ignored(flags):
+    """torch.distributed.launch and deepspeed put it there."""
+    given = train_gpt2.FLAGS.parse("", ["--max_steps", "5", *flags])
+    assert given == {"max_steps": 5}
+
+
+def test_who_waits_without_torchrun_says_for_how_many_and_where(environment, capsys):
+    environment("WORLD_SIZE=4 RANK=2 MASTER_ADDR=10.0.0.7 MASTER_PORT=29500")
+    say_who_is_missing(read_process())
+
+    line = capsys.readouterr().err
+    assert line.count("\n") == 1
+    for word in ("process 2", "10.0.0.7:29500", "3 other", "WORLD_SIZE"):
+        assert word in line
+
+
+def test_ranks_that_torchrun_has_started_wait_in_silence(environment, capsys):
+    environment("WORLD_SIZE=4 RANK=2 TORCHELASTIC_RUN_ID=none")
+    say_who_is_missing(read_process())
+    assert capsys.readouterr().err == ""
+
+
+def test_the_line_comes_before_the_wait(environment, monkeypatch, capsys):
+    def wait(*args, **options):
+        raise TimeoutError("nobody came")
+
+    environment("WORLD_SIZE=2 RANK=0 MASTER_ADDR=10.0.0.7 MASTER_PORT=29500")
+    for name in ("init_process_group", "rendezvous"):
+        monkeypatch.setattr(torch.distributed, name, wait)
+
+    with pytest.raises(TimeoutError):
+        train_gpt2.start_process("cpu")
+
+    assert "10.0.0.7:29500" in capsys.readouterr().err
+
+
+# ----------------------------------------------------------------------- DDP
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:1"])
+def test_ddp_has_no_second_copy_of_gradients_and_sends_no_buffers(device):
+    options = ddp_options(Process(device=device, world_size=2))
+    assert options["gradient_as_bucket_view"] is True
+    if device == "cuda:1":
+        assert options["device_ids"] == ["cuda:1"]
+    else:
+        assert "device_ids" not in options
+    buffers = options.get("broadcast_buffers", options.get("forward_sync_buffers"))
+    assert buffers is False
+    assert options.keys() <= signature(DDP).parameters.keys()
