@@ -328,6 +328,14 @@ def saved_steps(out):
     return [step for step, _ in checkpoints(out)]
 
 
+def saved(out, step=None):
+    """The content of the checkpoint of a step, by default of the newest one."""
+    from runtime.files import checkpoints
+    from runtime.weights import read_checkpoint
+    paths = dict(checkpoints(out))
+    return read_checkpoint(paths[step or max(paths)])
+
+
 def contents(folder):
     """{name: bytes} of the files in a folder, and of those in its folders."""
     files = [path for path in Path(folder).rglob("*") if path.is_file()]
