@@ -151,7 +151,7 @@ class Output:
         began = time.perf_counter()
         path = self.out / f"checkpoint_{content['step']:06d}.pt"
         refuse_non_finite(content, path)
-        replace_file(path, lambda file: torch.save(content, file))
+        save_atomically(path, content)
 
         keep = self.flags.keep_checkpoints
         if keep != "all":
@@ -179,6 +179,9 @@ class Output:
     def __exit__(self, kind, error, traceback):
         try:
             self.finish_save()
+        except (RunError, OSError) as error_of_save:
+            if error is None:
+                error = error_of_save
         finally:
             self.executor.shutdown()
             for file in (self.table, self.lock):
@@ -224,6 +227,20 @@ def keep_aside(out: Path, say: Callable[[str], None]) -> None:
 def numbered(path: Path, number: int) -> Path:
     """metrics.csv -> metrics_1.csv."""
     return path.with_stem(f"{path.stem}_{number}")
+
+
+def save_atomically(path: Path, content: dict) -> None:
+    """torch.save. OSError with the path if the system cannot write it, because the disk is full, say."""
+    try:
+        replace_file(path, lambda file: torch.save(content, file))
+    except (OSError, RuntimeError) as error:
+        # While torch.save handles an error of the file, it may raise "unexpected pos 64 vs 0".
+        cause = error
+        if not isinstance(error, OSError):
+            cause = error.__context__
+        if not isinstance(cause, OSError):
+            raise
+        raise OSError(cause.errno, cause.strerror, str(path)) from None
 
 
 def refuse_non_finite(content: dict, path: Path) -> None:
