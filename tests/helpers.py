@@ -333,7 +333,9 @@ def saved(out, step=None):
     from runtime.files import checkpoints
     from runtime.weights import read_checkpoint
     paths = dict(checkpoints(out))
-    return read_checkpoint(paths[step or max(paths)])
+    if step is None:
+        step = max(paths)
+    return read_checkpoint(paths[step])
 
 
 def contents(folder):

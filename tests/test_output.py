@@ -411,7 +411,9 @@ def test_the_metrics_are_on_the_disk_before_the_checkpoint_that_continues_them(
 
     def note(descriptor):
         name = os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}"))
-        lines = (tmp_path / "metrics.csv").exists() and len(logged(tmp_path))
+        lines = 0
+        if (tmp_path / "metrics.csv").exists():
+            lines = len(logged(tmp_path))
         synced.append((name.split(".")[0], lines))
         fsync(descriptor)
 
