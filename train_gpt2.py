@@ -214,8 +214,14 @@ def start_process(device_name: str) -> Process:
     if process.world_size > 1:
         ranks.say_who_is_missing(process)
         backend = "nccl" if process.on_gpu else "gloo"
-        # A rank waits for another one for so long, for one that compiles, say.
-        dist.init_process_group(backend, timeout=timedelta(minutes=10))
+        timeout = timedelta(minutes=10)         # of a rank that waits for one which compiles, say
+        dist.init_process_group(
+            backend,
+            store=ranks.shared_store(timeout),
+            rank=process.rank,
+            world_size=process.world_size,
+            timeout=timeout,
+        )
     return process
 
 

@@ -71,7 +71,7 @@ def choose_checkpoint(flags) -> Path | None:
         return newest
 
     path = find_checkpoint(flags.resume)
-    if path is None:
+    if path is None or (newest is None and not path.exists()):
         raise UserError(f"--resume {flags.resume} is neither a checkpoint nor a run's folder: check "
                         "the path, or start a new run from a model's weights with --init")
     if newest is None:
@@ -84,6 +84,9 @@ def choose_checkpoint(flags) -> Path | None:
 
 
 def start_from_checkpoint(path: Path, flags, models: dict) -> Start:
+    if not path.exists():                       # rank 0 has found it
+        raise UserError(f"{path} is not on this machine: put --out on a file system that all "
+                        "machines share")
     hint = recovery_hint(path)
     checkpoint = read_checkpoint(path, hint)
     with reading_run_state(path):
@@ -156,8 +159,6 @@ def model_shape(model) -> dict:
 
 def recovery_hint(path: Path) -> str:
     """What to do about a checkpoint that cannot be used."""
-    if not path.exists():       # on this machine; rank 0 chose the path
-        return "put --out on a file system that all machines share"
     others = [other.name for _, other in checkpoints(path.parent) if other != path]
     if not others:
         return "start a new run with another --out"

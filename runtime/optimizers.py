@@ -88,6 +88,12 @@ def shard_matrices(optimizers: list, rank: int, world_size: int) -> dict[Tensor,
         mine = [(name, p) for name, p in named if owner.get(p, rank) == rank]
         group["param_names"] = [name for name, _ in mine]
         group["params"] = [p for _, p in mine]
+
+    # Adagrad makes all of its state at once, also that of matrices which are now another rank's.
+    for optimizer in optimizers:
+        for p, owning_rank in owner.items():
+            if owning_rank != rank:
+                optimizer.state.pop(p, None)
     return owner
 
 

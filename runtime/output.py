@@ -4,7 +4,6 @@ import time
 import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -152,13 +151,7 @@ class Output:
         began = time.perf_counter()
         path = self.out / f"checkpoint_{content['step']:06d}.pt"
         refuse_non_finite(content, path)
-        try:
-            replace_file(path, lambda file: torch.save(content, file))
-        except RuntimeError as error:
-            # torch.save raises it while it handles what the system said: that the disk is full.
-            if isinstance(error.__context__, OSError):
-                raise error.__context__ from None
-            raise
+        save_atomically(path, content)
 
         keep = self.flags.keep_checkpoints
         if keep != "all":
@@ -186,23 +179,23 @@ class Output:
     def __exit__(self, kind, error, traceback):
         try:
             self.finish_save()
+        except (RunError, OSError) as error_of_save:
+            if error is None:
+                error = error_of_save
         finally:
             self.executor.shutdown()
             for file in (self.table, self.lock):
                 if file:
-                    with suppress(OSError):         # a full disk, which the error says
-                        file.close()
+                    file.close()
             if self.wandb:
                 self.wandb.finish()
 
         # What ends a run gets a sentence about how it goes on.
         if isinstance(error, UserError | RunError | OSError) and not self.flags.overfit:
-            text = f"{error}. {what_resumes(self.out)}"
+            cause = RunError
             if isinstance(error, UserError):
-                raise UserError(text) from None
-            if isinstance(error, OSError) and error.filename is None:
-                text = f"{self.out} cannot be written: {text}"
-            raise RunError(text) from None
+                cause = UserError
+            raise cause(f"{error}. {what_resumes(self.out)}") from None
 
 
 def rows_before(path: Path, step: int) -> list[dict]:
@@ -234,6 +227,20 @@ def keep_aside(out: Path, say: Callable[[str], None]) -> None:
 def numbered(path: Path, number: int) -> Path:
     """metrics.csv -> metrics_1.csv."""
     return path.with_stem(f"{path.stem}_{number}")
+
+
+def save_atomically(path: Path, content: dict) -> None:
+    """torch.save. OSError with the path if the system cannot write it, because the disk is full, say."""
+    try:
+        replace_file(path, lambda file: torch.save(content, file))
+    except (OSError, RuntimeError) as error:
+        # While torch.save handles an error of the file, it may raise "unexpected pos 64 vs 0".
+        cause = error
+        if not isinstance(error, OSError):
+            cause = error.__context__
+        if not isinstance(cause, OSError):
+            raise
+        raise OSError(cause.errno, cause.strerror, str(path)) from None
 
 
 def refuse_non_finite(content: dict, path: Path) -> None:

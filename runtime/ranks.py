@@ -4,6 +4,7 @@ import signal
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
+from datetime import timedelta
 from inspect import signature
 
 import torch
@@ -208,6 +209,16 @@ def say_who_is_missing(process: Process) -> None:
     print_error(f"process {process.rank} waits at {address} for {process.world_size - 1} other(s), "
                 f"because WORLD_SIZE is {process.world_size}: start several processes with "
                 "torchrun, or one with `env -u WORLD_SIZE`")
+
+
+def shared_store(timeout: timedelta) -> dist.Store:
+    """The store by which the ranks find each other."""
+    store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+
+    # torchrun's store outlives a restart (pytorch issue 135712). Without a prefix of its own a rank
+    # would read there the address of a dead one.
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"restart {restarts}", store)
 
 
 def ddp_options(process: Process) -> dict:

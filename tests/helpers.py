@@ -1,9 +1,13 @@
-"""Runs of our scripts for the tests: in this process (`train`), in processes forked from one that has
-imported torch (`script`, `run`, `forked`), and by a Python of their own (`cold`, `torchrun`).
+"""Runs of our scripts for the tests.
 
-Nothing polls or sleeps. A test gives a process `before`, what it calls first: `strike` lets it send itself a
-signal at a chosen moment. Timeouts only end a process that hangs."""
-import contextlib
+- `train` runs train_gpt2.py in this process.
+- `run`, `script`, `on_ranks` and `forked` run it in processes that are forked from one that has
+  imported torch, which takes a tenth of the time of a new Python.
+- `cold` and `torchrun` start a new Python, as a user does.
+
+No test sleeps or polls. `before` is a list of functions that a new process calls first: with
+`striking` it sends itself a signal at a chosen moment. Timeouts only end a process that hangs.
+"""
 import functools
 import gc
 import importlib
@@ -20,60 +24,102 @@ ROOT = Path(__file__).resolve().parent.parent
 ENV = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 ENV.pop("PYTHONPATH", None)
 HANG = 120          # seconds, a timeout: far more than any process takes
-FORK = multiprocessing.get_context("forkserver")
-FORK.set_forkserver_preload(["helpers", "torch._dynamo", "pyarrow.parquet", "fineweb", "sample",
-                             "train_gpt2"])
 
+FORK = multiprocessing.get_context("forkserver")
+FORK.set_forkserver_preload(
+    ["helpers", "torch._dynamo", "pyarrow.parquet", "fineweb", "sample", "train_gpt2"])
+
+# Flags of a run on the bytes of conftest's `byte_data`, in place of GPT-2's tokens. Its 40 steps
+# take half a second. A step has four micro-batches, and 36 steps are an epoch.
+BYTES = [
+    "--n_layer", "2", "--n_head", "2", "--n_embd", "32", "--block_size", "32",
+    "--vocab_size", "256", "--dtype", "float32", "--total_batch_size", "256", "--batch_size", "2",
+    "--max_steps", "40", "--warmup_steps", "5", "--hellaswag_every", "0", "--sample_every", "0",
+    "--val_every", "20", "--val_tokens", "1000", "--checkpoint_every", "10",
+    "--keep_checkpoints", "2",
+]
+
+
+# ----------------------------------------------------------------------- forked processes
 
 def forked(*calls, envs=None, cwds=None, before=()):
-    """Runs each call in a forked process of its own, all at once. [(exit code, stdout, stderr)]."""
+    """Runs each call in a forked process of its own, all at once.
+
+    `envs` and `cwds` have one entry for each call. Returns [(exit code, stdout, stderr)].
+    """
+    if envs is None:
+        envs = [ENV] * len(calls)
+    if cwds is None:
+        cwds = [os.getcwd()] * len(calls)
+
     with tempfile.TemporaryDirectory() as folder:
-        files = [[os.path.join(folder, f"{kind}{i}") for kind in ("out", "err")] for i in range(len(calls))]
-        processes = [FORK.Process(target=_become, args=(
-            call, envs[i] if envs else ENV, str(cwds[i] if cwds else os.getcwd()), files[i], before))
-            for i, call in enumerate(calls)]
-        path = os.environ.get("PYTHONPATH")
-        os.environ["PYTHONPATH"] = os.pathsep.join((str(ROOT), str(ROOT / "tests")))    # of the server
-        for process in processes:
-            process.start()
-        os.environ.pop("PYTHONPATH") if path is None else os.environ.update(PYTHONPATH=path)
-        for process in processes:
+        processes = []
+        for i, call in enumerate(calls):
+            streams = [Path(folder, f"stdout{i}"), Path(folder, f"stderr{i}")]
+            for path in streams:
+                path.touch()
+            arguments = (call, envs[i], cwds[i], streams, before)
+            processes.append((FORK.Process(target=_become, args=arguments), streams))
+
+        _start([process for process, _ in processes])
+        for process, _ in processes:
             process.join(HANG)
-        hangs = [process.kill() for process in processes if process.exitcode is None]
-        found = [(process.exitcode, *map(read_if_there, map(Path, paths)))
-                 for process, paths in zip(processes, files, strict=True)]
-        assert not hangs, f"it hangs: {found}"
-        return found
+
+        hangs = [process for process, _ in processes if process.exitcode is None]
+        for process in hangs:
+            process.kill()
+        results = []
+        for process, (stdout, stderr) in processes:
+            results.append((process.exitcode, stdout.read_text(), stderr.read_text()))
+        assert not hangs, f"it hangs: {results}"
+        return results
 
 
-def read_if_there(path):
-    return path.read_text() if path.exists() else ""
+def _start(processes):
+    """The server, which the first process starts, finds our modules by PYTHONPATH."""
+    path = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join((str(ROOT), str(ROOT / "tests")))
+    for process in processes:
+        process.start()
+    if path is None:
+        del os.environ["PYTHONPATH"]
+    else:
+        os.environ["PYTHONPATH"] = path
 
 
-def _become(call, env, cwd, files, before):
-    gc.freeze()                         # else a collection writes to, and so copies, all pages of the server
-    signal.signal(signal.SIGINT, signal.default_int_handler)   # ignored where the tests are a shell's `&`
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)                    # or under nohup
+def _become(call, env, cwd, streams, before):
+    """What a forked process does."""
+    gc.freeze()                 # a collection would write to, and so copy, all pages of the server
+
+    # The tests may run behind a shell's `&`, which ignores Ctrl-C, or under nohup.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     os.environ.clear()
     os.environ.update(env)
     os.chdir(cwd)
-    for descriptor, path in enumerate(files, 1):
+    for descriptor, path in enumerate(streams, 1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
     sys.stdout = open(1, "w", encoding="utf-8", closefd=False)
-    sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)
-    if "DRAW" not in env:
+    sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", buffering=1,
+                      closefd=False)
+
+    if "DRAW" not in env:       # a picture takes two seconds
         from runtime import plots
-        plots.draw = lambda *args, **how: None
-    for hook in before:
-        hook()
+        plots.draw = _draw_nothing
+    for function in before:
+        function()
     try:
         call()
     finally:
         sys.stdout.flush()
 
 
+def _draw_nothing(*args, **options):
+    pass
+
+
 def command(name, *flags):
-    """The call that is one of our scripts with these flags."""
+    """The call, for `forked`, that is one of our scripts with these flags."""
     return functools.partial(_run_script, name, [str(flag) for flag in flags])
 
 
@@ -85,43 +131,59 @@ def _run_script(name, flags):
 
 def script(name, *flags, env=ENV, cwd=None, before=()):
     """One of our scripts to its end: a CompletedProcess."""
-    [found] = forked(command(name, *flags), envs=[env], cwds=[cwd or os.getcwd()], before=before)
-    return subprocess.CompletedProcess([name, *flags], *found)
+    if cwd is None:
+        cwd = os.getcwd()
+    [result] = forked(command(name, *flags), envs=[env], cwds=[cwd], before=before)
+    return subprocess.CompletedProcess([name, *flags], *result)
 
 
-def on_ranks(*calls, env=ENV, **how):
+def on_ranks(*calls, env=ENV, **options):
     """As `forked`, of processes that find each other as torchrun's do."""
     import torch.distributed as dist
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    env = {**env, "WORLD_SIZE": str(len(calls)), "LOCAL_WORLD_SIZE": str(len(calls)),
-           "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    envs = [env | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(len(calls))]
-    return forked(*calls, envs=envs, **how)
+    size = str(len(calls))
+    envs = []
+    for rank in range(len(calls)):
+        envs.append({
+            **env, "TORCHELASTIC_RUN_ID": "test", "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port),
+            "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size,
+            "RANK": str(rank), "LOCAL_RANK": str(rank),
+        })
+    return forked(*calls, envs=envs, **options)
 
 
 def run(*flags, processes=1, code=0, env=ENV, cwd=None, before=()):
-    """train_gpt2.py to its end, with `code`. The outputs of several processes are joined."""
+    """train_gpt2.py to its end, which has this exit code: a CompletedProcess.
+
+    The outputs of several processes are joined.
+    """
+    if cwd is None:
+        cwd = os.getcwd()
     if processes == 1:
         result = script("train_gpt2.py", *flags, env=env, cwd=cwd, before=before)
     else:
-        found = on_ranks(*[command("train_gpt2.py", *flags)] * processes, env=env,
-                         cwds=cwd and [cwd] * processes, before=before)
-        codes, outs, errs = zip(*found, strict=True)
-        assert len(set(codes)) == 1, found
+        calls = [command("train_gpt2.py", *flags)] * processes
+        results = on_ranks(*calls, env=env, cwds=[cwd] * processes, before=before)
+        codes, outs, errs = zip(*results, strict=True)
+        assert len(set(codes)) == 1, results
         result = subprocess.CompletedProcess(flags, codes[0], "".join(outs), "".join(errs))
     assert result.returncode == code, result.stdout[-2000:] + result.stderr[-2000:]
     return result
 
 
-def cold(*argv, env=ENV, **how):
-    """A Python that has imported nothing, with these arguments: what a user starts."""
-    return subprocess.run([sys.executable, *map(str, argv)], **{"capture_output": True, **how}, text=True,
-                          env=env, timeout=HANG)
+# ----------------------------------------------------------------------- a Python of its own
+
+def cold(*argv, env=ENV, **options):
+    """A Python that has imported nothing, with these arguments: a CompletedProcess."""
+    options = {"capture_output": True, **options}
+    words = [sys.executable, *map(str, argv)]
+    return subprocess.run(words, text=True, env=env, timeout=HANG, **options)
 
 
-def torchrun(*flags, options=("--standalone", "--nproc_per_node=2"), **how):
+def torchrun(*flags, options=("--standalone", "--nproc_per_node=2"), **more):
     """train_gpt2.py by the real torchrun."""
-    return cold("-m", "torch.distributed.run", *options, ROOT / "train_gpt2.py", *flags, **how)
+    return cold("-m", "torch.distributed.run", *options, ROOT / "train_gpt2.py", *flags, **more)
 
 
 def site(folder, code):
@@ -133,32 +195,7 @@ def site(folder, code):
     return {**ENV, "PYTHONPATH": str(folder)}
 
 
-def strike(what, *names, item=0, nth=1, rank=0, restart="0"):
-    """From now on this process, if it is `rank` of torchrun's start number `restart`, sends itself the
-    signals `names` before it takes the micro-batch (or batch of an evaluation) number `item` of the `nth`
-    time that it begins `what`: "step 13", "validation", "HellaSwag"."""
-    from runtime.ranks import Process
-    progress, seen = Process.progress, []
-
-    def struck_progress(process, label, items):
-        here = label == what and process.rank == rank and (
-            os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == restart)
-        seen.extend([label] * here)
-
-        def struck():
-            for i, one in enumerate(items):
-                if here and len(seen) == nth and i == item:
-                    for name in names:
-                        os.kill(os.getpid(), signal.Signals[name])
-                yield one
-        return progress(process, label, struck())
-    Process.progress = struck_progress
-
-
-def striking(what, *names, **how):
-    """`strike`, as `before` takes it."""
-    return [functools.partial(strike, what, *names, **how)]
-
+# ----------------------------------------------------------------------- this process
 
 def train(*flags, code=0):
     """train_gpt2.py in this process, whose signal handlers stay."""
@@ -173,7 +210,7 @@ def train(*flags, code=0):
 
 
 def parse_flags(argv):
-    """(Config, names of the flags) of a command line that begins a new run."""
+    """(Config, names of the given flags) of a command line that begins a new run."""
     from runtime.checkpoint import Start
     from train_gpt2 import FLAGS
     given = FLAGS.parse("", argv)
@@ -183,65 +220,76 @@ def parse_flags(argv):
 
 
 def refused(call, *words, failed=False):
-    """The line with which `call()` refuses: a UserError (a RunError: `failed`), or of a command's result exit
-    code 2 (1). It is one line, and has the `words`: the path or flag that it is about."""
+    """The line with which `call()` refuses, which has all `words`: a path, a flag, a number.
+
+    `call` raises a UserError (with `failed` a RunError), or returns the CompletedProcess of a
+    command that ended with exit code 2 (with `failed` 1) and one line on stderr.
+    """
     from runtime.cli import RunError, UserError
-    expected = RunError if failed else UserError
+    error_class, code = UserError, 2
+    if failed:
+        error_class, code = RunError, 1
+
     try:
         result = call()
-        assert isinstance(result, subprocess.CompletedProcess), f"it was taken: {result!r:.200}"
-        assert result.returncode == 2 - failed, (result.returncode, result.stdout, result.stderr)
-        line = result.stderr.removesuffix("\n")
-    except expected as error:
+    except error_class as error:
         line = str(error)
-    assert line and "\n" not in line and len(line) < 1000 and all(str(word) in line for word in words), line
+    else:
+        assert isinstance(result, subprocess.CompletedProcess), f"it was taken: {result!r:.200}"
+        assert result.returncode == code, (result.returncode, result.stdout, result.stderr)
+        line = result.stderr.removesuffix("\n")
+
+    assert line and "\n" not in line and len(line) < 1000, line
+    for word in words:
+        assert str(word) in line, (word, line)
     return line
 
 
-def logged(out, kind="train"):
-    """{step: value} of a column of metrics.csv."""
-    from runtime.metrics import read_metrics
-    rows = read_metrics(Path(out) / "metrics.csv")
-    return {row["step"]: row[kind] for row in rows if row[kind] is not None}
+# ----------------------------------------------------------------------- kills, for `before`
+
+def strike(what, *names, item=0, nth=1, rank=0, restart="0"):
+    """From now on this process sends itself the signals `names` at a chosen moment.
+
+    The moment is before micro-batch (or batch of an evaluation) number `item`, when the process
+    begins `what` ("step 13", "validation", "HellaSwag") for the `nth` time. Only the process `rank`
+    of torchrun's start number `restart` does so.
+    """
+    from runtime.ranks import Process
+    progress = Process.progress
+    begun = []
+
+    def struck(items):
+        for i, one in enumerate(items):
+            if i == item:
+                for name in names:
+                    os.kill(os.getpid(), signal.Signals[name])
+            yield one
+
+    def struck_progress(process, label, items):
+        start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        if label == what and process.rank == rank and start == restart:
+            begun.append(label)
+            if len(begun) == nth:
+                items = struck(items)
+        return progress(process, label, items)
+
+    Process.progress = struck_progress
 
 
-def hellaswag_file(path, n=12):
-    words = (ROOT / "input.txt").read_text()[:20_000].split()
-    with open(path, "w") as file:
-        for i in range(n):
-            endings = [" ".join(words[50 * i + 7 * j:50 * i + 7 * j + 3 + j]) for j in range(4)]
-            file.write(json.dumps({"ctx": " ".join(words[9 * i:9 * i + 8]), "endings": endings,
-                                   "label": i % 4}) + "\n")
-    return path
-
-
-@contextlib.contextmanager
-def little_memory(megabytes=150):
-    """Fails if the process grows by more than that inside: Linux shows the most that it held since it was
-    told to forget."""
-    def most():
-        return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) // 1024
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-        before = most()
-    except (OSError, IndexError):
-        yield
-        return
-    yield
-    assert most() - before < megabytes, f"{most() - before} MB"
-
-
-def limit_file_size(size):
-    """For `before` or a subprocess's preexec_fn: a full disk, for any file of more than `size` bytes."""
-    import resource                     # not on Windows
-    return functools.partial(resource.setrlimit, resource.RLIMIT_FSIZE, (size, size))
+def striking(what, *names, **options):
+    """`strike`, as `before` takes it."""
+    return [functools.partial(strike, what, *names, **options)]
 
 
 def die_in_write(n, cut):
-    """From now on this process kills itself in its n-th fsync of an atomic write: of odd ones the file is
-    complete, or with `cut` half of it, and has its temporary name; even ones are right after the renaming."""
+    """From now on this process kills itself in its n-th fsync of an atomic write.
+
+    An atomic write has two of them. At the first one the file has its temporary name, and is
+    complete, or with `cut` half of it is there. The second one comes after the renaming.
+    """
     from runtime import files
-    sync, calls = files.sync, []
+    sync = files.sync
+    calls = []
 
     def dies(descriptor):
         calls.append(descriptor)
@@ -250,36 +298,97 @@ def die_in_write(n, cut):
                 os.ftruncate(descriptor, os.fstat(descriptor).st_size // 2)
             os.kill(os.getpid(), signal.SIGKILL)
         sync(descriptor)
+
     files.sync = dies
 
 
-# Bytes instead of GPT-2's tokens, in conftest's `byte_data`: 40 steps take half a second, 36 are an epoch of
-# three shards of odd lengths. A step has four micro-batches.
-BYTES = ["--n_layer", "2", "--n_head", "2", "--n_embd", "32", "--block_size", "32", "--vocab_size", "256",
-         "--dtype", "float32", "--total_batch_size", "256", "--batch_size", "2", "--max_steps", "40",
-         "--warmup_steps", "5", "--hellaswag_every", "0", "--val_every", "20", "--val_tokens", "1000",
-         "--sample_every", "0", "--checkpoint_every", "10", "--keep_checkpoints", "2"]
+def limit_file_size(size):
+    """For `before`: no file can grow beyond so many bytes, as on a full disk."""
+    import resource                     # not on Windows
+    return functools.partial(resource.setrlimit, resource.RLIMIT_FSIZE, (size, size))
+
+
+# ----------------------------------------------------------------------- what a run wrote
+
+def logged(out, kind="train"):
+    """{step: value} of a column of metrics.csv."""
+    from runtime.metrics import read_metrics
+    rows = read_metrics(Path(out) / "metrics.csv")
+    return {row["step"]: row[kind] for row in rows if row[kind] is not None}
 
 
 def newest(out):
+    """The step of the newest checkpoint."""
+    return saved_steps(out)[-1]
+
+
+def saved_steps(out):
+    """The steps of all checkpoints, the oldest first."""
     from runtime.files import checkpoints
-    return checkpoints(out)[-1][0]
+    return [step for step, _ in checkpoints(out)]
+
+
+def saved(out, step=None):
+    """The content of the checkpoint of a step, by default of the newest one."""
+    from runtime.files import checkpoints
+    from runtime.weights import read_checkpoint
+    paths = dict(checkpoints(out))
+    if step is None:
+        step = max(paths)
+    return read_checkpoint(paths[step])
+
+
+def contents(folder):
+    """{name: bytes} of the files in a folder, and of those in its folders."""
+    files = [path for path in Path(folder).rglob("*") if path.is_file()]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 def same_end(out, whole, step=40):
-    """metrics.csv but for its times, weights and moments bit for bit, and nothing else in the folder."""
+    """Fails unless two runs ended alike: metrics.csv but for its times, and the last checkpoint.
+
+    Weights and moments are compared bit for bit.
+    """
     import torch
 
     from runtime.metrics import read_metrics
     from runtime.weights import read_checkpoint
-    rows = [[{k: v for k, v in row.items() if k not in ("seconds", "tokens_per_second")}
-             for row in read_metrics(folder / "metrics.csv")] for folder in (out, whole)]
-    assert rows[0] == rows[1] and len(rows[0]) == step + 1
-    a, b = (read_checkpoint(folder / f"checkpoint_{step:06d}.pt") for folder in (whole, out))
-    assert a["model"].keys() == b["model"].keys() and len(a["optimizers"]) > 10
-    for name, tensor in a["model"].items():
-        assert torch.equal(tensor, b["model"][name]), name
-    assert a["optimizers"].keys() == b["optimizers"].keys()
-    for name, state in a["optimizers"].items():
-        assert all(torch.equal(tensor, b["optimizers"][name][key]) for key, tensor in state.items()), name
-    assert not list(out.glob("*.tmp"))
+    rows = []
+    for folder in (out, whole):
+        of_run = read_metrics(Path(folder) / "metrics.csv")
+        for row in of_run:
+            del row["seconds"], row["tokens_per_second"]
+        rows.append(of_run)
+    assert rows[0] == rows[1]
+    assert len(rows[0]) in (step, step + 1)         # the last one is of an evaluation
+
+    name = f"checkpoint_{step:06d}.pt"
+    found = read_checkpoint(Path(out) / name)
+    expected = read_checkpoint(Path(whole) / name)
+    assert found["model"].keys() == expected["model"].keys()
+    for name, tensor in expected["model"].items():
+        assert torch.equal(found["model"][name], tensor), name
+
+    assert len(expected["optimizers"]) > 10
+    assert found["optimizers"].keys() == expected["optimizers"].keys()
+    for name, state in expected["optimizers"].items():
+        assert found["optimizers"][name].keys() == state.keys()
+        for key, value in state.items():
+            value = torch.as_tensor(value)
+            assert torch.equal(torch.as_tensor(found["optimizers"][name][key]), value), (name, key)
+    assert not list(Path(out).glob("*.tmp"))
+
+
+def hellaswag_file(path, n=12):
+    """A .jsonl of n examples in HellaSwag's format, of words of input.txt."""
+    words = (ROOT / "input.txt").read_text()[:20_000].split()
+    with open(path, "w") as file:
+        for i in range(n):
+            endings = []
+            for j in range(4):
+                first = 50 * i + 7 * j
+                endings.append(" ".join(words[first:first + 3 + j]))
+            context = " ".join(words[9 * i:9 * i + 8])
+            example = {"ctx": context, "endings": endings, "label": i % 4}
+            file.write(json.dumps(example) + "\n")
+    return path

@@ -1,0 +1,506 @@
+"""runtime/output.py: what a run writes into --out, and what it leaves alone there."""
+import os
+import re
+import shutil
+import sys
+import threading
+from dataclasses import asdict
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from helpers import (
+    BYTES,
+    contents,
+    limit_file_size,
+    logged,
+    refused,
+    run,
+    saved_steps,
+    train,
+)
+from peers import make_model
+
+import train_gpt2
+from model import GPT, GPTConfig
+from recipes import load_model
+from runtime import files
+from runtime.checkpoint import Start
+from runtime.cli import RunError
+from runtime.files import lock_folder
+from runtime.metrics import HEADER, read_metrics
+from runtime.output import Output
+from runtime.ranks import Process
+from runtime.shards import write_shard
+
+SHORT = [*BYTES, "--max_steps", 4, "--val_every", 0, "--device", "cpu", "--batch_size", 8,
+         "--checkpoint_every", 2, "--keep_checkpoints", "all"]
+LOCK = ".train_gpt2.lock"
+GAIN = "transformer.ln_f.weight"
+
+
+@pytest.fixture(scope="module")
+def a_run(byte_data, tmp_path_factory):
+    """The folder of a run of 4 steps, with checkpoints of steps 2 and 4. Nobody writes there."""
+    out = tmp_path_factory.mktemp("a_run") / "log"
+    train("--data", byte_data, *SHORT, "--out", out)
+    return out
+
+
+@pytest.fixture
+def a_copy(a_run, tmp_path):
+    return shutil.copytree(a_run, tmp_path / "log")
+
+
+def open_output(out, step=0, device="cpu", **flags):
+    """The Output of a run with these flags, which begins at a step."""
+    config = train_gpt2.Config(out=str(out), **flags)
+    output = Output(config)
+    output.open(config, Start(step=step), Process(device=device), lambda step: 256 * step)
+    return output
+
+
+def content_of(step, weights, moments):
+    return {"model": weights, "optimizers": moments, "step": step}
+
+
+# ----------------------------------------------------------------------- which files
+
+def test_a_run_writes_its_metrics_and_checkpoints_and_nothing_else(a_run):
+    assert set(contents(a_run)) == {
+        LOCK, "metrics.csv", "checkpoint_000002.pt", "checkpoint_000004.pt"}
+
+
+@pytest.mark.parametrize("flags, code", [
+    (["--dry_run"], 0),
+    (["--overfit", "--sequence_length", 32, "--vocab_size", 50257, "--total_batch_size", 128,
+      "--max_lr", 1e-12, "--checkpoint_every", 0], 1),
+])
+def test_dry_run_and_overfit_write_nothing(flags, code, byte_data, a_copy):
+    before = contents(a_copy)
+    train("--data", byte_data, *SHORT, "--out", a_copy, *flags, code=code)
+    train("--data", byte_data, *SHORT, "--out", a_copy.parent / "new", *flags, code=code)
+    assert contents(a_copy) == before
+    assert [path.name for path in a_copy.parent.iterdir()] == ["log"]
+
+
+def test_only_rank_0_writes(byte_data, tmp_path):
+    """Each rank has a folder of its own, as on machines that share no disk."""
+    folders = [tmp_path / "0", tmp_path / "1"]
+    output = Output(train_gpt2.Config(out=str(folders[1])))
+    output.open(output.flags, Start(), Process(1, 1, 2), lambda step: step)
+    with output:
+        output.add(0, "train", 1.0)
+    assert not folders[1].exists()
+
+
+def test_temporary_files_of_killed_runs_are_removed_and_foreign_files_stay(byte_data, a_copy):
+    foreign = {"thesis.tmp", "checkpoint_best.pt", "checkpoint_1.pt.old.tmp", "notes.txt",
+               "best/model.pt"}
+    (a_copy / "best").mkdir()
+    (a_copy / "checkpoint_000009.pt.tmp").mkdir()
+    for name in foreign:
+        (a_copy / name).write_text("mine")
+    for name in ("checkpoint_000777.pt.123.tmp", "metrics.csv.9.tmp", "loss.png.7.tmp"):
+        (a_copy / name).write_text("half")
+
+    train("--data", byte_data, *SHORT, "--out", a_copy, "--max_steps", 5)
+
+    found = contents(a_copy)
+    assert found.keys() - {LOCK, "metrics.csv"} == foreign | {
+        f"checkpoint_{step:06d}.pt" for step in (2, 4, 5)}
+    assert all(found[name] == b"mine" for name in foreign)
+
+
+def test_the_files_of_a_run_without_a_checkpoint_get_another_name(byte_data, tmp_path, capsys):
+    for name in ("metrics.csv", "loss.png", "wandb_id", "notes.txt"):
+        (tmp_path / name).write_text(f"{name} of the first")
+    for number in (1, 2):
+        capsys.readouterr()
+        train("--data", byte_data, *SHORT, "--checkpoint_every", 0, "--out", tmp_path)
+        assert f"metrics_{number}.csv" in capsys.readouterr().out
+
+    found = contents(tmp_path)
+    for name, other in (("metrics.csv", "metrics_1.csv"), ("loss.png", "loss_1.png"),
+                        ("wandb_id", "wandb_id_1"), ("notes.txt", "notes.txt")):
+        assert found[other].decode() == f"{name} of the first"
+    assert found.keys() == {
+        LOCK, "metrics.csv", "metrics_1.csv", "metrics_2.csv", "loss_1.png", "wandb_id_1",
+        "notes.txt"}
+    assert list(logged(tmp_path)) == [0, 1, 2, 3]
+
+
+def test_files_that_are_set_aside_get_a_number_that_is_free_for_all_of_them(byte_data, tmp_path):
+    for name in ("metrics.csv", "loss.png", "loss_1.png"):
+        (tmp_path / name).write_text(name)
+    train("--data", byte_data, *SHORT, "--checkpoint_every", 0, "--out", tmp_path)
+    found = contents(tmp_path)
+    assert found["metrics_2.csv"] == b"metrics.csv"
+    assert found["loss_2.png"] == b"loss.png"
+    assert found["loss_1.png"] == b"loss_1.png"
+
+
+# ----------------------------------------------------------------------- the lock
+
+def test_a_second_run_in_the_same_folder_is_refused_and_writes_nothing(
+        byte_data, tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "LOCK_PATIENCE", 0.1)
+    flags = ["--data", byte_data, *SHORT, "--out", tmp_path]
+    with lock_folder(tmp_path):
+        refused(lambda: train(*flags), f"--out {tmp_path}", "another")
+        assert list(contents(tmp_path)) == [LOCK]
+    train(*flags)
+    assert saved_steps(tmp_path) == [2, 4]
+
+
+def test_two_runs_at_once_in_one_folder_are_one_run(byte_data, tmp_path, monkeypatch):
+    """The second one starts while the first one trains."""
+    monkeypatch.setattr(files, "LOCK_PATIENCE", 0.1)
+    flags = ["--data", byte_data, *SHORT, "--out", tmp_path]
+    train_step = train_gpt2.train_step
+    lines = []
+
+    def second_run(step, *arguments):
+        if step == 2:
+            monkeypatch.setattr(train_gpt2, "train_step", train_step)
+            lines.append(refused(lambda: train(*flags, "--max_steps", 9), f"--out {tmp_path}"))
+        return train_step(step, *arguments)
+
+    monkeypatch.setattr(train_gpt2, "train_step", second_run)
+    train(*flags)
+    assert len(lines) == 1
+    assert list(logged(tmp_path)) == [0, 1, 2, 3]
+    assert saved_steps(tmp_path) == [2, 4]
+
+
+def test_a_run_whose_folder_got_a_checkpoint_meanwhile_does_not_begin(a_copy):
+    """Another run has ended there while this one was set up, as if at step 2."""
+    before = contents(a_copy)
+    with pytest.raises(RunError, match=re.escape(str(a_copy))):
+        open_output(a_copy)
+    assert contents(a_copy) == before
+
+
+def test_the_lock_ends_with_the_run_also_with_one_that_failed(byte_data, tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "LOCK_PATIENCE", 0.1)
+    flags = ["--data", byte_data, *SHORT, "--out", tmp_path, "--val_every", 4]
+    with monkeypatch.context() as patch:
+        patch.setattr(train_gpt2, "validation_loss", lambda *arguments: float("nan"))
+        refused(lambda: train(*flags), "step 0", "nan", failed=True)
+    train(*flags)
+    assert saved_steps(tmp_path) == [2, 4]
+
+
+# ----------------------------------------------------------------------- metrics.csv
+
+def test_a_row_has_the_evaluations_of_its_step_and_then_its_training(tmp_path):
+    with open_output(tmp_path, val_every=1) as output:
+        output.add(0, "val", 5.5)
+        output.add(0, "hella", 0.25)
+        output.add(0, "train", 5.25, norm=1.5, lr=1e-3, tokens_per_second=512.0)
+        output.add(1, "train", 5.0, norm=1.25, lr=2e-3, tokens_per_second=256.0)
+        output.add(2, "val", 4.5)
+    assert (tmp_path / "metrics.csv").read_text().splitlines() == [
+        HEADER,
+        "0,0,0.000,5.250000,5.500000,0.250000,0.001,1.5000,512",
+        "1,256,0.500,5.000000,,,0.002,1.2500,256",
+        "2,512,1.500,,4.500000,,,,",
+    ]
+
+
+def test_each_row_is_in_the_file_when_its_step_is_logged(tmp_path):
+    with open_output(tmp_path) as output:
+        for step in range(3):
+            output.add(step, "train", 5.0, norm=1.0, lr=1e-3, tokens_per_second=1.0)
+            assert list(logged(tmp_path)) == list(range(step + 1))
+
+
+def test_a_resume_keeps_the_rows_before_its_step_and_the_seconds_go_on(byte_data, a_copy):
+    (a_copy / "checkpoint_000004.pt").unlink()
+    before = read_metrics(a_copy / "metrics.csv")
+    train("--data", byte_data, *SHORT, "--out", a_copy)
+    after = read_metrics(a_copy / "metrics.csv")
+    assert after[:2] == before[:2]
+    assert [row["step"] for row in after] == [0, 1, 2, 3]
+    for a, b in zip(after, after[1:], strict=False):
+        took = 256 / a["tokens_per_second"]
+        assert b["seconds"] == pytest.approx(a["seconds"] + took, abs=2e-3)
+
+
+def test_a_line_that_a_crash_has_cut_off_is_passed_over(byte_data, a_copy):
+    with open(a_copy / "metrics.csv", "a") as file:
+        file.write("4,1024,0.0")
+    train("--data", byte_data, *SHORT, "--out", a_copy, "--max_steps", 5)
+    assert list(logged(a_copy)) == [0, 1, 2, 3, 4]
+
+
+def test_a_metrics_csv_of_another_kind_is_refused_and_stays(byte_data, a_copy):
+    (a_copy / "metrics.csv").write_text("a note\nof mine\n")
+    before = contents(a_copy)
+    refused(lambda: train("--data", byte_data, *SHORT, "--out", a_copy, "--max_steps", 5),
+            a_copy / "metrics.csv", "--out")
+    assert contents(a_copy) == before
+
+
+def test_a_run_that_goes_on_without_its_metrics_begins_them_at_its_step(byte_data, a_copy):
+    (a_copy / "metrics.csv").unlink()
+    train("--data", byte_data, *SHORT, "--out", a_copy, "--max_steps", 5)
+    assert list(logged(a_copy)) == [4]
+
+
+def test_what_was_evaluated_and_saved_before_a_resume_is_not_again(byte_data, tmp_path, capsys):
+    flags = ["--data", byte_data, *SHORT, "--val_every", 1, "--out", tmp_path]
+    train(*flags, "--max_steps", 2)
+    when = (tmp_path / "checkpoint_000002.pt").stat().st_mtime_ns
+    capsys.readouterr()
+    train(*flags, "--max_steps", 3)
+    text = capsys.readouterr().out
+    assert text.count("| validation loss: ") == 1
+    assert list(logged(tmp_path, "val")) == [0, 1, 2, 3]
+    assert (tmp_path / "checkpoint_000002.pt").stat().st_mtime_ns == when
+
+    train(*flags, "--max_steps", 3)
+    text = capsys.readouterr().out
+    assert "| validation loss: " not in text
+    assert "saved" not in text
+
+
+# ----------------------------------------------------------------------- which checkpoints stay
+
+@pytest.fixture
+def worse_and_worse(tmp_path):
+    """Flags of a run whose validation loss rises in each step.
+
+    It begins with a model that expects nines, which are in the validation, and trains on sevens.
+    """
+    write_shard(tmp_path / "x_train_000001.npy", np.full(2000, 7, np.uint16))
+    write_shard(tmp_path / "x_val_000000.npy", np.full(2000, 9, np.uint16))
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(32, 256, 2, 2, 32))
+    with torch.no_grad():
+        model.transformer.ln_f.bias.copy_(12 * model.transformer.wte.weight[9].sign())
+    torch.save({"model": model.state_dict(), "model_config": asdict(model.config),
+                "recipe": "gpt2"}, tmp_path / "start.pt")
+    return [*SHORT, "--data", tmp_path, "--init", tmp_path / "start.pt", "--max_lr", 0.01,
+            "--min_lr", 0.01, "--warmup_steps", 0, "--max_steps", 6, "--val_every", 1,
+            "--val_tokens", 32]
+
+
+@pytest.mark.parametrize("keep, steps", [(1, [1, 6]), (3, [1, 4, 5, 6])])
+def test_the_best_checkpoint_is_kept_beside_the_newest(keep, steps, worse_and_worse, tmp_path):
+    train(*worse_and_worse, "--checkpoint_every", 1, "--keep_checkpoints", keep,
+          "--out", tmp_path / "log")
+    losses = logged(tmp_path / "log", "val")
+    assert all(losses[step] < losses[step + 1] for step in range(6))
+    assert saved_steps(tmp_path / "log") == steps
+
+
+@pytest.mark.parametrize("every, keep, steps", [
+    (2, 1, [2, 6]), (2, "all", [2, 4, 6]), (6, 1, [6]), (0, 1, []),
+])
+def test_the_best_checkpoint_is_the_best_of_those_that_there_are(
+        every, keep, steps, worse_and_worse, tmp_path, capsys):
+    """The best step, the first one, has none."""
+    out = tmp_path / "log"
+    train(*worse_and_worse, "--checkpoint_every", every, "--keep_checkpoints", keep, "--out", out)
+    assert saved_steps(out) == steps
+    text = capsys.readouterr().out
+    if not steps:
+        assert "best checkpoint" not in text
+        return
+    path = out / f"checkpoint_{steps[0]:06d}.pt"
+    losses = logged(out, "val")
+    assert f"{path}, validation loss {losses[steps[0]]:.4f}" in text
+    assert f"{losses[0]:.4f} at step 0; training has raised the loss: lower --max_lr" in text
+    assert f"--model {out}/best" in text
+    expected = torch.load(path, weights_only=True)["model"]
+    for name, tensor in load_model(out / "best").state_dict().items():
+        assert torch.equal(tensor, expected[name])
+
+
+def test_a_resumed_run_still_knows_its_best_checkpoint(worse_and_worse, tmp_path, capsys):
+    flags = [*worse_and_worse, "--checkpoint_every", 1, "--keep_checkpoints", 1,
+             "--out", tmp_path / "log"]
+    train(*flags, "--max_steps", 3)
+    train(*flags, "--max_steps", 6)
+    assert saved_steps(tmp_path / "log") == [1, 6]
+    assert "best checkpoint: " + str(tmp_path / "log/checkpoint_000001.pt") in (
+        capsys.readouterr().out)
+
+
+def test_a_run_without_a_validation_ends_with_its_newest_checkpoint(byte_data, tmp_path, capsys):
+    train("--data", byte_data, *SHORT, "--out", tmp_path)
+    text = capsys.readouterr().out
+    assert "best" not in text
+    assert text.endswith(f"--model {tmp_path}\n")
+
+
+# ----------------------------------------------------------------------- a save
+
+@pytest.fixture
+def model_state():
+    """(weights, moments) as a checkpoint has them."""
+    weights = {name: p.detach() for name, p in make_model().named_parameters()}
+    moments = {name: {"exp_avg": torch.zeros_like(p), "step": torch.tensor(3.0)}
+               for name, p in weights.items()}
+    return weights, moments
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("number", [torch.nan, torch.inf])
+@pytest.mark.parametrize("spoilt", ["weights", "moments"])
+def test_what_is_not_finite_is_not_saved(device, number, spoilt, model_state, tmp_path):
+    """Neither at once nor in the background, as on a GPU."""
+    weights, moments = model_state
+    with open_output(tmp_path, device=device, keep_checkpoints=1) as output:
+        output.save(content_of(1, weights, moments))
+        output.finish_save()
+        if spoilt == "weights":
+            weights[GAIN][2] = number
+        else:
+            moments[GAIN]["exp_avg"][2] = number
+
+        def save():
+            output.save(content_of(2, weights, moments))
+            output.finish_save()
+        refused(save, GAIN, "step 2", "checkpoint_000002.pt", failed=True)
+    assert set(contents(tmp_path)) == {LOCK, "metrics.csv", "checkpoint_000001.pt"}
+
+
+def test_a_save_in_the_background_does_not_hold_up_the_training(
+        model_state, tmp_path, monkeypatch):
+    may_end = threading.Event()
+    save = torch.save
+
+    def slow_save(content, file):
+        assert may_end.wait(20)
+        save(content, file)
+
+    monkeypatch.setattr(torch, "save", slow_save)
+    with open_output(tmp_path, device="cuda") as output:
+        output.save(content_of(1, *model_state))
+        assert saved_steps(tmp_path) == []
+        may_end.set()
+    assert saved_steps(tmp_path) == [1]
+
+
+@pytest.mark.parametrize("look", ["the next save", "the end"])
+def test_a_save_that_fails_in_the_background_is_told_at_the_next_look(
+        look, model_state, tmp_path, monkeypatch):
+    def fail(content, file):
+        raise OSError(5, "Input/output error")
+
+    def save_twice():
+        with open_output(tmp_path, device="cuda") as output:
+            output.save(content_of(1, *model_state))
+            if look == "the next save":
+                output.save(content_of(2, *model_state))
+                pytest.fail("it was not told")
+
+    monkeypatch.setattr(torch, "save", fail)
+    refused(save_twice, "Input/output error", tmp_path / "checkpoint_000001.pt", failed=True)
+    assert set(contents(tmp_path)) == {LOCK, "metrics.csv"}
+
+
+def test_the_metrics_are_on_the_disk_before_the_checkpoint_that_continues_them(
+        byte_data, tmp_path, monkeypatch):
+    """Else a loss of power could leave a hole in them."""
+    fsync = os.fsync
+    synced = []
+
+    def note(descriptor):
+        name = os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}"))
+        lines = 0
+        if (tmp_path / "metrics.csv").exists():
+            lines = len(logged(tmp_path))
+        synced.append((name.split(".")[0], lines))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", note)
+    train("--data", byte_data, *SHORT, "--max_steps", 2, "--out", tmp_path)
+    assert synced.index(("metrics", 2)) < synced.index(("checkpoint_000002", 2))
+
+
+@pytest.mark.parametrize("size", [1000, 60_000])
+def test_a_disk_that_is_full_while_a_checkpoint_is_written_costs_that_checkpoint_alone(
+        size, byte_data, a_copy):
+    """At some sizes torch.save hides the system's error behind one of its own."""
+    flags = ["--data", byte_data, *SHORT, "--out", a_copy, "--max_steps", 6]
+    before = contents(a_copy)
+
+    result = run(*flags, before=[limit_file_size(size)], code=1)
+
+    refused(lambda: result, a_copy / "checkpoint_000006.pt", "too large",
+            "resumes from checkpoint_000004.pt", failed=True)
+    after = contents(a_copy)
+    assert after.keys() == before.keys()
+    for name in ("checkpoint_000002.pt", "checkpoint_000004.pt"):
+        assert after[name] == before[name]
+    train(*flags)
+    assert saved_steps(a_copy) == [2, 4, 6]
+    assert list(logged(a_copy)) == [0, 1, 2, 3, 4, 5]
+
+
+# ----------------------------------------------------------------------- how a run ends
+
+def test_a_run_that_fails_says_what_resumes(byte_data, tmp_path, monkeypatch):
+    flags = ["--data", byte_data, *SHORT, "--out", tmp_path]
+    with monkeypatch.context() as patch:
+        patch.setattr(train_gpt2, "validation_loss", lambda *arguments: float("inf"))
+        told = refused(lambda: train(*flags, "--val_every", 2), "step 0", "inf", failed=True)
+        assert "from the beginning" in told
+        train(*flags)
+        refused(lambda: train(*flags, "--max_steps", 6, "--val_every", 6), "step 6", "inf",
+                "checkpoint_000006.pt", failed=True)
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_before_it_is_saved(
+        byte_data, tmp_path, monkeypatch):
+    train_step = train_gpt2.train_step
+
+    def nan_in_step_3(step, *arguments):
+        numbers = train_step(step, *arguments)
+        if step == 3:
+            numbers[0] = torch.nan
+        return numbers
+
+    monkeypatch.setattr(train_gpt2, "train_step", nan_in_step_3)
+    refused(lambda: train("--data", byte_data, *SHORT, "--out", tmp_path), "step 3", "nan",
+            "--max_lr", "checkpoint_000002.pt", failed=True)
+    assert saved_steps(tmp_path) == [2]
+    assert list(logged(tmp_path)) == [0, 1, 2]
+
+
+# ----------------------------------------------------------------------- Weights & Biases
+
+def test_a_resume_goes_on_with_the_wandb_run_and_a_new_run_has_another(
+        byte_data, tmp_path, monkeypatch):
+    ids = []
+    fake = SimpleNamespace(
+        init=lambda **options: ids.append(options["id"]),
+        log=lambda values, step: None,
+        finish=lambda: None,
+    )
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    flags = ["--data", byte_data, *SHORT, "--wandb"]
+    train(*flags, "--out", tmp_path / "a", "--max_steps", 2)
+    train(*flags, "--out", tmp_path / "a")
+    train(*flags, "--out", tmp_path / "b", "--resume", tmp_path / "a")
+    train(*flags, "--out", tmp_path / "c", "--checkpoint_every", 0)
+    train(*flags, "--out", tmp_path / "c", "--checkpoint_every", 0)
+
+    first, again, elsewhere, without, anew = ids
+    assert first == again == (tmp_path / "a/wandb_id").read_text()
+    assert len({first, elsewhere, without, anew}) == 4
+    assert (tmp_path / "c/wandb_id_1").read_text() == without
+
+
+def test_a_missing_wandb_is_refused_with_its_installation(byte_data, tmp_path):
+    result = run("--data", byte_data, *SHORT, "--wandb", "--out", tmp_path / "log", code=2,
+                 before=[hide_wandb])
+    refused(lambda: result, "pip install wandb")
+
+
+def hide_wandb():
+    sys.modules["wandb"] = None
