@@ -83,9 +83,9 @@ def pytest_xdist_auto_num_workers(config):
 @pytest.fixture(autouse=True, scope="session")
 def memory_is_given_back():
     """No tune_malloc in the tests' process: it lasts, and later tests measure memory."""
-    import train_gpt2
+    from runtime import device
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train_gpt2, "tune_malloc", lambda: None)
+        patch.setattr(device, "tune_malloc", lambda: None)
         yield
 
 
