@@ -1,389 +1,505 @@
-"""Shards -> micro-batches: each token once an epoch, the same for any ranks, batch and resume."""
+"""runtime/dataloader.py: each token once an epoch, the same for any ranks, micro-batch and resume."""
 import itertools
+import math
 import threading
 import tracemalloc
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from helpers import ROOT
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import runtime.dataloader
+from runtime import dataloader
 from runtime.cli import UserError
 from runtime.dataloader import (
-    TokenDataset, digest, micro_batches, read_ahead, stable_permutation, to_device)
-from runtime.device import largest_divisor
+    Data,
+    TokenDataset,
+    TrainLoader,
+    micro_batches,
+    open_data,
+    open_same_data,
+    read_ahead,
+    stable_permutation,
+    to_device,
+)
+from runtime.ranks import Process
 from runtime.recipe import BatchSchedule
-from runtime.shards import list_shards, open_shard, read_shard, write_shard
+from runtime.shards import list_shards, read_shard, write_shard
+from runtime.tokenizer import EOT, encode, tokenizer
 
 # The same examples in every run, and no look at the clock.
-FAST = settings(max_examples=40, deadline=None, derandomize=True, database=None,
-                suppress_health_check=list(HealthCheck))
+FAST = settings(
+    max_examples=40, deadline=None, derandomize=True, database=None,
+    suppress_health_check=list(HealthCheck))
+FOREVER = 10**9                 # steps
+
+
+def numbered_shards(*lengths):
+    """Shards of these lengths, in which each token is its own place in the text."""
+    shards = []
+    first = 0
+    for length in lengths:
+        shards.append(np.arange(first, first + length, dtype=np.uint16))
+        first += length
+    return shards
 
 
 @st.composite
-def loaders(draw):
-    """Arguments of TokenDataset: numbered tokens in shards of any lengths, T, a seed, shuffle."""
+def readings(draw):
+    """(shards, T, seed, shuffle) of a TokenDataset that has at least one sequence."""
     T = draw(st.integers(1, 7))
     lengths = draw(st.lists(st.integers(1, 60), min_size=1, max_size=5))
-    lengths.append(draw(st.integers(T + 1, 60)))                # one of them is long enough
-    edges = np.cumsum([0, *lengths])
-    shards = []
-    for start, end in itertools.pairwise(edges):
-        shards.append(np.arange(start, end, dtype=np.uint16))
-    seed = draw(st.integers(0, 2**40))
-    shuffle = draw(st.booleans())
-    return shards, T, seed, shuffle
+    lengths[0] += T
+    return numbered_shards(*lengths), T, draw(st.integers(0, 2**40)), draw(st.booleans())
 
 
-def schedule_of(tokens, growth=1, steps=10**9):
-    """The schedule of a run whose first batch is `growth` times as small."""
-    doublings = {1: (1, 1, 1), 2: (2, 1, 1), 4: (4, 2, 1)}
-    return BatchSchedule(tokens, steps, doublings[growth])
-
-
-# ------------------------------------------------------------------------- an epoch
-
-def cut(tokens, T):
-    """The sequences of T tokens, and the last target, of some tokens."""
-    sequences = []
-    for start in range(0, len(tokens) - T, T):
-        sequences.append(tokens[start:start + T + 1].tolist())
-    return sequences
-
+# ----------------------------------------------------------------------- one epoch after the other
 
 @FAST
-@given(loaders())
-def test_without_shuffling_the_sequences_come_in_the_order_of_the_tokens(loader):
-    shards, T, seed, _ = loader
-    dataset = TokenDataset(shards, T, seed, False)
+@given(readings())
+def test_the_first_epoch_has_each_sequence_of_each_shard_once(reading):
+    shards, T, _, shuffle = reading
     expected = []
     for shard in shards:
-        expected += cut(shard, T)
-    assert dataset.read(0, dataset.total).tolist() == expected
-    assert dataset.read(dataset.total, dataset.total).tolist() == expected
+        for i in range(0, len(shard) - T, T):
+            expected.append(shard[i:i + T + 1].tolist())
 
+    dataset = TokenDataset(*reading)
+    rows = dataset.read(0, dataset.total)
 
-@FAST
-@given(loaders(), st.integers(0, 3))
-def test_shuffled_sequences_come_exactly_once_an_epoch_shard_by_shard(loader, epoch):
-    shards, T, seed, _ = loader
-    dataset = TokenDataset(shards, T, seed, True)
-    rows = dataset.read(epoch * dataset.total, dataset.total)
     assert rows.dtype == np.uint16
+    if shuffle:
+        assert sorted(rows.tolist()) == expected
+    else:
+        assert rows.tolist() == expected
 
-    for shard in shards:
-        found = sorted(row.tolist() for row in rows if row[0] in shard)
 
-        # A later epoch cuts the shard at any of the first T tokens.
-        possible = [sorted(cut(shard, T))]
-        if epoch > 0:
-            for offset in range(1, T):
-                possible.append(sorted(cut(np.roll(shard, -offset), T)))
-        assert found in possible
+def cuts(shard, T):
+    """The sorted sequences of a shard that is cut from its first, second, ... T-th token on."""
+    for shift in range(T):
+        moved = np.roll(shard, -shift)
+        yield sorted(moved[i:i + T + 1].tolist() for i in range(0, len(shard) - T, T))
 
 
 @FAST
-@given(loaders(), st.lists(st.tuples(st.integers(0, 200), st.integers(1, 50)), max_size=8))
-def test_wherever_the_reading_begins_it_reads_the_same(loader, places):
-    whole = TokenDataset(*loader).read(0, 250)
-    dataset = TokenDataset(*loader)
+@given(readings(), st.integers(1, 3))
+def test_a_later_epoch_has_each_sequence_once_of_shards_that_are_cut_elsewhere(reading, epoch):
+    shards, T, _, _ = reading
+    dataset = TokenDataset(*reading)
+    rows = dataset.read(epoch * dataset.total, dataset.total).tolist()
+    for shard in shards:
+        of_shard = sorted(row for row in rows if row[0] in shard)
+        assert of_shard in list(cuts(shard, T))
+
+
+def test_shuffled_epochs_differ_in_their_order_and_in_their_cuts():
+    dataset = TokenDataset(numbered_shards(400, 300), 8, 5, shuffle=True)
+    epochs = []
+    for epoch in range(3):
+        epochs.append(dataset.read(epoch * dataset.total, dataset.total).tolist())
+    places = [{row[0] % 8 for row in epoch if row[0] < 400} for epoch in epochs]
+    assert places[0] == {0}
+    assert places[1] != places[2]
+    assert epochs[1] != epochs[2]
+
+
+def test_epochs_that_are_not_shuffled_are_the_same():
+    dataset = TokenDataset(numbered_shards(40, 30), 8)
+    once = dataset.read(0, dataset.total).tolist()
+    again = dataset.read(dataset.total, dataset.total).tolist()
+    assert once == again
+
+
+@FAST
+@given(readings(), st.lists(st.tuples(st.integers(0, 200), st.integers(1, 50)), max_size=8))
+def test_a_sequence_is_the_same_wherever_the_reading_begins(reading, places):
+    whole = TokenDataset(*reading).read(0, 250)
+    dataset = TokenDataset(*reading)
     for first, count in places:
         assert dataset.read(first, count).tolist() == whole[first:first + count].tolist()
 
 
 def test_the_order_of_a_run_is_the_same_in_every_release():
-    # A change would let resumed runs see other tokens than they were begun with.
+    """A change would let resumed runs see other tokens than they were begun with."""
     assert stable_permutation(10, 1337).tolist() == [0, 8, 3, 1, 2, 5, 9, 7, 6, 4]
     assert stable_permutation(6, 7, 1, 2).tolist() == [3, 4, 1, 5, 2, 0]
 
-    shards = []
-    for start, end in ((0, 13), (100, 109), (200, 217)):
-        shards.append(np.arange(start, end, dtype=np.uint16))
+    shards = [np.arange(first, end, dtype=np.uint16) for first, end in ((0, 13), (100, 109), (200, 217))]
     first_tokens = TokenDataset(shards, 4, 42, True).read(0, 18)[:, 0].tolist()
     assert first_tokens == [
         0, 4, 8, 104, 100, 212, 208, 204, 200, 205, 213, 209, 201, 11, 3, 7, 105, 101]
 
 
-# ------------------------------------------------------------------------- steps
+def test_another_seed_is_another_order():
+    orders = [TokenDataset(numbered_shards(400), 4, seed, True).read(0, 99) for seed in (1, 1, 2)]
+    assert np.array_equal(orders[0], orders[1])
+    assert not np.array_equal(orders[0], orders[2])
+
+
+# ----------------------------------------------------------------------- steps, ranks, micro-batches
 
 @FAST
-@given(loaders(), st.integers(0, 40), st.sampled_from([
-    (1, 12), (2, 6), (3, 4), (12, 1), (6, 1), (2, 2), (1, 1)]))
-def test_a_steps_global_batch_is_the_same_for_any_processes_and_micro_batch(loader, step, split):
-    B, ranks = split
-    T = loader[1]
-    expected = TokenDataset(*loader).read(step * 12, 12)
+@given(readings(), st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.integers(0, 40))
+def test_the_ranks_share_each_step_whatever_their_number_and_micro_batch(
+        reading, B, world_size, micro_steps, step):
+    """The sequences of a step are those of one process that takes them at once."""
+    N = B * world_size * micro_steps
+    schedule = BatchSchedule(N * reading[1], FOREVER)
+    expected = TokenDataset(*reading).read(step * N, N)
 
-    schedule = schedule_of(12 * T)
     of_ranks = []
-    for rank in range(ranks):
-        dataset = TokenDataset(*loader)
-        of_ranks.append(micro_batches(dataset, schedule, B, step, rank, ranks))
-
+    for rank in range(world_size):
+        dataset = TokenDataset(*reading)
+        of_ranks.append(micro_batches(dataset, schedule, B, step, rank, world_size))
     rows = []
-    for _ in range(12 // (B * ranks)):
+    for _ in range(micro_steps):
         for batches in of_ranks:
             rows.append(next(batches))
+
     assert np.concatenate(rows).tolist() == expected.tolist()
 
 
-@pytest.mark.parametrize("share, most, B", [
-    (48, 48, 48), (48, 20, 16), (24, 99, 24), (16, 1, 1), (6, 4, 3)])
-def test_a_share_of_a_step_is_divided_into_the_largest_micro_batches(share, most, B):
-    assert largest_divisor(share, most) == B
+@pytest.mark.parametrize("divisors, steps", [((1, 1, 1), 3), ((4, 2, 1), FOREVER), ((4, 2, 1), 3)])
+def test_all_sequences_come_in_order_however_the_batch_grows(divisors, steps):
+    T = 5
+    dataset = TokenDataset(numbered_shards(2000), T, 1, True)
+    schedule = BatchSchedule(48 * T, steps, divisors)
+
+    batches = micro_batches(dataset, schedule, 4)
+    rows = np.concatenate(list(itertools.islice(batches, 36)))
+
+    assert rows.tolist() == dataset.read(0, 144).tolist()
 
 
-@pytest.mark.parametrize("growth, steps, sizes", [
-    (1, 5, [16] * 5), (2, 8, [8] * 4 + [16] * 4), (4, 7, [4] * 4 + [8] * 2 + [16]),
-    (4, 14, [4] * 8 + [8] * 4 + [16] * 2), (4, 10, [4] * 6 + [8] * 3 + [16]), (4, 1, [4]),
-    (2, 3, [8, 8, 16])])
-def test_the_batch_doubles_after_each_third_of_the_tokens_until_it_is_whole(growth, steps, sizes):
-    schedule = schedule_of(16, growth, steps)
-    tokens = 0
-    for step, size in enumerate(sizes):
-        assert schedule.tokens_before(step) == tokens
-        assert schedule.tokens(step) == size
-        tokens += size
+def test_a_resumed_run_goes_on_where_it_was_in_the_data_though_its_schedule_changes():
+    T = 5
+    dataset = TokenDataset(numbered_shards(2000), T, 1, True)
+    longer = BatchSchedule(16 * T, 21, (4, 2, 1))
+    longer.resume(5, 24 * T)
 
-    # And behind the last step.
-    assert schedule.tokens_before(steps) == tokens
-    assert schedule.tokens(steps + 99) == 16
-    assert schedule.progress(0) == 0
-    assert schedule.progress(steps) == 1
+    batches = micro_batches(dataset, longer, 2, 5)
+    rows = np.concatenate(list(itertools.islice(batches, 15)))
+
+    assert rows.tolist() == dataset.read(24, 30).tolist()
 
 
-@pytest.fixture
-def numbered():
-    """A dataset of sequences of 5 tokens."""
-    return TokenDataset([np.arange(2000, dtype=np.uint16)], 5, 1, True)
+def test_a_loader_counts_its_micro_steps_and_begins_at_its_first_step():
+    T = 5
+    dataset = TokenDataset(numbered_shards(2000), T, 1, True)
+    schedule = BatchSchedule(16 * T, 7, (4, 2, 1))
+    process = SimpleNamespace(rank=1, world_size=2, device="cpu", on_gpu=False)
+
+    loader = TrainLoader(dataset, schedule, 2, 4, process)
+    x, y = loader.next_batch()
+    loader.close()
+
+    assert [loader.micro_steps(step) for step in range(7)] == [1] * 4 + [2] * 2 + [4]
+    expected = dataset.read(16 + 2, 2)          # after four steps of 4, and the two rows of rank 0
+    assert x.tolist() == expected[:, :-1].tolist()
+    assert y.tolist() == expected[:, 1:].tolist()
 
 
-def rows_of(batches, count):
-    """The first rows of some micro-batches."""
-    rows = itertools.chain.from_iterable(batch.tolist() for batch in batches)
-    return list(itertools.islice(rows, count))
+# ----------------------------------------------------------------------- to the device
+
+def test_targets_are_one_token_on():
+    rows = numbered_shards(100)[0].reshape(4, 25) + 60_000
+    x, y = to_device(rows, "cpu")
+    assert x.tolist() == rows[:, :-1].tolist()
+    assert y.tolist() == rows[:, 1:].tolist()
+    assert x.dtype == y.dtype == torch.int64
 
 
-def test_a_run_goes_on_where_it_was_in_the_data_when_its_schedule_changes(numbered):
-    begun = schedule_of(80, 4, 7)
-    longer = schedule_of(80, 4, 21)
-    longer.resume(5, begun.tokens_before(5))
-
-    assert longer.tokens_before(5) == begun.tokens_before(5) == 24 * 5
-    assert longer.tokens(5) == 4 * 5
-    found = rows_of(micro_batches(numbered, longer, 2, 5), 30)
-    assert found == numbered.read(24, 30).tolist()
+@pytest.mark.parametrize("B", [1, 2])
+def test_batches_have_the_strides_of_a_whole_tensor(B):
+    """A single row, too: with other strides torch.compile would compile the model again."""
+    x, y = to_device(np.zeros((B, 25), dtype=np.uint16), "cpu")
+    assert x.stride() == y.stride() == (24, 1)
 
 
-@pytest.mark.parametrize("growth, steps", [(1, 3), (4, 10**9), (4, 3)])
-def test_all_sequences_come_in_order_however_the_batch_grows(growth, steps, numbered):
-    batches = micro_batches(numbered, schedule_of(5 * 48, growth, steps), 4)
-    assert rows_of(batches, 144) == numbered.read(0, 144).tolist()
+def batches_of(shards):
+    """Micro-batches of two sequences of five tokens, three a step."""
+    dataset = TokenDataset(shards, 5, 1, True)
+    return micro_batches(dataset, BatchSchedule(3 * 2 * 5, FOREVER), 2)
 
 
-# ------------------------------------------------------------------------- files
+def readers():
+    """The threads that read ahead. There may be others, which are not ours."""
+    return [thread for thread in threading.enumerate() if thread.name.startswith("read ahead")]
 
-@pytest.mark.parametrize("ending", ["npy", "bin"])
-def test_files_are_read_as_arrays_are_and_once_an_epoch(ending, tmp_path, monkeypatch):
-    shards = []
-    for length in (100, 37, 5, 64):
-        shard = stable_permutation(length, length).astype(np.uint16)
-        write_shard(tmp_path / f"x_train_{len(shards):06d}.{ending}", shard)
-        shards.append(shard)
+
+def test_reading_ahead_changes_no_batch_and_its_thread_ends_with_it():
+    shards = numbered_shards(90, 33, 71)
+    ahead = read_ahead(batches_of(shards), pin=False)
+    for plain, rows in zip(itertools.islice(batches_of(shards), 30), ahead, strict=False):
+        assert rows.tolist() == plain.tolist()
+    assert len(readers()) == 1
+    ahead.close()
+    assert readers() == []
+
+
+def test_reading_runs_eight_micro_batches_ahead_and_no_further():
+    """To load the next shard takes about a second; and at its end it waits for what has begun."""
+    seen = []
+    all_are_there = threading.Event()
+
+    def batches():
+        for rows in batches_of(numbered_shards(200)):
+            seen.append(rows)
+            if len(seen) > 8:
+                all_are_there.set()
+            yield rows
+
+    ahead = read_ahead(batches(), pin=False)
+    next(ahead)
+    assert all_are_there.wait(60)
+    ahead.close()
+    assert len(seen) == 9
+
+
+def test_for_a_gpu_batches_are_pinned(monkeypatch):
+    """A copy from pinned memory waits for nothing. Here "pinned" numbers are larger by one."""
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda rows: rows + 1)
+    plain = next(batches_of(numbered_shards(200)))
+    ahead = read_ahead(batches_of(numbered_shards(200)), pin=True)
+    pinned = next(ahead)
+    ahead.close()
+    assert pinned.tolist() == (plain + 1).tolist()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_batches_are_the_same_on_a_gpu():
+    shards = numbered_shards(90, 33, 71)
+    ahead = read_ahead(batches_of(shards), pin=True)
+    for plain, rows in zip(itertools.islice(batches_of(shards), 30), ahead, strict=False):
+        x, y = to_device(rows, "cuda")
+        assert x.is_cuda
+        assert x.stride() == y.stride() == (5, 1)
+        assert torch.cat([x, y[:, -1:]], dim=1).tolist() == plain.tolist()
+    ahead.close()
+
+
+# ----------------------------------------------------------------------- shards
+
+@pytest.mark.parametrize("kind", ["npy", "bin"])
+def test_files_read_as_arrays_do_and_each_once_an_epoch(kind, tmp_path, monkeypatch):
+    shards = [stable_permutation(n, n).astype(np.uint16) for n in (100, 37, 5, 64)]
+    for i, shard in enumerate(shards):
+        write_shard(tmp_path / f"x_train_{i:06d}.{kind}", shard)
     paths = list_shards(tmp_path, "train")
-    files = TokenDataset(paths, 7, 3, True)
-    arrays = TokenDataset(shards, 7, 3, True)
-
     opened = []
 
-    def noted(path):
+    def read_and_remember(path):
         opened.append(path)
         return read_shard(path)
 
-    monkeypatch.setattr(runtime.dataloader, "read_shard", noted)
+    monkeypatch.setattr(dataloader, "read_shard", read_and_remember)
+    files = TokenDataset(paths, 7, 3, True)
+    arrays = TokenDataset(shards, 7, 3, True)
     for i in range(files.total):
         assert files.read(i, 1).tolist() == arrays.read(i, 1).tolist()
-    assert sorted(opened) == [paths[0], paths[1], paths[3]], "the third is too short"
 
-
-def test_build_nanogpts_folder_is_read_without_being_told(tmp_path):
-    for name in ("edufineweb_train_000002", "edufineweb_train_000001", "edufineweb_val_000000"):
-        np.save(tmp_path / f"{name}.npy", np.arange(50, dtype=np.uint16))
-    names = [path.name for path in list_shards(tmp_path, "train")]
-    assert names == ["edufineweb_train_000001.npy", "edufineweb_train_000002.npy"]
-
-
-def test_modded_nanogpts_folder_is_read_without_being_told(tmp_path):
-    header = np.zeros(256, dtype=np.int32)
-    header[:3] = [20240520, 1, 50]
-    tokens = np.arange(50, dtype=np.uint16)
-    (tmp_path / "fineweb_train_000001.bin").write_bytes(header.tobytes() + tokens.tobytes())
-    [path] = list_shards(tmp_path, "train")
-    assert open_shard(path).tolist() == tokens.tolist()
+    assert sorted(opened) == [paths[0], paths[1], paths[3]], "the third has no sequence"
 
 
 def test_one_shard_is_resident_as_uint16_and_no_wider(tmp_path):
     n = 1_000_000
     for i in range(3):
         write_shard(tmp_path / f"x_train_{i:06d}.npy", np.zeros(n, dtype=np.uint16))
-    dataset = TokenDataset(list_shards(tmp_path, "train"), 1024, 0, True, vocab_size=50257)
+    dataset = TokenDataset(list_shards(tmp_path, "train"), 1024, 0, True)
+    bytes_of_shard = 2 * n
 
     tracemalloc.start()
     try:
         for i in range(6):
             dataset.read(i * 500, 8)
             held, peak = tracemalloc.get_traced_memory()
-            assert held < 2 * n * 1.3               # one shard, two bytes a token
-            assert peak < 2 * n * 2.4               # the next comes while the last is let go
+            assert held < 1.3 * bytes_of_shard
+            assert peak < 2.4 * bytes_of_shard      # the next comes while the last is let go
     finally:
         tracemalloc.stop()
 
 
-# ------------------------------------------------------------------------- what is refused
-
-def test_too_little_text_is_refused():
-    with pytest.raises(UserError, match="--sequence_length"):
-        TokenDataset([np.arange(8, dtype=np.uint16)] * 3, 8)
-    assert TokenDataset([np.arange(9, dtype=np.uint16)], 8).total == 1
+def test_too_little_text_for_a_sequence_is_refused():
+    assert TokenDataset(numbered_shards(9), 8).total == 1
+    with pytest.raises(UserError, match="found 8, expected at least 9"):
+        TokenDataset(numbered_shards(8), 8)
 
 
-@pytest.mark.parametrize("vocab_size, last", [(50257, 50256), (50304, 50256), (256, 255)])
-def test_a_token_that_the_model_does_not_have_is_refused(vocab_size, last):
-    # The padding of the vocabulary is no token.
-    tokens = np.array([1, 2, last], dtype=np.uint16)
-    TokenDataset([tokens], 2, vocab_size=vocab_size)
-    with pytest.raises(UserError, match=str(last + 1)):
-        TokenDataset([tokens + 1], 2, vocab_size=vocab_size)
+@pytest.mark.parametrize("vocab_size, token, remedy", [
+    (256, 256, "--vocab_size"), (50_304, 50_257, "GPT-2's tokenizer")])
+def test_a_token_that_the_model_does_not_have_is_refused(vocab_size, token, remedy, tmp_path):
+    """The rows beyond GPT-2's 50,257 tokens are padding."""
+    tokens = np.zeros(100, dtype=np.uint16)
+    tokens[50] = token - 1
+    TokenDataset([tokens], 8, vocab_size=vocab_size)
 
-
-def test_a_token_behind_what_is_looked_at_first_is_found_when_the_shard_is_read(tmp_path):
-    tokens = np.zeros(1_100_000, dtype=np.uint16)
-    tokens[1_090_000] = 50300
+    tokens[50] = token
     write_shard(tmp_path / "x_train_000001.npy", tokens)
-    dataset = TokenDataset(list_shards(tmp_path, "train"), 1024, vocab_size=50257)
-    with pytest.raises(UserError, match="x_train_000001.npy.*50300"):
+    with pytest.raises(UserError, match=f"x_train_000001.npy contains token {token}.*{remedy}"):
+        TokenDataset(list_shards(tmp_path, "train"), 8, vocab_size=vocab_size)
+
+
+def test_gpt2s_vocabulary_cannot_be_raised():
+    tokens = np.full(100, 50_257, dtype=np.uint16)
+    with pytest.raises(UserError) as caught:
+        TokenDataset([tokens], 8, vocab_size=50_304)
+    assert "--vocab_size" not in str(caught.value)
+
+
+def test_a_foreign_token_late_in_a_shard_is_found_when_it_is_read(monkeypatch):
+    monkeypatch.setattr(dataloader, "SAMPLE_TOKENS", 10)
+    tokens = np.zeros(100, dtype=np.uint16)
+    tokens[50] = 300
+    dataset = TokenDataset([tokens], 8, vocab_size=256)
+    with pytest.raises(UserError, match="contains token 300"):
         dataset.read(0, 1)
 
 
-@pytest.mark.parametrize("ending", ["npy", "bin"])
-@pytest.mark.parametrize("changed", [range(1, 101), range(50), range(101)], ids=str)
-def test_a_shard_that_changes_under_the_run_is_noticed_when_it_is_read(changed, ending, tmp_path):
-    path = tmp_path / f"x_train_000001.{ending}"
-    write_shard(path, np.arange(100, dtype=np.uint16))
-    dataset = TokenDataset([path], 5)
-    write_shard(path, np.array(changed, dtype=np.uint16))
-    with pytest.raises(UserError, match=path.name):
-        dataset.read(0, 1)
-
-
-@pytest.mark.parametrize("ending", ["npy", "bin"])
-def test_a_shard_that_is_cut_off_under_the_run_is_noticed_when_it_is_read(ending, tmp_path):
-    path = tmp_path / f"x_train_000001.{ending}"
-    write_shard(path, np.arange(100, dtype=np.uint16))
-    dataset = TokenDataset([path], 5)
-    path.write_bytes(path.read_bytes()[:-7])
-    with pytest.raises(UserError, match=path.name):
-        dataset.read(0, 1)
-
-
-@pytest.mark.parametrize("n", [1, 100, 70_000, 1 << 20])
-def test_a_digest_tells_shards_apart_by_their_ends_and_by_the_length_of_short_ones(n):
-    tokens = np.arange(n + 1, dtype=np.uint16)
-    digests = [digest(tokens), digest(tokens[:-1])]
-    places = {0, min(n, 65_535), max(0, n - 65_535), n}         # 65,536 tokens of each end count
-    for place in places:
-        changed = tokens.copy()
-        changed[place] ^= 1
-        digests.append(digest(changed))
-    assert len(set(digests)) == 2 + len(places)
-
-
-# ------------------------------------------------------------------------- reading ahead
-
-def batches_of(shards, step=0):
-    """Three micro-batches a step, of 2 sequences of 5 tokens."""
-    dataset = TokenDataset(shards, 5, 1, True, vocab_size=50257)
-    return micro_batches(dataset, schedule_of(5 * 2 * 3), 2, step)
-
-
-SHARD = np.arange(200, dtype=np.uint16)
-
-
-def readers():
-    """The threads that read ahead; there may be others, which are not ours."""
-    return [thread for thread in threading.enumerate() if thread.name.startswith("read ahead")]
-
-
-@pytest.mark.parametrize("step", [0, 17])
-def test_batches_read_ahead_are_the_same_and_their_targets_are_one_token_on(step):
-    shards = [SHARD[:90], SHARD[90:123] + 40_000, SHARD[123:194]]
-    ahead = read_ahead(batches_of(shards, step), pin=False)
-    plain = batches_of(shards, step)
-    for _ in range(30):
-        x, y = to_device(next(ahead), "cpu")
-        assert x.dtype == y.dtype == torch.int64
-        assert x.shape == y.shape == (2, 5)
-        assert x.is_contiguous() and y.is_contiguous()
-        expected = next(plain)
-        assert x.tolist() == expected[:, :-1].tolist()
-        assert y.tolist() == expected[:, 1:].tolist()
-    ahead.close()
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-def test_batches_reach_a_gpu():
-    ahead = read_ahead(batches_of([SHARD]), pin=True)
-    x, y = to_device(next(ahead), "cuda")
-    assert x.device.type == y.device.type == "cuda"
-    assert x.tolist() == next(batches_of([SHARD]))[:, :-1].tolist()
-    ahead.close()
-
-
-def test_reading_runs_eight_micro_batches_ahead_and_no_further():
-    # To load the next shard takes about a second, and the end waits for what has been begun.
-    made = []
-    all_are_there = threading.Event()
-
-    def noted():
-        for rows in batches_of([SHARD]):
-            made.append(rows)
-            if len(made) > 8:
-                all_are_there.set()
-            yield rows
-
-    ahead = read_ahead(noted(), pin=False)
-    next(ahead)
-    assert all_are_there.wait(60)
-    ahead.close()
-    assert len(made) == 9
-
-
-def test_the_thread_that_reads_ahead_ends_with_the_reading():
-    ahead = read_ahead(batches_of([SHARD]), pin=False)
-    next(ahead)
-    assert len(readers()) == 1
-    ahead.close()
-    assert readers() == []
-
-
-def test_for_a_gpu_batches_are_pinned_so_that_their_copy_waits_for_nothing(monkeypatch):
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda rows: rows + 1)
-    ahead = read_ahead(batches_of([SHARD]), pin=True)
-    assert next(ahead).tolist() == (next(batches_of([SHARD])) + 1).tolist()
-    ahead.close()
-
-
-def test_what_goes_wrong_on_the_reading_thread_is_raised_where_the_batch_is_asked_for():
-    shards = [np.arange(60, dtype=np.uint16), np.full(60, 50, dtype=np.uint16)]
-    dataset = TokenDataset(shards, 5, vocab_size=50257)
-    shards[1][:] = 60
-    ahead = read_ahead(micro_batches(dataset, schedule_of(10), 2), pin=False)
-    for _ in range(5):
-        next(ahead)
-    with pytest.raises(UserError, match="changed"):
-        for _ in range(3):
+@pytest.mark.parametrize("place", [0, -1])
+def test_a_shard_that_changes_during_the_run_is_refused_where_a_batch_is_asked_for(place):
+    shards = numbered_shards(60, 60)
+    ahead = read_ahead(batches_of(shards), pin=False)
+    for shard in shards:
+        shard[place] += 1
+    with pytest.raises(UserError, match="changed during the run"):
+        for _ in range(20):
             next(ahead)
     assert readers() == []
+
+
+# ----------------------------------------------------------------------- the data of a run
+
+def write_folder(folder, train, val):
+    write_shard(folder / "text_train_000001.npy", train)
+    write_shard(folder / "text_val_000000.npy", val)
+    return folder
+
+
+def flags(folder, **more):
+    values = {"data": str(folder), "overfit": False, "seed": 3, "shuffle": True,
+              "sequence_length": 8, "vocab_size": 50_304, "val_every": 1, "val_tokens": 80,
+              "total_batch_size": 32}
+    return SimpleNamespace(**(values | more))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return write_folder(tmp_path, *numbered_shards(400, 101))
+
+
+@pytest.mark.parametrize("val_tokens, sequences", [
+    (80, 10), (87, 10), (88, 11), (5, 1), (10**9, 12)])
+def test_a_validation_has_the_whole_sequences_of_its_tokens_and_at_least_one(
+        val_tokens, sequences, folder):
+    assert open_data(flags(folder, val_tokens=val_tokens)).val_count == sequences
+
+
+def test_validation_is_the_beginning_of_its_shards_whatever_the_seed(folder):
+    for seed in (1, 2):
+        data = open_data(flags(folder, seed=seed))
+        assert data.val.read(0, 2).tolist() == [list(range(400, 409)), list(range(408, 417))]
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_training_is_in_the_order_of_the_seed_or_of_the_text(shuffle, folder):
+    orders = []
+    for seed in (1, 2):
+        data = open_data(flags(folder, seed=seed, shuffle=shuffle))
+        orders.append(data.train.read(0, 49)[:, 0].tolist())
+    in_order = list(range(0, 392, 8))
+    assert (orders[0] == in_order) == (not shuffle)
+    assert (orders[0] == orders[1]) == (not shuffle)
+
+
+def test_a_run_without_validation_needs_no_shards_for_it(folder):
+    (folder / "text_val_000000.npy").unlink()
+    data = open_data(flags(folder, val_every=0))
+    assert data.val is None
+    with pytest.raises(UserError):
+        open_data(flags(folder))
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_a_token_that_the_model_does_not_have_is_found_in_either_split(split, folder):
+    write_shard(folder / f"text_{split}_000009.npy", np.full(20, 50_300, dtype=np.uint16))
+    with pytest.raises(UserError, match=f"text_{split}_000009.npy"):
+        open_data(flags(folder))
+
+
+def test_the_sanity_runs_epoch_is_one_batch_of_the_beginning_of_input_txt():
+    data = open_data(flags("nowhere", overfit=True, shuffle=False))
+    assert data.train.total == 32 // 8
+    assert data.val is None
+    expected = encode((ROOT / "input.txt").read_text(encoding="utf-8")[:1000])[:33]
+    rows = data.train.read(0, 4)
+    assert rows[:, :-1].flatten().tolist() == expected[:-1].tolist()
+    assert rows[:, 1:].flatten().tolist() == expected[1:].tolist()
+
+
+@pytest.mark.parametrize("place", [0, 399])
+def test_a_fingerprint_tells_shards_apart_by_either_end(place, folder):
+    before = open_data(flags(folder)).fingerprints()
+    tokens = numbered_shards(400)[0]
+    tokens[place] += 1
+    write_shard(folder / "text_train_000001.npy", tokens)
+    after = open_data(flags(folder)).fingerprints()
+
+    assert before["val"] == after["val"]
+    [[name, length, digest]] = before["train"]
+    [[same_name, same_length, other_digest]] = after["train"]
+    assert (name, length) == (same_name, same_length) == ("text_train_000001.npy", 400)
+    assert digest != other_digest
+
+
+class AnotherRank(Process):
+    """Rank 0 of two, whose other rank has these values."""
+
+    def gather(self, value):
+        if isinstance(value, dict):
+            return [value, self.values_of_other]
+        return [value]
+
+
+def test_ranks_with_other_shards_are_refused(folder, tmp_path_factory):
+    other = write_folder(tmp_path_factory.mktemp("other"), *numbered_shards(400, 99))
+    contents = {}
+    for split, shards in open_data(flags(other)).fingerprints().items():
+        for i, (_, *content) in enumerate(shards):
+            contents[f"{split} shard {i} of --data"] = str(content)
+
+    process = AnotherRank(0, 0, 2)
+    process.values_of_other = contents
+    with pytest.raises(UserError, match="process 1: val shard 0 of --data"):
+        open_same_data(flags(folder), process)
+
+
+def test_a_folder_that_is_not_finished_has_a_warning(folder, capsys):
+    open_same_data(flags(folder), Process())
+    assert capsys.readouterr().out == ""
+    (folder / "manifest.json").write_text('{"complete": false, "shards": []}')
+    open_same_data(flags(folder), Process())
+    assert str(folder) in capsys.readouterr().out
+
+
+# ----------------------------------------------------------------------- bits per byte
+
+@pytest.mark.parametrize("text", ["To be, or not to be: that is the question. ", "我们训练一个模型，"])
+def test_bits_per_byte_count_the_bytes_of_the_targets_that_are_validated(text):
+    """The first token is no target, and <|endoftext|> has no bytes."""
+    tokens = [5, *encode(text * 9)[:30].tolist(), EOT, *encode(text).tolist()]
+    bytes_of_targets = len(tokenizer().decode_bytes(tokens[1:31]))
+    dataset = TokenDataset([np.array(tokens * 2, dtype=np.uint16)], 31)
+
+    factor = Data(dataset, dataset, val_count=1).bits_per_byte
+
+    assert factor == pytest.approx(31 / math.log(2) / bytes_of_targets)
+
+
+def test_tokens_that_are_not_gpt2s_have_no_bits_per_byte():
+    dataset = TokenDataset(numbered_shards(100), 8, vocab_size=256)
+    assert math.isnan(Data(dataset, dataset, val_count=2).bits_per_byte)
+    assert math.isnan(Data(dataset).bits_per_byte)

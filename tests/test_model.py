@@ -361,3 +361,147 @@ def test_padding_ids_are_never_sampled_however_likely(temperature, top_k):
     new = model.generate(tokens(2, 4), 40, temperature, top_k)[:, 4:]
 
     assert (new < VOCAB_SIZE).all()
+
+
+# ----------------------------------------------------------------------- large logits, small numbers
+
+SOFTCAPS = {"speedrun": 30.0, "frontier": 15.0}
+
+
+@torch.no_grad()
+def enlarge_logits(model, factor):
+    """Logits `factor` times as large, before a softcap. The modern models norm their embedding."""
+    model.lm_head.weight *= factor              # in gpt2 and frontier it is the embedding, too
+    if "part" in model.transformer:             # frontier adds it to the embedding
+        model.transformer.part.weight *= factor
+
+
+@pytest.mark.parametrize("recipe", SOFTCAPS)
+@torch.no_grad()
+def test_the_softcap_is_a_tanh_of_this_height(recipe):
+    cap = SOFTCAPS[recipe]
+    model, idx = make_model(cls=MODELS[recipe]), tokens(4, 24)
+    uncapped = cap * torch.atanh(model(idx)[0].double() / cap)
+
+    enlarge_logits(model, 0.4 * cap)
+    found = model(idx)[0].double()
+
+    expected = cap * torch.tanh(0.4 * cap * uncapped / cap)
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+    assert expected.abs().max() > 0.6 * cap
+
+
+@pytest.mark.parametrize("recipe", SOFTCAPS)
+@torch.no_grad()
+def test_the_softcap_is_computed_in_float32(recipe):
+    """bfloat16 would round 14.98 to 15."""
+    model = make_model(cls=MODELS[recipe])
+    with torch.autocast("cpu", torch.bfloat16):
+        logits, _ = model(tokens(4, 24))
+    assert logits.dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("recipe", MODELS)
+@torch.no_grad()
+def test_the_losses_of_tokens_are_those_of_forward(recipe, dtype):
+    model = make_model(cls=MODELS[recipe])
+    enlarge_logits(model, 20)
+    idx, targets = tokens(3, 24), tokens(3, 24, seed=2)
+    targets[:, ::3] = -1
+    positions = (targets >= 0).flatten().nonzero().flatten()
+
+    with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+        losses = model.token_losses(idx, targets, positions)
+        logits = model(idx)[0].float()
+        mean = model(idx, targets)[1]
+
+    expected = F.cross_entropy(
+        logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="none")
+    assert losses.shape == (3, 24)
+    torch.testing.assert_close(losses.flatten(), expected, rtol=1e-4, atol=1e-4)
+    assert mean.item() == pytest.approx(plain_loss(logits, targets).item(), rel=1e-4)
+
+
+@pytest.mark.parametrize("recipe, temperature", [("gpt2", 150), ("speedrun", 7), ("frontier", 7)])
+@torch.no_grad()
+def test_two_sampled_tokens_have_the_frequencies_of_forwards_softmax(recipe, temperature):
+    """The second token is sampled with the cache. Large logits tell a softcap from none."""
+    V, n = 10, 20_000
+    model = make_model(cls=MODELS[recipe], vocab_size=V, n_layer=1)
+    enlarge_logits(model, 40)
+    idx = tokens(1, 5, vocab_size=V)
+    generator = torch.Generator().manual_seed(1)
+
+    pairs = model.generate(idx.repeat(n, 1), 2, temperature, None, generator)[:, 5:]
+
+    first = (model(idx)[0][0, -1] / temperature).softmax(-1)
+    every_first = torch.arange(V)[:, None]
+    longer = torch.cat((idx.repeat(V, 1), every_first), dim=1)
+    second = (model(longer)[0][:, -1] / temperature).softmax(-1)
+    expected = (first[:, None] * second).flatten()
+    found = (pairs[:, 0] * V + pairs[:, 1]).bincount(minlength=V * V) / n
+    assert 0.02 < expected.max() < 0.3
+    assert (found - expected).abs().sum() / 2 < 0.05        # a fair sample is 0.02 away
+
+
+def test_probabilities_are_float32_in_bfloat16_too(monkeypatch):
+    """Of 50,257 numbers with 8 bits each the sum is off by percents."""
+    probabilities = []
+    draw = torch.multinomial
+
+    def draw_and_remember(p, **how):
+        probabilities.append(p)
+        return draw(p, **how)
+
+    monkeypatch.setattr(torch, "multinomial", draw_and_remember)
+    with torch.autocast("cpu", torch.bfloat16):
+        make_model().generate(tokens(2, 5), 3)
+
+    assert len(probabilities) == 3
+    for p in probabilities:
+        assert p.dtype == torch.float32
+        assert (p.sum(-1) - 1).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("recipe", MODELS)
+def test_a_generation_casts_the_head_once_and_not_for_each_token(recipe, monkeypatch):
+    model = make_model(cls=MODELS[recipe])
+    heads = []
+    linear = F.linear
+
+    def linear_and_remember(x, weight, *bias):
+        if weight.size(0) == model.config.vocab_size:
+            heads.append(weight)
+        return linear(x, weight, *bias)
+
+    monkeypatch.setattr(F, "linear", linear_and_remember)
+    with torch.autocast("cpu", torch.bfloat16):
+        model.generate(tokens(2, 5), 4)
+
+    assert len(heads) == 4
+    assert heads[0].dtype == torch.bfloat16
+    assert all(head is heads[0] for head in heads)
+
+
+def test_by_default_a_token_is_one_of_the_50_likeliest_at_temperature_1():
+    model, idx = make_model(), tokens(4, 5)
+    found = model.generate(idx, 19, generator=torch.Generator().manual_seed(3))
+    expected = model.generate(idx, 19, 1.0, 50, torch.Generator().manual_seed(3))
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("recipe", SOFTCAPS)
+@torch.no_grad()
+def test_in_bfloat16_a_small_embedding_is_normed_as_in_float32(recipe):
+    """Its mean square is some 1e-6: with the 2^-7 of bfloat16 as eps little would be left of it."""
+    model, idx = make_model(cls=MODELS[recipe], spread=0.1, n_embd=32), tokens(2, 24)
+    enlarge_logits(model, 1e-3 / model.transformer.wte.weight.std())
+    if recipe == "speedrun":
+        model.transformer.wte.weight *= 1e-3 / model.transformer.wte.weight.std()
+
+    expected, _ = model(idx)
+    with torch.autocast("cpu", torch.bfloat16):
+        found, _ = model(idx)
+
+    assert (found - expected).norm() < 0.03 * expected.norm()

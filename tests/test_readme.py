@@ -1,65 +1,92 @@
-"""The README's commands run as they stand, at a small size, and its loop is train_gpt2.py's."""
+"""README.md: its commands run as they stand there, in a small size, and its loop is the script's."""
 import re
 import shlex
 import shutil
 
+import pytest
 from helpers import ROOT, script
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
-# Flags that make a command small, where it has the word.
-SMALL = {
-    "train_gpt2.py": "--n_layer 1 --n_head 2 --n_embd 64 --dtype float32 --device cpu",
-    "--preset": "--max_steps 2 --val_every 2 --val_tokens 512 --sample_every 0 --checkpoint_every 2",
-    "--overfit": "--max_lr 0.006 --min_lr 0.006",
-    "sample.py": "--max_new_tokens 5 --device cpu",
-}
+TINY = "--n_layer 1 --n_head 2 --n_embd 64 --dtype float32 --device cpu"
+SHORT = "--max_steps 2 --val_every 2 --val_tokens 512 --sample_every 0 --checkpoint_every 2"
 
 
 def blocks(language):
-    """The texts of the README's blocks of code in this language."""
     return re.findall(rf"^```{language}\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
 
 
-def commands_without_network():
-    """The README's commands, in their order, that need neither a network nor hours."""
+def commands():
+    """The python commands of the README that need no network and are no tests."""
     found = []
     for block in blocks("bash"):
         for line in block.splitlines():
-            before_comment = line.partition(" #")[0].strip()
-            found += before_comment.split(" && ")
-
-    skipped = ("python fineweb.py", "python -m pytest")     # 28 GB of text; all of the tests
-    return [command for command in found if command.startswith("python ") and command not in skipped]
-
-
-def small_flags(command):
-    flags = []
-    for word, more in SMALL.items():
-        if word in command:
-            flags += more.split()
-    return flags
+            line, _, _ = line.partition(" #")
+            found += [command.strip() for command in line.split(" && ")]
+    others = ("python fineweb.py", "python -m pytest")
+    return [c for c in found if c.startswith("python ") and c not in others]
 
 
-def test_the_commands_that_need_no_network_run(tmp_path):
-    shutil.copy(ROOT / "input.txt", tmp_path)
-    commands = commands_without_network()
-    assert len(commands) == 5
-
-    for command in commands:
-        _python, *words = shlex.split(command)
-        done = script(*words, *small_flags(command), cwd=tmp_path)
-        assert done.returncode == 0, (command, done.stdout, done.stderr)
-        if "--overfit" in command:
-            assert "PASSED" in done.stdout
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder like that of a clone, for what the commands write."""
+    folder = tmp_path_factory.mktemp("clone")
+    shutil.copy(ROOT / "input.txt", folder)
+    return folder
 
 
-def test_the_loop_is_that_of_the_script():
-    code = (ROOT / "train_gpt2.py").read_text(encoding="utf-8")
-    lines_of_script = [line.strip() for line in code.splitlines()]
-    lines_of_readme = [line.strip() for block in blocks("python") for line in block.splitlines()]
-    assert len(lines_of_readme) >= 10
+def run_small(command, folder):
+    """Runs a command of the README, with flags that make it small. Returns its stdout."""
+    python, name, *flags = shlex.split(command)
+    if "--preset" in flags:
+        flags += f"{TINY} {SHORT}".split()
+    elif "--overfit" in flags:
+        flags += f"{TINY} --max_lr 0.006 --min_lr 0.006".split()
+    elif name == "sample.py":
+        flags += "--max_new_tokens 5 --device cpu".split()
+    result = script(name, *flags, cwd=folder)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
 
-    # The README leaves out the comments at the end of some lines.
-    for line in lines_of_readme:
-        assert any(ours.startswith(line) for ours in lines_of_script), line
+
+@pytest.fixture(scope="module")
+def trained(folder):
+    """The folder after the first two commands, which make shards and a model."""
+    make, train = commands()[:2]
+    run_small(make, folder)
+    run_small(train, folder)
+    return folder
+
+
+def test_the_third_command_continues_its_prompt(trained):
+    sample = commands()[2]
+    assert "My lord," in run_small(sample, trained)
+
+
+def test_the_interactive_command_ends_with_its_input(trained):
+    """Here its input has no line."""
+    [interactive] = [command for command in commands() if "--interactive" in command]
+    run_small(interactive, trained)
+
+
+def test_the_sanity_check_passes(tmp_path):
+    [overfit] = [command for command in commands() if "--overfit" in command]
+    assert "PASSED" in run_small(overfit, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_command_of_the_readme_is_left_out():
+    names = [command.split()[1] for command in commands()]
+    assert names == ["fineweb.py", "train_gpt2.py", "sample.py", "train_gpt2.py", "sample.py"]
+
+
+def test_the_loop_is_the_scripts():
+    """A line may lack the comment that it has in the script."""
+    source = (ROOT / "train_gpt2.py").read_text(encoding="utf-8")
+    lines_of_script = [line.strip() for line in source.splitlines()]
+    [loop] = blocks("python")
+
+    assert len(loop.splitlines()) > 15
+    for line in loop.splitlines():
+        line = line.strip()
+        assert any(other.startswith(line) for other in lines_of_script), line

@@ -1,234 +1,316 @@
-"""The same numbers wherever they are computed: in forward, the loss, samples, HellaSwag; with a cache and
-without; in float32, bfloat16 and float16; at the beginning of a sequence and beyond 256 tokens; in the step,
-and in what evaluates it."""
-# ruff: noqa: F811, a test's argument is a fixture that is imported
+"""The same numbers on any number of ranks, with any micro-batch, and in plain loops with torch's own
+optimizers. (frontier's on several ranks: test_frontier.py.)"""
+import math
 import re
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
-from torch.nn.modules.module import register_module_forward_hook
+from helpers import ROOT, hellaswag_file, logged, run, train
+from peers import make_model
 
-import hellaswag
-from helpers import ROOT, hellaswag_file, logged, train
-from recipes import MODELS, load_model
-from peers import make_model, tokens
-from runtime.tokenizer import EOT, encode, tokenizer
-from test_guards import (QUIET, TINY, column, shards, start, text_shards)    # noqa: F401
-from test_hellaswag import make_examples, plain_counts, plain_scores
+from recipes import fresh_model, load_model
+from runtime.shards import write_shard
+from runtime.tokenizer import encode
+from train_gpt2 import Config
 
-MODERN = {"speedrun": 30.0, "frontier": 15.0}           # their softcaps
-
-
-def confident(recipe, scale, **shape):
-    """A model whose logits, but for a softcap, are `scale` times as large. In the modern ones only they: the
-    embedding is normed."""
-    model = make_model(cls=MODELS[recipe], **shape)
-    enlarge_logits(model, scale)
-    return model
+T = 32
+QUIET = [
+    "--val_every", 0, "--hellaswag_every", 0, "--sample_every", 0, "--checkpoint_every", 0,
+]
 
 
-def enlarge_logits(model, scale):
-    with torch.no_grad():
-        model.lm_head.weight *= scale           # frontier's and gpt2's embedding, too
-        if "part" in model.transformer:         # is added to it
-            model.transformer.part.weight *= scale
+def write_text(folder, ids, cut):
+    write_shard(folder / "text_val_000000.npy", ids[:cut].astype(np.uint16))
+    write_shard(folder / "text_train_000001.npy", ids[cut:].astype(np.uint16))
+    return folder
 
 
-# ----------------------------------------------------------------------------- the softcap
+# ----------------------------------------------------------------------- ranks and micro-batches
 
-@pytest.mark.parametrize("recipe, cap", MODERN.items())
-def test_the_softcap_is_a_tanh_of_this_height(recipe, cap):
-    model, idx = confident(recipe, 1), tokens(4, 24)
-    with torch.no_grad():
-        once = model(idx)[0].double()
-        enlarge_logits(model, 0.4 * cap)
-        found = model(idx)[0]
-        enlarge_logits(model, 1000)
-        largest = model(idx)[0]
-        with torch.autocast("cpu", torch.bfloat16):
-            assert model(idx)[0].dtype == torch.float32, "bfloat16 would round 14.98 to 15"
-    expected = cap * torch.tanh(0.4 * cap * torch.atanh(once / cap))
-    torch.testing.assert_close(found.double(), expected, rtol=1e-3, atol=1e-3)
-    assert expected.abs().max() > 0.6 * cap and largest.max() == cap == -largest.min()
-
-
-@pytest.mark.parametrize("recipe", MODELS)
-def test_two_sampled_tokens_have_the_frequencies_of_forwards_softmax(recipe):
-    """At a temperature at which logits that no softcap bends would be sampled otherwise; the second token is
-    sampled with the cache."""
-    model, n, V = confident(recipe, 40, vocab_size=10, n_layer=1), 20_000, 10
-    idx, temperature = tokens(1, 5, vocab_size=V), 150 if recipe == "gpt2" else 7
-    generator = torch.Generator().manual_seed(1)
-    pairs = model.generate(idx.repeat(n, 1), 2, temperature, None, generator)[:, 5:]
-    found = torch.bincount(pairs[:, 0] * V + pairs[:, 1], minlength=V * V) / n
-    with torch.no_grad():
-        first = (model(idx)[0][0, -1] / temperature).softmax(-1)
-        longer = torch.cat((idx.repeat(V, 1), torch.arange(V)[:, None]), dim=1)
-        second = (model(longer)[0][:, -1] / temperature).softmax(-1)
-    expected = (first[:, None] * second).flatten()
-    assert 0.02 < expected.max() < 0.3, expected.max()
-    # a fair sample is 0.02 away
-    assert (found - expected).abs().sum() / 2 < 0.05
-
-
-@pytest.mark.parametrize("recipe", MODELS)
-def test_hellaswag_scores_large_logits_as_forward_does(recipe):
-    model, examples = confident(recipe, 20, vocab_size=50304, n_layer=1, block_size=64), make_examples(10, 5)
-    scores = plain_scores(model, examples)
-    for example, score in zip(examples, scores, strict=True):
-        counts = hellaswag.evaluate(model, hellaswag.make_batches([example], 64), "cpu")
-        assert counts.tolist() == plain_counts([score], [example])
-    assert 0 < plain_counts(scores, examples)[0] < 10
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("recipe", MODELS)
-def test_the_losses_of_tokens_are_those_of_forward_and_computed_in_float32(recipe, dtype):
-    model, idx, targets = confident(recipe, 20), tokens(3, 24), tokens(3, 24, seed=2)
-    targets[:, ::3] = -1
-    positions = (targets >= 0).flatten().nonzero().flatten()
-    with torch.no_grad(), torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
-        losses = model.token_losses(idx, targets, positions)
-        logits, whole = model(idx)[0].float(), model(idx, targets)[1]
-    plain = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="none")
-    torch.testing.assert_close(losses.flatten(), plain, rtol=1e-4, atol=1e-4)
-    assert whole.item() == pytest.approx(plain.sum().item() / len(positions), rel=1e-4)
-
-
-def test_probabilities_are_float32_in_bfloat16_too(monkeypatch):
-    """Of 50,257 numbers with 8 bits each the sum is off by percents."""
-    model, seen, draw = confident("gpt2", 1), [], torch.multinomial
-    monkeypatch.setattr(torch, "multinomial", lambda p, *args, **how: seen.append(p) or draw(p, *args, **how))
-    with torch.autocast("cpu", torch.bfloat16):
-        model.generate(tokens(2, 5), 3)
-    assert [p.dtype for p in seen] == [torch.float32] * 3
-    assert all((p.sum(-1) - 1).abs().max() < 1e-5 for p in seen)
-
-
-def test_by_default_a_token_is_one_of_the_50_likeliest_at_temperature_1():
-    model, idx = confident("gpt2", 1), tokens(4, 5)
-    found, same = (model.generate(idx, 19, *how, generator=torch.Generator().manual_seed(3))
-                   for how in ((), (1.0, 50)))
-    assert torch.equal(found, same)
-
-
-# ----------------------------------------------------------------------------- positions, caches, norms
-
-@pytest.mark.parametrize("recipe", MODELS)
-def test_with_a_cache_each_token_is_the_likeliest_of_a_whole_forward_beyond_256_and_block_size(recipe):
-    shape = {} if recipe == "gpt2" else {"vocab_size": 50304}
-    model = make_model(cls=MODELS[recipe], block_size=275, n_embd=32, n_head=2, **shape)
-    idx = tokens(2, 250)
-    if recipe != "gpt2":                        # several documents, one of which begins with the last token
-        idx[0, [3, 100, 101, 249]] = idx[1, [0, 200]] = EOT
-    found = model.generate(idx, 28, temperature=0)
-    with torch.no_grad():
-        logits = [model(found[:, :275])[0][:, 249:, :50257]]
-        logits += [model(found[:, n - 275:n])[0][:, -1:, :50257] for n in range(276, 278)]
-    logits = torch.cat(logits, dim=1)                                       # (2, 28, V)
-    chosen = logits.gather(2, found[:, 250:, None])[..., 0]
-    assert (chosen >= logits.amax(-1) - 1e-4).all()
-    assert len({*found[:, 250:].flatten().tolist()}) > 1
-
-
-@pytest.mark.parametrize("recipe", MODERN)
-def test_in_bfloat16_a_small_embedding_is_normed_as_in_float32(recipe):
-    """Whose mean square is some 1e-6: as eps the 2^-7 of bfloat16 would leave little of it."""
-    model, idx = make_model(cls=MODELS[recipe], spread=0.1, n_embd=32), tokens(2, 24)
-    enlarge_logits(model, 1e-3 / model.transformer.wte.weight.std())
-    if recipe == "speedrun":
-        with torch.no_grad():
-            model.transformer.wte.weight *= 1e-3 / model.transformer.wte.weight.std()
-    with torch.no_grad():
-        expected = model(idx)[0]
-        with torch.autocast("cpu", torch.bfloat16):
-            found = model(idx)[0]
-    assert (found - expected).norm() < 0.03 * expected.norm()
-
-
-# ----------------------------------------------------------------------------- in a run
-
-def test_float16_with_its_scaler_has_the_losses_norms_and_weights_of_float32(shards, start, tmp_path):
-    """Where each step is clipped: a gradient that is still scaled is 65,536 times as large."""
-    outs = {}
-    for dtype in ("float32", "float16"):
-        outs[dtype] = tmp_path / dtype
-        train("--data", shards, "--init", start, *TINY, *QUIET, "--dtype", dtype, "--batch_size", 4,
-              "--grad_clip", 0.3, "--max_steps", 12, "--warmup_steps", 2, "--max_lr", 2e-3,
-              "--checkpoint_every", 12, "--out", outs[dtype])
-    for name, tolerance in (("train", 5e-3), ("norm", 0.02), ("lr", 1e-9)):
-        exact, found = (column(out, name) for out in outs.values())
-        assert len(found) == 12 and found == pytest.approx(exact, rel=tolerance), name
-    begin, exact, found = (torch.cat([p.flatten() for p in load_model(path).parameters()])
-                           for path in (start, *outs.values()))
-    assert (found - exact).norm() < 0.2 * (exact - begin).norm()
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory):
+    """Of a run that validates 31 sequences and scores 12 examples, which no number of ranks divides."""
+    folder = tmp_path_factory.mktemp("words")
+    text = (ROOT / "input.txt").read_text(encoding="utf-8")[:20_000]
+    write_text(folder, encode(text), 1000)
+    examples = hellaswag_file(folder / "examples.jsonl", 12)
+    return [
+        "--data", folder, "--n_layer", 1, "--n_head", 2, "--n_embd", 16, "--block_size", T,
+        "--dtype", "float32", "--device", "cpu", "--total_batch_size", 8 * T, "--max_steps", 6,
+        "--warmup_steps", 2, "--max_lr", 3e-3, "--val_every", 3, "--val_tokens", 31 * T,
+        "--hellaswag_every", 3, "--hellaswag_data", examples, "--sample_every", 0,
+        "--checkpoint_every", 6,
+    ]
 
 
 @pytest.fixture(scope="module")
-def spoken(tmp_path_factory):
-    """Flags of a run with GPT-2's tokens that evaluates all that there is, at steps 0 and 2."""
-    folder = tmp_path_factory.mktemp("spoken")
-    text_shards(folder, encode((ROOT / "input.txt").read_text()[:20_000]), 1000)
-    return ["--data", folder, "--n_layer", 1, "--n_head", 2, "--n_embd", 16, "--block_size", 64, "--device",
-            "cpu", "--total_batch_size", 256, "--batch_size", 2, "--max_steps", 2, "--val_every", 2,
-            "--val_tokens", 5 * 64, "--sample_every", 2, "--checkpoint_every", 0, "--hellaswag_every", 2,
-            "--hellaswag_data", hellaswag_file(folder / "h.jsonl", 8)]
+def alone(flags, tmp_path_factory):
+    """OUT of one process that computes each step at once."""
+    out = tmp_path_factory.mktemp("alone")
+    train(*flags, "--batch_size", 8, "--out", out)
+    assert logged(out)[5] < logged(out)[0]
+    return out
 
 
-@pytest.mark.parametrize("recipe", MODELS)
-def test_all_that_a_run_evaluates_is_computed_in_its_dtype(recipe, spoken, tmp_path, capsys):
-    """And without gradients, which only the steps need."""
-    seen = []
+def assert_same_numbers(out, alone):
+    for column in ("train", "norm", "lr", "val"):
+        expected = logged(alone, column)
+        assert logged(out, column) == pytest.approx(expected, rel=2e-5, abs=1e-5), column
+    assert logged(out, "hella") == logged(alone, "hella")
+    assert logged(out, "tokens") == logged(alone, "tokens")
 
-    def look(module, inputs, output):
-        if isinstance(module, nn.Linear):
-            seen.append((torch.is_grad_enabled() and output.size(0) * output.size(1), output.dtype))
-    hook = register_module_forward_hook(look)
-    try:
-        train(*spoken, "--recipe", recipe, "--dtype", "bfloat16", "--out", tmp_path)
-    finally:
-        hook.remove()
-    assert {dtype for _, dtype in seen} == {torch.bfloat16}
-    layers = 4 if recipe == "gpt2" else 6
-    assert 0 < sum(tokens for tokens, _ in seen) <= 2 * 256 * layers, "those of two steps"
-    shown = capsys.readouterr().out
-    assert "sample 3: " in shown
-    assert list(logged(tmp_path, "hella")) == list(logged(tmp_path, "val")) == [0, 2]
+    weights = load_model(alone).state_dict()
+    for name, tensor in load_model(out).state_dict().items():
+        torch.testing.assert_close(tensor, weights[name], atol=1e-4, rtol=0)
 
 
-def test_steps_and_validation_run_compiled_in_one_shape_each_and_nothing_else_does(spoken, tmp_path,
-                                                                                   monkeypatch):
-    calls = []
-
-    def compile(model, **how):
-        assert how["dynamic"] is False          # True, or torch's choice, would compile a slower graph
-        def compiled(x, y):
-            calls.append((torch.is_grad_enabled(), tuple(x.shape)))
-            return model(x, y)
-        return compiled
-    monkeypatch.setattr(torch, "compile", compile)
-    train(*spoken, "--compile", "--dtype", "float32", "--out", tmp_path)
-    assert {shape for _, shape in calls} == {(2, 64)}
-    steps = [grad for grad, _ in calls].count(True) - 2             # but the two of the trial
-    assert steps == 2 * 2 and len(calls) - steps - 2 == 2 * 3       # five sequences, the sixth is padding
+@pytest.mark.parametrize("batch_size", [1, 2, 4])
+def test_the_micro_batch_changes_no_number(batch_size, flags, alone, tmp_path):
+    train(*flags, "--batch_size", batch_size, "--out", tmp_path)
+    assert_same_numbers(tmp_path, alone)
 
 
-def test_samples_in_training_continue_the_prompt_and_leave_the_random_numbers_alone(spoken, tmp_path, capsys):
-    """Four of 32 tokens, drawn with seed 42 from the 50 likeliest; the same text whenever they are drawn."""
-    flags = [*spoken, "--hellaswag_every", 0, "--val_every", 0, "--sample_every", 1, "--max_lr", 1e-12,
-             "--dtype", "float32", "--checkpoint_every", 2]
-    end = " a b c d e f g h i j k l m n o p q r s t u v w x" * 2 + " y z A B C D E F G H I J K L M N"
-    assert len(encode(end)) == 64
-    for i, (prompt, begin) in enumerate((("Hello, I'm", encode("Hello, I'm").tolist()), ("", [EOT]),
-                                         ("start" * 40 + end, encode(end).tolist()))):  # keeps its end
-        out = tmp_path / str(i)
-        train(*flags, "--sample_prompt", prompt, "--out", out)
-        rows = load_model(out).generate(torch.tensor([begin] * 4), 32, 1.0, 50,
-                                        torch.Generator().manual_seed(42))
-        texts = [tokenizer().decode(row).removeprefix("<|endoftext|>") for row in rows.tolist()]
-        expected = "".join(f"sample {i}: {text}\n" for i, text in enumerate(texts))
-        shown = capsys.readouterr().out
-        assert shown.count(expected) == 2 == len(re.findall(r"^sample 0: ", shown, re.M))
-        assert rows.size(1) == len(begin) + 32 and not torch.equal(rows[0], rows[1])
+@pytest.mark.parametrize("processes, more", [
+    (2, ["--batch_size", 1]),
+    (4, ["--batch_size", 2]),
+    (2, ["--batch_size", 4, "--shard_optimizer"]),
+])
+def test_the_number_of_ranks_changes_no_number(processes, more, flags, alone, tmp_path):
+    run(*flags, *more, "--out", tmp_path, processes=processes)
+    assert_same_numbers(tmp_path, alone)
+
+
+def compile_without_a_compiler():
+    """Inductor's C++ compiler takes most of a minute."""
+    compile = torch.compile
+
+    def compile_by_dynamo_alone(model, dynamic):
+        return compile(model, backend="eager", dynamic=dynamic)
+
+    torch.compile = compile_by_dynamo_alone
+
+
+def test_compiled_ranks_that_sample_have_the_same_numbers(flags, alone, tmp_path):
+    result = run(*flags, "--compile", "--batch_size", 1, "--sample_every", 3, "--out", tmp_path,
+                 processes=2, before=[compile_without_a_compiler])
+    assert_same_numbers(tmp_path, alone)
+    assert result.stdout.count("sample 3: ") == 2, "rank 0 alone prints, at the steps 3 and 6"
+
+
+def test_the_sanity_run_has_the_same_batch_on_several_ranks(tmp_path):
+    flags = ["--overfit", "--n_layer", 1, "--n_head", 2, "--n_embd", 16, "--dtype", "float32",
+             "--device", "cpu", "--max_steps", 4]
+    losses = []
+    for processes in (1, 2):
+        result = run(*flags, processes=processes, cwd=tmp_path, code=1)
+        found = re.findall(r"loss: (\S+)", result.stdout)
+        losses.append([float(loss) for loss in found])
+
+    assert len(losses[0]) == 4
+    assert losses[0] == pytest.approx(losses[1], abs=2e-4)
+    assert list(tmp_path.iterdir()) == []
+
+
+# ----------------------------------------------------------------------- plain loops
+
+BYTES = [
+    "--n_layer", 2, "--n_head", 2, "--n_embd", 32, "--vocab_size", 256, "--dtype", "float32",
+    "--device", "cpu", "--no_shuffle", "--batch_size", 2,
+]
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory):
+    text = (ROOT / "input.txt").read_bytes()[:9000]
+    folder = tmp_path_factory.mktemp("bytes")
+    return write_text(folder, np.frombuffer(text, dtype=np.uint8), 1000)
+
+
+def sequences(folder, T, count):
+    """The first sequences of training, int64 (count, T + 1), over and over."""
+    text = torch.from_numpy(np.load(folder / "text_train_000001.npy").astype(np.int64))
+    per_epoch = (len(text) - 1) // T
+    rows = []
+    for i in range(count):
+        begin = i % per_epoch * T
+        rows.append(text[begin:begin + T + 1])
+    return torch.stack(rows)
+
+
+def save_start(path, model, recipe):
+    """A file for --init."""
+    config = dict(vars(model.config))
+    torch.save({"model": model.state_dict(), "model_config": config, "recipe": recipe}, path)
+    return path
+
+
+def plain_gpt2_training(model, rows, steps, grad_clip):
+    """[(loss, norm)] of steps of AdamW on eight sequences each, with GPT-2's schedule."""
+    decayed = [p for p in model.parameters() if p.dim() >= 2]
+    others = [p for p in model.parameters() if p.dim() < 2]
+    groups = [
+        {"params": decayed, "weight_decay": 0.2},
+        {"params": others, "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=1.0, betas=(0.9, 0.95), eps=1e-8)
+    numbers = []
+    for step in range(steps):
+        if step < 5:
+            lr = 2e-3 * (step + 1) / 5
+        else:
+            lr = 2e-4 + 0.9e-3 * (1 + math.cos(math.pi * (step - 5) / (steps - 5)))
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+
+        batch = rows[8 * step:8 * step + 8]
+        logits, _ = model(batch[:, :-1])
+        loss = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        numbers.append((loss.item(), norm.item()))
+    return numbers
+
+
+def test_25_steps_of_gpt2_equal_a_plain_loop_with_torchs_adamw(shards, tmp_path):
+    """Some of the gradients are clipped, and some are not."""
+    model = make_model(spread=0.05, block_size=T, vocab_size=256, n_embd=32)
+    start = save_start(tmp_path / "start.pt", model, "gpt2")
+
+    train("--data", shards, "--init", start, *BYTES, *QUIET, "--block_size", T,
+          "--total_batch_size", 8 * T, "--grad_clip", 1.25, "--max_steps", 25,
+          "--warmup_steps", 5, "--max_lr", 2e-3, "--weight_decay", 0.2, "--out", tmp_path / "out")
+
+    expected = plain_gpt2_training(model, sequences(shards, T, 200), 25, 1.25)
+    losses, norms = logged(tmp_path / "out"), logged(tmp_path / "out", "norm")
+    assert len(losses) == 25
+    for step, (loss, norm) in enumerate(expected):
+        assert losses[step] == pytest.approx(loss, abs=2e-5)
+        assert norms[step] == pytest.approx(norm, rel=1e-3)
+    clipped = sum(norm > 1.25 for norm in norms.values())
+    assert 3 < clipped < 22
+
+
+LR = 0.02               # of Muon
+MODERN_T = 192
+MODERN_STEPS = 12
+SIZES = {               # sequences in each step
+    "speedrun": [4] * 12,
+    "frontier": [1] * 7 + [2] * 3 + [4] * 2,
+}
+
+
+def modern_model(recipe):
+    """A new one, but for what begins at zero: with it most gradients would be zero at first."""
+    torch.manual_seed(5)
+    config = Config(recipe=recipe, n_layer=2, n_head=2, n_embd=32, block_size=MODERN_T,
+                    vocab_size=256)
+    model = fresh_model(config)
+    for p in model.parameters():
+        if not p.any():
+            torch.nn.init.normal_(p, std=0.1)
+    return model
+
+
+def adam_and_muon(recipe, model):
+    """torch's own optimizers with the settings of docs/recipes.md."""
+    params = dict(model.named_parameters())
+    matrices = [p for name, p in params.items() if ".h." in name and p.dim() == 2]
+    scalars = [p for p in params.values() if p.dim() < 2]
+    embedding = params["transformer.wte.weight"]
+    head_lr = 0.1 * LR * 768 / 32
+    if recipe == "speedrun":
+        beta1 = 0.9
+        groups = [
+            {"params": [embedding], "lr": 15 * LR},
+            {"params": [params["lm_head.weight"]], "lr": head_lr},
+        ]
+    else:
+        beta1 = 0.7
+        eps = 0.1 / (4 * MODERN_T)
+        parts = params["transformer.part.weight"]
+        groups = [
+            {"params": [embedding, parts], "lr": head_lr, "eps": eps},
+            {"params": [params["transformer.bigram.weight"]], "lr": 1.5 * LR},
+        ]
+    groups.append({"params": scalars, "lr": LR})
+    adam = torch.optim.Adam(groups, betas=(beta1, 0.95), eps=1e-8)
+    muon = torch.optim.Muon(matrices, lr=LR, weight_decay=0.05, adjust_lr_fn="original")
+    return adam, muon
+
+
+def set_momentum(muon, momentum):
+    """torch's Muon has an average of the gradients, and ours a sum.
+
+    A sum whose momentum changes is an average that is scaled.
+    """
+    for group in muon.param_groups:
+        for p in group["params"]:
+            if p in muon.state:
+                factor = (1 - momentum) / (1 - group["momentum"])
+                muon.state[p]["momentum_buffer"] *= factor
+        group["momentum"] = momentum
+
+
+def modern_schedule(recipe, step, progress):
+    """(the factor of all rates, Muon's momentum)."""
+    rate = min((step + 1) / 2, 0.1 + 0.9 * min(1, (1 - progress) / 0.5))
+    first, last = 0.85, 0.95
+    if recipe == "frontier":
+        first, last = 0.80, 0.85
+    return rate, first + (last - first) * min(1, progress / 0.154)
+
+
+def plain_modern_training(recipe, model, rows):
+    """[(loss, norm, rate)] of the steps of SIZES."""
+    adam, muon = adam_and_muon(recipe, model)
+    groups = adam.param_groups + muon.param_groups
+    peaks = [group["lr"] for group in groups]
+    numbers = []
+    first = 0
+    for step, size in enumerate(SIZES[recipe]):
+        rate, momentum = modern_schedule(recipe, step, first / sum(SIZES[recipe]))
+        set_momentum(muon, momentum)
+        for group, peak in zip(groups, peaks, strict=True):
+            group["lr"] = peak * rate
+
+        batch = rows[first:first + size]
+        _, loss = model(batch[:, :-1], batch[:, 1:])
+        loss.backward()
+        norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+        adam.step()
+        muon.step()
+        model.zero_grad()
+        numbers.append((loss.item(), norm.item(), LR * rate))
+        first += size
+    return numbers
+
+
+@pytest.mark.parametrize("recipe", ["speedrun", "frontier"])
+def test_12_steps_of_a_modern_recipe_equal_a_plain_loop_with_torchs_adam_and_muon(
+        recipe, shards, tmp_path, monkeypatch):
+    model = modern_model(recipe)
+    start = save_start(tmp_path / "start.pt", model, recipe)
+
+    train("--data", shards, "--init", start, "--recipe", recipe, *BYTES, *QUIET,
+          "--block_size", MODERN_T, "--total_batch_size", 4 * MODERN_T, "--max_lr", LR,
+          "--min_lr", 0.1 * LR, "--cooldown", 0.5, "--warmup_steps", 2, "--weight_decay", 0.05,
+          "--max_steps", MODERN_STEPS, "--checkpoint_every", MODERN_STEPS, "--out", tmp_path / "out")
+
+    # torch's Muon iterates in bfloat16, and the run in float32.
+    monkeypatch.setattr(torch.Tensor, "bfloat16", lambda tensor: tensor)
+    expected = plain_modern_training(recipe, model, sequences(shards, MODERN_T, 48))
+    losses, norms, rates = [logged(tmp_path / "out", name) for name in ("train", "norm", "lr")]
+    for step, (loss, norm, rate) in enumerate(expected):
+        assert losses[step] == pytest.approx(loss, abs=1e-5)
+        assert norms[step] == pytest.approx(norm, rel=2e-3, abs=1e-4)
+        assert rates[step] == pytest.approx(rate, rel=1e-5)
+
+    weights = load_model(tmp_path / "out").state_dict()
+    before = load_model(start).state_dict()
+    for name, p in model.named_parameters():
+        change = p - before[name]
+        assert (weights[name] - p).norm() <= 1e-4 * change.norm(), name

@@ -37,19 +37,32 @@ held = torch.empty(3 * 2**30, dtype=torch.uint8, device="cuda")
 """
 
 
+def assert_seen(report, update, what):
+    """The wait that comes after an update belongs to the next."""
+    with pytest.raises(AssertionError, match=re.escape(what)):
+        nothing_waits(report, update, update + 1)
+
+
 def check_what_it_sees(play, tmp_path):
     (tmp_path / "bad.py").write_text(BAD)
     report = play(script=tmp_path / "bad.py")
-    assert "80 GiB do not fit" in report.output and 3 * GiB < report.allocated < 3.1 * GiB
-    assert report.breaks and [step for step, _ in report.recompilations] == [5, 5]
+
+    # Memory.
+    assert "80 GiB do not fit" in report.output
+    assert 3 * GiB < report.allocated < 3.1 * GiB
+
+    # Compilation.
+    assert report.breaks
+    assert [step for step, _ in report.recompilations] == [5, 5]
     assert report.graphs[0]["bytes"] >= 8 * 64 * 4
     report.breaks = {}
     with pytest.raises(AssertionError, match="compiled after"):
         compiled_once(report)
-    for after, what in ((6, "value.item"), (7, "zeros(4)"), (8, "0 launches behind")):
-        with pytest.raises(AssertionError, match=re.escape(what)):
-            nothing_waits(report, after, after + 1)
+
+    # Waits.
+    assert_seen(report, 6, "value.item")
+    assert_seen(report, 7, "zeros(4)")
+    assert_seen(report, 8, "0 launches behind")
     assert report.steps[7]["counts"]["copy H2D pageable"] == 1
     report.steps[4]["counts"]["cudaMalloc"] = 1
-    with pytest.raises(AssertionError, match="cudaMalloc"):
-        nothing_waits(report, 4, 5)
+    assert_seen(report, 4, "cudaMalloc")

@@ -5,45 +5,66 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 GiB = 2**30
-SMALL = ["--n_layer", 2, "--n_embd", 128, "--n_head", 2, "--block_size", 256, "--val_tokens", 16384]
+SMALL = [
+    "--n_layer", 2, "--n_embd", 128, "--n_head", 2, "--block_size", 256, "--val_tokens", 16384,
+]
 
 
 def every(steps):
     """Flags: evaluate, sample and save every `steps` steps."""
-    kinds = "val", "hellaswag", "sample", "checkpoint"
-    return [word for kind in kinds for word in (f"--{kind}_every", steps)]
+    flags = []
+    for kind in ("val", "hellaswag", "sample", "checkpoint"):
+        flags += [f"--{kind}_every", steps]
+    return flags
 
 
 class Report:
-    """What one process of run.py wrote (see its Recorder), and what the command printed. Its steps are the
-    optimizer's updates."""
+    """What one process of run.py wrote (see its Recorder), and what the command printed.
+
+    Its steps are the optimizer's updates.
+    """
 
     def __init__(self, path, output):
-        self.__dict__.update(json.loads(path.read_text()))
+        found = json.loads(path.read_text())
+        self.steps = found["steps"]                     # [{counts, collectives, ...}]
+        self.graphs = found["graphs"]                   # [{step, kind, bytes, ...}]
+        self.recompilations = found["recompilations"]   # [[step, text]]
+        self.waits = found["waits"]                     # {line of code: [steps]}
+        self.breaks = found["breaks"]                   # {reason: count}, of graphs
+        self.allocated = found["allocated"]             # bytes
         self.output = output
 
     def bytes_of_training(self, which):
-        """Read and written by the forward and the backward of a micro-step: by the graphs compiled last."""
-        return sum([g[which] for g in self.graphs if g["kind"] == kind][-1]
-                   for kind in ("forward", "backward"))
+        """Read and written by a forward and a backward: by the graphs that were compiled last."""
+        last = {graph["kind"]: graph[which] for graph in self.graphs}
+        return last["forward"] + last["backward"]
 
     def launches(self):
         """Of kernels, in the last update."""
-        counts = self.steps[-1]["counts"].items()
-        return sum(n for what, n in counts if not re.match("copy|wait|cuda", what))
+        total = 0
+        for what, count in self.steps[-1]["counts"].items():
+            if not what.startswith(("copy", "wait", "cuda")):
+                total += count
+        return total
 
     def parameters(self):
-        return int(re.search(r"([\d,]+) parameters", self.output)[1].replace(",", ""))
+        found = re.search(r"([\d,]+) parameters", self.output)
+        return int(found[1].replace(",", ""))
 
 
 def compiled_once(report):
-    """Without graph breaks, and before the first step. Validation runs in training's graph, too. (DDP divides
-    the graph into several, so that it can send gradients during the backward.)"""
+    """Without graph breaks, and before the first step. Validation runs in training's graph, too.
+
+    (DDP divides the graph into several, so that it can send gradients during the backward.)
+    """
     assert not report.breaks
     kinds = [graph["kind"] for graph in report.graphs]
     assert kinds.count("forward") == kinds.count("backward") == len(kinds) / 2
-    assert not [graph for graph in report.graphs if graph["step"]], "compiled after the first step"
-    assert not [what for step, what in report.recompilations if step]
+
+    late_graphs = [graph for graph in report.graphs if graph["step"] > 0]
+    assert not late_graphs, "compiled after the first step"
+    late_texts = [text for step, text in report.recompilations if step > 0]
+    assert not late_texts
 
 
 def rotary_tables_are_constants(report):
@@ -54,17 +75,28 @@ def rotary_tables_are_constants(report):
 
 
 def nothing_waits(report, first, last, but=None):
-    """From update `first` to `last`, and between them, nothing waits for the GPU or makes it wait, `but` a
-    line with this text."""
-    lines = {line for line, steps in report.waits.items() if any(first <= step < last for step in steps)}
-    assert not [line for line in lines if not but or but not in line], f"wait for the GPU: {lines}"
+    """From update `first` to `last`, and between them, nothing waits for the GPU or makes it wait.
+
+    `but`: a text of lines that may wait.
+    """
+    for line, steps in report.waits.items():
+        is_allowed = but is not None and but in line
+        if not is_allowed:
+            assert not any(first <= step < last for step in steps), f"wait for the GPU: {line}"
     for step in report.steps[first:last]:
-        counts = step["counts"]
-        launches = counts["aten kernels"] + counts.get("triton kernels", 0)
-        for what in counts:
-            assert what not in ("wait for the device", "cudaMalloc", "cudaFree", "cudaHostAlloc"), what
-            assert what != "wait for a stream" or but
-            assert not ("pageable" in what or "blocking" in what), f"{what}: pinned memory would not wait"
-            # the host may wait for the previous step, not to run ahead, while the GPU works on this one
-            if behind := re.search(r"wait for an event, (\d+)", what):
-                assert int(behind[1]) >= launches / 2, what
+        update_waits_for_nothing(step["counts"], may_wait=but is not None)
+
+
+def update_waits_for_nothing(counts, may_wait):
+    launches = counts["aten kernels"] + counts.get("triton kernels", 0)
+    for what in counts:
+        assert what not in ("wait for the device", "cudaMalloc", "cudaFree", "cudaHostAlloc"), what
+        if not may_wait:
+            assert what != "wait for a stream"
+        is_slow_copy = "pageable" in what or "blocking" in what
+        assert not is_slow_copy, f"{what}: pinned memory would not wait"
+
+        # The host may wait for the previous step, not to run ahead, while the GPU works on this one.
+        event = re.search(r"wait for an event, (\d+)", what)
+        if event:
+            assert int(event[1]) >= launches / 2, what
