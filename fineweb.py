@@ -21,7 +21,7 @@ import shutil
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Set
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -40,6 +40,7 @@ from runtime.tokenizer import BPE_SHA256, Encoder
 MANIFEST_VERSION = 5            # of the manifest, and of the rule for validation
 MOST_VALIDATION = 10_000_000    # tokens, if no flag says otherwise
 LEAST_TEXT = 200                # tokens of which a tenth is worth anything
+LOCK = ".fineweb.lock"          # this file stays in --out
 PRETOKENIZED = "kjj0/fineweb10B-gpt2"
 # --block_size of these presets. A table here, because to import recipes.py would load torch.
 BLOCK_SIZES = {"shakespeare": 1024, "small": 256, "gpt2": 1024}
@@ -427,19 +428,6 @@ def verify(folder: Path, names: list[str] | None = None) -> None:
 
 # ----------------------------------------------------------------------------- the command
 
-@contextmanager
-def locked(out: Path) -> Iterator[None]:
-    """Around the work on the shards in `out`. UserError if another call of this command is at work
-    there. The folder is made for the lock, whose hidden file stays in it."""
-    lock = lock_folder(out, ".fineweb.lock")
-    try:
-        yield
-    finally:
-        # None on a file system that has no locks.
-        if lock:
-            lock.release()
-
-
 def next_command(out: Path, val: list[int], train: list[int]) -> str:
     """The command that trains on shards of so many tokens, as a shell reads it."""
     # `small` trains on 33M tokens: with fewer it would read a text more than once.
@@ -488,14 +476,14 @@ def main(argv: list[str] | None = None) -> None:
     out = Path(args.out)
     empty_rows = 0
     if args.pretokenized is not None:
-        with locked(out):
+        with lock_folder(out, LOCK):
             fetch_published(args.pretokenized, out)
     else:
         if args.input is not None:
             source = LocalFiles(args, out)
         else:
             source = HubDataset(args.dataset, args.name, args.split, out)
-        with locked(out):
+        with lock_folder(out, LOCK):
             empty_rows = write_shards(args, source, out)
     print_summary(out, empty_rows)
 
