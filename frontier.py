@@ -106,7 +106,7 @@ def bigram_hash(tokens, rows):
 # of the numbers of each head instead.
 
 def first_shifted_head(n_head: int) -> int:
-    """The heads from this one on have shifted keys: half of all heads, rounded up."""
+    """The first head with shifted keys: the second half has them, and of an odd number the middle."""
     return n_head // 2
 
 
@@ -184,11 +184,10 @@ class FrontierGPT(ModernLanguageModel):
         self.lm_head = CastedLinear(C, V, device="meta")
         self.lm_head.weight = self.transformer.wte.weight
 
-        # What enters the head has mean square 1. So the first logits have the variance
-        # C (5 / C)^2 = 25 / C, but for the input token's own, which is 5 before the softcap. The
-        # first loss is about ln(V) + 12.5 / C. At --max_lr 0.02 the
-        # learning rate, head_lr below, is 1.5 / C: 0.3 of this standard deviation. For speedrun's
-        # embedding it is 0.3 of 1.
+        # 5 / C suits the learning rate: head_lr (below) is 1.5 / C at --max_lr 0.02, which is 0.3 of
+        # it, as speedrun's embedding has 0.3 of 1. What enters the head has mean square 1, so the
+        # first logits have the variance C (5 / C)^2 = 25 / C, and the first loss is about
+        # ln(V) + 12.5 / C. Only the input token's own logit is larger: 5 before the softcap.
         self.embedding_std = 5 / C
         if not self.transformer.wte.weight.is_meta:     # model.py says why
             self.init_weights()
@@ -246,14 +245,14 @@ class FrontierGPT(ModernLanguageModel):
         # A tenth of the rate of speedrun's embedding, because most pairs occur a few times only.
         bigram_lr = 1.5 * max_lr
 
-        head = self.named("transformer.wte.weight", "transformer.part.weight")
+        head = [self.transformer.wte.weight, self.transformer.part.weight]
         groups = [
             {"params": head, "lr": head_lr, "eps": head_eps},
-            {"params": self.named("transformer.bigram.weight"), "lr": bigram_lr},
+            {"params": [self.transformer.bigram.weight], "lr": bigram_lr},
         ]
 
-        # A beta1 of 0.7 averages over fewer updates than speedrun's 0.9, which short runs need.
-        # muon_momentum is lower for the same reason.
+        # beta1 is 0.7, speedrun's is 0.9: a short run needs an average over fewer updates. Muon's
+        # momentum (muon_momentum) is lower for the same reason.
         return self.adam_and_muon(groups, 0.7, max_lr, weight_decay, dtype)
 
 
@@ -267,11 +266,12 @@ def make_optimizers(model: FrontierGPT, config) -> list:
 
 
 def batch_divisors(config) -> tuple[int, int, int]:
-    """Divisors of --total_batch_size in the three thirds of a run (record 46); see BatchSchedule.
+    """Divisors of --total_batch_size in the three thirds of a run; see BatchSchedule.
 
-    A run of D tokens begins best with batches of sqrt(5 D) tokens. So the first batch is halved, at
-    most twice, while it is sqrt(2) times that or more.
+    Batches that grow are record 46's. A run of D tokens begins best with batches of sqrt(5 D) tokens.
+    So the first batch is halved, at most twice, while it is at least sqrt(2) times that.
     """
+    # With smaller batches the same steps have fewer tokens: D is counted anew for each choice.
     for divisors in ((1, 1, 1), (2, 1, 1)):
         schedule = BatchSchedule(config.total_batch_size, config.max_steps, divisors)
         best_first_batch = math.sqrt(5 * schedule.tokens_before(config.max_steps))
@@ -290,10 +290,10 @@ def position_in_log(n: float, low: float, high: float) -> float:
 
 def automatic(config) -> dict:
     """What "auto" means in --cooldown and --min_lr."""
-    # A long run decays as the later records do, over 60% of its tokens to a tenth of the rate; a
-    # short one as record 10 does, over 29% to 0.
-    length = position_in_log(config.max_steps, 110, 500)
-    return {"cooldown": 0.29 + 0.31 * length, "min_lr": 0.1 * length * config.max_lr}
+    # 0 for a short run, 1 for a long one. A long run decays as the later records do, over 60% of its
+    # tokens to a tenth of the rate; a short one as record 10 does, over 29% to 0.
+    longness = position_in_log(config.max_steps, 110, 500)
+    return {"cooldown": 0.29 + 0.31 * longness, "min_lr": 0.1 * longness * config.max_lr}
 
 
 def muon_momentum(progress: float, config) -> float:
@@ -313,6 +313,7 @@ RECIPE = Recipe(
     lr_scale=speedrun.trapezoid,
     momentum=muon_momentum,
     batch_divisors=batch_divisors,
+    # A preset wins over `defaults`, but not over `rates`: the presets' rates are for AdamW.
     defaults=dict(n_head=6, max_steps=5833, weight_decay=0.0, grad_clip=math.inf),
     rates=dict(max_lr=0.02, warmup_steps=0),
     own_flags=("cooldown",),

@@ -181,6 +181,14 @@ def evaluate(
     return counts.cpu().numpy()
 
 
+def examples_or_problem(path: str | None) -> tuple[list[dict], str]:
+    """load_examples; or [] and what went wrong, for a run that can go on without HellaSwag."""
+    try:
+        return load_examples(path), ""
+    except (UserError, OSError, ModuleNotFoundError) as error:
+        return [], str(error)
+
+
 def hellaswag_batches(config, explicit_flags: set[str], process) -> list[tuple]:
     """The batches of a training run, [] without HellaSwag. Rank 0 fetches the examples, before
     the first step. If it cannot, that is a UserError where a flag asked for HellaSwag, and else a
@@ -190,12 +198,15 @@ def hellaswag_batches(config, explicit_flags: set[str], process) -> list[tuple]:
     path = config.hellaswag_data
     if not path:
         path = None
-    try:
-        examples = process.rank0_first(load_examples, path)
-    except UserError as error:
-        if explicit_flags & {"hellaswag_every", "hellaswag_data"}:
-            raise UserError(f"{error}, or turn HellaSwag off with --hellaswag_every 0") from None
-        process.print0(f"warning: continuing without HellaSwag, because {error}")
+
+    # A value, not an error, because an error of on_all_ranks ends all ranks.
+    examples, problem = process.rank0_first(examples_or_problem, path)
+    problems = [text for text in process.gather(problem) if text]
+    if problems and explicit_flags & {"hellaswag_every", "hellaswag_data"}:
+        raise process.shared(UserError(
+            f"{problems[0]}, or turn HellaSwag off with --hellaswag_every 0"))
+    if problems:
+        process.print0(f"warning: continuing without HellaSwag, because {problems[0]}")
         return []
 
     # A GPU has room for more rows than most CPUs.

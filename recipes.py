@@ -1,4 +1,4 @@
-"""The recipes' models, and where a model comes from: new weights, or a file. The presets."""
+"""The models of the recipes (train_gpt2.RECIPES says how each is trained), and the presets."""
 from dataclasses import fields
 from pathlib import Path
 
@@ -66,7 +66,7 @@ PRESETS = {
 
     # Measured in docs/finetuning.md.
     "finetune": Preset(
-        "Finetunes the weights of --init on 1.2M tokens of your own text.",
+        "Finetunes the weights of --init on 1.2M tokens of your own text (--data).",
         dict(
             init="gpt2", out="log/finetune",
             total_batch_size=8192, max_steps=150, warmup_steps=15, max_lr=1e-4,
@@ -76,7 +76,7 @@ PRESETS = {
     ),
 }
 
-# --overfit is the lecture's sanity run: 50 steps on one batch. merge_flags sets min_lr to max_lr,
+# --overfit is the lecture's sanity run: 50 steps on one batch. FlagTable.merge sets min_lr to max_lr,
 # so the rate is constant. The run writes no files.
 OVERFIT = dict(
     vocab_size=50257, total_batch_size=4 * 32, sequence_length=32, shuffle=False,

@@ -50,7 +50,6 @@ def norm(x):
 
 def qk_norm(x):
     """QK-norm (arXiv:2010.04245): queries and keys have length sqrt(hs), so no score explodes."""
-    # A function of its own, so that bench.py can leave it out without norm().
     return norm(x)
 
 
@@ -89,7 +88,10 @@ class SpeedrunAttention(nn.Module):
         self.layer = layer                              # the number of the block, from 0 on
 
     def queries_keys_values(self, x, v1, rotary, past):
-        """x (B, T, C) -> q (B, T, nh, hs), k and v (B, S, nh, hs), v1 (B, T, nh, hs)."""
+        """x (B, T, C) -> q (B, T, nh, hs), k and v (B, S, nh, hs), v1 (B, T, nh, hs).
+
+        `rotary` is (cos, sin) of rotary_tables.
+        """
         B, T, C = x.size()
         shape = (B, T, self.n_head, C // self.n_head)                           # (B, T, nh, hs)
         q = self.c_q(x).view(shape)
@@ -172,6 +174,8 @@ class ModernLanguageModel(LanguageModel):
         attention_inputs = self.attention_inputs(tokens, T, dtype, past)
 
         # All activations are in `dtype`. Autocast itself would compute norms and sums in float32.
+        # Under float16 that includes the residual stream, which model.py keeps in float32: this
+        # recipe has trained in float16 at small sizes only.
         with torch.autocast(idx.device.type, enabled=False):
             x = self.embed(tokens, T, dtype)                                    # (B, T, C)
             x0 = x
@@ -187,7 +191,7 @@ class ModernLanguageModel(LanguageModel):
 
     @torch.no_grad()
     def init_weights(self):
-        """Draws all weights. Scalars have record 10's names."""
+        """Draws all weights, each once."""
         for name, p in self.named_parameters():
             if name.endswith(self.zero_at_start):
                 p.zero_()
@@ -203,26 +207,20 @@ class ModernLanguageModel(LanguageModel):
             else:
                 raise AssertionError(f"no initialisation for {name}")
 
-    def named(self, *names):
-        """[(name, parameter)], as optimizers take them."""
-        return [(name, self.get_parameter(name)) for name in names]
-
     def adam_and_muon(self, groups, beta1, max_lr, weight_decay, dtype):
         """[Adam, Muon]: Adam has `groups`, which are all parameters outside the blocks.
 
         Of those in the blocks, Muon has the matrices, Adam the scalars. `dtype` is that of Muon's
         iteration. Only Muon has weight decay.
         """
-        in_blocks = list(self.transformer.h.named_parameters(prefix="transformer.h"))
-        matrices = [(name, p) for name, p in in_blocks if p.dim() == 2]
-        scalars = [(name, p) for name, p in in_blocks if p.dim() < 2]
-
-        fused = not self.lm_head.weight.is_mps          # model.py says why
+        in_blocks = list(self.transformer.h.parameters())
+        matrices = [p for p in in_blocks if p.dim() == 2]
+        scalars = [p for p in in_blocks if p.dim() < 2]
         adam = torch.optim.Adam(
             [*groups, {"params": scalars, "lr": max_lr}],
             betas=(beta1, 0.95),
             eps=1e-8,
-            fused=fused,
+            fused=True,
         )
         muon = Muon(matrices, max_lr, weight_decay=weight_decay, dtype=dtype)
         return [adam, muon]
@@ -260,8 +258,8 @@ class SpeedrunGPT(ModernLanguageModel):
         # The narrower the model, the higher the head's rate (arXiv:2203.03466, table 3).
         head_lr = 0.1 * max_lr * 768 / self.config.n_embd
         groups = [
-            {"params": self.named("transformer.wte.weight"), "lr": 15 * max_lr},
-            {"params": self.named("lm_head.weight"), "lr": head_lr},
+            {"params": [self.transformer.wte.weight], "lr": 15 * max_lr},
+            {"params": [self.lm_head.weight], "lr": head_lr},
         ]
         return self.adam_and_muon(groups, 0.9, max_lr, weight_decay, dtype)
 
@@ -302,6 +300,7 @@ RECIPE = Recipe(
     make_optimizers,
     lr_scale=trapezoid,
     momentum=muon_momentum,
+    # A preset wins over `defaults`, but not over `rates`: the presets' rates are for AdamW.
     defaults=dict(n_head=6, max_steps=3242, weight_decay=0.0, grad_clip=math.inf),
     rates=dict(max_lr=0.02, min_lr=0.0, warmup_steps=0),
     own_flags=("cooldown",),

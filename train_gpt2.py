@@ -50,6 +50,8 @@ def warmup_cosine(step: int, progress: float, config) -> float:
     return min_scale + 0.5 * (1.0 + math.cos(math.pi * min(1.0, decay))) * (1.0 - min_scale)
 
 
+# How each model is trained: runtime.recipe.Recipe explains the fields. recipes.MODELS has the models
+# themselves.
 RECIPES = {
     # Config's defaults for the optimizer, and AdamW's settings in model.py, are those of GPT-3 Small
     # (Brown et al. 2020, arXiv:2005.14165, table 2.1 and appendix B).
@@ -71,7 +73,11 @@ OPTIM, SPEED, OUTPUT = "optimisation", "speed", "output"
 
 @dataclass
 class Config:
-    """All flags. runtime.cli.flag explains `fixed`, `per_run` and the other settings."""
+    """All flags. A flag that is "auto" gets its value in resolve_config.
+
+    When a run resumes, a `fixed` flag cannot change, and a `per_run` flag is not taken from the
+    checkpoint. runtime.cli.flag explains the other settings.
+    """
     preset: str = flag("gpt2", START, "A named set of defaults. The presets are listed below.",
                        choices=list(recipes.PRESETS), per_run=True)
     dry_run: bool = flag(False, START, "Print what the run would do and how long it would take, "
@@ -98,6 +104,7 @@ class Config:
     n_embd: int = flag(768, MODEL, "The width of the model.", above=0, fixed=True)
     block_size: int = flag(1024, MODEL, "The length in tokens of the longest sequence that the "
                            "model can take.", above=0, fixed=True)
+    # Token ids are uint16 in the shards: there are at most 65536.
     vocab_size: int = flag(50304, MODEL, "The number of rows in the embedding. The default is "
                            "GPT-2's 50257 tokens, padded to a multiple of 128.",
                            above=0, most=65536, fixed=True)
@@ -173,18 +180,18 @@ FLAGS = FlagTable(Config, RECIPES, recipes.PRESETS, recipes.OVERFIT)
 
 
 def resolve_config(given: dict, start: checkpoint.Start, process: Process) -> tuple[Config, Config]:
-    """The value of every flag. `given`, {flag: value}, is the command line.
+    """The flags as asked, some of them "auto", and the `config` that the run uses.
 
-    Returns two Configs: `flags`, of FlagTable.merge, in which some are "auto"; and `config`, which the
-    run uses. Checkpoints record `flags`, so that a resume decides anew what "auto" means. On a resume
-    a preset sets only `per_run` flags. UserError if the command line or the preset wants another
-    value of a `fixed` flag than the resumed run has, or another shape than the loaded model has.
+    `given`, {flag: value}, is the command line. Checkpoints record the flags as asked, so that a
+    resume decides anew what "auto" means. UserError if the command line or the preset contradicts the
+    run that resumes (in a `fixed` flag) or the shape of the model that was loaded.
     """
     flags = FLAGS.merge(given, start)
     if start.path:
         checkpoint.check_resumed_flags(start, flags, FLAGS.wanted(given, start, flags))
-    FLAGS.check(flags, start)
+    FLAGS.check(flags)
 
+    # What "auto" means: first what the recipe says, then what holds for all recipes.
     config = replace(flags)             # a copy
     set_automatic(config, sequence_length=config.block_size)
     set_automatic(config, **RECIPES[config.recipe].automatic(config))
@@ -203,7 +210,10 @@ def resolve_config(given: dict, start: checkpoint.Start, process: Process) -> tu
 # ----------------------------------------------------------------------------- set-up
 
 def start_process(device_name: str) -> Process:
-    """This process's device, and torchrun's process group if there is one."""
+    """This process's device, and torchrun's process group if there is one.
+
+    Nothing calls destroy_process_group: run_command ends the ranks, and says why.
+    """
     process = ranks.read_process()
     process.device = device.choose_device(device_name, process.local_rank)      # "cuda:3", "mps", "cpu"
     if process.on_gpu:
@@ -214,7 +224,8 @@ def start_process(device_name: str) -> Process:
     if process.world_size > 1:
         ranks.say_who_is_missing(process)
         backend = "nccl" if process.on_gpu else "gloo"
-        timeout = timedelta(minutes=10)         # of a rank that waits for one which compiles, say
+        # The ranks wait while rank 0 downloads: HellaSwag, or 6 GB of gpt2-xl with --init.
+        timeout = timedelta(hours=1)
         dist.init_process_group(
             backend,
             store=ranks.shared_store(timeout),
@@ -254,7 +265,8 @@ def make_model(config: Config, start: checkpoint.Start, device_name: str) -> Lan
     model.kernel = config.attention
     model.recompute = config.recompute
     if device_name == "cpu" and config.compile is not True:
-        # A CPU's cache has no room for all logits. A compiler fuses them with the loss.
+        # "auto", which is decided later, means no on a CPU. Its cache has no room for all logits; a
+        # compiler would fuse them with the loss.
         model.loss_chunk = 2048
     return model.to(device_name)
 
@@ -341,7 +353,8 @@ def train_step(
     norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
     if config.grad_clip < math.inf:
         torch.nn.utils.clip_grads_with_norm_(parameters, config.grad_clip, norm)
-    # Skipped if a float16 gradient has overflowed. Muon and --shard_optimizer send updates here.
+    # With float16 this skips the step if a gradient has overflowed. Muon and --shard_optimizer
+    # exchange the updates of the ranks in here.
     state.scaler.step(state.optimizer)
     state.scaler.update()
 
@@ -353,7 +366,7 @@ def train_step(
 
 def over_all_ranks(loss: torch.Tensor, process: Process) -> tuple[torch.Tensor, torch.Tensor]:
     """The mean of the ranks' losses, and how many ranks vote to stop."""
-    vote = torch.full_like(loss, process.received != "")        # 1 if a signal came to this one
+    vote = torch.full_like(loss, float(process.received != ""))     # 1: a signal came
     sums = torch.stack((loss, vote))
     if process.world_size > 1:
         dist.all_reduce(sums)
@@ -477,7 +490,7 @@ def save(step: int, process: Process, data: Data, state: TrainState, output: Out
             "model": checkpoint.host_copy(state.model.state_dict()),
             "model_config": asdict(state.model.config),
             "recipe": output.flags.recipe,
-            "config": asdict(output.flags),
+            "config": asdict(output.flags),         # as asked: a resume decides anew what "auto" is
             "step": step,
             "tokens": data.loader.schedule.tokens_before(step),
             "optimizers": optimizer_state,
@@ -490,27 +503,31 @@ def save(step: int, process: Process, data: Data, state: TrainState, output: Out
 
 @dataclass
 class LaunchedStep:
-    """A step that has been launched. A GPU may still be computing its numbers."""
+    """A step that has been launched. A GPU may still be computing its numbers.
+
+    `began` and `ended` are moments of device.mark_time: on a GPU by the GPU's own clock, because the
+    CPU reads the numbers of a step late.
+    """
     step: int
-    numbers: Callable           # waits for them: [loss, norm, votes to stop]
+    read_numbers: Callable      # waits for them: [loss, norm, votes to stop]
     lr: float
-    began: object               # two moments of device.mark_time: a GPU has its own clock, because the
-    ended: object               # CPU reads the numbers of a step late
+    began: object
+    ended: object
 
     def seconds(self) -> float:
         return device.seconds_between(self.began, self.ended)
 
 
-# How a run stops. A signal (SIGTERM, Ctrl-C, ...) only leaves a note in `process`; the work goes on.
-# - A single process looks at the note before each micro-step and each batch of an evaluation. The
-#   step or the evaluation is dropped; the run that resumes repeats it.
-# - Several ranks must stop after the same step. They add up their votes in each train_step, and read
-#   the sum when they log that step: on a CPU at once, on a GPU after the next one is launched. So
-#   they finish an evaluation first, and up to two steps on CPUs, four on GPUs.
-# Either sets `stopped`: the run saves at the top of the loop (not with --checkpoint_every 0) and ends
-# with exit code 0. No finished step is lost. A SIGKILL or a crash loses the steps since the newest
-# complete checkpoint, and the run that resumes repeats them with the same tokens. torchrun kills its
-# ranks 30 s after a SIGTERM, unless --shutdown_timeout gives them more time.
+# How a run stops. A signal (SIGTERM, Ctrl-C, ...) ends nothing by itself: `process` notes it.
+# - A single process looks at the note before each micro-step and each batch of an evaluation. It
+#   drops the step or evaluation that it is in. The run that resumes repeats it.
+# - Several ranks must stop after the same step. They add up their votes in train_step, and read the
+#   sum when they log that step. So they first finish their evaluation, and one or two steps; on GPUs
+#   up to four, because there a step is logged after the next one is launched.
+# Then the run saves, unless --checkpoint_every is 0, and ends with exit code 0.
+#
+# A SIGKILL or a crash loses the steps since the newest checkpoint; the run that resumes repeats them
+# with the same tokens. torchrun sends SIGKILL 30 s after SIGTERM (--shutdown_timeout).
 
 def train(
     step: int, config: Config, process: Process, data: Data, state: TrainState, log: console.StepLog
@@ -535,7 +552,7 @@ def train(
         lr = set_schedules(step, config, data.loader.schedule, state)
         evaluate(step, config, process, data, state, log)
         if step == config.max_steps:
-            return step, False
+            return step, process.stop_requested()       # a signal has cut the last evaluation short
 
         # Train.
         began = beginning(step, ended, config, process)
@@ -543,16 +560,19 @@ def train(
         if numbers is None:             # a signal: the step is dropped
             stopped = True
         else:
-            numbers = device.copy_later(numbers)
+            read_numbers = device.copy_later(numbers)
             ended = device.mark_time(process.device)
-            launched.append(LaunchedStep(step, numbers, lr, began, ended))
+            launched.append(LaunchedStep(step, read_numbers, lr, began, ended))
             step += 1
 
         # Log, and check the loss before anything can be saved or evaluated.
         while len(launched) > steps_in_flight(step, config, process, stopped):
             done = launched.popleft()
-            loss, norm, votes = done.numbers()
-            overflows = 0 if math.isfinite(norm) else overflows + 1
+            loss, norm, votes = done.read_numbers()
+            if math.isfinite(norm):
+                overflows = 0
+            else:
+                overflows += 1
             check_finite(done.step, loss, norm, overflows, config, process)
             log.step(done.step, loss, norm, done.lr, done.seconds())
             if votes > 0:
@@ -617,7 +637,8 @@ def main(argv: list[str] | None = None) -> int:
     given = FLAGS.parse(__doc__, argv)
     process = start_process(given.get("device", "auto"))
     with device.memory_errors(process.device):
-        # Where the run begins (--out, --resume and --init say where to look), and all flags.
+        # Where the run begins. What a checkpoint recorded is not known yet, so this merge serves only
+        # for --out, --resume, --init and --recipe. Then all flags.
         start = checkpoint.find_start(
             FLAGS.merge(given, checkpoint.Start()), given, process, recipes.MODELS, recipes.load_model)
         flags, config = process.on_all_ranks(resolve_config, given, start, process)
@@ -636,7 +657,8 @@ def main(argv: list[str] | None = None) -> int:
         if start.path:
             resume(start, config, process, data, schedule, state)
 
-        # The micro-batch that fits into memory. The training step is compiled here.
+        # The micro-batch that fits into memory; trial(B) computes one of B sequences twice, and returns
+        # the seconds of the second. The training step is compiled here.
         B, trial = device.choose_micro_batch(flags, config, start, schedule, state, process)
         console.print_batch(config, process, schedule, B)
         if config.dry_run:

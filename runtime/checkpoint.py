@@ -42,7 +42,8 @@ def find_start(
     # system other machines may have other checkpoints.
     path = process.from_master(process.on_all_ranks(choose_checkpoint, flags))
     if path:
-        if flags.resume != "auto" and path.parent == Path(flags.out):
+        named = Path(flags.resume)
+        if flags.resume != "auto" and path.parent == Path(flags.out) and named != path:
             process.print0(f"--resume {flags.resume} says where a run begins, and the run in "
                            f"{flags.out} has begun: it continues")
         return process.on_all_ranks(start_from_checkpoint, path, flags, models)
@@ -208,6 +209,9 @@ def restore(
                 raise unexpected("its loss scale of float16", "a number above 0",
                                  checkpoint["scaler"]["scale"])
             scaler.load_state_dict(checkpoint["scaler"])
+
+    # Its tensors are mapped from the file, which would keep its disk space even when it is removed.
+    start.checkpoint = None
 
 
 def contents_of(fingerprint: list) -> list:

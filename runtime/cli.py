@@ -4,6 +4,7 @@ import errno
 import os
 import re
 import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import field
 from pathlib import Path
@@ -168,6 +169,11 @@ def run_command(main: Callable[[], int | None]) -> None:
             print_error(own_mistake(error))
         if error.filename is None:                              # stdout takes no more
             discard(sys.stdout)
+    except Exception:                           # a bug
+        if not several_ranks():
+            raise
+        traceback.print_exc()
+        code = 1
 
     # Several ranks end without Python's finalization, which gloo's threads can abort (pytorch issue
     # 190489), and without the destructor of the process group, which can wait for ever.

@@ -19,7 +19,7 @@ OVERFIT_LOSS = 0.1          # below this, --overfit has passed
 
 def clock(seconds: float) -> str:
     """'0:05:00', '2 days, 1:00:00'."""
-    return str(timedelta(seconds=min(round(seconds), 10**10)))          # timedelta holds no more
+    return str(timedelta(seconds=round(seconds)))
 
 
 def counted(n: int, what: str) -> str:
@@ -171,8 +171,8 @@ def print_estimate(config, process, tokens_left: int, rate: float) -> None:
     """How long the run will take, for --dry_run, at `rate` tokens per second of all ranks."""
     process.print0(
         f"about {config.total_batch_size / rate:.3g} s per step, {clock(tokens_left / rate)} in all "
-        "without evaluations; nothing was written, and the same command without --dry_run starts "
-        "the run")
+        "without optimizer, evaluations and what several GPUs exchange; nothing was written, and "
+        "the same command without --dry_run starts the run")
 
 
 def in_bits(loss: float, data) -> str:

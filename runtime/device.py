@@ -96,8 +96,8 @@ def choose_dtype(name: str, device: str) -> str:
 
 
 def cpu_has_bfloat16() -> bool:
-    # torch has no public function that tells it.
-    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    features = torch.cpu.get_capabilities()
+    return bool(features.get("avx512_bf16") or features.get("amx_bf16"))
 
 
 # ----------------------------------------------------------------------------- memory
@@ -137,8 +137,8 @@ def memory_errors(device: str):
 def most_sequences_that_fit(config, model: torch.nn.Module, device: str, reserved: int) -> int:
     """An upper bound of the sequences of a micro-step that fit into a GPU's free memory.
 
-    It was counted for compiled models; an eager model takes up to three times more memory.
-    `reserved`: bytes that have to stay free.
+    The numbers below were counted for compiled models. An eager model takes up to three times as
+    much: then the trial fails, and the micro-batch is halved. `reserved` bytes have to stay free.
     """
     # For its backward a block keeps these vectors of width n_embd for each token: its input, the
     # first norm, q, k, v, the output of attention, the residual stream, the second norm; and 4 of the
@@ -356,8 +356,8 @@ def choose_compile(config, model: torch.nn.Module, tokens_left: int, process) ->
 
 def compiling_pays(flops: float, device: str) -> bool:
     """Whether a run of so many FLOPs is long enough to win back the time of torch.compile."""
-    # Compiling takes about half a minute. A run that needs fewer FLOPs than the GPU does in
-    # COMPILE_SECONDS at its peak has ended by then, although eager models reach a tenth of the peak.
+    # Compiling takes about half a minute. An eager model reaches about a tenth of the peak, so what
+    # the GPU could do in COMPILE_SECONDS takes it 50 s: below that compiling does not pay.
     peak = peak_flops(device) or USUAL_PEAK
     return flops > COMPILE_SECONDS * peak
 

@@ -88,11 +88,11 @@ class FlagTable:
                 wanted.pop(name, None)
         return wanted
 
-    def check(self, config, start) -> None:
-        """UserError for values that no run can have. `start`: runtime.checkpoint.Start."""
+    def check(self, config) -> None:
+        """UserError for values that no run can have."""
         for f in dataclasses.fields(config):
             check_range(f, getattr(config, f.name))
-        check_recipe_flags(config, self.recipes, start)
+        check_recipe_flags(config, self.recipes)
         check_model_flags(config)
 
         if config.min_lr != "auto" and config.min_lr > config.max_lr:
@@ -215,18 +215,14 @@ def check_range(f: dataclasses.Field, value) -> None:
                         f"(--help says: {f.metadata['help']})")
 
 
-def check_recipe_flags(config, recipes: dict[str, Recipe], start) -> None:
+def check_recipe_flags(config, recipes: dict[str, Recipe]) -> None:
     """UserError for a flag that another recipe has, but not this one."""
     own_flags = recipes[config.recipe].own_flags
     for recipe in recipes.values():
         for name in recipe.own_flags:
-            if name in own_flags or getattr(config, name) == "auto":
-                continue
-            problem = f"--{name} does not apply to --recipe {config.recipe}"
-            if start.recorded.get(name) == getattr(config, name):       # the file was edited
-                raise UserError(f"{start.path} records a --{name}, but {problem}: start a new run "
-                                "with another --out")
-            raise UserError(f"{problem}: leave the flag out")
+            if name not in own_flags and getattr(config, name) != "auto":
+                raise UserError(f"--{name} does not apply to --recipe {config.recipe}: leave the "
+                                "flag out")
 
 
 def check_model_flags(config) -> None:

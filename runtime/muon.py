@@ -35,7 +35,7 @@ def orthogonalize(G: Tensor, dtype: torch.dtype = torch.bfloat16, steps: int = 5
 
 
 class Muon(torch.optim.Optimizer):
-    """Orthogonalized Nesterov momentum for the matrices in the blocks: `params` [(name, matrix)].
+    """Orthogonalized Nesterov momentum for the matrices in the blocks: `params`.
 
     Matrices of one shape form a group, and are orthogonalized as one batch. If there are several
     ranks, all have the same gradients. Each rank keeps the momentum of its share of every group, and
@@ -44,8 +44,8 @@ class Muon(torch.optim.Optimizer):
 
     def __init__(self, params, lr, momentum=0.95, weight_decay=0.0, dtype=torch.bfloat16):
         by_shape = {}
-        for name, p in params:
-            by_shape.setdefault(p.shape, []).append((name, p))
+        for p in params:
+            by_shape.setdefault(p.shape, []).append(p)
         groups = [{"params": of_one_shape} for of_one_shape in by_shape.values()]
         super().__init__(groups, dict(lr=lr, momentum=momentum, weight_decay=weight_decay))
 

@@ -84,10 +84,7 @@ def shard_matrices(optimizers: list, rank: int, world_size: int) -> dict[Tensor,
         load[owner[p]] += p.numel()
 
     for group in groups:
-        named = zip(group["param_names"], group["params"], strict=True)
-        mine = [(name, p) for name, p in named if owner.get(p, rank) == rank]
-        group["param_names"] = [name for name, _ in mine]
-        group["params"] = [p for _, p in mine]
+        group["params"] = [p for p in group["params"] if owner.get(p, rank) == rank]
 
     # Adagrad makes all of its state at once, also that of matrices which are now another rank's.
     for optimizer in optimizers:

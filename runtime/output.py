@@ -4,6 +4,7 @@ import time
 import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -27,7 +28,7 @@ RUN_FILES = ("metrics.csv", "loss.png", "wandb_id")
 
 
 class Output:
-    """What a run writes. Only rank 0 writes, and not with --overfit: elsewhere the methods do nothing.
+    """What a run writes. Only rank 0 writes, and with --overfit nobody does.
 
     metrics.csv has one row for each step; a resume, the best checkpoint and the picture read it. As a
     context manager an Output completes and closes its files, however the run ends.
@@ -59,7 +60,7 @@ class Output:
 
         self.lock = lock_folder(self.out)
         if choose_checkpoint(config) != start.path:
-            # The other run saved it while this one was set up.
+            # The other run saved a checkpoint after this one had chosen where to begin.
             raise RunError(f"another run has just ended in {self.out}: run the same command again")
         remove_leftovers(self.out, rf"checkpoint_\d+\.pt|{'|'.join(RUN_FILES)}")
         if not checkpoints(self.out):
@@ -77,8 +78,8 @@ class Output:
     @property
     def seconds(self) -> float:
         """The time of all steps so far."""
-        # The `seconds` of a row are those before its step. The step itself follows from its rate, if
-        # it was trained.
+        # The `seconds` of a row do not include its own step. If that was trained, its time is added
+        # here: its tokens divided by its rate.
         if not self.rows:
             return 0.0
         last = self.rows[-1]
@@ -186,16 +187,19 @@ class Output:
             self.executor.shutdown()
             for file in (self.table, self.lock):
                 if file:
-                    file.close()
+                    with suppress(OSError):         # a full disk, which `error` tells
+                        file.close()
             if self.wandb:
                 self.wandb.finish()
 
         # What ends a run gets a sentence about how it goes on.
         if isinstance(error, UserError | RunError | OSError) and not self.flags.overfit:
-            cause = RunError
+            text = f"{error}. {what_resumes(self.out)}"
+            if isinstance(error, OSError) and error.filename is None:
+                text = f"{self.out} cannot be written: {text}"
             if isinstance(error, UserError):
-                cause = UserError
-            raise cause(f"{error}. {what_resumes(self.out)}") from None
+                raise UserError(text) from None
+            raise RunError(text) from None
 
 
 def rows_before(path: Path, step: int) -> list[dict]:

@@ -77,7 +77,8 @@ class Process:
     def on_all_ranks(self, function, *args):
         """function(*args) on every rank.
 
-        A mistake on one rank ends all of them, so that none waits for a rank that has ended.
+        A mistake on one rank ends all of them, so that none waits for a rank that has ended. Ranks
+        other than 0 see it as a SystemExit: a caller that catches UserError would go on alone.
         """
         result = failure = None
         try:
@@ -86,6 +87,8 @@ class Process:
             failure = error
         except OSError as error:
             failure = UserError(str(error))
+        except ModuleNotFoundError as error:
+            failure = UserError(f"{error}: pip install {error.name}")
 
         for rank, error in enumerate(self.gather(failure)):
             if error is None:
@@ -203,7 +206,7 @@ def read_number(name: str, default: int) -> int:
 
 def say_who_is_missing(process: Process) -> None:
     """Without torchrun the other processes may never come: says how many, and where this one waits."""
-    if "TORCHELASTIC_RUN_ID" in os.environ:
+    if "TORCHELASTIC_RUN_ID" in os.environ or not process.is_master:
         return
     address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     print_error(f"process {process.rank} waits at {address} for {process.world_size - 1} other(s), "

@@ -13,7 +13,7 @@ class Recipe:
     `config` is train_gpt2.Config. `progress` is the share of the run's tokens that came before a
     step, from 0 to 1. Schedules keep no state of their own: a resumed run continues them exactly.
     """
-    # (model, config) -> a list of optimizers, made of (name, parameter) pairs. The "lr" of each group
+    # (model, config) -> a list of optimizers, in which each parameter is once. The "lr" of each group
     # is its peak, which lr_scale multiplies.
     make_optimizers: Callable
 

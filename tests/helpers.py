@@ -215,7 +215,7 @@ def parse_flags(argv):
     from train_gpt2 import FLAGS
     given = FLAGS.parse("", argv)
     flags = FLAGS.merge(given, Start())
-    FLAGS.check(flags, Start())
+    FLAGS.check(flags)
     return flags, set(given)
 
 

@@ -29,8 +29,7 @@ def matrices():
 
 def test_six_steps_are_those_of_torchs_muon_to_rounding():
     start, ours, theirs = matrices(), matrices(), matrices()
-    names_and_matrices = [(f"matrix {i}", p) for i, p in enumerate(ours)]
-    our_muon = Muon(names_and_matrices, lr=0.02, weight_decay=0.1)
+    our_muon = Muon(ours, lr=0.02, weight_decay=0.1)
     their_muon = torch.optim.Muon(theirs, lr=0.02, weight_decay=0.1, adjust_lr_fn="original")
 
     for _ in range(6):

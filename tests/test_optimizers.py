@@ -108,8 +108,6 @@ def test_the_matrices_are_shared_out_evenly_and_alike_on_all_ranks():
         names = {p: name for name, p in model.named_parameters()}
         owners.append({names[p]: rank for p, rank in owner.items()})
         held.append([names[p] for group in optimizers[0].param_groups for p in group["params"]])
-        named = [name for group in optimizers[0].param_groups for name in group["param_names"]]
-        assert named == held[rank]
 
     assert owners[0] == owners[1] == owners[2]
     sizes = {name: p.numel() for name, p in model.named_parameters()}

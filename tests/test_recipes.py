@@ -290,11 +290,11 @@ def test_modern_recipes_are_trained_with_adam_and_muon_without_weight_decay(reci
 
 
 def test_frontiers_eps_is_a_tenth_of_one_token_of_its_largest_batch():
-    _, [adam, _] = optimizers_of("frontier")
-    eps = {name: group["eps"] for group in adam.param_groups for name in group["param_names"]}
-    assert eps["transformer.wte.weight"] == pytest.approx(0.1 / 524_288)
-    assert eps["transformer.part.weight"] == pytest.approx(0.1 / 524_288)
-    assert eps["transformer.bigram.weight"] == 1e-8
+    model, [adam, _] = optimizers_of("frontier")
+    eps = {p: group["eps"] for group in adam.param_groups for p in group["params"]}
+    assert eps[model.transformer.wte.weight] == pytest.approx(0.1 / 524_288)
+    assert eps[model.transformer.part.weight] == pytest.approx(0.1 / 524_288)
+    assert eps[model.transformer.bigram.weight] == 1e-8
 
 
 @pytest.mark.parametrize("dtype, is_exact", [

@@ -136,8 +136,9 @@ def test_every_parameter_is_optimised_once_and_the_matrices_of_blocks_by_muon(re
     more = [4096] if recipe == "frontier" else []
     adam, muon = model.configure_optimizers(0.02, 0.0, torch.bfloat16, *more)
 
-    of_adam = [name for group in adam.param_groups for name in group["param_names"]]
-    of_muon = [name for group in muon.param_groups for name in group["param_names"]]
+    names = {p: name for name, p in model.named_parameters()}
+    of_adam = [names[p] for group in adam.param_groups for p in group["params"]]
+    of_muon = [names[p] for group in muon.param_groups for p in group["params"]]
 
     assert sorted(of_adam + of_muon) == sorted(name for name, _ in model.named_parameters())
     for name in of_muon:
@@ -163,10 +164,11 @@ def test_rates_and_eps_outside_the_blocks(recipe, expected):
     model = trained(recipe, n_embd=384)
     more = [4096] if recipe == "frontier" else []
     adam, muon = model.configure_optimizers(0.02, 0.0, torch.bfloat16, *more)
+    names = {p: name for name, p in model.named_parameters()}
     for group in adam.param_groups:
-        for name in group["param_names"]:
+        for p in group["params"]:
             found = (group["lr"], group["eps"])
-            assert found == pytest.approx(expected.get(name, (0.02, 1e-8))), name
+            assert found == pytest.approx(expected.get(names[p], (0.02, 1e-8))), names[p]
     assert all(group["lr"] == 0.02 for group in muon.param_groups)
 
 
