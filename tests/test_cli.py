@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib import import_module
 
 import pytest
-from helpers import BYTES, ENV, ROOT, hellaswag_file, train
+from helpers import BYTES, ENV, HANG, ROOT, hellaswag_file, train
 from peers import make_model
 
 from runtime import cli
@@ -37,7 +37,7 @@ def run_main(line, shell="", variables=None, **streams):
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | streams
     env = {name: value for name, value in ENV.items() if name != "PYTHONUNBUFFERED"}
     env.update(variables or {})
-    return subprocess.run(command, text=True, env=env, timeout=60, **streams)
+    return subprocess.run(command, text=True, env=env, timeout=HANG, **streams)
 
 
 # ----------------------------------------------------------------------- how a command ends
@@ -177,9 +177,10 @@ def test_a_mistake_of_one_rank_names_the_rank(line):
     assert "process 1: " in result.stderr
 
 
-def test_what_a_rank_has_printed_is_there_when_it_ends():
-    result = run_main("print('a line'); return 3", variables={"WORLD_SIZE": "2", "RANK": "1"})
-    assert (result.returncode, result.stdout) == (3, "a line\n")
+@pytest.mark.parametrize("end, code", [("return 3", 3), ("raise RunError('failed')", 1)])
+def test_what_a_rank_has_printed_is_there_when_it_ends(end, code):
+    result = run_main(f"print('a line'); {end}", variables={"WORLD_SIZE": "2", "RANK": "1"})
+    assert (result.returncode, result.stdout) == (code, "a line\n")
 
 
 # ----------------------------------------------------------------------- flags
