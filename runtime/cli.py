@@ -184,11 +184,8 @@ def run_command(main: Callable[[], int | None]) -> None:
 
 
 def use_null_device_for_closed_streams() -> None:
-    """A stream that was closed (`>&-`) is the null device: the next file would get its number."""
-    descriptor = 0
-    while descriptor <= 2:
-        descriptor = os.open(os.devnull, os.O_RDWR)         # the lowest number that is free
-    os.close(descriptor)
+    """A stream that was closed (`>&-`) is the null device, or the next file would get its number."""
+    # A file gets the lowest number that is free, so that these get 0, 1 and 2, in this order.
     if sys.stdin is None:
         sys.stdin = open(os.devnull)
     if sys.stdout is None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib import import_module
 
 import pytest
-from helpers import BYTES, ENV, ROOT, hellaswag_file, train
+from helpers import BYTES, ENV, HANG, ROOT, hellaswag_file, train
 from peers import make_model
 
 from runtime import cli
@@ -37,7 +37,7 @@ def run_main(line, shell="", variables=None, **streams):
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | streams
     env = {name: value for name, value in ENV.items() if name != "PYTHONUNBUFFERED"}
     env.update(variables or {})
-    return subprocess.run(command, text=True, env=env, timeout=60, **streams)
+    return subprocess.run(command, text=True, env=env, timeout=HANG, **streams)
 
 
 # ----------------------------------------------------------------------- how a command ends
@@ -70,6 +70,7 @@ def test_what_main_returns_is_the_exit_code(line, code):
 ])
 def test_what_ends_a_command_is_one_line_and_an_exit_code(line, code, word):
     result = run_main(line)
+
     assert result.returncode == code
     assert result.stderr.startswith("command.py: ")
     assert word in result.stderr
@@ -78,6 +79,7 @@ def test_what_ends_a_command_is_one_line_and_an_exit_code(line, code, word):
 
 def test_a_bug_keeps_its_traceback():
     result = run_main("raise ValueError('a bug')")
+
     assert result.returncode == 1
     assert "Traceback" in result.stderr
     assert "a bug" in result.stderr
@@ -91,6 +93,7 @@ def test_a_message_that_quotes_a_file_cannot_move_the_cursor():
 def test_a_mistake_of_the_users_ends_a_real_command_with_exit_code_2(tmp_path):
     command = [sys.executable, ROOT / "train_gpt2.py", "--data", "nowhere"]
     result = subprocess.run(command, cwd=tmp_path, env=ENV, text=True, capture_output=True)
+
     assert result.returncode == 2
     assert "nowhere" in result.stderr
     assert result.stderr.count("\n") == 1
@@ -99,10 +102,13 @@ def test_a_mistake_of_the_users_ends_a_real_command_with_exit_code_2(tmp_path):
 
 # ----------------------------------------------------------------------- streams
 
-def test_a_command_without_streams_does_its_work_and_its_files_hold_nothing_else(tmp_path):
+@pytest.mark.parametrize("closed", ["<&- >&- 2>&-", ">&- 2>&-", "2>&-", ">&-", "<&-"])
+def test_a_command_without_streams_does_its_work_and_its_files_hold_nothing_else(closed, tmp_path):
     path = tmp_path / "file"
-    line = f"file = open({str(path)!r}, 'w'); print('out'); print('err', file=sys.stderr); input"
-    result = run_main(line, "<&- >&- 2>&-")
+    prints = "print('out'); print('err', file=sys.stderr); os.write(1, b'out'); os.write(2, b'err')"
+
+    result = run_main(f"file = open({str(path)!r}, 'w'); {prints}", closed)
+
     assert result.returncode == 0
     assert path.read_text() == ""
 
@@ -115,6 +121,7 @@ def test_a_command_without_streams_does_its_work_and_its_files_hold_nothing_else
 ])
 def test_what_cannot_be_printed_is_one_line_and_exit_code_1(line, unbuffered):
     result = run_main(line, ">/dev/full", {"PYTHONUNBUFFERED": unbuffered})
+
     assert result.returncode == 1
     assert result.stderr.count("\n") == 1
     assert "No space left" in result.stderr
@@ -126,6 +133,7 @@ def test_a_reader_that_has_seen_enough_is_told_nothing(line):
     os.close(reader)
     result = run_main(line, stdout=writer)
     os.close(writer)
+
     assert result.stderr == ""
 
 
@@ -139,6 +147,7 @@ def test_a_full_disk_under_stderr_changes_no_exit_code():
 def test_a_warning_that_cannot_be_printed_ends_nothing():
     line = "import runtime.cli; runtime.cli.print_error('warning'); print('done')"
     result = run_main(line, "2>/dev/full")
+
     assert result.returncode == 0
     assert result.stdout == "done\n"
 
@@ -168,9 +177,10 @@ def test_a_mistake_of_one_rank_names_the_rank(line):
     assert "process 1: " in result.stderr
 
 
-def test_what_a_rank_has_printed_is_there_when_it_ends():
-    result = run_main("print('a line'); return 3", variables={"WORLD_SIZE": "2", "RANK": "1"})
-    assert (result.returncode, result.stdout) == (3, "a line\n")
+@pytest.mark.parametrize("end, code", [("return 3", 3), ("raise RunError('failed')", 1)])
+def test_what_a_rank_has_printed_is_there_when_it_ends(end, code):
+    result = run_main(f"print('a line'); {end}", variables={"WORLD_SIZE": "2", "RANK": "1"})
+    assert (result.returncode, result.stdout) == (code, "a line\n")
 
 
 # ----------------------------------------------------------------------- flags
@@ -237,6 +247,7 @@ def test_a_configuration_file_of_nanogpt_is_told_as_one(parser):
         parser.parse_args(["config/train_gpt2.py"])
     with pytest.raises(UserError) as error:
         parser.parse_args(["config"])
+
     assert "nanoGPT" not in str(error.value)
 
 
@@ -248,6 +259,7 @@ def test_what_nanogpt_means_by_a_grad_clip_of_0_is_said():
 def test_each_command_tells_its_version(parser, capsys):
     with pytest.raises(SystemExit) as ended:
         parser.parse_args(["--version"])
+
     assert ended.value.code == 0
     assert cli.__version__ in capsys.readouterr().out
 
@@ -377,6 +389,7 @@ def test_a_path_that_the_system_refuses_is_one_line_and_nothing_is_written(
     path = path_that_is(kind, tmp_path)
     with without_roots_rights():
         code, stderr = run_script(line, PATH=path)
+
     assert code == 2
     assert str(tmp_path) in stderr
     assert stderr.count("\n") == 1
@@ -385,15 +398,16 @@ def test_a_path_that_the_system_refuses_is_one_line_and_nothing_is_written(
         assert "Permission denied" in stderr
 
 
-def test_a_run_whose_folder_cannot_be_read_does_not_begin_anew(run_script, tmp_path):
+def test_a_run_whose_folder_cannot_be_read_does_not_begin_anew(byte_data, run_script, tmp_path):
     """It could still be written to, and its checkpoints would be passed over."""
     out = tmp_path / "log"
-    run_script("train_gpt2.py --data DATA --out OUT", OUT=out)
+    train("--data", byte_data, *BYTES, "--max_steps", 1, "--out", out)
     record = (out / "metrics.csv").read_bytes()
     out.chmod(0o300)
     with without_roots_rights():
         code, stderr = run_script("train_gpt2.py --data DATA --out OUT --max_steps 2", OUT=out)
     out.chmod(0o700)
+
     assert code == 2
     assert "Permission denied" in stderr
     assert (out / "metrics.csv").read_bytes() == record
@@ -406,16 +420,17 @@ def test_a_run_whose_folder_cannot_be_read_does_not_begin_anew(run_script, tmp_p
     ("tiktoken", "sample.py --model MODEL"),
 ])
 def test_a_missing_package_is_named_with_its_installation(
-    package, line, run_script, tmp_path, monkeypatch
+    package, line, byte_data, run_script, tmp_path, monkeypatch
 ):
     out = tmp_path / "log"
-    run_script("train_gpt2.py --data DATA --out OUT", OUT=out)       # for bench.py
+    train("--data", byte_data, *BYTES, "--max_steps", 1, "--out", out)      # for bench.py
     for name in list(sys.modules):
         if name.partition(".")[0] == package:
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, package, None)
     tokenizer.cache_clear()
     code, stderr = run_script(line, OUT=out)
+
     assert code == 2
     assert f"pip install {package}" in stderr
     assert stderr.count("\n") == 1

@@ -97,6 +97,7 @@ def test_the_time_left_counts_tokens_where_the_batch_grows(capsys):
     # Four steps of 512 tokens, two of 1,024 and one of 2,048. After three of them 4,608 are left.
     log = make_log(schedule=BatchSchedule(2048, 7, (4, 2, 1)))
     lines = lines_of_steps(log, [4.0, 4.0, 4.0], capsys)
+
     assert lines[2].endswith(f"| {clock(4608 / 128)} left")
     assert "tok/sec: 128 |" in lines[2]
 
@@ -125,12 +126,14 @@ def test_other_ranks_print_nothing(capsys):
     log = make_log(Process(rank=1, world_size=2))
     log.step(0, 4.0, 1.0, 1e-3, 1.0)
     log.evaluation(0, "val", 5.0, "validation loss: 5.0000")
+
     assert capsys.readouterr().out == ""
 
 
 def test_an_evaluation_is_printed_and_recorded(capsys):
     log = make_log()
     log.evaluation(250, "val", 4.5, "validation loss: 4.5000")
+
     assert capsys.readouterr().out == "step   250 | validation loss: 4.5000\n"
     assert log.output.added == [(250, "val", 4.5, {})]
 
@@ -175,12 +178,14 @@ def test_the_header_counts_parameters_tokens_and_epochs_and_says_what_is_planned
     print_header(make_config(
         max_steps=37, max_lr=3e-3, warmup_steps=6, val_every=21, hellaswag_every=0,
         checkpoint_every=1100, out="a/log"))
+
     assert word in capsys.readouterr().out
 
 
 def test_a_compiled_run_says_that_it_takes_a_while_and_overfit_writes_nothing(capsys):
     print_header(make_config(compile=True, overfit=True, out="a/log"), Process(world_size=2))
     text = capsys.readouterr().out
+
     assert "2 processes on cpu" in text
     assert "torch.compile, attention" in text
     assert "compiling the model" in text
@@ -220,6 +225,7 @@ def test_several_processes_share_the_work_of_a_day(monkeypatch, capsys):
     steps_of_a_day = 24 * 60 * 60 * 2e11 / (256 * FLOPS)
     config = make_config(max_steps=round(3.5 * steps_of_a_day))
     print_header(config, Process(world_size=3))
+
     assert "more than 1 day:" in capsys.readouterr().out
 
 
@@ -238,12 +244,14 @@ def test_the_product_of_the_batch_is_the_tokens_of_a_step(divisors, world_size, 
     schedule = BatchSchedule(2048, 7, divisors)
     process = Process(world_size=world_size)
     console.print_batch(make_config(max_steps=7), process, schedule, 4)
+
     assert capsys.readouterr().out == text
 
 
 def test_an_estimate_has_the_time_of_a_step_and_of_all_that_are_left(capsys):
     console.print_estimate(make_config(), Process(), 6144, 128.0)
     text = capsys.readouterr().out
+
     assert "about 2 s per step, 0:00:48 in all" in text
     assert "--dry_run" in text
 
@@ -313,6 +321,7 @@ def test_the_summary_has_the_median_step_without_the_first_and_the_peak_of_memor
 ):
     monkeypatch.setattr(console, "peak_memory", lambda device: 12_288_000_000)
     code, text = summary([900.0, 2.0, 3.0, 4.0, 90.0, 3.0])
+
     assert code == 0
     assert "median step 3,000.0 ms, 333 tokens/s, peak memory 12.3 GB" in text
     assert "done: 6 steps" in text
@@ -333,6 +342,7 @@ def test_the_summary_names_the_files_that_are_there(names, summary, tmp_path):
     text = summary()[1]
     for name in ("metrics.csv", "loss.png"):
         assert (name in text) == (name in names)
+
     assert "checkpoints" not in text
 
 
@@ -367,6 +377,7 @@ def test_a_run_without_checkpoints_has_none_to_sample_from(summary):
 def test_a_stopped_run_says_by_what_and_how_it_goes_on(received, cause, summary):
     process = Process(received=received)
     code, text = summary([1.0, 1.0], stopped=True, process=process)
+
     assert code == 0
     assert f"stopped by {cause} after 2 of 100 steps. resumes from the newest" in text
     assert "done" not in text
@@ -382,6 +393,7 @@ def test_a_stopped_sanity_run_resumes_from_nothing(summary):
 def test_the_sanity_run_passes_below_a_tenth(last, code, verdict, capsys):
     assert console.print_overfit(Process(), [10.9, 3.0, last]) == code
     text = capsys.readouterr().out
+
     assert f"10.9000 -> {last:.4f} in 3 steps" in text
     assert verdict in text
 

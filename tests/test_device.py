@@ -103,6 +103,7 @@ def test_a_gpu_that_runs_no_kernel_of_this_torch_is_refused(message, said, torch
     torch_with_gpus(1, RuntimeError(message))
     with pytest.raises(UserError, match=said) as raised:
         choose_device("auto")
+
     assert "Some GPU" in str(raised.value)
     assert "--device cpu" in str(raised.value)
     assert choose_device("cpu") == "cpu"
@@ -146,6 +147,7 @@ def test_a_tensor_and_an_array_that_are_too_large_are_recognised():
         torch.empty(2**50, dtype=torch.uint8)
     with pytest.raises(MemoryError) as of_numpy:
         np.empty(2**50, dtype=np.uint8)
+
     assert is_out_of_memory(of_torch.value)
     assert is_out_of_memory(of_numpy.value)
 
@@ -215,6 +217,7 @@ def test_the_users_own_settings_of_the_allocator_stay(name, no_allocator_setting
     monkeypatch.setenv(name, "backend:native")
     choose_device("cpu")
     found = {name: os.environ[name] for name in ALLOCATOR_VARIABLES if name in os.environ}
+
     assert found == {name: "backend:native"}
 
 
@@ -248,6 +251,7 @@ def test_a_cpu_has_bfloat16_by_avx_or_by_amx(avx, amx, monkeypatch):
         _is_amx_tile_supported=lambda: amx,
     )
     monkeypatch.setattr(torch, "cpu", cpu)
+
     assert cpu_has_bfloat16() == (avx or amx)
 
 
@@ -325,6 +329,7 @@ def test_only_a_run_on_a_cpu_tunes_malloc(name, expected, monkeypatch, torch_wit
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(device, "tune_malloc", lambda: tuned.append("tuned"))
     train_gpt2.start_process(name)
+
     assert tuned == expected
 
 
@@ -434,12 +439,14 @@ def test_in_float32_a_sequence_takes_twice_as_much(dtype, first, monkeypatch):
     card = Card("gpt2", CARDS["H100 80GB"], monkeypatch)
     card.flags.dtype = dtype
     card.choose(most=512, batch=2**14)
+
     assert card.tried[0] == first
 
 
 def test_a_micro_batch_that_does_not_fit_is_halved(monkeypatch):
     card = Card("gpt2", 30 * 10**9, monkeypatch)
     card.flags.n_layer = 4                  # of which more should fit than was counted
+
     assert card.choose(most=720, batch=720) == 60
     assert card.tried == [120, 60]
 
@@ -454,6 +461,7 @@ def test_a_given_batch_size_is_not_halved(monkeypatch):
 def test_a_micro_batch_divides_the_step(monkeypatch):
     card = Card("gpt2", CARDS["H100 80GB"], monkeypatch)
     card.flags.batch_size = 48
+
     assert card.choose() == 32
     assert card.tried == [32]
 
@@ -590,8 +598,9 @@ def out_of_memory_on_rank_1():
 
 def test_a_rank_whose_trial_is_out_of_memory_halves_for_all_and_lets_none_wait(byte_data, tmp_path):
     call = command(
-        "train_gpt2.py", "--data", byte_data, *BYTES, "--batch_size", "auto", "--attention", "math",
-        "--max_steps", 1, "--val_every", 0, "--checkpoint_every", 0, "--out", tmp_path)
+        "train_gpt2.py", "--data", byte_data, *BYTES, "--device", "cpu", "--batch_size", "auto",
+        "--attention", "math", "--max_steps", 1, "--val_every", 0, "--checkpoint_every", 0,
+        "--out", tmp_path)
 
     of_rank_0, of_rank_1 = on_ranks(call, call, before=[out_of_memory_on_rank_1])
 
@@ -613,6 +622,7 @@ def trial_that_raises(error):
 
 def test_a_trial_that_is_out_of_memory_is_told_unless_no_smaller_one_is_left():
     trial = trial_that_raises(torch.OutOfMemoryError("CUDA out of memory"))
+
     assert fits_in_memory(trial, 2, True, CONFIG, "cuda:0") is False
     for B, may_shrink in ((1, True), (2, False)):
         with pytest.raises(torch.OutOfMemoryError):
@@ -672,6 +682,7 @@ def test_the_time_between_two_moments_of_a_gpu_is_its_own_and_in_seconds(monkeyp
     first = mark_time("cuda:0")
     Event.now = 3500.0
     last = mark_time("cuda:0")
+
     assert seconds_between(first, last) == 2.5
 
 
@@ -680,6 +691,7 @@ def test_the_time_between_two_moments_of_a_cpu_is_that_of_pythons_clock(monkeypa
     monkeypatch.setattr(device.time, "perf_counter", lambda: moments.pop(0))
     first = mark_time("cpu")
     last = mark_time("cpu")
+
     assert seconds_between(first, last) == 2.5
 
 
@@ -713,6 +725,7 @@ class TensorOnGpu:
 def test_the_numbers_of_a_gpu_are_read_when_its_copy_has_come(monkeypatch):
     tensor = TensorOnGpu([1.0, 2.0], monkeypatch)
     numbers = copy_later(tensor)
+
     assert tensor.copy.tolist() == [0, 0], "it has waited at once"
     assert numbers() == [1, 2]
 
@@ -721,6 +734,7 @@ def test_the_numbers_of_a_cpu_are_those_at_the_time_of_the_call():
     tensor = torch.tensor([1.0, 2.0])
     numbers = copy_later(tensor)
     tensor.zero_()
+
     assert numbers() == [1, 2]
 
 
@@ -813,6 +827,7 @@ def test_on_a_gpu_a_long_run_is_compiled_and_a_short_one_says_why_not(
 ):
     gpu_name("NVIDIA A100-SXM4-80GB")
     process = make_process(device="cuda:0")
+
     assert compile_chosen("auto", process, seconds) is expected
     assert ("too short" in capsys.readouterr().out) == (not expected)
 

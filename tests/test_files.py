@@ -110,6 +110,7 @@ def test_what_killed_writes_left_is_removed_and_nothing_else(tmp_path):
 def test_a_text_is_utf8_with_or_without_a_mark_at_its_start(tmp_path):
     path = tmp_path / "a.txt"
     path.write_bytes("\ufeffcafé".encode() + b"\xff")
+
     assert read_text(path) == "café\ufffd"
     with pytest.raises(UnicodeDecodeError):
         read_text(path, errors="strict")
@@ -133,6 +134,7 @@ def test_what_says_enough_by_itself_passes_through(error):
     with pytest.raises(type(error)) as raised:
         with reading("a.pt", "make it again"):
             raise error
+
     assert raised.value is error
 
 
@@ -180,6 +182,7 @@ def test_a_failed_run_says_with_what_the_same_command_goes_on(tmp_path):
     assert "from the beginning" in what_resumes(tmp_path)
     for step in (7, 12):
         (tmp_path / f"checkpoint_{step:06d}.pt").touch()
+
     assert "checkpoint_000012.pt" in what_resumes(tmp_path)
 
 
@@ -220,6 +223,7 @@ def test_a_lock_that_a_killed_process_still_holds_is_waited_for(flock, tmp_path,
     busy = BlockingIOError(errno.EWOULDBLOCK, "busy")
     flock.extend([busy, busy])
     lock_folder(tmp_path).close()
+
     assert len(waited) == 2
 
 
@@ -227,6 +231,7 @@ def test_a_lock_that_a_killed_process_still_holds_is_waited_for(flock, tmp_path,
 def test_a_file_system_without_locks_will_do(number, flock, tmp_path):
     flock.append(OSError(number, os.strerror(number)))
     lock_folder(tmp_path / "log").close()
+
     assert (tmp_path / "log").is_dir()
     assert not flock
 

@@ -64,6 +64,7 @@ def imported(tmp_path_factory):
 
 def test_runtime_imports_no_script():
     modules_of_runtime = {name for name in MODULES if name.startswith("runtime.")}
+
     assert len(modules_of_runtime) > 10
     for name in modules_of_runtime:
         assert imports(name) <= modules_of_runtime, name

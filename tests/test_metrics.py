@@ -80,6 +80,7 @@ def test_a_damaged_or_foreign_file_is_a_mistake_that_names_it_and_the_remedy(tex
     path.write_text(text)
     with pytest.raises(UserError, match="do this") as error:
         read_metrics(path, "do this")
+
     assert str(path) in str(error.value)
 
 

@@ -191,6 +191,7 @@ def test_a_run_goes_on_without_matplotlib(byte_data, tmp_path, monkeypatch, caps
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     train("--data", byte_data, *BYTES, "--max_steps", 2, "--val_every", 1, "--out", tmp_path)
     stdout, stderr = capsys.readouterr()
+
     assert "done: 2 steps" in stdout
     assert stderr.count("\n") == 1
 

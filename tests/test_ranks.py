@@ -52,10 +52,12 @@ def test_only_rank_0_prints(world_size, capsys):
 
 def test_a_line_reaches_a_pipe_at_once(monkeypatch):
     reader, writer = os.pipe()
-    with open(reader) as pipe, open(writer, "w") as stdout:
+    os.set_blocking(reader, False)
+    with open(writer, "w") as stdout:
         monkeypatch.setattr(sys, "stdout", stdout)
         Process().print0("step 0")
-        assert pipe.readline() == "step 0\n"
+        assert os.read(reader, 100) == b"step 0\n"
+    os.close(reader)
 
 
 @pytest.fixture(params=["on a full disk", "a pipe that nobody reads"])
@@ -83,6 +85,7 @@ def test_a_run_whose_console_takes_nothing_goes_on(console, byte_data, tmp_path)
 
 def test_a_process_alone_agrees_with_itself():
     process = Process()
+
     assert process.sum(1, 2.5) == [1, 2.5]
     assert process.gather("a") == ["a"]
     assert process.from_master("a") == "a"
@@ -139,6 +142,7 @@ def test_a_mistake_of_another_rank_is_printed_by_rank_0_and_names_the_rank(error
 def test_other_ranks_end_in_silence_with_the_same_exit_code(own, others, capsys):
     with pytest.raises(SystemExit) as ended:
         OneOfTwo(1, others).on_all_ranks(fail, own)
+
     assert ended.value.code == exit_code(own)
     assert capsys.readouterr().err == ""
 
@@ -222,6 +226,7 @@ def test_one_of_several_ranks_does_not_stop_by_itself_and_rank_0_alone_says_so(h
     process.catch_signals()
     signal.raise_signal(signal.SIGTERM)
     signal.raise_signal(signal.SIGTERM)         # torchrun passes it on a second time
+
     assert process.received == "SIGTERM"
     assert not process.stop_requested()
     assert capfd.readouterr().err == ""
@@ -278,6 +283,7 @@ def test_a_rank_left_in_a_shell_silences_nothing(
 
 def test_torchruns_variables_are_a_rank(environment):
     environment("WORLD_SIZE=16 RANK=9 LOCAL_RANK=1")
+
     assert read_process() == Process(rank=9, local_rank=1, world_size=16)
     environment("WORLD_SIZE=2 RANK=1")
     assert read_process() == Process(rank=1, local_rank=0, world_size=2)
@@ -356,6 +362,7 @@ def test_the_line_comes_before_the_wait(environment, monkeypatch, capsys):
 @pytest.mark.parametrize("device", ["cpu", "cuda:1"])
 def test_ddp_has_no_second_copy_of_gradients_and_sends_no_buffers(device):
     options = ddp_options(Process(device=device, world_size=2))
+
     assert options["gradient_as_bucket_view"] is True
     if device == "cuda:1":
         assert options["device_ids"] == ["cuda:1"]
