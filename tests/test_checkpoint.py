@@ -1,8 +1,7 @@
-"""runtime/checkpoint.py: where a run begins, what it takes from a checkpoint, and what one holds."""
+"""runtime/checkpoint.py: where a run begins, what it takes from a checkpoint, what one holds."""
 import shutil
 from dataclasses import asdict, fields, replace
 from functools import partial
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,13 +18,13 @@ from helpers import (
     train,
 )
 from peers import make_model, nanogpt_checkpoint, plain_gpt2, tokens
+from torch.nn.modules.module import register_module_forward_hook
 
 import train_gpt2
 from model import GPT
 from recipes import MODELS, fresh_model, load_model
-from runtime.checkpoint import gather_state, host_copy, read_state, weights_digest
+from runtime.checkpoint import host_copy, read_state, weights_digest
 from runtime.files import checkpoints, replace_file
-from runtime.ranks import Process
 from runtime.shards import write_shard
 from train_gpt2 import Config
 
@@ -497,18 +496,6 @@ def test_moments_are_copies_and_no_views_of_the_file():
     assert state["betas"] == (0.9, 0.95)
 
 
-def test_after_a_resume_no_moment_is_in_the_checkpoints_file(a_run):
-    """A resumed model trains on when its file is overwritten, as a copy to the same name would."""
-    start_model = make_model(vocab_size=256, block_size=32, n_embd=32)
-    [optimizer] = train_gpt2.RECIPES["gpt2"].make_optimizers(start_model, Config())
-    content = saved(a_run)
-    for name, p in start_model.named_parameters():
-        optimizer.state[p] = read_state(content["optimizers"][name], name)
-    in_file = {t.data_ptr() for state in content["optimizers"].values() for t in state.values()}
-    for state in optimizer.state.values():
-        assert not in_file & {t.data_ptr() for t in state.values()}
-
-
 @pytest.mark.parametrize("recipe", MODELS)
 def test_moments_and_schedules_go_on_where_they_were_bit_for_bit(recipe, byte_data, tmp_path):
     """With a rate that changes in each step, and a clipped norm."""
@@ -543,6 +530,28 @@ def test_float16s_scale_goes_on_where_it_was(byte_data, tmp_path):
     assert scaler == saved(tmp_path / "whole")["scaler"]
     assert scaler["scale"] == 65536
     assert scaler["_growth_tracker"] == 4
+
+
+def test_a_run_whose_first_step_overflowed_is_saved_without_moments_and_resumed(
+        byte_data, tmp_path):
+    flags = ["--data", byte_data, *SHORT, "--batch_size", 8, "--dtype", "float16", "--out", tmp_path]
+
+    def overflow(module, inputs, output):
+        if isinstance(module, GPT):
+            _, loss = output
+            loss.register_hook(lambda gradient: gradient * torch.inf)
+
+    hook = register_module_forward_hook(overflow)
+    try:
+        train(*flags, "--max_steps", 1)
+    finally:
+        hook.remove()
+    assert saved(tmp_path)["scaler"]["scale"] == 32768
+    assert not any(saved(tmp_path)["optimizers"].values())
+
+    train(*flags, "--max_steps", 2)
+    assert saved(tmp_path)["scaler"]["scale"] == 32768
+    assert all(saved(tmp_path)["optimizers"].values())
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, torch.nan, torch.inf])
@@ -631,16 +640,6 @@ def test_a_copy_for_the_cpu_keeps_what_is_there_and_ties():
     assert copies["c"].tolist() == [0, 0, 0]
 
 
-def test_a_parameter_without_a_state_has_an_empty_one():
-    model = make_model()
-    optimizer = SimpleNamespace(
-        optimizer_of=dict.fromkeys(model.parameters(), torch.optim.SGD(model.parameters())),
-        owner={},
-    )
-    state = gather_state(model, optimizer, Process())
-    assert state == dict.fromkeys(dict(model.named_parameters()), {})
-
-
 @pytest.mark.parametrize("recipe", MODELS)
 def test_the_digest_that_compares_the_ranks_covers_each_parameter(recipe):
     model = make_model(cls=MODELS[recipe])
@@ -658,7 +657,6 @@ def test_the_digest_that_compares_the_ranks_covers_each_parameter(recipe):
 
 def change_a_weight_of_rank_1(name):
     """One weight of rank 1 changes by itself in its third forward."""
-    from torch.nn.modules.module import register_module_forward_hook
     forwards = []
 
     def after(module, inputs, output):

@@ -1,4 +1,4 @@
-"""Whole runs that are killed, resumed, made longer or shared out otherwise, and what is lost: nothing.
+"""Whole runs that are killed, resumed, made longer or shared out otherwise lose nothing.
 
 Signals are in test_signals.py, the rules of --resume in test_checkpoint.py.
 """
@@ -7,12 +7,10 @@ import os
 import random
 import re
 import shutil
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from helpers import (
     BYTES,
     command,
@@ -118,7 +116,7 @@ def test_torchrun_brings_back_a_run_of_which_a_rank_is_killed(byte_data, whole, 
         assert torch.equal(tensor, weights[name]), name
 
 
-# ----------------------------------------------------------------------- other processes, more steps
+# ----------------------------------------------------------------------- more processes, more steps
 
 @pytest.mark.parametrize("recipe", MODELS)
 def test_a_run_goes_on_with_other_processes_and_micro_batches_as_it_would_have_gone(
@@ -207,26 +205,7 @@ def test_the_header_of_a_resume_shows_the_last_and_the_next_learning_rate(
     assert line.endswith(f"lr {following:.2e} in step 10")
 
 
-# ----------------------------------------------------------------------- several machines
-
-def test_two_machines_train_together(byte_data, whole, tmp_path):
-    """Two agents of torchrun on this machine, each with one process and its own copy of the data."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    options = [
-        "--nnodes=2", "--nproc_per_node=1", "--rdzv_backend=c10d", "--rdzv_id=test",
-        f"--rdzv_endpoint=127.0.0.1:{store.port}", "--rdzv_conf=is_host=0",
-        "--local_addr=127.0.0.1",
-    ]
-
-    def agent(data):
-        return torchrun("--data", data, *BYTES, "--out", tmp_path / "log", options=options)
-
-    copy = shutil.copytree(byte_data, tmp_path / "copy")
-    with ThreadPoolExecutor(2) as agents:
-        results = list(agents.map(agent, (byte_data, copy)))
-    assert [result.returncode for result in results] == [0, 0], results
-    same_end(tmp_path / "log", whole(processes=2))
-
+# ----------------------------------------------------------------------- two machines
 
 def have_bfloat16_on_rank_1():
     from runtime import device

@@ -161,24 +161,31 @@ def test_what_stops_in_a_validation_has_saved_and_the_resume_validates(
     same_end(tmp_path, whole(processes=processes))
 
 
-@pytest.mark.parametrize("name, code", [("SIGKILL", -signal.SIGKILL), ("SIGTERM", 0)])
-def test_what_stops_between_two_evaluations_of_a_step_makes_the_second_alone(
-        name, code, byte_data, tmp_path):
-    """In HellaSwag, when the validation loss is recorded."""
-    examples = hellaswag_file(tmp_path / "examples.jsonl")
+@pytest.fixture(scope="module")
+def evaluated(byte_data, tmp_path_factory):
+    """(folder, flags) of a whole run that makes two evaluations at steps 0, 3 and 6."""
+    folder = tmp_path_factory.mktemp("evaluated")
+    examples = hellaswag_file(folder / "examples.jsonl")
     flags = ["--data", byte_data, *BYTES, "--vocab_size", 50304, "--n_layer", 1, "--n_embd", 16,
              "--max_steps", 6, "--val_every", 3, "--checkpoint_every", 3, "--hellaswag_every", 3,
              "--hellaswag_data", examples]
-    run(*flags, "--out", tmp_path / "whole")
-    out = tmp_path / "log"
-    run(*flags, "--out", out, before=striking("HellaSwag", name, nth=2), code=code)
-    assert list(logged(out, "val")) == [0, 3]
-    assert list(logged(out, "hella")) == [0]
+    run(*flags, "--out", folder / "log")
+    return folder / "log", flags
 
-    text = run(*flags, "--out", out).stdout
+
+@pytest.mark.parametrize("name, code", [("SIGKILL", -signal.SIGKILL), ("SIGTERM", 0)])
+def test_what_stops_between_two_evaluations_of_a_step_makes_the_second_alone(
+        name, code, evaluated, tmp_path):
+    """In HellaSwag, when the validation loss is recorded."""
+    expected, flags = evaluated
+    run(*flags, "--out", tmp_path, before=striking("HellaSwag", name, nth=2), code=code)
+    assert list(logged(tmp_path, "val")) == [0, 3]
+    assert list(logged(tmp_path, "hella")) == [0]
+
+    text = run(*flags, "--out", tmp_path).stdout
     assert text.count("| validation loss") == 1
     assert text.count("| HellaSwag accuracy") == 2
-    same_end(out, tmp_path / "whole", 6)
+    same_end(tmp_path, expected, 6)
 
 
 # ----------------------------------------------------------------------- a second signal, Ctrl-C
