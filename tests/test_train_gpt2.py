@@ -662,7 +662,7 @@ def test_a_validation_loss_that_is_not_finite_ends_the_run_unrecorded(evaluation
 
 
 def test_a_signal_ends_an_evaluation_and_nothing_of_it_is_recorded():
-    """Of a model with other weights: with these a sum over no batch would be recorded."""
+    """The mean over no batch is no validation loss."""
     config = small_config(val_every=1)
     log = Record()
     seen = []
