@@ -662,7 +662,7 @@ def test_a_validation_loss_that_is_not_finite_ends_the_run_unrecorded(evaluation
 
 
 def test_a_signal_ends_an_evaluation_and_nothing_of_it_is_recorded():
-    """Of a model with other weights: with these a sum over no batch would be recorded."""
+    """The mean over no batch is no validation loss."""
     config = small_config(val_every=1)
     log = Record()
     seen = []
@@ -1022,9 +1022,10 @@ def test_steps_and_validation_run_compiled_in_one_shape_and_nothing_else_does(
 
 
 def test_a_missing_file_of_examples_is_an_error_where_it_was_asked_for(word_shards, tmp_path):
-    flags = ["--data", word_shards, *WORDS, *QUIET, "--hellaswag_every", 1, "--out", tmp_path / "out"]
+    missing = tmp_path / "nowhere.jsonl"
     with pytest.raises(UserError, match="nowhere.jsonl.*--hellaswag_every 0"):
-        train(*flags, "--hellaswag_data", tmp_path / "nowhere.jsonl")
+        train("--data", word_shards, *WORDS, "--max_steps", 1, "--hellaswag_data", missing,
+              "--out", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
