@@ -42,7 +42,7 @@ MOST_VALIDATION = 10_000_000    # tokens, if no flag says otherwise
 LEAST_TEXT = 200                # tokens: a shorter text is not divided, but refused
 PRETOKENIZED = "kjj0/fineweb10B-gpt2"
 PUBLISHED_SHARDS = 103          # for training, that it has
-# --block_size of these presets. A table here, because to import recipes.py would load torch.
+# --block_size of these presets, which recipes.py has, too. To import it would load torch.
 BLOCK_SIZES = {"shakespeare": 1024, "small": 256, "gpt2": 1024}
 
 
@@ -277,7 +277,7 @@ class Shards:
         shards = self.manifest["shards"]
         number = sum(shard["split"] == split for shard in shards)
 
-        # As in build-nanogpt, whose shard 0 is validation.
+        # As in build-nanogpt, shard 0 is validation.
         if split == "train":
             number += 1
         path = self.out / f"{self.prefix}_{split}_{number:06d}.{self.manifest['format']}"
@@ -419,10 +419,10 @@ def next_command(out: Path, val: list[int], train: list[int]) -> str:
     else:
         preset = "gpt2"
 
-    # A sequence and its last target must fit into a shard of either split. Batches divide by
-    # powers of two: this is the largest one that fits.
-    longest = min(max(val), max(train)) - 1
-    block_size = min(BLOCK_SIZES[preset], 1 << longest.bit_length() >> 1)
+    # A sequence and its last target must fit into a shard of either split.
+    block_size = BLOCK_SIZES[preset]
+    while block_size + 1 > min(max(val), max(train)):
+        block_size //= 2
 
     data = shlex.quote(str(out))
     log = shlex.quote(f"log/{out.resolve().name}")

@@ -4,7 +4,6 @@ import hashlib
 import json
 import os
 import re
-import warnings
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -49,10 +48,7 @@ def open_shard(path: str | Path) -> np.memmap:
     """The tokens of a .npy or .bin shard, 1-D uint16, as a read-only map of the file. UserError
     if it is truncated or no shard. Nothing in it is ever unpickled."""
     path = Path(path)
-
-    # NumPy warns about an unusual header, but the error is enough.
-    with (reading(path, "copy or make the shard again"), first_bytes_tell(path),
-          warnings.catch_warnings(action="ignore")):
+    with reading(path, "copy or make the shard again"), first_bytes_tell(path):
         if path.name in NANOGPT:
             tokens = np.memmap(path, dtype="<u2", mode="r")
         elif path.suffix == ".bin":

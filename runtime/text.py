@@ -47,7 +47,7 @@ def open_bytes(path: Path) -> io.BufferedReader:
         stream = io.FileIO(path)
     file = io.BufferedReader(stream, BLOCK)
 
-    # Both of these would be read as text.
+    # A pointer of git-lfs and the content of a tar would be read as text.
     problem = ""
     head = file.peek(512)
     if head.startswith(LFS_POINTER):
@@ -145,8 +145,8 @@ def read_jsonl(path: Path, field: str) -> Rows:
                 row = None
             if not isinstance(row, dict):
                 raise ValueError(
-                    f"line {number} is not a JSON object (one a line is expected: `jq -c .` writes "
-                    f"objects so, and `jq -c '.[]'` those of an array)")
+                    f"line {number} is not a JSON object; one a line is expected: `jq -c .` writes "
+                    f"objects so, and `jq -c '.[]'` those of an array")
 
             # Spark and BigQuery leave out a field that is null.
             if not seen:
@@ -186,8 +186,7 @@ def read_csv(path: Path, field: str) -> Rows:
             for row in rows:
                 if row and header is None:
                     header = row
-                    check_field(field, header, f"line {number} (does it name the columns? If not, "
-                                               f"add a line that does)")
+                    check_field(field, header, f"does line {number} name the columns? It")
                 elif row:
                     if len(row) != len(header):
                         raise ValueError(f"line {number} has {len(row)} cells, but the first row "
@@ -218,10 +217,10 @@ def csv_lines(file: io.BufferedReader, field: str) -> Iterator[str]:
 
 
 def check_first_line(line: str, field: str) -> None:
-    """ValueError for columns that are divided by semicolons, as Excel does in many countries."""
+    """ValueError for what Excel writes in many countries."""
     names = line.strip().replace('"', "").split(";")
     if line.startswith("sep=") or (len(names) > 1 and field in names):
-        raise ValueError("it is Excel's, with semicolons between the columns or a first line sep=: "
+        raise ValueError("semicolons stand between its columns, or its first line is Excel's sep=; "
                          "write commas, and no such line")
 
 
@@ -333,7 +332,7 @@ class Escapes:
         self.escaped[b"\n"] += text.count(rb"\n")
 
     def found(self) -> bool:
-        """Whether there are escapes, and no such sign without: a text about LaTeX has both."""
+        """Whether a database has written the texts: then no line end is without its escape."""
         if self.nulls:
             return True
         return any(self.escaped[sign] and not self.plain[sign] for sign in self.escaped)
@@ -373,8 +372,8 @@ class TextReader:
         compression = COMPRESSIONS.get(path.suffix.lower())
         remedy = "repair the file (as UTF-8 text), or leave it out"
         if compression:
-            remedy = (f"unpack it with `{PROGRAMS[compression]}` and repair the text (in UTF-8), "
-                      f"fetch the file again, or leave it out")
+            remedy = (f"fetch the file again, unpack it with `{PROGRAMS[compression]}` and repair it "
+                      f"(as UTF-8 text), or leave it out")
 
         with reading(path, remedy), first_bytes_tell(path):
             try:
@@ -393,7 +392,8 @@ class TextReader:
         """The pieces of a .txt or .md."""
         documents = 0
         for begins, text in read_text_file(path, self.separator):
-            documents += begins
+            if begins:
+                documents += 1
             if not self.separator and b"<|endoftext|>" in text:
                 self.tell_once(
                     f"{path} contains <|endoftext|>, which is read as text: if it separates "

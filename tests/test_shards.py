@@ -161,9 +161,9 @@ def write_folder(folder, **manifest):
     (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
-def test_training_on_an_unfinished_folder_has_a_warning(tmp_path):
+def test_an_unfinished_folder_has_a_warning(tmp_path):
     write_folder(tmp_path, complete=False, shards=[])
-    warning = open_data(Config(tmp_path)).warning
+    warning = unfinished(tmp_path)
     assert str(tmp_path) in warning
     assert "fineweb.py" in warning
 
@@ -172,7 +172,7 @@ def test_training_on_an_unfinished_folder_has_a_warning(tmp_path):
     {"complete": True, "shards": []}, {"pretokenized": "kjj0/fineweb10B-gpt2", "shards": []}, {}])
 def test_a_finished_folder_or_another_programs_manifest_has_no_warning(manifest, tmp_path):
     write_folder(tmp_path, **manifest)
-    assert open_data(Config(tmp_path)).warning == ""
+    assert unfinished(tmp_path) == ""
 
 
 @pytest.mark.parametrize("text", ["", "[1]", "{"])
