@@ -35,14 +35,14 @@ from runtime.shards import (
 from runtime.sources import (
     DOWNLOAD, FINEWEB, FINEWEB_EDU, HubDataset, LocalFiles, hub_errors, hub_names)
 from runtime.text import TextReader
-from runtime.tokenizer import BPE_SHA256, Encoder
+from runtime.tokenizer import Encoder
 
 MANIFEST_VERSION = 5            # of the manifest, and of the rule for validation
 MOST_VALIDATION = 10_000_000    # tokens, if no flag says otherwise
-LEAST_TEXT = 200                # tokens of which a tenth is worth anything
-LOCK = ".fineweb.lock"          # this file stays in --out
+LEAST_TEXT = 200                # tokens: a shorter text is not divided, but refused
 PRETOKENIZED = "kjj0/fineweb10B-gpt2"
-# --block_size of these presets. A table here, because to import recipes.py would load torch.
+PUBLISHED_SHARDS = 103          # for training, that it has
+# --block_size of these presets, which recipes.py has, too. To import it would load torch.
 BLOCK_SIZES = {"shakespeare": 1024, "small": 256, "gpt2": 1024}
 
 
@@ -70,8 +70,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         args.dataset = FINEWEB_EDU
         if args.name is None:
             args.name = "sample-10BT"
-    if args.workers is None:
-        args.workers = available_cores()
 
     # A folder named after the text would be a guess, and may exist.
     if args.input and not args.out:
@@ -93,62 +91,56 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 def make_parser() -> FlagParser:
     parser = FlagParser(prog="fineweb.py", description=__doc__)
-
-    def flag(name, help, **how):
-        parser.add_argument(name, help=help, **how)
-
-    add_input_flags(flag)
-    add_output_flags(flag)
-    flag("--verify", "Compare all shards of a folder with the SHA-256 in its manifest.",
-         metavar="DIR")
+    add_input_flags(parser.add_argument)
+    add_output_flags(parser.add_argument)
+    parser.add_argument("--verify", metavar="DIR",
+                        help="Compare all shards of a folder with the SHA-256 in its manifest.")
     return parser
 
 
-def add_input_flags(flag: Callable) -> None:
-    flag("--dataset", "A text dataset on the Hugging Face hub (default FineWeb-Edu).",
-         metavar="OWNER/NAME")
-    flag("--name", "The configuration of --dataset, where the dataset has several.",
-         metavar="CONFIG")
-    flag("--split", "The split of --dataset, or of a folder that save_to_disk has written (default "
-         "train).", default="train")
-    flag("--input",
-         "Your own text: files, folders and globs. Each .txt or .md is a document, as is each line "
-         "of a .jsonl, .ndjson or .json, and each row of a .csv, .parquet or .arrow. All but the "
-         "last two may be compressed (.gz, .zst, .bz2).",
-         nargs="+", action="extend", metavar="PATH")
-    flag("--val_input",
-         "Other files, which are for validation in place of the beginning of --input.",
-         nargs="+", action="extend", metavar="PATH", default=[])
-    flag("--text_field", "The column or field that holds the text (default text).",
-         metavar="NAME", default="text")
-    flag("--separator",
-         "The text between the documents of a .txt or .md, as in --separator '<|endoftext|>' "
-         "(default: each file is one document).", metavar="TEXT", default="")
-    flag("--pretokenized",
-         "Fetch the first N published training shards of FineWeb, of 200 MB each.",
-         type=positive(103), metavar="N")
+def add_input_flags(add: Callable) -> None:
+    add("--dataset", metavar="OWNER/NAME",
+        help="A text dataset on the Hugging Face hub (default FineWeb-Edu).")
+    add("--name", metavar="CONFIG",
+        help="The configuration of --dataset, where the dataset has several.")
+    add("--split", default="train",
+        help="The split of --dataset, or of a folder that save_to_disk has written (default "
+             "train).")
+    add("--input", nargs="+", action="extend", metavar="PATH",
+        help="Your own text: files, folders and globs. Each .txt or .md is a document, as is each "
+             "line of a .jsonl, .ndjson or .json, and each row of a .csv, .parquet or .arrow. All "
+             "but the last two may be compressed (.gz, .zst, .bz2).")
+    add("--val_input", nargs="+", action="extend", metavar="PATH", default=[],
+        help="Files that are for validation, in place of the beginning of --input. Those of them "
+             "that --input names, too, are not trained on.")
+    add("--text_field", metavar="NAME", default="text",
+        help="The column or field that holds the text (default text).")
+    add("--separator", metavar="TEXT", default="",
+        help="The text between the documents of a .txt or .md, as in --separator '<|endoftext|>' "
+             "(default: each file is one document).")
+    add("--pretokenized", type=positive(PUBLISHED_SHARDS), metavar="N",
+        help="Fetch the first N published training shards of FineWeb, of 200 MB each.")
 
 
-def add_output_flags(flag: Callable) -> None:
-    flag("--out", "The output folder (default edu_fineweb10B, fineweb10B with --pretokenized, or "
-         "a name after --dataset; required with --input).")
-    flag("--shard_size", "The number of tokens in a shard (default 100000000).",
-         type=positive(2**30), default=100_000_000)
-    flag("--val_tokens",
-         "How many tokens from the beginning of the text are for validation (default: a tenth of "
-         "the text, at most 10000000; for FineWeb one shard, at most a tenth of --max_tokens).",
-         type=positive(2**30))
-    flag("--max_tokens",
-         "Stop after this number of tokens, validation included (default: no limit).",
-         type=positive(2**60))
-    flag("--workers", "The number of threads that encode (default: one per core).",
-         type=positive(256))
-    flag("--encoder",
-         "The program that encodes. 'auto' means gigatoken where it is installed, else tiktoken, "
-         "which is the reference and much slower (default auto).",
-         choices=["auto", "gigatoken", "tiktoken"], default="auto")
-    flag("--format", "The format of the shards: NumPy's .npy or llm.c's .bin (default npy).",
-         choices=["npy", "bin"], default="npy")
+def add_output_flags(add: Callable) -> None:
+    add("--out",
+        help="The output folder (default edu_fineweb10B, fineweb10B with --pretokenized, or a name "
+             "after --dataset; required with --input).")
+    add("--shard_size", type=positive(2**30), default=100_000_000,
+        help="The number of tokens in a shard (default 100000000).")
+    add("--val_tokens", type=positive(2**30),
+        help="How many tokens from the beginning of the text are for validation (default: a tenth "
+             "of the text, at most 10000000; for FineWeb one shard, at most a tenth of "
+             "--max_tokens).")
+    add("--max_tokens", type=positive(2**60),
+        help="Stop after this number of tokens, validation included (default: no limit).")
+    add("--workers", type=positive(256), default=available_cores(),
+        help="The number of threads that encode (default: one per core).")
+    add("--encoder", choices=["auto", "gigatoken", "tiktoken"], default="auto",
+        help="The program that encodes. 'auto' means gigatoken where it is installed, else "
+             "tiktoken, which is the reference and much slower (default auto).")
+    add("--format", choices=["npy", "bin"], default="npy",
+        help="The format of the shards: NumPy's .npy or llm.c's .bin (default npy).")
 
 
 def positive(most: int) -> Callable[[str], int]:
@@ -183,24 +175,19 @@ def encode_files(
 ) -> Iterator[tuple[int, np.ndarray]]:
     """(the number of a file, the next chunk of its tokens, 1-D uint16), in the order of the text.
     A chunk is about a megabyte of text. Threads encode some of them ahead."""
-    waiting = deque()           # of (number, future tokens)
-    pool = ThreadPoolExecutor(threads)
-    try:
-        for number, path, name in files:
-            for chunk in reader.read_chunks(path, name):
+    waiting = deque()           # of (number of a file, Future of tokens)
+    with ThreadPoolExecutor(threads) as pool:
+        for number, path in files:
+            for chunk in reader.read_chunks(path):
                 waiting.append((number, pool.submit(encoder.encode, chunk)))
 
                 # The reader is faster than the encoders: more chunks would only fill the memory.
                 if len(waiting) > 4 * threads:
-                    oldest, future = waiting.popleft()
-                    yield oldest, future.result()
+                    oldest, tokens = waiting.popleft()
+                    yield oldest, tokens.result()
 
-        while waiting:
-            oldest, future = waiting.popleft()
-            yield oldest, future.result()
-    finally:
-        # Where the run ends early, nobody waits for what the threads still do.
-        pool.shutdown(wait=False, cancel_futures=True)
+        for oldest, tokens in waiting:
+            yield oldest, tokens.result()
 
 
 # ----------------------------------------------------------------------------- tokens -> shards
@@ -290,7 +277,7 @@ class Shards:
         shards = self.manifest["shards"]
         number = sum(shard["split"] == split for shard in shards)
 
-        # As in build-nanogpt, whose shard 0 is validation.
+        # As in build-nanogpt, shard 0 is validation.
         if split == "train":
             number += 1
         path = self.out / f"{self.prefix}_{split}_{number:06d}.{self.manifest['format']}"
@@ -299,7 +286,7 @@ class Shards:
         leftovers = rf"{re.escape(self.prefix)}_(train|val)_\d+\.(npy|bin)|manifest\.json"
         remove_leftovers(self.out, leftovers)
 
-        # A kill after the first shard, without this manifest, would make it a stranger's.
+        # So that a run which goes on after a kill finds the settings of the first shard.
         if not shards:
             write_manifest(self.out, self.manifest)
         write_parts(path, count, self.take(count))
@@ -338,8 +325,7 @@ def write_shards(args: argparse.Namespace, source, out: Path) -> int:
     stopped. Returns how many rows without text it has left out. UserError for other settings than
     that run's, and for a text that is too short to be divided."""
     recorded = {name: getattr(args, name) for name in RECORDED}
-    tokenizer = {"name": "gpt2", **BPE_SHA256}
-    settings = {"version": MANIFEST_VERSION, **source.settings, "tokenizer": tokenizer, **recorded}
+    settings = {"version": MANIFEST_VERSION, **source.settings, **recorded}
     shards = Shards(out, source.prefix, settings)
     if shards.manifest["complete"]:
         return 0
@@ -418,11 +404,6 @@ def verify(folder: Path, names: list[str] | None = None) -> None:
     line = f"{folder}: all {len(names)} shards match the manifest"
     if unfinished(folder):
         line += f"; {unfinished(folder)}"
-
-    # Shards that were put there by hand, say, are no mistake.
-    unknown = [name for name in shard_names(folder) if name not in recorded]
-    if unknown:
-        line += f"; shards that the manifest does not list were not checked: {', '.join(unknown)}"
     print(line)
 
 
@@ -438,15 +419,11 @@ def next_command(out: Path, val: list[int], train: list[int]) -> str:
     else:
         preset = "gpt2"
 
-    # A sequence and its last target must fit into a shard of either split. Batches divide by
-    # powers of two: this is the largest one that fits.
-    longest = min(max(val), max(train)) - 1
-    block_size = min(BLOCK_SIZES[preset], 1 << longest.bit_length() >> 1)
+    # A sequence and its last target must fit into a shard of either split.
+    block_size = BLOCK_SIZES[preset]
+    while block_size + 1 > min(max(val), max(train)):
+        block_size //= 2
 
-    # Below this a model learns letters at best.
-    if block_size < 16:
-        return (f"the shards in {out} are too short to train on: make longer ones from more text, "
-                f"in another --out")
     data = shlex.quote(str(out))
     log = shlex.quote(f"log/{out.resolve().name}")
     command = f"next: python train_gpt2.py --preset {preset} --data {data} --out {log}"
@@ -476,14 +453,14 @@ def main(argv: list[str] | None = None) -> None:
     out = Path(args.out)
     empty_rows = 0
     if args.pretokenized is not None:
-        with lock_folder(out, LOCK):
+        with lock_folder(out, ".fineweb.lock"):
             fetch_published(args.pretokenized, out)
     else:
         if args.input is not None:
             source = LocalFiles(args, out)
         else:
             source = HubDataset(args.dataset, args.name, args.split, out)
-        with lock_folder(out, LOCK):
+        with lock_folder(out, ".fineweb.lock"):
             empty_rows = write_shards(args, source, out)
     print_summary(out, empty_rows)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from runtime.cli import UserError, brief_error, unexpected
 from runtime.files import reading, replace_file
-from runtime.tokenizer import EOT, VOCAB_SIZE, checked_asset
+from runtime.tokenizer import ASSETS, EOT, VOCAB_SIZE
 from runtime.weights import EMBEDDING, HEAD, model_from_checkpoint
 
 # The models on the hub whose owner, openai-community, can be left out.
@@ -257,15 +257,14 @@ def export_files(model) -> dict[str, bytes]:
         "unk_token": eot,
     }
 
-    vocabulary = checked_asset("encoder.json")
     files = {
-        "vocab.json": vocabulary.read_bytes(),
-        "merges.txt": checked_asset("vocab.bpe").read_bytes(),
+        "vocab.json": (ASSETS / "encoder.json").read_bytes(),
+        "merges.txt": (ASSETS / "vocab.bpe").read_bytes(),
         "model.safetensors": safetensors_of(weights),
         "tokenizer_config.json": json.dumps(tokenizer_config, indent=2).encode(),
     }
     if "auto_map" in config:
-        files[MODELING] = vocabulary.with_name(MODELING).read_bytes()
+        files[MODELING] = (ASSETS / MODELING).read_bytes()
 
     # config.json is written last: without it, after a crash, the folder is no model.
     files["config.json"] = json.dumps(config, indent=2).encode()

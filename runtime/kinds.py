@@ -5,7 +5,6 @@ from pathlib import Path
 
 from runtime.cli import RunError, UserError
 
-UTF_16 = "UTF-16 (expected UTF-8): convert it with `iconv -f UTF-16 -t UTF-8`"
 LFS_POINTER = b"version https://git-lfs"
 # (the first bytes, the endings that say the same, what the file is and what to do)
 KINDS = [
@@ -15,8 +14,8 @@ KINDS = [
     (b"PAR1", (".parquet",), "Parquet: rename it to .parquet"),
     (b"ARROW1", (".arrow",), "Arrow: rename it to .arrow"),
     (b"PK\x03\x04", (".pt", ".pth", ".bin", ".npz"), "a zip archive: unzip it"),
-    (b"\xff\xfe", (), UTF_16),
-    (b"\xfe\xff", (), UTF_16),
+    ((b"\xff\xfe", b"\xfe\xff"), (),
+     "UTF-16 (expected UTF-8): convert it with `iconv -f UTF-16 -t UTF-8`"),
     (LFS_POINTER, (), "a pointer of git-lfs, not the file: fetch it with `git lfs pull`"),
 ]
 

@@ -4,7 +4,6 @@ import hashlib
 import json
 import os
 import re
-import warnings
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -14,8 +13,8 @@ from runtime.cli import UserError
 from runtime.files import read_text, reading, replace_file
 from runtime.kinds import first_bytes_tell
 
-# Not a hidden file: a Mac leaves one beside each file that it copies to another disk,
-# ._x_train_000001.npy. And nanoGPT's two files.
+# Of a shard, or one of nanoGPT's two files. Hidden files are no shards: a Mac leaves one beside each
+# file that it copies to another disk, ._x_train_000001.npy.
 SHARD_NAME = re.compile(r"(?!\.)(?:(?:.*_)?(train|val)_\d+\.(?:npy|bin)|(train|val)\.bin)$")
 NANOGPT = ("train.bin", "val.bin")          # uint16 tokens without a header
 BIN_MAGIC = 20240520            # llm.c, dev/data/data_common.py
@@ -49,10 +48,7 @@ def open_shard(path: str | Path) -> np.memmap:
     """The tokens of a .npy or .bin shard, 1-D uint16, as a read-only map of the file. UserError
     if it is truncated or no shard. Nothing in it is ever unpickled."""
     path = Path(path)
-
-    # NumPy warns about an unusual header, but the error is enough.
-    with (reading(path, "copy or make the shard again"), first_bytes_tell(path),
-          warnings.catch_warnings(action="ignore")):
+    with reading(path, "copy or make the shard again"), first_bytes_tell(path):
         if path.name in NANOGPT:
             tokens = np.memmap(path, dtype="<u2", mode="r")
         elif path.suffix == ".bin":
@@ -138,17 +134,6 @@ def write_manifest(folder: Path, manifest: dict) -> None:
     replace_file(folder / "manifest.json", lambda file: file.write(data))
 
 
-def difference(found, wanted) -> str:
-    """What differs between two values of a setting, for a message."""
-    if isinstance(found, list) and isinstance(wanted, list):
-        # The entries of text files are dicts.
-        for entry in wanted:
-            if entry not in found:
-                return f"{entry['name']} is new, or has changed"
-        return f"{len(found)} files, not {len(wanted)}, or in another order"
-    return f"{json.dumps(found)[:80]}, not {json.dumps(wanted)[:80]}"
-
-
 def manifest_to_continue(folder: Path, settings: dict) -> dict:
     """The manifest of the shards in `folder`; a new one with the `settings` if there are none.
     UserError unless the shards were made with these settings, and the manifest is whole."""
@@ -160,9 +145,9 @@ def manifest_to_continue(folder: Path, settings: dict) -> dict:
     found = read_manifest(folder)
     for key, value in settings.items():
         if found.get(key) != value:
-            raise UserError(f"{folder} was begun with another {key} "
-                            f"({difference(found.get(key), value)}): use the same {key}, choose "
-                            f"another --out, or train on these shards as they are")
+            other = json.dumps(found.get(key))[:80]
+            raise UserError(f"{folder} was begun with another {key}, {other}: use the same {key}, "
+                            f"choose another --out, or train on these shards as they are")
 
     with reading(folder / "manifest.json", "choose another --out"):
         for shard in found["shards"]:

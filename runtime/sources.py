@@ -2,8 +2,7 @@
 
 Both classes have the same three members: `settings`, which the manifest records and which tell
 this text from every other one; `prefix`, with which the names of its shards begin; and
-`files(first)`, which yields (number, path, name for messages) of the files of text from number
-`first` on.
+`files(first)`, which yields (number, path) of the files of text from number `first` on.
 """
 import glob
 import hashlib
@@ -18,54 +17,53 @@ from pathlib import Path
 
 from runtime.cli import RunError, UserError, brief_error, print_error
 from runtime.shards import SHARD_NAME, read_manifest
-from runtime.text import READERS, TABLES, TEXT_FILES, kind_of
+from runtime.text import KINDS, TABLES, TEXT_FILES, ending
 
 FINEWEB_EDU = "HuggingFaceFW/fineweb-edu"
-# Where the folders of FineWeb's samples begin, as in build-nanogpt: sample-10BT is edu_fineweb10B.
-FINEWEB = {FINEWEB_EDU: "edu_fineweb", "HuggingFaceFW/fineweb": "fineweb"}
+FINEWEB = (FINEWEB_EDU, "HuggingFaceFW/fineweb")
 DOWNLOAD = ".download"          # the folder, in --out, of files while they are read
 DESCRIBED_BYTES = 1 << 16       # of each end of a file, by which it is told from another one
-KINDS = ", ".join(READERS)
-# Beside these the .txt and .md are about the data, and beside the others the .json are, too.
+# Where files with these endings lie, a .txt or .md beside them is about the data.
 DATA = {*TABLES, ".jsonl", ".jsonlines", ".ndjson", ".csv"}
-WITH_INDEX = {*TABLES, ".mds", ".bin"}
+# Where these lie, a .json is, too. MDS and litdata keep an index.json beside .mds and .bin files.
+BINARY_DATA = {*TABLES, ".mds", ".bin"}
 
 
 # ----------------------------------------------------------------------------- files
 
 class LocalFiles:
-    """The files of --val_input, and after them those of --input."""
+    """The files of --val_input, and after them the others of --input."""
     prefix = "text"
 
     def __init__(self, args, out: Path):
-        val_paths = find_files("val_input", args.val_input, args.split, out)
-        train_paths = find_files("input", args.input, args.split, out)
-        twice = {os.path.realpath(path) for path in val_paths} & {
-            os.path.realpath(path) for path in train_paths}
-        if twice:
-            raise UserError(f"{min(twice)} is both in --input and in --val_input: leave the file "
-                            f"out of one of them")
+        folders = [*args.val_input, *args.input]
+        if args.split != "train" and not any(has_splits(folder) for folder in folders):
+            raise UserError(f"--split {args.split} needs a folder with splits, as save_to_disk "
+                            f"writes it: leave --split out")
 
-        self.paths = [(path, f"--val_input {path}") for path in val_paths]
-        self.paths += [(path, f"--input {path}") for path in train_paths]
+        val_files = find_files("val_input", args.val_input, args.split, out)
+        train_files = find_files("input", args.input, args.split, out)
+        for real_path in val_files:
+            train_files.pop(real_path, None)
+
+        self.paths = [*val_files.values(), *train_files.values()]
         self.settings = {
-            "val_input": [describe(path) for path in val_paths],
-            "input": [describe(path) for path in train_paths],
+            "val_input": [describe(path) for path in val_files.values()],
+            "input": [describe(path) for path in train_files.values()],
         }
 
-    def files(self, first: int) -> Iterator[tuple[int, Path, str]]:
-        for number, (path, name) in enumerate(self.paths):
-            if number >= first:
-                yield number, path, name
+    def files(self, first: int) -> Iterator[tuple[int, Path]]:
+        for number in range(first, len(self.paths)):
+            yield number, self.paths[number]
 
 
-def find_files(flag: str, patterns: list[str], split: str, out: Path) -> list[Path]:
-    """The files of text that paths, folders and globs mean, in order, each once. UserError for one
-    of them without any."""
+def find_files(flag: str, patterns: list[str], split: str, out: Path) -> dict[str, Path]:
+    """{real path of a file of text: its path}, of all that paths, folders and globs mean, in order.
+    UserError for one of them without any text."""
     # Shards may be made in the folder of their text, and have a .json beside them.
     manifest = os.path.realpath(out / "manifest.json")
 
-    first_path = {}             # {real path of a file: as it was found first}
+    found = {}
     for pattern in patterns:
         meant, matched = list_files(pattern, split)
         matched = [path for path in matched if os.path.realpath(path) != manifest
@@ -73,17 +71,21 @@ def find_files(flag: str, patterns: list[str], split: str, out: Path) -> list[Pa
         texts = choose_texts(meant, matched)
         tell_unread(f"--{flag} {pattern}", texts, set(matched).difference(texts))
         for path in texts:
-            first_path.setdefault(os.path.realpath(path), path)
-    return list(first_path.values())
+            found.setdefault(os.path.realpath(path), path)
+    return found
+
+
+def has_splits(folder: str) -> bool:
+    """Whether the save_to_disk of `datasets` has written several splits into the folder."""
+    return os.path.isfile(os.path.join(folder, "dataset_dict.json"))
 
 
 def list_files(pattern: str, split: str) -> tuple[set[Path], list[Path]]:
-    """(the files that a path, folder or glob means, sorted: these and all others below what it
-    matches), without hidden ones."""
+    """(the files that a path, folder or glob asks for; these and all in the subfolders that it
+    matches, sorted). Hidden files are in neither."""
     matches = [pattern]
-    if os.path.isdir(pattern) and not kind_of(pattern):
-        # What the save_to_disk of `datasets` has written of several splits.
-        if os.path.isfile(os.path.join(pattern, "dataset_dict.json")):
+    if os.path.isdir(pattern) and ending(pattern) not in KINDS:
+        if has_splits(pattern):
             pattern = os.path.join(pattern, split)
         names = os.listdir(pattern)
         matches = [os.path.join(pattern, name) for name in names if not name.startswith(".")]
@@ -98,7 +100,7 @@ def list_files(pattern: str, split: str) -> tuple[set[Path], list[Path]]:
         matched.update(files)
 
         # Spark and Dask write a folder a.parquet, which stands for the files in it.
-        if os.path.isfile(match) or kind_of(match):
+        if os.path.isfile(match) or ending(match) in KINDS:
             meant.update(files)
 
     # Sorted, because a disk has an order of its own, and the shards should be the same anywhere.
@@ -124,27 +126,27 @@ def files_below(path: str) -> Iterator[Path]:
 
 def choose_texts(meant: set[Path], matched: list[Path]) -> list[Path]:
     """The files of text among `meant`."""
-    kinds_below = defaultdict(set)          # {folder: the endings of the files in it and below}
+    endings_below = defaultdict(set)        # {folder: the endings of the files in it and below}
     for path in matched:
         for folder in path.parents:
-            kinds_below[folder].update({kind_of(path), path.suffix})
+            endings_below[folder].add(ending(path))
 
     texts = []
     for path in matched:
-        if path in meant and path.is_file() and kind_of(path):
-            if not is_about_data(path, kinds_below[path.parent]):
+        if path in meant and path.is_file() and ending(path) in KINDS:
+            if not is_about_data(path, endings_below[path.parent]):
                 texts.append(path)
     return texts
 
 
-def is_about_data(path: Path, kinds_beside: set[str]) -> bool:
+def is_about_data(path: Path, endings_beside: set[str]) -> bool:
     """Whether a file is no text, but says something of the data beside it: the README.md of a
     dataset, the index.json of MDS, what `datasets` keeps in its cache."""
-    kind = kind_of(path)
+    kind = ending(path)
     if kind in TEXT_FILES:
-        return not kinds_beside.isdisjoint(DATA)
+        return not endings_beside.isdisjoint(DATA)
     if kind == ".json":
-        return not kinds_beside.isdisjoint(WITH_INDEX)
+        return not endings_beside.isdisjoint(BINARY_DATA)
     return kind == ".arrow" and path.name.startswith("cache-")
 
 
@@ -153,17 +155,18 @@ def tell_unread(what: str, texts: list[Path], unread: set[Path]) -> None:
     there is no text beside them."""
     line = ""
     if unread:
-        endings = Counter(path.suffix if path.suffix else "without an ending" for path in unread)
-        counts = ", ".join(f"{count} {ending}" for ending, count in sorted(endings.items()))
+        suffixes = Counter(path.suffix if path.suffix else "without an ending" for path in unread)
+        counts = ", ".join(f"{count} {suffix}" for suffix, count in sorted(suffixes.items()))
         folder = os.path.commonpath([path.parent.absolute() for path in unread])
         line = f"; not read: {counts} in {os.path.relpath(folder)}"
-        if any(kind_of(path) for path in unread):
+        if any(ending(path) in KINDS for path in unread):
             line += "; 'FOLDER/**' takes subfolders, and name a .txt or .json that lies beside data"
-        if ".tsv" in endings:
+        if ".tsv" in suffixes:
             line += ("; of a .tsv make .csv, JSON lines or Parquet (pandas, duckdb, or COPY ... "
                      "(FORMAT csv, HEADER))")
     if not texts:
-        raise UserError(f"{what} matches no file of a known kind ({KINDS}): check the path{line}")
+        kinds = ", ".join(KINDS)
+        raise UserError(f"{what} matches no file of a known kind ({kinds}): check the path{line}")
     if unread:
         print_error(f"{what}{line}")
 
@@ -183,11 +186,10 @@ def describe(path: Path) -> dict:
 
 def hub_names(dataset: str, name: str | None, split: str) -> tuple[str, str]:
     """(prefix of the shards, default --out) of a dataset of the hub."""
-    if dataset in FINEWEB and split == "train" and name:
-        sample = re.fullmatch(r"sample-(\d+B)T", name)
-        if sample:
-            folder = FINEWEB[dataset]
-            return folder.replace("_", ""), folder + sample[1]
+    # As in build-nanogpt.
+    if (dataset, name, split) == (FINEWEB_EDU, "sample-10BT", "train"):
+        return "edufineweb", "edu_fineweb10B"
+
     words = [dataset.rpartition("/")[2]]
     if name:
         words.append(name)
@@ -217,7 +219,7 @@ class HubDataset:
                 revision = hub.HfApi().dataset_info(dataset, expand=["sha"]).sha
         self.settings = {"dataset": dataset, "name": name, "split": split, "revision": revision}
 
-    def files(self, first: int) -> Iterator[tuple[int, Path, str]]:
+    def files(self, first: int) -> Iterator[tuple[int, Path]]:
         """As one file is read, the next one is fetched, and the one before has been removed: two
         are on the disk at most."""
         names = self.list_names()
@@ -229,7 +231,7 @@ class HubDataset:
                 path = Path(following.get())
                 if number + 1 < len(names):
                     following = pool.apply_async(self.download, [names[number + 1]])
-                yield number, path, f"{self.settings['dataset']}: {names[number]}"
+                yield number, path
                 path.unlink()
 
     def list_names(self) -> list[str]:
@@ -247,9 +249,9 @@ class HubDataset:
 
             # hf://datasets/OWNER/NAME@REVISION/path/in/the/dataset
             names = [url.partition(f"@{revision}/")[2] for url in splits.get(split, ())]
-            if not names or not all(kind_of(name) for name in names):
+            if not names or not all(ending(name) in KINDS for name in names):
                 raise ValueError(f"its split {split} has no files, or files of other kinds than "
-                                 f"{KINDS}; its splits are {', '.join(map(str, splits))}")
+                                 f"{', '.join(KINDS)}; its splits are {', '.join(map(str, splits))}")
             return names
 
     def download(self, name: str) -> str:
@@ -266,7 +268,7 @@ def hub_errors(what: str):
     come in many classes, become one line about `what`: a UserError where another command helps,
     else a RunError."""
     import huggingface_hub
-    from huggingface_hub.errors import BadRequestError, LocalEntryNotFoundError
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
         yield huggingface_hub
@@ -280,11 +282,9 @@ def hub_errors(what: str):
         refused = getattr(getattr(error, "response", None), "status_code", None) in (401, 403, 404)
 
         # `datasets` lists the configurations and splits that there are, or says that the dataset
-        # is made by scripts, which are never run.
+        # is made by scripts, which are never run. Where the hub is out of reach nothing is wrong.
         explained = isinstance(error, ValueError | FileNotFoundError) or "scripts" in why
-        if isinstance(error, BadRequestError | LocalEntryNotFoundError):
-            explained = False
-        if refused or explained:
+        if refused or (explained and not isinstance(error, LocalEntryNotFoundError)):
             raise UserError(f"{what} cannot be read ({why}): check its name, --name and --split; "
                             f"for a private or gated dataset accept its terms on the hub, and run "
                             f"`hf auth login`") from None

@@ -5,7 +5,6 @@ tiktoken is the reference. gigatoken encodes large texts, some 30 times as fast,
 with it.
 """
 import functools
-import hashlib
 import json
 import re
 import secrets
@@ -19,28 +18,12 @@ from runtime.cli import RunError, UserError
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
 VOCAB_SIZE = 50257              # 50,000 merges + 256 bytes + <|endoftext|>
 EOT = 50256                     # <|endoftext|>
-BPE_SHA256 = {
-    "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
-    "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
-}
 SAMPLE_BYTES = 1000             # of each chunk, which tiktoken encodes, too
 
 # Matches a text up to the last place where it can be cut without changing a token: behind a
 # character that is no white space, and before a space or a line end. GPT-2's pattern always
 # begins a new piece there, and decides nothing before it by what comes after it.
 LAST_CUT = re.compile(r".*\S(?=[ \n\r])", re.DOTALL)
-
-
-def checked_asset(name: str) -> Path:
-    """The path of one of GPT-2's two BPE files in assets/. UserError if its SHA-256 is not
-    BPE_SHA256's."""
-    path = ASSETS / name
-    if path.is_file():
-        sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
-        if sha256 == BPE_SHA256[name]:
-            return path
-    raise UserError(f"{path} is missing or is not GPT-2's file: restore the file with "
-                    f"`git checkout -- assets`")
 
 
 @functools.cache
@@ -53,7 +36,7 @@ def token_bytes() -> dict[bytes, int]:
     table = {256 + i: byte for i, byte in enumerate(unprintable)}
 
     # The ids are in the order of the merges, so that they are the ranks that tiktoken asks for.
-    ids = json.loads(checked_asset("encoder.json").read_text(encoding="utf-8"))
+    ids = json.loads((ASSETS / "encoder.json").read_text(encoding="utf-8"))
     del ids["<|endoftext|>"]
     return {token.translate(table).encode("latin-1"): id for token, id in ids.items()}
 
@@ -131,8 +114,8 @@ class Encoder:
     def _as_tokenizer_json(self) -> dict:
         """GPT-2's tokenizer as Hugging Face's tokenizer.json has it, as far as gigatoken reads
         that file."""
-        vocabulary = checked_asset("encoder.json").read_text(encoding="utf-8")
-        merges = checked_asset("vocab.bpe").read_text(encoding="utf-8")
+        vocabulary = (ASSETS / "encoder.json").read_text(encoding="utf-8")
+        merges = (ASSETS / "vocab.bpe").read_text(encoding="utf-8")
         return {
             "added_tokens": [{"id": EOT, "content": self.mark.decode(), "special": True}],
             "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True},

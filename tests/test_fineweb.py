@@ -201,6 +201,15 @@ def test_a_text_of_which_nothing_is_left_for_training_is_refused(flags):
     assert "--val_tokens" in refusal(*flags, "--out", "out")
 
 
+def test_a_file_of_val_input_is_not_trained_on_though_input_names_it(gpt2):
+    Path("in").mkdir()
+    write_documents("in/a.jsonl", DOCUMENTS[:50])
+    write_documents("in/b.jsonl", DOCUMENTS[50:])
+    prepare("--input", "in/*", "--val_input", "../*/in/a.jsonl", "--out", "out")
+    assert tokens("out", "val") == tokens_of(gpt2, DOCUMENTS[:50])
+    assert tokens("out", "train") == tokens_of(gpt2, DOCUMENTS[50:])
+
+
 def test_val_input_without_text_is_refused(text):
     Path("none.txt").touch()
     assert "--val_input" in refusal("--input", text, "--val_input", "none.txt", "--out", "out")
@@ -335,7 +344,7 @@ def test_the_encoder_is_the_one_that_is_asked_for(flags, name, text, encoder, mo
     ("--pretokenized 104", "103"),
     ("--format csv", "--format"), ("--tsv_quotes", "--tsv_quotes"), ("--part 0/2", "--part"),
     ("--input a.txt --val_input a.txt --val_tokens 5 --out out", "--val_tokens"),
-    ("--input a.txt --val_input b.txt ../*/a.txt --out out", "a.txt is both")])
+    ("--input a.txt --split test --out out", "--split")])
 def test_a_mistake_in_the_flags_is_named_and_nothing_is_written(line, named):
     Path("a.txt").write_text("some words " * 400)
     Path("b.txt").write_text("some words " * 400)
@@ -456,7 +465,7 @@ def test_a_text_that_has_changed_is_refused(at, text):
     changed = list(DOCUMENTS)
     changed[at] = changed[at].swapcase()
     write_documents(text, changed)
-    assert text in refusal("--input", text, "--out", "out")
+    assert "another input" in refusal("--input", text, "--out", "out")
 
 
 @pytest.mark.parametrize("old, new", [
@@ -495,15 +504,12 @@ def test_verify_says_how_many_shards_match_the_manifest(text, capsys):
     assert f"all {number} shards" in capsys.readouterr().out
 
 
-def test_verify_tells_shards_that_were_not_written_yet_or_are_not_listed(text, capsys):
+def test_verify_tells_that_shards_were_not_written_yet(text, capsys):
     prepare("--input", text, "--out", "out", "--shard_size", 1500)
     Path("out/manifest.json").write_text(json.dumps({**manifest("out"), "complete": False}))
-    write_shard("out/mine_train_000001.npy", np.arange(9, dtype=np.uint16))
 
     prepare("--verify", "out")
-    line = capsys.readouterr().out.splitlines()[-1]
-    assert "fineweb.py" in line
-    assert "mine_train_000001.npy" in line
+    assert "fineweb.py" in capsys.readouterr().out.splitlines()[-1]
 
 
 def test_verify_names_every_shard_that_is_not_as_it_was_written(text):
@@ -558,15 +564,15 @@ def test_training_on_an_unfinished_folder_says_how_to_finish_it(text):
 
 
 @pytest.mark.parametrize("preset, count", [
-    ("shakespeare", 8_199_999), ("small", 8_200_000), ("small", 10**9 - 1), ("gpt2", 10**9)])
+    ("shakespeare", 32_767_999), ("small", 32_768_000), ("small", 10**9 - 1), ("gpt2", 10**9)])
 def test_the_last_line_names_the_preset_for_so_many_training_tokens(preset, count):
     line = fineweb.next_command(Path("d"), [10**5], [count - 1, 1])
     assert f"--preset {preset} " in line
 
 
-def test_small_reads_its_text_four_times_at_most():
+def test_small_reads_its_text_once_at_most():
     flags = PRESETS["small"].flags
-    assert 4 * 8_200_000 >= flags["total_batch_size"] * flags["max_steps"]
+    assert flags["total_batch_size"] * flags["max_steps"] <= 32_768_000
 
 
 @pytest.mark.parametrize("preset, count", [
@@ -575,7 +581,6 @@ def test_a_sequence_and_its_last_target_fit_into_a_shard(preset, count):
     T = fineweb.BLOCK_SIZES[preset]
     assert fineweb.next_command(Path("d"), [T + 1], [count]).endswith("log/d")
     assert fineweb.next_command(Path("d"), [T], [count]).endswith(f"--block_size {T // 2}")
-    assert "too short" in fineweb.next_command(Path("d"), [16], [count])
 
 
 # ------------------------------------------------------------------------- the hub
@@ -660,7 +665,7 @@ def test_fineweb_is_the_default_and_its_first_shard_is_for_validation(gpt2):
 
 
 @pytest.mark.parametrize("dataset, name, split, names", [
-    ("HuggingFaceFW/fineweb", "sample-100BT", "train", ("fineweb", "fineweb100B")),
+    ("HuggingFaceFW/fineweb", "sample-100BT", "train", ("fineweb-sample-100BT",) * 2),
     ("HuggingFaceFW/fineweb-edu", "sample-10BT", "train", ("edufineweb", "edu_fineweb10B")),
     ("HuggingFaceFW/fineweb", None, "train", ("fineweb", "fineweb")),
     ("me/My_Books", "a/b", "test", ("My-Books-a-b-test", "My-Books-a-b-test"))])

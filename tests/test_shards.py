@@ -161,7 +161,7 @@ def write_folder(folder, **manifest):
     (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
-def test_training_on_an_unfinished_folder_has_a_warning(tmp_path):
+def test_an_unfinished_folder_has_a_warning(tmp_path):
     write_folder(tmp_path, complete=False, shards=[])
     warning = unfinished(tmp_path)
     assert str(tmp_path) in warning

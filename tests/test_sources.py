@@ -28,7 +28,8 @@ def write(*names):
 
 def found(*patterns, split="train"):
     """The names of the files that are read."""
-    return [str(path) for path in find_files("input", list(patterns), split, Path("out"))]
+    files = find_files("input", list(patterns), split, Path("out"))
+    return [str(path) for path in files.values()]
 
 
 def refusal(*patterns, split="train"):
@@ -148,7 +149,8 @@ def test_beside_data_texts_are_about_the_data(data):
     assert found("in/*.txt") == ["in/notes.txt"], "which are named"
 
 
-@pytest.mark.parametrize("data", ["shard.00000.mds", "chunk-0-0.bin", "a.parquet"])
+@pytest.mark.parametrize("data", [
+    "shard.00000.mds", "shard.00000.mds.zstd", "chunk-0-0.bin", "chunk-0-0.zstd.bin", "a.parquet"])
 def test_an_index_beside_binary_data_is_no_text(data):
     write(f"in/{data}", "in/index.json", "in/deep/c.json")
     assert "in/index.json" not in found("in/**")
