@@ -518,14 +518,10 @@ def covered(intervals: list[tuple[float, float]]) -> float:
 
 
 def profile_steps(step: Callable, device: str) -> dict:
-    """{"kernels": {name: [calls, ms]}, "busy_ms": ms in which any of them runs}, for one step.
-
-    On a GPU these are its kernels, on a CPU torch's operators without what they call.
-    """
-    on_gpu = device.startswith("cuda")
-    activities, device_type = [ProfilerActivity.CPU], DeviceType.CPU
-    if on_gpu:
-        activities, device_type = [ProfilerActivity.CPU, ProfilerActivity.CUDA], DeviceType.CUDA
+    """Calls step() within torch's profiler. Returns what kernels_of finds."""
+    activities = [ProfilerActivity.CPU]
+    if device.startswith("cuda"):
+        activities.append(ProfilerActivity.CUDA)
 
     # The first profile starts the profiler, which takes seconds: it is thrown away.
     for steps in (1, PROFILED_STEPS):
@@ -533,10 +529,22 @@ def profile_steps(step: Callable, device: str) -> dict:
             for _ in range(steps):
                 step()
             wait_for(device)
+    return kernels_of(profiler.events(), device)
+
+
+def kernels_of(events: list, device: str) -> dict:
+    """{"kernels": {name: [calls, ms]}, "busy_ms": ms in which any of them runs}, for one step.
+
+    On a GPU these are its kernels, on a CPU torch's operators without what they call.
+    """
+    on_gpu = device.startswith("cuda")
+    device_type = DeviceType.CPU
+    if on_gpu:
+        device_type = DeviceType.CUDA
 
     kernels = {}
     intervals = []
-    for event in profiler.events():
+    for event in events:
         if event.device_type != device_type or event.is_user_annotation:
             continue                            # an annotation spans the kernels inside
         microseconds = event.self_cpu_time_total
@@ -686,7 +694,7 @@ multiprocessing.set_start_method("fork")
 
 
 def measure_loader(s: Setting) -> dict:
-    """Seconds in which one thread reads each batch of B x T tokens from shards, in shuffled order."""
+    """Seconds in which one thread reads each batch of B x T tokens, from shards, shuffled."""
     paths = []
     for i in range(4):
         paths.append(Path(f"x_train_{i}.npy"))
@@ -801,7 +809,7 @@ def parse_curves(source: str, text: str) -> list[Curve]:
         lines.insert(0, "tokens,loss")
 
     curves = {}
-    for row in csv.DictReader(lines):
+    for row in csv.DictReader(lines, skipinitialspace=True):
         cells = {name.strip().lower(): cell for name, cell in row.items() if name}
         loss = [cells[name] for name in LOSS_COLUMNS if cells.get(name)]
         if not loss:
