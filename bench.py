@@ -316,7 +316,9 @@ def measure(step: Callable, model: torch.nn.Module, s: Setting) -> dict:
     }
     if not s.peer:
         found["flops_per_token"] = model.flops_per_token(s.T)
-        found["peak_flops"] = peak_flops(s.device) or product_rate(s)
+        found["peak_flops"] = peak_flops(s.device)
+        if found["peak_flops"] is None:
+            found["peak_flops"] = product_rate(s)
     return found
 
 
@@ -452,7 +454,7 @@ def measure_peer(s: Setting) -> dict:
 
 
 def peer(args) -> None:
-    script = Path(args.path) / "train_gpt2.py"
+    script = Path(args.clone) / "train_gpt2.py"
     if "\nimport tiktoken" not in script.read_text(encoding="utf-8"):
         raise UserError(f"{script} is not that of build-nanogpt: git clone it from GitHub, and "
                         "name its folder")
@@ -740,8 +742,8 @@ def time_tokenizing(peers_script: str | None, text: Path) -> dict:
 def data(args) -> None:
     print_machine("cpu")
     scripts = {"fineweb.py": None}
-    if args.path:
-        script = Path(args.path) / "fineweb.py"
+    if args.clone:
+        script = Path(args.clone) / "fineweb.py"
         scripts["build-nanogpt's fineweb.py"] = script.read_text(encoding="utf-8")
 
     loader = Setting(worker="loader", warmup=10, steps=500)
@@ -809,15 +811,15 @@ def parse_curves(source: str, text: str) -> list[Curve]:
         lines.insert(0, "tokens,loss")
 
     curves = {}
-    for row in csv.DictReader(lines, skipinitialspace=True):
-        cells = {name.strip().lower(): cell for name, cell in row.items() if name}
+    for row in csv.DictReader(lines, restkey="others", restval="", skipinitialspace=True):
+        cells = {name.lower(): cell for name, cell in row.items()}
         loss = [cells[name] for name in LOSS_COLUMNS if cells.get(name)]
         if not loss:
             continue                                # a step without a validation
-        name = cells.get("run") or source
+        name = cells.get("run", source)
         curve = curves.setdefault(name, Curve(name, [], [], []))
-        curve.tokens.append(float(cells.get("tokens") or "nan"))
-        curve.seconds.append(float(cells.get("seconds") or "nan"))
+        curve.tokens.append(float(cells.get("tokens", "nan")))
+        curve.seconds.append(float(cells.get("seconds", "nan")))
         curve.losses.append(float(loss[0]))
 
     for curve in curves.values():
@@ -870,7 +872,7 @@ def show_curves(curves: list[Curve], plot: str | None, title: str) -> None:
 
 def compare(args) -> None:
     curves = []
-    for source in args.paths:
+    for source in args.curves:
         curves += read_curves(source)
     show_curves(curves, args.plot, args.title)
 
@@ -956,17 +958,15 @@ def commands_of_runs(args) -> dict[str, list[str]]:
     recipes = list(train_gpt2.RECIPES)
     if args.recipe:
         recipes = [args.recipe]
-    size = args.size or "4x256"
-    steps = args.steps or 300
-    T = args.sequence_length or 256
-    tokens = T * (args.batch_size or 16)
+    steps = args.steps
+    tokens = args.batch_size * args.sequence_length
 
     commands = {}
     for recipe in recipes:
         flags = dict(
-            data=args.path, block_size=T, total_batch_size=tokens, max_steps=steps,
-            val_every=max(1, steps // 8), val_tokens=64 * tokens, hellaswag_every=0,
-            sample_every=0, checkpoint_every=0, **shape_of(recipe, size))
+            data=args.shards, block_size=args.sequence_length, total_batch_size=tokens,
+            max_steps=steps, val_every=max(1, steps // 8), val_tokens=64 * tokens,
+            hellaswag_every=0, sample_every=0, checkpoint_every=0, **shape_of(recipe, args.size))
         if not train_gpt2.RECIPES[recipe].rates:
             # Config's are for GPT-2's size. This rate was the best of three at 4x256.
             flags.update(max_lr=2e-3, warmup_steps=steps // 15)
@@ -1013,18 +1013,25 @@ WORKERS = {
     "loader": measure_loader,
 }
 
-STEP_FLAGS = ["device", "dtype", "recipe", "size", "batch_size", "sequence_length", "steps"]
-RUN_FLAGS = ["recipe", "size", "batch_size", "sequence_length", "steps", "turns", "ideas", "out"]
+STEP_FLAGS = ["--device", "--dtype", "--recipe", "--size", "--batch_size", "--sequence_length",
+              "--steps"]
+COMPILE_FLAGS = ["--compile", "--no_compile"]
+PLOT_FLAGS = ["--plot", "--title"]
 
 # {command: (the function that prints its table, its flags)}
 COMMANDS = {
-    "ladder": (ladder, [*STEP_FLAGS, "compile", "no_compile", "turns"]),
-    "peer": (peer, ["clone", *STEP_FLAGS, "compile", "no_compile", "turns"]),
-    "profile": (profile, [*STEP_FLAGS, "compile", "no_compile"]),
-    "attention": (attention_table, [*STEP_FLAGS, "turns"]),
-    "data": (data, ["clone or none", "copies", "turns"]),
-    "compare": (compare, ["runs", "plot", "title"]),
-    "recipes": (recipes, ["shards", *RUN_FLAGS, "plot", "title"]),
+    "ladder": (ladder, [*STEP_FLAGS, *COMPILE_FLAGS, "--turns"]),
+    "peer": (peer, ["clone", *STEP_FLAGS, *COMPILE_FLAGS, "--turns"]),
+    "profile": (profile, [*STEP_FLAGS, *COMPILE_FLAGS]),
+    "attention": (attention_table, [*STEP_FLAGS, "--turns"]),
+    "data": (data, ["clone", "--copies", "--turns"]),
+    "compare": (compare, ["curves", *PLOT_FLAGS]),
+    "recipes": (recipes, ["shards", "--recipe", "--size", "--batch_size", "--sequence_length",
+                          "--steps", "--turns", "--ideas", "--out", *PLOT_FLAGS]),
+}
+DEFAULTS = {
+    "peer": dict(clone="build-nanogpt"),
+    "recipes": dict(size="4x256", batch_size=16, sequence_length=256, steps=300),
 }
 
 
@@ -1041,42 +1048,41 @@ def model_size(text: str) -> str:
     return text
 
 
-# {flag: what argparse is told}. Those with a "dest" are words of a command, without dashes.
 FLAGS = {
-    "clone": dict(dest="path", metavar="PATH", help="The folder of a clone of build-nanogpt."),
-    "clone or none": dict(dest="path", metavar="PATH", nargs="?",
-                          help="The folder of a clone of build-nanogpt."),
-    "runs": dict(dest="paths", metavar="OUT", nargs="+", help="An --out folder of a run, or a .csv "
-                 "file with the columns tokens and loss."),
-    "shards": dict(dest="path", metavar="DATA", help="A folder of shards, as `python fineweb.py "
-                   "--input YOUR_TEXT --out DATA` makes it."),
-    "device": dict(default="auto", help="The device: cuda, mps or cpu. 'auto' means the first of "
-                   "these that is available (default auto)."),
-    "dtype": dict(default="auto", choices=["auto", "float32", "bfloat16", "float16"],
-                  help="The number format of matrix products. 'auto' means bfloat16 where the "
-                  "hardware has it (default auto)."),
-    "recipe": dict(choices=list(train_gpt2.RECIPES), help="The recipe (default gpt2; of recipes "
-                   "each)."),
-    "size": dict(type=model_size, help="A size of GPT-2, or layers x width (default gpt2; of "
-                 "recipes 4x256)."),
-    "batch_size": dict(type=at_least_one, help="The number of sequences in a step (default 4, on "
-                       "CUDA 16; of profile on CUDA 64; of recipes 16)."),
-    "sequence_length": dict(type=at_least_one, help="The number of tokens in a sequence (default "
-                            "1024; on a CPU, and of recipes, 256)."),
-    "steps": dict(type=at_least_one, help="The number of timed steps in a turn (default 4, on CUDA "
-                  "20, of attention 50), or of recipes the steps of a run (default 300)."),
-    "turns": dict(type=at_least_one, default=2, help="How many times everything is measured, or of "
-                  "recipes trained, with another seed each time (default 2)."),
-    "compile": dict(action="store_true", default=None,
-                    help="Use torch.compile (default: only on CUDA)."),
-    "no_compile": dict(action="store_false", default=None, help="Do not use torch.compile."),
-    "copies": dict(type=at_least_one, default=47, help="How many copies of input.txt, of 1.1 MB "
-                   "each, are tokenized (default 47)."),
-    "ideas": dict(action="store_true", help="Also train --recipe without each of its ideas."),
-    "out": dict(default="log/recipes", help="The folder for the runs, each in a folder of its own "
-                "(default log/recipes)."),
-    "plot": dict(metavar="FILE.png", help="Draw the curves."),
-    "title": dict(default="", help="The title of the picture."),
+    "clone": dict(nargs="?", help="The folder of a clone of build-nanogpt (default of peer: "
+                  "build-nanogpt)."),
+    "curves": dict(nargs="+", help="An --out folder of a run, or a .csv file with the columns "
+                   "tokens and loss."),
+    "shards": dict(help="A folder of shards, as `python fineweb.py --input YOUR_TEXT --out DATA` "
+                   "makes it."),
+    "--device": dict(default="auto", help="The device: cuda, mps or cpu. 'auto' means the first of "
+                     "these that is available (default auto)."),
+    "--dtype": dict(default="auto", choices=["auto", "float32", "bfloat16", "float16"],
+                    help="The number format of matrix products. 'auto' means bfloat16 where the "
+                    "hardware has it (default auto)."),
+    "--recipe": dict(choices=list(train_gpt2.RECIPES), help="The recipe (default gpt2, or of "
+                     "recipes each)."),
+    "--size": dict(type=model_size, help="A size of GPT-2, or layers x width (default gpt2, or of "
+                   "recipes 4x256)."),
+    "--batch_size": dict(type=at_least_one, help="The number of sequences in a step (default 4, on "
+                         "CUDA 16, of profile on CUDA 64, of recipes 16)."),
+    "--sequence_length": dict(type=at_least_one, help="The number of tokens in a sequence (default "
+                              "1024; on a CPU, and of recipes, 256)."),
+    "--steps": dict(type=at_least_one, help="The number of timed steps in a turn (default 4, on "
+                    "CUDA 20, of attention 50), or of recipes the steps of a run (default 300)."),
+    "--turns": dict(type=at_least_one, default=2, help="How many times everything is measured, or "
+                    "of recipes trained, with another seed each time (default 2)."),
+    "--compile": dict(action="store_true", default=None,
+                      help="Use torch.compile (default: only on CUDA)."),
+    "--no_compile": dict(action="store_false", default=None, dest="compile",
+                         help="Do not use torch.compile."),
+    "--copies": dict(type=at_least_one, default=47, help="How many copies of input.txt, of 1.1 MB "
+                     "each, are tokenized (default 47)."),
+    "--ideas": dict(action="store_true", help="Also train --recipe without each of its ideas."),
+    "--out": dict(default="log/recipes", help="The folder of the runs, each in a folder of its own "
+                  "(default log/recipes)."),
+    "--plot": dict(metavar="FILE.png", help="Draw the curves."),
+    "--title": dict(default="", help="The title of the picture."),
 }
 
 
@@ -1084,14 +1090,9 @@ def parse_args(command: str, words: list[str]) -> argparse.Namespace:
     parser = FlagParser(prog=f"bench.py {command}")
     _, names = COMMANDS[command]
     for name in names:
-        options = dict(FLAGS[name])
-        if "dest" in options:
-            parser.add_argument(options.pop("dest"), **options)
-        elif name == "no_compile":
-            parser.add_argument("--no_compile", dest="compile", **options)
-        else:
-            parser.add_argument(f"--{name}", **options)
-    return parser.parse_args(words, argparse.Namespace(command=command))
+        parser.add_argument(name, **FLAGS[name])
+    parser.set_defaults(command=command, **DEFAULTS.get(command, {}))
+    return parser.parse_args(words)
 
 
 def setting_of(args) -> Setting:
@@ -1116,21 +1117,22 @@ def setting_of(args) -> Setting:
     if args.command == "attention":
         s.steps = 50                    # one layer takes milliseconds: a median needs more of them
 
-    s.recipe = args.recipe or s.recipe
-    s.size = args.size or s.size
-    s.B = args.batch_size or s.B
-    s.T = args.sequence_length or s.T
-    s.steps = args.steps or s.steps
-    if getattr(args, "compile", None) is not None:
-        s.compile = args.compile
+    given = vars(args)
+    fields = {"recipe": "recipe", "size": "size", "batch_size": "B", "sequence_length": "T",
+              "steps": "steps", "compile": "compile"}
+    for name, field in fields.items():
+        if given.get(name) is not None:
+            setattr(s, field, given[name])
     return s
 
 
 def main(argv: list[str] | None = None) -> int | None:
     if argv is None:
         argv = sys.argv[1:]
-    if not argv or argv[0].startswith("-"):
-        FlagParser(prog="bench.py", description=__doc__).parse_args(argv or ["--help"])
+    if not argv:
+        argv = ["--help"]
+    if argv[0].startswith("-"):
+        FlagParser(prog="bench.py", description=__doc__).parse_args(argv)
 
     command, *words = argv
     # Two commands that are not for users: the tables start them, each in a process of its own.
