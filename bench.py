@@ -52,6 +52,7 @@ from runtime.device import (
     is_out_of_memory,
     peak_flops,
     peak_memory,
+    tune_malloc,
 )
 from runtime.files import read_text, reading, replace_file
 from runtime.plots import new_figure, short_count
@@ -636,7 +637,11 @@ def measure_attention(s: Setting) -> dict:
     An error is |x - x64| / |x64|, where x64 is the formula's value in float64: that of y, and the
     largest of dq, dk and dv.
     """
-    torch.set_float32_matmul_precision("high")
+    if s.device == "cpu":
+        tune_malloc()
+    elif s.device.startswith("cuda"):
+        torch.set_float32_matmul_precision("high")          # TF32
+
     model_shape = shape_of(s.recipe, s.size)
     heads = model_shape["n_head"]
     shape = (s.B, s.T, heads, model_shape["n_embd"] // heads)
@@ -936,6 +941,7 @@ IDEAS = {
         "constant rate, then linear (cosine instead)": (speedrun.RECIPE, "lr_scale", cosine),
     },
     "frontier": {
+        "shifted keys": (frontier, "first_shifted_head", lambda n_head: n_head),
         "start of the shifted keys as the queries": (
             frontier.FrontierGPT, "init_weights", speedrun.ModernLanguageModel.init_weights),
         "rows for stems and forms": (frontier, "stem_and_form", lambda text: ("", ())),
