@@ -798,7 +798,7 @@ def read_curves(source: str) -> list[Curve]:
     if path.is_dir():
         path = path / "metrics.csv"
     remedy = "choose the --out folder of a run, or a .csv with the columns tokens and loss"
-    with reading(path, remedy, (ValueError, csv.Error)):
+    with reading(path, remedy):
         text = read_text(path)
         if path.name == "metrics.csv":
             text = text[:text.rfind("\n") + 1]      # the last line may not be complete yet

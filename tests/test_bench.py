@@ -1,5 +1,4 @@
 """bench.py: what it measures, what its tables compute from that, and what it refuses."""
-import json
 import subprocess
 import sys
 import types
@@ -8,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch.autograd import DeviceType
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import bench
 import train_gpt2
@@ -60,11 +60,8 @@ def test_turns_are_joined_and_a_row_that_fails_is_left_out(capsys):
     assert asked == ["good", "bad", "good", "good", "good"]
     assert results == {"a": {"seconds": [1, 4], "memory": 9}, "c": {"seconds": [3, 5], "memory": 7}}
     assert "b: no room" in capsys.readouterr().out
-
-
-def test_nothing_measured_is_an_error():
     with pytest.raises(RunError):
-        bench.take_turns(lambda job: {"failed": "no room"}, {"a": 1}, turns=1)
+        bench.take_turns(run, {"b": "bad"}, turns=2)
 
 
 def test_the_warm_up_is_not_in_the_times(monkeypatch):
@@ -96,20 +93,20 @@ def test_the_timed_step_trains_as_the_setting_says(optimized, monkeypatch, tmp_p
     monkeypatch.chdir(tmp_path)
     tuned = []
     monkeypatch.setattr(train_gpt2, "tune_malloc", lambda: tuned.append(1))
-    state = []
-    make = train_gpt2.make_train_state
-    monkeypatch.setattr(
-        train_gpt2, "make_train_state", lambda *args: state.append(make(*args)) or state[0])
+    fused = []
+    hook = register_optimizer_step_pre_hook(
+        lambda optimizer, *args: fused.append(optimizer.param_groups[0]["fused"]))
 
     setting = Setting(**TINY, fused=optimized, loss_in_tiles=optimized, tune_malloc=optimized)
     step, model = bench.our_step(setting)
     before = model.lm_head.weight.clone()
     step()
+    hook.remove()
 
     assert not torch.equal(before, model.lm_head.weight)
     assert (model.loss_chunk > 0) == optimized
     assert len(tuned) == optimized
-    assert all(bool(group["fused"]) == optimized for group in state[0].optimizer.groups())
+    assert [bool(value) for value in fused] == [optimized]
 
 
 def test_each_step_has_all_tokens_also_where_the_batch_grows(monkeypatch, tmp_path):
@@ -145,7 +142,7 @@ def test_what_a_device_is_measured_with(command, device, expected, monkeypatch):
 
 # ----------------------------------------------------------------------------- ladder and peer
 
-def test_each_rung_of_a_gpus_ladder_adds_what_it_is_called_after():
+def test_each_rung_of_the_ladder_changes_one_thing():
     rungs = bench.ladder_rungs(Setting(device="cuda:0", compile=True, B=16))
     lowest, *changes = rungs.values()
     assert changes == [
@@ -153,12 +150,10 @@ def test_each_rung_of_a_gpus_ladder_adds_what_it_is_called_after():
         {"vocab_size": 50304}, {"fused": True}, {"attention": "auto"}, {"B": 64}]
     assert all(lowest[name] != value for change in changes for name, value in change.items())
 
-
-def test_a_cpus_ladder_has_its_own_rungs():
     rungs = bench.ladder_rungs(Setting(device="cpu", dtype="float32"))
-    lowest, *changes = rungs.values()
-    assert changes == [{"attention": "flash"}, {"vocab_size": 50304}, {"fused": True},
-                       {"tune_malloc": True}, {"loss_in_tiles": True}, {"attention": "auto"}]
+    assert list(rungs.values())[1:] == [
+        {"attention": "flash"}, {"vocab_size": 50304}, {"fused": True}, {"tune_malloc": True},
+        {"loss_in_tiles": True}, {"attention": "auto"}]
 
 
 def test_a_rung_stands_on_the_newest_one_that_can_run(monkeypatch, capsys):
@@ -229,7 +224,7 @@ def test_the_peers_time_is_told_in_terms_of_ours(monkeypatch, tmp_path, capsys):
     ("triton_per_fused__to_copy_add_native_layer_norm_view_6", "elementwise and norms"),
     ("triton_poi_fused__scaled_dot_product_flash_attention_view_3", "elementwise and norms"),
     ("triton_poi_fused_addmm_gelu_view_3", "elementwise and norms"),
-    ("void at::native::vectorized_elementwise_kernel<4, GeluCUDAKernelImpl>", "elementwise and norms"),
+    ("void at::native::vectorized_elementwise_kernel<4, Gelu>", "elementwise and norms"),
     ("triton_poi_fused__to_copy_t_11", "copies and casts"),
     ("void at::native::unrolled_elementwise_kernel<direct_copy_kernel_cuda>", "copies and casts"),
     ("Memcpy DtoD (Device -> Device)", "copies and casts"),
@@ -255,9 +250,12 @@ def test_kernels_are_counted_for_a_step_and_an_overlap_once():
     ]
     found = bench.kernels_of(events, "cuda:0")
     assert bench.PROFILED_STEPS == 3
-    assert found["kernels"] == {"gemm": pytest.approx((2 / 3, 7 / 3)), "copy": pytest.approx((1 / 3, 1))}
+    assert list(found["kernels"]) == ["gemm", "copy"]
+    assert found["kernels"]["gemm"] == pytest.approx((2 / 3, 7 / 3))
     assert found["busy_ms"] == pytest.approx(3)
-    assert bench.kernels_of(events, "cpu")["kernels"] == {"aten::mm": pytest.approx((1 / 3, 0.5 / 3))}
+
+    found = bench.kernels_of(events, "cpu")
+    assert found["kernels"] == {"aten::mm": pytest.approx((1 / 3, 0.5 / 3))}
 
 
 def test_the_kinds_and_the_idle_time_are_shares_of_the_step():
@@ -293,19 +291,6 @@ def test_a_kernels_errors_are_those_of_its_output_and_of_its_worst_gradient(monk
     found = bench.measure_attention(Setting(**TINY, attention="math"))
     assert found["error_forward"] < 1e-5
     assert found["error_backward"] == pytest.approx(0.5, abs=1e-4)
-
-
-def test_the_loader_is_timed_for_each_batch(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    found = bench.measure_loader(Setting(B=16, T=1024, steps=5))
-    assert len(found["seconds"]) == 5
-
-
-def test_documents_of_the_text_differ(tmp_path):
-    bench.write_text(tmp_path / "text.jsonl", copies=2)
-    documents = [json.loads(line)["text"] for line in open(tmp_path / "text.jsonl")]
-    assert len(documents) > 100
-    assert len(set(documents)) == len(documents)
 
 
 POOL = """
@@ -358,7 +343,8 @@ def test_a_csv_file_holds_one_curve_or_several(text, losses):
     assert [curve.losses for curve in bench.parse_curves("file", text)] == losses
 
 
-@pytest.mark.parametrize("text", ["", "a,b\n", "tokens,loss\n", "2,5\n1,4\n", "1,2\n3,x\n", "1,nan\n"])
+@pytest.mark.parametrize("text", [
+    "", "a,b\n", "tokens,loss\n", "2,5\n1,4\n", "1,2\n3,x\n", "1,nan\n"])
 def test_a_file_that_is_no_curve_is_refused(text, tmp_path):
     path = tmp_path / "curve.csv"
     path.write_text(text)
@@ -382,9 +368,15 @@ def test_curves_are_compared_with_the_first_one():
 def test_the_picture_has_tokens_and_minutes_of_each_curve(tmp_path, monkeypatch):
     figures = []
     make = bench.new_figure
-    monkeypatch.setattr(bench, "new_figure", lambda **how: figures.append(make(**how)) or figures[0])
-    curves = [Curve("a", [0, 1000], [0, 60], [9.0, 5.0]), Curve("b", [0, 2000], [0, 300], [9.0, 4.0])]
-    bench.plot_curves(str(tmp_path / "a.png"), curves, "title")
+
+    def new_figure(**how):
+        figures.append(make(**how))
+        return figures[0]
+
+    monkeypatch.setattr(bench, "new_figure", new_figure)
+    a = Curve("a", [0, 1000], [0, 60], [9.0, 5.0])
+    b = Curve("b", [0, 2000], [0, 300], [9.0, 4.0])
+    bench.plot_curves(str(tmp_path / "a.png"), [a, b], "title")
 
     left, right = figures[0].axes
     assert left.lines[1].get_xydata().tolist() == [[0, 9], [2000, 4]]
@@ -415,15 +407,8 @@ def test_recipes_are_trained_and_compared(monkeypatch, tmp_path, capsys):
     recipes = [command[2] for command in commands]
     assert recipes == [f"--recipe={name}" for name in train_gpt2.RECIPES for _ in range(2)]
     assert [command[-2] for command in commands[:2]] == ["--seed=0", "--seed=1"]
-    assert {"--data=DATA", "--max_steps=30", "--n_layer=4", "--total_batch_size=4096"} <= set(commands[0])
+    assert {"--data=DATA", "--max_steps=30", "--n_layer=4"} <= set(commands[0])
     assert "| speedrun, seed 0 |" in capsys.readouterr().out
-
-
-def test_a_recipe_is_also_trained_without_each_idea():
-    args = bench.parse_args("recipes", ["DATA", "--recipe=frontier", "--ideas"])
-    whole, *others = bench.commands_of_runs(args).values()
-    assert [command[4] for command in others] == list(bench.IDEAS["frontier"])
-    assert all(command[5:] == whole[3:] for command in others)
 
 
 @pytest.mark.parametrize("recipe, idea", [
@@ -442,10 +427,11 @@ def test_an_idea_is_replaced_before_training(recipe, idea, monkeypatch):
 # ----------------------------------------------------------------------------- mistakes
 
 @pytest.mark.parametrize("words, what", [
-    ("lader", "lader"), ("--device cpu", "--device"), ("compare", "curves"),
-    ("ladder --size 4x0", "4x0"), ("ladder --steps 0", "--steps"), ("ladder --recipe no", "--recipe"),
-    ("ladder --plot a.png", "--plot"), ("attention --compile", "--compile"), ("data a b", "b"),
-    ("ladder --device tpu", "tpu"), ("recipes a --ideas", "--recipe"), ("peer .", "not that of")])
+    ("lader", "lader"), ("--device cpu", "--device"), ("compare", "curves"), ("data a b", "b"),
+    ("ladder --size 4x0", "4x0"), ("ladder --steps 0", "--steps"), ("ladder --device tpu", "tpu"),
+    ("ladder --recipe no", "--recipe"), ("ladder --plot a.png", "--plot"),
+    ("attention --compile", "--compile"), ("recipes a --ideas", "--recipe"),
+    ("peer .", "not that of")])
 def test_a_mistake_is_refused(words, what, monkeypatch):
     monkeypatch.chdir(ROOT)
     with pytest.raises(UserError, match=what):
