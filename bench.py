@@ -341,15 +341,12 @@ def step_cells(result: dict) -> dict:
 # --------------------------------------------------------------------- bench.py ladder
 
 def ladder_rungs(base: Setting) -> dict[str, dict]:
-    """{what the table calls a rung: what it changes in the Setting of the one below}, for a device.
-
-    The lowest rung sets all that a higher one changes.
-    """
+    """{what the table calls a rung: what it changes in the Setting of the one below}, bottom up."""
     on_gpu = base.device.startswith("cuda")
     rungs = {
         "float32, textbook attention, vocabulary 50257, eager, plain AdamW": dict(
             dtype="float32", tf32=False, compile=False, attention="naive", vocab_size=50257,
-            fused=False, loss_in_tiles=False, tune_malloc=False, B=base.B),
+            fused=False, loss_in_tiles=False, tune_malloc=False),
     }
     if on_gpu:
         rungs["+ TF32"] = dict(tf32=True)
@@ -374,34 +371,39 @@ def ladder_rungs(base: Setting) -> dict[str, dict]:
 def ladder(args) -> None:
     base = setting_of(args)
     print_machine(base.device)
-    highest = base                          # the newest rung that could run
+    rungs = ladder_rungs(base)
+    lowest = next(iter(rungs.values()))
+    highest = replace(base, **lowest)           # the setting of the newest rung that could run
+    settings = {}
 
-    def run(change):
+    def run(name):
         nonlocal highest
-        setting = replace(highest, **change)
-        result = run_in_subprocess(setting)
+        if name not in settings:                # in the first turn
+            settings[name] = replace(highest, **rungs[name])
+        result = run_in_subprocess(settings[name])
         if "failed" not in result:
-            highest = setting
+            highest = settings[name]
         return result
 
-    results = take_turns(run, ladder_rungs(base), args.turns)
-    print_table(rows_of_ladder(results))
+    results = take_turns(run, {name: name for name in rungs}, args.turns)
 
-
-def rows_of_ladder(results: dict[str, dict]) -> list[dict]:
     # On a CPU each rung measures the peak, in its own dtype: the highest is that of 16 bits.
     peak = max(result["peak_flops"] for result in results.values())
+    print_table(rows_of_ladder(results, peak))
+    print(f"MFU is the share of {peak / 1e12:.2f} TFLOP/s (from the data sheet, or measured on the "
+          "MLP's products); a gain below 1.1x may be noise")
+
+
+def rows_of_ladder(results: dict[str, dict], peak_flops: float) -> list[dict]:
     rows = []
     for name, result in results.items():
         row = {"rung": name, **step_cells(result)}
         rows.append(row)
         rate = row["tokens/s"]
         below = rows[max(0, len(rows) - 2)]
-        row["MFU"] = f"{rate * result['flops_per_token'] / peak:.1%}"
+        row["MFU"] = f"{rate * result['flops_per_token'] / peak_flops:.1%}"
         row["gain"] = f"{rate / below['tokens/s']:.2f}x"
         row["in all"] = f"{rate / rows[0]['tokens/s']:.2f}x"
-    print(f"MFU is the share of {peak / 1e12:.2f} TFLOP/s (from the data sheet, or measured on the "
-          "MLP's products); a gain below 1.1x may be noise")
     return rows
 
 
@@ -846,10 +848,15 @@ def tokens_to_reach(target: float, curve: Curve) -> float | None:
     return None
 
 
+def three_digits(n: float) -> str:
+    """'1.23M'."""
+    return short_count(float(f"{n:.3g}"))
+
+
 def curve_row(curve: Curve, first: Curve) -> dict:
     """A curve, and how it stands to the first one: its loss at the newest validation that the first
     one reaches, and when it had the first one's final loss. Linear between validations."""
-    row = {"run": curve.name, "tokens": short_count(float(f"{curve.tokens[-1]:.3g}")), "time": ""}
+    row = {"run": curve.name, "tokens": three_digits(curve.tokens[-1]), "time": ""}
     if math.isfinite(curve.seconds[-1]):
         row["time"] = clock(curve.seconds[-1])
     row["val loss"] = f"{curve.losses[-1]:.4f}"
@@ -861,11 +868,11 @@ def curve_row(curve: Curve, first: Curve) -> dict:
     if both:
         at = curve.tokens[both[-1]]
         difference = curve.losses[both[-1]] - np.interp(at, first.tokens, first.losses)
-        row["against the first"] = f"{difference:+.4f} at {short_count(float(f'{at:.3g}'))}"
+        row["against the first"] = f"{difference:+.4f} at {three_digits(at)}"
     reached = tokens_to_reach(first.losses[-1], curve)
     if reached is not None:
         share = reached / first.tokens[-1]
-        row["the first's end after"] = f"{short_count(float(f'{reached:.3g}'))} ({share:.0%})"
+        row["the first's end after"] = f"{three_digits(reached)} ({share:.0%})"
     return row
 
 
