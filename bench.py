@@ -53,6 +53,7 @@ from runtime.device import (
     is_out_of_memory,
     peak_flops,
     peak_memory,
+    tune_malloc,
 )
 from runtime.files import read_text, reading, replace_file
 from runtime.plots import new_figure, short_count
@@ -318,7 +319,9 @@ def measure(step: Callable, model: torch.nn.Module, s: Setting) -> dict:
     }
     if not s.peer:
         found["flops_per_token"] = model.flops_per_token(s.T)
-        found["peak_flops"] = peak_flops(s.device) or product_rate(s)
+        found["peak_flops"] = peak_flops(s.device)
+        if found["peak_flops"] is None:
+            found["peak_flops"] = product_rate(s)
     return found
 
 
@@ -340,15 +343,12 @@ def step_cells(result: dict) -> dict:
 # --------------------------------------------------------------------- bench.py ladder
 
 def ladder_rungs(base: Setting) -> dict[str, dict]:
-    """{what the table calls a rung: what it changes in the Setting of the one below}, for a device.
-
-    The lowest rung sets all that a higher one changes.
-    """
+    """{what the table calls a rung: what it changes in the Setting of the one below}, bottom up."""
     on_gpu = base.device.startswith("cuda")
     rungs = {
         "float32, textbook attention, vocabulary 50257, eager, plain AdamW": dict(
             dtype="float32", tf32=False, compile=False, attention="naive", vocab_size=50257,
-            fused=False, loss_in_tiles=False, tune_malloc=False, B=base.B),
+            fused=False, loss_in_tiles=False, tune_malloc=False),
     }
     if on_gpu:
         rungs["+ TF32"] = dict(tf32=True)
@@ -373,34 +373,39 @@ def ladder_rungs(base: Setting) -> dict[str, dict]:
 def ladder(args) -> None:
     base = setting_of(args)
     print_machine(base.device)
-    highest = base                          # the newest rung that could run
+    rungs = ladder_rungs(base)
+    lowest = next(iter(rungs.values()))
+    highest = replace(base, **lowest)           # the setting of the newest rung that could run
+    settings = {}
 
-    def run(change):
+    def run(name):
         nonlocal highest
-        setting = replace(highest, **change)
-        result = run_in_subprocess(setting)
+        if name not in settings:                # in the first turn
+            settings[name] = replace(highest, **rungs[name])
+        result = run_in_subprocess(settings[name])
         if "failed" not in result:
-            highest = setting
+            highest = settings[name]
         return result
 
-    results = take_turns(run, ladder_rungs(base), args.turns)
-    print_table(rows_of_ladder(results))
+    results = take_turns(run, {name: name for name in rungs}, args.turns)
 
-
-def rows_of_ladder(results: dict[str, dict]) -> list[dict]:
     # On a CPU each rung measures the peak, in its own dtype: the highest is that of 16 bits.
     peak = max(result["peak_flops"] for result in results.values())
+    print_table(rows_of_ladder(results, peak))
+    print(f"MFU is the share of {peak / 1e12:.2f} TFLOP/s (from the data sheet, or measured on the "
+          "MLP's products); a gain below 1.1x may be noise")
+
+
+def rows_of_ladder(results: dict[str, dict], peak_flops: float) -> list[dict]:
     rows = []
     for name, result in results.items():
         row = {"rung": name, **step_cells(result)}
         rows.append(row)
         rate = row["tokens/s"]
         below = rows[max(0, len(rows) - 2)]
-        row["MFU"] = f"{rate * result['flops_per_token'] / peak:.1%}"
+        row["MFU"] = f"{rate * result['flops_per_token'] / peak_flops:.1%}"
         row["gain"] = f"{rate / below['tokens/s']:.2f}x"
         row["in all"] = f"{rate / rows[0]['tokens/s']:.2f}x"
-    print(f"MFU is the share of {peak / 1e12:.2f} TFLOP/s (from the data sheet, or measured on the "
-          "MLP's products); a gain below 1.1x may be noise")
     return rows
 
 
@@ -454,7 +459,7 @@ def measure_peer(s: Setting) -> dict:
 
 
 def peer(args) -> None:
-    script = Path(args.path) / "train_gpt2.py"
+    script = Path(args.clone) / "train_gpt2.py"
     if "\nimport tiktoken" not in script.read_text(encoding="utf-8"):
         raise UserError(f"{script} is not that of build-nanogpt: git clone it from GitHub, and "
                         "name its folder")
@@ -520,14 +525,10 @@ def covered(intervals: list[tuple[float, float]]) -> float:
 
 
 def profile_steps(step: Callable, device: str) -> dict:
-    """{"kernels": {name: [calls, ms]}, "busy_ms": ms in which any of them runs}, for one step.
-
-    On a GPU these are its kernels, on a CPU torch's operators without what they call.
-    """
-    on_gpu = device.startswith("cuda")
-    activities, device_type = [ProfilerActivity.CPU], DeviceType.CPU
-    if on_gpu:
-        activities, device_type = [ProfilerActivity.CPU, ProfilerActivity.CUDA], DeviceType.CUDA
+    """Calls step() within torch's profiler. Returns what kernels_of finds."""
+    activities = [ProfilerActivity.CPU]
+    if device.startswith("cuda"):
+        activities.append(ProfilerActivity.CUDA)
 
     # The first profile starts the profiler, which takes seconds: it is thrown away.
     for steps in (1, PROFILED_STEPS):
@@ -535,10 +536,22 @@ def profile_steps(step: Callable, device: str) -> dict:
             for _ in range(steps):
                 step()
             wait_for(device)
+    return kernels_of(profiler.events(), device)
+
+
+def kernels_of(events: list, device: str) -> dict:
+    """{"kernels": {name: [calls, ms]}, "busy_ms": ms in which any of them runs}, for one step.
+
+    On a GPU these are its kernels, on a CPU torch's operators without what they call.
+    """
+    on_gpu = device.startswith("cuda")
+    device_type = DeviceType.CPU
+    if on_gpu:
+        device_type = DeviceType.CUDA
 
     kernels = {}
     intervals = []
-    for event in profiler.events():
+    for event in events:
         if event.device_type != device_type or event.is_user_annotation:
             continue                            # an annotation spans the kernels inside
         microseconds = event.self_cpu_time_total
@@ -628,7 +641,11 @@ def measure_attention(s: Setting) -> dict:
     An error is |x - x64| / |x64|, where x64 is the formula's value in float64: that of y, and the
     largest of dq, dk and dv.
     """
-    torch.set_float32_matmul_precision("high")
+    if s.device == "cpu":
+        tune_malloc()
+    elif s.device.startswith("cuda"):
+        torch.set_float32_matmul_precision("high")          # TF32
+
     model_shape = shape_of(s.recipe, s.size)
     heads = model_shape["n_head"]
     shape = (s.B, s.T, heads, model_shape["n_embd"] // heads)
@@ -688,7 +705,7 @@ multiprocessing.set_start_method("fork")
 
 
 def measure_loader(s: Setting) -> dict:
-    """Seconds in which one thread reads each batch of B x T tokens from shards, in shuffled order."""
+    """Seconds in which one thread reads each batch of B x T tokens, from shards, shuffled."""
     paths = []
     for i in range(4):
         paths.append(Path(f"x_train_{i}.npy"))
@@ -734,8 +751,8 @@ def time_tokenizing(peers_script: str | None, text: Path) -> dict:
 def data(args) -> None:
     print_machine("cpu")
     scripts = {"fineweb.py": None}
-    if args.path:
-        script = Path(args.path) / "fineweb.py"
+    if args.clone:
+        script = Path(args.clone) / "fineweb.py"
         scripts["build-nanogpt's fineweb.py"] = script.read_text(encoding="utf-8")
 
     loader = Setting(worker="loader", warmup=10, steps=500)
@@ -785,7 +802,7 @@ def read_curves(source: str) -> list[Curve]:
     if path.is_dir():
         path = path / "metrics.csv"
     remedy = "choose the --out folder of a run, or a .csv with the columns tokens and loss"
-    with reading(path, remedy, (ValueError, csv.Error)):
+    with reading(path, remedy):
         text = read_text(path)
         if path.name == "metrics.csv":
             text = text[:text.rfind("\n") + 1]      # the last line may not be complete yet
@@ -803,15 +820,15 @@ def parse_curves(source: str, text: str) -> list[Curve]:
         lines.insert(0, "tokens,loss")
 
     curves = {}
-    for row in csv.DictReader(lines):
-        cells = {name.strip().lower(): cell for name, cell in row.items() if name}
+    for row in csv.DictReader(lines, restkey="others", restval="", skipinitialspace=True):
+        cells = {name.lower(): cell for name, cell in row.items()}
         loss = [cells[name] for name in LOSS_COLUMNS if cells.get(name)]
         if not loss:
             continue                                # a step without a validation
-        name = cells.get("run") or source
+        name = cells.get("run", source)
         curve = curves.setdefault(name, Curve(name, [], [], []))
-        curve.tokens.append(float(cells.get("tokens") or "nan"))
-        curve.seconds.append(float(cells.get("seconds") or "nan"))
+        curve.tokens.append(float(cells.get("tokens", "nan")))
+        curve.seconds.append(float(cells.get("seconds", "nan")))
         curve.losses.append(float(loss[0]))
 
     for curve in curves.values():
@@ -833,10 +850,15 @@ def tokens_to_reach(target: float, curve: Curve) -> float | None:
     return None
 
 
+def three_digits(n: float) -> str:
+    """'1.23M'."""
+    return short_count(float(f"{n:.3g}"))
+
+
 def curve_row(curve: Curve, first: Curve) -> dict:
     """A curve, and how it stands to the first one: its loss at the newest validation that the first
     one reaches, and when it had the first one's final loss. Linear between validations."""
-    row = {"run": curve.name, "tokens": short_count(float(f"{curve.tokens[-1]:.3g}")), "time": ""}
+    row = {"run": curve.name, "tokens": three_digits(curve.tokens[-1]), "time": ""}
     if math.isfinite(curve.seconds[-1]):
         row["time"] = clock(curve.seconds[-1])
     row["val loss"] = f"{curve.losses[-1]:.4f}"
@@ -848,11 +870,11 @@ def curve_row(curve: Curve, first: Curve) -> dict:
     if both:
         at = curve.tokens[both[-1]]
         difference = curve.losses[both[-1]] - np.interp(at, first.tokens, first.losses)
-        row["against the first"] = f"{difference:+.4f} at {short_count(float(f'{at:.3g}'))}"
+        row["against the first"] = f"{difference:+.4f} at {three_digits(at)}"
     reached = tokens_to_reach(first.losses[-1], curve)
     if reached is not None:
         share = reached / first.tokens[-1]
-        row["the first's end after"] = f"{short_count(float(f'{reached:.3g}'))} ({share:.0%})"
+        row["the first's end after"] = f"{three_digits(reached)} ({share:.0%})"
     return row
 
 
@@ -864,7 +886,7 @@ def show_curves(curves: list[Curve], plot: str | None, title: str) -> None:
 
 def compare(args) -> None:
     curves = []
-    for source in args.paths:
+    for source in args.curves:
         curves += read_curves(source)
     show_curves(curves, args.plot, args.title)
 
@@ -931,6 +953,7 @@ IDEAS = {
         "constant rate, then linear (cosine instead)": (speedrun.RECIPE, "lr_scale", cosine),
     },
     "frontier": {
+        "shifted keys": (frontier, "first_shifted_head", lambda n_head: n_head),
         "start of the shifted keys as the queries": (
             frontier.FrontierGPT, "init_weights", speedrun.ModernLanguageModel.init_weights),
         "rows for stems and forms": (frontier, "stem_and_form", lambda text: ("", ())),
@@ -953,17 +976,15 @@ def commands_of_runs(args) -> dict[str, list[str]]:
     recipes = list(train_gpt2.RECIPES)
     if args.recipe:
         recipes = [args.recipe]
-    size = args.size or "4x256"
-    steps = args.steps or 300
-    T = args.sequence_length or 256
-    tokens = T * (args.batch_size or 16)
+    steps = args.steps
+    tokens = args.batch_size * args.sequence_length
 
     commands = {}
     for recipe in recipes:
         flags = dict(
-            data=args.path, block_size=T, total_batch_size=tokens, max_steps=steps,
-            val_every=max(1, steps // 8), val_tokens=64 * tokens, hellaswag_every=0,
-            sample_every=0, checkpoint_every=0, **shape_of(recipe, size))
+            data=args.shards, block_size=args.sequence_length, total_batch_size=tokens,
+            max_steps=steps, val_every=max(1, steps // 8), val_tokens=64 * tokens,
+            hellaswag_every=0, sample_every=0, checkpoint_every=0, **shape_of(recipe, args.size))
         if not train_gpt2.RECIPES[recipe].rates:
             # Config's are for GPT-2's size. This rate was the best of three at 4x256.
             flags.update(max_lr=2e-3, warmup_steps=steps // 15)
@@ -1010,18 +1031,25 @@ WORKERS = {
     "loader": measure_loader,
 }
 
-STEP_FLAGS = ["device", "dtype", "recipe", "size", "batch_size", "sequence_length", "steps"]
-RUN_FLAGS = ["recipe", "size", "batch_size", "sequence_length", "steps", "turns", "ideas", "out"]
+STEP_FLAGS = ["--device", "--dtype", "--recipe", "--size", "--batch_size", "--sequence_length",
+              "--steps"]
+COMPILE_FLAGS = ["--compile", "--no_compile"]
+PLOT_FLAGS = ["--plot", "--title"]
 
 # {command: (the function that prints its table, its flags)}
 COMMANDS = {
-    "ladder": (ladder, [*STEP_FLAGS, "compile", "no_compile", "turns"]),
-    "peer": (peer, ["clone", *STEP_FLAGS, "compile", "no_compile", "turns"]),
-    "profile": (profile, [*STEP_FLAGS, "compile", "no_compile"]),
-    "attention": (attention_table, [*STEP_FLAGS, "turns"]),
-    "data": (data, ["clone or none", "copies", "turns"]),
-    "compare": (compare, ["runs", "plot", "title"]),
-    "recipes": (recipes, ["shards", *RUN_FLAGS, "plot", "title"]),
+    "ladder": (ladder, [*STEP_FLAGS, *COMPILE_FLAGS, "--turns"]),
+    "peer": (peer, ["clone", *STEP_FLAGS, *COMPILE_FLAGS, "--turns"]),
+    "profile": (profile, [*STEP_FLAGS, *COMPILE_FLAGS]),
+    "attention": (attention_table, [*STEP_FLAGS, "--turns"]),
+    "data": (data, ["clone", "--copies", "--turns"]),
+    "compare": (compare, ["curves", *PLOT_FLAGS]),
+    "recipes": (recipes, ["shards", "--recipe", "--size", "--batch_size", "--sequence_length",
+                          "--steps", "--turns", "--ideas", "--out", *PLOT_FLAGS]),
+}
+DEFAULTS = {
+    "peer": dict(clone="build-nanogpt"),
+    "recipes": dict(size="4x256", batch_size=16, sequence_length=256, steps=300),
 }
 
 
@@ -1038,42 +1066,41 @@ def model_size(text: str) -> str:
     return text
 
 
-# {flag: what argparse is told}. Those with a "dest" are words of a command, without dashes.
 FLAGS = {
-    "clone": dict(dest="path", metavar="PATH", help="The folder of a clone of build-nanogpt."),
-    "clone or none": dict(dest="path", metavar="PATH", nargs="?",
-                          help="The folder of a clone of build-nanogpt."),
-    "runs": dict(dest="paths", metavar="OUT", nargs="+", help="An --out folder of a run, or a .csv "
-                 "file with the columns tokens and loss."),
-    "shards": dict(dest="path", metavar="DATA", help="A folder of shards, as `python fineweb.py "
-                   "--input YOUR_TEXT --out DATA` makes it."),
-    "device": dict(default="auto", help="The device: cuda, mps or cpu. 'auto' means the first of "
-                   "these that is available (default auto)."),
-    "dtype": dict(default="auto", choices=["auto", "float32", "bfloat16", "float16"],
-                  help="The number format of matrix products. 'auto' means bfloat16 where the "
-                  "hardware has it (default auto)."),
-    "recipe": dict(choices=list(train_gpt2.RECIPES), help="The recipe (default gpt2; of recipes "
-                   "each)."),
-    "size": dict(type=model_size, help="A size of GPT-2, or layers x width (default gpt2; of "
-                 "recipes 4x256)."),
-    "batch_size": dict(type=at_least_one, help="The number of sequences in a step (default 4, on "
-                       "CUDA 16; of profile on CUDA 64; of recipes 16)."),
-    "sequence_length": dict(type=at_least_one, help="The number of tokens in a sequence (default "
-                            "1024; on a CPU, and of recipes, 256)."),
-    "steps": dict(type=at_least_one, help="The number of timed steps in a turn (default 4, on CUDA "
-                  "20, of attention 50), or of recipes the steps of a run (default 300)."),
-    "turns": dict(type=at_least_one, default=2, help="How many times everything is measured, or of "
-                  "recipes trained, with another seed each time (default 2)."),
-    "compile": dict(action="store_true", default=None,
-                    help="Use torch.compile (default: only on CUDA)."),
-    "no_compile": dict(action="store_false", default=None, help="Do not use torch.compile."),
-    "copies": dict(type=at_least_one, default=47, help="How many copies of input.txt, of 1.1 MB "
-                   "each, are tokenized (default 47)."),
-    "ideas": dict(action="store_true", help="Also train --recipe without each of its ideas."),
-    "out": dict(default="log/recipes", help="The folder for the runs, each in a folder of its own "
-                "(default log/recipes)."),
-    "plot": dict(metavar="FILE.png", help="Draw the curves."),
-    "title": dict(default="", help="The title of the picture."),
+    "clone": dict(nargs="?", help="The folder of a clone of build-nanogpt (default of peer: "
+                  "build-nanogpt)."),
+    "curves": dict(nargs="+", help="An --out folder of a run, or a .csv file with the columns "
+                   "tokens and loss."),
+    "shards": dict(help="A folder of shards, as `python fineweb.py --input YOUR_TEXT --out DATA` "
+                   "makes it."),
+    "--device": dict(default="auto", help="The device: cuda, mps or cpu. 'auto' means the first of "
+                     "these that is available (default auto)."),
+    "--dtype": dict(default="auto", choices=["auto", "float32", "bfloat16", "float16"],
+                    help="The number format of matrix products. 'auto' means bfloat16 where the "
+                    "hardware has it (default auto)."),
+    "--recipe": dict(choices=list(train_gpt2.RECIPES), help="The recipe (default gpt2, or of "
+                     "recipes each)."),
+    "--size": dict(type=model_size, help="A size of GPT-2, or layers x width (default gpt2, or of "
+                   "recipes 4x256)."),
+    "--batch_size": dict(type=at_least_one, help="The number of sequences in a step (default 4, on "
+                         "CUDA 16, of profile on CUDA 64, of recipes 16)."),
+    "--sequence_length": dict(type=at_least_one, help="The number of tokens in a sequence (default "
+                              "1024; on a CPU, and of recipes, 256)."),
+    "--steps": dict(type=at_least_one, help="The number of timed steps in a turn (default 4, on "
+                    "CUDA 20, of attention 50), or of recipes the steps of a run (default 300)."),
+    "--turns": dict(type=at_least_one, default=2, help="How many times everything is measured, or "
+                    "of recipes trained, with another seed each time (default 2)."),
+    "--compile": dict(action="store_true", default=None,
+                      help="Use torch.compile (default: only on CUDA)."),
+    "--no_compile": dict(action="store_false", default=None, dest="compile",
+                         help="Do not use torch.compile."),
+    "--copies": dict(type=at_least_one, default=47, help="How many copies of input.txt, of 1.1 MB "
+                     "each, are tokenized (default 47)."),
+    "--ideas": dict(action="store_true", help="Also train --recipe without each of its ideas."),
+    "--out": dict(default="log/recipes", help="The folder of the runs, each in a folder of its own "
+                  "(default log/recipes)."),
+    "--plot": dict(metavar="FILE.png", help="Draw the curves."),
+    "--title": dict(default="", help="The title of the picture."),
 }
 
 
@@ -1081,14 +1108,9 @@ def parse_args(command: str, words: list[str]) -> argparse.Namespace:
     parser = FlagParser(prog=f"bench.py {command}")
     _, names = COMMANDS[command]
     for name in names:
-        options = dict(FLAGS[name])
-        if "dest" in options:
-            parser.add_argument(options.pop("dest"), **options)
-        elif name == "no_compile":
-            parser.add_argument("--no_compile", dest="compile", **options)
-        else:
-            parser.add_argument(f"--{name}", **options)
-    return parser.parse_args(words, argparse.Namespace(command=command))
+        parser.add_argument(name, **FLAGS[name])
+    parser.set_defaults(command=command, **DEFAULTS.get(command, {}))
+    return parser.parse_args(words)
 
 
 def setting_of(args) -> Setting:
@@ -1113,21 +1135,22 @@ def setting_of(args) -> Setting:
     if args.command == "attention":
         s.steps = 50                    # one layer takes milliseconds: a median needs more of them
 
-    s.recipe = args.recipe or s.recipe
-    s.size = args.size or s.size
-    s.B = args.batch_size or s.B
-    s.T = args.sequence_length or s.T
-    s.steps = args.steps or s.steps
-    if getattr(args, "compile", None) is not None:
-        s.compile = args.compile
+    given = vars(args)
+    fields = {"recipe": "recipe", "size": "size", "batch_size": "B", "sequence_length": "T",
+              "steps": "steps", "compile": "compile"}
+    for name, field in fields.items():
+        if given.get(name) is not None:
+            setattr(s, field, given[name])
     return s
 
 
 def main(argv: list[str] | None = None) -> int | None:
     if argv is None:
         argv = sys.argv[1:]
-    if not argv or argv[0].startswith("-"):
-        FlagParser(prog="bench.py", description=__doc__).parse_args(argv or ["--help"])
+    if not argv:
+        argv = ["--help"]
+    if argv[0].startswith("-"):
+        FlagParser(prog="bench.py", description=__doc__).parse_args(argv)
 
     command, *words = argv
     # Two commands that are not for users: the tables start them, each in a process of its own.
