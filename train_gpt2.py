@@ -569,10 +569,7 @@ def train(
         while len(launched) > steps_in_flight(step, config, process, stopped):
             done = launched.popleft()
             loss, norm, votes = done.read_numbers()
-            if math.isfinite(norm):
-                overflows = 0
-            else:
-                overflows += 1
+            overflows = 0 if math.isfinite(norm) else overflows + 1
             check_finite(done.step, loss, norm, overflows, config, process)
             log.step(done.step, loss, norm, done.lr, done.seconds())
             if votes > 0:
@@ -637,8 +634,7 @@ def main(argv: list[str] | None = None) -> int:
     given = FLAGS.parse(__doc__, argv)
     process = start_process(given.get("device", "auto"))
     with device.memory_errors(process.device):
-        # Where the run begins. What a checkpoint recorded is not known yet, so this merge serves only
-        # for --out, --resume, --init and --recipe. Then all flags.
+        # Where the run begins; then all flags, among them those that a checkpoint has recorded.
         start = checkpoint.find_start(
             FLAGS.merge(given, checkpoint.Start()), given, process, recipes.MODELS, recipes.load_model)
         flags, config = process.on_all_ranks(resolve_config, given, start, process)

@@ -19,7 +19,7 @@ OVERFIT_LOSS = 0.1          # below this, --overfit has passed
 
 def clock(seconds: float) -> str:
     """'0:05:00', '2 days, 1:00:00'."""
-    return str(timedelta(seconds=round(seconds)))
+    return str(timedelta(seconds=min(round(seconds), 10**10)))          # timedelta holds no 10**14
 
 
 def counted(n: int, what: str) -> str:

@@ -206,7 +206,7 @@ def read_number(name: str, default: int) -> int:
 
 def say_who_is_missing(process: Process) -> None:
     """Without torchrun the other processes may never come: says how many, and where this one waits."""
-    if "TORCHELASTIC_RUN_ID" in os.environ or not process.is_master:
+    if "TORCHELASTIC_RUN_ID" in os.environ:
         return
     address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     print_error(f"process {process.rank} waits at {address} for {process.world_size - 1} other(s), "

@@ -92,7 +92,7 @@ def test_a_table_is_markdown_with_aligned_numbers(capsys):
 def test_the_timed_step_trains_as_the_setting_says(optimized, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     tuned = []
-    monkeypatch.setattr(train_gpt2, "tune_malloc", lambda: tuned.append(1))
+    monkeypatch.setattr(train_gpt2.device, "tune_malloc", lambda: tuned.append(1))
     fused = []
     hook = register_optimizer_step_pre_hook(
         lambda optimizer, *args: fused.append(optimizer.param_groups[0]["fused"]))

@@ -246,11 +246,8 @@ def test_auto_is_bfloat16_where_the_hardware_has_it(
 
 @pytest.mark.parametrize("avx, amx", [(True, False), (False, True), (True, True), (False, False)])
 def test_a_cpu_has_bfloat16_by_avx_or_by_amx(avx, amx, monkeypatch):
-    cpu = SimpleNamespace(
-        _is_avx512_bf16_supported=lambda: avx,
-        _is_amx_tile_supported=lambda: amx,
-    )
-    monkeypatch.setattr(torch, "cpu", cpu)
+    features = {"avx512_bf16": avx, "amx_bf16": amx}
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: features)
 
     assert cpu_has_bfloat16() == (avx or amx)
 

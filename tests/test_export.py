@@ -403,7 +403,7 @@ def test_an_earlier_export_is_not_replaced(tmp_path):
 
 
 def test_a_source_that_is_not_there_makes_no_folder(tmp_path):
-    with pytest.raises(UserError, match="no.pt"):
+    with pytest.raises(FileNotFoundError, match="no.pt"):
         main(["no.pt", str(tmp_path / "exported")])
     assert not (tmp_path / "exported").exists()
 

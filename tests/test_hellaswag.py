@@ -12,7 +12,13 @@ from helpers import ENV, ROOT
 from torch.nn.modules.module import register_module_forward_hook
 
 import hellaswag
-from hellaswag import evaluate, hellaswag_batches, load_examples, make_batches
+from hellaswag import (
+    evaluate,
+    examples_or_problem,
+    hellaswag_batches,
+    load_examples,
+    make_batches,
+)
 from model import GPT, GPTConfig
 from runtime.cli import UserError
 from runtime.tokenizer import encode
@@ -253,6 +259,12 @@ class OneProcess:
         self.first.append(function)
         return function(*args)
 
+    def gather(self, value):
+        return [value]
+
+    def shared(self, error):
+        return error
+
     def print0(self, line):
         self.printed.append(line)
 
@@ -268,7 +280,7 @@ def test_a_run_reads_its_file_of_examples_on_rank_0_first(tmp_path):
 
     batches = hellaswag_batches(config_of(hellaswag_data=str(path)), set(), process)
 
-    assert process.first == [load_examples]
+    assert process.first == [examples_or_problem]
     assert sum(len(labels) for *_, labels in batches) == 30
 
 
