@@ -299,22 +299,31 @@ def test_ranks_may_have_other_paths_and_only_rank_0_writes(two_machines):
 
 # ----------------------------------------------------------------------- data that change
 
-def test_a_shard_that_is_truncated_while_a_run_trains_ends_it_with_what_resumes(
-        byte_data, whole, tmp_path, monkeypatch):
+def truncate(path):
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def replace_tokens(path):
+    np.save(path, np.load(path)[::-1].copy())
+
+
+@pytest.mark.parametrize("damage", [truncate, replace_tokens])
+def test_a_shard_that_changes_while_a_run_trains_ends_it_with_what_resumes(
+        damage, byte_data, whole, tmp_path, monkeypatch):
     data = shutil.copytree(byte_data, tmp_path / "data")
     shards = sorted(data.glob("*_train_*"))
     intact = [path.read_bytes() for path in shards]
     train_step = train_gpt2.train_step
 
-    def truncating(step, *arguments):
+    def damaging(step, *arguments):
         if step == 12:
             for path in shards:
-                os.truncate(path, path.stat().st_size // 2)
+                damage(path)
         return train_step(step, *arguments)
 
     flags = ["--data", data, *BYTES, "--out", tmp_path / "log", "--device", "cpu"]
     with monkeypatch.context() as patch:
-        patch.setattr(train_gpt2, "train_step", truncating)
+        patch.setattr(train_gpt2, "train_step", damaging)
         refused(lambda: train(*flags), "text_train_", "resumes from checkpoint_000010.pt")
 
     for path, content in zip(shards, intact, strict=True):
