@@ -534,7 +534,8 @@ def test_float16s_scale_goes_on_where_it_was(byte_data, tmp_path):
 
 def test_a_run_whose_first_step_overflowed_is_saved_without_moments_and_resumed(
         byte_data, tmp_path):
-    flags = ["--data", byte_data, *SHORT, "--batch_size", 8, "--dtype", "float16", "--out", tmp_path]
+    flags = ["--data", byte_data, *SHORT, "--batch_size", 8, "--dtype", "float16",
+             "--out", tmp_path]
 
     def overflow(module, inputs, output):
         if isinstance(module, GPT):

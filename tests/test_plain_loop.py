@@ -25,7 +25,8 @@ def sequences(data, T):
     """For each training shard its sequences, int64 (n, T + 1)."""
     shards = []
     for path in sorted(data.glob("*_train_*")):
-        tokens = torch.from_numpy(np.load(path).astype(np.int64))
+        tokens = np.load(path).astype(np.int64)
+        tokens = torch.from_numpy(tokens)
         rows = [tokens[i:i + T + 1] for i in range(0, len(tokens) - T, T)]
         shards.append(torch.stack(rows))
     return shards
@@ -54,7 +55,10 @@ def adamw(model):
     """AdamW with weight decay on matrices and embeddings."""
     matrices = [p for p in model.parameters() if p.dim() >= 2]
     others = [p for p in model.parameters() if p.dim() < 2]
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    groups = [
+        {"params": matrices, "weight_decay": 0.1},
+        {"params": others, "weight_decay": 0.0},
+    ]
     return torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8, foreach=False)
 
 
@@ -63,7 +67,8 @@ def rate_of(step, steps):
     if step < 5:
         return 2e-3 * (step + 1) / 5
     progress = (step - 5) / (steps - 5)
-    return 2e-4 + 0.5 * (1 + math.cos(math.pi * progress)) * (2e-3 - 2e-4)
+    height = 0.5 * (1 + math.cos(math.pi * progress))
+    return 2e-4 + height * (2e-3 - 2e-4)
 
 
 def plain_gpt2_run(model, rows, grad_clip, steps):
@@ -71,7 +76,8 @@ def plain_gpt2_run(model, rows, grad_clip, steps):
     optimizer = adamw(model)
     numbers = []
     for step in range(steps):
-        batch = rows[torch.arange(8 * step, 8 * step + 8) % len(rows)]
+        numbers_of_rows = torch.arange(8 * step, 8 * step + 8) % len(rows)
+        batch = rows[numbers_of_rows]
         logits, _ = model(batch[:, :-1])
         loss = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
         loss.backward()

@@ -7,10 +7,12 @@ import os
 import random
 import re
 import shutil
+from datetime import timedelta
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from helpers import (
     BYTES,
     command,
@@ -33,6 +35,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 import train_gpt2
 from model import LanguageModel
 from recipes import MODELS
+from runtime import ranks
 from runtime.shards import write_shard
 
 pytest.importorskip("fcntl")                # Windows has no such kills
@@ -114,6 +117,23 @@ def test_torchrun_brings_back_a_run_of_which_a_rank_is_killed(byte_data, whole, 
     weights = saved(whole(processes=2))["model"]
     for name, tensor in saved(tmp_path / "log")["model"].items():
         assert torch.equal(tensor, weights[name]), name
+
+
+def test_ranks_that_torchrun_starts_again_do_not_read_the_addresses_of_the_dead(monkeypatch):
+    """Its store lives on."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    environment = {
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "RANK": "0", "WORLD_SIZE": "2",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+
+    for restarts in ("0", "1"):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restarts)
+        of_this_start = ranks.shared_store(timedelta(seconds=20))
+        assert not of_this_start.check(["address"])
+        of_this_start.set("address", "of a process that dies")
 
 
 # ----------------------------------------------------------------------- more processes, more steps
@@ -279,22 +299,31 @@ def test_ranks_may_have_other_paths_and_only_rank_0_writes(two_machines):
 
 # ----------------------------------------------------------------------- data that change
 
-def test_a_shard_that_is_truncated_while_a_run_trains_ends_it_with_what_resumes(
-        byte_data, whole, tmp_path, monkeypatch):
+def truncate(path):
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def replace_tokens(path):
+    np.save(path, np.load(path)[::-1].copy())
+
+
+@pytest.mark.parametrize("damage", [truncate, replace_tokens])
+def test_a_shard_that_changes_while_a_run_trains_ends_it_with_what_resumes(
+        damage, byte_data, whole, tmp_path, monkeypatch):
     data = shutil.copytree(byte_data, tmp_path / "data")
     shards = sorted(data.glob("*_train_*"))
     intact = [path.read_bytes() for path in shards]
     train_step = train_gpt2.train_step
 
-    def truncating(step, *arguments):
+    def damaging(step, *arguments):
         if step == 12:
             for path in shards:
-                os.truncate(path, path.stat().st_size // 2)
+                damage(path)
         return train_step(step, *arguments)
 
     flags = ["--data", data, *BYTES, "--out", tmp_path / "log", "--device", "cpu"]
     with monkeypatch.context() as patch:
-        patch.setattr(train_gpt2, "train_step", truncating)
+        patch.setattr(train_gpt2, "train_step", damaging)
         refused(lambda: train(*flags), "text_train_", "resumes from checkpoint_000010.pt")
 
     for path, content in zip(shards, intact, strict=True):
