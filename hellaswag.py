@@ -26,7 +26,7 @@ HUB_NAME = "Rowan/hellaswag"
 def load_examples(path: str | Path | None = None) -> list[dict]:
     """Dicts with `ctx`, `endings` (4 strings) and `label` (0-3): from the .jsonl file `path`, or
     without one the hub's validation split. UserError if they cannot be read."""
-    if path is None:
+    if not path:
         return load_examples_of_the_hub()
     with reading(f"HellaSwag's data {path}", "choose a .jsonl file of HellaSwag examples"):
         text = read_text(path, errors="strict")
@@ -187,11 +187,8 @@ def hellaswag_batches(config, explicit_flags: set[str], process) -> list[tuple]:
     warning."""
     if not config.hellaswag_every:
         return []
-    path = config.hellaswag_data
-    if not path:
-        path = None
     try:
-        examples = process.rank0_first(load_examples, path)
+        examples = process.rank0_first(load_examples, config.hellaswag_data)
     except UserError as error:
         if explicit_flags & {"hellaswag_every", "hellaswag_data"}:
             raise UserError(f"{error}, or turn HellaSwag off with --hellaswag_every 0") from None

@@ -250,8 +250,9 @@ class HubDataset:
             # hf://datasets/OWNER/NAME@REVISION/path/in/the/dataset
             names = [url.partition(f"@{revision}/")[2] for url in splits.get(split, ())]
             if not names or not all(ending(name) in KINDS for name in names):
+                kinds = ", ".join(KINDS)
                 raise ValueError(f"its split {split} has no files, or files of other kinds than "
-                                 f"{', '.join(KINDS)}; its splits are {', '.join(map(str, splits))}")
+                                 f"{kinds}; its splits are {', '.join(map(str, splits))}")
             return names
 
     def download(self, name: str) -> str:

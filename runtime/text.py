@@ -170,7 +170,8 @@ def check_field(field: str, names: Iterable[str], where: str) -> None:
     """ValueError if `where`, a part of a file, has no field or column of this name."""
     if field not in names:
         found = ", ".join(repr(name[:20]) for name in [*names][:4])
-        raise ValueError(f"{where} has no {field!r} among {found}; set --text_field to one of these")
+        raise ValueError(f"{where} has no {field!r} among {found}; set --text_field to one of "
+                         f"these")
 
 
 # ----------------------------------------------------------------------------- .csv
@@ -287,7 +288,9 @@ def column_texts(rows, field: str) -> Rows:
     _, offsets, text = rows.buffers()
     offsets = np.frombuffer(offsets, np.int64)[rows.offset:]
     offsets = offsets[:len(rows) + 1].tolist()
-    text = memoryview(text or b"")
+    if text is None:            # no row has any
+        text = b""
+    text = memoryview(text)
     for start, end in pairwise(offsets):
         yield text[start:end]
 
@@ -372,8 +375,8 @@ class TextReader:
         compression = COMPRESSIONS.get(path.suffix.lower())
         remedy = "repair the file (as UTF-8 text), or leave it out"
         if compression:
-            remedy = (f"fetch the file again, unpack it with `{PROGRAMS[compression]}` and repair it "
-                      f"(as UTF-8 text), or leave it out")
+            remedy = (f"fetch the file again, unpack it with `{PROGRAMS[compression]}` and repair "
+                      f"it (as UTF-8 text), or leave it out")
 
         with reading(path, remedy), first_bytes_tell(path):
             try:
