@@ -145,8 +145,8 @@ def manifest_to_continue(folder: Path, settings: dict) -> dict:
     found = read_manifest(folder)
     for key, value in settings.items():
         if found.get(key) != value:
-            other = json.dumps(found.get(key))[:80]
-            raise UserError(f"{folder} was begun with another {key}, {other}: use the same {key}, "
+            begun = json.dumps(found.get(key))[:80]
+            raise UserError(f"{folder} was begun with another {key}, {begun}: use the same {key}, "
                             f"choose another --out, or train on these shards as they are")
 
     with reading(folder / "manifest.json", "choose another --out"):
