@@ -314,7 +314,7 @@ class Shards:
             yield part
 
     def finish(self) -> None:
-        """After the last token."""
+        """Writes what still waits, after the last token of the text."""
         self.write_ready(at_end=True)
         self.manifest["complete"] = True
         write_manifest(self.out, self.manifest)

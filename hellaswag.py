@@ -26,7 +26,7 @@ HUB_NAME = "Rowan/hellaswag"
 def load_examples(path: str | Path | None = None) -> list[dict]:
     """Dicts with `ctx`, `endings` (4 strings) and `label` (0-3): from the .jsonl file `path`, or
     without one the hub's validation split. UserError if they cannot be read."""
-    if path is None:
+    if not path:
         return load_examples_of_the_hub()
     with reading(f"HellaSwag's data {path}", "choose a .jsonl file of HellaSwag examples"):
         text = read_text(path, errors="strict")
@@ -181,7 +181,7 @@ def evaluate(
     return counts.cpu().numpy()
 
 
-def examples_or_problem(path: str | None) -> tuple[list[dict], str]:
+def examples_or_problem(path: str) -> tuple[list[dict], str]:
     """load_examples; or [] and what went wrong, for a run that can go on without HellaSwag."""
     try:
         return load_examples(path), ""
@@ -195,12 +195,9 @@ def hellaswag_batches(config, explicit_flags: set[str], process) -> list[tuple]:
     warning."""
     if not config.hellaswag_every:
         return []
-    path = config.hellaswag_data
-    if not path:
-        path = None
 
     # A value, not an error, because an error of on_all_ranks ends all ranks.
-    examples, problem = process.rank0_first(examples_or_problem, path)
+    examples, problem = process.rank0_first(examples_or_problem, config.hellaswag_data)
     problems = [text for text in process.gather(problem) if text]
     if problems and explicit_flags & {"hellaswag_every", "hellaswag_data"}:
         raise process.shared(UserError(

@@ -6,7 +6,6 @@
 import argparse
 import codecs
 import itertools
-import math
 import sys
 from collections.abc import Iterable, Iterator
 
@@ -59,9 +58,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
             args.num_samples = 1
 
     check_range("--num_samples", args.num_samples, 1, 1000)
-    check_range("--max_new_tokens", args.max_new_tokens, 1, math.inf)
+    check_range("--max_new_tokens", args.max_new_tokens, 1, 2**40)
     check_range("--temperature", args.temperature, 0, 1000)
-    check_range("--top_k", args.top_k, 0, math.inf)
+    check_range("--top_k", args.top_k, 0, 2**40)
     check_range("--seed", args.seed, 0, 2**63 - 1)
     return args
 

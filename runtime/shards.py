@@ -13,8 +13,8 @@ from runtime.cli import UserError
 from runtime.files import read_text, reading, replace_file
 from runtime.kinds import first_bytes_tell
 
-# Of a shard, or one of nanoGPT's two files. Hidden files are no shards: a Mac leaves one beside each
-# file that it copies to another disk, ._x_train_000001.npy.
+# Of a shard, or one of nanoGPT's two files. Hidden files are no shards: a Mac leaves one beside
+# each file that it copies to another disk, ._x_train_000001.npy.
 SHARD_NAME = re.compile(r"(?!\.)(?:(?:.*_)?(train|val)_\d+\.(?:npy|bin)|(train|val)\.bin)$")
 NANOGPT = ("train.bin", "val.bin")          # uint16 tokens without a header
 BIN_MAGIC = 20240520            # llm.c, dev/data/data_common.py
@@ -145,8 +145,8 @@ def manifest_to_continue(folder: Path, settings: dict) -> dict:
     found = read_manifest(folder)
     for key, value in settings.items():
         if found.get(key) != value:
-            other = json.dumps(found.get(key))[:80]
-            raise UserError(f"{folder} was begun with another {key}, {other}: use the same {key}, "
+            begun = json.dumps(found.get(key))[:80]
+            raise UserError(f"{folder} was begun with another {key}, {begun}: use the same {key}, "
                             f"choose another --out, or train on these shards as they are")
 
     with reading(folder / "manifest.json", "choose another --out"):

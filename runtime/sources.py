@@ -238,28 +238,32 @@ class HubDataset:
         """The paths in the dataset of the files of the split."""
         import datasets
 
-        dataset, name, split, revision = self.settings.values()
+        dataset = self.settings["dataset"]
+        split = self.settings["split"]
+        revision = self.settings["revision"]
 
         # Where the hub does not answer, `datasets` would take what its cache has: hence an empty
         # cache. And without hf:// it would take a local folder OWNER/NAME.
         with hub_errors(f"--dataset {dataset}"), tempfile.TemporaryDirectory() as empty:
             builder = datasets.load_dataset_builder(
-                f"hf://datasets/{dataset}", name, cache_dir=empty, revision=revision)
+                f"hf://datasets/{dataset}", self.settings["name"], cache_dir=empty,
+                revision=revision)
             splits = builder.config.data_files
 
             # hf://datasets/OWNER/NAME@REVISION/path/in/the/dataset
             names = [url.partition(f"@{revision}/")[2] for url in splits.get(split, ())]
             if not names or not all(ending(name) in KINDS for name in names):
+                kinds = ", ".join(KINDS)
                 raise ValueError(f"its split {split} has no files, or files of other kinds than "
-                                 f"{', '.join(KINDS)}; its splits are {', '.join(map(str, splits))}")
+                                 f"{kinds}; its splits are {', '.join(map(str, splits))}")
             return names
 
     def download(self, name: str) -> str:
         """Fetches a file of the dataset. Returns its path on the disk."""
-        dataset, _, _, revision = self.settings.values()
+        dataset = self.settings["dataset"]
         with hub_errors(f"{dataset}: {name}") as hub:
-            return hub.hf_hub_download(
-                dataset, name, repo_type="dataset", revision=revision, local_dir=self.folder)
+            return hub.hf_hub_download(dataset, name, repo_type="dataset", local_dir=self.folder,
+                                       revision=self.settings["revision"])
 
 
 @contextmanager
@@ -275,14 +279,14 @@ def hub_errors(what: str):
     except (UserError, RunError, ModuleNotFoundError):
         raise
     except Exception as error:
-        # A full disk, say, is no fault of the hub's.
+        # Of the system, which names a path: a full disk, say.
         if getattr(error, "filename", None):
             raise
         why = brief_error(error)
         refused = getattr(getattr(error, "response", None), "status_code", None) in (401, 403, 404)
 
         # `datasets` lists the configurations and splits that there are, or says that the dataset
-        # is made by scripts, which are never run. Where the hub is out of reach nothing is wrong.
+        # is made by scripts, which are never run. A hub out of reach is no mistake of the user's.
         explained = isinstance(error, ValueError | FileNotFoundError) or "scripts" in why
         if refused or (explained and not isinstance(error, LocalEntryNotFoundError)):
             raise UserError(f"{what} cannot be read ({why}): check its name, --name and --split; "

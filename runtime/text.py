@@ -170,7 +170,7 @@ def check_field(field: str, names: Iterable[str], where: str) -> None:
     """ValueError if `where`, a part of a file, has no field or column of this name."""
     if field not in names:
         found = ", ".join(repr(name[:20]) for name in [*names][:4])
-        raise ValueError(f"{where} has no {field!r} among {found}; set --text_field to one of these")
+        raise ValueError(f"{where} has no {field!r} among {found}; choose its --text_field")
 
 
 # ----------------------------------------------------------------------------- .csv
@@ -287,7 +287,9 @@ def column_texts(rows, field: str) -> Rows:
     _, offsets, text = rows.buffers()
     offsets = np.frombuffer(offsets, np.int64)[rows.offset:]
     offsets = offsets[:len(rows) + 1].tolist()
-    text = memoryview(text or b"")
+    if text is None:            # no row has any
+        text = b""
+    text = memoryview(text)
     for start, end in pairwise(offsets):
         yield text[start:end]
 
@@ -316,13 +318,12 @@ class Escapes:
     """Looks for what a database writes in place of some signs."""
 
     def __init__(self):
-        self.nulls = 0
-        self.escaped = Counter()        # {a line end or quotation mark: how often it is escaped}
-        self.plain = Counter()          # and how often it is not
+        self.escaped = Counter()        # {a sign, or "null": how often it is escaped}
+        self.plain = Counter()          # {a sign: how often it is not}
 
     def look_at(self, text: bytes) -> None:
         if text == rb"\N":
-            self.nulls += 1
+            self.escaped["null"] += 1
         for sign in (b"\n", b'"'):
             behind_backslash = text.count(b"\\" + sign)
             self.escaped[sign] += behind_backslash
@@ -332,9 +333,7 @@ class Escapes:
         self.escaped[b"\n"] += text.count(rb"\n")
 
     def found(self) -> bool:
-        """Whether a database has written the texts: then no line end is without its escape."""
-        if self.nulls:
-            return True
+        """Whether a database has written the texts: then all signs of a kind are escaped."""
         return any(self.escaped[sign] and not self.plain[sign] for sign in self.escaped)
 
 
@@ -372,8 +371,8 @@ class TextReader:
         compression = COMPRESSIONS.get(path.suffix.lower())
         remedy = "repair the file (as UTF-8 text), or leave it out"
         if compression:
-            remedy = (f"fetch the file again, unpack it with `{PROGRAMS[compression]}` and repair it "
-                      f"(as UTF-8 text), or leave it out")
+            remedy = (f"fetch the file again, unpack it with `{PROGRAMS[compression]}` and repair "
+                      f"it (as UTF-8 text), or leave it out")
 
         with reading(path, remedy), first_bytes_tell(path):
             try:
