@@ -43,6 +43,53 @@ def checked_asset(name: str) -> Path:
                     f"`git checkout -- assets`")
 
 
+def tokenizer_json(mark: str) -> dict:
+    """What Hugging Face's tokenizer.json says of GPT-2's tokenizer, as in the hub's gpt2.
+
+    `mark` is the text that becomes the token EOT.
+    """
+    vocabulary = checked_asset("encoder.json").read_text(encoding="utf-8")
+    merges = checked_asset("vocab.bpe").read_text(encoding="utf-8")
+    end_of_text = {
+        "id": EOT,
+        "content": mark,
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+        "special": True,
+    }
+
+    # It writes each byte as one character, and has the pattern that cuts a text into pieces.
+    byte_level = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+        "use_regex": True,
+    }
+    model = {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": None,
+        "continuing_subword_prefix": "",
+        "end_of_word_suffix": "",
+        "fuse_unk": False,
+        "vocab": json.loads(vocabulary),
+        "merges": merges.splitlines()[1:],          # the first line names the file's version
+    }
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [end_of_text],
+        "normalizer": None,
+        "pre_tokenizer": byte_level,
+        "post_processor": byte_level,
+        "decoder": byte_level,
+        "model": model,
+    }
+
+
 @functools.cache
 def token_bytes() -> dict[bytes, int]:
     """{bytes of a token: its id}, in the order of the ids, for all tokens but <|endoftext|>."""
@@ -125,21 +172,8 @@ class Encoder:
                 raise
             return
 
-        self.gigatoken = load_hf_json(json.dumps(self._as_tokenizer_json()))
+        self.gigatoken = load_hf_json(json.dumps(tokenizer_json(self.mark.decode())))
         tokenizer()             # with which it is compared: later each thread would make one
-
-    def _as_tokenizer_json(self) -> dict:
-        """GPT-2's tokenizer as Hugging Face's tokenizer.json has it, as far as gigatoken reads
-        that file."""
-        vocabulary = checked_asset("encoder.json").read_text(encoding="utf-8")
-        merges = checked_asset("vocab.bpe").read_text(encoding="utf-8")
-        return {
-            "added_tokens": [{"id": EOT, "content": self.mark.decode(), "special": True}],
-            "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True},
-            # The first line of vocab.bpe names its version.
-            "model": {
-                "type": "BPE", "vocab": json.loads(vocabulary), "merges": merges.splitlines()[1:]},
-        }
 
     def encode(self, chunk: bytes) -> np.ndarray:
         """The tokens of a chunk, 1-D uint16. RunError if gigatoken's are not tiktoken's, as far as
