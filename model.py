@@ -108,7 +108,8 @@ def attention(q, k, v, kernel="auto"):
     T, S = q.size(2), k.size(2)
 
     # If T is not S, there is a cache and T is 1: the newest token sees all others, without a mask.
-    is_causal = T == S
+    # (torch.export and torch.jit.trace have sizes that are no plain numbers, so that T == S is no bool.)
+    is_causal = bool(T == S)
 
     # On a CPU in bfloat16 the formula is faster than torch's kernels, while there are few scores.
     on_cpu_in_bfloat16 = q.device.type == "cpu" and q.dtype == torch.bfloat16

@@ -15,9 +15,19 @@ import torch.nn as nn
 import torch.nn.functional as F
 from transformers import DynamicCache, GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.utils import can_return_tuple
 
 EOT = 50256                     # <|endoftext|>, which begins a document
+
+# What forward passes on to transformers' own loss function.
+LOSS_ARGUMENTS = ("num_items_in_batch", "ignore_index", "shift_labels")
+
+# What transformers calls the cache: "cache" from 5.24 on.
+CACHE = "past_key_values"
+if "cache" in CausalLMOutputWithPast.__dataclass_fields__:
+    CACHE = "cache"
 
 
 class SpeedrunConfig(PretrainedConfig):
@@ -127,7 +137,7 @@ class MLP(nn.Module):
         return self.c_proj(F.relu(self.c_fc(x)).square())
 
 
-class SpeedrunBlock(nn.Module):
+class SpeedrunBlock(GradientCheckpointingLayer):
     def __init__(self, config, layer):
         super().__init__()
         self.attn = SpeedrunAttention(config, layer)
@@ -143,7 +153,7 @@ class SpeedrunBlock(nn.Module):
         return x, v1
 
 
-class FrontierBlock(nn.Module):
+class FrontierBlock(GradientCheckpointingLayer):
     def __init__(self, config, layer):
         super().__init__()
         C = config.n_embd
@@ -168,6 +178,7 @@ class SpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
     softcap = 30.0
     _no_split_modules = ["SpeedrunBlock", "FrontierBlock"]
     _supports_sdpa = True
+    supports_gradient_checkpointing = True
 
     def __init__(self, config):
         super().__init__(config)
@@ -186,38 +197,75 @@ class SpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
         """The last T of the tokens (B, S) -> (B, T, C)."""
         return norm(self.transformer.wte(tokens[:, -T:]))
 
-    def head(self):
-        """(vocab_size, C)"""
+    def head(self, past):
+        """(vocab_size, C). `past` is the cache, or None."""
         return self.lm_head.weight[:self.config.vocab_size]
 
+    @can_return_tuple
     def forward(
         self,
-        input_ids,
+        input_ids=None,
         attention_mask=None,
         past_key_values=None,
         labels=None,
         use_cache=False,
         logits_to_keep=0,
+        cache=None,
+        output_hidden_states=None,
         **kwargs,
     ):
-        """Returns loss, logits (B, T, vocab_size) and the cache.
+        """Returns loss, logits (B, T, vocab_size), the cache and, if asked for, hidden_states.
 
-        input_ids (B, T) follow the tokens in the cache. attention_mask (B, S) is 0 for padding, at
-        either end. If logits_to_keep is not 0, there are only the logits of so many last tokens.
+        input_ids (B, T) follow the tokens in the cache, which is called `cache` or `past_key_values`.
+        attention_mask (B, S) is 0 for padding, at either end. If logits_to_keep is not 0, there are
+        only the logits of so many last tokens. hidden_states are the embedding, what each block but
+        the last returns, and what enters the head: (B, T, C) each.
         """
         past = past_key_values
+        if cache is not None:
+            past = cache
         if use_cache and past is None:
             past = DynamicCache()
+        self.check_arguments(input_ids, past, kwargs)
+
         T = input_ids.size(1)
         tokens = self.all_tokens(input_ids, past)                               # (B, S)
-        S, block_size = tokens.size(1), self.config.block_size
-        if S > block_size:
-            raise ValueError(f"{S} tokens are longer than block_size {block_size}")
+        not_padding = self.not_padding(attention_mask, tokens)                  # (B, S)
+        states = self.hidden_states(tokens, not_padding, T, past)
+        x = states[-1]                                                          # (B, T, C)
 
-        not_padding = torch.ones_like(tokens)
-        if attention_mask is not None:
-            not_padding = attention_mask
+        # The softcap (arXiv:2408.00118, section 2).
+        z = F.linear(x[:, -logits_to_keep:], self.head(past))
+        logits = self.softcap * torch.tanh(z.float() / self.softcap)
 
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits, labels, self.config.vocab_size, **kwargs)
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
+        if not output_hidden_states:
+            states = None
+        return CausalLMOutputWithPast(
+            loss=loss, logits=logits, hidden_states=states, **{CACHE: past})
+
+    def check_arguments(self, input_ids, past, others):
+        """ValueError for what these models do not compute. `others`, {name: value}, are not known."""
+        for name, value in others.items():
+            # None and False ask for nothing.
+            if name not in LOSS_ARGUMENTS and value is not None and value is not False:
+                raise ValueError(f"{name} has no meaning for this model: leave it out")
+        if input_ids is None:
+            raise ValueError("input_ids is missing")
+        if past is not None and past.is_compileable:
+            raise ValueError("a static cache cannot be used here: leave out cache_implementation")
+
+        # The backward would compute each block again, and put its keys into the cache a second time.
+        has_backward = self.training and torch.is_grad_enabled()
+        if past is not None and has_backward and self.transformer.h[0].gradient_checkpointing:
+            raise ValueError("gradient checkpointing cannot have a cache: leave out use_cache")
+
+    def hidden_states(self, tokens, not_padding, T, past):
+        """(B, T, C) of the last T tokens: the embedding, after each block but the last, the end."""
         # Where a document starts, or the text, after padding.
         after_padding = F.pad(not_padding[:, :-1], (1, 0)) == 0
         starts = (tokens == EOT) | after_padding                                # (B, S)
@@ -227,29 +275,39 @@ class SpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
         v1 = None
         rotary = self.rotary_tables(tokens, T, x.dtype)
         mask = self.mask(not_padding, T)
+        states = []
         for block in self.transformer.h:
+            states.append(x)
             x, v1 = block(x, v1, x0, rotary, starts, mask, past)
-
-        # The softcap (arXiv:2408.00118, section 2).
-        z = F.linear(norm(x[:, -logits_to_keep:]), self.head())
-        logits = self.softcap * torch.tanh(z.float() / self.softcap)
-
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(logits, labels, self.config.vocab_size, **kwargs)
-        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past)
+        return *states, norm(x)
 
     def all_tokens(self, input_ids, past):
-        """Appends input_ids (B, T) to the tokens in the cache -> (B, S)."""
-        if past is None:
-            return input_ids
+        """Appends input_ids (B, T) to the tokens in the cache -> (B, S).
 
-        # They are one more layer of the cache, with one head of size 1.
-        if len(past.layers) == self.config.n_layer:
-            past.layers.append(DynamicLayer())
-        ids = input_ids[:, None, :, None]
-        keys, values = past.update(ids, ids, self.config.n_layer)
-        return keys.flatten(1)
+        ValueError if they are longer than block_size.
+        """
+        tokens = input_ids
+        if past is not None:
+            # They are one more layer of the cache, with one head of size 1.
+            if len(past.layers) == self.config.n_layer:
+                past.layers.append(DynamicLayer())
+            ids = input_ids[:, None, :, None]
+            keys, values = past.update(ids, ids, self.config.n_layer)
+            tokens = keys.flatten(1)
+
+        S, block_size = tokens.size(1), self.config.block_size
+        if S > block_size:
+            raise ValueError(f"{S} tokens are longer than block_size {block_size}")
+        return tokens
+
+    def not_padding(self, attention_mask, tokens):
+        """The attention_mask (B, S); where there is none, nothing is padding."""
+        if attention_mask is None:
+            return torch.ones_like(tokens)
+        if attention_mask.shape != tokens.shape:
+            raise ValueError(f"attention_mask is {tuple(attention_mask.shape)} (expected "
+                             f"{tuple(tokens.shape)}, with the tokens in the cache)")
+        return attention_mask
 
     def rotary_tables(self, tokens, T, dtype):
         """Cosines and sines (T, hs/2) of the last T positions of tokens (B, S)."""
@@ -271,6 +329,13 @@ class SpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
 
     def get_input_embeddings(self):
         return self.transformer.wte
+
+    def resize_token_embeddings(self, new_num_tokens=None, *args, **kwargs):
+        # frontier's tables depend on the number of tokens, and on which text each token is.
+        if new_num_tokens not in (None, self.config.vocab_size):
+            raise ValueError(f"the tokens of this model are GPT-2's: it keeps its vocabulary of "
+                             f"{self.config.vocab_size}, and cannot have one of {new_num_tokens}")
+        return self.get_input_embeddings()
 
 
 class FrontierForCausalLM(SpeedrunForCausalLM):
@@ -300,8 +365,17 @@ class FrontierForCausalLM(SpeedrunForCausalLM):
         x = norm(self.transformer.wte(tokens) + parts)
         return norm(x + self.transformer.bigram(pairs))
 
-    def head(self):
-        """(vocab_size, C)"""
+    def head(self, past):
+        """(vocab_size, C). `past` is the cache, or None."""
+        # To add three rows for each token of the vocabulary takes longer than all blocks take for a
+        # new token. So a generation keeps the head in its cache, as it keeps the keys.
+        keeps = past is not None and not torch.is_grad_enabled()
+        if keeps and hasattr(past, "head"):
+            return past.head
+
         rows = self.config.vocab_size
         parts = self.transformer.part(self.parts[:, :rows]).sum(0)
-        return self.transformer.wte.weight[:rows] + parts
+        head = self.transformer.wte.weight[:rows] + parts
+        if keeps:
+            past.head = head
+        return head

@@ -2,12 +2,13 @@
 import math
 import shlex
 import statistics
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 
-from runtime.device import device_name, least_cpu_seconds, peak_flops, peak_memory
+from runtime.device import cpu_has_bfloat16, device_name, least_cpu_seconds, peak_flops, peak_memory
 from runtime.files import checkpoints
 from runtime.metrics import lowest, read_metrics
 from runtime.recipe import BatchSchedule
@@ -113,8 +114,16 @@ def print_header(config, process, data, model, schedule: BatchSchedule) -> None:
     if process.device == "cpu" and least > DAY:
         say(f"without a GPU this run takes more than {counted(math.floor(least / DAY), 'day')}: "
             "try --preset shakespeare, which takes minutes on a CPU, or --dry_run for an estimate")
+    warn_of_slow_dtype(process.device, c.dtype, say)
     if c.compile:
         say("compiling the model, which takes about a minute ...")
+
+
+def warn_of_slow_dtype(device: str, dtype: str, say: Callable) -> None:
+    """Says it where bfloat16 was asked for on a CPU that has no instructions for it."""
+    if device == "cpu" and dtype == "bfloat16" and not cpu_has_bfloat16():
+        say("torch knows no bfloat16 instructions of this CPU, and without them a step may take 30 "
+            "times as long as with --dtype float32")
 
 
 def print_resume(config, process, start, lr: float) -> None:

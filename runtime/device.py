@@ -54,8 +54,9 @@ def configure_allocator() -> None:
     # Otherwise it puts gradients and moments into the free block of the last micro-step's logits,
     # and the next logits need another block: GPT-2 124M at 200 x 1,024 tokens then does not fit in
     # 80 GB, although it uses 69.
-    if "PYTORCH_ALLOC_CONF" in os.environ or "PYTORCH_CUDA_ALLOC_CONF" in os.environ:
-        return                                              # the user's own settings
+    users_own = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+    if any(name in os.environ for name in users_own):
+        return
     os.environ["PYTORCH_ALLOC_CONF"] = "max_split_size_mb:2048"
 
 
@@ -108,11 +109,18 @@ def is_out_of_memory(error: BaseException) -> bool:
         return True
     if not isinstance(error, RuntimeError):
         return False
-    # CUDA, its libraries and the CPU's allocator have words of their own for it. A compiler's error
-    # quotes the error that it wraps.
-    words = (r"\b(CUDA|HIP|MPS|NCCL)\b.{0,200}out of memory|_ALLOC_FAILED|DefaultCPUAllocator: "
-             "|MemoryError")
     text = f"{type(error).__name__}: {error}"
+
+    # So Triton calls a kernel that needs more than a GPU's core has: a smaller batch would not help.
+    # torch.compile puts the name OutOfMemoryError before these words.
+    if "out of resource" in text:
+        return False
+
+    # CUDA, its libraries and the CPU's allocator have words of their own for it. A compiler's error
+    # quotes the error that it wraps. cuBLAS and cuDNN that find no memory when they start say that
+    # they are not initialized, or that an error is internal.
+    words = (r"\b(CUDA|HIP|MPS|NCCL)\b.{0,200}out of memory|_ALLOC_FAILED|DefaultCPUAllocator: "
+             "|MemoryError|CUBLAS_STATUS_NOT_INITIALIZED|CUDNN_STATUS_INTERNAL_ERROR")
     return re.search(words, text, re.IGNORECASE | re.DOTALL) is not None
 
 

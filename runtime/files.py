@@ -113,6 +113,13 @@ def what_resumes(out: str | Path) -> str:
     return f"The same command resumes from {newest.name}"
 
 
+def started_by_mpirun() -> bool:
+    """Whether mpirun has started this process as one of several, which know nothing of each other."""
+    # Slurm's SLURM_NTASKS is no such sign: a batch script that starts one process has it, too.
+    sizes = (os.environ.get("OMPI_COMM_WORLD_SIZE", "1"), os.environ.get("PMI_SIZE", "1"))
+    return sizes != ("1", "1") and "WORLD_SIZE" not in os.environ
+
+
 def lock_folder(out: str | Path, name: str = ".train_gpt2.lock"):
     """Makes the folder, and locks it until the returned file is closed or the process ends.
 
@@ -133,8 +140,11 @@ def lock_folder(out: str | Path, name: str = ".train_gpt2.lock"):
             return file
         except BlockingIOError:
             if time.monotonic() > deadline:
-                raise UserError(f"--out {out} is in use by another run: wait for the end of that "
-                                "run, or choose another --out") from None
+                remedy = "wait for the end of that run, or choose another --out"
+                if started_by_mpirun():
+                    remedy = ("mpirun has started several, each alone. To train on several devices "
+                              "use torchrun instead")
+                raise UserError(f"--out {out} is in use by another run: {remedy}") from None
             time.sleep(0.1)
         except OSError:                         # a file system without locks
             return file

@@ -1,11 +1,12 @@
 """The Hugging Face format: reads folders and models of the hub, writes folders for transformers."""
 import dataclasses
 import json
+import math
 from pathlib import Path
 
 from runtime.cli import UserError, brief_error, unexpected
 from runtime.files import reading, replace_file
-from runtime.tokenizer import ASSETS, EOT, VOCAB_SIZE
+from runtime.tokenizer import EOT, VOCAB_SIZE, bpe_file, tokenizer_json
 from runtime.weights import EMBEDDING, HEAD, model_from_checkpoint
 
 # The models on the hub whose owner, openai-community, can be left out.
@@ -43,6 +44,7 @@ MODELING = "modeling_modern.py"
 EXPORTED = {
     "config.json",
     "model.safetensors",
+    "tokenizer.json",
     "tokenizer_config.json",
     "vocab.json",
     "merges.txt",
@@ -85,6 +87,7 @@ def from_huggingface(source: str | Path, models: dict):
 def download_model(name: str) -> Path:
     """The folder with the hub's model `name`. UserError if it cannot be fetched."""
     from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import RemoteEntryNotFoundError
 
     repo = name
     if name in OPENAI_NAMES:
@@ -96,6 +99,10 @@ def download_model(name: str) -> Path:
             hf_hub_download(repo, "model.safetensors", local_files_only=cached)
             config = hf_hub_download(repo, "config.json", local_files_only=cached)
             return Path(config).parent
+        except RemoteEntryNotFoundError:
+            raise UserError(f"{name} on the Hugging Face hub has no model.safetensors or no "
+                            "config.json: read it with transformers' from_pretrained, and write "
+                            "it into a folder with save_pretrained") from None
         except Exception as error:      # of the network's errors each library has its own classes
             why = brief_error(error)[:100]
 
@@ -120,6 +127,8 @@ def gpt2_settings(config: dict) -> dict:
     required = {"model_type": "gpt2"} | FIXED_SETTINGS
     for key, expected in required.items():
         found = config.get(key, FIXED_SETTINGS.get(key))
+        if key == "layer_norm_epsilon" and math.isclose(found, expected, rel_tol=1e-6):
+            continue                    # a folder that went through GGUF has it in float32
         if found != expected:
             raise unexpected(f"its config.json's {key}", expected, found)
 
@@ -148,6 +157,10 @@ def read_weights(folder: Path) -> dict:
         names = ["model.safetensors"]
     elif index.is_file():
         names = sorted(set(read_json(index)["weight_map"].values()))
+    elif list(folder.glob("pytorch_model*.bin")):
+        raise UserError(f"{folder} has its weights in pytorch_model.bin (expected "
+                        "model.safetensors): read the folder with transformers' from_pretrained, "
+                        "and write another one with save_pretrained, which makes safetensors")
     else:
         raise ValueError("it has no model.safetensors")
 
@@ -177,6 +190,9 @@ def export_gpt2(model) -> tuple[dict, dict]:
     weights = transpose(model.state_dict())
     del weights[HEAD]
     weights[EMBEDDING] = weights[EMBEDDING][:vocab_size]
+
+    # The names in OpenAI's own file on the hub have no prefix, and mlx-lm knows these only.
+    weights = {name.removeprefix("transformer."): p for name, p in weights.items()}
 
     activation = "gelu"
     if c.gelu == "tanh":
@@ -258,8 +274,9 @@ def export_files(model) -> dict[str, bytes]:
     }
 
     files = {
-        "vocab.json": (ASSETS / "encoder.json").read_bytes(),
-        "merges.txt": (ASSETS / "vocab.bpe").read_bytes(),
+        "vocab.json": bpe_file("encoder.json"),
+        "merges.txt": bpe_file("vocab.bpe"),
+        "tokenizer.json": json.dumps(tokenizer_json(eot), ensure_ascii=False).encode(),
         "model.safetensors": safetensors_of(weights),
         "tokenizer_config.json": json.dumps(tokenizer_config, indent=2).encode(),
     }

@@ -5,6 +5,7 @@ tiktoken is the reference. gigatoken encodes large texts, some 30 times as fast,
 with it.
 """
 import functools
+import hashlib
 import json
 import re
 import secrets
@@ -18,12 +19,71 @@ from runtime.cli import RunError, UserError
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
 VOCAB_SIZE = 50257              # 50,000 merges + 256 bytes + <|endoftext|>
 EOT = 50256                     # <|endoftext|>
+BPE_SHA256 = {
+    "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
+    "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
+}
 SAMPLE_BYTES = 1000             # of each chunk, which tiktoken encodes, too
 
 # Matches a text up to the last place where it can be cut without changing a token: behind a
 # character that is no white space, and before a space or a line end. GPT-2's pattern always
 # begins a new piece there, and decides nothing before it by what comes after it.
 LAST_CUT = re.compile(r".*\S(?=[ \n\r])", re.DOTALL)
+
+
+def bpe_file(name: str) -> bytes:
+    """One of GPT-2's two BPE files. UserError if it is not GPT-2's: all tokens would be wrong."""
+    content = (ASSETS / name).read_bytes()
+    if hashlib.sha256(content).hexdigest() != BPE_SHA256[name]:
+        raise UserError(f"{ASSETS / name} is not GPT-2's file: restore it with `git checkout -- "
+                        "assets`")
+    return content
+
+
+def tokenizer_json(mark: str) -> dict:
+    """What Hugging Face's tokenizer.json says of GPT-2's tokenizer, as in the hub's gpt2.
+
+    `mark` is the text that becomes the token EOT.
+    """
+    merges = bpe_file("vocab.bpe").decode().splitlines()
+    end_of_text = {
+        "id": EOT,
+        "content": mark,
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+        "special": True,
+    }
+
+    # It writes each byte as one character, and has the pattern that cuts a text into pieces.
+    byte_level = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+        "use_regex": True,
+    }
+    model = {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": None,
+        "continuing_subword_prefix": "",
+        "end_of_word_suffix": "",
+        "fuse_unk": False,
+        "vocab": json.loads(bpe_file("encoder.json")),
+        "merges": merges[1:],           # the first line names the file's version
+    }
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [end_of_text],
+        "normalizer": None,
+        "pre_tokenizer": byte_level,
+        "post_processor": byte_level,
+        "decoder": byte_level,
+        "model": model,
+    }
 
 
 @functools.cache
@@ -36,7 +96,7 @@ def token_bytes() -> dict[bytes, int]:
     table = {256 + i: byte for i, byte in enumerate(unprintable)}
 
     # The ids are in the order of the merges, so that they are the ranks that tiktoken asks for.
-    ids = json.loads((ASSETS / "encoder.json").read_text(encoding="utf-8"))
+    ids = json.loads(bpe_file("encoder.json"))
     del ids["<|endoftext|>"]
     return {token.translate(table).encode("latin-1"): id for token, id in ids.items()}
 
@@ -108,21 +168,8 @@ class Encoder:
                 raise
             return
 
-        self.gigatoken = load_hf_json(json.dumps(self._as_tokenizer_json()))
+        self.gigatoken = load_hf_json(json.dumps(tokenizer_json(self.mark.decode())))
         tokenizer()             # with which it is compared: later each thread would make one
-
-    def _as_tokenizer_json(self) -> dict:
-        """GPT-2's tokenizer as Hugging Face's tokenizer.json has it, as far as gigatoken reads
-        that file."""
-        vocabulary = (ASSETS / "encoder.json").read_text(encoding="utf-8")
-        merges = (ASSETS / "vocab.bpe").read_text(encoding="utf-8")
-        return {
-            "added_tokens": [{"id": EOT, "content": self.mark.decode(), "special": True}],
-            "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True},
-            # The first line of vocab.bpe names its version.
-            "model": {
-                "type": "BPE", "vocab": json.loads(vocabulary), "merges": merges.splitlines()[1:]},
-        }
 
     def encode(self, chunk: bytes) -> np.ndarray:
         """The tokens of a chunk, 1-D uint16. RunError if gigatoken's are not tiktoken's, as far as

@@ -4,6 +4,7 @@ No code of a file runs, and a file that is damaged, or holds another model, beco
 one line.
 """
 import dataclasses
+import pickle
 import re
 import warnings
 import zipfile
@@ -41,6 +42,10 @@ def find_checkpoint(source: str | Path) -> Path | None:
         step, newest = found[-1]
         return newest
 
+    if path.suffix == ".safetensors" or path.name in ("config.json", "pytorch_model.bin"):
+        raise UserError(f"{source} is one of the files of a Hugging Face folder: give the folder, "
+                        f"{path.parent}")
+
     if path.name == "best" and path.parent.is_dir() and not path.exists():
         return best_checkpoint(path.parent)
     if path.exists() or path.suffix in (".pt", ".pth"):
@@ -75,8 +80,15 @@ def read_checkpoint(
         # GPTConfig, a class of its own script: here that becomes a plain record with the same
         # attributes.
         allowed = torch.serialization.safe_globals([(SimpleNamespace, "__main__.GPTConfig")])
-        with warnings.catch_warnings(action="ignore"), allowed:
-            checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        try:
+            with warnings.catch_warnings(action="ignore"), allowed:
+                checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except pickle.UnpicklingError as error:
+            refused = re.search(r"Unsupported global: GLOBAL (\S+)", str(error))
+            if refused is None:
+                raise
+            raise UserError(f"{path} contains a {refused[1]} (expected tensors and plain values): "
+                            "save it again without that, and NumPy's numbers as float(x)") from None
 
         if not isinstance(checkpoint, dict):
             raise unexpected("its content", "a checkpoint's dict", checkpoint)

@@ -19,6 +19,8 @@ from runtime.tokenizer import EOT, VOCAB_SIZE, encode
 
 # recipe and, for gpt2, the kind of its GELU
 KINDS = [("gpt2", "tanh"), ("gpt2", "none"), ("speedrun", None), ("frontier", None)]
+MODERN = ["speedrun", "frontier"]
+GREEDY = {"do_sample": False, "max_new_tokens": 18, "eos_token_id": None, "pad_token_id": EOT}
 
 
 def make_model(recipe, gelu=None, **shape):
@@ -70,6 +72,20 @@ def transformers_copies_the_code_to_a_folder_of_the_tests(tmp_path_factory):
         patch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", modules)
         patch.setattr(sys, "path", [*sys.path])
         yield
+
+
+@pytest.fixture
+def modern(tmp_path):
+    """{recipe: (our model, transformers' model of its export)}, new for each test."""
+    from transformers import AutoModelForCausalLM
+
+    models = {}
+    for recipe in MODERN:
+        model = make_model(recipe)
+        model.save_pretrained(tmp_path / recipe)
+        theirs = AutoModelForCausalLM.from_pretrained(tmp_path / recipe, trust_remote_code=True)
+        models[recipe] = (model, theirs.eval())
+    return models
 
 
 @pytest.fixture(scope="module", params=KINDS, ids=str)
@@ -134,13 +150,206 @@ def test_several_tokens_after_a_cache_have_the_logits_of_the_whole_text(exported
     torch.testing.assert_close(torch.cat(parts, dim=1), logits, atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("name", ["past_key_values", "cache"])
+@pytest.mark.parametrize("recipe", MODERN)
+@torch.no_grad()
+def test_the_cache_is_known_by_its_old_and_by_its_new_name(recipe, name, modern):
+    """transformers 5.24 calls it `cache`."""
+    model, theirs = modern[recipe]
+    idx = documents()
+
+    first = theirs(idx[:, :17], use_cache=True)
+    last = theirs(idx[:, 17:], **{name: first[-1]})
+
+    logits = model(idx)[0][..., :VOCAB_SIZE]
+    torch.testing.assert_close(last.logits, logits[:, 17:], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("recipe", MODERN)
+@torch.no_grad()
+def test_frontiers_head_is_made_once_in_a_generation_and_anew_in_the_next(recipe, modern):
+    model, theirs = modern[recipe]
+    prompt = documents()[:1, :10]
+    heads_made = []
+
+    def remember(module, args, result):
+        if args[0].size(-1) == VOCAB_SIZE:
+            heads_made.append(True)
+
+    if recipe == "frontier":
+        theirs.transformer.part.register_forward_hook(remember)
+
+    first = theirs.generate(prompt, attention_mask=torch.ones_like(prompt), **GREEDY)
+    model.transformer.wte.weight.neg_()
+    theirs.transformer.wte.weight.neg_()
+    second = theirs.generate(prompt, attention_mask=torch.ones_like(prompt), **GREEDY)
+
+    assert len(heads_made) == {"speedrun": 0, "frontier": 2}[recipe]
+    assert not torch.equal(first, second)
+    assert torch.equal(second, model.generate(prompt, 18, temperature=0))
+
+
+def test_gradients_of_the_head_do_not_come_from_a_cache(modern):
+    _, theirs = modern["frontier"]
+    idx = documents()
+    with torch.no_grad():
+        past = theirs(idx[:, :9], use_cache=True)[-1]
+
+    theirs(idx[:, 9:], past_key_values=past).logits.sum().backward()
+
+    assert theirs.transformer.wte.weight.grad[VOCAB_SIZE - 2].abs().max() > 0
+
+
+# ----------------------------------------------------------------------- what transformers may ask
+
+@pytest.mark.parametrize("recipe", MODERN)
+@torch.no_grad()
+def test_hidden_states_are_those_before_each_block_and_before_the_head(recipe, modern):
+    model, theirs = modern[recipe]
+    idx = documents()
+    inputs = []
+    for block in model.transformer.h:
+        block.register_forward_pre_hook(lambda block, args: inputs.append(args[0]))
+    model(idx)
+
+    states = theirs(idx, output_hidden_states=True).hidden_states
+
+    assert len(states) == 3
+    torch.testing.assert_close(states[:2], tuple(inputs), atol=1e-5, rtol=0)
+    torch.testing.assert_close(states[2], model.hidden(idx), atol=1e-5, rtol=0)
+    assert theirs(idx).hidden_states is None
+    theirs.config.output_hidden_states = True
+    assert len(theirs(idx).hidden_states) == 3
+
+
+@pytest.mark.parametrize("recipe", MODERN)
+@torch.no_grad()
+def test_without_return_dict_there_is_a_tuple(recipe, modern):
+    _, theirs = modern[recipe]
+    idx = documents()
+    expected = theirs(idx, labels=idx)
+
+    loss, logits = theirs(idx, labels=idx, return_dict=False)
+
+    assert torch.equal(loss, expected.loss)
+    assert torch.equal(logits, expected.logits)
+
+
+@pytest.mark.parametrize("name", ["position_ids", "inputs_embeds", "output_attentions", "typo"])
+@pytest.mark.parametrize("recipe", MODERN)
+def test_an_argument_that_would_change_the_result_is_an_error(recipe, name, modern):
+    _, theirs = modern[recipe]
+    idx = documents()
+    with pytest.raises(ValueError, match=name):
+        theirs(idx, **{name: torch.ones(3, 40)})
+    theirs(idx, **{name: None})
+
+
+@pytest.mark.parametrize("shape", [(3, 1), (3, 1, 40, 40)])
+@pytest.mark.parametrize("recipe", MODERN)
+def test_an_attention_mask_of_another_shape_is_an_error(recipe, shape, modern):
+    _, theirs = modern[recipe]
+    with pytest.raises(ValueError, match="attention_mask"):
+        theirs(documents(), attention_mask=torch.ones(shape))
+
+
+@pytest.mark.parametrize("recipe", MODERN)
+def test_a_static_cache_is_an_error(recipe, modern):
+    _, theirs = modern[recipe]
+    with pytest.raises(ValueError, match="static"):
+        theirs.generate(documents()[:1], cache_implementation="static", **GREEDY)
+
+
+@pytest.mark.parametrize("recipe", MODERN)
+def test_another_number_of_tokens_is_an_error(recipe, modern):
+    _, theirs = modern[recipe]
+    with pytest.raises(ValueError, match="50300"):
+        theirs.resize_token_embeddings(50300)
+    assert theirs.resize_token_embeddings() is theirs.transformer.wte
+    assert theirs.resize_token_embeddings(VOCAB_SIZE) is theirs.transformer.wte
+
+
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable")
+@pytest.mark.parametrize("recipe", MODERN)
+def test_gradient_checkpointing_changes_no_gradient_and_has_no_cache(recipe, modern):
+    _, theirs = modern[recipe]
+    idx = documents()
+    theirs(idx, labels=idx).loss.backward()
+    expected = {name: p.grad.clone() for name, p in theirs.named_parameters()}
+    theirs.zero_grad()
+    blocks_run = []
+    for block in theirs.transformer.h:
+        block.attn.c_q.register_forward_hook(lambda *args: blocks_run.append(True))
+
+    theirs.train()
+    theirs.gradient_checkpointing_enable()
+    theirs(idx, labels=idx).loss.backward()
+
+    assert len(blocks_run) == 4
+    for name, p in theirs.named_parameters():
+        torch.testing.assert_close(p.grad, expected[name], msg=name)
+    with pytest.raises(ValueError, match="use_cache"):
+        theirs(idx, use_cache=True)
+
+
+# ----------------------------------------------------------------------- torch.export and its kind
+
+class LogitsOnly(torch.nn.Module):
+    """What a tracer takes: tensors in, one tensor out."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, idx):
+        return self.model(idx)[0]
+
+
+@pytest.mark.parametrize("origin", ["ours", "theirs"])
+@pytest.mark.parametrize("recipe", MODELS)
+@torch.no_grad()
+def test_torch_export_keeps_the_length_free(recipe, origin, tmp_path):
+    model = LogitsOnly(one_of_the_two(recipe, origin, tmp_path))
+    T = torch.export.Dim("T", min=3, max=40)
+
+    program = torch.export.export(model, (short_documents(),), dynamic_shapes=({1: T},))
+
+    idx = documents(T=33)
+    torch.testing.assert_close(program.module()(idx), model(idx), atol=1e-5, rtol=0)
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("origin", ["ours", "theirs"])
+@pytest.mark.parametrize("recipe", MODELS)
+@torch.no_grad()
+def test_torch_jit_traces_it(recipe, origin, tmp_path):
+    model = LogitsOnly(one_of_the_two(recipe, origin, tmp_path))
+    traced = torch.jit.trace(model, short_documents())
+    idx = documents(T=33)
+    torch.testing.assert_close(traced(idx), model(idx), atol=1e-5, rtol=0)
+
+
+def short_documents():
+    return documents()[:, :9].contiguous()
+
+
+def one_of_the_two(recipe, origin, folder):
+    """Our model, or transformers' of its export."""
+    from transformers import AutoModelForCausalLM
+
+    model = make_model(recipe)
+    if origin == "ours":
+        return model
+    model.save_pretrained(folder)
+    theirs = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    theirs.config.use_cache = False
+    return theirs
+
+
 def test_a_text_longer_than_block_size_is_an_error_there_too(exported):
     _, _, theirs = exported
     with pytest.raises((ValueError, IndexError)):
         theirs(torch.zeros(1, 41, dtype=torch.int64))
-
-
-GREEDY = {"do_sample": False, "max_new_tokens": 18, "eos_token_id": None, "pad_token_id": EOT}
 
 
 @pytest.mark.parametrize("use_cache", [True, False])
@@ -289,11 +498,22 @@ def test_weights_are_stored_once_and_in_float32(exported):
             assert tensor.dtype == torch.float32, name
 
 
+def test_a_gpt2_has_the_names_of_openais_own_file(exported):
+    """mlx-lm knows these only."""
+    from transformers import GPT2Model
+
+    model, folder, theirs = exported
+    if model.recipe != "gpt2":
+        pytest.skip("of GPT-2")
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        assert set(file.keys()) == set(GPT2Model(theirs.config).state_dict())
+
+
 def test_weights_of_another_dtype_are_stored_in_float32(tmp_path):
     model = make_model("gpt2").bfloat16()
     model.save_pretrained(tmp_path)
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
-        found = file.get_tensor("transformer.wpe.weight")
+        found = file.get_tensor("wpe.weight")
     assert torch.equal(found, model.transformer.wpe.weight.float())
 
 
@@ -314,6 +534,20 @@ def test_the_exported_tokenizer_encodes_and_decodes_as_ours(their_tokenizer, tex
     ids = their_tokenizer(text)["input_ids"]
     assert ids == encode(text).tolist()
     assert their_tokenizer.decode(ids, clean_up_tokenization_spaces=False) == text
+
+
+def test_tokenizer_json_alone_is_the_same_tokenizer(tmp_path):
+    from tokenizers import Tokenizer
+    make_model("gpt2", n_layer=1).save_pretrained(tmp_path)
+    text = (ROOT / "input.txt").read_text(encoding="utf-8")[:20_000] + " naïve 日本語 🙂\n\n  don't"
+
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+
+    ids = tokenizer.encode(text).ids
+    assert ids == encode(text).tolist()
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.encode("a<|endoftext|>").ids == [64, EOT]
+    assert tokenizer.get_vocab_size() == VOCAB_SIZE
 
 
 def test_the_exported_tokenizer_knows_endoftext_and_the_longest_text(their_tokenizer):

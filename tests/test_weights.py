@@ -4,6 +4,7 @@ import dataclasses
 import json
 import sys
 
+import numpy as np
 import pytest
 import torch
 from helpers import script
@@ -113,6 +114,13 @@ def test_build_nanogpts_checkpoint_whose_config_is_a_class_of_its_script(tmp_pat
     assert_loads_as(theirs, path)
 
 
+@pytest.mark.parametrize("value", [np.float64(3.1), np.zeros(3)])
+def test_what_is_to_be_done_with_a_checkpoint_that_has_numpys_values(value, tmp_path):
+    path = save(tmp_path / "ckpt.pt", own_checkpoint(make_model()) | {"val_loss": value})
+    with pytest.raises(UserError, match=r"numpy.*float\(x\)"):
+        load_model(path)
+
+
 def test_a_loaded_model_needs_its_file_no_longer(tmp_path):
     model = make_model()
     path = save(tmp_path / "checkpoint.pt", own_checkpoint(model))
@@ -171,6 +179,31 @@ def test_what_an_old_config_leaves_out_is_as_in_gpt2(tmp_path):
     path.write_text(json.dumps({name: config[name] for name in names}))
 
     assert load_model(tmp_path).config == model.config
+
+
+def test_an_epsilon_in_float32_is_the_same_epsilon(tmp_path):
+    """A folder that went through GGUF has it so."""
+    model = make_model()
+    model.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    in_float32 = {"layer_norm_epsilon": float(np.float32(1e-5))}
+    path.write_text(json.dumps(json.loads(path.read_text()) | in_float32))
+    assert_same_weights(load_model(tmp_path), model)
+
+
+def test_a_folder_with_torchs_pickles_alone_is_to_be_saved_as_safetensors(tmp_path):
+    theirs = transformers_model()
+    theirs.config.save_pretrained(tmp_path)
+    torch.save(theirs.state_dict(), tmp_path / "pytorch_model.bin")
+    with pytest.raises(UserError, match="save_pretrained"):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_of_a_file_in_place_of_its_folder_the_folder_is_named(name, tmp_path):
+    make_model().save_pretrained(tmp_path / "exported")
+    with pytest.raises(UserError, match="exported$"):
+        load_model(tmp_path / "exported" / name)
 
 
 @pytest.mark.parametrize("key, value", [
@@ -264,6 +297,16 @@ def test_gpt2_comes_from_the_hub_and_then_from_its_cache(tmp_path):
     assert not any("/gpt2/" in path for path in hub.asked)
     assert_same_weights(load_model(tmp_path / "first"), our_model(theirs))
     assert_same_weights(load_model(tmp_path / "second"), our_model(theirs))
+
+
+def test_a_model_without_safetensors_on_the_hub_is_to_be_saved_again(tmp_path):
+    with Hub() as hub:
+        hub.put("somebody/model", {"config.json": b"{}", "pytorch_model.bin": b"..."})
+        env = hub.env | {"HF_HOME": str(tmp_path / "cache")}
+        result = script("export.py", "somebody/model", tmp_path / "exported", env=env)
+    assert result.returncode == 2
+    assert "save_pretrained" in result.stderr
+    assert result.stderr.count("\n") == 1
 
 
 def test_a_model_that_the_hub_does_not_have_is_refused(tmp_path):

@@ -1,0 +1,115 @@
+"""Small decisions about GPUs, CPUs and launchers that no machine here shows by itself."""
+import os
+
+import pytest
+import torch
+
+from runtime import console, files
+from runtime.cli import UserError
+from runtime.dataloader import to_device
+from runtime.device import configure_allocator, is_out_of_memory
+from runtime.files import lock_folder
+
+
+# ----------------------------------------------------------------------- memory
+
+@pytest.mark.parametrize("message", [
+    "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`",
+    "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR",
+])
+def test_libraries_that_find_no_memory_when_they_start_are_recognised(message):
+    assert is_out_of_memory(RuntimeError(message))
+
+
+def test_a_kernel_that_does_not_fit_into_a_core_is_no_lack_of_memory():
+    message = ("No valid triton configs. OutOfMemoryError: out of resource: triton_per_fused_0 "
+               "Required: 180224 Hardware limit: 101376 Reducing block sizes may help.")
+    assert not is_out_of_memory(RuntimeError(message))
+
+
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+
+
+def test_the_allocator_is_told_to_split_no_large_block(monkeypatch):
+    for name in ALLOCATOR:
+        monkeypatch.delenv(name, raising=False)
+    # Set once, so that monkeypatch removes it again.
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")
+    del os.environ["PYTORCH_ALLOC_CONF"]
+
+    configure_allocator()
+
+    assert os.environ["PYTORCH_ALLOC_CONF"] == "max_split_size_mb:2048"
+
+
+@pytest.mark.parametrize("name", ALLOCATOR)
+def test_the_users_own_settings_of_the_allocator_stay(name, monkeypatch):
+    for other in ALLOCATOR:
+        monkeypatch.delenv(other, raising=False)
+    monkeypatch.setenv(name, "expandable_segments:True")
+
+    configure_allocator()
+
+    assert [other for other in ALLOCATOR if other in os.environ] == [name]
+    assert os.environ[name] == "expandable_segments:True"
+
+
+@pytest.mark.parametrize("is_pinned", [True, False])
+def test_only_pinned_memory_is_copied_while_the_program_goes_on(is_pinned, monkeypatch):
+    how = []
+    copy = torch.Tensor.to
+
+    def remember(rows, device, non_blocking=False):
+        how.append(non_blocking)
+        return copy(rows, device)
+
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda rows: is_pinned)
+    monkeypatch.setattr(torch.Tensor, "to", remember)
+    to_device(torch.zeros(2, 5, dtype=torch.int32), "cpu")
+    assert how == [is_pinned]
+
+
+# ----------------------------------------------------------------------- bfloat16 on a CPU
+
+@pytest.mark.parametrize("dtype, has_bfloat16, expected", [
+    ("bfloat16", False, True),
+    ("bfloat16", True, False),
+    ("float32", False, False),
+])
+def test_a_line_says_that_a_cpu_has_no_bfloat16(dtype, has_bfloat16, expected, monkeypatch):
+    monkeypatch.setattr(console, "cpu_has_bfloat16", lambda: has_bfloat16)
+    said = []
+    console.warn_of_slow_dtype("cpu", dtype, said.append)
+    assert bool(said) == expected
+    if expected:
+        assert "--dtype float32" in said[0]
+
+
+# ----------------------------------------------------------------------- mpirun
+
+def message_of_a_second_run(out, monkeypatch):
+    monkeypatch.setattr(files, "LOCK_PATIENCE", 0.0)
+    with lock_folder(out), pytest.raises(UserError) as raised:
+        lock_folder(out)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("variables, expected", [
+    ({"OMPI_COMM_WORLD_SIZE": "4"}, True),
+    ({"PMI_SIZE": "2"}, True),
+    ({"OMPI_COMM_WORLD_SIZE": "1"}, False),
+    ({"OMPI_COMM_WORLD_SIZE": "4", "WORLD_SIZE": "4"}, False),
+    ({"SLURM_NTASKS": "4"}, False),
+    ({}, False),
+])
+def test_a_second_run_that_mpirun_started_is_told_of_torchrun(
+        variables, expected, tmp_path, monkeypatch):
+    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+    message = message_of_a_second_run(tmp_path, monkeypatch)
+
+    assert ("torchrun" in message) == expected
+    assert ("choose another --out" in message) != expected
