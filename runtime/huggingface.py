@@ -6,7 +6,7 @@ from pathlib import Path
 
 from runtime.cli import UserError, brief_error, unexpected
 from runtime.files import reading, replace_file
-from runtime.tokenizer import EOT, VOCAB_SIZE, bpe_file, tokenizer_json
+from runtime.tokenizer import ASSETS, EOT, VOCAB_SIZE, bpe_file, tokenizer_json
 from runtime.weights import EMBEDDING, HEAD, model_from_checkpoint
 
 # The models on the hub whose owner, openai-community, can be left out.

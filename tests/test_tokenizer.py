@@ -16,7 +16,7 @@ from texts import DOCUMENTS, tokens_of
 import runtime.tokenizer
 from runtime.cli import RunError, UserError
 from runtime.tokenizer import (
-    EOT, Encoder, encode, token_bytes, token_lengths, tokenizer)
+    EOT, Encoder, bpe_file, encode, token_bytes, token_lengths, tokenizer)
 
 # The same examples in every run, and no look at the clock.
 FAST = settings(max_examples=40, deadline=None, derandomize=True, database=None,
@@ -228,3 +228,10 @@ def test_each_thread_has_an_encoding_of_its_own_where_tiktoken_does_the_work(mon
     encoder.encode(b"words")
     encoder.encode(b"words")
     assert len(made) == 3
+
+
+def test_a_changed_bpe_file_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "vocab.bpe").write_text("#version: 0.2\n")
+    monkeypatch.setattr(runtime.tokenizer, "ASSETS", tmp_path)
+    with pytest.raises(UserError, match="vocab.bpe"):
+        bpe_file("vocab.bpe")
