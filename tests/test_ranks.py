@@ -11,7 +11,6 @@ from helpers import BYTES, logged, on_ranks, train
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import train_gpt2
-from runtime import ranks
 from runtime.cli import RunError, UserError, exit_code
 from runtime.ranks import Process, ddp_options, read_process, say_who_is_missing
 
@@ -60,24 +59,21 @@ def test_a_line_reaches_a_pipe_at_once(monkeypatch):
     os.close(reader)
 
 
-@pytest.fixture(params=["on a full disk", "a pipe that nobody reads"])
-def console(request, monkeypatch):
-    """sys.stdout takes nothing."""
-    if request.param == "on a full disk":
-        if not os.path.exists("/dev/full"):
-            pytest.skip("has no /dev/full")
-        stdout = open("/dev/full", "w")
-    else:
-        reader, writer = os.pipe()
-        os.close(reader)
-        stdout = open(writer, "w")
-    monkeypatch.setattr(sys, "stdout", stdout)
-    yield stdout
-    stdout.close()
+def open_console(kind):
+    """A stream that takes nothing."""
+    if kind == "on a full disk":
+        return open("/dev/full", "w")
+    reader, writer = os.pipe()
+    os.close(reader)
+    return open(writer, "w")
 
 
-def test_a_run_whose_console_takes_nothing_goes_on(console, byte_data, tmp_path):
-    train("--data", byte_data, *BYTES, "--max_steps", 3, "--out", tmp_path)
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="has no /dev/full")
+@pytest.mark.parametrize("kind", ["on a full disk", "a pipe that nobody reads"])
+def test_a_run_whose_console_takes_nothing_goes_on(kind, byte_data, tmp_path, monkeypatch):
+    with open_console(kind) as console:
+        monkeypatch.setattr(sys, "stdout", console)
+        train("--data", byte_data, *BYTES, "--max_steps", 3, "--out", tmp_path)
     assert list(logged(tmp_path)) == [0, 1, 2]
 
 
@@ -208,11 +204,12 @@ def handlers():
         signal.signal(number, handler)
 
 
-@pytest.mark.parametrize("name", ranks.STOP_SIGNALS)
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1"])
 def test_a_signal_leaves_a_note_and_one_line(name, handlers, capfd):
     process = Process()
     process.catch_signals()
     assert not process.stop_requested()
+    assert signal.getsignal(signal.Signals[name]) == process.on_signal
 
     signal.raise_signal(signal.Signals[name])
 
