@@ -640,16 +640,21 @@ def test_without_examples_hellaswag_is_not_due(evaluations):
     assert evaluations == []
 
 
-def test_a_resumed_run_does_not_repeat_what_its_record_has(evaluations):
+@pytest.mark.parametrize("already, expected", [
+    ({"val"}, ["HellaSwag"]),
+    ({"hella"}, ["validation"]),
+    ({"val", "hella"}, []),
+])
+def test_a_resumed_run_does_not_repeat_what_its_record_has(already, expected, evaluations):
     config = small_config(max_steps=11, **PERIODS)
     data = validation_data(1)
     data.hellaswag = ["a batch"]
     log = Record()
-    log.already = {"val"}
+    log.already = already
 
     train_gpt2.evaluate(6, config, Process(), data, None, log)
 
-    assert evaluations == ["HellaSwag"]
+    assert evaluations == expected
 
 
 def test_a_validation_loss_that_is_not_finite_ends_the_run_unrecorded(evaluations, monkeypatch):
