@@ -106,7 +106,7 @@ def bigram_hash(tokens, rows):
 # of the numbers of each head instead.
 
 def first_shifted_head(n_head: int) -> int:
-    """The first head with shifted keys: the second half has them, and of an odd number the middle."""
+    """The first shifted head: the second half is shifted, and of an odd number the middle."""
     return n_head // 2
 
 
@@ -184,9 +184,9 @@ class FrontierGPT(ModernLanguageModel):
         self.lm_head = CastedLinear(C, V, device="meta")
         self.lm_head.weight = self.transformer.wte.weight
 
-        # 5 / C suits the learning rate: head_lr (below) is 1.5 / C at --max_lr 0.02, which is 0.3 of
-        # it, as speedrun's embedding has 0.3 of 1. What enters the head has mean square 1, so the
-        # first logits have the variance C (5 / C)^2 = 25 / C, and the first loss is about
+        # 5 / C suits the learning rate: head_lr (below) is 1.5 / C at --max_lr 0.02, which is 0.3
+        # of it, as speedrun's embedding has 0.3 of 1. What enters the head has mean square 1, so
+        # the first logits have the variance C (5 / C)^2 = 25 / C, and the first loss is about
         # ln(V) + 12.5 / C. Only the input token's own logit is larger: 5 before the softcap.
         self.embedding_std = 5 / C
         if not self.transformer.wte.weight.is_meta:     # model.py says why
@@ -268,8 +268,8 @@ def make_optimizers(model: FrontierGPT, config) -> list:
 def batch_divisors(config) -> tuple[int, int, int]:
     """Divisors of --total_batch_size in the three thirds of a run; see BatchSchedule.
 
-    Batches that grow are record 46's. A run of D tokens begins best with batches of sqrt(5 D) tokens.
-    So the first batch is halved, at most twice, while it is at least sqrt(2) times that.
+    Batches that grow are record 46's. A run of D tokens begins best with batches of sqrt(5 D)
+    tokens. So the first batch is halved, at most twice, while it is at least sqrt(2) times that.
     """
     # With smaller batches the same steps have fewer tokens: D is counted anew for each choice.
     for divisors in ((1, 1, 1), (2, 1, 1)):
@@ -290,8 +290,8 @@ def position_in_log(n: float, low: float, high: float) -> float:
 
 def automatic(config) -> dict:
     """What "auto" means in --cooldown and --min_lr."""
-    # 0 for a short run, 1 for a long one. A long run decays as the later records do, over 60% of its
-    # tokens to a tenth of the rate; a short one as record 10 does, over 29% to 0.
+    # 0 for a short run, 1 for a long one. A long run decays as the later records do, over 60% of
+    # its tokens to a tenth of the rate; a short one as record 10 does, over 29% to 0.
     longness = position_in_log(config.max_steps, 110, 500)
     return {"cooldown": 0.29 + 0.31 * longness, "min_lr": 0.1 * longness * config.max_lr}
 

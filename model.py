@@ -107,8 +107,9 @@ def attention(q, k, v, kernel="auto"):
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     T, S = q.size(2), k.size(2)
 
-    # If T is not S, there is a cache and T is 1: the newest token sees all others, without a mask.
-    # (torch.export and torch.jit.trace have sizes that are no plain numbers, so that T == S is no bool.)
+    # If T is not S, there is a cache and T is 1: the newest token sees all others, without a
+    # mask. (torch.export and torch.jit.trace have sizes that are no plain numbers, so that T == S
+    # is no bool.)
     is_causal = bool(T == S)
 
     # On a CPU in bfloat16 the formula is faster than torch's kernels, while there are few scores.
@@ -457,8 +458,8 @@ class GPT(LanguageModel):
         x = self.transformer.wte(idx) + self.transformer.wpe(positions)         # (B, T, C)
 
         # Under bfloat16 autocast the residual stream is bfloat16, too, as in llm.c: in float32 it
-        # would be 14% of a step's memory traffic. It costs nothing that was measured: 60 losses of a
-        # small model stay within 4e-4 of build-nanogpt's, whose stream is float32
+        # would be 14% of a step's memory traffic. It costs nothing that was measured: 60 losses of
+        # a small model stay within 4e-4 of build-nanogpt's, whose stream is float32
         # (docs/lab-notes.md). Under float16 autocast it stays in float32, because numbers above
         # 65504 would overflow.
         if matmul_dtype(x) == torch.bfloat16:

@@ -76,8 +76,8 @@ PRESETS = {
     ),
 }
 
-# --overfit is the lecture's sanity run: 50 steps on one batch. FlagTable.merge sets min_lr to max_lr,
-# so the rate is constant. The run writes no files.
+# --overfit is the lecture's sanity run: 50 steps on one batch. FlagTable.merge sets min_lr to
+# max_lr, so the rate is constant. The run writes no files.
 OVERFIT = dict(
     vocab_size=50257, total_batch_size=4 * 32, sequence_length=32, shuffle=False,
     max_steps=50, warmup_steps=0, max_lr=3e-4,

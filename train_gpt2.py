@@ -50,11 +50,11 @@ def warmup_cosine(step: int, progress: float, config) -> float:
     return min_scale + 0.5 * (1.0 + math.cos(math.pi * min(1.0, decay))) * (1.0 - min_scale)
 
 
-# How each model is trained: runtime.recipe.Recipe explains the fields. recipes.MODELS has the models
-# themselves.
+# How each model is trained: runtime.recipe.Recipe explains the fields. recipes.MODELS has
+# the models themselves.
 RECIPES = {
-    # Config's defaults for the optimizer, and AdamW's settings in model.py, are those of GPT-3 Small
-    # (Brown et al. 2020, arXiv:2005.14165, table 2.1 and appendix B).
+    # Config's defaults for the optimizer, and AdamW's settings in model.py, are those of GPT-3
+    # Small (Brown et al. 2020, arXiv:2005.14165, table 2.1 and appendix B).
     "gpt2": Recipe(
         make_optimizers=lambda model, config: model.configure_optimizers(
             config.max_lr, config.weight_decay),
@@ -183,8 +183,8 @@ def resolve_config(given: dict, start: checkpoint.Start, process: Process) -> tu
     """The flags as asked, some of them "auto", and the `config` that the run uses.
 
     `given`, {flag: value}, is the command line. Checkpoints record the flags as asked, so that a
-    resume decides anew what "auto" means. UserError if the command line or the preset contradicts the
-    run that resumes (in a `fixed` flag) or the shape of the model that was loaded.
+    resume decides anew what "auto" means. UserError if the command line or the preset contradicts
+    the run that resumes (in a `fixed` flag) or the shape of the model that was loaded.
     """
     flags = FLAGS.merge(given, start)
     if start.path:
@@ -198,8 +198,9 @@ def resolve_config(given: dict, start: checkpoint.Start, process: Process) -> tu
     set_automatic(config, min_lr=config.max_lr / 10)
     config.dtype = device.choose_dtype(config.dtype, process.device)
 
-    # Micro-steps of more tokens are no faster, on an H200 and on CPUs (docs/speed.md). On a GPU a trial
-    # will tell whether so many fit into its memory. --compile auto is decided when the model is there.
+    # Micro-steps of more tokens are no faster, on an H200 and on CPUs (docs/speed.md). On a GPU a
+    # trial will tell whether so many fit into its memory. --compile auto is decided when the
+    # model is there.
     most_tokens = 4096
     if process.on_gpu:
         most_tokens = 65536
@@ -215,7 +216,7 @@ def start_process(device_name: str) -> Process:
     Nothing calls destroy_process_group: run_command ends the ranks, and says why.
     """
     process = ranks.read_process()
-    process.device = device.choose_device(device_name, process.local_rank)      # "cuda:3", "mps", "cpu"
+    process.device = device.choose_device(device_name, process.local_rank)  # "cuda:3", "mps", "cpu"
     if process.on_gpu:
         torch.cuda.set_device(process.device)
     elif process.device == "cpu":
@@ -324,9 +325,10 @@ def train_step(
 ) -> torch.Tensor | None:
     """One optimizer step: gradients are summed over micro-steps and averaged over the ranks.
 
-    The CPU does not wait for the GPU here, except with float16, in scaler.step. Returns a float32
-    tensor (3,), the same on all ranks: the mean loss, the norm of the gradient before clipping, and
-    how many ranks vote to stop. None if a signal has ended a single process's step before its update.
+    The CPU does not wait for the GPU here, except with float16, in scaler.step. Returns a
+    float32 tensor (3,), the same on all ranks: the mean loss, the norm of the gradient before
+    clipping, and how many ranks vote to stop. None if a signal has ended a single process's step
+    before its update.
     """
     # Forward and backward of this rank's share of the batch.
     micro_steps = loader.micro_steps(step)
@@ -390,7 +392,7 @@ def validation_loss(data: Data, process: Process, state: TrainState) -> float:
             break
         # All batches have one shape, so that the model compiles once: in the last one the targets
         # of the rows beyond the end are ignored.
-        x, y = dataloader.to_device(data.val.read(first, B), process.device)            # (B, T) each
+        x, y = dataloader.to_device(data.val.read(first, B), process.device)        # (B, T) each
         rows = min(B, data.val_count - first)
         y[rows:] = -1
         with torch.set_grad_enabled(is_compiled), state.autocast:
@@ -505,8 +507,8 @@ def save(step: int, process: Process, data: Data, state: TrainState, output: Out
 class LaunchedStep:
     """A step that has been launched. A GPU may still be computing its numbers.
 
-    `began` and `ended` are moments of device.mark_time: on a GPU by the GPU's own clock, because the
-    CPU reads the numbers of a step late.
+    `began` and `ended` are moments of device.mark_time: on a GPU by the GPU's own clock, because
+    the CPU reads the numbers of a step late.
     """
     step: int
     read_numbers: Callable      # waits for them: [loss, norm, votes to stop]
@@ -522,12 +524,12 @@ class LaunchedStep:
 # - A single process looks at the note before each micro-step and each batch of an evaluation. It
 #   drops the step or evaluation that it is in. The run that resumes repeats it.
 # - Several ranks must stop after the same step. They add up their votes in train_step, and read the
-#   sum when they log that step. So they first finish their evaluation, and one or two steps; on GPUs
-#   up to four, because there a step is logged after the next one is launched.
+#   sum when they log that step. So they first finish their evaluation, and one or two steps; on
+#   GPUs up to four, because there a step is logged after the next one is launched.
 # Then the run saves, unless --checkpoint_every is 0, and ends with exit code 0.
 #
-# A SIGKILL or a crash loses the steps since the newest checkpoint; the run that resumes repeats them
-# with the same tokens. torchrun sends SIGKILL 30 s after SIGTERM (--shutdown_timeout).
+# A SIGKILL or a crash loses the steps since the newest checkpoint; the run that resumes repeats
+# them with the same tokens. torchrun sends SIGKILL 30 s after SIGTERM (--shutdown_timeout).
 
 def train(
     step: int, config: Config, process: Process, data: Data, state: TrainState, log: console.StepLog
@@ -577,7 +579,7 @@ def train(
 
 
 def beginning(step: int, ended, config: Config, process: Process):
-    """The moment when a step begins: where the step before `ended`, unless something came between."""
+    """When a step begins: where the step before `ended`, unless something came between."""
     if ended is None or something_is_due(step, config):
         return device.mark_time(process.device)
     return ended
@@ -614,15 +616,15 @@ def check_finite(
     if math.isfinite(loss) and overflows <= allowed:
         return
     raise process.shared(RunError(
-        f"the loss or the gradient of step {step} is not finite (loss {loss}, gradient norm {norm}): "
-        "lower --max_lr or raise --warmup_steps"))
+        f"the loss or the gradient of step {step} is not finite (loss {loss}, gradient norm "
+        f"{norm}): lower --max_lr or raise --warmup_steps"))
 
 
 def resume(
     start: checkpoint.Start, config: Config, process: Process, data: Data, schedule: BatchSchedule,
     state: TrainState,
 ) -> None:
-    """Loads the state of the optimizers and the place in the data, and says where the run resumes."""
+    """Loads the optimizers' state and the place in the data, and says where the run resumes."""
     process.on_all_ranks(
         checkpoint.restore, start, data, schedule, state.optimizer, state.scaler)
     lr = set_schedules(start.step, config, schedule, state)
@@ -635,8 +637,8 @@ def main(argv: list[str] | None = None) -> int:
     process = start_process(given.get("device", "auto"))
     with device.memory_errors(process.device):
         # Where the run begins; then all flags, among them those that a checkpoint has recorded.
-        start = checkpoint.find_start(
-            FLAGS.merge(given, checkpoint.Start()), given, process, recipes.MODELS, recipes.load_model)
+        start = checkpoint.find_start(FLAGS.merge(given, checkpoint.Start()), given, process,
+                                      recipes.MODELS, recipes.load_model)
         flags, config = process.on_all_ranks(resolve_config, given, start, process)
         check_ranks_agree(flags, config, process)
         use_tf32(config, process)
@@ -653,8 +655,8 @@ def main(argv: list[str] | None = None) -> int:
         if start.path:
             resume(start, config, process, data, schedule, state)
 
-        # The micro-batch that fits into memory; trial(B) computes one of B sequences twice, and returns
-        # the seconds of the second. The training step is compiled here.
+        # The micro-batch that fits into memory; trial(B) computes one of B sequences twice, and
+        # returns the seconds of the second. The training step is compiled here.
         B, trial = device.choose_micro_batch(flags, config, start, schedule, state, process)
         console.print_batch(config, process, schedule, B)
         if config.dry_run:

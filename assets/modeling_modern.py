@@ -216,10 +216,10 @@ class SpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
     ):
         """Returns loss, logits (B, T, vocab_size), the cache and, if asked for, hidden_states.
 
-        input_ids (B, T) follow the tokens in the cache, which is called `cache` or `past_key_values`.
-        attention_mask (B, S) is 0 for padding, at either end. If logits_to_keep is not 0, there are
-        only the logits of so many last tokens. hidden_states are the embedding, what each block but
-        the last returns, and what enters the head: (B, T, C) each.
+        input_ids (B, T) follow the tokens in the cache, which is called `cache` or
+        `past_key_values`. attention_mask (B, S) is 0 for padding, at either end. If logits_to_keep
+        is not 0, there are only the logits of so many last tokens. hidden_states are the embedding,
+        what each block but the last returns, and what enters the head: (B, T, C) each.
         """
         past = past_key_values
         if cache is not None:
@@ -249,7 +249,7 @@ class SpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
             loss=loss, logits=logits, hidden_states=states, **{CACHE: past})
 
     def check_arguments(self, input_ids, past, others):
-        """ValueError for what these models do not compute. `others`, {name: value}, are not known."""
+        """ValueError for what these models do not compute. `others`, {name: value}, are unknown."""
         for name, value in others.items():
             # None and False ask for nothing.
             if name not in LOSS_ARGUMENTS and value is not None and value is not False:
@@ -259,7 +259,7 @@ class SpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
         if past is not None and past.is_compileable:
             raise ValueError("a static cache cannot be used here: leave out cache_implementation")
 
-        # The backward would compute each block again, and put its keys into the cache a second time.
+        # The backward would compute each block again, and put its keys into the cache once more.
         has_backward = self.training and torch.is_grad_enabled()
         if past is not None and has_backward and self.transformer.h[0].gradient_checkpointing:
             raise ValueError("gradient checkpointing cannot have a cache: leave out use_cache")

@@ -38,8 +38,8 @@ def find_start(
     `given`: the names of the flags on the command line. `models`: {recipe: class}. `load_model`
     reads the model of --init.
     """
-    # All ranks look, so that an error on one is raised on all. Rank 0 decides: without a shared file
-    # system other machines may have other checkpoints.
+    # All ranks look, so that an error on one is raised on all. Rank 0 decides: without a shared
+    # file system other machines may have other checkpoints.
     path = process.from_master(process.on_all_ranks(choose_checkpoint, flags))
     if path:
         named = Path(flags.resume)
@@ -73,14 +73,14 @@ def choose_checkpoint(flags) -> Path | None:
 
     path = find_checkpoint(flags.resume)
     if path is None or (newest is None and not path.exists()):
-        raise UserError(f"--resume {flags.resume} is neither a checkpoint nor a run's folder: check "
-                        "the path, or start a new run from a model's weights with --init")
+        raise UserError(f"--resume {flags.resume} is neither a checkpoint nor a run's folder: "
+                        "check the path, or start a new run from a model's weights with --init")
     if newest is None:
         return path
     is_in_out = path.resolve().parent == newest.resolve().parent
     if is_in_out and path.name != newest.name:
-        raise UserError(f"--resume {flags.resume} is not the newest checkpoint of {flags.out}, which "
-                        f"is {newest.name}: to go back, add another --out")
+        raise UserError(f"--resume {flags.resume} is not the newest checkpoint of {flags.out}, "
+                        f"which is {newest.name}: to go back, add another --out")
     return newest
 
 
@@ -143,7 +143,7 @@ def check_resumed_flags(start: Start, config, wanted: dict) -> None:
 
 
 def check_init(flags, given: Collection[str], model, models: dict) -> None:
-    """UserError if the model of --init is another recipe's, or if a given flag contradicts its shape."""
+    """UserError if --init's model is another recipe's, or a given flag contradicts its shape."""
     if type(model) is not models[flags.recipe]:
         raise UserError(f"--recipe {flags.recipe} contradicts --init {flags.init}, whose model has "
                         f"the recipe {model.recipe}: use --recipe {model.recipe}")
@@ -220,7 +220,7 @@ def contents_of(fingerprint: list) -> list:
 
 
 def read_state(saved: dict, name: str) -> dict:
-    """The state of an optimizer for one parameter: tensors and numbers, whatever they are called."""
+    """An optimizer's state for one parameter: tensors and numbers, whatever they are called."""
     state = {}
     for key, value in saved.items():
         if not is_finite(value):

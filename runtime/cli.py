@@ -103,7 +103,7 @@ def print_error(error: Exception | str) -> None:
     try:
         print(f"{Path(sys.argv[0]).name}: {text}", file=sys.stderr, flush=True)
     except OSError:
-        discard(sys.stderr)                     # a warning must not end a run because a disk is full
+        discard(sys.stderr)             # a warning must not end a run because a disk is full
 
 
 def discard(stream) -> None:
@@ -143,9 +143,9 @@ def brief_error(error: Exception) -> str:
 def run_command(main: Callable[[], int | None]) -> None:
     """Runs `main()` as a command, and ends the process with its exit code.
 
-    What the user or the system did wrong becomes one line on stderr. Its exit code is 2 for a mistake
-    of the user's, 1 for a run that failed, and 130 for Ctrl-C. Anything else is a bug, with a
-    traceback.
+    What the user or the system did wrong becomes one line on stderr. Its exit code is 2 for a
+    mistake of the user's, 1 for a run that failed, and 130 for Ctrl-C. Anything else is a bug,
+    with a traceback.
     """
     use_null_device_for_closed_streams()
     sys.stdout.reconfigure(errors="replace")    # not every terminal can print every sampled token
@@ -184,7 +184,7 @@ def run_command(main: Callable[[], int | None]) -> None:
 
 
 def use_null_device_for_closed_streams() -> None:
-    """A stream that was closed (`>&-`) is the null device, or the next file would get its number."""
+    """A closed stream (`>&-`) becomes the null device, or the next file would get its number."""
     # A file gets the lowest number that is free, so that these get 0, 1 and 2, in this order.
     if sys.stdin is None:
         sys.stdin = open(os.devnull)
@@ -208,7 +208,7 @@ def exit_code(error: UserError | RunError) -> int:
 
 
 def several_ranks() -> bool:
-    """Whether torchrun has started several processes. A RANK that is left in a shell says nothing."""
+    """Whether torchrun has started several processes. A RANK left in a shell says nothing."""
     return os.environ.get("WORLD_SIZE", "1") not in ("", "1")
 
 

@@ -179,9 +179,9 @@ def plans(config) -> list[str]:
 def print_estimate(config, process, tokens_left: int, rate: float) -> None:
     """How long the run will take, for --dry_run, at `rate` tokens per second of all ranks."""
     process.print0(
-        f"about {config.total_batch_size / rate:.3g} s per step, {clock(tokens_left / rate)} in all "
-        "without optimizer, evaluations and what several GPUs exchange; nothing was written, and "
-        "the same command without --dry_run starts the run")
+        f"about {config.total_batch_size / rate:.3g} s per step, {clock(tokens_left / rate)} in "
+        "all without optimizer, evaluations and what several GPUs exchange; nothing was written, "
+        "and the same command without --dry_run starts the run")
 
 
 def in_bits(loss: float, data) -> str:

@@ -46,8 +46,8 @@ class TokenDataset:
     """The sequences of a list of shards, numbered across epochs: each comes once per epoch.
 
     A shard is a path or a 1-D uint16 array. Shard i has (len_i - 1) // T sequences of T tokens; the
-    last target needs one token more. Without `shuffle` the sequences come in the order of the files.
-    With it, each epoch permutes the shards, and the sequences of every shard, by the seed.
+    last target needs one token more. Without `shuffle` the sequences come in the order of the
+    files. With it, each epoch permutes the shards, and the sequences of every shard, by the seed.
 
     One shard is in memory. While the next one is read there are two, and from the second epoch on
     three, because np.roll copies. UserError for too little text, and for a shard that is damaged,
@@ -193,8 +193,8 @@ def to_device(rows, device: str) -> tuple[torch.Tensor, torch.Tensor]:
     # before 2.13).
     rows = rows.to(device, non_blocking=rows.is_pinned()).long()
 
-    # Not contiguous(): it would return a single row as it is, with the stride of T+1 tokens, for which
-    # torch.compile would compile the model again.
+    # Not contiguous(): it would return a single row as it is, with the stride of T+1 tokens, for
+    # which torch.compile would compile the model again.
     x = rows[:, :-1].clone(memory_format=torch.contiguous_format)
     y = rows[:, 1:].clone(memory_format=torch.contiguous_format)
     return x, y
@@ -203,7 +203,9 @@ def to_device(rows, device: str) -> tuple[torch.Tensor, torch.Tensor]:
 class TrainLoader:
     """The micro-batches of this rank, B sequences each, from `first_step` on."""
 
-    def __init__(self, dataset: TokenDataset, schedule: BatchSchedule, B: int, first_step: int, process):
+    def __init__(
+        self, dataset: TokenDataset, schedule: BatchSchedule, B: int, first_step: int, process
+    ):
         self.schedule = schedule
         self.B = B
         self.device = process.device
@@ -245,9 +247,9 @@ class Data:
     def bits_per_byte(self) -> float:
         """The factor from a validation loss in nats per token to bits per byte of the text.
 
-        Bits per byte can be compared between tokenizers. nan if the tokens are not GPT-2's. The loss
-        has the cost of each <|endoftext|>, too, which nanochat and lm-evaluation-harness leave out:
-        of documents of 120 tokens ours are 2% more.
+        Bits per byte can be compared between tokenizers. nan if the tokens are not GPT-2's. The
+        loss has the cost of each <|endoftext|>, too, which nanochat and lm-evaluation-harness leave
+        out: of documents of 120 tokens ours are 2% more.
         """
         if not self.val or self.val.vocab_end < VOCAB_SIZE:
             return math.nan
@@ -260,7 +262,8 @@ def open_data(config) -> Data:
     """The data of a run: the shards of --data, or with --overfit one batch of input.txt."""
     T, vocab_size = config.sequence_length, config.vocab_size
     if config.overfit:
-        return Data(TokenDataset([overfit_tokens(config.total_batch_size)], T, vocab_size=vocab_size))
+        return Data(TokenDataset(
+            [overfit_tokens(config.total_batch_size)], T, vocab_size=vocab_size))
 
     train_shards = list_shards(config.data, "train")
     train = TokenDataset(train_shards, T, config.seed, config.shuffle, vocab_size)

@@ -22,8 +22,8 @@ from runtime.recipe import BatchSchedule
 def choose_device(name: str = "auto", local_rank: int = 0) -> str:
     """'cuda:N', 'mps' or 'cpu'; N is `local_rank` unless the name says it.
 
-    'auto' is the first of them that is available. UserError for a device that is not available, or a
-    GPU on which no kernel runs. Sets up CUDA's allocator, if nobody has.
+    'auto' is the first of them that is available. UserError for a device that is not available, or
+    a GPU on which no kernel runs. Sets up CUDA's allocator, if nobody has.
     """
     configure_allocator()
 
@@ -84,7 +84,7 @@ def device_name(device: str) -> str:
 
 
 def choose_dtype(name: str, device: str) -> str:
-    """`name`; for 'auto' bfloat16 if the hardware has it, else float16 on CUDA, float32 elsewhere."""
+    """`name`; for 'auto' bfloat16 if the hardware has it, else float16 on CUDA, else float32."""
     if name != "auto":
         return name
     if device.startswith("cuda"):
@@ -111,8 +111,8 @@ def is_out_of_memory(error: BaseException) -> bool:
         return False
     text = f"{type(error).__name__}: {error}"
 
-    # So Triton calls a kernel that needs more than a GPU's core has: a smaller batch would not help.
-    # torch.compile puts the name OutOfMemoryError before these words.
+    # So Triton calls a kernel that needs more than a GPU's core has: a smaller batch would not
+    # help. torch.compile puts the name OutOfMemoryError before these words.
     if "out of resource" in text:
         return False
 
@@ -148,9 +148,10 @@ def most_sequences_that_fit(config, model: torch.nn.Module, device: str, reserve
     The numbers below were counted for compiled models. An eager model takes up to three times as
     much: then the trial fails, and the micro-batch is halved. `reserved` bytes have to stay free.
     """
-    # For its backward a block keeps these vectors of width n_embd for each token: its input, the
-    # first norm, q, k, v, the output of attention, the residual stream, the second norm; and 4 of the
-    # hidden layer, whose GELU is computed again. The rest are sums of the norms and of attention.
+    # For its backward a block keeps these vectors of width n_embd for each token: its input,
+    # the first norm, q, k, v, the output of attention, the residual stream, the second norm;
+    # and 4 of the hidden layer, whose GELU is computed again. The rest are sums of the norms
+    # and of attention.
     vectors = 12.2
     if config.recipe != "gpt2":
         vectors = 20.1          # counted with tests/null_gpu for speedrun; frontier's are 20.4
@@ -162,8 +163,8 @@ def most_sequences_that_fit(config, model: torch.nn.Module, device: str, reserve
     itemsize = 4 if config.dtype == "float32" else 2
     bytes_of_sequence = itemsize * numbers * config.sequence_length
 
-    # Beside the sequences: the gradients, autocast's 16-bit copies of the weights, and work space of
-    # cuBLAS and of attention.
+    # Beside the sequences: the gradients, autocast's 16-bit copies of the weights, and work space
+    # of cuBLAS and of attention.
     others = sum(p.nbytes for p in model.parameters()) + 100_000_000
     if itemsize == 2:
         others += sum(2 * p.numel() for p in model.parameters())
@@ -244,7 +245,8 @@ def choose_batch_size(
         if not needs_trial:
             return B
 
-        fits_here = process.on_all_ranks(fits_in_memory, trial, B, may_shrink, config, process.device)
+        fits_here = process.on_all_ranks(
+            fits_in_memory, trial, B, may_shrink, config, process.device)
         torch.cuda.empty_cache()        # what the run allocates need not fit into a trial's blocks
         if all(process.gather(fits_here)):
             return B
@@ -313,8 +315,8 @@ def tune_malloc() -> None:
 def copy_later(tensor: torch.Tensor) -> Callable[[], list]:
     """Starts to copy a small tensor to the CPU. Returns a function that returns its numbers.
 
-    That function waits for the copy, but not for work that the GPU has been given since. A tensor on
-    the CPU is not copied.
+    That function waits for the copy, but not for work that the GPU has been given since. A tensor
+    on the CPU is not copied.
     """
     if not tensor.is_cuda:
         numbers = tensor.tolist()           # on a Mac this waits for its GPU
@@ -345,7 +347,7 @@ def mark_time(device: str) -> "torch.cuda.Event | float":
 
 
 def seconds_between(first, last) -> float:
-    """The seconds between two moments of mark_time. Waits until the GPU has come to the last one."""
+    """The seconds between two moments of mark_time. Waits until the GPU has come to the last."""
     if isinstance(first, float):
         return last - first
     last.synchronize()
@@ -370,9 +372,9 @@ def compiling_pays(flops: float, device: str) -> bool:
     return flops > COMPILE_SECONDS * peak
 
 
-# Dense 16-bit TFLOP/s with fp32 accumulation. NVIDIA's data sheets give twice as much (sparsity), and
-# those of GeForce four times as much (fp16 accumulation, too). A name must match as a whole: a suffix
-# (Ti, D, Laptop GPU, a MIG slice) means another chip or clock.
+# Dense 16-bit TFLOP/s with fp32 accumulation. NVIDIA's data sheets give twice as much (sparsity),
+# and those of GeForce four times as much (fp16 accumulation, too). A name must match as a whole: a
+# suffix (Ti, D, Laptop GPU, a MIG slice) means another chip or clock.
 PEAK_TFLOPS = {
     "GB200": 2500,
     "B200": 2250,
@@ -419,7 +421,7 @@ def peak_flops(device: str) -> float | None:
 
 
 def least_cpu_seconds(flops: float, dtype: str, processes: int = 1) -> float:
-    """A lower bound of the seconds that `flops` take on a CPU, with torch's threads in each process."""
+    """The least seconds that `flops` take on a CPU, with torch's threads in each process."""
     # This is for a warning: it must not call a run slow that is not, and must need no measurement,
     # which would take a minute at 124M.
     return flops / (CORE_FLOPS[dtype] * torch.get_num_threads() * processes)

@@ -10,7 +10,7 @@ from typing import BinaryIO
 
 from runtime.cli import RunError, UserError, brief_error
 
-LOCK_PATIENCE = 5.0         # seconds: a killed process keeps its lock until its memory has been freed
+LOCK_PATIENCE = 5.0         # seconds: a killed process keeps its lock until its memory is freed
 
 
 def replace_file(path: str | Path, write: Callable[[BinaryIO], object]) -> None:
@@ -75,8 +75,8 @@ def reading(
     """Around code that takes apart what a file holds, which may be damaged.
 
     Any of `errors`, also a ValueError that our reader raises, becomes the UserError "`what`
-    `problem` (cause): `remedy`". What the system says of a file by its name, and what Python says of a
-    missing package, passes through.
+    `problem` (cause): `remedy`". What the system says of a file by its name, and what Python says
+    of a missing package, passes through.
     """
     try:
         yield
@@ -114,7 +114,7 @@ def what_resumes(out: str | Path) -> str:
 
 
 def started_by_mpirun() -> bool:
-    """Whether mpirun has started this process as one of several, which know nothing of each other."""
+    """Whether mpirun has started this process as one of several that know nothing of each other."""
     # Slurm's SLURM_NTASKS is no such sign: a batch script that starts one process has it, too.
     sizes = (os.environ.get("OMPI_COMM_WORLD_SIZE", "1"), os.environ.get("PMI_SIZE", "1"))
     return sizes != ("1", "1") and "WORLD_SIZE" not in os.environ

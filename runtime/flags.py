@@ -1,5 +1,5 @@
-"""The flags of train_gpt2.py: how the command line is read, which of several sources wins, and which
-values no run can have."""
+"""The flags of train_gpt2.py: how the command line is read, which of several sources wins, and
+which values no run can have."""
 import argparse
 import dataclasses
 import textwrap
@@ -34,7 +34,9 @@ class FlagTable:
             description=description,
             epilog=describe_presets(self.presets, self.recipes),
         )
-        for title, fields in groupby(dataclasses.fields(self.Config), lambda f: f.metadata["group"]):
+        for title, fields in groupby(
+            dataclasses.fields(self.Config), lambda f: f.metadata["group"]
+        ):
             group = parser.add_argument_group(title)
             for f in fields:
                 add_flag(group, f, self.recipes)
@@ -79,7 +81,7 @@ class FlagTable:
         return self.Config(**values)                                        # 1, for all others
 
     def wanted(self, given: dict, start, flags) -> dict:
-        """{flag: value}: what this command asks for, to compare with a checkpoint's `fixed` flags."""
+        """{flag: value} that the command asks for, to compare with a checkpoint's `fixed` flags."""
         wanted = self.presets[flags.preset].flags | given
         if wanted.get("init", "scratch") != "scratch":
             # A run that began from --init has the shape of that model. The shape in a preset, which

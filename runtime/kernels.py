@@ -48,9 +48,9 @@ def cross_entropy_in_place(logits: Tensor, targets: Tensor, softcap: float = 0.0
     targets = targets.clamp(min=0)[:, None]                                     # (n, 1)
 
     # On a CPU (AMD EPYC) torch's exp can take 8 times as long as its exp2, and its tanh 20 times.
-    # So tanh is written with sigmoid, as above, and exp(z) as exp2(z / ln 2). `z` starts as y; after
-    # the `if` it is the z above, divided by ln 2. Functions that end in _ work in place, so that
-    # fewer tensors compete for the CPU's cache.
+    # So tanh is written with sigmoid, as above, and exp(z) as exp2(z / ln 2). `z` starts as y;
+    # after the `if` it is the z above, divided by ln 2. Functions that end in _ work in place, so
+    # that fewer tensors compete for the CPU's cache.
     z = logits.float()
     if softcap:
         # These z lie between 0 and 2 softcap / ln 2. No maximum has to be subtracted from them:

@@ -58,7 +58,7 @@ def row_line(row: dict) -> str:
 
 
 def lowest(rows: list[dict], steps: Collection[int] | None = None) -> tuple[float, int] | None:
-    """(validation loss, step) of the lowest loss, the earliest of equal ones. None if there is none.
+    """(validation loss, step) of the lowest loss, the earliest of equal ones; None without one.
 
     With `steps`, only the rows of these steps count.
     """

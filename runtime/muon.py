@@ -38,8 +38,8 @@ class Muon(torch.optim.Optimizer):
     """Orthogonalized Nesterov momentum for the matrices in the blocks: `params`.
 
     Matrices of one shape form a group, and are orthogonalized as one batch. If there are several
-    ranks, all have the same gradients. Each rank keeps the momentum of its share of every group, and
-    orthogonalizes that share. Then all ranks gather the updates.
+    ranks, all have the same gradients. Each rank keeps the momentum of its share of every group,
+    and orthogonalizes that share. Then all ranks gather the updates.
     """
 
     def __init__(self, params, lr, momentum=0.95, weight_decay=0.0, dtype=torch.bfloat16):
@@ -62,7 +62,7 @@ class Muon(torch.optim.Optimizer):
                     self.owner[p] = i // share
 
     def share_of(self, group) -> int:
-        """How many matrices of a group a rank has room for. On the last ranks some may be missing."""
+        """How many matrices of a group a rank has room for. The last ranks may have fewer."""
         return -(-len(group["params"]) // self.ranks)           # rounded up
 
     @torch.no_grad()
@@ -75,7 +75,7 @@ class Muon(torch.optim.Optimizer):
                 updates = self.gather(updates)                  # (ranks * share, rows, columns)
             updates = updates[:len(params)].to(params[0].dtype)
 
-            # The learning rate itself is that of the decay. The update's is larger for a tall matrix.
+            # The decay has the learning rate itself. The update's is larger for a tall matrix.
             if group["weight_decay"]:
                 torch._foreach_mul_(params, 1.0 - group["lr"] * group["weight_decay"])
             rows, columns = params[0].shape

@@ -40,7 +40,7 @@ class CombinedOptimizer:
         if shard and process.world_size > 1:
             self.sharded = shard_matrices(optimizers, process.rank, process.world_size)
 
-        # {parameter: the only rank that has its moments}, also of Muon, which sends its own updates.
+        # {parameter: the only rank with its moments}, also of Muon, which sends its own updates.
         self.owner = dict(self.sharded)
         for optimizer in optimizers:
             if isinstance(optimizer, Muon):

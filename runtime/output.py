@@ -30,8 +30,8 @@ RUN_FILES = ("metrics.csv", "loss.png", "wandb_id")
 class Output:
     """What a run writes. Only rank 0 writes, and with --overfit nobody does.
 
-    metrics.csv has one row for each step; a resume, the best checkpoint and the picture read it. As a
-    context manager an Output completes and closes its files, however the run ends.
+    metrics.csv has one row for each step; a resume, the best checkpoint and the picture read it. As
+    a context manager an Output completes and closes its files, however the run ends.
     """
 
     def __init__(self, flags):
@@ -131,8 +131,8 @@ class Output:
     def save(self, content: dict) -> None:
         """Writes OUT/checkpoint_STEP.pt atomically, and keeps the newest ones and the best.
 
-        On a GPU a thread writes while training continues: the tensors have to be copies. Its error is
-        raised by the next call, or by finish_save. RunError if a tensor is not finite.
+        On a GPU a thread writes while training continues: the tensors have to be copies. Its error
+        is raised by the next call, or by finish_save. RunError if a tensor is not finite.
         """
         self.finish_save()
 
@@ -168,7 +168,7 @@ class Output:
             pending.result()
 
     def what_resumes(self) -> str:
-        """What the same command does next, after the checkpoint that is being written is complete."""
+        """What the same command does next, once the checkpoint being written is complete."""
         self.finish_save()
         return what_resumes(self.out)
 
@@ -234,7 +234,7 @@ def numbered(path: Path, number: int) -> Path:
 
 
 def save_atomically(path: Path, content: dict) -> None:
-    """torch.save. OSError with the path if the system cannot write it, because the disk is full, say."""
+    """torch.save. OSError with the path if the system cannot write it: the disk is full, say."""
     try:
         replace_file(path, lambda file: torch.save(content, file))
     except (OSError, RuntimeError) as error:

@@ -19,8 +19,8 @@ CURVES = {
 
 
 def new_figure(**how):
-    # While it is imported, matplotlib warns of a HOME that it cannot write to, and says that it caches
-    # the fonts.
+    # While it is imported, matplotlib warns of a HOME that it cannot write to, and says that it
+    # caches the fonts.
     logging.getLogger("matplotlib").setLevel(logging.ERROR)
     from matplotlib.figure import Figure
 

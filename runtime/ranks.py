@@ -19,7 +19,7 @@ STOP_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1")      # SIGUSR1 is Slur
 
 @dataclass
 class Process:
-    """One rank of world_size, with a device of its own. Rank 0, the master process, prints and saves."""
+    """One rank of world_size, with its own device. Rank 0, the master process, prints and saves."""
     rank: int = 0               # among all processes
     local_rank: int = 0         # among those of this machine
     world_size: int = 1
@@ -156,8 +156,8 @@ class Process:
     def on_signal(self, number, frame) -> None:
         name = signal.Signals(number).name
 
-        # A second Ctrl-C or SIGTERM ends the process at once. Not of several ranks: torchrun passes on
-        # the terminal's Ctrl-C, so that it comes twice, and ends its processes itself.
+        # A second Ctrl-C or SIGTERM ends the process at once. Not of several ranks: torchrun passes
+        # on the terminal's Ctrl-C, so that it comes twice, and ends its processes itself.
         urgent = ("SIGINT", "SIGTERM")
         if name in urgent and self.received in urgent and self.world_size == 1:
             os._exit(128 + number)
@@ -171,13 +171,13 @@ class Process:
                 pass                                # the terminal is closed
 
 
-# ----------------------------------------------------------------------------- torchrun's environment
+# ----------------------------------------------------------------------- torchrun's environment
 
 def read_process() -> Process:
     """The Process that torchrun's environment describes, without its device.
 
-    UserError if the environment has text in place of a number. A single process has rank 0, whatever
-    RANK and LOCAL_RANK are left in the environment.
+    UserError if the environment has text in place of a number. A single process has rank 0,
+    whatever RANK and LOCAL_RANK are left in the environment.
     """
     world_size = read_number("WORLD_SIZE", 1)
     if world_size == 1:
@@ -205,7 +205,7 @@ def read_number(name: str, default: int) -> int:
 
 
 def say_who_is_missing(process: Process) -> None:
-    """Without torchrun the other processes may never come: says how many, and where this one waits."""
+    """Without torchrun the others may never come: says how many, and where this process waits."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return
     address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"

@@ -8,13 +8,13 @@ from runtime.cli import UserError
 
 @dataclass
 class Recipe:
-    """How a model is trained: everything in which the training of one recipe differs from another's.
+    """How a model is trained: all in which the training of one recipe differs from another's.
 
     `config` is train_gpt2.Config. `progress` is the share of the run's tokens that came before a
     step, from 0 to 1. Schedules keep no state of their own: a resumed run continues them exactly.
     """
-    # (model, config) -> a list of optimizers, in which each parameter is once. The "lr" of each group
-    # is its peak, which lr_scale multiplies.
+    # (model, config) -> a list of optimizers, in which each parameter is once. The "lr" of each
+    # group is its peak, which lr_scale multiplies.
     make_optimizers: Callable
 
     # (step, progress, config) -> the factor by which every learning rate is multiplied.
@@ -26,8 +26,8 @@ class Recipe:
     # (config) -> the batch schedule's divisors; see BatchSchedule.
     batch_divisors: Callable = lambda config: (1, 1, 1)
 
-    # {flag: value} where this recipe's default is not that of Config. `rates` also win over a preset,
-    # whose learning rates are for AdamW.
+    # {flag: value} where this recipe's default is not that of Config. `rates` also win over a
+    # preset, whose learning rates are for AdamW.
     defaults: dict = field(default_factory=dict)
     rates: dict = field(default_factory=dict)
 
@@ -41,10 +41,10 @@ class Recipe:
 class BatchSchedule:
     """How many tokens each step has, and how many came before it.
 
-    The run's tokens are cut into three equal parts. With `divisors` (a, b, c) a step of the first part
-    has total_batch_size / a tokens, of the second / b, of the third / c. The run has max_steps in any
-    case, so larger divisors mean fewer tokens in all. Everything is computed from the number of a
-    step: a run that resumes needs no count of its own.
+    The run's tokens are cut into three equal parts. With `divisors` (a, b, c) a step of the first
+    part has total_batch_size / a tokens, of the second / b, of the third / c. The run has max_steps
+    in any case, so larger divisors mean fewer tokens in all. Everything is computed from the number
+    of a step: a run that resumes needs no count of its own.
     """
 
     def __init__(self, total_batch_size: int, max_steps: int, divisors: tuple = (1, 1, 1)):
@@ -86,7 +86,7 @@ class BatchSchedule:
 
 def make_batch_schedule(recipe: Recipe, config, world_size: int) -> BatchSchedule:
     """The schedule of a run. UserError if the processes cannot share each step equally."""
-    # The number of processes changes nothing in the schedule: they all see the same tokens in a step.
+    # The number of processes changes nothing in the schedule: all see the same tokens in a step.
     divisors = recipe.batch_divisors(config)
     unit = config.sequence_length * world_size * math.lcm(*divisors)
     total = config.total_batch_size

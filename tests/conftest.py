@@ -15,19 +15,24 @@ if "PYTEST_XDIST_WORKER" not in os.environ:         # the workers inherit it
     # a user's cache may hold files that a test needs to be missing
     empty = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
     os.environ["HF_HOME"] = empty.name
-# one thread a process: tests run in parallel (pytest-xdist), and torch's threads would compete for the cores
+# one thread a process: tests run in parallel (pytest-xdist), and torch's threads would compete
+# for the cores
 os.environ["OMP_NUM_THREADS"] = "1"
-# else each process that compiles starts up to six others, which import torch and try a vector instruction
+# else each process that compiles starts up to six others, which import torch and try
+# a vector instruction
 os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"
 
-# A test that needs a package which is not installed here is skipped, and a file that imports it at its top
-MISSING = {name for name in ("datasets", "gigatoken", "hypothesis", "matplotlib", "pyarrow", "transformers")
-           if not importlib.util.find_spec(name)}
+# A test that needs a package which is not installed here is skipped, and a file that imports it
+# at its top
+OPTIONAL = ("datasets", "gigatoken", "hypothesis", "matplotlib", "pyarrow", "transformers")
+MISSING = {name for name in OPTIONAL if not importlib.util.find_spec(name)}
 
 
 def reason_to_skip(error):
-    """Which missing package has made this exception, in a few words; None for another one. What a process
-    of a test has printed may name it."""
+    """Which missing package has made this exception, in a few words; None for another one.
+
+    What a process of a test has printed may name it.
+    """
     while error:
         for name in re.findall(r"(?:No module named \\?'|pip install )(\w+)", str(error)):
             if name in MISSING:
@@ -63,20 +68,23 @@ def skipped_if_missing():
         raise
 
 
-# The files that take or wait long, the longest first: a worker gets a file at a time (--dist loadfile), so
-# that what its tests share is made once, and the short ones at the end fill the workers evenly.
+# The files that take or wait long, the longest first: a worker gets a file at a time (--dist
+# loadfile), so that what its tests share is made once, and the short ones at the end fill
+# the workers evenly.
 LONG = [f"test_{name}.py" for name in (
-    "reliability stopping environment resume flags train model hostile bench fineweb rare printed recipes "
-    "same_numbers frontier hellaswag device sharding speedrun guards_steps sample text plots").split()]
+    "reliability stopping environment resume flags train model hostile bench fineweb rare printed "
+    "recipes same_numbers frontier hellaswag device sharding speedrun guards_steps sample text "
+    "plots").split()]
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items):
-    items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
+    items.sort(key=lambda item: (
+        LONG.index(item.path.name) if item.path.name in LONG else len(LONG)))
 
 
 def pytest_xdist_auto_num_workers(config):
-    """One more than there are cores: a tenth of the time a worker waits for processes that sleep."""
+    """One more than there are cores: a worker waits a tenth of its time for sleeping processes."""
     return (os.cpu_count() or 1) + 1
 
 
@@ -105,8 +113,9 @@ def gpt2():
     from tiktoken_ext.openai_public import r50k_pat_str
     assets = Path(__file__).resolve().parent.parent / "assets"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TIKTOKEN_CACHE_DIR", "")               # tiktoken would otherwise keep a copy in a cache
-        ranks = data_gym_to_mergeable_bpe_ranks(str(assets / "vocab.bpe"), str(assets / "encoder.json"))
+        patch.setenv("TIKTOKEN_CACHE_DIR", "")      # tiktoken would else keep a copy in a cache
+        ranks = data_gym_to_mergeable_bpe_ranks(
+            str(assets / "vocab.bpe"), str(assets / "encoder.json"))
     return tiktoken.Encoding("gpt2", pat_str=r50k_pat_str, mergeable_ranks=ranks,
                              special_tokens={"<|endoftext|>": 50256}, explicit_n_vocab=50257)
 
@@ -148,5 +157,6 @@ def whole(byte_data, tmp_path_factory):
 
 def pytest_terminal_summary(terminalreporter, config):
     if "check_*.py" not in config.getini("python_files"):
-        terminalreporter.write_line("GPU paths are checked apart, and without a GPU: tests/null_gpu/check "
-                                    "(CONTRIBUTING.md)")
+        terminalreporter.write_line(
+            "GPU paths are checked apart, and without a GPU: tests/null_gpu/check "
+            "(CONTRIBUTING.md)")

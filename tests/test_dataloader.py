@@ -1,4 +1,4 @@
-"""runtime/dataloader.py: each token once an epoch, the same for any ranks, micro-batch and resume."""
+"""runtime/dataloader.py: a token once an epoch, the same for any ranks, micro-batch and resume."""
 import itertools
 import math
 import threading
@@ -127,7 +127,8 @@ def test_the_order_of_a_run_is_the_same_in_every_release():
     assert stable_permutation(10, 1337).tolist() == [0, 8, 3, 1, 2, 5, 9, 7, 6, 4]
     assert stable_permutation(6, 7, 1, 2).tolist() == [3, 4, 1, 5, 2, 0]
 
-    shards = [np.arange(first, end, dtype=np.uint16) for first, end in ((0, 13), (100, 109), (200, 217))]
+    ranges = ((0, 13), (100, 109), (200, 217))
+    shards = [np.arange(first, end, dtype=np.uint16) for first, end in ranges]
     first_tokens = TokenDataset(shards, 4, 42, True).read(0, 18)[:, 0].tolist()
     assert first_tokens == [
         0, 4, 8, 104, 100, 212, 208, 204, 200, 205, 213, 209, 201, 11, 3, 7, 105, 101]
@@ -139,7 +140,7 @@ def test_another_seed_is_another_order():
     assert not np.array_equal(orders[0], orders[2])
 
 
-# ----------------------------------------------------------------------- steps, ranks, micro-batches
+# ----------------------------------------------------------------- steps, ranks, micro-batches
 
 @FAST
 @given(readings(), st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.integers(0, 40))
@@ -487,7 +488,8 @@ def test_a_folder_that_is_not_finished_has_a_warning(folder, capsys):
 
 # ----------------------------------------------------------------------- bits per byte
 
-@pytest.mark.parametrize("text", ["To be, or not to be: that is the question. ", "我们训练一个模型，"])
+@pytest.mark.parametrize(
+    "text", ["To be, or not to be: that is the question. ", "我们训练一个模型，"])
 def test_bits_per_byte_count_the_bytes_of_the_targets_that_are_validated(text):
     """The first token is no target, and <|endoftext|> has no bytes."""
     tokens = [5, *encode(text * 9)[:30].tolist(), EOT, *encode(text).tolist()]

@@ -318,7 +318,8 @@ def test_torch_export_keeps_the_length_free(recipe, origin, tmp_path):
     torch.testing.assert_close(program.module()(idx), model(idx), atol=1e-5, rtol=0)
 
 
-@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings(
+    "ignore::torch.jit.TracerWarning", "ignore:.torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("origin", ["ours", "theirs"])
 @pytest.mark.parametrize("recipe", MODELS)
 @torch.no_grad()

@@ -1,9 +1,9 @@
 """The values of a real GPU: what its owner runs first, `python -m pytest -m gpu`.
 
-On a CPU the same functions run at tiny sizes, so that they are known to work; what only a GPU has is
-skipped there. One process runs all of it by default. `-n 4 --dist worksteal` is faster: one of the
-four needs 24 GB of the GPU's memory, the others 9. tests/null_gpu shows that these paths run at all,
-on a card that computes nothing.
+On a CPU the same functions run at tiny sizes, so that they are known to work; what only a GPU has
+is skipped there. One process runs all of it by default. `-n 4 --dist worksteal` is faster: one of
+the four needs 24 GB of the GPU's memory, the others 9. tests/null_gpu shows that these paths run at
+all, on a card that computes nothing.
 """
 import gc
 import itertools
@@ -93,7 +93,7 @@ def count_graphs():
 
 @pytest.fixture
 def compiler(device, monkeypatch):
-    """On a CPU torch's own kernels run the graphs: Inductor's C++ takes half a minute to compile."""
+    """On a CPU torch's own kernels run the graphs: Inductor's C++ compiles for half a minute."""
     monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
     if device == "cuda":
         return
@@ -166,8 +166,8 @@ def test_compiled_steps_equal_eager_ones(
 
     assert count_graphs() == 1
     assert len(steps) == len(eager)
-    # Steps amplify rounding. So compiled losses may differ from eager ones by a few times as much as
-    # those of other micro-batches do, which are rounded otherwise.
+    # Steps amplify rounding. So compiled losses may differ from eager ones by a few times as much
+    # as those of other micro-batches do, which are rounded otherwise.
     rounding = max(abs(a - b) for a, b in zip(eager, others, strict=True))
     tolerance = {"float32": 1e-3, "bfloat16": 3e-2}
     assert compiled == pytest.approx(eager, abs=3 * rounding + tolerance[dtype])

@@ -363,7 +363,7 @@ def test_padding_ids_are_never_sampled_however_likely(temperature, top_k):
     assert (new < VOCAB_SIZE).all()
 
 
-# ----------------------------------------------------------------------- large logits, small numbers
+# ----------------------------------------------------------------- large logits, small numbers
 
 SOFTCAPS = {"speedrun": 30.0, "frontier": 15.0}
 

@@ -1,4 +1,4 @@
-"""README.md: its commands run as they stand there, in a small size, and its loop is the script's."""
+"""README.md: its commands run as they stand there, in a small size; its loop is the script's."""
 import re
 import shlex
 import shutil
@@ -38,7 +38,7 @@ def folder(tmp_path_factory):
 def run_small(command, folder):
     """Runs a command of the README, with flags that make it small. Returns its stdout."""
     python, name, *flags = shlex.split(command)
-    flags = [flag.removeprefix("$").replace(r"\n", "\n") for flag in flags]         # bash's $'...\n'
+    flags = [flag.removeprefix("$").replace(r"\n", "\n") for flag in flags]     # bash's $'...\n'
     if "--preset" in flags:
         flags += f"{TINY} {SHORT}".split()
     elif "--overfit" in flags:

@@ -1,5 +1,5 @@
-"""The same numbers on any number of ranks, with any micro-batch, and in plain loops with torch's own
-optimizers. (frontier's on several ranks: test_frontier.py.)"""
+"""The same numbers on any number of ranks, with any micro-batch, and in plain loops with torch's
+own optimizers. (frontier's on several ranks: test_frontier.py.)"""
 import math
 import re
 
@@ -31,7 +31,7 @@ def write_text(folder, ids, cut):
 
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory):
-    """Of a run that validates 31 sequences and scores 12 examples, which no number of ranks divides."""
+    """Of a run with 31 sequences to validate and 12 examples, which no number of ranks divides."""
     folder = tmp_path_factory.mktemp("words")
     text = (ROOT / "input.txt").read_text(encoding="utf-8")[:20_000]
     write_text(folder, encode(text), 1000)
@@ -298,7 +298,8 @@ def test_12_steps_of_a_modern_recipe_equal_a_plain_loop_with_torchs_adam_and_muo
     train("--data", shards, "--init", start, "--recipe", recipe, *BYTES, *QUIET,
           "--block_size", MODERN_T, "--total_batch_size", 4 * MODERN_T, "--max_lr", LR,
           "--min_lr", 0.1 * LR, "--cooldown", 0.5, "--warmup_steps", 2, "--weight_decay", 0.05,
-          "--max_steps", MODERN_STEPS, "--checkpoint_every", MODERN_STEPS, "--out", tmp_path / "out")
+          "--max_steps", MODERN_STEPS, "--checkpoint_every", MODERN_STEPS,
+          "--out", tmp_path / "out")
 
     # torch's Muon iterates in bfloat16, and the run in float32.
     monkeypatch.setattr(torch.Tensor, "bfloat16", lambda tensor: tensor)

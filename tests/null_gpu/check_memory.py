@@ -1,5 +1,5 @@
-"""Peak memory on an H100 at the published width, bytes that a micro-step's graphs read and write, and
-the micro-batch of a default run on several cards."""
+"""Peak memory on an H100 at the published width, bytes that a micro-step's graphs read and write,
+and the micro-batch of a default run on several cards."""
 import pytest
 from standin import GiB, compiled_once, every
 

@@ -1,4 +1,4 @@
-"""The simulated GPU detects what the other checks rely on, in a script that does all of it wrong."""
+"""The simulated GPU detects what the other checks rely on, in a script that does it all wrong."""
 import re
 
 import pytest

@@ -138,7 +138,8 @@ def check_two_gpus_whose_batch_grows(play):
 # ----------------------------------------------------------------------- cards
 
 TINY = [
-    *SMALL, "--n_layer", 1, "--batch_size", 4, "--total_batch_size", 4096, "--max_steps", 2, *every(0),
+    *SMALL, "--n_layer", 1, "--batch_size", 4, "--total_batch_size", 4096, "--max_steps", 2,
+    *every(0),
 ]
 
 

@@ -1,6 +1,7 @@
 """Import before torch: then `cuda` is a simulated GPU (null_gpu.cpp, built by `setup`).
 
-torch's CUDA build checks, compiles, allocates and launches as on a real GPU. The kernels compute nothing.
+torch's CUDA build checks, compiles, allocates and launches as on a real GPU. The kernels
+compute nothing.
 """
 import collections
 import ctypes

@@ -1,15 +1,16 @@
 """Runs a script on the simulated GPU, and reports afterwards what it asked of the GPU:
 
     PY=$(tests/null_gpu/setup)
-    $PY tests/null_gpu/run.py train_gpt2.py --data DIR --batch_size 64 --max_steps 6 --hellaswag_every 0
+    RUN=tests/null_gpu/run.py
+    $PY $RUN train_gpt2.py --data DIR --batch_size 64 --max_steps 6 --hellaswag_every 0
     export NULL_GPU_COUNT=2
-    $PY -m torch.distributed.run --standalone --nproc_per_node=2 tests/null_gpu/run.py train_gpt2.py ...
+    $PY -m torch.distributed.run --standalone --nproc_per_node=2 $RUN train_gpt2.py ...
 
-After `null-gpu:` it prints peak memory, the compiled graphs with the bytes that each reads and writes
-(as Inductor counts them), graph breaks, recompilations, the last update's launches, copies, waits and
-collectives, and the lines that wait for the GPU from the fourth update on, those between updates
-included. An update ends with the first optimizer's step(). `--json FILE` before the script writes all
-of that (several processes: to FILE0, FILE1, ...).
+After `null-gpu:` it prints peak memory, the compiled graphs with the bytes that each reads and
+writes (as Inductor counts them), graph breaks, recompilations, the last update's launches, copies,
+waits and collectives, and the lines that wait for the GPU from the fourth update on, those between
+updates included. An update ends with the first optimizer's step(). `--json FILE` before the script
+writes all of that (several processes: to FILE0, FILE1, ...).
 """
 import argparse
 import atexit
@@ -146,9 +147,10 @@ class Recorder(logging.Handler):
         yield (f"peak {found['allocated'] / 2**30:.2f} GiB, {reserved / 2**30:.2f} reserved; "
                f"graph breaks: {found['breaks'] or 'none'}")
         for graph in self.graphs:
-            yield (f"graph {graph['kind']} after update {graph['step']}: {graph['launches']} Triton "
-                   f"launches, {graph['products']} library calls, {graph['bytes'] / 1e9:.2f} GB, of "
-                   f"them outside products and attention {graph['outside'] / 1e9:.2f}")
+            yield (f"graph {graph['kind']} after update {graph['step']}: {graph['launches']} "
+                   f"Triton launches, {graph['products']} library calls, "
+                   f"{graph['bytes'] / 1e9:.2f} GB, of them outside "
+                   f"products and attention {graph['outside'] / 1e9:.2f}")
         for step, text in self.recompilations:
             yield f"recompiled after update {step}: {text}"
         for last in self.steps[-1:]:

@@ -96,7 +96,7 @@ def update_waits_for_nothing(counts, may_wait):
         is_slow_copy = "pageable" in what or "blocking" in what
         assert not is_slow_copy, f"{what}: pinned memory would not wait"
 
-        # The host may wait for the previous step, not to run ahead, while the GPU works on this one.
+        # The host may wait for the previous step, not to run ahead, while the GPU runs this one.
         event = re.search(r"wait for an event, (\d+)", what)
         if event:
             assert int(event[1]) >= launches / 2, what
