@@ -72,9 +72,8 @@ def skipped_if_missing():
 # loadfile), so that what its tests share is made once, and the short ones at the end fill
 # the workers evenly.
 LONG = [f"test_{name}.py" for name in (
-    "reliability stopping environment resume flags train model hostile bench fineweb rare printed "
-    "recipes same_numbers frontier hellaswag device sharding speedrun guards_steps sample text "
-    "plots").split()]
+    "fineweb resume export signals bench same_numbers hellaswag flags model speedrun checkpoint "
+    "train_gpt2 frontier weights readme sample hostile cli gpu").split()]
 
 
 @pytest.hookimpl(trylast=True)
