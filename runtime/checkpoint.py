@@ -72,11 +72,15 @@ def choose_checkpoint(flags) -> Path | None:
         return newest
 
     path = find_checkpoint(flags.resume)
-    if path is None or (newest is None and not path.exists()):
-        raise UserError(f"--resume {flags.resume} is neither a checkpoint nor a run's folder: "
-                        "check the path, or start a new run from a model's weights with --init")
     if newest is None:
+        if path is None or not path.exists():
+            raise UserError(f"--resume {flags.resume} is neither a checkpoint nor a run's folder: "
+                            "check the path, or start a new run from a model's weights with --init")
         return path
+
+    # A run that has begun goes on without the folder that --resume names, if it is gone by now.
+    if path is None:
+        return newest
     is_in_out = path.resolve().parent == newest.resolve().parent
     if is_in_out and path.name != newest.name:
         raise UserError(f"--resume {flags.resume} is not the newest checkpoint of {flags.out}, "

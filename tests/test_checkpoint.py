@@ -120,6 +120,12 @@ def test_where_out_has_checkpoints_the_newest_is_continued_and_a_line_says_so(
     assert saved_steps(a_copy) == [1, 2, 3, 4]
 
 
+def test_a_run_that_has_begun_goes_on_without_the_folder_that_resume_named(header, a_copy):
+    gone = a_copy.parent / "gone"
+    assert " at step 4 of 4" in header("--out", a_copy, "--resume", gone)
+    refused(lambda: header("--out", a_copy.parent / "new", "--resume", gone), gone)
+
+
 def test_a_path_in_out_is_refused_unless_it_is_the_newest(header, a_copy, monkeypatch):
     """Also through a link and by a relative path."""
     (a_copy.parent / "link").symlink_to(a_copy)
