@@ -24,7 +24,7 @@ import speedrun
 from model import Embedding, attention
 from runtime.recipe import BatchSchedule, Recipe
 from runtime.tokenizer import EOT, VOCAB_SIZE, token_bytes
-from speedrun import CastedLinear, ModernLanguageModel, SpeedrunAttention, norm
+from speedrun import CastedLinear, ModernLanguageModel, SpeedrunAttention, SpeedrunBlock, norm
 
 
 # ---------------------------------------------------------------------- rows for stems and forms
@@ -139,25 +139,6 @@ class FrontierAttention(SpeedrunAttention):
 
 # ---------------------------------------------------------------------- the model
 
-class FrontierBlock(nn.Module):
-    """SpeedrunBlock with FrontierAttention."""
-
-    def __init__(self, config, layer):
-        super().__init__()
-        C = config.n_embd
-        self.attn = FrontierAttention(config, layer)
-        self.c_fc = CastedLinear(C, 4 * C)
-        self.c_proj = CastedLinear(4 * C, C)
-        self.lambdas = nn.Parameter(torch.empty(2))
-
-    def forward(self, x, v1, x0, *attention_inputs):
-        x = self.lambdas[0] * x + self.lambdas[1] * x0
-        y, v1 = self.attn(norm(x), v1, *attention_inputs)
-        x = x + y
-        x = x + self.c_proj(F.relu(self.c_fc(norm(x))).square())
-        return x, v1
-
-
 class FrontierGPT(ModernLanguageModel):
     """180.4M parameters at GPT-2's size: 38.6M in the bigram table, 18.2M in that of the parts."""
     recipe = "frontier"
@@ -172,7 +153,9 @@ class FrontierGPT(ModernLanguageModel):
         V, C = config.vocab_size, config.n_embd
         parts = parts_of_tokens(V).clone()      # all models share what the function returns
         self.register_buffer("parts", parts, persistent=False)                  # (2, V)
-        blocks = [FrontierBlock(config, layer) for layer in range(config.n_layer)]
+        blocks = [
+            SpeedrunBlock(config, layer, FrontierAttention) for layer in range(config.n_layer)
+        ]
         self.transformer = nn.ModuleDict({
             "wte": Embedding(V, C),
             "bigram": Embedding(V, C),

@@ -133,9 +133,9 @@ class SpeedrunMLP(nn.Module):
 
 
 class SpeedrunBlock(nn.Module):
-    def __init__(self, config, layer):
+    def __init__(self, config, layer, attention_class=SpeedrunAttention):
         super().__init__()
-        self.attn = SpeedrunAttention(config, layer)
+        self.attn = attention_class(config, layer)
         self.mlp = SpeedrunMLP(config)
         self.lambdas = nn.Parameter(torch.empty(2))
 

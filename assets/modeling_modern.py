@@ -137,10 +137,10 @@ class MLP(nn.Module):
         return self.c_proj(F.relu(self.c_fc(x)).square())
 
 
-class SpeedrunBlock(GradientCheckpointingLayer):
-    def __init__(self, config, layer):
+class Block(GradientCheckpointingLayer):
+    def __init__(self, config, layer, attention_class):
         super().__init__()
-        self.attn = SpeedrunAttention(config, layer)
+        self.attn = attention_class(config, layer)
         self.mlp = MLP(config)
         self.lambdas = nn.Parameter(torch.tensor([1.0, 0.0]))
 
@@ -153,36 +153,19 @@ class SpeedrunBlock(GradientCheckpointingLayer):
         return x, v1
 
 
-class FrontierBlock(GradientCheckpointingLayer):
-    def __init__(self, config, layer):
-        super().__init__()
-        C = config.n_embd
-        self.attn = FrontierAttention(config, layer)
-        self.c_fc = nn.Linear(C, 4 * C, bias=False)
-        self.c_proj = nn.Linear(4 * C, C, bias=False)
-        self.lambdas = nn.Parameter(torch.tensor([1.0, 0.0]))
-
-    def forward(self, x, v1, x0, *attention_inputs):
-        x = self.lambdas[0] * x + self.lambdas[1] * x0
-        y, v1 = self.attn(norm(x), v1, *attention_inputs)
-        x = x + y
-        x = x + self.c_proj(F.relu(self.c_fc(norm(x))).square())
-        return x, v1
-
-
 # ---------------------------------------------------------------------- models
 
 class SpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
     config_class = SpeedrunConfig
-    Block = SpeedrunBlock
+    Attention = SpeedrunAttention
     softcap = 30.0
-    _no_split_modules = ["SpeedrunBlock", "FrontierBlock"]
+    _no_split_modules = ["Block"]
     _supports_sdpa = True
     supports_gradient_checkpointing = True
 
     def __init__(self, config):
         super().__init__(config)
-        blocks = [self.Block(config, layer) for layer in range(config.n_layer)]
+        blocks = [Block(config, layer, self.Attention) for layer in range(config.n_layer)]
         self.transformer = nn.ModuleDict({
             "wte": nn.Embedding(config.padded_vocab_size, config.n_embd),
             "h": nn.ModuleList(blocks),
@@ -345,7 +328,7 @@ class FrontierForCausalLM(SpeedrunForCausalLM):
     of its parts, which are its stem and its form (a space before, capitals, ending).
     """
     config_class = FrontierConfig
-    Block = FrontierBlock
+    Attention = FrontierAttention
     softcap = 15.0
 
     def add_tables(self, config):

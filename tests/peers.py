@@ -157,8 +157,8 @@ def plain_modern_row(weights, n_head, row, softcap, parts):
         x = w["lambdas"][0] * x + w["lambdas"][1] * x0
         y, first_v = plain_modern_attention(w, rms_norm(x), first_v, n_head, row, has_shifted_keys)
         x = x + y
-        hidden = (rms_norm(x) @ w["c_fc.weight"].t()).clamp(min=0).pow(2)
-        x = x + hidden @ w["c_proj.weight"].t()
+        hidden = (rms_norm(x) @ w["mlp.c_fc.weight"].t()).clamp(min=0).pow(2)
+        x = x + hidden @ w["mlp.c_proj.weight"].t()
         layer += 1
 
     head = table
@@ -168,12 +168,12 @@ def plain_modern_row(weights, n_head, row, softcap, parts):
 
 
 def weights_of_block(weights, layer):
-    """Without the prefix of the block, and of its MLP, which frontier's blocks do not have."""
+    """Without the prefix of the block."""
     prefix = f"transformer.h.{layer}."
     found = {}
     for name, weight in weights.items():
         if name.startswith(prefix):
-            found[name.removeprefix(prefix).removeprefix("mlp.")] = weight
+            found[name.removeprefix(prefix)] = weight
     return found
 
 

@@ -302,7 +302,7 @@ def test_frontiers_eps_is_a_tenth_of_one_token_of_its_largest_batch():
 def test_muon_iterates_in_bfloat16_where_the_products_are(dtype, is_exact):
     """A projection begins at zero: after a step it is the update itself, times the rate."""
     model, [_, muon] = optimizers_of("frontier", dtype=dtype)
-    projection = model.transformer.h[0].c_proj.weight
+    projection = model.transformer.h[0].mlp.c_proj.weight
     for p in model.parameters():
         p.grad = torch.randn_like(p)
 
