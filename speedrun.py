@@ -62,10 +62,6 @@ def rotate(x, cos, sin):
     return torch.cat((a * cos + b * sin, b * cos - a * sin), dim=-1)
 
 
-# In a compiled model the tables are constants of its graph. Otherwise torch.compile would
-# compute the powers, cosines and sines anew for each number that is rotated, and they took a
-# quarter of a step.
-@torch.compiler.assume_constant_result
 def rotary_tables(S, T, hs, dtype, device):
     """Cosines and sines (T, 1, hs/2) of the last T of S positions, for `rotate`."""
     positions = torch.arange(S - T, S, device=device)                           # (T,)

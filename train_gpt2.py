@@ -297,6 +297,11 @@ def compile_model(model: LanguageModel) -> Callable:
     warnings.filterwarnings("ignore", ".* does not support bfloat16 compilation natively")
     # On a T4: "not enough SMs to use max_autotune_gemm mode", though nothing is autotuned.
     logging.getLogger("torch._inductor.utils").setLevel(logging.ERROR)
+
+    # The rotary tables are constants of the graph. Otherwise it would compute powers, cosines and
+    # sines anew for each number that is rotated, and they took a quarter of a step. (A decorator in
+    # speedrun.py would import the compiler, which takes a second, into every script.)
+    torch.compiler.assume_constant_result(speedrun.rotary_tables)
     return torch.compile(model, dynamic=False)
 
 

@@ -1,5 +1,6 @@
 """train_gpt2.py: schedules, a step, evaluations, the loop and its times, and whole small runs."""
 import contextlib
+import functools
 import io
 import math
 import weakref
@@ -183,6 +184,26 @@ def test_float16_has_a_scaler_and_other_dtypes_have_none():
         with state.autocast:
             y = F.linear(torch.ones(1, 4), torch.ones(4, 4))
         assert y.dtype == getattr(torch, dtype)
+
+
+@pytest.mark.parametrize("recipe", ["speedrun", "frontier"])
+def test_the_rotary_tables_are_constants_of_a_compiled_model(recipe, monkeypatch):
+    model, idx = make_model(cls=MODELS[recipe]), tokens(2, 9)
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    compile = functools.partial(torch.compile, backend=backend, fullgraph=True)
+    monkeypatch.setattr(torch, "compile", compile)
+    logits, _ = train_gpt2.compile_model(model)(idx)
+
+    [graph] = graphs
+    operations = {str(node.target) for node in graph.graph.nodes}
+    assert "chunk" in operations
+    assert not operations & {"cos", "sin", "outer"}
+    assert torch.equal(logits, model(idx)[0])
 
 
 # ----------------------------------------------------------------------- a step
