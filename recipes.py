@@ -96,8 +96,8 @@ def fresh_model(config) -> LanguageModel:
     try:
         return cls(cls.Config(**shape))
     except ValueError as error:
-        raise UserError(f"--n_embd {config.n_embd} and --n_head {config.n_head} do not fit "
-                        f"together ({error}): choose another --n_head") from None
+        # head_size (in model.py) says what is wrong with the size of the heads.
+        raise UserError(f"{error}: choose another --n_embd or --n_head") from None
 
 
 def load_model(source: str | Path) -> LanguageModel:

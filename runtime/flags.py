@@ -228,10 +228,6 @@ def check_recipe_flags(config, recipes: dict[str, Recipe]) -> None:
 
 
 def check_model_flags(config) -> None:
-    if config.n_embd % config.n_head != 0:
-        raise UserError(f"--n_embd {config.n_embd} must be divisible by --n_head {config.n_head}: "
-                        "choose another --n_head")
-
     if config.vocab_size < VOCAB_SIZE and (config.sample_every or config.hellaswag_every):
         raise UserError(f"--vocab_size {config.vocab_size} must be at least {VOCAB_SIZE} (GPT-2's "
                         "tokens) for samples and HellaSwag: raise --vocab_size, or turn both off "

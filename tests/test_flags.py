@@ -141,8 +141,6 @@ WORD = {
 # What the largest value of a flag needs beside it.
 BESIDE = {
     "cooldown": ["--recipe", "speedrun"],
-    "n_embd": ["--n_head", "1"],
-    "n_head": ["--n_embd", str(2**40)],
     "min_lr": ["--max_lr", "1e38"],
     "sequence_length": ["--block_size", str(2**40)],
     "vocab_size": ["--hellaswag_every", "0", "--sample_every", "0"],
@@ -209,7 +207,6 @@ def test_a_choice_is_one_of_these(name, values):
 
 @pytest.mark.parametrize("bad, named, good", [
     ("--max_lr 1e-3 --min_lr 1.1e-3", "--min_lr --max_lr", "--max_lr 1e-3 --min_lr 1e-3"),
-    ("--n_embd 100 --n_head 7", "--n_embd --n_head", "--n_embd 98 --n_head 7"),
     ("--sequence_length 1025", "--sequence_length --block_size", "--sequence_length 1024"),
     ("--cooldown 0.5", "--cooldown", "--recipe frontier --cooldown 0.5"),
     ("--vocab_size 50256", "--vocab_size --sample_every", "--vocab_size 50257"),

@@ -7,6 +7,7 @@ import torch
 from helpers import parse_flags
 
 from recipes import MODELS, fresh_model
+from runtime.cli import UserError
 from runtime.recipe import make_batch_schedule
 from train_gpt2 import RECIPES, Config
 
@@ -182,6 +183,16 @@ def test_every_new_weight_has_this_distribution(recipe):
         else:
             assert p.std().item() == pytest.approx(bound / math.sqrt(3), rel=0.04), name
             assert p.abs().max() <= bound * (1 + 1e-5), name
+
+
+@pytest.mark.parametrize("recipe, n_embd, n_head, why", [
+    ("gpt2", 100, 7, "n_embd 100 must be divisible by n_head 7"),
+    ("speedrun", 9, 3, "n_embd 9 / n_head 3 = 3 must be even"),
+    ("frontier", 9, 3, "n_embd 9 / n_head 3 = 3 must be even"),
+])
+def test_heads_that_do_not_fit_the_width_are_refused(recipe, n_embd, n_head, why):
+    with pytest.raises(UserError, match=f"{why}.*: choose another --n_embd or --n_head"):
+        fresh_model(Config(recipe=recipe, n_embd=n_embd, n_head=n_head))
 
 
 def test_gpt2s_projections_are_smaller_in_a_deeper_model():

@@ -10,7 +10,7 @@ from peers import make_model, own_checkpoint, plain_modern, save, tokens
 
 import hellaswag
 import sample
-from recipes import MODELS, fresh_model, load_model
+from recipes import MODELS, load_model
 from runtime.cli import UserError
 from runtime.shards import write_shard
 from runtime.tokenizer import EOT, VOCAB_SIZE, encode
@@ -119,13 +119,6 @@ def test_cached_generation_takes_the_likeliest_tokens_of_whole_forwards(recipe, 
         logits = model(expected[:, -24:])[0][:, -1:, :VOCAB_SIZE]
         expected = torch.cat((expected, logits.argmax(-1)), dim=1)
     assert torch.equal(found, expected)
-
-
-@pytest.mark.parametrize("recipe", MODERN)
-def test_an_odd_size_of_heads_is_refused(recipe):
-    config = Config(recipe=recipe, block_size=24, vocab_size=96, n_layer=1, n_embd=9, n_head=3)
-    with pytest.raises(UserError, match="--n_embd 9 .*--n_head 3 .*even"):
-        fresh_model(config)
 
 
 # ----------------------------------------------------------------------- optimizers
