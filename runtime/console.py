@@ -90,8 +90,8 @@ class StepLog:
 
 # ----------------------------------------------------------------------- header and summary
 
-def print_header(config, process, data, model, schedule: BatchSchedule) -> None:
-    """What the run will do."""
+def print_header(config, process, data, model, schedule: BatchSchedule, step: int) -> None:
+    """What the run will do. It begins, or goes on, at `step`."""
     c, say = config, process.print0
     how = "eager"
     if c.compile:
@@ -109,7 +109,7 @@ def print_header(config, process, data, model, schedule: BatchSchedule) -> None:
     say(f"{c.max_steps:,} steps = {tokens:,} tokens = {epochs:,.2f} epochs; {learning_rates(c)}")
     say(", ".join(plans(c)))
 
-    flops = tokens * model.flops_per_token(c.sequence_length)
+    flops = schedule.tokens_left(step) * model.flops_per_token(c.sequence_length)
     least = least_cpu_seconds(flops, c.dtype, process.world_size)
     if process.device == "cpu" and least > DAY:
         say(f"without a GPU this run takes more than {counted(math.floor(least / DAY), 'day')}: "

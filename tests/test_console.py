@@ -153,13 +153,13 @@ def make_config(**more):
     return Config(**SHAPE | automatic | {"total_batch_size": 256} | more)
 
 
-def print_header(config, process=None):
+def print_header(config, process=None, step=0):
     """Of a run with 500 sequences of data."""
     if process is None:
         process = Process()
     data = SimpleNamespace(train=SimpleNamespace(total=500))
     schedule = BatchSchedule(config.total_batch_size, config.max_steps)
-    console.print_header(config, process, data, GPT(GPTConfig(**SHAPE)), schedule)
+    console.print_header(config, process, data, GPT(GPTConfig(**SHAPE)), schedule, step)
 
 
 @pytest.mark.parametrize("word", [
@@ -218,6 +218,17 @@ def test_a_run_of_more_than_a_day_on_a_cpu_says_so(days, said, dtype, flops, mon
         [line] = lines
         for word in (said, "--preset shakespeare", "--dry_run"):
             assert word in line
+
+
+def test_a_resumed_run_counts_the_days_that_are_left(monkeypatch, capsys):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    steps_of_a_day = 24 * 60 * 60 * 2e11 / (256 * FLOPS)
+    config = make_config(max_steps=round(5.5 * steps_of_a_day))
+
+    print_header(config, step=round(3 * steps_of_a_day))
+    assert "more than 2 days:" in capsys.readouterr().out
+    print_header(config, step=round(5 * steps_of_a_day))
+    assert "without a GPU" not in capsys.readouterr().out
 
 
 def test_several_processes_share_the_work_of_a_day(monkeypatch, capsys):
