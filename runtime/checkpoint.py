@@ -28,6 +28,7 @@ class Start:
     checkpoint: dict | None = None              # the checkpoint's content
     recorded: dict = field(default_factory=dict)        # {flag: value} in the checkpoint
     step: int = 0                               # steps done
+    remedy: str = ""                            # what to do if the checkpoint cannot be used
 
 
 def find_start(
@@ -92,16 +93,16 @@ def start_from_checkpoint(path: Path, flags, models: dict) -> Start:
     if not path.exists():                       # rank 0 has found it
         raise UserError(f"{path} is not on this machine: put --out on a file system that all "
                         "machines share")
-    hint = recovery_hint(path)
-    checkpoint = read_checkpoint(path, hint)
-    with reading_run_state(path):
-        model = model_from_checkpoint(checkpoint, path, models, hint)
+    remedy = remedy_for(path, flags)
+    checkpoint = read_checkpoint(path, remedy)
+    with reading_run_state(path, remedy):
+        model = model_from_checkpoint(checkpoint, path, models, remedy)
         recorded = recorded_flags(checkpoint["config"], flags)
         recorded.update(model_shape(model))
         for name in ("step", "tokens"):
             if type(checkpoint[name]) is not int:
                 raise unexpected(f"its {name}", "a number", checkpoint[name])
-    return Start(model, model_shape(model), path, checkpoint, recorded, checkpoint["step"])
+    return Start(model, model_shape(model), path, checkpoint, recorded, checkpoint["step"], remedy)
 
 
 def recorded_flags(config: dict, flags) -> dict:
@@ -162,20 +163,29 @@ def model_shape(model) -> dict:
     return {name: getattr(model.config, name) for name in MODEL_SHAPE}
 
 
-def recovery_hint(path: Path) -> str:
+def remedy_for(path: Path, flags) -> str:
     """What to do about a checkpoint that cannot be used."""
-    others = [other.name for _, other in checkpoints(path.parent) if other != path]
-    if not others:
-        return "start a new run with another --out"
-    return f"remove the file to resume from {others[-1]}"
+    before = None                               # the checkpoint before it
+    for _, other in checkpoints(path.parent):
+        if other == path:
+            break
+        before = other
+
+    if path.parent == Path(flags.out):          # a run continues the newest checkpoint in --out
+        if before is None:
+            return "start a new run with another --out"
+        return f"remove the file to resume from {before.name}"
+    if before is None:
+        return "choose another checkpoint with --resume"
+    return f"use --resume {before}"
 
 
-def reading_run_state(path: Path):
+def reading_run_state(path: Path, remedy: str):
     """Around code that takes values out of a checkpoint: its errors become one UserError.
 
     The checkpoint may be damaged, or of another project.
     """
-    return reading(path, f"{recovery_hint(path)}, or train from its weights with --init {path}",
+    return reading(path, f"{remedy}, or train from its weights with --init {path}",
                     problem="does not hold the state of a run of train_gpt2.py")
 
 
@@ -193,7 +203,7 @@ def restore(
     UserError if the run was trained on other shards than those of --data, by their content.
     """
     checkpoint = start.checkpoint
-    with reading_run_state(start.path):
+    with reading_run_state(start.path, start.remedy):
         trained_on = contents_of(checkpoint["data"]["train"])
         if trained_on != contents_of(data.train.fingerprint):
             raise UserError(f"{start.path} was trained on other shards than those in --data: "

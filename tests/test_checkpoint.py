@@ -438,6 +438,20 @@ def test_the_only_checkpoint_that_is_damaged_is_refused_with_a_way_on(a_copy, he
     refused(lambda: header("--out", a_copy), "checkpoint_000004.pt", "another --out")
 
 
+@pytest.mark.parametrize("damage", [flip_a_bit, without_moments])
+def test_of_a_damaged_checkpoint_that_resume_names_the_one_before_it_is_named(
+        damage, a_copy, header, tmp_path):
+    damage(a_copy / "checkpoint_000002.pt")
+    start = ["--out", tmp_path / "new", "--resume"]
+    error = refused(lambda: header(*start, a_copy / "checkpoint_000002.pt"),
+                    a_copy / "checkpoint_000002.pt", f"--resume {a_copy / 'checkpoint_000001.pt'}")
+    assert "remove" not in str(error)
+
+    (a_copy / "checkpoint_000001.pt").unlink()
+    refused(lambda: header(*start, a_copy / "checkpoint_000002.pt"),
+            a_copy / "checkpoint_000002.pt", "another checkpoint with --resume")
+
+
 # ----------------------------------------------------------------------- the data of a resume
 
 def reverse(path):
