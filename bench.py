@@ -240,9 +240,9 @@ def our_step(s: Setting) -> tuple[Callable, torch.nn.Module]:
     _, config = train_gpt2.resolve_config(flags, Start(), process)
     train_gpt2.use_tf32(config, process)
     model = train_gpt2.make_model(config, Start(), process.device)
+    state = train_gpt2.make_train_state(config, model, process)
     if not s.loss_in_tiles:
         model.loss_chunk = 0
-    state = train_gpt2.make_train_state(config, model, process)
     for group in state.optimizer.groups():
         if not s.fused and "fused" in group:
             group["fused"] = None           # torch's default for the device

@@ -262,18 +262,17 @@ def make_model(config: Config, start: checkpoint.Start, device_name: str) -> Lan
     model = start.model
     if model is None:
         model = recipes.fresh_model(config)
-
-    model.kernel = config.attention
-    model.recompute = config.recompute
-    if device_name == "cpu" and config.compile is not True:
-        # "auto", which is decided later, means no on a CPU. Its cache has no room for all logits; a
-        # compiler would fuse them with the loss.
-        model.loss_chunk = 2048
     return model.to(device_name)
 
 
 def make_train_state(config: Config, model: LanguageModel, process: Process) -> TrainState:
-    """The optimizers, autocast, torch.compile and DDP, in this order."""
+    """How the model computes; then the optimizers, autocast, torch.compile and DDP."""
+    model.kernel = config.attention
+    model.recompute = config.recompute
+    if process.device == "cpu" and not config.compile:
+        # A CPU's cache has no room for all logits. A compiler would fuse them with the loss.
+        model.loss_chunk = 2048
+
     optimizers = RECIPES[config.recipe].make_optimizers(model, config)
     optimizer = CombinedOptimizer(model, optimizers, process, config.shard_optimizer)
 
