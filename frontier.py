@@ -12,7 +12,6 @@ docs/recipes.md says what each gains, measured by leaving it out.
 Shapes: B sequences, T tokens, C = n_embd, nh heads of size hs = C / nh. S is T plus the tokens that
 are already in the cache; in training S = T.
 """
-import functools
 import math
 import re
 
@@ -55,7 +54,6 @@ def stem_and_form(text: str) -> tuple[str, tuple]:
     return stem, form
 
 
-@functools.cache
 def parts_of_tokens(vocab_size: int) -> torch.Tensor:
     """The indices of each token's stem and form in the table of parts: int64 (2, vocab_size)."""
     # Whatever is not UTF-8 text keeps a stem of its own, numbered by its id, and the empty form:
@@ -81,6 +79,8 @@ def parts_of_tokens(vocab_size: int) -> torch.Tensor:
         [row_of[stem] for stem in stems],
         [row_of[form] for form in forms],
     ]
+
+    # Also where the reader of checkpoints makes the rest of the model on "meta".
     return torch.tensor(rows, device="cpu")
 
 
@@ -151,15 +151,14 @@ class FrontierGPT(ModernLanguageModel):
     def __init__(self, config):
         super().__init__(config)
         V, C = config.vocab_size, config.n_embd
-        parts = parts_of_tokens(V).clone()      # all models share what the function returns
-        self.register_buffer("parts", parts, persistent=False)                  # (2, V)
+        self.register_buffer("parts", parts_of_tokens(V), persistent=False)     # (2, V)
         blocks = [
             SpeedrunBlock(config, layer, FrontierAttention) for layer in range(config.n_layer)
         ]
         self.transformer = nn.ModuleDict({
             "wte": Embedding(V, C),
             "bigram": Embedding(V, C),
-            "part": Embedding(int(parts.max()) + 1, C),
+            "part": Embedding(int(self.parts.max()) + 1, C),
             "h": nn.ModuleList(blocks),
         })
 
