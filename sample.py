@@ -91,8 +91,9 @@ def read_prompts() -> Iterator[str]:
         yield line
 
 
-def stream_text(steps: Iterable, prompt: list[int], num_samples: int, titles: bool = True
-                ) -> Iterator[str]:
+def stream_text(
+    steps: Iterable, prompt: list[int], num_samples: int, titles: bool = True
+) -> Iterator[str]:
     """The text of the samples, one after the other, each from its `prompt` to the end of its
     document, in pieces, which come as soon as their tokens do.
 
@@ -117,8 +118,9 @@ def stream_text(steps: Iterable, prompt: list[int], num_samples: int, titles: bo
         yield decoder.decode(b"", final=True) + "\n"
 
 
-def continuations(args: argparse.Namespace, model, device: str, generator, text: str
-                  ) -> Iterator[str]:
+def continuations(
+    args: argparse.Namespace, model, device: str, generator, text: str
+) -> Iterator[str]:
     """The samples that continue `text`, as stream_text yields them."""
     import torch
 

@@ -186,7 +186,7 @@ def reading_run_state(path: Path, remedy: str):
     The checkpoint may be damaged, or of another project.
     """
     return reading(path, f"{remedy}, or train from its weights with --init {path}",
-                    problem="does not hold the state of a run of train_gpt2.py")
+                   problem="does not hold the state of a run of train_gpt2.py")
 
 
 # ----------------------------------------------------------------------- what a run takes from it

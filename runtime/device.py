@@ -222,10 +222,10 @@ def choose_micro_batch(
         limit = min(limit, fitting)
 
     trial = partial(time_micro_step, state, config.sequence_length, process.device, reserved)
-    return choose_batch_size(config, may_shrink, limit, schedule, process, trial), trial
+    return largest_micro_batch(config, may_shrink, limit, schedule, process, trial), trial
 
 
-def choose_batch_size(
+def largest_micro_batch(
     config, may_shrink: bool, limit: int, schedule: BatchSchedule, process, trial: Callable
 ) -> int:
     """B, the sequences of every micro-batch: at most `limit`, and a divisor of each step's share.
