@@ -9,7 +9,6 @@ Run the same command again to resume from the newest checkpoint in --out.
 """
 import logging
 import math
-import warnings
 from collections import deque
 from collections.abc import Callable
 from contextlib import closing
@@ -293,8 +292,7 @@ def make_train_state(config: Config, model: LanguageModel, process: Process) -> 
 
 def compile_model(model: LanguageModel) -> Callable:
     """torch.compile of the model, which itself stays eager."""
-    warnings.filterwarnings("ignore", ".* does not support bfloat16 compilation natively")
-    # On a T4: "not enough SMs to use max_autotune_gemm mode", though nothing is autotuned.
+    # On a T4 torch warns: "not enough SMs to use max_autotune_gemm mode". Nothing here uses it.
     logging.getLogger("torch._inductor.utils").setLevel(logging.ERROR)
 
     # The rotary tables are constants of the graph. Otherwise it would compute powers, cosines and
