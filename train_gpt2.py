@@ -668,8 +668,8 @@ def main(argv: list[str] | None = None) -> int:
 
         # From here on something is written, and a signal asks the run to stop.
         data.hellaswag = hellaswag.hellaswag_batches(config, given.keys(), process)
-        output = Output(flags)
-        process.on_all_ranks(output.open, config, start, process, schedule.tokens_before)
+        output = Output(flags, process, schedule.tokens_before)
+        process.on_all_ranks(output.open, config, start)
         process.catch_signals()
 
         data.loader = dataloader.TrainLoader(data.train, schedule, B, start.step, process)

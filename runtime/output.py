@@ -34,8 +34,10 @@ class Output:
     a context manager an Output completes and closes its files, however the run ends.
     """
 
-    def __init__(self, flags):
+    def __init__(self, flags, process, tokens_before: Callable[[int], int]):
         self.flags = flags              # which checkpoints record
+        self.process = process
+        self.tokens_before = tokens_before      # step -> the tokens of all steps before it
         self.out = Path(flags.out)
         self.rows = []                  # of metrics.csv
         self.table = None               # metrics.csv, open for writing; None: nothing is written
@@ -46,16 +48,12 @@ class Output:
         self.executor = ThreadPoolExecutor(1, "checkpoint")
         self.pending = None             # the Future of the checkpoint that is being written
 
-    def open(self, config, start: Start, process, tokens_before: Callable[[int], int]) -> None:
+    def open(self, config, start: Start) -> None:
         """Locks the folder, and opens metrics.csv where the run begins or continues.
 
-        `tokens_before` tells how many tokens a run has seen before a step. UserError if metrics.csv
-        is damaged.
+        UserError if metrics.csv is damaged.
         """
-        self.tokens_before = tokens_before
-        self.in_background = process.device != "cpu"    # a thread can write while the GPU trains
-        self.say = process.print0
-        if config.overfit or not process.is_master:
+        if config.overfit or not self.process.is_master:
             return
 
         self.lock = lock_folder(self.out)
@@ -64,7 +62,7 @@ class Output:
             raise RunError(f"another run has just ended in {self.out}: run the same command again")
         remove_leftovers(self.out, rf"checkpoint_\d+\.pt|{'|'.join(RUN_FILES)}")
         if not checkpoints(self.out):
-            keep_aside(self.out, self.say)
+            keep_aside(self.out, self.process.print0)
 
         self.rows = rows_before(self.out / "metrics.csv", start.step)
         text = "".join(f"{line}\n" for line in [HEADER, *map(row_line, self.rows)])
@@ -145,7 +143,7 @@ class Output:
         if best:
             _, best_step = best
         self.pending = self.executor.submit(self._write, content, best_step)
-        if not self.in_background:
+        if self.process.device == "cpu":
             self.finish_save()
 
     def _write(self, content, best_step):
@@ -159,7 +157,7 @@ class Output:
             for step, old in checkpoints(self.out)[:-keep]:
                 if step != best_step:
                     old.unlink()
-        self.say(f"saved {path} in {time.perf_counter() - began:.1f} s")
+        self.process.print0(f"saved {path} in {time.perf_counter() - began:.1f} s")
 
     def finish_save(self) -> None:
         """Waits until the checkpoint is there. Raises what its writing raised."""

@@ -56,8 +56,8 @@ def a_copy(a_run, tmp_path):
 def open_output(out, step=0, device="cpu", **flags):
     """The Output of a run with these flags, which begins at a step."""
     config = train_gpt2.Config(out=str(out), **flags)
-    output = Output(config)
-    output.open(config, Start(step=step), Process(device=device), lambda step: 256 * step)
+    output = Output(config, Process(device=device), lambda step: 256 * step)
+    output.open(config, Start(step=step))
     return output
 
 
@@ -88,8 +88,9 @@ def test_dry_run_and_overfit_write_nothing(flags, code, byte_data, a_copy):
 def test_only_rank_0_writes(byte_data, tmp_path):
     """Each rank has a folder of its own, as on machines that share no disk."""
     folders = [tmp_path / "0", tmp_path / "1"]
-    output = Output(train_gpt2.Config(out=str(folders[1])))
-    output.open(output.flags, Start(), Process(1, 1, 2), lambda step: step)
+    config = train_gpt2.Config(out=str(folders[1]))
+    output = Output(config, Process(1, 1, 2), lambda step: step)
+    output.open(config, Start())
     with output:
         output.add(0, "train", 1.0)
     assert not folders[1].exists()
