@@ -65,9 +65,10 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def check_range(flag: str, value: float, least: float, most: float) -> None:
-    if not least <= value <= most:
-        raise UserError(f"{flag} {value} is out of range: choose a number from {least} to {most}")
+def check_range(flag: str, value: float, smallest: float, largest: float) -> None:
+    if not smallest <= value <= largest:
+        raise UserError(f"{flag} {value} is out of range: choose a number from {smallest} to "
+                        f"{largest}")
 
 
 def read_prompts() -> Iterator[str]:

@@ -106,7 +106,7 @@ class Config:
     # Token ids are uint16 in the shards: there are at most 65536.
     vocab_size: int = flag(50304, MODEL, "The number of rows in the embedding. The default is "
                            "GPT-2's 50257 tokens, padded to a multiple of 128.",
-                           above=0, most=65536, fixed=True)
+                           above=0, largest=65536, fixed=True)
 
     total_batch_size: int = flag(524288, BATCH, "The number of tokens per optimizer step, over all "
                                  "processes.", above=0, fixed=True)
@@ -129,14 +129,14 @@ class Config:
     cooldown: float = flag("auto", OPTIM, "The share of the run, at its end, over which the "
                            "learning rate falls (speedrun and frontier). 'auto' means 0.2856 in "
                            "speedrun, and in frontier a value that depends on --max_steps.",
-                           word="auto", above=0, most=1)
+                           word="auto", above=0, largest=1)
     weight_decay: float = flag(0.1, OPTIM, "The weight decay of AdamW (on matrices and "
                                "embeddings) or of Muon.")
     grad_clip: float = flag(1.0, OPTIM, "The largest norm of the gradient: a larger gradient is "
                             "scaled down to this norm. 'inf' turns clipping off.",
-                            above=0, most=math.inf)
+                            above=0, largest=math.inf)
     seed: int = flag(1337, OPTIM, "The random seed of new weights and of the order of the data.",
-                     most=2**63 - 1, fixed=True)
+                     largest=2**63 - 1, fixed=True)
 
     device: str = flag("auto", SPEED, "The device to train on: cuda, mps or cpu. 'auto' means the "
                        "first of these that is available.", per_run=True)
@@ -410,8 +410,8 @@ def validation_loss(data: Data, process: Process, state: TrainState) -> float:
 def hellaswag_score(data: Data, process: Process, state: TrainState) -> tuple[int, int]:
     """(examples answered rightly by the mean loss of a token, which is acc_norm; all examples)."""
     def own_batches():
-        own = data.hellaswag[process.rank::process.world_size]
-        for batch in process.progress("HellaSwag", own):
+        batches = data.hellaswag[process.rank::process.world_size]
+        for batch in process.progress("HellaSwag", batches):
             if process.stop_requested():
                 break
             yield batch

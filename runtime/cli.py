@@ -29,7 +29,7 @@ def flag(default, group, help, **metadata):
     word: what may stand in place of a number, as "auto"
     choices: the only values
     above: 0 if the value cannot be 0 itself
-    most: the largest value, if it is not 2^40, or 1e38 of a float
+    largest: the largest value, if it is not 2^40, or 1e38 of a float
     fixed: the value cannot change when a run resumes
     per_run: the value is not taken from the checkpoint
     """

@@ -110,9 +110,9 @@ def print_header(config, process, data, model, schedule: BatchSchedule, step: in
     say(", ".join(plans(c)))
 
     flops = schedule.tokens_left(step) * model.flops_per_token(c.sequence_length)
-    least = least_cpu_seconds(flops, c.dtype, process.world_size)
-    if process.device == "cpu" and least > DAY:
-        say(f"without a GPU this run takes more than {counted(math.floor(least / DAY), 'day')}: "
+    days = least_cpu_seconds(flops, c.dtype, process.world_size) / DAY
+    if process.device == "cpu" and days > 1:
+        say(f"without a GPU this run takes more than {counted(math.floor(days), 'day')}: "
             "try --preset shakespeare, which takes minutes on a CPU, or --dry_run for an estimate")
     warn_of_slow_dtype(process.device, c.dtype, say)
     if c.compile:

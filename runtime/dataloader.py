@@ -234,7 +234,7 @@ class Data:
     val: TokenDataset | None = None
     val_count: int = 0          # sequences of one validation, the first ones of `val`
     hellaswag: list = field(default_factory=list)       # batches of HellaSwag's examples
-    loader: "TrainLoader | None" = None                 # micro-batches of `train`
+    loader: TrainLoader | None = None                   # micro-batches of `train`
 
     def fingerprints(self) -> dict[str, list]:
         """{split: [name, tokens, digest] of each shard}."""

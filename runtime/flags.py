@@ -166,9 +166,9 @@ def help_text(f: dataclasses.Field, recipes: dict[str, Recipe]) -> str:
         default = "on"
     defaults = [f"default {default}"]
     for name, recipe in recipes.items():
-        own = (recipe.defaults | recipe.rates).get(f.name, f.default)
-        if own != f.default:
-            defaults.append(f"{name}: {own}")
+        of_recipe = (recipe.defaults | recipe.rates).get(f.name, f.default)
+        if of_recipe != f.default:
+            defaults.append(f"{name}: {of_recipe}")
     return f"{f.metadata['help']} ({'; '.join(defaults)})"
 
 
@@ -205,7 +205,7 @@ def check_range(f: dataclasses.Field, value) -> None:
     if f.type not in (int, float) or value == f.metadata.get("word"):
         return
 
-    largest = f.metadata.get("most", 2**40 if f.type is int else 1e38)
+    largest = f.metadata.get("largest", 2**40 if f.type is int else 1e38)
     if f.metadata.get("above") == 0:
         allowed = f"above 0 and at most {largest}"
         is_valid = 0 < value <= largest
