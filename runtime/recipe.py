@@ -20,7 +20,7 @@ class Recipe:
     # (step, progress, config) -> the factor by which every learning rate is multiplied.
     lr_scale: Callable
 
-    # (progress, config) -> the momentum of Muon.
+    # (progress, config) -> the momentum of every group that has a "momentum", as Muon's have.
     momentum: Callable | None = None
 
     # (config) -> the batch schedule's divisors; see BatchSchedule.
