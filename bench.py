@@ -985,9 +985,12 @@ def commands_of_runs(args) -> dict[str, list[str]]:
             data=args.shards, block_size=args.sequence_length, total_batch_size=tokens,
             max_steps=steps, val_every=max(1, steps // 8), val_tokens=64 * tokens,
             hellaswag_every=0, sample_every=0, checkpoint_every=0, **shape_of(recipe, args.size))
-        if not train_gpt2.RECIPES[recipe].rates:
-            # Config's are for GPT-2's size. This rate was the best of three at 4x256.
-            flags.update(max_lr=2e-3, warmup_steps=steps // 15)
+        # Config's are for GPT-2's size. This rate was the best of three at 4x256.
+        own_rates = train_gpt2.RECIPES[recipe].rates
+        if "max_lr" not in own_rates:
+            flags["max_lr"] = 2e-3
+        if "warmup_steps" not in own_rates:
+            flags["warmup_steps"] = steps // 15
 
         words = [f"--{name}={value}" for name, value in flags.items()]
         script = str(ROOT / "train_gpt2.py")

@@ -216,7 +216,7 @@ def restore(
                 own_optimizer = optimizer.optimizer_of[p]
                 own_optimizer.state[p] = read_state(checkpoint["optimizers"][name], name)
         for one in optimizer.optimizers:
-            one.load_state_dict(one.state_dict())               # puts the moments on the device
+            put_on_device(one)
 
         if scaler.is_enabled() and checkpoint["scaler"]:
             if not 0 < checkpoint["scaler"]["scale"] < math.inf:
@@ -243,6 +243,18 @@ def read_state(saved: dict, name: str) -> dict:
             value = value.clone()                               # out of the memory-mapped file
         state[key] = value
     return state
+
+
+def put_on_device(optimizer: torch.optim.Optimizer) -> None:
+    """Puts the state that an optimizer has on the CPU where it belongs, without changing it."""
+    read = {p: dict(state) for p, state in optimizer.state.items()}
+    optimizer.load_state_dict(optimizer.state_dict())
+
+    # torch also casts what is not float32, such as moments in bfloat16, to the weight's dtype.
+    for p, state in optimizer.state.items():
+        for key, value in read[p].items():
+            if torch.is_tensor(value) and state[key].dtype != value.dtype:
+                state[key] = value.to(p.device)
 
 
 # ----------------------------------------------------------------------- what a checkpoint holds

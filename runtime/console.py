@@ -112,8 +112,10 @@ def print_header(config, process, data, model, schedule: BatchSchedule, step: in
     flops = schedule.tokens_left(step) * model.flops_per_token(c.sequence_length)
     days = least_cpu_seconds(flops, c.dtype, process.world_size) / DAY
     if process.device == "cpu" and days > 1:
-        say(f"without a GPU this run takes more than {counted(math.floor(days), 'day')}: "
-            "try --preset shakespeare, which takes minutes on a CPU, or --dry_run for an estimate")
+        remedy = "try --preset shakespeare, which takes minutes on a CPU"
+        if not c.dry_run:
+            remedy += ", or --dry_run for an estimate"
+        say(f"without a GPU this run takes more than {counted(math.floor(days), 'day')}: {remedy}")
     warn_of_slow_dtype(process.device, c.dtype, say)
     if c.compile:
         say("compiling the model, which takes about a minute ...")

@@ -30,7 +30,8 @@ class CombinedOptimizer:
                 for p in group["params"]:
                     assert p not in self.optimizer_of, "a parameter has two optimizers"
                     self.optimizer_of[p] = optimizer
-        assert set(self.optimizer_of) == set(model.parameters()), "a parameter has no optimizer"
+        for name, p in model.named_parameters():
+            assert p in self.optimizer_of, f"{name} has no optimizer"
 
         # GradScaler looks for overflows in the gradients of these. They are all parameters, also
         # those that another rank updates: if one rank skips the step, all have to.
@@ -60,7 +61,7 @@ class CombinedOptimizer:
         return self.owner.get(p, self.rank) == self.rank
 
     def state_bytes(self) -> int:
-        """The most memory that the moments of this rank take: two tensors for each parameter."""
+        """The memory that this rank's moments take, if each parameter has two, as AdamW's have."""
         return sum(2 * p.nbytes for p in self.optimizer_of if self.holds(p))
 
 

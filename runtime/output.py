@@ -246,13 +246,19 @@ def save_atomically(path: Path, content: dict) -> None:
 
 
 def refuse_non_finite(content: dict, path: Path) -> None:
-    """RunError if a weight or a moment is not finite: such a checkpoint would replace good ones."""
+    """RunError if a weight or a moment is not finite: such a checkpoint would replace good ones.
+
+    RunError, too, if an optimizer keeps something else than tensors and numbers in its state.
+    """
     values = dict(content["model"])
     for name, state in content["optimizers"].items():
         for key, value in state.items():
             values[f"{key} of {name}"] = value
 
     for name, value in values.items():
+        if not isinstance(value, torch.Tensor | int | float | None):
+            raise RunError(f"{name} is a {type(value).__name__}, and {path.name} was not saved: an "
+                           "optimizer's state may hold tensors and numbers only, each by a name")
         if not is_finite(value):
             raise RunError(f"{name} is not finite after step {content['step']}, so {path.name} was "
                            "not saved: lower --max_lr if this happens again")

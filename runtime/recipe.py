@@ -20,7 +20,7 @@ class Recipe:
     # (step, progress, config) -> the factor by which every learning rate is multiplied.
     lr_scale: Callable
 
-    # (progress, config) -> the momentum of Muon.
+    # (progress, config) -> the momentum of every group that has a "momentum", as Muon's have.
     momentum: Callable | None = None
 
     # (config) -> the batch schedule's divisors; see BatchSchedule.
@@ -86,7 +86,7 @@ class BatchSchedule:
 
 def make_batch_schedule(recipe: Recipe, config, world_size: int) -> BatchSchedule:
     """The schedule of a run. UserError if the processes cannot share each step equally."""
-    # The number of processes changes nothing in the schedule: all see the same tokens in a step.
+    # The number of processes is only checked here. It does not change how many tokens a step has.
     divisors = recipe.batch_divisors(config)
     unit = config.sequence_length * world_size * math.lcm(*divisors)
     total = config.total_batch_size
@@ -96,6 +96,8 @@ def make_batch_schedule(recipe: Recipe, config, world_size: int) -> BatchSchedul
         reason = f"{config.sequence_length} tokens per sequence x {world_size} process(es)"
         if max(divisors) > 1:
             reason += f" x {math.lcm(*divisors)}, because the first steps have a smaller batch"
+        if world_size > 1:
+            nearest += ", or another number of processes"
         raise UserError(f"--total_batch_size {total} must be a multiple of {unit} ({reason}): "
                         f"choose {nearest}")
     return BatchSchedule(total, config.max_steps, divisors)

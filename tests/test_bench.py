@@ -1,4 +1,5 @@
 """bench.py: what it measures, what its tables compute from that, and what it refuses."""
+import dataclasses
 import subprocess
 import sys
 import types
@@ -416,6 +417,20 @@ def test_recipes_are_trained_and_compared(monkeypatch, tmp_path, capsys):
     assert [command[-2] for command in commands[:2]] == ["--seed=0", "--seed=1"]
     assert {"--data=DATA", "--max_steps=30", "--n_layer=4"} <= set(commands[0])
     assert "| speedrun, seed 0 |" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("rates, words", [
+    ({}, {"--max_lr=0.002", "--warmup_steps=2"}),
+    ({"max_lr": 1e-3}, {"--warmup_steps=2"}),
+    ({"max_lr": 1e-3, "warmup_steps": 0}, set()),
+])
+def test_a_recipe_is_given_the_rates_that_it_does_not_have(rates, words, monkeypatch):
+    recipe = dataclasses.replace(train_gpt2.RECIPES["gpt2"], rates=rates)
+    monkeypatch.setitem(train_gpt2.RECIPES, "gpt2", recipe)
+    args = bench.parse_args("recipes", ["DATA", "--recipe=gpt2", "--steps=30"])
+    command = bench.commands_of_runs(args)["gpt2"]
+    given = {word for word in command if word.startswith(("--max_lr", "--warmup_steps"))}
+    assert given == words
 
 
 @pytest.mark.parametrize("recipe, idea", [

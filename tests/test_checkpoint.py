@@ -621,6 +621,48 @@ def test_any_optimizer_of_torch_is_saved_and_resumed_bit_for_bit(
     assert {"exp_avg", "exp_avg_sq", "step", "mu_product"} in keys
 
 
+class HalfMomentum(torch.optim.Optimizer):
+    """Its momentum is bfloat16, and it counts its steps in an int64."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state["average"] = torch.zeros_like(p, dtype=torch.bfloat16)
+                    state["count"] = torch.zeros((), dtype=torch.int64)
+                state["average"].lerp_(p.grad.bfloat16(), 0.1)
+                state["count"] += 1
+                p.add_(state["average"].sign(), alpha=-group["lr"])
+
+
+def train_with_half_momentum():
+    recipe = replace(
+        train_gpt2.RECIPES["gpt2"],
+        make_optimizers=lambda model, config: [HalfMomentum(model.parameters(), 1e-3)],
+    )
+    train_gpt2.RECIPES["gpt2"] = recipe
+
+
+def test_a_resume_keeps_the_dtypes_of_the_optimizers_state(byte_data, tmp_path):
+    how = {"before": [train_with_half_momentum]}
+    run("--data", byte_data, *SHORT, "--out", tmp_path / "whole", **how)
+    shutil.copytree(tmp_path / "whole", tmp_path / "log")
+    for step in (3, 4):
+        (tmp_path / f"log/checkpoint_{step:06d}.pt").unlink()
+
+    run("--data", byte_data, *SHORT, "--out", tmp_path / "log", **how)
+
+    same_end(tmp_path / "log", tmp_path / "whole", step=4)
+    for state in saved(tmp_path / "log")["optimizers"].values():
+        assert state["average"].dtype == torch.bfloat16
+        assert state["count"].dtype == torch.int64
+
+
 # ----------------------------------------------------------------------- what a checkpoint holds
 
 @pytest.mark.parametrize("recipe", MODELS)

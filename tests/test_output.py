@@ -369,6 +369,15 @@ def test_what_is_not_finite_is_not_saved(device, number, spoilt, model_state, tm
     assert set(contents(tmp_path)) == {LOCK, "metrics.csv", "checkpoint_000001.pt"}
 
 
+def test_a_list_in_an_optimizers_state_is_refused_by_its_name(model_state, tmp_path):
+    weights, moments = model_state
+    moments[GAIN]["factors"] = [torch.zeros(2, 2), torch.zeros(3, 3)]
+    with open_output(tmp_path) as output:
+        refused(lambda: output.save(content_of(1, weights, moments)), GAIN, "factors", "list",
+                failed=True)
+    assert saved_steps(tmp_path) == []
+
+
 def test_a_save_in_the_background_does_not_hold_up_the_training(
         model_state, tmp_path, monkeypatch):
     may_end = threading.Event()
