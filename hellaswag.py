@@ -5,7 +5,7 @@
 
 Completion style: the loss of an ending's tokens given the context, summed (acc) or averaged
 (acc_norm). GPT-2 124M: acc 0.2859, acc_norm 0.2955 in build-nanogpt; 0.2892 and 0.3114 in the
-Eleuther harness, multiple choice style.
+Eleuther harness.
 """
 import contextlib
 import json

@@ -79,15 +79,3 @@ def test_the_sanity_check_passes(tmp_path):
 def test_no_command_of_the_readme_is_left_out():
     names = [command.split()[1] for command in commands()]
     assert names == ["fineweb.py", "train_gpt2.py", "sample.py", "train_gpt2.py", "sample.py"]
-
-
-def test_the_loop_is_the_scripts():
-    """A line may lack the comment that it has in the script."""
-    source = (ROOT / "train_gpt2.py").read_text(encoding="utf-8")
-    lines_of_script = [line.strip() for line in source.splitlines()]
-    [loop] = blocks("python")
-
-    assert len(loop.splitlines()) > 15
-    for line in loop.splitlines():
-        line = line.strip()
-        assert any(other.startswith(line) for other in lines_of_script), line
