@@ -437,8 +437,8 @@ def next_command(out: Path, val: list[int], train: list[int]) -> str:
 
 def steps_of_an_epoch(tokens: int) -> int:
     """The steps in which --preset shakespeare reads so many tokens about once, but at least 100."""
-    # A step has 2,048 tokens. In a run of up to 204 steps it has 1,536 on average, because the first
-    # half of its steps are smaller (frontier.py's batch_divisors).
+    # A step has 2,048 tokens. In a run of up to 204 steps it has 1,536 on average: frontier.py's
+    # batch_divisors halves the batch of the first steps.
     steps = math.ceil(tokens / 2048)
     if steps <= 204:
         steps = min(204, math.ceil(tokens / 1536))

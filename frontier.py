@@ -171,7 +171,7 @@ class FrontierGPT(ModernLanguageModel):
         # the first logits have the variance C (5 / C)^2 = 25 / C, and the first loss is about
         # ln(V) + 12.5 / C. Only the input token's own logit is larger: 5 before the softcap.
         self.embedding_std = 5 / C
-        if not self.transformer.wte.weight.is_meta:     # model.py says why
+        if not self.transformer.wte.weight.is_meta:     # on "meta" there is nothing to draw
             self.init_weights()
 
     @torch.no_grad()

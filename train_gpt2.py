@@ -307,7 +307,7 @@ def compile_model(model: LanguageModel) -> Callable:
 def set_schedules(
     step: int, config: Config, schedule: BatchSchedule, state: TrainState
 ) -> float:
-    """Sets the learning rates and Muon's momentum of this step.
+    """Sets the learning rates of this step, and the momentum where the recipe has a schedule of it.
 
     Returns the learning rate for the log: --max_lr times the schedule's factor.
     """
@@ -317,7 +317,7 @@ def set_schedules(
     scale = recipe.lr_scale(step, progress, config)
     for group in state.optimizer.groups():
         group["lr"] = group["initial_lr"] * scale               # CombinedOptimizer noted initial_lr
-        if recipe.momentum and "momentum" in group:             # Muon's
+        if recipe.momentum and "momentum" in group:             # Muon's have one
             group["momentum"] = recipe.momentum(progress, config)
     return config.max_lr * scale
 

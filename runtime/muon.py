@@ -75,9 +75,10 @@ class Muon(torch.optim.Optimizer):
                 updates = self.gather(updates)                  # (ranks * share, rows, columns)
             updates = updates[:len(params)].to(params[0].dtype)
 
-            # The decay has the learning rate itself. The update's is larger for a tall matrix.
             if group["weight_decay"]:
                 torch._foreach_mul_(params, 1.0 - group["lr"] * group["weight_decay"])
+
+            # A tall matrix moves further, by sqrt(rows / columns).
             rows, columns = params[0].shape
             lr = group["lr"] * max(1.0, rows / columns)**0.5
             torch._foreach_add_(params, list(updates), alpha=-lr)
@@ -89,13 +90,14 @@ class Muon(torch.optim.Optimizer):
         first = self.rank * share
         own_params = params[first:first + share]
 
-        # Functions of torch._foreach, which torch documents, take one launch for all matrices.
+        # torch._foreach_*, as torch's own optimizers: one launch for all matrices.
         momentum = []
         if own_params:
             buffers = [self.momentum_buffer(p) for p in own_params]
             grads = [p.grad for p in own_params]
             torch._foreach_mul_(buffers, group["momentum"])
             torch._foreach_add_(buffers, grads)
+            # Nesterov's: the gradient once more, and the buffer as the next step will scale it.
             momentum = list(torch._foreach_add(grads, buffers, alpha=group["momentum"]))
 
         # The ranks gather tensors of one size, also those that have fewer matrices than others.

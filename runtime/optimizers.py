@@ -33,8 +33,9 @@ class CombinedOptimizer:
         for name, p in model.named_parameters():
             assert p in self.optimizer_of, f"{name} has no optimizer"
 
-        # GradScaler looks for overflows in the gradients of these. They are all parameters, also
-        # those that another rank updates: if one rank skips the step, all have to.
+        # For GradScaler alone, which looks for overflows in these gradients: all parameters, also
+        # those that another rank updates, because if one rank skips the step, all have to. The
+        # optimizers' own groups are in `groups`.
         self.param_groups = [{"params": list(model.parameters())}]
 
         self.sharded = {}                   # {matrix: the rank that updates it and sends it}
@@ -87,7 +88,7 @@ def shard_matrices(optimizers: list, rank: int, world_size: int) -> dict[Tensor,
     for group in groups:
         group["params"] = [p for p in group["params"] if owner.get(p, rank) == rank]
 
-    # Adagrad makes all of its state at once, also that of matrices which are now another rank's.
+    # Adagrad has made its state in __init__: drop that of matrices which are now another rank's.
     for optimizer in optimizers:
         for p, owning_rank in owner.items():
             if owning_rank != rank:

@@ -65,9 +65,10 @@ class BatchSchedule:
     def tokens_before(self, step: int) -> int:
         """The tokens of all earlier steps. For step max_steps these are the tokens of the run."""
         before = self.offset
-        ends = [first_step for first_step, _ in self.stages[1:]] + [step]
-        for (first_step, tokens), end in zip(self.stages, ends, strict=True):
-            before += tokens * max(0, min(step, end) - first_step)
+        next_stages = self.stages[1:] + [(step, 0)]
+        for (first_step, tokens), (end, _) in zip(self.stages, next_stages, strict=True):
+            steps_done = min(step, end) - first_step
+            before += tokens * max(0, steps_done)
         return before
 
     def tokens_left(self, step: int) -> int:
