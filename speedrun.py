@@ -136,7 +136,7 @@ class SpeedrunBlock(nn.Module):
         self.lambdas = nn.Parameter(torch.empty(2))
 
     def forward(self, x, v1, x0, *attention_inputs):
-        """x, x0 (B, T, C) -> (B, T, C), and v1. `attention_inputs` are those that `attn` takes last."""
+        """x and x0 (B, T, C) -> (B, T, C), and v1. `attention_inputs`: the last ones of `attn`."""
         # Embedding shortcut: each block mixes the embedding x0 into its input, by learned factors.
         x = self.lambdas[0] * x + self.lambdas[1] * x0
         y, v1 = self.attn(norm(x), v1, *attention_inputs)
