@@ -6,7 +6,7 @@ from pathlib import Path
 
 from runtime.cli import UserError, brief_error, unexpected
 from runtime.files import reading, replace_file
-from runtime.tokenizer import ASSETS, EOT, VOCAB_SIZE, bpe_file, tokenizer_json
+from runtime.tokenizer import ASSETS, EOT, VOCAB_SIZE, bpe_file
 from runtime.weights import EMBEDDING, HEAD, model_from_checkpoint
 
 # The models on the hub whose owner, openai-community, can be left out.
@@ -286,6 +286,52 @@ def export_files(model) -> dict[str, bytes]:
     # config.json is written last: without it, after a crash, the folder is no model.
     files["config.json"] = json.dumps(config, indent=2).encode()
     return files
+
+
+def tokenizer_json(mark: str) -> dict:
+    """What Hugging Face's tokenizer.json says of GPT-2's tokenizer, as in the hub's gpt2.
+
+    `mark` is the text that becomes the token EOT.
+    """
+    merges = bpe_file("vocab.bpe").decode().splitlines()
+    end_of_text = {
+        "id": EOT,
+        "content": mark,
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+        "special": True,
+    }
+
+    # It writes each byte as one character, and has the pattern that cuts a text into pieces.
+    byte_level = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+        "use_regex": True,
+    }
+    model = {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": None,
+        "continuing_subword_prefix": "",
+        "end_of_word_suffix": "",
+        "fuse_unk": False,
+        "vocab": json.loads(bpe_file("encoder.json")),
+        "merges": merges[1:],           # the first line names the file's version
+    }
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [end_of_text],
+        "normalizer": None,
+        "pre_tokenizer": byte_level,
+        "post_processor": byte_level,
+        "decoder": byte_level,
+        "model": model,
+    }
 
 
 def safetensors_of(weights: dict) -> bytes:

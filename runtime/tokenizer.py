@@ -6,10 +6,14 @@ with it.
 """
 import functools
 import hashlib
+import importlib
 import json
 import re
 import secrets
+import tempfile
 import threading
+from base64 import b64encode
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -38,52 +42,6 @@ def bpe_file(name: str) -> bytes:
         raise UserError(f"{ASSETS / name} is not GPT-2's file: restore it with `git checkout -- "
                         "assets`")
     return content
-
-
-def tokenizer_json(mark: str) -> dict:
-    """What Hugging Face's tokenizer.json says of GPT-2's tokenizer, as in the hub's gpt2.
-
-    `mark` is the text that becomes the token EOT.
-    """
-    merges = bpe_file("vocab.bpe").decode().splitlines()
-    end_of_text = {
-        "id": EOT,
-        "content": mark,
-        "single_word": False,
-        "lstrip": False,
-        "rstrip": False,
-        "normalized": False,
-        "special": True,
-    }
-
-    # It writes each byte as one character, and has the pattern that cuts a text into pieces.
-    byte_level = {
-        "type": "ByteLevel",
-        "add_prefix_space": False,
-        "trim_offsets": True,
-        "use_regex": True,
-    }
-    model = {
-        "type": "BPE",
-        "dropout": None,
-        "unk_token": None,
-        "continuing_subword_prefix": "",
-        "end_of_word_suffix": "",
-        "fuse_unk": False,
-        "vocab": json.loads(bpe_file("encoder.json")),
-        "merges": merges[1:],           # the first line names the file's version
-    }
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [end_of_text],
-        "normalizer": None,
-        "pre_tokenizer": byte_level,
-        "post_processor": byte_level,
-        "decoder": byte_level,
-        "model": model,
-    }
 
 
 @functools.cache
@@ -145,6 +103,19 @@ def replace_surrogates(text: str) -> str:
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
+def load_gigatoken(mark: str):
+    """gigatoken's tokenizer with GPT-2's tokens, to which `mark` is <|endoftext|>."""
+    from gigatoken.gigatoken_rs import BPETokenizer
+
+    # tiktoken's format of a file, which loads in half the time of a tokenizer.json: each line has
+    # a token in base64 and its rank.
+    lines = [b"%b %d\n" % (b64encode(token), rank) for token, rank in token_bytes().items()]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "gpt2.tiktoken")
+        path.write_bytes(b"".join(lines))
+        return BPETokenizer.from_tiktoken(path, "gpt2", {mark: EOT})
+
+
 class Encoder:
     """Chunks of documents -> tokens, on any number of threads.
 
@@ -162,14 +133,16 @@ class Encoder:
             return
 
         try:
-            from gigatoken.gigatoken_rs import load_hf_json
+            importlib.import_module("gigatoken.gigatoken_rs")
         except ImportError:
             if name == "gigatoken":
                 raise
             return
 
-        self.gigatoken = load_hf_json(json.dumps(tokenizer_json(self.mark.decode())))
-        tokenizer()             # with which it is compared: later each thread would make one
+        # Futures of the two tokenizers: a thread loads them while the first text is read.
+        loader = ThreadPoolExecutor(1)
+        self.gigatoken = loader.submit(load_gigatoken, self.mark.decode())
+        self.reference = loader.submit(tokenizer)
 
     def encode(self, chunk: bytes) -> np.ndarray:
         """The tokens of a chunk, 1-D uint16. RunError if gigatoken's are not tiktoken's, as far as
@@ -186,18 +159,19 @@ class Encoder:
 
         # Of gigatoken's methods this one neither holds the GIL nor imports another package. The
         # threads are ours, so it works on the one that calls it.
-        padded, lengths = self.gigatoken.encode_batch_padded(
+        padded, lengths = self.gigatoken.result().encode_batch_padded(
             BytesSource(chunk), PadTruncate(0), parallel=False)
         return padded[0, :lengths[0]].astype(np.uint16)
 
     def _by_tiktoken(self, chunk: bytes) -> np.ndarray:
         # Threads that share an Encoding wait for each other, which matters where it does all the
         # work: then each has its own.
-        encoding = tokenizer()
         if self.gigatoken is None:
             if not hasattr(self.thread, "encoding"):
                 self.thread.encoding = new_encoding()
             encoding = self.thread.encoding
+        else:
+            encoding = self.reference.result()
 
         continued, *documents = chunk.split(self.mark)
         parts = [encode(continued.decode(), encoding)]
