@@ -41,6 +41,7 @@ from runtime.tokenizer import Encoder
 MANIFEST_VERSION = 5            # of the manifest, and of the rule for validation
 MOST_VALIDATION = 10_000_000    # tokens, if no flag says otherwise
 LEAST_TEXT = 200                # tokens: a shorter text is not divided, but refused
+CHUNKS_AHEAD = 32               # of text that are read before their tokens are needed
 PRETOKENIZED = "kjj0/fineweb10B-gpt2"
 PUBLISHED_SHARDS = 103          # for training, that it has
 # --block_size of these presets, which recipes.py has, too. To import it would load torch.
@@ -183,7 +184,9 @@ def encode_files(
                 waiting.append((number, pool.submit(encoder.encode, chunk)))
 
                 # The reader is faster than the encoders: more chunks would only fill the memory.
-                if len(waiting) > 4 * threads:
+                # But it stops for a tenth of a second where a shard is written, or where a page
+                # of a Parquet file has 40 MB. The encoders have work for so long.
+                if len(waiting) > max(CHUNKS_AHEAD, 4 * threads):
                     oldest, tokens = waiting.popleft()
                     yield oldest, tokens.result()
 

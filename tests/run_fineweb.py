@@ -43,6 +43,7 @@ def main():
 
     # Many chunks, as if the text were long. What a killed process has written stays without fsync.
     runtime.text.BLOCK = 900
+    fineweb.CHUNKS_AHEAD = 0
     os.fsync = int
 
     if "HF_ENDPOINT" in os.environ:

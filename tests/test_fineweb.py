@@ -32,6 +32,7 @@ def folder(tmp_path, encoder, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(fineweb, "Encoder", lambda name: encoder)
     monkeypatch.setattr(runtime.text, "BLOCK", 900)
+    monkeypatch.setattr(fineweb, "CHUNKS_AHEAD", 0)
     return tmp_path
 
 
