@@ -366,7 +366,7 @@ def test_wherever_it_is_killed_the_same_command_ends_with_the_same_bytes(case, t
     assert len(contents("whole")) > 4
 
     # The first write is the manifest's, and then in turn those of a shard and the manifest.
-    for moment in ("1 half", "2 after", "2 half", "3 half", "3 after"):
+    for moment in ("1 half", "1 after", "2 after", "2 half", "3 half", "3 after"):
         killed = run(*flags, "--out", "out", before=dying(moment))
         assert killed.returncode == -9
     prepare(*flags, "--out", "out")
@@ -406,7 +406,8 @@ def test_the_progress_of_a_continued_run_counts_all_tokens(text, monkeypatch):
         def update(self, n=1):
             self.counted += n
 
-    flags = ["--input", text, "--shard_size", 1500, "--out", "out"]
+    Path("done.txt").write_text(" word" * 400)
+    flags = ["--input", "done.txt", text, "--shard_size", 1500, "--out", "out"]
     assert run(*flags, before=dying("6 after")).returncode == -9
     monkeypatch.setattr(fineweb, "tqdm", Bar)
     prepare(*flags)
