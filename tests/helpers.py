@@ -26,8 +26,9 @@ ENV.pop("PYTHONPATH", None)
 HANG = 120          # seconds, a timeout: far more than any process takes
 
 FORK = multiprocessing.get_context("forkserver")
-FORK.set_forkserver_preload(
-    ["helpers", "torch._dynamo", "pyarrow.parquet", "fineweb", "sample", "train_gpt2"])
+FORK.set_forkserver_preload([
+    "helpers", "torch._dynamo", "pyarrow.parquet", "datasets", "fineweb", "sample", "train_gpt2",
+    "ready"])
 
 # Flags of a run on the bytes of conftest's `byte_data`, in place of GPT-2's tokens. Its 40 steps
 # take half a second. A step has four micro-batches, and 36 steps are an epoch.
@@ -102,6 +103,12 @@ def _become(call, env, cwd, streams, before):
     sys.stdout = open(1, "w", encoding="utf-8", closefd=False)
     sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", buffering=1,
                       closefd=False)
+
+    # The server has imported them, and they read the environment then.
+    if "HF_ENDPOINT" in env:
+        for name in ("huggingface_hub.constants", "datasets.config"):
+            if name in sys.modules:
+                importlib.reload(sys.modules[name])
 
     if "DRAW" not in env:       # a picture takes two seconds
         from runtime import plots
@@ -300,6 +307,17 @@ def die_in_write(n, cut):
         sync(descriptor)
 
     files.sync = dies
+
+
+def dying(moment):
+    """`die_in_write`, as `before` takes it, at a moment such as "3 half" or "3 after".
+
+    The third atomic write is half done, or its file has just got its name.
+    """
+    number, how = moment.split()
+    if how == "half":
+        return [functools.partial(die_in_write, 2 * int(number) - 1, cut=True)]
+    return [functools.partial(die_in_write, 2 * int(number), cut=False)]
 
 
 def limit_file_size(size):

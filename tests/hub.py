@@ -1,10 +1,12 @@
 """A stand-in of the Hugging Face hub on 127.0.0.1, for huggingface_hub and datasets as they are."""
 import contextlib
+import functools
 import hashlib
 import http.server
 import json
 import re
 import threading
+import time
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import helpers
@@ -12,6 +14,11 @@ import helpers
 PATH = re.compile(
     r"(?:/api)?(?:/datasets)?/(?P<repo>[\w-]+/[\w-]+)"
     r"(?:/(?P<kind>revision|tree|paths-info|resolve)/(?P<revision>[^/]+))?/?(?P<name>.*)")
+
+
+def do_not_wait():
+    """For `before`: huggingface_hub asks again at once where it has been told of an error."""
+    time.sleep = id
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -65,7 +72,9 @@ class Hub:
     def __enter__(self):
         handler = type("HandlerOfHub", (Handler,), {"hub": self})
         self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        # Its end waits for the next look, which is else half a second away.
+        serve = functools.partial(self.server.serve_forever, poll_interval=0.01)
+        threading.Thread(target=serve, daemon=True).start()
         self.env = {**helpers.ENV, "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1",
                     "HF_ENDPOINT": f"http://127.0.0.1:{self.server.server_port}",
                     "HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_OFFLINE": "0"}

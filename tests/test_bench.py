@@ -1,12 +1,12 @@
 """bench.py: what it measures, what its tables compute from that, and what it refuses."""
 import dataclasses
-import subprocess
 import sys
 import types
 from pathlib import Path
 
 import pytest
 import torch
+from helpers import script
 from torch.autograd import DeviceType
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -20,10 +20,14 @@ TINY = dict(size="1x32", B=2, T=16, dtype="float32", steps=1, warmup=1)
 TINY_FLAGS = "--size 1x32 --batch_size 1 --sequence_length 16 --steps 1 --device cpu".split()
 
 
-def cold(*words, cwd=None):
-    """bench.py as a user starts it."""
-    command = [sys.executable, str(ROOT / "bench.py"), *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=120)
+@pytest.fixture
+def rows_are_forked(monkeypatch):
+    """The process of a row is forked, which takes a tenth of the time of a new Python."""
+    def run(command, cwd, env, **how):
+        python, path, *words = command
+        return script(Path(path).name, *words, cwd=cwd, env=env)
+
+    monkeypatch.setattr(bench.subprocess, "run", run)
 
 
 def of_a_step(ms):
@@ -34,8 +38,8 @@ def of_a_step(ms):
 
 # ----------------------------------------------------------------------------- rows and processes
 
-def test_a_command_measures_its_row_in_a_process_of_its_own(tmp_path):
-    done = cold("profile", *TINY_FLAGS, "--dtype=float32", cwd=tmp_path)
+def test_a_command_measures_its_row_in_a_new_python(tmp_path):
+    done = script("bench.py", "profile", *TINY_FLAGS, "--dtype=float32", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "ms a step without the profiler" in done.stdout
     for name in ("loss", "attention", "optimizer", "matrix products", "aten::mm"):
@@ -43,7 +47,7 @@ def test_a_command_measures_its_row_in_a_process_of_its_own(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_what_fails_in_that_process_is_told():
+def test_what_fails_in_that_process_is_told(rows_are_forked):
     found = bench.run_in_subprocess(Setting(**TINY | dict(attention="no such kernel")))
     assert list(found) == ["failed"]
 
@@ -201,7 +205,7 @@ raise SystemExit("the script's own run began")
 """
 
 
-def test_the_peers_definitions_run_and_nothing_after_them(tmp_path):
+def test_the_peers_definitions_run_and_nothing_after_them(rows_are_forked, tmp_path):
     (tmp_path / "train_gpt2.py").write_text(PEERS_SCRIPT)
     found = bench.run_in_subprocess(Setting(**TINY, worker="peer", peer=str(tmp_path)))
     assert len(found["seconds"]) == 1, found
@@ -461,7 +465,7 @@ def test_a_mistake_is_refused(words, what, monkeypatch):
 
 
 def test_a_mistake_is_one_line_and_exit_code_2():
-    done = cold("ladder", "--steps=x")
+    done = script("bench.py", "ladder", "--steps=x")
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     assert "--steps" in done.stderr

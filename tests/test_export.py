@@ -1,4 +1,6 @@
 """The folders that the three recipes export: in transformers, and back in this project."""
+import copy
+import functools
 import json
 import os
 import sys
@@ -74,34 +76,38 @@ def transformers_copies_the_code_to_a_folder_of_the_tests(tmp_path_factory):
         yield
 
 
-@pytest.fixture
-def modern(tmp_path):
-    """{recipe: (our model, transformers' model of its export)}, new for each test."""
+@pytest.fixture(scope="module")
+def export(tmp_path_factory):
+    """export(recipe, gelu): our model, its folder, and transformers' model of it, made once."""
     from transformers import AutoModelForCausalLM
 
-    models = {}
-    for recipe in MODERN:
-        model = make_model(recipe)
-        model.save_pretrained(tmp_path / recipe)
-        theirs = AutoModelForCausalLM.from_pretrained(tmp_path / recipe, trust_remote_code=True)
-        models[recipe] = (model, theirs.eval())
-    return models
+    @functools.cache
+    def make(recipe, gelu=None):
+        folder = tmp_path_factory.mktemp("exported")
+        model = make_model(recipe, gelu)
+        model.save_pretrained(folder)
+
+        theirs, problems = AutoModelForCausalLM.from_pretrained(
+            folder, output_loading_info=True, trust_remote_code=recipe != "gpt2")
+        assert not any(problems.values()), problems
+        return model, folder, theirs.eval()
+    return make
 
 
 @pytest.fixture(scope="module", params=KINDS, ids=str)
-def exported(request, tmp_path_factory):
+def exported(request, export):
     """Our model, its folder, and transformers' model of the folder."""
-    from transformers import AutoModelForCausalLM
+    return export(*request.param)
 
-    recipe, gelu = request.param
-    folder = tmp_path_factory.mktemp("exported")
-    model = make_model(recipe, gelu)
-    model.save_pretrained(folder)
 
-    theirs, problems = AutoModelForCausalLM.from_pretrained(
-        folder, output_loading_info=True, trust_remote_code=recipe != "gpt2")
-    assert not any(problems.values()), problems
-    return model, folder, theirs.eval()
+@pytest.fixture
+def modern(export):
+    """{recipe: (our model, transformers' model of its export)}, which a test may change."""
+    models = {}
+    for recipe in MODERN:
+        model, _, theirs = export(recipe)
+        models[recipe] = copy.deepcopy((model, theirs))
+    return models
 
 
 # ----------------------------------------------------------------------- the model in transformers
@@ -294,6 +300,10 @@ def test_gradient_checkpointing_changes_no_gradient_and_has_no_cache(recipe, mod
 
 # ----------------------------------------------------------------------- torch.export and its kind
 
+# The code of a gpt2 in transformers is not ours.
+TRACED = [(recipe, "ours") for recipe in MODELS] + [(recipe, "theirs") for recipe in MODERN]
+
+
 class LogitsOnly(torch.nn.Module):
     """What a tracer takes: tensors in, one tensor out."""
 
@@ -305,11 +315,10 @@ class LogitsOnly(torch.nn.Module):
         return self.model(idx)[0]
 
 
-@pytest.mark.parametrize("origin", ["ours", "theirs"])
-@pytest.mark.parametrize("recipe", MODELS)
+@pytest.mark.parametrize("recipe, origin", TRACED)
 @torch.no_grad()
-def test_torch_export_keeps_the_length_free(recipe, origin, tmp_path):
-    model = LogitsOnly(one_of_the_two(recipe, origin, tmp_path))
+def test_torch_export_keeps_the_length_free(recipe, origin, export):
+    model = LogitsOnly(one_of_the_two(recipe, origin, export))
     T = torch.export.Dim("T", min=3, max=40)
 
     program = torch.export.export(model, (short_documents(),), dynamic_shapes=({1: T},))
@@ -320,11 +329,10 @@ def test_torch_export_keeps_the_length_free(recipe, origin, tmp_path):
 
 @pytest.mark.filterwarnings(
     "ignore::torch.jit.TracerWarning", "ignore:.torch.jit:DeprecationWarning")
-@pytest.mark.parametrize("origin", ["ours", "theirs"])
-@pytest.mark.parametrize("recipe", MODELS)
+@pytest.mark.parametrize("recipe, origin", TRACED)
 @torch.no_grad()
-def test_torch_jit_traces_it(recipe, origin, tmp_path):
-    model = LogitsOnly(one_of_the_two(recipe, origin, tmp_path))
+def test_torch_jit_traces_it(recipe, origin, export):
+    model = LogitsOnly(one_of_the_two(recipe, origin, export))
     traced = torch.jit.trace(model, short_documents())
     idx = documents(T=33)
     torch.testing.assert_close(traced(idx), model(idx), atol=1e-5, rtol=0)
@@ -334,15 +342,12 @@ def short_documents():
     return documents()[:, :9].contiguous()
 
 
-def one_of_the_two(recipe, origin, folder):
+def one_of_the_two(recipe, origin, export):
     """Our model, or transformers' of its export."""
-    from transformers import AutoModelForCausalLM
-
-    model = make_model(recipe)
+    model, _, theirs = export(recipe)
     if origin == "ours":
         return model
-    model.save_pretrained(folder)
-    theirs = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    theirs = copy.deepcopy(theirs)
     theirs.config.use_cache = False
     return theirs
 
@@ -397,12 +402,12 @@ def test_beams_are_the_same_with_and_without_the_cache(exported):
 
 
 @pytest.mark.parametrize("recipe", ["speedrun", "frontier"])
-def test_logits_are_float32_in_a_bfloat16_model(recipe, tmp_path):
+def test_logits_are_float32_in_a_bfloat16_model(recipe, export):
     from transformers import AutoModelForCausalLM
-    make_model(recipe).save_pretrained(tmp_path)
+    _, folder, _ = export(recipe)
 
     theirs = AutoModelForCausalLM.from_pretrained(
-        tmp_path, trust_remote_code=True, dtype=torch.bfloat16)
+        folder, trust_remote_code=True, dtype=torch.bfloat16)
 
     assert theirs.transformer.wte.weight.dtype == torch.bfloat16
     assert theirs(documents()).logits.dtype == torch.float32
@@ -588,10 +593,10 @@ def test_what_transformers_saves_in_several_files_is_read_too(exported, tmp_path
     assert_same_model(load_model(tmp_path), model)
 
 
-def test_gpt_reads_no_other_recipe(tmp_path):
-    make_model("speedrun").save_pretrained(tmp_path)
+def test_gpt_reads_no_other_recipe(export):
+    _, folder, _ = export("speedrun")
     with pytest.raises(UserError, match="model_type"):
-        GPT.from_pretrained(tmp_path)
+        GPT.from_pretrained(folder)
 
 
 # ----------------------------------------------------------------------- the command

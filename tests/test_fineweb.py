@@ -2,18 +2,17 @@
 import json
 import os
 import shlex
-import subprocess
 import sys
 import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import ENV, ROOT
-from hub import Hub
+from helpers import ENV, ROOT, dying, script, train
+from hub import Hub, do_not_wait
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from texts import DOCUMENTS, tokens_of, write_documents
+from texts import DOCUMENTS, encode_short_chunks, tokens_of, write_documents
 
 import fineweb
 import runtime.text
@@ -54,10 +53,9 @@ def refusal(*flags):
     return str(error.value)
 
 
-def run(*flags, env=ENV, kill="never"):
-    """fineweb.py in a process of its own, as tests/run_fineweb.py says."""
-    command = [sys.executable, ROOT / "tests/run_fineweb.py", kill, *map(str, flags)]
-    return subprocess.run(command, capture_output=True, text=True, env=env, timeout=120)
+def run(*flags, env=ENV, before=()):
+    """fineweb.py in a process of its own, with chunks as in this one."""
+    return script("fineweb.py", *flags, env=env, before=[encode_short_chunks, *before])
 
 
 def tokens(out, split):
@@ -368,9 +366,9 @@ def test_wherever_it_is_killed_the_same_command_ends_with_the_same_bytes(case, t
     prepare(*flags, "--out", "whole")
     assert len(contents("whole")) > 4
 
-    # The first renaming is the manifest's, and then in turn those of a shard and the manifest.
-    for moment in ("1 half", "2 after", "2 half", "3 half", "3 after"):
-        killed = run(*flags, "--out", "out", kill=moment)
+    # The first write is the manifest's, and then in turn those of a shard and the manifest.
+    for moment in ("1 half", "1 after", "2 after", "2 half", "3 half", "3 after"):
+        killed = run(*flags, "--out", "out", before=dying(moment))
         assert killed.returncode == -9
     prepare(*flags, "--out", "out")
     assert contents("out") == contents("whole")
@@ -409,8 +407,9 @@ def test_the_progress_of_a_continued_run_counts_all_tokens(text, monkeypatch):
         def update(self, n=1):
             self.counted += n
 
-    flags = ["--input", text, "--shard_size", 1500, "--out", "out"]
-    assert run(*flags, kill="6 after").returncode == -9
+    Path("done.txt").write_text(" word" * 400)
+    flags = ["--input", "done.txt", text, "--shard_size", 1500, "--out", "out"]
+    assert run(*flags, before=dying("6 after")).returncode == -9
     monkeypatch.setattr(fineweb, "tqdm", Bar)
     prepare(*flags)
     assert bars[0].counted == sum(lengths("out", "val") + lengths("out", "train"))
@@ -536,31 +535,27 @@ def test_verify_needs_a_manifest(text):
 
 # ------------------------------------------------------------------------- the last line
 
-@pytest.mark.parametrize("length, block_size", [(200, 16), (700, 64)])
-def test_the_last_line_is_a_command_that_runs_as_printed(length, block_size, folder, capsys):
-    Path("a.txt").write_text(" word" * (length - 1))
+def test_the_last_line_is_a_command_that_runs_as_printed(folder, capsys):
+    Path("a.txt").write_text(" word" * 199)
     prepare("--input", "a.txt", "--out", "it's $HOME")
     following, python, *command = shlex.split(capsys.readouterr().out.splitlines()[-1])
     assert [following, python] == ["next:", "python"]
     assert command[1:] == ["--preset", "shakespeare", "--data", "it's $HOME", "--out",
-                           "log/it's $HOME", "--block_size", str(block_size)]
+                           "log/it's $HOME", "--block_size", "16"]
 
     small = "--n_layer 1 --n_head 1 --n_embd 16 --max_steps 1 --checkpoint_every 0 --device cpu"
-    script = ROOT / command[0]
-    done = subprocess.run([sys.executable, script, *command[1:], *small.split()],
-                          capture_output=True, text=True, env=ENV)
+    done = script(*command, *small.split())
     assert done.returncode == 0, done.stderr
 
 
-def test_training_on_an_unfinished_folder_says_how_to_finish_it(text):
-    killed = run("--input", text, "--shard_size", 1500, "--out", "out", kill="5 after")
+def test_training_on_an_unfinished_folder_says_how_to_finish_it(text, capsys):
+    killed = run("--input", text, "--shard_size", 1500, "--out", "out", before=dying("5 after"))
     assert killed.returncode == -9
 
-    small = "--n_layer 1 --n_head 1 --n_embd 16 --block_size 16 --device cpu --dry_run"
-    done = subprocess.run([sys.executable, ROOT / "train_gpt2.py", "--data", "out", *small.split()],
-                          capture_output=True, text=True, env=ENV)
-    assert done.returncode == 0, done.stderr
-    [line] = [line for line in done.stdout.splitlines() if line.startswith("warning")]
+    small = "--n_layer 1 --n_head 1 --n_embd 16 --block_size 16 --total_batch_size 16 --dry_run"
+    train("--data", "out", "--device", "cpu", *small.split())
+    shown = capsys.readouterr().out
+    [line] = [line for line in shown.splitlines() if line.startswith("warning")]
     assert "fineweb.py" in line
 
 
@@ -615,7 +610,7 @@ def test_a_killed_run_ends_with_the_files_of_the_revision_it_began_with(gpt2):
     with Hub() as hub:
         # The dataset changes as soon as somebody has asked for its newest revision.
         sha, _ = hub.put("me/books", {"README.md": readme, **files}, {"README.md": readme})
-        killed = run(*flags, env=hub.env, kill="11 after")
+        killed = run(*flags, env=hub.env, before=dying("11 after"))
         assert killed.returncode == -9, killed.stderr
         first_file, _ = manifest("books-tales")["shards"][-1]["cursor"]
         assert first_file > 0
@@ -702,7 +697,7 @@ def test_a_hub_out_of_reach_is_a_failure_of_the_run_and_the_command_goes_on_late
     with Hub() as hub:
         hub.put("me/one", {f"{i}.jsonl": book_file(i, "jsonl") for i in range(3)})
         hub.answers = {"resolve/.*/2.jsonl": (500, {})}
-        failed = run(*flags, env=hub.env)
+        failed = run(*flags, env=hub.env, before=[do_not_wait])
         assert failed.returncode == 1, failed.stderr
         assert "2.jsonl" in failed.stderr.splitlines()[-1]
         assert manifest("one")["shards"]

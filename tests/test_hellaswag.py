@@ -1,14 +1,14 @@
-"""hellaswag.py: its counts against a plain scoring of token after token, its data, the command."""
+"""hellaswag.py: its counts against a plain scoring of row after row, its data, the command."""
 import json
 import math
 import random
-import subprocess
 import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import ENV, ROOT
+import torch.nn.functional as F
+from helpers import ROOT, script
 from torch.nn.modules.module import register_module_forward_hook
 
 import hellaswag
@@ -58,19 +58,16 @@ def model():
 
 @torch.no_grad()
 def plain_losses(model, ctx, ending):
-    """The loss of each token of an ending, one after the other."""
+    """The loss of each token of an ending, of which no other row and no padding is computed."""
     row = encode(ctx).tolist() + encode(" " + ending).tolist()
     row = row[-(model.config.block_size + 1):]
 
     # Nothing is before the row's first token.
     first = max(1, len(row) - len(encode(" " + ending)))
 
-    losses = []
-    for at in range(first, len(row)):
-        logits, _ = model(torch.tensor([row[:at]]))
-        log_probabilities = logits[0, -1].double().log_softmax(dim=0)
-        losses.append(-log_probabilities[row[at]].item())
-    return losses
+    logits, _ = model(torch.tensor([row[:-1]]))
+    targets = torch.tensor(row[first:])
+    return F.cross_entropy(logits[0, first - 1:].double(), targets, reduction="none").tolist()
 
 
 def plain_counts(model, examples):
@@ -349,8 +346,7 @@ def test_a_mistake_is_found_before_the_model_is_read(flags, monkeypatch):
 
 
 def test_without_a_network_it_ends_with_one_line(files):
-    command = [sys.executable, ROOT / "hellaswag.py", *files[:2]]
-    done = subprocess.run(command, capture_output=True, text=True, env=ENV)
+    done = script("hellaswag.py", *files[:2])
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1
     assert "Rowan/hellaswag" in done.stderr

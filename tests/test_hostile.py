@@ -6,6 +6,7 @@ harmless function, a truncated file, a flipped bit, a wrong shape, a number that
 import json
 import math
 import os
+import shutil
 import zipfile
 
 import numpy as np
@@ -225,10 +226,17 @@ def test_control_characters_of_a_file_do_not_reach_the_terminal(tmp_path):
 
 # ----------------------------------------------------------------------- Hugging Face folders
 
+@pytest.fixture(scope="module")
+def good_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("good") / "exported"
+    make_model(**SIZES).save_pretrained(folder)
+    return folder
+
+
 @pytest.fixture
-def folder(tmp_path):
-    make_model(**SIZES).save_pretrained(tmp_path / "exported")
-    return tmp_path / "exported"
+def folder(good_folder, tmp_path):
+    """A copy of an export, which a test may damage."""
+    return shutil.copytree(good_folder, tmp_path / "exported")
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])

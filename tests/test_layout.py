@@ -102,6 +102,15 @@ def test_a_function_fits_on_a_screen(name):
             assert node.end_lineno - node.lineno < 45, node.name
 
 
+def test_each_script_ends_as_a_command():
+    """So a mistake is one line and an exit code. The tests fork most scripts without their end."""
+    scripts = set()
+    for name, tree in TREES.items():
+        if ast.unparse(tree.body[-1:]) == "if __name__ == '__main__':\n    run_command(main)":
+            scripts.add(name)
+    assert scripts == {"bench", "export", "fineweb", "hellaswag", "sample", "train_gpt2"}
+
+
 def test_an_import_only_defines(imported):
     """It prints, writes and downloads nothing, and imports no optional package and no compiler."""
     result, folder = imported

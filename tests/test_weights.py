@@ -2,6 +2,7 @@
 test_hostile.py. Our own exports: test_export.py.)"""
 import dataclasses
 import json
+import shutil
 import sys
 
 import numpy as np
@@ -55,6 +56,22 @@ def assert_loads_as(theirs, source):
         assert p.dtype == torch.float32, name
         assert p.is_contiguous(), name
         assert p.grad is not None, name
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    """The folder of `make_model()`, which no test changes."""
+    folder = tmp_path_factory.mktemp("folder") / "exported"
+    make_model().save_pretrained(folder)
+    return folder
+
+
+def copy_with_config(folder, copy, changes):
+    """Copies an export, with these changes of its config.json."""
+    shutil.copytree(folder, copy)
+    path = copy / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    return copy
 
 
 def assert_same_weights(model, expected):
@@ -181,14 +198,11 @@ def test_what_an_old_config_leaves_out_is_as_in_gpt2(tmp_path):
     assert load_model(tmp_path).config == model.config
 
 
-def test_an_epsilon_in_float32_is_the_same_epsilon(tmp_path):
+def test_an_epsilon_in_float32_is_the_same_epsilon(exported, tmp_path):
     """A folder that went through GGUF has it so."""
-    model = make_model()
-    model.save_pretrained(tmp_path)
-    path = tmp_path / "config.json"
     in_float32 = {"layer_norm_epsilon": float(np.float32(1e-5))}
-    path.write_text(json.dumps(json.loads(path.read_text()) | in_float32))
-    assert_same_weights(load_model(tmp_path), model)
+    folder = copy_with_config(exported, tmp_path / "copy", in_float32)
+    assert_same_weights(load_model(folder), make_model())
 
 
 def test_a_folder_with_torchs_pickles_alone_is_to_be_saved_as_safetensors(tmp_path):
@@ -200,10 +214,9 @@ def test_a_folder_with_torchs_pickles_alone_is_to_be_saved_as_safetensors(tmp_pa
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
-def test_of_a_file_in_place_of_its_folder_the_folder_is_named(name, tmp_path):
-    make_model().save_pretrained(tmp_path / "exported")
+def test_of_a_file_in_place_of_its_folder_the_folder_is_named(name, exported):
     with pytest.raises(UserError, match="exported$"):
-        load_model(tmp_path / "exported" / name)
+        load_model(exported / name)
 
 
 @pytest.mark.parametrize("key, value", [
@@ -217,12 +230,10 @@ def test_of_a_file_in_place_of_its_folder_the_folder_is_named(name, tmp_path):
     ("tie_word_embeddings", False),
     ("auto_map", {"AutoModelForCausalLM": "modeling_other.Other"}),
 ])
-def test_a_gpt2_that_our_code_does_not_compute_is_refused(key, value, tmp_path):
-    make_model().save_pretrained(tmp_path)
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
+def test_a_gpt2_that_our_code_does_not_compute_is_refused(key, value, exported, tmp_path):
+    folder = copy_with_config(exported, tmp_path / "copy", {key: value})
     with pytest.raises(UserError, match=key):
-        load_model(tmp_path)
+        load_model(folder)
 
 
 # ----------------------------------------------------------------------- a run's folder
@@ -337,10 +348,9 @@ def test_the_names_of_openais_models_are_those_of_the_sizes():
     ("huggingface_hub", "gpt2"),
     ("safetensors.torch", "exported"),
 ])
-def test_a_missing_package_is_not_taken_for_a_bad_model(module, source, tmp_path, monkeypatch):
+def test_a_missing_package_is_not_taken_for_a_bad_model(module, source, exported, monkeypatch):
     """run_command names the package."""
-    monkeypatch.chdir(tmp_path)
-    make_model().save_pretrained("exported")
+    monkeypatch.chdir(exported.parent)
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ModuleNotFoundError, match=module):
         load_model(source)

@@ -7,6 +7,9 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 
+import fineweb
+import runtime.text
+
 # As documents come: short, long, with the special token's name, other scripts, odd white space.
 DOCUMENTS = [
     "Hello, world.", "<|endoftext|>", " \n\n\t x  y", "naïve café 中文 🙂 \u200b", "a" * 300,
@@ -43,3 +46,10 @@ def write_documents(path, documents):
             data = gzip.compress(data)
         path.write_bytes(data)
     return path
+
+
+def encode_short_chunks():
+    """For `before`: chunks are of a few documents, as if the texts were long."""
+    from ready import ENCODER
+    runtime.text.BLOCK = 900
+    fineweb.Encoder = lambda name: ENCODER
