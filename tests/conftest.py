@@ -72,8 +72,8 @@ def skipped_if_missing():
 # loadfile), so that what its tests share is made once, and the short ones at the end fill
 # the workers evenly.
 LONG = [f"test_{name}.py" for name in (
-    "fineweb resume export signals bench same_numbers hellaswag flags model speedrun checkpoint "
-    "train_gpt2 frontier weights readme sample hostile cli gpu").split()]
+    "resume export signals same_numbers flags model fineweb speedrun checkpoint train_gpt2 cli "
+    "frontier bench readme gpu hellaswag plots sample weights layout").split()]
 
 
 @pytest.hookimpl(trylast=True)
