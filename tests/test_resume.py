@@ -52,7 +52,7 @@ def test_killed_at_random_moments_a_run_ends_bit_for_bit_as_one_that_was_not(
     for first, name in ((0, "SIGKILL"), (8, "SIGTERM"), (16, "SIGKILL"), (24, "SIGTERM"),
                         (32, "SIGKILL")):
         step = first + dice.randrange(8)
-        item = dice.randrange(4)
+        item = dice.randrange(2)
         if recipe == "frontier":
             item = 0                        # its first steps have one micro-batch
         before = striking(f"step {step}", name, item=item)
@@ -84,37 +84,50 @@ def test_two_processes_that_were_killed_end_bit_for_bit_as_two_that_were_not(
     same_end(tmp_path, whole(recipe, processes=2))
 
 
+TWELVE_STEPS = [*BYTES, "--max_steps", 12, "--val_every", 6, "--checkpoint_every", 4]
+
+
+@pytest.fixture(scope="module")
+def twelve_steps(byte_data, tmp_path_factory):
+    """The folder of a short run that nobody disturbs."""
+    out = tmp_path_factory.mktemp("twelve") / "log"
+    run("--data", byte_data, *TWELVE_STEPS, "--out", out)
+    return out
+
+
 @pytest.mark.parametrize("n, cut", [
     (1, True), (1, False), (2, False),          # metrics.csv, when the run begins
     (3, True), (3, False), (4, False),          # the first checkpoint
     (5, True),                                  # the second one
-    (9, True),                                  # the last one
+    (7, True),                                  # the last one
 ])
 def test_killed_in_an_atomic_write_a_run_ends_bit_for_bit_as_one_that_was_not(
-        n, cut, byte_data, whole, tmp_path):
-    flags = ["--data", byte_data, *BYTES, "--out", tmp_path]
+        n, cut, twelve_steps, byte_data, tmp_path):
+    flags = ["--data", byte_data, *TWELVE_STEPS, "--out", tmp_path]
     run(*flags, before=[functools.partial(die_in_write, n, cut)], code=-9)
     has_temporary_file = bool(list(tmp_path.glob("*.tmp")))
     assert has_temporary_file == (n % 2 == 1)
     run(*flags)
-    same_end(tmp_path, whole())
+    same_end(tmp_path, twelve_steps, step=12)
 
 
 def test_torchrun_brings_back_a_run_of_which_a_rank_is_killed(byte_data, whole, tmp_path):
     """It begins with --resume PATH, and after the kill goes on with its own newest checkpoint."""
-    run("--data", byte_data, *BYTES, "--max_steps", 40, "--out", tmp_path / "first", processes=2,
-        before=striking("step 10", "SIGTERM"))
-    env = site(tmp_path / "site", "import helpers\nhelpers.strike('step 27', 'SIGKILL', rank=1)")
-    done = torchrun("--data", byte_data, *BYTES, "--shard_optimizer", "--out", tmp_path / "log",
-                    "--resume", tmp_path / "first", env=env,
-                    options=["--standalone", "--nproc_per_node=2", "--max_restarts=1"])
+    expected = whole(processes=2)
+    env = site(tmp_path / "site", "import helpers\nhelpers.draw_no_pictures()\n"
+                                  "helpers.strike('step 37', 'SIGKILL', rank=1)")
+
+    done = torchrun("--data", byte_data, *BYTES, "--shard_optimizer", "--checkpoint_every", 4,
+                    "--out", tmp_path / "log", "--resume", expected / "checkpoint_000030.pt",
+                    options=["--standalone", "--nproc_per_node=2", "--max_restarts=1"], env=env)
 
     assert done.returncode == 0, done.stderr
-    began = re.findall(r"resuming from \S*/(\w+)/checkpoint_(\d+)\.pt", done.stdout)
-    assert began == [("first", "000011"), ("log", "000020")]
-    expected = {s: loss for s, loss in logged(whole(processes=2)).items() if s >= 11}
-    assert logged(tmp_path / "log") == expected
-    weights = saved(whole(processes=2))["model"]
+    began = re.findall(r"resuming from (\S+) at step", done.stdout)
+    own = tmp_path / "log/checkpoint_000036.pt"
+    assert began == [str(expected / "checkpoint_000030.pt"), str(own)]
+    losses = logged(expected)
+    assert logged(tmp_path / "log") == {step: losses[step] for step in range(30, 40)}
+    weights = saved(expected)["model"]
     for name, tensor in saved(tmp_path / "log")["model"].items():
         assert torch.equal(tensor, weights[name]), name
 
@@ -143,9 +156,9 @@ def test_a_run_goes_on_with_other_processes_and_micro_batches_as_it_would_have_g
         recipe, byte_data, whole, tmp_path):
     flags = ["--data", byte_data, *BYTES, "--recipe", recipe, "--out", tmp_path]
     run(*flags, before=striking("step 23", "SIGKILL"), code=-9)
-    text = run(*flags, "--batch_size", 1, processes=2).stdout
+    text = run(*flags, "--batch_size", 2, processes=2).stdout
     assert "checkpoint_000020.pt at step 20" in text
-    assert "= 1 x 32 x " in text
+    assert "= 2 x 32 x 2 micro-steps" in text
 
     tolerance = 2e-3
     if recipe == "gpt2":
@@ -255,7 +268,7 @@ SAME = ["--data", "data", *BYTES, "--max_steps", 4, "--out", "log"]
 
 
 @pytest.mark.parametrize("flags", [
-    ["--batch_size", 4], ["--seed", 6], ["--recipe", "speedrun"], ["--recompute"],
+    ["--batch_size", 2], ["--seed", 6], ["--recipe", "speedrun"], ["--recompute"],
     ["--n_head", 3], ["--init", "log"], ["--dry_run"],
 ])
 def test_ranks_with_other_flags_are_told_so_once_before_the_first_step(flags, two_machines):
