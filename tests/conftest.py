@@ -1,5 +1,4 @@
 """The tests import the scripts from the folder above, without the network or a user's hub cache."""
-import functools
 import importlib.util
 import os
 import re
@@ -139,19 +138,6 @@ def byte_data(tmp_path_factory):
     for i, (a, b) in enumerate(((0, 2500), (2500, 6000), (6000, 7517), (7517, 12001))):
         write_shard(folder / f"text_{'train' if i else 'val'}_{i:06d}.npy", tokens[a:b])
     return folder
-
-
-@pytest.fixture(scope="session")
-def whole(byte_data, tmp_path_factory):
-    """whole(recipe, processes) is the folder of the run of helpers.BYTES that nobody disturbs."""
-    from helpers import BYTES, run
-
-    @functools.cache
-    def make(recipe="gpt2", processes=1):
-        out = tmp_path_factory.mktemp("whole") / "log"
-        run("--data", byte_data, *BYTES, "--recipe", recipe, "--out", out, processes=processes)
-        return out
-    return make
 
 
 def pytest_terminal_summary(terminalreporter, config):
