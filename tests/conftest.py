@@ -71,8 +71,8 @@ def skipped_if_missing():
 # loadfile), so that what its tests share is made once, and the short ones at the end fill
 # the workers evenly.
 LONG = [f"test_{name}.py" for name in (
-    "fineweb resume export signals bench same_numbers hellaswag flags model speedrun checkpoint "
-    "train_gpt2 frontier weights readme sample hostile cli gpu").split()]
+    "resume fineweb export bench hellaswag same_numbers signals model checkpoint flags train_gpt2 "
+    "frontier speedrun weights readme plain_loop output sample hostile cli gpu").split()]
 
 
 @pytest.hookimpl(trylast=True)
