@@ -349,6 +349,14 @@ def contents(folder):
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
+def _rows_without_times(out):
+    from runtime.metrics import read_metrics
+    rows = read_metrics(Path(out) / "metrics.csv")
+    for row in rows:
+        del row["seconds"], row["tokens_per_second"]
+    return rows
+
+
 def same_end(out, whole, step=40):
     """Fails unless two runs ended alike: metrics.csv but for its times, and the last checkpoint.
 
@@ -356,16 +364,10 @@ def same_end(out, whole, step=40):
     """
     import torch
 
-    from runtime.metrics import read_metrics
     from runtime.weights import read_checkpoint
-    rows = []
-    for folder in (out, whole):
-        of_run = read_metrics(Path(folder) / "metrics.csv")
-        for row in of_run:
-            del row["seconds"], row["tokens_per_second"]
-        rows.append(of_run)
-    assert rows[0] == rows[1]
-    assert len(rows[0]) in (step, step + 1)         # the last one is of an evaluation
+    rows = _rows_without_times(out)
+    assert rows == _rows_without_times(whole)
+    assert len(rows) in (step, step + 1)            # the last one is of an evaluation
 
     name = f"checkpoint_{step:06d}.pt"
     found = read_checkpoint(Path(out) / name)

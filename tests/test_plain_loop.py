@@ -200,6 +200,13 @@ def set_momentum(muon, momentum):
     group["momentum"] = momentum
 
 
+def modern_rate(step, progress):
+    """2 steps of warm-up; over the second half of the run the rate falls to a tenth."""
+    warmup = (step + 1) / 2
+    cooldown = min(1, (1 - progress) / 0.5)
+    return min(warmup, 0.1 + 0.9 * cooldown)
+
+
 def plain_modern_run(recipe, model, rows, batches):
     """[(loss, norm, rate)] of each step; `batches` has the number of sequences in each."""
     adam, muon = adam_and_muon(recipe, model, 4 * LONG)
@@ -219,8 +226,7 @@ def plain_modern_run(recipe, model, rows, batches):
         loss.backward()
         norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
 
-        # 2 steps of warm-up; over the second half of the run the rate falls to a tenth.
-        factor = min((step + 1) / 2, 0.1 + 0.9 * min(1, (1 - progress) / 0.5))
+        factor = modern_rate(step, progress)
         for group, peak in zip(groups, peaks, strict=True):
             group["lr"] = peak * factor
         set_momentum(muon, lowest + (highest - lowest) * min(1, progress / 0.154))

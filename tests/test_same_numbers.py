@@ -14,6 +14,10 @@ from runtime.shards import write_shard
 from runtime.tokenizer import encode
 
 T = 32
+SMALL = [
+    "--n_layer", 1, "--n_head", 2, "--n_embd", 16, "--block_size", T, "--dtype", "float32",
+    "--device", "cpu",
+]
 
 # ----------------------------------------------------------------------- ranks and micro-batches
 
@@ -27,8 +31,7 @@ def flags(tmp_path_factory):
     write_shard(folder / "text_train_000001.npy", ids[400:])
     examples = hellaswag_file(folder / "examples.jsonl", 5)
     return [
-        "--data", folder, "--n_layer", 1, "--n_head", 2, "--n_embd", 16, "--block_size", T,
-        "--dtype", "float32", "--device", "cpu", "--total_batch_size", 8 * T, "--max_steps", 4,
+        "--data", folder, *SMALL, "--total_batch_size", 8 * T, "--max_steps", 4,
         "--warmup_steps", 2, "--max_lr", 3e-3, "--val_every", 2, "--val_tokens", 11 * T,
         "--hellaswag_every", 4, "--hellaswag_data", examples, "--sample_every", 0,
         "--checkpoint_every", 4,
