@@ -1,5 +1,4 @@
 """The tests import the scripts from the folder above, without the network or a user's hub cache."""
-import functools
 import importlib.util
 import os
 import re
@@ -72,8 +71,8 @@ def skipped_if_missing():
 # loadfile), so that what its tests share is made once, and the short ones at the end fill
 # the workers evenly.
 LONG = [f"test_{name}.py" for name in (
-    "resume export signals same_numbers flags model fineweb speedrun checkpoint train_gpt2 cli "
-    "frontier bench readme gpu hellaswag plots sample weights layout").split()]
+    "resume export fineweb model bench flags checkpoint train_gpt2 frontier signals same_numbers "
+    "hellaswag sample weights readme speedrun cli hostile plain_loop plots gpu layout").split()]
 
 
 @pytest.hookimpl(trylast=True)
@@ -139,19 +138,6 @@ def byte_data(tmp_path_factory):
     for i, (a, b) in enumerate(((0, 2500), (2500, 6000), (6000, 7517), (7517, 12001))):
         write_shard(folder / f"text_{'train' if i else 'val'}_{i:06d}.npy", tokens[a:b])
     return folder
-
-
-@pytest.fixture(scope="session")
-def whole(byte_data, tmp_path_factory):
-    """whole(recipe, processes) is the folder of the run of helpers.BYTES that nobody disturbs."""
-    from helpers import BYTES, run
-
-    @functools.cache
-    def make(recipe="gpt2", processes=1):
-        out = tmp_path_factory.mktemp("whole") / "log"
-        run("--data", byte_data, *BYTES, "--recipe", recipe, "--out", out, processes=processes)
-        return out
-    return make
 
 
 def pytest_terminal_summary(terminalreporter, config):

@@ -31,10 +31,10 @@ FORK.set_forkserver_preload([
     "ready"])
 
 # Flags of a run on the bytes of conftest's `byte_data`, in place of GPT-2's tokens. Its 40 steps
-# take half a second. A step has four micro-batches, and 36 steps are an epoch.
+# take a third of a second. A step has two micro-batches, and 36 steps are an epoch.
 BYTES = [
     "--n_layer", "2", "--n_head", "2", "--n_embd", "32", "--block_size", "32",
-    "--vocab_size", "256", "--dtype", "float32", "--total_batch_size", "256", "--batch_size", "2",
+    "--vocab_size", "256", "--dtype", "float32", "--total_batch_size", "256", "--batch_size", "4",
     "--max_steps", "40", "--warmup_steps", "5", "--hellaswag_every", "0", "--sample_every", "0",
     "--val_every", "20", "--val_tokens", "1000", "--checkpoint_every", "10",
     "--keep_checkpoints", "2",
@@ -110,15 +110,20 @@ def _become(call, env, cwd, streams, before):
             if name in sys.modules:
                 importlib.reload(sys.modules[name])
 
-    if "DRAW" not in env:       # a picture takes two seconds
-        from runtime import plots
-        plots.draw = _draw_nothing
+    if "DRAW" not in env:
+        draw_no_pictures()
     for function in before:
         function()
     try:
         call()
     finally:
         sys.stdout.flush()
+
+
+def draw_no_pictures():
+    """From now on, in this process: a picture takes two seconds."""
+    from runtime import plots
+    plots.draw = _draw_nothing
 
 
 def _draw_nothing(*args, **options):
@@ -362,6 +367,14 @@ def contents(folder):
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
+def _rows_without_times(out):
+    from runtime.metrics import read_metrics
+    rows = read_metrics(Path(out) / "metrics.csv")
+    for row in rows:
+        del row["seconds"], row["tokens_per_second"]
+    return rows
+
+
 def same_end(out, whole, step=40):
     """Fails unless two runs ended alike: metrics.csv but for its times, and the last checkpoint.
 
@@ -369,16 +382,10 @@ def same_end(out, whole, step=40):
     """
     import torch
 
-    from runtime.metrics import read_metrics
     from runtime.weights import read_checkpoint
-    rows = []
-    for folder in (out, whole):
-        of_run = read_metrics(Path(folder) / "metrics.csv")
-        for row in of_run:
-            del row["seconds"], row["tokens_per_second"]
-        rows.append(of_run)
-    assert rows[0] == rows[1]
-    assert len(rows[0]) in (step, step + 1)         # the last one is of an evaluation
+    rows = _rows_without_times(out)
+    assert rows == _rows_without_times(whole)
+    assert len(rows) in (step, step + 1)            # the last one is of an evaluation
 
     name = f"checkpoint_{step:06d}.pt"
     found = read_checkpoint(Path(out) / name)

@@ -35,7 +35,16 @@ class LargestStorage(TorchDispatchMode):
 
 
 def tokens(B, T, vocab_size=96, seed=1):
-    return torch.randint(vocab_size, (B, T), generator=torch.Generator().manual_seed(seed))
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(vocab_size, (B, T), generator=generator)
+
+
+def double_precision(model):
+    """{name: a float64 copy} of a model's parameters, with gradients of their own."""
+    copies = {}
+    for name, p in model.named_parameters():
+        copies[name] = p.detach().double().requires_grad_()
+    return copies
 
 
 # ----------------------------------------------------------------------- gpt2
@@ -47,14 +56,16 @@ def plain_linear(weights, name, x):
 
 def plain_layer_norm(weights, name, x):
     x = x - x.mean(-1, keepdim=True)
-    x = x / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt()
+    variance = x.pow(2).mean(-1, keepdim=True)
+    x = x / (variance + 1e-5).sqrt()
     return x * weights[name + ".weight"] + weights.get(name + ".bias", 0)
 
 
 def plain_gelu(x, kind):
     if kind == "none":
         return 0.5 * x * (1 + torch.erf(x / math.sqrt(2)))
-    return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+    inner = math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)
+    return 0.5 * x * (1 + torch.tanh(inner))
 
 
 def plain_gpt2(weights, n_head, idx, gelu="tanh"):
@@ -68,9 +79,10 @@ def plain_gpt2(weights, n_head, idx, gelu="tanh"):
         block = f"transformer.h.{layer}."
         normed = plain_layer_norm(weights, block + "ln_1", x)
         qkv = plain_linear(weights, block + "attn.c_attn", normed)
-        q, k, v = (part.reshape(B, T, n_head, -1) for part in qkv.chunk(3, dim=-1))
-        scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / math.sqrt(q.shape[-1]) + future
-        y = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v).reshape(B, T, -1)
+        q, k, v = qkv.reshape(B, T, 3, n_head, -1).unbind(2)
+        scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / math.sqrt(q.shape[-1])
+        p = (scores + future).softmax(-1)
+        y = torch.einsum("bhqk,bkhd->bqhd", p, v).reshape(B, T, -1)
         x = x + plain_linear(weights, block + "attn.c_proj", y)
 
         normed = plain_layer_norm(weights, block + "ln_2", x)
@@ -86,7 +98,8 @@ def plain_gpt2(weights, n_head, idx, gelu="tanh"):
 
 def rms_norm(x):
     eps = torch.finfo(torch.float32).eps
-    return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt()
+    mean_square = x.pow(2).mean(-1, keepdim=True)
+    return x / (mean_square + eps).sqrt()
 
 
 def turn(x):
@@ -96,7 +109,8 @@ def turn(x):
     for t in range(T):
         for i in range(hs // 2):
             angle = t / 10000 ** (2 * i / hs)
-            a, b = x[t, i], x[t, i + hs // 2]
+            a = x[t, i]
+            b = x[t, i + hs // 2]
             turned[t, i] = a * math.cos(angle) + b * math.sin(angle)
             turned[t, i + hs // 2] = b * math.cos(angle) - a * math.sin(angle)
     return turned
@@ -246,7 +260,8 @@ def our_model(theirs):
     gelu = "tanh"
     if theirs.config.activation_function == "gelu":
         gelu = "none"
-    ours = GPT(GPTConfig(**TINY | {"vocab_size": theirs.config.vocab_size}, gelu=gelu))
+    shape = TINY | {"vocab_size": theirs.config.vocab_size}
+    ours = GPT(GPTConfig(**shape, gelu=gelu))
 
     weights = theirs.state_dict()
     for name, p in weights.items():

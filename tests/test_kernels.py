@@ -2,7 +2,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from peers import LargestStorage
+from peers import LargestStorage, tokens
 
 from model import GPT, GPTConfig
 from runtime.kernels import chunked_cross_entropy
@@ -42,12 +42,17 @@ def test_the_chunked_loss_is_the_whole_one_with_its_gradients(chunk, vocab_size,
         assert error <= 1e-5 * expected_gradient.norm()
 
 
+def small_model():
+    torch.manual_seed(0)
+    return GPT(GPTConfig(block_size=32, vocab_size=640, n_layer=2, n_head=2, n_embd=32))
+
+
 @pytest.mark.parametrize("dtype, loss_tolerance, tolerance", [
     (torch.float32, 2e-6, 1e-5), (torch.bfloat16, 2e-3, 0.03)])
 def test_a_model_trains_the_same_with_it(dtype, loss_tolerance, tolerance):
-    torch.manual_seed(0)
-    model = GPT(GPTConfig(block_size=32, vocab_size=640, n_layer=2, n_head=2, n_embd=32))
-    idx, targets = torch.randint(0, 640, (4, 32)), torch.randint(0, 640, (4, 32))
+    model = small_model()
+    idx = tokens(4, 32, vocab_size=640)
+    targets = tokens(4, 32, vocab_size=640, seed=2)
     targets[0, :9] = -1
 
     losses, gradients = [], []
@@ -66,27 +71,29 @@ def test_a_model_trains_the_same_with_it(dtype, loss_tolerance, tolerance):
 
 
 def test_no_tensor_has_the_logits_of_all_tokens():
-    model = GPT(GPTConfig(block_size=32, vocab_size=640, n_layer=2, n_head=2, n_embd=32))
+    model = small_model()
     model.loss_chunk = 16
-    idx = torch.randint(0, 640, (4, 32))
+    idx = tokens(4, 32, vocab_size=640)
     with LargestStorage() as seen:
         model(idx, idx)
     assert seen.bytes < idx.numel() * 640 * 2, "bytes of all logits in bfloat16"
 
 
 def test_the_loss_is_the_same_without_gradients():
-    model = GPT(GPTConfig(block_size=32, vocab_size=640, n_layer=2, n_head=2, n_embd=32))
+    model = small_model()
     model.loss_chunk = 16
-    idx = torch.randint(0, 640, (4, 32))
+    idx = tokens(4, 32, vocab_size=640)
     _, loss = model(idx, idx)
     with torch.no_grad():
-        assert model(idx, idx)[1].item() == loss.item()
+        _, loss_without = model(idx, idx)
+    assert loss_without.item() == loss.item()
 
 
 def test_in_bfloat16_the_chunks_gradients_are_added_up_in_float32():
     """Sums that are rounded to 8 bits after each of 128 chunks would be some percents off."""
     torch.manual_seed(0)
-    x, targets = torch.randn(1024, 8), torch.randint(0, 40, (1024,))
+    x = torch.randn(1024, 8)
+    targets = torch.randint(0, 40, (1024,))
     weight = torch.randn(40, 8).requires_grad_()
 
     gradients = []
@@ -100,11 +107,11 @@ def test_in_bfloat16_the_chunks_gradients_are_added_up_in_float32():
 
 
 def test_in_float16_the_gradients_of_unlikely_tokens_survive_the_chunks():
-    """p / N is 1e-8 here, which float16 does not hold; the scale comes only in the backward."""
+    """p / N is 2e-8 here, which float16 does not hold; the scale comes only in the backward."""
     torch.manual_seed(0)
-    x = torch.randn(4096, 8).requires_grad_()
+    x = torch.randn(2048, 8).requires_grad_()
     weight = (0.1 * torch.randn(20_000, 8)).requires_grad_()
-    targets = torch.randint(0, 20_000, (4096,))
+    targets = torch.randint(0, 20_000, (2048,))
 
     gradients = []
     for autocast in (False, True):

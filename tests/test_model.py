@@ -1,10 +1,11 @@
 """model.py: GPT-2 against plain references, in memory, compiled, and in generation."""
+import functools
 import math
 
 import pytest
 import torch
 import torch.nn.functional as F
-from peers import LargestStorage, make_model, plain_gpt2, tokens
+from peers import LargestStorage, double_precision, make_model, plain_gpt2, tokens
 from torch.utils.flop_counter import FlopCounterMode
 
 from model import GPT, GPT2_SIZES, GPTConfig, attention, head_size, sample_token
@@ -122,13 +123,12 @@ def plain_loss(logits, targets):
 def test_logits_loss_and_gradients_equal_a_plain_reference_in_float64(kernel, gelu):
     model = make_model(gelu=gelu)
     model.kernel = kernel
-    idx, targets = tokens(3, 24), tokens(3, 24, seed=2)
+    idx = tokens(3, 24)
+    targets = tokens(3, 24, seed=2)
     targets[0, :5] = -1
     targets[2, 7] = -1
 
-    weights = {}
-    for name, p in model.named_parameters():
-        weights[name] = p.detach().double().requires_grad_()
+    weights = double_precision(model)
     expected_logits = plain_gpt2(weights, 2, idx, gelu)
     expected_loss = plain_loss(expected_logits, targets)
     expected_loss.backward()
@@ -201,7 +201,8 @@ def test_attention_to_many_tokens_never_holds_a_score_for_each_pair(kernel):
 
 def loss_gradients_and_kept(model, call, dtype=torch.float32):
     """Of call(idx, targets): the loss, the gradients, and the tensors kept for the backward."""
-    idx, targets = tokens(2, 24), tokens(2, 24, seed=2)
+    idx = tokens(2, 24)
+    targets = tokens(2, 24, seed=2)
     targets[0, :4] = -1
     kept = []
 
@@ -221,17 +222,26 @@ def loss_gradients_and_kept(model, call, dtype=torch.float32):
     return loss.detach(), gradients, kept
 
 
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 2e-5), (torch.bfloat16, 0.05)])
-@pytest.mark.parametrize("recipe", MODELS)
-def test_compiled_in_one_graph_loss_and_gradients_equal_eager(recipe, dtype, tolerance):
-    """The graph is that of Inductor, whose C++ would take most of a minute to compile."""
+@functools.cache
+def eager_and_in_one_graph(recipe, dtype):
+    """loss_gradients_and_kept of a model, and of the same one compiled.
+
+    The graph is that of Inductor, whose C++ would take most of a minute to compile.
+    """
     model = make_model(cls=MODELS[recipe], spread=0.02, n_layer=1, n_embd=32)
     model.kernel = "math"               # one that is pinned, which the graph has to carry
     compiled = torch.compile(
         model, dynamic=False, fullgraph=True, backend="aot_eager_decomp_partition")
+    eager = loss_gradients_and_kept(model, model, dtype)
+    return eager, loss_gradients_and_kept(model, compiled, dtype)
 
-    loss, gradients, _ = loss_gradients_and_kept(model, model, dtype)
-    loss_in_graph, gradients_in_graph, _ = loss_gradients_and_kept(model, compiled, dtype)
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 2e-5), (torch.bfloat16, 0.05)])
+@pytest.mark.parametrize("recipe", MODELS)
+def test_compiled_in_one_graph_loss_and_gradients_equal_eager(recipe, dtype, tolerance):
+    in_eager, in_one_graph = eager_and_in_one_graph(recipe, dtype)
+    loss, gradients, _ = in_eager
+    loss_in_graph, gradients_in_graph, _ = in_one_graph
 
     assert loss_in_graph.item() == pytest.approx(loss.item(), rel=tolerance)
     for eager, in_graph in zip(gradients, gradients_in_graph, strict=True):
@@ -241,11 +251,9 @@ def test_compiled_in_one_graph_loss_and_gradients_equal_eager(recipe, dtype, tol
 
 
 def test_a_compiled_model_does_not_keep_what_comes_out_of_gelu():
-    model = make_model(n_layer=1, n_embd=32)
-    compiled = torch.compile(model, dynamic=False, backend="aot_eager_decomp_partition")
-
-    _, _, kept = loss_gradients_and_kept(model, model)
-    _, _, kept_by_graph = loss_gradients_and_kept(model, compiled)
+    in_eager, in_one_graph = eager_and_in_one_graph("gpt2", torch.float32)
+    _, _, kept = in_eager
+    _, _, kept_by_graph = in_one_graph
 
     size_in_mlp = 2 * 24 * 4 * 32
     assert sum(tensor.numel() == size_in_mlp for tensor in kept) == 2
@@ -283,7 +291,10 @@ def test_matrices_and_embeddings_decay_and_every_parameter_is_optimised_once():
         assert group["eps"] == 1e-8
         assert group["fused"]
         for p in group["params"]:
-            assert group["weight_decay"] == (0.1 if p.dim() >= 2 else 0.0)
+            weight_decay = 0.0
+            if p.dim() >= 2:
+                weight_decay = 0.1
+            assert group["weight_decay"] == weight_decay
             optimised.append(id(p))
     assert sorted(optimised) == sorted(id(p) for p in model.parameters())
 
@@ -318,17 +329,22 @@ def sample_without_cache(model, idx, max_new_tokens, temperature, top_k, generat
 ])
 def test_tokens_are_the_same_with_the_cache_as_without(start, new, temperature, top_k):
     """Beyond block_size, which is 24, too."""
-    model, idx = make_model(), tokens(3, start)
-    found = model.generate(idx, new, temperature, top_k, torch.Generator().manual_seed(5))
-    expected = sample_without_cache(
-        model, idx, new, temperature, top_k, torch.Generator().manual_seed(5))
+    model = make_model()
+    idx = tokens(3, start)
+
+    generator = torch.Generator().manual_seed(5)
+    found = model.generate(idx, new, temperature, top_k, generator)
+    generator = torch.Generator().manual_seed(5)
+    expected = sample_without_cache(model, idx, new, temperature, top_k, generator)
+
     assert found.shape == (3, start + new)
     assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("temperature", [0, 1e-300, 1e-30])
 def test_no_or_hardly_any_temperature_takes_the_likeliest_token(temperature):
-    logits = 30 * torch.randn(4, 300, generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(0)
+    logits = 30 * torch.randn(4, 300)
     found = sample_token(logits.clone(), temperature, 50, None)
     assert torch.equal(found, logits.argmax(-1, keepdim=True))
 
@@ -380,11 +396,14 @@ def enlarge_logits(model, factor):
 @torch.no_grad()
 def test_the_softcap_is_a_tanh_of_this_height(recipe):
     cap = SOFTCAPS[recipe]
-    model, idx = make_model(cls=MODELS[recipe]), tokens(4, 24)
-    uncapped = cap * torch.atanh(model(idx)[0].double() / cap)
+    model = make_model(cls=MODELS[recipe])
+    idx = tokens(4, 24)
+    logits, _ = model(idx)
+    uncapped = cap * torch.atanh(logits.double() / cap)
 
     enlarge_logits(model, 0.4 * cap)
-    found = model(idx)[0].double()
+    logits, _ = model(idx)
+    found = logits.double()
 
     expected = cap * torch.tanh(0.4 * cap * uncapped / cap)
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
@@ -407,7 +426,8 @@ def test_the_softcap_is_computed_in_float32(recipe):
 def test_the_losses_of_tokens_are_those_of_forward(recipe, dtype):
     model = make_model(cls=MODELS[recipe])
     enlarge_logits(model, 20)
-    idx, targets = tokens(3, 24), tokens(3, 24, seed=2)
+    idx = tokens(3, 24)
+    targets = tokens(3, 24, seed=2)
     targets[:, ::3] = -1
     positions = (targets >= 0).flatten().nonzero().flatten()
 
@@ -485,9 +505,12 @@ def test_a_generation_casts_the_head_once_and_not_for_each_token(recipe, monkeyp
 
 
 def test_by_default_a_token_is_one_of_the_50_likeliest_at_temperature_1():
-    model, idx = make_model(), tokens(4, 5)
-    found = model.generate(idx, 19, generator=torch.Generator().manual_seed(3))
-    expected = model.generate(idx, 19, 1.0, 50, torch.Generator().manual_seed(3))
+    model = make_model()
+    idx = tokens(4, 5)
+    generator = torch.Generator().manual_seed(3)
+    found = model.generate(idx, 19, generator=generator)
+    generator = torch.Generator().manual_seed(3)
+    expected = model.generate(idx, 19, 1.0, 50, generator)
     assert torch.equal(found, expected)
 
 
@@ -495,7 +518,8 @@ def test_by_default_a_token_is_one_of_the_50_likeliest_at_temperature_1():
 @torch.no_grad()
 def test_in_bfloat16_a_small_embedding_is_normed_as_in_float32(recipe):
     """Its mean square is some 1e-6: with the 2^-7 of bfloat16 as eps little would be left of it."""
-    model, idx = make_model(cls=MODELS[recipe], spread=0.1, n_embd=32), tokens(2, 24)
+    model = make_model(cls=MODELS[recipe], spread=0.1, n_embd=32)
+    idx = tokens(2, 24)
     enlarge_logits(model, 1e-3 / model.transformer.wte.weight.std())
     if recipe == "speedrun":
         model.transformer.wte.weight *= 1e-3 / model.transformer.wte.weight.std()

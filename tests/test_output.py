@@ -504,13 +504,3 @@ def test_a_resume_goes_on_with_the_wandb_run_and_a_new_run_has_another(
     assert first == again == (tmp_path / "a/wandb_id").read_text()
     assert len({first, elsewhere, without, anew}) == 4
     assert (tmp_path / "c/wandb_id_1").read_text() == without
-
-
-def test_a_missing_wandb_is_refused_with_its_installation(byte_data, tmp_path):
-    result = run("--data", byte_data, *SHORT, "--wandb", "--out", tmp_path / "log", code=2,
-                 before=[hide_wandb])
-    refused(lambda: result, "pip install wandb")
-
-
-def hide_wandb():
-    sys.modules["wandb"] = None

@@ -56,7 +56,7 @@ def adamw(model):
     matrices = [p for p in model.parameters() if p.dim() >= 2]
     others = [p for p in model.parameters() if p.dim() < 2]
     groups = [
-        {"params": matrices, "weight_decay": 0.1},
+        {"params": matrices, "weight_decay": 0.2},
         {"params": others, "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8, foreach=False)
@@ -94,10 +94,14 @@ def plain_gpt2_run(model, rows, grad_clip, steps):
 def test_losses_and_norms_of_gpt2_are_those_of_a_plain_loop(
         grad_clip, processes, byte_data, start, tmp_path):
     """AdamW does not feel a constant factor of the gradient, but the norm and the clipping do."""
-    run("--data", byte_data, "--init", start, *TINY, "--block_size", T, "--no_shuffle",
-        "--total_batch_size", 8 * T, "--batch_size", 2, "--grad_clip", grad_clip,
-        "--max_steps", 25, "--warmup_steps", 5, "--max_lr", 2e-3, "--min_lr", 2e-4,
-        "--weight_decay", 0.1, "--checkpoint_every", 0, "--out", tmp_path, processes=processes)
+    flags = ["--data", byte_data, "--init", start, *TINY, "--block_size", T, "--no_shuffle",
+             "--total_batch_size", 8 * T, "--batch_size", 2, "--grad_clip", grad_clip,
+             "--max_steps", 25, "--warmup_steps", 5, "--max_lr", 2e-3, "--min_lr", 2e-4,
+             "--weight_decay", 0.2, "--checkpoint_every", 0, "--out", tmp_path]
+    if processes == 1:
+        train(*flags)
+    else:
+        run(*flags, processes=processes)
 
     rows = torch.cat(sequences(byte_data, T))
     expected = plain_gpt2_run(load_model(start), rows, grad_clip, steps=25)
@@ -196,8 +200,15 @@ def set_momentum(muon, momentum):
     group["momentum"] = momentum
 
 
+def modern_rate(step, progress):
+    """2 steps of warm-up; over the second half of the run the rate falls to a tenth."""
+    warmup = (step + 1) / 2
+    cooldown = min(1, (1 - progress) / 0.5)
+    return min(warmup, 0.1 + 0.9 * cooldown)
+
+
 def plain_modern_run(recipe, model, rows, batches):
-    """[(loss, norm)] of each step; `batches` has the number of sequences in each."""
+    """[(loss, norm, rate)] of each step; `batches` has the number of sequences in each."""
     adam, muon = adam_and_muon(recipe, model, 4 * LONG)
     groups = adam.param_groups + muon.param_groups
     peaks = [group["lr"] for group in groups]
@@ -215,15 +226,14 @@ def plain_modern_run(recipe, model, rows, batches):
         loss.backward()
         norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
 
-        # 2 steps of warm-up; over the second half of the run the rate falls to a tenth.
-        factor = min((step + 1) / 2, 0.1 + 0.9 * min(1, (1 - progress) / 0.5))
+        factor = modern_rate(step, progress)
         for group, peak in zip(groups, peaks, strict=True):
             group["lr"] = peak * factor
         set_momentum(muon, lowest + (highest - lowest) * min(1, progress / 0.154))
         adam.step()
         muon.step()
         model.zero_grad()
-        numbers.append((loss.item(), norm.item()))
+        numbers.append((loss.item(), norm.item(), LR * factor))
     return numbers
 
 
@@ -248,9 +258,11 @@ def test_a_modern_run_is_that_of_a_plain_loop_with_torchs_adam_and_muon(
 
     losses = logged(tmp_path / "log")
     norms = logged(tmp_path / "log", "norm")
-    for step, (loss, norm) in enumerate(expected):
+    rates = logged(tmp_path / "log", "lr")
+    for step, (loss, norm, rate) in enumerate(expected):
         assert losses[step] == pytest.approx(loss, abs=1e-5), step
         assert norms[step] == pytest.approx(norm, rel=2e-3, abs=1e-4), step
+        assert rates[step] == pytest.approx(rate, rel=1e-5), step
     weights = saved(tmp_path / "log")["model"]
     for name, p in model.named_parameters():
         assert (weights[name] - p).norm() <= 1e-4 * (p - before[name]).norm(), name

@@ -41,18 +41,43 @@ from runtime.shards import write_shard
 pytest.importorskip("fcntl")                # Windows has no such kills
 
 
+# Steps have two micro-batches, and 20 of them are an epoch. frontier's batch, a quarter at first,
+# is twice as large from step 14 on, and whole from step 21 on.
+RUN = [*BYTES, "--max_steps", 24, "--val_every", 12, "--checkpoint_every", 6]
+
+
+@pytest.fixture(scope="module")
+def data(byte_data, tmp_path_factory):
+    """The shards without the last one."""
+    folder = tmp_path_factory.mktemp("data")
+    for path in byte_data.glob("*_00000[012].npy"):
+        shutil.copy(path, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(data, tmp_path_factory):
+    """whole(recipe, processes) is the folder of a run that nobody disturbs."""
+    @functools.cache
+    def make(recipe="gpt2", processes=1):
+        out = tmp_path_factory.mktemp("whole") / "log"
+        run("--data", data, *RUN, "--recipe", recipe, "--out", out, processes=processes)
+        return out
+    return make
+
+
 # ----------------------------------------------------------------------- kills
 
 @pytest.mark.parametrize("recipe", MODELS)
 def test_killed_at_random_moments_a_run_ends_bit_for_bit_as_one_that_was_not(
-        recipe, byte_data, whole, tmp_path):
+        recipe, data, whole, tmp_path):
     """SIGKILL and SIGTERM in turn, also before the first checkpoint and in the second epoch."""
     dice = random.Random(7)
-    flags = ["--data", byte_data, *BYTES, "--recipe", recipe, "--out", tmp_path]
-    for first, name in ((0, "SIGKILL"), (8, "SIGTERM"), (16, "SIGKILL"), (24, "SIGTERM"),
-                        (32, "SIGKILL")):
-        step = first + dice.randrange(8)
-        item = dice.randrange(4)
+    flags = ["--data", data, *RUN, "--recipe", recipe, "--out", tmp_path]
+    for first, name in ((0, "SIGKILL"), (5, "SIGTERM"), (10, "SIGKILL"), (15, "SIGTERM"),
+                        (20, "SIGKILL")):
+        step = first + dice.randrange(4)
+        item = dice.randrange(2)
         if recipe == "frontier":
             item = 0                        # its first steps have one micro-batch
         before = striking(f"step {step}", name, item=item)
@@ -60,61 +85,74 @@ def test_killed_at_random_moments_a_run_ends_bit_for_bit_as_one_that_was_not(
             run(*flags, before=before, code=-9)
         else:
             result = run(*flags, before=before)
-            assert f"stopped by SIGTERM after {step} of 40 steps" in result.stdout
+            assert f"stopped by SIGTERM after {step} of 24 steps" in result.stdout
             assert newest(tmp_path) == step
 
     run(*flags)
-    same_end(tmp_path, whole(recipe))
+    same_end(tmp_path, whole(recipe), 24)
 
     # Once more: nothing is left to do, and the flags that are not given come from the checkpoint.
-    assert "done: 40 steps" in run("--out", tmp_path).stdout
-    same_end(tmp_path, whole(recipe))
+    assert "done: 24 steps" in run("--out", tmp_path).stdout
+    same_end(tmp_path, whole(recipe), 24)
 
 
 @pytest.mark.parametrize("recipe", MODELS)
 def test_two_processes_that_were_killed_end_bit_for_bit_as_two_that_were_not(
-        recipe, byte_data, whole, tmp_path):
-    flags = ["--data", byte_data, *BYTES, "--recipe", recipe, "--out", tmp_path]
-    kill_both = striking("step 13", "SIGKILL", rank=0) + striking("step 13", "SIGKILL", rank=1)
+        recipe, data, whole, tmp_path):
+    flags = ["--data", data, *RUN, "--recipe", recipe, "--out", tmp_path]
+    kill_both = striking("step 8", "SIGKILL", rank=0) + striking("step 8", "SIGKILL", rank=1)
     run(*flags, "--shard_optimizer", processes=2, before=kill_both, code=-9)
-    assert newest(tmp_path) == 10
-    run(*flags, processes=2, before=striking("step 25", "SIGTERM", rank=1))
-    assert newest(tmp_path) == 26
+    assert newest(tmp_path) == 6
+    run(*flags, processes=2, before=striking("step 15", "SIGTERM", rank=1))
+    assert newest(tmp_path) == 16
     run(*flags, "--shard_optimizer", processes=2)
-    same_end(tmp_path, whole(recipe, processes=2))
+    same_end(tmp_path, whole(recipe, processes=2), 24)
+
+
+TWELVE_STEPS = [*BYTES, "--max_steps", 12, "--val_every", 6, "--checkpoint_every", 4]
+
+
+@pytest.fixture(scope="module")
+def twelve_steps(byte_data, tmp_path_factory):
+    """The folder of a short run that nobody disturbs."""
+    out = tmp_path_factory.mktemp("twelve") / "log"
+    run("--data", byte_data, *TWELVE_STEPS, "--out", out)
+    return out
 
 
 @pytest.mark.parametrize("n, cut", [
     (1, True), (1, False), (2, False),          # metrics.csv, when the run begins
     (3, True), (3, False), (4, False),          # the first checkpoint
     (5, True),                                  # the second one
-    (9, True),                                  # the last one
+    (7, True),                                  # the last one
 ])
 def test_killed_in_an_atomic_write_a_run_ends_bit_for_bit_as_one_that_was_not(
-        n, cut, byte_data, whole, tmp_path):
-    flags = ["--data", byte_data, *BYTES, "--out", tmp_path]
+        n, cut, twelve_steps, byte_data, tmp_path):
+    flags = ["--data", byte_data, *TWELVE_STEPS, "--out", tmp_path]
     run(*flags, before=[functools.partial(die_in_write, n, cut)], code=-9)
     has_temporary_file = bool(list(tmp_path.glob("*.tmp")))
     assert has_temporary_file == (n % 2 == 1)
     run(*flags)
-    same_end(tmp_path, whole())
+    same_end(tmp_path, twelve_steps, step=12)
 
 
-def test_torchrun_brings_back_a_run_of_which_a_rank_is_killed(byte_data, whole, tmp_path):
+def test_torchrun_brings_back_a_run_of_which_a_rank_is_killed(data, whole, tmp_path):
     """It begins with --resume PATH, and after the kill goes on with its own newest checkpoint."""
-    run("--data", byte_data, *BYTES, "--max_steps", 40, "--out", tmp_path / "first", processes=2,
-        before=striking("step 10", "SIGTERM"))
-    env = site(tmp_path / "site", "import helpers\nhelpers.strike('step 27', 'SIGKILL', rank=1)")
-    done = torchrun("--data", byte_data, *BYTES, "--shard_optimizer", "--out", tmp_path / "log",
-                    "--resume", tmp_path / "first", env=env,
-                    options=["--standalone", "--nproc_per_node=2", "--max_restarts=1"])
+    expected = whole(processes=2)
+    env = site(tmp_path / "site", "import helpers\nhelpers.draw_no_pictures()\n"
+                                  "helpers.strike('step 23', 'SIGKILL', rank=1)")
+
+    done = torchrun("--data", data, *RUN, "--shard_optimizer", "--checkpoint_every", 4,
+                    "--out", tmp_path / "log", "--resume", expected / "checkpoint_000018.pt",
+                    options=["--standalone", "--nproc_per_node=2", "--max_restarts=1"], env=env)
 
     assert done.returncode == 0, done.stderr
-    began = re.findall(r"resuming from \S*/(\w+)/checkpoint_(\d+)\.pt", done.stdout)
-    assert began == [("first", "000011"), ("log", "000020")]
-    expected = {s: loss for s, loss in logged(whole(processes=2)).items() if s >= 11}
-    assert logged(tmp_path / "log") == expected
-    weights = saved(whole(processes=2))["model"]
+    began = re.findall(r"resuming from (\S+) at step", done.stdout)
+    own = tmp_path / "log/checkpoint_000020.pt"
+    assert began == [str(expected / "checkpoint_000018.pt"), str(own)]
+    losses = logged(expected)
+    assert logged(tmp_path / "log") == {step: losses[step] for step in range(18, 24)}
+    weights = saved(expected)["model"]
     for name, tensor in saved(tmp_path / "log")["model"].items():
         assert torch.equal(tensor, weights[name]), name
 
@@ -140,12 +178,12 @@ def test_ranks_that_torchrun_starts_again_do_not_read_the_addresses_of_the_dead(
 
 @pytest.mark.parametrize("recipe", MODELS)
 def test_a_run_goes_on_with_other_processes_and_micro_batches_as_it_would_have_gone(
-        recipe, byte_data, whole, tmp_path):
-    flags = ["--data", byte_data, *BYTES, "--recipe", recipe, "--out", tmp_path]
-    run(*flags, before=striking("step 23", "SIGKILL"), code=-9)
-    text = run(*flags, "--batch_size", 1, processes=2).stdout
-    assert "checkpoint_000020.pt at step 20" in text
-    assert "= 1 x 32 x " in text
+        recipe, data, whole, tmp_path):
+    flags = ["--data", data, *RUN, "--recipe", recipe, "--out", tmp_path]
+    run(*flags, before=striking("step 15", "SIGKILL"), code=-9)
+    text = run(*flags, "--batch_size", 2, processes=2).stdout
+    assert "checkpoint_000012.pt at step 12" in text
+    assert "= 2 x 32 x 2 micro-steps" in text
 
     tolerance = 2e-3
     if recipe == "gpt2":
@@ -255,7 +293,7 @@ SAME = ["--data", "data", *BYTES, "--max_steps", 4, "--out", "log"]
 
 
 @pytest.mark.parametrize("flags", [
-    ["--batch_size", 4], ["--seed", 6], ["--recipe", "speedrun"], ["--recompute"],
+    ["--batch_size", 2], ["--seed", 6], ["--recipe", "speedrun"], ["--recompute"],
     ["--n_head", 3], ["--init", "log"], ["--dry_run"],
 ])
 def test_ranks_with_other_flags_are_told_so_once_before_the_first_step(flags, two_machines):
@@ -309,24 +347,24 @@ def replace_tokens(path):
 
 @pytest.mark.parametrize("damage", [truncate, replace_tokens])
 def test_a_shard_that_changes_while_a_run_trains_ends_it_with_what_resumes(
-        damage, byte_data, whole, tmp_path, monkeypatch):
-    data = shutil.copytree(byte_data, tmp_path / "data")
-    shards = sorted(data.glob("*_train_*"))
+        damage, data, whole, tmp_path, monkeypatch):
+    copy = shutil.copytree(data, tmp_path / "data")
+    shards = sorted(copy.glob("*_train_*"))
     intact = [path.read_bytes() for path in shards]
     train_step = train_gpt2.train_step
 
     def damaging(step, *arguments):
-        if step == 12:
+        if step == 8:
             for path in shards:
                 damage(path)
         return train_step(step, *arguments)
 
-    flags = ["--data", data, *BYTES, "--out", tmp_path / "log", "--device", "cpu"]
+    flags = ["--data", copy, *RUN, "--out", tmp_path / "log", "--device", "cpu"]
     with monkeypatch.context() as patch:
         patch.setattr(train_gpt2, "train_step", damaging)
-        refused(lambda: train(*flags), "text_train_", "resumes from checkpoint_000010.pt")
+        refused(lambda: train(*flags), "text_train_", "resumes from checkpoint_000012.pt")
 
     for path, content in zip(shards, intact, strict=True):
         path.write_bytes(content)
     train(*flags)
-    same_end(tmp_path / "log", whole())
+    same_end(tmp_path / "log", whole(), 24)

@@ -1,19 +1,17 @@
 """Signals at any moment to one process or several, Ctrl-C, closed terminals and pipes: exit codes
 and what is saved. What is killed without a warning is in test_resume.py."""
+import functools
 import os
 import pty
 import signal
-import subprocess
 import sys
 
 import pytest
 import torch
 from helpers import (
     BYTES,
-    ENV,
     FORK,
     HANG,
-    ROOT,
     command,
     hellaswag_file,
     logged,
@@ -29,21 +27,35 @@ from runtime.ranks import Process
 
 pytest.importorskip("fcntl")                # Windows has not all of these signals
 
+SHORT = [*BYTES, "--max_steps", 8, "--val_every", 4, "--checkpoint_every", 4, "--batch_size", 2]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(byte_data, tmp_path_factory):
+    """undisturbed(processes) is the folder of a run of SHORT that ends by itself."""
+    @functools.cache
+    def make(processes):
+        out = tmp_path_factory.mktemp("undisturbed") / "log"
+        run("--data", byte_data, *SHORT, "--out", out, processes=processes)
+        return out
+    return make
+
+
 # ----------------------------------------------------------------------- in a step
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1"])
 def test_a_signal_stops_one_process_within_its_step_which_the_resume_repeats(
-        name, byte_data, whole, tmp_path):
-    flags = ["--data", byte_data, *BYTES, "--out", tmp_path]
-    result = run(*flags, before=striking("step 13", name, item=2))
-    assert f"stopped by {name} after 13 of 40 steps" in result.stdout
-    assert "resumes from checkpoint_000013.pt" in result.stdout.splitlines()[-1]
+        name, byte_data, undisturbed, tmp_path):
+    flags = ["--data", byte_data, *SHORT, "--out", tmp_path]
+    result = run(*flags, before=striking("step 6", name, item=2))
+    assert f"stopped by {name} after 6 of 8 steps" in result.stdout
+    assert "resumes from checkpoint_000006.pt" in result.stdout.splitlines()[-1]
     assert result.stderr == f"{name}: stopping\n"
-    assert newest(tmp_path) == 13
-    assert list(logged(tmp_path)) == list(range(13))
+    assert newest(tmp_path) == 6
+    assert list(logged(tmp_path)) == list(range(6))
 
     run(*flags)
-    same_end(tmp_path, whole())
+    same_end(tmp_path, undisturbed(1), 8)
 
 
 @pytest.mark.parametrize("look", range(1, 22))
@@ -84,25 +96,25 @@ def test_a_signal_stops_an_overfit_which_writes_nothing(tmp_path):
 
 
 def test_a_signal_to_one_of_several_processes_stops_all_after_the_step(
-        byte_data, whole, tmp_path):
-    flags = ["--data", byte_data, *BYTES, "--out", tmp_path]
+        byte_data, undisturbed, tmp_path):
+    flags = ["--data", byte_data, *SHORT, "--out", tmp_path]
     result = run(*flags, "--shard_optimizer", processes=2,
-                 before=striking("step 13", "SIGINT", rank=1))
-    assert "stopped by a signal after 14 of 40 steps" in result.stdout
+                 before=striking("step 2", "SIGINT", rank=1))
+    assert "stopped by a signal after 3 of 8 steps" in result.stdout
     assert result.stderr == ""
-    assert newest(tmp_path) == 14
+    assert newest(tmp_path) == 3
 
-    result = run(*flags, processes=2, before=striking("step 25", "SIGTERM", item=1))
-    assert "stopped by SIGTERM after 26 of 40 steps" in result.stdout
+    result = run(*flags, processes=2, before=striking("step 5", "SIGTERM", item=1))
+    assert "stopped by SIGTERM after 6 of 8 steps" in result.stdout
     assert result.stderr == "SIGTERM: stopping\n"
-    assert newest(tmp_path) == 26
+    assert newest(tmp_path) == 6
 
     run(*flags, processes=2)
-    same_end(tmp_path, whole(processes=2))
+    same_end(tmp_path, undisturbed(2), 8)
 
 
 def test_a_signal_in_the_last_step_of_two_processes_is_answered(byte_data, tmp_path):
-    flags = ["--data", byte_data, *BYTES, "--max_steps", 4, "--val_every", 4, "--val_tokens", 256,
+    flags = ["--data", byte_data, *SHORT, "--max_steps", 4, "--val_every", 4, "--val_tokens", 256,
              "--checkpoint_every", 100, "--out", tmp_path]
     result = run(*flags, processes=2, before=striking("step 3", "SIGTERM"))
     assert "stopped by SIGTERM after 4 of 4 steps" in result.stdout
@@ -138,13 +150,15 @@ def test_a_signal_in_a_save_stops_after_it(byte_data, tmp_path, monkeypatch, cap
     same_end(tmp_path / "log", tmp_path / "whole", 12)
 
 
-@pytest.mark.parametrize("name, processes, last", [
-    ("SIGKILL", 1, 20), ("SIGTERM", 1, 20), ("SIGTERM", 2, 21),
+@pytest.mark.parametrize("name, processes, last, validated", [
+    ("SIGKILL", 1, 4, [0]),
+    ("SIGTERM", 1, 4, [0]),
+    ("SIGTERM", 2, 5, [0, 4]),
 ])
 def test_what_stops_in_a_validation_has_saved_and_the_resume_validates(
-        name, processes, last, byte_data, whole, tmp_path):
+        name, processes, last, validated, byte_data, undisturbed, tmp_path):
     """Several processes finish the validation, and vote with the loss of the next step."""
-    flags = ["--data", byte_data, *BYTES, "--out", tmp_path]
+    flags = ["--data", byte_data, *SHORT, "--out", tmp_path]
     code = 0
     if name == "SIGKILL":
         code = -signal.SIGKILL
@@ -152,23 +166,20 @@ def test_what_stops_in_a_validation_has_saved_and_the_resume_validates(
         before=striking("validation", name, nth=2, item=2, rank=processes - 1))
     assert newest(tmp_path) == last
     assert list(logged(tmp_path)) == list(range(last))
-    validated = [0]
-    if processes == 2:
-        validated = [0, 20]
     assert list(logged(tmp_path, "val")) == validated
 
     run(*flags, processes=processes)
-    same_end(tmp_path, whole(processes=processes))
+    same_end(tmp_path, undisturbed(processes), 8)
 
 
 @pytest.fixture(scope="module")
 def evaluated(byte_data, tmp_path_factory):
     """(folder, flags) of a whole run that makes two evaluations at steps 0, 3 and 6."""
     folder = tmp_path_factory.mktemp("evaluated")
-    examples = hellaswag_file(folder / "examples.jsonl")
+    examples = hellaswag_file(folder / "examples.jsonl", 2)
     flags = ["--data", byte_data, *BYTES, "--vocab_size", 50304, "--n_layer", 1, "--n_embd", 16,
-             "--max_steps", 6, "--val_every", 3, "--checkpoint_every", 3, "--hellaswag_every", 3,
-             "--hellaswag_data", examples]
+             "--val_tokens", 100, "--max_steps", 6, "--val_every", 3, "--checkpoint_every", 3,
+             "--hellaswag_every", 3, "--hellaswag_data", examples]
     run(*flags, "--out", folder / "log")
     return folder / "log", flags
 
@@ -247,36 +258,19 @@ def test_the_exit_code_of_a_run_says_how_it_ended(flags, code, byte_data, tmp_pa
 
 # ----------------------------------------------------------------------- terminals and pipes
 
-def test_a_run_whose_pipe_is_closed_goes_on_to_its_end(byte_data, tmp_path):
-    """As with `| head`: its record is in --out."""
-    flags = ["--data", byte_data, *BYTES, "--val_every", 0, "--out", tmp_path]
-    process = subprocess.Popen(
-        [sys.executable, ROOT / "train_gpt2.py", *map(str, flags)],
-        env=ENV, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    with process.stdout as pipe:
-        for line in pipe:
-            if line.startswith("step     3 |"):
-                break
-    with process.stderr as errors:
-        assert errors.read() == ""
-    assert process.wait(HANG) == 0
-    assert newest(tmp_path) == 40
-    assert list(logged(tmp_path)) == list(range(40))
-
-
 def print_into_a_full_disk():
     os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs Linux's /dev/full")
 def test_a_run_whose_output_is_on_a_full_disk_goes_on_to_its_end(byte_data, tmp_path):
-    result = run("--data", byte_data, *BYTES, "--out", tmp_path, before=[print_into_a_full_disk])
+    result = run("--data", byte_data, *SHORT, "--out", tmp_path, before=[print_into_a_full_disk])
     assert result.stderr == ""
-    assert newest(tmp_path) == 40
+    assert newest(tmp_path) == 8
 
 
-def on_a_terminal(path, when_it_closes, flags):
-    """What a forked process does: train_gpt2.py, whose output the terminal at `path` shows."""
+def print_into(path, when_it_closes, flags):
+    """What a forked process does: train_gpt2.py, whose output goes to the terminal or the pipe."""
     for descriptor in (1, 2):
         os.dup2(os.open(path, os.O_WRONLY | os.O_NOCTTY), descriptor)
     sys.stdout = open(1, "w", buffering=1, closefd=False)
@@ -286,21 +280,41 @@ def on_a_terminal(path, when_it_closes, flags):
     command("train_gpt2.py", *flags)()
 
 
+def start_and_read_until_step_3(reader, path, when_it_closes, *flags):
+    process = FORK.Process(target=print_into, args=(path, when_it_closes, flags))
+    process.start()
+    shown = b""
+    while b"step     3 |" not in shown:
+        shown += os.read(reader, 1000)
+    return process
+
+
+def test_a_run_whose_pipe_is_closed_goes_on_to_its_end(byte_data, tmp_path):
+    """As with `| head`: its record is in --out."""
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDWR)
+    process = start_and_read_until_step_3(
+        reader, path, signal.SIG_DFL,
+        "--data", byte_data, *SHORT, "--max_steps", 20, "--out", tmp_path / "log")
+    os.close(reader)
+
+    process.join(HANG)
+    assert process.exitcode == 0
+    assert newest(tmp_path / "log") == 20
+    assert list(logged(tmp_path / "log")) == list(range(20))
+
+
 @pytest.mark.parametrize("when_it_closes, max_steps", [
     (signal.SIG_DFL, 10**6),
-    (signal.SIG_IGN, 40),                       # nohup
+    (signal.SIG_IGN, 20),                       # nohup
 ])
 def test_a_closed_terminal_stops_a_run_which_saves_but_not_one_under_nohup(
         when_it_closes, max_steps, byte_data, tmp_path):
     screen, terminal = pty.openpty()
-    flags = ["--data", byte_data, *BYTES, "--val_every", 0, "--max_steps", max_steps,
-             "--out", tmp_path]
-    arguments = (os.ttyname(terminal), when_it_closes, flags)
-    process = FORK.Process(target=on_a_terminal, args=arguments)
-    process.start()
-    shown = b""
-    while b"step     3 |" not in shown:
-        shown += os.read(screen, 1000)
+    process = start_and_read_until_step_3(
+        screen, os.ttyname(terminal), when_it_closes,
+        "--data", byte_data, *BYTES, "--val_every", 0, "--max_steps", max_steps, "--out", tmp_path)
     os.close(screen)
     os.close(terminal)
     os.kill(process.pid, signal.SIGHUP)         # as the system does
@@ -308,6 +322,6 @@ def test_a_closed_terminal_stops_a_run_which_saves_but_not_one_under_nohup(
     process.join(HANG)
     assert process.exitcode == 0
     if when_it_closes == signal.SIG_IGN:
-        assert newest(tmp_path) == 40
+        assert newest(tmp_path) == 20
     else:
         assert 3 <= newest(tmp_path) < max_steps

@@ -140,15 +140,6 @@ def test_a_given_micro_batch_may_be_larger_than_the_automatic_one():
     assert config.batch_size == 100
 
 
-def test_the_seed_decides_the_new_weights():
-    models = []
-    for seed in (1, 1, 2):
-        models.append(train_gpt2.make_model(small_config(seed=seed), Start(), "cpu"))
-    once, again, other = [model.transformer.wte.weight for model in models]
-    assert torch.equal(once, again)
-    assert not torch.equal(once, other)
-
-
 def test_the_flags_of_speed_reach_the_model():
     plain = make_state(small_config()).model
     assert plain.kernel == "auto"
@@ -1068,15 +1059,6 @@ def test_examples_that_cannot_be_fetched_are_a_warning_where_no_flag_asked(
         train(*flags, "--hellaswag_every", 1)
 
 
-def test_a_loss_that_is_not_finite_ends_the_run_and_is_not_saved(byte_shards, tmp_path):
-    with pytest.raises(RunError, match="--max_lr"):
-        train("--data", byte_shards, *BYTES, *QUIET, "--max_lr", 1e30, "--warmup_steps", 0,
-              "--max_steps", 9, "--checkpoint_every", 1, "--out", tmp_path)
-    for _, path in checkpoints(tmp_path):
-        for tensor in read_checkpoint(path)["model"].values():
-            assert tensor.isfinite().all()
-
-
 def test_metrics_csv_has_the_numbers_of_each_step(byte_shards, tmp_path):
     train("--data", byte_shards, *BYTES, *QUIET, "--max_steps", 4, "--warmup_steps", 2,
           "--max_lr", 1e-3, "--out", tmp_path)
@@ -1149,5 +1131,6 @@ def test_the_sanity_run_has_the_same_batch_in_each_step(tmp_path, monkeypatch):
     assert len(batches) == 3
     first_tokens = encode((ROOT / "input.txt").read_text(encoding="utf-8")[:2000])[:129]
     for x, y in batches:
+        assert x.shape == (4, 32)
         assert x.flatten().tolist() == first_tokens[:-1].tolist()
         assert y.flatten().tolist() == first_tokens[1:].tolist()
