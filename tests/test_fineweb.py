@@ -15,10 +15,13 @@ from hypothesis import strategies as st
 from texts import DOCUMENTS, encode_short_chunks, tokens_of, write_documents
 
 import fineweb
+import frontier
 import runtime.text
 from recipes import PRESETS
 from runtime.cli import UserError
+from runtime.recipe import make_batch_schedule
 from runtime.shards import list_shards, open_shard, write_shard
+from train_gpt2 import Config
 
 FAST = settings(max_examples=40, deadline=None, derandomize=True, database=None,
                 suppress_health_check=list(HealthCheck))
@@ -541,7 +544,7 @@ def test_the_last_line_is_a_command_that_runs_as_printed(folder, capsys):
     following, python, *command = shlex.split(capsys.readouterr().out.splitlines()[-1])
     assert [following, python] == ["next:", "python"]
     assert command[1:] == ["--preset", "shakespeare", "--data", "it's $HOME", "--out",
-                           "log/it's $HOME", "--block_size", "16"]
+                           "log/it's $HOME", "--max_steps", "100", "--block_size", "16"]
 
     small = "--n_layer 1 --n_head 1 --n_embd 16 --max_steps 1 --checkpoint_every 0 --device cpu"
     done = script(*command, *small.split())
@@ -566,6 +569,15 @@ def test_the_last_line_names_the_preset_for_so_many_training_tokens(preset, coun
     assert f"--preset {preset} " in line
 
 
+@pytest.mark.parametrize("count", [160_000, 306_054, 313_000, 420_000, 10**6, 32 * 10**6])
+def test_the_last_line_has_the_steps_of_about_an_epoch(count):
+    *_, max_steps = fineweb.next_command(Path("d"), [10**5], [count]).split()
+    config = Config(**PRESETS["shakespeare"].flags | {"max_steps": int(max_steps)})
+    config.sequence_length = config.block_size
+    schedule = make_batch_schedule(frontier.RECIPE, config, world_size=1)
+    assert 0.99 < schedule.tokens_before(config.max_steps) / count < 1.02
+
+
 def test_small_reads_its_text_once_at_most():
     flags = PRESETS["small"].flags
     assert flags["total_batch_size"] * flags["max_steps"] <= 32_768_000
@@ -575,7 +587,7 @@ def test_small_reads_its_text_once_at_most():
     ("shakespeare", 10**6), ("small", 10**8), ("gpt2", 10**9)])
 def test_a_sequence_and_its_last_target_fit_into_a_shard(preset, count):
     T = fineweb.BLOCK_SIZES[preset]
-    assert fineweb.next_command(Path("d"), [T + 1], [count]).endswith("log/d")
+    assert "--block_size" not in fineweb.next_command(Path("d"), [T + 1], [count])
     assert fineweb.next_command(Path("d"), [T], [count]).endswith(f"--block_size {T // 2}")
 
 

@@ -18,14 +18,13 @@ def blocks(language):
 
 
 def commands():
-    """The python commands of the README that need no network and are no tests."""
+    """The commands of the README that run a script and need no network."""
     found = []
     for block in blocks("bash"):
         for line in block.splitlines():
             line, _, _ = line.partition(" #")
             found += [command.strip() for command in line.split(" && ")]
-    others = ("python fineweb.py", "python -m pytest")
-    return [c for c in found if c.startswith("python ") and c not in others]
+    return [c for c in found if re.match(r"python \w+\.py ", c)]
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,6 @@ from peers import double_precision, make_model, own_checkpoint, plain_modern, sa
 import hellaswag
 import sample
 from recipes import MODELS, load_model
-from runtime.cli import UserError
 from runtime.shards import write_shard
 from runtime.tokenizer import EOT, VOCAB_SIZE, encode
 from speedrun import SpeedrunGPT, muon_momentum, trapezoid
