@@ -81,11 +81,6 @@ def pytest_collection_modifyitems(items):
         LONG.index(item.path.name) if item.path.name in LONG else len(LONG)))
 
 
-def pytest_xdist_auto_num_workers(config):
-    """One more than there are cores: a worker waits a tenth of its time for sleeping processes."""
-    return (os.cpu_count() or 1) + 1
-
-
 @pytest.fixture(autouse=True, scope="session")
 def memory_is_given_back():
     """No tune_malloc in the tests' process: it lasts, and later tests measure memory."""
