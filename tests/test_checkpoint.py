@@ -665,7 +665,7 @@ def test_a_resume_keeps_the_dtypes_of_the_optimizers_state(byte_data, tmp_path):
 
 # ----------------------------------------------------------------------- what a checkpoint holds
 
-@pytest.mark.parametrize("recipe", MODELS)
+@pytest.mark.parametrize("recipe", ["gpt2", "speedrun", "frontier"])
 def test_torch_alone_reads_a_checkpoint_with_float32_weights_and_moments(
         recipe, byte_data, tmp_path):
     train("--data", byte_data, *SHORT, "--recipe", recipe, "--dtype", "bfloat16", "--max_steps", 1,

@@ -610,8 +610,9 @@ def test_the_command_writes_the_folder_and_says_how_it_is_read(recipe, tmp_path,
 
     said = capsys.readouterr().out
     assert repr(str(folder)) in said
-    assert ("trust_remote_code=True" in said) == (recipe != "gpt2")
-    assert load_model(folder).recipe == recipe
+    exported = load_model(folder)
+    assert type(exported) is MODELS[recipe]
+    assert ("trust_remote_code=True" in said) == (exported.recipe != "gpt2")
 
 
 def test_an_empty_folder_is_taken(tmp_path):

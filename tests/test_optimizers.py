@@ -14,9 +14,9 @@ from runtime.optimizers import CombinedOptimizer, shard_matrices
 from runtime.ranks import Process
 
 
-def optimizers_of(recipe, model):
+def optimizers_of(model):
     more = {"gpt2": [], "speedrun": [torch.float32], "frontier": [torch.float32, 512]}
-    return model.configure_optimizers(0.02, 0.1, *more[recipe])
+    return model.configure_optimizers(0.02, 0.1, *more[model.recipe])
 
 
 def make_combined(recipe="gpt2", process=None, shard=False):
@@ -24,7 +24,7 @@ def make_combined(recipe="gpt2", process=None, shard=False):
     if process is None:
         process = Process()
     model = make_model(cls=MODELS[recipe])
-    return model, CombinedOptimizer(model, optimizers_of(recipe, model), process, shard)
+    return model, CombinedOptimizer(model, optimizers_of(model), process, shard)
 
 
 # ----------------------------------------------------------------------- all optimizers as one
@@ -63,7 +63,7 @@ def test_each_group_remembers_its_peak_rate():
 def test_a_step_is_one_of_each_optimizer():
     model, combined = make_combined("speedrun")
     alike = make_model(cls=MODELS["speedrun"])
-    apart = optimizers_of("speedrun", alike)
+    apart = optimizers_of(alike)
     for one in (model, alike):
         one(tokens(2, 24), tokens(2, 24))[1].backward()
 

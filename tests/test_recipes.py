@@ -168,6 +168,7 @@ def test_every_new_weight_has_this_distribution(recipe):
     torch.manual_seed(1)
     n_head = MODELS[recipe].Config().n_head
     model = MODELS[recipe](MODELS[recipe].Config(256, 1024, 2, n_head, 768))
+    recipe = model.recipe               # another recipe may train the same model
 
     for name, p in model.named_parameters():
         constant = value_for(name, CONSTANT[recipe])
