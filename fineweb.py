@@ -41,7 +41,6 @@ from runtime.tokenizer import Encoder
 MANIFEST_VERSION = 5            # of the manifest, and of the rule for validation
 MOST_VALIDATION = 10_000_000    # tokens, if no flag says otherwise
 LEAST_TEXT = 200                # tokens: a shorter text is not divided, but refused
-CHUNKS_AHEAD = 32               # of text that are read before their tokens are needed
 PRETOKENIZED = "kjj0/fineweb10B-gpt2"
 PUBLISHED_SHARDS = 103          # for training, that it has
 # --block_size of these presets, which recipes.py has, too. To import it would load torch.
@@ -184,9 +183,7 @@ def encode_files(
                 waiting.append((number, pool.submit(encoder.encode, chunk)))
 
                 # The reader is faster than the encoders: more chunks would only fill the memory.
-                # But it stops for a tenth of a second where a shard is written, or where a page
-                # of a Parquet file has 40 MB. The encoders have work for so long.
-                if len(waiting) > max(CHUNKS_AHEAD, 4 * threads):
+                if len(waiting) > 4 * threads:
                     oldest, tokens = waiting.popleft()
                     yield oldest, tokens.result()
 
@@ -441,11 +438,11 @@ def next_command(out: Path, val: list[int], train: list[int]) -> str:
 def steps_of_an_epoch(tokens: int) -> int:
     """The steps in which --preset shakespeare reads so many tokens about once, but at least 100."""
     # A step has 2,048 tokens. In a run of up to 204 steps it has 1,536 on average: frontier.py's
-    # batch_divisors halves the batch of the first steps.
-    steps = math.ceil(tokens / 2048)
-    if steps <= 204:
-        steps = min(204, math.ceil(tokens / 1536))
-    return max(100, steps)
+    # batch_divisors halves the batch of the first steps. So no run reads between 313,344 and
+    # 419,840 tokens: the nearer one of the two is taken.
+    if tokens < 366_592:
+        return max(100, min(204, math.ceil(tokens / 1536)))
+    return max(205, math.ceil(tokens / 2048))
 
 
 def print_summary(out: Path, empty_rows: int) -> None:

@@ -80,7 +80,7 @@ def parts_of_tokens(vocab_size: int) -> torch.Tensor:
         [row_of[form] for form in forms],
     ]
 
-    # Also where the reader of checkpoints makes the rest of the model on "meta".
+    # On the CPU also where the reader of checkpoints makes the rest of the model on "meta".
     return torch.tensor(rows, device="cpu")
 
 

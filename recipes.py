@@ -96,8 +96,9 @@ def fresh_model(config) -> LanguageModel:
     try:
         return cls(cls.Config(**shape))
     except ValueError as error:
-        # head_size (in model.py) says what is wrong with the size of the heads.
-        raise UserError(f"{error}: choose another --n_embd or --n_head") from None
+        # head_size (in model.py) names the fields. On the command line they are flags.
+        text = str(error).replace("n_embd", "--n_embd").replace("n_head", "--n_head")
+        raise UserError(f"{text}: choose another --n_embd or --n_head") from None
 
 
 def load_model(source: str | Path) -> LanguageModel:

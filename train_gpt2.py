@@ -317,7 +317,7 @@ def set_schedules(
     scale = recipe.lr_scale(step, progress, config)
     for group in state.optimizer.groups():
         group["lr"] = group["initial_lr"] * scale               # CombinedOptimizer noted initial_lr
-        if recipe.momentum and "momentum" in group:             # Muon's have one
+        if recipe.momentum and "momentum" in group:
             group["momentum"] = recipe.momentum(progress, config)
     return config.max_lr * scale
 

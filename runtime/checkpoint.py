@@ -246,11 +246,11 @@ def read_state(saved: dict, name: str) -> dict:
 
 
 def put_on_device(optimizer: torch.optim.Optimizer) -> None:
-    """Puts the state that an optimizer has on the CPU where it belongs, without changing it."""
+    """Moves an optimizer's state from the CPU to the devices of its parameters. Dtypes stay."""
     read = {p: dict(state) for p, state in optimizer.state.items()}
     optimizer.load_state_dict(optimizer.state_dict())
 
-    # torch also casts what is not float32, such as moments in bfloat16, to the weight's dtype.
+    # load_state_dict also casts to the weight's dtype: moments in bfloat16 would become float32.
     for p, state in optimizer.state.items():
         for key, value in read[p].items():
             if torch.is_tensor(value) and state[key].dtype != value.dtype:

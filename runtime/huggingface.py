@@ -276,7 +276,7 @@ def export_files(model) -> dict[str, bytes]:
     files = {
         "vocab.json": bpe_file("encoder.json"),
         "merges.txt": bpe_file("vocab.bpe"),
-        "tokenizer.json": json.dumps(tokenizer_json(eot), ensure_ascii=False).encode(),
+        "tokenizer.json": json.dumps(tokenizer_json(), ensure_ascii=False).encode(),
         "model.safetensors": safetensors_of(weights),
         "tokenizer_config.json": json.dumps(tokenizer_config, indent=2).encode(),
     }
@@ -288,15 +288,12 @@ def export_files(model) -> dict[str, bytes]:
     return files
 
 
-def tokenizer_json(mark: str) -> dict:
-    """What Hugging Face's tokenizer.json says of GPT-2's tokenizer, as in the hub's gpt2.
-
-    `mark` is the text that becomes the token EOT.
-    """
+def tokenizer_json() -> dict:
+    """What Hugging Face's tokenizer.json says of GPT-2's tokenizer, as in the hub's gpt2."""
     merges = bpe_file("vocab.bpe").decode().splitlines()
     end_of_text = {
         "id": EOT,
-        "content": mark,
+        "content": "<|endoftext|>",
         "single_word": False,
         "lstrip": False,
         "rstrip": False,

@@ -90,14 +90,15 @@ class Muon(torch.optim.Optimizer):
         first = self.rank * share
         own_params = params[first:first + share]
 
-        # torch._foreach_*, as torch's own optimizers: one launch for all matrices.
+        # As in torch's own optimizers, torch._foreach_* takes one launch for all matrices.
         momentum = []
         if own_params:
             buffers = [self.momentum_buffer(p) for p in own_params]
             grads = [p.grad for p in own_params]
             torch._foreach_mul_(buffers, group["momentum"])
             torch._foreach_add_(buffers, grads)
-            # Nesterov's: the gradient once more, and the buffer as the next step will scale it.
+            # Nesterov's momentum adds the gradient once more, to the buffer as the next step will
+            # scale it.
             momentum = list(torch._foreach_add(grads, buffers, alpha=group["momentum"]))
 
         # The ranks gather tensors of one size, also those that have fewer matrices than others.

@@ -33,9 +33,9 @@ class CombinedOptimizer:
         for name, p in model.named_parameters():
             assert p in self.optimizer_of, f"{name} has no optimizer"
 
-        # For GradScaler alone, which looks for overflows in these gradients: all parameters, also
-        # those that another rank updates, because if one rank skips the step, all have to. The
-        # optimizers' own groups are in `groups`.
+        # GradScaler alone reads this, to look for overflows in the gradients. It has all the
+        # parameters, also those that another rank updates: if one rank skips the step, all have to.
+        # The optimizers' own groups are in `groups`.
         self.param_groups = [{"params": list(model.parameters())}]
 
         self.sharded = {}                   # {matrix: the rank that updates it and sends it}

@@ -13,7 +13,6 @@ import secrets
 import tempfile
 import threading
 from base64 import b64encode
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -139,10 +138,8 @@ class Encoder:
                 raise
             return
 
-        # Futures of the two tokenizers: a thread loads them while the first text is read.
-        loader = ThreadPoolExecutor(1)
-        self.gigatoken = loader.submit(load_gigatoken, self.mark.decode())
-        self.reference = loader.submit(tokenizer)
+        self.gigatoken = load_gigatoken(self.mark.decode())
+        tokenizer()             # with which it is compared: later each thread would make one
 
     def encode(self, chunk: bytes) -> np.ndarray:
         """The tokens of a chunk, 1-D uint16. RunError if gigatoken's are not tiktoken's, as far as
@@ -159,19 +156,18 @@ class Encoder:
 
         # Of gigatoken's methods this one neither holds the GIL nor imports another package. The
         # threads are ours, so it works on the one that calls it.
-        padded, lengths = self.gigatoken.result().encode_batch_padded(
+        padded, lengths = self.gigatoken.encode_batch_padded(
             BytesSource(chunk), PadTruncate(0), parallel=False)
         return padded[0, :lengths[0]].astype(np.uint16)
 
     def _by_tiktoken(self, chunk: bytes) -> np.ndarray:
         # Threads that share an Encoding wait for each other, which matters where it does all the
         # work: then each has its own.
+        encoding = tokenizer()
         if self.gigatoken is None:
             if not hasattr(self.thread, "encoding"):
                 self.thread.encoding = new_encoding()
             encoding = self.thread.encoding
-        else:
-            encoding = self.reference.result()
 
         continued, *documents = chunk.split(self.mark)
         parts = [encode(continued.decode(), encoding)]

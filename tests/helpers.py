@@ -104,7 +104,7 @@ def _become(call, env, cwd, streams, before):
     sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", buffering=1,
                       closefd=False)
 
-    # The server has imported them, and they read the environment then.
+    # The server has imported these two, which read the environment when they are imported.
     if "HF_ENDPOINT" in env:
         for name in ("huggingface_hub.constants", "datasets.config"):
             if name in sys.modules:

@@ -72,7 +72,7 @@ class Hub:
     def __enter__(self):
         handler = type("HandlerOfHub", (Handler,), {"hub": self})
         self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
-        # Its end waits for the next look, which is else half a second away.
+        # shutdown() waits for the server's next poll, by default for half a second.
         serve = functools.partial(self.server.serve_forever, poll_interval=0.01)
         threading.Thread(target=serve, daemon=True).start()
         self.env = {**helpers.ENV, "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1",

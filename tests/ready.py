@@ -2,7 +2,3 @@
 from runtime.tokenizer import Encoder
 
 ENCODER = Encoder()         # takes longer than all else that fineweb.py does in a test
-
-# A forked process has no thread that would go on loading.
-ENCODER.gigatoken.result()
-ENCODER.reference.result()

@@ -199,6 +199,8 @@ def handlers():
     """The signal handlers are put back after the test."""
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
     before = {number: signal.getsignal(number) for number in numbers}
+    for number in numbers:
+        signal.signal(number, signal.SIG_DFL)       # the tests may run under nohup
     yield
     for number, handler in before.items():
         signal.signal(number, handler)

@@ -1,4 +1,4 @@
-"""README.md: its commands run as they stand there, in a small size; its loop is the script's."""
+"""README.md: its commands run as they stand there, in a small size."""
 import re
 import shlex
 import shutil

@@ -69,7 +69,7 @@ def whole(data, tmp_path_factory):
 # ----------------------------------------------------------------------- kills
 
 @pytest.mark.parametrize("recipe", MODELS)
-def test_killed_at_random_moments_a_run_ends_bit_for_bit_as_one_that_was_not(
+def test_killed_before_five_micro_batches_a_run_ends_bit_for_bit_as_one_that_was_not(
         recipe, data, whole, tmp_path):
     """SIGKILL and SIGTERM in turn, also before the first checkpoint and in the second epoch."""
     dice = random.Random(7)
@@ -103,6 +103,8 @@ def test_two_processes_that_were_killed_end_bit_for_bit_as_two_that_were_not(
     kill_both = striking("step 8", "SIGKILL", rank=0) + striking("step 8", "SIGKILL", rank=1)
     run(*flags, "--shard_optimizer", processes=2, before=kill_both, code=-9)
     assert newest(tmp_path) == 6
+
+    # Several processes finish the step in which the signal came.
     run(*flags, processes=2, before=striking("step 15", "SIGTERM", rank=1))
     assert newest(tmp_path) == 16
     run(*flags, "--shard_optimizer", processes=2)
@@ -158,7 +160,7 @@ def test_torchrun_brings_back_a_run_of_which_a_rank_is_killed(data, whole, tmp_p
 
 
 def test_ranks_that_torchrun_starts_again_do_not_read_the_addresses_of_the_dead(monkeypatch):
-    """Its store lives on."""
+    """torchrun's store outlives a restart, and still has what the dead processes wrote."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     environment = {
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "RANK": "0", "WORLD_SIZE": "2",
@@ -205,9 +207,9 @@ def six_steps(byte_data, tmp_path_factory):
 
 
 def test_a_run_of_frontier_is_made_longer_on_more_processes(six_steps, byte_data, tmp_path):
-    """A longer run begins with the whole batch, which more processes can share.
+    """Of 6 steps the first have 64 tokens, two sequences, which four processes cannot share.
 
-    The sizes are as in a run of 200 steps of 8 x 1,024 tokens that gets 2,000 steps.
+    A run of 60 steps has the whole batch from its first step on, which they can.
     """
     flags = ["--data", byte_data, *FRONTIER, "--max_steps", 60]
     losses = []
@@ -217,7 +219,9 @@ def test_a_run_of_frontier_is_made_longer_on_more_processes(six_steps, byte_data
                    before=striking("step 9", "SIGTERM")).stdout
         assert " at step 6 of 60" in text
         losses.append(logged(out))
-    for step in range(9):
+        counts = logged(out, "tokens")
+        assert counts[7] - counts[6] == 256
+    for step in (6, 7, 8):
         assert losses[0][step] == pytest.approx(losses[1][step], abs=1e-3)
 
 
@@ -310,13 +314,13 @@ def test_ranks_whose_hardware_differs_are_told_so(two_machines):
 
 def test_ranks_whose_shards_differ_are_told_so(two_machines):
     shard = two_machines[1] / "data/text_train_000002.npy"
-    write_shard(shard, np.zeros(1517, dtype=np.uint16))
+    write_shard(shard, np.zeros_like(np.load(shard)))       # of the same length
     assert "train shard 1" in told_by_two_machines(two_machines, SAME)
 
 
 def test_a_rank_without_the_data_is_told(two_machines):
     shutil.rmtree(two_machines[1] / "data")
-    assert "data" in told_by_two_machines(two_machines, SAME)
+    assert "data has no shards" in told_by_two_machines(two_machines, SAME)
 
 
 def test_a_rank_without_the_checkpoint_is_told(two_machines):
@@ -346,7 +350,7 @@ def replace_tokens(path):
 
 
 @pytest.mark.parametrize("damage", [truncate, replace_tokens])
-def test_a_shard_that_changes_while_a_run_trains_ends_it_with_what_resumes(
+def test_a_run_whose_shards_change_ends_and_continues_once_they_are_restored(
         damage, data, whole, tmp_path, monkeypatch):
     copy = shutil.copytree(data, tmp_path / "data")
     shards = sorted(copy.glob("*_train_*"))

@@ -58,7 +58,7 @@ def test_a_signal_stops_one_process_within_its_step_which_the_resume_repeats(
     same_end(tmp_path, undisturbed(1), 8)
 
 
-@pytest.mark.parametrize("look", range(1, 22))
+@pytest.mark.parametrize("look", range(1, 37))
 def test_whichever_look_at_the_signal_sees_it_all_finished_steps_are_saved(
         look, byte_data, tmp_path, monkeypatch):
     """The looks are before each micro-step and each batch of a validation, and after these."""

@@ -151,7 +151,7 @@ def test_each_encoder_has_a_mark_of_its_own_and_no_text_holds_it(encoder, gpt2):
 
 def make_wrong(encoder, monkeypatch, at):
     """From now on gigatoken's token number `at` is another one than tiktoken's."""
-    right = encoder.gigatoken.result()
+    right = encoder.gigatoken
 
     def encode_batch_padded(*args, **kwargs):
         tokens, lengths = right.encode_batch_padded(*args, **kwargs)
@@ -159,7 +159,7 @@ def make_wrong(encoder, monkeypatch, at):
         return tokens, lengths
 
     wrong = SimpleNamespace(encode_batch_padded=encode_batch_padded)
-    monkeypatch.setattr(encoder, "gigatoken", SimpleNamespace(result=lambda: wrong))
+    monkeypatch.setattr(encoder, "gigatoken", wrong)
 
 
 @pytest.mark.parametrize("text, at", [
@@ -184,14 +184,14 @@ def test_only_the_first_kilobyte_of_a_chunk_is_compared(encoder, monkeypatch):
 def test_a_token_too_many_or_too_few_at_the_end_of_a_short_chunk_ends_the_run(
         length, encoder, monkeypatch):
     pytest.importorskip("gigatoken")
-    right = encoder.gigatoken.result()
+    right = encoder.gigatoken
 
     def encode_batch_padded(*args, **kwargs):
         tokens, _ = right.encode_batch_padded(*args, **kwargs)
         return np.concatenate((tokens, tokens), axis=1), [length]
 
     wrong = SimpleNamespace(encode_batch_padded=encode_batch_padded)
-    monkeypatch.setattr(encoder, "gigatoken", SimpleNamespace(result=lambda: wrong))
+    monkeypatch.setattr(encoder, "gigatoken", wrong)
     with pytest.raises(RunError):
         encoder.encode(chunk_of(encoder, ["one two three"]))            # four tokens
 

@@ -61,7 +61,7 @@ def make_state(config, model=None, process=None):
 
 @pytest.mark.parametrize("step, expected", [
     (0, 0.1), (8, 0.9), (9, 1.0),                                       # the warm-up
-    (10, 1.0), (55, 0.55), (100, 0.1),                                  # the cosine
+    (10, 1.0), (40, 0.775), (55, 0.55), (70, 0.325), (100, 0.1),        # the cosine
     (101, 0.1), (10_000, 0.1),                                          # beyond its end
 ])
 def test_the_rate_rises_linearly_and_falls_as_a_cosine_to_min_lr(step, expected):
@@ -118,7 +118,7 @@ def test_muons_momentum_is_that_of_the_step():
 
 # ----------------------------------------------------------------------- set-up
 
-def test_automatic_values_of_flags():
+def test_auto_becomes_a_value_in_config_and_stays_auto_in_the_flags_as_asked():
     given = {"block_size": 64, "max_lr": 2e-3, "dtype": "float32"}
     flags, config = train_gpt2.resolve_config(given, Start(), Process())
 
@@ -140,7 +140,7 @@ def test_a_given_micro_batch_may_be_larger_than_the_automatic_one():
     assert config.batch_size == 100
 
 
-def test_the_flags_of_speed_reach_the_model():
+def test_attention_and_recompute_reach_the_model():
     plain = make_state(small_config()).model
     assert plain.kernel == "auto"
     assert plain.recompute is False
@@ -191,8 +191,8 @@ def test_the_rotary_tables_are_constants_of_a_compiled_model(recipe, monkeypatch
 
     [graph] = graphs
     operations = {str(node.target) for node in graph.graph.nodes}
-    assert "chunk" in operations
-    assert not operations & {"cos", "sin", "outer"}
+    assert "chunk" in operations, "rotate is in the graph"
+    assert not operations & {"cos", "sin"}, "rotary_tables is not"
     assert torch.equal(logits, model(idx)[0])
 
 
@@ -703,7 +703,8 @@ def test_a_signal_ends_an_evaluation_and_nothing_of_it_is_recorded():
     ("float16", 2.0, 26, True),
     ("float16", math.inf, 0, True),
 ])
-def test_which_steps_end_a_run(dtype, loss, overflows, is_error):
+def test_a_loss_that_is_not_finite_ends_a_run_as_do_too_many_overflows(
+        dtype, loss, overflows, is_error):
     config = Config(dtype=dtype)
     if not is_error:
         train_gpt2.check_finite(7, loss, 1.0, overflows, config, Process())
@@ -1010,7 +1011,7 @@ def test_a_runs_hellaswag_is_acc_norm_of_the_command(evaluated_run, examples, ca
     assert logged(out, "hella")[5] == pytest.approx(int(acc_norm.split("/")[0]) / 12, abs=1e-6)
 
 
-def test_a_checkpoint_records_the_flags_as_asked(evaluated_run):
+def test_a_checkpoint_records_its_step_tokens_recipe_and_the_flags_as_asked(evaluated_run):
     _, out = evaluated_run
     checkpoint = read_checkpoint(out / "checkpoint_000005.pt")
     assert checkpoint["step"] == 5

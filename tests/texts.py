@@ -52,5 +52,4 @@ def encode_short_chunks():
     """For `before`: chunks are of a few documents, as if the texts were long."""
     from ready import ENCODER
     runtime.text.BLOCK = 900
-    fineweb.CHUNKS_AHEAD = 0
     fineweb.Encoder = lambda name: ENCODER
