@@ -661,7 +661,7 @@ def test_two_files_of_a_dataset_are_on_the_disk_at_most():
         hub.file = noted
         done = run("--dataset", "me/one", env=hub.env)
     assert done.returncode == 0, done.stderr
-    assert max(on_disk) == 1
+    assert max(on_disk) <= 1
 
 
 def test_fineweb_is_the_default_and_its_first_shard_is_for_validation(gpt2):

@@ -187,9 +187,9 @@ def test_every_new_weight_has_this_distribution(recipe):
 
 
 @pytest.mark.parametrize("recipe, n_embd, n_head, why", [
-    ("gpt2", 100, 7, "n_embd 100 must be divisible by n_head 7"),
-    ("speedrun", 9, 3, "n_embd 9 / n_head 3 = 3 must be even"),
-    ("frontier", 9, 3, "n_embd 9 / n_head 3 = 3 must be even"),
+    ("gpt2", 100, 7, "--n_embd 100 must be divisible by --n_head 7"),
+    ("speedrun", 9, 3, "--n_embd 9 / --n_head 3 = 3 must be even"),
+    ("frontier", 9, 3, "--n_embd 9 / --n_head 3 = 3 must be even"),
 ])
 def test_heads_that_do_not_fit_the_width_are_refused(recipe, n_embd, n_head, why):
     with pytest.raises(UserError, match=f"{why}.*: choose another --n_embd or --n_head"):
