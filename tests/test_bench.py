@@ -80,6 +80,20 @@ def test_the_warm_up_is_not_in_the_times(monkeypatch):
     assert bench.time_steps(step, Setting(warmup=2, steps=3)) == (130.0, [1.0, 2.0, 6.0])
 
 
+def test_the_peak_is_the_rate_of_a_product_with_two_flops_a_number(monkeypatch):
+    monkeypatch.setattr(bench, "time_steps", lambda step, s: (0.0, [0.5, 0.25, 0.125]))
+    rate = bench.product_rate(Setting(**TINY))
+    assert rate == 2 * (2 * 16) * 32 * (4 * 32) / 0.25
+
+
+def test_the_loaders_rate_is_in_millions_of_tokens(monkeypatch, capsys):
+    seconds_of_batches = {"seconds": [0.0016384, 0.0016384], "tokens": 10}
+    monkeypatch.setattr(bench, "run_in_subprocess", lambda s: seconds_of_batches)
+    monkeypatch.setattr(bench, "time_tokenizing", lambda script, text: seconds_of_batches)
+    bench.main(["data", "--copies", "1", "--turns", "1"])
+    assert " 10 million tokens/s" in capsys.readouterr().out
+
+
 def test_a_table_is_markdown_with_aligned_numbers(capsys):
     bench.print_table([{"a": "x", "b": 99.994, "c": 1}, {"a": "yyy", "b": 1234567.0}])
     lines = capsys.readouterr().out.split("\n")[1:-2]

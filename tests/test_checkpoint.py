@@ -552,6 +552,12 @@ def test_float16s_scale_goes_on_where_it_was(byte_data, tmp_path):
     assert scaler["_growth_tracker"] == 4
 
 
+def test_a_run_in_float32_goes_on_in_float16_with_a_new_scale(byte_data, a_copy):
+    train("--data", byte_data, *SHORT, "--max_steps", 5, "--dtype", "float16", "--out", a_copy)
+    assert saved(a_copy, step=4)["scaler"] == {}
+    assert saved(a_copy, step=5)["scaler"]["scale"] == 65536
+
+
 def test_a_run_whose_first_step_overflowed_is_saved_without_moments_and_resumed(
         byte_data, tmp_path):
     flags = ["--data", byte_data, *SHORT, "--batch_size", 8, "--dtype", "float16",

@@ -615,6 +615,13 @@ def test_the_command_writes_the_folder_and_says_how_it_is_read(recipe, tmp_path,
     assert ("trust_remote_code=True" in said) == (exported.recipe != "gpt2")
 
 
+def test_the_folder_is_named_so_that_it_is_found_from_anywhere(tmp_path, monkeypatch, capsys):
+    source = tiny_checkpoint(tmp_path / "checkpoint.pt")
+    monkeypatch.chdir(tmp_path)
+    main([source, "exported"])
+    assert repr(str(tmp_path / "exported")) in capsys.readouterr().out
+
+
 def test_an_empty_folder_is_taken(tmp_path):
     source = tiny_checkpoint(tmp_path / "checkpoint.pt")
     (tmp_path / "exported").mkdir()

@@ -600,6 +600,12 @@ def test_a_sequence_and_its_last_target_fit_into_a_shard(preset, count):
     assert fineweb.next_command(Path("d"), [T], [count]).endswith(f"--block_size {T // 2}")
 
 
+def test_a_short_last_shard_does_not_shorten_the_sequences():
+    T = fineweb.BLOCK_SIZES["shakespeare"]
+    line = fineweb.next_command(Path("d"), [T + 1, 3], [10**6, 3])
+    assert "--block_size" not in line
+
+
 # ------------------------------------------------------------------------- the hub
 
 def tales(book):

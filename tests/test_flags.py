@@ -258,6 +258,11 @@ def test_help_names_each_flag_and_its_default():
         assert shown in " ".join(text.split()), shown
 
 
+def test_help_names_the_rates_of_the_recipes_that_have_their_own():
+    text = " ".join(script("train_gpt2.py", "--help").stdout.split())
+    assert "default 0.0006; speedrun: 0.02; frontier: 0.02" in text
+
+
 def test_a_mistake_in_a_flag_is_told_by_rank_0_alone():
     mistake = run("--max_steps", 0, processes=2, code=2)
     assert mistake.stderr.count("\n") == 1

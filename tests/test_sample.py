@@ -177,6 +177,12 @@ def test_each_token_is_shown_when_it_comes_but_no_part_of_a_character():
     assert shown == tokenizer().decode(row) + "\n"
 
 
+def test_of_a_character_that_the_last_token_leaves_incomplete_a_sign_remains():
+    row = encode("a🙂").tolist()[:-1]
+    shown = "".join(sample.stream_text(steps_of([row]), [], 1, titles=False))
+    assert shown == "a\ufffd\n"
+
+
 def test_samples_come_one_after_the_other_and_end_with_their_documents():
     a, b, c = encode("a b c").tolist()
     rows = [[a, EOT, c], [EOT, b, b], [b, c, EOT]]

@@ -78,6 +78,18 @@ def test_whichever_look_at_the_signal_sees_it_all_finished_steps_are_saved(
         assert newest(tmp_path) == done
 
 
+def test_a_signal_in_the_last_validation_stops_the_run_and_the_resume_repeats_it(
+        byte_data, undisturbed, tmp_path):
+    flags = ["--data", byte_data, *SHORT, "--out", tmp_path]
+    result = run(*flags, before=striking("validation", "SIGTERM", nth=3))
+    assert "stopped by SIGTERM after 8 of 8 steps" in result.stdout
+    assert "done" not in result.stdout
+    assert newest(tmp_path) == 8
+
+    run(*flags)
+    same_end(tmp_path, undisturbed(1), 8)
+
+
 @pytest.mark.parametrize("every, steps", [(100, [1]), (0, [])])
 def test_a_run_that_is_stopped_saves_unless_it_is_to_save_nothing(
         every, steps, byte_data, tmp_path):

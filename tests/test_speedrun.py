@@ -198,6 +198,12 @@ def test_the_rate_rises_over_the_warmup_and_ends_at_min_lr():
     assert trapezoid(100, 1.0, config) == pytest.approx(0.1)
 
 
+def test_of_a_warmup_and_a_cooldown_at_once_the_lower_rate_counts():
+    config = Config(warmup_steps=80, max_lr=1.0, min_lr=0.0, cooldown=0.8)
+    assert trapezoid(39, 0.39, config) == pytest.approx(0.5)
+    assert trapezoid(59, 0.60, config) == pytest.approx(0.5)
+
+
 @pytest.mark.parametrize("step, momentum", [(0, 0.85), (250, 0.90), (500, 0.95), (3242, 0.95)])
 def test_muons_momentum_rises_over_the_first_500_steps_of_record_10(step, momentum):
     assert muon_momentum(step / 3242, Config()) == pytest.approx(momentum, abs=2e-4)

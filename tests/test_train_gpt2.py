@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from helpers import ROOT, hellaswag_file, logged, train
+from helpers import ROOT, hellaswag_file, logged, run, train
 from peers import make_model, tokens
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -1097,6 +1097,18 @@ def test_a_dry_run_tells_the_time_and_writes_nothing(byte_shards, tmp_path, monk
     assert "s per step" in text
     assert "step     0" not in text
     assert list(tmp_path.iterdir()) == []
+
+
+def set_time_of_a_micro_step(seconds):
+    device.time_micro_step = lambda *args: seconds
+
+
+@pytest.mark.parametrize("processes, time", [(1, "0:00:24"), (2, "0:00:12")])
+def test_a_dry_run_counts_the_tokens_of_all_processes(processes, time, byte_shards, tmp_path):
+    result = run("--data", byte_shards, *BYTES, *QUIET, "--batch_size", 4, "--max_steps", 12,
+                 "--dry_run", "--out", tmp_path, processes=processes,
+                 before=[functools.partial(set_time_of_a_micro_step, 1.0)])
+    assert f" {time} in all" in result.stdout
 
 
 @pytest.mark.parametrize("loss, code, word", [(0.11, 1, "FAILED"), (0.09, 0, "PASSED")])

@@ -26,6 +26,7 @@ from recipes import load_model
 from runtime.cli import UserError
 from runtime.metrics import HEADER
 from runtime.huggingface import OPENAI_NAMES
+from runtime.weights import find_checkpoint
 
 # The causal masks, which older code stored beside the weights.
 MASKS = {f"h.{layer}.attn.bias": torch.ones(24, 24).tril()[None, None] for layer in range(2)}
@@ -279,6 +280,11 @@ def test_without_a_validated_checkpoint_there_is_no_best(metrics, a_run):
     with pytest.raises(UserError, match="best|metrics.csv"):
         load_model(folder / "best")
     assert_same_weights(load_model(folder), models[1_000_000])
+
+
+@pytest.mark.parametrize("name", ["absent.pt", "absent.pth"])
+def test_the_name_of_an_absent_checkpoint_is_none_of_the_hub(name, tmp_path):
+    assert find_checkpoint(tmp_path / name) == tmp_path / name
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path):
