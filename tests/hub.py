@@ -28,6 +28,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         sent = self.rfile.read(int(self.headers.get("Content-Length", 0))).decode()
         url = urlsplit(self.path)
+        self.hub.requests.append(self.path)
         if self.command == "GET":
             self.hub.asked.append(self.path)
 
@@ -59,7 +60,7 @@ class Hub:
 
     `repos`: {OWNER/NAME: the SHA-1s of its commits}. The first one is `main` until somebody has
     asked for it, and then the next one is.
-    `asked`: the paths that were asked for.
+    `asked`: the paths that were asked for. `requests` has also those of HEAD.
     `answers`: {regular expression of a path: (status, headers)}, which are given instead.
     `env`: the environment of a process that is to use this hub."""
 
@@ -67,6 +68,7 @@ class Hub:
         self.repos = {}
         self.commits = {}           # {SHA-1: {path: bytes}}
         self.asked = []
+        self.requests = []
         self.answers = {}
 
     def __enter__(self):

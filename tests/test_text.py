@@ -226,6 +226,11 @@ def test_a_byte_that_is_not_utf8_is_named_with_its_place_in_the_file(before, end
     assert f"byte {before + 3} " in refusal(tmp_path, f"latin.txt{ending}", data)
 
 
+def test_the_place_is_that_of_the_character_also_where_a_block_ends_in_it(tmp_path):
+    data = b"a" * (runtime.text.BLOCK - 1) + b"\xe2("
+    assert f"byte {runtime.text.BLOCK - 1} " in refusal(tmp_path, "cut.txt", data)
+
+
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be"])
 def test_utf16_is_named(encoding, tmp_path):
     assert "UTF-16" in refusal(tmp_path, "a.txt", ("word " * 50).encode(encoding))

@@ -305,13 +305,13 @@ def test_gpt2_comes_from_the_hub_and_then_from_its_cache(tmp_path):
         env = hub.env | {"HF_HOME": str(tmp_path / "cache")}
         first = script("export.py", "gpt2", tmp_path / "first", env=env)
         asked_at_first = list(hub.asked)
-        hub.asked.clear()
+        hub.requests.clear()
         second = script("export.py", "gpt2", tmp_path / "second", env=env)
 
     assert first.returncode == 0, first.stderr
     assert second.returncode == 0, second.stderr
     assert any("/gpt2/resolve/" in path for path in asked_at_first)
-    assert not any("/gpt2/" in path for path in hub.asked)
+    assert not any("/gpt2/" in path for path in hub.requests)
     assert_same_weights(load_model(tmp_path / "first"), our_model(theirs))
     assert_same_weights(load_model(tmp_path / "second"), our_model(theirs))
 
