@@ -163,8 +163,9 @@ class Encoder:
     def _by_tiktoken(self, chunk: bytes) -> np.ndarray:
         # Threads that share an Encoding wait for each other, which matters where it does all the
         # work: then each has its own.
-        encoding = tokenizer()
-        if self.gigatoken is None:
+        if self.gigatoken is not None:
+            encoding = tokenizer()
+        else:
             if not hasattr(self.thread, "encoding"):
                 self.thread.encoding = new_encoding()
             encoding = self.thread.encoding
