@@ -127,6 +127,12 @@ def test_max_tokens_counts_validation_in(limit, validation, gpt2, text, monkeypa
     assert tokens("out", "train") == expected[validation:]
 
 
+def test_beyond_max_tokens_no_file_is_read(text):
+    Path("late.txt").write_bytes("café".encode("latin-1") * 50)
+    prepare("--input", text, "late.txt", "--out", "out", "--max_tokens", 400, "--workers", 1)
+    assert sum(lengths("out", "val") + lengths("out", "train")) == 400
+
+
 def test_validation_is_written_once_ten_times_its_most_tokens_are_read(text, monkeypatch):
     monkeypatch.setattr(fineweb, "MOST_VALIDATION", 100)
     added = []

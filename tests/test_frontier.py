@@ -150,6 +150,13 @@ def test_the_first_token_of_a_sequence_counts_as_following_endoftext():
     assert torch.equal(first, second)
 
 
+def test_endoftext_has_one_row_whatever_stands_before_it():
+    before = tokens(4, 1)
+    rows = bigram_hash(F.pad(before, (0, 1), value=EOT), 50304)[:, 1]
+    assert len(set(before.flatten().tolist())) > 1
+    assert len(set(rows.tolist())) == 1
+
+
 # ----------------------------------------------------------------------- a batch that grows
 
 def run_of(batch, T, steps, **more):

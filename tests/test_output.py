@@ -26,7 +26,7 @@ from model import GPT, GPTConfig
 from recipes import load_model
 from runtime import files
 from runtime.checkpoint import Start
-from runtime.cli import RunError
+from runtime.cli import RunError, UserError
 from runtime.files import lock_folder
 from runtime.metrics import HEADER, read_metrics
 from runtime.output import Output
@@ -462,6 +462,12 @@ def test_a_run_that_fails_says_what_resumes(byte_data, tmp_path, monkeypatch):
         train(*flags)
         refused(lambda: train(*flags, "--max_steps", 6, "--val_every", 6), "step 6", "inf",
                 "checkpoint_000006.pt", failed=True)
+
+
+def test_a_mistake_of_the_users_stays_one_when_it_ends_a_run(tmp_path):
+    with pytest.raises(UserError, match="too large.*from the beginning"):
+        with open_output(tmp_path):
+            raise UserError("the batch is too large")
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_before_it_is_saved(

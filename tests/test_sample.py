@@ -297,3 +297,9 @@ def test_ctrl_c_ends_a_continuation_and_at_the_prompt_the_program(
 
     continued = f"> {likeliest(path, 'The', 2)}\n"
     assert capsys.readouterr().out == continued * 2 + "> \n"
+
+
+def test_ctrl_c_ends_a_sample_of_a_prompt(path, after_each_block, ctrl_c_raises):
+    after_each_block(lambda output: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        sample.main(["--model", path, "--prompt", "The", "--device", "cpu"])
