@@ -171,7 +171,8 @@ def remedy_for(path: Path, flags) -> str:
             break
         before = other
 
-    if path.parent == Path(flags.out):          # a run continues the newest checkpoint in --out
+    # A run continues the newest checkpoint in --out, whatever --resume says.
+    if path.parent.resolve() == Path(flags.out).resolve():
         if before is None:
             return "start a new run with another --out"
         return f"remove the file to resume from {before.name}"

@@ -6,7 +6,6 @@ with it.
 """
 import functools
 import hashlib
-import importlib
 import json
 import re
 import secrets
@@ -103,7 +102,10 @@ def replace_surrogates(text: str) -> str:
 
 
 def load_gigatoken(mark: str):
-    """gigatoken's tokenizer with GPT-2's tokens, to which `mark` is <|endoftext|>."""
+    """gigatoken's tokenizer with GPT-2's tokens, to which `mark` is <|endoftext|>.
+
+    ImportError where gigatoken is not installed.
+    """
     from gigatoken.gigatoken_rs import BPETokenizer
 
     # tiktoken's format of a file, which loads in half the time of a tokenizer.json: each line has
@@ -132,13 +134,11 @@ class Encoder:
             return
 
         try:
-            importlib.import_module("gigatoken.gigatoken_rs")
+            self.gigatoken = load_gigatoken(self.mark.decode())
         except ImportError:
             if name == "gigatoken":
                 raise
             return
-
-        self.gigatoken = load_gigatoken(self.mark.decode())
         tokenizer()             # with which it is compared: later each thread would make one
 
     def encode(self, chunk: bytes) -> np.ndarray:
