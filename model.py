@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from runtime.kernels import chunked_cross_entropy, matmul_dtype
+from runtime.kernels import chunked_cross_entropy, linear, matmul_dtype
 from runtime.tokenizer import VOCAB_SIZE
 
 GPT2_SIZES = {
@@ -74,6 +74,9 @@ class Linear(nn.Linear):
 
     def reset_parameters(self):
         pass
+
+    def forward(self, x):
+        return linear(x, self.weight, self.bias)
 
 
 class Embedding(nn.Embedding):
@@ -208,18 +211,25 @@ class Block(nn.Module):
 class KVCache:
     """The tokens so far (B, S), and the keys and values that each layer has computed for them.
 
-    Generation appends the whole context at once, and then one token at a time.
+    Generation appends the whole prompt at once, and then one token at a time, `room` in all.
     """
 
-    def __init__(self):
-        self.tensors = {}
+    def __init__(self, room: int):
+        self.room = room
+        self.tensors = {}       # (B, room, ...) each, of which the first lengths[name] are in use
+        self.lengths = {}
 
     def append(self, name: str, new: Tensor) -> Tensor:
         """Appends `new` (B, T, ...) to the tensor called `name`. Returns all of it (B, S, ...)."""
-        if name in self.tensors:
-            new = torch.cat((self.tensors[name], new), dim=1)
-        self.tensors[name] = new
-        return new
+        B, T, *rest = new.shape
+        if name not in self.tensors:
+            self.tensors[name] = new.new_empty(B, self.room, *rest)
+            self.lengths[name] = 0
+
+        S = self.lengths[name] + T
+        self.tensors[name][:, S - T:S] = new
+        self.lengths[name] = S
+        return self.tensors[name][:, :S]
 
 
 def sample_token(
@@ -271,7 +281,7 @@ class LanguageModel(nn.Module):
         """x (..., C) -> (..., vocab_size). `head` is what self.head() returns, if it is known."""
         if head is None:
             head = self.head()
-        y = F.linear(x, head)
+        y = linear(x, head)
         if self.softcap:
             y = self.softcap * torch.tanh(y.float() / self.softcap)
         return y
@@ -359,13 +369,14 @@ class LanguageModel(nn.Module):
         head = self.head()
         head = head.to(matmul_dtype(head))
 
-        past = None
-        for _ in range(max_new_tokens):
-            if past is None or idx.size(1) > block_size:
-                # Beyond block_size the context is the last block_size tokens. The position of each
-                # changes with every new token, so that no key of the cache can be used again.
-                past = KVCache()
-                x = self.hidden(idx[:, -block_size:], past)                     # (B, S, C)
+        past = KVCache(min(idx.size(1) + max_new_tokens, block_size))
+        for i in range(max_new_tokens):
+            if idx.size(1) > block_size:
+                # The context is the last block_size tokens. The position of each changes with every
+                # new token, so that no key of the cache can be used again.
+                x = self.hidden(idx[:, -block_size:])                           # (B, block_size, C)
+            elif i == 0:
+                x = self.hidden(idx, past)                                      # (B, T, C)
             else:
                 x = self.hidden(idx[:, -1:], past)                              # (B, 1, C)
 

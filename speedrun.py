@@ -17,7 +17,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from model import Embedding, LanguageModel, Linear, attention, head_size
-from runtime.kernels import matmul_dtype
+from runtime.kernels import linear, matmul_dtype
 from runtime.muon import Muon
 from runtime.recipe import Recipe
 
@@ -40,7 +40,7 @@ class CastedLinear(Linear):
         super().__init__(n_in, n_out, bias=False, device=device)
 
     def forward(self, x):
-        return F.linear(x, self.weight.to(x.dtype))
+        return linear(x, self.weight.to(x.dtype))
 
 
 def norm(x):

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from peers import LargestStorage, double_precision, make_model, plain_gpt2, tokens
 from torch.utils.flop_counter import FlopCounterMode
 
-from model import GPT, GPT2_SIZES, GPTConfig, attention, head_size, sample_token
+from model import GPT, GPT2_SIZES, GPTConfig, KVCache, attention, head_size, sample_token
 from recipes import MODELS
 from runtime.tokenizer import VOCAB_SIZE
 
@@ -490,6 +490,14 @@ def test_a_generation_casts_the_head_once_and_not_for_each_token(recipe, monkeyp
     assert len(heads) == 4
     assert heads[0].dtype == torch.bfloat16
     assert all(head is heads[0] for head in heads)
+
+
+def test_the_cache_appends_without_copying_what_it_holds():
+    cache = KVCache(room=5)
+    first = cache.append("k0", torch.tensor([[[1.0], [2.0]]]))
+    second = cache.append("k0", torch.tensor([[[3.0]]]))
+    assert second.flatten().tolist() == [1, 2, 3]
+    assert second.data_ptr() == first.data_ptr()
 
 
 def test_by_default_a_token_is_one_of_the_50_likeliest_at_temperature_1():

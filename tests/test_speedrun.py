@@ -64,9 +64,9 @@ def test_under_autocast_all_products_are_in_bfloat16(recipe, monkeypatch):
     dtypes = []
     linear = F.linear
 
-    def remember_dtype(x, weight):
+    def remember_dtype(x, *weights):
         dtypes.append(x.dtype)
-        return linear(x, weight)
+        return linear(x, *weights)
 
     monkeypatch.setattr(F, "linear", remember_dtype)
     with torch.autocast("cpu", torch.bfloat16):
