@@ -315,14 +315,15 @@ def die_in_write(n, cut):
 
 
 def dying(moment):
-    """`die_in_write`, as `before` takes it, at a moment such as "3 half" or "3 after".
+    """`die_in_write`, as `before` takes it, at a moment such as "3 half", "3 whole" or "3 after".
 
-    The third atomic write is half done, or its file has just got its name.
+    The third atomic write is half done, or the whole file is there and still has its temporary
+    name, or it has just got its own.
     """
     number, how = moment.split()
-    if how == "half":
-        return [functools.partial(die_in_write, 2 * int(number) - 1, cut=True)]
-    return [functools.partial(die_in_write, 2 * int(number), cut=False)]
+    if how == "after":
+        return [functools.partial(die_in_write, 2 * int(number), cut=False)]
+    return [functools.partial(die_in_write, 2 * int(number) - 1, cut=how == "half")]
 
 
 def limit_file_size(size):

@@ -4,7 +4,6 @@ Signals are in test_signals.py, the rules of --resume in test_checkpoint.py.
 """
 import functools
 import os
-import random
 import re
 import shutil
 from datetime import timedelta
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from helpers import (
     BYTES,
     command,
-    die_in_write,
+    dying,
     logged,
     newest,
     on_ranks,
@@ -68,19 +67,20 @@ def whole(data, tmp_path_factory):
 
 # ----------------------------------------------------------------------- kills
 
+# (step, number of the micro-batch, signal): before the first checkpoint, in the middle of a step,
+# and in the second epoch
+KILLS = [(2, 0, "SIGKILL"), (8, 1, "SIGTERM"), (10, 0, "SIGKILL"), (17, 1, "SIGTERM"),
+         (22, 1, "SIGKILL")]
+
+
 @pytest.mark.parametrize("recipe", MODELS)
 def test_killed_before_five_micro_batches_a_run_ends_bit_for_bit_as_one_that_was_not(
         recipe, data, whole, tmp_path):
-    """SIGKILL and SIGTERM in turn, also before the first checkpoint and in the second epoch."""
-    dice = random.Random(7)
     flags = ["--data", data, *RUN, "--recipe", recipe, "--out", tmp_path]
-    for first, name in ((0, "SIGKILL"), (5, "SIGTERM"), (10, "SIGKILL"), (15, "SIGTERM"),
-                        (20, "SIGKILL")):
-        step = first + dice.randrange(4)
-        item = dice.randrange(2)
-        if recipe == "frontier":
-            item = 0                        # its first steps have one micro-batch
-        before = striking(f"step {step}", name, item=item)
+    for step, micro_batch, name in KILLS:
+        if recipe == "frontier" and step < 21:
+            micro_batch = 0                 # its first steps have one
+        before = striking(f"step {step}", name, item=micro_batch)
         if name == "SIGKILL":
             run(*flags, before=before, code=-9)
         else:
@@ -88,12 +88,14 @@ def test_killed_before_five_micro_batches_a_run_ends_bit_for_bit_as_one_that_was
             assert f"stopped by SIGTERM after {step} of 24 steps" in result.stdout
             assert newest(tmp_path) == step
 
-    run(*flags)
+    assert "checkpoint_000018.pt at step 18" in run(*flags).stdout
     same_end(tmp_path, whole(recipe), 24)
 
-    # Once more: nothing is left to do, and the flags that are not given come from the checkpoint.
-    assert "done: 24 steps" in run("--out", tmp_path).stdout
-    same_end(tmp_path, whole(recipe), 24)
+
+def test_a_run_that_is_done_takes_its_flags_from_its_checkpoint_and_does_nothing(whole, tmp_path):
+    out = shutil.copytree(whole(), tmp_path / "log")
+    assert "done: 24 steps" in run("--out", out).stdout
+    same_end(out, whole(), 24)
 
 
 @pytest.mark.parametrize("recipe", MODELS)
@@ -122,19 +124,20 @@ def twelve_steps(byte_data, tmp_path_factory):
     return out
 
 
-@pytest.mark.parametrize("n, cut", [
-    (1, True), (1, False), (2, False),          # metrics.csv, when the run begins
-    (3, True), (3, False), (4, False),          # the first checkpoint
-    (5, True),                                  # the second one
-    (7, True),                                  # the last one
-])
+# The first atomic write is that of metrics.csv, and the others are those of the checkpoints.
+@pytest.mark.parametrize("moment", [
+    "1 half", "1 whole", "1 after", "2 half", "2 whole", "2 after", "3 half", "4 half"])
 def test_killed_in_an_atomic_write_a_run_ends_bit_for_bit_as_one_that_was_not(
-        n, cut, twelve_steps, byte_data, tmp_path):
+        moment, twelve_steps, byte_data, tmp_path):
     flags = ["--data", byte_data, *TWELVE_STEPS, "--out", tmp_path]
-    run(*flags, before=[functools.partial(die_in_write, n, cut)], code=-9)
+    run(*flags, before=dying(moment), code=-9)
     has_temporary_file = bool(list(tmp_path.glob("*.tmp")))
-    assert has_temporary_file == (n % 2 == 1)
-    run(*flags)
+    has_checkpoint = bool(saved_steps(tmp_path))
+    text = run(*flags).stdout
+
+    assert has_temporary_file == (not moment.endswith("after"))
+    assert has_checkpoint == (moment in ("2 after", "3 half", "4 half"))
+    assert ("resuming from" in text) == has_checkpoint
     same_end(tmp_path, twelve_steps, step=12)
 
 
@@ -187,9 +190,9 @@ def test_a_run_goes_on_with_other_processes_and_micro_batches_as_it_would_have_g
     assert "checkpoint_000012.pt at step 12" in text
     assert "= 2 x 32 x 2 micro-steps" in text
 
-    tolerance = 2e-3
-    if recipe == "gpt2":
-        tolerance = 1e-4
+    tolerance = 1e-4
+    if recipe != "gpt2":
+        tolerance = 2e-3            # Muon's iteration enlarges what rounding changes
     assert logged(tmp_path) == pytest.approx(logged(whole(recipe)), abs=tolerance)
 
 
@@ -206,17 +209,18 @@ def six_steps(byte_data, tmp_path_factory):
     return out
 
 
-def test_a_run_of_frontier_is_made_longer_on_more_processes(six_steps, byte_data, tmp_path):
-    """Of 6 steps the first have 64 tokens, two sequences, which four processes cannot share.
+def test_a_longer_run_of_frontier_has_a_batch_of_its_own_which_more_processes_can_share(
+        six_steps, byte_data, tmp_path):
+    """Of 6 steps the first have 64 tokens: two sequences, too few for four processes.
 
-    A run of 60 steps has the whole batch from its first step on, which they can.
+    Of 60 steps all have 256.
     """
     flags = ["--data", byte_data, *FRONTIER, "--max_steps", 60]
     losses = []
     for processes in (1, 4):
         out = shutil.copytree(six_steps, tmp_path / str(processes))
         text = run(*flags, "--out", out, processes=processes,
-                   before=striking("step 9", "SIGTERM")).stdout
+                   before=striking("step 9", "SIGTERM")).stdout         # it spares the other steps
         assert " at step 6 of 60" in text
         losses.append(logged(out))
         counts = logged(out, "tokens")
@@ -225,46 +229,41 @@ def test_a_run_of_frontier_is_made_longer_on_more_processes(six_steps, byte_data
         assert losses[0][step] == pytest.approx(losses[1][step], abs=1e-3)
 
 
-def test_a_run_that_is_made_longer_goes_on_with_the_next_tokens_and_the_rate_of_its_progress(
-        six_steps, byte_data, tmp_path):
+@pytest.fixture
+def longer(six_steps, byte_data, tmp_path):
+    """The folder of a run of 9 steps that begins with the first three of `six_steps`."""
+    train("--data", byte_data, *FRONTIER, "--max_steps", 9, "--out", tmp_path / "longer",
+          "--cooldown", 1, "--min_lr", 0, "--max_lr", 1e-3, "--warmup_steps", 0,
+          "--checkpoint_every", 0, "--resume", six_steps / "checkpoint_000003.pt")
+    return tmp_path / "longer"
+
+
+def test_a_run_that_is_made_longer_goes_on_with_the_next_tokens(six_steps, byte_data, request):
     batches = []
 
     def watch(module, inputs):
         if isinstance(module, LanguageModel):
             batches.append(inputs[0])
 
-    before = logged(six_steps, "tokens")[3]
     hook = register_module_forward_pre_hook(watch)
     try:
-        train("--data", byte_data, *FRONTIER, "--max_steps", 9, "--cooldown", 1, "--min_lr", 0,
-              "--max_lr", 1e-3, "--warmup_steps", 0, "--out", tmp_path, "--checkpoint_every", 0,
-              "--resume", six_steps / "checkpoint_000003.pt")
+        out = request.getfixturevalue("longer")
     finally:
         hook.remove()
 
+    before = logged(six_steps, "tokens")[3]
     tokens = np.load(byte_data / "text_train_000001.npy").astype(np.int64)
     assert torch.cat(batches).flatten().tolist()[:256] == tokens[before:before + 256].tolist()
-    counts = logged(tmp_path, "tokens")
-    assert counts[3] == before
+    assert logged(out, "tokens")[3] == before
     assert saved(six_steps, 3)["tokens"] == before
+
+
+def test_the_rate_of_a_run_that_is_made_longer_follows_its_share_of_the_tokens(longer):
+    """With --cooldown 1 and --min_lr 0 it falls to 0 linearly, from the first token on."""
+    counts = logged(longer, "tokens")
     end = counts[8] + 256
-    for step, rate in logged(tmp_path, "lr").items():
+    for step, rate in logged(longer, "lr").items():
         assert rate == pytest.approx(1e-3 * (1 - counts[step] / end), rel=1e-4)
-
-
-def test_the_header_of_a_resume_shows_the_last_and_the_next_learning_rate(
-        byte_data, tmp_path, capsys):
-    flags = ["--data", byte_data, *BYTES, "--max_lr", 1e-3, "--out", tmp_path]
-    train(*flags, "--max_steps", 10)
-    last = logged(tmp_path, "lr")[9]
-    capsys.readouterr()
-    train(*flags, "--max_steps", 20)
-    text = capsys.readouterr().out
-    following = logged(tmp_path, "lr")[10]
-    assert following > 2 * last             # the cosine of the longer run is higher there
-    [line] = [line for line in text.splitlines() if line.startswith("resuming from")]
-    assert f"checkpoint_000010.pt at step 10 of 20: lr {last:.2e} in step 9, " in line
-    assert line.endswith(f"lr {following:.2e} in step 10")
 
 
 # ----------------------------------------------------------------------- two machines
@@ -325,10 +324,10 @@ def test_a_rank_without_the_data_is_told(two_machines):
 
 def test_a_rank_without_the_checkpoint_is_told(two_machines):
     run(*SAME, "--checkpoint_every", 1, "--max_steps", 1, cwd=two_machines[0])
-    assert "share" in told_by_two_machines(two_machines, SAME)
+    assert "checkpoint_000001.pt" in told_by_two_machines(two_machines, SAME)
 
 
-def test_ranks_may_have_other_paths_and_only_rank_0_writes(two_machines):
+def test_ranks_may_have_paths_of_their_own_and_only_rank_0_writes(two_machines):
     (two_machines[1] / "data").rename(two_machines[1] / "copy")
     other = ["--data", "copy", "--out", "other", "--hellaswag_data", "x.jsonl", "--wandb"]
     flags = [*SAME, "--checkpoint_every", 4]
@@ -351,7 +350,7 @@ def replace_tokens(path):
 
 @pytest.mark.parametrize("damage", [truncate, replace_tokens])
 def test_a_run_whose_shards_change_ends_and_continues_once_they_are_restored(
-        damage, data, whole, tmp_path, monkeypatch):
+        damage, data, whole, tmp_path, monkeypatch, capsys):
     copy = shutil.copytree(data, tmp_path / "data")
     shards = sorted(copy.glob("*_train_*"))
     intact = [path.read_bytes() for path in shards]
@@ -366,9 +365,10 @@ def test_a_run_whose_shards_change_ends_and_continues_once_they_are_restored(
     flags = ["--data", copy, *RUN, "--out", tmp_path / "log", "--device", "cpu"]
     with monkeypatch.context() as patch:
         patch.setattr(train_gpt2, "train_step", damaging)
-        refused(lambda: train(*flags), "text_train_", "resumes from checkpoint_000012.pt")
+        refused(lambda: train(*flags), "text_train_", "checkpoint_000012.pt")
 
     for path, content in zip(shards, intact, strict=True):
         path.write_bytes(content)
     train(*flags)
+    assert "checkpoint_000012.pt at step 12" in capsys.readouterr().out
     same_end(tmp_path / "log", whole(), 24)
