@@ -371,7 +371,8 @@ def fetch_published(count: int, out: Path) -> None:
     missing = [name for name in names if name not in present]
     if missing:
         with hub_errors(PRETOKENIZED) as hub:
-            infos = hub.HfApi().get_paths_info(PRETOKENIZED, names, repo_type="dataset")
+            known = sorted(present.union(names))        # also those of an earlier call
+            infos = hub.HfApi().get_paths_info(PRETOKENIZED, known, repo_type="dataset")
             shards = [{"file": info.path, "sha256": info.lfs.sha256} for info in infos]
 
             # The manifest comes first, so that after a kill the shards are known as these.

@@ -149,6 +149,7 @@ def test_a_size_has_the_heads_of_its_recipe(recipe, size, expected):
 @pytest.mark.parametrize("command, device, expected", [
     ("ladder", "cpu", (4, 256, 4, False)), ("ladder", "cuda:0", (16, 1024, 20, True)),
     ("profile", "cuda:0", (64, 1024, 20, True)), ("attention", "mps", (4, 1024, 50, False)),
+    ("attention --steps 3", "cpu", (4, 256, 3, False)),
     ("ladder --batch_size 3 --steps 7 --no_compile", "cuda:0", (3, 1024, 7, False))])
 def test_what_a_device_is_measured_with(command, device, expected, monkeypatch):
     monkeypatch.setattr(bench, "choose_device", lambda name: device)

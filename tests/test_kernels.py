@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from peers import LargestStorage, tokens
 
 from model import GPT, GPTConfig
+from runtime import kernels
 from runtime.kernels import chunked_cross_entropy, linear
 
 
@@ -79,6 +80,22 @@ def test_the_chunked_loss_is_the_whole_one_with_its_gradients(chunk, vocab_size,
     for gradient, expected_gradient in zip(found, expected, strict=True):
         error = (gradient - expected_gradient).norm()
         assert error <= 1e-5 * expected_gradient.norm()
+
+
+def test_the_loss_is_computed_for_rows_that_fit_into_the_cache_of_a_core(monkeypatch):
+    """7 rows of 50,304 numbers in float32 take 1.4 MB."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    rows = []
+    cross_entropy = kernels.cross_entropy_in_place
+
+    def noted_cross_entropy(logits, *more):
+        rows.append(len(logits))
+        return cross_entropy(logits, *more)
+
+    monkeypatch.setattr(kernels, "cross_entropy_in_place", noted_cross_entropy)
+    weight = torch.randn(50304, 4)
+    chunked_cross_entropy(torch.randn(20, 4), weight, torch.arange(20), 16, 0.0)
+    assert rows == [7, 7, 2, 4]
 
 
 def small_model():

@@ -25,8 +25,9 @@ def test_the_first_bytes_say_what_a_file_is_and_what_to_do(name, data, word, tmp
 @pytest.mark.parametrize("name, data", [
     ("a.txt.gz", gzip.compress(b"words", mtime=0)), ("a.parquet", b"PAR1 and more"),
     ("A.PARQUET", b"PAR1 and more"),
-    ("a.pt", b"PK\x03\x04 and more"), ("a.npy", b"\x93NUMPY and more"), ("a.txt", b"words"),
-    ("a.txt", b"")])
+    ("a.pt", b"PK\x03\x04 and more"), ("a.pth", b"PK\x03\x04 and more"),
+    ("a.bin", b"PK\x03\x04 and more"), ("a.npz", b"PK\x03\x04 and more"),
+    ("a.npy", b"\x93NUMPY and more"), ("a.txt", b"words"), ("a.txt", b"")])
 def test_nothing_is_said_of_a_file_that_is_what_its_name_says(name, data, tmp_path):
     (tmp_path / name).write_bytes(data)
     assert kind_by_first_bytes(tmp_path / name) == ""

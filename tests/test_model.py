@@ -420,6 +420,16 @@ def test_the_losses_of_tokens_are_those_of_forward(recipe, dtype):
     assert mean.item() == pytest.approx(plain_loss(logits, targets).item(), rel=1e-4)
 
 
+@torch.no_grad()
+def test_of_all_tokens_only_those_that_are_scored_have_logits():
+    model = make_model(vocab_size=640)
+    idx = tokens(4, 24)
+    with LargestStorage() as largest:
+        model.token_losses(idx, idx, torch.tensor([5, 40]))
+    bytes_of_all_logits = 4 * 24 * 640 * 4
+    assert largest.bytes < bytes_of_all_logits
+
+
 @pytest.mark.parametrize("recipe, temperature", [("gpt2", 150), ("speedrun", 7), ("frontier", 7)])
 @torch.no_grad()
 def test_two_sampled_tokens_have_the_frequencies_of_forwards_softmax(recipe, temperature):
@@ -479,6 +489,21 @@ def test_a_generation_casts_the_head_once_and_not_for_each_token(recipe, monkeyp
     assert len(heads) == 4
     assert heads[0].dtype == torch.bfloat16
     assert all(head is heads[0] for head in heads)
+
+
+@pytest.mark.parametrize("recipe", MODELS)
+def test_a_generation_computes_no_gradients(recipe, monkeypatch):
+    model = make_model(cls=MODELS[recipe])
+    hidden = model.hidden
+    states = []
+
+    def noted_hidden(*inputs):
+        states.append(hidden(*inputs))
+        return states[-1]
+
+    monkeypatch.setattr(model, "hidden", noted_hidden)
+    model.generate(tokens(2, 5), 3)
+    assert [x.requires_grad for x in states] == [False] * 3
 
 
 def test_the_cache_appends_without_copying_what_it_holds():

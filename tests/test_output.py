@@ -21,6 +21,7 @@ from helpers import (
 )
 from peers import make_model
 
+import runtime.output
 import train_gpt2
 from model import GPT, GPTConfig
 from recipes import load_model
@@ -76,12 +77,10 @@ def test_a_run_without_evaluations_writes_its_metrics_and_checkpoints(a_run):
     (["--overfit", "--sequence_length", 32, "--vocab_size", 50257, "--total_batch_size", 128,
       "--max_lr", 1e-12], 1),           # at so low a rate it does not overfit
 ])
-def test_dry_run_and_overfit_write_nothing(flags, code, byte_data, a_copy):
+def test_dry_run_and_overfit_write_nothing_into_a_runs_folder(flags, code, byte_data, a_copy):
     before = contents(a_copy)
     train("--data", byte_data, *SHORT, "--out", a_copy, *flags, code=code)
-    train("--data", byte_data, *SHORT, "--out", a_copy.parent / "new", *flags, code=code)
     assert contents(a_copy) == before
-    assert [path.name for path in a_copy.parent.iterdir()] == ["log"]
 
 
 def test_a_rank_other_than_0_does_not_even_make_the_folder(tmp_path):
@@ -112,7 +111,8 @@ def test_temporary_files_of_killed_runs_are_removed_and_foreign_files_stay(byte_
     assert (a_copy / "checkpoint_000009.pt.tmp").is_dir()
 
 
-def test_a_new_run_renames_what_one_without_a_checkpoint_has_left(byte_data, tmp_path, capsys):
+def test_a_new_run_keeps_the_files_of_one_without_a_checkpoint_under_other_names(
+        byte_data, tmp_path, capsys):
     for name in ("metrics.csv", "loss.png", "wandb_id", "notes.txt"):
         (tmp_path / name).write_text(f"{name} of the first")
     for number in (1, 2):
@@ -181,13 +181,19 @@ def test_a_run_whose_folder_got_a_checkpoint_meanwhile_does_not_begin(a_copy):
 
 
 def test_the_lock_ends_with_the_run_also_with_one_that_failed(byte_data, tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "LOCK_PATIENCE", 0.1)
+    locks = []
+
+    def noted_lock(*arguments):
+        locks.append(lock_folder(*arguments))
+        return locks[-1]
+
+    monkeypatch.setattr(runtime.output, "lock_folder", noted_lock)
     flags = ["--data", byte_data, *SHORT, "--out", tmp_path, "--val_every", 4]
     with monkeypatch.context() as patch:
         patch.setattr(train_gpt2, "validation_loss", lambda *arguments: float("nan"))
         refused(lambda: train(*flags), "step 0", "nan", failed=True)
     train(*flags)
-    assert saved_steps(tmp_path) == [2, 4]
+    assert [lock.closed for lock in locks] == [True, True]
 
 
 # ----------------------------------------------------------------------- metrics.csv
@@ -247,7 +253,7 @@ def test_a_run_that_goes_on_without_its_metrics_begins_them_at_its_step(byte_dat
     assert list(logged(a_copy)) == [4]
 
 
-def test_what_was_evaluated_and_saved_before_a_resume_is_not_again(byte_data, tmp_path, capsys):
+def test_a_resume_repeats_neither_evaluations_nor_saves(byte_data, tmp_path, capsys):
     flags = ["--data", byte_data, *SHORT, "--val_every", 1, "--out", tmp_path]
     train(*flags, "--max_steps", 2)
     when = (tmp_path / "checkpoint_000002.pt").stat().st_mtime_ns
@@ -298,21 +304,22 @@ def test_the_best_checkpoint_is_kept_beside_the_newest(keep, steps, worse_and_wo
     (2, 1, [2, 6]), (2, "all", [2, 4, 6]), (6, 1, [6]), (0, 1, []),
 ])
 def test_the_best_checkpoint_is_the_best_of_those_that_there_are(
-        every, keep, steps, worse_and_worse, tmp_path, capsys):
+        every, keep, steps, worse_and_worse, tmp_path):
     """The best step, the first one, has none."""
     out = tmp_path / "log"
     train(*worse_and_worse, "--checkpoint_every", every, "--keep_checkpoints", keep, "--out", out)
     assert saved_steps(out) == steps
+
+
+def test_the_best_checkpoint_is_named_and_loaded_as_best(worse_and_worse, tmp_path, capsys):
+    out = tmp_path / "log"
+    train(*worse_and_worse, "--checkpoint_every", 2, "--keep_checkpoints", 1, "--out", out)
+
     text = capsys.readouterr().out
-    if not steps:
-        assert "best checkpoint" not in text
-        return
-    path = out / f"checkpoint_{steps[0]:06d}.pt"
     losses = logged(out, "val")
-    assert f"{path}, validation loss {losses[steps[0]]:.4f}" in text
+    assert f"{out}/checkpoint_000002.pt, validation loss {losses[2]:.4f}" in text
     assert f"{losses[0]:.4f} at step 0; training has raised the loss: lower --max_lr" in text
-    assert f"--model {out}/best" in text
-    expected = torch.load(path, weights_only=True)["model"]
+    expected = torch.load(out / "checkpoint_000002.pt", weights_only=True)["model"]
     for name, tensor in load_model(out / "best").state_dict().items():
         assert torch.equal(tensor, expected[name])
 
@@ -325,14 +332,6 @@ def test_a_resumed_run_still_knows_its_best_checkpoint(worse_and_worse, tmp_path
     assert saved_steps(tmp_path / "log") == [1, 6]
     assert "best checkpoint: " + str(tmp_path / "log/checkpoint_000001.pt") in (
         capsys.readouterr().out)
-
-
-def test_without_a_validation_the_last_line_samples_from_the_run_and_names_no_best(
-        byte_data, tmp_path, capsys):
-    train("--data", byte_data, *SHORT, "--out", tmp_path)
-    text = capsys.readouterr().out
-    assert "best" not in text
-    assert text.endswith(f"--model {tmp_path}\n")
 
 
 # ----------------------------------------------------------------------- a save
@@ -411,6 +410,28 @@ def test_a_save_that_fails_in_the_background_is_told_at_the_next_look(
     assert set(contents(tmp_path)) == {LOCK, "metrics.csv"}
 
 
+def test_the_error_of_a_run_is_told_rather_than_that_of_its_last_save(
+        model_state, tmp_path, monkeypatch):
+    def fail(content, file):
+        raise OSError(5, "Input/output error")
+
+    def fail_twice():
+        with open_output(tmp_path, device="cuda") as output:
+            output.save(content_of(1, *model_state))
+            raise RunError("the loss is nan")
+
+    monkeypatch.setattr(torch, "save", fail)
+    assert "Input/output" not in refused(fail_twice, "the loss is nan", failed=True)
+
+
+def test_an_error_of_the_disk_names_the_folder_of_the_run(tmp_path):
+    def fail():
+        with open_output(tmp_path):
+            raise OSError(28, "No space left on device")        # as a write of metrics.csv does
+
+    refused(fail, tmp_path, "No space left", failed=True)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_the_metrics_are_on_the_disk_before_the_checkpoint_that_continues_them(
         byte_data, tmp_path, monkeypatch):
@@ -431,10 +452,10 @@ def test_the_metrics_are_on_the_disk_before_the_checkpoint_that_continues_them(
     assert synced.index(("metrics", 2)) < synced.index(("checkpoint_000002", 2))
 
 
-@pytest.mark.parametrize("size", [1000, 60_000])
+@pytest.mark.parametrize("size", [1000, 60_000])       # of which torch.save hides the error at one
 def test_a_disk_that_is_full_while_a_checkpoint_is_written_costs_that_checkpoint_alone(
         size, byte_data, a_copy):
-    """At some sizes torch.save hides the system's error behind one of its own."""
+    """torch.save may hide the system's error behind one of its own."""
     flags = ["--data", byte_data, *SHORT, "--out", a_copy, "--max_steps", 6]
     before = contents(a_copy)
 
@@ -464,7 +485,7 @@ def test_a_run_that_fails_says_what_resumes(byte_data, tmp_path, monkeypatch):
                 "checkpoint_000006.pt", failed=True)
 
 
-def test_a_mistake_of_the_users_stays_one_when_it_ends_a_run(tmp_path):
+def test_a_users_mistake_that_ends_a_run_stays_one_and_says_how_to_go_on(tmp_path):
     with pytest.raises(UserError, match="too large.*from the beginning"):
         with open_output(tmp_path):
             raise UserError("the batch is too large")

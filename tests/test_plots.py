@@ -216,3 +216,20 @@ def test_a_picture_needs_no_home_and_says_nothing(tmp_path):
 
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
     assert (tmp_path / "loss.png").exists()
+
+
+def test_a_picture_takes_the_place_of_the_one_before_when_it_is_whole(tmp_path, monkeypatch):
+    path = tmp_path / "loss.png"
+    plot_run(make_rows(train=[3, 2]), path, "")
+    before = path.read_bytes()
+    savefig = matplotlib.figure.Figure.savefig
+    while_drawn = []
+
+    def noted_savefig(figure, file, **options):
+        savefig(figure, file, **options)
+        while_drawn.append(path.read_bytes())
+
+    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", noted_savefig)
+    plot_run(make_rows(train=[3, 2, 1]), path, "")
+    assert while_drawn == [before]
+    assert path.read_bytes() != before

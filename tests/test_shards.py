@@ -179,3 +179,12 @@ def test_a_finished_folder_or_another_programs_manifest_has_no_warning(manifest,
 def test_a_manifest_that_is_none_of_ours_has_no_warning(text, tmp_path):
     (tmp_path / "manifest.json").write_text(text)
     assert unfinished(tmp_path) == ""
+
+
+@pytest.mark.parametrize("name", ["x_train_000001.npy", "x_train_000001.bin"])
+def test_a_shard_that_is_longer_than_its_header_says_is_refused(name, tmp_path):
+    path = tmp_path / name
+    write_shard(path, TOKENS)
+    path.write_bytes(path.read_bytes() + b"\1\0")
+    with pytest.raises(UserError, match=name):
+        open_shard(path)

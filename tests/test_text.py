@@ -384,11 +384,13 @@ TABLES = [("a.parquet", write_parquet), ("file.arrow", write_arrow_file),
 
 @pytest.mark.parametrize("kind", STRINGS, ids=str)
 @pytest.mark.parametrize("name, write", TABLES)
-def test_every_kind_of_string_column_is_read(kind, name, write, tmp_path):
-    texts = ["", "é", "word " * 40, None] * 50
-    table = pyarrow.table({"id": range(200), "body": column_of(kind, texts)})
+def test_every_kind_of_string_column_is_read_row_by_row(kind, name, write, tmp_path):
+    texts = ["", None, "é"]
+    for i in range(200):
+        texts.append(f"{i} words " * 40)
+    table = pyarrow.table({"id": range(203), "body": column_of(kind, texts)})
     write(table, tmp_path / name)
-    assert read(tmp_path / name, text_field="body") == ["é", "word " * 40] * 50
+    assert read(tmp_path / name, text_field="body") == [text for text in texts if text]
 
 
 @pytest.mark.parametrize("name, write", TABLES)
